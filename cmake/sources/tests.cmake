@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# GoogleTest programs, one per directory: diffulex_tests_core, diffulex_tests_kernels and
+# diffulex_tests_cuda (only when CUDA is built; skips its tests without a device).
+# GTest::gmock and GTest::gtest_main are linked; do not write a main(). Every test file may include
+# private headers by their path from csrc/ and read DIFFULEX_TEST_DATA_DIR (tests/data).
+# Paths are relative to the repository root, one per line, sorted.
+
+set(DIFFULEX_TESTS_CORE_SOURCES
+    tests/cpp/core/acceptance_test.cpp
+    tests/cpp/core/block_buffer_test.cpp
+    tests/cpp/core/kv_cache_manager_test.cpp
+    tests/cpp/core/options_test.cpp
+    tests/cpp/core/page_pool_test.cpp
+    tests/cpp/core/philox_test.cpp
+    tests/cpp/core/prefix_cache_test.cpp
+    tests/cpp/core/scheduler_allocation_test.cpp
+    tests/cpp/core/scheduler_property_test.cpp
+    tests/cpp/core/scheduler_test.cpp
+    tests/cpp/core/scheduler_thread_test.cpp
+    tests/cpp/core/status_enums_test.cpp
+    tests/cpp/core/step_plan_test.cpp
+    tests/cpp/core/thread_pool_test.cpp
+    tests/cpp/core/trace_test.cpp
+)
+set(DIFFULEX_TESTS_KERNELS_SOURCES
+  tests/cpp/kernels/accept_mask_fill_test.cpp
+  tests/cpp/kernels/activation_test.cpp
+  tests/cpp/kernels/block_attention_test.cpp
+  tests/cpp/kernels/guard_page_test.cpp
+  tests/cpp/kernels/kernel_errors_test.cpp
+  tests/cpp/kernels/kernel_table_test.cpp
+  tests/cpp/kernels/kv_cache_test.cpp
+  tests/cpp/kernels/norm_test.cpp
+  tests/cpp/kernels/rope_test.cpp
+  tests/cpp/kernels/row_interval_test.cpp
+  tests/cpp/kernels/token_stats_test.cpp
+)
+# .cpp (CUDA runtime API only) or .cu.
+set(DIFFULEX_TESTS_CUDA_SOURCES
+    tests/cpp/cuda/block_attention_test.cpp
+    tests/cpp/cuda/block_rules_device_test.cu
+    tests/cpp/cuda/dense_ops_test.cpp
+    tests/cpp/cuda/sampling_test.cpp
+)

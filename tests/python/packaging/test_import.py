@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Importing the compiled package: with torch, without it, and how fast."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import diffulex_ext
+
+
+def run_python(code: str, directory: Path, *options: str, **environment: str) -> str:
+    """Output of a fresh interpreter that runs `code`; fails with its error text."""
+    result = subprocess.run(
+        [sys.executable, *options, "-c", code],
+        cwd=directory,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_without_torch_the_import_is_fast_and_torch_free(tmp_path: Path) -> None:
+    code = """
+import sys, time
+start = time.perf_counter()
+import diffulex_ext
+seconds = time.perf_counter() - start
+assert not diffulex_ext.has_ops
+assert "torch" not in sys.modules
+print(seconds)
+"""
+    # The best of three: the first one may read cold files, and the host is shared.
+    seconds = [float(run_python(code, tmp_path, DIFFULEX_NO_TORCH="1")) for _ in range(3)]
+    assert min(seconds) < 0.1
+
+
+def test_import_works_where_torch_is_not_installed(tmp_path: Path) -> None:
+    # -S leaves site-packages out; the link makes this one package visible again.
+    (tmp_path / "diffulex_ext").symlink_to(Path(diffulex_ext.__file__).parent)
+    code = """
+import importlib.util
+assert importlib.util.find_spec("torch") is None
+import diffulex_ext
+print(diffulex_ext.has_ops, diffulex_ext.build_info()["version"])
+"""
+    output = run_python(code, tmp_path, "-S", PYTHONPATH=str(tmp_path))
+    assert output == f"False {diffulex_ext.__version__}"
+
+
+def test_both_import_orders_work(tmp_path: Path) -> None:
+    for first, second in (("torch", "diffulex_ext"), ("diffulex_ext", "torch")):
+        code = f"import {first}, {second}, diffulex_ext; print(diffulex_ext.has_ops)"
+        assert run_python(code, tmp_path) == "True"
+
+
+def test_importing_diffulex_leaves_heavy_packages_alone(tmp_path: Path) -> None:
+    code = """
+import sys
+import diffulex
+print([name for name in ("transformers", "fastapi", "diffulex.server") if name in sys.modules])
+"""
+    assert run_python(code, tmp_path) == "[]"
