@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "diffulex/core/block_buffer.h"
+
+#include <algorithm>
+
+namespace diffulex {
+
+BlockRules make_block_rules(const EngineOptions& options) {
+  BlockRules rules;
+  rules.block_size = options.block_size;
+  rules.buffer_size = options.buffer_size;
+  rules.mask_token_id = options.mask_token_id;
+  rules.vocab_size = options.vocab_size;
+  rules.add_block_threshold = options.thresholds.add_block;
+  rules.semi_complete_threshold = options.thresholds.semi_complete;
+  rules.token_stability_threshold = options.thresholds.token_stability;
+  return rules;
+}
+
+void BlockBuffer::init(Span<const int32_t> prompt, int32_t limit_end) {
+  const auto prompt_len = static_cast<int32_t>(prompt.size());
+  DIFFULEX_CHECK(prompt_len > 0 && prompt_len < limit_end,
+                 "BlockBuffer::init: expected 0 < prompt length < ", limit_end, ", got ",
+                 prompt_len);
+  // The buffer never starts past the block of the last response position.
+  const int32_t last_head = (limit_end - 1) / rules_.block_size;
+  const auto capacity =
+      static_cast<size_t>(last_head + rules_.buffer_size) * static_cast<size_t>(rules_.block_size);
+  tokens_.assign(capacity, rules_.mask_token_id);
+  std::copy(prompt.begin(), prompt.end(), tokens_.begin());
+  init_buffer(rules_, state_, prompt_len, limit_end);
+}
+
+Span<const int32_t> BlockBuffer::tokens() const noexcept {
+  return Span<const int32_t>(tokens_.data(),
+                             static_cast<size_t>(start() + rules_.buffer_size * rules_.block_size));
+}
+
+const Block& BlockBuffer::block(int32_t index) const {
+  DIFFULEX_CHECK(index >= 0 && index < rules_.buffer_size,
+                 "BlockBuffer::block: expected an index in [0, ", rules_.buffer_size, "), got ",
+                 index);
+  return state_.blocks[index];
+}
+
+Span<const int32_t> BlockBuffer::block_tokens(int32_t index) const {
+  const auto begin = static_cast<size_t>(block(index).block_id * rules_.block_size);
+  return tokens().subspan(begin, static_cast<size_t>(rules_.block_size));
+}
+
+BlockStatus BlockBuffer::block_status(int32_t block_id) const noexcept {
+  const int32_t index = block_id - state_.blocks[0].block_id;
+  if (index < 0) {
+    return (block_id + 1) * rules_.block_size <= state_.context_len ? BlockStatus::kInCache
+                                                                    : BlockStatus::kToCache;
+  }
+  return index < rules_.buffer_size ? state_.blocks[index].status : BlockStatus::kDummy;
+}
+
+Status BlockBuffer::check_integrity() const {
+  DIFFULEX_RETURN_IF_ERROR(check_blocks());
+  return check_output_facts();
+}
+
+Status BlockBuffer::check_blocks() const {
+  const int32_t block_size = rules_.block_size;
+  if (tokens_.size() < static_cast<size_t>(start() + rules_.buffer_size * block_size)) {
+    return make_error(StatusCode::kInternal, "BlockBuffer: expected tokens up to the buffer end, ",
+                      "got ", tokens_.size());
+  }
+  if (state_.context_len % block_size != 0 || state_.context_len > start()) {
+    return make_error(StatusCode::kInternal, "BlockBuffer: expected context_len a multiple of ",
+                      block_size, " at most ", start(), ", got ", state_.context_len);
+  }
+  bool has_active = false;
+  for (int32_t i = 0; i < rules_.buffer_size; ++i) {
+    const Block& block = state_.blocks[i];
+    const bool is_dummy = block.status == BlockStatus::kDummy;
+    if (block.block_id != state_.blocks[0].block_id + i || is_dummy != (i >= state_.num_valid)) {
+      return make_error(StatusCode::kInternal, "BlockBuffer: expected consecutive blocks with ",
+                        state_.num_valid, " valid, got block ", block.block_id, " ",
+                        to_string(block.status), " at ", i);
+    }
+    const bool is_frozen =
+        block.status == BlockStatus::kToCache || block.status == BlockStatus::kInCache;
+    if (is_frozen && has_active) {
+      return make_error(StatusCode::kInternal, "BlockBuffer: expected no frozen block behind an ",
+                        "ACTIVE one, got block ", block.block_id);
+    }
+    if (block.status == BlockStatus::kInCache) {
+      return make_error(StatusCode::kInternal, "BlockBuffer: expected no IN_CACHE block in the ",
+                        "buffer between steps, got block ", block.block_id);
+    }
+    has_active = has_active || block.status == BlockStatus::kActive;
+    int32_t num_masks = 0;
+    for (int32_t rel = block.editable_start; rel < block_size; ++rel) {
+      const auto position = static_cast<size_t>(block.block_id * block_size + rel);
+      num_masks += tokens_[position] == rules_.mask_token_id ? 1 : 0;
+    }
+    if (num_masks != block.num_masks || (is_frozen && num_masks != 0) ||
+        (is_dummy && num_masks != block_size)) {
+      return make_error(StatusCode::kInternal, "BlockBuffer: expected ", num_masks,
+                        " open masks in ", to_string(block.status), " block ", block.block_id,
+                        ", got ", block.num_masks);
+    }
+  }
+  return {};
+}
+
+Status BlockBuffer::check_output_facts() const {
+  int32_t settled = state_.prompt_len;
+  int32_t run_len = 0;
+  const auto token_at = [this](int32_t position) { return tokens_[static_cast<size_t>(position)]; };
+  while (settled < state_.limit_end && token_at(settled) != rules_.mask_token_id) {
+    const bool repeats = settled > state_.prompt_len && token_at(settled) == token_at(settled - 1);
+    run_len = repeats ? run_len + 1 : 1;
+    ++settled;
+  }
+  if (settled != state_.settled_end || run_len != state_.run_len) {
+    return make_error(StatusCode::kInternal, "BlockBuffer: expected settled_end ", settled,
+                      " and run_len ", run_len, ", got ", state_.settled_end, " and ",
+                      state_.run_len);
+  }
+  int32_t stop_pos = kNoPosition;
+  const int32_t end = std::min(valid_end(rules_, state_), state_.limit_end);
+  for (int32_t position = end - 1; position >= state_.prompt_len; --position) {
+    // Masks are looked up too: a mask id is never a stop id.
+    if (is_stop_id(state_, token_at(position))) {
+      stop_pos = position;
+    }
+  }
+  if (stop_pos != state_.stop_pos) {
+    return make_error(StatusCode::kInternal, "BlockBuffer: expected stop_pos ", stop_pos, ", got ",
+                      state_.stop_pos);
+  }
+  return {};
+}
+
+}  // namespace diffulex

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "diffulex/core/step_plan.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace diffulex {
+namespace {
+
+/// MaskKind::kBlockCausal of kernels/attention.h, which core may not include.
+constexpr int32_t kBlockCausalMask = 1;
+
+[[nodiscard]] ArenaField vector_field(const char* name, ArenaDtype dtype, int64_t rows) {
+  return ArenaField{name, dtype, 0, rows, 1, false};
+}
+
+[[nodiscard]] ArenaField matrix_field(const char* name, ArenaDtype dtype, int64_t rows,
+                                      int64_t cols) {
+  return ArenaField{name, dtype, 0, rows, cols, true};
+}
+
+[[nodiscard]] int32_t row_capacity(const EngineOptions& options) {
+  return std::max(options.max_num_batched_tokens, options.max_num_reqs * options.decode_rows());
+}
+
+}  // namespace
+
+std::vector<ArenaField> StepPlan::make_fields(const EngineOptions& options) {
+  const int64_t rows = row_capacity(options);
+  const int64_t reqs = options.max_num_reqs;
+  const int64_t blocks = reqs * options.buffer_size;
+  const int64_t width = options.block_size;
+  const int64_t logits = blocks * width;
+  std::vector<ArenaField> fields = {
+      vector_field("input_ids", ArenaDtype::kInt64, rows),
+      vector_field("positions", ArenaDtype::kInt64, rows),
+      vector_field("slot_mapping", ArenaDtype::kInt32, rows),
+      vector_field("cu_seqlens_q", ArenaDtype::kInt32, reqs + 1),
+      vector_field("cu_seqlens_k", ArenaDtype::kInt32, reqs + 1),
+      vector_field("context_lens", ArenaDtype::kInt32, reqs),
+      vector_field("valid_slices", ArenaDtype::kInt32, reqs),
+      vector_field("row_mode", ArenaDtype::kInt32, reqs),
+      vector_field("mask_kinds", ArenaDtype::kInt32, reqs),
+      vector_field("prefix_lens", ArenaDtype::kInt32, reqs),
+      vector_field("padded_prefix_lens", ArenaDtype::kInt32, reqs),
+      vector_field("req_ids", ArenaDtype::kInt64, reqs),
+      vector_field("request_slots", ArenaDtype::kInt32, reqs),
+      vector_field("logits_rows", ArenaDtype::kInt32, logits),
+      vector_field("row_inv_temperature", ArenaDtype::kFloat32, logits),
+      vector_field("row_uniforms", ArenaDtype::kFloat64, logits),
+      vector_field("blk_req", ArenaDtype::kInt32, blocks),
+      vector_field("blk_id", ArenaDtype::kInt32, blocks),
+      vector_field("blk_start", ArenaDtype::kInt32, blocks),
+      vector_field("blk_row0", ArenaDtype::kInt32, blocks),
+      matrix_field("blk_tokens", ArenaDtype::kInt64, blocks, width),
+      matrix_field("blk_row_index", ArenaDtype::kInt32, blocks, width),
+      vector_field("blk_editable_start", ArenaDtype::kInt32, blocks),
+      vector_field("blk_valid_len", ArenaDtype::kInt32, blocks),
+      vector_field("blk_force_top1", ArenaDtype::kUint8, blocks),
+      vector_field("blk_accept_threshold", ArenaDtype::kFloat32, blocks),
+      vector_field("blk_total_steps", ArenaDtype::kInt32, blocks),
+      vector_field("blk_open_steps", ArenaDtype::kInt32, blocks),
+      vector_field("blk_post_edit_steps", ArenaDtype::kInt32, blocks),
+      matrix_field("page_tables", ArenaDtype::kInt32, reqs, options.max_pages_per_req()),
+  };
+  Arena::layout(fields);
+  return fields;
+}
+
+size_t StepPlan::arena_bytes(const EngineOptions& options) {
+  return Arena::arena_bytes(make_fields(options));
+}
+
+StepPlan::StepPlan(const EngineOptions& options) : StepPlan(options, Arena(make_fields(options))) {}
+
+StepPlan::StepPlan(const EngineOptions& options, void* memory, size_t bytes)
+    : StepPlan(options, Arena(make_fields(options), memory, bytes)) {}
+
+StepPlan::StepPlan(const EngineOptions& options, Arena arena)
+    : arena_(std::move(arena)),
+      block_size_(options.block_size),
+      page_size_(options.page_size),
+      max_pages_(options.max_pages_per_req()),
+      max_reqs_(options.max_num_reqs),
+      max_rows_(row_capacity(options)),
+      first_block_(static_cast<size_t>(options.max_num_reqs) + 1, 0),
+      page_rows_(static_cast<size_t>(options.max_num_reqs)) {
+  const int64_t entries = int64_t{max_reqs_} * max_pages_;
+  std::fill_n(ptr<int32_t>(PlanArray::kPageTables), entries, -1);
+}
+
+size_t StepPlan::used_bytes() const noexcept {
+  const size_t offset = arena_.fields()[static_cast<size_t>(PlanArray::kPageTables)].offset;
+  return offset + static_cast<size_t>(int64_t{num_reqs_} * max_pages_) * sizeof(int32_t);
+}
+
+Span<int32_t> StepPlan::cu_seqlens_q() noexcept {
+  return Span<int32_t>(ptr<int32_t>(PlanArray::kCuSeqlensQ), static_cast<size_t>(num_reqs_) + 1);
+}
+
+Span<int32_t> StepPlan::cu_seqlens_k() noexcept {
+  return Span<int32_t>(ptr<int32_t>(PlanArray::kCuSeqlensK), static_cast<size_t>(num_reqs_) + 1);
+}
+
+Span<int64_t> StepPlan::req_ids() noexcept {
+  return Span<int64_t>(ptr<int64_t>(PlanArray::kReqIds), static_cast<size_t>(num_reqs_));
+}
+
+Span<int64_t> StepPlan::blk_tokens() noexcept {
+  return Span<int64_t>(ptr<int64_t>(PlanArray::kBlkTokens),
+                       static_cast<size_t>(num_blocks_ * block_size_));
+}
+
+Span<int32_t> StepPlan::blk_row_index() noexcept {
+  return Span<int32_t>(ptr<int32_t>(PlanArray::kBlkRowIndex),
+                       static_cast<size_t>(num_blocks_ * block_size_));
+}
+
+Span<int32_t> StepPlan::page_tables() noexcept {
+  return Span<int32_t>(ptr<int32_t>(PlanArray::kPageTables),
+                       static_cast<size_t>(int64_t{num_reqs_} * max_pages_));
+}
+
+void StepPlan::reset(PlanKind kind, int64_t step_id) {
+  kind_ = kind;
+  step_id_ = step_id;
+  num_rows_ = 0;
+  num_reqs_ = 0;
+  num_padded_ = 0;
+  num_blocks_ = 0;
+  num_logits_rows_ = 0;
+  num_sampled_rows_ = 0;
+  need_kv_cache_store_ = false;
+  first_block_[0] = 0;
+  ptr<int32_t>(PlanArray::kCuSeqlensQ)[0] = 0;
+  seal();
+}
+
+int32_t StepPlan::append_request(int64_t req_id, int32_t request_slot, int32_t num_rows) {
+  DIFFULEX_CHECK(num_reqs_ < max_reqs_ && num_rows_ + num_rows <= max_rows_,
+                 "StepPlan::append_request: expected at most ", max_reqs_, " requests and ",
+                 max_rows_, " rows, got ", num_reqs_ + 1, " and ", num_rows_ + num_rows);
+  const int32_t req_idx = num_reqs_++;
+  num_rows_ += num_rows;
+  ptr<int32_t>(PlanArray::kCuSeqlensQ)[num_reqs_] = num_rows_;
+  ptr<int64_t>(PlanArray::kReqIds)[req_idx] = req_id;
+  ptr<int32_t>(PlanArray::kRequestSlots)[req_idx] = request_slot;
+  first_block_[static_cast<size_t>(num_reqs_)] = num_blocks_;
+  return req_idx;
+}
+
+int32_t StepPlan::append_block(int32_t req_idx, int32_t block_id, int32_t row0) {
+  const int32_t index = num_blocks_++;
+  ptr<int32_t>(PlanArray::kBlkReq)[index] = req_idx;
+  ptr<int32_t>(PlanArray::kBlkId)[index] = block_id;
+  ptr<int32_t>(PlanArray::kBlkStart)[index] = block_id * block_size_;
+  ptr<int32_t>(PlanArray::kBlkRow0)[index] = row0;
+  ptr<int32_t>(PlanArray::kBlkValidLen)[index] = block_size_;
+  first_block_[static_cast<size_t>(req_idx) + 1] = num_blocks_;
+  return index;
+}
+
+LogitsRowCursor StepPlan::logits_cursor() noexcept {
+  return LogitsRowCursor{ptr<int32_t>(PlanArray::kLogitsRows) + num_logits_rows_,
+                         ptr<float>(PlanArray::kRowInvTemperature) + num_logits_rows_,
+                         ptr<double>(PlanArray::kRowUniforms) + num_logits_rows_, num_logits_rows_};
+}
+
+void StepPlan::commit_logits_rows(int32_t count, bool is_sampled) noexcept {
+  num_logits_rows_ += count;
+  num_sampled_rows_ += is_sampled ? count : 0;
+}
+
+void StepPlan::set_page_table(int32_t req_idx, uint64_t epoch, Span<const int32_t> pages) {
+  const int64_t req_id = ptr<int64_t>(PlanArray::kReqIds)[req_idx];
+  PageRow& known = page_rows_[static_cast<size_t>(req_idx)];
+  int32_t* row = ptr<int32_t>(PlanArray::kPageTables) + int64_t{req_idx} * max_pages_;
+  const auto count = static_cast<int32_t>(pages.size());
+  DIFFULEX_CHECK(count <= max_pages_, "StepPlan::set_page_table: expected at most ", max_pages_,
+                 " pages, got ", count);
+  // Within an epoch a table only grows, so steady state costs nothing per page already written.
+  const bool is_same_owner = known.req_id == req_id && known.epoch == epoch && known.len <= count;
+  for (int32_t i = is_same_owner ? known.len : 0; i < count; ++i) {
+    row[i] = pages[static_cast<size_t>(i)];
+  }
+  for (int32_t i = count; i < known.len; ++i) {
+    row[i] = -1;
+  }
+  known = PageRow{req_id, epoch, count};
+}
+
+void StepPlan::seal() {
+  const int32_t* cu_q = ptr<int32_t>(PlanArray::kCuSeqlensQ);
+  std::copy_n(cu_q, num_reqs_ + 1, ptr<int32_t>(PlanArray::kCuSeqlensK));
+  max_seqlen_q_ = 0;
+  max_context_len_ = 0;
+  bool is_uniform = kind_ == PlanKind::kDecode && num_reqs_ > 0;
+  for (int32_t r = 0; r < num_reqs_; ++r) {
+    const int32_t q_len = cu_q[r + 1] - cu_q[r];
+    is_uniform = is_uniform && q_len == cu_q[1];
+    max_seqlen_q_ = std::max(max_seqlen_q_, q_len);
+    max_context_len_ = std::max(max_context_len_, ptr<int32_t>(PlanArray::kContextLens)[r]);
+  }
+  uniform_q_len_ = is_uniform ? cu_q[1] : 0;
+}
+
+Status StepPlan::pad_requests(int32_t num_reqs) {
+  if (kind_ != PlanKind::kDecode || uniform_q_len_ == 0) {
+    return make_error(StatusCode::kInvalidArgument, "StepPlan::pad_requests: expected a decode ",
+                      "plan with equal row counts, got kind ", to_string(kind_));
+  }
+  if (num_reqs < num_reqs_ || num_reqs > max_reqs_) {
+    return make_error(StatusCode::kInvalidArgument, "StepPlan::pad_requests: expected a count in [",
+                      num_reqs_, ", ", max_reqs_, "], got ", num_reqs);
+  }
+  const int32_t q_len = uniform_q_len_;
+  while (num_reqs_ < num_reqs) {
+    const int32_t row0 = num_rows_;
+    const int32_t r = append_request(-1, -1, q_len);
+    ++num_padded_;
+    std::fill_n(ptr<int64_t>(PlanArray::kInputIds) + row0, q_len, 0);
+    std::fill_n(ptr<int64_t>(PlanArray::kPositions) + row0, q_len, 0);
+    std::fill_n(ptr<int32_t>(PlanArray::kSlotMapping) + row0, q_len, -1);
+    ptr<int32_t>(PlanArray::kCuSeqlensK)[r + 1] = num_rows_;
+    ptr<int32_t>(PlanArray::kContextLens)[r] = 0;
+    ptr<int32_t>(PlanArray::kValidSlices)[r] = row0;
+    ptr<int32_t>(PlanArray::kRowMode)[r] = static_cast<int32_t>(RowMode::kDecodeBlockCausal);
+    ptr<int32_t>(PlanArray::kMaskKinds)[r] = kBlockCausalMask;
+    ptr<int32_t>(PlanArray::kPrefixLens)[r] = 0;
+    ptr<int32_t>(PlanArray::kPaddedPrefixLens)[r] = 0;
+    set_page_table(r, 0, {});
+  }
+  return {};
+}
+
+}  // namespace diffulex

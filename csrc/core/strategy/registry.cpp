@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/strategy/multi_bd.h"
+#include "diffulex/core/strategy.h"
+
+namespace diffulex {
+namespace {
+
+struct StrategyEntry {
+  const char* name;
+  std::unique_ptr<Strategy> (*make)(const EngineOptions& options);
+};
+
+/// Every built-in strategy, sorted by name.
+constexpr std::array<StrategyEntry, 1> kStrategies = {{
+    {"multi_bd", make_multi_bd},
+}};
+
+}  // namespace
+
+Strategy::~Strategy() = default;
+
+Result<std::unique_ptr<Strategy>> make_strategy(const EngineOptions& options) {
+  for (const StrategyEntry& entry : kStrategies) {
+    if (options.strategy == entry.name) {
+      return entry.make(options);
+    }
+  }
+  std::string known;
+  for (const std::string& name : strategy_names()) {
+    known += (known.empty() ? "" : ", ") + name;
+  }
+  return make_error(StatusCode::kUnsupported, "make_strategy: expected one of ", known, ", got \"",
+                    options.strategy, "\"");
+}
+
+const std::vector<std::string>& strategy_names() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> result;
+    for (const StrategyEntry& entry : kStrategies) {
+      result.emplace_back(entry.name);
+    }
+    return result;
+  }();
+  return names;
+}
+
+}  // namespace diffulex

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "diffulex/core/kv_cache_manager.h"
+#include "diffulex/core/options.h"
+#include "diffulex/core/request.h"
+#include "diffulex/core/sampler_output.h"
+#include "diffulex/core/status.h"
+#include "diffulex/core/step_events.h"
+#include "diffulex/core/step_plan.h"
+#include "diffulex/core/strategy.h"
+#include "diffulex/export.h"
+
+namespace diffulex {
+
+/// Counters of a scheduler since its construction, and gauges of the last step boundary.
+struct SchedulerStats {
+  int32_t num_waiting = 0;  // gauges; requests added since the boundary count as waiting
+  int32_t num_running = 0;
+  int32_t num_pages = 0;
+  int32_t num_free_pages = 0;
+  int32_t num_cached_units = 0;
+  int64_t num_requests = 0;  // accepted by add_request
+  int64_t num_rejected = 0;
+  int64_t num_finished = 0;  // aborted and failed ones included
+  int64_t num_aborted = 0;
+  int64_t num_failed = 0;  // finish reason error
+  int64_t num_prefill_steps = 0;
+  int64_t num_decode_steps = 0;
+  int64_t num_rows = 0;        // rows of all completed forwards
+  int64_t num_new_tokens = 0;  // masks filled
+  int64_t num_preemptions = 0;
+  int64_t num_cancelled_steps = 0;
+  int64_t num_prefix_query_tokens = 0;  // tokens that prefix lookups could have hit
+  int64_t num_prefix_hit_tokens = 0;
+};
+
+/// Queues, budgets, preemption and abort: decides which requests run in each forward.
+///
+/// Thread rule: add_request, abort and stats may be called from any thread at any time; they go
+/// through a mailbox that is read at step boundaries. Everything else belongs to one thread.
+/// One plan is in flight at a time: schedule() fills it, complete_step() or cancel_step() ends it.
+/// Several StepPlan objects may be used in turn.
+class DIFFULEX_API Scheduler final {
+ public:
+  /// Precondition: options.validate() is ok. `kv_cache` outlives the scheduler.
+  Scheduler(const EngineOptions& options, KVCacheManager& kv_cache);
+  /// As above with a strategy of the embedder's.
+  Scheduler(const EngineOptions& options, KVCacheManager& kv_cache,
+            std::unique_ptr<Strategy> strategy);
+  ~Scheduler();
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
+
+  /// Validates and enqueues; the id is unique and ascending. Thread-safe. Fails with
+  /// kInvalidArgument (empty prompt, bad ids or parameters), kOutOfRange (prompt of max_model_len
+  /// tokens or more) or kOutOfPages (the pool could never hold the request).
+  [[nodiscard]] Result<int64_t> add_request(std::unique_ptr<Request> request);
+  /// Asks for the end of a request at the next step boundary. Idempotent; false for ids that are
+  /// unknown or finished. Thread-safe.
+  bool abort(int64_t req_id);
+  /// Counters; the gauges are those of the last step boundary. Thread-safe.
+  [[nodiscard]] SchedulerStats stats() const;
+
+  /// Picks requests, reserves pages and fills `plan`. kIdle: nothing to run; the plan is empty and
+  /// not in flight. Precondition: no plan in flight. O(rows + running * N) except for prompts seen
+  /// for the first time.
+  PlanKind schedule(StepPlan& plan);
+  /// Applies the sampler's decisions for the plan in flight. An idle plan is accepted too and gives
+  /// the events of its boundary. On kInvalidArgument (a plan not in flight, or an illegal write)
+  /// nothing was applied and the plan is still in flight. The events are valid until the next call.
+  [[nodiscard]] Result<const StepEvents*> complete_step(StepPlan& plan,
+                                                        const SamplerOutput& output);
+  /// Ends the plan in flight whose forward failed: its requests lose their KV and wait again, in
+  /// order; nothing it did remains. kInvalidArgument when the plan is not in flight.
+  [[nodiscard]] Status cancel_step(StepPlan& plan);
+
+  /// Whether any request waits, runs or is in the mailbox. Thread-safe.
+  [[nodiscard]] bool has_unfinished() const;
+  /// Denoising state of a request, finished ones included until their result is taken.
+  [[nodiscard]] Result<RequestSnapshot> snapshot(int64_t req_id) const;
+  /// Record of a finished request, handed out once: kNotFound for unknown ids and ids taken before,
+  /// kInvalidArgument while the request is unfinished.
+  [[nodiscard]] Result<RequestResult> take_result(int64_t req_id);
+  /// Takes pages and request slot from a running request and puts it at the head of the queue.
+  /// kNotFound for unknown ids, kInvalidArgument when it is not running or a plan is in flight.
+  [[nodiscard]] Status preempt(int64_t req_id);
+  /// Ends every request with reason aborted, a plan in flight included. The events of the next
+  /// complete_step list them.
+  void release_all();
+
+  /// The request, or nullptr. Valid until the next call that is not const.
+  [[nodiscard]] const Request* find_request(int64_t req_id) const;
+  /// Requests that hold pages, oldest admission first.
+  [[nodiscard]] Span<Request* const> running() const noexcept {
+    return Span<Request* const>(running_.data(), running_.size());
+  }
+  [[nodiscard]] const EngineOptions& options() const noexcept { return options_; }
+
+  /// Invariants I1-I3, I5, I6 and I8 over all requests. O(all tokens). Called after every step in
+  /// builds without NDEBUG.
+  [[nodiscard]] Status check_integrity() const;
+
+ private:
+  struct Mailbox;
+
+  [[nodiscard]] Status validate_request(const Request& request) const;
+  void drain_mailbox();
+  void apply_aborts();
+  [[nodiscard]] bool must_decode() const;
+
+  // Phase A and B of schedule(), in scheduler_admission.cpp and scheduler.cpp.
+  void plan_prefill(StepPlan& plan);
+  void plan_continuing(StepPlan& plan);
+  [[nodiscard]] bool try_admit(StepPlan& plan, Request& request);
+  [[nodiscard]] int32_t headroom_pages() const noexcept;
+  void plan_decode(StepPlan& plan);
+  [[nodiscard]] bool reserve_pages(Request& request, int32_t page_len);
+  void enter_plan(StepPlan& plan, Request& request, const StepNeed& need);
+
+  void preempt_request(Request& request);
+  void finish_request(Request& request, FinishReason reason);
+  [[nodiscard]] Status collect_writes(StepPlan& plan, const SamplerOutput& output);
+  void finish_plan_request(StepPlan& plan, int32_t req_idx, const SamplerOutput& output);
+  void publish_stats();
+  void open_events();
+  void push_waiting_front(Request& request);
+  void push_waiting_back(Request& request);
+  void remove_waiting(Request& request);
+  void remove_running(const Request& request);
+  [[nodiscard]] Status check_request(const Request& request) const;
+
+  EngineOptions options_;
+  KVCacheManager& kv_cache_;
+  std::unique_ptr<Strategy> strategy_;
+  BlockRules rules_;
+  std::unique_ptr<Mailbox> mailbox_;
+  std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;
+  std::vector<std::unique_ptr<Request>> arrived_;  // scratch of drain_mailbox
+  std::vector<int64_t> abort_ids_;                 // scratch of drain_mailbox
+  Request* waiting_head_ = nullptr;
+  Request* waiting_tail_ = nullptr;
+  int32_t num_waiting_ = 0;
+  std::vector<Request*> running_;        // oldest admission first
+  std::vector<int32_t> free_slots_;      // descending: the lowest is taken first
+  std::vector<Request*> plan_requests_;  // of the plan in flight, in plan order
+  std::vector<Request*> decode_order_;   // scratch of plan_decode
+  std::vector<BlockWrite> writes_;       // of the step being completed, checked
+  size_t next_write_ = 0;                // first one of the next plan request
+  int64_t decode_first_id_ = -1;         // request the last decode did not reach
+  const StepPlan* in_flight_ = nullptr;
+  int64_t next_step_id_ = 0;
+  int32_t prefill_streak_ = 0;  // consecutive prefill batches
+  StepEvents events_;
+  bool events_delivered_ = true;  // the next boundary starts fresh lists
+  SchedulerStats counters_;
+};
+
+}  // namespace diffulex

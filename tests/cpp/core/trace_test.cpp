@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+// Replays the golden traces of tests/data/traces: the sampler's decisions go in, every other column
+// must come out.
+
+#include <map>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "core/json_reader.h"
+#include "diffulex/core/engine_core.h"
+
+namespace diffulex {
+namespace {
+
+using test::Json;
+
+std::string describe_buffer(const Request& request) {
+  const std::map<BlockStatus, char> letters = {{BlockStatus::kDummy, 'D'},
+                                               {BlockStatus::kActive, 'A'},
+                                               {BlockStatus::kToCache, 'T'},
+                                               {BlockStatus::kInCache, 'I'}};
+  std::ostringstream text;
+  for (int32_t i = 0; i < request.buffer.size(); ++i) {
+    const Block& block = request.buffer.block(i);
+    text << (i > 0 ? " " : "") << "B" << block.block_id << ":" << letters.at(block.status);
+  }
+  return text.str();
+}
+
+template <typename T>
+std::vector<int32_t> ints(Span<T> values, int32_t begin, int32_t end) {
+  std::vector<int32_t> result;
+  for (int32_t i = begin; i < end; ++i) {
+    result.push_back(static_cast<int32_t>(values[static_cast<size_t>(i)]));
+  }
+  return result;
+}
+
+EngineOptions read_options(const Json& json) {
+  EngineOptions options;
+  options.block_size = json.at("block_size").as_int();
+  options.buffer_size = json.at("buffer_size").as_int();
+  options.page_size = json.at("page_size").as_int();
+  options.num_pages = json.at("num_pages").as_int();
+  options.max_num_reqs = json.at("max_num_reqs").as_int();
+  options.max_num_batched_tokens = json.at("max_num_batched_tokens").as_int();
+  options.max_model_len = json.at("max_model_len").as_int();
+  options.mask_token_id = json.at("mask_token_id").as_int();
+  options.stop_token_ids = json.at("stop_token_ids").as_ints();
+  options.thresholds.add_block = static_cast<float>(json.at("add_block_threshold").as_double());
+  options.thresholds.semi_complete =
+      static_cast<float>(json.at("semi_complete_threshold").as_double());
+  options.enable_prefix_caching = json.at("enable_prefix_caching").as_bool();
+  return options;
+}
+
+class TraceReplay {
+ public:
+  explicit TraceReplay(const std::string& name)
+      : trace_(Json::load(std::string(DIFFULEX_TEST_DATA_DIR) + "/traces/" + name)),
+        options_(read_options(trace_.at("options"))),
+        core_(options_),
+        plans_{StepPlan(options_), StepPlan(options_)},
+        output_(options_) {}
+
+  void run() {
+    for (const Json& step : trace_.at("steps").items()) {
+      SCOPED_TRACE("step " + std::to_string(num_steps_));
+      add_requests(step);
+      preempt_requests(step);
+      replay_step(step);
+      ASSERT_TRUE(core_.check_integrity().ok()) << core_.check_integrity().message();
+      ++num_steps_;
+    }
+    EXPECT_GT(num_steps_, 0);
+    for (const auto& [name, expected] : trace_.at("results").members()) {
+      SCOPED_TRACE(name);
+      const RequestResult result = core_.take_result(ids_.at(name)).value();
+      EXPECT_EQ(result.output_ids, expected.at("output").as_ints());
+      EXPECT_EQ(to_string(result.finish_reason), expected.at("finish").as_string());
+      EXPECT_EQ(result.nfe, expected.at("nfe").as_int());
+    }
+  }
+
+ private:
+  const Request& request(const std::string& name) {
+    const Request* found = core_.scheduler().find_request(ids_.at(name));
+    EXPECT_NE(found, nullptr) << name;
+    return *found;
+  }
+
+  void add_requests(const Json& step) {
+    if (!step.has("add")) {
+      return;
+    }
+    for (const Json& name : step.at("add").items()) {
+      const Json& spec = trace_.at("requests").at(name.as_string());
+      SamplingParams params;
+      params.max_tokens = spec.at("max_tokens").as_int();
+      auto req = std::make_unique<Request>(Span<const int32_t>(spec.at("prompt").as_ints()), params,
+                                           options_);
+      const Request& added = *req;
+      ids_[name.as_string()] = core_.scheduler().add_request(std::move(req)).value();
+      if (trace_.at("initial").has(name.as_string())) {
+        const Json& initial = trace_.at("initial").at(name.as_string());
+        EXPECT_EQ(added.limit_end, initial.at("limit_end").as_int());
+        EXPECT_EQ(describe_buffer(added), initial.at("buffer").as_string());
+      }
+    }
+  }
+
+  void preempt_requests(const Json& step) {
+    if (!step.has("preempt")) {
+      return;
+    }
+    for (const Json& name : step.at("preempt").items()) {
+      const Status status = core_.preempt(ids_.at(name.as_string()));
+      ASSERT_TRUE(status.ok()) << status.message();
+    }
+    for (const auto& [name, expected] : step.at("preempted").members()) {
+      const Request& found = request(name);
+      EXPECT_EQ(to_string(found.status), expected.at("status").as_string());
+      EXPECT_EQ(found.context_len(), expected.at("context_len").as_int());
+      EXPECT_EQ(found.resume_until, expected.at("resume_until").as_int());
+      EXPECT_EQ(found.page_table.pages, expected.at("pages").as_ints());
+      EXPECT_EQ(describe_buffer(found), expected.at("buffer").as_string());
+      EXPECT_EQ(found.buffer.block_status(0), BlockStatus::kToCache);
+    }
+  }
+
+  void replay_step(const Json& step) {
+    StepPlan& plan = plans_[num_steps_ % 2];  // two plans in turn, as double buffering does
+    EXPECT_EQ(to_string(core_.schedule(plan)), step.at("kind").as_string());
+    const std::vector<Json>& rows = step.at("requests").items();
+    ASSERT_EQ(plan.num_reqs(), static_cast<int32_t>(rows.size()));
+    output_.clear(plan.num_blocks());
+    for (size_t r = 0; r < rows.size(); ++r) {
+      SCOPED_TRACE(rows[r].at("request").as_string());
+      check_plan(plan, static_cast<int32_t>(r), rows[r]);
+      fill_output(plan, static_cast<int32_t>(r), rows[r]);
+    }
+    if (step.has("ref_counts")) {
+      for (const Json& entry : step.at("ref_counts").items()) {
+        EXPECT_EQ(core_.kv_cache().pool().ref_count(entry.items()[0].as_int()),
+                  entry.items()[1].as_int());
+      }
+    }
+    const Result<const StepEvents*> events = core_.complete_step(plan, output_);
+    ASSERT_TRUE(events.ok()) << events.status().message();
+    check_events(step, *events.value());
+  }
+
+  void check_plan(StepPlan& plan, int32_t r, const Json& row) {
+    const auto index = static_cast<size_t>(r);
+    const Request& found = request(row.at("request").as_string());
+    const int32_t begin = plan.cu_seqlens_q()[index];
+    const int32_t end = plan.cu_seqlens_q()[index + 1];
+    EXPECT_EQ(to_string(found.status), row.at("status").as_string());
+    EXPECT_EQ(plan.context_lens()[index], row.at("context_len").as_int());
+    EXPECT_EQ(plan.row_mode()[index], row.at("row_mode").as_int());
+    EXPECT_EQ(describe_buffer(found), row.at("buffer_in").as_string());
+    EXPECT_EQ(ints(plan.positions(), begin, end), row.at("positions").as_ints());
+    EXPECT_EQ(plan.valid_slices()[index] - begin, row.at("num_valid_rows").as_int());
+    EXPECT_EQ(ints(plan.input_ids(), begin, end), row.at("input_ids").as_ints());
+    EXPECT_EQ(ints(plan.slot_mapping(), begin, end), row.at("slots").as_ints());
+    std::vector<int32_t> pages = row.at("pages").as_ints();
+    EXPECT_EQ(found.page_table.pages, pages);
+    pages.resize(static_cast<size_t>(plan.max_pages_per_req()), -1);
+    EXPECT_EQ(
+        ints(plan.page_tables(), r * plan.max_pages_per_req(), (r + 1) * plan.max_pages_per_req()),
+        pages);
+    check_visibility(plan, r, row);
+    if (row.has("num_cached_tokens")) {
+      EXPECT_EQ(found.num_cached_tokens, row.at("num_cached_tokens").as_int());
+    }
+    if (row.has("force_top1")) {
+      for (const Json& entry : row.at("force_top1").items()) {
+        EXPECT_EQ(plan.blk_force_top1()[find_block(plan, r, entry.items()[0].as_int())] != 0,
+                  entry.items()[1].as_bool());
+      }
+    }
+  }
+
+  // Visible keys from the arrays alone: cached positions, and fresh rows of blocks up to the row's.
+  void check_visibility(StepPlan& plan, int32_t r, const Json& row) {
+    const auto index = static_cast<size_t>(r);
+    const int32_t begin = plan.cu_seqlens_q()[index];
+    const int32_t valid_end = plan.valid_slices()[index];
+    const int32_t context_len = plan.context_lens()[index];
+    std::vector<int32_t> ends;
+    for (int32_t i = begin; i < valid_end; ++i) {
+      int32_t end = context_len;
+      for (int32_t k = begin; k < valid_end; ++k) {
+        const auto key_pos = static_cast<int32_t>(plan.positions()[static_cast<size_t>(k)]);
+        const auto row_pos = static_cast<int32_t>(plan.positions()[static_cast<size_t>(i)]);
+        if (key_pos / options_.block_size <= row_pos / options_.block_size) {
+          EXPECT_EQ(key_pos, end);
+          end = key_pos + 1;
+        }
+      }
+      ends.push_back(end);
+    }
+    EXPECT_EQ(ends, row.at("visible_end").as_ints());
+  }
+
+  size_t find_block(StepPlan& plan, int32_t r, int32_t block_id) {
+    for (int32_t blk = plan.first_block(r); blk < plan.first_block(r + 1); ++blk) {
+      if (plan.blk_id()[static_cast<size_t>(blk)] == block_id) {
+        return static_cast<size_t>(blk);
+      }
+    }
+    throw std::runtime_error("block " + std::to_string(block_id) + " is not in the plan");
+  }
+
+  void fill_output(StepPlan& plan, int32_t r, const Json& row) {
+    const auto width = static_cast<size_t>(options_.block_size);
+    for (const Json& write : row.at("writes").items()) {
+      const size_t blk = find_block(plan, r, write.items()[0].as_int());
+      const auto rel = static_cast<size_t>(write.items()[1].as_int());
+      ASSERT_GE(plan.blk_row_index()[blk * width + rel], 0);
+      output_.write_ids()[blk * width + rel] = write.items()[2].as_int();
+    }
+    for (int32_t i = plan.first_block(r); i < plan.first_block(r + 1); ++i) {
+      const auto blk = static_cast<size_t>(i);
+      int32_t masks_left = 0;
+      for (size_t rel = static_cast<size_t>(plan.blk_editable_start()[blk]); rel < width; ++rel) {
+        const bool is_open = plan.blk_tokens()[blk * width + rel] == options_.mask_token_id;
+        masks_left += is_open && output_.write_ids()[blk * width + rel] < 0 ? 1 : 0;
+      }
+      output_.masks_left()[blk] = masks_left;
+      output_.flags()[blk] = masks_left == 0 ? kSamplerCommittable : 0;
+    }
+  }
+
+  void check_events(const Json& step, const StepEvents& events) {
+    const std::vector<Json>& rows = step.at("requests").items();
+    ASSERT_EQ(events.requests.size(), rows.size());
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const Json& row = rows[r];
+      const std::string name = row.at("request").as_string();
+      SCOPED_TRACE(name);
+      const RequestEvent& event = events.requests[r];
+      const Request& found = request(name);
+      EXPECT_EQ(event.req_id, ids_.at(name));
+      EXPECT_EQ(event.nfe, row.at("nfe").as_int());
+      EXPECT_EQ(event.new_tokens, row.at("new_tokens").as_int());
+      EXPECT_EQ(event.is_finished, !row.at("finish").is_null());
+      EXPECT_EQ(to_string(event.finish_reason),
+                row.at("finish").is_null() ? "none" : row.at("finish").as_string());
+      for (const int32_t token : events.appended(event)) {
+        settled_[name].push_back(token);
+      }
+      EXPECT_EQ(settled_[name], row.at("settled").as_ints());
+      const Span<const int32_t> output = found.output();
+      EXPECT_EQ(std::vector<int32_t>(output.begin(), output.end()), row.at("settled").as_ints());
+      if (!event.is_finished) {
+        EXPECT_EQ(describe_buffer(found), row.at("buffer_out").as_string());
+        EXPECT_EQ(found.context_len(), row.at("context_len_after").as_int());
+      }
+    }
+    std::vector<std::pair<int64_t, int32_t>> committed;
+    for (const CommittedBlock& block : events.committed) {
+      committed.emplace_back(block.req_id, block.block_id);
+    }
+    std::vector<std::pair<int64_t, int32_t>> expected;
+    if (step.has("committed")) {
+      for (const Json& entry : step.at("committed").items()) {
+        expected.emplace_back(ids_.at(entry.items()[0].as_string()), entry.items()[1].as_int());
+      }
+    }
+    EXPECT_EQ(committed, expected);
+  }
+
+  Json trace_;
+  EngineOptions options_;
+  EngineCore core_;
+  StepPlan plans_[2];
+  SamplerOutput output_;
+  std::map<std::string, int64_t> ids_;
+  std::map<std::string, std::vector<int32_t>> settled_;
+  size_t num_steps_ = 0;
+};
+
+class TraceTest : public testing::TestWithParam<const char*> {};
+
+TEST_P(TraceTest, ReplaysFieldByField) {
+  TraceReplay(GetParam()).run();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Golden, TraceTest,
+    testing::Values("single_block_padded_prompt.json", "single_block_aligned_prompt.json",
+                    "aligned_prompt_fully_cached.json", "multi_block_stop_id.json",
+                    "multi_block_limit.json", "preempt_resume_uncached.json",
+                    "preempt_resume_cached.json", "prefix_cache_partial_page.json"));
+
+}  // namespace
+}  // namespace diffulex
