@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// clang-format off: the vector type decides what the later headers mean
+#include "kernels/cpu/isa/vector_v3.h"
+#include "kernels/cpu/isa/vector_math.h"
+#include "kernels/cpu/isa/matmul_kernels.h"
+#include "kernels/cpu/isa/row_kernels.h"
+#include "kernels/cpu/isa/stats_kernels.h"
+#include "kernels/cpu/isa/make_table.h"
+// clang-format on
+
+namespace diffulex::cpu {
+
+const KernelTable& kernel_table_v3() {
+  static constexpr KernelTable kTable = make_table("v3");
+  return kTable;
+}
+
+}  // namespace diffulex::cpu

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The table of the including variant. Include after vector_*.h, vector_math.h and *_kernels.h.
+
+namespace diffulex::cpu {
+namespace {
+
+constexpr KernelTable make_table(const char* name) {
+  return KernelTable{name,         load,        store,        pack_keys, attend,
+                     scale_values, norm_row,    rope_head,    act_row,   stats_chunk,
+                     stats_values, exp_shifted, find_at_least};
+}
+
+}  // namespace
+}  // namespace diffulex::cpu

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Every public op: shape checks, early return for empty inputs, then the implementation of the
+// device. No exception leaves this file.
+
+#include <exception>
+
+#include "kernels/common/activation_checks.h"
+#include "kernels/common/attention_checks.h"
+#include "kernels/common/kv_cache_checks.h"
+#include "kernels/common/norm_checks.h"
+#include "kernels/common/rope_checks.h"
+#include "kernels/common/sampling_checks.h"
+#include "kernels/common/tensor_checks.h"
+#include "kernels/cpu/cpu_ops.h"
+#include "kernels/cuda/cuda_ops.h"
+
+namespace diffulex {
+namespace {
+
+/// Implementations of one op.
+template <typename Params>
+struct Implementations {
+  const char* op;
+  Status (*check)(const Params&);
+  bool (*empty)(const Params&);
+  Status (*cpu)(const Params&, const ExecContext&);
+  Status (*cuda)(const Params&, const ExecContext&);
+  size_t (*workspace_bytes)(const Params&, Device);
+};
+
+template <typename Params>
+size_t no_workspace(const Params& /*params*/, Device /*device*/) {
+  return 0;
+}
+
+template <typename Params>
+Status dispatch(const Implementations<Params>& op, const Params& params,
+                const ExecContext& context) {
+  try {
+    DIFFULEX_RETURN_IF_ERROR(op.check(params));
+    if (op.empty(params)) {
+      return {};
+    }
+    DIFFULEX_RETURN_IF_ERROR(
+        check_workspace(op.op, context, op.workspace_bytes(params, context.device)));
+    return context.device == Device::kCuda ? op.cuda(params, context) : op.cpu(params, context);
+  } catch (const std::bad_alloc&) {
+    return make_error(StatusCode::kOutOfMemory, "diffulex::", op.op,
+                      ": host memory: expected enough for scratch, got an allocation failure");
+  } catch (const std::exception& error) {
+    return make_error(StatusCode::kInternal, "diffulex::", op.op, ": ", error.what());
+  }
+}
+
+bool empty_x(const RmsNormParams& params) {
+  return params.x.numel() == 0;
+}
+
+bool empty_qkv(const QkNormRopeParams& params) {
+  return params.qkv.size[0] == 0;
+}
+
+size_t attention_scratch(const BlockAttentionParams& params, Device device) {
+  return attention_workspace_bytes(attention_shape(params), device);
+}
+
+size_t token_stats_scratch(const TokenStatsParams& params, Device device) {
+  const int32_t top_k =
+      params.topk_ids.present() ? static_cast<int32_t>(params.topk_ids.size[1]) : 0;
+  return token_stats_workspace_bytes(params.ids.size[0], params.logits.size[1], top_k, device);
+}
+
+}  // namespace
+
+Status block_attention(const BlockAttentionParams& params, const ExecContext& context) {
+  return dispatch<BlockAttentionParams>(
+      {"block_attention", check_block_attention,
+       [](const BlockAttentionParams& args) { return args.q.size[0] == 0; }, cpu::block_attention,
+       cuda::block_attention, attention_scratch},
+      params, context);
+}
+
+Status attention_plan(const AttentionPlanParams& params, const ExecContext& context) {
+  return dispatch<AttentionPlanParams>(
+      {"attention_plan", check_attention_plan,
+       [](const AttentionPlanParams& args) { return args.plan.size[0] == 0; }, cpu::attention_plan,
+       cuda::attention_plan, no_workspace<AttentionPlanParams>},
+      params, context);
+}
+
+Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& context) {
+  return dispatch<StoreKvCacheParams>(
+      {"store_kv_cache", check_store_kv_cache,
+       [](const StoreKvCacheParams& args) { return args.k.size[0] == 0; }, cpu::store_kv_cache,
+       cuda::store_kv_cache, no_workspace<StoreKvCacheParams>},
+      params, context);
+}
+
+Status load_kv_cache(const LoadKvCacheParams& params, const ExecContext& context) {
+  return dispatch<LoadKvCacheParams>(
+      {"load_kv_cache", check_load_kv_cache,
+       [](const LoadKvCacheParams& args) { return args.k_out.size[0] == 0; }, cpu::load_kv_cache,
+       cuda::load_kv_cache, no_workspace<LoadKvCacheParams>},
+      params, context);
+}
+
+Status copy_kv_pages(const CopyKvPagesParams& params, const ExecContext& context) {
+  return dispatch<CopyKvPagesParams>(
+      {"copy_kv_pages", check_copy_kv_pages,
+       [](const CopyKvPagesParams& args) { return args.src_dst.size[0] == 0; }, cpu::copy_kv_pages,
+       cuda::copy_kv_pages, no_workspace<CopyKvPagesParams>},
+      params, context);
+}
+
+Status rms_norm(const RmsNormParams& params, const ExecContext& context) {
+  return dispatch<RmsNormParams>({"rms_norm", check_rms_norm, empty_x, cpu::rms_norm,
+                                  cuda::rms_norm, no_workspace<RmsNormParams>},
+                                 params, context);
+}
+
+Status add_rms_norm(const RmsNormParams& params, const ExecContext& context) {
+  return dispatch<RmsNormParams>({"add_rms_norm", check_add_rms_norm, empty_x, cpu::add_rms_norm,
+                                  cuda::add_rms_norm, no_workspace<RmsNormParams>},
+                                 params, context);
+}
+
+Status rms_norm_add(const RmsNormParams& params, const ExecContext& context) {
+  return dispatch<RmsNormParams>({"rms_norm_add", check_rms_norm_add, empty_x, cpu::rms_norm_add,
+                                  cuda::rms_norm_add, no_workspace<RmsNormParams>},
+                                 params, context);
+}
+
+Status rotary_embedding(const RotaryParams& params, const ExecContext& context) {
+  return dispatch<RotaryParams>(
+      {"rotary_embedding", check_rotary_embedding,
+       [](const RotaryParams& args) { return args.q.size[0] == 0; }, cpu::rotary_embedding,
+       cuda::rotary_embedding, no_workspace<RotaryParams>},
+      params, context);
+}
+
+Status qk_norm_rope(const QkNormRopeParams& params, const ExecContext& context) {
+  return dispatch<QkNormRopeParams>(
+      {"qk_norm_rope", check_qk_norm_rope, empty_qkv, cpu::qk_norm_rope, cuda::qk_norm_rope,
+       no_workspace<QkNormRopeParams>},
+      params, context);
+}
+
+Status qk_norm_rope_store(const QkNormRopeParams& params, const ExecContext& context) {
+  return dispatch<QkNormRopeParams>(
+      {"qk_norm_rope_store", check_qk_norm_rope_store, empty_qkv, cpu::qk_norm_rope_store,
+       cuda::qk_norm_rope_store, no_workspace<QkNormRopeParams>},
+      params, context);
+}
+
+Status act_and_mul(const ActAndMulParams& params, const ExecContext& context) {
+  return dispatch<ActAndMulParams>(
+      {"act_and_mul", check_act_and_mul,
+       [](const ActAndMulParams& args) { return args.x.numel() == 0; }, cpu::act_and_mul,
+       cuda::act_and_mul, no_workspace<ActAndMulParams>},
+      params, context);
+}
+
+Status token_stats(const TokenStatsParams& params, const ExecContext& context) {
+  return dispatch<TokenStatsParams>(
+      {"token_stats", check_token_stats,
+       [](const TokenStatsParams& args) { return args.ids.size[0] == 0; }, cpu::token_stats,
+       cuda::token_stats, token_stats_scratch},
+      params, context);
+}
+
+Status merge_token_stats(const MergeTokenStatsParams& params, const ExecContext& context) {
+  return dispatch<MergeTokenStatsParams>(
+      {"merge_token_stats", check_merge_token_stats,
+       [](const MergeTokenStatsParams& args) { return args.ids.size[0] == 0; },
+       cpu::merge_token_stats, cuda::merge_token_stats, no_workspace<MergeTokenStatsParams>},
+      params, context);
+}
+
+Status accept_mask_fill(const AcceptMaskFillParams& params, const ExecContext& context) {
+  return dispatch<AcceptMaskFillParams>(
+      {"accept_mask_fill", check_accept_mask_fill,
+       [](const AcceptMaskFillParams& args) { return args.tokens.size[0] == 0; },
+       cpu::accept_mask_fill, cuda::accept_mask_fill, no_workspace<AcceptMaskFillParams>},
+      params, context);
+}
+
+}  // namespace diffulex

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "diffulex/core/status.h"
+#include "diffulex/export.h"
+#include "diffulex/kernels/exec_context.h"
+#include "diffulex/kernels/tensor_ref.h"
+
+namespace diffulex {
+
+/// Visibility rule of one request (low byte of `mask_kinds[r]`).
+enum class MaskKind : int32_t {
+  kCausal = 0,
+  kBlockCausal = 1,
+  kFull = 2,
+  kPrefixFull = 3,
+  kCacheOnly = 4,
+};
+
+/// Bit of `mask_kinds[r]`: cached keys in [prefix_len, padded_prefix_len) are invisible.
+inline constexpr int32_t kMaskHoleBit = 0x100;
+
+/// How K and V lie in the cache.
+enum class KvLayout : int32_t { kUnified = 0, kDistinct = 1 };
+
+/// Arguments of block-diffusion paged attention (schema and semantics of the op
+/// `diffulex::block_attention`). T rows, R requests, Hq query heads, Hkv KV heads, head dim D.
+struct BlockAttentionParams {
+  TensorRef q;             // [T, Hq, D] float
+  TensorRef k;             // [T, Hkv, D] dtype of q; in-flight keys
+  TensorRef v;             // [T, Hkv, D] dtype of q; in-flight values
+  TensorRef k_cache;       // unified [num_pages, page_size, Hc, Dc]; distinct [num_pages, Hkv, D/x,
+                           // page_size, x]
+  TensorRef v_cache;       // unified as k_cache; distinct [num_pages, Hkv, D, page_size]
+  TensorRef page_table;    // [R, max_pages] int32, negative = none
+  TensorRef cu_seqlens_q;  // [R + 1] int32
+  TensorRef context_lens;  // [R] int32, cached tokens readable
+  TensorRef valid_slices;  // [R] int32, exclusive end of the real rows on the packed axis
+  TensorRef mask_kinds;    // [R] int32, MaskKind | kMaskHoleBit
+  TensorRef prefix_lens;   // [R] int32 or absent (= 0)
+  TensorRef padded_prefix_lens;  // [R] int32 or absent (= 0)
+  TensorRef q_starts;            // [R] int32 or absent (= context_lens)
+  TensorRef k_scale;             // absent until quantised caches exist
+  TensorRef v_scale;             // absent until quantised caches exist
+  TensorRef plan;                // int32 work list of attention_plan, or absent
+  TensorRef out;                 // [T, Hq, D] dtype of q, written in full
+  TensorRef lse;                 // [T, Hq] float32 or absent, natural log
+  float scale = 1.0F;            // > 0, finite
+  float softcap = 0.0F;          // 0 = off
+  int32_t block_size = 1;        // B of the mask, >= 1
+  int32_t sliding_window = 0;    // left window in tokens, 0 = off
+  int32_t max_seqlen_q = 0;      // host bound on rows of one request
+  int32_t max_context_len = 0;   // host bound on context_lens
+  int32_t num_splits = 0;        // 0 = automatic, 1 = off, n = at most n
+  KvLayout kv_layout = KvLayout::kUnified;
+};
+
+/// Host shape facts from which scratch sizes follow.
+struct AttentionShape {
+  int32_t num_reqs = 0;
+  int32_t num_q_heads = 0;
+  int32_t num_kv_heads = 0;
+  int32_t head_dim = 0;
+  int32_t max_seqlen_q = 0;
+  int32_t max_context_len = 0;
+  int32_t num_splits = 0;
+};
+
+/// Arguments of the device-side work list (op `diffulex::attention_plan`).
+struct AttentionPlanParams {
+  TensorRef cu_seqlens_q;  // [R + 1] int32
+  TensorRef context_lens;  // [R] int32
+  TensorRef valid_slices;  // [R] int32
+  TensorRef mask_kinds;    // [R] int32
+  TensorRef plan;          // [attention_plan_elems] int32, written in full
+  int32_t num_q_heads = 0;
+  int32_t num_kv_heads = 0;
+  int32_t head_dim = 0;
+  int32_t sliding_window = 0;
+  int32_t max_seqlen_q = 0;
+  int32_t num_splits = 0;
+};
+
+/// Softmax attention of packed query rows over cached and in-flight keys; rows that see no key,
+/// rows past `valid_slices` and packed rows past the last request give 0 and lse -inf.
+/// Masked keys and values are never read into the result, so they may hold NaN.
+[[nodiscard]] DIFFULEX_API Status block_attention(const BlockAttentionParams& params,
+                                                  const ExecContext& context);
+
+/// Fills the work list that block_attention may consume; reusable by all layers of one step.
+[[nodiscard]] DIFFULEX_API Status attention_plan(const AttentionPlanParams& params,
+                                                 const ExecContext& context);
+
+/// Bytes of scratch block_attention needs on `device`; 0 when none.
+[[nodiscard]] DIFFULEX_API size_t attention_workspace_bytes(const AttentionShape& shape,
+                                                            Device device);
+
+/// Elements of the plan buffer.
+[[nodiscard]] DIFFULEX_API int64_t attention_plan_elems(const AttentionShape& shape);
+
+}  // namespace diffulex

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Inputs and outputs that end exactly at an unmapped page: one element too far is a fault.
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include <gtest/gtest.h>
+
+#include "diffulex/kernels/activation.h"
+#include "diffulex/kernels/attention.h"
+#include "diffulex/kernels/kv_cache.h"
+#include "diffulex/kernels/norm.h"
+#include "diffulex/kernels/rope.h"
+#include "diffulex/kernels/sampling.h"
+#include "kernels/attention_case.h"
+
+namespace diffulex::test {
+namespace {
+
+/// Copy of a contiguous tensor whose last byte is the last of a mapped page.
+class GuardedTensor final {
+ public:
+  explicit GuardedTensor(const TensorRef& source) : ref_(source) {
+    int64_t elements = 1;
+    for (int32_t dim = 0; dim < source.rank; ++dim) {
+      elements += (source.size[dim] - 1) * source.stride[dim];
+    }
+    const auto bytes = static_cast<size_t>(elements * dtype_bytes(source.dtype));
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    mapped_ = (bytes + page - 1) / page * page + page;
+    void* const memory =
+        mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    EXPECT_NE(memory, MAP_FAILED);
+    memory_ = static_cast<char*>(memory);
+    EXPECT_EQ(mprotect(memory_ + mapped_ - page, page, PROT_NONE), 0);
+    ref_.data = memory_ + mapped_ - page - bytes;
+    std::memcpy(ref_.data, source.data, bytes);
+  }
+  ~GuardedTensor() { munmap(memory_, mapped_); }
+  GuardedTensor(const GuardedTensor&) = delete;
+  GuardedTensor& operator=(const GuardedTensor&) = delete;
+
+  [[nodiscard]] const TensorRef& ref() const { return ref_; }
+
+ private:
+  TensorRef ref_;
+  char* memory_ = nullptr;  // owner: this
+  size_t mapped_ = 0;
+};
+
+constexpr DType kDTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
+
+TEST(GuardPage, RowOps) {
+  std::mt19937_64 random(1);
+  for (const DType dtype : kDTypes) {
+    for (const int64_t width : {1, 3, 7, 8, 15, 16, 17, 31, 33, 100}) {
+      TestTensor x(dtype, {3, 2 * width});
+      x.fill_normal(&random);
+      TestTensor weight(dtype, {2 * width});
+      TestTensor half(dtype, {3, width});
+      const GuardedTensor guarded_x(x.ref());
+      const GuardedTensor guarded_weight(weight.ref());
+      const GuardedTensor guarded_residual(x.ref());
+      const GuardedTensor guarded_out(x.ref());
+      const GuardedTensor guarded_half(half.ref());
+      RmsNormParams norm;
+      norm.x = guarded_x.ref();
+      norm.weight = guarded_weight.ref();
+      norm.out = guarded_out.ref();
+      ASSERT_TRUE(rms_norm(norm, ExecContext{}).ok());
+      norm.residual = guarded_residual.ref();
+      ASSERT_TRUE(rms_norm_add(norm, ExecContext{}).ok());
+      ASSERT_TRUE(add_rms_norm(norm, ExecContext{}).ok());
+      ActAndMulParams act;
+      act.x = guarded_x.ref();
+      act.out = guarded_half.ref();
+      ASSERT_TRUE(act_and_mul(act, ExecContext{}).ok());
+    }
+  }
+}
+
+TEST(GuardPage, Rope) {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t dim : {2, 6, 16, 20, 64}) {
+      TestTensor qkv(dtype, {2, 4 * dim});
+      TestTensor angles(DType::kF32, {3, dim});
+      TestTensor weight(dtype, {dim});
+      TestTensor cache(dtype, {1, 4, 1, dim});
+      std::vector<int64_t> positions = {0, 2};
+      std::vector<int32_t> slots = {0, 3};
+      const GuardedTensor guarded_qkv(qkv.ref());
+      const GuardedTensor guarded_angles(angles.ref());
+      const GuardedTensor guarded_weight(weight.ref());
+      const GuardedTensor guarded_k(cache.ref());
+      const GuardedTensor guarded_v(cache.ref());
+      const GuardedTensor guarded_positions(ref_of(positions));
+      const GuardedTensor guarded_slots(ref_of(slots));
+      QkNormRopeParams params;
+      params.qkv = guarded_qkv.ref();
+      params.positions = guarded_positions.ref();
+      params.cos_sin_cache = guarded_angles.ref();
+      params.q_weight = guarded_weight.ref();
+      params.k_weight = guarded_weight.ref();
+      params.k_cache = guarded_k.ref();
+      params.v_cache = guarded_v.ref();
+      params.slot_mapping = guarded_slots.ref();
+      params.num_q_heads = 2;
+      params.num_kv_heads = 1;
+      params.head_dim = static_cast<int32_t>(dim);
+      params.norm_v = true;
+      for (const bool neox : {true, false}) {
+        params.neox = neox;
+        const Status status = qk_norm_rope_store(params, ExecContext{});
+        ASSERT_TRUE(status.ok()) << status.message();
+      }
+    }
+  }
+}
+
+TEST(GuardPage, TokenStats) {
+  std::mt19937_64 random(2);
+  for (const DType dtype : kDTypes) {
+    for (const int64_t vocab : {1, 7, 16, 33, 2047, 2048, 2050, 4097}) {
+      TestTensor logits(dtype, {2, vocab});
+      logits.fill_normal(&random);
+      std::vector<int64_t> ids(2);
+      std::vector<int64_t> topk_ids(6);
+      std::vector<float> stats(16);
+      std::vector<float> topk_probs(6);
+      std::vector<float> inverse = {1.5F, 0.0F};
+      std::vector<double> uniforms = {.999, .5};
+      const GuardedTensor guarded_logits(logits.ref());
+      const GuardedTensor guarded_ids(ref_of(ids));
+      const GuardedTensor guarded_stats(ref_of(stats, {2, 8}));
+      const GuardedTensor guarded_topk_ids(ref_of(topk_ids, {2, 3}));
+      const GuardedTensor guarded_topk_probs(ref_of(topk_probs, {2, 3}));
+      TokenStatsParams params;
+      params.logits = guarded_logits.ref();
+      params.inv_temperature = ref_of(inverse);
+      params.uniforms = ref_of(uniforms);
+      params.ids = guarded_ids.ref();
+      params.stats = guarded_stats.ref();
+      params.topk_ids = guarded_topk_ids.ref();
+      params.topk_probs = guarded_topk_probs.ref();
+      for (const float softcap : {0.0F, 30.0F}) {
+        params.softcap = softcap;
+        const Status status = token_stats(params, ExecContext{});
+        ASSERT_TRUE(status.ok()) << status.message();
+      }
+    }
+  }
+}
+
+TEST(GuardPage, Attention) {
+  for (const KvLayout layout : {KvLayout::kUnified, KvLayout::kDistinct}) {
+    for (const int64_t dim : {8, 24, 64}) {
+      for (const DType dtype : kDTypes) {
+        CaseShape shape;
+        shape.dtype = dtype;
+        shape.layout = layout;
+        shape.head_dim = dim;
+        shape.group = 3;
+        AttentionCase attention_case(shape, {{5, 5, 13, 1, false, 0, 0, 13}}, 3);
+        BlockAttentionParams params = attention_case.params();
+        const GuardedTensor q(params.q);
+        const GuardedTensor k(params.k);
+        const GuardedTensor v(params.v);
+        const GuardedTensor k_cache(params.k_cache);
+        const GuardedTensor v_cache(params.v_cache);
+        const GuardedTensor page_table(params.page_table);
+        const GuardedTensor cu_seqlens_q(params.cu_seqlens_q);
+        const GuardedTensor context_lens(params.context_lens);
+        const GuardedTensor out(params.out);
+        const GuardedTensor lse(params.lse);
+        params.q = q.ref();
+        params.k = k.ref();
+        params.v = v.ref();
+        params.k_cache = k_cache.ref();
+        params.v_cache = v_cache.ref();
+        params.page_table = page_table.ref();
+        params.cu_seqlens_q = cu_seqlens_q.ref();
+        params.context_lens = context_lens.ref();
+        params.out = out.ref();
+        params.lse = lse.ref();
+        const Status status = block_attention(params, ExecContext{});
+        ASSERT_TRUE(status.ok()) << status.message();
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace diffulex::test

@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/common/row_interval.h"
+
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "kernels/common/attention_config.h"
+#include "kernels/common/attention_plan.h"
+
+namespace diffulex::test {
+namespace {
+
+/// Calls `visit` with every mask of a small exhaustive family.
+template <typename Visit>
+void for_each_mask(const Visit& visit) {
+  for (int32_t kind = 0; kind <= 4; ++kind) {
+    for (const int32_t block_size : {1, 3, 4}) {
+      for (const int32_t window : {0, 1, 5}) {
+        for (int32_t context_len = 0; context_len <= 9; context_len += 3) {
+          for (int32_t num_valid = 1; num_valid <= 7; num_valid += 2) {
+            for (const int32_t start : {0, context_len, context_len + 2}) {
+              for (int32_t prefix = 0; prefix <= 8; prefix += 4) {
+                RequestMask mask;
+                mask.kind = kind;
+                mask.block_size = block_size;
+                mask.sliding_window = window;
+                mask.context_len = context_len;
+                mask.num_valid = num_valid;
+                mask.start_position = start;
+                mask.prefix_len = prefix;
+                mask.padded_prefix_len = prefix + 3;
+                for (const int32_t bits : {kind, kind | kMaskHoleBit}) {
+                  mask.hole = mask_hole(bits, context_len, prefix, prefix + 3);
+                  visit(mask, (bits & kMaskHoleBit) != 0);
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+/// The visibility table read literally.
+bool table_visible(const RequestMask& mask, bool hole, int32_t row, int32_t key) {
+  const int32_t c = mask.context_len;
+  const int32_t total = c + mask.num_valid;
+  const int32_t position = mask.start_position + row;
+  const int32_t block_end = (position / mask.block_size + 1) * mask.block_size;
+  int32_t hi = 0;
+  if (mask.kind == 0) {
+    hi = std::min(position + 1, total);
+  } else if (mask.kind == 1) {
+    hi = std::min(block_end, total);
+  } else if (mask.kind == 2) {
+    hi = total;
+  } else if (mask.kind == 4) {
+    hi = c;
+  } else if (position < mask.prefix_len) {
+    hi = std::min(mask.prefix_len, total);
+  } else if (position < mask.padded_prefix_len) {
+    hi = std::min(mask.padded_prefix_len, total);
+  } else {
+    hi = std::min(block_end, total);
+  }
+  const int32_t lo = mask.sliding_window > 0 ? std::max(0, position - mask.sliding_window + 1) : 0;
+  const bool in_hole = hole && key < c && key >= mask.prefix_len && key < mask.padded_prefix_len;
+  return key >= lo && key < hi && !in_hole;
+}
+
+TEST(RowInterval, EqualsTheTableEverywhere) {
+  for_each_mask([](const RequestMask& mask, bool hole) {
+    for (int32_t row = 0; row < mask.num_valid; ++row) {
+      const KeyRange interval = row_interval(mask, row);
+      for (int32_t key = 0; key <= mask.context_len + mask.num_valid; ++key) {
+        ASSERT_EQ(key_visible(interval, mask.hole, key), table_visible(mask, hole, row, key))
+            << "kind " << mask.kind << " row " << row << " key " << key;
+      }
+    }
+  });
+}
+
+TEST(RowInterval, EndsNeverDecrease) {
+  for_each_mask([](const RequestMask& mask, bool /*hole*/) {
+    for (int32_t row = 1; row < mask.num_valid; ++row) {
+      ASSERT_LE(row_interval(mask, row - 1).begin, row_interval(mask, row).begin);
+      ASSERT_LE(row_interval(mask, row - 1).end, row_interval(mask, row).end);
+    }
+  });
+}
+
+TEST(RowInterval, TileClassIsExactForFullAndSafeForSkip) {
+  for_each_mask([](const RequestMask& mask, bool hole) {
+    const int32_t total = mask.context_len + mask.num_valid;
+    const KeyRange first = row_interval(mask, 0);
+    const KeyRange last = row_interval(mask, mask.num_valid - 1);
+    for (int32_t begin = 0; begin < total; ++begin) {
+      for (int32_t end = begin + 1; end <= total; ++end) {
+        bool any = false;
+        bool all = true;
+        for (int32_t row = 0; row < mask.num_valid; ++row) {
+          for (int32_t key = begin; key < end; ++key) {
+            const bool visible = table_visible(mask, hole, row, key);
+            any = any || visible;
+            all = all && visible;
+          }
+        }
+        const bool one_segment = end <= mask.context_len || begin >= mask.context_len;
+        const TileClass tile =
+            classify_tile(first, last, mask.hole, mask.context_len, KeyRange{begin, end});
+        ASSERT_EQ(tile == TileClass::kFull, all && one_segment);
+        if (tile == TileClass::kSkip) {
+          ASSERT_FALSE(any);
+        }
+      }
+    }
+  });
+}
+
+TEST(RowInterval, PositionsNearTheIntegerLimitDoNotWrap) {
+  RequestMask mask;
+  mask.kind = static_cast<int32_t>(MaskKind::kBlockCausal);
+  mask.block_size = 256;
+  mask.context_len = 100;
+  mask.num_valid = 4;
+  mask.start_position = INT32_MAX - 1;
+  mask.sliding_window = INT32_MAX;
+  EXPECT_EQ(row_interval(mask, 3).end, 104);
+  EXPECT_EQ(row_interval(mask, 3).begin, 3);
+}
+
+TEST(RowInterval, ValidRowsAreClamped) {
+  EXPECT_EQ(num_valid_rows(4, 9, 7), 3);
+  EXPECT_EQ(num_valid_rows(4, 9, 100), 5);
+  EXPECT_EQ(num_valid_rows(4, 9, 0), 0);
+  EXPECT_EQ(num_valid_rows(4, 9, INT32_MIN), 0);
+}
+
+TEST(RowInterval, SplitsCoverTheRangeInOrder) {
+  for (const int32_t tile : {1, 4, 64}) {
+    for (int32_t splits = 1; splits <= 9; ++splits) {
+      for (int32_t begin = 0; begin <= 70; begin += 7) {
+        for (int32_t end = begin; end <= 150; end += 13) {
+          for (const int32_t context_len : {0, 5, 64, 100, 150}) {
+            int32_t next = begin;
+            for (int32_t split = 0; split < splits; ++split) {
+              const KeyRange part =
+                  split_key_range(KeyRange{begin, end}, context_len, splits, split, tile);
+              if (part.end > part.begin) {
+                ASSERT_EQ(part.begin, next);
+                next = part.end;
+              }
+              if (split + 1 < splits) {
+                ASSERT_LE(part.end, std::max(begin, std::min(context_len, end)));
+                ASSERT_TRUE(part.end <= part.begin || part.end % tile == 0 ||
+                            part.end == std::min(context_len, end));
+              }
+            }
+            ASSERT_EQ(next, end);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(RowInterval, RequestSplitsAreClamped) {
+  EXPECT_EQ(request_splits(0, 8, 256), 1);
+  EXPECT_EQ(request_splits(256, 8, 256), 1);
+  EXPECT_EQ(request_splits(257, 8, 256), 2);
+  EXPECT_EQ(request_splits(1 << 20, 8, 256), 8);
+}
+
+AttentionShape shape_of(int32_t num_reqs, int32_t max_seqlen_q, int32_t max_context_len) {
+  AttentionShape shape;
+  shape.num_reqs = num_reqs;
+  shape.num_q_heads = 32;
+  shape.num_kv_heads = 8;
+  shape.head_dim = 128;
+  shape.max_seqlen_q = max_seqlen_q;
+  shape.max_context_len = max_context_len;
+  return shape;
+}
+
+TEST(AttentionConfig, RowTileFollowsTheRowsOfARequest) {
+  EXPECT_EQ(attention_config(shape_of(4, 16, 512), false).rows_per_tile, 64);
+  EXPECT_EQ(attention_config(shape_of(4, 17, 512), false).rows_per_tile, 128);
+  EXPECT_EQ(attention_config(shape_of(4, 16, 512), true).rows_per_tile, 128);
+  AttentionShape sevens = shape_of(1, 64, 0);
+  sevens.num_q_heads = 28;
+  sevens.num_kv_heads = 4;
+  EXPECT_EQ(attention_config(sevens, false).tokens_per_tile, 18);
+  EXPECT_EQ(attention_config(sevens, false).tiles_per_request, 4);
+}
+
+TEST(AttentionConfig, KeyTileByHeadDim) {
+  EXPECT_EQ(attention_keys_per_tile(64), 64);
+  EXPECT_EQ(attention_keys_per_tile(128), 64);
+  EXPECT_EQ(attention_keys_per_tile(256), 32);
+  EXPECT_EQ(attention_keys_per_tile(512), 16);
+}
+
+TEST(AttentionConfig, SplitsOnlyWhenTheDeviceIsIdle) {
+  EXPECT_EQ(attention_config(shape_of(64, 32, 32768), false).num_splits, 1);
+  const AttentionConfig single = attention_config(shape_of(1, 4, 32768), false);
+  EXPECT_GT(single.num_splits, 1);
+  EXPECT_LE(single.num_splits, kAttentionMaxSplits);
+  EXPECT_EQ(attention_config(shape_of(1, 4, 200), false).num_splits, 1);
+  EXPECT_EQ(attention_config(shape_of(1, 4, 32768), true).num_splits, 1);
+  AttentionShape forced = shape_of(1, 4, 32768);
+  forced.num_splits = 5;
+  EXPECT_EQ(attention_config(forced, false).num_splits, 5);
+  forced.num_splits = 100;
+  EXPECT_EQ(attention_config(forced, false).num_splits, kAttentionMaxSplits);
+  EXPECT_EQ(attention_config(forced, true).num_splits, kAttentionInvariantMaxSplits);
+}
+
+TEST(AttentionConfig, WorkspaceHoldsTheLargestConfiguration) {
+  EXPECT_EQ(attention_workspace_bytes(shape_of(1, 4, 32768), Device::kCpu), 0U);
+  const AttentionShape shape = shape_of(1, 4, 32768);
+  const AttentionConfig config = attention_config(shape, false);
+  const size_t expected =
+      static_cast<size_t>(8 * config.tiles_per_request * config.num_splits) * 64 * 130 * 4;
+  EXPECT_EQ(attention_partial_bytes(shape, config), expected);
+  EXPECT_GE(attention_workspace_bytes(shape, Device::kCuda), expected);
+  EXPECT_EQ(attention_workspace_bytes(shape_of(1, 4, 100), Device::kCuda), 0U);
+}
+
+class PlanTest : public testing::Test {
+ protected:
+  TensorRef vector(std::vector<int32_t>& values) {
+    TensorRef ref;
+    ref.data = values.data();
+    ref.dtype = DType::kI32;
+    ref.rank = 1;
+    ref.size[0] = static_cast<int64_t>(values.size());
+    ref.stride[0] = 1;
+    return ref;
+  }
+};
+
+TEST_F(PlanTest, ListsEveryTileAndSplitOnceLargestFirst) {
+  AttentionShape shape = shape_of(3, 40, 2000);
+  shape.num_splits = 4;
+  std::vector<int32_t> plan(static_cast<size_t>(attention_plan_elems(shape)), 7);
+  std::vector<int32_t> cu_seqlens_q = {0, 40, 40, 50};
+  std::vector<int32_t> context_lens = {2000, 500, 300};
+  std::vector<int32_t> valid_slices = {40, 40, 49};
+  std::vector<int32_t> mask_kinds = {1, 1, 4};
+  AttentionPlanParams params;
+  params.cu_seqlens_q = vector(cu_seqlens_q);
+  params.context_lens = vector(context_lens);
+  params.valid_slices = vector(valid_slices);
+  params.mask_kinds = vector(mask_kinds);
+  params.plan = vector(plan);
+  params.num_q_heads = 32;
+  params.num_kv_heads = 8;
+  params.head_dim = 128;
+  params.max_seqlen_q = 40;
+  params.num_splits = 4;
+  const Status status = attention_plan(params, ExecContext{});
+  ASSERT_TRUE(status.ok()) << status.message();
+  // M = 128, G = 4: 32 tokens per tile. Request 0: 2 tiles of 2040 keys in 4 splits; request 2:
+  // 1 tile of 300 keys in 2 splits.
+  const std::vector<int32_t> expected = {10, 128, 4, 0, 0, 0, 0, 4, 0, 0, 1, 4, 0, 0, 2,
+                                         4,  0,   0, 3, 4, 0, 1, 0, 4, 0, 1, 1, 4, 0, 1,
+                                         2,  4,   0, 1, 3, 4, 2, 0, 0, 2, 2, 0, 1, 2};
+  ASSERT_GE(plan.size(), expected.size());
+  EXPECT_EQ(
+      std::vector<int32_t>(plan.begin(), plan.begin() + static_cast<int64_t>(expected.size())),
+      expected);
+  for (size_t i = expected.size(); i < plan.size(); ++i) {
+    EXPECT_EQ(plan[i], -1);
+  }
+  plan.resize(8);
+  params.plan = vector(plan);
+  EXPECT_NE(attention_plan(params, ExecContext{})
+                .message()
+                .find("diffulex::attention_plan: plan: expected at least 28 elements, got 8"),
+            std::string::npos)
+      << attention_plan(params, ExecContext{}).message();
+}
+
+}  // namespace
+}  // namespace diffulex::test
