@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Device view of one block_attention call, shared by the tensor-core, generic and combine kernels.
+// T packed rows, R requests, Hq / Hkv heads, G = Hq / Hkv, D head dim, S split bound.
+
+#include <cstdint>
+
+#include "kernels/common/attention_plan.h"
+#include "kernels/common/row_interval.h"
+#include "kernels/cuda/common/cache_view.cuh"
+
+namespace diffulex::cuda {
+
+struct AttentionArgs final {
+  const void* q;        // [T, Hq, D]
+  const void* k;        // [T, Hkv, D]
+  const void* v;        // [T, Hkv, D]
+  void* out;            // [T, Hq, D]
+  float* lse;           // [T, Hq] or null
+  int64_t q_stride[3];  // token, head, dim
+  int64_t k_stride[3];
+  int64_t v_stride[3];
+  int64_t out_stride[3];
+  int64_t lse_stride[2];
+  CacheView k_cache;
+  CacheView v_cache;
+  const int32_t* page_table;  // [R, max_pages]
+  int64_t page_table_stride;
+  int32_t max_pages;
+  int32_t page_shift;                 // log2(page_size) for the tensor-core kernels
+  const int32_t* cu_seqlens_q;        // [R + 1]
+  const int32_t* context_lens;        // [R]
+  const int32_t* valid_slices;        // [R]
+  const int32_t* mask_kinds;          // [R]
+  const int32_t* prefix_lens;         // [R] or null
+  const int32_t* padded_prefix_lens;  // [R] or null
+  const int32_t* q_starts;            // [R] or null
+  const int32_t* plan;                // work list or null
+  float* partial_out;                 // [S, R, max_seqlen_q, Hq, D], unnormalised
+  float2* partial_stats;              // [S, R, max_seqlen_q, Hq]: maximum (base 2), sum
+  float scale;
+  float softcap;
+  int32_t num_tokens;  // T
+  int32_t num_reqs;    // R
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t group;  // G
+  int32_t head_dim;
+  int32_t block_size;
+  int32_t sliding_window;
+  int32_t max_seqlen_q;
+  int32_t tiles_per_request;
+  int32_t rows_per_tile;  // M
+  int32_t tokens_per_tile;
+  int32_t num_splits;  // S
+  int32_t keys_per_split;
+};
+
+/// One request as the kernels see it: lengths clamped so that bad data cannot leave the buffers.
+struct RequestView final {
+  RequestMask mask;
+  int32_t first_token;  // first packed row
+  int32_t num_rows;     // L
+  int32_t splits;       // s_r
+};
+
+__device__ __forceinline__ RequestView load_request(const AttentionArgs& args, int32_t request) {
+  RequestView view;
+  const int32_t start = clamp_i32(args.cu_seqlens_q[request], 0, args.num_tokens);
+  const int32_t end = clamp_i32(args.cu_seqlens_q[request + 1], start, args.num_tokens);
+  view.first_token = start;
+  view.num_rows = min_i32(end - start, args.max_seqlen_q);
+  const int32_t bits = args.mask_kinds[request];
+  const int64_t capacity = static_cast<int64_t>(args.max_pages) * args.k_cache.page_size;
+  const int32_t limit = capacity < (1 << 30) ? static_cast<int32_t>(capacity) : 1 << 30;
+  RequestMask& mask = view.mask;
+  const int32_t context = args.context_lens[request];
+  mask.context_len = clamp_i32(context, 0, limit);
+  mask.num_valid = num_valid_rows(start, start + view.num_rows, args.valid_slices[request]);
+  mask.start_position = args.q_starts == nullptr ? context : args.q_starts[request];
+  mask.prefix_len = args.prefix_lens == nullptr ? 0 : args.prefix_lens[request];
+  mask.padded_prefix_len =
+      args.padded_prefix_lens == nullptr ? 0 : args.padded_prefix_lens[request];
+  mask.kind = bits & 0xFF;
+  mask.block_size = args.block_size;
+  mask.sliding_window = args.sliding_window;
+  mask.hole = mask_hole(bits, mask.context_len, mask.prefix_len, mask.padded_prefix_len);
+  view.splits =
+      request_splits(plan_keys(mask.context_len, mask.num_valid, bits, args.sliding_window),
+                     args.num_splits, args.keys_per_split);
+  return view;
+}
+
+/// Index of the partial record of a row; the request, not the packed row, addresses it, so that
+/// bad offsets cannot leave the workspace.
+__device__ __forceinline__ int64_t partial_index(const AttentionArgs& args, int32_t split,
+                                                 int32_t request, int32_t token, int32_t head) {
+  return ((static_cast<int64_t>(split) * args.num_reqs + request) * args.max_seqlen_q + token) *
+             args.num_q_heads +
+         head;
+}
+
+/// One unit of work of a CTA.
+struct AttentionWork final {
+  int32_t request;
+  int32_t kv_head;
+  int32_t tile;
+  int32_t split;
+};
+
+/// True when the plan was made for this launch's tile and split bound.
+__device__ __forceinline__ bool is_plan_usable(const AttentionArgs& args) {
+  return args.plan != nullptr && args.plan[1] == args.rows_per_tile &&
+         args.plan[2] == args.num_splits;
+}
+
+/// Units that compute rows: planned items, or every (request, head, tile, split).
+__device__ __forceinline__ int64_t num_work(const AttentionArgs& args, bool is_planned) {
+  if (is_planned) {
+    return static_cast<int64_t>(args.plan[0]) * args.num_kv_heads;
+  }
+  return static_cast<int64_t>(args.num_reqs) * args.num_kv_heads * args.num_splits *
+         args.tiles_per_request;
+}
+
+/// Unit `index`. Row tiles run innermost, last tile first: they share K and V through L2, and the
+/// last tile of a causal request sees most keys. Planned items list the longest work first, heads
+/// innermost.
+__device__ __forceinline__ AttentionWork work_at(const AttentionArgs& args, bool is_planned,
+                                                 int64_t index) {
+  AttentionWork work;
+  if (is_planned) {
+    const int32_t* item = args.plan + kPlanHeaderElems + index / args.num_kv_heads * kPlanItemElems;
+    work.kv_head = static_cast<int32_t>(index % args.num_kv_heads);
+    work.request = item[0];
+    work.tile = item[1];
+    work.split = item[2];
+    return work;
+  }
+  work.tile = args.tiles_per_request - 1 - static_cast<int32_t>(index % args.tiles_per_request);
+  index /= args.tiles_per_request;
+  work.split = static_cast<int32_t>(index % args.num_splits);
+  index /= args.num_splits;
+  work.kv_head = static_cast<int32_t>(index % args.num_kv_heads);
+  work.request = static_cast<int32_t>(index / args.num_kv_heads);
+  return work;
+}
+
+/// Units that only zero rows: per request and tile the rows past valid_slices, and for the
+/// pseudo-request R the packed rows past the last request.
+__device__ __forceinline__ int64_t num_zero_work(const AttentionArgs& args) {
+  return static_cast<int64_t>(args.num_reqs + 1) * args.tiles_per_request;
+}
+
+template <typename T>
+__device__ void zero_rows(const AttentionArgs& args, int64_t unit) {
+  const int32_t request = static_cast<int32_t>(unit / args.tiles_per_request);
+  const int32_t tile = static_cast<int32_t>(unit % args.tiles_per_request);
+  int32_t first;
+  int32_t last;
+  int32_t step = 1;
+  if (request < args.num_reqs) {
+    const RequestView view = load_request(args, request);
+    first = view.first_token + max_i32(tile * args.tokens_per_tile, view.mask.num_valid);
+    last = view.first_token + min_i32((tile + 1) * args.tokens_per_tile, view.num_rows);
+  } else {
+    first = clamp_i32(args.cu_seqlens_q[args.num_reqs], 0, args.num_tokens) + tile;
+    last = args.num_tokens;
+    step = args.tiles_per_request;
+  }
+  const int32_t row_elems = args.num_q_heads * args.head_dim;
+  T* out = static_cast<T*>(args.out);
+  for (int32_t token = first; token < last; token += step) {
+    for (int32_t elem = threadIdx.x; elem < row_elems; elem += blockDim.x) {
+      out[token * args.out_stride[0] + elem / args.head_dim * args.out_stride[1] +
+          elem % args.head_dim * args.out_stride[2]] = T(0.0F);
+    }
+    if (args.lse != nullptr) {
+      for (int32_t head = threadIdx.x; head < args.num_q_heads; head += blockDim.x) {
+        args.lse[token * args.lse_stride[0] + head * args.lse_stride[1]] = -INFINITY;
+      }
+    }
+  }
+}
+
+}  // namespace diffulex::cuda

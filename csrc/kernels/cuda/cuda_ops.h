@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "diffulex/kernels/activation.h"
+#include "diffulex/kernels/attention.h"
+#include "diffulex/kernels/kv_cache.h"
+#include "diffulex/kernels/norm.h"
+#include "diffulex/kernels/rope.h"
+#include "diffulex/kernels/sampling.h"
+
+/// CUDA implementations behind the public ops. Arguments have passed the shape checks and are not
+/// empty; `context.device` is kCuda. A build without CUDA defines them to return kNoKernel.
+namespace diffulex::cuda {
+
+[[nodiscard]] Status block_attention(const BlockAttentionParams& params,
+                                     const ExecContext& context);
+[[nodiscard]] Status attention_plan(const AttentionPlanParams& params, const ExecContext& context);
+[[nodiscard]] Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& context);
+[[nodiscard]] Status load_kv_cache(const LoadKvCacheParams& params, const ExecContext& context);
+[[nodiscard]] Status copy_kv_pages(const CopyKvPagesParams& params, const ExecContext& context);
+[[nodiscard]] Status rms_norm(const RmsNormParams& params, const ExecContext& context);
+[[nodiscard]] Status add_rms_norm(const RmsNormParams& params, const ExecContext& context);
+[[nodiscard]] Status rms_norm_add(const RmsNormParams& params, const ExecContext& context);
+[[nodiscard]] Status rotary_embedding(const RotaryParams& params, const ExecContext& context);
+[[nodiscard]] Status qk_norm_rope(const QkNormRopeParams& params, const ExecContext& context);
+[[nodiscard]] Status qk_norm_rope_store(const QkNormRopeParams& params, const ExecContext& context);
+[[nodiscard]] Status act_and_mul(const ActAndMulParams& params, const ExecContext& context);
+[[nodiscard]] Status token_stats(const TokenStatsParams& params, const ExecContext& context);
+[[nodiscard]] Status merge_token_stats(const MergeTokenStatsParams& params,
+                                       const ExecContext& context);
+[[nodiscard]] Status accept_mask_fill(const AcceptMaskFillParams& params,
+                                      const ExecContext& context);
+
+}  // namespace diffulex::cuda

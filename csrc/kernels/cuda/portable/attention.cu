@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Host side of block_attention: path, tile and split choice from host shapes, then the launches.
+#include <cstdint>
+
+#include "kernels/common/attention_checks.h"
+#include "kernels/common/attention_config.h"
+#include "kernels/cuda/common/attention_args.cuh"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/cuda_ops.h"
+#include "kernels/cuda/portable/attention_combine.h"
+#include "kernels/cuda/portable/attention_generic.h"
+#include "kernels/cuda/portable/attention_table.h"
+#include "kernels/cuda/portable/check_data.h"
+#include "kernels/cuda/portable/prepare.h"
+
+namespace diffulex::cuda {
+namespace {
+
+constexpr const char* kWhere = "diffulex::block_attention";
+
+template <typename Strides>
+void copy_strides(const TensorRef& tensor, Strides& strides) {
+  for (int32_t dim = 0; dim < tensor.rank; ++dim) {
+    strides[dim] = tensor.stride[dim];
+  }
+}
+
+const int32_t* optional_i32(const TensorRef& tensor) {
+  return tensor.present() ? tensor.as<const int32_t>() : nullptr;
+}
+
+AttentionArgs make_args(const BlockAttentionParams& params, const AttentionShape& shape) {
+  AttentionArgs args{};
+  args.q = params.q.data;
+  args.k = params.k.data;
+  args.v = params.v.data;
+  args.out = params.out.data;
+  copy_strides(params.q, args.q_stride);
+  copy_strides(params.k, args.k_stride);
+  copy_strides(params.v, args.v_stride);
+  copy_strides(params.out, args.out_stride);
+  if (params.lse.present()) {
+    args.lse = params.lse.as<float>();
+    copy_strides(params.lse, args.lse_stride);
+  }
+  args.k_cache = CacheView::of_keys(params.k_cache, params.kv_layout);
+  args.v_cache = CacheView::of_values(params.v_cache, params.kv_layout);
+  if (args.k_cache.page_size < 1) {  // an empty cache may have no page size
+    args.k_cache.page_size = 1;
+    args.v_cache.page_size = 1;
+  }
+  args.page_table = params.page_table.as<const int32_t>();
+  args.page_table_stride = params.page_table.stride[0];
+  args.max_pages = static_cast<int32_t>(params.page_table.size[1]);
+  while ((1 << args.page_shift) < args.k_cache.page_size) {
+    ++args.page_shift;
+  }
+  args.cu_seqlens_q = params.cu_seqlens_q.as<const int32_t>();
+  args.context_lens = params.context_lens.as<const int32_t>();
+  args.valid_slices = params.valid_slices.as<const int32_t>();
+  args.mask_kinds = params.mask_kinds.as<const int32_t>();
+  args.prefix_lens = optional_i32(params.prefix_lens);
+  args.padded_prefix_lens = optional_i32(params.padded_prefix_lens);
+  args.q_starts = optional_i32(params.q_starts);
+  args.plan = optional_i32(params.plan);
+  args.scale = params.scale;
+  args.softcap = params.softcap;
+  args.num_tokens = static_cast<int32_t>(params.q.size[0]);
+  args.num_reqs = shape.num_reqs;
+  args.num_q_heads = shape.num_q_heads;
+  args.num_kv_heads = shape.num_kv_heads;
+  args.group = shape.num_q_heads / shape.num_kv_heads;
+  args.head_dim = shape.head_dim;
+  args.block_size = params.block_size;
+  args.sliding_window = params.sliding_window;
+  args.max_seqlen_q = params.max_seqlen_q;
+  return args;
+}
+
+bool has_aligned_rows(const TensorRef& tensor) {
+  const int64_t bytes = dtype_bytes(tensor.dtype);
+  return is_aligned16(tensor.data) && tensor.stride[2] == 1 && tensor.stride[0] * bytes % 16 == 0 &&
+         tensor.stride[1] * bytes % 16 == 0;
+}
+
+/// True when every row can move in 16-byte pieces and pages are found by shifts.
+bool is_tensor_core_ready(const BlockAttentionParams& params, const AttentionArgs& args) {
+  const int32_t page_size = args.k_cache.page_size;
+  const int64_t bytes = dtype_bytes(params.q.dtype);
+  const bool is_cache_ready =
+      args.k_cache.num_pages == 0 ||
+      (args.k_cache.is_row_aligned16(bytes) && args.v_cache.is_row_aligned16(bytes));
+  return params.kv_layout == KvLayout::kUnified && (page_size & (page_size - 1)) == 0 &&
+         has_aligned_rows(params.q) && has_aligned_rows(params.k) && has_aligned_rows(params.v) &&
+         has_aligned_rows(params.out) && is_cache_ready;
+}
+
+const TensorCoreEntry* find_tensor_core(DType dtype, int32_t head_dim, int32_t rows_per_tile) {
+  // At D = 512 accumulators leave room for 64 rows only.
+  const int32_t rows = head_dim > 256 ? 64 : rows_per_tile;
+  for (const TensorCoreEntry& entry : tensor_core_kernels()) {
+    if (entry.dtype == dtype && entry.head_dim == head_dim && entry.rows_per_tile == rows) {
+      return &entry;
+    }
+  }
+  return nullptr;
+}
+
+void apply_config(AttentionArgs& args, const AttentionConfig& config) {
+  args.rows_per_tile = config.rows_per_tile;
+  args.tokens_per_tile = config.tokens_per_tile;
+  args.tiles_per_request = config.tiles_per_request;
+  args.num_splits = config.num_splits;
+  args.keys_per_split = config.keys_per_split;
+}
+
+Status bind_workspace(AttentionArgs& args, const AttentionShape& shape,
+                      const ExecContext& context) {
+  if (args.num_splits <= 1) {
+    return Status::ok_status();
+  }
+  const int64_t records =
+      int64_t{args.num_splits} * args.num_reqs * args.max_seqlen_q * args.num_q_heads;
+  const int64_t needed = records * (int64_t{args.head_dim} + 2) * 4;
+  if (context.workspace == nullptr || context.workspace_bytes < static_cast<size_t>(needed)) {
+    return make_error(StatusCode::kInvalidArgument, kWhere, ": workspace: expected at least ",
+                      attention_workspace_bytes(shape, Device::kCuda), " bytes, got ",
+                      context.workspace == nullptr ? 0 : context.workspace_bytes);
+  }
+  if (reinterpret_cast<uintptr_t>(context.workspace) % 256 != 0) {
+    return make_error(StatusCode::kInvalidArgument, kWhere,
+                      ": workspace: expected a 256-byte aligned address, got ", context.workspace);
+  }
+  // Statistics first: their 8-byte records keep the following rows aligned for any head dim.
+  args.partial_stats = static_cast<float2*>(context.workspace);
+  args.partial_out = reinterpret_cast<float*>(args.partial_stats + records);
+  return Status::ok_status();
+}
+
+Status check_indices(const BlockAttentionParams& params, const AttentionArgs& args,
+                     const ExecContext& context) {
+  if (!context.check_data) {
+    return Status::ok_status();
+  }
+  DIFFULEX_RETURN_IF_ERROR(
+      check_offsets(kWhere, "cu_seqlens_q", params.cu_seqlens_q, args.num_tokens, context));
+  const int64_t capacity = int64_t{args.max_pages} * args.k_cache.page_size;
+  DIFFULEX_RETURN_IF_ERROR(
+      check_range(kWhere, "context_lens", params.context_lens, 0, capacity + 1, context));
+  return check_range(kWhere, "page_table", params.page_table, INT64_MIN, args.k_cache.num_pages,
+                     context);
+}
+
+Status launch_paths(const BlockAttentionParams& params, const AttentionShape& shape,
+                    AttentionArgs& args, const ExecContext& context) {
+  const AttentionConfig config = attention_config(shape, context.batch_invariant);
+  const TensorCoreEntry* entry = nullptr;
+  // A tile must hold at least one token.
+  if (args.group <= config.rows_per_tile && is_tensor_core_ready(params, args)) {
+    entry = find_tensor_core(params.q.dtype, shape.head_dim, config.rows_per_tile);
+  }
+  if (entry != nullptr) {
+    apply_config(args, config);
+    if (entry->rows_per_tile != config.rows_per_tile) {
+      args.tokens_per_tile = entry->rows_per_tile / args.group;
+      args.tiles_per_request = ceil_div_i32(args.max_seqlen_q, args.tokens_per_tile);
+      args.rows_per_tile = entry->rows_per_tile;
+    }
+    DIFFULEX_RETURN_IF_ERROR(bind_workspace(args, shape, context));
+    return entry->kernel.launch(args, context.device_index, context.stream);
+  }
+  const GenericKernel generic = generic_kernel_of(params.q.dtype);
+  if (generic.launch == nullptr) {
+    return make_error(StatusCode::kNoKernel, kWhere, ": q: expected a dtype of this build, got ",
+                      to_string(params.q.dtype));
+  }
+  apply_config(
+      args, attention_config_for_tile(shape, kGenericTile, kGenericTile, context.batch_invariant));
+  // Rows are packed without regard to tokens; 32 tokens a tile is enough to zero every dead row.
+  args.tokens_per_tile = kGenericTile;
+  args.tiles_per_request =
+      static_cast<int32_t>(ceil_div(int64_t{args.max_seqlen_q} * args.group, kGenericTile));
+  DIFFULEX_RETURN_IF_ERROR(bind_workspace(args, shape, context));
+  DIFFULEX_RETURN_IF_ERROR(generic.prepare());
+  return generic.launch(args, context.stream);
+}
+
+}  // namespace
+
+Status block_attention(const BlockAttentionParams& params, const ExecContext& context) {
+  DeviceGuard guard(context);
+  DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
+  const AttentionShape shape = attention_shape(params);
+  AttentionArgs args = make_args(params, shape);
+  DIFFULEX_RETURN_IF_ERROR(check_indices(params, args, context));
+  DIFFULEX_RETURN_IF_ERROR(launch_paths(params, shape, args, context));
+  if (args.num_splits <= 1 || args.num_reqs == 0) {
+    return Status::ok_status();
+  }
+  return attention_combine(args, params.q.dtype, context.stream);
+}
+
+Status prepare_attention_kernels(const ExecContext& context) {
+  for (const TensorCoreEntry& entry : tensor_core_kernels()) {
+    DIFFULEX_RETURN_IF_ERROR(entry.kernel.prepare(context.device_index));
+  }
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    const GenericKernel generic = generic_kernel_of(dtype);
+    if (generic.prepare != nullptr) {
+      DIFFULEX_RETURN_IF_ERROR(generic.prepare());
+    }
+  }
+  return prepare_attention_combine();
+}
+
+}  // namespace diffulex::cuda

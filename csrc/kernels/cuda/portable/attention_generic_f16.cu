@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/cuda/portable/attention_generic.cuh"
+
+namespace diffulex::cuda {
+
+template Status launch_generic<__half>(const AttentionArgs& args, void* stream);
+template Status prepare_generic<__half>();
+
+}  // namespace diffulex::cuda

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "diffulex/core/status.h"
+#include "diffulex/kernels/exec_context.h"
+
+namespace diffulex::cuda {
+
+/// One function per file of kernels: loads its code on the current device and sets its attributes,
+/// so that a stream capture meets neither. Called by warmup().
+[[nodiscard]] Status prepare_accept_mask_fill();
+[[nodiscard]] Status prepare_activation();
+[[nodiscard]] Status prepare_attention_kernels(const ExecContext& context);
+[[nodiscard]] Status prepare_attention_plan();
+[[nodiscard]] Status prepare_kv_cache();
+[[nodiscard]] Status prepare_merge_token_stats();
+[[nodiscard]] Status prepare_norm();
+[[nodiscard]] Status prepare_rope();
+[[nodiscard]] Status prepare_token_stats();
+
+}  // namespace diffulex::cuda

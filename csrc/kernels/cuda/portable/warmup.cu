@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cuda_runtime.h>
+
+#include "diffulex/kernels/warmup.h"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/cuda_ops.h"
+#include "kernels/cuda/portable/prepare.h"
+
+namespace diffulex {
+namespace cuda {
+
+Status warmup(const ExecContext& context) {
+  DeviceGuard guard(context);
+  DIFFULEX_RETURN_IF_ERROR(guard.status("diffulex::warmup"));
+  DIFFULEX_RETURN_IF_ERROR(prepare_attention_kernels(context));
+  DIFFULEX_RETURN_IF_ERROR(prepare_attention_plan());
+  DIFFULEX_RETURN_IF_ERROR(prepare_kv_cache());
+  DIFFULEX_RETURN_IF_ERROR(prepare_norm());
+  DIFFULEX_RETURN_IF_ERROR(prepare_rope());
+  DIFFULEX_RETURN_IF_ERROR(prepare_activation());
+  DIFFULEX_RETURN_IF_ERROR(prepare_token_stats());
+  DIFFULEX_RETURN_IF_ERROR(prepare_merge_token_stats());
+  return prepare_accept_mask_fill();
+}
+
+int32_t multiprocessor_count(int32_t device_index) {
+  int32_t count = 0;
+  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_index) != cudaSuccess) {
+    cudaGetLastError();  // the question is answered; leave no error behind
+    return 0;
+  }
+  return count;
+}
+
+}  // namespace cuda
+
+Status warmup(const ExecContext& context) {
+  return context.device == Device::kCuda ? cuda::warmup(context) : Status::ok_status();
+}
+
+}  // namespace diffulex

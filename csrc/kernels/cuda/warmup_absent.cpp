@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "diffulex/kernels/warmup.h"
+#include "kernels/cuda/cuda_ops.h"
+
+namespace diffulex {
+namespace cuda {
+
+Status warmup(const ExecContext& /*context*/) {
+  return make_error(StatusCode::kNoKernel,
+                    "diffulex::warmup: device: expected a build with CUDA, got a cuda device and "
+                    "a library built without CUDA");
+}
+
+int32_t multiprocessor_count(int32_t /*device_index*/) {
+  return 0;
+}
+
+}  // namespace cuda
+
+Status warmup(const ExecContext& context) {
+  return context.device == Device::kCuda ? cuda::warmup(context) : Status::ok_status();
+}
+
+}  // namespace diffulex

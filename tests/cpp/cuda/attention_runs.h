@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Runs one AttentionCase on the CPU and on the device.
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "cuda/device_mirror.h"
+#include "diffulex/kernels/attention.h"
+#include "kernels/attention_case.h"
+
+namespace diffulex::test {
+
+[[nodiscard]] inline AttentionShape shape_of(const BlockAttentionParams& params) {
+  AttentionShape shape;
+  shape.num_reqs = static_cast<int32_t>(params.page_table.size[0]);
+  shape.num_q_heads = static_cast<int32_t>(params.q.size[1]);
+  shape.num_kv_heads = static_cast<int32_t>(params.k.size[1]);
+  shape.head_dim = static_cast<int32_t>(params.q.size[2]);
+  shape.max_seqlen_q = params.max_seqlen_q;
+  shape.max_context_len = params.max_context_len;
+  shape.num_splits = params.num_splits;
+  return shape;
+}
+
+/// The same parameters over device memory.
+[[nodiscard]] inline BlockAttentionParams upload(const BlockAttentionParams& host,
+                                                 DeviceMirror* mirror) {
+  BlockAttentionParams device = host;
+  for (TensorRef BlockAttentionParams::* member :
+       {&BlockAttentionParams::q, &BlockAttentionParams::k, &BlockAttentionParams::v,
+        &BlockAttentionParams::k_cache, &BlockAttentionParams::v_cache,
+        &BlockAttentionParams::page_table, &BlockAttentionParams::cu_seqlens_q,
+        &BlockAttentionParams::context_lens, &BlockAttentionParams::valid_slices,
+        &BlockAttentionParams::mask_kinds, &BlockAttentionParams::prefix_lens,
+        &BlockAttentionParams::padded_prefix_lens, &BlockAttentionParams::q_starts,
+        &BlockAttentionParams::out, &BlockAttentionParams::lse}) {
+    device.*member = mirror->upload(host.*member);
+  }
+  return device;
+}
+
+/// Outputs of one run.
+struct AttentionOutputs {
+  std::vector<uint8_t> out;
+  std::vector<float> lse;
+
+  [[nodiscard]] bool equals(const AttentionOutputs& other) const {
+    return out == other.out && lse.size() == other.lse.size() &&
+           std::memcmp(lse.data(), other.lse.data(), lse.size() * sizeof(float)) == 0;
+  }
+};
+
+struct RunOptions {
+  int32_t num_splits = 0;
+  bool with_plan = false;
+  bool batch_invariant = false;
+  int64_t shift = 0;
+};
+
+/// Device work list of a call; empty on failure.
+[[nodiscard]] inline Status make_plan(const BlockAttentionParams& device,
+                                      const ExecContext& context, TensorRef* plan) {
+  AttentionPlanParams params;
+  params.cu_seqlens_q = device.cu_seqlens_q;
+  params.context_lens = device.context_lens;
+  params.valid_slices = device.valid_slices;
+  params.mask_kinds = device.mask_kinds;
+  params.plan = *plan;
+  params.num_q_heads = static_cast<int32_t>(device.q.size[1]);
+  params.num_kv_heads = static_cast<int32_t>(device.k.size[1]);
+  params.head_dim = static_cast<int32_t>(device.q.size[2]);
+  params.sliding_window = device.sliding_window;
+  params.max_seqlen_q = device.max_seqlen_q;
+  params.num_splits = device.num_splits;
+  return attention_plan(params, context);
+}
+
+/// Runs on the device and leaves the results in the case's own outputs too.
+inline void run_on_device(AttentionCase* problem, const RunOptions& options,
+                          AttentionOutputs* outputs) {
+  problem->clear_outputs();
+  BlockAttentionParams host = problem->params();
+  host.num_splits = options.num_splits;
+  DeviceMirror mirror(options.shift);
+  BlockAttentionParams device = upload(host, &mirror);
+  const AttentionShape shape = shape_of(host);
+  DeviceContext context(attention_workspace_bytes(shape, Device::kCuda));
+  context.get().batch_invariant = options.batch_invariant;
+  std::vector<int32_t> plan(static_cast<size_t>(attention_plan_elems(shape)), 7);
+  if (options.with_plan) {
+    DeviceMirror plan_mirror;
+    device.plan = plan_mirror.upload(ref_of(plan));
+    const Status planned = make_plan(device, context.get(), &device.plan);
+    ASSERT_TRUE(planned.ok()) << planned.message();
+    const Status status = block_attention(device, context.get());
+    ASSERT_TRUE(status.ok()) << status.message();
+    plan_mirror.download();
+  } else {
+    const Status status = block_attention(device, context.get());
+    ASSERT_TRUE(status.ok()) << status.message();
+  }
+  mirror.download();
+  outputs->out = problem->out().bytes();
+  outputs->lse = problem->lse();
+}
+
+inline void run_on_cpu(AttentionCase* problem) {
+  problem->clear_outputs();
+  BlockAttentionParams params = problem->params();
+  const Status status = block_attention(params, ExecContext());
+  ASSERT_TRUE(status.ok()) << status.message();
+}
+
+/// Request whose rows fit the engine's preconditions, of any kind.
+[[nodiscard]] inline CaseRequest random_request(std::mt19937_64* random, int64_t block_size,
+                                                int64_t page_size, int64_t max_context) {
+  CaseRequest request;
+  request.kind = uniform(random, 0, 4);
+  request.num_rows = pick(random, {0, 1, block_size, 2 * block_size, uniform(random, 1, 80)});
+  request.num_valid =
+      uniform(random, 0, 3) == 0 ? uniform(random, 0, request.num_rows) : request.num_rows;
+  request.context = pick(
+      random, {0, uniform(random, 0, page_size), 3 * page_size, uniform(random, 0, max_context)});
+  if (request.kind == 1 || request.kind == 3) {
+    request.context = request.context / block_size * block_size;
+  }
+  request.start = request.context;
+  if (request.kind == 4) {
+    request.start = std::max<int64_t>(0, request.context - request.num_rows);
+  }
+  request.prefix = uniform(random, 0, request.context + request.num_valid);
+  request.padded_prefix =
+      request.prefix + uniform(random, 0, request.context + request.num_valid - request.prefix);
+  request.hole = uniform(random, 0, 3) == 0;
+  return request;
+}
+
+}  // namespace diffulex::test
