@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "diffulex/core/arena.h"
+#include "diffulex/core/span.h"
+#include "diffulex/core/status.h"
+
+// Shared by the topic files of the module: how failures become Python exceptions and how arrays
+// become numpy views.
+
+namespace diffulex::bindings {
+
+namespace py = pybind11;
+
+/// Carries kOutOfPages to Python as diffulex_ext.OutOfPagesError.
+class OutOfPagesError final : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// Raises the Python exception that belongs to the code of a failed `status`.
+inline void raise_if_error(const Status& status) {
+  if (status.ok()) {
+    return;
+  }
+  const std::string& message = status.message();
+  switch (status.code()) {
+    case StatusCode::kInvalidArgument:
+    case StatusCode::kAlreadyExists:
+      throw py::value_error(message);
+    case StatusCode::kOutOfRange:
+      throw py::index_error(message);
+    case StatusCode::kNotFound:
+      throw py::key_error(message);
+    case StatusCode::kUnsupported:
+      PyErr_SetString(PyExc_NotImplementedError, message.c_str());
+      throw py::error_already_set();
+    case StatusCode::kOutOfPages:
+      throw OutOfPagesError(message);
+    default:
+      throw std::runtime_error(message);
+  }
+}
+
+/// The value of `result`, or the exception of its status.
+template <typename T>
+[[nodiscard]] T unwrap(Result<T> result) {
+  raise_if_error(result.status());
+  return std::move(result).value();
+}
+
+/// numpy view of `span` that keeps `owner` alive; no copy.
+template <typename T>
+[[nodiscard]] py::array view(Span<T> span, const py::object& owner) {
+  return py::array_t<T>(static_cast<py::ssize_t>(span.size()), span.data(), owner);
+}
+
+/// numpy view of a flat row-major span as [rows, cols].
+template <typename T>
+[[nodiscard]] py::array matrix_view(Span<T> span, int64_t cols, const py::object& owner) {
+  const auto width = static_cast<py::ssize_t>(cols);
+  const auto rows = static_cast<py::ssize_t>(span.size()) / (width > 0 ? width : 1);
+  return py::array_t<T>({rows, width}, span.data(), owner);
+}
+
+/// Memory at `address`, or a null pointer; arenas check alignment and size.
+[[nodiscard]] inline void* as_memory(uintptr_t address) {
+  return reinterpret_cast<void*>(
+      address);  // NOLINT(performance-no-int-to-ptr): address of a tensor
+}
+
+void bind_options(py::module_& module);
+void bind_kv_cache(py::module_& module);
+void bind_request(py::module_& module);
+void bind_plan(py::module_& module);
+void bind_scheduler(py::module_& module);
+void bind_kernels(py::module_& module);
+
+}  // namespace diffulex::bindings

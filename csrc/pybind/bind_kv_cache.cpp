@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/pybind11.h>
+
+#include "diffulex/core/kv_cache_manager.h"
+#include "pybind/bind.h"
+
+namespace diffulex::bindings {
+
+void bind_kv_cache(py::module_& module) {
+  py::class_<KVCacheManager>(module, "KVCacheManager",
+                             "Page allocation and prefix cache; holds no KV data itself.")
+      .def(py::init([](const EngineOptions& options) {
+             raise_if_error(options.validate());
+             return std::make_unique<KVCacheManager>(options);
+           }),
+           py::arg("options"))
+      .def_property_readonly("num_pages", &KVCacheManager::num_pages)
+      .def_property_readonly("num_free_pages", &KVCacheManager::num_free_pages)
+      .def_property_readonly("num_used_pages", &KVCacheManager::num_used_pages)
+      .def_property_readonly("num_cached_units", &KVCacheManager::num_cached_units)
+      .def_property_readonly("page_size", &KVCacheManager::page_size)
+      .def_property_readonly("prefix_unit_len", &KVCacheManager::prefix_unit_len)
+      .def("num_pages_for", &KVCacheManager::num_pages_for, py::arg("length"))
+      .def("check_integrity",
+           [](const KVCacheManager& self) { raise_if_error(self.check_integrity()); });
+}
+
+}  // namespace diffulex::bindings

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <memory>
+#include <vector>
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "diffulex/core/engine_core.h"
+#include "diffulex/core/scheduler.h"
+#include "diffulex/core/step_events.h"
+#include "pybind/bind.h"
+
+namespace diffulex::bindings {
+namespace {
+
+/// A RequestEvent together with its newly settled ids.
+struct EventRecord {
+  RequestEvent event;
+  std::vector<int32_t> appended;
+};
+
+/// StepEvents copied out of the scheduler, so that it outlives the next step.
+struct EventsRecord {
+  int64_t step_id = 0;
+  PlanKind kind = PlanKind::kIdle;
+  py::list requests;
+  py::list committed;
+  py::list finished;
+  py::list preempted;
+};
+
+[[nodiscard]] EventsRecord copy_events(const StepEvents& events) {
+  EventsRecord record;
+  record.step_id = events.step_id;
+  record.kind = events.kind;
+  for (const RequestEvent& event : events.requests) {
+    const Span<const int32_t> appended = events.appended(event);
+    record.requests.append(
+        EventRecord{event, std::vector<int32_t>(appended.begin(), appended.end())});
+  }
+  for (const CommittedBlock& block : events.committed) {
+    record.committed.append(block);
+  }
+  for (const FinishedRequest& request : events.finished) {
+    record.finished.append(request);
+  }
+  for (const PreemptedRequest& request : events.preempted) {
+    record.preempted.append(request);
+  }
+  return record;
+}
+
+void bind_events(py::module_& module) {
+  py::class_<EventRecord>(module, "RequestEvent", "What a step did to one request of its plan.")
+      .def_property_readonly("req_id", [](const EventRecord& self) { return self.event.req_id; })
+      .def_property_readonly("request_slot",
+                             [](const EventRecord& self) { return self.event.request_slot; })
+      .def_readonly("appended", &EventRecord::appended)
+      .def_property_readonly("new_tokens",
+                             [](const EventRecord& self) { return self.event.new_tokens; })
+      .def_property_readonly("nfe", [](const EventRecord& self) { return self.event.nfe; })
+      .def_property_readonly("num_preemptions",
+                             [](const EventRecord& self) { return self.event.num_preemptions; })
+      .def_property_readonly("is_prefill",
+                             [](const EventRecord& self) { return self.event.is_prefill; })
+      .def_property_readonly("is_finished",
+                             [](const EventRecord& self) { return self.event.is_finished; })
+      .def_property_readonly("finish_reason",
+                             [](const EventRecord& self) { return self.event.finish_reason; });
+  py::class_<CommittedBlock>(module, "CommittedBlock", "A block whose KV entered the cache.")
+      .def_readonly("req_id", &CommittedBlock::req_id)
+      .def_readonly("block_id", &CommittedBlock::block_id);
+  py::class_<FinishedRequest>(module, "FinishedRequest", "A request that ended.")
+      .def_readonly("req_id", &FinishedRequest::req_id)
+      .def_readonly("finish_reason", &FinishedRequest::finish_reason)
+      .def_readonly("request_slot", &FinishedRequest::request_slot);
+  py::class_<PreemptedRequest>(module, "PreemptedRequest", "A request that lost its pages.")
+      .def_readonly("req_id", &PreemptedRequest::req_id)
+      .def_readonly("request_slot", &PreemptedRequest::request_slot);
+  py::class_<EventsRecord>(module, "StepEvents", "Outcome of a step and of the boundary before it.")
+      .def_readonly("step_id", &EventsRecord::step_id)
+      .def_readonly("kind", &EventsRecord::kind)
+      .def_readonly("requests", &EventsRecord::requests)
+      .def_readonly("committed", &EventsRecord::committed)
+      .def_readonly("finished", &EventsRecord::finished)
+      .def_readonly("preempted", &EventsRecord::preempted);
+}
+
+void bind_stats(py::module_& module) {
+  py::class_<SchedulerStats>(module, "SchedulerStats", "Counters and gauges of a scheduler.")
+      .def_readonly("num_waiting", &SchedulerStats::num_waiting)
+      .def_readonly("num_running", &SchedulerStats::num_running)
+      .def_readonly("num_pages", &SchedulerStats::num_pages)
+      .def_readonly("num_free_pages", &SchedulerStats::num_free_pages)
+      .def_readonly("num_cached_units", &SchedulerStats::num_cached_units)
+      .def_readonly("num_requests", &SchedulerStats::num_requests)
+      .def_readonly("num_rejected", &SchedulerStats::num_rejected)
+      .def_readonly("num_finished", &SchedulerStats::num_finished)
+      .def_readonly("num_aborted", &SchedulerStats::num_aborted)
+      .def_readonly("num_failed", &SchedulerStats::num_failed)
+      .def_readonly("num_prefill_steps", &SchedulerStats::num_prefill_steps)
+      .def_readonly("num_decode_steps", &SchedulerStats::num_decode_steps)
+      .def_readonly("num_rows", &SchedulerStats::num_rows)
+      .def_readonly("num_new_tokens", &SchedulerStats::num_new_tokens)
+      .def_readonly("num_preemptions", &SchedulerStats::num_preemptions)
+      .def_readonly("num_cancelled_steps", &SchedulerStats::num_cancelled_steps)
+      .def_readonly("num_prefix_query_tokens", &SchedulerStats::num_prefix_query_tokens)
+      .def_readonly("num_prefix_hit_tokens", &SchedulerStats::num_prefix_hit_tokens);
+}
+
+/// The calls Scheduler and EngineCore share.
+template <typename T, typename Class>
+void def_step_calls(Class& type) {
+  type.def("abort", &T::abort, py::arg("req_id"))
+      .def("stats", &T::stats)
+      .def("schedule", &T::schedule, py::arg("plan"))
+      .def(
+          "complete_step",
+          [](T& self, StepPlan& plan, const SamplerOutput& output) {
+            return copy_events(*unwrap(self.complete_step(plan, output)));
+          },
+          py::arg("plan"), py::arg("output"))
+      .def(
+          "cancel_step", [](T& self, StepPlan& plan) { raise_if_error(self.cancel_step(plan)); },
+          py::arg("plan"))
+      .def("has_unfinished", &T::has_unfinished)
+      .def(
+          "snapshot", [](const T& self, int64_t req_id) { return unwrap(self.snapshot(req_id)); },
+          py::arg("req_id"))
+      .def(
+          "take_result", [](T& self, int64_t req_id) { return unwrap(self.take_result(req_id)); },
+          py::arg("req_id"))
+      .def(
+          "preempt", [](T& self, int64_t req_id) { raise_if_error(self.preempt(req_id)); },
+          py::arg("req_id"))
+      .def("release_all", &T::release_all)
+      .def("check_integrity", [](const T& self) { raise_if_error(self.check_integrity()); })
+      .def_property_readonly("options", [](const T& self) { return self.options(); });
+}
+
+}  // namespace
+
+void bind_scheduler(py::module_& module) {
+  bind_events(module);
+  bind_stats(module);
+  py::class_<Scheduler> scheduler(module, "Scheduler",
+                                  "Queues, budgets, preemption, abort. add_request, abort, stats "
+                                  "and has_unfinished may be called from any thread.");
+  scheduler
+      .def(py::init([](const EngineOptions& options, KVCacheManager& kv_cache) {
+             raise_if_error(options.validate());
+             return std::make_unique<Scheduler>(options, kv_cache);
+           }),
+           py::arg("options"), py::arg("kv_cache_manager"), py::keep_alive<1, 3>())
+      .def(
+          "add_request",
+          [](Scheduler& self, const Request& request) {
+            return unwrap(self.add_request(std::make_unique<Request>(request)));
+          },
+          py::arg("request"))
+      .def("find_request", &Scheduler::find_request, py::arg("req_id"),
+           py::return_value_policy::copy);
+  def_step_calls<Scheduler>(scheduler);
+
+  py::class_<EngineCore> core(module, "EngineCore", "A page manager and a scheduler in one.");
+  core.def(py::init(
+               [](const EngineOptions& options) { return unwrap(EngineCore::create(options)); }),
+           py::arg("options"))
+      .def(
+          "add_request",
+          [](EngineCore& self, const std::vector<int32_t>& token_ids,
+             const SamplingParams& params) {
+            return unwrap(self.add_request(Span<const int32_t>(token_ids), params));
+          },
+          py::arg("token_ids"), py::arg("sampling_params"))
+      .def_property_readonly("kv_cache_manager", &EngineCore::kv_cache,
+                             py::return_value_policy::reference_internal);
+  def_step_calls<EngineCore>(core);
+}
+
+}  // namespace diffulex::bindings

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <torch/csrc/stable/library.h>
+
+// Every op writes tensors of the caller and returns nothing, so that it can run inside CUDA graph
+// capture. No argument may be called `mode`, `self`, `_mutable_op` or `_all_bases`: torch.compile
+// passes keywords of these names itself.
+STABLE_TORCH_LIBRARY(diffulex, library) {
+  library.def(
+      "block_attention("
+      "Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "
+      "Tensor page_table, Tensor cu_seqlens_q, Tensor context_lens, Tensor valid_slices, "
+      "Tensor mask_kinds, Tensor? prefix_lens, Tensor? padded_prefix_lens, Tensor? q_starts, "
+      "Tensor? k_scale, Tensor? v_scale, Tensor? plan, "
+      "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, *, "
+      "float scale, float softcap=0.0, int block_size, int sliding_window=0, "
+      "int max_seqlen_q, int max_context_len, int num_splits=0, int kv_layout=0) -> ()");
+  library.def(
+      "attention_plan("
+      "Tensor cu_seqlens_q, Tensor context_lens, Tensor valid_slices, Tensor mask_kinds, "
+      "Tensor(a!) plan, *, int num_q_heads, int num_kv_heads, int head_dim, int sliding_window, "
+      "int max_seqlen_q, int num_splits) -> ()");
+
+  library.def(
+      "store_kv_cache("
+      "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+      "Tensor? k_scale, Tensor? v_scale, *, int kv_layout=0) -> ()");
+  library.def(
+      "load_kv_cache("
+      "Tensor k_cache, Tensor v_cache, Tensor k_new, Tensor v_new, Tensor page_table, "
+      "Tensor context_lens, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+      "Tensor? k_scale, Tensor? v_scale, Tensor(a!) k_out, Tensor(b!) v_out, *, "
+      "int kv_layout=0) -> ()");
+  library.def("copy_kv_pages(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor src_dst) -> ()");
+
+  library.def(
+      "rms_norm(Tensor x, Tensor? weight, Tensor(a!) out, *, "
+      "float eps, float weight_offset=0.0) -> ()");
+  library.def(
+      "add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, *, "
+      "float eps, float weight_offset=0.0) -> ()");
+  library.def(
+      "rms_norm_add(Tensor x, Tensor residual, Tensor? weight, Tensor? out_scale, "
+      "Tensor(a!) out, *, float eps, float weight_offset=0.0) -> ()");
+
+  library.def(
+      "rotary_embedding(Tensor positions, Tensor(a!) q, Tensor(b!) k, Tensor cos_sin_cache, *, "
+      "int head_dim, bool neox=True) -> ()");
+  library.def(
+      "qk_norm_rope("
+      "Tensor(a!) qkv, Tensor positions, Tensor cos_sin_cache, Tensor? q_weight, "
+      "Tensor? k_weight, Tensor(b!)? v_out, *, "
+      "int num_q_heads, int num_kv_heads, int head_dim, float eps, float weight_offset=0.0, "
+      "bool neox=True, bool norm_v=False, bool v_from_raw_k=False) -> ()");
+  library.def(
+      "qk_norm_rope_store("
+      "Tensor(a!) qkv, Tensor positions, Tensor cos_sin_cache, Tensor? q_weight, "
+      "Tensor? k_weight, Tensor(b!)? v_out, Tensor(c!) k_cache, Tensor(d!) v_cache, "
+      "Tensor slot_mapping, Tensor? k_scale, Tensor? v_scale, *, "
+      "int num_q_heads, int num_kv_heads, int head_dim, float eps, float weight_offset=0.0, "
+      "bool neox=True, bool norm_v=False, bool v_from_raw_k=False, int kv_layout=0) -> ()");
+
+  library.def("act_and_mul(Tensor x, Tensor(a!) out, *, int act) -> ()");
+
+  library.def(
+      "token_stats("
+      "Tensor logits, Tensor? extra_logits, Tensor? row_index, Tensor? inv_temperature, "
+      "Tensor? uniforms, Tensor? forbidden_ids, Tensor? penalty_ids, "
+      "Tensor(a!) ids, Tensor(b!) stats, Tensor(c!)? topk_ids, Tensor(d!)? topk_probs, "
+      "Tensor(e!)? workspace, *, int vocab_limit=-1, float softcap=0.0, float penalty=0.0, "
+      "int exclusion=0, int vocab_start=0, bool partial=False) -> ()");
+  library.def(
+      "merge_token_stats("
+      "Tensor part_ids, Tensor part_stats, Tensor? part_topk_ids, Tensor? part_topk_vals, "
+      "Tensor(a!) ids, Tensor(b!) stats, Tensor(c!)? topk_ids, Tensor(d!)? topk_probs) -> ()");
+  library.def(
+      "accept_mask_fill("
+      "Tensor tokens, Tensor row_index, Tensor editable_start, Tensor? valid_len, Tensor gate, "
+      "Tensor accept_threshold, Tensor open_steps, Tensor ids, Tensor stats, "
+      "Tensor(a!) write_ids, Tensor(b!) confidence, Tensor(c!) masks_left, Tensor(d!) flags, *, "
+      "int mask_token_id, int rule=0, int confidence_kind=0, bool raw_confidence=False, "
+      "int denoising_steps=0, bool force_accept_last_step=False, float factor=1.0, "
+      "float entropy_bound=0.0) -> ()");
+}

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <optional>
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include "diffulex/kernels/exec_context.h"
+#include "torch/checks.h"
+
+namespace diffulex::torch_ops {
+
+/// Makes the device of an op current for its lifetime and knows torch's current stream and thread
+/// pool there. Raises where the device cannot be used by this torch build.
+class DeviceScope final {
+ public:
+  /// `op` names the op in error texts.
+  DeviceScope(const char* op, const OpDevice& device);
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+  /// Context without workspace; valid while this object lives.
+  [[nodiscard]] const ExecContext& context() const noexcept { return context_; }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  ExecContext context_;
+};
+
+}  // namespace diffulex::torch_ops
