@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices and markers shared by all Python tests.
+
+Tests marked `cuda` and `multi_gpu` are collected everywhere and skip, with the reason, where the
+devices are missing.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+
+def pytest_sessionstart() -> None:
+    """The compiled package is what the tests are about: without it there is nothing to skip to."""
+    try:
+        import diffulex_ext
+    except ImportError as error:
+        raise pytest.UsageError(f"diffulex_ext: expected a built package, got {error}") from error
+    if not diffulex_ext.has_ops:
+        raise pytest.UsageError("diffulex_ext: expected the op library, got none (torch missing?)")
+
+
+@functools.cache
+def _missing_cuda() -> str | None:
+    """Why tests cannot use CUDA in this process; None if they can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("diffulex::rms_norm", "CUDA"):
+        return "the op library was built without CUDA"
+    return None
+
+
+@functools.cache
+def _num_cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        wants_several = item.get_closest_marker("multi_gpu") is not None
+        if not wants_several and item.get_closest_marker("cuda") is None:
+            continue
+        reason = _missing_cuda()
+        if reason is None and wants_several and _num_cuda_devices() < 2:
+            reason = f"needs two CUDA devices, torch sees {_num_cuda_devices()}"
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device the ops run on."""
+    return request.param

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A valid call of every op, as (arguments, keyword arguments) for `torch.ops.diffulex.<op>`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+T, R, HQ, HKV, D, PAGES, PAGE = 6, 2, 4, 2, 64, 5, 4
+V, B = 40, 4
+
+Arguments = dict[str, Any]
+Keywords = dict[str, Any]
+Call = tuple[Arguments, Keywords]
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _ints(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _caches() -> Arguments:
+    return {"k_cache": _normal(PAGES, PAGE, HKV, D), "v_cache": _normal(PAGES, PAGE, HKV, D)}
+
+
+def _angles() -> torch.Tensor:
+    angle = torch.arange(32)[:, None] * torch.logspace(0, -2, D // 4)[None]
+    return torch.cat([angle.cos(), angle.sin()], 1)
+
+
+def block_attention() -> Call:
+    tensors = {
+        "q": _normal(T, HQ, D),
+        "k": _normal(T, HKV, D),
+        "v": _normal(T, HKV, D),
+        **_caches(),
+        "page_table": _ints([0, 3], [1, -1]),
+        "cu_seqlens_q": _ints(0, 4, 6),
+        "context_lens": _ints(8, 4),
+        "valid_slices": _ints(4, 6),
+        "mask_kinds": _ints(1, 2),
+        "prefix_lens": _ints(0, 0),
+        "padded_prefix_lens": _ints(0, 0),
+        "q_starts": None,
+        "k_scale": None,
+        "v_scale": None,
+        "plan": None,
+        "out": torch.zeros(T, HQ, D),
+        "lse": torch.zeros(T, HQ),
+        "workspace": None,
+    }
+    numbers = {
+        "scale": 0.125,
+        "softcap": 0.0,
+        "block_size": 4,
+        "sliding_window": 0,
+        "max_seqlen_q": 4,
+        "max_context_len": 8,
+        "num_splits": 1,
+        "kv_layout": 0,
+    }
+    return tensors, numbers
+
+
+def attention_plan() -> Call:
+    from diffulex.ops import attention_plan_elems
+
+    tensors = {
+        "cu_seqlens_q": _ints(0, 4, 6),
+        "context_lens": _ints(8, 4),
+        "valid_slices": _ints(4, 6),
+        "mask_kinds": _ints(1, 2),
+        "plan": torch.zeros(attention_plan_elems(R, HQ, HKV, D, 4, 8, 1), dtype=torch.int32),
+    }
+    numbers = {
+        "num_q_heads": HQ,
+        "num_kv_heads": HKV,
+        "head_dim": D,
+        "sliding_window": 0,
+        "max_seqlen_q": 4,
+        "num_splits": 1,
+    }
+    return tensors, numbers
+
+
+def store_kv_cache() -> Call:
+    tensors = {
+        "k": _normal(T, HKV, D),
+        "v": _normal(T, HKV, D),
+        **_caches(),
+        "slot_mapping": _ints(0, -1, 5, 19, 7, -1),
+        "k_scale": None,
+        "v_scale": None,
+    }
+    return tensors, {"kv_layout": 0}
+
+
+def load_kv_cache() -> Call:
+    tensors = {
+        **_caches(),
+        "k_new": _normal(T, HKV, D),
+        "v_new": _normal(T, HKV, D),
+        "page_table": _ints([0, 3], [1, -1]),
+        "context_lens": _ints(8, 4),
+        "cu_seqlens_q": _ints(0, 4, 6),
+        "cu_seqlens_k": _ints(0, 12, 18),
+        "k_scale": None,
+        "v_scale": None,
+        "k_out": torch.zeros(20, HKV, D),
+        "v_out": torch.zeros(20, HKV, D),
+    }
+    return tensors, {"kv_layout": 0}
+
+
+def copy_kv_pages() -> Call:
+    return {**_caches(), "src_dst": _ints([0, 1], [-1, 2], [3, 4])}, {}
+
+
+def rms_norm() -> Call:
+    tensors = {"x": _normal(T, D), "weight": _normal(D), "out": torch.zeros(T, D)}
+    return tensors, {"eps": 1e-6, "weight_offset": 0.0}
+
+
+def add_rms_norm() -> Call:
+    tensors = {"x": _normal(T, D), "residual": _normal(T, D + 0) * 2, "weight": _normal(D)}
+    return tensors, {"eps": 1e-6, "weight_offset": 1.0}
+
+
+def rms_norm_add() -> Call:
+    tensors = {
+        "x": _normal(T, D),
+        "residual": _normal(T, D) * 2,
+        "weight": _normal(D),
+        "out_scale": torch.tensor([0.5]),
+        "out": torch.zeros(T, D),
+    }
+    return tensors, {"eps": 1e-6, "weight_offset": 0.0}
+
+
+def rotary_embedding() -> Call:
+    tensors = {
+        "positions": torch.arange(T),
+        "q": _normal(T, HQ, D),
+        "k": _normal(T, HKV, D),
+        "cos_sin_cache": _angles(),
+    }
+    return tensors, {"head_dim": D, "neox": True}
+
+
+def _fused_numbers() -> Keywords:
+    return {
+        "num_q_heads": HQ,
+        "num_kv_heads": HKV,
+        "head_dim": D,
+        "eps": 1e-6,
+        "weight_offset": 0.0,
+        "neox": True,
+        "norm_v": False,
+        "v_from_raw_k": False,
+    }
+
+
+def qk_norm_rope() -> Call:
+    tensors = {
+        "qkv": _normal(T, (HQ + 2 * HKV) * D),
+        "positions": torch.arange(T),
+        "cos_sin_cache": _angles(),
+        "q_weight": _normal(D),
+        "k_weight": _normal(D),
+        "v_out": None,
+    }
+    return tensors, _fused_numbers()
+
+
+def qk_norm_rope_store() -> Call:
+    tensors = {
+        **qk_norm_rope()[0],
+        **_caches(),
+        "slot_mapping": _ints(0, -1, 5, 19, 7, -1),
+        "k_scale": None,
+        "v_scale": None,
+    }
+    return tensors, {**_fused_numbers(), "kv_layout": 0}
+
+
+def act_and_mul() -> Call:
+    return {"x": _normal(T, 2 * D), "out": torch.zeros(T, D)}, {"act": 0}
+
+
+def token_stats() -> Call:
+    tensors = {
+        "logits": _normal(T, V),
+        "extra_logits": _normal(1, V),
+        "row_index": _ints(0, 6, -1, 5),
+        "inv_temperature": torch.tensor([0.0, 1.0, 1.0, 0.5]),
+        "uniforms": torch.tensor([0.5, 0.25, 0.5, 0.75], dtype=torch.float64),
+        "forbidden_ids": torch.tensor([V - 1, -1]),
+        "penalty_ids": torch.tensor([3, -1, 2, 1]),
+        "ids": torch.zeros(4, dtype=torch.int64),
+        "stats": torch.zeros(4, 8),
+        "topk_ids": torch.zeros(4, 3, dtype=torch.int64),
+        "topk_probs": torch.zeros(4, 3),
+        "workspace": None,
+    }
+    numbers = {
+        "vocab_limit": V - 2,
+        "softcap": 0.0,
+        "penalty": 0.5,
+        "exclusion": 0,
+        "vocab_start": 0,
+        "partial": False,
+    }
+    return tensors, numbers
+
+
+def merge_token_stats() -> Call:
+    from diffulex.ops import token_stats as run
+
+    logits = _normal(T, V)
+    parts = [
+        run(half.contiguous(), partial=True, vocab_start=start, top_k=3)
+        for half, start in ((logits[:, : V // 2], 0), (logits[:, V // 2 :], V // 2))
+    ]
+    tensors = {
+        "part_ids": torch.stack([part.ids for part in parts]),
+        "part_stats": torch.stack([part.stats for part in parts]),
+        "part_topk_ids": torch.stack([part.topk_ids for part in parts]),
+        "part_topk_vals": torch.stack([part.topk_probs for part in parts]),
+        "ids": torch.zeros(T, dtype=torch.int64),
+        "stats": torch.zeros(T, 8),
+        "topk_ids": torch.zeros(T, 3, dtype=torch.int64),
+        "topk_probs": torch.zeros(T, 3),
+    }
+    return tensors, {}
+
+
+def accept_mask_fill() -> Call:
+    from diffulex.ops import token_stats as run
+
+    result = run(_normal(2 * B, V) * 4)
+    tensors = {
+        "tokens": torch.tensor([[39, 39, 39, 39], [3, 39, 39, 5]]),
+        "row_index": torch.arange(2 * B, dtype=torch.int32).view(2, B),
+        "editable_start": _ints(0, 1),
+        "valid_len": _ints(4, 4),
+        "gate": torch.tensor([1, 0], dtype=torch.uint8),
+        "accept_threshold": torch.tensor([0.5, 0.9]),
+        "open_steps": _ints(0, 1),
+        "ids": result.ids,
+        "stats": result.stats,
+        "write_ids": torch.zeros(2, B, dtype=torch.int64),
+        "confidence": torch.zeros(2, B),
+        "masks_left": _ints(0, 0),
+        "flags": _ints(0, 0),
+    }
+    numbers = {
+        "mask_token_id": 39,
+        "rule": 0,
+        "confidence_kind": 0,
+        "raw_confidence": False,
+        "denoising_steps": 0,
+        "force_accept_last_step": False,
+        "factor": 1.0,
+        "entropy_bound": 0.0,
+    }
+    return tensors, numbers
+
+
+CALLS: dict[str, Callable[[], Call]] = {
+    call.__name__: call
+    for call in (
+        block_attention,
+        attention_plan,
+        store_kv_cache,
+        load_kv_cache,
+        copy_kv_pages,
+        rms_norm,
+        add_rms_norm,
+        rms_norm_add,
+        rotary_embedding,
+        qk_norm_rope,
+        qk_norm_rope_store,
+        act_and_mul,
+        token_stats,
+        merge_token_stats,
+        accept_mask_fill,
+    )
+}
+
+
+def make(op: str, device: str) -> Call:
+    """The call with its tensors on `device` and, where the op needs it, scratch."""
+    tensors, numbers = CALLS[op]()
+    tensors = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in tensors.items()
+    }
+    if device != "meta" and tensors.get("workspace", 0) is None:
+        tensors["workspace"] = workspace(op, device)
+    return tensors, numbers
+
+
+def workspace(op: str, device: str) -> torch.Tensor | None:
+    """Scratch for the sizes of this module."""
+    from diffulex import ops
+
+    kind = torch.device(device)
+    if op == "block_attention":
+        return ops.empty_workspace(
+            ops.attention_workspace_bytes(R, HQ, HKV, D, 4, 8, 1, kind.type), kind
+        )
+    return ops.empty_workspace(ops.token_stats_workspace_bytes(4, V, 3, kind.type), kind)
+
+
+def run(op: str, tensors: Arguments, numbers: Keywords) -> None:
+    """Calls the op with the tensors in schema order."""
+    getattr(torch.ops.diffulex, op)(*tensors.values(), **numbers)
+
+
+def written(op: str) -> list[str]:
+    """Names of the arguments the schema marks as written."""
+    schema = getattr(torch.ops.diffulex, op).default._schema
+    return [
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registration of the ops: schemas, kernels per device, fakes, torch.compile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import diffulex_ext
+import op_calls
+
+OPS = sorted(op_calls.CALLS)
+RESERVED = {"mode", "self", "_mutable_op", "_all_bases"}
+
+
+def test_every_registered_op_is_covered_here() -> None:
+    registered = {
+        name.removeprefix("diffulex::").split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("diffulex::")
+    }
+    assert registered == set(OPS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_schema_writes_and_returns_nothing(op: str) -> None:
+    schema = getattr(torch.ops.diffulex, op).default._schema
+    assert len(schema.returns) == 0
+    assert op_calls.written(op)
+    assert not RESERVED & {argument.name for argument in schema.arguments}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_are_registered(op: str) -> None:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_kernel(f"diffulex::{op}", "CPU")
+    with_cuda = has_kernel("diffulex::rms_norm", "CUDA")
+    assert has_kernel(f"diffulex::{op}", "CUDA") == with_cuda
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(device: str, op: str) -> None:
+    tensors, numbers = op_calls.make(op, device)
+    torch.library.opcheck(getattr(torch.ops.diffulex, op).default, tuple(tensors.values()), numbers)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_meta_tensors_are_accepted(op: str) -> None:
+    tensors, numbers = op_calls.make(op, "meta")
+    op_calls.run(op, tensors, numbers)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_call_equals_eager(device: str, op: str, dynamic: bool) -> None:
+    eager, numbers = op_calls.make(op, device)
+    traced, _ = op_calls.make(op, device)
+    written = op_calls.written(op)
+
+    def step(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+        named = dict(zip(eager, tensors))
+        op_calls.run(op, named, numbers)
+        # Reading the written tensors catches a functionalisation that lost the mutation.
+        return [named[name] * 1 for name in written if named[name] is not None]
+
+    expected = step(*eager.values())
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    actual = compiled(*traced.values())
+    for name, first, second in zip(written, expected, actual):
+        if name != "workspace":
+            assert torch.equal(first, second), name
+    for name in written:
+        if eager[name] is not None and name != "workspace":
+            assert torch.equal(eager[name], traced[name]), name
+
+
+def test_compiled_wrappers_allocate_their_outputs() -> None:
+    from diffulex import ops
+
+    x, weight = torch.randn(5, 64), torch.randn(64)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        residual = x.clone()
+        normed = ops.rms_norm(x, weight, 1e-6)
+        ops.add_rms_norm(normed, residual, weight, 1e-6)
+        return ops.act_and_mul(normed) + residual[:, :32]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), layer(x))
+
+
+def test_inputs_that_require_grad_give_no_graph() -> None:
+    from diffulex import ops
+
+    x = torch.randn(3, 64, requires_grad=True)
+    assert not ops.rms_norm(x, None, 1e-6).requires_grad
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_inference_mode(device: str, op: str) -> None:
+    with torch.inference_mode():
+        tensors, numbers = op_calls.make(op, device)
+        op_calls.run(op, tensors, numbers)
+
+
+def test_warmup_runs_every_op(device: str) -> None:
+    from diffulex import ops
+
+    for kv_layout in ops.KvLayout:
+        ops.warmup(device, dtype=torch.float32, head_dims=(64, 128), kv_layout=kv_layout)
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_import_without_torch() -> None:
+    done = _python(
+        "import sys, diffulex_ext; print(diffulex_ext.has_ops, 'torch' in sys.modules)",
+        DIFFULEX_NO_TORCH="1",
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["False", "False"]), done.stderr
+
+
+@pytest.mark.parametrize("first", ["torch", "diffulex_ext"])
+def test_both_import_orders(first: str) -> None:
+    second = "diffulex_ext" if first == "torch" else "torch"
+    done = _python(
+        f"import {first}, {second}; import diffulex_ext; "
+        "print(diffulex_ext.has_ops, hasattr(torch.ops.diffulex, 'rms_norm'))"
+        if first == "torch"
+        else f"import {first}, {second}; "
+        "print(diffulex_ext.has_ops, hasattr(torch.ops.diffulex, 'rms_norm'))"
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["True", "True"]), done.stderr
+
+
+def test_wrong_environment_value_is_an_error() -> None:
+    done = _python("import diffulex_ext", DIFFULEX_NO_TORCH="yes")
+    assert done.returncode != 0
+    assert "DIFFULEX_NO_TORCH: expected 0 or 1, got 'yes'" in done.stderr
+    code = (
+        "import torch, diffulex_ext\n"
+        "x = torch.ones(1, 4)\n"
+        "torch.ops.diffulex.rms_norm(x, None, x, eps=1e-6)"
+    )
+    done = _python(code, DIFFULEX_CHECK="maybe")
+    assert done.returncode != 0
+    assert "DIFFULEX_CHECK: expected 0 or 1, got maybe" in done.stderr
+
+
+def test_ops_without_the_library_say_so() -> None:
+    done = _python("import diffulex.ops", DIFFULEX_NO_TORCH="1")
+    assert done.returncode != 0
+    assert "ImportError: diffulex.ops: expected the op library" in done.stderr
+
+
+def test_cmake_prefix_path() -> None:
+    assert Path(diffulex_ext.cmake_prefix_path) == Path(diffulex_ext.__file__).parent
+    command = [sys.executable, "-m", "diffulex_ext", "--cmake-prefix-path"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == diffulex_ext.cmake_prefix_path
+    done = subprocess.run(command[:-1], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
