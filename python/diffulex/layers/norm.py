@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMS normalisation, alone and fused with the residual addition."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from diffulex import ops
+
+
+class RMSNorm(nn.Module):
+    """``x * rsqrt(mean(x^2) + eps) * weight`` in float32, rounded once."""
+
+    def __init__(
+        self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.empty(size, dtype=dtype, device=device), requires_grad=False
+        )
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Writes the normalised rows of x to `out`."""
+        return ops.rms_norm(x, self.weight, self.eps, out=out)
+
+    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """In place: residual becomes x + residual, x becomes the norm of that sum."""
+        ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Table of rotary cosines and sines."""
+
+from __future__ import annotations
+
+import torch
+
+
+def build_cos_sin_cache(
+    max_positions: int, rotary_dim: int, theta: float, device: torch.device | str
+) -> torch.Tensor:
+    """[max_positions, rotary_dim] float32, cosines in the first half, sines in the second.
+
+    Angles are products of float32 position and float32 inverse frequency: checkpoints were trained
+    with that rounding, and at large positions a more precise angle differs from it visibly.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
+    inverse_frequencies = 1.0 / (theta**exponents)
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)

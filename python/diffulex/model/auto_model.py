@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint directory to a loaded model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from diffulex.errors import CheckpointError, ConfigError
+from diffulex.logging import get_logger
+from diffulex.model import families
+from diffulex.model.config.reader import read_json_object, read_optional_json
+from diffulex.registry import AutoModelForDiffusionLM
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from diffulex.model.config import ModelSpec
+
+logger = get_logger(__name__)
+
+_QUANTISATION_KEYS = ("quantization_config", "compression_config")
+_BLOCK_SUFFIX = re.compile(r"-b(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What the directory says besides the shapes of the model."""
+
+    model_dir: Path
+    family: str
+    architecture: str | None
+    #: ``generation_config.json``'s ``diffulex`` object: engine options this checkpoint prefers.
+    engine_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def detect(
+    model_dir: Path, model_name: str | None = None, *, mask_token_id: int | None = None
+) -> tuple[str, ModelSpec, CheckpointInfo]:
+    """Finds the registered model for a checkpoint and reads its description.
+
+    Args:
+        model_dir: directory with ``config.json``.
+        model_name: family chosen by the user; rejected when the checkpoint contradicts it.
+        mask_token_id: explicit mask id, which wins over every file.
+
+    Returns:
+        Name in the model registry, description, and further facts of the directory.
+
+    Raises:
+        CheckpointError: no such family, a family without support, or an unusable configuration.
+        ConfigError: `model_name` is unknown or contradicts the checkpoint.
+    """
+    config_path = model_dir / "config.json"
+    if not config_path.is_file():
+        raise CheckpointError(f"checkpoint: {model_dir}: expected a config.json, got none")
+    config = read_json_object(config_path)
+    _reject_quantisation(config)
+    name = _registered_name(config, model_dir, model_name)
+    model_class: Any = AutoModelForDiffusionLM.get(name)
+    spec: ModelSpec = model_class.read_spec(config, model_dir, mask_token_id=mask_token_id)
+    _warn_about_block_suffix(model_dir, spec)
+    info = CheckpointInfo(
+        model_dir=model_dir,
+        family=spec.family,
+        architecture=families.first_architecture(config),
+        engine_defaults=_engine_defaults(model_dir),
+    )
+    return name, spec, info
+
+
+def load_model(
+    model_name: str,
+    spec: ModelSpec,
+    model_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: bool = False,
+) -> nn.Module:
+    """Builds the registered model and fills it from the checkpoint; see `loader.load_weights`."""
+    from diffulex.model.loader import load_weights  # noqa: PLC0415 (imports torch)
+
+    model_class: Any = AutoModelForDiffusionLM.get(model_name)
+    model = model_class(spec, dtype, device)
+    load_weights(model, model_dir, progress=progress)
+    module: nn.Module = model.eval()
+    return module
+
+
+def _registered_name(config: Mapping[str, Any], model_dir: Path, model_name: str | None) -> str:
+    """Registry entry to use; built-in families first, then names that others registered."""
+    available = _supported()
+    family = families.detect_family(config, lambda: _tensor_names(model_dir))
+    if model_name is not None:
+        return _checked_name(config, model_name, family, available)
+    if family is not None:
+        if family in available:
+            return family
+        raise CheckpointError(_unsupported(family, model_dir, available))
+    architecture = families.first_architecture(config)
+    for candidate in (architecture, config.get("model_type")):
+        if isinstance(candidate, str) and candidate in AutoModelForDiffusionLM.available():
+            return AutoModelForDiffusionLM.canonical(candidate)
+    raise CheckpointError(
+        f"checkpoint: {model_dir}: expected one of the supported architectures "
+        f"({', '.join(available)}), got {architecture or config.get('model_type')!r}"
+    )
+
+
+def _supported() -> tuple[str, ...]:
+    """Registered model names without their aliases."""
+    registry = AutoModelForDiffusionLM
+    return tuple(sorted({registry.canonical(name) for name in registry.available()}))
+
+
+def _checked_name(
+    config: Mapping[str, Any], model_name: str, family: str | None, available: tuple[str, ...]
+) -> str:
+    model_name = AutoModelForDiffusionLM.canonical(model_name)
+    builtin = families.family_of_name(model_name)
+    if builtin is None and model_name not in available:
+        names = sorted({*available, *(item.name for item in families.FAMILIES)})
+        raise ConfigError(f"model_name: expected one of {', '.join(names)}, got {model_name!r}")
+    # A family registered from outside is trusted to know its own checkpoints.
+    if builtin is not None and (family is None or not families.matches(model_name, family)):
+        found = family or families.first_architecture(config) or config.get("model_type")
+        raise ConfigError(
+            f"model_name: expected the family of the checkpoint ({found}), got {model_name!r}"
+        )
+    for candidate in (model_name, builtin):
+        if candidate in available:
+            return str(candidate)
+    raise ConfigError(
+        f"model_name: family {model_name!r} is not supported yet; supported: {', '.join(available)}"
+    )
+
+
+def _unsupported(family: str, model_dir: Path, available: tuple[str, ...]) -> str:
+    return (
+        f"checkpoint: {model_dir}: detected the family {family!r}, which is not supported yet; "
+        f"supported: {', '.join(available)}"
+    )
+
+
+def _tensor_names(model_dir: Path) -> Collection[str]:
+    from diffulex.model.loader import find_tensors  # noqa: PLC0415 (imports torch)
+
+    return find_tensors(model_dir).keys()
+
+
+def _reject_quantisation(config: Mapping[str, Any]) -> None:
+    for key in _QUANTISATION_KEYS:
+        value = config.get(key)
+        if value:
+            method = value.get("quant_method", "unknown") if isinstance(value, dict) else value
+            raise CheckpointError(
+                f"config.json: {key}: expected an unquantised checkpoint, "
+                f"got quantisation method {method!r}"
+            )
+
+
+def _engine_defaults(model_dir: Path) -> Mapping[str, Any]:
+    defaults = read_optional_json(model_dir / "generation_config.json").get("diffulex")
+    if defaults is None:
+        return {}
+    if not isinstance(defaults, dict):
+        raise CheckpointError(
+            f"generation_config.json: diffulex: expected an object, got {defaults!r}"
+        )
+    return defaults
+
+
+def _warn_about_block_suffix(model_dir: Path, spec: ModelSpec) -> None:
+    match = _BLOCK_SUFFIX.search(model_dir.name)
+    if match and spec.block_size is not None and int(match[1]) != spec.block_size:
+        logger.warning(
+            "%s: the directory name suggests block size %s, the checkpoint says %d; "
+            "pass block_size to choose",
+            model_dir.name,
+            match[1],
+            spec.block_size,
+        )

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which family a checkpoint belongs to, from its configuration and tensor names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from diffulex.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Names under which one family appears."""
+
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    #: Further accepted values of the `model_name` option.
+    aliases: tuple[str, ...] = ()
+
+
+#: Every family with a published checkpoint; those without a registered model are named in errors.
+FAMILIES = (
+    Family("dream", ("DreamModel",), ("Dream",)),
+    Family("diffucoder", (), ()),
+    Family("dream_reasoner", ("DreamForCausalLM",), ()),
+    Family(
+        "stable_diffcoder", ("StableDiffcoderForCausalLM", "SeedDiffcoderForCausalLM"), ("llama",)
+    ),
+    Family("llada", ("LLaDAModelLM",), ("llada",)),
+    Family("fast_dllm_v2", ("Fast_dLLM_QwenForCausalLM",), ("Fast_dLLM_Qwen",)),
+    Family("sdar", ("SDARForCausalLM",), ("sdar",)),
+    Family("sdar_moe", ("SDARMoeForCausalLM",), ("sdar_moe",)),
+    Family(
+        "llada2",
+        ("LLaDA2MoeModelLM",),
+        ("llada2_moe", "llada2_moe_veomni"),
+        ("llada2_moe", "llada2_mini", "llada2dot1_mini", "llada2_mini_dmax"),
+    ),
+    Family("diffusion_gemma", ("DiffusionGemmaForBlockDiffusion",), ("diffusion_gemma",)),
+)
+
+#: DiffuCoder's files cannot be told from Dream's; either name is accepted for both.
+_SAME_FILES = {"diffucoder": "dream"}
+_DIFFCODER_MARKS = ("stable_diffcoder", "seed_diffcoder", "stablediffcoder", "seeddiffcoder")
+
+
+def family_of_name(model_name: str) -> str | None:
+    """Family that a `model_name` option stands for, or None when no built-in family has it."""
+    for family in FAMILIES:
+        if model_name == family.name or model_name in family.aliases:
+            return family.name
+    return None
+
+
+def first_architecture(config: Mapping[str, Any]) -> str | None:
+    """``architectures[0]``, if the configuration has one."""
+    names = config.get("architectures")
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return names[0]
+    return None
+
+
+def detect_family(
+    config: Mapping[str, Any], tensor_names: Callable[[], Collection[str]]
+) -> str | None:
+    """Built-in family of a configuration, or None when it is none of them.
+
+    Args:
+        config: parsed ``config.json``.
+        tensor_names: gives the checkpoint's tensor names; called only where the configuration
+            alone is ambiguous.
+
+    Raises:
+        CheckpointError: the layout shares a family's `model_type` but is a different model.
+    """
+    architecture = first_architecture(config)
+    model_type = config.get("model_type")
+    if model_type == "Dream" or architecture in ("DreamModel", "DreamForCausalLM"):
+        return _dream_family(architecture, tensor_names)
+    if model_type == "llama":
+        return "stable_diffcoder" if _is_diffcoder(config) else None
+    if model_type == "llada":
+        return _llada_family(config)
+    for family in FAMILIES:
+        if architecture is not None and architecture in family.architectures:
+            return family.name
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family.name
+    return None
+
+
+def matches(model_name: str, family: str) -> bool:
+    """Whether the option `model_name` may be used for a checkpoint of `family`."""
+    named = family_of_name(model_name)
+    return named == family or (named is not None and _SAME_FILES.get(named) == family)
+
+
+def _dream_family(architecture: str | None, tensor_names: Callable[[], Collection[str]]) -> str:
+    if architecture == "DreamForCausalLM":
+        return "dream_reasoner"
+    has_q_norm = any(name.endswith(".self_attn.q_norm.weight") for name in tensor_names())
+    return "dream_reasoner" if has_q_norm else "dream"
+
+
+def _is_diffcoder(config: Mapping[str, Any]) -> bool:
+    auto_map = config.get("auto_map")
+    values = list(auto_map.values()) if isinstance(auto_map, dict) else []
+    texts = [*(config.get("architectures") or []), *values]
+    return any(mark in str(text).lower() for text in texts for mark in _DIFFCODER_MARKS)
+
+
+def _llada_family(config: Mapping[str, Any]) -> str:
+    if "expert_intermediate_size" in config:
+        raise CheckpointError(
+            "config.json: model_type 'llada': expected the dense LLaDA layout, "
+            "got a mixture of experts (LLaDA-MoE), which is not supported"
+        )
+    return "llada"

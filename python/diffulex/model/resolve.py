@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the ``model`` option to a directory."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from diffulex.errors import CheckpointError
+from diffulex.model.config.reader import read_optional_json
+
+DEMO = "demo"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+#: Configuration, weights, tokenizer and template; never code.
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
+
+
+def demo_dir() -> Path:
+    """Directory of the bundled model."""
+    return Path(__file__).resolve().parent.parent / "assets" / DEMO
+
+
+def resolve_model(model: str) -> Path:
+    """Directory of a model: ``demo``, a local directory, or a hub id ``organisation/name``.
+
+    A hub id is taken from the local hub cache if it is complete there, otherwise downloaded.
+
+    Raises:
+        CheckpointError: there is no such directory, or the hub cannot provide it.
+    """
+    if model == DEMO:
+        return _checked(demo_dir())
+    path = Path(model).expanduser()
+    if model and path.exists():
+        return _checked(path)
+    if _HUB_ID.fullmatch(model) and not model.startswith("."):
+        return _checked(_download(model))
+    raise CheckpointError(
+        f"model: expected {DEMO!r}, a directory or a hub id organisation/name, got {model!r}"
+    )
+
+
+def _checked(path: Path) -> Path:
+    if not path.is_dir():
+        raise CheckpointError(f"model: expected a directory, got the file {path}")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"model: {path}: expected a config.json, got none")
+    return path
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether a cached snapshot has its weights; other programs cache single files."""
+    index = read_optional_json(path / "model.safetensors.index.json")
+    shards = set(index.get("weight_map", {}).values())
+    if shards:
+        return all((path / name).is_file() for name in shards)
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+
+def _download(model: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 (optional, slow)
+    except ImportError as error:
+        raise CheckpointError(
+            f"model: {model!r} is no directory, and reading it from the hub needs the package "
+            "huggingface_hub"
+        ) from error
+    patterns = list(_HUB_FILES)
+    with suppress(Exception):  # whatever is wrong with the cache, the download below decides
+        cached = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
+        if _is_complete(cached):
+            return cached
+    try:
+        fetched = Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises from several unrelated hierarchies
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"model: {model!r} is no directory and cannot be fetched from the hub: {reason}"
+        ) from error
+    # Without a network the client returns whatever is cached.
+    if not _is_complete(fetched):
+        raise CheckpointError(
+            f"model: {model!r} is no directory and its copy in the hub cache is incomplete"
+        )
+    return fetched

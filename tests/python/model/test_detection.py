@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Family detection and the rules for reading ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from diffulex.errors import CheckpointError, ConfigError
+from diffulex.model.auto_model import detect
+from diffulex.model.config import ModelSpec
+from diffulex.model.families import detect_family
+from diffulex.registry import AutoModelForDiffusionLM
+from fixtures.checkpoints import EOS_ID, MASK_ID, TURN_END_ID, CheckpointBuilder, tiny_config
+
+PUBLISHED = Path(__file__).resolve().parents[4] / "shared" / "data" / "hf"
+
+
+def write_config(directory: Path, **overrides) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(tiny_config(**overrides)))
+    return directory
+
+
+def read(directory: Path, **overrides) -> ModelSpec:
+    return detect(write_config(directory, **overrides))[1]
+
+
+def test_tiny_checkpoint(tmp_path):
+    CheckpointBuilder().write(tmp_path)
+    name, spec, info = detect(tmp_path)
+    assert name == "sdar"
+    assert spec == ModelSpec(
+        family="sdar",
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=112,
+        num_layers=2,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_positions=512,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rotary_dim=32,
+        dtype="float32",
+        block_size=4,
+        mask_token_id=MASK_ID,
+        stop_token_ids=(EOS_ID, TURN_END_ID),
+    )
+    assert info.architecture == "SDARForCausalLM"
+    assert info.engine_defaults == {}
+
+
+class TestFamilies:
+    def test_by_model_type_alone(self, tmp_path):
+        write_config(tmp_path, architectures=...)
+        assert detect(tmp_path)[0] == "sdar"
+
+    @pytest.mark.parametrize(
+        ("config", "family"),
+        [
+            ({"architectures": ["DreamModel"], "model_type": "Dream"}, "dream"),
+            ({"architectures": ["DreamForCausalLM"], "model_type": "Dream"}, "dream_reasoner"),
+            ({"architectures": ["LLaDAModelLM"], "model_type": "llada"}, "llada"),
+            ({"architectures": ["Fast_dLLM_QwenForCausalLM"]}, "fast_dllm_v2"),
+            ({"architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe"}, "sdar_moe"),
+            ({"architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe"}, "llada2"),
+            ({"model_type": "llada2_moe_veomni"}, "llada2"),
+            ({"architectures": ["DiffusionGemmaForBlockDiffusion"]}, "diffusion_gemma"),
+            (
+                {"architectures": ["StableDiffcoderForCausalLM"], "model_type": "llama"},
+                "stable_diffcoder",
+            ),
+            (
+                {
+                    "architectures": ["LlamaForCausalLM"],
+                    "model_type": "llama",
+                    "auto_map": {"AutoModel": "modeling_seed_diffcoder.SeedDiffcoderModel"},
+                },
+                "stable_diffcoder",
+            ),
+        ],
+    )
+    def test_unsupported_family_is_named(self, tmp_path, config, family):
+        config = {"architectures": ..., "auto_map": ..., "model_type": ..., **config}
+        write_config(tmp_path, **config)
+        save_file({"model.norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=rf"'{family}', which is not supported yet.*sdar"):
+            detect(tmp_path)
+
+    def test_dream_with_head_norms_is_the_reasoner(self):
+        config = {"architectures": ["DreamModel"], "model_type": "Dream"}
+        names = ["model.layers.0.self_attn.q_norm.weight"]
+        assert detect_family(config, lambda: names) == "dream_reasoner"
+        assert detect_family(config, list) == "dream"
+
+    def test_unknown_architecture_lists_the_supported(self, tmp_path):
+        write_config(tmp_path, architectures=["LlamaForCausalLM"], model_type="llama", auto_map=...)
+        with pytest.raises(
+            CheckpointError, match=r"supported architectures .*sdar.*LlamaForCausal"
+        ):
+            detect(tmp_path)
+
+    def test_mixture_layout_of_llada_is_rejected(self, tmp_path):
+        write_config(
+            tmp_path, architectures=["LLaDAModel"], model_type="llada", expert_intermediate_size=8
+        )
+        with pytest.raises(CheckpointError, match="mixture of experts"):
+            detect(tmp_path)
+
+    def test_model_name_must_match(self, tmp_path):
+        write_config(tmp_path)
+        assert detect(tmp_path, "sdar")[0] == "sdar"
+        for name in ("dream", "llada2_mini"):
+            with pytest.raises(ConfigError, match=rf"\(sdar\), got '{name}'"):
+                detect(tmp_path, name)
+        with pytest.raises(ConfigError, match=r"expected one of .*sdar.*got 'nonsense'"):
+            detect(tmp_path, "nonsense")
+
+    def test_registered_model_from_outside(self, tmp_path):
+        class ToyModel:
+            @staticmethod
+            def read_spec(config, model_dir, *, mask_token_id=None):
+                return ModelSpec("toy", 8, 4, 4, 1, 1, 1, 4, 16, 1e-6, 1e4, 4)
+
+        write_config(tmp_path, architectures=["ToyForCausalLM"], model_type="toy")
+        with pytest.raises(CheckpointError, match="ToyForCausalLM"):
+            detect(tmp_path)
+        AutoModelForDiffusionLM.register("toy", ToyModel, aliases=("ToyForCausalLM",))
+        try:
+            assert detect(tmp_path)[0] == "toy"
+            assert detect(tmp_path)[1].family == "toy"
+        finally:
+            AutoModelForDiffusionLM.unregister("toy")
+
+    @pytest.mark.parametrize("name", ["LLaDA2-mini", "LLaDA2-flash"])
+    def test_published_llada2(self, name):
+        if not (PUBLISHED / name).is_dir():
+            pytest.skip(f"published configuration of {name} is not in {PUBLISHED}")
+        with pytest.raises(CheckpointError, match="'llada2', which is not supported yet"):
+            detect(PUBLISHED / name)
+
+    @pytest.mark.parametrize(
+        ("name", "hidden", "inner", "total_size"),
+        [
+            ("SDAR-4B-Chat", 2560, 9728, 8_822_848_512),
+            ("SDAR-8B-Chat", 4096, 12288, 16_381_470_720),
+        ],
+    )
+    def test_published_sdar(self, name, hidden, inner, total_size):
+        if not (PUBLISHED / name).is_dir():
+            pytest.skip(f"published configuration of {name} is not in {PUBLISHED}")
+        _, spec, _ = detect(PUBLISHED / name)
+        assert spec == ModelSpec(
+            family="sdar",
+            vocab_size=151936,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_layers=36,
+            num_q_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            max_positions=32768,
+            rms_norm_eps=1e-6,
+            rope_theta=1e6,
+            rotary_dim=128,
+            dtype="bfloat16",
+            block_size=4,
+            mask_token_id=151669,
+            stop_token_ids=(151643, 151645),
+        )
+        assert 2 * spec.num_parameters == total_size
+
+    @pytest.mark.parametrize("name", ["SDAR-4B-Chat", "SDAR-8B-Chat"])
+    def test_published_tensor_names(self, name):
+        from diffulex.model.sdar import SdarForDiffusionLM
+
+        if not (PUBLISHED / name).is_dir():
+            pytest.skip(f"published tensor index of {name} is not in {PUBLISHED}")
+        index = json.loads((PUBLISHED / name / "model.safetensors.index.json").read_text())
+        _, spec, _ = detect(PUBLISHED / name)
+        model = SdarForDiffusionLM(spec, torch.bfloat16, "meta")
+        assert model.weight_table().keys() == index["weight_map"].keys()
+
+
+class TestReadingRules:
+    def test_rope_theta_nested_only(self, tmp_path):
+        nested = {"rope_type": "default", "rope_theta": 5e5}
+        assert read(tmp_path, rope_theta=..., rope_parameters=nested).rope_theta == 5e5
+
+    def test_rope_theta_default(self, tmp_path):
+        assert read(tmp_path, rope_theta=...).rope_theta == 1e6
+
+    def test_rope_theta_disagreement(self, tmp_path):
+        with pytest.raises(CheckpointError, match=r"rope_theta: expected .*30000.*got 1000000"):
+            read(tmp_path, rope_parameters={"rope_theta": 30000})
+
+    @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+    @pytest.mark.parametrize("type_key", ["rope_type", "type"])
+    def test_scaled_rope_is_rejected(self, tmp_path, key, type_key):
+        with pytest.raises(CheckpointError, match=rf"{key}.*got 'yarn'"):
+            read(tmp_path, **{key: {type_key: "yarn", "factor": 4.0}})
+
+    def test_head_dim_null_is_derived(self, tmp_path):
+        assert read(tmp_path, head_dim=None).head_dim == 16
+        assert read(tmp_path, head_dim=...).head_dim == 16
+        with pytest.raises(CheckpointError, match="multiple of 5 heads"):
+            read(tmp_path, head_dim=None, num_attention_heads=5, num_key_value_heads=5)
+
+    @pytest.mark.parametrize("value", [None, 0, ...])
+    def test_kv_heads_default_to_query_heads(self, tmp_path, value):
+        assert read(tmp_path, num_key_value_heads=value).num_kv_heads == 4
+
+    def test_kv_heads_must_divide(self, tmp_path):
+        with pytest.raises(CheckpointError, match="num_key_value_heads: expected a divisor of 4"):
+            read(tmp_path, num_key_value_heads=3)
+
+    @pytest.mark.parametrize(
+        ("keys", "dtype"),
+        [
+            ({"torch_dtype": "float16"}, "float16"),
+            ({"torch_dtype": ..., "dtype": "float32"}, "float32"),
+            ({"torch_dtype": ...}, "bfloat16"),
+        ],
+    )
+    def test_dtype(self, tmp_path, keys, dtype):
+        assert read(tmp_path, **keys).dtype == dtype
+
+    def test_unknown_dtype(self, tmp_path):
+        with pytest.raises(CheckpointError, match=r"dtype: expected one of .*got 'int4'"):
+            read(tmp_path, torch_dtype="int4")
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("use_sliding_window", True),
+            ("use_mrope", True),
+            ("mlp_bias", True),
+            ("use_regular_causal", True),
+            ("block_causal_prompt", False),
+            ("hidden_act", "gelu"),
+            ("num_experts", 128),
+        ],
+    )
+    def test_active_keys_that_change_the_math(self, tmp_path, key, value):
+        with pytest.raises(CheckpointError, match=rf"config\.json: {key}: expected .*{value!r}"):
+            read(tmp_path, **{key: value})
+
+    def test_harmless_keys_are_ignored(self, tmp_path):
+        assert read(tmp_path, ep_size=8, fuse_cross_entropy=True, max_window_layers=3, foo="bar")
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("hidden_size", ...),
+            ("hidden_size", 0),
+            ("hidden_size", "64"),
+            ("num_hidden_layers", -1),
+            ("vocab_size", 1.5),
+            ("num_attention_heads", True),
+            ("rms_norm_eps", 0),
+            ("attention_bias", "yes"),
+        ],
+    )
+    def test_malformed_values(self, tmp_path, key, value):
+        with pytest.raises(CheckpointError, match=rf"config\.json: {key}: expected"):
+            read(tmp_path, **{key: value})
+
+    @pytest.mark.parametrize("text", ["", "{", "[1]", '"x"'])
+    def test_malformed_file(self, tmp_path, text):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            detect(tmp_path)
+
+    def test_no_file(self, tmp_path):
+        with pytest.raises(CheckpointError, match=r"expected a config\.json"):
+            detect(tmp_path)
+
+    def test_quantised_checkpoint(self, tmp_path):
+        with pytest.raises(CheckpointError, match=r"quantization_config.*'gptq'"):
+            read(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+
+    @pytest.mark.parametrize("key", ["block_size", "bd_size"])
+    def test_block_size_names(self, tmp_path, key):
+        assert read(tmp_path, **{"block_size": ..., key: 16}).block_size == 16
+
+    def test_directory_suffix_is_only_a_hint(self, tmp_path, caplog):
+        with caplog.at_level("WARNING", logger="diffulex"):
+            assert read(tmp_path / "SDAR-b32", block_size=...).block_size == 4
+        assert "suggests block size 32" in caplog.text
+
+    def test_engine_defaults(self, tmp_path):
+        write_config(tmp_path)
+        path = tmp_path / "generation_config.json"
+        path.write_text(json.dumps({"diffulex": {"buffer_size": 2, "accept_threshold": 0.8}}))
+        assert detect(tmp_path)[2].engine_defaults == {"buffer_size": 2, "accept_threshold": 0.8}
+        path.write_text(json.dumps({"diffulex": [1]}))
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: diffulex"):
+            detect(tmp_path)
+
+
+class TestMaskId:
+    def settings(self, directory: Path, added: dict[str, int], **extra) -> None:
+        decoder = {str(token_id): {"content": text} for text, token_id in added.items()}
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps({"added_tokens_decoder": decoder, **extra})
+        )
+
+    def test_from_the_configuration(self, tmp_path):
+        assert read(tmp_path, mask_token_id=0).mask_token_id == 0
+
+    def test_from_the_declared_mask_token(self, tmp_path):
+        self.settings(tmp_path, {"<hole>": 17}, mask_token="<hole>")
+        assert read(tmp_path, mask_token_id=...).mask_token_id == 17
+
+    @pytest.mark.parametrize(
+        "text", ["<|mask|>", "<MASK>", "<|MASK|>", "|<MASK>|", "<|mdm_mask|>", "<[MASK_TOKEN]>"]
+    )
+    def test_from_a_known_text(self, tmp_path, text):
+        self.settings(tmp_path, {text: 18})
+        assert read(tmp_path, mask_token_id=...).mask_token_id == 18
+
+    def test_two_names_of_one_id_agree(self, tmp_path):
+        self.settings(tmp_path, {"<|MASK|>": 19}, mask_token="<|MASK|>")
+        (tmp_path / "added_tokens.json").write_text(json.dumps({"<MASK>": 19}))
+        assert read(tmp_path, mask_token_id=19).mask_token_id == 19
+
+    def test_disagreement(self, tmp_path):
+        self.settings(tmp_path, {"<|MASK|>": 19})
+        with pytest.raises(CheckpointError, match=r"20 from config\.json, 19 from .*<\|MASK\|>"):
+            read(tmp_path, mask_token_id=20)
+        assert detect(tmp_path, mask_token_id=21)[1].mask_token_id == 21
+
+    def test_files_disagree_about_one_text(self, tmp_path):
+        self.settings(tmp_path, {"<|MASK|>": 19})
+        (tmp_path / "added_tokens.json").write_text(json.dumps({"<|MASK|>": 22}))
+        with pytest.raises(CheckpointError, match="mask token: expected one id"):
+            read(tmp_path, mask_token_id=...)
+
+    def test_family_default_needs_the_token_or_no_tokenizer(self, tmp_path):
+        big = {"vocab_size": 151936, "mask_token_id": ..., "eos_token_id": 151643}
+        assert read(tmp_path / "bare", **big).mask_token_id == 151669
+        self.settings(tmp_path / "with", {"<filler>": 151669})
+        assert read(tmp_path / "with", **big).mask_token_id == 151669
+        self.settings(tmp_path / "without", {"<filler>": 151666})
+        with pytest.raises(CheckpointError, match="pass mask_token_id"):
+            read(tmp_path / "without", **big)
+
+    @pytest.mark.parametrize("value", [300, 5000])
+    def test_outside_the_vocabulary(self, tmp_path, value):
+        with pytest.raises(CheckpointError, match=f"below vocab_size 300, got {value}"):
+            read(tmp_path, mask_token_id=value)
+
+    @pytest.mark.parametrize("value", [-1, "x", True])
+    def test_malformed(self, tmp_path, value):
+        with pytest.raises(CheckpointError, match="mask_token_id"):
+            read(tmp_path, mask_token_id=value)
+
+
+class TestStopIds:
+    def test_union_of_all_sources(self, tmp_path):
+        decoder = {"5": {"content": "<end>"}, "6": {"content": "<|im_end|>"}}
+        settings = {"added_tokens_decoder": decoder, "eos_token": {"content": "<end>"}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
+        assert read(tmp_path, eos_token_id=0).stop_token_ids == (0, 5, 6, 7, 9)
+
+    def test_family_ids_without_a_tokenizer(self, tmp_path):
+        spec = read(tmp_path, vocab_size=151936, eos_token_id=...)
+        assert spec.stop_token_ids == (151643, 151645)
+
+    def test_outside_the_vocabulary(self, tmp_path):
+        with pytest.raises(CheckpointError, match=r"stop token: expected ids below .* got 300"):
+            read(tmp_path, eos_token_id=[2, 300])

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint files: sharding, completeness, ties, damage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diffulex.errors import CheckpointError
+from diffulex.model.auto_model import detect, load_model
+from fixtures.checkpoints import CheckpointBuilder, Tensors, tiny_config, write_shards
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32):
+    name, spec, _ = detect(directory)
+    return load_model(name, spec, directory, dtype, "cpu")
+
+
+def assert_holds(model, tensors: Tensors) -> None:
+    table = model.weight_table()
+    for name, tensor in tensors.items():
+        if name in table:
+            assert torch.equal(table[name], tensor.to(table[name].dtype)), name
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_tensor_reaches_its_place(tmp_path, num_shards, bias):
+    builder = CheckpointBuilder(tiny_config(attention_bias=bias), num_shards=num_shards)
+    tensors = builder.write(tmp_path)
+    model = load(tmp_path)
+    assert model.weight_table().keys() == tensors.keys()
+    assert_holds(model, tensors)
+
+
+def test_projections_are_stacked_in_order(tmp_path):
+    tensors = CheckpointBuilder().write(tmp_path)
+    layer = load(tmp_path).layers[1]
+    prefix = "model.layers.1."
+    qkv = [tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
+    gate_up = [tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(layer.attention.qkv.weight, torch.cat(qkv))
+    assert torch.equal(layer.mlp.gate_up.weight, torch.cat(gate_up))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtype_conversion(tmp_path, stored, dtype):
+    tensors = CheckpointBuilder(dtype=stored).write(tmp_path)
+    model = load(tmp_path, dtype)
+    assert all(parameter.dtype == dtype for parameter in model.parameters())
+    assert_holds(model, tensors)
+
+
+def test_progress_shows_nothing_when_not_a_terminal(tmp_path, capfd):
+    CheckpointBuilder().write(tmp_path)
+    name, spec, _ = detect(tmp_path)
+    load_model(name, spec, tmp_path, torch.float32, "cpu", progress=True)
+    assert capfd.readouterr().err == ""
+
+
+def test_single_file_may_have_another_name(tmp_path):
+    tensors = CheckpointBuilder().write(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    assert_holds(load(tmp_path), tensors)
+
+
+def test_files_outside_the_index_are_not_read(tmp_path):
+    tensors = CheckpointBuilder(num_shards=2).write(tmp_path)
+    save_file({"unknown": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    assert_holds(load(tmp_path), tensors)
+
+
+def test_tensor_in_two_shards_comes_from_the_indexed_one(tmp_path):
+    tensors = CheckpointBuilder(num_shards=2).write(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    name = "model.norm.weight"
+    other = next(f for f in set(index["weight_map"].values()) if f != index["weight_map"][name])
+    save_file({**load_file(tmp_path / other), name: torch.zeros(64)}, tmp_path / other)
+    assert_holds(load(tmp_path), tensors)
+
+
+def test_inverse_frequencies_are_ignored(tmp_path):
+    def add(tensors: Tensors) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+
+    tensors = CheckpointBuilder(edit=add).write(tmp_path)
+    assert_holds(load(tmp_path), tensors)
+
+
+class TestTiedHead:
+    config = tiny_config(tie_word_embeddings=True)
+
+    @pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
+    def test_one_matrix_serves_both(self, tmp_path, kept):
+        def keep(tensors: Tensors) -> None:
+            tensors[kept] = tensors.pop("model.embed_tokens.weight")
+
+        tensors = CheckpointBuilder(self.config, edit=keep).write(tmp_path)
+        model = load(tmp_path)
+        assert model.head.weight is model.embedding.weight
+        assert torch.equal(model.head.weight, tensors[kept])
+
+    def test_equal_matrices_share_memory(self, tmp_path):
+        def add(tensors: Tensors) -> None:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+        tensors = CheckpointBuilder(self.config, edit=add).write(tmp_path)
+        model = load(tmp_path)
+        assert model.head.weight is model.embedding.weight
+        assert torch.equal(model.head.weight, tensors["lm_head.weight"])
+
+    def test_different_matrices_are_not_tied(self, tmp_path, caplog):
+        def add(tensors: Tensors) -> None:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+        tensors = CheckpointBuilder(self.config, edit=add).write(tmp_path)
+        with caplog.at_level("WARNING", logger="diffulex"):
+            model = load(tmp_path)
+        assert_holds(model, tensors)
+        assert not torch.equal(model.head.weight, model.embedding.weight)
+        assert "not tied" in caplog.text
+
+    def test_neither_matrix(self, tmp_path):
+        def drop(tensors: Tensors) -> None:
+            del tensors["model.embed_tokens.weight"]
+
+        CheckpointBuilder(self.config, edit=drop).write(tmp_path)
+        with pytest.raises(CheckpointError, match=r"missing tensors: model\.embed_tokens\.weight"):
+            load(tmp_path)
+
+    def test_untied_head_is_required(self, tmp_path):
+        def drop(tensors: Tensors) -> None:
+            del tensors["lm_head.weight"]
+
+        CheckpointBuilder(edit=drop).write(tmp_path)
+        with pytest.raises(CheckpointError, match=r"missing tensors: lm_head\.weight"):
+            load(tmp_path)
+
+
+BAD_TENSORS = {
+    "missing": (
+        lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
+        r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight$",
+    ),
+    "extra": (
+        lambda tensors: tensors.update({"model.layers.7.mlp.up_proj.weight": torch.zeros(2)}),
+        r"got model\.layers\.7\.mlp\.up_proj\.weight$",
+    ),
+    "bias_of_an_unbiased_model": (
+        lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(128)}),
+        r"got model\.layers\.0\.self_attn\.q_proj\.bias$",
+    ),
+    "misshapen": (
+        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}),
+        r"model\.norm\.weight: expected shape \[64\], got \[63\]",
+    ),
+    "transposed": (
+        lambda tensors: tensors.update(
+            {
+                "model.layers.0.mlp.down_proj.weight": tensors[
+                    "model.layers.0.mlp.down_proj.weight"
+                ]
+                .t()
+                .contiguous()
+            }
+        ),
+        r"down_proj\.weight: expected shape \[64, 112\], got \[112, 64\]",
+    ),
+    "quantised": (
+        lambda tensors: tensors.update(
+            {"model.norm.weight": torch.zeros(64, dtype=torch.float8_e4m3fn)}
+        ),
+        r"model\.norm\.weight: expected one of F64, .* got F8_E4M3",
+    ),
+}
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_bad_tensors_are_named(tmp_path, case, num_shards):
+    edit, message = BAD_TENSORS[case]
+    CheckpointBuilder(edit=edit, num_shards=num_shards).write(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_many_missing_tensors_are_counted(tmp_path):
+    def drop(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "layers.0" in name]:
+            del tensors[name]
+
+    CheckpointBuilder(edit=drop).write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"and 5 more$"):
+        load(tmp_path)
+
+
+class TestDamagedFiles:
+    def test_no_weights(self, tmp_path):
+        CheckpointBuilder().write(tmp_path)
+        (tmp_path / "model.safetensors").unlink()
+        with pytest.raises(CheckpointError, match=r"expected model.safetensors or"):
+            load(tmp_path)
+
+    def test_two_candidates(self, tmp_path):
+        CheckpointBuilder().write(tmp_path)
+        (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+        save_file({"x": torch.zeros(1)}, tmp_path / "b.safetensors")
+        with pytest.raises(CheckpointError, match=r"got a\.safetensors, b\.safetensors"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize("size", [0, 4, 100, 5000])
+    def test_truncated_weights(self, tmp_path, size):
+        CheckpointBuilder().write(tmp_path)
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:size])
+        with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
+            load(tmp_path)
+
+    def test_missing_shard(self, tmp_path):
+        CheckpointBuilder(num_shards=2).write(tmp_path)
+        (tmp_path / "model-00002-of-00002.safetensors").unlink()
+        with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors"):
+            load(tmp_path)
+
+    def edit_index(self, directory: Path, edit) -> None:
+        path = directory / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        edit(index["weight_map"])
+        path.write_text(json.dumps(index))
+
+    def test_listed_tensor_absent_from_its_file(self, tmp_path):
+        CheckpointBuilder(num_shards=2).write(tmp_path)
+        name = "model.norm.weight"
+
+        def move(weight_map):
+            weight_map[name] = next(f for f in set(weight_map.values()) if f != weight_map[name])
+
+        self.edit_index(tmp_path, move)
+        with pytest.raises(CheckpointError, match=r"expected tensor model\.norm\.weight"):
+            load(tmp_path)
+
+    def test_tensor_the_index_does_not_list(self, tmp_path):
+        CheckpointBuilder(num_shards=2).write(tmp_path)
+        self.edit_index(tmp_path, lambda weight_map: weight_map.pop("model.norm.weight"))
+        with pytest.raises(CheckpointError, match=r"not listed in .*: model\.norm\.weight"):
+            load(tmp_path)
+
+    def test_index_may_not_leave_the_directory(self, tmp_path):
+        tensors = CheckpointBuilder().write(tmp_path / "model")
+        write_shards(tmp_path / "model", tensors, 2)
+        self.edit_index(
+            tmp_path / "model", lambda m: m.update({"lm_head.weight": "../other.safetensors"})
+        )
+        with pytest.raises(CheckpointError, match="expected a file name"):
+            load(tmp_path / "model")
+
+    @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {}}', '{"weight_map": 3}'])
+    def test_malformed_index(self, tmp_path, text):
+        CheckpointBuilder(num_shards=2).write(tmp_path)
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"index.json"):
+            load(tmp_path)
+
+
+def test_nothing_is_copied_from_a_bad_checkpoint(tmp_path):
+    from diffulex.model.loader import load_weights
+    from diffulex.model.sdar import SdarForDiffusionLM
+
+    def shrink(tensors: Tensors) -> None:
+        tensors["model.norm.weight"] = torch.zeros(63)
+
+    CheckpointBuilder(edit=shrink).write(tmp_path)
+    _, spec, _ = detect(tmp_path)
+    model = SdarForDiffusionLM(spec, torch.float32, "cpu")
+    for parameter in model.parameters():
+        parameter.fill_(3.0)
+    with pytest.raises(CheckpointError):
+        load_weights(model, tmp_path)
+    assert all((parameter == 3.0).all() for parameter in model.parameters())
