@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diffulex: an inference engine for block-diffusion language models.
+
+Importing this package loads neither torch nor a device; the names below are imported when used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diffulex.config import Config
+    from diffulex.engine.engine import Diffulex
+    from diffulex.engine.output import (
+        DenoiseSnapshot,
+        GenerationOutputs,
+        RequestOutput,
+        StepOutput,
+        StreamEvent,
+    )
+    from diffulex.errors import (
+        CheckpointError,
+        ConfigError,
+        DiffulexError,
+        OutOfPagesError,
+        PromptError,
+    )
+    from diffulex.sampling_params import SamplingParams
+
+    __version__: str
+
+__all__ = [
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "DenoiseSnapshot",
+    "Diffulex",
+    "DiffulexError",
+    "GenerationOutputs",
+    "OutOfPagesError",
+    "PromptError",
+    "RequestOutput",
+    "SamplingParams",
+    "StepOutput",
+    "StreamEvent",
+    "__version__",
+]
+
+_MODULES = {
+    "Config": "diffulex.config",
+    "Diffulex": "diffulex.engine.engine",
+    "SamplingParams": "diffulex.sampling_params",
+    "__version__": "diffulex_ext",
+    **dict.fromkeys(
+        ("DenoiseSnapshot", "GenerationOutputs", "RequestOutput", "StepOutput", "StreamEvent"),
+        "diffulex.engine.output",
+    ),
+    **dict.fromkeys(
+        ("CheckpointError", "ConfigError", "DiffulexError", "OutOfPagesError", "PromptError"),
+        "diffulex.errors",
+    ),
+}
+
+
+def __getattr__(name: str) -> object:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

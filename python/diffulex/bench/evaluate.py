@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accuracy and speed of a model on word problems with integer answers.
+
+An answer counts when its last ``#### <integer>`` line holds the right integer. Speed metrics follow
+the definitions of the engine's results: steps are engine steps, a forward is counted per request.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import diffulex
+from diffulex.bench.word_problems import Problem, is_correct, load_problems
+from diffulex.errors import ConfigError
+from diffulex.logging import get_logger
+from diffulex.model.resolve import demo_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from diffulex import Diffulex, GenerationOutputs, SamplingParams
+
+logger = get_logger(__name__)
+
+HELDOUT_FILE = "heldout.jsonl"
+_Z95 = 1.959963984540054
+
+
+class Setting(NamedTuple):
+    """One run of an evaluation; None leaves the engine's default."""
+
+    buffer_size: int | None = None
+    accept_threshold: float | None = None
+
+
+class Interval(NamedTuple):
+    """Bounds of a proportion."""
+
+    low: float
+    high: float
+
+
+def wilson_interval(num_correct: int, num_total: int, z: float = _Z95) -> Interval:
+    """Wilson score interval of a proportion (95 % by default).
+
+    Raises:
+        ValueError: no trials, or more successes than trials.
+    """
+    if num_total < 1 or not 0 <= num_correct <= num_total:
+        raise ValueError(f"wilson_interval: expected 0 <= n <= N, got {num_correct} of {num_total}")
+    share = num_correct / num_total
+    scale = 1 + z * z / num_total
+    center = (share + z * z / (2 * num_total)) / scale
+    spread = share * (1 - share) / num_total + z * z / (4 * num_total * num_total)
+    half = z * math.sqrt(spread) / scale
+    return Interval(max(0.0, center - half), min(1.0, center + half))
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Correct answers of one group of problems."""
+
+    group: str
+    num_problems: int
+    num_correct: int
+    completion_tokens: int
+    nfe: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.num_correct / self.num_problems
+
+    @property
+    def interval(self) -> Interval:
+        return wilson_interval(self.num_correct, self.num_problems)
+
+    @property
+    def tpf(self) -> float:
+        """Completion tokens per forward of a request, prefill included."""
+        return self.completion_tokens / self.nfe if self.nfe else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "accuracy": self.accuracy,
+            "wilson_95": list(self.interval),
+            "tpf": self.tpf,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """Results of one setting."""
+
+    setting: Mapping[str, Any]
+    total: Score
+    levels: tuple[Score, ...]
+    metrics: Mapping[str, Any]
+    wrong_ids: tuple[int, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "setting": dict(self.setting),
+            "total": self.total.as_dict(),
+            "levels": [score.as_dict() for score in self.levels],
+            "metrics": dict(self.metrics),
+            "wrong_ids": list(self.wrong_ids),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """Every setting of one command."""
+
+    environment: Mapping[str, Any]
+    runs: tuple[RunReport, ...]
+
+    def to_json(self) -> str:
+        """One object with ``environment`` and ``runs``."""
+        runs = [run.as_dict() for run in self.runs]
+        return json.dumps({"environment": dict(self.environment), "runs": runs}, indent=2) + "\n"
+
+    def to_markdown(self) -> str:
+        """A document with the command, the machine and one table per setting."""
+        lines = ["# Evaluation report", "", "```", str(self.environment["command"]), "```", ""]
+        facts = {key: value for key, value in self.environment.items() if key != "command"}
+        lines += [f"- {key}: {value}" for key, value in facts.items()]
+        lines += ["", _markdown_row(_SUMMARY_HEADER), _markdown_row(["---"] * len(_SUMMARY_HEADER))]
+        lines += [_markdown_row(_summary_cells(run)) for run in self.runs]
+        for run in self.runs:
+            lines += ["", f"## {_setting_text(run)}", ""]
+            lines += [_markdown_row(_LEVEL_HEADER), _markdown_row(["---"] * len(_LEVEL_HEADER))]
+            lines += [_markdown_row(_level_cells(score)) for score in (*run.levels, run.total)]
+        return "\n".join([*lines, ""])
+
+    def to_text(self) -> str:
+        """Aligned tables for a terminal."""
+        blocks = [_aligned([_SUMMARY_HEADER, *(_summary_cells(run) for run in self.runs)])]
+        for run in self.runs:
+            rows = [_LEVEL_HEADER, *(_level_cells(s) for s in (*run.levels, run.total))]
+            blocks.append(f"{_setting_text(run)}\n{_aligned(rows)}")
+        return "\n\n".join(blocks)
+
+    def write(self, path: Path) -> None:
+        """Writes JSON or Markdown, by the suffix of `path`."""
+        text = self.to_json() if path.suffix == ".json" else self.to_markdown()
+        path.write_text(text, encoding="utf-8")
+
+
+_SUMMARY_HEADER = [
+    "buffer", "accept", "accuracy", "95 %", "tokens", "NFE", "TPF", "decode TPF",
+    "tokens/s", "decode tokens/s", "engine s",
+]  # fmt: skip
+_LEVEL_HEADER = ["level", "problems", "correct", "accuracy", "95 %", "TPF"]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _interval_text(score: Score) -> str:
+    return f"{100 * score.interval.low:.1f}-{100 * score.interval.high:.1f}"
+
+
+def _summary_cells(run: RunReport) -> list[str]:
+    metrics = run.metrics
+    return [
+        str(run.setting["buffer_size"]),
+        str(run.setting["accept_threshold"]),
+        _percent(run.total.accuracy),
+        _interval_text(run.total),
+        str(metrics["total_tokens"]),
+        str(metrics["total_nfe"]),
+        f"{metrics['tpf_aggregate']:.3f}",
+        f"{metrics['decode_tpf_aggregate']:.3f}",
+        f"{metrics['e2e_throughput_tok_s']:.1f}",
+        f"{metrics['decode_throughput_tok_s']:.1f}",
+        f"{metrics['engine_time_s']:.2f}",
+    ]
+
+
+def _level_cells(score: Score) -> list[str]:
+    return [
+        score.group,
+        str(score.num_problems),
+        str(score.num_correct),
+        _percent(score.accuracy),
+        _interval_text(score),
+        f"{score.tpf:.3f}",
+    ]
+
+
+def _setting_text(run: RunReport) -> str:
+    setting = run.setting
+    return f"buffer {setting['buffer_size']}, accept threshold {setting['accept_threshold']}"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+
+
+def grade(
+    setting: Mapping[str, Any], problems: Sequence[Problem], outputs: GenerationOutputs
+) -> RunReport:
+    """Scores the outputs of `problems`, in the same order."""
+    is_right = [
+        is_correct(problem, output.text) for problem, output in zip(problems, outputs, strict=True)
+    ]
+    indices = range(len(problems))
+
+    def score(group: str, members: Sequence[int]) -> Score:
+        return Score(
+            group=group,
+            num_problems=len(members),
+            num_correct=sum(is_right[i] for i in members),
+            completion_tokens=sum(outputs[i].metrics.completion_tokens for i in members),
+            nfe=sum(outputs[i].metrics.nfe for i in members),
+        )
+
+    by_level = {
+        level: [i for i in indices if problems[i].level == level]
+        for level in sorted({problem.level for problem in problems})
+    }
+    return RunReport(
+        setting=setting,
+        total=score("all", indices),
+        levels=tuple(score(str(level), members) for level, members in by_level.items()),
+        metrics=_run_metrics(outputs),
+        wrong_ids=tuple(i for i in indices if not is_right[i]),
+    )
+
+
+def _run_metrics(outputs: GenerationOutputs) -> dict[str, Any]:
+    return {
+        "total_tokens": outputs.total_tokens,
+        "total_nfe": outputs.request_nfe,
+        "engine_steps": outputs.stats.num_steps,
+        "tpf_aggregate": outputs.tpf,
+        "decode_tpf_mean": outputs.decode_tpf_mean,
+        "decode_tpf_aggregate": outputs.decode_tpf_aggregate,
+        "filler_ratio": outputs.filler_ratio,
+        "e2e_throughput_tok_s": outputs.e2e_throughput_tok_s,
+        "decode_throughput_tok_s": outputs.decode_throughput_tok_s,
+        "visible_decode_throughput_tok_s": outputs.visible_decode_throughput_tok_s,
+        "engine_time_s": outputs.stats.total_s,
+        "wall_time_s": outputs.stats.wall_s,
+        "completion_reasons": outputs.completion_reasons,
+        "time_semantics": "host_step_wall",
+        "token_semantics": "engine_ids",
+        "concurrency": outputs.stats.max_concurrency,
+        "tp": 1,
+        "dp": 1,
+    }
+
+
+def run_evaluation(
+    engine_kwargs: Mapping[str, Any],
+    *,
+    settings: Sequence[Setting],
+    sampling_params: SamplingParams,
+    data: str | None = None,
+    limit: int | None = None,
+    outputs: Sequence[str] = (),
+    command: str = "",
+) -> EvaluationReport:
+    """Runs every setting over the same problems and writes the reports.
+
+    Args:
+        engine_kwargs: keyword arguments of `Diffulex`, without those of `settings`.
+        settings: runs, in order.
+        sampling_params: of every request.
+        data: problems as JSON lines; None takes the held-out set of the bundled model.
+        limit: only the first problems.
+        outputs: report files, ``.json`` or ``.md``.
+        command: how to repeat the evaluation.
+
+    Raises:
+        ConfigError: unusable data or report files; nothing has been run then.
+    """
+    problems = _read_problems(data)[:limit]
+    paths = [_checked_output(Path(name)) for name in outputs]
+    environment: dict[str, Any] = {}
+    runs = []
+    for setting in settings:
+        with _open(engine_kwargs, setting) as engine:
+            environment = environment or _environment(engine, command, len(problems))
+            logger.info("evaluating %d problems: %s", len(problems), setting)
+            prompts = [_encode(engine, problem) for problem in problems]
+            result = engine.generate(prompts, sampling_params, use_tqdm=True, summary=False)
+            decoding = engine.config.decoding
+            shown = {
+                "buffer_size": decoding.buffer_size,
+                "accept_threshold": decoding.accept_threshold,
+                "block_size": decoding.block_size,
+            }
+            runs.append(grade(shown, problems, result))
+    report = EvaluationReport(environment, tuple(runs))
+    for path in paths:
+        report.write(path)
+    return report
+
+
+def _open(engine_kwargs: Mapping[str, Any], setting: Setting) -> Diffulex:
+    kwargs = dict(engine_kwargs)
+    if setting.buffer_size is not None:
+        kwargs["buffer_size"] = setting.buffer_size
+    if setting.accept_threshold is not None:
+        thresholds = dict(kwargs.get("decoding_thresholds") or {})
+        thresholds["accept_threshold"] = setting.accept_threshold
+        kwargs["decoding_thresholds"] = thresholds
+    return diffulex.Diffulex(**kwargs)
+
+
+def _encode(engine: Diffulex, problem: Problem) -> list[int]:
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise ConfigError("evaluate: expected an engine with a tokenizer, got none")
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(problem.question)
+    return tokenizer.apply_chat_template([{"role": "user", "content": problem.question}])
+
+
+def _read_problems(data: str | None) -> list[Problem]:
+    path = demo_dir() / HELDOUT_FILE if data is None else Path(data)
+    try:
+        problems = load_problems(path)
+    except OSError as error:
+        raise ConfigError(f"data: cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"data: {error}") from error
+    if not problems:
+        raise ConfigError(f"data: expected problems in {path}, got an empty file")
+    return problems
+
+
+def _checked_output(path: Path) -> Path:
+    """Fails before the run rather than after it."""
+    if path.suffix not in (".json", ".md"):
+        raise ConfigError(f"output: expected a .json or .md file, got {str(path)!r}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"output: expected an existing directory, got {str(path.parent)!r}")
+    return path
+
+
+def _environment(engine: Diffulex, command: str, num_problems: int) -> dict[str, Any]:
+    import torch  # noqa: PLC0415 (the command line imports this module for every command)
+
+    model = engine.config.model
+    is_cuda = model.device.startswith("cuda")
+    return {
+        "command": command,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "model": model.model,
+        "problems": num_problems,
+        "device": torch.cuda.get_device_name(model.device) if is_cuda else platform.machine(),
+        "dtype": model.dtype,
+        "threads": torch.get_num_threads(),
+        "diffulex": diffulex.__version__,
+        "torch": torch.__version__,
+    }

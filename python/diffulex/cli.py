@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``diffulex`` command.
+
+Exit codes: 0 done, 1 something is broken, 2 the request cannot be served as asked. Errors are one
+line on standard error. Nothing heavy is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import diffulex
+from diffulex.bench.evaluate import Setting, run_evaluation
+from diffulex.cli_flags import (
+    Parser,
+    add_engine_flags,
+    engine_kwargs,
+    integers,
+    number,
+    numbers,
+    positive_integer,
+)
+from diffulex.errors import ConfigError, DiffulexError, PromptError
+from diffulex.logging import configure
+from diffulex.model.resolve import DEMO, resolve_model
+from diffulex.terminal import DenoisePainter, snapshot_spans
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    from diffulex import Diffulex, SamplingParams
+    from diffulex.engine.output import RequestOutput, StreamEvent
+
+_USER_ERROR = 2
+_INTERRUPTED = 130
+_DEFAULT_MAX_TOKENS = 512
+_CHAT_HELP = "/reset forgets the conversation, /quit ends it"
+#: Keys of the table that `eval` takes as lists.
+_SWEPT = ("buffer_size", "accept_threshold")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["--version"], ["-V"]):
+        print(f"diffulex {version('diffulex')}")
+        return 0
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader left; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # the last line of defence: never a traceback for a user
+        if os.environ.get("DIFFULEX_LOG_LEVEL", "").lower() == "debug":
+            raise
+        return _report(error)
+
+
+def _run(arguments: list[str]) -> int:
+    options = _build_parser().parse_checked(arguments)
+    configure(level=options.log_level)
+    code: int = options.command(options)
+    return code
+
+
+def _report(error: Exception) -> int:
+    """Prints one line; 2 for what the user can change, 1 for the rest."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    print(f"error: {text}", file=sys.stderr)
+    is_user_error = isinstance(error, (ValueError, NotImplementedError))
+    return _USER_ERROR if is_user_error or type(error).__name__ == "OutOfPagesError" else 1
+
+
+def _build_parser() -> Parser:
+    parser = Parser(
+        prog="diffulex",
+        description="Runs block-diffusion language models.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-V", "--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
+    commands.required = True
+
+    def add(name: str, command: Any, text: str, aliases: Sequence[str] = ()) -> Parser:
+        child = commands.add_parser(
+            name, help=text, description=text, aliases=list(aliases), allow_abbrev=False
+        )
+        child.set_defaults(command=command)
+        child.add_argument(
+            "--log-level",
+            choices=("debug", "info", "warning", "error"),
+            default="warning",
+            help="least severe log line on standard error [default warning]",
+        )
+        return child
+
+    generate = add("generate", _generate, "answer one prompt")
+    generate.add_argument("text", nargs="?", metavar="PROMPT", help="default: standard input")
+    generate.add_argument("--prompt", help="the prompt, as an option")
+    generate.add_argument(
+        "--raw", action="store_true", help="continue the prompt as it is, without chat template"
+    )
+    generate.add_argument("--system", help="system message of the chat template")
+    _add_output_flags(generate)
+    _add_sampling_flags(generate)
+    add_engine_flags(generate)
+
+    chat = add("chat", _chat, f"converse; {_CHAT_HELP}")
+    chat.add_argument("--system", help="system message")
+    _add_output_flags(chat)
+    _add_sampling_flags(chat)
+    add_engine_flags(chat)
+
+    evaluate = add("eval", _eval, "accuracy and speed on word problems")
+    evaluate.add_argument("--data", metavar="FILE", help="problems as JSON lines [held-out set]")
+    evaluate.add_argument("--limit", type=positive_integer, help="only the first problems")
+    evaluate.add_argument(
+        "--batch", type=positive_integer, default=32, help="problems decoded together [32]"
+    )
+    evaluate.add_argument(
+        "--output",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write a report, .json or .md; may be given more than once",
+    )
+    evaluate.add_argument("--buffer-size", type=integers, metavar="N[,N]", help="one run per value")
+    evaluate.add_argument(
+        "--accept-threshold", type=numbers, metavar="T[,T]", help="one run per value"
+    )
+    _add_sampling_flags(evaluate)
+    add_engine_flags(evaluate, without=(*_SWEPT, "max_num_reqs"))
+
+    doctor = add(
+        "doctor", _doctor, "what is installed and whether it works on each device", ("info",)
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens",
+        type=positive_integer,
+        default=_DEFAULT_MAX_TOKENS,
+        help=f"most generated tokens [{_DEFAULT_MAX_TOKENS}, or what fits]",
+    )
+    group.add_argument("--max-nfe", type=positive_integer, help="forwards of a request [no limit]")
+    group.add_argument(
+        "--max-repetition-run", type=positive_integer, help="equal tokens that end the answer"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="do not stop at stop ids")
+    group.add_argument(
+        "--stop-token-ids", type=integers, default=(), metavar="ID[,ID]", help="further stop ids"
+    )
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--show-denoising", action="store_true", help="redraw the blocks being denoised"
+    )
+    parser.add_argument(
+        "--frame-delay",
+        type=number,
+        metavar="SECONDS",
+        help="pause between redrawn frames [0.05 in a terminal]",
+    )
+
+
+def _sampling_params(options: argparse.Namespace) -> SamplingParams:
+    return diffulex.SamplingParams(
+        max_tokens=options.max_tokens,
+        max_nfe=options.max_nfe,
+        max_repetition_run=options.max_repetition_run,
+        ignore_eos=options.ignore_eos,
+        stop_token_ids=options.stop_token_ids,
+    )
+
+
+def _open_engine(options: argparse.Namespace, **overrides: Any) -> Diffulex:
+    kwargs = engine_kwargs(options)
+    # Before anything slow is imported: a misspelt name should be answered at once.
+    resolve_model(kwargs.get("model", DEMO))
+    return diffulex.Diffulex(**{"show_progress": True, **kwargs, **overrides})
+
+
+def _read_prompt(options: argparse.Namespace) -> str:
+    if options.text is not None and options.prompt is not None:
+        raise PromptError("prompt: expected one, got both PROMPT and --prompt")
+    text = options.prompt if options.prompt is not None else options.text
+    if text is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise PromptError("prompt: expected PROMPT, --prompt or standard input, got none")
+        text = sys.stdin.read().removesuffix("\n")
+    if not text.strip():
+        raise PromptError("prompt: expected some text, got an empty prompt")
+    return str(text)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    prompt = _read_prompt(options)
+    with _open_engine(options, max_num_reqs=1) as engine:
+        ids: str | list[int] = prompt
+        if engine.tokenizer.has_chat_template and not options.raw:
+            ids = engine.tokenizer.apply_chat_template(_messages(options.system, prompt))
+        elif options.system is not None:
+            raise PromptError("--system: expected a chat template in use, got raw generation")
+        output = _answer(engine, ids, options)
+        _print_summary(output)
+    return 0
+
+
+def _messages(system: str | None, prompt: str) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": prompt}]
+
+
+def _answer(
+    engine: Diffulex, prompt: str | list[int], options: argparse.Namespace
+) -> RequestOutput:
+    """Streams one answer to standard output and returns it."""
+    params = _sampling_params(options)
+    if options.show_denoising:
+        return _paint(engine, engine.stream(prompt, params, mode="denoise"), options)
+    output: RequestOutput | None = None
+    for event in engine.stream(prompt, params):
+        sys.stdout.write(event.text)
+        sys.stdout.flush()
+        output = event.output or output
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    return _checked(output)
+
+
+def _paint(
+    engine: Diffulex, events: Iterator[StreamEvent], options: argparse.Namespace
+) -> RequestOutput:
+    is_terminal = sys.stdout.isatty()
+    size = shutil.get_terminal_size()
+    painter = DenoisePainter(
+        sys.stdout,
+        is_terminal=is_terminal,
+        columns=size.columns,
+        rows=size.lines,
+        has_color="NO_COLOR" not in os.environ,
+    )
+    delay = options.frame_delay if options.frame_delay is not None else 0.05 * is_terminal
+    output: RequestOutput | None = None
+    decoder = engine.tokenizer.incremental_decoder()
+    num_settled = 0
+    for event in events:
+        if event.snapshot is not None:
+            settled = event.snapshot.token_ids
+            painter.settle(decoder.push(settled[num_settled:]))
+            num_settled = len(settled)
+            painter.show(snapshot_spans(event.snapshot, engine.tokenizer))
+            time.sleep(max(delay, 0.0))
+        output = event.output or output
+    final = _checked(output)
+    painter.settle(decoder.push(final.token_ids[num_settled:]) + decoder.flush())
+    painter.finish()
+    return final
+
+
+def _checked(output: RequestOutput | None) -> RequestOutput:
+    if output is None:
+        raise RuntimeError("stream: expected a final event, got none")
+    if output.error is not None:
+        raise PromptError(output.error)
+    return output
+
+
+def _print_summary(output: RequestOutput) -> None:
+    """Tokens, forwards (NFE), tokens per forward and speed, on standard error."""
+    metrics = output.metrics
+    print(
+        f"[{metrics.completion_tokens} tokens, NFE {metrics.nfe}, TPF {metrics.tpf or 0:.2f}, "
+        f"{metrics.e2e_tps or 0:.1f} tokens/s, {output.completion_reason}]",
+        file=sys.stderr,
+    )
+
+
+def _chat(options: argparse.Namespace) -> int:
+    is_interactive = sys.stdin.isatty()
+    start = [] if options.system is None else [{"role": "system", "content": options.system}]
+    num_errors = 0
+    with _open_engine(options, max_num_reqs=1) as engine:
+        if not engine.tokenizer.has_chat_template:
+            raise ConfigError("chat: expected a checkpoint with a chat template, got none")
+        if is_interactive:
+            _enable_line_editing()
+            print(_CHAT_HELP, file=sys.stderr)
+        messages = list(start)
+        for line in _chat_lines(is_interactive):
+            if line == "/reset":
+                messages = list(start)
+            elif line.startswith("/"):
+                num_errors += 1
+                print(f"error: unknown command {line!r}; {_CHAT_HELP}", file=sys.stderr)
+            else:
+                messages.append({"role": "user", "content": line})
+                try:
+                    ids = engine.tokenizer.apply_chat_template(messages)
+                    output = _answer(engine, ids, options)
+                except (DiffulexError, ValueError) as error:
+                    # A turn that does not fit must not end the conversation.
+                    messages.pop()
+                    num_errors += 1
+                    _report(error)
+                    continue
+                messages.append({"role": "assistant", "content": output.text})
+                _print_summary(output)
+    return _USER_ERROR if num_errors and not is_interactive else 0
+
+
+def _enable_line_editing() -> None:
+    try:
+        import readline  # noqa: F401, PLC0415 (gives input() history; absent on some systems)
+    except ImportError:
+        return
+
+
+def _chat_lines(is_interactive: bool) -> Iterator[str]:
+    """Non-empty lines until the end of input or ``/quit``."""
+    while True:
+        try:
+            line = input("> " if is_interactive else "").strip()
+        except EOFError:
+            return
+        if line in ("/quit", "/exit"):
+            return
+        if line:
+            yield line
+
+
+def _eval(options: argparse.Namespace) -> int:
+    kwargs = {**engine_kwargs(options, without=_SWEPT), "max_num_reqs": options.batch}
+    report = run_evaluation(
+        kwargs,
+        settings=[
+            Setting(buffer_size, threshold)
+            for buffer_size in options.buffer_size or (None,)
+            for threshold in options.accept_threshold or (None,)
+        ],
+        sampling_params=_sampling_params(options),
+        data=options.data,
+        limit=options.limit,
+        outputs=options.output,
+        command="diffulex " + " ".join(sys.argv[1:]),
+    )
+    print(report.to_text())
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from diffulex.doctor import examine  # noqa: PLC0415 (must run where the rest cannot)
+
+    report = examine()
+    print(report.to_json() if options.json else report.to_text())
+    return 0 if report.is_healthy else 1

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command-line flags made from the configuration table, and a parser that fails in one line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from diffulex.config_table import CONFIG_TABLE, THRESHOLD_KEYS, ConfigKey, Support
+from diffulex.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+#: Kinds a flag can hold; mappings are for Python callers only.
+_FLAG_KINDS = ("str", "int", "float", "bool", "ids")
+
+
+class UsageError(ConfigError):
+    """The command line itself is wrong."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError instead of printing its usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+    def parse_checked(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parses all of `argv`; an unknown flag is answered with the nearest known one.
+
+        Raises:
+            UsageError: anything is missing, unknown or malformed.
+        """
+        options, rest = self.parse_known_args(argv)
+        if rest:
+            flag = rest[0].split("=")[0]
+            known = _all_flags(self)
+            near = difflib.get_close_matches(flag, known, n=1) if flag.startswith("-") else []
+            hint = f", nearest is {near[0]}" if near else ""
+            raise UsageError(f"command line: expected a known argument{hint}, got {rest[0]!r}")
+        return options
+
+
+def _all_flags(parser: argparse.ArgumentParser) -> list[str]:
+    flags: list[str] = []
+    for action in parser._actions:
+        flags += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                flags += _all_flags(child)
+    return flags
+
+
+def integer(text: str) -> int:
+    """Argument type: an integer."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
+
+
+def positive_integer(text: str) -> int:
+    """Argument type: an integer of at least 1."""
+    value = integer(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return value
+
+
+def number(text: str) -> float:
+    """Argument type: a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+
+
+def boolean(text: str) -> bool:
+    """Argument type: a truth value."""
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Argument type: integers separated by commas."""
+    return tuple(integer(part) for part in text.split(",") if part.strip())
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Argument type: numbers separated by commas."""
+    return tuple(number(part) for part in text.split(",") if part.strip())
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "int": integer,
+    "float": number,
+    "ids": integers,
+}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
+    """Adds one flag per key of the configuration table, absent unless given.
+
+    Keys without effect today are accepted but not listed in the help.
+    """
+    group = parser.add_argument_group("engine options")
+    for key in CONFIG_TABLE.values():
+        kind = key.kind.removesuffix("?")
+        if key.name not in without and kind in _FLAG_KINDS:
+            _add_flag(group, key, kind)
+
+
+def _add_flag(group: argparse._ArgumentGroup, key: ConfigKey, kind: str) -> None:
+    flag = "--" + key.name.replace("_", "-")
+    # A percent sign in a help text would be read as a format.
+    text = f"{key.help} [{key.legal}; default {_shown(key.default)}]".replace("%", "%%")
+    shown = text if key.support is Support.FULL else argparse.SUPPRESS
+    common: dict[str, Any] = {"dest": key.name, "default": argparse.SUPPRESS}
+    if kind != "bool":
+        metavar = kind.upper()
+        group.add_argument(flag, type=_TYPES[kind], metavar=metavar, help=shown, **common)
+        return
+    group.add_argument(
+        flag, type=boolean, nargs="?", const=True, metavar="BOOL", help=shown, **common
+    )
+    group.add_argument(
+        "--no-" + flag[2:], action="store_const", const=False, help=argparse.SUPPRESS, **common
+    )
+
+
+def _shown(value: object) -> str:
+    if value is None or value == ():
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def engine_kwargs(options: argparse.Namespace, *, without: Collection[str] = ()) -> dict[str, Any]:
+    """Keyword arguments of the engine for the flags that were given, except those of `without`."""
+    given = {
+        name: value
+        for name, value in vars(options).items()
+        if name in CONFIG_TABLE and name not in without
+    }
+    thresholds = {name: given.pop(name) for name in THRESHOLD_KEYS if name in given}
+    if thresholds:
+        given["decoding_thresholds"] = thresholds
+    return given

@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of settings: sections, keys, defaults, legal ranges, help.
+
+A key is a field of a section dataclass; its metadata holds everything the validation, the command
+line and docs/configuration.md need. Defaults live here and nowhere else; what a model family or a
+checkpoint changes is applied in `diffulex.config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from diffulex.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from diffulex.model.config import ModelSpec
+
+__all__ = [
+    "CONFIG_TABLE",
+    "SECTIONS",
+    "THRESHOLD_KEYS",
+    "CacheConfig",
+    "ConfigKey",
+    "DecodingConfig",
+    "KernelConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "SamplerConfig",
+    "SchedulerConfig",
+    "Support",
+    "check_value",
+    "render_markdown",
+]
+
+
+class Support(Enum):
+    """What the engine does with a key today."""
+
+    FULL = "yes"
+    DEFAULT_ONLY = "default only"
+    IGNORED = "accepted, no effect"
+
+
+class _Rule(NamedTuple):
+    """Metadata of a key."""
+
+    kind: str
+    legal: str
+    help: str
+    is_legal: Callable[[Any], bool]
+    support: Support
+
+
+class ConfigKey(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    section: str
+    kind: str
+    default: Any
+    legal: str
+    help: str
+    support: Support
+    is_legal: Callable[[Any], bool]
+
+
+class _Range(NamedTuple):
+    """A legal range: its text and its test."""
+
+    text: str
+    test: Callable[[Any], bool]
+
+
+def _one_of(*values: object) -> _Range:
+    return _Range(", ".join(str(v) for v in values), lambda v: v in values)
+
+
+def _at_least(low: float) -> _Range:
+    return _Range(f">= {low}", lambda v: v >= low)
+
+
+def _above(low: float) -> _Range:
+    return _Range(f"> {low}", lambda v: v > low)
+
+
+def _between(low: float, high: float) -> _Range:
+    return _Range(f"[{low}, {high}]", lambda v: low <= v <= high)
+
+
+_ANY = _Range("any", lambda _: True)
+_UNIT = _between(0, 1)
+_IDS = _Range("ids >= 0", lambda v: all(i >= 0 for i in v))
+
+
+def _key(
+    kind: str,
+    default: Any,
+    legal: _Range,
+    help_text: str,
+    support: Support = Support.FULL,
+) -> Any:
+    rule = _Rule(kind, legal.text, help_text, legal.test, support)
+    return field(default=default, metadata={"rule": rule})
+
+
+def _later(kind: str, default: Any, legal: _Range, help_text: str) -> Any:
+    return _key(kind, default, legal, help_text, Support.DEFAULT_ONLY)
+
+
+def _inert(kind: str, default: Any, legal: _Range, help_text: str) -> Any:
+    return _key(kind, default, legal, help_text, Support.IGNORED)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which weights, where they run, which ids are special."""
+
+    model: str = _key("str", "demo", _ANY, "`demo`, a local directory or a hub id.")
+    model_name: str = _key(
+        "str?", None, _ANY, "Registered family; unset: found from the checkpoint's architecture."
+    )
+    dtype: str = _key(
+        "str",
+        "auto",
+        _one_of("auto", "float32", "bfloat16", "float16"),
+        "Compute dtype; `auto`: float32 on CPU, the checkpoint's dtype on CUDA.",
+    )
+    device: str = _key(
+        "str",
+        "auto",
+        _Range(
+            "auto, cpu, cuda, cuda:N",
+            lambda v: v in ("auto", "cpu", "cuda") or (v.startswith("cuda:") and v[5:].isdecimal()),
+        ),
+        "Where the model runs; `auto`: CUDA if there is a device, else CPU.",
+    )
+    mask_token_id: int = _key(
+        "int?", None, _at_least(0), "Mask id; unset: from the checkpoint's files."
+    )
+    eos: tuple[int, ...] = _key(
+        "ids?",
+        None,
+        _Range("-1, an id or a list of ids", lambda v: all(i >= -1 for i in v)),
+        "Stop ids beside those of the checkpoint; unset or -1: the checkpoint's and tokenizer's.",
+    )
+    tokenizer_vocab_size: int = _key(
+        "int?", None, _at_least(1), "Ids at or past it are never sampled; unset: max id + 1."
+    )
+    use_lora: bool = _later("bool", False, _one_of(True, False), "Load a LoRA adapter.")
+    lora_path: str = _later("str", "", _ANY, "Directory of the LoRA adapter.")
+    pre_merge_lora: bool = _later(
+        "bool", False, _one_of(True, False), "Merge the adapter into the weights."
+    )
+    # Results of the resolution, not keys.
+    model_dir: Path = field(default=None, metadata={})  # type: ignore[assignment]
+    spec: ModelSpec = field(default=None, metadata={})  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingConfig:
+    """Strategy, block shape, thresholds."""
+
+    decoding_strategy: str = _key(
+        "str", "multi_bd", _ANY, "Registered strategy (`block_diffusion` is an alias)."
+    )
+    sampling_mode: str = _later("str", "naive", _one_of("naive", "edit"), "Kind of sampler.")
+    block_size: int = _key("int", 32, _one_of(4, 8, 16, 32), "Tokens per block (B).")
+    buffer_size: int = _key("int", 4, _at_least(1), "Blocks in flight per request (N).")
+    multi_block_prefix_full: bool = _key(
+        "bool", False, _one_of(True, False), "Bidirectional prompt; forced by the strategy."
+    )
+    add_block_threshold: float = _key(
+        "float", 0.1, _UNIT, "Progress of the last block that opens the next one."
+    )
+    semi_complete_threshold: float = _key(
+        "float", 0.9, _UNIT, "Progress of the predecessor that grants a forced acceptance."
+    )
+    accept_threshold: float = _key(
+        "float", 0.9, _UNIT, "Confidence above which a masked position is accepted."
+    )
+    edit_threshold: float = _later("float", 0.0, _UNIT, "Confidence to overwrite a token.")
+    remask_threshold: float = _inert("float", 0.4, _UNIT, "Read by no sampler.")
+    token_stability_threshold: float = _key(
+        "float", 0.0, _UNIT, "Least same-token ratio of the last block to open the next one."
+    )
+    max_post_edit_steps: int = _later("int", 16, _at_least(0), "Edit sampler: steps after filling.")
+    penalty_lambda: float = _later("float", 0.0, _at_least(0), "Edit sampler: repetition penalty.")
+    token_merge_mode: str = _later(
+        "str", "dmax_topk", _one_of("dmax_topk", "iter_smooth_topk"), "DMax: merge rule."
+    )
+    token_merge_top_k: int = _later("int", 1, _above(0), "DMax: merged candidates.")
+    token_merge_renormalize: bool = _later("bool", True, _one_of(True, False), "DMax.")
+    token_merge_weight: float = _later("float", 1.0, _at_least(0), "DMax: 0 turns merging off.")
+    dmax_sampler_fast_path: bool = _later("bool", False, _one_of(True, False), "DMax.")
+    dmax_force_prefill_active: bool = _later("bool", False, _one_of(True, False), "DMax.")
+    dmax_store_soft_embeddings: bool = _later("bool", False, _one_of(True, False), "DMax.")
+    enable_vectorized_sampler: bool = _inert(
+        "bool", False, _one_of(True, False), "The sampler is always batched."
+    )
+    enable_vectorized_sampler_compile: bool = _inert(
+        "bool", False, _one_of(True, False), "The sampler is always batched."
+    )
+    fdv2_use_block_cache: bool = _later("bool", True, _one_of(True, False), "Fast-dLLM v2.")
+    fdv2_exact_graph_buckets: bool = _later("bool", True, _one_of(True, False), "Fast-dLLM v2.")
+    diffusion_gemma_max_denoising_steps: int = _later("int", 48, _at_least(1), "DiffusionGemma.")
+    diffusion_gemma_stability_threshold: int = _later("int", 1, _at_least(0), "DiffusionGemma.")
+    diffusion_gemma_t_min: float = _later("float", 0.4, _at_least(0), "DiffusionGemma.")
+    diffusion_gemma_t_max: float = _later("float", 0.8, _at_least(0), "DiffusionGemma.")
+    diffusion_gemma_confidence_threshold: float = _later(
+        "float", 0.005, _at_least(0), "DiffusionGemma."
+    )
+    diffusion_gemma_entropy_bound: float = _later("float", 0.1, _above(0), "DiffusionGemma.")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Budgets of the scheduler."""
+
+    max_num_batched_tokens: int = _key(
+        "int",
+        4096,
+        _at_least(1),
+        "Rows of one forward; at least one whole prompt plus a block unless prefill is chunked.",
+    )
+    max_num_reqs: int = _key("int", 128, _at_least(1), "Running requests, requests per batch.")
+    max_model_len: int = _key(
+        "int", 2048, _at_least(2), "Prompt plus generated tokens; at most the model's positions."
+    )
+    auto_max_nfe: bool = _key(
+        "bool", False, _one_of(True, False), "Cap forwards from early throughput."
+    )
+    auto_max_nfe_warmup_steps: int = _key("int", 8, _above(0), "Forwards before the cap is set.")
+    auto_max_nfe_tpf_floor: float = _key("float", 1.0, _above(0), "Least throughput assumed.")
+    enable_chunked_prefill: bool = _key("bool", False, _one_of(True, False), "Split long prompts.")
+    decode_headroom: bool = _key(
+        "bool", True, _one_of(True, False), "Keep pages free for running requests at admission."
+    )
+    max_consecutive_prefill_batches: int = _key(
+        "int", 0, _at_least(0), "Force a decode batch after so many prefills; 0: never."
+    )
+    skip_warmup: bool = _key(
+        "bool", False, _one_of(True, False), "No warm-up forward (CUDA: needs explicit num_pages)."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Paged KV cache."""
+
+    gpu_memory_utilization: float = _key(
+        "float", 0.9, _Range("(0, 1]", lambda v: 0 < v <= 1), "Share of device memory to use."
+    )
+    num_pages: int = _key(
+        "int", -1, _Range("-1 or >= 1", lambda v: v == -1 or v >= 1), "Pages; -1: from memory."
+    )
+    page_size: int = _key("int", 32, _one_of(4, 8, 16, 32), "Tokens per KV page.")
+    enable_prefix_caching: bool = _key(
+        "bool", True, _one_of(True, False), "Share pages of equal prefixes."
+    )
+    kv_cache_layout: str = _key(
+        "str", "unified", _one_of("unified", "distinct"), "Memory layout of K and V."
+    )
+    k_cache_hdim_split_factor_x: int = _key(
+        "int", 8, _at_least(1), "Layout `distinct`: divides the head size."
+    )
+    kv_cache_dtype: str = _later(
+        "str", "auto", _one_of("auto", "fp8_e4m3"), "KV dtype; `auto`: the compute dtype."
+    )
+    cpu_kv_cache_bytes: int = _key(
+        "int", 1 << 30, _at_least(1), "Byte budget of the KV cache on CPU when num_pages is -1."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Devices and processes."""
+
+    tensor_parallel_size: int = _later("int", 1, _between(1, 8), "Tensor-parallel ranks.")
+    data_parallel_size: int = _later("int", 1, _between(1, 1024), "Data-parallel shards.")
+    expert_parallel_size: int = _later("int", 1, _between(1, 32768), "Expert-parallel ranks.")
+    master_addr: str = _inert("str", "localhost", _ANY, "Rendezvous host of several ranks.")
+    master_port: int = _inert("int", 2333, _between(1, 65535), "Rendezvous port.")
+    distributed_backend: str = _inert("str", "nccl", _ANY, "torch.distributed backend.")
+    distributed_timeout_seconds: int = _inert("int", 600, _above(0), "Collective timeout.")
+    shm_name: str = _inert("str", "diffulex_shm", _ANY, "No shared segment is used.")
+    device_start: int = _key("int", 0, _at_least(0), "First CUDA device.")
+    device_ids: tuple[int, ...] = _key("ids", (), _IDS, "CUDA devices; empty: all visible.")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfig:
+    """Choice of kernels and graphs."""
+
+    enforce_eager: bool = _key("bool", False, _one_of(True, False), "No CUDA graphs.")
+    enable_full_static_runner: bool = _key(
+        "bool", True, _one_of(True, False), "CUDA graphs for decode steps."
+    )
+    attn_impl: str = _key(
+        "str",
+        "auto",
+        _one_of("auto", "cuda", "cpu", "naive", "triton_grouped", "triton"),
+        "Attention kernels; the triton names of older files mean `auto`.",
+    )
+    enable_prefill_cudagraph: bool = _inert(
+        "bool", False, _one_of(True, False), "Prefill is eager."
+    )
+    prefill_cudagraph_max_len: int = _inert("int", 0, _at_least(0), "Prefill is eager.")
+    enable_torch_compile: bool = _inert("bool", True, _one_of(True, False), "Not used.")
+    enable_cudagraph_torch_compile: bool = _inert("bool", False, _one_of(True, False), "Not used.")
+    torch_compile_mode: str = _inert("str", "reduce-overhead", _ANY, "Not used.")
+    enable_vllm_layers: bool = _inert("bool", True, _one_of(True, False), "Not used.")
+    moe_dispatcher_backend: str = _later(
+        "str", "standard", _one_of("standard", "naive", "deepep"), "Expert dispatch."
+    )
+    moe_gemm_impl: str = _later(
+        "str", "auto", _one_of("auto", "cuda", "cpu", "naive"), "Expert GEMM."
+    )
+    deepep_mode: str = _later(
+        "str", "auto", _one_of("normal", "low_latency", "auto"), "Expert dispatch."
+    )
+    deepep_num_max_dispatch_tokens_per_rank: int = _later("int", 256, _above(0), "Dispatch.")
+    profiler_config: Mapping[str, Any] | None = _later("mapping?", None, _ANY, "Profiler.")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerConfig:
+    """Row statistics and acceptance rule."""
+
+    temperature: float | None = _key(
+        "float?", None, _at_least(0), "Temperature of requests that give none; unset: family's."
+    )
+    seed: int = _key(
+        "int", 0, _between(0, 2**64 - 1), "Engine seed; requests without a seed derive theirs."
+    )
+    mask_suppression: str = _key(
+        "str",
+        "exclude",
+        _one_of("exclude", "renormalize"),
+        "The mask token is never chosen; whether it stays in the normaliser.",
+    )
+    greedy_tie_break: str = _later(
+        "str", "lowest", _one_of("lowest", "highest"), "Id chosen among equal logits."
+    )
+    acceptance_rule: str = _key(
+        "str?",
+        None,
+        _one_of(
+            "threshold",
+            "threshold_non_strict",
+            "static",
+            "dynamic",
+            "sequential",
+            "factor",
+            "entropy_bound",
+        ),
+        "Which open positions a step accepts; unset: the family's rule.",
+    )
+    denoising_steps: int | None = _key(
+        "int?", None, _at_least(1), "Steps per block of the static rules; unset: block_size."
+    )
+    force_accept_last_step: bool = _key(
+        "bool", False, _one_of(True, False), "The last scheduled step accepts every position."
+    )
+    confidence_type: str = _key(
+        "str",
+        "max_prob",
+        _one_of("max_prob", "default", "margin_confidence", "neg_entropy"),
+        "What ranks positions; thresholds always compare the probability.",
+    )
+    confidence_space: str = _key(
+        "str?",
+        None,
+        _one_of("processed", "tempered", "raw"),
+        "Distribution of the confidence; unset: the family's.",
+    )
+    factor: float = _key("float", 1.0, _above(0), "Parameter of the factor rule.")
+    entropy_bound: float = _key("float", 0.1, _at_least(0), "Bound of the entropy rule, nats.")
+    forced_gate: str = _key(
+        "str",
+        "prev_semi_complete",
+        _one_of("prev_semi_complete", "always"),
+        "When a position may be accepted below the threshold.",
+    )
+    suppress_token_ids: tuple[int, ...] = _key("ids", (), _IDS, "Ids never chosen, at most 7.")
+    demote_token_ids: tuple[int, ...] = _later("ids", (), _IDS, "Ids accepted last.")
+    filters_at_zero_temperature: bool = _later(
+        "bool", False, _one_of(True, False), "Apply filters to greedy requests."
+    )
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "decoding": DecodingConfig,
+    "scheduler": SchedulerConfig,
+    "cache": CacheConfig,
+    "parallel": ParallelConfig,
+    "kernel": KernelConfig,
+    "sampler": SamplerConfig,
+}
+
+#: Keys of the `decoding_thresholds` mapping.
+THRESHOLD_KEYS = (
+    "add_block_threshold",
+    "semi_complete_threshold",
+    "accept_threshold",
+    "edit_threshold",
+    "remask_threshold",
+    "token_stability_threshold",
+)
+
+
+def _build_table() -> dict[str, ConfigKey]:
+    table: dict[str, ConfigKey] = {}
+    for section, cls in SECTIONS.items():
+        for item in dataclasses.fields(cls):
+            rule = item.metadata.get("rule")
+            if rule is None:
+                continue
+            table[item.name] = ConfigKey(
+                item.name,
+                section,
+                rule.kind,
+                item.default,
+                rule.legal,
+                rule.help,
+                rule.support,
+                rule.is_legal,
+            )
+    return table
+
+
+CONFIG_TABLE: dict[str, ConfigKey] = _build_table()
+
+
+def check_value(name: str, value: Any) -> Any:
+    """The value in its canonical type, or ConfigError with the name, range and value."""
+    key = CONFIG_TABLE[name]
+    kind = key.kind.rstrip("?")
+    if value is None:
+        if key.kind.endswith("?"):
+            return None
+        raise _illegal(key, value)
+    result = _coerce(kind, value)
+    if result is None or not key.is_legal(result):
+        raise _illegal(key, value)
+    if key.support is Support.DEFAULT_ONLY and result != key.default:
+        raise ConfigError(
+            f"{name}: only {key.default!r} is supported so far (documented range: {key.legal}),"
+            f" got {value!r}"
+        )
+    return result
+
+
+def _illegal(key: ConfigKey, value: Any) -> ConfigError:
+    return ConfigError(f"{key.name}: expected {key.kind} {key.legal}, got {value!r}")
+
+
+def _coerce(kind: str, value: Any) -> Any:
+    """`value` as `kind`, or None if it is of another type. A bool is never a number."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if kind == "int":
+        return int(value) if is_int else None
+    if kind == "float":
+        is_number = is_int or (isinstance(value, float) and math.isfinite(value))
+        return float(value) if is_number else None
+    if kind == "ids":
+        items = (value,) if is_int else value
+        is_list = isinstance(items, (list, tuple)) and all(
+            isinstance(i, int) and not isinstance(i, bool) for i in items
+        )
+        return tuple(items) if is_list else None
+    types = {"bool": bool, "str": str, "mapping": Mapping}
+    return value if isinstance(value, types[kind]) else None
+
+
+def render_markdown() -> str:
+    """Text of docs/configuration.md."""
+    lines = [
+        "# Configuration",
+        "",
+        "<!-- Generated by `python -m diffulex.config_table`; do not edit. -->",
+        "",
+        "Keyword arguments of `diffulex.Diffulex`, keys of the `diffulex` object in a checkpoint's",
+        "`generation_config.json`, and options of the command line share these names. Precedence:",
+        "explicit value, checkpoint, model family, the default below. An unknown key is an error.",
+        "",
+        "Column *works*: `yes`; `default only`: any other legal value is an error that says so;",
+        "`accepted, no effect`: a notice is logged.",
+        "",
+        "`decoding_thresholds` is a mapping with the keys",
+        ", ".join(f"`{name}`" for name in THRESHOLD_KEYS) + ";",
+        "missing keys take their defaults. The flat keys are deprecated aliases that override it.",
+    ]
+    for section, cls in SECTIONS.items():
+        lines += ["", f"## {section}", "", cls.__doc__ or "", ""]
+        lines += ["| key | type | default | legal | works | meaning |", "|---|---|---|---|---|---|"]
+        for key in CONFIG_TABLE.values():
+            if key.section == section:
+                kind = key.kind.replace("?", " or unset")
+                default = "unset" if key.default is None else f"`{key.default}`"
+                lines.append(
+                    f"| `{key.name}` | {kind} | {default} | {key.legal} | {key.support.value} |"
+                    f" {key.help} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(render_markdown(), end="")

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step arrays as tensors: the arenas of the core, their device mirror, the attention metadata.
+
+On CPU the tensors are views of the arena the core fills. On CUDA the core fills pinned memory, one
+copy per step moves the used part to a mirror with the same offsets, so that every tensor has a
+static address; the sampler's output arena comes back in one copy.
+
+Symbols: T rows, R requests, Nb blocks of B positions, n logits rows, P page-table width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from diffulex_ext import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+__all__ = ["AttnMetadata", "PlanViews", "SamplerViews", "StagedPlan", "StepBuffers"]
+
+_ALIGNMENT = 256
+# A plan may be filled while the copy of the one before it still runs.
+_NUM_STAGING = 2
+_DTYPES = {
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+@dataclass(slots=True)
+class AttnMetadata:
+    """What attention and the cache store need to know about one forward."""
+
+    page_tables: Tensor  # [R, P] int32, -1 = none
+    cu_seqlens_q: Tensor  # [R + 1] int32
+    context_lens: Tensor  # [R] int32
+    valid_slices: Tensor  # [R] int32, row one past the last real row
+    mask_kinds: Tensor  # [R] int32, MaskKind
+    prefix_lens: Tensor | None  # [R] int32
+    padded_prefix_lens: Tensor | None  # [R] int32
+    q_starts: Tensor | None  # [R] int32; None = context_lens
+    slot_mapping: Tensor  # [T] int32, -1 = not stored
+    block_size: int
+    page_size: int
+    max_seqlen_q: int
+    max_context_len: int
+    num_splits: int
+    kv_layout: int
+    needs_store: bool
+    workspace: Tensor | None  # uint8 scratch of block_attention
+
+
+@dataclass(slots=True)
+class PlanViews:
+    """Arrays of a StepPlan that the device reads, at full capacity."""
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int32
+    cu_seqlens_q: Tensor  # [R + 1] int32
+    context_lens: Tensor  # [R] int32
+    valid_slices: Tensor  # [R] int32
+    mask_kinds: Tensor  # [R] int32
+    prefix_lens: Tensor  # [R] int32
+    padded_prefix_lens: Tensor  # [R] int32
+    logits_rows: Tensor  # [n] int32
+    row_inv_temperature: Tensor  # [n] float32
+    row_uniforms: Tensor  # [n] float64
+    blk_tokens: Tensor  # [Nb, B] int64
+    blk_row_index: Tensor  # [Nb, B] int32
+    blk_editable_start: Tensor  # [Nb] int32
+    blk_valid_len: Tensor  # [Nb] int32
+    blk_force_top1: Tensor  # [Nb] uint8
+    blk_accept_threshold: Tensor  # [Nb] float32
+    blk_open_steps: Tensor  # [Nb] int32
+    blk_total_steps: Tensor  # [Nb] int32
+    page_tables: Tensor  # [R, P] int32
+
+
+@dataclass(slots=True)
+class SamplerViews:
+    """Arrays of a SamplerOutput at full capacity."""
+
+    write_ids: Tensor  # [Nb, B] int64
+    confidence: Tensor  # [Nb, B] float32
+    masks_left: Tensor  # [Nb] int32
+    flags: Tensor  # [Nb] int32
+    same_token_ratio: Tensor  # [Nb] float32
+
+
+@dataclass(slots=True)
+class StagedPlan:
+    """A plan, the host memory it lives in, and the tensors of what the device reads."""
+
+    plan: _core.StepPlan
+    host: Tensor
+    views: PlanViews
+
+
+def _aligned(num_bytes: int, is_pinned: bool) -> Tensor:
+    """Zeroed uint8 host memory at an address the core accepts."""
+    storage = torch.zeros(num_bytes + _ALIGNMENT, dtype=torch.uint8, pin_memory=is_pinned)
+    skip = -storage.data_ptr() % _ALIGNMENT
+    return storage[skip : skip + num_bytes]
+
+
+def _arena_tensors(arena: Tensor, arena_fields: Iterable[_core.ArenaField]) -> dict[str, Tensor]:
+    tensors = {}
+    for item in arena_fields:
+        dtype = _DTYPES[item.dtype]
+        num_elements = 1
+        for extent in item.shape:
+            num_elements *= extent
+        part = arena[item.offset : item.offset + num_elements * dtype.itemsize]
+        tensors[item.name] = part.view(dtype).view(tuple(item.shape))
+    return tensors
+
+
+def _plan_views(arena: Tensor, plan: _core.StepPlan) -> PlanViews:
+    tensors = _arena_tensors(arena, plan.fields())
+    return PlanViews(**{item.name: tensors[item.name] for item in fields(PlanViews)})
+
+
+class StepBuffers:
+    """Staging of plans and sampler outputs for one engine.
+
+    Args:
+        options: fix the capacity of every array.
+        device: where the model runs.
+    """
+
+    def __init__(self, options: _core.EngineOptions, device: torch.device) -> None:
+        self.device = device
+        self._is_cuda = device.type == "cuda"
+        plan_bytes = _core.StepPlan.arena_bytes(options)
+        output_bytes = _core.SamplerOutput.arena_bytes(options)
+        hosts = [_aligned(plan_bytes, self._is_cuda) for _ in range(_NUM_STAGING)]
+        plans = [_core.StepPlan(options, host.data_ptr(), host.numel()) for host in hosts]
+        self._mirror: Tensor | None = None
+        if self._is_cuda:
+            # Device allocations are aligned to 512 bytes.
+            self._mirror = torch.zeros(plan_bytes, dtype=torch.uint8, device=device)
+            views = _plan_views(self._mirror, plans[0])
+            self._staged = [StagedPlan(p, h, views) for p, h in zip(plans, hosts, strict=True)]
+        else:
+            self._staged = [
+                StagedPlan(p, h, _plan_views(h, p)) for p, h in zip(plans, hosts, strict=True)
+            ]
+        self._next = 0
+        self._output_host = _aligned(output_bytes, self._is_cuda)
+        self.output = _core.SamplerOutput(options, self._output_host.data_ptr(), output_bytes)
+        self._output_device = self._output_host
+        if self._is_cuda:
+            self._output_device = torch.zeros(output_bytes, dtype=torch.uint8, device=device)
+        tensors = _arena_tensors(self._output_device, self.output.fields())
+        self.sampler = SamplerViews(**{i.name: tensors[i.name] for i in fields(SamplerViews)})
+        # Samplers that never rewrite leave it alone, and the copy brings it back every step.
+        self.sampler.same_token_ratio.fill_(1.0)
+        self._downloaded: torch.cuda.Event | None = None
+        if self._is_cuda:
+            self._downloaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    @property
+    def views(self) -> PlanViews:
+        """Device tensors of the plan staged last; static on CUDA."""
+        return self._staged[self._next].views
+
+    def next_plan(self) -> _core.StepPlan:
+        """The plan to fill for the next step."""
+        self._next = (self._next + 1) % _NUM_STAGING
+        return self._staged[self._next].plan
+
+    def upload(self) -> PlanViews:
+        """Makes the arrays of the current plan visible to the device; one copy, not awaited."""
+        staged = self._staged[self._next]
+        if self._mirror is not None:
+            used = staged.plan.used_bytes()
+            self._mirror[:used].copy_(staged.host[:used], non_blocking=True)
+        return staged.views
+
+    def download(self) -> _core.SamplerOutput:
+        """The sampler's output on the host: one copy and one wait per step."""
+        if self._downloaded is not None:
+            self._output_host.copy_(self._output_device, non_blocking=True)
+            self._downloaded.record()
+            self._downloaded.synchronize()
+        return self.output

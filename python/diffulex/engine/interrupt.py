@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C at step boundaries."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import FrameType, TracebackType
+
+__all__ = ["InterruptGuard"]
+
+
+class InterruptGuard:
+    """Turns the first SIGINT inside the block into a flag, so that the running step finishes.
+
+    A second SIGINT raises KeyboardInterrupt at once. Does nothing outside the main thread, or when
+    the program has its own handler.
+    """
+
+    def __init__(self) -> None:
+        self.is_interrupted = False
+        self._previous: Any = None
+        self._is_installed = False
+
+    def __enter__(self) -> InterruptGuard:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+            self._is_installed = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._is_installed:
+            signal.signal(signal.SIGINT, self._previous)
+            self._is_installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        self.is_interrupted = True

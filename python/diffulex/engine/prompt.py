@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts in their accepted forms, and what makes one inadmissible."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from diffulex.errors import PromptError
+from diffulex.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from diffulex.config import Config
+    from diffulex.engine.tokenizer import Tokenizer
+
+__all__ = ["Prompt", "encode_prompt", "split_prompts", "spread_params"]
+
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
+
+
+def _is_int(value: object) -> bool:
+    # numpy integers index like ints; bools do not mean token ids.
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def split_prompts(prompts: Any) -> list[Prompt]:
+    """The list of prompts behind a single prompt or a list of them."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if not items:
+        raise PromptError("prompts: expected at least one prompt, got none")
+    if _is_int(items[0]):
+        return [items]
+    return items
+
+
+def spread_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """One SamplingParams per prompt.
+
+    Raises:
+        ValueError: a list of another length.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    listed = list(params)
+    if len(listed) != count:
+        raise ValueError(f"sampling_params: expected one or {count}, got {len(listed)}")
+    return listed
+
+
+def encode_prompt(
+    prompt: Prompt, config: Config, tokenizer: Tokenizer | None, use_chat_template: bool
+) -> tuple[int, ...]:
+    """Checked token ids of a prompt.
+
+    Raises:
+        PromptError: empty, too long, ids outside the vocabulary, or text without a tokenizer.
+    """
+    token_ids = _token_ids(prompt, tokenizer, use_chat_template)
+    if not token_ids:
+        raise PromptError("prompt: expected at least one token, got an empty prompt")
+    longest = config.scheduler.max_model_len - 1
+    if len(token_ids) > longest:
+        raise PromptError(
+            f"prompt: expected at most {longest} tokens (max_model_len"
+            f" {config.scheduler.max_model_len}), got {len(token_ids)}"
+        )
+    vocab_size = config.model.spec.vocab_size
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise PromptError(f"prompt: expected token ids in [0, {vocab_size}), got {bad}")
+    return token_ids
+
+
+def _token_ids(
+    prompt: Prompt, tokenizer: Tokenizer | None, use_chat_template: bool
+) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise PromptError("prompt: expected token ids (the engine has no tokenizer), got text")
+        if use_chat_template:
+            return tuple(tokenizer.apply_chat_template([{"role": "user", "content": prompt}]))
+        return tuple(tokenizer.encode(prompt))
+    items = list(prompt)
+    if items and all(isinstance(item, Mapping) for item in items):
+        if tokenizer is None:
+            raise PromptError("prompt: expected token ids (the engine has no tokenizer), got chat")
+        return tuple(tokenizer.apply_chat_template(cast("list[Mapping[str, str]]", items)))
+    for item in items:
+        if not _is_int(item):
+            raise PromptError(f"prompt: expected a text or a list of token ids, got {item!r}")
+    return tuple(int(cast("int", item)) for item in items)

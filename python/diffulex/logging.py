@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logging of the package.
+
+Importing changes no global state: module loggers have no handlers and propagate, the package
+logger holds a NullHandler. Applications call `configure` once.
+"""
+
+from __future__ import annotations
+
+import json as _json
+import logging
+import logging.handlers
+import math
+import os
+import sys
+import time
+from typing import Any, Literal
+
+from diffulex.env import get_choice, get_text
+from diffulex.errors import ConfigError
+
+__all__ = ["configure", "format_duration", "get_logger", "setup_logger", "success", "warn_once"]
+
+_ROOT = "diffulex"
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+_COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.DEBUG: "\x1b[2m"}
+_FILE_BYTES = 64 << 20
+_FILE_COUNT = 3
+_RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+logging.getLogger(_ROOT).addHandler(logging.NullHandler())
+
+_warned: set[tuple[str, str]] = set()
+
+
+def get_logger(name: str = _ROOT) -> logging.Logger:
+    """Logger of a module; it has no handlers of its own."""
+    return logging.getLogger(name)
+
+
+class _TextFormatter(logging.Formatter):
+    """`2026-01-31 12:00:00.123 INFO  engine message`; colour never enters the record."""
+
+    def __init__(self, color: bool) -> None:
+        super().__init__()
+        self._color = color
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        component = record.name.removeprefix(_ROOT + ".")
+        head = f"{stamp}.{int(record.msecs):03d} {record.levelname:<5.5} {component}"
+        color = _COLORS.get(record.levelno, "") if self._color else ""
+        if color:
+            head = f"{color}{head}\x1b[0m"
+        text = f"{head} {record.getMessage()}"
+        if record.exc_info:
+            text = f"{text}\n{self.formatException(record.exc_info)}"
+        return text
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line; `extra` fields become keys."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "ts": record.created,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "rank": 0,
+            "pid": record.process,
+            "msg": record.getMessage(),
+        }
+        entry.update({k: v for k, v in vars(record).items() if k not in _RECORD_FIELDS})
+        if record.exc_info:
+            entry["exc"] = self.formatException(record.exc_info)
+        return _json.dumps(entry, default=str)
+
+
+class _OwnedHandler:
+    """The handlers `configure` installed, so that a second call replaces them."""
+
+    handlers: tuple[logging.Handler, ...] = ()
+
+
+def configure(
+    level: str | None = None,
+    file: str | None = None,
+    json: bool | None = None,
+    color: Literal["auto", "always", "never"] = "auto",
+) -> None:
+    """Installs one stderr handler (and a rotating file) on the package logger.
+
+    For applications only. None takes the value of DIFFULEX_LOG_LEVEL, DIFFULEX_LOG_FILE and
+    DIFFULEX_LOG_FORMAT. A second call replaces the handlers of the first.
+
+    Raises:
+        ConfigError: unknown level or colour mode.
+    """
+    name = (level if level is not None else get_choice("DIFFULEX_LOG_LEVEL")).lower()
+    if name not in _LEVELS:
+        raise ConfigError(f"log level: expected one of {', '.join(_LEVELS)}, got {level!r}")
+    if color not in ("auto", "always", "never"):
+        raise ConfigError(f"log color: expected auto, always or never, got {color!r}")
+    path = file if file is not None else get_text("DIFFULEX_LOG_FILE")
+    as_json = json if json is not None else get_choice("DIFFULEX_LOG_FORMAT") == "json"
+    has_color = color == "always" or (
+        color == "auto" and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    )
+    console = logging.StreamHandler(sys.stderr)
+    console.setFormatter(_JsonFormatter() if as_json else _TextFormatter(has_color))
+    handlers: list[logging.Handler] = [console]
+    if path:
+        rotating = logging.handlers.RotatingFileHandler(
+            path, maxBytes=_FILE_BYTES, backupCount=_FILE_COUNT, encoding="utf-8"
+        )
+        rotating.setFormatter(_JsonFormatter() if as_json else _TextFormatter(False))
+        handlers.append(rotating)
+    logger = logging.getLogger(_ROOT)
+    for old in _OwnedHandler.handlers:
+        logger.removeHandler(old)
+        old.close()
+    for handler in handlers:
+        logger.addHandler(handler)
+    _OwnedHandler.handlers = tuple(handlers)
+    logger.setLevel(_LEVELS[name])
+
+
+def setup_logger(
+    name: str = _ROOT, level: int | str = logging.INFO, log_file: str | None = None
+) -> logging.Logger:
+    """`configure` under its documented older name; returns the logger `name`."""
+    text = logging.getLevelName(level) if isinstance(level, int) else level
+    configure(str(text).lower(), file=log_file)
+    return get_logger(name)
+
+
+def success(logger: logging.Logger, message: str, *args: object) -> None:
+    """Logs the good end of something long, at INFO with `event=success`."""
+    logger.info(message, *args, extra={"event": "success"})
+
+
+def warn_once(logger: logging.Logger, key: str, message: str, *args: object) -> None:
+    """Logs a warning the first time `key` is used with this logger in this process."""
+    if (logger.name, key) in _warned:
+        return
+    _warned.add((logger.name, key))
+    logger.warning(message, *args)
+
+
+def format_duration(seconds: float | None) -> str:
+    """`1h02m03s`, `2m03s`, `3s`, or `?` where unknown."""
+    if seconds is None or not math.isfinite(seconds) or seconds < 0:
+        return "?"
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, secs = divmod(rest, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m{secs:02d}s"
+    return f"{minutes}m{secs:02d}s" if minutes else f"{secs}s"

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""multi_bd: several blocks of one request in flight; buffer size 1 is single-block decoding.
+
+The model runner is the common one. Models: `sdar`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diffulex.registry import AutoKVCacheManager
+from diffulex_ext import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diffulex.config import Config
+    from diffulex.sampling_params import SamplingParams
+
+__all__ = ["make_kv_cache_manager", "make_request", "make_scheduler"]
+
+
+def make_request(
+    token_ids: Sequence[int], sampling_params: SamplingParams, config: Config
+) -> _core.Request:
+    """A request for the scheduler of the same configuration."""
+    params = sampling_params.to_core(config.sampler.temperature or 0.0)
+    return _core.Request(token_ids, params, config.to_core())
+
+
+def make_kv_cache_manager(config: Config) -> _core.KVCacheManager:
+    """Page bookkeeping of one engine."""
+    return _core.KVCacheManager(config.to_core())
+
+
+def make_scheduler(config: Config) -> _core.Scheduler:
+    """The scheduler over the strategy's KV cache manager."""
+    manager = AutoKVCacheManager.create(config.decoding.decoding_strategy, config)
+    return _core.Scheduler(config.to_core(), manager)

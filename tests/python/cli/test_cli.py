@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as a user meets it: each test is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import diffulex
+from diffulex import Diffulex, SamplingParams
+from diffulex.model.resolve import demo_dir
+from fixtures.checkpoints import MASK_ID
+from fixtures.command_line import error_line
+
+SUMMARY = re.compile(
+    r"^\[(\d+) tokens, NFE (\d+), TPF (\d+\.\d\d), (\d+\.\d) tokens/s, (\w+)\]$", re.MULTILINE
+)
+needs_demo = pytest.mark.skipif(
+    not (demo_dir() / "model.safetensors").is_file(), reason="the bundled model is not in this tree"
+)
+
+
+def expected_text(tiny_model, prompt, **params) -> str:
+    with Diffulex(str(tiny_model), device="cpu") as engine:
+        ids = engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+        return engine.generate([ids], SamplingParams(**params), summary=False)[0].text
+
+
+class TestVersion:
+    def test_output(self, run_cli):
+        result = run_cli("--version")
+        assert result.returncode == 0
+        assert result.stdout.decode() == f"diffulex {diffulex.__version__}\n"
+
+    def test_loads_no_torch(self):
+        code = (
+            "import sys; from diffulex.cli import main; main(['--version']); "
+            "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+class TestGenerate:
+    def test_text_on_stdout_and_summary_on_stderr(self, run_cli, tiny_model):
+        result = run_cli("generate", "--model", tiny_model, "--max-tokens", "13", "héllo")
+        assert result.returncode == 0, result.stderr
+        text = expected_text(tiny_model, "héllo", max_tokens=13)
+        assert result.stdout.decode() == text + "\n"
+        tokens, nfe, tpf, speed, reason = SUMMARY.search(result.stderr.decode()).groups()
+        assert int(tokens) <= 13
+        assert int(nfe) >= 1
+        assert float(tpf) == pytest.approx(int(tokens) / int(nfe), abs=0.01)
+        assert float(speed) > 0
+        assert reason in ("max_new_tokens_reached", "eos_token_generated")
+
+    def test_prompt_from_an_option_and_from_stdin_are_the_same(self, run_cli, tiny_model):
+        common = ("generate", "--model", tiny_model, "--max-tokens", "6")
+        first = run_cli(*common, "--prompt", "abc")
+        second = run_cli(*common, stdin="abc\n")
+        assert first.returncode == second.returncode == 0
+        assert first.stdout == second.stdout
+
+    def test_raw_prompt_skips_the_template(self, run_cli, tiny_model):
+        result = run_cli("generate", "--model", tiny_model, "--max-tokens", "8", "--raw", "abc")
+        with Diffulex(str(tiny_model), device="cpu") as engine:
+            output = engine.generate("abc", SamplingParams(max_tokens=8), summary=False)[0]
+        assert result.stdout.decode() == output.text + "\n"
+
+    def test_engine_flags_reach_the_engine(self, run_cli, tiny_model):
+        common = ("generate", "--model", tiny_model, "--max-tokens", "16", "--ignore-eos", "abc")
+        one_by_one = run_cli(*common, "--accept-threshold", "1.0", "--block-size", "4")
+        at_once = run_cli(*common, "--accept-threshold", "0.0", "--block-size", "4")
+        slow, fast = (SUMMARY.search(r.stderr.decode()) for r in (one_by_one, at_once))
+        assert int(slow[2]) > int(fast[2])
+
+    def test_show_denoising_in_a_pipe(self, run_cli, tiny_model):
+        result = run_cli(
+            *("generate", "--model", tiny_model, "--max-tokens", "8", "--show-denoising", "abc")
+        )
+        assert result.returncode == 0, result.stderr
+        frames, final = [], []
+        for line in result.stdout.decode().split("\n"):
+            (frames if re.match(r" *\d+ \| ", line) else final).append(line)
+        assert "░" in frames[0]
+        text = expected_text(tiny_model, "abc", max_tokens=8)
+        assert "\n".join(final) == text + "\n"
+
+    @needs_demo
+    def test_without_a_model_the_bundled_one_answers(self, run_cli):
+        prompt = "Tom has 3 bags with 4 marbles each. Then he buys 5 more marbles. "
+        result = run_cli("generate", prompt + "How many marbles does Tom have now?")
+        assert result.returncode == 0, result.stderr
+        assert "####" in result.stdout.decode()
+
+
+class TestChat:
+    def test_turns_reset_and_quit(self, run_cli, tiny_model):
+        lines = ["abc", "", "abc", "/reset", "abc", "/quit", "never"]
+        result = run_cli(
+            *("chat", "--model", tiny_model, "--max-tokens", "8"), stdin="\n".join(lines)
+        )
+        assert result.returncode == 0, result.stderr
+        assert len(SUMMARY.findall(result.stderr.decode())) == 3
+        first = expected_text(tiny_model, "abc", max_tokens=8)
+        with Diffulex(str(tiny_model), device="cpu") as engine:
+            messages = [
+                {"role": "user", "content": "abc"},
+                {"role": "assistant", "content": first},
+                {"role": "user", "content": "abc"},
+            ]
+            ids = engine.tokenizer.apply_chat_template(messages)
+            output = engine.generate([ids], SamplingParams(max_tokens=8), summary=False)[0]
+        # After the reset the first turn repeats.
+        assert result.stdout.decode() == f"{first}\n{output.text}\n{first}\n"
+
+    def test_unknown_command_and_too_long_turn_do_not_end_it(self, run_cli, tiny_model):
+        stdin = "/what\n" + "x" * 600 + "\nabc\n"
+        result = run_cli("chat", "--model", tiny_model, "--max-tokens", "4", stdin=stdin)
+        errors = [x for x in result.stderr.decode().splitlines() if x.startswith("error: ")]
+        assert result.returncode == 2
+        assert "unknown command '/what'" in errors[0]
+        assert "expected at most" in errors[1]
+        assert result.stdout.decode() == expected_text(tiny_model, "abc", max_tokens=4) + "\n"
+
+
+class TestEval:
+    def write_problems(self, path, count=6) -> None:
+        problems = [
+            {
+                "id": i,
+                "level": 1 + i % 2,
+                "question": f"{i}+1?",
+                "answer": i,
+                "solution": f"#### {i}",
+            }
+            for i in range(count)
+        ]
+        path.write_text("\n".join(map(json.dumps, problems)) + "\n")
+
+    def test_reports(self, run_cli, tiny_model, tmp_path):
+        data, report, document = (tmp_path / name for name in ("p.jsonl", "r.json", "r.md"))
+        self.write_problems(data)
+        result = run_cli(
+            *("eval", "--model", tiny_model, "--data", data, "--limit", "5", "--max-tokens", "8"),
+            *("--buffer-size", "1,2", "--accept-threshold", "0.5", "--batch", "3"),
+            *("--output", report, "--output", document),
+        )
+        assert result.returncode == 0, result.stderr
+        content = json.loads(report.read_text())
+        assert [run["setting"]["buffer_size"] for run in content["runs"]] == [1, 2]
+        for run in content["runs"]:
+            assert run["setting"]["accept_threshold"] == 0.5
+            assert run["total"]["num_problems"] == 5
+            assert [(x["group"], x["num_problems"]) for x in run["levels"]] == [("1", 3), ("2", 2)]
+            assert run["metrics"]["concurrency"] == 3
+            assert run["metrics"]["total_tokens"] <= 5 * 8
+        assert content["environment"]["command"].startswith("diffulex eval --model")
+        assert "| level | problems | correct |" in document.read_text()
+        assert "accuracy" in result.stdout.decode()
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--output", "report.txt"], "output: expected a .json or .md file"),
+            (["--output", "/no/such/dir/r.json"], "output: expected an existing directory"),
+            (["--data", "/no/such/file"], "data: cannot read /no/such/file"),
+            (["--limit", "0"], "--limit: expected an integer of at least 1"),
+            (["--accept-threshold", "0.5,1.5"], "accept_threshold"),
+        ],
+    )
+    def test_bad_arguments(self, run_cli, tiny_model, tmp_path, arguments, message):
+        self.write_problems(tmp_path / "p.jsonl")
+        base = ("eval", "--model", tiny_model, "--data", tmp_path / "p.jsonl", "--max-tokens", "4")
+        assert message in error_line(run_cli(*base, *arguments))
+
+
+class TestBadInput:
+    """One line on standard error, exit code 2, no traceback."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], "COMMAND"),
+            (["frobnicate"], "frobnicate"),
+            (["generate", "--model", "nosuch", "hi"], "expected 'demo', a directory or a hub id"),
+            (["generate", "--model", "no/such", "hi"], "cannot be fetched from the hub"),
+            (["generate", ""], "got an empty prompt"),
+            (["generate", "--prompt", "  "], "got an empty prompt"),
+            (["generate", "a", "--prompt", "b"], "got both PROMPT and --prompt"),
+            (["generate", "--blok-size", "4", "hi"], "nearest is --block-size"),
+            (["generate", "--max-tokens", "many", "hi"], "--max-tokens: expected an integer"),
+            (["generate", "--block-size", "x", "hi"], "--block-size: expected an integer"),
+        ],
+    )
+    def test_without_a_model(self, run_cli, arguments, message):
+        assert message in error_line(run_cli(*arguments))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["x" * 600], "prompt: expected at most 511 tokens"),
+            (["--block-size", "5", "hi"], "block_size"),
+            (["--buffer-size", "0", "hi"], "buffer_size"),
+            (["--accept-threshold", "1.5", "hi"], "accept_threshold"),
+            (["--device", "tpu", "hi"], "device"),
+            (["--device", "cuda", "hi"], "cuda"),
+            (["--model-name", "dream", "hi"], "model_name"),
+            (["--mask-token-id", "3000", "hi"], "mask token"),
+            (["--max-num-batched-tokens", "16", "hi"], "max_num_batched_tokens"),
+            (["--num-pages", "1", "--max-tokens", "400", "hi" * 100], "pages"),
+            (["--tensor-parallel-size", "2", "hi"], "tensor_parallel_size"),
+        ],
+    )
+    def test_impossible_configurations(self, run_cli, tiny_model, arguments, message):
+        result = run_cli("generate", "--model", tiny_model, *arguments)
+        assert message in error_line(result)
+
+    def test_empty_standard_input(self, run_cli, tiny_model):
+        assert "empty prompt" in error_line(run_cli("generate", "--model", tiny_model, stdin=""))
+
+    def test_standard_input_that_is_not_text(self, run_cli, tiny_model):
+        result = run_cli("generate", "--model", tiny_model, stdin=b"\xff\xfe\xfa")
+        assert "expected UTF-8 text" in error_line(result)
+
+    @pytest.mark.parametrize(
+        ("name", "edit", "message"),
+        [
+            ("config.json", lambda path: path.unlink(), "expected a config.json"),
+            ("config.json", lambda path: path.write_text("{"), "not valid JSON"),
+            ("model.safetensors", lambda path: path.unlink(), "expected model.safetensors"),
+            (
+                "model.safetensors",
+                lambda path: path.write_bytes(path.read_bytes()[:5000]),
+                "cannot read",
+            ),
+            ("tokenizer.json", lambda path: path.unlink(), "tokenizer"),
+            (
+                "config.json",
+                lambda path: path.write_text(path.read_text().replace("SDARFor", "LlamaFor")),
+                "sdar",
+            ),
+        ],
+    )
+    def test_broken_checkpoints(self, run_cli, tiny_model, tmp_path, name, edit, message):
+        broken = tmp_path / "broken"
+        shutil.copytree(tiny_model, broken)
+        edit(broken / name)
+        if message == "sdar":
+            config = json.loads((broken / "config.json").read_text())
+            (broken / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+        assert message in error_line(run_cli("generate", "--model", broken, "hi"))
+
+    def test_mask_token_in_the_vocabulary_is_never_generated(self, run_cli, tiny_model):
+        with Diffulex(str(tiny_model), device="cpu") as engine:
+            output = engine.generate("abc", SamplingParams(max_tokens=40), summary=False)[0]
+        assert MASK_ID not in output.token_ids
+
+
+class TestDoctor:
+    @needs_demo
+    @pytest.mark.parametrize("name", ["doctor", "info"])
+    def test_healthy(self, run_cli, name):
+        result = run_cli(name)
+        text = result.stdout.decode()
+        assert result.returncode == 0, text
+        assert text.endswith("healthy\n")
+        assert "self-test cpu block_attention: ok" in text
+        assert "self-test cpu model demo: ok" in text
+
+    def test_json(self, run_cli):
+        result = run_cli("doctor", "--json")
+        content = json.loads(result.stdout)
+        assert {"python", "build", "torch", "cuda devices"} <= content["facts"].keys()
+        failed = [check for check in content["checks"] if not check["is_ok"]]
+        assert content["is_healthy"] is (not failed)
+        assert result.returncode == (1 if failed else 0)
+
+    def test_broken_parts_are_reported(self, monkeypatch):
+        from diffulex import doctor
+
+        def fail(device: str) -> str:
+            raise RuntimeError(f"no luck on {device}\nmore text")
+
+        monkeypatch.setattr(doctor, "_self_tests", lambda: {"op": fail, "other": lambda _: "fine"})
+        report = doctor.examine()
+        assert not report.is_healthy
+        checks = {check.name: check for check in report.checks if check.device == "cpu"}
+        assert checks["op"].detail == "no luck on cpu"
+        assert checks["other"].is_ok
+        assert "self-test cpu op: FAILED (no luck on cpu)" in report.to_text()
+        assert report.to_text().endswith("broken: see the failed self-tests")
