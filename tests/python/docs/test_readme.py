@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples of README.md run as they are printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """Fenced code blocks of one language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_example(code: str, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
+def test_python_example_answers_its_question(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", blocks("python")[0]],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.stdout.count("#### 36") == 3, result.stdout
+    assert "#### 5" in result.stdout
+
+
+@pytest.mark.parametrize("line", [x for x in "".join(blocks("sh")).splitlines() if x])
+def test_shell_example(line: str, tmp_path: Path) -> None:
+    command = line.split("#", maxsplit=1)[0].strip()
+    if command.startswith("bash "):
+        script = command.split()[1]
+        assert (ROOT / script).is_file(), f"README.md names {script}"
+        return
+    if command.startswith("diffulex eval"):
+        command = re.sub(r"--limit \d+", "--limit 8", command)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    result = subprocess.run(
+        command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False,
+        input="/quit\n", env=environment, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+def test_cpp_example(tmp_path: Path) -> None:
+    import diffulex_ext
+
+    (code,) = blocks("cpp")
+    (cmake,) = blocks("cmake")
+    (tmp_path / "main.cpp").write_text(code, encoding="utf-8")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(readme LANGUAGES CXX)\n"
+        "add_executable(my_program main.cpp)\n" + cmake,
+        encoding="utf-8",
+    )
+    build = tmp_path / "build"
+    prefix = f"-DCMAKE_PREFIX_PATH={diffulex_ext.cmake_prefix_path}"
+    for command in (
+        ["cmake", "-S", str(tmp_path), "-B", str(build), prefix],
+        ["cmake", "--build", str(build)],
+        [str(build / "my_program")],
+    ):
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
