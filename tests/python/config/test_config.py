@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every row of the configuration table, and the rules between rows."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from diffulex.config import CONFIG_TABLE, Config, ModelFacts
+from diffulex.config_table import THRESHOLD_KEYS, Support, render_markdown
+from diffulex.errors import ConfigError
+from diffulex.model.config import ModelSpec
+from diffulex.registry import AutoSampler
+
+SPEC: dict[str, Any] = {
+    "family": "sdar",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_layers": 2,
+    "num_q_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "max_positions": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rotary_dim": 32,
+    "mask_token_id": 259,
+    "stop_token_ids": (256, 258),
+    "block_size": 4,
+}
+
+
+class _FamilySampler:
+    family_defaults: ClassVar[dict[str, Any]] = {
+        "accept_threshold": 0.95,
+        "acceptance_rule": "dynamic",
+        "buffer_size": 1,
+        "confidence_space": "processed",
+        "temperature": 0.0,
+    }
+
+
+class _PlainSampler:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _samplers() -> Any:
+    AutoSampler.register("config_test", _FamilySampler)
+    AutoSampler.register("config_test_plain", _PlainSampler)
+    yield
+    AutoSampler.unregister("config_test")
+    AutoSampler.unregister("config_test_plain")
+
+
+def facts(
+    name: str = "config_test", checkpoint: dict[str, Any] | None = None, **spec: Any
+) -> ModelFacts:
+    return ModelFacts(name, Path("/models/x"), ModelSpec(**{**SPEC, **spec}), checkpoint or {}, 260)
+
+
+def resolve(given: ModelFacts | None = None, /, **flat: Any) -> Config:
+    flat.setdefault("device", "cpu")
+    return Config.resolve("x", given or facts(), flat)
+
+
+# (key, legal values, illegal values) from the configuration reference.
+RANGES: list[tuple[str, list[Any], list[Any]]] = [
+    ("block_size", [4, 8, 16, 32], [0, 1, 2, 5, 64, 256, 8.0, "8", True]),
+    ("buffer_size", [1, 2, 32], [0, -1, 1.5]),
+    ("add_block_threshold", [0, 0.5, 1], [-0.01, 1.01, float("nan"), "0.5"]),
+    ("semi_complete_threshold", [0, 1.0], [-1, 2]),
+    ("accept_threshold", [0, 0.95, 1], [-0.1, 1.5, float("inf")]),
+    ("remask_threshold", [0, 1], [1.1]),
+    ("token_stability_threshold", [0, 1], [-0.5]),
+    ("max_num_reqs", [1, 512], [0, -3]),
+    ("max_model_len", [2, 2048], [1, 0]),
+    ("gpu_memory_utilization", [0.1, 1, 1.0], [0, 1.01, -0.5]),
+    ("num_pages", [-1, 1, 1000], [0, -2]),
+    ("page_size", [4, 8, 16, 32], [1, 2, 12, 64]),
+    ("enable_prefix_caching", [True, False], [1, "yes"]),
+    ("kv_cache_layout", ["unified", "distinct"], ["split"]),
+    ("k_cache_hdim_split_factor_x", [1, 4, 8], [0]),
+    ("cpu_kv_cache_bytes", [1, 1 << 31], [0]),
+    ("auto_max_nfe", [True, False], [0]),
+    ("auto_max_nfe_warmup_steps", [1, 8], [0]),
+    ("auto_max_nfe_tpf_floor", [0.5, 1], [0, -1]),
+    ("enable_chunked_prefill", [True, False], ["no"]),
+    ("decode_headroom", [True, False], [None.__class__]),
+    ("max_consecutive_prefill_batches", [0, 3], [-1]),
+    ("skip_warmup", [True, False], [2]),
+    ("mask_token_id", [0, 259], [-1, 300, 1.0]),
+    ("tokenizer_vocab_size", [1, 260], [0]),
+    ("eos", [-1, 5, [5, 6]], [-2, [300], "end"]),
+    ("dtype", ["auto", "float32", "bfloat16", "float16", "bf16", "fp32"], ["int8", "fp8"]),
+    ("device", ["auto", "cpu"], ["gpu", "cuda:x", "cpu:0"]),
+    ("master_port", [1, 65535], [0, 65536]),
+    ("distributed_timeout_seconds", [1], [0]),
+    ("device_start", [0], [-1]),
+    ("temperature", [0, 1.0, 2], [-0.1]),
+    ("seed", [0, 2**64 - 1], [-1, 2**64]),
+    ("mask_suppression", ["exclude", "renormalize"], ["off"]),
+    ("acceptance_rule", ["threshold", "dynamic", "static", "entropy_bound"], ["leftmost_prefix"]),
+    ("denoising_steps", [1, 4], [0, 5]),
+    ("confidence_type", ["max_prob", "margin_confidence", "neg_entropy"], ["margin"]),
+    ("confidence_space", ["processed", "tempered", "raw"], ["cooked"]),
+    ("factor", [0.1, 1], [0, -1]),
+    ("entropy_bound", [0, 0.1], [-0.1]),
+    ("forced_gate", ["prev_semi_complete", "always"], ["never"]),
+    ("suppress_token_ids", [[], [1, 2], (3,)], [[-1], [300], [1, 2, 3, 4, 5, 6, 7, 8], ["a"]]),
+    ("enforce_eager", [True, False], [1]),
+    ("attn_impl", ["auto", "cpu", "triton", "triton_grouped"], ["flash", "cuda", "naive"]),
+    ("prefill_cudagraph_max_len", [0, 10], [-1]),
+]
+
+
+@pytest.mark.parametrize(("key", "legal", "illegal"), RANGES, ids=[row[0] for row in RANGES])
+def test_range(key: str, legal: list[Any], illegal: list[Any]) -> None:
+    for value in legal:
+        resolve(**{key: value})
+    for value in illegal:
+        with pytest.raises(ConfigError, match=key):
+            resolve(**{key: value})
+
+
+# (key, value the engine does not have, text of the documented range)
+UNSUPPORTED = [
+    ("sampling_mode", "edit", "naive, edit"),
+    ("edit_threshold", 0.5, r"\[0, 1\]"),
+    ("max_post_edit_steps", 4, ">= 0"),
+    ("penalty_lambda", 3.0, ">= 0"),
+    ("token_merge_mode", "iter_smooth_topk", "dmax_topk, iter_smooth_topk"),
+    ("token_merge_top_k", 2, "> 0"),
+    ("token_merge_weight", 0.5, ">= 0"),
+    ("fdv2_use_block_cache", False, "True, False"),
+    ("diffusion_gemma_max_denoising_steps", 10, ">= 1"),
+    ("tensor_parallel_size", 2, r"\[1, 8\]"),
+    ("data_parallel_size", 4, r"\[1, 1024\]"),
+    ("expert_parallel_size", 2, r"\[1, 32768\]"),
+    ("use_lora", True, "True, False"),
+    ("lora_path", "adapter", "any"),
+    ("kv_cache_dtype", "fp8_e4m3", "auto, fp8_e4m3"),
+    ("greedy_tie_break", "highest", "lowest, highest"),
+    ("demote_token_ids", [1], "ids >= 0"),
+    ("moe_dispatcher_backend", "deepep", "standard, naive, deepep"),
+    ("moe_gemm_impl", "naive", "auto, cuda, cpu, naive"),
+    ("profiler_config", {"dir": "x"}, "any"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "legal"), UNSUPPORTED, ids=[u[0] for u in UNSUPPORTED])
+def test_unsupported_value_names_key_value_and_range(key: str, value: Any, legal: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: only .* is supported so far .*{legal}"):
+        resolve(**{key: value})
+    resolve(**{key: CONFIG_TABLE[key].default})
+
+
+def test_every_key_is_covered() -> None:
+    covered = {row[0] for row in RANGES} | {row[0] for row in UNSUPPORTED}
+    later = {name for name, key in CONFIG_TABLE.items() if key.support is Support.DEFAULT_ONLY}
+    same_form = {n for n in later if n.startswith(("diffusion_gemma_", "dmax_", "token_merge_"))}
+    elsewhere = {
+        "model",
+        "model_name",
+        "decoding_strategy",
+        "multi_block_prefix_full",
+        "max_num_batched_tokens",
+        "device_ids",
+        "enable_full_static_runner",
+        "force_accept_last_step",
+    }
+    free = {n for n, key in CONFIG_TABLE.items() if key.support is Support.IGNORED}
+    rest = {"pre_merge_lora", "fdv2_exact_graph_buckets", "filters_at_zero_temperature"}
+    rest |= {"deepep_mode", "deepep_num_max_dispatch_tokens_per_rank"}
+    assert set(CONFIG_TABLE) == covered | same_form | elsewhere | free | rest
+
+
+def test_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"nearest is 'block_size', got 'blok_size'"):
+        resolve(blok_size=4)
+    with pytest.raises(ConfigError, match=r"decoding_thresholds.accept"):
+        resolve(decoding_thresholds={"accept": 0.5})
+    with pytest.raises(ConfigError, match=r"expected a mapping"):
+        resolve(decoding_thresholds=0.5)
+
+
+def test_thresholds_may_be_partial_and_flat_keys_override() -> None:
+    config = resolve(decoding_thresholds={"semi_complete_threshold": 0.5})
+    assert config.decoding.semi_complete_threshold == 0.5
+    assert config.decoding.add_block_threshold == 0.1
+    config = resolve(decoding_thresholds={"accept_threshold": 0.5}, accept_threshold=0.6)
+    assert config.decoding.accept_threshold == 0.6
+    assert "edit_threshold" in THRESHOLD_KEYS
+
+
+def test_precedence_explicit_checkpoint_family_global() -> None:
+    assert resolve(facts("config_test_plain")).decoding.accept_threshold == 0.9
+    assert resolve().decoding.accept_threshold == 0.95
+    checkpoint = facts(checkpoint={"accept_threshold": 0.8, "buffer_size": 3})
+    assert resolve(checkpoint).decoding.accept_threshold == 0.8
+    assert resolve(checkpoint, accept_threshold=0.7).decoding.accept_threshold == 0.7
+    assert resolve(checkpoint).decoding.buffer_size == 3
+    assert resolve(facts("config_test_plain")).decoding.buffer_size == 4
+    # An explicit value equal to the default still beats the checkpoint.
+    assert resolve(checkpoint, accept_threshold=0.95).decoding.accept_threshold == 0.95
+
+
+def test_block_size_order_and_unsupported_training_size() -> None:
+    assert resolve().decoding.block_size == 4
+    assert resolve(facts(checkpoint={"block_size": 8})).decoding.block_size == 8
+    assert resolve(facts(block_size=None)).decoding.block_size == 32
+    with pytest.raises(ConfigError, match=r"block_size: expected int 4, 8, 16, 32, got 64"):
+        resolve(facts(block_size=64))
+    assert resolve(facts(block_size=64), block_size=32).decoding.block_size == 32
+
+
+def test_bad_checkpoint_default_names_the_file() -> None:
+    with pytest.raises(ConfigError, match=r"generation_config.json: .*blocksize"):
+        resolve(facts(checkpoint={"blocksize": 8}))
+
+
+def test_strategy_names() -> None:
+    assert resolve(decoding_strategy="block_diffusion").decoding.decoding_strategy == "multi_bd"
+    for name in ("d2f", "dmax", "fast_dllm_v2", "diffusion_gemma"):
+        with pytest.raises(
+            ConfigError, match=f"not supported yet, expected one of .*multi_bd.*{name}"
+        ):
+            resolve(decoding_strategy=name)
+    with pytest.raises(ConfigError, match=r"decoding_strategy: expected one of .*got 'multi'"):
+        resolve(decoding_strategy="multi")
+
+
+def test_prefix_full_is_forced_off_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "diffulex"):
+        config = resolve(multi_block_prefix_full=True)
+    assert config.decoding.multi_block_prefix_full is False
+    assert "multi_block_prefix_full: changed from True to False" in caplog.text
+
+
+def test_max_model_len_is_clamped_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "diffulex"):
+        config = resolve(facts(max_positions=512), max_model_len=1000)
+    assert config.scheduler.max_model_len == 512
+    assert "max_model_len: changed from 1000 to 512: positions of the model" in caplog.text
+
+
+def test_row_budget() -> None:
+    # round_up(2001, 4) + 4 = 2008 rows hold the longest prompt and a block.
+    resolve(max_model_len=2001, max_num_batched_tokens=2008)
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: expected >= 2008 .*got 2007"):
+        resolve(max_model_len=2001, max_num_batched_tokens=2007)
+    resolve(max_model_len=2001, max_num_batched_tokens=8, enable_chunked_prefill=True)
+    with pytest.raises(ConfigError, match=r"expected >= 16 .*decoding request.*got 15"):
+        resolve(buffer_size=4, max_num_batched_tokens=15, enable_chunked_prefill=True)
+    # Unset, it follows max_model_len.
+    assert resolve(max_model_len=4096).scheduler.max_num_batched_tokens == 4100
+
+
+def test_special_ids() -> None:
+    config = resolve()
+    assert config.model.mask_token_id == 259
+    assert config.model.eos == (256, 258)
+    assert config.model.tokenizer_vocab_size == 260
+    assert resolve(eos=[7, 256]).model.eos == (7, 256, 258)
+    assert resolve(eos=-1).model.eos == (256, 258)
+    with pytest.raises(ConfigError, match=r"eos: expected ids .* other than the mask id 259"):
+        resolve(eos=259)
+    with pytest.raises(ConfigError, match=r"mask_token_id: expected it in the files"):
+        resolve(facts(mask_token_id=None))
+    assert resolve(facts(mask_token_id=None), mask_token_id=0).model.mask_token_id == 0
+    assert resolve(tokenizer_vocab_size=400).model.tokenizer_vocab_size == 300
+
+
+def test_distinct_layout_needs_a_divisor() -> None:
+    resolve(kv_cache_layout="distinct", k_cache_hdim_split_factor_x=16)
+    with pytest.raises(ConfigError, match=r"divisor of head size 32, got 5"):
+        resolve(kv_cache_layout="distinct", k_cache_hdim_split_factor_x=5)
+    resolve(k_cache_hdim_split_factor_x=5)
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve(device="auto").model.device == "cpu"
+    with pytest.raises(ConfigError, match=r"expected a CUDA device below 0"):
+        resolve(device="cuda")
+    with pytest.raises(ConfigError, match=r"device_ids: expected an empty list on cpu"):
+        resolve(device_ids=[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve(device="auto").model.device == "cuda:0"
+    assert resolve(device="auto", device_ids=[1]).model.device == "cuda:1"
+    assert resolve(device="cuda", device_start=1).model.device == "cuda:1"
+    assert resolve(device="cuda:1").model.device == "cuda:1"
+    assert resolve(device="cuda").model.dtype == "bfloat16"
+    assert resolve(device="cpu").model.dtype == "float32"
+    with pytest.raises(ConfigError, match=r"device: expected cuda:0 as listed, got 'cuda:1'"):
+        resolve(device="cuda:1", device_ids=[0])
+    with pytest.raises(ConfigError, match=r"below 2"):
+        resolve(device="cuda:2")
+    with pytest.raises(ConfigError, match=r"attn_impl: expected auto or the device"):
+        resolve(device="cuda", attn_impl="cpu")
+    with pytest.raises(ConfigError, match=r"skip_warmup: expected num_pages"):
+        resolve(device="cuda", skip_warmup=True)
+
+
+def test_ignored_keys_log_a_notice_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "diffulex"):
+        resolve(enable_vllm_layers=False)
+        resolve(enable_vllm_layers=False)
+    assert caplog.text.count("enable_vllm_layers: accepted and ignored") == 1
+
+
+def test_shifted_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"shifted are not supported yet"):
+        resolve(facts(shift=True))
+
+
+def test_page_count_is_fixed_by_a_new_object() -> None:
+    config = resolve()
+    assert config.cache.num_pages == -1
+    assert config.with_num_pages(7).cache.num_pages == 7
+    assert config.cache.num_pages == -1
+    with pytest.raises(ConfigError, match=r"num_pages"):
+        config.with_num_pages(0)
+    assert resolve(max_model_len=33, page_size=16).pages_per_request == 3
+
+
+def test_core_options_carry_every_value() -> None:
+    config = resolve(
+        block_size=8,
+        buffer_size=3,
+        page_size=16,
+        num_pages=99,
+        max_num_reqs=5,
+        max_num_batched_tokens=640,
+        max_model_len=512,
+        decoding_thresholds={"add_block_threshold": 0.25, "token_stability_threshold": 0.5},
+        enable_prefix_caching=False,
+        enable_chunked_prefill=True,
+        decode_headroom=False,
+        auto_max_nfe=True,
+        auto_max_nfe_warmup_steps=3,
+        auto_max_nfe_tpf_floor=0.5,
+        max_consecutive_prefill_batches=2,
+        seed=11,
+    )
+    options = config.to_core()
+    assert (options.block_size, options.buffer_size, options.page_size) == (8, 3, 16)
+    assert (options.num_pages, options.max_num_reqs) == (99, 5)
+    assert (options.max_num_batched_tokens, options.max_model_len) == (640, 512)
+    assert (options.mask_token_id, options.vocab_size) == (259, 300)
+    assert list(options.stop_token_ids) == [256, 258]
+    assert options.thresholds.add_block == pytest.approx(0.25)
+    assert options.thresholds.accept == pytest.approx(0.95)
+    assert options.thresholds.token_stability == pytest.approx(0.5)
+    assert not options.enable_prefix_caching
+    assert options.enable_chunked_prefill
+    assert not options.decode_headroom
+    assert (options.auto_max_nfe, options.auto_max_nfe_warmup_steps) == (True, 3)
+    assert options.auto_max_nfe_tpf_floor == 0.5
+    assert options.max_consecutive_prefill_batches == 2
+    assert options.seed == 11
+
+
+def test_core_refusals_are_config_errors() -> None:
+    with pytest.raises(ConfigError, match=r"buffer_size"):
+        resolve(buffer_size=4000, max_num_batched_tokens=10**6, num_pages=10).to_core()
+
+
+def test_documentation_is_current() -> None:
+    path = Path(__file__).parents[3] / "docs" / "configuration.md"
+    assert path.read_text(encoding="utf-8") == render_markdown(), (
+        "run: python -m diffulex.config_table > docs/configuration.md"
+    )

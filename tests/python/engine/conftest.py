@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the shared modules importable and builds tiny engines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+for folder in (Path(__file__).parent, Path(__file__).parent.parent):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+import torch  # noqa: E402
+
+from tiny_engine import TinyModel  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> object:
+    """Tiny matrices gain nothing from threads, and busy machines lose much."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A random SDAR checkpoint with confident logits."""
+    return TinyModel(tmp_path_factory.mktemp("tiny"), "cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_cuda(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """The same checkpoint on CUDA."""
+    return TinyModel(tmp_path_factory.mktemp("tiny_cuda"), "cuda")
