@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/common/log_sum.h"
 #include "kernels/common/token_stats_config.h"
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/parallel.h"
@@ -89,22 +90,22 @@ void write_row(const MergeTokenStatsParams& params, int64_t row, const Merged& m
   if (merged.best_id < 0) {
     return;
   }
-  const double log_sum = merged.max + std::log(merged.sum);
+  const LogSum log_sum{merged.max, std::log(merged.sum)};
   const auto probability = [&](float z) {
-    return static_cast<float>(std::exp(static_cast<double>(z) - log_sum));
+    return static_cast<float>(std::exp(log_sum.log_probability(static_cast<double>(z))));
   };
   stats[kStatsConfidence] = probability(merged.best);
   stats[kStatsMaxProb] = stats[kStatsConfidence];
   stats[kStatsSecondProb] = probability(merged.second);
   stats[kStatsEntropy] =
       static_cast<float>(std::max(0.0, std::log(merged.sum) - merged.weighted / merged.sum));
-  stats[kStatsLogSumExp] = static_cast<float>(log_sum);
+  stats[kStatsLogSumExp] = static_cast<float>(log_sum.value());
   stats[kStatsMaxLogit] = merged.best_logit;
   stats[kStatsRawConfidence] = stats[kStatsConfidence];
 }
 
 /// P-way merge of lists that are descending with ties by ascending id.
-void merge_lists(const MergeTokenStatsParams& params, int64_t row, double log_sum) {
+void merge_lists(const MergeTokenStatsParams& params, int64_t row, const LogSum& log_sum) {
   const int64_t parts = params.part_ids.size[0];
   const int64_t top_k = params.topk_ids.size[1];
   const TensorRef& part_ids = params.part_topk_ids;
@@ -141,7 +142,8 @@ void merge_lists(const MergeTokenStatsParams& params, int64_t row, double log_su
     }
     const int64_t head = heads[static_cast<size_t>(winner)]++;
     ids[i] = id_at(winner, head);
-    probs[i] = static_cast<float>(std::exp(static_cast<double>(value_at(winner, head)) - log_sum));
+    probs[i] = static_cast<float>(
+        std::exp(log_sum.log_probability(static_cast<double>(value_at(winner, head)))));
   }
 }
 
@@ -154,7 +156,7 @@ Status merge_token_stats(const MergeTokenStatsParams& params, const ExecContext&
       const Merged merged = merge_row(params, row);
       write_row(params, row, merged);
       if (params.topk_ids.present()) {
-        merge_lists(params, row, merged.max + std::log(merged.sum));
+        merge_lists(params, row, LogSum{merged.max, std::log(merged.sum)});
       }
     }
   });

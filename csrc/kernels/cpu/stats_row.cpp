@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/common/log_sum.h"
 #include "kernels/cpu/parallel.h"
 
 namespace diffulex::cpu {
@@ -17,7 +18,7 @@ struct Normalizer {
   double sum = 0.0;
   double weighted = 0.0;
 
-  [[nodiscard]] double log_sum() const { return max + std::log(sum); }
+  [[nodiscard]] LogSum log_sum() const { return {max, std::log(sum)}; }
 };
 
 template <typename Read>
@@ -218,7 +219,7 @@ void list_top(const StatsContext& stats, const StatsRow& row, const StatsRecord*
 }
 
 void write_top(const StatsContext& stats, const TopList& list, float inv_temperature,
-               double log_sum, int64_t result_row) {
+               const LogSum& log_sum, int64_t result_row) {
   const TokenStatsParams& params = stats.params;
   int64_t* ids = params.topk_ids.as<int64_t>() + result_row * params.topk_ids.stride[0];
   float* probs = params.topk_probs.as<float>() + result_row * params.topk_probs.stride[0];
@@ -228,9 +229,9 @@ void write_top(const StatsContext& stats, const TopList& list, float inv_tempera
     if (params.partial) {
       probs[i] = filled ? list.z[i] : -INFINITY;
     } else {
-      probs[i] = filled
-                     ? static_cast<float>(std::exp(tempered(list.z[i], inv_temperature) - log_sum))
-                     : 0.0F;
+      probs[i] = filled ? static_cast<float>(std::exp(
+                              log_sum.log_probability(tempered(list.z[i], inv_temperature))))
+                        : 0.0F;
     }
   }
 }
@@ -239,7 +240,7 @@ struct RowResult {
   Normalizer all;
   TopTwo top;
   Choice choice;
-  double raw_log_sum = 0.0;
+  LogSum raw_log_sum;
   int64_t bad_count = 0;
 };
 
@@ -249,19 +250,19 @@ void write_stats(const RowResult& result, float inv_temperature, float* stats) {
   if (result.top.best_column < 0) {
     return;
   }
-  const double log_sum = result.all.log_sum();
+  const LogSum log_sum = result.all.log_sum();
   const auto probability = [&](float z) {
-    return static_cast<float>(std::exp(tempered(z, inv_temperature) - log_sum));
+    return static_cast<float>(std::exp(log_sum.log_probability(tempered(z, inv_temperature))));
   };
   stats[kStatsConfidence] = probability(result.choice.z);
   stats[kStatsMaxProb] = probability(result.top.best_z);
   stats[kStatsSecondProb] = result.top.second_column < 0 ? 0.0F : probability(result.top.second_z);
   stats[kStatsEntropy] = static_cast<float>(
       std::max(0.0, std::log(result.all.sum) - result.all.weighted / result.all.sum));
-  stats[kStatsLogSumExp] = static_cast<float>(log_sum);
+  stats[kStatsLogSumExp] = static_cast<float>(log_sum.value());
   stats[kStatsMaxLogit] = result.top.best_z;
   stats[kStatsRawConfidence] =
-      static_cast<float>(std::exp(double{result.choice.z} - result.raw_log_sum));
+      static_cast<float>(std::exp(result.raw_log_sum.log_probability(double{result.choice.z})));
 }
 
 void write_partial(const RowResult& result, float* stats) {

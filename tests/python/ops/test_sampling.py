@@ -446,6 +446,18 @@ def test_draws_follow_the_distribution(device: str) -> None:
     assert statistic < 115
 
 
+def test_infinite_logits_share_the_probability(device: str) -> None:
+    logits = torch.zeros(2, 3_000, device=device)
+    logits[0, [5, 2_900]] = torch.inf
+    logits[1, 7] = torch.inf
+    result = ops.token_stats(logits)
+    assert result.ids.tolist() == [5, 7]
+    # confidence, best, second, entropy; an infinite logit counts as the largest float32.
+    expected = torch.tensor([[0.5, 0.5, 0.5, math.log(2)], [1.0, 1.0, 0.0, 0.0]])
+    torch.testing.assert_close(result.stats[:, :4].cpu(), expected, rtol=1e-6, atol=1e-6)
+    assert result.stats[:, 7].tolist() == [2.0, 1.0]
+
+
 @pytest.mark.cuda
 def test_cpu_and_cuda_draw_the_same_ids_of_a_small_vocabulary() -> None:
     generator = torch.Generator().manual_seed(4)

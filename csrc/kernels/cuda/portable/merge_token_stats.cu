@@ -4,6 +4,7 @@
 // top-k columns. A thread owns a row: the records are a few dozen bytes.
 #include <cstdint>
 
+#include "kernels/common/log_sum.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/portable/prepare.h"
@@ -41,7 +42,7 @@ __device__ __forceinline__ bool is_better(float z, int64_t id, float best_z, int
 }
 
 struct MergedRow {
-  double log_sum;
+  LogSum log_sum;
   double entropy;
   int64_t best_id;
   float best_z;
@@ -51,7 +52,7 @@ struct MergedRow {
 };
 
 __device__ MergedRow merge_row(const MergeArgs& args, int64_t row) {
-  MergedRow merged{-INFINITY, 0.0, -1, -INFINITY, -INFINITY, -INFINITY, 0.0F};
+  MergedRow merged{LogSum{}, 0.0, -1, -INFINITY, -INFINITY, -INFINITY, 0.0F};
   double maximum = -INFINITY;
   for (int32_t part = 0; part < args.num_parts; ++part) {
     const float* stats = args.part_stats + part * args.stats_stride[0] + row * args.stats_stride[1];
@@ -79,14 +80,14 @@ __device__ MergedRow merge_row(const MergeArgs& args, int64_t row) {
     }
   }
   if (sum > 0.0) {
-    merged.log_sum = maximum + log(sum);
+    merged.log_sum = LogSum{maximum, log(sum)};
     merged.entropy = fmax(log(sum) - weighted / sum, 0.0);
   }
   return merged;
 }
 
 /// P-way merge of the shards' descending lists.
-__device__ void merge_top_k(const MergeArgs& args, int64_t row, double log_sum) {
+__device__ void merge_top_k(const MergeArgs& args, int64_t row, const LogSum& log_sum) {
   uint8_t next[kMaxParts] = {};
   for (int32_t place = 0; place < args.top_k; ++place) {
     int32_t best_part = -1;
@@ -111,7 +112,7 @@ __device__ void merge_top_k(const MergeArgs& args, int64_t row, double log_sum) 
     }
     args.topk_ids[row * args.topk_ids_out_stride + place] = best_id;
     args.topk_probs[row * args.topk_probs_out_stride + place] =
-        best_part < 0 ? 0.0F : static_cast<float>(exp(best_z - log_sum));
+        best_part < 0 ? 0.0F : static_cast<float>(exp(log_sum.log_probability(best_z)));
   }
 }
 
@@ -125,14 +126,15 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   args.ids[row] = merged.best_id;
   const bool is_empty = merged.best_id < 0;
   const float confidence =
-      is_empty ? 0.0F : static_cast<float>(exp(merged.best_z - merged.log_sum));
+      is_empty ? 0.0F : static_cast<float>(exp(merged.log_sum.log_probability(merged.best_z)));
   stats[kStatsConfidence] = confidence;
   stats[kStatsMaxProb] = confidence;
-  stats[kStatsSecondProb] = is_empty || merged.second_z == -INFINITY
-                                ? 0.0F
-                                : static_cast<float>(exp(merged.second_z - merged.log_sum));
+  stats[kStatsSecondProb] =
+      is_empty || merged.second_z == -INFINITY
+          ? 0.0F
+          : static_cast<float>(exp(merged.log_sum.log_probability(merged.second_z)));
   stats[kStatsEntropy] = is_empty ? 0.0F : static_cast<float>(merged.entropy);
-  stats[kStatsLogSumExp] = is_empty ? 0.0F : static_cast<float>(merged.log_sum);
+  stats[kStatsLogSumExp] = is_empty ? 0.0F : static_cast<float>(merged.log_sum.value());
   stats[kStatsMaxLogit] = is_empty ? 0.0F : merged.best_logit;
   stats[kStatsRawConfidence] = confidence;
   stats[kStatsBadCount] = merged.bad_count;

@@ -20,7 +20,7 @@ constexpr const char* kWhere = "diffulex::token_stats";
 
 template <typename T>
 __device__ void write_top_k(const TokenStatsArgs& args, const T* source,
-                            const RowTransform& transform, int64_t row, double log_sum,
+                            const RowTransform& transform, int64_t row, const LogSum& log_sum,
                             const FinishShared& shared) {
   for (int32_t i = threadIdx.x; i < args.top_k; i += kFinishThreads) {
     const uint64_t entry = shared.top[i];
@@ -30,7 +30,7 @@ __device__ void write_top_k(const TokenStatsArgs& args, const T* source,
       const int64_t column = ranked_index(entry);
       id = args.vocab_start + column;
       const float z = transform.tempered(transform.logit(value_at(args, source, column), column));
-      value = args.is_partial ? z : static_cast<float>(exp(z - log_sum));
+      value = args.is_partial ? z : static_cast<float>(exp(log_sum.log_probability(z)));
     }
     args.topk_ids[row * args.topk_ids_stride + i] = id;
     args.topk_probs[row * args.topk_probs_stride + i] = value;
@@ -100,18 +100,19 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
   }
   const float logit = transform.logit(value_at(args, source, chosen), chosen);
   float* stats = args.stats + row * args.stats_stride;
-  const double confidence = exp(transform.tempered(logit) - summary.log_sum);
+  const double confidence = exp(summary.log_sum.log_probability(transform.tempered(logit)));
   args.ids[row] = args.vocab_start + chosen;
   stats[kStatsConfidence] = static_cast<float>(confidence);
-  stats[kStatsMaxProb] = static_cast<float>(exp(summary.best_z - summary.log_sum));
-  stats[kStatsSecondProb] = summary.second_z == -INFINITY
-                                ? 0.0F
-                                : static_cast<float>(exp(summary.second_z - summary.log_sum));
+  stats[kStatsMaxProb] = static_cast<float>(exp(summary.log_sum.log_probability(summary.best_z)));
+  stats[kStatsSecondProb] =
+      summary.second_z == -INFINITY
+          ? 0.0F
+          : static_cast<float>(exp(summary.log_sum.log_probability(summary.second_z)));
   stats[kStatsEntropy] = static_cast<float>(summary.entropy > 0.0 ? summary.entropy : 0.0);
-  stats[kStatsLogSumExp] = static_cast<float>(summary.log_sum);
+  stats[kStatsLogSumExp] = static_cast<float>(summary.log_sum.value());
   stats[kStatsMaxLogit] = best_logit;
-  stats[kStatsRawConfidence] =
-      static_cast<float>(transform.is_tempered ? exp(logit - summary.raw_log_sum) : confidence);
+  stats[kStatsRawConfidence] = static_cast<float>(
+      transform.is_tempered ? exp(summary.raw_log_sum.log_probability(logit)) : confidence);
   stats[kStatsBadCount] = static_cast<float>(summary.bad_count);
 }
 

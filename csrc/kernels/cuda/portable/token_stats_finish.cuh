@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "diffulex/kernels/sampling.h"
+#include "kernels/common/log_sum.h"
 #include "kernels/cuda/common/reduce.cuh"
 #include "kernels/cuda/portable/token_stats.cuh"
 
@@ -103,9 +104,9 @@ __device__ __forceinline__ double chunk_scale(float value, double maximum) {
 
 /// What the records say about a row.
 struct RowSummary final {
-  double log_sum;  // natural log of the normaliser
+  LogSum log_sum;  // of the normaliser
   double entropy;
-  double raw_log_sum;
+  LogSum raw_log_sum;
   double candidates;  // candidate mass relative to exp(maximum)
   float best_key;
   float best_z;
@@ -189,9 +190,9 @@ __device__ inline RowSummary summarize(const TokenStatsArgs& args, const ChunkRe
     totals[i] = num_chunks > 0 ? shared.totals[i] : 0.0;
   }
   summary.candidates = totals[2];
-  summary.log_sum = totals[0] > 0.0 ? maximum + log(totals[0]) : -INFINITY;
+  summary.log_sum = LogSum{maximum, log(totals[0])};
   summary.entropy = totals[0] > 0.0 ? log(totals[0]) - totals[1] / totals[0] : 0.0;
-  summary.raw_log_sum = totals[3] > 0.0 ? raw_maximum + log(totals[3]) : -INFINITY;
+  summary.raw_log_sum = LogSum{raw_maximum, log(totals[3])};
   if (threadIdx.x == 0) {
     shared.maximum = maximum;
   }
