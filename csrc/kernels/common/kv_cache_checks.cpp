@@ -126,6 +126,10 @@ Status check_store_kv_cache(const StoreKvCacheParams& params) {
   DIFFULEX_RETURN_IF_ERROR(
       check_kv_cache({kOp, params.k_cache, params.v_cache, params.k_scale, params.v_scale,
                       params.kv_layout, params.k.size[1], params.k.size[2]}));
+  if (params.k_cache.numel() > 0 && params.v_cache.data == params.k_cache.data) {
+    return ArgumentCheck(kOp, "v_cache", params.v_cache)
+        .error(StatusCode::kInvalidArgument, "memory of its own", "the memory of k_cache");
+  }
   return ArgumentCheck(kOp, "slot_mapping", params.slot_mapping)
       .matches({DType::kI32, DType::kI64}, {params.k.size[0]});
 }

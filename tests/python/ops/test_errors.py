@@ -152,6 +152,15 @@ CASES: list[tuple[str, str, Change, str]] = [
     ("act_and_mul", "out", half, "expected dtype"),
     ("act_and_mul", "out", longer, "expected shape"),
     ("act_and_mul", "act", value(3), "expected"),
+    ("linear_packed", "x", half, "expected dtype float32, got float16"),
+    ("linear_packed", "x", flat, "expected shape"),
+    ("linear_packed", "x", lambda x: x[:, :0], "expected a last dimension >= 1"),
+    ("linear_packed", "packed_weight", half, "expected dtype"),
+    ("linear_packed", "packed_weight", longer, "expected shape"),
+    ("linear_packed", "packed_weight", lambda w: w[:, :8], "expected shape"),
+    ("linear_packed", "out", half, "expected dtype float32, got float16"),
+    ("linear_packed", "out", longer, "expected shape"),
+    ("linear_packed", "out_features", value(0), "expected a value >= 1, got 0"),
     ("token_stats", "logits", double, "expected dtype"),
     ("token_stats", "logits", flat, "expected shape"),
     ("token_stats", "extra_logits", half, "expected dtype"),
@@ -292,6 +301,10 @@ def test_outputs_that_are_inputs() -> None:
     tensors["residual"] = tensors["x"]
     with pytest.raises(RuntimeError, match="residual: expected memory of its own"):
         op_calls.run("add_rms_norm", tensors, numbers)
+    tensors, numbers = op_calls.make("store_kv_cache", "cpu")
+    tensors["v_cache"] = tensors["k_cache"]
+    with pytest.raises(RuntimeError, match="v_cache: expected memory of its own"):
+        op_calls.run("store_kv_cache", tensors, numbers)
 
 
 @pytest.mark.parametrize(
@@ -301,6 +314,7 @@ def test_outputs_that_are_inputs() -> None:
         ("store_kv_cache", "k"),
         ("rms_norm", "x"),
         ("act_and_mul", "x"),
+        ("linear_packed", "x"),
         ("token_stats", "logits"),
     ],
 )
@@ -380,6 +394,7 @@ def test_empty_inputs_are_legal(device: str, op: str) -> None:
         "qk_norm_rope": {"qkv": 0, "positions": 0},
         "qk_norm_rope_store": {"qkv": 0, "positions": 0, "slot_mapping": 0},
         "act_and_mul": {"x": 0, "out": 0},
+        "linear_packed": {"x": 0, "out": 0},
         "token_stats": dict.fromkeys(
             (
                 "row_index",
