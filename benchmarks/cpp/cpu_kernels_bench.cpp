@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // CPU kernels in real time: block attention (decode and prefill), RMSNorm, gated activation,
-// token_stats. The last argument of each benchmark is the number of threads.
+// packed linear products, token_stats. The last argument of each benchmark is the number of
+// threads.
 
 #include <algorithm>
 #include <cstdint>
@@ -15,6 +16,7 @@
 #include "diffulex/core/thread_pool.h"
 #include "diffulex/kernels/activation.h"
 #include "diffulex/kernels/attention.h"
+#include "diffulex/kernels/linear.h"
 #include "diffulex/kernels/norm.h"
 #include "diffulex/kernels/sampling.h"
 #include "kernels/common/half.h"
@@ -169,6 +171,32 @@ void bench_act_and_mul(benchmark::State& state) {
   state.SetBytesProcessed(state.iterations() * state.range(0) * state.range(1) * 6);
 }
 
+/// Arguments: rows, in features, out features, 1 = bfloat16 panels, threads.
+void bench_linear_packed(benchmark::State& state) {
+  const int64_t rows = state.range(0);
+  const int64_t depth = state.range(1);
+  const int64_t columns = state.range(2);
+  const std::vector<int64_t> shape = {(columns + 31) / 32, depth, 32};
+  const Bf16Tensor bf16_weight(shape);
+  std::vector<float> x(static_cast<size_t>(rows * depth), 0.5F);
+  std::vector<float> weight(static_cast<size_t>(shape[0] * depth * 32), 0.25F);
+  std::vector<float> out(static_cast<size_t>(rows * columns));
+  LinearPackedParams params;
+  params.x = vector_ref(x, DType::kF32, {rows, depth});
+  params.packed_weight =
+      state.range(3) != 0 ? bf16_weight.ref() : vector_ref(weight, DType::kF32, shape);
+  params.out = vector_ref(out, DType::kF32, {rows, columns});
+  params.out_features = static_cast<int32_t>(columns);
+  ThreadPool pool(static_cast<int32_t>(state.range(4)));
+  const ExecContext context = make_context(&pool);
+  for (auto _ : state) {
+    require(state, linear_packed(params, context));
+  }
+  state.counters["flops"] = benchmark::Counter(2.0 * static_cast<double>(rows * depth * columns),
+                                               benchmark::Counter::kIsIterationInvariantRate);
+  state.SetBytesProcessed(state.iterations() * depth * columns * (state.range(3) != 0 ? 2 : 4));
+}
+
 /// Arguments: rows, vocabulary, 1 = draw at temperature 0.8, threads.
 void bench_token_stats(benchmark::State& state) {
   const int64_t rows = state.range(0);
@@ -219,6 +247,19 @@ BENCHMARK(bench_act_and_mul)
     ->ArgNames({"rows", "width", "threads"})
     ->Args({8, 3072, 1})
     ->Args({128, 3072, 2})
+    ->UseRealTime();
+BENCHMARK(bench_linear_packed)
+    ->Name("cpu_linear_packed")
+    ->ArgNames({"rows", "in", "out", "bf16", "threads"})
+    ->Args({8, 256, 1280, 0, 1})
+    ->Args({8, 256, 1280, 0, 2})
+    ->Args({32, 256, 1280, 0, 2})
+    ->Args({8, 1024, 6144, 0, 1})
+    ->Args({8, 1024, 6144, 0, 2})
+    ->Args({8, 1024, 6144, 1, 2})
+    ->Args({32, 1024, 6144, 0, 2})
+    ->Args({256, 1024, 6144, 0, 2})
+    ->Args({32, 1024, 151936, 0, 2})
     ->UseRealTime();
 BENCHMARK(bench_token_stats)
     ->Name("cpu_token_stats")

@@ -26,6 +26,7 @@ import torch
 from random_engine import SHAPES, build_engine, build_model, random_prompts
 
 from diffulex import Diffulex, SamplingParams
+from diffulex.layers.linear import MatrixProduct
 from diffulex.model.sdar import SdarForDiffusionLM
 
 COLUMNS = (
@@ -56,9 +57,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def weight_bytes(model: SdarForDiffusionLM) -> int:
     """Bytes a forward with logits reads; of an untied embedding table only a few rows."""
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    is_tied = model.head.weight is model.embedding.weight
-    return total if is_tied else total - model.embedding.weight.nbytes
+    products = [module for module in model.modules() if isinstance(module, MatrixProduct)]
+    # A packed matrix is no parameter; the matrices are counted by their layers.
+    matrices = {id(product.weight) for product in products} | {id(model.embedding.weight)}
+    rest = sum(part.nbytes for part in model.parameters() if id(part) not in matrices)
+    return rest + sum(product.nbytes for product in products)
 
 
 def copy_bandwidth(device: str) -> float:

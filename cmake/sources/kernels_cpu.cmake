@@ -9,6 +9,7 @@ set(DIFFULEX_KERNELS_COMMON_SOURCES
   csrc/kernels/common/attention_checks.cpp
   csrc/kernels/common/attention_config.cpp
   csrc/kernels/common/kv_cache_checks.cpp
+  csrc/kernels/common/linear_checks.cpp
   csrc/kernels/common/norm_checks.cpp
   csrc/kernels/common/rope_checks.cpp
   csrc/kernels/common/sampling_checks.cpp
@@ -26,6 +27,7 @@ set(DIFFULEX_KERNELS_CPU_SOURCES
   csrc/kernels/cpu/isa/kernels_base.cpp
   csrc/kernels/cpu/kv_cache.cpp
   csrc/kernels/cpu/kv_pages.cpp
+  csrc/kernels/cpu/linear.cpp
   csrc/kernels/cpu/merge_token_stats.cpp
   csrc/kernels/cpu/norm.cpp
   csrc/kernels/cpu/rope.cpp

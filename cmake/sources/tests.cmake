@@ -31,6 +31,7 @@ set(DIFFULEX_TESTS_KERNELS_SOURCES
   tests/cpp/kernels/kernel_errors_test.cpp
   tests/cpp/kernels/kernel_table_test.cpp
   tests/cpp/kernels/kv_cache_test.cpp
+  tests/cpp/kernels/linear_test.cpp
   tests/cpp/kernels/norm_test.cpp
   tests/cpp/kernels/rope_test.cpp
   tests/cpp/kernels/row_interval_test.cpp

@@ -8,6 +8,7 @@
 #include "kernels/common/activation_checks.h"
 #include "kernels/common/attention_checks.h"
 #include "kernels/common/kv_cache_checks.h"
+#include "kernels/common/linear_checks.h"
 #include "kernels/common/norm_checks.h"
 #include "kernels/common/rope_checks.h"
 #include "kernels/common/sampling_checks.h"
@@ -158,6 +159,19 @@ Status act_and_mul(const ActAndMulParams& params, const ExecContext& context) {
       {"act_and_mul", check_act_and_mul,
        [](const ActAndMulParams& args) { return args.x.numel() == 0; }, cpu::act_and_mul,
        cuda::act_and_mul, no_workspace<ActAndMulParams>},
+      params, context);
+}
+
+Status linear_packed(const LinearPackedParams& params, const ExecContext& context) {
+  return dispatch<LinearPackedParams>(
+      {"linear_packed", check_linear_packed,
+       [](const LinearPackedParams& args) { return args.x.size[0] == 0; }, cpu::linear_packed,
+       // By design, not for want of a build: cuBLAS does dense products there.
+       [](const LinearPackedParams& /*args*/, const ExecContext& /*context*/) {
+         return make_error(StatusCode::kUnsupported,
+                           "diffulex::linear_packed: x: expected a CPU tensor, got cuda");
+       },
+       no_workspace<LinearPackedParams>},
       params, context);
 }
 

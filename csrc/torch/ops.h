@@ -70,6 +70,9 @@ void qk_norm_rope_store(const Tensor& qkv, const Tensor& positions, const Tensor
 
 void act_and_mul(const Tensor& x, const Tensor& out, int64_t act);
 
+void linear_packed(const Tensor& x, const Tensor& packed_weight, const Tensor& out,
+                   int64_t out_features);
+
 void token_stats(const Tensor& logits, const OptionalTensor& extra_logits,
                  const OptionalTensor& row_index, const OptionalTensor& inv_temperature,
                  const OptionalTensor& uniforms, const OptionalTensor& forbidden_ids,

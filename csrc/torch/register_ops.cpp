@@ -16,6 +16,8 @@ void register_ops(torch::stable::detail::StableLibrary& library) {
   library.impl("qk_norm_rope", TORCH_BOX(&qk_norm_rope));
   library.impl("qk_norm_rope_store", TORCH_BOX(&qk_norm_rope_store));
   library.impl("act_and_mul", TORCH_BOX(&act_and_mul));
+  // Also for CUDA, where it explains that it runs on the CPU only.
+  library.impl("linear_packed", TORCH_BOX(&linear_packed));
   library.impl("token_stats", TORCH_BOX(&token_stats));
   library.impl("merge_token_stats", TORCH_BOX(&merge_token_stats));
   library.impl("accept_mask_fill", TORCH_BOX(&accept_mask_fill));

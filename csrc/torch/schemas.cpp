@@ -62,6 +62,9 @@ STABLE_TORCH_LIBRARY(diffulex, library) {
   library.def("act_and_mul(Tensor x, Tensor(a!) out, *, int act) -> ()");
 
   library.def(
+      "linear_packed(Tensor x, Tensor packed_weight, Tensor(a!) out, *, int out_features) -> ()");
+
+  library.def(
       "token_stats("
       "Tensor logits, Tensor? extra_logits, Tensor? row_index, Tensor? inv_temperature, "
       "Tensor? uniforms, Tensor? forbidden_ids, Tensor? penalty_ids, "

@@ -30,6 +30,7 @@ _FLOAT32 = (torch.float32,)
 
 _PAGE_SIZES = (4, 8, 16, 32, 64, 128, 256)
 _STATS_COLUMNS = 8
+_PANEL_COLUMNS = 32
 _MAX_FORBIDDEN = 8
 _MAX_TOP_K = 64
 
@@ -450,6 +451,23 @@ def _act_and_mul(x: Tensor, out: Tensor, *, act: int) -> None:
     arguments.require("x", width % 2 == 0, "an even last dimension", width)
     arguments.tensor("out", out, (x.dtype,), (*x.shape[:-1], width // 2))
     arguments.choice("act", act, 2)
+
+
+@_register("linear_packed")
+def _linear_packed(x: Tensor, packed_weight: Tensor, out: Tensor, *, out_features: int) -> None:
+    arguments = FakeArguments("linear_packed", x)
+    arguments.tensor("x", x, _FLOAT32, (None, None))
+    num_rows, in_features = x.shape
+    arguments.require("x", in_features >= 1, "a last dimension >= 1", in_features)
+    arguments.at_least("out_features", out_features, 1)
+    num_panels = (out_features + _PANEL_COLUMNS - 1) // _PANEL_COLUMNS
+    arguments.tensor(
+        "packed_weight",
+        packed_weight,
+        (torch.float32, torch.bfloat16),
+        (num_panels, in_features, _PANEL_COLUMNS),
+    )
+    arguments.tensor("out", out, _FLOAT32, (num_rows, out_features))
 
 
 @_register("token_stats")

@@ -4,6 +4,7 @@
 #include "diffulex/kernels/activation.h"
 #include "diffulex/kernels/attention.h"
 #include "diffulex/kernels/kv_cache.h"
+#include "diffulex/kernels/linear.h"
 #include "diffulex/kernels/norm.h"
 #include "diffulex/kernels/rope.h"
 #include "diffulex/kernels/sampling.h"
@@ -26,6 +27,7 @@ namespace diffulex::cpu {
 [[nodiscard]] Status qk_norm_rope(const QkNormRopeParams& params, const ExecContext& context);
 [[nodiscard]] Status qk_norm_rope_store(const QkNormRopeParams& params, const ExecContext& context);
 [[nodiscard]] Status act_and_mul(const ActAndMulParams& params, const ExecContext& context);
+[[nodiscard]] Status linear_packed(const LinearPackedParams& params, const ExecContext& context);
 [[nodiscard]] Status token_stats(const TokenStatsParams& params, const ExecContext& context);
 [[nodiscard]] Status merge_token_stats(const MergeTokenStatsParams& params,
                                        const ExecContext& context);

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from diffulex.layers.linear import MatrixProduct
+
 
 class TokenEmbedding(nn.Module):
     """Rows of a [V, H] table by token id."""
@@ -23,20 +25,18 @@ class TokenEmbedding(nn.Module):
         return functional.embedding(input_ids, self.weight)
 
 
-class OutputHead(nn.Module):
+class OutputHead(MatrixProduct):
     """Logits of hidden rows; `tie` makes it use the table of an embedding."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        super().__init__()
-        table = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
-        self.weight = nn.Parameter(table, requires_grad=False)
+        super().__init__(hidden_size, vocab_size, dtype=dtype, device=device)
 
     def tie(self, embedding: TokenEmbedding) -> None:
-        """Releases the own matrix and shares the one of `embedding`."""
-        self.weight = embedding.weight
+        """Releases the own matrix and shares the one of `embedding`, which stays row-major."""
+        self.share(embedding.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, V] for hidden [n, H]."""
-        return torch.mm(hidden, self.weight.t())
+        return self.multiply(hidden)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layer over one or several stacked projections."""
+"""Products with weight matrices, packed on the CPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,84 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from diffulex import ops
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Linear(nn.Module):
+class MatrixProduct(nn.Module):
+    """Base of the layers that multiply rows by a weight matrix W [N, K].
+
+    On the CPU in float32, `pack` replaces the row-major matrix by the panels of
+    `ops.linear_packed`; `weight` is None from then on, unless another layer shares it. The first
+    product packs if nobody did before. `row_major` undoes it, so a layer can be filled again at any
+    time. Other dtypes and CUDA keep the row-major matrix and torch's product.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.num_rows = out_features
+        matrix = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.weight: nn.Parameter | None = nn.Parameter(matrix, requires_grad=False)
+        self._panels: torch.Tensor | None = None
+        self._is_packable = dtype == torch.float32 and matrix.device.type == "cpu"
+        self._is_shared = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix that a product reads."""
+        matrix = self.weight if self._panels is None else self._panels
+        return 0 if matrix is None else matrix.nbytes
+
+    def pack(self) -> None:
+        """Packs the matrix where that is useful; call it once the matrix has its values."""
+        if not self._is_packable or self._panels is not None:
+            return
+        self._panels = ops.pack_weight(self.row_major())
+        if not self._is_shared:
+            self.weight = None
+
+    def row_major(self) -> nn.Parameter:
+        """The matrix [N, K], for reading and writing; drops the panels."""
+        if self.weight is None:
+            if self._panels is None:
+                raise RuntimeError("diffulex: weight: expected a matrix or its panels, got none")
+            matrix = ops.unpack_weight(self._panels, self.num_rows)
+            self.weight = nn.Parameter(matrix, requires_grad=False)
+        self._panels = None
+        return self.weight
+
+    def share(self, weight: nn.Parameter) -> None:
+        """Uses the row-major matrix of another layer from now on; packing leaves it alone."""
+        self.weight = weight
+        self._panels = None
+        self._is_shared = True
+
+    def multiply(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x W^T + bias of x [T, K], in `out` [T, N] if given."""
+        if self._is_packable and self._panels is None:
+            self.pack()
+        if self._panels is not None:
+            product = ops.linear_packed(x, self._panels, self.num_rows, out=out)
+            return product if bias is None else product.add_(bias)
+        weight = self.row_major()
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
+
+
+class Linear(MatrixProduct):
     """``y = x W^T + b`` where the rows of W stack one or several projections.
 
     Projections of one input (q, k, v or gate, up) are stored as one matrix, so that they cost one
@@ -28,12 +101,9 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        super().__init__()
-        self.in_features = in_features
+        rows = sum(out_features)
+        super().__init__(in_features, rows, dtype=dtype, device=device)
         self.out_features = tuple(out_features)
-        rows = sum(self.out_features)
-        weight = torch.empty(rows, in_features, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(
@@ -41,13 +111,21 @@ class Linear(nn.Module):
             )
 
     def part(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Views of the weight rows and bias entries of projection `index`."""
+        """Views of the weight rows and bias entries of projection `index`; undoes packing."""
         start = sum(self.out_features[:index])
         rows = slice(start, start + self.out_features[index])
-        return self.weight[rows], None if self.bias is None else self.bias[rows]
+        return self.row_major()[rows], None if self.bias is None else self.bias[rows]
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Writes the product of x [T, in] to `out` [T, sum of out_features] and returns it."""
-        if self.bias is None:
-            return torch.mm(x, self.weight.t(), out=out)
-        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+        return self.multiply(x, out, self.bias)
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Packs every product of a model whose weights are complete, one matrix at a time.
+
+    Without it the first forward would do so, and take much longer than the next ones.
+    """
+    for module in model.modules():
+        if isinstance(module, MatrixProduct):
+            module.pack()

@@ -11,7 +11,7 @@ from torch import nn
 from diffulex.layers.activation import SiluAndMul
 from diffulex.layers.attention import AttentionScratch, BlockAttention
 from diffulex.layers.embedding import OutputHead, TokenEmbedding
-from diffulex.layers.linear import Linear
+from diffulex.layers.linear import Linear, MatrixProduct
 from diffulex.layers.norm import RMSNorm
 from diffulex.layers.rotary import build_cos_sin_cache
 from diffulex.model.config.sdar import read_sdar_spec
@@ -128,11 +128,14 @@ class SdarForDiffusionLM(nn.Module):
         return cast("list[SdarLayer]", self.layers)
 
     def weight_table(self) -> dict[str, torch.Tensor]:
-        """Checkpoint tensor name -> view of the memory it must fill, with its exact shape."""
+        """Checkpoint tensor name -> view of the memory it must fill, with its exact shape.
+
+        Undoes the packing of CPU weights; the next forward packs them again.
+        """
         table: dict[str, torch.Tensor] = {
             "model.embed_tokens.weight": self.embedding.weight,
             "model.norm.weight": self.norm.weight,
-            "lm_head.weight": self.head.weight,
+            "lm_head.weight": self.head.row_major(),
         }
         for index, layer in enumerate(self.decoder_layers):
             prefix = f"model.layers.{index}."
@@ -167,6 +170,9 @@ class SdarForDiffusionLM(nn.Module):
         """
         if self.spec.tie_word_embeddings:
             self.tie_embeddings()
+        for module in self.modules():
+            if isinstance(module, MatrixProduct):
+                module.row_major()
         generator = torch.Generator(device=self.embedding.weight.device).manual_seed(seed)
         for name, parameter in self.named_parameters():
             is_norm = name.endswith("norm.weight") or name.endswith(("q_norm", "k_norm"))

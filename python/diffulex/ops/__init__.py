@@ -25,6 +25,9 @@ from diffulex.ops.attention import block_attention as block_attention
 from diffulex.ops.kv_cache import copy_kv_pages as copy_kv_pages
 from diffulex.ops.kv_cache import load_kv_cache as load_kv_cache
 from diffulex.ops.kv_cache import store_kv_cache as store_kv_cache
+from diffulex.ops.linear import linear_packed as linear_packed
+from diffulex.ops.linear import pack_weight as pack_weight
+from diffulex.ops.linear import unpack_weight as unpack_weight
 from diffulex.ops.norm import add_rms_norm as add_rms_norm
 from diffulex.ops.norm import rms_norm as rms_norm
 from diffulex.ops.norm import rms_norm_add as rms_norm_add

@@ -10,6 +10,7 @@ import torch
 from diffulex.ops.activation import Activation, act_and_mul
 from diffulex.ops.attention import KvLayout, MaskKind, block_attention
 from diffulex.ops.kv_cache import copy_kv_pages, load_kv_cache, store_kv_cache
+from diffulex.ops.linear import linear_packed, pack_weight
 from diffulex.ops.norm import add_rms_norm, rms_norm, rms_norm_add
 from diffulex.ops.rope import qk_norm_rope, qk_norm_rope_store, rotary_embedding
 from diffulex.ops.sampling import accept_mask_fill, merge_token_stats, token_stats
@@ -48,6 +49,8 @@ def warmup(
     rms_norm_add(x, x.clone(), weight, 1e-6)
     for act in Activation:
         act_and_mul(x, act)
+    if device.type == "cpu" and dtype == torch.float32:
+        linear_packed(x, pack_weight(x), _NUM_TOKENS)
     for head_dim in head_dims:
         _warm_heads(device, dtype, head_dim, (num_q_heads, num_kv_heads), kv_layout)
     _warm_sampling(device, dtype, vocab_size)

@@ -12,6 +12,7 @@
 #include "diffulex/kernels/activation.h"
 #include "diffulex/kernels/attention.h"
 #include "diffulex/kernels/kv_cache.h"
+#include "diffulex/kernels/linear.h"
 #include "diffulex/kernels/norm.h"
 #include "diffulex/kernels/rope.h"
 #include "diffulex/kernels/sampling.h"
@@ -115,6 +116,31 @@ TEST(GuardPage, Rope) {
         params.neox = neox;
         const Status status = qk_norm_rope_store(params, ExecContext{});
         ASSERT_TRUE(status.ok()) << status.message();
+      }
+    }
+  }
+}
+
+TEST(GuardPage, LinearPacked) {
+  std::mt19937_64 random(3);
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const int64_t depth : {1, 7, 16, 257}) {
+      for (const int64_t columns : {1, 31, 32, 33}) {
+        for (const int64_t rows : {1, 5, 12, 13}) {
+          TestTensor x(DType::kF32, {rows, depth});
+          x.fill_normal(&random);
+          TestTensor weight(dtype, {(columns + 31) / 32, depth, 32});
+          TestTensor out(DType::kF32, {rows, columns});
+          const GuardedTensor guarded_x(x.ref());
+          const GuardedTensor guarded_weight(weight.ref());
+          const GuardedTensor guarded_out(out.ref());
+          LinearPackedParams params;
+          params.x = guarded_x.ref();
+          params.packed_weight = guarded_weight.ref();
+          params.out = guarded_out.ref();
+          params.out_features = static_cast<int32_t>(columns);
+          ASSERT_TRUE(linear_packed(params, ExecContext{}).ok());
+        }
       }
     }
   }

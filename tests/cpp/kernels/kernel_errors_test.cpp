@@ -9,6 +9,7 @@
 #include "diffulex/kernels/activation.h"
 #include "diffulex/kernels/attention.h"
 #include "diffulex/kernels/kv_cache.h"
+#include "diffulex/kernels/linear.h"
 #include "diffulex/kernels/norm.h"
 #include "diffulex/kernels/rope.h"
 #include "diffulex/kernels/sampling.h"
@@ -245,6 +246,42 @@ TEST(KernelErrors, Activation) {
                  {[](P* p) { p->out.dtype = DType::kF16; }, "out: expected dtype float32"},
                  {[](P* p) { p->act = static_cast<Activation>(3); },
                   "act: expected 0 (silu), 1 (gelu tanh) or 2 (gelu erf), got 3"}});
+}
+
+TEST(KernelErrors, Linear) {
+  TestTensor x(DType::kF32, {2, 8});
+  TestTensor weight(DType::kF32, {2, 8, 32});
+  TestTensor out(DType::kF32, {2, 40});
+  LinearPackedParams params;
+  params.x = x.ref();
+  params.packed_weight = weight.ref();
+  params.out = out.ref();
+  params.out_features = 40;
+  using P = LinearPackedParams;
+  expect_all<P>(
+      "linear_packed", params, linear_packed,
+      {{[](P* p) { p->x.dtype = DType::kBF16; }, "x: expected dtype float32, got bfloat16"},
+       {[](P* p) { p->x.rank = 1; }, "x: expected shape [*, *], got [2]"},
+       {[](P* p) { p->x.stride[1] = 2; }, "x: expected a contiguous last dimension, got stride 2"},
+       {[](P* p) { p->x.size[1] = 0; }, "x: expected a last dimension >= 1, got [2, 0]"},
+       {[](P* p) { p->out_features = 0; }, "out_features: expected a value >= 1, got 0"},
+       {[](P* p) { p->out_features = 65; },
+        "packed_weight: expected shape [3, 8, 32], got [2, 8, 32]"},
+       {[](P* p) { p->out_features = 41; }, "out: expected shape [2, 41], got [2, 40]"},
+       {[](P* p) { p->packed_weight.size[1] = 7; }, "packed_weight: expected shape [2, 8, 32]"},
+       {[](P* p) { p->packed_weight.dtype = DType::kF16; },
+        "packed_weight: expected dtype float32 or bfloat16, got float16"},
+       {[](P* p) { p->packed_weight.stride[0] = 512; },
+        "packed_weight: expected contiguous dimensions from 0 on, got stride 512"},
+       {[](P* p) { p->out.dtype = DType::kF16; }, "out: expected dtype float32, got float16"},
+       {[](P* p) { p->out.size[0] = 3; }, "out: expected shape [2, 40], got [3, 40]"},
+       {[](P* p) { p->out.data = p->x.data; },
+        "out: expected memory of its own, got the memory of x"}});
+  ExecContext context;
+  context.device = Device::kCuda;
+  expect_error(linear_packed(params, context),
+               "diffulex::linear_packed: x: expected a CPU tensor, got cuda",
+               StatusCode::kUnsupported);
 }
 
 TEST(KernelErrors, Rope) {

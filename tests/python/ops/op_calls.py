@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 T, R, HQ, HKV, D, PAGES, PAGE = 6, 2, 4, 2, 64, 5, 4
@@ -192,6 +193,14 @@ def act_and_mul() -> Call:
     return {"x": _normal(T, 2 * D), "out": torch.zeros(T, D)}, {"act": 0}
 
 
+def linear_packed() -> Call:
+    from diffulex.ops import pack_weight
+
+    packed = pack_weight(_normal(V, D))
+    tensors = {"x": _normal(T, D), "packed_weight": packed, "out": torch.zeros(T, V)}
+    return tensors, {"out_features": V}
+
+
 def token_stats() -> Call:
     tensors = {
         "logits": _normal(T, V),
@@ -286,6 +295,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         qk_norm_rope,
         qk_norm_rope_store,
         act_and_mul,
+        linear_packed,
         token_stats,
         merge_token_stats,
         accept_mask_fill,
@@ -293,8 +303,14 @@ CALLS: dict[str, Callable[[], Call]] = {
 }
 
 
+#: Ops that raise an error for CUDA tensors, and why that is right.
+CPU_ONLY = {"linear_packed": "dense products on CUDA are cuBLAS through torch"}
+
+
 def make(op: str, device: str) -> Call:
     """The call with its tensors on `device` and, where the op needs it, scratch."""
+    if device == "cuda" and op in CPU_ONLY:
+        pytest.skip(CPU_ONLY[op])
     tensors, numbers = CALLS[op]()
     tensors = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value

@@ -8,6 +8,7 @@
 
 #include "diffulex/kernels/activation.h"
 #include "diffulex/kernels/dtype.h"
+#include "diffulex/kernels/linear.h"
 #include "diffulex/kernels/sampling.h"
 
 namespace diffulex::cpu {
@@ -16,6 +17,11 @@ namespace diffulex::cpu {
 inline constexpr int32_t kKeyBlock = 64;
 /// Head dims are padded with zeros to a multiple of this in fp32 scratch.
 inline constexpr int32_t kDimPad = 16;
+/// Panel rows per pass of linear_packed: 32 KiB of float32, kept by the caches between row tiles.
+inline constexpr int32_t kLinearDepthBlock = 256;
+/// Floats between rows of the copy of x that linear_packed reads. One cache line more than a depth
+/// block, because rows a power of two apart share their cache sets and evict each other.
+inline constexpr int32_t kLinearRowStride = kLinearDepthBlock + 16;
 
 /// `count` elements in contiguous groups of `group`, groups `group_stride` elements apart.
 struct GatherArgs {
@@ -90,6 +96,18 @@ struct ActRowArgs {
   Activation act = Activation::kSilu;
 };
 
+/// One depth block of one row tile and panel: out (+)= x panel. All 32 columns are written.
+struct LinearTileArgs {
+  const float* x = nullptr;     // [rows, depth], kLinearRowStride apart
+  const void* panel = nullptr;  // [depth, kLinearPanelColumns] float32, or bfloat16 if is_bf16
+  float* out = nullptr;         // [rows, kLinearPanelColumns]
+  int64_t out_stride = 0;
+  int32_t rows = 0;   // 1 to linear_tile_rows
+  int32_t depth = 0;  // 1 to kLinearDepthBlock
+  bool is_bf16 = false;
+  bool accumulate = false;  // start from `out` instead of 0
+};
+
 /// One chunk of a vocabulary row. Columns are relative to the chunk.
 struct StatsChunkArgs {
   const void* logits = nullptr;
@@ -132,6 +150,9 @@ struct KernelTable {
   void (*store)(const float* values, DType dtype, void* out, int64_t n);
   void (*pack_keys)(const float* rows, int64_t count, int64_t padded_dim, float* packed);
   void (*attend)(const AttendArgs& args);
+  /// Adds to each element its products in the order of depth, whatever the number of rows.
+  void (*linear_tile)(const LinearTileArgs& args);
+  int32_t linear_tile_rows;
   void (*scale)(float* values, float factor, int64_t n);
   void (*norm_row)(const NormRowArgs& args);
   void (*rope_head)(const RopeHeadArgs& args);

@@ -7,8 +7,9 @@ namespace diffulex::cpu {
 namespace {
 
 constexpr KernelTable make_table(const char* name) {
-  return KernelTable{name,         load,        store,        pack_keys, attend,
-                     scale_values, norm_row,    rope_head,    act_row,   stats_chunk,
+  return KernelTable{name,         load,        store,           pack_keys,
+                     attend,       linear_tile, kLinearTileRows, scale_values,
+                     norm_row,     rope_head,   act_row,         stats_chunk,
                      stats_values, exp_shifted, find_at_least};
 }
 

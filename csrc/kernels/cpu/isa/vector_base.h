@@ -12,10 +12,21 @@ namespace {
 
 constexpr int32_t kWidth = 4;
 constexpr int32_t kRowTile = 4;
+constexpr int32_t kLinearTileRows = 6;
 using VecF = VectorOf<kWidth>::Floats;
 using VecI = VectorOf<kWidth>::Ints;
 using VecU = VectorOf<kWidth>::Words;
 using VecH = VectorOf<kWidth>::Halves;
+
+/// One float of memory in every lane; a plain load-and-broadcast, unlike splat.
+DIFFULEX_ISA_INLINE VecF broadcast(const float* value) {
+  return VecF{*value, *value, *value, *value};
+}
+
+/// a * b + c, rounded twice.
+DIFFULEX_ISA_INLINE VecF multiply_add(VecF a, VecF b, VecF c) {
+  return a * b + c;
+}
 
 /// binary16 -> float. Scaling by 2^112 moves the exponent bias and normalises subnormals exactly.
 DIFFULEX_ISA_INLINE VecF f16_to_floats(VecH halves) {

@@ -14,10 +14,21 @@ namespace {
 
 constexpr int32_t kWidth = 16;
 constexpr int32_t kRowTile = 8;
+constexpr int32_t kLinearTileRows = 12;
 using VecF = VectorOf<kWidth>::Floats;
 using VecI = VectorOf<kWidth>::Ints;
 using VecU = VectorOf<kWidth>::Words;
 using VecH = VectorOf<kWidth>::Halves;
+
+/// One float of memory in every lane; a plain load-and-broadcast, unlike splat.
+DIFFULEX_ISA_INLINE VecF broadcast(const float* value) {
+  return (VecF)_mm512_set1_ps(*value);
+}
+
+/// a * b + c, rounded once.
+DIFFULEX_ISA_INLINE VecF multiply_add(VecF a, VecF b, VecF c) {
+  return (VecF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
 
 // The unmasked intrinsics read an undefined register in GCC's header, which -Wall reports.
 constexpr __mmask16 kAllLanes = 0xFFFF;

@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "diffulex/core/status.h"
+#include "diffulex/kernels/linear.h"
+
+namespace diffulex {
+
+[[nodiscard]] Status check_linear_packed(const LinearPackedParams& params);
+
+}  // namespace diffulex

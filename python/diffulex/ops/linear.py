@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense products with a weight that was packed once, on the CPU.
+
+torch's CPU product rearranges the whole weight on every call, which for the few rows of a decode
+step costs more than the arithmetic. On CUDA there is no such op: dense products are cuBLAS through
+torch there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Output columns per panel of a packed weight.
+PANEL_COLUMNS = 32
+# Elements per look at whether a weight fits bfloat16; bounds the temporaries.
+_CHECK_ELEMENTS = 1 << 22
+
+
+def _fits_bfloat16(weight: Tensor) -> bool:
+    """Whether every element keeps its value in bfloat16."""
+    rows = max(1, _CHECK_ELEMENTS // max(1, weight.shape[1]))
+    return all(
+        torch.equal(part.to(torch.bfloat16).to(torch.float32), part)
+        for part in torch.split(weight, rows)
+    )
+
+
+@torch.no_grad()
+def pack_weight(weight: Tensor) -> Tensor:
+    """Panels [ceil(N / 32), K, 32] of a float32 weight [N, K]; columns past N are 0.
+
+    The panels are bfloat16, half the bytes to read, when that keeps every value, as for a
+    checkpoint stored in bfloat16; results are the same bits either way. Otherwise float32.
+    """
+    if weight.dim() != 2 or weight.dtype != torch.float32:
+        raise ValueError(
+            "diffulex.ops.pack_weight: weight: expected a float32 tensor [N, K], "
+            f"got {weight.dtype} {list(weight.shape)}"
+        )
+    out_features, in_features = weight.shape
+    dtype = torch.bfloat16 if _fits_bfloat16(weight) else torch.float32
+    num_whole, rest = divmod(out_features, PANEL_COLUMNS)
+    packed = torch.empty(
+        num_whole + (rest > 0), in_features, PANEL_COLUMNS, dtype=dtype, device=weight.device
+    )
+    whole = weight[: num_whole * PANEL_COLUMNS].view(num_whole, PANEL_COLUMNS, in_features)
+    packed[:num_whole].copy_(whole.transpose(1, 2))
+    if rest:
+        packed[num_whole].zero_()
+        packed[num_whole, :, :rest].copy_(weight[num_whole * PANEL_COLUMNS :].t())
+    return packed
+
+
+@torch.no_grad()
+def unpack_weight(packed: Tensor, out_features: int) -> Tensor:
+    """The float32 weight [N, K] that `pack_weight` was given."""
+    num_panels, in_features, _ = packed.shape
+    weight = torch.empty(
+        num_panels, PANEL_COLUMNS, in_features, dtype=torch.float32, device=packed.device
+    )
+    weight.copy_(packed.transpose(1, 2))
+    return weight.view(num_panels * PANEL_COLUMNS, in_features)[:out_features]
+
+
+@torch.no_grad()
+def linear_packed(
+    x: Tensor, packed_weight: Tensor, out_features: int, *, out: Tensor | None = None
+) -> Tensor:
+    """x W^T [M, N] of x [M, K] float32 and the panels of a weight [N, K]. CPU tensors only.
+
+    Every element is one sum over ascending k: the same bits for any number of rows and threads.
+    """
+    if out is None:
+        out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
+    torch.ops.diffulex.linear_packed(x, packed_weight, out, out_features=out_features)
+    return out
+
+
+@torch.no_grad()
+def linear_packed_reference(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
+    """Pure torch twin of `linear_packed`; the order of its sums is torch's."""
+    return torch.mm(x, unpack_weight(packed_weight, out_features).t())

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linear_packed, the packing of weights, and the layers that use both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import op_calls
+from diffulex import ops
+from diffulex.layers.embedding import OutputHead, TokenEmbedding
+from diffulex.layers.linear import Linear, pack_weights
+from diffulex.ops.linear import linear_packed_reference
+from tolerance import assert_accurate, to_numpy
+
+EXACT = pytest.mark.parametrize("is_bfloat16", [False, True])
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def weight_of(out_features: int, in_features: int, is_bfloat16: bool) -> torch.Tensor:
+    weight = normal(out_features, in_features)
+    return weight.bfloat16().float() if is_bfloat16 else weight
+
+
+@EXACT
+@pytest.mark.parametrize("out_features", [1, 31, 32, 33, 100])
+def test_panels_hold_the_columns_and_zeros(out_features: int, is_bfloat16: bool) -> None:
+    weight = weight_of(out_features, 7, is_bfloat16)
+    packed = ops.pack_weight(weight)
+    assert packed.dtype == (torch.bfloat16 if is_bfloat16 else torch.float32)
+    assert packed.shape == (-(-out_features // 32), 7, 32)
+    for column in range(packed.shape[0] * 32):
+        stored = packed[column // 32, :, column % 32].float()
+        expected = weight[column] if column < out_features else torch.zeros(7)
+        assert torch.equal(stored, expected)
+    assert torch.equal(ops.unpack_weight(packed, out_features), weight)
+
+
+@pytest.mark.parametrize("value", [1 + 2**-8, 1e-40 / 3, float("nan"), 3.4e38])
+def test_one_inexact_element_keeps_float32(value: float) -> None:
+    weight = torch.ones(70, 3)
+    weight[69, 2] = value
+    assert ops.pack_weight(weight).dtype == torch.float32
+
+
+@pytest.mark.parametrize("weight", [torch.ones(3), torch.ones(3, 3).half()])
+def test_pack_weight_errors(weight: torch.Tensor) -> None:
+    with pytest.raises(
+        ValueError, match=r"pack_weight: weight: expected a float32 tensor \[N, K\]"
+    ):
+        ops.pack_weight(weight)
+
+
+@EXACT
+@pytest.mark.parametrize(
+    ("rows", "in_features", "out_features"),
+    [(1, 1, 1), (3, 64, 33), (8, 256, 1280), (32, 1024, 96), (200, 300, 70)],
+)
+def test_linear_packed(rows: int, in_features: int, out_features: int, is_bfloat16: bool) -> None:
+    x = normal(rows, in_features)
+    weight = weight_of(out_features, in_features, is_bfloat16)
+    packed = ops.pack_weight(weight)
+    out = torch.full((rows, out_features), torch.nan)
+    assert ops.linear_packed(x, packed, out_features, out=out) is out
+    expected = to_numpy(x) @ to_numpy(weight).T
+    plain = torch.mm(x, weight.t())
+    slack = 1e-7 * in_features * float(x.abs().max() * weight.abs().max())
+    assert_accurate(out, expected, plain, slack=slack)
+    reference = linear_packed_reference(x, packed, out_features)
+    assert_accurate(reference, expected, plain, slack=slack)
+    assert torch.equal(ops.linear_packed(x, packed, out_features), out)
+
+
+def test_bfloat16_panels_give_the_same_bits() -> None:
+    x, weight = normal(20, 300), weight_of(70, 300, True)
+    packed = ops.pack_weight(weight)
+    assert packed.dtype == torch.bfloat16
+    wide = ops.linear_packed(x, packed.float(), 70)
+    assert torch.equal(ops.linear_packed(x, packed, 70), wide)
+
+
+@EXACT
+def test_a_row_does_not_depend_on_the_batch_nor_on_threads(is_bfloat16: bool) -> None:
+    x = normal(230, 520)
+    packed = ops.pack_weight(weight_of(600, 520, is_bfloat16))
+    alone = torch.cat([ops.linear_packed(row[None], packed, 600) for row in x])
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            for rows in (*range(1, 26), 191, 192, 193, 230):
+                assert torch.equal(ops.linear_packed(x[:rows], packed, 600), alone[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_strided_rows() -> None:
+    wide = normal(6, 96)
+    packed = ops.pack_weight(normal(40, 64))
+    out = torch.full((6, 50), torch.nan)
+    ops.linear_packed(wide[:, 16:80], packed, 40, out=out[:, 5:45])
+    assert torch.equal(out[:, 5:45], ops.linear_packed(wide[:, 16:80].contiguous(), packed, 40))
+    assert out[:, :5].isnan().all()
+    assert out[:, 45:].isnan().all()
+
+
+@pytest.mark.cuda
+def test_cuda_tensors_are_an_error() -> None:
+    tensors, numbers = op_calls.CALLS["linear_packed"]()
+    moved = {name: tensor.cuda() for name, tensor in tensors.items()}
+    message = r"^diffulex::linear_packed: x: expected a CPU tensor, got cuda$"
+    with pytest.raises(RuntimeError, match=message):
+        op_calls.run("linear_packed", moved, numbers)
+
+
+def filled(layer: Linear, is_bfloat16: bool = False) -> Linear:
+    for seed, parameter in enumerate(layer.parameters()):
+        value = normal(*parameter.shape, seed=seed)
+        parameter.copy_(value.bfloat16().float() if is_bfloat16 else value)
+    return layer
+
+
+@EXACT
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_equals_torch(bias: bool, is_bfloat16: bool) -> None:
+    layer = Linear(96, (64, 17), bias=bias, dtype=torch.float32, device="cpu")
+    filled(layer, is_bfloat16)
+    weight, offset = layer.row_major().clone(), layer.bias
+    x = normal(9, 96)
+    expected = torch.nn.functional.linear(x, weight, offset)
+    unpacked_bytes = layer.nbytes
+    out = layer(x, torch.empty(9, 81))
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+    assert layer.weight is None, "the row-major matrix is released"
+    assert layer.nbytes == 3 * 32 * 96 * (2 if is_bfloat16 else 4)
+    assert torch.equal(layer.row_major(), weight)
+    assert layer.nbytes == unpacked_bytes
+
+
+def test_a_packed_layer_can_be_filled_again() -> None:
+    layer = filled(Linear(8, (4, 5), dtype=torch.float32, device="cpu"))
+    x = normal(3, 8)
+    pack_weights(layer)
+    layer.part(1)[0].zero_()
+    out = layer(x, torch.empty(3, 9))
+    assert (out[:, 4:] == 0).all()
+    assert (out[:, :4] != 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes_are_not_packed(dtype: torch.dtype) -> None:
+    layer = filled(Linear(8, (9,), dtype=dtype, device="cpu"))
+    pack_weights(layer)
+    assert layer.weight is not None
+    x = normal(3, 8).to(dtype)
+    out = layer(x, torch.empty(3, 9, dtype=dtype))
+    assert torch.equal(out, torch.mm(x, layer.weight.t()))
+
+
+def test_a_tied_head_leaves_the_table_to_the_embedding() -> None:
+    embedding = TokenEmbedding(70, 16, dtype=torch.float32, device="cpu")
+    embedding.weight.copy_(normal(70, 16))
+    head = OutputHead(70, 16, dtype=torch.float32, device="cpu")
+    head.tie(embedding)
+    x = normal(4, 16)
+    expected = torch.mm(x, embedding.weight.t())
+    torch.testing.assert_close(head(x), expected, rtol=1e-5, atol=1e-5)
+    assert head.weight is embedding.weight
+    assert head.row_major() is embedding.weight
