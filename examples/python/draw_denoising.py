@@ -4,8 +4,7 @@
     python examples/python/draw_denoising.py --output docs/denoising.svg
 
 Grey cells are masks, orange ones were decided by that forward, blue ones earlier; the outline of a
-block tells whether it is being denoised (solid) or waits to be cached (dashed). The text of the
-finished answer stands below.
+block tells whether it is being denoised (solid) or waits to be cached (dashed).
 """
 
 from __future__ import annotations
@@ -17,31 +16,40 @@ from pathlib import Path
 from diffulex import Diffulex, SamplingParams
 from diffulex.engine.output import BlockSnapshot, DenoiseSnapshot, RequestOutput
 
-CELL = 17
-ROW = 20
-LEFT = 74
+CELL = 27
+ROW = 22
+LEFT = 78
 TOP = 66
-COLOURS = {"mask": "#e3e6ea", "new": "#f28e2b", "old": "#4e79a7", "final": "#a8c4e0"}
+COLOURS = {"mask": "#e3e6ea", "new": "#f5b26b", "old": "#8fb3d9", "final": "#d3e3f2"}
 
 
-def cell(x: float, y: float, colour: str) -> str:
-    return f'<rect x="{x:.0f}" y="{y:.0f}" width="{CELL - 2}" height="{ROW - 5}" rx="3" fill="{colour}"/>'
+def cell(x: float, y: float, state: str, text: str = "") -> str:
+    """One token: a coloured box with its text."""
+    shown = escape(text.replace("\n", "\u21b5").replace(" ", "\u00a0"))
+    return (
+        f'<rect x="{x:.0f}" y="{y:.0f}" width="{CELL - 2}" height="{ROW - 5}" rx="3" '
+        f'fill="{COLOURS[state]}"/><text x="{x + CELL / 2 - 1:.0f}" y="{y + 12:.0f}" '
+        f'class="token">{shown}</text>'
+    )
 
 
-def draw_block(block: BlockSnapshot, snapshot: DenoiseSnapshot, last: int, y: float) -> list[str]:
-    """Cells of one buffer block from the end of the prompt to position `last`, and its outline."""
+def draw_block(
+    block: BlockSnapshot, snapshot: DenoiseSnapshot, words: dict[int, str], y: float
+) -> list[str]:
+    """Cells of the positions of one buffer block that belong to the answer, and its outline."""
     parts = []
     columns = []
     for offset, token in enumerate(block.token_ids):
         position = block.start + offset
-        if not snapshot.prompt_len <= position < last:
+        if position not in words:
             continue
         column = position - snapshot.prompt_len
         columns.append(column)
         state = "mask" if token == snapshot.mask_token_id else "old"
         if offset in block.newly_written:
             state = "new"
-        parts.append(cell(LEFT + column * CELL, y, COLOURS[state]))
+        text = "" if state == "mask" else words[position]
+        parts.append(cell(LEFT + column * CELL, y, state, text))
     if columns:
         dash = ' stroke-dasharray="4 3"' if block.status == "TO_CACHE" else ""
         width = len(columns) * CELL
@@ -52,44 +60,50 @@ def draw_block(block: BlockSnapshot, snapshot: DenoiseSnapshot, last: int, y: fl
     return parts
 
 
-def draw(prompt: str, snapshots: list[DenoiseSnapshot], output: RequestOutput) -> str:
+def draw(
+    engine: Diffulex, prompt: str, snapshots: list[DenoiseSnapshot], output: RequestOutput
+) -> str:
     """The whole picture as SVG text."""
     prompt_len = len(output.prompt_token_ids)
+    words = {
+        prompt_len + index: engine.tokenizer.decode([token])
+        for index, token in enumerate(output.token_ids)
+    }
     last = prompt_len + len(output.token_ids)
     parts = []
     for index, snapshot in enumerate(snapshots):
         y = TOP + index * ROW
-        parts.append(f'<text x="8" y="{y + 12}" class="label">step {index + 1}</text>')
+        parts.append(f'<text x="8" y="{y + 12}" class="label">forward {index + 1}</text>')
         first = snapshot.blocks[0].start if snapshot.blocks else last
-        num_final = min(first, last) - prompt_len
-        parts += [cell(LEFT + i * CELL, y, COLOURS["final"]) for i in range(num_final)]
+        for position in range(prompt_len, min(first, last)):
+            x = LEFT + (position - prompt_len) * CELL
+            parts += [cell(x, y, "final", words[position])]
         for block in snapshot.blocks:
-            parts += draw_block(block, snapshot, last, y)
-    bottom = TOP + len(snapshots) * ROW + 18
-    answer = output.text.strip().splitlines()
-    parts.extend(
-        f'<text x="8" y="{bottom + number * 18}" class="answer">{escape(line)}</text>'
-        for number, line in enumerate(answer)
-    )
-    legend = [("mask", "masked"), ("new", "decided by this forward"), ("old", "decided earlier")]
-    legend.append(("final", "in the KV cache"))
+            parts += draw_block(block, snapshot, words, y)
+    legend = {
+        "mask": "masked",
+        "new": "decided by this forward",
+        "old": "decided earlier",
+        "final": "in the KV cache",
+    }
     x = 8.0
-    for state, label in legend:
-        parts.append(cell(x, 32, COLOURS[state]))
+    for state, label in legend.items():
+        parts.append(cell(x, 32, state))
         parts.append(f'<text x="{x + CELL + 2:.0f}" y="44" class="label">{label}</text>')
-        x += CELL + 12 + 6.6 * len(label)
+        x += CELL + 16 + 6.7 * len(label)
     width = max(LEFT + len(output.token_ids) * CELL + 12, 720)
-    height = bottom + len(answer) * 18 + 6
-    tpf = len(output.token_ids) / output.metrics.nfe
-    title = f"{len(output.token_ids)} tokens in {output.metrics.nfe} forwards ({tpf:.1f} a forward)"
+    height = TOP + len(snapshots) * ROW + 8
+    rate = len(output.token_ids) / output.metrics.nfe
+    title = f"{len(output.token_ids)} tokens in {output.metrics.nfe} forwards ({rate:.1f} each)"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}" font-family="DejaVu Sans Mono, monospace">',
-            "<style>.label{font-size:11px;fill:#555}.answer{font-size:13px;fill:#111}"
-            ".title{font-size:13px;fill:#111}</style>",
+            f"<title>{escape(prompt)}</title>",
+            "<style>.label{font-size:11px;fill:#555}.title{font-size:13px;fill:#111}"
+            ".token{font-size:11px;fill:#111;text-anchor:middle}</style>",
             f'<rect width="{width}" height="{height}" fill="#fff"/>',
-            f'<text x="8" y="20" class="title">{escape(prompt[:60])}… {title}</text>',
+            f'<text x="8" y="20" class="title">{title}</text>',
             *parts,
             "</svg>",
             "",
@@ -114,7 +128,8 @@ def main() -> None:
                 snapshots.append(event.snapshot)
             if event.output is not None:
                 output = event.output
-    arguments.output.write_text(draw(arguments.prompt, snapshots, output), encoding="utf-8")
+        picture = draw(engine, arguments.prompt, snapshots, output)
+    arguments.output.write_text(picture, encoding="utf-8")
     print(f"{arguments.output}: {len(snapshots)} forwards, {len(output.token_ids)} tokens")
 
 
