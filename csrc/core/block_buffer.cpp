@@ -32,6 +32,9 @@ void BlockBuffer::init(Span<const int32_t> prompt, int32_t limit_end) {
 }
 
 Span<const int32_t> BlockBuffer::tokens() const noexcept {
+  if (tokens_.empty()) {
+    return {};
+  }
   return Span<const int32_t>(tokens_.data(),
                              static_cast<size_t>(start() + rules_.buffer_size * rules_.block_size));
 }
@@ -45,6 +48,9 @@ const Block& BlockBuffer::block(int32_t index) const {
 
 Span<const int32_t> BlockBuffer::block_tokens(int32_t index) const {
   const auto begin = static_cast<size_t>(block(index).block_id * rules_.block_size);
+  if (tokens_.empty()) {
+    return {};
+  }
   return tokens().subspan(begin, static_cast<size_t>(rules_.block_size));
 }
 

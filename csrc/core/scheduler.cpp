@@ -43,6 +43,7 @@ Scheduler::Scheduler(const EngineOptions& options, KVCacheManager& kv_cache,
       kv_cache_(kv_cache),
       strategy_(std::move(strategy)),
       rules_(make_block_rules(options)),
+      layout_(PlanLayout::of(options)),
       mailbox_(std::make_unique<Mailbox>()) {
   DIFFULEX_CHECK(strategy_ != nullptr, "Scheduler: expected a strategy, got none");
   DIFFULEX_CHECK(
@@ -215,12 +216,10 @@ void Scheduler::open_events() {
 }
 
 PlanKind Scheduler::schedule(StepPlan& plan) {
-  DIFFULEX_CHECK(in_flight_ == nullptr, "schedule: expected no plan in flight, got step ",
-                 in_flight_->step_id());
-  DIFFULEX_CHECK(
-      plan.max_num_reqs() == options_.max_num_reqs && plan.block_size() == options_.block_size,
-      "schedule: expected a plan of the same options, got ", plan.max_num_reqs(),
-      " requests of block size ", plan.block_size());
+  DIFFULEX_CHECK(in_flight_ == 0, "schedule: expected no plan in flight, got step ",
+                 next_step_id_ - 1);
+  DIFFULEX_CHECK(plan.layout() == layout_, "schedule: expected a plan of ", layout_.describe(),
+                 ", got ", plan.layout().describe());
   open_events();
   drain_mailbox();
   apply_aborts();
@@ -249,7 +248,7 @@ PlanKind Scheduler::schedule(StepPlan& plan) {
   plan.seal();
   prefill_streak_ = plan.kind() == PlanKind::kPrefill ? prefill_streak_ + 1 : 0;
   ++next_step_id_;
-  in_flight_ = &plan;
+  in_flight_ = plan.identity();
   publish_stats();
   return plan.kind();
 }
@@ -319,9 +318,9 @@ void Scheduler::enter_plan(StepPlan& plan, Request& request, const StepNeed& nee
 }
 
 Status Scheduler::preempt(int64_t req_id) {
-  if (in_flight_ != nullptr) {
+  if (in_flight_ != 0) {
     return make_error(StatusCode::kInvalidArgument,
-                      "preempt: expected no plan in flight, got step ", in_flight_->step_id());
+                      "preempt: expected no plan in flight, got step ", next_step_id_ - 1);
   }
   open_events();
   const auto found = requests_.find(req_id);

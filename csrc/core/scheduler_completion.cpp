@@ -43,10 +43,10 @@ Status Scheduler::collect_writes(StepPlan& plan, const SamplerOutput& output) {
   writes_.clear();
   next_write_ = 0;
   const int32_t block_size = rules_.block_size;
-  if (output.block_size() != block_size || output.max_num_blocks() < plan.num_blocks()) {
-    return make_error(StatusCode::kInvalidArgument,
-                      "complete_step: expected an output of >= ", plan.num_blocks(), " blocks of ",
-                      block_size, ", got ", output.max_num_blocks(), " of ", output.block_size());
+  if (output.block_size() != block_size || output.max_num_blocks() != layout_.max_num_blocks()) {
+    return make_error(StatusCode::kInvalidArgument, "complete_step: expected an output of ",
+                      layout_.max_num_blocks(), " blocks of ", block_size, ", got ",
+                      output.max_num_blocks(), " of ", output.block_size());
   }
   const int64_t* write_ids = output.write_ids().data();
   for (int32_t blk = 0; blk < plan.num_blocks(); ++blk) {
@@ -84,9 +84,9 @@ Status Scheduler::collect_writes(StepPlan& plan, const SamplerOutput& output) {
 }
 
 Result<const StepEvents*> Scheduler::complete_step(StepPlan& plan, const SamplerOutput& output) {
-  const bool is_idle = in_flight_ == nullptr && plan.kind() == PlanKind::kIdle;
+  const bool is_idle = in_flight_ == 0 && plan.kind() == PlanKind::kIdle;
   if (!is_idle) {
-    if (in_flight_ != &plan) {
+    if (in_flight_ != plan.identity()) {
       return make_error(StatusCode::kInvalidArgument,
                         "complete_step: expected the plan in flight, ", "got step ",
                         plan.step_id());
@@ -105,10 +105,11 @@ Result<const StepEvents*> Scheduler::complete_step(StepPlan& plan, const Sampler
     for (size_t r = 0; r < plan_requests_.size(); ++r) {
       finish_plan_request(plan, static_cast<int32_t>(r), output);
     }
-    counters_.num_rows += plan.num_rows();
+    // Requests that only pad the plan to a graph bucket come after the real ones.
+    counters_.num_rows += plan.cu_seqlens_q()[plan_requests_.size()];
     ++(plan.kind() == PlanKind::kPrefill ? counters_.num_prefill_steps
                                          : counters_.num_decode_steps);
-    in_flight_ = nullptr;
+    in_flight_ = 0;
     plan_requests_.clear();
     publish_stats();
 #ifndef NDEBUG
@@ -128,7 +129,8 @@ void Scheduler::finish_plan_request(StepPlan& plan, int32_t req_idx, const Sampl
   while (next_write_ < writes_.size() && writes_[next_write_].blk < plan.first_block(req_idx + 1)) {
     ++next_write_;
   }
-  RequestEvent event;
+  // Filled in place: a copy of a local would wait for its small stores to become wide loads.
+  RequestEvent& event = events_.requests.emplace_back();
   event.req_id = request.req_id;
   event.request_slot = request.request_slot;
   event.is_prefill = request.step.is_prefill;
@@ -158,7 +160,6 @@ void Scheduler::finish_plan_request(StepPlan& plan, int32_t req_idx, const Sampl
   event.appended_len = static_cast<int32_t>(events_.appended_tokens.size()) - event.appended_begin;
   event.nfe = request.nfe;
   event.is_finished = event.finish_reason != FinishReason::kNone;
-  events_.requests.push_back(event);
   if (event.is_finished) {
     finish_request(request, event.finish_reason);
   }
@@ -186,7 +187,7 @@ void Scheduler::finish_request(Request& request, FinishReason reason) {
 }
 
 Status Scheduler::cancel_step(StepPlan& plan) {
-  if (in_flight_ != &plan) {
+  if (in_flight_ != plan.identity()) {
     return make_error(StatusCode::kInvalidArgument, "cancel_step: expected the plan in flight, ",
                       "got step ", plan.step_id());
   }
@@ -198,7 +199,7 @@ Status Scheduler::cancel_step(StepPlan& plan) {
       preempt_request(request);
     }
   }
-  in_flight_ = nullptr;
+  in_flight_ = 0;
   plan_requests_.clear();
   ++counters_.num_cancelled_steps;
   publish_stats();
@@ -224,7 +225,7 @@ void Scheduler::release_all() {
   while (waiting_head_ != nullptr) {
     finish_request(*waiting_head_, FinishReason::kAborted);
   }
-  in_flight_ = nullptr;
+  in_flight_ = 0;
   plan_requests_.clear();
   publish_stats();
 }
@@ -246,6 +247,16 @@ Status Scheduler::check_request(const Request& request) const {
     return make_error(StatusCode::kInternal, "Scheduler: expected pages for ",
                       request.context_len(), " positions of request ", request.req_id, ", got ",
                       covered);
+  }
+  // Everything from the context on may still be written, up to the last page.
+  const int64_t first_open = request.context_len() / kv_cache_.page_size();
+  for (int64_t position = first_open * kv_cache_.page_size(); is_running && position < covered;
+       position += kv_cache_.page_size()) {
+    if (!kv_cache_.is_writable(request.page_table, static_cast<int32_t>(position))) {
+      return make_error(StatusCode::kInternal, "Scheduler: expected private pages from position ",
+                        request.context_len(), " of request ", request.req_id,
+                        " on, got a shared one at ", position);
+    }
   }
   const int32_t output_len = request.settled_end() - request.prompt_len;
   if (output_len > request.params.max_tokens || request.settled_end() > options_.max_model_len) {

@@ -2,6 +2,8 @@
 #include "diffulex/core/step_plan.h"
 
 #include <algorithm>
+#include <atomic>
+#include <sstream>
 #include <utility>
 
 namespace diffulex {
@@ -19,17 +21,48 @@ constexpr int32_t kBlockCausalMask = 1;
   return ArenaField{name, dtype, 0, rows, cols, true};
 }
 
-[[nodiscard]] int32_t row_capacity(const EngineOptions& options) {
-  return std::max(options.max_num_batched_tokens, options.max_num_reqs * options.decode_rows());
+/// Uniform of a row that is not sampled.
+constexpr double kGreedyUniform = 0.5;
+
+[[nodiscard]] uint64_t next_identity() noexcept {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
 }
 
 }  // namespace
 
+PlanLayout PlanLayout::of(const EngineOptions& options) {
+  PlanLayout layout;
+  layout.block_size = options.block_size;
+  layout.buffer_size = options.buffer_size;
+  layout.page_size = options.page_size;
+  layout.max_pages_per_req = options.max_pages_per_req();
+  layout.max_num_reqs = options.max_num_reqs;
+  layout.max_num_rows =
+      std::max(options.max_num_batched_tokens, options.max_num_reqs * options.decode_rows());
+  return layout;
+}
+
+std::string PlanLayout::describe() const {
+  std::ostringstream text;
+  text << "block_size " << block_size << ", buffer_size " << buffer_size << ", page_size "
+       << page_size << ", max_pages_per_req " << max_pages_per_req << ", max_num_reqs "
+       << max_num_reqs << ", max_num_rows " << max_num_rows;
+  return text.str();
+}
+
+bool PlanLayout::operator==(const PlanLayout& other) const noexcept {
+  return block_size == other.block_size && buffer_size == other.buffer_size &&
+         page_size == other.page_size && max_pages_per_req == other.max_pages_per_req &&
+         max_num_reqs == other.max_num_reqs && max_num_rows == other.max_num_rows;
+}
+
 std::vector<ArenaField> StepPlan::make_fields(const EngineOptions& options) {
-  const int64_t rows = row_capacity(options);
-  const int64_t reqs = options.max_num_reqs;
-  const int64_t blocks = reqs * options.buffer_size;
-  const int64_t width = options.block_size;
+  const PlanLayout layout = PlanLayout::of(options);
+  const int64_t rows = layout.max_num_rows;
+  const int64_t reqs = layout.max_num_reqs;
+  const int64_t blocks = layout.max_num_blocks();
+  const int64_t width = layout.block_size;
   const int64_t logits = blocks * width;
   std::vector<ArenaField> fields = {
       vector_field("input_ids", ArenaDtype::kInt64, rows),
@@ -43,6 +76,7 @@ std::vector<ArenaField> StepPlan::make_fields(const EngineOptions& options) {
       vector_field("mask_kinds", ArenaDtype::kInt32, reqs),
       vector_field("prefix_lens", ArenaDtype::kInt32, reqs),
       vector_field("padded_prefix_lens", ArenaDtype::kInt32, reqs),
+      vector_field("last_row_index", ArenaDtype::kInt32, reqs),
       vector_field("req_ids", ArenaDtype::kInt64, reqs),
       vector_field("request_slots", ArenaDtype::kInt32, reqs),
       vector_field("logits_rows", ArenaDtype::kInt32, logits),
@@ -52,6 +86,7 @@ std::vector<ArenaField> StepPlan::make_fields(const EngineOptions& options) {
       vector_field("blk_id", ArenaDtype::kInt32, blocks),
       vector_field("blk_start", ArenaDtype::kInt32, blocks),
       vector_field("blk_row0", ArenaDtype::kInt32, blocks),
+      vector_field("blk_prev_row", ArenaDtype::kInt32, blocks),
       matrix_field("blk_tokens", ArenaDtype::kInt64, blocks, width),
       matrix_field("blk_row_index", ArenaDtype::kInt32, blocks, width),
       vector_field("blk_editable_start", ArenaDtype::kInt32, blocks),
@@ -61,7 +96,7 @@ std::vector<ArenaField> StepPlan::make_fields(const EngineOptions& options) {
       vector_field("blk_total_steps", ArenaDtype::kInt32, blocks),
       vector_field("blk_open_steps", ArenaDtype::kInt32, blocks),
       vector_field("blk_post_edit_steps", ArenaDtype::kInt32, blocks),
-      matrix_field("page_tables", ArenaDtype::kInt32, reqs, options.max_pages_per_req()),
+      matrix_field("page_tables", ArenaDtype::kInt32, reqs, layout.max_pages_per_req),
   };
   Arena::layout(fields);
   return fields;
@@ -78,20 +113,20 @@ StepPlan::StepPlan(const EngineOptions& options, void* memory, size_t bytes)
 
 StepPlan::StepPlan(const EngineOptions& options, Arena arena)
     : arena_(std::move(arena)),
-      block_size_(options.block_size),
-      page_size_(options.page_size),
-      max_pages_(options.max_pages_per_req()),
-      max_reqs_(options.max_num_reqs),
-      max_rows_(row_capacity(options)),
+      layout_(PlanLayout::of(options)),
+      identity_(next_identity()),
       first_block_(static_cast<size_t>(options.max_num_reqs) + 1, 0),
       page_rows_(static_cast<size_t>(options.max_num_reqs)) {
-  const int64_t entries = int64_t{max_reqs_} * max_pages_;
+  const int64_t entries = int64_t{layout_.max_num_reqs} * layout_.max_pages_per_req;
   std::fill_n(ptr<int32_t>(PlanArray::kPageTables), entries, -1);
+  // The arena is zeroed, which is what inverse temperatures of greedy rows are.
+  std::fill_n(ptr<double>(PlanArray::kRowUniforms), max_logits_rows(), kGreedyUniform);
 }
 
 size_t StepPlan::used_bytes() const noexcept {
   const size_t offset = arena_.fields()[static_cast<size_t>(PlanArray::kPageTables)].offset;
-  return offset + static_cast<size_t>(int64_t{num_reqs_} * max_pages_) * sizeof(int32_t);
+  return offset +
+         static_cast<size_t>(int64_t{num_reqs_} * layout_.max_pages_per_req) * sizeof(int32_t);
 }
 
 Span<int32_t> StepPlan::cu_seqlens_q() noexcept {
@@ -108,17 +143,17 @@ Span<int64_t> StepPlan::req_ids() noexcept {
 
 Span<int64_t> StepPlan::blk_tokens() noexcept {
   return Span<int64_t>(ptr<int64_t>(PlanArray::kBlkTokens),
-                       static_cast<size_t>(num_blocks_ * block_size_));
+                       static_cast<size_t>(num_blocks_ * layout_.block_size));
 }
 
 Span<int32_t> StepPlan::blk_row_index() noexcept {
   return Span<int32_t>(ptr<int32_t>(PlanArray::kBlkRowIndex),
-                       static_cast<size_t>(num_blocks_ * block_size_));
+                       static_cast<size_t>(num_blocks_ * layout_.block_size));
 }
 
 Span<int32_t> StepPlan::page_tables() noexcept {
   return Span<int32_t>(ptr<int32_t>(PlanArray::kPageTables),
-                       static_cast<size_t>(int64_t{num_reqs_} * max_pages_));
+                       static_cast<size_t>(int64_t{num_reqs_} * layout_.max_pages_per_req));
 }
 
 void StepPlan::reset(PlanKind kind, int64_t step_id) {
@@ -137,47 +172,85 @@ void StepPlan::reset(PlanKind kind, int64_t step_id) {
 }
 
 int32_t StepPlan::append_request(int64_t req_id, int32_t request_slot, int32_t num_rows) {
-  DIFFULEX_CHECK(num_reqs_ < max_reqs_ && num_rows_ + num_rows <= max_rows_,
-                 "StepPlan::append_request: expected at most ", max_reqs_, " requests and ",
-                 max_rows_, " rows, got ", num_reqs_ + 1, " and ", num_rows_ + num_rows);
+  DIFFULEX_CHECK(num_reqs_ < layout_.max_num_reqs && num_rows_ + num_rows <= layout_.max_num_rows,
+                 "StepPlan::append_request: expected at most ", layout_.max_num_reqs,
+                 " requests and ", layout_.max_num_rows, " rows, got ", num_reqs_ + 1, " and ",
+                 num_rows_ + num_rows);
+  DIFFULEX_CHECK(num_rows >= 0, "StepPlan::append_request: expected a row count >= 0, got ",
+                 num_rows);
   const int32_t req_idx = num_reqs_++;
   num_rows_ += num_rows;
   ptr<int32_t>(PlanArray::kCuSeqlensQ)[num_reqs_] = num_rows_;
   ptr<int64_t>(PlanArray::kReqIds)[req_idx] = req_id;
   ptr<int32_t>(PlanArray::kRequestSlots)[req_idx] = request_slot;
+  ptr<int32_t>(PlanArray::kLastRowIndex)[req_idx] = -1;
   first_block_[static_cast<size_t>(num_reqs_)] = num_blocks_;
   return req_idx;
 }
 
 int32_t StepPlan::append_block(int32_t req_idx, int32_t block_id, int32_t row0) {
+  DIFFULEX_CHECK(num_blocks_ < layout_.max_num_blocks(),
+                 "StepPlan::append_block: expected at most ", layout_.max_num_blocks(),
+                 " blocks, got ", num_blocks_ + 1);
+  DIFFULEX_CHECK(req_idx >= 0 && req_idx == num_reqs_ - 1,
+                 "StepPlan::append_block: expected a block of the last request ", num_reqs_ - 1,
+                 ", got ", req_idx);
+  const int32_t first_row = ptr<int32_t>(PlanArray::kCuSeqlensQ)[req_idx];
+  DIFFULEX_CHECK(row0 >= first_row && row0 + layout_.block_size <= num_rows_,
+                 "StepPlan::append_block: expected ", layout_.block_size, " rows in [", first_row,
+                 ", ", num_rows_, "), got rows from ", row0);
   const int32_t index = num_blocks_++;
   ptr<int32_t>(PlanArray::kBlkReq)[index] = req_idx;
   ptr<int32_t>(PlanArray::kBlkId)[index] = block_id;
-  ptr<int32_t>(PlanArray::kBlkStart)[index] = block_id * block_size_;
+  ptr<int32_t>(PlanArray::kBlkStart)[index] = block_id * layout_.block_size;
   ptr<int32_t>(PlanArray::kBlkRow0)[index] = row0;
-  ptr<int32_t>(PlanArray::kBlkValidLen)[index] = block_size_;
+  int32_t prev_row = row0 > first_row ? row0 - 1 : kSavedRow;
+  prev_row = block_id == 0 ? kNoPrevRow : prev_row;
+  ptr<int32_t>(PlanArray::kBlkPrevRow)[index] = prev_row;
+  ptr<int32_t>(PlanArray::kBlkValidLen)[index] = layout_.block_size;
   first_block_[static_cast<size_t>(req_idx) + 1] = num_blocks_;
   return index;
 }
 
-LogitsRowCursor StepPlan::logits_cursor() noexcept {
+LogitsRowCursor StepPlan::logits_cursor() {
+  DIFFULEX_CHECK(num_logits_rows_ + layout_.block_size <= max_logits_rows(),
+                 "StepPlan::logits_cursor: expected room for ", layout_.block_size, " of ",
+                 max_logits_rows(), " logits rows, got ", num_logits_rows_, " taken");
   return LogitsRowCursor{ptr<int32_t>(PlanArray::kLogitsRows) + num_logits_rows_,
                          ptr<float>(PlanArray::kRowInvTemperature) + num_logits_rows_,
                          ptr<double>(PlanArray::kRowUniforms) + num_logits_rows_, num_logits_rows_};
 }
 
-void StepPlan::commit_logits_rows(int32_t count, bool is_sampled) noexcept {
+void StepPlan::commit_logits_rows(int32_t count, bool is_sampled) {
+  DIFFULEX_CHECK(count >= 0 && num_logits_rows_ + count <= max_logits_rows(),
+                 "StepPlan::commit_logits_rows: expected at most ", max_logits_rows(),
+                 " logits rows, got ", num_logits_rows_, " and ", count);
+  const int32_t begin = num_logits_rows_;
   num_logits_rows_ += count;
-  num_sampled_rows_ += is_sampled ? count : 0;
+  if (is_sampled) {
+    num_sampled_rows_ += count;
+    sampled_end_ = std::max(sampled_end_, num_logits_rows_);
+    return;
+  }
+  // Entries that no sampled row ever took still hold the values of greedy rows.
+  const int32_t stale = std::min(num_logits_rows_, sampled_end_) - begin;
+  if (stale > 0) {
+    std::fill_n(ptr<float>(PlanArray::kRowInvTemperature) + begin, stale, 0.0F);
+    std::fill_n(ptr<double>(PlanArray::kRowUniforms) + begin, stale, kGreedyUniform);
+  }
 }
 
 void StepPlan::set_page_table(int32_t req_idx, uint64_t epoch, Span<const int32_t> pages) {
+  DIFFULEX_CHECK(req_idx >= 0 && req_idx < num_reqs_,
+                 "StepPlan::set_page_table: expected a request in [0, ", num_reqs_, "), got ",
+                 req_idx);
   const int64_t req_id = ptr<int64_t>(PlanArray::kReqIds)[req_idx];
   PageRow& known = page_rows_[static_cast<size_t>(req_idx)];
-  int32_t* row = ptr<int32_t>(PlanArray::kPageTables) + int64_t{req_idx} * max_pages_;
+  int32_t* row =
+      ptr<int32_t>(PlanArray::kPageTables) + int64_t{req_idx} * layout_.max_pages_per_req;
   const auto count = static_cast<int32_t>(pages.size());
-  DIFFULEX_CHECK(count <= max_pages_, "StepPlan::set_page_table: expected at most ", max_pages_,
-                 " pages, got ", count);
+  DIFFULEX_CHECK(count <= layout_.max_pages_per_req, "StepPlan::set_page_table: expected at most ",
+                 layout_.max_pages_per_req, " pages, got ", count);
   // Within an epoch a table only grows, so steady state costs nothing per page already written.
   const bool is_same_owner = known.req_id == req_id && known.epoch == epoch && known.len <= count;
   for (int32_t i = is_same_owner ? known.len : 0; i < count; ++i) {
@@ -193,12 +266,14 @@ void StepPlan::seal() {
   const int32_t* cu_q = ptr<int32_t>(PlanArray::kCuSeqlensQ);
   std::copy_n(cu_q, num_reqs_ + 1, ptr<int32_t>(PlanArray::kCuSeqlensK));
   max_seqlen_q_ = 0;
+  max_seqlen_k_ = 0;
   max_context_len_ = 0;
   bool is_uniform = kind_ == PlanKind::kDecode && num_reqs_ > 0;
   for (int32_t r = 0; r < num_reqs_; ++r) {
     const int32_t q_len = cu_q[r + 1] - cu_q[r];
     is_uniform = is_uniform && q_len == cu_q[1];
     max_seqlen_q_ = std::max(max_seqlen_q_, q_len);
+    max_seqlen_k_ = std::max(max_seqlen_k_, q_len);  // every fresh row is a fresh key
     max_context_len_ = std::max(max_context_len_, ptr<int32_t>(PlanArray::kContextLens)[r]);
   }
   uniform_q_len_ = is_uniform ? cu_q[1] : 0;
@@ -209,9 +284,9 @@ Status StepPlan::pad_requests(int32_t num_reqs) {
     return make_error(StatusCode::kInvalidArgument, "StepPlan::pad_requests: expected a decode ",
                       "plan with equal row counts, got kind ", to_string(kind_));
   }
-  if (num_reqs < num_reqs_ || num_reqs > max_reqs_) {
+  if (num_reqs < num_reqs_ || num_reqs > layout_.max_num_reqs) {
     return make_error(StatusCode::kInvalidArgument, "StepPlan::pad_requests: expected a count in [",
-                      num_reqs_, ", ", max_reqs_, "], got ", num_reqs);
+                      num_reqs_, ", ", layout_.max_num_reqs, "], got ", num_reqs);
   }
   const int32_t q_len = uniform_q_len_;
   while (num_reqs_ < num_reqs) {

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <memory>
+#include <string>
+
 #include <pybind11/pybind11.h>
 
 #include "diffulex/core/kv_cache_manager.h"
@@ -21,6 +24,17 @@ void bind_kv_cache(py::module_& module) {
       .def_property_readonly("page_size", &KVCacheManager::page_size)
       .def_property_readonly("prefix_unit_len", &KVCacheManager::prefix_unit_len)
       .def("num_pages_for", &KVCacheManager::num_pages_for, py::arg("length"))
+      .def(
+          "ref_count",
+          [](const KVCacheManager& self, int32_t page) {
+            if (page < 0 || page >= self.num_pages()) {
+              throw py::index_error("KVCacheManager.ref_count: expected a page below " +
+                                    std::to_string(self.num_pages()) + ", got " +
+                                    std::to_string(page));
+            }
+            return self.pool().ref_count(page);
+          },
+          py::arg("page"), "Requests that own the page now.")
       .def("check_integrity",
            [](const KVCacheManager& self) { raise_if_error(self.check_integrity()); });
 }

@@ -65,11 +65,14 @@ void def_plan_scalars(py::class_<StepPlan>& type) {
       .def_property_readonly("num_sampled_rows", &StepPlan::num_sampled_rows)
       .def_property_readonly("any_sampled", &StepPlan::any_sampled)
       .def_property_readonly("max_seqlen_q", &StepPlan::max_seqlen_q)
+      .def_property_readonly("max_seqlen_k", &StepPlan::max_seqlen_k)
       .def_property_readonly("max_context_len", &StepPlan::max_context_len)
       .def_property_readonly("need_kv_cache_store", &StepPlan::need_kv_cache_store)
       .def_property_readonly("step_id", &StepPlan::step_id)
       .def_property_readonly("uniform_q_len", &StepPlan::uniform_q_len)
       .def_property_readonly("block_size", &StepPlan::block_size)
+      .def_property_readonly("buffer_size", &StepPlan::buffer_size)
+      .def_property_readonly("att_block_size", &StepPlan::att_block_size)
       .def_property_readonly("page_size", &StepPlan::page_size)
       .def_property_readonly("max_pages_per_req", &StepPlan::max_pages_per_req)
       .def_property_readonly("max_num_reqs", &StepPlan::max_num_reqs)
@@ -91,6 +94,7 @@ void def_plan_arrays(py::class_<StepPlan>& type) {
   def_array(type, "mask_kinds", &StepPlan::mask_kinds);
   def_array(type, "prefix_lens", &StepPlan::prefix_lens);
   def_array(type, "padded_prefix_lens", &StepPlan::padded_prefix_lens);
+  def_array(type, "last_row_index", &StepPlan::last_row_index);
   def_array(type, "req_ids", &StepPlan::req_ids);
   def_array(type, "request_slots", &StepPlan::request_slots);
   def_array(type, "logits_rows", &StepPlan::logits_rows);
@@ -100,6 +104,7 @@ void def_plan_arrays(py::class_<StepPlan>& type) {
   def_array(type, "blk_id", &StepPlan::blk_id);
   def_array(type, "blk_start", &StepPlan::blk_start);
   def_array(type, "blk_row0", &StepPlan::blk_row0);
+  def_array(type, "blk_prev_row", &StepPlan::blk_prev_row);
   def_block_matrix(type, "blk_tokens", &StepPlan::blk_tokens);
   def_block_matrix(type, "blk_row_index", &StepPlan::blk_row_index);
   def_array(type, "blk_editable_start", &StepPlan::blk_editable_start);

@@ -18,6 +18,13 @@ namespace {
   return std::vector<int32_t>(span.begin(), span.end());
 }
 
+void check_index(const BlockBuffer& buffer, int32_t index) {
+  if (index < 0 || index >= buffer.size()) {
+    throw py::index_error("BlockBuffer: expected an index below " + std::to_string(buffer.size()) +
+                          ", got " + std::to_string(index));
+  }
+}
+
 void bind_blocks(py::module_& module) {
   py::class_<Block>(module, "Block", "One diffusion block (a copy of its state).")
       .def_readonly("block_id", &Block::block_id)
@@ -39,19 +46,16 @@ void bind_blocks(py::module_& module) {
                              [](const BlockBuffer& self) { return self.state().context_len; })
       .def("__getitem__",
            [](const BlockBuffer& self, int32_t index) {
-             if (index < 0 || index >= self.size()) {
-               throw py::index_error("BlockBuffer: expected an index below " +
-                                     std::to_string(self.size()) + ", got " +
-                                     std::to_string(index));
-             }
+             check_index(self, index);
              return self.block(index);
            })
       .def(
           "block_tokens",
           [](const BlockBuffer& self, int32_t index) {
+            check_index(self, index);
             return to_vector(self.block_tokens(index));
           },
-          py::arg("index"))
+          py::arg("index"), "Tokens of a buffer block; none before the request was added.")
       .def("block_status", &BlockBuffer::block_status, py::arg("block_id"))
       .def("check_integrity",
            [](const BlockBuffer& self) { raise_if_error(self.check_integrity()); });
@@ -99,6 +103,7 @@ void bind_request(py::module_& module) {
                       "Scheduler.find_request and Scheduler.snapshot.")
       .def(py::init([](const std::vector<int32_t>& token_ids, const SamplingParams& params,
                        const EngineOptions& options) {
+             raise_if_error(options.validate());
              return std::make_unique<Request>(Span<const int32_t>(token_ids), params, options);
            }),
            py::arg("token_ids"), py::arg("sampling_params"), py::arg("options"))

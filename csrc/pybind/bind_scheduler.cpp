@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include <pybind11/pybind11.h>
@@ -108,34 +110,87 @@ void bind_stats(py::module_& module) {
       .def_readonly("num_prefix_hit_tokens", &SchedulerStats::num_prefix_hit_tokens);
 }
 
+/// A Scheduler or EngineCore together with the plan in flight: the caller may drop its reference to
+/// the plan between schedule() and complete_step().
+template <typename T>
+struct WithPlan {
+  std::unique_ptr<T> core;
+  py::object plan;  // None or the StepPlan in flight
+};
+
+/// Wraps a call whose contract is that of the C++ method.
+template <typename T, typename R, typename... Args>
+[[nodiscard]] auto forward_call(R (T::*method)(Args...)) {
+  return [method](WithPlan<T>& self, Args... args) { return ((*self.core).*method)(args...); };
+}
+
+template <typename T, typename R, typename... Args>
+[[nodiscard]] auto forward_call(R (T::*method)(Args...) const) {
+  return
+      [method](const WithPlan<T>& self, Args... args) { return ((*self.core).*method)(args...); };
+}
+
+template <typename T>
+[[nodiscard]] PlanKind schedule_plan(WithPlan<T>& self, const py::object& plan) {
+  const PlanKind kind = self.core->schedule(plan.cast<StepPlan&>());
+  if (kind != PlanKind::kIdle) {
+    self.plan = plan;
+  }
+  return kind;
+}
+
+/// A copy of the request, or None.
+template <typename T>
+[[nodiscard]] std::optional<Request> copy_request(const WithPlan<T>& self, int64_t req_id) {
+  const Request* request = self.core->find_request(req_id);
+  return request == nullptr ? std::nullopt : std::optional<Request>(*request);
+}
+
 /// The calls Scheduler and EngineCore share.
 template <typename T, typename Class>
 void def_step_calls(Class& type) {
-  type.def("abort", &T::abort, py::arg("req_id"))
-      .def("stats", &T::stats)
-      .def("schedule", &T::schedule, py::arg("plan"))
+  using Bound = WithPlan<T>;
+  type.def("abort", forward_call(&T::abort), py::arg("req_id"))
+      .def("stats", forward_call(&T::stats))
+      .def("schedule", &schedule_plan<T>, py::arg("plan"))
       .def(
           "complete_step",
-          [](T& self, StepPlan& plan, const SamplerOutput& output) {
-            return copy_events(*unwrap(self.complete_step(plan, output)));
+          [](Bound& self, StepPlan& plan, const SamplerOutput& output) {
+            EventsRecord events = copy_events(*unwrap(self.core->complete_step(plan, output)));
+            self.plan = py::none();
+            return events;
           },
           py::arg("plan"), py::arg("output"))
       .def(
-          "cancel_step", [](T& self, StepPlan& plan) { raise_if_error(self.cancel_step(plan)); },
+          "cancel_step",
+          [](Bound& self, StepPlan& plan) {
+            raise_if_error(self.core->cancel_step(plan));
+            self.plan = py::none();
+          },
           py::arg("plan"))
-      .def("has_unfinished", &T::has_unfinished)
+      .def("has_unfinished", forward_call(&T::has_unfinished))
       .def(
-          "snapshot", [](const T& self, int64_t req_id) { return unwrap(self.snapshot(req_id)); },
+          "snapshot",
+          [](const Bound& self, int64_t req_id) { return unwrap(self.core->snapshot(req_id)); },
           py::arg("req_id"))
       .def(
-          "take_result", [](T& self, int64_t req_id) { return unwrap(self.take_result(req_id)); },
+          "take_result",
+          [](Bound& self, int64_t req_id) { return unwrap(self.core->take_result(req_id)); },
           py::arg("req_id"))
+      .def("find_request", &copy_request<T>, py::arg("req_id"),
+           "A copy of a request that waits, runs or whose result was not taken; else None.")
       .def(
-          "preempt", [](T& self, int64_t req_id) { raise_if_error(self.preempt(req_id)); },
+          "preempt",
+          [](Bound& self, int64_t req_id) { raise_if_error(self.core->preempt(req_id)); },
           py::arg("req_id"))
-      .def("release_all", &T::release_all)
-      .def("check_integrity", [](const T& self) { raise_if_error(self.check_integrity()); })
-      .def_property_readonly("options", [](const T& self) { return self.options(); });
+      .def("release_all",
+           [](Bound& self) {
+             self.core->release_all();
+             self.plan = py::none();
+           })
+      .def("check_integrity",
+           [](const Bound& self) { raise_if_error(self.core->check_integrity()); })
+      .def_property_readonly("options", [](const Bound& self) { return self.core->options(); });
 }
 
 }  // namespace
@@ -143,38 +198,43 @@ void def_step_calls(Class& type) {
 void bind_scheduler(py::module_& module) {
   bind_events(module);
   bind_stats(module);
-  py::class_<Scheduler> scheduler(module, "Scheduler",
-                                  "Queues, budgets, preemption, abort. add_request, abort, stats "
-                                  "and has_unfinished may be called from any thread.");
+  using BoundScheduler = WithPlan<Scheduler>;
+  py::class_<BoundScheduler> scheduler(
+      module, "Scheduler",
+      "Queues, budgets, preemption, abort. add_request, abort, stats and has_unfinished may be "
+      "called from any thread. The plan in flight is kept alive.");
   scheduler
       .def(py::init([](const EngineOptions& options, KVCacheManager& kv_cache) {
              raise_if_error(options.validate());
-             return std::make_unique<Scheduler>(options, kv_cache);
+             return BoundScheduler{std::make_unique<Scheduler>(options, kv_cache), py::none()};
            }),
            py::arg("options"), py::arg("kv_cache_manager"), py::keep_alive<1, 3>())
       .def(
           "add_request",
-          [](Scheduler& self, const Request& request) {
-            return unwrap(self.add_request(std::make_unique<Request>(request)));
+          [](BoundScheduler& self, const Request& request) {
+            return unwrap(self.core->add_request(std::make_unique<Request>(request)));
           },
-          py::arg("request"))
-      .def("find_request", &Scheduler::find_request, py::arg("req_id"),
-           py::return_value_policy::copy);
+          py::arg("request"));
   def_step_calls<Scheduler>(scheduler);
 
-  py::class_<EngineCore> core(module, "EngineCore", "A page manager and a scheduler in one.");
-  core.def(py::init(
-               [](const EngineOptions& options) { return unwrap(EngineCore::create(options)); }),
+  using BoundCore = WithPlan<EngineCore>;
+  py::class_<BoundCore> core(
+      module, "EngineCore",
+      "A page manager and a scheduler in one. The plan in flight is kept alive.");
+  core.def(py::init([](const EngineOptions& options) {
+             return BoundCore{unwrap(EngineCore::create(options)), py::none()};
+           }),
            py::arg("options"))
       .def(
           "add_request",
-          [](EngineCore& self, const std::vector<int32_t>& token_ids,
-             const SamplingParams& params) {
-            return unwrap(self.add_request(Span<const int32_t>(token_ids), params));
+          [](BoundCore& self, const std::vector<int32_t>& token_ids, const SamplingParams& params) {
+            return unwrap(self.core->add_request(Span<const int32_t>(token_ids), params));
           },
           py::arg("token_ids"), py::arg("sampling_params"))
-      .def_property_readonly("kv_cache_manager", &EngineCore::kv_cache,
-                             py::return_value_policy::reference_internal);
+      .def_property_readonly(
+          "kv_cache_manager",
+          [](const BoundCore& self) -> const KVCacheManager& { return self.core->kv_cache(); },
+          py::return_value_policy::reference_internal);
   def_step_calls<EngineCore>(core);
 }
 

@@ -68,10 +68,8 @@ void write_block_rows(const EngineOptions& options, const Request& request, cons
     }
   }
   const bool is_greedy = request.params.temperature < kGreedyTemperature;
-  std::fill_n(cursor.inv_temperature, count, is_greedy ? 0.0F : 1.0F / request.params.temperature);
-  if (is_greedy) {
-    std::fill_n(cursor.uniforms, count, 0.5);
-  } else {
+  if (!is_greedy) {
+    std::fill_n(cursor.inv_temperature, count, 1.0F / request.params.temperature);
     // The number of earlier sampler steps of the block: this forward is already counted.
     const int32_t draw_step = block.total_steps - 1;
     for (int32_t i = 0; i < count; ++i) {
@@ -82,24 +80,23 @@ void write_block_rows(const EngineOptions& options, const Request& request, cons
   plan.commit_logits_rows(count, !is_greedy);
 }
 
-/// Buffer index of plan block `blk`.
-[[nodiscard]] int32_t buffer_index(const Request& request, StepPlan& plan, int32_t blk) {
-  return plan.blk_id()[static_cast<size_t>(blk)] - request.buffer.block(0).block_id;
-}
-
 void apply_writes(Request& request, const RequestOutput& result) {
   const BlockRules& rules = request.buffer.rules();
   BufferState& state = request.buffer.state();
   const Span<const float> confidence = result.output.confidence();
+  const Span<const int32_t> blk_id = result.plan.blk_id();
+  const int32_t first_id = state.blocks[0].block_id;
+  request.last_writes.resize(result.writes.size());
+  TokenWrite* entry = request.last_writes.data();
   for (const BlockWrite& write : result.writes) {
-    const int32_t buffer_idx = buffer_index(request, result.plan, write.blk);
-    apply_write(rules, state, buffer_idx, write.rel, write.token, request.buffer.token_data());
-    const int32_t position = state.blocks[buffer_idx].block_id * rules.block_size + write.rel;
+    const int32_t block_id = blk_id[static_cast<size_t>(write.blk)];
+    apply_write(rules, state, block_id - first_id, write.rel, write.token,
+                request.buffer.token_data());
+    const int32_t position = block_id * rules.block_size + write.rel;
     const float value = confidence[static_cast<size_t>(write.blk * rules.block_size + write.rel)];
-    // Field by field: a copy of a temporary would wait for its two stores to become one load.
-    TokenWrite& entry = request.last_writes.emplace_back();
-    entry.position = position;
-    entry.confidence = value;
+    entry->position = position;
+    entry->confidence = value;
+    ++entry;
     request.confidences[static_cast<size_t>(position)] = value;
   }
 }
@@ -107,14 +104,20 @@ void apply_writes(Request& request, const RequestOutput& result) {
 /// Takes over the verdicts; returns whether any row had no finite candidate.
 [[nodiscard]] bool apply_verdicts(Request& request, const RequestOutput& result) {
   bool has_bad_logits = false;
+  BufferState& state = request.buffer.state();
+  const Span<const int32_t> blk_id = result.plan.blk_id();
+  const Span<const int32_t> all_flags = result.output.flags();
+  const Span<const float> same_token_ratio = result.output.same_token_ratio();
+  const int32_t first_id = state.blocks[0].block_id;
   const int32_t end = result.plan.first_block(result.req_idx + 1);
   for (int32_t blk = result.plan.first_block(result.req_idx); blk < end; ++blk) {
-    Block& block = request.buffer.state().blocks[buffer_index(request, result.plan, blk)];
-    const int32_t flags = result.output.flags()[static_cast<size_t>(blk)];
+    const auto index = static_cast<size_t>(blk);
+    Block& block = state.blocks[blk_id[index] - first_id];
+    const int32_t flags = all_flags[index];
     block.commit_ready = (flags & kSamplerCommittable) != 0;
     block.same_as_previous = (flags & kSamplerSameAsPrevious) != 0;
     block.all_confident = (flags & kSamplerAllConfident) != 0;
-    block.same_token_ratio = result.output.same_token_ratio()[static_cast<size_t>(blk)];
+    block.same_token_ratio = same_token_ratio[index];
     has_bad_logits = has_bad_logits || (flags & kSamplerBadLogits) != 0;
   }
   return has_bad_logits;

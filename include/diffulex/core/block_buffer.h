@@ -33,9 +33,9 @@ class DIFFULEX_API BlockBuffer final {
   /// Token store by absolute position; holds the mask id beyond the buffer.
   [[nodiscard]] int32_t* token_data() noexcept { return tokens_.data(); }
   [[nodiscard]] const int32_t* token_data() const noexcept { return tokens_.data(); }
-  /// Tokens from position 0 to the end of the buffer.
+  /// Tokens from position 0 to the end of the buffer; none before init().
   [[nodiscard]] Span<const int32_t> tokens() const noexcept;
-  /// Tokens of buffer block `index`.
+  /// Tokens of buffer block `index`; none before init().
   [[nodiscard]] Span<const int32_t> block_tokens(int32_t index) const;
 
   [[nodiscard]] int32_t size() const noexcept { return rules_.buffer_size; }

@@ -39,6 +39,9 @@ class DIFFULEX_API EngineCore final {
   [[nodiscard]] Result<RequestSnapshot> snapshot(int64_t req_id) const {
     return scheduler_.snapshot(req_id);
   }
+  [[nodiscard]] const Request* find_request(int64_t req_id) const {
+    return scheduler_.find_request(req_id);
+  }
   [[nodiscard]] Result<RequestResult> take_result(int64_t req_id) {
     return scheduler_.take_result(req_id);
   }

@@ -35,7 +35,7 @@ struct SchedulerStats {
   int64_t num_failed = 0;  // finish reason error
   int64_t num_prefill_steps = 0;
   int64_t num_decode_steps = 0;
-  int64_t num_rows = 0;        // rows of all completed forwards
+  int64_t num_rows = 0;        // rows of all completed forwards, without padding requests
   int64_t num_new_tokens = 0;  // masks filled
   int64_t num_preemptions = 0;
   int64_t num_cancelled_steps = 0;
@@ -71,12 +71,13 @@ class DIFFULEX_API Scheduler final {
   [[nodiscard]] SchedulerStats stats() const;
 
   /// Picks requests, reserves pages and fills `plan`. kIdle: nothing to run; the plan is empty and
-  /// not in flight. Precondition: no plan in flight. O(rows + running * N) except for prompts seen
-  /// for the first time.
+  /// not in flight. Precondition: no plan in flight, and a plan whose layout is that of the
+  /// options. O(rows + running * N) except for prompts seen for the first time.
   PlanKind schedule(StepPlan& plan);
   /// Applies the sampler's decisions for the plan in flight. An idle plan is accepted too and gives
-  /// the events of its boundary. On kInvalidArgument (a plan not in flight, or an illegal write)
-  /// nothing was applied and the plan is still in flight. The events are valid until the next call.
+  /// the events of its boundary. On kInvalidArgument (a plan not in flight, an output of other
+  /// options, or an illegal write) nothing was applied and the plan is still in flight. The events
+  /// are valid until the next call.
   [[nodiscard]] Result<const StepEvents*> complete_step(StepPlan& plan,
                                                         const SamplerOutput& output);
   /// Ends the plan in flight whose forward failed: its requests lose their KV and wait again, in
@@ -105,8 +106,9 @@ class DIFFULEX_API Scheduler final {
   }
   [[nodiscard]] const EngineOptions& options() const noexcept { return options_; }
 
-  /// Invariants I1-I3, I5, I6 and I8 over all requests. O(all tokens). Called after every step in
-  /// builds without NDEBUG.
+  /// Invariants I1-I3, I5, I6 and I8 over all requests: I6 for every page from the context on, the
+  /// only ones a forward may write. O(all tokens). Called after every step in builds without
+  /// NDEBUG.
   [[nodiscard]] Status check_integrity() const;
 
  private:
@@ -142,6 +144,7 @@ class DIFFULEX_API Scheduler final {
   KVCacheManager& kv_cache_;
   std::unique_ptr<Strategy> strategy_;
   BlockRules rules_;
+  PlanLayout layout_;
   std::unique_ptr<Mailbox> mailbox_;
   std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;
   std::vector<std::unique_ptr<Request>> arrived_;  // scratch of drain_mailbox
@@ -156,7 +159,7 @@ class DIFFULEX_API Scheduler final {
   std::vector<BlockWrite> writes_;       // of the step being completed, checked
   size_t next_write_ = 0;                // first one of the next plan request
   int64_t decode_first_id_ = -1;         // request the last decode did not reach
-  const StepPlan* in_flight_ = nullptr;
+  uint64_t in_flight_ = 0;               // identity of the plan in flight, 0 = none
   int64_t next_step_id_ = 0;
   int32_t prefill_streak_ = 0;  // consecutive prefill batches
   StepEvents events_;

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "diffulex/core/arena.h"
@@ -28,6 +29,7 @@ enum class PlanArray : int32_t {
   kMaskKinds,           // [R] i32 kernel mask kind
   kPrefixLens,          // [R] i32 P in PREFILL_PREFIX_FULL, else 0
   kPaddedPrefixLens,    // [R] i32 P rounded up to B in PREFILL_PREFIX_FULL, else 0
+  kLastRowIndex,        // [R] i32 row whose logits must be saved (shifted logits), -1 = none
   kReqIds,              // [R] i64
   kRequestSlots,        // [R] i32
   kLogitsRows,          // [n] i32 rows of T whose logits the sampler needs
@@ -37,6 +39,7 @@ enum class PlanArray : int32_t {
   kBlkId,               // [Nb] i32 block id
   kBlkStart,            // [Nb] i32 absolute position of relative position 0
   kBlkRow0,             // [Nb] i32 row of relative position 0
+  kBlkPrevRow,          // [Nb] i32 row of the position before the block; kSavedRow, kNoPrevRow
   kBlkTokens,           // [Nb, B] i64 current tokens
   kBlkRowIndex,         // [Nb, B] i32 index into kLogitsRows, -1 = none
   kBlkEditableStart,    // [Nb] i32
@@ -50,11 +53,33 @@ enum class PlanArray : int32_t {
   kCount,
 };
 
+/// Values of PlanArray::kBlkPrevRow that are not rows.
+inline constexpr int32_t kSavedRow = -1;   // the position before the block is cached, not run
+inline constexpr int32_t kNoPrevRow = -2;  // the block starts at position 0
+
+/// All that the offsets, capacities and strides of a plan depend on. A scheduler and a plan go
+/// together exactly if theirs are equal.
+struct DIFFULEX_API PlanLayout {
+  int32_t block_size = 0;
+  int32_t buffer_size = 0;
+  int32_t page_size = 0;
+  int32_t max_pages_per_req = 0;
+  int32_t max_num_reqs = 0;
+  int32_t max_num_rows = 0;
+
+  [[nodiscard]] static PlanLayout of(const EngineOptions& options);
+  /// Capacity of the block arrays.
+  [[nodiscard]] int32_t max_num_blocks() const noexcept { return max_num_reqs * buffer_size; }
+  /// Every field with its name, for messages.
+  [[nodiscard]] std::string describe() const;
+  [[nodiscard]] bool operator==(const PlanLayout& other) const noexcept;
+};
+
 /// Unfilled tail of the logits-row arrays of a plan.
 struct LogitsRowCursor {
   int32_t* rows = nullptr;           // row of T
-  float* inv_temperature = nullptr;  // 0 = greedy
-  double* uniforms = nullptr;        // in (0, 1)
+  float* inv_temperature = nullptr;  // sampled rows only
+  double* uniforms = nullptr;        // sampled rows only, in (0, 1)
   int32_t next_index = 0;            // index of the first entry
 };
 
@@ -87,17 +112,24 @@ class DIFFULEX_API StepPlan final {
   [[nodiscard]] int32_t num_sampled_rows() const noexcept { return num_sampled_rows_; }
   [[nodiscard]] bool any_sampled() const noexcept { return num_sampled_rows_ > 0; }
   [[nodiscard]] int32_t max_seqlen_q() const noexcept { return max_seqlen_q_; }
+  [[nodiscard]] int32_t max_seqlen_k() const noexcept { return max_seqlen_k_; }  // fresh keys
   [[nodiscard]] int32_t max_context_len() const noexcept { return max_context_len_; }
   [[nodiscard]] bool need_kv_cache_store() const noexcept { return need_kv_cache_store_; }
   /// Ascending over all plans of a scheduler.
   [[nodiscard]] int64_t step_id() const noexcept { return step_id_; }
   /// Rows per request if this is a decode plan in which all have the same number, else 0.
   [[nodiscard]] int32_t uniform_q_len() const noexcept { return uniform_q_len_; }
-  [[nodiscard]] int32_t block_size() const noexcept { return block_size_; }
-  [[nodiscard]] int32_t page_size() const noexcept { return page_size_; }
-  [[nodiscard]] int32_t max_pages_per_req() const noexcept { return max_pages_; }
-  [[nodiscard]] int32_t max_num_reqs() const noexcept { return max_reqs_; }
-  [[nodiscard]] int32_t max_num_rows() const noexcept { return max_rows_; }
+  [[nodiscard]] int32_t block_size() const noexcept { return layout_.block_size; }
+  [[nodiscard]] int32_t buffer_size() const noexcept { return layout_.buffer_size; }
+  /// Block size of the visibility rule; the block size in every strategy there is.
+  [[nodiscard]] int32_t att_block_size() const noexcept { return layout_.block_size; }
+  [[nodiscard]] int32_t page_size() const noexcept { return layout_.page_size; }
+  [[nodiscard]] int32_t max_pages_per_req() const noexcept { return layout_.max_pages_per_req; }
+  [[nodiscard]] int32_t max_num_reqs() const noexcept { return layout_.max_num_reqs; }
+  [[nodiscard]] int32_t max_num_rows() const noexcept { return layout_.max_num_rows; }
+  [[nodiscard]] const PlanLayout& layout() const noexcept { return layout_; }
+  /// Unique among all plans of the process, unlike an address, which a later plan may get again.
+  [[nodiscard]] uint64_t identity() const noexcept { return identity_; }
 
   // Arrays, trimmed to the used length; the shapes are those of PlanArray.
   [[nodiscard]] Span<int64_t> input_ids() noexcept {
@@ -119,6 +151,7 @@ class DIFFULEX_API StepPlan final {
   [[nodiscard]] Span<int32_t> padded_prefix_lens() noexcept {
     return reqs(PlanArray::kPaddedPrefixLens);
   }
+  [[nodiscard]] Span<int32_t> last_row_index() noexcept { return reqs(PlanArray::kLastRowIndex); }
   [[nodiscard]] Span<int64_t> req_ids() noexcept;
   [[nodiscard]] Span<int32_t> request_slots() noexcept { return reqs(PlanArray::kRequestSlots); }
   [[nodiscard]] Span<int32_t> logits_rows() noexcept {
@@ -134,6 +167,9 @@ class DIFFULEX_API StepPlan final {
   [[nodiscard]] Span<int32_t> blk_id() noexcept { return blocks<int32_t>(PlanArray::kBlkId); }
   [[nodiscard]] Span<int32_t> blk_start() noexcept { return blocks<int32_t>(PlanArray::kBlkStart); }
   [[nodiscard]] Span<int32_t> blk_row0() noexcept { return blocks<int32_t>(PlanArray::kBlkRow0); }
+  [[nodiscard]] Span<int32_t> blk_prev_row() noexcept {
+    return blocks<int32_t>(PlanArray::kBlkPrevRow);
+  }
   [[nodiscard]] Span<int64_t> blk_tokens() noexcept;     // flat, block-major
   [[nodiscard]] Span<int32_t> blk_row_index() noexcept;  // flat, block-major
   [[nodiscard]] Span<int32_t> blk_editable_start() noexcept {
@@ -170,13 +206,15 @@ class DIFFULEX_API StepPlan final {
   void reset(PlanKind kind, int64_t step_id);
   /// Appends a request with `num_rows` rows; returns its index r. The caller fills the rows.
   int32_t append_request(int64_t req_id, int32_t request_slot, int32_t num_rows);
-  /// Appends an ACTIVE block of request `req_idx`; returns its index. The caller fills its arrays.
+  /// Appends an ACTIVE block of the request appended last, `req_idx`, whose rows start at row0;
+  /// returns its index. The caller fills its arrays.
   int32_t append_block(int32_t req_idx, int32_t block_id, int32_t row0);
   /// Where the next logits rows go. The caller fills up to block_size() entries of each array per
   /// appended block, then calls commit_logits_rows.
-  [[nodiscard]] LogitsRowCursor logits_cursor() noexcept;
-  /// Appends the `count` rows filled behind logits_cursor().
-  void commit_logits_rows(int32_t count, bool is_sampled) noexcept;
+  [[nodiscard]] LogitsRowCursor logits_cursor();
+  /// Appends the `count` rows filled behind logits_cursor(), whose temperatures and uniforms the
+  /// caller filled too (is_sampled) or left to the plan (greedy rows).
+  void commit_logits_rows(int32_t count, bool is_sampled);
   /// Writes row `req_idx` of the page tables; entries known from the same owner are not rewritten.
   void set_page_table(int32_t req_idx, uint64_t epoch, Span<const int32_t> pages);
   /// Records that a row of the plan has a slot.
@@ -197,6 +235,9 @@ class DIFFULEX_API StepPlan final {
   StepPlan(const EngineOptions& options, Arena arena);
 
   [[nodiscard]] static std::vector<ArenaField> make_fields(const EngineOptions& options);
+  [[nodiscard]] int32_t max_logits_rows() const noexcept {
+    return layout_.max_num_blocks() * layout_.block_size;
+  }
   template <typename T>
   [[nodiscard]] T* ptr(PlanArray array) noexcept {
     return arena_.array<T>(static_cast<size_t>(array));
@@ -218,11 +259,8 @@ class DIFFULEX_API StepPlan final {
   }
 
   Arena arena_;
-  int32_t block_size_;
-  int32_t page_size_;
-  int32_t max_pages_;
-  int32_t max_reqs_;
-  int32_t max_rows_;
+  PlanLayout layout_;
+  uint64_t identity_;
   PlanKind kind_ = PlanKind::kIdle;
   int32_t num_rows_ = 0;
   int32_t num_reqs_ = 0;
@@ -231,10 +269,12 @@ class DIFFULEX_API StepPlan final {
   int32_t num_logits_rows_ = 0;
   int32_t num_sampled_rows_ = 0;
   int32_t max_seqlen_q_ = 0;
+  int32_t max_seqlen_k_ = 0;
   int32_t max_context_len_ = 0;
   int32_t uniform_q_len_ = 0;
   bool need_kv_cache_store_ = false;
   int64_t step_id_ = 0;
+  int32_t sampled_end_ = 0;  // logits-row entries from here on hold the values of greedy rows
   std::vector<int32_t> first_block_;  // [max_reqs + 1]
   std::vector<PageRow> page_rows_;    // [max_reqs] what the arena's page-table rows hold
 };

@@ -33,6 +33,15 @@ BlockBuffer make_buffer(int32_t prompt_len, int32_t limit_end, int32_t buffer_si
   return buffer;
 }
 
+TEST(BlockBuffer, HasNoTokensBeforeInit) {
+  const BlockBuffer buffer(test_rules(2));
+  EXPECT_TRUE(buffer.tokens().empty());
+  EXPECT_TRUE(buffer.block_tokens(0).empty());
+  EXPECT_TRUE(buffer.block_tokens(1).empty());
+  EXPECT_THROW((void)buffer.block_tokens(2), InternalError);
+  EXPECT_FALSE(buffer.check_integrity().ok());
+}
+
 void write(BlockBuffer& buffer, int32_t index, int32_t rel, int32_t token) {
   apply_write(buffer.rules(), buffer.state(), index, rel, token, buffer.token_data());
 }

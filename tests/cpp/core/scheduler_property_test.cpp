@@ -51,6 +51,17 @@ class Script {
     options_.max_num_batched_tokens = least + uniform(0, 3) * options_.block_size;
     const int32_t one = options_.num_pages_for(options_.max_model_len);
     options_.num_pages = one + uniform(0, one * 2);
+    // A forward cap cuts where the count of forwards says, so it can be compared with the brute
+    // force only where nothing adds or saves forwards.
+    draws_max_nfe_ = uniform(0, 3) == 0;
+    if (draws_max_nfe_) {
+      options_.enable_prefix_caching = false;
+      options_.enable_chunked_prefill = false;
+      options_.max_num_batched_tokens =
+          std::max(options_.max_num_batched_tokens,
+                   std::max(padded + options_.block_size, options_.decode_rows()));
+      options_.num_pages = one * options_.max_num_reqs;
+    }
     for (auto& base : bases_) {
       base.resize(static_cast<size_t>(options_.max_model_len));
       for (int32_t& token : base) {
@@ -61,6 +72,8 @@ class Script {
 
   const EngineOptions& options() const { return options_; }
   const SchedulerStats& stats() const { return stats_; }
+  /// Requests that max_nfe ended.
+  int32_t num_capped() const { return num_capped_; }
 
   void run() {
     EngineSimulator sim(options_);
@@ -77,7 +90,7 @@ class Script {
       if (uniform(0, 25) == 0) {
         abort_one(sim);  // with the step in flight
       }
-      if (kind != PlanKind::kIdle && uniform(0, 20) == 0) {
+      if (kind != PlanKind::kIdle && !draws_max_nfe_ && uniform(0, 20) == 0) {
         sim.cancel();
       } else {
         sim.complete();
@@ -112,6 +125,7 @@ class Script {
     request.params.max_tokens = uniform(1, 60);
     request.params.ignore_eos = uniform(0, 2) == 0;
     request.params.max_repetition_run = uniform(0, 4) == 0 ? 3 : 0;
+    request.params.max_nfe = draws_max_nfe_ && uniform(0, 1) == 0 ? uniform(1, 12) : 0;
     if (uniform(0, 2) == 0) {
       request.params.temperature = 0.7F;
       request.params.seed = static_cast<uint64_t>(uniform(0, 1 << 30)) << 20;
@@ -130,7 +144,7 @@ class Script {
     if (uniform(0, 30) == 0) {
       abort_one(sim);
     }
-    if (uniform(0, 12) == 0 && !sim.core().scheduler().running().empty()) {
+    if (!draws_max_nfe_ && uniform(0, 12) == 0 && !sim.core().scheduler().running().empty()) {
       const Span<Request* const> running = sim.core().scheduler().running();
       const int32_t victim = uniform(0, static_cast<int32_t>(running.size()) - 1);
       const Status status = sim.core().preempt(running[static_cast<size_t>(victim)]->req_id);
@@ -168,6 +182,11 @@ class Script {
       return;
     }
     EXPECT_EQ(result.finish_reason, expected.reason) << to_string(result.finish_reason);
+    if (draws_max_nfe_) {
+      EXPECT_EQ(result.num_preemptions, 0);
+      EXPECT_EQ(result.nfe, expected.nfe);
+      num_capped_ += result.finish_reason == FinishReason::kMaxNfeReached ? 1 : 0;
+    }
     EXPECT_EQ(result.output_ids, expected.output);
     EXPECT_LE(result.output_ids.size(), static_cast<size_t>(request.params.max_tokens));  // I7
     if (result.num_preemptions == 0 && result.num_cached_tokens == 0 &&
@@ -179,6 +198,8 @@ class Script {
   std::mt19937 rng_;
   EngineOptions options_;
   SchedulerStats stats_;
+  bool draws_max_nfe_ = false;
+  int32_t num_capped_ = 0;
   std::vector<int32_t> bases_[2];
   std::map<int64_t, Submitted> submitted_;
 };
@@ -188,6 +209,7 @@ class RandomScript : public testing::TestWithParam<int32_t> {};
 TEST_P(RandomScript, EqualsTheBruteForceDecoder) {
   constexpr int32_t kScriptsPerCase = 300;
   SchedulerStats seen;
+  int32_t num_capped = 0;
   for (int32_t i = 0; i < kScriptsPerCase && !HasFailure(); ++i) {
     const auto seed = static_cast<uint32_t>(GetParam() * kScriptsPerCase + i);
     Script script(seed);
@@ -200,12 +222,14 @@ TEST_P(RandomScript, EqualsTheBruteForceDecoder) {
     seen.num_prefix_hit_tokens += script.stats().num_prefix_hit_tokens;
     seen.num_cancelled_steps += script.stats().num_cancelled_steps;
     seen.num_aborted += script.stats().num_aborted;
+    num_capped += script.num_capped();
   }
   // The scripts must reach what they are meant to test.
   EXPECT_GT(seen.num_preemptions, kScriptsPerCase);
   EXPECT_GT(seen.num_prefix_hit_tokens, kScriptsPerCase);
   EXPECT_GT(seen.num_cancelled_steps, kScriptsPerCase / 2);
   EXPECT_GT(seen.num_aborted, kScriptsPerCase / 4);
+  EXPECT_GT(num_capped, kScriptsPerCase / 10);
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomScript, testing::Range(0, 8));

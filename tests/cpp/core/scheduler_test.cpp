@@ -64,6 +64,36 @@ void accept_first(StepPlan& plan, SamplerOutput& output, int32_t token) {
   }
 }
 
+TEST(SchedulerIntegrity, ASharedPageAheadOfTheContextIsReported) {
+  const EngineOptions options = small_options();
+  KVCacheManager kv_cache(options);
+  Scheduler scheduler(options, kv_cache);
+  StepPlan plan(options);
+  SamplerOutput output(options);
+  const std::vector<int32_t> prompt = prompt_of(6);
+  const int64_t id = scheduler
+                         .add_request(std::make_unique<Request>(Span<const int32_t>(prompt),
+                                                                tokens_of(20), options))
+                         .value();
+  ASSERT_EQ(scheduler.schedule(plan), PlanKind::kPrefill);
+  ASSERT_TRUE(scheduler.complete_step(plan, output).ok());
+  const Request& request = *scheduler.find_request(id);
+  ASSERT_EQ(request.context_len(), 4);
+  // The open block gets its page in the step that stores it.
+  ASSERT_EQ(scheduler.schedule(plan), PlanKind::kDecode);
+  while (request.page_table.pages.size() < 2) {
+    accept_first(plan, output, 3);
+    ASSERT_TRUE(scheduler.complete_step(plan, output).ok());
+    ASSERT_EQ(scheduler.schedule(plan), PlanKind::kDecode);
+  }
+  ASSERT_EQ(request.context_len(), 4);
+  ASSERT_TRUE(scheduler.check_integrity().ok()) << scheduler.check_integrity().message();
+  // A copy of the table lets that page into the prefix index while its KV is being written.
+  PageTable table = request.page_table;
+  kv_cache.register_prefix(table, request.tokens(), 8);
+  EXPECT_THAT(scheduler.check_integrity().message(), HasSubstr("expected private pages"));
+}
+
 // --- add_request --------------------------------------------------------------------------------
 
 TEST(SchedulerAdd, EveryRejectionHasCodeAndMessage) {

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "diffulex/core/step_plan.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -84,6 +87,111 @@ TEST(StepPlan, RefusesMoreThanItsCapacity) {
   StepPlan plan(plan_options());
   plan.reset(PlanKind::kPrefill, 0);
   EXPECT_THROW(plan.append_request(1, 0, 41), InternalError);
+  EXPECT_THROW(plan.append_request(1, 0, -1), InternalError);
+  EXPECT_THROW(plan.append_block(0, 0, 0), InternalError);  // no request yet
+  EXPECT_THROW(plan.set_page_table(0, 0, {}), InternalError);
+  for (int32_t r = 0; r < 3; ++r) {
+    plan.append_request(r, r, 8);
+    EXPECT_THROW(plan.append_block(r, 0, 8 * r + 5), InternalError);  // past its last row
+    EXPECT_THROW(plan.append_block(r, 0, 8 * r - 1), InternalError);  // before its first row
+    EXPECT_THROW(plan.append_block(r - 1, 0, 8 * r), InternalError);  // not the last request
+    EXPECT_EQ(plan.append_block(r, 0, 8 * r), 2 * r);
+    EXPECT_EQ(plan.append_block(r, 1, 8 * r + 4), 2 * r + 1);
+  }
+  EXPECT_THROW(plan.append_request(3, 0, 8), InternalError);
+  EXPECT_THROW(plan.append_block(2, 2, 16), InternalError);  // 3 requests of 2 blocks
+  EXPECT_EQ(plan.num_blocks(), 6);
+  plan.commit_logits_rows(20, false);
+  EXPECT_THROW(plan.commit_logits_rows(5, false), InternalError);
+  EXPECT_THROW(plan.commit_logits_rows(-1, false), InternalError);
+  EXPECT_EQ(plan.logits_cursor().next_index, 20);
+  plan.commit_logits_rows(1, false);
+  EXPECT_THROW((void)plan.logits_cursor(), InternalError);  // no room for a whole block
+}
+
+TEST(StepPlan, LayoutIsWhatTheOffsetsDependOn) {
+  const PlanLayout layout = StepPlan(plan_options()).layout();
+  EXPECT_EQ(layout.block_size, 4);
+  EXPECT_EQ(layout.buffer_size, 2);
+  EXPECT_EQ(layout.page_size, 4);
+  EXPECT_EQ(layout.max_pages_per_req, 8);
+  EXPECT_EQ(layout.max_num_reqs, 3);
+  EXPECT_EQ(layout.max_num_rows, 40);
+  EXPECT_EQ(layout.max_num_blocks(), 6);
+  EngineOptions other = plan_options();
+  other.seed = 5;
+  other.num_pages = 64;
+  other.thresholds.accept = 0.5F;
+  EXPECT_TRUE(PlanLayout::of(other) == layout);
+  EXPECT_EQ(PlanLayout::of(other).describe(),
+            "block_size 4, buffer_size 2, page_size 4, max_pages_per_req 8, max_num_reqs 3, "
+            "max_num_rows 40");
+}
+
+TEST(StepPlan, IdentitiesAreNeverReused) {
+  auto first = std::make_unique<StepPlan>(plan_options());
+  const uint64_t identity = first->identity();
+  first.reset();
+  EXPECT_NE(StepPlan(plan_options()).identity(), identity);
+}
+
+TEST(StepPlan, GreedyRowsAreRestoredAfterSampledOnes) {
+  StepPlan plan(plan_options());
+  const auto check_greedy = [&plan](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      EXPECT_EQ(plan.row_inv_temperature()[i], 0.0F) << i;
+      EXPECT_EQ(plan.row_uniforms()[i], 0.5) << i;
+    }
+  };
+  plan.reset(PlanKind::kDecode, 0);
+  plan.commit_logits_rows(4, false);
+  const LogitsRowCursor cursor = plan.logits_cursor();
+  std::fill_n(cursor.inv_temperature, 3, 2.0F);
+  std::fill_n(cursor.uniforms, 3, 0.25);
+  plan.commit_logits_rows(3, true);
+  check_greedy(0, 4);
+  for (size_t i = 4; i < 7; ++i) {
+    EXPECT_EQ(plan.row_inv_temperature()[i], 2.0F);
+    EXPECT_EQ(plan.row_uniforms()[i], 0.25);
+  }
+  EXPECT_EQ(plan.num_sampled_rows(), 3);
+  plan.reset(PlanKind::kDecode, 1);
+  plan.commit_logits_rows(5, false);
+  plan.commit_logits_rows(4, false);
+  check_greedy(0, 9);
+  EXPECT_FALSE(plan.any_sampled());
+}
+
+/// Options that change one dependency of the layout each.
+std::vector<EngineOptions> other_layouts() {
+  std::vector<EngineOptions> others(6, plan_options());
+  others[0].block_size = 8;
+  others[0].buffer_size = 1;
+  others[1].buffer_size = 1;
+  others[2].page_size = 8;
+  others[3].max_model_len = 40;
+  others[4].max_num_reqs = 2;
+  others[5].max_num_batched_tokens = 48;
+  return others;
+}
+
+TEST(StepPlan, SchedulerRefusesPlansOfOtherOptions) {
+  EngineCore core(plan_options());
+  const std::vector<int32_t> prompt = {1, 2, 3, 4};
+  ASSERT_TRUE(core.add_request(Span<const int32_t>(prompt), SamplingParams()).ok());
+  for (const EngineOptions& options : other_layouts()) {
+    StepPlan plan(options);
+    EXPECT_FALSE(plan.layout() == StepPlan(plan_options()).layout());
+    try {
+      core.schedule(plan);
+      ADD_FAILURE() << plan.layout().describe();
+    } catch (const InternalError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("schedule: expected a plan of block_size 4, "));
+      EXPECT_THAT(error.what(), HasSubstr("got " + plan.layout().describe()));
+    }
+  }
+  StepPlan plan(plan_options());
+  EXPECT_EQ(core.schedule(plan), PlanKind::kPrefill);  // nothing was lost
 }
 
 class DecodePlan : public testing::Test {
@@ -118,6 +226,9 @@ TEST_F(DecodePlan, PadsWithRequestsThatDoNothing) {
   EXPECT_EQ(plan_.row_mode()[2], 1);
   EXPECT_EQ(plan_.mask_kinds()[2], 1);
   EXPECT_EQ(plan_.req_ids()[2], -1);
+  EXPECT_EQ(plan_.last_row_index()[2], -1);
+  EXPECT_EQ(plan_.max_seqlen_q(), 8);
+  EXPECT_EQ(plan_.max_seqlen_k(), 8);
   for (size_t row = 16; row < 24; ++row) {
     EXPECT_EQ(plan_.slot_mapping()[row], -1);
     EXPECT_EQ(plan_.positions()[row], 0);
@@ -132,6 +243,76 @@ TEST_F(DecodePlan, PadsWithRequestsThatDoNothing) {
   const Result<const StepEvents*> events = core_.complete_step(plan_, output_);
   ASSERT_TRUE(events.ok()) << events.status().message();
   EXPECT_EQ(events.value()->requests.size(), 2U);
+  EXPECT_EQ(core_.stats().num_rows, 2 * 4 + 2 * 8);  // prefill and decode, padding left out
+}
+
+TEST_F(DecodePlan, RefusesOutputsOfOtherOptions) {
+  for (size_t i : {0U, 1U, 4U}) {  // those that change the layout of an output
+    const SamplerOutput other(other_layouts()[i]);
+    const Status status = core_.complete_step(plan_, other).status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    EXPECT_THAT(status.message(), HasSubstr("expected an output of 6 blocks of 4, got "));
+  }
+  EXPECT_TRUE(core_.complete_step(plan_, output_).ok());  // still in flight
+}
+
+TEST_F(DecodePlan, TheStepBelongsToThePlanNotToItsAddress) {
+  const auto memory = std::make_unique<std::aligned_storage_t<sizeof(StepPlan), 64>>();
+  ASSERT_TRUE(core_.cancel_step(plan_).ok());
+  auto* first = new (memory.get()) StepPlan(plan_options());
+  ASSERT_NE(core_.schedule(*first), PlanKind::kIdle);
+  first->~StepPlan();
+  auto* second = new (memory.get()) StepPlan(plan_options());
+  second->reset(PlanKind::kPrefill, 0);
+  EXPECT_EQ(core_.complete_step(*second, output_).status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(core_.cancel_step(*second).code(), StatusCode::kInvalidArgument);
+  core_.release_all();
+  EXPECT_EQ(core_.schedule(*second), PlanKind::kIdle);
+  second->~StepPlan();
+}
+
+TEST_F(DecodePlan, ScalarsAndRowsOfThePosition) {
+  EXPECT_EQ(plan_.max_seqlen_q(), 8);
+  EXPECT_EQ(plan_.max_seqlen_k(), 8);
+  EXPECT_EQ(plan_.max_context_len(), 4);
+  EXPECT_EQ(plan_.block_size(), 4);
+  EXPECT_EQ(plan_.att_block_size(), 4);
+  EXPECT_EQ(plan_.buffer_size(), 2);
+  EXPECT_EQ(plan_.page_size(), 4);
+  ASSERT_EQ(plan_.num_blocks(), 2);
+  for (size_t r = 0; r < 2; ++r) {
+    EXPECT_EQ(plan_.last_row_index()[r], -1);
+    EXPECT_EQ(plan_.blk_prev_row()[r], -1);  // position 3 is cached
+  }
+  // One step on, a second block of each request runs behind the first.
+  for (size_t blk = 0; blk < 2; ++blk) {
+    output_.write_ids()[blk * 4] = 7;
+  }
+  ASSERT_TRUE(core_.complete_step(plan_, output_).ok());
+  ASSERT_EQ(core_.schedule(plan_), PlanKind::kDecode);
+  ASSERT_EQ(plan_.num_blocks(), 4);
+  EXPECT_EQ(plan_.blk_prev_row()[0], -1);
+  EXPECT_EQ(plan_.blk_prev_row()[1], 3);
+  EXPECT_EQ(plan_.blk_prev_row()[2], -1);
+  EXPECT_EQ(plan_.blk_prev_row()[3], 11);
+}
+
+TEST(StepPlan, TheFirstBlockHasNoPreviousRow) {
+  EngineCore core(plan_options());
+  StepPlan plan(plan_options());
+  for (const std::vector<int32_t>& prompt :
+       {std::vector<int32_t>{1, 2}, std::vector<int32_t>{1, 2, 3, 4, 5}}) {
+    ASSERT_TRUE(core.add_request(Span<const int32_t>(prompt), SamplingParams()).ok());
+  }
+  ASSERT_EQ(core.schedule(plan), PlanKind::kPrefill);
+  // Both tail blocks are at least 0.1 full, so a block opens behind each: rows 0..7 and 8..19.
+  ASSERT_EQ(plan.num_blocks(), 4);
+  EXPECT_EQ(plan.max_seqlen_q(), 12);
+  EXPECT_EQ(plan.max_seqlen_k(), 12);
+  EXPECT_EQ(plan.blk_prev_row()[0], -2);
+  EXPECT_EQ(plan.blk_prev_row()[1], 3);
+  EXPECT_EQ(plan.blk_prev_row()[2], 11);  // position 3 of the second request, run here
+  EXPECT_EQ(plan.blk_prev_row()[3], 15);
 }
 
 TEST_F(DecodePlan, PaddingErrors) {

@@ -174,6 +174,7 @@ class TraceReplay {
         ints(plan.page_tables(), r * plan.max_pages_per_req(), (r + 1) * plan.max_pages_per_req()),
         pages);
     check_visibility(plan, r, row);
+    check_previous_rows(plan, r);
     if (row.has("num_cached_tokens")) {
       EXPECT_EQ(found.num_cached_tokens, row.at("num_cached_tokens").as_int());
     }
@@ -205,6 +206,23 @@ class TraceReplay {
       ends.push_back(end);
     }
     EXPECT_EQ(ends, row.at("visible_end").as_ints());
+  }
+
+  // Strategies.md 1.9 and 5.3: where the logits for relative position 0 of a block stand.
+  void check_previous_rows(StepPlan& plan, int32_t r) {
+    const auto index = static_cast<size_t>(r);
+    EXPECT_EQ(plan.last_row_index()[index], -1);
+    EXPECT_EQ(plan.att_block_size(), options_.block_size);
+    EXPECT_EQ(plan.buffer_size(), options_.buffer_size);
+    EXPECT_EQ(plan.max_seqlen_k(), plan.max_seqlen_q());
+    for (int32_t blk = plan.first_block(r); blk < plan.first_block(r + 1); ++blk) {
+      const int32_t before = plan.blk_start()[static_cast<size_t>(blk)] - 1;
+      int32_t expected = before < 0 ? -2 : -1;
+      for (int32_t i = plan.cu_seqlens_q()[index]; i < plan.valid_slices()[index]; ++i) {
+        expected = plan.positions()[static_cast<size_t>(i)] == before ? i : expected;
+      }
+      EXPECT_EQ(plan.blk_prev_row()[static_cast<size_t>(blk)], expected);
+    }
   }
 
   size_t find_block(StepPlan& plan, int32_t r, int32_t block_id) {
