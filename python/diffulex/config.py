@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -59,8 +60,12 @@ logger = get_logger(__name__)
 
 # Strategies the documents describe and this engine does not have yet.
 _LATER_STRATEGIES = ("d2f", "dmax", "fast_dllm_v2", "diffusion_gemma")
+# Fields of the core's options that are options under another name.
+_OPTION_NAMES = {"strategy": "decoding_strategy", "stop_token_ids": "eos"}
 # Ops take eight forbidden ids; one is the mask token.
 _MAX_SUPPRESSED = 7
+# Integer keys wider than the 31 bits of the core's counts, with their bits.
+_WIDE_KEYS = {"seed": 64, "cpu_kv_cache_bytes": 63}
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
@@ -166,13 +171,22 @@ class Config:
         try:
             options.validate()
         except (ValueError, NotImplementedError) as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(_option_names(str(error))) from error
         return options
 
     def _cache_salt(self) -> int:
         parts = (self.model.model_dir, self.decoding.decoding_strategy, self.model.dtype)
         digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
         return int.from_bytes(digest[:8], "little")
+
+
+def _option_names(message: str) -> str:
+    """A message of the core with the fields under the names of their options."""
+    message = re.sub(r"\bEngineOptions\.thresholds\.(\w+)", r"\1_threshold", message)
+    message = re.sub(r"\bEngineOptions(\.|(?=:))", lambda m: "" if m[1] else "options", message)
+    for field, option in _OPTION_NAMES.items():
+        message = re.sub(rf"\b{field}\b", option, message)
+    return message
 
 
 def read_model_facts(model: str, flat: Mapping[str, Any]) -> ModelFacts:
@@ -212,19 +226,29 @@ def _normalise(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
         for name, value in thresholds.items():
             if name not in THRESHOLD_KEYS:
                 raise ConfigError(_unknown_key(f"decoding_thresholds.{name}", name, THRESHOLD_KEYS))
-            result[name] = check_value(name, value)
+            result[name] = _checked(name, value)
         for name, value in flat.items():
             if name == "decoding_thresholds" or value is None:
                 continue
             if name not in CONFIG_TABLE:
                 known = (*CONFIG_TABLE, "decoding_thresholds")
                 raise ConfigError(_unknown_key(name, name, known))
-            is_dtype = name == "dtype" and isinstance(value, str)
-            result[name] = check_value(
-                name, _DTYPE_ALIASES.get(value, value) if is_dtype else value
-            )
+            result[name] = _checked(name, value)
     except ConfigError as error:
         raise ConfigError(f"{where}{error}") from error.__cause__
+    return result
+
+
+def _checked(name: str, value: Any) -> Any:
+    """`check_value`, aware of the names of dtypes and of the integers that the core can hold."""
+    # A torch dtype is recognised by its text: importing torch here would be slow.
+    if name == "dtype" and (isinstance(value, str) or str(value).startswith("torch.")):
+        value = _dtype_name(value)
+    result = check_value(name, value)
+    bits = _WIDE_KEYS.get(name, 31)
+    for item in result if isinstance(result, tuple) else (result,):
+        if isinstance(item, int) and not -(2**bits) <= item < 2**bits:
+            raise ConfigError(f"{name}: expected {CONFIG_TABLE[name].kind} < 2**{bits}, got {item}")
     return result
 
 
@@ -248,7 +272,7 @@ class _Resolver:
         self._values.update(explicit)
         # A checkpoint may be trained with a block size the engine lacks; only its use is an error.
         check_value("block_size", self._values["block_size"])
-        self._values["model"] = model
+        self._values["model"] = str(model)
         self._values["model_name"] = facts.model_name
 
     def config(self) -> Config:
@@ -342,6 +366,8 @@ class _Resolver:
             if is_listed and given != index:
                 raise ConfigError(f"device: expected cuda:{index} as listed, got {wanted!r}")
             index = given
+        if num_devices == 0:
+            raise ConfigError(f"device: no CUDA device is visible, got {values['device']!r}")
         if index >= num_devices:
             raise ConfigError(
                 f"device: expected a CUDA device below {num_devices} (the number of visible"

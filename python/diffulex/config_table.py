@@ -79,7 +79,7 @@ class _Range(NamedTuple):
 
 
 def _one_of(*values: object) -> _Range:
-    return _Range(", ".join(str(v) for v in values), lambda v: v in values)
+    return _Range("one of " + ", ".join(str(v) for v in values), lambda v: v in values)
 
 
 def _at_least(low: float) -> _Range:
@@ -172,7 +172,7 @@ class DecodingConfig:
     )
     sampling_mode: str = _later("str", "naive", _one_of("naive", "edit"), "Kind of sampler.")
     block_size: int = _key("int", 32, _one_of(4, 8, 16, 32), "Tokens per block (B).")
-    buffer_size: int = _key("int", 4, _at_least(1), "Blocks in flight per request (N).")
+    buffer_size: int = _key("int", 4, _between(1, 32), "Blocks in flight per request (N).")
     multi_block_prefix_full: bool = _key(
         "bool", False, _one_of(True, False), "Bidirectional prompt; forced by the strategy."
     )
@@ -198,7 +198,9 @@ class DecodingConfig:
     token_merge_top_k: int = _later("int", 1, _above(0), "DMax: merged candidates.")
     token_merge_renormalize: bool = _later("bool", True, _one_of(True, False), "DMax.")
     token_merge_weight: float = _later("float", 1.0, _at_least(0), "DMax: 0 turns merging off.")
-    dmax_sampler_fast_path: bool = _later("bool", False, _one_of(True, False), "DMax.")
+    dmax_sampler_fast_path: bool = _inert(
+        "bool", False, _one_of(True, False), "DMax: exact confidence only at masks."
+    )
     dmax_force_prefill_active: bool = _later("bool", False, _one_of(True, False), "DMax.")
     dmax_store_soft_embeddings: bool = _later("bool", False, _one_of(True, False), "DMax.")
     enable_vectorized_sampler: bool = _inert(
@@ -458,8 +460,12 @@ def check_value(name: str, value: Any) -> Any:
     return result
 
 
+def _kind_text(key: ConfigKey) -> str:
+    return "" if key.legal.startswith("one of") else f"{key.kind.rstrip('?')} "
+
+
 def _illegal(key: ConfigKey, value: Any) -> ConfigError:
-    return ConfigError(f"{key.name}: expected {key.kind} {key.legal}, got {value!r}")
+    return ConfigError(f"{key.name}: expected {_kind_text(key)}{key.legal}, got {value!r}")
 
 
 def _coerce(kind: str, value: Any) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,10 @@ class SamplingParams:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stops: object = self.stop_token_ids
+        if isinstance(stops, (str, bytes)) or not isinstance(stops, Iterable):
+            raise _illegal("stop_token_ids", "a list of token ids", stops)
+        object.__setattr__(self, "stop_token_ids", tuple(stops))
         for name, low in (("max_tokens", 1), ("max_nfe", 1), ("max_repetition_run", 1)):
             value = getattr(self, name)
             if value is None and name != "max_tokens":

@@ -44,9 +44,8 @@ def _register(op: str) -> Callable[[Fake], Fake]:
 
 
 def _check_page_size(arguments: FakeArguments, page_size: int) -> None:
-    arguments.require(
-        "k_cache", page_size in _PAGE_SIZES, f"a page size of {_PAGE_SIZES}", page_size
-    )
+    expected = f"a page size of {_PAGE_SIZES}"
+    arguments.require("k_cache", page_size in _PAGE_SIZES, expected, page_size)
 
 
 def _check_caches(
@@ -461,12 +460,8 @@ def _linear_packed(x: Tensor, packed_weight: Tensor, out: Tensor, *, out_feature
     arguments.require("x", in_features >= 1, "a last dimension >= 1", in_features)
     arguments.at_least("out_features", out_features, 1)
     num_panels = (out_features + _PANEL_COLUMNS - 1) // _PANEL_COLUMNS
-    arguments.tensor(
-        "packed_weight",
-        packed_weight,
-        (torch.float32, torch.bfloat16),
-        (num_panels, in_features, _PANEL_COLUMNS),
-    )
+    shape = (num_panels, in_features, _PANEL_COLUMNS)
+    arguments.tensor("packed_weight", packed_weight, (torch.float32, torch.bfloat16), shape)
     arguments.tensor("out", out, _FLOAT32, (num_rows, out_features))
 
 
@@ -505,9 +500,8 @@ def _token_stats(
     arguments.optional("forbidden_ids", forbidden_ids, _INT64, (None,))
     if forbidden_ids is not None:
         count = forbidden_ids.shape[0]
-        arguments.require(
-            "forbidden_ids", count <= _MAX_FORBIDDEN, f"at most {_MAX_FORBIDDEN} ids", count
-        )
+        expected = f"at most {_MAX_FORBIDDEN} ids"
+        arguments.require("forbidden_ids", count <= _MAX_FORBIDDEN, expected, count)
     arguments.optional("penalty_ids", penalty_ids, _INT64, (num_rows,))
     arguments.tensor("ids", ids, _INT64, (num_rows,))
     arguments.tensor("stats", stats, _FLOAT32, (num_rows, _STATS_COLUMNS))

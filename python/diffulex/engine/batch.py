@@ -55,7 +55,6 @@ class AttnMetadata:
     max_context_len: int
     num_splits: int
     kv_layout: int
-    needs_store: bool
     workspace: Tensor | None  # uint8 scratch of block_attention
 
 
@@ -104,6 +103,7 @@ class StagedPlan:
     plan: _core.StepPlan
     host: Tensor
     views: PlanViews
+    copied: torch.cuda.Event | None  # the last copy out of `host`; None without a mirror
 
 
 def _aligned(num_bytes: int, is_pinned: bool) -> Tensor:
@@ -130,8 +130,14 @@ def _plan_views(arena: Tensor, plan: _core.StepPlan) -> PlanViews:
     return PlanViews(**{item.name: tensors[item.name] for item in fields(PlanViews)})
 
 
+def _new_event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
 class StepBuffers:
     """Staging of plans and sampler outputs for one engine.
+
+    Copies run on the current stream of `device`, whichever device is current.
 
     Args:
         options: fix the capacity of every array.
@@ -150,10 +156,12 @@ class StepBuffers:
             # Device allocations are aligned to 512 bytes.
             self._mirror = torch.zeros(plan_bytes, dtype=torch.uint8, device=device)
             views = _plan_views(self._mirror, plans[0])
-            self._staged = [StagedPlan(p, h, views) for p, h in zip(plans, hosts, strict=True)]
+            self._staged = [
+                StagedPlan(p, h, views, _new_event()) for p, h in zip(plans, hosts, strict=True)
+            ]
         else:
             self._staged = [
-                StagedPlan(p, h, _plan_views(h, p)) for p, h in zip(plans, hosts, strict=True)
+                StagedPlan(p, h, _plan_views(h, p), None) for p, h in zip(plans, hosts, strict=True)
             ]
         self._next = 0
         self._output_host = _aligned(output_bytes, self._is_cuda)
@@ -165,9 +173,7 @@ class StepBuffers:
         self.sampler = SamplerViews(**{i.name: tensors[i.name] for i in fields(SamplerViews)})
         # Samplers that never rewrite leave it alone, and the copy brings it back every step.
         self.sampler.same_token_ratio.fill_(1.0)
-        self._downloaded: torch.cuda.Event | None = None
-        if self._is_cuda:
-            self._downloaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._downloaded = _new_event() if self._is_cuda else None
 
     @property
     def views(self) -> PlanViews:
@@ -175,9 +181,14 @@ class StepBuffers:
         return self._staged[self._next].views
 
     def next_plan(self) -> _core.StepPlan:
-        """The plan to fill for the next step."""
+        """The plan to fill for the next step; waits until its memory is no longer read."""
         self._next = (self._next + 1) % _NUM_STAGING
-        return self._staged[self._next].plan
+        staged = self._staged[self._next]
+        if staged.copied is not None:
+            # A step that failed after its upload was never awaited. Returns at once for an event
+            # that was not recorded yet.
+            staged.copied.synchronize()
+        return staged.plan
 
     def upload(self) -> PlanViews:
         """Makes the arrays of the current plan visible to the device; one copy, not awaited."""
@@ -185,12 +196,14 @@ class StepBuffers:
         if self._mirror is not None:
             used = staged.plan.used_bytes()
             self._mirror[:used].copy_(staged.host[:used], non_blocking=True)
+            if staged.copied is not None:
+                staged.copied.record(torch.cuda.current_stream(self.device))
         return staged.views
 
     def download(self) -> _core.SamplerOutput:
         """The sampler's output on the host: one copy and one wait per step."""
         if self._downloaded is not None:
             self._output_host.copy_(self._output_device, non_blocking=True)
-            self._downloaded.record()
+            self._downloaded.record(torch.cuda.current_stream(self.device))
             self._downloaded.synchronize()
         return self.output

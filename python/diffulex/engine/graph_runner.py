@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from diffulex.logging import get_logger
+from diffulex.ops.workspace import empty_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,41 +38,46 @@ def graph_buckets(max_num_reqs: int) -> tuple[int, ...]:
 
 
 class GraphRunner:
-    """Captures `forward` for every bucket and replays it.
+    """Captures a forward for every bucket and replays it.
+
+    Owns the scratch memory of the captured kernels: a graph keeps its address, so it must neither
+    move nor be freed while the graphs exist.
 
     Args:
-        forward: hidden states [bucket * rows_per_request, H] from the static step tensors.
         buckets: ascending request counts.
         rows_per_request: rows of one request.
         hidden_size: H.
+        workspace_bytes: scratch that suffices for every bucket.
     """
 
     def __init__(
         self,
-        forward: Callable[[int], Tensor],
         buckets: Sequence[int],
         rows_per_request: int,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        workspace_bytes: int,
     ) -> None:
-        self._forward = forward
         self.buckets = tuple(buckets)
         self._rows = rows_per_request
         self._device = device
+        self.workspace = empty_workspace(workspace_bytes, device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         num_rows = self.buckets[-1] * rows_per_request
         self._hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device)
 
-    def bucket_for(self, num_reqs: int) -> int | None:
-        """Smallest bucket that holds the requests, or None."""
-        for bucket in self.buckets:
-            if bucket >= num_reqs:
-                return bucket
-        return None
+    def capture(self, forward: Callable[[int, Tensor | None], Tensor]) -> None:
+        """Captures all buckets, the largest first so that the smaller ones reuse its memory.
 
-    def capture(self) -> None:
-        """Captures all buckets, the largest first so that the smaller ones reuse its memory."""
+        Args:
+            forward: hidden states [bucket * rows_per_request, H] from the static step tensors,
+                given the bucket and the scratch memory; not kept.
+        """
+
+        def run(bucket: int) -> None:
+            self._hidden[: bucket * self._rows].copy_(forward(bucket, self.workspace))
+
         start = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -79,11 +85,11 @@ class GraphRunner:
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
                 for _ in range(_NUM_WARMUPS):
-                    self._run(bucket)
+                    run(bucket)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._run(bucket)
+                run(bucket)
             self._graphs[bucket] = graph
         torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - start
@@ -93,6 +99,3 @@ class GraphRunner:
         """Hidden states of the bucket's rows; valid until the next replay."""
         self._graphs[bucket].replay()
         return self._hidden[: bucket * self._rows]
-
-    def _run(self, bucket: int) -> None:
-        self._hidden[: bucket * self._rows].copy_(self._forward(bucket))

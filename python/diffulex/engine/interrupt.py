@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType, TracebackType
 
-__all__ = ["InterruptGuard"]
+__all__ = ["InterruptGuard", "deferred_interrupt"]
 
 
 class InterruptGuard:
@@ -46,3 +48,15 @@ class InterruptGuard:
         if self.is_interrupted:
             raise KeyboardInterrupt
         self.is_interrupted = True
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """A block that the first SIGINT cannot cut short: KeyboardInterrupt comes at its end."""
+    guard = InterruptGuard()
+    try:
+        with guard:
+            yield
+    finally:
+        if guard.is_interrupted:
+            raise KeyboardInterrupt

@@ -22,8 +22,9 @@ KvLayoutName = Literal["unified", "distinct"]
 class KVCache:
     """K and V of every layer, addressed by page id.
 
-    Zero-filled: a slot that was never written must not hold NaN bit patterns, which some kernels
-    would have to mask at a cost.
+    Results do not depend on what a page held before its owner stored to it, NaN included: kernels
+    read stored slots only, or give what they read beyond them no weight and no part in a sum. The
+    memory is zeroed at the start only to make it the same in every run.
     """
 
     def __init__(

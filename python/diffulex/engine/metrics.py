@@ -24,7 +24,11 @@ def ratio(numerator: float, denominator: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Counts and times of one request; rates are None where their denominator is zero."""
+    """Counts and times of one request; rates are None where their denominator is zero.
+
+    `cached_tokens` are the prompt tokens that the last admission found in the prefix cache. After a
+    preemption the cache may hold decoded tokens as well; those do not count.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -137,13 +141,19 @@ class RequestRecord:
     def metrics(
         self, completion_tokens: int, cached_tokens: int, num_preemptions: int
     ) -> RequestMetrics:
-        """The closed account of a finished request."""
+        """The closed account of a finished request.
+
+        Args:
+            completion_tokens: length of the visible answer.
+            cached_tokens: prefix hit of the last admission, possibly past the prompt.
+            num_preemptions: how often the request lost its pages.
+        """
         prompt = len(self.prompt_token_ids)
         end = prompt + completion_tokens
         in_prefill = sum(1 for position in self.prefill_positions if prompt <= position < end)
         return RequestMetrics(
             prompt_tokens=prompt,
-            cached_tokens=cached_tokens,
+            cached_tokens=min(cached_tokens, prompt),
             completion_tokens=completion_tokens,
             decided_tokens=self.decided_tokens,
             decode_tokens=self.decode_tokens,

@@ -6,6 +6,7 @@ Knows tensors and metadata, not requests. Never calls the scheduler.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -14,6 +15,7 @@ from diffulex.engine.batch import AttnMetadata, PlanViews, StepBuffers
 from diffulex.engine.graph_runner import GraphRunner, graph_buckets
 from diffulex.engine.kv_cache import KVCache, KvLayoutName
 from diffulex.errors import ConfigError
+from diffulex.layers.linear import pack_weights
 from diffulex.logging import get_logger, warn_once
 from diffulex.ops.attention import KvLayout, MaskKind
 from diffulex.ops.workspace import attention_workspace_bytes, empty_workspace
@@ -21,20 +23,45 @@ from diffulex.registry import AutoSampler
 from diffulex.sampler.base import SamplerInputs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from diffulex.config import Config
+    from diffulex.model.config import ModelSpec
     from diffulex.model.sdar import SdarForDiffusionLM
     from diffulex.sampler.base import Sampler
     from diffulex_ext import _core
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "decode_workspace_bytes"]
 
 logger = get_logger(__name__)
 
 
+def decode_workspace_bytes(
+    spec: ModelSpec, buckets: Sequence[int], rows: int, max_model_len: int, device_type: str
+) -> int:
+    """Attention scratch that suffices for a decode step of every bucket.
+
+    Not that of the largest bucket: small batches split the keys, large ones need not.
+    """
+    return max(
+        attention_workspace_bytes(
+            bucket,
+            spec.num_q_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            rows,
+            max_model_len,
+            0,
+            device_type,
+        )
+        for bucket in buckets
+    )
+
+
 class _StepShape(NamedTuple):
-    """Sizes of a step before graph padding."""
+    """Sizes of a step, dummy requests included."""
 
     num_rows: int
     num_reqs: int
@@ -59,10 +86,13 @@ class ModelRunner:
         self.num_graph_steps = 0
         self.num_graph_fallbacks = 0
         self._is_cuda = self.device.type == "cuda"
+        # Of eager steps; grows, and the old one is freed. Graphs have their own.
         self._workspace: Tensor | None = None
         self._workspace_bytes = 0
+        self._buckets: tuple[int, ...] = ()
         self._graphs: GraphRunner | None = None
-        self._cache = self._make_cache(1)
+        with self._on_device():
+            self._cache = self._make_cache(1)
         self._buffers: StepBuffers | None = None
 
     def decide_num_pages(self) -> int:
@@ -74,7 +104,8 @@ class ModelRunner:
         per_request = self.config.pages_per_request
         page_bytes = self._page_bytes()
         if self._is_cuda:
-            budget = self._free_device_bytes()
+            with self._on_device():
+                budget = self._free_device_bytes()
             num_pages = budget // page_bytes
         else:
             budget = self.config.cache.cpu_kv_cache_bytes
@@ -91,19 +122,31 @@ class ModelRunner:
     def prepare(self, config: Config, options: _core.EngineOptions) -> None:
         """Allocates everything the steps need; `config` has the number of pages."""
         self.config = config
-        self._cache = self._make_cache(config.cache.num_pages)
-        self._buffers = StepBuffers(options, self.device)
-        logger.info(
-            "KV cache: %d pages of %d tokens, %.1f MiB",
-            config.cache.num_pages,
-            config.cache.page_size,
-            self._cache.nbytes / 2**20,
-        )
-        reason = self._no_graph_reason()
-        if reason is None:
-            self._capture_graphs()
-        elif self._is_cuda:
-            warn_once(logger, f"no graphs: {reason}", "decode runs without graphs: %s", reason)
+        with self._on_device():
+            pack_weights(self.model)
+            self._cache = self._make_cache(config.cache.num_pages)
+            self._buffers = StepBuffers(options, self.device)
+            logger.info(
+                "KV cache: %d pages of %d tokens, %.1f MiB",
+                config.cache.num_pages,
+                config.cache.page_size,
+                self._cache.nbytes / 2**20,
+            )
+            if not self._is_cuda:
+                return
+            scheduler = config.scheduler
+            # Row budgets bound a decode batch as well: larger buckets could never be used.
+            most = scheduler.max_num_batched_tokens // config.decode_rows
+            self._buckets = graph_buckets(min(scheduler.max_num_reqs, max(most, 1)))
+            reason = self._no_graph_reason()
+            if reason is None:
+                self._capture_graphs()
+            else:
+                warn_once(logger, f"no graphs: {reason}", "decode runs without graphs: %s", reason)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        """Makes the model's device current: launches, events and graphs go by the current one."""
+        return torch.cuda.device(self.device) if self._is_cuda else contextlib.nullcontext()
 
     @property
     def kv_cache(self) -> KVCache:
@@ -122,6 +165,15 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: _core.StepPlan) -> _core.SamplerOutput:
         """Runs the forward and the sampler of the plan handed out by `next_plan`."""
+        with self._on_device():
+            return self._execute(plan)
+
+    def _execute(self, plan: _core.StepPlan) -> _core.SamplerOutput:
+        bucket = self._bucket_for(plan)
+        if bucket is not None:
+            # Eager steps too: how kernels cut their work depends on the shape of the batch, and
+            # with it the last bits of a result.
+            plan.pad_requests(bucket)
         shape = _StepShape(
             plan.num_rows,
             plan.num_reqs,
@@ -129,9 +181,6 @@ class ModelRunner:
             plan.num_logits_rows,
             plan.any_sampled,
         )
-        bucket = self._bucket_for(plan)
-        if bucket is not None:
-            plan.pad_requests(bucket)
         views = self._step_buffers.upload()
         if bucket is not None and self._graphs is not None:
             hidden = self._graphs.replay(bucket)
@@ -151,12 +200,12 @@ class ModelRunner:
     def _forward(self, views: PlanViews, shape: _StepShape, plan: _core.StepPlan) -> Tensor:
         max_context_len = plan.max_context_len
         if self._is_cuda and plan.uniform_q_len:
-            # Kernels derive the split of the keys from this bound; eager and graph decode must agree.
+            # Kernels derive the split of the keys from this bound, which is fixed in a graph.
             max_context_len = self.config.scheduler.max_model_len
+        workspace = self._workspace_for(shape.num_reqs, plan.max_seqlen_q, max_context_len)
         metadata = self._metadata(
-            views, shape.num_rows, shape.num_reqs, plan.max_seqlen_q, max_context_len
+            views, shape.num_rows, shape.num_reqs, plan.max_seqlen_q, max_context_len, workspace
         )
-        metadata.needs_store = plan.need_kv_cache_store
         ids, positions = views.input_ids[: shape.num_rows], views.positions[: shape.num_rows]
         return cast("Tensor", self.model(ids, positions, metadata, self._cache))
 
@@ -191,6 +240,7 @@ class ModelRunner:
         num_reqs: int,
         max_seqlen_q: int,
         max_context_len: int,
+        workspace: Tensor | None,
     ) -> AttnMetadata:
         return AttnMetadata(
             page_tables=views.page_tables[:num_reqs],
@@ -208,14 +258,13 @@ class ModelRunner:
             max_context_len=max_context_len,
             num_splits=0,
             kv_layout=self._cache.kv_layout,
-            needs_store=True,
-            workspace=self._workspace_for(num_reqs, max_seqlen_q, max_context_len),
+            workspace=workspace,
         )
 
     def _workspace_for(
         self, num_reqs: int, max_seqlen_q: int, max_context_len: int
     ) -> Tensor | None:
-        """Scratch of at least the needed size; grows, so that steady state allocates nothing."""
+        """Scratch of an eager step; grows, so that steady state allocates nothing."""
         spec = self.config.model.spec
         needed = attention_workspace_bytes(
             num_reqs,
@@ -234,8 +283,6 @@ class ModelRunner:
 
     def _no_graph_reason(self) -> str | None:
         kernel = self.config.kernel
-        if not self._is_cuda:
-            return "the model is on CPU"
         if kernel.enforce_eager:
             return "enforce_eager is set"
         if not kernel.enable_full_static_runner:
@@ -243,41 +290,43 @@ class ModelRunner:
         return None
 
     def _bucket_for(self, plan: _core.StepPlan) -> int | None:
-        """Graph bucket of a plan, or None for an eager step."""
-        if self._graphs is None or plan.kind.name != "DECODE":
+        """Number of requests a decode plan is padded to on CUDA; None: run as it is."""
+        if not self._is_cuda or plan.kind.name != "DECODE":
             return None
-        bucket = self._graphs.bucket_for(plan.num_reqs)
-        if bucket is None or plan.uniform_q_len != self.config.decode_rows:
+        if plan.uniform_q_len == self.config.decode_rows:
+            for bucket in self._buckets:
+                if bucket >= plan.num_reqs:
+                    return bucket
+            reason = f"{plan.num_reqs} requests exceed the largest bucket {self._buckets[-1]}"
+        else:
+            reason = f"requests have other than {self.config.decode_rows} rows"
+        if self._graphs is not None:
             self.num_graph_fallbacks += 1
-            reason = (
-                f"{plan.num_reqs} requests exceed the largest bucket {self._graphs.buckets[-1]}"
-                if bucket is None
-                else f"requests have other than {self.config.decode_rows} rows"
-            )
             warn_once(logger, f"graph fallback: {reason}", "eager decode step: %s", reason)
-            return None
-        return bucket
+        return None
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
-        scheduler, spec = self.config.scheduler, self.config.model.spec
-        rows = self.config.decode_rows
-        # Row budgets bound a decode batch as well: larger buckets could never be replayed.
-        most = min(scheduler.max_num_reqs, max(scheduler.max_num_batched_tokens // rows, 1))
-        buckets = graph_buckets(most)
+        spec, buckets, rows = self.config.model.spec, self._buckets, self.config.decode_rows
+        max_model_len = self.config.scheduler.max_model_len
         views = self._step_buffers.views
         self._fill_capture_inputs(views, buckets[-1], rows)
-        self._workspace_for(buckets[-1], rows, scheduler.max_model_len)
 
-        def forward(bucket: int) -> Tensor:
-            metadata = self._metadata(views, bucket * rows, bucket, rows, scheduler.max_model_len)
-            ids, positions = views.input_ids[: bucket * rows], views.positions[: bucket * rows]
+        def forward(bucket: int, workspace: Tensor | None) -> Tensor:
+            num_rows = bucket * rows
+            metadata = self._metadata(views, num_rows, bucket, rows, max_model_len, workspace)
+            ids, positions = views.input_ids[:num_rows], views.positions[:num_rows]
             return cast("Tensor", self.model(ids, positions, metadata, self._cache))
 
         self._graphs = GraphRunner(
-            forward, buckets, rows, spec.hidden_size, self.dtype, self.device
+            buckets,
+            rows,
+            spec.hidden_size,
+            self.dtype,
+            self.device,
+            decode_workspace_bytes(spec, buckets, rows, max_model_len, self.device.type),
         )
-        self._graphs.capture()
+        self._graphs.capture(forward)
 
     def _fill_capture_inputs(self, views: PlanViews, num_reqs: int, rows: int) -> None:
         """Real rows over one cached page, nothing stored: kernels must not see empty contexts."""
@@ -361,7 +410,6 @@ class ModelRunner:
                 if self.config.cache.kv_cache_layout == "unified"
                 else KvLayout.DISTINCT
             ),
-            needs_store=False,
             workspace=self._workspace_for(num_reqs, length, 0),
         )
         ids = torch.zeros(num_rows, dtype=torch.int64, device=device)

@@ -278,7 +278,7 @@ class GenerationOutputs(Sequence[RequestOutput]):
 
     @property
     def prefix_hit_ratio(self) -> float:
-        """Cached prompt tokens over prompt tokens."""
+        """Cached prompt tokens over prompt tokens; at most 1, also after preemptions."""
         prompt = sum(m.prompt_tokens for m in self._metrics())
         return sum(m.cached_tokens for m in self._metrics()) / prompt if prompt else 0.0
 

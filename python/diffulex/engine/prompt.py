@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from diffulex.errors import PromptError
@@ -24,13 +24,21 @@ def _is_int(value: object) -> bool:
 
 
 def split_prompts(prompts: Any) -> list[Prompt]:
-    """The list of prompts behind a single prompt or a list of them."""
+    """The list of prompts behind a single prompt or a list of them.
+
+    A list of integers is one prompt of token ids, a list of mappings is one chat.
+    """
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise PromptError(
+            "prompts: expected a text, token ids, chat messages or a list of these,"
+            f" got {prompts!r}"
+        )
     items = list(prompts)
     if not items:
         raise PromptError("prompts: expected at least one prompt, got none")
-    if _is_int(items[0]):
+    if _is_int(items[0]) or isinstance(items[0], Mapping):
         return [items]
     return items
 
@@ -41,10 +49,15 @@ def spread_params(
     """One SamplingParams per prompt.
 
     Raises:
-        ValueError: a list of another length.
+        ValueError: a list of another length, or something else than parameters.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    is_list = isinstance(params, Sequence) and not isinstance(params, (str, bytes))
+    if not is_list or not all(isinstance(item, SamplingParams) for item in params):
+        raise ValueError(
+            f"sampling_params: expected SamplingParams or a list of them, got {params!r}"
+        )
     listed = list(params)
     if len(listed) != count:
         raise ValueError(f"sampling_params: expected one or {count}, got {len(listed)}")
@@ -85,6 +98,8 @@ def _token_ids(
         if use_chat_template:
             return tuple(tokenizer.apply_chat_template([{"role": "user", "content": prompt}]))
         return tuple(tokenizer.encode(prompt))
+    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+        raise PromptError(f"prompt: expected a text or a list of token ids, got {prompt!r}")
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         if tokenizer is None:

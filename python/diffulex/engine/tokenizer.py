@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import CheckpointError, PromptError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 _REPLACEMENT = "\ufffd"
@@ -20,6 +21,8 @@ class Tokenizer:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
+        # The engine checks lengths itself, with an error; the backend would print a warning.
+        backend.model_max_length = sys.maxsize
 
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:
@@ -103,8 +106,6 @@ class Tokenizer:
         if not self.has_chat_template:
             raise PromptError("chat template: expected one in the checkpoint, got none")
         _check_messages(messages)
-        from jinja2 import TemplateError  # noqa: PLC0415 (slow to import)
-
         try:
             text = self.backend.apply_chat_template(
                 [dict(message) for message in messages],
@@ -112,8 +113,9 @@ class Tokenizer:
                 add_generation_prompt=True,
                 **variables,
             )
-        except TemplateError as error:
-            raise PromptError(f"chat template: it rejected the messages: {error}") from error
+        except Exception as error:  # a template is code of the checkpoint: it may raise anything
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise PromptError(f"chat template: it rejected the messages: {reason}") from error
         return str(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -179,9 +181,15 @@ class IncrementalDecoder:
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise PromptError(f"messages: expected a list of messages, got {messages!r}")
     if not messages:
         raise PromptError("messages: expected at least one, got none")
     for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise PromptError(
+                f"messages[{index}]: expected an object with role and content, got {message!r}"
+            )
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise PromptError(

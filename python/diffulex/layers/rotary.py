@@ -14,6 +14,8 @@ def build_cos_sin_cache(
     Angles are products of float32 position and float32 inverse frequency: checkpoints were trained
     with that rounding, and at large positions a more precise angle differs from it visibly.
     """
+    if torch.device(device).type == "meta":
+        return torch.empty(max_positions, rotary_dim, dtype=torch.float32, device=device)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
     inverse_frequencies = 1.0 / (theta**exponents)
     positions = torch.arange(max_positions, dtype=torch.float32)

@@ -71,7 +71,8 @@ def resolve(given: ModelFacts | None = None, /, **flat: Any) -> Config:
 # (key, legal values, illegal values) from the configuration reference.
 RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("block_size", [4, 8, 16, 32], [0, 1, 2, 5, 64, 256, 8.0, "8", True]),
-    ("buffer_size", [1, 2, 32], [0, -1, 1.5]),
+    ("buffer_size", [1, 2, 32], [0, -1, 1.5, 33]),
+    ("dmax_sampler_fast_path", [True, False], [1, "on"]),
     ("add_block_threshold", [0, 0.5, 1], [-0.01, 1.01, float("nan"), "0.5"]),
     ("semi_complete_threshold", [0, 1.0], [-1, 2]),
     ("accept_threshold", [0, 0.95, 1], [-0.1, 1.5, float("inf")]),
@@ -213,7 +214,7 @@ def test_block_size_order_and_unsupported_training_size() -> None:
     assert resolve().decoding.block_size == 4
     assert resolve(facts(checkpoint={"block_size": 8})).decoding.block_size == 8
     assert resolve(facts(block_size=None)).decoding.block_size == 32
-    with pytest.raises(ConfigError, match=r"block_size: expected int 4, 8, 16, 32, got 64"):
+    with pytest.raises(ConfigError, match=r"block_size: expected one of 4, 8, 16, 32, got 64"):
         resolve(facts(block_size=64))
     assert resolve(facts(block_size=64), block_size=32).decoding.block_size == 32
 
@@ -287,7 +288,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve(device="auto").model.device == "cpu"
-    with pytest.raises(ConfigError, match=r"expected a CUDA device below 0"):
+    with pytest.raises(ConfigError, match=r"no CUDA device is visible"):
         resolve(device="cuda")
     with pytest.raises(ConfigError, match=r"device_ids: expected an empty list on cpu"):
         resolve(device_ids=[0])
@@ -369,8 +370,8 @@ def test_core_options_carry_every_value() -> None:
 
 
 def test_core_refusals_are_config_errors() -> None:
-    with pytest.raises(ConfigError, match=r"buffer_size"):
-        resolve(buffer_size=4000, max_num_batched_tokens=10**6, num_pages=10).to_core()
+    with pytest.raises(ConfigError, match=r"expected rows, slots and page entries below 2\^31"):
+        resolve(max_num_reqs=2**31 - 1, num_pages=10).to_core()
 
 
 def test_documentation_is_current() -> None:

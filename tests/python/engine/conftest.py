@@ -37,3 +37,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 def tiny_cuda(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """The same checkpoint on CUDA."""
     return TinyModel(tmp_path_factory.mktemp("tiny_cuda"), "cuda")
+
+
+@pytest.fixture(scope="session")
+def tiny_cuda_bf16(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A checkpoint for long contexts in bfloat16 on CUDA, of a shape the tensor cores take."""
+    return TinyModel(
+        tmp_path_factory.mktemp("tiny_cuda_bf16"),
+        "cuda",
+        "bfloat16",
+        head_dim=64,
+        hidden_size=128,
+        max_position_embeddings=4096,
+    )

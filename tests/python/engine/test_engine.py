@@ -457,3 +457,18 @@ def test_run_statistics_of_a_generate_call(tiny: TinyModel) -> None:
         again = engine.generate([[1, 2, 3, 4, 5]], FREE, summary=False)
         assert again[0].metrics.cached_tokens >= 4
         assert engine.run_stats.num_steps == run.stats.num_steps + again.stats.num_steps
+
+
+def test_prefix_hits_after_a_preemption_count_the_prompt_only(tiny: TinyModel) -> None:
+    prompt = list(range(1, 10))
+    with tiny.engine(block_size=4, page_size=4) as engine:
+        req_id = engine.add_request(prompt, FREE)
+        decoded = 0
+        while decoded < 12:
+            decoded += sum(len(step.token_ids) for step in engine.step())
+        engine._scheduler.preempt(req_id)
+        done = run_all(engine)
+        assert engine.stats().num_preemptions == 1
+        metrics = done[req_id].metrics
+        assert metrics.num_preemptions == 1
+        assert metrics.cached_tokens == metrics.prompt_tokens == len(prompt)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ import torch
 
 from diffulex import SamplingParams
 from diffulex.engine.graph_runner import graph_buckets
+from diffulex.engine.model_runner import decode_workspace_bytes
+from diffulex.engine.output import GenerationOutputs
+from diffulex.ops.workspace import attention_workspace_bytes
 from tiny_engine import TinyModel
 
 
@@ -29,6 +34,20 @@ def test_buckets(max_num_reqs: int, expected: tuple[int, ...]) -> None:
     assert graph_buckets(max_num_reqs) == expected
 
 
+def test_workspace_suffices_for_every_bucket(tiny: TinyModel) -> None:
+    """Small batches split the keys, so the largest bucket is not the one that needs the most."""
+    spec, rows, length = tiny.facts.spec, 32, 4096
+    buckets = graph_buckets(128)
+    needs = [
+        attention_workspace_bytes(
+            bucket, spec.num_q_heads, spec.num_kv_heads, spec.head_dim, rows, length, 0, "cuda"
+        )
+        for bucket in buckets
+    ]
+    assert needs[-1] < max(needs)
+    assert decode_workspace_bytes(spec, buckets, rows, length, "cuda") == max(needs)
+
+
 def requests(seed: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(seed)
     prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 40))] for _ in range(count)]
@@ -42,6 +61,36 @@ def requests(seed: int, count: int) -> tuple[list[list[int]], list[SamplingParam
         for _ in range(count)
     ]
     return prompts, params
+
+
+@pytest.mark.parametrize("max_num_reqs", [3, 8])
+def test_dummy_requests_of_an_eager_step(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, max_num_reqs: int
+) -> None:
+    """What CUDA does to every decode plan, on CPU: padding changes no result."""
+    settings: dict[str, Any] = {"block_size": 8, "buffer_size": 2, "max_num_reqs": max_num_reqs}
+    prompts, params = requests(11, 7)
+    with tiny.engine(**settings) as engine:
+        expected = engine.generate(prompts, params, summary=False)
+    with tiny.engine(**settings) as engine:
+        runner = engine._runner
+        monkeypatch.setattr(runner, "_buckets", (2, max_num_reqs))
+        monkeypatch.setattr(runner, "_is_cuda", True)
+        monkeypatch.setattr(runner, "_on_device", contextlib.nullcontext)
+        num_padded = []
+        forward = runner._forward
+
+        def counting(views: Any, shape: Any, plan: Any) -> torch.Tensor:
+            num_padded.append(plan.num_padded_reqs)
+            assert plan.kind.name != "DECODE" or plan.num_reqs in (2, max_num_reqs)
+            assert (shape.num_rows, shape.num_reqs) == (plan.num_rows, plan.num_reqs)
+            return forward(views, shape, plan)
+
+        monkeypatch.setattr(runner, "_forward", counting)
+        outputs = engine.generate(prompts, params, summary=False)
+        assert any(num_padded)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert [o.metrics.nfe for o in outputs] == [o.metrics.nfe for o in expected]
 
 
 @pytest.mark.cuda
@@ -102,3 +151,138 @@ def test_page_pool_from_device_memory(tiny_cuda: TinyModel) -> None:
 def test_static_runner_switch(tiny_cuda: TinyModel) -> None:
     with tiny_cuda.engine(enable_full_static_runner=False) as engine:
         assert engine._runner.graph_buckets == ()
+
+
+LONG: dict[str, Any] = {
+    "block_size": 32,
+    "buffer_size": 2,
+    "page_size": 32,
+    "max_model_len": 2560,
+    "max_num_reqs": 11,
+    "num_pages": 1100,
+    "max_num_batched_tokens": 8192,
+    "decoding_thresholds": {"accept_threshold": 0.8},
+}
+
+
+def long_requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Lengths from one page to the limit; every second prompt starts like the one before it."""
+    rng = random.Random(count)
+    lengths = (2400, 2410, 40, 700, 1500, 1530, 90, 2000, 300, 2300, 64, 1000, 1200)
+    prompts: list[list[int]] = []
+    for index in range(count):
+        prompt = [rng.randrange(256) for _ in range(lengths[index % len(lengths)])]
+        if index % 2:
+            shared = min(len(prompts[-1]), len(prompt)) // 2
+            prompt[:shared] = prompts[-1][:shared]
+        prompts.append(prompt)
+    params = [
+        SamplingParams(max_tokens=rng.randint(20, 100), ignore_eos=True) for _ in range(count)
+    ]
+    return prompts, params
+
+
+def long_run(
+    model: TinyModel, batch_sizes: tuple[int, ...], **settings: Any
+) -> list[GenerationOutputs]:
+    """Batches in turn; within one, requests that join late prefill between decode steps."""
+    with model.engine(**{**LONG, **settings}) as engine:
+        graphs = engine._runner._graphs
+        workspace = None if graphs is None else graphs.workspace
+        address = None if workspace is None else workspace.data_ptr()
+        runs = [engine.generate(*long_requests(size), summary=False) for size in batch_sizes]
+        if graphs is not None:
+            # The graphs read this memory for as long as they live, whatever eager steps needed.
+            assert workspace is not None
+            assert graphs.workspace is workspace
+            assert workspace.data_ptr() == address
+            eager = engine._runner._workspace
+            assert eager is None or eager.data_ptr() != address
+    return runs
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["unified", "distinct"])
+def test_long_contexts_with_graphs_and_eager_steps_in_turn(
+    tiny_cuda_bf16: TinyModel, layout: str
+) -> None:
+    # Batches that fit a bucket, need padding, and are larger than the engine: 17 and 24 requests
+    # share 11 places, so that prefills run between replays.
+    sizes = (1, 3, 5, 9, 11, 17, 24, 2)
+    graphed = long_run(tiny_cuda_bf16, sizes, kv_cache_layout=layout)
+    eager = long_run(tiny_cuda_bf16, sizes, kv_cache_layout=layout, enforce_eager=True)
+    assert sum(run.stats.num_graph_steps for run in graphed) > 0
+    assert all(run.stats.num_graph_fallbacks == 0 for run in graphed)
+    assert all(run.stats.num_graph_steps == 0 for run in eager)
+    assert any(output.metrics.cached_tokens > 0 for run in graphed for output in run)
+    for size, left, right in zip(sizes, graphed, eager, strict=True):
+        assert [o.token_ids for o in left] == [o.token_ids for o in right], size
+        assert [o.metrics.nfe for o in left] == [o.metrics.nfe for o in right], size
+
+
+@pytest.mark.cuda
+def test_graphs_survive_a_larger_eager_workspace(tiny_cuda_bf16: TinyModel) -> None:
+    """The memory eager steps give back is overwritten; replays must not depend on it."""
+    prompts, params = long_requests(3)
+    with tiny_cuda_bf16.engine(**LONG, enable_prefix_caching=False) as engine:
+        before = engine.generate(prompts, params, summary=False)
+        runner = engine._runner
+        runner._workspace, runner._workspace_bytes = None, 0
+        junk = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+        after = engine.generate(prompts, params, summary=False)
+        del junk
+        assert [o.token_ids for o in after] == [o.token_ids for o in before]
+        assert after.stats.num_graph_steps > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_failures", [1, 3])
+def test_failed_steps_do_not_disturb_the_staging(
+    tiny_cuda: TinyModel, monkeypatch: pytest.MonkeyPatch, num_failures: int
+) -> None:
+    """A step that fails after its upload leaves a copy in flight from the memory of its plan."""
+    prompts, params = requests(7, 8)
+    settings = {"block_size": 8, "buffer_size": 2, "enable_prefix_caching": False}
+    with tiny_cuda.engine(**settings) as engine:
+        expected = engine.generate(prompts, params, summary=False)
+        ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
+        runner, sample = engine._runner, engine._runner._sample
+        calls = 0
+
+        def failing(*args: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls <= num_failures:
+                torch.cuda._sleep(50_000_000)
+                raise RuntimeError("injected")
+            sample(*args)
+
+        monkeypatch.setattr(runner, "_sample", failing)
+        for _ in range(20):  # a step without ACTIVE blocks samples nothing
+            if calls < num_failures:
+                with contextlib.suppress(RuntimeError):
+                    engine.step()
+        assert calls == num_failures
+        done = {}
+        while engine.has_unfinished():
+            done.update({s.req_id: s.output for s in engine.step() if s.output is not None})
+        assert [done[i].token_ids for i in ids] == [o.token_ids for o in expected]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_engine_beside_the_current_device(
+    tiny_cuda: TinyModel, tmp_path: Path, enforce_eager: bool
+) -> None:
+    settings: dict[str, Any] = {"block_size": 8, "buffer_size": 2, "enforce_eager": enforce_eager}
+    prompts, params = requests(3, 12)
+    with tiny_cuda.engine(**settings) as engine:
+        expected = engine.generate(prompts, params, summary=False)
+    other = TinyModel(tmp_path, "cuda:1")
+    with torch.cuda.device(0), other.engine(**settings) as engine:
+        for _ in range(3):
+            outputs = engine.generate(prompts, params, summary=False)
+            assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+        assert (outputs.stats.num_graph_steps > 0) != enforce_eager
+        assert torch.cuda.current_device() == 0
+        assert engine._runner.kv_cache.layer(0)[0].device == torch.device("cuda", 1)

@@ -191,3 +191,13 @@ def test_progress_reports_first_interval_and_last(caplog: pytest.LogCaptureFixtu
     assert seen[1].num_done == 1
     assert "0/10 done, step 1, last 500.0 ms" in caplog.text
     assert "+2 active" in caplog.text
+
+
+def test_cached_tokens_never_exceed_the_prompt() -> None:
+    record = RequestRecord(0, (1, 2, 3, 4, 5), 10, added_at=0.0)
+    # Resumed after a preemption, with decoded tokens among the cached ones.
+    metrics = record.metrics(8, 12, 1)
+    assert metrics.cached_tokens == 5
+    assert record.metrics(8, 4, 0).cached_tokens == 4
+    output = RequestOutput(0, record.prompt_token_ids, (), "", "", "aborted", metrics)
+    assert GenerationOutputs([output], RunStats()).prefix_hit_ratio == 1.0

@@ -22,23 +22,33 @@ def _scale_head(tensors: Tensors) -> None:
 
 
 class TinyModel:
-    """Loads once; `engine` builds an engine around the shared weights."""
+    """Loads once; `engine` builds an engine around the shared weights.
 
-    def __init__(self, directory: Path, device: str) -> None:
+    Args:
+        directory: where to write the checkpoint.
+        device: of the weights and of the engines.
+        dtype: of the weights and of the engines.
+        overrides: keys of config.json that differ from those of `tiny_config`.
+    """
+
+    def __init__(
+        self, directory: Path, device: str, dtype: str = "float32", **overrides: Any
+    ) -> None:
         self.directory = directory
         self.device = device
-        self.hf_config = tiny_config()
+        self.dtype = dtype
+        self.hf_config = tiny_config(**overrides)
         self.tensors = CheckpointBuilder(config=self.hf_config, edit=_scale_head).write(directory)
         self.facts = read_model_facts(str(directory), {})
         self.model = load_model(
-            self.facts.model_name, self.facts.spec, directory, torch.float32, device
+            self.facts.model_name, self.facts.spec, directory, getattr(torch, dtype), device
         )
 
     def config(self, **settings: Any) -> Config:
         """A resolved configuration with small limits."""
         defaults: dict[str, Any] = {
             "device": self.device,
-            "dtype": "float32",
+            "dtype": self.dtype,
             "max_model_len": 128,
             "max_num_reqs": 8,
             "num_pages": 128,

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step of an engine: schedule, execute, complete_step, then book and deliver.
+
+A failed forward ends in cancel_step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from diffulex.engine.interrupt import deferred_interrupt
+from diffulex.engine.ledger import Ledger
+from diffulex.engine.routing import StepQueue, StepRouter
+from diffulex.registry import AutoReq
+from diffulex_ext import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from diffulex.config import Config
+    from diffulex.engine.model_runner import ModelRunner
+    from diffulex.engine.tokenizer import Tokenizer
+    from diffulex.sampling_params import SamplingParams
+
+__all__ = ["StepLoop"]
+
+
+class StepLoop:
+    """Runs steps and leaves their outputs with the owners of the requests.
+
+    `add`, `abort` and `has_unfinished` may be called from any thread; everything else belongs to
+    one thread at a time. After `close` every call but `close` and `has_unfinished` is an error.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        scheduler: _core.Scheduler,
+        runner: ModelRunner,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.ledger = Ledger(scheduler, runner, tokenizer, config.model.mask_token_id)
+        self.router = StepRouter()
+        self.is_closed = False
+        self._config = config
+        self._scheduler = scheduler
+        self._runner: ModelRunner | None = runner
+        self._idle_output = _core.SamplerOutput(scheduler.options)
+
+    def check_open(self) -> None:
+        """RuntimeError after `close`."""
+        if self.is_closed:
+            raise RuntimeError("Diffulex: expected an open engine, got a closed one")
+
+    def add(
+        self,
+        token_ids: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        has_snapshots: bool = False,
+        queue: StepQueue | None = None,
+    ) -> int:
+        """Enqueues a request whose outputs go to `queue`, or to the callers of `step`."""
+        self.check_open()
+        strategy = self._config.decoding.decoding_strategy
+        request = AutoReq.create(strategy, token_ids, params, self._config)
+        req_id = self.ledger.add(request, token_ids, params.max_tokens, has_snapshots)
+        if queue is not None:
+            self.router.claim(req_id, queue)
+        return req_id
+
+    def abort(self, req_id: int) -> bool:
+        """Ends a request at the next step boundary; False for unknown or finished ids."""
+        self.check_open()
+        return self._scheduler.abort(req_id)
+
+    def abandon(self, req_ids: Iterable[int]) -> None:
+        """Aborts requests whose caller is gone and, if nothing else runs, frees them at once."""
+        if self.is_closed:
+            return
+        gone = set(req_ids)
+        self.router.abandon(gone)
+        for req_id in gone:
+            self._scheduler.abort(req_id)
+        if self.ledger.open_ids() <= gone:
+            self.run()
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do or to return."""
+        if self.is_closed:
+            return False
+        return bool(self.router.unclaimed) or self._scheduler.has_unfinished()
+
+    def run(self) -> None:
+        """One step; its outputs are in the queues of their owners afterwards.
+
+        A first Ctrl-C waits until they are, so that no result gets lost. When the forward fails its
+        requests wait again.
+        """
+        self.check_open()
+        with deferred_interrupt():
+            self._run()
+
+    def _run(self) -> None:
+        runner, ledger = self._runner, self.ledger
+        assert runner is not None
+        plan = runner.next_plan()
+        start = time.perf_counter()
+        kind = self._scheduler.schedule(plan)
+        if kind == _core.PlanKind.IDLE:
+            events = self._scheduler.complete_step(plan, self._idle_output)
+            self.router.push(ledger.book(plan, self._idle_output, events, 0.0))
+            return
+        num_rows, num_reqs = plan.num_rows, plan.num_reqs
+        try:
+            ledger.start_step(plan.req_ids, start)
+            output = runner.execute(plan)
+            events = self._scheduler.complete_step(plan, output)
+        except BaseException:
+            # A second Ctrl-C may come when the step is complete already. Only the scheduler knows,
+            # and it refuses to cancel a plan that is not in flight.
+            with contextlib.suppress(ValueError):
+                self._scheduler.cancel_step(plan)
+            raise
+        seconds = time.perf_counter() - start
+        ledger.run_stats.add_step(seconds, kind == _core.PlanKind.DECODE, num_reqs, num_rows)
+        self.router.push(ledger.book(plan, output, events, seconds))
+
+    def close(self) -> None:
+        """Ends every request and lets go of the runner. Idempotent."""
+        if self.is_closed:
+            return
+        self._scheduler.release_all()
+        self.is_closed = True
+        self.ledger.close()
+        self.router.clear()
+        self._runner = None

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text of one request as it becomes final."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diffulex.engine.output import StreamEvent
+
+if TYPE_CHECKING:
+    from diffulex.engine.output import StepOutput
+    from diffulex.engine.tokenizer import IncrementalDecoder, Tokenizer
+
+__all__ = ["TextStream"]
+
+
+class TextStream:
+    """Turns the step outputs of one request, in order, into stream events.
+
+    Without a tokenizer the events have no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._decoder: IncrementalDecoder | None = (
+            None if tokenizer is None else tokenizer.incremental_decoder()
+        )
+
+    def event(self, step: StepOutput) -> StreamEvent:
+        """The stream item of a step; the last one flushes."""
+        text = ""
+        if self._decoder is not None:
+            text = self._decoder.push(step.token_ids) if step.token_ids else ""
+            if step.is_finished:
+                text += self._decoder.flush()
+        return StreamEvent(step.req_id, text, step.token_ids, step.snapshot, step.output)
