@@ -30,12 +30,20 @@ VOCAB_SIZE = 640
 CHUNK_SIZE = 2048
 
 CHAT_TEMPLATE = (
+    "{#- The model was trained on single turns: only the last user message is rendered. -#}\n"
+    "{%- set turn = namespace(content=none) -%}\n"
     "{%- for message in messages -%}\n"
     "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}\n"
     "{{- raise_exception('expected role system, user or assistant, got ' + message['role']) -}}\n"
     "{%- endif -%}\n"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}\n"
+    "{%- if message['role'] == 'user' -%}\n"
+    "{%- set turn.content = message['content'] -%}\n"
+    "{%- endif -%}\n"
     "{%- endfor -%}\n"
+    "{%- if turn.content is none -%}\n"
+    "{{- raise_exception('expected a user message, got none') -}}\n"
+    "{%- endif -%}\n"
+    "{{- '<|im_start|>user\\n' + turn.content + '<|im_end|>\\n' -}}\n"
     "{%- if add_generation_prompt -%}\n"
     "{{- '<|im_start|>assistant\\n' -}}\n"
     "{%- endif -%}\n"

@@ -7,31 +7,35 @@ line on standard error. Nothing heavy is imported before a command needs it.
 
 from __future__ import annotations
 
+import argparse
+import errno
 import os
 import shutil
 import sys
 import time
+from contextlib import closing
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import diffulex
 from diffulex.bench.evaluate import Setting, run_evaluation
 from diffulex.cli_flags import (
+    NotSupportedYet,
     Parser,
     add_engine_flags,
     engine_kwargs,
     integers,
-    number,
     numbers,
     positive_integer,
+    seconds,
 )
 from diffulex.errors import ConfigError, DiffulexError, PromptError
 from diffulex.logging import configure
 from diffulex.model.resolve import DEMO, resolve_model
-from diffulex.terminal import DenoisePainter, snapshot_spans
+from diffulex.standard_streams import close_standard_output, open_standard_streams
+from diffulex.terminal import DenoisePainter, opening_spans, snapshot_spans
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterator, Sequence
 
     from diffulex import Diffulex, SamplingParams
@@ -39,7 +43,9 @@ if TYPE_CHECKING:
 
 _USER_ERROR = 2
 _INTERRUPTED = 130
+_WRITE_ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF)
 _DEFAULT_MAX_TOKENS = 512
+_FRAME_DELAY = 0.2
 _CHAT_HELP = "/reset forgets the conversation, /quit ends it"
 #: Keys of the table that `eval` takes as lists.
 _SWEPT = ("buffer_size", "accept_threshold")
@@ -48,33 +54,57 @@ _SWEPT = ("buffer_size", "accept_threshold")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] in (["--version"], ["-V"]):
-        print(f"diffulex {version('diffulex')}")
-        return 0
+    code = 1
     try:
-        return _run(arguments)
+        open_standard_streams()
+        code = _run(arguments)
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        return _INTERRUPTED
-    except BrokenPipeError:
-        # The reader left; Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        print("interrupted", file=sys.stderr)
+        code = _INTERRUPTED
+    except BrokenPipeError:  # the reader left and wants no more
+        code = 1
     except Exception as error:  # the last line of defence: never a traceback for a user
         if os.environ.get("DIFFULEX_LOG_LEVEL", "").lower() == "debug":
             raise
-        return _report(error)
+        code = _report(error)
+    finally:
+        close_standard_output()
+    return code
 
 
 def _run(arguments: list[str]) -> int:
-    options = _build_parser().parse_checked(arguments)
-    configure(level=options.log_level)
+    if arguments[:1] in (["--version"], ["-V"]):
+        print(f"diffulex {version('diffulex')}")
+        return 0
+    parser = _build_parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    try:
+        options = parser.parse_checked(arguments)
+    except SystemExit:  # after the help of a command
+        return 0
+    configure(level=_log_level(options))
     code: int = options.command(options)
     return code
 
 
+def _log_level(options: argparse.Namespace) -> str | None:
+    """The option, the environment, or what suits the command."""
+    if options.log_level is not None or os.environ.get("DIFFULEX_LOG_LEVEL"):
+        level: str | None = options.log_level
+        return level
+    # An evaluation takes long; without a terminal there is no bar, only log lines.
+    return "info" if options.command is _eval and not sys.stderr.isatty() else "warning"
+
+
 def _report(error: Exception) -> int:
     """Prints one line; 2 for what the user can change, 1 for the rest."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = str(error)
+    if isinstance(error, OSError) and error.errno in _WRITE_ERRORS and not error.filename:
+        text = f"standard output: {error.strerror}"
+    text = " ".join(text.split()) or type(error).__name__
     print(f"error: {text}", file=sys.stderr)
     is_user_error = isinstance(error, (ValueError, NotImplementedError))
     return _USER_ERROR if is_user_error or type(error).__name__ == "OutOfPagesError" else 1
@@ -98,8 +128,7 @@ def _build_parser() -> Parser:
         child.add_argument(
             "--log-level",
             choices=("debug", "info", "warning", "error"),
-            default="warning",
-            help="least severe log line on standard error [default warning]",
+            help="least severe log line on standard error [warning; eval into a file: info]",
         )
         return child
 
@@ -163,6 +192,8 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--stop-token-ids", type=integers, default=(), metavar="ID[,ID]", help="further stop ids"
     )
+    for flag in ("--top-p", "--top-k", "--min-p"):
+        group.add_argument(flag, nargs="?", action=NotSupportedYet, help=argparse.SUPPRESS)
 
 
 def _add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -171,9 +202,9 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--frame-delay",
-        type=number,
+        type=seconds,
         metavar="SECONDS",
-        help="pause between redrawn frames [0.05 in a terminal]",
+        help=f"pause after a redrawn frame, at most 10 [{_FRAME_DELAY} in a terminal]",
     )
 
 
@@ -230,21 +261,31 @@ def _answer(
 ) -> RequestOutput:
     """Streams one answer to standard output and returns it."""
     params = _sampling_params(options)
+    ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if options.show_denoising:
-        return _paint(engine, engine.stream(prompt, params, mode="denoise"), options)
+        with closing(engine.stream(ids, params, mode="denoise")) as events:
+            return _paint(engine, len(ids), events, options)
     output: RequestOutput | None = None
-    for event in engine.stream(prompt, params):
-        sys.stdout.write(event.text)
-        sys.stdout.flush()
-        output = event.output or output
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    has_text = False
+    with closing(engine.stream(ids, params)) as stream:
+        try:
+            for event in stream:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+                has_text = has_text or bool(event.text)
+                output = event.output or output
+        except KeyboardInterrupt:
+            if has_text or sys.stdout.isatty():
+                print(flush=True)
+            raise
+    print(flush=True)
     return _checked(output)
 
 
 def _paint(
-    engine: Diffulex, events: Iterator[StreamEvent], options: argparse.Namespace
+    engine: Diffulex, prompt_len: int, events: Iterator[StreamEvent], options: argparse.Namespace
 ) -> RequestOutput:
+    """Shows each step twice: the masks it starts from, then what it wrote, highlighted."""
     is_terminal = sys.stdout.isatty()
     size = shutil.get_terminal_size()
     painter = DenoisePainter(
@@ -254,20 +295,37 @@ def _paint(
         rows=size.lines,
         has_color="NO_COLOR" not in os.environ,
     )
-    delay = options.frame_delay if options.frame_delay is not None else 0.05 * is_terminal
+    delay = options.frame_delay if options.frame_delay is not None else _FRAME_DELAY * is_terminal
     output: RequestOutput | None = None
-    decoder = engine.tokenizer.incremental_decoder()
-    num_settled = 0
-    for event in events:
-        if event.snapshot is not None:
+    tokenizer = engine.tokenizer
+    decoder = tokenizer.incremental_decoder()
+    settled: tuple[int, ...] = ()
+    num_shown = 0
+    try:
+        shown = opening_spans(prompt_len, engine.config.decoding.block_size)
+        painter.show(shown)
+        time.sleep(delay)
+        for event in events:
+            output = event.output or output
+            if event.snapshot is None:
+                continue
+            # What the last step settled was highlighted; now it becomes plain text.
+            painter.settle(decoder.push(settled[num_shown:]))
+            num_shown = len(settled)
+            for is_before in (True, False):
+                spans = snapshot_spans(
+                    event.snapshot, tokenizer, num_settled=num_shown, is_before=is_before
+                )
+                if spans != shown:
+                    painter.show(spans)
+                    time.sleep(delay)
+                    shown = spans
             settled = event.snapshot.token_ids
-            painter.settle(decoder.push(settled[num_settled:]))
-            num_settled = len(settled)
-            painter.show(snapshot_spans(event.snapshot, engine.tokenizer))
-            time.sleep(max(delay, 0.0))
-        output = event.output or output
+    except KeyboardInterrupt:
+        painter.interrupt()
+        raise
     final = _checked(output)
-    painter.settle(decoder.push(final.token_ids[num_settled:]) + decoder.flush())
+    painter.settle(decoder.push(final.token_ids[num_shown:]) + decoder.flush())
     painter.finish()
     return final
 
@@ -288,9 +346,13 @@ def _print_summary(output: RequestOutput) -> None:
         f"{metrics.e2e_tps or 0:.1f} tokens/s, {output.completion_reason}]",
         file=sys.stderr,
     )
+    if not output.text.strip():
+        print("note: the answer is empty, the model ended it without any text", file=sys.stderr)
 
 
 def _chat(options: argparse.Namespace) -> int:
+    if sys.stdin is None:
+        raise PromptError("chat: expected standard input, got a closed one")
     is_interactive = sys.stdin.isatty()
     start = [] if options.system is None else [{"role": "system", "content": options.system}]
     num_errors = 0
@@ -312,6 +374,12 @@ def _chat(options: argparse.Namespace) -> int:
                 try:
                     ids = engine.tokenizer.apply_chat_template(messages)
                     output = _answer(engine, ids, options)
+                except KeyboardInterrupt:
+                    if not is_interactive:
+                        raise
+                    messages.pop()
+                    print("interrupted", file=sys.stderr)
+                    continue
                 except (DiffulexError, ValueError) as error:
                     # A turn that does not fit must not end the conversation.
                     messages.pop()
@@ -337,6 +405,9 @@ def _chat_lines(is_interactive: bool) -> Iterator[str]:
             line = input("> " if is_interactive else "").strip()
         except EOFError:
             return
+        except KeyboardInterrupt:
+            print(flush=True)  # the prompt is still on its line
+            raise
         if line in ("/quit", "/exit"):
             return
         if line:
@@ -345,7 +416,7 @@ def _chat_lines(is_interactive: bool) -> Iterator[str]:
 
 def _eval(options: argparse.Namespace) -> int:
     kwargs = {**engine_kwargs(options, without=_SWEPT), "max_num_reqs": options.batch}
-    report = run_evaluation(
+    run_evaluation(
         kwargs,
         settings=[
             Setting(buffer_size, threshold)
@@ -356,9 +427,9 @@ def _eval(options: argparse.Namespace) -> int:
         data=options.data,
         limit=options.limit,
         outputs=options.output,
+        show=lambda report: print(report.to_text(), flush=True),
         command="diffulex " + " ".join(sys.argv[1:]),
     )
-    print(report.to_text())
     return 0
 
 

@@ -13,8 +13,11 @@ from diffulex.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+_MAX_SECONDS = 10
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
+#: Least similarity of a flag that is offered instead of an unknown one.
+_NEAREST_CUTOFF = 0.75
 #: Kinds a flag can hold; mappings are for Python callers only.
 _FLAG_KINDS = ("str", "int", "float", "bool", "ids")
 
@@ -29,6 +32,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
+    def print_help(self, file: Any = None) -> None:
+        """Unlike argparse, does not hide that the text cannot be written."""
+        print(self.format_help(), end="", file=file, flush=True)
+
     def parse_checked(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parses all of `argv`; an unknown flag is answered with the nearest known one.
 
@@ -38,20 +45,35 @@ class Parser(argparse.ArgumentParser):
         options, rest = self.parse_known_args(argv)
         if rest:
             flag = rest[0].split("=")[0]
-            known = _all_flags(self)
-            near = difflib.get_close_matches(flag, known, n=1) if flag.startswith("-") else []
-            hint = f", nearest is {near[0]}" if near else ""
+            known = _flags_of_command(self, options)
+            cutoff = _NEAREST_CUTOFF
+            near = difflib.get_close_matches(flag, known, n=1, cutoff=cutoff)
+            hint = f", nearest is {near[0]}" if near and flag.startswith("-") else ""
             raise UsageError(f"command line: expected a known argument{hint}, got {rest[0]!r}")
         return options
 
 
-def _all_flags(parser: argparse.ArgumentParser) -> list[str]:
+class NotSupportedYet(argparse.Action):
+    """A documented flag without an implementation; giving it is an error that says so."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        parser.error(f"argument {option_string}: not supported yet")
+
+
+def _flags_of_command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """Flags of the parser and of the command that was chosen, if any."""
     flags: list[str] = []
     for action in parser._actions:
         flags += action.option_strings
         if isinstance(action, argparse._SubParsersAction):
-            for child in action.choices.values():
-                flags += _all_flags(child)
+            child = action.choices.get(str(getattr(options, action.dest, None)))
+            flags += _flags_of_command(child, options) if child is not None else []
     return flags
 
 
@@ -77,6 +99,14 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+
+
+def seconds(text: str) -> float:
+    """Argument type: a pause in seconds."""
+    value = number(text)
+    if not 0 <= value <= _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"expected seconds in [0, {_MAX_SECONDS}], got {text!r}")
+    return value
 
 
 def boolean(text: str) -> bool:
@@ -121,7 +151,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, without: Collection[str
 def _add_flag(group: argparse._ArgumentGroup, key: ConfigKey, kind: str) -> None:
     flag = "--" + key.name.replace("_", "-")
     # A percent sign in a help text would be read as a format.
-    text = f"{key.help} [{key.legal}; default {_shown(key.default)}]".replace("%", "%%")
+    legal = "true or false" if kind == "bool" else key.legal
+    text = f"{key.help} [{legal}; default {_shown(key.default)}]".replace("%", "%%")
     shown = text if key.support is Support.FULL else argparse.SUPPRESS
     common: dict[str, Any] = {"dest": key.name, "default": argparse.SUPPRESS}
     if kind != "bool":

@@ -27,16 +27,31 @@ class Span(NamedTuple):
     text: str
 
 
-def snapshot_spans(snapshot: DenoiseSnapshot, tokenizer: Tokenizer) -> list[Span]:
-    """Text after the settled answer, in order, one mask character per undecided position."""
-    settled_end = snapshot.prompt_len + len(snapshot.token_ids)
+def snapshot_spans(
+    snapshot: DenoiseSnapshot,
+    tokenizer: Tokenizer,
+    *,
+    num_settled: int | None = None,
+    is_before: bool = False,
+) -> list[Span]:
+    """Text after the settled answer, in order, one mask character per undecided position.
+
+    Args:
+        snapshot: the blocks after a step.
+        tokenizer: of the model.
+        num_settled: leading answer tokens to leave out; None: those the snapshot has settled.
+        is_before: the state the step started from, with a mask wherever it wrote.
+    """
+    if num_settled is None:
+        num_settled = len(snapshot.token_ids)
+    settled_end = snapshot.prompt_len + num_settled
     styled: list[tuple[str, int]] = []
     for block in snapshot.blocks:
         new = set(block.newly_written)
         for offset, token_id in enumerate(block.token_ids):
             if block.start + offset < settled_end:
                 continue
-            if token_id == snapshot.mask_token_id:
+            if token_id == snapshot.mask_token_id or (is_before and offset in new):
                 styled.append(("mask", token_id))
             else:
                 styled.append(("new" if offset in new else "old", token_id))
@@ -46,6 +61,11 @@ def snapshot_spans(snapshot: DenoiseSnapshot, tokenizer: Tokenizer) -> list[Span
         text = MASK_CHAR * len(ids) if style == "mask" else tokenizer.decode(ids)
         spans.append(Span(style, text))
     return spans
+
+
+def opening_spans(prompt_len: int, block_size: int) -> list[Span]:
+    """The block that the first forward decides: masks from the end of the prompt to its own."""
+    return [Span("mask", MASK_CHAR * (block_size - prompt_len % block_size))]
 
 
 def char_width(char: str) -> int:
@@ -133,6 +153,12 @@ class DenoisePainter:
             self._stream.write(self._tail + ("\n" if self._tail or self._column else ""))
         else:
             self._stream.write(self._settled + "\n")
+        self._stream.flush()
+
+    def interrupt(self) -> None:
+        """Leaves what is on the screen and ends the line."""
+        self._stream.write("\n" if self._is_terminal else self._settled + "\n")
+        self._has_open = False
         self._stream.flush()
 
     def _styled(self, span: Span) -> str:

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import diffulex
 from diffulex.bench.word_problems import Problem, is_correct, load_problems
+from diffulex.config_table import check_value
 from diffulex.errors import ConfigError
 from diffulex.logging import get_logger
 from diffulex.model.resolve import demo_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from diffulex import Diffulex, GenerationOutputs, SamplingParams
 
@@ -154,7 +155,7 @@ class EvaluationReport:
 
 
 _SUMMARY_HEADER = [
-    "buffer", "accept", "accuracy", "95 %", "tokens", "NFE", "TPF", "decode TPF",
+    "buffer", "accept", "accuracy", "95 %", "tokens", "sum NFE", "TPF", "decode TPF",
     "tokens/s", "decode tokens/s", "engine s",
 ]  # fmt: skip
 _LEVEL_HEADER = ["level", "problems", "correct", "accuracy", "95 %", "TPF"]
@@ -176,7 +177,7 @@ def _summary_cells(run: RunReport) -> list[str]:
         _percent(run.total.accuracy),
         _interval_text(run.total),
         str(metrics["total_tokens"]),
-        str(metrics["total_nfe"]),
+        str(metrics["request_nfe"]),
         f"{metrics['tpf_aggregate']:.3f}",
         f"{metrics['decode_tpf_aggregate']:.3f}",
         f"{metrics['e2e_throughput_tok_s']:.1f}",
@@ -245,25 +246,16 @@ def grade(
 
 
 def _run_metrics(outputs: GenerationOutputs) -> dict[str, Any]:
+    """The numbers of the engine's results, plus what tells two runs apart.
+
+    Its `total_nfe` is left out: `engine_steps` counts forwards of the engine, `request_nfe` sums
+    the forwards every request took part in.
+    """
+    numbers = {key: value for key, value in outputs.as_dict().items() if key != "total_nfe"}
     return {
-        "total_tokens": outputs.total_tokens,
-        "total_nfe": outputs.request_nfe,
+        **numbers,
         "engine_steps": outputs.stats.num_steps,
-        "tpf_aggregate": outputs.tpf,
-        "decode_tpf_mean": outputs.decode_tpf_mean,
-        "decode_tpf_aggregate": outputs.decode_tpf_aggregate,
-        "filler_ratio": outputs.filler_ratio,
-        "e2e_throughput_tok_s": outputs.e2e_throughput_tok_s,
-        "decode_throughput_tok_s": outputs.decode_throughput_tok_s,
-        "visible_decode_throughput_tok_s": outputs.visible_decode_throughput_tok_s,
         "engine_time_s": outputs.stats.total_s,
-        "wall_time_s": outputs.stats.wall_s,
-        "completion_reasons": outputs.completion_reasons,
-        "time_semantics": "host_step_wall",
-        "token_semantics": "engine_ids",
-        "concurrency": outputs.stats.max_concurrency,
-        "tp": 1,
-        "dp": 1,
     }
 
 
@@ -275,6 +267,7 @@ def run_evaluation(
     data: str | None = None,
     limit: int | None = None,
     outputs: Sequence[str] = (),
+    show: Callable[[EvaluationReport], None] | None = None,
     command: str = "",
 ) -> EvaluationReport:
     """Runs every setting over the same problems and writes the reports.
@@ -286,11 +279,17 @@ def run_evaluation(
         data: problems as JSON lines; None takes the held-out set of the bundled model.
         limit: only the first problems.
         outputs: report files, ``.json`` or ``.md``.
+        show: receives the report before the files are written.
         command: how to repeat the evaluation.
 
     Raises:
-        ConfigError: unusable data or report files; nothing has been run then.
+        ConfigError: unusable settings, data or report files; nothing has been run then. Or a
+            report could not be written after all.
     """
+    for setting in settings:
+        for name, value in setting._asdict().items():
+            if value is not None:
+                check_value(name, value)
     problems = _read_problems(data)[:limit]
     paths = [_checked_output(Path(name)) for name in outputs]
     environment: dict[str, Any] = {}
@@ -309,9 +308,21 @@ def run_evaluation(
             }
             runs.append(grade(shown, problems, result))
     report = EvaluationReport(environment, tuple(runs))
-    for path in paths:
-        report.write(path)
+    if show is not None:
+        show(report)
+    failures = [failure for path in paths if (failure := _write(report, path))]
+    if failures:
+        raise ConfigError(failures[0])
     return report
+
+
+def _write(report: EvaluationReport, path: Path) -> str | None:
+    """Writes one file; the reason if that fails, so that the other files are still written."""
+    try:
+        report.write(path)
+    except OSError as error:
+        return f"output: cannot write {path}: {error.strerror}"
+    return None
 
 
 def _open(engine_kwargs: Mapping[str, Any], setting: Setting) -> Diffulex:
@@ -353,6 +364,15 @@ def _checked_output(path: Path) -> Path:
         raise ConfigError(f"output: expected a .json or .md file, got {str(path)!r}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"output: expected an existing directory, got {str(path.parent)!r}")
+    if path.is_dir():
+        raise ConfigError(f"output: expected a file, got the directory {str(path)!r}")
+    is_new = not path.exists()
+    try:
+        path.open("a", encoding="utf-8").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"output: cannot write {path}: {error.strerror}") from error
     return path
 
 

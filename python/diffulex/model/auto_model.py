@@ -82,11 +82,23 @@ def load_model(
     device: torch.device | str,
     progress: bool = False,
 ) -> nn.Module:
-    """Builds the registered model and fills it from the checkpoint; see `loader.load_weights`."""
-    from diffulex.model.loader import load_weights  # noqa: PLC0415 (imports torch)
+    """Builds the registered model and fills it from the checkpoint; see `loader.load_weights`.
+
+    Names, shapes and the memory at hand are checked before any memory is taken.
+
+    Raises:
+        CheckpointError: the files do not fit the description, or the model not the memory.
+    """
+    # Imported here because they import torch.
+    from diffulex.model.loader import check_headers, check_num_layers, load_weights  # noqa: PLC0415
+    from diffulex.model.memory import check_memory, reporting_memory  # noqa: PLC0415
 
     model_class: Any = AutoModelForDiffusionLM.get(model_name)
-    model = model_class(spec, dtype, device)
+    check_num_layers(spec, model_dir)
+    with reporting_memory(spec, dtype, device):
+        check_headers(model_class(spec, dtype, "meta"), model_dir)
+        check_memory(spec, dtype, device)
+        model = model_class(spec, dtype, device)
     load_weights(model, model_dir, progress=progress)
     module: nn.Module = model.eval()
     return module

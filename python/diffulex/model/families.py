@@ -111,7 +111,8 @@ def _dream_family(architecture: str | None, tensor_names: Callable[[], Collectio
 def _is_diffcoder(config: Mapping[str, Any]) -> bool:
     auto_map = config.get("auto_map")
     values = list(auto_map.values()) if isinstance(auto_map, dict) else []
-    texts = [*(config.get("architectures") or []), *values]
+    names = config.get("architectures")
+    texts = [*(names if isinstance(names, list) else []), *values]
     return any(mark in str(text).lower() for text in texts for mark in _DIFFCODER_MARKS)
 
 

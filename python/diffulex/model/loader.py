@@ -103,7 +103,13 @@ def _single_file(model_dir: Path) -> Path:
     default = model_dir / SINGLE_FILE
     if default.is_file():
         return default
-    others = [p for p in model_dir.glob("*.safetensors") if not p.name.startswith("adapter_")]
+    if default.exists():
+        raise CheckpointError(f"checkpoint: {default}: expected a file, got a directory")
+    others = [
+        path
+        for path in model_dir.glob("*.safetensors")
+        if path.is_file() and not path.name.startswith("adapter_")
+    ]
     if len(others) != 1:
         found = _listed(p.name for p in others) or "none"
         raise CheckpointError(
@@ -177,6 +183,37 @@ def _is_tied(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> bool:
             "values for them; both are loaded and not tied"
         )
     return is_equal
+
+
+def check_headers(model: LoadableModel, model_dir: Path) -> None:
+    """Compares a model, which may be on the meta device, with the file headers.
+
+    Raises:
+        CheckpointError: missing, unknown or misshapen tensors, or damaged files.
+    """
+    stored = find_tensors(model_dir)
+    table = model.weight_table()
+    if model.spec.tie_word_embeddings:
+        # One of the two may be absent; which one serves is decided when the values are read.
+        if HEAD not in stored:
+            table.pop(HEAD, None)
+        elif EMBEDDING not in stored:
+            table.pop(EMBEDDING, None)
+    _check(table, stored)
+
+
+def check_num_layers(spec: ModelSpec, model_dir: Path) -> None:
+    """Keeps a number of layers that cannot be right from being built.
+
+    Raises:
+        CheckpointError: there are more layers than tensors.
+    """
+    num_tensors = len(find_tensors(model_dir))
+    if spec.num_layers > num_tensors:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers: expected at most {num_tensors}, the number of"
+            f" tensors in the checkpoint, got {spec.num_layers}"
+        )
 
 
 def load_weights(model: LoadableModel, model_dir: Path, *, progress: bool = False) -> None:

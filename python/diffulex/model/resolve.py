@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
 
-from diffulex.errors import CheckpointError
+from diffulex.errors import CheckpointError, ConfigError
 from diffulex.model.config.reader import read_optional_json
 
 DEMO = "demo"
@@ -21,14 +22,18 @@ def demo_dir() -> Path:
     return Path(__file__).resolve().parent.parent / "assets" / DEMO
 
 
-def resolve_model(model: str) -> Path:
+def resolve_model(model: str | os.PathLike[str]) -> Path:
     """Directory of a model: ``demo``, a local directory, or a hub id ``organisation/name``.
 
     A hub id is taken from the local hub cache if it is complete there, otherwise downloaded.
 
     Raises:
+        ConfigError: `model` is no text.
         CheckpointError: there is no such directory, or the hub cannot provide it.
     """
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConfigError(f"model: expected {DEMO!r}, a directory or a hub id, got {model!r}")
+    model = os.fspath(model)
     if model == DEMO:
         return _checked(demo_dir())
     path = Path(model).expanduser()

@@ -7,7 +7,15 @@ import json
 
 import pytest
 
-from diffulex.bench.evaluate import EvaluationReport, Score, grade, wilson_interval
+from diffulex import CheckpointError, ConfigError, SamplingParams
+from diffulex.bench.evaluate import (
+    EvaluationReport,
+    Score,
+    Setting,
+    grade,
+    run_evaluation,
+    wilson_interval,
+)
 from diffulex.bench.word_problems import Problem
 from diffulex.engine.output import GenerationOutputs, RequestMetrics, RequestOutput, RunStats
 
@@ -54,11 +62,23 @@ def test_only_the_exact_integer_counts(run):
 def test_metrics_follow_their_definitions(run):
     assert run.total.tpf == pytest.approx(40 / 20)
     assert run.metrics["total_tokens"] == 40
-    assert run.metrics["total_nfe"] == 20
+    assert (run.metrics["engine_steps"], run.metrics["request_nfe"]) == (9, 20)
+    assert "total_nfe" not in run.metrics
     assert run.metrics["tpf_aggregate"] == pytest.approx(2.0)
     assert run.metrics["decode_tpf_aggregate"] == pytest.approx(40 / 16)
     assert run.metrics["e2e_throughput_tok_s"] == pytest.approx(20.0)
     assert run.metrics["decode_throughput_tok_s"] == pytest.approx(25.0)
+
+
+def test_report_has_the_keys_of_every_run_level_metric(run):
+    assert {
+        "e2e_throughput_tok_s", "decode_throughput_tok_s", "prefill_throughput_tok_s",
+        "throughput", "avg_e2e_tps", "avg_decode_tps", "tpf", "aggregate_tpf", "ttft_s", "tpot_s",
+        "e2e_total_time_s", "total_time", "wall_time_s", "nfe_per_token", "decode_tpf_mean",
+        "decode_tpf_aggregate", "tpf_aggregate", "visible_decode_throughput_tok_s",
+        "filler_ratio",
+    } <= run.metrics.keys()  # fmt: skip
+    assert run.metrics["tpf"] == run.metrics["decode_tpf_mean"]
 
 
 def test_outputs_must_match_the_problems(run):
@@ -104,6 +124,24 @@ def test_report_forms_agree(run, tmp_path):
     )
     assert "| 2 | 2 | 1 | 50.0 % |" in document
     assert "buffer 4, accept threshold 0.95" in report.to_text()
+
+
+def test_no_report_file_is_left_by_a_check(tmp_path):
+    with pytest.raises(ConfigError, match="accept_threshold"):
+        run_evaluation(
+            {"model": "demo"},
+            settings=[Setting(1, 0.5), Setting(1, 1.5)],
+            sampling_params=SamplingParams(),
+            outputs=[str(tmp_path / "r.json")],
+        )
+    with pytest.raises(CheckpointError):
+        run_evaluation(
+            {"model": str(tmp_path / "none")},
+            settings=[Setting()],
+            sampling_params=SamplingParams(),
+            outputs=[str(tmp_path / "r.json")],
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_score_without_forwards():

@@ -482,7 +482,11 @@ def test_asset_tokenizer_loads_without_remote_code_and_renders_chatml() -> None:
     assert len(tokenizer) == fields["vocab_size"]
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 eggs é"}]
     prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert prompt == "<|im_start|>system\nBe brief.<|im_end|>\n" + dataset.render_prompt("2 eggs é")
+    assert prompt == dataset.render_prompt("2 eggs é")
+    longer = [*turns, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    prompt = tokenizer.apply_chat_template(longer, tokenize=False, add_generation_prompt=True)
+    assert prompt == dataset.render_prompt("3")
+    assert (ASSET / "chat_template.jinja").read_text() == dataset.CHAT_TEMPLATE
     assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
     generation = json.loads((ASSET / "generation_config.json").read_text())
     assert generation["eos_token_id"] == tokenizer.convert_tokens_to_ids(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -43,6 +44,54 @@ class TestVersion:
             "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
         )
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+class TestStreams:
+    """Standard streams that are closed or full."""
+
+    def shell(self, command: str) -> subprocess.CompletedProcess:
+        text = f"{sys.executable} -m diffulex {command}"
+        return subprocess.run(["bash", "-c", text], capture_output=True, timeout=180, check=False)
+
+    @pytest.mark.parametrize(
+        ("command", "message"),
+        [
+            ("--version >/dev/full", "standard output: No space left on device"),
+            ("--version >&-", "standard output: expected an open stream, got a closed one"),
+            ("generate --raw --model MODEL abc >/dev/full", "No space left on device"),
+            ("doctor --help >/dev/full", "No space left on device"),
+        ],
+    )
+    def test_output_that_cannot_be_written(self, tiny_model, command, message):
+        result = self.shell(command.replace("MODEL", str(tiny_model)))
+        assert message in error_line(result, code=1)
+
+    @pytest.mark.parametrize("command", ["generate <&-", "chat <&-"])
+    def test_closed_input(self, command):
+        assert "standard input" in error_line(self.shell(command))
+
+    def test_closed_error_stream(self, tiny_model):
+        result = self.shell(f"generate --model {tiny_model} --max-tokens 4 abc 2>&-")
+        assert result.returncode == 0
+        assert result.stdout.decode() == expected_text(tiny_model, "abc", max_tokens=4) + "\n"
+
+    def test_bare_command_prints_its_help(self, run_cli):
+        result = run_cli()
+        assert result.returncode == 0
+        assert "generate" in result.stdout.decode()
+        assert result.stderr == b""
+
+    def test_output_encoding_without_the_characters(self, tiny_model):
+        # The locale's encoding has no mask character.
+        result = self.shell(f"generate --model {tiny_model} --max-tokens 4 --show-denoising abc")
+        ascii_only = subprocess.run(
+            [sys.executable, "-m", "diffulex", "generate", "--model", tiny_model,
+             "--max-tokens", "4", "--show-denoising", "abc"],
+            capture_output=True, check=False, timeout=180,
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        )  # fmt: skip
+        assert result.returncode == ascii_only.returncode == 0, ascii_only.stderr
+        assert b"   1 | ?" in ascii_only.stdout
 
 
 class TestGenerate:
@@ -127,6 +176,30 @@ class TestChat:
         assert "expected at most" in errors[1]
         assert result.stdout.decode() == expected_text(tiny_model, "abc", max_tokens=4) + "\n"
 
+    @needs_demo
+    def test_bundled_model_answers_every_turn(self, run_cli):
+        question = (
+            "Tom has 3 bags with 4 marbles each. Then he buys 5 more marbles. "
+            "How many marbles does Tom have now?\n"
+        )
+        result = run_cli("chat", stdin=question * 3)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.decode().count("#### 17\n") == 3
+
+    def test_empty_answer_is_remarked(self, run_cli, tiny_model):
+        text = expected_text(tiny_model, "abc", max_tokens=1)
+        with Diffulex(str(tiny_model), device="cpu") as engine:
+            ids = engine.tokenizer.apply_chat_template([{"role": "user", "content": "abc"}])
+            first = engine.generate([ids], SamplingParams(max_tokens=1), summary=False)[0]
+        assert text == first.text
+        result = run_cli(
+            *("generate", "--model", tiny_model, "--max-tokens", "1"),
+            *("--stop-token-ids", first.token_ids[0], "abc"),
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == b"\n"
+        assert "note: the answer is empty" in result.stderr.decode()
+
 
 class TestEval:
     def write_problems(self, path, count=6) -> None:
@@ -161,13 +234,19 @@ class TestEval:
             assert run["metrics"]["total_tokens"] <= 5 * 8
         assert content["environment"]["command"].startswith("diffulex eval --model")
         assert "| level | problems | correct |" in document.read_text()
-        assert "accuracy" in result.stdout.decode()
+        table = result.stdout.decode()
+        assert "accuracy" in table
+        assert "sum NFE" in table
+        # Without a terminal the progress is in the log.
+        assert "5/5 done" in result.stderr.decode()
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             (["--output", "report.txt"], "output: expected a .json or .md file"),
             (["--output", "/no/such/dir/r.json"], "output: expected an existing directory"),
+            (["--output", "/proc/r.json"], "output: cannot write /proc/r.json"),
+            (["--output", "directory.json"], "output: expected a file, got the directory"),
             (["--data", "/no/such/file"], "data: cannot read /no/such/file"),
             (["--limit", "0"], "--limit: expected an integer of at least 1"),
             (["--accept-threshold", "0.5,1.5"], "accept_threshold"),
@@ -175,6 +254,8 @@ class TestEval:
     )
     def test_bad_arguments(self, run_cli, tiny_model, tmp_path, arguments, message):
         self.write_problems(tmp_path / "p.jsonl")
+        (tmp_path / "directory.json").mkdir()
+        arguments = [x.replace("directory.json", f"{tmp_path}/directory.json") for x in arguments]
         base = ("eval", "--model", tiny_model, "--data", tmp_path / "p.jsonl", "--max-tokens", "4")
         assert message in error_line(run_cli(*base, *arguments))
 
@@ -185,7 +266,6 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ([], "COMMAND"),
             (["frobnicate"], "frobnicate"),
             (["generate", "--model", "nosuch", "hi"], "expected 'demo', a directory or a hub id"),
             (["generate", "--model", "no/such", "hi"], "cannot be fetched from the hub"),
@@ -193,6 +273,17 @@ class TestBadInput:
             (["generate", "--prompt", "  "], "got an empty prompt"),
             (["generate", "a", "--prompt", "b"], "got both PROMPT and --prompt"),
             (["generate", "--blok-size", "4", "hi"], "nearest is --block-size"),
+            (["generate", "--outptu", "x", "hi"], "known argument, got '--outptu'"),
+            (["doctor", "--blok-size", "4"], "known argument, got '--blok-size'"),
+            (["generate", "--top-p", "0.9", "hi"], "--top-p: not supported yet"),
+            (["chat", "--top-k=3"], "--top-k: not supported yet"),
+            (["generate", "--min-p", "hi"], "--min-p: not supported yet"),
+            (
+                ["generate", "--frame-delay", "-1", "hi"],
+                "--frame-delay: expected seconds in [0, 10]",
+            ),
+            (["generate", "--frame-delay", "nan", "hi"], "--frame-delay: expected seconds"),
+            (["generate", "--frame-delay", "inf", "hi"], "--frame-delay: expected seconds"),
             (["generate", "--max-tokens", "many", "hi"], "--max-tokens: expected an integer"),
             (["generate", "--block-size", "x", "hi"], "--block-size: expected an integer"),
         ],
@@ -208,7 +299,12 @@ class TestBadInput:
             (["--buffer-size", "0", "hi"], "buffer_size"),
             (["--accept-threshold", "1.5", "hi"], "accept_threshold"),
             (["--device", "tpu", "hi"], "device"),
-            (["--device", "cuda", "hi"], "cuda"),
+            (["--device", "cuda", "hi"], "no CUDA device is visible"),
+            (["--max-model-len", str(2**31), "hi"], "max_model_len: expected int < 2**31"),
+            (["--num-pages", str(10**30), "hi"], "num_pages: expected int < 2**31"),
+            (["--eos", str(2**40), "hi"], "eos: expected ids? < 2**31"),
+            (["--dtype", "int8", "hi"], "dtype: expected one of auto, float32"),
+            (["--num-pages", str(2**31 - 1), "hi"], "options: expected rows, slots and page"),
             (["--model-name", "dream", "hi"], "model_name"),
             (["--mask-token-id", "3000", "hi"], "mask token"),
             (["--max-num-batched-tokens", "16", "hi"], "max_num_batched_tokens"),

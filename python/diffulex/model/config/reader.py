@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, TypeVar
+import sys
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from diffulex.errors import CheckpointError
 
@@ -16,6 +17,8 @@ T = TypeVar("T")
 
 #: Newest first: transformers 5 writes ``dtype``, older versions ``torch_dtype``.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+#: No dimension of a model comes near; the kernels index with 32 bits.
+_LARGEST = 2**31 - 1
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -27,6 +30,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint: cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"checkpoint: {path} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(
+            f"checkpoint: {path} is not valid JSON: brackets are nested too deeply"
+        ) from error
     if not isinstance(value, dict):
         raise CheckpointError(
             f"checkpoint: {path}: expected a JSON object, got {type(value).__name__}"
@@ -55,6 +62,8 @@ class ConfigReader:
             value = default
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.fail(key, f"an integer of at least {minimum}", value)
+        if value > _LARGEST:
+            raise self.fail(key, f"an integer of at most {_LARGEST}", value)
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -62,10 +71,13 @@ class ConfigReader:
         value = self.config.get(key)
         if value is None:
             value = default
+        return self._positive(key, value)
+
+    def _positive(self, key: str, value: object) -> float:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value < float("inf"):
+        if not is_number or not 0 < cast("float", value) <= sys.float_info.max:
             raise self.fail(key, "a positive number", value)
-        return float(value)
+        return float(cast("float", value))
 
     def flag(self, key: str, default: bool) -> bool:
         """A boolean; null counts as absent."""
@@ -99,13 +111,17 @@ class ConfigReader:
         """
         nested = self.rope_parameters().get("rope_theta")
         top = self.config.get("rope_theta")
-        if nested is not None and top is not None and float(nested) != float(top):
+        if nested is not None:
+            self._positive("rope_parameters.rope_theta", nested)
+        if top is not None:
+            self._positive("rope_theta", top)
+        if nested is not None and top is not None and nested != top:
             raise CheckpointError(
                 f"config.json: rope_theta: expected the value of rope_parameters.rope_theta "
                 f"({nested!r}), got {top!r}"
             )
         value = nested if nested is not None else top
-        return ConfigReader({"rope_theta": value}).number("rope_theta", default)
+        return default if value is None else float(value)
 
     def rope_parameters(self) -> Mapping[str, Any]:
         """The ``rope_parameters`` object; any type but plain rotary embedding is an error."""
@@ -126,7 +142,8 @@ class ConfigReader:
         factor = self.rope_parameters().get("partial_rotary_factor")
         if factor is None:
             factor = self.config.get("partial_rotary_factor")
-        value = ConfigReader({"factor": factor}).number("factor", default_factor)
+        where = "partial_rotary_factor"
+        value = default_factor if factor is None else self._positive(where, factor)
         dims = int(head_dim * value)
         if value > 1 or dims < 2 or dims % 2:
             raise self.fail("partial_rotary_factor", "an even number of rotary dimensions", value)

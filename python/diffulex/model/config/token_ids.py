@@ -64,13 +64,19 @@ def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
     special = read_optional_json(model_dir / "special_tokens_map.json")
     added: dict[str, set[int]] = {}
     where = model_dir / "tokenizer_config.json"
-    for token_id, entry in (settings.get("added_tokens_decoder") or {}).items():
+    decoder = settings.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, dict):
+        raise CheckpointError(f"{where}: added_tokens_decoder: expected an object, got {decoder!r}")
+    for token_id, entry in decoder.items():
         _collect(added, _token_text(entry), token_id, where)
     where = model_dir / "added_tokens.json"
     for text, token_id in read_optional_json(where).items():
         _collect(added, text, token_id, where)
     where = model_dir / "tokenizer.json"
-    for entry in read_optional_json(where).get("added_tokens") or []:
+    entries = read_optional_json(where).get("added_tokens") or []
+    if not isinstance(entries, list):
+        raise CheckpointError(f"{where}: added_tokens: expected a list, got {entries!r}")
+    for entry in entries:
         if isinstance(entry, dict):
             _collect(added, _token_text(entry), entry.get("id"), where)
     masks = (_token_text(source.get("mask_token")) for source in (settings, special))
