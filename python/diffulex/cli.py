@@ -15,10 +15,12 @@ import sys
 import time
 from contextlib import closing
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import diffulex
 from diffulex.bench.evaluate import Setting, run_evaluation
+from diffulex.bench.zoo import run_zoo
 from diffulex.cli_flags import (
     NotSupportedYet,
     Parser,
@@ -47,6 +49,8 @@ _WRITE_ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF)
 _DEFAULT_MAX_TOKENS = 512
 _FRAME_DELAY = 0.2
 _CHAT_HELP = "/reset forgets the conversation, /quit ends it"
+#: Where a checkout has its models, one per decoding strategy.
+_ZOO_DIR = "examples/zoo"
 #: Keys of the table that `eval` takes as lists.
 _SWEPT = ("buffer_size", "accept_threshold")
 
@@ -161,6 +165,16 @@ def _build_parser() -> Parser:
         default=[],
         metavar="FILE",
         help="write a report, .json or .md; may be given more than once",
+    )
+    evaluate.add_argument(
+        "--zoo",
+        nargs="?",
+        const=_ZOO_DIR,
+        metavar="DIR",
+        help=f"every model of a zoo, each under its own strategy [{_ZOO_DIR}]",
+    )
+    evaluate.add_argument(
+        "--output-dir", metavar="DIR", help="with --zoo: write zoo_results.{json,md,svg} there"
     )
     evaluate.add_argument("--buffer-size", type=integers, metavar="N[,N]", help="one run per value")
     evaluate.add_argument(
@@ -416,6 +430,10 @@ def _chat_lines(is_interactive: bool) -> Iterator[str]:
 
 def _eval(options: argparse.Namespace) -> int:
     kwargs = {**engine_kwargs(options, without=_SWEPT), "max_num_reqs": options.batch}
+    if options.zoo is not None:
+        return _eval_zoo(options, kwargs)
+    if options.output_dir is not None:
+        raise ConfigError("--output-dir: expected --zoo with it, got none; use --output")
     run_evaluation(
         kwargs,
         settings=[
@@ -427,6 +445,28 @@ def _eval(options: argparse.Namespace) -> int:
         data=options.data,
         limit=options.limit,
         outputs=options.output,
+        show=lambda report: print(report.to_text(), flush=True),
+        command="diffulex " + " ".join(sys.argv[1:]),
+    )
+    return 0
+
+
+def _eval_zoo(options: argparse.Namespace, kwargs: dict[str, Any]) -> int:
+    given = [
+        "--" + name.replace("_", "-")
+        for name in ("buffer_size", "accept_threshold", "data", "output")
+        if getattr(options, name)
+    ]
+    if kwargs.pop("model", None) is not None:
+        given.append("--model")
+    if given:
+        raise ConfigError(f"--zoo: expected the settings of its zoo.json, got {', '.join(given)}")
+    run_zoo(
+        Path(options.zoo),
+        output_dir=None if options.output_dir is None else Path(options.output_dir),
+        engine_kwargs=kwargs,
+        sampling_params=_sampling_params(options),
+        limit=options.limit,
         show=lambda report: print(report.to_text(), flush=True),
         command="diffulex " + " ".join(sys.argv[1:]),
     )

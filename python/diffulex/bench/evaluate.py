@@ -132,20 +132,20 @@ class EvaluationReport:
         lines = ["# Evaluation report", "", "```", str(self.environment["command"]), "```", ""]
         facts = {key: value for key, value in self.environment.items() if key != "command"}
         lines += [f"- {key}: {value}" for key, value in facts.items()]
-        lines += ["", _markdown_row(_SUMMARY_HEADER), _markdown_row(["---"] * len(_SUMMARY_HEADER))]
-        lines += [_markdown_row(_summary_cells(run)) for run in self.runs]
+        lines += ["", markdown_row(_SUMMARY_HEADER), markdown_row(["---"] * len(_SUMMARY_HEADER))]
+        lines += [markdown_row(_summary_cells(run)) for run in self.runs]
         for run in self.runs:
             lines += ["", f"## {_setting_text(run)}", ""]
-            lines += [_markdown_row(_LEVEL_HEADER), _markdown_row(["---"] * len(_LEVEL_HEADER))]
-            lines += [_markdown_row(_level_cells(score)) for score in (*run.levels, run.total)]
+            lines += [markdown_row(_LEVEL_HEADER), markdown_row(["---"] * len(_LEVEL_HEADER))]
+            lines += [markdown_row(_level_cells(score)) for score in (*run.levels, run.total)]
         return "\n".join([*lines, ""])
 
     def to_text(self) -> str:
         """Aligned tables for a terminal."""
-        blocks = [_aligned([_SUMMARY_HEADER, *(_summary_cells(run) for run in self.runs)])]
+        blocks = [aligned([_SUMMARY_HEADER, *(_summary_cells(run) for run in self.runs)])]
         for run in self.runs:
             rows = [_LEVEL_HEADER, *(_level_cells(s) for s in (*run.levels, run.total))]
-            blocks.append(f"{_setting_text(run)}\n{_aligned(rows)}")
+            blocks.append(f"{_setting_text(run)}\n{aligned(rows)}")
         return "\n\n".join(blocks)
 
     def write(self, path: Path) -> None:
@@ -161,11 +161,11 @@ _SUMMARY_HEADER = [
 _LEVEL_HEADER = ["level", "problems", "correct", "accuracy", "95 %", "TPF"]
 
 
-def _percent(value: float) -> str:
+def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _interval_text(score: Score) -> str:
+def interval_text(score: Score) -> str:
     return f"{100 * score.interval.low:.1f}-{100 * score.interval.high:.1f}"
 
 
@@ -174,8 +174,8 @@ def _summary_cells(run: RunReport) -> list[str]:
     return [
         str(run.setting["buffer_size"]),
         str(run.setting["accept_threshold"]),
-        _percent(run.total.accuracy),
-        _interval_text(run.total),
+        percent(run.total.accuracy),
+        interval_text(run.total),
         str(metrics["total_tokens"]),
         str(metrics["request_nfe"]),
         f"{metrics['tpf_aggregate']:.3f}",
@@ -191,8 +191,8 @@ def _level_cells(score: Score) -> list[str]:
         score.group,
         str(score.num_problems),
         str(score.num_correct),
-        _percent(score.accuracy),
-        _interval_text(score),
+        percent(score.accuracy),
+        interval_text(score),
         f"{score.tpf:.3f}",
     ]
 
@@ -202,11 +202,11 @@ def _setting_text(run: RunReport) -> str:
     return f"buffer {setting['buffer_size']}, accept threshold {setting['accept_threshold']}"
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
+def markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -290,42 +290,54 @@ def run_evaluation(
         for name, value in setting._asdict().items():
             if value is not None:
                 check_value(name, value)
-    problems = _read_problems(data)[:limit]
-    paths = [_checked_output(Path(name)) for name in outputs]
+    problems = read_problems(data)[:limit]
+    paths = [checked_output(Path(name)) for name in outputs]
     environment: dict[str, Any] = {}
     runs = []
     for setting in settings:
-        with _open(engine_kwargs, setting) as engine:
-            environment = environment or _environment(engine, command, len(problems))
-            logger.info("evaluating %d problems: %s", len(problems), setting)
-            prompts = [_encode(engine, problem) for problem in problems]
-            result = engine.generate(prompts, sampling_params, use_tqdm=True, summary=False)
-            decoding = engine.config.decoding
-            shown = {
-                "buffer_size": decoding.buffer_size,
-                "accept_threshold": decoding.accept_threshold,
-                "block_size": decoding.block_size,
-            }
-            runs.append(grade(shown, problems, result))
+        with diffulex.Diffulex(**_with_setting(engine_kwargs, setting)) as engine:
+            environment = environment or describe_environment(engine, command, len(problems))
+            runs.append(run_problems(engine, problems, sampling_params))
     report = EvaluationReport(environment, tuple(runs))
     if show is not None:
         show(report)
-    failures = [failure for path in paths if (failure := _write(report, path))]
-    if failures:
-        raise ConfigError(failures[0])
+    write_reports(dict.fromkeys(paths, report.write))
     return report
 
 
-def _write(report: EvaluationReport, path: Path) -> str | None:
-    """Writes one file; the reason if that fails, so that the other files are still written."""
+def run_problems(
+    engine: Diffulex, problems: Sequence[Problem], sampling_params: SamplingParams
+) -> RunReport:
+    """Decodes and grades every problem with the settings of `engine`."""
+    decoding = engine.config.decoding
+    shown = {
+        "buffer_size": decoding.buffer_size,
+        "accept_threshold": decoding.accept_threshold,
+        "block_size": decoding.block_size,
+    }
+    logger.info("evaluating %d problems: %s", len(problems), shown)
+    prompts = [_encode(engine, problem) for problem in problems]
+    result = engine.generate(prompts, sampling_params, use_tqdm=True, summary=False)
+    return grade(shown, problems, result)
+
+
+def write_reports(writers: Mapping[Path, Callable[[Path], None]]) -> None:
+    """Writes every file, and then raises a ConfigError if one of them failed."""
+    failures = [failure for path, write in writers.items() if (failure := _write(path, write))]
+    if failures:
+        raise ConfigError(failures[0])
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> str | None:
+    """Writes one file; the reason if that fails."""
     try:
-        report.write(path)
+        write(path)
     except OSError as error:
         return f"output: cannot write {path}: {error.strerror}"
     return None
 
 
-def _open(engine_kwargs: Mapping[str, Any], setting: Setting) -> Diffulex:
+def _with_setting(engine_kwargs: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
     kwargs = dict(engine_kwargs)
     if setting.buffer_size is not None:
         kwargs["buffer_size"] = setting.buffer_size
@@ -333,7 +345,7 @@ def _open(engine_kwargs: Mapping[str, Any], setting: Setting) -> Diffulex:
         thresholds = dict(kwargs.get("decoding_thresholds") or {})
         thresholds["accept_threshold"] = setting.accept_threshold
         kwargs["decoding_thresholds"] = thresholds
-    return diffulex.Diffulex(**kwargs)
+    return kwargs
 
 
 def _encode(engine: Diffulex, problem: Problem) -> list[int]:
@@ -345,7 +357,12 @@ def _encode(engine: Diffulex, problem: Problem) -> list[int]:
     return tokenizer.apply_chat_template([{"role": "user", "content": problem.question}])
 
 
-def _read_problems(data: str | None) -> list[Problem]:
+def read_problems(data: str | None) -> list[Problem]:
+    """Problems of a JSON lines file; None takes the held-out set of the bundled model.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no problems.
+    """
     path = demo_dir() / HELDOUT_FILE if data is None else Path(data)
     try:
         problems = load_problems(path)
@@ -358,8 +375,8 @@ def _read_problems(data: str | None) -> list[Problem]:
     return problems
 
 
-def _checked_output(path: Path) -> Path:
-    """Fails before the run rather than after it."""
+def checked_output(path: Path) -> Path:
+    """A report file that can be written; ConfigError before the run rather than after it."""
     if path.suffix not in (".json", ".md"):
         raise ConfigError(f"output: expected a .json or .md file, got {str(path)!r}")
     if not path.absolute().parent.is_dir():
@@ -376,7 +393,8 @@ def _checked_output(path: Path) -> Path:
     return path
 
 
-def _environment(engine: Diffulex, command: str, num_problems: int) -> dict[str, Any]:
+def describe_environment(engine: Diffulex, command: str, num_problems: int) -> dict[str, Any]:
+    """What was run, where and when."""
     import torch  # noqa: PLC0415 (the command line imports this module for every command)
 
     model = engine.config.model

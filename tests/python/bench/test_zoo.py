@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The zoo evaluation: its directory format, its runs and its report files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diffulex import ConfigError, SamplingParams
+from diffulex.bench.zoo import read_zoo, run_zoo
+from diffulex.cli import main
+from diffulex.model.resolve import demo_dir
+
+pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
+
+
+@pytest.fixture
+def zoo(tmp_path):
+    directory = tmp_path / "zoo"
+    directory.mkdir()
+    lines = (demo_dir() / "heldout.jsonl").read_text(encoding="utf-8").splitlines()[:6]
+    (directory / "problems.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    curve = {
+        "name": "blocks",
+        "model": "demo",
+        "engine": {"buffer_size": 2},
+        "sampling": {"max_tokens": 96},
+        "sweep": {"key": "accept_threshold", "values": [0.95, 0.5]},
+    }
+    fixed = {"name": "one block", "model": "demo", "engine": {"buffer_size": 1}}
+    content = {"data": "problems.jsonl", "curves": [curve, fixed]}
+    (directory / "zoo.json").write_text(json.dumps(content), encoding="utf-8")
+    return directory
+
+
+def test_one_command_writes_table_and_plot(zoo, tmp_path):
+    shown = []
+    report = run_zoo(
+        zoo,
+        output_dir=tmp_path,
+        engine_kwargs={"device": "cpu", "max_num_reqs": 8},
+        sampling_params=SamplingParams(max_tokens=64),
+        show=shown.append,
+        command="diffulex eval --zoo",
+    )
+    assert shown == [report]
+    assert [(row.curve, row.buffer_size, row.setting) for row in report.rows] == [
+        ("blocks", 2, "accept_threshold 0.95"),
+        ("blocks", 2, "accept_threshold 0.5"),
+        ("one block", 1, "accept_threshold 0.95"),
+    ]
+    loaded = json.loads((tmp_path / "zoo_results.json").read_text(encoding="utf-8"))
+    assert loaded["environment"]["command"] == "diffulex eval --zoo"
+    assert [run["total"]["num_problems"] for run in loaded["runs"]] == [6, 6, 6]
+    for run in loaded["runs"]:
+        assert run["nfe_per_problem"] == run["total"]["nfe"] / 6
+        assert run["strategy"] == "multi_bd"
+    table = (tmp_path / "zoo_results.md").read_text(encoding="utf-8")
+    assert table.count("| blocks | multi_bd | 2 |") == 2
+    plot = (tmp_path / "zoo_results.svg").read_text(encoding="utf-8")
+    assert "one block" in plot
+    assert "tokens per forward" in plot
+
+
+def test_the_same_report_gives_the_same_plot(zoo, tmp_path):
+    report = run_zoo(zoo, engine_kwargs={"device": "cpu"}, limit=1)
+    for name in ("a.svg", "b.svg"):
+        report.write_plot(tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "expected JSON"),
+        ("[]", "data and curves"),
+        ('{"data": "x", "curves": [{"name": "a"}]}', "name, model"),
+        ('{"data": "x", "curves": [{"name": "a", "model": "b", "speed": 1}]}', "speed"),
+    ],
+)
+def test_bad_zoo_files_are_one_clear_error(tmp_path, content, message):
+    (tmp_path / "zoo.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        read_zoo(tmp_path)
+
+
+def test_missing_places_fail_before_anything_runs(zoo, tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_zoo(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="output_dir"):
+        run_zoo(zoo, output_dir=Path(tmp_path / "nowhere"))
+
+
+def test_the_command_line_refuses_what_the_zoo_decides(zoo, capsys):
+    assert main(["eval", "--zoo", str(zoo), "--model", "demo", "--buffer-size", "1"]) == 2
+    assert "got --buffer-size, --model" in capsys.readouterr().err
+    assert main(["eval", "--output-dir", str(zoo)]) == 2
+    assert "expected --zoo" in capsys.readouterr().err
+
+
+def test_the_command_line_prints_the_table(zoo, capsys):
+    assert main(["eval", "--zoo", str(zoo), "--device", "cpu", "--limit", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["curve", "strategy", "buffer"]
+    assert len(lines) == 4
