@@ -6,6 +6,9 @@
 
 # csrc/kernels/cuda/portable: any architecture from sm_80 on.
 set(DIFFULEX_CUDA_PORTABLE_SOURCES
+  csrc/kernels/cuda/portable/accept_dmax.cu
+  csrc/kernels/cuda/portable/accept_edit.cu
+  csrc/kernels/cuda/portable/accept_gemma.cu
   csrc/kernels/cuda/portable/accept_mask_fill.cu
   csrc/kernels/cuda/portable/activation.cu
   csrc/kernels/cuda/portable/attention.cu
@@ -14,10 +17,22 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
   csrc/kernels/cuda/portable/attention_generic_f32.cu
   csrc/kernels/cuda/portable/attention_plan.cu
   csrc/kernels/cuda/portable/check_data.cu
+  csrc/kernels/cuda/portable/entropy_bound_mask.cu
+  csrc/kernels/cuda/portable/fused_moe.cu
   csrc/kernels/cuda/portable/kv_cache.cu
   csrc/kernels/cuda/portable/merge_token_stats.cu
+  csrc/kernels/cuda/portable/moe_combine.cu
+  csrc/kernels/cuda/portable/moe_generic.cu
+  csrc/kernels/cuda/portable/moe_mma_bf16.cu
+  csrc/kernels/cuda/portable/moe_mma_f16.cu
+  csrc/kernels/cuda/portable/moe_permute.cu
   csrc/kernels/cuda/portable/norm.cu
   csrc/kernels/cuda/portable/rope.cu
+  csrc/kernels/cuda/portable/router_gemm.cu
+  csrc/kernels/cuda/portable/routing.cu
+  csrc/kernels/cuda/portable/sample_filtered.cu
+  csrc/kernels/cuda/portable/soft_embedding.cu
+  csrc/kernels/cuda/portable/token_merge.cu
   csrc/kernels/cuda/portable/token_stats.cu
   csrc/kernels/cuda/portable/warmup.cu
 )

@@ -25,6 +25,8 @@ set(DIFFULEX_TESTS_CORE_SOURCES
 )
 set(DIFFULEX_TESTS_KERNELS_SOURCES
   tests/cpp/kernels/accept_mask_fill_test.cpp
+  tests/cpp/kernels/acceptance_boundary_test.cpp
+  tests/cpp/kernels/acceptance_test.cpp
   tests/cpp/kernels/activation_test.cpp
   tests/cpp/kernels/block_attention_test.cpp
   tests/cpp/kernels/guard_page_test.cpp
@@ -32,15 +34,23 @@ set(DIFFULEX_TESTS_KERNELS_SOURCES
   tests/cpp/kernels/kernel_table_test.cpp
   tests/cpp/kernels/kv_cache_test.cpp
   tests/cpp/kernels/linear_test.cpp
+  tests/cpp/kernels/moe_test.cpp
   tests/cpp/kernels/norm_test.cpp
   tests/cpp/kernels/rope_test.cpp
+  tests/cpp/kernels/routing_test.cpp
+  tests/cpp/kernels/row_choice_test.cpp
   tests/cpp/kernels/row_interval_test.cpp
+  tests/cpp/kernels/sample_filtered_test.cpp
+  tests/cpp/kernels/token_merge_test.cpp
   tests/cpp/kernels/token_stats_test.cpp
 )
 # .cpp (CUDA runtime API only) or .cu.
 set(DIFFULEX_TESTS_CUDA_SOURCES
+    tests/cpp/cuda/acceptance_test.cpp
     tests/cpp/cuda/block_attention_test.cpp
     tests/cpp/cuda/block_rules_device_test.cu
     tests/cpp/cuda/dense_ops_test.cpp
+    tests/cpp/cuda/moe_test.cpp
     tests/cpp/cuda/sampling_test.cpp
+    tests/cpp/cuda/token_merge_test.cpp
 )

@@ -5,10 +5,13 @@
 
 # Schemas, checks and the CPU registrations.
 set(DIFFULEX_TORCH_SOURCES
+  csrc/torch/bind_acceptance.cpp
   csrc/torch/bind_activation.cpp
   csrc/torch/bind_attention.cpp
   csrc/torch/bind_kv_cache.cpp
   csrc/torch/bind_linear.cpp
+  csrc/torch/bind_merge.cpp
+  csrc/torch/bind_moe.cpp
   csrc/torch/bind_norm.cpp
   csrc/torch/bind_rope.cpp
   csrc/torch/bind_sampling.cpp

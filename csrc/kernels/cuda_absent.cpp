@@ -54,8 +54,57 @@ Status token_stats(const TokenStatsParams& /*params*/, const ExecContext& /*cont
 Status merge_token_stats(const MergeTokenStatsParams& /*params*/, const ExecContext& /*context*/) {
   return absent("merge_token_stats");
 }
+Status sample_filtered(const SampleFilteredParams& /*params*/, const ExecContext& /*context*/) {
+  return absent("sample_filtered");
+}
+Status entropy_bound_mask(const EntropyBoundMaskParams& /*params*/,
+                          const ExecContext& /*context*/) {
+  return absent("entropy_bound_mask");
+}
 Status accept_mask_fill(const AcceptMaskFillParams& /*params*/, const ExecContext& /*context*/) {
   return absent("accept_mask_fill");
+}
+Status accept_edit(const AcceptEditParams& /*params*/, const ExecContext& /*context*/) {
+  return absent("accept_edit");
+}
+Status accept_dmax(const AcceptDmaxParams& /*params*/, const ExecContext& /*context*/) {
+  return absent("accept_dmax");
+}
+Status accept_gemma(const AcceptGemmaParams& /*params*/, const ExecContext& /*context*/) {
+  return absent("accept_gemma");
+}
+Status token_merge_embed(const TokenMergeEmbedParams& /*params*/, const ExecContext& /*context*/) {
+  return absent("token_merge_embed");
+}
+Status token_merge_partial(const TokenMergePartialParams& /*params*/,
+                           const ExecContext& /*context*/) {
+  return absent("token_merge_partial");
+}
+Status token_merge_finalize(const TokenMergeFinalizeParams& /*params*/,
+                            const ExecContext& /*context*/) {
+  return absent("token_merge_finalize");
+}
+Status soft_embedding(const SoftEmbeddingParams& /*params*/, const ExecContext& /*context*/) {
+  return absent("soft_embedding");
+}
+Status moe_topk(const MoeTopkParams& /*params*/, const ExecContext& /*context*/) {
+  return absent("moe_topk");
+}
+Status router_gemm(const RouterGemmParams& /*params*/, const ExecContext& /*context*/) {
+  return absent("router_gemm");
+}
+Status moe_permute(const MoePermuteParams& /*params*/, const ExecContext& /*context*/) {
+  return absent("moe_permute");
+}
+Status fused_moe(const FusedMoeParams& /*params*/, const ExecContext& /*context*/) {
+  return absent("fused_moe");
+}
+Status fused_experts_packed(const FusedExpertsPackedParams& /*params*/,
+                            const ExecContext& /*context*/) {
+  return absent("fused_experts_packed");
+}
+Status moe_combine(const MoeCombineParams& /*params*/, const ExecContext& /*context*/) {
+  return absent("moe_combine");
 }
 
 }  // namespace diffulex::cuda

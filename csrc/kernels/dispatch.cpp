@@ -5,14 +5,19 @@
 
 #include <exception>
 
+#include "kernels/common/acceptance_checks.h"
 #include "kernels/common/activation_checks.h"
 #include "kernels/common/attention_checks.h"
+#include "kernels/common/filter_checks.h"
 #include "kernels/common/kv_cache_checks.h"
 #include "kernels/common/linear_checks.h"
+#include "kernels/common/moe_checks.h"
 #include "kernels/common/norm_checks.h"
 #include "kernels/common/rope_checks.h"
+#include "kernels/common/routing_checks.h"
 #include "kernels/common/sampling_checks.h"
 #include "kernels/common/tensor_checks.h"
+#include "kernels/common/token_merge_checks.h"
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cuda/cuda_ops.h"
 
@@ -66,10 +71,28 @@ size_t attention_scratch(const BlockAttentionParams& params, Device device) {
   return attention_workspace_bytes(attention_shape(params), device);
 }
 
+size_t soft_embedding_scratch(const SoftEmbeddingParams& params, Device device) {
+  return soft_embedding_workspace_bytes(params.out.size[0], params.logits.size[1],
+                                        params.out.size[1], params.embedding.dtype, device);
+}
+
 size_t token_stats_scratch(const TokenStatsParams& params, Device device) {
   const int32_t top_k =
       params.topk_ids.present() ? static_cast<int32_t>(params.topk_ids.size[1]) : 0;
   return token_stats_workspace_bytes(params.ids.size[0], params.logits.size[1], top_k, device);
+}
+
+size_t fused_moe_workspace(const FusedMoeParams& params, Device device) {
+  return fused_moe_workspace_bytes({params.x.size[0], static_cast<int32_t>(params.topk_ids.size[1]),
+                                    static_cast<int32_t>(params.w13.size[0]), params.x.size[1],
+                                    params.w2.size[2], params.x.dtype},
+                                   device);
+}
+
+size_t packed_workspace(const FusedExpertsPackedParams& params, Device device) {
+  const int64_t num_rows = params.x.numel() / params.x.last();
+  return fused_experts_packed_workspace_bytes(num_rows, static_cast<int32_t>(params.w13.size[0]),
+                                              params.w2.size[2], params.x.dtype, device);
 }
 
 }  // namespace
@@ -191,11 +214,132 @@ Status merge_token_stats(const MergeTokenStatsParams& params, const ExecContext&
       params, context);
 }
 
+Status sample_filtered(const SampleFilteredParams& params, const ExecContext& context) {
+  return dispatch<SampleFilteredParams>(
+      {"sample_filtered", check_sample_filtered,
+       [](const SampleFilteredParams& args) { return args.ids.size[0] == 0; }, cpu::sample_filtered,
+       cuda::sample_filtered, no_workspace<SampleFilteredParams>},
+      params, context);
+}
+
+Status entropy_bound_mask(const EntropyBoundMaskParams& params, const ExecContext& context) {
+  return dispatch<EntropyBoundMaskParams>(
+      {"entropy_bound_mask", check_entropy_bound_mask,
+       [](const EntropyBoundMaskParams& args) { return args.segments.size[0] == 1; },
+       cpu::entropy_bound_mask, cuda::entropy_bound_mask, no_workspace<EntropyBoundMaskParams>},
+      params, context);
+}
+
 Status accept_mask_fill(const AcceptMaskFillParams& params, const ExecContext& context) {
   return dispatch<AcceptMaskFillParams>(
       {"accept_mask_fill", check_accept_mask_fill,
        [](const AcceptMaskFillParams& args) { return args.tokens.size[0] == 0; },
        cpu::accept_mask_fill, cuda::accept_mask_fill, no_workspace<AcceptMaskFillParams>},
+      params, context);
+}
+
+Status accept_edit(const AcceptEditParams& params, const ExecContext& context) {
+  return dispatch<AcceptEditParams>(
+      {"accept_edit", check_accept_edit,
+       [](const AcceptEditParams& args) { return args.tokens.size[0] == 0; }, cpu::accept_edit,
+       cuda::accept_edit, no_workspace<AcceptEditParams>},
+      params, context);
+}
+
+Status accept_dmax(const AcceptDmaxParams& params, const ExecContext& context) {
+  return dispatch<AcceptDmaxParams>(
+      {"accept_dmax", check_accept_dmax,
+       [](const AcceptDmaxParams& args) { return args.tokens.size[0] == 0; }, cpu::accept_dmax,
+       cuda::accept_dmax, no_workspace<AcceptDmaxParams>},
+      params, context);
+}
+
+Status accept_gemma(const AcceptGemmaParams& params, const ExecContext& context) {
+  return dispatch<AcceptGemmaParams>(
+      {"accept_gemma", check_accept_gemma,
+       [](const AcceptGemmaParams& args) { return args.tokens.size[0] == 0; }, cpu::accept_gemma,
+       cuda::accept_gemma, no_workspace<AcceptGemmaParams>},
+      params, context);
+}
+
+Status token_merge_embed(const TokenMergeEmbedParams& params, const ExecContext& context) {
+  return dispatch<TokenMergeEmbedParams>(
+      {"token_merge_embed", check_token_merge_embed,
+       [](const TokenMergeEmbedParams& args) { return args.hidden.size[0] == 0; },
+       cpu::token_merge_embed, cuda::token_merge_embed, no_workspace<TokenMergeEmbedParams>},
+      params, context);
+}
+
+Status token_merge_partial(const TokenMergePartialParams& params, const ExecContext& context) {
+  return dispatch<TokenMergePartialParams>(
+      {"token_merge_partial", check_token_merge_partial,
+       [](const TokenMergePartialParams& args) { return args.partial.size[0] == 0; },
+       cpu::token_merge_partial, cuda::token_merge_partial, no_workspace<TokenMergePartialParams>},
+      params, context);
+}
+
+Status token_merge_finalize(const TokenMergeFinalizeParams& params, const ExecContext& context) {
+  return dispatch<TokenMergeFinalizeParams>(
+      {"token_merge_finalize", check_token_merge_finalize,
+       [](const TokenMergeFinalizeParams& args) { return args.hidden.size[0] == 0; },
+       cpu::token_merge_finalize, cuda::token_merge_finalize,
+       no_workspace<TokenMergeFinalizeParams>},
+      params, context);
+}
+
+Status soft_embedding(const SoftEmbeddingParams& params, const ExecContext& context) {
+  return dispatch<SoftEmbeddingParams>(
+      {"soft_embedding", check_soft_embedding,
+       [](const SoftEmbeddingParams& args) { return args.out.size[0] == 0; }, cpu::soft_embedding,
+       cuda::soft_embedding, soft_embedding_scratch},
+      params, context);
+}
+
+Status moe_topk(const MoeTopkParams& params, const ExecContext& context) {
+  return dispatch<MoeTopkParams>(
+      {"moe_topk", check_moe_topk,
+       [](const MoeTopkParams& args) { return args.logits.size[0] == 0; }, cpu::moe_topk,
+       cuda::moe_topk, no_workspace<MoeTopkParams>},
+      params, context);
+}
+
+Status router_gemm(const RouterGemmParams& params, const ExecContext& context) {
+  return dispatch<RouterGemmParams>(
+      {"router_gemm", check_router_gemm,
+       [](const RouterGemmParams& args) { return args.x.size[0] == 0; }, cpu::router_gemm,
+       cuda::router_gemm, no_workspace<RouterGemmParams>},
+      params, context);
+}
+
+Status moe_permute(const MoePermuteParams& params, const ExecContext& context) {
+  return dispatch<MoePermuteParams>(
+      {"moe_permute", check_moe_permute,
+       // Without slots there still are offsets and counters to write.
+       [](const MoePermuteParams& /*args*/) { return false; }, cpu::moe_permute, cuda::moe_permute,
+       no_workspace<MoePermuteParams>},
+      params, context);
+}
+
+Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
+  return dispatch<FusedMoeParams>(
+      {"fused_moe", check_fused_moe, [](const FusedMoeParams& args) { return args.x.size[0] == 0; },
+       cpu::fused_moe, cuda::fused_moe, fused_moe_workspace},
+      params, context);
+}
+
+Status fused_experts_packed(const FusedExpertsPackedParams& params, const ExecContext& context) {
+  return dispatch<FusedExpertsPackedParams>(
+      {"fused_experts_packed", check_fused_experts_packed,
+       [](const FusedExpertsPackedParams& args) { return args.x.numel() == 0; },
+       cpu::fused_experts_packed, cuda::fused_experts_packed, packed_workspace},
+      params, context);
+}
+
+Status moe_combine(const MoeCombineParams& params, const ExecContext& context) {
+  return dispatch<MoeCombineParams>(
+      {"moe_combine", check_moe_combine,
+       [](const MoeCombineParams& args) { return args.out.numel() == 0; }, cpu::moe_combine,
+       cuda::moe_combine, no_workspace<MoeCombineParams>},
       params, context);
 }
 

@@ -51,6 +51,47 @@ void merge_token_stats(const Tensor& part_ids, const Tensor& part_stats,
   arguments.run(&diffulex::merge_token_stats, params);
 }
 
+void sample_filtered(const Tensor& logits, const OptionalTensor& extra_logits,
+                     const OptionalTensor& row_index, const Tensor& inv_temperature,
+                     const Tensor& uniforms, const OptionalTensor& top_k,
+                     const OptionalTensor& top_p, const OptionalTensor& min_p,
+                     const OptionalTensor& forbidden_ids, const Tensor& ids, const Tensor& stats,
+                     const OptionalTensor& workspace, int64_t vocab_limit, double softcap,
+                     int64_t exclusion, int64_t filter_order, int64_t confidence_space) {
+  OpArguments arguments("sample_filtered");
+  SampleFilteredParams params;
+  params.logits = arguments.input("logits", logits);
+  params.extra_logits = arguments.input("extra_logits", extra_logits);
+  params.row_index = arguments.input("row_index", row_index);
+  params.inv_temperature = arguments.input("inv_temperature", inv_temperature);
+  params.uniforms = arguments.input("uniforms", uniforms);
+  params.top_k = arguments.input("top_k", top_k);
+  params.top_p = arguments.input("top_p", top_p);
+  params.min_p = arguments.input("min_p", min_p);
+  params.forbidden_ids = arguments.input("forbidden_ids", forbidden_ids);
+  params.ids = arguments.output("ids", ids);
+  params.stats = arguments.output("stats", stats);
+  arguments.set_workspace(workspace);
+  params.vocab_limit = vocab_limit;
+  params.softcap = static_cast<float>(softcap);
+  params.exclusion = arguments.enumeration<ExclusionMode>("exclusion", exclusion);
+  params.filter_order = arguments.enumeration<FilterOrder>("filter_order", filter_order);
+  params.confidence_space =
+      arguments.enumeration<ConfidenceSpace>("confidence_space", confidence_space);
+  arguments.run(&diffulex::sample_filtered, params);
+}
+
+void entropy_bound_mask(const Tensor& entropy, const Tensor& segments, const Tensor& mask,
+                        double bound) {
+  OpArguments arguments("entropy_bound_mask");
+  EntropyBoundMaskParams params;
+  params.entropy = arguments.input("entropy", entropy);
+  params.segments = arguments.input("segments", segments);
+  params.mask = arguments.output("mask", mask);
+  params.bound = static_cast<float>(bound);
+  arguments.run(&diffulex::entropy_bound_mask, params);
+}
+
 void accept_mask_fill(const Tensor& tokens, const Tensor& row_index, const Tensor& editable_start,
                       const OptionalTensor& valid_len, const Tensor& gate,
                       const Tensor& accept_threshold, const Tensor& open_steps, const Tensor& ids,
@@ -58,7 +99,7 @@ void accept_mask_fill(const Tensor& tokens, const Tensor& row_index, const Tenso
                       const Tensor& masks_left, const Tensor& flags, int64_t mask_token_id,
                       int64_t rule, int64_t confidence_kind, bool raw_confidence,
                       int64_t denoising_steps, bool force_accept_last_step, double factor,
-                      double entropy_bound) {
+                      double entropy_bound, double low_threshold) {
   OpArguments arguments("accept_mask_fill");
   AcceptMaskFillParams params;
   params.tokens = arguments.input("tokens", tokens);
@@ -83,6 +124,7 @@ void accept_mask_fill(const Tensor& tokens, const Tensor& row_index, const Tenso
   params.force_accept_last_step = force_accept_last_step;
   params.factor = static_cast<float>(factor);
   params.entropy_bound = static_cast<float>(entropy_bound);
+  params.low_threshold = static_cast<float>(low_threshold);
   arguments.run(&diffulex::accept_mask_fill, params);
 }
 

@@ -27,6 +27,8 @@ std::optional<DType> to_dtype(ScalarType type) {
       return DType::kF8E4M3;
     case ScalarType::Char:
       return DType::kI8;
+    // A bool is one byte, 0 or 1: every op that takes flags as uint8 takes it as well.
+    case ScalarType::Bool:
     case ScalarType::Byte:
       return DType::kU8;
     case ScalarType::Int:
@@ -86,13 +88,18 @@ TensorRef OpArguments::describe(const char* name, const Tensor& tensor) {
     fail(name, "float32, float16, bfloat16, float8_e4m3fn, float64, int8, uint8, int32 or int64",
          torch::headeronly::toString(tensor.scalar_type()));
   }
+  TensorRef ref = shape_of(name, tensor);
+  ref.dtype = *dtype;
+  return ref;
+}
+
+TensorRef OpArguments::shape_of(const char* name, const Tensor& tensor) const {
   const int64_t rank = tensor.dim();
   if (rank > TensorRef::kMaxRank) {
     fail(name, detail::concat("at most ", TensorRef::kMaxRank, " dimensions"),
          std::to_string(rank));
   }
   TensorRef ref;
-  ref.dtype = *dtype;
   ref.rank = static_cast<int32_t>(rank);
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
@@ -123,6 +130,17 @@ TensorRef OpArguments::output(const char* name, const Tensor& tensor) {
 
 TensorRef OpArguments::output(const char* name, const OptionalTensor& tensor) {
   return tensor ? output(name, *tensor) : TensorRef{};
+}
+
+TensorRef OpArguments::flags(const char* name, const OptionalTensor& tensor) {
+  if (!tensor || tensor->scalar_type() != ScalarType::Bool) {
+    return input(name, tensor);
+  }
+  require_device(name, *tensor);
+  TensorRef ref = shape_of(name, *tensor);
+  ref.dtype = DType::kU8;
+  ref.data = const_cast<void*>(tensor->const_data_ptr());
+  return ref;
 }
 
 void OpArguments::set_workspace(const OptionalTensor& tensor) {

@@ -43,6 +43,8 @@ class OpArguments final {
   /// Borrows a tensor the op writes.
   [[nodiscard]] TensorRef output(const char* name, const Tensor& tensor);
   [[nodiscard]] TensorRef output(const char* name, const OptionalTensor& tensor);
+  /// Borrows an optional tensor of truth values: uint8, or bool, which is stored the same way.
+  [[nodiscard]] TensorRef flags(const char* name, const OptionalTensor& tensor);
   /// Takes the scratch tensor: uint8, contiguous, 256-byte aligned.
   void set_workspace(const OptionalTensor& tensor);
 
@@ -73,6 +75,8 @@ class OpArguments final {
   [[noreturn]] void fail(const char* name, const std::string& expected,
                          const std::string& got) const;
   [[nodiscard]] TensorRef describe(const char* name, const Tensor& tensor);
+  /// Extents and strides; no data, no dtype.
+  [[nodiscard]] TensorRef shape_of(const char* name, const Tensor& tensor) const;
   void require_device(const char* name, const Tensor& tensor);
   void run_on_device(Invoke invoke, const void* kernel, const void* params) const;
 

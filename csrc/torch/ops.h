@@ -73,6 +73,33 @@ void act_and_mul(const Tensor& x, const Tensor& out, int64_t act);
 void linear_packed(const Tensor& x, const Tensor& packed_weight, const Tensor& out,
                    int64_t out_features);
 
+void moe_topk(const Tensor& logits, const OptionalTensor& bias, const OptionalTensor& expert_scale,
+              const OptionalTensor& token_valid, const Tensor& weights, const Tensor& ids,
+              int64_t top_k, int64_t scoring, bool renormalize, int64_t n_group, int64_t topk_group,
+              int64_t group_score, double routed_scaling);
+
+void router_gemm(const Tensor& x, const Tensor& w, const Tensor& logits);
+
+void moe_permute(const Tensor& topk_ids, const OptionalTensor& expert_map,
+                 const Tensor& sorted_slots, const Tensor& expert_offsets,
+                 const Tensor& tile_expert, const Tensor& tile_start, const Tensor& counters,
+                 int64_t num_local_experts, int64_t tile);
+
+void fused_moe(const Tensor& x, const Tensor& w13, const Tensor& w2, const Tensor& topk_weights,
+               const Tensor& topk_ids, const OptionalTensor& expert_map,
+               const OptionalTensor& w13_scale, const OptionalTensor& w2_scale,
+               const OptionalTensor& addend, const Tensor& out, const Tensor& workspace,
+               int64_t act, bool weight_on_input);
+
+void fused_experts_packed(const Tensor& x, const Tensor& w13, const Tensor& w2,
+                          const Tensor& expert_offsets, const OptionalTensor& row_weights,
+                          const OptionalTensor& w13_scale, const OptionalTensor& w2_scale,
+                          const Tensor& out, const Tensor& workspace, int64_t act,
+                          int64_t rows_per_expert);
+
+void moe_combine(const Tensor& slot_out, const Tensor& topk_weights, const Tensor& topk_ids,
+                 const OptionalTensor& addend, const Tensor& out);
+
 void token_stats(const Tensor& logits, const OptionalTensor& extra_logits,
                  const OptionalTensor& row_index, const OptionalTensor& inv_temperature,
                  const OptionalTensor& uniforms, const OptionalTensor& forbidden_ids,
@@ -86,6 +113,17 @@ void merge_token_stats(const Tensor& part_ids, const Tensor& part_stats,
                        const Tensor& ids, const Tensor& stats, const OptionalTensor& topk_ids,
                        const OptionalTensor& topk_probs);
 
+void sample_filtered(const Tensor& logits, const OptionalTensor& extra_logits,
+                     const OptionalTensor& row_index, const Tensor& inv_temperature,
+                     const Tensor& uniforms, const OptionalTensor& top_k,
+                     const OptionalTensor& top_p, const OptionalTensor& min_p,
+                     const OptionalTensor& forbidden_ids, const Tensor& ids, const Tensor& stats,
+                     const OptionalTensor& workspace, int64_t vocab_limit, double softcap,
+                     int64_t exclusion, int64_t filter_order, int64_t confidence_space);
+
+void entropy_bound_mask(const Tensor& entropy, const Tensor& segments, const Tensor& mask,
+                        double bound);
+
 void accept_mask_fill(const Tensor& tokens, const Tensor& row_index, const Tensor& editable_start,
                       const OptionalTensor& valid_len, const Tensor& gate,
                       const Tensor& accept_threshold, const Tensor& open_steps, const Tensor& ids,
@@ -93,7 +131,52 @@ void accept_mask_fill(const Tensor& tokens, const Tensor& row_index, const Tenso
                       const Tensor& masks_left, const Tensor& flags, int64_t mask_token_id,
                       int64_t rule, int64_t confidence_kind, bool raw_confidence,
                       int64_t denoising_steps, bool force_accept_last_step, double factor,
-                      double entropy_bound);
+                      double entropy_bound, double low_threshold);
+
+void accept_edit(const Tensor& tokens, const Tensor& row_index, const Tensor& editable_start,
+                 const OptionalTensor& valid_len, const Tensor& gate,
+                 const Tensor& accept_threshold, const Tensor& edit_threshold,
+                 const Tensor& open_steps, const Tensor& post_edit_steps, const Tensor& ids,
+                 const Tensor& stats, const Tensor& write_ids, const Tensor& confidence,
+                 const Tensor& masks_left, const Tensor& flags, const Tensor& same_token_ratio,
+                 int64_t mask_token_id, int64_t max_post_edit_steps, int64_t confidence_kind,
+                 bool raw_confidence);
+
+void accept_dmax(const Tensor& tokens, const Tensor& row_index, const Tensor& editable_start,
+                 const OptionalTensor& valid_len, const Tensor& gate,
+                 const Tensor& accept_threshold, const Tensor& open_steps, const Tensor& ids,
+                 const Tensor& stats, const OptionalTensor& argmax_ids,
+                 const OptionalTensor& topk_ids, const OptionalTensor& topk_probs,
+                 const Tensor& write_ids, const Tensor& confidence, const Tensor& masks_left,
+                 const Tensor& flags, const Tensor& same_token_ratio,
+                 const OptionalTensor& merge_valid, const OptionalTensor& merge_ids,
+                 const OptionalTensor& merge_probs, const OptionalTensor& merge_residual,
+                 int64_t mask_token_id, bool fast_path);
+
+void accept_gemma(const Tensor& tokens, const Tensor& row_index, const OptionalTensor& valid_len,
+                  const Tensor& prev_argmax, const Tensor& stable_run, const Tensor& steps_left,
+                  const Tensor& renoise_ids, const Tensor& ids, const Tensor& stats,
+                  const Tensor& argmax_ids, const Tensor& write_ids, const Tensor& argmax,
+                  const Tensor& confidence, const Tensor& flags, double entropy_bound,
+                  int64_t stability_threshold, double confidence_threshold);
+
+void token_merge_embed(const Tensor& hidden, const Tensor& embedding, const Tensor& merge_mask,
+                       const Tensor& topk_ids, const Tensor& topk_probs,
+                       const Tensor& residual_probs, int64_t mask_token_id, int64_t merge_kind,
+                       bool renormalize, double weight);
+
+void token_merge_partial(const Tensor& embedding, const Tensor& merge_mask, const Tensor& topk_ids,
+                         const Tensor& topk_probs, const Tensor& residual_probs,
+                         const Tensor& partial, int64_t mask_token_id, int64_t merge_kind,
+                         int64_t vocab_start);
+
+void token_merge_finalize(const Tensor& partial, const Tensor& merge_mask, const Tensor& hidden,
+                          int64_t merge_kind, bool renormalize, double weight);
+
+void soft_embedding(const Tensor& logits, const Tensor& lse, const OptionalTensor& inv_temperature,
+                    const Tensor& embedding, const OptionalTensor& row_valid, const Tensor& out,
+                    const OptionalTensor& workspace, double normalizer, double softcap,
+                    int64_t vocab_limit, int64_t vocab_start);
 
 /// Registers all of the above for the dispatch key of `library`.
 void register_ops(torch::stable::detail::StableLibrary& library);

@@ -65,6 +65,33 @@ STABLE_TORCH_LIBRARY(diffulex, library) {
       "linear_packed(Tensor x, Tensor packed_weight, Tensor(a!) out, *, int out_features) -> ()");
 
   library.def(
+      "moe_topk("
+      "Tensor logits, Tensor? bias, Tensor? expert_scale, Tensor? token_valid, "
+      "Tensor(a!) weights, Tensor(b!) ids, *, "
+      "int top_k, int scoring, bool renormalize, int n_group=0, int topk_group=0, "
+      "int group_score=0, float routed_scaling=1.0) -> ()");
+  library.def("router_gemm(Tensor x, Tensor w, Tensor(a!) logits) -> ()");
+  library.def(
+      "moe_permute("
+      "Tensor topk_ids, Tensor? expert_map, Tensor(a!) sorted_slots, Tensor(b!) expert_offsets, "
+      "Tensor(c!) tile_expert, Tensor(d!) tile_start, Tensor(e!) counters, *, "
+      "int num_local_experts, int tile) -> ()");
+  library.def(
+      "fused_moe("
+      "Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, "
+      "Tensor? w13_scale, Tensor? w2_scale, Tensor? addend, Tensor(a!) out, "
+      "Tensor(b!) workspace, *, int act=0, bool weight_on_input=False) -> ()");
+  library.def(
+      "fused_experts_packed("
+      "Tensor x, Tensor w13, Tensor w2, Tensor expert_offsets, Tensor? row_weights, "
+      "Tensor? w13_scale, Tensor? w2_scale, Tensor(a!) out, Tensor(b!) workspace, *, "
+      "int act=0, int rows_per_expert=0) -> ()");
+  library.def(
+      "moe_combine("
+      "Tensor slot_out, Tensor topk_weights, Tensor topk_ids, Tensor? addend, "
+      "Tensor(a!) out) -> ()");
+
+  library.def(
       "token_stats("
       "Tensor logits, Tensor? extra_logits, Tensor? row_index, Tensor? inv_temperature, "
       "Tensor? uniforms, Tensor? forbidden_ids, Tensor? penalty_ids, "
@@ -76,11 +103,62 @@ STABLE_TORCH_LIBRARY(diffulex, library) {
       "Tensor part_ids, Tensor part_stats, Tensor? part_topk_ids, Tensor? part_topk_vals, "
       "Tensor(a!) ids, Tensor(b!) stats, Tensor(c!)? topk_ids, Tensor(d!)? topk_probs) -> ()");
   library.def(
+      "sample_filtered("
+      "Tensor logits, Tensor? extra_logits, Tensor? row_index, Tensor inv_temperature, "
+      "Tensor uniforms, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? forbidden_ids, "
+      "Tensor(a!) ids, Tensor(b!) stats, Tensor(c!)? workspace, *, int vocab_limit=-1, "
+      "float softcap=0.0, int exclusion=0, int filter_order=0, int confidence_space=0) -> ()");
+  library.def(
+      "entropy_bound_mask(Tensor entropy, Tensor segments, Tensor(a!) mask, *, float bound) -> ()");
+  library.def(
       "accept_mask_fill("
       "Tensor tokens, Tensor row_index, Tensor editable_start, Tensor? valid_len, Tensor gate, "
       "Tensor accept_threshold, Tensor open_steps, Tensor ids, Tensor stats, "
       "Tensor(a!) write_ids, Tensor(b!) confidence, Tensor(c!) masks_left, Tensor(d!) flags, *, "
       "int mask_token_id, int rule=0, int confidence_kind=0, bool raw_confidence=False, "
       "int denoising_steps=0, bool force_accept_last_step=False, float factor=1.0, "
-      "float entropy_bound=0.0) -> ()");
+      "float entropy_bound=0.0, float low_threshold=0.0) -> ()");
+  library.def(
+      "accept_edit("
+      "Tensor tokens, Tensor row_index, Tensor editable_start, Tensor? valid_len, Tensor gate, "
+      "Tensor accept_threshold, Tensor edit_threshold, Tensor open_steps, Tensor post_edit_steps, "
+      "Tensor ids, Tensor stats, Tensor(a!) write_ids, Tensor(b!) confidence, "
+      "Tensor(c!) masks_left, Tensor(d!) flags, Tensor(e!) same_token_ratio, *, "
+      "int mask_token_id, int max_post_edit_steps, int confidence_kind=0, "
+      "bool raw_confidence=True) -> ()");
+  library.def(
+      "accept_dmax("
+      "Tensor tokens, Tensor row_index, Tensor editable_start, Tensor? valid_len, Tensor gate, "
+      "Tensor accept_threshold, Tensor open_steps, Tensor ids, Tensor stats, Tensor? argmax_ids, "
+      "Tensor? topk_ids, Tensor? topk_probs, Tensor(a!) write_ids, Tensor(b!) confidence, "
+      "Tensor(c!) masks_left, Tensor(d!) flags, Tensor(e!) same_token_ratio, "
+      "Tensor(f!)? merge_valid, Tensor(g!)? merge_ids, Tensor(h!)? merge_probs, "
+      "Tensor(i!)? merge_residual, *, int mask_token_id, bool fast_path=False) -> ()");
+  library.def(
+      "accept_gemma("
+      "Tensor tokens, Tensor row_index, Tensor? valid_len, Tensor prev_argmax, "
+      "Tensor stable_run, Tensor steps_left, Tensor renoise_ids, Tensor ids, Tensor stats, "
+      "Tensor argmax_ids, Tensor(a!) write_ids, Tensor(b!) argmax, Tensor(c!) confidence, "
+      "Tensor(d!) flags, *, float entropy_bound, int stability_threshold, "
+      "float confidence_threshold) -> ()");
+
+  library.def(
+      "token_merge_embed("
+      "Tensor(a!) hidden, Tensor embedding, Tensor merge_mask, Tensor topk_ids, "
+      "Tensor topk_probs, Tensor residual_probs, *, int mask_token_id, int merge_kind, "
+      "bool renormalize, float weight) -> ()");
+  library.def(
+      "token_merge_partial("
+      "Tensor embedding, Tensor merge_mask, Tensor topk_ids, Tensor topk_probs, "
+      "Tensor residual_probs, Tensor(a!) partial, *, int mask_token_id, int merge_kind, "
+      "int vocab_start) -> ()");
+  library.def(
+      "token_merge_finalize("
+      "Tensor partial, Tensor merge_mask, Tensor(a!) hidden, *, int merge_kind, "
+      "bool renormalize, float weight) -> ()");
+  library.def(
+      "soft_embedding("
+      "Tensor logits, Tensor lse, Tensor? inv_temperature, Tensor embedding, Tensor? row_valid, "
+      "Tensor(a!) out, Tensor(b!)? workspace, *, float normalizer, float softcap=0.0, "
+      "int vocab_limit=-1, int vocab_start=0) -> ()");
 }

@@ -31,6 +31,7 @@ struct RequestMask {
   int32_t kind = 0;               // MaskKind
   int32_t block_size = 1;         // B of the mask
   int32_t sliding_window = 0;     // left window, 0 = off
+  bool is_anchored = false;       // the window is that of row 0
   KeyRange hole;                  // invisible cached keys, empty when off
 };
 
@@ -104,7 +105,8 @@ DIFFULEX_HOST_DEVICE constexpr KeyRange row_interval(const RequestMask& mask, in
       break;
   }
   end = end < 0 ? 0 : (end > keys ? keys : end);
-  int64_t begin = mask.sliding_window > 0 ? position - mask.sliding_window + 1 : 0;
+  const int64_t window_end = mask.is_anchored ? mask.start_position : position;
+  int64_t begin = mask.sliding_window > 0 ? window_end - mask.sliding_window + 1 : 0;
   begin = begin < 0 ? 0 : (begin > keys ? keys : begin);
   return KeyRange{static_cast<int32_t>(begin), static_cast<int32_t>(end)};
 }

@@ -115,10 +115,11 @@ Status check_accept_rows(const char* op, const AcceptMaskFillParams& params) {
 Status check_accept_scalars(const char* op, const AcceptMaskFillParams& params) {
   const int32_t rule = static_cast<int32_t>(params.rule);
   if (rule < static_cast<int32_t>(AcceptRule::kThreshold) ||
-      rule > static_cast<int32_t>(AcceptRule::kEntropyBound)) {
+      rule > static_cast<int32_t>(AcceptRule::kHierarchy)) {
     return scalar_error(op, "rule",
                         "0 (threshold), 1 (threshold_non_strict), 2 (static), 3 (dynamic), "
-                        "4 (sequential), 5 (factor) or 6 (entropy_bound)",
+                        "4 (sequential), 5 (factor), 6 (entropy_bound), 7 (leftmost_prefix) or "
+                        "8 (hierarchy)",
                         rule);
   }
   const int32_t kind = static_cast<int32_t>(params.confidence_kind);
@@ -137,6 +138,9 @@ Status check_accept_scalars(const char* op, const AcceptMaskFillParams& params) 
   }
   if (std::isnan(params.entropy_bound)) {
     return scalar_error(op, "entropy_bound", "a number", params.entropy_bound);
+  }
+  if (std::isnan(params.low_threshold)) {
+    return scalar_error(op, "low_threshold", "a number", params.low_threshold);
   }
   return {};
 }

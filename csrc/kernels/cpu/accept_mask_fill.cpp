@@ -6,20 +6,18 @@
 #include <algorithm>
 #include <vector>
 
+#include "kernels/cpu/accept_block.h"
 #include "kernels/cpu/cpu_ops.h"
-#include "kernels/cpu/data_checks.h"
-#include "kernels/cpu/parallel.h"
 
 namespace diffulex::cpu {
 namespace {
 
 constexpr const char* kOp = "accept_mask_fill";
-// Blocks a thread should take at least; a block is a few hundred nanoseconds.
-constexpr int64_t kBlockGrain = 64;
 
 /// An open position whose row holds a usable proposal.
 struct Candidate {
   int32_t position = 0;
+  int32_t run = 0;  // number of the maximal run of open positions it belongs to
   int64_t id = -1;
   float p = 0.0F;
   float rank = 0.0F;
@@ -31,90 +29,67 @@ struct Candidate {
 struct OpenSet {
   std::vector<Candidate> candidates;  // ascending positions, bad rows left out
   int32_t num_open = 0;
+  int64_t first_bad = INT64_MAX;  // first open position without a usable proposal
   bool bad_logits = false;
   bool skipped = false;
 };
 
-int64_t token_at(const AcceptMaskFillParams& params, int64_t block, int64_t position) {
-  return params.tokens.as<const int64_t>()[block * params.tokens.stride[0] + position];
-}
-
-int32_t row_at(const AcceptMaskFillParams& params, int64_t block, int64_t position) {
-  return params.row_index.as<const int32_t>()[block * params.row_index.stride[0] + position];
-}
-
-int64_t valid_len(const AcceptMaskFillParams& params, int64_t block) {
-  return params.valid_len.present() ? index_at(params.valid_len, block) : params.tokens.size[1];
-}
-
 Status check_block(const AcceptMaskFillParams& params, int64_t block) {
   const int64_t block_size = params.tokens.size[1];
-  const std::string range = "0 to " + std::to_string(block_size);
-  const int64_t start = index_at(params.editable_start, block);
-  if (start < 0 || start > block_size) {
-    return data_error(kOp, "editable_start", block, range, start);
+  DIFFULEX_RETURN_IF_ERROR(
+      check_block_value(kOp, "editable_start", params.editable_start, block, 0, block_size));
+  if (params.valid_len.present()) {
+    DIFFULEX_RETURN_IF_ERROR(
+        check_block_value(kOp, "valid_len", params.valid_len, block, 0, block_size));
   }
-  const int64_t valid = valid_len(params, block);
-  if (valid < 0 || valid > block_size) {
-    return data_error(kOp, "valid_len", block, range, valid);
-  }
-  const int64_t steps = index_at(params.open_steps, block);
-  if (steps < 0) {
-    return data_error(kOp, "open_steps", block, "a value >= 0", steps);
-  }
-  for (int64_t position = start; position < valid; ++position) {
-    const int64_t row = row_at(params, block, position);
-    if (token_at(params, block, position) == params.mask_token_id &&
-        (row < -1 || row >= params.ids.size[0])) {
-      return make_error(StatusCode::kOutOfRange, "diffulex::", kOp, ": row_index[", block, "][",
-                        position, "]: expected -1 or a row below ", params.ids.size[0], ", got ",
-                        row);
+  DIFFULEX_RETURN_IF_ERROR(
+      check_block_value(kOp, "open_steps", params.open_steps, block, 0, INT32_MAX));
+  const auto* tokens = row_of<const int64_t>(params.tokens, block);
+  const int64_t end = valid_end(params, block);
+  for (int64_t position = index_at(params.editable_start, block); position < end; ++position) {
+    if (tokens[position] == params.mask_token_id) {
+      DIFFULEX_RETURN_IF_ERROR(check_block_row(kOp, params, block, position));
     }
   }
   return {};
-}
-
-float ranking(const AcceptMaskFillParams& params, const float* stats, float p) {
-  switch (params.confidence_kind) {
-    case ConfidenceKind::kMargin:
-      return stats[kStatsMaxProb] - stats[kStatsSecondProb];
-    case ConfidenceKind::kNegEntropy:
-      return -stats[kStatsEntropy];
-    case ConfidenceKind::kMaxProb:
-      break;
-  }
-  return p;
 }
 
 /// Collects the open set and writes the confidence output of the block.
 void collect(const AcceptMaskFillParams& params, int64_t block, OpenSet* open) {
   open->candidates.clear();
   open->num_open = 0;
+  open->first_bad = INT64_MAX;
   open->bad_logits = false;
   open->skipped = false;
-  float* confidence = params.confidence.as<float>() + block * params.confidence.stride[0];
+  const auto* tokens = row_of<const int64_t>(params.tokens, block);
+  const auto* rows = row_of<const int32_t>(params.row_index, block);
+  auto* confidence = row_of<float>(params.confidence, block);
   std::fill_n(confidence, params.tokens.size[1], 0.0F);
-  const int64_t end = valid_len(params, block);
+  const int64_t end = valid_end(params, block);
+  int32_t run = 0;
   for (int64_t position = index_at(params.editable_start, block); position < end; ++position) {
-    if (token_at(params, block, position) != params.mask_token_id) {
+    if (tokens[position] != params.mask_token_id) {
+      ++run;
       continue;
     }
     ++open->num_open;
-    const int32_t row = row_at(params, block, position);
+    const int32_t row = rows[position];
     if (row < 0) {
       open->skipped = true;
       continue;
     }
     Candidate candidate;
-    candidate.id = params.ids.as<const int64_t>()[row * params.ids.stride[0]];
+    candidate.id = value_at<int64_t>(params.ids, row);
     if (candidate.id < 0) {
       open->bad_logits = true;
+      open->first_bad = std::min(open->first_bad, position);
       continue;
     }
-    const float* stats = params.stats.as<const float>() + row * params.stats.stride[0];
+    const float* stats = row_of<const float>(params.stats, row);
     candidate.position = static_cast<int32_t>(position);
+    candidate.run = run;
     candidate.p = stats[params.raw_confidence ? kStatsRawConfidence : kStatsConfidence];
-    candidate.rank = ranking(params, stats, candidate.p);
+    candidate.rank = ranking_confidence(params.confidence_kind, stats, candidate.p);
     candidate.entropy = stats[kStatsEntropy];
     confidence[position] = candidate.p;
     open->candidates.push_back(candidate);
@@ -195,7 +170,9 @@ struct BlockRule {
 };
 
 bool passes(const AcceptMaskFillParams& params, const BlockRule& rule, float p) {
-  return params.rule == AcceptRule::kThresholdNonStrict ? p >= rule.threshold : p > rule.threshold;
+  const bool admits_equal =
+      params.rule == AcceptRule::kThresholdNonStrict || params.rule == AcceptRule::kLeftmostPrefix;
+  return admits_equal ? p >= rule.threshold : p > rule.threshold;
 }
 
 void accept_passing(const AcceptMaskFillParams& params, const BlockRule& rule,
@@ -205,9 +182,54 @@ void accept_passing(const AcceptMaskFillParams& params, const BlockRule& rule,
   }
 }
 
+/// The leading open positions that pass, the first one in any case.
+void accept_prefix(const AcceptMaskFillParams& params, const BlockRule& rule, OpenSet* open) {
+  bool is_first = true;
+  for (Candidate& candidate : open->candidates) {
+    if (candidate.position > open->first_bad || !(is_first || passes(params, rule, candidate.p))) {
+      return;
+    }
+    candidate.accepted = true;
+    // A forced first position ends the prefix.
+    if (!passes(params, rule, candidate.p)) {
+      return;
+    }
+    is_first = false;
+  }
+}
+
+/// All that pass, the best one of each run above the low threshold, and the best one of all.
+void accept_hierarchy(const AcceptMaskFillParams& params, const BlockRule& rule,
+                      std::vector<Candidate>* candidates) {
+  Candidate* best = nullptr;
+  Candidate* best_of_run = nullptr;
+  const auto accept_run = [&](Candidate* winner) {
+    if (winner != nullptr && winner->p > params.low_threshold) {
+      winner->accepted = true;
+    }
+  };
+  accept_passing(params, rule, candidates);
+  for (Candidate& candidate : *candidates) {
+    if (best_of_run != nullptr && best_of_run->run != candidate.run) {
+      accept_run(best_of_run);
+      best_of_run = nullptr;
+    }
+    if (best_of_run == nullptr || higher_rank(candidate, *best_of_run)) {
+      best_of_run = &candidate;
+    }
+    if (best == nullptr || higher_rank(candidate, *best)) {
+      best = &candidate;
+    }
+  }
+  accept_run(best_of_run);
+  if (best != nullptr) {
+    best->accepted = true;
+  }
+}
+
 /// Applies the rule as if the gate were open.
-void apply_rule(const AcceptMaskFillParams& params, const BlockRule& rule,
-                std::vector<Candidate>* candidates) {
+void apply_rule(const AcceptMaskFillParams& params, const BlockRule& rule, OpenSet* open) {
+  std::vector<Candidate>* candidates = &open->candidates;
   const int64_t passing =
       std::count_if(candidates->begin(), candidates->end(),
                     [&](const Candidate& candidate) { return passes(params, rule, candidate.p); });
@@ -233,6 +255,10 @@ void apply_rule(const AcceptMaskFillParams& params, const BlockRule& rule,
       return accept_factor(candidates, params.factor);
     case AcceptRule::kEntropyBound:
       return accept_entropy(candidates, params.entropy_bound);
+    case AcceptRule::kLeftmostPrefix:
+      return accept_prefix(params, rule, open);
+    case AcceptRule::kHierarchy:
+      return accept_hierarchy(params, rule, candidates);
   }
 }
 
@@ -245,7 +271,7 @@ void decide(const AcceptMaskFillParams& params, const BlockRule& rule, OpenSet* 
       candidate.accepted = true;
     }
   } else {
-    apply_rule(params, rule, &open->candidates);
+    apply_rule(params, rule, open);
   }
   if (!rule.gate) {
     for (Candidate& candidate : open->candidates) {
@@ -275,7 +301,8 @@ void write_block(const AcceptMaskFillParams& params, int64_t block, const BlockR
   bool all_confident = !open.bad_logits && !open.skipped;
   for (const Candidate& candidate : open.candidates) {
     all_confident = all_confident && passes(params, rule, candidate.p);
-    if (candidate.accepted) {
+    // A mask over a mask changes nothing.
+    if (candidate.accepted && candidate.id != params.mask_token_id) {
       write_ids[candidate.position] = candidate.id;
       ++written;
     }
@@ -298,7 +325,7 @@ Status accept_mask_fill(const AcceptMaskFillParams& params, const ExecContext& c
   for (int64_t block = 0; block < num_blocks; ++block) {
     DIFFULEX_RETURN_IF_ERROR(check_block(params, block));
   }
-  parallel_ranges(context, num_blocks, kBlockGrain, [&](int64_t begin, int64_t end) {
+  parallel_ranges(context, num_blocks, kAcceptBlockGrain, [&](int64_t begin, int64_t end) {
     thread_local OpenSet open;
     for (int64_t block = begin; block < end; ++block) {
       const BlockRule rule = block_rule(params, block);

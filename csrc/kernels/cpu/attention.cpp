@@ -96,9 +96,10 @@ Status check_request(const BlockAttentionParams& params, const KvCacheGeometry& 
                       rows);
   }
   const int64_t kind = index_at(params.mask_kinds, index);
-  if ((kind & ~int64_t{kMaskHoleBit}) < 0 ||
-      (kind & ~int64_t{kMaskHoleBit}) > static_cast<int64_t>(MaskKind::kCacheOnly)) {
-    return data_error(kOp, "mask_kinds", index, "a kind 0 to 4, optionally with bit 0x100", kind);
+  const int64_t base_kind = kind & ~int64_t{kMaskHoleBit | kMaskAnchorBit};
+  if (base_kind < 0 || base_kind > static_cast<int64_t>(MaskKind::kCacheOnly)) {
+    return data_error(kOp, "mask_kinds", index,
+                      "a kind 0 to 4, optionally with bits 0x100 and 0x200", kind);
   }
   if (params.q_starts.present() && index_at(params.q_starts, index) < 0) {
     return data_error(kOp, "q_starts", index, "a position >= 0", index_at(params.q_starts, index));
@@ -128,6 +129,7 @@ Status read_requests(const BlockAttentionParams& params, const KvCacheGeometry& 
     mask.kind = bits & 0xFF;
     mask.block_size = params.block_size;
     mask.sliding_window = params.sliding_window;
+    mask.is_anchored = (bits & kMaskAnchorBit) != 0;
     mask.hole = mask_hole(bits, mask.context_len, mask.prefix_len, mask.padded_prefix_len);
     requests->push_back(request);
   }

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "diffulex/kernels/acceptance.h"
 #include "diffulex/kernels/activation.h"
 #include "diffulex/kernels/attention.h"
 #include "diffulex/kernels/kv_cache.h"
+#include "diffulex/kernels/moe.h"
 #include "diffulex/kernels/norm.h"
 #include "diffulex/kernels/rope.h"
+#include "diffulex/kernels/routing.h"
 #include "diffulex/kernels/sampling.h"
+#include "diffulex/kernels/token_merge.h"
 
 /// CUDA implementations behind the public ops. Arguments have passed the shape checks and are not
 /// empty; `context.device` is kCuda. A build without CUDA defines them to return kNoKernel.
@@ -28,7 +32,28 @@ namespace diffulex::cuda {
 [[nodiscard]] Status token_stats(const TokenStatsParams& params, const ExecContext& context);
 [[nodiscard]] Status merge_token_stats(const MergeTokenStatsParams& params,
                                        const ExecContext& context);
+[[nodiscard]] Status sample_filtered(const SampleFilteredParams& params,
+                                     const ExecContext& context);
+[[nodiscard]] Status entropy_bound_mask(const EntropyBoundMaskParams& params,
+                                        const ExecContext& context);
 [[nodiscard]] Status accept_mask_fill(const AcceptMaskFillParams& params,
                                       const ExecContext& context);
+[[nodiscard]] Status accept_edit(const AcceptEditParams& params, const ExecContext& context);
+[[nodiscard]] Status accept_dmax(const AcceptDmaxParams& params, const ExecContext& context);
+[[nodiscard]] Status accept_gemma(const AcceptGemmaParams& params, const ExecContext& context);
+[[nodiscard]] Status token_merge_embed(const TokenMergeEmbedParams& params,
+                                       const ExecContext& context);
+[[nodiscard]] Status token_merge_partial(const TokenMergePartialParams& params,
+                                         const ExecContext& context);
+[[nodiscard]] Status token_merge_finalize(const TokenMergeFinalizeParams& params,
+                                          const ExecContext& context);
+[[nodiscard]] Status soft_embedding(const SoftEmbeddingParams& params, const ExecContext& context);
+[[nodiscard]] Status moe_topk(const MoeTopkParams& params, const ExecContext& context);
+[[nodiscard]] Status router_gemm(const RouterGemmParams& params, const ExecContext& context);
+[[nodiscard]] Status moe_permute(const MoePermuteParams& params, const ExecContext& context);
+[[nodiscard]] Status fused_moe(const FusedMoeParams& params, const ExecContext& context);
+[[nodiscard]] Status fused_experts_packed(const FusedExpertsPackedParams& params,
+                                          const ExecContext& context);
+[[nodiscard]] Status moe_combine(const MoeCombineParams& params, const ExecContext& context);
 
 }  // namespace diffulex::cuda

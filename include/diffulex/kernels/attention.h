@@ -23,6 +23,9 @@ enum class MaskKind : int32_t {
 /// Bit of `mask_kinds[r]`: cached keys in [prefix_len, padded_prefix_len) are invisible.
 inline constexpr int32_t kMaskHoleBit = 0x100;
 
+/// Bit of `mask_kinds[r]`: every row of the request has the sliding window of its first row.
+inline constexpr int32_t kMaskAnchorBit = 0x200;
+
 /// How K and V lie in the cache.
 enum class KvLayout : int32_t { kUnified = 0, kDistinct = 1 };
 
@@ -39,7 +42,7 @@ struct BlockAttentionParams {
   TensorRef cu_seqlens_q;  // [R + 1] int32
   TensorRef context_lens;  // [R] int32, cached tokens readable
   TensorRef valid_slices;  // [R] int32, exclusive end of the real rows on the packed axis
-  TensorRef mask_kinds;    // [R] int32, MaskKind | kMaskHoleBit
+  TensorRef mask_kinds;    // [R] int32, MaskKind | kMaskHoleBit | kMaskAnchorBit
   TensorRef prefix_lens;   // [R] int32 or absent (= 0)
   TensorRef padded_prefix_lens;  // [R] int32 or absent (= 0)
   TensorRef q_starts;            // [R] int32 or absent (= context_lens)

@@ -65,6 +65,52 @@ struct MergeTokenStatsParams {
   TensorRef topk_probs;      // [R, Kt] float32 out or absent
 };
 
+/// Order of the filters of sample_filtered; each renormalises before the next.
+enum class FilterOrder : int32_t {
+  kTopPFirst = 0,  // top_p, min_p, top_k
+  kTopKFirst = 1,  // top_k, min_p, top_p
+};
+
+/// Which distribution the columns of sample_filtered describe.
+enum class ConfidenceSpace : int32_t {
+  kProcessed = 0,  // after temperature and filters
+  kTempered = 1,   // after the temperature, before the filters
+};
+
+/// Arguments of `diffulex::sample_filtered`: draws from filtered distributions. N stored rows, R
+/// result rows, V columns. A row is active when its inverse temperature is not 0 and one of its
+/// filters is on; the other rows are left untouched. Filters see the whole distribution, forbidden
+/// ids included (not under kRenormalize); the draw is by inverse CDF in id order over what they
+/// keep without the forbidden ids. If nothing is left, the most likely candidate is taken and the
+/// columns describe the unfiltered distribution.
+struct SampleFilteredParams {
+  TensorRef logits;           // [N, V] float, row stride >= V
+  TensorRef extra_logits;     // [M, V] dtype of logits, addressed by row_index >= N; or absent
+  TensorRef row_index;        // [R] int32/int64 source row, -1 = empty row; absent = identity
+  TensorRef inv_temperature;  // [R] float32, 0 = greedy
+  TensorRef uniforms;         // [R] float64 in (0, 1)
+  TensorRef top_k;            // [R] int32, <= 0 = off, ties with the k-th value stay; or absent
+  TensorRef top_p;            // [R] float32, >= 1 = off, <= 0 keeps one id; or absent
+  TensorRef min_p;            // [R] float32 share of the largest probability, <= 0 = off; or absent
+  TensorRef forbidden_ids;    // [<= 8] int64, negative entries ignored; or absent
+  TensorRef ids;              // [R] int64 out, -1 where no candidate is finite
+  TensorRef stats;            // [R, kTokenStatsColumns] float32 out, zeros where ids is -1
+  int64_t vocab_limit = -1;   // ids at or past it are forbidden; -1 = none
+  float softcap = 0.0F;       // 0 = off
+  ExclusionMode exclusion = ExclusionMode::kExclude;
+  FilterOrder filter_order = FilterOrder::kTopPFirst;
+  ConfidenceSpace confidence_space = ConfidenceSpace::kProcessed;
+};
+
+/// Arguments of `diffulex::entropy_bound_mask`: S segments of at most kMaxAcceptPositions of R
+/// rows.
+struct EntropyBoundMaskParams {
+  TensorRef entropy;   // [R] float32
+  TensorRef segments;  // [S + 1] int32 first rows, starting at 0; rows past the last one stay
+  TensorRef mask;      // [R] uint8 out, 1 = accepted
+  float bound = 0.0F;  // negative accepts all
+};
+
 /// Which open positions a step accepts.
 enum class AcceptRule : int32_t {
   kThreshold = 0,           // p > tau, else the best one if the gate is open
@@ -74,6 +120,8 @@ enum class AcceptRule : int32_t {
   kSequential = 4,          // the first k_s
   kFactor = 5,              // largest n with (n + 1)(1 - p(n)) < factor
   kEntropyBound = 6,        // ascending entropy while the exclusive prefix sum <= bound
+  kLeftmostPrefix = 7,      // from the left while p >= tau, the first one at least
+  kHierarchy = 8,           // p > tau, the best of each run of masks above low_threshold, the best
 };
 
 /// What ranks positions (never compared with the threshold).
@@ -85,9 +133,14 @@ enum AcceptFlag : int32_t {
   kAcceptSameAsPrevious = 2,
   kAcceptAllConfident = 4,
   kAcceptProgressed = 8,
+  kAcceptTimedOut = 16,
   kAcceptBadLogits = 32,
   kAcceptSkipped = 64,
+  kAcceptConverged = 128,
 };
+
+/// Largest number of positions of a block in the acceptance ops.
+inline constexpr int64_t kMaxAcceptPositions = 1024;
 
 /// Arguments of `diffulex::accept_mask_fill`. Nb blocks of B positions, R statistics rows.
 struct AcceptMaskFillParams {
@@ -112,6 +165,7 @@ struct AcceptMaskFillParams {
   bool force_accept_last_step = false;
   float factor = 1.0F;
   float entropy_bound = 0.0F;
+  float low_threshold = 0.0F;  // of the hierarchy rule
 };
 
 /// One pass over each vocabulary row: chosen id and the statistics the block samplers need.
@@ -125,6 +179,15 @@ struct AcceptMaskFillParams {
 /// Merges vocabulary-shard records in rank order.
 [[nodiscard]] DIFFULEX_API Status merge_token_stats(const MergeTokenStatsParams& params,
                                                     const ExecContext& context);
+
+/// Draws with top-k, top-p and min-p, and the statistics of token_stats for the drawn ids.
+[[nodiscard]] DIFFULEX_API Status sample_filtered(const SampleFilteredParams& params,
+                                                  const ExecContext& context);
+
+/// Accepts the rows of each segment in ascending order of entropy (ties by row) while the sum of
+/// the entropies before is at most `bound`; the first one always.
+[[nodiscard]] DIFFULEX_API Status entropy_bound_mask(const EntropyBoundMaskParams& params,
+                                                     const ExecContext& context);
 
 /// Decides which masked positions of each block take their proposal (samplers that never rewrite).
 [[nodiscard]] DIFFULEX_API Status accept_mask_fill(const AcceptMaskFillParams& params,

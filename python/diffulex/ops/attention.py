@@ -36,6 +36,9 @@ class MaskKind(IntEnum):
 MASK_HOLE_BIT = 0x100
 """Bit of `mask_kinds[r]`: cached keys in [prefix_len, padded_prefix_len) are invisible."""
 
+MASK_ANCHOR_BIT = 0x200
+"""Bit of `mask_kinds[r]`: every row of the request has the sliding window of its first row."""
+
 
 class KvLayout(IntEnum):
     """How K and V lie in the cache.
@@ -221,7 +224,8 @@ def visible_keys(
     keys = torch.arange(end, device=positions.device)
     visible = keys[None, :] < high[:, None].clamp(max=end)
     if sliding_window > 0:
-        visible &= keys[None, :] > positions[:, None] - sliding_window
+        window_end = positions[:1].expand_as(positions) if kind & MASK_ANCHOR_BIT else positions
+        visible &= keys[None, :] > window_end[:, None] - sliding_window
     if kind & MASK_HOLE_BIT:
         in_hole = (keys >= prefix_len) & (keys < min(padded_prefix_len, context_len))
         visible &= ~in_hole[None, :]

@@ -38,6 +38,24 @@ class StatsColumn(IntEnum):
     BAD_COUNT = 7
 
 
+class FilterOrder(IntEnum):
+    """Order of the filters of `sample_filtered`; each renormalises before the next."""
+
+    TOP_P_FIRST = 0
+    """top_p, min_p, top_k."""
+    TOP_K_FIRST = 1
+    """top_k, min_p, top_p."""
+
+
+class ConfidenceSpace(IntEnum):
+    """Which distribution the columns of `sample_filtered` describe."""
+
+    PROCESSED = 0
+    """After temperature and filters."""
+    TEMPERED = 1
+    """After the temperature, before the filters."""
+
+
 class AcceptRule(IntEnum):
     """Which open positions a step accepts."""
 
@@ -48,6 +66,8 @@ class AcceptRule(IntEnum):
     SEQUENTIAL = 4
     FACTOR = 5
     ENTROPY_BOUND = 6
+    LEFTMOST_PREFIX = 7
+    HIERARCHY = 8
 
 
 class ConfidenceKind(IntEnum):
@@ -59,14 +79,16 @@ class ConfidenceKind(IntEnum):
 
 
 class AcceptFlag(IntFlag):
-    """Bits of `AcceptResult.flags`."""
+    """Bits of the flags of the acceptance ops."""
 
     COMMITTABLE = 1
     SAME_AS_PREVIOUS = 2
     ALL_CONFIDENT = 4
     PROGRESSED = 8
+    TIMED_OUT = 16
     BAD_LOGITS = 32
     SKIPPED = 64
+    CONVERGED = 128
 
 
 class TokenStats(NamedTuple):
@@ -164,6 +186,83 @@ def token_stats(
 
 
 @torch.no_grad()
+def sample_filtered(
+    logits: Tensor,
+    inv_temperature: Tensor,
+    uniforms: Tensor,
+    out: TokenStats,
+    *,
+    extra_logits: Tensor | None = None,
+    row_index: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    forbidden_ids: Tensor | None = None,
+    vocab_limit: int = -1,
+    softcap: float = 0.0,
+    exclusion: int = ExclusionMode.EXCLUDE,
+    filter_order: int = FilterOrder.TOP_P_FIRST,
+    confidence_space: int = ConfidenceSpace.PROCESSED,
+) -> TokenStats:
+    """Draws the rows that have a temperature and a filter; leaves the other rows of `out` alone.
+
+    The filters see the whole distribution, forbidden ids included unless `exclusion` removes them;
+    the draw is by inverse CDF in id order over the candidates they keep, or the most likely
+    candidate where they keep none. Probabilities are those before the restriction to candidates.
+
+    Args:
+        inv_temperature: [R] float32, 0 = greedy.
+        uniforms: [R] float64 in (0, 1), the random numbers of the draws.
+        out: ids and stats of `token_stats` for the same rows; their active rows are replaced.
+        extra_logits: [M, V] further rows, addressed by `row_index` >= N.
+        row_index: [R] source rows, -1 = empty row; None = every row in order.
+        top_k: [R] int32, <= 0 = off; ties with the k-th value stay.
+        top_p: [R] float32, >= 1 = off, <= 0 keeps one id.
+        min_p: [R] float32 share of the largest probability, <= 0 = off.
+        forbidden_ids: [at most 8] int64 ids that cannot be chosen, negative ones ignored.
+    """
+    torch.ops.diffulex.sample_filtered(
+        logits,
+        extra_logits,
+        row_index,
+        inv_temperature,
+        uniforms,
+        top_k,
+        top_p,
+        min_p,
+        forbidden_ids,
+        out.ids,
+        out.stats,
+        None,
+        vocab_limit=vocab_limit,
+        softcap=softcap,
+        exclusion=int(exclusion),
+        filter_order=int(filter_order),
+        confidence_space=int(confidence_space),
+    )
+    return out
+
+
+@torch.no_grad()
+def entropy_bound_mask(
+    entropy: Tensor, segments: Tensor, *, bound: float, out: Tensor | None = None
+) -> Tensor:
+    """Which rows of each segment the entropy bound accepts, as uint8 [R].
+
+    Args:
+        entropy: [R] float32.
+        segments: [S + 1] int32, first row of each segment of at most 1024 rows, starting at 0.
+        bound: rows are accepted in ascending order of entropy while the sum of the entropies before
+            is at most this, the first one always; negative accepts all.
+        out: tensor to fill; None allocates it with zeros.
+    """
+    if out is None:
+        out = torch.zeros(entropy.shape, dtype=torch.uint8, device=entropy.device)
+    torch.ops.diffulex.entropy_bound_mask(entropy, segments, out, bound=bound)
+    return out
+
+
+@torch.no_grad()
 def merge_token_stats(
     part_ids: Tensor,
     part_stats: Tensor,
@@ -200,6 +299,7 @@ def accept_mask_fill(
     force_accept_last_step: bool = False,
     factor: float = 1.0,
     entropy_bound: float = 0.0,
+    low_threshold: float = 0.0,
     out: AcceptResult | None = None,
 ) -> AcceptResult:
     """Decides which masked positions of each block take their proposal.
@@ -213,6 +313,7 @@ def accept_mask_fill(
         open_steps: [Nb] int32, earlier sampler steps with an open gate.
         valid_len: [Nb] int32 end of the block's content; None = B, 0 = padding entry.
         denoising_steps: S of the schedule; 0 = B.
+        low_threshold: of the best position of each run of masks under HIERARCHY.
         out: tensors to fill; None allocates them.
     """
     if out is None:
@@ -242,5 +343,6 @@ def accept_mask_fill(
         force_accept_last_step=force_accept_last_step,
         factor=factor,
         entropy_bound=entropy_bound,
+        low_threshold=low_threshold,
     )
     return out

@@ -136,6 +136,7 @@ def accept_mask_fill_reference(
     force_accept_last_step: bool = False,
     factor: float = 1.0,
     entropy_bound: float = 0.0,
+    low_threshold: float = 0.0,
 ) -> AcceptResult:
     """Twin of `accept_mask_fill`."""
     num_blocks, block_size = tokens.shape
@@ -170,22 +171,38 @@ def accept_mask_fill_reference(
             ConfidenceKind.NEG_ENTROPY: {i: -value for i, value in entropy.items()},
         }[ConfidenceKind(confidence_kind)]
         threshold = float(accept_threshold[block])
-        strict = rule != AcceptRule.THRESHOLD_NON_STRICT
+        strict = rule not in (AcceptRule.THRESHOLD_NON_STRICT, AcceptRule.LEFTMOST_PREFIX)
         passing = [
             i for i in usable if prob[i] > threshold or (not strict and prob[i] == threshold)
         ]
         step = int(open_steps[block])
         count = _scheduled_count(block_size, steps, step)
         by_rank = sorted(usable, key=lambda i: (-rank[i], i))
-        accepted = _accepted(
-            AcceptRule(rule), usable, passing, by_rank, prob, entropy, count, factor, entropy_bound
-        )
+        if rule == AcceptRule.LEFTMOST_PREFIX:
+            accepted = _prefix(open_set, usable, passing)
+        elif rule == AcceptRule.HIERARCHY:
+            confident = [i for i in usable if prob[i] > low_threshold]
+            accepted = _hierarchy(open_set, passing, confident, by_rank)
+        else:
+            accepted = _accepted(
+                AcceptRule(rule),
+                usable,
+                passing,
+                by_rank,
+                prob,
+                entropy,
+                count,
+                factor,
+                entropy_bound,
+            )
         if force_accept_last_step and step >= steps - 1:
             accepted = usable
         if not int(gate[block]):
             accepted = [i for i in accepted if i in passing]
         if skipped:
             accepted = []
+        # A mask over a mask changes nothing.
+        accepted = [i for i in accepted if int(ids[rows[i]]) != mask_token_id]
         for i in usable:
             result.confidence[block, i] = prob[i]
         for i in accepted:
@@ -208,6 +225,28 @@ def _scheduled_count(block_size: int, steps: int, step: int) -> int:
     if step >= steps:
         return max(1, _scheduled_count(block_size, steps, steps - 1))
     return block_size // steps + (1 if step < block_size % steps else 0)
+
+
+def _prefix(open_set: list[int], usable: list[int], passing: list[int]) -> list[int]:
+    """The leading open positions that pass, the first one in any case if it can be filled."""
+    taken = []
+    for i in open_set:
+        if i not in passing:
+            break
+        taken.append(i)
+    return taken or [i for i in open_set[:1] if i in usable]
+
+
+def _hierarchy(
+    open_set: list[int], passing: list[int], confident: list[int], by_rank: list[int]
+) -> list[int]:
+    """All that pass, the best of each run of masks if it is confident, and the best of all."""
+    taken = {*passing, *by_rank[:1]}
+    run_of = {i: i - place for place, i in enumerate(open_set)}  # constant along a run
+    for run in set(run_of.values()):
+        best = [i for i in by_rank if run_of[i] == run][:1]
+        taken.update(i for i in best if i in confident)
+    return sorted(taken)
 
 
 def _accepted(

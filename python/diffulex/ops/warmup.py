@@ -7,13 +7,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex.ops.acceptance import accept_dmax, accept_edit, accept_gemma
 from diffulex.ops.activation import Activation, act_and_mul
 from diffulex.ops.attention import KvLayout, MaskKind, block_attention
 from diffulex.ops.kv_cache import copy_kv_pages, load_kv_cache, store_kv_cache
 from diffulex.ops.linear import linear_packed, pack_weight
+from diffulex.ops.moe import fused_experts_packed, fused_moe
 from diffulex.ops.norm import add_rms_norm, rms_norm, rms_norm_add
 from diffulex.ops.rope import qk_norm_rope, qk_norm_rope_store, rotary_embedding
-from diffulex.ops.sampling import accept_mask_fill, merge_token_stats, token_stats
+from diffulex.ops.routing import moe_topk, router_gemm
+from diffulex.ops.sampling import (
+    accept_mask_fill,
+    entropy_bound_mask,
+    merge_token_stats,
+    sample_filtered,
+    token_stats,
+)
+from diffulex.ops.soft_embedding import soft_embedding
+from diffulex.ops.token_merge import (
+    MergeKind,
+    token_merge_embed,
+    token_merge_finalize,
+    token_merge_partial,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,6 +70,8 @@ def warmup(
     for head_dim in head_dims:
         _warm_heads(device, dtype, head_dim, (num_q_heads, num_kv_heads), kv_layout)
     _warm_sampling(device, dtype, vocab_size)
+    _warm_mixes(x)
+    _warm_experts(x)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -168,16 +186,66 @@ def _warm_sampling(device: torch.device, dtype: torch.dtype, vocab_size: int) ->
     token_stats(logits, top_k=2)
     part = token_stats(logits, partial=True)
     merge_token_stats(part.ids[None], part.stats[None])
+    top_p = torch.full((_NUM_TOKENS,), 0.5, device=device)
+    sample_filtered(logits, temperature, uniforms, part, top_p=top_p)
     row_index = torch.arange(_NUM_TOKENS, dtype=torch.int32, device=device)[None]
     zero = torch.zeros(1, dtype=torch.int32, device=device)
-    accept_mask_fill(
-        torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device=device),
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    gate = one.to(torch.uint8)
+    threshold = torch.zeros(1, device=device)
+    tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device=device)
+    block = (tokens, row_index, zero, gate, threshold)
+    rows = (part.ids, part.stats)
+    accept_mask_fill(*block, zero, *rows, mask_token_id=0)
+    accept_edit(*block, threshold, zero, zero, *rows, mask_token_id=0, max_post_edit_steps=1)
+    accept_dmax(*block, zero, *rows, mask_token_id=0, merge_top_k=1)
+    accept_gemma(
+        tokens,
         row_index,
+        tokens,
         zero,
-        torch.ones(1, dtype=torch.uint8, device=device),
-        torch.zeros(1, device=device),
-        zero,
+        one,
+        tokens,
+        *rows,
         part.ids,
-        part.stats,
-        mask_token_id=0,
+        entropy_bound=0.1,
+        stability_threshold=1,
+        confidence_threshold=0.1,
     )
+    segments = torch.tensor([0, _NUM_TOKENS], dtype=torch.int32, device=device)
+    entropy_bound_mask(temperature, segments, bound=0.1)
+
+
+def _warm_mixes(x: Tensor) -> None:
+    table = x.clone()
+    hidden = x.clone()
+    ids = torch.zeros(_NUM_TOKENS, 1, dtype=torch.int64, device=x.device)
+    probs = torch.ones(_NUM_TOKENS, 1, device=x.device)
+    mask = torch.ones(_NUM_TOKENS, dtype=torch.uint8, device=x.device)
+    descriptors = (mask, ids, probs, probs[:, 0].contiguous())
+    for kind in MergeKind:
+        token_merge_embed(hidden, table, *descriptors, mask_token_id=0, merge_kind=kind)
+    partial = token_merge_partial(table, *descriptors, mask_token_id=0)
+    token_merge_finalize(partial, mask, hidden, renormalize=True)
+    logits = torch.zeros(_NUM_TOKENS, _NUM_TOKENS, dtype=x.dtype, device=x.device)
+    # Aligned rows of a 16-bit table and others go to different kernels.
+    soft_embedding(logits, probs[:, 0].contiguous(), table)
+    soft_embedding(logits, probs[:, 0].contiguous(), table[:, 1:])
+
+
+def _warm_experts(x: Tensor) -> None:
+    # Kernels differ by the number of experts and by the rows that an expert gets on average.
+    for num_experts in (2, 200, 300):
+        moe_topk(torch.zeros(_NUM_TOKENS, num_experts, device=x.device), 1)
+    num_experts, width = 2, x.shape[1]
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = router_gemm(x, torch.ones(num_experts, width, dtype=dtype, device=x.device))
+    w13 = x.new_zeros(num_experts, 2 * width, width)
+    w2 = x.new_zeros(num_experts, width, width)
+    for num_rows in (16, 32, 64, 128):
+        rows = x.new_zeros(num_rows, width)
+        repeats = num_rows // _NUM_TOKENS
+        routing = moe_topk(logits.repeat(repeats, 1), 1)
+        fused_moe(rows, w13, w2, *routing)
+        offsets = torch.tensor([0, 1, num_rows], dtype=torch.int32, device=x.device)
+        fused_experts_packed(rows, w13, w2, offsets)

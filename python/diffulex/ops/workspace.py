@@ -8,6 +8,10 @@ import torch
 from diffulex_ext import (
     attention_plan_elems,
     attention_workspace_bytes,
+    fused_experts_packed_workspace_bytes,
+    fused_moe_workspace_bytes,
+    moe_max_tiles,
+    soft_embedding_workspace_bytes,
     token_stats_workspace_bytes,
 )
 
@@ -16,6 +20,10 @@ __all__ = [
     "attention_plan_elems",
     "attention_workspace_bytes",
     "empty_workspace",
+    "fused_experts_packed_workspace_bytes",
+    "fused_moe_workspace_bytes",
+    "moe_max_tiles",
+    "soft_embedding_workspace_bytes",
     "token_stats_workspace_bytes",
 ]
 

@@ -135,6 +135,7 @@ inline void run_on_cpu(AttentionCase* problem) {
   request.padded_prefix =
       request.prefix + uniform(random, 0, request.context + request.num_valid - request.prefix);
   request.hole = uniform(random, 0, 3) == 0;
+  request.anchored = uniform(random, 0, 3) == 0;
   return request;
 }
 

@@ -117,7 +117,7 @@ DIFFULEX_HOST_DEVICE inline int32_t run_script(const Script& script, int32_t* to
       record.activated += begin_buffer_step(rules, state) ? 2 : 0;
     }
     mark_stored(rules, state, state.context_len, frozen_end(rules, state));
-    count_open_steps(rules, state);
+    count_sampler_steps(rules, state);
     for (int32_t i = 0; i < state.num_valid; ++i) {
       if (state.blocks[i].status == BlockStatus::kActive) {
         sample(rules, state, i, random, tokens);

@@ -305,13 +305,14 @@ TEST(CudaAcceptMaskFillTest, MatchesCpu) {
       result.masks_left = place(ref_of(left));
       result.flags = place(ref_of(flags));
       result.mask_token_id = mask;
-      result.rule = static_cast<AcceptRule>(seed % 7);
+      result.rule = static_cast<AcceptRule>(seed % 9);
       result.confidence_kind = static_cast<ConfidenceKind>(seed / 7 % 3);
       result.raw_confidence = seed % 5 == 0;
       result.denoising_steps = seed % 4 == 0 ? 0 : static_cast<int32_t>(1 + seed % 6);
       result.force_accept_last_step = seed % 3 == 0;
       result.factor = 0.5F + static_cast<float>(seed % 4);
       result.entropy_bound = 0.4F * static_cast<float>(seed % 5);
+      result.low_threshold = 0.2F * static_cast<float>(seed % 4);
       return result;
     };
     DeviceMirror mirror;

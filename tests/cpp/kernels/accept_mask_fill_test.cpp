@@ -106,6 +106,49 @@ TEST(AcceptMaskFill, StrictAndNonStrictDifferAtEquality) {
   EXPECT_EQ(block.run(AcceptRule::kThresholdNonStrict, .51F, true), (Writes{{0, 1}}));
 }
 
+TEST(AcceptMaskFill, VectorCLeftmostPrefix) {
+  Block block;
+  constexpr AcceptRule kRule = AcceptRule::kLeftmostPrefix;
+  EXPECT_EQ(block.run(kRule, .5F), (Writes{{0, 1}, {1, 2}, {2, 3}}));
+  EXPECT_EQ(block.run(kRule, .7F), (Writes{{0, 1}}));
+  EXPECT_EQ(block.run(kRule, .95F), (Writes{{0, 1}}));
+  EXPECT_EQ(block.run(kRule, .95F, false), (Writes{}));
+  EXPECT_EQ(block.run(kRule, 0.0F), (Writes{{0, 1}, {1, 2}, {2, 3}, {3, 4}}));
+  // A forced position ends the prefix, however confident the next one is.
+  block.row_index = {1, 0, 2, 3};
+  EXPECT_EQ(block.run(kRule, .9F), (Writes{{0, 2}}));
+  block.row_index = {0, 1, 2, 3};
+  // A row without proposal ends the prefix; in front of it nothing can be forced.
+  block.ids[1] = -1;
+  EXPECT_EQ(block.run(kRule, 0.0F), (Writes{{0, 1}}));
+  block.ids[0] = -1;
+  EXPECT_EQ(block.run(kRule, 0.0F), (Writes{}));
+}
+
+TEST(AcceptMaskFill, VectorCHierarchy) {
+  Block block({7, 7, 0, 7});
+  constexpr AcceptRule kRule = AcceptRule::kHierarchy;
+  block.params.low_threshold = .4F;
+  EXPECT_EQ(block.run(kRule, .97F), (Writes{{0, 1}}));
+  block.params.low_threshold = .2F;
+  EXPECT_EQ(block.run(kRule, .97F), (Writes{{0, 1}, {3, 4}}));
+  EXPECT_EQ(block.run(kRule, .97F, false), (Writes{}));
+  EXPECT_EQ(block.run(kRule, .5F), (Writes{{0, 1}, {1, 2}, {3, 4}}));
+  // The low threshold is strict; the best position of all is taken whatever it says.
+  block.params.low_threshold = .25F;
+  EXPECT_EQ(block.run(kRule, .97F), (Writes{{0, 1}}));
+  block.params.low_threshold = .99F;
+  EXPECT_EQ(block.run(kRule, .97F), (Writes{{0, 1}}));
+}
+
+TEST(AcceptMaskFill, MaskOverMaskIsNoProgress) {
+  Block block;
+  block.ids[3] = kMask;
+  EXPECT_EQ(block.run(AcceptRule::kThreshold, .1F), (Writes{{0, 1}, {1, 2}, {2, 3}}));
+  EXPECT_EQ(block.masks_left[0], 1);
+  EXPECT_EQ(block.flags[0] & kAcceptCommittable, 0);
+}
+
 TEST(AcceptMaskFill, VectorCStaticDynamicSequential) {
   Block block;
   EXPECT_EQ(block.run_count(AcceptRule::kStatic, .9F, 2), (Writes{{0, 1}, {2, 3}}));

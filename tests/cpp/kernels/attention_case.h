@@ -22,7 +22,8 @@ struct CaseRequest {
   bool hole = false;
   int64_t prefix = 0;
   int64_t padded_prefix = 0;
-  int64_t start = 0;  // a
+  int64_t start = 0;      // a
+  bool anchored = false;  // the window is that of row 0
 };
 
 struct CaseShape {
@@ -104,7 +105,8 @@ class AttentionCase final {
         hi = c;
         break;
     }
-    const int64_t lo = shape_.window > 0 ? std::max<int64_t>(0, position - shape_.window + 1) : 0;
+    const int64_t window_end = request.anchored ? request.start : position;
+    const int64_t lo = shape_.window > 0 ? std::max<int64_t>(0, window_end - shape_.window + 1) : 0;
     if (j < lo || j >= hi) {
       return false;
     }
@@ -196,7 +198,8 @@ class AttentionCase final {
       cu_seqlens_q_.push_back(first + static_cast<int32_t>(request.num_rows));
       valid_slices_.push_back(first + static_cast<int32_t>(request.num_valid));
       context_lens_.push_back(static_cast<int32_t>(request.context));
-      mask_kinds_.push_back(static_cast<int32_t>(request.kind) | (request.hole ? 0x100 : 0));
+      mask_kinds_.push_back(static_cast<int32_t>(request.kind) | (request.hole ? 0x100 : 0) |
+                            (request.anchored ? 0x200 : 0));
       prefix_lens_.push_back(static_cast<int32_t>(request.prefix));
       padded_prefix_lens_.push_back(static_cast<int32_t>(request.padded_prefix));
       q_starts_.push_back(static_cast<int32_t>(request.start));

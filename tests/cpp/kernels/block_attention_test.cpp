@@ -24,6 +24,7 @@ CaseRequest random_request(std::mt19937_64* random, const CaseShape& shape, bool
   }
   request.kind = uniform(random, 0, 4);
   request.hole = uniform(random, 0, 3) == 0;
+  request.anchored = uniform(random, 0, 3) == 0;
   request.prefix = uniform(random, 0, request.context + request.num_rows);
   request.padded_prefix = request.prefix + uniform(random, 0, 2 * page);
   request.start = request.context;
@@ -188,8 +189,8 @@ TEST(BlockAttention, DataViolationsAreReportedBeforeAnyWrite) {
   expect("context_lens[1]: expected at most max_context_len 8, got 12");
   attention_case.context_lens()[1] = 3;
   attention_case.mask_kinds()[0] = 5;
-  expect("mask_kinds[0]: expected a kind 0 to 4, optionally with bit 0x100, got 5");
-  attention_case.mask_kinds()[0] = 0x200;
+  expect("mask_kinds[0]: expected a kind 0 to 4, optionally with bits 0x100 and 0x200, got 5");
+  attention_case.mask_kinds()[0] = 0x400;
   expect("mask_kinds[0]: expected a kind 0 to 4");
   attention_case.mask_kinds()[0] = 1;
   attention_case.cu_seqlens_q()[1] = 9;

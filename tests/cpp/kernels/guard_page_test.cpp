@@ -2,11 +2,6 @@
 
 // Inputs and outputs that end exactly at an unmapped page: one element too far is a fault.
 
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <cstring>
-
 #include <gtest/gtest.h>
 
 #include "diffulex/kernels/activation.h"
@@ -15,42 +10,14 @@
 #include "diffulex/kernels/linear.h"
 #include "diffulex/kernels/norm.h"
 #include "diffulex/kernels/rope.h"
+#include "diffulex/kernels/routing.h"
 #include "diffulex/kernels/sampling.h"
 #include "kernels/attention_case.h"
+#include "kernels/guarded_tensor.h"
+#include "kernels/moe_case.h"
 
 namespace diffulex::test {
 namespace {
-
-/// Copy of a contiguous tensor whose last byte is the last of a mapped page.
-class GuardedTensor final {
- public:
-  explicit GuardedTensor(const TensorRef& source) : ref_(source) {
-    int64_t elements = 1;
-    for (int32_t dim = 0; dim < source.rank; ++dim) {
-      elements += (source.size[dim] - 1) * source.stride[dim];
-    }
-    const auto bytes = static_cast<size_t>(elements * dtype_bytes(source.dtype));
-    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    mapped_ = (bytes + page - 1) / page * page + page;
-    void* const memory =
-        mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    EXPECT_NE(memory, MAP_FAILED);
-    memory_ = static_cast<char*>(memory);
-    EXPECT_EQ(mprotect(memory_ + mapped_ - page, page, PROT_NONE), 0);
-    ref_.data = memory_ + mapped_ - page - bytes;
-    std::memcpy(ref_.data, source.data, bytes);
-  }
-  ~GuardedTensor() { munmap(memory_, mapped_); }
-  GuardedTensor(const GuardedTensor&) = delete;
-  GuardedTensor& operator=(const GuardedTensor&) = delete;
-
-  [[nodiscard]] const TensorRef& ref() const { return ref_; }
-
- private:
-  TensorRef ref_;
-  char* memory_ = nullptr;  // owner: this
-  size_t mapped_ = 0;
-};
 
 constexpr DType kDTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 
@@ -141,6 +108,82 @@ TEST(GuardPage, LinearPacked) {
           params.out_features = static_cast<int32_t>(columns);
           ASSERT_TRUE(linear_packed(params, ExecContext{}).ok());
         }
+      }
+    }
+  }
+}
+
+TEST(GuardPage, Routing) {
+  std::mt19937_64 random(4);
+  for (const DType dtype : kDTypes) {
+    for (const int64_t depth : {1, 7, 16, 33}) {
+      for (const int64_t experts : {4, 15, 33}) {
+        TestTensor x(dtype, {5, depth});
+        TestTensor w(DType::kBF16, {experts, depth});
+        x.fill_normal(&random);
+        w.fill_normal(&random);
+        TestTensor logits(DType::kF32, {5, experts});
+        std::vector<float> bias(static_cast<size_t>(experts));
+        std::vector<uint8_t> valid(5, 1);
+        std::vector<float> weights(15);
+        std::vector<int32_t> ids(15);
+        const GuardedTensor guarded_x(x.ref());
+        const GuardedTensor guarded_w(w.ref());
+        const GuardedTensor guarded_logits(logits.ref());
+        const GuardedTensor guarded_bias(ref_of(bias));
+        const GuardedTensor guarded_valid(ref_of(valid));
+        const GuardedTensor guarded_weights(ref_of(weights, {5, 3}));
+        const GuardedTensor guarded_ids(ref_of(ids, {5, 3}));
+        RouterGemmParams gemm;
+        gemm.x = guarded_x.ref();
+        gemm.w = guarded_w.ref();
+        gemm.logits = guarded_logits.ref();
+        ASSERT_TRUE(router_gemm(gemm, ExecContext{}).ok());
+        MoeTopkParams params;
+        params.logits = guarded_logits.ref();
+        params.bias = guarded_bias.ref();
+        params.token_valid = guarded_valid.ref();
+        params.weights = guarded_weights.ref();
+        params.ids = guarded_ids.ref();
+        params.top_k = 3;
+        params.scoring = RouterScoring::kSigmoid;
+        ASSERT_TRUE(moe_topk(params, ExecContext{}).ok());
+      }
+    }
+  }
+}
+
+TEST(GuardPage, FusedMoe) {
+  uint64_t seed = 0;
+  for (const DType dtype : kDTypes) {
+    for (const int64_t hidden : {2, 14, 66}) {
+      for (const int64_t width : {2, 18, 70}) {
+        MoeCaseShape shape;
+        shape.dtype = dtype;
+        shape.hidden = hidden;
+        shape.width = width;
+        shape.has_map = true;
+        shape.has_addend = true;
+        MoeCase moe(shape, ++seed);
+        FusedMoeParams params = moe.params();
+        const GuardedTensor x(params.x);
+        const GuardedTensor w13(params.w13);
+        const GuardedTensor w2(params.w2);
+        const GuardedTensor weights(params.topk_weights);
+        const GuardedTensor ids(params.topk_ids);
+        const GuardedTensor map(params.expert_map);
+        const GuardedTensor addend(params.addend);
+        const GuardedTensor out(params.out);
+        params.x = x.ref();
+        params.w13 = w13.ref();
+        params.w2 = w2.ref();
+        params.topk_weights = weights.ref();
+        params.topk_ids = ids.ref();
+        params.expert_map = map.ref();
+        params.addend = addend.ref();
+        params.out = out.ref();
+        const Status status = fused_moe(params, ExecContext{});
+        ASSERT_TRUE(status.ok()) << status.message();
       }
     }
   }

@@ -463,7 +463,7 @@ TEST(KernelErrors, AcceptMaskFill) {
        {[](P* p) { p->confidence.dtype = DType::kF16; }, "confidence: expected dtype float32"},
        {[](P* p) { p->masks_left = TensorRef{}; }, "masks_left: expected a tensor, got none"},
        {[](P* p) { p->flags.dtype = DType::kU8; }, "flags: expected dtype int32, got uint8"},
-       {[](P* p) { p->rule = static_cast<AcceptRule>(7); }, "rule: expected 0 (threshold), 1"},
+       {[](P* p) { p->rule = static_cast<AcceptRule>(9); }, "rule: expected 0 (threshold), 1"},
        {[](P* p) { p->confidence_kind = static_cast<ConfidenceKind>(3); },
         "confidence_kind: expected 0 (max_prob), 1 (margin) or 2 (neg_entropy), got 3"},
        {[](P* p) { p->mask_token_id = -1; }, "mask_token_id: expected a value >= 0, got -1"},

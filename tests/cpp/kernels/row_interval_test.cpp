@@ -32,7 +32,10 @@ void for_each_mask(const Visit& visit) {
                 mask.padded_prefix_len = prefix + 3;
                 for (const int32_t bits : {kind, kind | kMaskHoleBit}) {
                   mask.hole = mask_hole(bits, context_len, prefix, prefix + 3);
-                  visit(mask, (bits & kMaskHoleBit) != 0);
+                  for (const bool is_anchored : {false, true}) {
+                    mask.is_anchored = is_anchored;
+                    visit(mask, (bits & kMaskHoleBit) != 0);
+                  }
                 }
               }
             }
@@ -65,7 +68,9 @@ bool table_visible(const RequestMask& mask, bool hole, int32_t row, int32_t key)
   } else {
     hi = std::min(block_end, total);
   }
-  const int32_t lo = mask.sliding_window > 0 ? std::max(0, position - mask.sliding_window + 1) : 0;
+  const int32_t window_end = mask.is_anchored ? mask.start_position : position;
+  const int32_t lo =
+      mask.sliding_window > 0 ? std::max(0, window_end - mask.sliding_window + 1) : 0;
   const bool in_hole = hole && key < c && key >= mask.prefix_len && key < mask.padded_prefix_len;
   return key >= lo && key < hi && !in_hole;
 }

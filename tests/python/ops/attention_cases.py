@@ -127,6 +127,7 @@ def random_case(  # noqa: PLR0915 (one straight list of draws)
     with_starts = rng.random() < 0.3
     for _ in range(num_reqs):
         kind = rng.randrange(5) | (oracles.HOLE if rng.random() < 0.3 else 0)
+        kind |= oracles.ANCHOR if rng.random() < 0.3 else 0
         c = rng.choice(
             [
                 0,

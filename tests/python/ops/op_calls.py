@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+import acceptance_calls
+import merge_calls
+import moe_calls
+
 T, R, HQ, HKV, D, PAGES, PAGE = 6, 2, 4, 2, 64, 5, 4
 V, B = 40, 4
 
@@ -275,31 +279,37 @@ def accept_mask_fill() -> Call:
         "force_accept_last_step": False,
         "factor": 1.0,
         "entropy_bound": 0.0,
+        "low_threshold": 0.0,
     }
     return tensors, numbers
 
 
-CALLS: dict[str, Callable[[], Call]] = {
-    call.__name__: call
-    for call in (
-        block_attention,
-        attention_plan,
-        store_kv_cache,
-        load_kv_cache,
-        copy_kv_pages,
-        rms_norm,
-        add_rms_norm,
-        rms_norm_add,
-        rotary_embedding,
-        qk_norm_rope,
-        qk_norm_rope_store,
-        act_and_mul,
-        linear_packed,
-        token_stats,
-        merge_token_stats,
-        accept_mask_fill,
-    )
-}
+CALLS: dict[str, Callable[[], Call]] = (
+    {
+        call.__name__: call
+        for call in (
+            block_attention,
+            attention_plan,
+            store_kv_cache,
+            load_kv_cache,
+            copy_kv_pages,
+            rms_norm,
+            add_rms_norm,
+            rms_norm_add,
+            rotary_embedding,
+            qk_norm_rope,
+            qk_norm_rope_store,
+            act_and_mul,
+            linear_packed,
+            token_stats,
+            merge_token_stats,
+            accept_mask_fill,
+        )
+    }
+    | acceptance_calls.CALLS
+    | merge_calls.CALLS
+    | moe_calls.CALLS
+)
 
 
 #: Ops that raise an error for CUDA tensors, and why that is right.
@@ -315,7 +325,9 @@ def make(op: str, device: str) -> Call:
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in tensors.items()
     }
-    if device != "meta" and tensors.get("workspace", 0) is None:
+    if op in moe_calls.CALLS and "workspace" in tensors:
+        tensors["workspace"] = moe_calls.workspace(op, device)
+    elif device != "meta" and tensors.get("workspace", 0) is None:
         tensors["workspace"] = workspace(op, device)
     return tensors, numbers
 
@@ -329,6 +341,8 @@ def workspace(op: str, device: str) -> torch.Tensor | None:
         return ops.empty_workspace(
             ops.attention_workspace_bytes(R, HQ, HKV, D, 4, 8, 1, kind.type), kind
         )
+    if op == "soft_embedding":
+        return merge_calls.soft_embedding_workspace(device)
     return ops.empty_workspace(ops.token_stats_workspace_bytes(4, V, 3, kind.type), kind)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 CAUSAL, BLOCK_CAUSAL, FULL, PREFIX_FULL, CACHE_ONLY = range(5)
 HOLE = 0x100
+ANCHOR = 0x200
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -54,7 +55,8 @@ def visible(request: Request, i: int, j: int, block: int, window: int) -> bool:
         high = c
     else:
         raise AssertionError(kind)
-    low = max(0, position - window + 1) if window > 0 else 0
+    window_end = request.a if request.kind & ANCHOR else position
+    low = max(0, window_end - window + 1) if window > 0 else 0
     if not low <= j < high:
         return False
     return not (request.kind & HOLE and j < c and p <= j < pp)
@@ -276,7 +278,7 @@ def token_stats_row(
     )
 
 
-THRESHOLD, NON_STRICT, STATIC, DYNAMIC, SEQUENTIAL, FACTOR, ENTROPY = range(7)
+THRESHOLD, NON_STRICT, STATIC, DYNAMIC, SEQUENTIAL, FACTOR, ENTROPY, PREFIX, HIERARCHY = range(9)
 COMMITTABLE, SAME, CONFIDENT, PROGRESSED, BAD, SKIPPED = 1, 2, 4, 8, 32, 64
 
 
@@ -307,12 +309,14 @@ def accept(
     count: int,
     factor: float,
     bound: float,
+    open_set: list[int],
+    low: float = 0.0,
     force_all: bool = False,
 ) -> set[int]:
-    """Indices of the accepted positions; `positions` are those that have a proposal."""
+    """Indices of the accepted positions; `positions` are those of `open_set` with a proposal."""
 
     def passes(position: Position) -> bool:
-        return position.p >= tau if rule == NON_STRICT else position.p > tau
+        return position.p >= tau if rule in (NON_STRICT, PREFIX) else position.p > tau
 
     high = {position.index for position in positions if passes(position)}
     ranked = [o.index for o in sorted(positions, key=lambda o: (-o.rank, o.index))]
@@ -325,19 +329,45 @@ def accept(
     elif rule == SEQUENTIAL:
         taken = {position.index for position in positions[:count]}
     elif rule == FACTOR:
-        by_p = sorted(positions, key=lambda o: (-o.p, o.index))
-        largest = 0
-        for n in range(1, len(by_p) + 1):
-            if (n + 1) * (1 - by_p[n - 1].p) < factor:
-                largest = n
-        taken = {o.index for o in by_p[: max(1, largest)]}
+        taken = _by_factor(positions, factor)
+    elif rule == PREFIX:
+        taken = _prefix(open_set, high) or set(open_set[:1]) & {o.index for o in positions}
+    elif rule == HIERARCHY:
+        best = [o for o in positions if _leads_its_run(o.index, ranked, open_set)]
+        taken = high | set(ranked[:1]) | {o.index for o in best if o.p > low}
     else:
-        taken = set()
-        before = 0.0
-        for n, o in enumerate(sorted(positions, key=lambda o: (o.entropy, o.index))):
-            if n == 0 or before <= bound:
-                taken.add(o.index)
-            before += o.entropy
+        taken = _by_entropy(positions, bound)
     if force_all:
         taken = {position.index for position in positions}
     return taken if gate else taken & high
+
+
+def _by_factor(positions: list[Position], factor: float) -> set[int]:
+    by_p = sorted(positions, key=lambda o: (-o.p, o.index))
+    largest = 0
+    for n in range(1, len(by_p) + 1):
+        if (n + 1) * (1 - by_p[n - 1].p) < factor:
+            largest = n
+    return {o.index for o in by_p[: max(1, largest)]}
+
+
+def _by_entropy(positions: list[Position], bound: float) -> set[int]:
+    taken = set[int]()
+    before = 0.0
+    for n, o in enumerate(sorted(positions, key=lambda o: (o.entropy, o.index))):
+        if n == 0 or before <= bound:
+            taken.add(o.index)
+        before += o.entropy
+    return taken
+
+
+def _prefix(open_set: list[int], high: set[int]) -> set[int]:
+    first_failure = min((i for i in open_set if i not in high), default=math.inf)
+    return {i for i in open_set if i < first_failure}
+
+
+def _leads_its_run(index: int, ranked: list[int], open_set: list[int]) -> bool:
+    """No position reachable through open neighbours ranks before it."""
+    left = next(i for i in range(index, -2, -1) if i not in open_set) + 1
+    right = next(i for i in range(index, max(open_set) + 2) if i not in open_set)
+    return next(i for i in ranked if left <= i < right) == index

@@ -81,6 +81,39 @@ VECTOR_C: list[tuple[dict[str, Any], dict[int, int]]] = [
     ({"rule": AcceptRule.ENTROPY_BOUND, "entropy_bound": 0.1}, {2: 3}),
     ({"rule": AcceptRule.ENTROPY_BOUND, "entropy_bound": 0.5}, {0: 1, 2: 3}),
     ({"rule": AcceptRule.ENTROPY_BOUND, "entropy_bound": 3.0}, {0: 1, 1: 2, 2: 3, 3: 4}),
+    ({"rule": AcceptRule.LEFTMOST_PREFIX, "tau": 0.5}, {0: 1, 1: 2, 2: 3}),
+    ({"rule": AcceptRule.LEFTMOST_PREFIX, "tau": 0.7}, {0: 1}),
+    ({"rule": AcceptRule.LEFTMOST_PREFIX, "tau": 0.95}, {0: 1}),
+    ({"rule": AcceptRule.LEFTMOST_PREFIX, "tau": 0.95, "gate": False}, {}),
+    ({"rule": AcceptRule.LEFTMOST_PREFIX, "tau": 0.0}, {0: 1, 1: 2, 2: 3, 3: 4}),
+    (
+        {
+            "rule": AcceptRule.HIERARCHY,
+            "tau": 0.97,
+            "low_threshold": 0.4,
+            "tokens": [MASK, MASK, 5, MASK],
+        },
+        {0: 1},
+    ),
+    (
+        {
+            "rule": AcceptRule.HIERARCHY,
+            "tau": 0.97,
+            "low_threshold": 0.2,
+            "tokens": [MASK, MASK, 5, MASK],
+        },
+        {0: 1, 3: 4},
+    ),
+    (
+        {
+            "rule": AcceptRule.HIERARCHY,
+            "tau": 0.97,
+            "low_threshold": 0.2,
+            "tokens": [MASK, MASK, 5, MASK],
+            "gate": False,
+        },
+        {},
+    ),
 ]
 
 
@@ -102,6 +135,27 @@ def test_threshold_is_strict_or_not(device: str) -> None:
         device, tau=0.5, gate=False, logits=logits, rule=AcceptRule.THRESHOLD_NON_STRICT
     )
     assert writes(loose) == dict.fromkeys(range(4), 0)
+
+
+def test_low_threshold_is_strict_and_the_best_of_all_is_taken(device: str) -> None:
+    logits = torch.full((4, 8), -torch.inf, device=device)
+    logits[:, :2] = 0.0
+    tokens = [MASK, 5, MASK, MASK]
+    for low, wanted in ((0.5, {0: 0}), (0.49, {0: 0, 2: 0})):
+        result = one_block(
+            device,
+            tokens=tokens,
+            tau=0.97,
+            logits=logits,
+            rule=AcceptRule.HIERARCHY,
+            low_threshold=low,
+        )
+        assert writes(result) == wanted
+
+
+def test_a_forced_position_ends_the_prefix(device: str) -> None:
+    result = one_block(device, tau=0.9, rows=[1, 0, 2, 3], rule=AcceptRule.LEFTMOST_PREFIX)
+    assert writes(result) == {0: 2}
 
 
 def test_ranking_ties_go_to_the_lowest_position(device: str) -> None:
@@ -226,6 +280,28 @@ def test_bad_row_is_never_accepted(device: str) -> None:
         assert not int(result.flags[0]) & AcceptFlag.COMMITTABLE
 
 
+def test_mask_over_mask_is_no_progress(device: str) -> None:
+    # Without exclusion the last row proposes the mask itself.
+    stats = ops.token_stats(vectors.logits(device), exclusion=ops.ExclusionMode.OFF)
+    assert int(stats.ids[3]) == MASK
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    for accept in (ops.accept_mask_fill, accept_mask_fill_reference):
+        result = accept(
+            torch.full((1, 4), MASK, device=device),
+            torch.arange(4, dtype=torch.int32, device=device)[None],
+            one * 0,
+            one.to(torch.uint8),
+            torch.full((1,), 0.1, device=device),
+            one * 0,
+            stats.ids,
+            stats.stats,
+            mask_token_id=MASK,
+        )
+        assert writes(result) == {0: 1, 1: 2, 2: 3}
+        assert int(result.masks_left[0]) == 1
+        assert not int(result.flags[0]) & AcceptFlag.COMMITTABLE
+
+
 def random_blocks(seed: int, device: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -276,6 +352,7 @@ def random_blocks(seed: int, device: str) -> tuple[dict[str, torch.Tensor], dict
         "force_accept_last_step": rng.random() < 0.3,
         "factor": rng.choice([0.05, 1.0, 2.0]),
         "entropy_bound": rng.choice([0.0, 0.5, 3.0]),
+        "low_threshold": rng.choice([0.0, 0.2, 0.5]),
     }
     return {name: tensor.to(device) for name, tensor in tensors.items()}, numbers
 
@@ -325,6 +402,8 @@ def expected_block(
         count=oracles.schedule(block_size, steps, step),
         factor=numbers["factor"],
         bound=numbers["entropy_bound"],
+        open_set=open_set,
+        low=float(torch.tensor(numbers["low_threshold"])),
         # A block that missed its rows in the last scheduled step is still due afterwards.
         force_all=numbers["force_accept_last_step"] and step >= steps - 1,
     )
@@ -334,7 +413,10 @@ def expected_block(
     flags |= oracles.PROGRESSED if taken else oracles.SAME
     if left == 0 and not flags & oracles.SKIPPED:
         flags |= oracles.COMMITTABLE
-    strict = numbers["rule"] != AcceptRule.THRESHOLD_NON_STRICT
+    strict = numbers["rule"] not in (
+        AcceptRule.THRESHOLD_NON_STRICT,
+        AcceptRule.LEFTMOST_PREFIX,
+    )
     confident = [o.p > tau if strict else o.p >= tau for o in positions]
     if len(positions) == len(open_set) and all(confident):
         flags |= oracles.CONFIDENT

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import acceptance_calls
 import op_calls
 
 Change = Callable[[Any], Any]
@@ -201,7 +202,7 @@ CASES: list[tuple[str, str, Change, str]] = [
     ("accept_mask_fill", "confidence", longer, "expected shape"),
     ("accept_mask_fill", "masks_left", longer, "expected shape"),
     ("accept_mask_fill", "flags", long, "expected dtype"),
-    ("accept_mask_fill", "rule", value(7), "expected"),
+    ("accept_mask_fill", "rule", value(9), "expected"),
     ("accept_mask_fill", "confidence_kind", value(3), "expected"),
     ("accept_mask_fill", "denoising_steps", value(-1), "expected a value >= 0, got -1"),
 ]
@@ -425,6 +426,7 @@ def test_empty_inputs_are_legal(device: str, op: str) -> None:
             0,
         ),
     }
+    empty |= acceptance_calls.EMPTY
     if op == "merge_token_stats":
         for name, tensor in tensors.items():
             tensors[name] = tensor[:, :0] if name.startswith("part") else tensor[:0]

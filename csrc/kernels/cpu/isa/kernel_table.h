@@ -108,6 +108,19 @@ struct LinearTileArgs {
   bool accumulate = false;  // start from `out` instead of 0
 };
 
+/// out[r][c] = sum over k of x[r][k] weight[c][k], in float32.
+struct DotRowsArgs {
+  const float* const* x = nullptr;  // [rows] rows of `depth` floats
+  const void* weight = nullptr;     // [columns, depth], rows weight_stride elements apart
+  float* out = nullptr;             // [rows, columns]
+  int64_t weight_stride = 0;
+  int64_t out_stride = 0;
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t depth = 0;
+  DType weight_dtype = DType::kF32;
+};
+
 /// One chunk of a vocabulary row. Columns are relative to the chunk.
 struct StatsChunkArgs {
   const void* logits = nullptr;
@@ -153,6 +166,10 @@ struct KernelTable {
   /// Adds to each element its products in the order of depth, whatever the number of rows.
   void (*linear_tile)(const LinearTileArgs& args);
   int32_t linear_tile_rows;
+  /// Each element is the same bits whatever the numbers of rows and columns.
+  void (*dot_rows)(const DotRowsArgs& args);
+  /// acc[i] += factor * values[i].
+  void (*add_scaled)(float* acc, const float* values, float factor, int64_t n);
   void (*scale)(float* values, float factor, int64_t n);
   void (*norm_row)(const NormRowArgs& args);
   void (*rope_head)(const RopeHeadArgs& args);

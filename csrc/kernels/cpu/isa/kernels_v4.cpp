@@ -5,6 +5,7 @@
 #include "kernels/cpu/isa/vector_math.h"
 #include "kernels/cpu/isa/matmul_kernels.h"
 #include "kernels/cpu/isa/linear_kernels.h"
+#include "kernels/cpu/isa/moe_kernels.h"
 #include "kernels/cpu/isa/row_kernels.h"
 #include "kernels/cpu/isa/stats_kernels.h"
 #include "kernels/cpu/isa/make_table.h"

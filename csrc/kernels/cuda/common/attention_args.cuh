@@ -85,6 +85,7 @@ __device__ __forceinline__ RequestView load_request(const AttentionArgs& args, i
   mask.kind = bits & 0xFF;
   mask.block_size = args.block_size;
   mask.sliding_window = args.sliding_window;
+  mask.is_anchored = (bits & kMaskAnchorBit) != 0;
   mask.hole = mask_hole(bits, mask.context_len, mask.prefix_len, mask.padded_prefix_len);
   view.splits =
       request_splits(plan_keys(mask.context_len, mask.num_valid, bits, args.sliding_window),

@@ -8,13 +8,14 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/vec.cuh"
 #include "kernels/cuda/cuda_ops.h"
+#include "kernels/cuda/portable/accept_block.cuh"
 #include "kernels/cuda/portable/check_data.h"
 #include "kernels/cuda/portable/prepare.h"
 
 namespace diffulex::cuda {
 namespace {
 
-constexpr int32_t kMaxBlock = 1024;
+constexpr int32_t kMaxBlock = kMaxAcceptThreads;
 
 struct AcceptArgs {
   const int64_t* tokens;          // [Nb, B]
@@ -43,6 +44,7 @@ struct AcceptArgs {
   int32_t denoising_steps;
   float factor;
   float entropy_bound;
+  float low_threshold;
   bool raw_confidence;
   bool force_accept_last_step;
 };
@@ -61,7 +63,9 @@ struct AcceptShared {
   float keys[kMaxBlock];    // of ready positions
   float sorted[kMaxBlock];  // p or entropy in rank order
   uint8_t ready[kMaxBlock];
-  int32_t count;
+  uint8_t open[kMaxBlock];
+  uint32_t first_open[kMaxBlock / 32];     // per warp
+  uint32_t first_failing[kMaxBlock / 32];  // per warp
 };
 
 /// Positions step `step` of the schedule takes; see the acceptance rules of the sampler
@@ -85,15 +89,7 @@ __device__ float ranking_key(const AcceptArgs& args, const float* stats, float p
     default:
       break;
   }
-  switch (args.confidence_kind) {
-    case ConfidenceKind::kMargin:
-      return stats[kStatsMaxProb] - stats[kStatsSecondProb];
-    case ConfidenceKind::kNegEntropy:
-      return -stats[kStatsEntropy];
-    case ConfidenceKind::kMaxProb:
-      break;
-  }
-  return probability;
+  return ranking_confidence(args.confidence_kind, stats, probability);
 }
 
 /// Ready positions ahead of this one; ties go to the lower position.
@@ -105,6 +101,33 @@ __device__ int32_t rank_of(const AcceptShared& shared, int32_t block_size, int32
     rank += shared.ready[other] != 0 && is_ahead ? 1 : 0;
   }
   return rank;
+}
+
+/// True when no ready position of the same run of open positions is ahead of this one.
+__device__ bool is_best_of_run(const AcceptShared& shared, int32_t block_size, int32_t index) {
+  bool is_best = true;
+  for (int32_t other = index - 1; other >= 0 && shared.open[other] != 0; --other) {
+    is_best = is_best && (shared.ready[other] == 0 || shared.keys[other] < shared.keys[index]);
+  }
+  for (int32_t other = index + 1; other < block_size && shared.open[other] != 0; ++other) {
+    is_best = is_best && (shared.ready[other] == 0 || shared.keys[other] <= shared.keys[index]);
+  }
+  return is_best;
+}
+
+/// What the rules that look at the place of a position accept beyond the ranking.
+__device__ bool accepts_by_place(const AcceptArgs& args, const AcceptShared& shared,
+                                 const Position& position, int32_t index, uint32_t first_open,
+                                 uint32_t first_failing) {
+  const auto place = static_cast<uint32_t>(index);
+  if (args.rule == AcceptRule::kLeftmostPrefix) {
+    return place < first_failing || place == first_open;
+  }
+  if (args.rule == AcceptRule::kHierarchy) {
+    return position.is_passing || (position.probability > args.low_threshold &&
+                                   is_best_of_run(shared, args.block_size, index));
+  }
+  return false;
 }
 
 /// How many positions of the order the rule takes when the threshold alone does not decide.
@@ -145,6 +168,10 @@ __device__ int32_t rank_limit(const AcceptArgs& args, const AcceptShared& shared
       }
       return limit;
     }
+    case AcceptRule::kHierarchy:
+      return 1;
+    case AcceptRule::kLeftmostPrefix:
+      break;
   }
   return 0;
 }
@@ -172,10 +199,10 @@ __device__ Position read_position(const AcceptArgs& args, int64_t block, int32_t
   }
   position.probability = stats[args.raw_confidence ? kStatsRawConfidence : kStatsConfidence];
   position.is_ready = true;
-  const bool is_passing = args.rule == AcceptRule::kThresholdNonStrict
-                              ? position.probability >= threshold
-                              : position.probability > threshold;
-  position.is_passing = is_passing;
+  const bool admits_equal =
+      args.rule == AcceptRule::kThresholdNonStrict || args.rule == AcceptRule::kLeftmostPrefix;
+  position.is_passing =
+      admits_equal ? position.probability >= threshold : position.probability > threshold;
   position.key = ranking_key(args, stats, position.probability, index);
   return position;
 }
@@ -190,6 +217,7 @@ __global__ void __launch_bounds__(kMaxBlock)
       read_position(args, block, index, args.accept_threshold[block], is_missing);
   shared.keys[index] = position.key;
   shared.ready[index] = position.is_ready ? 1 : 0;
+  shared.open[index] = position.is_open ? 1 : 0;
   const int32_t num_open = __syncthreads_count(position.is_open);
   const int32_t num_ready = __syncthreads_count(position.is_ready);
   const int32_t num_passing = __syncthreads_count(position.is_passing);
@@ -205,10 +233,21 @@ __global__ void __launch_bounds__(kMaxBlock)
   bool by_threshold = false;
   const int32_t limit =
       rank_limit(args, shared, num_ready, num_passing, args.open_steps[block], by_threshold);
-  bool is_accepted =
-      position.is_ready && !is_skipped && (by_threshold ? position.is_passing : rank < limit);
+  uint32_t first_open = UINT32_MAX;
+  uint32_t first_failing = 0;
+  if (args.rule == AcceptRule::kLeftmostPrefix) {
+    const auto place = static_cast<uint32_t>(index);
+    first_open = cta_min(position.is_open ? place : UINT32_MAX, shared.first_open);
+    first_failing = cta_min(position.is_open && !position.is_passing ? place : UINT32_MAX,
+                            shared.first_failing);
+  }
+  bool is_accepted = position.is_ready && !is_skipped &&
+                     ((by_threshold ? position.is_passing : rank < limit) ||
+                      accepts_by_place(args, shared, position, index, first_open, first_failing));
   // A closed gate leaves only what passes the threshold on its own.
   is_accepted = is_accepted && (args.gate[block] != 0 || position.is_passing);
+  // A mask over a mask changes nothing.
+  is_accepted = is_accepted && position.id != args.mask_token_id;
   const int32_t num_accepted = __syncthreads_count(is_accepted);
   if (index < args.block_size) {
     args.write_ids[block * args.write_ids_stride + index] = is_accepted ? position.id : -1;
@@ -256,6 +295,7 @@ AcceptArgs make_args(const AcceptMaskFillParams& params) {
   args.denoising_steps = params.denoising_steps;
   args.factor = params.factor;
   args.entropy_bound = params.entropy_bound;
+  args.low_threshold = params.low_threshold;
   args.raw_confidence = params.raw_confidence;
   args.force_accept_last_step = params.force_accept_last_step;
   return args;

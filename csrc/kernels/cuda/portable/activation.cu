@@ -4,6 +4,7 @@
 // rounding.
 #include <cstdint>
 
+#include "kernels/cuda/common/gate.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/row_layout.cuh"
 #include "kernels/cuda/common/vec.cuh"
@@ -23,19 +24,6 @@ struct ActArgs {
   int64_t num_rows;
   int32_t width;  // I
 };
-
-template <Activation kAct>
-__device__ __forceinline__ float activate(float gate) {
-  if constexpr (kAct == Activation::kSilu) {
-    return gate / (1.0F + expf(-gate));
-  } else if constexpr (kAct == Activation::kGeluTanh) {
-    constexpr float kSqrt2OverPi = 0.7978845608028654F;
-    return 0.5F * gate * (1.0F + tanhf(kSqrt2OverPi * (gate + 0.044715F * gate * gate * gate)));
-  } else {
-    constexpr float kInvSqrt2 = 0.7071067811865476F;
-    return 0.5F * gate * (1.0F + erff(gate * kInvSqrt2));
-  }
-}
 
 template <typename T, Activation kAct, bool kVec>
 __global__ void __launch_bounds__(kThreads) act_kernel(const __grid_constant__ ActArgs args) {

@@ -8,6 +8,7 @@
 
 #include "diffulex/kernels/sampling.h"
 #include "kernels/common/log_sum.h"
+#include "kernels/cuda/common/ordered_key.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 #include "kernels/cuda/portable/token_stats.cuh"
 
@@ -35,22 +36,6 @@ struct FinishShared final {
   uint64_t top[kStatsMaxTopK];
   uint32_t visited[kMaxTopKChunks / 32];
 };
-
-/// Order-preserving bits; -0 and +0 are equal.
-__device__ __forceinline__ uint32_t ordered_bits(float value) {
-  const uint32_t bits = __float_as_uint(value + 0.0F);
-  return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
-}
-
-/// Larger key first, then smaller index; 0 is below every entry.
-__device__ __forceinline__ uint64_t ranked(float key, int64_t index) {
-  return static_cast<uint64_t>(ordered_bits(key)) << 32 |
-         (0xffffffffU - static_cast<uint32_t>(index));
-}
-
-__device__ __forceinline__ int32_t ranked_index(uint64_t entry) {
-  return static_cast<int32_t>(0xffffffffU - static_cast<uint32_t>(entry));
-}
 
 __device__ inline uint64_t block_max(uint64_t value, FinishShared& shared) {
   value = warp_max(value);
@@ -235,13 +220,12 @@ __device__ int32_t greedy_column(const TokenStatsArgs& args, const T* source,
 __device__ inline int32_t draw_chunk(const TokenStatsArgs& args, const ChunkRecord* records,
                                      double target, FinishShared& shared) {
   const int32_t num_chunks = static_cast<int32_t>(args.num_chunks);
-  if (threadIdx.x == 0) {
-    shared.chunk = -1;
-    shared.before = 0.0;
-  }
-  double total = 0.0;
-  double last_before = 0.0;
+  // Of thread 0 alone, which walks the chunks in order.
+  int32_t found = -1;
   int32_t last = -1;
+  double total = 0.0;
+  double found_before = 0.0;
+  double last_before = 0.0;
   for (int32_t base = 0; base < num_chunks; base += kFinishThreads) {
     const int32_t chunk = base + static_cast<int32_t>(threadIdx.x);
     __syncthreads();
@@ -250,7 +234,7 @@ __device__ inline int32_t draw_chunk(const TokenStatsArgs& args, const ChunkReco
           chunk_scale(records[chunk].maximum, shared.maximum) * records[chunk].candidate_sum;
     }
     __syncthreads();
-    if (threadIdx.x == 0 && shared.chunk < 0) {
+    if (threadIdx.x == 0 && found < 0) {
       for (int32_t i = 0; i < kFinishThreads && base + i < num_chunks; ++i) {
         const double term = shared.terms[2][i];
         if (term > 0.0) {
@@ -258,17 +242,17 @@ __device__ inline int32_t draw_chunk(const TokenStatsArgs& args, const ChunkReco
           last_before = total;
         }
         if (term > 0.0 && total + term > target) {
-          shared.chunk = base + i;
-          shared.before = total;
+          found = base + i;
+          found_before = total;
           break;
         }
         total += term;
       }
     }
   }
-  if (threadIdx.x == 0 && shared.chunk < 0) {
-    shared.chunk = last;
-    shared.before = last_before;
+  if (threadIdx.x == 0) {
+    shared.chunk = found < 0 ? last : found;
+    shared.before = found < 0 ? last_before : found_before;
   }
   __syncthreads();
   return shared.chunk;

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Tile and path choice of the expert products, and how their scratch is laid out: host code shared
+// by CPU and CUDA.
+
+#include <cstddef>
+#include <cstdint>
+
+#include "diffulex/kernels/moe.h"
+
+namespace diffulex {
+
+/// Rows of one work tile on the CPU.
+inline constexpr int32_t kMoeCpuTile = 64;
+/// Rows of one work tile of the generic CUDA kernels.
+inline constexpr int32_t kMoeGenericTile = 32;
+/// Smallest and largest tile of the tensor-core kernels.
+inline constexpr int32_t kMoeMmaMinTile = 16;
+inline constexpr int32_t kMoeMmaMaxTile = 128;
+/// Tile of the tensor-core kernels when results must not depend on the batch.
+inline constexpr int32_t kMoeInvariantTile = 64;
+
+/// Which CUDA kernels compute the expert products.
+enum class MoePath : int32_t {
+  kGeneric,  // any dtype, stride and even width, float32 arithmetic
+  kMma,      // 16-bit types with 16-byte aligned rows: tensor cores, sm_80 and later
+};
+
+/// What the choice of a path depends on.
+struct MoePathQuery {
+  DType dtype = DType::kF32;
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  bool is_aligned = false;  // every base address and row stride is a multiple of 16 bytes
+};
+[[nodiscard]] MoePath choose_moe_path(const MoePathQuery& query);
+
+/// Rows of a tensor-core tile: twice the mean number of rows of an expert as a power of two, so
+/// that most experts are one tile and read their weights once.
+[[nodiscard]] int32_t choose_moe_tile(int64_t num_rows, int32_t num_local_experts,
+                                      bool is_batch_invariant);
+
+/// Byte offsets into the scratch of one call.
+struct MoeScratch {
+  size_t sorted_slots = 0;    // [T K] int32
+  size_t expert_offsets = 0;  // [L + 1] int32
+  size_t tile_expert = 0;     // [max_tiles] int32
+  size_t tile_start = 0;      // [max_tiles] int32
+  size_t counters = 0;        // [2] int32
+  size_t activated = 0;       // [T K, I] dtype of x; float32 on the CPU
+  size_t slot_out = 0;        // [T K, H] dtype of x
+  size_t total = 0;
+};
+
+/// Layout for fused_moe. Tiles are counted for the smallest tile, so that every choice fits.
+[[nodiscard]] MoeScratch fused_moe_scratch(const MoeShape& shape, Device device);
+
+/// Layout for fused_experts_packed: sorted_slots, expert_offsets and slot_out are empty.
+struct PackedShape {
+  int64_t num_rows = 0;
+  int32_t num_local_experts = 0;
+  int64_t intermediate_size = 0;
+  DType dtype = DType::kBF16;
+};
+[[nodiscard]] MoeScratch packed_scratch(const PackedShape& shape, Device device);
+
+}  // namespace diffulex

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// out[t] = sum over k of weight[t, k] slot_out[t K + k] + addend[t], in float32, in ascending k and
+// with one rounding. A thread owns kCount columns of one token.
+#include <cstdint>
+
+#include "diffulex/kernels/moe.h"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/vec.cuh"
+#include "kernels/cuda/cuda_ops.h"
+#include "kernels/cuda/portable/moe_combine.h"
+#include "kernels/cuda/portable/prepare.h"
+
+namespace diffulex::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct CombineArgs {
+  const void* __restrict__ slot_out;       // [T K, H]
+  const float* __restrict__ weights;       // [T, K] or null
+  const int32_t* __restrict__ topk_ids;    // [T, K]
+  const int32_t* __restrict__ expert_map;  // [E] or null
+  const void* __restrict__ addend;         // [T, H] or null
+  void* __restrict__ out;                  // [T, H]
+  int64_t slot_stride;
+  int64_t weights_stride;
+  int64_t ids_stride;
+  int64_t addend_stride;
+  int64_t out_stride;
+  int64_t num_tokens;
+  int32_t top_k;
+  int32_t hidden;
+  int32_t num_experts;
+  int32_t num_local;
+  bool is_addend_f32;
+};
+
+__device__ __forceinline__ bool is_active(const CombineArgs& args, int32_t id) {
+  if (id < 0 || id >= args.num_experts) {
+    return false;
+  }
+  const int32_t local = args.expert_map == nullptr ? id : args.expert_map[id];
+  return local >= 0 && local < args.num_local;
+}
+
+template <typename T, bool kVec>
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ CombineArgs args) {
+  constexpr int kCount = kVec ? 8 : 1;
+  const int64_t pieces = args.hidden / kCount;
+  const int64_t total = args.num_tokens * pieces;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int64_t token = i / pieces;
+    const int64_t column = (i - token * pieces) * kCount;
+    float sum[kCount] = {};
+    float term[kCount];
+    for (int32_t k = 0; k < args.top_k; ++k) {
+      if (!is_active(args, args.topk_ids[token * args.ids_stride + k])) {
+        continue;
+      }
+      const float weight =
+          args.weights == nullptr ? 1.0F : args.weights[token * args.weights_stride + k];
+      const T* row = static_cast<const T*>(args.slot_out) +
+                     (token * args.top_k + k) * args.slot_stride + column;
+      load_floats<kCount, kVec>(row, term);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        sum[j] = fmaf(weight, term[j], sum[j]);
+      }
+    }
+    if (args.addend != nullptr) {
+      const int64_t offset = token * args.addend_stride + column;
+      if (args.is_addend_f32) {
+        load_floats<kCount, kVec>(static_cast<const float*>(args.addend) + offset, term);
+      } else {
+        load_floats<kCount, kVec>(static_cast<const T*>(args.addend) + offset, term);
+      }
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        sum[j] += term[j];
+      }
+    }
+    store_floats<kCount, kVec>(static_cast<T*>(args.out) + token * args.out_stride + column, sum);
+  }
+}
+
+bool is_row_aligned(const TensorRef& tensor) {
+  return is_aligned16(tensor.data) && tensor.stride[0] * dtype_bytes(tensor.dtype) % 16 == 0;
+}
+
+}  // namespace
+
+Status launch_slot_sum(const char* where, const SlotSum& sum, const ExecContext& context) {
+  CombineArgs args{};
+  args.slot_out = sum.slot_out.data;
+  args.slot_stride = sum.slot_out.stride[0];
+  if (sum.weights != nullptr) {
+    args.weights = sum.weights->as<const float>();
+    args.weights_stride = sum.weights->stride[0];
+  }
+  args.topk_ids = sum.topk_ids.as<const int32_t>();
+  args.ids_stride = sum.topk_ids.stride[0];
+  args.expert_map = sum.expert_map.as<const int32_t>();
+  args.addend = sum.addend.data;
+  args.addend_stride = sum.addend.stride[0];
+  args.is_addend_f32 = sum.addend.dtype == DType::kF32;
+  args.out = sum.out.data;
+  args.out_stride = sum.out.stride[0];
+  args.num_tokens = sum.out.size[0];
+  args.top_k = static_cast<int32_t>(sum.topk_ids.size[1]);
+  args.hidden = static_cast<int32_t>(sum.out.size[1]);
+  args.num_experts = static_cast<int32_t>(sum.num_experts);
+  args.num_local = static_cast<int32_t>(sum.num_local_experts);
+  const bool is_vec = args.hidden % 8 == 0 && is_row_aligned(sum.slot_out) &&
+                      is_row_aligned(sum.out) &&
+                      (!sum.addend.present() || is_row_aligned(sum.addend));
+  const int64_t total = args.num_tokens * (is_vec ? args.hidden / 8 : args.hidden);
+  const int64_t blocks = ceil_div(total, kThreads);
+  const auto grid = static_cast<unsigned>(blocks < (1 << 20) ? blocks : 1 << 20);
+  DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(where, sum.out.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (is_vec) {
+      combine_kernel<T, true><<<grid, kThreads, 0, stream_of(context)>>>(args);
+    } else {
+      combine_kernel<T, false><<<grid, kThreads, 0, stream_of(context)>>>(args);
+    }
+    return Status::ok_status();
+  }));
+  return check_launch(where);
+}
+
+Status moe_combine(const MoeCombineParams& params, const ExecContext& context) {
+  constexpr const char* kWhere = "diffulex::moe_combine";
+  DeviceGuard guard(context);
+  DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
+  const TensorRef no_map;
+  // Any id that is not negative counts: the map was applied before.
+  return launch_slot_sum(kWhere,
+                         {params.slot_out, &params.topk_weights, params.topk_ids, no_map, INT32_MAX,
+                          INT32_MAX, params.addend, params.out},
+                         context);
+}
+
+Status prepare_moe_combine() {
+  constexpr const char* kWhere = "diffulex::moe_combine";
+  return for_each_dtype(kWhere, [](auto tag) {
+    using T = typename decltype(tag)::type;
+    DIFFULEX_RETURN_IF_ERROR((touch_kernel(kWhere, combine_kernel<T, true>)));
+    return touch_kernel(kWhere, combine_kernel<T, false>);
+  });
+}
+
+}  // namespace diffulex::cuda

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// One product of every expert over the work tiles of moe_permute: the arguments and the launchers,
+// one per element type and kernel family.
+
+#include <cstdint>
+
+#include "diffulex/core/status.h"
+#include "diffulex/export.h"
+#include "diffulex/kernels/activation.h"
+#include "diffulex/kernels/exec_context.h"
+#include "diffulex/kernels/tensor_ref.h"
+
+namespace diffulex::cuda {
+
+/// Where the rows of a tensor [R, n] or [A, B, n] begin, in elements.
+struct RowMap {
+  int64_t inner = 1;  // B; rows of a matrix are all inner
+  int64_t outer_stride = 0;
+  int64_t inner_stride = 0;
+
+  [[nodiscard]] static RowMap of(const TensorRef& tensor) {
+    if (tensor.rank == 2) {
+      return {tensor.size[0], 0, tensor.stride[0]};
+    }
+    return {tensor.size[1], tensor.stride[0], tensor.stride[1]};
+  }
+  [[nodiscard]] static RowMap dense(int64_t rows, int64_t width) { return {rows, 0, width}; }
+
+  DIFFULEX_HOST_DEVICE int64_t offset(int64_t row) const {
+    return row < inner ? row * inner_stride
+                       : row / inner * outer_stride + row % inner * inner_stride;
+  }
+};
+
+/// A grouped product out[row] = rows[row] weight[expert]^T, with the activation of the gate-up
+/// product. Positions are those of the tile list.
+struct ExpertGemm {
+  const void* rows;            // what the product reads, row = gather[position] / top_k
+  const void* weight;          // [L, N, depth]; N = 2 width (gate, up) or width
+  void* out;                   // [*, width], row = scatter[position]
+  const int32_t* gather;       // slots by position; null: row = position
+  const int32_t* scatter;      // slots by position; null: row = position
+  const int32_t* tile_expert;  // [max_tiles]
+  const int32_t* tile_start;   // [max_tiles]
+  const int32_t* counters;     // [0] = number of tiles
+  const int32_t* ends;         // end position of each expert, or its number of rows
+  const float* row_weights;    // factor of the sums of a slot (or position); null = 1
+  RowMap row_map;
+  RowMap out_map;
+  int64_t expert_stride;  // of weight
+  int64_t weight_stride;  // between rows of weight
+  int64_t row_weight_stride;
+  int64_t num_positions;    // positions from here on do not exist
+  int32_t rows_per_expert;  // > 0: expert e owns the positions from e rows_per_expert on
+  int32_t top_k;
+  int32_t depth;
+  int32_t width;
+  int32_t max_tiles;
+  int32_t tile;  // positions per tile
+  Activation act;
+  bool is_gate_up;
+};
+
+using LaunchExpertGemm = Status (*)(const ExpertGemm& gemm, const ExecContext& context);
+
+[[nodiscard]] Status launch_moe_generic(const ExpertGemm& gemm, DType dtype,
+                                        const ExecContext& context);
+[[nodiscard]] Status launch_moe_mma_bf16(const ExpertGemm& gemm, const ExecContext& context);
+[[nodiscard]] Status launch_moe_mma_f16(const ExpertGemm& gemm, const ExecContext& context);
+
+/// Loads the kernels of the launchers above and sets their attributes on the current device.
+[[nodiscard]] Status prepare_moe_generic();
+[[nodiscard]] Status prepare_moe_mma_bf16(int32_t device_index);
+[[nodiscard]] Status prepare_moe_mma_f16(int32_t device_index);
+
+}  // namespace diffulex::cuda

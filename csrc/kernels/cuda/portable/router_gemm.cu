@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// logits[T, E] = x[T, H] w[E, H]^T in float32. A warp computes kTokens x kExperts sums; lane l adds
+// the columns 256 i + 8 l .. 8 l + 7 in ascending order and the lanes meet in one fixed tree, so
+// that an element is the same bits whatever T and E are.
+#include <cstdint>
+
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/reduce.cuh"
+#include "kernels/cuda/common/vec.cuh"
+#include "kernels/cuda/cuda_ops.h"
+#include "kernels/cuda/portable/prepare.h"
+
+namespace diffulex::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kTokens = 4;
+constexpr int kExperts = 4;
+constexpr int kPiece = 8;  // columns a lane reads at once
+
+struct RouterArgs {
+  const void* __restrict__ x;  // [T, H]
+  const void* __restrict__ w;  // [E, H]
+  float* __restrict__ logits;  // [T, E]
+  int64_t x_stride;
+  int64_t w_stride;
+  int64_t logits_stride;
+  int64_t num_tokens;
+  int32_t num_experts;
+  int32_t hidden;
+};
+
+/// Eight columns from `column` on, zeros past the end.
+template <bool kVec, typename T>
+__device__ __forceinline__ void load_piece(const T* row, int column, int hidden,
+                                           float (&values)[kPiece]) {
+  if constexpr (kVec) {
+    load_floats<kPiece, true>(row + column, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+      values[i] = column + i < hidden ? to_float(row[column + i]) : 0.0F;
+    }
+  }
+}
+
+template <typename T, typename W, bool kVec>
+__global__ void __launch_bounds__(kThreads) router_kernel(const __grid_constant__ RouterArgs args) {
+  const int lane = threadIdx.x & 31;
+  const int64_t first_token = static_cast<int64_t>(blockIdx.x) * kTokens;
+  const int first_expert = static_cast<int>(blockIdx.y * kWarps + (threadIdx.x >> 5)) * kExperts;
+  if (first_expert >= args.num_experts) {
+    return;
+  }
+  // Rows past the end repeat the last one and are not written.
+  const T* x[kTokens];
+  const W* w[kExperts];
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    const int64_t token = first_token + t < args.num_tokens ? first_token + t : args.num_tokens - 1;
+    x[t] = static_cast<const T*>(args.x) + token * args.x_stride;
+  }
+#pragma unroll
+  for (int e = 0; e < kExperts; ++e) {
+    const int expert = first_expert + e < args.num_experts ? first_expert + e : first_expert;
+    w[e] = static_cast<const W*>(args.w) + expert * args.w_stride;
+  }
+  float sums[kTokens][kExperts] = {};
+  for (int column = lane * kPiece; column < args.hidden; column += 32 * kPiece) {
+    float left[kTokens][kPiece];
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      load_piece<kVec>(x[t], column, args.hidden, left[t]);
+    }
+#pragma unroll
+    for (int e = 0; e < kExperts; ++e) {
+      float right[kPiece];
+      load_piece<kVec>(w[e], column, args.hidden, right);
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i) {
+          sums[t][e] = fmaf(left[t][i], right[i], sums[t][e]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+#pragma unroll
+    for (int e = 0; e < kExperts; ++e) {
+      const float sum = warp_sum(sums[t][e]);
+      const bool is_real = first_token + t < args.num_tokens && first_expert + e < args.num_experts;
+      if (is_real && lane == t * kExperts + e) {
+        args.logits[(first_token + t) * args.logits_stride + first_expert + e] = sum;
+      }
+    }
+  }
+}
+
+template <typename T, typename W>
+void launch_router(const RouterArgs& args, bool is_vec, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(ceil_div(args.num_tokens, kTokens)),
+                  static_cast<unsigned>(ceil_div(args.num_experts, kExperts * kWarps)));
+  if (is_vec) {
+    router_kernel<T, W, true><<<grid, kThreads, 0, stream>>>(args);
+  } else {
+    router_kernel<T, W, false><<<grid, kThreads, 0, stream>>>(args);
+  }
+}
+
+}  // namespace
+
+Status router_gemm(const RouterGemmParams& params, const ExecContext& context) {
+  constexpr const char* kWhere = "diffulex::router_gemm";
+  constexpr int64_t kMaxGridY = 65535;
+  DeviceGuard guard(context);
+  DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
+  if (params.w.size[0] > kMaxGridY * kExperts * kWarps) {
+    return make_error(StatusCode::kNoKernel, kWhere, ": w: expected at most ",
+                      kMaxGridY * kExperts * kWarps, " experts, got ", params.w.size[0]);
+  }
+  RouterArgs args{};
+  args.x = params.x.data;
+  args.w = params.w.data;
+  args.logits = params.logits.as<float>();
+  args.x_stride = params.x.stride[0];
+  args.w_stride = params.w.stride[0];
+  args.logits_stride = params.logits.stride[0];
+  args.num_tokens = params.x.size[0];
+  args.num_experts = static_cast<int32_t>(params.w.size[0]);
+  args.hidden = static_cast<int32_t>(params.x.size[1]);
+  const int64_t x_row = args.x_stride * dtype_bytes(params.x.dtype);
+  const int64_t w_row = args.w_stride * dtype_bytes(params.w.dtype);
+  const bool is_vec = args.hidden % kPiece == 0 && is_aligned16(args.x) && is_aligned16(args.w) &&
+                      x_row % 16 == 0 && w_row % 16 == 0;
+  DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(kWhere, params.x.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (params.w.dtype == DType::kF32) {
+      launch_router<T, float>(args, is_vec, stream_of(context));
+    } else {
+      launch_router<T, __nv_bfloat16>(args, is_vec, stream_of(context));
+    }
+    return Status::ok_status();
+  }));
+  return check_launch(kWhere);
+}
+
+Status prepare_router_gemm() {
+  constexpr const char* kWhere = "diffulex::router_gemm";
+  return for_each_dtype(kWhere, [](auto tag) {
+    using T = typename decltype(tag)::type;
+    DIFFULEX_RETURN_IF_ERROR((touch_kernel(kWhere, router_kernel<T, float, true>)));
+    DIFFULEX_RETURN_IF_ERROR((touch_kernel(kWhere, router_kernel<T, float, false>)));
+    DIFFULEX_RETURN_IF_ERROR((touch_kernel(kWhere, router_kernel<T, __nv_bfloat16, true>)));
+    return touch_kernel(kWhere, router_kernel<T, __nv_bfloat16, false>);
+  });
+}
+
+}  // namespace diffulex::cuda

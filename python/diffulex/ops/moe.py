@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routed experts: grouping of slots, the expert products and their weighted sum.
+
+Symbols: T tokens, K chosen experts per token, H hidden size, I expert width, E experts of the model,
+L experts held here. Slot s = t K + k is one routed pair; a negative id, or an expert that
+`expert_map` maps to a negative local id, contributes nothing and costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from diffulex.ops.activation import Activation, act_and_mul_reference
+from diffulex.ops.workspace import (
+    empty_workspace,
+    fused_experts_packed_workspace_bytes,
+    fused_moe_workspace_bytes,
+    moe_max_tiles,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MoePermutation(NamedTuple):
+    """Result of `moe_permute`."""
+
+    sorted_slots: Tensor
+    """[T K] int32: slots by local expert, ascending inside an expert; -1 after the last one."""
+    expert_offsets: Tensor
+    """[L + 1] int32: where the slots of each expert begin."""
+    tile_expert: Tensor
+    """[max_tiles] int32: expert of each work tile; -1 after the last one."""
+    tile_start: Tensor
+    """[max_tiles] int32: first sorted position of each work tile; -1 after the last one."""
+    counters: Tensor
+    """[2] int32: number of tiles, number of active slots."""
+
+
+@torch.no_grad()
+def moe_permute(
+    topk_ids: Tensor,
+    num_local_experts: int,
+    tile: int,
+    *,
+    expert_map: Tensor | None = None,
+    out: MoePermutation | None = None,
+) -> MoePermutation:
+    """Groups the slots of `topk_ids` [T, K] int32 by local expert, in tiles of at most `tile`.
+
+    Args:
+        expert_map: [E] int32 global id -> local id or -1; None = identity.
+        out: tensors to fill; None allocates them.
+    """
+    if out is None:
+        num_slots = topk_ids.numel()
+        max_tiles = moe_max_tiles(num_slots, num_local_experts, tile)
+        sizes = (num_slots, num_local_experts + 1, max_tiles, max_tiles, 2)
+        out = MoePermutation(
+            *(torch.empty(size, dtype=torch.int32, device=topk_ids.device) for size in sizes)
+        )
+    torch.ops.diffulex.moe_permute(
+        topk_ids, expert_map, *out, num_local_experts=num_local_experts, tile=tile
+    )
+    return out
+
+
+def new_fused_moe_workspace(x: Tensor, top_k: int, w13: Tensor) -> Tensor:
+    """Scratch for `fused_moe` of rows x [T, H] and experts w13 [L, 2 I, H]."""
+    needed = fused_moe_workspace_bytes(
+        x.shape[0],
+        top_k,
+        w13.shape[0],
+        x.shape[1],
+        w13.shape[1] // 2,
+        str(x.dtype).removeprefix("torch."),
+        x.device.type,
+    )
+    return _workspace(needed, x.device)
+
+
+def _workspace(needed: int, device: torch.device) -> Tensor:
+    workspace = empty_workspace(needed, device)
+    # The schema wants a tensor, also where nothing is needed.
+    return torch.empty(0, dtype=torch.uint8, device=device) if workspace is None else workspace
+
+
+@torch.no_grad()
+def fused_moe(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    expert_map: Tensor | None = None,
+    addend: Tensor | None = None,
+    act: int = Activation.SILU,
+    weight_on_input: bool = False,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    """addend + sum over k of weight[t, k] w2[e] act_mul(w13[e] x[t]); [T, H] in the dtype of x.
+
+    Args:
+        x: [T, H] float.
+        w13: [L, 2 I, H], gate rows first; w2: [L, H, I]; both in the dtype of x.
+        topk_weights: [T, K] float32; topk_ids: [T, K] int32.
+        expert_map: [E] int32 global id -> local id or -1; None = identity.
+        addend: [T, H] in the dtype of x or float32, added before the one rounding at the end.
+        weight_on_input: the weight multiplies x instead of the result; K must be 1.
+        out: memory of its own; None allocates it.
+        workspace: scratch of `new_fused_moe_workspace`; None allocates it.
+    """
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if workspace is None:
+        workspace = new_fused_moe_workspace(x, topk_ids.shape[1], w13)
+    torch.ops.diffulex.fused_moe(
+        x,
+        w13,
+        w2,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        None,
+        None,
+        addend,
+        out,
+        workspace,
+        act=int(act),
+        weight_on_input=weight_on_input,
+    )
+    return out
+
+
+@torch.no_grad()
+def fused_experts_packed(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    expert_offsets: Tensor,
+    *,
+    row_weights: Tensor | None = None,
+    act: int = Activation.SILU,
+    rows_per_expert: int = 0,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    """Expert outputs of rows that already lie grouped by expert, times `row_weights` if given.
+
+    Args:
+        x: [N, H] with `expert_offsets` [L + 1] int32, or, with `rows_per_expert`,
+            [L, rows_per_expert, H] with counts [L] in `expert_offsets`.
+        row_weights: float32 of the leading shape of x.
+        out: shape of x. Rows outside every expert become 0, in the batched form they stay as they
+            are. None allocates it.
+        workspace: scratch; None allocates it.
+    """
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if workspace is None:
+        needed = fused_experts_packed_workspace_bytes(
+            x.shape[0] * (x.shape[1] if rows_per_expert else 1),
+            w13.shape[0],
+            w13.shape[1] // 2,
+            str(x.dtype).removeprefix("torch."),
+            x.device.type,
+        )
+        workspace = _workspace(needed, x.device)
+    torch.ops.diffulex.fused_experts_packed(
+        x,
+        w13,
+        w2,
+        expert_offsets,
+        row_weights,
+        None,
+        None,
+        out,
+        workspace,
+        act=int(act),
+        rows_per_expert=rows_per_expert,
+    )
+    return out
+
+
+@torch.no_grad()
+def moe_combine(
+    slot_out: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    addend: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Weighted sum [T, H] of the slot outputs [T K, H], in float32 and ascending k, plus `addend`.
+
+    Slots with a negative id are not read.
+    """
+    if out is None:
+        out = slot_out.new_empty(topk_ids.shape[0], slot_out.shape[1])
+    torch.ops.diffulex.moe_combine(slot_out, topk_weights, topk_ids, addend, out)
+    return out
+
+
+@torch.no_grad()
+def fused_moe_reference(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    expert_map: Tensor | None = None,
+    addend: Tensor | None = None,
+    act: int = Activation.SILU,
+    weight_on_input: bool = False,
+) -> Tensor:
+    """Pure torch twin of `fused_moe`; the order of its sums is torch's."""
+    local = topk_ids.long()
+    if expert_map is not None:
+        local = torch.where(local < 0, -1, expert_map.long()[local.clamp(min=0)])
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(w13.shape[0]):
+        tokens, columns = (local == expert).nonzero(as_tuple=True)
+        weight = topk_weights[tokens, columns, None]
+        gate_up = x[tokens].float() @ w13[expert].float().t()
+        if weight_on_input:
+            gate_up, weight = gate_up * weight, torch.ones_like(weight)
+        inner = act_and_mul_reference(gate_up, act).to(x.dtype)
+        slot_out = (inner.float() @ w2[expert].float().t()).to(x.dtype)
+        total.index_add_(0, tokens, slot_out.float() * weight)
+    if addend is not None:
+        total += addend.float()
+    return total.to(x.dtype)
