@@ -17,6 +17,12 @@ set(DIFFULEX_CORE_SOURCES
     csrc/core/scheduler_admission.cpp
     csrc/core/scheduler_completion.cpp
     csrc/core/step_plan.cpp
+    csrc/core/strategy/d2f.cpp
+    csrc/core/strategy/diffusion_gemma.cpp
+    csrc/core/strategy/dmax.cpp
+    csrc/core/strategy/fast_dllm_v2.cpp
+    csrc/core/strategy/logits_rows.cpp
+    csrc/core/strategy/merge_descriptors.cpp
     csrc/core/strategy/multi_bd.cpp
     csrc/core/strategy/registry.cpp
     csrc/core/strategy/strategy_base.cpp

@@ -10,5 +10,6 @@ set(DIFFULEX_PYBIND_SOURCES
   csrc/pybind/bind_plan.cpp
   csrc/pybind/bind_request.cpp
   csrc/pybind/bind_scheduler.cpp
+  csrc/pybind/bind_strategy.cpp
   csrc/pybind/module.cpp
 )

@@ -8,7 +8,13 @@
 
 set(DIFFULEX_TESTS_CORE_SOURCES
     tests/cpp/core/acceptance_test.cpp
+    tests/cpp/core/block_buffer_property_test.cpp
     tests/cpp/core/block_buffer_test.cpp
+    tests/cpp/core/block_buffer_variant_test.cpp
+    tests/cpp/core/canvas_rules_test.cpp
+    tests/cpp/core/diffusion_gemma_property_test.cpp
+    tests/cpp/core/dual_cache_rules_test.cpp
+    tests/cpp/core/fast_dllm_v2_property_test.cpp
     tests/cpp/core/kv_cache_manager_test.cpp
     tests/cpp/core/options_test.cpp
     tests/cpp/core/page_pool_test.cpp

@@ -14,6 +14,18 @@ BlockRules make_block_rules(const EngineOptions& options) {
   rules.add_block_threshold = options.thresholds.add_block;
   rules.semi_complete_threshold = options.thresholds.semi_complete;
   rules.token_stability_threshold = options.thresholds.token_stability;
+  rules.is_editing = options.rewrites_tokens();
+  rules.is_canvas = options.has_canvas();
+  return rules;
+}
+
+BlockRules make_block_rules(const EngineOptions& options, const SamplingParams& params) {
+  BlockRules rules = make_block_rules(options);
+  rules.add_block_threshold = params.add_block_threshold.value_or(rules.add_block_threshold);
+  rules.semi_complete_threshold =
+      params.semi_complete_threshold.value_or(rules.semi_complete_threshold);
+  rules.token_stability_threshold =
+      params.token_stability_threshold.value_or(rules.token_stability_threshold);
   return rules;
 }
 
@@ -24,8 +36,9 @@ void BlockBuffer::init(Span<const int32_t> prompt, int32_t limit_end) {
                  prompt_len);
   // The buffer never starts past the block of the last response position.
   const int32_t last_head = (limit_end - 1) / rules_.block_size;
-  const auto capacity =
-      static_cast<size_t>(last_head + rules_.buffer_size) * static_cast<size_t>(rules_.block_size);
+  // Canvases start anywhere, so that the last one reaches up to one block further.
+  const int32_t num_blocks = last_head + rules_.buffer_size + (rules_.is_canvas ? 1 : 0);
+  const auto capacity = static_cast<size_t>(num_blocks) * static_cast<size_t>(rules_.block_size);
   tokens_.assign(capacity, rules_.mask_token_id);
   std::copy(prompt.begin(), prompt.end(), tokens_.begin());
   init_buffer(rules_, state_, prompt_len, limit_end);
@@ -47,7 +60,7 @@ const Block& BlockBuffer::block(int32_t index) const {
 }
 
 Span<const int32_t> BlockBuffer::block_tokens(int32_t index) const {
-  const auto begin = static_cast<size_t>(block(index).block_id * rules_.block_size);
+  const auto begin = static_cast<size_t>(block_start(rules_, state_, block(index)));
   if (tokens_.empty()) {
     return {};
   }
@@ -57,8 +70,8 @@ Span<const int32_t> BlockBuffer::block_tokens(int32_t index) const {
 BlockStatus BlockBuffer::block_status(int32_t block_id) const noexcept {
   const int32_t index = block_id - state_.blocks[0].block_id;
   if (index < 0) {
-    return (block_id + 1) * rules_.block_size <= state_.context_len ? BlockStatus::kInCache
-                                                                    : BlockStatus::kToCache;
+    const int32_t end = state_.origin + (block_id + 1) * rules_.block_size;
+    return end <= state_.context_len ? BlockStatus::kInCache : BlockStatus::kToCache;
   }
   return index < rules_.buffer_size ? state_.blocks[index].status : BlockStatus::kDummy;
 }
@@ -74,9 +87,12 @@ Status BlockBuffer::check_blocks() const {
     return make_error(StatusCode::kInternal, "BlockBuffer: expected tokens up to the buffer end, ",
                       "got ", tokens_.size());
   }
-  if (state_.context_len % block_size != 0 || state_.context_len > start()) {
+  // Under causal visibility the KV of final tokens may be stored in any portion.
+  const int32_t unit = rules_.is_canvas ? 1 : block_size;
+  const int32_t end = rules_.is_canvas ? frozen_end(rules_, state_) : start();
+  if (state_.context_len % unit != 0 || state_.context_len > end) {
     return make_error(StatusCode::kInternal, "BlockBuffer: expected context_len a multiple of ",
-                      block_size, " at most ", start(), ", got ", state_.context_len);
+                      unit, " at most ", end, ", got ", state_.context_len);
   }
   bool has_active = false;
   for (int32_t i = 0; i < rules_.buffer_size; ++i) {
@@ -99,12 +115,12 @@ Status BlockBuffer::check_blocks() const {
     }
     has_active = has_active || block.status == BlockStatus::kActive;
     int32_t num_masks = 0;
-    for (int32_t rel = block.editable_start; rel < block_size; ++rel) {
-      const auto position = static_cast<size_t>(block.block_id * block_size + rel);
+    for (int32_t rel = block.editable_start; rel < block_size && !rules_.is_canvas; ++rel) {
+      const auto position = static_cast<size_t>(block_start(rules_, state_, block) + rel);
       num_masks += tokens_[position] == rules_.mask_token_id ? 1 : 0;
     }
     if (num_masks != block.num_masks || (is_frozen && num_masks != 0) ||
-        (is_dummy && num_masks != block_size)) {
+        (is_dummy && num_masks != block_size && !rules_.is_canvas)) {
       return make_error(StatusCode::kInternal, "BlockBuffer: expected ", num_masks,
                         " open masks in ", to_string(block.status), " block ", block.block_id,
                         ", got ", block.num_masks);
@@ -117,7 +133,11 @@ Status BlockBuffer::check_output_facts() const {
   int32_t settled = state_.prompt_len;
   int32_t run_len = 0;
   const auto token_at = [this](int32_t position) { return tokens_[static_cast<size_t>(position)]; };
-  while (settled < state_.limit_end && token_at(settled) != rules_.mask_token_id) {
+  const bool settles_frozen = rules_.is_editing || rules_.is_canvas;
+  const int32_t settle_limit =
+      settles_frozen ? std::min(frozen_end(rules_, state_), state_.limit_end) : state_.limit_end;
+  while (settled < settle_limit &&
+         (rules_.is_canvas || token_at(settled) != rules_.mask_token_id)) {
     const bool repeats = settled > state_.prompt_len && token_at(settled) == token_at(settled - 1);
     run_len = repeats ? run_len + 1 : 1;
     ++settled;
@@ -128,7 +148,9 @@ Status BlockBuffer::check_output_facts() const {
                       state_.run_len);
   }
   int32_t stop_pos = kNoPosition;
-  const int32_t end = std::min(valid_end(rules_, state_), state_.limit_end);
+  // Stop ids of a canvas count once it is committed.
+  const int32_t end =
+      std::min(rules_.is_canvas ? settled : valid_end(rules_, state_), state_.limit_end);
   for (int32_t position = end - 1; position >= state_.prompt_len; --position) {
     // Masks are looked up too: a mask id is never a stop id.
     if (is_stop_id(state_, token_at(position))) {

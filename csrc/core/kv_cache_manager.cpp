@@ -14,17 +14,18 @@ namespace {
   return options;
 }
 
-/// The KV of a position depends on tokens up to the end of its block, so whole multiples of both
-/// the page and the block are shared.
+/// The KV of a position depends on tokens up to the end of its block (of itself under causal
+/// visibility), so whole multiples of both the page and the block are shared.
 [[nodiscard]] int32_t unit_pages(const EngineOptions& options) {
-  return std::lcm(options.page_size, options.block_size) / options.page_size;
+  const int32_t granularity = options.has_canvas() ? 1 : options.att_block_size();
+  return std::lcm(options.page_size, granularity) / options.page_size;
 }
 
 }  // namespace
 
 KVCacheManager::KVCacheManager(const EngineOptions& options)
     : page_size_(checked(options).page_size),
-      has_prefix_cache_(options.enable_prefix_caching),
+      has_prefix_cache_(options.shares_prefixes()),
       pool_(options.num_pages),
       cache_(options.num_pages, options.page_size, unit_pages(options), options.cache_salt) {}
 

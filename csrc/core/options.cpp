@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
+#include <optional>
 #include <string>
 
 #include "diffulex/core/block_rules.h"
@@ -14,6 +16,8 @@ namespace diffulex {
 namespace {
 
 constexpr std::array<int32_t, 4> kBlockSizes = {4, 8, 16, 32};
+constexpr std::array<int32_t, 3> kCanvasPageSizes = {64, 128, 256};
+constexpr int32_t kLongestCanvas = 1024;
 
 template <typename T>
 [[nodiscard]] Status expect_at_least(const char* where, T value, T least) {
@@ -29,6 +33,10 @@ template <typename T>
   }
   return make_error(StatusCode::kInvalidArgument, where, ": expected a value in [0, 1], got ",
                     value);
+}
+
+[[nodiscard]] Status expect_override(const char* where, const std::optional<float>& value) {
+  return value.has_value() ? expect_unit_interval(where, *value) : Status();
 }
 
 [[nodiscard]] Status expect_supported_size(const char* where, int32_t value) {
@@ -96,13 +104,47 @@ template <typename T>
   return {};
 }
 
-[[nodiscard]] Status check_sizes(const EngineOptions& options) {
+[[nodiscard]] Status check_canvas_sizes(const EngineOptions& options) {
+  if (options.block_size < 1 || options.block_size > kLongestCanvas) {
+    return make_error(StatusCode::kInvalidArgument, "EngineOptions.block_size: expected a canvas ",
+                      "length in [1, ", kLongestCanvas, "] with diffusion_gemma, got ",
+                      options.block_size);
+  }
+  if (options.vocab_size < 1) {
+    return make_error(StatusCode::kInvalidArgument, "EngineOptions.vocab_size: expected the ids a ",
+                      "canvas is drawn from (>= 1) with diffusion_gemma, got ", options.vocab_size);
+  }
+  if (options.buffer_size != 1) {
+    return make_error(StatusCode::kInvalidArgument, "EngineOptions.buffer_size: expected 1 with ",
+                      "diffusion_gemma, got ", options.buffer_size);
+  }
+  if (std::find(kCanvasPageSizes.begin(), kCanvasPageSizes.end(), options.page_size) !=
+          kCanvasPageSizes.end() ||
+      std::find(kBlockSizes.begin(), kBlockSizes.end(), options.page_size) != kBlockSizes.end()) {
+    return {};
+  }
+  return make_error(StatusCode::kInvalidArgument, "EngineOptions.page_size: expected one of 4, 8, ",
+                    "16, 32, 64, 128, 256 with diffusion_gemma, got ", options.page_size);
+}
+
+[[nodiscard]] Status check_block_sizes(const EngineOptions& options) {
+  if (options.has_canvas()) {
+    return check_canvas_sizes(options);
+  }
   DIFFULEX_RETURN_IF_ERROR(expect_supported_size("EngineOptions.block_size", options.block_size));
   if (options.buffer_size < 1 || options.buffer_size > kMaxBufferBlocks) {
     return make_error(StatusCode::kInvalidArgument, "EngineOptions.buffer_size: expected a value ",
                       "in [1, ", kMaxBufferBlocks, "], got ", options.buffer_size);
   }
-  DIFFULEX_RETURN_IF_ERROR(expect_supported_size("EngineOptions.page_size", options.page_size));
+  if (options.has_dual_cache() && options.buffer_size < 2) {
+    return make_error(StatusCode::kInvalidArgument, "EngineOptions.buffer_size: expected N >= 2 ",
+                      "sub-blocks with fast_dllm_v2, got ", options.buffer_size);
+  }
+  return expect_supported_size("EngineOptions.page_size", options.page_size);
+}
+
+[[nodiscard]] Status check_sizes(const EngineOptions& options) {
+  DIFFULEX_RETURN_IF_ERROR(check_block_sizes(options));
   DIFFULEX_RETURN_IF_ERROR(expect_at_least("EngineOptions.num_pages", options.num_pages, 1));
   DIFFULEX_RETURN_IF_ERROR(expect_at_least("EngineOptions.max_num_reqs", options.max_num_reqs, 1));
   DIFFULEX_RETURN_IF_ERROR(
@@ -110,8 +152,8 @@ template <typename T>
   const int64_t max_int = std::numeric_limits<int32_t>::max();
   const int64_t num_rows = int64_t{options.max_num_reqs} * options.decode_rows();
   const int64_t num_slots = int64_t{options.num_pages} * options.page_size;
-  const int64_t num_entries =
-      int64_t{options.max_num_reqs} * ((int64_t{options.max_model_len} / options.page_size) + 1);
+  const int64_t page_span = int64_t{options.max_model_len} + options.decode_rows();
+  const int64_t num_entries = int64_t{options.max_num_reqs} * (page_span / options.page_size + 1);
   if (num_rows > max_int || num_slots > max_int || num_entries > max_int ||
       int64_t{options.max_model_len} + num_rows > max_int) {
     return make_error(StatusCode::kInvalidArgument, "EngineOptions: expected rows, slots and page ",
@@ -139,6 +181,54 @@ template <typename T>
                     ", got ", options.max_num_batched_tokens);
 }
 
+/// A variant that the strategies in `allowed` have: refuses it elsewhere.
+[[nodiscard]] Status expect_variant(const char* field, bool is_set, const EngineOptions& options,
+                                    std::initializer_list<const char*> allowed) {
+  std::string names;
+  for (const char* name : allowed) {
+    if (!is_set || options.strategy == name) {
+      return {};
+    }
+    names += (names.empty() ? "" : " or ") + std::string(name);
+  }
+  return make_error(StatusCode::kInvalidArgument, "EngineOptions.", field, ": expected strategy ",
+                    names, ", got ", options.strategy);
+}
+
+[[nodiscard]] Status check_variants(const EngineOptions& options) {
+  DIFFULEX_RETURN_IF_ERROR(
+      expect_variant("is_editing", options.is_editing, options, {"multi_bd", "dmax"}));
+  DIFFULEX_RETURN_IF_ERROR(
+      expect_variant("logits_shift", options.logits_shift, options, {"multi_bd", "d2f"}));
+  DIFFULEX_RETURN_IF_ERROR(
+      expect_variant("token_merge_top_k", options.token_merge_top_k != 0, options, {"dmax"}));
+  DIFFULEX_RETURN_IF_ERROR(expect_variant("dmax_store_soft_embeddings",
+                                          options.dmax_store_soft_embeddings, options, {"dmax"}));
+  if (options.token_merge_top_k < 0 || options.token_merge_top_k > kMaxMergeTopK) {
+    return make_error(StatusCode::kInvalidArgument, "EngineOptions.token_merge_top_k: expected a ",
+                      "value in [0, ", kMaxMergeTopK, "], got ", options.token_merge_top_k);
+  }
+  if (options.is_editing && options.logits_shift) {
+    return make_error(StatusCode::kInvalidArgument, "EngineOptions.logits_shift: expected no ",
+                      "shift together with is_editing, got both");
+  }
+  if (options.enable_chunked_prefill && options.strategy == "d2f") {
+    return make_error(StatusCode::kInvalidArgument, "EngineOptions.enable_chunked_prefill: ",
+                      "expected false with d2f, whose prompt rows see the whole prompt, got true");
+  }
+  DIFFULEX_RETURN_IF_ERROR(
+      expect_at_least("EngineOptions.max_denoising_steps", options.max_denoising_steps, 1));
+  DIFFULEX_RETURN_IF_ERROR(
+      expect_at_least("EngineOptions.stability_threshold", options.stability_threshold, 0));
+  if (!(options.t_min >= 0.0F && options.t_min <= options.t_max && options.t_max > 0.0F &&
+        std::isfinite(options.t_max))) {
+    return make_error(StatusCode::kInvalidArgument, "EngineOptions.t_min, t_max: expected ",
+                      "0 <= t_min <= t_max and t_max > 0, got ", options.t_min, " and ",
+                      options.t_max);
+  }
+  return {};
+}
+
 }  // namespace
 
 Status SamplingParams::validate() const {
@@ -147,15 +237,23 @@ Status SamplingParams::validate() const {
                       "SamplingParams.temperature: expected a finite ", "value >= 0, got ",
                       temperature);
   }
+  if (!std::isfinite(top_p) || top_p < 0.0F) {
+    return make_error(StatusCode::kInvalidArgument, "SamplingParams.top_p: expected a finite ",
+                      "value >= 0, got ", top_p);
+  }
+  DIFFULEX_RETURN_IF_ERROR(expect_unit_interval("SamplingParams.min_p", min_p));
   DIFFULEX_RETURN_IF_ERROR(expect_at_least("SamplingParams.max_tokens", max_tokens, 1));
   DIFFULEX_RETURN_IF_ERROR(expect_at_least("SamplingParams.max_nfe", max_nfe, 0));
   DIFFULEX_RETURN_IF_ERROR(
       expect_at_least("SamplingParams.max_repetition_run", max_repetition_run, 0));
   DIFFULEX_RETURN_IF_ERROR(expect_stop_ids("SamplingParams.stop_token_ids", stop_token_ids));
-  if (accept_threshold.has_value()) {
-    return expect_unit_interval("SamplingParams.accept_threshold", *accept_threshold);
-  }
-  return {};
+  DIFFULEX_RETURN_IF_ERROR(expect_override("SamplingParams.accept_threshold", accept_threshold));
+  DIFFULEX_RETURN_IF_ERROR(expect_override("SamplingParams.edit_threshold", edit_threshold));
+  DIFFULEX_RETURN_IF_ERROR(
+      expect_override("SamplingParams.add_block_threshold", add_block_threshold));
+  DIFFULEX_RETURN_IF_ERROR(
+      expect_override("SamplingParams.semi_complete_threshold", semi_complete_threshold));
+  return expect_override("SamplingParams.token_stability_threshold", token_stability_threshold);
 }
 
 Status EngineOptions::validate() const {
@@ -164,6 +262,7 @@ Status EngineOptions::validate() const {
   DIFFULEX_RETURN_IF_ERROR(check_row_budget(*this));
   DIFFULEX_RETURN_IF_ERROR(check_token_ids(*this));
   DIFFULEX_RETURN_IF_ERROR(check_thresholds(thresholds));
+  DIFFULEX_RETURN_IF_ERROR(check_variants(*this));
   DIFFULEX_RETURN_IF_ERROR(
       expect_at_least("EngineOptions.auto_max_nfe_warmup_steps", auto_max_nfe_warmup_steps, 1));
   if (!std::isfinite(auto_max_nfe_tpf_floor) || auto_max_nfe_tpf_floor <= 0.0) {

@@ -10,8 +10,9 @@ Request::Request(Span<const int32_t> token_ids, SamplingParams sampling_params,
     : prompt_len(static_cast<int32_t>(token_ids.size())),
       params(std::move(sampling_params)),
       accept_threshold(params.accept_threshold.value_or(options.thresholds.accept)),
+      edit_threshold(params.edit_threshold.value_or(options.thresholds.edit)),
       prompt_ids(token_ids.begin(), token_ids.end()),
-      buffer(make_block_rules(options)),
+      buffer(make_block_rules(options, params)),
       max_nfe(params.max_nfe) {}
 
 Span<const int32_t> Request::tokens() const noexcept {
@@ -57,12 +58,13 @@ RequestSnapshot make_snapshot(const Request& request) {
     return snapshot;
   }
   snapshot.context_len = request.context_len();
-  const int32_t block_size = request.buffer.rules().block_size;
+  const BlockRules& rules = request.buffer.rules();
+  const int32_t block_size = rules.block_size;
   for (int32_t i = 0; i < request.buffer.num_valid(); ++i) {
     const Block& block = request.buffer.block(i);
     BlockSnapshot entry;
     entry.block_id = block.block_id;
-    entry.start = block.block_id * block_size;
+    entry.start = block_start(rules, request.buffer.state(), block);
     entry.status = block.status;
     const Span<const int32_t> tokens = request.buffer.block_tokens(i);
     entry.tokens.assign(tokens.begin(), tokens.end());

@@ -9,8 +9,13 @@
 namespace diffulex {
 namespace {
 
-[[nodiscard]] constexpr size_t index_of(OutputArray array) noexcept {
-  return static_cast<size_t>(array);
+[[nodiscard]] ArenaField vector_field(const char* name, ArenaDtype dtype, int64_t rows) {
+  return ArenaField{name, dtype, 0, rows, 1, false, 0};
+}
+
+[[nodiscard]] ArenaField matrix_field(const char* name, ArenaDtype dtype, int64_t rows,
+                                      int64_t cols) {
+  return ArenaField{name, dtype, 0, rows, cols, true, 0};
 }
 
 }  // namespace
@@ -18,12 +23,22 @@ namespace {
 std::vector<ArenaField> SamplerOutput::make_fields(const EngineOptions& options) {
   const int64_t blocks = int64_t{options.max_num_reqs} * options.buffer_size;
   const int64_t width = options.block_size;
+  const int64_t top_k = options.token_merge_top_k;
+  const int64_t seeded = options.has_dual_cache() ? options.max_num_reqs : 0;
+  const int64_t merged = top_k > 0 ? blocks : 0;
+  const int64_t canvases = options.has_canvas() ? blocks : 0;
   std::vector<ArenaField> fields = {
-      ArenaField{"write_ids", ArenaDtype::kInt64, 0, blocks, width, true},
-      ArenaField{"confidence", ArenaDtype::kFloat32, 0, blocks, width, true},
-      ArenaField{"masks_left", ArenaDtype::kInt32, 0, blocks, 1, false},
-      ArenaField{"flags", ArenaDtype::kInt32, 0, blocks, 1, false},
-      ArenaField{"same_token_ratio", ArenaDtype::kFloat32, 0, blocks, 1, false},
+      matrix_field("write_ids", ArenaDtype::kInt64, blocks, width),
+      matrix_field("confidence", ArenaDtype::kFloat32, blocks, width),
+      vector_field("masks_left", ArenaDtype::kInt32, blocks),
+      vector_field("flags", ArenaDtype::kInt32, blocks),
+      vector_field("same_token_ratio", ArenaDtype::kFloat32, blocks),
+      vector_field("pending_next_token", ArenaDtype::kInt64, seeded),
+      matrix_field("merge_valid", ArenaDtype::kUint8, merged, width),
+      ArenaField{"merge_topk_ids", ArenaDtype::kInt64, 0, merged, width * top_k, true, top_k},
+      ArenaField{"merge_topk_probs", ArenaDtype::kFloat32, 0, merged, width * top_k, true, top_k},
+      matrix_field("merge_residual", ArenaDtype::kFloat32, merged, width),
+      matrix_field("canvas_argmax", ArenaDtype::kInt64, canvases, width),
   };
   Arena::layout(fields);
   return fields;
@@ -42,58 +57,9 @@ SamplerOutput::SamplerOutput(const EngineOptions& options, void* memory, size_t 
 SamplerOutput::SamplerOutput(const EngineOptions& options, Arena arena)
     : arena_(std::move(arena)),
       max_blocks_(options.max_num_reqs * options.buffer_size),
-      block_size_(options.block_size) {
+      block_size_(options.block_size),
+      merge_top_k_(options.token_merge_top_k) {
   clear(max_blocks_);
-}
-
-Span<int64_t> SamplerOutput::write_ids() noexcept {
-  return Span<int64_t>(arena_.array<int64_t>(index_of(OutputArray::kWriteIds)),
-                       static_cast<size_t>(max_blocks_ * block_size_));
-}
-
-Span<const int64_t> SamplerOutput::write_ids() const noexcept {
-  return Span<const int64_t>(arena_.array<int64_t>(index_of(OutputArray::kWriteIds)),
-                             static_cast<size_t>(max_blocks_ * block_size_));
-}
-
-Span<float> SamplerOutput::confidence() noexcept {
-  return Span<float>(arena_.array<float>(index_of(OutputArray::kConfidence)),
-                     static_cast<size_t>(max_blocks_ * block_size_));
-}
-
-Span<const float> SamplerOutput::confidence() const noexcept {
-  return Span<const float>(arena_.array<float>(index_of(OutputArray::kConfidence)),
-                           static_cast<size_t>(max_blocks_ * block_size_));
-}
-
-Span<int32_t> SamplerOutput::masks_left() noexcept {
-  return Span<int32_t>(arena_.array<int32_t>(index_of(OutputArray::kMasksLeft)),
-                       static_cast<size_t>(max_blocks_));
-}
-
-Span<const int32_t> SamplerOutput::masks_left() const noexcept {
-  return Span<const int32_t>(arena_.array<int32_t>(index_of(OutputArray::kMasksLeft)),
-                             static_cast<size_t>(max_blocks_));
-}
-
-Span<int32_t> SamplerOutput::flags() noexcept {
-  return Span<int32_t>(arena_.array<int32_t>(index_of(OutputArray::kFlags)),
-                       static_cast<size_t>(max_blocks_));
-}
-
-Span<const int32_t> SamplerOutput::flags() const noexcept {
-  return Span<const int32_t>(arena_.array<int32_t>(index_of(OutputArray::kFlags)),
-                             static_cast<size_t>(max_blocks_));
-}
-
-Span<float> SamplerOutput::same_token_ratio() noexcept {
-  return Span<float>(arena_.array<float>(index_of(OutputArray::kSameTokenRatio)),
-                     static_cast<size_t>(max_blocks_));
-}
-
-Span<const float> SamplerOutput::same_token_ratio() const noexcept {
-  return Span<const float>(arena_.array<float>(index_of(OutputArray::kSameTokenRatio)),
-                           static_cast<size_t>(max_blocks_));
 }
 
 void SamplerOutput::clear(int32_t num_blocks) {
@@ -105,6 +71,17 @@ void SamplerOutput::clear(int32_t num_blocks) {
   std::fill_n(masks_left().begin(), num_blocks, 0);
   std::fill_n(flags().begin(), num_blocks, 0);
   std::fill_n(same_token_ratio().begin(), num_blocks, 1.0F);
+  std::fill(pending_next_token().begin(), pending_next_token().end(), int64_t{-1});
+  if (merge_top_k_ > 0) {
+    const int32_t count = num_blocks * block_size_;
+    std::fill_n(merge_valid().begin(), count, uint8_t{0});
+    std::fill_n(merge_topk_ids().begin(), count * merge_top_k_, int64_t{-1});
+    std::fill_n(merge_topk_probs().begin(), count * merge_top_k_, 0.0F);
+    std::fill_n(merge_residual().begin(), count, 0.0F);
+  }
+  if (!canvas_argmax().empty()) {
+    std::fill_n(canvas_argmax().begin(), num_blocks * block_size_, int64_t{-1});
+  }
 }
 
 }  // namespace diffulex

@@ -108,7 +108,8 @@ Status Scheduler::validate_request(const Request& request) const {
   }
   const int64_t limit_end = std::min(int64_t{request.prompt_len} + request.params.max_tokens,
                                      int64_t{options_.max_model_len});
-  const int32_t num_pages = kv_cache_.num_pages_for(static_cast<int32_t>(limit_end));
+  const int32_t span = options_.page_span(static_cast<int32_t>(limit_end));
+  const int32_t num_pages = kv_cache_.num_pages_for(span);
   if (num_pages > kv_cache_.num_pages()) {
     return make_error(StatusCode::kOutOfPages, "add_request: expected a request of at most ",
                       kv_cache_.num_pages(), " pages, got ", num_pages, " pages for ", limit_end,
@@ -265,14 +266,35 @@ bool Scheduler::must_decode() const {
   });
 }
 
+int32_t Scheduler::pick_decode_group() const {
+  int32_t oldest_rows = 0;
+  for (const Request* request : running_) {
+    const StepNeed need = strategy_->pages_needed(
+        *request, {request->context_len(), options_.max_num_batched_tokens});
+    if (need.is_prefill) {
+      continue;
+    }
+    if (need.num_rows == put_off_rows_) {
+      return put_off_rows_;
+    }
+    oldest_rows = oldest_rows == 0 ? need.num_rows : oldest_rows;
+  }
+  return oldest_rows;
+}
+
 void Scheduler::plan_decode(StepPlan& plan) {
-  const auto first = std::find_if(running_.begin(), running_.end(), [this](const Request* request) {
-    return request->req_id == decode_first_id_;
-  });
+  const int32_t group_rows = options_.group_decode_by_rows ? pick_decode_group() : 0;
+  // Groups rotate on their own, so that one cannot make another start over.
+  const bool is_small_group = group_rows != 0 && group_rows < options_.decode_rows();
+  int64_t& first_id = decode_first_ids_[is_small_group ? 1 : 0];
+  put_off_rows_ = 0;
+  const auto first =
+      std::find_if(running_.begin(), running_.end(),
+                   [first_id](const Request* request) { return request->req_id == first_id; });
   const auto pivot = first == running_.end() ? running_.begin() : first;
   decode_order_.assign(pivot, running_.end());
   decode_order_.insert(decode_order_.end(), running_.begin(), pivot);
-  decode_first_id_ = -1;
+  first_id = -1;
   for (Request* request : decode_order_) {
     const int32_t budget = options_.max_num_batched_tokens - plan.num_rows();
     if (request->status == RequestStatus::kWaiting) {
@@ -282,8 +304,12 @@ void Scheduler::plan_decode(StepPlan& plan) {
     if (need.is_prefill) {
       continue;  // an unfinished chunked span, when a decode batch was forced
     }
+    if (group_rows != 0 && need.num_rows != group_rows) {
+      put_off_rows_ = put_off_rows_ == 0 ? need.num_rows : put_off_rows_;
+      continue;  // keeps its pages and its place
+    }
     if (need.num_rows > budget) {
-      decode_first_id_ = request->req_id;
+      first_id = request->req_id;
       break;
     }
     if (reserve_pages(*request, need.page_len)) {

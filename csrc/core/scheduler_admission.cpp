@@ -64,7 +64,11 @@ bool Scheduler::try_admit(StepPlan& plan, Request& request) {
   const bool has_grown = kv_cache_.try_grow(request.page_table, need.page_len);
   DIFFULEX_CHECK(has_grown, "schedule: expected ", num_pages, " free pages, got ",
                  kv_cache_.num_free_pages());
-  mark_cached(rules_, request.buffer.state(), hit.len);
+  if (rules_.is_canvas) {
+    mark_canvas_cached(rules_, request.buffer.state(), hit.len);
+  } else {
+    mark_cached(rules_, request.buffer.state(), hit.len);
+  }
   counters_.num_prefix_query_tokens += request.prefix_limit;
   counters_.num_prefix_hit_tokens += hit.len;
   request.num_cached_tokens = hit.len;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "core/scheduler_mailbox.h"
@@ -28,7 +29,10 @@ namespace {
   return "unknown";
 }
 
-/// Positions tested at once when looking for writes; every block size is a multiple of it.
+/// Largest probability of a descriptor: 1 with room for rounding.
+constexpr float kMaxMergeProb = 1.001F;
+
+/// Positions tested at once when looking for writes.
 constexpr int32_t kWriteGroup = 4;
 
 /// Whether any of kWriteGroup entries differs from -1 ("unchanged"). Most positions of a step are
@@ -37,17 +41,108 @@ constexpr int32_t kWriteGroup = 4;
   return (write_ids[0] & write_ids[1] & write_ids[2] & write_ids[3]) != -1;
 }
 
+/// Whether every descriptor stands at an editable position that holds a token after the writes, and
+/// is a part of a distribution over the vocabulary.
+[[nodiscard]] Status check_merge(StepPlan& plan, const SamplerOutput& output,
+                                 const EngineOptions& options) {
+  const auto width = static_cast<size_t>(options.block_size);
+  const auto top_k = static_cast<size_t>(options.token_merge_top_k);
+  const Span<const uint8_t> is_valid = output.merge_valid();
+  for (size_t at = 0; at < static_cast<size_t>(plan.num_blocks()) * width; ++at) {
+    if (is_valid[at] == 0) {
+      continue;
+    }
+    const auto rel = static_cast<int32_t>(at % width);
+    const bool is_open = plan.blk_tokens()[at] == options.mask_token_id;
+    bool is_sound = rel >= plan.blk_editable_start()[at / width] &&
+                    (!is_open || output.write_ids()[at] >= 0) &&
+                    output.merge_residual()[at] >= 0.0F && output.merge_residual()[at] <= 1.0F;
+    for (size_t k = at * top_k; k < (at + 1) * top_k; ++k) {
+      const int64_t id = output.merge_topk_ids()[k];
+      const float prob = output.merge_topk_probs()[k];
+      const int64_t id_end =
+          options.vocab_size > 0 ? options.vocab_size : std::numeric_limits<int32_t>::max();
+      is_sound = is_sound && id >= 0 && id < id_end && prob >= 0.0F && prob <= kMaxMergeProb;
+    }
+    if (!is_sound) {
+      return make_error(StatusCode::kInvalidArgument, "complete_step: expected a merge descriptor ",
+                        "of ids and probabilities at a decided position, got one of id ",
+                        output.merge_topk_ids()[at * top_k], " with probability ",
+                        output.merge_topk_probs()[at * top_k], ", residual ",
+                        output.merge_residual()[at], " at position ", rel, " of block ",
+                        plan.blk_id()[at / width]);
+    }
+  }
+  return {};
+}
+
+/// The next canvas must be whole: an id at every real position, and in the argmax canvas too. Rows
+/// without a finite candidate have none; their request fails.
+[[nodiscard]] Status check_canvases(const BlockRules& rules, StepPlan& plan,
+                                    const SamplerOutput& output) {
+  for (int32_t blk = 0; blk < plan.num_blocks(); ++blk) {
+    const auto index = static_cast<size_t>(blk);
+    if ((output.flags()[index] & kSamplerBadLogits) != 0) {
+      continue;
+    }
+    const size_t first = index * static_cast<size_t>(rules.block_size);
+    const auto num_valid = static_cast<size_t>(plan.blk_valid_len()[index]);
+    for (size_t rel = 0; rel < static_cast<size_t>(rules.block_size); ++rel) {
+      const int64_t token = output.write_ids()[first + rel];
+      const int64_t argmax = output.canvas_argmax()[first + rel];
+      const bool is_legal =
+          rel < num_valid ? token >= 0 && argmax >= 0 && argmax < rules.vocab_size : token == -1;
+      if (!is_legal) {
+        return make_error(StatusCode::kInvalidArgument, "complete_step: expected a canvas of ",
+                          num_valid, " ids below ", rules.vocab_size, ", got token ", token,
+                          " and argmax ", argmax, " at position ", rel, " of canvas ",
+                          plan.blk_id()[index]);
+      }
+    }
+  }
+  return {};
+}
+
+/// Requests with a seed row have a choice of it, or -1 when it had no finite candidate; the others
+/// have none.
+[[nodiscard]] Status check_seeds(const BlockRules& rules, StepPlan& plan,
+                                 const SamplerOutput& output, size_t num_reqs) {
+  for (size_t r = 0; r < num_reqs; ++r) {
+    const int64_t token = output.pending_next_token()[r];
+    const bool is_token = token >= 0 && token <= 0x7fffffff && token != rules.mask_token_id &&
+                          (rules.vocab_size == 0 || token < rules.vocab_size);
+    if (token != -1 && !(is_token && plan.seed_row()[r] >= 0)) {
+      return make_error(StatusCode::kInvalidArgument, "complete_step: expected ",
+                        plan.seed_row()[r] >= 0 ? "the next token" : "no next token (-1)",
+                        " of request ", plan.req_ids()[r], ", got ", token);
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 Status Scheduler::collect_writes(StepPlan& plan, const SamplerOutput& output) {
   writes_.clear();
   next_write_ = 0;
   const int32_t block_size = rules_.block_size;
-  if (output.block_size() != block_size || output.max_num_blocks() != layout_.max_num_blocks()) {
+  if (output.block_size() != block_size || output.max_num_blocks() != layout_.max_num_blocks() ||
+      output.merge_top_k() != layout_.merge_top_k) {
     return make_error(StatusCode::kInvalidArgument, "complete_step: expected an output of ",
-                      layout_.max_num_blocks(), " blocks of ", block_size, ", got ",
-                      output.max_num_blocks(), " of ", output.block_size());
+                      layout_.max_num_blocks(), " blocks of ", block_size, " with merge_top_k ",
+                      layout_.merge_top_k, ", got ", output.max_num_blocks(), " of ",
+                      output.block_size(), " with ", output.merge_top_k());
   }
+  if (layout_.merge_top_k > 0) {
+    DIFFULEX_RETURN_IF_ERROR(check_merge(plan, output, options_));
+  }
+  if (rules_.is_canvas) {
+    DIFFULEX_RETURN_IF_ERROR(check_canvases(rules_, plan, output));
+  }
+  if (options_.has_dual_cache()) {
+    DIFFULEX_RETURN_IF_ERROR(check_seeds(rules_, plan, output, plan_requests_.size()));
+  }
+  const bool may_rewrite = rules_.is_editing || rules_.is_canvas;
   const int64_t* write_ids = output.write_ids().data();
   for (int32_t blk = 0; blk < plan.num_blocks(); ++blk) {
     const auto index = static_cast<size_t>(blk);
@@ -55,9 +150,10 @@ Status Scheduler::collect_writes(StepPlan& plan, const SamplerOutput& output) {
     const BufferState& state = request.buffer.state();
     const int32_t buffer_idx = plan.blk_id()[index] - state.blocks[0].block_id;
     const Block& block = state.blocks[buffer_idx];
-    const int32_t* tokens = request.buffer.token_data() + int64_t{block.block_id} * block_size;
+    const int32_t* tokens = request.buffer.token_data() + block_start(rules_, state, block);
     const int64_t* block_writes = write_ids + int64_t{blk} * block_size;
     for (int32_t rel = 0; rel < block_size; ++rel) {
+      // The last group of a canvas may reach into what follows in the arena: it only looks longer.
       if (rel % kWriteGroup == 0 && !has_writes(block_writes + rel)) {
         rel += kWriteGroup - 1;
         continue;
@@ -72,6 +168,9 @@ Status Scheduler::collect_writes(StepPlan& plan, const SamplerOutput& output) {
                           "open position, got ", describe(check), ": token ", token,
                           " at position ", rel, " of block ", block.block_id, " of request ",
                           request.req_id);
+      }
+      if (may_rewrite && token == tokens[rel]) {
+        continue;  // repeats what stands there
       }
       // Field by field: a copy of a temporary would wait for its stores to become one load.
       BlockWrite& write = writes_.emplace_back();
@@ -148,11 +247,14 @@ void Scheduler::finish_plan_request(StepPlan& plan, int32_t req_idx, const Sampl
     for (int32_t position = old_settled; position < output_end(state); ++position) {
       events_.appended_tokens.push_back(tokens[position]);
     }
-    for (int32_t id = old_context / rules_.block_size; id < state.context_len / rules_.block_size;
-         ++id) {
+    const auto blocks_before = [this, &state](int32_t position) {
+      return std::max(position - state.origin, 0) / rules_.block_size;
+    };
+    for (int32_t id = blocks_before(old_context); id < blocks_before(state.context_len); ++id) {
       events_.committed.push_back(CommittedBlock{request.req_id, id});
     }
-    kv_cache_.register_prefix(request.page_table, request.tokens(), state.context_len);
+    kv_cache_.register_prefix(request.page_table, request.tokens(),
+                              std::min(state.context_len, request.share_limit));
     event.new_tokens = outcome.new_tokens;
     event.finish_reason = outcome.finish_reason;
     counters_.num_new_tokens += outcome.new_tokens;

@@ -9,16 +9,20 @@
 namespace diffulex {
 namespace {
 
-/// MaskKind::kBlockCausal of kernels/attention.h, which core may not include.
+// MaskKind of kernels/attention.h, which core may not include.
+constexpr int32_t kCausalMask = 0;
 constexpr int32_t kBlockCausalMask = 1;
+constexpr int32_t kFullMask = 2;
+constexpr int32_t kPrefixFullMask = 3;
+constexpr int32_t kCacheOnlyMask = 4;
 
 [[nodiscard]] ArenaField vector_field(const char* name, ArenaDtype dtype, int64_t rows) {
-  return ArenaField{name, dtype, 0, rows, 1, false};
+  return ArenaField{name, dtype, 0, rows, 1, false, 0};
 }
 
 [[nodiscard]] ArenaField matrix_field(const char* name, ArenaDtype dtype, int64_t rows,
                                       int64_t cols) {
-  return ArenaField{name, dtype, 0, rows, cols, true};
+  return ArenaField{name, dtype, 0, rows, cols, true, 0};
 }
 
 /// Uniform of a row that is not sampled.
@@ -31,6 +35,23 @@ constexpr double kGreedyUniform = 0.5;
 
 }  // namespace
 
+int32_t mask_kind(RowMode mode) noexcept {
+  switch (mode) {
+    case RowMode::kPrefillBlockCausal:
+    case RowMode::kDecodeBlockCausal:
+      return kBlockCausalMask;
+    case RowMode::kCacheOnly:
+      return kCacheOnlyMask;
+    case RowMode::kPrefillPrefixFull:
+      return kPrefixFullMask;
+    case RowMode::kCausal:
+      return kCausalMask;
+    case RowMode::kCanvas:
+      return kFullMask;
+  }
+  return kBlockCausalMask;
+}
+
 PlanLayout PlanLayout::of(const EngineOptions& options) {
   PlanLayout layout;
   layout.block_size = options.block_size;
@@ -40,6 +61,12 @@ PlanLayout PlanLayout::of(const EngineOptions& options) {
   layout.max_num_reqs = options.max_num_reqs;
   layout.max_num_rows =
       std::max(options.max_num_batched_tokens, options.max_num_reqs * options.decode_rows());
+  layout.att_block_size = options.att_block_size();
+  layout.merge_top_k = options.token_merge_top_k;
+  layout.has_saved_rows = options.logits_shift;
+  layout.has_edit_threshold = options.is_editing && options.strategy == "multi_bd";
+  layout.has_dual_cache = options.has_dual_cache();
+  layout.has_canvas = options.has_canvas();
   return layout;
 }
 
@@ -47,14 +74,20 @@ std::string PlanLayout::describe() const {
   std::ostringstream text;
   text << "block_size " << block_size << ", buffer_size " << buffer_size << ", page_size "
        << page_size << ", max_pages_per_req " << max_pages_per_req << ", max_num_reqs "
-       << max_num_reqs << ", max_num_rows " << max_num_rows;
+       << max_num_reqs << ", max_num_rows " << max_num_rows << ", att_block_size " << att_block_size
+       << ", merge_top_k " << merge_top_k << (has_saved_rows ? ", saved rows" : "")
+       << (has_edit_threshold ? ", edit thresholds" : "") << (has_dual_cache ? ", dual cache" : "")
+       << (has_canvas ? ", canvas" : "");
   return text.str();
 }
 
 bool PlanLayout::operator==(const PlanLayout& other) const noexcept {
   return block_size == other.block_size && buffer_size == other.buffer_size &&
          page_size == other.page_size && max_pages_per_req == other.max_pages_per_req &&
-         max_num_reqs == other.max_num_reqs && max_num_rows == other.max_num_rows;
+         max_num_reqs == other.max_num_reqs && max_num_rows == other.max_num_rows &&
+         att_block_size == other.att_block_size && merge_top_k == other.merge_top_k &&
+         has_saved_rows == other.has_saved_rows && has_edit_threshold == other.has_edit_threshold &&
+         has_dual_cache == other.has_dual_cache && has_canvas == other.has_canvas;
 }
 
 std::vector<ArenaField> StepPlan::make_fields(const EngineOptions& options) {
@@ -63,7 +96,13 @@ std::vector<ArenaField> StepPlan::make_fields(const EngineOptions& options) {
   const int64_t reqs = layout.max_num_reqs;
   const int64_t blocks = layout.max_num_blocks();
   const int64_t width = layout.block_size;
-  const int64_t logits = blocks * width;
+  const int64_t logits = layout.max_logits_rows();
+  const int64_t saved = layout.has_saved_rows ? logits : 0;
+  const int64_t edited = layout.has_edit_threshold ? blocks : 0;
+  const int64_t seeded = layout.has_dual_cache ? reqs : 0;
+  const int64_t merged = layout.merge_top_k > 0 ? rows : 0;
+  const int64_t passes = layout.has_canvas ? rows : 0;
+  const int64_t canvases = layout.has_canvas ? blocks : 0;
   std::vector<ArenaField> fields = {
       vector_field("input_ids", ArenaDtype::kInt64, rows),
       vector_field("positions", ArenaDtype::kInt64, rows),
@@ -96,6 +135,24 @@ std::vector<ArenaField> StepPlan::make_fields(const EngineOptions& options) {
       vector_field("blk_total_steps", ArenaDtype::kInt32, blocks),
       vector_field("blk_open_steps", ArenaDtype::kInt32, blocks),
       vector_field("blk_post_edit_steps", ArenaDtype::kInt32, blocks),
+      vector_field("logits_source", ArenaDtype::kInt32, saved),
+      vector_field("row_top_k", ArenaDtype::kInt32, logits),
+      vector_field("row_top_p", ArenaDtype::kFloat32, logits),
+      vector_field("row_min_p", ArenaDtype::kFloat32, logits),
+      vector_field("blk_request_slot", ArenaDtype::kInt32, blocks),
+      vector_field("blk_step", ArenaDtype::kInt32, blocks),
+      vector_field("blk_edit_threshold", ArenaDtype::kFloat32, edited),
+      vector_field("seed_row", ArenaDtype::kInt32, seeded),
+      vector_field("merge_mask", ArenaDtype::kUint8, merged),
+      matrix_field("merge_topk_ids", ArenaDtype::kInt64, merged, layout.merge_top_k),
+      matrix_field("merge_topk_probs", ArenaDtype::kFloat32, merged, layout.merge_top_k),
+      vector_field("merge_residual", ArenaDtype::kFloat32, merged),
+      vector_field("row_pass_kind", ArenaDtype::kUint8, passes),
+      vector_field("row_self_cond", ArenaDtype::kInt32, passes),
+      matrix_field("blk_prev_argmax", ArenaDtype::kInt64, canvases, width),
+      vector_field("blk_stable_run", ArenaDtype::kInt32, canvases),
+      vector_field("blk_steps_left", ArenaDtype::kInt32, canvases),
+      matrix_field("blk_renoise", ArenaDtype::kInt64, canvases, width),
       matrix_field("page_tables", ArenaDtype::kInt32, reqs, layout.max_pages_per_req),
   };
   Arena::layout(fields);
@@ -117,10 +174,18 @@ StepPlan::StepPlan(const EngineOptions& options, Arena arena)
       identity_(next_identity()),
       first_block_(static_cast<size_t>(options.max_num_reqs) + 1, 0),
       page_rows_(static_cast<size_t>(options.max_num_reqs)) {
+  for (size_t i = 0; i < bases_.size(); ++i) {
+    bases_[i] = arena_.array<unsigned char>(i);
+  }
   const int64_t entries = int64_t{layout_.max_num_reqs} * layout_.max_pages_per_req;
   std::fill_n(ptr<int32_t>(PlanArray::kPageTables), entries, -1);
+  pad_token_id_ = options.mask_token_id;
   // The arena is zeroed, which is what inverse temperatures of greedy rows are.
   std::fill_n(ptr<double>(PlanArray::kRowUniforms), max_logits_rows(), kGreedyUniform);
+  std::fill_n(ptr<float>(PlanArray::kRowTopP), max_logits_rows(), 1.0F);
+  if (has(PlanArray::kLogitsSource)) {
+    std::fill_n(ptr<int32_t>(PlanArray::kLogitsSource), max_logits_rows(), -1);
+  }
 }
 
 size_t StepPlan::used_bytes() const noexcept {
@@ -165,6 +230,8 @@ void StepPlan::reset(PlanKind kind, int64_t step_id) {
   num_blocks_ = 0;
   num_logits_rows_ = 0;
   num_sampled_rows_ = 0;
+  num_filtered_rows_ = 0;
+  num_saved_source_rows_ = 0;
   need_kv_cache_store_ = false;
   first_block_[0] = 0;
   ptr<int32_t>(PlanArray::kCuSeqlensQ)[0] = 0;
@@ -184,11 +251,14 @@ int32_t StepPlan::append_request(int64_t req_id, int32_t request_slot, int32_t n
   ptr<int64_t>(PlanArray::kReqIds)[req_idx] = req_id;
   ptr<int32_t>(PlanArray::kRequestSlots)[req_idx] = request_slot;
   ptr<int32_t>(PlanArray::kLastRowIndex)[req_idx] = -1;
+  if (layout_.has_dual_cache) {
+    ptr<int32_t>(PlanArray::kSeedRow)[req_idx] = -1;
+  }
   first_block_[static_cast<size_t>(num_reqs_)] = num_blocks_;
   return req_idx;
 }
 
-int32_t StepPlan::append_block(int32_t req_idx, int32_t block_id, int32_t row0) {
+int32_t StepPlan::append_block(int32_t req_idx, int32_t block_id, int32_t start, int32_t row0) {
   DIFFULEX_CHECK(num_blocks_ < layout_.max_num_blocks(),
                  "StepPlan::append_block: expected at most ", layout_.max_num_blocks(),
                  " blocks, got ", num_blocks_ + 1);
@@ -202,11 +272,12 @@ int32_t StepPlan::append_block(int32_t req_idx, int32_t block_id, int32_t row0) 
   const int32_t index = num_blocks_++;
   ptr<int32_t>(PlanArray::kBlkReq)[index] = req_idx;
   ptr<int32_t>(PlanArray::kBlkId)[index] = block_id;
-  ptr<int32_t>(PlanArray::kBlkStart)[index] = block_id * layout_.block_size;
+  ptr<int32_t>(PlanArray::kBlkStart)[index] = start;
   ptr<int32_t>(PlanArray::kBlkRow0)[index] = row0;
   int32_t prev_row = row0 > first_row ? row0 - 1 : kSavedRow;
-  prev_row = block_id == 0 ? kNoPrevRow : prev_row;
+  prev_row = start == 0 ? kNoPrevRow : prev_row;
   ptr<int32_t>(PlanArray::kBlkPrevRow)[index] = prev_row;
+  ptr<int32_t>(PlanArray::kBlkRequestSlot)[index] = ptr<int32_t>(PlanArray::kRequestSlots)[req_idx];
   ptr<int32_t>(PlanArray::kBlkValidLen)[index] = layout_.block_size;
   first_block_[static_cast<size_t>(req_idx) + 1] = num_blocks_;
   return index;
@@ -230,14 +301,69 @@ void StepPlan::commit_logits_rows(int32_t count, bool is_sampled) {
   if (is_sampled) {
     num_sampled_rows_ += count;
     sampled_end_ = std::max(sampled_end_, num_logits_rows_);
-    return;
+  } else {
+    // Entries that no sampled row ever took still hold the values of greedy rows; the same goes for
+    // the filters and sources below.
+    const int32_t stale = std::min(num_logits_rows_, sampled_end_) - begin;
+    if (stale > 0) {
+      std::fill_n(ptr<float>(PlanArray::kRowInvTemperature) + begin, stale, 0.0F);
+      std::fill_n(ptr<double>(PlanArray::kRowUniforms) + begin, stale, kGreedyUniform);
+    }
   }
-  // Entries that no sampled row ever took still hold the values of greedy rows.
-  const int32_t stale = std::min(num_logits_rows_, sampled_end_) - begin;
-  if (stale > 0) {
-    std::fill_n(ptr<float>(PlanArray::kRowInvTemperature) + begin, stale, 0.0F);
-    std::fill_n(ptr<double>(PlanArray::kRowUniforms) + begin, stale, kGreedyUniform);
+  const int32_t filtered = std::min(num_logits_rows_, filtered_end_) - begin;
+  if (filtered > 0) {
+    std::fill_n(ptr<int32_t>(PlanArray::kRowTopK) + begin, filtered, 0);
+    std::fill_n(ptr<float>(PlanArray::kRowTopP) + begin, filtered, 1.0F);
+    std::fill_n(ptr<float>(PlanArray::kRowMinP) + begin, filtered, 0.0F);
   }
+  const int32_t sourced = std::min(num_logits_rows_, sourced_end_) - begin;
+  if (sourced > 0) {
+    std::fill_n(ptr<int32_t>(PlanArray::kLogitsSource) + begin, sourced, -1);
+  }
+}
+
+void StepPlan::set_row_filter(int32_t count, const RowFilter& filter) {
+  DIFFULEX_CHECK(count >= 0 && count <= num_logits_rows_,
+                 "StepPlan::set_row_filter: expected at most ", num_logits_rows_, " rows, got ",
+                 count);
+  const int32_t begin = num_logits_rows_ - count;
+  std::fill_n(ptr<int32_t>(PlanArray::kRowTopK) + begin, count, filter.top_k);
+  std::fill_n(ptr<float>(PlanArray::kRowTopP) + begin, count, filter.top_p);
+  std::fill_n(ptr<float>(PlanArray::kRowMinP) + begin, count, filter.min_p);
+  num_filtered_rows_ += count;
+  filtered_end_ = std::max(filtered_end_, num_logits_rows_);
+}
+
+void StepPlan::set_logits_source(int32_t index, int32_t request_slot) {
+  DIFFULEX_CHECK(layout_.has_saved_rows && index >= 0 && index < num_logits_rows_ &&
+                     request_slot >= 0 && request_slot < layout_.max_num_reqs,
+                 "StepPlan::set_logits_source: expected a plan with saved rows, a row below ",
+                 num_logits_rows_, " and a slot below ", layout_.max_num_reqs, ", got ", index,
+                 " and ", request_slot);
+  ptr<int32_t>(PlanArray::kLogitsSource)[index] = request_slot;
+  ++num_saved_source_rows_;
+  sourced_end_ = std::max(sourced_end_, index + 1);
+}
+
+int32_t StepPlan::find_or_append_logits_row(int32_t row, int32_t first_index) {
+  DIFFULEX_CHECK(row >= 0 && row < num_rows_,
+                 "StepPlan::find_or_append_logits_row: expected a row below ", num_rows_, ", got ",
+                 row);
+  int32_t* rows = ptr<int32_t>(PlanArray::kLogitsRows);
+  for (int32_t index = first_index; index < num_logits_rows_; ++index) {
+    const bool is_own =
+        !layout_.has_saved_rows || ptr<int32_t>(PlanArray::kLogitsSource)[index] < 0;
+    if (rows[index] == row && is_own) {
+      return index;
+    }
+  }
+  const int32_t index = num_logits_rows_;
+  DIFFULEX_CHECK(index < max_logits_rows(),
+                 "StepPlan::find_or_append_logits_row: expected fewer than ", max_logits_rows(),
+                 " logits rows, got ", index);
+  rows[index] = row;
+  commit_logits_rows(1, false);
+  return index;
 }
 
 void StepPlan::set_page_table(int32_t req_idx, uint64_t epoch, Span<const int32_t> pages) {
@@ -304,8 +430,28 @@ Status StepPlan::pad_requests(int32_t num_reqs) {
     ptr<int32_t>(PlanArray::kPrefixLens)[r] = 0;
     ptr<int32_t>(PlanArray::kPaddedPrefixLens)[r] = 0;
     set_page_table(r, 0, {});
+    fill_padded_rows(row0, q_len);
   }
   return {};
+}
+
+void StepPlan::fill_padded_rows(int32_t row0, int32_t count) {
+  if (layout_.merge_top_k > 0) {
+    clear_merge_rows(row0, count);
+  }
+  if (layout_.has_canvas) {
+    std::fill_n(ptr<uint8_t>(PlanArray::kRowPassKind) + row0, count, uint8_t{0});
+    std::fill_n(ptr<int32_t>(PlanArray::kRowSelfCond) + row0, count, -1);
+  }
+}
+
+void StepPlan::clear_merge_rows(int32_t row0, int32_t count) {
+  const int64_t top_k = layout_.merge_top_k;
+  std::fill_n(ptr<uint8_t>(PlanArray::kMergeMask) + row0, count, uint8_t{0});
+  std::fill_n(ptr<int64_t>(PlanArray::kMergeTopkIds) + row0 * top_k, count * top_k,
+              int64_t{pad_token_id_});
+  std::fill_n(ptr<float>(PlanArray::kMergeTopkProbs) + row0 * top_k, count * top_k, 0.0F);
+  std::fill_n(ptr<float>(PlanArray::kMergeResidual) + row0, count, 0.0F);
 }
 
 }  // namespace diffulex

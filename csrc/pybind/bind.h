@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "diffulex/core/arena.h"
 #include "diffulex/core/span.h"
 #include "diffulex/core/status.h"
+#include "diffulex/core/strategy.h"
 
 // Shared by the topic files of the module: how failures become Python exceptions and how arrays
 // become numpy views.
@@ -78,11 +80,36 @@ template <typename T>
       address);  // NOLINT(performance-no-int-to-ptr): address of a tensor
 }
 
+/// Sets the attributes named by keyword arguments; an unknown name is a TypeError naming it.
+inline void assign_keywords(py::object target, const py::kwargs& values) {
+  for (const auto& item : values) {
+    if (!py::hasattr(target, item.first)) {
+      throw py::type_error(std::string(py::str(py::type::of(target).attr("__name__"))) +
+                           ": expected a field name, got " + std::string(py::str(item.first)));
+    }
+    py::setattr(target, item.first, item.second);
+  }
+}
+
+/// Constructor that takes every field as an optional keyword.
+template <typename T>
+[[nodiscard]] auto keyword_init() {
+  return py::init([](const py::kwargs& values) {
+    py::object target = py::cast(T{});
+    assign_keywords(target, values);
+    return target.cast<T>();
+  });
+}
+
+/// A strategy that forwards to a Python object of type Strategy and keeps it alive.
+[[nodiscard]] std::unique_ptr<Strategy> borrow_strategy(const py::object& strategy);
+
 void bind_options(py::module_& module);
 void bind_kv_cache(py::module_& module);
 void bind_request(py::module_& module);
 void bind_plan(py::module_& module);
 void bind_scheduler(py::module_& module);
+void bind_strategy(py::module_& module);
 void bind_kernels(py::module_& module);
 
 }  // namespace diffulex::bindings

@@ -4,7 +4,9 @@
 #include <pybind11/pybind11.h>
 
 #include "diffulex/kernels/attention.h"
+#include "diffulex/kernels/moe.h"
 #include "diffulex/kernels/sampling.h"
+#include "diffulex/kernels/token_merge.h"
 #include "diffulex_build_info.h"
 #include "pybind/bind.h"
 
@@ -19,6 +21,15 @@ namespace {
     return Device::kCuda;
   }
   throw py::value_error("device: expected cpu or cuda, got " + name);
+}
+
+[[nodiscard]] DType parse_float_dtype(const std::string& name) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    if (name == to_string(dtype)) {
+      return dtype;
+    }
+  }
+  throw py::value_error("dtype: expected float32, float16 or bfloat16, got " + name);
 }
 
 /// "a;b" as a list; an empty string as an empty list.
@@ -87,6 +98,29 @@ void bind_kernels(py::module_& module) {
       py::arg("num_reqs"), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
       py::arg("max_seqlen_q"), py::arg("max_context_len"), py::arg("num_splits") = 0,
       "int32 elements of the plan buffer of the op attention_plan.");
+  module.def("moe_max_tiles", &moe_max_tiles, py::arg("num_slots"), py::arg("num_local_experts"),
+             py::arg("tile"), "Entries of the tile list of the op moe_permute.");
+  module.def(
+      "fused_moe_workspace_bytes",
+      [](int64_t num_tokens, int32_t top_k, int32_t num_local_experts, int64_t hidden_size,
+         int64_t intermediate_size, const std::string& dtype, const std::string& device) {
+        return fused_moe_workspace_bytes({num_tokens, top_k, num_local_experts, hidden_size,
+                                          intermediate_size, parse_float_dtype(dtype)},
+                                         parse_device(device));
+      },
+      py::arg("num_tokens"), py::arg("top_k"), py::arg("num_local_experts"), py::arg("hidden_size"),
+      py::arg("intermediate_size"), py::arg("dtype"), py::arg("device") = "cuda",
+      "Bytes of scratch the op fused_moe needs for activations of `dtype`.");
+  module.def(
+      "fused_experts_packed_workspace_bytes",
+      [](int64_t num_rows, int32_t num_local_experts, int64_t intermediate_size,
+         const std::string& dtype, const std::string& device) {
+        return fused_experts_packed_workspace_bytes(num_rows, num_local_experts, intermediate_size,
+                                                    parse_float_dtype(dtype), parse_device(device));
+      },
+      py::arg("num_rows"), py::arg("num_local_experts"), py::arg("intermediate_size"),
+      py::arg("dtype"), py::arg("device") = "cuda",
+      "Bytes of scratch the op fused_experts_packed needs for activations of `dtype`.");
   module.def(
       "token_stats_workspace_bytes",
       [](int64_t num_rows, int64_t vocab_size, int32_t top_k, const std::string& device) {
@@ -94,6 +128,16 @@ void bind_kernels(py::module_& module) {
       },
       py::arg("num_rows"), py::arg("vocab_size"), py::arg("top_k") = 0, py::arg("device") = "cuda",
       "Bytes of scratch the op token_stats needs.");
+  module.def(
+      "soft_embedding_workspace_bytes",
+      [](int64_t num_rows, int64_t vocab_size, int64_t hidden_size, const std::string& dtype,
+         const std::string& device) {
+        return soft_embedding_workspace_bytes(num_rows, vocab_size, hidden_size,
+                                              parse_float_dtype(dtype), parse_device(device));
+      },
+      py::arg("num_rows"), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("dtype"),
+      py::arg("device") = "cuda",
+      "Bytes of scratch the op soft_embedding needs for a table of `dtype`.");
 }
 
 }  // namespace diffulex::bindings

@@ -13,27 +13,6 @@
 namespace diffulex::bindings {
 namespace {
 
-/// Sets the attributes named by keyword arguments; an unknown name is a TypeError naming it.
-void assign_keywords(py::object target, const py::kwargs& values) {
-  for (const auto& item : values) {
-    if (!py::hasattr(target, item.first)) {
-      throw py::type_error(std::string(py::str(py::type::of(target).attr("__name__"))) +
-                           ": expected a field name, got " + std::string(py::str(item.first)));
-    }
-    py::setattr(target, item.first, item.second);
-  }
-}
-
-/// Constructor that takes every field as an optional keyword.
-template <typename T>
-[[nodiscard]] auto keyword_init() {
-  return py::init([](const py::kwargs& values) {
-    py::object target = py::cast(T{});
-    assign_keywords(target, values);
-    return target.cast<T>();
-  });
-}
-
 template <typename Enum>
 void bind_enum(py::module_& module, const char* name,
                std::initializer_list<std::pair<const char*, Enum>> values, const char* doc) {
@@ -105,6 +84,9 @@ void bind_options(py::module_& module) {
   py::class_<SamplingParams>(module, "SamplingParams", "Per-request parameters of the core.")
       .def(keyword_init<SamplingParams>())
       .def_readwrite("temperature", &SamplingParams::temperature)
+      .def_readwrite("top_p", &SamplingParams::top_p)
+      .def_readwrite("top_k", &SamplingParams::top_k)
+      .def_readwrite("min_p", &SamplingParams::min_p)
       .def_readwrite("max_tokens", &SamplingParams::max_tokens)
       .def_readwrite("max_nfe", &SamplingParams::max_nfe)
       .def_readwrite("max_repetition_run", &SamplingParams::max_repetition_run)
@@ -112,6 +94,10 @@ void bind_options(py::module_& module) {
       .def_readwrite("stop_token_ids", &SamplingParams::stop_token_ids)
       .def_readwrite("seed", &SamplingParams::seed)
       .def_readwrite("accept_threshold", &SamplingParams::accept_threshold)
+      .def_readwrite("edit_threshold", &SamplingParams::edit_threshold)
+      .def_readwrite("add_block_threshold", &SamplingParams::add_block_threshold)
+      .def_readwrite("semi_complete_threshold", &SamplingParams::semi_complete_threshold)
+      .def_readwrite("token_stability_threshold", &SamplingParams::token_stability_threshold)
       .def("validate", [](const SamplingParams& self) { raise_if_error(self.validate()); });
   py::class_<EngineOptions>(module, "EngineOptions",
                             "Configuration of the core; a scheduler copies it.")
@@ -139,7 +125,18 @@ void bind_options(py::module_& module) {
       .def_readwrite("cache_salt", &EngineOptions::cache_salt)
       .def_readwrite("seed", &EngineOptions::seed)
       .def_readwrite("masked_rows_only", &EngineOptions::masked_rows_only)
+      .def_readwrite("is_editing", &EngineOptions::is_editing)
+      .def_readwrite("logits_shift", &EngineOptions::logits_shift)
+      .def_readwrite("token_merge_top_k", &EngineOptions::token_merge_top_k)
+      .def_readwrite("dmax_store_soft_embeddings", &EngineOptions::dmax_store_soft_embeddings)
+      .def_readwrite("fdv2_use_block_cache", &EngineOptions::fdv2_use_block_cache)
+      .def_readwrite("group_decode_by_rows", &EngineOptions::group_decode_by_rows)
+      .def_readwrite("max_denoising_steps", &EngineOptions::max_denoising_steps)
+      .def_readwrite("stability_threshold", &EngineOptions::stability_threshold)
+      .def_readwrite("t_min", &EngineOptions::t_min)
+      .def_readwrite("t_max", &EngineOptions::t_max)
       .def_property_readonly("decode_rows", &EngineOptions::decode_rows)
+      .def_property_readonly("att_block_size", &EngineOptions::att_block_size)
       .def_property_readonly("max_pages_per_req", &EngineOptions::max_pages_per_req)
       .def("num_pages_for", &EngineOptions::num_pages_for, py::arg("length"))
       .def("validate", [](const EngineOptions& self) { raise_if_error(self.validate()); });

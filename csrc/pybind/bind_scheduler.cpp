@@ -204,11 +204,16 @@ void bind_scheduler(py::module_& module) {
       "Queues, budgets, preemption, abort. add_request, abort, stats and has_unfinished may be "
       "called from any thread. The plan in flight is kept alive.");
   scheduler
-      .def(py::init([](const EngineOptions& options, KVCacheManager& kv_cache) {
+      .def(py::init([](const EngineOptions& options, KVCacheManager& kv_cache,
+                       const py::object& strategy) {
              raise_if_error(options.validate());
-             return BoundScheduler{std::make_unique<Scheduler>(options, kv_cache), py::none()};
+             auto core = strategy.is_none() ? std::make_unique<Scheduler>(options, kv_cache)
+                                            : std::make_unique<Scheduler>(
+                                                  options, kv_cache, borrow_strategy(strategy));
+             return BoundScheduler{std::move(core), py::none()};
            }),
-           py::arg("options"), py::arg("kv_cache_manager"), py::keep_alive<1, 3>())
+           py::arg("options"), py::arg("kv_cache_manager"), py::arg("strategy") = py::none(),
+           py::keep_alive<1, 3>())
       .def(
           "add_request",
           [](BoundScheduler& self, const Request& request) {

@@ -13,6 +13,7 @@ PYBIND11_MODULE(_core, module) {
   bind_kv_cache(module);
   bind_request(module);
   bind_plan(module);
+  bind_strategy(module);
   bind_scheduler(module);
   bind_kernels(module);
 }

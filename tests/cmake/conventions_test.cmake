@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Every source file starts with its licence line (after an interpreter line, if any) and stays within
-# the budget of 600 lines (a CUDA main loop: 900).
+# the budget of 600 lines (900 for a CUDA main loop and for the stub of the extension module, which is
+# one module and cannot be split).
 cmake_minimum_required(VERSION 3.25)
 
 set(files "")
@@ -24,7 +25,7 @@ foreach(file IN LISTS files)
   string(REGEX REPLACE "[^\n]" "" newlines "${text}")
   string(LENGTH "${newlines}" num_lines)
   set(budget 600)
-  if(name MATCHES "/mainloop\\.cuh$")
+  if(name MATCHES "/(mainloop\\.cuh|_core\\.pyi)$")
     set(budget 900)
   endif()
   if(num_lines GREATER budget)

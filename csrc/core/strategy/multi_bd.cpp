@@ -6,7 +6,7 @@
 namespace diffulex {
 namespace {
 
-/// The shared mask-filling life cycle without a deviation.
+/// The shared life cycle without a deviation; the rules say whether the sampler may edit.
 class MultiBd final : public Strategy {
  public:
   explicit MultiBd(const EngineOptions& options) : options_(options) {}
@@ -19,7 +19,7 @@ class MultiBd final : public Strategy {
   }
 
   void begin_step(Request& request, const StepNeed& need) const override {
-    begin_mask_fill_step(request, need);
+    begin_mask_fill_step(options_, request, need);
   }
 
   void write_rows(Request& request, const KVCacheManager& kv_cache, StepPlan& plan,
@@ -38,7 +38,7 @@ class MultiBd final : public Strategy {
     return finish_mask_fill_step(options_, request, {plan, req_idx, output, writes});
   }
 
-  void on_preempt(Request& request) const override { preempt_mask_fill_request(request); }
+  void on_preempt(Request& request) const override { preempt_mask_fill_request(options_, request); }
 
  private:
   EngineOptions options_;

@@ -4,6 +4,10 @@
 #include <string>
 #include <vector>
 
+#include "core/strategy/d2f.h"
+#include "core/strategy/diffusion_gemma.h"
+#include "core/strategy/dmax.h"
+#include "core/strategy/fast_dllm_v2.h"
 #include "core/strategy/multi_bd.h"
 #include "diffulex/core/strategy.h"
 
@@ -16,7 +20,11 @@ struct StrategyEntry {
 };
 
 /// Every built-in strategy, sorted by name.
-constexpr std::array<StrategyEntry, 1> kStrategies = {{
+constexpr std::array<StrategyEntry, 5> kStrategies = {{
+    {"d2f", make_d2f},
+    {"diffusion_gemma", make_diffusion_gemma},
+    {"dmax", make_dmax},
+    {"fast_dllm_v2", make_fast_dllm_v2},
     {"multi_bd", make_multi_bd},
 }};
 

@@ -4,13 +4,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "diffulex/core/philox.h"
+#include "core/strategy/logits_rows.h"
 
 namespace diffulex {
 namespace {
-
-/// MaskKind::kBlockCausal of kernels/attention.h, which core may not include.
-constexpr int32_t kBlockCausalMask = 1;
 
 void add_stop_ids(BufferState& state, const std::vector<int32_t>& ids) {
   for (const int32_t id : ids) {
@@ -20,107 +17,41 @@ void add_stop_ids(BufferState& state, const std::vector<int32_t>& ids) {
   }
 }
 
-/// A span [begin, end) of rows cut to the budget: whole, or the longest chunk that ends at a block
-/// boundary at or before `chunk_limit`, or nothing.
-[[nodiscard]] StepNeed cut_span(const EngineOptions& options, int32_t begin, int32_t end,
-                                int32_t chunk_limit, int32_t row_budget) {
-  StepNeed need;
-  need.is_prefill = true;
-  need.num_rows = end - begin;
-  if (need.num_rows <= row_budget) {
-    need.page_len = chunk_limit;
-    return need;
-  }
-  need.is_final = false;
-  const int32_t block_size = options.block_size;
-  const int32_t room =
-      options.enable_chunked_prefill ? std::max(row_budget, 0) / block_size * block_size : 0;
-  need.num_rows = std::min(room, chunk_limit - begin);
-  need.page_len = begin + need.num_rows;
-  return need;
+/// Longest prefix hit of a request whose KV of [0, end) is to be had. With shifted logits the block
+/// before `end` is run again where position `end` is predicted: only a forward makes its row.
+[[nodiscard]] int32_t hit_limit(const EngineOptions& options, const Request& request, int32_t end) {
+  const bool needs_row = options.logits_shift && end >= request.prompt_len;
+  return needs_row ? std::max(end - options.block_size, 0) : end;
 }
 
-/// Tokens and logits rows of plan block `blk`.
-void write_block_rows(const EngineOptions& options, const Request& request, const Block& block,
-                      StepPlan& plan, int32_t blk) {
-  const int32_t block_size = options.block_size;
-  const int32_t start = block.block_id * block_size;
-  const int32_t row0 = plan.blk_row0()[static_cast<size_t>(blk)];
-  const auto offset = static_cast<size_t>(blk) * static_cast<size_t>(block_size);
-  int64_t* blk_tokens = plan.blk_tokens().data() + offset;
-  int32_t* row_index = plan.blk_row_index().data() + offset;
-  const int32_t* tokens = request.buffer.token_data() + start;
-  const LogitsRowCursor cursor = plan.logits_cursor();
-  const int32_t mask_id = options.mask_token_id;
-  for (int32_t rel = 0; rel < block_size; ++rel) {
-    blk_tokens[rel] = tokens[rel];
-  }
-  std::fill_n(row_index, block_size, -1);
-  // num_masks ends the scan early; all rows are wanted when rows are not restricted to masks.
-  const bool wants_all = !options.masked_rows_only;
-  const int32_t wanted = wants_all ? block_size : block.num_masks;
-  int32_t count = 0;
-  for (int32_t rel = wants_all ? 0 : block.editable_start; count < wanted; ++rel) {
-    if (wants_all || tokens[rel] == mask_id) {
-      cursor.rows[count] = row0 + rel;
-      row_index[rel] = cursor.next_index + count;
-      ++count;
-    }
-  }
-  const bool is_greedy = request.params.temperature < kGreedyTemperature;
-  if (!is_greedy) {
-    std::fill_n(cursor.inv_temperature, count, 1.0F / request.params.temperature);
-    // The number of earlier sampler steps of the block: this forward is already counted.
-    const int32_t draw_step = block.total_steps - 1;
-    for (int32_t i = 0; i < count; ++i) {
-      cursor.uniforms[i] = philox_uniform(request.seed, start + cursor.rows[i] - row0, draw_step,
-                                          RandomStream::kToken);
-    }
-  }
-  plan.commit_logits_rows(count, !is_greedy);
-}
-
-void apply_writes(Request& request, const RequestOutput& result) {
+/// Appends the ACTIVE blocks of a forward that samples.
+void append_active_blocks(const EngineOptions& options, const Request& request, StepPlan& plan,
+                          int32_t req_idx) {
   const BlockRules& rules = request.buffer.rules();
-  BufferState& state = request.buffer.state();
-  const Span<const float> confidence = result.output.confidence();
-  const Span<const int32_t> blk_id = result.plan.blk_id();
-  const int32_t first_id = state.blocks[0].block_id;
-  request.last_writes.resize(result.writes.size());
-  TokenWrite* entry = request.last_writes.data();
-  for (const BlockWrite& write : result.writes) {
-    const int32_t block_id = blk_id[static_cast<size_t>(write.blk)];
-    apply_write(rules, state, block_id - first_id, write.rel, write.token,
-                request.buffer.token_data());
-    const int32_t position = block_id * rules.block_size + write.rel;
-    const float value = confidence[static_cast<size_t>(write.blk * rules.block_size + write.rel)];
-    entry->position = position;
-    entry->confidence = value;
-    ++entry;
-    request.confidences[static_cast<size_t>(position)] = value;
-  }
-}
-
-/// Takes over the verdicts; returns whether any row had no finite candidate.
-[[nodiscard]] bool apply_verdicts(Request& request, const RequestOutput& result) {
-  bool has_bad_logits = false;
-  BufferState& state = request.buffer.state();
-  const Span<const int32_t> blk_id = result.plan.blk_id();
-  const Span<const int32_t> all_flags = result.output.flags();
-  const Span<const float> same_token_ratio = result.output.same_token_ratio();
-  const int32_t first_id = state.blocks[0].block_id;
-  const int32_t end = result.plan.first_block(result.req_idx + 1);
-  for (int32_t blk = result.plan.first_block(result.req_idx); blk < end; ++blk) {
+  const BufferState& state = request.buffer.state();
+  const bool has_edit_threshold = plan.layout().has_edit_threshold;
+  const int32_t request_row0 = plan.cu_seqlens_q()[static_cast<size_t>(req_idx)];
+  for (int32_t i = 0; i < state.num_valid; ++i) {
+    const Block& block = state.blocks[i];
+    if (block.status != BlockStatus::kActive) {
+      continue;
+    }
+    const int32_t start = block_start(rules, state, block);
+    const int32_t row0 = request_row0 + start - request.step.first_pos;
+    const int32_t blk = plan.append_block(req_idx, block.block_id, start, row0);
     const auto index = static_cast<size_t>(blk);
-    Block& block = state.blocks[blk_id[index] - first_id];
-    const int32_t flags = all_flags[index];
-    block.commit_ready = (flags & kSamplerCommittable) != 0;
-    block.same_as_previous = (flags & kSamplerSameAsPrevious) != 0;
-    block.all_confident = (flags & kSamplerAllConfident) != 0;
-    block.same_token_ratio = same_token_ratio[index];
-    has_bad_logits = has_bad_logits || (flags & kSamplerBadLogits) != 0;
+    plan.blk_editable_start()[index] = block.editable_start;
+    plan.blk_force_top1()[index] = force_top1(rules, state, i) ? 1 : 0;
+    plan.blk_accept_threshold()[index] = request.accept_threshold;
+    if (has_edit_threshold) {
+      plan.blk_edit_threshold()[index] = request.edit_threshold;
+    }
+    plan.blk_total_steps()[index] = block.total_steps;
+    plan.blk_open_steps()[index] = block.open_steps;
+    plan.blk_post_edit_steps()[index] = block.post_edit_steps;
+    plan.blk_step()[index] = block.total_steps - 1;  // this forward is already counted
+    write_block_rows(options, request, block, plan, blk);
   }
-  return has_bad_logits;
 }
 
 /// Derives a forward cap once, from the throughput of the first steps.
@@ -139,20 +70,53 @@ void update_auto_nfe(const EngineOptions& options, Request& request) {
 
 }  // namespace
 
-void init_mask_fill_request(const EngineOptions& options, Request& request) {
-  const int32_t prompt_len = request.prompt_len;
-  request.limit_end = static_cast<int32_t>(
-      std::min(int64_t{prompt_len} + request.params.max_tokens, int64_t{options.max_model_len}));
+void init_request_limits(const EngineOptions& options, Request& request) {
+  request.limit_end = static_cast<int32_t>(std::min(
+      int64_t{request.prompt_len} + request.params.max_tokens, int64_t{options.max_model_len}));
   BufferState& state = request.buffer.state();
   state.num_stop_ids = 0;
   if (!request.params.ignore_eos) {
     add_stop_ids(state, options.stop_token_ids);
     add_stop_ids(state, request.params.stop_token_ids);
   }
-  request.buffer.init(request.prompt(), request.limit_end);
-  request.prefix_limit = prompt_len / options.block_size * options.block_size;
   request.needs_prompt_prefill = true;
   request.resume_until = 0;
+}
+
+void reserve_step_records(const EngineOptions& options, Request& request, size_t num_steps) {
+  const int32_t num_blocks = (request.limit_end + options.block_size - 1) / options.block_size;
+  const int32_t max_len = (num_blocks + options.buffer_size) * options.block_size;
+  request.confidences.assign(static_cast<size_t>(max_len), 0.0F);
+  request.new_tokens_per_step.reserve(num_steps);
+  request.prefill_per_step.reserve(num_steps);
+  request.last_writes.reserve(static_cast<size_t>(options.decode_rows()));
+  request.page_table.pages.reserve(static_cast<size_t>(options.max_pages_per_req()));
+}
+
+StepNeed cut_prefill_span(const EngineOptions& options, const PrefillSpan& span,
+                          int32_t row_budget) {
+  StepNeed need;
+  need.is_prefill = true;
+  need.num_rows = span.end - span.begin;
+  if (need.num_rows <= row_budget) {
+    need.page_len = span.chunk_limit;
+    return need;
+  }
+  need.is_final = false;
+  const int32_t room = options.enable_chunked_prefill
+                           ? std::max(row_budget, 0) / span.granularity * span.granularity
+                           : 0;
+  need.num_rows = std::min(room, span.chunk_limit - span.begin);
+  need.page_len = span.begin + need.num_rows;
+  return need;
+}
+
+void init_mask_fill_request(const EngineOptions& options, Request& request) {
+  const int32_t prompt_len = request.prompt_len;
+  init_request_limits(options, request);
+  request.buffer.init(request.prompt(), request.limit_end);
+  request.prefix_limit =
+      hit_limit(options, request, prompt_len / options.block_size * options.block_size);
 
   // Everything a step appends to is reserved here, so that steps do not allocate. Every decode
   // forward fills a mask or stores a block; prefill and resume forwards are few.
@@ -160,11 +124,7 @@ void init_mask_fill_request(const EngineOptions& options, Request& request) {
   const int32_t max_len = (num_blocks + options.buffer_size) * options.block_size;
   const auto num_steps =
       static_cast<size_t>(max_len - prompt_len) + static_cast<size_t>(2 * num_blocks) + 8;
-  request.confidences.assign(static_cast<size_t>(max_len), 0.0F);
-  request.new_tokens_per_step.reserve(num_steps);
-  request.prefill_per_step.reserve(num_steps);
-  request.last_writes.reserve(static_cast<size_t>(options.decode_rows()));
-  request.page_table.pages.reserve(static_cast<size_t>(options.max_pages_per_req()));
+  reserve_step_records(options, request, num_steps);
 }
 
 StepNeed mask_fill_need(const EngineOptions& options, const Request& request,
@@ -176,12 +136,14 @@ StepNeed mask_fill_need(const EngineOptions& options, const Request& request,
     const bool activates = state.num_valid > 0 && can_activate(rules, state);
     const int32_t end = valid_end(rules, state) + (activates ? rules.block_size : 0);
     if (end > query.context_len) {
-      return cut_span(options, query.context_len, end, buffer_start(rules, state),
-                      query.row_budget);
+      return cut_prefill_span(
+          options, {query.context_len, end, buffer_start(rules, state), rules.block_size},
+          query.row_budget);
     }
   } else if (request.resume_until > query.context_len) {
-    return cut_span(options, query.context_len, request.resume_until, request.resume_until,
-                    query.row_budget);
+    return cut_prefill_span(
+        options, {query.context_len, request.resume_until, request.resume_until, rules.block_size},
+        query.row_budget);
   }
   StepNeed need;
   need.num_rows = options.decode_rows();
@@ -189,7 +151,7 @@ StepNeed mask_fill_need(const EngineOptions& options, const Request& request,
   return need;
 }
 
-void begin_mask_fill_step(Request& request, const StepNeed& need) {
+void begin_mask_fill_step(const EngineOptions& options, Request& request, const StepNeed& need) {
   const BlockRules& rules = request.buffer.rules();
   BufferState& state = request.buffer.state();
   RequestStep& step = request.step;
@@ -215,6 +177,9 @@ void begin_mask_fill_step(Request& request, const StepNeed& need) {
     step.store_end = step.first_pos + need.num_rows;
   }
   step.row_mode = need.is_prefill ? RowMode::kPrefillBlockCausal : RowMode::kDecodeBlockCausal;
+  if (options.logits_shift && step.store_end > step.first_pos) {
+    step.saved_pos = step.store_end - 1;
+  }
   mark_stored(rules, state, step.first_pos, step.store_end);
 }
 
@@ -252,35 +217,78 @@ void write_block_causal_rows(Request& request, const KVCacheManager& kv_cache, S
   plan.context_lens()[r] = request.context_len();
   plan.valid_slices()[r] = row0 + step.num_valid_rows;
   plan.row_mode()[r] = static_cast<int32_t>(step.row_mode);
-  plan.mask_kinds()[r] = kBlockCausalMask;
+  plan.mask_kinds()[r] = mask_kind(step.row_mode);
   plan.prefix_lens()[r] = 0;
   plan.padded_prefix_lens()[r] = 0;
 }
 
 void write_active_blocks(const EngineOptions& options, const Request& request, StepPlan& plan,
                          int32_t req_idx) {
-  if (!request.step.has_sampling) {
-    return;
+  const int32_t first_index = plan.num_logits_rows();
+  if (request.step.has_sampling) {
+    append_active_blocks(options, request, plan, req_idx);
   }
+  write_saved_row(request, plan, req_idx, first_index);
+}
+
+int32_t apply_writes(Request& request, const RequestOutput& result) {
   const BlockRules& rules = request.buffer.rules();
-  const BufferState& state = request.buffer.state();
-  const int32_t request_row0 = plan.cu_seqlens_q()[static_cast<size_t>(req_idx)];
-  for (int32_t i = 0; i < state.num_valid; ++i) {
-    const Block& block = state.blocks[i];
-    if (block.status != BlockStatus::kActive) {
-      continue;
-    }
-    const int32_t row0 = request_row0 + block.block_id * rules.block_size - request.step.first_pos;
-    const int32_t blk = plan.append_block(req_idx, block.block_id, row0);
-    const auto index = static_cast<size_t>(blk);
-    plan.blk_editable_start()[index] = block.editable_start;
-    plan.blk_force_top1()[index] = force_top1(rules, state, i) ? 1 : 0;
-    plan.blk_accept_threshold()[index] = request.accept_threshold;
-    plan.blk_total_steps()[index] = block.total_steps;
-    plan.blk_open_steps()[index] = block.open_steps;
-    plan.blk_post_edit_steps()[index] = block.post_edit_steps;
-    write_block_rows(options, request, block, plan, blk);
+  BufferState& state = request.buffer.state();
+  const Span<const float> confidence = result.output.confidence();
+  const Span<const int32_t> blk_id = result.plan.blk_id();
+  const int32_t first_id = state.blocks[0].block_id;
+  request.last_writes.resize(result.writes.size());
+  TokenWrite* entry = request.last_writes.data();
+  int32_t num_filled = 0;
+  for (const BlockWrite& write : result.writes) {
+    const int32_t block_id = blk_id[static_cast<size_t>(write.blk)];
+    const bool was_open = apply_write(rules, state, block_id - first_id, write.rel, write.token,
+                                      request.buffer.token_data());
+    num_filled += was_open ? 1 : 0;
+    const int32_t position = state.origin + block_id * rules.block_size + write.rel;
+    const float value = confidence[static_cast<size_t>(write.blk * rules.block_size + write.rel)];
+    entry->position = position;
+    entry->confidence = value;
+    ++entry;
+    request.confidences[static_cast<size_t>(position)] = value;
   }
+  return num_filled;
+}
+
+bool apply_verdicts(Request& request, const RequestOutput& result) {
+  bool has_bad_logits = false;
+  BufferState& state = request.buffer.state();
+  const Span<const int32_t> blk_id = result.plan.blk_id();
+  const Span<const int32_t> all_flags = result.output.flags();
+  const Span<const float> same_token_ratio = result.output.same_token_ratio();
+  const int32_t first_id = state.blocks[0].block_id;
+  const int32_t end = result.plan.first_block(result.req_idx + 1);
+  for (int32_t blk = result.plan.first_block(result.req_idx); blk < end; ++blk) {
+    const auto index = static_cast<size_t>(blk);
+    Block& block = state.blocks[blk_id[index] - first_id];
+    const int32_t flags = all_flags[index];
+    block.commit_ready = (flags & (kSamplerCommittable | kSamplerSkipped)) == kSamplerCommittable;
+    block.same_as_previous = (flags & kSamplerSameAsPrevious) != 0;
+    block.all_confident = (flags & kSamplerAllConfident) != 0;
+    block.same_token_ratio = same_token_ratio[index];
+    has_bad_logits = has_bad_logits || (flags & kSamplerBadLogits) != 0;
+  }
+  return has_bad_logits;
+}
+
+void record_forward(const EngineOptions& options, Request& request, bool is_prefill,
+                    int32_t new_tokens) {
+  ++request.nfe;
+  request.new_tokens = new_tokens;
+  request.decided_tokens += new_tokens;
+  request.new_tokens_per_step.push_back(new_tokens);
+  request.prefill_per_step.push_back(is_prefill ? 1 : 0);
+  update_auto_nfe(options, request);
+}
+
+StopLimits stop_limits(const Request& request) {
+  return StopLimits{request.params.max_tokens, request.nfe, request.max_nfe,
+                    request.params.max_repetition_run};
 }
 
 StepOutcome finish_mask_fill_step(const EngineOptions& options, Request& request,
@@ -288,14 +296,13 @@ StepOutcome finish_mask_fill_step(const EngineOptions& options, Request& request
   const BlockRules& rules = request.buffer.rules();
   BufferState& state = request.buffer.state();
   const RequestStep step = request.step;
-  const auto new_tokens = static_cast<int32_t>(result.writes.size());
+  int32_t new_tokens = 0;
   request.step.is_in_flight = false;
-  ++request.nfe;
   request.last_writes.clear();
   bool has_bad_logits = false;
   if (step.has_sampling) {
-    count_open_steps(rules, state);
-    apply_writes(request, result);
+    count_sampler_steps(rules, state);
+    new_tokens = apply_writes(request, result);
     has_bad_logits = apply_verdicts(request, result);
   }
   if (step.is_prefill) {
@@ -304,29 +311,28 @@ StepOutcome finish_mask_fill_step(const EngineOptions& options, Request& request
   }
   const Transitions transitions = scan_transitions(rules, state);
   count_held(state, !step.is_prefill, transitions.num_stored);
+  if (rules.is_editing && step.has_sampling) {
+    find_stop(rules, state, request.buffer.token_data());
+  }
   advance_settled(rules, state, request.buffer.token_data());
+  request.carry_pos = step.saved_pos >= 0 ? step.saved_pos : request.carry_pos;
   if (step.is_prefill && step.is_final) {
     request.resume_until = 0;
     request.needs_prompt_prefill = false;
   }
-  request.new_tokens = new_tokens;
-  request.decided_tokens += new_tokens;
-  request.new_tokens_per_step.push_back(new_tokens);
-  request.prefill_per_step.push_back(step.is_prefill ? 1 : 0);
-  update_auto_nfe(options, request);
+  record_forward(options, request, step.is_prefill, new_tokens);
 
   StepOutcome outcome;
   outcome.new_tokens = new_tokens;
-  const bool is_stuck = !step.is_prefill && step.has_sampling && new_tokens == 0 &&
-                        transitions.num_frozen + transitions.num_stored == 0;
-  const StopLimits limits{request.params.max_tokens, request.nfe, request.max_nfe,
-                          request.params.max_repetition_run};
+  // An editing sampler may take a step to confirm what stands there.
+  const bool is_stuck = !rules.is_editing && !step.is_prefill && step.has_sampling &&
+                        new_tokens == 0 && transitions.num_frozen + transitions.num_stored == 0;
   outcome.finish_reason =
-      has_bad_logits || is_stuck ? FinishReason::kError : check_stop(state, limits);
+      has_bad_logits || is_stuck ? FinishReason::kError : check_stop(state, stop_limits(request));
   return outcome;
 }
 
-void preempt_mask_fill_request(Request& request) {
+void preempt_mask_fill_request(const EngineOptions& options, Request& request) {
   const BlockRules& rules = request.buffer.rules();
   BufferState& state = request.buffer.state();
   if (request.step.is_in_flight && request.step.has_sampling) {
@@ -334,8 +340,9 @@ void preempt_mask_fill_request(Request& request) {
   }
   request.step = RequestStep{};
   request.resume_until = drop_cached(rules, state);
-  request.prefix_limit = request.resume_until;
+  request.prefix_limit = hit_limit(options, request, request.resume_until);
   request.needs_prompt_prefill = false;
+  request.carry_pos = -1;  // the saved row belongs to the slot
 }
 
 }  // namespace diffulex

@@ -54,6 +54,7 @@ struct ArenaField {
   int64_t rows = 0;        // capacity of the first dimension
   int64_t cols = 1;        // second dimension; 1 for one-dimensional arrays
   bool is_matrix = false;  // two dimensions
+  int64_t depth = 0;       // > 0: three dimensions, [rows, cols / depth, depth]
 
   /// Bytes at full capacity.
   [[nodiscard]] size_t bytes() const noexcept {

@@ -14,6 +14,9 @@ namespace diffulex {
 
 /// The constants of the block rules under `options`.
 [[nodiscard]] DIFFULEX_API BlockRules make_block_rules(const EngineOptions& options);
+/// The same with the thresholds that `params` overrides.
+[[nodiscard]] DIFFULEX_API BlockRules make_block_rules(const EngineOptions& options,
+                                                       const SamplingParams& params);
 
 /// Window of exactly N consecutive blocks of one request together with its token store. Owns the
 /// storage; every transition is a function of block_rules.h on state() and token_data().

@@ -7,18 +7,18 @@
 #include "diffulex/core/status_enums.h"
 #include "diffulex/export.h"
 
-// The one implementation of the block and buffer transitions of mask-filling strategies: pure
-// functions over plain structs, compilable for host and device. The scheduler calls them on the
-// host; a device-resident decode loop calls the same code.
+// The one implementation of the block and buffer transitions of strategies that decode in a block
+// buffer: pure functions over plain structs, compilable for host and device. The scheduler calls
+// them on the host; a device-resident decode loop calls the same code.
 //
 // Block status table (scanned in buffer order after the writes of a step):
 //
-//   state     condition                                               next      action
-//   DUMMY     begin_buffer_step: allowed and last block far enough    ACTIVE    joins the valid
-//   rows ACTIVE    complete, commit_ready, no predecessor before TO_CACHE  TO_CACHE  tokens frozen
-//   ACTIVE    otherwise                                               ACTIVE
-//   TO_CACHE  stored by this forward                                  IN_CACHE  C += B, buffer
-//   slides TO_CACHE  not stored                                              TO_CACHE
+//   DUMMY    -> ACTIVE    begin_buffer_step: allowed, and the last block is far enough
+//   ACTIVE   -> TO_CACHE  complete, commit_ready, no predecessor before TO_CACHE: tokens frozen
+//   TO_CACHE -> IN_CACHE  stored by this forward: C += B, the buffer slides
+//
+// Samplers that only fill masks settle a position when they write it. Editing samplers may rewrite
+// any editable position of an ACTIVE block, so their positions settle when the block is frozen.
 //
 // `tokens` is the token store of the request, indexed by absolute position. It must reach to the
 // end of the buffer and hold the mask id at every position not yet written, beyond the buffer too:
@@ -33,7 +33,7 @@ inline constexpr int32_t kMaxStopIds = 32;
 /// "No such position": greater than every position.
 inline constexpr int32_t kNoPosition = 0x7fffffff;
 
-/// Constants of the rules, equal for all requests of an engine.
+/// Constants of the rules. The thresholds may differ between the requests of an engine.
 struct BlockRules {
   int32_t block_size = 0;     // B
   int32_t buffer_size = 0;    // N <= kMaxBufferBlocks
@@ -42,6 +42,8 @@ struct BlockRules {
   float add_block_threshold = 0.1F;
   float semi_complete_threshold = 0.9F;
   float token_stability_threshold = 0.0F;
+  bool is_editing = false;  // tokens of ACTIVE blocks may be rewritten
+  bool is_canvas = false;   // no mask token: every id of the vocabulary is an ordinary token
 };
 
 /// Everything the rules know about one request: the buffer and the incrementally kept facts about
@@ -49,6 +51,7 @@ struct BlockRules {
 /// blocks[0] are IN_CACHE where they end at or before context_len, else TO_CACHE.
 struct BufferState {
   int32_t prompt_len = 0;          // P
+  int32_t origin = 0;              // block j covers [origin + j * B, origin + (j + 1) * B)
   int32_t limit_end = 0;           // L, exclusive end of the response
   int32_t context_len = 0;         // C, leading positions whose KV is final and cached
   int32_t num_valid = 0;           // cursor: next buffer index to activate
@@ -68,7 +71,7 @@ enum class WriteCheck : int32_t {
   kNotEditable = 2,  // before editable_start
   kMaskToken = 3,    // the token is the mask id
   kOutOfVocab = 4,   // negative, or at or past vocab_size
-  kNotOpen = 5,      // the position already holds a token
+  kNotOpen = 5,      // the position already holds a token, and the rules do not edit
 };
 
 /// What scan_transitions did.
@@ -85,10 +88,16 @@ struct StopLimits {
   int32_t max_repetition_run = 0;
 };
 
+/// First position of `block`, a block of the request of `state`.
+DIFFULEX_HOST_DEVICE inline int32_t block_start(const BlockRules& rules, const BufferState& state,
+                                                const Block& block) noexcept {
+  return state.origin + block.block_id * rules.block_size;
+}
+
 /// First position of the buffer.
 DIFFULEX_HOST_DEVICE inline int32_t buffer_start(const BlockRules& rules,
                                                  const BufferState& state) noexcept {
-  return state.blocks[0].block_id * rules.block_size;
+  return block_start(rules, state, state.blocks[0]);
 }
 
 /// End of the last valid buffer block; buffer_start when all are DUMMY.
@@ -140,6 +149,7 @@ DIFFULEX_HOST_DEVICE inline void init_buffer(const BlockRules& rules, BufferStat
                                              int32_t prompt_len, int32_t limit_end) noexcept {
   const int32_t head = prompt_len / rules.block_size;
   const int32_t tail = prompt_len - head * rules.block_size;
+  state.origin = 0;
   state.prompt_len = prompt_len;
   state.limit_end = limit_end;
   state.context_len = 0;
@@ -166,7 +176,7 @@ DIFFULEX_HOST_DEVICE inline bool can_activate(const BlockRules& rules,
     return false;
   }
   const Block& next = state.blocks[state.num_valid];
-  const int32_t start = next.block_id * rules.block_size;
+  const int32_t start = block_start(rules, state, next);
   if (start >= state.limit_end || state.stop_pos != kNoPosition ||
       next.type == BlockType::kOutOfContext) {
     return false;
@@ -216,7 +226,7 @@ DIFFULEX_HOST_DEVICE inline void undo_buffer_step(const BlockRules& rules, Buffe
 DIFFULEX_HOST_DEVICE inline void mark_stored(const BlockRules& rules, BufferState& state,
                                              int32_t begin, int32_t end) noexcept {
   for (int32_t i = 0; i < rules.buffer_size; ++i) {
-    const int32_t start = state.blocks[i].block_id * rules.block_size;
+    const int32_t start = block_start(rules, state, state.blocks[i]);
     state.blocks[i].stored_this_step = start >= begin && start + rules.block_size <= end;
   }
 }
@@ -231,13 +241,15 @@ DIFFULEX_HOST_DEVICE inline WriteCheck check_write(const BlockRules& rules, cons
   if (rel < block.editable_start) {
     return WriteCheck::kNotEditable;
   }
-  if (token == rules.mask_token_id) {
+  if (token == rules.mask_token_id && !rules.is_canvas) {
     return WriteCheck::kMaskToken;
   }
   if (token < 0 || token > 0x7fffffff || (rules.vocab_size > 0 && token >= rules.vocab_size)) {
     return WriteCheck::kOutOfVocab;
   }
-  return current == rules.mask_token_id ? WriteCheck::kOk : WriteCheck::kNotOpen;
+  return current == rules.mask_token_id || rules.is_editing || rules.is_canvas
+             ? WriteCheck::kOk
+             : WriteCheck::kNotOpen;
 }
 
 /// Whether `token` ends the request.
@@ -250,28 +262,56 @@ DIFFULEX_HOST_DEVICE inline bool is_stop_id(const BufferState& state, int32_t to
   return false;
 }
 
-/// Counts a sampler step with an open gate for every ACTIVE block; before the writes of the step.
-DIFFULEX_HOST_DEVICE inline void count_open_steps(const BlockRules& rules,
-                                                  BufferState& state) noexcept {
+/// Counts a sampler step of every ACTIVE block: with an open gate, and without an open position.
+/// Before the writes of the step.
+DIFFULEX_HOST_DEVICE inline void count_sampler_steps(const BlockRules& rules,
+                                                     BufferState& state) noexcept {
   for (int32_t i = 0; i < state.num_valid; ++i) {
-    if (state.blocks[i].status == BlockStatus::kActive && force_top1(rules, state, i)) {
-      ++state.blocks[i].open_steps;
+    Block& block = state.blocks[i];
+    if (block.status != BlockStatus::kActive) {
+      continue;
     }
+    block.open_steps += force_top1(rules, state, i) ? 1 : 0;
+    block.post_edit_steps += block.num_masks == 0 ? 1 : 0;
   }
 }
 
-/// Fills the open position `rel` of buffer block `index`; check_write must have allowed it.
-/// Written tokens of mask-filling samplers never change, so the first stop id is kept here.
-DIFFULEX_HOST_DEVICE inline void apply_write(const BlockRules& rules, BufferState& state,
+/// Writes position `rel` of buffer block `index`; check_write must have allowed it. Returns whether
+/// the position was open. Written tokens of samplers that only fill never change, so their first
+/// stop id is kept here; with editing rules see find_stop.
+DIFFULEX_HOST_DEVICE inline bool apply_write(const BlockRules& rules, BufferState& state,
                                              int32_t index, int32_t rel, int32_t token,
                                              int32_t* tokens) noexcept {
   Block& block = state.blocks[index];
-  const int32_t position = block.block_id * rules.block_size + rel;
+  const int32_t position = block_start(rules, state, block) + rel;
+  const bool only_fills = !rules.is_editing && !rules.is_canvas;
+  const bool was_open = only_fills || (rules.is_editing && tokens[position] == rules.mask_token_id);
   tokens[position] = token;
-  --block.num_masks;
+  block.num_masks -= was_open ? 1 : 0;
   block.commit_ready = false;
   if (position < state.stop_pos && position < state.limit_end && is_stop_id(state, token)) {
     state.stop_pos = position;
+  }
+  return was_open;
+}
+
+/// Recomputes stop_pos from the tokens of the buffer, for rules under which a stop id may have been
+/// edited away. Blocks before the buffer hold none: the request would have ended.
+DIFFULEX_HOST_DEVICE inline void find_stop(const BlockRules& rules, BufferState& state,
+                                           const int32_t* tokens) noexcept {
+  state.stop_pos = kNoPosition;
+  if (state.num_stop_ids == 0) {
+    return;
+  }
+  const int32_t begin = buffer_start(rules, state);
+  const int32_t end = begin + state.num_valid * rules.block_size;
+  const int32_t last = end < state.limit_end ? end : state.limit_end;
+  for (int32_t position = begin > state.prompt_len ? begin : state.prompt_len; position < last;
+       ++position) {
+    if (is_stop_id(state, tokens[position])) {
+      state.stop_pos = position;
+      return;
+    }
   }
 }
 
@@ -302,7 +342,7 @@ DIFFULEX_HOST_DEVICE inline Transitions scan_transitions(const BlockRules& rules
       }
       ++i;
     } else if (block.status == BlockStatus::kToCache && block.stored_this_step && i == 0) {
-      state.context_len = (block.block_id + 1) * rules.block_size;
+      state.context_len = block_start(rules, state, block) + rules.block_size;
       slide_buffer(rules, state);
       ++result.num_stored;
     } else {
@@ -324,7 +364,12 @@ DIFFULEX_HOST_DEVICE inline void count_held(BufferState& state, bool is_decode,
 /// Extends [P, settled_end) over newly settled positions and keeps the length of its trailing run.
 DIFFULEX_HOST_DEVICE inline void advance_settled(const BlockRules& rules, BufferState& state,
                                                  const int32_t* tokens) noexcept {
-  while (state.settled_end < state.limit_end && tokens[state.settled_end] != rules.mask_token_id) {
+  int32_t end = state.limit_end;
+  if (rules.is_editing) {
+    const int32_t frozen = frozen_end(rules, state);
+    end = frozen < end ? frozen : end;
+  }
+  while (state.settled_end < end && tokens[state.settled_end] != rules.mask_token_id) {
     const int32_t position = state.settled_end;
     const bool repeats = position > state.prompt_len && tokens[position] == tokens[position - 1];
     state.run_len = repeats ? state.run_len + 1 : 1;

@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "diffulex/core/block_buffer.h"
+#include "diffulex/core/canvas_rules.h"
+#include "diffulex/core/dual_cache_rules.h"
 #include "diffulex/core/kv_cache_manager.h"
 #include "diffulex/core/options.h"
 #include "diffulex/core/span.h"
@@ -19,6 +21,18 @@ struct TokenWrite {
   float confidence = 0.0F;  // of the sampler, 0 where it reported none
 };
 
+/// Token-merge descriptors of a request by absolute position, K entries each: the input embedding
+/// of a position with a descriptor is a mixture of K token embeddings and the mask's. Empty unless
+/// the strategy merges.
+struct MergeDescriptors {
+  std::vector<uint8_t> is_valid;  // [len] 0 = the plain embedding
+  std::vector<int32_t> ids;       // [len * K]
+  std::vector<float> probs;       // [len * K]
+  std::vector<float> residual;    // [len]
+
+  [[nodiscard]] bool empty() const noexcept { return is_valid.empty(); }
+};
+
 /// What a request does in the forward in flight; set by Strategy::begin_step.
 struct RequestStep {
   bool is_in_flight = false;  // between begin_step and finish_step or on_preempt
@@ -26,6 +40,7 @@ struct RequestStep {
   bool is_final = false;       // the last forward of its prefill span
   bool has_sampling = false;   // ACTIVE blocks are run and sampled
   bool has_activated = false;  // begin_step opened a block
+  int32_t saved_pos = -1;      // position whose logits row the forward saves for the slot
   RowMode row_mode = RowMode::kPrefillBlockCausal;
   int32_t first_pos = 0;  // position of the first row
   int32_t num_rows = 0;
@@ -58,18 +73,25 @@ class DIFFULEX_API Request final {
   int32_t limit_end = 0;         // L
   SamplingParams params;
   uint64_t seed = 0;              // effective seed
-  float accept_threshold = 0.0F;  // effective threshold
+  float accept_threshold = 0.0F;  // effective thresholds; the others are in buffer.rules()
+  float edit_threshold = 0.0F;
   std::vector<int32_t> prompt_ids;
   BlockBuffer buffer;
   PageTable page_table;
-  int32_t prefix_limit = 0;          // longest prefix hit allowed at the next admission
-  int32_t num_cached_tokens = 0;     // prefix hit of the last admission
-  int32_t resume_until = 0;          // > 0 while KV lost by preemption is rebuilt
-  bool needs_prompt_prefill = true;  // the first prefill span is not finished
-  int32_t max_nfe = 0;               // effective cap, 0 = none
-  int32_t nfe = 0;                   // forwards so far
-  int32_t new_tokens = 0;            // masks filled in the last step
-  int32_t decided_tokens = 0;        // masks filled in all steps
+  int32_t prefix_limit = 0;           // longest prefix hit allowed at the next admission
+  int32_t share_limit = kNoPosition;  // KV of positions from here on is never shared
+  int32_t carry_pos = -1;             // position whose logits row is saved for the slot, -1 = none
+  int32_t num_cached_tokens = 0;      // prefix hit of the last admission
+  int32_t resume_until = 0;           // > 0 while KV lost by preemption is rebuilt
+  bool needs_prompt_prefill = true;   // the first prefill span is not finished
+  int32_t max_nfe = 0;                // effective cap, 0 = none
+  int32_t nfe = 0;                    // forwards so far
+  DualCacheState dual_cache;          // fast_dllm_v2
+  CanvasState canvas;                 // diffusion_gemma
+  std::vector<int64_t> prev_argmax;   // diffusion_gemma: argmax canvas of the step before
+  MergeDescriptors merge;             // dmax: what the sampler last said about unsettled tokens
+  int32_t new_tokens = 0;             // masks filled in the last step
+  int32_t decided_tokens = 0;         // masks filled in all steps
   int32_t num_preemptions = 0;
   RequestStep step;
   std::vector<int32_t> new_tokens_per_step;  // one entry per forward

@@ -125,6 +125,9 @@ class DIFFULEX_API Scheduler final {
   [[nodiscard]] bool try_admit(StepPlan& plan, Request& request);
   [[nodiscard]] int32_t headroom_pages() const noexcept;
   void plan_decode(StepPlan& plan);
+  /// Row count of the next decode batch when batches have one: that put off last time, else that of
+  /// the oldest request. Two row counts exist at most, so taking turns is round-robin.
+  [[nodiscard]] int32_t pick_decode_group() const;
   [[nodiscard]] bool reserve_pages(Request& request, int32_t page_len);
   void enter_plan(StepPlan& plan, Request& request, const StepNeed& need);
 
@@ -158,8 +161,10 @@ class DIFFULEX_API Scheduler final {
   std::vector<Request*> decode_order_;   // scratch of plan_decode
   std::vector<BlockWrite> writes_;       // of the step being completed, checked
   size_t next_write_ = 0;                // first one of the next plan request
-  int64_t decode_first_id_ = -1;         // request the last decode did not reach
-  uint64_t in_flight_ = 0;               // identity of the plan in flight, 0 = none
+  // Request that the last decode batch did not reach: of full rows (or any), of sub-block rows.
+  int64_t decode_first_ids_[2] = {-1, -1};
+  int32_t put_off_rows_ = 0;  // row count that the last decode batch put off, 0 = none
+  uint64_t in_flight_ = 0;    // identity of the plan in flight, 0 = none
   int64_t next_step_id_ = 0;
   int32_t prefill_streak_ = 0;  // consecutive prefill batches
   StepEvents events_;

@@ -160,7 +160,7 @@ TEST(BlockRules, ForceTop1NeedsASemiCompletePredecessor) {
   EXPECT_FALSE(force_top1(rules, buffer.state(), 1));
   write(buffer, 0, 2, 7);
   EXPECT_TRUE(force_top1(rules, buffer.state(), 1));  // exactly the threshold
-  count_open_steps(rules, buffer.state());
+  count_sampler_steps(rules, buffer.state());
   EXPECT_EQ(buffer.block(1).open_steps, 1);
 }
 

@@ -7,13 +7,15 @@
 #include <vector>
 
 #include "core/toy_model.h"
+#include "core/toy_sampler.h"
 #include "diffulex/core/options.h"
 #include "diffulex/core/philox.h"
 #include "diffulex/core/status_enums.h"
 
-// The oracle of the property tests: multi-block decoding of one request as the specification
+// The oracle of the property tests: block-buffer decoding of one request as the specification
 // describes it, without cache, pages, batches or preemption. Every step runs all positions again
-// and recounts everything from the tokens.
+// (under d2f all behind the prompt, whose keys are those of the first forward) and recounts
+// everything from the tokens.
 
 namespace diffulex::test {
 
@@ -39,16 +41,15 @@ class BruteForceDecoder {
     head_ = prompt_len_ / options.block_size;
     const int32_t tail = prompt_len_ % options.block_size;
     if (tail > 0) {
-      states_.push_back(BlockStatus::kActive);
-      steps_.push_back(0);
-      tokens_.resize(static_cast<size_t>((head_ + 1) * options.block_size), mask());
+      open_block();
     }
   }
 
   BruteForceResult decode() {
     BruteForceResult result;
-    if (states_.empty()) {
-      ++result.nfe;  // the prompt alone
+    if (blocks_.empty()) {
+      forward();  // the prompt alone
+      ++result.nfe;
       result.reason = stop_reason(result.nfe);
     }
     while (result.reason == FinishReason::kNone) {
@@ -63,6 +64,21 @@ class BruteForceDecoder {
   }
 
  private:
+  struct ValidBlock {
+    BlockStatus status = BlockStatus::kActive;
+    int32_t num_steps = 0;
+    int32_t open_steps = 0;
+    int32_t post_edit_steps = 0;
+    float same_token_ratio = 1.0F;
+  };
+
+  [[nodiscard]] bool is_d2f() const { return options_.strategy == "d2f"; }
+  [[nodiscard]] bool is_editing() const {
+    return options_.is_editing || options_.strategy == "dmax";
+  }
+  [[nodiscard]] int32_t full_prompt_end() const {
+    return prompt_len_ / options_.block_size * options_.block_size;
+  }
   [[nodiscard]] int32_t mask() const { return options_.mask_token_id; }
   [[nodiscard]] int32_t start_of(size_t i) const {
     return (head_ + static_cast<int32_t>(i)) * options_.block_size;
@@ -83,6 +99,13 @@ class BruteForceDecoder {
   }
   [[nodiscard]] int32_t settled_end() const {
     int32_t end = prompt_len_;
+    if (is_editing()) {
+      size_t num_frozen = 0;
+      while (num_frozen < blocks_.size() && blocks_[num_frozen].status == BlockStatus::kToCache) {
+        ++num_frozen;
+      }
+      return std::min(std::max(start_of(num_frozen), prompt_len_), limit_end_);
+    }
     while (end < limit_end_ && end < static_cast<int32_t>(tokens_.size()) && !is_open(end)) {
       ++end;
     }
@@ -98,80 +121,127 @@ class BruteForceDecoder {
     return 1 << 30;
   }
 
+  void open_block() {
+    blocks_.emplace_back();
+    tokens_.resize(static_cast<size_t>(start_of(blocks_.size())), mask());
+    soft_.resize(tokens_.size());
+  }
+
   void activate() {
-    const auto cursor = states_.size();
+    const auto cursor = blocks_.size();
     if (cursor == static_cast<size_t>(options_.buffer_size) || start_of(cursor) >= limit_end_ ||
         first_stop() < limit_end_) {
       return;
     }
-    if (cursor > 0 && progress(cursor - 1) < options_.thresholds.add_block) {
+    const Thresholds& defaults = options_.thresholds;
+    if (cursor > 0 &&
+        (progress(cursor - 1) < params_.add_block_threshold.value_or(defaults.add_block) ||
+         blocks_[cursor - 1].same_token_ratio <
+             params_.token_stability_threshold.value_or(defaults.token_stability))) {
       return;
     }
-    states_.push_back(BlockStatus::kActive);
-    steps_.push_back(0);
-    tokens_.resize(tokens_.size() + static_cast<size_t>(options_.block_size), mask());
+    open_block();
+  }
+
+  /// Outputs of the model by position; those of rows that were not run again are the kept ones.
+  const std::vector<uint64_t>& forward() {
+    const bool is_first = outputs_.empty();
+    const size_t base = is_d2f() && !is_first ? static_cast<size_t>(full_prompt_end()) : 0;
+    std::vector<int64_t> inputs;
+    std::vector<int32_t> visible;
+    for (size_t p = base; p < tokens_.size(); ++p) {
+      const bool is_soft = p < soft_.size() && soft_[p].is_valid();
+      inputs.push_back(is_soft ? toy_soft_token(soft_[p]) : tokens_[p]);
+      int32_t end = (static_cast<int32_t>(p) / options_.block_size + 1) * options_.block_size;
+      if (is_d2f() && is_first && static_cast<int32_t>(p) < prompt_len_) {
+        end = prompt_len_;
+      }
+      visible.push_back(end);
+    }
+    const std::vector<ToyKey> context(prompt_keys_.begin(),
+                                      prompt_keys_.begin() + static_cast<std::ptrdiff_t>(base));
+    std::vector<ToyKey> keys;
+    const std::vector<uint64_t> outputs = toy_forward(context, inputs, visible, keys);
+    if (is_d2f() && is_first) {
+      prompt_keys_.assign(keys.begin(), keys.begin() + full_prompt_end());
+    }
+    outputs_.resize(tokens_.size());
+    std::copy(outputs.begin(), outputs.end(), outputs_.begin() + static_cast<std::ptrdiff_t>(base));
+    return outputs_;
   }
 
   void step() {
-    std::vector<int64_t> inputs(tokens_.begin(), tokens_.end());
-    std::vector<int32_t> visible(inputs.size());
-    for (size_t p = 0; p < inputs.size(); ++p) {
-      visible[p] = (static_cast<int32_t>(p) / options_.block_size + 1) * options_.block_size;
-    }
-    std::vector<ToyKey> keys;
-    const std::vector<uint64_t> outputs = toy_forward({}, inputs, visible, keys);
+    const std::vector<uint64_t>& outputs = forward();
+    const float semi_complete =
+        params_.semi_complete_threshold.value_or(options_.thresholds.semi_complete);
     std::vector<bool> gates;
-    for (size_t i = 0; i < states_.size(); ++i) {
-      gates.push_back(i == 0 || progress(i - 1) >= options_.thresholds.semi_complete);
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      gates.push_back(i == 0 || progress(i - 1) >= semi_complete);
     }
-    const std::vector<BlockStatus> before = states_;
-    for (size_t i = 0; i < states_.size(); ++i) {
-      if (states_[i] == BlockStatus::kActive) {
-        accept(i, gates[i], outputs);
+    const std::vector<ValidBlock> before = blocks_;
+    std::vector<bool> is_ready(blocks_.size(), false);
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      if (blocks_[i].status == BlockStatus::kActive) {
+        is_ready[i] = sample(i, gates[i], outputs);
       }
     }
-    for (size_t i = 0; i < states_.size(); ++i) {
-      const bool is_next = i == 0 || states_[i - 1] == BlockStatus::kToCache;
-      if (states_[i] == BlockStatus::kActive && num_open(i) == 0 && is_next) {
-        states_[i] = BlockStatus::kToCache;
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      const bool is_next = i == 0 || blocks_[i - 1].status == BlockStatus::kToCache;
+      if (blocks_[i].status == BlockStatus::kActive && num_open(i) == 0 && is_ready[i] && is_next) {
+        blocks_[i].status = BlockStatus::kToCache;
+        if (!options_.dmax_store_soft_embeddings) {
+          std::fill_n(soft_.begin() + start_of(i), options_.block_size, ToyDescriptor());
+        }
       }
     }
     size_t stored = 0;
-    while (stored < before.size() && before[stored] == BlockStatus::kToCache) {
+    while (stored < before.size() && before[stored].status == BlockStatus::kToCache) {
       ++stored;  // frozen before this forward, hence stored by it
     }
-    states_.erase(states_.begin(), states_.begin() + static_cast<std::ptrdiff_t>(stored));
-    steps_.erase(steps_.begin(), steps_.begin() + static_cast<std::ptrdiff_t>(stored));
+    blocks_.erase(blocks_.begin(), blocks_.begin() + static_cast<std::ptrdiff_t>(stored));
     head_ += static_cast<int32_t>(stored);
   }
 
-  void accept(size_t i, bool gate, const std::vector<uint64_t>& outputs) {
-    const float threshold = params_.accept_threshold.value_or(options_.thresholds.accept);
+  /// Returns whether the block may be frozen.
+  bool sample(size_t i, bool gate, const std::vector<uint64_t>& outputs) {
     const bool is_greedy = params_.temperature < kGreedyTemperature;
-    const int32_t draw = steps_[i]++;
-    int32_t best = -1;
-    std::vector<int32_t> chosen;
-    for (int32_t p = start_of(i); p < start_of(i) + options_.block_size; ++p) {
-      if (!is_open(p)) {
+    ValidBlock& state = blocks_[i];
+    const int32_t draw = state.num_steps++;
+    const int32_t start = start_of(i);
+    ToyBlock block;
+    block.editable_start = std::max(prompt_len_ - start, 0);
+    block.mask_token_id = mask();
+    block.gate = gate;
+    block.accept_threshold = params_.accept_threshold.value_or(options_.thresholds.accept);
+    block.edit_threshold = params_.edit_threshold.value_or(options_.thresholds.edit);
+    block.open_steps = state.open_steps;
+    block.post_edit_steps = state.post_edit_steps;
+    for (int32_t p = start; p < start + options_.block_size; ++p) {
+      block.tokens.push_back(tokens_[static_cast<size_t>(p)]);
+      if (p < prompt_len_ || (!is_open(p) && !is_editing())) {
+        block.proposals.push_back(-1);
+        block.confidence.push_back(0.0F);
         continue;
       }
-      const float confidence = toy_confidence(outputs[static_cast<size_t>(p)]);
-      if (confidence > threshold) {
-        chosen.push_back(p);
-      }
-      if (best < 0 || confidence > toy_confidence(outputs[static_cast<size_t>(best)])) {
-        best = p;
-      }
-    }
-    if (chosen.empty() && gate && best >= 0) {
-      chosen.push_back(best);
-    }
-    for (const int32_t p : chosen) {
+      const uint64_t output = outputs[static_cast<size_t>(options_.logits_shift ? p - 1 : p)];
       const double uniform =
           is_greedy ? 0.5 : philox_uniform(params_.seed.value(), p, draw, RandomStream::kToken);
-      tokens_[static_cast<size_t>(p)] = static_cast<int32_t>(
-          toy_token(outputs[static_cast<size_t>(p)], uniform, options_.vocab_size));
+      block.proposals.push_back(toy_token(output, uniform, options_.vocab_size));
+      block.confidence.push_back(toy_confidence(output));
     }
+    state.open_steps += gate ? 1 : 0;
+    state.post_edit_steps += num_open(i) == 0 ? 1 : 0;
+    const ToyVerdict verdict = toy_sample(options_, block);
+    for (size_t rel = 0; rel < verdict.writes.size(); ++rel) {
+      if (verdict.writes[rel] >= 0) {
+        tokens_[static_cast<size_t>(start) + rel] = static_cast<int32_t>(verdict.writes[rel]);
+      }
+      if (options_.token_merge_top_k > 0) {
+        soft_[static_cast<size_t>(start) + rel] = verdict.descriptors[rel];
+      }
+    }
+    state.same_token_ratio = verdict.same_token_ratio;
+    return (verdict.flags & kSamplerCommittable) != 0;
   }
 
   [[nodiscard]] FinishReason stop_reason(int32_t nfe) const {
@@ -204,9 +274,11 @@ class BruteForceDecoder {
   int32_t limit_end_;
   std::vector<int32_t> tokens_;
   std::set<int32_t> stops_;
-  int32_t head_ = 0;                 // block id of states_[0]
-  std::vector<BlockStatus> states_;  // valid buffer blocks
-  std::vector<int32_t> steps_;       // sampler steps of each
+  int32_t head_ = 0;                // block id of blocks_[0]
+  std::vector<ValidBlock> blocks_;  // of the buffer
+  std::vector<ToyDescriptor> soft_;
+  std::vector<ToyKey> prompt_keys_;  // d2f: of the first forward
+  std::vector<uint64_t> outputs_;    // of the last forward that ran the position
 };
 
 }  // namespace diffulex::test

@@ -36,6 +36,7 @@ class Json {
   }
 
   [[nodiscard]] bool is_null() const { return kind_ == Kind::kNull; }
+  [[nodiscard]] bool is_string() const { return kind_ == Kind::kString; }
   [[nodiscard]] bool as_bool() const { return require(Kind::kBool).number_ != 0.0; }
   [[nodiscard]] double as_double() const { return require(Kind::kNumber).number_; }
   [[nodiscard]] int32_t as_int() const { return static_cast<int32_t>(as_double()); }

@@ -37,7 +37,8 @@ TEST(EngineOptions, DefaultsNeedOnlyAPoolSize) {
 TEST(EngineOptions, EveryRuleNamesFieldAndValue) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const std::vector<BadOptions> cases = {
-      {[](auto& o) { o.strategy = "nope"; }, "strategy: expected one of multi_bd", "\"nope\"",
+      {[](auto& o) { o.strategy = "nope"; },
+       "strategy: expected one of d2f, diffusion_gemma, dmax, fast_dllm_v2, multi_bd", "\"nope\"",
        StatusCode::kUnsupported},
       {[](auto& o) { o.block_size = 5; }, "block_size: expected one of 4, 8, 16, 32", "got 5"},
       {[](auto& o) { o.block_size = 64; }, "block_size", "got 64"},
@@ -77,6 +78,63 @@ TEST(EngineOptions, EveryRuleNamesFieldAndValue) {
       {[](auto& o) { o.max_consecutive_prefill_batches = -1; }, "max_consecutive_prefill_batches",
        "got -1"},
       {[](auto& o) { o.num_pages = 1 << 30; }, "slots", "below 2^31"},
+      {[](auto& o) {
+         o.strategy = "d2f";
+         o.is_editing = true;
+       },
+       "is_editing: expected strategy multi_bd or dmax", "got d2f"},
+      {[](auto& o) {
+         o.strategy = "dmax";
+         o.logits_shift = true;
+       },
+       "logits_shift: expected strategy multi_bd or d2f", "got dmax"},
+      {[](auto& o) { o.is_editing = o.logits_shift = true; },
+       "logits_shift: expected no shift together with is_editing", "got both"},
+      {[](auto& o) { o.token_merge_top_k = 1; }, "token_merge_top_k: expected strategy dmax",
+       "got multi_bd"},
+      {[](auto& o) {
+         o.strategy = "dmax";
+         o.token_merge_top_k = 65;
+       },
+       "token_merge_top_k: expected a value in [0, 64]", "got 65"},
+      {[](auto& o) {
+         o.strategy = "dmax";
+         o.token_merge_top_k = -1;
+       },
+       "token_merge_top_k: expected a value in [0, 64]", "got -1"},
+      {[](auto& o) { o.dmax_store_soft_embeddings = true; },
+       "dmax_store_soft_embeddings: expected strategy dmax", "got multi_bd"},
+      {[](auto& o) {
+         o.strategy = "d2f";
+         o.enable_chunked_prefill = true;
+       },
+       "enable_chunked_prefill: expected false with d2f", "got true"},
+      {[](auto& o) { o.strategy = "fast_dllm_v2"; },
+       "buffer_size: expected N >= 2 sub-blocks with fast_dllm_v2", "got 1"},
+      {[](auto& o) {
+         o.strategy = "diffusion_gemma";
+         o.vocab_size = 300;
+         o.buffer_size = 2;
+       },
+       "buffer_size: expected 1 with diffusion_gemma", "got 2"},
+      {[](auto& o) {
+         o.strategy = "diffusion_gemma";
+         o.vocab_size = 300;
+         o.block_size = 1025;
+       },
+       "block_size: expected a canvas length in [1, 1024]", "got 1025"},
+      {[](auto& o) {
+         o.strategy = "diffusion_gemma";
+         o.vocab_size = 300;
+         o.page_size = 512;
+       },
+       "page_size: expected one of 4, 8, 16, 32, 64, 128, 256", "got 512"},
+      {[](auto& o) { o.page_size = 64; }, "page_size: expected one of 4, 8, 16, 32", "got 64"},
+      {[](auto& o) { o.max_denoising_steps = 0; }, "max_denoising_steps: expected >= 1", "got 0"},
+      {[](auto& o) { o.stability_threshold = -1; }, "stability_threshold: expected >= 0", "got -1"},
+      {[](auto& o) { o.t_min = 0.9F; }, "t_min, t_max: expected 0 <= t_min <= t_max", "got 0.9"},
+      {[](auto& o) { o.t_min = o.t_max = 0.0F; }, "t_max > 0", "got 0 and 0"},
+      {[nan](auto& o) { o.t_max = nan; }, "t_min, t_max", "nan"},
   };
   for (const BadOptions& bad : cases) {
     EngineOptions options = valid_options();
@@ -86,6 +144,47 @@ TEST(EngineOptions, EveryRuleNamesFieldAndValue) {
     EXPECT_THAT(status.message(), HasSubstr(bad.field));
     EXPECT_THAT(status.message(), HasSubstr(bad.got));
   }
+}
+
+TEST(EngineOptions, SizesOfTheStrategies) {
+  EngineOptions options = valid_options();
+  options.strategy = "fast_dllm_v2";
+  options.block_size = 8;
+  options.buffer_size = 4;
+  options.page_size = 8;
+  options.max_model_len = 100;
+  EXPECT_TRUE(options.validate().ok()) << options.validate().message();
+  EXPECT_EQ(options.decode_rows(), 32);
+  EXPECT_EQ(options.att_block_size(), 32);
+  EXPECT_EQ(options.max_pages_per_req(), 16);  // 100 rounded up to 32, in pages of 8
+  EXPECT_EQ(options.page_span(33), 64);
+  options.strategy = "multi_bd";
+  EXPECT_EQ(options.att_block_size(), 8);
+  EXPECT_EQ(options.max_pages_per_req(), 13);
+  EXPECT_EQ(options.page_span(33), 33);
+  for (const int32_t canvas : {1, 5, 256, 1024}) {
+    for (const int32_t page_size : {4, 32, 64, 128, 256}) {
+      EngineOptions gemma = valid_options();
+      gemma.strategy = "diffusion_gemma";
+      gemma.block_size = canvas;
+      gemma.page_size = page_size;
+      gemma.max_num_batched_tokens = 4096;
+      gemma.vocab_size = 300;
+      EXPECT_TRUE(gemma.validate().ok()) << gemma.validate().message();
+      EXPECT_EQ(gemma.decode_rows(), canvas);
+    }
+  }
+}
+
+TEST(EngineOptions, WhatTheStrategyForces) {
+  EngineOptions options = valid_options();
+  EXPECT_FALSE(options.rewrites_tokens());
+  EXPECT_TRUE(options.shares_prefixes());
+  options.strategy = "dmax";
+  EXPECT_TRUE(options.rewrites_tokens());
+  options.strategy = "d2f";
+  EXPECT_FALSE(options.rewrites_tokens());
+  EXPECT_FALSE(options.shares_prefixes());
 }
 
 TEST(EngineOptions, SmallestLegalRowBudget) {
@@ -108,6 +207,13 @@ TEST(SamplingParams, EveryRuleNamesFieldAndValue) {
       {[](auto& p) { p.max_repetition_run = -3; }, "max_repetition_run: expected >= 0, got -3"},
       {[](auto& p) { p.stop_token_ids = {4, -7}; }, "stop_token_ids: expected ids >= 0, got -7"},
       {[](auto& p) { p.accept_threshold = 1.01F; }, "accept_threshold: expected a value in [0, 1]"},
+      {[](auto& p) { p.edit_threshold = -0.1F; }, "edit_threshold: expected a value in [0, 1]"},
+      {[](auto& p) { p.add_block_threshold = 2.0F; }, "add_block_threshold: expected a value in"},
+      {[](auto& p) { p.semi_complete_threshold = NAN; }, "semi_complete_threshold: expected a"},
+      {[](auto& p) { p.token_stability_threshold = 1.5F; }, "token_stability_threshold: expected"},
+      {[](auto& p) { p.top_p = -0.5F; }, "top_p: expected a finite value >= 0, got -0.5"},
+      {[](auto& p) { p.top_p = NAN; }, "top_p: expected a finite value"},
+      {[](auto& p) { p.min_p = 1.5F; }, "min_p: expected a value in [0, 1], got 1.5"},
   };
   for (const auto& [change, message] : cases) {
     SamplingParams params;
@@ -115,6 +221,26 @@ TEST(SamplingParams, EveryRuleNamesFieldAndValue) {
     EXPECT_EQ(params.validate().code(), StatusCode::kInvalidArgument) << message;
     EXPECT_THAT(params.validate().message(), HasSubstr("SamplingParams." + message));
   }
+}
+
+TEST(SamplingParams, FiltersActOnSampledRequestsOnly) {
+  SamplingParams params;
+  params.top_p = 1.0F;
+  params.top_k = -3;
+  EXPECT_TRUE(params.validate().ok());
+  EXPECT_FALSE(params.is_filtered());
+  params.top_k = 5;
+  EXPECT_FALSE(params.is_filtered());  // greedy
+  params.temperature = 1.0F;
+  EXPECT_TRUE(params.is_filtered());
+  params.top_k = 0;
+  EXPECT_FALSE(params.is_filtered());
+  params.top_p = 0.0F;
+  EXPECT_TRUE(params.is_filtered());
+  params.top_p = 2.0F;
+  EXPECT_FALSE(params.is_filtered());
+  params.min_p = 0.01F;
+  EXPECT_TRUE(params.is_filtered());
 }
 
 }  // namespace

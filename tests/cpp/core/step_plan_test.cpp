@@ -88,18 +88,18 @@ TEST(StepPlan, RefusesMoreThanItsCapacity) {
   plan.reset(PlanKind::kPrefill, 0);
   EXPECT_THROW(plan.append_request(1, 0, 41), InternalError);
   EXPECT_THROW(plan.append_request(1, 0, -1), InternalError);
-  EXPECT_THROW(plan.append_block(0, 0, 0), InternalError);  // no request yet
+  EXPECT_THROW(plan.append_block(0, 0, 0, 0), InternalError);  // no request yet
   EXPECT_THROW(plan.set_page_table(0, 0, {}), InternalError);
   for (int32_t r = 0; r < 3; ++r) {
     plan.append_request(r, r, 8);
-    EXPECT_THROW(plan.append_block(r, 0, 8 * r + 5), InternalError);  // past its last row
-    EXPECT_THROW(plan.append_block(r, 0, 8 * r - 1), InternalError);  // before its first row
-    EXPECT_THROW(plan.append_block(r - 1, 0, 8 * r), InternalError);  // not the last request
-    EXPECT_EQ(plan.append_block(r, 0, 8 * r), 2 * r);
-    EXPECT_EQ(plan.append_block(r, 1, 8 * r + 4), 2 * r + 1);
+    EXPECT_THROW(plan.append_block(r, 0, 0, 8 * r + 5), InternalError);  // past its last row
+    EXPECT_THROW(plan.append_block(r, 0, 0, 8 * r - 1), InternalError);  // before its first row
+    EXPECT_THROW(plan.append_block(r - 1, 0, 0, 8 * r), InternalError);  // not the last request
+    EXPECT_EQ(plan.append_block(r, 0, 0, 8 * r), 2 * r);
+    EXPECT_EQ(plan.append_block(r, 1, 4, 8 * r + 4), 2 * r + 1);
   }
   EXPECT_THROW(plan.append_request(3, 0, 8), InternalError);
-  EXPECT_THROW(plan.append_block(2, 2, 16), InternalError);  // 3 requests of 2 blocks
+  EXPECT_THROW(plan.append_block(2, 2, 8, 16), InternalError);  // 3 requests of 2 blocks
   EXPECT_EQ(plan.num_blocks(), 6);
   plan.commit_logits_rows(20, false);
   EXPECT_THROW(plan.commit_logits_rows(5, false), InternalError);
@@ -125,7 +125,7 @@ TEST(StepPlan, LayoutIsWhatTheOffsetsDependOn) {
   EXPECT_TRUE(PlanLayout::of(other) == layout);
   EXPECT_EQ(PlanLayout::of(other).describe(),
             "block_size 4, buffer_size 2, page_size 4, max_pages_per_req 8, max_num_reqs 3, "
-            "max_num_rows 40");
+            "max_num_rows 40, att_block_size 4, merge_top_k 0");
 }
 
 TEST(StepPlan, IdentitiesAreNeverReused) {
@@ -251,7 +251,8 @@ TEST_F(DecodePlan, RefusesOutputsOfOtherOptions) {
     const SamplerOutput other(other_layouts()[i]);
     const Status status = core_.complete_step(plan_, other).status();
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
-    EXPECT_THAT(status.message(), HasSubstr("expected an output of 6 blocks of 4, got "));
+    EXPECT_THAT(status.message(),
+                HasSubstr("expected an output of 6 blocks of 4 with merge_top_k 0, got "));
   }
   EXPECT_TRUE(core_.complete_step(plan_, output_).ok());  // still in flight
 }

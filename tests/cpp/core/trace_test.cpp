@@ -55,6 +55,21 @@ EngineOptions read_options(const Json& json) {
   options.thresholds.semi_complete =
       static_cast<float>(json.at("semi_complete_threshold").as_double());
   options.enable_prefix_caching = json.at("enable_prefix_caching").as_bool();
+  if (json.has("strategy")) {
+    options.strategy = json.at("strategy").as_string();
+  }
+  if (json.has("token_stability_threshold")) {
+    options.thresholds.token_stability =
+        static_cast<float>(json.at("token_stability_threshold").as_double());
+  }
+  options.is_editing = json.has("is_editing") && json.at("is_editing").as_bool();
+  options.logits_shift = json.has("logits_shift") && json.at("logits_shift").as_bool();
+  options.token_merge_top_k =
+      json.has("token_merge_top_k") ? json.at("token_merge_top_k").as_int() : 0;
+  if (json.has("fdv2_use_block_cache")) {
+    options.fdv2_use_block_cache = json.at("fdv2_use_block_cache").as_bool();
+  }
+  options.vocab_size = json.has("vocab_size") ? json.at("vocab_size").as_int() : 0;
   return options;
 }
 
@@ -101,6 +116,9 @@ class TraceReplay {
       const Json& spec = trace_.at("requests").at(name.as_string());
       SamplingParams params;
       params.max_tokens = spec.at("max_tokens").as_int();
+      if (spec.has("seed")) {
+        params.seed = static_cast<uint64_t>(spec.at("seed").as_int());
+      }
       auto req = std::make_unique<Request>(Span<const int32_t>(spec.at("prompt").as_ints()), params,
                                            options_);
       const Request& added = *req;
@@ -174,7 +192,11 @@ class TraceReplay {
         ints(plan.page_tables(), r * plan.max_pages_per_req(), (r + 1) * plan.max_pages_per_req()),
         pages);
     check_visibility(plan, r, row);
-    check_previous_rows(plan, r);
+    check_previous_rows(plan, r, row);
+    check_counters(plan, r, row);
+    check_merge_rows(plan, r, row);
+    check_seed_row(plan, r, row);
+    check_canvas(plan, r, row);
     if (row.has("num_cached_tokens")) {
       EXPECT_EQ(found.num_cached_tokens, row.at("num_cached_tokens").as_int());
     }
@@ -186,7 +208,9 @@ class TraceReplay {
     }
   }
 
-  // Visible keys from the arrays alone: cached positions, and fresh rows of blocks up to the row's.
+  // Visible keys from the arrays alone: cached positions, and fresh rows of blocks up to the row's;
+  // under mode 3 prompt rows see the prompt, the rest of its last block the padded prompt. Mode 2
+  // has no fresh keys, mode 4 is causal, mode 5 sees every fresh key.
   void check_visibility(StepPlan& plan, int32_t r, const Json& row) {
     const auto index = static_cast<size_t>(r);
     const int32_t begin = plan.cu_seqlens_q()[index];
@@ -198,7 +222,17 @@ class TraceReplay {
       for (int32_t k = begin; k < valid_end; ++k) {
         const auto key_pos = static_cast<int32_t>(plan.positions()[static_cast<size_t>(k)]);
         const auto row_pos = static_cast<int32_t>(plan.positions()[static_cast<size_t>(i)]);
-        if (key_pos / options_.block_size <= row_pos / options_.block_size) {
+        const int32_t mode = plan.row_mode()[index];
+        bool is_visible = key_pos / plan.att_block_size() <= row_pos / plan.att_block_size();
+        if (mode == 2 || mode >= 4) {
+          is_visible = mode == 5 || (mode == 4 && key_pos <= row_pos);
+        }
+        if (plan.row_mode()[index] == 3 && row_pos < plan.padded_prefix_lens()[index]) {
+          is_visible =
+              key_pos < (row_pos < plan.prefix_lens()[index] ? plan.prefix_lens()[index]
+                                                             : plan.padded_prefix_lens()[index]);
+        }
+        if (is_visible) {
           EXPECT_EQ(key_pos, end);
           end = key_pos + 1;
         }
@@ -209,20 +243,165 @@ class TraceReplay {
   }
 
   // Strategies.md 1.9 and 5.3: where the logits for relative position 0 of a block stand.
-  void check_previous_rows(StepPlan& plan, int32_t r) {
+  void check_previous_rows(StepPlan& plan, int32_t r, const Json& row) {
     const auto index = static_cast<size_t>(r);
-    EXPECT_EQ(plan.last_row_index()[index], -1);
-    EXPECT_EQ(plan.att_block_size(), options_.block_size);
+    const int32_t last_row = plan.last_row_index()[index];
+    if (row.has("saved_row") && !row.at("saved_row").is_null()) {
+      ASSERT_GE(last_row, 0);
+      EXPECT_EQ(position_of(plan, plan.logits_rows()[static_cast<size_t>(last_row)]),
+                row.at("saved_row").as_int());
+    } else {
+      EXPECT_EQ(last_row, -1);
+    }
+    const std::vector<int32_t> mask_kinds = {1, 1, 4, 3, 0, 2};  // by row mode
+    EXPECT_EQ(plan.mask_kinds()[index], mask_kinds[static_cast<size_t>(plan.row_mode()[index])]);
+    const bool is_prefix = plan.row_mode()[index] == 3;
+    const auto prompt_len = static_cast<int32_t>(
+        trace_.at("requests").at(row.at("request").as_string()).at("prompt").items().size());
+    EXPECT_EQ(plan.prefix_lens()[index], is_prefix ? prompt_len : 0);
+    EXPECT_EQ(plan.padded_prefix_lens()[index], is_prefix
+                                                    ? (prompt_len + options_.block_size - 1) /
+                                                          options_.block_size * options_.block_size
+                                                    : 0);
+    if (row.has("predicted_by")) {
+      check_predictors(plan, r, row.at("predicted_by"));
+    }
+    const bool is_dual = options_.strategy == "fast_dllm_v2";
+    const bool is_canvas = options_.strategy == "diffusion_gemma";
+    EXPECT_EQ(plan.att_block_size(), options_.block_size * (is_dual ? options_.buffer_size : 1));
     EXPECT_EQ(plan.buffer_size(), options_.buffer_size);
     EXPECT_EQ(plan.max_seqlen_k(), plan.max_seqlen_q());
     for (int32_t blk = plan.first_block(r); blk < plan.first_block(r + 1); ++blk) {
       const int32_t before = plan.blk_start()[static_cast<size_t>(blk)] - 1;
-      int32_t expected = before < 0 ? -2 : -1;
+      int32_t expected = before < 0 || is_dual || is_canvas ? -2 : -1;
       for (int32_t i = plan.cu_seqlens_q()[index]; i < plan.valid_slices()[index]; ++i) {
         expected = plan.positions()[static_cast<size_t>(i)] == before ? i : expected;
       }
       EXPECT_EQ(plan.blk_prev_row()[static_cast<size_t>(blk)], expected);
     }
+  }
+
+  static int32_t position_of(StepPlan& plan, int32_t plan_row) {
+    return static_cast<int32_t>(plan.positions()[static_cast<size_t>(plan_row)]);
+  }
+
+  // Exactly the listed positions have a row: that of the position named, or the saved one.
+  void check_predictors(StepPlan& plan, int32_t r, const Json& expected) {
+    const auto width = static_cast<size_t>(options_.block_size);
+    size_t num_found = 0;
+    for (int32_t blk = plan.first_block(r); blk < plan.first_block(r + 1); ++blk) {
+      for (size_t rel = 0; rel < width; ++rel) {
+        const int32_t row_index = plan.blk_row_index()[static_cast<size_t>(blk) * width + rel];
+        if (row_index < 0) {
+          continue;
+        }
+        ASSERT_LT(num_found, expected.items().size());
+        const Json& entry = expected.items()[num_found++];
+        EXPECT_EQ(plan.blk_start()[static_cast<size_t>(blk)] + static_cast<int32_t>(rel),
+                  entry.items()[0].as_int());
+        if (entry.items()[1].is_string()) {
+          EXPECT_EQ(row_index,
+                    plan.max_logits_rows() + plan.request_slots()[static_cast<size_t>(r)]);
+        } else {
+          EXPECT_EQ(position_of(plan, plan.logits_rows()[static_cast<size_t>(row_index)]),
+                    entry.items()[1].as_int());
+        }
+      }
+    }
+    EXPECT_EQ(num_found, expected.items().size());
+  }
+
+  void check_counters(StepPlan& plan, int32_t r, const Json& row) {
+    if (row.has("open_steps")) {
+      for (const Json& entry : row.at("open_steps").items()) {
+        const size_t blk = find_block(plan, r, entry.items()[0].as_int());
+        EXPECT_EQ(plan.blk_open_steps()[blk], entry.items()[1].as_int());
+      }
+    }
+    if (row.has("post_edit_steps")) {
+      for (const Json& entry : row.at("post_edit_steps").items()) {
+        const size_t blk = find_block(plan, r, entry.items()[0].as_int());
+        EXPECT_EQ(plan.blk_post_edit_steps()[blk], entry.items()[1].as_int());
+      }
+    }
+  }
+
+  // Exactly the listed rows are soft: [position, id, probability, residual].
+  void check_merge_rows(StepPlan& plan, int32_t r, const Json& row) {
+    if (!row.has("merge_rows")) {
+      return;
+    }
+    const std::vector<Json>& expected = row.at("merge_rows").items();
+    size_t num_found = 0;
+    for (int32_t i = plan.cu_seqlens_q()[static_cast<size_t>(r)];
+         i < plan.cu_seqlens_q()[static_cast<size_t>(r) + 1]; ++i) {
+      const auto at = static_cast<size_t>(i);
+      if (plan.merge_mask()[at] == 0) {
+        EXPECT_EQ(plan.merge_topk_ids()[at], options_.mask_token_id);
+        EXPECT_EQ(plan.merge_topk_probs()[at], 0.0F);
+        EXPECT_EQ(plan.merge_residual()[at], 0.0F);
+        continue;
+      }
+      ASSERT_LT(num_found, expected.size());
+      const std::vector<Json>& entry = expected[num_found++].items();
+      EXPECT_EQ(position_of(plan, i), entry[0].as_int());
+      EXPECT_EQ(plan.merge_topk_ids()[at], entry[1].as_int());
+      EXPECT_FLOAT_EQ(plan.merge_topk_probs()[at], static_cast<float>(entry[2].as_double()));
+      EXPECT_FLOAT_EQ(plan.merge_residual()[at], static_cast<float>(entry[3].as_double()));
+    }
+    EXPECT_EQ(num_found, expected.size());
+  }
+
+  // "seed": [position whose row predicts the token, token].
+  void check_seed_row(StepPlan& plan, int32_t r, const Json& row) {
+    if (options_.strategy != "fast_dllm_v2") {
+      return;
+    }
+    const int32_t seed_row = plan.seed_row()[static_cast<size_t>(r)];
+    ASSERT_EQ(seed_row >= 0, row.has("seed"));
+    if (seed_row >= 0) {
+      EXPECT_EQ(position_of(plan, plan.logits_rows()[static_cast<size_t>(seed_row)]),
+                row.at("seed").items()[0].as_int());
+      output_.pending_next_token()[static_cast<size_t>(r)] = row.at("seed").items()[1].as_int();
+    }
+  }
+
+  // "canvas": what the plan tells the sampler of a denoising step, and what the sampler answers.
+  void check_canvas(StepPlan& plan, int32_t r, const Json& row) {
+    if (options_.strategy != "diffusion_gemma") {
+      return;
+    }
+    const bool is_denoising = row.has("canvas");
+    const int32_t begin = plan.cu_seqlens_q()[static_cast<size_t>(r)];
+    const int32_t end = plan.cu_seqlens_q()[static_cast<size_t>(r) + 1];
+    EXPECT_EQ(ints(plan.row_pass_kind(), begin, end),
+              std::vector<int32_t>(static_cast<size_t>(end - begin), is_denoising ? 1 : 0));
+    ASSERT_EQ(plan.first_block(r + 1) - plan.first_block(r), is_denoising ? 1 : 0);
+    if (!is_denoising) {
+      EXPECT_EQ(ints(plan.row_self_cond(), begin, end),
+                std::vector<int32_t>(static_cast<size_t>(end - begin), -1));
+      return;
+    }
+    const Json& canvas = row.at("canvas");
+    const int32_t blk = plan.first_block(r);
+    const auto index = static_cast<size_t>(blk);
+    const int32_t width = options_.block_size;
+    EXPECT_EQ(ints(plan.row_self_cond(), begin, end), canvas.at("self_cond").as_ints());
+    EXPECT_EQ(plan.blk_steps_left()[index], canvas.at("steps_left").as_int());
+    EXPECT_EQ(plan.blk_stable_run()[index], canvas.at("stable_run").as_int());
+    EXPECT_EQ(plan.blk_valid_len()[index], width);
+    EXPECT_EQ(ints(plan.blk_renoise(), blk * width, (blk + 1) * width),
+              canvas.at("renoise").as_ints());
+    if (canvas.has("prev_argmax")) {
+      EXPECT_EQ(ints(plan.blk_prev_argmax(), blk * width, (blk + 1) * width),
+                canvas.at("prev_argmax").as_ints());
+    }
+    for (size_t rel = 0; rel < static_cast<size_t>(width); ++rel) {
+      const size_t at = index * static_cast<size_t>(width) + rel;
+      output_.write_ids()[at] = canvas.at("next").as_ints()[rel];
+      output_.canvas_argmax()[at] = canvas.at("argmax").as_ints()[rel];
+    }
+    output_.flags()[index] = canvas.at("converged").as_bool() ? kSamplerConverged : 0;
   }
 
   size_t find_block(StepPlan& plan, int32_t r, int32_t block_id) {
@@ -235,6 +414,9 @@ class TraceReplay {
   }
 
   void fill_output(StepPlan& plan, int32_t r, const Json& row) {
+    if (options_.strategy == "diffusion_gemma") {
+      return;  // see check_canvas
+    }
     const auto width = static_cast<size_t>(options_.block_size);
     for (const Json& write : row.at("writes").items()) {
       const size_t blk = find_block(plan, r, write.items()[0].as_int());
@@ -251,6 +433,30 @@ class TraceReplay {
       }
       output_.masks_left()[blk] = masks_left;
       output_.flags()[blk] = masks_left == 0 ? kSamplerCommittable : 0;
+    }
+    fill_verdicts(plan, r, row);
+  }
+
+  void fill_verdicts(StepPlan& plan, int32_t r, const Json& row) {
+    if (row.has("verdicts")) {
+      ASSERT_EQ(row.at("verdicts").items().size(),
+                static_cast<size_t>(plan.first_block(r + 1) - plan.first_block(r)));
+      for (const Json& entry : row.at("verdicts").items()) {
+        const size_t blk = find_block(plan, r, entry.items()[0].as_int());
+        output_.same_token_ratio()[blk] = static_cast<float>(entry.items()[1].as_double());
+        output_.flags()[blk] = entry.items()[2].as_bool() ? kSamplerCommittable : 0;
+      }
+    }
+    if (row.has("descriptors")) {
+      for (const Json& entry : row.at("descriptors").items()) {
+        const size_t blk = find_block(plan, r, entry.items()[0].as_int());
+        const size_t at = blk * static_cast<size_t>(options_.block_size) +
+                          static_cast<size_t>(entry.items()[1].as_int());
+        output_.merge_valid()[at] = 1;
+        output_.merge_topk_ids()[at] = entry.items()[2].as_int();
+        output_.merge_topk_probs()[at] = static_cast<float>(entry.items()[3].as_double());
+        output_.merge_residual()[at] = static_cast<float>(entry.items()[4].as_double());
+      }
     }
   }
 
@@ -312,9 +518,16 @@ TEST_P(TraceTest, ReplaysFieldByField) {
 INSTANTIATE_TEST_SUITE_P(
     Golden, TraceTest,
     testing::Values("single_block_padded_prompt.json", "single_block_aligned_prompt.json",
-                    "aligned_prompt_fully_cached.json", "multi_block_stop_id.json",
-                    "multi_block_limit.json", "preempt_resume_uncached.json",
-                    "preempt_resume_cached.json", "prefix_cache_partial_page.json"));
+                    "aligned_prompt_fully_cached.json", "d2f_shifted_single_block.json",
+                    "d2f_shifted_stop_id.json", "d2f_stop_id.json", "dmax_single_block.json",
+                    "diffusion_gemma_max_tokens.json", "diffusion_gemma_stop_id.json",
+                    "dmax_two_blocks.json", "fast_dllm_v2_aligned_block_cache.json",
+                    "fast_dllm_v2_aligned_no_block_cache.json",
+                    "fast_dllm_v2_padded_block_cache.json",
+                    "fast_dllm_v2_padded_no_block_cache.json", "edit_single_block.json",
+                    "multi_block_stop_id.json", "multi_block_limit.json",
+                    "preempt_resume_uncached.json", "preempt_resume_cached.json",
+                    "prefix_cache_partial_page.json"));
 
 }  // namespace
 }  // namespace diffulex

@@ -18,6 +18,18 @@ from diffulex_ext import _core
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 NAMES = [
     "aligned_prompt_fully_cached",
+    "d2f_shifted_single_block",
+    "d2f_shifted_stop_id",
+    "d2f_stop_id",
+    "diffusion_gemma_max_tokens",
+    "diffusion_gemma_stop_id",
+    "dmax_single_block",
+    "dmax_two_blocks",
+    "edit_single_block",
+    "fast_dllm_v2_aligned_block_cache",
+    "fast_dllm_v2_aligned_no_block_cache",
+    "fast_dllm_v2_padded_block_cache",
+    "fast_dllm_v2_padded_no_block_cache",
     "multi_block_limit",
     "multi_block_stop_id",
     "preempt_resume_cached",
@@ -27,6 +39,9 @@ NAMES = [
     "single_block_padded_prompt",
 ]
 COMMITTABLE = 1
+CONVERGED = 128
+#: Kernel mask kind by row mode.
+MASK_KINDS = [1, 1, 4, 3, 0, 2]
 LETTERS = {
     _core.BlockStatus.DUMMY: "D",
     _core.BlockStatus.ACTIVE: "A",
@@ -46,6 +61,7 @@ def read_options(fields: dict[str, Any]) -> _core.EngineOptions:
     thresholds = _core.Thresholds(
         add_block=fields.pop("add_block_threshold"),
         semi_complete=fields.pop("semi_complete_threshold"),
+        token_stability=fields.pop("token_stability_threshold", 0.0),
     )
     return _core.EngineOptions(thresholds=thresholds, **fields)
 
@@ -87,7 +103,7 @@ class TraceReplay:
             return
         for name in step["add"]:
             spec = self.trace["requests"][name]
-            params = _core.SamplingParams(max_tokens=spec["max_tokens"])
+            params = _core.SamplingParams(max_tokens=spec["max_tokens"], seed=spec.get("seed"))
             self.ids[name] = self.core.add_request(spec["prompt"], params)
             self.settled[name] = []
         for name in step["add"]:
@@ -158,45 +174,144 @@ class TraceReplay:
             assert found.num_cached_tokens == row["num_cached_tokens"]
         for block_id, gate in row.get("force_top1", []):
             assert bool(plan.blk_force_top1[self.find_block(plan, r, block_id)]) == gate
+        for block_id, count in row.get("open_steps", []):
+            assert plan.blk_open_steps[self.find_block(plan, r, block_id)] == count
+        for block_id, count in row.get("post_edit_steps", []):
+            assert plan.blk_post_edit_steps[self.find_block(plan, r, block_id)] == count
         self.check_fixed_fields(plan, r)
+        self.check_prefix(plan, r, len(found.prompt))
+        self.check_shift(plan, r, row)
+        if self.options.strategy == "fast_dllm_v2":
+            self.check_seed_row(plan, r, row)
+        if self.options.strategy == "diffusion_gemma":
+            self.check_canvas(plan, r, row)
+        if "merge_rows" in row:
+            self.check_merge_rows(plan, r, row["merge_rows"])
+
+    def check_prefix(self, plan: _core.StepPlan, r: int, prompt_len: int) -> None:
+        is_prefix = plan.row_mode[r] == 3
+        size = self.options.block_size
+        padded = -(-prompt_len // size) * size
+        assert plan.mask_kinds[r] == MASK_KINDS[plan.row_mode[r]]
+        assert plan.prefix_lens[r] == (prompt_len if is_prefix else 0)
+        assert plan.padded_prefix_lens[r] == (padded if is_prefix else 0)
+
+    def check_shift(self, plan: _core.StepPlan, r: int, row: dict[str, Any]) -> None:
+        """The saved row, and which row predicts which position."""
+        last_row = plan.last_row_index[r]
+        if row.get("saved_row") is None:
+            assert last_row == -1
+        else:
+            assert plan.positions[plan.logits_rows[last_row]] == row["saved_row"]
+        if "predicted_by" not in row:
+            return
+        found: list[list[Any]] = []
+        for blk in self.blocks_of(plan, r):
+            for rel, index in enumerate(plan.blk_row_index[blk].tolist()):
+                if index < 0:
+                    continue
+                position = int(plan.blk_start[blk]) + rel
+                if index == plan.saved_row(int(plan.request_slots[r])):
+                    found.append([position, "saved"])
+                else:
+                    found.append([position, int(plan.positions[plan.logits_rows[index]])])
+        assert found == row["predicted_by"]
+
+    def check_merge_rows(self, plan: _core.StepPlan, r: int, expected: list[list[Any]]) -> None:
+        found = []
+        for i in range(*plan.cu_seqlens_q[r : r + 2].tolist()):
+            entry = (
+                int(plan.merge_topk_ids[i, 0]),
+                float(plan.merge_topk_probs[i, 0]),
+                float(plan.merge_residual[i]),
+            )
+            if plan.merge_mask[i]:
+                found.append([int(plan.positions[i]), entry[0], *map(pytest.approx, entry[1:])])
+            else:
+                assert entry == (self.options.mask_token_id, 0.0, 0.0)
+        assert found == expected
+
+    def check_seed_row(self, plan: _core.StepPlan, r: int, row: dict[str, Any]) -> None:
+        """`seed`: the position whose row predicts the token, and the token."""
+        assert (plan.seed_row[r] >= 0) == ("seed" in row)
+        if "seed" in row:
+            position, token = row["seed"]
+            assert plan.positions[plan.logits_rows[plan.seed_row[r]]] == position
+            self.output.pending_next_token[r] = token
+
+    def check_canvas(self, plan: _core.StepPlan, r: int, row: dict[str, Any]) -> None:
+        """`canvas`: what the plan tells the sampler, and what the sampler answers."""
+        rows = slice(*plan.cu_seqlens_q[r : r + 2].tolist())
+        canvas = row.get("canvas")
+        assert (plan.row_pass_kind[rows] == (0 if canvas is None else 1)).all()
+        assert len(self.blocks_of(plan, r)) == (0 if canvas is None else 1)
+        if canvas is None:
+            assert (plan.row_self_cond[rows] == -1).all()
+            return
+        (blk,) = self.blocks_of(plan, r)
+        assert plan.row_self_cond[rows].tolist() == canvas["self_cond"]
+        assert plan.blk_steps_left[blk] == canvas["steps_left"]
+        assert plan.blk_stable_run[blk] == canvas["stable_run"]
+        assert plan.blk_renoise[blk].tolist() == canvas["renoise"]
+        if "prev_argmax" in canvas:
+            assert plan.blk_prev_argmax[blk].tolist() == canvas["prev_argmax"]
+        self.output.write_ids[blk] = canvas["next"]
+        self.output.canvas_argmax[blk] = canvas["argmax"]
+        self.output.flags[blk] = CONVERGED if canvas["converged"] else 0
 
     def check_fixed_fields(self, plan: _core.StepPlan, r: int) -> None:
-        """What strategies.md 1.9 and 5.3 say of every block-causal, unshifted forward."""
+        """What strategies.md 1.9 and 5.3 say of every forward of a block buffer."""
         begin, end = plan.cu_seqlens_q[r : r + 2].tolist()
-        assert plan.mask_kinds[r] == 1
-        assert plan.prefix_lens[r] == plan.padded_prefix_lens[r] == 0
-        assert plan.last_row_index[r] == -1
-        assert plan.att_block_size == plan.block_size == self.options.block_size
+        is_dual = self.options.strategy == "fast_dllm_v2"
+        is_canvas = self.options.strategy == "diffusion_gemma"
+        size = self.options.block_size
+        assert plan.block_size == size
+        assert plan.att_block_size == size * (self.options.buffer_size if is_dual else 1)
         assert plan.buffer_size == self.options.buffer_size
         assert plan.max_seqlen_k == plan.max_seqlen_q >= end - begin
         assert plan.need_kv_cache_store == bool((plan.slot_mapping >= 0).any())
         positions = plan.positions[begin : plan.valid_slices[r]].tolist()
         for blk in self.blocks_of(plan, r):
-            start = plan.blk_id[blk] * plan.block_size
+            origin = len(self.request_of(plan, r).prompt) if is_canvas else 0
+            start = origin + plan.blk_id[blk] * plan.block_size
             assert plan.blk_start[blk] == start
             assert plan.blk_row0[blk] == begin + positions.index(start)
-            if start == 0:
-                previous = -2
-            elif start - 1 in positions:
+            if start - 1 in positions:
                 previous = begin + positions.index(start - 1)
             else:
-                previous = -1
+                previous = -2 if start == 0 or is_dual or is_canvas else -1
             assert plan.blk_prev_row[blk] == previous
             assert plan.blk_valid_len[blk] == plan.block_size
 
     def visible_ends(self, plan: _core.StepPlan, r: int) -> list[int]:
-        """Keys each real row sees: those cached, and fresh ones of blocks up to its own."""
-        size = self.options.block_size
+        """Keys each real row sees: those cached, and fresh ones of blocks up to its own.
+
+        Under mode 3 prompt rows see the prompt, the rest of its last block the padded prompt. Mode
+        2 has no fresh keys, mode 4 is causal, mode 5 sees every fresh key.
+        """
+        size = plan.att_block_size
+        mode = plan.row_mode[r]
+        prefix, padded = int(plan.prefix_lens[r]), int(plan.padded_prefix_lens[r])
         positions = plan.positions[plan.cu_seqlens_q[r] : plan.valid_slices[r]].tolist()
         ends = []
         for position in positions:
             end = int(plan.context_lens[r])
+            fresh_end = (position // size + 1) * size
+            if position < padded:
+                fresh_end = prefix if position < prefix else padded
+            if mode in (2, 4, 5):
+                fresh_end = {2: 0, 4: position + 1, 5: max(positions) + 1}[int(mode)]
             for key in positions:
-                if key // size <= position // size:
+                if key < fresh_end:
                     assert key == end
                     end = key + 1
             ends.append(end)
         return ends
+
+    def request_of(self, plan: _core.StepPlan, r: int) -> _core.Request:
+        found = self.core.find_request(int(plan.req_ids[r]))
+        assert found is not None
+        return found
 
     def blocks_of(self, plan: _core.StepPlan, r: int) -> list[int]:
         return [blk for blk in range(plan.num_blocks) if plan.blk_req[blk] == r]
@@ -206,6 +321,8 @@ class TraceReplay:
         return found
 
     def fill_output(self, plan: _core.StepPlan, r: int, row: dict[str, Any]) -> None:
+        if self.options.strategy == "diffusion_gemma":
+            return  # see check_canvas
         for block_id, rel, token in row["writes"]:
             blk = self.find_block(plan, r, block_id)
             assert plan.blk_row_index[blk, rel] >= 0
@@ -217,6 +334,18 @@ class TraceReplay:
             num_left = int((is_open & is_unwritten).sum())
             self.output.masks_left[blk] = num_left
             self.output.flags[blk] = COMMITTABLE if num_left == 0 else 0
+        if "verdicts" in row:
+            assert len(row["verdicts"]) == len(self.blocks_of(plan, r))
+        for block_id, ratio, is_committable in row.get("verdicts", []):
+            blk = self.find_block(plan, r, block_id)
+            self.output.same_token_ratio[blk] = ratio
+            self.output.flags[blk] = COMMITTABLE if is_committable else 0
+        for block_id, rel, token, prob, residual in row.get("descriptors", []):
+            blk = self.find_block(plan, r, block_id)
+            self.output.merge_valid[blk, rel] = 1
+            self.output.merge_topk_ids[blk, rel] = token
+            self.output.merge_topk_probs[blk, rel] = prob
+            self.output.merge_residual[blk, rel] = residual
 
     def check_events(self, step: dict[str, Any], events: _core.StepEvents) -> None:
         assert str(events.kind) == step["kind"]
