@@ -2,7 +2,8 @@
 """The tensors of the paged KV cache.
 
 Symbols: Lk layers, NP pages, PS page size, H KV heads, Dh head size, x split factor;
-slot = page * PS + offset.
+slot = page * PS + offset. Layers with the same H and Dh share one allocation; page ids hold for all
+layers, so that a request owns the same pages everywhere.
 
     unified   [2, Lk, NP, PS, H, Dh], index 0 = K, 1 = V
     distinct  K [Lk, NP, H, Dh / x, PS, x], V [Lk, NP, H, Dh, PS]
@@ -10,9 +11,12 @@ slot = page * PS + offset.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["KVCache", "KvLayoutName"]
 
@@ -29,34 +33,59 @@ class KVCache:
 
     def __init__(
         self,
-        num_layers: int,
+        layer_shapes: Sequence[tuple[int, int]],
         num_pages: int,
         page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
         layout: KvLayoutName = "unified",
         x: int = 8,
     ) -> None:
+        """Layer i has `layer_shapes[i]` = (number of KV heads, head size).
+
+        Args:
+            layer_shapes: one entry per layer; see `ModelSpec.kv_layers`.
+            x: split factor of the distinct layout, a divisor of every head size.
+        """
         if layout not in ("unified", "distinct"):
             raise ValueError(f"KVCache: expected layout unified or distinct, got {layout!r}")
-        if layout == "distinct" and head_dim % x:
-            raise ValueError(f"KVCache: expected x to divide head size {head_dim}, got {x}")
+        for _, head_dim in layer_shapes:
+            if layout == "distinct" and head_dim % x:
+                raise ValueError(f"KVCache: expected x to divide head size {head_dim}, got {x}")
         self.layout: KvLayoutName = layout
         self.num_pages = num_pages
         self.page_size = page_size
-        if layout == "unified":
-            shape = (2, num_layers, num_pages, page_size, num_kv_heads, head_dim)
-            both = torch.zeros(shape, dtype=dtype, device=device)
-            self._k, self._v = both[0], both[1]
-        else:
-            k_shape = (num_layers, num_pages, num_kv_heads, head_dim // x, page_size, x)
-            v_shape = (num_layers, num_pages, num_kv_heads, head_dim, page_size)
-            self._k = torch.zeros(k_shape, dtype=dtype, device=device)
-            self._v = torch.zeros(v_shape, dtype=dtype, device=device)
         # Views are made once: the model asks for every layer in every step.
-        self._layers = [(self._k[i], self._v[i]) for i in range(num_layers)]
+        layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._groups: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for shape in dict.fromkeys(layer_shapes):
+            members = [i for i, other in enumerate(layer_shapes) if other == shape]
+            k, v = self._new_group(len(members), shape, dtype, device, x)
+            self._groups.append((k, v))
+            for position, index in enumerate(members):
+                layers[index] = (k[position], v[position])
+        self._layers = [layers[index] for index in range(len(layer_shapes))]
+
+    def _new_group(
+        self,
+        num_layers: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        x: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of layers of one shape, layer first."""
+        (num_kv_heads, head_dim), pages, page_size = shape, self.num_pages, self.page_size
+        if self.layout == "unified":
+            sizes = (2, num_layers, pages, page_size, num_kv_heads, head_dim)
+            both = torch.zeros(sizes, dtype=dtype, device=device)
+            return both[0], both[1]
+        k_sizes = (num_layers, pages, num_kv_heads, head_dim // x, page_size, x)
+        v_sizes = (num_layers, pages, num_kv_heads, head_dim, page_size)
+        return (
+            torch.zeros(k_sizes, dtype=dtype, device=device),
+            torch.zeros(v_sizes, dtype=dtype, device=device),
+        )
 
     @property
     def kv_layout(self) -> int:
@@ -66,7 +95,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all layers."""
-        return self._k.nbytes + self._v.nbytes
+        return sum(k.nbytes + v.nbytes for k, v in self._groups)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(k_cache, v_cache) of one layer, in the shape of the layout."""
@@ -74,7 +103,8 @@ class KVCache:
 
     @staticmethod
     def page_bytes(
-        num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        layer_shapes: Sequence[tuple[int, int]], page_size: int, dtype: torch.dtype
     ) -> int:
         """Bytes of one page: K and V of all layers."""
-        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+        elements = sum(num_kv_heads * head_dim for num_kv_heads, head_dim in layer_shapes)
+        return 2 * page_size * elements * dtype.itemsize

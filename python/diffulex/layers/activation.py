@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated activation of the feed-forward block."""
+"""Gated activations of the feed-forward block."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ class SiluAndMul(nn.Module):
     def forward(self, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """gate_up [T, 2 I] to `out` [T, I]."""
         return ops.act_and_mul(gate_up, ops.Activation.SILU, out=out)
+
+
+class GeluTanhAndMul(nn.Module):
+    """``gelu(gate) * up`` with the tanh form of GELU, of rows that hold gate and up side by side."""
+
+    def forward(self, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """gate_up [T, 2 I] to `out` [T, I]."""
+        return ops.act_and_mul(gate_up, ops.Activation.GELU_TANH, out=out)

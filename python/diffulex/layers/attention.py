@@ -9,17 +9,18 @@ import torch
 from torch import nn
 
 from diffulex import ops
-from diffulex.layers.linear import Linear
+from diffulex.layers.linear import Linear, Projection, named_projections
 
 if TYPE_CHECKING:
     from diffulex.engine.batch import AttnMetadata
+    from diffulex.model.config.names import TensorNames
 
 
 class BlockAttention(nn.Module):
-    """Grouped-query attention with per-head norm of q and k, rotary embedding and a paged cache.
+    """Grouped-query attention with rotary embedding over a paged cache.
 
-    One call is four launches: projection; norm, rotation and cache store; attention; output
-    projection.
+    One call is four launches: projection; norm of the q and k heads where the family has it,
+    rotation and cache store; attention; output projection.
     """
 
     def __init__(
@@ -30,7 +31,9 @@ class BlockAttention(nn.Module):
         head_dim: int,
         *,
         eps: float,
-        bias: bool,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm: bool = True,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -41,14 +44,13 @@ class BlockAttention(nn.Module):
         self.eps = eps
         self.scale = head_dim**-0.5
         heads = (num_q_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
-        self.qkv = Linear(hidden_size, heads, bias=bias, dtype=dtype, device=device)
-        self.o = Linear(heads[0], (hidden_size,), bias=bias, dtype=dtype, device=device)
-        self.q_norm = nn.Parameter(
-            torch.empty(head_dim, dtype=dtype, device=device), requires_grad=False
-        )
-        self.k_norm = nn.Parameter(
-            torch.empty(head_dim, dtype=dtype, device=device), requires_grad=False
-        )
+        self.qkv = Linear(hidden_size, heads, bias=qkv_bias, dtype=dtype, device=device)
+        self.o = Linear(heads[0], (hidden_size,), bias=o_bias, dtype=dtype, device=device)
+        self.q_norm: nn.Parameter | None = None
+        self.k_norm: nn.Parameter | None = None
+        if qk_norm:
+            self.q_norm = _norm_weight(head_dim, dtype, device)
+            self.k_norm = _norm_weight(head_dim, dtype, device)
 
     def forward(
         self,
@@ -104,6 +106,42 @@ class BlockAttention(nn.Module):
             kv_layout=metadata.kv_layout,
         )
         self.o(scratch.out_rows, x)
+
+    def weight_table(self, prefix: str, names: TensorNames) -> dict[str, torch.Tensor]:
+        """Checkpoint name -> memory to fill, for the tensors of this layer below `prefix`."""
+        table: dict[str, torch.Tensor] = {}
+        if self.q_norm is not None and self.k_norm is not None:
+            table[prefix + names.q_norm] = self.q_norm
+            table[prefix + names.k_norm] = self.k_norm
+        parts = {names.o: self.o.part(0)}
+        if names.qkv is not None:
+            parts[names.qkv] = self.qkv.whole()
+        else:
+            for index, name in enumerate((names.q, names.k, names.v)):
+                parts[name] = self.qkv.part(index)
+        for name, (weight, bias) in parts.items():
+            table[f"{prefix}{name}.weight"] = weight
+            if bias is not None:
+                table[f"{prefix}{name}.bias"] = bias
+        return table
+
+    def projections(self, prefix: str, names: TensorNames) -> dict[str, Projection]:
+        """Module name -> projection, for adapters; q, k and v also where one tensor holds them."""
+        table = named_projections(self.o, [prefix + names.o])
+        parts = [prefix + name for name in (names.q, names.k, names.v)]
+        if names.qkv is None:
+            return {**named_projections(self.qkv, parts), **table}
+        fused = prefix + names.qkv
+        whole = slice(0, self.qkv.num_rows)
+        table[fused] = Projection(self.qkv, whole, f"{fused}.weight", whole)
+        for index, name in enumerate(parts):
+            rows = self.qkv.rows_of(index)
+            table[name] = Projection(self.qkv, rows, f"{fused}.weight", rows)
+        return table
+
+
+def _norm_weight(size: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    return nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
 
 
 class AttentionScratch:

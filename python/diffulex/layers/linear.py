@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from diffulex import ops
+from diffulex.layers.low_rank import LowRankUpdates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +39,7 @@ class MatrixProduct(nn.Module):
         matrix = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.weight: nn.Parameter | None = nn.Parameter(matrix, requires_grad=False)
         self._panels: torch.Tensor | None = None
+        self.dtype, self.device = dtype, matrix.device
         self._is_packable = dtype == torch.float32 and matrix.device.type == "cpu"
         self._is_shared = False
 
@@ -109,16 +112,61 @@ class Linear(MatrixProduct):
             self.bias = nn.Parameter(
                 torch.empty(rows, dtype=dtype, device=device), requires_grad=False
             )
+        self.updates: LowRankUpdates | None = None
+
+    def rows_of(self, index: int) -> slice:
+        """Rows of the weight that projection `index` has."""
+        start = sum(self.out_features[:index])
+        return slice(start, start + self.out_features[index])
 
     def part(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Views of the weight rows and bias entries of projection `index`; undoes packing."""
-        start = sum(self.out_features[:index])
-        rows = slice(start, start + self.out_features[index])
+        rows = self.rows_of(index)
         return self.row_major()[rows], None if self.bias is None else self.bias[rows]
+
+    def whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of all projections together; undoes packing."""
+        return self.row_major(), self.bias
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Writes the product of x [T, in] to `out` [T, sum of out_features] and returns it."""
-        return self.multiply(x, out, self.bias)
+        self.multiply(x, out, self.bias)
+        if self.updates is not None:
+            self.updates(x, out)
+        return out
+
+    def add_update(self, rows: slice, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        """Lets the output columns `rows` gain ``scale * (x a^T) b^T``; the weight stays."""
+        if self.updates is None:
+            self.updates = LowRankUpdates()
+        dtype, device = self.dtype, self.device
+        self.updates.append(rows, a.to(device, dtype), b.to(device, dtype), scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One projection as adapters and checkpoints see it: rows of a layer, rows of a tensor."""
+
+    linear: Linear
+    #: Rows of the layer's weight.
+    rows: slice
+    #: Name of the stored tensor and the projection's rows in it.
+    tensor: str
+    tensor_rows: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in] of the projection."""
+        return self.rows.stop - self.rows.start, self.linear.in_features
+
+
+def named_projections(linear: Linear, names: Sequence[str]) -> dict[str, Projection]:
+    """The projections of a layer that are stored as one tensor each, under their module names."""
+    sizes = linear.out_features
+    return {
+        name: Projection(linear, linear.rows_of(index), f"{name}.weight", slice(0, sizes[index]))
+        for index, name in enumerate(names)
+    }
 
 
 def pack_weights(model: nn.Module) -> None:

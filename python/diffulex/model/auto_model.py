@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from diffulex.layers.linear import Projection
     from diffulex.model.config import ModelSpec
 
 logger = get_logger(__name__)
 
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
+_TEXT_CONFIG = "text_config"
 _BLOCK_SUFFIX = re.compile(r"-b(\d+)$")
 
 
@@ -81,27 +83,50 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     progress: bool = False,
+    *,
+    lora_path: Path | None = None,
+    merge_lora: bool = False,
 ) -> nn.Module:
     """Builds the registered model and fills it from the checkpoint; see `loader.load_weights`.
 
-    Names, shapes and the memory at hand are checked before any memory is taken.
+    Names, shapes and the memory at hand are checked before any memory is taken. `lora_path` is the
+    directory of an adapter; with `merge_lora` its products become part of the weights, otherwise
+    they are computed beside them.
 
     Raises:
         CheckpointError: the files do not fit the description, or the model not the memory.
     """
     # Imported here because they import torch.
+    from diffulex.model import lora  # noqa: PLC0415
     from diffulex.model.loader import check_headers, check_num_layers, load_weights  # noqa: PLC0415
     from diffulex.model.memory import check_memory, reporting_memory  # noqa: PLC0415
 
     model_class: Any = AutoModelForDiffusionLM.get(model_name)
     check_num_layers(spec, model_dir)
+    adapter = None if lora_path is None else lora.read_adapter(lora_path)
     with reporting_memory(spec, dtype, device):
-        check_headers(model_class(spec, dtype, "meta"), model_dir)
+        on_meta = model_class(spec, dtype, "meta")
+        check_headers(on_meta, model_dir)
+        if adapter is not None:
+            adapter.check(_projections(on_meta, model_name))
         check_memory(spec, dtype, device)
         model = model_class(spec, dtype, device)
-    load_weights(model, model_dir, progress=progress)
+    merge = None
+    if adapter is not None and merge_lora:
+        merge = lora.MergePlan(adapter, _projections(model, model_name))
+    load_weights(model, model_dir, progress=progress, merge=merge)
+    if adapter is not None and not merge_lora:
+        lora.attach(adapter, _projections(model, model_name))
     module: nn.Module = model.eval()
     return module
+
+
+def _projections(model: nn.Module, model_name: str) -> Mapping[str, Projection]:
+    projections: Any = getattr(model, "projections", None)
+    if projections is None:
+        raise CheckpointError(f"adapter: expected a family with adapters, got {model_name!r}")
+    table: Mapping[str, Projection] = projections()
+    return table
 
 
 def _registered_name(config: Mapping[str, Any], model_dir: Path, model_name: str | None) -> str:
@@ -109,18 +134,23 @@ def _registered_name(config: Mapping[str, Any], model_dir: Path, model_name: str
     available = _supported()
     family = families.detect_family(config, lambda: _tensor_names(model_dir))
     if model_name is not None:
-        return _checked_name(config, model_name, family, available)
+        return _checked_name(model_name, family, available)
     if family is not None:
-        if family in available:
-            return family
-        raise CheckpointError(_unsupported(family, model_dir, available))
+        return family
     architecture = families.first_architecture(config)
     for candidate in (architecture, config.get("model_type")):
         if isinstance(candidate, str) and candidate in AutoModelForDiffusionLM.available():
             return AutoModelForDiffusionLM.canonical(candidate)
+    nearest = families.nearest_family(config, lambda: _tensor_names(model_dir))
+    hint = ""
+    if nearest is not None:
+        hint = (
+            f"; its layout is nearest to {nearest}: pass model_name={nearest!r} "
+            f"(--model-name {nearest}) to load it as such"
+        )
     raise CheckpointError(
         f"checkpoint: {model_dir}: expected one of the supported architectures "
-        f"({', '.join(available)}), got {architecture or config.get('model_type')!r}"
+        f"({', '.join(available)}), got {architecture or config.get('model_type')!r}{hint}"
     )
 
 
@@ -130,50 +160,41 @@ def _supported() -> tuple[str, ...]:
     return tuple(sorted({registry.canonical(name) for name in registry.available()}))
 
 
-def _checked_name(
-    config: Mapping[str, Any], model_name: str, family: str | None, available: tuple[str, ...]
-) -> str:
+def _checked_name(model_name: str, family: str | None, available: tuple[str, ...]) -> str:
     model_name = AutoModelForDiffusionLM.canonical(model_name)
     builtin = families.family_of_name(model_name)
     if builtin is None and model_name not in available:
         names = sorted({*available, *(item.name for item in families.FAMILIES)})
         raise ConfigError(f"model_name: expected one of {', '.join(names)}, got {model_name!r}")
-    # A family registered from outside is trusted to know its own checkpoints.
-    if builtin is not None and (family is None or not families.matches(model_name, family)):
-        found = family or families.first_architecture(config) or config.get("model_type")
+    # A family registered from outside is trusted to know its own checkpoints, and an architecture
+    # that no family claims may be loaded as whatever the user says.
+    if builtin is not None and family is not None and not families.matches(model_name, family):
         raise ConfigError(
-            f"model_name: expected the family of the checkpoint ({found}), got {model_name!r}"
+            f"model_name: expected the family of the checkpoint ({family}), got {model_name!r}"
         )
-    for candidate in (model_name, builtin):
-        if candidate in available:
-            return str(candidate)
-    raise ConfigError(
-        f"model_name: family {model_name!r} is not supported yet; supported: {', '.join(available)}"
-    )
-
-
-def _unsupported(family: str, model_dir: Path, available: tuple[str, ...]) -> str:
-    return (
-        f"checkpoint: {model_dir}: detected the family {family!r}, which is not supported yet; "
-        f"supported: {', '.join(available)}"
-    )
+    return model_name if builtin is None or model_name in available else builtin
 
 
 def _tensor_names(model_dir: Path) -> Collection[str]:
-    from diffulex.model.loader import find_tensors  # noqa: PLC0415 (imports torch)
+    """Names in the checkpoint, from the index alone where there is one; empty without weights."""
+    from diffulex.model.tensor_files import stored_names  # noqa: PLC0415 (imports torch)
 
-    return find_tensors(model_dir).keys()
+    return stored_names(model_dir)
 
 
-def _reject_quantisation(config: Mapping[str, Any]) -> None:
+def _reject_quantisation(config: Mapping[str, Any], where: str = "") -> None:
     for key in _QUANTISATION_KEYS:
         value = config.get(key)
         if value:
             method = value.get("quant_method", "unknown") if isinstance(value, dict) else value
             raise CheckpointError(
-                f"config.json: {key}: expected an unquantised checkpoint, "
+                f"config.json: {where}{key}: expected an unquantised checkpoint, "
                 f"got quantisation method {method!r}"
             )
+    # Multimodal configurations may keep it beside the shapes of the language model.
+    nested = config.get(_TEXT_CONFIG)
+    if isinstance(nested, dict) and not where:
+        _reject_quantisation(nested, f"{_TEXT_CONFIG}.")
 
 
 def _engine_defaults(model_dir: Path) -> Mapping[str, Any]:

@@ -7,36 +7,33 @@ Every check runs on the file headers before the first weight is copied.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from diffulex.errors import CheckpointError
 from diffulex.logging import get_logger
-from diffulex.model.config.reader import read_json_object
+from diffulex.model.tensor_files import StoredTensor, find_tensors, is_ignored, listed
+from diffulex.model.tensor_reader import TENSOR_DTYPES, TensorReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from diffulex.model.config import ModelSpec
+    from diffulex.model.lora import MergePlan
 
 logger = get_logger(__name__)
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-_IGNORED = ("*.rotary_emb.inv_freq",)
-_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-_MAX_LISTED = 6
-
 
 class LoadableModel(Protocol):
-    """What a model offers to the loader."""
+    """What a model offers to the loader.
+
+    A model whose checkpoints name one tensor in several ways has `canonical_name(stored_name)`.
+
+    A model whose checkpoints come in several layouts has `weight_table_for(stored_names)` as well,
+    which is asked in place of `weight_table`.
+    """
 
     spec: ModelSpec
 
@@ -47,136 +44,63 @@ class LoadableModel(Protocol):
         """Lets the head share the embedding table."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies and what its header says."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
+def _weight_table(model: LoadableModel, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    table_for = getattr(model, "weight_table_for", None)
+    table: dict[str, Any] = model.weight_table() if table_for is None else table_for(stored.keys())
+    return table
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"checkpoint: cannot read {path}: {error}") from error
-
-
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    with _open(path) as file:
-        return {
-            name: StoredTensor(path, tuple(part.get_shape()), part.get_dtype())
-            for name in file.keys()  # noqa: SIM118 (the handle is not a mapping)
-            for part in (file.get_slice(name),)
-        }
-
-
-def _listed(names: Iterable[str]) -> str:
-    items = sorted(names)
-    more = f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
-    return ", ".join(items[:_MAX_LISTED]) + more
-
-
-def _is_ignored(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in _IGNORED)
-
-
-def _read_index(model_dir: Path) -> dict[str, Path]:
-    """Tensor name -> shard, from the index file."""
-    path = model_dir / INDEX_FILE
-    weight_map = read_json_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"checkpoint: {path}: weight_map: expected names, got {weight_map!r}")
-    shards: dict[str, Path] = {}
-    for name, file_name in weight_map.items():
-        # A checkpoint must not name files outside its own directory.
-        if not isinstance(file_name, str) or "/" in file_name or "\\" in file_name:
+def _find_stored(model: LoadableModel, model_dir: Path) -> dict[str, StoredTensor]:
+    """The checkpoint's tensors under the names of the model's weight table."""
+    stored = find_tensors(model_dir)
+    canonical_name = getattr(model, "canonical_name", None)
+    if canonical_name is None:
+        return stored
+    renamed: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        canonical = canonical_name(name)
+        if canonical in renamed:
             raise CheckpointError(
-                f"checkpoint: {path}: {name}: expected a file name, got {file_name!r}"
+                f"checkpoint: {canonical}: expected one tensor, got another one stored as {name}"
             )
-        shards[name] = model_dir / file_name
-    return shards
+        renamed[canonical] = tensor
+    return renamed
 
 
-def _single_file(model_dir: Path) -> Path:
-    default = model_dir / SINGLE_FILE
-    if default.is_file():
-        return default
-    if default.exists():
-        raise CheckpointError(f"checkpoint: {default}: expected a file, got a directory")
-    others = [
-        path
-        for path in model_dir.glob("*.safetensors")
-        if path.is_file() and not path.name.startswith("adapter_")
-    ]
-    if len(others) != 1:
-        found = _listed(p.name for p in others) or "none"
-        raise CheckpointError(
-            f"checkpoint: {model_dir}: expected {SINGLE_FILE} or {INDEX_FILE}, got {found}"
-        )
-    return others[0]
-
-
-def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
-    """Header facts of every tensor the checkpoint consists of.
-
-    With an index, exactly its files are read and its assignment decides; a shard tensor that the
-    index does not list is an error. Without, the one weight file is read.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or a listed tensor is not in its file.
-    """
-    if not (model_dir / INDEX_FILE).is_file():
-        return _read_header(_single_file(model_dir))
-    shards = _read_index(model_dir)
-    headers: dict[Path, dict[str, StoredTensor]] = {}
-    for shard in sorted(set(shards.values())):
-        if not shard.is_file():
-            raise CheckpointError(f"checkpoint: {shard}: expected a file listed in {INDEX_FILE}")
-        headers[shard] = _read_header(shard)
-    for name, shard in shards.items():
-        if name not in headers[shard]:
-            raise CheckpointError(f"checkpoint: {shard}: expected tensor {name}, got no such name")
-    unlisted = {name for header in headers.values() for name in header} - shards.keys()
-    unlisted = {name for name in unlisted if not _is_ignored(name)}
-    if unlisted:
-        raise CheckpointError(
-            f"checkpoint: {model_dir}: tensors not listed in {INDEX_FILE}: {_listed(unlisted)}"
-        )
-    return {name: headers[shard][name] for name, shard in shards.items()}
-
-
-def _check(table: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
-    unknown = {name for name in stored if name not in table and not _is_ignored(name)}
+def _check(
+    table: Mapping[str, torch.Tensor],
+    stored: Mapping[str, StoredTensor],
+    ignored: tuple[str, ...],
+) -> None:
+    unknown = {name for name in stored if name not in table and not is_ignored(name, ignored)}
     if unknown:
         raise CheckpointError(
-            f"checkpoint: expected only tensors of the model, got {_listed(unknown)}"
+            f"checkpoint: expected only tensors of the model, got {listed(unknown)}"
         )
     missing = table.keys() - stored.keys()
     if missing:
-        raise CheckpointError(f"checkpoint: missing tensors: {_listed(missing)}")
+        raise CheckpointError(f"checkpoint: missing tensors: {listed(missing)}")
     for name, target in table.items():
         found = stored[name]
         if found.shape != tuple(target.shape):
             raise CheckpointError(
                 f"checkpoint: {name}: expected shape {list(target.shape)}, got {list(found.shape)}"
             )
-        if found.dtype not in _FLOAT_DTYPES:
+        if found.dtype not in TENSOR_DTYPES:
             raise CheckpointError(
-                f"checkpoint: {name}: expected one of {', '.join(_FLOAT_DTYPES)}, got {found.dtype} "
+                f"checkpoint: {name}: expected one of {', '.join(TENSOR_DTYPES)}, got {found.dtype} "
                 "(quantised checkpoints are not supported)"
             )
 
 
 def _is_tied(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> bool:
     """Whether one matrix serves as embedding and head (transformers 5 rule)."""
+    embedding, head = spec.names.embedding, spec.names.head
     if not spec.tie_word_embeddings:
         return False
-    if EMBEDDING not in stored or HEAD not in stored:
+    if embedding not in stored or head not in stored:
         return True
-    with _open(stored[EMBEDDING].file) as first, _open(stored[HEAD].file) as second:
-        is_equal = torch.equal(first.get_tensor(EMBEDDING), second.get_tensor(HEAD))
+    is_equal = _are_equal(stored[embedding], stored[head])
     if not is_equal:
         logger.warning(
             "config.json ties the head to the embedding, but the checkpoint stores different "
@@ -185,21 +109,35 @@ def _is_tied(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> bool:
     return is_equal
 
 
+def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    # Types that cannot be loaded are reported by the check of all tensors.
+    if first.shape != second.shape or not {first.dtype, second.dtype} <= TENSOR_DTYPES.keys():
+        return False
+    # Pieces of both are as long: they have rows of one shape, if not always of one dtype.
+    rows_of_first, rows_of_second = TensorReader("cpu"), TensorReader("cpu")
+    num_rows = min(rows_of_first.rows_per_piece(first), rows_of_second.rows_per_piece(second))
+    pairs = zip(
+        rows_of_first.pieces(first, num_rows), rows_of_second.pieces(second, num_rows), strict=True
+    )
+    return all(torch.equal(a, b.to(a.dtype)) for (_, a), (_, b) in pairs)
+
+
 def check_headers(model: LoadableModel, model_dir: Path) -> None:
     """Compares a model, which may be on the meta device, with the file headers.
 
     Raises:
         CheckpointError: missing, unknown or misshapen tensors, or damaged files.
     """
-    stored = find_tensors(model_dir)
-    table = model.weight_table()
+    stored = _find_stored(model, model_dir)
+    table = _weight_table(model, stored)
+    names = model.spec.names
     if model.spec.tie_word_embeddings:
         # One of the two may be absent; which one serves is decided when the values are read.
-        if HEAD not in stored:
-            table.pop(HEAD, None)
-        elif EMBEDDING not in stored:
-            table.pop(EMBEDDING, None)
-    _check(table, stored)
+        if names.head not in stored:
+            table.pop(names.head, None)
+        elif names.embedding not in stored:
+            table.pop(names.embedding, None)
+    _check(table, stored, names.ignored)
 
 
 def check_num_layers(spec: ModelSpec, model_dir: Path) -> None:
@@ -216,49 +154,63 @@ def check_num_layers(spec: ModelSpec, model_dir: Path) -> None:
         )
 
 
-def load_weights(model: LoadableModel, model_dir: Path, *, progress: bool = False) -> None:
+def load_weights(
+    model: LoadableModel,
+    model_dir: Path,
+    *,
+    progress: bool = False,
+    merge: MergePlan | None = None,
+) -> None:
     """Copies the checkpoint in `model_dir` into `model`, converting to its dtype and device.
+
+    Files are read in pieces: beside the model itself no more than two pieces are in host memory.
 
     Args:
         model: destination; its weights are written in full.
         model_dir: directory with safetensors files.
         progress: show a bar on standard error if that is a terminal and loading takes long.
+        merge: low-rank products to add to the weights before they are rounded.
 
     Raises:
         CheckpointError: missing, unknown or misshapen tensors, or damaged files. Nothing has been
             copied then.
     """
-    stored = find_tensors(model_dir)
-    table = model.weight_table()
+    stored = _find_stored(model, model_dir)
+    table = _weight_table(model, stored)
+    names = model.spec.names
     is_tied = _is_tied(model.spec, stored)
     if is_tied:
-        name = HEAD if HEAD in stored and EMBEDDING not in stored else EMBEDDING
-        target = table[EMBEDDING]
-        table = {key: table[key] for key in table if key not in (EMBEDDING, HEAD)}
+        pair = (names.embedding, names.head)
+        name = names.head if names.embedding not in stored and names.head in stored else pair[0]
+        target = table[names.embedding]
+        table = {key: table[key] for key in table if key not in pair}
         table[name] = target
-        stored = {
-            key: stored[key] for key in stored if key in table or key not in (EMBEDDING, HEAD)
-        }
-    _check(table, stored)
+        stored = {key: stored[key] for key in stored if key in table or key not in pair}
+    _check(table, stored, names.ignored)
     if is_tied:
         model.tie_embeddings()
-    _copy(table, stored, progress=progress)
+    _copy(table, stored, progress=progress, merge=merge)
 
 
 def _copy(
-    table: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], *, progress: bool
+    table: Mapping[str, torch.Tensor],
+    stored: Mapping[str, StoredTensor],
+    *,
+    progress: bool,
+    merge: MergePlan | None,
 ) -> None:
-    by_file: dict[Path, list[str]] = {}
-    for name in table:
-        by_file.setdefault(stored[name].file, []).append(name)
+    # In the order in which the bytes lie on disk.
+    order = sorted(table, key=lambda name: (stored[name].file, stored[name].offset))
     total = sum(target.numel() * target.element_size() for target in table.values())
     bar = _progress_bar(total) if progress and sys.stderr.isatty() else None
-    for path, names in by_file.items():
-        with _open(path) as file:
-            for name in names:
-                table[name].copy_(file.get_tensor(name))
-                if bar is not None:
-                    bar.update(table[name].numel() * table[name].element_size())
+    reader = TensorReader(next((target.device for target in table.values()), "cpu"))
+    for name in order:
+        target = table[name]
+        for rows, values in reader.pieces(stored[name]):
+            part = target[rows] if target.dim() else target
+            part.copy_(values if merge is None else merge.apply(name, rows, values))
+            if bar is not None:
+                bar.update(part.numel() * part.element_size())
     if bar is not None:
         bar.close()
 

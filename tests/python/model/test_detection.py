@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.model.auto_model import detect
 from diffulex.model.config import ModelSpec
-from diffulex.model.families import detect_family
+from diffulex.model.families import detect_family, nearest_family
 from diffulex.registry import AutoModelForDiffusionLM
 from fixtures.checkpoints import EOS_ID, MASK_ID, TURN_END_ID, CheckpointBuilder, tiny_config
 
@@ -86,18 +85,27 @@ class TestFamilies:
             ),
         ],
     )
-    def test_unsupported_family_is_named(self, tmp_path, config, family):
-        config = {"architectures": ..., "auto_map": ..., "model_type": ..., **config}
-        write_config(tmp_path, **config)
-        save_file({"model.norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-        with pytest.raises(CheckpointError, match=rf"'{family}', which is not supported yet.*sdar"):
-            detect(tmp_path)
+    def test_by_architecture_or_model_type(self, config, family):
+        assert detect_family(config, list) == family
+
+    @pytest.mark.parametrize("module", ["modeling_seed_diffcoder", "modeling_stable_diffcoder"])
+    def test_stable_diffcoder_by_the_name_of_its_module(self, module):
+        """Revisions differ in the module; the class may be called like Llama's."""
+        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        assert detect_family(config, list) is None
+        config["auto_map"] = {"AutoModelForCausalLM": f"{module}.LlamaForCausalLM"}
+        assert detect_family(config, list) == "stable_diffcoder"
 
     def test_dream_with_head_norms_is_the_reasoner(self):
         config = {"architectures": ["DreamModel"], "model_type": "Dream"}
         names = ["model.layers.0.self_attn.q_norm.weight"]
         assert detect_family(config, lambda: names) == "dream_reasoner"
+        names = ["model.layers.0.self_attn.q_proj.bias"]
+        assert detect_family(config, lambda: names) == "dream"
+        assert detect_family({"model_type": "Dream"}, lambda: names) == "dream"
         assert detect_family(config, list) == "dream"
+        with pytest.raises(CheckpointError, match=r"expected tensors .*q_proj\.bias.*got neither"):
+            detect_family(config, lambda: ["model.layers.0.self_attn.q_proj.weight"])
 
     def test_unknown_architecture_lists_the_supported(self, tmp_path):
         write_config(tmp_path, architectures=["LlamaForCausalLM"], model_type="llama", auto_map=...)
@@ -106,10 +114,9 @@ class TestFamilies:
         ):
             detect(tmp_path)
 
-    def test_mixture_layout_of_llada_is_rejected(self, tmp_path):
-        write_config(
-            tmp_path, architectures=["LLaDAModel"], model_type="llada", expert_intermediate_size=8
-        )
+    @pytest.mark.parametrize("key", ["expert_intermediate_size", "num_experts"])
+    def test_mixture_layout_of_llada_is_rejected(self, tmp_path, key):
+        write_config(tmp_path, architectures=["LLaDAModel"], model_type="llada", **{key: 8})
         with pytest.raises(CheckpointError, match="mixture of experts"):
             detect(tmp_path)
 
@@ -121,6 +128,60 @@ class TestFamilies:
                 detect(tmp_path, name)
         with pytest.raises(ConfigError, match=r"expected one of .*sdar.*got 'nonsense'"):
             detect(tmp_path, "nonsense")
+
+    @pytest.mark.parametrize(
+        ("config", "nearest"),
+        [
+            ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "sdar"),
+            ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, "dream"),
+            ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "stable_diffcoder"),
+            ({"architectures": ["DreamV2Model"], "model_type": "dreamv2"}, "dream"),
+            ({"architectures": ["LLaDA3Model"], "model_type": "llada3"}, "llada"),
+            ({"architectures": ["SDARv2ForCausalLM"], "model_type": "x"}, "sdar"),
+            ({"architectures": ["LLaDA2MoeV2ModelLM"], "model_type": "x"}, "llada2"),
+        ],
+    )
+    def test_unknown_layout_names_the_nearest_family(self, tmp_path, config, nearest):
+        write_config(tmp_path, auto_map=..., **config)
+        with pytest.raises(
+            CheckpointError,
+            match=rf"nearest to {nearest}: pass model_name='{nearest}' \(--model-name {nearest}\)",
+        ):
+            detect(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("name", "nearest"),
+        [
+            ("model.layers.0.attention.query_key_value.weight", "llada2"),
+            ("model.transformer.blocks.0.ff_out.weight", "llada"),
+            ("model.layers.0.self_attn.q_norm.weight", "sdar"),
+            ("model.layers.0.self_attn.q_proj.bias", "dream"),
+            ("model.layers.0.self_attn.q_proj.weight", "stable_diffcoder"),
+            ("encoder.weight", None),
+        ],
+    )
+    def test_nearest_by_tensor_names(self, name, nearest):
+        config = {"architectures": ["XyzForCausalLM"], "model_type": "xyz"}
+        assert nearest_family(config, lambda: [name]) == nearest
+
+    def test_unknown_layout_is_loaded_as_the_user_says(self, tmp_path):
+        write_config(tmp_path, architectures=["Qwen3ForCausalLM"], model_type="qwen3", auto_map=...)
+        name, spec, info = detect(tmp_path, "sdar")
+        assert (name, spec.family, info.architecture) == ("sdar", "sdar", "Qwen3ForCausalLM")
+
+    def test_remote_code_is_never_run(self, tmp_path):
+        """Not even imported: the module named by auto_map would leave a mark."""
+        mark = tmp_path / "executed"
+        code = f"open({str(mark)!r}, 'w').close()\n"
+        for name in ("modeling_sdar", "configuration_sdar", "modeling_x"):
+            (tmp_path / f"{name}.py").write_text(code)
+        auto_map = {"AutoConfig": "configuration_sdar.C", "AutoModel": "modeling_x.M"}
+        CheckpointBuilder(tiny_config(auto_map=auto_map)).write(tmp_path)
+        detect(tmp_path)
+        write_config(tmp_path, architectures=["XForCausalLM"], model_type="x", auto_map=auto_map)
+        with pytest.raises(CheckpointError, match="supported architectures"):
+            detect(tmp_path)
+        assert not mark.exists()
 
     def test_registered_model_from_outside(self, tmp_path):
         class ToyModel:
@@ -138,12 +199,19 @@ class TestFamilies:
         finally:
             AutoModelForDiffusionLM.unregister("toy")
 
-    @pytest.mark.parametrize("name", ["LLaDA2-mini", "LLaDA2-flash"])
-    def test_published_llada2(self, name):
+    @pytest.mark.parametrize(
+        ("name", "num_parameters"),
+        [("LLaDA2-mini", 16_255_643_392), ("LLaDA2-flash", 102_889_705_216)],
+    )
+    def test_published_llada2(self, name, num_parameters):
         if not (PUBLISHED / name).is_dir():
             pytest.skip(f"published configuration of {name} is not in {PUBLISHED}")
-        with pytest.raises(CheckpointError, match="'llada2', which is not supported yet"):
-            detect(PUBLISHED / name)
+        family, spec, _ = detect(PUBLISHED / name)
+        assert family == spec.family == "llada2"
+        assert spec.mask_token_id == 156895
+        assert spec.stop_token_ids == (156892,)
+        assert (spec.block_size, spec.rotary_dim, spec.rope_theta) == (32, 64, 6e5)
+        assert spec.num_parameters == num_parameters
 
     @pytest.mark.parametrize(
         ("name", "hidden", "inner", "total_size"),
@@ -285,6 +353,11 @@ class TestReadingRules:
         with pytest.raises(CheckpointError, match=r"quantization_config.*'gptq'"):
             read(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
 
+    def test_quantised_language_model(self, tmp_path):
+        nested = {"quantization_config": {"quant_method": "fp8"}}
+        with pytest.raises(CheckpointError, match=r"text_config\.quantization_config.*'fp8'"):
+            read(tmp_path, text_config=nested)
+
     @pytest.mark.parametrize("key", ["block_size", "bd_size"])
     def test_block_size_names(self, tmp_path, key):
         assert read(tmp_path, **{"block_size": ..., key: 16}).block_size == 16
@@ -357,7 +430,7 @@ class TestMaskId:
         with pytest.raises(CheckpointError, match=f"below vocab_size 300, got {value}"):
             read(tmp_path, mask_token_id=value)
 
-    @pytest.mark.parametrize("value", [-1, "x", True])
+    @pytest.mark.parametrize("value", [-1, "x", True, 259.0, [258, 259]])
     def test_malformed(self, tmp_path, value):
         with pytest.raises(CheckpointError, match="mask_token_id"):
             read(tmp_path, mask_token_id=value)

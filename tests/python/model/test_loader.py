@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffulex.errors import CheckpointError
+from diffulex.model import tensor_reader
 from diffulex.model.auto_model import detect, load_model
+from diffulex.model.tensor_files import find_tensors
 from fixtures.checkpoints import CheckpointBuilder, Tensors, tiny_config, write_shards
 
 
@@ -283,3 +287,110 @@ def test_nothing_is_copied_from_a_bad_checkpoint(tmp_path):
     with pytest.raises(CheckpointError):
         load_weights(model, tmp_path)
     assert all((parameter == 3.0).all() for parameter in model.parameters())
+
+
+class TestPieces:
+    """Files are read in pieces; no shard is ever in memory as a whole."""
+
+    @pytest.fixture(params=[1, 100, 4096, 10_000])
+    def piece_bytes(self, request, monkeypatch) -> int:
+        monkeypatch.setattr(tensor_reader, "_PIECE_BYTES", request.param)
+        return request.param
+
+    @pytest.mark.parametrize("num_shards", [1, 2])
+    @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64])
+    def test_every_value_arrives(self, tmp_path, piece_bytes, num_shards, stored):
+        tensors = CheckpointBuilder(dtype=stored, num_shards=num_shards).write(tmp_path)
+        model = load(tmp_path, torch.bfloat16)
+        assert_holds(model, tensors)
+
+    def test_equal_and_unequal_heads(self, tmp_path, piece_bytes):
+        for last, is_tied in ((0.0, True), (1.0, False)):
+
+            def add(tensors: Tensors, last: float = last) -> None:
+                head = tensors["model.embed_tokens.weight"].clone()
+                head[-1, -1] += last
+                tensors["lm_head.weight"] = head
+
+            config = tiny_config(tie_word_embeddings=True)
+            CheckpointBuilder(config, edit=add).write(tmp_path)
+            model = load(tmp_path)
+            assert (model.head.weight is model.embedding.weight) == is_tied
+
+    def test_scalars_and_rows_longer_than_a_piece(self, tmp_path, piece_bytes):
+        tensors = {
+            "scalar": torch.tensor(3.5),
+            "rows": torch.randn(3, 2, 700),
+            "empty": torch.zeros(0, 4),
+        }
+        save_file(tensors, tmp_path / "model.safetensors")
+        reader = tensor_reader.TensorReader("cpu")
+        for name, stored in find_tensors(tmp_path).items():
+            parts = [(rows, values.clone()) for rows, values in reader.pieces(stored)]
+            values = [part for _, part in parts]
+            if name == "scalar":
+                assert torch.equal(values[0], tensors[name])
+            elif name == "rows":
+                assert torch.equal(torch.cat(values), tensors[name])
+                assert [rows.stop for rows, _ in parts][-1] == 3
+            else:
+                assert not parts
+
+    def test_file_that_shrinks_while_it_is_read(self, tmp_path):
+        CheckpointBuilder().write(tmp_path)
+        stored = find_tensors(tmp_path)
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:3000])
+        last = max(stored.values(), key=lambda tensor: tensor.offset)
+        with pytest.raises(CheckpointError, match="ends early"):
+            list(tensor_reader.TensorReader("cpu").pieces(last))
+
+
+PEAK_SCRIPT = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from diffulex.model.auto_model import detect, load_model
+import diffulex.model.loader, diffulex.model.lora
+
+def resident():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+directory = Path(sys.argv[1])
+name, spec, _ = detect(directory)
+torch.zeros(1000, dtype=torch.bfloat16).copy_(torch.ones(1000))
+# The peak counts from the start of the process: fill up what imports took and gave back.
+highest = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+ballast = b"1" * (max(0, highest() - resident()) + (4 << 20))
+before = resident()
+assert abs(highest() - before) < 2 << 20
+model = load_model(name, spec, directory, torch.bfloat16, "cpu")
+peak = highest()
+held = sum(t.numel() * t.element_size() for t in model.parameters())
+held += sum(t.numel() * t.element_size() for t in model.buffers())
+print(json.dumps({"beside_the_model": peak - before - held}))
+"""
+
+
+def test_peak_memory_of_loading(tmp_path):
+    """Beside the model, loading takes less than 1.2 times the largest shard, counted by the system.
+
+    The tensors are stored in float32 and converted; one of them is most of its shard.
+    """
+    config = tiny_config(hidden_size=256, vocab_size=120_000)
+    CheckpointBuilder(config, num_shards=2, tokenizer=None).write(tmp_path)
+    largest = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert largest > 80 << 20
+    result = subprocess.run(
+        [sys.executable, "-c", PEAK_SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    extra = json.loads(result.stdout)
+    assert extra["beside_the_model"] > 1 << 20  # else nothing was measured
+    assert extra["beside_the_model"] < 1.2 * largest
+    # The bound of the reader itself: two pieces, and what the allocator keeps.
+    assert extra["beside_the_model"] < (2 * 32 << 20) + (16 << 20)

@@ -104,24 +104,26 @@ class ConfigReader:
         return name
 
     def rope_theta(self, default: float) -> float:
-        """Base of the rotary frequencies from either place it is stored; both must agree.
+        """Base of the rotary frequencies from any place it is stored; all must agree.
 
         Configurations saved by transformers 5 hold only ``rope_parameters``; older ones only the
-        top-level key.
+        top-level key. Of the older ``rope_scaling``, transformers 5 makes ``rope_parameters``.
         """
-        nested = self.rope_parameters().get("rope_theta")
-        top = self.config.get("rope_theta")
-        if nested is not None:
-            self._positive("rope_parameters.rope_theta", nested)
-        if top is not None:
-            self._positive("rope_theta", top)
-        if nested is not None and top is not None and nested != top:
-            raise CheckpointError(
-                f"config.json: rope_theta: expected the value of rope_parameters.rope_theta "
-                f"({nested!r}), got {top!r}"
-            )
-        value = nested if nested is not None else top
-        return default if value is None else float(value)
+        found: dict[str, float] = {}
+        self.rope_parameters()
+        for where in ("rope_parameters", "rope_scaling"):
+            value = (self.config.get(where) or {}).get("rope_theta")
+            if value is not None:
+                found[f"{where}.rope_theta"] = self._positive(f"{where}.rope_theta", value)
+        if self.config.get("rope_theta") is not None:
+            found["rope_theta"] = self._positive("rope_theta", self.config["rope_theta"])
+        if not found:
+            return default
+        (first, theta), *others = found.items()
+        for key, value in others:
+            if value != theta:
+                raise self.fail(key, f"the value of {first} ({theta!r})", value)
+        return theta
 
     def rope_parameters(self) -> Mapping[str, Any]:
         """The ``rope_parameters`` object; any type but plain rotary embedding is an error."""
@@ -134,19 +136,29 @@ class ConfigReader:
             kind = value.get("rope_type", value.get("type"))
             if kind not in (None, "default"):
                 raise self.fail(f"{key}.rope_type", "null or 'default' (no scaling)", kind)
+            # Parameters by layer type; taking them for absent would mean another rotation.
+            if any(isinstance(item, dict) for item in value.values()):
+                raise self.fail(key, "one set of parameters for all layers", value)
         parameters = self.config.get("rope_parameters")
         return parameters if isinstance(parameters, dict) else {}
 
     def rotary_dim(self, head_dim: int, default_factor: float = 1.0) -> int:
-        """Leading entries of a head that are rotated."""
+        """Leading entries of a head that are rotated; an explicit ``rotary_dim`` must agree."""
         factor = self.rope_parameters().get("partial_rotary_factor")
         if factor is None:
             factor = self.config.get("partial_rotary_factor")
         where = "partial_rotary_factor"
         value = default_factor if factor is None else self._positive(where, factor)
         dims = int(head_dim * value)
+        if self.config.get("rotary_dim") is not None:
+            explicit = self.integer("rotary_dim")
+            # The factor that nobody wrote is no statement about the checkpoint.
+            if factor is not None and explicit != dims:
+                expected = f"head_dim {head_dim} * partial_rotary_factor {value} = {dims}"
+                raise self.fail("rotary_dim", expected, explicit)
+            dims, where, value = explicit, "rotary_dim", explicit / head_dim
         if value > 1 or dims < 2 or dims % 2:
-            raise self.fail("partial_rotary_factor", "an even number of rotary dimensions", value)
+            raise self.fail(where, "an even number of rotary dimensions", value)
         return dims
 
     def head_dim(self, hidden_size: int, num_q_heads: int) -> int:
@@ -155,11 +167,11 @@ class ConfigReader:
             raise self.fail("hidden_size", f"a multiple of {num_q_heads} heads", hidden_size)
         return self.integer("head_dim", hidden_size // num_q_heads)
 
-    def num_kv_heads(self, num_q_heads: int) -> int:
+    def num_kv_heads(self, num_q_heads: int, key: str = "num_key_value_heads") -> int:
         """Key/value heads; null and 0 mean one per query head."""
-        value = self.integer("num_key_value_heads", num_q_heads, minimum=0) or num_q_heads
+        value = self.integer(key, num_q_heads, minimum=0) or num_q_heads
         if num_q_heads % value:
-            raise self.fail("num_key_value_heads", f"a divisor of {num_q_heads}", value)
+            raise self.fail(key, f"a divisor of {num_q_heads}", value)
         return value
 
     def block_size(self) -> int | None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diffulex.model.config.moe import MoeSpec
+from diffulex.model.config.names import LLAMA_NAMES, TensorNames
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -24,8 +27,12 @@ class ModelSpec:
     max_positions: int
     rms_norm_eps: float
     rope_theta: float
+    #: Leading entries of a head that are rotated.
     rotary_dim: int
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    #: RMSNorm of every query and key head before the rotation.
+    qk_norm: bool = True
     tie_word_embeddings: bool = False
     #: Storage dtype of the checkpoint: ``float32``, ``bfloat16`` or ``float16``.
     dtype: str = "bfloat16"
@@ -35,15 +42,54 @@ class ModelSpec:
     stop_token_ids: tuple[int, ...] = ()
     #: True when the logits row of position i predicts position i + 1.
     shift: bool = False
+    #: Rows of embedding and head where they exceed the vocabulary; logits end at `vocab_size`.
+    embedding_size: int | None = None
+    names: TensorNames = LLAMA_NAMES
+    #: Routed experts; None = every layer has the dense block.
+    moe: MoeSpec | None = None
+    #: Length of the canvas of families that denoise one; None = blocks of a sequence.
+    canvas_length: int | None = None
+    #: Logits count as ``c * tanh(logits / c)``; 0 = as they are. `compute_logits` does not apply it.
+    final_logit_softcap: float = 0.0
+
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding table and of the head."""
+        return self.vocab_size if self.embedding_size is None else self.embedding_size
+
+    @property
+    def kv_layers(self) -> tuple[tuple[int, int], ...]:
+        """Number of KV heads and head size of every layer's cache."""
+        return ((self.num_kv_heads, self.head_dim),) * self.num_layers
+
+    @property
+    def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Distinct (query heads, KV heads, head size) of the layers; scratch must suit them all."""
+        shapes = dict.fromkeys(self.kv_layers)
+        return tuple((self.num_q_heads, heads, head_dim) for heads, head_dim in shapes)
+
+    @property
+    def rotary_columns(self) -> int:
+        """Float32 entries per position of the rotary tables."""
+        return self.rotary_dim
 
     @property
     def num_parameters(self) -> int:
         """Parameters held in memory; a tied head is counted once."""
         heads = self.num_q_heads + 2 * self.num_kv_heads
         attention = self.hidden_size * self.head_dim * (heads + self.num_q_heads)
-        if self.attention_bias:
-            attention += heads * self.head_dim + self.hidden_size
-        layer = attention + 2 * self.head_dim
-        layer += 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        attention += heads * self.head_dim if self.qkv_bias else 0
+        attention += self.hidden_size if self.o_bias else 0
+        attention += 2 * self.head_dim if self.qk_norm else 0
+        layers = self.num_layers * (attention + 2 * self.hidden_size)
+        layers += sum(self.feed_forward_parameters(layer) for layer in range(self.num_layers))
+        embeddings = self.embedding_rows * self.hidden_size
+        if not self.tie_word_embeddings:
+            embeddings *= 2
+        return layers + embeddings + self.hidden_size
+
+    def feed_forward_parameters(self, layer: int) -> int:
+        """Parameters of the feed-forward block of one layer."""
+        if self.moe is not None and layer in self.moe.layers:
+            return self.moe.num_parameters(self.hidden_size)
+        return 3 * self.hidden_size * self.intermediate_size

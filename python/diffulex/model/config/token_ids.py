@@ -107,7 +107,12 @@ def resolve_mask_token_id(
     if override is not None:
         found["the mask_token_id option"] = override
     else:
-        for token_id in token_id_list(config.get("mask_token_id"), "config.json: mask_token_id"):
+        stated = token_id_list(config.get("mask_token_id"), "config.json: mask_token_id")
+        if len(stated) > 1:
+            raise CheckpointError(
+                f"config.json: mask_token_id: expected one token id, got {list(stated)}"
+            )
+        for token_id in stated:
             found["config.json"] = token_id
         for text in (*files.mask_texts, *_MASK_TEXTS):
             for token_id in sorted(files.ids_of(text)):
