@@ -22,7 +22,6 @@ import diffulex
 from diffulex.bench.evaluate import Setting, run_evaluation
 from diffulex.bench.zoo import run_zoo
 from diffulex.cli_flags import (
-    NotSupportedYet,
     Parser,
     add_engine_flags,
     engine_kwargs,
@@ -206,8 +205,6 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--stop-token-ids", type=integers, default=(), metavar="ID[,ID]", help="further stop ids"
     )
-    for flag in ("--top-p", "--top-k", "--min-p"):
-        group.add_argument(flag, nargs="?", action=NotSupportedYet, help=argparse.SUPPRESS)
 
 
 def _add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -316,7 +313,10 @@ def _paint(
     settled: tuple[int, ...] = ()
     num_shown = 0
     try:
-        shown = opening_spans(prompt_len, engine.config.decoding.block_size)
+        decoding = engine.config.decoding
+        # A canvas starts right behind the prompt, blocks at multiples of their size.
+        offset = 0 if decoding.decoding_strategy == "diffusion_gemma" else prompt_len
+        shown = opening_spans(offset, decoding.block_size)
         painter.show(shown)
         time.sleep(delay)
         for event in events:

@@ -53,19 +53,6 @@ class Parser(argparse.ArgumentParser):
         return options
 
 
-class NotSupportedYet(argparse.Action):
-    """A documented flag without an implementation; giving it is an error that says so."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> NoReturn:
-        parser.error(f"argument {option_string}: not supported yet")
-
-
 def _flags_of_command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
     """Flags of the parser and of the command that was chosen, if any."""
     flags: list[str] = []

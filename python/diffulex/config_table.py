@@ -36,7 +36,6 @@ __all__ = [
     "SchedulerConfig",
     "Support",
     "check_value",
-    "render_markdown",
 ]
 
 
@@ -93,6 +92,13 @@ def _above(low: float) -> _Range:
 def _between(low: float, high: float) -> _Range:
     return _Range(f"[{low}, {high}]", lambda v: low <= v <= high)
 
+
+#: Most tokens of a diffusion_gemma canvas.
+MAX_CANVAS = 1024
+BLOCK_SIZES = (4, 8, 16, 32)
+PAGE_SIZES = (4, 8, 16, 32)
+#: Page sizes of diffusion_gemma alone.
+CANVAS_PAGE_SIZES = (64, 128, 256)
 
 _ANY = _Range("any", lambda _: True)
 _UNIT = _between(0, 1)
@@ -153,9 +159,9 @@ class ModelConfig:
     tokenizer_vocab_size: int = _key(
         "int?", None, _at_least(1), "Ids at or past it are never sampled; unset: max id + 1."
     )
-    use_lora: bool = _later("bool", False, _one_of(True, False), "Load a LoRA adapter.")
-    lora_path: str = _later("str", "", _ANY, "Directory of the LoRA adapter.")
-    pre_merge_lora: bool = _later(
+    use_lora: bool = _key("bool", False, _one_of(True, False), "Load a LoRA adapter.")
+    lora_path: str = _key("str", "", _ANY, "Directory of the LoRA adapter.")
+    pre_merge_lora: bool = _key(
         "bool", False, _one_of(True, False), "Merge the adapter into the weights."
     )
     # Results of the resolution, not keys.
@@ -170,9 +176,21 @@ class DecodingConfig:
     decoding_strategy: str = _key(
         "str", "multi_bd", _ANY, "Registered strategy (`block_diffusion` is an alias)."
     )
-    sampling_mode: str = _later("str", "naive", _one_of("naive", "edit"), "Kind of sampler.")
-    block_size: int = _key("int", 32, _one_of(4, 8, 16, 32), "Tokens per block (B).")
-    buffer_size: int = _key("int", 4, _between(1, 32), "Blocks in flight per request (N).")
+    sampling_mode: str = _key(
+        "str", "naive", _one_of("naive", "edit"), "`edit` may rewrite tokens of open blocks."
+    )
+    block_size: int = _key(
+        "int",
+        32,
+        _Range("one of 4, 8, 16, 32; a canvas has 1 to 1024", lambda v: 1 <= v <= MAX_CANVAS),
+        "Tokens per block (B); fast_dllm_v2: of a sub-block; diffusion_gemma: the canvas, forced.",
+    )
+    buffer_size: int = _key(
+        "int",
+        4,
+        _between(1, 32),
+        "Blocks in flight per request (N); fast_dllm_v2: sub-blocks, at least 2.",
+    )
     multi_block_prefix_full: bool = _key(
         "bool", False, _one_of(True, False), "Bidirectional prompt; forced by the strategy."
     )
@@ -185,40 +203,74 @@ class DecodingConfig:
     accept_threshold: float = _key(
         "float", 0.9, _UNIT, "Confidence above which a masked position is accepted."
     )
-    edit_threshold: float = _later("float", 0.0, _UNIT, "Confidence to overwrite a token.")
+    edit_threshold: float = _key(
+        "float", 0.0, _UNIT, "Edit sampler: confidence above which a token is overwritten."
+    )
     remask_threshold: float = _inert("float", 0.4, _UNIT, "Read by no sampler.")
     token_stability_threshold: float = _key(
         "float", 0.0, _UNIT, "Least same-token ratio of the last block to open the next one."
     )
-    max_post_edit_steps: int = _later("int", 16, _at_least(0), "Edit sampler: steps after filling.")
-    penalty_lambda: float = _later("float", 0.0, _at_least(0), "Edit sampler: repetition penalty.")
-    token_merge_mode: str = _later(
-        "str", "dmax_topk", _one_of("dmax_topk", "iter_smooth_topk"), "DMax: merge rule."
+    max_post_edit_steps: int = _key(
+        "int", 16, _at_least(0), "Edit sampler: steps after a block is filled."
     )
-    token_merge_top_k: int = _later("int", 1, _above(0), "DMax: merged candidates.")
-    token_merge_renormalize: bool = _later("bool", True, _one_of(True, False), "DMax.")
-    token_merge_weight: float = _later("float", 1.0, _at_least(0), "DMax: 0 turns merging off.")
-    dmax_sampler_fast_path: bool = _inert(
-        "bool", False, _one_of(True, False), "DMax: exact confidence only at masks."
+    penalty_lambda: float = _key(
+        "float", 0.0, _at_least(0), "Edit sampler: taken from the logit of the token before."
     )
-    dmax_force_prefill_active: bool = _later("bool", False, _one_of(True, False), "DMax.")
-    dmax_store_soft_embeddings: bool = _later("bool", False, _one_of(True, False), "DMax.")
+    token_merge_mode: str = _key(
+        "str", "dmax_topk", _one_of("dmax_topk", "iter_smooth_topk"), "dmax: merge rule."
+    )
+    token_merge_top_k: int = _key("int", 1, _between(1, 8), "dmax: merged candidates.")
+    token_merge_renormalize: bool = _key(
+        "bool", True, _one_of(True, False), "dmax: keep the norm of a merged embedding."
+    )
+    token_merge_weight: float = _key(
+        "float", 1.0, _at_least(0), "dmax: weight of iter_smooth_topk; 0 turns merging off."
+    )
+    dmax_sampler_fast_path: bool = _key(
+        "bool", False, _one_of(True, False), "dmax: exact confidence only at masks."
+    )
+    dmax_force_prefill_active: bool = _later(
+        "bool", False, _one_of(True, False), "dmax: debugging aid of older engines."
+    )
+    dmax_store_soft_embeddings: bool = _key(
+        "bool",
+        False,
+        _one_of(True, False),
+        "dmax: cache merged embeddings instead of tokens; turns prefix caching off.",
+    )
     enable_vectorized_sampler: bool = _inert(
         "bool", False, _one_of(True, False), "The sampler is always batched."
     )
     enable_vectorized_sampler_compile: bool = _inert(
         "bool", False, _one_of(True, False), "The sampler is always batched."
     )
-    fdv2_use_block_cache: bool = _later("bool", True, _one_of(True, False), "Fast-dLLM v2.")
-    fdv2_exact_graph_buckets: bool = _later("bool", True, _one_of(True, False), "Fast-dLLM v2.")
-    diffusion_gemma_max_denoising_steps: int = _later("int", 48, _at_least(1), "DiffusionGemma.")
-    diffusion_gemma_stability_threshold: int = _later("int", 1, _at_least(0), "DiffusionGemma.")
-    diffusion_gemma_t_min: float = _later("float", 0.4, _at_least(0), "DiffusionGemma.")
-    diffusion_gemma_t_max: float = _later("float", 0.8, _at_least(0), "DiffusionGemma.")
-    diffusion_gemma_confidence_threshold: float = _later(
-        "float", 0.005, _at_least(0), "DiffusionGemma."
+    fdv2_use_block_cache: bool = _key(
+        "bool", True, _one_of(True, False), "fast_dllm_v2: refine sub-blocks over cached rows."
     )
-    diffusion_gemma_entropy_bound: float = _later("float", 0.1, _above(0), "DiffusionGemma.")
+    fdv2_exact_graph_buckets: bool = _key(
+        "bool",
+        True,
+        _one_of(True, False),
+        "fast_dllm_v2: a CUDA graph for every number of requests, so that none is padded.",
+    )
+    diffusion_gemma_max_denoising_steps: int = _key(
+        "int", 48, _at_least(1), "diffusion_gemma: most steps of a canvas."
+    )
+    diffusion_gemma_stability_threshold: int = _key(
+        "int", 1, _at_least(0), "diffusion_gemma: k needs k + 1 equal argmax canvases in a row."
+    )
+    diffusion_gemma_t_min: float = _key(
+        "float", 0.4, _at_least(0), "diffusion_gemma: temperature approached at the last step."
+    )
+    diffusion_gemma_t_max: float = _key(
+        "float", 0.8, _above(0), "diffusion_gemma: temperature of the first step, above t_min."
+    )
+    diffusion_gemma_confidence_threshold: float = _key(
+        "float", 0.005, _above(0), "diffusion_gemma: mean entropy below which a canvas is done."
+    )
+    diffusion_gemma_entropy_bound: float = _key(
+        "float", 0.1, _above(0), "diffusion_gemma: entropy a step may accept, nats."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +314,15 @@ class CacheConfig:
     num_pages: int = _key(
         "int", -1, _Range("-1 or >= 1", lambda v: v == -1 or v >= 1), "Pages; -1: from memory."
     )
-    page_size: int = _key("int", 32, _one_of(4, 8, 16, 32), "Tokens per KV page.")
+    page_size: int = _key(
+        "int",
+        32,
+        _Range(
+            "one of 4, 8, 16, 32; diffusion_gemma also 64, 128, 256",
+            lambda v: v in (*PAGE_SIZES, *CANVAS_PAGE_SIZES),
+        ),
+        "Tokens per KV page.",
+    )
     enable_prefix_caching: bool = _key(
         "bool", True, _one_of(True, False), "Share pages of equal prefixes."
     )
@@ -338,6 +398,15 @@ class SamplerConfig:
     temperature: float | None = _key(
         "float?", None, _at_least(0), "Temperature of requests that give none; unset: family's."
     )
+    top_p: float | None = _key(
+        "float?", None, _at_least(0), "Nucleus of requests that give none; >= 1: off."
+    )
+    top_k: int | None = _key(
+        "int?", None, _ANY, "Candidates of requests that give none; <= 0: off."
+    )
+    min_p: float | None = _key(
+        "float?", None, _UNIT, "Least share of the best probability, where a request gives none."
+    )
     seed: int = _key(
         "int", 0, _between(0, 2**64 - 1), "Engine seed; requests without a seed derive theirs."
     )
@@ -345,7 +414,7 @@ class SamplerConfig:
         "str",
         "exclude",
         _one_of("exclude", "renormalize"),
-        "The mask token is never chosen; whether it stays in the normaliser.",
+        "Ids never chosen (mask, suppressed, padding): whether they stay in the normaliser.",
     )
     greedy_tie_break: str = _later(
         "str", "lowest", _one_of("lowest", "highest"), "Id chosen among equal logits."
@@ -361,6 +430,8 @@ class SamplerConfig:
             "sequential",
             "factor",
             "entropy_bound",
+            "leftmost_prefix",
+            "hierarchy",
         ),
         "Which open positions a step accepts; unset: the family's rule.",
     )
@@ -384,6 +455,9 @@ class SamplerConfig:
     )
     factor: float = _key("float", 1.0, _above(0), "Parameter of the factor rule.")
     entropy_bound: float = _key("float", 0.1, _at_least(0), "Bound of the entropy rule, nats.")
+    low_threshold: float = _key(
+        "float", 0.4, _UNIT, "Hierarchy rule: confidence for the best position of a run of masks."
+    )
     forced_gate: str = _key(
         "str",
         "prev_semi_complete",
@@ -391,9 +465,11 @@ class SamplerConfig:
         "When a position may be accepted below the threshold.",
     )
     suppress_token_ids: tuple[int, ...] = _key("ids", (), _IDS, "Ids never chosen, at most 7.")
-    demote_token_ids: tuple[int, ...] = _later("ids", (), _IDS, "Ids accepted last.")
+    demote_token_ids: tuple[int, ...] = _key(
+        "ids", (), _IDS, "Ids without confidence: only the forced acceptance takes them."
+    )
     filters_at_zero_temperature: bool = _later(
-        "bool", False, _one_of(True, False), "Apply filters to greedy requests."
+        "bool", False, _one_of(True, False), "Greedy requests have no filters."
     )
 
 
@@ -484,39 +560,3 @@ def _coerce(kind: str, value: Any) -> Any:
         return tuple(items) if is_list else None
     types = {"bool": bool, "str": str, "mapping": Mapping}
     return value if isinstance(value, types[kind]) else None
-
-
-def render_markdown() -> str:
-    """Text of docs/configuration.md."""
-    lines = [
-        "# Configuration",
-        "",
-        "<!-- Generated by `python -m diffulex.config_table`; do not edit. -->",
-        "",
-        "Keyword arguments of `diffulex.Diffulex`, keys of the `diffulex` object in a checkpoint's",
-        "`generation_config.json`, and options of the command line share these names. Precedence:",
-        "explicit value, checkpoint, model family, the default below. An unknown key is an error.",
-        "",
-        "Column *works*: `yes`; `default only`: any other legal value is an error that says so;",
-        "`accepted, no effect`: a notice is logged.",
-        "",
-        "`decoding_thresholds` is a mapping with the keys",
-        ", ".join(f"`{name}`" for name in THRESHOLD_KEYS) + ";",
-        "missing keys take their defaults. The flat keys are deprecated aliases that override it.",
-    ]
-    for section, cls in SECTIONS.items():
-        lines += ["", f"## {section}", "", cls.__doc__ or "", ""]
-        lines += ["| key | type | default | legal | works | meaning |", "|---|---|---|---|---|---|"]
-        for key in CONFIG_TABLE.values():
-            if key.section == section:
-                kind = key.kind.replace("?", " or unset")
-                default = "unset" if key.default is None else f"`{key.default}`"
-                lines.append(
-                    f"| `{key.name}` | {kind} | {default} | {key.legal} | {key.support.value} |"
-                    f" {key.help} |"
-                )
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(render_markdown(), end="")

@@ -147,6 +147,14 @@ class Registry(Generic[T]):
         names = {*self._values, *self._lazy, *self._aliases, *self._load_plugins()}
         return tuple(sorted(names))
 
+    def is_built_in(self, name: str) -> bool:
+        """Whether the name stands for the entry of the literal table, not for one added later."""
+        name = self.canonical(name)
+        value = self._values.get(name)
+        if name not in self._lazy:
+            return False
+        return value is None or self._is_table_entry(name, value)
+
     def canonical(self, name: str) -> str:
         """The name behind an alias; other names come back unchanged."""
         return self._aliases.get(name, name)
@@ -195,12 +203,13 @@ class Registry(Generic[T]):
             return self._values[name] is not value
         if name in self._aliases:
             return self._values.get(self._aliases[name]) is not value
-        if name not in self._lazy:
-            return False
+        return name in self._lazy and not self._is_table_entry(name, value)
+
+    def _is_table_entry(self, name: str, value: object) -> bool:
         # A built-in module that registers itself while it is imported is not a duplicate.
         module, _, attribute = self._lazy[name].partition(":")
         identity = (getattr(value, "__module__", None), getattr(value, "__qualname__", None))
-        return identity != (module, attribute)
+        return identity == (module, attribute)
 
     def _load_plugins(self) -> dict[str, EntryPoint]:
         if self._plugins is None:
@@ -233,10 +242,14 @@ _STRATEGY_ALIASES = {
 }
 
 
-def _strategy_registry(name: str, multi_bd: str) -> Registry[Callable[..., Any]]:
+_STRATEGY_MODULES = ("multi_bd", "d2f", "dmax", "fast_dllm_v2", "diffusion_gemma")
+
+
+def _strategy_registry(name: str, factory: str) -> Registry[Callable[..., Any]]:
+    """Registry of one factory per strategy: `factory` of the strategy's own module."""
     return Registry(
         name,
-        {"multi_bd": multi_bd},
+        {module: f"diffulex.strategy.{module}:{factory}" for module in _STRATEGY_MODULES},
         _strategy,
         default="multi_bd",
         aliases=_STRATEGY_ALIASES,
@@ -244,23 +257,65 @@ def _strategy_registry(name: str, multi_bd: str) -> Registry[Callable[..., Any]]
 
 
 #: strategy -> factory `(token_ids, sampling_params, config) -> Request`.
-AutoReq = _strategy_registry("AutoReq", "diffulex.strategy.multi_bd:make_request")
+AutoReq = _strategy_registry("AutoReq", "make_request")
 #: strategy -> factory `(config) -> Scheduler`.
-AutoScheduler = _strategy_registry("AutoScheduler", "diffulex.strategy.multi_bd:make_scheduler")
+AutoScheduler = _strategy_registry("AutoScheduler", "make_scheduler")
 #: strategy -> factory `(config) -> KVCacheManager`.
-AutoKVCacheManager = _strategy_registry(
-    "AutoKVCacheManager", "diffulex.strategy.multi_bd:make_kv_cache_manager"
-)
+AutoKVCacheManager = _strategy_registry("AutoKVCacheManager", "make_kv_cache_manager")
 #: strategy -> `ModelRunner` class, called as `(config, model)`.
-AutoModelRunner = _strategy_registry("AutoModelRunner", "diffulex.engine.model_runner:ModelRunner")
+AutoModelRunner: Registry[Callable[..., Any]] = Registry(
+    "AutoModelRunner",
+    dict.fromkeys(_STRATEGY_MODULES, "diffulex.engine.model_runner:ModelRunner"),
+    _strategy,
+    default="multi_bd",
+    aliases=_STRATEGY_ALIASES,
+)
 #: model name or `architectures[0]` -> model class, called as `(spec, dtype, device)`.
 AutoModelForDiffusionLM: Registry[Callable[..., Any]] = Registry(
     "AutoModelForDiffusionLM",
-    {"sdar": "diffulex.model.sdar:SdarForDiffusionLM"},
+    {
+        "diffucoder": "diffulex.model.diffucoder:DiffuCoderForDiffusionLM",
+        "diffusion_gemma": "diffulex.model.diffusion_gemma:DiffusionGemmaForDiffusionLM",
+        "dream": "diffulex.model.dream:DreamForDiffusionLM",
+        "dream_reasoner": "diffulex.model.dream_reasoner:DreamReasonerForDiffusionLM",
+        "fast_dllm_v2": "diffulex.model.fast_dllm_v2:FastDllmV2ForDiffusionLM",
+        "llada": "diffulex.model.llada:LladaForDiffusionLM",
+        "llada2": "diffulex.model.llada2:Llada2ForDiffusionLM",
+        "sdar": "diffulex.model.sdar:SdarForDiffusionLM",
+        "sdar_moe": "diffulex.model.sdar_moe:SdarMoeForDiffusionLM",
+        "stable_diffcoder": "diffulex.model.stable_diffcoder:StableDiffcoderForDiffusionLM",
+    },
     _model_name,
-    aliases={"SDARForCausalLM": "sdar"},
+    aliases={
+        "DiffusionGemmaForBlockDiffusion": "diffusion_gemma",
+        "DreamForCausalLM": "dream_reasoner",
+        "DreamModel": "dream",
+        "Fast_dLLM_QwenForCausalLM": "fast_dllm_v2",
+        "LLaDA2MoeModelLM": "llada2",
+        "LLaDAModelLM": "llada",
+        "SDARForCausalLM": "sdar",
+        "SDARMoeForCausalLM": "sdar_moe",
+        "StableDiffcoderForCausalLM": "stable_diffcoder",
+    },
 )
 #: model name -> factory `(config) -> Sampler`.
 AutoSampler: Registry[Callable[..., Any]] = Registry(
-    "AutoSampler", {"sdar": "diffulex.sampler.sdar:SdarSampler"}, _model_name
+    "AutoSampler",
+    {
+        "diffucoder": "diffulex.sampler.diffucoder:DiffuCoderSampler",
+        "diffusion_gemma": "diffulex.sampler.diffusion_gemma:DiffusionGemmaSampler",
+        "dream": "diffulex.sampler.dream:DreamSampler",
+        "dream_reasoner": "diffulex.sampler.dream_reasoner:DreamReasonerSampler",
+        "fast_dllm_v2": "diffulex.sampler.fast_dllm_v2:FastDllmV2Sampler",
+        "llada": "diffulex.sampler.llada:LladaSampler",
+        "llada2": "diffulex.sampler.llada2:Llada2Sampler",
+        "llada2_mini": "diffulex.sampler.llada2:Llada2Sampler",
+        "llada2_mini_dmax": "diffulex.sampler.llada2_dmax:Llada2DmaxSampler",
+        "llada2_moe": "diffulex.sampler.llada2:Llada2Sampler",
+        "llada2dot1_mini": "diffulex.sampler.llada2_edit:Llada2EditSampler",
+        "sdar": "diffulex.sampler.sdar:SdarSampler",
+        "sdar_moe": "diffulex.sampler.sdar_moe:SdarMoeSampler",
+        "stable_diffcoder": "diffulex.sampler.stable_diffcoder:StableDiffcoderSampler",
+    },
+    _model_name,
 )

@@ -11,7 +11,7 @@ Symbols: T rows, R requests, Nb blocks of B positions, n logits rows, P page-tab
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["AttnMetadata", "PlanViews", "SamplerViews", "StagedPlan", "StepBuffers"]
+__all__ = [
+    "AttnMetadata",
+    "PlanViews",
+    "SamplerViews",
+    "StagedPlan",
+    "StepBuffers",
+    "StepShape",
+]
 
 _ALIGNMENT = 256
 # A plan may be filled while the copy of the one before it still runs.
@@ -82,7 +89,53 @@ class PlanViews:
     blk_accept_threshold: Tensor  # [Nb] float32
     blk_open_steps: Tensor  # [Nb] int32
     blk_total_steps: Tensor  # [Nb] int32
+    blk_post_edit_steps: Tensor  # [Nb] int32
+    blk_request_slot: Tensor  # [Nb] int32
+    request_slots: Tensor  # [R] int32
+    row_top_k: Tensor  # [n] int32
+    row_top_p: Tensor  # [n] float32
+    row_min_p: Tensor  # [n] float32
     page_tables: Tensor  # [R, P] int32
+    # Without capacity where the strategy or the model has no use for them.
+    last_row_index: Tensor  # [R] int32, shifted logits
+    logits_source: Tensor  # [n] int32, shifted logits
+    blk_edit_threshold: Tensor  # [Nb] float32, editing
+    seed_row: Tensor  # [R] int32, fast_dllm_v2
+    merge_mask: Tensor  # [T] uint8, dmax
+    merge_topk_ids: Tensor  # [T, K] int64
+    merge_topk_probs: Tensor  # [T, K] float32
+    merge_residual: Tensor  # [T] float32
+    row_pass_kind: Tensor  # [T] uint8, diffusion_gemma
+    row_self_cond: Tensor  # [T] int32
+    blk_prev_argmax: Tensor  # [Nb, B] int64
+    blk_stable_run: Tensor  # [Nb] int32
+    blk_steps_left: Tensor  # [Nb] int32
+    blk_renoise: Tensor  # [Nb, B] int64
+
+
+class StepShape(NamedTuple):
+    """Sizes of a step, dummy requests included."""
+
+    num_rows: int
+    num_reqs: int
+    num_blocks: int
+    num_logits_rows: int
+    any_sampled: bool
+    num_filtered_rows: int
+    num_saved_source_rows: int
+
+    @classmethod
+    def of(cls, plan: _core.StepPlan) -> StepShape:
+        """The sizes of a filled plan."""
+        return cls(
+            plan.num_rows,
+            plan.num_reqs,
+            plan.num_blocks,
+            plan.num_logits_rows,
+            plan.any_sampled,
+            plan.num_filtered_rows,
+            plan.num_saved_source_rows,
+        )
 
 
 @dataclass(slots=True)
@@ -94,6 +147,13 @@ class SamplerViews:
     masks_left: Tensor  # [Nb] int32
     flags: Tensor  # [Nb] int32
     same_token_ratio: Tensor  # [Nb] float32
+    # Without capacity under other strategies.
+    pending_next_token: Tensor  # [R] int64, fast_dllm_v2
+    merge_valid: Tensor  # [Nb, B] uint8, dmax
+    merge_topk_ids: Tensor  # [Nb, B, K] int64
+    merge_topk_probs: Tensor  # [Nb, B, K] float32
+    merge_residual: Tensor  # [Nb, B] float32
+    canvas_argmax: Tensor  # [Nb, B] int64, diffusion_gemma
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -68,6 +69,8 @@ class Diffulex:
             getattr(torch, config.model.dtype),
             config.model.device,
             progress=show_progress and sys.stderr.isatty(),
+            lora_path=Path(config.model.lora_path).expanduser() if config.model.use_lora else None,
+            merge_lora=config.model.pre_merge_lora,
         )
         self._assemble(config, module, facts.tokenizer)
 

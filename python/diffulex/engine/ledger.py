@@ -115,7 +115,9 @@ class Ledger:
                 error = _error_text(plan, output, finished)
                 step = results.get(req_id, StepOutput(req_id))
                 results[req_id] = self._finish(step, error)
-            self._runner.sampler.evict([item.request_slot for item in events.finished])
+            gone = [item.request_slot for item in events.finished]
+            gone += [item.request_slot for item in events.preempted]
+            self._runner.sampler.evict(gone)
             self._book_gauges()
         return list(results.values())
 
@@ -134,6 +136,10 @@ class Ledger:
         return StepOutput(event.req_id, tuple(event.appended), event.new_tokens, snapshot=snapshot)
 
     def _book_prefill_writes(self, plan: _core.StepPlan, output: _core.SamplerOutput) -> None:
+        # The first token behind a prompt that fills its last fast_dllm_v2 block.
+        for index in np.flatnonzero(output.pending_next_token[: plan.num_reqs] >= 0):
+            record = self._records[int(plan.req_ids[index])]
+            record.prefill_positions.append(len(record.prompt_token_ids))
         num_blocks = plan.num_blocks
         if num_blocks == 0:
             return

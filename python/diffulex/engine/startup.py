@@ -17,18 +17,31 @@ __all__ = ["log_startup"]
 logger = get_logger(__name__)
 
 
+def _strategy_text(config: Config) -> str:
+    decoding, sampler = config.decoding, config.sampler
+    if decoding.decoding_strategy == "diffusion_gemma":
+        return (
+            f"diffusion_gemma, at most {decoding.diffusion_gemma_max_denoising_steps} steps,"
+            f" entropy bound {decoding.diffusion_gemma_entropy_bound}, temperature"
+            f" {decoding.diffusion_gemma_t_max} to {decoding.diffusion_gemma_t_min}"
+        )
+    return (
+        f"{decoding.decoding_strategy}, mode {decoding.sampling_mode}, rule"
+        f" {sampler.acceptance_rule}, temperature {sampler.temperature}"
+    )
+
+
 def log_startup(config: Config, runner: ModelRunner) -> None:
     """Build, device, model, strategy, limits and memory, at INFO."""
     model, decoding, scheduler = config.model, config.decoding, config.scheduler
-    cache, sampler, spec = config.cache, config.sampler, config.model.spec
+    cache, spec = config.cache, config.model.spec
     lines = [
         f"Diffulex {_core.__version__}",
         f"  device       {model.device}, dtype {model.dtype}",
         f"  model        {model.model_name} from {model.model_dir}: {spec.num_layers} layers,"
         f" hidden {spec.hidden_size}, heads {spec.num_q_heads}/{spec.num_kv_heads} x"
         f" {spec.head_dim}, vocabulary {spec.vocab_size}",
-        f"  strategy     {decoding.decoding_strategy}, rule {sampler.acceptance_rule},"
-        f" temperature {sampler.temperature}",
+        f"  strategy     {_strategy_text(config)}",
         f"  thresholds   add {decoding.add_block_threshold}, semi"
         f" {decoding.semi_complete_threshold}, accept {decoding.accept_threshold}",
         f"  shapes       block {decoding.block_size}, buffer {decoding.buffer_size}, page"

@@ -41,7 +41,10 @@ class StepLoop:
         runner: ModelRunner,
         tokenizer: Tokenizer | None,
     ) -> None:
-        self.ledger = Ledger(scheduler, runner, tokenizer, config.model.mask_token_id)
+        is_canvas = config.decoding.decoding_strategy == "diffusion_gemma"
+        # A canvas has no masks: the id in the configuration is an ordinary token there.
+        mask_token_id = -1 if is_canvas else config.model.mask_token_id
+        self.ledger = Ledger(scheduler, runner, tokenizer, mask_token_id)
         self.router = StepRouter()
         self.is_closed = False
         self._config = config
@@ -65,11 +68,17 @@ class StepLoop:
         """Enqueues a request whose outputs go to `queue`, or to the callers of `step`."""
         self.check_open()
         strategy = self._config.decoding.decoding_strategy
+        if self._is_drawing(params) and self._runner is not None:
+            self._runner.expect_draws()
         request = AutoReq.create(strategy, token_ids, params, self._config)
         req_id = self.ledger.add(request, token_ids, params.max_tokens, has_snapshots)
         if queue is not None:
             self.router.claim(req_id, queue)
         return req_id
+
+    def _is_drawing(self, params: SamplingParams) -> bool:
+        temperature = params.with_defaults(self._config.sampler).temperature
+        return temperature is not None and temperature > 0
 
     def abort(self, req_id: int) -> bool:
         """Ends a request at the next step boundary; False for unknown or finished ids."""

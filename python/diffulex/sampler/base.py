@@ -1,27 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of samplers and the mask-filling sampler that families parametrise.
-
-Symbols: n logits rows, Nb blocks of B positions, V columns of the logits.
-"""
+"""The interface of samplers and the mask-filling sampler that families parametrise."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-import diffulex_ext
-from diffulex.ops.workspace import empty_workspace, token_stats_workspace_bytes
+from diffulex.sampler.inputs import SamplerInputs
+from diffulex.sampler.row_stage import FilterOrder, RowRecords, RowStage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+    from collections.abc import Mapping, Sequence
 
     from diffulex.config import Config
 
-__all__ = ["MaskFillSampler", "Sampler", "SamplerInputs"]
+__all__ = ["FilterOrder", "MaskFillSampler", "Sampler", "SamplerInputs"]
 
 _RULES = {
     "threshold": 0,
@@ -31,34 +25,10 @@ _RULES = {
     "sequential": 4,
     "factor": 5,
     "entropy_bound": 6,
+    "leftmost_prefix": 7,
+    "hierarchy": 8,
 }
-_CONFIDENCE_KINDS = {"max_prob": 0, "margin_confidence": 1, "neg_entropy": 2}
-_EXCLUSIONS = {"exclude": 0, "renormalize": 1}
-_NUM_STATS = 8
-
-
-@dataclass(slots=True)
-class SamplerInputs:
-    """What one step gives a sampler: views of device memory, trimmed to the used length.
-
-    `write_ids`, `confidence`, `masks_left` and `flags` are the outputs, written in full.
-    """
-
-    logits: Tensor  # [n, V]
-    inv_temperature: Tensor | None  # [n] float32, 0 = greedy; None = all greedy
-    uniforms: Tensor | None  # [n] float64, present exactly with inv_temperature
-    tokens: Tensor  # [Nb, B] int64
-    row_index: Tensor  # [Nb, B] int32 into logits, -1 = no row
-    editable_start: Tensor  # [Nb] int32
-    valid_len: Tensor  # [Nb] int32
-    gate: Tensor  # [Nb] uint8, predecessor semi-complete
-    accept_threshold: Tensor  # [Nb] float32
-    open_steps: Tensor  # [Nb] int32
-    total_steps: Tensor  # [Nb] int32, this forward included
-    write_ids: Tensor  # [Nb, B] int64, -1 = unchanged
-    confidence: Tensor  # [Nb, B] float32
-    masks_left: Tensor  # [Nb] int32
-    flags: Tensor  # [Nb] int32, AcceptFlag bits
+CONFIDENCE_KINDS = {"max_prob": 0, "margin_confidence": 1, "neg_entropy": 2}
 
 
 class Sampler(Protocol):
@@ -71,76 +41,83 @@ class Sampler(Protocol):
         """Drops state kept for requests that left their slots."""
 
 
-class MaskFillSampler:
-    """Row statistics, then an acceptance rule over the open positions of each block.
+class RowSampler:
+    """What the samplers share: records of the rows, saved rows, seeds of committed blocks."""
 
-    Stateless: draws use the uniforms the core supplies, so results depend on no other request.
-    """
+    #: Configuration keys this family sets; explicit values and the checkpoint's go before them.
+    family_defaults: ClassVar[Mapping[str, Any]] = {}
+    #: Configuration keys this sampler has no use for.
+    unused_keys: ClassVar[frozenset[str]] = frozenset()
+    #: Order of the family's filters.
+    filter_order: ClassVar[FilterOrder] = FilterOrder.TOP_P_FIRST
+
+    def __init__(self, config: Config, rows: RowStage) -> None:
+        self.rows = rows
+        self._mask_token_id = config.model.mask_token_id
+        self._is_gated = config.sampler.forced_gate == "prev_semi_complete"
+
+    def keep_rows(self, first_record: int, max_num_reqs: int) -> None:
+        """For models whose logits predict the next position; see `RowStage.keep_rows`."""
+        self.rows.keep_rows(first_record, max_num_reqs)
+
+    def reserve(self, num_rows: int, vocab_size: int) -> None:
+        """Allocates what `num_rows` rows need, so that no later step does."""
+        self.rows.reserve(num_rows, vocab_size)
+
+    def evict(self, request_slots: Sequence[int]) -> None:
+        """Nothing to drop: a slot's saved row is replaced before it is read again."""
+
+    def gate(self, inputs: SamplerInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """(gate, earlier steps with an open gate) of every block, as `forced_gate` has them."""
+        if self._is_gated:
+            return inputs.gate, inputs.open_steps
+        return torch.ones_like(inputs.gate), inputs.total_steps - 1
+
+    def seed(self, inputs: SamplerInputs, records: RowRecords) -> None:
+        """Writes the token that each committed fast_dllm_v2 block predicts for the next."""
+        seeds = inputs.seeds
+        if seeds is None:
+            return
+        if inputs.logits.size(0) == 0:
+            seeds.pending_next_token.fill_(-1)
+            return
+        ids = records.ids.index_select(0, seeds.seed_row.clamp(min=0).long())
+        seeds.pending_next_token.copy_(torch.where(seeds.seed_row >= 0, ids, -1))
+
+
+class MaskFillSampler(RowSampler):
+    """Row statistics, then an acceptance rule over the open positions of each block."""
 
     def __init__(self, config: Config) -> None:
-        sampler, model = config.sampler, config.model
+        sampler = config.sampler
         if sampler.acceptance_rule is None or sampler.confidence_space is None:
             raise ValueError("MaskFillSampler: expected a resolved configuration, got unset keys")
-        if not diffulex_ext.has_ops:
-            raise RuntimeError(
-                "MaskFillSampler: expected the compiled op library beside diffulex_ext, got none"
-            )
-        self._device = torch.device(model.device)
-        forbidden = sorted({model.mask_token_id, *sampler.suppress_token_ids})
-        self._forbidden = torch.tensor(forbidden, dtype=torch.int64, device=self._device)
-        self._mask_token_id = model.mask_token_id
-        self._vocab_limit = model.tokenizer_vocab_size
-        self._exclusion = _EXCLUSIONS[sampler.mask_suppression]
+        stage = RowStage(
+            config,
+            filter_order=self.filter_order,
+            is_tempered=sampler.confidence_space == "tempered",
+        )
+        super().__init__(config, stage)
         self._rule = _RULES[sampler.acceptance_rule]
-        self._confidence_kind = _CONFIDENCE_KINDS[sampler.confidence_type]
+        self._confidence_kind = CONFIDENCE_KINDS[sampler.confidence_type]
         self._is_raw = sampler.confidence_space == "raw"
         self._denoising_steps = sampler.denoising_steps or 0
         self._force_last = sampler.force_accept_last_step
         self._factor = sampler.factor
         self._entropy_bound = sampler.entropy_bound
-        self._is_gated = sampler.forced_gate == "prev_semi_complete"
-        self._ids = torch.empty(0, dtype=torch.int64, device=self._device)
-        self._stats = torch.empty(0, _NUM_STATS, dtype=torch.float32, device=self._device)
-        self._workspace: Tensor | None = None
-        self._workspace_bytes = 0
-
-    def reserve(self, num_rows: int, vocab_size: int) -> None:
-        """Allocates the row buffers for `num_rows` rows, so that no later step does."""
-        if num_rows > self._ids.numel():
-            self._ids = torch.empty(num_rows, dtype=torch.int64, device=self._device)
-            self._stats = torch.empty(
-                num_rows, _NUM_STATS, dtype=torch.float32, device=self._device
-            )
-        needed = token_stats_workspace_bytes(num_rows, vocab_size, 0, self._device.type)
-        if needed > self._workspace_bytes:
-            self._workspace = empty_workspace(needed, self._device)
-            self._workspace_bytes = needed
+        # The op library has the argument since it has the rule.
+        self._rule_arguments: dict[str, float] = (
+            {"low_threshold": sampler.low_threshold}
+            if sampler.acceptance_rule == "hierarchy"
+            else {}
+        )
 
     def __call__(self, inputs: SamplerInputs) -> None:
-        num_rows, vocab_size = inputs.logits.shape
-        self.reserve(num_rows, vocab_size)
-        ids, stats = self._ids[:num_rows], self._stats[:num_rows]
-        if num_rows > 0:
-            torch.ops.diffulex.token_stats(
-                inputs.logits,
-                None,
-                None,
-                inputs.inv_temperature,
-                inputs.uniforms,
-                self._forbidden,
-                None,
-                ids,
-                stats,
-                None,
-                None,
-                self._workspace,
-                vocab_limit=self._vocab_limit,
-                exclusion=self._exclusion,
-            )
-        gate, open_steps = inputs.gate, inputs.open_steps
-        if not self._is_gated:
-            gate = torch.ones_like(gate)
-            open_steps = inputs.total_steps - 1
+        records = self.rows.run(inputs)
+        self.seed(inputs, records)
+        if inputs.tokens.size(0) == 0:
+            return
+        gate, open_steps = self.gate(inputs)
         torch.ops.diffulex.accept_mask_fill(
             inputs.tokens,
             inputs.row_index,
@@ -149,8 +126,8 @@ class MaskFillSampler:
             gate,
             inputs.accept_threshold,
             open_steps,
-            ids,
-            stats,
+            records.ids,
+            records.stats,
             inputs.write_ids,
             inputs.confidence,
             inputs.masks_left,
@@ -163,7 +140,5 @@ class MaskFillSampler:
             force_accept_last_step=self._force_last,
             factor=self._factor,
             entropy_bound=self._entropy_bound,
+            **self._rule_arguments,
         )
-
-    def evict(self, request_slots: Sequence[int]) -> None:
-        """Nothing is kept per request."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from diffulex.sampler.base import MaskFillSampler
+from diffulex.sampler.base import FilterOrder, MaskFillSampler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,6 +20,7 @@ __all__ = ["SdarSampler"]
 class SdarSampler(MaskFillSampler):
     """Mask filling with the settings of the SDAR family."""
 
+    filter_order = FilterOrder.TOP_K_FIRST
     #: Configuration keys this family sets; explicit values and the checkpoint's go before them.
     family_defaults: ClassVar[Mapping[str, Any]] = {
         "accept_threshold": 0.95,

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding strategies: one file each, registrations only; the state machines are C++."""
+"""Decoding strategies: one file each, with its registrations and its configuration rules.
+
+The state machines are C++.
+"""

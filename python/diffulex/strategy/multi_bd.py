@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """multi_bd: several blocks of one request in flight; buffer size 1 is single-block decoding.
 
-The model runner is the common one. Models: `sdar`.
+With `sampling_mode="edit"` the sampler may rewrite tokens of open blocks (LLaDA2.1). The model
+runner is the common one. Models: every masked family; editing for the LLaDA2 family.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diffulex.registry import AutoKVCacheManager
+from diffulex.strategy.rules import StrategyRules
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
@@ -17,14 +19,16 @@ if TYPE_CHECKING:
     from diffulex.config import Config
     from diffulex.sampling_params import SamplingParams
 
-__all__ = ["make_kv_cache_manager", "make_request", "make_scheduler"]
+__all__ = ["RULES", "make_kv_cache_manager", "make_request", "make_scheduler"]
+
+RULES = StrategyRules(sampling_modes=("naive", "edit"))
 
 
 def make_request(
     token_ids: Sequence[int], sampling_params: SamplingParams, config: Config
 ) -> _core.Request:
     """A request for the scheduler of the same configuration."""
-    params = sampling_params.to_core(config.sampler.temperature or 0.0)
+    params = sampling_params.with_defaults(config.sampler).to_core()
     return _core.Request(token_ids, params, config.to_core())
 
 

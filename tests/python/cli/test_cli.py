@@ -275,9 +275,21 @@ class TestBadInput:
             (["generate", "--blok-size", "4", "hi"], "nearest is --block-size"),
             (["generate", "--outptu", "x", "hi"], "known argument, got '--outptu'"),
             (["doctor", "--blok-size", "4"], "known argument, got '--blok-size'"),
-            (["generate", "--top-p", "0.9", "hi"], "--top-p: not supported yet"),
-            (["chat", "--top-k=3"], "--top-k: not supported yet"),
-            (["generate", "--min-p", "hi"], "--min-p: not supported yet"),
+            (["generate", "--top-p", "-0.9", "hi"], "top_p: expected float >= 0, got -0.9"),
+            (["chat", "--top-k=many"], "--top-k: expected an integer, got 'many'"),
+            (["generate", "--min-p", "2", "hi"], "min_p: expected float [0, 1], got 2.0"),
+            (
+                ["generate", "--decoding-strategy", "d3f", "hi"],
+                "decoding_strategy: expected one of block_diffusion, d2f, diffusion_gemma, dmax",
+            ),
+            (
+                ["generate", "--sampling-mode", "edit", "hi"],
+                "sampling_mode edit, got 'sdar'",
+            ),
+            (
+                ["generate", "--decoding-strategy", "fast_dllm_v2", "hi"],
+                "model_name: expected fast_dllm_v2 for decoding_strategy fast_dllm_v2",
+            ),
             (
                 ["generate", "--frame-delay", "-1", "hi"],
                 "--frame-delay: expected seconds in [0, 10]",

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 from diffulex.config import CONFIG_TABLE, Config, ModelFacts
-from diffulex.config_table import THRESHOLD_KEYS, Support, render_markdown
+from diffulex.config_markdown import render_markdown
+from diffulex.config_table import THRESHOLD_KEYS, Support
 from diffulex.errors import ConfigError
 from diffulex.model.config import ModelSpec
 from diffulex.registry import AutoSampler
@@ -105,7 +106,33 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("temperature", [0, 1.0, 2], [-0.1]),
     ("seed", [0, 2**64 - 1], [-1, 2**64]),
     ("mask_suppression", ["exclude", "renormalize"], ["off"]),
-    ("acceptance_rule", ["threshold", "dynamic", "static", "entropy_bound"], ["leftmost_prefix"]),
+    (
+        "acceptance_rule",
+        ["threshold", "dynamic", "static", "entropy_bound", "leftmost_prefix", "hierarchy"],
+        ["best"],
+    ),
+    ("low_threshold", [0, 0.5, 1], [-0.1, 1.1]),
+    ("demote_token_ids", [[], [1, 2], 3], [[-1], [300], "a"]),
+    ("top_p", [0, 0.5, 1, 2.0], [-0.1, float("nan"), "1"]),
+    ("top_k", [-1, 0, 5], [1.5, "5", 2**31]),
+    ("min_p", [0, 0.5, 1], [-0.1, 1.1]),
+    ("sampling_mode", ["naive"], ["edits", "edit"]),
+    ("edit_threshold", [0, 0.5, 1], [-0.1, 1.1]),
+    ("max_post_edit_steps", [0, 16], [-1, 1.5]),
+    ("penalty_lambda", [0, 3.0], [-0.1]),
+    ("token_merge_mode", ["dmax_topk", "iter_smooth_topk"], ["mean"]),
+    ("token_merge_top_k", [1, 8], [0, 9, -1]),
+    ("token_merge_renormalize", [True, False], [1]),
+    ("token_merge_weight", [0, 0.5], [-0.1]),
+    ("dmax_store_soft_embeddings", [True, False], [0]),
+    ("fdv2_use_block_cache", [True, False], ["no"]),
+    ("fdv2_exact_graph_buckets", [True, False], ["no"]),
+    ("diffusion_gemma_max_denoising_steps", [1, 48], [0, -1]),
+    ("diffusion_gemma_stability_threshold", [0, 2], [-1, 0.5]),
+    ("diffusion_gemma_t_min", [0, 0.4], [-0.1]),
+    ("diffusion_gemma_t_max", [0.8, 1], [0, -1]),
+    ("diffusion_gemma_confidence_threshold", [0.005, 1], [0, -1]),
+    ("diffusion_gemma_entropy_bound", [0.1, 3], [0, -0.1]),
     ("denoising_steps", [1, 4], [0, 5]),
     ("confidence_type", ["max_prob", "margin_confidence", "neg_entropy"], ["margin"]),
     ("confidence_space", ["processed", "tempered", "raw"], ["cooked"]),
@@ -130,23 +157,13 @@ def test_range(key: str, legal: list[Any], illegal: list[Any]) -> None:
 
 # (key, value the engine does not have, text of the documented range)
 UNSUPPORTED = [
-    ("sampling_mode", "edit", "naive, edit"),
-    ("edit_threshold", 0.5, r"\[0, 1\]"),
-    ("max_post_edit_steps", 4, ">= 0"),
-    ("penalty_lambda", 3.0, ">= 0"),
-    ("token_merge_mode", "iter_smooth_topk", "dmax_topk, iter_smooth_topk"),
-    ("token_merge_top_k", 2, "> 0"),
-    ("token_merge_weight", 0.5, ">= 0"),
-    ("fdv2_use_block_cache", False, "True, False"),
-    ("diffusion_gemma_max_denoising_steps", 10, ">= 1"),
+    ("dmax_force_prefill_active", True, "True, False"),
     ("tensor_parallel_size", 2, r"\[1, 8\]"),
     ("data_parallel_size", 4, r"\[1, 1024\]"),
     ("expert_parallel_size", 2, r"\[1, 32768\]"),
-    ("use_lora", True, "True, False"),
-    ("lora_path", "adapter", "any"),
     ("kv_cache_dtype", "fp8_e4m3", "auto, fp8_e4m3"),
     ("greedy_tie_break", "highest", "lowest, highest"),
-    ("demote_token_ids", [1], "ids >= 0"),
+    ("filters_at_zero_temperature", True, "True, False"),
     ("moe_dispatcher_backend", "deepep", "standard, naive, deepep"),
     ("moe_gemm_impl", "naive", "auto, cuda, cpu, naive"),
     ("profiler_config", {"dir": "x"}, "any"),
@@ -162,8 +179,6 @@ def test_unsupported_value_names_key_value_and_range(key: str, value: Any, legal
 
 def test_every_key_is_covered() -> None:
     covered = {row[0] for row in RANGES} | {row[0] for row in UNSUPPORTED}
-    later = {name for name, key in CONFIG_TABLE.items() if key.support is Support.DEFAULT_ONLY}
-    same_form = {n for n in later if n.startswith(("diffusion_gemma_", "dmax_", "token_merge_"))}
     elsewhere = {
         "model",
         "model_name",
@@ -175,9 +190,14 @@ def test_every_key_is_covered() -> None:
         "force_accept_last_step",
     }
     free = {n for n, key in CONFIG_TABLE.items() if key.support is Support.IGNORED}
-    rest = {"pre_merge_lora", "fdv2_exact_graph_buckets", "filters_at_zero_temperature"}
-    rest |= {"deepep_mode", "deepep_num_max_dispatch_tokens_per_rank"}
-    assert set(CONFIG_TABLE) == covered | same_form | elsewhere | free | rest
+    rest = {
+        "lora_path",
+        "pre_merge_lora",
+        "use_lora",
+        "deepep_mode",
+        "deepep_num_max_dispatch_tokens_per_rank",
+    }
+    assert set(CONFIG_TABLE) == covered | elsewhere | free | rest
 
 
 def test_unknown_key_names_the_nearest() -> None:
@@ -226,11 +246,6 @@ def test_bad_checkpoint_default_names_the_file() -> None:
 
 def test_strategy_names() -> None:
     assert resolve(decoding_strategy="block_diffusion").decoding.decoding_strategy == "multi_bd"
-    for name in ("d2f", "dmax", "fast_dllm_v2", "diffusion_gemma"):
-        with pytest.raises(
-            ConfigError, match=f"not supported yet, expected one of .*multi_bd.*{name}"
-        ):
-            resolve(decoding_strategy=name)
     with pytest.raises(ConfigError, match=r"decoding_strategy: expected one of .*got 'multi'"):
         resolve(decoding_strategy="multi")
 
@@ -317,11 +332,6 @@ def test_ignored_keys_log_a_notice_once(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.text.count("enable_vllm_layers: accepted and ignored") == 1
 
 
-def test_shifted_models_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"shifted are not supported yet"):
-        resolve(facts(shift=True))
-
-
 def test_page_count_is_fixed_by_a_new_object() -> None:
     config = resolve()
     assert config.cache.num_pages == -1
@@ -377,5 +387,5 @@ def test_core_refusals_are_config_errors() -> None:
 def test_documentation_is_current() -> None:
     path = Path(__file__).parents[3] / "docs" / "configuration.md"
     assert path.read_text(encoding="utf-8") == render_markdown(), (
-        "run: python -m diffulex.config_table > docs/configuration.md"
+        "run: python -m diffulex.config_markdown > docs/configuration.md"
     )

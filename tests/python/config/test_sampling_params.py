@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from diffulex import SamplingParams
+from diffulex.config import SamplerConfig
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,14 @@ from diffulex import SamplingParams
         ("seed", [None, 0, 2**64 - 1], [-1, 2**64, 0.5]),
         ("stop_token_ids", [[], (1, 2)], [[-1], ["a"], [2**31]]),
         ("accept_threshold", [None, 0, 0.5, 1], [-0.1, 1.1, float("nan")]),
+        ("edit_threshold", [None, 0, 0.5, 1], [-0.1, 1.1, "0.5"]),
+        ("add_block_threshold", [None, 0, 0.5, 1], [-0.1, 1.1, True]),
+        ("semi_complete_threshold", [None, 0, 0.5, 1], [-0.1, 1.1]),
+        ("token_stability_threshold", [None, 0, 0.5, 1], [-0.1, 1.1]),
+        ("top_p", [None, 0, 0.9, 1, 1.5], [-0.1, float("nan"), float("inf"), "1", False]),
+        ("top_k", [None, -1, 0, 5], [1.0, True, 2**31, "5"]),
+        ("min_p", [None, 0, 0.05, 1], [-0.1, 1.1]),
+        ("ignore_eos", [True, False], [None, 1]),
     ],
 )
 def test_range(name: str, legal: list[Any], illegal: list[Any]) -> None:
@@ -31,13 +40,20 @@ def test_range(name: str, legal: list[Any], illegal: list[Any]) -> None:
             SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "legal"),
-    [("top_p", 0.9, r"\(0, 1\]"), ("top_k", 5, ">= 1"), ("min_p", 0.0, r"\[0, 1\]")],
-)
-def test_filters_are_not_supported(name: str, value: float, legal: str) -> None:
-    with pytest.raises(ValueError, match=f"SamplingParams.{name}: only None .*{legal}.*{value}"):
-        SamplingParams(**{name: value})
+def test_illegal_value_names_range_and_value() -> None:
+    with pytest.raises(ValueError, match=r"min_p: expected a number in \[0, 1\], got 1.5"):
+        SamplingParams(min_p=1.5)
+    with pytest.raises(ValueError, match=r"top_p: expected a finite number >= 0, got -1"):
+        SamplingParams(top_p=-1)
+
+
+def test_engine_defaults_fill_what_is_unset() -> None:
+    defaults = SamplerConfig(temperature=0.7, top_p=0.9, top_k=None, min_p=0.1)
+    params = SamplingParams(min_p=0.0, max_tokens=3).with_defaults(defaults)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.7, 0.9, None, 0.0)
+    core = params.to_core()
+    assert (core.temperature, core.top_p, core.top_k) == pytest.approx((0.7, 0.9, 0))
+    assert core.min_p == 0.0
 
 
 def test_is_immutable() -> None:
@@ -59,3 +75,14 @@ def test_core_parameters() -> None:
     assert core.temperature == 0.0
     assert core.accept_threshold == 0.5
     assert (core.max_nfe, core.max_repetition_run, core.seed) == (0, 0, None)
+
+
+def test_thresholds_of_a_request_reach_the_core() -> None:
+    names = ("edit", "add_block", "semi_complete", "token_stability")
+    params = SamplingParams(**{f"{name}_threshold": 0.25 for name in names})
+    core = params.to_core()
+    for name in names:
+        assert getattr(core, f"{name}_threshold") == 0.25
+        assert getattr(SamplingParams().to_core(), f"{name}_threshold") is None
+    core = SamplingParams().to_core()
+    assert (core.top_p, core.top_k, core.min_p) == (1.0, 0, 0.0)

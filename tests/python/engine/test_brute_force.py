@@ -32,9 +32,17 @@ def test_factor_rule_counts_the_failing_last_candidate() -> None:
     assert accepted_positions(proposals, settings, 0.9, True, 0) == {1, 2}
 
 
-def test_closed_gate_accepts_only_confident_positions() -> None:
-    for rule in ("threshold", "static", "dynamic", "sequential", "factor", "entropy_bound"):
+def test_closed_gate_takes_away_what_is_not_confident() -> None:
+    for rule in ("threshold", "static", "dynamic", "factor", "entropy_bound", "hierarchy"):
         settings = Settings(4, 2, 0, 10, frozenset(), 64, rule=rule)
         proposals = {i: Proposal(1, np.float32(p), p, 0.0) for i, p in enumerate((0.5, 0.97))}
         assert accepted_positions(proposals, settings, 0.95, False, 0) == {1}
         assert accepted_positions(proposals, settings, 0.99, False, 0) == set()
+    # The one position of a sequential step is the first, which is not confident.
+    settings = Settings(4, 2, 0, 10, frozenset(), 64, rule="sequential")
+    assert accepted_positions(proposals, settings, 0.95, False, 0) == set()
+    assert accepted_positions(proposals, settings, 0.4, False, 0) == {0}
+    settings = Settings(4, 2, 0, 10, frozenset(), 64, rule="leftmost_prefix")
+    assert accepted_positions(proposals, settings, 0.95, False, 0) == set()
+    assert accepted_positions(proposals, settings, 0.5, False, 0) == {0, 1}
+    assert accepted_positions(proposals, settings, 0.95, True, 0) == {0}

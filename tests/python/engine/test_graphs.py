@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from diffulex import SamplingParams
+from diffulex.engine.attention_workspace import decode_workspace_bytes
 from diffulex.engine.graph_runner import graph_buckets
-from diffulex.engine.model_runner import decode_workspace_bytes
 from diffulex.engine.output import GenerationOutputs
 from diffulex.ops.workspace import attention_workspace_bytes
 from tiny_engine import TinyModel
@@ -74,7 +74,7 @@ def test_dummy_requests_of_an_eager_step(
         expected = engine.generate(prompts, params, summary=False)
     with tiny.engine(**settings) as engine:
         runner = engine._runner
-        monkeypatch.setattr(runner, "_buckets", (2, max_num_reqs))
+        monkeypatch.setattr(runner._graphs, "buckets", {16: (2, max_num_reqs)})
         monkeypatch.setattr(runner, "_is_cuda", True)
         monkeypatch.setattr(runner, "_on_device", contextlib.nullcontext)
         num_padded = []
@@ -187,7 +187,7 @@ def long_run(
 ) -> list[GenerationOutputs]:
     """Batches in turn; within one, requests that join late prefill between decode steps."""
     with model.engine(**{**LONG, **settings}) as engine:
-        graphs = engine._runner._graphs
+        graphs = next(iter(engine._runner._graphs.runners), None)
         workspace = None if graphs is None else graphs.workspace
         address = None if workspace is None else workspace.data_ptr()
         runs = [engine.generate(*long_requests(size), summary=False) for size in batch_sizes]
@@ -196,7 +196,7 @@ def long_run(
             assert workspace is not None
             assert graphs.workspace is workspace
             assert workspace.data_ptr() == address
-            eager = engine._runner._workspace
+            eager = engine._runner._workspace.memory
             assert eager is None or eager.data_ptr() != address
     return runs
 
@@ -227,7 +227,7 @@ def test_graphs_survive_a_larger_eager_workspace(tiny_cuda_bf16: TinyModel) -> N
     with tiny_cuda_bf16.engine(**LONG, enable_prefix_caching=False) as engine:
         before = engine.generate(prompts, params, summary=False)
         runner = engine._runner
-        runner._workspace, runner._workspace_bytes = None, 0
+        runner._workspace.release()
         junk = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
         after = engine.generate(prompts, params, summary=False)
         del junk

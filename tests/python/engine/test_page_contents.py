@@ -56,6 +56,28 @@ def test_nan_in_pages_that_were_never_written(model: TinyModel, layout: str) -> 
         assert answers(engine, 1) == clean
 
 
+STRATEGIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "d2f": ("dream", {"decoding_strategy": "d2f"}, {"shift": True}),
+    "edit": ("llada2", {"sampling_mode": "edit"}, {}),
+    "dmax": ("llada2", {"decoding_strategy": "dmax"}, {}),
+    "fast_dllm_v2": ("fast_dllm_v2", {"decoding_strategy": "fast_dllm_v2"}, {"shift": True}),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_nan_in_pages_under_every_strategy(model: TinyModel, name: str) -> None:
+    """fast_dllm_v2 reads rows of a block that it stored provisionally, and no others."""
+    model_name, settings, spec = STRATEGIES[name]
+    family = model.under(model_name, **spec)
+    with family.engine(**SETTINGS, **settings) as engine:
+        clean = answers(engine, 3)
+    with family.engine(**SETTINGS, **settings) as engine:
+        for layer in range(engine.config.model.spec.num_layers):
+            for cache in engine._runner.kv_cache.layer(layer):
+                cache.fill_(float("nan"))
+        assert answers(engine, 3) == clean
+
+
 class Poisoned(torch.nn.Module):
     """Rows with the poison id have an embedding of NaN, and so have their K, V and logits."""
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,13 @@ class TinyModel:
         self.model = load_model(
             self.facts.model_name, self.facts.spec, directory, getattr(torch, dtype), device
         )
+
+    def under(self, model_name: str, **spec: Any) -> TinyModel:
+        """The same network decoded as another family: name and description are exchanged."""
+        other = copy.copy(self)
+        description = dataclasses.replace(self.facts.spec, **spec)
+        other.facts = dataclasses.replace(self.facts, model_name=model_name, spec=description)
+        return other
 
     def config(self, **settings: Any) -> Config:
         """A resolved configuration with small limits."""

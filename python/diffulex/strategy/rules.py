@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decoding strategy demands of the configuration and tells the core.
+
+Each strategy's file has one `RULES`. A strategy registered from outside wraps a state machine of
+the core and follows the rules of `multi_bd`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from diffulex.config import Config
+    from diffulex.config_draft import Draft
+
+__all__ = ["STRATEGIES", "StrategyRules", "rules_of"]
+
+
+def _nothing_to_resolve(draft: Draft) -> None:
+    """A strategy without demands."""
+
+
+def _no_fields(config: Config) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyRules:
+    """Configuration rules of one strategy.
+
+    Attributes:
+        sampling_modes: values of `sampling_mode` it has; the first is taken when none is given.
+        has_prefix_full: prompts are bidirectional as a whole.
+        keys: configuration keys, or beginnings of them, that this strategy alone reads.
+        resolve: forces and checks keys.
+        core_fields: fields of the core's options beyond the common ones.
+    """
+
+    sampling_modes: tuple[str, ...] = ("naive",)
+    has_prefix_full: bool = False
+    keys: tuple[str, ...] = ()
+    resolve: Callable[[Draft], None] = _nothing_to_resolve
+    core_fields: Callable[[Config], Mapping[str, Any]] = _no_fields
+
+
+#: Built-in strategies; a name is also the module that holds its rules and registrations.
+STRATEGIES = ("multi_bd", "d2f", "dmax", "fast_dllm_v2", "diffusion_gemma")
+
+
+def rules_of(strategy: str) -> StrategyRules:
+    """Rules of a strategy name."""
+    module = strategy if strategy in STRATEGIES else "multi_bd"
+    return cast("StrategyRules", importlib.import_module(f"diffulex.strategy.{module}").RULES)

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strategy, sampling mode and family: who forces what, and which combinations are refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from diffulex.config import Config, ModelFacts
+from diffulex.errors import ConfigError
+from diffulex.model.config import ModelSpec
+from diffulex.registry import AutoSampler
+from diffulex.sampler.selection import LLADA2_NAMES, select_sampler
+from diffulex_ext import _core
+
+FAMILIES = (
+    "diffucoder",
+    "dream",
+    "dream_reasoner",
+    "fast_dllm_v2",
+    "llada",
+    *LLADA2_NAMES,
+    "sdar",
+    "sdar_moe",
+    "stable_diffcoder",
+)
+
+
+def facts(
+    name: str,
+    checkpoint: dict[str, Any] | None = None,
+    generation_config: dict[str, Any] | None = None,
+    **spec: Any,
+) -> ModelFacts:
+    shapes: dict[str, Any] = {
+        "family": name,
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_layers": 2,
+        "num_q_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "max_positions": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rotary_dim": 32,
+        "mask_token_id": 259,
+        "stop_token_ids": (256, 258),
+    }
+    return ModelFacts(
+        name,
+        Path("/models/x"),
+        ModelSpec(**{**shapes, **spec}),
+        checkpoint or {},
+        260,
+        generation_config=generation_config or {},
+    )
+
+
+def resolve(name: str, /, *, given: ModelFacts | None = None, **flat: Any) -> Config:
+    flat.setdefault("device", "cpu")
+    return Config.resolve("x", given or facts(name), flat)
+
+
+# Family: strategy, mode, rule, accept, block, buffer, space (samplers 5.2, 6, 7, 8).
+FAMILY_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "dream": ("d2f", "naive", "threshold", 0.9, 32, 4, "processed"),
+    "diffucoder": ("d2f", "naive", "threshold", 0.9, 32, 4, "processed"),
+    "llada": ("d2f", "naive", "threshold", 0.9, 32, 4, "processed"),
+    "dream_reasoner": ("multi_bd", "naive", "dynamic", 0.9, 32, 1, "processed"),
+    "stable_diffcoder": ("multi_bd", "naive", "static", 0.95, 4, 1, "raw"),
+    "sdar": ("multi_bd", "naive", "dynamic", 0.95, 32, 1, "processed"),
+    "sdar_moe": ("multi_bd", "naive", "dynamic", 0.95, 32, 1, "processed"),
+    "llada2": ("multi_bd", "naive", "dynamic", 0.95, 32, 1, "processed"),
+    "llada2_moe": ("multi_bd", "naive", "dynamic", 0.95, 32, 1, "processed"),
+    "llada2_mini": ("multi_bd", "naive", "dynamic", 0.95, 32, 1, "processed"),
+    "llada2dot1_mini": ("multi_bd", "edit", "threshold", 0.7, 32, 1, "raw"),
+    "llada2_mini_dmax": ("dmax", "edit", "leftmost_prefix", 0.5, 32, 1, "raw"),
+    "fast_dllm_v2": ("fast_dllm_v2", "naive", "threshold", 0.9, 8, 4, "tempered"),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_defaults(name: str) -> None:
+    config = resolve(name)
+    decoding, sampler = config.decoding, config.sampler
+    assert (
+        decoding.decoding_strategy,
+        decoding.sampling_mode,
+        sampler.acceptance_rule,
+        decoding.accept_threshold,
+        decoding.block_size,
+        decoding.buffer_size,
+        sampler.confidence_space,
+    ) == FAMILY_DEFAULTS[name]
+    assert sampler.temperature == 0.0
+    assert config.model.model_name == name
+
+
+def test_further_family_values() -> None:
+    assert resolve("dream").decoding.semi_complete_threshold == 0.95
+    assert resolve("llada2dot1_mini").decoding.edit_threshold == 0.5
+    assert resolve("dream_reasoner").sampler.force_accept_last_step
+    assert resolve("fast_dllm_v2").sampler.top_p == 0.95
+    assert resolve("sdar").sampler.top_p is None
+    multi_bd = resolve("fast_dllm_v2", decoding_strategy="multi_bd")
+    assert (multi_bd.decoding.block_size, multi_bd.sampler.acceptance_rule) == (32, "threshold")
+
+
+def test_stable_diffcoder_takes_a_threshold_when_one_is_given() -> None:
+    assert resolve("stable_diffcoder").sampler.acceptance_rule == "static"
+    given = resolve("stable_diffcoder", accept_threshold=0.9)
+    assert given.sampler.acceptance_rule == "threshold_non_strict"
+    chosen = resolve("stable_diffcoder", accept_threshold=0.9, acceptance_rule="static")
+    assert chosen.sampler.acceptance_rule == "static"
+    from_files = facts("stable_diffcoder", {"accept_threshold": 0.8})
+    assert resolve("", given=from_files).sampler.acceptance_rule == "threshold_non_strict"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("strategy", ["multi_bd", "d2f", "dmax", "fast_dllm_v2"])
+@pytest.mark.parametrize("mode", ["naive", "edit"])
+def test_combinations(name: str, strategy: str, mode: str) -> None:
+    is_llada2 = name in LLADA2_NAMES
+    expected = {
+        ("multi_bd", "naive"): name != "llada2dot1_mini",
+        ("multi_bd", "edit"): is_llada2,
+        ("dmax", "edit"): is_llada2,
+        ("d2f", "naive"): name != "llada2dot1_mini",
+        ("fast_dllm_v2", "naive"): name == "fast_dllm_v2",
+    }.get((strategy, mode), False)
+    # Anything but multi_bd becomes fast_dllm_v2 for its own checkpoints.
+    if name == "fast_dllm_v2" and mode == "naive":
+        expected = True
+    if expected:
+        config = resolve(name, decoding_strategy=strategy, sampling_mode=mode)
+        if name != "fast_dllm_v2":
+            assert config.decoding.decoding_strategy == strategy
+        assert config.decoding.sampling_mode == mode
+        return
+    with pytest.raises(ConfigError, match=r"(model_name|sampling_mode): .*, got"):
+        resolve(name, decoding_strategy=strategy, sampling_mode=mode)
+
+
+def test_refusals_name_model_strategy_and_mode() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"model_name: expected llada2, .*strategy multi_bd .*mode edit, got 'sdar'",
+    ):
+        resolve("sdar", sampling_mode="edit")
+    with pytest.raises(ConfigError, match=r"expected fast_dllm_v2 for .*, got 'sdar'"):
+        resolve("sdar", decoding_strategy="fast_dllm_v2")
+    with pytest.raises(ConfigError, match=r"expected diffusion_gemma for .*, got .*'sdar'"):
+        resolve("sdar", decoding_strategy="diffusion_gemma")
+    with pytest.raises(
+        ConfigError, match=r"sampling_mode: expected edit under .* dmax, got 'naive'"
+    ):
+        resolve("llada2", decoding_strategy="dmax", sampling_mode="naive")
+    with pytest.raises(ConfigError, match=r"expected edit for llada2dot1_mini, got 'naive'"):
+        resolve("llada2dot1_mini", sampling_mode="naive")
+    with pytest.raises(ConfigError, match=r"sampling_mode: expected naive under .* d2f"):
+        resolve("llada2", decoding_strategy="d2f", sampling_mode="edit")
+
+
+def test_dmax_takes_its_mode_when_none_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "diffulex"):
+        config = resolve("llada2", decoding_strategy="dmax")
+    assert config.decoding.sampling_mode == "edit"
+    assert config.decoding.accept_threshold == 0.5
+    assert "sampling_mode: changed from 'naive' to 'edit': the mode of dmax" in caplog.text
+
+
+def test_d2f_forces_its_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "diffulex"):
+        config = resolve("sdar", decoding_strategy="d2f", enable_prefix_caching=True)
+    assert config.decoding.multi_block_prefix_full is True
+    assert config.cache.enable_prefix_caching is False
+    assert "enable_prefix_caching: changed from True to False: d2f" in caplog.text
+    with pytest.raises(ConfigError, match=r"enable_chunked_prefill: expected False under .* d2f"):
+        resolve("sdar", decoding_strategy="d2f", enable_chunked_prefill=True)
+    assert resolve("sdar").decoding.multi_block_prefix_full is False
+
+
+def test_soft_storing_turns_the_prefix_cache_off() -> None:
+    assert resolve("llada2_mini_dmax").cache.enable_prefix_caching
+    soft = resolve("llada2_mini_dmax", dmax_store_soft_embeddings=True)
+    assert not soft.cache.enable_prefix_caching
+
+
+def test_fast_dllm_v2_shapes(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"buffer_size: expected >= 2 .* got 1"):
+        resolve("fast_dllm_v2", buffer_size=1)
+    with caplog.at_level(logging.INFO, "diffulex"):
+        config = resolve("fast_dllm_v2", decoding_strategy="dmax")
+        assert config.decoding.decoding_strategy == "fast_dllm_v2"
+        assert "'dmax' to 'fast_dllm_v2'" in caplog.text
+        resolve("fast_dllm_v2", block_size=8, buffer_size=3)
+    assert "block_size * buffer_size is 24, the checkpoint was trained with blocks of 32" in (
+        caplog.text
+    )
+    config = resolve("fast_dllm_v2", max_model_len=1000, page_size=8)
+    assert config.max_context_len == 1024
+    assert config.pages_per_request == 128
+    assert config.att_block_size == 32
+    # A whole prompt of 1000, rounded up to 32, plus a block of 32.
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: expected >= 1056"):
+        resolve("fast_dllm_v2", max_model_len=1000, max_num_batched_tokens=1055)
+
+
+GEMMA_FILE = {
+    "max_denoising_steps": 32,
+    "t_min": 0.3,
+    "t_max": 0.9,
+    "stability_threshold": 2,
+    "confidence_threshold": 0.01,
+    "sampler_config": {"entropy_bound": 0.2},
+}
+
+
+def test_diffusion_gemma_is_forced(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "diffulex"):
+        config = resolve(
+            "diffusion_gemma",
+            given=facts("diffusion_gemma", block_size=64, mask_token_id=None),
+            decoding_strategy="multi_bd",
+            block_size=32,
+            buffer_size=4,
+        )
+    decoding = config.decoding
+    assert decoding.decoding_strategy == "diffusion_gemma"
+    assert (decoding.block_size, decoding.buffer_size) == (64, 1)
+    for text in ("decoding_strategy: changed", "block_size: changed", "buffer_size: changed"):
+        assert text in caplog.text
+    assert config.model.mask_token_id not in config.model.eos
+    resolve("diffusion_gemma", page_size=256)
+    with pytest.raises(ConfigError, match=r"page_size: expected one of 4, 8, 16, 32 .*got 256"):
+        resolve("sdar", page_size=256)
+
+
+def test_diffusion_gemma_levels() -> None:
+    def values(config: Config) -> tuple[Any, ...]:
+        decoding = config.decoding
+        return (
+            decoding.diffusion_gemma_max_denoising_steps,
+            decoding.diffusion_gemma_t_min,
+            decoding.diffusion_gemma_t_max,
+            decoding.diffusion_gemma_stability_threshold,
+            decoding.diffusion_gemma_confidence_threshold,
+            decoding.diffusion_gemma_entropy_bound,
+        )
+
+    assert values(resolve("diffusion_gemma")) == (48, 0.4, 0.8, 1, 0.005, 0.1)
+    published = facts("diffusion_gemma", generation_config=GEMMA_FILE)
+    assert values(resolve("", given=published)) == (32, 0.3, 0.9, 2, 0.01, 0.2)
+    # An explicit value that equals the default beats the file.
+    explicit = resolve("", given=published, diffusion_gemma_max_denoising_steps=48)
+    assert explicit.decoding.diffusion_gemma_max_denoising_steps == 48
+    # The engine's own object in the file beats the published keys.
+    own = facts("diffusion_gemma", {"diffusion_gemma_t_min": 0.1}, generation_config=GEMMA_FILE)
+    assert resolve("", given=own).decoding.diffusion_gemma_t_min == 0.1
+    bad = facts("diffusion_gemma", generation_config={"t_min": -1.0})
+    with pytest.raises(ConfigError, match=r"generation_config.json: diffusion_gemma_t_min: .*-1"):
+        resolve("", given=bad)
+    with pytest.raises(ConfigError, match=r"t_max: expected a temperature above .*0.5, got 0.5"):
+        resolve("diffusion_gemma", diffusion_gemma_t_min=0.5, diffusion_gemma_t_max=0.5)
+
+
+def test_checkpoint_chooses_strategy_and_the_user_goes_before_it() -> None:
+    own = facts("llada2", {"decoding_strategy": "dmax", "sampling_mode": "edit"})
+    assert resolve("", given=own).decoding.decoding_strategy == "dmax"
+    user = resolve("", given=own, decoding_strategy="multi_bd", sampling_mode="naive")
+    assert user.decoding.decoding_strategy == "multi_bd"
+    assert user.sampler.acceptance_rule == "dynamic"
+    named = facts("llada2", {"model_name": "llada2dot1_mini"})
+    assert resolve("", given=named).decoding.sampling_mode == "edit"
+    wrong = facts("llada2", {"model_name": "sdar"})
+    with pytest.raises(ConfigError, match=r"generation_config.json: model_name: .*got 'sdar'"):
+        resolve("", given=wrong)
+
+
+def test_names_of_one_family() -> None:
+    config = resolve("", given=facts("llada2"), model_name="llada2_mini_dmax")
+    assert config.model.model_name == "llada2_mini_dmax"
+    assert config.decoding.decoding_strategy == "dmax"
+    assert resolve("", given=facts("dream"), model_name="diffucoder").model.model_name == (
+        "diffucoder"
+    )
+
+
+UNREAD = [
+    ("llada2dot1_mini", {"acceptance_rule": "static"}),
+    ("llada2dot1_mini", {"denoising_steps": 4}),
+    ("llada2_mini_dmax", {"confidence_type": "neg_entropy"}),
+    ("llada2_mini_dmax", {"penalty_lambda": 1.0}),
+    ("diffusion_gemma", {"forced_gate": "always"}),
+    ("diffusion_gemma", {"demote_token_ids": [3]}),
+]
+
+
+@pytest.mark.parametrize(("name", "flat"), UNREAD)
+def test_keys_a_sampler_does_not_read_are_refused(name: str, flat: dict[str, Any]) -> None:
+    key = next(iter(flat))
+    with pytest.raises(ConfigError, match=f"{key}: expected it unset under .*does not read it"):
+        resolve(name, **flat)
+
+
+def test_keys_of_other_strategies_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "diffulex"):
+        resolve("dream", fdv2_use_block_cache=False)
+        resolve("diffusion_gemma", temperature=0.5)
+    assert "fdv2_use_block_cache: without effect under decoding_strategy d2f" in caplog.text
+    assert "temperature: without effect under decoding_strategy diffusion_gemma" in caplog.text
+
+
+def test_mask_suppression_off_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"mask_suppression: expected one of exclude, renorm"):
+        resolve("sdar", mask_suppression="off")
+
+
+def test_a_registered_sampler_replaces_a_built_in_one() -> None:
+    class Mine:
+        family_defaults: ClassVar[dict[str, Any]] = {"accept_threshold": 0.25}
+
+    before = AutoSampler.get("llada2")
+    AutoSampler.register("llada2", Mine, exist_ok=True)
+    try:
+        assert select_sampler("llada2", "multi_bd", "naive") is Mine
+        assert resolve("llada2").decoding.accept_threshold == 0.25
+        assert select_sampler("llada2", "multi_bd", "edit") is not Mine
+    finally:
+        AutoSampler.register("llada2", before, exist_ok=True)
+    assert select_sampler("llada2", "multi_bd", "naive") is before
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "diffusion_gemma"])
+def test_every_family_default_is_legal_in_the_core(name: str) -> None:
+    config = resolve(name, num_pages=64)
+    options = config.to_core()
+    assert options.strategy == config.decoding.decoding_strategy
+    assert options.is_editing == (config.decoding.sampling_mode == "edit")
+    # The page tables of both sides have the same width.
+    plan = _core.StepPlan(options)
+    assert plan.max_pages_per_req == config.pages_per_request
+    assert plan.att_block_size == config.att_block_size
+
+
+def test_strategy_fields_of_the_core() -> None:
+    merged = resolve("llada2_mini_dmax", num_pages=9, token_merge_top_k=4).to_core()
+    assert (merged.token_merge_top_k, merged.dmax_store_soft_embeddings) == (4, False)
+    unmerged = resolve("llada2_mini_dmax", num_pages=9, token_merge_weight=0).to_core()
+    assert unmerged.token_merge_top_k == 0
+    dual = resolve("fast_dllm_v2", num_pages=9, fdv2_use_block_cache=False).to_core()
+    assert (dual.fdv2_use_block_cache, dual.group_decode_by_rows) == (False, False)
+    shifted = resolve("", given=facts("dream", shift=True), num_pages=9).to_core()
+    assert shifted.logits_shift
+    local = resolve("", given=facts("fast_dllm_v2", shift=True), num_pages=9).to_core()
+    assert not local.logits_shift
+    canvas = resolve(
+        "diffusion_gemma",
+        num_pages=9,
+        diffusion_gemma_max_denoising_steps=7,
+        diffusion_gemma_stability_threshold=3,
+        diffusion_gemma_t_min=0.25,
+        diffusion_gemma_t_max=0.5,
+    ).to_core()
+    assert (canvas.max_denoising_steps, canvas.stability_threshold) == (7, 3)
+    assert (canvas.t_min, canvas.t_max) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    ("name", "flat"), [("sdar", {}), ("fast_dllm_v2", {}), ("diffusion_gemma", {"block_size": 256})]
+)
+def test_least_row_budget_is_that_of_the_core(
+    name: str, flat: dict[str, Any], chunked: bool
+) -> None:
+    common = {**flat, "max_model_len": 500, "num_pages": 64, "enable_chunked_prefill": chunked}
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: expected >= (\d+)") as refused:
+        resolve(name, **common, max_num_batched_tokens=1)
+    least = int(str(refused.value).split(">= ")[1].split()[0])
+    resolve(name, **common, max_num_batched_tokens=least).to_core()
