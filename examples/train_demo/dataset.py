@@ -168,6 +168,7 @@ class SequenceSpec:
     tokenizer_json: str
     excluded: frozenset[str]
     difficulty: word_problems.Difficulty = word_problems.DEFAULT_DIFFICULTY
+    level_weights: tuple[float, ...] = word_problems.TRAINING_LEVEL_WEIGHTS
 
 
 def encode_problem(
@@ -190,7 +191,7 @@ def draw_chunk(spec: SequenceSpec, chunk_id: int) -> Sequences:
     end_of_text = token_id(tokenizer, END_OF_TEXT)
     problems = list(
         word_problems.training_problems(
-            spec.seed, chunk_id, CHUNK_SIZE, spec.excluded, difficulty=spec.difficulty
+            spec.seed, chunk_id, CHUNK_SIZE, spec.excluded, spec.level_weights, spec.difficulty
         )
     )
     tokens = np.full((len(problems), spec.length), end_of_text, dtype=np.int16)

@@ -68,6 +68,15 @@ def evaluate(
         model, prompts, config, device=device, num_candidates=tokenizer.get_vocab_size()
     )
     seconds = time.perf_counter() - started
+    return {**asdict(setting), **score(tokenizer, problems, completions), "seconds": seconds}
+
+
+def score(
+    tokenizer: Tokenizer,
+    problems: list[word_problems.Problem],
+    completions: list[Completion],
+) -> dict[str, Any]:
+    """Accuracy (total and by level), TPF, NFE and the wrong answers."""
     total, correct = Counter[int](), Counter[int]()
     wrong = []
     for problem, completion in zip(problems, completions, strict=True):
@@ -80,26 +89,32 @@ def evaluate(
     num_tokens = sum(len(completion.token_ids) for completion in completions)
     num_forwards = sum(completion.nfe for completion in completions)
     return {
-        **asdict(setting),
         "count": len(problems),
         "accuracy": sum(correct.values()) / len(problems),
         "accuracy_by_level": {level: correct[level] / total[level] for level in sorted(total)},
         "tpf": num_tokens / num_forwards,
         "mean_nfe": num_forwards / len(problems),
         "mean_tokens": num_tokens / len(problems),
-        "seconds": seconds,
         "wrong": wrong,
     }
 
 
 def format_row(report: dict[str, Any]) -> str:
     """One line of the printed table."""
+    name = (
+        f"N={report['buffer_size']} accept={report['accept_threshold']:.2f} "
+        f"add={report['add_block_threshold']:.2f}"
+    )
+    return format_scores(name, report)
+
+
+def format_scores(name: str, report: dict[str, Any]) -> str:
+    """The results of one setting in one line."""
     by_level = " ".join(
         f"L{level} {100 * share:5.1f}" for level, share in report["accuracy_by_level"].items()
     )
     return (
-        f"N={report['buffer_size']} accept={report['accept_threshold']:.2f} "
-        f"add={report['add_block_threshold']:.2f}: exact {100 * report['accuracy']:5.1f} %  "
+        f"{name}: exact {100 * report['accuracy']:5.1f} %  "
         f"TPF {report['tpf']:.2f}  NFE {report['mean_nfe']:.1f}  "
         f"tokens {report['mean_tokens']:.1f}  [{by_level}]  {report['seconds']:.1f} s"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -79,26 +79,61 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split rotary embedding of ``x`` [batch, heads, rows, head_dim], computed in fp32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    """Half-split rotary embedding of ``x`` [batch, heads, rows, head_dim], computed in fp32.
+
+    The tables have half as many columns as dimensions are rotated; later dimensions stay.
+    """
+    half = cos.shape[-1]
+    rotated = x[..., : 2 * half].float()
+    first, second = rotated[..., :half], rotated[..., half:]
+    parts = [first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :].float()]
+    return torch.cat(parts, dim=-1).to(x.dtype)
+
+
+def rotary_tables(positions: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [batch, 1, rows, rotary_dim / 2] of ``positions`` [batch, rows]."""
+    half = rotary_dim // 2
+    exponent = torch.arange(half, device=positions.device, dtype=torch.float32) / half
+    angles = positions[:, None, :, None].float() * theta**-exponent
+    return angles.cos(), angles.sin()
+
+
+class AttentionShape(Protocol):
+    """What ``Attention`` and ``DecoderLayer`` read from a configuration."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with per-head RMSNorm of queries and keys before rotary."""
+    """Grouped-query attention; per-head RMSNorm of queries and keys before rotary when ``qk_norm``."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, config: AttentionShape, *, qkv_bias: bool = False, qk_norm: bool = True
+    ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         hidden, query_size = config.hidden_size, self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden, query_size, bias=False)
-        self.k_proj = nn.Linear(hidden, kv_size, bias=False)
-        self.v_proj = nn.Linear(hidden, kv_size, bias=False)
+        self.q_proj = nn.Linear(hidden, query_size, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden, kv_size, bias=qkv_bias)
+        self.v_proj = nn.Linear(hidden, kv_size, bias=qkv_bias)
         self.o_proj = nn.Linear(query_size, hidden, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
+            for _ in range(2)
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         batch, rows, _ = x.shape
@@ -121,9 +156,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SiLU-gated feed-forward layer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
-        hidden, width = config.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(hidden, width, bias=False)
         self.up_proj = nn.Linear(hidden, width, bias=False)
         self.down_proj = nn.Linear(width, hidden, bias=False)
@@ -136,10 +170,15 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward with residual connections."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        config: AttentionShape,
+        self_attn: Attention | None = None,
+        mlp: nn.Module | None = None,
+    ) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.self_attn = Attention(config) if self_attn is None else self_attn
+        self.mlp = MLP(config.hidden_size, config.intermediate_size) if mlp is None else mlp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -172,14 +211,7 @@ class SDARForCausalLM(nn.Module):
 
     def initialise(self, seed: int) -> None:
         """Normal weights; output projections are scaled down with depth."""
-        generator = torch.Generator().manual_seed(seed)
-        residual_std = 0.02 / (2 * self.config.num_hidden_layers) ** 0.5
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.dim() < 2:
-                    continue
-                is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
-                parameter.normal_(0.0, residual_std if is_output else 0.02, generator=generator)
+        initialise(self, seed, self.config.num_hidden_layers)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, num_logit_rows: int | None = None
@@ -189,10 +221,7 @@ class SDARForCausalLM(nn.Module):
         tokens, positions: [batch, rows] int64. mask: additive, [batch or 1, 1, rows, rows], 0 where
         the row may see the column and -inf elsewhere.
         """
-        half = self.config.head_dim // 2
-        exponent = torch.arange(half, device=tokens.device, dtype=torch.float32) / half
-        angles = positions[:, None, :, None].float() * self.config.rope_theta**-exponent
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x, cos, sin, mask)
@@ -220,6 +249,18 @@ class SDARForCausalLM(nn.Module):
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
         return model
+
+
+def initialise(model: nn.Module, seed: int, num_layers: int) -> None:
+    """Normal matrices, output projections scaled down with depth; vectors stay as constructed."""
+    generator = torch.Generator().manual_seed(seed)
+    residual_std = 0.02 / (2 * num_layers) ** 0.5
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            is_output = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
+            parameter.normal_(0.0, residual_std if is_output else 0.02, generator=generator)
 
 
 def additive_mask(visible: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -125,6 +125,10 @@ class Request:
 
     # -- one step ----------------------------------------------------------------------------------
 
+    def may_open_next(self, block: int) -> bool:
+        """Whether the last block in flight is filled enough for another one."""
+        return self.progress(block) >= self.config.add_block_threshold
+
     def begin_step(self) -> None:
         """Activate at most one block, if the last one in flight is filled enough."""
         is_prefill = self.nfe == 0
@@ -140,7 +144,7 @@ class Request:
         if BlockStatus.DUMMY not in self.statuses:
             return
         block = self.statuses.index(BlockStatus.DUMMY)
-        if in_flight and self.progress(in_flight[-1]) < self.config.add_block_threshold:
+        if in_flight and not self.may_open_next(in_flight[-1]):
             return
         self.statuses[block] = BlockStatus.ACTIVE
 
@@ -168,12 +172,15 @@ class Request:
                 if before in (BlockStatus.TO_CACHE, BlockStatus.IN_CACHE):
                     self.statuses[block] = BlockStatus.TO_CACHE
 
+    def settled_end(self) -> int:
+        """First generated position whose token may still change."""
+        mask = self.config.mask_token_id
+        open_positions = (i for i in range(len(self.prompt), self.limit) if self.tokens[i] == mask)
+        return next(open_positions, self.limit)
+
     def completion(self) -> Completion | None:
         """The result if the request has ended, else None."""
-        length, mask = len(self.prompt), self.config.mask_token_id
-        settled_end = next(
-            (i for i in range(length, self.limit) if self.tokens[i] == mask), self.limit
-        )
+        length, settled_end = len(self.prompt), self.settled_end()
         stop = self.stop_position()
         if stop is not None and stop < settled_end:
             return Completion(self.tokens[length:stop], self.nfe, "eos_token_generated")
@@ -205,6 +212,60 @@ def propose(
     return ids, (best - normaliser).exp()
 
 
+def propose_block_causal(
+    model: SDARForCausalLM, requests: Sequence[Request], device: torch.device, num_candidates: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Proposals of one forward for every position of every request, under the block-causal mask."""
+    config = requests[0].config
+    # Shorter requests are filled with masks; no block of theirs can see the filling.
+    length = max(request.computed_length() for request in requests)
+    batch = torch.full((len(requests), length), config.mask_token_id, dtype=torch.int64)
+    for row, request in enumerate(requests):
+        known = request.tokens[:length]
+        batch[row, : len(known)] = torch.tensor(known)
+    ids, confidence = propose(model, batch.to(device), num_candidates)
+    return ids.tolist(), confidence.tolist()
+
+
+class Decodable(Protocol):
+    """One request of any strategy, as ``run_requests`` drives it."""
+
+    def begin_step(self) -> None: ...
+    def completion(self) -> Completion | None: ...
+
+
+R = TypeVar("R", bound=Decodable)
+
+
+def run_requests(
+    requests: Sequence[R],
+    step: Callable[[list[R]], None],
+    max_batch: int,
+    on_progress: Callable[[int], None] | None = None,
+) -> list[Completion]:
+    """Run all requests to their end, at most ``max_batch`` in one ``step`` (forward and writes)."""
+    waiting = list(enumerate(requests))[::-1]
+    running: list[tuple[int, R]] = []
+    results: dict[int, Completion] = {}
+    while waiting or running:
+        while waiting and len(running) < max_batch:
+            running.append(waiting.pop())
+        for _, request in running:
+            request.begin_step()
+        step([request for _, request in running])
+        still_running = []
+        for index, request in running:
+            completion = request.completion()
+            if completion is None:
+                still_running.append((index, request))
+            else:
+                results[index] = completion
+        running = still_running
+        if on_progress is not None:
+            on_progress(len(results))
+    return [results[index] for index in range(len(requests))]
+
+
 def decode(
     model: SDARForCausalLM,
     prompts: Sequence[list[int]],
@@ -216,32 +277,11 @@ def decode(
     on_progress: Callable[[int], None] | None = None,
 ) -> list[Completion]:
     """Decode all prompts; ``on_progress`` is told the number of finished requests."""
-    waiting = list(enumerate(prompts))[::-1]
-    running: list[tuple[int, Request]] = []
-    results: dict[int, Completion] = {}
-    while waiting or running:
-        while waiting and len(running) < max_batch:
-            index, prompt = waiting.pop()
-            running.append((index, Request(config, list(prompt))))
-        for _, request in running:
-            request.begin_step()
-        # Shorter requests are filled with masks; no block of theirs can see the filling.
-        length = max(request.computed_length() for _, request in running)
-        batch = torch.full((len(running), length), config.mask_token_id, dtype=torch.int64)
-        for row, (_, request) in enumerate(running):
-            known = request.tokens[:length]
-            batch[row, : len(known)] = torch.tensor(known)
-        ids, confidence = propose(model, batch.to(device), num_candidates)
-        id_rows, confidence_rows = ids.tolist(), confidence.tolist()
-        still_running = []
-        for row, (index, request) in enumerate(running):
-            request.finish_step(id_rows[row], confidence_rows[row])
-            completion = request.completion()
-            if completion is None:
-                still_running.append((index, request))
-            else:
-                results[index] = completion
-        running = still_running
-        if on_progress is not None:
-            on_progress(len(results))
-    return [results[index] for index in range(len(prompts))]
+
+    def step(running: list[Request]) -> None:
+        ids, confidence = propose_block_causal(model, running, device, num_candidates)
+        for request, id_row, confidence_row in zip(running, ids, confidence, strict=True):
+            request.finish_step(id_row, confidence_row)
+
+    requests = [Request(config, list(prompt)) for prompt in prompts]
+    return run_requests(requests, step, max_batch, on_progress)

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import dataset
@@ -27,6 +25,7 @@ from diffulex.bench import word_problems
 from evaluate import REQUIRED, SWEEP, evaluate_directory
 from model import ModelConfig, SDARForCausalLM
 from multitf import MultiTFSpec, make_batch
+from training_loop import LoopOptions, run_steps, weighted_cross_entropy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 #: Rows of the clean copy and of the noisy copy; multiples of the block size.
 CLEAN_LEN = 168
 NOISY_LEN = 88
-WEIGHT_DECAY = 0.05
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -67,24 +65,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def learning_rate(step: int, peak: float, warmup: int, steps: int) -> float:
-    """Linear warm-up, then cosine to zero."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def make_optimizer(model: SDARForCausalLM, lr: float) -> torch.optim.AdamW:
-    """AdamW; norms are not decayed."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    is_cuda = parameters[0].is_cuda
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=is_cuda)
-
-
 class TrainingLoss(torch.nn.Module):
     """Cross entropy on the masked response positions of the noisy copy, averaged over them."""
 
@@ -97,9 +77,7 @@ class TrainingLoss(torch.nn.Module):
         self, tokens: Tensor, positions: Tensor, mask: Tensor, targets: Tensor, is_target: Tensor
     ) -> Tensor:
         logits = self.model(tokens, positions, mask, num_logit_rows=self.noisy_len)
-        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-        weights = is_target.flatten().float()
-        return (losses * weights).sum() / weights.sum().clamp(min=1.0)
+        return weighted_cross_entropy(logits, targets, is_target)
 
 
 def train(
@@ -114,42 +92,22 @@ def train(
     loss_module: torch.nn.Module = TrainingLoss(model, spec.noisy_len)
     if arguments.compile:
         loss_module = torch.compile(loss_module)  # type: ignore[assignment]
-    optimizer = make_optimizer(model, arguments.lr)
     torch.manual_seed(arguments.seed)
-    losses: list[Tensor] = []
-    started = time.perf_counter()
-    for step, sequences in enumerate(batches):
-        batch = make_batch(
-            torch.from_numpy(sequences.tokens).to(device).long(),
-            torch.from_numpy(sequences.prompt_len).to(device).long(),
-            torch.from_numpy(sequences.used_len).to(device).long(),
-            spec,
+
+    def compute_loss(tokens: Tensor, prompt_len: Tensor, used_len: Tensor) -> Tensor:
+        batch = make_batch(tokens, prompt_len, used_len, spec)
+        loss: Tensor = loss_module(
+            batch.tokens, batch.positions, batch.mask, batch.targets, batch.is_target
         )
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, arguments.lr, arguments.warmup, arguments.steps)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-            loss = loss_module(
-                batch.tokens, batch.positions, batch.mask, batch.targets, batch.is_target
-            )
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.detach())
-        if (step + 1) % arguments.log_every == 0 or step in (0, 9):
-            recent = torch.stack(losses[-arguments.log_every :]).mean().item()
-            elapsed = time.perf_counter() - started
-            remaining = elapsed / (step + 1) * (arguments.steps - step - 1)
-            print(
-                f"step {step + 1}/{arguments.steps}  loss {recent:.4f}  "
-                f"{1e3 * elapsed / (step + 1):.1f} ms/step  elapsed {elapsed:.0f} s  "
-                f"remaining {remaining:.0f} s",
-                flush=True,
-            )
-    values = torch.stack(losses).tolist()
-    if not all(math.isfinite(value) for value in values):
-        raise RuntimeError("train: expected finite losses, got at least one NaN or infinity")
-    return values
+        return loss
+
+    options = LoopOptions(
+        steps=arguments.steps,
+        peak_lr=arguments.lr,
+        warmup=arguments.warmup,
+        log_every=arguments.log_every,
+    )
+    return run_steps(model, batches, compute_loss, options)
 
 
 def write_generation_config(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
