@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from random_engine import SHAPES, build_engine, build_model, random_prompts
+from published_shapes import SDAR_SHAPES, SHAPES
+from random_engine import build_engine, build_model, random_prompts
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from diffulex import Diffulex, SamplingParams
@@ -68,7 +69,7 @@ def reference_model(model: SdarForDiffusionLM) -> Qwen3ForCausalLM:
         rms_norm_eps=spec.rms_norm_eps,
         rope_theta=spec.rope_theta,
         max_position_embeddings=spec.max_positions,
-        attention_bias=spec.attention_bias,
+        attention_bias=spec.o_bias,
         tie_word_embeddings=False,
         attn_implementation="sdpa",
     )
@@ -289,6 +290,7 @@ def run_random(options: argparse.Namespace, shape: str, buffer_size: int) -> dic
     max_tokens = options.max_tokens or 32
     prompts = random_prompts(model.spec, options.random_prompts, options.prompt_len)
     with build_engine(
+        SHAPES[shape],
         model,
         "cpu",
         block_size=options.block_size,
@@ -307,7 +309,7 @@ def integers(text: str) -> list[int]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument(
-        "--model", action="append", choices=["demo", *sorted(SHAPES)], help="[demo, sdar-0.6b]"
+        "--model", action="append", choices=["demo", *SDAR_SHAPES], help="[demo, sdar-0.6b]"
     )
     parser.add_argument("--buffer-size", type=integers, default=[1, 4], help="blocks, 1,4")
     parser.add_argument("--threads", type=int, help="threads of both [torch's choice]")

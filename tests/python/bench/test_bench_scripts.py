@@ -4,21 +4,26 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPTS = Path(__file__).resolve().parents[3] / "benchmarks" / "python"
 
 
-def run(script: str, *arguments: object) -> str:
+def run(script: str, *arguments: object, status: int = 0) -> str:
     result = subprocess.run(
         [sys.executable, SCRIPTS / script, *map(str, arguments)],
         capture_output=True,
         timeout=240,
         check=False,
+        # Tiny products gain nothing from threads that wait for each other.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert result.returncode == 0, result.stderr.decode()
+    assert result.returncode == status, result.stderr.decode()
     return result.stdout.decode()
 
 
@@ -62,3 +67,109 @@ def test_cpu_decode(tmp_path):
         assert result["tokens"] == 3 * 11
         assert result["speedup"] > 0
     assert content["threads"] == 1
+
+
+#: Name of a shape -> strategy and number of parameters of the published model.
+PUBLISHED = {
+    "llada2-mini": ("multi_bd", 16_255_643_392),
+    "sdar-8b": ("multi_bd", 8_190_735_360),
+    "sdar-30b-a3b": ("multi_bd", 30_532_122_624),
+    "llada-8b": ("d2f", 8_015_581_184),
+    "dream-7b": ("d2f", 7_615_616_512),
+    "fast-dllm-v2-7b": ("fast_dllm_v2", 7_615_616_512),
+    # 25,250,986,782 and the encoder's scalar of each layer.
+    "diffusion-gemma-26b-a4b": ("diffusion_gemma", 25_250_986_812),
+    "llada2.1-mini": ("multi_bd", 16_255_643_392),
+    "dmax-mini": ("dmax", 16_255_643_392),
+    "diffucoder-7b": ("d2f", 7_615_616_512),
+    "dream-reasoner-8b": ("multi_bd", 8_190_735_360),
+    "stable-diffcoder-8b": ("multi_bd", 8_250_462_208),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from published_shapes import SHAPES
+    from random_engine import resolve_config
+
+    strategy, parameters = PUBLISHED[name]
+    shape = SHAPES[name]
+    assert shape.facts().spec.num_parameters == parameters
+    assert resolve_config(shape, device="cpu").decoding.decoding_strategy == strategy
+
+
+def test_families(tmp_path):
+    output = tmp_path / "families.json"
+    text = run(
+        "bench_families.py",
+        *("--tiny", "--families", ",".join(PUBLISHED), "--batch", "1,3"),
+        *("--warmup", 2, "--steps", 4, "--output", output),
+    )
+    content = json.loads(output.read_text())
+    assert content["errors"] == {}
+    assert content["is_tiny"]
+    assert {"command", "copy_gb_per_s", "date", "device", "torch"} <= content.keys()
+    lines = content["results"]
+    expected = [
+        (name, strategy, batch) for name, (strategy, _) in PUBLISHED.items() for batch in (1, 3)
+    ]
+    assert [(x["model"], x["strategy"], x["batch"]) for x in lines] == expected
+    assert text.count("\n|") == len(lines) + 2
+    for line in lines:
+        reads = line["read_bytes"]
+        assert line["steps"] == 4
+        assert 0 < line["p10_ms"] <= line["step_ms"] <= line["p90_ms"]
+        assert 0 < line["rows"] <= line["rows_run"]
+        assert all(reads[part] > 0 for part in ("dense", "head", "kv"))
+        assert line["read_gb"] == pytest.approx(sum(reads.values()) / 1e9, abs=1e-6)
+        seconds = sum(reads.values()) / (1e9 * content["copy_gb_per_s"])
+        assert line["fraction"] == pytest.approx(1e3 * seconds / line["step_ms"], rel=0.02)
+        assert line["floor_ms"] == pytest.approx(1e3 * seconds, rel=0.02, abs=1e-4)
+
+
+def test_families_bytes(tmp_path):
+    """Bytes against sums by hand: float32, prompt 64, first block still open."""
+    output = tmp_path / "families.json"
+    run(
+        "bench_families.py",
+        *("--tiny", "--families", "sdar-8b-b32,sdar-30b-a3b-b32,diffusion-gemma-26b-a4b"),
+        *("--batch", 2, "--warmup", 1, "--steps", 3, "--prompt-len", 64, "--output", output),
+    )
+    dense, routed, canvas = json.loads(output.read_text())["results"]
+    # Two requests, K and V, two layers, two heads of 32.
+    assert dense["context"] == routed["context"] == 64
+    assert dense["read_bytes"]["kv"] == routed["read_bytes"]["kv"] == 2 * 64 * 2 * 2 * 2 * 32 * 4
+    assert dense["rows"] == routed["rows"] == 64
+    # Attention, its head norms, layer norms, dense block; at the end one norm.
+    layer = 64 * 32 * (4 + 2 * 2 + 4) + 2 * 32 + 2 * 64 + 3 * 64 * 112
+    # Panels of the CPU may be padded.
+    assert 4 * (2 * layer + 64) <= dense["read_bytes"]["dense"] < 1.1 * 4 * (2 * layer + 64)
+    assert 4 * 300 * 64 <= dense["read_bytes"]["head"] < 1.1 * 4 * 300 * 64
+    assert "experts" not in dense
+    # Two layers of experts with three matrices 64 x 32.
+    assert 2 < routed["experts"] <= 8
+    one_expert = 2 * 3 * 64 * 32 * 4
+    assert routed["read_bytes"]["experts"] == pytest.approx(
+        routed["experts"] * one_expert, rel=0.01
+    )
+    assert routed["experts_if_uniform"] == pytest.approx(8 * (1 - 0.75**64), abs=0.01)
+    # Sliding layers see 23 of 64 positions; the full one has one head of 128.
+    elements = 2 * 23 * 2 * 64 * 2 + 64 * 2 * 128
+    assert canvas["read_bytes"]["kv"] == 2 * elements * 4
+    assert canvas["read_bytes"]["soft_embedding"] == 300 * 64 * 4
+
+
+def test_families_keep_going(tmp_path):
+    """A model that fails is reported, and the others are measured all the same."""
+    output = tmp_path / "families.json"
+    # More positions than the tiny canvas model has.
+    run(
+        "bench_families.py",
+        *("--tiny", "--families", "diffusion-gemma-26b-a4b,sdar-8b", "--batch", 1),
+        *("--warmup", 0, "--steps", 2, "--prompt-len", 600, "--output", output),
+        status=1,
+    )
+    content = json.loads(output.read_text())
+    assert list(content["errors"]) == ["diffusion-gemma-26b-a4b"]
+    assert [line["model"] for line in content["results"]] == ["sdar-8b"]
