@@ -45,6 +45,7 @@ ZOO_FILE = "zoo.json"
 #: Names of the report files, beside which nothing else is written.
 REPORT_STEM = "zoo_results"
 _CURVE_KEYS = {"name", "model", "engine", "sampling", "sweep"}
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:gray")
 _HEADER = [
     "curve", "strategy", "buffer", "setting", "accuracy", "95 %", "TPF", "NFE", "tokens/s",
     "decode tokens/s",
@@ -111,7 +112,7 @@ class ZooRow:
             "curve": self.curve,
             "strategy": self.strategy,
             "buffer_size": self.buffer_size,
-            "setting": self.setting,
+            "swept": self.setting,
             "nfe_per_problem": self.nfe,
             **self.run.as_dict(),
         }
@@ -152,16 +153,18 @@ class ZooReport:
 
         # Text stays text and ids do not change from run to run.
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "diffulex"}):
-            figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+            figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
+            # More curves than colours: the marker changes with every round of colours.
+            axes.set_prop_cycle(mpl.cycler(marker=["o", "s", "^"]) * mpl.cycler("color", _COLOURS))
             for name in dict.fromkeys(row.curve for row in self.rows):
                 totals = [row.run.total for row in self.rows if row.curve == name]
                 tpf = [total.tpf for total in totals]
                 accuracy = [100 * total.accuracy for total in totals]
-                axes.plot(tpf, accuracy, marker="o", markersize=4, label=name)
+                axes.plot(tpf, accuracy, markersize=5, label=name)
             axes.set_xlabel("tokens per forward (TPF)")
             axes.set_ylabel("exact answers, %")
             axes.grid(alpha=0.3)
-            axes.legend(fontsize="small")
+            figure.legend(fontsize="small", loc="outside right upper")
             figure.savefig(path, format="svg", metadata={"Date": None})
             plt.close(figure)
 

@@ -57,6 +57,7 @@ def test_one_command_writes_table_and_plot(zoo, tmp_path):
     for run in loaded["runs"]:
         assert run["nfe_per_problem"] == run["total"]["nfe"] / 6
         assert run["strategy"] == "multi_bd"
+        assert run["swept"] == f"accept_threshold {run['setting']['accept_threshold']}"
     table = (tmp_path / "zoo_results.md").read_text(encoding="utf-8")
     assert table.count("| blocks | multi_bd | 2 |") == 2
     plot = (tmp_path / "zoo_results.svg").read_text(encoding="utf-8")
