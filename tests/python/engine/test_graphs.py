@@ -138,11 +138,14 @@ def test_cuda_equals_cpu(tiny: TinyModel, tiny_cuda: TinyModel) -> None:
 
 @pytest.mark.cuda
 def test_page_pool_from_device_memory(tiny_cuda: TinyModel) -> None:
-    settings = {"num_pages": -1, "gpu_memory_utilization": 0.05, "enforce_eager": True}
+    # What other processes hold counts as used.
+    free, total = torch.cuda.mem_get_info()
+    share = min(1.0, 1.1 - free / total)
+    settings = {"num_pages": -1, "gpu_memory_utilization": share, "enforce_eager": True}
     with tiny_cuda.engine(**settings) as engine:
         total = torch.cuda.get_device_properties(0).total_memory
         assert engine.config.cache.num_pages >= engine.config.pages_per_request
-        assert engine._runner.kv_cache.nbytes <= 0.05 * total
+        assert engine._runner.kv_cache.nbytes <= share * total
     with pytest.raises(ValueError, match="num_pages: expected memory for at least"):
         tiny_cuda.engine(**{**settings, "gpu_memory_utilization": 1e-6})
 
