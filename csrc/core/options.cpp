@@ -206,7 +206,8 @@ template <typename T>
                                           options.dmax_store_soft_embeddings, options, {"dmax"}));
   if (options.token_merge_top_k < 0 || options.token_merge_top_k > kMaxMergeTopK) {
     return make_error(StatusCode::kInvalidArgument, "EngineOptions.token_merge_top_k: expected a ",
-                      "value in [0, ", kMaxMergeTopK, "], got ", options.token_merge_top_k);
+                      "value in [0, ", kMaxMergeTopK, "], the most that the kernels merge, got ",
+                      options.token_merge_top_k);
   }
   if (options.is_editing && options.logits_shift) {
     return make_error(StatusCode::kInvalidArgument, "EngineOptions.logits_shift: expected no ",

@@ -53,8 +53,9 @@ struct SamplingParams {
   [[nodiscard]] DIFFULEX_API Status validate() const;
 };
 
-/// Largest token_merge_top_k.
-inline constexpr int32_t kMaxMergeTopK = 64;
+/// Largest token_merge_top_k: what the kernels take, kMergeMaxTopK of kernels/token_merge.h. The
+/// core includes no kernel header, so the number stands here a second time.
+inline constexpr int32_t kMaxMergeTopK = 16;
 
 /// Configuration of the core. Immutable once a scheduler was built from it.
 struct EngineOptions {

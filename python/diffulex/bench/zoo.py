@@ -147,6 +147,7 @@ class ZooReport:
     def write_plot(self, path: Path) -> None:
         """Accuracy against TPF, one curve per name, as SVG."""
         import matplotlib as mpl  # noqa: PLC0415 (an optional dependency)
+        from cycler import cycler  # noqa: PLC0415 (comes with it)
 
         mpl.use("svg")
         import matplotlib.pyplot as plt  # noqa: PLC0415
@@ -155,7 +156,7 @@ class ZooReport:
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "diffulex"}):
             figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
             # More curves than colours: the marker changes with every round of colours.
-            axes.set_prop_cycle(mpl.cycler(marker=["o", "s", "^"]) * mpl.cycler("color", _COLOURS))
+            axes.set_prop_cycle(cycler(marker=["o", "s", "^"]) * cycler(color=_COLOURS))
             for name in dict.fromkeys(row.curve for row in self.rows):
                 totals = [row.run.total for row in self.rows if row.curve == name]
                 tpf = [total.tpf for total in totals]

@@ -10,49 +10,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import ConfigError
-from diffulex.logging import get_logger, warn_once
-from diffulex.strategy import multi_bd
-from diffulex.strategy.multi_bd import make_kv_cache_manager, make_scheduler
+from diffulex.strategy.multi_bd import make_kv_cache_manager, make_request, make_scheduler
 from diffulex.strategy.rules import StrategyRules
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from diffulex.config import Config
     from diffulex.config_draft import Draft
-    from diffulex.sampling_params import SamplingParams
-    from diffulex_ext import _core
 
 __all__ = ["RULES", "make_kv_cache_manager", "make_request", "make_scheduler"]
 
-logger = get_logger(__name__)
-
 _DEFAULT_CANVAS = 256
-_UNUSED_PARAMS = (
+# The schedule of the canvas decides.
+_UNREAD_PARAMS = (
     "temperature",
     "top_p",
     "top_k",
     "min_p",
     "accept_threshold",
-    "edit_threshold",
     "add_block_threshold",
     "semi_complete_threshold",
-    "token_stability_threshold",
 )
-
-
-def make_request(
-    token_ids: Sequence[int], sampling_params: SamplingParams, config: Config
-) -> _core.Request:
-    """A request of multi_bd; what the schedule of the canvas decides is noticed and not used."""
-    for name in _UNUSED_PARAMS:
-        value = getattr(sampling_params, name)
-        if value is not None:
-            text = (
-                "SamplingParams.%s: without effect under decoding_strategy diffusion_gemma, got %r"
-            )
-            warn_once(logger, f"canvas {name}", text, name, value)
-    return multi_bd.make_request(token_ids, sampling_params, config)
 
 
 def _resolve(draft: Draft) -> None:
@@ -78,4 +57,9 @@ def _core_fields(config: Config) -> Mapping[str, Any]:
     }
 
 
-RULES = StrategyRules(keys=("diffusion_gemma_",), resolve=_resolve, core_fields=_core_fields)
+RULES = StrategyRules(
+    keys=("diffusion_gemma_",),
+    unread_params=_UNREAD_PARAMS,
+    resolve=_resolve,
+    core_fields=_core_fields,
+)

@@ -41,6 +41,8 @@ def _core_fields(config: Config) -> Mapping[str, Any]:
 RULES = StrategyRules(
     sampling_modes=("edit",),
     keys=("dmax_", "token_merge_"),
+    # Every decided token is refreshed, whatever its confidence.
+    unread_params=("edit_threshold",),
     resolve=_resolve,
     core_fields=_core_fields,
 )

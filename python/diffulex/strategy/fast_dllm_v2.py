@@ -50,4 +50,10 @@ def _core_fields(config: Config) -> Mapping[str, Any]:
     }
 
 
-RULES = StrategyRules(keys=("fdv2_",), resolve=_resolve, core_fields=_core_fields)
+RULES = StrategyRules(
+    keys=("fdv2_",),
+    # Sub-blocks follow one another: none waits for the progress of the one before.
+    unread_params=("add_block_threshold", "semi_complete_threshold"),
+    resolve=_resolve,
+    core_fields=_core_fields,
+)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diffulex.registry import AutoKVCacheManager
-from diffulex.strategy.rules import StrategyRules
+from diffulex.strategy.rules import StrategyRules, notice_unread_params
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def make_request(
     token_ids: Sequence[int], sampling_params: SamplingParams, config: Config
 ) -> _core.Request:
     """A request for the scheduler of the same configuration."""
+    notice_unread_params(sampling_params, config)
     params = sampling_params.with_defaults(config.sampler).to_core()
     return _core.Request(token_ids, params, config.to_core())
 

@@ -12,11 +12,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from diffulex.logging import get_logger, warn_once
+
 if TYPE_CHECKING:
     from diffulex.config import Config
     from diffulex.config_draft import Draft
+    from diffulex.sampling_params import SamplingParams
 
-__all__ = ["STRATEGIES", "StrategyRules", "rules_of"]
+__all__ = ["STRATEGIES", "StrategyRules", "notice_unread_params", "rules_of"]
+
+logger = get_logger(__name__)
+
+# Nothing is overwritten, and no ratio of kept tokens falls below 1, while masks are filled only.
+_REWRITING_PARAMS = ("edit_threshold", "token_stability_threshold")
 
 
 def _nothing_to_resolve(draft: Draft) -> None:
@@ -35,6 +43,8 @@ class StrategyRules:
         sampling_modes: values of `sampling_mode` it has; the first is taken when none is given.
         has_prefix_full: prompts are bidirectional as a whole.
         keys: configuration keys, or beginnings of them, that this strategy alone reads.
+        unread_params: fields of `SamplingParams` it has no use for, beside those that only a
+            sampling mode that rewrites tokens reads.
         resolve: forces and checks keys.
         core_fields: fields of the core's options beyond the common ones.
     """
@@ -42,6 +52,7 @@ class StrategyRules:
     sampling_modes: tuple[str, ...] = ("naive",)
     has_prefix_full: bool = False
     keys: tuple[str, ...] = ()
+    unread_params: tuple[str, ...] = ()
     resolve: Callable[[Draft], None] = _nothing_to_resolve
     core_fields: Callable[[Config], Mapping[str, Any]] = _no_fields
 
@@ -54,3 +65,19 @@ def rules_of(strategy: str) -> StrategyRules:
     """Rules of a strategy name."""
     module = strategy if strategy in STRATEGIES else "multi_bd"
     return cast("StrategyRules", importlib.import_module(f"diffulex.strategy.{module}").RULES)
+
+
+def notice_unread_params(sampling_params: SamplingParams, config: Config) -> None:
+    """Warns, once each, of explicit fields that the strategy and the sampling mode do not read."""
+    strategy, mode = config.decoding.decoding_strategy, config.decoding.sampling_mode
+    unread = dict.fromkeys(rules_of(strategy).unread_params)
+    if mode != "edit":
+        unread.update(dict.fromkeys(_REWRITING_PARAMS))
+    for name in unread:
+        value = getattr(sampling_params, name)
+        if value is not None:
+            text = (
+                "SamplingParams.%s: without effect under decoding_strategy %s with sampling_mode"
+                " %s, got %r"
+            )
+            warn_once(logger, f"param {name} {strategy} {mode}", text, name, strategy, mode, value)

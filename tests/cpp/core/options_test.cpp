@@ -94,14 +94,14 @@ TEST(EngineOptions, EveryRuleNamesFieldAndValue) {
        "got multi_bd"},
       {[](auto& o) {
          o.strategy = "dmax";
-         o.token_merge_top_k = 65;
+         o.token_merge_top_k = 17;
        },
-       "token_merge_top_k: expected a value in [0, 64]", "got 65"},
+       "token_merge_top_k: expected a value in [0, 16], the most", "got 17"},
       {[](auto& o) {
          o.strategy = "dmax";
          o.token_merge_top_k = -1;
        },
-       "token_merge_top_k: expected a value in [0, 64]", "got -1"},
+       "token_merge_top_k: expected a value in [0, 16]", "got -1"},
       {[](auto& o) { o.dmax_store_soft_embeddings = true; },
        "dmax_store_soft_embeddings: expected strategy dmax", "got multi_bd"},
       {[](auto& o) {

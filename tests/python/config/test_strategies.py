@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from diffulex import SamplingParams
 from diffulex.config import Config, ModelFacts
 from diffulex.errors import ConfigError
 from diffulex.model.config import ModelSpec
-from diffulex.registry import AutoSampler
+from diffulex.registry import AutoReq, AutoSampler
 from diffulex.sampler.selection import LLADA2_NAMES, select_sampler
 from diffulex_ext import _core
 
@@ -314,6 +315,58 @@ def test_keys_of_other_strategies_are_noticed(caplog: pytest.LogCaptureFixture) 
         resolve("diffusion_gemma", temperature=0.5)
     assert "fdv2_use_block_cache: without effect under decoding_strategy d2f" in caplog.text
     assert "temperature: without effect under decoding_strategy diffusion_gemma" in caplog.text
+
+
+UNREAD_BY_FILLING = ("edit_threshold", "token_stability_threshold")
+UNREAD_PARAMS = [
+    ("sdar", {}, UNREAD_BY_FILLING),
+    ("dream", {}, UNREAD_BY_FILLING),
+    ("llada2dot1_mini", {}, ()),
+    ("llada2_mini_dmax", {}, ("edit_threshold",)),
+    (
+        "fast_dllm_v2",
+        {},
+        (
+            "add_block_threshold",
+            "edit_threshold",
+            "semi_complete_threshold",
+            "token_stability_threshold",
+        ),
+    ),
+    ("fast_dllm_v2", {"decoding_strategy": "multi_bd"}, UNREAD_BY_FILLING),
+]
+
+
+@pytest.mark.parametrize(("name", "flat", "unread"), UNREAD_PARAMS)
+def test_thresholds_of_a_request_that_nothing_reads_are_noticed_once(
+    name: str,
+    flat: dict[str, Any],
+    unread: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diffulex.logging._warned", set())
+    config = resolve(name, num_pages=64, **flat)
+    decoding = config.decoding
+    params = SamplingParams(
+        accept_threshold=0.5,
+        add_block_threshold=0.5,
+        edit_threshold=0.5,
+        semi_complete_threshold=0.5,
+        token_stability_threshold=0.5,
+    )
+    make_request = AutoReq.get(decoding.decoding_strategy)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "diffulex"):
+        make_request([1, 2, 3], SamplingParams(), config)
+        assert caplog.messages == []
+        for _ in range(2):
+            make_request([1, 2, 3], params, config)
+    assert sorted(caplog.messages) == [
+        f"SamplingParams.{key}: without effect under decoding_strategy"
+        f" {decoding.decoding_strategy} with sampling_mode {decoding.sampling_mode}, got 0.5"
+        for key in unread
+    ]
 
 
 def test_mask_suppression_off_is_refused() -> None:

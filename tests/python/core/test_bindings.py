@@ -68,6 +68,17 @@ def test_constructors_name_unknown_keywords(record: Any) -> None:
         record(3)
 
 
+@pytest.mark.parametrize(("top_k", "is_legal"), [(0, True), (16, True), (17, False), (64, False)])
+def test_merged_candidates_are_no_more_than_the_kernels_take(top_k: int, is_legal: bool) -> None:
+    options = make_options(strategy="dmax", token_merge_top_k=top_k)
+    if is_legal:
+        options.validate()
+        return
+    expected = r"token_merge_top_k: expected a value in \[0, 16\], the most that the kernels merge"
+    with pytest.raises(ValueError, match=f"{expected}, got {top_k}"):
+        options.validate()
+
+
 def test_constructors_take_fields_and_refuse_methods() -> None:
     thresholds = _core.Thresholds(accept=0.5, add_block=0.25)
     assert (thresholds.accept, thresholds.add_block, thresholds.semi_complete) == (

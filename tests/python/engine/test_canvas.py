@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,11 @@ import pytest
 from brute_force import Outcome, RequestSettings, Settings
 from brute_force.canvas import CanvasRun, CanvasSettings
 from diffulex import SamplingParams
+from diffulex.sampler.inputs import SamplerInputs
 from fixtures.gemma import CANVAS, VOCAB
 from tiny_gemma import MAX_MODEL_LEN, TinyGemma
+
+CONVERGED = 128
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +196,45 @@ def test_preempted_canvases_come_out_the_same(gemma: TinyGemma) -> None:
             check(case, [done[req_id] for req_id in ids])
             num_preemptions += engine.stats().num_preemptions
     assert num_preemptions > 0
+
+
+class PoisoningSampler:
+    """Checks the signals of each step, and replaces by NaN those of canvases that ended."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.num_converged = 0
+
+    def __call__(self, inputs: SamplerInputs) -> None:
+        self._sampler(inputs)
+        assert inputs.canvas is not None
+        slots = inputs.canvas.request_slots.tolist()
+        for slot, flags in zip(slots, inputs.flags.tolist(), strict=True):
+            signals = inputs.canvas.signals[slot * CANVAS : (slot + 1) * CANVAS]
+            assert signals.isfinite().all()
+            if flags & CONVERGED:
+                self.num_converged += 1
+                assert not signals.any()
+                signals.fill_(float("nan"))
+            else:
+                assert signals.any()
+
+    def evict(self, request_slots: Sequence[int]) -> None:
+        self._sampler.evict(request_slots)
+
+
+def test_new_canvases_read_no_signal(gemma: TinyGemma) -> None:
+    """Whatever lies in the buffer when a canvas begins, the first one of a slot included."""
+    num_converged = 0
+    for number in range(4):
+        case = random_case(gemma, random.Random(f"signals {number}"))
+        with gemma.engine(**case.settings) as engine:
+            engine._runner._call.signals.fill_(float("nan"))
+            sampler = PoisoningSampler(engine._runner.sampler)
+            engine._runner.sampler = sampler
+            check(case, engine.generate(case.prompts, case.params, summary=False))
+            num_converged += sampler.num_converged
+    assert num_converged > 8
 
 
 def test_nan_in_pages_that_were_never_written(gemma: TinyGemma) -> None:

@@ -44,8 +44,6 @@ class Variant:
     family: dict[str, Any]
     is_shifted: bool = False
     spec: dict[str, Any] = field(default_factory=dict)
-    #: Preempted requests decode to the same tokens.
-    is_exact_after_preemption: bool = True
 
 
 P_FIRST, K_FIRST = {"filter_order": "p_then_k"}, {"filter_order": "k_then_p"}
@@ -87,8 +85,6 @@ VARIANTS = {
         "fast_dllm_v2",
         {**P_FIRST, "confidence_space": "tempered"},
         spec={"shift": True},
-        # A preempted block is decoded on from a fresh block cache.
-        is_exact_after_preemption=False,
     ),
     "fast_dllm_v2_without_block_cache": Variant(
         "fast_dllm_v2",
@@ -204,8 +200,6 @@ def test_single_requests_step_by_step(tiny: TinyModel, network: Network, name: s
 
 @pytest.mark.parametrize("name", NAMES)
 def test_preemption_at_any_step(tiny: TinyModel, network: Network, name: str) -> None:
-    if not VARIANTS[name].is_exact_after_preemption:
-        pytest.skip("a preempted block starts from a fresh block cache")
     num_preemptions = 0
     for number in range(CASES_PER_TEST):
         rng = random.Random(f"preempt {name} {number}")
@@ -217,8 +211,6 @@ def test_preemption_at_any_step(tiny: TinyModel, network: Network, name: str) ->
 @pytest.mark.parametrize("name", NAMES)
 def test_tight_page_pools(tiny: TinyModel, network: Network, name: str) -> None:
     variant = VARIANTS[name]
-    if not variant.is_exact_after_preemption:
-        pytest.skip("a preempted block starts from a fresh block cache")
     num_preemptions = 0
     for number in range(CASES_PER_TEST // 2):
         rng = random.Random(f"tight {name} {number}")

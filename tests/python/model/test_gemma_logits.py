@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from diffulex import ops
 from diffulex.model.auto_model import detect, load_model
+from diffulex.model.diffusion_gemma import GemmaSelfConditioning
 from fixtures.gemma import (
     CANVAS,
     FULL_ATTENTION,
@@ -337,6 +339,19 @@ def test_zero_signal_is_not_no_signal(tmp_path: Path) -> None:
     as_decoder = torch.ones(CANVAS, dtype=torch.uint8)
     assert torch.equal(engine.runner.forward([rows], row_pass_kind=as_decoder)[0], plain)
     assert not torch.allclose(engine.batch([(rows, ENCODER, None)])[0], plain)
+
+
+def test_first_step_starts_from_the_unit_norm() -> None:
+    """By hand: (3, 4) over the root of its mean square, (3, 4) / sqrt(12.5)."""
+    spec = SimpleNamespace(hidden_size=2, intermediate_size=4, rms_norm_eps=1e-6)
+    module = GemmaSelfConditioning(spec, torch.float32, "cpu")  # type: ignore[arg-type]
+    for weight in module.weight_table("").values():
+        torch.nn.init.normal_(weight)
+    started = module(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2))
+    assert started[0].tolist() == pytest.approx([0.848528, 1.131371], abs=1e-6)
+    # The weights matter as soon as there is a signal.
+    signalled = module(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, -2.0]]))
+    assert not torch.allclose(signalled, started, atol=1e-3)
 
 
 def test_embeddings_in_place_of_ids(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from diffulex.sampler.inputs import EditArrays, MergeArrays
+from diffulex.sampler.inputs import EditArrays, MergeArrays, RowFilters
 from vectors import (
     BLOCK,
     COMMITTABLE,
@@ -92,6 +92,72 @@ def test_repetition_penalty(device: str) -> None:
     free = edit_step(sampler, [MASK, MASK, 3, 4], device, editable_start=0)
     assert free.writes[0] == 1
     assert float(free.inputs.confidence[0, 0]) == pytest.approx(0.92, abs=1e-5)
+    # Taken from the mask, it would leave id 2 a share of .6 / .956767.
+    assert float(free.inputs.confidence[0, 1]) == pytest.approx(0.6, abs=1e-6)
+
+
+@DEVICES
+def test_repetition_penalty_of_filtered_rows(device: str) -> None:
+    """The kernel of the filters has no penalty: the logits carry it, once, in a copy."""
+    sampler = sampler_of("llada2dot1_mini", device, penalty_lambda=2.0)
+    logits = logits_of(*ROWS, device=device)
+    before = logits.clone()
+    arrays = EditArrays(
+        torch.tensor([0.5], device=device), torch.tensor([0], dtype=torch.int32, device=device)
+    )
+    # Row 1, behind token 2, keeps one candidate; row 3, behind token 4, draws unfiltered.
+    filters = RowFilters(
+        torch.tensor([0, 1, 0, 0], dtype=torch.int32, device=device),
+        torch.ones(4, device=device),
+        torch.zeros(4, device=device),
+    )
+    step = Step(
+        logits,
+        [2, MASK, 4, MASK],
+        [0, 1, 2, 3],
+        temperature=1.0,
+        uniforms=[0.5, 0.5, 0.5, 0.28],
+        threshold=0.03,
+        parts={"edit": arrays, "filters": filters},
+    ).run(sampler)
+    # R1: 1 has .10 / (.4 + .6 e^-2). R3 over its candidates: .05 * 4, then .25 e^-2, .10, .05; of
+    # their .383834, .28 falls to id 2, and all of the row has .783834.
+    taken = math.exp(-2)
+    expected = [0.10 / (0.4 + 0.6 * taken), 0.05 / (0.75 + 0.25 * taken)]
+    assert (step.writes[1], step.writes[3]) == (1, 2)
+    assert step.inputs.confidence[0, 1::2].tolist() == pytest.approx(expected, abs=1e-6)
+    assert torch.equal(logits, before)
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("space", "expected"), [("raw", 0.6), ("tempered", 0.935065), ("processed", 1.0)]
+)
+def test_spaces_of_an_edit(device: str, space: str, expected: float) -> None:
+    """Only what is compared changes: the draw is the same."""
+    sampler = sampler_of("llada2dot1_mini", device, confidence_space=space)
+    filters = RowFilters(
+        torch.zeros(4, dtype=torch.int32, device=device),
+        torch.full((4,), 0.5, device=device),
+        torch.zeros(4, device=device),
+    )
+    arrays = EditArrays(
+        torch.tensor([0.5], device=device), torch.tensor([0], dtype=torch.int32, device=device)
+    )
+    writes = {}
+    for threshold in (expected - 1e-3, expected + 1e-3):
+        step = Step(
+            logits_of(R1, R1, R1, R1, device=device),
+            [2, MASK, 2, 2],
+            [0, 1, 2, 3],
+            threshold=threshold,
+            gate=0,
+            temperature=0.5,
+            parts={"edit": arrays, "filters": filters},
+        ).run(sampler)
+        assert float(step.inputs.confidence[0, 1]) == pytest.approx(expected, abs=1e-5)
+        writes[threshold > expected] = step.writes
+    assert writes == {False: {1: 2}, True: {}}
 
 
 def merge_arrays(top_k: int, device: str) -> MergeArrays:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffulex.sampler.inputs import RowFilters
-from vectors import MASK, R0, R1, R2, Step, logits_of, sampler_of
+from diffulex.sampler.inputs import EditArrays, MergeArrays, RowFilters
+from vectors import BLOCK, MASK, R0, R1, R2, Step, logits_of, sampler_of
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 
@@ -53,6 +53,48 @@ def test_order_of_the_filters(device: str) -> None:
     k_first = one_row(sampler_of("sdar", device), device, 0.01, top_k=2, top_p=0.7)
     assert p_first == (1, pytest.approx(0.142857, abs=1e-5))
     assert k_first == (2, pytest.approx(1.0, abs=1e-6))
+
+
+TOP_P_FIRST, TOP_K_FIRST = 1, 2
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("name", "strategy", "expected"),
+    [
+        ("dream", "d2f", TOP_P_FIRST),
+        ("diffucoder", "d2f", TOP_P_FIRST),
+        ("llada", "d2f", TOP_P_FIRST),
+        ("sdar", "multi_bd", TOP_K_FIRST),
+        ("sdar_moe", "multi_bd", TOP_K_FIRST),
+        ("dream_reasoner", "multi_bd", TOP_K_FIRST),
+        ("llada2", "multi_bd", TOP_K_FIRST),
+        ("llada2dot1_mini", "multi_bd", TOP_K_FIRST),
+        ("llada2_mini_dmax", "dmax", TOP_K_FIRST),
+    ],
+)
+def test_every_family_has_its_order(device: str, name: str, strategy: str, expected: int) -> None:
+    """As above: the lowest draw tells whether id 1 is still there."""
+    sampler = sampler_of(name, device, decoding_strategy=strategy)
+    merge = MergeArrays(
+        torch.zeros(1, BLOCK, dtype=torch.uint8, device=device),
+        torch.zeros(1, BLOCK, 1, dtype=torch.int64, device=device),
+        torch.zeros(1, BLOCK, 1, device=device),
+        torch.zeros(1, BLOCK, device=device),
+    )
+    edit = EditArrays(
+        torch.tensor([0.99], device=device), torch.tensor([0], dtype=torch.int32, device=device)
+    )
+    own = {"llada2dot1_mini": {"edit": edit}, "llada2_mini_dmax": {"merge": merge}}
+    step = Step(
+        logits_of(R1, R0, R0, R0, device=device),
+        [MASK, 1, 1, 1],
+        [0, 1, 2, 3],
+        temperature=1.0,
+        uniforms=[0.01, 0.5, 0.5, 0.5],
+        parts={"filters": filters(device, 4, 2, 0.7), **own.get(name, {})},
+    ).run(sampler)
+    assert step.writes[0] == expected
 
 
 @DEVICES
