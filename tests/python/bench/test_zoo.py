@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from diffulex import ConfigError, SamplingParams
 from diffulex.bench.zoo import read_zoo, run_zoo
-from diffulex.cli import main
 from diffulex.model.resolve import demo_dir
 
 pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
@@ -94,15 +95,29 @@ def test_missing_places_fail_before_anything_runs(zoo, tmp_path):
         run_zoo(zoo, output_dir=Path(tmp_path / "nowhere"))
 
 
-def test_the_command_line_refuses_what_the_zoo_decides(zoo, capsys):
-    assert main(["eval", "--zoo", str(zoo), "--model", "demo", "--buffer-size", "1"]) == 2
-    assert "got --buffer-size, --model" in capsys.readouterr().err
-    assert main(["eval", "--output-dir", str(zoo)]) == 2
-    assert "expected --zoo" in capsys.readouterr().err
+def run_command_line(*arguments):
+    """`diffulex eval` in a process of its own: it configures the log of the whole process."""
+    return subprocess.run(
+        [sys.executable, "-m", "diffulex", "eval", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
 
 
-def test_the_command_line_prints_the_table(zoo, capsys):
-    assert main(["eval", "--zoo", str(zoo), "--device", "cpu", "--limit", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_command_line_refuses_what_the_zoo_decides(zoo):
+    refused = run_command_line("--zoo", zoo, "--model", "demo", "--buffer-size", "1")
+    assert refused.returncode == 2
+    assert "got --buffer-size, --model" in refused.stderr
+    refused = run_command_line("--output-dir", zoo)
+    assert refused.returncode == 2
+    assert "expected --zoo" in refused.stderr
+
+
+def test_the_command_line_prints_the_table(zoo):
+    done = run_command_line("--zoo", zoo, "--device", "cpu", "--limit", "2")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
     assert lines[0].split()[:3] == ["curve", "strategy", "buffer"]
     assert len(lines) == 4

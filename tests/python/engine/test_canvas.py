@@ -264,8 +264,9 @@ def test_snapshots_have_no_masks(gemma: TinyGemma) -> None:
 
 
 def test_requests_of_other_strategies_are_noticed(
-    gemma: TinyGemma, caplog: pytest.LogCaptureFixture
+    gemma: TinyGemma, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("diffulex.logging._warned", set())
     with caplog.at_level("WARNING", "diffulex"), gemma.engine() as engine:
         engine.generate([[3]], SamplingParams(max_tokens=1, top_k=3), summary=False)
     assert "SamplingParams.top_k: without effect under decoding_strategy" in caplog.text
