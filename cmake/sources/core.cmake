@@ -6,6 +6,7 @@
 set(DIFFULEX_CORE_SOURCES
     csrc/core/arena.cpp
     csrc/core/block_buffer.cpp
+    csrc/core/decode_batch.cpp
     csrc/core/engine_core.cpp
     csrc/core/kv_cache_manager.cpp
     csrc/core/options.cpp
@@ -16,6 +17,7 @@ set(DIFFULEX_CORE_SOURCES
     csrc/core/scheduler.cpp
     csrc/core/scheduler_admission.cpp
     csrc/core/scheduler_completion.cpp
+    csrc/core/scheduler_run_ahead.cpp
     csrc/core/step_plan.cpp
     csrc/core/strategy/d2f.cpp
     csrc/core/strategy/diffusion_gemma.cpp

@@ -127,6 +127,16 @@ void KVCacheManager::register_prefix(PageTable& table, Span<const int32_t> token
   }
 }
 
+int32_t KVCacheManager::flush_prefixes() {
+  const int32_t num_before = cache_.num_units();
+  for (int32_t page = 0; page < pool_.num_pages(); ++page) {
+    if (pool_.ref_count(page) == 0) {
+      cache_.erase_page(page);
+    }
+  }
+  return num_before - cache_.num_units();
+}
+
 void KVCacheManager::write_slots(const PageTable& table, int32_t begin, int32_t end,
                                  int32_t* slots) const noexcept {
   int32_t position = begin;

@@ -225,6 +225,8 @@ PlanKind Scheduler::schedule(StepPlan& plan) {
   drain_mailbox();
   apply_aborts();
   plan_requests_.clear();
+  batch_requests_.clear();
+  is_batch_intact_ = false;
   const bool is_decode_first = must_decode();
   if (!is_decode_first) {
     plan.reset(PlanKind::kPrefill, next_step_id_);
@@ -365,6 +367,7 @@ Status Scheduler::preempt(int64_t req_id) {
 void Scheduler::preempt_request(Request& request) {
   strategy_->on_preempt(request);
   kv_cache_.release(request.page_table);
+  leave_batch(request, false);
   remove_running(request);
   events_.preempted.push_back(PreemptedRequest{request.req_id, request.request_slot});
   free_slots_.push_back(request.request_slot);

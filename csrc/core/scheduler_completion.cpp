@@ -263,6 +263,7 @@ void Scheduler::finish_plan_request(StepPlan& plan, int32_t req_idx, const Sampl
   event.nfe = request.nfe;
   event.is_finished = event.finish_reason != FinishReason::kNone;
   if (event.is_finished) {
+    leave_batch(request, event.finish_reason != FinishReason::kAborted);
     finish_request(request, event.finish_reason);
   }
 }
@@ -273,6 +274,7 @@ void Scheduler::finish_request(Request& request, FinishReason reason) {
   request.status = RequestStatus::kCompleted;
   if (slot >= 0) {
     kv_cache_.release(request.page_table);
+    leave_batch(request, false);
     remove_running(request);
     free_slots_.push_back(slot);
     request.request_slot = -1;
@@ -310,6 +312,12 @@ Status Scheduler::cancel_step(StepPlan& plan) {
   DIFFULEX_CHECK(integrity.ok(), integrity.message());
 #endif
   return {};
+}
+
+int32_t Scheduler::flush_prefix_cache() {
+  const int32_t num_dropped = kv_cache_.flush_prefixes();
+  publish_stats();
+  return num_dropped;
 }
 
 void Scheduler::release_all() {

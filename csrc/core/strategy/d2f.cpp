@@ -86,6 +86,10 @@ class D2f final : public Strategy {
     }
   }
 
+  [[nodiscard]] bool decodes_by_rules(const Request& request) const override {
+    return mask_fill_decodes_by_rules(options_, request);
+  }
+
  private:
   [[nodiscard]] int32_t full_prompt_end(const Request& request) const noexcept {
     return request.prompt_len / options_.block_size * options_.block_size;

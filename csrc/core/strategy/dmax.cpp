@@ -63,6 +63,11 @@ class Dmax final : public Strategy {
     return outcome;
   }
 
+  [[nodiscard]] bool decodes_by_rules(const Request& request) const override {
+    // Soft stores keep descriptors of frozen blocks, which are not among the sampler's last ones.
+    return !stores_soft_embeddings() && mask_fill_decodes_by_rules(options_, request);
+  }
+
   void on_preempt(Request& request) const override {
     preempt_mask_fill_request(options_, request);
     request.prefix_limit = std::min(request.prefix_limit, request.share_limit);

@@ -40,6 +40,10 @@ class MultiBd final : public Strategy {
 
   void on_preempt(Request& request) const override { preempt_mask_fill_request(options_, request); }
 
+  [[nodiscard]] bool decodes_by_rules(const Request& request) const override {
+    return mask_fill_decodes_by_rules(options_, request);
+  }
+
  private:
   EngineOptions options_;
 };

@@ -32,6 +32,10 @@ constexpr std::array<StrategyEntry, 5> kStrategies = {{
 
 Strategy::~Strategy() = default;
 
+bool Strategy::decodes_by_rules(const Request& /*request*/) const {
+  return false;
+}
+
 Result<std::unique_ptr<Strategy>> make_strategy(const EngineOptions& options) {
   for (const StrategyEntry& entry : kStrategies) {
     if (options.strategy == entry.name) {

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "core/strategy/logits_rows.h"
+#include "diffulex/core/decode_rules.h"
 
 namespace diffulex {
 namespace {
@@ -165,22 +166,23 @@ void begin_mask_fill_step(const EngineOptions& options, Request& request, const 
     request.needs_prompt_prefill = false;
     request.resume_until = 0;
   }
-  const bool runs_buffer = !need.is_prefill || (request.needs_prompt_prefill && need.is_final);
-  step.has_activated = runs_buffer && begin_buffer_step(rules, state);
-  step.first_pos = state.context_len;
-  if (runs_buffer) {
-    step.num_valid_rows = valid_end(rules, state) - step.first_pos;
-    step.store_end = frozen_end(rules, state);
-    step.has_sampling = step.store_end < valid_end(rules, state);
+  if (!need.is_prefill || (request.needs_prompt_prefill && need.is_final)) {
+    const BufferForward forward = enter_buffer(rules, state);
+    step.has_activated = forward.has_activated;
+    step.has_sampling = forward.has_sampling;
+    step.first_pos = forward.first_pos;
+    step.num_valid_rows = forward.num_valid_rows;
+    step.store_end = forward.store_end;
   } else {
+    step.first_pos = state.context_len;
     step.num_valid_rows = need.num_rows;
     step.store_end = step.first_pos + need.num_rows;
+    mark_stored(rules, state, step.first_pos, step.store_end);
   }
   step.row_mode = need.is_prefill ? RowMode::kPrefillBlockCausal : RowMode::kDecodeBlockCausal;
   if (options.logits_shift && step.store_end > step.first_pos) {
     step.saved_pos = step.store_end - 1;
   }
-  mark_stored(rules, state, step.first_pos, step.store_end);
 }
 
 void write_block_causal_rows(Request& request, const KVCacheManager& kv_cache, StepPlan& plan,
@@ -266,12 +268,8 @@ bool apply_verdicts(Request& request, const RequestOutput& result) {
   for (int32_t blk = result.plan.first_block(result.req_idx); blk < end; ++blk) {
     const auto index = static_cast<size_t>(blk);
     Block& block = state.blocks[blk_id[index] - first_id];
-    const int32_t flags = all_flags[index];
-    block.commit_ready = (flags & (kSamplerCommittable | kSamplerSkipped)) == kSamplerCommittable;
-    block.same_as_previous = (flags & kSamplerSameAsPrevious) != 0;
-    block.all_confident = (flags & kSamplerAllConfident) != 0;
-    block.same_token_ratio = same_token_ratio[index];
-    has_bad_logits = has_bad_logits || (flags & kSamplerBadLogits) != 0;
+    const bool is_bad = apply_verdict(block, all_flags[index], same_token_ratio[index]);
+    has_bad_logits = has_bad_logits || is_bad;
   }
   return has_bad_logits;
 }
@@ -309,12 +307,8 @@ StepOutcome finish_mask_fill_step(const EngineOptions& options, Request& request
     // Prompt blocks before the buffer have no entry of their own: C alone tells them apart.
     mark_cached(rules, state, std::min(step.store_end, buffer_start(rules, state)));
   }
-  const Transitions transitions = scan_transitions(rules, state);
-  count_held(state, !step.is_prefill, transitions.num_stored);
-  if (rules.is_editing && step.has_sampling) {
-    find_stop(rules, state, request.buffer.token_data());
-  }
-  advance_settled(rules, state, request.buffer.token_data());
+  const Transitions transitions = close_buffer(rules, state, !step.is_prefill);
+  settle_buffer(rules, state, step.has_sampling, request.buffer.token_data());
   request.carry_pos = step.saved_pos >= 0 ? step.saved_pos : request.carry_pos;
   if (step.is_prefill && step.is_final) {
     request.resume_until = 0;
@@ -324,12 +318,14 @@ StepOutcome finish_mask_fill_step(const EngineOptions& options, Request& request
 
   StepOutcome outcome;
   outcome.new_tokens = new_tokens;
-  // An editing sampler may take a step to confirm what stands there.
-  const bool is_stuck = !rules.is_editing && !step.is_prefill && step.has_sampling &&
-                        new_tokens == 0 && transitions.num_frozen + transitions.num_stored == 0;
-  outcome.finish_reason =
-      has_bad_logits || is_stuck ? FinishReason::kError : check_stop(state, stop_limits(request));
+  const bool has_failed = has_bad_logits || (!step.is_prefill && step.has_sampling &&
+                                             is_stuck(rules, transitions, new_tokens));
+  outcome.finish_reason = judge_step(state, stop_limits(request), has_failed);
   return outcome;
+}
+
+bool mask_fill_decodes_by_rules(const EngineOptions& options, const Request& request) {
+  return !options.logits_shift && (!options.auto_max_nfe || request.max_nfe > 0);
 }
 
 void preempt_mask_fill_request(const EngineOptions& options, Request& request) {

@@ -82,6 +82,10 @@ void write_active_blocks(const EngineOptions& options, const Request& request, S
 [[nodiscard]] StepOutcome finish_mask_fill_step(const EngineOptions& options, Request& request,
                                                 const RequestOutput& result);
 
+/// Whether decode_rules.h says everything about the request's decode steps: the logits rows are
+/// those of its own positions, and no limit is still to be derived from its throughput.
+[[nodiscard]] bool mask_fill_decodes_by_rules(const EngineOptions& options, const Request& request);
+
 /// Reverts a step in flight and forgets all KV.
 void preempt_mask_fill_request(const EngineOptions& options, Request& request);
 

@@ -20,9 +20,9 @@
 // Samplers that only fill masks settle a position when they write it. Editing samplers may rewrite
 // any editable position of an ACTIVE block, so their positions settle when the block is frozen.
 //
-// `tokens` is the token store of the request, indexed by absolute position. It must reach to the
-// end of the buffer and hold the mask id at every position not yet written, beyond the buffer too:
-// sliding then needs no write.
+// `tokens` is the token store of the request, indexed by absolute position: a pointer to position
+// 0, or a TokenWindow of decode_rules.h. It must reach to the end of the buffer and hold the mask
+// id at every position not yet written, beyond the buffer too: sliding then needs no write.
 
 namespace diffulex {
 
@@ -279,9 +279,10 @@ DIFFULEX_HOST_DEVICE inline void count_sampler_steps(const BlockRules& rules,
 /// Writes position `rel` of buffer block `index`; check_write must have allowed it. Returns whether
 /// the position was open. Written tokens of samplers that only fill never change, so their first
 /// stop id is kept here; with editing rules see find_stop.
+template <typename Tokens>
 DIFFULEX_HOST_DEVICE inline bool apply_write(const BlockRules& rules, BufferState& state,
                                              int32_t index, int32_t rel, int32_t token,
-                                             int32_t* tokens) noexcept {
+                                             const Tokens& tokens) noexcept {
   Block& block = state.blocks[index];
   const int32_t position = block_start(rules, state, block) + rel;
   const bool only_fills = !rules.is_editing && !rules.is_canvas;
@@ -297,8 +298,9 @@ DIFFULEX_HOST_DEVICE inline bool apply_write(const BlockRules& rules, BufferStat
 
 /// Recomputes stop_pos from the tokens of the buffer, for rules under which a stop id may have been
 /// edited away. Blocks before the buffer hold none: the request would have ended.
+template <typename Tokens>
 DIFFULEX_HOST_DEVICE inline void find_stop(const BlockRules& rules, BufferState& state,
-                                           const int32_t* tokens) noexcept {
+                                           const Tokens& tokens) noexcept {
   state.stop_pos = kNoPosition;
   if (state.num_stop_ids == 0) {
     return;
@@ -362,8 +364,9 @@ DIFFULEX_HOST_DEVICE inline void count_held(BufferState& state, bool is_decode,
 }
 
 /// Extends [P, settled_end) over newly settled positions and keeps the length of its trailing run.
+template <typename Tokens>
 DIFFULEX_HOST_DEVICE inline void advance_settled(const BlockRules& rules, BufferState& state,
-                                                 const int32_t* tokens) noexcept {
+                                                 const Tokens& tokens) noexcept {
   int32_t end = state.limit_end;
   if (rules.is_editing) {
     const int32_t frozen = frozen_end(rules, state);

@@ -61,6 +61,8 @@ class DIFFULEX_API KVCacheManager final {
   /// Makes the whole units in positions [0, context_len) shareable. Their tokens are final and
   /// their KV stored. Amortised O(1) per token.
   void register_prefix(PageTable& table, Span<const int32_t> tokens, int32_t context_len);
+  /// Forgets the cached units that no request uses; returns how many. O(num_pages).
+  int32_t flush_prefixes();
 
   /// Slot of a position that has a page.
   [[nodiscard]] int32_t slot(const PageTable& table, int32_t position) const noexcept {

@@ -7,22 +7,11 @@
 
 #include "diffulex/core/arena.h"
 #include "diffulex/core/options.h"
+#include "diffulex/core/sampler_flags.h"
 #include "diffulex/core/span.h"
 #include "diffulex/export.h"
 
 namespace diffulex {
-
-/// Bits of SamplerOutput::flags; the values are those of AcceptFlag in kernels/sampling.h.
-enum SamplerFlag : int32_t {
-  kSamplerCommittable = 1,     // the content may be frozen
-  kSamplerSameAsPrevious = 2,  // no position changed
-  kSamplerAllConfident = 4,
-  kSamplerProgressed = 8,   // an open position was filled
-  kSamplerTimedOut = 16,    // the step bound of the block was reached: everything was filled
-  kSamplerBadLogits = 32,   // a row without a finite candidate: the request fails
-  kSamplerSkipped = 64,     // rows were missing: no commit
-  kSamplerConverged = 128,  // the canvas is final
-};
 
 /// Arrays of a sampler output, in arena order, at full capacity Nb_max = max_num_reqs * N and
 /// R_max = max_num_reqs; K = token_merge_top_k. An array marked with a strategy has no capacity

@@ -9,6 +9,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "diffulex/core/decode_batch.h"
 #include "diffulex/core/kv_cache_manager.h"
 #include "diffulex/core/options.h"
 #include "diffulex/core/request.h"
@@ -43,12 +44,35 @@ struct SchedulerStats {
   int64_t num_prefix_hit_tokens = 0;
 };
 
+/// Answer of Scheduler::reserve_ahead.
+enum class RunAhead : int32_t {
+  kStop = 0,        // the next step is to be scheduled the usual way
+  kGo = 1,          // the device may run the step behind the one in flight
+  kGoNewPages = 2,  // so it may, once it has the page tables of the batch
+};
+
 /// Queues, budgets, preemption and abort: decides which requests run in each forward.
 ///
 /// Thread rule: add_request, abort and stats may be called from any thread at any time; they go
 /// through a mailbox that is read at step boundaries. Everything else belongs to one thread.
 /// One plan is in flight at a time: schedule() fills it, complete_step() or cancel_step() ends it.
 /// Several StepPlan objects may be used in turn.
+///
+/// Running ahead: a device that knows the rules may start step k + 1 before the host has completed
+/// step k. The order of calls is
+///
+///   schedule(k)                 a decode plan
+///   start_run_ahead             the device gets the requests of the plan
+///   reserve_ahead               kGo: the device may run step k + 1 by itself. It must have the
+///                               pages before the end of step k, where it plans step k + 1
+///   collect_output, complete_step(k)
+///   schedule_ahead(k + 1)       makes the plan that the device ran; no page, no admission
+///   reserve_ahead               for step k + 2, and so on
+///
+/// Requests that ended are dummy rows on the device until a step is scheduled the usual way.
+/// Aborted or preempted requests lose their pages at once, as ever; no page is handed out before
+/// the device's step has been completed, since schedule_ahead and a refusing reserve_ahead take
+/// none.
 class DIFFULEX_API Scheduler final {
  public:
   /// Precondition: options.validate() is ok. `kv_cache` outlives the scheduler.
@@ -84,8 +108,28 @@ class DIFFULEX_API Scheduler final {
   /// order; nothing it did remains. kInvalidArgument when the plan is not in flight.
   [[nodiscard]] Status cancel_step(StepPlan& plan);
 
+  /// Whether the plan in flight can be handed to a device: a decode step of requests that decode by
+  /// the rules alone.
+  [[nodiscard]] bool can_run_ahead(const StepPlan& plan) const;
+  /// Fills `batch` with the requests of the plan in flight, in plan order. kInvalidArgument unless
+  /// can_run_ahead(plan).
+  [[nodiscard]] Status start_run_ahead(const StepPlan& plan, DecodeBatch& batch);
+  /// Whether the device may run the step behind the one in flight by itself: every running request
+  /// takes part, nothing waits that could be admitted, nobody asked for an abort, and there are
+  /// pages for all that it and the step behind it might store. Gives the requests those pages, in
+  /// `batch` too.
+  [[nodiscard]] RunAhead reserve_ahead(DecodeBatch& batch);
+  /// Schedules the step that the device runs already: its requests that still run, in its order.
+  /// kIdle when none does; then the device's step is void.
+  PlanKind schedule_ahead(StepPlan& plan);
+  /// Copies what concerns the plan in flight from `by_row` to `output`: the device has a place for
+  /// each of the N buffer blocks of each of its rows, the plan only lists ACTIVE blocks.
+  void collect_output(StepPlan& plan, const SamplerOutput& by_row, SamplerOutput& output) const;
+
   /// Whether any request waits, runs or is in the mailbox. Thread-safe.
   [[nodiscard]] bool has_unfinished() const;
+  /// Forgets the cached prefixes that no request uses; returns the number of prefix-cache units.
+  int32_t flush_prefix_cache();
   /// Denoising state of a request, finished ones included until their result is taken.
   [[nodiscard]] Result<RequestSnapshot> snapshot(int64_t req_id) const;
   /// Record of a finished request, handed out once: kNotFound for unknown ids and ids taken before,
@@ -131,6 +175,10 @@ class DIFFULEX_API Scheduler final {
   [[nodiscard]] bool reserve_pages(Request& request, int32_t page_len);
   void enter_plan(StepPlan& plan, Request& request, const StepNeed& need);
 
+  [[nodiscard]] bool could_admit() const;
+  [[nodiscard]] bool has_mail() const;
+  void leave_batch(const Request& request, bool is_known);
+
   void preempt_request(Request& request);
   void finish_request(Request& request, FinishReason reason);
   [[nodiscard]] Status collect_writes(StepPlan& plan, const SamplerOutput& output);
@@ -166,7 +214,10 @@ class DIFFULEX_API Scheduler final {
   int32_t put_off_rows_ = 0;  // row count that the last decode batch put off, 0 = none
   uint64_t in_flight_ = 0;    // identity of the plan in flight, 0 = none
   int64_t next_step_id_ = 0;
-  int32_t prefill_streak_ = 0;  // consecutive prefill batches
+  int32_t prefill_streak_ = 0;            // consecutive prefill batches
+  std::vector<Request*> batch_requests_;  // by row of the device; null = ended or taken away
+  std::vector<int32_t> plan_rows_;        // row on the device of each request in plan_requests_
+  bool is_batch_intact_ = false;          // the device knows of every request that left
   StepEvents events_;
   bool events_delivered_ = true;  // the next boundary starts fresh lists
   SchedulerStats counters_;

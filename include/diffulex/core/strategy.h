@@ -77,6 +77,9 @@ class DIFFULEX_API Strategy {
                                                 Span<const BlockWrite> writes) const = 0;
   /// Reverts a step in flight, then forgets all KV. The scheduler releases the pages.
   virtual void on_preempt(Request& request) const = 0;
+  /// Whether the functions of decode_rules.h are all that a decode step does to `request`, so that
+  /// a device may go on with it before the host has seen the step.
+  [[nodiscard]] virtual bool decodes_by_rules(const Request& request) const;
 
  protected:
   Strategy() = default;

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "diffulex/core/arena.h"
+#include "diffulex/core/decode_rules.h"
+#include "diffulex/core/options.h"
+#include "diffulex/core/span.h"
+#include "diffulex/export.h"
+
+namespace diffulex {
+
+/// Arrays of a decode batch, in arena order. R requests in the order of their rows, Q = B * N.
+enum class BatchArray : int32_t {
+  kRequests = 0,  // [R, sizeof(DecodeRequest)] u8 DecodeRequest
+  kWindows,       // [R, Q + 2] i32 the token before the buffer, those of the buffer, the mask id
+  kPageTables,    // [R, P_max] i32 page ids, -1 beyond those owned
+  kCount,
+};
+
+/// What a device needs to go on decoding by itself behind a plan: the requests of that plan, their
+/// tokens and their pages. Offsets follow from EngineOptions alone. Filled by
+/// Scheduler::start_run_ahead; its page tables grow with Scheduler::reserve_ahead.
+class DIFFULEX_API DecodeBatch final {
+ public:
+  /// Owns its arena.
+  explicit DecodeBatch(const EngineOptions& options);
+  /// Borrows `memory` under the conditions of StepPlan.
+  DecodeBatch(const EngineOptions& options, void* memory, size_t bytes);
+
+  /// Bytes of the arena.
+  [[nodiscard]] static size_t arena_bytes(const EngineOptions& options);
+  [[nodiscard]] const std::vector<ArenaField>& fields() const noexcept { return arena_.fields(); }
+  [[nodiscard]] const void* data() const noexcept { return arena_.data(); }
+
+  /// Requests put in since reset().
+  [[nodiscard]] int32_t size() const noexcept { return size_; }
+  [[nodiscard]] int32_t capacity() const noexcept { return capacity_; }
+  /// Whether a request draws its tokens, and whether one narrows its draws.
+  [[nodiscard]] bool any_drawn() const noexcept { return any_drawn_; }
+  [[nodiscard]] bool any_filtered() const noexcept { return any_filtered_; }
+
+  /// Empties the batch: every place holds a request that does not run.
+  void reset();
+  /// Appends a request with its token store, whose buffer starts at position `begin`.
+  /// Precondition: size() < capacity().
+  void append(const DecodeRequest& request, const int32_t* tokens, int32_t begin);
+  /// Replaces the pages of request `row`, which only grow; returns whether there are more.
+  [[nodiscard]] bool set_pages(int32_t row, Span<const int32_t> pages);
+
+ private:
+  DecodeBatch(const EngineOptions& options, Arena arena);
+  [[nodiscard]] static std::vector<ArenaField> make_fields(const EngineOptions& options);
+  template <typename T>
+  [[nodiscard]] T* ptr(BatchArray array) noexcept {
+    return arena_.array<T>(static_cast<size_t>(array));
+  }
+
+  Arena arena_;
+  int32_t capacity_;
+  int32_t window_len_;
+  int32_t max_pages_per_req_;
+  int32_t size_ = 0;
+  bool any_drawn_ = false;
+  bool any_filtered_ = false;
+  std::vector<int32_t> num_pages_;  // [R] entries written
+};
+
+}  // namespace diffulex
