@@ -12,4 +12,5 @@ set(DIFFULEX_BENCH_SOURCES
 # Only when CUDA is built; .cpp (CUDA runtime API only) or .cu.
 set(DIFFULEX_BENCH_CUDA_SOURCES
   benchmarks/cpp/cuda_kernels_bench.cpp
+  benchmarks/cpp/cuda_ops_bench.cpp
 )

@@ -7,11 +7,13 @@
 set(DIFFULEX_KERNELS_COMMON_SOURCES
   csrc/kernels/common/acceptance_checks.cpp
   csrc/kernels/common/activation_checks.cpp
+  csrc/kernels/common/advance_checks.cpp
   csrc/kernels/common/attention_checks.cpp
   csrc/kernels/common/attention_config.cpp
   csrc/kernels/common/filter_checks.cpp
   csrc/kernels/common/kv_cache_checks.cpp
   csrc/kernels/common/linear_checks.cpp
+  csrc/kernels/common/linear_config.cpp
   csrc/kernels/common/moe_checks.cpp
   csrc/kernels/common/moe_config.cpp
   csrc/kernels/common/norm_checks.cpp
@@ -31,6 +33,7 @@ set(DIFFULEX_KERNELS_CPU_SOURCES
   csrc/kernels/cpu/accept_gemma.cpp
   csrc/kernels/cpu/accept_mask_fill.cpp
   csrc/kernels/cpu/activation.cpp
+  csrc/kernels/cpu/advance_decode.cpp
   csrc/kernels/cpu/attention.cpp
   csrc/kernels/cpu/attention_plan.cpp
   csrc/kernels/cpu/data_checks.cpp
@@ -40,6 +43,7 @@ set(DIFFULEX_KERNELS_CPU_SOURCES
   csrc/kernels/cpu/kv_cache.cpp
   csrc/kernels/cpu/kv_pages.cpp
   csrc/kernels/cpu/linear.cpp
+  csrc/kernels/cpu/linear_few_rows.cpp
   csrc/kernels/cpu/merge_token_stats.cpp
   csrc/kernels/cpu/moe_combine.cpp
   csrc/kernels/cpu/moe_experts.cpp

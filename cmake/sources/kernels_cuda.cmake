@@ -11,6 +11,7 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
   csrc/kernels/cuda/portable/accept_gemma.cu
   csrc/kernels/cuda/portable/accept_mask_fill.cu
   csrc/kernels/cuda/portable/activation.cu
+  csrc/kernels/cuda/portable/advance_decode.cu
   csrc/kernels/cuda/portable/attention.cu
   csrc/kernels/cuda/portable/attention_combine.cu
   csrc/kernels/cuda/portable/attention_generic_bf16.cu
@@ -68,10 +69,33 @@ set(DIFFULEX_CUDA_SM80_MINIMAL_SOURCES
 
 # csrc/kernels/cuda/sm90: compiled for 90a only, never together with another architecture.
 set(DIFFULEX_CUDA_SM90_SOURCES
+  csrc/kernels/cuda/sm90/attention/inst_bf16_d128_m128.cu
+  csrc/kernels/cuda/sm90/attention/inst_bf16_d128_m64.cu
+  csrc/kernels/cuda/sm90/attention/maps.cu
+  csrc/kernels/cuda/sm90/linear/few_rows.cu
+  csrc/kernels/cuda/sm90/moe/gather_rows.cu
+  csrc/kernels/cuda/sm90/moe/inst_bf16.cu
+  csrc/kernels/cuda/sm90/sampling/sample_filtered_cluster.cu
+  csrc/kernels/cuda/sm90/sampling/token_stats_cluster.cu
 )
 set(DIFFULEX_CUDA_SM90_FULL_SOURCES
+  csrc/kernels/cuda/sm90/attention/inst_bf16_d256_m128.cu
+  csrc/kernels/cuda/sm90/attention/inst_bf16_d256_m64.cu
+  csrc/kernels/cuda/sm90/attention/inst_bf16_d512_m64.cu
+  csrc/kernels/cuda/sm90/attention/inst_bf16_d64_m128.cu
+  csrc/kernels/cuda/sm90/attention/inst_bf16_d64_m64.cu
+  csrc/kernels/cuda/sm90/attention/inst_f16_d128_m128.cu
+  csrc/kernels/cuda/sm90/attention/inst_f16_d128_m64.cu
+  csrc/kernels/cuda/sm90/attention/inst_f16_d256_m128.cu
+  csrc/kernels/cuda/sm90/attention/inst_f16_d256_m64.cu
+  csrc/kernels/cuda/sm90/attention/inst_f16_d512_m64.cu
+  csrc/kernels/cuda/sm90/attention/inst_f16_d64_m128.cu
+  csrc/kernels/cuda/sm90/attention/inst_f16_d64_m64.cu
+  csrc/kernels/cuda/sm90/attention/table_full.cu
+  csrc/kernels/cuda/sm90/moe/inst_f16.cu
 )
 set(DIFFULEX_CUDA_SM90_MINIMAL_SOURCES
+  csrc/kernels/cuda/sm90/attention/table_minimal.cu
 )
 
 # Host-only .cpp files of diffulex_kernels: the first list when CUDA is built, the second when it is
@@ -83,6 +107,12 @@ set(DIFFULEX_CUDA_ABSENT_SOURCES
   csrc/kernels/cuda_absent.cpp
 )
 set(DIFFULEX_CUDA_SM90_HOST_SOURCES
+  csrc/kernels/cuda/sm90/moe/dispatch.cpp
+  csrc/kernels/cuda/sm90/tensor_map.cpp
 )
 set(DIFFULEX_CUDA_SM90_ABSENT_SOURCES
+  csrc/kernels/cuda/sm90/attention/absent.cpp
+  csrc/kernels/cuda/sm90/linear/absent.cpp
+  csrc/kernels/cuda/sm90/moe/absent.cpp
+  csrc/kernels/cuda/sm90/sampling/absent.cpp
 )

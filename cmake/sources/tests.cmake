@@ -39,6 +39,7 @@ set(DIFFULEX_TESTS_KERNELS_SOURCES
   tests/cpp/kernels/kernel_errors_test.cpp
   tests/cpp/kernels/kernel_table_test.cpp
   tests/cpp/kernels/kv_cache_test.cpp
+  tests/cpp/kernels/linear_config_test.cpp
   tests/cpp/kernels/linear_test.cpp
   tests/cpp/kernels/moe_test.cpp
   tests/cpp/kernels/norm_test.cpp
@@ -56,7 +57,10 @@ set(DIFFULEX_TESTS_CUDA_SOURCES
     tests/cpp/cuda/block_attention_test.cpp
     tests/cpp/cuda/block_rules_device_test.cu
     tests/cpp/cuda/dense_ops_test.cpp
+    tests/cpp/cuda/hopper_attention_test.cpp
+    tests/cpp/cuda/moe_hopper_test.cpp
     tests/cpp/cuda/moe_test.cpp
+    tests/cpp/cuda/sampler_cluster_test.cpp
     tests/cpp/cuda/sampling_test.cpp
     tests/cpp/cuda/token_merge_test.cpp
 )

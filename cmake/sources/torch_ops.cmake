@@ -8,6 +8,7 @@ set(DIFFULEX_TORCH_SOURCES
   csrc/torch/bind_acceptance.cpp
   csrc/torch/bind_activation.cpp
   csrc/torch/bind_attention.cpp
+  csrc/torch/bind_decode.cpp
   csrc/torch/bind_kv_cache.cpp
   csrc/torch/bind_linear.cpp
   csrc/torch/bind_merge.cpp

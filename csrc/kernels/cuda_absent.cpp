@@ -73,6 +73,9 @@ Status accept_dmax(const AcceptDmaxParams& /*params*/, const ExecContext& /*cont
 Status accept_gemma(const AcceptGemmaParams& /*params*/, const ExecContext& /*context*/) {
   return absent("accept_gemma");
 }
+Status advance_decode(const AdvanceDecodeParams& /*params*/, const ExecContext& /*context*/) {
+  return absent("advance_decode");
+}
 Status token_merge_embed(const TokenMergeEmbedParams& /*params*/, const ExecContext& /*context*/) {
   return absent("token_merge_embed");
 }

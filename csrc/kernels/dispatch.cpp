@@ -7,6 +7,7 @@
 
 #include "kernels/common/acceptance_checks.h"
 #include "kernels/common/activation_checks.h"
+#include "kernels/common/advance_checks.h"
 #include "kernels/common/attention_checks.h"
 #include "kernels/common/filter_checks.h"
 #include "kernels/common/kv_cache_checks.h"
@@ -251,6 +252,22 @@ Status accept_dmax(const AcceptDmaxParams& params, const ExecContext& context) {
       {"accept_dmax", check_accept_dmax,
        [](const AcceptDmaxParams& args) { return args.tokens.size[0] == 0; }, cpu::accept_dmax,
        cuda::accept_dmax, no_workspace<AcceptDmaxParams>},
+      params, context);
+}
+
+Status linear_few_rows(const LinearFewRowsParams& params, const ExecContext& context) {
+  return dispatch<LinearFewRowsParams>(
+      {"linear_few_rows", check_linear_few_rows,
+       [](const LinearFewRowsParams& args) { return args.x.size[0] == 0; }, cpu::linear_few_rows,
+       cuda::linear_few_rows, no_workspace<LinearFewRowsParams>},
+      params, context);
+}
+
+Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& context) {
+  return dispatch<AdvanceDecodeParams>(
+      {"advance_decode", check_advance_decode,
+       [](const AdvanceDecodeParams& args) { return args.requests.size[0] == 0; },
+       cpu::advance_decode, cuda::advance_decode, no_workspace<AdvanceDecodeParams>},
       params, context);
 }
 

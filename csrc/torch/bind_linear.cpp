@@ -15,4 +15,18 @@ void linear_packed(const Tensor& x, const Tensor& packed_weight, const Tensor& o
   arguments.run(&diffulex::linear_packed, params);
 }
 
+void linear_few_rows(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                     const Tensor& out, int64_t act) {
+  OpArguments arguments("linear_few_rows");
+  LinearFewRowsParams params;
+  params.x = arguments.input("x", x);
+  params.weight = arguments.input("weight", weight);
+  params.bias = arguments.input("bias", bias);
+  params.out = arguments.output("out", out);
+  if (act != -1) {
+    params.act = arguments.enumeration<Activation>("act", act);
+  }
+  arguments.run(&diffulex::linear_few_rows, params);
+}
+
 }  // namespace diffulex::torch_ops

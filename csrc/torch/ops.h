@@ -73,6 +73,9 @@ void act_and_mul(const Tensor& x, const Tensor& out, int64_t act);
 void linear_packed(const Tensor& x, const Tensor& packed_weight, const Tensor& out,
                    int64_t out_features);
 
+void linear_few_rows(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                     const Tensor& out, int64_t act);
+
 void moe_topk(const Tensor& logits, const OptionalTensor& bias, const OptionalTensor& expert_scale,
               const OptionalTensor& token_valid, const Tensor& weights, const Tensor& ids,
               int64_t top_k, int64_t scoring, bool renormalize, int64_t n_group, int64_t topk_group,
@@ -159,6 +162,22 @@ void accept_gemma(const Tensor& tokens, const Tensor& row_index, const OptionalT
                   const Tensor& argmax_ids, const Tensor& write_ids, const Tensor& argmax,
                   const Tensor& confidence, const Tensor& flags, double entropy_bound,
                   int64_t stability_threshold, double confidence_threshold);
+
+void advance_decode(const Tensor& requests, const Tensor& windows, const Tensor& page_tables,
+                    const Tensor& write_ids, const Tensor& flags, const Tensor& same_token_ratio,
+                    const Tensor& input_ids, const Tensor& positions, const Tensor& slot_mapping,
+                    const Tensor& context_lens, const Tensor& valid_slices, const Tensor& tokens,
+                    const Tensor& row_index, const Tensor& editable_start, const Tensor& valid_len,
+                    const Tensor& gate, const Tensor& accept_threshold,
+                    const OptionalTensor& edit_threshold, const Tensor& open_steps,
+                    const Tensor& total_steps, const Tensor& post_edit_steps,
+                    const Tensor& inv_temperature, const Tensor& uniforms, const Tensor& top_k,
+                    const Tensor& top_p, const Tensor& min_p, const OptionalTensor& merge_valid,
+                    const OptionalTensor& merge_ids, const OptionalTensor& merge_probs,
+                    const OptionalTensor& merge_residual, const OptionalTensor& row_merge_mask,
+                    const OptionalTensor& row_merge_ids, const OptionalTensor& row_merge_probs,
+                    const OptionalTensor& row_merge_residual, int64_t page_size,
+                    bool masked_rows_only, bool is_entry);
 
 void token_merge_embed(const Tensor& hidden, const Tensor& embedding, const Tensor& merge_mask,
                        const Tensor& topk_ids, const Tensor& topk_probs,

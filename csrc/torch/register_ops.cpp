@@ -18,6 +18,7 @@ void register_ops(torch::stable::detail::StableLibrary& library) {
   library.impl("act_and_mul", TORCH_BOX(&act_and_mul));
   // Also for CUDA, where it explains that it runs on the CPU only.
   library.impl("linear_packed", TORCH_BOX(&linear_packed));
+  library.impl("linear_few_rows", TORCH_BOX(&linear_few_rows));
   library.impl("moe_topk", TORCH_BOX(&moe_topk));
   library.impl("router_gemm", TORCH_BOX(&router_gemm));
   library.impl("moe_permute", TORCH_BOX(&moe_permute));
@@ -32,6 +33,7 @@ void register_ops(torch::stable::detail::StableLibrary& library) {
   library.impl("accept_edit", TORCH_BOX(&accept_edit));
   library.impl("accept_dmax", TORCH_BOX(&accept_dmax));
   library.impl("accept_gemma", TORCH_BOX(&accept_gemma));
+  library.impl("advance_decode", TORCH_BOX(&advance_decode));
   library.impl("token_merge_embed", TORCH_BOX(&token_merge_embed));
   library.impl("token_merge_partial", TORCH_BOX(&token_merge_partial));
   library.impl("token_merge_finalize", TORCH_BOX(&token_merge_finalize));

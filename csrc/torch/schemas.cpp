@@ -65,6 +65,10 @@ STABLE_TORCH_LIBRARY(diffulex, library) {
       "linear_packed(Tensor x, Tensor packed_weight, Tensor(a!) out, *, int out_features) -> ()");
 
   library.def(
+      "linear_few_rows(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, *, int act=-1) "
+      "-> ()");
+
+  library.def(
       "moe_topk("
       "Tensor logits, Tensor? bias, Tensor? expert_scale, Tensor? token_valid, "
       "Tensor(a!) weights, Tensor(b!) ids, *, "
@@ -141,6 +145,22 @@ STABLE_TORCH_LIBRARY(diffulex, library) {
       "Tensor argmax_ids, Tensor(a!) write_ids, Tensor(b!) argmax, Tensor(c!) confidence, "
       "Tensor(d!) flags, *, float entropy_bound, int stability_threshold, "
       "float confidence_threshold) -> ()");
+
+  library.def(
+      "advance_decode("
+      "Tensor(a!) requests, Tensor(b!) windows, Tensor page_tables, "
+      "Tensor write_ids, Tensor flags, Tensor same_token_ratio, "
+      "Tensor(c!) input_ids, Tensor(d!) positions, Tensor(e!) slot_mapping, "
+      "Tensor(f!) context_lens, Tensor(g!) valid_slices, "
+      "Tensor(h!) tokens, Tensor(i!) row_index, Tensor(j!) editable_start, "
+      "Tensor(k!) valid_len, Tensor(l!) gate, Tensor(m!) accept_threshold, "
+      "Tensor(n!)? edit_threshold, Tensor(o!) open_steps, Tensor(p!) total_steps, "
+      "Tensor(q!) post_edit_steps, Tensor(r!) inv_temperature, Tensor(s!) uniforms, "
+      "Tensor(t!) top_k, Tensor(u!) top_p, Tensor(v!) min_p, "
+      "Tensor? merge_valid, Tensor? merge_ids, Tensor? merge_probs, Tensor? merge_residual, "
+      "Tensor(w!)? row_merge_mask, Tensor(x!)? row_merge_ids, Tensor(y!)? row_merge_probs, "
+      "Tensor(z!)? row_merge_residual, *, "
+      "int page_size, bool masked_rows_only=True, bool is_entry=False) -> ()");
 
   library.def(
       "token_merge_embed("

@@ -62,6 +62,44 @@ int32_t split_bound(const AttentionShape& shape, int64_t base_units, bool batch_
   return static_cast<int32_t>(std::min<int64_t>({std::max(shape.num_splits, 1), limit, useful}));
 }
 
+/// Splits for one wave of CTAs. Batch-invariant launches split by the request alone.
+int32_t hopper_splits(const AttentionShape& shape, int32_t keys_per_split, int64_t base_units,
+                      bool batch_invariant) {
+  const int64_t max_keys =
+      int64_t{std::max(shape.max_context_len, 0)} + std::max(shape.max_seqlen_q, 0);
+  const int64_t useful = std::max<int64_t>(1, (max_keys + keys_per_split - 1) / keys_per_split);
+  if (shape.num_splits != 0) {
+    const int32_t limit = batch_invariant ? kAttentionInvariantMaxSplits : kAttentionMaxSplits;
+    return static_cast<int32_t>(std::min<int64_t>({std::max(shape.num_splits, 1), limit, useful}));
+  }
+  if (batch_invariant || base_units <= 0) {
+    return 1;
+  }
+  const int64_t fitting = kAttentionSmCount / base_units;
+  if (fitting > kHopperMaxCluster &&
+      max_keys > int64_t{kHopperMaxCluster} * kHopperKeysPerClusterCta) {
+    return static_cast<int32_t>(std::min<int64_t>({fitting, kAttentionMaxSplits, useful}));
+  }
+  int32_t splits = 1;
+  while (splits < kHopperMaxCluster && 2 * splits <= fitting && splits < useful) {
+    splits *= 2;
+  }
+  return splits;
+}
+
+/// CTAs of the clusters that hold `splits` splits, or 1 for partials in the workspace: clusters do
+/// not cross groups of multiprocessors, so fewer large ones than the device's size suggests run at
+/// a time, and a second wave costs more than the second kernel.
+int32_t hopper_cluster(int32_t splits, int64_t base_units) {
+  int32_t cluster = 1;
+  while (cluster < splits) {
+    cluster *= 2;
+  }
+  const bool is_one_wave = (cluster <= 2 && base_units <= 64) ||
+                           (cluster == 4 && base_units <= 28) || (cluster == 8 && base_units <= 14);
+  return is_one_wave ? cluster : 1;
+}
+
 }  // namespace
 
 int32_t attention_keys_per_tile(int32_t head_dim) {
@@ -94,6 +132,30 @@ AttentionConfig attention_config(const AttentionShape& shape, bool batch_invaria
                                    attention_keys_per_tile(shape.head_dim), batch_invariant);
 }
 
+int32_t hopper_keys_per_tile(int32_t head_dim) {
+  if (head_dim <= 128) {
+    return 128;
+  }
+  return head_dim <= 256 ? 64 : 32;
+}
+
+AttentionConfig hopper_attention_config(const AttentionShape& shape, bool batch_invariant) {
+  const int32_t group = group_size(shape);
+  const bool is_small = shape.head_dim > 256 ||
+                        (!batch_invariant && int64_t{shape.max_seqlen_q} * group <= kSmallRowTile);
+  AttentionConfig config;
+  config.rows_per_tile = is_small ? kSmallRowTile : kLargeRowTile;
+  config.tokens_per_tile = std::max(1, config.rows_per_tile / group);
+  config.keys_per_tile = hopper_keys_per_tile(shape.head_dim);
+  config.tiles_per_request = ceil_div_i32(std::max(shape.max_seqlen_q, 0), config.tokens_per_tile);
+  config.keys_per_split = batch_invariant ? kAttentionInvariantKeysPerSplit : config.keys_per_tile;
+  const int64_t base_units =
+      int64_t{shape.num_reqs} * shape.num_kv_heads * config.tiles_per_request;
+  config.num_splits = hopper_splits(shape, config.keys_per_split, base_units, batch_invariant);
+  config.cluster_size = hopper_cluster(config.num_splits, base_units);
+  return config;
+}
+
 size_t attention_partial_bytes(const AttentionShape& shape, const AttentionConfig& config) {
   if (config.num_splits <= 1) {
     return 0;
@@ -115,6 +177,8 @@ size_t attention_workspace_bytes(const AttentionShape& shape, Device device) {
   for (const bool batch_invariant : {false, true}) {
     bytes =
         std::max(bytes, attention_partial_bytes(shape, attention_config(shape, batch_invariant)));
+    bytes = std::max(
+        bytes, attention_partial_bytes(shape, hopper_attention_config(shape, batch_invariant)));
     bytes = std::max(bytes, attention_partial_bytes(
                                 shape, attention_config_for_tile(shape, kGenericTile, kGenericTile,
                                                                  batch_invariant)));

@@ -19,6 +19,11 @@ inline constexpr int32_t kAttentionKeysPerSplit = 256;
 inline constexpr int32_t kAttentionInvariantKeysPerSplit = 1024;
 inline constexpr int32_t kAttentionInvariantMaxSplits = 8;
 
+/// Largest portable cluster.
+inline constexpr int32_t kHopperMaxCluster = 8;
+/// Keys a CTA of a full cluster must have before more splits, through the workspace, pay.
+inline constexpr int32_t kHopperKeysPerClusterCta = 1024;
+
 /// Tile shape and split bound of one launch.
 struct AttentionConfig {
   int32_t rows_per_tile = 0;    // M: packed rows (token * G + g) of a tile
@@ -27,6 +32,7 @@ struct AttentionConfig {
   int32_t tiles_per_request = 0;
   int32_t num_splits = 1;  // upper bound; the device clamps it per request (request_splits)
   int32_t keys_per_split = kAttentionKeysPerSplit;
+  int32_t cluster_size = 1;  // CTAs that add up the splits of a unit; 1 = a second kernel does
 };
 
 /// Keys of a tensor-core key tile for head dim D: 64 (D <= 128), 32 (D <= 256), 16 (D <= 512).
@@ -41,6 +47,14 @@ struct AttentionConfig {
                                                         int32_t rows_per_tile,
                                                         int32_t keys_per_tile,
                                                         bool batch_invariant);
+
+/// Keys of a key tile of the Hopper kernels: 128 (D <= 128), 64 (D <= 256), 32 (D <= 512).
+[[nodiscard]] int32_t hopper_keys_per_tile(int32_t head_dim);
+
+/// Tile shape and splits of the Hopper kernels. Up to kHopperMaxCluster splits are the CTAs of one
+/// cluster, which add up their partials in the same launch; for more a second kernel does.
+[[nodiscard]] AttentionConfig hopper_attention_config(const AttentionShape& shape,
+                                                      bool batch_invariant);
 
 /// Bytes of fp32 partials (unnormalised output, maximum, sum) of one configuration: R * Hkv *
 /// tiles * splits * M * (D + 2) * 4, 0 without splits.

@@ -8,4 +8,6 @@ namespace diffulex {
 
 [[nodiscard]] Status check_linear_packed(const LinearPackedParams& params);
 
+[[nodiscard]] Status check_linear_few_rows(const LinearFewRowsParams& params);
+
 }  // namespace diffulex

@@ -8,6 +8,8 @@ namespace {
 
 constexpr size_t kAlignment = 256;
 constexpr int64_t kVectorElements = 8;
+/// Elements of a 128-byte line, the depth of a stage of the Hopper kernels.
+constexpr int64_t kLineElements = 64;
 
 /// Appends arrays, each at an aligned offset.
 class ScratchLayout final {
@@ -44,7 +46,12 @@ MoePath choose_moe_path(const MoePathQuery& query) {
   const bool is_half = query.dtype == DType::kBF16 || query.dtype == DType::kF16;
   const bool is_whole =
       query.hidden_size % kVectorElements == 0 && query.intermediate_size % kVectorElements == 0;
-  return is_half && is_whole && query.is_aligned ? MoePath::kMma : MoePath::kGeneric;
+  if (!is_half || !is_whole || !query.is_aligned) {
+    return MoePath::kGeneric;
+  }
+  const bool has_whole_lines =
+      query.hidden_size % kLineElements == 0 && query.intermediate_size % kLineElements == 0;
+  return query.has_wgmma && has_whole_lines ? MoePath::kWgmma : MoePath::kMma;
 }
 
 int32_t choose_moe_tile(int64_t num_rows, int32_t num_local_experts, bool is_batch_invariant) {
@@ -56,6 +63,19 @@ int32_t choose_moe_tile(int64_t num_rows, int32_t num_local_experts, bool is_bat
     tile *= 2;
   }
   return tile;
+}
+
+int32_t choose_moe_wgmma_tile(int64_t num_rows, int64_t max_expert_rows, int32_t num_local_experts,
+                              bool is_batch_invariant) {
+  if (is_batch_invariant) {
+    return kMoeInvariantTile;
+  }
+  if (max_expert_rows <= 16) {
+    return 16;
+  }
+  // Routing is uneven: room for more than twice the mean while that costs no bandwidth.
+  const int64_t mean = num_rows / num_local_experts;
+  return mean <= 40 ? 64 : (mean <= 88 ? 128 : 256);
 }
 
 int64_t moe_max_tiles(int64_t num_slots, int32_t num_local_experts, int32_t tile) {

@@ -25,6 +25,7 @@ inline constexpr int32_t kMoeInvariantTile = 64;
 enum class MoePath : int32_t {
   kGeneric,  // any dtype, stride and even width, float32 arithmetic
   kMma,      // 16-bit types with 16-byte aligned rows: tensor cores, sm_80 and later
+  kWgmma,    // as kMma with sizes that are multiples of 64, on Hopper
 };
 
 /// What the choice of a path depends on.
@@ -33,6 +34,7 @@ struct MoePathQuery {
   int64_t hidden_size = 0;
   int64_t intermediate_size = 0;
   bool is_aligned = false;  // every base address and row stride is a multiple of 16 bytes
+  bool has_wgmma = false;  // the library holds the Hopper kernels of dtype and the device runs them
 };
 [[nodiscard]] MoePath choose_moe_path(const MoePathQuery& query);
 
@@ -40,6 +42,12 @@ struct MoePathQuery {
 /// that most experts are one tile and read their weights once.
 [[nodiscard]] int32_t choose_moe_tile(int64_t num_rows, int32_t num_local_experts,
                                       bool is_batch_invariant);
+
+/// Positions of a tile of the Hopper kernels, 16, 64, 128 or 256: the fewest that keep nearly every
+/// expert in one tile, so that its weights are read once. `max_expert_rows` bounds the rows one
+/// expert can get.
+[[nodiscard]] int32_t choose_moe_wgmma_tile(int64_t num_rows, int64_t max_expert_rows,
+                                            int32_t num_local_experts, bool is_batch_invariant);
 
 /// Byte offsets into the scratch of one call.
 struct MoeScratch {

@@ -33,6 +33,7 @@ struct RequestMask {
   int32_t sliding_window = 0;     // left window, 0 = off
   bool is_anchored = false;       // the window is that of row 0
   KeyRange hole;                  // invisible cached keys, empty when off
+  int32_t block_shift = -1;       // log2(B) where B is known to be a power of two
 };
 
 /// What a key tile is to a row tile.
@@ -80,6 +81,18 @@ DIFFULEX_HOST_DEVICE constexpr int32_t num_keys(const RequestMask& mask) {
              : mask.context_len + mask.num_valid;
 }
 
+/// First key past the block of a position, by the shortest division that will do.
+DIFFULEX_HOST_DEVICE constexpr int64_t block_end(const RequestMask& mask, int64_t position) {
+  if (position >= 0 && mask.block_shift >= 0) {
+    return ((position >> mask.block_shift) + 1) << mask.block_shift;
+  }
+  if (position >= 0 && position <= 0x7FFFFFFF) {
+    const uint32_t size = static_cast<uint32_t>(mask.block_size);
+    return (int64_t{static_cast<uint32_t>(position) / size} + 1) * mask.block_size;
+  }
+  return (position / mask.block_size + 1) * mask.block_size;
+}
+
 /// Keys that row `row` of the request may see, before the hole. Both ends are non-decreasing in
 /// `row`.
 DIFFULEX_HOST_DEVICE constexpr KeyRange row_interval(const RequestMask& mask, int32_t row) {
@@ -87,18 +100,18 @@ DIFFULEX_HOST_DEVICE constexpr KeyRange row_interval(const RequestMask& mask, in
   const int64_t position = static_cast<int64_t>(mask.start_position) + row;
   const int32_t keys = num_keys(mask);
   int64_t end = keys;
-  const int64_t block_end = (position / mask.block_size + 1) * mask.block_size;
+  const int64_t end_of_block = block_end(mask, position);
   switch (static_cast<MaskKind>(mask.kind)) {
     case MaskKind::kCausal:
       end = position + 1;
       break;
     case MaskKind::kBlockCausal:
-      end = block_end;
+      end = end_of_block;
       break;
     case MaskKind::kPrefixFull:
       end = position < mask.prefix_len          ? mask.prefix_len
             : position < mask.padded_prefix_len ? mask.padded_prefix_len
-                                                : block_end;
+                                                : end_of_block;
       break;
     case MaskKind::kFull:
     case MaskKind::kCacheOnly:
@@ -164,7 +177,8 @@ DIFFULEX_HOST_DEVICE constexpr KeyRange split_key_range(const KeyRange& range, i
   const int32_t cached_end = clamp_i32(context_len, range.begin, range.end);
   const int32_t first_tile = range.begin / key_tile;
   const int32_t tiles = ceil_div_i32(cached_end, key_tile) - first_tile;
-  const int32_t tiles_per_split = ceil_div_i32(max_i32(tiles, 0), splits);
+  const int32_t tiles_per_split =
+      splits == 1 ? max_i32(tiles, 0) : ceil_div_i32(max_i32(tiles, 0), splits);
   // 64-bit: tile index times tile size may pass 2^31 for the (clamped) last piece.
   const int64_t begin =
       (static_cast<int64_t>(first_tile) + static_cast<int64_t>(split) * tiles_per_split) * key_tile;

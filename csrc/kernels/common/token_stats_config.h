@@ -6,7 +6,8 @@
 // Element transform, in this order: NaN and -inf -> -inf, +inf -> the largest finite float;
 // key = logit - penalty (what the greedy choice compares, lowest id on ties);
 // z = softcap(logit) - penalty, times the inverse temperature when that is not 0, clamped to the
-// finite range. Chunk partials are fp32 per kStatsChunkColumns, combined in chunk order in fp64.
+// finite range. Chunk partials are fp32 per kStatsChunkColumns, combined in fp64 in an order that
+// depends on the number of chunks alone.
 //
 // Partial records (`partial`): a missing best or second candidate has z = -inf (and best logit
 // -inf), id -1; an empty normaliser is m = -inf, s = w = 0.
@@ -18,7 +19,7 @@ namespace diffulex {
 /// Columns of one chunk, independent of device and thread count.
 inline constexpr int64_t kStatsChunkColumns = 2048;
 /// Bytes of one chunk record in the CUDA workspace.
-inline constexpr int64_t kStatsRecordBytes = 64;
+inline constexpr int64_t kStatsRecordBytes = 80;
 /// Largest number of forbidden ids and of top-k columns.
 inline constexpr int64_t kStatsMaxForbidden = 8;
 inline constexpr int32_t kStatsMaxTopK = 64;

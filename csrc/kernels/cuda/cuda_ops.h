@@ -3,8 +3,10 @@
 
 #include "diffulex/kernels/acceptance.h"
 #include "diffulex/kernels/activation.h"
+#include "diffulex/kernels/advance_decode.h"
 #include "diffulex/kernels/attention.h"
 #include "diffulex/kernels/kv_cache.h"
+#include "diffulex/kernels/linear.h"
 #include "diffulex/kernels/moe.h"
 #include "diffulex/kernels/norm.h"
 #include "diffulex/kernels/rope.h"
@@ -41,6 +43,8 @@ namespace diffulex::cuda {
 [[nodiscard]] Status accept_edit(const AcceptEditParams& params, const ExecContext& context);
 [[nodiscard]] Status accept_dmax(const AcceptDmaxParams& params, const ExecContext& context);
 [[nodiscard]] Status accept_gemma(const AcceptGemmaParams& params, const ExecContext& context);
+[[nodiscard]] Status linear_few_rows(const LinearFewRowsParams& params, const ExecContext& context);
+[[nodiscard]] Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& context);
 [[nodiscard]] Status token_merge_embed(const TokenMergeEmbedParams& params,
                                        const ExecContext& context);
 [[nodiscard]] Status token_merge_partial(const TokenMergePartialParams& params,

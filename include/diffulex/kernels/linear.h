@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "diffulex/core/status.h"
 #include "diffulex/export.h"
+#include "diffulex/kernels/activation.h"
 #include "diffulex/kernels/exec_context.h"
 #include "diffulex/kernels/tensor_ref.h"
 
@@ -28,5 +30,28 @@ struct LinearPackedParams {
 /// is one sum over ascending k, the same bits for any number of rows and of threads.
 [[nodiscard]] DIFFULEX_API Status linear_packed(const LinearPackedParams& params,
                                                 const ExecContext& context);
+
+/// Most rows of linear_few_rows.
+inline constexpr int64_t kMaxFewRows = 256;
+/// Its weight rows and its depth are multiples of these.
+inline constexpr int64_t kFewRowsColumns = 16;
+inline constexpr int64_t kFewRowsDepth = 64;
+
+/// Arguments of `diffulex::linear_few_rows`: out = x W^T + bias for at most kMaxFewRows rows x,
+/// whose cost is that of reading W once, or out = act(gate) * up where W holds the rows of gate,
+/// then those of up. Sums and what follows them are float32, rounded once. W may be read before the
+/// launches in front have ended: none of them may write it.
+struct LinearFewRowsParams {
+  TensorRef x;       // [M, K] bfloat16 or float16, rows 16-byte aligned
+  TensorRef weight;  // [N, K] of the same type, rows 16-byte aligned
+  TensorRef bias;    // absent or [N] of the same type; absent with an activation
+  TensorRef out;  // [M, N], or [M, N / 2] with an activation, of the same type, memory of its own
+  std::optional<Activation> act;
+};
+
+/// On CUDA compute capability 9.0 only; elsewhere dense products belong to cuBLAS. Deterministic: a
+/// row's sums depend on the shape of W and on which of 1-64, 65-128 and 129-256 rows there are.
+[[nodiscard]] DIFFULEX_API Status linear_few_rows(const LinearFewRowsParams& params,
+                                                  const ExecContext& context);
 
 }  // namespace diffulex

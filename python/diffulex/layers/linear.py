@@ -42,6 +42,10 @@ class MatrixProduct(nn.Module):
         self.dtype, self.device = dtype, matrix.device
         self._is_packable = dtype == torch.float32 and matrix.device.type == "cpu"
         self._is_shared = False
+        is_half = dtype in (torch.bfloat16, torch.float16)
+        has_few_rows = is_half and ops.has_few_rows(matrix.device)
+        # Rows up to which `ops.linear_few_rows` is the faster product.
+        self._few_rows = ops.few_rows_limit(out_features, in_features) if has_few_rows else 0
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +87,8 @@ class MatrixProduct(nn.Module):
             product = ops.linear_packed(x, self._panels, self.num_rows, out=out)
             return product if bias is None else product.add_(bias)
         weight = self.row_major()
+        if 0 < x.size(0) <= self._few_rows:
+            return ops.linear_few_rows(x, weight, bias, out=out)
         if bias is None:
             return torch.mm(x, weight.t(), out=out)
         return torch.addmm(bias, x, weight.t(), out=out)

@@ -1,20 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense products with a weight that was packed once, on the CPU.
+"""Dense products: with a weight that was packed once, on the CPU; of few rows, on Hopper GPUs.
 
 torch's CPU product rearranges the whole weight on every call, which for the few rows of a decode
-step costs more than the arithmetic. On CUDA there is no such op: dense products are cuBLAS through
-torch there.
+step costs more than the arithmetic. On CUDA dense products are cuBLAS through torch, except those of
+a small decode step on Hopper: their kernel reads the weights while the one in front still runs.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import TYPE_CHECKING
 
 import torch
 
+import diffulex_ext
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Most rows of `linear_few_rows`, and what its columns and its depth are multiples of.
+FEW_ROWS = 256
+FEW_ROWS_COLUMNS = 16
+FEW_ROWS_DEPTH = 64
+# Where `linear_few_rows` beats cuBLAS on an H200 (see `few_rows_limit`).
+_FASTER_ROWS = 32
+_ONE_ROUND_TILES = (range(1, 33), range(44, 49))
+_MANY_ROUNDS_TILES = 1024
+_TILE_COLUMNS = 128
 #: Output columns per panel of a packed weight.
 PANEL_COLUMNS = 32
 # Elements per look at whether a weight fits bfloat16; bounds the temporaries.
@@ -28,6 +41,53 @@ def _fits_bfloat16(weight: Tensor) -> bool:
         torch.equal(part.to(torch.bfloat16).to(torch.float32), part)
         for part in torch.split(weight, rows)
     )
+
+
+@functools.cache
+def has_few_rows(device: torch.device) -> bool:
+    """Whether `linear_few_rows` is the product for few rows there: Hopper, and built for it."""
+    if device.type != "cuda" or os.environ.get("DIFFULEX_FORCE_SM80") == "1":
+        return False
+    archs = diffulex_ext.build_info()["cuda_archs"]
+    is_built = any(arch.startswith("90a") for arch in archs)
+    return is_built and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def few_rows_limit(num_columns: int, depth: int) -> int:
+    """Rows up to which a product with a weight [num_columns, depth] is `linear_few_rows`.
+
+    A rule of shapes alone, from cold measurements on an H200; 0 means always torch's product. The
+    kernel wins where its clusters, four to a tile of 128 columns, fill one round of the processors
+    (up to 32 tiles) or most of two to each (44 to 48), and where the rounds are so many that the
+    last does not count and long enough (a head of 3072 or more); between these cuBLAS does.
+    """
+    if num_columns % FEW_ROWS_COLUMNS or depth % FEW_ROWS_DEPTH:
+        return 0
+    num_tiles = -(-num_columns // _TILE_COLUMNS)
+    is_one_round = any(num_tiles in tiles for tiles in _ONE_ROUND_TILES) and depth <= 16384
+    is_head = num_tiles >= _MANY_ROUNDS_TILES and depth >= 3072
+    return _FASTER_ROWS if is_one_round or is_head else 0
+
+
+@torch.no_grad()
+def linear_few_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    act: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x W^T + bias of at most `FEW_ROWS` rows x [M, K] (16-bit floats), in `out` [M, N] if given.
+
+    With `act` (a value of `ops.Activation`) the rows of W are those of gate, then those of up, and
+    the result is act(gate) * up [M, N / 2], rounded once.
+    """
+    if out is None:
+        columns = weight.shape[0] if act is None else weight.shape[0] // 2
+        out = x.new_empty(x.shape[0], columns)
+    torch.ops.diffulex.linear_few_rows(x, weight, bias, out, act=-1 if act is None else act)
+    return out
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from diffulex_ext._fake import acceptance as acceptance
 from diffulex_ext._fake import activation as activation
 from diffulex_ext._fake import attention as attention
+from diffulex_ext._fake import decode as decode
 from diffulex_ext._fake import kv_cache as kv_cache
 from diffulex_ext._fake import linear as linear
 from diffulex_ext._fake import moe as moe

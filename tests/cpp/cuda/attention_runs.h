@@ -3,6 +3,8 @@
 
 // Runs one AttentionCase on the CPU and on the device.
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -112,6 +114,30 @@ inline void run_on_cpu(AttentionCase* problem) {
   BlockAttentionParams params = problem->params();
   const Status status = block_attention(params, ExecContext());
   ASSERT_TRUE(status.ok()) << status.message();
+}
+
+/// Largest |device - cpu| over its tolerance.
+[[nodiscard]] inline double worst_difference(const AttentionCase& problem, const TestTensor& want,
+                                             const std::vector<float>& want_lse, DType dtype) {
+  const double floor = dtype == DType::kBF16 ? 2e-2 : 3e-3;
+  const double relative = dtype == DType::kBF16 ? 1.0 / 128 : 1.0 / 1024;
+  double worst = 0.0;
+  for (int64_t i = 0; i < want.elements(); ++i) {
+    const double difference = std::abs(problem.out().get_offset(i) - want.get_offset(i));
+    const double tolerance = floor + relative * std::abs(want.get_offset(i));
+    worst = std::isfinite(difference) ? std::max(worst, difference / tolerance) : kInf;
+  }
+  for (size_t i = 0; i < want_lse.size(); ++i) {
+    if (std::isinf(want_lse[i])) {
+      worst = problem.lse()[i] == want_lse[i] ? worst : kInf;
+      continue;
+    }
+    const double difference = std::abs(problem.lse()[i] - want_lse[i]);
+    worst = std::isfinite(difference)
+                ? std::max(worst, difference / (1e-3 * (1.0 + std::abs(want_lse[i]) / 16)))
+                : kInf;
+  }
+  return worst;
 }
 
 /// Request whose rows fit the engine's preconditions, of any kind.

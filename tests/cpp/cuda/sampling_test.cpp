@@ -6,6 +6,7 @@
 #include "diffulex/kernels/sampling.h"
 
 #include <random>
+#include <string>
 
 #include <gtest/gtest.h>
 
@@ -184,6 +185,87 @@ TEST(CudaTokenStatsTest, GreedyRowsMatchFp64) {
       EXPECT_NEAR(stats[kStatsEntropy], std::log(sum) - weighted / sum, 1e-4);
       EXPECT_EQ(stats[kStatsMaxLogit], static_cast<float>(top));
       EXPECT_EQ(stats[kStatsBadCount], 0.0F);
+    }
+  }
+}
+
+/// One value that is not finite must be counted wherever it stands: a soft cap makes infinities
+/// finite, and excluded columns have no part in the sums.
+TEST(CudaTokenStatsTest, OneBadValueIsCountedWhereverItStands) {
+  DIFFULEX_REQUIRE_DEVICE();
+  const int64_t vocab = 5003;
+  const int64_t limit = vocab - 7;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (int mode = 0; mode < 3; ++mode) {
+      for (const float softcap : {0.0F, 30.0F}) {
+        // Rows of a candidate, the forbidden id, a column past the limit, the penalised one.
+        StatsCase gpu(5, dtype, vocab, 12, 5);
+        gpu.with_gather = gpu.with_draw = false;
+        const int64_t columns[] = {4134, gpu.forbidden[0], vocab - 2, 1700};
+        const double bad[] = {kInf, -kInf, kNaN};
+        for (int64_t row = 0; row < gpu.rows; ++row) {
+          gpu.logits.set({row, columns[row % 4]}, bad[row / 4]);
+          gpu.penalty_ids[static_cast<size_t>(row)] = 1700;
+        }
+        StatsCase cpu = gpu;
+        run_both(&cpu, &gpu, [&](TokenStatsParams* params) {
+          params->vocab_limit = limit;
+          params->softcap = softcap;
+          params->exclusion = static_cast<ExclusionMode>(mode);
+        });
+        ASSERT_FALSE(HasFatalFailure());
+        const std::string what = std::string(to_string(dtype)) + " mode " + std::to_string(mode) +
+                                 " cap " + std::to_string(softcap);
+        for (int64_t row = 0; row < gpu.rows; ++row) {
+          const auto place = static_cast<size_t>(row * kTokenStatsColumns + kStatsBadCount);
+          EXPECT_EQ(gpu.stats[place], 1.0F) << what << " row " << row;
+        }
+        EXPECT_EQ(cpu.ids, gpu.ids) << what;
+        EXPECT_EQ(cpu.topk_ids, gpu.topk_ids) << what;
+        expect_close(cpu.topk_probs, gpu.topk_probs, "top-k");
+        expect_close(cpu.stats, gpu.stats, "stats");
+        ASSERT_FALSE(HasFatalFailure()) << what;
+      }
+    }
+  }
+}
+
+/// Columns that only fill a chunk have no weight under a soft cap; a stored value has, however low.
+TEST(CudaTokenStatsTest, CappedShortRowsMatchFp64) {
+  DIFFULEX_REQUIRE_DEVICE();
+  constexpr double kCap = 30.0;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const int64_t vocab : {2, 50, 2051}) {
+      StatsCase gpu(9, dtype, vocab, 6, 0);
+      gpu.with_gather = false;
+      gpu.uniforms.assign(6, 0.5);
+      gpu.temperature = {0.0F, 0.0F, 0.25F, 0.25F, 0.5882353F, 0.5882353F};
+      for (int64_t row = 1; row < gpu.rows; row += 2) {
+        gpu.logits.set({row, vocab - 1}, -65504.0);  // lowest finite value of the smallest type
+      }
+      StatsCase cpu = gpu;
+      run_both(&cpu, &gpu, [&](TokenStatsParams* params) {
+        params->softcap = static_cast<float>(kCap);
+        params->exclusion = ExclusionMode::kOff;
+        params->penalty = 0.0F;
+      });
+      ASSERT_FALSE(HasFatalFailure());
+      for (int64_t row = 0; row < gpu.rows; ++row) {
+        const float inverse = gpu.temperature[static_cast<size_t>(row)];
+        double sum = 0.0;
+        double weighted = 0.0;
+        for (int64_t id = 0; id < vocab; ++id) {
+          const double z = kCap * std::tanh(gpu.logits.get({row, id}) / kCap) *
+                           (inverse == 0.0F ? 1.0 : static_cast<double>(inverse));
+          sum += std::exp(z);
+          weighted += std::exp(z) * z;
+        }
+        const float* stats = gpu.stats.data() + row * kTokenStatsColumns;
+        EXPECT_NEAR(stats[kStatsEntropy], std::log(sum) - weighted / sum, 5e-5)
+            << to_string(dtype) << " V " << vocab << " row " << row;
+        EXPECT_NEAR(stats[kStatsLogSumExp], std::log(sum), 2e-5);
+        EXPECT_EQ(stats[kStatsBadCount], 0.0F);
+      }
     }
   }
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "diffulex/kernels/attention.h"
@@ -122,9 +123,19 @@ class AttentionCase final {
   /// Compares out and lse with the reference; returns the largest error over its tolerance.
   [[nodiscard]] double worst_error() const {
     double worst = 0.0;
-    for (int64_t row = 0; row < total_rows_; ++row) {
+    for (size_t r = 0; r < requests_.size(); ++r) {
+      for (int64_t kv_head = 0; kv_head < shape_.num_kv_heads; ++kv_head) {
+        const HeadRows rows = gather(r, kv_head);
+        for (int64_t i = 0; i < requests_[r].num_rows; ++i) {
+          for (int64_t g = 0; g < shape_.group; ++g) {
+            worst = std::max(worst, row_error(r, i, kv_head * shape_.group + g, rows));
+          }
+        }
+      }
+    }
+    for (int64_t row = cu_seqlens_q_.back(); row < total_rows_; ++row) {
       for (int64_t head = 0; head < num_heads(); ++head) {
-        worst = std::max(worst, row_error(row, head));
+        worst = std::max(worst, empty_row_error(row, head));
       }
     }
     return worst;
@@ -288,33 +299,53 @@ class AttentionCase final {
     return tensor.offset({cu_seqlens_q_[r] + i, head, 0});
   }
 
-  [[nodiscard]] double row_error(int64_t row, int64_t head) const {
-    size_t r = 0;
-    while (r < requests_.size() && row >= cu_seqlens_q_[r + 1]) {
-      ++r;
+  /// What one KV head of a request holds, [context + num_valid, head_dim]; 0 where no page is.
+  struct HeadRows final {
+    std::vector<double> keys, values;
+  };
+
+  [[nodiscard]] HeadRows gather(size_t r, int64_t kv_head) const {
+    const int64_t count = requests_[r].context + requests_[r].num_valid;
+    HeadRows rows;
+    rows.keys.assign(static_cast<size_t>(count * shape_.head_dim), 0.0);
+    rows.values = rows.keys;
+    for (int64_t j = 0; j < count; ++j) {
+      if (j < requests_[r].context && page_of(r, j) < 0) {
+        continue;
+      }
+      for (int64_t d = 0; d < shape_.head_dim; ++d) {
+        const auto place = static_cast<size_t>(j * shape_.head_dim + d);
+        rows.keys[place] = key(r, j, kv_head, d);
+        rows.values[place] = value(r, j, kv_head, d);
+      }
+    }
+    return rows;
+  }
+
+  /// Of row `i` of request `r`.
+  [[nodiscard]] double row_error(size_t r, int64_t i, int64_t head, const HeadRows& rows) const {
+    const int64_t row = cu_seqlens_q_[r] + i;
+    const int64_t dim = shape_.head_dim;
+    std::vector<double> query(static_cast<size_t>(dim));
+    for (int64_t d = 0; d < dim; ++d) {
+      query[static_cast<size_t>(d)] = q_.get({row, head, d});
     }
     std::vector<double> scores;
     std::vector<int64_t> keys;
-    const int64_t kv_head = head / shape_.group;
-    if (r < requests_.size() && row - cu_seqlens_q_[r] < requests_[r].num_valid) {
-      const int64_t i = row - cu_seqlens_q_[r];
-      for (int64_t j = 0; j < requests_[r].context + requests_[r].num_valid; ++j) {
-        if (!visible(r, i, j)) {
-          continue;
-        }
-        double s = 0.0;
-        for (int64_t d = 0; d < shape_.head_dim; ++d) {
-          s += q_.get({row, head, d}) * key(r, j, kv_head, d);
-        }
-        s *= scale();
-        s = shape_.softcap > 0.0 ? shape_.softcap * std::tanh(s / shape_.softcap) : s;
-        scores.push_back(s);
-        keys.push_back(j);
+    const int64_t end =
+        i < requests_[r].num_valid ? requests_[r].context + requests_[r].num_valid : 0;
+    for (int64_t j = 0; j < end; ++j) {
+      if (!visible(r, i, j)) {
+        continue;
       }
+      const double* key_row = rows.keys.data() + j * dim;
+      double s = std::inner_product(query.begin(), query.end(), key_row, 0.0) * scale();
+      s = shape_.softcap > 0.0 ? shape_.softcap * std::tanh(s / shape_.softcap) : s;
+      scores.push_back(s);
+      keys.push_back(j);
     }
-    const float got_lse = lse_[static_cast<size_t>(row * num_heads() + head)];
     if (keys.empty()) {
-      return empty_row_error(row, head, got_lse);
+      return empty_row_error(row, head);
     }
     const double top = *std::max_element(scores.begin(), scores.end());
     double sum = 0.0;
@@ -322,21 +353,29 @@ class AttentionCase final {
       s = std::exp(s - top);
       sum += s;
     }
-    const double lse = top + std::log(sum);
-    double worst = relative(std::abs(got_lse - lse), 1e-5 * (1.0 + std::abs(lse)));
-    for (int64_t d = 0; d < shape_.head_dim; ++d) {
-      double reference = 0.0;
-      for (size_t n = 0; n < keys.size(); ++n) {
-        reference += scores[n] / sum * value(r, keys[n], kv_head, d);
+    std::vector<double> expected(static_cast<size_t>(dim), 0.0);
+    for (size_t n = 0; n < keys.size(); ++n) {
+      const double* value_row = rows.values.data() + keys[n] * dim;
+      for (int64_t d = 0; d < dim; ++d) {
+        expected[static_cast<size_t>(d)] += scores[n] / sum * value_row[d];
       }
+    }
+    const double lse = top + std::log(sum);
+    double worst = relative(std::abs(lse_at(row, head) - lse), 1e-5 * (1.0 + std::abs(lse)));
+    for (int64_t d = 0; d < dim; ++d) {
+      const double reference = expected[static_cast<size_t>(d)];
       const double error = std::abs(out_.get({row, head, d}) - reference);
       worst = std::max(worst, relative(error, rounding_error(shape_.dtype, reference) + 1e-5));
     }
     return worst;
   }
 
-  [[nodiscard]] double empty_row_error(int64_t row, int64_t head, float got_lse) const {
-    bool exact = got_lse == -std::numeric_limits<float>::infinity();
+  [[nodiscard]] double lse_at(int64_t row, int64_t head) const {
+    return lse_[static_cast<size_t>(row * num_heads() + head)];
+  }
+
+  [[nodiscard]] double empty_row_error(int64_t row, int64_t head) const {
+    bool exact = lse_at(row, head) == -kInf;
     for (int64_t d = 0; d < shape_.head_dim; ++d) {
       exact = exact && out_.get({row, head, d}) == 0.0;
     }

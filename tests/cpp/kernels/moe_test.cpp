@@ -255,6 +255,12 @@ TEST(MoeConfig, Tiles) {
   EXPECT_EQ(choose_moe_tile(8 * 64, 64, false), 16);
   EXPECT_EQ(choose_moe_tile(9 * 64, 64, false), 32);
   EXPECT_EQ(choose_moe_tile(1 << 20, 64, false), 128);
+  EXPECT_EQ(choose_moe_wgmma_tile(16 * 8, 16, 256, false), 16);
+  EXPECT_EQ(choose_moe_wgmma_tile(17 * 8, 17, 256, false), 64);
+  EXPECT_EQ(choose_moe_wgmma_tile(40 * 64, 320, 64, false), 64);
+  EXPECT_EQ(choose_moe_wgmma_tile(41 * 64, 328, 64, false), 128);
+  EXPECT_EQ(choose_moe_wgmma_tile(89 * 64, 712, 64, false), 256);
+  EXPECT_EQ(choose_moe_wgmma_tile(8, 1, 64, true), 64);
   for (const int64_t rows : {1, 100, 100000}) {
     EXPECT_EQ(choose_moe_tile(rows, 64, true), 64);
   }
@@ -266,6 +272,12 @@ TEST(MoeConfig, Paths) {
   EXPECT_EQ(choose_moe_path({DType::kF32, 64, 24, true}), MoePath::kGeneric);
   EXPECT_EQ(choose_moe_path({DType::kBF16, 64, 24, false}), MoePath::kGeneric);
   EXPECT_EQ(choose_moe_path({DType::kBF16, 66, 24, true}), MoePath::kGeneric);
+  EXPECT_EQ(choose_moe_path({DType::kBF16, 64, 128, true, true}), MoePath::kWgmma);
+  EXPECT_EQ(choose_moe_path({DType::kF16, 192, 64, true, true}), MoePath::kWgmma);
+  EXPECT_EQ(choose_moe_path({DType::kBF16, 64, 128, false, true}), MoePath::kGeneric);
+  EXPECT_EQ(choose_moe_path({DType::kBF16, 64, 96, true, true}), MoePath::kMma);
+  EXPECT_EQ(choose_moe_path({DType::kBF16, 96, 64, true, true}), MoePath::kMma);
+  EXPECT_EQ(choose_moe_path({DType::kF32, 64, 128, true, true}), MoePath::kGeneric);
   EXPECT_EQ(choose_moe_path({DType::kBF16, 64, 10, true}), MoePath::kGeneric);
 }
 

@@ -7,6 +7,7 @@
 
 #include "kernels/common/attention_config.h"
 #include "kernels/common/attention_plan.h"
+#include "kernels/common/fast_div.h"
 
 namespace diffulex::test {
 namespace {
@@ -286,6 +287,42 @@ TEST_F(PlanTest, ListsEveryTileAndSplitOnceLargestFirst) {
                 .find("diffulex::attention_plan: plan: expected at least 28 elements, got 8"),
             std::string::npos)
       << attention_plan(params, ExecContext{}).message();
+}
+
+TEST(RowIntervalTest, KnownPowerOfTwoBlocksGiveTheSameIntervals) {
+  RequestMask mask;
+  mask.kind = static_cast<int32_t>(MaskKind::kBlockCausal);
+  mask.context_len = 1 << 29;
+  mask.num_valid = 64;
+  for (const int32_t shift : {0, 2, 5, 8}) {
+    mask.block_size = 1 << shift;
+    for (const int32_t start : {-40, -1, 0, 31, 1 << 20, 2147483640}) {
+      mask.start_position = start;
+      for (int32_t row = 0; row < 64; ++row) {
+        mask.block_shift = -1;
+        const KeyRange want = row_interval(mask, row);
+        mask.block_shift = shift;
+        const KeyRange got = row_interval(mask, row);
+        ASSERT_EQ(got.begin, want.begin) << "start " << start << " row " << row;
+        ASSERT_EQ(got.end, want.end) << "start " << start << " row " << row;
+      }
+    }
+  }
+}
+
+TEST(FastDivTest, DividesExactly) {
+  for (const uint32_t divisor : {1U, 2U, 3U, 4U, 7U, 18U, 31U, 128U, 1000U, 65537U, 1U << 30}) {
+    const FastDiv by = FastDiv::of(divisor);
+    for (const int64_t near : {int64_t{0}, int64_t{divisor}, int64_t{divisor} * 5, int64_t{1} << 20,
+                               (int64_t{1} << 31) - 1}) {
+      for (int64_t value = near - 3; value <= near + 3; ++value) {
+        if (value >= 0 && value < (int64_t{1} << 31)) {
+          ASSERT_EQ(by.divide(static_cast<int32_t>(value)), value / divisor)
+              << value << " / " << divisor;
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <random>
 #include <utility>
@@ -42,17 +43,20 @@ class TestTensor final {
     return result;
   }
 
-  [[nodiscard]] int64_t offset(const std::vector<int64_t>& index) const {
-    int64_t result = 0;
-    for (size_t dim = 0; dim < index.size(); ++dim) {
-      result += index[dim] * ref_.stride[dim];
-    }
-    return result;
+  // Lists do not allocate: references read millions of elements.
+  [[nodiscard]] int64_t offset(std::initializer_list<int64_t> index) const {
+    return offset_of(index.begin(), index.size());
   }
-
+  [[nodiscard]] int64_t offset(const std::vector<int64_t>& index) const {
+    return offset_of(index.data(), index.size());
+  }
+  [[nodiscard]] double get(std::initializer_list<int64_t> index) const {
+    return get_offset(offset(index));
+  }
   [[nodiscard]] double get(const std::vector<int64_t>& index) const {
     return get_offset(offset(index));
   }
+  void set(std::initializer_list<int64_t> index, double value) { set_offset(offset(index), value); }
   void set(const std::vector<int64_t>& index, double value) { set_offset(offset(index), value); }
 
   [[nodiscard]] double get_offset(int64_t element) const {
@@ -97,6 +101,14 @@ class TestTensor final {
   [[nodiscard]] const std::vector<uint8_t>& bytes() const { return storage_; }
 
  private:
+  [[nodiscard]] int64_t offset_of(const int64_t* index, size_t count) const {
+    int64_t result = 0;
+    for (size_t dim = 0; dim < count; ++dim) {
+      result += index[dim] * ref_.stride[dim];
+    }
+    return result;
+  }
+
   TensorRef ref_;
   std::vector<uint8_t> storage_;
 };

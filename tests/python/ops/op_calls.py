@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 import acceptance_calls
+import decode_calls
 import merge_calls
 import moe_calls
 
@@ -196,6 +198,17 @@ def act_and_mul() -> Call:
     return {"x": _normal(T, 2 * D), "out": torch.zeros(T, D)}, {"act": 0}
 
 
+def linear_few_rows() -> Call:
+    half = torch.bfloat16
+    tensors = {
+        "x": _normal(3, 64).to(half),
+        "weight": _normal(128, 64).to(half),
+        "bias": _normal(128).to(half),
+        "out": torch.zeros(3, 128, dtype=half),
+    }
+    return tensors, {"act": -1}
+
+
 def linear_packed() -> Call:
     from diffulex.ops import pack_weight
 
@@ -300,6 +313,7 @@ CALLS: dict[str, Callable[[], Call]] = (
             qk_norm_rope,
             qk_norm_rope_store,
             act_and_mul,
+            linear_few_rows,
             linear_packed,
             token_stats,
             merge_token_stats,
@@ -307,6 +321,7 @@ CALLS: dict[str, Callable[[], Call]] = (
         )
     }
     | acceptance_calls.CALLS
+    | decode_calls.CALLS
     | merge_calls.CALLS
     | moe_calls.CALLS
 )
@@ -320,6 +335,11 @@ def make(op: str, device: str) -> Call:
     """The call with its tensors on `device` and, where the op needs it, scratch."""
     if device.startswith("cuda") and op in CPU_ONLY:
         raise ValueError(f"{op}: expected a CPU call ({CPU_ONLY[op]}), got {device}")
+    if op == "linear_few_rows" and device.startswith("cuda"):
+        from diffulex import ops
+
+        if not ops.has_few_rows(torch.device(device)):
+            pytest.skip("linear_few_rows needs a Hopper GPU and a library built for it")
     tensors, numbers = CALLS[op]()
     tensors = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.cuda
 OPS = sorted(op_calls.CALLS.keys() - op_calls.CPU_ONLY.keys())
 # Written in place from their own old value, or kept where no row is stored.
 IN_PLACE = {"x", "hidden", "residual", "qkv", "q", "k", "k_cache", "v_cache"}
+IN_PLACE |= {"requests", "windows"}
 
 
 def changed(tensor: torch.Tensor) -> torch.Tensor:

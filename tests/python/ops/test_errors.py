@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import acceptance_calls
+import decode_calls
 import op_calls
 
 Change = Callable[[Any], Any]
@@ -153,6 +154,13 @@ CASES: list[tuple[str, str, Change, str]] = [
     ("act_and_mul", "out", half, "expected dtype"),
     ("act_and_mul", "out", longer, "expected shape"),
     ("act_and_mul", "act", value(3), "expected"),
+    ("linear_few_rows", "x", double, "expected dtype bfloat16 or float16, got float64"),
+    ("linear_few_rows", "x", lambda x: x[:, :32], "expected at most 256 rows of a multiple of 64"),
+    ("linear_few_rows", "weight", half, "expected dtype bfloat16, got float16"),
+    ("linear_few_rows", "weight", lambda w: w[:100], "expected a multiple of 16 rows"),
+    ("linear_few_rows", "bias", longer, "expected shape"),
+    ("linear_few_rows", "act", value(3), r"expected -1 \(none\), 0 \(silu\)"),
+    ("linear_few_rows", "out", longer, "expected shape"),
     ("linear_packed", "x", half, "expected dtype float32, got float16"),
     ("linear_packed", "x", flat, "expected shape"),
     ("linear_packed", "x", lambda x: x[:, :0], "expected a last dimension >= 1"),
@@ -426,7 +434,7 @@ def test_empty_inputs_are_legal(device: str, op: str) -> None:
             0,
         ),
     }
-    empty |= acceptance_calls.EMPTY
+    empty |= acceptance_calls.EMPTY | decode_calls.EMPTY
     if op == "merge_token_stats":
         for name, tensor in tensors.items():
             tensors[name] = tensor[:, :0] if name.startswith("part") else tensor[:0]

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_packed, the packing of weights, and the layers that use both."""
+"""linear_packed, linear_few_rows, the packing of weights, and the layers that use them."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -170,3 +172,158 @@ def test_a_tied_head_leaves_the_table_to_the_embedding() -> None:
     torch.testing.assert_close(head(x), expected, rtol=1e-5, atol=1e-5)
     assert head.weight is embedding.weight
     assert head.row_major() is embedding.weight
+
+
+def expected_few_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product in float64, and the sum of its terms' sizes, which bounds the error of the sums."""
+    result = x.double() @ weight.double().t()
+    scale = x.double().abs() @ weight.double().abs().t()
+    if bias is not None:
+        result = result + bias.double()
+    if act is not None:
+        gate, up = result.chunk(2, dim=1)
+        gate_scale, up_scale = scale.chunk(2, dim=1)
+        if act == ops.Activation.SILU:
+            activated = gate * torch.sigmoid(gate)
+        else:
+            kind = "tanh" if act == ops.Activation.GELU_TANH else "none"
+            activated = torch.nn.functional.gelu(gate, approximate=kind)
+        result = activated * up
+        scale = 1.2 * gate_scale * up.abs() + activated.abs() * up_scale
+    return result, scale
+
+
+def skip_without_few_rows(device: str) -> None:
+    if device != "cpu" and not ops.has_few_rows(torch.device(device)):
+        pytest.skip("linear_few_rows needs a Hopper GPU and a library built for it")
+
+
+# One tile and none whole, every number of shares of the depth, more tiles than processors.
+FEW_ROWS_SHAPES = [(128, 64), (16, 192), (400, 448), (4096, 1088), (24576, 128)]
+FEW_ROWS_COUNTS = [1, 7, 16, 17, 31, 32, 33, 64, 65, 128, 129, 200, 256]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("weight_rows", "depth"), FEW_ROWS_SHAPES)
+@pytest.mark.parametrize("kind", ["plain", "bias", "silu", "gelu_tanh", "gelu_erf"])
+def test_few_rows_against_float64(
+    device: str, dtype: torch.dtype, weight_rows: int, depth: int, kind: str
+) -> None:
+    """Every tile, rows with gaps, NaN behind the rows that must not be read, guarded results."""
+    skip_without_few_rows(device)
+    is_large = weight_rows * depth > 200_000
+    act = {
+        "silu": ops.Activation.SILU,
+        "gelu_tanh": ops.Activation.GELU_TANH,
+        "gelu_erf": ops.Activation.GELU_ERF,
+    }.get(kind)
+    weight = (normal(weight_rows, depth) / depth**0.5).to(dtype)
+    bias = normal(weight_rows).to(dtype) if kind == "bias" else None
+    columns = weight_rows if act is None else weight_rows // 2
+    here = [None if t is None else t.to(device) for t in (weight, bias)]
+    for num_rows in (5, 64) if device == "cpu" and is_large else FEW_ROWS_COUNTS:
+        store = torch.full((num_rows + 1, depth + 8), torch.nan, dtype=dtype)
+        x = store[:num_rows, :depth]
+        x.copy_(normal(num_rows, depth, seed=num_rows))
+        out = torch.full((num_rows + 1, columns + 16), torch.nan, dtype=dtype, device=device)
+        view = out[:num_rows, :columns]
+        on_device = store.to(device)[:num_rows, :depth]
+        ops.linear_few_rows(on_device, here[0], here[1], act=act, out=view)
+        expected, scale = expected_few_rows(x, weight, bias, act)
+        tolerance = 2.0 ** -(8 if dtype == torch.bfloat16 else 11)
+        error = (view.double().cpu() - expected).abs()
+        assert (error <= tolerance * expected.abs() + 2e-6 * scale + 1e-7).all(), num_rows
+        assert out[num_rows:].isnan().all()
+        assert out[:, columns:].isnan().all()
+        for _ in range(3):
+            again = ops.linear_few_rows(on_device, here[0], here[1], act=act)
+            assert torch.equal(again, view)
+
+
+@pytest.mark.parametrize(("weight_rows", "depth"), FEW_ROWS_SHAPES)
+def test_a_row_of_few_rows_does_not_depend_on_the_others(
+    device: str, weight_rows: int, depth: int
+) -> None:
+    """Up to 64 rows, which have one order of sums."""
+    skip_without_few_rows(device)
+    x = normal(64, depth).bfloat16().to(device)
+    weight = normal(weight_rows, depth).bfloat16().to(device)
+    whole = ops.linear_few_rows(x, weight)
+    for first, last in ((0, 1), (3, 19), (10, 42), (63, 64)):
+        assert torch.equal(ops.linear_few_rows(x[first:last], weight), whole[first:last])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_rows", [32, 100])
+def test_few_rows_in_a_graph(num_rows: int) -> None:
+    """A chain whose launches overlap sees what changed, and equals the eager chain bit for bit."""
+    skip_without_few_rows("cuda")
+    sizes = (1024, 6144, 1024, 4096)
+    weights = [(normal(n, k) / k**0.5).bfloat16().cuda() for k, n in itertools.pairwise(sizes)]
+    x = normal(num_rows, sizes[0]).bfloat16().cuda()
+    buffers = [x.new_empty(num_rows, n) for n in sizes[1:]]
+
+    def chain() -> torch.Tensor:
+        value = x
+        for weight, buffer in zip(weights, buffers, strict=True):
+            value = ops.linear_few_rows(value, weight, out=buffer)
+        return value
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        chain()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        chain()
+    for seed in range(20):
+        x.copy_(normal(num_rows, sizes[0], seed=seed).bfloat16())
+        weights[1].copy_(weights[1].roll(1, 0))
+        expected = chain().clone()
+        for buffer in buffers:
+            buffer.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(buffers[-1], expected)
+
+
+@pytest.mark.parametrize(
+    ("columns", "depth", "rows"),
+    [
+        (6144, 4096, 32),
+        (4096, 12288, 32),
+        (1024, 2048, 32),
+        (151936, 4096, 32),
+        (24576, 4096, 0),  # one round and a half
+        (4608, 3584, 0),
+        (3584, 18944, 0),
+        (157184, 2048, 0),
+        (1000, 2048, 0),  # no whole runs of 16 columns
+        (1024, 2000, 0),
+    ],
+)
+def test_few_rows_limit(columns: int, depth: int, rows: int) -> None:
+    assert ops.few_rows_limit(columns, depth) == rows
+
+
+@pytest.mark.cuda
+def test_layers_choose_few_rows_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_few_rows("cuda")
+    layer = filled(Linear(1024, (4096, 2048), bias=True, dtype=torch.bfloat16, device="cuda"))
+    calls = []
+    product = ops.linear_few_rows
+
+    def record(x: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        calls.append(x.size(0))
+        return product(x, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ops, "linear_few_rows", record)
+    limit = ops.few_rows_limit(6144, 1024)
+    for num_rows in (1, limit, limit + 1):
+        x = normal(num_rows, 1024).bfloat16().cuda()
+        out = layer(x, torch.empty(num_rows, 6144, dtype=torch.bfloat16, device="cuda"))
+        expected, _ = expected_few_rows(x, layer.row_major(), layer.bias, None)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-1)
+    assert calls == [1, limit]

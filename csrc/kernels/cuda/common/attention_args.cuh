@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "kernels/common/attention_plan.h"
+#include "kernels/common/fast_div.h"
 #include "kernels/common/row_interval.h"
 #include "kernels/cuda/common/cache_view.cuh"
 
@@ -55,6 +56,11 @@ struct AttentionArgs final {
   int32_t tokens_per_tile;
   int32_t num_splits;  // S
   int32_t keys_per_split;
+  int32_t block_shift;  // log2(block_size), or -1
+  FastDiv by_group;
+  FastDiv by_kv_heads;
+  FastDiv by_tile_tokens;
+  int32_t cluster_size;  // CTAs that share a unit as splits; 1 = splits are units of their own
 };
 
 /// One request as the kernels see it: lengths clamped so that bad data cannot leave the buffers.
@@ -65,32 +71,70 @@ struct RequestView final {
   int32_t splits;       // s_r
 };
 
-__device__ __forceinline__ RequestView load_request(const AttentionArgs& args, int32_t request) {
+/// The metadata of one request as stored.
+struct RawRequest final {
+  int32_t start = 0;
+  int32_t end = 0;
+  int32_t valid_slice = 0;
+  int32_t context_len = 0;
+  int32_t mask_kind = 0;
+  int32_t prefix_len = 0;
+  int32_t padded_prefix_len = 0;
+  int32_t q_start = 0;
+};
+
+__device__ __forceinline__ RawRequest read_request(const AttentionArgs& args, int32_t request) {
+  RawRequest raw;
+  raw.start = args.cu_seqlens_q[request];
+  raw.end = args.cu_seqlens_q[request + 1];
+  raw.valid_slice = args.valid_slices[request];
+  raw.context_len = args.context_lens[request];
+  raw.mask_kind = args.mask_kinds[request];
+  raw.prefix_len = args.prefix_lens == nullptr ? 0 : args.prefix_lens[request];
+  raw.padded_prefix_len = args.padded_prefix_lens == nullptr ? 0 : args.padded_prefix_lens[request];
+  raw.q_start = args.q_starts == nullptr ? raw.context_len : args.q_starts[request];
+  return raw;
+}
+
+/// Rows of a request that are real.
+__device__ __forceinline__ int32_t live_rows(const AttentionArgs& args, const RawRequest& raw) {
+  const int32_t start = clamp_i32(raw.start, 0, args.num_tokens);
+  const int32_t end = clamp_i32(raw.end, start, args.num_tokens);
+  return num_valid_rows(start, start + min_i32(end - start, args.max_seqlen_q), raw.valid_slice);
+}
+
+__device__ __forceinline__ RequestView view_request(const AttentionArgs& args,
+                                                    const RawRequest& raw) {
   RequestView view;
-  const int32_t start = clamp_i32(args.cu_seqlens_q[request], 0, args.num_tokens);
-  const int32_t end = clamp_i32(args.cu_seqlens_q[request + 1], start, args.num_tokens);
+  const int32_t start = clamp_i32(raw.start, 0, args.num_tokens);
+  const int32_t end = clamp_i32(raw.end, start, args.num_tokens);
   view.first_token = start;
   view.num_rows = min_i32(end - start, args.max_seqlen_q);
-  const int32_t bits = args.mask_kinds[request];
   const int64_t capacity = static_cast<int64_t>(args.max_pages) * args.k_cache.page_size;
   const int32_t limit = capacity < (1 << 30) ? static_cast<int32_t>(capacity) : 1 << 30;
   RequestMask& mask = view.mask;
-  const int32_t context = args.context_lens[request];
-  mask.context_len = clamp_i32(context, 0, limit);
-  mask.num_valid = num_valid_rows(start, start + view.num_rows, args.valid_slices[request]);
-  mask.start_position = args.q_starts == nullptr ? context : args.q_starts[request];
-  mask.prefix_len = args.prefix_lens == nullptr ? 0 : args.prefix_lens[request];
-  mask.padded_prefix_len =
-      args.padded_prefix_lens == nullptr ? 0 : args.padded_prefix_lens[request];
-  mask.kind = bits & 0xFF;
+  mask.context_len = clamp_i32(raw.context_len, 0, limit);
+  mask.num_valid = num_valid_rows(start, start + view.num_rows, raw.valid_slice);
+  mask.start_position = raw.q_start;
+  mask.prefix_len = raw.prefix_len;
+  mask.padded_prefix_len = raw.padded_prefix_len;
+  mask.kind = raw.mask_kind & 0xFF;
   mask.block_size = args.block_size;
+  mask.block_shift = args.block_shift;
   mask.sliding_window = args.sliding_window;
-  mask.is_anchored = (bits & kMaskAnchorBit) != 0;
-  mask.hole = mask_hole(bits, mask.context_len, mask.prefix_len, mask.padded_prefix_len);
-  view.splits =
-      request_splits(plan_keys(mask.context_len, mask.num_valid, bits, args.sliding_window),
-                     args.num_splits, args.keys_per_split);
+  mask.is_anchored = (raw.mask_kind & kMaskAnchorBit) != 0;
+  mask.hole = mask_hole(raw.mask_kind, mask.context_len, mask.prefix_len, mask.padded_prefix_len);
+  view.splits = 1;
+  if (args.num_splits > 1) {
+    view.splits = request_splits(
+        plan_keys(mask.context_len, mask.num_valid, raw.mask_kind, args.sliding_window),
+        args.num_splits, args.keys_per_split);
+  }
   return view;
+}
+
+__device__ __forceinline__ RequestView load_request(const AttentionArgs& args, int32_t request) {
+  return view_request(args, read_request(args, request));
 }
 
 /// Index of the partial record of a row; the request, not the packed row, addresses it, so that
@@ -154,8 +198,10 @@ __device__ __forceinline__ int64_t num_zero_work(const AttentionArgs& args) {
   return static_cast<int64_t>(args.num_reqs + 1) * args.tiles_per_request;
 }
 
+/// Zeroes the rows of one such unit with the threads `thread`, `thread` + `num_threads`, ...
 template <typename T>
-__device__ void zero_rows(const AttentionArgs& args, int64_t unit) {
+__device__ void zero_rows(const AttentionArgs& args, int64_t unit, int32_t thread,
+                          int32_t num_threads) {
   const int32_t request = static_cast<int32_t>(unit / args.tiles_per_request);
   const int32_t tile = static_cast<int32_t>(unit % args.tiles_per_request);
   int32_t first;
@@ -173,16 +219,21 @@ __device__ void zero_rows(const AttentionArgs& args, int64_t unit) {
   const int32_t row_elems = args.num_q_heads * args.head_dim;
   T* out = static_cast<T*>(args.out);
   for (int32_t token = first; token < last; token += step) {
-    for (int32_t elem = threadIdx.x; elem < row_elems; elem += blockDim.x) {
+    for (int32_t elem = thread; elem < row_elems; elem += num_threads) {
       out[token * args.out_stride[0] + elem / args.head_dim * args.out_stride[1] +
           elem % args.head_dim * args.out_stride[2]] = T(0.0F);
     }
     if (args.lse != nullptr) {
-      for (int32_t head = threadIdx.x; head < args.num_q_heads; head += blockDim.x) {
+      for (int32_t head = thread; head < args.num_q_heads; head += num_threads) {
         args.lse[token * args.lse_stride[0] + head * args.lse_stride[1]] = -INFINITY;
       }
     }
   }
+}
+
+template <typename T>
+__device__ void zero_rows(const AttentionArgs& args, int64_t unit) {
+  zero_rows<T>(args, unit, static_cast<int32_t>(threadIdx.x), static_cast<int32_t>(blockDim.x));
 }
 
 }  // namespace diffulex::cuda

@@ -14,6 +14,11 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+/// prefetch (PTX 2.0): the line of `address` into L2.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address));
+}
+
 /// cp.async (PTX 7.0, sm_80): 16 bytes from global to shared, or zeros when `is_read` is false;
 /// the source must be a valid address in both cases.
 __device__ __forceinline__ void cp_async16(uint32_t target, const void* source, bool is_read) {
@@ -34,6 +39,12 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
+/// cp.async.mbarrier.arrive.noinc (PTX 7.1, sm_80): an arrival on `barrier`, which counted on it,
+/// once the earlier cp.async of this thread have landed.
+__device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
+
 /// ldmatrix (PTX 6.5, sm_75): four 8x8 matrices of 16-bit elements.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
@@ -48,6 +59,32 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint3
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(address)
                : "memory");
+}
+
+/// stmatrix (PTX 7.8, sm_90): four 8x8 matrices of 16-bit elements, each transposed; lane i gives
+/// the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address),
+      "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+      : "memory");
+}
+
+/// ld.shared of 16 bytes.
+__device__ __forceinline__ float4 shared_load4(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+/// movmatrix (PTX 7.8, sm_75): an 8x8 matrix of 16-bit elements held by a warp, transposed.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t fragment) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(result) : "r"(fragment));
+  return result;
 }
 
 /// mma.m16n8k16 (PTX 7.0, sm_80), fp32 accumulation: c += a * b.

@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/common/gate.cuh"
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/common/row_layout.cuh"
 #include "kernels/cuda/common/vec.cuh"
 #include "kernels/cuda/cuda_ops.h"
@@ -28,11 +29,15 @@ struct ActArgs {
 template <typename T, Activation kAct, bool kVec>
 __global__ void __launch_bounds__(kThreads) act_kernel(const __grid_constant__ ActArgs args) {
   constexpr int kCount = kVec ? 8 : 1;
-  const int64_t pieces = args.width / kCount;
+  pdl_launch_dependents();
+  pdl_wait();
+  const auto pieces = static_cast<uint32_t>(args.width / kCount);
   const int64_t total = args.num_rows * pieces;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
        i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const int64_t row = i / pieces;
+    // 32-bit division where it is enough: the 64-bit one costs more than the activation.
+    const int64_t row =
+        total <= UINT32_MAX ? static_cast<uint32_t>(i) / pieces : i / static_cast<int64_t>(pieces);
     const int64_t column = (i - row * pieces) * kCount;
     const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row) + column;
     float gate[kCount];
@@ -49,15 +54,14 @@ __global__ void __launch_bounds__(kThreads) act_kernel(const __grid_constant__ A
 }
 
 template <typename T, Activation kAct>
-void launch_act(const ActArgs& args, bool is_vec, cudaStream_t stream) {
+cudaError_t launch_act(const ActArgs& args, bool is_vec, const ExecContext& context) {
   const int64_t total = args.num_rows * (is_vec ? args.width / 8 : args.width);
   const int64_t blocks = ceil_div(total, kThreads);
-  const auto grid = static_cast<unsigned>(blocks < (1 << 20) ? blocks : 1 << 20);
-  if (is_vec) {
-    act_kernel<T, kAct, true><<<grid, kThreads, 0, stream>>>(args);
-  } else {
-    act_kernel<T, kAct, false><<<grid, kThreads, 0, stream>>>(args);
-  }
+  const LaunchShape shape{static_cast<unsigned>(blocks < (1 << 20) ? blocks : 1 << 20), kThreads, 0,
+                          stream_of(context)};
+  const bool is_dependent = can_launch_dependent(context.device_index);
+  return is_vec ? launch_dependent(act_kernel<T, kAct, true>, shape, is_dependent, args)
+                : launch_dependent(act_kernel<T, kAct, false>, shape, is_dependent, args);
 }
 
 }  // namespace
@@ -76,23 +80,19 @@ Status act_and_mul(const ActAndMulParams& params, const ExecContext& context) {
   const int64_t bytes = dtype_bytes(params.x.dtype);
   const bool is_vec = args.width % 8 == 0 && is_aligned16(args.x) && is_aligned16(args.out) &&
                       args.x_rows.is_aligned16(bytes) && args.out_rows.is_aligned16(bytes);
-  DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(kWhere, params.x.dtype, [&](auto tag) {
+  return dispatch_dtype(kWhere, params.x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     switch (params.act) {
       case Activation::kSilu:
-        launch_act<T, Activation::kSilu>(args, is_vec, stream_of(context));
-        return Status::ok_status();
+        return cuda_status(kWhere, launch_act<T, Activation::kSilu>(args, is_vec, context));
       case Activation::kGeluTanh:
-        launch_act<T, Activation::kGeluTanh>(args, is_vec, stream_of(context));
-        return Status::ok_status();
+        return cuda_status(kWhere, launch_act<T, Activation::kGeluTanh>(args, is_vec, context));
       case Activation::kGeluErf:
-        launch_act<T, Activation::kGeluErf>(args, is_vec, stream_of(context));
-        return Status::ok_status();
+        return cuda_status(kWhere, launch_act<T, Activation::kGeluErf>(args, is_vec, context));
     }
     return make_error(StatusCode::kInvalidArgument, kWhere, ": act: expected 0, 1 or 2, got ",
                       static_cast<int32_t>(params.act));
-  }));
-  return check_launch(kWhere);
+  });
 }
 
 namespace {

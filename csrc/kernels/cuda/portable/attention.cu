@@ -6,6 +6,7 @@
 #include "kernels/common/attention_checks.h"
 #include "kernels/common/attention_config.h"
 #include "kernels/cuda/common/attention_args.cuh"
+#include "kernels/cuda/common/hopper.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/portable/attention_combine.h"
@@ -13,11 +14,13 @@
 #include "kernels/cuda/portable/attention_table.h"
 #include "kernels/cuda/portable/check_data.h"
 #include "kernels/cuda/portable/prepare.h"
+#include "kernels/cuda/sm90/attention/table.h"
 
 namespace diffulex::cuda {
 namespace {
 
 constexpr const char* kWhere = "diffulex::block_attention";
+constexpr int32_t kEmptyPageShift = 7;
 
 template <typename Strides>
 void copy_strides(const TensorRef& tensor, Strides& strides) {
@@ -28,6 +31,15 @@ void copy_strides(const TensorRef& tensor, Strides& strides) {
 
 const int32_t* optional_i32(const TensorRef& tensor) {
   return tensor.present() ? tensor.as<const int32_t>() : nullptr;
+}
+
+/// log2 of a power of two, -1 for other numbers.
+int32_t log2_or_none(int32_t value) {
+  int32_t shift = 0;
+  while (shift < 30 && (1 << shift) < value) {
+    ++shift;
+  }
+  return (1 << shift) == value ? shift : -1;
 }
 
 AttentionArgs make_args(const BlockAttentionParams& params, const AttentionShape& shape) {
@@ -73,6 +85,9 @@ AttentionArgs make_args(const BlockAttentionParams& params, const AttentionShape
   args.group = shape.num_q_heads / shape.num_kv_heads;
   args.head_dim = shape.head_dim;
   args.block_size = params.block_size;
+  args.block_shift = log2_or_none(params.block_size);
+  args.by_group = FastDiv::of(static_cast<uint32_t>(args.group));
+  args.by_kv_heads = FastDiv::of(static_cast<uint32_t>(args.num_kv_heads));
   args.sliding_window = params.sliding_window;
   args.max_seqlen_q = params.max_seqlen_q;
   return args;
@@ -107,12 +122,41 @@ const TensorCoreEntry* find_tensor_core(DType dtype, int32_t head_dim, int32_t r
   return nullptr;
 }
 
+/// True when the copy engine can fetch every operand: pages of 8 to 256 tokens fill whole rows of
+/// the shared-memory swizzle, and strides are positive.
+bool is_copy_engine_ready(const BlockAttentionParams& params, const AttentionArgs& args) {
+  const int32_t page_size = args.k_cache.page_size;
+  const auto has_steps = [](const TensorRef& tensor) {
+    return tensor.stride[0] > 0 && tensor.stride[1] > 0;
+  };
+  const auto has_cache_steps = [](const CacheView& cache) {
+    return cache.page_stride > 0 && cache.token_stride > 0 && cache.head_stride > 0;
+  };
+  const bool is_cache_ready = args.k_cache.num_pages == 0 ||
+                              (page_size >= 8 && page_size <= 256 &&
+                               has_cache_steps(args.k_cache) && has_cache_steps(args.v_cache));
+  return is_tensor_core_ready(params, args) && is_cache_ready && has_steps(params.q) &&
+         has_steps(params.k) && has_steps(params.v) && args.num_tokens > 0;
+}
+
+const sm90::AttentionEntry* find_hopper(DType dtype, int32_t head_dim, int32_t rows_per_tile) {
+  for (const sm90::AttentionEntry& entry : sm90::attention_entries()) {
+    if (entry.dtype == dtype && entry.head_dim == head_dim &&
+        entry.rows_per_tile == rows_per_tile) {
+      return &entry;
+    }
+  }
+  return nullptr;
+}
+
 void apply_config(AttentionArgs& args, const AttentionConfig& config) {
   args.rows_per_tile = config.rows_per_tile;
   args.tokens_per_tile = config.tokens_per_tile;
+  args.by_tile_tokens = FastDiv::of(static_cast<uint32_t>(config.tokens_per_tile));
   args.tiles_per_request = config.tiles_per_request;
   args.num_splits = config.num_splits;
   args.keys_per_split = config.keys_per_split;
+  args.cluster_size = config.cluster_size;
 }
 
 Status bind_workspace(AttentionArgs& args, const AttentionShape& shape,
@@ -122,7 +166,8 @@ Status bind_workspace(AttentionArgs& args, const AttentionShape& shape,
   }
   const int64_t records =
       int64_t{args.num_splits} * args.num_reqs * args.max_seqlen_q * args.num_q_heads;
-  const int64_t needed = records * (int64_t{args.head_dim} + 2) * 4;
+  const int64_t stats_bytes = (records * 8 + 15) / 16 * 16;
+  const int64_t needed = stats_bytes + records * args.head_dim * 4;
   if (context.workspace == nullptr || context.workspace_bytes < static_cast<size_t>(needed)) {
     return make_error(StatusCode::kInvalidArgument, kWhere, ": workspace: expected at least ",
                       attention_workspace_bytes(shape, Device::kCuda), " bytes, got ",
@@ -132,9 +177,9 @@ Status bind_workspace(AttentionArgs& args, const AttentionShape& shape,
     return make_error(StatusCode::kInvalidArgument, kWhere,
                       ": workspace: expected a 256-byte aligned address, got ", context.workspace);
   }
-  // Statistics first: their 8-byte records keep the following rows aligned for any head dim.
   args.partial_stats = static_cast<float2*>(context.workspace);
-  args.partial_out = reinterpret_cast<float*>(args.partial_stats + records);
+  args.partial_out =
+      reinterpret_cast<float*>(static_cast<uint8_t*>(context.workspace) + stats_bytes);
   return Status::ok_status();
 }
 
@@ -154,6 +199,21 @@ Status check_indices(const BlockAttentionParams& params, const AttentionArgs& ar
 
 Status launch_paths(const BlockAttentionParams& params, const AttentionShape& shape,
                     AttentionArgs& args, const ExecContext& context) {
+  const AttentionConfig hopper = hopper_attention_config(shape, context.batch_invariant);
+  if (args.group <= hopper.rows_per_tile && is_hopper_device(context.device_index) &&
+      is_copy_engine_ready(params, args)) {
+    const sm90::AttentionEntry* entry =
+        find_hopper(params.q.dtype, shape.head_dim, hopper.rows_per_tile);
+    if (entry != nullptr) {
+      apply_config(args, hopper);
+      if (args.k_cache.num_pages == 0) {  // no page is ever found; whole tiles keep boxes aligned
+        args.k_cache.page_size = 1 << kEmptyPageShift;
+        args.page_shift = kEmptyPageShift;
+      }
+      DIFFULEX_RETURN_IF_ERROR(bind_workspace(args, shape, context));
+      return entry->kernel.launch(args, context.device_index, context.stream);
+    }
+  }
   const AttentionConfig config = attention_config(shape, context.batch_invariant);
   const TensorCoreEntry* entry = nullptr;
   // A tile must hold at least one token.
@@ -195,13 +255,18 @@ Status block_attention(const BlockAttentionParams& params, const ExecContext& co
   AttentionArgs args = make_args(params, shape);
   DIFFULEX_RETURN_IF_ERROR(check_indices(params, args, context));
   DIFFULEX_RETURN_IF_ERROR(launch_paths(params, shape, args, context));
-  if (args.num_splits <= 1 || args.num_reqs == 0) {
+  if (args.num_splits <= 1 || args.cluster_size > 1 || args.num_reqs == 0) {
     return Status::ok_status();
   }
-  return attention_combine(args, params.q.dtype, context.stream);
+  return attention_combine(args, params.q.dtype, context);
 }
 
 Status prepare_attention_kernels(const ExecContext& context) {
+  if (is_hopper_device(context.device_index)) {
+    for (const sm90::AttentionEntry& entry : sm90::attention_entries()) {
+      DIFFULEX_RETURN_IF_ERROR(entry.kernel.prepare(context.device_index));
+    }
+  }
   for (const TensorCoreEntry& entry : tensor_core_kernels()) {
     DIFFULEX_RETURN_IF_ERROR(entry.kernel.prepare(context.device_index));
   }

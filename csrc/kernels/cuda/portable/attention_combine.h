@@ -3,13 +3,15 @@
 
 #include "diffulex/core/status.h"
 #include "diffulex/kernels/dtype.h"
+#include "diffulex/kernels/exec_context.h"
 
 namespace diffulex::cuda {
 
 struct AttentionArgs;
 
 /// Adds the partials of all requests with more than one split.
-[[nodiscard]] Status attention_combine(const AttentionArgs& args, DType dtype, void* stream);
+[[nodiscard]] Status attention_combine(const AttentionArgs& args, DType dtype,
+                                       const ExecContext& context);
 
 /// Loads the kernels on the current device.
 [[nodiscard]] Status prepare_attention_combine();

@@ -32,6 +32,7 @@ struct FilterArgs final {
   int32_t num_levels;    // digits of a key that can differ
   FilterOrder order;
   ConfidenceSpace space;
+  bool only_pending;  // rows that another kernel has marked
 };
 
 struct FilterShared final {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // fused_moe: sort the slots, gate-up product with activation, down product, weighted sum; four
-// launches over scratch of the caller. fused_experts_packed: list the tiles of the given grouping,
-// zero the rows outside it, the same two products.
+// launches over scratch of the caller, five where Hopper's large tiles want their rows together
+// first. On Hopper each may start before the one in front of it has ended. fused_experts_packed:
+// list the tiles of the given grouping, zero the rows outside it, the same two products.
 #include <cstdint>
 
 #include "kernels/common/moe_config.h"
@@ -13,6 +14,7 @@
 #include "kernels/cuda/portable/moe_gemm.h"
 #include "kernels/cuda/portable/moe_tiles.cuh"
 #include "kernels/cuda/portable/prepare.h"
+#include "kernels/cuda/sm90/moe/launch.h"
 
 namespace diffulex::cuda {
 namespace {
@@ -91,23 +93,33 @@ bool is_row_aligned(const TensorRef& tensor) {
   return is_aligned;
 }
 
-/// The kernels of one call: more specialised ones come first here.
+/// The kernels of one call.
 struct MoeKernels {
   MoePath path;
   int32_t tile;
+  bool is_streamed;  // nearly every weight is read once
 };
 
-MoeKernels choose_kernels(const MoePathQuery& query, int64_t num_rows, int32_t num_local,
-                          const ExecContext& context) {
+/// `max_expert_rows` bounds the rows of one expert.
+MoeKernels choose_kernels(const MoePathQuery& query, int64_t num_rows, int64_t max_expert_rows,
+                          int32_t num_local, const ExecContext& context) {
   const MoePath path = choose_moe_path(query);
-  return {path, path == MoePath::kMma
-                    ? choose_moe_tile(num_rows, num_local, context.batch_invariant)
-                    : kMoeGenericTile};
+  if (path == MoePath::kGeneric) {
+    return {path, kMoeGenericTile, false};
+  }
+  const int32_t tile =
+      path == MoePath::kWgmma
+          ? choose_moe_wgmma_tile(num_rows, max_expert_rows, num_local, context.batch_invariant)
+          : choose_moe_tile(num_rows, num_local, context.batch_invariant);
+  return {path, tile, max_expert_rows <= tile || 2 * num_rows <= int64_t{tile} * num_local};
 }
 
 Status launch_gemm(MoePath path, DType dtype, const ExpertGemm& gemm, const ExecContext& context) {
   if (path == MoePath::kGeneric) {
     return launch_moe_generic(gemm, dtype, context);
+  }
+  if (path == MoePath::kWgmma) {
+    return launch_moe_wgmma(gemm, dtype, context);
   }
   return dtype == DType::kBF16 ? launch_moe_mma_bf16(gemm, context)
                                : launch_moe_mma_f16(gemm, context);
@@ -117,7 +129,29 @@ void set_weight(ExpertGemm& gemm, const TensorRef& weight) {
   gemm.weight = weight.data;
   gemm.expert_stride = weight.stride[0];
   gemm.weight_stride = weight.stride[1];
+  gemm.num_experts = static_cast<int32_t>(weight.size[0]);
   gemm.depth = static_cast<int32_t>(weight.size[2]);
+}
+
+/// Copies the rows of the gate-up product into the order of its positions. They live where the slot
+/// outputs will be: the down product writes those after it was finished.
+Status bring_rows_together(const TensorRef& x, const TensorRef& slot_out,
+                           const MoePermuteParams& permute, ExpertGemm* gate_up,
+                           const ExecContext& context) {
+  GatherRows gather{};
+  gather.rows = x.data;
+  gather.slots = gate_up->gather;
+  gather.counters = permute.counters.as<const int32_t>();
+  gather.out = slot_out.data;
+  gather.stride_bytes = x.stride[0] * dtype_bytes(x.dtype);
+  gather.row_bytes = x.size[1] * dtype_bytes(x.dtype);
+  gather.num_positions = gate_up->num_positions;
+  gather.top_k = gate_up->top_k;
+  gate_up->rows = slot_out.data;
+  gate_up->row_map = RowMap::of(slot_out);
+  gate_up->gather = nullptr;
+  gate_up->top_k = 1;
+  return launch_gather_rows(gather, context);
 }
 
 }  // namespace
@@ -134,8 +168,9 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   const DType dtype = params.x.dtype;
   const MoeKernels kernels = choose_kernels(
       {dtype, hidden, width,
-       is_row_aligned(params.x) && is_row_aligned(params.w13) && is_row_aligned(params.w2)},
-      num_slots, num_local, context);
+       is_row_aligned(params.x) && is_row_aligned(params.w13) && is_row_aligned(params.w2),
+       has_moe_wgmma(dtype, context.device_index)},
+      num_slots, params.x.size[0], num_local, context);
   const MoeScratch scratch =
       fused_moe_scratch({params.x.size[0], top_k, num_local, hidden, width, dtype}, Device::kCuda);
   const int64_t max_tiles = moe_max_tiles(num_slots, num_local, kernels.tile);
@@ -164,6 +199,7 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   gemm.max_tiles = static_cast<int32_t>(max_tiles);
   gemm.tile = kernels.tile;
   gemm.act = params.act;
+  gemm.is_streamed = kernels.is_streamed;
 
   ExpertGemm gate_up = gemm;
   gate_up.is_gate_up = true;
@@ -177,7 +213,11 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   gate_up.out_map = RowMap::of(activated);
   if (params.weight_on_input) {
     gate_up.row_weights = params.topk_weights.as<const float>();
+    gate_up.weight_slots = gate_up.gather;
     gate_up.row_weight_stride = params.topk_weights.stride[0];
+  }
+  if (kernels.path == MoePath::kWgmma && kernels.tile > kMoeMaxGatherTile) {
+    DIFFULEX_RETURN_IF_ERROR(bring_rows_together(params.x, slot_out, permute, &gate_up, context));
   }
   DIFFULEX_RETURN_IF_ERROR(launch_gemm(kernels.path, dtype, gate_up, context));
 
@@ -217,8 +257,9 @@ Status fused_experts_packed(const FusedExpertsPackedParams& params, const ExecCo
   const MoeKernels kernels =
       choose_kernels({dtype, hidden, width,
                       is_row_aligned(params.x) && is_row_aligned(params.w13) &&
-                          is_row_aligned(params.w2) && is_row_aligned(params.out)},
-                     num_rows, num_local, context);
+                          is_row_aligned(params.w2) && is_row_aligned(params.out),
+                      has_moe_wgmma(dtype, context.device_index)},
+                     num_rows, is_batched ? params.rows_per_expert : num_rows, num_local, context);
   const MoeScratch scratch = packed_scratch({num_rows, num_local, width, dtype}, Device::kCuda);
   const int64_t max_tiles = moe_max_tiles(num_rows, num_local, kernels.tile);
 
@@ -260,6 +301,7 @@ Status fused_experts_packed(const FusedExpertsPackedParams& params, const ExecCo
   gemm.max_tiles = static_cast<int32_t>(max_tiles);
   gemm.tile = kernels.tile;
   gemm.act = params.act;
+  gemm.is_streamed = kernels.is_streamed;
 
   ExpertGemm gate_up = gemm;
   gate_up.is_gate_up = true;
@@ -288,6 +330,7 @@ Status prepare_fused_moe(const ExecContext& context) {
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, packed_tiles_kernel));
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, zero_kernel));
   DIFFULEX_RETURN_IF_ERROR(prepare_moe_generic());
+  DIFFULEX_RETURN_IF_ERROR(prepare_moe_wgmma(context.device_index));
   DIFFULEX_RETURN_IF_ERROR(prepare_moe_mma_bf16(context.device_index));
   return prepare_moe_mma_f16(context.device_index);
 }

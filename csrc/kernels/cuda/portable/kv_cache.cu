@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/common/cache_view.cuh"
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/common/vec.cuh"
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/portable/check_data.h"
@@ -35,6 +36,8 @@ __global__ void __launch_bounds__(kThreads) store_kernel(const __grid_constant__
   const int side = blockIdx.y;
   const CacheView& cache = args.cache[side];
   const int32_t row_elems = args.num_heads * args.head_dim;
+  pdl_launch_dependents();
+  pdl_wait();
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + (threadIdx.x >> 5);
        row < args.num_rows; row += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int64_t slot = load_index(args.slots, args.is_slot_int64, row);
@@ -218,10 +221,12 @@ void fill_copy_side(CopyArgs& args, int side, const TensorRef& cache) {
 }
 
 template <typename Source, typename Target, bool kVec>
-void launch_store(const StoreArgs& args, cudaStream_t stream) {
+cudaError_t launch_store(const StoreArgs& args, const ExecContext& context) {
   const int64_t blocks = ceil_div(args.num_rows, kWarps);
   const dim3 grid(static_cast<unsigned>(blocks < 65536 ? blocks : 65536), 2);
-  store_kernel<Source, Target, kVec><<<grid, kThreads, 0, stream>>>(args);
+  return launch_dependent(store_kernel<Source, Target, kVec>,
+                          LaunchShape{grid, kThreads, 0, stream_of(context)},
+                          can_launch_dependent(context.device_index), args);
 }
 
 }  // namespace
@@ -254,19 +259,16 @@ Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& conte
       is_aligned16(params.v.data) && args.head_dim * bytes % 16 == 0 &&
       args.row_stride[0] * bytes % 16 == 0 && args.row_stride[1] * bytes % 16 == 0 &&
       args.cache[0].is_row_aligned16(bytes) && args.cache[1].is_row_aligned16(bytes);
-  DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(kWhere, params.k.dtype, [&](auto source_tag) {
+  return dispatch_dtype(kWhere, params.k.dtype, [&](auto source_tag) {
     using Source = typename decltype(source_tag)::type;
     if (is_vec) {
-      launch_store<Source, Source, true>(args, stream_of(context));
-      return Status::ok_status();
+      return cuda_status(kWhere, launch_store<Source, Source, true>(args, context));
     }
     return dispatch_dtype(kWhere, params.k_cache.dtype, [&](auto target_tag) {
       using Target = typename decltype(target_tag)::type;
-      launch_store<Source, Target, false>(args, stream_of(context));
-      return Status::ok_status();
+      return cuda_status(kWhere, launch_store<Source, Target, false>(args, context));
     });
-  }));
-  return check_launch(kWhere);
+  });
 }
 
 Status load_kv_cache(const LoadKvCacheParams& params, const ExecContext& context) {

@@ -6,6 +6,7 @@
 
 #include "diffulex/kernels/moe.h"
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/common/vec.cuh"
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/portable/moe_combine.h"
@@ -48,6 +49,8 @@ template <typename T, bool kVec>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineArgs args) {
   constexpr int kCount = kVec ? 8 : 1;
+  pdl_wait();
+  pdl_launch_dependents();
   const int64_t pieces = args.hidden / kCount;
   const int64_t total = args.num_tokens * pieces;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
@@ -118,17 +121,14 @@ Status launch_slot_sum(const char* where, const SlotSum& sum, const ExecContext&
                       (!sum.addend.present() || is_row_aligned(sum.addend));
   const int64_t total = args.num_tokens * (is_vec ? args.hidden / 8 : args.hidden);
   const int64_t blocks = ceil_div(total, kThreads);
-  const auto grid = static_cast<unsigned>(blocks < (1 << 20) ? blocks : 1 << 20);
-  DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(where, sum.out.dtype, [&](auto tag) {
+  const LaunchShape shape{dim3(static_cast<unsigned>(blocks < (1 << 20) ? blocks : 1 << 20)),
+                          dim3(kThreads), 0, stream_of(context)};
+  return dispatch_dtype(where, sum.out.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (is_vec) {
-      combine_kernel<T, true><<<grid, kThreads, 0, stream_of(context)>>>(args);
-    } else {
-      combine_kernel<T, false><<<grid, kThreads, 0, stream_of(context)>>>(args);
-    }
-    return Status::ok_status();
-  }));
-  return check_launch(where);
+    const auto kernel = is_vec ? combine_kernel<T, true> : combine_kernel<T, false>;
+    return cuda_status(
+        where, launch_dependent(kernel, shape, can_launch_dependent(context.device_index), args));
+  });
 }
 
 Status moe_combine(const MoeCombineParams& params, const ExecContext& context) {

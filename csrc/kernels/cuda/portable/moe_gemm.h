@@ -37,16 +37,17 @@ struct RowMap {
 /// A grouped product out[row] = rows[row] weight[expert]^T, with the activation of the gate-up
 /// product. Positions are those of the tile list.
 struct ExpertGemm {
-  const void* rows;            // what the product reads, row = gather[position] / top_k
-  const void* weight;          // [L, N, depth]; N = 2 width (gate, up) or width
-  void* out;                   // [*, width], row = scatter[position]
-  const int32_t* gather;       // slots by position; null: row = position
-  const int32_t* scatter;      // slots by position; null: row = position
-  const int32_t* tile_expert;  // [max_tiles]
-  const int32_t* tile_start;   // [max_tiles]
-  const int32_t* counters;     // [0] = number of tiles
-  const int32_t* ends;         // end position of each expert, or its number of rows
-  const float* row_weights;    // factor of the sums of a slot (or position); null = 1
+  const void* rows;             // what the product reads, row = gather[position] / top_k
+  const void* weight;           // [L, N, depth]; N = 2 width (gate, up) or width
+  void* out;                    // [*, width], row = scatter[position]
+  const int32_t* gather;        // slots by position; null: row = position
+  const int32_t* scatter;       // slots by position; null: row = position
+  const int32_t* tile_expert;   // [max_tiles]
+  const int32_t* tile_start;    // [max_tiles]
+  const int32_t* counters;      // [0] = number of tiles
+  const int32_t* ends;          // end position of each expert, or its number of rows
+  const float* row_weights;     // factor of the sums of a slot; null = 1
+  const int32_t* weight_slots;  // slots by position of row_weights; null: slot = position
   RowMap row_map;
   RowMap out_map;
   int64_t expert_stride;  // of weight
@@ -54,6 +55,7 @@ struct ExpertGemm {
   int64_t row_weight_stride;
   int64_t num_positions;    // positions from here on do not exist
   int32_t rows_per_expert;  // > 0: expert e owns the positions from e rows_per_expert on
+  int32_t num_experts;      // of weight
   int32_t top_k;
   int32_t depth;
   int32_t width;
@@ -61,6 +63,7 @@ struct ExpertGemm {
   int32_t tile;  // positions per tile
   Activation act;
   bool is_gate_up;
+  bool is_streamed;  // every weight is read about once: keep it out of the way in the L2 cache
 };
 
 using LaunchExpertGemm = Status (*)(const ExpertGemm& gemm, const ExecContext& context);

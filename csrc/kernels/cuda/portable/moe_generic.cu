@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
       continue;
     }
     const int64_t position = int64_t{start} + row;
-    const int64_t slot = moe_target(kGateUp ? gemm.gather : gemm.scatter, position);
+    const int64_t slot = moe_target(gemm.weight_slots, position);
     const float factor =
         gemm.row_weights == nullptr ? 1.0F : gemm.row_weights[slot * gemm.row_weight_stride];
     T* target = out + gemm.out_map.offset(moe_target(gemm.scatter, position));

@@ -172,7 +172,7 @@ __device__ __forceinline__ void write_tile(const ExpertGemm& gemm, const MoeTile
         continue;
       }
       const int64_t position = int64_t{tile.start} + row;
-      const int64_t slot = moe_target(Traits::kGateUp ? gemm.gather : gemm.scatter, position);
+      const int64_t slot = moe_target(gemm.weight_slots, position);
       const float factor =
           gemm.row_weights == nullptr ? 1.0F : gemm.row_weights[slot * gemm.row_weight_stride];
       T* target = out + gemm.out_map.offset(moe_target(gemm.scatter, position));

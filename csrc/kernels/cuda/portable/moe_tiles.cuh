@@ -14,15 +14,16 @@ namespace diffulex::cuda {
 /// Threads of the CTA that sorts slots or lists tiles.
 inline constexpr int kMoeSortThreads = 1024;
 
-/// Exclusive prefix sum over the CTA; `total` receives the sum. `scratch` holds 33 ints and may be
-/// reused after the next barrier.
-__device__ __forceinline__ int block_exclusive_sum(int value, int* scratch, int* total) {
+/// Exclusive prefix sum over the CTA; `total` receives the sum. `scratch` holds 33 values and may
+/// be reused after the next barrier.
+template <typename T>
+__device__ __forceinline__ T block_exclusive_sum(T value, T* scratch, T* total) {
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
-  int inclusive = value;
+  T inclusive = value;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(kFullWarp, inclusive, offset);
+    const T other = __shfl_up_sync(kFullWarp, inclusive, offset);
     inclusive += lane >= offset ? other : 0;
   }
   __syncthreads();
@@ -31,10 +32,10 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int* scratch, int*
   }
   __syncthreads();
   if (warp == 0) {
-    int sum = scratch[lane];
+    T sum = scratch[lane];
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
-      const int other = __shfl_up_sync(kFullWarp, sum, offset);
+      const T other = __shfl_up_sync(kFullWarp, sum, offset);
       sum += lane >= offset ? other : 0;
     }
     scratch[lane] = sum;
@@ -53,6 +54,28 @@ struct TileList {
   int32_t tile;
 };
 
+/// Lists the `count` tiles of an expert whose positions start at `first`, from entry `index` on.
+__device__ __forceinline__ void write_expert_tiles(const TileList& list, int expert, int first,
+                                                   int count, int index) {
+  for (int i = 0; i < count && index + i < list.capacity; ++i) {
+    list.expert[index + i] = expert;
+    list.start[index + i] = first + i * list.tile;
+  }
+}
+
+/// Marks the entries past the last tile with -1 and stores the number of tiles. The whole CTA.
+__device__ __forceinline__ void end_tiles(const TileList& list, int num_tiles) {
+  num_tiles = num_tiles < list.capacity ? num_tiles : list.capacity;
+  for (int index = num_tiles + static_cast<int>(threadIdx.x); index < list.capacity;
+       index += kMoeSortThreads) {
+    list.expert[index] = -1;
+    list.start[index] = -1;
+  }
+  if (threadIdx.x == 0) {
+    list.counters[0] = num_tiles;
+  }
+}
+
 /// Lists the tiles of [begin(e), end(e)) for e in [0, num_experts); entries past them are -1.
 template <typename Begin, typename End>
 __device__ __forceinline__ void write_tiles(const TileList& list, int num_experts, int* scratch,
@@ -65,22 +88,11 @@ __device__ __forceinline__ void write_tiles(const TileList& list, int num_expert
     // The usual form of the round-up overflows with a large tile.
     const int own = last > first ? (last - first - 1) / list.tile + 1 : 0;
     int total = 0;
-    int index = num_tiles + block_exclusive_sum(own, scratch, &total);
-    for (int i = 0; i < own && index < list.capacity; ++i, ++index) {
-      list.expert[index] = expert;
-      list.start[index] = first + i * list.tile;
-    }
+    const int index = num_tiles + block_exclusive_sum(own, scratch, &total);
+    write_expert_tiles(list, expert, first, own, index);
     num_tiles += total;
   }
-  num_tiles = num_tiles < list.capacity ? num_tiles : list.capacity;
-  for (int index = num_tiles + static_cast<int>(threadIdx.x); index < list.capacity;
-       index += kMoeSortThreads) {
-    list.expert[index] = -1;
-    list.start[index] = -1;
-  }
-  if (threadIdx.x == 0) {
-    list.counters[0] = num_tiles;
-  }
+  end_tiles(list, num_tiles);
 }
 
 /// The tile of this CTA.

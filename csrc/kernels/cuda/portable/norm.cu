@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 #include "kernels/cuda/common/row_layout.cuh"
 #include "kernels/cuda/common/vec.cuh"
@@ -75,15 +76,14 @@ __device__ __forceinline__ void load_operand(const T* x, const T* residual,
 
 /// Writes one piece of a row once its scale is known.
 template <typename T, NormKind kKind, bool kVec>
-__device__ __forceinline__ void finish_piece(const NormArgs& args, T* out, T* residual,
-                                             int32_t column, float scale, float out_scale,
+__device__ __forceinline__ void finish_piece(T* out, T* residual, int32_t column, float scale,
+                                             float out_scale,
+                                             const float (&weight)[kVec ? kElems : 1],
                                              float (&values)[kVec ? kElems : 1]) {
   constexpr int kCount = kVec ? kElems : 1;
   if constexpr (kKind == NormKind::kAddBefore) {
     store_floats<kCount, kVec>(residual + column, values);
   }
-  float weight[kCount];
-  load_weight<T, kVec>(args, column, weight);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     values[i] = values[i] * scale * weight[i];
@@ -119,6 +119,19 @@ __global__ void __launch_bounds__(32 * kWarps * kRows)
   if constexpr (kKind != NormKind::kPlain) {
     residual = static_cast<T*>(args.residual) + args.residual_rows.offset(row);
   }
+  float weights[kHeld > 0 ? kHeld : 1][kCount];
+  if constexpr (kVec) {
+    // Weights come from no kernel: their way from memory overlaps the end of the one before.
+#pragma unroll
+    for (int piece = 0; piece < kHeld; ++piece) {
+      const int32_t column = (piece * kThreads + thread) * kElems;
+      if (column < args.width) {
+        load_weight<T, kVec>(args, column, weights[piece]);
+      }
+    }
+  }
+  pdl_launch_dependents();
+  pdl_wait();
   float held[kHeld > 0 ? kHeld : 1][kCount];
   float sum = 0.0F;
   if constexpr (kVec) {
@@ -155,35 +168,39 @@ __global__ void __launch_bounds__(32 * kWarps * kRows)
     for (int piece = 0; piece < kHeld; ++piece) {
       const int32_t column = (piece * kThreads + thread) * kElems;
       if (column < args.width) {
-        finish_piece<T, kKind, kVec>(args, out, residual, column, scale, out_scale, held[piece]);
+        finish_piece<T, kKind, kVec>(out, residual, column, scale, out_scale, weights[piece],
+                                     held[piece]);
       }
     }
   } else {
     for (int32_t column = thread; column < args.width; column += kThreads) {
       load_operand<T, kKind, kVec>(x + column, residual + column, held[0]);
-      finish_piece<T, kKind, kVec>(args, out, residual, column, scale, out_scale, held[0]);
+      load_weight<T, kVec>(args, column, weights[0]);
+      finish_piece<T, kKind, kVec>(out, residual, column, scale, out_scale, weights[0], held[0]);
     }
   }
 }
 
 template <typename T, NormKind kKind, int kWarps, int kRows, int kHeld>
-void launch_norm(const NormArgs& args, cudaStream_t stream) {
-  const int64_t blocks = ceil_div(args.num_rows, kRows);
-  norm_kernel<T, kKind, kWarps, kRows, kHeld>
-      <<<static_cast<unsigned>(blocks), 32 * kWarps * kRows, 0, stream>>>(args);
+cudaError_t launch_norm(const NormArgs& args, const ExecContext& context) {
+  const auto blocks = static_cast<unsigned>(ceil_div(args.num_rows, kRows));
+  return launch_dependent(norm_kernel<T, kKind, kWarps, kRows, kHeld>,
+                          LaunchShape{blocks, 32 * kWarps * kRows, 0, stream_of(context)},
+                          can_launch_dependent(context.device_index), args);
 }
 
 template <typename T, NormKind kKind>
-void launch_width(const NormArgs& args, bool is_vec, cudaStream_t stream) {
+cudaError_t launch_width(const NormArgs& args, bool is_vec, const ExecContext& context) {
   if (is_vec && args.width <= 1024) {
-    launch_norm<T, kKind, 1, 8, 4>(args, stream);
-  } else if (is_vec && args.width <= 4096) {
-    launch_norm<T, kKind, 8, 1, 2>(args, stream);
-  } else if (is_vec && args.width <= 16384) {
-    launch_norm<T, kKind, 16, 1, 4>(args, stream);
-  } else {
-    launch_norm<T, kKind, 8, 1, 0>(args, stream);
+    return launch_norm<T, kKind, 1, 8, 4>(args, context);
   }
+  if (is_vec && args.width <= 4096) {
+    return launch_norm<T, kKind, 8, 1, 2>(args, context);
+  }
+  if (is_vec && args.width <= 16384) {
+    return launch_norm<T, kKind, 16, 1, 4>(args, context);
+  }
+  return launch_norm<T, kKind, 8, 1, 0>(args, context);
 }
 
 template <NormKind kKind>
@@ -214,11 +231,10 @@ Status run_norm(const char* where, const RmsNormParams& params, const TensorRef&
     args.residual_rows = RowLayout::of(residual);
     is_vec = is_vec && is_aligned16(residual.data) && args.residual_rows.is_aligned16(bytes);
   }
-  DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(where, params.x.dtype, [&](auto tag) {
-    launch_width<typename decltype(tag)::type, kKind>(args, is_vec, stream_of(context));
-    return Status::ok_status();
-  }));
-  return check_launch(where);
+  return dispatch_dtype(where, params.x.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return cuda_status(where, launch_width<T, kKind>(args, is_vec, context));
+  });
 }
 
 }  // namespace

@@ -13,11 +13,13 @@ namespace diffulex::cuda {
 [[nodiscard]] Status prepare_accept_gemma();
 [[nodiscard]] Status prepare_accept_mask_fill();
 [[nodiscard]] Status prepare_activation();
+[[nodiscard]] Status prepare_advance_decode();
 [[nodiscard]] Status prepare_attention_kernels(const ExecContext& context);
 [[nodiscard]] Status prepare_attention_plan();
 [[nodiscard]] Status prepare_entropy_bound_mask();
 [[nodiscard]] Status prepare_fused_moe(const ExecContext& context);
 [[nodiscard]] Status prepare_kv_cache();
+[[nodiscard]] Status prepare_linear_few_rows(const ExecContext& context);
 [[nodiscard]] Status prepare_merge_token_stats();
 [[nodiscard]] Status prepare_moe_combine();
 [[nodiscard]] Status prepare_moe_permute();

@@ -7,6 +7,7 @@
 
 #include "kernels/cuda/common/cache_view.cuh"
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 #include "kernels/cuda/common/vec.cuh"
 #include "kernels/cuda/cuda_ops.h"
@@ -45,8 +46,12 @@ struct RopeArgs {
   CacheView k_cache;
   CacheView v_cache;
   int32_t cache_dtype;  // DType of the caches
+  bool is_cache_plain;  // caches of the rows' type with contiguous, aligned heads
   int64_t num_tokens;
   int32_t num_warp_heads;  // warps per token
+  int32_t warp_heads;      // consecutive heads of one projection that a warp does
+  int32_t q_end;           // heads of q and k, rounded up to warp_heads
+  int32_t k_end;
   int32_t head_dim;
   int32_t rotary_dim;
   float eps;
@@ -77,19 +82,35 @@ __device__ __forceinline__ UnitPlace<kWidth> place_unit(const RopeArgs& args, in
   return {unit * kWidth, unit * kWidth + kHalf, true};
 }
 
+/// Cosines and sines of the pairs of one unit.
 template <int kWidth>
-__device__ __forceinline__ void rotate_unit(const RopeArgs& args, const float* cos_sin,
-                                            const UnitPlace<kWidth>& place,
+struct UnitAngles {
+  float cosine[kWidth / 2];
+  float sine[kWidth / 2];
+};
+
+template <int kWidth>
+__device__ __forceinline__ UnitAngles<kWidth> load_angles(const RopeArgs& args,
+                                                          const float* cos_sin,
+                                                          const UnitPlace<kWidth>& place) {
+  UnitAngles<kWidth> angles{};
+  if (place.is_rotary) {
+    const float* cosine = cos_sin + (args.neox ? place.low : place.low / 2);
+    load_floats<kWidth / 2, false>(cosine, angles.cosine);
+    load_floats<kWidth / 2, false>(cosine + args.rotary_dim / 2, angles.sine);
+  }
+  return angles;
+}
+
+template <int kWidth>
+__device__ __forceinline__ void rotate_unit(bool is_neox, const UnitAngles<kWidth>& angles,
                                             float (&values)[kWidth]) {
   constexpr int kHalf = kWidth / 2;
 #pragma unroll
   for (int pair = 0; pair < kHalf; ++pair) {
     // neox pairs (low + i, high + i); otherwise neighbours (2 i, 2 i + 1).
-    const int first = args.neox ? pair : 2 * pair;
-    const int second = args.neox ? kHalf + pair : 2 * pair + 1;
-    const int32_t angle = (args.neox ? place.low : place.low / 2) + pair;
-    const float cosine = cos_sin[angle];
-    const float sine = cos_sin[args.rotary_dim / 2 + angle];
+    const int first = is_neox ? pair : 2 * pair;
+    const int second = is_neox ? kHalf + pair : 2 * pair + 1;
     float x1 = 0.0F;
     float x2 = 0.0F;
 #pragma unroll
@@ -97,8 +118,8 @@ __device__ __forceinline__ void rotate_unit(const RopeArgs& args, const float* c
       x1 = i == first ? values[i] : x1;
       x2 = i == second ? values[i] : x2;
     }
-    const float y1 = x1 * cosine - x2 * sine;
-    const float y2 = x2 * cosine + x1 * sine;
+    const float y1 = x1 * angles.cosine[pair] - x2 * angles.sine[pair];
+    const float y2 = x2 * angles.cosine[pair] + x1 * angles.sine[pair];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       values[i] = i == first ? y1 : (i == second ? y2 : values[i]);
@@ -174,20 +195,87 @@ __device__ __forceinline__ SlotPlace find_slot(const RopeArgs& args, int64_t tok
     return place;
   }
   const int64_t slot = load_index(args.slots, args.is_slot_int64, token);
-  if (slot >= 0 && slot / args.k_cache.page_size < args.k_cache.num_pages) {
+  if (slot >= 0 && slot <= UINT32_MAX) {
+    const auto page_size = static_cast<uint32_t>(args.k_cache.page_size);
+    const uint32_t page = static_cast<uint32_t>(slot) / page_size;
+    if (page < static_cast<uint32_t>(args.k_cache.num_pages)) {
+      place.page = page;
+      place.offset = static_cast<uint32_t>(slot) - page * page_size;
+    }
+  } else if (slot >= 0 && slot / args.k_cache.page_size < args.k_cache.num_pages) {
     place.page = slot / args.k_cache.page_size;
     place.offset = slot % args.k_cache.page_size;
   }
   return place;
 }
 
+/// What a head is finished with besides its values; loaded before they arrive.
+template <int kWidth, int kUnits>
+struct HeadTables {
+  float weights[kUnits][kWidth];
+  UnitAngles<kWidth> angles[kUnits];
+};
+
+template <typename T, int kWidth, int kUnits>
+__device__ __forceinline__ void load_weights(const RopeArgs& args, const HeadGroup& group,
+                                             HeadTables<kWidth, kUnits>& tables) {
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    const int32_t unit = i * 32 + static_cast<int32_t>(threadIdx.x & 31);
+    const UnitPlace<kWidth> place = place_unit<kWidth>(args, unit);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const int32_t dim = j < kWidth / 2 ? place.low + j : place.high + j - kWidth / 2;
+      const bool has_weight = group.has_norm && unit < args.head_dim / kWidth;
+      tables.weights[i][j] = has_weight ? weight_at<T>(group, dim, args.weight_offset) : 1.0F;
+    }
+  }
+}
+
+template <int kWidth, int kUnits>
+__device__ __forceinline__ void load_head_angles(const RopeArgs& args, int64_t token,
+                                                 HeadTables<kWidth, kUnits>& tables) {
+  int64_t position = load_index(args.positions, args.is_position_int64, token);
+  position = position < 0 ? 0 : (position >= args.max_position ? args.max_position - 1 : position);
+  const float* cos_sin = args.cos_sin + position * args.cos_sin_stride;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    const int32_t unit = i * 32 + static_cast<int32_t>(threadIdx.x & 31);
+    if (unit < args.head_dim / kWidth) {
+      tables.angles[i] = load_angles<kWidth>(args, cos_sin, place_unit<kWidth>(args, unit));
+    }
+  }
+}
+
+/// Writes one unit to the cache: in the cache's type, the values as they were rounded to T.
+template <typename T, int kWidth, bool kVec>
+__device__ __forceinline__ void store_cached_unit(const RopeArgs& args, const CacheView& cache,
+                                                  const SlotPlace& slot, int32_t head,
+                                                  const UnitPlace<kWidth>& place,
+                                                  const float (&values)[kWidth]) {
+  if (kVec && args.is_cache_plain) {
+    T* target = static_cast<T*>(cache.data) + slot.page * cache.page_stride +
+                slot.offset * cache.token_stride + head * cache.head_stride;
+    store_unit<T, kWidth, kVec>(target, place, values);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    const int32_t dim = j < kWidth / 2 ? place.low + j : place.high + j - kWidth / 2;
+    store_cached(cache, args.cache_dtype, cache.offset(slot.page, slot.offset, head, dim),
+                 to_float(from_float<T>(values[j])));
+  }
+}
+
 /// kUnits units of kWidth elements per lane hold one head.
 template <typename T, int kWidth, int kUnits, bool kVec>
 __device__ void finish_head(const RopeArgs& args, const HeadGroup& group, int32_t head,
                             int64_t token, bool is_rotated, const CacheView* cache,
+                            const HeadTables<kWidth, kUnits>& tables,
                             const float (&loaded)[kUnits][kWidth]) {
   const int lane = threadIdx.x & 31;
   const int32_t num_units = args.head_dim / kWidth;
+  const SlotPlace slot = cache == nullptr ? SlotPlace{} : find_slot(args, token);
   float scale = 1.0F;
   if (group.has_norm) {
     float sum = 0.0F;
@@ -200,10 +288,6 @@ __device__ void finish_head(const RopeArgs& args, const HeadGroup& group, int32_
     }
     scale = rsqrtf(warp_sum(sum) / static_cast<float>(args.head_dim) + args.eps);
   }
-  int64_t position = load_index(args.positions, args.is_position_int64, token);
-  position = position < 0 ? 0 : (position >= args.max_position ? args.max_position - 1 : position);
-  const float* cos_sin = args.cos_sin + position * args.cos_sin_stride;
-  const SlotPlace slot = cache == nullptr ? SlotPlace{} : find_slot(args, token);
   T* target = static_cast<T*>(group.data) + token * group.token_stride + head * group.head_stride;
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
@@ -215,45 +299,26 @@ __device__ void finish_head(const RopeArgs& args, const HeadGroup& group, int32_
     float values[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const int32_t dim = j < kWidth / 2 ? place.low + j : place.high + j - kWidth / 2;
-      values[j] = loaded[i][j];
-      if (group.has_norm) {
-        values[j] = values[j] * scale * weight_at<T>(group, dim, args.weight_offset);
-      }
+      values[j] = group.has_norm ? loaded[i][j] * scale : loaded[i][j];
+      values[j] = group.weight != nullptr ? values[j] * tables.weights[i][j] : values[j];
     }
     if (is_rotated && place.is_rotary) {
-      rotate_unit<kWidth>(args, cos_sin, place, values);
+      rotate_unit<kWidth>(args.neox, tables.angles[i], values);
     }
-    store_unit<T, kWidth, kVec>(target, place, values);
+    if (is_rotated || group.has_norm) {  // plain V stays as it is
+      store_unit<T, kWidth, kVec>(target, place, values);
+    }
     if (slot.page >= 0) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const int32_t dim = j < kWidth / 2 ? place.low + j : place.high + j - kWidth / 2;
-        store_cached(*cache, args.cache_dtype, cache->offset(slot.page, slot.offset, head, dim),
-                     to_float(from_float<T>(values[j])));
-      }
+      store_cached_unit<T, kWidth, kVec>(args, *cache, slot, head, place, values);
     }
   }
 }
 
+/// One head of one token, by one warp.
 template <typename T, int kWidth, int kUnits, bool kVec>
-__global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ RopeArgs args) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + (threadIdx.x >> 5);
-  const int64_t token = index / args.num_warp_heads;
-  if (token >= args.num_tokens) {
-    return;
-  }
-  int32_t head = static_cast<int32_t>(index % args.num_warp_heads);
-  int32_t part = 0;  // 0 = q, 1 = k, 2 = v
-  if (head >= args.q.num_heads) {
-    head -= args.q.num_heads;
-    part = 1;
-    if (head >= args.k.num_heads) {
-      head -= args.k.num_heads;
-      part = 2;
-    }
-  }
-  const HeadGroup& group = part == 0 ? args.q : (part == 1 ? args.k : args.v);
+__device__ __forceinline__ void run_head(const RopeArgs& args, const HeadGroup& group, int part,
+                                         int32_t head, int64_t token,
+                                         const HeadTables<kWidth, kUnits>& tables) {
   const T* source =
       static_cast<const T*>(group.data) + token * group.token_stride + head * group.head_stride;
   float values[kUnits][kWidth];
@@ -270,13 +335,48 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ 
   }
   const bool is_stored = args.slots != nullptr && part > 0;
   if (part == 1 && args.v_from_raw_k) {
-    // V first: it needs the raw K that the next call overwrites.
+    // V first: it needs the raw K that the next call overwrites. It has no weight.
     finish_head<T, kWidth, kUnits, kVec>(args, args.v, head, token, false,
-                                         is_stored ? &args.v_cache : nullptr, values);
+                                         is_stored ? &args.v_cache : nullptr, tables, values);
   }
   const CacheView* cache = part == 1 ? &args.k_cache : &args.v_cache;
   finish_head<T, kWidth, kUnits, kVec>(args, group, head, token, part < 2,
-                                       is_stored ? cache : nullptr, values);
+                                       is_stored ? cache : nullptr, tables, values);
+}
+
+template <typename T, int kWidth, int kUnits, bool kVec>
+__global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ RopeArgs args) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + (threadIdx.x >> 5);
+  // 32-bit division where it is enough.
+  const int64_t token = index <= UINT32_MAX ? static_cast<uint32_t>(index) /
+                                                  static_cast<uint32_t>(args.num_warp_heads)
+                                            : index / args.num_warp_heads;
+  if (token >= args.num_tokens) {
+    return;
+  }
+  auto head = static_cast<int32_t>(index - token * args.num_warp_heads) * args.warp_heads;
+  int32_t part = 0;  // 0 = q, 1 = k, 2 = v
+  if (head >= args.q_end) {
+    head -= args.q_end;
+    part = 1;
+    if (head >= args.k_end) {
+      head -= args.k_end;
+      part = 2;
+    }
+  }
+  const HeadGroup& group = part == 0 ? args.q : (part == 1 ? args.k : args.v);
+  // Weights come from no kernel: their way from memory overlaps the end of the one before.
+  HeadTables<kWidth, kUnits> tables;
+  load_weights<T>(args, group, tables);
+  pdl_launch_dependents();
+  pdl_wait();
+  if (part < 2) {
+    load_head_angles(args, token, tables);
+  }
+  const int32_t end = min(head + args.warp_heads, group.num_heads);
+  for (; head < end; ++head) {
+    run_head<T, kWidth, kUnits, kVec>(args, group, part, head, token, tables);
+  }
 }
 
 bool is_pair_aligned(const HeadGroup& group, int64_t bytes) {
@@ -284,21 +384,37 @@ bool is_pair_aligned(const HeadGroup& group, int64_t bytes) {
          group.token_stride % 2 == 0 && group.head_stride % 2 == 0;
 }
 
+/// Sets how heads are shared among warps: one each while there are few, several when the tables of
+/// a token are worth keeping.
+void share_heads(RopeArgs& args) {
+  args.warp_heads = args.num_tokens >= 512 ? 4 : 1;
+  const auto round_up = [&](int32_t heads) {
+    return (heads + args.warp_heads - 1) / args.warp_heads * args.warp_heads;
+  };
+  args.q_end = round_up(args.q.num_heads);
+  args.k_end = round_up(args.k.num_heads);
+  args.num_warp_heads = (args.q_end + args.k_end + round_up(args.v.num_heads)) / args.warp_heads;
+}
+
 template <typename T>
-void launch_rope(const RopeArgs& args, cudaStream_t stream) {
-  const auto grid = static_cast<unsigned>(ceil_div(args.num_tokens * args.num_warp_heads, kWarps));
+cudaError_t launch_rope(const RopeArgs& args, const ExecContext& context) {
+  const LaunchShape shape{
+      static_cast<unsigned>(ceil_div(args.num_tokens * args.num_warp_heads, kWarps)), kThreads, 0,
+      stream_of(context)};
+  const bool is_dependent = can_launch_dependent(context.device_index);
   const bool is_vec = args.head_dim % 4 == 0 && args.rotary_dim % 4 == 0 &&
                       is_pair_aligned(args.q, sizeof(T)) && is_pair_aligned(args.k, sizeof(T)) &&
                       is_pair_aligned(args.v, sizeof(T));
   if (!is_vec) {
-    rope_kernel<T, 2, 8, false><<<grid, kThreads, 0, stream>>>(args);
-  } else if (args.head_dim <= 128) {
-    rope_kernel<T, 4, 1, true><<<grid, kThreads, 0, stream>>>(args);
-  } else if (args.head_dim <= 256) {
-    rope_kernel<T, 4, 2, true><<<grid, kThreads, 0, stream>>>(args);
-  } else {
-    rope_kernel<T, 4, 4, true><<<grid, kThreads, 0, stream>>>(args);
+    return launch_dependent(rope_kernel<T, 2, 8, false>, shape, is_dependent, args);
   }
+  if (args.head_dim <= 128) {
+    return launch_dependent(rope_kernel<T, 4, 1, true>, shape, is_dependent, args);
+  }
+  if (args.head_dim <= 256) {
+    return launch_dependent(rope_kernel<T, 4, 2, true>, shape, is_dependent, args);
+  }
+  return launch_dependent(rope_kernel<T, 4, 4, true>, shape, is_dependent, args);
 }
 
 Status run_rope(const char* where, DType dtype, const RopeArgs& args, const TensorRef& positions,
@@ -316,11 +432,9 @@ Status run_rope(const char* where, DType dtype, const RopeArgs& args, const Tens
   }
   DIFFULEX_RETURN_IF_ERROR(
       check_range(where, "positions", positions, 0, args.max_position, context));
-  DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(where, dtype, [&](auto tag) {
-    launch_rope<typename decltype(tag)::type>(args, stream_of(context));
-    return Status::ok_status();
-  }));
-  return check_launch(where);
+  return dispatch_dtype(where, dtype, [&](auto tag) {
+    return cuda_status(where, launch_rope<typename decltype(tag)::type>(args, context));
+  });
 }
 
 void bind_angles(RopeArgs& args, const TensorRef& positions, const TensorRef& cos_sin_cache) {
@@ -391,7 +505,7 @@ Status rotary_embedding(const RotaryParams& params, const ExecContext& context) 
   args.v = args.k;
   args.v.num_heads = 0;
   args.num_tokens = params.q.size[0];
-  args.num_warp_heads = args.q.num_heads + args.k.num_heads;
+  share_heads(args);
   args.head_dim = params.head_dim;
   args.neox = params.neox;
   return run_rope(kWhere, params.q.dtype, args, params.positions, context);
@@ -404,7 +518,7 @@ Status qk_norm_rope(const QkNormRopeParams& params, const ExecContext& context) 
   RopeArgs args = fused_args(params);
   // V heads are touched only when they change, and by the K warps when they come from raw K.
   args.v.num_heads = params.norm_v && !params.v_from_raw_k ? params.num_kv_heads : 0;
-  args.num_warp_heads = args.q.num_heads + args.k.num_heads + args.v.num_heads;
+  share_heads(args);
   return run_rope(kWhere, params.qkv.dtype, args, params.positions, context);
 }
 
@@ -414,10 +528,14 @@ Status qk_norm_rope_store(const QkNormRopeParams& params, const ExecContext& con
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
   RopeArgs args = fused_args(params);
   args.v.num_heads = params.v_from_raw_k ? 0 : params.num_kv_heads;
-  args.num_warp_heads = args.q.num_heads + args.k.num_heads + args.v.num_heads;
+  share_heads(args);
   args.k_cache = CacheView::of_keys(params.k_cache, params.kv_layout);
   args.v_cache = CacheView::of_values(params.v_cache, params.kv_layout);
   args.cache_dtype = static_cast<int32_t>(params.k_cache.dtype);
+  const int64_t bytes = dtype_bytes(params.k_cache.dtype);
+  args.is_cache_plain = params.k_cache.dtype == params.qkv.dtype &&
+                        args.k_cache.is_row_aligned16(bytes) &&
+                        args.v_cache.is_row_aligned16(bytes);
   if (args.k_cache.num_pages > 0) {
     args.slots = params.slot_mapping.data;
     args.is_slot_int64 = params.slot_mapping.dtype == DType::kI64;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// sample_filtered: one CTA per row. Rows without temperature or filter leave at once.
+// sample_filtered, any type and any row: one CTA per row. Rows without temperature or filter leave
+// at once. On sm_90 clusters do most rows of bfloat16 logits (kernels/cuda/sm90/sampling).
 #include <climits>
 #include <cstdint>
 
@@ -8,30 +9,15 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/portable/check_data.h"
+#include "kernels/cuda/portable/filter_record.cuh"
 #include "kernels/cuda/portable/filter_row.cuh"
 #include "kernels/cuda/portable/prepare.h"
+#include "kernels/cuda/sm90/sampling/sample_filtered_cluster.h"
 
 namespace diffulex::cuda {
 namespace {
 
 constexpr const char* kWhere = "diffulex::sample_filtered";
-
-/// The filters of one row.
-struct RowFilters {
-  int32_t top_k;  // 0 = off
-  float top_p;    // >= 1 = off
-  float min_p;    // 0 = off
-
-  __device__ bool is_active() const { return top_k > 0 || top_p < 1.0F || min_p > 0.0F; }
-};
-
-__device__ RowFilters row_filters(const FilterArgs& args, int64_t row) {
-  RowFilters filters;
-  filters.top_k = args.top_k == nullptr || args.top_k[row] < 0 ? 0 : args.top_k[row];
-  filters.top_p = args.top_p == nullptr ? 1.0F : args.top_p[row];
-  filters.min_p = args.min_p == nullptr ? 0.0F : fminf(fmaxf(args.min_p[row], 0.0F), 1.0F);
-  return filters;
-}
 
 /// The columns before any filter.
 struct RowStart {
@@ -69,17 +55,6 @@ __device__ RowStart start_row(const FilterArgs& args, FilterShared& shared, Filt
   }
   return start;
 }
-
-/// Sums over the described distribution and over what may be drawn.
-struct RowSums {
-  double sum = 0.0;
-  double weighted = 0.0;
-  double raw_sum = 0.0;
-  double candidate_sum = 0.0;  // kept candidates
-  uint64_t best = 0;           // ranked stored values of the described candidates
-  uint64_t second = 0;
-  int32_t last = -1;  // last kept candidate
-};
 
 template <typename T>
 __device__ RowSums sum_row(const FilterArgs& args, FilterShared& shared, const FilterState& state,
@@ -159,45 +134,6 @@ __device__ int32_t drawn_column(const FilterArgs& args, FilterShared& shared,
   return shared.column == INT32_MAX ? last : shared.column;
 }
 
-__device__ float probability_of(const FilterState& state, const LogSum& log_sum, uint64_t entry) {
-  if (entry == 0) {
-    return 0.0F;
-  }
-  const float x = ordered_value(static_cast<uint32_t>(entry >> 32));
-  const float z = state.transform.tempered(state.transform.logit(x, ranked_index(entry)));
-  return static_cast<float>(exp(log_sum.log_probability(z)));
-}
-
-__device__ void write_record(const FilterArgs& args, const FilterState& state, const RowSums& sums,
-                             int64_t row, int32_t chosen, float x, int32_t bad_count) {
-  float* stats = args.rows.stats + row * args.rows.stats_stride;
-  const float logit = state.transform.logit(x, chosen);
-  const LogSum log_sum{state.largest_z, log(sums.sum)};
-  const LogSum raw_log_sum{state.largest_logit, log(sums.raw_sum)};
-  const double entropy = log(sums.sum) - sums.weighted / sums.sum;
-  args.rows.ids[row] = chosen;
-  stats[kStatsConfidence] =
-      static_cast<float>(exp(log_sum.log_probability(state.transform.tempered(logit))));
-  stats[kStatsMaxProb] = probability_of(state, log_sum, sums.best);
-  stats[kStatsSecondProb] = probability_of(state, log_sum, sums.second);
-  stats[kStatsEntropy] = static_cast<float>(entropy > 0.0 ? entropy : 0.0);
-  stats[kStatsLogSumExp] = static_cast<float>(log_sum.value());
-  stats[kStatsMaxLogit] = state.transform.logit(
-      ordered_value(static_cast<uint32_t>(sums.best >> 32)), ranked_index(sums.best));
-  stats[kStatsRawConfidence] = static_cast<float>(exp(raw_log_sum.log_probability(logit)));
-  stats[kStatsBadCount] = static_cast<float>(bad_count);
-}
-
-__device__ void write_empty(const FilterArgs& args, int64_t row, int32_t bad_count) {
-  if (threadIdx.x == 0) {
-    args.rows.ids[row] = -1;
-  }
-  if (threadIdx.x < kTokenStatsColumns) {
-    args.rows.stats[row * args.rows.stats_stride + threadIdx.x] =
-        threadIdx.x == kStatsBadCount ? static_cast<float>(bad_count) : 0.0F;
-  }
-}
-
 template <typename T>
 __global__ void __launch_bounds__(kFilterThreads, 1)
     filter_kernel(const __grid_constant__ FilterArgs args) {
@@ -207,9 +143,13 @@ __global__ void __launch_bounds__(kFilterThreads, 1)
   if (args.rows.inv_temperature[row] == 0.0F || !filters.is_active()) {
     return;
   }
+  if (args.only_pending &&
+      args.rows.stats[row * args.rows.stats_stride + kStatsBadCount] != kPendingRow) {
+    return;
+  }
   const T* source = source_row<T>(args.rows, row);
   if (source == nullptr) {
-    write_empty(args, row, 0);
+    write_no_choice(args, row, 0);
     return;
   }
   if (threadIdx.x < args.rows.num_forbidden) {
@@ -221,7 +161,7 @@ __global__ void __launch_bounds__(kFilterThreads, 1)
   state.keys.unused_bits = 32 - args.num_levels * kDigitBits;
   const RowStart start = start_row(args, shared, state, source);
   if (start.best == 0) {
-    write_empty(args, row, start.bad_count);
+    write_no_choice(args, row, start.bad_count);
     return;
   }
   if (filters.min_p > 0.0F) {
@@ -245,7 +185,7 @@ __global__ void __launch_bounds__(kFilterThreads, 1)
   }
   if (threadIdx.x == 0) {
     const float x = RowTransform::sanitized(to_float(source[chosen]));
-    write_record(args, state, sums, row, chosen, x, start.bad_count);
+    write_filtered(args, state, sums, row, chosen, x, start.bad_count);
   }
 }
 
@@ -304,9 +244,14 @@ FilterArgs make_args(const SampleFilteredParams& params) {
 Status sample_filtered(const SampleFilteredParams& params, const ExecContext& context) {
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
-  const FilterArgs args = make_args(params);
+  FilterArgs args = make_args(params);
   DIFFULEX_RETURN_IF_ERROR(check_range(kWhere, "row_index", params.row_index, -1,
                                        args.rows.num_stored + args.rows.num_extra, context));
+  if (sm90::has_sample_filtered(args, params.logits.dtype, context)) {
+    // Nearly all rows; the general kernel does what it leaves pending.
+    DIFFULEX_RETURN_IF_ERROR(sm90::sample_filtered(args, context));
+    args.only_pending = true;
+  }
   return dispatch_dtype(kWhere, params.logits.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     filter_kernel<T>
@@ -317,10 +262,11 @@ Status sample_filtered(const SampleFilteredParams& params, const ExecContext& co
 }
 
 Status prepare_sample_filtered() {
-  return for_each_dtype(kWhere, [](auto tag) {
+  DIFFULEX_RETURN_IF_ERROR(for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;
     return touch_kernel(kWhere, filter_kernel<T>);
-  });
+  }));
+  return sm90::prepare_sample_filtered();
 }
 
 }  // namespace diffulex::cuda

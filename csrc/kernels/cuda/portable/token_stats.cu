@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// token_stats: two launches, one warp per 2,048-column chunk and one CTA per row.
+// token_stats on any architecture: two launches, one warp per 2,048-column chunk and one CTA per
+// row. On sm_90 one launch does both (kernels/cuda/sm90/sampling).
 #include <climits>
 #include <cstdint>
 
@@ -12,108 +13,61 @@
 #include "kernels/cuda/portable/token_stats.cuh"
 #include "kernels/cuda/portable/token_stats_chunks.cuh"
 #include "kernels/cuda/portable/token_stats_finish.cuh"
+#include "kernels/cuda/sm90/sampling/token_stats_cluster.h"
 
 namespace diffulex::cuda {
 namespace {
 
 constexpr const char* kWhere = "diffulex::token_stats";
 
+/// Warps of a CTA: as many chunks as fit 32 KB of shared memory.
 template <typename T>
-__device__ void write_top_k(const TokenStatsArgs& args, const T* source,
-                            const RowTransform& transform, int64_t row, const LogSum& log_sum,
-                            const FinishShared& shared) {
-  for (int32_t i = threadIdx.x; i < args.top_k; i += kFinishThreads) {
-    const uint64_t entry = shared.top[i];
-    int64_t id = -1;
-    float value = args.is_partial ? -INFINITY : 0.0F;
-    if (entry != 0) {
-      const int64_t column = ranked_index(entry);
-      id = args.vocab_start + column;
-      const float z = transform.tempered(transform.logit(value_at(args, source, column), column));
-      value = args.is_partial ? z : static_cast<float>(exp(log_sum.log_probability(z)));
-    }
-    args.topk_ids[row * args.topk_ids_stride + i] = id;
-    args.topk_probs[row * args.topk_probs_stride + i] = value;
-  }
-}
+inline constexpr int kChunkWarps = sizeof(T) == 4 ? 4 : 8;
 
-/// The unnormalised record of a vocabulary shard; the row may lack candidates.
-__device__ void write_partial(const TokenStatsArgs& args, const ChunkRecord* records, int64_t row,
-                              int64_t id, float logit, const RowSummary& summary,
-                              const FinishShared& shared) {
-  if (threadIdx.x != 0) {
+template <typename T, bool kCapped>
+__global__ void __launch_bounds__(32 * kChunkWarps<T>)
+    chunk_kernel(const __grid_constant__ TokenStatsArgs args) {
+  __shared__ alignas(16) uint8_t columns[kChunkWarps<T> * kStatsChunkColumns * sizeof(T)];
+  const auto warp = static_cast<int32_t>(threadIdx.x >> 5);
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kChunkWarps<T> + warp;
+  if (index >= args.num_rows * args.num_chunks) {
     return;
   }
-  float* stats = args.stats + row * args.stats_stride;
-  const bool has_mass = args.num_chunks > 0 && shared.totals[0] > 0.0;
-  stats[0] = has_mass ? static_cast<float>(shared.maximum) : -INFINITY;
-  stats[1] = has_mass ? static_cast<float>(shared.totals[0]) : 0.0F;
-  stats[2] = has_mass ? static_cast<float>(shared.totals[1]) : 0.0F;
-  stats[3] = id < 0 ? -INFINITY : summary.best_z;
-  stats[4] = summary.second_z;
-  stats[5] = logit;
-  stats[6] = 0.0F;
-  stats[7] = static_cast<float>(summary.bad_count);
-  args.ids[row] = id;
+  const int64_t row = index / args.num_chunks;
+  const auto first = static_cast<int32_t>(index % args.num_chunks * kStatsChunkColumns);
+  const T* source = source_row<T>(args, row);
+  if (source == nullptr) {
+    return;  // the second pass does not read this row's records
+  }
+  const LaneChunk<T> chunk{reinterpret_cast<T*>(columns) + warp * kStatsChunkColumns};
+  start_chunk(args, source, first, chunk);
+  const RowTransform transform = row_transform(args, row);
+  const Exclusion exclusion = row_exclusion(args, transform);
+  ptx::cp_async_wait<0>();
+  const ChunkRecord record =
+      chunk_record<T, kCapped>(args, transform, exclusion, source, first, chunk, nullptr);
+  if ((threadIdx.x & 31) == 0) {
+    args.records[index] = record;
+  }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kFinishThreads, 2)
+__global__ void __launch_bounds__(32 * kChunkWarps<T>)
     finish_kernel(const __grid_constant__ TokenStatsArgs args) {
-  __shared__ FinishShared shared;
+  __shared__ TopKShared shared;
+  __shared__ alignas(16) uint8_t columns[kChunkWarps<T> * kStatsChunkColumns * sizeof(T)];
   const int64_t row = blockIdx.x;
   const T* source = source_row<T>(args, row);
   if (source == nullptr) {
-    write_empty(args, row, 0);
+    if (threadIdx.x < 32) {
+      write_empty(args, row, 0);
+    }
     return;
   }
-  const ChunkRecord* records = args.records + row * args.num_chunks;
   const RowTransform transform = row_transform(args, row);
-  const RowSummary summary = summarize(args, records, shared);
-  if (summary.best_chunk < 0 && !args.is_partial) {
-    write_empty(args, row, summary.bad_count);
-    return;
-  }
-  int32_t greedy = -1;
-  if (summary.best_chunk >= 0) {
-    greedy = greedy_column(args, source, transform, summary, shared);
-  }
-  int32_t chosen = greedy;
-  if (transform.is_tempered && args.uniforms != nullptr && summary.candidates > 0.0) {
-    const int32_t drawn = drawn_column(args, source, transform, records,
-                                       args.uniforms[row] * summary.candidates, shared);
-    chosen = drawn >= 0 ? drawn : greedy;
-  }
-  if (args.top_k > 0) {
-    collect_top_k(args, source, transform, records, shared);
-    write_top_k(args, source, transform, row, summary.log_sum, shared);
-  }
-  const float best_logit =
-      greedy < 0 ? -INFINITY : transform.logit(value_at(args, source, greedy), greedy);
-  if (args.is_partial) {
-    write_partial(args, records, row, greedy < 0 ? -1 : args.vocab_start + greedy, best_logit,
-                  summary, shared);
-    return;
-  }
-  if (threadIdx.x != 0) {
-    return;
-  }
-  const float logit = transform.logit(value_at(args, source, chosen), chosen);
-  float* stats = args.stats + row * args.stats_stride;
-  const double confidence = exp(summary.log_sum.log_probability(transform.tempered(logit)));
-  args.ids[row] = args.vocab_start + chosen;
-  stats[kStatsConfidence] = static_cast<float>(confidence);
-  stats[kStatsMaxProb] = static_cast<float>(exp(summary.log_sum.log_probability(summary.best_z)));
-  stats[kStatsSecondProb] =
-      summary.second_z == -INFINITY
-          ? 0.0F
-          : static_cast<float>(exp(summary.log_sum.log_probability(summary.second_z)));
-  stats[kStatsEntropy] = static_cast<float>(summary.entropy > 0.0 ? summary.entropy : 0.0);
-  stats[kStatsLogSumExp] = static_cast<float>(summary.log_sum.value());
-  stats[kStatsMaxLogit] = best_logit;
-  stats[kStatsRawConfidence] = static_cast<float>(
-      transform.is_tempered ? exp(summary.raw_log_sum.log_probability(logit)) : confidence);
-  stats[kStatsBadCount] = static_cast<float>(summary.bad_count);
+  const LaneChunk<T> chunk{reinterpret_cast<T*>(columns) + (threadIdx.x >> 5) * kStatsChunkColumns};
+  finish_row(args, source, transform, row_exclusion(args, transform), row,
+             args.records + row * args.num_chunks, chunk, shared);
 }
 
 TokenStatsArgs make_args(const TokenStatsParams& params, const ExecContext& context) {
@@ -177,16 +131,18 @@ Status check_shape(const TokenStatsArgs& args, const ExecContext& context) {
                       needed, " bytes, got ",
                       context.workspace == nullptr ? 0 : context.workspace_bytes);
   }
-  if (args.top_k > 0 && args.num_chunks > kMaxTopKChunks) {
-    return make_error(StatusCode::kUnsupported, kWhere, ": logits: expected at most ",
-                      kMaxTopKChunks * kStatsChunkColumns, " columns with top-k, got ",
-                      args.num_columns);
-  }
   if (args.num_columns > INT32_MAX) {
     return make_error(StatusCode::kUnsupported, kWhere, ": logits: expected at most ", INT32_MAX,
                       " columns, got ", args.num_columns);
   }
   return Status::ok_status();
+}
+
+template <typename T, bool kCapped>
+Status launch_chunks(const TokenStatsArgs& args, cudaStream_t stream) {
+  const int64_t blocks = ceil_div(args.num_rows * args.num_chunks, kChunkWarps<T>);
+  chunk_kernel<T, kCapped><<<static_cast<unsigned>(blocks), 32 * kChunkWarps<T>, 0, stream>>>(args);
+  return check_launch(kWhere);
 }
 
 }  // namespace
@@ -198,27 +154,30 @@ Status token_stats(const TokenStatsParams& params, const ExecContext& context) {
   DIFFULEX_RETURN_IF_ERROR(check_shape(args, context));
   DIFFULEX_RETURN_IF_ERROR(check_range(kWhere, "row_index", params.row_index, -1,
                                        args.num_stored + args.num_extra, context));
-  DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(kWhere, params.logits.dtype, [&](auto tag) {
+  if (sm90::has_token_stats(args.num_chunks, context)) {
+    return sm90::token_stats(args, params.logits.dtype, context);
+  }
+  return dispatch_dtype(kWhere, params.logits.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    const cudaStream_t stream = stream_of(context);
     if (args.num_chunks > 0) {
-      const int64_t blocks = ceil_div(args.num_rows * args.num_chunks, kChunkWarps);
-      chunk_kernel<T>
-          <<<static_cast<unsigned>(blocks), kChunkThreads, 0, stream_of(context)>>>(args);
-      DIFFULEX_RETURN_IF_ERROR(check_launch(kWhere));
+      DIFFULEX_RETURN_IF_ERROR((args.softcap > 0.0F ? launch_chunks<T, true>(args, stream)
+                                                    : launch_chunks<T, false>(args, stream)));
     }
     finish_kernel<T>
-        <<<static_cast<unsigned>(args.num_rows), kFinishThreads, 0, stream_of(context)>>>(args);
+        <<<static_cast<unsigned>(args.num_rows), 32 * kChunkWarps<T>, 0, stream>>>(args);
     return check_launch(kWhere);
-  }));
-  return Status::ok_status();
+  });
 }
 
 Status prepare_token_stats() {
-  return for_each_dtype(kWhere, [](auto tag) {
+  DIFFULEX_RETURN_IF_ERROR(for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;
-    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, chunk_kernel<T>));
+    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, chunk_kernel<T, false>));
+    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, chunk_kernel<T, true>));
     return touch_kernel(kWhere, finish_kernel<T>);
-  });
+  }));
+  return sm90::prepare_token_stats();
 }
 
 }  // namespace diffulex::cuda

@@ -13,8 +13,9 @@
 
 namespace diffulex::cuda {
 
-/// Partial statistics of one chunk of one row. z is the transformed logit, e = exp(z - maximum).
-struct ChunkRecord final {
+/// Partial statistics of one chunk of one row; its size keeps the 16-byte reads of neighbouring
+/// lanes in different banks. z is the transformed logit, e = exp(z - maximum).
+struct alignas(16) ChunkRecord final {
   float maximum;        // of z over the normaliser, -inf if empty
   float sum;            // of e over the normaliser
   float weighted;       // of e * (z - maximum) over the normaliser
@@ -26,7 +27,8 @@ struct ChunkRecord final {
   float raw_maximum;  // as maximum and sum at temperature 1; tempered rows only
   float raw_sum;
   int32_t bad_count;
-  int32_t reserved[5];
+  int32_t best_column;  // lowest column with best_key; -1 = not looked for
+  int32_t reserved[8];
 };
 static_assert(sizeof(ChunkRecord) == kStatsRecordBytes, "workspace formula");
 
@@ -91,7 +93,10 @@ struct RowTransform final {
   /// Sanitised value to what the greedy choice compares.
   __device__ float key(float x, int64_t column) const { return x - penalty_at(column); }
   /// Sanitised value to the logit at temperature 1.
-  __device__ float logit(float x, int64_t column) const { return capped(x) - penalty_at(column); }
+  __device__ float logit(float x, int64_t column) const {
+    // A soft cap would make a missing value a finite one.
+    return x == -INFINITY ? x : capped(x) - penalty_at(column);
+  }
   __device__ float tempered(float logit_value) const {
     if (!is_tempered || logit_value == -INFINITY) {
       return logit_value;

@@ -15,9 +15,11 @@ Status warmup(const ExecContext& context) {
   DIFFULEX_RETURN_IF_ERROR(prepare_attention_kernels(context));
   DIFFULEX_RETURN_IF_ERROR(prepare_attention_plan());
   DIFFULEX_RETURN_IF_ERROR(prepare_kv_cache());
+  DIFFULEX_RETURN_IF_ERROR(prepare_linear_few_rows(context));
   DIFFULEX_RETURN_IF_ERROR(prepare_norm());
   DIFFULEX_RETURN_IF_ERROR(prepare_rope());
   DIFFULEX_RETURN_IF_ERROR(prepare_activation());
+  DIFFULEX_RETURN_IF_ERROR(prepare_advance_decode());
   DIFFULEX_RETURN_IF_ERROR(prepare_routing());
   DIFFULEX_RETURN_IF_ERROR(prepare_router_gemm());
   DIFFULEX_RETURN_IF_ERROR(prepare_moe_permute());

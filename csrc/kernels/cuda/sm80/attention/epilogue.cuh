@@ -6,9 +6,9 @@
 #include <cstdint>
 
 #include "kernels/cuda/common/attention_args.cuh"
+#include "kernels/cuda/common/online_softmax.cuh"
 #include "kernels/cuda/common/vec.cuh"
 #include "kernels/cuda/sm80/attention/loader.cuh"
-#include "kernels/cuda/sm80/attention/softmax.cuh"
 
 namespace diffulex::cuda::sm80 {
 

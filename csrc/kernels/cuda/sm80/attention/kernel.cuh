@@ -7,11 +7,11 @@
 #include <cstdint>
 
 #include "kernels/cuda/common/attention_args.cuh"
+#include "kernels/cuda/common/online_softmax.cuh"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/sm80/attention/epilogue.cuh"
 #include "kernels/cuda/sm80/attention/loader.cuh"
 #include "kernels/cuda/sm80/attention/mainloop.cuh"
-#include "kernels/cuda/sm80/attention/softmax.cuh"
 #include "kernels/cuda/sm80/attention/traits.cuh"
 
 namespace diffulex::cuda::sm80 {

@@ -10,7 +10,7 @@
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 
-namespace diffulex::cuda::sm80 {
+namespace diffulex::cuda {
 
 inline constexpr float kLog2E = 1.4426950408889634F;
 inline constexpr float kLn2 = 0.6931471805599453F;
@@ -28,8 +28,10 @@ struct OnlineSoftmax final {
   float factor = 1.0F;
 
   /// Replaces scores by probabilities relative to the new maximum and returns in `rescale` what the
-  /// accumulators of each row must be multiplied by.
-  template <int kGroups>
+  /// accumulators of each row must be multiplied by. With kLazy a maximum that grew by at most a
+  /// factor of 2^8 stays, so that `rescale` is mostly 1: probabilities may then exceed 1, which
+  /// costs no accuracy in floating point.
+  template <bool kLazy = false, int kGroups>
   __device__ __forceinline__ void update(float (&scores)[kGroups][4], float (&rescale)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -40,6 +42,10 @@ struct OnlineSoftmax final {
       }
       next = fmaxf(next, __shfl_xor_sync(kFullWarp, next, 1));
       next = fmaxf(next, __shfl_xor_sync(kFullWarp, next, 2));
+      if constexpr (kLazy) {
+        constexpr float kSlack = 8.0F;
+        next = (next - maximum[row]) * factor <= kSlack ? maximum[row] : next;
+      }
       // A row that has seen no key keeps -inf; subtracting 0 instead avoids -inf minus -inf.
       const float shift = next == -INFINITY ? 0.0F : next * factor;
       rescale[row] = ptx::exp2_approx(maximum[row] * factor - shift);
@@ -67,4 +73,4 @@ struct OnlineSoftmax final {
   }
 };
 
-}  // namespace diffulex::cuda::sm80
+}  // namespace diffulex::cuda

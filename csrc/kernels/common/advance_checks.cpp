@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/common/advance_checks.h"
+
+#include <initializer_list>
+#include <string>
+
+#include "kernels/common/tensor_checks.h"
+
+namespace diffulex {
+namespace {
+
+constexpr const char* kOp = "advance_decode";
+
+/// One tensor argument and what it has to be.
+struct Argument {
+  const char* name;
+  const TensorRef& tensor;
+  DType dtype;
+};
+
+Status check_dense(std::initializer_list<int64_t> shape,
+                   std::initializer_list<Argument> arguments) {
+  for (const Argument& argument : arguments) {
+    DIFFULEX_RETURN_IF_ERROR(
+        ArgumentCheck(kOp, argument.name, argument.tensor).dense({argument.dtype}, shape));
+  }
+  return {};
+}
+
+/// The eight merge arrays, or none.
+Status check_merge(const AdvanceDecodeParams& params, int64_t num_rows) {
+  if (!params.merge_valid.present()) {
+    for (const Argument& argument : {
+             Argument{"merge_ids", params.merge_ids, DType::kI64},
+             Argument{"merge_probs", params.merge_probs, DType::kF32},
+             Argument{"merge_residual", params.merge_residual, DType::kF32},
+             Argument{"row_merge_mask", params.row_merge_mask, DType::kU8},
+             Argument{"row_merge_ids", params.row_merge_ids, DType::kI64},
+             Argument{"row_merge_probs", params.row_merge_probs, DType::kF32},
+             Argument{"row_merge_residual", params.row_merge_residual, DType::kF32},
+         }) {
+      DIFFULEX_RETURN_IF_ERROR(
+          ArgumentCheck(kOp, argument.name, argument.tensor).absent("merge_valid is absent"));
+    }
+    return {};
+  }
+  const int64_t num_blocks = params.tokens.size[0];
+  const int64_t width = params.tokens.size[1];
+  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "merge_ids", params.merge_ids)
+                               .dense({DType::kI64}, {num_blocks, width, kAnyExtent}));
+  const int64_t top_k = params.merge_ids.size[2];
+  DIFFULEX_RETURN_IF_ERROR(
+      check_dense({num_blocks, width, top_k}, {{"merge_probs", params.merge_probs, DType::kF32}}));
+  DIFFULEX_RETURN_IF_ERROR(
+      check_dense({num_blocks, width}, {{"merge_valid", params.merge_valid, DType::kU8},
+                                        {"merge_residual", params.merge_residual, DType::kF32}}));
+  DIFFULEX_RETURN_IF_ERROR(
+      check_dense({num_rows}, {{"row_merge_mask", params.row_merge_mask, DType::kU8},
+                               {"row_merge_residual", params.row_merge_residual, DType::kF32}}));
+  return check_dense({num_rows, top_k}, {{"row_merge_ids", params.row_merge_ids, DType::kI64},
+                                         {"row_merge_probs", params.row_merge_probs, DType::kF32}});
+}
+
+}  // namespace
+
+Status check_advance_decode(const AdvanceDecodeParams& params) {
+  DIFFULEX_RETURN_IF_ERROR(
+      ArgumentCheck(kOp, "tokens", params.tokens).dense({DType::kI64}, {kAnyExtent, kAnyExtent}));
+  DIFFULEX_RETURN_IF_ERROR(
+      ArgumentCheck(kOp, "requests", params.requests)
+          .dense({DType::kU8}, {kAnyExtent, static_cast<int64_t>(sizeof(DecodeRequest))}));
+  const int64_t num_reqs = params.requests.size[0];
+  const int64_t num_blocks = params.tokens.size[0];
+  const int64_t width = params.tokens.size[1];
+  const int64_t buffer_size = num_reqs > 0 ? num_blocks / num_reqs : 0;
+  if (num_reqs > 0 &&
+      (buffer_size < 1 || buffer_size > kMaxBufferBlocks || buffer_size * num_reqs != num_blocks)) {
+    return ArgumentCheck(kOp, "tokens", params.tokens)
+        .error(StatusCode::kInvalidArgument,
+               "1 to " + std::to_string(kMaxBufferBlocks) + " blocks for each of " +
+                   std::to_string(num_reqs) + " requests",
+               shape_text(params.tokens));
+  }
+  if (reinterpret_cast<uintptr_t>(params.requests.data) % alignof(DecodeRequest) != 0) {
+    return ArgumentCheck(kOp, "requests", params.requests)
+        .error(StatusCode::kInvalidArgument,
+               "memory aligned to " + std::to_string(alignof(DecodeRequest)) + " bytes",
+               "another address");
+  }
+  if (params.page_size < 1) {
+    return scalar_error(kOp, "page_size", ">= 1", params.page_size);
+  }
+  const int64_t num_rows = num_blocks * width;
+  const int64_t window =
+      num_reqs > 0 ? window_len(static_cast<int32_t>(buffer_size * width)) : kAnyExtent;
+  DIFFULEX_RETURN_IF_ERROR(
+      check_dense({num_reqs, window}, {{"windows", params.windows, DType::kI32}}));
+  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "page_tables", params.page_tables)
+                               .matches({DType::kI32}, {num_reqs, kAnyExtent}));
+  DIFFULEX_RETURN_IF_ERROR(
+      check_dense({num_blocks, width}, {{"write_ids", params.write_ids, DType::kI64},
+                                        {"row_index", params.row_index, DType::kI32}}));
+  DIFFULEX_RETURN_IF_ERROR(
+      check_dense({num_blocks}, {{"flags", params.flags, DType::kI32},
+                                 {"same_token_ratio", params.same_token_ratio, DType::kF32},
+                                 {"editable_start", params.editable_start, DType::kI32},
+                                 {"valid_len", params.valid_len, DType::kI32},
+                                 {"gate", params.gate, DType::kU8},
+                                 {"accept_threshold", params.accept_threshold, DType::kF32},
+                                 {"open_steps", params.open_steps, DType::kI32},
+                                 {"total_steps", params.total_steps, DType::kI32},
+                                 {"post_edit_steps", params.post_edit_steps, DType::kI32}}));
+  if (params.edit_threshold.present()) {
+    DIFFULEX_RETURN_IF_ERROR(
+        check_dense({num_blocks}, {{"edit_threshold", params.edit_threshold, DType::kF32}}));
+  }
+  DIFFULEX_RETURN_IF_ERROR(
+      check_dense({num_rows}, {{"input_ids", params.input_ids, DType::kI64},
+                               {"positions", params.positions, DType::kI64},
+                               {"slot_mapping", params.slot_mapping, DType::kI32},
+                               {"inv_temperature", params.inv_temperature, DType::kF32},
+                               {"uniforms", params.uniforms, DType::kF64},
+                               {"top_k", params.top_k, DType::kI32},
+                               {"top_p", params.top_p, DType::kF32},
+                               {"min_p", params.min_p, DType::kF32}}));
+  DIFFULEX_RETURN_IF_ERROR(
+      check_dense({num_reqs}, {{"context_lens", params.context_lens, DType::kI32},
+                               {"valid_slices", params.valid_slices, DType::kI32}}));
+  return check_merge(params, num_rows);
+}
+
+AdvanceArgs make_advance_args(const AdvanceDecodeParams& params) {
+  AdvanceArgs args{};
+  args.requests = params.requests.as<DecodeRequest>();
+  args.windows = params.windows.as<int32_t>();
+  args.page_tables = params.page_tables.as<const int32_t>();
+  args.write_ids = params.write_ids.as<const int64_t>();
+  args.flags = params.flags.as<const int32_t>();
+  args.same_token_ratio = params.same_token_ratio.as<const float>();
+  args.input_ids = params.input_ids.as<int64_t>();
+  args.positions = params.positions.as<int64_t>();
+  args.slot_mapping = params.slot_mapping.as<int32_t>();
+  args.context_lens = params.context_lens.as<int32_t>();
+  args.valid_slices = params.valid_slices.as<int32_t>();
+  args.tokens = params.tokens.as<int64_t>();
+  args.row_index = params.row_index.as<int32_t>();
+  args.editable_start = params.editable_start.as<int32_t>();
+  args.valid_len = params.valid_len.as<int32_t>();
+  args.gate = params.gate.as<uint8_t>();
+  args.accept_threshold = params.accept_threshold.as<float>();
+  args.edit_threshold =
+      params.edit_threshold.present() ? params.edit_threshold.as<float>() : nullptr;
+  args.open_steps = params.open_steps.as<int32_t>();
+  args.total_steps = params.total_steps.as<int32_t>();
+  args.post_edit_steps = params.post_edit_steps.as<int32_t>();
+  args.inv_temperature = params.inv_temperature.as<float>();
+  args.uniforms = params.uniforms.as<double>();
+  args.top_k = params.top_k.as<int32_t>();
+  args.top_p = params.top_p.as<float>();
+  args.min_p = params.min_p.as<float>();
+  if (params.merge_valid.present()) {
+    args.merge_valid = params.merge_valid.as<const uint8_t>();
+    args.merge_ids = params.merge_ids.as<const int64_t>();
+    args.merge_probs = params.merge_probs.as<const float>();
+    args.merge_residual = params.merge_residual.as<const float>();
+    args.row_merge_mask = params.row_merge_mask.as<uint8_t>();
+    args.row_merge_ids = params.row_merge_ids.as<int64_t>();
+    args.row_merge_probs = params.row_merge_probs.as<float>();
+    args.row_merge_residual = params.row_merge_residual.as<float>();
+    args.merge_top_k = static_cast<int32_t>(params.merge_ids.size[2]);
+  }
+  args.page_table_stride = params.page_tables.stride[0];
+  args.block_size = static_cast<int32_t>(params.tokens.size[1]);
+  args.buffer_size = static_cast<int32_t>(params.tokens.size[0] / params.requests.size[0]);
+  args.page_size = params.page_size;
+  args.masked_rows_only = params.masked_rows_only;
+  args.is_entry = params.is_entry;
+  return args;
+}
+
+}  // namespace diffulex

@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "diffulex/core/decode_rules.h"
+#include "diffulex/core/philox.h"
+
+// One request of advance_decode, for host and device. A team of lanes shares the work: lane 0 runs
+// the rules, all lanes fill the arrays. On the host a team is one lane.
+
+namespace diffulex {
+
+/// Arrays of advance_decode; the shapes are those of AdvanceDecodeParams, all dense.
+struct AdvanceArgs {
+  DecodeRequest* requests;
+  int32_t* windows;
+  const int32_t* page_tables;
+  const int64_t* write_ids;
+  const int32_t* flags;
+  const float* same_token_ratio;
+  int64_t* input_ids;
+  int64_t* positions;
+  int32_t* slot_mapping;
+  int32_t* context_lens;
+  int32_t* valid_slices;
+  int64_t* tokens;
+  int32_t* row_index;
+  int32_t* editable_start;
+  int32_t* valid_len;
+  uint8_t* gate;
+  float* accept_threshold;
+  float* edit_threshold;  // or null
+  int32_t* open_steps;
+  int32_t* total_steps;
+  int32_t* post_edit_steps;
+  float* inv_temperature;
+  double* uniforms;
+  int32_t* top_k;
+  float* top_p;
+  float* min_p;
+  const uint8_t* merge_valid;  // or null, as the seven below
+  const int64_t* merge_ids;
+  const float* merge_probs;
+  const float* merge_residual;
+  uint8_t* row_merge_mask;
+  int64_t* row_merge_ids;
+  float* row_merge_probs;
+  float* row_merge_residual;
+  int64_t page_table_stride;
+  int32_t merge_top_k;  // K
+  int32_t block_size;   // B
+  int32_t buffer_size;  // N
+  int32_t page_size;
+  bool masked_rows_only;
+  bool is_entry;
+};
+
+/// Entries of a window over Q rows: the token before the buffer, those of the buffer, and the mask
+/// that ends every scan.
+[[nodiscard]] DIFFULEX_HOST_DEVICE constexpr int32_t window_len(int32_t num_rows) noexcept {
+  return num_rows + 2;
+}
+
+/// What a team works on: the request and copies of what lane 0 reads position by position.
+struct RowScratch {
+  DecodeRequest* request;
+  int32_t* window;  // [window_len(Q)]
+  int32_t* writes;  // [Q] token to write, -1 = none, kBadWrite = not a token
+  int32_t* shift;   // [1] positions the buffer slid over
+};
+
+/// A write that check_write refuses whatever the block: the host ends the step with an error.
+inline constexpr int32_t kBadWrite = -2;
+
+/// Applies the sampler's writes to buffer block `index`; returns false if one is illegal.
+DIFFULEX_HOST_DEVICE inline bool write_block(const DecodeRequest& request, BufferState& state,
+                                             int32_t index, const int32_t* writes,
+                                             const TokenWindow& tokens, int32_t* num_filled) {
+  const BlockRules& rules = request.rules;
+  const int32_t start = block_start(rules, state, state.blocks[index]);
+  for (int32_t rel = 0; rel < rules.block_size; ++rel) {
+    const int32_t token = writes[rel];
+    if (token == -1) {
+      continue;
+    }
+    const int32_t current = tokens[start + rel];
+    if (check_write(rules, state.blocks[index], rel, current, token) != WriteCheck::kOk) {
+      return false;
+    }
+    if (!rules.is_editing || token != current) {  // else it repeats what stands there
+      *num_filled += apply_write(rules, state, index, rel, token, tokens) ? 1 : 0;
+    }
+  }
+  return true;
+}
+
+/// Applies what the sampler decided for the request of row `r`; returns how far the buffer slid.
+/// settle_request follows, once the window has slid as well.
+DIFFULEX_HOST_DEVICE inline int32_t finish_request(const AdvanceArgs& args, int32_t r,
+                                                   const RowScratch& scratch) {
+  DecodeRequest& request = *scratch.request;
+  const BlockRules& rules = request.rules;
+  BufferState& state = request.state;
+  const TokenWindow tokens{scratch.window, buffer_start(rules, state) - 1};
+  int32_t num_filled = 0;
+  bool has_failed = false;
+  if (request.forward.has_sampling) {
+    count_sampler_steps(rules, state);
+    for (int32_t i = 0; i < state.num_valid; ++i) {
+      if (state.blocks[i].status != BlockStatus::kActive) {
+        continue;
+      }
+      const int32_t* writes = scratch.writes + i * rules.block_size;
+      has_failed = !write_block(request, state, i, writes, tokens, &num_filled) || has_failed;
+    }
+    for (int32_t i = 0; i < state.num_valid; ++i) {
+      if (state.blocks[i].status == BlockStatus::kActive) {
+        const int32_t blk = r * rules.buffer_size + i;
+        has_failed = apply_verdict(state.blocks[i], args.flags[blk], args.same_token_ratio[blk]) ||
+                     has_failed;
+      }
+    }
+  }
+  const Transitions transitions = close_buffer(rules, state, true);
+  has_failed =
+      has_failed || (request.forward.has_sampling && is_stuck(rules, transitions, num_filled));
+  ++request.limits.nfe;
+  request.finish_reason = has_failed ? FinishReason::kError : FinishReason::kNone;
+  return transitions.num_stored * rules.block_size;
+}
+
+/// Ends or goes on: stop conditions, then the forward that follows.
+DIFFULEX_HOST_DEVICE inline void settle_request(const RowScratch& scratch) {
+  DecodeRequest& request = *scratch.request;
+  BufferState& state = request.state;
+  const TokenWindow tokens{scratch.window, buffer_start(request.rules, state) - 1};
+  settle_buffer(request.rules, state, request.forward.has_sampling, tokens);
+  request.finish_reason =
+      judge_step(state, request.limits, request.finish_reason == FinishReason::kError);
+  request.is_running = request.finish_reason == FinishReason::kNone;
+  if (request.is_running) {
+    request.forward = enter_buffer(request.rules, state);
+  }
+}
+
+/// Slides the window by `shift` positions; what enters is open.
+template <typename Team>
+DIFFULEX_HOST_DEVICE inline void slide_window(const RowScratch& scratch, int32_t len, int32_t shift,
+                                              const Team& team) {
+  for (int32_t first = 0; first < len && shift > 0; first += team.size()) {
+    const int32_t i = first + team.lane();
+    const int32_t token =
+        i + shift < len ? scratch.window[i + shift] : scratch.request->rules.mask_token_id;
+    team.sync();
+    if (i < len) {
+      scratch.window[i] = token;
+    }
+  }
+  team.sync();
+}
+
+/// Whether the next forward samples position `rel` of `block`, which holds `token`.
+DIFFULEX_HOST_DEVICE inline bool is_row_wanted(const AdvanceArgs& args, const BlockRules& rules,
+                                               const Block& block, int32_t rel, int32_t token) {
+  if (!args.masked_rows_only && !rules.is_editing) {
+    return true;
+  }
+  return rel >= block.editable_start && (rules.is_editing || token == rules.mask_token_id);
+}
+
+/// The arrays of a forward at row i of request r.
+DIFFULEX_HOST_DEVICE inline void write_row(const AdvanceArgs& args, int32_t r, int32_t i,
+                                           const RowScratch& scratch) {
+  const DecodeRequest& request = *scratch.request;
+  const BufferForward& forward = request.forward;
+  const int64_t row = int64_t{r} * args.block_size * args.buffer_size + i;
+  const bool is_valid = request.is_running && i < forward.num_valid_rows;
+  const int32_t position = forward.first_pos + i;
+  args.input_ids[row] = request.is_running ? request.rules.mask_token_id : 0;
+  args.positions[row] = is_valid ? position : 0;
+  int32_t slot = -1;
+  if (is_valid) {
+    args.input_ids[row] = scratch.window[1 + i];
+    if (position < forward.store_end) {
+      const int32_t page = args.page_tables[r * args.page_table_stride + position / args.page_size];
+      // Without a page the host is not running ahead: it will plan the step itself.
+      slot = page >= 0 ? page * args.page_size + position % args.page_size : -1;
+    }
+  }
+  args.slot_mapping[row] = slot;
+}
+
+/// The arrays of the sampler at row i of request r.
+DIFFULEX_HOST_DEVICE inline void write_sampler_row(const AdvanceArgs& args, int32_t r, int32_t i,
+                                                   const RowScratch& scratch) {
+  const DecodeRequest& request = *scratch.request;
+  const Block& block = request.state.blocks[i / args.block_size];
+  const int32_t rel = i % args.block_size;
+  const int64_t row = int64_t{r} * args.block_size * args.buffer_size + i;
+  const int32_t token = scratch.window[1 + i];
+  const bool is_sampled_block =
+      request.is_running && request.forward.has_sampling && block.status == BlockStatus::kActive;
+  const bool is_wanted = is_sampled_block && is_row_wanted(args, request.rules, block, rel, token);
+  const bool is_drawn = is_wanted && request.inv_temperature > 0.0F;
+  args.tokens[row] = token;
+  args.row_index[row] = is_wanted ? static_cast<int32_t>(row) : -1;
+  args.inv_temperature[row] = is_drawn ? request.inv_temperature : 0.0F;
+  args.uniforms[row] = is_drawn ? philox_uniform(request.seed, request.forward.first_pos + i,
+                                                 block.total_steps - 1, RandomStream::kToken)
+                                : 0.5;
+  args.top_k[row] = is_drawn ? request.top_k : 0;
+  args.top_p[row] = is_drawn ? request.top_p : 1.0F;
+  args.min_p[row] = is_drawn ? request.min_p : 0.0F;
+}
+
+/// The merge descriptor of row i of request r: what the sampler said about the position in the step
+/// before, while its block may still change. `from` is the position's place in that step.
+DIFFULEX_HOST_DEVICE inline void write_merge_row(const AdvanceArgs& args, int32_t r, int32_t i,
+                                                 int32_t shift, const RowScratch& scratch) {
+  const DecodeRequest& request = *scratch.request;
+  const int32_t num_rows = args.block_size * args.buffer_size;
+  const int64_t row = int64_t{r} * num_rows + i;
+  const int64_t from = row + shift;
+  const int64_t top_k = args.merge_top_k;
+  const bool is_known = request.is_running && i < request.forward.num_valid_rows &&
+                        i + shift < num_rows && args.merge_valid[from] != 0 &&
+                        request.state.blocks[i / args.block_size].status == BlockStatus::kActive;
+  args.row_merge_mask[row] = is_known ? 1 : 0;
+  args.row_merge_residual[row] = is_known ? args.merge_residual[from] : 0.0F;
+  for (int64_t k = 0; k < top_k; ++k) {
+    args.row_merge_ids[row * top_k + k] =
+        is_known ? args.merge_ids[from * top_k + k] : request.rules.mask_token_id;
+    args.row_merge_probs[row * top_k + k] = is_known ? args.merge_probs[from * top_k + k] : 0.0F;
+  }
+}
+
+/// The arrays of the sampler for buffer block i of request r.
+DIFFULEX_HOST_DEVICE inline void write_sampler_block(const AdvanceArgs& args, int32_t r, int32_t i,
+                                                     const DecodeRequest& request) {
+  const Block& block = request.state.blocks[i];
+  const int32_t blk = r * args.buffer_size + i;
+  const bool is_sampled =
+      request.is_running && request.forward.has_sampling && block.status == BlockStatus::kActive;
+  args.valid_len[blk] = is_sampled ? args.block_size : 0;
+  args.editable_start[blk] = is_sampled ? block.editable_start : 0;
+  args.gate[blk] = is_sampled && force_top1(request.rules, request.state, i) ? 1 : 0;
+  args.accept_threshold[blk] = request.accept_threshold;
+  if (args.edit_threshold != nullptr) {
+    args.edit_threshold[blk] = request.edit_threshold;
+  }
+  args.open_steps[blk] = is_sampled ? block.open_steps : 0;
+  args.total_steps[blk] = is_sampled ? block.total_steps : 1;
+  args.post_edit_steps[blk] = is_sampled ? block.post_edit_steps : 0;
+}
+
+/// Advances request r, whose state and window `scratch` holds.
+template <typename Team>
+DIFFULEX_HOST_DEVICE inline void advance_row(const AdvanceArgs& args, int32_t r,
+                                             const RowScratch& scratch, const Team& team) {
+  const int32_t num_rows = args.block_size * args.buffer_size;
+  DecodeRequest& request = *scratch.request;
+  if (team.lane() == 0) {
+    *scratch.shift = 0;
+  }
+  team.sync();
+  const bool ends_step = !args.is_entry && request.is_running;
+  if (ends_step) {
+    for (int32_t i = team.lane(); i < num_rows; i += team.size()) {
+      const int64_t token = args.write_ids[int64_t{r} * num_rows + i];
+      scratch.writes[i] =
+          token >= -1 && token <= 0x7fffffff ? static_cast<int32_t>(token) : kBadWrite;
+    }
+  }
+  team.sync();
+  if (ends_step && team.lane() == 0) {
+    *scratch.shift = finish_request(args, r, scratch);
+  }
+  team.sync();
+  slide_window(scratch, window_len(num_rows), *scratch.shift, team);
+  if (ends_step && team.lane() == 0) {
+    settle_request(scratch);
+  }
+  team.sync();
+  for (int32_t i = team.lane(); i < num_rows; i += team.size()) {
+    write_row(args, r, i, scratch);
+    write_sampler_row(args, r, i, scratch);
+    if (args.merge_valid != nullptr && !args.is_entry) {
+      write_merge_row(args, r, i, *scratch.shift, scratch);
+    }
+  }
+  for (int32_t i = team.lane(); i < args.buffer_size; i += team.size()) {
+    write_sampler_block(args, r, i, request);
+  }
+  if (team.lane() == 0) {
+    args.context_lens[r] = request.is_running ? request.state.context_len : 0;
+    args.valid_slices[r] = r * num_rows + (request.is_running ? request.forward.num_valid_rows : 0);
+  }
+}
+
+}  // namespace diffulex

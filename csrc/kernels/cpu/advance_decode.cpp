@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// advance_decode: the row function of common/advance_row.h with teams of one lane.
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/common/advance_checks.h"
+#include "kernels/cpu/cpu_ops.h"
+
+namespace diffulex::cpu {
+namespace {
+
+struct SingleLane {
+  [[nodiscard]] int32_t lane() const noexcept { return 0; }
+  [[nodiscard]] int32_t size() const noexcept { return 1; }
+  void sync() const noexcept {}
+};
+
+/// The request is one of the shapes of the call, with pages for all it runs.
+Status check_request(const AdvanceArgs& args, int32_t r, int64_t num_entries) {
+  const DecodeRequest& request = args.requests[r];
+  const BlockRules& rules = request.rules;
+  if (!request.is_running) {
+    return {};
+  }
+  const bool is_sound =
+      rules.block_size == args.block_size && rules.buffer_size == args.buffer_size &&
+      request.state.num_valid >= 0 && request.state.num_valid <= rules.buffer_size &&
+      request.forward.first_pos >= 0 && request.forward.store_end <= num_entries * args.page_size;
+  if (is_sound) {
+    return {};
+  }
+  return make_error(StatusCode::kOutOfRange, "diffulex::advance_decode: requests: expected blocks ",
+                    "of ", args.block_size, ", ", args.buffer_size, " of them, stored in ",
+                    num_entries, " pages, got blocks of ", rules.block_size, ", ",
+                    request.state.num_valid, " of ", rules.buffer_size, ", stored up to position ",
+                    request.forward.store_end, " in request ", r);
+}
+
+}  // namespace
+
+Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& /*context*/) {
+  const AdvanceArgs args = make_advance_args(params);
+  const int32_t num_rows = args.block_size * args.buffer_size;
+  const auto num_reqs = static_cast<int32_t>(params.requests.size[0]);
+  for (int32_t r = 0; r < num_reqs; ++r) {
+    DIFFULEX_RETURN_IF_ERROR(check_request(args, r, params.page_tables.size[1]));
+  }
+  std::vector<int32_t> writes(static_cast<size_t>(num_rows), -1);
+  for (int32_t r = 0; r < num_reqs; ++r) {
+    int32_t shift = 0;
+    const RowScratch scratch{args.requests + r, args.windows + int64_t{r} * window_len(num_rows),
+                             writes.data(), &shift};
+    advance_row(args, r, scratch, SingleLane{});
+  }
+  return {};
+}
+
+}  // namespace diffulex::cpu

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// linear_few_rows: tensor maps, clusters and launches of the dense product for few rows.
+#include <algorithm>
+#include <cstdint>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "kernels/common/linear_config.h"
+#include "kernels/cuda/common/hopper.h"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/shared_memory.cuh"
+#include "kernels/cuda/cuda_ops.h"
+#include "kernels/cuda/portable/prepare.h"
+#include "kernels/cuda/sm90/linear/product.cuh"
+#include "kernels/cuda/sm90/tensor_map.h"
+
+namespace diffulex::cuda {
+namespace {
+
+constexpr const char* kWhere = "diffulex::linear_few_rows";
+
+using sm90::LinearArgs;
+using sm90::LinearTraits;
+using sm90::TensorMapShape;
+
+/// W as runs of eight rows: neighbouring runs, or a gate and an up run, lie side by side in a tile.
+TensorMapShape weight_shape(const LinearFewRowsParams& params, int32_t box_rows) {
+  const int64_t rows = params.weight.size[0];
+  const int64_t row = params.weight.stride[0];
+  const bool has_gate = params.act.has_value();
+  TensorMapShape shape;
+  shape.rank = 4;
+  shape.data = params.weight.data;
+  const int64_t sizes[] = {params.weight.size[1], 8, 2, rows / 16};
+  const int64_t strides[] = {1, row, has_gate ? rows / 2 * row : 8 * row,
+                             has_gate ? 8 * row : 16 * row};
+  const int32_t boxes[] = {static_cast<int32_t>(kFewRowsDepth), 8, 2, box_rows / 16};
+  std::copy_n(sizes, 4, shape.size);
+  std::copy_n(strides, 4, shape.stride);
+  std::copy_n(boxes, 4, shape.box);
+  return shape;
+}
+
+TensorMapShape row_shape(const LinearFewRowsParams& params, int32_t box_rows) {
+  TensorMapShape shape;
+  shape.rank = 2;
+  shape.data = params.x.data;
+  shape.size[0] = params.x.size[1];
+  shape.size[1] = params.x.size[0];
+  shape.stride[0] = 1;
+  shape.stride[1] = params.x.stride[0];
+  shape.box[0] = static_cast<int32_t>(kFewRowsDepth);
+  shape.box[1] = box_rows;
+  return shape;
+}
+
+template <typename Traits>
+Status prepare_tile(int32_t device_index) {
+  return allow_shared_memory<sm90::linear_kernel<Traits>>(kWhere, device_index, Traits::kSmemBytes);
+}
+
+template <typename T, int kRows>
+Status launch(const LinearFewRowsParams& params, const ExecContext& context) {
+  using Traits = LinearTraits<T, kRows>;
+  DIFFULEX_RETURN_IF_ERROR(prepare_tile<Traits>(context.device_index));
+  int processors = 0;
+  DIFFULEX_RETURN_IF_ERROR(cuda_status(
+      kWhere,
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, context.device_index)));
+  const int64_t weight_rows = params.weight.size[0];
+  const int64_t depth = params.x.size[1];
+  const LinearPlan plan =
+      linear_plan(params.x.size[0], weight_rows, depth, processors, Traits::kCtas);
+  CUtensorMap weight_map;
+  CUtensorMap row_map;
+  DIFFULEX_RETURN_IF_ERROR(sm90::encode_tensor_map(
+      kWhere, weight_shape(params, Traits::kWeightRows), params.weight.dtype, &weight_map));
+  DIFFULEX_RETURN_IF_ERROR(sm90::encode_tensor_map(
+      kWhere, row_shape(params, Traits::kRows / plan.shares), params.x.dtype, &row_map));
+  LinearArgs args{};
+  args.out = params.out.data;
+  args.bias = params.bias.data;
+  args.out_stride = params.out.stride[0];
+  args.num_rows = static_cast<int32_t>(params.x.size[0]);
+  args.num_columns = static_cast<int32_t>(params.out.size[1]);
+  args.num_steps = static_cast<int32_t>(depth / kFewRowsDepth);
+  args.splits = plan.splits;
+  args.shares = plan.shares;
+  args.split_bits = plan.splits / 2;  // 1, 2 or 4
+  args.share_bits = plan.shares / 2;
+  args.num_items = plan.num_items;
+  args.act = params.act.has_value() ? static_cast<int32_t>(*params.act) : -1;
+  LaunchShape shape;
+  shape.cluster = static_cast<unsigned>(plan.splits * plan.shares);
+  shape.grid = dim3(static_cast<unsigned>(plan.num_clusters) * shape.cluster);
+  shape.block = dim3(Traits::kThreads);
+  shape.smem_bytes = Traits::kSmemBytes;
+  shape.stream = stream_of(context);
+  return cuda_status(kWhere, launch_dependent(sm90::linear_kernel<Traits>, shape, true, weight_map,
+                                              row_map, args));
+}
+
+template <typename T>
+Status launch_rows(const LinearFewRowsParams& params, const ExecContext& context) {
+  switch (linear_tile_rows(params.x.size[0])) {
+    case 16:
+      return launch<T, 16>(params, context);
+    case 32:
+      return launch<T, 32>(params, context);
+    case 64:
+      return launch<T, 64>(params, context);
+    case 128:
+      return launch<T, 128>(params, context);
+    default:
+      return launch<T, 256>(params, context);
+  }
+}
+
+template <typename T>
+Status prepare_dtype(int32_t device_index) {
+  DIFFULEX_RETURN_IF_ERROR((prepare_tile<LinearTraits<T, 16>>(device_index)));
+  DIFFULEX_RETURN_IF_ERROR((prepare_tile<LinearTraits<T, 32>>(device_index)));
+  DIFFULEX_RETURN_IF_ERROR((prepare_tile<LinearTraits<T, 64>>(device_index)));
+  DIFFULEX_RETURN_IF_ERROR((prepare_tile<LinearTraits<T, 128>>(device_index)));
+  return prepare_tile<LinearTraits<T, 256>>(device_index);
+}
+
+}  // namespace
+
+Status linear_few_rows(const LinearFewRowsParams& params, const ExecContext& context) {
+  DeviceGuard guard(context);
+  DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
+  if (!is_hopper_device(context.device_index)) {
+    return make_error(StatusCode::kNoKernel, kWhere,
+                      ": device: expected compute capability 9.0, got another");
+  }
+  return params.x.dtype == DType::kBF16 ? launch_rows<__nv_bfloat16>(params, context)
+                                        : launch_rows<__half>(params, context);
+}
+
+Status prepare_linear_few_rows(const ExecContext& context) {
+  if (!is_hopper_device(context.device_index)) {
+    return Status::ok_status();
+  }
+  DIFFULEX_RETURN_IF_ERROR(prepare_dtype<__half>(context.device_index));
+  return prepare_dtype<__nv_bfloat16>(context.device_index);
+}
+
+}  // namespace diffulex::cuda

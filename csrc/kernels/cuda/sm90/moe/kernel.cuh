@@ -1,0 +1,380 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The persistent kernel of one expert product: warp 0 streams weights, warps 1 to 3 bring the
+// positions' rows (by box, or 16 bytes a thread where they are gathered), two warpgroups multiply.
+// Work items are (tile of the list, weight rows), weight rows fastest, dealt in turn; the pipeline
+// runs on from item to item. Each sum runs over ascending columns in one order, whatever the tile
+// holds.
+
+#include <cstdint>
+
+#include <cuda.h>
+
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/mbarrier.cuh"
+#include "kernels/cuda/common/pdl.cuh"
+#include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/reduce.cuh"
+#include "kernels/cuda/common/tma.cuh"
+#include "kernels/cuda/common/wgmma.cuh"
+#include "kernels/cuda/portable/moe_gemm.h"
+#include "kernels/cuda/portable/moe_tiles.cuh"
+#include "kernels/cuda/sm90/moe/epilogue.cuh"
+#include "kernels/cuda/sm90/moe/traits.cuh"
+
+namespace diffulex::cuda::sm90 {
+
+/// Both operands as the copy engine sees them.
+struct MoeMaps {
+  CUtensorMap weight;
+  CUtensorMap rows;
+};
+
+/// Position in the ring of stages.
+template <typename Traits>
+struct StageCursor {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == Traits::kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// Shared addresses of a CTA.
+template <typename Traits>
+struct MoeSmem {
+  uint32_t stages;
+  uint32_t staged;
+  uint32_t full;
+  uint32_t empty;
+  uint8_t* tables;
+
+  __device__ __forceinline__ explicit MoeSmem(uint8_t* raw) {
+    const uint32_t base = ptx::smem_address(raw);
+    const uint32_t shift = (Traits::kAlignment - base % Traits::kAlignment) % Traits::kAlignment;
+    stages = base + shift;
+    staged = stages + Traits::kStages * Traits::kStageBytes;
+    full = staged + Traits::kConsumers * Traits::kStagedBytes;
+    empty = full + Traits::kStages * 8;
+    tables = raw + (full - base) + Traits::kBarrierBytes;
+  }
+  __device__ __forceinline__ uint32_t weights(int stage) const {
+    return stages + stage * Traits::kStageBytes;
+  }
+  __device__ __forceinline__ uint32_t rows(int stage) const {
+    return weights(stage) + Traits::kWeightBytes;
+  }
+  /// Per consumer, kColumns entries each; behind them the tiles and the sources of gathered rows.
+  __device__ __forceinline__ MoeTile* tiles(int group) const {
+    return reinterpret_cast<MoeTile*>(tables + Traits::kConsumers * Traits::kColumns * 12) +
+           group * Traits::kTilesAhead;
+  }
+  __device__ __forceinline__ uint32_t* sources() const {
+    return reinterpret_cast<uint32_t*>(tiles(Traits::kConsumers));
+  }
+};
+
+/// The items of this CTA.
+template <typename Traits>
+struct MoeWork {
+  int32_t items;
+  int32_t parts;  // weight tiles of an expert
+  int32_t first;
+  int32_t stride;
+
+  __device__ __forceinline__ explicit MoeWork(const ExpertGemm& gemm) {
+    parts = (gemm.width + Traits::kOutColumns - 1) / Traits::kOutColumns;
+    items = gemm.counters[0] * parts;
+    first = static_cast<int32_t>(blockIdx.x);
+    stride = static_cast<int32_t>(gridDim.x);
+  }
+  __device__ __forceinline__ int32_t tile(int32_t item) const { return item / parts; }
+  /// First result column.
+  __device__ __forceinline__ int32_t column(int32_t item) const {
+    return item % parts * Traits::kOutColumns;
+  }
+};
+
+template <typename Traits>
+__device__ __forceinline__ bool is_gathered(const ExpertGemm& gemm) {
+  return Traits::kGathers && gemm.gather != nullptr;
+}
+
+/// Bytes of the positions' rows of one stage that the copy engine brings.
+template <typename Traits>
+__device__ __forceinline__ int row_bytes(const ExpertGemm& gemm, int count) {
+  const int boxes = (count + Traits::kBoxRows - 1) / Traits::kBoxRows;
+  return is_gathered<Traits>(gemm) ? 0 : boxes * Traits::kBoxRows * Traits::kRowBytes;
+}
+
+/// The whole warp, one lane of which issues: the compiler then needs no loop over lanes.
+template <typename Traits>
+__device__ __forceinline__ void produce_weights(const ExpertGemm& gemm, const MoeMaps& maps,
+                                                const MoeSmem<Traits>& smem) {
+  const uint64_t policy = gemm.is_streamed ? ptx::policy_evict_first() : ptx::policy_evict_normal();
+  const MoeWork<Traits> work(gemm);
+  const int steps = gemm.depth / Traits::kDepth;
+  StageCursor<Traits> cursor;
+  for (int item = work.first; item < work.items; item += work.stride) {
+    const MoeTile tile = moe_tile(gemm, work.tile(item), Traits::kColumns);
+    const int column = work.column(item);
+    const uint32_t bytes = Traits::kWeightBytes + row_bytes<Traits>(gemm, tile.count);
+    for (int step = 0; step < steps; ++step, cursor.advance()) {
+      const uint32_t full = smem.full + cursor.stage * 8;
+      ptx::mbarrier_wait(smem.empty + cursor.stage * 8, cursor.parity ^ 1);
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect(full, bytes);
+        const uint32_t target = smem.weights(cursor.stage);
+        if constexpr (Traits::kGateUp) {
+          // Columns, 8 rows, gate or up, groups of 8 rows, expert.
+          ptx::tma_load_hinted(target, &maps.weight, full, policy, step * Traits::kDepth, 0, 0,
+                               column / 8, tile.expert);
+        } else {
+          ptx::tma_load_hinted(target, &maps.weight, full, policy, step * Traits::kDepth, column,
+                               tile.expert);
+        }
+      }
+      __syncwarp();
+    }
+  }
+}
+
+/// Rows that lie together: boxes of kBoxRows. The whole warp, one lane of which issues.
+template <typename Traits>
+__device__ __forceinline__ void produce_dense_rows(const ExpertGemm& gemm, const MoeMaps& maps,
+                                                   const MoeSmem<Traits>& smem) {
+  const MoeWork<Traits> work(gemm);
+  const int steps = gemm.depth / Traits::kDepth;
+  StageCursor<Traits> cursor;
+  for (int item = work.first; item < work.items; item += work.stride) {
+    const MoeTile tile = moe_tile(gemm, work.tile(item), Traits::kColumns);
+    const auto inner = static_cast<int32_t>(tile.start % gemm.row_map.inner);
+    const auto outer = static_cast<int32_t>(tile.start / gemm.row_map.inner);
+    for (int step = 0; step < steps; ++step, cursor.advance()) {
+      ptx::mbarrier_wait(smem.empty + cursor.stage * 8, cursor.parity ^ 1);
+      if (ptx::elect_one()) {
+        for (int row = 0; row < tile.count; row += Traits::kBoxRows) {
+          ptx::tma_load(smem.rows(cursor.stage) + row * Traits::kRowBytes, &maps.rows,
+                        smem.full + cursor.stage * 8, step * Traits::kDepth, inner + row, outer);
+        }
+      }
+      __syncwarp();
+    }
+  }
+}
+
+/// Rows that are gathered, 16 bytes a thread into the swizzled layout; a thread arrives once for
+/// each stage when its pieces have landed.
+template <typename Traits>
+__device__ __forceinline__ void produce_gathered_rows(const ExpertGemm& gemm,
+                                                      const MoeSmem<Traits>& smem, int thread) {
+  constexpr int kRowsPerPass = Traits::kRowThreads / Traits::kChunks;
+  constexpr int kBarrier = 1 + Traits::kConsumers;
+  const int chunk = thread % Traits::kChunks;
+  const uint8_t* base = static_cast<const uint8_t*>(gemm.rows) + chunk * 16;
+  const auto row_bytes = static_cast<uint64_t>(gemm.row_map.inner_stride * 2);
+  uint32_t* sources = smem.sources();
+  const MoeWork<Traits> work(gemm);
+  const int steps = gemm.depth / Traits::kDepth;
+  StageCursor<Traits> cursor;
+  for (int item = work.first; item < work.items; item += work.stride) {
+    const MoeTile tile = moe_tile(gemm, work.tile(item), Traits::kColumns);
+    ptx::named_barrier_sync(kBarrier, Traits::kRowThreads);  // the last sources were used
+    for (int row = thread; row < tile.count; row += Traits::kRowThreads) {
+      sources[row] = gemm.gather[tile.start + row] / gemm.top_k;
+    }
+    ptx::named_barrier_sync(kBarrier, Traits::kRowThreads);
+    for (int step = 0; step < steps; ++step, cursor.advance()) {
+      ptx::mbarrier_wait(smem.empty + cursor.stage * 8, cursor.parity ^ 1);
+      const uint8_t* column = base + step * Traits::kRowBytes;
+      const uint32_t target = smem.rows(cursor.stage);
+#pragma unroll 4
+      for (int row = thread / Traits::kChunks; row < tile.count; row += kRowsPerPass) {
+        ptx::cp_async16(target + row * Traits::kRowBytes + ((chunk ^ (row & 7)) * 16),
+                        column + sources[row] * row_bytes, true);
+      }
+      ptx::cp_async_arrive(smem.full + cursor.stage * 8);
+    }
+  }
+}
+
+template <typename Traits, int kGroups>
+__device__ __forceinline__ void hold(float (&sums)[Traits::kBlocks][kGroups][4]) {
+#pragma unroll
+  for (int block = 0; block < Traits::kBlocks; ++block) {
+    ptx::wgmma_hold(sums[block]);
+  }
+}
+
+/// Sums of one item: the blocks of weight rows of this warpgroup times 8 * kGroups positions.
+template <typename Traits, int kGroups>
+__device__ __forceinline__ void multiply_item(const MoeSmem<Traits>& smem, int steps, int group,
+                                              StageCursor<Traits>& cursor,
+                                              float (&sums)[Traits::kBlocks][kGroups][4]) {
+  constexpr int kBlockBytes = 64 * Traits::kRowBytes;
+  using T = typename Traits::Element;
+  const bool is_signaller = threadIdx.x % 128 == 0;
+  uint32_t pending = 0;  // barrier of the stage whose products may still run
+  for (int step = 0; step < steps; ++step, cursor.advance()) {
+    ptx::mbarrier_wait(smem.full + cursor.stage * 8, cursor.parity);
+    if constexpr (Traits::kGathers) {
+      ptx::fence_proxy_async();  // gathered rows were written by ordinary copies
+    }
+    const uint64_t weights = ptx::swizzle128_descriptor(
+        smem.weights(cursor.stage) + group * Traits::kBlocks * kBlockBytes, 0,
+        8 * Traits::kRowBytes);
+    const uint64_t rows =
+        ptx::swizzle128_descriptor(smem.rows(cursor.stage), 0, 8 * Traits::kRowBytes);
+    hold<Traits>(sums);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Traits::kDepth / 16; ++k) {
+#pragma unroll
+      for (int block = 0; block < Traits::kBlocks; ++block) {
+        // A step of 16 elements is 32 bytes; descriptors count 16.
+        ptx::wgmma_ss<T>(sums[block], weights + block * (kBlockBytes / 16) + k * 2, rows + k * 2,
+                         true);
+      }
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    if (is_signaller && step > 0) {
+      ptx::mbarrier_arrive(pending);
+    }
+    pending = smem.empty + cursor.stage * 8;
+  }
+  ptx::wgmma_wait<0>();
+  hold<Traits>(sums);
+  if (is_signaller) {
+    ptx::mbarrier_arrive(pending);
+  }
+}
+
+/// A consumer warpgroup: looks up its tiles 128 at a time, so that none waits for its own.
+template <typename Traits>
+class MoeConsumer final {
+ public:
+  __device__ __forceinline__ MoeConsumer(const ExpertGemm& gemm, const MoeSmem<Traits>& smem,
+                                         int group)
+      : gemm_(gemm),
+        smem_(smem),
+        work_(gemm),
+        epilogue_(gemm, smem.staged, smem.tables, group),
+        tiles_(smem.tiles(group)),
+        group_(group) {}
+
+  __device__ __forceinline__ void run() {
+    int index = 0;
+    for (int item = work_.first; item < work_.items; item += work_.stride, ++index) {
+      const int place = index % Traits::kTilesAhead;
+      if (place == 0) {
+        look_up(item);
+        epilogue_.fetch(tiles_[0]);
+      }
+      const MoeTile tile = tiles_[place];
+      epilogue_.start(tile);
+      const bool has_next = place + 1 < Traits::kTilesAhead && item + work_.stride < work_.items;
+      if (has_next) {
+        epilogue_.fetch(tiles_[place + 1]);
+      }
+      multiply(tile, work_.column(item));
+    }
+  }
+
+ private:
+  /// One tile a thread, from `item` on.
+  __device__ __forceinline__ void look_up(int item) {
+    const int thread = static_cast<int>(threadIdx.x) % 128;
+    const int64_t own = item + int64_t{thread} * work_.stride;
+    epilogue_.sync();
+    if (own < work_.items) {
+      tiles_[thread] = moe_tile(gemm_, work_.tile(static_cast<int>(own)), Traits::kColumns);
+    }
+    epilogue_.sync();
+  }
+
+  /// Computes `tile` times the weight rows of the result columns from `first` on, with no more
+  /// columns of products than the tile needs.
+  __device__ __forceinline__ void multiply(const MoeTile& tile, int first) {
+    if constexpr (Traits::kColumns > 64) {
+      if (tile.count <= 64) {
+        multiply_groups<8>(tile, first);
+        return;
+      }
+    }
+    if constexpr (Traits::kColumns > 128) {
+      if (tile.count <= 128) {
+        multiply_groups<16>(tile, first);
+        return;
+      }
+    }
+    multiply_groups<Traits::kColumns / 8>(tile, first);
+  }
+
+  template <int kGroups>
+  __device__ __forceinline__ void multiply_groups(const MoeTile& tile, int first) {
+    // Zeros rather than nothing: what is never defined would hold its registers for ever.
+    float sums[Traits::kBlocks][kGroups][4] = {};
+    multiply_item<Traits>(smem_, gemm_.depth / Traits::kDepth, group_, cursor_, sums);
+    epilogue_.finish(tile, first, sums);
+  }
+
+  const ExpertGemm& gemm_;
+  const MoeSmem<Traits>& smem_;
+  MoeWork<Traits> work_;
+  MoeEpilogue<Traits> epilogue_;
+  StageCursor<Traits> cursor_;
+  MoeTile* tiles_;
+  int group_;
+};
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    moe_kernel(const __grid_constant__ MoeMaps maps, const __grid_constant__ ExpertGemm gemm) {
+  extern __shared__ uint8_t raw[];
+  const MoeSmem<Traits> smem(raw);
+  if (threadIdx.x == 0) {
+    ptx::tma_prefetch_map(&maps.weight);
+    ptx::tma_prefetch_map(&maps.rows);
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      ptx::mbarrier_init(smem.full + stage * 8,
+                         is_gathered<Traits>(gemm) ? 1 + Traits::kRowThreads : 1);
+      ptx::mbarrier_init(smem.empty + stage * 8, Traits::kConsumers);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  // The gate-up product starts from the tile list of the kernel before it. That list is older than
+  // the kernel before the down product, whose weights therefore stream ahead of the wait.
+  if constexpr (Traits::kGateUp) {
+    pdl_wait();
+  }
+  pdl_launch_dependents();
+  const int warp = static_cast<int>(threadIdx.x >> 5);
+  if (warp < 4) {
+    ptx::registers_decrease<Traits::kProducerRegisters>();
+    if (warp == 0) {
+      produce_weights<Traits>(gemm, maps, smem);
+      pdl_wait();
+    } else {
+      pdl_wait();
+      if (is_gathered<Traits>(gemm)) {
+        if constexpr (Traits::kGathers) {
+          produce_gathered_rows<Traits>(gemm, smem, static_cast<int>(threadIdx.x) - 32);
+        }
+      } else if (warp == 1) {
+        produce_dense_rows<Traits>(gemm, maps, smem);
+      }
+    }
+  } else {
+    ptx::registers_increase<Traits::kConsumerRegisters>();
+    MoeConsumer<Traits>(gemm, smem, warp / 4 - 1).run();
+  }
+}
+
+}  // namespace diffulex::cuda::sm90

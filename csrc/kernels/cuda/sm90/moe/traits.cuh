@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Shapes of the Hopper expert products. A CTA computes 128 or 256 weight rows (the M of the
+// warpgroup product) times kColumns positions of one expert (its N): a stage of the pipeline holds
+// 64 columns of both operands. The weight rows of a gate-up tile alternate in groups of eight, gate
+// and up, so that a thread holds both sums of a result.
+
+#include <cstdint>
+
+#include "kernels/cuda/sm90/moe/launch.h"
+
+namespace diffulex::cuda::sm90 {
+
+template <typename T, int kColumnCount, bool kIsGateUp>
+struct MoeTraits {
+  using Element = T;
+  static constexpr bool kGateUp = kIsGateUp;
+  static constexpr int kColumns = kColumnCount;  // positions of a tile
+  /// Blocks of 64 weight rows of a consumer. Two halve how often the positions' rows are read; the
+  /// largest tile has no registers for them, and the smallest wants many items.
+  static constexpr int kBlocks = kColumns == 64 || kColumns == 128 ? 2 : 1;
+  static constexpr int kWeightRows = 128 * kBlocks;
+  /// Results of a tile per position.
+  static constexpr int kOutColumns = kGateUp ? kWeightRows / 2 : kWeightRows;
+  static constexpr int kDepth = 64;  // elements of a stage
+  static constexpr int kRowBytes = kDepth * 2;
+
+  static constexpr int kConsumers = 2;  // warpgroups of kBlocks blocks
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kRowThreads = 96;  // producer threads of the positions' rows
+  static constexpr int kChunks = 8;       // 16-byte pieces of a line
+  /// Rows of larger tiles are brought together before the product.
+  static constexpr bool kGathers = kGateUp && kColumns <= kMoeMaxGatherTile;
+  /// Rows one copy brings when the rows lie together.
+  static constexpr int kBoxRows = kColumns <= 64 ? 16 : 32;
+
+  /// Registers of a thread once the roles are taken; together at most the kernel's at its start.
+  static constexpr int kProducerRegisters = kGathers ? 56 : 40;
+  static constexpr int kConsumerRegisters = kGathers ? 224 : 232;
+
+  static constexpr int kWeightBytes = kWeightRows * kRowBytes;
+  static constexpr int kStageBytes = kWeightBytes + kColumns * kRowBytes;
+  /// Results of a warpgroup on their way out, some positions at a time.
+  static constexpr int kGroupColumns = kOutColumns / kConsumers;
+  static constexpr int kMaxStagedRows = 64 / kBlocks;
+  static constexpr int kStagedRows = kColumns < kMaxStagedRows ? kColumns : kMaxStagedRows;
+  static constexpr int kStagedBytes = kStagedRows * kGroupColumns * 2;
+
+  static constexpr int kAlignment = 1024;  // of the swizzle pattern
+  static constexpr int kSmemLimit = 227 * 1024;
+  /// Per consumer: where a position goes, its factor, and the next tiles.
+  static constexpr int kTilesAhead = 128;
+  static constexpr int kTableBytes = kConsumers * (kColumns * 12 + kTilesAhead * 12) + kColumns * 4;
+  static constexpr int kBarrierBytes = 512;
+  static constexpr int kFixedBytes =
+      kAlignment + kConsumers * kStagedBytes + kTableBytes + kBarrierBytes;
+  static constexpr int kStages = (kSmemLimit - kFixedBytes) / kStageBytes;
+  static constexpr int kSmemBytes = kFixedBytes + kStages * kStageBytes;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                    65536 / kThreads / 8 * 8 * 3,
+                "more would be waited for in vain");
+  static_assert(sizeof(T) == 2, "the line of a row is 64 elements of 16 bits");
+  static_assert(kStages >= 4 && kStages * 16 <= kBarrierBytes, "stages to hide the memory");
+};
+
+}  // namespace diffulex::cuda::sm90

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The slice of a bfloat16 row that one CTA of a cluster holds in shared memory, and the walk over
+// it.
+
+#include <climits>
+#include <cstdint>
+
+#include "kernels/cuda/common/cluster.cuh"
+#include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/portable/filter_record.cuh"
+#include "kernels/cuda/sm90/sampling/key_bins.cuh"
+
+namespace diffulex::cuda::sm90 {
+
+inline constexpr int kCtas = 8;
+inline constexpr int kThreads = kFilterThreads;  // what filter_sum and filter_scan expect
+inline constexpr int kBinsPerThread = 11;
+inline constexpr int kBins = kThreads * kBinsPerThread;  // kTopBin + 1 of them are used
+static_assert(kBins > kTopBin && kBins % 4 == 0, "every value has a bin, copied by fours");
+/// Columns of a CTA at most.
+inline constexpr int64_t kMaxSlice = 64 << 10;
+
+/// What the CTAs tell each other; read by all of them.
+struct CtaReport final {
+  uint64_t largest = 0;  // ranked values of the normaliser and of the candidates
+  uint64_t best = 0;
+  int32_t bad_count = 0;
+  int32_t num_counted = 0;
+  double middle_mass = 0.0;  // of this CTA's columns in the middle bin
+  RowSums sums;
+};
+
+struct ClusterShared final {
+  alignas(16) uint32_t counts[kBins];  // of this CTA's columns
+  alignas(16) uint32_t totals[kBins];  // of the row
+  FilterShared filter;
+  CtaReport report;
+  double above;                          // mass above the cut
+  int32_t cut_bin;                       // of top-p
+  int32_t least_bin;                     // of top-k
+  alignas(16) __nv_bfloat16 columns[1];  // of this CTA, of the row's slice length
+};
+
+/// A cluster's view of its row and of what is kept.
+struct RowView final {
+  FilterState state;
+  int64_t first;        // column of this CTA
+  int32_t num_columns;  // of this CTA
+  int32_t least_bin = 0;
+  int32_t cut_bin = 0;
+  double middle_mass = 0.0;  // of a column of the middle bin, on average
+  bool is_whole = false;     // sums describe the unfiltered distribution
+
+  // Of min-p and of the ties at the cut, in the types of the inner loops.
+  float lowest_z = -INFINITY;
+  int32_t last_tie = INT32_MAX;
+
+  __device__ bool is_kept(int32_t bin, float z, int32_t column) const {
+    return bin >= least_bin && z >= lowest_z &&
+           (bin > cut_bin || (bin == cut_bin && column <= last_tie));
+  }
+};
+
+__device__ __forceinline__ void cluster_sync() {
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+}
+
+/// Calls visit(bits, x, column, is_candidate) for the counted columns of this thread: finite, or
+/// +inf as the largest float, and in the normaliser. Others only count as bad where they are.
+template <typename Visit>
+__device__ __forceinline__ int32_t visit_piece(const FilterArgs& args, const ClusterShared& shared,
+                                               const RowView& view, int32_t place,
+                                               const Visit& visit) {
+  const auto column = static_cast<int32_t>(view.first) + place;
+  const uint4 raw = *reinterpret_cast<const uint4*>(shared.columns + place);
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+  const uint32_t candidates = candidate_bits(args.rows, shared.filter, column);
+  const bool is_renormalised = args.rows.exclusion == kModeRenormalize;
+  int32_t bad = 0;
+#pragma unroll
+  for (int i = 0; i < kPieceColumns; ++i) {
+    const uint32_t bits = i % 2 == 0 ? words[i / 2] & 0xffffU : words[i / 2] >> 16;
+    const float stored = __uint_as_float(bits << 16);
+    if (place + i >= view.num_columns) {
+      continue;
+    }
+    bad += isfinite(stored) ? 0 : 1;
+    const float x = RowTransform::sanitized(stored);
+    const bool is_candidate = (candidates >> i & 1U) != 0;
+    if (x != -INFINITY && (is_candidate || !is_renormalised)) {
+      visit(bits, x, column + i, is_candidate);
+    }
+  }
+  return bad;
+}
+
+template <typename Visit>
+__device__ __forceinline__ int32_t visit_slice(const FilterArgs& args, const ClusterShared& shared,
+                                               const RowView& view, const Visit& visit) {
+  int32_t bad = 0;
+  for (int32_t place = static_cast<int32_t>(threadIdx.x) * kPieceColumns; place < view.num_columns;
+       place += kThreads * kPieceColumns) {
+    bad += visit_piece(args, shared, view, place, visit);
+  }
+  return bad;
+}
+
+/// Copies the slice to shared memory and clears the counts.
+__device__ inline void load_slice(const FilterArgs& args, ClusterShared& shared,
+                                  const RowView& view, const __nv_bfloat16* source) {
+  for (int32_t place = static_cast<int32_t>(threadIdx.x) * kPieceColumns; place < view.num_columns;
+       place += kThreads * kPieceColumns) {
+    const __nv_bfloat16* from = source + view.first + place;
+    if (args.rows.is_vec && place + kPieceColumns <= view.num_columns) {
+      ptx::cp_async16(ptx::smem_address(shared.columns + place), from, true);
+    } else {
+      for (int i = 0; i < kPieceColumns && place + i < view.num_columns; ++i) {
+        shared.columns[place + i] = from[i];
+      }
+    }
+  }
+  ptx::cp_async_commit();
+  for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
+    shared.counts[bin] = 0;
+  }
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+}
+
+}  // namespace diffulex::cuda::sm90

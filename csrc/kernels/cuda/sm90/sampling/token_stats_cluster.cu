@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// token_stats in one launch: a cluster of CTAs shares a row, each warp turns chunks into records
+// that it writes to the shared memory of the first CTA, which finishes the row. How many CTAs share
+// a row decides who computes a record, never what is in it.
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/cuda/common/cluster.cuh"
+#include "kernels/cuda/common/hopper.h"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/pdl.cuh"
+#include "kernels/cuda/common/shared_memory.cuh"
+#include "kernels/cuda/cuda_ops.h"
+#include "kernels/cuda/portable/token_stats.cuh"
+#include "kernels/cuda/portable/token_stats_chunks.cuh"
+#include "kernels/cuda/portable/token_stats_finish.cuh"
+#include "kernels/cuda/sm90/sampling/token_stats_cluster.h"
+
+namespace diffulex::cuda::sm90 {
+namespace {
+
+constexpr const char* kWhere = "diffulex::token_stats";
+/// Chunks whose records fit the shared memory of a CTA: rows of up to 524,288 columns.
+constexpr int64_t kMaxChunks = 256;
+/// Warps of a CTA at most.
+constexpr int kMaxWarps = 8;
+constexpr auto kColumns = static_cast<int32_t>(kStatsChunkColumns);
+
+/// Fixed part of the shared memory; records and chunk buffers follow.
+struct alignas(16) ClusterShared final {
+  uint32_t best_so_far;  // of this CTA
+};
+
+/// Bytes of the buffers of one chunk per warp.
+template <typename T>
+__host__ __device__ constexpr size_t stage_bytes(int num_warps) {
+  return sizeof(T) * kStatsChunkColumns * static_cast<size_t>(num_warps);
+}
+
+/// After the sums, the first stage is scratch of the warps and the top-k state follows it.
+template <typename T>
+size_t shared_bytes(int64_t num_chunks, int num_warps, int num_stages) {
+  const size_t stages = stage_bytes<T>(num_warps) * static_cast<size_t>(num_stages);
+  const size_t finish = stage_bytes<T>(num_warps) + sizeof(TopKShared);
+  return sizeof(ClusterShared) + static_cast<size_t>(num_chunks) * sizeof(ChunkRecord) +
+         (stages > finish ? stages : finish);
+}
+
+/// Copies a record, held alike by all lanes, to the shared memory of CTA 0.
+__device__ __forceinline__ void send_record(const ChunkRecord& record, ChunkRecord* place) {
+  if ((threadIdx.x & 31) != 0) {
+    return;
+  }
+  static_assert(offsetof(ChunkRecord, reserved) == 48, "three 16-byte stores");
+  const auto* words = reinterpret_cast<const float4*>(&record);
+  auto* target = reinterpret_cast<float4*>(ptx::cluster_pointer(place, 0));
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    target[i] = words[i];
+  }
+}
+
+/// CTAs of an SM: a cap needs more registers, and its time goes into tanh.
+template <typename T, bool kCapped>
+inline constexpr int kMinCtas = sizeof(T) == 4 ? 2 : (kCapped ? 3 : 4);
+
+template <typename T, bool kCapped>
+__global__ void __launch_bounds__(32 * kMaxWarps, kMinCtas<T, kCapped>)
+    cluster_kernel(const __grid_constant__ TokenStatsArgs args, int32_t log_cluster_size,
+                   int32_t num_stages) {
+  extern __shared__ __align__(16) uint8_t memory[];
+  auto& shared = *reinterpret_cast<ClusterShared*>(memory);
+  auto* records = reinterpret_cast<ChunkRecord*>(memory + sizeof(ClusterShared));
+  const auto num_chunks = static_cast<int32_t>(args.num_chunks);
+  uint8_t* buffers = reinterpret_cast<uint8_t*>(records + num_chunks);
+  const int32_t cluster_size = 1 << log_cluster_size;
+  const bool is_shared = cluster_size > 1;
+  if (is_shared) {
+    // Nobody writes to a CTA that has not begun; the wait comes after the first chunk.
+    ptx::cluster_arrive_relaxed();
+  }
+  const int64_t row = blockIdx.x >> log_cluster_size;
+  const auto rank = static_cast<int32_t>(blockIdx.x & (cluster_size - 1));
+  const auto num_warps = static_cast<int32_t>(blockDim.x >> 5);
+  const auto warp = static_cast<int32_t>(threadIdx.x >> 5);
+  // The next kernel is let in by the CTAs that end: while logits are read, it would only take room.
+  pdl_wait();
+  const T* source = source_row<T>(args, row);
+  if (source == nullptr) {  // for the whole cluster
+    if (rank == 0 && threadIdx.x < 32) {
+      write_empty(args, row, 0);
+    }
+    return;
+  }
+  const auto chunk_buffer = [&](int32_t round) {
+    const int32_t stage = num_stages == 1 ? 0 : round & 1;
+    return LaneChunk<T>{reinterpret_cast<T*>(buffers) + (stage * num_warps + warp) * kColumns};
+  };
+  // From the end: the last chunks are the slow ones (the tail, excluded ids).
+  int32_t chunk = num_chunks - 1 - (rank * num_warps + warp);
+  const int32_t step = cluster_size * num_warps;
+  if (chunk >= 0) {
+    start_chunk(args, source, chunk * kColumns, chunk_buffer(0));
+  }
+  if (threadIdx.x == 0) {
+    shared.best_so_far = 0;
+  }
+  RowTransform transform = row_transform(args, row);
+  if constexpr (!kCapped) {
+    transform.softcap = 0.0F;  // which the compiler now knows: code that does not run costs too
+  }
+  const Exclusion exclusion = row_exclusion(args, transform);
+  __syncthreads();
+  bool has_waited = !is_shared;
+  for (int32_t round = 0; chunk >= 0; ++round, chunk -= step) {
+    if (num_stages > 1 && chunk >= step) {
+      start_chunk(args, source, (chunk - step) * kColumns, chunk_buffer(round + 1));
+      ptx::cp_async_wait<1>();
+    } else {
+      ptx::cp_async_wait<0>();
+    }
+    const ChunkRecord record =
+        chunk_record<T, kCapped>(args, transform, exclusion, source, chunk * kColumns,
+                                 chunk_buffer(round), &shared.best_so_far);
+    if (num_stages == 1 && chunk >= step) {
+      start_chunk(args, source, (chunk - step) * kColumns, chunk_buffer(round + 1));
+    }
+    if (!has_waited) {
+      ptx::cluster_wait();
+      has_waited = true;
+    }
+    send_record(record, &records[chunk]);
+  }
+  if (!has_waited) {
+    ptx::cluster_wait();
+  }
+  if (is_shared) {
+    ptx::cluster_arrive();
+    if (rank != 0) {
+      return;
+    }
+    ptx::cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  finish_row(args, source, transform, exclusion, row, records, chunk_buffer(0),
+             *reinterpret_cast<TopKShared*>(buffers + stage_bytes<T>(num_warps)));
+}
+
+/// How a row is shared; a function of host shapes alone.
+struct ClusterShape final {
+  int32_t log_size;  // CTAs per row: 1, 2, 4 or 8
+  int32_t threads;   // per CTA
+  int32_t stages;    // chunks of a warp on their way or being summed: 1 or 2
+};
+
+ClusterShape cluster_shape(int64_t num_rows, int64_t num_chunks) {
+  if (num_rows > 2048) {
+    return {0, 128, 2};  // many small CTAs, so that rows end at different times
+  }
+  if (num_rows > 132) {
+    return {0, 256, 2};
+  }
+  if (num_rows > 64) {
+    return {1, 256, 2};
+  }
+  return num_chunks > 80 ? ClusterShape{3, 256, 1} : ClusterShape{3, 128, 2};
+}
+
+template <typename T, bool kCapped>
+Status prepare_kernel(int32_t device_index) {
+  return allow_shared_memory<cluster_kernel<T, kCapped>>(kWhere, device_index,
+                                                         shared_bytes<T>(kMaxChunks, kMaxWarps, 2));
+}
+
+template <typename T, bool kCapped>
+Status launch(const TokenStatsArgs& args, const ExecContext& context) {
+  const ClusterShape shape = cluster_shape(args.num_rows, args.num_chunks);
+  DIFFULEX_RETURN_IF_ERROR((prepare_kernel<T, kCapped>(context.device_index)));
+  const unsigned cluster = 1U << shape.log_size;
+  const LaunchShape launch{static_cast<unsigned>(args.num_rows) * cluster,
+                           static_cast<unsigned>(shape.threads),
+                           shared_bytes<T>(args.num_chunks, shape.threads / 32, shape.stages),
+                           stream_of(context), cluster};
+  return cuda_status(kWhere, launch_dependent(cluster_kernel<T, kCapped>, launch, true, args,
+                                              shape.log_size, shape.stages));
+}
+
+}  // namespace
+
+bool has_token_stats(int64_t num_chunks, const ExecContext& context) {
+  return num_chunks <= kMaxChunks && is_hopper_device(context.device_index);
+}
+
+Status token_stats(const TokenStatsArgs& args, DType dtype, const ExecContext& context) {
+  return dispatch_dtype(kWhere, dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return args.softcap > 0.0F ? launch<T, true>(args, context) : launch<T, false>(args, context);
+  });
+}
+
+Status prepare_token_stats() {
+  int32_t device_index = 0;
+  DIFFULEX_RETURN_IF_ERROR(cuda_status(kWhere, cudaGetDevice(&device_index)));
+  if (!is_hopper_device(device_index)) {
+    return Status::ok_status();
+  }
+  return for_each_dtype(kWhere, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    DIFFULEX_RETURN_IF_ERROR((prepare_kernel<T, false>(device_index)));
+    return prepare_kernel<T, true>(device_index);
+  });
+}
+
+}  // namespace diffulex::cuda::sm90

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fake kernel of the op between two decode steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diffulex_ext._fake.arguments import FakeArguments
+from diffulex_ext._fake.registry import FLOAT32, FLOAT64, INT32, INT64, UINT8, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@register("advance_decode")
+def _advance_decode(
+    requests: Tensor,
+    windows: Tensor,
+    page_tables: Tensor,
+    write_ids: Tensor,
+    flags: Tensor,
+    same_token_ratio: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    context_lens: Tensor,
+    valid_slices: Tensor,
+    tokens: Tensor,
+    row_index: Tensor,
+    editable_start: Tensor,
+    valid_len: Tensor,
+    gate: Tensor,
+    accept_threshold: Tensor,
+    edit_threshold: Tensor | None,
+    open_steps: Tensor,
+    total_steps: Tensor,
+    post_edit_steps: Tensor,
+    inv_temperature: Tensor,
+    uniforms: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    merge_valid: Tensor | None,
+    merge_ids: Tensor | None,
+    merge_probs: Tensor | None,
+    merge_residual: Tensor | None,
+    row_merge_mask: Tensor | None,
+    row_merge_ids: Tensor | None,
+    row_merge_probs: Tensor | None,
+    row_merge_residual: Tensor | None,
+    *,
+    page_size: int,
+    masked_rows_only: bool = True,
+    is_entry: bool = False,
+) -> None:
+    arguments = FakeArguments("advance_decode", requests)
+    arguments.tensor("tokens", tokens, INT64, (None, None))
+    arguments.tensor("requests", requests, UINT8, (None, None))
+    num_reqs, num_blocks, width = requests.shape[0], tokens.shape[0], tokens.shape[1]
+    num_rows = num_blocks * width
+    arguments.at_least("page_size", page_size, 1)
+    arguments.tensor("windows", windows, INT32, (num_reqs, None))
+    arguments.tensor("page_tables", page_tables, INT32, (num_reqs, None))
+    arguments.tensor("write_ids", write_ids, INT64, (num_blocks, width))
+    arguments.tensor("row_index", row_index, INT32, (num_blocks, width))
+    arguments.tensor("flags", flags, INT32, (num_blocks,))
+    arguments.tensor("same_token_ratio", same_token_ratio, FLOAT32, (num_blocks,))
+    arguments.tensor("editable_start", editable_start, INT32, (num_blocks,))
+    arguments.tensor("valid_len", valid_len, INT32, (num_blocks,))
+    arguments.tensor("gate", gate, UINT8, (num_blocks,))
+    arguments.tensor("accept_threshold", accept_threshold, FLOAT32, (num_blocks,))
+    arguments.optional("edit_threshold", edit_threshold, FLOAT32, (num_blocks,))
+    arguments.tensor("open_steps", open_steps, INT32, (num_blocks,))
+    arguments.tensor("total_steps", total_steps, INT32, (num_blocks,))
+    arguments.tensor("post_edit_steps", post_edit_steps, INT32, (num_blocks,))
+    arguments.tensor("input_ids", input_ids, INT64, (num_rows,))
+    arguments.tensor("positions", positions, INT64, (num_rows,))
+    arguments.tensor("slot_mapping", slot_mapping, INT32, (num_rows,))
+    arguments.tensor("inv_temperature", inv_temperature, FLOAT32, (num_rows,))
+    arguments.tensor("uniforms", uniforms, FLOAT64, (num_rows,))
+    arguments.tensor("top_k", top_k, INT32, (num_rows,))
+    arguments.tensor("top_p", top_p, FLOAT32, (num_rows,))
+    arguments.tensor("min_p", min_p, FLOAT32, (num_rows,))
+    arguments.tensor("context_lens", context_lens, INT32, (num_reqs,))
+    arguments.tensor("valid_slices", valid_slices, INT32, (num_reqs,))
+    merged = {
+        "merge_ids": merge_ids,
+        "merge_probs": merge_probs,
+        "merge_residual": merge_residual,
+        "row_merge_mask": row_merge_mask,
+        "row_merge_ids": row_merge_ids,
+        "row_merge_probs": row_merge_probs,
+        "row_merge_residual": row_merge_residual,
+    }
+    for name, tensor in merged.items():
+        arguments.paired(name, tensor, "merge_valid", merge_valid is not None)
+    if merge_valid is not None and merge_ids is not None:
+        arguments.tensor("merge_valid", merge_valid, UINT8, (num_blocks, width))
+        arguments.tensor("merge_ids", merge_ids, INT64, (num_blocks, width, None))
+        top_k_size = merge_ids.shape[2]
+        arguments.optional("merge_probs", merge_probs, FLOAT32, (num_blocks, width, top_k_size))
+        arguments.optional("merge_residual", merge_residual, FLOAT32, (num_blocks, width))
+        arguments.optional("row_merge_mask", row_merge_mask, UINT8, (num_rows,))
+        arguments.optional("row_merge_ids", row_merge_ids, INT64, (num_rows, top_k_size))
+        arguments.optional("row_merge_probs", row_merge_probs, FLOAT32, (num_rows, top_k_size))
+        arguments.optional("row_merge_residual", row_merge_residual, FLOAT32, (num_rows,))

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// block_attention on devices of compute capability 9.0: every page size and head dim of the Hopper
+// kernels, long row lists, both ways of splitting keys, and the choice of kernel itself. Results
+// are held against the CPU kernel; every case poisons what no row may see.
+
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "cuda/attention_runs.h"
+#include "diffulex/kernels/warmup.h"
+#include "kernels/common/attention_config.h"
+#include "kernels/cuda/common/hopper.h"
+
+/// Skips the running test where the Hopper kernels do not run.
+#define DIFFULEX_REQUIRE_HOPPER()                                              \
+  do {                                                                         \
+    DIFFULEX_REQUIRE_DEVICE();                                                 \
+    if (!cuda::is_hopper_device(0)) {                                          \
+      GTEST_SKIP() << "not a device of compute capability 9.0, or forced off"; \
+    }                                                                          \
+  } while (false)
+
+namespace diffulex::test {
+namespace {
+
+/// Runs the case on both sides and compares.
+void expect_matches_cpu(AttentionCase* problem, DType dtype, const RunOptions& options,
+                        const std::string& what) {
+  run_on_cpu(problem);
+  const TestTensor want = problem->out();
+  const std::vector<float> want_lse = problem->lse();
+  AttentionOutputs outputs;
+  run_on_device(problem, options, &outputs);
+  ASSERT_FALSE(testing::Test::HasFatalFailure()) << what;
+  ASSERT_LT(worst_difference(*problem, want, want_lse, dtype), 1.0) << what;
+}
+
+CaseRequest block_causal(int64_t rows, int64_t context) {
+  CaseRequest request;
+  request.num_rows = rows;
+  request.num_valid = rows;
+  request.context = context;
+  request.start = context;
+  return request;
+}
+
+/// Names of the kernels one call launches.
+std::vector<std::string> kernels_of(AttentionCase* problem, int32_t num_splits) {
+  BlockAttentionParams host = problem->params();
+  host.num_splits = num_splits;
+  DeviceMirror mirror;
+  const BlockAttentionParams device = upload(host, &mirror);
+  DeviceContext context(attention_workspace_bytes(shape_of(host), Device::kCuda));
+  cudaStream_t stream = nullptr;
+  DeviceMirror::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  context.get().stream = stream;
+  EXPECT_TRUE(warmup(context.get()).ok());
+  cudaGraph_t graph = nullptr;
+  DeviceMirror::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  const Status status = block_attention(device, context.get());
+  EXPECT_TRUE(status.ok()) << status.message();
+  DeviceMirror::check(cudaStreamEndCapture(stream, &graph));
+  size_t count = 0;
+  DeviceMirror::check(cudaGraphGetNodes(graph, nullptr, &count));
+  std::vector<cudaGraphNode_t> nodes(count);
+  DeviceMirror::check(cudaGraphGetNodes(graph, nodes.data(), &count));
+  std::vector<std::string> names;
+  for (const cudaGraphNode_t node : nodes) {
+    cudaKernelNodeParams params{};
+    DeviceMirror::check(cudaGraphKernelNodeGetParams(node, &params));
+    const char* name = nullptr;
+    DeviceMirror::check(cudaFuncGetName(&name, params.func));
+    names.emplace_back(name);
+  }
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  return names;
+}
+
+TEST(CudaHopperAttentionTest, EveryPageSizeAndHeadDim) {
+  DIFFULEX_REQUIRE_HOPPER();
+  uint64_t seed = 0;
+  for (const int64_t dim : {64, 128, 256, 512}) {
+    for (const int64_t page_size : {8, 16, 32, 64, 128, 256}) {
+      for (const DType dtype : {DType::kBF16, DType::kF16}) {
+        std::mt19937_64 random(++seed);
+        CaseShape shape;
+        shape.dtype = dtype;
+        shape.head_dim = dim;
+        shape.page_size = page_size;
+        shape.num_kv_heads = 2;
+        shape.group = pick(&random, {1, 2, 4, 7, 8});
+        shape.block_size = pick(&random, {4, 16, 32});
+        shape.window = pick(&random, {0, 100});
+        shape.softcap = static_cast<double>(pick(&random, {0, 30}));
+        shape.padding_rows = 3;
+        shape.extra_heads = uniform(&random, 0, 1);
+        std::vector<CaseRequest> requests(4);
+        for (CaseRequest& request : requests) {
+          request = random_request(&random, shape.block_size, page_size, 700);
+        }
+        AttentionCase problem(shape, requests, seed);
+        RunOptions options;
+        options.num_splits = static_cast<int32_t>(pick(&random, {0, 1, 3, 12}));
+        expect_matches_cpu(&problem, dtype, options,
+                           "D " + std::to_string(dim) + " page " + std::to_string(page_size) +
+                               " G " + std::to_string(shape.group) + " splits " +
+                               std::to_string(options.num_splits) + " seed " +
+                               std::to_string(seed));
+        if (HasFatalFailure()) {
+          return;
+        }
+      }
+    }
+  }
+}
+
+/// Prefill: many row tiles, several of them per CTA, with and without a cached prefix.
+TEST(CudaHopperAttentionTest, LongRowLists) {
+  DIFFULEX_REQUIRE_HOPPER();
+  for (const int64_t context : {0, 512, 544}) {
+    for (const int64_t kind : {0, 1, 2}) {
+      CaseShape shape;
+      shape.dtype = DType::kBF16;
+      shape.head_dim = 128;
+      shape.page_size = 32;
+      shape.block_size = 32;
+      shape.num_kv_heads = 2;
+      shape.group = 4;
+      std::vector<CaseRequest> requests = {block_causal(1000, context), block_causal(32, 96),
+                                           block_causal(333, 0)};
+      requests[0].kind = kind;
+      requests[0].num_valid = 990;
+      AttentionCase problem(shape, requests, 17);
+      expect_matches_cpu(&problem, shape.dtype, RunOptions(),
+                         "context " + std::to_string(context) + " kind " + std::to_string(kind));
+      if (HasFatalFailure()) {
+        return;
+      }
+    }
+  }
+}
+
+/// More requests than a warp has lanes, some of them empty.
+TEST(CudaHopperAttentionTest, ManyRequests) {
+  DIFFULEX_REQUIRE_HOPPER();
+  std::mt19937_64 random(5);
+  CaseShape shape;
+  shape.dtype = DType::kBF16;
+  shape.head_dim = 128;
+  shape.page_size = 16;
+  shape.block_size = 8;
+  shape.group = 4;
+  std::vector<CaseRequest> requests;
+  for (int i = 0; i < 71; ++i) {
+    requests.push_back(i % 5 == 0 ? CaseRequest() : random_request(&random, 8, 16, 200));
+  }
+  AttentionCase problem(shape, requests, 6);
+  for (const int32_t splits : {0, 1, 4, 16}) {
+    RunOptions options;
+    options.num_splits = splits;
+    options.with_plan = splits == 1;
+    expect_matches_cpu(&problem, shape.dtype, options, "splits " + std::to_string(splits));
+    if (HasFatalFailure()) {
+      return;
+    }
+  }
+}
+
+TEST(CudaHopperAttentionTest, EverySplitCount) {
+  DIFFULEX_REQUIRE_HOPPER();
+  CaseShape shape;
+  shape.dtype = DType::kBF16;
+  shape.head_dim = 128;
+  shape.page_size = 32;
+  shape.block_size = 32;
+  shape.group = 4;
+  std::vector<CaseRequest> requests = {block_causal(32, 4096), block_causal(32, 320)};
+  AttentionCase problem(shape, requests, 3);
+  for (int32_t splits = 0; splits <= 32; ++splits) {
+    RunOptions options;
+    options.num_splits = splits;
+    expect_matches_cpu(&problem, shape.dtype, options, "splits " + std::to_string(splits));
+    if (HasFatalFailure()) {
+      return;
+    }
+  }
+}
+
+/// Few splits are one launch, many bring the combine kernel; shapes the copy engine cannot fetch
+/// stay on the older kernels.
+TEST(CudaHopperAttentionTest, KernelFollowsTheShape) {
+  DIFFULEX_REQUIRE_HOPPER();
+  CaseShape shape;
+  shape.dtype = DType::kBF16;
+  shape.head_dim = 128;
+  shape.page_size = 32;
+  shape.group = 4;
+  const std::vector<CaseRequest> requests = {block_causal(32, 2048)};
+  AttentionCase paged(shape, requests, 1);
+  std::vector<std::string> names = kernels_of(&paged, 8);
+  ASSERT_EQ(names.size(), 1U);
+  EXPECT_NE(names[0].find("sm90"), std::string::npos) << names[0];
+  names = kernels_of(&paged, 16);
+  ASSERT_EQ(names.size(), 2U);
+  shape.page_size = 4;
+  AttentionCase small_pages(shape, requests, 1);
+  names = kernels_of(&small_pages, 1);
+  ASSERT_EQ(names.size(), 1U);
+  EXPECT_EQ(names[0].find("sm90"), std::string::npos) << names[0];
+}
+
+/// A cache without pages: only keys in flight exist.
+TEST(CudaHopperAttentionTest, CacheWithoutPages) {
+  DIFFULEX_REQUIRE_HOPPER();
+  CaseShape shape;
+  shape.dtype = DType::kBF16;
+  shape.head_dim = 128;
+  shape.group = 4;
+  AttentionCase problem(shape, {block_causal(150, 0)}, 9);
+  run_on_cpu(&problem);
+  const TestTensor want = problem.out();
+  const std::vector<float> want_lse = problem.lse();
+  problem.clear_outputs();
+  BlockAttentionParams host = problem.params();
+  DeviceMirror mirror;
+  BlockAttentionParams device = upload(host, &mirror);
+  device.k_cache.size[0] = 0;
+  device.v_cache.size[0] = 0;
+  DeviceContext context(attention_workspace_bytes(shape_of(host), Device::kCuda));
+  const Status status = block_attention(device, context.get());
+  ASSERT_TRUE(status.ok()) << status.message();
+  mirror.download();
+  EXPECT_LT(worst_difference(problem, want, want_lse, shape.dtype), 1.0);
+}
+
+/// Splits of the table of decode shapes: one wave, and never more clusters than run at a time.
+TEST(HopperAttentionConfigTest, SplitsFillOneWave) {
+  AttentionShape shape;
+  shape.num_q_heads = 32;
+  shape.num_kv_heads = 8;
+  shape.head_dim = 128;
+  shape.max_seqlen_q = 32;
+  const struct {
+    int32_t num_reqs, rows, context, splits, cluster;
+  } cases[] = {{1, 32, 1024, 8, 8},   {1, 32, 32768, 16, 1}, {8, 32, 8192, 2, 2},
+               {1, 128, 32768, 4, 1}, {8, 128, 8192, 1, 1},  {64, 32, 1024, 1, 1}};
+  for (const auto& row : cases) {
+    shape.num_reqs = row.num_reqs;
+    shape.max_seqlen_q = row.rows;
+    shape.max_context_len = row.context;
+    const AttentionConfig config = hopper_attention_config(shape, false);
+    EXPECT_EQ(config.num_splits, row.splits) << row.num_reqs << " x " << row.context;
+    EXPECT_EQ(config.cluster_size, row.cluster) << row.num_reqs << " x " << row.context;
+    const AttentionConfig invariant = hopper_attention_config(shape, true);
+    EXPECT_EQ(invariant.num_splits, 1);
+    EXPECT_EQ(invariant.rows_per_tile, 128);
+  }
+}
+
+}  // namespace
+}  // namespace diffulex::test

@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// token_stats and sample_filtered at vocabulary sizes where several CTAs share a row: the result of
+// a row depends neither on the rows beside it nor on the run, and equals the CPU kernel's.
+
+#include <cstring>
+#include <random>
+
+#include <gtest/gtest.h>
+
+#include "cuda/op_parity.h"
+#include "diffulex/kernels/sampling.h"
+#include "kernels/filter_case.h"
+
+namespace diffulex::test {
+namespace {
+
+/// Greedy, drawn and top-k rows of one logits matrix.
+struct Rows {
+  Rows(uint64_t seed, DType logits_dtype, int64_t vocab_size, int64_t count, int32_t columns)
+      : dtype(logits_dtype), vocab(vocab_size), rows(count), kt(columns) {
+    std::mt19937_64 random(seed);
+    logits = TestTensor(dtype, {rows, vocab}, {rows, vocab});
+    logits.fill_normal(&random, 4.0);
+    for (int64_t row = 0; row < rows; ++row) {
+      temperature.push_back(row % 2 == 0 ? 0.0F : 0.8F);
+      uniforms.push_back((static_cast<double>(random() >> 12) + 0.5) / 4503599627370496.0);
+    }
+    forbidden = {vocab - 7, vocab / 3};
+    clear();
+  }
+
+  void clear() {
+    ids.assign(static_cast<size_t>(rows), -55);
+    stats.assign(static_cast<size_t>(rows * kTokenStatsColumns), std::nanf(""));
+    topk_ids.assign(static_cast<size_t>(rows * kt), -55);
+    topk_probs.assign(static_cast<size_t>(rows * kt), std::nanf(""));
+  }
+
+  template <typename Place>
+  TokenStatsParams params(const Place& place) {
+    TokenStatsParams result;
+    result.logits = place(logits.ref());
+    result.inv_temperature = place(ref_of(temperature));
+    result.uniforms = place(ref_of(uniforms));
+    result.forbidden_ids = place(ref_of(forbidden));
+    result.vocab_limit = vocab - 3;
+    result.ids = place(ref_of(ids));
+    result.stats = place(ref_of(stats, {rows, kTokenStatsColumns}));
+    if (kt > 0) {
+      result.topk_ids = place(ref_of(topk_ids, {rows, kt}));
+      result.topk_probs = place(ref_of(topk_probs, {rows, kt}));
+    }
+    return result;
+  }
+
+  /// One call on the device with a poisoned work space.
+  void run() {
+    clear();
+    DeviceMirror mirror;
+    const TokenStatsParams device =
+        params([&](const TensorRef& tensor) { return mirror.upload(tensor); });
+    DeviceContext context(token_stats_workspace_bytes(rows, vocab, kt, Device::kCuda));
+    const Status status = token_stats(device, context.get());
+    ASSERT_TRUE(status.ok()) << status.message();
+    mirror.download();
+  }
+
+  DType dtype;
+  int64_t vocab, rows;
+  int32_t kt;
+  TestTensor logits;
+  std::vector<float> temperature, stats, topk_probs;
+  std::vector<double> uniforms;
+  std::vector<int64_t> forbidden, ids, topk_ids;
+};
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+/// The first `count` rows of `whole`.
+Rows first_rows(const Rows& whole, int64_t count) {
+  Rows part(0, whole.dtype, whole.vocab, count, whole.kt);
+  for (int64_t row = 0; row < count; ++row) {
+    for (int64_t id = 0; id < whole.vocab; ++id) {
+      part.logits.set({row, id}, whole.logits.get({row, id}));
+    }
+    part.uniforms[static_cast<size_t>(row)] = whole.uniforms[static_cast<size_t>(row)];
+  }
+  return part;
+}
+
+TEST(CudaTokenStatsClusterTest, RowsDoNotDependOnTheirNumber) {
+  DIFFULEX_REQUIRE_DEVICE();
+  for (const DType dtype : {DType::kBF16, DType::kF32}) {
+    Rows whole(3, dtype, 20011, 300, 5);
+    whole.run();
+    ASSERT_FALSE(HasFatalFailure());
+    for (const int64_t count : {1, 33, 65, 140}) {
+      Rows part = first_rows(whole, count);
+      part.run();
+      ASSERT_FALSE(HasFatalFailure());
+      const auto values = static_cast<size_t>(count * kTokenStatsColumns);
+      EXPECT_EQ(part.ids, std::vector<int64_t>(whole.ids.begin(), whole.ids.begin() + count));
+      EXPECT_TRUE(same_bits(part.stats, {whole.stats.begin(), whole.stats.begin() + values}))
+          << count << " rows";
+      const auto top = static_cast<size_t>(count * 5);
+      EXPECT_TRUE(
+          same_bits(part.topk_probs, {whole.topk_probs.begin(), whole.topk_probs.begin() + top}));
+    }
+  }
+}
+
+TEST(CudaTokenStatsClusterTest, RepeatedRunsGiveTheSameBits) {
+  DIFFULEX_REQUIRE_DEVICE();
+  Rows rows(5, DType::kBF16, 151936, 6, 64);
+  rows.run();
+  ASSERT_FALSE(HasFatalFailure());
+  const Rows first = rows;
+  for (int run = 0; run < 5; ++run) {
+    rows.run();
+    EXPECT_EQ(rows.ids, first.ids);
+    EXPECT_EQ(rows.topk_ids, first.topk_ids);
+    EXPECT_TRUE(same_bits(rows.stats, first.stats));
+    EXPECT_TRUE(same_bits(rows.topk_probs, first.topk_probs));
+  }
+}
+
+TEST(CudaTokenStatsClusterTest, LargeVocabularyMatchesCpu) {
+  DIFFULEX_REQUIRE_DEVICE();
+  for (const int64_t vocab : {126464, 151936, 157185, 262144}) {
+    Rows device(static_cast<uint64_t>(vocab), DType::kBF16, vocab, 3, 64);
+    Rows host = device;
+    device.run();
+    ASSERT_FALSE(HasFatalFailure());
+    const Status status =
+        token_stats(host.params([](const TensorRef& tensor) { return tensor; }), ExecContext{});
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(device.ids, host.ids) << vocab;
+    EXPECT_EQ(device.topk_ids, host.topk_ids) << vocab;
+    for (size_t i = 0; i < host.stats.size(); ++i) {
+      EXPECT_NEAR(device.stats[i], host.stats[i], 2e-5 * (1.0 + std::abs(host.stats[i])))
+          << vocab << " element " << i;
+    }
+  }
+}
+
+TEST(CudaTokenStatsClusterTest, ReplayedGraphReadsNewLogits) {
+  DIFFULEX_REQUIRE_DEVICE();
+  Rows rows(7, DType::kBF16, 30000, 4, 3);
+  rows.clear();
+  DeviceMirror mirror;
+  const TokenStatsParams device =
+      rows.params([&](const TensorRef& tensor) { return mirror.upload(tensor); });
+  DeviceContext context(token_stats_workspace_bytes(4, 30000, 3, Device::kCuda));
+  ASSERT_TRUE(token_stats(device, context.get()).ok());
+  cudaStream_t stream = nullptr;
+  DIFFULEX_ASSERT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  context.get().stream = stream;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  DIFFULEX_ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  ASSERT_TRUE(token_stats(device, context.get()).ok());
+  ASSERT_TRUE(token_stats(device, context.get()).ok());  // a programmatic edge between the two
+  DIFFULEX_ASSERT_CUDA(cudaStreamEndCapture(stream, &graph));
+  DIFFULEX_ASSERT_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  std::mt19937_64 random(8);
+  rows.logits.fill_normal(&random, 3.0);
+  rows.clear();
+  mirror.refresh();
+  DIFFULEX_ASSERT_CUDA(cudaGraphLaunch(exec, stream));
+  DIFFULEX_ASSERT_CUDA(cudaStreamSynchronize(stream));
+  mirror.download();
+  Rows eager = rows;
+  eager.run();
+  ASSERT_FALSE(HasFatalFailure());
+  EXPECT_EQ(rows.ids, eager.ids);
+  EXPECT_TRUE(same_bits(rows.stats, eager.stats));
+  EXPECT_TRUE(same_bits(rows.topk_probs, eager.topk_probs));
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+/// Runs the case on both sides and compares; `same_runs` more runs must give the same bits.
+void expect_filtered_parity(FilterCase host, int same_runs, const char* what) {
+  FilterCase device = host;
+  Status status =
+      sample_filtered(host.params([](const TensorRef& tensor) { return tensor; }), ExecContext{});
+  ASSERT_TRUE(status.ok()) << status.message();
+  std::vector<float> first;
+  for (int run = 0; run <= same_runs; ++run) {
+    device.clear();
+    DeviceMirror mirror;
+    DeviceContext context(0);
+    status = sample_filtered(
+        device.params([&](const TensorRef& tensor) { return mirror.upload(tensor); }),
+        context.get());
+    ASSERT_TRUE(status.ok()) << status.message();
+    mirror.download();
+    first = run == 0 ? device.stats : first;
+    EXPECT_TRUE(same_bits(first, device.stats)) << what;
+  }
+  EXPECT_EQ(device.ids, host.ids) << what;
+  for (size_t i = 0; i < host.stats.size(); ++i) {
+    EXPECT_NEAR(device.stats[i], host.stats[i], 2e-5 + 1e-4 * std::abs(host.stats[i]))
+        << what << " element " << i;
+  }
+}
+
+/// Four rows: top-k, top-p, all filters, and one without any.
+FilterCase four_rows(uint64_t seed, int64_t vocab, double step, double shift) {
+  FilterCase rows(DType::kBF16, 4, vocab);
+  std::mt19937_64 random(seed);
+  rows.logits.fill_normal(&random, 3.0);
+  for (int64_t i = 0; i < rows.logits.elements(); ++i) {
+    const double value = rows.logits.get_offset(i) + shift;
+    rows.logits.set_offset(i, step > 0.0 ? std::round(value / step) * step : value);
+  }
+  rows.top_k = {40, 0, 700, 0};
+  rows.top_p = {1.0F, 0.9F, 0.7F, 1.0F};
+  rows.min_p = {0.0F, 0.0F, 0.001F, 0.0F};
+  rows.inv_temperature = {1.0F, 0.7F, 1.4F, 1.0F};
+  rows.uniforms = {0.123, 0.9871, 0.5004, 0.5};
+  rows.forbidden = {vocab - 2, -1, 17};
+  return rows;
+}
+
+TEST(CudaSampleFilteredClusterTest, LargeVocabularyMatchesCpu) {
+  DIFFULEX_REQUIRE_DEVICE();
+  for (const FilterOrder order : {FilterOrder::kTopPFirst, FilterOrder::kTopKFirst}) {
+    for (const int64_t vocab : {4099, 60000}) {
+      FilterCase rows = four_rows(static_cast<uint64_t>(vocab), vocab, 0.0, 0.0);
+      rows.order = order;
+      rows.exclusion = vocab == 4099 ? ExclusionMode::kRenormalize : ExclusionMode::kExclude;
+      expect_filtered_parity(rows, 3, "random");
+      ASSERT_FALSE(HasFatalFailure());
+    }
+  }
+}
+
+TEST(CudaSampleFilteredClusterTest, TiesAtTheCutGoToLowIds) {
+  DIFFULEX_REQUIRE_DEVICE();
+  expect_filtered_parity(four_rows(1, 50000, 0.5, 0.0), 1, "steps of one half");
+  expect_filtered_parity(four_rows(2, 50000, 8.0, 4.0), 1, "few values");
+}
+
+TEST(CudaSampleFilteredClusterTest, ValuesThatShareABinAreLeftToTheGeneralKernel) {
+  DIFFULEX_REQUIRE_DEVICE();
+  FilterCase tiny = four_rows(3, 20000, 0.0, 0.0);
+  for (int64_t i = 0; i < tiny.logits.elements(); ++i) {
+    tiny.logits.set_offset(i, tiny.logits.get_offset(i) * 1e-3);
+  }
+  expect_filtered_parity(tiny, 1, "around zero");
+  expect_filtered_parity(four_rows(4, 20000, 0.0, 600.0), 1, "large");
+  expect_filtered_parity(four_rows(5, 20000, 0.0, -600.0), 1, "very negative");
+}
+
+}  // namespace
+}  // namespace diffulex::test

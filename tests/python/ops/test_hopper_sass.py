@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machine code of the Hopper kernels: the instructions that make them what they are."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import diffulex_ext
+
+
+def _functions(kernel: str) -> dict[str, str]:
+    """Disassembly of the sm_90a kernels of that name in the op library, by mangled name."""
+    tool = shutil.which("cuobjdump")
+    library = Path(diffulex_ext.__file__).parent / "libdiffulex_ops.so"
+    if tool is None or not library.is_file():
+        pytest.skip("needs cuobjdump and the op library")
+    listing = subprocess.run(
+        [tool, "--dump-sass", "--gpu-architecture", "sm_90a", str(library)],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    functions = {}
+    for part in listing.split("Function : ")[1:]:
+        name, _, body = part.partition("\n")
+        if "sm90" in name and kernel in name:
+            functions[name.strip()] = body
+    if not functions:
+        pytest.skip(f"the library holds no sm_90a {kernel}")
+    return functions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["attention_kernel", "moe_kernel"])
+def test_products_use_the_tensor_cores_and_the_copy_engine(kernel: str) -> None:
+    for name, body in _functions(kernel).items():
+        assert "HGMMA" in body, name
+        assert "UTMALDG" in body, name
+        # Copies from several lanes become a loop over lanes, a hundred cycles each.
+        assert "BRA.U.ANY" not in body, name
+        # Registers were enough: no array and no spill lives in local memory.
+        assert not re.search(r"\b(STL|LDL)\b", body), name
