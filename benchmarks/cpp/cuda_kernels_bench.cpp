@@ -10,6 +10,7 @@
 
 #include <benchmark/benchmark.h>
 
+#include "cuda_mirror.h"
 #include "cuda_timer.h"
 #include "diffulex/kernels/attention.h"
 #include "diffulex/kernels/norm.h"
@@ -19,88 +20,6 @@
 
 namespace diffulex::bench {
 namespace {
-
-/// Host vector with a device copy of the same length.
-template <typename T>
-class Mirrored final {
- public:
-  explicit Mirrored(std::vector<T> values) : host(std::move(values)) {
-    require(cudaMalloc(&device_, host.size() * sizeof(T) + 16), "malloc");
-    upload();
-  }
-  ~Mirrored() { cudaFree(device_); }
-  Mirrored(const Mirrored&) = delete;
-  Mirrored& operator=(const Mirrored&) = delete;
-
-  void upload() {
-    require(cudaMemcpy(device_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice),
-            "upload");
-  }
-  void download() {
-    require(cudaMemcpy(host.data(), device_, host.size() * sizeof(T), cudaMemcpyDeviceToHost),
-            "download");
-  }
-  TensorRef ref(bool on_device, DType dtype, std::vector<int64_t> shape) {
-    TensorRef result;
-    result.data = on_device ? device_ : static_cast<void*>(host.data());
-    result.dtype = dtype;
-    result.rank = static_cast<int32_t>(shape.size());
-    int64_t stride = 1;
-    for (size_t dim = shape.size(); dim-- > 0;) {
-      result.size[dim] = shape[dim];
-      result.stride[dim] = stride;
-      stride *= shape[dim];
-    }
-    return result;
-  }
-
-  std::vector<T> host;
-
- private:
-  void* device_ = nullptr;
-};
-
-using Bf16 = Mirrored<uint16_t>;
-using Ints = Mirrored<int32_t>;
-
-/// N(0, 1) in bf16; a block of fresh values repeats with a prime period, which no kernel can tell.
-std::vector<uint16_t> normal_bf16(int64_t count, uint64_t seed) {
-  constexpr int64_t kPeriod = 1000003;
-  std::mt19937_64 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<uint16_t> values(static_cast<size_t>(count));
-  for (int64_t i = 0; i < count; ++i) {
-    values[static_cast<size_t>(i)] =
-        i < kPeriod ? float_to_bf16(normal(random)) : values[static_cast<size_t>(i - kPeriod)];
-  }
-  return values;
-}
-
-bool has_device(benchmark::State& state) {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) {
-    return true;
-  }
-  cudaGetLastError();
-  state.SkipWithError("skipped: no CUDA device");
-  return false;
-}
-
-void measure(benchmark::State& state, int64_t rotations, double bytes, double flops,
-             const std::function<void(int64_t, cudaStream_t)>& call) {
-  const int64_t copies = std::max<int64_t>(rotations, 8);
-  CudaTimer timer(copies, [&](int64_t i, cudaStream_t stream) { call(i % rotations, stream); });
-  std::vector<double> times;
-  for (auto _ : state) {
-    times.push_back(timer.replay());
-    state.SetIterationTime(times.back());
-  }
-  std::sort(times.begin(), times.end());
-  const double median = times[times.size() / 2];
-  state.counters["us"] = median * 1e6;
-  state.counters["GB/s"] = bytes / median * 1e-9;
-  state.counters["TFLOP/s"] = flops / median * 1e-12;
-}
 
 /// One decode batch: Hq = 32, D = 128, page 32, BLOCK_CAUSAL with B = 32.
 struct DecodeBatch {
