@@ -44,7 +44,7 @@ def integers(text: str) -> list[int]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     is_cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--shape", choices=SDAR_SHAPES, default="sdar-8b")
+    parser.add_argument("--shape", choices=(*SDAR_SHAPES, "llada2-mini"), default="sdar-8b")
     parser.add_argument("--device", default="cuda" if is_cuda else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--batch", type=integers, default=[1, 8, 32], help="requests, 1,8,32")
@@ -70,6 +70,7 @@ def measure(
         SHAPES[options.shape],
         model,
         options.device,
+        decoding_strategy="multi_bd",
         block_size=options.block_size,
         buffer_size=buffer_size,
         decoding_thresholds={"accept_threshold": 1.0},

@@ -10,16 +10,15 @@ from published_shapes import Shape
 
 from diffulex import Diffulex
 from diffulex.config import Config
+from diffulex.model.auto_model import random_model
 from diffulex.model.config import ModelSpec
-from diffulex.registry import AutoModelForDiffusionLM
 
 __all__ = ["build_engine", "build_model", "random_prompts", "resolve_config"]
 
 
 def build_model(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Any:
     """A model of this shape, its weights drawn where they are."""
-    model_class = AutoModelForDiffusionLM.get(shape.family)
-    return model_class(shape.facts().spec, dtype, device).init_random(seed).eval()
+    return random_model(shape.family, shape.facts().spec, dtype, device, seed)
 
 
 def resolve_config(shape: Shape, **settings: Any) -> Config:

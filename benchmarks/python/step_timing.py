@@ -62,14 +62,18 @@ def timed_steps(
     steps: int,
     on_step: Callable[[], None] | None = None,
 ) -> list[float]:
-    """Seconds of each decode step in which every request takes part; `on_step` follows each."""
+    """Seconds per decode step in which every request takes part; `on_step` follows each.
+
+    From the return of one step to that of the next: an engine that runs ahead works in between.
+    """
     seconds: list[float] = []
     num_seen = 0
     while len(seconds) < steps and engine.has_unfinished():
-        before = engine.run_stats.decode_s
+        before, start = engine.run_stats.decode_s, time.perf_counter()
         results = engine.step()
-        duration = engine.run_stats.decode_s - before
-        if duration > 0 and len(results) == num_requests:
+        duration = time.perf_counter() - start
+        is_decode = engine.run_stats.decode_s > before
+        if is_decode and len(results) == num_requests:
             num_seen += 1
             if num_seen > warmup:
                 seconds.append(duration)

@@ -8,6 +8,7 @@
 #include <pybind11/pybind11.h>
 
 #include "diffulex/core/arena.h"
+#include "diffulex/core/decode_batch.h"
 #include "diffulex/core/sampler_output.h"
 #include "diffulex/core/step_plan.h"
 #include "pybind/bind.h"
@@ -254,6 +255,19 @@ void bind_sampler_output(py::module_& module) {
   def_output_matrix<int64_t>(type, "canvas_argmax", &SamplerOutput::canvas_argmax);
 }
 
+void bind_decode_batch(py::module_& module) {
+  py::class_<DecodeBatch>(module, "DecodeBatch",
+                          "The requests, tokens and pages that a device needs to decode on.")
+      .def(arena_init<DecodeBatch>(), py::arg("options"), py::arg("memory") = 0,
+           py::arg("nbytes") = 0)
+      .def_static("arena_bytes", &DecodeBatch::arena_bytes, py::arg("options"))
+      .def("fields", [](const DecodeBatch& self) { return self.fields(); })
+      .def_property_readonly("size", &DecodeBatch::size)
+      .def_property_readonly("capacity", &DecodeBatch::capacity)
+      .def_property_readonly("any_drawn", &DecodeBatch::any_drawn)
+      .def_property_readonly("any_filtered", &DecodeBatch::any_filtered);
+}
+
 }  // namespace
 
 void bind_plan(py::module_& module) {
@@ -271,6 +285,7 @@ void bind_plan(py::module_& module) {
   def_plan_scalars(type);
   def_plan_arrays(type);
   bind_sampler_output(module);
+  bind_decode_batch(module);
 }
 
 }  // namespace diffulex::bindings

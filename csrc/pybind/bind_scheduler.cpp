@@ -193,11 +193,47 @@ void def_step_calls(Class& type) {
       .def_property_readonly("options", [](const Bound& self) { return self.core->options(); });
 }
 
+/// Calls of a loop whose device runs ahead of the host.
+template <typename Class>
+void def_run_ahead(Class& type) {
+  using Bound = WithPlan<Scheduler>;
+  type.def("can_run_ahead", forward_call(&Scheduler::can_run_ahead), py::arg("plan"))
+      .def(
+          "start_run_ahead",
+          [](Bound& self, const StepPlan& plan, DecodeBatch& batch) {
+            raise_if_error(self.core->start_run_ahead(plan, batch));
+          },
+          py::arg("plan"), py::arg("batch"))
+      .def(
+          "reserve_ahead",
+          [](Bound& self, DecodeBatch& batch) { return self.core->reserve_ahead(batch); },
+          py::arg("batch"))
+      .def(
+          "schedule_ahead",
+          [](Bound& self, const py::object& plan) {
+            const PlanKind kind = self.core->schedule_ahead(plan.cast<StepPlan&>());
+            if (kind != PlanKind::kIdle) {
+              self.plan = plan;
+            }
+            return kind;
+          },
+          py::arg("plan"))
+      .def(
+          "collect_output",
+          [](const Bound& self, StepPlan& plan, const SamplerOutput& by_row,
+             SamplerOutput& output) { self.core->collect_output(plan, by_row, output); },
+          py::arg("plan"), py::arg("by_row"), py::arg("output"));
+}
+
 }  // namespace
 
 void bind_scheduler(py::module_& module) {
   bind_events(module);
   bind_stats(module);
+  py::enum_<RunAhead>(module, "RunAhead", "Answer of Scheduler.reserve_ahead.")
+      .value("STOP", RunAhead::kStop)
+      .value("GO", RunAhead::kGo)
+      .value("GO_NEW_PAGES", RunAhead::kGoNewPages);
   using BoundScheduler = WithPlan<Scheduler>;
   py::class_<BoundScheduler> scheduler(
       module, "Scheduler",
@@ -219,8 +255,10 @@ void bind_scheduler(py::module_& module) {
           [](BoundScheduler& self, const Request& request) {
             return unwrap(self.core->add_request(std::make_unique<Request>(request)));
           },
-          py::arg("request"));
+          py::arg("request"))
+      .def("flush_prefix_cache", forward_call(&Scheduler::flush_prefix_cache));
   def_step_calls<Scheduler>(scheduler);
+  def_run_ahead(scheduler);
 
   using BoundCore = WithPlan<EngineCore>;
   py::class_<BoundCore> core(

@@ -215,6 +215,9 @@ class _Resolver:
             values["lora_path"] = ""
         elif not values["lora_path"]:
             raise ConfigError("lora_path: expected the adapter's directory with use_lora, got ''")
+        elif values["load_format"] != "auto":
+            got = values["load_format"]
+            raise ConfigError(f"load_format: expected auto with use_lora, got {got!r}")
 
     def _check_shape(self) -> None:
         draft = self._draft

@@ -159,6 +159,12 @@ class ModelConfig:
     tokenizer_vocab_size: int = _key(
         "int?", None, _at_least(1), "Ids at or past it are never sampled; unset: max id + 1."
     )
+    load_format: str = _key(
+        "str",
+        "auto",
+        _one_of("auto", "dummy"),
+        "`dummy`: random weights in the checkpoint's shape, for measurements; reads no weights.",
+    )
     use_lora: bool = _key("bool", False, _one_of(True, False), "Load a LoRA adapter.")
     lora_path: str = _key("str", "", _ANY, "Directory of the LoRA adapter.")
     pre_merge_lora: bool = _key(
@@ -363,6 +369,20 @@ class KernelConfig:
     enforce_eager: bool = _key("bool", False, _one_of(True, False), "No CUDA graphs.")
     enable_full_static_runner: bool = _key(
         "bool", True, _one_of(True, False), "CUDA graphs for decode steps."
+    )
+    run_ahead: str = _key(
+        "str",
+        "auto",
+        _one_of("auto", "on", "off"),
+        "Decode steps that the device plans itself, without waiting for the host: multi_bd, dmax"
+        " and d2f of models without shifted logits; others keep the host loop. auto: on CUDA,"
+        " but not for dmax.",
+    )
+    check_run_ahead: bool = _key(
+        "bool",
+        False,
+        _one_of(True, False),
+        "Compares every plan the device makes with the scheduler's; slow, for tests.",
     )
     attn_impl: str = _key(
         "str",

@@ -3,7 +3,8 @@
 
 On CPU the tensors are views of the arena the core fills. On CUDA the core fills pinned memory, one
 copy per step moves the used part to a mirror with the same offsets, so that every tensor has a
-static address; the sampler's output arena comes back in one copy.
+static address; the sampler's output arena comes back in one copy. A device that plans decode steps
+itself writes into the mirror, so that the CPU has one as well where it plays the device.
 
 Symbols: T rows, R requests, Nb blocks of B positions, n logits rows, P page-table width.
 """
@@ -29,6 +30,10 @@ __all__ = [
     "StagedPlan",
     "StepBuffers",
     "StepShape",
+    "arena_tensors",
+    "device_memory",
+    "host_memory",
+    "new_event",
 ]
 
 _ALIGNMENT = 256
@@ -166,14 +171,23 @@ class StagedPlan:
     copied: torch.cuda.Event | None  # the last copy out of `host`; None without a mirror
 
 
-def _aligned(num_bytes: int, is_pinned: bool) -> Tensor:
+def host_memory(num_bytes: int, is_pinned: bool) -> Tensor:
     """Zeroed uint8 host memory at an address the core accepts."""
     storage = torch.zeros(num_bytes + _ALIGNMENT, dtype=torch.uint8, pin_memory=is_pinned)
     skip = -storage.data_ptr() % _ALIGNMENT
     return storage[skip : skip + num_bytes]
 
 
-def _arena_tensors(arena: Tensor, arena_fields: Iterable[_core.ArenaField]) -> dict[str, Tensor]:
+def device_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Zeroed uint8 memory of the device, aligned as arenas are."""
+    if device.type == "cpu":
+        return host_memory(num_bytes, is_pinned=False)
+    # Device allocations are aligned to 512 bytes.
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+def arena_tensors(arena: Tensor, arena_fields: Iterable[_core.ArenaField]) -> dict[str, Tensor]:
+    """The arrays of an arena by name."""
     tensors = {}
     for item in arena_fields:
         dtype = _DTYPES[item.dtype]
@@ -186,11 +200,12 @@ def _arena_tensors(arena: Tensor, arena_fields: Iterable[_core.ArenaField]) -> d
 
 
 def _plan_views(arena: Tensor, plan: _core.StepPlan) -> PlanViews:
-    tensors = _arena_tensors(arena, plan.fields())
+    tensors = arena_tensors(arena, plan.fields())
     return PlanViews(**{item.name: tensors[item.name] for item in fields(PlanViews)})
 
 
-def _new_event() -> torch.cuda.Event:
+def new_event() -> torch.cuda.Event:
+    """A CUDA event without timing."""
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
@@ -202,38 +217,42 @@ class StepBuffers:
     Args:
         options: fix the capacity of every array.
         device: where the model runs.
+        has_mirror: the device has arrays of its own even if it is the CPU.
     """
 
-    def __init__(self, options: _core.EngineOptions, device: torch.device) -> None:
+    def __init__(
+        self, options: _core.EngineOptions, device: torch.device, *, has_mirror: bool = False
+    ) -> None:
         self.device = device
         self._is_cuda = device.type == "cuda"
         plan_bytes = _core.StepPlan.arena_bytes(options)
         output_bytes = _core.SamplerOutput.arena_bytes(options)
-        hosts = [_aligned(plan_bytes, self._is_cuda) for _ in range(_NUM_STAGING)]
+        hosts = [host_memory(plan_bytes, self._is_cuda) for _ in range(_NUM_STAGING)]
         plans = [_core.StepPlan(options, host.data_ptr(), host.numel()) for host in hosts]
         self._mirror: Tensor | None = None
-        if self._is_cuda:
-            # Device allocations are aligned to 512 bytes.
-            self._mirror = torch.zeros(plan_bytes, dtype=torch.uint8, device=device)
+        if self._is_cuda or has_mirror:
+            self._mirror = device_memory(plan_bytes, device)
             views = _plan_views(self._mirror, plans[0])
             self._staged = [
-                StagedPlan(p, h, views, _new_event()) for p, h in zip(plans, hosts, strict=True)
+                StagedPlan(p, h, views, new_event() if self._is_cuda else None)
+                for p, h in zip(plans, hosts, strict=True)
             ]
         else:
             self._staged = [
                 StagedPlan(p, h, _plan_views(h, p), None) for p, h in zip(plans, hosts, strict=True)
             ]
         self._next = 0
-        self._output_host = _aligned(output_bytes, self._is_cuda)
+        self._output_host = host_memory(output_bytes, self._is_cuda)
         self.output = _core.SamplerOutput(options, self._output_host.data_ptr(), output_bytes)
-        self._output_device = self._output_host
-        if self._is_cuda:
-            self._output_device = torch.zeros(output_bytes, dtype=torch.uint8, device=device)
-        tensors = _arena_tensors(self._output_device, self.output.fields())
+        #: Arena the sampler writes to.
+        self.output_device = self._output_host
+        if self._mirror is not None:
+            self.output_device = device_memory(output_bytes, device)
+        tensors = arena_tensors(self.output_device, self.output.fields())
         self.sampler = SamplerViews(**{i.name: tensors[i.name] for i in fields(SamplerViews)})
         # Samplers that never rewrite leave it alone, and the copy brings it back every step.
         self.sampler.same_token_ratio.fill_(1.0)
-        self._downloaded = _new_event() if self._is_cuda else None
+        self._downloaded = new_event() if self._is_cuda else None
 
     @property
     def views(self) -> PlanViews:
@@ -262,8 +281,9 @@ class StepBuffers:
 
     def download(self) -> _core.SamplerOutput:
         """The sampler's output on the host: one copy and one wait per step."""
+        if self._mirror is not None:
+            self._output_host.copy_(self.output_device, non_blocking=True)
         if self._downloaded is not None:
-            self._output_host.copy_(self._output_device, non_blocking=True)
             self._downloaded.record(torch.cuda.current_stream(self.device))
             self._downloaded.synchronize()
         return self.output

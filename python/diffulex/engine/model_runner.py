@@ -14,14 +14,17 @@ import torch
 from diffulex.engine.attention_workspace import AttentionWorkspace, decode_workspace_bytes
 from diffulex.engine.batch import AttnMetadata, PlanViews, StepBuffers, StepShape
 from diffulex.engine.decode_graphs import Bucket, DecodeGraphs, decode_buckets
+from diffulex.engine.decode_loop import DecodeLoop
 from diffulex.engine.kv_cache import KVCache, KvLayoutName
 from diffulex.engine.model_call import ModelCall
+from diffulex.engine.row_watch import RowWatch
 from diffulex.engine.sampler_feed import SamplerFeed
 from diffulex.engine.warm_up import free_device_bytes
 from diffulex.errors import ConfigError
 from diffulex.layers.linear import pack_weights
 from diffulex.logging import get_logger, warn_once
 from diffulex.ops.attention import MaskKind
+from diffulex.ops.workspace import empty_workspace
 from diffulex.sampler.selection import make_sampler
 
 if TYPE_CHECKING:
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
     from diffulex_ext import _core
 
 __all__ = ["ModelRunner"]
+
+# Whose decode steps a device can plan by itself; docs/configuration.md, run_ahead.
+_LOOP_STRATEGIES = ("multi_bd", "d2f", "dmax")
 
 logger = get_logger(__name__)
 
@@ -60,6 +66,10 @@ class ModelRunner:
             self._cache = self._make_cache(1)
         self._buffers: StepBuffers | None = None
         self._feed: SamplerFeed | None = None
+        self._decode_loop: DecodeLoop | None = None
+        self._decode_workspace: Tensor | None = None
+        #: Looks at logits on the host while a request asks for it; see its file.
+        self.row_watch = RowWatch(config, self.sampler)
 
     def decide_num_pages(self) -> int:
         """Size of the page pool from the memory that is left.
@@ -93,10 +103,13 @@ class ModelRunner:
         with self._on_device():
             pack_weights(self.model)
             self._cache = self._make_cache(config.cache.num_pages)
-            self._buffers = StepBuffers(options, self.device)
+            has_loop = self._has_decode_loop(options)
+            self._buffers = StepBuffers(options, self.device, has_mirror=has_loop)
             self._feed = SamplerFeed(options, self._buffers.sampler, self._call.signals)
             if options.logits_shift:
                 self._keep_rows()
+            if has_loop:
+                self._make_decode_loop(options)
             logger.info(
                 "KV cache: %d pages of %d tokens, %.1f MiB",
                 config.cache.num_pages,
@@ -110,6 +123,47 @@ class ModelRunner:
                 self._capture_graphs()
             else:
                 warn_once(logger, f"no graphs: {reason}", "decode runs without graphs: %s", reason)
+
+    def _has_decode_loop(self, options: _core.EngineOptions) -> bool:
+        if type(self).execute is not ModelRunner.execute:
+            return False  # a runner of somebody's own sees every step
+        run_ahead = self.config.kernel.run_ahead
+        # Mixed embeddings feed the last bits of one step's logits to the next, and products of other
+        # shapes round otherwise: dmax runs ahead only where that is asked for.
+        is_auto = self._is_cuda and options.strategy != "dmax"
+        is_wanted = is_auto if run_ahead == "auto" else run_ahead == "on"
+        return is_wanted and options.strategy in _LOOP_STRATEGIES and not options.logits_shift
+
+    def _make_decode_loop(self, options: _core.EngineOptions) -> None:
+        config, rows = self.config, self.config.decode_rows
+        buckets = self._graphs.buckets[rows]
+        num_bytes = decode_workspace_bytes(
+            config.model.spec, buckets, rows, config.max_context_len, self.device.type
+        )
+        self._decode_workspace = empty_workspace(num_bytes, self.device)
+        reserve = getattr(self.sampler, "reserve", None)
+        if reserve is not None:
+            # Graphs keep the addresses of the sampler's buffers.
+            reserve(buckets[-1] * rows, config.model.spec.vocab_size)
+        self._decode_loop = DecodeLoop(
+            config,
+            options,
+            self.model,
+            self.sampler,
+            self._step_buffers,
+            self._sampler_feed,
+            self._graphs,
+            lambda num_reqs: self._bucket_forward(Bucket(num_reqs, rows), self._decode_workspace),
+        )
+
+    def _bucket_forward(self, bucket: Bucket, workspace: Tensor | None) -> Tensor:
+        """Hidden states of a padded decode step from the static arrays."""
+        num_reqs, rows = bucket
+        views = self._step_buffers.views
+        metadata = self._metadata(
+            views, num_reqs * rows, num_reqs, rows, self.config.max_context_len, workspace
+        )
+        return self._call(views, num_reqs * rows, metadata, self._cache)
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         """Makes the model's device current: launches, events and graphs go by the current one."""
@@ -133,12 +187,19 @@ class ModelRunner:
     @property
     def graph_buckets(self) -> tuple[int, ...]:
         """Request counts that have a CUDA graph."""
-        return self._graphs.captured_buckets
+        loop = self._decode_loop
+        return self._graphs.captured_buckets if loop is None else loop.graph_buckets
 
     @property
     def num_graph_steps(self) -> int:
         """Decode steps that replayed a graph."""
-        return self._graphs.num_steps
+        loop = self._decode_loop
+        return self._graphs.num_steps + (0 if loop is None else loop.num_graph_steps)
+
+    @property
+    def num_ahead_steps(self) -> int:
+        """Decode steps that the device began before the host had completed the one before."""
+        return 0 if self._decode_loop is None else self._decode_loop.num_ahead_steps
 
     @property
     def num_graph_fallbacks(self) -> int:
@@ -153,6 +214,30 @@ class ModelRunner:
     def next_plan(self) -> _core.StepPlan:
         """The plan object for the scheduler to fill."""
         return self._step_buffers.next_plan()
+
+    @torch.inference_mode()
+    def start_loop(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> int | None:
+        """Hands the plan in flight to the decode loop; None: `execute` must run it."""
+        loop = self._decode_loop
+        if loop is None or self.row_watch.is_active or not loop.takes(scheduler, plan):
+            return None
+        with self._on_device():
+            return loop.start(scheduler, plan)
+
+    @torch.inference_mode()
+    def run_ahead(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> int | None:
+        """Enqueues the step behind the plan in flight, which the loop has; None: not now."""
+        assert self._decode_loop is not None
+        with self._on_device():
+            return self._decode_loop.run_ahead(scheduler, plan)
+
+    @torch.inference_mode()
+    def collect(
+        self, scheduler: _core.Scheduler, plan: _core.StepPlan, place: int
+    ) -> _core.SamplerOutput:
+        """The output of the plan in flight, which the loop runs under `place`."""
+        assert self._decode_loop is not None
+        return self._decode_loop.collect(scheduler, plan, place)
 
     @torch.inference_mode()
     def execute(self, plan: _core.StepPlan) -> _core.SamplerOutput:
@@ -171,16 +256,25 @@ class ModelRunner:
         else:
             hidden = self._forward(views, shape, plan)
         if shape.num_blocks > 0 or shape.num_logits_rows > 0:
-            self._sample(views, shape, hidden)
+            self._sample(views, shape, hidden, plan)
         elif self._feed is not None:
             self._feed.skip()
-        return self._step_buffers.download()
+        output = self._step_buffers.download()
+        if self.row_watch.is_active:
+            self.row_watch.after_sampling(plan, output)
+        return output
 
     @property
     def _step_buffers(self) -> StepBuffers:
         if self._buffers is None:
             raise RuntimeError("ModelRunner: expected prepare() before the first step")
         return self._buffers
+
+    @property
+    def _sampler_feed(self) -> SamplerFeed:
+        if self._feed is None:
+            raise RuntimeError("ModelRunner: expected prepare() before the first step")
+        return self._feed
 
     def _forward(self, views: PlanViews, shape: StepShape, plan: _core.StepPlan) -> Tensor:
         max_context_len = plan.max_context_len
@@ -193,10 +287,15 @@ class ModelRunner:
         )
         return self._call(views, shape.num_rows, metadata, self._cache)
 
-    def _sample(self, views: PlanViews, shape: StepShape, hidden: Tensor) -> None:
+    def _sample(
+        self, views: PlanViews, shape: StepShape, hidden: Tensor, plan: _core.StepPlan
+    ) -> None:
         assert self._feed is not None
         rows = hidden.index_select(0, views.logits_rows[: shape.num_logits_rows])
-        self.sampler(self._feed.inputs(views, shape, self.model.compute_logits(rows)))
+        logits = self.model.compute_logits(rows)
+        if self.row_watch.is_active:
+            self.row_watch.before_sampling(plan, logits)
+        self.sampler(self._feed.inputs(views, shape, logits))
 
     def _metadata(
         self,
@@ -243,17 +342,13 @@ class ModelRunner:
             spec = config.model.spec
             return decode_workspace_bytes(spec, buckets, rows, max_context_len, self.device.type)
 
-        def forward(bucket: Bucket, workspace: Tensor | None) -> Tensor:
-            num_reqs, rows = bucket
-            metadata = self._metadata(
-                views, num_reqs * rows, num_reqs, rows, max_context_len, workspace
-            )
-            return self._call(views, num_reqs * rows, metadata, self._cache)
-
         def fill(bucket: Bucket) -> None:
             self._fill_capture_inputs(views, bucket.num_reqs, bucket.rows_per_request)
 
-        self._graphs.capture(config, needed, fill, forward)
+        if self._decode_loop is not None:
+            self._decode_loop.capture(lambda count: fill(Bucket(count, config.decode_rows)))
+        else:
+            self._graphs.capture(config, needed, fill, self._bucket_forward)
 
     def _fill_capture_inputs(self, views: PlanViews, num_reqs: int, rows: int) -> None:
         """Real rows over one cached page, nothing stored: kernels must not see empty contexts."""

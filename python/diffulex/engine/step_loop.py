@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from diffulex.engine.interrupt import deferred_interrupt
 from diffulex.engine.ledger import Ledger
 from diffulex.engine.routing import StepQueue, StepRouter
+from diffulex.engine.stop_tokens import special_stops
 from diffulex.registry import AutoReq
 from diffulex_ext import _core
 
@@ -50,7 +51,10 @@ class StepLoop:
         self._config = config
         self._scheduler = scheduler
         self._runner: ModelRunner | None = runner
+        self._tokenizer = tokenizer
         self._idle_output = _core.SamplerOutput(scheduler.options)
+        #: Place of the result of the step that the device runs behind the last one; see DecodeLoop.
+        self._ahead: int | None = None
 
     def check_open(self) -> None:
         """RuntimeError after `close`."""
@@ -68,10 +72,12 @@ class StepLoop:
         """Enqueues a request whose outputs go to `queue`, or to the callers of `step`."""
         self.check_open()
         strategy = self._config.decoding.decoding_strategy
-        if self._is_drawing(params) and self._runner is not None:
+        params, special = special_stops(self._tokenizer, params)
+        has_saved_logits = self._is_drawing(params) or params.logprobs is not None
+        if has_saved_logits and self._runner is not None:
             self._runner.expect_draws()
         request = AutoReq.create(strategy, token_ids, params, self._config)
-        req_id = self.ledger.add(request, token_ids, params.max_tokens, has_snapshots)
+        req_id = self.ledger.add(request, token_ids, params, has_snapshots, special)
         if queue is not None:
             self.router.claim(req_id, queue)
         return req_id
@@ -117,7 +123,7 @@ class StepLoop:
         assert runner is not None
         plan = runner.next_plan()
         start = time.perf_counter()
-        kind = self._scheduler.schedule(plan)
+        kind = self._schedule(plan)
         if kind == _core.PlanKind.IDLE:
             events = self._scheduler.complete_step(plan, self._idle_output)
             self.router.push(ledger.book(plan, self._idle_output, events, 0.0))
@@ -125,17 +131,35 @@ class StepLoop:
         num_rows, num_reqs = plan.num_rows, plan.num_reqs
         try:
             ledger.start_step(plan.req_ids, start)
-            output = runner.execute(plan)
+            output = self._execute(runner, plan)
             events = self._scheduler.complete_step(plan, output)
         except BaseException:
             # A second Ctrl-C may come when the step is complete already. Only the scheduler knows,
             # and it refuses to cancel a plan that is not in flight.
+            self._ahead = None
             with contextlib.suppress(ValueError):
                 self._scheduler.cancel_step(plan)
             raise
         seconds = time.perf_counter() - start
         ledger.run_stats.add_step(seconds, kind == _core.PlanKind.DECODE, num_reqs, num_rows)
         self.router.push(ledger.book(plan, output, events, seconds))
+
+    def _schedule(self, plan: _core.StepPlan) -> _core.PlanKind:
+        if self._ahead is not None:
+            kind = self._scheduler.schedule_ahead(plan)
+            if kind != _core.PlanKind.IDLE:
+                return kind
+            self._ahead = None  # all its requests ended
+        return self._scheduler.schedule(plan)
+
+    def _execute(self, runner: ModelRunner, plan: _core.StepPlan) -> _core.SamplerOutput:
+        place, self._ahead = self._ahead, None
+        if place is None:
+            place = runner.start_loop(self._scheduler, plan)
+        if place is None:
+            return runner.execute(plan)
+        self._ahead = runner.run_ahead(self._scheduler, plan)
+        return runner.collect(self._scheduler, plan, place)
 
     def close(self) -> None:
         """Ends every request and lets go of the runner. Idempotent."""

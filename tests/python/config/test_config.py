@@ -71,6 +71,7 @@ def resolve(given: ModelFacts | None = None, /, **flat: Any) -> Config:
 
 # (key, legal values, illegal values) from the configuration reference.
 RANGES: list[tuple[str, list[Any], list[Any]]] = [
+    ("load_format", ["auto", "dummy"], ["", "safetensors", 1]),
     ("block_size", [4, 8, 16, 32], [0, 1, 2, 5, 64, 256, 8.0, "8", True]),
     ("buffer_size", [1, 2, 32], [0, -1, 1.5, 33]),
     ("dmax_sampler_fast_path", [True, False], [1, "on"]),
@@ -141,6 +142,8 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("forced_gate", ["prev_semi_complete", "always"], ["never"]),
     ("suppress_token_ids", [[], [1, 2], (3,)], [[-1], [300], [1, 2, 3, 4, 5, 6, 7, 8], ["a"]]),
     ("enforce_eager", [True, False], [1]),
+    ("run_ahead", ["auto", "on", "off"], ["maybe", True]),
+    ("check_run_ahead", [True, False], [1]),
     ("attn_impl", ["auto", "cpu", "triton", "triton_grouped"], ["flash", "cuda", "naive"]),
     ("prefill_cudagraph_max_len", [0, 10], [-1]),
 ]
@@ -198,6 +201,12 @@ def test_every_key_is_covered() -> None:
         "deepep_num_max_dispatch_tokens_per_rank",
     }
     assert set(CONFIG_TABLE) == covered | elsewhere | free | rest
+
+
+def test_random_weights_take_no_adapter() -> None:
+    resolve(load_format="dummy")
+    with pytest.raises(ConfigError, match="load_format: expected auto with use_lora, got 'dummy'"):
+        resolve(load_format="dummy", use_lora=True, lora_path="adapter")
 
 
 def test_unknown_key_names_the_nearest() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,16 +191,16 @@ def long_run(
 ) -> list[GenerationOutputs]:
     """Batches in turn; within one, requests that join late prefill between decode steps."""
     with model.engine(**{**LONG, **settings}) as engine:
-        graphs = next(iter(engine._runner._graphs.runners), None)
-        workspace = None if graphs is None else graphs.workspace
+        runner = engine._runner
+        workspace = runner._decode_workspace
         address = None if workspace is None else workspace.data_ptr()
         runs = [engine.generate(*long_requests(size), summary=False) for size in batch_sizes]
-        if graphs is not None:
+        if runner.graph_buckets:
             # The graphs read this memory for as long as they live, whatever eager steps needed.
             assert workspace is not None
-            assert graphs.workspace is workspace
+            assert runner._decode_workspace is workspace
             assert workspace.data_ptr() == address
-            eager = engine._runner._workspace.memory
+            eager = runner._workspace.memory
             assert eager is None or eager.data_ptr() != address
     return runs
 
@@ -249,18 +250,24 @@ def test_failed_steps_do_not_disturb_the_staging(
     with tiny_cuda.engine(**settings) as engine:
         expected = engine.generate(prompts, params, summary=False)
         ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
-        runner, sample = engine._runner, engine._runner._sample
+        runner, loop = engine._runner, engine._runner._decode_loop
+        assert loop is not None
         calls = 0
 
-        def failing(*args: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls <= num_failures:
-                torch.cuda._sleep(50_000_000)
-                raise RuntimeError("injected")
-            sample(*args)
+        def failing(run: Callable[..., Any]) -> Callable[..., Any]:
+            def fail_first(*args: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls <= num_failures:
+                    torch.cuda._sleep(50_000_000)
+                    raise RuntimeError("injected")
+                return run(*args)
 
-        monkeypatch.setattr(runner, "_sample", failing)
+            return fail_first
+
+        # A step ends in one of the two: on the host, or in the loop of the device.
+        monkeypatch.setattr(runner, "_sample", failing(runner._sample))
+        monkeypatch.setattr(loop, "_launch", failing(loop._launch))
         for _ in range(20):  # a step without ACTIVE blocks samples nothing
             if calls < num_failures:
                 with contextlib.suppress(RuntimeError):

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps that the device plans itself, so that it never waits for the host.
+
+    host     schedule k | start | launch k + 1 | wait for k, complete it | adopt k + 1 | launch k + 2
+    device                 step k, plan of k + 1 | step k + 1, plan of k + 2 | ...
+
+A step is one sequence of launches over static arrays: forward, head, sampler, `advance_decode`. The
+last one applies the sampler's decisions by the rules of the core and writes the arrays of the step
+behind, so that the host only enqueues. The scheduler stays the authority: it completes every step
+from the sampler's output, which comes back in one copy, one step late at most.
+
+Symbols: R requests (dummies included), Q rows each, N blocks of B positions, T = R Q.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diffulex.engine.batch import (
+    StepShape,
+    arena_tensors,
+    device_memory,
+    host_memory,
+    new_event,
+)
+from diffulex.engine.plan_check import PlanCheck
+from diffulex.engine.step_graphs import StepGraphs, StepVariant
+from diffulex_ext import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from diffulex.config import Config
+    from diffulex.engine.batch import PlanViews, StepBuffers
+    from diffulex.engine.decode_graphs import DecodeGraphs
+    from diffulex.engine.sampler_feed import SamplerFeed
+
+__all__ = ["DecodeLoop"]
+
+# The result of one step is read while the next one runs.
+_NUM_OUTPUTS = 2
+# A graph keeps its logits; larger steps run without one, and their launches vanish beside the work.
+_MAX_GRAPH_LOGITS_BYTES = 1 << 30
+
+
+class _Output:
+    """One place of the ring of results."""
+
+    def __init__(self, options: _core.EngineOptions, *, is_cuda: bool) -> None:
+        num_bytes = _core.SamplerOutput.arena_bytes(options)
+        self.host = host_memory(num_bytes, is_cuda)
+        self.output = _core.SamplerOutput(options, self.host.data_ptr(), num_bytes)
+        self.copied = new_event() if is_cuda else None
+
+
+class DecodeLoop:
+    """Runs decode steps behind each other without the host in between.
+
+    Args:
+        config: of the engine.
+        options: of the scheduler.
+        model: for `compute_logits`.
+        sampler: writes its decisions to the arrays of `buffers`.
+        buffers: arrays of the steps, with a mirror.
+        feed: inputs of the sampler.
+        graphs: decides how many requests a step is padded to.
+        forward: hidden states [T, H] of a step of so many requests from the arrays of `buffers`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        options: _core.EngineOptions,
+        model: Any,
+        sampler: Any,
+        buffers: StepBuffers,
+        feed: SamplerFeed,
+        graphs: DecodeGraphs,
+        forward: Callable[[int], Tensor],
+    ) -> None:
+        device = buffers.device
+        is_cuda = device.type == "cuda"
+        self._config, self._options = config, options
+        self._model, self._sampler, self._feed = model, sampler, feed
+        self._buffers, self._graphs, self._forward = buffers, graphs, forward
+        self._num_rows = config.decode_rows
+        num_bytes = _core.DecodeBatch.arena_bytes(options)
+        self._host = host_memory(num_bytes, is_cuda)
+        self._batch = _core.DecodeBatch(options, self._host.data_ptr(), num_bytes)
+        staged = arena_tensors(self._host, self._batch.fields())
+        state = arena_tensors(device_memory(num_bytes, device), self._batch.fields())
+        self._staged_pages = staged.pop("page_tables")
+        self._staged = staged
+        self._state = state
+        self._uploaded = new_event() if is_cuda else None
+        self._outputs = [_Output(options, is_cuda=is_cuda) for _ in range(_NUM_OUTPUTS)]
+        self._next_output = 0
+        self._variant = StepVariant(0, is_drawn=False, is_filtered=False)
+        self._step_graphs = StepGraphs(device) if is_cuda else None
+        self._check = PlanCheck(options) if config.kernel.check_run_ahead else None
+        self.is_running_ahead = config.kernel.run_ahead != "off"
+        #: Answer about the step behind the one that `start` enqueued, which needs its pages.
+        self._verdict: _core.RunAhead | None = None
+        #: Steps that replayed a graph.
+        self.num_graph_steps = 0
+        #: Steps that were enqueued before the step in front of them was complete.
+        self.num_ahead_steps = 0
+
+    @property
+    def graph_buckets(self) -> tuple[int, ...]:
+        """Request counts that have a CUDA graph."""
+        return () if self._step_graphs is None else self._step_graphs.buckets
+
+    def takes(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> bool:
+        """Whether the plan in flight is a step for this loop."""
+        return (
+            plan.uniform_q_len == self._num_rows
+            and self._graphs.bucket_for(plan) is not None
+            and scheduler.can_run_ahead(plan)
+        )
+
+    def start(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> int:
+        """Hands the plan in flight to the device and enqueues its step; returns its result's place."""
+        bucket = self._graphs.bucket_for(plan)
+        assert bucket is not None
+        self._await_uploads()
+        scheduler.start_run_ahead(plan, self._batch)
+        self._variant = StepVariant(
+            bucket.num_reqs, self._batch.any_drawn, self._batch.any_filtered
+        )
+        self._prepare_variant()
+        plan.pad_requests(bucket.num_reqs)
+        self._verdict = self._reserve(scheduler)
+        self._buffers.upload()
+        self._upload_pages(self._verdict)
+        for name, host in self._staged.items():
+            self._state[name][: bucket.num_reqs].copy_(host[: bucket.num_reqs], non_blocking=True)
+        self._record_uploads()
+        self._advance(bucket.num_reqs, is_entry=True)
+        if self._check is not None:
+            self._check.enter(plan)
+        return self._launch()
+
+    def run_ahead(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> int | None:
+        """Enqueues the step behind the plan in flight, if it may be; returns its result's place."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
+            if self._has_smaller_bucket(plan):
+                return None
+            self._await_uploads()
+            verdict = self._reserve(scheduler)
+            self._upload_pages(verdict)
+            self._record_uploads()
+        if verdict == _core.RunAhead.STOP:
+            return None
+        self.num_ahead_steps += 1
+        return self._launch()
+
+    def _reserve(self, scheduler: _core.Scheduler) -> _core.RunAhead:
+        if not self.is_running_ahead:
+            return _core.RunAhead.STOP
+        return scheduler.reserve_ahead(self._batch)
+
+    def _upload_pages(self, verdict: _core.RunAhead) -> None:
+        if verdict == _core.RunAhead.GO_NEW_PAGES:
+            size = self._batch.size
+            pages = self._buffers.views.page_tables
+            pages[:size].copy_(self._staged_pages[:size], non_blocking=True)
+
+    def _await_uploads(self) -> None:
+        """Waits until the staged arrays are no longer read.
+
+        They are not as a rule: the step in front of the copies is complete. A step that failed was
+        never awaited.
+        """
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+
+    def _record_uploads(self) -> None:
+        if self._uploaded is not None:
+            self._uploaded.record()
+
+    def collect(
+        self, scheduler: _core.Scheduler, plan: _core.StepPlan, place: int
+    ) -> _core.SamplerOutput:
+        """The output of the plan in flight, whose result has `place`; waits for it."""
+        result = self._outputs[place]
+        if result.copied is not None:
+            result.copied.synchronize()
+        if self._check is not None:
+            self._check.compare(plan, place)
+        scheduler.collect_output(plan, result.output, self._buffers.output)
+        return self._buffers.output
+
+    def capture(self, fill: Callable[[int], None]) -> None:
+        """Captures the greedy steps of all request counts, the largest first.
+
+        Args:
+            fill: puts legal values into the arrays of a step of so many requests.
+        """
+        self._fill = fill
+        for num_reqs in reversed(self._graphs.buckets[self._num_rows]):
+            self._capture(StepVariant(num_reqs, is_drawn=False, is_filtered=False))
+
+    def _capture(self, variant: StepVariant) -> None:
+        vocab_size = self._config.model.spec.vocab_size
+        num_bytes = variant.num_reqs * self._num_rows * vocab_size * self._itemsize
+        if self._step_graphs is None or num_bytes > _MAX_GRAPH_LOGITS_BYTES:
+            return
+
+        def fill() -> None:
+            self._fill(variant.num_reqs)
+            # Requests that do not run: the rules then change nothing.
+            self._state["requests"].zero_()
+
+        self._step_graphs.capture(variant, fill, lambda: self._enqueue(variant))
+
+    @property
+    def _itemsize(self) -> int:
+        dtype: torch.dtype = getattr(torch, self._config.model.dtype)
+        return dtype.itemsize
+
+    def _prepare_variant(self) -> None:
+        """Captures a variant that is needed for the first time; the device is idle now."""
+        graphs = self._step_graphs
+        if graphs is not None and graphs.buckets and self._variant not in graphs:
+            self._capture(self._variant)
+
+    def _has_smaller_bucket(self, plan: _core.StepPlan) -> bool:
+        num_reqs = plan.num_reqs - plan.num_padded_reqs
+        return any(
+            num_reqs <= count < self._variant.num_reqs
+            for count in self._graphs.buckets[self._num_rows]
+        )
+
+    def _launch(self) -> int:
+        place = self._next_output
+        self._next_output = (place + 1) % _NUM_OUTPUTS
+        if self._check is not None:
+            self._check.keep(place, self._buffers.views)
+        graphs, variant = self._step_graphs, self._variant
+        if graphs is not None and variant in graphs:
+            graphs.replay(variant)
+            self.num_graph_steps += 1
+        else:
+            self._enqueue(variant)
+        result = self._outputs[place]
+        result.host.copy_(self._buffers.output_device, non_blocking=True)
+        if result.copied is not None:
+            result.copied.record()
+        return place
+
+    def _enqueue(self, variant: StepVariant) -> None:
+        num_reqs = variant.num_reqs
+        num_rows = num_reqs * self._num_rows
+        logits = self._model.compute_logits(self._forward(num_reqs))
+        shape = StepShape(
+            num_rows=num_rows,
+            num_reqs=num_reqs,
+            num_blocks=num_reqs * self._options.buffer_size,
+            num_logits_rows=num_rows,
+            any_sampled=variant.is_drawn,
+            num_filtered_rows=num_rows if variant.is_filtered else 0,
+            num_saved_source_rows=0,
+        )
+        self._sampler(self._feed.inputs(self._buffers.views, shape, logits))
+        self._advance(num_reqs, is_entry=False)
+
+    def _advance(self, num_reqs: int, *, is_entry: bool) -> None:
+        views, out = self._buffers.views, self._buffers.sampler
+        rows = num_reqs * self._num_rows
+        blocks = num_reqs * self._options.buffer_size
+        has_edits = views.blk_edit_threshold.numel() > 0
+        torch.ops.diffulex.advance_decode(
+            self._state["requests"][:num_reqs],
+            self._state["windows"][:num_reqs],
+            views.page_tables[:num_reqs],
+            out.write_ids[:blocks],
+            out.flags[:blocks],
+            out.same_token_ratio[:blocks],
+            views.input_ids[:rows],
+            views.positions[:rows],
+            views.slot_mapping[:rows],
+            views.context_lens[:num_reqs],
+            views.valid_slices[:num_reqs],
+            views.blk_tokens[:blocks],
+            views.blk_row_index[:blocks],
+            views.blk_editable_start[:blocks],
+            views.blk_valid_len[:blocks],
+            views.blk_force_top1[:blocks],
+            views.blk_accept_threshold[:blocks],
+            views.blk_edit_threshold[:blocks] if has_edits else None,
+            views.blk_open_steps[:blocks],
+            views.blk_total_steps[:blocks],
+            views.blk_post_edit_steps[:blocks],
+            views.row_inv_temperature[:rows],
+            views.row_uniforms[:rows],
+            views.row_top_k[:rows],
+            views.row_top_p[:rows],
+            views.row_min_p[:rows],
+            *self._merge_arrays(views, rows, blocks),
+            page_size=self._config.cache.page_size,
+            masked_rows_only=self._options.masked_rows_only,
+            is_entry=is_entry,
+        )
+
+    def _merge_arrays(self, views: PlanViews, rows: int, blocks: int) -> tuple[Tensor | None, ...]:
+        out = self._buffers.sampler
+        if out.merge_valid.numel() == 0:
+            return (None,) * 8
+        return (
+            out.merge_valid[:blocks],
+            out.merge_topk_ids[:blocks],
+            out.merge_topk_probs[:blocks],
+            out.merge_residual[:blocks],
+            views.merge_mask[:rows],
+            views.merge_topk_ids[:rows],
+            views.merge_topk_probs[:rows],
+            views.merge_residual[:rows],
+        )

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the plans a device made for itself with those of the scheduler (`check_run_ahead`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from diffulex.engine.batch import PlanViews
+    from diffulex_ext import _core
+
+__all__ = ["PlanCheck", "PlanMismatchError"]
+
+_ROWS = ("input_ids", "positions", "slot_mapping")
+_MERGES = ("merge_mask", "merge_topk_ids", "merge_topk_probs", "merge_residual")
+_BLOCKS = (
+    "blk_editable_start",
+    "blk_valid_len",
+    "blk_force_top1",
+    "blk_accept_threshold",
+    "blk_total_steps",
+    "blk_open_steps",
+    "blk_post_edit_steps",
+)
+_SAMPLED_ROWS = ("row_inv_temperature", "row_uniforms", "row_top_k", "row_top_p", "row_min_p")
+_REQUESTS = ("context_lens", "mask_kinds")
+
+_Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+class PlanMismatchError(RuntimeError):
+    """The device planned a step otherwise than the scheduler."""
+
+
+class PlanCheck:
+    """Keeps what the device has before each step and compares it with the plan of that step."""
+
+    def __init__(self, options: _core.EngineOptions) -> None:
+        self._block_size = options.block_size
+        self._buffer_size = options.buffer_size
+        self._num_rows = options.block_size * options.buffer_size
+        self._names = [*_ROWS, *_BLOCKS, *_SAMPLED_ROWS, *_REQUESTS]
+        self._names += ["valid_slices", "blk_tokens", "blk_row_index", "page_tables"]
+        if options.is_editing and options.strategy == "multi_bd":
+            self._names.append("blk_edit_threshold")
+        self._has_merges = options.token_merge_top_k > 0
+        if self._has_merges:
+            self._names += _MERGES
+        self._req_ids: list[int] = []
+        self._kept: dict[int, _Arrays] = {}
+        #: Steps compared so far.
+        self.num_compared = 0
+
+    def enter(self, plan: _core.StepPlan) -> None:
+        """The device has the requests of `plan` from now on, in its order."""
+        num_reqs = plan.num_reqs - plan.num_padded_reqs
+        self._req_ids = [int(req_id) for req_id in plan.req_ids[:num_reqs]]
+
+    def keep(self, place: int, views: PlanViews) -> None:
+        """Copies the arrays of the step that is enqueued next; waits for the device."""
+        self._kept[place] = {
+            name: getattr(views, name).detach().cpu().numpy().copy() for name in self._names
+        }
+
+    def compare(self, plan: _core.StepPlan, place: int) -> None:
+        """Raises PlanMismatchError unless the step kept under `place` is that of `plan`."""
+        device = self._kept.pop(place)
+        self.num_compared += 1
+        seen = set()
+        for index in range(plan.num_reqs - plan.num_padded_reqs):
+            row = self._req_ids.index(int(plan.req_ids[index]))
+            seen.add(row)
+            self._compare_request(plan, device, index, row)
+        for row in set(range(len(self._req_ids))) - seen:
+            if device["valid_slices"][row] != row * self._num_rows:
+                # It was taken away on the host only; the device's result is not used.
+                continue
+            blocks = slice(row * self._buffer_size, (row + 1) * self._buffer_size)
+            rows = slice(row * self._num_rows, (row + 1) * self._num_rows)
+            self._expect(plan, row, "blk_valid_len", device["blk_valid_len"][blocks], 0)
+            self._expect(plan, row, "slot_mapping", device["slot_mapping"][rows], -1)
+
+    def _compare_request(self, plan: _core.StepPlan, device: _Arrays, index: int, row: int) -> None:
+        q = self._num_rows
+        first = int(plan.cu_seqlens_q[index])
+        mine, theirs = slice(first, first + q), slice(row * q, (row + 1) * q)
+        for name in (*_ROWS, *(_MERGES if self._has_merges else ())):
+            self._expect(plan, row, name, device[name][theirs], getattr(plan, name)[mine])
+        for name in _REQUESTS:
+            self._expect(plan, row, name, device[name][row], getattr(plan, name)[index])
+        # The device may have pages that only later steps need.
+        pages, wanted = device["page_tables"][row], plan.page_tables[index]
+        self._expect(plan, row, "page_tables", pages[wanted >= 0], wanted[wanted >= 0])
+        num_valid = int(plan.valid_slices[index]) - first
+        self._expect(plan, row, "valid_slices", device["valid_slices"][row] - row * q, num_valid)
+        blocks = np.flatnonzero(plan.blk_req[: plan.num_blocks] == index)
+        places = set()
+        for blk in blocks:
+            offset = int(plan.blk_row0[blk]) - first
+            place = row * self._buffer_size + offset // self._block_size
+            places.add(place)
+            self._compare_block(plan, device, int(blk), place, first, row * q)
+        own = range(row * self._buffer_size, (row + 1) * self._buffer_size)
+        for place in set(own) - places:
+            self._expect(plan, row, "blk_valid_len", device["blk_valid_len"][place], 0)
+
+    def _compare_block(
+        self,
+        plan: _core.StepPlan,
+        device: _Arrays,
+        blk: int,
+        place: int,
+        first: int,
+        device_first: int,
+    ) -> None:
+        names = [name for name in (*_BLOCKS, "blk_tokens", "blk_edit_threshold") if name in device]
+        for name in names:
+            self._expect(plan, place, name, device[name][place], getattr(plan, name)[blk])
+        rows, indices = device["blk_row_index"][place], plan.blk_row_index[blk]
+        self._expect(plan, place, "blk_row_index", rows >= 0, indices >= 0)
+        used = np.flatnonzero(indices >= 0)
+        expected = plan.logits_rows[indices[used]] - first + device_first
+        self._expect(plan, place, "blk_row_index", rows[used], expected)
+        for name in _SAMPLED_ROWS:
+            have, want = device[name][rows[used]], getattr(plan, name)[indices[used]]
+            self._expect(plan, place, name, have, want)
+
+    def _expect(self, plan: _core.StepPlan, place: int, name: str, have: Any, want: Any) -> None:
+        if not np.array_equal(have, np.broadcast_to(want, np.shape(have))):
+            raise PlanMismatchError(
+                f"check_run_ahead: {name}: expected {np.asarray(want).tolist()} in step"
+                f" {plan.step_id}, got {np.asarray(have).tolist()} at {place} on the device"
+            )

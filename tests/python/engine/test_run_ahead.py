@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps that the device plans itself equal those of the host, token for token.
+
+The CPU plays the device: it runs the same row function of the rules, one step ahead. Every plan it
+makes is compared with the scheduler's (`check_run_ahead`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffulex import ConfigError, SamplingParams
+from diffulex.engine.engine import Diffulex
+from diffulex.engine.output import RequestOutput
+from diffulex.engine.plan_check import PlanCheck, PlanMismatchError
+from fixtures.checkpoints import EOS_ID
+from tiny_engine import TinyModel
+
+FILL: dict[str, Any] = {"decoding_thresholds": {"accept_threshold": 0.3}}
+EDIT: dict[str, Any] = {
+    "sampling_mode": "edit",
+    "decoding_thresholds": {"accept_threshold": 0.3, "edit_threshold": 0.4},
+}
+#: Name -> family, settings.
+STRATEGIES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "multi_bd": ("sdar", FILL),
+    "edit": ("llada2", EDIT),
+    "d2f": ("llada", {**FILL, "decoding_strategy": "d2f"}),
+    "dmax": ("llada2_mini_dmax", {"decoding_strategy": "dmax", "token_merge_top_k": 3}),
+}
+
+
+def model_of(tiny: TinyModel, name: str) -> TinyModel:
+    family, _ = STRATEGIES[name]
+    return tiny if family == "sdar" else tiny.under(family)
+
+
+def requests(rng: random.Random, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests that end in every way, at different steps."""
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+    params = [
+        SamplingParams(
+            max_tokens=rng.choice((1, rng.randint(2, 48))),
+            ignore_eos=rng.random() < 0.4,
+            stop_token_ids=rng.sample(range(256), 12) if rng.random() < 0.4 else (),
+            temperature=rng.choice((0.0, 0.0, 0.8)),
+            top_k=rng.choice((None, None, 5)),
+            top_p=rng.choice((None, 0.9)),
+            seed=rng.getrandbits(64),
+            max_nfe=rng.choice((None, None, None, 7)),
+            max_repetition_run=rng.choice((None, None, 3)),
+        )
+        for _ in range(count)
+    ]
+    return prompts, params
+
+
+def answers(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
+    return [(o.token_ids, o.completion_reason, o.metrics.nfe) for o in outputs]
+
+
+def num_compared(engine: Diffulex) -> int:
+    loop = engine._runner._decode_loop
+    assert loop is not None
+    assert loop._check is not None
+    return loop._check.num_compared
+
+
+def compare(model: TinyModel, settings: dict[str, Any], seed: int, count: int = 9) -> int:
+    """Both loops over the same requests; returns how many steps ran ahead."""
+    prompts, params = requests(random.Random(seed), count)
+    with model.engine(**settings, run_ahead="off") as engine:
+        expected = engine.generate(prompts, params, summary=False)
+        assert engine._runner.num_ahead_steps == 0
+    with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
+        actual = engine.generate(prompts, params, summary=False)
+        ahead, compared = engine._runner.num_ahead_steps, num_compared(engine)
+        # Steps of requests that must be watched by the host are not among them.
+        assert ahead < compared <= engine.stats().num_decode_steps
+    assert answers(actual) == answers(expected)
+    return ahead
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("block_size", "buffer_size"), [(8, 1), (8, 3), (4, 6), (32, 2)])
+def test_equals_the_host_loop(
+    tiny: TinyModel, name: str, block_size: int, buffer_size: int
+) -> None:
+    shape = {"block_size": block_size, "buffer_size": buffer_size}
+    settings = {**STRATEGIES[name][1], **shape, "max_num_reqs": 4, "page_size": 8}
+    model = model_of(tiny, name)
+    assert sum(compare(model, settings, seed) for seed in (1, 2)) > 5
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_tight_page_pools(tiny: TinyModel, name: str) -> None:
+    """Preempted and resumed in between; forwards may differ, tokens may not."""
+    settings = {
+        **STRATEGIES[name][1],
+        "block_size": 8,
+        "buffer_size": 3,
+        "page_size": 8,
+        "num_pages": 14,
+        "max_model_len": 88,
+        "max_num_reqs": 5,
+        "decode_headroom": False,
+    }
+    num_preemptions = 0
+    for seed in range(3):
+        prompts, params = requests(random.Random(seed), 8)
+        params = [dataclasses.replace(p, max_nfe=None) for p in params]
+        with model_of(tiny, name).engine(**settings, run_ahead="off") as engine:
+            expected = engine.generate(prompts, params, summary=False)
+        with model_of(tiny, name).engine(
+            **settings, run_ahead="on", check_run_ahead=True
+        ) as engine:
+            actual = engine.generate(prompts, params, summary=False)
+            num_preemptions += engine.stats().num_preemptions
+        assert [o.token_ids for o in actual] == [o.token_ids for o in expected]
+        assert [o.completion_reason for o in actual] == [o.completion_reason for o in expected]
+    assert num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_aborts_and_arrivals_in_between(tiny: TinyModel, name: str) -> None:
+    """Requests come and go while steps run ahead; those that stay get their own tokens."""
+    rng = random.Random(7)
+    prompts, params = requests(rng, 12)
+    settings = {**STRATEGIES[name][1], "block_size": 8, "buffer_size": 2, "max_num_reqs": 5}
+    model = model_of(tiny, name)
+    with model.engine(**settings, run_ahead="off") as engine:
+        expected = engine.generate(prompts, params, summary=False)
+    with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
+        ids: dict[int, int] = {}
+        aborted: set[int] = set()
+        done: dict[int, RequestOutput] = {}
+        waiting = list(range(len(prompts)))
+        while waiting or engine.has_unfinished():
+            if waiting and rng.random() < 0.3:
+                index = waiting.pop(0)
+                ids[engine.add_request(prompts[index], params[index])] = index
+            running = [req_id for req_id in ids if ids[req_id] not in done]
+            if running and rng.random() < 0.15:
+                req_id = rng.choice(running)
+                assert engine.abort(req_id)
+                aborted.add(ids[req_id])
+            for step in engine.step():
+                if step.output is not None:
+                    done[ids[step.req_id]] = step.output
+            engine._scheduler.check_integrity()
+        assert engine._runner.num_ahead_steps > 3
+        assert engine.stats().num_free_pages == engine.stats().num_pages
+    assert sorted(done) == list(range(len(prompts)))
+    assert aborted
+    for index, output in done.items():
+        if output.completion_reason == "aborted":
+            assert index in aborted
+            assert output.token_ids == expected[index].token_ids[: len(output.token_ids)]
+        else:
+            assert answers([output]) == answers([expected[index]])
+
+
+def test_preempting_a_request_of_a_step_in_flight(tiny: TinyModel) -> None:
+    prompts, params = requests(random.Random(8), 4)
+    params = [dataclasses.replace(p, max_nfe=None, max_tokens=30, ignore_eos=True) for p in params]
+    settings = {**FILL, "block_size": 8, "buffer_size": 2}
+    with tiny.engine(**settings, run_ahead="off") as engine:
+        expected = engine.generate(prompts, params, summary=False)
+    with tiny.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
+        ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
+        done: dict[int, RequestOutput] = {}
+        for number in range(200):
+            if not engine.has_unfinished():
+                break
+            done |= {s.req_id: s.output for s in engine.step() if s.output is not None}
+            if number in (3, 6) and engine._loop._ahead is not None:
+                engine._scheduler.preempt(ids[1])
+        assert engine.stats().num_preemptions == 2
+    assert [done[i].token_ids for i in ids] == [o.token_ids for o in expected]
+
+
+def test_step_returns_the_outputs_of_one_step(tiny: TinyModel) -> None:
+    """What `step` delivers, call by call, is that of the loop of the host."""
+    prompts, params = requests(random.Random(3), 5)
+
+    def deliveries(run_ahead: str) -> list[list[tuple[Any, ...]]]:
+        settings = {**FILL, "block_size": 8, "buffer_size": 2, "run_ahead": run_ahead}
+        with tiny.engine(**settings) as engine:
+            for prompt, sampling in zip(prompts, params, strict=True):
+                engine.add_request(prompt, sampling, has_snapshots=True)
+            calls = []
+            while engine.has_unfinished():
+                calls.append([(s.req_id, s.token_ids, s.snapshot) for s in engine.step()])
+            return calls
+
+    assert deliveries("on") == deliveries("off")
+
+
+def test_failed_step_leaves_the_engine_usable(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, params = requests(random.Random(4), 4)
+    params = [dataclasses.replace(p, max_nfe=None, max_tokens=24, ignore_eos=True) for p in params]
+    settings = {**FILL, "block_size": 8, "buffer_size": 2}
+    with tiny.engine(**settings, run_ahead="off") as engine:
+        expected = engine.generate(prompts, params, summary=False)
+    with tiny.engine(**settings, run_ahead="on") as engine:
+        ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
+        for _ in range(3):
+            engine.step()
+        loop = engine._runner._decode_loop
+        assert loop is not None
+        with monkeypatch.context() as patch:
+
+            def fail(variant: object) -> None:
+                raise RuntimeError("no forward")
+
+            patch.setattr(loop, "_enqueue", fail)
+            with pytest.raises(RuntimeError, match="no forward"):
+                engine.step()
+        done: dict[int, RequestOutput] = {}
+        while engine.has_unfinished():
+            done |= {s.req_id: s.output for s in engine.step() if s.output is not None}
+    assert [done[i].token_ids for i in ids] == [o.token_ids for o in expected]
+
+
+def test_requests_watched_on_the_host_keep_the_host_loop(tiny: TinyModel) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1)
+    with tiny.engine(**FILL, run_ahead="on") as engine:
+        engine.generate([[1, 2, 3]], params, summary=False)
+        assert engine._runner.num_ahead_steps == 0
+
+
+def test_automatic_cap_is_derived_on_the_host(tiny: TinyModel) -> None:
+    settings = {**FILL, "block_size": 8, "auto_max_nfe": True, "auto_max_nfe_warmup_steps": 3}
+    assert compare(tiny, settings, 6) > 0
+
+
+def test_check_notices_a_wrong_plan(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = PlanCheck.keep
+
+    def wrong(self: PlanCheck, place: int, views: Any) -> None:
+        keep(self, place, views)
+        self._kept[place]["positions"][0] += 1
+
+    monkeypatch.setattr(PlanCheck, "keep", wrong)
+    with (
+        tiny.engine(**FILL, run_ahead="on", check_run_ahead=True) as engine,
+        pytest.raises(PlanMismatchError, match="check_run_ahead: positions: expected"),
+    ):
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8), summary=False)
+
+
+def test_off_by_default_on_the_cpu_and_bad_values(tiny: TinyModel) -> None:
+    with tiny.engine() as engine:
+        assert engine._runner._decode_loop is None
+    with pytest.raises(ConfigError, match="run_ahead"):
+        tiny.config(run_ahead="maybe")
+
+
+def test_end_of_all_requests_leaves_nothing_in_flight(tiny: TinyModel) -> None:
+    """The step behind the last one is void, and a later request starts afresh."""
+    settings = {**FILL, "block_size": 8, "run_ahead": "on", "check_run_ahead": True}
+    params = SamplingParams(max_tokens=20, stop_token_ids=(EOS_ID,))
+    with tiny.engine(**settings) as engine:
+        first = engine.generate([[5, 6, 7]], params, summary=False)
+        assert not engine.has_unfinished()
+        second = engine.generate([[5, 6, 7]], params, summary=False)
+    assert answers(first) == answers(second)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["multi_bd", "edit", "d2f"])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_equals_the_host_loop_on_cuda(tiny_cuda: TinyModel, name: str, enforce_eager: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    settings = {
+        **STRATEGIES[name][1],
+        "block_size": 8,
+        "buffer_size": 3,
+        "max_num_reqs": 4,
+        "page_size": 8,
+        "enforce_eager": enforce_eager,
+    }
+    model = model_of(tiny_cuda, name)
+    assert sum(compare(model, settings, seed) for seed in (1, 2)) > 5
+
+
+@pytest.mark.cuda
+def test_device_loop_equals_the_cpu(tiny: TinyModel, tiny_cuda: TinyModel, tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    prompts, params = requests(random.Random(9), 10)
+    settings = {**FILL, "block_size": 8, "buffer_size": 2}
+    with tiny.engine(**settings) as engine:
+        expected = engine.generate(prompts, params, summary=False)
+    with tiny_cuda.engine(**settings) as engine:
+        actual = engine.generate(prompts, params, summary=False)
+        assert engine._runner.num_ahead_steps > 3
+        assert engine._runner.num_graph_steps > 3
+    assert answers(actual) == answers(expected)
