@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,15 +13,19 @@ if TYPE_CHECKING:
     from diffulex.config import SamplerConfig
     from diffulex_ext import _core
 
-__all__ = ["SamplingParams"]
+__all__ = ["DECODING_FIELDS", "SamplingParams", "decoding_arguments"]
 
-_THRESHOLDS = (
+#: Thresholds of the decoding rule that a request may set.
+DECODING_FIELDS = (
     "accept_threshold",
     "edit_threshold",
     "add_block_threshold",
     "semi_complete_threshold",
     "token_stability_threshold",
 )
+# Settings of the same kind that are fixed when the engine starts.
+_ENGINE_FIELDS = ("remask_threshold", "max_post_edit_steps", "penalty_lambda")
+_MAX_STOPS, _MAX_STOP_CHARS, _MAX_LOGPROBS = 16, 256, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,14 @@ class SamplingParams:
         max_repetition_run: equal tokens at the end of the answer that end the request.
         ignore_eos: stop ids do not end the request.
         stop_token_ids: stop ids in addition to those of the model.
+        stop: texts that end the answer, which is cut before the first of them.
+        include_stop_str_in_output: cut behind it instead.
+        min_tokens: neither a stop id nor a stop text ends the answer before it has as many tokens.
+            Stop ids are not sampled at these positions.
+        skip_special_tokens: leave special tokens out of the text; None: the default of the caller,
+            True in the Python API.
+        logprobs: record the log-probability of every token when it took its final value, and of so
+            many of the likeliest tokens beside it; None: do not.
         seed: key of the random draws; None derives it from the engine seed and the request id.
         top_p: nucleus of the draws; 1 or more is off, 0 keeps one candidate. Filters act on
             draws: greedy requests have none.
@@ -64,12 +76,14 @@ class SamplingParams:
     add_block_threshold: float | None = None
     semi_complete_threshold: float | None = None
     token_stability_threshold: float | None = None
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stops: object = self.stop_token_ids
-        if isinstance(stops, (str, bytes)) or not isinstance(stops, Iterable):
-            raise _illegal("stop_token_ids", "a list of token ids", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(stops))
+        self._check_stops()
         for name, low in (("max_tokens", 1), ("max_nfe", 1), ("max_repetition_run", 1)):
             value = getattr(self, name)
             if value is None and name != "max_tokens":
@@ -78,17 +92,41 @@ class SamplingParams:
                 raise _illegal(name, f"an integer in [{low}, 2**31)", value)
         for name in ("temperature", "top_p"):
             self._check_number(name, math.inf)
-        for name in ("min_p", *_THRESHOLDS):
+        for name in ("min_p", *DECODING_FIELDS):
             self._check_number(name, 1)
         if self.top_k is not None and not (_is_int(self.top_k) and -(2**31) <= self.top_k < 2**31):
             raise _illegal("top_k", "an integer in [-2**31, 2**31)", self.top_k)
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**64):
             raise _illegal("seed", "an integer in [0, 2**64)", self.seed)
-        if not isinstance(self.ignore_eos, bool):
-            raise _illegal("ignore_eos", "True or False", self.ignore_eos)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise _illegal(name, "True or False", getattr(self, name))
+        if self.skip_special_tokens not in (None, True, False):
+            raise _illegal("skip_special_tokens", "True, False or None", self.skip_special_tokens)
+        if not _is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
+            raise _illegal("min_tokens", f"an integer in [0, {self.max_tokens}]", self.min_tokens)
+        if self.logprobs is not None and not (
+            _is_int(self.logprobs) and 0 <= self.logprobs <= _MAX_LOGPROBS
+        ):
+            raise _illegal("logprobs", f"an integer in [0, {_MAX_LOGPROBS}]", self.logprobs)
+
+    def _check_stops(self) -> None:
+        stops: object = self.stop_token_ids
+        if isinstance(stops, (str, bytes)) or not isinstance(stops, Iterable):
+            raise _illegal("stop_token_ids", "a list of token ids", stops)
+        object.__setattr__(self, "stop_token_ids", tuple(stops))
         for token in self.stop_token_ids:
             if not _is_int(token) or not 0 <= token < 2**31:
                 raise _illegal("stop_token_ids", "token ids >= 0", token)
+        texts: object = self.stop
+        if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+            raise _illegal("stop", "a list of texts", texts)
+        object.__setattr__(self, "stop", tuple(texts))
+        if len(self.stop) > _MAX_STOPS:
+            raise _illegal("stop", f"at most {_MAX_STOPS} texts", len(self.stop))
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= _MAX_STOP_CHARS:
+                raise _illegal("stop", f"texts of 1 to {_MAX_STOP_CHARS} characters", text)
 
     def _check_number(self, name: str, high: float) -> None:
         value = getattr(self, name)
@@ -98,6 +136,12 @@ class SamplingParams:
         if not is_number or not math.isfinite(value) or not 0 <= value <= high:
             legal = "a finite number >= 0" if math.isinf(high) else f"a number in [0, {high}]"
             raise _illegal(name, legal, value)
+
+    @property
+    def decoding(self) -> dict[str, float]:
+        """The thresholds this request sets, by name."""
+        chosen = {name: getattr(self, name) for name in DECODING_FIELDS}
+        return {name: value for name, value in chosen.items() if value is not None}
 
     def with_defaults(self, defaults: SamplerConfig) -> SamplingParams:
         """The same parameters with the engine's temperature and filters where none were given."""
@@ -121,8 +165,28 @@ class SamplingParams:
             ignore_eos=self.ignore_eos,
             stop_token_ids=list(self.stop_token_ids),
             seed=self.seed,
-            **{name: getattr(self, name) for name in _THRESHOLDS},
+            **{name: getattr(self, name) for name in DECODING_FIELDS},
         )
+
+
+def decoding_arguments(decoding: Mapping[str, object]) -> dict[str, object]:
+    """Keyword arguments of `SamplingParams` for a request's `decoding` map.
+
+    Raises:
+        ValueError: a key is unknown, or is a setting of the whole engine.
+    """
+    for name, value in decoding.items():
+        if name in _ENGINE_FIELDS:
+            raise ValueError(
+                f"SamplingParams.decoding: expected a setting of a request, got {name}={value!r},"
+                " which is fixed when the engine starts"
+            )
+        if name not in DECODING_FIELDS:
+            raise ValueError(
+                f"SamplingParams.decoding: expected keys of {', '.join(DECODING_FIELDS)},"
+                f" got {name!r}"
+            )
+    return dict(decoding)
 
 
 def _is_int(value: object) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from diffulex.config import Config, read_model_facts
+from diffulex.config import Config, ModelFacts, read_model_facts
 from diffulex.engine.interrupt import InterruptGuard, deferred_interrupt
 from diffulex.engine.metrics import RequestRecord, RunStats
 from diffulex.engine.output import GenerationOutputs, RequestOutput, StepOutput, StreamEvent
@@ -58,20 +58,9 @@ class Diffulex:
     def __init__(
         self, model: str = "demo", *, show_progress: bool = False, **settings: Any
     ) -> None:
-        from diffulex.model.auto_model import load_model  # noqa: PLC0415
-
         facts = read_model_facts(model, settings)
         config = Config.resolve(model, facts, settings)
-        module = load_model(
-            facts.model_name,
-            facts.spec,
-            facts.model_dir,
-            getattr(torch, config.model.dtype),
-            config.model.device,
-            progress=show_progress and sys.stderr.isatty(),
-            lora_path=Path(config.model.lora_path).expanduser() if config.model.use_lora else None,
-            merge_lora=config.model.pre_merge_lora,
-        )
+        module = _load(config, facts, show_progress)
         self._assemble(config, module, facts.tokenizer)
 
     @classmethod
@@ -87,6 +76,8 @@ class Diffulex:
     def _assemble(self, config: Config, model: Any, tokenizer: Tokenizer | None) -> None:
         strategy = config.decoding.decoding_strategy
         self._tokenizer = tokenizer
+        if tokenizer is not None and strategy != "diffusion_gemma":
+            tokenizer.protect_mask(config.model.mask_token_id)
         runner: ModelRunner = AutoModelRunner.get(strategy)(config, model)
         if config.cache.num_pages == -1:
             config = config.with_num_pages(runner.decide_num_pages())
@@ -153,6 +144,33 @@ class Diffulex:
         if not unclaimed:
             self._loop.run()
         return take_all(unclaimed)
+
+    def record(self, req_id: int) -> RequestRecord:
+        """Counts and times of a request that is not finished; KeyError for every other."""
+        return self._loop.ledger.record(req_id)
+
+    def watch_buffer(self, req_id: int) -> None:
+        """Adds snapshots to the step outputs of a request from now on."""
+        self._loop.ledger.watch_buffer(req_id)
+
+    def observe_blocks(self, on_block: Callable[[int], None]) -> None:
+        """Calls `on_block` with the forwards each block was denoised in, once it is cached."""
+        self._loop.ledger.on_block = on_block
+
+    @property
+    def num_active_blocks(self) -> int:
+        """Blocks the last step denoised."""
+        return self._loop.ledger.num_active_blocks
+
+    @property
+    def num_watched_requests(self) -> int:
+        """Requests whose logits are looked at on the host; see `row_watch`."""
+        return self._runner.row_watch.num_requests
+
+    def flush_prefix_cache(self) -> int:
+        """Forgets cached prefixes that no request uses; returns how many pages that frees."""
+        self._loop.check_open()
+        return self._scheduler.flush_prefix_cache()
 
     def stats(self) -> _core.SchedulerStats:
         """Counters of the scheduler."""
@@ -257,7 +275,7 @@ class Diffulex:
         self, token_ids: tuple[int, ...], params: SamplingParams, has_snapshots: bool
     ) -> Generator[StreamEvent, None, None]:
         queue = StepQueue()
-        text = TextStream(self._tokenizer)
+        text = TextStream(self._tokenizer, params)
         req_id, is_finished = -1, False
         try:
             with deferred_interrupt():
@@ -294,7 +312,10 @@ class Diffulex:
             try:
                 order.extend(loop.add(*item, queue=queue) for item in adding_bar(work, use_tqdm))
                 if stream_callback is not None:
-                    texts = {req_id: TextStream(self._tokenizer) for req_id in order}
+                    texts = {
+                        req_id: TextStream(self._tokenizer, params)
+                        for req_id, (_, params) in zip(order, work, strict=True)
+                    }
                 progress = make_progress([loop.ledger.record(req_id) for req_id in order])
                 while len(done) < len(order):
                     if guard.is_interrupted:
@@ -351,3 +372,23 @@ class Diffulex:
 
     def _encode(self, prompt: Prompt, use_chat_template: bool) -> tuple[int, ...]:
         return encode_prompt(prompt, self.config, self._tokenizer, use_chat_template)
+
+
+def _load(config: Config, facts: ModelFacts, show_progress: bool) -> Any:
+    """The model of the checkpoint, or one of its shape."""
+    from diffulex.model.auto_model import load_model, random_model  # noqa: PLC0415
+
+    model = config.model
+    dtype = getattr(torch, model.dtype)
+    if model.load_format == "dummy":
+        return random_model(facts.model_name, facts.spec, dtype, model.device)
+    return load_model(
+        facts.model_name,
+        facts.spec,
+        facts.model_dir,
+        dtype,
+        model.device,
+        progress=show_progress and sys.stderr.isatty(),
+        lora_path=Path(model.lora_path).expanduser() if model.use_lora else None,
+        merge_lora=model.pre_merge_lora,
+    )

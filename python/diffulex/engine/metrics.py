@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from diffulex.engine.answer_text import AnswerText
+    from diffulex.engine.detokenizer import Decode
 
 __all__ = ["RequestMetrics", "RequestRecord", "RunStats", "ratio"]
 
@@ -104,6 +107,13 @@ class RequestRecord:
     steps: list[tuple[int, bool]] = field(default_factory=list)
     # Absolute positions decided in prefill steps: the few that visible decode tokens exclude.
     prefill_positions: list[int] = field(default_factory=list)
+    stop_token_ids: frozenset[int] = frozenset()
+    special_stops: Mapping[int, str] = field(default_factory=dict)
+    #: Text of ids, as the request wants it; None without a tokenizer.
+    decode: Decode | None = None
+    #: The text with its stop texts; None for requests without any.
+    answer: AnswerText | None = None
+    num_delivered: int = 0
 
     def start_step(self, now: float) -> None:
         """Ends the queueing time at the first step."""

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+from diffulex.engine.detokenizer import robust_decode
 from diffulex.engine.metrics import RequestMetrics, RunStats, ratio
 from diffulex.logging import format_duration, get_logger
 
 if TYPE_CHECKING:
+    from diffulex.engine.row_watch import TokenLogprob
     from diffulex.engine.tokenizer import Tokenizer
 
 __all__ = [
@@ -32,6 +34,7 @@ _MIN_RUN_SECONDS = 1e-3
 
 _OPENAI_REASONS = {
     "eos_token_generated": "stop",
+    "stop": "stop",
     "max_new_tokens_reached": "length",
     "max_model_len_reached": "length",
     "max_nfe_reached": "length",
@@ -53,6 +56,11 @@ class RequestOutput:
 
     `text` and `token_ids` are the answer; `full_text` and `full_token_ids` have the prompt before
     it. `completion_reason` is the detailed reason, `error` the message of a failed request.
+
+    Attributes:
+        matched_stop: the stop text or stop id of the request that ended it.
+        generated_ids: every position of its blocks, also behind the end; mask ids where open.
+        logprobs: one record per token of the answer, where they were asked for.
     """
 
     req_id: int
@@ -64,6 +72,9 @@ class RequestOutput:
     metrics: RequestMetrics
     is_auto_max_nfe: bool = False
     error: str | None = None
+    matched_stop: str | int | None = None
+    generated_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def full_token_ids(self) -> tuple[int, ...]:
@@ -114,6 +125,8 @@ class StepOutput:
     is_finished: bool = False
     output: RequestOutput | None = None
     snapshot: DenoiseSnapshot | None = None
+    text: str | None = None  # of token_ids, where the engine searches for stop texts; else None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of token_ids, where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +138,7 @@ class StreamEvent:
     token_ids: tuple[int, ...] = ()
     snapshot: DenoiseSnapshot | None = None
     output: RequestOutput | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def is_finished(self) -> bool:
@@ -405,15 +419,4 @@ class GenerationOutputs(Sequence[RequestOutput]):
 
 def decode_token_ids_robust(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Text of the ids; ids without a string count as empty."""
-    try:
-        return tokenizer.decode(list(token_ids))
-    except TypeError:
-        # Ids inside holes of the vocabulary have no token string.
-        return "".join(_decode_one(tokenizer, token_id) for token_id in token_ids)
-
-
-def _decode_one(tokenizer: Tokenizer, token_id: int) -> str:
-    try:
-        return tokenizer.decode([token_id])
-    except TypeError:
-        return ""
+    return robust_decode(tokenizer)(token_ids)

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from diffulex.engine.detokenizer import IncrementalDecoder, robust_decode
 from diffulex.errors import CheckpointError, PromptError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-_REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
@@ -23,6 +22,7 @@ class Tokenizer:
         self.backend = backend
         # The engine checks lengths itself, with an error; the backend would print a warning.
         backend.model_max_length = sys.maxsize
+        self._mask_text: str | None = backend.mask_token
 
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:
@@ -73,8 +73,21 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self.backend.chat_template is not None
 
+    def use_chat_template(self, template: str) -> None:
+        """Replaces the template of the files by this text."""
+        self.backend.chat_template = template
+
+    def protect_mask(self, mask_token_id: int) -> None:
+        """Names the mask where the files do not declare it; see `encode`."""
+        text = self.backend.convert_ids_to_tokens([mask_token_id])[0]
+        if text is not None and text in self.backend.get_added_vocab():
+            self._mask_text = str(text)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a raw prompt.
+
+        The name of the mask token in a text stands for its characters: a model that fills masks
+        would overwrite the position. A text that begins with the begin token gets no second one.
 
         Raises:
             PromptError: the text has code points that UTF-8 cannot hold (undecodable input).
@@ -85,10 +98,36 @@ class Tokenizer:
             raise PromptError(
                 f"prompt: expected UTF-8 text, got {text[error.start]!r} at {error.start}"
             ) from error
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens))
+        if self._mask_text and self._mask_text in text:
+            return self._encode_around_masks(text, self._mask_text, add_special_tokens)
+        token_ids = list(self.backend.encode(text, add_special_tokens=add_special_tokens))
+        return self._without_second_begin(text, token_ids) if add_special_tokens else token_ids
+
+    def _encode_around_masks(self, text: str, mask: str, add_special_tokens: bool) -> list[int]:
+        """Cuts every mask name in two, so that no piece has one."""
+        cut = max(1, len(mask) // 2)
+        pieces = text.split(mask)
+        first = [pieces[0] + mask[:cut]]
+        middle = [mask[cut:] + piece + mask[:cut] for piece in pieces[1:-1]]
+        token_ids: list[int] = []
+        for piece in (*first, *middle, mask[cut:] + pieces[-1]):
+            token_ids.extend(self.backend.encode(piece, add_special_tokens=False))
+        if not add_special_tokens:
+            return token_ids
+        begin = list(self.backend.encode("", add_special_tokens=True))
+        end: list[int] = []
+        while begin and begin[-1] in self.eos_token_ids and begin[-1] != self.backend.bos_token_id:
+            end.insert(0, begin.pop())
+        return self._without_second_begin(text, [*begin, *token_ids, *end])
+
+    def _without_second_begin(self, text: str, token_ids: list[int]) -> list[int]:
+        begin = self.backend.bos_token_id
+        has_own = begin is not None and text.startswith(self.backend.bos_token)
+        is_double = has_own and token_ids[:2] == [begin, begin]
+        return token_ids[1:] if is_double else token_ids
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], **variables: object
+        self, messages: Sequence[Mapping[str, str]], **variables: Any
     ) -> list[int]:
         """Token ids of a conversation, ending where the assistant's answer starts.
 
@@ -101,16 +140,22 @@ class Tokenizer:
         """
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], **variables: object) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: object,
+    ) -> str:
         """The text that `apply_chat_template` encodes; its special tokens are already in it."""
-        if not self.has_chat_template:
+        if not self.has_chat_template and variables.get("chat_template") is None:
             raise PromptError("chat template: expected one in the checkpoint, got none")
         _check_messages(messages)
         try:
             text = self.backend.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **variables,
             )
         except Exception as error:  # a template is code of the checkpoint: it may raise anything
@@ -130,54 +175,7 @@ class Tokenizer:
 
     def incremental_decoder(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
         """A decoder for a sequence that grows."""
-        return IncrementalDecoder(self, skip_special_tokens)
-
-
-class IncrementalDecoder:
-    """Turns a growing id sequence into text that is only ever appended to.
-
-    The pieces of all `push` calls and the final `flush` together equal the text of the whole
-    sequence. Only a window of recent ids is decoded again, so the cost does not grow with the
-    length of the text:
-
-        ids:  ... forgotten ... | context      | since then           |  <- window
-        text: ... returned ...  | returned (num_returned chars) | new |
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []
-        #: Leading ids of the window whose text is complete; the window starts at such a point too.
-        self._num_context = 0
-        self._num_returned = 0
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Text that becomes final with these ids; may be empty."""
-        if not token_ids:
-            return ""
-        self._window.extend(token_ids)
-        text = self._decode(self._window)
-        # Bytes at the end that do not form a character yet appear as one replacement character.
-        is_open = text.endswith(_REPLACEMENT)
-        final = text.removesuffix(_REPLACEMENT) if is_open else text
-        piece = final[self._num_returned :]
-        self._num_returned = len(final)
-        if not is_open:
-            # The newest ids stay as context: some decoders treat the first id of a text specially.
-            self._window = self._window[self._num_context :]
-            self._num_context = len(self._window)
-            self._num_returned = len(self._decode(self._window))
-        return piece
-
-    def flush(self) -> str:
-        """Text still held back; bytes that were never completed give U+FFFD."""
-        piece = self._decode(self._window)[self._num_returned :]
-        self._num_returned += len(piece)
-        return piece
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, self._skip_special_tokens)
+        return IncrementalDecoder(robust_decode(self, skip_special_tokens))
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
