@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the frontend makes of a command before it is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from diffulex.server.protocol import ChatInput, PromptInput, ServingGenerate
+
+if TYPE_CHECKING:
+    from diffulex.server.frontend_state import FrontendLimits
+
+__all__ = ["num_tokens", "prepared"]
+
+
+def prepared(command: ServingGenerate, limits: FrontendLimits) -> ServingGenerate:
+    """The command without what msgpack cannot hold, and with the server's limits."""
+    changes: dict[str, Any] = {}
+    if command.queue_timeout_s is None and limits.queue_timeout_s > 0:
+        changes["queue_timeout_s"] = limits.queue_timeout_s
+    value = command.input
+    if isinstance(value, PromptInput) and isinstance(value.prompt, str):
+        changes["input"] = dataclasses.replace(value, prompt=_encodable(value.prompt))
+    elif isinstance(value, ChatInput):
+        messages = [{k: _encodable(v) for k, v in item.items()} for item in value.messages]
+        changes["input"] = ChatInput(messages)
+    stop = command.sampling_params.stop
+    if any(_encodable(text) != text for text in stop):
+        changes["sampling_params"] = dataclasses.replace(
+            command.sampling_params, stop=tuple(_encodable(text) for text in stop)
+        )
+    if command.user is not None:
+        changes["user"] = _encodable(command.user)
+    return dataclasses.replace(command, **changes) if changes else command
+
+
+def num_tokens(command: ServingGenerate) -> int:
+    """What a request counts; a text that is not tokenised yet counts a token per 4 characters."""
+    value = command.input
+    if isinstance(value, ChatInput):
+        num_prompt = sum(len(item["content"]) for item in value.messages) // 4
+    elif isinstance(value.prompt, str):
+        num_prompt = len(value.prompt) // 4
+    else:
+        num_prompt = len(value.prompt)
+    return num_prompt + command.sampling_params.max_tokens
+
+
+def _encodable(text: str) -> str:
+    """The text with lone surrogates, which UTF-8 cannot hold, replaced."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+    return text

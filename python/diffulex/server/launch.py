@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a server: cheap checks, listening socket, backend process, HTTP application."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffulex.errors import DiffulexError
+from diffulex.logging import get_logger
+from diffulex.server.backend_process import BackendProcess
+from diffulex.server.frontend import FrontendLimits, FrontendManager
+from diffulex.server.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.process import BaseProcess
+
+    from diffulex.server.args import ServerArgs
+
+__all__ = ["default_ipc_addr", "main", "resolve_zmq_addrs", "serve", "start_backend"]
+
+logger = get_logger(__name__)
+
+# The kernel's limit on socket paths, which ZMQ reports late and unclearly.
+_MAX_IPC_PATH = 107
+_BACKLOG = 2048
+_USAGE_ERROR = 2
+_STOP_GRACE_S = 10.0
+_LOOPBACK = ("127.", "localhost", "[::1]", "::1")
+
+
+class _StartupError(RuntimeError):
+    """The server cannot start; the message is one line for the user."""
+
+
+# Addresses.
+
+
+def _ipc_directory() -> Path:
+    """A directory only this user can enter, with a path short enough for sockets."""
+    candidates = [Path(tempfile.gettempdir()), Path("/dev/shm"), Path("/tmp")]
+    for parent in candidates:
+        if parent.is_dir() and len(str(parent)) + 40 <= _MAX_IPC_PATH:
+            return Path(tempfile.mkdtemp(prefix="diffulex-", dir=parent))
+    raise _StartupError(f"ipc: expected a short temporary directory, got {candidates[0]}")
+
+
+def default_ipc_addr(args: ServerArgs, name: str, directory: Path | None = None) -> str:
+    """Address of a socket of this process; a file that is left over there is removed."""
+    parent = Path(tempfile.gettempdir()) if directory is None else directory
+    path = parent / f"diffulex-{os.getpid()}-{args.port}-{name}.ipc"
+    if len(str(path)) > _MAX_IPC_PATH:
+        return f"ipc://@diffulex-{os.getpid()}-{args.port}-{name}"
+    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+        path.unlink()
+    return f"ipc://{path}"
+
+
+def resolve_zmq_addrs(args: ServerArgs, directory: Path | None = None) -> tuple[str, str]:
+    """(commands, events); those given on the command line win."""
+    command = args.zmq_command_addr or default_ipc_addr(args, "command", directory)
+    event = args.zmq_event_addr or default_ipc_addr(args, "event", directory)
+    for addr in (command, event):
+        host = addr.removeprefix("tcp://")
+        if addr.startswith("tcp://") and not host.startswith(_LOOPBACK):
+            logger.warning("%s: anybody who reaches this address controls the engine", addr)
+    return command, event
+
+
+def _backend(
+    args: ServerArgs,
+    command_addr: str,
+    event_addr: str,
+    engine_factory: Callable[..., Any] | None = None,
+) -> BackendProcess:
+    return BackendProcess(
+        args.model, _worker_kwargs(args), command_addr, event_addr, engine_factory
+    )
+
+
+def _worker_kwargs(args: ServerArgs) -> dict[str, Any]:
+    kwargs = dict(args.engine_kwargs())
+    template = _chat_template(args)
+    if template is not None:
+        kwargs["chat_template"] = template
+    return kwargs
+
+
+def start_backend(args: ServerArgs, command_addr: str, event_addr: str) -> BaseProcess:
+    """Starts a backend and waits until it is ready.
+
+    Raises:
+        RuntimeError: it failed to start.
+    """
+    backend = _backend(args, command_addr, event_addr)
+    backend.start()
+    try:
+        backend.wait_ready(args.startup_timeout)
+    except RuntimeError:
+        backend.process.terminate()
+        backend.stop(0.0)
+        raise
+    return backend.process
+
+
+# What is checked before anything is loaded.
+
+
+def _chat_template(args: ServerArgs) -> str | None:
+    """The text of --chat-template: of a file, or the template itself."""
+    given = args.chat_template
+    if not given:
+        return None
+    if "{" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _StartupError(f"--chat-template: cannot read {given}: {error}") from error
+
+
+def _load_tokenizer(args: ServerArgs) -> Any:
+    from diffulex.engine.tokenizer import Tokenizer  # noqa: PLC0415 (at run time only)
+    from diffulex.model.resolve import resolve_model  # noqa: PLC0415
+
+    template = _chat_template(args)
+    tokenizer = Tokenizer.from_dir(resolve_model(args.tokenizer or args.model))
+    if template is not None:
+        tokenizer.use_chat_template(template)
+    if not tokenizer.has_chat_template:
+        logger.warning("no chat template: conversations are rendered as lines of role and content")
+    return tokenizer
+
+
+def _listen(args: ServerArgs) -> socket.socket:
+    """The HTTP socket, bound before minutes are spent on loading."""
+    if args.uds:
+        path = Path(args.uds)
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+            path.unlink()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        target: Any = str(path)
+    else:
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        target = (args.host, args.port)
+    try:
+        listener.bind(target)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        where = args.uds or f"{args.host}:{args.port}"
+        raise _StartupError(f"cannot listen on {where}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _url(args: ServerArgs, listener: socket.socket) -> str:
+    scheme = "https" if args.ssl_certfile else "http"
+    if args.uds:
+        return f"unix:{args.uds}"
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    return f"{scheme}://{host}:{listener.getsockname()[1]}"
+
+
+def _limits(args: ServerArgs) -> FrontendLimits:
+    return FrontendLimits(
+        max_queue_size=args.max_queue_size,
+        max_queued_tokens=args.max_queued_tokens,
+        queue_timeout_s=args.queue_timeout,
+        request_timeout_s=args.request_timeout,
+        denoise_min_interval_ms=args.denoise_min_interval_ms,
+    )
+
+
+def _model_id(args: ServerArgs) -> str:
+    names = list(args.served_model_name or ())
+    return str(names[0]) if names else Path(str(args.model).rstrip("/")).name
+
+
+# The server.
+
+
+class _Server:
+    """Uvicorn with a drain: it goes on serving until its requests are done."""
+
+    def __init__(self, app: Any, args: ServerArgs, listener: socket.socket, frontend: Any) -> None:
+        import uvicorn  # noqa: PLC0415 (an optional dependency)
+
+        self.exit_code = 0
+        self._args = args
+        self._listener = listener
+        self._frontend = frontend
+        self._num_signals = 0
+        self.supervisor: Supervisor | None = None
+        config = uvicorn.Config(
+            app,
+            timeout_graceful_shutdown=int(args.drain_timeout) + 5,
+            **args.uvicorn_options(),
+        )
+        self._config = config
+        self._uvicorn = uvicorn.Server(config)
+        # Uvicorn installs this attribute as its handler of SIGINT and SIGTERM.
+        setattr(self._uvicorn, "handle_exit", self._handle_exit)  # noqa: B010 (a method)
+
+    def run(self) -> int:
+        """Serves until told to stop; returns the exit code."""
+        # Uvicorn's choice, uvloop where it is installed: half the time per event.
+        factory = self._config.get_loop_factory()
+        if sys.version_info >= (3, 11):
+            with asyncio.Runner(loop_factory=factory) as runner:
+                runner.run(self._run())
+        else:
+            asyncio.run(self._run())
+        return self.exit_code
+
+    async def _run(self) -> None:
+        # Not left to the application: a failure here is one line for the user.
+        await self._frontend.start()
+        if self.supervisor is not None:
+            self.supervisor.watch()
+        try:
+            await self._uvicorn.serve(sockets=[self._listener])
+        finally:
+            if self.supervisor is not None:
+                await self.supervisor.stop()
+            await self._frontend.stop()
+
+    def fail(self, reason: str) -> None:
+        """Ends the server because there is no engine any more."""
+        print(f"diffulex serve: error: {reason}", file=sys.stderr, flush=True)
+        self.exit_code = 1
+        self._uvicorn.should_exit = True
+
+    def _handle_exit(self, number: int, frame: Any) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self.exit_code = 130 if number == signal.SIGINT else self.exit_code
+            self._uvicorn.should_exit = self._uvicorn.force_exit = True
+            return
+        asyncio.get_running_loop().call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        begin = getattr(self._frontend, "begin_drain", None)
+        if begin is None or not self._uvicorn.started:
+            self._uvicorn.should_exit = True
+            return
+        logger.info("draining: %d requests in flight", self._frontend.num_inflight)
+        begin(self._args.drain_timeout).add_done_callback(self._drained)
+
+    def _drained(self, task: asyncio.Task[None]) -> None:
+        self._uvicorn.should_exit = True
+
+
+def _announce(args: ServerArgs, url: str, model_id: str, info: Any, start: float) -> None:
+    print(
+        f"READY url={url} model={model_id} strategy={info.get('decoding_strategy', '?')}"
+        f" max_model_len={info.get('max_model_len', '?')} load={time.monotonic() - start:.1f}s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def serve(args: ServerArgs, engine_factory: Callable[..., Any] | None = None) -> int:
+    """Serves until stopped; returns the exit code.
+
+    Args:
+        args: the command line.
+        engine_factory: replaces the real engine in the backend; importable by name.
+    """
+    args.configure_logging()
+    try:
+        with ExitStack() as stack:
+            return _serve(args, engine_factory, stack)
+    except (_StartupError, DiffulexError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        print(f"diffulex serve: error: {reason}", file=sys.stderr, flush=True)
+        return 1
+    except _Terminated:
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(args: ServerArgs, engine_factory: Any, stack: ExitStack) -> int:
+    from diffulex.server.api_server import create_app  # noqa: PLC0415 (optional dependencies)
+
+    start = time.monotonic()
+    # Uvicorn replaces the handler for its time only. Before and after it, too, what is on disk is
+    # removed and the backend ended.
+    stack.enter_context(_terminated_as_interrupt())
+    tokenizer = _load_tokenizer(args)
+    listener = stack.enter_context(_listen(args))
+    if args.uds:
+        stack.callback(Path(args.uds).unlink, missing_ok=True)
+    url, model_id = _url(args, listener), _model_id(args)
+    if args.inproc:
+        return _serve_in_process(args, listener, tokenizer, url, start)
+    directory = _ipc_directory()
+    stack.callback(shutil.rmtree, directory, ignore_errors=True)
+    command_addr, event_addr = resolve_zmq_addrs(args, directory)
+    frontend = FrontendManager.from_zmq(
+        model_id=model_id,
+        command_addr=command_addr,
+        event_addr=event_addr,
+        tokenizer=tokenizer,
+        limits=_limits(args),
+        step_timeout_s=args.step_timeout,
+    )
+    stack.callback(frontend.send_backend.stop)
+    stack.callback(frontend.recv_backend.stop)
+    server = _Server(create_app(frontend, args=args), args, listener, frontend)
+
+    def on_ready(info: Mapping[str, Any]) -> None:
+        if info.get("mask_token_id") is not None:
+            tokenizer.protect_mask(info["mask_token_id"])
+        _announce(args, url, model_id, info, supervisor.started_at)
+
+    supervisor = Supervisor(
+        frontend,
+        lambda: _backend(args, command_addr, event_addr, engine_factory),
+        startup_timeout_s=args.startup_timeout,
+        is_restarting=args.restart_backend,
+        is_staying=args.keep_alive_on_backend_death,
+        kills_stuck=args.kill_stuck_backend,
+        on_fatal=server.fail,
+        on_ready=on_ready,
+    )
+    server.supervisor = supervisor
+    frontend.backend_starting()
+    stack.callback(_stop_backend, supervisor)
+    supervisor.start_backend()
+    if args.early_bind:
+        logger.info("listening on %s, loading %s", url, args.model)
+    else:
+        supervisor.wait_ready()
+    return server.run()
+
+
+def _stop_backend(supervisor: Supervisor) -> None:
+    supervisor.stop_backend(_STOP_GRACE_S)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came while no server was there to drain."""
+
+
+def _raise_terminated(number: int, frame: Any) -> None:
+    raise _Terminated
+
+
+class _terminated_as_interrupt:  # noqa: N801 (used like a function)
+    """SIGTERM interrupts as Ctrl-C does; in the main thread, where signals arrive."""
+
+    def __enter__(self) -> None:
+        self._previous: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, _raise_terminated)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+
+
+def _serve_in_process(
+    args: ServerArgs, listener: socket.socket, tokenizer: Any, url: str, start: float
+) -> int:
+    from diffulex.server.api_server import create_app  # noqa: PLC0415
+    from diffulex.server.engine_loop import EngineLoop  # noqa: PLC0415
+    from diffulex.server.inproc_frontend import InprocFrontend  # noqa: PLC0415
+
+    model_id = _model_id(args)
+
+    def on_ready(info: Mapping[str, Any]) -> None:
+        if info.get("mask_token_id") is not None:
+            tokenizer.protect_mask(info["mask_token_id"])
+        _announce(args, url, model_id, info, start)
+
+    def on_dead(reason: str) -> None:
+        server.fail(reason)
+
+    frontend = InprocFrontend(
+        EngineLoop(args.model, _worker_kwargs(args)),
+        model_id=model_id,
+        tokenizer=tokenizer,
+        limits=_limits(args),
+        step_timeout_s=args.step_timeout,
+        on_ready=on_ready,
+        on_dead=on_dead,
+    )
+    server = _Server(create_app(frontend, args=args), args, listener, frontend)
+    return server.run()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line and serves; returns the exit code."""
+    from diffulex.server.args import parse_args  # noqa: PLC0415
+
+    try:
+        args = parse_args(argv)
+    except DiffulexError as error:
+        print(f"diffulex serve: error: {error}", file=sys.stderr, flush=True)
+        return _USAGE_ERROR
+    return serve(args)
