@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import diffulex
 from diffulex.bench.evaluate import Setting, run_evaluation
+from diffulex.bench.serve.command import add_serve_flags, run_serve_command
 from diffulex.bench.zoo import run_zoo
 from diffulex.cli_flags import (
     Parser,
@@ -80,6 +81,8 @@ def _run(arguments: list[str]) -> int:
     if arguments[:1] in (["--version"], ["-V"]):
         print(f"diffulex {version('diffulex')}")
         return 0
+    if arguments[:1] == ["serve"]:
+        return _serve(arguments[1:])
     parser = _build_parser()
     if not arguments:
         parser.print_help()
@@ -123,8 +126,10 @@ def _build_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
     commands.required = True
 
-    def add(name: str, command: Any, text: str, aliases: Sequence[str] = ()) -> Parser:
-        child = commands.add_parser(
+    def add(
+        name: str, command: Any, text: str, aliases: Sequence[str] = (), parent: Any = commands
+    ) -> Parser:
+        child: Parser = parent.add_parser(
             name, help=text, description=text, aliases=list(aliases), allow_abbrev=False
         )
         child.set_defaults(command=command)
@@ -181,6 +186,17 @@ def _build_parser() -> Parser:
     )
     _add_sampling_flags(evaluate)
     add_engine_flags(evaluate, without=(*_SWEPT, "max_num_reqs"))
+
+    # Its flags are those of `diffulex.server`, which needs more packages; see `_serve`.
+    commands.add_parser("serve", help="serve a model over HTTP (OpenAI API, live page at /ui)")
+
+    bench = commands.add_parser(
+        "bench", help="measure a server", description="Measures a server.", allow_abbrev=False
+    )
+    benchmarks = bench.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK")
+    benchmarks.required = True
+    text = "load on any server that speaks the OpenAI API"
+    add_serve_flags(add("serve", run_serve_command, text, parent=benchmarks))
 
     doctor = add(
         "doctor", _doctor, "what is installed and whether it works on each device", ("info",)
@@ -471,6 +487,18 @@ def _eval_zoo(options: argparse.Namespace, kwargs: dict[str, Any]) -> int:
         command="diffulex " + " ".join(sys.argv[1:]),
     )
     return 0
+
+
+def _serve(arguments: list[str]) -> int:
+    from diffulex.server.requirements import check_packages  # noqa: PLC0415
+
+    check_packages()
+    from diffulex.server.launch import main as launch  # noqa: PLC0415 (needs the extra `serve`)
+
+    try:
+        return launch(arguments)
+    except SystemExit:  # after the help
+        return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

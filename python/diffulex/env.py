@@ -39,6 +39,9 @@ ENV_VARIABLES: dict[str, EnvVariable] = {
         EnvVariable(
             "DIFFULEX_LOG_PROMPTS", "0", _FLAG, "1 shows 200 characters of each prompt at DEBUG."
         ),
+        EnvVariable(
+            "DIFFULEX_API_KEY", "", (), "Keys of the server, separated by commas; see --api-key."
+        ),
         EnvVariable("NO_COLOR", "", (), "Any value turns colour off."),
     )
 }

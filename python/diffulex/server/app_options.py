@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `create_app` can be told, and what the routes share."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from diffulex.server.api_errors import ApiError
+from diffulex.server.frontend_command import num_tokens
+from diffulex.server.generation import LiveRequests
+from diffulex.server.prompt_encoder import PromptEncoder
+
+if TYPE_CHECKING:
+    from diffulex.server.protocol import ServingGenerate
+    from diffulex.server.request_metrics import RequestMetrics
+
+__all__ = ["AppContext", "AppOptions", "state_name"]
+
+#: States in which no request is accepted, and the code that clients get.
+_UNREADY = {
+    "starting": "starting",
+    "draining": "draining",
+    "stopped": "server_shutdown",
+    "dead": "engine_dead",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AppOptions:
+    """Options of the application; docs/serving.md explains them by their flags.
+
+    Attributes:
+        model: the model as it was given, for `root` in the list of models.
+        settings: what `/server_info` shows of the command line; no secrets.
+        metrics_port: a port of its own for `/metrics`; None serves it beside the other routes.
+        ping_interval_s: pause after which a stream sends a comment.
+    """
+
+    model: str = ""
+    served_model_name: tuple[str, ...] = ()
+    accept_any_model: bool = False
+    v1_stream_mode: str = "block_append"
+    default_max_tokens: int = 512
+    max_n: int = 16
+    max_prompts_per_request: int = 256
+    trust_request_chat_template: bool = False
+    api_key: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    max_body_bytes: int = 32 << 20
+    request_timeout: float = 0.0
+    disable_metrics: bool = False
+    metrics_auth: bool = False
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    disable_ui: bool = False
+    disable_admin_routes: bool = False
+    disable_dllm_usage: bool = False
+    log_requests: str = "summary"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    ping_interval_s: float = 15.0
+
+    @classmethod
+    def of(cls, args: Any, options: Mapping[str, Any]) -> AppOptions:
+        """Options of a command line, changed by explicit ones."""
+        names = {item.name for item in dataclasses.fields(cls)}
+        unknown = sorted(set(options) - names)
+        if unknown:
+            raise TypeError(f"create_app: expected options of AppOptions, got {unknown[0]!r}")
+        given = args.app_options() if args is not None else {}
+        return cls(**{**given, **options})
+
+
+def state_name(frontend: Any) -> str:
+    """The state of a frontend in lower case; one that has none is ready."""
+    state = getattr(frontend, "state", "ready")
+    return str(getattr(state, "value", state)).lower()
+
+
+@dataclass(slots=True)
+class AppContext:
+    """What the routes of one application share."""
+
+    frontend: Any
+    options: AppOptions
+    encoder: PromptEncoder
+    live: LiveRequests
+    metrics: RequestMetrics | None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names the model answers to, the default one first."""
+        return self.options.served_model_name or (self.frontend.model_id,)
+
+    @property
+    def root(self) -> str:
+        """Last component of the model's path."""
+        return PurePath(self.options.model or self.frontend.model_id).name
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What the backend said about itself."""
+        return self.encoder.info
+
+    @property
+    def retry_after_s(self) -> int:
+        """Value of the header `Retry-After`."""
+        return max(1, int(getattr(self.frontend, "retry_after_s", 1) or 1))
+
+    def check_accepting(self) -> None:
+        """ApiError 503 while the server takes no requests."""
+        state = state_name(self.frontend)
+        code = _UNREADY.get(state)
+        if code is not None:
+            raise ApiError(
+                503,
+                f"server: expected the state ready, got {state}",
+                code=code,
+                retry_after_s=self.retry_after_s,
+            )
+
+    def check_can_run(self, commands: Sequence[ServingGenerate]) -> None:
+        """ApiError 400 for more than the queue ever takes, which clients would repeat in vain."""
+        limits = getattr(self.frontend, "limits", None)
+        if limits is None:
+            return
+        most = limits.max_queue_size + int(self.info.get("max_num_reqs", 0))
+        if limits.max_queue_size > 0 and len(commands) > most:
+            raise ApiError(
+                400,
+                f"n: expected at most {most} choices of all prompts together (--max-queue-size"
+                f" and --max-num-reqs), got {len(commands)}",
+                param="n",
+            )
+        wanted = sum(map(num_tokens, commands)) if limits.max_queued_tokens > 0 else 0
+        if wanted > limits.max_queued_tokens:
+            raise ApiError(
+                400,
+                f"max_tokens: expected at most {limits.max_queued_tokens} tokens of prompts and"
+                f" answers together (--max-queued-tokens), got {wanted}",
+                param="max_tokens",
+            )
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; ApiError 404 for a model that is not served."""
+        if not name:
+            return self.model_names[0]
+        if name not in self.model_names and not self.options.accept_any_model:
+            raise ApiError(
+                404,
+                f"model: expected one of {', '.join(self.model_names)}, got {name!r}",
+                code="model_not_found",
+                param="model",
+            )
+        return name

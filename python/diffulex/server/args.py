@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's command line: its own settings and those of the engine.
+
+Both halves are generated from tables (`server_flags`, `diffulex.config_table`): a row gives the
+field of `ServerArgs`, the flag, the key of `--config` files and the engine's keyword.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from diffulex.cli_flags import Parser, UsageError, add_engine_flags
+from diffulex.config_draft import normalise
+from diffulex.config_table import CONFIG_TABLE, THRESHOLD_KEYS, Support
+from diffulex.env import get_text
+from diffulex.errors import ConfigError
+from diffulex.logging import configure, get_logger, warn_once
+from diffulex.server.server_flags import HttpArgs, add_http_flags, check_http_args, http_flags
+
+__all__ = [
+    "INTERNAL_ENGINE_KEYS",
+    "ServerArgs",
+    "build_arg_parser",
+    "parse_args",
+    "parse_device_ids",
+]
+
+logger = get_logger(__name__)
+
+#: Keys of the engine without a flag of their own: the model is a setting of the server, and the
+#: profiler has flags for its parts.
+INTERNAL_ENGINE_KEYS = ("model", "profiler_config")
+
+#: Flags of older servers that turn a key of the engine off.
+_DISABLING = {
+    "--disable-prefill-cudagraph": "enable_prefill_cudagraph",
+    "--disable-full-static-runner": "enable_full_static_runner",
+    "--disable-torch-compile": "enable_torch_compile",
+    "--disable-prefix-caching": "enable_prefix_caching",
+}
+#: Flags of older servers that do nothing here, so that launch scripts keep working.
+_IGNORED = ("deepep_mode", "deepep_num_max_dispatch_tokens_per_rank")
+#: Names of kernels in older servers, and what they mean here.
+_LEGACY_VALUES = {
+    "attn_impl": {"triton_grouped": "auto", "triton": "auto", "reference": "naive"},
+    "moe_gemm_impl": {
+        "triton": "auto",
+        "vllm": "auto",
+        "vllm_modular": "auto",
+        "cutlass": "cuda",
+        "reference": "naive",
+    },
+}
+#: Of the table above: names of this server, not of older ones.
+_CURRENT_NAMES = ("reference", "cutlass")
+_LOOPBACK = ("localhost", "::1")
+_SECRET = ("api_key", "ssl_keyfile", "ssl_certfile")
+
+
+def parse_device_ids(value: str | None) -> list[int]:
+    """Device ids of a comma-separated text; blanks are skipped.
+
+    Raises:
+        ValueError: a part is no integer.
+    """
+    parts = (value or "").split(",")
+    return [int(part) for part in parts if part.strip()]
+
+
+class _ArgsMethods(HttpArgs):
+    """What `ServerArgs` does with its fields."""
+
+    def engine_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of the engine.
+
+        A setting that was not given is absent, so that what the checkpoint and the model family
+        prefer holds; `device_ids` and `decoding_thresholds` are always there.
+
+        Raises:
+            ConfigError: a key is unknown or given twice.
+        """
+        given = {name: getattr(self, name) for name in _ENGINE_FIELDS}
+        kwargs = {name: value for name, value in given.items() if value is not None}
+        for name, value in self.engine_arg.items():
+            if name in INTERNAL_ENGINE_KEYS[:1]:
+                raise ConfigError(f"--engine-arg {name}: expected it as --{name}, got it here")
+            if name in kwargs:
+                raise ConfigError(
+                    f"--engine-arg {name}: expected it once, got --{name.replace('_', '-')} as well"
+                )
+            kwargs[name] = value
+        thresholds = dict(kwargs.pop("decoding_thresholds", None) or {})
+        thresholds |= {name: kwargs.pop(name) for name in THRESHOLD_KEYS if name in kwargs}
+        kwargs["decoding_thresholds"] = thresholds
+        kwargs["device_ids"] = list(kwargs.get("device_ids") or ())
+        for name, names in _LEGACY_VALUES.items():
+            if kwargs.get(name) in names:
+                kwargs[name] = _renamed(name, kwargs[name], names[kwargs[name]])
+        for name in _IGNORED:
+            if name in kwargs:
+                _warn_ignored(name)
+                del kwargs[name]
+        profiler = self._profiler_config()
+        if profiler is not None:
+            kwargs["profiler_config"] = profiler
+        return kwargs
+
+    def _profiler_config(self) -> dict[str, Any] | None:
+        if self.profiler is None:
+            return None
+        return {
+            "profiler": self.profiler,
+            "torch_profiler_dir": self.torch_profiler_dir,
+            "record_shapes": self.profiler_record_shapes,
+            "profile_memory": self.profiler_memory,
+            "with_stack": self.profiler_with_stack,
+            "delay_iterations": self.profiler_delay_iterations,
+            "max_iterations": self.profiler_max_iterations,
+        }
+
+    def app_options(self) -> dict[str, Any]:
+        """Options of `create_app`."""
+        names = {item.name for item in dataclasses.fields(_app_options())}
+        own = {item.name for item in dataclasses.fields(HttpArgs)}
+        return {
+            **{name: getattr(self, name) for name in own & names},
+            "served_model_name": self.served_names,
+            "metrics_host": self.host,
+            "settings": self.public_settings(),
+        }
+
+    def configure_logging(self) -> None:
+        """Installs the handlers of the log; processes started from here use the same settings."""
+        level = {"critical": "error", "trace": "debug"}.get(self.log_level, self.log_level)
+        os.environ["DIFFULEX_LOG_LEVEL"] = level
+        os.environ["DIFFULEX_LOG_FORMAT"] = self.log_format
+        configure()
+        # The lines of the HTTP server go where the others go, in the same form.
+        http = get_logger("uvicorn")
+        http.handlers, http.propagate = list(get_logger().handlers), False
+
+    def log_warnings(self) -> None:
+        """Says what is allowed but may not be meant."""
+        is_public = not (self.uds or self.host in _LOOPBACK or self.host.startswith("127."))
+        if is_public and not self.api_key:
+            logger.warning("--host %s: anybody who reaches it may use it (no --api-key)", self.host)
+
+    def uvicorn_options(self) -> dict[str, Any]:
+        """Options of `uvicorn.Config`; the socket and the time to drain are the launcher's."""
+        return {
+            "log_level": self.log_level,
+            "log_config": None,
+            "access_log": self.access_log,
+            "root_path": self.root_path,
+            "ssl_keyfile": self.ssl_keyfile,
+            "ssl_certfile": self.ssl_certfile,
+            # A request is one line of its own log; the server's name is nobody's business.
+            "server_header": False,
+        }
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names of the model, the default one first."""
+        return self.served_model_name or (PurePath(self.model).name or self.model,)
+
+    def public_settings(self) -> dict[str, Any]:
+        """Every setting that was given or has a default, without secrets."""
+        shown = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if item.name not in _SECRET and value is not None:
+                shown[item.name] = list(value) if isinstance(value, tuple) else value
+        return shown
+
+    def check(self) -> None:
+        """Checks everything that can be checked without the model.
+
+        Raises:
+            ConfigError: a setting is unknown, out of range or contradicts another one.
+        """
+        check_http_args(self)
+        kwargs = self.engine_kwargs()
+        if kwargs.get("use_lora") and not kwargs.get("lora_path"):
+            raise ConfigError("--lora-path: expected a directory with --use-lora, got none")
+        # What the profiler may be told is the engine's to say.
+        settings = {name: value for name, value in kwargs.items() if name != "profiler_config"}
+        normalise(settings, where="")
+        for name in settings:
+            key = CONFIG_TABLE.get(name)
+            if key is not None and key.support is Support.IGNORED:
+                _warn_ignored(name)
+
+
+def _app_options() -> type[Any]:
+    from diffulex.server.app_options import AppOptions  # noqa: PLC0415 (needs the extra `serve`)
+
+    return AppOptions
+
+
+def _renamed(name: str, old: str, new: str) -> str:
+    if old not in _CURRENT_NAMES:
+        text = "--%s %s: deprecated name, read as %s"
+        warn_once(logger, f"legacy {name}", text, name.replace("_", "-"), old, new)
+    return new
+
+
+def _warn_ignored(name: str) -> None:
+    warn_once(logger, f"ignored {name}", "--%s: accepted, has no effect", name.replace("_", "-"))
+
+
+_ENGINE_FIELDS = tuple(
+    key.name for key in CONFIG_TABLE.values() if key.name not in INTERNAL_ENGINE_KEYS
+)
+
+if TYPE_CHECKING:
+
+    class ServerArgs(_ArgsMethods):
+        """Settings of the server and of its engine."""
+
+        def __init__(self, **settings: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    # One field per key of the engine; None: not given.
+    ServerArgs = dataclasses.make_dataclass(
+        "ServerArgs",
+        [(name, Any, dataclasses.field(default=None)) for name in _ENGINE_FIELDS],
+        bases=(_ArgsMethods,),
+        namespace={"__doc__": "Settings of the server and of its engine.", "__module__": __name__},
+    )
+
+
+def build_arg_parser() -> Parser:
+    """The parser; flags that are not given leave no trace in the result."""
+    parser = Parser(
+        prog="diffulex serve",
+        description="Serves a block-diffusion language model over HTTP.",
+        allow_abbrev=False,
+    )
+    add_http_flags(parser)
+    add_engine_flags(parser, without=INTERNAL_ENGINE_KEYS)
+    group = parser.add_argument_group("names of older servers")
+    for flag, name in _DISABLING.items():
+        group.add_argument(
+            flag,
+            dest=name,
+            action="store_const",
+            const=False,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS if CONFIG_TABLE[name].support is Support.IGNORED else None,
+        )
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
+    """The checked settings of a command line, of its `--config` file and of the environment.
+
+    Raises:
+        ConfigError: anything is missing, unknown or out of range; one line says what.
+    """
+    parser = build_arg_parser()
+    given = vars(parser.parse_checked(sys.argv[1:] if argv is None else argv))
+    if given.get("config") is not None:
+        from_file = _config_arguments(parser, Path(given["config"]))
+        given = {**vars(parser.parse_checked(from_file)), **given}
+    given["engine_arg"] = _once(given.get("engine_arg", []))
+    if "api_key" not in given:
+        keys = get_text("DIFFULEX_API_KEY").split(",")
+        given["api_key"] = [key.strip() for key in keys if key.strip()]
+    args = ServerArgs(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+    args.check()
+    return args
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise UsageError(f"--engine-arg {key}: expected it once, got it again")
+        values[key] = value
+    return values
+
+
+# Files of `--config`: every key becomes the flag of the same name.
+
+
+def _config_arguments(parser: Parser, path: Path) -> list[str]:
+    import yaml  # noqa: PLC0415 (comes with the extra `serve`)
+
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"--config: expected a readable YAML file, got {reason}") from error
+    if document is None:
+        return []
+    if not isinstance(document, Mapping):
+        raise UsageError(f"--config {path}: expected a map of settings, got {document!r}")
+    actions = {option: action for action in parser._actions for option in action.option_strings}
+    arguments: list[str] = []
+    for key, value in document.items():
+        flag = "--" + str(key).replace("_", "-")
+        action = actions.get(flag)
+        if action is None or action.dest in ("config", "help"):
+            near = difflib.get_close_matches(flag, actions, n=1)
+            hint = f", nearest is {near[0][2:]!r}" if near else ""
+            raise UsageError(f"--config {path}: expected a known key{hint}, got {key!r}")
+        arguments += _flag_arguments(action, flag, value, path)
+    return arguments
+
+
+def _flag_arguments(action: argparse.Action, flag: str, value: Any, path: Path) -> list[str]:
+    """The command line that says the same."""
+    if value is None:
+        return []
+    name = flag[2:]
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise UsageError(f"--config {path}: expected true or false as {name}, got {value!r}")
+        if value:
+            return [flag]
+        return ["--no-" + name] if isinstance(action, argparse.BooleanOptionalAction) else []
+    if isinstance(value, Mapping):
+        if action.dest != "engine_arg":
+            raise UsageError(f"--config {path}: expected no map as {name}, got {value!r}")
+        values = [f"{key}={json.dumps(item)}" for key, item in value.items()]
+    elif isinstance(value, list) and isinstance(action, argparse._AppendAction):
+        values = [str(item) for item in value]
+    elif isinstance(value, list):
+        is_json = action.dest in _JSON_FLAGS
+        values = [json.dumps(value) if is_json else ",".join(map(str, value))]
+    else:
+        values = [str(value).lower() if isinstance(value, bool) else str(value)]
+    return [f"{flag}={text}" for text in values]
+
+
+_JSON_FLAGS = tuple(row.name for row in http_flags() if row.kind == "json")

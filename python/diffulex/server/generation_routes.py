@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes that generate: `/generate`, `/v1/chat/completions` and `/v1/completions`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diffulex.sampling_params import SamplingParams
+from diffulex.server.api_errors import CLIENT_CLOSED, ApiError, error_response
+from diffulex.server.disconnect import ClientLeftError, DisconnectFlag, run_while_connected
+from diffulex.server.generation import EventMerger, Generation
+from diffulex.server.json_response import JSONBody
+from diffulex.server.neutral_fields import check_supported
+from diffulex.server.openai_format import OpenAIFrames, OpenAIRoute, openai_response
+from diffulex.server.prompt_encoder import ChatOptions
+from diffulex.server.protocol import (
+    PromptInput,
+    ServingBufferSnapshot,
+    ServingError,
+    ServingEvent,
+    ServingInput,
+    ServingReply,
+    StreamMode,
+)
+from diffulex.server.request_record import record_of
+from diffulex.server.request_schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateRequest,
+    SamplingFields,
+    sampling_params_from_request,
+)
+from diffulex.server.response_schema import (
+    ChatCompletionResponse,
+    CompletionResponse,
+    GenerateResponse,
+    generation_responses,
+)
+from diffulex.server.sse import DONE, PING, EventStream, sse
+from diffulex.server.usage import usage_of
+
+if TYPE_CHECKING:
+    from diffulex.server.app_options import AppContext
+
+__all__ = ["generation_router"]
+
+_RID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class _Frames(Protocol):
+    """Turns events into frames."""
+
+    def frames(self, number: int, event: ServingEvent) -> bytes: ...
+
+    def end(self, elapsed_s: float) -> bytes: ...
+
+
+class _GenerateFrames:
+    """Frames of `/generate`: the events themselves."""
+
+    def __init__(self, generation: Generation, has_dllm: bool, with_prompt_ids: bool) -> None:
+        self._generation = generation
+        self._has_dllm = has_dllm
+        self._with_prompt_ids = with_prompt_ids
+
+    def frames(self, number: int, event: ServingEvent) -> bytes:
+        """The frame of an event."""
+        if isinstance(event, ServingError):
+            return sse(event.to_dict() | {"code": event.code})
+        if isinstance(event, ServingReply):
+            return sse({"event": "final"} | self.reply(event, None))
+        return sse(event.to_dict())
+
+    def end(self, elapsed_s: float) -> bytes:
+        """Nothing follows the final frame but the terminator."""
+        return b""
+
+    def reply(self, reply: ServingReply, elapsed_s: float | None) -> dict[str, Any]:
+        """The body of a response in one piece."""
+        prompts = self._generation.inputs
+        usage = usage_of([reply], prompts, has_dllm=self._has_dllm, elapsed_s=elapsed_s)
+        shown = reply.to_dict() | {
+            "finish_detail": reply.finish_detail or reply.finish_reason,
+            "usage": usage,
+        }
+        if self._with_prompt_ids:
+            prompt = prompts[0]
+            is_encoded = isinstance(prompt, PromptInput) and not isinstance(prompt.prompt, str)
+            shown["prompt_token_ids"] = cast(PromptInput, prompt).prompt if is_encoded else None
+        return shown
+
+
+class _GenerationRoutes:
+    """The handlers, over one application's context."""
+
+    def __init__(self, context: AppContext) -> None:
+        self._context = context
+
+    async def generate(self, payload: GenerateRequest, request: Request) -> Response:
+        """Answers `/generate`."""
+        context = self._context
+        context.check_accepting()
+        params = self._params(payload)
+
+        async def prepare() -> Sequence[ServingInput]:
+            prompt = await context.encoder.prompt(
+                payload.prompt, add_special_tokens=payload.add_special_tokens
+            )
+            context.encoder.check(prompt, params, is_strict=False)
+            return [prompt]
+
+        mode = payload.stream_mode if payload.stream else None
+        generation = await self._prepare(request, payload, params, prepare, mode, 1, False)
+        has_dllm = not context.options.disable_dllm_usage
+        frames = _GenerateFrames(generation, has_dllm, payload.return_prompt_token_ids)
+        if mode is not None:
+            return await self._stream(request, generation, frames)
+        return await self._answer(
+            request, generation, lambda replies, elapsed_s: frames.reply(replies[0], elapsed_s)
+        )
+
+    async def chat(self, payload: ChatCompletionRequest, request: Request) -> Response:
+        """Answers `/v1/chat/completions`."""
+        context = self._context
+        context.check_accepting()
+        model = context.check_model(payload.model)
+        check_supported(payload)
+        if not payload.messages:
+            raise ApiError(400, "messages must not be empty", param="messages")
+        params = self._params(payload)
+        options = ChatOptions(
+            payload, is_template_trusted=context.options.trust_request_chat_template
+        )
+
+        async def prepare() -> Sequence[ServingInput]:
+            messages = [message.to_message() for message in payload.messages]
+            prompt = await context.encoder.chat(messages, options)
+            context.encoder.check(prompt, params, is_strict=payload.wants_max_tokens)
+            return [prompt]
+
+        return await self._openai(request, payload, "chat", model, params, prepare)
+
+    async def completions(self, payload: CompletionRequest, request: Request) -> Response:
+        """Answers `/v1/completions`."""
+        context = self._context
+        context.check_accepting()
+        model = context.check_model(payload.model)
+        check_supported(payload)
+        limit, count = context.options.max_prompts_per_request, len(payload.prompt)
+        if count > limit:
+            raise ApiError(
+                400, f"prompt: expected at most {limit} prompts, got {count}", param="prompt"
+            )
+        if payload.echo and context.encoder.tokenizer is None:
+            self._check_echo(payload)
+        params = sampling_params_from_request(payload)
+
+        async def prepare() -> Sequence[ServingInput]:
+            prompts = []
+            for item in payload.prompt:
+                prompt = await context.encoder.prompt(
+                    item, add_special_tokens=payload.add_special_tokens
+                )
+                context.encoder.check(prompt, params, is_strict=payload.wants_max_tokens)
+                prompts.append(prompt)
+            return prompts
+
+        return await self._openai(request, payload, "text", model, params, prepare)
+
+    def _check_echo(self, payload: CompletionRequest) -> None:
+        if not all(isinstance(item, str) for item in payload.prompt):
+            raise ApiError(
+                400,
+                "echo: expected prompts as text (this server has no tokenizer), got token ids",
+                param="echo",
+            )
+
+    async def _echoes(self, payload: Any, num_choices: int) -> list[str]:
+        """The text in front of each choice."""
+        if not getattr(payload, "echo", False):
+            return []
+        encoder = self._context.encoder
+        texts = []
+        for item in payload.prompt:
+            text = item
+            if not isinstance(item, str):
+                decode = encoder.tokenizer.decode
+                text = await encoder.run(decode, item, payload.skip_special_tokens)
+            texts.append(text)
+        return [text for text in texts for _ in range(num_choices)]
+
+    def _params(self, payload: SamplingFields) -> SamplingParams:
+        limit = self._context.options.default_max_tokens
+        return sampling_params_from_request(payload, default_max_tokens=limit)
+
+    async def _openai(
+        self,
+        request: Request,
+        payload: Any,
+        kind: Any,
+        model: str,
+        params: SamplingParams,
+        prepare: Callable[[], Any],
+    ) -> Response:
+        context = self._context
+        num_choices = payload.n or 1
+        if num_choices > context.options.max_n:
+            raise ApiError(
+                400, f"n: expected at most {context.options.max_n}, got {num_choices}", param="n"
+            )
+        mode: StreamMode | None = None
+        if payload.stream:
+            mode = payload.stream_mode or cast(StreamMode, context.options.v1_stream_mode)
+        echoes: list[str] = []
+
+        async def encode() -> Sequence[ServingInput]:
+            inputs: Sequence[ServingInput] = await prepare()
+            echoes.extend(await self._echoes(payload, num_choices))
+            return inputs
+
+        generation = await self._prepare(
+            request, payload, params, encode, mode, num_choices, payload.wants_max_tokens
+        )
+        route = OpenAIRoute(
+            kind,
+            generation.rid,
+            model,
+            int(time.time()),
+            num_top=params.logprobs,
+            echoes=echoes,
+            has_dllm=not context.options.disable_dllm_usage,
+        )
+        if mode is None:
+            return await self._answer(
+                request,
+                generation,
+                lambda replies, elapsed_s: openai_response(route, generation, replies, elapsed_s),
+            )
+        options = payload.stream_options
+        has_usage = options is not None and bool(options.include_usage)
+        frames = OpenAIFrames(
+            route,
+            generation,
+            mode,
+            has_usage=has_usage,
+            has_running_usage=has_usage and bool(options.continuous_usage_stats),
+        )
+        return await self._stream(request, generation, frames)
+
+    async def _prepare(
+        self,
+        request: Request,
+        payload: SamplingFields,
+        params: SamplingParams,
+        prepare: Callable[[], Any],
+        mode: StreamMode | None,
+        num_choices: int,
+        strict_max_tokens: bool,
+    ) -> Generation:
+        """Names and encodes a request; its id is live from here on, and not if this fails."""
+        context, record = self._context, record_of(request.scope)
+        timeout_s = self._timeout(request)
+        rid = self._request_id(request, payload)
+        context.live.claim(rid)
+        record.rid = rid
+        record.prompt = getattr(payload, "prompt", None) or getattr(payload, "messages", None)
+        try:
+            generation = Generation.expand(
+                rid=rid,
+                inputs=await prepare(),
+                params=params,
+                num_choices=num_choices,
+                stream_mode=mode,
+                user=payload.user,
+                created_time=time.time(),
+                strict_max_tokens=strict_max_tokens,
+                denoise_detail=payload.denoise_detail,
+                timeout_s=timeout_s,
+            )
+            context.check_can_run(generation.commands)
+        except BaseException:
+            context.live.release(rid)
+            raise
+        record.generation = generation
+        context.live.start(generation)
+        return generation
+
+    def _request_id(self, request: Request, payload: SamplingFields) -> str:
+        given = payload.request_id
+        if given is None:
+            # A header comes with many proxies and clients: one of another form is not an error.
+            header = request.headers.get("x-request-id", "")
+            given = header if _RID.fullmatch(header) else None
+        elif not _RID.fullmatch(given):
+            raise ApiError(
+                400,
+                f"request_id: expected 1 to 64 of A-Z a-z 0-9 . _ -, got {given!r}",
+                param="request_id",
+            )
+        if given is None:
+            return str(self._context.frontend.new_request_id())
+        return f"diffulex-{given}"
+
+    def _timeout(self, request: Request) -> float | None:
+        header = request.headers.get("x-request-timeout")
+        if header is None:
+            return None
+        try:
+            seconds = float(header)
+        except ValueError:
+            seconds = -1.0
+        # Not a number compares false as well.
+        if not 0 < seconds < 1e9:
+            raise ApiError(
+                400,
+                f"X-Request-Timeout: expected seconds > 0, got {header!r}",
+                param="X-Request-Timeout",
+            )
+        limit = self._context.options.request_timeout
+        return min(seconds, limit) if limit > 0 else seconds
+
+    async def _answer(
+        self,
+        request: Request,
+        generation: Generation,
+        body: Callable[[list[ServingReply], float], dict[str, Any]],
+    ) -> Response:
+        """A response in one piece."""
+        context, record = self._context, record_of(request.scope)
+        headers = {"X-Request-Id": generation.rid}
+        try:
+            replies = await run_while_connected(
+                request.receive, lambda is_left: generation.collect(context.frontend, is_left)
+            )
+        except ClientLeftError as error:
+            record.reason = "client_disconnected"
+            return error_response(ApiError(CLIENT_CLOSED, str(error)), headers)
+        except ApiError as error:
+            record.reason = error.code
+            return error_response(error, headers)
+        finally:
+            context.live.release(generation.rid)
+        record.replies = replies
+        return JSONBody(body(replies, record.elapsed_s), headers=headers)
+
+    async def _stream(self, request: Request, generation: Generation, frames: _Frames) -> Response:
+        """A stream. Its status is decided by the first event, if that comes in time."""
+        context, record = self._context, record_of(request.scope)
+        headers = {"X-Request-Id": generation.rid}
+        flag = DisconnectFlag()
+        merger = generation.open_streams(context.frontend, flag.is_set)
+        pause_s = context.options.ping_interval_s
+        try:
+            first = await run_while_connected(request.receive, lambda _: merger.peek(pause_s))
+        except BaseException as error:
+            context.live.release(generation.rid)
+            await merger.aclose()
+            if isinstance(error, ClientLeftError):
+                record.reason = "client_disconnected"
+                return error_response(ApiError(CLIENT_CLOSED, str(error)), headers)
+            raise
+        if first is not None and isinstance(first[1], ServingError):
+            context.live.release(generation.rid)
+            await merger.aclose()
+            record.reason = first[1].code
+            failure = ApiError.from_event(first[1], retry_after_s=context.retry_after_s)
+            return error_response(failure, headers)
+
+        def on_end(is_sent: bool) -> None:
+            context.live.release(generation.rid)
+            merger.cancel()  # the frames may never have started
+            if not is_sent:
+                flag.set()
+                record.status, record.reason = CLIENT_CLOSED, "client_disconnected"
+
+        body = self._frames(request, merger, frames)
+        return EventStream(body, headers=headers, on_end=on_end)
+
+    async def _frames(
+        self, request: Request, merger: EventMerger, frames: _Frames
+    ) -> AsyncGenerator[bytes, None]:
+        record, pause_s = record_of(request.scope), self._context.options.ping_interval_s
+        sent_at = time.monotonic()
+        try:
+            async for item in merger.events(pause_s):
+                # Also events may bring nothing to send, for example tokens without text.
+                if item is None or time.monotonic() - sent_at >= pause_s:
+                    yield PING
+                    sent_at = time.monotonic()
+                if item is None:
+                    continue
+                number, event = item
+                if isinstance(event, ServingReply):
+                    record.replies.append(event)
+                elif isinstance(event, ServingError):
+                    record.status, record.reason = event.http_status, event.code
+                elif isinstance(event, ServingBufferSnapshot) and record.first_snapshot_s is None:
+                    record.first_snapshot_s = record.elapsed_s
+                if frame := frames.frames(number, event):
+                    yield frame
+                    sent_at = time.monotonic()
+            if record.reason is None and (frame := frames.end(record.elapsed_s)):
+                yield frame
+            yield DONE
+        finally:
+            await merger.aclose()
+
+
+def generation_router(context: AppContext) -> APIRouter:
+    """The routes that generate."""
+    router, routes = APIRouter(), _GenerationRoutes(context)
+    for path, endpoint, response, summary in (
+        ("/generate", routes.generate, GenerateResponse, "Generate from a prompt"),
+        (
+            "/v1/chat/completions",
+            routes.chat,
+            ChatCompletionResponse,
+            "Answer a conversation (OpenAI)",
+        ),
+        ("/v1/completions", routes.completions, CompletionResponse, "Continue prompts (OpenAI)"),
+    ):
+        router.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            response_model=None,
+            responses=generation_responses(response),
+            summary=summary,
+            tags=["generation"],
+        )
+    return router

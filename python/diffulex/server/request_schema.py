@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of the requests.
+
+Numbers, texts and flags are never converted from one another; unknown keys are ignored. The JSON
+schema that clients see is as narrow as the checks, where JSON schema can say it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    WithJsonSchema,
+    model_validator,
+)
+
+from diffulex.sampling_params import SamplingParams, decoding_arguments
+from diffulex.server.api_errors import ApiError
+
+__all__ = [
+    "MAX_MESSAGES",
+    "AbortRequest",
+    "ChatCompletionRequest",
+    "ChatMessage",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "GenerateRequest",
+    "ProfileRequest",
+    "SamplingFields",
+    "StreamOptions",
+    "TokenizeRequest",
+    "sampling_params_from_request",
+]
+
+#: Most messages of a conversation.
+MAX_MESSAGES = 4096
+_MAX_IDS = 1 << 22
+_INT31 = 2**31 - 1
+#: A temperature below it is greedy.
+_LEAST_TEMPERATURE = 1e-5
+_DEFAULT_MAX_TOKENS = 512
+
+
+def _integral(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"expected an integer, got {_shown(value)}")
+    if isinstance(value, float):
+        if not math.isfinite(value) or not value.is_integer():
+            raise ValueError(f"expected an integer, got {value!r}")
+        return int(value)
+    return value
+
+
+def _numeric(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"expected a number, got {_shown(value)}")
+    if abs(value) > 1e308 or not math.isfinite(value):
+        raise ValueError(f"expected a finite number, got {_shown(value)}")
+    return value
+
+
+def _text(value: Any) -> Any:
+    """A text that UTF-8 can hold: JSON may spell unpaired surrogates."""
+    if not isinstance(value, str):
+        raise ValueError(f"expected a text, got {_shown(value)}")
+    return value.encode("utf-8", "replace").decode("utf-8")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+Int = Annotated[int, BeforeValidator(_integral)]
+Number = Annotated[float, BeforeValidator(_numeric)]
+Text = Annotated[str, BeforeValidator(_text)]
+Unit = Annotated[Number, Field(ge=0, le=1)]
+
+_ID_SCHEMA = {"type": "integer", "minimum": 0, "maximum": _INT31}
+_IDS_SCHEMA = {"type": "array", "items": _ID_SCHEMA, "minItems": 1, "maxItems": _MAX_IDS}
+_TEXT_SCHEMA = {"type": "string"}
+
+
+def _is_id(item: Any) -> bool:
+    # 5.0 is an integer to JSON schema.
+    return type(item) is int or (type(item) is float and item.is_integer())
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_id, value))
+
+
+def _ids(value: Any) -> list[int]:
+    if not _is_ids(value):
+        raise ValueError(f"expected a list of token ids, got {_shown(value)}")
+    if len(value) > _MAX_IDS:
+        raise ValueError(f"expected at most {_MAX_IDS} token ids, got {len(value)}")
+    for item in value:
+        if not 0 <= item <= _INT31:
+            raise ValueError(f"expected token ids in [0, {_INT31}], got {item}")
+    return list(map(int, value))
+
+
+def _prompt(value: Any) -> str | list[int]:
+    if isinstance(value, str):
+        text: str = _text(value)
+        return text
+    if not isinstance(value, list):
+        raise ValueError(f"expected a text or a list of token ids, got {_shown(value)}")
+    return _ids(value)
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """Every form of a prompt as a list of prompts."""
+    if isinstance(value, str) or (_is_ids(value) and value):
+        return [_prompt(value)]
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            "expected a text, a list of token ids, or a list of either with at least one entry,"
+            f" got {_shown(value)}"
+        )
+    return [_prompt(item) for item in value]
+
+
+def _stop(value: Any) -> list[str]:
+    if value is None:
+        return []
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"expected a text or a list of texts, got {_shown(value)}")
+    return [_text(text) for text in texts]
+
+
+Ids = Annotated[list[int], PlainValidator(_ids), WithJsonSchema({**_IDS_SCHEMA, "minItems": 0})]
+Prompt = Annotated[
+    str | list[int],
+    PlainValidator(_prompt),
+    WithJsonSchema({"anyOf": [{**_TEXT_SCHEMA, "minLength": 1}, _IDS_SCHEMA]}),
+]
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {**_TEXT_SCHEMA, "minLength": 1},
+                _IDS_SCHEMA,
+                {"type": "array", "items": {**_TEXT_SCHEMA, "minLength": 1}, "minItems": 1},
+                {"type": "array", "items": _IDS_SCHEMA, "minItems": 1},
+            ]
+        }
+    ),
+]
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 256}
+Stop = Annotated[
+    list[str],
+    PlainValidator(_stop),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _STOP_SCHEMA,
+                {"type": "array", "items": _STOP_SCHEMA, "maxItems": 16},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+StreamModeName = Literal["block_append", "denoise", "both"]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class Decoding(BaseModel):
+    """Thresholds of the decoding rule for one request."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
+
+    accept_threshold: Unit | None = None
+    edit_threshold: Unit | None = None
+    add_block_threshold: Unit | None = None
+    semi_complete_threshold: Unit | None = None
+    token_stability_threshold: Unit | None = None
+
+
+class SamplingFields(_Body):
+    """What all generating requests have in common."""
+
+    max_tokens: Annotated[Int, Field(ge=1, le=_INT31)] | None = _DEFAULT_MAX_TOKENS
+    temperature: Annotated[Number, Field(ge=0)] | None = 1.0
+    max_nfe: Annotated[Int, Field(ge=1, le=_INT31)] | None = None
+    max_repetition_run: Annotated[Int, Field(ge=1, le=_INT31)] | None = None
+    ignore_eos: StrictBool = False
+    stream: StrictBool | None = False
+    user: Text | None = None
+    seed: Annotated[Int, Field(ge=0, le=2**63 - 1)] | None = None
+    stop: Stop = Field(default_factory=list)
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: StrictBool = False
+    min_tokens: Annotated[Int, Field(ge=0, le=_INT31)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Int, Field(ge=-1, le=_INT31)] | None = None
+    min_p: Unit | None = None
+    decoding: Decoding | None = None
+    denoise_detail: StrictBool = False
+    request_id: Text | None = None
+
+    @property
+    def wants_max_tokens(self) -> bool:
+        """Whether the client itself said how long the answer may be."""
+        return "max_tokens" in self.model_fields_set and self.max_tokens is not None
+
+
+class GenerateRequest(SamplingFields):
+    """Body of `POST /generate`."""
+
+    prompt: Prompt
+    stream_mode: StreamModeName = "denoise"
+    skip_special_tokens: StrictBool = False
+    add_special_tokens: StrictBool = True
+    logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
+    return_prompt_token_ids: StrictBool = False
+
+
+class StreamOptions(_Body):
+    """`stream_options` of the OpenAI routes."""
+
+    include_usage: StrictBool | None = False
+    continuous_usage_stats: StrictBool | None = False
+
+
+class _OpenAIFields(SamplingFields):
+    """What both OpenAI routes have in common, also what is only there to be refused."""
+
+    # Everything the client sent is kept, so that refused families of keys are found.
+    model_config = ConfigDict(extra="allow")
+
+    model: Text | None = None
+    n: Annotated[Int, Field(ge=1)] | None = 1
+    stream_mode: StreamModeName | None = None
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: StrictBool = True
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[str, Any] | None = None
+    use_beam_search: StrictBool | None = None
+    prompt_logprobs: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+
+
+class ChatMessage(_Body):
+    """One turn; parts of a content list are joined by newlines."""
+
+    role: Annotated[Text, Field(min_length=1)]
+    content: Annotated[
+        str,
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string"},
+                    {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "properties": {
+                                "type": {"const": "text"},
+                                "text": {"type": "string"},
+                            },
+                            "required": ["type", "text"],
+                        },
+                    },
+                ]
+            }
+        ),
+    ]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flatten(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        content = data.get("content")
+        if content is None and data.get("role") == "assistant":
+            return {**data, "content": ""}
+        if isinstance(content, str):
+            return {**data, "content": _text(content)}
+        if isinstance(content, list):
+            return {**data, "content": "\n".join(_part(part) for part in content)}
+        raise ValueError(f"content: expected a text or a list of text parts, got {_shown(content)}")
+
+    def to_message(self) -> dict[str, str]:
+        """The form the tokenizer takes."""
+        return {"role": self.role, "content": self.content}
+
+
+def _part(part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise ValueError(f"content: expected parts of type 'text', got {_shown(kind)}")
+    text: str = _text(part.get("text"))
+    return text
+
+
+def _require_messages(schema: dict[str, Any]) -> None:
+    schema["required"] = [*schema.get("required", []), "messages"]
+
+
+class ChatCompletionRequest(_OpenAIFields):
+    """Body of `POST /v1/chat/completions`."""
+
+    # Absent messages are refused with a message of their own, so they have a default.
+    model_config = ConfigDict(json_schema_extra=_require_messages)
+
+    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)] = Field(
+        default_factory=list, json_schema_extra={"minItems": 1}
+    )
+    max_completion_tokens: Annotated[Int, Field(ge=1, le=_INT31)] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool = False
+    chat_template: Text | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+
+    @property
+    def wants_max_tokens(self) -> bool:
+        """Whether the client itself said how long the answer may be, by either name."""
+        return self.max_completion_tokens is not None or super().wants_max_tokens
+
+
+class CompletionRequest(_OpenAIFields):
+    """Body of `POST /v1/completions`."""
+
+    prompt: Prompts
+    max_tokens: Annotated[Int, Field(ge=1, le=_INT31)] | None = 16
+    echo: StrictBool | None = False
+    logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
+    suffix: Text | None = None
+    best_of: Annotated[Int, Field(ge=1)] | None = None
+    add_special_tokens: StrictBool = True
+
+
+class ProfileRequest(_Body):
+    """Body of `POST /start_profile`; may be left out."""
+
+    profile_prefix: Text | None = None
+
+
+class AbortRequest(_Body):
+    """Body of `POST /abort`."""
+
+    rid: Text
+
+
+class TokenizeRequest(_Body):
+    """Body of `POST /tokenize`: a prompt, or messages."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
+    )
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: StrictBool | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool = False
+    chat_template: Text | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: StrictBool | None = False
+
+
+class DetokenizeRequest(_Body):
+    """Body of `POST /detokenize`."""
+
+    model: Text | None = None
+    tokens: Ids
+    skip_special_tokens: StrictBool = False
+    return_token_strs: StrictBool | None = False
+
+
+def sampling_params_from_request(
+    payload: SamplingFields, *, default_max_tokens: int | None = None
+) -> SamplingParams:
+    """The engine's parameters for a request.
+
+    Args:
+        payload: the body of any generating route.
+        default_max_tokens: for requests that do not say; None takes the default of the route.
+
+    Raises:
+        ApiError: 400, a value is outside its range.
+    """
+    limit = getattr(payload, "max_completion_tokens", None)
+    if limit is None:
+        limit = payload.max_tokens if payload.wants_max_tokens else default_max_tokens
+    if limit is None:
+        limit = type(payload).model_fields["max_tokens"].default
+    temperature = 1.0 if payload.temperature is None else payload.temperature
+    decoding = payload.decoding
+    try:
+        return SamplingParams(
+            temperature=0.0 if temperature < _LEAST_TEMPERATURE else temperature,
+            max_tokens=limit,
+            max_nfe=payload.max_nfe,
+            max_repetition_run=payload.max_repetition_run,
+            ignore_eos=payload.ignore_eos,
+            seed=payload.seed,
+            stop=tuple(payload.stop),
+            stop_token_ids=tuple(payload.stop_token_ids or ()),
+            include_stop_str_in_output=payload.include_stop_str_in_output,
+            min_tokens=payload.min_tokens or 0,
+            top_p=payload.top_p,
+            top_k=payload.top_k,
+            min_p=payload.min_p,
+            skip_special_tokens=getattr(payload, "skip_special_tokens", None),
+            logprobs=_num_logprobs(payload),
+            **_decoding(decoding),
+        )
+    except ValueError as error:
+        raise ApiError.from_value_error(error) from error
+
+
+def _decoding(decoding: Decoding | None) -> dict[str, Any]:
+    if decoding is None:
+        return {}
+    return dict(decoding_arguments(decoding.model_dump(exclude_none=True)))
+
+
+def _num_logprobs(payload: SamplingFields) -> int | None:
+    """How many alternatives per token are wanted; None: no log-probabilities at all."""
+    if isinstance(payload, ChatCompletionRequest):
+        if payload.top_logprobs and not payload.logprobs:
+            raise ApiError(
+                400,
+                f"top_logprobs: expected logprobs=true with it, got {payload.logprobs!r}",
+                param="top_logprobs",
+            )
+        return (payload.top_logprobs or 0) if payload.logprobs else None
+    wanted = getattr(payload, "logprobs", None)
+    return None if wanted is None else int(wanted)

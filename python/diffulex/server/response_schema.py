@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of the responses, as the OpenAPI document describes them.
+
+The routes build plain maps; these classes are the description that clients and tests read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+__all__ = [
+    "ChatCompletionResponse",
+    "CompletionResponse",
+    "ErrorResponse",
+    "GenerateResponse",
+    "error_responses",
+    "generation_responses",
+]
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorResponse(BaseModel):
+    """Body of every response that is not 2xx."""
+
+    error: ErrorDetail
+    detail: str
+
+
+class PromptTokensDetails(BaseModel):
+    """Part of `usage`."""
+
+    cached_tokens: int
+
+
+class Usage(_Open):
+    """Tokens, and what a diffusion model spent on them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class GenerateResponse(_Open):
+    """Body of `/generate`."""
+
+    id: str
+    text: str
+    token_ids: list[int]
+    nfe: int
+    finish_reason: str | None
+    full_text: str
+    full_token_ids: list[int]
+    engine_decode_time_s: float | None
+    engine_decode_tokens: int | None
+    engine_decode_tps: float | None
+    usage: Usage
+
+
+class AssistantMessage(BaseModel):
+    """The answer."""
+
+    role: str
+    content: str
+
+
+class ChoiceDetails(_Open):
+    """What only a diffusion model has to say about a choice."""
+
+    finish_detail: str | None
+    nfe: int
+    num_masked: int
+
+
+class ChatChoice(BaseModel):
+    """One answer to a conversation."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+    diffulex: ChoiceDetails
+
+
+class ChatCompletionResponse(_Open):
+    """Body of `/v1/chat/completions`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionChoice(BaseModel):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+    diffulex: ChoiceDetails
+
+
+class CompletionResponse(_Open):
+    """Body of `/v1/completions`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ModelCard(_Open):
+    """One served model."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+
+
+class ModelList(BaseModel):
+    """Body of `/v1/models`."""
+
+    object: str
+    data: list[ModelCard]
+
+
+class TokenizeResponse(BaseModel):
+    """Body of `/tokenize`."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(_Open):
+    """Body of `/detokenize`."""
+
+    prompt: str
+
+
+class AbortResponse(BaseModel):
+    """Body of `/abort`."""
+
+    aborted: bool
+
+
+class StatusResponse(_Open):
+    """Body of the administrative and the health routes."""
+
+    status: str
+
+
+class VersionResponse(BaseModel):
+    """Body of `/version`."""
+
+    version: str
+    extension_version: str | None
+    cuda: bool
+
+
+_ERRORS = {
+    400: "The request is malformed, contradicts itself or asks for what is not supported",
+    401: "The API key is missing or wrong",
+    404: "No such model or path",
+    405: "The path has other methods",
+    409: "Contradicts what is in progress",
+    413: "The body is over the limit",
+    415: "The body is not JSON",
+    429: "Too many requests are waiting; see Retry-After",
+    499: "The request was aborted",
+    500: "The engine failed",
+    503: "The server takes no requests now; see Retry-After",
+    504: "The request took longer than allowed",
+}
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Entries of the OpenAPI document for failures; 401, 405 and 500 are always among them."""
+    wanted = sorted({*statuses, 401, 405, 500})
+    return {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in wanted}
+
+
+def generation_responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Entries of the OpenAPI document for a route that generates."""
+    return {
+        200: {
+            "model": model,
+            "description": "The answer, in one piece or as server-sent events",
+            "content": {"text/event-stream": {}},
+        },
+        **error_responses(400, 404, 409, 413, 415, 429, 499, 503, 504),
+    }

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes of the tokenizer; their shapes are those that evaluation harnesses probe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from diffulex.server.api_errors import ApiError
+from diffulex.server.json_response import JSONBody
+from diffulex.server.prompt_encoder import ChatOptions
+from diffulex.server.request_schema import DetokenizeRequest, TokenizeRequest
+from diffulex.server.response_schema import (
+    DetokenizeResponse,
+    TokenizeResponse,
+    error_responses,
+)
+
+if TYPE_CHECKING:
+    from diffulex.server.app_options import AppContext
+
+__all__ = ["tokenizer_router"]
+
+
+class _TokenizerRoutes:
+    """The handlers, over one application's context."""
+
+    def __init__(self, context: AppContext) -> None:
+        self._context = context
+
+    async def tokenize(self, payload: TokenizeRequest) -> Response:
+        """Answers `/tokenize`."""
+        context = self._context
+        tokenizer = self._tokenizer()
+        context.check_model(payload.model)
+        if (payload.prompt is None) == (payload.messages is None):
+            given = "none" if payload.prompt is None else "both"
+            raise ApiError(400, f"prompt: expected either prompt or messages, got {given}")
+        if payload.messages is not None:
+            trusted = context.options.trust_request_chat_template
+            options = ChatOptions(payload, is_template_trusted=trusted)
+            messages = [message.to_message() for message in payload.messages]
+            ids = await context.encoder.encode_chat(messages, options)
+        else:
+            is_special = payload.add_special_tokens is not False
+            text = payload.prompt or ""
+            ids = await context.encoder.encode_text(text, add_special_tokens=is_special)
+        texts = None
+        if payload.return_token_strs:
+            texts = await context.encoder.run(_token_texts, tokenizer, ids)
+        return JSONBody(
+            {
+                "tokens": ids,
+                "count": len(ids),
+                "max_model_len": context.info.get("max_model_len"),
+                "token_strs": texts,
+            }
+        )
+
+    async def detokenize(self, payload: DetokenizeRequest) -> Response:
+        """Answers `/detokenize`."""
+        context = self._context
+        tokenizer = self._tokenizer()
+        context.check_model(payload.model)
+        size = context.info.get("vocab_size")
+        highest = max(payload.tokens, default=0)
+        if size is not None and highest >= size:
+            raise ApiError(
+                400,
+                f"tokens: expected ids below {size}, got {highest}",
+                code="token_out_of_range",
+                param="tokens",
+            )
+        skip = payload.skip_special_tokens
+        text = await context.encoder.run(tokenizer.decode, payload.tokens, skip)
+        body: dict[str, Any] = {"prompt": text}
+        if payload.return_token_strs:
+            body["token_strs"] = await context.encoder.run(_token_texts, tokenizer, payload.tokens)
+        return JSONBody(body)
+
+    async def info(self) -> Response:
+        """Answers `/tokenizer_info`."""
+        tokenizer = self._tokenizer()
+        return JSONBody(await self._context.encoder.run(_describe, tokenizer, self._context.info))
+
+    def _tokenizer(self) -> Any:
+        tokenizer = self._context.encoder.tokenizer
+        if tokenizer is None:
+            self._context.check_accepting()
+            raise ApiError(
+                503, "tokenizer: expected one in the server, got none", code="no_tokenizer"
+            )
+        return tokenizer
+
+
+def _token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """One text per id, special tokens included; each id is decoded alone."""
+    texts = {token: str(tokenizer.decode([token], False)) for token in set(ids)}
+    return [texts[token] for token in ids]
+
+
+def _describe(tokenizer: Any, info: Any) -> dict[str, Any]:
+    backend = getattr(tokenizer, "backend", tokenizer)
+    names = ("eos_token", "bos_token", "pad_token", "mask_token", "unk_token")
+    described: dict[str, Any] = {name: _text(getattr(backend, name, None)) for name in names}
+    for name in names:
+        described[f"{name}_id"] = getattr(backend, f"{name}_id", None)
+    if described["mask_token"] is None and info.get("mask_token_id") is not None:
+        mask = int(info["mask_token_id"])
+        described["mask_token_id"] = mask
+        described["mask_token"] = str(tokenizer.decode([mask], False))
+    described["chat_template"] = getattr(backend, "chat_template", None)
+    described["tokenizer_class"] = type(backend).__name__
+    described["model_max_length"] = info.get("max_model_len")
+    described["vocab_size"] = info.get("vocab_size")
+    described["all_special_ids"] = list(getattr(backend, "all_special_ids", ()))
+    return described
+
+
+def _text(token: Any) -> str | None:
+    return None if token is None else str(token)
+
+
+def tokenizer_router(context: AppContext) -> APIRouter:
+    """The routes of the tokenizer."""
+    router, routes = APIRouter(tags=["tokenizer"]), _TokenizerRoutes(context)
+    errors = error_responses(400, 404, 413, 415, 503)
+    router.add_api_route(
+        "/tokenize",
+        routes.tokenize,
+        methods=["POST"],
+        response_model=None,
+        responses={200: {"model": TokenizeResponse}, **errors},
+        summary="Token ids of a text or a conversation",
+    )
+    router.add_api_route(
+        "/detokenize",
+        routes.detokenize,
+        methods=["POST"],
+        response_model=None,
+        responses={200: {"model": DetokenizeResponse}, **errors},
+        summary="Text of token ids",
+    )
+    router.add_api_route(
+        "/tokenizer_info",
+        routes.info,
+        methods=["GET"],
+        response_model=None,
+        responses=error_responses(503),
+        summary="Special tokens and chat template",
+    )
+    return router

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An application on a real socket, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+
+
+class AppServer:
+    """Serves between entry and exit; `url` says where."""
+
+    def __init__(self, app: Any) -> None:
+        config = uvicorn.Config(
+            app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run)
+        self.url = ""
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve())
+
+    def __enter__(self) -> AppServer:
+        self._thread.start()
+        end = time.monotonic() + 30
+        while not self._server.started:
+            assert time.monotonic() < end, "the server does not start"
+            assert self._thread.is_alive(), "the server ended"
+            time.sleep(0.005)
+        (server,) = self._server.servers
+        host, port = server.sockets[0].getsockname()[:2]
+        self.url = f"http://{host}:{port}"
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`diffulex serve` with a fake engine: python serve_fake.py FACTORY [flags]."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+import slow_engine  # noqa: E402
+from diffulex.server.args import parse_args  # noqa: E402
+from diffulex.server.launch import serve  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(serve(parse_args(sys.argv[2:]), getattr(slow_engine, sys.argv[1])))

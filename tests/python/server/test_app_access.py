@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may ask, from where and how much: keys, origins, body limit; server.md section 14."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from diffulex.server.api_server import create_app
+from diffulex.server.frontend import FrontendLimits
+from fake_frontend import FakeFrontend
+from http_client import AppClient, check_error
+
+USER = [{"role": "user", "content": "hi"}]
+CHAT, NATIVE = "/v1/chat/completions", "/generate"
+
+# Bodies over the limit.
+
+
+def test_bodies_over_the_limit():
+    app = create_app(FakeFrontend(), max_body_bytes=200, allowed_origins=("https://page",))
+    client = AppClient(app)
+    assert client.post(NATIVE, {"prompt": "a" * 100}).status_code == 200
+    big = json.dumps({"prompt": "a" * 200}).encode()
+    headers = {"content-type": "application/json", "origin": "https://page"}
+    response = client.request("POST", NATIVE, content=big, headers=headers)
+    check_error(response, 413, "invalid_request_error", "request_too_large")
+    assert response.headers["access-control-allow-origin"] == "https://page"
+
+    async def chunks():
+        for start in range(0, len(big), 10):
+            yield big[start : start + 10]
+
+    response = client.request("POST", NATIVE, content=chunks(), headers=headers)
+    check_error(response, 413, "invalid_request_error", "request_too_large")
+    count = 'requests_total{model_name="fake",route="/generate",status="413"} 2.0'
+    assert count in client.get("/metrics").text
+
+
+def test_bodies_over_the_limit_are_refused_before_keys_are_read():
+    app = create_app(FakeFrontend(), max_body_bytes=200, api_key=("k",))
+    response = AppClient(app).post(NATIVE, {"prompt": "a" * 200})
+    check_error(response, 413, "invalid_request_error", "request_too_large")
+
+
+# More than the queue takes.
+
+
+def test_what_no_queue_would_ever_take_is_not_worth_a_retry():
+    frontend = FakeFrontend()
+    frontend.limits = FrontendLimits(max_queue_size=2, max_queued_tokens=100)
+    frontend.info = {"max_num_reqs": 1}
+    client = AppClient(create_app(frontend))
+    body = {"prompt": ["a", "b", "c", "d"], "max_tokens": 4}
+    message = check_error(
+        client.post("/v1/completions", body), 400, "invalid_request_error", "invalid_request", "n"
+    )
+    assert "at most 3 choices" in message
+    message = check_error(
+        client.post(NATIVE, {"prompt": [1] * 50, "max_tokens": 51, "request_id": "a"}),
+        400,
+        "invalid_request_error",
+        "invalid_request",
+        "max_tokens",
+    )
+    assert "at most 100 tokens" in message
+    assert not frontend.commands
+    for good in (
+        {**body, "prompt": ["a", "b", "c"]},
+        {"prompt": "a", "n": 8, "temperature": 0, "max_tokens": 99},
+        {"prompt": [1] * 50, "max_tokens": 50, "request_id": "a"},
+    ):
+        assert client.post("/v1/completions", good).status_code == 200
+
+
+# Keys and origins.
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    return AppClient(create_app(FakeFrontend(), api_key=("key-one", "schlüssel")))
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/server_info", "/tokenizer_info", "/openapi.json"])
+def test_keys_are_needed(guarded, path):
+    check_error(guarded.get(path), 401, "authentication_error", "invalid_api_key")
+    for value in ("Bearer wrong", "Bearer", "key-one", "Basic key-one", "Bearer key-one2"):
+        response = guarded.get(path, headers={"Authorization": value})
+        check_error(response, 401, "authentication_error", "invalid_api_key")
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_each_key_opens(guarded):
+    headers = {"Authorization": "Bearer key-one"}
+    assert guarded.get("/v1/models", headers=headers).status_code == 200
+    assert guarded.get("/v1/models", headers={"Authorization": "bearer key-one"}).status_code == 200
+    encoded = {"Authorization": "Bearer schlüssel".encode()}
+    assert guarded.get("/v1/models", headers=encoded).status_code == 200
+    assert guarded.post(NATIVE, {"prompt": "x"}, headers=headers).status_code == 200
+    assert guarded.post(NATIVE, {"prompt": "x"}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/health/live", "/ready", "/ping", "/version", "/metrics", "/ui", "/"]
+)
+def test_open_paths_need_no_key(guarded, path):
+    assert guarded.get(path).status_code in (200, 307)
+
+
+def test_metrics_may_need_a_key():
+    client = AppClient(create_app(FakeFrontend(), api_key=("k",), metrics_auth=True))
+    assert client.get("/metrics").status_code == 401
+    assert client.get("/metrics", headers={"Authorization": "Bearer k"}).status_code == 200
+
+
+def test_only_the_start_of_a_wrong_key_is_logged(guarded, caplog):
+    with caplog.at_level(logging.WARNING, logger="diffulex"):
+        guarded.get("/v1/models", headers={"Authorization": "Bearer abcdefgh"})
+    assert "'abcd'" in caplog.text
+    assert "abcde" not in caplog.text
+
+
+def test_origins(guarded):
+    asking = {"Origin": "https://page", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in guarded.get("/health", headers=asking).headers
+    app = create_app(FakeFrontend(), allowed_origins=("https://page",), api_key=("k",))
+    client = AppClient(app)
+    response = client.request("OPTIONS", CHAT, headers=asking)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "https://page"
+    response = client.post(CHAT, {"messages": USER}, headers={"Origin": "https://page"})
+    assert response.status_code == 401
+    assert response.headers["access-control-allow-origin"] == "https://page"
+    other = {**asking, "Origin": "https://other"}
+    assert "access-control-allow-origin" not in client.get("/health", headers=other).headers
+
+
+def test_a_path_prefix_of_a_proxy_changes_nothing():
+    app = create_app(FakeFrontend(), api_key=("k",))
+    app.root_path = "/api"
+    client = AppClient(app)
+    assert client.get("/api/health").status_code == 200
+    assert client.get("/api/v1/models").status_code == 401

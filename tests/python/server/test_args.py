@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's command line: server.md section 10 and the table of the engine's settings."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from diffulex.config_table import CONFIG_TABLE
+from diffulex.errors import ConfigError
+from diffulex.logging import _warned
+from diffulex.server.args import (
+    INTERNAL_ENGINE_KEYS,
+    ServerArgs,
+    build_arg_parser,
+    parse_args,
+    parse_device_ids,
+)
+from diffulex.server.flags_markdown import render_markdown
+from diffulex.server.launch import main
+from diffulex.server.server_flags import http_flags
+
+# Section 10.1: what a flag puts into the engine's keywords.
+UPSTREAM_FLAGS = [
+    ("--model-name sdar", {"model_name": "sdar"}),
+    ("--decoding-strategy d2f", {"decoding_strategy": "d2f"}),
+    ("--sampling-mode edit", {"sampling_mode": "edit"}),
+    ("--mask-token-id 7", {"mask_token_id": 7}),
+    ("--tensor-parallel-size 1", {"tensor_parallel_size": 1}),
+    ("--data-parallel-size 1", {"data_parallel_size": 1}),
+    ("--master-addr other", {"master_addr": "other"}),
+    ("--master-port 2334", {"master_port": 2334}),
+    ("--distributed-timeout-seconds 60", {"distributed_timeout_seconds": 60}),
+    ("--device-ids 0,2", {"device_ids": [0, 2]}),
+    ("--block-size 8", {"block_size": 8}),
+    ("--buffer-size 2", {"buffer_size": 2}),
+    ("--page-size 16", {"page_size": 16}),
+    ("--max-num-batched-tokens 512", {"max_num_batched_tokens": 512}),
+    ("--max-num-reqs 3", {"max_num_reqs": 3}),
+    ("--max-model-len 99", {"max_model_len": 99}),
+    ("--disable-prefill-cudagraph", {"enable_prefill_cudagraph": False}),
+    ("--disable-full-static-runner", {"enable_full_static_runner": False}),
+    ("--prefill-cudagraph-max-len 4", {"prefill_cudagraph_max_len": 4}),
+    ("--disable-torch-compile", {"enable_torch_compile": False}),
+    ("--enable-cudagraph-torch-compile", {"enable_cudagraph_torch_compile": True}),
+    ("--torch-compile-mode default", {"torch_compile_mode": "default"}),
+    ("--auto-max-nfe-warmup-steps 3", {"auto_max_nfe_warmup_steps": 3}),
+    ("--auto-max-nfe-tpf-floor 0.5", {"auto_max_nfe_tpf_floor": 0.5}),
+    ("--gpu-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
+    ("--enforce-eager", {"enforce_eager": True}),
+    ("--attn-impl cpu", {"attn_impl": "cpu"}),
+    ("--disable-prefix-caching", {"enable_prefix_caching": False}),
+    ("--kv-cache-layout distinct", {"kv_cache_layout": "distinct"}),
+    ("--moe-dispatcher-backend standard", {"moe_dispatcher_backend": "standard"}),
+    ("--moe-gemm-impl auto", {"moe_gemm_impl": "auto"}),
+    ("--add-block-threshold 0.2", {"decoding_thresholds": {"add_block_threshold": 0.2}}),
+    ("--semi-complete-threshold 0.3", {"decoding_thresholds": {"semi_complete_threshold": 0.3}}),
+    ("--accept-threshold 0.4", {"decoding_thresholds": {"accept_threshold": 0.4}}),
+    ("--remask-threshold 0.5", {"decoding_thresholds": {"remask_threshold": 0.5}}),
+    (
+        "--token-stability-threshold 0.6",
+        {"decoding_thresholds": {"token_stability_threshold": 0.6}},
+    ),
+    ("--use-lora --lora-path x --pre-merge-lora", {"use_lora": True, "lora_path": "x"}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    monkeypatch.delenv("DIFFULEX_API_KEY", raising=False)
+    _warned.clear()
+
+
+def engine_kwargs(line: str) -> dict:
+    return parse_args(line.split()).engine_kwargs()
+
+
+@pytest.mark.parametrize(("line", "expected"), UPSTREAM_FLAGS)
+def test_flags_reach_the_engine(line, expected):
+    kwargs = engine_kwargs(line)
+    assert {name: kwargs[name] for name in expected} == expected
+
+
+def test_nothing_given_leaves_the_choice_to_checkpoint_and_family():
+    args = parse_args([])
+    assert args.engine_kwargs() == {"device_ids": [], "decoding_thresholds": {}}
+    assert (args.model, args.host, args.port) == ("demo", "127.0.0.1", 8000)
+    assert args.served_names == ("demo",)
+
+
+def test_every_key_of_the_engine_has_a_flag_and_a_field():
+    flags = {flag for action in build_arg_parser()._actions for flag in action.option_strings}
+    fields = ServerArgs.__dataclass_fields__
+    for name in CONFIG_TABLE:
+        is_internal = name in INTERNAL_ENGINE_KEYS
+        assert (name in fields) is (not is_internal or name == "model"), name
+        assert is_internal or f"--{name.replace('_', '-')}" in flags, name
+
+
+def test_every_server_setting_has_a_flag_and_help():
+    flags = {flag for action in build_arg_parser()._actions for flag in action.option_strings}
+    for row in http_flags():
+        assert row.flag in flags
+        assert row.help.endswith("."), row.name
+        assert row.name not in CONFIG_TABLE or row.name == "model"
+
+
+def test_mask_token_id_and_profiler_config_are_absent_unless_given():
+    assert not {"mask_token_id", "profiler_config"} & set(engine_kwargs(""))
+    line = "--profiler torch --torch-profiler-dir /t --profiler-memory --profiler-max-iterations 3"
+    assert engine_kwargs(line)["profiler_config"] == {
+        "profiler": "torch",
+        "torch_profiler_dir": "/t",
+        "record_shapes": False,
+        "profile_memory": True,
+        "with_stack": False,
+        "delay_iterations": 0,
+        "max_iterations": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("--attn-impl triton_grouped", "attn_impl", "auto"),
+        ("--attn-impl triton", "attn_impl", "auto"),
+        ("--moe-gemm-impl triton", "moe_gemm_impl", "auto"),
+        ("--moe-gemm-impl vllm", "moe_gemm_impl", "auto"),
+        ("--moe-gemm-impl vllm_modular", "moe_gemm_impl", "auto"),
+    ],
+)
+def test_legacy_names_are_mapped_with_one_warning(line, name, value, caplog):
+    with caplog.at_level(logging.WARNING, logger="diffulex"):
+        args = parse_args(line.split())
+        assert args.engine_kwargs()[name] == value
+        assert args.engine_kwargs()[name] == value
+    assert [record.getMessage().count("deprecated") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--deepep-mode normal",
+        "--deepep-num-max-dispatch-tokens-per-rank 8",
+        "--torch-compile-mode default",
+        "--disable-torch-compile",
+    ],
+)
+def test_flags_without_effect_are_accepted_with_a_warning(line, caplog):
+    with caplog.at_level(logging.WARNING, logger="diffulex"):
+        kwargs = engine_kwargs(line)
+    assert "deepep_mode" not in kwargs
+    assert any("no effect" in record.getMessage() for record in caplog.records)
+
+
+def test_engine_args_are_yaml_and_reach_the_engine():
+    kwargs = parse_args(
+        ["--engine-arg", "num_pages=64", "--engine-arg", "suppress-token-ids=[1, 2]"]
+    ).engine_kwargs()
+    assert kwargs["num_pages"] == 64
+    assert kwargs["suppress_token_ids"] == [1, 2]
+    kwargs = parse_args(["--engine-arg", "decoding_thresholds={edit_threshold: 0.5}"])
+    assert kwargs.engine_kwargs()["decoding_thresholds"] == {"edit_threshold": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--port 70000", "--port: expected >= 0 and <= 65535, got 70000"),
+        ("--port x", "expected an integer, got 'x'"),
+        ("--block-size 5000", "block_size: expected"),
+        ("--accept-threshold 1.5", "accept_threshold: expected"),
+        ("--engine-arg num_page=3", "nearest is 'num_pages'"),
+        ("--engine-arg block_size=8 --block-size 8", "got --block-size as well"),
+        ("--engine-arg num_pages=1 --engine-arg num_pages=2", "got it again"),
+        ("--engine-arg num_pages", "expected KEY=VALUE"),
+        ("--engine-arg model=x", "expected it as --model"),
+        ("--served-model-nam x", "nearest is --served-model-name"),
+        ("--use-lora", "--lora-path: expected a directory"),
+        ("--profiler torch", "--torch-profiler-dir: expected a directory"),
+        ("--ssl-keyfile k", "expected both, got only --ssl-keyfile"),
+        ("--ssl-keyfile /no/k --ssl-certfile /no/c", "got /no/k, /no/c: [Errno 2]"),
+        ("--metrics-auth", "--metrics-auth: expected --api-key with it"),
+        ("--metrics-auth --api-key k --metrics-port 9", "port asks for no key"),
+        ("--trust-remote-code", "code of checkpoints is never run"),
+        ("--request-timeout nan", "--request-timeout: expected >= 0, got nan"),
+        ("--max-n 0", "--max-n: expected >= 1, got 0"),
+        ("--log-level loud", "invalid choice: 'loud'"),
+        ("--config /nowhere.yaml", "expected a readable YAML file"),
+        ("--device-ids 0,x", "expected an integer, got 'x'"),
+        ("--inproc --early-bind", "--early-bind: expected two processes, got --inproc"),
+        ("--root-path api", "expected a path that starts with /"),
+    ],
+)
+def test_errors_are_one_line_that_names_the_setting(line, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_args(line.split())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_config_file_gives_what_the_command_line_does_not(tmp_path):
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        "port: 8001\nhost: 0.0.0.0\napi-key: [a, b]\nenforce_eager: true\naccess_log: false\n"
+        "disable_prefix_caching: true\nauto-max-nfe: false\ndevice_ids: [0, 1]\nuds: null\n"
+        'allowed_origins: ["https://x", "https://y"]\nengine_arg: {num_pages: 64}\n'
+        "accept_threshold: 0.25\nserved_model_name: mine\n"
+    )
+    args = parse_args(["--config", str(path), "--port", "9", "--api-key", "c"])
+    assert (args.port, args.host, args.access_log, args.uds) == (9, "0.0.0.0", False, None)
+    assert args.api_key == ("c",)
+    assert args.served_names == ("mine",)
+    assert args.allowed_origins == ("https://x", "https://y")
+    kwargs = args.engine_kwargs()
+    assert kwargs["enforce_eager"] is True
+    assert kwargs["enable_prefix_caching"] is False
+    assert kwargs["auto_max_nfe"] is False
+    assert kwargs["device_ids"] == [0, 1]
+    assert kwargs["num_pages"] == 64
+    assert kwargs["decoding_thresholds"] == {"accept_threshold": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", "expected a known key, nearest is 'port', got 'prot'"),
+        ("[1]", "expected a map of settings"),
+        ("port: x", "expected an integer, got 'x'"),
+        ("enforce_eager: maybe", "expected true or false"),
+        ("disable_ui: 3", "expected true or false as disable-ui, got 3"),
+        ("port: {a: 1}", "expected no map as port"),
+        ("config: other.yaml", "expected a known key"),
+        ("a: [", "expected a readable YAML file"),
+    ],
+)
+def test_errors_of_config_files(tmp_path, text, message):
+    path = tmp_path / "server.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        parse_args(["--config", str(path)])
+
+
+def test_api_keys_of_the_environment(monkeypatch):
+    monkeypatch.setenv("DIFFULEX_API_KEY", "one, two,")
+    assert parse_args([]).api_key == ("one", "two")
+    assert parse_args(["--api-key", "three"]).api_key == ("three",)
+
+
+def test_secrets_are_not_shown(monkeypatch):
+    args = parse_args(["--api-key", "hidden", "--block-size", "8"])
+    shown = args.public_settings()
+    assert shown["block_size"] == 8
+    assert "hidden" not in str(shown)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, []), ("  ", []), ("1", [1]), ("0, ,2,", [0, 2])]
+)
+def test_parse_device_ids(value, expected):
+    assert parse_device_ids(value) == expected
+
+
+def test_parse_device_ids_rejects_other_texts():
+    with pytest.raises(ValueError, match="'x'"):
+        parse_device_ids("1,x")
+
+
+def test_a_public_address_without_keys_is_warned_about(caplog):
+    with caplog.at_level(logging.WARNING, logger="diffulex"):
+        parse_args([]).log_warnings()
+        parse_args(["--host", "0.0.0.0", "--api-key", "k"]).log_warnings()
+        assert not caplog.records
+        parse_args(["--host", "0.0.0.0"]).log_warnings()
+    assert "anybody" in caplog.text
+
+
+def test_lines_of_the_http_server_have_the_form_of_the_others(monkeypatch, capsys):
+    for name in ("diffulex", "uvicorn", "uvicorn.access"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    for key in ("DIFFULEX_LOG_LEVEL", "DIFFULEX_LOG_FORMAT"):
+        monkeypatch.setenv(key, "")  # put back after the test
+    args = parse_args(["--log-format", "json"])
+    args.configure_logging()
+    uvicorn.Config(None, **args.uvicorn_options())
+    logging.getLogger("uvicorn.access").info("%s asked", "somebody")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["msg"] == "somebody asked"
+    assert json.loads(line)["logger"] == "uvicorn.access"
+    uvicorn.Config(None, **parse_args(["--no-access-log"]).uvicorn_options())
+    logging.getLogger("uvicorn.access").info("hidden")
+    assert capsys.readouterr().err == ""
+
+
+def test_importing_needs_neither_torch_nor_the_extra():
+    """Section 1, rule 4."""
+    code = (
+        "import sys\n"
+        "blocked = {'torch', 'transformers', 'diffulex_ext', 'fastapi', 'uvicorn', 'zmq', 'msgpack',"
+        " 'msgspec', 'prometheus_client', 'yaml'}\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in blocked: raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "from diffulex.server.args import parse_args\n"
+        "parse_args(['--block-size', '8'])\n"
+        "import diffulex.server.protocol, diffulex.server.zmq_queue, diffulex.server.frontend\n"
+        "blocked -= {'fastapi', 'msgspec', 'prometheus_client'}\n"
+        "import diffulex.server.api_server, diffulex.server.engine_loop\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_missing_packages_are_one_clear_line(monkeypatch, capsys):
+    from diffulex import cli
+    from diffulex.server import requirements
+
+    def find_spec(name):
+        return None if name == "fastapi" else object()
+
+    monkeypatch.setattr(requirements, "find_spec", find_spec)
+    assert cli.main(["serve"]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "pip install 'diffulex[serve]'" in message
+    assert "got none of fastapi" in message
+
+
+def test_the_document_is_up_to_date():
+    path = Path(__file__).resolve().parents[3] / "docs" / "server_flags.md"
+    assert path.read_text(encoding="utf-8") == render_markdown(), (
+        "run: python -m diffulex.server.flags_markdown > docs/server_flags.md"
+    )
+
+
+@pytest.mark.parametrize("line", ["--port 99999", "--nope", "--engine-arg page_size=7"])
+def test_bad_arguments_end_with_one_line_and_exit_code_2(line, capsys):
+    assert main(line.split()) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("diffulex serve: error: ")
+    assert message.count("\n") == 1

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The in-process loop over a fake engine: server.md section 8."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from block_engine import BlockEngine
+from byte_tokenizer import EOS
+from diffulex import SamplingParams
+from diffulex.server.engine_loop import EngineLoop, GenerateResult, QueuedCommand
+from diffulex.server.frontend import RequestFailed
+from diffulex.server.protocol import (
+    ChatInput,
+    PromptInput,
+    ServingAbort,
+    ServingBufferSnapshot,
+    ServingDelta,
+    ServingError,
+    ServingFlushCache,
+    ServingGenerate,
+    ServingProfileStart,
+    ServingReply,
+)
+
+PARAMS = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+
+
+class SlowEngine(BlockEngine):
+    """Never finishes a request by itself; keeps the threads it was touched by."""
+
+    def __init__(self, model, **kwargs):
+        super().__init__()
+        self.model, self.kwargs = model, kwargs
+        self.threads = {threading.current_thread().name}
+        self.is_endless = kwargs.get("is_endless", False)
+        self.batches = []
+
+    def run_serving_tick(self, commands):
+        self.threads.add(threading.current_thread().name)
+        self.batches.append(list(commands))
+        return super().run_serving_tick(commands)
+
+    def step(self):
+        if self.is_endless:
+            time.sleep(0.002)
+            return list(self.live.values()), False
+        return super().step()
+
+    def exit(self):
+        self.threads.add(threading.current_thread().name)
+        super().exit()
+
+
+class Harness:
+    """A started loop and its engine."""
+
+    def __init__(self, **kwargs):
+        self.engines = []
+        self.loop = EngineLoop("m", kwargs, engine_factory=self.make)
+
+    def make(self, model, **kwargs):
+        self.engines.append(SlowEngine(model, **kwargs))
+        return self.engines[-1]
+
+    @property
+    def engine(self):
+        return self.engines[-1]
+
+    async def __aenter__(self):
+        await self.loop.start()
+        return self
+
+    async def __aexit__(self, *exc):
+        await self.loop.stop()
+
+
+async def until(condition, timeout_s=5.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "expected it in time"
+        await asyncio.sleep(0.002)
+
+
+def run(test, **kwargs):
+    async def body():
+        async with Harness(**kwargs) as harness:
+            await asyncio.wait_for(test(harness), 30)
+
+    asyncio.run(body())
+
+
+def test_names():
+    assert GenerateResult is ServingReply
+    assert EngineLoop("dir/model").model_id == "dir/model"
+    assert EngineLoop("m", {"model_name": "dream"}).model_id == "dream"
+    assert QueuedCommand(ServingAbort("a")).command.rid == "a"
+
+
+def test_generate_returns_the_reply():
+    async def test(harness):
+        reply = await harness.loop.generate("hi", PARAMS, rid="mine")
+        assert reply.rid == "mine"
+        assert len(reply.token_ids) == 16
+        assert not harness.loop.has_waiters()
+        assert (await harness.loop.generate(PromptInput([1, 2]), PARAMS)).prompt_tokens == 2
+
+    run(test)
+
+
+def test_start_twice_builds_one_engine_and_passes_its_settings():
+    async def test(harness):
+        await harness.loop.start()
+        assert len(harness.engines) == 1
+        assert (harness.engine.model, harness.engine.kwargs) == ("m", {"block_size": 8})
+        assert harness.loop.is_running
+
+    run(test, block_size=8)
+
+
+def test_the_engine_is_touched_by_one_thread():
+    async def test(harness):
+        await asyncio.gather(*(harness.loop.generate("x", PARAMS) for _ in range(4)))
+        assert await harness.loop.call_engine(lambda: threading.current_thread().name) in (
+            harness.engine.threads
+        )
+
+    harnesses = []
+
+    async def body():
+        async with Harness() as harness:
+            harnesses.append(harness)
+            await test(harness)
+
+    asyncio.run(body())
+    (name,) = harnesses[0].engine.threads
+    assert name.startswith("diffulex-engine")
+    assert harnesses[0].engine.exited
+
+
+def test_concurrent_requests_are_batched():
+    async def test(harness):
+        replies = await asyncio.gather(
+            *(harness.loop.generate("x", PARAMS, rid=str(index)) for index in range(8))
+        )
+        assert [reply.rid for reply in replies] == [str(index) for index in range(8)]
+        most = max(len(batch) for batch in harness.engine.batches)
+        assert most >= 7, "all that waits is taken by one tick"
+        alone = sum(reply.nfe for reply in replies)
+        assert harness.engine.num_steps < alone
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kinds"),
+    [
+        ("block_append", {ServingDelta}),
+        ("denoise", {ServingBufferSnapshot}),
+        ("both", {ServingDelta, ServingBufferSnapshot}),
+    ],
+)
+def test_streams(mode, kinds):
+    async def test(harness):
+        stream = harness.loop.generate_stream("x", PARAMS, stream_mode=mode)
+        events = [event async for event in stream]
+        assert {type(event) for event in events[:-1]} == kinds
+        assert isinstance(events[-1], ServingReply)
+        if mode == "block_append":
+            assert "".join(event.text for event in events[:-1]) == events[-1].text
+        assert not harness.loop.has_waiters()
+
+    run(test)
+
+
+def test_chats_are_rendered_by_the_engine():
+    async def test(harness):
+        messages = [{"role": "user", "content": "hi"}]
+        assert await harness.loop.render_chat_prompt(messages) == "user: hi\nassistant:"
+        reply = await harness.loop.generate(ChatInput(messages), PARAMS)
+        assert reply.prompt_tokens == len("user: hi\nassistant:")
+
+    run(test)
+
+
+def test_rejected_requests():
+    async def test(harness):
+        with pytest.raises(RequestFailed) as caught:
+            await harness.loop.generate([], PARAMS)
+        assert caught.value.error.http_status == 400
+        events = [event async for event in harness.loop.generate_stream([], PARAMS)]
+        assert [type(event) for event in events] == [ServingError]
+        stream = harness.loop.generate_stream("x", PARAMS, rid="a")
+        await stream.__anext__()
+        with pytest.raises(ValueError, match="'a' again"):
+            await harness.loop.generate("x", PARAMS, rid="a")
+        await stream.aclose()
+
+    run(test)
+
+
+def test_operations_are_answered():
+    async def test(harness):
+        ack = await harness.loop.operate(ServingFlushCache("1"))
+        assert (ack.ok, ack.data) == (True, {"num_dropped_units": 0})
+        ack = await harness.loop.operate(ServingProfileStart(op_id="2"))
+        assert not ack.ok
+        with pytest.raises(ValueError, match="op_id"):
+            await harness.loop.operate(ServingProfileStart())
+
+    run(test)
+
+
+# Ends before the reply.
+
+
+def test_a_cancelled_generate_is_aborted():
+    async def test(harness):
+        task = asyncio.create_task(harness.loop.generate("x", PARAMS))
+        await until(lambda: harness.engine.live)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: not harness.engine.live)
+        assert harness.engine.aborted == [0]
+        await asyncio.sleep(0.02)
+        num_ticks = len(harness.engine.batches)
+        await asyncio.sleep(0.05)
+        assert len(harness.engine.batches) == num_ticks, "an idle loop must not spin"
+
+    run(test, is_endless=True)
+
+
+def test_a_closed_stream_is_aborted():
+    async def test(harness):
+        stream = harness.loop.generate_stream("x", PARAMS)
+        await stream.__anext__()
+        await stream.aclose()
+        assert not harness.loop.has_waiters(), "closing must not be left to the garbage collector"
+        await until(lambda: harness.engine.aborted)
+
+    run(test)
+
+
+def test_a_client_that_left_ends_its_stream(monkeypatch):
+    monkeypatch.setattr("diffulex.server.engine_loop._DISCONNECT_POLL_S", 0.02)
+
+    async def test(harness):
+        async def is_disconnected():
+            return True
+
+        stream = harness.loop.generate_stream("x", PARAMS, is_disconnected=is_disconnected)
+        assert [event async for event in stream] == []
+        await until(lambda: harness.engine.aborted == [0])
+
+    run(test, is_endless=True)
+
+
+def test_what_nobody_waits_for_is_not_admitted():
+    async def test(harness):
+        gate = threading.Event()
+        blocked = asyncio.create_task(harness.loop.call_engine(gate.wait))
+        task = asyncio.create_task(harness.loop.generate("x", PARAMS))
+        await asyncio.sleep(0)
+        task.cancel()
+        kept = asyncio.create_task(harness.loop.generate("y", PARAMS))
+        gate.set()
+        await blocked
+        await kept
+        assert harness.engine.num_added == 1
+        assert not harness.engine.aborted
+
+    run(test)
+
+
+def test_stop_ends_what_is_pending():
+    outcome = {}
+
+    async def consume(harness):
+        outcome["events"] = [e async for e in harness.loop.generate_stream("x", PARAMS)]
+
+    async def body():
+        async with Harness(is_endless=True) as harness:
+            future = asyncio.create_task(harness.loop.generate("x", PARAMS))
+            stream = asyncio.create_task(consume(harness))
+            await until(lambda: len(harness.engine.live) == 2)
+            await harness.loop.stop()
+            with pytest.raises(RuntimeError, match="stopped before request completion"):
+                await future
+            await stream
+            assert harness.engine.exited
+            with pytest.raises(RuntimeError, match="expected it to run"):
+                await harness.loop.generate("x", PARAMS)
+            await harness.loop.stop()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+    assert isinstance(outcome["events"][-1], ServingError)
+    assert outcome["events"][-1].code == "server_shutdown"
+
+
+def test_not_started():
+    loop = EngineLoop("m", engine_factory=SlowEngine)
+    with pytest.raises(RuntimeError, match="expected it to run"):
+        asyncio.run(loop.generate("x", PARAMS))
+
+
+def test_a_constructor_that_fails():
+    def make(model, **kwargs):
+        raise ValueError("no such model")
+
+    async def body():
+        loop = EngineLoop("m", engine_factory=make)
+        with pytest.raises(ValueError, match="no such model"):
+            await loop.start()
+        assert not loop.is_running
+
+    asyncio.run(body())
+
+
+def test_a_step_that_fails_ends_everything():
+    async def body():
+        async with Harness() as harness:
+            await harness.loop.generate("x", PARAMS)
+            harness.engine.failure = ZeroDivisionError("kernel")
+            with pytest.raises(RuntimeError, match="stopped before request completion") as caught:
+                await harness.loop.generate("x", PARAMS)
+            assert "kernel" in str(caught.value.__cause__)
+            await until(lambda: harness.engine.exited)
+            with pytest.raises(RuntimeError, match="expected it to run") as caught:
+                await harness.loop.generate("x", PARAMS)
+            assert "kernel" in str(caught.value.__cause__)
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_lost_events_are_an_error_not_a_spin():
+    class Forgetful(BlockEngine):
+        num_ticks = 0
+
+        def __init__(self, model, **kwargs):
+            super().__init__()
+
+        def run_serving_tick(self, commands):
+            self.num_ticks += 1
+            return []
+
+    async def body():
+        loop = EngineLoop("m", engine_factory=Forgetful)
+        await loop.start()
+        with pytest.raises(RequestFailed, match="lost"):
+            await asyncio.wait_for(loop.generate("x", PARAMS), 5)
+        assert loop.engine.num_ticks < 5
+        await loop.stop()
+
+    asyncio.run(body())
+
+
+def test_restart_after_stop():
+    async def body():
+        harness = Harness()
+        for _ in range(2):
+            async with harness:
+                await harness.loop.generate("x", PARAMS)
+        assert len(harness.engines) == 2
+
+    asyncio.run(body())
+
+
+def test_end_tokens_still_end(monkeypatch):
+    monkeypatch.setattr(SlowEngine, "add_request", _ending_at_once)
+
+    async def test(harness):
+        params = SamplingParams(max_tokens=16, temperature=0.0)
+        command = ServingGenerate("a", PromptInput("x"), params, True, "block_append")
+        events = [event async for event in harness.loop.stream_command(command)]
+        assert events[-1].text == "A"
+        assert events[-1].finish_reason == "eos_token_generated"
+
+    run(test)
+
+
+def _ending_at_once(self, prompt, sampling_params):
+    self.answers = {self.num_added: [65, EOS]}
+    return BlockEngine.add_request(self, prompt, sampling_params)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole server in one process: a tiny random model on the CPU, `--inproc`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app_server import AppServer
+from block_engine import BlockEngine
+from diffulex import SamplingParams
+from diffulex.engine.serving_engine import ServingEngine
+from diffulex.server.api_server import create_app
+from diffulex.server.engine_loop import EngineLoop
+from diffulex.server.frontend import BackendUnavailable, OperationFailed, RequestFailed
+from diffulex.server.frontend_state import FrontendLimits, ServerState
+from diffulex.server.inproc_frontend import InprocFrontend
+from diffulex.server.protocol import PromptInput, ServingGenerate
+from engine.tiny_engine import TinyModel
+from http_client import frames
+
+PROMPT = [1, 2, 3, 4, 5]
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> TinyModel:
+    directory: Path = tmp_path_factory.mktemp("tiny")
+    return TinyModel(directory, "cpu")
+
+
+@pytest.fixture(scope="module")
+def url(model: TinyModel) -> Iterator[str]:
+    def make(name: str, **settings: object) -> ServingEngine:
+        return ServingEngine(model.engine(**settings))
+
+    loop = EngineLoop("tiny", {"max_num_reqs": 4}, engine_factory=make)
+    frontend = InprocFrontend(loop, tokenizer=model.facts.tokenizer)
+    with AppServer(create_app(frontend)) as server:
+        yield server.url
+
+
+def post(url: str, path: str = "/generate", **body: object) -> httpx.Response:
+    plain = {"prompt": PROMPT, "max_tokens": LENGTH, "ignore_eos": True}
+    return httpx.post(url + path, json={**plain, **body}, timeout=60)
+
+
+def test_the_same_seed_gives_the_same_tokens(url):
+    first, second, other = (post(url, seed=seed).json() for seed in (5, 5, 6))
+    assert first["token_ids"] == second["token_ids"]
+    assert first["token_ids"] != other["token_ids"]
+    assert len(first["token_ids"]) == LENGTH, "ignore_eos asks for exactly max_tokens"
+    drawn = post(url).json()
+    assert post(url, seed=drawn["seed"]).json()["token_ids"] == drawn["token_ids"]
+
+
+def test_a_drawn_seed_repeats_the_answer(url):
+    answer = post(url, temperature=1.0).json()
+    assert (
+        post(url, temperature=1.0, seed=answer["seed"]).json()["token_ids"] == answer["token_ids"]
+    )
+
+
+@pytest.mark.parametrize("mode", ["block_append", "denoise", "both"])
+def test_streams_end_with_the_answer_in_one_piece(url, mode):
+    whole = post(url, seed=5).json()
+    *events, final, _ = frames(post(url, seed=5, stream=True, stream_mode=mode))
+    assert final["event"] == "final"
+    assert final["token_ids"] == whole["token_ids"]
+    assert final["text"] == whole["text"]
+    deltas = [event for event in events if event["event"] == "append"]
+    drafts = [event for event in events if event["event"] == "buffer_snapshot"]
+    assert bool(deltas) is (mode != "denoise")
+    assert bool(drafts) is (mode != "block_append")
+    if deltas:
+        assert [token for event in deltas for token in event["token_ids"]] == whole["token_ids"]
+        assert "".join(event["text"] for event in deltas) == whole["text"]
+    draft: list[int] = []
+    for event in drafts:
+        draft[event["token_offset"] :] = event["token_ids"]
+        assert event["text"] is not None
+    if drafts:
+        assert draft[:LENGTH] == whole["token_ids"]
+
+
+def test_many_at_once(url):
+    async def ask():
+        body = {"prompt": PROMPT, "max_tokens": LENGTH, "ignore_eos": True, "temperature": 0}
+        async with httpx.AsyncClient(timeout=60) as client:
+            return await asyncio.gather(
+                *(client.post(url + "/generate", json=body) for _ in range(12))
+            )
+
+    answers = asyncio.run(ask())
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({tuple(answer.json()["token_ids"]) for answer in answers}) == 1
+
+
+def test_leaving_frees_the_engine(url):
+    body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", url + "/generate", json=body, timeout=60) as response:
+        next(response.iter_raw())
+    end = time.monotonic() + 10
+    while True:
+        text = httpx.get(url + "/metrics").text
+        is_idle = 'requests_running{model_name="tiny"} 0.0' in text
+        if is_idle and 'requests_tracked{model_name="tiny"} 0.0' in text:
+            break
+        assert time.monotonic() < end, text
+        time.sleep(0.05)
+
+
+def test_service_routes(url):
+    info = httpx.get(url + "/server_info").json()
+    assert info["max_num_reqs"] == 4
+    assert info["state"] == "ready"
+    assert httpx.post(url + "/flush_cache").json()["status"] == "ok"
+    assert httpx.post(url + "/start_profile").status_code == 409
+    assert httpx.get(url + "/health").json() == {"status": "ready"}
+    assert httpx.get(url + "/version").json()["extension_version"]
+
+
+# The frontend, over a fake engine.
+
+
+class TinyTokens(BlockEngine):
+    def __init__(self, model, **kwargs):
+        super().__init__()
+
+
+def command(rid="a", **fields):
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    return ServingGenerate(rid, PromptInput("x"), params, **fields)
+
+
+def run(test, **options):
+    async def body():
+        loop = EngineLoop("m", engine_factory=TinyTokens)
+        frontend = InprocFrontend(loop, **options)
+        assert frontend.state is ServerState.STARTING
+        await frontend.start()
+        await frontend.start()
+        assert frontend.state is ServerState.READY
+        try:
+            await asyncio.wait_for(test(frontend, loop), 30)
+        finally:
+            await frontend.stop()
+            await frontend.stop()
+        assert not loop.is_running
+        assert frontend.state is ServerState.STOPPED
+
+    asyncio.run(body())
+
+
+def test_frontend_answers_and_counts():
+    async def test(frontend, loop):
+        reply = await frontend.generate(command())
+        assert len(reply.token_ids) == 8
+        assert (await frontend.flush_cache()) == {"num_dropped_units": 0}
+        with pytest.raises(OperationFailed, match="profiling is off"):
+            await frontend.start_profile()
+        assert frontend.num_inflight == 0
+
+    run(test)
+
+
+def test_limits_hold_in_one_process():
+    async def test(frontend, loop):
+        first = frontend.generate_stream(command("a", stream=True))
+        await first.__anext__()
+        with pytest.raises(RequestFailed) as caught:
+            await frontend.generate(command("b"))
+        assert caught.value.error.code == "queue_full"
+        await first.aclose()
+        while loop.engine.live or loop.has_waiters():
+            await asyncio.sleep(0.002)
+        await frontend.generate(command("c"))
+
+    run(test, limits=FrontendLimits(max_queue_size=1))
+
+
+def test_an_engine_that_fails_is_reported():
+    reasons = []
+
+    async def test(frontend, loop):
+        loop.engine.failure = ZeroDivisionError("kernel")
+        with pytest.raises(RequestFailed) as caught:
+            await frontend.generate(command())
+        assert caught.value.error.code == "engine_dead"
+        while not reasons:
+            await asyncio.sleep(0.01)
+        assert frontend.state is ServerState.DEAD
+        with pytest.raises(RequestFailed) as caught:
+            await frontend.generate(command("b"))
+        assert caught.value.error.http_status == 503
+        with pytest.raises(BackendUnavailable):
+            await frontend.flush_cache()
+
+    async def body():
+        loop = EngineLoop("m", engine_factory=TinyTokens)
+        frontend = InprocFrontend(loop, on_dead=reasons.append)
+        await frontend.start()
+        await asyncio.wait_for(test(frontend, loop), 30)
+        await frontend.stop()
+
+    asyncio.run(body())
