@@ -179,7 +179,7 @@ build_editable() {
   local cmake_args="-DDIFFULEX_BUILD_TESTS=ON $*"
   if [ "$OFFLINE" = 0 ]; then
     pip install -q "setuptools>=77" wheel "cmake>=3.26" ninja "pybind11>=2.13"
-    CMAKE_ARGS="$cmake_args ${CMAKE_ARGS:-}" pip install -q --no-build-isolation -e ".[test]"
+    CMAKE_ARGS="$cmake_args ${CMAKE_ARGS:-}" pip install -q --no-build-isolation -e ".[serve,test]"
   else
     CMAKE_ARGS="$cmake_args ${CMAKE_ARGS:-}" pip install -q --no-build-isolation --no-deps -e .
   fi

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked: bundled word problems, a file, or random token ids."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffulex.bench.serve.frames import Api
+from diffulex.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diffulex.engine.tokenizer import Tokenizer
+
+__all__ = ["DATASETS", "BenchRequest", "DatasetSettings", "make_requests"]
+
+DATASETS = ("task:word_problems", "random", "jsonl", "sharegpt")
+#: Turns of a ShareGPT conversation that are used: a question and its answer.
+_NUM_TURNS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """One request before it has a model and sampling settings: a prompt, or messages."""
+
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None
+    #: Most tokens of the answer.
+    output_len: int
+
+    def fields(self) -> dict[str, Any]:
+        """The part of the body that says what is asked."""
+        if self.messages is not None:
+            return {"messages": self.messages}
+        return {"prompt": self.prompt}
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSettings:
+    """Which requests to make.
+
+    Attributes:
+        name: one of `DATASETS`.
+        path: the file of `jsonl` and `sharegpt`.
+        input_len: prompt tokens of `random`.
+        output_len: most tokens of an answer, where the data set does not say.
+        range_ratio: `random` draws both lengths from `[len * (1 - r), len * (1 + r)]`.
+        token_range: ids `random` draws from, low <= id < high; None takes the tokenizer's.
+    """
+
+    name: str = "task:word_problems"
+    path: Path | None = None
+    num_prompts: int = 200
+    seed: int = 0
+    input_len: int = 256
+    output_len: int = 128
+    range_ratio: float = 0.0
+    token_range: tuple[int, int] | None = None
+
+
+def make_requests(
+    settings: DatasetSettings, api: Api, tokenizer: Tokenizer | None
+) -> list[BenchRequest]:
+    """Exactly `num_prompts` requests; the same settings give the same ones. Short files repeat.
+
+    Raises:
+        ConfigError: an unknown data set, an unusable file, or one that does not fit the API.
+    """
+    readers: dict[str, Callable[[], list[BenchRequest]]] = {
+        "task:word_problems": lambda: _word_problems(settings),
+        "random": lambda: _random(settings, tokenizer),
+        "jsonl": lambda: _jsonl(settings),
+        "sharegpt": lambda: _sharegpt(settings, tokenizer),
+    }
+    if settings.name not in readers:
+        known = ", ".join(DATASETS)
+        raise ConfigError(f"dataset: expected one of {known}, got {settings.name!r}")
+    requests = readers[settings.name]()
+    repeated = [requests[index % len(requests)] for index in range(settings.num_prompts)]
+    return [_for_api(request, api, tokenizer) for request in repeated]
+
+
+def _for_api(request: BenchRequest, api: Api, tokenizer: Tokenizer | None) -> BenchRequest:
+    """Chat takes messages, the other routes take prompts."""
+    if api != "chat":
+        if request.messages is not None:
+            raise ConfigError(f"dataset: expected prompts for --api {api}, got messages")
+        return request
+    if request.messages is not None:
+        return request
+    text = request.prompt
+    if isinstance(text, list):
+        if tokenizer is None:
+            raise ConfigError(
+                "dataset: expected --tokenizer to turn token ids into a chat message, got none"
+            )
+        text = tokenizer.decode(text)
+    message = {"role": "user", "content": text}
+    return BenchRequest(None, [message], request.output_len)
+
+
+def _word_problems(settings: DatasetSettings) -> list[BenchRequest]:
+    from diffulex.bench.evaluate import read_problems  # noqa: PLC0415 (only this data set)
+
+    problems = read_problems(None)
+    random.Random(f"bench serve/{settings.seed}").shuffle(problems)
+    return [
+        BenchRequest(problem.question, None, settings.output_len)
+        for problem in problems[: settings.num_prompts]
+    ]
+
+
+def _random(settings: DatasetSettings, tokenizer: Tokenizer | None) -> list[BenchRequest]:
+    ids = _drawable_ids(settings, tokenizer)
+    rng = random.Random(f"bench serve/{settings.seed}")
+
+    def length(center: int) -> int:
+        spread = int(center * settings.range_ratio)
+        return max(1, rng.randint(center - spread, center + spread))
+
+    requests = []
+    for _ in range(settings.num_prompts):
+        prompt = rng.choices(ids, k=length(settings.input_len))
+        requests.append(BenchRequest(prompt, None, length(settings.output_len)))
+    return requests
+
+
+def _drawable_ids(settings: DatasetSettings, tokenizer: Tokenizer | None) -> list[int]:
+    if settings.token_range is not None:
+        low, high = settings.token_range
+        if not 0 <= low < high:
+            raise ConfigError(f"token_range: expected 0 <= low < high, got {low},{high}")
+        return list(range(low, high))
+    if tokenizer is None:
+        raise ConfigError("dataset random: expected --tokenizer or --token-range, got neither")
+    # Added tokens are markers of roles, ends and masks; a prompt of text has none of them.
+    special = {*tokenizer.backend.all_special_ids, *tokenizer.backend.added_tokens_decoder}
+    return sorted(set(tokenizer.backend.get_vocab().values()) - special)
+
+
+def _jsonl(settings: DatasetSettings) -> list[BenchRequest]:
+    path, lines = _read_lines(settings, "jsonl")
+    requests = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            requests.append(_read_line(line, f"{path}:{number}", settings.output_len))
+    if not requests:
+        raise ConfigError(f"dataset: expected requests in {path}, got an empty file")
+    return requests
+
+
+def _read_line(line: str, where: str, default_len: int) -> BenchRequest:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"dataset: {where}: expected JSON, got {line[:80]!r}") from error
+    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
+        raise ConfigError(
+            f"dataset: {where}: expected an object with prompt or messages, got {line[:80]!r}"
+        )
+    output_len = record.get("max_tokens", default_len)
+    if not isinstance(output_len, int) or output_len < 1:
+        raise ConfigError(f"dataset: {where}: expected max_tokens >= 1, got {output_len!r}")
+    prompt, messages = record.get("prompt"), record.get("messages")
+    if messages is None and not _is_prompt(prompt):
+        raise ConfigError(f"dataset: {where}: expected a text or token ids, got {prompt!r:.80}")
+    if messages is not None and not _is_conversation(messages):
+        raise ConfigError(f"dataset: {where}: expected messages with roles, got {messages!r:.80}")
+    return BenchRequest(prompt, messages, output_len)
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str):
+        return True
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _is_conversation(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict) and "role" in item for item in value)
+    )
+
+
+def _sharegpt(settings: DatasetSettings, tokenizer: Tokenizer | None) -> list[BenchRequest]:
+    path, lines = _read_lines(settings, "sharegpt")
+    try:
+        conversations = json.loads("\n".join(lines))
+    except ValueError as error:
+        raise ConfigError(f"dataset: expected JSON in {path}, got {error}") from error
+    if not isinstance(conversations, list):
+        raise ConfigError(f"dataset: expected a list of conversations in {path}")
+    pairs = [pair for item in conversations if (pair := _first_turns(item)) is not None]
+    if not pairs:
+        raise ConfigError(f"dataset: expected conversations of two turns in {path}, got none")
+    random.Random(f"bench serve/{settings.seed}").shuffle(pairs)
+    requests = []
+    for question, answer in pairs[: settings.num_prompts]:
+        # The reference answer says how long an answer is, if there is something to count with.
+        output_len = settings.output_len
+        if tokenizer is not None:
+            output_len = max(1, len(tokenizer.encode(answer)))
+        requests.append(BenchRequest(question, None, output_len))
+    return requests
+
+
+def _first_turns(item: Any) -> tuple[str, str] | None:
+    turns = item.get("conversations", ()) if isinstance(item, Mapping) else ()
+    values = [turn.get("value") for turn in turns if isinstance(turn, Mapping)][:_NUM_TURNS]
+    texts = [value for value in values if isinstance(value, str) and value]
+    return (texts[0], texts[1]) if len(texts) == _NUM_TURNS else None
+
+
+def _read_lines(settings: DatasetSettings, name: str) -> tuple[Path, list[str]]:
+    if settings.path is None:
+        raise ConfigError(f"dataset {name}: expected --dataset-path FILE, got none")
+    try:
+        return settings.path, settings.path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"dataset: cannot read {settings.path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"dataset: expected UTF-8 in {settings.path}, got {error}") from error
