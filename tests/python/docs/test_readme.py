@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.live_server import LiveServer
+
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -45,6 +47,11 @@ def test_shell_example(line: str, tmp_path: Path) -> None:
     if command.startswith("bash "):
         script = command.split()[1]
         assert (ROOT / script).is_file(), f"README.md names {script}"
+        return
+    if command.startswith("diffulex serve"):
+        pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+        with LiveServer(tmp_path / "log.txt", *command.split()[2:]) as server:
+            assert server.stop() == 0, server.log_text
         return
     # A zoo has some twenty runs; the models are in the source tree only.
     limit = 2 if "--zoo" in command else 8
