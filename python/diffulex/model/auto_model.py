@@ -121,6 +121,19 @@ def load_model(
     return module
 
 
+def random_model(
+    model_name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, seed: int = 0
+) -> nn.Module:
+    """The registered model with weights drawn from a seeded generator where they are."""
+    from diffulex.model.memory import check_memory, reporting_memory  # noqa: PLC0415
+
+    model_class: Any = AutoModelForDiffusionLM.get(model_name)
+    with reporting_memory(spec, dtype, device):
+        check_memory(spec, dtype, device)
+        module: nn.Module = model_class(spec, dtype, device).init_random(seed).eval()
+    return module
+
+
 def _projections(model: nn.Module, model_name: str) -> Mapping[str, Projection]:
     projections: Any = getattr(model, "projections", None)
     if projections is None:
