@@ -131,9 +131,13 @@ class DecodeGraphs:
             counts = " or ".join(map(str, self.buckets))
             reason = f"requests have other than {counts} rows"
         if self._runners:
-            self.num_fallbacks += 1
-            warn_once(logger, f"graph fallback: {reason}", "eager decode step: %s", reason)
+            self.count_fallback(reason)
         return None
+
+    def count_fallback(self, reason: str) -> None:
+        """A decode step runs without a graph although there are graphs."""
+        self.num_fallbacks += 1
+        warn_once(logger, f"graph fallback: {reason}", "eager decode step: %s", reason)
 
     def replay(self, bucket: Bucket) -> Tensor:
         """Hidden states of the bucket's rows; valid until the next replay."""

@@ -102,7 +102,6 @@ class DecodeLoop:
         self._variant = StepVariant(0, is_drawn=False, is_filtered=False)
         self._step_graphs = StepGraphs(device) if is_cuda else None
         self._check = PlanCheck(options) if config.kernel.check_run_ahead else None
-        self.is_running_ahead = config.kernel.run_ahead != "off"
         #: Answer about the step behind the one that `start` enqueued, which needs its pages.
         self._verdict: _core.RunAhead | None = None
         #: Steps that replayed a graph.
@@ -134,7 +133,7 @@ class DecodeLoop:
         )
         self._prepare_variant()
         plan.pad_requests(bucket.num_reqs)
-        self._verdict = self._reserve(scheduler)
+        self._verdict = scheduler.reserve_ahead(self._batch)
         self._buffers.upload()
         self._upload_pages(self._verdict)
         for name, host in self._staged.items():
@@ -152,18 +151,13 @@ class DecodeLoop:
             if self._has_smaller_bucket(plan):
                 return None
             self._await_uploads()
-            verdict = self._reserve(scheduler)
+            verdict = scheduler.reserve_ahead(self._batch)
             self._upload_pages(verdict)
             self._record_uploads()
         if verdict == _core.RunAhead.STOP:
             return None
         self.num_ahead_steps += 1
         return self._launch()
-
-    def _reserve(self, scheduler: _core.Scheduler) -> _core.RunAhead:
-        if not self.is_running_ahead:
-            return _core.RunAhead.STOP
-        return scheduler.reserve_ahead(self._batch)
 
     def _upload_pages(self, verdict: _core.RunAhead) -> None:
         if verdict == _core.RunAhead.GO_NEW_PAGES:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step on the device: plan arrays in, sampler output out.
 
-Knows tensors and metadata, not requests. Never calls the scheduler.
+Knows tensors and metadata, not requests. Only its decode loop calls the scheduler, which is handed in
+by the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from diffulex.engine.kv_cache import KVCache, KvLayoutName
 from diffulex.engine.model_call import ModelCall
 from diffulex.engine.row_watch import RowWatch
 from diffulex.engine.sampler_feed import SamplerFeed
-from diffulex.engine.warm_up import free_device_bytes
+from diffulex.engine.warm_up import free_device_bytes, max_logits_rows
 from diffulex.errors import ConfigError
 from diffulex.layers.linear import pack_weights
 from diffulex.logging import get_logger, warn_once
@@ -127,11 +128,15 @@ class ModelRunner:
     def _has_decode_loop(self, options: _core.EngineOptions) -> bool:
         if type(self).execute is not ModelRunner.execute:
             return False  # a runner of somebody's own sees every step
+        if not getattr(self.sampler, "is_capturable", False):
+            return False  # so does a sampler
         run_ahead = self.config.kernel.run_ahead
         # Mixed embeddings feed the last bits of one step's logits to the next, and products of other
         # shapes round otherwise: dmax runs ahead only where that is asked for.
         is_auto = self._is_cuda and options.strategy != "dmax"
         is_wanted = is_auto if run_ahead == "auto" else run_ahead == "on"
+        if options.token_merge_top_k > 0 and options.dmax_store_soft_embeddings:
+            return False  # no step would be the loop's, and graphs are those of one loop
         return is_wanted and options.strategy in _LOOP_STRATEGIES and not options.logits_shift
 
     def _make_decode_loop(self, options: _core.EngineOptions) -> None:
@@ -143,8 +148,9 @@ class ModelRunner:
         self._decode_workspace = empty_workspace(num_bytes, self.device)
         reserve = getattr(self.sampler, "reserve", None)
         if reserve is not None:
-            # Graphs keep the addresses of the sampler's buffers.
-            reserve(buckets[-1] * rows, config.model.spec.vocab_size)
+            # Graphs keep the addresses of the sampler's buffers: no later step may replace them,
+            # nor one that is larger than every graph (a prefill, a batch beyond the buckets).
+            reserve(max_logits_rows(config), config.model.spec.vocab_size)
         self._decode_loop = DecodeLoop(
             config,
             options,
@@ -249,6 +255,8 @@ class ModelRunner:
         bucket = self._graphs.bucket_for(plan) if self._is_cuda else None
         if bucket is not None:
             plan.pad_requests(bucket.num_reqs)
+        if self._decode_loop is not None and self._decode_loop.graph_buckets:
+            self._count_loop_fallback(plan)
         shape = StepShape.of(plan)
         views = self._step_buffers.upload()
         if bucket is not None and self._graphs.is_captured:
@@ -263,6 +271,13 @@ class ModelRunner:
         if self.row_watch.is_active:
             self.row_watch.after_sampling(plan, output)
         return output
+
+    def _count_loop_fallback(self, plan: _core.StepPlan) -> None:
+        """The graphs are those of the loop, which did not take `plan`."""
+        if plan.kind.name == "DECODE":
+            is_watched = self.row_watch.is_active
+            reason = "a request has logprobs or min_tokens" if is_watched else "not for the loop"
+            self._graphs.count_fallback(reason)
 
     @property
     def _step_buffers(self) -> StepBuffers:

@@ -69,7 +69,11 @@ class StepGraphs:
             fill()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # Variants are captured while an engine serves: threads that add requests allocate meanwhile,
+        # which the default mode forbids to the whole process.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
             run()
         self._graphs[variant] = graph
         torch.cuda.synchronize(self._device)

@@ -123,23 +123,25 @@ class StepLoop:
         assert runner is not None
         plan = runner.next_plan()
         start = time.perf_counter()
-        kind = self._schedule(plan)
-        if kind == _core.PlanKind.IDLE:
-            events = self._scheduler.complete_step(plan, self._idle_output)
-            self.router.push(ledger.book(plan, self._idle_output, events, 0.0))
-            return
-        num_rows, num_reqs = plan.num_rows, plan.num_reqs
         try:
-            ledger.start_step(plan.req_ids, start)
-            output = self._execute(runner, plan)
+            kind = self._schedule(plan)
+            num_rows, num_reqs = plan.num_rows, plan.num_reqs
+            if kind == _core.PlanKind.IDLE:
+                output = self._idle_output
+            else:
+                ledger.start_step(plan.req_ids, start)
+                output = self._execute(runner, plan)
             events = self._scheduler.complete_step(plan, output)
         except BaseException:
-            # A second Ctrl-C may come when the step is complete already. Only the scheduler knows,
-            # and it refuses to cancel a plan that is not in flight.
+            # A second Ctrl-C may come before the step is scheduled, or when it is complete already.
+            # Only the scheduler knows, and it refuses to cancel a plan that is not in flight.
             self._ahead = None
             with contextlib.suppress(ValueError):
                 self._scheduler.cancel_step(plan)
             raise
+        if kind == _core.PlanKind.IDLE:
+            self.router.push(ledger.book(plan, output, events, 0.0))
+            return
         seconds = time.perf_counter() - start
         ledger.run_stats.add_step(seconds, kind == _core.PlanKind.DECODE, num_reqs, num_rows)
         self.router.push(ledger.book(plan, output, events, seconds))

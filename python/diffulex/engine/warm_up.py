@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from diffulex.engine.model_call import ModelCall
     from diffulex.sampler.base import Sampler
 
-__all__ = ["free_device_bytes"]
+__all__ = ["free_device_bytes", "max_logits_rows"]
+
+
+def max_logits_rows(config: Config) -> int:
+    """Most logits rows of a step, prefill or decode, of models without shifted logits."""
+    scheduler = config.scheduler
+    return min(scheduler.max_num_batched_tokens, scheduler.max_num_reqs * config.decode_rows)
 
 
 def free_device_bytes(
@@ -86,7 +92,7 @@ def _run_largest_prefill(
     positions = torch.arange(num_rows, dtype=torch.int64, device=device) % length
     rows = BlankRows.of(positions, config.decoding.token_merge_top_k)
     hidden = call(rows, num_rows, metadata, kv_cache)
-    num_logits = min(num_rows, scheduler.max_num_reqs * config.decode_rows)
+    num_logits = max_logits_rows(config)
     logits = call.model.compute_logits(hidden[:num_logits])
     reserve = getattr(sampler, "reserve", None)
     if reserve is not None:

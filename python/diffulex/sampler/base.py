@@ -28,6 +28,7 @@ _RULES = {
     "leftmost_prefix": 7,
     "hierarchy": 8,
 }
+_STEP_METHODS = frozenset({"__call__", "gate", "seed"})
 CONFIDENCE_KINDS = {"max_prob": 0, "margin_confidence": 1, "neg_entropy": 2}
 
 
@@ -50,6 +51,15 @@ class RowSampler:
     unused_keys: ClassVar[frozenset[str]] = frozenset()
     #: Order of the family's filters.
     filter_order: ClassVar[FilterOrder] = FilterOrder.TOP_P_FIRST
+    #: A call only enqueues, and nothing on the host changes from step to step: it may be recorded
+    #: once and replayed. A class with a step method of its own has to say so itself.
+    is_capturable: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if "is_capturable" not in own and not _STEP_METHODS.isdisjoint(own):
+            cls.is_capturable = False
 
     def __init__(self, config: Config, rows: RowStage) -> None:
         self.rows = rows
@@ -87,6 +97,8 @@ class RowSampler:
 
 class MaskFillSampler(RowSampler):
     """Row statistics, then an acceptance rule over the open positions of each block."""
+
+    is_capturable = True
 
     def __init__(self, config: Config) -> None:
         sampler = config.sampler

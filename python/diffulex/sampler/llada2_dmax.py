@@ -26,6 +26,7 @@ class Llada2DmaxSampler(RowSampler):
     """Leftmost-prefix rule, full refresh, descriptors of the `token_merge_top_k` candidates."""
 
     filter_order = FilterOrder.TOP_K_FIRST
+    is_capturable = True
     family_defaults: ClassVar[Mapping[str, Any]] = {
         "accept_threshold": 0.5,
         "acceptance_rule": "leftmost_prefix",

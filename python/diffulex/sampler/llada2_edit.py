@@ -25,6 +25,7 @@ class Llada2EditSampler(RowSampler):
     """Threshold rule on masks, edits above `edit_threshold`, bounded steps after filling."""
 
     filter_order = FilterOrder.TOP_K_FIRST
+    is_capturable = True
     #: The quality mode of the published model.
     family_defaults: ClassVar[Mapping[str, Any]] = {
         "accept_threshold": 0.7,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,14 @@ import pytest
 import torch
 
 from diffulex import ConfigError, SamplingParams
+from diffulex.engine.decode_loop import DecodeLoop
 from diffulex.engine.engine import Diffulex
 from diffulex.engine.output import RequestOutput
 from diffulex.engine.plan_check import PlanCheck, PlanMismatchError
+from diffulex.engine.step_graphs import StepGraphs, StepVariant
+from diffulex.registry import AutoSampler
+from diffulex.sampler.sdar import SdarSampler
+from diffulex_ext import _core
 from fixtures.checkpoints import EOS_ID
 from tiny_engine import TinyModel
 
@@ -231,11 +237,214 @@ def test_failed_step_leaves_the_engine_usable(
     assert [done[i].token_ids for i in ids] == [o.token_ids for o in expected]
 
 
+@pytest.mark.parametrize("point", ["schedule_ahead", "run_ahead", "collect"])
+def test_interrupts_while_a_step_runs_ahead(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """A second Ctrl-C at any point of a step: nothing stays in flight, no token is lost."""
+    prompts, params = requests(random.Random(5), 4)
+    params = [dataclasses.replace(p, max_nfe=None, max_tokens=24, ignore_eos=True) for p in params]
+    settings = {**FILL, "block_size": 8, "buffer_size": 2}
+    with tiny.engine(**settings, run_ahead="off") as engine:
+        expected = engine.generate(prompts, params, summary=False)
+    with tiny.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
+        ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
+        tokens: dict[int, list[int]] = {req_id: [] for req_id in ids}
+        loop, inner = engine._loop, engine._scheduler
+        target: Any = inner if point == "schedule_ahead" else engine._runner
+
+        def interrupted(*args: Any) -> Any:
+            getattr(target, point)(*args)
+            raise KeyboardInterrupt
+
+        class Late:
+            def __getattr__(self, name: str) -> Any:
+                return interrupted if name == point else getattr(target, name)
+
+        num_interrupts = 0
+        for number in range(200):
+            if not engine.has_unfinished():
+                break
+            if number in (4, 9):
+                assert loop._ahead is not None
+                name = "_scheduler" if target is inner else "_runner"
+                with monkeypatch.context() as patch:
+                    patch.setattr(loop, name, Late())
+                    with pytest.raises(KeyboardInterrupt):
+                        engine.step()
+                num_interrupts += 1
+                assert loop._ahead is None
+                inner.check_integrity()
+                continue
+            for step in engine.step():
+                tokens[step.req_id] += step.token_ids
+        assert num_interrupts == 2
+        assert engine.stats().num_free_pages == engine.stats().num_pages
+    assert [tuple(tokens[i]) for i in ids] == [o.token_ids for o in expected]
+
+
+def test_no_page_changes_hands_while_the_device_may_use_it() -> None:
+    """A request is aborted in front of a step that runs already; the others get no page of it."""
+    fields = {"block_size": 4, "buffer_size": 2, "page_size": 4, "num_pages": 16}
+    limits = {"max_num_reqs": 2, "max_num_batched_tokens": 64, "max_model_len": 32}
+    options = _core.EngineOptions(**fields, **limits, mask_token_id=39, vocab_size=40)
+    scheduler = _core.Scheduler(options, _core.KVCacheManager(options))
+    params = _core.SamplingParams(max_tokens=16)
+    prompts = ([1, 2, 3, 4, 5], [6, 7, 8, 9])
+    ids = [scheduler.add_request(_core.Request(p, params, options)) for p in prompts]
+    plan, ahead = _core.StepPlan(options), _core.StepPlan(options)
+    output, batch = _core.SamplerOutput(options), _core.DecodeBatch(options)
+
+    def complete(plan: _core.StepPlan) -> None:
+        output.write_ids[:] = -1
+        for blk in range(plan.num_blocks):
+            is_open = plan.blk_tokens[blk] == 39
+            output.write_ids[blk, is_open.argmax()] = 11
+        scheduler.complete_step(plan, output)
+
+    assert scheduler.schedule(plan) == _core.PlanKind.PREFILL
+    assert not scheduler.can_run_ahead(plan)
+    with pytest.raises(ValueError, match="start_run_ahead: expected a decode plan in flight"):
+        scheduler.start_run_ahead(plan, batch)
+    complete(plan)
+    assert scheduler.schedule(plan) == _core.PlanKind.DECODE
+    scheduler.start_run_ahead(plan, batch)
+    assert scheduler.reserve_ahead(batch) != _core.RunAhead.STOP
+    # The device runs the step behind `plan` from here on, with the pages of both requests.
+    assert scheduler.abort(ids[0])
+    complete(plan)
+    free = scheduler.stats().num_free_pages
+    waiting = scheduler.add_request(_core.Request([21, 22, 23, 24, 25], params, options))
+    assert scheduler.schedule_ahead(ahead) == _core.PlanKind.DECODE
+    assert list(ahead.req_ids) == [ids[1]]
+    assert scheduler.reserve_ahead(batch) == _core.RunAhead.STOP
+    assert scheduler.stats().num_free_pages == free
+    complete(ahead)
+    # The device is idle: pages and slots go round again.
+    assert scheduler.schedule(plan) == _core.PlanKind.PREFILL
+    assert list(plan.req_ids) == [waiting]
+    assert scheduler.stats().num_free_pages < free
+
+
+def test_sampler_buffers_outlast_steps_larger_than_every_bucket(tiny: TinyModel) -> None:
+    """Graphs keep their addresses. Here one decode step has 32 rows, and a prefill samples 35."""
+    settings = {
+        **FILL,
+        "block_size": 4,
+        "buffer_size": 8,
+        "max_num_batched_tokens": 60,
+        "enable_chunked_prefill": True,
+        "run_ahead": "on",
+    }
+    with tiny.engine(**settings) as engine:
+        runner = engine._runner
+        assert [b[-1] * rows for rows, b in runner._graphs.buckets.items()] == [32]
+        rows: Any = runner.sampler
+        addresses = [rows.rows._ids.data_ptr(), rows.rows._stats.data_ptr()]
+        most, run = [], rows.rows.run
+
+        def counting(inputs: Any, *args: Any) -> Any:
+            most.append(inputs.logits.size(0))
+            return run(inputs, *args)
+
+        rows.rows.run = counting
+        engine.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=4), summary=False)
+        assert max(most) > 32
+        assert addresses == [rows.rows._ids.data_ptr(), rows.rows._stats.data_ptr()]
+
+
+def test_soft_stores_have_no_loop(tiny: TinyModel) -> None:
+    """No step could run ahead; the engine keeps the graphs of the host's loop."""
+    settings = {**STRATEGIES["dmax"][1], "run_ahead": "on", "enable_prefix_caching": False}
+    model = model_of(tiny, "dmax")
+    with model.engine(**settings, dmax_store_soft_embeddings=True) as engine:
+        assert engine._runner._decode_loop is None
+    with model.engine(**settings) as engine:
+        assert engine._runner._decode_loop is not None
+
+
+class CountingSampler(SdarSampler):
+    num_calls = 0
+
+    def __call__(self, inputs: Any) -> None:
+        type(self).num_calls += 1
+        super().__call__(inputs)
+
+
+class RecordedSampler(CountingSampler):
+    is_capturable = True
+
+
+@pytest.mark.parametrize(("own", "has_loop"), [(CountingSampler, False), (RecordedSampler, True)])
+def test_own_samplers_see_every_step(
+    tiny: TinyModel, own: type[CountingSampler], has_loop: bool
+) -> None:
+    """A replayed step runs no Python, so a class of somebody's own has to ask for it."""
+    own.num_calls = 0
+    AutoSampler.register("sdar", own, exist_ok=True)
+    try:
+        with tiny.engine(**FILL, run_ahead="on") as engine:
+            assert (engine._runner._decode_loop is not None) == has_loop
+            outputs = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8), summary=False)
+    finally:
+        AutoSampler.register("sdar", SdarSampler, exist_ok=True)
+    # Steps that only store are not sampled.
+    assert own.num_calls >= sum(count > 0 for count in outputs[0].metrics.new_tokens_per_step) > 2
+
+
+def test_a_watched_request_joins_steps_that_run_ahead(tiny: TinyModel) -> None:
+    """Its log-probabilities are those of the host's loop, and the others lose nothing."""
+    prompts, params = requests(random.Random(11), 3)
+    params = [dataclasses.replace(p, max_nfe=None, max_tokens=40, ignore_eos=True) for p in params]
+    params[2] = dataclasses.replace(params[2], max_tokens=6, logprobs=2)
+    settings = {**FILL, "block_size": 8, "buffer_size": 2}
+
+    def outputs(run_ahead: str) -> list[RequestOutput]:
+        with tiny.engine(**settings, run_ahead=run_ahead) as engine:
+            ids = [engine.add_request(p, s) for p, s in zip(prompts[:2], params[:2], strict=True)]
+            done: dict[int, RequestOutput] = {}
+            ahead_steps = []
+            for number in range(200):
+                if number == 4:
+                    assert (engine._loop._ahead is not None) == (run_ahead == "on")
+                    ids.append(engine.add_request(prompts[2], params[2]))
+                if not engine.has_unfinished():
+                    break
+                done |= {s.req_id: s.output for s in engine.step() if s.output is not None}
+                ahead_steps.append(engine._runner.num_ahead_steps)
+            if run_ahead == "on":
+                assert ahead_steps[-1] > ahead_steps[4] + 2  # it goes on when nobody watches
+        return [done[i] for i in ids]
+
+    actual, expected = outputs("on"), outputs("off")
+    assert answers(actual) == answers(expected)
+    assert actual[2].logprobs is not None
+    assert expected[2].logprobs is not None
+    for have, want in zip(actual[2].logprobs, expected[2].logprobs, strict=True):
+        assert (have.token_id, have.step) == (want.token_id, want.step)
+        assert have.logprob == pytest.approx(want.logprob, abs=1e-4)
+
+
 def test_requests_watched_on_the_host_keep_the_host_loop(tiny: TinyModel) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1)
     with tiny.engine(**FILL, run_ahead="on") as engine:
         engine.generate([[1, 2, 3]], params, summary=False)
         assert engine._runner.num_ahead_steps == 0
+
+
+def test_steps_beside_the_graphs_of_the_loop_are_counted(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An eager step of an engine with graphs is no secret."""
+    monkeypatch.setattr(DecodeLoop, "graph_buckets", (1,))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with tiny.engine(**FILL, run_ahead="on") as engine:
+        engine.generate([[1, 2, 3]], params, summary=False)
+        assert engine._runner.num_graph_fallbacks == 0
+        watched = dataclasses.replace(params, logprobs=1)
+        outputs = engine.generate([[1, 2, 3]], watched, summary=False)
+        steps = outputs[0].metrics.nfe - 1  # the prefill is eager anyway
+        assert engine._runner.num_graph_fallbacks == steps > 0
 
 
 def test_automatic_cap_is_derived_on_the_host(tiny: TinyModel) -> None:
@@ -305,3 +514,30 @@ def test_device_loop_equals_the_cpu(tiny: TinyModel, tiny_cuda: TinyModel, tmp_p
         assert engine._runner.num_ahead_steps > 3
         assert engine._runner.num_graph_steps > 3
     assert answers(actual) == answers(expected)
+
+
+@pytest.mark.cuda
+def test_other_threads_may_allocate_during_a_capture() -> None:
+    """`add_request` of another thread may come while a variant is captured."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs, variant = StepGraphs(device), StepVariant(1, is_drawn=True, is_filtered=False)
+    value = torch.zeros(4, device=device)
+    errors: list[BaseException] = []
+
+    def add() -> None:
+        try:
+            torch.tensor(list(range(1 << 20)), device=device)
+        except RuntimeError as error:
+            errors.append(error)
+
+    def run() -> None:
+        thread = threading.Thread(target=add)
+        thread.start()
+        thread.join()
+        value.add_(1)
+
+    graphs.capture(variant, lambda: None, run)
+    assert not errors
+    value.zero_()
+    graphs.replay(variant)
+    assert value.tolist() == [1.0] * 4
