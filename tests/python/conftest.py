@@ -8,6 +8,8 @@ devices are missing.
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Iterator
 
 import pytest
 
@@ -57,3 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> str:
     """Every device the ops run on."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def _unchanged_log() -> Iterator[None]:
+    """Commands run inside the test process set up its log: later tests must not see that."""
+    from diffulex.logging import _OwnedHandler
+
+    logger = logging.getLogger("diffulex")
+    before = list(logger.handlers), logger.level, _OwnedHandler.handlers
+    yield
+    logger.handlers[:], level, _OwnedHandler.handlers = before
+    logger.setLevel(level)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -14,16 +13,6 @@ import pytest
 from diffulex import logging as dlog
 from diffulex.env import ENV_VARIABLES, get_flag, get_text
 from diffulex.errors import ConfigError
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> object:
-    logger = logging.getLogger("diffulex")
-    before, level = list(logger.handlers), logger.level
-    yield
-    logger.handlers[:] = before
-    logger.setLevel(level)
-    dlog._OwnedHandler.handlers = ()
 
 
 def test_module_loggers_have_no_handlers() -> None:
