@@ -8,10 +8,12 @@ the plan, which is refilled before each replay.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex.engine.graph_capture import captured_graph
 from diffulex.logging import get_logger
 from diffulex.ops.workspace import empty_workspace
 
@@ -87,10 +89,7 @@ class GraphRunner:
                 for _ in range(_NUM_WARMUPS):
                     run(bucket)
             stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                run(bucket)
-            self._graphs[bucket] = graph
+            self._graphs[bucket] = captured_graph(partial(run, bucket), pool, stream)
         torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - start
         logger.info("captured CUDA graphs for %s requests in %.1f s", self.buckets, seconds)

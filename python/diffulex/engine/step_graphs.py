@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from diffulex.engine.graph_capture import captured_graph
 from diffulex.logging import get_logger
 
 if TYPE_CHECKING:
@@ -68,14 +69,7 @@ class StepGraphs:
                 run()
             fill()
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Variants are captured while an engine serves: threads that add requests allocate meanwhile,
-        # which the default mode forbids to the whole process.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-        ):
-            run()
-        self._graphs[variant] = graph
+        self._graphs[variant] = captured_graph(run, self._pool, stream)
         torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - start
         logger.debug("captured the decode step of %s in %.2f s", variant, seconds)
