@@ -144,10 +144,20 @@ def num_requests(options: argparse.Namespace, concurrency: int) -> int:
     return max(options.min_requests, options.waves * concurrency)
 
 
+def num_warm(concurrency: int) -> int:
+    """Requests before the clock runs."""
+    return 2 * concurrency
+
+
+def say(text: str) -> None:
+    """Progress: what a run that is cut off leaves."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
 # The engine alone.
 
 
-def run_engine(options: argparse.Namespace, settings: dict[str, Any], warm: int) -> list[Any]:
+def run_engine(options: argparse.Namespace, settings: dict[str, Any]) -> list[Any]:
     """Tokens and best seconds per concurrency."""
     from diffulex import Diffulex, SamplingParams  # noqa: PLC0415
 
@@ -159,11 +169,12 @@ def run_engine(options: argparse.Namespace, settings: dict[str, Any], warm: int)
         for concurrency in options.concurrency:
             prompts = make_prompts(options, num_requests(options, concurrency))
             in_flight = concurrency + options.queued
-            closed_loop(engine, prompts[:warm], params, in_flight)
+            closed_loop(engine, prompts[: num_warm(concurrency)], params, in_flight)
             runs = [closed_loop(engine, prompts, params, in_flight) for _ in range(options.repeat)]
             seconds = [run[1] for run in runs]
             rounded = [round(value, 4) for value in seconds]
             results.append({"tokens": runs[0][0], "seconds": min(seconds), "runs_s": rounded})
+            say(f"engine alone, concurrency {concurrency}: {rounded} s")
     return results
 
 
@@ -214,7 +225,7 @@ async def measure(
     client = HttpClient(Endpoint.parse(server.url))
     sender = Sender(client, request_settings(options))
     requests = make_requests(options, num_requests(options, concurrency))
-    await warm_up(sender, requests[: 2 * concurrency], concurrency)
+    await warm_up(sender, requests[: num_warm(concurrency)], concurrency)
     runs = []
     for _ in range(options.repeat):
         async with client.request("POST", "/flush_cache", b"{}") as response:
@@ -238,14 +249,19 @@ def started_server(settings: dict[str, Any]) -> Iterator[ServerProcess]:
         yield server
 
 
-async def first_gaps(server: ServerProcess, options: argparse.Namespace) -> list[float]:
-    """Milliseconds from the first block of an answer to its second, one request at a time."""
+async def run_alone(server: ServerProcess, options: argparse.Namespace) -> LoadRun:
+    """A few requests, one at a time."""
     client = HttpClient(Endpoint.parse(server.url))
     requests = make_requests(options, _NUM_ALONE)
     run = await run_load(
         Sender(client, request_settings(options)), requests, LoadPlan(max_concurrency=1)
     )
     await client.close()
+    return run
+
+
+def first_gaps(run: LoadRun) -> list[float]:
+    """Milliseconds from the first block of an answer to its second."""
     return [1000 * record.gaps_s[0] for record in run.records if record.gaps_s]
 
 
@@ -307,7 +323,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.engine_part is not None:
         settings = json.loads(options.engine_part.read_text(encoding="utf-8"))
-        print(json.dumps(run_engine(options, settings, 2 * max(options.concurrency))))
+        print(json.dumps(run_engine(options, settings)))
         return 0
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -323,17 +339,24 @@ def main(argv: list[str] | None = None) -> int:
             check=True,
         )
         engine = json.loads(result.stdout.splitlines()[-1])
-        rows = []
+        rows, alone = [], None
         with started_server(settings) as server:
             for index, concurrency in enumerate(options.concurrency):
                 runs = asyncio.run(measure(server, options, concurrency))
                 rows.append(compare(options, concurrency, engine[index], runs))
-            gaps = asyncio.run(first_gaps(server, options))
-    return report(options, rows, gaps)
+                say(f"server, concurrency {concurrency}: {rows[-1]}")
+                if concurrency + options.queued == 1:
+                    alone = runs[0]
+            if alone is None:
+                alone = asyncio.run(run_alone(server, options))
+    return report(options, arguments, rows, first_gaps(alone))
 
 
 def report(
-    options: argparse.Namespace, rows: Sequence[dict[str, Any]], gaps: Sequence[float]
+    options: argparse.Namespace,
+    arguments: Sequence[str],
+    rows: Sequence[dict[str, Any]],
+    gaps: Sequence[float],
 ) -> int:
     """Prints and writes the result; the exit code."""
     from step_timing import machine_facts, markdown_table  # noqa: PLC0415 (imports torch)
@@ -341,6 +364,7 @@ def report(
     problems = problems_of(options, rows, gaps)
     content = {
         "model": options.shape or options.model,
+        "arguments": list(arguments),
         "output_len": options.output_len,
         "queued": options.queued,
         **machine_facts(options.device),
