@@ -140,7 +140,6 @@ class ServingEngine(DiffulexAsyncEngineMixin):
             "python_version": platform.python_version(),
             "load_time_s": self._load_time_s,
             "warmup_time_s": 0.0,
-            "allow_mask_in_prompt": False,
             "has_chat_template": self.tokenizer.has_chat_template,
             "model_dir": str(Path(model.model_dir)),
             "decoding": {

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from diffulex.engine.detokenizer import IncrementalDecoder, robust_decode
 from diffulex.errors import CheckpointError, PromptError
+from diffulex.logging import get_logger
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+logger = get_logger(__name__)
 
 
 class Tokenizer:
@@ -76,6 +79,25 @@ class Tokenizer:
     def use_chat_template(self, template: str) -> None:
         """Replaces the template of the files by this text."""
         self.backend.chat_template = template
+
+    def check_chat_template(self) -> None:
+        """Compiles the template, if there is one; which messages it takes is not looked at.
+
+        Raises:
+            CheckpointError: it is no Jinja template.
+        """
+        from jinja2 import TemplateSyntaxError  # noqa: PLC0415 (only what renders needs it)
+
+        if not self.has_chat_template:
+            return
+        try:
+            self.backend.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"chat template: line {error.lineno}: {error.message or 'no Jinja template'}"
+            ) from error
+        except Exception as error:  # it compiled, and may want other messages
+            logger.debug("chat template: a message alone is not rendered: %s", error)
 
     def protect_mask(self, mask_token_id: int) -> None:
         """Names the mask where the files do not declare it; see `encode`."""

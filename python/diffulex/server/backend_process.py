@@ -17,6 +17,7 @@ from diffulex.server.backend_worker import run_sync_backend_worker
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from multiprocessing.connection import Connection
+    from pathlib import Path
 
 __all__ = ["BackendProcess", "ReadyQueue", "describe_exit"]
 
@@ -48,6 +49,7 @@ class BackendProcess:
         command_addr: where the frontend pushes.
         event_addr: where the frontend pulls.
         engine_factory: replaces the real engine; importable by name.
+        socket_directory: the child removes it when this process dies without doing so.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class BackendProcess:
         command_addr: str,
         event_addr: str,
         engine_factory: Callable[..., Any] | None = None,
+        socket_directory: Path | None = None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._reports, child_end = context.Pipe(duplex=False)
@@ -65,7 +68,10 @@ class BackendProcess:
             target=run_sync_backend_worker,
             name=PROCESS_NAME,
             args=(model, dict(engine_kwargs), command_addr, event_addr, ReadyQueue(child_end)),
-            kwargs={"engine_factory": engine_factory} if engine_factory is not None else {},
+            kwargs={
+                "engine_factory": engine_factory,
+                "socket_directory": None if socket_directory is None else str(socket_directory),
+            },
             daemon=False,
         )
 

@@ -7,6 +7,7 @@ import ctypes
 import multiprocessing
 import os
 import queue
+import shutil
 import signal
 import sys
 import time
@@ -49,6 +50,8 @@ _MAX_COMMANDS = 4096
 _MAX_REASON_CHARS = 500
 _LINGER_S = 1.0
 _PR_SET_PDEATHSIG = 1
+# The kernel's signal comes when the parent's main thread ends; its other threads follow.
+_PARENT_EXIT_S = 0.2
 
 # Keyword arguments of the factory that are not the engine's.
 _SERVING_KEYS = ("profiler_config", "chat_template")
@@ -95,6 +98,8 @@ class SyncBackendWorker:
         self.ready_queue = ready_queue
         self.engine: Any = None
         self.shutdown_requested = False
+        #: The shutdown was not asked for by a command.
+        self.is_signalled = False
         self.status = StepStatus()
         self._drain_until: float | None = None
         self._stats_at = 0.0
@@ -287,27 +292,63 @@ def run_sync_backend_worker(
     event_addr: str,
     ready_queue: Any = None,
     engine_factory: Callable[..., Any] | None = None,
+    socket_directory: str | None = None,
 ) -> None:
-    """Target of the backend process; exits with `ENGINE_DEAD_STATUS` after a failed step."""
+    """Target of the backend process; exits with `ENGINE_DEAD_STATUS` after a failed step.
+
+    Args:
+        model: as for the worker, like the next four.
+        engine_kwargs: settings of the engine.
+        command_addr: bound by the parent.
+        event_addr: bound by the parent.
+        ready_queue: receives one report.
+        engine_factory: replaces the real engine; importable by name.
+        socket_directory: the parent's; removed here when the parent could not do it itself.
+    """
     # Ctrl-C reaches the whole process group: the frontend drains and says when to leave.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure()  # as the parent's environment says
-    parent_pid = _tie_to_parent()
+    parent = multiprocessing.parent_process()
+    parent_pid = os.getppid() if parent is None or parent.pid is None else parent.pid
+
+    def tidy_if_orphaned(patience_s: float = 0.0) -> bool:
+        end = time.monotonic() + patience_s
+        while os.getppid() == parent_pid and time.monotonic() < end:
+            time.sleep(0.01)
+        is_orphaned = os.getppid() != parent_pid
+        if is_orphaned and socket_directory is not None:
+            shutil.rmtree(socket_directory, ignore_errors=True)
+        return is_orphaned
+
+    def request_shutdown() -> None:
+        worker.is_signalled = worker.shutdown_requested = True
+        if worker.engine is None:
+            # Still loading: nothing to tell anybody.
+            tidy_if_orphaned(_PARENT_EXIT_S)
+            os._exit(0)
+
+    def leave_orphaned() -> None:
+        tidy_if_orphaned()
+        request_shutdown()
+
+    _die_with_parent()
+    if tidy_if_orphaned():
+        sys.exit(1)  # it died before the kernel knew
     try:
         worker = SyncBackendWorker.from_zmq(
             model, engine_kwargs, command_addr, event_addr, ready_queue
         )
         if engine_factory is not None:
             worker.engine_factory = engine_factory
-        signal.signal(signal.SIGTERM, lambda number, frame: _request_shutdown(worker))
-        beat = HeartbeatThread(
-            event_addr, worker.status, parent_pid, lambda: _request_shutdown(worker)
-        )
+        signal.signal(signal.SIGTERM, lambda number, frame: request_shutdown())
+        beat = HeartbeatThread(event_addr, worker.status, parent_pid, leave_orphaned)
         beat.start()
         try:
             worker.run_forever()
         finally:
             beat.stop()
+            # A frontend that lives says so with a command.
+            tidy_if_orphaned(_PARENT_EXIT_S if worker.is_signalled else 0.0)
     except KeyboardInterrupt:
         logger.info("interrupted")
     except Exception as error:
@@ -320,26 +361,14 @@ def run_sync_backend_worker(
         raise
 
 
-def _request_shutdown(worker: SyncBackendWorker) -> None:
-    worker.shutdown_requested = True
-    if worker.engine is None:
-        # Still loading: nothing to tell anybody.
-        os._exit(0)
-
-
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _tie_to_parent() -> int:
-    """Has the kernel send SIGTERM when the parent dies; returns the parent's pid."""
-    parent = multiprocessing.parent_process()
-    parent_pid = os.getppid() if parent is None or parent.pid is None else parent.pid
+def _die_with_parent() -> None:
+    """Has the kernel send SIGTERM when the parent dies."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
             logger.warning("prctl: %s", os.strerror(ctypes.get_errno()))
-    if os.getppid() != parent_pid:
-        sys.exit(1)  # it died before the kernel knew
-    return parent_pid

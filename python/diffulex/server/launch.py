@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -18,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffulex.errors import DiffulexError
+from diffulex.errors import CheckpointError, DiffulexError
 from diffulex.logging import get_logger
 from diffulex.server.backend_process import BackendProcess
 from diffulex.server.frontend import FrontendLimits, FrontendManager
@@ -85,9 +84,12 @@ def _backend(
     command_addr: str,
     event_addr: str,
     engine_factory: Callable[..., Any] | None = None,
+    socket_directory: Path | None = None,
 ) -> BackendProcess:
     return BackendProcess(
-        args.model, _worker_kwargs(args), command_addr, event_addr, engine_factory
+        *(args.model, _worker_kwargs(args), command_addr, event_addr),
+        engine_factory=engine_factory,
+        socket_directory=socket_directory,
     )
 
 
@@ -140,6 +142,11 @@ def _load_tokenizer(args: ServerArgs) -> Any:
     tokenizer = Tokenizer.from_dir(resolve_model(args.tokenizer or args.model))
     if template is not None:
         tokenizer.use_chat_template(template)
+    try:
+        tokenizer.check_chat_template()
+    except CheckpointError as error:
+        source = "--chat-template: " if template is not None else ""
+        raise _StartupError(f"{source}{error}") from error
     if not tokenizer.has_chat_template:
         logger.warning("no chat template: conversations are rendered as lines of role and content")
     return tokenizer
@@ -195,83 +202,10 @@ def _model_id(args: ServerArgs) -> str:
 # The server.
 
 
-class _Server:
-    """Uvicorn with a drain: it goes on serving until its requests are done."""
-
-    def __init__(self, app: Any, args: ServerArgs, listener: socket.socket, frontend: Any) -> None:
-        import uvicorn  # noqa: PLC0415 (an optional dependency)
-
-        self.exit_code = 0
-        self._args = args
-        self._listener = listener
-        self._frontend = frontend
-        self._num_signals = 0
-        self.supervisor: Supervisor | None = None
-        config = uvicorn.Config(
-            app,
-            timeout_graceful_shutdown=int(args.drain_timeout) + 5,
-            **args.uvicorn_options(),
-        )
-        self._config = config
-        self._uvicorn = uvicorn.Server(config)
-        # Uvicorn installs this attribute as its handler of SIGINT and SIGTERM.
-        setattr(self._uvicorn, "handle_exit", self._handle_exit)  # noqa: B010 (a method)
-
-    def run(self) -> int:
-        """Serves until told to stop; returns the exit code."""
-        # Uvicorn's choice, uvloop where it is installed: half the time per event.
-        factory = self._config.get_loop_factory()
-        if sys.version_info >= (3, 11):
-            with asyncio.Runner(loop_factory=factory) as runner:
-                runner.run(self._run())
-        else:
-            asyncio.run(self._run())
-        return self.exit_code
-
-    async def _run(self) -> None:
-        # Not left to the application: a failure here is one line for the user.
-        await self._frontend.start()
-        if self.supervisor is not None:
-            self.supervisor.watch()
-        try:
-            await self._uvicorn.serve(sockets=[self._listener])
-        finally:
-            if self.supervisor is not None:
-                await self.supervisor.stop()
-            await self._frontend.stop()
-
-    def fail(self, reason: str) -> None:
-        """Ends the server because there is no engine any more."""
-        print(f"diffulex serve: error: {reason}", file=sys.stderr, flush=True)
-        self.exit_code = 1
-        self._uvicorn.should_exit = True
-
-    def _handle_exit(self, number: int, frame: Any) -> None:
-        self._num_signals += 1
-        if self._num_signals > 1:
-            self.exit_code = 130 if number == signal.SIGINT else self.exit_code
-            self._uvicorn.should_exit = self._uvicorn.force_exit = True
-            return
-        asyncio.get_running_loop().call_soon_threadsafe(self._drain)
-
-    def _drain(self) -> None:
-        begin = getattr(self._frontend, "begin_drain", None)
-        if begin is None or not self._uvicorn.started:
-            self._uvicorn.should_exit = True
-            return
-        logger.info("draining: %d requests in flight", self._frontend.num_inflight)
-        begin(self._args.drain_timeout).add_done_callback(self._drained)
-
-    def _drained(self, task: asyncio.Task[None]) -> None:
-        self._uvicorn.should_exit = True
-
-
-def _announce(args: ServerArgs, url: str, model_id: str, info: Any, start: float) -> None:
-    print(
+def _ready_line(url: str, model_id: str, info: Mapping[str, Any], start: float) -> str:
+    return (
         f"READY url={url} model={model_id} strategy={info.get('decoding_strategy', '?')}"
-        f" max_model_len={info.get('max_model_len', '?')} load={time.monotonic() - start:.1f}s",
-        file=sys.stderr,
-        flush=True,
+        f" max_model_len={info.get('max_model_len', '?')} load={time.monotonic() - start:.1f}s"
     )
 
 
@@ -298,6 +232,7 @@ def serve(args: ServerArgs, engine_factory: Callable[..., Any] | None = None) ->
 
 def _serve(args: ServerArgs, engine_factory: Any, stack: ExitStack) -> int:
     from diffulex.server.api_server import create_app  # noqa: PLC0415 (optional dependencies)
+    from diffulex.server.http_server import HttpServer  # noqa: PLC0415
 
     start = time.monotonic()
     # Uvicorn replaces the handler for its time only. Before and after it, too, what is on disk is
@@ -323,16 +258,16 @@ def _serve(args: ServerArgs, engine_factory: Any, stack: ExitStack) -> int:
     )
     stack.callback(frontend.send_backend.stop)
     stack.callback(frontend.recv_backend.stop)
-    server = _Server(create_app(frontend, args=args), args, listener, frontend)
+    server = HttpServer(create_app(frontend, args=args), args, listener, frontend)
 
     def on_ready(info: Mapping[str, Any]) -> None:
         if info.get("mask_token_id") is not None:
             tokenizer.protect_mask(info["mask_token_id"])
-        _announce(args, url, model_id, info, supervisor.started_at)
+        server.announce(_ready_line(url, model_id, info, supervisor.started_at))
 
     supervisor = Supervisor(
         frontend,
-        lambda: _backend(args, command_addr, event_addr, engine_factory),
+        lambda: _backend(args, command_addr, event_addr, engine_factory, directory),
         startup_timeout_s=args.startup_timeout,
         is_restarting=args.restart_backend,
         is_staying=args.keep_alive_on_backend_death,
@@ -381,6 +316,7 @@ def _serve_in_process(
 ) -> int:
     from diffulex.server.api_server import create_app  # noqa: PLC0415
     from diffulex.server.engine_loop import EngineLoop  # noqa: PLC0415
+    from diffulex.server.http_server import HttpServer  # noqa: PLC0415
     from diffulex.server.inproc_frontend import InprocFrontend  # noqa: PLC0415
 
     model_id = _model_id(args)
@@ -388,7 +324,7 @@ def _serve_in_process(
     def on_ready(info: Mapping[str, Any]) -> None:
         if info.get("mask_token_id") is not None:
             tokenizer.protect_mask(info["mask_token_id"])
-        _announce(args, url, model_id, info, start)
+        server.announce(_ready_line(url, model_id, info, start))
 
     def on_dead(reason: str) -> None:
         server.fail(reason)
@@ -402,7 +338,7 @@ def _serve_in_process(
         on_ready=on_ready,
         on_dead=on_dead,
     )
-    server = _Server(create_app(frontend, args=args), args, listener, frontend)
+    server = HttpServer(create_app(frontend, args=args), args, listener, frontend)
     return server.run()
 
 

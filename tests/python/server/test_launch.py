@@ -21,6 +21,7 @@ import pytest
 import slow_engine
 from diffulex.server import launch
 from diffulex.server.args import parse_args
+from diffulex.server.http_server import HttpServer
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 60.0
@@ -224,7 +225,24 @@ def test_killed_frontend(start):
     server.wait()
     server.until(lambda: is_gone(server.backend_pid()))
     assert server.logged("exit")
+    assert list(server.temporary.iterdir()) == []
     stream.thread.join(TIMEOUT_S)
+
+
+def test_frontend_killed_while_the_model_loads(start):
+    server = start(factory="make_never")
+    server.until(lambda: server.logged("start"))
+    server.process.kill()
+    server.wait()
+    server.until(lambda: is_gone(server.backend_pid()))
+    assert list(server.temporary.iterdir()) == []
+
+
+def test_ready_is_the_last_word_of_the_start(start):
+    server = start()
+    server.ready()
+    text = server.text()
+    assert text.index("Application startup complete") < text.index("READY url=")
 
 
 def test_port_in_use(start):
@@ -275,7 +293,7 @@ def test_sigterm_between_ready_and_serving(tmp_path, monkeypatch):
     """Nobody but the launcher handles signals before the HTTP server does."""
     monkeypatch.setenv("DIFFULEX_TEST_LOG", str(tmp_path / "log"))
     monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(launch._Server, "run", lambda server: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(HttpServer, "run", lambda server: signal.raise_signal(signal.SIGTERM))
     previous = signal.getsignal(signal.SIGTERM)
     args = parse_args(["--model", "demo", "--port", "0"])
     assert launch.serve(args, slow_engine.make_slow) == 0
@@ -292,6 +310,10 @@ class TestCheapChecks:
         [
             (["--model", "/no/such/model"], "/no/such/model"),
             (["--chat-template", "/no/such/file"], "--chat-template: cannot read /no/such/file"),
+            (
+                ["--chat-template", "{% for m in messages %}\n{{ m. }}"],
+                "--chat-template: chat template: line 2: ",
+            ),
             (["--uds", "/no/such/directory/socket"], "cannot listen on /no/such/directory/socket"),
         ],
     )
