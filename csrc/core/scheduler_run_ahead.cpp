@@ -109,6 +109,14 @@ RunAhead Scheduler::reserve_ahead(DecodeBatch& batch) {
   return has_new_pages ? RunAhead::kGoNewPages : RunAhead::kGo;
 }
 
+int32_t Scheduler::context_len_ahead() const {
+  int32_t longest = 0;
+  for (const Request* request : plan_requests_) {
+    longest = std::max({longest, request->context_len(), request->step.store_end});
+  }
+  return longest;
+}
+
 PlanKind Scheduler::schedule_ahead(StepPlan& plan) {
   DIFFULEX_CHECK(in_flight_ == 0, "schedule_ahead: expected no plan in flight, got step ",
                  next_step_id_ - 1);

@@ -89,6 +89,18 @@ void bind_kernels(py::module_& module) {
       py::arg("max_seqlen_q"), py::arg("max_context_len"), py::arg("num_splits") = 0,
       py::arg("device") = "cuda", "Bytes of scratch the op block_attention needs.");
   module.def(
+      "attention_splits",
+      [](int32_t num_reqs, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
+         int32_t max_seqlen_q, int32_t max_context_len, bool is_hopper) {
+        const AttentionSplits splits = attention_splits(
+            {num_reqs, num_q_heads, num_kv_heads, head_dim, max_seqlen_q, max_context_len, 0},
+            is_hopper);
+        return py::make_tuple(splits.num_splits, splits.cluster_size);
+      },
+      py::arg("num_reqs"), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
+      py::arg("max_seqlen_q"), py::arg("max_context_len"), py::arg("is_hopper"),
+      "(splits, CTAs of a cluster) that the op block_attention chooses by itself.");
+  module.def(
       "attention_plan_elems",
       [](int32_t num_reqs, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
          int32_t max_seqlen_q, int32_t max_context_len, int32_t num_splits) {

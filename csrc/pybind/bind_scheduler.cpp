@@ -208,6 +208,7 @@ void def_run_ahead(Class& type) {
           "reserve_ahead",
           [](Bound& self, DecodeBatch& batch) { return self.core->reserve_ahead(batch); },
           py::arg("batch"))
+      .def("context_len_ahead", [](const Bound& self) { return self.core->context_len_ahead(); })
       .def(
           "schedule_ahead",
           [](Bound& self, const py::object& plan) {

@@ -167,6 +167,12 @@ size_t attention_partial_bytes(const AttentionShape& shape, const AttentionConfi
                              static_cast<int64_t>(sizeof(float)));
 }
 
+AttentionSplits attention_splits(const AttentionShape& shape, bool is_hopper) {
+  const AttentionConfig config =
+      is_hopper ? hopper_attention_config(shape, false) : attention_config(shape, false);
+  return {config.num_splits, config.cluster_size};
+}
+
 size_t attention_workspace_bytes(const AttentionShape& shape, Device device) {
   if (device == Device::kCpu) {
     return 0;

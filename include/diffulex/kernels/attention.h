@@ -97,6 +97,17 @@ struct AttentionPlanParams {
 [[nodiscard]] DIFFULEX_API Status attention_plan(const AttentionPlanParams& params,
                                                  const ExecContext& context);
 
+/// How a launch divides the keys of a request. Beside its other shapes nothing else of a launch
+/// follows from max_context_len.
+struct AttentionSplits {
+  int32_t num_splits = 1;    // most parts of the keys of a request
+  int32_t cluster_size = 1;  // CTAs that add the parts up; 1 = a second kernel does
+};
+
+/// What the kernels choose for `shape`: those of sm_90a for half types, or the portable ones.
+[[nodiscard]] DIFFULEX_API AttentionSplits attention_splits(const AttentionShape& shape,
+                                                            bool is_hopper);
+
 /// Bytes of scratch block_attention needs on `device`; 0 when none.
 [[nodiscard]] DIFFULEX_API size_t attention_workspace_bytes(const AttentionShape& shape,
                                                             Device device);

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from diffulex.ops.workspace import attention_workspace_bytes, empty_workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     import torch
 
+    from diffulex.engine.decode_graphs import Bucket
     from diffulex.model.config import ModelSpec
 
 __all__ = ["AttentionWorkspace", "decode_workspace_bytes"]
@@ -27,16 +28,12 @@ def _needed_bytes(
     )
 
 
-def decode_workspace_bytes(
-    spec: ModelSpec, buckets: Sequence[int], rows: int, max_context_len: int, device_type: str
-) -> int:
-    """Attention scratch that suffices for a decode step of every bucket.
+def decode_workspace_bytes(spec: ModelSpec, shapes: Iterable[Bucket], device_type: str) -> int:
+    """Attention scratch that suffices for each of these decode steps.
 
-    Not that of the largest bucket: small batches split the keys, large ones need not.
+    Not that of the largest: small batches split the keys, large ones need not.
     """
-    return max(
-        _needed_bytes(spec, bucket, rows, max_context_len, device_type) for bucket in buckets
-    )
+    return max(_needed_bytes(spec, *shape, device_type) for shape in shapes)
 
 
 class AttentionWorkspace:

@@ -1,30 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA graphs of decode steps: one set of buckets for every number of rows a request may have.
+"""The shapes of decode steps, and the CUDA graphs of their forwards.
 
-All strategies but one have a single number of rows. fast_dllm_v2 runs whole blocks or sub-blocks.
+All strategies but one have a single number of rows per request. fast_dllm_v2 runs whole blocks or
+sub-blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from diffulex.engine.graph_runner import GraphRunner, graph_buckets
+from diffulex.engine.step_graphs import StepGraphs
 from diffulex.logging import get_logger, warn_once
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from torch import Tensor
 
     from diffulex.config import Config
+    from diffulex.engine.context_classes import ContextClasses
     from diffulex_ext import _core
 
-__all__ = ["Bucket", "DecodeGraphs", "decode_buckets"]
+__all__ = ["Bucket", "DecodeGraphs", "ForwardGraphs", "decode_buckets", "graph_buckets"]
 
 logger = get_logger(__name__)
 
-_MAX_EXACT_BUCKET = 512
+_SMALL_BUCKETS = (1, 2, 4, 8)
+_BUCKET_STEP = 16
+_MAX_BUCKET = 512
 
 
 class Bucket(NamedTuple):
@@ -32,6 +38,19 @@ class Bucket(NamedTuple):
 
     num_reqs: int
     rows_per_request: int
+    max_context_len: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all requests."""
+        return self.num_reqs * self.rows_per_request
+
+
+def graph_buckets(max_num_reqs: int) -> tuple[int, ...]:
+    """Request counts that get a graph: 1, 2, 4, 8, multiples of 16, and the maximum itself."""
+    cap = min(max_num_reqs, _MAX_BUCKET)
+    counts = {*_SMALL_BUCKETS, *range(_BUCKET_STEP, cap + 1, _BUCKET_STEP), cap}
+    return tuple(sorted(count for count in counts if count <= cap))
 
 
 def decode_buckets(config: Config) -> dict[int, tuple[int, ...]]:
@@ -47,99 +66,123 @@ def decode_buckets(config: Config) -> dict[int, tuple[int, ...]]:
         most = min(scheduler.max_num_reqs, max(scheduler.max_num_batched_tokens // rows, 1))
         if is_dual and decoding.fdv2_exact_graph_buckets:
             # Padding changes the shape of products, the shape the last bits, and those a token.
-            buckets[rows] = tuple(range(1, min(most, _MAX_EXACT_BUCKET) + 1))
+            buckets[rows] = tuple(range(1, min(most, _MAX_BUCKET) + 1))
         else:
             buckets[rows] = graph_buckets(most)
     return buckets
 
 
-def _of_rows(
-    forward: Callable[[Bucket, Tensor | None], Tensor], rows: int
-) -> Callable[[int, Tensor | None], Tensor]:
-    def run(num_reqs: int, workspace: Tensor | None) -> Tensor:
-        return forward(Bucket(num_reqs, rows), workspace)
-
-    return run
-
-
 class DecodeGraphs:
-    """Finds the bucket of a plan, and replays its graph if there is one.
+    """Finds the bucket of a plan, and replays its forward if there are graphs.
 
     Without graphs, steps on CUDA are padded all the same: how kernels cut their work depends on the
     shape of the batch, and with it the last bits of a result.
     """
 
-    def __init__(self, buckets: Mapping[int, tuple[int, ...]]) -> None:
+    def __init__(self, buckets: Mapping[int, tuple[int, ...]], classes: ContextClasses) -> None:
         self.buckets = dict(buckets)
         self.num_steps = 0
         self.num_fallbacks = 0
-        self._runners: dict[int, GraphRunner] = {}
+        self._classes = classes
+        #: Graphs of forwards, where decode steps use graphs.
+        self.forwards: ForwardGraphs | None = None
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether there are graphs."""
-        return bool(self._runners)
-
-    @property
-    def runners(self) -> Iterable[GraphRunner]:
-        """The graphs of every number of rows."""
-        return self._runners.values()
-
-    @property
-    def captured_buckets(self) -> tuple[int, ...]:
-        """Request counts that have a graph, for the largest number of rows."""
-        return self._runners[max(self._runners)].buckets if self._runners else ()
-
-    def capture(
-        self,
-        config: Config,
-        workspace_bytes: Callable[[tuple[int, ...], int], int],
-        fill: Callable[[Bucket], None],
-        forward: Callable[[Bucket, Tensor | None], Tensor],
-    ) -> None:
-        """Captures every bucket.
-
-        Args:
-            workspace_bytes: scratch that suffices for buckets of so many rows per request.
-            fill: puts legal values into the static arrays of a step, for a bucket and smaller ones.
-            forward: hidden states of a bucket from the static arrays of a step.
-        """
-        for rows, buckets in self.buckets.items():
-            runner = GraphRunner(
-                buckets,
-                rows,
-                config.model.spec.hidden_size,
-                getattr(torch, config.model.dtype),
-                torch.device(config.model.device),
-                workspace_bytes(buckets, rows),
-            )
-            fill(Bucket(buckets[-1], rows))
-            runner.capture(_of_rows(forward, rows))
-            self._runners[rows] = runner
+    def shapes(self) -> tuple[Bucket, ...]:
+        """Every padded step, the largest first; of equal ones the longest context first."""
+        return tuple(
+            Bucket(num_reqs, rows, bound)
+            for rows, counts in self.buckets.items()
+            for num_reqs in reversed(counts)
+            for bound in reversed(self._classes.bounds(num_reqs, rows))
+        )
 
     def bucket_for(self, plan: _core.StepPlan) -> Bucket | None:
         """Shape a decode plan is padded to; None: run as it is."""
         if plan.kind.name != "DECODE":
             return None
-        buckets = self.buckets.get(plan.uniform_q_len)
-        if buckets is not None:
-            for num_reqs in buckets:
+        rows = plan.uniform_q_len
+        counts = self.buckets.get(rows)
+        if counts is not None:
+            for num_reqs in counts:
                 if num_reqs >= plan.num_reqs:
-                    return Bucket(num_reqs, plan.uniform_q_len)
-            reason = f"{plan.num_reqs} requests exceed the largest bucket {buckets[-1]}"
+                    return Bucket(num_reqs, rows, self.bound(num_reqs, rows, plan.max_context_len))
+            reason = f"{plan.num_reqs} requests exceed the largest bucket {counts[-1]}"
         else:
-            counts = " or ".join(map(str, self.buckets))
-            reason = f"requests have other than {counts} rows"
-        if self._runners:
-            self.count_fallback(reason)
+            known = " or ".join(map(str, self.buckets))
+            reason = f"requests have other than {known} rows"
+        if self.forwards is not None:
+            self._count_fallback(reason)
         return None
 
-    def count_fallback(self, reason: str) -> None:
+    def bound(self, num_reqs: int, rows: int, context_len: int) -> int:
+        """Bound on the context that a decode step of this shape is launched for."""
+        return self._classes.bound(num_reqs, rows, context_len)
+
+    def _count_fallback(self, reason: str) -> None:
         """A decode step runs without a graph although there are graphs."""
         self.num_fallbacks += 1
         warn_once(logger, f"graph fallback: {reason}", "eager decode step: %s", reason)
 
     def replay(self, bucket: Bucket) -> Tensor:
         """Hidden states of the bucket's rows; valid until the next replay."""
+        assert self.forwards is not None
         self.num_steps += 1
-        return self._runners[bucket.rows_per_request].replay(bucket.num_reqs)
+        return self.forwards.replay(bucket)
+
+
+class ForwardGraphs:
+    """Graphs of forwards over the static arrays of a step, for samplers that run on their own.
+
+    Args:
+        config: names the device, the dtype and H.
+        max_rows: rows of the largest bucket.
+        fill: puts legal values into the static arrays of a step, for a bucket and smaller ones.
+        forward: hidden states of a bucket from the static arrays of a step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        max_rows: int,
+        fill: Callable[[Bucket], None],
+        forward: Callable[[Bucket], Tensor],
+    ) -> None:
+        device = torch.device(config.model.device)
+        self._graphs: StepGraphs[Bucket] = StepGraphs(device)
+        self._fill, self._forward = fill, forward
+        dtype: torch.dtype = getattr(torch, config.model.dtype)
+        hidden_size = config.model.spec.hidden_size
+        self._hidden = torch.zeros(max_rows, hidden_size, dtype=dtype, device=device)
+
+    @property
+    def captured(self) -> tuple[Bucket, ...]:
+        """Shapes that have a graph."""
+        return self._graphs.keys
+
+    def capture(self, shapes: tuple[Bucket, ...]) -> None:
+        """Captures these shapes; nothing may be in flight. Others follow when they are needed."""
+        start = time.perf_counter()
+        for bucket in shapes:
+            self._capture(bucket)
+        seconds = time.perf_counter() - start
+        logger.info("captured %d CUDA graphs of decode forwards in %.1f s", len(shapes), seconds)
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Captures a shape that has no graph yet: before its arrays are filled, nothing in flight."""
+        if bucket not in self._graphs:
+            self._capture(bucket)
+
+    def _capture(self, bucket: Bucket) -> None:
+        hidden = self._hidden[: bucket.num_rows]
+        self._graphs.capture(
+            bucket, lambda: self._fill(bucket), lambda: _copy(hidden, self._forward(bucket))
+        )
+
+    def replay(self, bucket: Bucket) -> Tensor:
+        """Hidden states of the bucket's rows; valid until the next replay."""
+        self._graphs.replay(bucket)
+        return self._hidden[: bucket.num_rows]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)

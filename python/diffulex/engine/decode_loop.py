@@ -14,7 +14,8 @@ Symbols: R requests (dummies included), Q rows each, N blocks of B positions, T 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,8 +26,10 @@ from diffulex.engine.batch import (
     host_memory,
     new_event,
 )
+from diffulex.engine.decode_graphs import Bucket
 from diffulex.engine.plan_check import PlanCheck
-from diffulex.engine.step_graphs import StepGraphs, StepVariant
+from diffulex.engine.step_graphs import StepGraphs
+from diffulex.logging import get_logger
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
@@ -39,12 +42,22 @@ if TYPE_CHECKING:
     from diffulex.engine.decode_graphs import DecodeGraphs
     from diffulex.engine.sampler_feed import SamplerFeed
 
-__all__ = ["DecodeLoop"]
+__all__ = ["DecodeLoop", "StepVariant"]
+
+logger = get_logger(__name__)
 
 # The result of one step is read while the next one runs.
 _NUM_OUTPUTS = 2
 # A graph keeps its logits; larger steps run without one, and their launches vanish beside the work.
 _MAX_GRAPH_LOGITS_BYTES = 1 << 30
+
+
+class StepVariant(NamedTuple):
+    """What a captured step depends on beside the arrays it reads."""
+
+    bucket: Bucket
+    is_drawn: bool  # a request draws its tokens
+    is_filtered: bool  # and one narrows its draws
 
 
 class _Output:
@@ -67,8 +80,8 @@ class DecodeLoop:
         sampler: writes its decisions to the arrays of `buffers`.
         buffers: arrays of the steps, with a mirror.
         feed: inputs of the sampler.
-        graphs: decides how many requests a step is padded to.
-        forward: hidden states [T, H] of a step of so many requests from the arrays of `buffers`.
+        graphs: decides what a step is padded to.
+        forward: hidden states [T, H] of a padded step from the arrays of `buffers`.
     """
 
     def __init__(
@@ -80,7 +93,7 @@ class DecodeLoop:
         buffers: StepBuffers,
         feed: SamplerFeed,
         graphs: DecodeGraphs,
-        forward: Callable[[int], Tensor],
+        forward: Callable[[Bucket], Tensor],
     ) -> None:
         device = buffers.device
         is_cuda = device.type == "cuda"
@@ -99,8 +112,9 @@ class DecodeLoop:
         self._uploaded = new_event() if is_cuda else None
         self._outputs = [_Output(options, is_cuda=is_cuda) for _ in range(_NUM_OUTPUTS)]
         self._next_output = 0
-        self._variant = StepVariant(0, is_drawn=False, is_filtered=False)
-        self._step_graphs = StepGraphs(device) if is_cuda else None
+        self._variant = StepVariant(Bucket(0, 0, 0), is_drawn=False, is_filtered=False)
+        self._step_graphs: StepGraphs[StepVariant] | None = None
+        self._device = device
         self._check = PlanCheck(options) if config.kernel.check_run_ahead else None
         #: Answer about the step behind the one that `start` enqueued, which needs its pages.
         self._verdict: _core.RunAhead | None = None
@@ -112,7 +126,8 @@ class DecodeLoop:
     @property
     def graph_buckets(self) -> tuple[int, ...]:
         """Request counts that have a CUDA graph."""
-        return () if self._step_graphs is None else self._step_graphs.buckets
+        graphs = self._step_graphs
+        return () if graphs is None else tuple(sorted({v.bucket.num_reqs for v in graphs.keys}))
 
     def takes(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> bool:
         """Whether the plan in flight is a step for this loop."""
@@ -128,9 +143,7 @@ class DecodeLoop:
         assert bucket is not None
         self._await_uploads()
         scheduler.start_run_ahead(plan, self._batch)
-        self._variant = StepVariant(
-            bucket.num_reqs, self._batch.any_drawn, self._batch.any_filtered
-        )
+        self._variant = StepVariant(bucket, self._batch.any_drawn, self._batch.any_filtered)
         self._prepare_variant()
         plan.pad_requests(bucket.num_reqs)
         self._verdict = scheduler.reserve_ahead(self._batch)
@@ -139,7 +152,7 @@ class DecodeLoop:
         for name, host in self._staged.items():
             self._state[name][: bucket.num_reqs].copy_(host[: bucket.num_reqs], non_blocking=True)
         self._record_uploads()
-        self._advance(bucket.num_reqs, is_entry=True)
+        self._advance(bucket, is_entry=True)
         if self._check is not None:
             self._check.enter(plan)
         return self._launch()
@@ -156,8 +169,21 @@ class DecodeLoop:
             self._record_uploads()
         if verdict == _core.RunAhead.STOP:
             return None
+        variant = self._variant_ahead(scheduler)
+        if self._is_capturing(variant):
+            return None  # `start` captures it, with nothing in flight
+        self._variant = variant
         self.num_ahead_steps += 1
         return self._launch()
+
+    def _variant_ahead(self, scheduler: _core.Scheduler) -> StepVariant:
+        """That of the step behind the plan in flight, whose context the host knows already.
+
+        A plan of the host finds the same, unless the longest request of the batch just ended.
+        """
+        num_reqs, rows, bound = self._variant.bucket
+        bound = self._graphs.bound(num_reqs, rows, scheduler.context_len_ahead())
+        return self._variant._replace(bucket=Bucket(num_reqs, rows, bound))
 
     def _upload_pages(self, verdict: _core.RunAhead) -> None:
         if verdict == _core.RunAhead.GO_NEW_PAGES:
@@ -190,44 +216,52 @@ class DecodeLoop:
         scheduler.collect_output(plan, result.output, self._buffers.output)
         return self._buffers.output
 
-    def capture(self, fill: Callable[[int], None]) -> None:
-        """Captures the greedy steps of all request counts, the largest first.
+    def capture(self, fill: Callable[[Bucket], None]) -> None:
+        """Captures the greedy steps of all shapes; drawn ones follow when they are first needed.
 
         Args:
-            fill: puts legal values into the arrays of a step of so many requests.
+            fill: puts legal values into the arrays of a step.
         """
         self._fill = fill
-        for num_reqs in reversed(self._graphs.buckets[self._num_rows]):
-            self._capture(StepVariant(num_reqs, is_drawn=False, is_filtered=False))
+        self._step_graphs = StepGraphs(self._device)
+        start = time.perf_counter()
+        for bucket in self._graphs.shapes():
+            variant = StepVariant(bucket, is_drawn=False, is_filtered=False)
+            if self._is_capturing(variant):
+                self._capture(variant)
+        seconds = time.perf_counter() - start
+        logger.info("captured %d CUDA graphs in %.1f s", len(self._step_graphs.keys), seconds)
+
+    def _is_capturing(self, variant: StepVariant) -> bool:
+        """Whether the variant gets a graph that it has not yet."""
+        if self._step_graphs is None or variant in self._step_graphs:
+            return False
+        return self.logits_bytes(variant.bucket) <= _MAX_GRAPH_LOGITS_BYTES
+
+    def logits_bytes(self, bucket: Bucket) -> int:
+        """Bytes of the logits of every row."""
+        dtype: torch.dtype = getattr(torch, self._config.model.dtype)
+        return bucket.num_rows * self._config.model.spec.vocab_size * dtype.itemsize
 
     def _capture(self, variant: StepVariant) -> None:
-        vocab_size = self._config.model.spec.vocab_size
-        num_bytes = variant.num_reqs * self._num_rows * vocab_size * self._itemsize
-        if self._step_graphs is None or num_bytes > _MAX_GRAPH_LOGITS_BYTES:
-            return
+        assert self._step_graphs is not None
 
         def fill() -> None:
-            self._fill(variant.num_reqs)
+            self._fill(variant.bucket)
             # Requests that do not run: the rules then change nothing.
             self._state["requests"].zero_()
 
         self._step_graphs.capture(variant, fill, lambda: self._enqueue(variant))
 
-    @property
-    def _itemsize(self) -> int:
-        dtype: torch.dtype = getattr(torch, self._config.model.dtype)
-        return dtype.itemsize
-
     def _prepare_variant(self) -> None:
         """Captures a variant that is needed for the first time; the device is idle now."""
-        graphs = self._step_graphs
-        if graphs is not None and graphs.buckets and self._variant not in graphs:
+        if self._is_capturing(self._variant):
             self._capture(self._variant)
 
     def _has_smaller_bucket(self, plan: _core.StepPlan) -> bool:
         num_reqs = plan.num_reqs - plan.num_padded_reqs
         return any(
-            num_reqs <= count < self._variant.num_reqs
+            num_reqs <= count < self._variant.bucket.num_reqs
             for count in self._graphs.buckets[self._num_rows]
         )
 
@@ -249,9 +283,9 @@ class DecodeLoop:
         return place
 
     def _enqueue(self, variant: StepVariant) -> None:
-        num_reqs = variant.num_reqs
-        num_rows = num_reqs * self._num_rows
-        logits = self._model.compute_logits(self._forward(num_reqs))
+        bucket = variant.bucket
+        num_reqs, num_rows = bucket.num_reqs, bucket.num_rows
+        logits = self._model.compute_logits(self._forward(bucket))
         shape = StepShape(
             num_rows=num_rows,
             num_reqs=num_reqs,
@@ -262,11 +296,11 @@ class DecodeLoop:
             num_saved_source_rows=0,
         )
         self._sampler(self._feed.inputs(self._buffers.views, shape, logits))
-        self._advance(num_reqs, is_entry=False)
+        self._advance(bucket, is_entry=False)
 
-    def _advance(self, num_reqs: int, *, is_entry: bool) -> None:
+    def _advance(self, bucket: Bucket, *, is_entry: bool) -> None:
         views, out = self._buffers.views, self._buffers.sampler
-        rows = num_reqs * self._num_rows
+        num_reqs, rows = bucket.num_reqs, bucket.num_rows
         blocks = num_reqs * self._options.buffer_size
         has_edits = views.blk_edit_threshold.numel() > 0
         torch.ops.diffulex.advance_decode(

@@ -14,7 +14,8 @@ import torch
 
 from diffulex.engine.attention_workspace import AttentionWorkspace, decode_workspace_bytes
 from diffulex.engine.batch import AttnMetadata, PlanViews, StepBuffers, StepShape
-from diffulex.engine.decode_graphs import Bucket, DecodeGraphs, decode_buckets
+from diffulex.engine.context_classes import ContextClasses
+from diffulex.engine.decode_graphs import Bucket, DecodeGraphs, ForwardGraphs, decode_buckets
 from diffulex.engine.decode_loop import DecodeLoop
 from diffulex.engine.kv_cache import KVCache, KvLayoutName
 from diffulex.engine.model_call import ModelCall
@@ -61,7 +62,7 @@ class ModelRunner:
             bind_model(model)
         self._is_cuda = self.device.type == "cuda"
         self._workspace = AttentionWorkspace(config.model.spec, self.device)
-        self._graphs = DecodeGraphs(decode_buckets(config))
+        self._graphs = DecodeGraphs(decode_buckets(config), ContextClasses(config))
         with self._on_device():
             self._call = ModelCall(config, model)
             self._cache = self._make_cache(1)
@@ -109,6 +110,10 @@ class ModelRunner:
             self._feed = SamplerFeed(options, self._buffers.sampler, self._call.signals)
             if options.logits_shift:
                 self._keep_rows()
+            num_bytes = decode_workspace_bytes(
+                config.model.spec, self._graphs.shapes(), self.device.type
+            )
+            self._decode_workspace = empty_workspace(num_bytes, self.device)
             if has_loop:
                 self._make_decode_loop(options)
             logger.info(
@@ -140,12 +145,7 @@ class ModelRunner:
         return is_wanted and options.strategy in _LOOP_STRATEGIES and not options.logits_shift
 
     def _make_decode_loop(self, options: _core.EngineOptions) -> None:
-        config, rows = self.config, self.config.decode_rows
-        buckets = self._graphs.buckets[rows]
-        num_bytes = decode_workspace_bytes(
-            config.model.spec, buckets, rows, config.max_context_len, self.device.type
-        )
-        self._decode_workspace = empty_workspace(num_bytes, self.device)
+        config = self.config
         reserve = getattr(self.sampler, "reserve", None)
         if reserve is not None:
             # Graphs keep the addresses of the sampler's buffers: no later step may replace them,
@@ -159,17 +159,17 @@ class ModelRunner:
             self._step_buffers,
             self._sampler_feed,
             self._graphs,
-            lambda num_reqs: self._bucket_forward(Bucket(num_reqs, rows), self._decode_workspace),
+            self._bucket_forward,
         )
 
-    def _bucket_forward(self, bucket: Bucket, workspace: Tensor | None) -> Tensor:
+    def _bucket_forward(self, bucket: Bucket) -> Tensor:
         """Hidden states of a padded decode step from the static arrays."""
-        num_reqs, rows = bucket
+        num_reqs, rows, max_context_len = bucket
         views = self._step_buffers.views
         metadata = self._metadata(
-            views, num_reqs * rows, num_reqs, rows, self.config.max_context_len, workspace
+            views, bucket.num_rows, num_reqs, rows, max_context_len, self._decode_workspace
         )
-        return self._call(views, num_reqs * rows, metadata, self._cache)
+        return self._call(views, bucket.num_rows, metadata, self._cache)
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         """Makes the model's device current: launches, events and graphs go by the current one."""
@@ -193,8 +193,12 @@ class ModelRunner:
     @property
     def graph_buckets(self) -> tuple[int, ...]:
         """Request counts that have a CUDA graph."""
-        loop = self._decode_loop
-        return self._graphs.captured_buckets if loop is None else loop.graph_buckets
+        if self._decode_loop is not None:
+            return self._decode_loop.graph_buckets
+        forwards = self._graphs.forwards
+        shapes = () if forwards is None else forwards.captured
+        counts = {b.num_reqs for b in shapes if b.rows_per_request == self.config.decode_rows}
+        return tuple(sorted(counts))
 
     @property
     def num_graph_steps(self) -> int:
@@ -253,13 +257,14 @@ class ModelRunner:
 
     def _execute(self, plan: _core.StepPlan) -> _core.SamplerOutput:
         bucket = self._graphs.bucket_for(plan) if self._is_cuda else None
+        forwards = self._graphs.forwards
         if bucket is not None:
             plan.pad_requests(bucket.num_reqs)
-        if self._decode_loop is not None and self._decode_loop.graph_buckets:
-            self._count_loop_fallback(plan)
+            if forwards is not None:
+                forwards.prepare(bucket)
         shape = StepShape.of(plan)
         views = self._step_buffers.upload()
-        if bucket is not None and self._graphs.is_captured:
+        if bucket is not None and forwards is not None:
             hidden = self._graphs.replay(bucket)
         else:
             hidden = self._forward(views, shape, plan)
@@ -271,13 +276,6 @@ class ModelRunner:
         if self.row_watch.is_active:
             self.row_watch.after_sampling(plan, output)
         return output
-
-    def _count_loop_fallback(self, plan: _core.StepPlan) -> None:
-        """The graphs are those of the loop, which did not take `plan`."""
-        if plan.kind.name == "DECODE":
-            is_watched = self.row_watch.is_active
-            reason = "a request has logprobs or min_tokens" if is_watched else "not for the loop"
-            self._graphs.count_fallback(reason)
 
     @property
     def _step_buffers(self) -> StepBuffers:
@@ -294,8 +292,10 @@ class ModelRunner:
     def _forward(self, views: PlanViews, shape: StepShape, plan: _core.StepPlan) -> Tensor:
         max_context_len = plan.max_context_len
         if self._is_cuda and plan.uniform_q_len:
-            # Kernels derive the split of the keys from this bound, which is fixed in a graph.
-            max_context_len = self.config.max_context_len
+            # As in a graph: kernels derive the split of the keys from this bound.
+            max_context_len = self._graphs.bound(
+                shape.num_reqs, plan.uniform_q_len, plan.max_context_len
+            )
         workspace = self._workspace.of(shape.num_reqs, plan.max_seqlen_q, max_context_len)
         metadata = self._metadata(
             views, shape.num_rows, shape.num_reqs, plan.max_seqlen_q, max_context_len, workspace
@@ -350,23 +350,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
-        config, views = self.config, self._step_buffers.views
-        max_context_len = config.max_context_len
-
-        def needed(buckets: tuple[int, ...], rows: int) -> int:
-            spec = config.model.spec
-            return decode_workspace_bytes(spec, buckets, rows, max_context_len, self.device.type)
-
-        def fill(bucket: Bucket) -> None:
-            self._fill_capture_inputs(views, bucket.num_reqs, bucket.rows_per_request)
-
+        shapes = self._graphs.shapes()
+        most = max(bucket.num_rows for bucket in shapes)
+        # With a loop these graphs are for steps it does not take, captured when one comes.
+        self._graphs.forwards = ForwardGraphs(
+            self.config, most, self._fill_capture_inputs, self._bucket_forward
+        )
         if self._decode_loop is not None:
-            self._decode_loop.capture(lambda count: fill(Bucket(count, config.decode_rows)))
+            self._decode_loop.capture(self._fill_capture_inputs)
         else:
-            self._graphs.capture(config, needed, fill, self._bucket_forward)
+            self._graphs.forwards.capture(shapes)
 
-    def _fill_capture_inputs(self, views: PlanViews, num_reqs: int, rows: int) -> None:
+    def _fill_capture_inputs(self, bucket: Bucket) -> None:
         """Real rows over one cached page, nothing stored: kernels must not see empty contexts."""
+        num_reqs, rows, max_context_len = bucket
+        views = self._step_buffers.views
         offsets = torch.arange(num_reqs + 1, dtype=torch.int32, device=self.device) * rows
         views.input_ids.zero_()
         views.positions.zero_()
@@ -375,7 +373,7 @@ class ModelRunner:
         views.page_tables[:num_reqs, 0] = 0
         views.cu_seqlens_q[: num_reqs + 1] = offsets
         views.valid_slices[:num_reqs] = offsets[1:]
-        views.context_lens[:num_reqs] = self.config.cache.page_size
+        views.context_lens[:num_reqs] = min(self.config.cache.page_size, max_context_len)
         is_canvas = self._call.signals is not None
         kind = MaskKind.FULL if is_canvas else MaskKind.BLOCK_CAUSAL
         if rows < self.config.decode_rows:

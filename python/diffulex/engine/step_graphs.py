@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of whole decode steps: forward, head, sampler, and the plan of the step behind."""
+"""CUDA graphs of decode steps.
+
+Only shapes and addresses are baked in: every value a kernel reads comes from device arrays, which
+are refilled before each replay.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -14,49 +18,40 @@ from diffulex.logging import get_logger
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["StepGraphs", "StepVariant"]
+__all__ = ["StepGraphs"]
 
 logger = get_logger(__name__)
 
 _NUM_WARMUPS = 2
 
-
-class StepVariant(NamedTuple):
-    """What a captured step depends on beside the arrays it reads."""
-
-    num_reqs: int
-    is_drawn: bool  # a request draws its tokens
-    is_filtered: bool  # and one narrows its draws
+Key = TypeVar("Key")
 
 
-class StepGraphs:
-    """One graph per variant, in one memory pool.
+class StepGraphs(Generic[Key]):
+    """Graphs by what they depend on beside the arrays they read, in one memory pool.
 
-    Greedy variants are captured before the first request, the others when they are first needed:
-    most engines never draw.
+    Capture the largest first: the smaller ones reuse its memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._graphs: dict[StepVariant, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
-    def buckets(self) -> tuple[int, ...]:
-        """Request counts that have a graph, ascending."""
-        return tuple(sorted({variant.num_reqs for variant in self._graphs}))
+    def keys(self) -> tuple[Key, ...]:
+        """What is captured, in the order of the captures."""
+        return tuple(self._graphs)
 
-    def __contains__(self, variant: StepVariant) -> bool:
-        return variant in self._graphs
+    def __contains__(self, key: Key) -> bool:
+        return key in self._graphs
 
-    def capture(
-        self, variant: StepVariant, fill: Callable[[], None], run: Callable[[], None]
-    ) -> None:
+    def capture(self, key: Key, fill: Callable[[], None], run: Callable[[], None]) -> None:
         """Captures `run`; nothing may be in flight.
 
         Args:
-            variant: what is captured.
+            key: what is captured.
             fill: puts legal values into the arrays that `run` reads.
             run: enqueues one step; not kept.
         """
@@ -69,11 +64,11 @@ class StepGraphs:
                 run()
             fill()
         stream.synchronize()
-        self._graphs[variant] = captured_graph(run, self._pool, stream)
+        self._graphs[key] = captured_graph(run, self._pool, stream)
         torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - start
-        logger.debug("captured the decode step of %s in %.2f s", variant, seconds)
+        logger.debug("captured the decode step of %s in %.2f s", key, seconds)
 
-    def replay(self, variant: StepVariant) -> None:
+    def replay(self, key: Key) -> None:
         """Enqueues the step."""
-        self._graphs[variant].replay()
+        self._graphs[key].replay()

@@ -7,6 +7,7 @@ import torch
 
 from diffulex_ext import (
     attention_plan_elems,
+    attention_splits,
     attention_workspace_bytes,
     fused_experts_packed_workspace_bytes,
     fused_moe_workspace_bytes,
@@ -18,6 +19,7 @@ from diffulex_ext import (
 __all__ = [
     "WORKSPACE_ALIGNMENT",
     "attention_plan_elems",
+    "attention_splits",
     "attention_workspace_bytes",
     "empty_workspace",
     "fused_experts_packed_workspace_bytes",

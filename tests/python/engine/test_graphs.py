@@ -14,7 +14,7 @@ import torch
 
 from diffulex import SamplingParams
 from diffulex.engine.attention_workspace import decode_workspace_bytes
-from diffulex.engine.graph_runner import graph_buckets
+from diffulex.engine.decode_graphs import Bucket, graph_buckets
 from diffulex.engine.output import GenerationOutputs
 from diffulex.ops.workspace import attention_workspace_bytes
 from tiny_engine import TinyModel
@@ -46,7 +46,8 @@ def test_workspace_suffices_for_every_bucket(tiny: TinyModel) -> None:
         for bucket in buckets
     ]
     assert needs[-1] < max(needs)
-    assert decode_workspace_bytes(spec, buckets, rows, length, "cuda") == max(needs)
+    shapes = [Bucket(bucket, rows, length) for bucket in buckets]
+    assert decode_workspace_bytes(spec, shapes, "cuda") == max(needs)
 
 
 def requests(seed: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]:

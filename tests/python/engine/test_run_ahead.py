@@ -18,11 +18,10 @@ import pytest
 import torch
 
 from diffulex import ConfigError, SamplingParams
-from diffulex.engine.decode_loop import DecodeLoop
 from diffulex.engine.engine import Diffulex
 from diffulex.engine.output import RequestOutput
 from diffulex.engine.plan_check import PlanCheck, PlanMismatchError
-from diffulex.engine.step_graphs import StepGraphs, StepVariant
+from diffulex.engine.step_graphs import StepGraphs
 from diffulex.registry import AutoSampler
 from diffulex.sampler.sdar import SdarSampler
 from diffulex_ext import _core
@@ -432,21 +431,6 @@ def test_requests_watched_on_the_host_keep_the_host_loop(tiny: TinyModel) -> Non
         assert engine._runner.num_ahead_steps == 0
 
 
-def test_steps_beside_the_graphs_of_the_loop_are_counted(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An eager step of an engine with graphs is no secret."""
-    monkeypatch.setattr(DecodeLoop, "graph_buckets", (1,))
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    with tiny.engine(**FILL, run_ahead="on") as engine:
-        engine.generate([[1, 2, 3]], params, summary=False)
-        assert engine._runner.num_graph_fallbacks == 0
-        watched = dataclasses.replace(params, logprobs=1)
-        outputs = engine.generate([[1, 2, 3]], watched, summary=False)
-        steps = outputs[0].metrics.nfe - 1  # the prefill is eager anyway
-        assert engine._runner.num_graph_fallbacks == steps > 0
-
-
 def test_automatic_cap_is_derived_on_the_host(tiny: TinyModel) -> None:
     settings = {**FILL, "block_size": 8, "auto_max_nfe": True, "auto_max_nfe_warmup_steps": 3}
     assert compare(tiny, settings, 6) > 0
@@ -520,7 +504,7 @@ def test_device_loop_equals_the_cpu(tiny: TinyModel, tiny_cuda: TinyModel, tmp_p
 def test_other_threads_may_allocate_during_a_capture() -> None:
     """`add_request` of another thread may come while a variant is captured."""
     device = torch.device("cuda", torch.cuda.current_device())
-    graphs, variant = StepGraphs(device), StepVariant(1, is_drawn=True, is_filtered=False)
+    graphs: StepGraphs[str] = StepGraphs(device)
     value = torch.zeros(4, device=device)
     errors: list[BaseException] = []
 
@@ -536,8 +520,8 @@ def test_other_threads_may_allocate_during_a_capture() -> None:
         thread.join()
         value.add_(1)
 
-    graphs.capture(variant, lambda: None, run)
+    graphs.capture("step", lambda: None, run)
     assert not errors
     value.zero_()
-    graphs.replay(variant)
+    graphs.replay("step")
     assert value.tolist() == [1.0] * 4
