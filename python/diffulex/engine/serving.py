@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diffulex.engine.admission import AdmissionError, AdmissionLimits
 from diffulex.engine.answer_text import AnswerText, Piece
@@ -55,6 +55,8 @@ __all__ = [
 ]
 
 logger = get_logger(__name__)
+
+_Event = TypeVar("_Event", bound=ServingEvent)
 
 SUPPORTED_STREAM_MODES = frozenset(STREAM_MODES)
 
@@ -121,7 +123,8 @@ class DiffulexAsyncEngineMixin:
 
     def _apply(self, command: ServingCommand) -> ServingEvent | ServingAck | None:
         if isinstance(command, ServingGenerate):
-            return self._accept(command)
+            refusal = self._accept(command)
+            return None if refusal is None else _of(command, refusal)
         if isinstance(command, ServingAbort):
             self._abort(command.rid)
             return None
@@ -205,6 +208,7 @@ class DiffulexAsyncEngineMixin:
                 special_stops=found,
                 denoise_detail=command.denoise_detail,
                 queue_timeout_s=command.queue_timeout_s,
+                generation=command.generation,
             )
         )
 
@@ -259,7 +263,8 @@ class DiffulexAsyncEngineMixin:
         for state in late:
             self._abort(state.rid)
             text = f"request {state.rid}: not scheduled within {state.queue_timeout_s} s"
-            events.append(ServingError(state.rid, text, "queue_timeout", 503, retryable=True))
+            error = ServingError(state.rid, text, "queue_timeout", 503, retryable=True)
+            events.append(_of(state, error))
         return events
 
     def fail_requests(self, message: str, code: str, http_status: int) -> list[ServingEvent]:
@@ -269,7 +274,8 @@ class DiffulexAsyncEngineMixin:
         for state in list(serving.requests.values()):
             serving.drop(state)
             self._engine.abort_request(state.engine_req_id)
-            events.append(ServingError(state.rid, message, code, http_status, retryable=True))
+            error = ServingError(state.rid, message, code, http_status, retryable=True)
+            events.append(_of(state, error))
         return events
 
     # Steps.
@@ -291,12 +297,13 @@ class DiffulexAsyncEngineMixin:
                 continue
             self._count(state, request, is_prefill, start, now)
             try:
-                events.extend(self._events(serving, state, request))
+                made = self._events(serving, state, request)
             except Exception as error:  # such as a tokenizer that fails on its ids
                 logger.exception("request %s: its events cannot be made", state.rid)
                 serving.drop(state)
                 self._engine.abort_request(state.engine_req_id)
-                events.append(ServingError(state.rid, f"{type(error).__name__}: {error}"))
+                made = [ServingError(state.rid, f"{type(error).__name__}: {error}")]
+            events.extend(_of(state, event) for event in made)
         return events
 
     def _count(
@@ -368,6 +375,12 @@ class DiffulexAsyncEngineMixin:
         if skip_special_tokens not in decoders:
             decoders[skip_special_tokens] = robust_decode(self.tokenizer, skip_special_tokens)
         return decoders[skip_special_tokens]
+
+
+def _of(source: ServingGenerate | ServingRequestState, event: _Event) -> _Event:
+    """The event, marked as one of this admission."""
+    event.generation = source.generation
+    return event
 
 
 def _refusal(rid: str, message: str, code: str, param: str | None) -> ServingError:

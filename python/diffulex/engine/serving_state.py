@@ -28,6 +28,7 @@ class ServingRequestState:
         num_seen: final tokens that `answer` has got.
         num_reported: tokens reported as committed by snapshots.
         special_stops: stop texts that are one special token, by id.
+        generation: of the command; all events carry it.
     """
 
     rid: str
@@ -47,6 +48,7 @@ class ServingRequestState:
     special_stops: dict[int, str] = field(default_factory=dict)
     denoise_detail: bool = False
     queue_timeout_s: float | None = None
+    generation: int = 0
     added_at: float = field(default_factory=time.perf_counter)
     first_step_at: float | None = None
     first_token_at: float | None = None

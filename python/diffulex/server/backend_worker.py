@@ -242,7 +242,10 @@ class SyncBackendWorker:
         is_newer = isinstance(error.__cause__, ProtocolVersionError)
         code = "protocol_version" if is_newer else "bad_command"
         if isinstance(rid, str):
-            self.send_result([ServingError(rid, reason, code, 400)])
+            refusal = ServingError(rid, reason, code, 400)
+            generation = data.get("generation")
+            refusal.generation = generation if isinstance(generation, int) else 0
+            self.send_result([refusal])
         elif isinstance(op_id, str):
             self.send_result([ServingAck(op_id, False, reason)])
 

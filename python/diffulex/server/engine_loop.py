@@ -9,6 +9,7 @@ The engine is touched by one thread only, that of `call_engine`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -106,6 +107,9 @@ class EngineLoop:
         self._streams: dict[str, asyncio.Queue[ServingEvent | None]] = {}
         self._acks: dict[str, asyncio.Future[ServingAck]] = {}
         self._admitted: set[str] = set()
+        #: Of the requests that somebody waits for, by rid: a rid may be used again.
+        self._current: dict[str, int] = {}
+        self._generations = itertools.count(1)
 
     # Life.
 
@@ -218,7 +222,7 @@ class EngineLoop:
         future: asyncio.Future[ServingReply] = asyncio.get_running_loop().create_future()
         self._futures[command.rid] = future
         try:
-            self._put(command)
+            self._begin(command)
             return await future
         finally:
             del self._futures[command.rid]
@@ -257,7 +261,7 @@ class EngineLoop:
         self._streams[command.rid] = events
         is_complete = False
         try:
-            self._put(command)
+            self._begin(command)
             while not is_complete:
                 event = await self._next_event(events, is_disconnected)
                 if event is None:
@@ -323,8 +327,14 @@ class EngineLoop:
     def _put(self, command: ServingCommand) -> None:
         self._queue.put_nowait(QueuedCommand(command))
 
+    def _begin(self, command: ServingGenerate) -> None:
+        """Queues a request that somebody waits for from now on."""
+        command.generation = self._current[command.rid] = next(self._generations)
+        self._put(command)
+
     def _leave(self, rid: str, *, is_complete: bool) -> None:
         """Forgets a request; the engine ends it if it has begun."""
+        self._current.pop(rid, None)
         if rid in self._admitted:
             self._admitted.discard(rid)
             if not is_complete:
@@ -408,7 +418,7 @@ class EngineLoop:
         """Whether somebody still waits for what a command starts."""
         if not isinstance(command, ServingGenerate):
             return True
-        return command.rid in self._futures or command.rid in self._streams
+        return self._current.get(command.rid) == command.generation
 
     def resolve_events(self, events: Sequence[ServingEvent | ServingAck]) -> None:
         """Hands events to whoever waits for them."""
@@ -418,6 +428,8 @@ class EngineLoop:
                 if ack is not None and not ack.done():
                     ack.set_result(event)
                 continue
+            if event.generation not in (0, self._current.get(event.rid, 0)):
+                continue  # of an aborted request
             if isinstance(event, (ServingReply, ServingError)):
                 self._admitted.discard(event.rid)
             stream, future = self._streams.get(event.rid), self._futures.get(event.rid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 import uuid
 from collections import deque
@@ -113,6 +114,7 @@ class FrontendManager:
         self._send_task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
         self._outgoing: deque[ServingCommand] = deque()
+        self._generations = itertools.count(1)
         self._has_outgoing = asyncio.Event()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -289,7 +291,7 @@ class FrontendManager:
         """Opens the stream of a request; ValueError when it is open already."""
         if rid in self.rid_to_state:
             raise ValueError(f"rid: expected a new one, got {rid!r} again")
-        state = self.rid_to_state[rid] = FrontendReqState(rid)
+        state = self.rid_to_state[rid] = FrontendReqState(rid, next(self._generations))
         self._is_idle.clear()
         return state
 
@@ -352,7 +354,7 @@ class FrontendManager:
         deadline = self._deadline(state, timeout_s)
         is_complete = False
         try:
-            self._post(prepared(command, self.limits))
+            self._post(prepared(command, self.limits, state.generation))
             while not is_complete:
                 try:
                     event = await self._next(state, is_disconnected, deadline)
@@ -381,11 +383,7 @@ class FrontendManager:
 
     async def abort_request(self, rid: str) -> bool:
         """Ends a request; its stream ends with an error. False for unknown ones."""
-        state = self.rid_to_state.get(rid)
-        if state is None:
-            return False
-        error = ServingError(rid, f"request {rid}: aborted", "aborted", 499)
-        return self._end(rid, error, "api")
+        return self._end(rid, ServingError(rid, f"request {rid}: aborted", "aborted", 499), "api")
 
     def _refusal(self, command: ServingGenerate) -> ServingError | None:
         """Why a request is not even sent."""
@@ -515,7 +513,8 @@ class FrontendManager:
                 except Exception as error:
                     logger.exception("a command cannot be sent")
                     if isinstance(command, ServingGenerate):
-                        self._deliver(ServingError(command.rid, str(error), "bad_command", 400))
+                        refusal = ServingError(command.rid, str(error), "bad_command", 400)
+                        self._deliver(dataclasses.replace(refusal, generation=command.generation))
                 # A backend that died meanwhile has emptied the queue.
                 if self._outgoing and self._outgoing[0] is command:
                     self._outgoing.popleft()
@@ -556,10 +555,10 @@ class FrontendManager:
 
     def _deliver(self, event: ServingEvent) -> None:
         state = self.rid_to_state.get(event.rid)
-        if state is None:
+        if state is not None and event.generation in (0, state.generation):
+            state.append(event)
+        else:
             logger.debug("request %s: nobody waits for its event", event.rid)
-            return
-        state.append(event)
 
     # Operations.
 

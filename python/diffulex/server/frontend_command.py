@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 __all__ = ["num_tokens", "prepared"]
 
 
-def prepared(command: ServingGenerate, limits: FrontendLimits) -> ServingGenerate:
-    """The command without what msgpack cannot hold, and with the server's limits."""
-    changes: dict[str, Any] = {}
+def prepared(command: ServingGenerate, limits: FrontendLimits, generation: int) -> ServingGenerate:
+    """The command of this generation, without what msgpack cannot hold, with the server's limits."""
+    changes: dict[str, Any] = {"generation": generation}
     if command.queue_timeout_s is None and limits.queue_timeout_s > 0:
         changes["queue_timeout_s"] = limits.queue_timeout_s
     value = command.input
@@ -32,7 +32,7 @@ def prepared(command: ServingGenerate, limits: FrontendLimits) -> ServingGenerat
         )
     if command.user is not None:
         changes["user"] = _encodable(command.user)
-    return dataclasses.replace(command, **changes) if changes else command
+    return dataclasses.replace(command, **changes)
 
 
 def num_tokens(command: ServingGenerate) -> int:

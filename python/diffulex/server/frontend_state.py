@@ -98,6 +98,7 @@ class FrontendReqState:
     """A request in flight.
 
     Attributes:
+        generation: that of its command; an earlier request of the same `rid` had another one.
         events: not yet read, in order.
         event: set while there are any.
         num_tokens: what it counts against `max_queued_tokens`.
@@ -105,6 +106,7 @@ class FrontendReqState:
     """
 
     rid: str
+    generation: int = 0
     events: deque[ServingEvent] = field(default_factory=deque)
     event: asyncio.Event = field(default_factory=asyncio.Event)
     created: float = field(default_factory=time.monotonic)

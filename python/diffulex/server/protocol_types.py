@@ -95,6 +95,8 @@ class ServingGenerate(_Tagged):
     """Decode one prompt.
 
     Attributes:
+        generation: of the sender, one per admission; its events carry it, so that those of an
+            aborted request do not reach a later one of the same `rid`. 0: there is none.
         strict_max_tokens: reject a `max_tokens` that does not fit instead of clamping it.
         denoise_detail: snapshots carry `blocks` and `confidences`.
         queue_timeout_s: fail the request when it has not been run for so long; None: never.
@@ -110,6 +112,7 @@ class ServingGenerate(_Tagged):
     strict_max_tokens: bool = False
     denoise_detail: bool = False
     queue_timeout_s: float | None = None
+    generation: int = 0
 
 
 @dataclass
@@ -170,7 +173,7 @@ def _public(event: Any, name: str | None, base: tuple[str, ...]) -> dict[str, An
         shown[key] = getattr(event, key)
     for item in dataclasses.fields(event):
         value = getattr(event, item.name)
-        if item.name not in ("rid", "finished", *base) and value is not None:
+        if item.name not in ("rid", "finished", "generation", *base) and value is not None:
             shown[item.name] = value
     return shown
 
@@ -218,6 +221,7 @@ class ServingReply(_Tagged):
     num_preemptions: int | None = None
     seed: int | None = None
     logprobs: list[dict[str, Any]] | None = None
+    generation: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The body of `/generate`."""
@@ -255,6 +259,7 @@ class ServingDelta(_Tagged):
     engine_decode_tokens: int | None = None
     engine_decode_tps: float | None = None
     logprobs: list[dict[str, Any]] | None = None
+    generation: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """A frame of `/generate`."""
@@ -289,6 +294,7 @@ class ServingBufferSnapshot(_Tagged):
     mask_token_id: int | None = None
     blocks: list[dict[str, Any]] | None = None
     confidences: list[float] | None = None
+    generation: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """A frame of `/generate`."""
@@ -310,6 +316,7 @@ class ServingError(_Tagged):
     http_status: int = 500
     retryable: bool = False
     param: str | None = None
+    generation: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """A frame of `/generate`."""

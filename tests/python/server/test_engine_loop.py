@@ -38,6 +38,7 @@ class SlowEngine(BlockEngine):
         self.model, self.kwargs = model, kwargs
         self.threads = {threading.current_thread().name}
         self.is_endless = kwargs.get("is_endless", False)
+        self.pause_s = kwargs.get("pause_s", 0.0)
         self.batches = []
 
     def run_serving_tick(self, commands):
@@ -49,6 +50,7 @@ class SlowEngine(BlockEngine):
         if self.is_endless:
             time.sleep(0.002)
             return list(self.live.values()), False
+        time.sleep(self.pause_s)
         return super().step()
 
     def exit(self):
@@ -233,6 +235,24 @@ def test_a_cancelled_generate_is_aborted():
         assert len(harness.engine.batches) == num_ticks, "an idle loop must not spin"
 
     run(test, is_endless=True)
+
+
+@pytest.mark.parametrize("is_admitted", [True, False])
+def test_a_name_can_be_used_again_at_once(is_admitted):
+    async def test(harness):
+        first = asyncio.create_task(harness.loop.generate("x", PARAMS, rid="a"))
+        if is_admitted:
+            await until(lambda: harness.engine.live)
+        else:
+            await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        reply = await harness.loop.generate("y", PARAMS, rid="a")
+        assert reply.generation == 2
+        assert harness.engine.aborted == ([0] if is_admitted else [])
+
+    run(test, pause_s=0.02)
 
 
 def test_a_closed_stream_is_aborted():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 
 import pytest
 
@@ -122,7 +123,7 @@ async def until(condition):
 def test_reply():
     async def scenario(frontend, backend):
         assert (await frontend.generate(generate())).text == "x"
-        assert backend.commands == [generate()]
+        assert backend.commands == [generate(generation=1)]
         assert not backend.aborts()
 
     run(scenario, answering(reply()))
@@ -166,6 +167,29 @@ def test_duplicate_rid():
         await frontend.recv_backend.events.put(reply())
         assert isinstance(await first, ServingReply)
         await stream.aclose()
+
+    run(scenario)
+
+
+def test_events_of_an_aborted_request_do_not_reach_the_next_of_its_name():
+    async def scenario(frontend, backend):
+        stream = frontend.generate_stream(generate())
+        first = asyncio.ensure_future(stream.__anext__())
+        await until(lambda: backend.commands)
+        await backend.events.put(delta("a", 0, "old"))
+        await first
+        await stream.aclose()
+        second = asyncio.ensure_future(read(frontend, generate()))
+        await until(lambda: len(backend.commands) == 3)
+        old, abort, new = backend.commands
+        assert isinstance(abort, ServingAbort)
+        assert old.generation != new.generation
+        # Under way when the first one was aborted.
+        for event in (delta("a", 3, "old"), reply(text="old")):
+            await backend.events.put(dataclasses.replace(event, generation=old.generation))
+        for event in (delta("a", 0, "new"), reply(text="new")):
+            await backend.events.put(dataclasses.replace(event, generation=new.generation))
+        assert [event.text for event in await second] == ["new", "new"]
 
     run(scenario)
 

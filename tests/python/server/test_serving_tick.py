@@ -211,6 +211,22 @@ class TestCommands:
         )
         assert {"block_append", "denoise", "both"} == SUPPORTED_STREAM_MODES
 
+    def test_events_carry_the_generation_of_their_command(self):
+        engine = BlockEngine()
+        commands = [
+            dataclasses.replace(generate("a", stream_mode="both"), generation=3),
+            dataclasses.replace(generate("b", prompt=""), generation=4),
+            dataclasses.replace(generate("c"), generation=5),
+        ]
+        events = engine.run_serving_tick(commands)
+        events += engine.run_serving_tick([ServingAbort("c"), generate("c")])
+        events += run(engine)
+        assert {event.generation for event in events if event.rid == "a"} == {3}
+        assert [event.generation for event in events if event.rid == "b"] == [4]
+        assert {event.generation for event in events if event.rid == "c"} <= {0, 5}
+        assert next(event for event in reversed(events) if event.rid == "c").generation == 0
+        assert all("generation" not in event.to_dict() for event in events)
+
     def test_same_rid_twice(self):
         events = BlockEngine().run_serving_tick([generate("a"), generate("a")])
         (error,) = only(events, ServingError)
