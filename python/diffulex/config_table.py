@@ -376,8 +376,8 @@ class KernelConfig:
         _one_of("auto", "on", "off"),
         "Decode steps that the device plans itself, without waiting for the host: multi_bd, d2f and"
         " dmax without dmax_store_soft_embeddings, of models without shifted logits; others keep"
-        " the host loop. So do steps while a request has logprobs or min_tokens (without graphs),"
-        " and those that auto_max_nfe measures. auto: on CUDA, but not for dmax.",
+        " the host loop. So do steps while a request has logprobs or min_tokens, and those that"
+        " auto_max_nfe measures. auto: on CUDA, but not for dmax.",
     )
     check_run_ahead: bool = _key(
         "bool",

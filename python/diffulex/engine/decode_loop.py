@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from diffulex.engine.decode_graphs import DecodeGraphs
     from diffulex.engine.sampler_feed import SamplerFeed
 
-__all__ = ["DecodeLoop", "StepVariant"]
+__all__ = ["DecodeLoop", "StepVariant", "has_graph_of_logits"]
 
 logger = get_logger(__name__)
 
@@ -50,6 +50,13 @@ logger = get_logger(__name__)
 _NUM_OUTPUTS = 2
 # A graph keeps its logits; larger steps run without one, and their launches vanish beside the work.
 _MAX_GRAPH_LOGITS_BYTES = 1 << 30
+
+
+def has_graph_of_logits(config: Config, bucket: Bucket) -> bool:
+    """Whether a step of this shape, its logits included, may be a graph."""
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    num_bytes = bucket.num_rows * config.model.spec.vocab_size * dtype.itemsize
+    return num_bytes <= _MAX_GRAPH_LOGITS_BYTES
 
 
 class StepVariant(NamedTuple):
@@ -236,12 +243,7 @@ class DecodeLoop:
         """Whether the variant gets a graph that it has not yet."""
         if self._step_graphs is None or variant in self._step_graphs:
             return False
-        return self.logits_bytes(variant.bucket) <= _MAX_GRAPH_LOGITS_BYTES
-
-    def logits_bytes(self, bucket: Bucket) -> int:
-        """Bytes of the logits of every row."""
-        dtype: torch.dtype = getattr(torch, self._config.model.dtype)
-        return bucket.num_rows * self._config.model.spec.vocab_size * dtype.itemsize
+        return has_graph_of_logits(self._config, variant.bucket)
 
     def _capture(self, variant: StepVariant) -> None:
         assert self._step_graphs is not None

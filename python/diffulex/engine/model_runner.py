@@ -16,12 +16,12 @@ from diffulex.engine.attention_workspace import AttentionWorkspace, decode_works
 from diffulex.engine.batch import AttnMetadata, PlanViews, StepBuffers, StepShape
 from diffulex.engine.context_classes import ContextClasses
 from diffulex.engine.decode_graphs import Bucket, DecodeGraphs, ForwardGraphs, decode_buckets
-from diffulex.engine.decode_loop import DecodeLoop
+from diffulex.engine.decode_loop import DecodeLoop, has_graph_of_logits
 from diffulex.engine.kv_cache import KVCache, KvLayoutName
 from diffulex.engine.model_call import ModelCall
 from diffulex.engine.row_watch import RowWatch
 from diffulex.engine.sampler_feed import SamplerFeed
-from diffulex.engine.warm_up import free_device_bytes, max_logits_rows
+from diffulex.engine.warm_up import GraphMemory, free_device_bytes, max_logits_rows
 from diffulex.errors import ConfigError
 from diffulex.layers.linear import pack_weights
 from diffulex.logging import get_logger, warn_once
@@ -84,7 +84,12 @@ class ModelRunner:
         if self._is_cuda:
             with self._on_device():
                 budget = free_device_bytes(
-                    self.config, self._call, self._cache, self._workspace, self.sampler
+                    self.config,
+                    self._call,
+                    self._cache,
+                    self._workspace,
+                    self.sampler,
+                    self._graph_memory(),
                 )
             num_pages = budget // page_bytes
         else:
@@ -98,6 +103,17 @@ class ModelRunner:
                 f" got {max(budget, 0)} bytes"
             )
         return int(num_pages)
+
+    def _graph_memory(self) -> GraphMemory | None:
+        """What `_capture_graphs` will take; None without graphs."""
+        if self._no_graph_reason() is not None:
+            return None
+        config, shapes = self.config, self._graphs.shapes()
+        is_loop = config.decoding.decoding_strategy in _LOOP_STRATEGIES
+        if not is_loop or config.kernel.run_ahead == "off":
+            return GraphMemory(shapes, 0)
+        fitting = [bucket.num_rows for bucket in shapes if has_graph_of_logits(config, bucket)]
+        return GraphMemory(shapes, max(fitting, default=0))
 
     def prepare(self, config: Config, options: _core.EngineOptions) -> None:
         """Allocates everything the steps need; `config` has the number of pages."""
@@ -350,6 +366,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
+        free = torch.cuda.mem_get_info(self.device)[0]
         shapes = self._graphs.shapes()
         most = max(bucket.num_rows for bucket in shapes)
         # With a loop these graphs are for steps it does not take, captured when one comes.
@@ -360,6 +377,8 @@ class ModelRunner:
             self._decode_loop.capture(self._fill_capture_inputs)
         else:
             self._graphs.forwards.capture(shapes)
+        taken = free - torch.cuda.mem_get_info(self.device)[0]
+        logger.info("CUDA graphs: %d shapes, %.1f MiB", len(shapes), taken / 2**20)
 
     def _fill_capture_inputs(self, bucket: Bucket) -> None:
         """Real rows over one cached page, nothing stored: kernels must not see empty contexts."""

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -238,6 +240,30 @@ def test_graphs_survive_a_larger_eager_workspace(tiny_cuda_bf16: TinyModel) -> N
         del junk
         assert [o.token_ids for o in after] == [o.token_ids for o in before]
         assert after.stats.num_graph_steps > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("run_ahead", ["auto", "off"])
+def test_the_budget_counts_the_graphs(tiny_cuda_bf16: TinyModel, run_ahead: str) -> None:
+    prompts, params = long_requests(3)
+    watched = [dataclasses.replace(item, logprobs=1) for item in params]
+    gc.collect()
+    before = pool_bytes()
+    with tiny_cuda_bf16.engine(**LONG, run_ahead=run_ahead) as engine:
+        runner = engine._runner
+        memory = runner._graph_memory()
+        assert memory is not None
+        assert (memory.logits_rows > 0) == (run_ahead == "auto")
+        reserved = memory.measure(engine.config, runner._call, runner._cache, runner._workspace)
+        engine.generate(prompts, watched, summary=False)
+        assert engine._runner.num_graph_steps > 0
+        assert 0 < pool_bytes() - before <= reserved
+
+
+def pool_bytes() -> int:
+    """What the memory pools of graphs hold."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
 
 
 @pytest.mark.cuda
