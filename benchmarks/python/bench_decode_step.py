@@ -2,11 +2,14 @@
 """Milliseconds per decode step of a random model, by batch and buffer size.
 
     python benchmarks/python/bench_decode_step.py --output decode_step.jsonl
+    python benchmarks/python/bench_decode_step.py --targets all --json decode_targets.json
 
 A step is a whole engine step as the host sees it: schedule, forward over every row of every running
 request, sampling, and the copy of the result. Random weights accept one position per block and
 step, so the rows per step stay the same. The floor is the time to read the weights once at the
-copy bandwidth measured in the same run.
+copy bandwidth measured in the same run; of experts, those that rows were sent to. They are counted:
+a second engine without graphs repeats the timed steps. `--targets` runs the cases of
+`step_targets.py` and says which pass.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ import argparse
 import gc
 import json
 import sys
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from published_shapes import SDAR_SHAPES, SHAPES
 from random_engine import build_engine, build_model, random_prompts
+from step_probe import StepProbe
+from step_targets import TARGETS, StepCase, judge
 from step_timing import (
     copy_bandwidth,
     machine_facts,
@@ -30,103 +37,180 @@ from step_timing import (
     weight_bytes,
 )
 
-from diffulex import SamplingParams
+from diffulex import Diffulex, SamplingParams
 
 COLUMNS = (
-    "batch", "buffer", "rows", "step_ms", "p10_ms", "p90_ms", "floor_ms", "steps", "graph_steps",
+    "shape", "prompt_len", "buffer", "batch", "rows", "step_ms", "p10_ms", "p90_ms", "floor_ms",
+    "experts", "graph_steps", "peer_ms", "target_ms", "verdict",
 )  # fmt: skip
+
+
+_PAGE_SIZE = 32
+MOE_SHAPES = ("llada2-mini", "sdar-30b-a3b-b32", "tiny-moe")
 
 
 def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def target_shapes(text: str) -> list[str]:
+    known = list(dict.fromkeys(case.shape for case in TARGETS))
+    names = known if text == "all" else text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"expected all or {', '.join(known)}, got {unknown}")
+    return names
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     is_cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--shape", choices=(*SDAR_SHAPES, "llada2-mini"), default="sdar-8b")
+    parser.add_argument("--shape", choices=(*SDAR_SHAPES, *MOE_SHAPES), default="sdar-8b")
     parser.add_argument("--device", default="cuda" if is_cuda else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--batch", type=integers, default=[1, 8, 32], help="requests, 1,8,32")
     parser.add_argument("--buffer-size", type=integers, default=[1, 4], help="blocks, 1,4")
     parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--prompt-len", type=int, default=256)
+    parser.add_argument("--prompt-len", type=integers, default=[256], help="tokens, 256")
+    parser.add_argument(
+        "--targets", type=target_shapes, help="run the cases of these shapes, or all, instead"
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, help="limit of the engine [what the steps need]"
+    )
     parser.add_argument("--warmup", type=int, default=8, help="decode steps before timing")
     parser.add_argument("--steps", type=int, default=64, help="timed decode steps")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--run-ahead", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--output", type=Path, help="also append the JSON lines to this file")
+    parser.add_argument("--json", type=Path, help="write facts and rows as one JSON document")
     return parser.parse_args(argv)
 
 
-def measure(
-    model: Any, options: argparse.Namespace, batch: int, buffer_size: int
-) -> dict[str, Any]:
-    """One line of the result."""
+def cases_of(options: argparse.Namespace) -> list[StepCase]:
+    if options.targets is not None:
+        return [case for case in TARGETS if case.shape in options.targets]
+    return [
+        StepCase(options.shape, buffer_size, prompt_len, batch)
+        for prompt_len in options.prompt_len
+        for buffer_size in options.buffer_size
+        for batch in options.batch
+    ]
+
+
+def started_engine(
+    model: Any, options: argparse.Namespace, case: StepCase, *, has_graphs: bool
+) -> Diffulex:
+    """An engine with all requests of one measurement waiting."""
     # One position per block and step at least, so this many tokens outlast the timed steps.
-    new_tokens = (options.warmup + options.steps + 2) * buffer_size + options.block_size
-    window = buffer_size * options.block_size
-    max_model_len = options.prompt_len + new_tokens + window
+    steps = options.warmup + options.steps + 2
+    new_tokens = steps * case.buffer_size + options.block_size
+    window = case.buffer_size * options.block_size
+    needed = case.prompt_len + new_tokens + window
+    max_model_len = max(options.max_model_len or 0, needed)
     engine = build_engine(
-        SHAPES[options.shape],
+        SHAPES[case.shape],
         model,
         options.device,
         decoding_strategy="multi_bd",
         block_size=options.block_size,
-        buffer_size=buffer_size,
+        buffer_size=case.buffer_size,
         decoding_thresholds={"accept_threshold": 1.0},
-        max_num_reqs=batch,
+        max_num_reqs=case.batch,
+        page_size=_PAGE_SIZE,
+        num_pages=case.batch * (max_model_len // _PAGE_SIZE + 3),
         max_model_len=max_model_len,
-        max_num_batched_tokens=max(4096, max_model_len + 2 * window, batch * window),
-        enforce_eager=options.enforce_eager,
+        max_num_batched_tokens=max(4096, max_model_len + 2 * window, case.batch * window),
+        enforce_eager=not has_graphs,
         enable_prefix_caching=False,
+        run_ahead=options.run_ahead,
     )
-    with engine:
-        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-        for prompt in random_prompts(model.spec, batch, options.prompt_len):
-            engine.add_request(prompt, params)
-        seconds = timed_steps(engine, batch, options.warmup, options.steps)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    for prompt in random_prompts(model.spec, case.batch, case.prompt_len):
+        engine.add_request(prompt, params)
+    return engine
+
+
+def weights_read(
+    model: Any, options: argparse.Namespace, case: StepCase
+) -> tuple[float, float | None]:
+    """Bytes of the weights that a step reads, and experts that a layer of it hits."""
+    if model.spec.moe is None:
+        return float(weight_bytes(model)), None
+    with started_engine(model, options, case, has_graphs=False) as engine:
+        probe = StepProbe(model)
+        try:
+            timed_steps(engine, case.batch, options.warmup, options.steps, probe.keep)
+        finally:
+            probe.remove()
+        reads = probe.reads()
+    parts = reads.bytes_by_part
+    return parts["dense"] + parts["experts"] + parts["head"], reads.experts
+
+
+def measure(
+    model: Any, options: argparse.Namespace, case: StepCase, bandwidth: float
+) -> dict[str, Any]:
+    """One line of the result."""
+    with started_engine(model, options, case, has_graphs=not options.enforce_eager) as engine:
+        seconds = timed_steps(engine, case.batch, options.warmup, options.steps)
         graph_steps = engine.run_stats.num_graph_steps
-    return {
-        "batch": batch,
-        "buffer": buffer_size,
-        "rows": batch * window,
+    gc.collect()
+    num_bytes, experts = weights_read(model, options, case)
+    row = {
+        "prompt_len": case.prompt_len,
+        "buffer": case.buffer_size,
+        "batch": case.batch,
+        "rows": case.batch * case.buffer_size * options.block_size,
         **summary(seconds),
         "graph_steps": graph_steps,
+        "weight_bytes": round(num_bytes),
+        "floor_ms": round(1e3 * num_bytes / bandwidth, 4),
     }
+    if experts is not None:
+        row["experts"] = round(experts, 2)
+        row["experts_total"] = model.spec.moe.num_experts
+    known = {"target_ms": case.target_ms, "peer_ms": case.peer_ms}
+    row |= {key: round(value, 3) for key, value in known.items() if value is not None}
+    if options.targets is not None and (verdict := judge(row)) is not None:
+        row["verdict"] = verdict
+    gc.collect()
+    return row
 
 
-def environment(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "benchmark": "decode_step",
-        "shape": options.shape,
-        "block": options.block_size,
-        "prompt_len": options.prompt_len,
-        "dtype": options.dtype,
-        **machine_facts(options.device),
-    }
+def measured_rows(options: argparse.Namespace, bandwidth: float) -> Iterable[dict[str, Any]]:
+    for shape, cases in groupby(cases_of(options), key=lambda case: case.shape):
+        model = build_model(SHAPES[shape], getattr(torch, options.dtype), options.device)
+        for case in cases:
+            yield {"shape": shape, **measure(model, options, case, bandwidth)}
+        del model
+        gc.collect()
+        if options.device.startswith("cuda"):
+            torch.cuda.empty_cache()
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    model = build_model(SHAPES[options.shape], getattr(torch, options.dtype), options.device)
     bandwidth = copy_bandwidth(options.device)
-    facts = environment(options)
-    facts["weight_bytes"] = weight_bytes(model)
-    facts["copy_gb_per_s"] = round(bandwidth / 1e9, 1)
+    facts = {
+        "benchmark": "decode_step",
+        "block": options.block_size,
+        "dtype": options.dtype,
+        **machine_facts(options.device),
+        "copy_gb_per_s": round(bandwidth / 1e9, 1),
+    }
     rows = []
-    for buffer_size in options.buffer_size:
-        for batch in options.batch:
-            row = measure(model, options, batch, buffer_size)
-            row["floor_ms"] = round(1e3 * facts["weight_bytes"] / bandwidth, 4)
-            rows.append(row)
-            line = json.dumps({**facts, **row})
-            print(line, flush=True)
-            if options.output is not None:
-                with options.output.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
-            gc.collect()
+    for row in measured_rows(options, bandwidth):
+        rows.append(row)
+        line = json.dumps({**facts, **row})
+        print(line, flush=True)
+        if options.output is not None:
+            with options.output.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        if options.json is not None:
+            text = json.dumps({**facts, "results": rows}, indent=2)
+            options.json.write_text(text + "\n", encoding="utf-8")
     print(", ".join(f"{key} {value}" for key, value in facts.items()), end="\n\n")
-    print(markdown_table(COLUMNS, rows))
+    print(markdown_table([name for name in COLUMNS if any(name in row for row in rows)], rows))
     return 0
 
 

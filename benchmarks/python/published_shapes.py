@@ -271,6 +271,7 @@ SHAPES: Mapping[str, Shape] = {
     # No release has this size; it is Qwen3-0.6B's.
     "sdar-0.6b": _sdar(1024, 3072, 28, 16),
     "tiny": _SDAR_8B.tiny(),
+    "tiny-moe": _SDAR_30B.tiny(),
 }
 
 #: SDAR in all sizes, for the benchmarks of one strategy over sizes.

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,41 @@ def test_decode_step(tmp_path):
         assert {"device", "torch", "date"} <= line.keys()
     assert [json.loads(x) for x in text.splitlines() if x.startswith("{")] == lines
     assert text.count("|") > 5 * len(lines)
+
+
+def test_decode_step_counts_experts(tmp_path):
+    """Of a model with experts the floor reads those that rows were sent to."""
+    document = tmp_path / "steps.json"
+    text = run(
+        "bench_decode_step.py",
+        *("--shape", "tiny-moe", "--device", "cpu", "--dtype", "float32", "--batch", "1,2"),
+        *("--buffer-size", 1, "--block-size", 4, "--prompt-len", "8,20", "--run-ahead", "on"),
+        *("--warmup", 2, "--steps", 4, "--max-model-len", 100, "--json", document),
+    )
+    rows = json.loads(document.read_text())["results"]
+    assert [(row["prompt_len"], row["batch"]) for row in rows] == [(8, 1), (8, 2), (20, 1), (20, 2)]
+    for row in rows:
+        assert 2 <= row["experts"] <= row["experts_total"] == 8
+        assert "verdict" not in row
+    # The same model reads more where more experts are hit.
+    by_experts = sorted((row["experts"], row["weight_bytes"]) for row in rows)
+    assert by_experts == sorted(by_experts, key=lambda pair: pair[1])
+    assert "experts" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict"),
+    [
+        ({"step_ms": 4.0, "target_ms": 4.0, "floor_ms": 1.0}, "pass"),
+        ({"step_ms": 4.1, "target_ms": 4.0, "floor_ms": 9.0}, "miss"),
+        ({"step_ms": 4.1, "target_ms": 4.0, "floor_ms": 3.3, "experts": 9.0}, "pass"),
+        ({"step_ms": 4.1, "floor_ms": 3.2, "experts": 9.0}, "miss"),
+        ({"step_ms": 4.1, "floor_ms": 9.0}, None),
+    ],
+)
+def test_step_verdicts(monkeypatch, row, verdict):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    assert import_module("step_targets").judge(row) == verdict
 
 
 def test_cpu_decode(tmp_path):
