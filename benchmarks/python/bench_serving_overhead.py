@@ -245,7 +245,7 @@ def started_server(settings: dict[str, Any]) -> Iterator[ServerProcess]:
     ]
     # Requests of a benchmark are not worth a log line each.
     quiet = ["--no-access-log", "--log-requests", "none"]
-    with running_server(flags=[*flags, *quiet], start_s=300) as server:
+    with running_server(*flags, *quiet, start_s=300) as server:
         yield server
 
 

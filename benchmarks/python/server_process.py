@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,30 +56,28 @@ def resident_mib(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def running_server(
-    command: Sequence[str] = (sys.executable, "-m", "diffulex", "serve"),
-    flags: Sequence[str] = (),
-    *,
-    environment: Mapping[str, str] | None = None,
-    start_s: float = 120.0,
-) -> Iterator[ServerProcess]:
+def running_server(*flags: str, start_s: float = 120.0) -> Iterator[ServerProcess]:
     """Starts a server on a free port of this machine and drains it at the end.
 
+    Args:
+        flags: of `diffulex serve`.
+        start_s: until it must be ready.
+
     Raises:
-        RuntimeError: it did not become ready; its log is in the message.
+        RuntimeError: it did not become ready, or did not end as it should; with the end of its log.
     """
+    command = [sys.executable, "-m", "diffulex", "serve", "--host", "127.0.0.1", "--port", "0"]
     with tempfile.NamedTemporaryFile("w+b", suffix=".log") as log:
-        arguments = [*command, "--host", "127.0.0.1", "--port", "0", *flags]
+        path = Path(log.name)
         process = subprocess.Popen(
-            arguments,
+            [*command, *flags],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
         try:
-            yield ServerProcess(_wait_ready(process, Path(log.name), start_s), process.pid)
+            yield ServerProcess(_wait_ready(process, path, start_s), process.pid)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -88,15 +86,21 @@ def running_server(
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        if process.returncode != 0:
+            code = process.returncode
+            raise RuntimeError(f"server: expected exit code 0, got {code}\n{_log_end(path)}")
 
 
 def _wait_ready(process: subprocess.Popen[bytes], log: Path, start_s: float) -> str:
     deadline = time.monotonic() + start_s
     while True:
-        text = log.read_text(encoding="utf-8", errors="replace")
-        match = _READY.search(text)
+        match = _READY.search(log.read_text(encoding="utf-8", errors="replace"))
         if match:
             return match[1].rstrip("/")
         if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"server: expected READY, got\n{text[-4000:]}")
+            raise RuntimeError(f"server: expected READY, got\n{_log_end(log)}")
         time.sleep(0.05)
+
+
+def _log_end(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-4000:]

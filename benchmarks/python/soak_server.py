@@ -74,7 +74,7 @@ def server_of(options: argparse.Namespace) -> Iterator[ServerProcess]:
     if options.base_url is not None:
         yield ServerProcess(options.base_url, options.pid)
         return
-    with running_server(flags=options.server_flags.split()) as server:
+    with running_server(*options.server_flags.split()) as server:
         yield server
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("prometheus_client", reason="the extra `serve` is not instal
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from fixtures.live_server import LiveServer
+from fixtures.live_server import LiveServer, running_server
 
 ROOT = Path(__file__).resolve().parents[3]
 LIST = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -43,11 +43,10 @@ def post(server: LiveServer, path: str, body: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Metric]]:
+def families() -> Iterator[dict[str, Metric]]:
     """Metrics by documented name, of a server that did some work and reported it."""
-    log = tmp_path_factory.mktemp("server") / "log.txt"
     body = {"prompt": "Tom has 3 apples.", "max_tokens": 24, "ignore_eos": True, "temperature": 0}
-    with LiveServer(log, "--device", "cpu") as server:
+    with running_server("--device", "cpu") as server:
         post(server, "generate", body)
         post(server, "generate", {**body, "stream": True})
         slow = {"max_tokens": 440, "decoding": {"accept_threshold": 1.0}, "stream": True}

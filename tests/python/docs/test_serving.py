@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from diffulex.server.args import build_arg_parser, parse_args
-from fixtures.live_server import LiveServer
+from fixtures.live_server import LiveServer, running_server
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -62,9 +62,8 @@ def commands(name: str) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    log = tmp_path_factory.mktemp("server") / "log.txt"
-    with LiveServer(log, "--device", "cpu") as running:
+def server() -> Iterator[LiveServer]:
+    with running_server("--device", "cpu") as running:
         yield running
 
 

@@ -10,7 +10,7 @@ import pytest
 from diffulex import Diffulex, SamplingParams
 from diffulex.bench.evaluate import read_problems
 from fixtures.expected_answers import MAX_TOKENS, Expected
-from fixtures.live_server import LiveServer
+from fixtures.live_server import LiveServer, running_server
 
 #: Flags of the server; the engine gets the same settings.
 _FLAGS = ("--model", "demo", "--device", "cpu")
@@ -18,17 +18,17 @@ _NUM_QUESTIONS = 6
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     """A server with default settings."""
-    with LiveServer(tmp_path_factory.mktemp("server") / "log", *_FLAGS) as live:
+    with running_server(*_FLAGS) as live:
         yield live
 
 
 @pytest.fixture(scope="session")
-def strict_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def strict_server() -> Iterator[LiveServer]:
     """A server with a key, one running request and a queue of one."""
     flags = (*_FLAGS, "--api-key", "right-key", "--max-num-reqs", "1", "--max-queue-size", "1")
-    with LiveServer(tmp_path_factory.mktemp("strict") / "log", *flags) as live:
+    with running_server(*flags) as live:
         yield live
 
 

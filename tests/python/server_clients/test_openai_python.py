@@ -317,16 +317,19 @@ def test_a_full_queue_is_a_rate_limit_that_retries_overcome(strict_server: LiveS
     url = f"{strict_server.url}/v1"
     with (
         openai.OpenAI(base_url=url, api_key="right-key", max_retries=0) as impatient,
-        openai.OpenAI(base_url=url, api_key="right-key", max_retries=8) as patient,
+        # One of three is refused at a time, and asks again every second.
+        openai.OpenAI(base_url=url, api_key="right-key", max_retries=100) as patient,
     ):
         model = impatient.models.list().data[0].id
         fields: dict[str, Any] = {"model": model, "messages": _user("a"), "temperature": 0}
         long = {**fields, "max_tokens": 256, "extra_body": {"ignore_eos": True}}
 
-        def fill() -> None:
-            patient.chat.completions.create(**long)
+        answers = []
 
-        threads = [threading.Thread(target=fill) for _ in range(8)]
+        def fill() -> None:
+            answers.append(patient.chat.completions.create(**long))
+
+        threads = [threading.Thread(target=fill) for _ in range(3)]
         for thread in threads:
             thread.start()
         rejected = []
@@ -342,3 +345,4 @@ def test_a_full_queue_is_a_rate_limit_that_retries_overcome(strict_server: LiveS
         assert patient.chat.completions.create(**fields, max_tokens=1).choices
         for thread in threads:
             thread.join()
+        assert [answer.usage.completion_tokens for answer in answers] == [256] * 3

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from fixtures.browser import PageWatch, find_chromium, open_browser
-from fixtures.live_server import LiveServer
+from fixtures.live_server import LiveServer, running_server
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
@@ -49,11 +49,10 @@ WATCH_CELLS = """
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     find_chromium()
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    log = tmp_path_factory.mktemp("server") / "log.txt"
-    with LiveServer(log, "--device", "cpu") as running:
+    with running_server("--device", "cpu") as running:
         yield running
 
 
@@ -345,8 +344,8 @@ def test_every_control_has_a_name(page: Any) -> None:
     assert not page.locator("#settings").is_visible()
 
 
-def test_key_is_asked_for_and_kept_for_the_tab(browser: Any, tmp_path: Path) -> None:
-    with LiveServer(tmp_path / "log.txt", "--device", "cpu", "--api-key", "sesame") as server:
+def test_key_is_asked_for_and_kept_for_the_tab(browser: Any) -> None:
+    with running_server("--device", "cpu", "--api-key", "sesame") as server:
         context = browser.new_context()
         page = context.new_page()
         watch = PageWatch(page, server.url)
@@ -410,7 +409,7 @@ def test_refusal_is_shown_and_the_page_goes_on(server: LiveServer, browser: Any)
 def test_edits_are_visible(browser: Any, tmp_path: Path) -> None:
     """A model that overwrites tokens: which, in which step, and what was there before."""
     with (
-        LiveServer(tmp_path / "log.txt", "--model", str(ZOO / "edit_llada2")) as server,
+        running_server("--model", str(ZOO / "edit_llada2")) as server,
         open_page(server, browser) as page,
     ):
         ask(page, EDITED_QUESTION)
@@ -428,17 +427,21 @@ def test_edits_are_visible(browser: Any, tmp_path: Path) -> None:
         take_picture(page, "serving_edits.png", tmp_path)
 
 
-def test_canvas_has_no_masks(browser: Any, tmp_path: Path) -> None:
+def test_canvas_has_no_masks(browser: Any) -> None:
     """DiffusionGemma starts from random tokens, and accepts by entropy: the slider rests."""
     with (
-        LiveServer(tmp_path / "log.txt", "--model", str(ZOO / "diffusion_gemma")) as server,
+        running_server("--model", str(ZOO / "diffusion_gemma")) as server,
         open_page(server, browser) as page,
     ):
         slider = page.get_by_role("slider", name="Speed against quality")
         assert slider.is_disabled()
-        assert ask(page, QUESTION).splitlines()[-1] == "#### 7"
-        wait_for_end(page)
-        assert page.evaluate("window.seen.masked") == 0
+        # Three forwards are over in no time: on a busy host their drafts come as one, without edits.
+        for _ in range(10):
+            assert ask(page, QUESTION).splitlines()[-1] == "#### 7"
+            wait_for_end(page)
+            assert page.evaluate("window.seen.masked") == 0
+            if metric(page, "edits") != "0":
+                break
         assert int(metric(page, "edits")) > 0
 
 
