@@ -377,7 +377,8 @@ class KernelConfig:
         "Decode steps that the device plans itself, without waiting for the host: multi_bd, d2f and"
         " dmax without dmax_store_soft_embeddings, of models without shifted logits; others keep"
         " the host loop. So do steps while a request has logprobs or min_tokens, and those that"
-        " auto_max_nfe measures. auto: on CUDA, but not for dmax.",
+        " auto_max_nfe measures. The first step that draws, where the default does not, waits for"
+        " its graph (a fraction of a second per batch size). auto: on CUDA, but not for dmax.",
     )
     check_run_ahead: bool = _key(
         "bool",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diffulex.config import Config
+    from diffulex.config_table import SamplerConfig
     from diffulex.engine.batch import PlanViews, StepBuffers
     from diffulex.engine.decode_graphs import DecodeGraphs
     from diffulex.engine.sampler_feed import SamplerFeed
@@ -57,6 +58,12 @@ def has_graph_of_logits(config: Config, bucket: Bucket) -> bool:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     num_bytes = bucket.num_rows * config.model.spec.vocab_size * dtype.itemsize
     return num_bytes <= _MAX_GRAPH_LOGITS_BYTES
+
+
+def _narrows_draws(sampler: SamplerConfig) -> bool:
+    """Whether a request that draws and says no more draws from a part of the vocabulary."""
+    top_p = 1.0 if sampler.top_p is None else sampler.top_p
+    return (sampler.top_k or 0) > 0 or top_p < 1.0 or (sampler.min_p or 0.0) > 0.0
 
 
 class StepVariant(NamedTuple):
@@ -224,7 +231,8 @@ class DecodeLoop:
         return self._buffers.output
 
     def capture(self, fill: Callable[[Bucket], None]) -> None:
-        """Captures the greedy steps of all shapes; drawn ones follow when they are first needed.
+        """Captures the steps of all shapes: greedy ones, and those of a request that only has the
+        defaults of the configuration. Others follow when they are first needed.
 
         Args:
             fill: puts legal values into the arrays of a step.
@@ -232,10 +240,14 @@ class DecodeLoop:
         self._fill = fill
         self._step_graphs = StepGraphs(self._device)
         start = time.perf_counter()
+        kinds = [(False, False)]
+        if self._config.sampler.temperature:
+            kinds.append((True, _narrows_draws(self._config.sampler)))
         for bucket in self._graphs.shapes():
-            variant = StepVariant(bucket, is_drawn=False, is_filtered=False)
-            if self._is_capturing(variant):
-                self._capture(variant)
+            for is_drawn, is_filtered in kinds:
+                variant = StepVariant(bucket, is_drawn, is_filtered)
+                if self._is_capturing(variant):
+                    self._capture(variant)
         seconds = time.perf_counter() - start
         logger.info("captured %d CUDA graphs in %.1f s", len(self._step_graphs.keys), seconds)
 
