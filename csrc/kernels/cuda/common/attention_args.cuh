@@ -198,6 +198,25 @@ __device__ __forceinline__ int64_t num_zero_work(const AttentionArgs& args) {
   return static_cast<int64_t>(args.num_reqs + 1) * args.tiles_per_request;
 }
 
+/// Zeroes `count` elements `stride` apart, 16 bytes a thread where they lie together: a single warp
+/// has whole tiles of rows to zero.
+template <typename T>
+__device__ __forceinline__ void zero_run(T* out, int32_t count, int64_t stride, int32_t thread,
+                                         int32_t num_threads) {
+  constexpr int32_t kPiece = 16 / sizeof(T);
+  int32_t done = 0;
+  if (stride == 1 && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
+    done = count / kPiece * kPiece;
+#pragma unroll 4
+    for (int32_t elem = thread * kPiece; elem < done; elem += num_threads * kPiece) {
+      *reinterpret_cast<uint4*>(out + elem) = make_uint4(0, 0, 0, 0);
+    }
+  }
+  for (int32_t elem = done + thread; elem < count; elem += num_threads) {
+    out[elem * stride] = T(0.0F);
+  }
+}
+
 /// Zeroes the rows of one such unit with the threads `thread`, `thread` + `num_threads`, ...
 template <typename T>
 __device__ void zero_rows(const AttentionArgs& args, int64_t unit, int32_t thread,
@@ -216,12 +235,13 @@ __device__ void zero_rows(const AttentionArgs& args, int64_t unit, int32_t threa
     last = args.num_tokens;
     step = args.tiles_per_request;
   }
-  const int32_t row_elems = args.num_q_heads * args.head_dim;
-  T* out = static_cast<T*>(args.out);
+  const bool is_dense = args.out_stride[2] == 1 && args.out_stride[1] == args.head_dim;
+  const int32_t num_runs = is_dense ? 1 : args.num_q_heads;
+  const int32_t run_elems = is_dense ? args.num_q_heads * args.head_dim : args.head_dim;
   for (int32_t token = first; token < last; token += step) {
-    for (int32_t elem = thread; elem < row_elems; elem += num_threads) {
-      out[token * args.out_stride[0] + elem / args.head_dim * args.out_stride[1] +
-          elem % args.head_dim * args.out_stride[2]] = T(0.0F);
+    T* row = static_cast<T*>(args.out) + token * args.out_stride[0];
+    for (int32_t run = 0; run < num_runs; ++run) {
+      zero_run(row + run * args.out_stride[1], run_elems, args.out_stride[2], thread, num_threads);
     }
     if (args.lse != nullptr) {
       for (int32_t head = thread; head < args.num_q_heads; head += num_threads) {
