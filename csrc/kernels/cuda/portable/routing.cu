@@ -8,6 +8,7 @@
 
 #include "kernels/common/routing_checks.h"
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 #include "kernels/cuda/common/vec.cuh"
 #include "kernels/cuda/cuda_ops.h"
@@ -54,6 +55,14 @@ __device__ __forceinline__ uint64_t choice_key(float choice, int expert) {
   const uint32_t bits = __float_as_uint(choice);
   const uint32_t ordered = (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
   return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~expert);
+}
+
+/// Largest key of the warp: its high words, then the low words of the highest.
+__device__ __forceinline__ uint64_t warp_max_key(uint64_t key) {
+  const auto own = static_cast<uint32_t>(key >> 32);
+  const uint32_t high = __reduce_max_sync(kFullWarp, own);
+  const uint32_t low = __reduce_max_sync(kFullWarp, own == high ? static_cast<uint32_t>(key) : 0);
+  return static_cast<uint64_t>(high) << 32 | low;
 }
 
 /// Largest and second largest of two pairs.
@@ -141,6 +150,8 @@ __device__ __forceinline__ void keep_best_groups(const TopkArgs& args, RowSmem<k
 template <typename T, int kItems>
 __global__ void __launch_bounds__(kThreads) topk_kernel(const __grid_constant__ TopkArgs args) {
   __shared__ RowSmem<kItems> rows[kWarps];
+  pdl_wait();
+  pdl_launch_dependents();
   const int lane = threadIdx.x & 31;
   RowSmem<kItems>& smem = rows[threadIdx.x >> 5];
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + (threadIdx.x >> 5);
@@ -186,7 +197,7 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(const __grid_constant__ 
     for (int i = 0; i < kItems; ++i) {
       best = keys[i] > best ? keys[i] : best;
     }
-    best = warp_max(best);
+    best = warp_max_key(best);
     const auto expert = static_cast<int32_t>(~static_cast<uint32_t>(best));
     chosen = lane == k ? expert : chosen;
 #pragma unroll
@@ -210,15 +221,14 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(const __grid_constant__ 
 }
 
 template <typename T>
-void launch_topk(const TopkArgs& args, cudaStream_t stream) {
-  const auto grid = static_cast<unsigned>(ceil_div(args.num_tokens, kWarps));
-  if (args.num_experts <= 128) {
-    topk_kernel<T, 4><<<grid, kThreads, 0, stream>>>(args);
-  } else if (args.num_experts <= 256) {
-    topk_kernel<T, 8><<<grid, kThreads, 0, stream>>>(args);
-  } else {
-    topk_kernel<T, 32><<<grid, kThreads, 0, stream>>>(args);
-  }
+Status launch_topk(const char* where, const TopkArgs& args, const ExecContext& context) {
+  const auto kernel = args.num_experts <= 128   ? topk_kernel<T, 4>
+                      : args.num_experts <= 256 ? topk_kernel<T, 8>
+                                                : topk_kernel<T, 32>;
+  const LaunchShape shape{dim3(static_cast<unsigned>(ceil_div(args.num_tokens, kWarps))),
+                          dim3(kThreads), 0, stream_of(context)};
+  return cuda_status(
+      where, launch_dependent(kernel, shape, can_launch_dependent(context.device_index), args));
 }
 
 }  // namespace
@@ -247,11 +257,9 @@ Status moe_topk(const MoeTopkParams& params, const ExecContext& context) {
   args.is_group_max = params.group_score == GroupScore::kMax;
   args.renormalize = params.renormalize;
   args.routed_scaling = params.routed_scaling;
-  DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(kWhere, params.logits.dtype, [&](auto tag) {
-    launch_topk<typename decltype(tag)::type>(args, stream_of(context));
-    return Status::ok_status();
-  }));
-  return check_launch(kWhere);
+  return dispatch_dtype(kWhere, params.logits.dtype, [&](auto tag) {
+    return launch_topk<typename decltype(tag)::type>(kWhere, args, context);
+  });
 }
 
 Status prepare_routing() {
