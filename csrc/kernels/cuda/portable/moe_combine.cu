@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // out[t] = sum over k of weight[t, k] slot_out[t K + k] + addend[t], in float32, in ascending k and
-// with one rounding. A thread owns kCount columns of one token.
+// with one rounding. A thread owns kCount columns of one token and loads kTogether rows at a time.
 #include <cstdint>
 
 #include "diffulex/kernels/moe.h"
@@ -16,6 +16,7 @@ namespace diffulex::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kTogether = 8;
 
 struct CombineArgs {
   const void* __restrict__ slot_out;       // [T K, H]
@@ -35,6 +36,7 @@ struct CombineArgs {
   int32_t num_experts;
   int32_t num_local;
   bool is_addend_f32;
+  bool is_routed_before;  // all but slot_out is older than the launch in front
 };
 
 __device__ __forceinline__ bool is_active(const CombineArgs& args, int32_t id) {
@@ -45,11 +47,35 @@ __device__ __forceinline__ bool is_active(const CombineArgs& args, int32_t id) {
   return local >= 0 && local < args.num_local;
 }
 
+/// Weights of the experts from k on, as bits which of them contribute. Loads do not depend on each
+/// other, so that they overlap: what does not exist reads the last.
+__device__ __forceinline__ unsigned load_weights(const CombineArgs& args, int64_t token, int32_t k,
+                                                 float (&weights)[kTogether]) {
+  const int32_t* ids = args.topk_ids + token * args.ids_stride;
+  int32_t own[kTogether];
+#pragma unroll
+  for (int i = 0; i < kTogether; ++i) {
+    const int32_t place = k + i < args.top_k ? k + i : args.top_k - 1;
+    own[i] = ids[place];
+    weights[i] = args.weights == nullptr ? 1.0F : args.weights[token * args.weights_stride + place];
+  }
+  unsigned active = 0;
+#pragma unroll
+  for (int i = 0; i < kTogether; ++i) {
+    active |= k + i < args.top_k && is_active(args, own[i]) ? 1U << i : 0;
+  }
+  return active;
+}
+
 template <typename T, bool kVec>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineArgs args) {
   constexpr int kCount = kVec ? 8 : 1;
-  pdl_wait();
+  using Piece = Vec<T, kCount>;
+  bool has_waited = !args.is_routed_before;
+  if (has_waited) {
+    pdl_wait();
+  }
   pdl_launch_dependents();
   const int64_t pieces = args.hidden / kCount;
   const int64_t total = args.num_tokens * pieces;
@@ -58,22 +84,35 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t token = i / pieces;
     const int64_t column = (i - token * pieces) * kCount;
     float sum[kCount] = {};
-    float term[kCount];
-    for (int32_t k = 0; k < args.top_k; ++k) {
-      if (!is_active(args, args.topk_ids[token * args.ids_stride + k])) {
-        continue;
+    for (int32_t k = 0; k < args.top_k; k += kTogether) {
+      float weights[kTogether];
+      const unsigned active = load_weights(args, token, k, weights);
+      if (!has_waited) {
+        pdl_wait();
+        has_waited = true;
       }
-      const float weight =
-          args.weights == nullptr ? 1.0F : args.weights[token * args.weights_stride + k];
-      const T* row = static_cast<const T*>(args.slot_out) +
-                     (token * args.top_k + k) * args.slot_stride + column;
-      load_floats<kCount, kVec>(row, term);
+      Piece rows[kTogether];
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        sum[j] = fmaf(weight, term[j], sum[j]);
+      for (int j = 0; j < kTogether; ++j) {
+        rows[j] = {};
+        if ((active >> j & 1) != 0) {
+          rows[j] = *reinterpret_cast<const Piece*>(
+              static_cast<const T*>(args.slot_out) +
+              (token * args.top_k + k + j) * args.slot_stride + column);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if ((active >> j & 1) != 0) {
+#pragma unroll
+          for (int c = 0; c < kCount; ++c) {
+            sum[c] = fmaf(weights[j], to_float(rows[j].values[c]), sum[c]);
+          }
+        }
       }
     }
     if (args.addend != nullptr) {
+      float term[kCount];
       const int64_t offset = token * args.addend_stride + column;
       if (args.is_addend_f32) {
         load_floats<kCount, kVec>(static_cast<const float*>(args.addend) + offset, term);
@@ -86,6 +125,9 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     store_floats<kCount, kVec>(static_cast<T*>(args.out) + token * args.out_stride + column, sum);
+  }
+  if (!has_waited) {
+    pdl_wait();  // whoever comes next relies on it
   }
 }
 
@@ -116,6 +158,7 @@ Status launch_slot_sum(const char* where, const SlotSum& sum, const ExecContext&
   args.hidden = static_cast<int32_t>(sum.out.size[1]);
   args.num_experts = static_cast<int32_t>(sum.num_experts);
   args.num_local = static_cast<int32_t>(sum.num_local_experts);
+  args.is_routed_before = sum.is_routed_before;
   const bool is_vec = args.hidden % 8 == 0 && is_row_aligned(sum.slot_out) &&
                       is_row_aligned(sum.out) &&
                       (!sum.addend.present() || is_row_aligned(sum.addend));
@@ -139,7 +182,7 @@ Status moe_combine(const MoeCombineParams& params, const ExecContext& context) {
   // Any id that is not negative counts: the map was applied before.
   return launch_slot_sum(kWhere,
                          {params.slot_out, &params.topk_weights, params.topk_ids, no_map, INT32_MAX,
-                          INT32_MAX, params.addend, params.out},
+                          INT32_MAX, params.addend, params.out, false},
                          context);
 }
 
