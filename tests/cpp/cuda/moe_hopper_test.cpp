@@ -103,8 +103,8 @@ TEST(MoeHopperTest, EveryTileHeightMatchesCpu) {
   DIFFULEX_REQUIRE_DEVICE();
   std::mt19937_64 random(1);
   for (const DType dtype : kHalfTypes) {
-    // Means per expert that choose tiles of 16, 64, 128 and 256, and counts across their edges.
-    for (const int64_t num_tokens : {8, 64, 130, 257, 700, 2048}) {
+    // Numbers that choose tiles of 16, 32, 64, 128, 160 and 256, and counts across their edges.
+    for (const int64_t num_tokens : {8, 24, 64, 130, 257, 330, 700, 2048}) {
       for (const bool has_map : {false, true}) {
         SCOPED_TRACE(testing::Message() << "tokens " << num_tokens << " map " << has_map);
         MoeCaseShape shape = hopper_shape(dtype, num_tokens);
@@ -123,6 +123,39 @@ TEST(MoeHopperTest, EveryTileHeightMatchesCpu) {
                     moe_bound(dtype) * std::max(1.0, std::abs(expected)))
               << "element " << i;
         }
+      }
+    }
+  }
+}
+
+TEST(MoeHopperTest, ManyExpertsMatchCpu) {
+  DIFFULEX_REQUIRE_DEVICE();
+  // More experts than threads, than a product sorts itself, and more slots than it sorts.
+  struct Size {
+    int64_t num_experts;
+    int64_t num_tokens;
+    int64_t top_k;
+  };
+  for (const Size& size :
+       {Size{400, 100, 8}, Size{512, 128, 8}, Size{600, 30, 4}, Size{64, 129, 8}, Size{1, 40, 1}}) {
+    for (const bool has_map : {false, true}) {
+      SCOPED_TRACE(testing::Message() << "experts " << size.num_experts << " map " << has_map);
+      MoeCaseShape shape = hopper_shape(DType::kBF16, size.num_tokens);
+      shape.num_experts = size.num_experts;
+      shape.top_k = size.top_k;
+      shape.hidden = 64;
+      shape.width = 64;
+      shape.has_map = has_map;
+      MoeCase cpu(shape, 21);
+      MoeCase gpu(shape, 21);
+      ASSERT_TRUE(fused_moe(cpu.params(), ExecContext()).ok());
+      DeviceCase device(gpu);
+      ASSERT_NO_FATAL_FAILURE(device.run());
+      for (int64_t i = 0; i < cpu.out.elements(); ++i) {
+        const double expected = cpu.out.get_offset(i);
+        ASSERT_LE(std::abs(gpu.out.get_offset(i) - expected),
+                  moe_bound(shape.dtype) * std::max(1.0, std::abs(expected)))
+            << "element " << i;
       }
     }
   }

@@ -58,7 +58,9 @@ __device__ __forceinline__ void wgmma_hold(float (&c)[kGroups][4]) {
 #define DIFFULEX_ACC_2(r) DIFFULEX_ACC_1(r), DIFFULEX_ACC_1((r) + 1)
 #define DIFFULEX_ACC_4(r) DIFFULEX_ACC_2(r), DIFFULEX_ACC_2((r) + 2)
 #define DIFFULEX_ACC_8(r) DIFFULEX_ACC_4(r), DIFFULEX_ACC_4((r) + 4)
+#define DIFFULEX_ACC_12(r) DIFFULEX_ACC_8(r), DIFFULEX_ACC_4((r) + 8)
 #define DIFFULEX_ACC_16(r) DIFFULEX_ACC_8(r), DIFFULEX_ACC_8((r) + 8)
+#define DIFFULEX_ACC_20(r) DIFFULEX_ACC_16(r), DIFFULEX_ACC_4((r) + 16)
 #define DIFFULEX_ACC_32(r) DIFFULEX_ACC_16(r), DIFFULEX_ACC_16((r) + 16)
 
 #define DIFFULEX_REGS_1 \
@@ -70,17 +72,17 @@ __device__ __forceinline__ void wgmma_hold(float (&c)[kGroups][4]) {
 #define DIFFULEX_REGS_8 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define DIFFULEX_REGS_12 \
+  DIFFULEX_REGS_8 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define DIFFULEX_REGS_16 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  DIFFULEX_REGS_12 ", " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define DIFFULEX_REGS_20 \
+  DIFFULEX_REGS_16 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define DIFFULEX_REGS_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  DIFFULEX_REGS_20 ", " \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
@@ -120,10 +122,14 @@ __device__ __forceinline__ void wgmma_hold(float (&c)[kGroups][4]) {
   DIFFULEX_WGMMA_SS(8, "64", type, "%32", "%33", "%34", "%35", "%36")
 #define DIFFULEX_RS_8(type) \
   DIFFULEX_WGMMA_RS(8, "64", type, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+#define DIFFULEX_SS_12(type) \
+  DIFFULEX_WGMMA_SS(12, "96", type, "%48", "%49", "%50", "%51", "%52")
 #define DIFFULEX_SS_16(type) \
   DIFFULEX_WGMMA_SS(16, "128", type, "%64", "%65", "%66", "%67", "%68")
 #define DIFFULEX_RS_16(type) \
   DIFFULEX_WGMMA_RS(16, "128", type, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+#define DIFFULEX_SS_20(type) \
+  DIFFULEX_WGMMA_SS(20, "160", type, "%80", "%81", "%82", "%83", "%84")
 #define DIFFULEX_SS_32(type) \
   DIFFULEX_WGMMA_SS(32, "256", type, "%128", "%129", "%130", "%131", "%132")
 #define DIFFULEX_RS_32(type) \
@@ -144,14 +150,16 @@ __device__ __forceinline__ void wgmma_hold(float (&c)[kGroups][4]) {
 template <typename T, int kTransposeA = 0, int kTransposeB = 0, int kGroups>
 __device__ __forceinline__ void wgmma_ss(float (&c)[kGroups][4], uint64_t a, uint64_t b,
                                          bool accumulate) {
-  static_assert(kGroups == 1 || kGroups == 2 || kGroups == 4 || kGroups == 8 || kGroups == 16 ||
-                    kGroups == 32,
-                "8, 16, 32, 64, 128 or 256 columns");
+  static_assert(kGroups == 1 || kGroups == 2 || kGroups == 4 || kGroups == 8 || kGroups == 12 ||
+                    kGroups == 16 || kGroups == 20 || kGroups == 32,
+                "8, 16, 32, 64, 96, 128, 160 or 256 columns");
   DIFFULEX_WGMMA_CASE(SS, 1)
   DIFFULEX_WGMMA_CASE(SS, 2)
   DIFFULEX_WGMMA_CASE(SS, 4)
   DIFFULEX_WGMMA_CASE(SS, 8)
+  DIFFULEX_WGMMA_CASE(SS, 12)
   DIFFULEX_WGMMA_CASE(SS, 16)
+  DIFFULEX_WGMMA_CASE(SS, 20)
   DIFFULEX_WGMMA_CASE(SS, 32)
 }
 
@@ -178,19 +186,25 @@ __device__ __forceinline__ void wgmma_rs(float (&c)[kGroups][4], const uint32_t 
 #undef DIFFULEX_ACC_2
 #undef DIFFULEX_ACC_4
 #undef DIFFULEX_ACC_8
+#undef DIFFULEX_ACC_12
 #undef DIFFULEX_ACC_16
+#undef DIFFULEX_ACC_20
 #undef DIFFULEX_ACC_32
 #undef DIFFULEX_REGS_1
 #undef DIFFULEX_REGS_2
 #undef DIFFULEX_REGS_4
 #undef DIFFULEX_REGS_8
+#undef DIFFULEX_REGS_12
 #undef DIFFULEX_REGS_16
+#undef DIFFULEX_REGS_20
 #undef DIFFULEX_REGS_32
 #undef DIFFULEX_SS_1
 #undef DIFFULEX_SS_2
 #undef DIFFULEX_SS_4
 #undef DIFFULEX_SS_8
+#undef DIFFULEX_SS_12
 #undef DIFFULEX_SS_16
+#undef DIFFULEX_SS_20
 #undef DIFFULEX_SS_32
 #undef DIFFULEX_RS_1
 #undef DIFFULEX_RS_2

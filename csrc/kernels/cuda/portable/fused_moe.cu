@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // fused_moe: sort the slots, gate-up product with activation, down product, weighted sum; four
-// launches over scratch of the caller, five where Hopper's large tiles want their rows together
-// first. On Hopper each may start before the one in front of it has ended. fused_experts_packed:
+// launches over scratch of the caller, three where Hopper's products sort few slots themselves,
+// five where its large tiles want their rows together first. On Hopper each may start before the
+// one in front of it has ended. fused_experts_packed:
 // list the tiles of the given grouping, zero the rows outside it, the same two products.
 #include <cstdint>
 
@@ -111,7 +112,7 @@ MoeKernels choose_kernels(const MoePathQuery& query, int64_t num_rows, int64_t m
       path == MoePath::kWgmma
           ? choose_moe_wgmma_tile(num_rows, max_expert_rows, num_local, context.batch_invariant)
           : choose_moe_tile(num_rows, num_local, context.batch_invariant);
-  return {path, tile, max_expert_rows <= tile || 2 * num_rows <= int64_t{tile} * num_local};
+  return {path, tile, max_expert_rows <= tile || 10 * num_rows <= int64_t{9} * tile * num_local};
 }
 
 Status launch_gemm(MoePath path, DType dtype, const ExpertGemm& gemm, const ExecContext& context) {
@@ -186,7 +187,12 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   permute.counters = scratch_tensor(context, scratch.counters, DType::kI32, 2, 0);
   permute.num_local_experts = num_local;
   permute.tile = kernels.tile;
-  DIFFULEX_RETURN_IF_ERROR(cuda::moe_permute(permute, context));
+  const bool is_sorted_inside =
+      kernels.path == MoePath::kWgmma && kernels.tile <= kMoeMaxSortingTile &&
+      num_slots <= kMoeMaxSortedSlots && num_local <= kMoeMaxSortedExperts;
+  DIFFULEX_RETURN_IF_ERROR(is_sorted_inside ? check_routes(kWhere, params.topk_ids,
+                                                           params.expert_map, num_local, context)
+                                            : cuda::moe_permute(permute, context));
 
   const TensorRef activated = scratch_tensor(context, scratch.activated, dtype, num_slots, width);
   const TensorRef slot_out = scratch_tensor(context, scratch.slot_out, dtype, num_slots, hidden);
@@ -200,6 +206,9 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   gemm.tile = kernels.tile;
   gemm.act = params.act;
   gemm.is_streamed = kernels.is_streamed;
+  if (is_sorted_inside) {
+    gemm.routes = slot_routes(params.topk_ids, params.expert_map, num_local);
+  }
 
   ExpertGemm gate_up = gemm;
   gate_up.is_gate_up = true;
@@ -236,7 +245,7 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   return launch_slot_sum(
       kWhere,
       {slot_out, params.weight_on_input ? nullptr : &params.topk_weights, params.topk_ids,
-       params.expert_map, num_experts, num_local, params.addend, params.out},
+       params.expert_map, num_experts, num_local, params.addend, params.out, true},
       context);
 }
 

@@ -34,6 +34,21 @@ struct RowMap {
   }
 };
 
+/// Most slots and experts that a product sorts itself.
+inline constexpr int32_t kMoeMaxSortedSlots = 1024;
+inline constexpr int32_t kMoeMaxSortedExperts = 512;
+
+/// The routed pairs, slot = token * top_k + k, and who holds their experts.
+struct SlotRoutes {
+  const int32_t* ids;         // [T, K]
+  const int32_t* expert_map;  // [E] or null
+  int64_t ids_stride;
+  int32_t num_slots;
+  int32_t top_k;
+  int32_t num_experts;  // ids from here on are none
+  int32_t num_local;    // map entries from here on are none
+};
+
 /// A grouped product out[row] = rows[row] weight[expert]^T, with the activation of the gate-up
 /// product. Positions are those of the tile list.
 struct ExpertGemm {
@@ -48,6 +63,9 @@ struct ExpertGemm {
   const int32_t* ends;          // end position of each expert, or its number of rows
   const float* row_weights;     // factor of the sums of a slot; null = 1
   const int32_t* weight_slots;  // slots by position of row_weights; null: slot = position
+  /// With ids, the product sorts them itself: the lists of slots above only say by being there that
+  /// slots are meant, and tile_expert, tile_start, counters and ends are not read.
+  SlotRoutes routes;
   RowMap row_map;
   RowMap out_map;
   int64_t expert_stride;  // of weight
@@ -65,6 +83,13 @@ struct ExpertGemm {
   bool is_gate_up;
   bool is_streamed;  // every weight is read about once: keep it out of the way in the L2 cache
 };
+
+/// The routes of a call, and the check of their ids and map in debug mode.
+[[nodiscard]] SlotRoutes slot_routes(const TensorRef& topk_ids, const TensorRef& expert_map,
+                                     int32_t num_local_experts);
+[[nodiscard]] Status check_routes(const char* where, const TensorRef& topk_ids,
+                                  const TensorRef& expert_map, int32_t num_local_experts,
+                                  const ExecContext& context);
 
 using LaunchExpertGemm = Status (*)(const ExpertGemm& gemm, const ExecContext& context);
 

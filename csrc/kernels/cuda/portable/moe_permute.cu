@@ -28,34 +28,13 @@ constexpr int kMaxSingleSlots = 2048;
 constexpr int kClusterCtas = 8;
 
 struct PermuteArgs {
-  const int32_t* __restrict__ topk_ids;    // [T, K]
-  const int32_t* __restrict__ expert_map;  // [E] or null
-  int32_t* __restrict__ sorted_slots;      // [T K]
-  int32_t* offsets;                        // [L + 1], read again by other threads
+  SlotRoutes routes;
+  int32_t* __restrict__ sorted_slots;  // [T K]
+  int32_t* offsets;                    // [L + 1]
   TileList tiles;
-  int64_t ids_stride;
-  int32_t num_slots;
-  int32_t top_k;
-  int32_t num_experts;  // ids from here on are none
-  int32_t num_local;
   int32_t num_warps;    // of a CTA that take part in the sort
   int32_t expert_bits;  // 2^expert_bits >= num_local
 };
-
-/// Local expert of a slot, -1 = none.
-__device__ __forceinline__ int expert_of(const PermuteArgs& args, int slot) {
-  int64_t index = slot;
-  if (args.ids_stride != args.top_k) {
-    const int token = slot / args.top_k;
-    index = token * args.ids_stride + (slot - token * args.top_k);
-  }
-  const int id = args.topk_ids[index];
-  if (id < 0 || id >= args.num_experts) {
-    return -1;
-  }
-  const int local = args.expert_map == nullptr ? id : args.expert_map[id];
-  return local < 0 || local >= args.num_local ? -1 : local;
-}
 
 /// Lanes whose expert (below 2^bits, or -1) equals this lane's.
 __device__ __forceinline__ unsigned lanes_of_expert(int expert, int bits) {
@@ -74,7 +53,7 @@ __device__ __forceinline__ void load_experts(const PermuteArgs& args, int64_t ba
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
     const int64_t slot = base + i * 32 + (threadIdx.x & 31);
-    experts[i] = slot < last ? expert_of(args, static_cast<int>(slot)) : -1;
+    experts[i] = slot < last ? local_expert(args.routes, static_cast<int>(slot)) : -1;
   }
 }
 
@@ -115,7 +94,7 @@ __global__ void __launch_bounds__(kMoeSortThreads)
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
   const int rank = kClustered ? static_cast<int>(blockIdx.x) : 0;
-  for (int i = threadIdx.x; i < args.num_warps * args.num_local; i += kMoeSortThreads) {
+  for (int i = threadIdx.x; i < args.num_warps * args.routes.num_local; i += kMoeSortThreads) {
     histogram[i] = 0;
   }
   pdl_wait();
@@ -123,14 +102,14 @@ __global__ void __launch_bounds__(kMoeSortThreads)
   __syncthreads();
   // Whole groups of 32 slots per warp, in ascending order.
   const int64_t workers = int64_t{args.num_warps} * (kClustered ? kClusterCtas : 1);
-  const int64_t groups = (int64_t{args.num_slots} + 31) / 32;
+  const int64_t groups = (int64_t{args.routes.num_slots} + 31) / 32;
   const int64_t groups_per_warp = (groups + workers - 1) / workers;
   const int64_t first = (int64_t{rank} * args.num_warps + warp) * groups_per_warp * 32;
   const int64_t end = first + groups_per_warp * 32;
   const int64_t last =
-      warp >= args.num_warps ? first : (end < args.num_slots ? end : args.num_slots);
-  int* counts = histogram + (warp < args.num_warps ? warp : 0) * args.num_local;
-  int* totals = histogram + args.num_warps * args.num_local;
+      warp >= args.num_warps ? first : (end < args.routes.num_slots ? end : args.routes.num_slots);
+  int* counts = histogram + (warp < args.num_warps ? warp : 0) * args.routes.num_local;
+  int* totals = histogram + args.num_warps * args.routes.num_local;
   int experts[kAhead];
   for (int64_t base = first; base < last; base += 32 * kAhead) {
     load_experts(args, base, last, experts);
@@ -143,10 +122,10 @@ __global__ void __launch_bounds__(kMoeSortThreads)
   }
   __syncthreads();
   if constexpr (kClustered) {
-    for (int expert = threadIdx.x; expert < args.num_local; expert += kMoeSortThreads) {
+    for (int expert = threadIdx.x; expert < args.routes.num_local; expert += kMoeSortThreads) {
       int own = 0;
       for (int w = 0; w < args.num_warps; ++w) {
-        own += histogram[w * args.num_local + expert];
+        own += histogram[w * args.routes.num_local + expert];
       }
       totals[expert] = own;
     }
@@ -156,23 +135,24 @@ __global__ void __launch_bounds__(kMoeSortThreads)
   // Turn counts into begins: over the warps of one expert, then over the experts; one scan of
   // slots (low half) and tiles (high half).
   uint64_t done = 0;
-  for (int base = 0; base < args.num_local; base += kMoeSortThreads) {
+  for (int base = 0; base < args.routes.num_local; base += kMoeSortThreads) {
     const int expert = base + static_cast<int>(threadIdx.x);
-    const bool is_real = expert < args.num_local;
+    const bool is_real = expert < args.routes.num_local;
     ExpertCount count{0, 0};
     if (is_real) {
       if constexpr (kClustered) {
         count = cluster_count(totals, expert, rank);
       } else {
         for (int w = 0; w < args.num_warps; ++w) {
-          count.total += histogram[w * args.num_local + expert];
+          count.total += histogram[w * args.routes.num_local + expert];
         }
       }
     }
     const uint64_t tiles = count.total == 0 ? 0 : (count.total - 1) / args.tiles.tile + 1;
     uint64_t sum = 0;
     const uint64_t before =
-        done + block_exclusive_sum(tiles << 32 | static_cast<uint32_t>(count.total), scratch, &sum);
+        done + block_exclusive_sum<kMoeSortThreads / 32>(
+                   tiles << 32 | static_cast<uint32_t>(count.total), scratch, &sum);
     done += sum;
     if (is_real) {
       const int begin = static_cast<int>(static_cast<uint32_t>(before));
@@ -182,12 +162,12 @@ __global__ void __launch_bounds__(kMoeSortThreads)
         int own[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          own[i] = w + i < args.num_warps ? histogram[(w + i) * args.num_local + expert] : 0;
+          own[i] = w + i < args.num_warps ? histogram[(w + i) * args.routes.num_local + expert] : 0;
         }
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           if (w + i < args.num_warps) {
-            histogram[(w + i) * args.num_local + expert] = cursor;
+            histogram[(w + i) * args.routes.num_local + expert] = cursor;
           }
           cursor += own[i];
         }
@@ -203,7 +183,7 @@ __global__ void __launch_bounds__(kMoeSortThreads)
   if (rank == 0) {
     end_tiles(args.tiles, static_cast<int>(done >> 32));
     if (threadIdx.x == 0) {
-      args.offsets[args.num_local] = num_active;
+      args.offsets[args.routes.num_local] = num_active;
       args.tiles.counters[1] = num_active;
     }
   }
@@ -231,8 +211,8 @@ __global__ void __launch_bounds__(kMoeSortThreads)
     }
   }
   const int64_t threads = int64_t{kMoeSortThreads} * (kClustered ? kClusterCtas : 1);
-  for (int64_t i = int64_t{num_active} + rank * kMoeSortThreads + threadIdx.x; i < args.num_slots;
-       i += threads) {
+  for (int64_t i = int64_t{num_active} + rank * kMoeSortThreads + threadIdx.x;
+       i < args.routes.num_slots; i += threads) {
     args.sorted_slots[i] = -1;
   }
   if constexpr (kClustered) {
@@ -243,10 +223,10 @@ __global__ void __launch_bounds__(kMoeSortThreads)
 
 Status launch_permute(const char* where, PermuteArgs args, const ExecContext& context) {
   const bool is_dependent = can_launch_dependent(context.device_index);
-  const bool is_clustered = is_dependent && args.num_slots > kMaxSingleSlots;
+  const bool is_clustered = is_dependent && args.routes.num_slots > kMaxSingleSlots;
   // A row of the histogram for each warp that has slots, one more for the CTA in a cluster.
-  const int32_t fitting = kHistogramInts / args.num_local - (is_clustered ? 1 : 0);
-  const int64_t useful = ceil_div(args.num_slots, 32);
+  const int32_t fitting = kHistogramInts / args.routes.num_local - (is_clustered ? 1 : 0);
+  const int64_t useful = ceil_div(args.routes.num_slots, 32);
   args.num_warps = static_cast<int32_t>(
       std::max<int64_t>(1, std::min<int64_t>({fitting, kMoeSortThreads / 32, useful})));
   if (is_clustered && fitting >= 1) {
@@ -260,29 +240,41 @@ Status launch_permute(const char* where, PermuteArgs args, const ExecContext& co
 
 }  // namespace
 
+SlotRoutes slot_routes(const TensorRef& topk_ids, const TensorRef& expert_map,
+                       int32_t num_local_experts) {
+  SlotRoutes routes{};
+  routes.ids = topk_ids.as<const int32_t>();
+  routes.expert_map = expert_map.as<const int32_t>();
+  routes.ids_stride = topk_ids.stride[0];
+  routes.num_slots = static_cast<int32_t>(topk_ids.numel());
+  routes.top_k = static_cast<int32_t>(topk_ids.size[1]);
+  routes.num_experts =
+      expert_map.present() ? static_cast<int32_t>(expert_map.size[0]) : num_local_experts;
+  routes.num_local = num_local_experts;
+  return routes;
+}
+
+Status check_routes(const char* where, const TensorRef& topk_ids, const TensorRef& expert_map,
+                    int32_t num_local_experts, const ExecContext& context) {
+  const int64_t num_experts = expert_map.present() ? expert_map.size[0] : num_local_experts;
+  DIFFULEX_RETURN_IF_ERROR(
+      check_range(where, "topk_ids", topk_ids, INT64_MIN, num_experts, context));
+  return check_range(where, "expert_map", expert_map, INT64_MIN, num_local_experts, context);
+}
+
 Status moe_permute(const MoePermuteParams& params, const ExecContext& context) {
   constexpr const char* kWhere = "diffulex::moe_permute";
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
-  const int64_t num_experts =
-      params.expert_map.present() ? params.expert_map.size[0] : params.num_local_experts;
   DIFFULEX_RETURN_IF_ERROR(
-      check_range(kWhere, "topk_ids", params.topk_ids, INT64_MIN, num_experts, context));
-  DIFFULEX_RETURN_IF_ERROR(check_range(kWhere, "expert_map", params.expert_map, INT64_MIN,
-                                       params.num_local_experts, context));
+      check_routes(kWhere, params.topk_ids, params.expert_map, params.num_local_experts, context));
   PermuteArgs args{};
-  args.topk_ids = params.topk_ids.as<const int32_t>();
-  args.expert_map = params.expert_map.as<const int32_t>();
+  args.routes = slot_routes(params.topk_ids, params.expert_map, params.num_local_experts);
   args.sorted_slots = params.sorted_slots.as<int32_t>();
   args.offsets = params.expert_offsets.as<int32_t>();
   args.tiles = {params.tile_expert.as<int32_t>(), params.tile_start.as<int32_t>(),
                 params.counters.as<int32_t>(), static_cast<int32_t>(params.tile_expert.size[0]),
                 params.tile};
-  args.ids_stride = params.topk_ids.stride[0];
-  args.num_slots = static_cast<int32_t>(params.topk_ids.numel());
-  args.top_k = static_cast<int32_t>(params.topk_ids.size[1]);
-  args.num_experts = static_cast<int32_t>(num_experts);
-  args.num_local = params.num_local_experts;
   while ((1 << args.expert_bits) < params.num_local_experts) {
     ++args.expert_bits;
   }

@@ -14,9 +14,9 @@ namespace diffulex::cuda {
 /// Threads of the CTA that sorts slots or lists tiles.
 inline constexpr int kMoeSortThreads = 1024;
 
-/// Exclusive prefix sum over the CTA; `total` receives the sum. `scratch` holds 33 values and may
-/// be reused after the next barrier.
-template <typename T>
+/// Exclusive prefix sum over a CTA of kWarps warps; `total` receives the sum. `scratch` holds 32
+/// values and may be reused after the next barrier.
+template <int kWarps, typename T>
 __device__ __forceinline__ T block_exclusive_sum(T value, T* scratch, T* total) {
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
@@ -32,7 +32,7 @@ __device__ __forceinline__ T block_exclusive_sum(T value, T* scratch, T* total) 
   }
   __syncthreads();
   if (warp == 0) {
-    T sum = scratch[lane];
+    T sum = lane < kWarps ? scratch[lane] : 0;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       const T other = __shfl_up_sync(kFullWarp, sum, offset);
@@ -43,6 +43,21 @@ __device__ __forceinline__ T block_exclusive_sum(T value, T* scratch, T* total) 
   __syncthreads();
   *total = scratch[31];
   return inclusive - value + (warp == 0 ? 0 : scratch[warp - 1]);
+}
+
+/// Local expert of a slot, -1 = none.
+__device__ __forceinline__ int local_expert(const SlotRoutes& routes, int slot) {
+  int64_t index = slot;
+  if (routes.ids_stride != routes.top_k) {
+    const int token = slot / routes.top_k;
+    index = token * routes.ids_stride + (slot - token * routes.top_k);
+  }
+  const int id = routes.ids[index];
+  if (id < 0 || id >= routes.num_experts) {
+    return -1;
+  }
+  const int local = routes.expert_map == nullptr ? id : routes.expert_map[id];
+  return local < 0 || local >= routes.num_local ? -1 : local;
 }
 
 /// Where the tile list goes.
@@ -88,7 +103,7 @@ __device__ __forceinline__ void write_tiles(const TileList& list, int num_expert
     // The usual form of the round-up overflows with a large tile.
     const int own = last > first ? (last - first - 1) / list.tile + 1 : 0;
     int total = 0;
-    const int index = num_tiles + block_exclusive_sum(own, scratch, &total);
+    const int index = num_tiles + block_exclusive_sum<kMoeSortThreads / 32>(own, scratch, &total);
     write_expert_tiles(list, expert, first, own, index);
     num_tiles += total;
   }

@@ -13,6 +13,7 @@
 #include "kernels/cuda/common/vec.cuh"
 #include "kernels/cuda/portable/moe_gemm.h"
 #include "kernels/cuda/portable/moe_tiles.cuh"
+#include "kernels/cuda/sm90/moe/sort_slots.cuh"
 
 namespace diffulex::cuda::sm90 {
 
@@ -44,9 +45,10 @@ class MoeEpilogue final {
  public:
   using T = typename Traits::Element;
 
-  __device__ __forceinline__ MoeEpilogue(const ExpertGemm& gemm, uint32_t staged, uint8_t* tables,
-                                         int group)
-      : gemm_(gemm),
+  __device__ __forceinline__ MoeEpilogue(const MoeList<Traits::kSorts>& list, uint32_t staged,
+                                         uint8_t* tables, int group)
+      : list_(list),
+        gemm_(list.gemm),
         staged_(staged + group * Traits::kStagedBytes),
         targets_(reinterpret_cast<int64_t*>(tables) + group * Traits::kColumns),
         factors_(reinterpret_cast<float*>(tables + Traits::kConsumers * Traits::kColumns * 8) +
@@ -60,10 +62,10 @@ class MoeEpilogue final {
     for (int i = 0; i < kHeld; ++i) {
       const int64_t position = int64_t{tile.start} + i * 128 + thread_;
       if (i * 128 + thread_ < tile.count) {
-        fetched_[i] = static_cast<int32_t>(moe_target(gemm_.scatter, position));
+        fetched_[i] = static_cast<int32_t>(list_.target(gemm_.scatter, position));
         if (gemm_.row_weights != nullptr) {
-          fetched_factors_[i] =
-              gemm_.row_weights[moe_target(gemm_.weight_slots, position) * gemm_.row_weight_stride];
+          fetched_factors_[i] = gemm_.row_weights[list_.target(gemm_.weight_slots, position) *
+                                                  gemm_.row_weight_stride];
         }
       }
     }
@@ -175,6 +177,9 @@ class MoeEpilogue final {
     constexpr int kStored = Traits::kStagedRows / 8;
 #pragma unroll
     for (int group = 0; group < kStored; group += kStep) {
+      if (begin + group >= kGroups) {
+        break;  // widths between the multiples of what is staged
+      }
       uint32_t packed[4];
       if constexpr (Traits::kGateUp) {
         // A matrix is 8 positions by the 8 results of the warp.
@@ -219,6 +224,7 @@ class MoeEpilogue final {
     }
   }
 
+  const MoeList<Traits::kSorts>& list_;
   const ExpertGemm& gemm_;
   uint32_t staged_;
   int64_t* targets_;  // where the row of a position begins, in elements

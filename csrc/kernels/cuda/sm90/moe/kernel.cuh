@@ -21,6 +21,7 @@
 #include "kernels/cuda/portable/moe_gemm.h"
 #include "kernels/cuda/portable/moe_tiles.cuh"
 #include "kernels/cuda/sm90/moe/epilogue.cuh"
+#include "kernels/cuda/sm90/moe/sort_slots.cuh"
 #include "kernels/cuda/sm90/moe/traits.cuh"
 
 namespace diffulex::cuda::sm90 {
@@ -69,13 +70,18 @@ struct MoeSmem {
   __device__ __forceinline__ uint32_t rows(int stage) const {
     return weights(stage) + Traits::kWeightBytes;
   }
-  /// Per consumer, kColumns entries each; behind them the tiles and the sources of gathered rows.
+  /// Per consumer; in front of them its positions, kColumns entries of 12 bytes.
   __device__ __forceinline__ MoeTile* tiles(int group) const {
     return reinterpret_cast<MoeTile*>(tables + Traits::kConsumers * Traits::kColumns * 12) +
            group * Traits::kTilesAhead;
   }
+  /// Rows that positions are gathered from, behind the tiles.
   __device__ __forceinline__ uint32_t* sources() const {
     return reinterpret_cast<uint32_t*>(tiles(Traits::kConsumers));
+  }
+  /// Behind the tables; exists with kSorts.
+  __device__ __forceinline__ SortedSlots* sorted() const {
+    return reinterpret_cast<SortedSlots*>(tables + Traits::kTableBytes);
   }
 };
 
@@ -87,9 +93,9 @@ struct MoeWork {
   int32_t first;
   int32_t stride;
 
-  __device__ __forceinline__ explicit MoeWork(const ExpertGemm& gemm) {
+  __device__ __forceinline__ MoeWork(const ExpertGemm& gemm, int32_t num_tiles) {
     parts = (gemm.width + Traits::kOutColumns - 1) / Traits::kOutColumns;
-    items = gemm.counters[0] * parts;
+    items = num_tiles * parts;
     first = static_cast<int32_t>(blockIdx.x);
     stride = static_cast<int32_t>(gridDim.x);
   }
@@ -114,14 +120,15 @@ __device__ __forceinline__ int row_bytes(const ExpertGemm& gemm, int count) {
 
 /// The whole warp, one lane of which issues: the compiler then needs no loop over lanes.
 template <typename Traits>
-__device__ __forceinline__ void produce_weights(const ExpertGemm& gemm, const MoeMaps& maps,
-                                                const MoeSmem<Traits>& smem) {
+__device__ __forceinline__ void produce_weights(const MoeList<Traits::kSorts>& list,
+                                                const MoeMaps& maps, const MoeSmem<Traits>& smem) {
+  const ExpertGemm& gemm = list.gemm;
   const uint64_t policy = gemm.is_streamed ? ptx::policy_evict_first() : ptx::policy_evict_normal();
-  const MoeWork<Traits> work(gemm);
+  const MoeWork<Traits> work(gemm, list.num_tiles());
   const int steps = gemm.depth / Traits::kDepth;
   StageCursor<Traits> cursor;
   for (int item = work.first; item < work.items; item += work.stride) {
-    const MoeTile tile = moe_tile(gemm, work.tile(item), Traits::kColumns);
+    const MoeTile tile = list.tile(work.tile(item), Traits::kColumns);
     const int column = work.column(item);
     const uint32_t bytes = Traits::kWeightBytes + row_bytes<Traits>(gemm, tile.count);
     for (int step = 0; step < steps; ++step, cursor.advance()) {
@@ -146,13 +153,15 @@ __device__ __forceinline__ void produce_weights(const ExpertGemm& gemm, const Mo
 
 /// Rows that lie together: boxes of kBoxRows. The whole warp, one lane of which issues.
 template <typename Traits>
-__device__ __forceinline__ void produce_dense_rows(const ExpertGemm& gemm, const MoeMaps& maps,
+__device__ __forceinline__ void produce_dense_rows(const MoeList<Traits::kSorts>& list,
+                                                   const MoeMaps& maps,
                                                    const MoeSmem<Traits>& smem) {
-  const MoeWork<Traits> work(gemm);
+  const ExpertGemm& gemm = list.gemm;
+  const MoeWork<Traits> work(gemm, list.num_tiles());
   const int steps = gemm.depth / Traits::kDepth;
   StageCursor<Traits> cursor;
   for (int item = work.first; item < work.items; item += work.stride) {
-    const MoeTile tile = moe_tile(gemm, work.tile(item), Traits::kColumns);
+    const MoeTile tile = list.tile(work.tile(item), Traits::kColumns);
     const auto inner = static_cast<int32_t>(tile.start % gemm.row_map.inner);
     const auto outer = static_cast<int32_t>(tile.start / gemm.row_map.inner);
     for (int step = 0; step < steps; ++step, cursor.advance()) {
@@ -171,22 +180,23 @@ __device__ __forceinline__ void produce_dense_rows(const ExpertGemm& gemm, const
 /// Rows that are gathered, 16 bytes a thread into the swizzled layout; a thread arrives once for
 /// each stage when its pieces have landed.
 template <typename Traits>
-__device__ __forceinline__ void produce_gathered_rows(const ExpertGemm& gemm,
+__device__ __forceinline__ void produce_gathered_rows(const MoeList<Traits::kSorts>& list,
                                                       const MoeSmem<Traits>& smem, int thread) {
   constexpr int kRowsPerPass = Traits::kRowThreads / Traits::kChunks;
   constexpr int kBarrier = 1 + Traits::kConsumers;
+  const ExpertGemm& gemm = list.gemm;
   const int chunk = thread % Traits::kChunks;
   const uint8_t* base = static_cast<const uint8_t*>(gemm.rows) + chunk * 16;
   const auto row_bytes = static_cast<uint64_t>(gemm.row_map.inner_stride * 2);
   uint32_t* sources = smem.sources();
-  const MoeWork<Traits> work(gemm);
+  const MoeWork<Traits> work(gemm, list.num_tiles());
   const int steps = gemm.depth / Traits::kDepth;
   StageCursor<Traits> cursor;
   for (int item = work.first; item < work.items; item += work.stride) {
-    const MoeTile tile = moe_tile(gemm, work.tile(item), Traits::kColumns);
+    const MoeTile tile = list.tile(work.tile(item), Traits::kColumns);
     ptx::named_barrier_sync(kBarrier, Traits::kRowThreads);  // the last sources were used
     for (int row = thread; row < tile.count; row += Traits::kRowThreads) {
-      sources[row] = gemm.gather[tile.start + row] / gemm.top_k;
+      sources[row] = static_cast<uint32_t>(list.target(gemm.gather, tile.start + row)) / gemm.top_k;
     }
     ptx::named_barrier_sync(kBarrier, Traits::kRowThreads);
     for (int step = 0; step < steps; ++step, cursor.advance()) {
@@ -255,16 +265,16 @@ __device__ __forceinline__ void multiply_item(const MoeSmem<Traits>& smem, int s
   }
 }
 
-/// A consumer warpgroup: looks up its tiles 128 at a time, so that none waits for its own.
+/// A consumer warpgroup: looks up its tiles kTilesAhead at a time, so that none waits for its own.
 template <typename Traits>
 class MoeConsumer final {
  public:
-  __device__ __forceinline__ MoeConsumer(const ExpertGemm& gemm, const MoeSmem<Traits>& smem,
-                                         int group)
-      : gemm_(gemm),
+  __device__ __forceinline__ MoeConsumer(const MoeList<Traits::kSorts>& list,
+                                         const MoeSmem<Traits>& smem, int group)
+      : list_(list),
         smem_(smem),
-        work_(gemm),
-        epilogue_(gemm, smem.staged, smem.tables, group),
+        work_(list.gemm, list.num_tiles()),
+        epilogue_(list, smem.staged, smem.tables, group),
         tiles_(smem.tiles(group)),
         group_(group) {}
 
@@ -292,39 +302,35 @@ class MoeConsumer final {
     const int thread = static_cast<int>(threadIdx.x) % 128;
     const int64_t own = item + int64_t{thread} * work_.stride;
     epilogue_.sync();
-    if (own < work_.items) {
-      tiles_[thread] = moe_tile(gemm_, work_.tile(static_cast<int>(own)), Traits::kColumns);
+    if (thread < Traits::kTilesAhead && own < work_.items) {
+      tiles_[thread] = list_.tile(work_.tile(static_cast<int>(own)), Traits::kColumns);
     }
     epilogue_.sync();
   }
 
-  /// Computes `tile` times the weight rows of the result columns from `first` on, with no more
-  /// columns of products than the tile needs.
+  /// Computes `tile` times the weight rows of the result columns from `first` on, in the narrowest
+  /// of the widths that holds the tile.
+  template <int kGroups = Traits::kColumns / 8>
   __device__ __forceinline__ void multiply(const MoeTile& tile, int first) {
-    if constexpr (Traits::kColumns > 64) {
-      if (tile.count <= 64) {
-        multiply_groups<8>(tile, first);
+    constexpr int kNarrower = Traits::narrower_groups(kGroups);
+    if constexpr (kNarrower > 0) {
+      if (tile.count <= kNarrower * 8) {
+        multiply<kNarrower>(tile, first);
         return;
       }
     }
-    if constexpr (Traits::kColumns > 128) {
-      if (tile.count <= 128) {
-        multiply_groups<16>(tile, first);
-        return;
-      }
-    }
-    multiply_groups<Traits::kColumns / 8>(tile, first);
+    multiply_groups<kGroups>(tile, first);
   }
 
   template <int kGroups>
   __device__ __forceinline__ void multiply_groups(const MoeTile& tile, int first) {
     // Zeros rather than nothing: what is never defined would hold its registers for ever.
     float sums[Traits::kBlocks][kGroups][4] = {};
-    multiply_item<Traits>(smem_, gemm_.depth / Traits::kDepth, group_, cursor_, sums);
+    multiply_item<Traits>(smem_, list_.gemm.depth / Traits::kDepth, group_, cursor_, sums);
     epilogue_.finish(tile, first, sums);
   }
 
-  const ExpertGemm& gemm_;
+  const MoeList<Traits::kSorts>& list_;
   const MoeSmem<Traits>& smem_;
   MoeWork<Traits> work_;
   MoeEpilogue<Traits> epilogue_;
@@ -334,7 +340,7 @@ class MoeConsumer final {
 };
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
     moe_kernel(const __grid_constant__ MoeMaps maps, const __grid_constant__ ExpertGemm gemm) {
   extern __shared__ uint8_t raw[];
   const MoeSmem<Traits> smem(raw);
@@ -349,31 +355,45 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
-  // The gate-up product starts from the tile list of the kernel before it. That list is older than
-  // the kernel before the down product, whose weights therefore stream ahead of the wait.
+  const MoeList<Traits::kSorts> list{gemm, smem.sorted()};
+  // The scratch of the sort lies where the stages will be.
+  auto& scratch = *reinterpret_cast<SortScratch*>(raw + (smem.stages - ptx::smem_address(raw)));
+  if (list.is_sorted_here()) {
+    clear_masks<Traits::kThreads>(gemm.routes, scratch);
+  }
+  // The gate-up product starts from the ids, or the tile list, of the kernel before it. Those are
+  // older than the kernel before the down product, whose weights therefore stream ahead of the
+  // wait.
   if constexpr (Traits::kGateUp) {
     pdl_wait();
   }
   pdl_launch_dependents();
+  if (list.is_sorted_here()) {
+    sort_slots<Traits::kThreads>(gemm.routes, Traits::kColumns, scratch, *smem.sorted());
+  }
   const int warp = static_cast<int>(threadIdx.x >> 5);
   if (warp < 4) {
-    ptx::registers_decrease<Traits::kProducerRegisters>();
+    if constexpr (Traits::kMovesRegisters) {
+      ptx::registers_decrease<Traits::kProducerRegisters>();
+    }
     if (warp == 0) {
-      produce_weights<Traits>(gemm, maps, smem);
+      produce_weights<Traits>(list, maps, smem);
       pdl_wait();
     } else {
       pdl_wait();
       if (is_gathered<Traits>(gemm)) {
         if constexpr (Traits::kGathers) {
-          produce_gathered_rows<Traits>(gemm, smem, static_cast<int>(threadIdx.x) - 32);
+          produce_gathered_rows<Traits>(list, smem, static_cast<int>(threadIdx.x) - 32);
         }
       } else if (warp == 1) {
-        produce_dense_rows<Traits>(gemm, maps, smem);
+        produce_dense_rows<Traits>(list, maps, smem);
       }
     }
   } else {
-    ptx::registers_increase<Traits::kConsumerRegisters>();
-    MoeConsumer<Traits>(gemm, smem, warp / 4 - 1).run();
+    if constexpr (Traits::kMovesRegisters) {
+      ptx::registers_increase<Traits::kConsumerRegisters>();
+    }
+    MoeConsumer<Traits>(list, smem, warp / 4 - 1).run();
   }
 }
 

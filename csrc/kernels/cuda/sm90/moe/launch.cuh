@@ -85,7 +85,8 @@ Status launch_moe_tile(const ExpertGemm& gemm, const ExecContext& context) {
       kMoeWhere,
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, context.device_index)));
   const int64_t items = ceil_div(gemm.width, Traits::kOutColumns) * gemm.max_tiles;
-  const LaunchShape shape{dim3(static_cast<unsigned>(std::min<int64_t>(items, processors))),
+  const int64_t places = int64_t{processors} * Traits::kCtasPerSm;
+  const LaunchShape shape{dim3(static_cast<unsigned>(std::min(items, places))),
                           dim3(Traits::kThreads), Traits::kSmemBytes, stream_of(context)};
   return cuda_status(kMoeWhere, launch_dependent(moe_kernel<Traits>, shape, true, maps, gemm));
 }
@@ -95,15 +96,19 @@ Status launch_moe_kind(const ExpertGemm& gemm, const ExecContext& context) {
   switch (gemm.tile) {
     case 16:
       return launch_moe_tile<MoeTraits<T, 16, kGateUp>>(gemm, context);
+    case 32:
+      return launch_moe_tile<MoeTraits<T, 32, kGateUp>>(gemm, context);
     case 64:
       return launch_moe_tile<MoeTraits<T, 64, kGateUp>>(gemm, context);
     case 128:
       return launch_moe_tile<MoeTraits<T, 128, kGateUp>>(gemm, context);
+    case 160:
+      return launch_moe_tile<MoeTraits<T, 160, kGateUp>>(gemm, context);
     case 256:
       return launch_moe_tile<MoeTraits<T, 256, kGateUp>>(gemm, context);
     default:
       return make_error(StatusCode::kNoKernel, kMoeWhere,
-                        ": tile: expected 16, 64, 128 or 256, got ", gemm.tile);
+                        ": tile: expected 16, 32, 64, 128, 160 or 256, got ", gemm.tile);
   }
 }
 
@@ -116,8 +121,10 @@ Status launch_moe(const ExpertGemm& gemm, const ExecContext& context) {
 template <typename T, bool kGateUp>
 Status prepare_moe_kind(int32_t device_index) {
   DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 16, kGateUp>>(device_index)));
+  DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 32, kGateUp>>(device_index)));
   DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 64, kGateUp>>(device_index)));
   DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 128, kGateUp>>(device_index)));
+  DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 160, kGateUp>>(device_index)));
   return prepare_moe_tile<MoeTraits<T, 256, kGateUp>>(device_index);
 }
 

@@ -4,11 +4,13 @@
 // Shapes of the Hopper expert products. A CTA computes 128 or 256 weight rows (the M of the
 // warpgroup product) times kColumns positions of one expert (its N): a stage of the pipeline holds
 // 64 columns of both operands. The weight rows of a gate-up tile alternate in groups of eight, gate
-// and up, so that a thread holds both sums of a result.
+// and up, so that a thread holds both sums of a result. Small tiles wait for the memory: two CTAs
+// share a multiprocessor, so that one streams while the other starts or ends.
 
 #include <cstdint>
 
 #include "kernels/cuda/sm90/moe/launch.h"
+#include "kernels/cuda/sm90/moe/sort_slots.cuh"
 
 namespace diffulex::cuda::sm90 {
 
@@ -17,10 +19,19 @@ struct MoeTraits {
   using Element = T;
   static constexpr bool kGateUp = kIsGateUp;
   static constexpr int kColumns = kColumnCount;  // positions of a tile
-  /// Blocks of 64 weight rows of a consumer. Two halve how often the positions' rows are read; the
-  /// largest tile has no registers for them, and the smallest wants many items.
+  /// Blocks of 64 weight rows of a consumer. Two halve how often the positions' rows are read;
+  /// large tiles have no registers for them, and the smallest want many items.
   static constexpr int kBlocks = kColumns == 64 || kColumns == 128 ? 2 : 1;
   static constexpr int kWeightRows = 128 * kBlocks;
+  static constexpr int kCtasPerSm = kColumns <= 32 ? 2 : 1;
+  /// Next narrower width of the products of a tile that is not full, in groups of 8 columns; 0 =
+  /// there is none. Small tiles wait for the memory whatever they multiply.
+  static constexpr int narrower_groups(int groups) {
+    if (kColumns <= 64) {
+      return 0;
+    }
+    return kColumns <= 160 ? groups - 4 : (groups > 8 ? groups / 2 : 0);
+  }
   /// Results of a tile per position.
   static constexpr int kOutColumns = kGateUp ? kWeightRows / 2 : kWeightRows;
   static constexpr int kDepth = 64;  // elements of a stage
@@ -36,6 +47,7 @@ struct MoeTraits {
   static constexpr int kBoxRows = kColumns <= 64 ? 16 : 32;
 
   /// Registers of a thread once the roles are taken; together at most the kernel's at its start.
+  static constexpr bool kMovesRegisters = kCtasPerSm == 1;
   static constexpr int kProducerRegisters = kGathers ? 56 : 40;
   static constexpr int kConsumerRegisters = kGathers ? 224 : 232;
 
@@ -48,18 +60,24 @@ struct MoeTraits {
   static constexpr int kStagedBytes = kStagedRows * kGroupColumns * 2;
 
   static constexpr int kAlignment = 1024;  // of the swizzle pattern
-  static constexpr int kSmemLimit = 227 * 1024;
+  static constexpr int kSmemLimit = kCtasPerSm == 1 ? 227 * 1024 : 113 * 1024;
   /// Per consumer: where a position goes, its factor, and the next tiles.
-  static constexpr int kTilesAhead = 128;
+  static constexpr int kTilesAhead = 32;
   static constexpr int kTableBytes = kConsumers * (kColumns * 12 + kTilesAhead * 12) + kColumns * 4;
-  static constexpr int kBarrierBytes = 512;
+  static constexpr int kBarrierBytes = 256;
+  /// Whether the CTAs may sort the slots themselves.
+  static constexpr bool kSorts = kColumns <= kMoeMaxSortingTile;
+  static constexpr int kSortedBytes = kSorts ? static_cast<int>(sizeof(SortedSlots)) : 0;
   static constexpr int kFixedBytes =
-      kAlignment + kConsumers * kStagedBytes + kTableBytes + kBarrierBytes;
+      kAlignment + kConsumers * kStagedBytes + kTableBytes + kBarrierBytes + kSortedBytes;
   static constexpr int kStages = (kSmemLimit - kFixedBytes) / kStageBytes;
   static constexpr int kSmemBytes = kFixedBytes + kStages * kStageBytes;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                     65536 / kThreads / 8 * 8 * 3,
                 "more would be waited for in vain");
+  static_assert(!kSorts || sizeof(SortScratch) <= size_t{kStages} * kStageBytes,
+                "the sort works where the stages will be");
+  static_assert(kTableBytes % 16 == 0, "what lies behind is aligned");
   static_assert(sizeof(T) == 2, "the line of a row is 64 elements of 16 bits");
   static_assert(kStages >= 4 && kStages * 16 <= kBarrierBytes, "stages to hide the memory");
 };
