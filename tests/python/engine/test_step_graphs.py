@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When steps are captured and which graph they replay: the CPU with graphs that run anew each time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from diffulex import SamplingParams
+from diffulex.engine import decode_graphs, decode_loop
+from diffulex.engine.context_classes import ContextClasses
+from diffulex.engine.decode_loop import StepVariant
+from diffulex.engine.engine import Diffulex
+from tiny_engine import TinyModel
+
+SETTINGS: dict[str, Any] = {
+    "block_size": 8,
+    "buffer_size": 2,
+    "page_size": 8,
+    "max_num_reqs": 4,
+    "decoding_thresholds": {"accept_threshold": 0.8},
+}
+BOUNDS = (32, 64, 128)
+
+
+class Replayed:
+    """As StepGraphs, for a device without graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cpu"
+        self._runs: dict[Any, Callable[[], None]] = {}
+
+    @property
+    def keys(self) -> tuple[Any, ...]:
+        return tuple(self._runs)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._runs
+
+    def capture(self, key: Any, fill: Callable[[], None], run: Callable[[], None]) -> None:
+        assert key not in self._runs
+        for _ in range(2):
+            fill()
+            run()
+        fill()
+        self._runs[key] = run
+
+    def replay(self, key: Any) -> None:
+        self._runs[key]()
+
+
+@pytest.fixture
+def as_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Diffulex], Diffulex]:
+    """Gives an engine of the CPU the graphs and the padding that it would have on CUDA."""
+    monkeypatch.setattr(decode_loop, "StepGraphs", Replayed)
+    monkeypatch.setattr(decode_graphs, "StepGraphs", Replayed)
+    monkeypatch.setattr(ContextClasses, "_find_bounds", lambda *_: BOUNDS)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
+
+    def change(engine: Diffulex) -> Diffulex:
+        runner = engine._runner
+        runner._capture_graphs()
+        monkeypatch.setattr(runner, "_is_cuda", True)
+        monkeypatch.setattr(runner, "_on_device", contextlib.nullcontext)
+        return engine
+
+    return change
+
+
+def requests(seed: int, count: int, **params: Any) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 50))] for _ in range(count)]
+    chosen = [
+        SamplingParams(
+            max_tokens=rng.randint(1, 40), ignore_eos=True, seed=rng.getrandbits(64), **params
+        )
+        for _ in range(count)
+    ]
+    return prompts, chosen
+
+
+def variants(engine: Diffulex) -> tuple[StepVariant, ...]:
+    loop = engine._runner._decode_loop
+    assert loop is not None
+    assert loop._step_graphs is not None
+    return loop._step_graphs.keys
+
+
+def expected_of(tiny: TinyModel, *calls: Any, **settings: Any) -> list[list[tuple[int, ...]]]:
+    with tiny.engine(**SETTINGS, **settings, run_ahead="off") as engine:
+        return [[o.token_ids for o in engine.generate(*call, summary=False)] for call in calls]
+
+
+def test_greedy_steps_need_no_capture(
+    tiny: TinyModel, as_cuda: Callable[[Diffulex], Diffulex]
+) -> None:
+    call = requests(1, 9)
+    expected = expected_of(tiny, call)
+    with tiny.engine(**SETTINGS, run_ahead="on", check_run_ahead=True) as engine:
+        before = variants(as_cuda(engine))
+        assert {v.bucket.num_reqs for v in before} == set(engine._runner.graph_buckets) == {1, 2, 4}
+        assert {v.bucket.max_context_len for v in before} == set(BOUNDS)
+        outputs = engine.generate(*call, summary=False)
+        assert variants(engine) == before
+        runner = engine._runner
+        assert runner.num_graph_steps >= engine.stats().num_decode_steps
+        assert runner.num_ahead_steps > 10
+        assert runner._graphs.forwards is not None
+        assert runner._graphs.forwards.captured == ()
+    assert [o.token_ids for o in outputs] == expected[0]
+
+
+def test_drawn_steps_are_captured_when_they_come(
+    tiny: TinyModel, as_cuda: Callable[[Diffulex], Diffulex]
+) -> None:
+    """Running ahead pauses for a capture at most once per shape."""
+    calls = [requests(2, 6, temperature=0.9), requests(3, 6, temperature=0.9, top_k=7)]
+    expected = expected_of(tiny, *calls)
+    with tiny.engine(**SETTINGS, run_ahead="on", check_run_ahead=True) as engine:
+        before = variants(as_cuda(engine))
+        actual = [engine.generate(*call, summary=False) for call in calls]
+        added = variants(engine)[len(before) :]
+        assert {(v.is_drawn, v.is_filtered) for v in added} == {(True, False), (True, True)}
+        assert len({v.bucket.max_context_len for v in added}) > 1
+        runner = engine._runner
+        assert runner.num_graph_steps >= engine.stats().num_decode_steps
+        assert runner.num_ahead_steps > 10
+    assert [[o.token_ids for o in outputs] for outputs in actual] == expected
+
+
+def test_draws_by_default_are_captured_beforehand(
+    tiny: TinyModel, as_cuda: Callable[[Diffulex], Diffulex]
+) -> None:
+    call = requests(4, 5)
+    draws = {"temperature": 0.8, "top_p": 0.9}
+    expected = expected_of(tiny, call, **draws)
+    with tiny.engine(**SETTINGS, **draws, run_ahead="on") as engine:
+        before = variants(as_cuda(engine))
+        assert {(v.is_drawn, v.is_filtered) for v in before} == {(False, False), (True, True)}
+        outputs = engine.generate(*call, summary=False)
+        assert variants(engine) == before
+    assert [o.token_ids for o in outputs] == expected[0]
+
+
+def test_watched_requests_replay_forwards(
+    tiny: TinyModel, as_cuda: Callable[[Diffulex], Diffulex]
+) -> None:
+    """They come and go among others; the loop takes its own steps before and after."""
+    prompts, params = requests(5, 8)
+    params[3] = dataclasses.replace(params[3], max_tokens=10, logprobs=2)
+    params[5] = dataclasses.replace(params[5], max_tokens=10, min_tokens=3)
+    expected = expected_of(tiny, (prompts, params))
+    with tiny.engine(**SETTINGS, run_ahead="on", check_run_ahead=True) as engine:
+        runner = as_cuda(engine)._runner
+        outputs = engine.generate(prompts, params, summary=False)
+        forwards = runner._graphs.forwards
+        assert forwards is not None
+        assert len(forwards.captured) > 0
+        assert runner._graphs.num_steps > 5
+        assert runner.num_ahead_steps > 5
+        assert runner.num_graph_fallbacks == 0
+        assert runner.num_graph_steps >= engine.stats().num_decode_steps
+    assert [o.token_ids for o in outputs] == expected[0]
+    assert outputs[3].logprobs is not None
+    assert len(outputs[3].logprobs) == len(outputs[3].token_ids)
+
+
+@pytest.mark.parametrize("strategy", ["multi_bd", "fast_dllm_v2"])
+def test_the_hosts_loop_replays_forwards(
+    tiny: TinyModel, as_cuda: Callable[[Diffulex], Diffulex], strategy: str
+) -> None:
+    model, settings = tiny, dict(SETTINGS)
+    if strategy == "fast_dllm_v2":
+        model, settings["decoding_strategy"] = tiny.under("fast_dllm_v2"), strategy
+    # Requests of fast_dllm_v2 may have rows of two kinds in one step, which no graph takes.
+    call = requests(6, 7 if strategy == "multi_bd" else 1)
+    with model.engine(**settings, run_ahead="off") as engine:
+        expected = engine.generate(*call, summary=False)
+    with model.engine(**settings, run_ahead="off") as engine:
+        runner = as_cuda(engine)._runner
+        forwards = runner._graphs.forwards
+        assert forwards is not None
+        before = forwards.captured
+        assert before == runner._graphs.shapes()
+        outputs = engine.generate(*call, summary=False)
+        assert forwards.captured == before
+        assert runner.num_graph_steps == engine.stats().num_decode_steps > 5
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
