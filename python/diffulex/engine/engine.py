@@ -78,12 +78,15 @@ class Diffulex:
         self._tokenizer = tokenizer
         if tokenizer is not None and strategy != "diffusion_gemma":
             tokenizer.protect_mask(config.model.mask_token_id)
+        start = time.perf_counter()
         runner: ModelRunner = AutoModelRunner.get(strategy)(config, model)
         if config.cache.num_pages == -1:
             config = config.with_num_pages(runner.decide_num_pages())
         self._scheduler: _core.Scheduler = AutoScheduler.create(strategy, config)
         runner.prepare(config, self._scheduler.options)
         self.config = config
+        #: Seconds from the loaded model to the first possible step: cache, warm-up, graphs.
+        self.warm_up_s = time.perf_counter() - start
         self._runner = runner
         self._loop = StepLoop(config, self._scheduler, runner, tokenizer)
         log_startup(config, runner)

@@ -31,7 +31,7 @@ class ServingEngine(DiffulexAsyncEngineMixin):
     Args:
         engine: owned from now on; `exit` closes it.
         profiler_config: as in docs/configuration; None: profiling is off.
-        load_time_s: for the readiness report.
+        load_time_s: of the whole engine, for the readiness report.
         chat_template: text of a template that replaces the tokenizer's.
     """
 
@@ -138,8 +138,8 @@ class ServingEngine(DiffulexAsyncEngineMixin):
             "world_size": 1,
             "extension_version": __version__,
             "python_version": platform.python_version(),
-            "load_time_s": self._load_time_s,
-            "warmup_time_s": 0.0,
+            "load_time_s": max(0.0, self._load_time_s - self.engine.warm_up_s),
+            "warmup_time_s": self.engine.warm_up_s,
             "has_chat_template": self.tokenizer.has_chat_template,
             "model_dir": str(Path(model.model_dir)),
             "decoding": {

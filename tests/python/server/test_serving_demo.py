@@ -239,6 +239,8 @@ def test_info(engine):
         *("world_size", "extension_version", "load_time_s", "warmup_time_s"),
     ):
         assert info[key] is not None, key
+    assert info["load_time_s"] > 0
+    assert info["warmup_time_s"] > 0
 
 
 def test_flush_of_the_prefix_cache(engine):
