@@ -170,6 +170,29 @@ def test_rows_past_the_batch_are_zero(device: str) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("skip", [0, 1, 8])
+@pytest.mark.parametrize("gap", [0, 8])
+def test_zero_rows_between_what_belongs_to_others(
+    device: str, dtype: torch.dtype, skip: int, gap: int
+) -> None:
+    """The output is a part of a larger tensor, at any alignment; rows past the real ones are zero."""
+    case = simple_case(device, [40, 70], [96, 33], dtype=dtype)
+    valid = case.tensors["valid_slices"]
+    assert valid is not None
+    valid[:] = torch.tensor([7, 105], dtype=torch.int32)
+    rows, heads, dim = case.run()[0].shape
+    frame = torch.full((rows * heads * (dim + gap) + skip,), 7.0, dtype=dtype, device=device)
+    out = frame[skip:].view(rows, heads, dim + gap)[..., :dim]
+    ops.block_attention(*case.tensors.values(), **case.numbers, out=out)
+    assert torch.all(out[7:40] == 0)
+    assert torch.all(out[105:] == 0)
+    expected = case.run()[0]
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=0)
+    assert torch.all(frame[:skip] == 7.0)
+    assert torch.all(frame[skip:].view(rows, heads, dim + gap)[..., dim:] == 7.0)
+
+
 def test_long_context(device: str) -> None:
     check(simple_case(device, [8, 4], [1500, 640], heads=(4, 2), page_size=64))
 
