@@ -178,25 +178,6 @@ class ZmqPullQueue(_Queue[Item]):
             raise queue.Empty
         return self._decode(self.socket.recv())
 
-    def get_many(
-        self, max_items: int, on_error: Callable[[MessageDecodeError], None] | None = None
-    ) -> list[Item]:
-        """What is there already, at most `max_items`; without `on_error` raises as `get`."""
-        items: list[Item] = []
-        while len(items) < max_items and not self.empty():
-            self._take(items, on_error)
-        return items
-
-    def _take(
-        self, items: list[Item], on_error: Callable[[MessageDecodeError], None] | None
-    ) -> None:
-        try:
-            items.append(self.get())
-        except MessageDecodeError as error:
-            if on_error is None:
-                raise
-            on_error(error)
-
     def empty(self) -> bool:
         """Whether `get` would wait."""
         return not self.socket.poll(0)
