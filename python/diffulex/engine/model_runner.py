@@ -285,7 +285,7 @@ class ModelRunner:
         else:
             hidden = self._forward(views, shape, plan)
         if shape.num_blocks > 0 or shape.num_logits_rows > 0:
-            self._sample(views, shape, hidden, plan)
+            self._sample(views, shape, hidden, plan, bucket)
         elif self._feed is not None:
             self._feed.skip()
         output = self._step_buffers.download()
@@ -319,14 +319,32 @@ class ModelRunner:
         return self._call(views, shape.num_rows, metadata, self._cache)
 
     def _sample(
-        self, views: PlanViews, shape: StepShape, hidden: Tensor, plan: _core.StepPlan
+        self,
+        views: PlanViews,
+        shape: StepShape,
+        hidden: Tensor,
+        plan: _core.StepPlan,
+        bucket: Bucket | None,
     ) -> None:
         assert self._feed is not None
-        rows = hidden.index_select(0, views.logits_rows[: shape.num_logits_rows])
-        logits = self.model.compute_logits(rows)
+        rows = views.logits_rows[: shape.num_logits_rows]
+        if bucket is not None and self._has_loop_logits(bucket):
+            logits = self.model.compute_logits(hidden).index_select(0, rows)
+        else:
+            logits = self.model.compute_logits(hidden.index_select(0, rows))
         if self.row_watch.is_active:
             self.row_watch.before_sampling(plan, logits)
         self.sampler(self._feed.inputs(views, shape, logits))
+
+    def _has_loop_logits(self, bucket: Bucket) -> bool:
+        """Whether the head runs over all rows of a padded step, as it does where the loop takes it.
+
+        A product of fewer rows may round otherwise, and both loops are to decide alike.
+        """
+        strategy = self.config.decoding.decoding_strategy
+        is_shifted = self._sampler_feed.has_carry
+        is_known = strategy in _LOOP_STRATEGIES and not is_shifted
+        return is_known and has_graph_of_logits(self.config, bucket)
 
     def _metadata(
         self,

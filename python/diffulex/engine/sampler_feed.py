@@ -38,7 +38,8 @@ class SamplerFeed:
     ) -> None:
         self._outputs = outputs
         self._signals = signals
-        self._has_carry = bool(options.logits_shift)
+        #: Rows are saved between steps: logits predict the next position.
+        self.has_carry = bool(options.logits_shift)
         self._has_seeds = options.strategy == "fast_dllm_v2"
         self._is_rewriting = options.is_editing or options.strategy == "dmax"
         self._has_merges = options.token_merge_top_k > 0
@@ -86,7 +87,7 @@ class SamplerFeed:
         return RowFilters(views.row_top_k[:n], views.row_top_p[:n], views.row_min_p[:n])
 
     def _carry(self, views: PlanViews, shape: StepShape) -> CarryArrays | None:
-        if not self._has_carry:
+        if not self.has_carry:
             return None
         return CarryArrays(
             last_row_index=views.last_row_index[: shape.num_reqs],
