@@ -55,6 +55,7 @@ set(DIFFULEX_TESTS_KERNELS_SOURCES
 set(DIFFULEX_TESTS_CUDA_SOURCES
     tests/cpp/cuda/acceptance_test.cpp
     tests/cpp/cuda/advance_decode_test.cpp
+    tests/cpp/cuda/attention_overlap_test.cu
     tests/cpp/cuda/block_attention_test.cpp
     tests/cpp/cuda/block_rules_device_test.cu
     tests/cpp/cuda/dense_ops_test.cpp

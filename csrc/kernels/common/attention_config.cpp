@@ -87,17 +87,23 @@ int32_t hopper_splits(const AttentionShape& shape, int32_t keys_per_split, int64
   return splits;
 }
 
-/// CTAs of the clusters that hold `splits` splits, or 1 for partials in the workspace: clusters do
-/// not cross groups of multiprocessors, so fewer large ones than the device's size suggests run at
-/// a time, and a second wave costs more than the second kernel.
+/// CTAs of the clusters that hold `splits` splits of each unit: the largest clusters that run all
+/// at once, or 1 where there is none and a second kernel adds up. Clusters do not cross groups of
+/// multiprocessors, so the device holds fewer large ones than its size suggests, and a second wave
+/// costs more than exchanges between clusters or the second kernel.
 int32_t hopper_cluster(int32_t splits, int64_t base_units) {
-  int32_t cluster = 1;
-  while (cluster < splits) {
-    cluster *= 2;
+  constexpr struct {
+    int32_t size;
+    int32_t resident;    // clusters of this size on the device
+    int32_t max_splits;  // that a CTA can add up in the time of a second kernel
+  } kClusters[] = {{8, 15, 32}, {4, 30, 16}, {2, 66, 8}};
+  for (const auto& cluster : kClusters) {
+    if (splits > cluster.size / 2 && splits <= cluster.max_splits &&
+        base_units * ceil_div_i32(splits, cluster.size) <= cluster.resident) {
+      return cluster.size;
+    }
   }
-  const bool is_one_wave = (cluster <= 2 && base_units <= 64) ||
-                           (cluster == 4 && base_units <= 28) || (cluster == 8 && base_units <= 14);
-  return is_one_wave ? cluster : 1;
+  return 1;
 }
 
 }  // namespace
@@ -173,6 +179,19 @@ AttentionSplits attention_splits(const AttentionShape& shape, bool is_hopper) {
   return {config.num_splits, config.cluster_size};
 }
 
+HopperScratch hopper_scratch(const AttentionShape& shape, const AttentionConfig& config) {
+  HopperScratch scratch;
+  if (config.num_splits <= 1) {
+    return scratch;
+  }
+  const int64_t units = int64_t{shape.num_reqs} * shape.num_kv_heads * config.tiles_per_request;
+  const int64_t rows = units * config.num_splits * config.rows_per_tile;
+  scratch.value_bytes = static_cast<size_t>(rows * shape.head_dim * 4);
+  scratch.stat_bytes = static_cast<size_t>(rows * 8);
+  scratch.counter_bytes = static_cast<size_t>(units * config.cluster_size * 8);
+  return scratch;
+}
+
 size_t attention_workspace_bytes(const AttentionShape& shape, Device device) {
   if (device == Device::kCpu) {
     return 0;
@@ -184,7 +203,7 @@ size_t attention_workspace_bytes(const AttentionShape& shape, Device device) {
     bytes =
         std::max(bytes, attention_partial_bytes(shape, attention_config(shape, batch_invariant)));
     bytes = std::max(
-        bytes, attention_partial_bytes(shape, hopper_attention_config(shape, batch_invariant)));
+        bytes, hopper_scratch(shape, hopper_attention_config(shape, batch_invariant)).bytes());
     bytes = std::max(bytes, attention_partial_bytes(
                                 shape, attention_config_for_tile(shape, kGenericTile, kGenericTile,
                                                                  batch_invariant)));

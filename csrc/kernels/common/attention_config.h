@@ -51,10 +51,24 @@ struct AttentionConfig {
 /// Keys of a key tile of the Hopper kernels: 128 (D <= 128), 64 (D <= 256), 32 (D <= 512).
 [[nodiscard]] int32_t hopper_keys_per_tile(int32_t head_dim);
 
-/// Tile shape and splits of the Hopper kernels. Up to kHopperMaxCluster splits are the CTAs of one
-/// cluster, which add up their partials in the same launch; for more a second kernel does.
+/// Tile shape and splits of the Hopper kernels. The splits are the CTAs of one or more clusters,
+/// the last of which adds up the partials in the same launch; for many splits a second kernel does.
 [[nodiscard]] AttentionConfig hopper_attention_config(const AttentionShape& shape,
                                                       bool batch_invariant);
+
+/// Scratch of the Hopper kernels, in this order: per (request, row tile, KV head, split) M x D
+/// floats and M statistics of 8 bytes, per (request, row tile, KV head) a counter of 8 bytes for
+/// each CTA of a cluster. All 0 without splits.
+struct HopperScratch {
+  size_t value_bytes = 0;
+  size_t stat_bytes = 0;
+  size_t counter_bytes = 0;
+
+  [[nodiscard]] size_t bytes() const { return value_bytes + stat_bytes + counter_bytes; }
+};
+
+[[nodiscard]] HopperScratch hopper_scratch(const AttentionShape& shape,
+                                           const AttentionConfig& config);
 
 /// Bytes of fp32 partials (unnormalised output, maximum, sum) of one configuration: R * Hkv *
 /// tiles * splits * M * (D + 2) * 4, 0 without splits.

@@ -49,6 +49,54 @@ CaseRequest block_causal(int64_t rows, int64_t context) {
   return request;
 }
 
+/// One call as a graph.
+class CapturedCall final {
+ public:
+  CapturedCall(const BlockAttentionParams& device, DeviceContext* context) {
+    DeviceMirror::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    context->get().stream = stream_;
+    EXPECT_TRUE(warmup(context->get()).ok());
+    DeviceMirror::check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal));
+    const Status status = block_attention(device, context->get());
+    EXPECT_TRUE(status.ok()) << status.message();
+    DeviceMirror::check(cudaStreamEndCapture(stream_, &graph_));
+    DeviceMirror::check(cudaGraphInstantiate(&executable_, graph_, 0));
+  }
+  ~CapturedCall() {
+    cudaGraphExecDestroy(executable_);
+    cudaGraphDestroy(graph_);
+    cudaStreamDestroy(stream_);
+  }
+  CapturedCall(const CapturedCall&) = delete;
+  CapturedCall& operator=(const CapturedCall&) = delete;
+
+  void replay() {
+    DeviceMirror::check(cudaGraphLaunch(executable_, stream_));
+    DeviceMirror::check(cudaStreamSynchronize(stream_));
+  }
+
+  [[nodiscard]] std::vector<std::string> kernel_names() const {
+    size_t count = 0;
+    DeviceMirror::check(cudaGraphGetNodes(graph_, nullptr, &count));
+    std::vector<cudaGraphNode_t> nodes(count);
+    DeviceMirror::check(cudaGraphGetNodes(graph_, nodes.data(), &count));
+    std::vector<std::string> names;
+    for (const cudaGraphNode_t node : nodes) {
+      cudaKernelNodeParams params{};
+      DeviceMirror::check(cudaGraphKernelNodeGetParams(node, &params));
+      const char* name = nullptr;
+      DeviceMirror::check(cudaFuncGetName(&name, params.func));
+      names.emplace_back(name);
+    }
+    return names;
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t executable_ = nullptr;
+};
+
 /// Names of the kernels one call launches.
 std::vector<std::string> kernels_of(AttentionCase* problem, int32_t num_splits) {
   BlockAttentionParams host = problem->params();
@@ -56,30 +104,7 @@ std::vector<std::string> kernels_of(AttentionCase* problem, int32_t num_splits) 
   DeviceMirror mirror;
   const BlockAttentionParams device = upload(host, &mirror);
   DeviceContext context(attention_workspace_bytes(shape_of(host), Device::kCuda));
-  cudaStream_t stream = nullptr;
-  DeviceMirror::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  context.get().stream = stream;
-  EXPECT_TRUE(warmup(context.get()).ok());
-  cudaGraph_t graph = nullptr;
-  DeviceMirror::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  const Status status = block_attention(device, context.get());
-  EXPECT_TRUE(status.ok()) << status.message();
-  DeviceMirror::check(cudaStreamEndCapture(stream, &graph));
-  size_t count = 0;
-  DeviceMirror::check(cudaGraphGetNodes(graph, nullptr, &count));
-  std::vector<cudaGraphNode_t> nodes(count);
-  DeviceMirror::check(cudaGraphGetNodes(graph, nodes.data(), &count));
-  std::vector<std::string> names;
-  for (const cudaGraphNode_t node : nodes) {
-    cudaKernelNodeParams params{};
-    DeviceMirror::check(cudaGraphKernelNodeGetParams(node, &params));
-    const char* name = nullptr;
-    DeviceMirror::check(cudaFuncGetName(&name, params.func));
-    names.emplace_back(name);
-  }
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
-  return names;
+  return CapturedCall(device, &context).kernel_names();
 }
 
 TEST(CudaHopperAttentionTest, EveryPageSizeAndHeadDim) {
@@ -192,8 +217,8 @@ TEST(CudaHopperAttentionTest, EverySplitCount) {
   }
 }
 
-/// Few splits are one launch, many bring the combine kernel; shapes the copy engine cannot fetch
-/// stay on the older kernels.
+/// Any number of splits is one launch; shapes the copy engine cannot fetch stay on the older
+/// kernels.
 TEST(CudaHopperAttentionTest, KernelFollowsTheShape) {
   DIFFULEX_REQUIRE_HOPPER();
   CaseShape shape;
@@ -203,16 +228,95 @@ TEST(CudaHopperAttentionTest, KernelFollowsTheShape) {
   shape.group = 4;
   const std::vector<CaseRequest> requests = {block_causal(32, 2048)};
   AttentionCase paged(shape, requests, 1);
-  std::vector<std::string> names = kernels_of(&paged, 8);
-  ASSERT_EQ(names.size(), 1U);
-  EXPECT_NE(names[0].find("sm90"), std::string::npos) << names[0];
-  names = kernels_of(&paged, 16);
-  ASSERT_EQ(names.size(), 2U);
+  for (const int32_t splits : {1, 8, 16}) {
+    const std::vector<std::string> names = kernels_of(&paged, splits);
+    ASSERT_EQ(names.size(), 1U);
+    EXPECT_NE(names[0].find("sm90"), std::string::npos) << names[0];
+  }
   shape.page_size = 4;
   AttentionCase small_pages(shape, requests, 1);
-  names = kernels_of(&small_pages, 1);
+  const std::vector<std::string> names = kernels_of(&small_pages, 1);
   ASSERT_EQ(names.size(), 1U);
   EXPECT_EQ(names[0].find("sm90"), std::string::npos) << names[0];
+}
+
+/// Clusters of one unit find out which comes last through counters in a workspace of any content:
+/// replays over new and old rubbish must give the same bits, and the CPU's result.
+TEST(CudaHopperAttentionTest, ReplaysOverAnyWorkspace) {
+  DIFFULEX_REQUIRE_HOPPER();
+  CaseShape shape;
+  shape.dtype = DType::kBF16;
+  shape.page_size = 32;
+  shape.block_size = 32;
+  for (const int64_t dim : {64, 128, 256, 512}) {
+    for (const int32_t splits : {2, 5, 8, 12, 16, 32}) {
+      if (dim != 128 && splits != 5 && splits != 32) {
+        continue;
+      }
+      shape.head_dim = dim;
+      shape.num_kv_heads = splits == 5 ? 8 : 2;
+      shape.group = splits == 12 ? 2 : 4;
+      AttentionCase problem(shape, {block_causal(32, 2048), block_causal(20, 96)}, 21);
+      const std::string what = "D " + std::to_string(dim) + " splits " + std::to_string(splits);
+      RunOptions options;
+      options.num_splits = splits;
+      expect_matches_cpu(&problem, shape.dtype, options, what);
+      if (HasFatalFailure()) {
+        return;
+      }
+      const std::vector<uint8_t> first = problem.out().bytes();
+      problem.clear_outputs();
+      BlockAttentionParams host = problem.params();
+      host.num_splits = splits;
+      DeviceMirror mirror;
+      const BlockAttentionParams device = upload(host, &mirror);
+      DeviceContext context(attention_workspace_bytes(shape_of(host), Device::kCuda));
+      CapturedCall call(device, &context);
+      for (int replay = 0; replay < 6; ++replay) {
+        if (replay % 3 == 2) {
+          context.poison();
+        }
+        problem.clear_outputs();
+        mirror.refresh();
+        call.replay();
+        mirror.download();
+        ASSERT_EQ(problem.out().bytes(), first) << what << " replay " << replay;
+      }
+    }
+  }
+}
+
+/// A captured step bounds the contexts by the longest it may meet.
+TEST(CudaHopperAttentionTest, ContextsFarBelowTheBound) {
+  DIFFULEX_REQUIRE_HOPPER();
+  CaseShape shape;
+  shape.dtype = DType::kBF16;
+  shape.head_dim = 128;
+  shape.page_size = 32;
+  shape.block_size = 32;
+  shape.num_kv_heads = 8;
+  shape.group = 4;
+  for (const int64_t rows : {4, 32, 128}) {
+    for (const int64_t context_len : {0, 96, 320, 2976}) {
+      AttentionCase problem(shape, {block_causal(rows, context_len)}, 5);
+      run_on_cpu(&problem);
+      const TestTensor want = problem.out();
+      const std::vector<float> want_lse = problem.lse();
+      for (const int32_t bound : {4096, 40960}) {
+        problem.clear_outputs();
+        BlockAttentionParams host = problem.params();
+        host.max_context_len = bound;
+        DeviceMirror mirror;
+        const BlockAttentionParams device = upload(host, &mirror);
+        DeviceContext context(attention_workspace_bytes(shape_of(host), Device::kCuda));
+        const Status status = block_attention(device, context.get());
+        ASSERT_TRUE(status.ok()) << status.message();
+        mirror.download();
+        ASSERT_LT(worst_difference(problem, want, want_lse, shape.dtype), 1.0)
+            << rows << " rows, context " << context_len << ", bound " << bound;
+      }
+    }
+  }
 }
 
 /// A cache without pages: only keys in flight exist.
@@ -249,7 +353,7 @@ TEST(HopperAttentionConfigTest, SplitsFillOneWave) {
   const struct {
     int32_t num_reqs, rows, context, splits, cluster;
   } cases[] = {{1, 32, 1024, 8, 8},   {1, 32, 32768, 16, 1}, {8, 32, 8192, 2, 2},
-               {1, 128, 32768, 4, 1}, {8, 128, 8192, 1, 1},  {64, 32, 1024, 1, 1}};
+               {1, 128, 32768, 4, 2}, {8, 128, 8192, 1, 1},  {64, 32, 1024, 1, 1}};
   for (const auto& row : cases) {
     shape.num_reqs = row.num_reqs;
     shape.max_seqlen_q = row.rows;
@@ -257,6 +361,8 @@ TEST(HopperAttentionConfigTest, SplitsFillOneWave) {
     const AttentionConfig config = hopper_attention_config(shape, false);
     EXPECT_EQ(config.num_splits, row.splits) << row.num_reqs << " x " << row.context;
     EXPECT_EQ(config.cluster_size, row.cluster) << row.num_reqs << " x " << row.context;
+    EXPECT_GE(attention_workspace_bytes(shape, Device::kCuda),
+              hopper_scratch(shape, config).bytes());
     const AttentionConfig invariant = hopper_attention_config(shape, true);
     EXPECT_EQ(invariant.num_splits, 1);
     EXPECT_EQ(invariant.rows_per_tile, 128);

@@ -40,6 +40,8 @@ struct AttentionArgs final {
   const int32_t* plan;                // work list or null
   float* partial_out;                 // [S, R, max_seqlen_q, Hq, D], unnormalised
   float2* partial_stats;              // [S, R, max_seqlen_q, Hq]: maximum (base 2), sum
+  uint64_t* arrivals;                 // sm90: [units, cluster_size], see arrive_last()
+  uint64_t launch_tag;                // sm90: what counters of this launch are marked with
   float scale;
   float softcap;
   int32_t num_tokens;  // T
@@ -81,18 +83,28 @@ struct RawRequest final {
   int32_t prefix_len = 0;
   int32_t padded_prefix_len = 0;
   int32_t q_start = 0;
+
+  __device__ __forceinline__ bool equals(const RawRequest& other) const {
+    return start == other.start && end == other.end && valid_slice == other.valid_slice &&
+           context_len == other.context_len && mask_kind == other.mask_kind &&
+           prefix_len == other.prefix_len && padded_prefix_len == other.padded_prefix_len &&
+           q_start == other.q_start;
+  }
 };
 
+/// Reads past L1: a kernel may look at the metadata before the kernels ahead of it have ended, and
+/// must not find what it saw then when it looks again.
 __device__ __forceinline__ RawRequest read_request(const AttentionArgs& args, int32_t request) {
   RawRequest raw;
-  raw.start = args.cu_seqlens_q[request];
-  raw.end = args.cu_seqlens_q[request + 1];
-  raw.valid_slice = args.valid_slices[request];
-  raw.context_len = args.context_lens[request];
-  raw.mask_kind = args.mask_kinds[request];
-  raw.prefix_len = args.prefix_lens == nullptr ? 0 : args.prefix_lens[request];
-  raw.padded_prefix_len = args.padded_prefix_lens == nullptr ? 0 : args.padded_prefix_lens[request];
-  raw.q_start = args.q_starts == nullptr ? raw.context_len : args.q_starts[request];
+  raw.start = __ldcg(args.cu_seqlens_q + request);
+  raw.end = __ldcg(args.cu_seqlens_q + request + 1);
+  raw.valid_slice = __ldcg(args.valid_slices + request);
+  raw.context_len = __ldcg(args.context_lens + request);
+  raw.mask_kind = __ldcg(args.mask_kinds + request);
+  raw.prefix_len = args.prefix_lens == nullptr ? 0 : __ldcg(args.prefix_lens + request);
+  raw.padded_prefix_len =
+      args.padded_prefix_lens == nullptr ? 0 : __ldcg(args.padded_prefix_lens + request);
+  raw.q_start = args.q_starts == nullptr ? raw.context_len : __ldcg(args.q_starts + request);
   return raw;
 }
 

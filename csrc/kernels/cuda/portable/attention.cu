@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Host side of block_attention: path, tile and split choice from host shapes, then the launches.
+#include <atomic>
 #include <cstdint>
+#include <random>
 
 #include "kernels/common/attention_checks.h"
 #include "kernels/common/attention_config.h"
@@ -159,6 +161,19 @@ void apply_config(AttentionArgs& args, const AttentionConfig& config) {
   args.cluster_size = config.cluster_size;
 }
 
+Status require_workspace(size_t needed, const AttentionShape& shape, const ExecContext& context) {
+  if (context.workspace == nullptr || context.workspace_bytes < needed) {
+    return make_error(StatusCode::kInvalidArgument, kWhere, ": workspace: expected at least ",
+                      attention_workspace_bytes(shape, Device::kCuda), " bytes, got ",
+                      context.workspace == nullptr ? 0 : context.workspace_bytes);
+  }
+  if (reinterpret_cast<uintptr_t>(context.workspace) % 256 != 0) {
+    return make_error(StatusCode::kInvalidArgument, kWhere,
+                      ": workspace: expected a 256-byte aligned address, got ", context.workspace);
+  }
+  return Status::ok_status();
+}
+
 Status bind_workspace(AttentionArgs& args, const AttentionShape& shape,
                       const ExecContext& context) {
   if (args.num_splits <= 1) {
@@ -168,18 +183,35 @@ Status bind_workspace(AttentionArgs& args, const AttentionShape& shape,
       int64_t{args.num_splits} * args.num_reqs * args.max_seqlen_q * args.num_q_heads;
   const int64_t stats_bytes = (records * 8 + 15) / 16 * 16;
   const int64_t needed = stats_bytes + records * args.head_dim * 4;
-  if (context.workspace == nullptr || context.workspace_bytes < static_cast<size_t>(needed)) {
-    return make_error(StatusCode::kInvalidArgument, kWhere, ": workspace: expected at least ",
-                      attention_workspace_bytes(shape, Device::kCuda), " bytes, got ",
-                      context.workspace == nullptr ? 0 : context.workspace_bytes);
-  }
-  if (reinterpret_cast<uintptr_t>(context.workspace) % 256 != 0) {
-    return make_error(StatusCode::kInvalidArgument, kWhere,
-                      ": workspace: expected a 256-byte aligned address, got ", context.workspace);
-  }
+  DIFFULEX_RETURN_IF_ERROR(require_workspace(static_cast<size_t>(needed), shape, context));
   args.partial_stats = static_cast<float2*>(context.workspace);
   args.partial_out =
       reinterpret_cast<float*>(static_cast<uint8_t*>(context.workspace) + stats_bytes);
+  return Status::ok_status();
+}
+
+/// A random number of 56 bits above a byte of zeros, another one for every launch of the process.
+uint64_t next_launch_tag() {
+  static std::atomic<uint64_t> count{std::random_device{}() * uint64_t{0x9E3779B97F4A7C15}};
+  uint64_t bits = count.fetch_add(0x9E3779B97F4A7C15, std::memory_order_relaxed);
+  bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9;
+  bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB;
+  return (bits ^ (bits >> 31)) << 8;
+}
+
+/// Workspace of the Hopper kernels: values, statistics and counters of the units.
+Status bind_hopper_workspace(AttentionArgs& args, const AttentionConfig& config,
+                             const AttentionShape& shape, const ExecContext& context) {
+  if (args.num_splits <= 1) {
+    return Status::ok_status();
+  }
+  const HopperScratch scratch = hopper_scratch(shape, config);
+  DIFFULEX_RETURN_IF_ERROR(require_workspace(scratch.bytes(), shape, context));
+  uint8_t* const base = static_cast<uint8_t*>(context.workspace);
+  args.partial_out = reinterpret_cast<float*>(base);
+  args.partial_stats = reinterpret_cast<float2*>(base + scratch.value_bytes);
+  args.arrivals = reinterpret_cast<uint64_t*>(base + scratch.value_bytes + scratch.stat_bytes);
+  args.launch_tag = next_launch_tag();
   return Status::ok_status();
 }
 
@@ -197,6 +229,14 @@ Status check_indices(const BlockAttentionParams& params, const AttentionArgs& ar
                      context);
 }
 
+/// Second pass of the portable kernels.
+Status add_up_splits(const AttentionArgs& args, DType dtype, const ExecContext& context) {
+  if (args.num_splits <= 1 || args.num_reqs == 0) {
+    return Status::ok_status();
+  }
+  return attention_combine(args, dtype, context);
+}
+
 Status launch_paths(const BlockAttentionParams& params, const AttentionShape& shape,
                     AttentionArgs& args, const ExecContext& context) {
   const AttentionConfig hopper = hopper_attention_config(shape, context.batch_invariant);
@@ -210,7 +250,7 @@ Status launch_paths(const BlockAttentionParams& params, const AttentionShape& sh
         args.k_cache.page_size = 1 << kEmptyPageShift;
         args.page_shift = kEmptyPageShift;
       }
-      DIFFULEX_RETURN_IF_ERROR(bind_workspace(args, shape, context));
+      DIFFULEX_RETURN_IF_ERROR(bind_hopper_workspace(args, hopper, shape, context));
       return entry->kernel.launch(args, context.device_index, context.stream);
     }
   }
@@ -228,7 +268,8 @@ Status launch_paths(const BlockAttentionParams& params, const AttentionShape& sh
       args.rows_per_tile = entry->rows_per_tile;
     }
     DIFFULEX_RETURN_IF_ERROR(bind_workspace(args, shape, context));
-    return entry->kernel.launch(args, context.device_index, context.stream);
+    DIFFULEX_RETURN_IF_ERROR(entry->kernel.launch(args, context.device_index, context.stream));
+    return add_up_splits(args, params.q.dtype, context);
   }
   const GenericKernel generic = generic_kernel_of(params.q.dtype);
   if (generic.launch == nullptr) {
@@ -243,7 +284,8 @@ Status launch_paths(const BlockAttentionParams& params, const AttentionShape& sh
       static_cast<int32_t>(ceil_div(int64_t{args.max_seqlen_q} * args.group, kGenericTile));
   DIFFULEX_RETURN_IF_ERROR(bind_workspace(args, shape, context));
   DIFFULEX_RETURN_IF_ERROR(generic.prepare());
-  return generic.launch(args, context.stream);
+  DIFFULEX_RETURN_IF_ERROR(generic.launch(args, context.stream));
+  return add_up_splits(args, params.q.dtype, context);
 }
 
 }  // namespace
@@ -254,11 +296,7 @@ Status block_attention(const BlockAttentionParams& params, const ExecContext& co
   const AttentionShape shape = attention_shape(params);
   AttentionArgs args = make_args(params, shape);
   DIFFULEX_RETURN_IF_ERROR(check_indices(params, args, context));
-  DIFFULEX_RETURN_IF_ERROR(launch_paths(params, shape, args, context));
-  if (args.num_splits <= 1 || args.cluster_size > 1 || args.num_reqs == 0) {
-    return Status::ok_status();
-  }
-  return attention_combine(args, params.q.dtype, context);
+  return launch_paths(params, shape, args, context);
 }
 
 Status prepare_attention_kernels(const ExecContext& context) {

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/sm90/attention/kernel.cuh"
 #include "kernels/cuda/sm90/attention/launch.h"
 #include "kernels/cuda/sm90/attention/maps.h"
@@ -33,6 +34,10 @@ struct AttentionSetup final {
       result.error =
           cudaFuncSetAttribute(attention_kernel<Traits>,
                                cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes);
+      if (result.error == cudaSuccess) {  // loads the kernel
+        cudaFuncAttributes attributes;
+        result.error = cudaFuncGetAttributes(&attributes, reduce_kernel<Traits>);
+      }
       if (result.error == cudaSuccess) {
         result.error =
             cudaDeviceGetAttribute(&result.num_sms, cudaDevAttrMultiProcessorCount, device_index);
@@ -52,15 +57,16 @@ Status prepare_attention(int32_t device_index) {
   return cuda_status(kAttentionWhere, AttentionSetup<Traits>::slot(device_index).error);
 }
 
-/// CTAs of a launch: all units of a cluster launch, otherwise at most one per multiprocessor.
-inline int64_t attention_grid(const AttentionArgs& args, int32_t num_sms) {
-  const int64_t tiles = int64_t{args.num_reqs} * args.num_kv_heads * args.tiles_per_request;
-  if (args.cluster_size > 1) {
-    return (tiles > 0 ? tiles : 1) * args.cluster_size;
+/// CTAs of a launch. Where keys are split, all units lie along x and the clusters of a unit along
+/// y; otherwise at most one CTA per multiprocessor takes turns.
+inline dim3 attention_grid(const AttentionArgs& args, int64_t tiles, int32_t num_sms) {
+  if (args.num_splits > 1) {
+    return dim3(static_cast<unsigned>((tiles > 0 ? tiles : 1) * args.cluster_size),
+                static_cast<unsigned>(ceil_div_i32(args.num_splits, args.cluster_size)));
   }
   const int64_t zero_units = int64_t{args.num_reqs + 1} * args.tiles_per_request;
-  const int64_t units = tiles * args.num_splits > zero_units ? tiles * args.num_splits : zero_units;
-  return units < num_sms ? units : num_sms;
+  const int64_t units = tiles > zero_units ? tiles : zero_units;
+  return dim3(static_cast<unsigned>(units < num_sms ? units : num_sms));
 }
 
 template <typename Traits>
@@ -70,11 +76,11 @@ Status launch_attention(const AttentionArgs& args, int32_t device_index, void* s
   constexpr DType kDtype =
       std::is_same_v<typename Traits::Element, __half> ? DType::kF16 : DType::kBF16;
   DIFFULEX_RETURN_IF_ERROR(make_attention_maps(args, kDtype, Traits::kTileKeys, &maps));
-  const int64_t grid = attention_grid(args, AttentionSetup<Traits>::slot(device_index).num_sms);
+  const int64_t tiles = int64_t{args.num_reqs} * args.num_kv_heads * args.tiles_per_request;
   constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
-  if (grid > kMaxGrid) {
+  if (tiles * args.num_splits > kMaxGrid) {
     return make_error(StatusCode::kUnsupported, kAttentionWhere, ": q: expected at most ", kMaxGrid,
-                      " units of work, got ", grid);
+                      " units of work, got ", tiles * args.num_splits);
   }
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -84,14 +90,22 @@ Status launch_attention(const AttentionArgs& args, int32_t device_index, void* s
   attributes[1].val.clusterDim.y = 1;
   attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.gridDim = attention_grid(args, tiles, AttentionSetup<Traits>::slot(device_index).num_sms);
   config.blockDim = dim3(Traits::kThreads);
   config.dynamicSmemBytes = Traits::kSmemBytes;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = args.cluster_size > 1 ? 2 : 1;
-  return cuda_status(kAttentionWhere,
-                     cudaLaunchKernelEx(&config, attention_kernel<Traits>, args, maps));
+  DIFFULEX_RETURN_IF_ERROR(cuda_status(
+      kAttentionWhere, cudaLaunchKernelEx(&config, attention_kernel<Traits>, args, maps)));
+  if (args.num_splits == 1 || args.cluster_size > 1 || tiles == 0) {
+    return Status::ok_status();
+  }
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(tiles), PartialSlot<Traits>::kItems);
+  shape.block = dim3(Traits::kConsumerThreads);
+  shape.stream = config.stream;
+  return cuda_status(kAttentionWhere, launch_dependent(reduce_kernel<Traits>, shape, true, args));
 }
 
 template <typename T, int kDim, int kRows>

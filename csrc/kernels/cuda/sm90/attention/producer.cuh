@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The producer warpgroup: warp 0 feeds the copy engine, warp 1 zeroes value rows that no row of the
-// tile may see, warp 2 zeroes output rows that belong to nobody, warp 3 is the scheduler.
+// The producer warpgroup: warps 0 and 2 feed the copy engine with queries and keys and with values,
+// warp 1 zeroes value rows that no row of the tile may see, warp 3 is the scheduler, which last
+// zeroes output rows that belong to nobody.
 
 #include <cstdint>
 
@@ -109,11 +110,37 @@ class TileCopier final {
   const int32_t box_rows_;
 };
 
+/// Copies the query rows of a unit as soon as the consumers have left those of the last.
 template <typename Traits>
+__device__ __forceinline__ void copy_queries(const AttentionArgs& args, const AttentionMaps& maps,
+                                             const TileSetup& setup, uint32_t target,
+                                             const Barriers<Traits>& barriers, uint32_t phase) {
+  ptx::mbarrier_wait(barriers.query_empty(), phase ^ 1);
+  if ((threadIdx.x & 31) == 0) {
+    ptx::mbarrier_arrive_expect(
+        barriers.query_full(),
+        static_cast<uint32_t>(args.tokens_per_tile * args.group * Traits::kHeadDim * 2));
+  }
+  __syncwarp();
+  if (ptx::elect_one()) {
+#pragma unroll
+    for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+      ptx::tma_load(target + chunk * Traits::kQueryChunkBytes, &maps.q, barriers.query_full(),
+                    chunk * 64, 0, setup.first_token, setup.work.kv_head);
+    }
+  }
+}
+
+/// A copier warp: the values of every unit, or its queries and keys.
+template <typename Traits, bool kIsValues>
 __device__ __forceinline__ void copy_units(const AttentionArgs& args, const AttentionMaps& maps,
                                            uint8_t* smem, const Barriers<Traits>& barriers) {
   const int lane = threadIdx.x & 31;
   const uint32_t base = ptx::smem_address(smem);
+  const uint32_t stages = base + (kIsValues ? Traits::kValueOffset : Traits::kKeyOffset);
+  const CUtensorMap* const piece = kIsValues ? &maps.v : &maps.k;
+  const CUtensorMap* const tile = kIsValues ? &maps.v_tile : &maps.k_tile;
+  const CUtensorMap* const cache = kIsValues ? &maps.v_cache : &maps.k_cache;
   UnitReader<Traits> units(smem, barriers);
   Ring<Traits::kStages> ring;
   uint32_t query_phase = 0;
@@ -125,40 +152,27 @@ __device__ __forceinline__ void copy_units(const AttentionArgs& args, const Atte
     }
     const TileCopier<Traits> copier(args, setup);
     int32_t page = copier.fetch(0);
-    ptx::mbarrier_wait(barriers.query_empty(), query_phase ^ 1);
-    query_phase ^= 1;
-    if (lane == 0) {
-      ptx::mbarrier_arrive_expect(
-          barriers.query_full(),
-          static_cast<uint32_t>(args.tokens_per_tile * args.group * Traits::kHeadDim * 2));
-    }
-    __syncwarp();
-    if (ptx::elect_one()) {
-#pragma unroll
-      for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-        ptx::tma_load(base + chunk * Traits::kQueryChunkBytes, &maps.q, barriers.query_full(),
-                      chunk * 64, 0, setup.first_token, setup.work.kv_head);
-      }
+    if constexpr (!kIsValues) {
+      copy_queries<Traits>(args, maps, setup, base, barriers, query_phase);
+      query_phase ^= 1;
     }
     for (int32_t index = 0; index < setup.walk.num_tiles; ++index) {
       const int32_t next_page = copier.fetch(index + 1);
-      const uint32_t unmapped = copier.unmapped(index, page);
-      ptx::mbarrier_wait(barriers.key_empty(ring.stage), ring.phase ^ 1);
+      const uint32_t full =
+          kIsValues ? barriers.value_full(ring.stage) : barriers.key_full(ring.stage);
+      const uint32_t empty =
+          kIsValues ? barriers.value_empty(ring.stage) : barriers.key_empty(ring.stage);
+      const uint32_t unmapped = kIsValues ? 0 : copier.unmapped(index, page);
+      ptx::mbarrier_wait(empty, ring.phase ^ 1);
       if (lane == 0) {
-        *reinterpret_cast<uint32_t*>(smem + Barriers<Traits>::unmapped_offset(ring.stage)) =
-            unmapped;
-        ptx::mbarrier_arrive_expect(barriers.key_full(ring.stage), copier.bytes(index));
+        if constexpr (!kIsValues) {
+          *reinterpret_cast<uint32_t*>(smem + Barriers<Traits>::unmapped_offset(ring.stage)) =
+              unmapped;
+        }
+        ptx::mbarrier_arrive_expect(full, copier.bytes(index));
       }
       __syncwarp();
-      copier.issue(index, page, base + Traits::kKeyOffset + ring.stage * Traits::kKeyBytes,
-                   barriers.key_full(ring.stage), &maps.k, &maps.k_tile, &maps.k_cache);
-      ptx::mbarrier_wait(barriers.value_empty(ring.stage), ring.phase ^ 1);
-      if (lane == 0) {
-        ptx::mbarrier_arrive_expect(barriers.value_full(ring.stage), copier.bytes(index));
-      }
-      __syncwarp();
-      copier.issue(index, page, base + Traits::kValueOffset + ring.stage * Traits::kKeyBytes,
-                   barriers.value_full(ring.stage), &maps.v, &maps.v_tile, &maps.v_cache);
+      copier.issue(index, page, stages + ring.stage * Traits::kKeyBytes, full, piece, tile, cache);
       page = next_page;
       ring.advance();
     }
@@ -218,12 +232,14 @@ __device__ __forceinline__ void clean_units(uint8_t* smem, const Barriers<Traits
   }
 }
 
-/// Rows past valid_slices and past the last request.
+/// Rows past valid_slices and past the last request, by one warp.
 template <typename Traits>
 __device__ __forceinline__ void zero_units(const AttentionArgs& args) {
-  constexpr int kFirst = 64;  // warp 2
+  if (blockIdx.y > 0) {
+    return;
+  }
   for (int64_t unit = blockIdx.x; unit < num_zero_work(args); unit += gridDim.x) {
-    zero_rows<typename Traits::Element>(args, unit, static_cast<int32_t>(threadIdx.x) - kFirst, 32);
+    zero_rows<typename Traits::Element>(args, unit, static_cast<int32_t>(threadIdx.x & 31), 32);
   }
 }
 

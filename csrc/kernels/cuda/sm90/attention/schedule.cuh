@@ -9,20 +9,30 @@
 #include "kernels/cuda/common/attention_args.cuh"
 #include "kernels/cuda/common/cluster.cuh"
 #include "kernels/cuda/common/mbarrier.cuh"
+#include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 #include "kernels/cuda/common/tile_walk.cuh"
 #include "kernels/cuda/sm90/attention/traits.cuh"
 
 namespace diffulex::cuda::sm90 {
 
-/// Units in the order request, row tile (last, that is heaviest, first), split, KV head. Empty
-/// tiles do not count, so a short request beside a long one costs nothing. The lanes of a warp hold
-/// the metadata of 32 requests, read in one go.
+/// Units in the order request, row tile (last, that is heaviest, first), KV head. Empty tiles do
+/// not count, so a short request beside a long one costs nothing. The lanes of a warp hold the
+/// metadata of 32 requests, read in one go.
 class UnitCursor final {
  public:
-  __device__ UnitCursor(const AttentionArgs& args, int32_t splits)
-      : args_(args), splits_(splits), per_tile_(args.num_kv_heads * splits) {
+  __device__ explicit UnitCursor(const AttentionArgs& args) : args_(args) { load(); }
+
+  /// Begins anew with the metadata of now.
+  __device__ __forceinline__ void restart() {
+    block_ = 0;
+    before_ = 0;
     load();
+  }
+
+  /// True while the cursor is among the first requests and their metadata is what it was.
+  __device__ __forceinline__ bool is_current() const {
+    return block_ == 0 && __all_sync(kFullWarp, raw_.equals(read_block()));
   }
 
   /// Finds unit `index`; indices must not decrease. False past the last unit.
@@ -48,13 +58,13 @@ class UnitCursor final {
     raw.q_start = __shfl_sync(kFullWarp, raw_.q_start, owner);
     view = view_request(args_, raw);
     const int32_t tiles = num_tiles(view.mask.num_valid);
-    const int32_t first = __shfl_sync(kFullWarp, last_, owner) - tiles * per_tile_;
+    const int32_t first = __shfl_sync(kFullWarp, last_, owner) - tiles * args_.num_kv_heads;
     const int32_t unit = offset - first;
     const int32_t rest = args_.by_kv_heads.divide(unit);
     work.request = block_ + owner;
     work.kv_head = unit - rest * args_.num_kv_heads;
-    work.split = splits_ == 1 ? 0 : rest % splits_;
-    work.tile = tiles - 1 - (splits_ == 1 ? rest : rest / splits_);
+    work.split = 0;
+    work.tile = tiles - 1 - rest;
     return true;
   }
 
@@ -64,12 +74,17 @@ class UnitCursor final {
     return args_.by_tile_tokens.divide(rows + args_.tokens_per_tile - 1);
   }
 
+  /// The metadata of this lane's request of the block.
+  __device__ __forceinline__ RawRequest read_block() const {
+    const int32_t request = block_ + static_cast<int32_t>(threadIdx.x & 31);
+    return request < args_.num_reqs ? read_request(args_, request) : RawRequest();
+  }
+
   /// Each lane takes one request of the block; `last_` is the inclusive prefix sum of units.
   __device__ __forceinline__ void load() {
     const int lane = threadIdx.x & 31;
-    const int32_t request = block_ + lane;
-    raw_ = request < args_.num_reqs ? read_request(args_, request) : RawRequest();
-    last_ = num_tiles(live_rows(args_, raw_)) * per_tile_;
+    raw_ = read_block();
+    last_ = num_tiles(live_rows(args_, raw_)) * args_.num_kv_heads;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int32_t other = __shfl_up_sync(kFullWarp, last_, distance);
@@ -79,8 +94,6 @@ class UnitCursor final {
   }
 
   const AttentionArgs& args_;
-  const int32_t splits_;
-  const int32_t per_tile_;
   int32_t block_ = 0;   // first request of the block
   int64_t before_ = 0;  // units of earlier blocks
   int32_t total_ = 0;   // units of this block
@@ -88,21 +101,23 @@ class UnitCursor final {
   RawRequest raw_;
 };
 
-/// The units of one CTA: one in a cluster launch (its rank is the split), otherwise a static stride
-/// that turns round after every pass, so that heavy and light units of a sorted list even out.
+/// The units of one CTA: one where keys are split (grid: units by clusters of a unit), otherwise a
+/// static stride that turns round after every pass, so that heavy and light units of a
+/// sorted list even out.
 class UnitList final {
  public:
   __device__ explicit UnitList(const AttentionArgs& args)
-      : args_(args),
-        is_planned_(args.cluster_size == 1 && is_plan_usable(args)),
-        cursor_(args, args.cluster_size > 1 ? 1 : args.num_splits) {}
+      : args_(args), is_planned_(args.num_splits == 1 && is_plan_usable(args)), cursor_(args) {}
 
   __device__ __forceinline__ bool next(AttentionWork& work, RequestView& view) {
-    if (args_.cluster_size > 1) {
-      if (pass_++ > 0 || !cursor_.locate(ptx::cluster_index(), work, view)) {
+    if (args_.num_splits > 1) {
+      const bool is_cluster = args_.cluster_size > 1;
+      if (pass_++ > 0 ||
+          !cursor_.locate(is_cluster ? ptx::cluster_index() : blockIdx.x, work, view)) {
         return false;
       }
-      work.split = static_cast<int32_t>(ptx::cluster_rank());
+      work.split = static_cast<int32_t>(blockIdx.y) * args_.cluster_size +
+                   (is_cluster ? static_cast<int32_t>(ptx::cluster_rank()) : 0);
       return true;
     }
     const int64_t position = (pass_ & 1) != 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
@@ -117,6 +132,15 @@ class UnitList final {
     work = work_at(args_, true, index);
     view = load_request(args_, work.request);
     return true;
+  }
+
+  /// True when the first unit is still what next() said.
+  __device__ __forceinline__ bool is_current() const { return cursor_.is_current(); }
+
+  /// Begins anew with the metadata of now.
+  __device__ __forceinline__ void restart() {
+    pass_ = 0;
+    cursor_.restart();
   }
 
  private:
@@ -223,8 +247,9 @@ struct TileSetup final {
 /// What the scheduler tells the other warps, in shared memory. The intervals of the tokens follow.
 struct UnitRecord final {
   TileSetup setup;
-  int32_t is_unit;  // 0 ends the list
-  int32_t is_live;  // 0 for a unit of a cluster whose split holds nothing
+  int32_t is_unit;    // 0 ends the list
+  int32_t is_live;    // 0 for a split that holds nothing
+  int32_t is_shared;  // the cluster has splits of the unit, and the unit more than one
 };
 
 /// A warp's place in the sequence of units.
@@ -264,11 +289,23 @@ class UnitReader final {
   Ring<2> ring_;
 };
 
-/// The scheduler warp: publishes the units of this CTA one ahead of the others.
+/// Then lets the next kernel start: it waits for this one before it touches what this one writes.
+__device__ __forceinline__ void wait_for_kernels_ahead() {
+  pdl_wait();
+  pdl_launch_dependents();
+}
+
+/// The scheduler warp: publishes the units of this CTA one ahead of the others. The first is worked
+/// out while the kernels ahead may still run, from metadata that they rarely write, and published
+/// after they have ended if the metadata is still the same.
 template <typename Traits>
 __device__ __forceinline__ void schedule_units(const AttentionArgs& args, uint8_t* smem,
                                                const Barriers<Traits>& barriers) {
   const int lane = threadIdx.x & 31;
+  bool has_waited = args.plan != nullptr;  // a plan is of this step
+  if (has_waited) {
+    wait_for_kernels_ahead();
+  }
   UnitList units(args);
   Ring<2> ring;
   TileSetup setup;
@@ -279,7 +316,16 @@ __device__ __forceinline__ void schedule_units(const AttentionArgs& args, uint8_
     uint8_t* slot = smem + Traits::kUnitOffset + ring.stage * Traits::kUnitBytes;
     const bool is_live =
         is_unit && setup.make<Traits::kTileKeys>(args, reinterpret_cast<KeyRange*>(slot + 256));
-    if (is_unit && !is_live && args.cluster_size == 1) {
+    if (!has_waited) {
+      has_waited = true;
+      wait_for_kernels_ahead();
+      if (!units.is_current()) {
+        units.restart();
+        is_unit = true;
+        continue;
+      }
+    }
+    if (is_unit && !is_live && args.num_splits == 1) {
       continue;
     }
     if (lane == 0) {
@@ -287,6 +333,9 @@ __device__ __forceinline__ void schedule_units(const AttentionArgs& args, uint8_
       record->setup = setup;
       record->is_unit = is_unit ? 1 : 0;
       record->is_live = is_live ? 1 : 0;
+      const int32_t first_split = static_cast<int32_t>(blockIdx.y) * args.cluster_size;
+      record->is_shared =
+          is_unit && setup.view.splits > 1 && first_split < setup.view.splits ? 1 : 0;
     }
     ptx::mbarrier_arrive(barriers.unit_full(ring.stage));  // every lane has written
     ring.advance();

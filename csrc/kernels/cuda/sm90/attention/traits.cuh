@@ -26,6 +26,10 @@ struct AttentionTraits final {
   static constexpr int kValueDims = kDim / kValueParts;
   static constexpr int kChunks = kDim / 64;
 
+  // With two consumer warpgroups; together 64,512 registers. D = 256 needs the accumulators most.
+  static constexpr uint32_t kProducerRegisters = kDim == 256 ? 88 : 104;
+  static constexpr uint32_t kConsumerRegisters = kDim == 256 ? 208 : 200;
+
   static constexpr int kQueryChunkBytes = kRows * 128;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
   static constexpr int kKeyChunkBytes = kTileKeys * 128;
@@ -65,8 +69,12 @@ struct Barriers final {
   __device__ uint32_t value_clean(uint32_t stage) const { return key_full(stage + 4 * kStages); }
   /// Byte offset in shared memory of the unmapped-page bits of a stage.
   __device__ static constexpr int unmapped_offset(uint32_t stage) {
-    static_assert(48 + 5 * kStages * 8 + kStages * 4 <= Traits::kBarrierBytes, "room for barriers");
     return Traits::kBarrierOffset + 48 + 5 * kStages * 8 + static_cast<int>(stage) * 4;
+  }
+  /// Byte offset of the word that tells the consumers whether their cluster adds up the unit.
+  __device__ static constexpr int verdict_offset() {
+    static_assert(52 + 5 * kStages * 8 + kStages * 4 <= Traits::kBarrierBytes, "room for barriers");
+    return unmapped_offset(kStages);
   }
 };
 
