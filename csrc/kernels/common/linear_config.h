@@ -5,24 +5,30 @@
 
 namespace diffulex {
 
-/// Rows of W (columns of the result) of one tile of linear_few_rows.
-inline constexpr int32_t kLinearTileWeightRows = 128;
+/// Most rows of W (columns of the result) of one tile of linear_few_rows.
+inline constexpr int32_t kLinearTileWeightRows = 192;
 
-/// How the tiles of W and the depth of one linear_few_rows are dealt to clusters of CTAs.
+/// How W and the depth of one linear_few_rows are dealt to CTAs, and what a CTA keeps in its shared
+/// memory: a ring of stages, then partial sums, then barriers.
 struct LinearPlan final {
-  int32_t splits = 1;        // shares of the depth: 1, 2 or 4
-  int32_t shares = 1;        // neighbouring tiles whose CTAs bring each other the rows of x
-  int32_t num_items = 0;     // groups of `shares` tiles
-  int32_t num_clusters = 0;  // of splits * shares CTAs
+  int32_t tile_rows = 0;      // of W: a multiple of 16 up to kLinearTileWeightRows
+  int32_t splits = 1;         // shares of the depth: 1, or 2 as the CTAs of a cluster
+  int32_t lines = 1;          // of a stage, 64 elements of depth each: 1 or 2
+  int32_t stages = 0;         // of the ring
+  int32_t num_tiles = 0;      // of tile_rows rows of W
+  int32_t num_clusters = 0;   // that take tiles in turn
+  int32_t stage_bytes = 0;    // of W, then of x
+  int32_t partial_bytes = 0;  // that a CTA gets from the other one
+  int32_t smem_bytes = 0;
 };
 
-/// Rows of x a tile holds: 16, 32, 64, 128 or 256.
+/// Rows of x a tile holds: 16, 32 or 64.
 [[nodiscard]] int32_t linear_tile_rows(int64_t num_rows);
 
-/// The plan for `num_rows` rows of x, W [weight_rows, depth] and a device of `num_processors` that
-/// hold `ctas_per_processor` each. A function of shapes alone; `splits`, which decides the order of
-/// sums, does not depend on num_rows.
+/// The plan for `num_rows` rows of x, W [weight_rows, depth] and a device of `num_processors` with
+/// `smem_limit` bytes a CTA. A function of shapes alone; `splits`, which decides the order of sums,
+/// does not depend on num_rows.
 [[nodiscard]] LinearPlan linear_plan(int64_t num_rows, int64_t weight_rows, int64_t depth,
-                                     int32_t num_processors, int32_t ctas_per_processor);
+                                     int32_t num_processors, int32_t smem_limit);
 
 }  // namespace diffulex

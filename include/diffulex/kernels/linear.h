@@ -32,7 +32,7 @@ struct LinearPackedParams {
                                                 const ExecContext& context);
 
 /// Most rows of linear_few_rows.
-inline constexpr int64_t kMaxFewRows = 256;
+inline constexpr int64_t kMaxFewRows = 64;
 /// Its weight rows and its depth are multiples of these.
 inline constexpr int64_t kFewRowsColumns = 16;
 inline constexpr int64_t kFewRowsDepth = 64;
@@ -50,7 +50,7 @@ struct LinearFewRowsParams {
 };
 
 /// On CUDA compute capability 9.0 only; elsewhere dense products belong to cuBLAS. Deterministic: a
-/// row's sums depend on the shape of W and on which of 1-64, 65-128 and 129-256 rows there are.
+/// row's result depends on that row, W and the bias alone, not on the other rows.
 [[nodiscard]] DIFFULEX_API Status linear_few_rows(const LinearFewRowsParams& params,
                                                   const ExecContext& context);
 

@@ -13,17 +13,23 @@ if TYPE_CHECKING:
     import torch
 
 
-class SiluAndMul(nn.Module):
-    """``silu(gate) * up`` of rows that hold gate and up side by side."""
+class GatedActivation(nn.Module):
+    """``act(gate) * up`` of rows that hold gate and up side by side; `kind` names the op's act."""
+
+    kind: ops.Activation
 
     def forward(self, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """gate_up [T, 2 I] to `out` [T, I]."""
-        return ops.act_and_mul(gate_up, ops.Activation.SILU, out=out)
+        return ops.act_and_mul(gate_up, self.kind, out=out)
 
 
-class GeluTanhAndMul(nn.Module):
-    """``gelu(gate) * up`` with the tanh form of GELU, of rows that hold gate and up side by side."""
+class SiluAndMul(GatedActivation):
+    """``silu(gate) * up``."""
 
-    def forward(self, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """gate_up [T, 2 I] to `out` [T, I]."""
-        return ops.act_and_mul(gate_up, ops.Activation.GELU_TANH, out=out)
+    kind = ops.Activation.SILU
+
+
+class GeluTanhAndMul(GatedActivation):
+    """``gelu(gate) * up`` with the tanh form of GELU."""
+
+    kind = ops.Activation.GELU_TANH

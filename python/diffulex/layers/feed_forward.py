@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from diffulex.layers.activation import SiluAndMul
+from diffulex.layers.activation import GatedActivation, SiluAndMul
 from diffulex.layers.linear import Linear, Projection, named_projections
 
 if TYPE_CHECKING:
@@ -71,12 +71,12 @@ class GatedMLP(FeedForward):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
-        act: nn.Module | None = None,
+        act: GatedActivation | None = None,
     ) -> None:
         super().__init__()
         sizes = (intermediate_size, intermediate_size)
         self.gate_up = Linear(hidden_size, sizes, dtype=dtype, device=device)
-        self.act: nn.Module = SiluAndMul() if act is None else act
+        self.act = SiluAndMul() if act is None else act
         self.down = Linear(intermediate_size, (hidden_size,), dtype=dtype, device=device)
 
     def new_scratch(self, like: torch.Tensor, metadata: AttnMetadata) -> MLPScratch:
@@ -88,8 +88,9 @@ class GatedMLP(FeedForward):
 
     def project(self, x: torch.Tensor, scratch: MLPScratch, out: torch.Tensor) -> None:
         """Writes the output of the rows x [T, H] to `out`, which may be x."""
-        self.gate_up(x, scratch.gate_up)
-        self.act(scratch.gate_up, scratch.inner)
+        if not self.gate_up.forward_gated(x, self.act.kind, scratch.inner):
+            self.gate_up(x, scratch.gate_up)
+            self.act(scratch.gate_up, scratch.inner)
         self.down(scratch.inner, out)
 
     def weight_table(

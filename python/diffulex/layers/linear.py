@@ -141,6 +141,16 @@ class Linear(MatrixProduct):
             self.updates(x, out)
         return out
 
+    def forward_gated(self, x: torch.Tensor, act: ops.Activation, out: torch.Tensor) -> bool:
+        """Writes ``act(gate) * up`` of x [T, in] to `out` [T, I] where one kernel computes both.
+
+        The layer holds gate, then up. False, with nothing written, where it takes two kernels.
+        """
+        can = self.bias is None and self.updates is None and 0 < x.size(0) <= self._few_rows
+        if can:
+            ops.linear_few_rows(x, self.row_major(), act=act, out=out)
+        return can
+
     def add_update(self, rows: slice, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
         """Lets the output columns `rows` gain ``scale * (x a^T) b^T``; the weight stays."""
         if self.updates is None:

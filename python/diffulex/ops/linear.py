@@ -20,14 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Most rows of `linear_few_rows`, and what its columns and its depth are multiples of.
-FEW_ROWS = 256
+FEW_ROWS = 64
 FEW_ROWS_COLUMNS = 16
 FEW_ROWS_DEPTH = 64
-# Where `linear_few_rows` beats cuBLAS on an H200 (see `few_rows_limit`).
-_FASTER_ROWS = 32
-_ONE_ROUND_TILES = (range(1, 33), range(44, 49))
-_MANY_ROUNDS_TILES = 1024
-_TILE_COLUMNS = 128
 #: Output columns per panel of a packed weight.
 PANEL_COLUMNS = 32
 # Elements per look at whether a weight fits bfloat16; bounds the temporaries.
@@ -56,17 +51,10 @@ def has_few_rows(device: torch.device) -> bool:
 def few_rows_limit(num_columns: int, depth: int) -> int:
     """Rows up to which a product with a weight [num_columns, depth] is `linear_few_rows`.
 
-    A rule of shapes alone, from cold measurements on an H200; 0 means always torch's product. The
-    kernel wins where its clusters, four to a tile of 128 columns, fill one round of the processors
-    (up to 32 tiles) or most of two to each (44 to 48), and where the rounds are so many that the
-    last does not count and long enough (a head of 3072 or more); between these cuBLAS does.
+    A rule of shapes alone; 0 means always torch's product. On an H200 the kernel was as fast as
+    cuBLAS or faster at the products of SDAR-8B, and its launch overlaps the kernels around it.
     """
-    if num_columns % FEW_ROWS_COLUMNS or depth % FEW_ROWS_DEPTH:
-        return 0
-    num_tiles = -(-num_columns // _TILE_COLUMNS)
-    is_one_round = any(num_tiles in tiles for tiles in _ONE_ROUND_TILES) and depth <= 16384
-    is_head = num_tiles >= _MANY_ROUNDS_TILES and depth >= 3072
-    return _FASTER_ROWS if is_one_round or is_head else 0
+    return 0 if num_columns % FEW_ROWS_COLUMNS or depth % FEW_ROWS_DEPTH else FEW_ROWS
 
 
 @torch.no_grad()

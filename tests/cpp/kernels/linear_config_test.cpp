@@ -10,21 +10,32 @@
 namespace diffulex::test {
 namespace {
 
-/// W of `tiles` tiles, the last not whole.
-LinearPlan plan_of(int64_t rows, int64_t tiles, int64_t steps, int32_t processors, int32_t ctas) {
-  return linear_plan(rows, tiles * kLinearTileWeightRows - 16, steps * kFewRowsDepth, processors,
-                     ctas);
-}
+constexpr int32_t kSmemLimit = 227 * 1024;
 
-/// Every tile belongs to one item, no share of the depth is empty, and all CTAs run at once.
-void expect_sound(const LinearPlan& plan, int64_t tiles, int64_t steps, int64_t slots) {
-  EXPECT_LE(plan.splits, steps);
-  EXPECT_LE(plan.splits * plan.shares, 8);  // clusters that every device takes
-  EXPECT_GE(int64_t{plan.num_items} * plan.shares, tiles);
-  EXPECT_LT((int64_t{plan.num_items} - 1) * plan.shares, tiles);
+/// Tiles cover W once, no share of the depth is empty, all CTAs run at once and fit.
+void expect_sound(const LinearPlan& plan, int64_t weight_rows, int64_t depth, int32_t processors) {
+  EXPECT_EQ(plan.tile_rows % 16, 0);
+  EXPECT_GE(plan.tile_rows, 16);
+  EXPECT_LE(plan.tile_rows, kLinearTileWeightRows);
+  EXPECT_GE(int64_t{plan.num_tiles} * plan.tile_rows, weight_rows);
+  EXPECT_LT((int64_t{plan.num_tiles} - 1) * plan.tile_rows, weight_rows);
   EXPECT_GE(plan.num_clusters, 1);
-  EXPECT_LE(plan.num_clusters, plan.num_items);
-  EXPECT_LE(int64_t{plan.num_clusters} * plan.splits * plan.shares, slots);
+  EXPECT_LE(plan.num_clusters, plan.num_tiles);
+  EXPECT_LE(plan.num_clusters * plan.splits, processors);
+  EXPECT_TRUE(plan.lines == 1 || plan.lines == 2);
+  EXPECT_TRUE(plan.splits == 1 || plan.splits == 2);
+  const int64_t step = plan.lines * kFewRowsDepth;
+  EXPECT_LE(plan.splits, (depth + step - 1) / step);
+  EXPECT_GE(plan.stages, 2);
+  EXPECT_LE(plan.smem_bytes, kSmemLimit);
+  EXPECT_EQ(plan.stage_bytes % 1024, 0);
+  // The two barriers of every stage and of the partial sums.
+  const int32_t barriers = (2 * plan.stages + 2) * 8;
+  EXPECT_GE(plan.smem_bytes, plan.stages * plan.stage_bytes + plan.partial_bytes + barriers);
+  // Every warpgroup reads 64 rows of W.
+  const int32_t last = plan.stages * plan.stage_bytes - plan.stage_bytes +
+                       ((plan.lines - 1) * plan.tile_rows + (plan.tile_rows + 63) / 64 * 64) * 128;
+  EXPECT_GE(plan.smem_bytes, last);
 }
 
 TEST(LinearConfigTest, TileRowsHoldTheRows) {
@@ -37,25 +48,35 @@ TEST(LinearConfigTest, TileRowsHoldTheRows) {
 }
 
 TEST(LinearConfigTest, PlansAreSoundAndSumInOneOrder) {
-  for (const int32_t processors : {8, 78, 132}) {
-    for (int64_t tiles = 1; tiles < 2000; tiles = tiles * 5 / 4 + 1) {
+  for (const int32_t processors : {1, 8, 78, 132}) {
+    for (int64_t weight_rows = 16; weight_rows < 300'000;
+         weight_rows = (weight_rows * 5 / 4 + 16) / 16 * 16) {
       for (const int64_t steps : {1, 2, 3, 4, 64, 296}) {
-        const int32_t splits = plan_of(1, tiles, steps, processors, 2).splits;
-        for (const int64_t rows : {1, 16, 32, 64, 256}) {
-          const int32_t ctas = rows <= 64 ? 2 : 1;
-          const LinearPlan plan = plan_of(rows, tiles, steps, processors, ctas);
-          expect_sound(plan, tiles, steps, int64_t{processors} * ctas);
-          EXPECT_EQ(plan.splits, splits);
+        const int64_t depth = steps * kFewRowsDepth;
+        const LinearPlan first = linear_plan(1, weight_rows, depth, processors, kSmemLimit);
+        for (const int64_t rows : {1, 16, 17, 32, 64}) {
+          const LinearPlan plan = linear_plan(rows, weight_rows, depth, processors, kSmemLimit);
+          expect_sound(plan, weight_rows, depth, processors);
+          EXPECT_EQ(plan.splits, first.splits);
+          EXPECT_EQ(plan.tile_rows, first.tile_rows);
         }
       }
     }
   }
 }
 
-TEST(LinearConfigTest, DecodeShapesOnAnH200) {
-  EXPECT_EQ(linear_plan(32, 6144, 4096, 132, 2).splits, 4);
-  EXPECT_EQ(linear_plan(32, 4096, 12288, 132, 2).splits, 4);
-  EXPECT_EQ(linear_plan(32, 151936, 4096, 132, 2).splits, 1);
+TEST(LinearConfigTest, DecodeShapesFillAnH200) {
+  struct Shape final {
+    int64_t columns;
+    int64_t depth;
+    int32_t rounds;
+  };
+  for (const Shape& shape : {Shape{6144, 4096, 1}, Shape{4096, 4096, 1}, Shape{24576, 4096, 1},
+                             Shape{4096, 12288, 1}, Shape{151936, 4096, 6}}) {
+    const LinearPlan plan = linear_plan(32, shape.columns, shape.depth, 132, kSmemLimit);
+    EXPECT_GE(plan.num_clusters * plan.splits, 128) << shape.columns;
+    EXPECT_LE(plan.num_tiles, shape.rounds * plan.num_clusters) << shape.columns;
+  }
 }
 
 }  // namespace

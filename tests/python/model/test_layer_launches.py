@@ -39,5 +39,5 @@ def test_dense_layer_has_few_launches(tmp_path):
     few, many = launches(tmp_path / "one", 1), launches(tmp_path / "three", 3)
     assert few, "the profiler saw no kernel"
     per_layer = (len(many) - len(few)) / 2
-    # Two norms, rotary with store, attention and activation at least.
-    assert 5 <= per_layer <= MOST_LAUNCHES, many
+    # Two norms, rotary with store and attention at least; the activation may be a product's.
+    assert 4 <= per_layer <= MOST_LAUNCHES, many

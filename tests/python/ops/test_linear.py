@@ -200,9 +200,9 @@ def skip_without_few_rows(device: str) -> None:
         pytest.skip("linear_few_rows needs a Hopper GPU and a library built for it")
 
 
-# One tile and none whole, every number of shares of the depth, more tiles than processors.
-FEW_ROWS_SHAPES = [(128, 64), (16, 192), (400, 448), (4096, 1088), (24576, 128)]
-FEW_ROWS_COUNTS = [1, 7, 16, 17, 31, 32, 33, 64, 65, 128, 129, 200, 256]
+# One tile, a last one that is not whole, one and two shares of the depth, several tiles to a CTA.
+FEW_ROWS_SHAPES = [(128, 64), (16, 192), (400, 448), (4096, 1088), (27136, 128)]
+FEW_ROWS_COUNTS = [1, 7, 16, 17, 31, 32, 33, 63, 64]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -246,7 +246,7 @@ def test_few_rows_against_float64(
 def test_a_row_of_few_rows_does_not_depend_on_the_others(
     device: str, weight_rows: int, depth: int
 ) -> None:
-    """Up to 64 rows, which have one order of sums."""
+    """All numbers of rows have one order of sums."""
     skip_without_few_rows(device)
     x = normal(64, depth).bfloat16().to(device)
     weight = normal(weight_rows, depth).bfloat16().to(device)
@@ -256,7 +256,21 @@ def test_a_row_of_few_rows_does_not_depend_on_the_others(
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("num_rows", [32, 100])
+def test_shares_of_the_depth_exchange_tile_after_tile() -> None:
+    """Two shares of the depth and three tiles to a cluster, on an H200."""
+    skip_without_few_rows("cuda")
+    x = torch.randn(33, 4096, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(27648, 4096, dtype=torch.bfloat16, device="cuda") / 64
+    out = ops.linear_few_rows(x, weight)
+    expected, scale = expected_few_rows(x, weight, None, None)
+    error = (out.double() - expected).abs()
+    assert (error <= 2.0**-8 * expected.abs() + 2e-6 * scale).all()
+    for _ in range(5):
+        assert torch.equal(ops.linear_few_rows(x, weight), out)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_rows", [32, 50])
 def test_few_rows_in_a_graph(num_rows: int) -> None:
     """A chain whose launches overlap sees what changed, and equals the eager chain bit for bit."""
     skip_without_few_rows("cuda")
@@ -292,16 +306,11 @@ def test_few_rows_in_a_graph(num_rows: int) -> None:
 @pytest.mark.parametrize(
     ("columns", "depth", "rows"),
     [
-        (6144, 4096, 32),
-        (4096, 12288, 32),
-        (1024, 2048, 32),
-        (151936, 4096, 32),
-        (24576, 4096, 0),  # one round and a half
-        (4608, 3584, 0),
-        (3584, 18944, 0),
-        (157184, 2048, 0),
+        (6144, 4096, 64),
+        (24576, 4096, 64),
+        (157184, 2048, 64),
         (1000, 2048, 0),  # no whole runs of 16 columns
-        (1024, 2000, 0),
+        (1024, 2000, 0),  # no whole steps of 64
     ],
 )
 def test_few_rows_limit(columns: int, depth: int, rows: int) -> None:
@@ -327,3 +336,20 @@ def test_layers_choose_few_rows_by_shape(monkeypatch: pytest.MonkeyPatch) -> Non
         expected, _ = expected_few_rows(x, layer.row_major(), layer.bias, None)
         torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-1)
     assert calls == [1, limit]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_product_is_one_kernel_where_it_can(device: str, has_bias: bool) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    layer = filled(Linear(128, (96, 96), bias=has_bias, dtype=dtype, device=device))
+    is_fused = device != "cpu" and ops.has_few_rows(torch.device(device)) and not has_bias
+    for num_rows in (0, 3, ops.FEW_ROWS, ops.FEW_ROWS + 1):
+        x = normal(num_rows, 128).to(device, dtype)
+        out = torch.full((num_rows, 96), torch.nan, dtype=dtype, device=device)
+        done = layer.forward_gated(x, ops.Activation.SILU, out)
+        assert done == (is_fused and 0 < num_rows <= ops.FEW_ROWS)
+        if done:
+            expected, _ = expected_few_rows(x, layer.row_major(), None, ops.Activation.SILU)
+            torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-1)
+        else:
+            assert out.isnan().all()

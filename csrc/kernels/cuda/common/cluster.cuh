@@ -55,11 +55,15 @@ __device__ __forceinline__ int32_t cluster_load(uint32_t address) {
   return value;
 }
 
-/// st.shared::cluster of 16 bytes.
-__device__ __forceinline__ void cluster_store4(uint32_t address, const float (&value)[4]) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "f"(value[0]),
-               "f"(value[1]), "f"(value[2]), "f"(value[3])
-               : "memory");
+/// st.async of 16 bytes to another CTA of the cluster; completes them on `barrier` there, whose
+/// waiters (mbarrier_wait_cluster) see them. No fence is needed, unlike before an arrival.
+__device__ __forceinline__ void cluster_store4_async(uint32_t address, const float (&value)[4],
+                                                     uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];\n" ::"r"(address),
+      "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3]), "r"(barrier)
+      : "memory");
 }
 
 /// mapa: the twin of the shared object `local` in CTA `rank` of the cluster, for ordinary accesses.

@@ -55,12 +55,6 @@ __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-/// As above; writes of this warp before it are seen by who waits with mbarrier_wait_cluster.
-__device__ __forceinline__ void mbarrier_arrive_remote_release(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(barrier)
-               : "memory");
-}
-
 /// mbarrier_wait that sees what the CTAs of the cluster wrote before they arrived.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
   uint32_t done;

@@ -53,18 +53,6 @@ __device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap* map
       : "memory");
 }
 
-/// As above, to the same place in every CTA of the cluster whose bit is in `mask`; completes on the
-/// barrier at the same place in each.
-__device__ __forceinline__ void tma_load_multicast(uint32_t target, const CUtensorMap* map,
-                                                   uint32_t barrier, uint16_t mask, int32_t x0,
-                                                   int32_t x1) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%4, %5}], [%2], %3;\n" ::"r"(target),
-      "l"(map), "r"(barrier), "h"(mask), "r"(x0), "r"(x1)
-      : "memory");
-}
-
 /// createpolicy: what the L2 cache does with the lines of a hinted load.
 __device__ __forceinline__ uint64_t policy_evict_first() {
   uint64_t policy;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Sums of a tile on their way out: partial sums of the depth's shares are added by the CTA that
-// owns them, then bias or gate, one rounding and the transpose to rows of x.
+// Sums of a tile on their way out: of two shares of the depth, each CTA adds and writes half of the
+// sums; then bias or gate, one rounding and the transpose to rows of x.
 
 #include <cstdint>
 
@@ -23,13 +23,16 @@ struct LinearArgs {
   int64_t out_stride;
   int32_t num_rows;
   int32_t num_columns;
-  int32_t num_steps;   // of depth, 64 elements each; at least `splits`
-  int32_t splits;      // shares of the depth: 1, 2 or 4
-  int32_t shares;      // CTAs that bring each other rows of x: 1, 2 or 4
-  int32_t split_bits;  // log2 of splits, for divisions that must not cost any time
-  int32_t share_bits;  // log2 of shares
-  int32_t num_items;   // groups of `shares` tiles of W
-  int32_t act;         // Activation of gate and up rows that alternate by eight, or -1
+  int32_t tile_rows;      // of W
+  int32_t num_tiles;      // of W
+  int32_t num_steps;      // of depth, a stage each; at least `splits`
+  int32_t splits;         // shares of the depth: 1 or 2
+  int32_t lines;          // of a stage
+  int32_t stages;         // of the ring
+  int32_t stage_bytes;    // of W, then of x
+  int32_t partial_bytes;  // from the other share, a tile; 0 without one
+  int32_t warps;          // that hold sums: tile_rows / 16
+  int32_t act;            // Activation of gate and up rows that alternate by eight, or -1
 };
 
 __device__ __forceinline__ uint32_t pack_pair(float low, float high, __nv_bfloat16* /*type*/) {
@@ -47,114 +50,80 @@ class LinearEpilogue final {
   using T = typename Traits::T;
 
   __device__ __forceinline__ LinearEpilogue(const LinearArgs& args, uint32_t partials,
-                                            uint32_t full, uint32_t empty, int32_t split,
-                                            int32_t share)
+                                            uint32_t full, uint32_t empty, int32_t split)
       : args_(args),
         partials_(partials),
         full_(full),
         empty_(empty),
         split_(split),
-        share_(share),
         warp_(static_cast<int32_t>(threadIdx.x) / 32),
         lane_(static_cast<int32_t>(threadIdx.x) % 32) {}
 
-  __device__ __forceinline__ void finish(float (&sums)[Traits::kGroups][4], int32_t tile) {
-    if (args_.splits == 1) {
-#pragma unroll
-      for (int32_t group = 0; group < Traits::kGroups; ++group) {
-        write(sums[group], group, tile);
-      }
+  /// Whole warps; those past the tile have nothing to write.
+  __device__ __forceinline__ void finish(float (&sums)[Traits::kGroups][4], int32_t tile,
+                                         bool is_last) {
+    if (warp_ >= args_.warps) {
       return;
     }
-#pragma unroll
-    for (int32_t piece = 0; piece < Traits::kPieces; ++piece) {
-      send(sums, piece);
-      receive(sums, piece, tile);
+    if (args_.splits > 1) {
+      send(sums);
+      receive(sums, is_last);
     }
-  }
-
-  /// Returns when the others have read every part this CTA sent.
-  __device__ __forceinline__ void leave() {
-    if (phase_ > 0) {
-      ptx::mbarrier_wait(empty_, (phase_ - 1) & 1);
+#pragma unroll
+    for (int32_t group = 0; group < Traits::kGroups; ++group) {
+      if (is_mine(group)) {
+        write(sums[group], group, tile);
+      }
     }
   }
 
  private:
-  /// The share of the depth whose CTA adds the parts of accumulator group `group` of this warp.
-  __device__ __forceinline__ int32_t owner(int32_t group) const {
-    return (group + warp_) & (args_.splits - 1);
+  /// Whether this share of the depth writes accumulator group `group` of this warp.
+  __device__ __forceinline__ bool is_mine(int32_t group) const {
+    return args_.splits == 1 || ((group + warp_) & 1) == split_;
   }
-  /// Place of this lane's part from share `source` in the owner's memory.
-  __device__ __forceinline__ uint32_t place(int32_t local_group, int32_t source,
-                                            int32_t owner) const {
-    const int32_t per_group = Traits::kConsumerWarps >> args_.split_bits;
-    const int32_t units = Traits::kPieceGroups * per_group;
-    const int32_t unit = local_group * per_group + (warp_ >> args_.split_bits);
-    const int32_t other = source < owner ? source : source - 1;
-    return partials_ + (other * units + unit) * Traits::kUnitBytes + lane_ * 16;
-  }
-  __device__ __forceinline__ uint32_t rank(int32_t split) const {
-    return static_cast<uint32_t>(split * args_.shares + share_);
+  /// Place of this lane's part of a group in the memory of the share that writes it.
+  __device__ __forceinline__ uint32_t place(int32_t group) const {
+    return partials_ + (warp_ * (Traits::kGroups / 2) + group / 2) * 512 + lane_ * 16;
   }
 
-  __device__ __forceinline__ void send(const float (&sums)[Traits::kGroups][4], int32_t piece) {
+  __device__ __forceinline__ void send(const float (&sums)[Traits::kGroups][4]) {
     if (phase_ > 0) {
       ptx::mbarrier_wait(empty_, (phase_ - 1) & 1);
     }
+    const auto other = static_cast<uint32_t>(split_ ^ 1);
+    const uint32_t full = ptx::cluster_address(full_, other);
 #pragma unroll
-    for (int32_t i = 0; i < Traits::kPieceGroups; ++i) {
-      const int32_t group = piece * Traits::kPieceGroups + i;
-      const int32_t target = owner(group);
-      if (target != split_) {
-        ptx::cluster_store4(ptx::cluster_address(place(i, split_, target), rank(target)),
-                            sums[group]);
+    for (int32_t group = 0; group < Traits::kGroups; ++group) {
+      if (!is_mine(group)) {
+        ptx::cluster_store4_async(ptx::cluster_address(place(group), other), sums[group], full);
       }
-    }
-    __syncwarp();
-    if (lane_ < args_.splits && lane_ != split_) {
-      ptx::mbarrier_arrive_remote_release(ptx::cluster_address(full_, rank(lane_)));
     }
   }
 
-  /// Adds the parts in the order of the depth.
-  __device__ __forceinline__ void receive(float (&sums)[Traits::kGroups][4], int32_t piece,
-                                          int32_t tile) {
+  __device__ __forceinline__ void receive(float (&sums)[Traits::kGroups][4], bool is_last) {
     ptx::mbarrier_wait_cluster(full_, phase_ & 1);
 #pragma unroll
-    for (int32_t i = 0; i < Traits::kPieceGroups; ++i) {
-      const int32_t group = piece * Traits::kPieceGroups + i;
-      if (owner(group) != split_) {
-        continue;
+    for (int32_t group = 0; group < Traits::kGroups; ++group) {
+      if (is_mine(group)) {
+        const float4 part = ptx::shared_load4(place(group));
+        sums[group][0] += part.x;
+        sums[group][1] += part.y;
+        sums[group][2] += part.z;
+        sums[group][3] += part.w;
       }
-      float total[4] = {};
-      for (int32_t source = 0; source < args_.splits; ++source) {
-        float4 part = make_float4(sums[group][0], sums[group][1], sums[group][2], sums[group][3]);
-        if (source != split_) {
-          part = ptx::shared_load4(place(i, source, split_));
-        }
-        total[0] += part.x;
-        total[1] += part.y;
-        total[2] += part.z;
-        total[3] += part.w;
-      }
-#pragma unroll
-      for (int32_t j = 0; j < 4; ++j) {
-        sums[group][j] = total[j];
-      }
-    }
-    // Read: the others may send again.
-    __syncwarp();
-    if (lane_ < args_.splits && lane_ != split_) {
-      ptx::mbarrier_arrive_remote(ptx::cluster_address(empty_, rank(lane_)));
     }
     ++phase_;
-#pragma unroll
-    for (int32_t i = 0; i < Traits::kPieceGroups; ++i) {
-      const int32_t group = piece * Traits::kPieceGroups + i;
-      if (owner(group) == split_) {
-        write(sums[group], group, tile);
-      }
+    if (is_last) {
+      return;  // the other one may be gone
+    }
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_arrive_expect(full_, static_cast<uint32_t>(args_.partial_bytes));
+    }
+    // Read: the other one may send again.
+    __syncwarp();
+    if (lane_ == 0) {
+      ptx::mbarrier_arrive_remote(ptx::cluster_address(empty_, static_cast<uint32_t>(split_ ^ 1)));
     }
   }
 
@@ -169,10 +138,10 @@ class LinearEpilogue final {
       const auto act = static_cast<Activation>(args_.act);
       const uint32_t pair = ptx::transpose_8x8(
           pack_pair(activate(act, sum[0]) * sum[2], activate(act, sum[1]) * sum[3], type));
-      put(row, tile * (Traits::kWeightRows / 2) + warp_ * 8 + lane_ % 4 * 2, pair);
+      put(row, tile * (args_.tile_rows / 2) + warp_ * 8 + lane_ % 4 * 2, pair);
       return;
     }
-    const int32_t column = tile * Traits::kWeightRows + warp_ * 16;
+    const int32_t column = tile * args_.tile_rows + warp_ * 16;
     const float low = bias_of(column + lane_ / 4);
     const float high = bias_of(column + lane_ / 4 + 8);
     const uint32_t above = ptx::transpose_8x8(pack_pair(sum[0] + low, sum[1] + low, type));
@@ -196,7 +165,6 @@ class LinearEpilogue final {
   const uint32_t full_;
   const uint32_t empty_;
   const int32_t split_;
-  const int32_t share_;
   const int32_t warp_;
   const int32_t lane_;
   uint32_t phase_ = 0;

@@ -20,6 +20,8 @@ namespace diffulex::cuda {
 namespace {
 
 constexpr const char* kWhere = "diffulex::linear_few_rows";
+/// Shared memory of a CTA, alone on its processor.
+constexpr int32_t kSmemLimit = 227 * 1024;
 
 using sm90::LinearArgs;
 using sm90::LinearTraits;
@@ -58,7 +60,7 @@ TensorMapShape row_shape(const LinearFewRowsParams& params, int32_t box_rows) {
 
 template <typename Traits>
 Status prepare_tile(int32_t device_index) {
-  return allow_shared_memory<sm90::linear_kernel<Traits>>(kWhere, device_index, Traits::kSmemBytes);
+  return allow_shared_memory<sm90::linear_kernel<Traits>>(kWhere, device_index, kSmemLimit);
 }
 
 template <typename T, int kRows>
@@ -69,34 +71,36 @@ Status launch(const LinearFewRowsParams& params, const ExecContext& context) {
   DIFFULEX_RETURN_IF_ERROR(cuda_status(
       kWhere,
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, context.device_index)));
-  const int64_t weight_rows = params.weight.size[0];
   const int64_t depth = params.x.size[1];
   const LinearPlan plan =
-      linear_plan(params.x.size[0], weight_rows, depth, processors, Traits::kCtas);
+      linear_plan(params.x.size[0], params.weight.size[0], depth, processors, kSmemLimit);
   CUtensorMap weight_map;
   CUtensorMap row_map;
-  DIFFULEX_RETURN_IF_ERROR(sm90::encode_tensor_map(
-      kWhere, weight_shape(params, Traits::kWeightRows), params.weight.dtype, &weight_map));
-  DIFFULEX_RETURN_IF_ERROR(sm90::encode_tensor_map(
-      kWhere, row_shape(params, Traits::kRows / plan.shares), params.x.dtype, &row_map));
+  DIFFULEX_RETURN_IF_ERROR(sm90::encode_tensor_map(kWhere, weight_shape(params, plan.tile_rows),
+                                                   params.weight.dtype, &weight_map));
+  DIFFULEX_RETURN_IF_ERROR(
+      sm90::encode_tensor_map(kWhere, row_shape(params, kRows), params.x.dtype, &row_map));
   LinearArgs args{};
   args.out = params.out.data;
   args.bias = params.bias.data;
   args.out_stride = params.out.stride[0];
   args.num_rows = static_cast<int32_t>(params.x.size[0]);
   args.num_columns = static_cast<int32_t>(params.out.size[1]);
-  args.num_steps = static_cast<int32_t>(depth / kFewRowsDepth);
+  args.tile_rows = plan.tile_rows;
+  args.num_tiles = plan.num_tiles;
+  args.num_steps = static_cast<int32_t>(ceil_div(depth, plan.lines * kFewRowsDepth));
   args.splits = plan.splits;
-  args.shares = plan.shares;
-  args.split_bits = plan.splits / 2;  // 1, 2 or 4
-  args.share_bits = plan.shares / 2;
-  args.num_items = plan.num_items;
+  args.lines = plan.lines;
+  args.stages = plan.stages;
+  args.stage_bytes = plan.stage_bytes;
+  args.partial_bytes = plan.partial_bytes;
+  args.warps = plan.tile_rows / 16;
   args.act = params.act.has_value() ? static_cast<int32_t>(*params.act) : -1;
   LaunchShape shape;
-  shape.cluster = static_cast<unsigned>(plan.splits * plan.shares);
+  shape.cluster = static_cast<unsigned>(plan.splits);
   shape.grid = dim3(static_cast<unsigned>(plan.num_clusters) * shape.cluster);
-  shape.block = dim3(Traits::kThreads);
-  shape.smem_bytes = Traits::kSmemBytes;
+  shape.block = dim3(static_cast<unsigned>(ceil_div(plan.tile_rows, 64) * 128 + 32));
+  shape.smem_bytes = static_cast<size_t>(plan.smem_bytes);
   shape.stream = stream_of(context);
   return cuda_status(kWhere, launch_dependent(sm90::linear_kernel<Traits>, shape, true, weight_map,
                                               row_map, args));
@@ -109,12 +113,8 @@ Status launch_rows(const LinearFewRowsParams& params, const ExecContext& context
       return launch<T, 16>(params, context);
     case 32:
       return launch<T, 32>(params, context);
-    case 64:
-      return launch<T, 64>(params, context);
-    case 128:
-      return launch<T, 128>(params, context);
     default:
-      return launch<T, 256>(params, context);
+      return launch<T, 64>(params, context);
   }
 }
 
@@ -122,9 +122,7 @@ template <typename T>
 Status prepare_dtype(int32_t device_index) {
   DIFFULEX_RETURN_IF_ERROR((prepare_tile<LinearTraits<T, 16>>(device_index)));
   DIFFULEX_RETURN_IF_ERROR((prepare_tile<LinearTraits<T, 32>>(device_index)));
-  DIFFULEX_RETURN_IF_ERROR((prepare_tile<LinearTraits<T, 64>>(device_index)));
-  DIFFULEX_RETURN_IF_ERROR((prepare_tile<LinearTraits<T, 128>>(device_index)));
-  return prepare_tile<LinearTraits<T, 256>>(device_index);
+  return prepare_tile<LinearTraits<T, 64>>(device_index);
 }
 
 }  // namespace
