@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from kernel_bench import attention, moe, sampler, small_ops
+from kernel_bench import attention, linear, moe, sampler, small_ops
 from kernel_bench.report import HEADER, Result, fingerprint, write_json
 from kernel_bench.timing import copy_bandwidth
 
@@ -29,6 +29,7 @@ SECTIONS = {
     "moe": moe.cases,
     "sampler": sampler.cases,
     "small": small_ops.cases,
+    "linear": linear.cases,
 }
 
 

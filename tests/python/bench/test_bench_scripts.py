@@ -216,7 +216,8 @@ def test_kernels(tmp_path):
     text = run("bench_kernels.py", "--device", "cpu", "--json", output)
     data = json.loads(output.read_text())
     results = data["results"]
-    assert {x["section"] for x in results} == {"attention", "prefill", "moe", "sampler", "small"}
+    sections = {"attention", "prefill", "moe", "sampler", "small", "linear"}
+    assert {x["section"] for x in results} == sections
     for result in results:
         assert result["is_correct"], result
         assert 0 <= result["error"] <= 1e-2
