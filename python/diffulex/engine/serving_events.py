@@ -16,6 +16,7 @@ from diffulex.server.protocol import (
     ServingDelta,
     ServingError,
     ServingReply,
+    openai_finish_reason,
 )
 
 if TYPE_CHECKING:
@@ -224,11 +225,20 @@ def reply_event(state: ServingRequestState, request: Any, decode: Decode | None)
         queue_time_s=(state.first_step_at or now) - state.added_at,
         ttft_s=None if first_token_at is None else first_token_at - state.added_at,
         e2e_time_s=now - state.added_at,
-        num_masked=len(generated) - len([t for t in generated if t != mask_token_id]),
+        num_masked=_num_open(state, generated, mask_token_id, detail),
         num_preemptions=getattr(request, "num_preemptions", None),
         seed=seed,
         logprobs=_logprobs(state, request, 0, len(answer.token_ids)),
     )
+
+
+def _num_open(
+    state: ServingRequestState, generated: Sequence[int], mask_token_id: int | None, detail: str
+) -> int:
+    """Undecided positions of an answer that was cut off; behind a stop nothing is missing."""
+    if openai_finish_reason(detail) == "stop":
+        return 0
+    return sum(token == mask_token_id for token in generated[: state.max_tokens])
 
 
 def _generated(state: ServingRequestState, request: Any) -> list[int]:

@@ -393,6 +393,18 @@ class TestEnd:
                 return
         raise AssertionError("expected a request with holes, got none")
 
+    def test_nothing_is_missing_behind_a_stop(self):
+        """Other blocks are open when the end token is final."""
+        num_open = 0
+        for seed in range(30):
+            engine = BlockEngine(seed, {0: [65, EOS]})
+            first = engine.run_serving_tick([generate(max_tokens=64)])
+            request = engine.live.get(0)
+            reply = the_reply(first + run(engine))
+            num_open += 0 if request is None else request.token_ids.count(MASK)
+            assert (reply.finish_reason, reply.num_masked) == ("eos_token_generated", 0)
+        assert num_open
+
     def test_reply_counts(self):
         reply = the_reply(run(BlockEngine(2), generate(max_tokens=12, ignore_eos=True)))
         assert reply.prompt_tokens == 2
