@@ -31,7 +31,8 @@ _LEVELS = {
 _COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.DEBUG: "\x1b[2m"}
 _FILE_BYTES = 64 << 20
 _FILE_COUNT = 3
-_RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+# What is no `extra`; uvicorn repeats its messages with terminal codes.
+_RECORD_FIELDS = {*vars(logging.makeLogRecord({})), "message", "asctime", "color_message"}
 
 logging.getLogger(_ROOT).addHandler(logging.NullHandler())
 
