@@ -329,7 +329,9 @@ class EngineLoop:
 
     def _begin(self, command: ServingGenerate) -> None:
         """Queues a request that somebody waits for from now on."""
-        command.generation = self._current[command.rid] = next(self._generations)
+        # A frontend numbers its commands itself.
+        command.generation = command.generation or next(self._generations)
+        self._current[command.rid] = command.generation
         self._put(command)
 
     def _leave(self, rid: str, *, is_complete: bool) -> None:

@@ -42,7 +42,7 @@ class _LoopChannel:
     async def put(self, command: ServingCommand) -> None:
         """Takes a command of the frontend."""
         if isinstance(command, ServingGenerate):
-            self._start(command.rid, self._generate(command))
+            self._start(command.rid, self._generate(command, self._tasks.get(command.rid)))
         elif isinstance(command, ServingAbort):
             task = self._tasks.get(command.rid)
             if task is not None:
@@ -66,9 +66,19 @@ class _LoopChannel:
     def _start(self, name: str, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._tasks[name] = task
-        task.add_done_callback(lambda _: self._tasks.pop(name, None))
+        task.add_done_callback(lambda _: self._forget(name, task))
 
-    async def _generate(self, command: ServingGenerate) -> None:
+    def _forget(self, name: str, task: asyncio.Task[None]) -> None:
+        # A later request may have the name by now.
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
+
+    async def _generate(
+        self, command: ServingGenerate, previous: asyncio.Task[None] | None
+    ) -> None:
+        """Runs a request behind the one that had its name, which has been aborted."""
+        if previous is not None:
+            await asyncio.wait({previous})
         is_complete = False
         try:
             async with aclosing(self._loop.stream_command(command)) as events:

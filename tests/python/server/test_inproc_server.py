@@ -20,7 +20,7 @@ from diffulex.server.engine_loop import EngineLoop
 from diffulex.server.frontend import BackendUnavailable, OperationFailed, RequestFailed
 from diffulex.server.frontend_state import FrontendLimits, ServerState
 from diffulex.server.inproc_frontend import InprocFrontend
-from diffulex.server.protocol import PromptInput, ServingGenerate
+from diffulex.server.protocol import PromptInput, ServingAbort, ServingGenerate
 from engine.tiny_engine import TinyModel
 from http_client import frames
 
@@ -182,6 +182,31 @@ def test_limits_hold_in_one_process():
         await frontend.generate(command("c"))
 
     run(test, limits=FrontendLimits(max_queue_size=1))
+
+
+def test_a_name_can_be_used_again_at_once():
+    async def test(frontend, loop):
+        for num_turns in (0, 1, 2, 5, 20):
+            left = asyncio.ensure_future(frontend.generate(command()))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            left.cancel()
+            await asyncio.wait({left})
+            assert len((await frontend.generate(command())).token_ids) == 8
+        # What the frontend sends when its loop is busy: all of it before anything begins.
+        channel = frontend.send_backend
+        frontend.discard_request_state(frontend.add_request_state("never sent").rid)
+        state = frontend.add_request_state("a")
+        await channel.put(command(generation=state.generation - 1))
+        await channel.put(ServingAbort("a"))
+        await channel.put(command(generation=state.generation))
+        reply = await frontend.wait_for_event("a")
+        assert reply.generation == state.generation
+        assert len(reply.token_ids) == 8
+        frontend.discard_request_state("a")
+        assert loop.engine.is_finished()
+
+    run(test)
 
 
 def test_an_engine_that_fails_is_reported():
