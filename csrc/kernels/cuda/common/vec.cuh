@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -57,16 +58,34 @@ __device__ __forceinline__ void load_floats(const T* source, float (&values)[kCo
   }
 }
 
-/// Writes kCount fp32 values, each rounded once.
-template <int kCount, bool kVec, typename T>
-__device__ __forceinline__ void store_floats(T* target, const float (&values)[kCount]) {
-  if constexpr (kVec) {
-    Vec<T, kCount> raw;
+/// Rounds kCount fp32 values to nearest even, 16-bit ones in pairs by one instruction.
+template <typename T, int kCount>
+__device__ __forceinline__ Vec<T, kCount> round_floats(const float (&values)[kCount]) {
+  Vec<T, kCount> raw;
+  if constexpr (sizeof(T) == 2 && kCount % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      if constexpr (std::is_same_v<T, __half>) {
+        *reinterpret_cast<__half2*>(&raw.values[i]) = __floats2half2_rn(values[i], values[i + 1]);
+      } else {
+        *reinterpret_cast<__nv_bfloat162*>(&raw.values[i]) =
+            __floats2bfloat162_rn(values[i], values[i + 1]);
+      }
+    }
+  } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       raw.values[i] = from_float<T>(values[i]);
     }
-    *reinterpret_cast<Vec<T, kCount>*>(target) = raw;
+  }
+  return raw;
+}
+
+/// Writes kCount fp32 values, each rounded once.
+template <int kCount, bool kVec, typename T>
+__device__ __forceinline__ void store_floats(T* target, const float (&values)[kCount]) {
+  if constexpr (kVec) {
+    *reinterpret_cast<Vec<T, kCount>*>(target) = round_floats<T>(values);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

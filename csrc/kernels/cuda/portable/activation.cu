@@ -4,6 +4,7 @@
 // rounding.
 #include <cstdint>
 
+#include "kernels/common/fast_div.h"
 #include "kernels/cuda/common/gate.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/pdl.cuh"
@@ -16,52 +17,61 @@ namespace diffulex::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+/// Columns of a piece where rows are aligned; one elsewhere.
+constexpr int kWide = 8;
 
 struct ActArgs {
   const void* x;  // [rows, 2 I], gate first
   void* out;      // [rows, I]
   RowLayout x_rows;
   RowLayout out_rows;
-  int64_t num_rows;
-  int32_t width;  // I
+  int64_t num_pieces;  // of all rows
+  FastDiv row_pieces;  // of one row
+  int32_t width;       // I
 };
 
-template <typename T, Activation kAct, bool kVec>
+/// One piece of kCount columns per thread: with few registers, many threads hide each other's
+/// loads, and no loop stands before the first of them.
+template <typename T, Activation kAct, int kCount>
 __global__ void __launch_bounds__(kThreads) act_kernel(const __grid_constant__ ActArgs args) {
-  constexpr int kCount = kVec ? 8 : 1;
   pdl_launch_dependents();
   pdl_wait();
-  const auto pieces = static_cast<uint32_t>(args.width / kCount);
-  const int64_t total = args.num_rows * pieces;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
-       i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    // 32-bit division where it is enough: the 64-bit one costs more than the activation.
-    const int64_t row =
-        total <= UINT32_MAX ? static_cast<uint32_t>(i) / pieces : i / static_cast<int64_t>(pieces);
-    const int64_t column = (i - row * pieces) * kCount;
-    const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row) + column;
-    float gate[kCount];
-    float up[kCount];
-    load_floats<kCount, kVec>(x, gate);
-    load_floats<kCount, kVec>(x + args.width, up);
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      gate[j] = activate<kAct>(gate[j]) * up[j];
-    }
-    store_floats<kCount, kVec>(static_cast<T*>(args.out) + args.out_rows.offset(row) + column,
-                               gate);
+  const int64_t piece = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (piece >= args.num_pieces) {
+    return;
   }
+  // 32-bit division where it is enough: the 64-bit one costs more than the activation.
+  const int64_t row = piece <= INT32_MAX ? args.row_pieces.divide(static_cast<int32_t>(piece))
+                                         : piece / args.row_pieces.divisor;
+  const int64_t column = (piece - row * args.row_pieces.divisor) * kCount;
+  const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row) + column;
+  float gate[kCount];
+  float up[kCount];
+  load_floats<kCount, true>(x, gate);
+  load_floats<kCount, true>(x + args.width, up);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    gate[i] = activate<kAct>(gate[i]) * up[i];
+  }
+  store_floats<kCount, true>(static_cast<T*>(args.out) + args.out_rows.offset(row) + column, gate);
+}
+
+template <typename T, Activation kAct, int kCount>
+cudaError_t launch_pieces(ActArgs args, int64_t num_rows, const ExecContext& context) {
+  const int64_t row_pieces = args.width / kCount;
+  args.num_pieces = num_rows * row_pieces;
+  args.row_pieces = FastDiv::of(static_cast<uint32_t>(row_pieces));
+  const LaunchShape shape{static_cast<unsigned>(ceil_div(args.num_pieces, kThreads)), kThreads, 0,
+                          stream_of(context)};
+  return launch_dependent(act_kernel<T, kAct, kCount>, shape,
+                          can_launch_dependent(context.device_index), args);
 }
 
 template <typename T, Activation kAct>
-cudaError_t launch_act(const ActArgs& args, bool is_vec, const ExecContext& context) {
-  const int64_t total = args.num_rows * (is_vec ? args.width / 8 : args.width);
-  const int64_t blocks = ceil_div(total, kThreads);
-  const LaunchShape shape{static_cast<unsigned>(blocks < (1 << 20) ? blocks : 1 << 20), kThreads, 0,
-                          stream_of(context)};
-  const bool is_dependent = can_launch_dependent(context.device_index);
-  return is_vec ? launch_dependent(act_kernel<T, kAct, true>, shape, is_dependent, args)
-                : launch_dependent(act_kernel<T, kAct, false>, shape, is_dependent, args);
+cudaError_t launch_act(const ActArgs& args, int64_t num_rows, bool is_wide,
+                       const ExecContext& context) {
+  return is_wide ? launch_pieces<T, kAct, kWide>(args, num_rows, context)
+                 : launch_pieces<T, kAct, 1>(args, num_rows, context);
 }
 
 }  // namespace
@@ -75,20 +85,22 @@ Status act_and_mul(const ActAndMulParams& params, const ExecContext& context) {
   args.out = params.out.data;
   args.x_rows = RowLayout::of(params.x);
   args.out_rows = RowLayout::of(params.out);
-  args.num_rows = num_rows(params.out);
   args.width = static_cast<int32_t>(params.out.last());
   const int64_t bytes = dtype_bytes(params.x.dtype);
-  const bool is_vec = args.width % 8 == 0 && is_aligned16(args.x) && is_aligned16(args.out) &&
-                      args.x_rows.is_aligned16(bytes) && args.out_rows.is_aligned16(bytes);
+  const int64_t rows = num_rows(params.out);
+  const bool is_wide = args.width % kWide == 0 && is_aligned16(args.x) && is_aligned16(args.out) &&
+                       args.x_rows.is_aligned16(bytes) && args.out_rows.is_aligned16(bytes);
   return dispatch_dtype(kWhere, params.x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     switch (params.act) {
       case Activation::kSilu:
-        return cuda_status(kWhere, launch_act<T, Activation::kSilu>(args, is_vec, context));
+        return cuda_status(kWhere, launch_act<T, Activation::kSilu>(args, rows, is_wide, context));
       case Activation::kGeluTanh:
-        return cuda_status(kWhere, launch_act<T, Activation::kGeluTanh>(args, is_vec, context));
+        return cuda_status(kWhere,
+                           launch_act<T, Activation::kGeluTanh>(args, rows, is_wide, context));
       case Activation::kGeluErf:
-        return cuda_status(kWhere, launch_act<T, Activation::kGeluErf>(args, is_vec, context));
+        return cuda_status(kWhere,
+                           launch_act<T, Activation::kGeluErf>(args, rows, is_wide, context));
     }
     return make_error(StatusCode::kInvalidArgument, kWhere, ": act: expected 0, 1 or 2, got ",
                       static_cast<int32_t>(params.act));
@@ -99,8 +111,8 @@ namespace {
 
 template <typename T, Activation kAct>
 Status touch_both(const char* where) {
-  DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_kernel<T, kAct, true>));
-  return touch_kernel(where, act_kernel<T, kAct, false>);
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_kernel<T, kAct, kWide>));
+  return touch_kernel(where, act_kernel<T, kAct, 1>);
 }
 
 }  // namespace
