@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Rotary embedding, and the fused per-head RMSNorm + rotary (+ cache store). T tokens, D head dim,
-// rotary_dim <= D. One warp per (token, head); a lane owns whole rotary pairs, so nothing crosses
-// lanes but the sum of squares.
+// rotary_dim <= D. A power of two of lanes shares a head, a warp does several heads of a token; a
+// lane owns whole rotary pairs, so nothing crosses lanes but the sum of squares.
 #include <cstdint>
 
 #include "kernels/cuda/common/cache_view.cuh"
@@ -60,81 +60,99 @@ struct RopeArgs {
   bool v_from_raw_k;
 };
 
-/// Elements of a head that one lane handles together: kWidth / 2 rotary pairs.
-template <int kWidth>
+/// How lanes share a head: each handles kUnits units of kWidth elements, kWidth / 2 rotary pairs.
+/// Results depend on the shape alone, never on the number of tokens.
+template <typename T_, int kWidth_, int kLanes_, int kUnits_, int kSteps_>
+struct HeadShape {
+  using T = T_;
+  static constexpr int kWidth = kWidth_;
+  static constexpr int kHalf = kWidth_ / 2;  // elements that lie together
+  static constexpr int kLanes = kLanes_;     // power of two
+  static constexpr int kUnits = kUnits_;
+  static constexpr int kHeads = 32 / kLanes_;  // of a warp at once
+  static constexpr int kSteps = kSteps_;       // times that, at most, all on their way together
+
+  static __device__ __forceinline__ int32_t lane() {
+    return static_cast<int32_t>(threadIdx.x) & (kLanes - 1);
+  }
+  static __device__ __forceinline__ int32_t unit(int index) { return index * kLanes + lane(); }
+};
+
+/// Accesses of 8 elements, for heads of at most 16 kLanes elements.
+template <typename T, int kLanes>
+using WideShape = HeadShape<T, 16, kLanes, 1, 2>;
+/// Single elements: any even head dim up to kMaxHeadDim, any alignment.
+template <typename T>
+using NarrowShape = HeadShape<T, 2, 32, 8, 1>;
+
+/// Elements of a head that one lane handles together.
+template <typename Shape>
 struct UnitPlace {
-  int32_t low;   // first of kWidth / 2 consecutive dims
-  int32_t high;  // first of the other kWidth / 2
+  int32_t low;   // first of kHalf consecutive dims
+  int32_t high;  // first of the other kHalf
   bool is_rotary;
 };
 
-template <int kWidth>
-__device__ __forceinline__ UnitPlace<kWidth> place_unit(const RopeArgs& args, int32_t unit) {
-  constexpr int32_t kHalf = kWidth / 2;
-  const int32_t rotary_units = args.rotary_dim / kWidth;
+template <typename Shape>
+__device__ __forceinline__ UnitPlace<Shape> place_unit(const RopeArgs& args, int32_t unit) {
+  const int32_t rotary_units = args.rotary_dim / Shape::kWidth;
   if (unit >= rotary_units) {
-    const int32_t first = args.rotary_dim + (unit - rotary_units) * kWidth;
-    return {first, first + kHalf, false};
+    const int32_t first = args.rotary_dim + (unit - rotary_units) * Shape::kWidth;
+    return {first, first + Shape::kHalf, false};
   }
   if (args.neox) {
-    return {unit * kHalf, args.rotary_dim / 2 + unit * kHalf, true};
+    return {unit * Shape::kHalf, args.rotary_dim / 2 + unit * Shape::kHalf, true};
   }
-  return {unit * kWidth, unit * kWidth + kHalf, true};
+  return {unit * Shape::kWidth, unit * Shape::kWidth + Shape::kHalf, true};
 }
 
-/// Cosines and sines of the pairs of one unit.
-template <int kWidth>
-struct UnitAngles {
-  float cosine[kWidth / 2];
-  float sine[kWidth / 2];
+/// A unit as it is stored.
+template <typename Shape>
+struct RawUnit {
+  using Piece = Vec<typename Shape::T, Shape::kHalf>;
+  Piece low;
+  Piece high;
+
+  __device__ __forceinline__ float at(int i) const {
+    return to_float(i < Shape::kHalf ? low.values[i] : high.values[i - Shape::kHalf]);
+  }
+  __device__ __forceinline__ void set(int i, float value) {
+    (i < Shape::kHalf ? low.values[i] : high.values[i - Shape::kHalf]) =
+        from_float<typename Shape::T>(value);
+  }
+  __device__ __forceinline__ void load(const typename Shape::T* head,
+                                       const UnitPlace<Shape>& place) {
+    low = *reinterpret_cast<const Piece*>(head + place.low);
+    high = *reinterpret_cast<const Piece*>(head + place.high);
+  }
+  __device__ __forceinline__ void store(typename Shape::T* head,
+                                        const UnitPlace<Shape>& place) const {
+    *reinterpret_cast<Piece*>(head + place.low) = low;
+    *reinterpret_cast<Piece*>(head + place.high) = high;
+  }
 };
 
-template <int kWidth>
-__device__ __forceinline__ UnitAngles<kWidth> load_angles(const RopeArgs& args,
-                                                          const float* cos_sin,
-                                                          const UnitPlace<kWidth>& place) {
-  UnitAngles<kWidth> angles{};
-  if (place.is_rotary) {
-    const float* cosine = cos_sin + (args.neox ? place.low : place.low / 2);
-    load_floats<kWidth / 2, false>(cosine, angles.cosine);
-    load_floats<kWidth / 2, false>(cosine + args.rotary_dim / 2, angles.sine);
-  }
-  return angles;
-}
+/// What a unit is finished with besides its values.
+template <typename Shape>
+struct UnitTables {
+  float weights[Shape::kWidth];
+  float cosine[Shape::kHalf];
+  float sine[Shape::kHalf];
+};
 
-template <int kWidth>
-__device__ __forceinline__ void rotate_unit(bool is_neox, const UnitAngles<kWidth>& angles,
-                                            float (&values)[kWidth]) {
-  constexpr int kHalf = kWidth / 2;
+/// Rotates the pairs (i, kHalf + i) of a unit, or its neighbours (2 i, 2 i + 1).
+template <bool kNeox, typename Shape>
+__device__ __forceinline__ void rotate_unit(const UnitTables<Shape>& tables,
+                                            float (&values)[Shape::kWidth]) {
 #pragma unroll
-  for (int pair = 0; pair < kHalf; ++pair) {
-    // neox pairs (low + i, high + i); otherwise neighbours (2 i, 2 i + 1).
-    const int first = is_neox ? pair : 2 * pair;
-    const int second = is_neox ? kHalf + pair : 2 * pair + 1;
-    float x1 = 0.0F;
-    float x2 = 0.0F;
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {  // selects instead of run-time register indices
-      x1 = i == first ? values[i] : x1;
-      x2 = i == second ? values[i] : x2;
-    }
-    const float y1 = x1 * angles.cosine[pair] - x2 * angles.sine[pair];
-    const float y2 = x2 * angles.cosine[pair] + x1 * angles.sine[pair];
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      values[i] = i == first ? y1 : (i == second ? y2 : values[i]);
-    }
+  for (int pair = 0; pair < Shape::kHalf; ++pair) {
+    const int first = kNeox ? pair : 2 * pair;
+    const int second = kNeox ? Shape::kHalf + pair : 2 * pair + 1;
+    const float x1 = values[first];
+    const float x2 = values[second];
+    values[first] = x1 * tables.cosine[pair] - x2 * tables.sine[pair];
+    values[second] = x2 * tables.cosine[pair] + x1 * tables.sine[pair];
   }
-}
-
-template <typename T>
-__device__ __forceinline__ float weight_at(const HeadGroup& group, int32_t dim, float offset) {
-  if (group.weight == nullptr) {
-    return 1.0F;
-  }
-  const float weight = group.is_weight_float ? static_cast<const float*>(group.weight)[dim]
-                                             : to_float(static_cast<const T*>(group.weight)[dim]);
-  return weight + offset;
 }
 
 /// Stores one finished value, already rounded to T, in the cache's own type.
@@ -151,36 +169,6 @@ __device__ __forceinline__ void store_cached(const CacheView& cache, int32_t dty
       static_cast<__nv_bfloat16*>(cache.data)[offset] = from_float<__nv_bfloat16>(value);
       break;
   }
-}
-
-template <typename T, int kWidth, bool kVec>
-__device__ __forceinline__ void load_unit(const T* head, const UnitPlace<kWidth>& place,
-                                          float (&values)[kWidth]) {
-  constexpr int kHalf = kWidth / 2;
-  float low[kHalf];
-  float high[kHalf];
-  load_floats<kHalf, kVec>(head + place.low, low);
-  load_floats<kHalf, kVec>(head + place.high, high);
-#pragma unroll
-  for (int i = 0; i < kHalf; ++i) {
-    values[i] = low[i];
-    values[kHalf + i] = high[i];
-  }
-}
-
-template <typename T, int kWidth, bool kVec>
-__device__ __forceinline__ void store_unit(T* head, const UnitPlace<kWidth>& place,
-                                           const float (&values)[kWidth]) {
-  constexpr int kHalf = kWidth / 2;
-  float low[kHalf];
-  float high[kHalf];
-#pragma unroll
-  for (int i = 0; i < kHalf; ++i) {
-    low[i] = values[i];
-    high[i] = values[kHalf + i];
-  }
-  store_floats<kHalf, kVec>(head + place.low, low);
-  store_floats<kHalf, kVec>(head + place.high, high);
 }
 
 /// Page and offset of a slot; page -1 when nothing is stored.
@@ -209,143 +197,141 @@ __device__ __forceinline__ SlotPlace find_slot(const RopeArgs& args, int64_t tok
   return place;
 }
 
-/// What a head is finished with besides its values; loaded before they arrive.
-template <int kWidth, int kUnits>
-struct HeadTables {
-  float weights[kUnits][kWidth];
-  UnitAngles<kWidth> angles[kUnits];
-};
-
-template <typename T, int kWidth, int kUnits>
+template <typename Shape>
 __device__ __forceinline__ void load_weights(const RopeArgs& args, const HeadGroup& group,
-                                             HeadTables<kWidth, kUnits>& tables) {
+                                             UnitTables<Shape> (&tables)[Shape::kUnits]) {
+  using T = typename Shape::T;
 #pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
-    const int32_t unit = i * 32 + static_cast<int32_t>(threadIdx.x & 31);
-    const UnitPlace<kWidth> place = place_unit<kWidth>(args, unit);
+  for (int i = 0; i < Shape::kUnits; ++i) {
+    float weights[2][Shape::kHalf];
+    const bool has_weight =
+        group.weight != nullptr && Shape::unit(i) < args.head_dim / Shape::kWidth;
+    const UnitPlace<Shape> place = place_unit<Shape>(args, Shape::unit(i));
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const int32_t dim = j < kWidth / 2 ? place.low + j : place.high + j - kWidth / 2;
-      const bool has_weight = group.has_norm && unit < args.head_dim / kWidth;
-      tables.weights[i][j] = has_weight ? weight_at<T>(group, dim, args.weight_offset) : 1.0F;
+    for (int half = 0; half < 2; ++half) {
+      const int32_t dim = half == 0 ? place.low : place.high;
+      if (has_weight && group.is_weight_float) {
+        load_floats<Shape::kHalf, true>(static_cast<const float*>(group.weight) + dim,
+                                        weights[half]);
+      } else if (has_weight) {
+        load_floats<Shape::kHalf, true>(static_cast<const T*>(group.weight) + dim, weights[half]);
+      }
+#pragma unroll
+      for (int j = 0; j < Shape::kHalf; ++j) {
+        tables[i].weights[half * Shape::kHalf + j] =
+            has_weight ? weights[half][j] + args.weight_offset : 1.0F;
+      }
     }
   }
 }
 
-template <int kWidth, int kUnits>
-__device__ __forceinline__ void load_head_angles(const RopeArgs& args, int64_t token,
-                                                 HeadTables<kWidth, kUnits>& tables) {
+template <typename Shape>
+__device__ __forceinline__ void load_angles(const RopeArgs& args, int64_t token,
+                                            UnitTables<Shape> (&tables)[Shape::kUnits]) {
   int64_t position = load_index(args.positions, args.is_position_int64, token);
   position = position < 0 ? 0 : (position >= args.max_position ? args.max_position - 1 : position);
   const float* cos_sin = args.cos_sin + position * args.cos_sin_stride;
 #pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
-    const int32_t unit = i * 32 + static_cast<int32_t>(threadIdx.x & 31);
-    if (unit < args.head_dim / kWidth) {
-      tables.angles[i] = load_angles<kWidth>(args, cos_sin, place_unit<kWidth>(args, unit));
+  for (int i = 0; i < Shape::kUnits; ++i) {
+    if (Shape::unit(i) < args.rotary_dim / Shape::kWidth) {
+      const float* cosine = cos_sin + Shape::unit(i) * Shape::kHalf;
+      load_floats<Shape::kHalf, true>(cosine, tables[i].cosine);
+      load_floats<Shape::kHalf, true>(cosine + args.rotary_dim / 2, tables[i].sine);
     }
   }
 }
 
 /// Writes one unit to the cache: in the cache's type, the values as they were rounded to T.
-template <typename T, int kWidth, bool kVec>
+template <typename Shape>
 __device__ __forceinline__ void store_cached_unit(const RopeArgs& args, const CacheView& cache,
                                                   const SlotPlace& slot, int32_t head,
-                                                  const UnitPlace<kWidth>& place,
-                                                  const float (&values)[kWidth]) {
-  if (kVec && args.is_cache_plain) {
-    T* target = static_cast<T*>(cache.data) + slot.page * cache.page_stride +
-                slot.offset * cache.token_stride + head * cache.head_stride;
-    store_unit<T, kWidth, kVec>(target, place, values);
+                                                  const UnitPlace<Shape>& place,
+                                                  const RawUnit<Shape>& raw) {
+  if (args.is_cache_plain) {
+    raw.store(static_cast<typename Shape::T*>(cache.data) + slot.page * cache.page_stride +
+                  slot.offset * cache.token_stride + head * cache.head_stride,
+              place);
     return;
   }
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    const int32_t dim = j < kWidth / 2 ? place.low + j : place.high + j - kWidth / 2;
+  for (int j = 0; j < Shape::kWidth; ++j) {
+    const int32_t dim = j < Shape::kHalf ? place.low + j : place.high + j - Shape::kHalf;
     store_cached(cache, args.cache_dtype, cache.offset(slot.page, slot.offset, head, dim),
-                 to_float(from_float<T>(values[j])));
+                 raw.at(j));
   }
 }
 
-/// kUnits units of kWidth elements per lane hold one head.
-template <typename T, int kWidth, int kUnits, bool kVec>
-__device__ void finish_head(const RopeArgs& args, const HeadGroup& group, int32_t head,
-                            int64_t token, bool is_rotated, const CacheView* cache,
-                            const HeadTables<kWidth, kUnits>& tables,
-                            const float (&loaded)[kUnits][kWidth]) {
-  const int lane = threadIdx.x & 31;
-  const int32_t num_units = args.head_dim / kWidth;
-  const SlotPlace slot = cache == nullptr ? SlotPlace{} : find_slot(args, token);
+/// A head on its way from memory to memory, as one lane holds it; zeros past the head.
+template <typename Shape>
+struct LaneHead {
+  int32_t head;
+  bool is_real;  // lanes past the last head take part in the sums alone
+  RawUnit<Shape> units[Shape::kUnits];
+};
+
+/// Normalises, rotates and stores a head of `group`. By whole warps. `cache` is null when nothing
+/// goes there.
+template <typename Shape>
+__device__ __forceinline__ void finish_head(const RopeArgs& args, const HeadGroup& group,
+                                            int64_t token, bool is_rotated, const CacheView* cache,
+                                            const SlotPlace& slot,
+                                            const UnitTables<Shape> (&tables)[Shape::kUnits],
+                                            const LaneHead<Shape>& source) {
+  using T = typename Shape::T;
   float scale = 1.0F;
   if (group.has_norm) {
     float sum = 0.0F;
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
+    for (int i = 0; i < Shape::kUnits; ++i) {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        sum += loaded[i][j] * loaded[i][j];
+      for (int j = 0; j < Shape::kWidth; ++j) {
+        sum += source.units[i].at(j) * source.units[i].at(j);
       }
     }
-    scale = rsqrtf(warp_sum(sum) / static_cast<float>(args.head_dim) + args.eps);
-  }
-  T* target = static_cast<T*>(group.data) + token * group.token_stride + head * group.head_stride;
 #pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
-    const int32_t unit = i * 32 + lane;
-    if (unit >= num_units) {
+    for (int offset = Shape::kLanes / 2; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(kFullWarp, sum, offset);
+    }
+    scale = rsqrtf(sum / static_cast<float>(args.head_dim) + args.eps);
+  }
+  T* target =
+      static_cast<T*>(group.data) + token * group.token_stride + source.head * group.head_stride;
+#pragma unroll
+  for (int i = 0; i < Shape::kUnits; ++i) {
+    if (!source.is_real || Shape::unit(i) >= args.head_dim / Shape::kWidth) {
       continue;
     }
-    const UnitPlace<kWidth> place = place_unit<kWidth>(args, unit);
-    float values[kWidth];
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      values[j] = group.has_norm ? loaded[i][j] * scale : loaded[i][j];
-      values[j] = group.weight != nullptr ? values[j] * tables.weights[i][j] : values[j];
-    }
-    if (is_rotated && place.is_rotary) {
-      rotate_unit<kWidth>(args.neox, tables.angles[i], values);
-    }
+    const UnitPlace<Shape> place = place_unit<Shape>(args, Shape::unit(i));
+    RawUnit<Shape> raw = source.units[i];
     if (is_rotated || group.has_norm) {  // plain V stays as it is
-      store_unit<T, kWidth, kVec>(target, place, values);
+      float values[Shape::kWidth];
+#pragma unroll
+      for (int j = 0; j < Shape::kWidth; ++j) {
+        values[j] = group.has_norm ? raw.at(j) * scale : raw.at(j);
+        values[j] = group.weight != nullptr ? values[j] * tables[i].weights[j] : values[j];
+      }
+      if (is_rotated && place.is_rotary) {
+        if (args.neox) {
+          rotate_unit<true>(tables[i], values);
+        } else {
+          rotate_unit<false>(tables[i], values);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < Shape::kWidth; ++j) {
+        raw.set(j, values[j]);
+      }
+      raw.store(target, place);
     }
-    if (slot.page >= 0) {
-      store_cached_unit<T, kWidth, kVec>(args, *cache, slot, head, place, values);
+    if (cache != nullptr && slot.page >= 0) {
+      store_cached_unit<Shape>(args, *cache, slot, source.head, place, raw);
     }
   }
 }
 
-/// One head of one token, by one warp.
-template <typename T, int kWidth, int kUnits, bool kVec>
-__device__ __forceinline__ void run_head(const RopeArgs& args, const HeadGroup& group, int part,
-                                         int32_t head, int64_t token,
-                                         const HeadTables<kWidth, kUnits>& tables) {
-  const T* source =
-      static_cast<const T*>(group.data) + token * group.token_stride + head * group.head_stride;
-  float values[kUnits][kWidth];
-#pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
-    const int32_t unit = i * 32 + static_cast<int32_t>(threadIdx.x & 31);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      values[i][j] = 0.0F;
-    }
-    if (unit < args.head_dim / kWidth) {
-      load_unit<T, kWidth, kVec>(source, place_unit<kWidth>(args, unit), values[i]);
-    }
-  }
-  const bool is_stored = args.slots != nullptr && part > 0;
-  if (part == 1 && args.v_from_raw_k) {
-    // V first: it needs the raw K that the next call overwrites. It has no weight.
-    finish_head<T, kWidth, kUnits, kVec>(args, args.v, head, token, false,
-                                         is_stored ? &args.v_cache : nullptr, tables, values);
-  }
-  const CacheView* cache = part == 1 ? &args.k_cache : &args.v_cache;
-  finish_head<T, kWidth, kUnits, kVec>(args, group, head, token, part < 2,
-                                       is_stored ? cache : nullptr, tables, values);
-}
-
-template <typename T, int kWidth, int kUnits, bool kVec>
+template <typename Shape>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ RopeArgs args) {
+  using T = typename Shape::T;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + (threadIdx.x >> 5);
   // 32-bit division where it is enough.
   const int64_t token = index <= UINT32_MAX ? static_cast<uint32_t>(index) /
@@ -354,67 +340,103 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ 
   if (token >= args.num_tokens) {
     return;
   }
-  auto head = static_cast<int32_t>(index - token * args.num_warp_heads) * args.warp_heads;
+  auto first = static_cast<int32_t>(index - token * args.num_warp_heads) * args.warp_heads;
   int32_t part = 0;  // 0 = q, 1 = k, 2 = v
-  if (head >= args.q_end) {
-    head -= args.q_end;
+  if (first >= args.q_end) {
+    first -= args.q_end;
     part = 1;
-    if (head >= args.k_end) {
-      head -= args.k_end;
+    if (first >= args.k_end) {
+      first -= args.k_end;
       part = 2;
     }
   }
   const HeadGroup& group = part == 0 ? args.q : (part == 1 ? args.k : args.v);
   // Weights come from no kernel: their way from memory overlaps the end of the one before.
-  HeadTables<kWidth, kUnits> tables;
-  load_weights<T>(args, group, tables);
+  UnitTables<Shape> tables[Shape::kUnits];
+  load_weights<Shape>(args, group, tables);
   pdl_launch_dependents();
   pdl_wait();
+  const int32_t end = min(first + args.warp_heads, group.num_heads);
+  const T* source = static_cast<const T*>(group.data) + token * group.token_stride;
+  LaneHead<Shape> heads[Shape::kSteps];
+#pragma unroll
+  for (int step = 0; step < Shape::kSteps; ++step) {
+    LaneHead<Shape>& lane_head = heads[step];
+    lane_head.head =
+        first + step * Shape::kHeads + static_cast<int32_t>(threadIdx.x & 31) / Shape::kLanes;
+    lane_head.is_real = lane_head.head < end;
+#pragma unroll
+    for (int i = 0; i < Shape::kUnits; ++i) {
+      lane_head.units[i] = RawUnit<Shape>{};
+      if (lane_head.is_real && Shape::unit(i) < args.head_dim / Shape::kWidth) {
+        lane_head.units[i].load(source + lane_head.head * group.head_stride,
+                                place_unit<Shape>(args, Shape::unit(i)));
+      }
+    }
+  }
+  const bool is_stored = args.slots != nullptr && part > 0;
+  const SlotPlace slot = is_stored ? find_slot(args, token) : SlotPlace{};
   if (part < 2) {
-    load_head_angles(args, token, tables);
+    load_angles<Shape>(args, token, tables);
   }
-  const int32_t end = min(head + args.warp_heads, group.num_heads);
-  for (; head < end; ++head) {
-    run_head<T, kWidth, kUnits, kVec>(args, group, part, head, token, tables);
+  const CacheView* cache = !is_stored ? nullptr : (part == 1 ? &args.k_cache : &args.v_cache);
+#pragma unroll
+  for (int step = 0; step < Shape::kSteps; ++step) {
+    if (first + step * Shape::kHeads >= end) {
+      break;
+    }
+    if (part == 1 && args.v_from_raw_k) {
+      // V first: it needs the raw K. It has no weight.
+      finish_head<Shape>(args, args.v, token, false, is_stored ? &args.v_cache : nullptr, slot,
+                         tables, heads[step]);
+    }
+    finish_head<Shape>(args, group, token, part < 2, cache, slot, tables, heads[step]);
   }
 }
 
-bool is_pair_aligned(const HeadGroup& group, int64_t bytes) {
-  return reinterpret_cast<uintptr_t>(group.data) % (2 * bytes) == 0 &&
-         group.token_stride % 2 == 0 && group.head_stride % 2 == 0;
+/// True when the heads start at multiples of 16 bytes.
+bool is_wide(const HeadGroup& group, int64_t bytes) {
+  return is_aligned16(group.data) && is_aligned16(group.weight) &&
+         group.token_stride * bytes % 16 == 0 && group.head_stride * bytes % 16 == 0;
 }
 
-/// Sets how heads are shared among warps: one each while there are few, several when the tables of
-/// a token are worth keeping.
-void share_heads(RopeArgs& args) {
-  args.warp_heads = args.num_tokens >= 512 ? 4 : 1;
+/// Launches with `warp_heads` consecutive heads of one projection per warp: as many as a warp takes
+/// at once while there are few, more when the tables of a token are worth keeping.
+template <typename Shape>
+cudaError_t launch_shape(RopeArgs args, const ExecContext& context) {
+  args.warp_heads = Shape::kHeads * (args.num_tokens >= 512 ? Shape::kSteps : 1);
   const auto round_up = [&](int32_t heads) {
     return (heads + args.warp_heads - 1) / args.warp_heads * args.warp_heads;
   };
   args.q_end = round_up(args.q.num_heads);
   args.k_end = round_up(args.k.num_heads);
   args.num_warp_heads = (args.q_end + args.k_end + round_up(args.v.num_heads)) / args.warp_heads;
+  const LaunchShape shape{
+      static_cast<unsigned>(ceil_div(args.num_tokens * args.num_warp_heads, kWarps)), kThreads, 0,
+      stream_of(context)};
+  return launch_dependent(rope_kernel<Shape>, shape, can_launch_dependent(context.device_index),
+                          args);
 }
 
 template <typename T>
 cudaError_t launch_rope(const RopeArgs& args, const ExecContext& context) {
-  const LaunchShape shape{
-      static_cast<unsigned>(ceil_div(args.num_tokens * args.num_warp_heads, kWarps)), kThreads, 0,
-      stream_of(context)};
-  const bool is_dependent = can_launch_dependent(context.device_index);
-  const bool is_vec = args.head_dim % 4 == 0 && args.rotary_dim % 4 == 0 &&
-                      is_pair_aligned(args.q, sizeof(T)) && is_pair_aligned(args.k, sizeof(T)) &&
-                      is_pair_aligned(args.v, sizeof(T));
-  if (!is_vec) {
-    return launch_dependent(rope_kernel<T, 2, 8, false>, shape, is_dependent, args);
+  const bool has_wide = args.head_dim % 16 == 0 && args.rotary_dim % 16 == 0 &&
+                        is_wide(args.q, sizeof(T)) && is_wide(args.k, sizeof(T)) &&
+                        is_wide(args.v, sizeof(T)) && is_aligned16(args.cos_sin) &&
+                        args.cos_sin_stride % 4 == 0;
+  if (!has_wide) {
+    return launch_shape<NarrowShape<T>>(args, context);
+  }
+  if (args.head_dim <= 64) {
+    return launch_shape<WideShape<T, 4>>(args, context);
   }
   if (args.head_dim <= 128) {
-    return launch_dependent(rope_kernel<T, 4, 1, true>, shape, is_dependent, args);
+    return launch_shape<WideShape<T, 8>>(args, context);
   }
   if (args.head_dim <= 256) {
-    return launch_dependent(rope_kernel<T, 4, 2, true>, shape, is_dependent, args);
+    return launch_shape<WideShape<T, 16>>(args, context);
   }
-  return launch_dependent(rope_kernel<T, 4, 4, true>, shape, is_dependent, args);
+  return launch_shape<WideShape<T, 32>>(args, context);
 }
 
 Status run_rope(const char* where, DType dtype, const RopeArgs& args, const TensorRef& positions,
@@ -427,7 +449,7 @@ Status run_rope(const char* where, DType dtype, const RopeArgs& args, const Tens
     return make_error(StatusCode::kUnsupported, where, ": head_dim: expected an even value, got ",
                       args.head_dim);
   }
-  if (args.num_warp_heads == 0) {
+  if (args.q.num_heads + args.k.num_heads + args.v.num_heads == 0) {
     return Status::ok_status();
   }
   DIFFULEX_RETURN_IF_ERROR(
@@ -505,7 +527,6 @@ Status rotary_embedding(const RotaryParams& params, const ExecContext& context) 
   args.v = args.k;
   args.v.num_heads = 0;
   args.num_tokens = params.q.size[0];
-  share_heads(args);
   args.head_dim = params.head_dim;
   args.neox = params.neox;
   return run_rope(kWhere, params.q.dtype, args, params.positions, context);
@@ -518,7 +539,6 @@ Status qk_norm_rope(const QkNormRopeParams& params, const ExecContext& context) 
   RopeArgs args = fused_args(params);
   // V heads are touched only when they change, and by the K warps when they come from raw K.
   args.v.num_heads = params.norm_v && !params.v_from_raw_k ? params.num_kv_heads : 0;
-  share_heads(args);
   return run_rope(kWhere, params.qkv.dtype, args, params.positions, context);
 }
 
@@ -528,7 +548,6 @@ Status qk_norm_rope_store(const QkNormRopeParams& params, const ExecContext& con
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
   RopeArgs args = fused_args(params);
   args.v.num_heads = params.v_from_raw_k ? 0 : params.num_kv_heads;
-  share_heads(args);
   args.k_cache = CacheView::of_keys(params.k_cache, params.kv_layout);
   args.v_cache = CacheView::of_values(params.v_cache, params.kv_layout);
   args.cache_dtype = static_cast<int32_t>(params.k_cache.dtype);
@@ -550,10 +569,11 @@ Status prepare_rope() {
   constexpr const char* kWhere = "diffulex::qk_norm_rope";
   return for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;
-    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, rope_kernel<T, 2, 8, false>));
-    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, rope_kernel<T, 4, 1, true>));
-    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, rope_kernel<T, 4, 2, true>));
-    return touch_kernel(kWhere, rope_kernel<T, 4, 4, true>);
+    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, rope_kernel<NarrowShape<T>>));
+    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, rope_kernel<WideShape<T, 4>>));
+    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, rope_kernel<WideShape<T, 8>>));
+    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, rope_kernel<WideShape<T, 16>>));
+    return touch_kernel(kWhere, rope_kernel<WideShape<T, 32>>);
   });
 }
 
