@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(32 * kChunkWarps<T>)
 template <typename T>
 __global__ void __launch_bounds__(32 * kChunkWarps<T>)
     finish_kernel(const __grid_constant__ TokenStatsArgs args) {
-  __shared__ TopKShared shared;
+  __shared__ FinishShared shared;
   __shared__ alignas(16) uint8_t columns[kChunkWarps<T> * kStatsChunkColumns * sizeof(T)];
   const int64_t row = blockIdx.x;
   const T* source = source_row<T>(args, row);

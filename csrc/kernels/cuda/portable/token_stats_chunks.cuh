@@ -138,10 +138,13 @@ struct TopTwo final {
     best = fmaxf(best, other_best);
   }
   __device__ __forceinline__ void merge_warp() {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      merge(__shfl_xor_sync(kFullWarp, best, offset), __shfl_xor_sync(kFullWarp, second, offset));
-    }
+    const uint32_t mine = ordered_bits(best);
+    const uint32_t top = __reduce_max_sync(kFullWarp, mine);
+    const bool is_owner = mine == top;
+    const bool has_tie = __popc(__ballot_sync(kFullWarp, is_owner)) > 1;
+    const float rest = is_owner && !has_tie ? second : best;
+    second = ordered_value(__reduce_max_sync(kFullWarp, ordered_bits(rest)));
+    best = ordered_value(top);
   }
 };
 
@@ -163,8 +166,8 @@ __device__ __forceinline__ TopTwo lane_top_two(const LaneChunk<T>& chunk) {
   } else {
     using Pair = typename PairMath<T>::Pair;
     const T lowest = from_float<T>(-INFINITY);
-    Pair best{lowest, lowest};
-    Pair second = best;
+    Pair best[2] = {{lowest, lowest}, {lowest, lowest}};  // two chains, for their latency
+    Pair second[2] = {best[0], best[0]};
 #pragma unroll
     for (int load = 0; load < kChunkLoads; ++load) {
       const uint4 raw = *reinterpret_cast<const uint4*>(chunk.columns + lane_column(load));
@@ -172,13 +175,15 @@ __device__ __forceinline__ TopTwo lane_top_two(const LaneChunk<T>& chunk) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const Pair x = *reinterpret_cast<const Pair*>(&words[i]);
-        second = __hmax2(second, __hmin2(best, x));
-        best = __hmax2(best, x);
+        second[i % 2] = __hmax2(second[i % 2], __hmin2(best[i % 2], x));
+        best[i % 2] = __hmax2(best[i % 2], x);
       }
     }
-    top.best = to_float(best.x);
-    top.second = to_float(second.x);
-    top.merge(to_float(best.y), to_float(second.y));
+    second[0] = __hmax2(__hmax2(second[0], second[1]), __hmin2(best[0], best[1]));
+    best[0] = __hmax2(best[0], best[1]);
+    top.best = to_float(best[0].x);
+    top.second = to_float(second[0].x);
+    top.merge(to_float(best[0].y), to_float(second[0].y));
   }
   return top;
 }
@@ -186,15 +191,16 @@ __device__ __forceinline__ TopTwo lane_top_two(const LaneChunk<T>& chunk) {
 /// Sums relative to one maximum.
 struct PowerSums final {
   float sum;
+  float raw_sum;    // of the same powers at temperature 1; only where asked for
   float weighted;   // times the difference of z; NaN when a value is not finite
   int32_t num_low;  // of this lane: values a cap does not apply to, pads above all; 0 without cap
 };
 
-/// Powers 2^((x - maximum) * scale) of the chunk's logits x.
+/// Powers 2^((x - maximum) * scale) of the chunk's logits x; with kRaw also those at temperature 1.
 ///
 /// A cap would give weight to pads and hide infinities, so values at or below the least plain one
 /// stay as they are and are counted; the caller knows how many pads there must be.
-template <typename T, bool kCapped>
+template <typename T, bool kCapped, bool kRaw>
 __device__ __forceinline__ PowerSums chunk_sums(const LaneChunk<T>& chunk,
                                                 const RowTransform& transform, float maximum,
                                                 float scale) {
@@ -202,6 +208,7 @@ __device__ __forceinline__ PowerSums chunk_sums(const LaneChunk<T>& chunk,
   // exponents alike, by `slip`, and is taken out of the sums.
   const float offset = maximum * scale;
   const float slip = fmaf(maximum, scale, -offset);
+  const float raw_offset = maximum * kLog2E;
   PowerSums sums[2] = {};
   int32_t num_low = 0;
 #pragma unroll 4
@@ -220,29 +227,42 @@ __device__ __forceinline__ PowerSums chunk_sums(const LaneChunk<T>& chunk,
       const float power = ptx::exp2_approx(exponent);
       sums[i % 2].sum += power;
       sums[i % 2].weighted = fmaf(power, exponent, sums[i % 2].weighted);
+      if constexpr (kRaw) {
+        sums[i % 2].raw_sum += ptx::exp2_approx(fmaf(x, kLog2E, -raw_offset));
+      }
     }
   }
-  PowerSums total{warp_sum(sums[0].sum + sums[1].sum),
-                  warp_sum(sums[0].weighted + sums[1].weighted), num_low};
+  PowerSums total{};
+  total.sum = warp_sum(sums[0].sum + sums[1].sum);
+  total.weighted = warp_sum(sums[0].weighted + sums[1].weighted);
+  total.num_low = num_low;
   const float correction = ptx::exp2_approx(-slip);
   total.weighted = fmaf(-slip, total.sum, total.weighted) * correction * kLn2;
   total.sum *= correction;
+  total.raw_sum = total.sum;
+  if constexpr (kRaw) {
+    total.raw_sum = warp_sum(sums[0].raw_sum + sums[1].raw_sum) *
+                    ptx::exp2_approx(-fmaf(maximum, kLog2E, -raw_offset));
+  }
   return total;
 }
 
-/// Lowest column (of the row) of the warp's chunk that holds `best`; only the lanes whose own best
-/// it is look.
+/// Lowest column (of the row) of the warp's chunk that holds `best`. The warp looks through the
+/// columns of the lanes whose own best it is, one lane after the other.
 template <typename T>
 __device__ __forceinline__ int32_t column_of(const LaneChunk<T>& chunk, float lane_best, float best,
                                              int32_t first) {
+  __syncwarp();  // the pieces of other lanes
   int32_t column = INT32_MAX;
-  if (lane_best == best) {
-    for (int load = kChunkLoads - 1; load >= 0; --load) {
-      float values[8];
-      chunk.read(load, values);
+  unsigned owners = __ballot_sync(kFullWarp, lane_best == best);
+  for (; owners != 0; owners &= owners - 1) {
+    const int32_t owner = __ffs(static_cast<int>(owners)) - 1;
 #pragma unroll
-      for (int i = 7; i >= 0; --i) {
-        column = values[i] == best ? first + lane_column(load) + i : column;
+    for (int32_t half = 0; half < 2; ++half) {
+      const int32_t index = 32 * half + static_cast<int32_t>(threadIdx.x & 31);
+      const int32_t place = (index >> 3) * 256 + owner * 8 + (index & 7);
+      if (to_float(chunk.columns[place]) == best) {
+        column = min(column, first + place);
       }
     }
   }
@@ -479,12 +499,12 @@ __device__ __forceinline__ bool plain_chunk(const TokenStatsArgs& args,
   top.merge_warp();
   PartSums part;
   part.maximum = kCapped ? transform.capped(top.best) : top.best;
-  const PowerSums sums = chunk_sums<T, kCapped>(chunk, transform, part.maximum, scale);
+  const PowerSums sums = transform.is_tempered
+                             ? chunk_sums<T, kCapped, true>(chunk, transform, part.maximum, scale)
+                             : chunk_sums<T, kCapped, false>(chunk, transform, part.maximum, scale);
   part.sum = sums.sum;
   part.weighted = sums.weighted;
-  part.raw_sum = transform.is_tempered
-                     ? chunk_sums<T, kCapped>(chunk, transform, part.maximum, kLog2E).sum
-                     : sums.sum;
+  part.raw_sum = sums.raw_sum;
   const bool has_candidates = first < exclusion.limit;
   is_plain = is_plain && (top.best > kLeast || !has_candidates);
   if constexpr (kCapped) {

@@ -2,14 +2,13 @@
 #pragma once
 
 // From the chunk records of a row to its result, by one CTA of any number of warps. The first warp
-// adds the records in fp64, in an order that depends on the number of chunks alone, and reads again
-// the one chunk that holds a drawn id; all warps read the few chunks that can hold the top-k.
+// adds the records in fp64, in an order that depends on the number of chunks alone; all warps read
+// again the one chunk that holds a drawn id, and the few chunks that can hold the top-k.
 
 #include <climits>
 #include <cstdint>
 
 #include "diffulex/kernels/sampling.h"
-#include "kernels/common/log_sum.h"
 #include "kernels/cuda/common/ordered_key.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 #include "kernels/cuda/portable/token_stats.cuh"
@@ -18,28 +17,16 @@
 
 namespace diffulex::cuda {
 
-/// e^x to the accuracy of fp32 over the range of fp64: the power of two is exact, the fraction goes
-/// through the special function unit.
-__device__ __forceinline__ double fast_exp(double x) {
-  const double power = x * 1.4426950408889634;
-  if (!(power > -1000.0)) {
-    return power != power ? power : 0.0;
-  }
-  const double whole = rint(fmin(power, 1000.0));
-  const double fraction = ptx::exp2_approx(static_cast<float>(power - whole));
-  return fraction * __hiloint2double((static_cast<int>(whole) + 1023) << 20, 0);
-}
-
-/// Natural logarithm to the accuracy of fp32; the rest of a sum past fp32 counts.
-__device__ __forceinline__ double fast_log(double x) {
-  const auto nearest = static_cast<float>(x);
-  return logf(nearest) + (x - nearest) / x;
-}
-
-/// exp(value - maximum) with an empty chunk (-inf) giving 0.
+/// exp(value - maximum) with an empty chunk (-inf) giving 0. To the accuracy of fp32 where it has
+/// weight, over the range of fp64: candidates may be far below an excluded column.
 __device__ __forceinline__ double chunk_scale(float value, float maximum) {
-  return value == -INFINITY ? 0.0
-                            : fast_exp(static_cast<double>(value) - static_cast<double>(maximum));
+  const float power = (value - maximum) * kLog2E;
+  if (!(power > -1000.0F)) {
+    return 0.0;
+  }
+  const float whole = rintf(power);
+  const double fraction = ptx::exp2_approx(power - whole);
+  return fraction * __hiloint2double((static_cast<int>(whole) + 1023) << 20, 0);
 }
 
 /// Largest key of a warp and the lowest chunk that has it; chunk -1 when there is none.
@@ -70,13 +57,11 @@ __device__ __forceinline__ float quick_max(float value) {
 
 /// What the records say about a row.
 struct RowSummary final {
-  float maximum = -INFINITY;  // of z over the normaliser
-  double sum = 0.0;           // relative to exp(maximum)
+  Normaliser normaliser;      // of z
+  Normaliser raw_normaliser;  // of the logits at temperature 1; tempered rows only
+  double sum = 0.0;           // relative to exp(normaliser.maximum)
   double weighted = 0.0;
-  double candidates = 0.0;
-  LogSum log_sum;
-  LogSum raw_log_sum;
-  double entropy = 0.0;
+  double candidates = 0.0;  // tempered rows only
   float best_key = -INFINITY;
   float best_z = -INFINITY;
   float second_z = -INFINITY;  // -inf = none
@@ -85,24 +70,29 @@ struct RowSummary final {
   int32_t bad_count = 0;
 };
 
-/// Adds the records of a row; every lane gets the result.
-__device__ inline RowSummary summarize(const TokenStatsArgs& args, const ChunkRecord* records) {
+/// Adds the records of a row; every lane gets the result. What only tempered rows need is left out
+/// of the others.
+__device__ inline RowSummary summarize(const TokenStatsArgs& args, const ChunkRecord* records,
+                                       bool is_tempered) {
   RowSummary summary;
   const int lane = threadIdx.x & 31;
   const auto num_chunks = static_cast<int32_t>(args.num_chunks);
   BestChunk best;
+  float maximum = -INFINITY;
   float raw_maximum = -INFINITY;
   int32_t bad_count = 0;
   for (int32_t chunk = lane; chunk < num_chunks; chunk += 32) {
     const ChunkRecord record = records[chunk];
-    summary.maximum = fmaxf(summary.maximum, record.maximum);
+    maximum = fmaxf(maximum, record.maximum);
     raw_maximum = fmaxf(raw_maximum, record.raw_maximum);
     bad_count += record.bad_count;
     best.add(record.best_key, chunk);
   }
   best.merge_warp();
-  summary.maximum = quick_max(summary.maximum);
-  raw_maximum = quick_max(raw_maximum);
+  maximum = quick_max(maximum);
+  if (is_tempered) {
+    raw_maximum = quick_max(raw_maximum);
+  }
   summary.bad_count = __reduce_add_sync(kFullWarp, bad_count);
   summary.best_key = best.key;
   summary.best_chunk = best.chunk;
@@ -112,28 +102,35 @@ __device__ inline RowSummary summarize(const TokenStatsArgs& args, const ChunkRe
   for (int32_t chunk = lane; chunk < num_chunks; chunk += 32) {
     const ChunkRecord record = records[chunk];
     second.add(chunk == best.chunk ? record.second_key : record.best_key, chunk);
-    const double scale = chunk_scale(record.maximum, summary.maximum);
-    const double shift =
-        scale == 0.0 ? 0.0
-                     : static_cast<double>(record.maximum) - static_cast<double>(summary.maximum);
+    const double scale = chunk_scale(record.maximum, maximum);
+    const float shift = scale == 0.0 ? 0.0F : record.maximum - maximum;
     terms[0] += scale * record.sum;
-    terms[1] += scale * (record.weighted + shift * record.sum);
-    terms[2] += scale * record.candidate_sum;
-    terms[3] += record.raw_maximum == record.maximum && raw_maximum == summary.maximum
-                    ? scale * record.raw_sum
-                    : chunk_scale(record.raw_maximum, raw_maximum) * record.raw_sum;
+    terms[1] += scale * fma(static_cast<double>(shift), static_cast<double>(record.sum),
+                            static_cast<double>(record.weighted));
+    if (is_tempered) {
+      terms[2] += scale * record.candidate_sum;
+      terms[3] += chunk_scale(record.raw_maximum, raw_maximum) * record.raw_sum;
+    }
   }
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
+    terms[0] += __shfl_xor_sync(kFullWarp, terms[0], offset);
+    terms[1] += __shfl_xor_sync(kFullWarp, terms[1], offset);
+  }
+  if (is_tempered) {
 #pragma unroll
-    for (double& term : terms) {
-      term += __shfl_xor_sync(kFullWarp, term, offset);
+    for (int offset = 16; offset > 0; offset /= 2) {
+      terms[2] += __shfl_xor_sync(kFullWarp, terms[2], offset);
+      terms[3] += __shfl_xor_sync(kFullWarp, terms[3], offset);
     }
   }
   summary.sum = terms[0];
   summary.weighted = terms[1];
   summary.candidates = terms[2];
-  const double raw_sum = terms[3];
+  summary.normaliser = {maximum, reciprocal(summary.sum)};
+  if (is_tempered) {
+    summary.raw_normaliser = {raw_maximum, reciprocal(terms[3])};
+  }
   second.merge_warp();
   if (best.chunk >= 0) {
     const ChunkRecord& record = records[best.chunk];
@@ -144,11 +141,6 @@ __device__ inline RowSummary summarize(const TokenStatsArgs& args, const ChunkRe
           second.chunk == best.chunk ? record.second_z : records[second.chunk].best_z;
     }
   }
-  // Two logarithms at once, in different lanes.
-  const double logarithm = fast_log(lane == 0 ? summary.sum : raw_sum);
-  summary.log_sum = LogSum{summary.maximum, __shfl_sync(kFullWarp, logarithm, 0)};
-  summary.raw_log_sum = LogSum{raw_maximum, __shfl_sync(kFullWarp, logarithm, 1)};
-  summary.entropy = summary.sum > 0.0 ? summary.log_sum.log - summary.weighted / summary.sum : 0.0;
   return summary;
 }
 
@@ -215,97 +207,130 @@ __device__ inline DrawPlace draw_chunk(const TokenStatsArgs& args, const ChunkRe
   return place;
 }
 
-/// Column drawn by the uniform of the row: the first whose running candidate mass passes `target`,
-/// or the last candidate of the chunk if rounding leaves none. `chunk` and `powers` are
-/// scratch.
-template <typename T>
-__device__ int32_t drawn_column(const TokenStatsArgs& args, const T* source,
-                                const RowTransform& transform, const Exclusion& exclusion,
-                                const ChunkRecord* records, const LaneChunk<T>& chunk,
-                                float row_maximum, double target, float* powers) {
-  const DrawPlace place = draw_chunk(args, records, row_maximum, target);
-  if (place.chunk < 0) {
-    return -1;
+/// A column and its logit at temperature 1.
+struct Choice final {
+  int32_t column = -1;  // -1 = none
+  float logit = -INFINITY;
+};
+
+/// Weight of a candidate's logit, relative to the maximum of its chunk; 0 of any other column.
+__device__ __forceinline__ float draw_power(const RowTransform& transform, float logit,
+                                            float maximum) {
+  return logit == -INFINITY ? 0.0F
+                            : ptx::exp2_approx((transform.tempered(logit) - maximum) * kLog2E);
+}
+
+/// Weights of 8 neighbouring columns; returns their sum.
+__device__ __forceinline__ double lane_powers(const RowTransform& transform,
+                                              const float (&logits)[8], float maximum,
+                                              float (&powers)[8]) {
+  double sum = 0.0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    powers[i] = draw_power(transform, logits[i], maximum);
+    sum += powers[i];
   }
-  const int lane = threadIdx.x & 31;
-  const float maximum = records[place.chunk].maximum;
-  const double scale = chunk_scale(maximum, row_maximum);
-  const int64_t first = place.chunk * kStatsChunkColumns;
-  start_chunk(args, source, static_cast<int32_t>(first), chunk);
-  ptx::cp_async_wait<0>();
-  const uint64_t excluded = excluded_mask(exclusion, static_cast<int32_t>(first));
-#pragma unroll 1
-  for (int load = 0; load < kChunkLoads; ++load) {
-    float values[8];
-    chunk.read(load, values);
+  return sum;
+}
+
+/// Reads the chunk of the draw and weighs its segments; in each, a lane has 8 neighbouring columns.
+/// By every warp of the CTA; how many there are changes no result.
+template <typename T>
+__device__ void weigh_segments(const TokenStatsArgs& args, const T* source,
+                               const RowTransform& transform, const Exclusion& exclusion,
+                               const ChunkRecord* records, FinishShared& shared) {
+  if (shared.draw.chunk < 0) {
+    return;
+  }
+  const int32_t first = shared.draw.chunk * static_cast<int32_t>(kStatsChunkColumns);
+  const float maximum = records[shared.draw.chunk].maximum;
+  const uint64_t excluded = excluded_mask(exclusion, first);
+  const auto num_warps = static_cast<int32_t>(blockDim.x >> 5);
+  for (auto segment = static_cast<int32_t>(threadIdx.x >> 5); segment < kDrawSegments;
+       segment += num_warps) {
+    const int32_t column = first + lane_column(segment);
+    float logits[8];
+    if (args.is_vec && column + 8 <= args.num_columns) {
+      load_floats<8, true>(source + column, logits);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        logits[i] = column + i < args.num_columns ? to_float(source[column + i]) : -INFINITY;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int64_t column = first + lane_column(load) + i;
-      const float x = RowTransform::sanitized(values[i]);
-      const bool is_choice =
-          (excluded >> (8 * load + i) & 1) == 0 && x != -INFINITY && column < args.num_columns;
-      const float z = transform.tempered(transform.logit(x, column));
-      powers[lane_column(load) + i] = is_choice ? ptx::exp2_approx((z - maximum) * kLog2E) : 0.0F;
+      const float x = RowTransform::sanitized(logits[i]);
+      const bool is_choice = (excluded >> (8 * segment + i) & 1) == 0;
+      logits[i] = is_choice ? transform.logit(x, column + i) : -INFINITY;
+    }
+    store_floats<8, true>(shared.logits + lane_column(segment), logits);
+    float powers[8];
+    const double mass = warp_sum(lane_powers(transform, logits, maximum, powers));
+    if ((threadIdx.x & 31) == 0) {
+      shared.draw.segments[segment] = mass;
     }
   }
-  __syncwarp();
-  // Lane i owns the columns [64 i, 64 i + 64).
-  constexpr int32_t kOwned = static_cast<int32_t>(kStatsChunkColumns) / 32;
-  const auto power_at = [&](int32_t i) {
-    return powers[lane * kOwned + ((i + lane) & (kOwned - 1))];  // no two lanes in one bank
-  };
-  double parts[4] = {0.0, 0.0, 0.0, 0.0};
-  bool has_any = false;
-#pragma unroll 4
-  for (int32_t i = 0; i < kOwned; i += 4) {
+}
+
+/// The column drawn: the first whose running candidate mass passes the target, or the last
+/// candidate of the chunk if rounding leaves none. By one warp, after the segments have been
+/// weighed.
+__device__ inline Choice pick_column(const RowTransform& transform, const ChunkRecord* records,
+                                     float row_maximum, const FinishShared& shared) {
+  const DrawShared& draw = shared.draw;
+  if (draw.chunk < 0) {
+    return {};
+  }
+  const float maximum = records[draw.chunk].maximum;
+  const double scale = chunk_scale(maximum, row_maximum);
+  int32_t segment = -1;
+  double before = 0.0;  // mass of the segments before
+  double running = 0.0;
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      const float power = power_at(i + part);
-      parts[part] += power;
-      has_any = has_any || power > 0.0F;
+  for (int32_t i = 0; i < kDrawSegments; ++i) {
+    const double mass = draw.segments[i];
+    const bool is_open =
+        segment < 0 || !(draw.before + (before + draw.segments[segment]) * scale > draw.target);
+    if (mass > 0.0 && is_open) {
+      segment = i;
+      before = running;
     }
+    running += mass;
   }
-  const double mine = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+  if (segment < 0) {
+    return {};
+  }
+  const auto lane = static_cast<int32_t>(threadIdx.x & 31);
+  float logits[8];
+  float powers[8];
+  load_floats<8, true>(shared.logits + lane_column(segment), logits);
+  const double mine = lane_powers(transform, logits, maximum, powers);
   double inclusive = mine;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
     const double other = __shfl_up_sync(kFullWarp, inclusive, offset);
     inclusive += lane >= offset ? other : 0.0;
   }
-  const unsigned passed =
-      __ballot_sync(kFullWarp, has_any && place.before + inclusive * scale > target);
-  const unsigned filled = __ballot_sync(kFullWarp, has_any);
-  if (filled == 0) {
-    return -1;
-  }
+  const unsigned filled = __ballot_sync(kFullWarp, mine > 0.0);
+  const unsigned passed = __ballot_sync(
+      kFullWarp, mine > 0.0 && draw.before + (before + inclusive) * scale > draw.target);
   const int owner =
       passed != 0 ? __ffs(static_cast<int>(passed)) - 1 : 31 - __clz(static_cast<int>(filled));
-  // Within the owner's columns, two per lane.
-  const double before = __shfl_sync(kFullWarp, inclusive - mine, owner);
-  const float first_power = powers[owner * kOwned + 2 * lane];
-  const float second_power = powers[owner * kOwned + 2 * lane + 1];
-  double pair = static_cast<double>(first_power) + second_power;
+  Choice choice;
+  running = before + (inclusive - mine);
+  bool is_found = false;
 #pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const double other = __shfl_up_sync(kFullWarp, pair, offset);
-    pair += lane >= offset ? other : 0.0;
+  for (int i = 0; i < 8; ++i) {
+    running += powers[i];
+    if (powers[i] > 0.0F && !is_found) {
+      choice = {draw.chunk * static_cast<int32_t>(kStatsChunkColumns) + lane_column(segment) + i,
+                logits[i]};
+      is_found = draw.before + running * scale > draw.target;
+    }
   }
-  const double after_second = before + pair;
-  const double after_first = after_second - second_power;
-  const int64_t column = first + owner * kOwned + 2 * lane;
-  int32_t found = INT32_MAX;
-  int32_t last = -1;
-  if (second_power > 0.0F) {
-    last = static_cast<int32_t>(column) + 1;
-    found = place.before + after_second * scale > target ? last : found;
-  }
-  if (first_power > 0.0F) {
-    last = last < 0 ? static_cast<int32_t>(column) : last;
-    found = place.before + after_first * scale > target ? static_cast<int32_t>(column) : found;
-  }
-  found = static_cast<int32_t>(__reduce_min_sync(kFullWarp, static_cast<unsigned>(found)));
-  last = __reduce_max_sync(kFullWarp, last);
-  return found == INT32_MAX ? last : found;
+  return {__shfl_sync(kFullWarp, choice.column, owner),
+          __shfl_sync(kFullWarp, choice.logit, owner)};
 }
 
 /// Records of a row without source or candidate. By the first warp.
@@ -328,48 +353,44 @@ __device__ inline void write_empty(const TokenStatsArgs& args, int64_t row, int3
 }
 
 /// The unnormalised record of a vocabulary shard; the row may lack candidates. By the first warp.
-__device__ inline void write_partial(const TokenStatsArgs& args, int64_t row, int32_t greedy,
-                                     float logit, const RowSummary& summary) {
+__device__ inline void write_partial(const TokenStatsArgs& args, int64_t row, const Choice& greedy,
+                                     const RowSummary& summary) {
   if (threadIdx.x != 0) {
     return;
   }
   float* stats = args.stats + row * args.stats_stride;
   const bool has_mass = summary.sum > 0.0;
-  stats[0] = has_mass ? summary.maximum : -INFINITY;
+  stats[0] = has_mass ? summary.normaliser.maximum : -INFINITY;
   stats[1] = has_mass ? static_cast<float>(summary.sum) : 0.0F;
   stats[2] = has_mass ? static_cast<float>(summary.weighted) : 0.0F;
-  stats[3] = greedy < 0 ? -INFINITY : summary.best_z;
+  stats[3] = greedy.column < 0 ? -INFINITY : summary.best_z;
   stats[4] = summary.second_z;
-  stats[5] = logit;
+  stats[5] = greedy.logit;
   stats[6] = 0.0F;
   stats[7] = static_cast<float>(summary.bad_count);
-  args.ids[row] = greedy < 0 ? -1 : args.vocab_start + greedy;
+  args.ids[row] = greedy.column < 0 ? -1 : args.vocab_start + greedy.column;
 }
 
 /// The record of a row with a chosen column. By the first warp; the exponentials in lanes.
-template <typename T>
-__device__ void write_record(const TokenStatsArgs& args, const T* source,
-                             const RowTransform& transform, int64_t row, int32_t greedy,
-                             int32_t chosen, const RowSummary& summary) {
+__device__ inline void write_record(const TokenStatsArgs& args, const RowTransform& transform,
+                                    int64_t row, const Choice& greedy, const Choice& chosen,
+                                    const RowSummary& summary) {
   const int lane = threadIdx.x & 31;
-  const float best_logit = transform.logit(value_at(args, source, greedy), greedy);
-  const float logit =
-      chosen == greedy ? best_logit : transform.logit(value_at(args, source, chosen), chosen);
   const float z = lane == kStatsMaxProb      ? summary.best_z
                   : lane == kStatsSecondProb ? summary.second_z
-                                             : transform.tempered(logit);
+                                             : transform.tempered(chosen.logit);
   const bool is_raw = lane == kStatsRawConfidence && transform.is_tempered;
-  const double log_probability =
-      is_raw ? summary.raw_log_sum.log_probability(logit) : summary.log_sum.log_probability(z);
-  auto value = static_cast<float>(fast_exp(log_probability));
-  if (lane == kStatsSecondProb && summary.second_z == -INFINITY) {
-    value = 0.0F;
-  } else if (lane == kStatsEntropy) {
-    value = static_cast<float>(summary.entropy > 0.0 ? summary.entropy : 0.0);
-  } else if (lane == kStatsLogSumExp) {
-    value = static_cast<float>(summary.log_sum.value());
+  float value =
+      is_raw ? summary.raw_normaliser.probability(chosen.logit) : summary.normaliser.probability(z);
+  if (lane == kStatsEntropy || lane == kStatsLogSumExp) {
+    const auto nearest = static_cast<float>(summary.sum);
+    const float logarithm =
+        logf(nearest) + static_cast<float>(summary.sum - nearest) * summary.normaliser.inverse_sum;
+    const float mean = static_cast<float>(summary.weighted) * summary.normaliser.inverse_sum;
+    value = lane == kStatsEntropy ? fmaxf(logarithm - mean, 0.0F)
+                                  : summary.normaliser.maximum + logarithm;
   } else if (lane == kStatsMaxLogit) {
-    value = best_logit;
+    value = greedy.logit;
   } else if (lane == kStatsBadCount) {
     value = static_cast<float>(summary.bad_count);
   }
@@ -377,41 +398,8 @@ __device__ void write_record(const TokenStatsArgs& args, const T* source,
     args.stats[row * args.stats_stride + lane] = value;
   }
   if (lane == 0) {
-    args.ids[row] = args.vocab_start + chosen;
+    args.ids[row] = args.vocab_start + chosen.column;
   }
-}
-
-/// Everything of a row but its top-k, by the first warp. False when the row has no candidate and is
-/// done.
-template <typename T>
-__device__ bool finish_choice(const TokenStatsArgs& args, const T* source,
-                              const RowTransform& transform, const Exclusion& exclusion,
-                              int64_t row, const ChunkRecord* records, const LaneChunk<T>& chunk,
-                              TopKShared& shared) {
-  const RowSummary summary = summarize(args, records);
-  if (summary.best_chunk < 0 && !args.is_partial) {
-    write_empty(args, row, summary.bad_count);
-    return false;
-  }
-  const int32_t greedy = greedy_column(args, source, transform, summary);
-  if (threadIdx.x == 0) {
-    shared.log_sum = summary.log_sum;
-  }
-  if (args.is_partial) {
-    const float logit =
-        greedy < 0 ? -INFINITY : transform.logit(value_at(args, source, greedy), greedy);
-    write_partial(args, row, greedy, logit, summary);
-    return true;
-  }
-  int32_t chosen = greedy;
-  if (transform.is_tempered && args.uniforms != nullptr && summary.candidates > 0.0) {
-    const int32_t drawn =
-        drawn_column(args, source, transform, exclusion, records, chunk, summary.maximum,
-                     args.uniforms[row] * summary.candidates, shared.powers);
-    chosen = drawn >= 0 ? drawn : greedy;
-  }
-  write_record(args, source, transform, row, greedy, chosen, summary);
-  return true;
 }
 
 /// Writes the result of a row. By every thread of a CTA, after its records are complete; `chunk` is
@@ -420,22 +408,71 @@ template <typename T>
 __device__ void finish_row(const TokenStatsArgs& args, const T* source,
                            const RowTransform& transform, const Exclusion& exclusion, int64_t row,
                            const ChunkRecord* records, const LaneChunk<T>& chunk,
-                           TopKShared& shared) {
-  if (threadIdx.x < 32) {
-    const bool has_choice =
-        finish_choice(args, source, transform, exclusion, row, records, chunk, shared);
-    if (threadIdx.x == 0) {
-      shared.is_open = has_choice;
-    }
-  }
-  if (args.top_k == 0) {
+                           FinishShared& shared) {
+  const bool is_first_warp = threadIdx.x < 32;
+  const bool is_drawn = transform.is_tempered && args.uniforms != nullptr && !args.is_partial;
+  const bool has_top_k = args.top_k > 0;
+  if (!is_first_warp && !is_drawn && !has_top_k) {
     return;
   }
-  __syncthreads();
-  if (shared.is_open) {
-    collect_top_k(args, source, transform, exclusion, records, chunk, shared);
-    write_top_k(args, source, transform, row, shared);
+  if (has_top_k) {
+    begin_top_k(args, records, shared);
   }
+  RowSummary summary;
+  Choice greedy;
+  Choice drawn;
+  if (is_first_warp) {
+    summary = summarize(args, records, transform.is_tempered);
+    greedy.column = greedy_column(args, source, transform, summary);
+    if (greedy.column >= 0) {
+      greedy.logit = logit_of_key(args, source, transform, summary.best_key, greedy.column);
+    }
+  }
+  if (is_drawn) {
+    if (is_first_warp) {
+      const double target = args.uniforms[row] * summary.candidates;
+      const DrawPlace place = summary.candidates > 0.0
+                                  ? draw_chunk(args, records, summary.normaliser.maximum, target)
+                                  : DrawPlace{};
+      if (threadIdx.x == 0) {
+        shared.draw.chunk = place.chunk;
+        shared.draw.before = place.before;
+        shared.draw.target = target;
+      }
+    }
+    __syncthreads();
+    weigh_segments(args, source, transform, exclusion, records, shared);
+    __syncthreads();
+    if (is_first_warp) {
+      drawn = pick_column(transform, records, summary.normaliser.maximum, shared);
+    }
+    if (has_top_k) {
+      __syncthreads();  // the list goes where the logits of the chunk are
+    }
+  }
+  if (is_first_warp) {
+    if (threadIdx.x == 0) {
+      shared.normaliser = summary.normaliser;
+    }
+    if (args.is_partial) {
+      write_partial(args, row, greedy, summary);
+    } else if (summary.best_chunk < 0) {
+      write_empty(args, row, summary.bad_count);
+    } else {
+      write_record(args, transform, row, greedy, drawn.column >= 0 ? drawn : greedy, summary);
+    }
+  }
+  if (!has_top_k) {
+    return;
+  }
+  // The other warps read for the top-k while the first one does the above.
+  const int32_t first_warp = blockDim.x > 32 ? 1 : 0;
+  if (!is_first_warp || first_warp == 0) {
+    collect_top_k(args, source, transform, exclusion, records, chunk, first_warp, shared);
+  }
+  __syncthreads();
+  order_top_k(args, source, transform, records, shared);
+  write_top_k(args, source, transform, row, shared);
 }
 
 }  // namespace diffulex::cuda

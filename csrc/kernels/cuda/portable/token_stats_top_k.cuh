@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The Kt best candidates of a row, by one CTA. The Kt-th largest best key of the chunks is a lower
-// bound of the Kt-th key of the row, so only chunks at or above it are read, and few of their
-// columns enter the list that is then put in order.
+// The Kt best candidates of a row, by one CTA. The Kt-th largest among the two best keys of every
+// chunk is a lower bound of the Kt-th key of the row, and close to it, so only chunks that reach it
+// are read, and few of their columns enter the list that is then put in order.
 
 #include <cfloat>
 #include <cstdint>
 
-#include "kernels/common/log_sum.h"
 #include "kernels/cuda/common/ordered_key.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 #include "kernels/cuda/portable/token_stats.cuh"
@@ -19,17 +18,45 @@ namespace diffulex::cuda {
 /// Columns the list may hold; more (many ties) take the slow way.
 inline constexpr int32_t kTopKListEntries = 1024;
 
-struct TopKShared final {
+/// Segments of a chunk that are weighed apart for a draw: what a warp reads at once.
+inline constexpr int32_t kDrawSegments = kChunkLoads;
+
+/// Where a draw falls, as far as the records tell, and the mass of that chunk's segments.
+struct DrawShared final {
+  int32_t chunk;                   // -1 = nothing can be drawn
+  double before;                   // candidate mass before the chunk
+  double target;                   // of the candidate mass
+  double segments[kDrawSegments];  // relative to the chunk's maximum
+};
+
+/// A sum of exponentials relative to its largest term.
+struct Normaliser final {
+  float maximum = -INFINITY;
+  float inverse_sum = 0.0F;  // 0 when nothing has weight
+
+  /// Share of exp(z); 0 of -inf.
+  __device__ __forceinline__ float probability(float z) const {
+    return z == -INFINITY ? 0.0F : ptx::exp2_approx((z - maximum) * kLog2E) * inverse_sum;
+  }
+};
+
+/// 1 / sum of a sum of at least one, 0 of an empty one.
+__device__ __forceinline__ float reciprocal(double sum) {
+  return sum > 0.0 ? __frcp_rn(static_cast<float>(sum)) : 0.0F;
+}
+
+/// What the warps that finish a row share.
+struct FinishShared final {
   union {
     uint64_t list[kTopKListEntries];   // ranked keys and columns, unordered
-    float powers[kStatsChunkColumns];  // of the chunk of a draw, before the list is made
+    float logits[kStatsChunkColumns];  // of the chunk of a draw, before the list is made
   };
   uint64_t top[kStatsMaxTopK];  // best first, 0 = none
-  LogSum log_sum;               // of the row
+  Normaliser normaliser;        // of the row
+  DrawShared draw;
   unsigned long long next;
   uint32_t threshold;  // ordered_bits of the least key that may belong to the top-k
   int32_t count;
-  bool is_open;  // the row has a candidate
 };
 
 /// One value of the row, sanitised.
@@ -37,6 +64,19 @@ template <typename T>
 __device__ __forceinline__ float value_at(const TokenStatsArgs& args, const T* source,
                                           int64_t column) {
   return column < args.num_columns ? RowTransform::sanitized(to_float(source[column])) : -INFINITY;
+}
+
+/// The logit at temperature 1 of a candidate with this key.
+template <typename T>
+__device__ __forceinline__ float logit_of_key(const TokenStatsArgs& args, const T* source,
+                                              const RowTransform& transform, float key,
+                                              int64_t column) {
+  if (transform.softcap == 0.0F) {
+    return key;
+  }
+  return column == transform.penalty_column
+             ? transform.logit(value_at(args, source, column), column)
+             : transform.capped(key);
 }
 
 /// ranked() of a candidate, 0 of any other column.
@@ -48,18 +88,33 @@ __device__ __forceinline__ uint64_t candidate_entry(const TokenStatsArgs& args, 
                                                       : 0;
 }
 
-/// Sets shared.threshold: the Kt-th largest best key of the chunks, 0 when fewer have one.
+/// Sets shared.threshold: the Kt-th largest among the two best keys of every chunk, 0 when there
+/// are fewer. By every thread of the CTA.
 __device__ inline void set_threshold(const TokenStatsArgs& args, const ChunkRecord* records,
-                                     TopKShared& shared) {
+                                     FinishShared& shared) {
+  constexpr int32_t kTeam = 4;  // lanes that count for one key
   const auto num_chunks = static_cast<int32_t>(args.num_chunks);
-  for (int32_t chunk = threadIdx.x; chunk < num_chunks; chunk += static_cast<int32_t>(blockDim.x)) {
-    const float key = records[chunk].best_key;
-    int32_t place = 0;
-    for (int32_t other = 0; other < num_chunks; ++other) {
-      const float other_key = records[other].best_key;
-      place += other_key > key || (other_key == key && other < chunk) ? 1 : 0;
+  const auto part = static_cast<int32_t>(threadIdx.x) % kTeam;
+  const auto step = static_cast<int32_t>(blockDim.x) / kTeam;
+  const int32_t rounds = (2 * num_chunks + step - 1) / step;  // alike for every lane
+  for (int32_t round = 0; round < rounds; ++round) {
+    const int32_t mine = round * step + static_cast<int32_t>(threadIdx.x) / kTeam;
+    const int32_t chunk = mine >> 1;
+    float key = -INFINITY;
+    if (chunk < num_chunks) {
+      key = mine % 2 == 0 ? records[chunk].best_key : records[chunk].second_key;
     }
-    if (place == args.top_k - 1 && key > -INFINITY) {
+    int32_t place = 0;
+    for (int32_t other = part; other < num_chunks; other += kTeam) {
+      const float best = records[other].best_key;
+      const float second = records[other].second_key;
+      place += best > key || (best == key && 2 * other < mine) ? 1 : 0;
+      place += second > key || (second == key && 2 * other + 1 < mine) ? 1 : 0;
+    }
+    for (int offset = 1; offset < kTeam; offset *= 2) {
+      place += __shfl_xor_sync(kFullWarp, place, offset);
+    }
+    if (part == 0 && place == args.top_k - 1 && key > -INFINITY) {
       shared.threshold = ordered_bits(key);
     }
   }
@@ -69,7 +124,7 @@ __device__ inline void set_threshold(const TokenStatsArgs& args, const ChunkReco
 template <typename T>
 __device__ void select_one_by_one(const TokenStatsArgs& args, const T* source,
                                   const RowTransform& transform, const ChunkRecord* records,
-                                  TopKShared& shared) {
+                                  FinishShared& shared) {
   const auto num_chunks = static_cast<int32_t>(args.num_chunks);
   const auto num_warps = static_cast<int32_t>(blockDim.x >> 5);
   uint64_t previous = ~uint64_t{0};
@@ -106,7 +161,7 @@ __device__ void select_one_by_one(const TokenStatsArgs& args, const T* source,
   __syncthreads();
 }
 
-__device__ __forceinline__ void append_entry(TopKShared& shared, uint64_t entry) {
+__device__ __forceinline__ void append_entry(FinishShared& shared, uint64_t entry) {
   const int32_t place = atomicAdd(&shared.count, 1);
   if (place < kTopKListEntries) {
     shared.list[place] = entry;
@@ -118,7 +173,7 @@ __device__ __forceinline__ void append_entry(TopKShared& shared, uint64_t entry)
 template <typename T>
 __device__ void append_chunk(const TokenStatsArgs& args, const T* source,
                              const Exclusion& exclusion, int32_t first, float least,
-                             const LaneChunk<T>& chunk, TopKShared& shared) {
+                             const LaneChunk<T>& chunk, FinishShared& shared) {
   start_chunk(args, source, first, chunk);
   uint64_t skipped = lane_bit(exclusion.penalty_column, first);
   if (has_excluded(exclusion, first)) {
@@ -143,12 +198,9 @@ __device__ void append_chunk(const TokenStatsArgs& args, const T* source,
   }
 }
 
-/// Fills shared.top. By every thread of the CTA; `chunk` is scratch of the thread's warp.
-template <typename T>
-__device__ void collect_top_k(const TokenStatsArgs& args, const T* source,
-                              const RowTransform& transform, const Exclusion& exclusion,
-                              const ChunkRecord* records, const LaneChunk<T>& chunk,
-                              TopKShared& shared) {
+/// Clears the top-k and finds its threshold. By every thread of the CTA.
+__device__ inline void begin_top_k(const TokenStatsArgs& args, const ChunkRecord* records,
+                                   FinishShared& shared) {
   if (threadIdx.x == 0) {
     shared.threshold = 0;
     shared.count = 0;
@@ -159,11 +211,20 @@ __device__ void collect_top_k(const TokenStatsArgs& args, const T* source,
   __syncthreads();
   set_threshold(args, records, shared);
   __syncthreads();
+}
+
+/// Appends what may belong to the top-k. By the warps [first_warp, all of the CTA); `chunk` is
+/// scratch of the thread's warp.
+template <typename T>
+__device__ void collect_top_k(const TokenStatsArgs& args, const T* source,
+                              const RowTransform& transform, const Exclusion& exclusion,
+                              const ChunkRecord* records, const LaneChunk<T>& chunk,
+                              int32_t first_warp, FinishShared& shared) {
   const float least = shared.threshold == 0 ? -INFINITY : ordered_value(shared.threshold);
   const auto num_chunks = static_cast<int32_t>(args.num_chunks);
-  const auto num_warps = static_cast<int32_t>(blockDim.x >> 5);
+  const int32_t num_warps = static_cast<int32_t>(blockDim.x >> 5) - first_warp;
   // Only the chunks that take part count, so that they spread over the warps.
-  auto turn = static_cast<int32_t>(threadIdx.x >> 5);
+  int32_t turn = static_cast<int32_t>(threadIdx.x >> 5) - first_warp;
   for (int32_t base = 0; base < num_chunks; base += 32) {
     const int32_t mine = base + static_cast<int32_t>(threadIdx.x & 31);
     const float key = mine < num_chunks ? records[mine].best_key : -INFINITY;
@@ -177,13 +238,19 @@ __device__ void collect_top_k(const TokenStatsArgs& args, const T* source,
       turn = turn == 0 ? num_warps - 1 : turn - 1;
     }
   }
-  if (threadIdx.x == 0 && exclusion.penalty_column >= 0) {
+  if (static_cast<int32_t>(threadIdx.x) == 32 * first_warp && exclusion.penalty_column >= 0) {
     const uint64_t entry = candidate_entry(args, source, transform, exclusion.penalty_column);
     if (entry >> 32 >= shared.threshold && entry != 0) {
       append_entry(shared, entry);
     }
   }
-  __syncthreads();
+}
+
+/// Puts the list in order. By every thread of the CTA, between barriers.
+template <typename T>
+__device__ void order_top_k(const TokenStatsArgs& args, const T* source,
+                            const RowTransform& transform, const ChunkRecord* records,
+                            FinishShared& shared) {
   const int32_t count = shared.count;
   if (count > kTopKListEntries) {
     select_one_by_one(args, source, transform, records, shared);
@@ -205,7 +272,8 @@ __device__ void collect_top_k(const TokenStatsArgs& args, const T* source,
 
 template <typename T>
 __device__ void write_top_k(const TokenStatsArgs& args, const T* source,
-                            const RowTransform& transform, int64_t row, const TopKShared& shared) {
+                            const RowTransform& transform, int64_t row,
+                            const FinishShared& shared) {
   for (int32_t i = threadIdx.x; i < args.top_k; i += static_cast<int32_t>(blockDim.x)) {
     const uint64_t entry = shared.top[i];
     int64_t id = -1;
@@ -213,8 +281,9 @@ __device__ void write_top_k(const TokenStatsArgs& args, const T* source,
     if (entry != 0) {
       const int64_t column = ranked_index(entry);
       id = args.vocab_start + column;
-      const float z = transform.tempered(transform.logit(value_at(args, source, column), column));
-      value = args.is_partial ? z : expf(static_cast<float>(shared.log_sum.log_probability(z)));
+      const float key = ordered_value(static_cast<uint32_t>(entry >> 32));
+      const float z = transform.tempered(logit_of_key(args, source, transform, key, column));
+      value = args.is_partial ? z : shared.normaliser.probability(z);
     }
     args.topk_ids[row * args.topk_ids_stride + i] = id;
     args.topk_probs[row * args.topk_probs_stride + i] = value;

@@ -3,6 +3,7 @@
 // token_stats in one launch: a cluster of CTAs shares a row, each warp turns chunks into records
 // that it writes to the shared memory of the first CTA, which finishes the row. How many CTAs share
 // a row decides who computes a record, never what is in it.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -21,10 +22,12 @@ namespace diffulex::cuda::sm90 {
 namespace {
 
 constexpr const char* kWhere = "diffulex::token_stats";
+/// Chunks of a warp on their way or being summed.
+constexpr int kStages = 2;
+/// What a CTA may have.
+constexpr size_t kMostSharedBytes = 227 << 10;
 /// Chunks whose records fit the shared memory of a CTA: rows of up to 524,288 columns.
 constexpr int64_t kMaxChunks = 256;
-/// Warps of a CTA at most.
-constexpr int kMaxWarps = 8;
 constexpr auto kColumns = static_cast<int32_t>(kStatsChunkColumns);
 
 /// Fixed part of the shared memory; records and chunk buffers follow.
@@ -40,9 +43,9 @@ __host__ __device__ constexpr size_t stage_bytes(int num_warps) {
 
 /// After the sums, the first stage is scratch of the warps and the top-k state follows it.
 template <typename T>
-size_t shared_bytes(int64_t num_chunks, int num_warps, int num_stages) {
-  const size_t stages = stage_bytes<T>(num_warps) * static_cast<size_t>(num_stages);
-  const size_t finish = stage_bytes<T>(num_warps) + sizeof(TopKShared);
+size_t shared_bytes(int64_t num_chunks, int num_warps) {
+  const size_t stages = stage_bytes<T>(num_warps) * kStages;
+  const size_t finish = stage_bytes<T>(num_warps) + sizeof(FinishShared);
   return sizeof(ClusterShared) + static_cast<size_t>(num_chunks) * sizeof(ChunkRecord) +
          (stages > finish ? stages : finish);
 }
@@ -61,14 +64,13 @@ __device__ __forceinline__ void send_record(const ChunkRecord& record, ChunkReco
   }
 }
 
-/// CTAs of an SM: a cap needs more registers, and its time goes into tanh.
+/// Warps of an SM, and of a CTA at most: a cap needs more registers, and its time goes into tanh.
 template <typename T, bool kCapped>
-inline constexpr int kMinCtas = sizeof(T) == 4 ? 2 : (kCapped ? 3 : 4);
+inline constexpr int kMaxWarps = sizeof(T) == 4 ? 16 : (kCapped ? 24 : 32);
 
 template <typename T, bool kCapped>
-__global__ void __launch_bounds__(32 * kMaxWarps, kMinCtas<T, kCapped>)
-    cluster_kernel(const __grid_constant__ TokenStatsArgs args, int32_t log_cluster_size,
-                   int32_t num_stages) {
+__global__ void __launch_bounds__(32 * kMaxWarps<T, kCapped>, 1)
+    cluster_kernel(const __grid_constant__ TokenStatsArgs args, int32_t log_cluster_size) {
   extern __shared__ __align__(16) uint8_t memory[];
   auto& shared = *reinterpret_cast<ClusterShared*>(memory);
   auto* records = reinterpret_cast<ChunkRecord*>(memory + sizeof(ClusterShared));
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, kMinCtas<T, kCapped>)
   const auto rank = static_cast<int32_t>(blockIdx.x & (cluster_size - 1));
   const auto num_warps = static_cast<int32_t>(blockDim.x >> 5);
   const auto warp = static_cast<int32_t>(threadIdx.x >> 5);
-  // The next kernel is let in by the CTAs that end: while logits are read, it would only take room.
+  // The next kernel is let in by the CTAs that end: sooner, it would only take room.
   pdl_wait();
   const T* source = source_row<T>(args, row);
   if (source == nullptr) {  // for the whole cluster
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, kMinCtas<T, kCapped>)
     return;
   }
   const auto chunk_buffer = [&](int32_t round) {
-    const int32_t stage = num_stages == 1 ? 0 : round & 1;
+    const int32_t stage = round % kStages;
     return LaneChunk<T>{reinterpret_cast<T*>(buffers) + (stage * num_warps + warp) * kColumns};
   };
   // From the end: the last chunks are the slow ones (the tail, excluded ids).
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, kMinCtas<T, kCapped>)
   __syncthreads();
   bool has_waited = !is_shared;
   for (int32_t round = 0; chunk >= 0; ++round, chunk -= step) {
-    if (num_stages > 1 && chunk >= step) {
+    if (chunk >= step) {
       start_chunk(args, source, (chunk - step) * kColumns, chunk_buffer(round + 1));
       ptx::cp_async_wait<1>();
     } else {
@@ -123,9 +125,6 @@ __global__ void __launch_bounds__(32 * kMaxWarps, kMinCtas<T, kCapped>)
     const ChunkRecord record =
         chunk_record<T, kCapped>(args, transform, exclusion, source, chunk * kColumns,
                                  chunk_buffer(round), &shared.best_so_far);
-    if (num_stages == 1 && chunk >= step) {
-      start_chunk(args, source, (chunk - step) * kColumns, chunk_buffer(round + 1));
-    }
     if (!has_waited) {
       ptx::cluster_wait();
       has_waited = true;
@@ -145,46 +144,63 @@ __global__ void __launch_bounds__(32 * kMaxWarps, kMinCtas<T, kCapped>)
     __syncthreads();
   }
   finish_row(args, source, transform, exclusion, row, records, chunk_buffer(0),
-             *reinterpret_cast<TopKShared*>(buffers + stage_bytes<T>(num_warps)));
+             *reinterpret_cast<FinishShared*>(buffers + stage_bytes<T>(num_warps)));
 }
 
 /// How a row is shared; a function of host shapes alone.
 struct ClusterShape final {
   int32_t log_size;  // CTAs per row: 1, 2, 4 or 8
-  int32_t threads;   // per CTA
-  int32_t stages;    // chunks of a warp on their way or being summed: 1 or 2
+  int32_t warps;     // per CTA
 };
 
-ClusterShape cluster_shape(int64_t num_rows, int64_t num_chunks) {
-  if (num_rows > 2048) {
-    return {0, 128, 2};  // many small CTAs, so that rows end at different times
+/// SMs of the devices that these kernels are made for.
+constexpr int64_t kSms = 132;
+/// Shared memory for chunks, of an SM.
+constexpr int64_t kStageBytes = 160 << 10;
+
+/// Warps for the `chunks` of a CTA, at most `max_warps`, in rounds as even as can be; some more
+/// where the row has few chunks, since they finish it together.
+int32_t even_warps(int64_t chunks, int64_t max_warps) {
+  constexpr int64_t kLeast = 4;
+  const int64_t rounds = std::max<int64_t>(ceil_div(chunks, max_warps), 1);  // of no chunks too
+  return static_cast<int32_t>(std::max(ceil_div(chunks, rounds), kLeast));
+}
+
+/// While SMs outnumber rows, CTAs share a row; a warp sums a chunk while its other one is on its
+/// way. A top-k wants the warps in the CTA that finishes the row. Where rows outnumber SMs, an SM
+/// takes the more of them the more there are, so that they end at different times.
+ClusterShape cluster_shape(int64_t num_rows, int64_t num_chunks, bool has_top_k, int64_t max_warps,
+                           int64_t chunk_bytes) {
+  max_warps = std::min(max_warps, kStageBytes / (kStages * chunk_bytes));
+  if (num_rows > kSms / 2) {
+    const int64_t rows_per_sm =
+        num_rows > 2048 ? 6 : std::min<int64_t>(ceil_div(num_rows, kSms), 4);
+    return {0, even_warps(num_chunks, max_warps / rows_per_sm)};
   }
-  if (num_rows > 132) {
-    return {0, 256, 2};
+  int32_t log_size = num_rows <= kSms / 4 && !has_top_k ? 3 : 1;
+  while (log_size > 0 && num_chunks < int64_t{4} << log_size) {
+    --log_size;
   }
-  if (num_rows > 64) {
-    return {1, 256, 2};
-  }
-  return num_chunks > 80 ? ClusterShape{3, 256, 1} : ClusterShape{3, 128, 2};
+  const int64_t share = std::max<int64_t>(ceil_div(num_chunks, int64_t{1} << log_size), 1);
+  return {log_size, even_warps(share, std::min(ceil_div(share, kStages), max_warps))};
 }
 
 template <typename T, bool kCapped>
 Status prepare_kernel(int32_t device_index) {
-  return allow_shared_memory<cluster_kernel<T, kCapped>>(kWhere, device_index,
-                                                         shared_bytes<T>(kMaxChunks, kMaxWarps, 2));
+  return allow_shared_memory<cluster_kernel<T, kCapped>>(kWhere, device_index, kMostSharedBytes);
 }
 
 template <typename T, bool kCapped>
 Status launch(const TokenStatsArgs& args, const ExecContext& context) {
-  const ClusterShape shape = cluster_shape(args.num_rows, args.num_chunks);
+  const ClusterShape shape = cluster_shape(args.num_rows, args.num_chunks, args.top_k > 0,
+                                           kMaxWarps<T, kCapped>, stage_bytes<T>(1));
   DIFFULEX_RETURN_IF_ERROR((prepare_kernel<T, kCapped>(context.device_index)));
   const unsigned cluster = 1U << shape.log_size;
-  const LaunchShape launch{static_cast<unsigned>(args.num_rows) * cluster,
-                           static_cast<unsigned>(shape.threads),
-                           shared_bytes<T>(args.num_chunks, shape.threads / 32, shape.stages),
-                           stream_of(context), cluster};
-  return cuda_status(kWhere, launch_dependent(cluster_kernel<T, kCapped>, launch, true, args,
-                                              shape.log_size, shape.stages));
+  const LaunchShape launch{
+      static_cast<unsigned>(args.num_rows) * cluster, static_cast<unsigned>(32 * shape.warps),
+      shared_bytes<T>(args.num_chunks, shape.warps), stream_of(context), cluster};
+  return cuda_status(
+      kWhere, launch_dependent(cluster_kernel<T, kCapped>, launch, true, args, shape.log_size));
 }
 
 }  // namespace
