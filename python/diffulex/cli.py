@@ -490,13 +490,10 @@ def _eval_zoo(options: argparse.Namespace, kwargs: dict[str, Any]) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    from diffulex.server.requirements import check_packages  # noqa: PLC0415
-
-    check_packages()
-    from diffulex.server.launch import main as launch  # noqa: PLC0415 (needs the extra `serve`)
+    from diffulex.server.__main__ import main as serve  # noqa: PLC0415
 
     try:
-        return launch(arguments)
+        return serve(arguments)
     except SystemExit:  # after the help
         return 0
 

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m diffulex.server`."""
+"""`python -m diffulex.server`, and what `diffulex serve` runs."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from diffulex.errors import ConfigError
 from diffulex.server.requirements import check_packages
 
+__all__ = ["main"]
 
-def _main() -> int:
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Looks for the packages of the extra, then serves; returns the exit code."""
     try:
         check_packages()
     except ConfigError as error:
         print(f"diffulex serve: error: {error}", file=sys.stderr)
         return 1
-    from diffulex.server.launch import main  # noqa: PLC0415 (needs the packages)
+    from diffulex.server.launch import main as launch  # noqa: PLC0415 (needs the packages)
 
-    return main()
+    return launch(argv)
 
 
 # The backend process imports this module too.
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(main())
