@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_packages()
     except ConfigError as error:
         print(f"diffulex serve: error: {error}", file=sys.stderr)
-        return 1
+        return 2
     from diffulex.server.launch import main as launch  # noqa: PLC0415 (needs the packages)
 
     return launch(argv)

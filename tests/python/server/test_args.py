@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 import uvicorn
 
+from diffulex import cli
 from diffulex.config_table import CONFIG_TABLE
 from diffulex.errors import ConfigError
 from diffulex.logging import _warned
+from diffulex.server import __main__ as server_main
+from diffulex.server import requirements
 from diffulex.server.args import (
     INTERNAL_ENGINE_KEYS,
     ServerArgs,
@@ -285,8 +288,6 @@ def test_lines_of_the_http_server_have_the_form_of_the_others(monkeypatch, capsy
     for name in ("diffulex", "uvicorn", "uvicorn.access"):
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    for key in ("DIFFULEX_LOG_LEVEL", "DIFFULEX_LOG_FORMAT"):
-        monkeypatch.setenv(key, "")  # put back after the test
     args = parse_args(["--log-format", "json"])
     args.configure_logging()
     uvicorn.Config(None, **args.uvicorn_options())
@@ -320,16 +321,15 @@ def test_importing_needs_neither_torch_nor_the_extra():
     assert done.returncode == 0, done.stderr
 
 
-def test_missing_packages_are_one_clear_line(monkeypatch, capsys):
-    from diffulex import cli
-    from diffulex.server import requirements
-
+@pytest.mark.parametrize("run", [server_main.main, lambda argv: cli.main(["serve", *argv])])
+def test_missing_packages_are_one_clear_line(run, monkeypatch, capsys):
     def find_spec(name):
         return None if name == "fastapi" else object()
 
     monkeypatch.setattr(requirements, "find_spec", find_spec)
-    assert cli.main(["serve"]) == 2
+    assert run([]) == 2
     message = capsys.readouterr().err
+    assert message.startswith("diffulex serve: error: serve: expected the packages")
     assert message.count("\n") == 1
     assert "pip install 'diffulex[serve]'" in message
     assert "got none of fastapi" in message
