@@ -54,6 +54,7 @@ __device__ __forceinline__ bool is_last_cluster(const AttentionArgs& args, const
                    ? 1
                    : 0;
   }
+  __syncwarp();  // the barrier wants whole warps
   ptx::named_barrier_sync(kBarrier, Traits::kConsumerThreads);
   return *verdict != 0;
 }

@@ -185,6 +185,7 @@ struct TileSetup final {
     __syncwarp();
     first = rows[0];
     last = rows[num_tokens - 1];
+    __syncwarp();  // the next unit may write `rows` again
     walk = TileWalk::make<kTileKeys>(
         split_key_range(tile_key_range(first, last), view.mask.context_len, view.splits, work.split,
                         kTileKeys),
