@@ -28,16 +28,30 @@
 namespace diffulex::test {
 namespace {
 
-/// Runs the case on both sides and compares.
-void expect_matches_cpu(AttentionCase* problem, DType dtype, const RunOptions& options,
-                        const std::string& what) {
-  run_on_cpu(problem);
-  const TestTensor want = problem->out();
-  const std::vector<float> want_lse = problem->lse();
+/// What the CPU kernel makes of a case.
+struct CpuResult {
+  TestTensor out;
+  std::vector<float> lse;
+
+  static CpuResult of(AttentionCase* problem) {
+    run_on_cpu(problem);
+    return CpuResult{problem->out(), problem->lse()};
+  }
+};
+
+/// Runs the case on the device and compares.
+void expect_matches(AttentionCase* problem, const CpuResult& want, DType dtype,
+                    const RunOptions& options, const std::string& what) {
   AttentionOutputs outputs;
   run_on_device(problem, options, &outputs);
   ASSERT_FALSE(testing::Test::HasFatalFailure()) << what;
-  ASSERT_LT(worst_difference(*problem, want, want_lse, dtype), 1.0) << what;
+  ASSERT_LT(worst_difference(*problem, want.out, want.lse, dtype), 1.0) << what;
+}
+
+/// Runs the case on both sides and compares.
+void expect_matches_cpu(AttentionCase* problem, DType dtype, const RunOptions& options,
+                        const std::string& what) {
+  expect_matches(problem, CpuResult::of(problem), dtype, options, what);
 }
 
 CaseRequest block_causal(int64_t rows, int64_t context) {
@@ -207,10 +221,11 @@ TEST(CudaHopperAttentionTest, EverySplitCount) {
   shape.group = 4;
   std::vector<CaseRequest> requests = {block_causal(32, 4096), block_causal(32, 320)};
   AttentionCase problem(shape, requests, 3);
+  const CpuResult want = CpuResult::of(&problem);
   for (int32_t splits = 0; splits <= 32; ++splits) {
     RunOptions options;
     options.num_splits = splits;
-    expect_matches_cpu(&problem, shape.dtype, options, "splits " + std::to_string(splits));
+    expect_matches(&problem, want, shape.dtype, options, "splits " + std::to_string(splits));
     if (HasFatalFailure()) {
       return;
     }
