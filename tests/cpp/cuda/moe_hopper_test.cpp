@@ -164,7 +164,7 @@ TEST(MoeHopperTest, ManyExpertsMatchCpu) {
 TEST(MoeHopperTest, OneExpertOrNoneTakesEverything) {
   DIFFULEX_REQUIRE_DEVICE();
   for (const int32_t expert : {3, -1, 99}) {
-    for (const int64_t num_tokens : {5, 300}) {
+    for (const int64_t num_tokens : {5, 300, 600}) {
       MoeCaseShape shape = hopper_shape(DType::kBF16, num_tokens);
       shape.top_k = 1;
       shape.has_addend = true;
