@@ -143,9 +143,10 @@ def _drawable_ids(settings: DatasetSettings, tokenizer: Tokenizer | None) -> lis
 
 
 def _jsonl(settings: DatasetSettings) -> list[BenchRequest]:
-    path, lines = _read_lines(settings, "jsonl")
+    path, text = _read_text(settings, "jsonl")
     requests = []
-    for number, line in enumerate(lines, start=1):
+    # Not splitlines: a text may have U+2028, U+0085 and the like in the middle of a line.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             requests.append(_read_line(line, f"{path}:{number}", settings.output_len))
     if not requests:
@@ -170,7 +171,19 @@ def _read_line(line: str, where: str, default_len: int) -> BenchRequest:
         raise ConfigError(f"dataset: {where}: expected a text or token ids, got {prompt!r:.80}")
     if messages is not None and not _is_conversation(messages):
         raise ConfigError(f"dataset: {where}: expected messages with roles, got {messages!r:.80}")
+    _check_unicode(json.dumps(messages or prompt, ensure_ascii=False), where)
     return BenchRequest(prompt, messages, output_len)
+
+
+def _check_unicode(text: str, where: str) -> None:
+    """JSON can escape half of a surrogate pair; no request can carry it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise ConfigError(
+            f"dataset: {where}: expected text, got a lone surrogate {half}"
+        ) from error
 
 
 def _is_prompt(value: Any) -> bool:
@@ -188,14 +201,19 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _sharegpt(settings: DatasetSettings, tokenizer: Tokenizer | None) -> list[BenchRequest]:
-    path, lines = _read_lines(settings, "sharegpt")
+    path, text = _read_text(settings, "sharegpt")
     try:
-        conversations = json.loads("\n".join(lines))
+        conversations = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"dataset: expected JSON in {path}, got {error}") from error
     if not isinstance(conversations, list):
         raise ConfigError(f"dataset: expected a list of conversations in {path}")
-    pairs = [pair for item in conversations if (pair := _first_turns(item)) is not None]
+    pairs = []
+    for number, item in enumerate(conversations, start=1):
+        pair = _first_turns(item)
+        if pair is not None:
+            _check_unicode(" ".join(pair), f"{path}: conversation {number}")
+            pairs.append(pair)
     if not pairs:
         raise ConfigError(f"dataset: expected conversations of two turns in {path}, got none")
     random.Random(f"bench serve/{settings.seed}").shuffle(pairs)
@@ -216,11 +234,11 @@ def _first_turns(item: Any) -> tuple[str, str] | None:
     return (texts[0], texts[1]) if len(texts) == _NUM_TURNS else None
 
 
-def _read_lines(settings: DatasetSettings, name: str) -> tuple[Path, list[str]]:
+def _read_text(settings: DatasetSettings, name: str) -> tuple[Path, str]:
     if settings.path is None:
         raise ConfigError(f"dataset {name}: expected --dataset-path FILE, got none")
     try:
-        return settings.path, settings.path.read_text(encoding="utf-8").splitlines()
+        return settings.path, settings.path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"dataset: cannot read {settings.path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -111,6 +111,11 @@ def test_conversations_of_a_file_are_sent_as_they_are(tmp_path: Path) -> None:
         ('{"messages": [{"content": "a"}]}', "expected messages with roles"),
         ('{"prompt": "a", "max_tokens": 0}', "expected max_tokens >= 1, got 0"),
         ("", "expected requests in"),
+        (
+            '{"prompt": "a"}\n{"prompt": "\\ud800"}',
+            r":2: expected text, got a lone surrogate '.ud800'",
+        ),
+        ('{"messages": [{"role": "\\udfff"}]}', ":1: expected text, got a lone surrogate"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
@@ -118,6 +123,23 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
     path.write_text(line, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         make_requests(_settings("jsonl", path), "completions", None)
+
+
+#: Ends of lines for `str.splitlines`, but not for JSON, which may have them unescaped.
+_ODD_TEXT = "a\u2028b\u2029c\u0085d\x7f"
+
+
+def test_texts_of_a_file_may_have_odd_separators(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    line = json.dumps({"prompt": _ODD_TEXT}, ensure_ascii=False)
+    path.write_bytes(f"{line}\r\n{line}\n".encode())
+    requests = make_requests(_settings("jsonl", path, num_prompts=2), "completions", None)
+    assert [request.prompt for request in requests] == [_ODD_TEXT] * 2
+    turns = [{"value": _ODD_TEXT}, {"value": "b"}]
+    content = json.dumps([{"conversations": turns}], ensure_ascii=False)
+    path.write_text(content, encoding="utf-8")
+    (request, *_) = make_requests(_settings("sharegpt", path), "completions", None)
+    assert request.prompt == _ODD_TEXT
 
 
 def test_sharegpt_takes_the_first_turn_and_the_length_of_the_second(
@@ -132,6 +154,10 @@ def test_sharegpt_takes_the_first_turn_and_the_length_of_the_second(
     assert requests == [BenchRequest("How many?", None, length)] * 2
     (request, *_) = make_requests(_settings("sharegpt", path, output_len=3), "completions", None)
     assert request.output_len == 3
+    bad = {"conversations": [{"value": "a"}, {"value": "\ud800"}]}
+    path.write_text(json.dumps([*items, bad]), encoding="utf-8")
+    with pytest.raises(ConfigError, match="conversation 5: expected text, got a lone surrogate"):
+        make_requests(_settings("sharegpt", path), "completions", None)
     path.write_text("[]", encoding="utf-8")
     with pytest.raises(ConfigError, match="expected conversations of two turns"):
         make_requests(_settings("sharegpt", path), "completions", None)
