@@ -13,7 +13,7 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from diffulex.bench.serve.errors import RequestError
 from diffulex.errors import ConfigError
@@ -24,6 +24,9 @@ _READ_BYTES = 1 << 16
 _MAX_HEAD_BYTES = 1 << 16
 #: Statuses below this are preliminary: another head follows.
 _FIRST_FINAL_STATUS = 200
+_LAST_LATIN_1 = 0xFF
+#: What stands in a path unquoted, besides letters, digits and "_.-~"; quoted parts stay quoted.
+_PATH_CHARS = "/%:@!$&'()*+,;="
 #: Statuses without a body.
 _EMPTY_STATUSES = (204, 304)
 
@@ -44,21 +47,25 @@ class Endpoint:
         """Reads ``http://host:port[/path][/v1]``.
 
         Raises:
-            ConfigError: it is no such URL.
+            ConfigError: it is no such URL, or the key does not fit into a header.
         """
         try:
             parts = urlsplit(base_url)
             port = parts.port
+            host = (parts.hostname or "").encode("idna").decode("ascii")
+            path = quote(parts.path, safe=_PATH_CHARS)
         except ValueError as error:
+            # An error of a codec, a ValueError too, wraps what is wrong with the host.
             raise ConfigError(
-                f"base_url: expected http(s)://host[:port], got {base_url!r}"
+                f"base_url: expected http(s)://host[:port], got {base_url!r}:"
+                f" {error.__cause__ or error}"
             ) from error
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        if parts.scheme not in ("http", "https") or not host or parts.query:
             raise ConfigError(f"base_url: expected http(s)://host[:port], got {base_url!r}")
         default_port = 443 if parts.scheme == "https" else 80
-        headers = {} if not api_key else {"Authorization": f"Bearer {api_key}"}
-        prefix = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.scheme, parts.hostname, port or default_port, prefix, headers)
+        headers = {} if not api_key else {"Authorization": f"Bearer {_checked_key(api_key)}"}
+        prefix = path.rstrip("/").removesuffix("/v1")
+        return cls(parts.scheme, host, port or default_port, prefix, headers)
 
     @property
     def url(self) -> str:
@@ -80,6 +87,16 @@ class Endpoint:
         if body is not None:
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+def _checked_key(api_key: str) -> str:
+    """The key, if a header can carry it: printable Latin-1. A message shows one character of it."""
+    for character in api_key:
+        if ord(character) > _LAST_LATIN_1 or not character.isprintable():
+            raise ConfigError(
+                f"--api-key: expected printable Latin-1 characters, got U+{ord(character):04X}"
+            )
+    return api_key
 
 
 class BodyDecoder:

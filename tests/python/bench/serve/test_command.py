@@ -144,6 +144,15 @@ def test_a_server_without_models_must_be_told_one(
     ("arguments", "message"),
     [
         (["--base-url", "localhost"], "base_url: expected http(s)://host[:port]"),
+        (["--base-url", "http://ex..ample"], "got 'http://ex..ample': label empty or too long"),
+        (
+            ["--api-key", "sch\u20acssel"],
+            "--api-key: expected printable Latin-1 characters, got U+20AC",
+        ),
+        (
+            ["--api-key", "a\nHost: b"],
+            "--api-key: expected printable Latin-1 characters, got U+000A",
+        ),
         (["--request-rate", "0"], "expected a number above 0 or inf, got '0'"),
         (["--timeout", "inf"], "expected a number above 0, got 'inf'"),
         (["--range-ratio", "1"], "expected a share in [0, 1)"),

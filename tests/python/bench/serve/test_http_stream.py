@@ -81,6 +81,7 @@ def test_a_malformed_chunk_length_is_a_protocol_error(line: bytes) -> None:
         ("http://host:81/v1", "http://host:81"),
         ("http://host:81/gateway/v1/", "http://host:81/gateway"),
         ("http://[::1]:81/v1", "http://[::1]:81"),
+        ("http://b\u00fccher.example/\u00e4%20/v1", "http://xn--bcher-kva.example:80/%C3%A4%20"),
     ],
 )
 def test_the_address_is_the_same_with_and_without_v1(url: str, shown: str) -> None:
