@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import csv
 import dataclasses
 import datetime
@@ -12,7 +13,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -277,21 +278,33 @@ def run_serve_command(options: argparse.Namespace) -> int:
         raise ConfigError(f"result_dir: expected an existing directory, got '{options.result_dir}'")
     benchmark = _benchmark(options)
     runs = [benchmark] if options.sweep is None else _swept(benchmark, *options.sweep)
-    results = []
-    for run in runs:
-        result = run_benchmark(run)
-        results.append(result)
-        if not options.json:
-            print(result.report.to_text(), end="\n\n", flush=True)
-    reports = [result.report for result in results]
+    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    stem = options.result_dir / f"bench_serve_{stamp}"
+    results: list[BenchmarkResult] = []
+    try:
+        for index, run in enumerate(runs):
+            result = run_benchmark(run)
+            results.append(result)
+            if options.save_result:
+                _save(stem.with_name(f"{stem.name}_{index}") if len(runs) > 1 else stem, result)
+            if not options.json:
+                print(result.report.to_text(), end="\n\n", flush=True)
+    finally:
+        # What was measured before the endpoint died or somebody interrupted counts.
+        if results:
+            _finish(options, stem, [result.report for result in results])
+    return 1 if any(result.report.figures["failed"] for result in results) else 0
+
+
+def _finish(options: argparse.Namespace, stem: Path, reports: Sequence[ServeReport]) -> None:
+    """Writes what is about all runs: JSON, or the table and the CSV file of a sweep."""
+    if options.save_result and options.sweep is not None:
+        _save_csv(stem.with_suffix(".csv"), options.sweep[0], reports)
     if options.json:
         shown = [report.as_dict() for report in reports]
         print(json.dumps(shown[0] if options.sweep is None else shown, indent=1))
     elif options.sweep is not None:
         print(pareto_table(options.sweep[0], reports))
-    if options.save_result:
-        _save(options, results)
-    return 1 if any(report.figures["failed"] for report in reports) else 0
 
 
 def _benchmark(options: argparse.Namespace) -> ServeBenchmark:
@@ -347,33 +360,33 @@ def _swept(benchmark: ServeBenchmark, name: str, values: Sequence[float]) -> lis
     return runs
 
 
-def _save(options: argparse.Namespace, results: Sequence[BenchmarkResult]) -> None:
-    """Writes a JSON and a records file per run, and the CSV file of a sweep."""
-    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    directory: Path = options.result_dir
-    try:
-        for index, result in enumerate(results):
-            stem = directory / f"bench_serve_{stamp}{f'_{index}' if len(results) > 1 else ''}"
-            content = json.dumps(result.report.as_dict(), indent=1) + "\n"
-            stem.with_suffix(".json").write_text(content, encoding="utf-8")
-            with stem.with_suffix(".records.jsonl").open("w", encoding="utf-8") as file:
-                for record in result.run.records:
-                    file.write(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
-            print(f"wrote {stem}.json and {stem}.records.jsonl", file=sys.stderr)
-        if options.sweep is not None:
-            _save_csv(directory / f"bench_serve_{stamp}.csv", options.sweep[0], results)
-    except OSError as error:
-        raise ConfigError(f"result_dir: cannot write {directory}: {error.strerror}") from error
+def _save(stem: Path, result: BenchmarkResult) -> None:
+    """Writes a JSON and a records file."""
+    content = json.dumps(result.report.as_dict(), indent=1) + "\n"
+    with _writing(stem.parent):
+        stem.with_suffix(".json").write_text(content, encoding="utf-8")
+        with stem.with_suffix(".records.jsonl").open("w", encoding="utf-8") as file:
+            for record in result.run.records:
+                file.write(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
+    print(f"wrote {stem}.json and {stem}.records.jsonl", file=sys.stderr)
 
 
-def _save_csv(path: Path, swept: str, results: Sequence[BenchmarkResult]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
+def _save_csv(path: Path, swept: str, reports: Sequence[ServeReport]) -> None:
+    with _writing(path.parent), path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([swept, *_CSV_COLUMNS])
-        for result in results:
-            content = result.report.as_dict()
+        for report in reports:
+            content = report.as_dict()
             writer.writerow([content[name] for name in (swept, *_CSV_COLUMNS)])
     print(f"wrote {path}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"result_dir: cannot write {directory}: {error.strerror}") from error
 
 
 # Argument types.

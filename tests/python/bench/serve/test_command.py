@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,36 @@ def test_a_sweep_runs_every_value(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert float(rows[1]["output_throughput"]) > float(rows[0]["output_throughput"])
     assert len(list(tmp_path.glob("*.records.jsonl"))) == 2
     assert endpoint.most_open == 3
+
+
+def _dying_after(count: int) -> Callable[[Seen], Answer]:
+    """An endpoint that serves so many requests."""
+    left = iter(range(count))
+    gone = Answer([(0, '{"error": {"message": "gone"}}')], 500)
+    return lambda seen: gone if next(left, None) is None else _answer(seen)
+
+
+def test_a_sweep_keeps_the_runs_before_the_endpoint_died(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--sweep", "max-concurrency=4,3,2", "--warmup", "0", "--save-result"]
+    for shown in ([], ["--json"]):
+        directory = tmp_path / f"shown{len(shown)}"
+        directory.mkdir()
+        with sse_endpoint(_dying_after(12)) as endpoint:
+            assert _run(endpoint, *flags, "--result-dir", str(directory), *shown) == 1
+        output = capsys.readouterr()
+        assert output.err.splitlines()[-1].endswith("the first: HTTP 500: gone")
+        results = [json.loads(path.read_text("utf-8")) for path in sorted(directory.glob("*.json"))]
+        assert [(r["max_concurrency"], r["completed"]) for r in results] == [(4, 6), (3, 6)]
+        assert len(list(directory.glob("*.records.jsonl"))) == 2
+        (path,) = directory.glob("*.csv")
+        rows = list(csv.DictReader(path.open(encoding="utf-8")))
+        assert [row["max_concurrency"] for row in rows] == ["4", "3"]
+        if shown:
+            assert json.loads(output.out) == results
+        else:
+            assert [line.split()[0] for line in output.out.splitlines()[-2:]] == ["4", "3"]
 
 
 def test_failed_requests_make_the_command_fail(capsys: pytest.CaptureFixture[str]) -> None:
