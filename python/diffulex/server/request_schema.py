@@ -45,6 +45,8 @@ _MAX_IDS = 1 << 22
 _INT31 = 2**31 - 1
 #: A temperature below it is greedy.
 _LEAST_TEMPERATURE = 1e-5
+#: Numbers beyond it count as infinite.
+_LARGEST = 1e308
 _DEFAULT_MAX_TOKENS = 512
 
 
@@ -61,7 +63,7 @@ def _integral(value: Any) -> Any:
 def _numeric(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"expected a number, got {_shown(value)}")
-    if abs(value) > 1e308 or not math.isfinite(value):
+    if abs(value) > _LARGEST or not math.isfinite(value):
         raise ValueError(f"expected a finite number, got {_shown(value)}")
     return value
 
@@ -78,10 +80,16 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-Int = Annotated[int, BeforeValidator(_integral)]
-Number = Annotated[float, BeforeValidator(_numeric)]
+# Bounds come before these validators in an annotation: behind them JSON schema loses them.
+_INTEGRAL = BeforeValidator(_integral)
+_NUMERIC = BeforeValidator(_numeric)
+AtLeastOne = Annotated[int, Field(ge=1), _INTEGRAL]
+Positive = Annotated[int, Field(ge=1, le=_INT31), _INTEGRAL]
+Natural = Annotated[int, Field(ge=0, le=_INT31), _INTEGRAL]
+NumTop = Annotated[int, Field(ge=0, le=20), _INTEGRAL]
+Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST), _NUMERIC]
+Unit = Annotated[float, Field(ge=0, le=1), _NUMERIC]
 Text = Annotated[str, BeforeValidator(_text)]
-Unit = Annotated[Number, Field(ge=0, le=1)]
 
 _ID_SCHEMA = {"type": "integer", "minimum": 0, "maximum": _INT31}
 _IDS_SCHEMA = {"type": "array", "items": _ID_SCHEMA, "minItems": 1, "maxItems": _MAX_IDS}
@@ -194,20 +202,20 @@ class Decoding(BaseModel):
 class SamplingFields(_Body):
     """What all generating requests have in common."""
 
-    max_tokens: Annotated[Int, Field(ge=1, le=_INT31)] | None = _DEFAULT_MAX_TOKENS
-    temperature: Annotated[Number, Field(ge=0)] | None = 1.0
-    max_nfe: Annotated[Int, Field(ge=1, le=_INT31)] | None = None
-    max_repetition_run: Annotated[Int, Field(ge=1, le=_INT31)] | None = None
+    max_tokens: Positive | None = _DEFAULT_MAX_TOKENS
+    temperature: Annotated[float, Field(ge=0, le=_LARGEST), _NUMERIC] | None = 1.0
+    max_nfe: Positive | None = None
+    max_repetition_run: Positive | None = None
     ignore_eos: StrictBool = False
     stream: StrictBool | None = False
     user: Text | None = None
-    seed: Annotated[Int, Field(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1), _INTEGRAL] | None = None
     stop: Stop = Field(default_factory=list)
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: StrictBool = False
-    min_tokens: Annotated[Int, Field(ge=0, le=_INT31)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Int, Field(ge=-1, le=_INT31)] | None = None
+    min_tokens: Natural | None = None
+    top_p: Annotated[float, Field(gt=0, le=1), _NUMERIC] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_INT31), _INTEGRAL] | None = None
     min_p: Unit | None = None
     decoding: Decoding | None = None
     denoise_detail: StrictBool = False
@@ -226,7 +234,7 @@ class GenerateRequest(SamplingFields):
     stream_mode: StreamModeName = "denoise"
     skip_special_tokens: StrictBool = False
     add_special_tokens: StrictBool = True
-    logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
+    logprobs: NumTop | None = None
     return_prompt_token_ids: StrictBool = False
 
 
@@ -244,7 +252,7 @@ class _OpenAIFields(SamplingFields):
     model_config = ConfigDict(extra="allow")
 
     model: Text | None = None
-    n: Annotated[Int, Field(ge=1)] | None = 1
+    n: AtLeastOne | None = 1
     stream_mode: StreamModeName | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: StrictBool = True
@@ -324,9 +332,9 @@ class ChatCompletionRequest(_OpenAIFields):
     messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)] = Field(
         default_factory=list, json_schema_extra={"minItems": 1}
     )
-    max_completion_tokens: Annotated[Int, Field(ge=1, le=_INT31)] | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
+    top_logprobs: NumTop | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool = False
     chat_template: Text | None = None
@@ -344,11 +352,11 @@ class CompletionRequest(_OpenAIFields):
     """Body of `POST /v1/completions`."""
 
     prompt: Prompts
-    max_tokens: Annotated[Int, Field(ge=1, le=_INT31)] | None = 16
+    max_tokens: Positive | None = 16
     echo: StrictBool | None = False
-    logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
+    logprobs: NumTop | None = None
     suffix: Text | None = None
-    best_of: Annotated[Int, Field(ge=1)] | None = None
+    best_of: AtLeastOne | None = None
     add_special_tokens: StrictBool = True
 
 
