@@ -9,6 +9,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -142,13 +143,31 @@ def test_abort_by_id_ends_the_stream_with_an_error():
         with httpx.stream("POST", url + CHAT, json=body, timeout=10) as response:
             lines = response.iter_lines()
             first = json.loads(next(lines).removeprefix("data: "))
+            # An id is the server's; the bare one that was chosen is none.
+            assert httpx.post(url + "/abort", json={"rid": "me"}).json() == {"aborted": False}
             answer = httpx.post(url + "/abort", json={"rid": first["id"]}).json()
             assert answer == {"aborted": True}
             rest = [line.removeprefix("data: ") for line in lines if line]
         assert rest[-1] == "[DONE]"
         assert json.loads(rest[-2])["error"]["code"] == "aborted"
         assert backend.aborts == ["diffulex-me"]
-        assert httpx.post(url + "/abort", json={"rid": "me"}).json() == {"aborted": False}
+        assert httpx.post(url + "/abort", json={"rid": first["id"]}).json() == {"aborted": False}
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_abort_by_id_ends_a_waiting_request_with_499(num_choices):
+    with serving(is_endless=True) as (url, backend, _), ThreadPoolExecutor(1) as pool:
+        body = {"messages": USER, "n": num_choices, "temperature": 1}
+        headers = {"X-Request-Id": "me"}
+        waiting = pool.submit(httpx.post, url + CHAT, json=body, headers=headers, timeout=10)
+        until(lambda: len(backend.commands) == num_choices)
+        assert httpx.post(url + "/abort", json={"rid": "diffulex-me"}).json() == {"aborted": True}
+        response = waiting.result()
+        assert response.status_code == 499
+        assert response.json()["error"]["code"] == "aborted"
+        text = httpx.get(url + "/metrics").text
+        assert f'request_aborted_total{{model_name="fake",reason="api"}} {num_choices}.0' in text
+        assert f'requests_total{{model_name="fake",route="{CHAT}",status="499"}} 1.0' in text
 
 
 def test_time_that_runs_out():
