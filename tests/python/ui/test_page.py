@@ -369,6 +369,44 @@ def test_key_is_asked_for_and_kept_for_the_tab(browser: Any) -> None:
         context.close()
 
 
+def test_page_follows_a_server_that_gets_ready(server: LiveServer, browser: Any) -> None:
+    """One that still loads has a name and no facts; one that was away may have others."""
+    with urllib.request.urlopen(f"{server.url}/server_info") as answer:
+        facts = json.load(answer)
+    loading = {key: facts[key] for key in ("served_model_name", "version", "server_args")}
+    shown: dict[str, Any] = {}
+
+    def answer_with(status: int, info: dict[str, Any]) -> None:
+        shown.update(status=status, info=info)
+        with page.expect_response("**/health"):
+            page.clock.fast_forward(10_000)
+
+    context = browser.new_context()
+    page = context.new_page()
+    page.clock.install()
+    page.route("**/health", lambda route: route.fulfill(status=shown["status"]))
+    page.route("**/server_info", lambda route: route.fulfill(json=shown["info"]))
+    shown.update(status=503, info={**loading, "state": "starting"})
+    with page.expect_response("**/health"):
+        page.goto(f"{server.url}/ui")
+    title = page.locator("#model")
+    title.get_by_text("demo", exact=True).wait_for()
+    slider = page.get_by_role("slider", name="Speed against quality")
+    assert slider.is_disabled()
+
+    answer_with(200, facts)
+    title.get_by_text("demo · multi_bd · cpu").wait_for()
+    assert slider.is_enabled()
+    slider.press("Home")
+
+    answer_with(503, facts)
+    page.locator("#health[data-state=down]").wait_for()
+    answer_with(200, {**facts, "device": "elsewhere"})
+    title.get_by_text("demo · multi_bd · elsewhere").wait_for()
+    assert slider.input_value() == "0"
+    context.close()
+
+
 def test_earlier_turns_are_sent_only_on_request(page: Any) -> None:
     first = ask(page, QUESTION)
     for is_wanted in (False, True):

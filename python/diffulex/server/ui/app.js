@@ -69,7 +69,10 @@ async function connect() {
     panel.view.specials = new Set(server.specials);
     const strategy = info.sampling_mode === "edit" ? "edit" : info.decoding_strategy;
     byId("model").textContent = [server.model, strategy, info.device].filter(Boolean).join(" · ");
-    knob.setDefaults(thresholdsOf(info));
+    const thresholds = thresholdsOf(info);
+    // What a person chose outlives a restart that changes nothing.
+    const isNew = JSON.stringify(thresholds) !== JSON.stringify(knob.defaults);
+    if (isNew || !knob.isTouched) knob.setDefaults(thresholds);
     showNotice("");
   } catch (error) {
     fail(error);
@@ -101,8 +104,11 @@ async function showHealth() {
     // No connection: down.
   }
   const dot = byId("health");
+  const wasDown = dot.dataset.state === "down";
   dot.dataset.state = state;
   dot.title = state === "ready" ? "ready" : "not ready";
+  // A server that was loading has facts now, and one that was away may have others.
+  if (state === "ready" && (wasDown || server.info.state === "starting")) await connect();
 }
 
 function showSamples() {
@@ -347,6 +353,5 @@ byId("export-json").addEventListener("click", () => {
   download(fileName(selected, "json"), "application/json", JSON.stringify(selected));
 });
 setInterval(showHealth, HEALTH_MS);
-showHealth();
-connect();
+connect().then(showHealth);
 byId("question").focus({ preventScroll: true });
