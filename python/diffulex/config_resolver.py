@@ -26,7 +26,7 @@ from diffulex.strategy.rules import STRATEGIES, StrategyRules, rules_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["resolve_sections"]
+__all__ = ["check_strategy_name", "resolve_sections"]
 
 logger = get_logger(__name__)
 
@@ -96,6 +96,15 @@ def _sampler_entry(name: str) -> Any:
     return AutoSampler.get(name)
 
 
+def check_strategy_name(strategy: str) -> None:
+    """Raises ConfigError unless a strategy is registered under this name."""
+    available = AutoScheduler.available()
+    if strategy not in available:
+        raise ConfigError(
+            f"decoding_strategy: expected one of {', '.join(available)}, got {strategy!r}"
+        )
+
+
 class _Choice:
     """Strategy and sampling mode, which decide what else is a default."""
 
@@ -117,11 +126,7 @@ class _Choice:
 
     def resolve(self) -> None:
         """Applies what model and strategy force."""
-        available = AutoScheduler.available()
-        if self.strategy not in available:
-            raise ConfigError(
-                f"decoding_strategy: expected one of {', '.join(available)}, got {self.strategy!r}"
-            )
+        check_strategy_name(self.strategy)
         self._change("strategy", AutoScheduler.canonical(self.strategy), "alias")
         allowed = _FAMILY_STRATEGIES.get(self._model_name)
         if allowed is not None and self.strategy in STRATEGIES and self.strategy not in allowed:

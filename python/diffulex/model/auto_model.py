@@ -173,12 +173,19 @@ def _supported() -> tuple[str, ...]:
     return tuple(sorted({registry.canonical(name) for name in registry.available()}))
 
 
+def check_model_name(model_name: str) -> None:
+    """Raises ConfigError unless a model is registered, or built in, under this name."""
+    available = _supported()
+    name = AutoModelForDiffusionLM.canonical(model_name)
+    if families.family_of_name(name) is None and name not in available:
+        names = sorted({*available, *(item.name for item in families.FAMILIES)})
+        raise ConfigError(f"model_name: expected one of {', '.join(names)}, got {name!r}")
+
+
 def _checked_name(model_name: str, family: str | None, available: tuple[str, ...]) -> str:
+    check_model_name(model_name)
     model_name = AutoModelForDiffusionLM.canonical(model_name)
     builtin = families.family_of_name(model_name)
-    if builtin is None and model_name not in available:
-        names = sorted({*available, *(item.name for item in families.FAMILIES)})
-        raise ConfigError(f"model_name: expected one of {', '.join(names)}, got {model_name!r}")
     # A family registered from outside is trusted to know its own checkpoints, and an architecture
     # that no family claims may be loaded as whatever the user says.
     if builtin is not None and family is not None and not families.matches(model_name, family):

@@ -192,11 +192,24 @@ class _ArgsMethods(HttpArgs):
             raise ConfigError("--lora-path: expected a directory with --use-lora, got none")
         # What the profiler may be told is the engine's to say.
         settings = {name: value for name, value in kwargs.items() if name != "profiler_config"}
-        normalise(settings, where="")
+        _check_names(normalise(settings, where=""))
         for name in settings:
             key = CONFIG_TABLE.get(name)
             if key is not None and key.support is Support.IGNORED:
                 _warn_ignored(name)
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    """The names of a strategy and of a model, which no checkpoint is needed for."""
+    import diffulex.strategy  # noqa: F401, PLC0415 (registers the built-in strategies)
+    from diffulex.config_resolver import check_strategy_name  # noqa: PLC0415
+    from diffulex.model.auto_model import check_model_name  # noqa: PLC0415
+
+    strategy, model_name = settings.get("decoding_strategy"), settings.get("model_name")
+    if strategy is not None:
+        check_strategy_name(strategy)
+    if model_name is not None:
+        check_model_name(model_name)
 
 
 def _app_options() -> type[Any]:

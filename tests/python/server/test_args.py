@@ -199,6 +199,8 @@ def test_engine_args_are_yaml_and_reach_the_engine():
         ("--device-ids 0,x", "expected an integer, got 'x'"),
         ("--inproc --early-bind", "--early-bind: expected two processes, got --inproc"),
         ("--root-path api", "expected a path that starts with /"),
+        ("--decoding-strategy foo", "decoding_strategy: expected one of block_diffusion, d2f, "),
+        ("--engine-arg model_name=foo", "model_name: expected one of diffucoder, "),
     ],
 )
 def test_errors_are_one_line_that_names_the_setting(line, message):
