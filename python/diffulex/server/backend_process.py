@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
+import sys
 import threading
 import time
 from multiprocessing.connection import wait
@@ -33,11 +34,26 @@ class ReadyQueue:
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
+        self._is_first = True
+        #: The report says that there is no engine.
+        self.has_failed = False
 
     def put(self, report: Any) -> None:
         """Sends the report."""
+        self.has_failed |= self._is_first and "error" in report
+        self._is_first = False
         with contextlib.suppress(OSError):  # nobody reads any more
             self._connection.send(report)
+
+
+def _run_backend(ready_queue: ReadyQueue, **settings: Any) -> None:
+    """Target of the child: a failure is told once, by the parent until the engine is ready."""
+    try:
+        run_sync_backend_worker(ready_queue=ready_queue, **settings)
+    except Exception:
+        if not ready_queue.has_failed:
+            logger.exception("the backend failed")
+        sys.exit(1)
 
 
 class BackendProcess:
@@ -65,10 +81,14 @@ class BackendProcess:
         self._reports, child_end = context.Pipe(duplex=False)
         self._child_end = child_end
         self.process = context.Process(
-            target=run_sync_backend_worker,
+            target=_run_backend,
             name=PROCESS_NAME,
-            args=(model, dict(engine_kwargs), command_addr, event_addr, ReadyQueue(child_end)),
+            args=(ReadyQueue(child_end),),
             kwargs={
+                "model": model,
+                "engine_kwargs": dict(engine_kwargs),
+                "command_addr": command_addr,
+                "event_addr": event_addr,
                 "engine_factory": engine_factory,
                 "socket_directory": None if socket_directory is None else str(socket_directory),
             },

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import threading
@@ -15,8 +16,8 @@ import pytest
 
 import slow_engine
 from diffulex import SamplingParams
-from diffulex.server import heartbeat, supervisor
-from diffulex.server.backend_process import BackendProcess, describe_exit
+from diffulex.server import backend_process, heartbeat, supervisor
+from diffulex.server.backend_process import BackendProcess, ReadyQueue, describe_exit
 from diffulex.server.backend_worker import ENGINE_DEAD_STATUS
 from diffulex.server.frontend import FrontendManager, OperationFailed, RequestFailed, ServerState
 from diffulex.server.protocol import (
@@ -315,6 +316,25 @@ def test_failed_start(tmp_path, factory, message):
     finally:
         backend.stop()
     assert backend.process.exitcode != 0
+
+
+@pytest.mark.parametrize(("reports", "is_logged"), [((), True), (("ready",), True), ((), False)])
+def test_failures_are_told_once(monkeypatch, caplog, reports, is_logged):
+    """By the parent until the engine is ready, then by the log."""
+
+    def fail(*, ready_queue):
+        for report in reports:
+            ready_queue.put({"status": report, "info": {}})
+        if reports or not is_logged:
+            ready_queue.put({"status": "error", "error": "no luck"})
+        raise ValueError("no luck")
+
+    monkeypatch.setattr(backend_process, "run_sync_backend_worker", fail)
+    parent_end, child_end = multiprocessing.Pipe(duplex=False)
+    with pytest.raises(SystemExit) as caught, parent_end, child_end:
+        backend_process._run_backend(ready_queue=ReadyQueue(child_end))
+    assert caught.value.code == 1
+    assert ("no luck" in caplog.text) == is_logged
 
 
 def test_start_timeout(tmp_path):
