@@ -235,6 +235,12 @@ class EventMerger:
             if isinstance(failure, ApiError):
                 last = _event_of(rid, failure)
                 await self._queue.put((index, last))
+        except ValueError as error:
+            if last is None:
+                last = ServingError(rid, str(error), "conflict", 409)
+                await self._queue.put((index, last))
+            else:
+                logger.exception("request %s: its stream failed", rid)
         except Exception:
             logger.exception("request %s: its stream failed", rid)
         if not isinstance(last, (ServingReply, ServingError)):
@@ -253,26 +259,39 @@ class LiveRequests:
     def __init__(self, frontend: Any) -> None:
         self._frontend = frontend
         self._commands: dict[str, tuple[str, ...]] = {}
+        #: Every id of theirs: that of the HTTP request and those of its commands.
+        self._names: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._commands)
 
     def claim(self, rid: str) -> None:
         """Takes an id; ApiError 409 when it is in use."""
-        has_request = getattr(self._frontend, "has_request", None)
-        if rid in self._commands or (has_request is not None and has_request(rid)):
-            raise ApiError(
-                409, f"request_id: expected one that is not in use, got {rid!r}", param="request_id"
-            )
+        self._check_unused(rid)
         self._commands[rid] = (rid,)
+        self._names.add(rid)
 
     def start(self, generation: Generation) -> None:
-        """Records the commands of a claimed id."""
-        self._commands[generation.rid] = tuple(command.rid for command in generation.commands)
+        """Records the commands of a claimed id; ApiError 409 when one of their ids is in use."""
+        names = tuple(command.rid for command in generation.commands)
+        for name in names:
+            if name != generation.rid:
+                self._check_unused(name)
+        self._commands[generation.rid] = names
+        self._names.update(names)
+
+    def _check_unused(self, name: str) -> None:
+        has_request = getattr(self._frontend, "has_request", None)
+        if name in self._names or (has_request is not None and has_request(name)):
+            raise ApiError(
+                409,
+                f"request_id: expected one that is not in use, got {name!r}",
+                param="request_id",
+            )
 
     def release(self, rid: str) -> None:
-        """Gives an id back. Unknown ids are ignored."""
-        self._commands.pop(rid, None)
+        """Gives an id back, with those of its commands. Unknown ids are ignored."""
+        self._names.difference_update((rid, *self._commands.pop(rid, ())))
 
     async def abort(self, rid: str) -> bool:
         """Ends a request, or one choice of it; whether it was in progress."""

@@ -285,11 +285,11 @@ class _GenerationRoutes:
                 timeout_s=timeout_s,
             )
             context.check_can_run(generation.commands)
+            context.live.start(generation)
         except BaseException:
             context.live.release(rid)
             raise
         record.generation = generation
-        context.live.start(generation)
         return generation
 
     def _request_id(self, request: Request, payload: SamplingFields) -> str:
