@@ -196,8 +196,10 @@ class EngineLoop:
             return
         if error is None:
             self._started.set_result(None)
-        else:
+        elif isinstance(error, Exception):
             self._started.set_exception(error)
+        else:
+            self._started.cancel()  # nobody may be left who would ask for it
 
     async def call_engine(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """The result of a call on the engine's thread."""

@@ -214,7 +214,7 @@ def serve(args: ServerArgs, engine_factory: Callable[..., Any] | None = None) ->
 
     Args:
         args: the command line.
-        engine_factory: replaces the real engine in the backend; importable by name.
+        engine_factory: replaces the real engine; importable by name.
     """
     args.configure_logging()
     try:
@@ -225,9 +225,19 @@ def serve(args: ServerArgs, engine_factory: Callable[..., Any] | None = None) ->
         print(f"diffulex serve: error: {reason}", file=sys.stderr, flush=True)
         return 1
     except _Terminated:
-        return 0
+        return _interrupted(args, 0)
     except KeyboardInterrupt:
-        return 130
+        return _interrupted(args, 130)
+
+
+def _interrupted(args: ServerArgs, code: int) -> int:
+    """The exit code of a server that was told to stop while it did not serve."""
+    if args.inproc:
+        # The thread that loads cannot be interrupted, and Python would wait for it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _serve(args: ServerArgs, engine_factory: Any, stack: ExitStack) -> int:
@@ -244,7 +254,7 @@ def _serve(args: ServerArgs, engine_factory: Any, stack: ExitStack) -> int:
         stack.callback(Path(args.uds).unlink, missing_ok=True)
     url, model_id = _url(args, listener), _model_id(args)
     if args.inproc:
-        return _serve_in_process(args, listener, tokenizer, url, start)
+        return _serve_in_process(args, listener, tokenizer, url, start, engine_factory)
     directory = _ipc_directory()
     stack.callback(shutil.rmtree, directory, ignore_errors=True)
     command_addr, event_addr = resolve_zmq_addrs(args, directory)
@@ -312,7 +322,12 @@ class _terminated_as_interrupt:  # noqa: N801 (used like a function)
 
 
 def _serve_in_process(
-    args: ServerArgs, listener: socket.socket, tokenizer: Any, url: str, start: float
+    args: ServerArgs,
+    listener: socket.socket,
+    tokenizer: Any,
+    url: str,
+    start: float,
+    engine_factory: Callable[..., Any] | None,
 ) -> int:
     from diffulex.server.api_server import create_app  # noqa: PLC0415
     from diffulex.server.engine_loop import EngineLoop  # noqa: PLC0415
@@ -330,7 +345,7 @@ def _serve_in_process(
         server.fail(reason)
 
     frontend = InprocFrontend(
-        EngineLoop(args.model, _worker_kwargs(args)),
+        EngineLoop(args.model, _worker_kwargs(args), engine_factory=engine_factory),
         model_id=model_id,
         tokenizer=tokenizer,
         limits=_limits(args),

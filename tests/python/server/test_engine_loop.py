@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 
@@ -339,6 +340,29 @@ def test_a_constructor_that_fails():
         assert not loop.is_running
 
     asyncio.run(body())
+
+
+def test_a_start_that_is_cancelled():
+    """Nothing is left that the garbage collector would complain about."""
+    gate, complaints = threading.Event(), []
+
+    async def body():
+        asyncio.get_running_loop().set_exception_handler(lambda _, found: complaints.append(found))
+        loop = EngineLoop("m", engine_factory=lambda model: gate.wait(30))
+        starting = asyncio.create_task(loop.start())
+        await until(lambda: loop.is_running)
+        starting.cancel()
+        loop._task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await until(lambda: not loop.is_running)
+
+    try:
+        asyncio.run(body())
+    finally:
+        gate.set()
+    gc.collect()
+    assert not complaints
 
 
 def test_a_step_that_fails_ends_everything():

@@ -286,6 +286,15 @@ def test_sigterm_while_the_model_loads(start):
     assert list(server.temporary.iterdir()) == []
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_signal_while_one_process_loads(start, number, code):
+    server = start("--inproc", factory="make_never")
+    server.until(lambda: server.logged("start"))
+    server.process.send_signal(number)
+    assert server.wait() == code
+    assert server.text() == ""
+
+
 def test_sigterm_between_ready_and_serving(tmp_path, monkeypatch):
     """Nobody but the launcher handles signals before the HTTP server does."""
     monkeypatch.setenv("DIFFULEX_TEST_LOG", str(tmp_path / "log"))
