@@ -121,5 +121,11 @@ class _Uvicorn(uvicorn.Server):
         if self.started:
             self._owner.on_started()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # Left out by the base class, so that the application would end by being cancelled.
+            await self.lifespan.shutdown()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._owner.on_signal(sig)

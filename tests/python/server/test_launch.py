@@ -173,15 +173,18 @@ def test_drain_ends_at_its_deadline(start):
     assert server.wait() == 0
 
 
-def test_second_interrupt(start):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_second_signal(start, number, code):
     server = start("--drain-timeout", "1000")
     stream = OpenStream(server.ready())
     server.until(lambda: stream.frames)
-    server.process.send_signal(signal.SIGINT)
+    server.process.send_signal(number)
     server.until(lambda: "draining" in server.text())
-    server.process.send_signal(signal.SIGINT)
-    assert server.wait() == 130
+    server.process.send_signal(number)
+    assert server.wait() == code
     stream.thread.join(TIMEOUT_S)
+    assert "Traceback" not in server.text()
+    assert " ERROR " not in server.text()
     server.until(lambda: is_gone(server.backend_pid()))
     assert list(server.temporary.iterdir()) == []
 
