@@ -291,7 +291,8 @@ class FrontendManager:
         """Opens the stream of a request; ValueError when it is open already."""
         if rid in self.rid_to_state:
             raise ValueError(f"rid: expected a new one, got {rid!r} again")
-        state = self.rid_to_state[rid] = FrontendReqState(rid, next(self._generations))
+        state = FrontendReqState(rid, generation=next(self._generations))
+        self.rid_to_state[rid] = state
         self._is_idle.clear()
         return state
 

@@ -98,17 +98,17 @@ class FrontendReqState:
     """A request in flight.
 
     Attributes:
-        generation: that of its command; an earlier request of the same `rid` had another one.
         events: not yet read, in order.
         event: set while there are any.
+        generation: that of its command; an earlier request of the same `rid` had another one.
         num_tokens: what it counts against `max_queued_tokens`.
         num_coalesced: snapshots that were merged into others.
     """
 
     rid: str
-    generation: int = 0
     events: deque[ServingEvent] = field(default_factory=deque)
     event: asyncio.Event = field(default_factory=asyncio.Event)
+    generation: int = 0
     created: float = field(default_factory=time.monotonic)
     num_tokens: int = 0
     num_coalesced: int = 0

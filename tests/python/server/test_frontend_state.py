@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections import deque
 
 from diffulex.server.frontend import FrontendReqState
 from diffulex.server.protocol import ServingBufferSnapshot, ServingDelta, ServingReply
@@ -20,6 +22,12 @@ def snapshot(offset, ids, text=None, **fields):
 
 def reply():
     return ServingReply("a", "x", [1], 1)
+
+
+def test_the_documented_fields_come_first():
+    events, event = deque([reply()]), asyncio.Event()
+    state = FrontendReqState("a", events, event)
+    assert (state.rid, state.events, state.event) == ("a", events, event)
 
 
 class TestCoalescing:
