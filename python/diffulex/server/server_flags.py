@@ -186,9 +186,7 @@ def http_flags() -> list[ServerFlag]:
 
 
 def _json_list(text: str) -> tuple[str, ...]:
-    """Argument type: a JSON list of texts, or one text."""
-    if not text.lstrip().startswith("["):
-        return (text,)
+    """Argument type: a JSON list of texts."""
     try:
         value = json.loads(text)
     except ValueError:
