@@ -58,11 +58,16 @@ def check_supported(payload: ChatCompletionRequest | CompletionRequest) -> None:
     for name, value in extra.items():
         if name.startswith("guided_") and value is not None:
             raise _refused(name, f"expected null, guided decoding is not supported, got {value!r}")
-    if isinstance(payload, CompletionRequest):
-        if payload.best_of is not None and payload.best_of > (payload.n or 1):
-            raise _refused("best_of", f"expected at most n={payload.n or 1}, got {payload.best_of}")
-        if payload.echo and payload.logprobs is not None:
-            raise _refused("echo", f"expected no logprobs with it, got both: {_PROMPT_LOGPROBS}")
+    num_choices = payload.n or 1
+    best_of = getattr(payload, "best_of", extra.get("best_of"))
+    # Of chat requests it may be of any type.
+    is_served = type(best_of) is int and 1 <= best_of <= num_choices
+    if best_of is not None and not is_served:
+        raise _refused("best_of", f"expected at most n={num_choices}, got {best_of!r}")
+    if isinstance(payload, ChatCompletionRequest):
+        return
+    if payload.echo and payload.logprobs is not None:
+        raise _refused("echo", f"expected no logprobs with it, got both: {_PROMPT_LOGPROBS}")
 
 
 def _refused(name: str, reason: str) -> ApiError:

@@ -148,6 +148,7 @@ def test_bad_values_are_400_and_reach_nobody(client, frontend, path, body, param
         ("structured_outputs", {"json": {}}),
         ("use_beam_search", True),
         ("prompt_logprobs", 1),
+        ("best_of", 3),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(client, name, value):
