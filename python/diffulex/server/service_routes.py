@@ -164,6 +164,7 @@ class _ServiceRoutes:
         except OperationFailed as error:
             raise ApiError(409, f"{name}: {error}") from error
         except RuntimeError as error:
+            self._context.check_accepting()
             raise api_error_of(error, retry_after_s=self._context.retry_after_s) from error
         return data if isinstance(data, dict) else {}
 

@@ -546,6 +546,8 @@ def test_operations(client, frontend):
     assert calls == [("start", "p"), ("start", None)]
     check_error(client.post("/stop_profile"), 409, "conflict", "conflict")
     check_error(client.post("/flush_cache"), 503, "service_unavailable", "unavailable")
+    frontend.state = "dead"
+    check_error(client.post("/flush_cache"), 503, "service_unavailable", "engine_dead")
 
 
 def test_operations_of_a_frontend_without_them(client):
