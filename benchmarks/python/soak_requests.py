@@ -23,6 +23,10 @@ __all__ = ["KINDS", "MALFORMED", "Soaker", "UnexpectedAnswerError"]
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
 _LONG_TOKENS = 96
+#: Tokens of a request that is to be aborted: it must not be done before.
+_ABORTED_TOKENS = 384
+#: What the server puts before a `request_id`.
+_ID_PREFIX = "diffulex-"
 
 
 class UnexpectedAnswerError(Exception):
@@ -36,6 +40,8 @@ class Soaker:
     Attributes:
         answers: greedy answer of each question, as the idle server gave it.
         mask_token_id: id that no prompt may contain.
+        num_requests: requests with an id of their own so far.
+        num_aborted: those of them that `/abort` ended.
     """
 
     client: HttpClient
@@ -43,6 +49,7 @@ class Soaker:
     vocab_size: int
     mask_token_id: int | None
     num_requests: int = 0
+    num_aborted: int = 0
 
     def question(self, rng: random.Random) -> str:
         """One of the questions."""
@@ -159,27 +166,36 @@ async def _leave_streaming(soaker: Soaker, rng: random.Random) -> None:
 
 
 async def _abort(soaker: Soaker, rng: random.Random) -> None:
-    """Ends a request by its id from another connection."""
+    """Ends a request by its id from another connection; its end and the answer must agree."""
     soaker.num_requests += 1
-    rid = f"soak-{soaker.num_requests}-{rng.randrange(1 << 30)}"
-    body = soaker.chat_body(soaker.question(rng), ignore_eos=True, stream=True, request_id=rid)
-
-    async def generate() -> None:
-        async with soaker.client.request("POST", _CHAT, json.dumps(body).encode()) as response:
-            try:
-                await _stream_text(response)
-            except RequestError as error:
-                if error.kind != "stream_error":
-                    raise
-            except UnexpectedAnswerError:
-                # Aborted before the first event: the status says so.
-                _expect(response.status == 499, "status 499", response.status)
-
-    task = asyncio.create_task(generate())
+    request_id = f"soak-{soaker.num_requests}-{rng.randrange(1 << 30)}"
+    fields = {"ignore_eos": True, "max_tokens": _ABORTED_TOKENS, "stream": rng.random() < 0.5}
+    body = soaker.chat_body(soaker.question(rng), request_id=request_id, **fields)
+    task = asyncio.create_task(_is_aborted(soaker, body))
     await asyncio.sleep(rng.random() * 0.2)
-    status, content = await soaker.post("/abort", {"rid": rid})
-    _expect(status == 200 and type(content["aborted"]) is bool, "status 200", (status, content))
-    await task
+    status, content = await soaker.post("/abort", {"rid": _ID_PREFIX + request_id})
+    is_aborted = await task
+    _expect((status, content) == (200, {"aborted": is_aborted}), str(is_aborted), content)
+    soaker.num_aborted += is_aborted
+
+
+async def _is_aborted(soaker: Soaker, body: dict[str, Any]) -> bool:
+    """Sends a request; whether it ended as an aborted one, not as a whole one."""
+    async with soaker.client.request("POST", _CHAT, json.dumps(body).encode()) as response:
+        if response.status == 499:
+            error = json.loads(await response.read())["error"]
+            _expect(error["code"] == "aborted", "code aborted", error)
+            return True
+        _expect(response.status == 200, "status 200 or 499", response.status)
+        if not body["stream"]:
+            await response.read()
+            return False
+        try:
+            await _stream_text(response)
+        except RequestError as error:
+            _expect(str(error).endswith(": aborted"), "the error frame of an abort", error)
+            return True
+    return False
 
 
 async def _malformed(soaker: Soaker, rng: random.Random) -> None:
@@ -291,7 +307,7 @@ KINDS: Mapping[str, tuple[int, Callable[[Soaker, random.Random], Awaitable[None]
     "batch of prompts": (2, _batch),
     "left while waiting": (3, _leave_waiting),
     "left while streaming": (3, _leave_streaming),
-    "aborted": (3, _abort),
+    "abort by id": (3, _abort),
     "malformed": (4, _malformed),
     "broken transfer": (1, _broken_transfer),
 }

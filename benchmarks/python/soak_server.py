@@ -6,8 +6,8 @@
 Starts a server with the bundled model (or takes `--base-url` and `--pid`), writes down its idle level,
 sends `--requests` random requests, `--concurrency` at a time, and compares: pages, request slots,
 sampler state, the request maps of both processes, their file descriptors and threads. The exit code
-is 1 if anything is not back, or if an answer was wrong: greedy answers are compared with those of the
-idle server, and what must be refused with its status.
+is 1 if anything is not back, if no abort hit, or if an answer was wrong: greedy answers are compared with
+those of the idle server, and what must be refused with its status.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ GAUGES = (
 )
 _NUM_QUESTIONS = 12
 _SETTLE_S = 15.0
+#: For so long the server keeps connections that clients before us left open.
+_KEEP_ALIVE_S = 5.0
 _SHOWN_FAILURES = 20
+_API_ABORTS = re.compile(
+    r'^diffulex_request_aborted_total\{[^}]*reason="api"[^}]*\} (\S+)$', re.MULTILINE
+)
 _SAMPLE = re.compile(r"^diffulex_(\w+?)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -78,11 +83,21 @@ def server_of(options: argparse.Namespace) -> Iterator[ServerProcess]:
         yield server
 
 
+async def read_metrics(client: HttpClient) -> str:
+    """The server's metrics."""
+    async with client.request("GET", "/metrics") as response:
+        return (await response.read()).decode()
+
+
+async def num_api_aborts(client: HttpClient) -> int:
+    """How many requests `/abort` ended, as the server counts."""
+    found = _API_ABORTS.search(await read_metrics(client))
+    return int(float(found[1])) if found else 0
+
+
 async def read_level(client: HttpClient, server: ServerProcess) -> dict[str, Any]:
     """What is in use now; a gauge the server does not report is None."""
-    async with client.request("GET", "/metrics") as response:
-        text = (await response.read()).decode()
-    values = dict(_SAMPLE.findall(text))
+    values = dict(_SAMPLE.findall(await read_metrics(client)))
     level: dict[str, Any] = {
         name: float(values[name]) if name in values else None for name in GAUGES
     }
@@ -96,6 +111,7 @@ async def settled_level(server: ServerProcess, wanted: dict[str, Any] | None) ->
     """The level once it is `wanted`, or what it is when time is up; None waits until it rests."""
     deadline = time.monotonic() + _SETTLE_S
     last: dict[str, Any] | None = None
+    since = 0.0
     while True:
         # The only connection there is, so that the count of files is the same each time.
         client = HttpClient(Endpoint.parse(server.url))
@@ -105,11 +121,14 @@ async def settled_level(server: ServerProcess, wanted: dict[str, Any] | None) ->
         await asyncio.sleep(1.5)
         level = await read_level(client, server)
         await client.close()
+        now = time.monotonic()
+        if level != last:
+            last, since = level, now
         is_idle = not level["requests_inflight_http"] and not level["requests_running"]
-        is_right = level == wanted if wanted is not None else is_idle and level == last
-        if is_right or time.monotonic() > deadline:
+        is_at_rest = is_idle and now - since > _KEEP_ALIVE_S
+        is_right = level == wanted if wanted is not None else is_at_rest
+        if is_right or now > deadline:
             return level
-        last = level
 
 
 async def prepare(server: ServerProcess) -> Soaker:
@@ -163,10 +182,13 @@ async def soak(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
     await soaker.client.close()
     before = await settled_level(server, None)
     memory = [resident_mib(pid) for pid in (server.pid, server.backend_pid)]
+    num_aborted, num_counted = soaker.num_aborted, await num_api_aborts(soaker.client)
     start = time.perf_counter()
     counts, more_failures = await run_requests(soaker, options)
     failures += more_failures
     duration = time.perf_counter() - start
+    num_aborted = soaker.num_aborted - num_aborted
+    num_counted = await num_api_aborts(soaker.client) - num_counted
     await soaker.client.close()
     after = await settled_level(server, before)
     missing = [name for name, value in after.items() if value is None]
@@ -179,6 +201,8 @@ async def soak(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
         "seed": options.seed,
         "duration_s": round(duration, 2),
         "kinds": dict(sorted(counts.items())),
+        "aborted": num_aborted,
+        "aborts_counted_by_server": num_counted,
         "failures": failures,
         "idle_before": before,
         "idle_after": after,
@@ -188,7 +212,7 @@ async def soak(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
         "resident_mib_after": [
             round(resident_mib(pid), 1) for pid in (server.pid, server.backend_pid)
         ],
-        "is_clean": not failures and not changed and not missing,
+        "is_clean": not failures and not changed and not missing and 0 < num_aborted == num_counted,
     }
 
 

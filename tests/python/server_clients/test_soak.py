@@ -32,5 +32,7 @@ def test_nothing_is_held_after_requests_that_leave_abort_and_are_wrong(
     assert content["failures"] == []
     assert content["missing"] == []
     assert content["changed"] == {}
+    assert 0 < content["aborted"] <= content["kinds"]["abort by id"]
+    assert content["aborted"] == content["aborts_counted_by_server"]
     assert result.returncode == 0
     assert sum(content["kinds"].values()) == 150
