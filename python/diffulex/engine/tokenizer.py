@@ -149,7 +149,7 @@ class Tokenizer:
         return token_ids[1:] if is_double else token_ids
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], **variables: Any
+        self, /, messages: Sequence[Mapping[str, str]], **variables: Any
     ) -> list[int]:
         """Token ids of a conversation, ending where the assistant's answer starts.
 
@@ -164,6 +164,7 @@ class Tokenizer:
 
     def render_chat(
         self,
+        /,
         messages: Sequence[Mapping[str, str]],
         *,
         add_generation_prompt: bool = True,

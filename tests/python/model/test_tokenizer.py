@@ -90,6 +90,12 @@ def test_template_errors_are_prompt_errors(tmp_path):
         Tokenizer.from_dir(tmp_path).render_chat([{"role": "user", "content": "x"}])
 
 
+@pytest.mark.parametrize("name", ["self", "tokenize"])
+def test_variables_named_like_arguments_are_prompt_errors(tokenizer, name):
+    with pytest.raises(PromptError, match=name):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], **{name: 1})
+
+
 def test_no_template(tmp_path):
     write_tokenizer(tmp_path, "fast")
     (tmp_path / "chat_template.jinja").unlink()
