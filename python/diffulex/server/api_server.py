@@ -140,10 +140,35 @@ class _Application(FastAPI):
                     operation["responses"].pop("422", None)
             for name in ("HTTPValidationError", "ValidationError"):
                 document.get("components", {}).get("schemas", {}).pop(name, None)
+            _add_limits(document, self.state.context)
             if self.state.context.options.api_key:
                 _add_security(document)
         assert self.openapi_schema is not None
         return self.openapi_schema
+
+
+def _add_limits(document: dict[str, Any], context: AppContext) -> None:
+    """What this server's options leave of the requests: its models, and how much of each."""
+    options, names = context.options, list(context.model_names)
+    model_id = {"type": "string", "enum": names}
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            for parameter in operation.get("parameters", ()):
+                if parameter["name"] == "model_id":
+                    parameter["schema"] = model_id
+    for name, schema in document["components"]["schemas"].items():
+        if not name.endswith("Request"):
+            continue
+        fields = schema["properties"]
+        if "model" in fields and not options.accept_any_model:
+            fields["model"] = {"enum": [*names, "", None]}
+        if "n" in fields:
+            fields["n"]["anyOf"][0]["maximum"] = options.max_n
+        if "chat_template" in fields and not options.trust_request_chat_template:
+            fields["chat_template"] = {"type": "null"}
+        if name == "CompletionRequest":
+            for form in fields["prompt"]["anyOf"][2:]:
+                form["maxItems"] = options.max_prompts_per_request
 
 
 def _add_security(document: dict[str, Any]) -> None:

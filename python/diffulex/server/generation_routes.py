@@ -31,6 +31,7 @@ from diffulex.server.protocol import (
 )
 from diffulex.server.request_record import record_of
 from diffulex.server.request_schema import (
+    REQUEST_ID,
     ChatCompletionRequest,
     CompletionRequest,
     GenerateRequest,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["generation_router"]
 
-_RID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_RID = re.compile(REQUEST_ID)
 
 
 class _Frames(Protocol):

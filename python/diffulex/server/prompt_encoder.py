@@ -16,6 +16,7 @@ from diffulex.engine.admission import AdmissionError, AdmissionLimits
 from diffulex.sampling_params import SamplingParams
 from diffulex.server.api_errors import ApiError
 from diffulex.server.protocol import ChatInput, PromptInput, ServingInput
+from diffulex.server.request_schema import TEMPLATE_FIELDS
 
 __all__ = ["ChatOptions", "PromptEncoder"]
 
@@ -49,7 +50,7 @@ class ChatOptions:
                 param="chat_template",
             )
         self.variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
-        for name in ("chat_template", "add_generation_prompt", "continue_final_message"):
+        for name in TEMPLATE_FIELDS:
             if name in self.variables:
                 raise ApiError(
                     400,

@@ -26,6 +26,8 @@ from diffulex.server.api_errors import ApiError
 
 __all__ = [
     "MAX_MESSAGES",
+    "REQUEST_ID",
+    "TEMPLATE_FIELDS",
     "AbortRequest",
     "ChatCompletionRequest",
     "ChatMessage",
@@ -41,10 +43,16 @@ __all__ = [
 
 #: Most messages of a conversation.
 MAX_MESSAGES = 4096
+#: Form of the ids that clients give to requests.
+REQUEST_ID = "[A-Za-z0-9._-]{1,64}"
+#: Fields of a conversation that are no variables of its template.
+TEMPLATE_FIELDS = ("messages", "chat_template", "add_generation_prompt", "continue_final_message")
 _MAX_IDS = 1 << 22
 _INT31 = 2**31 - 1
 #: A temperature below it is greedy.
 _LEAST_TEMPERATURE = 1e-5
+#: The engine divides by it in 32 bits.
+_LARGEST_TEMPERATURE = 3.4e38
 #: Numbers beyond it count as infinite.
 _LARGEST = 1e308
 _DEFAULT_MAX_TOKENS = 512
@@ -180,6 +188,11 @@ Stop = Annotated[
         }
     ),
 ]
+RequestId = Annotated[Text, WithJsonSchema({"type": "string", "pattern": f"^{REQUEST_ID}$"})]
+TemplateVariables = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "propertyNames": {"not": {"enum": list(TEMPLATE_FIELDS)}}}),
+]
 StreamModeName = Literal["block_append", "denoise", "both"]
 
 
@@ -203,7 +216,7 @@ class SamplingFields(_Body):
     """What all generating requests have in common."""
 
     max_tokens: Positive | None = _DEFAULT_MAX_TOKENS
-    temperature: Annotated[float, Field(ge=0, le=_LARGEST), _NUMERIC] | None = 1.0
+    temperature: Annotated[float, Field(ge=0, le=_LARGEST_TEMPERATURE), _NUMERIC] | None = 1.0
     max_nfe: Positive | None = None
     max_repetition_run: Positive | None = None
     ignore_eos: StrictBool = False
@@ -219,7 +232,7 @@ class SamplingFields(_Body):
     min_p: Unit | None = None
     decoding: Decoding | None = None
     denoise_detail: StrictBool = False
-    request_id: Text | None = None
+    request_id: RequestId | None = None
 
     @property
     def wants_max_tokens(self) -> bool:
@@ -229,6 +242,10 @@ class SamplingFields(_Body):
 
 class GenerateRequest(SamplingFields):
     """Body of `POST /generate`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"prompt": "1 + 2 =", "max_tokens": 16, "stream": False}]}
+    )
 
     prompt: Prompt
     stream_mode: StreamModeName = "denoise"
@@ -245,6 +262,19 @@ class StreamOptions(_Body):
     continuous_usage_stats: StrictBool | None = False
 
 
+def _only(*values: Any) -> WithJsonSchema:
+    """For a field that may be there but ask nothing."""
+    return WithJsonSchema({"enum": [*values, None]})
+
+
+_RESPONSE_FORMAT_SCHEMA = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
+        {"type": "null"},
+    ]
+}
+
+
 class _OpenAIFields(SamplingFields):
     """What both OpenAI routes have in common, also what is only there to be refused."""
 
@@ -256,26 +286,41 @@ class _OpenAIFields(SamplingFields):
     stream_mode: StreamModeName | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: StrictBool = True
-    frequency_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    repetition_penalty: Number | None = None
-    logit_bias: dict[str, Any] | None = None
-    use_beam_search: StrictBool | None = None
-    prompt_logprobs: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
+    frequency_penalty: Annotated[Number | None, _only(0)] = None
+    presence_penalty: Annotated[Number | None, _only(0)] = None
+    repetition_penalty: Annotated[Number | None, _only(1)] = None
+    logit_bias: Annotated[dict[str, Any] | None, _only({})] = None
+    use_beam_search: Annotated[StrictBool | None, _only(False)] = None
+    prompt_logprobs: Annotated[Any, _only()] = None
+    response_format: Annotated[Any, WithJsonSchema(_RESPONSE_FORMAT_SCHEMA)] = None
+    structured_outputs: Annotated[Any, _only()] = None
+
+
+_EXAMPLE_MESSAGES: list[Any] = [{"role": "user", "content": "1 + 2 ="}]
+
+
+def _message_schema(schema: dict[str, Any]) -> None:
+    """Only the assistant may have said nothing."""
+    schema["required"] = ["role"]
+    schema["anyOf"] = [
+        {"properties": {"role": {"const": "assistant"}}},
+        {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+    ]
 
 
 class ChatMessage(_Body):
     """One turn; parts of a content list are joined by newlines."""
 
-    role: Annotated[Text, Field(min_length=1)]
+    model_config = ConfigDict(json_schema_extra=_message_schema)
+
+    role: Annotated[Text, Field(min_length=1, examples=["user"])]
     content: Annotated[
         str,
         WithJsonSchema(
             {
                 "anyOf": [
                     {"type": "string"},
+                    {"type": "null"},
                     {
                         "type": "array",
                         "items": {
@@ -319,15 +364,54 @@ def _part(part: Any) -> str:
     return text
 
 
-def _require_messages(schema: dict[str, Any]) -> None:
+_REFUSED_EXTRA = {
+    "^guided_": {"type": "null"},
+    "^functions$": {"enum": [[], None]},
+    "^function_call$": {"enum": ["none", "auto", None]},
+}
+# The document's form of rules on two fields: of both only one, and one only with the other.
+_ONE_END: dict[str, Any] = {
+    "not": {
+        "properties": {
+            "add_generation_prompt": {"const": True},
+            "continue_final_message": {"const": True},
+        },
+        "required": ["add_generation_prompt", "continue_final_message"],
+    }
+}
+_TOP_WITH_LOGPROBS = {
+    "anyOf": [
+        {"properties": {"top_logprobs": {"enum": [0, None]}}},
+        {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]},
+    ]
+}
+_NO_LOGPROBS_OF_ECHO = {
+    "not": {
+        "properties": {"echo": {"const": True}, "logprobs": {"type": "integer"}},
+        "required": ["echo", "logprobs"],
+    }
+}
+
+
+def _chat_schema(schema: dict[str, Any]) -> None:
     schema["required"] = [*schema.get("required", []), "messages"]
+    best_of = {"type": ["integer", "null"], "minimum": 1}
+    schema["patternProperties"] = {**_REFUSED_EXTRA, "^best_of$": best_of}
+    schema["allOf"] = [_ONE_END, _TOP_WITH_LOGPROBS]
+    schema["examples"] = [{"messages": _EXAMPLE_MESSAGES, "max_tokens": 16, "temperature": 0}]
+
+
+def _completion_schema(schema: dict[str, Any]) -> None:
+    schema["patternProperties"] = _REFUSED_EXTRA
+    schema["allOf"] = [_NO_LOGPROBS_OF_ECHO]
+    schema["examples"] = [{"prompt": "1 + 2 =", "max_tokens": 16, "temperature": 0}]
 
 
 class ChatCompletionRequest(_OpenAIFields):
     """Body of `POST /v1/chat/completions`."""
 
     # Absent messages are refused with a message of their own, so they have a default.
-    model_config = ConfigDict(json_schema_extra=_require_messages)
+    model_config = ConfigDict(json_schema_extra=_chat_schema)
 
     messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)] = Field(
         default_factory=list, json_schema_extra={"minItems": 1}
@@ -338,9 +422,9 @@ class ChatCompletionRequest(_OpenAIFields):
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool = False
     chat_template: Text | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
-    tool_choice: Any = None
+    chat_template_kwargs: TemplateVariables | None = None
+    tools: Annotated[Any, _only([])] = None
+    tool_choice: Annotated[Any, _only("none", "auto")] = None
 
     @property
     def wants_max_tokens(self) -> bool:
@@ -351,11 +435,13 @@ class ChatCompletionRequest(_OpenAIFields):
 class CompletionRequest(_OpenAIFields):
     """Body of `POST /v1/completions`."""
 
+    model_config = ConfigDict(json_schema_extra=_completion_schema)
+
     prompt: Prompts
     max_tokens: Positive | None = 16
     echo: StrictBool | None = False
     logprobs: NumTop | None = None
-    suffix: Text | None = None
+    suffix: Annotated[Text | None, _only()] = None
     best_of: AtLeastOne | None = None
     add_special_tokens: StrictBool = True
 
@@ -376,22 +462,37 @@ class TokenizeRequest(_Body):
     """Body of `POST /tokenize`: a prompt, or messages."""
 
     model_config = ConfigDict(
-        json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
+        json_schema_extra={
+            "oneOf": [
+                {"properties": {"prompt": {"type": "string"}}, "required": ["prompt"]},
+                {"properties": {"messages": {"type": "array"}}, "required": ["messages"]},
+            ],
+            "allOf": [_ONE_END],
+            "examples": [{"prompt": "1 + 2 ="}, {"messages": _EXAMPLE_MESSAGES}],
+        }
     )
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)] | None = None
+    messages: (
+        Annotated[
+            list[ChatMessage],
+            Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1}),
+        ]
+        | None
+    ) = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool = False
     chat_template: Text | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: StrictBool | None = False
 
 
 class DetokenizeRequest(_Body):
     """Body of `POST /detokenize`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [1, 2]}]})
 
     model: Text | None = None
     tokens: Ids

@@ -6,8 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from diffulex.server.api_server import create_app
 from fake_frontend import FakeFrontend
+from http_client import AppClient
+
+
+@pytest.fixture(scope="module")
+def app() -> Any:
+    return create_app(FakeFrontend())
 
 
 def document(**options: Any) -> dict[str, Any]:
@@ -44,10 +52,80 @@ def test_numbers_have_the_bounds_of_the_checks():
     }
     assert shown == {
         "max_tokens": {"minimum": 1, "maximum": 2**31 - 1},
-        "temperature": {"minimum": 0, "maximum": 1e308},
+        "temperature": {"minimum": 0, "maximum": 3.4e38},
         "top_p": {"exclusiveMinimum": 0, "maximum": 1},
         "top_k": {"minimum": -1, "maximum": 2**31 - 1},
         "min_p": {"minimum": 0, "maximum": 1},
         "seed": {"minimum": 0, "maximum": float(2**63 - 1)},
         "logprobs": {"minimum": 0, "maximum": 20},
     }
+
+
+def test_options_narrow_the_requests():
+    chat = properties("ChatCompletionRequest", served_model_name=("a", "b"), max_n=3)
+    assert chat["model"] == {"enum": ["a", "b", "", None]}
+    assert chat["n"]["anyOf"][0]["maximum"] == 3
+    assert chat["chat_template"] == {"type": "null"}
+    options = {"accept_any_model": True, "trust_request_chat_template": True}
+    chat = properties("ChatCompletionRequest", **options)
+    for name in ("model", "chat_template"):
+        assert chat[name]["anyOf"] == [{"type": "string"}, {"type": "null"}]
+    forms = properties("CompletionRequest", max_prompts_per_request=5)["prompt"]["anyOf"]
+    assert [form.get("maxItems") for form in forms] == [None, 2**22, 5, 5]
+
+
+def test_the_path_of_a_model_has_the_served_names():
+    served = document(served_model_name=("a", "b"), accept_any_model=True)
+    [parameter] = served["paths"]["/v1/models/{model_id}"]["get"]["parameters"]
+    assert parameter["schema"] == {"type": "string", "enum": ["a", "b"]}
+
+
+#: Fields of chat requests that the document does not allow.
+REFUSED = [
+    {"temperature": 1e39},
+    {"frequency_penalty": 0.5},
+    {"repetition_penalty": 0},
+    {"logit_bias": {"1": 1}},
+    {"use_beam_search": True},
+    {"prompt_logprobs": 1},
+    {"structured_outputs": {}},
+    {"response_format": {"type": "json_object"}},
+    {"tools": [{}]},
+    {"tool_choice": "required"},
+    {"functions": [{}]},
+    {"guided_json": {}},
+    {"best_of": 0},
+    {"request_id": "a b"},
+    {"chat_template": "T"},
+    {"chat_template_kwargs": {"messages": []}},
+    {"top_logprobs": 1},
+    {"continue_final_message": True, "add_generation_prompt": True},
+    {"messages": [{"role": "user", "content": None}]},
+    {"messages": []},
+]
+ALLOWED = [
+    {"temperature": 3.4e38},
+    {"frequency_penalty": 0.0, "presence_penalty": None, "repetition_penalty": 1},
+    {"logit_bias": {}, "use_beam_search": False, "prompt_logprobs": None},
+    {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"},
+    {"functions": [], "guided_json": None, "best_of": 1, "another": 1},
+    {"request_id": "a-b", "model": ""},
+    {"top_logprobs": 1, "logprobs": True},
+    {"top_logprobs": 0},
+    {"messages": [{"role": "user", "content": []}, {"role": "assistant", "content": None}]},
+    {"messages": [{"role": "assistant"}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_allowed"),
+    [(fields, False) for fields in REFUSED] + [(fields, True) for fields in ALLOWED],
+    ids=str,
+)
+def test_the_document_and_the_checks_agree(app: Any, fields: dict[str, Any], is_allowed: bool):
+    jsonschema = pytest.importorskip("jsonschema_rs", reason="jsonschema_rs is not installed")
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | fields
+    schema = {**app.openapi(), "$ref": "#/components/schemas/ChatCompletionRequest"}
+    assert jsonschema.is_valid(schema, body) == is_allowed
+    response = AppClient(app).post("/v1/chat/completions", body)
+    assert response.status_code == (200 if is_allowed else 400), response.text
