@@ -88,6 +88,7 @@ def served_operations(server: LiveServer, document: dict[str, Any]) -> dict[str,
     _limit_token_ids(schemas, min(info["vocab_size"], info["mask_token_id"]) - 1)
     for form in schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"][2:]:
         form["maxItems"] = 2
+    schemas["ChatCompletionRequest"]["patternProperties"]["^best_of$"]["maximum"] = 1
     schemas["ChatMessage"]["properties"]["role"] = {"enum": ["system", "user", "assistant"]}
     for name in _BODIES:
         fields = schemas[name]["properties"]
