@@ -74,7 +74,7 @@ def _case(model: str, product: Product, rows: int, device: str) -> Case:
             x, weight, act=ops.Activation.SILU if product.is_gated else None, out=out
         )
 
-    can_run = device != "cpu" and ops.has_few_rows(torch.device(device))
+    can_run = device != "cpu" and ops.has_hopper_kernels(torch.device(device))
     is_ours = can_run and rows <= ops.few_rows_limit(columns, depth)
     call: Callable[[torch.Tensor], None] = our_call if is_ours else torch_call
 

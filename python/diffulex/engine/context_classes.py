@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diffulex.ops.linear import has_few_rows
+from diffulex.ops.hopper import has_hopper_kernels
 from diffulex.ops.workspace import attention_splits
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ContextClasses:
         is_invariant = os.environ.get("DIFFULEX_BATCH_INVARIANT") == "1"
         self._is_dividing = device.type == "cuda" and not is_invariant
         is_half = config.model.dtype in ("bfloat16", "float16")
-        self._is_hopper = self._is_dividing and is_half and has_few_rows(device)
+        self._is_hopper = self._is_dividing and is_half and has_hopper_kernels(device)
         self._bounds: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def bounds(self, num_reqs: int, rows: int) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ class MatrixProduct(nn.Module):
         self._is_packable = dtype == torch.float32 and matrix.device.type == "cpu"
         self._is_shared = False
         is_half = dtype in (torch.bfloat16, torch.float16)
-        has_few_rows = is_half and ops.has_few_rows(matrix.device)
+        has_few_rows = is_half and ops.has_hopper_kernels(matrix.device)
         # Rows up to which `ops.linear_few_rows` is the faster product.
         self._few_rows = ops.few_rows_limit(out_features, in_features) if has_few_rows else 0
 

@@ -29,6 +29,7 @@ from diffulex.ops.attention import KvLayout as KvLayout
 from diffulex.ops.attention import MaskKind as MaskKind
 from diffulex.ops.attention import attention_plan as attention_plan
 from diffulex.ops.attention import block_attention as block_attention
+from diffulex.ops.hopper import has_hopper_kernels as has_hopper_kernels
 from diffulex.ops.kv_cache import copy_kv_pages as copy_kv_pages
 from diffulex.ops.kv_cache import load_kv_cache as load_kv_cache
 from diffulex.ops.kv_cache import store_kv_cache as store_kv_cache
@@ -36,7 +37,6 @@ from diffulex.ops.linear import FEW_ROWS as FEW_ROWS
 from diffulex.ops.linear import FEW_ROWS_COLUMNS as FEW_ROWS_COLUMNS
 from diffulex.ops.linear import FEW_ROWS_DEPTH as FEW_ROWS_DEPTH
 from diffulex.ops.linear import few_rows_limit as few_rows_limit
-from diffulex.ops.linear import has_few_rows as has_few_rows
 from diffulex.ops.linear import linear_few_rows as linear_few_rows
 from diffulex.ops.linear import linear_packed as linear_packed
 from diffulex.ops.linear import pack_weight as pack_weight

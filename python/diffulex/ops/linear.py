@@ -8,13 +8,9 @@ a small decode step on Hopper: their kernel reads the weights while the one in f
 
 from __future__ import annotations
 
-import functools
-import os
 from typing import TYPE_CHECKING
 
 import torch
-
-import diffulex_ext
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,16 +32,6 @@ def _fits_bfloat16(weight: Tensor) -> bool:
         torch.equal(part.to(torch.bfloat16).to(torch.float32), part)
         for part in torch.split(weight, rows)
     )
-
-
-@functools.cache
-def has_few_rows(device: torch.device) -> bool:
-    """Whether `linear_few_rows` is the product for few rows there: Hopper, and built for it."""
-    if device.type != "cuda" or os.environ.get("DIFFULEX_FORCE_SM80") == "1":
-        return False
-    archs = diffulex_ext.build_info()["cuda_archs"]
-    is_built = any(arch.startswith("90a") for arch in archs)
-    return is_built and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def few_rows_limit(num_columns: int, depth: int) -> int:

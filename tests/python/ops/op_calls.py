@@ -338,7 +338,7 @@ def make(op: str, device: str) -> Call:
     if op == "linear_few_rows" and device.startswith("cuda"):
         from diffulex import ops
 
-        if not ops.has_few_rows(torch.device(device)):
+        if not ops.has_hopper_kernels(torch.device(device)):
             pytest.skip("linear_few_rows needs a Hopper GPU and a library built for it")
     tensors, numbers = CALLS[op]()
     tensors = {

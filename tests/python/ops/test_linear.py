@@ -196,7 +196,7 @@ def expected_few_rows(
 
 
 def skip_without_few_rows(device: str) -> None:
-    if device != "cpu" and not ops.has_few_rows(torch.device(device)):
+    if device != "cpu" and not ops.has_hopper_kernels(torch.device(device)):
         pytest.skip("linear_few_rows needs a Hopper GPU and a library built for it")
 
 
@@ -342,7 +342,7 @@ def test_layers_choose_few_rows_by_shape(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_gated_product_is_one_kernel_where_it_can(device: str, has_bias: bool) -> None:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     layer = filled(Linear(128, (96, 96), bias=has_bias, dtype=dtype, device=device))
-    is_fused = device != "cpu" and ops.has_few_rows(torch.device(device)) and not has_bias
+    is_fused = device != "cpu" and ops.has_hopper_kernels(torch.device(device)) and not has_bias
     for num_rows in (0, 3, ops.FEW_ROWS, ops.FEW_ROWS + 1):
         x = normal(num_rows, 128).to(device, dtype)
         out = torch.full((num_rows, 96), torch.nan, dtype=dtype, device=device)

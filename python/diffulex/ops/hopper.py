@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the Hopper kernels (`csrc/kernels/cuda/sm90`) serve a device."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+import diffulex_ext
+
+
+@functools.cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Compute capability 9.0, a build for it, and no `DIFFULEX_FORCE_SM80=1`."""
+    if device.type != "cuda" or os.environ.get("DIFFULEX_FORCE_SM80") == "1":
+        return False
+    archs = diffulex_ext.build_info()["cuda_archs"]
+    is_built = any(arch.startswith("90a") for arch in archs)
+    return is_built and torch.cuda.get_device_capability(device) == (9, 0)
