@@ -260,3 +260,27 @@ def test_kernels_never_times_a_wrong_one():
         [sys.executable, "-c", program], cwd=SCRIPTS, capture_output=True, check=True, timeout=120
     )
     assert done.stdout.decode().split() == ["WRONG", "None"] * 2
+
+
+def test_counters_are_given_to_the_shape_that_launched_the_kernel():
+    """Output of ncu: other lines, names of shapes, then one row a kernel behind a row of units."""
+    program = (
+        "import profile_kernels as p\n"
+        "metrics = [name for name, _ in p.METRICS.values()]\n"
+        "stalls = [p._STALL.format(name) for name in ('wait', 'barrier')]\n"
+        "header = ['ID', 'Kernel Name', 'Push/Pop_Range', *metrics, *stalls]\n"
+        "def row(cells): return ','.join(f'\"{cell}\"' for cell in cells)\n"
+        "def kernel(i, name, case): return row([i, name, f'1:{p.RANGE}{case}:none',\n"
+        "    '2000', *['3'] * (len(metrics) - 1), '1', '3'])\n"
+        "lines = ['==PROF== Connected', 'case 0: small:a: 1', '==PROF== a', 'case 1: moe:b: 2 x 3',\n"
+        "    row(header), row([''] * len(header)), kernel(0, 'void n::first<int>(A)', 1),\n"
+        "    kernel(1, 'void (anonymous namespace)::second<1>(B)', 0)]\n"
+        "for name, counters in p.read_output(lines): print(f'| {name} {p.table_line(counters)}')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=SCRIPTS, capture_output=True, check=True, timeout=120
+    )
+    first, second = done.stdout.decode().splitlines()
+    assert first.startswith("| moe:b: 2 x 3 | first | 2 | 3 |")
+    assert first.endswith("| barrier 75 % |")
+    assert second.startswith("| small:a: 1 | second | 2 | 3 |")
