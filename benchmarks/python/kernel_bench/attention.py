@@ -185,18 +185,27 @@ def _case(
         absent["FlashInfer"] = reason or "not run for this shape"
     else:
         heads = (shape.q_heads, shape.kv_heads, shape.head_dim)
-        try:
-            runs = [
-                plan(part.q.device, problem.starts, part.table, shape.keys, heads, PAGE)
-                for part in sets[:1]
-            ]
+        for backend in ("fa2", "fa3"):
+            name = f"FlashInfer {backend} (one table)"
+            try:
+                run = plan(
+                    sets[0].q.device,
+                    problem.starts,
+                    sets[0].table,
+                    shape.keys,
+                    heads,
+                    PAGE,
+                    backend,
+                )
+                run(sets[0].q, sets[0].k_cache, sets[0].v_cache, sets[0].out)
+            except Exception as error:  # JIT compilers and missing packages of a peer
+                absent[name] = f"{type(error).__name__}: {error}"[:120]
+                continue
             # One plan per page table: the others would need as many 256 MB work spaces.
-            found["FlashInfer (one table)"] = [
-                lambda part=part: runs[0](part.q, part.k_cache, part.v_cache, part.out)
+            found[name] = [
+                lambda part=part, run=run: run(part.q, part.k_cache, part.v_cache, part.out)
                 for part in sets
             ]
-        except Exception as error:  # JIT compilers and missing packages of a peer
-            absent["FlashInfer"] = f"{type(error).__name__}: {error}"[:120]
     return Case(
         section, "block_attention", shape.text, calls, lambda: problem.check(sets[0]), 1e-2,
         shape.num_bytes, shape.flops, peers=found, absent=absent, target=target,

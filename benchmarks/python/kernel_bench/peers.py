@@ -53,7 +53,10 @@ def flash_attention_3() -> tuple[Callable[..., Any] | None, str]:
 
 
 def flashinfer_prefill() -> tuple[Callable[..., Any] | None, str]:
-    """FlashInfer's paged prefill: plans at once and returns f(q, k_cache, v_cache, out)."""
+    """FlashInfer's paged prefill with one of its backends ("fa2", "fa3").
+
+    Plans at once and returns f(q, k_cache, v_cache, out).
+    """
     wrapper, reason = _attribute("flashinfer", "BatchPrefillWithPagedKVCacheWrapper")
     if wrapper is None:
         return None, reason
@@ -65,10 +68,11 @@ def flashinfer_prefill() -> tuple[Callable[..., Any] | None, str]:
         num_keys: int,
         heads: tuple[int, int, int],
         page_size: int,
+        backend: str,
     ) -> Callable[..., Any]:
         num_requests, num_pages = table.shape
         space = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-        prefill = wrapper(space, "NHD", backend="fa3")
+        prefill = wrapper(space, "NHD", backend=backend)
         starts = torch.arange(num_requests + 1, dtype=torch.int32, device=device) * num_pages
         last = torch.full_like(starts[1:], (num_keys - 1) % page_size + 1)
         prefill.plan(
