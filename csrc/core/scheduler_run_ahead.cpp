@@ -9,7 +9,8 @@
 namespace diffulex {
 namespace {
 
-[[nodiscard]] DecodeRequest make_decode_request(const Request& request) {
+[[nodiscard]] DecodeRequest make_decode_request(const Request& request,
+                                                const DualCacheStep& dual_step) {
   DecodeRequest result;
   const SamplingParams& params = request.params;
   const RequestStep& step = request.step;
@@ -18,6 +19,8 @@ namespace {
   result.state = request.buffer.state();
   result.forward = BufferForward{step.first_pos, step.num_valid_rows, step.store_end,
                                  step.has_activated, step.has_sampling};
+  result.dual_cache = request.dual_cache;
+  result.dual_step = dual_step;
   result.limits =
       StopLimits{params.max_tokens, request.nfe, request.max_nfe, params.max_repetition_run};
   result.inv_temperature = params.is_sampled() ? 1.0F / params.temperature : 0.0F;
@@ -63,8 +66,8 @@ Status Scheduler::start_run_ahead(const StepPlan& plan, DecodeBatch& batch) {
   for (size_t r = 0; r < plan_requests_.size(); ++r) {
     const Request& request = *plan_requests_[r];
     const BufferState& state = request.buffer.state();
-    batch.append(make_decode_request(request), request.buffer.token_data(),
-                 buffer_start(request.buffer.rules(), state));
+    batch.append(make_decode_request(request, strategy_->dual_step(request)),
+                 request.buffer.token_data(), buffer_start(request.buffer.rules(), state));
     static_cast<void>(
         batch.set_pages(static_cast<int32_t>(r), Span<const int32_t>(request.page_table.pages)));
     plan_rows_.push_back(static_cast<int32_t>(r));
@@ -95,12 +98,8 @@ RunAhead Scheduler::reserve_ahead(DecodeBatch& batch) {
   bool has_new_pages = false;
   for (size_t r = 0; r < plan_requests_.size(); ++r) {
     Request& request = *plan_requests_[r];
-    // The step behind may open one block, and everything it runs may be frozen by it. The device
-    // then plans to store that at once. A block with the last output position is never stored.
-    const BlockRules& rules = request.buffer.rules();
-    const int32_t end =
-        std::min(valid_end(rules, request.buffer.state()) + rules.block_size, request.limit_end);
-    if (!strategy_->decodes_by_rules(request) || !kv_cache_.try_grow(request.page_table, end)) {
+    if (!strategy_->decodes_by_rules(request) ||
+        !kv_cache_.try_grow(request.page_table, strategy_->page_len_ahead(request))) {
       return RunAhead::kStop;
     }
     has_new_pages = batch.set_pages(plan_rows_[r], Span<const int32_t>(request.page_table.pages)) ||
@@ -169,6 +168,12 @@ void Scheduler::collect_output(StepPlan& plan, const SamplerOutput& by_row,
   DIFFULEX_CHECK(in_flight_ == plan.identity() && plan_rows_.size() == plan_requests_.size(),
                  "collect_output: expected the plan in flight of a device, got step ",
                  plan.step_id());
+  if (layout_.has_dual_cache) {
+    for (size_t r = 0; r < plan_rows_.size(); ++r) {
+      output.pending_next_token()[r] =
+          by_row.pending_next_token()[static_cast<size_t>(plan_rows_[r])];
+    }
+  }
   const auto width = static_cast<size_t>(rules_.block_size);
   const auto depth = width * static_cast<size_t>(layout_.merge_top_k);
   for (int32_t blk = 0; blk < plan.num_blocks(); ++blk) {

@@ -17,8 +17,11 @@ void advance_decode(const Tensor& requests, const Tensor& windows, const Tensor&
                     const OptionalTensor& merge_ids, const OptionalTensor& merge_probs,
                     const OptionalTensor& merge_residual, const OptionalTensor& row_merge_mask,
                     const OptionalTensor& row_merge_ids, const OptionalTensor& row_merge_probs,
-                    const OptionalTensor& row_merge_residual, int64_t page_size,
-                    bool masked_rows_only, bool is_entry) {
+                    const OptionalTensor& row_merge_residual, const OptionalTensor& last_row_index,
+                    const OptionalTensor& logits_source, const OptionalTensor& pending_next_token,
+                    const OptionalTensor& seed_row, const OptionalTensor& mask_kinds,
+                    int64_t page_size, int64_t first_saved_row, bool masked_rows_only,
+                    bool has_block_cache, bool is_entry) {
   OpArguments arguments("advance_decode");
   AdvanceDecodeParams params;
   params.requests = arguments.output("requests", requests);
@@ -55,8 +58,15 @@ void advance_decode(const Tensor& requests, const Tensor& windows, const Tensor&
   params.row_merge_ids = arguments.output("row_merge_ids", row_merge_ids);
   params.row_merge_probs = arguments.output("row_merge_probs", row_merge_probs);
   params.row_merge_residual = arguments.output("row_merge_residual", row_merge_residual);
+  params.last_row_index = arguments.output("last_row_index", last_row_index);
+  params.logits_source = arguments.output("logits_source", logits_source);
+  params.pending_next_token = arguments.input("pending_next_token", pending_next_token);
+  params.seed_row = arguments.output("seed_row", seed_row);
+  params.mask_kinds = arguments.output("mask_kinds", mask_kinds);
   params.page_size = arguments.int32("page_size", page_size);
+  params.first_saved_row = arguments.int32("first_saved_row", first_saved_row);
   params.masked_rows_only = masked_rows_only;
+  params.has_block_cache = has_block_cache;
   params.is_entry = is_entry;
   arguments.run(&diffulex::advance_decode, params);
 }

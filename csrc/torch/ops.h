@@ -176,8 +176,11 @@ void advance_decode(const Tensor& requests, const Tensor& windows, const Tensor&
                     const OptionalTensor& merge_ids, const OptionalTensor& merge_probs,
                     const OptionalTensor& merge_residual, const OptionalTensor& row_merge_mask,
                     const OptionalTensor& row_merge_ids, const OptionalTensor& row_merge_probs,
-                    const OptionalTensor& row_merge_residual, int64_t page_size,
-                    bool masked_rows_only, bool is_entry);
+                    const OptionalTensor& row_merge_residual, const OptionalTensor& last_row_index,
+                    const OptionalTensor& logits_source, const OptionalTensor& pending_next_token,
+                    const OptionalTensor& seed_row, const OptionalTensor& mask_kinds,
+                    int64_t page_size, int64_t first_saved_row, bool masked_rows_only,
+                    bool has_block_cache, bool is_entry);
 
 void token_merge_embed(const Tensor& hidden, const Tensor& embedding, const Tensor& merge_mask,
                        const Tensor& topk_ids, const Tensor& topk_probs,

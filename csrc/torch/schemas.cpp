@@ -159,8 +159,11 @@ STABLE_TORCH_LIBRARY(diffulex, library) {
       "Tensor(t!) top_k, Tensor(u!) top_p, Tensor(v!) min_p, "
       "Tensor? merge_valid, Tensor? merge_ids, Tensor? merge_probs, Tensor? merge_residual, "
       "Tensor(w!)? row_merge_mask, Tensor(x!)? row_merge_ids, Tensor(y!)? row_merge_probs, "
-      "Tensor(z!)? row_merge_residual, *, "
-      "int page_size, bool masked_rows_only=True, bool is_entry=False) -> ()");
+      "Tensor(z!)? row_merge_residual, Tensor(a1!)? last_row_index, "
+      "Tensor(b1!)? logits_source, Tensor? pending_next_token, Tensor(c1!)? seed_row, "
+      "Tensor(d1!)? mask_kinds, *, "
+      "int page_size, int first_saved_row=0, bool masked_rows_only=True, "
+      "bool has_block_cache=True, bool is_entry=False) -> ()");
 
   library.def(
       "token_merge_embed("

@@ -27,6 +27,14 @@ class FastDllmV2 final : public Strategy {
                                         const SamplerOutput& output,
                                         Span<const BlockWrite> writes) const override;
   void on_preempt(Request& request) const override;
+  [[nodiscard]] bool decodes_by_rules(const Request& request) const override {
+    // The first row of a forward decides no open position: every row has one position at most.
+    return options_.masked_rows_only && mask_fill_decodes_by_rules(options_, request);
+  }
+  [[nodiscard]] int32_t page_len_ahead(const Request& request) const override;
+  [[nodiscard]] DualCacheStep dual_step(const Request& request) const override {
+    return decode_step(request);
+  }
 
  private:
   /// The decode forward that comes next, or the one in flight: it does not change before its end.
@@ -80,6 +88,15 @@ StepNeed FastDllmV2::pages_needed(const Request& request, const StepQuery& query
   need.num_rows = decode_step(request).num_rows;
   need.page_len = base + dual_block_len(rules);
   return need;
+}
+
+int32_t FastDllmV2::page_len_ahead(const Request& request) const {
+  const BlockRules& rules = request.buffer.rules();
+  const int32_t block_len = dual_block_len(rules);
+  const int32_t end = buffer_start(rules, request.buffer.state()) + block_len;
+  // Behind the last sub-block comes a commit, and the device then plans the next D-block at once.
+  const bool is_last = decode_step(request).sub_idx == rules.buffer_size - 1;
+  return is_last ? std::min(end + block_len, options_.page_span(request.limit_end)) : end;
 }
 
 void FastDllmV2::begin_step(Request& request, const StepNeed& need) const {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <string>
@@ -34,6 +35,17 @@ Strategy::~Strategy() = default;
 
 bool Strategy::decodes_by_rules(const Request& /*request*/) const {
   return false;
+}
+
+int32_t Strategy::page_len_ahead(const Request& request) const {
+  // The step behind may open one block, and everything it runs may be frozen by it. The device then
+  // plans to store that at once. A block with the last output position is never stored.
+  const BlockRules& rules = request.buffer.rules();
+  return std::min(valid_end(rules, request.buffer.state()) + rules.block_size, request.limit_end);
+}
+
+DualCacheStep Strategy::dual_step(const Request& /*request*/) const {
+  return {};
 }
 
 Result<std::unique_ptr<Strategy>> make_strategy(const EngineOptions& options) {

@@ -325,7 +325,7 @@ StepOutcome finish_mask_fill_step(const EngineOptions& options, Request& request
 }
 
 bool mask_fill_decodes_by_rules(const EngineOptions& options, const Request& request) {
-  return !options.logits_shift && (!options.auto_max_nfe || request.max_nfe > 0);
+  return !options.auto_max_nfe || request.max_nfe > 0;
 }
 
 void preempt_mask_fill_request(const EngineOptions& options, Request& request) {

@@ -61,6 +61,37 @@ Status check_merge(const AdvanceDecodeParams& params, int64_t num_rows) {
                                          {"row_merge_probs", params.row_merge_probs, DType::kF32}});
 }
 
+/// The two arrays of shifted logits, or none.
+Status check_carry(const AdvanceDecodeParams& params, int64_t num_reqs, int64_t num_rows) {
+  if (!params.last_row_index.present()) {
+    return ArgumentCheck(kOp, "logits_source", params.logits_source)
+        .absent("last_row_index is absent");
+  }
+  if (params.first_saved_row < num_rows) {
+    return scalar_error(kOp, "first_saved_row", (">= " + std::to_string(num_rows)).c_str(),
+                        params.first_saved_row);
+  }
+  DIFFULEX_RETURN_IF_ERROR(
+      check_dense({num_reqs}, {{"last_row_index", params.last_row_index, DType::kI32}}));
+  return check_dense({num_rows}, {{"logits_source", params.logits_source, DType::kI32}});
+}
+
+/// The three arrays of a dual cache, or none.
+Status check_dual_cache(const AdvanceDecodeParams& params, int64_t num_reqs) {
+  if (!params.seed_row.present()) {
+    DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "pending_next_token", params.pending_next_token)
+                                 .absent("seed_row is absent"));
+    return ArgumentCheck(kOp, "mask_kinds", params.mask_kinds).absent("seed_row is absent");
+  }
+  DIFFULEX_RETURN_IF_ERROR(
+      ArgumentCheck(kOp, "merge_valid", params.merge_valid).absent("seed_row is present"));
+  DIFFULEX_RETURN_IF_ERROR(
+      ArgumentCheck(kOp, "last_row_index", params.last_row_index).absent("seed_row is present"));
+  return check_dense({num_reqs}, {{"pending_next_token", params.pending_next_token, DType::kI64},
+                                  {"seed_row", params.seed_row, DType::kI32},
+                                  {"mask_kinds", params.mask_kinds, DType::kI32}});
+}
+
 }  // namespace
 
 Status check_advance_decode(const AdvanceDecodeParams& params) {
@@ -126,6 +157,8 @@ Status check_advance_decode(const AdvanceDecodeParams& params) {
   DIFFULEX_RETURN_IF_ERROR(
       check_dense({num_reqs}, {{"context_lens", params.context_lens, DType::kI32},
                                {"valid_slices", params.valid_slices, DType::kI32}}));
+  DIFFULEX_RETURN_IF_ERROR(check_dual_cache(params, num_reqs));
+  DIFFULEX_RETURN_IF_ERROR(check_carry(params, num_reqs, num_rows));
   return check_merge(params, num_rows);
 }
 
@@ -168,6 +201,17 @@ AdvanceArgs make_advance_args(const AdvanceDecodeParams& params) {
     args.row_merge_probs = params.row_merge_probs.as<float>();
     args.row_merge_residual = params.row_merge_residual.as<float>();
     args.merge_top_k = static_cast<int32_t>(params.merge_ids.size[2]);
+  }
+  if (params.last_row_index.present()) {
+    args.last_row_index = params.last_row_index.as<int32_t>();
+    args.logits_source = params.logits_source.as<int32_t>();
+    args.first_saved_row = params.first_saved_row;
+  }
+  if (params.seed_row.present()) {
+    args.pending_next_token = params.pending_next_token.as<const int64_t>();
+    args.seed_row = params.seed_row.as<int32_t>();
+    args.mask_kinds = params.mask_kinds.as<int32_t>();
+    args.has_block_cache = params.has_block_cache;
   }
   args.page_table_stride = params.page_tables.stride[0];
   args.block_size = static_cast<int32_t>(params.tokens.size[1]);

@@ -47,12 +47,19 @@ struct AdvanceArgs {
   int64_t* row_merge_ids;
   float* row_merge_probs;
   float* row_merge_residual;
+  int32_t* last_row_index;  // or null, as logits_source: unshifted logits
+  int32_t* logits_source;
+  const int64_t* pending_next_token;  // or null, as the two below: no dual cache
+  int32_t* seed_row;
+  int32_t* mask_kinds;
   int64_t page_table_stride;
   int32_t merge_top_k;  // K
   int32_t block_size;   // B
   int32_t buffer_size;  // N
   int32_t page_size;
+  int32_t first_saved_row;
   bool masked_rows_only;
+  bool has_block_cache;
   bool is_entry;
 };
 
@@ -123,6 +130,9 @@ DIFFULEX_HOST_DEVICE inline int32_t finish_request(const AdvanceArgs& args, int3
     }
   }
   const Transitions transitions = close_buffer(rules, state, true);
+  const int32_t saved_pos = last_stored_pos(request.forward);
+  request.carry_pos =
+      args.last_row_index != nullptr && saved_pos >= 0 ? saved_pos : request.carry_pos;
   has_failed =
       has_failed || (request.forward.has_sampling && is_stuck(rules, transitions, num_filled));
   ++request.limits.nfe;
@@ -163,10 +173,19 @@ DIFFULEX_HOST_DEVICE inline void slide_window(const RowScratch& scratch, int32_t
 /// Whether the next forward samples position `rel` of `block`, which holds `token`.
 DIFFULEX_HOST_DEVICE inline bool is_row_wanted(const AdvanceArgs& args, const BlockRules& rules,
                                                const Block& block, int32_t rel, int32_t token) {
-  if (!args.masked_rows_only && !rules.is_editing) {
+  const bool wants_all = !args.masked_rows_only || rules.is_editing;
+  if (wants_all && !rules.is_editing && args.last_row_index == nullptr) {
     return true;
   }
-  return rel >= block.editable_start && (rules.is_editing || token == rules.mask_token_id);
+  return rel >= block.editable_start && (wants_all || token == rules.mask_token_id);
+}
+
+/// Place of `position` of request r in the cache.
+DIFFULEX_HOST_DEVICE inline int32_t cache_slot(const AdvanceArgs& args, int32_t r,
+                                               int32_t position) {
+  const int32_t page = args.page_tables[r * args.page_table_stride + position / args.page_size];
+  // Without a page the host is not running ahead: it will plan the step itself.
+  return page >= 0 ? page * args.page_size + position % args.page_size : -1;
 }
 
 /// The arrays of a forward at row i of request r.
@@ -179,39 +198,55 @@ DIFFULEX_HOST_DEVICE inline void write_row(const AdvanceArgs& args, int32_t r, i
   const int32_t position = forward.first_pos + i;
   args.input_ids[row] = request.is_running ? request.rules.mask_token_id : 0;
   args.positions[row] = is_valid ? position : 0;
-  int32_t slot = -1;
   if (is_valid) {
     args.input_ids[row] = scratch.window[1 + i];
-    if (position < forward.store_end) {
-      const int32_t page = args.page_tables[r * args.page_table_stride + position / args.page_size];
-      // Without a page the host is not running ahead: it will plan the step itself.
-      slot = page >= 0 ? page * args.page_size + position % args.page_size : -1;
-    }
   }
-  args.slot_mapping[row] = slot;
+  args.slot_mapping[row] =
+      is_valid && position < forward.store_end ? cache_slot(args, r, position) : -1;
 }
 
-/// The arrays of the sampler at row i of request r.
+/// What `row` draws with; it decides `position`, which lies in `block`.
+DIFFULEX_HOST_DEVICE inline void write_draw(const AdvanceArgs& args, int64_t row,
+                                            const DecodeRequest& request, const Block& block,
+                                            int32_t position, bool is_drawn) {
+  args.inv_temperature[row] = is_drawn ? request.inv_temperature : 0.0F;
+  args.uniforms[row] =
+      is_drawn ? philox_uniform(request.seed, position, block.total_steps - 1, RandomStream::kToken)
+               : 0.5;
+  args.top_k[row] = is_drawn ? request.top_k : 0;
+  args.top_p[row] = is_drawn ? request.top_p : 1.0F;
+  args.min_p[row] = is_drawn ? request.min_p : 0.0F;
+}
+
+/// The arrays of the sampler at position i of the buffer of request r.
 DIFFULEX_HOST_DEVICE inline void write_sampler_row(const AdvanceArgs& args, int32_t r, int32_t i,
                                                    const RowScratch& scratch) {
   const DecodeRequest& request = *scratch.request;
   const Block& block = request.state.blocks[i / args.block_size];
   const int32_t rel = i % args.block_size;
-  const int64_t row = int64_t{r} * args.block_size * args.buffer_size + i;
+  const int32_t num_rows = args.block_size * args.buffer_size;
+  const int64_t place = int64_t{r} * num_rows + i;
   const int32_t token = scratch.window[1 + i];
   const bool is_sampled_block =
       request.is_running && request.forward.has_sampling && block.status == BlockStatus::kActive;
-  const bool is_wanted = is_sampled_block && is_row_wanted(args, request.rules, block, rel, token);
+  const bool is_shifted = args.last_row_index != nullptr;
+  const bool is_carried = is_shifted && i == 0;
+  const bool is_wanted = is_sampled_block &&
+                         is_row_wanted(args, request.rules, block, rel, token) &&
+                         (!is_carried || request.carry_pos == request.forward.first_pos - 1);
   const bool is_drawn = is_wanted && request.inv_temperature > 0.0F;
-  args.tokens[row] = token;
-  args.row_index[row] = is_wanted ? static_cast<int32_t>(row) : -1;
-  args.inv_temperature[row] = is_drawn ? request.inv_temperature : 0.0F;
-  args.uniforms[row] = is_drawn ? philox_uniform(request.seed, request.forward.first_pos + i,
-                                                 block.total_steps - 1, RandomStream::kToken)
-                                : 0.5;
-  args.top_k[row] = is_drawn ? request.top_k : 0;
-  args.top_p[row] = is_drawn ? request.top_p : 1.0F;
-  args.min_p[row] = is_drawn ? request.min_p : 0.0F;
+  // Every position has a row of its own here, and every row a position.
+  const int64_t row = is_shifted ? (is_carried ? place + num_rows : place) - 1 : place;
+  args.tokens[place] = token;
+  args.row_index[place] = -1;
+  if (is_wanted) {
+    args.row_index[place] = is_carried && !is_drawn ? args.first_saved_row + request.request_slot
+                                                    : static_cast<int32_t>(row);
+  }
+  if (is_shifted) {
+    args.logits_source[row] = is_carried && is_drawn ? request.request_slot : -1;
+  }
+  write_draw(args, row, request, block, request.forward.first_pos + i, is_drawn);
 }
 
 /// The merge descriptor of row i of request r: what the sampler said about the position in the step
@@ -237,14 +272,13 @@ DIFFULEX_HOST_DEVICE inline void write_merge_row(const AdvanceArgs& args, int32_
 
 /// The arrays of the sampler for buffer block i of request r.
 DIFFULEX_HOST_DEVICE inline void write_sampler_block(const AdvanceArgs& args, int32_t r, int32_t i,
-                                                     const DecodeRequest& request) {
+                                                     const DecodeRequest& request, bool is_sampled,
+                                                     bool has_gate) {
   const Block& block = request.state.blocks[i];
   const int32_t blk = r * args.buffer_size + i;
-  const bool is_sampled =
-      request.is_running && request.forward.has_sampling && block.status == BlockStatus::kActive;
   args.valid_len[blk] = is_sampled ? args.block_size : 0;
   args.editable_start[blk] = is_sampled ? block.editable_start : 0;
-  args.gate[blk] = is_sampled && force_top1(request.rules, request.state, i) ? 1 : 0;
+  args.gate[blk] = is_sampled && has_gate ? 1 : 0;
   args.accept_threshold[blk] = request.accept_threshold;
   if (args.edit_threshold != nullptr) {
     args.edit_threshold[blk] = request.edit_threshold;
@@ -254,8 +288,51 @@ DIFFULEX_HOST_DEVICE inline void write_sampler_block(const AdvanceArgs& args, in
   args.post_edit_steps[blk] = is_sampled ? block.post_edit_steps : 0;
 }
 
-/// Advances request r, whose state and window `scratch` holds.
-template <typename Team>
+/// Strategies that decode in a block buffer (decode_rules.h).
+struct BufferDecode {
+  /// Applies the sampler's answer; returns how far the buffer slid.
+  DIFFULEX_HOST_DEVICE static int32_t finish(const AdvanceArgs& args, int32_t r,
+                                             const RowScratch& scratch) {
+    return finish_request(args, r, scratch);
+  }
+  /// Ends the request or enters its next forward, once the window has slid as well.
+  DIFFULEX_HOST_DEVICE static void settle(const AdvanceArgs& /*args*/, int32_t /*r*/,
+                                          const RowScratch& scratch) {
+    settle_request(scratch);
+  }
+  /// The arrays at row and position i of the buffer.
+  DIFFULEX_HOST_DEVICE static void write(const AdvanceArgs& args, int32_t r, int32_t i,
+                                         const RowScratch& scratch) {
+    write_row(args, r, i, scratch);
+    write_sampler_row(args, r, i, scratch);
+    if (args.merge_valid != nullptr && !args.is_entry) {
+      write_merge_row(args, r, i, *scratch.shift, scratch);
+    }
+  }
+  /// The arrays of buffer block i.
+  DIFFULEX_HOST_DEVICE static void write_block(const AdvanceArgs& args, int32_t r, int32_t i,
+                                               const DecodeRequest& request) {
+    const bool is_sampled = request.is_running && request.forward.has_sampling &&
+                            request.state.blocks[i].status == BlockStatus::kActive;
+    write_sampler_block(args, r, i, request, is_sampled,
+                        force_top1(request.rules, request.state, i));
+  }
+  /// The arrays with one entry per request.
+  DIFFULEX_HOST_DEVICE static void write_request(const AdvanceArgs& args, int32_t r,
+                                                 const DecodeRequest& request) {
+    const int32_t first_row = r * args.block_size * args.buffer_size;
+    const BufferForward& forward = request.forward;
+    args.context_lens[r] = request.is_running ? request.state.context_len : 0;
+    args.valid_slices[r] = first_row + (request.is_running ? forward.num_valid_rows : 0);
+    if (args.last_row_index != nullptr) {
+      const int32_t saved_pos = request.is_running ? last_stored_pos(forward) : -1;
+      args.last_row_index[r] = saved_pos >= 0 ? first_row + saved_pos - forward.first_pos : -1;
+    }
+  }
+};
+
+/// Advances request r, whose state and window `scratch` holds, by the rules of `Decode`.
+template <typename Decode, typename Team>
 DIFFULEX_HOST_DEVICE inline void advance_row(const AdvanceArgs& args, int32_t r,
                                              const RowScratch& scratch, const Team& team) {
   const int32_t num_rows = args.block_size * args.buffer_size;
@@ -274,27 +351,22 @@ DIFFULEX_HOST_DEVICE inline void advance_row(const AdvanceArgs& args, int32_t r,
   }
   team.sync();
   if (ends_step && team.lane() == 0) {
-    *scratch.shift = finish_request(args, r, scratch);
+    *scratch.shift = Decode::finish(args, r, scratch);
   }
   team.sync();
   slide_window(scratch, window_len(num_rows), *scratch.shift, team);
   if (ends_step && team.lane() == 0) {
-    settle_request(scratch);
+    Decode::settle(args, r, scratch);
   }
   team.sync();
   for (int32_t i = team.lane(); i < num_rows; i += team.size()) {
-    write_row(args, r, i, scratch);
-    write_sampler_row(args, r, i, scratch);
-    if (args.merge_valid != nullptr && !args.is_entry) {
-      write_merge_row(args, r, i, *scratch.shift, scratch);
-    }
+    Decode::write(args, r, i, scratch);
   }
   for (int32_t i = team.lane(); i < args.buffer_size; i += team.size()) {
-    write_sampler_block(args, r, i, request);
+    Decode::write_block(args, r, i, request);
   }
   if (team.lane() == 0) {
-    args.context_lens[r] = request.is_running ? request.state.context_len : 0;
-    args.valid_slices[r] = r * num_rows + (request.is_running ? request.forward.num_valid_rows : 0);
+    Decode::write_request(args, r, request);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/common/advance_checks.h"
+#include "kernels/common/advance_dual_row.h"
 #include "kernels/cpu/cpu_ops.h"
 
 namespace diffulex::cpu {
@@ -24,10 +25,16 @@ Status check_request(const AdvanceArgs& args, int32_t r, int64_t num_entries) {
   if (!request.is_running) {
     return {};
   }
-  const bool is_sound =
-      rules.block_size == args.block_size && rules.buffer_size == args.buffer_size &&
-      request.state.num_valid >= 0 && request.state.num_valid <= rules.buffer_size &&
-      request.forward.first_pos >= 0 && request.forward.store_end <= num_entries * args.page_size;
+  const DualCacheStep& dual = request.dual_step;
+  const bool is_dual = args.seed_row != nullptr;
+  const int32_t first_pos = is_dual ? dual.first_pos : request.forward.first_pos;
+  const int32_t store_end =
+      is_dual ? first_pos + (dual.is_stored ? dual.num_rows : 0) : request.forward.store_end;
+  const bool is_sound = rules.block_size == args.block_size &&
+                        rules.buffer_size == args.buffer_size && request.state.num_valid >= 0 &&
+                        request.state.num_valid <= rules.buffer_size && dual.sub_idx >= 0 &&
+                        dual.sub_idx < rules.buffer_size && first_pos >= 0 &&
+                        store_end <= num_entries * args.page_size;
   if (is_sound) {
     return {};
   }
@@ -35,13 +42,15 @@ Status check_request(const AdvanceArgs& args, int32_t r, int64_t num_entries) {
                     "of ", args.block_size, ", ", args.buffer_size, " of them, stored in ",
                     num_entries, " pages, got blocks of ", rules.block_size, ", ",
                     request.state.num_valid, " of ", rules.buffer_size, ", stored up to position ",
-                    request.forward.store_end, " in request ", r);
+                    store_end, " in request ", r);
 }
 
 }  // namespace
 
 Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& /*context*/) {
   const AdvanceArgs args = make_advance_args(params);
+  const auto advance = args.seed_row != nullptr ? advance_row<DualCacheDecode, SingleLane>
+                                                : advance_row<BufferDecode, SingleLane>;
   const int32_t num_rows = args.block_size * args.buffer_size;
   const auto num_reqs = static_cast<int32_t>(params.requests.size[0]);
   for (int32_t r = 0; r < num_reqs; ++r) {
@@ -52,7 +61,7 @@ Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& /*co
     int32_t shift = 0;
     const RowScratch scratch{args.requests + r, args.windows + int64_t{r} * window_len(num_rows),
                              writes.data(), &shift};
-    advance_row(args, r, scratch, SingleLane{});
+    advance(args, r, scratch, SingleLane{});
   }
   return {};
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "diffulex/core/block_rules.h"
+#include "diffulex/core/dual_cache_rules.h"
 #include "diffulex/core/sampler_flags.h"
 #include "diffulex/export.h"
 
@@ -51,6 +52,12 @@ DIFFULEX_HOST_DEVICE inline BufferForward enter_buffer(const BlockRules& rules,
   forward.has_sampling = forward.store_end < valid_end(rules, state);
   mark_stored(rules, state, forward.first_pos, forward.store_end);
   return forward;
+}
+
+/// Last position the forward stores, -1 = none. With shifted logits its row predicts the first
+/// position behind the cache and is saved for the forwards to come.
+DIFFULEX_HOST_DEVICE inline int32_t last_stored_pos(const BufferForward& forward) noexcept {
+  return forward.store_end > forward.first_pos ? forward.store_end - 1 : -1;
 }
 
 /// Takes over the sampler's verdict on a block that was sampled; returns whether one of its rows
@@ -104,6 +111,8 @@ struct DecodeRequest {
   BlockRules rules;
   BufferState state;
   BufferForward forward;         // the one in flight
+  DualCacheState dual_cache;     // fast_dllm_v2
+  DualCacheStep dual_step;       // fast_dllm_v2: the one in flight, instead of `forward`
   StopLimits limits;             // nfe: forwards completed
   float inv_temperature = 0.0F;  // 0 = greedy
   float accept_threshold = 0.0F;

@@ -101,10 +101,11 @@ DIFFULEX_HOST_DEVICE inline bool needs_seed(const BlockRules& rules, const Buffe
 }
 
 /// The decode forward that comes next. No side effect.
+template <typename Tokens>
 DIFFULEX_HOST_DEVICE inline DualCacheStep next_dual_step(const BlockRules& rules,
                                                          const BufferState& state,
                                                          const DualCacheState& cache,
-                                                         const int32_t* tokens,
+                                                         const Tokens& tokens,
                                                          bool has_block_cache) noexcept {
   DualCacheStep step;
   const int32_t base = buffer_start(rules, state);
@@ -151,9 +152,10 @@ DIFFULEX_HOST_DEVICE inline void undo_dual_step(BufferState& state,
 }
 
 /// Input token of `position` in `step`: the current one, or in a rebuild the one of the last INIT.
+template <typename Tokens>
 DIFFULEX_HOST_DEVICE inline int32_t dual_input_token(
     const BlockRules& rules, const BufferState& state, const DualCacheState& cache,
-    const DualCacheStep& step, const int32_t* tokens, int32_t position) noexcept {
+    const DualCacheStep& step, const Tokens& tokens, int32_t position) noexcept {
   const int32_t rel = position - (buffer_start(rules, state) + step.sub_idx * rules.block_size);
   const bool is_remasked = step.is_rebuild && rel >= 0 && rel < rules.block_size &&
                            ((cache.open_at_init >> rel) & 1U) != 0;
@@ -168,11 +170,12 @@ DIFFULEX_HOST_DEVICE inline int32_t dual_logits_row(const DualCacheStep& step,
 }
 
 /// Ends a FULL_BUFFER_INIT forward; before the writes of the step, for it keeps what was open.
+template <typename Tokens>
 DIFFULEX_HOST_DEVICE inline void finish_full_buffer_init(const BlockRules& rules,
                                                          const BufferState& state,
                                                          DualCacheState& cache,
                                                          const DualCacheStep& step,
-                                                         const int32_t* tokens) noexcept {
+                                                         const Tokens& tokens) noexcept {
   cache.is_initialized = true;
   if (step.is_rebuild) {
     cache.needs_rebuild = false;  // open_at_init still describes what was run
@@ -198,8 +201,9 @@ DIFFULEX_HOST_DEVICE inline void finish_final_commit(const BlockRules& rules, Bu
 }
 
 /// Writes the first token of the D-block: the greedy choice of the row before it.
+template <typename Tokens>
 DIFFULEX_HOST_DEVICE inline void place_seed(const BlockRules& rules, BufferState& state,
-                                            int32_t token, int32_t* tokens) noexcept {
+                                            int32_t token, const Tokens& tokens) noexcept {
   apply_write(rules, state, 0, 0, token, tokens);
 }
 

@@ -20,6 +20,14 @@ namespace diffulex {
 /// Request r owns rows [r Q, (r + 1) Q) with Q = B N, and blocks [r N, (r + 1) N): block r N + i is
 /// buffer block i, with valid_len 0 unless it is ACTIVE and run. Logits rows are the rows
 /// themselves. T = R Q, Nb = R N.
+///
+/// With shifted logits (last_row_index is there) the row of a position predicts the next one. The
+/// first position of a forward is predicted by the record saved for the request slot, or, where the
+/// request draws, by its saved logits: the last row of the request, which predicts no position of
+/// the buffer, takes them.
+///
+/// With a dual cache (seed_row is there) the rules are those of core/dual_cache_rules.h. Every
+/// request has Q rows all the same: behind those of its forward there are dummy rows.
 struct AdvanceDecodeParams {
   TensorRef requests;     // [R, sizeof(DecodeRequest)] uint8, in and out, rows contiguous
   TensorRef windows;      // [R, Q + 2] int32, in and out: the token before the buffer, those of
@@ -56,8 +64,16 @@ struct AdvanceDecodeParams {
   TensorRef row_merge_ids;     // [T, K] int64 out unless is_entry
   TensorRef row_merge_probs;   // [T, K] float32 out unless is_entry
   TensorRef row_merge_residual;  // [T] float32 out unless is_entry
+  TensorRef last_row_index;  // [R] int32 out, row that is saved for the slot, -1 = none; or absent
+  TensorRef logits_source;   // [T] int32 out, slot whose saved logits the row takes, -1 = its own;
+                             // there exactly with last_row_index
+  TensorRef pending_next_token;  // [R] int64 of the sampler, -1 = none; the three of them or none
+  TensorRef seed_row;            // [R] int32 out, row that seeds the next D-block, -1 = none
+  TensorRef mask_kinds;          // [R] int32 out, MaskKind
   int32_t page_size = 0;
+  int32_t first_saved_row = 0;   // record saved for slot 0
   bool masked_rows_only = true;  // sample open positions only, unless the rules edit
+  bool has_block_cache = true;   // with a dual cache: a sub-block is refined over cached keys alone
   bool is_entry = false;
 };
 

@@ -242,6 +242,8 @@ class StepBuffers:
                 StagedPlan(p, h, _plan_views(h, p), None) for p, h in zip(plans, hosts, strict=True)
             ]
         self._next = 0
+        #: Most logits rows of a step; the records of saved rows lie behind theirs.
+        self.max_logits_rows = plans[0].max_logits_rows
         self._output_host = host_memory(output_bytes, self._is_cuda)
         self.output = _core.SamplerOutput(options, self._output_host.data_ptr(), output_bytes)
         #: Arena the sampler writes to.

@@ -103,15 +103,22 @@ class DecodeGraphs:
         rows = plan.uniform_q_len
         counts = self.buckets.get(rows)
         if counts is not None:
-            for num_reqs in counts:
-                if num_reqs >= plan.num_reqs:
-                    return Bucket(num_reqs, rows, self.bound(num_reqs, rows, plan.max_context_len))
+            bucket = self.bucket_of_rows(plan, rows)
+            if bucket is not None:
+                return bucket
             reason = f"{plan.num_reqs} requests exceed the largest bucket {counts[-1]}"
         else:
             known = " or ".join(map(str, self.buckets))
             reason = f"requests have other than {known} rows"
         if self.forwards is not None:
             self._count_fallback(reason)
+        return None
+
+    def bucket_of_rows(self, plan: _core.StepPlan, rows: int) -> Bucket | None:
+        """Shape of a decode plan whose requests are padded to `rows` rows each; None: none fits."""
+        for num_reqs in self.buckets[rows]:
+            if num_reqs >= plan.num_reqs:
+                return Bucket(num_reqs, rows, self.bound(num_reqs, rows, plan.max_context_len))
         return None
 
     def bound(self, num_reqs: int, rows: int, context_len: int) -> int:

@@ -115,6 +115,13 @@ class DecodeLoop:
         self._model, self._sampler, self._feed = model, sampler, feed
         self._buffers, self._graphs, self._forward = buffers, graphs, forward
         self._num_rows = config.decode_rows
+        # Modes of a dual cache take turns, and only the device knows which one is next: every request
+        # has the rows of the longest.
+        self._has_dual_cache = options.strategy == "fast_dllm_v2"
+        ends = torch.arange(options.max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._uniform_ends = ends * self._num_rows
+        # As StepPlan.saved_row has it: behind the records of the largest step.
+        self._first_saved_row = buffers.max_logits_rows if feed.has_carry else 0
         num_bytes = _core.DecodeBatch.arena_bytes(options)
         self._host = host_memory(num_bytes, is_cuda)
         self._batch = _core.DecodeBatch(options, self._host.data_ptr(), num_bytes)
@@ -145,23 +152,30 @@ class DecodeLoop:
 
     def takes(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> bool:
         """Whether the plan in flight is a step for this loop."""
-        return (
-            plan.uniform_q_len == self._num_rows
-            and self._graphs.bucket_for(plan) is not None
-            and scheduler.can_run_ahead(plan)
-        )
+        return self._bucket_for(plan) is not None and scheduler.can_run_ahead(plan)
+
+    def _bucket_for(self, plan: _core.StepPlan) -> Bucket | None:
+        if plan.kind != _core.PlanKind.DECODE:
+            return None
+        if plan.uniform_q_len != self._num_rows and not self._has_dual_cache:
+            return None
+        return self._graphs.bucket_of_rows(plan, self._num_rows)
 
     def start(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> int:
         """Hands the plan in flight to the device and enqueues its step; returns its result's place."""
-        bucket = self._graphs.bucket_for(plan)
+        bucket = self._bucket_for(plan)
         assert bucket is not None
         self._await_uploads()
         scheduler.start_run_ahead(plan, self._batch)
         self._variant = StepVariant(bucket, self._batch.any_drawn, self._batch.any_filtered)
         self._prepare_variant()
-        plan.pad_requests(bucket.num_reqs)
+        if not self._has_dual_cache:
+            plan.pad_requests(bucket.num_reqs)
         self._verdict = scheduler.reserve_ahead(self._batch)
         self._buffers.upload()
+        if self._has_dual_cache:
+            ends = self._uniform_ends[: bucket.num_reqs + 1]
+            self._buffers.views.cu_seqlens_q[: bucket.num_reqs + 1].copy_(ends)
         self._upload_pages(self._verdict)
         for name, host in self._staged.items():
             self._state[name][: bucket.num_reqs].copy_(host[: bucket.num_reqs], non_blocking=True)
@@ -183,20 +197,21 @@ class DecodeLoop:
             self._record_uploads()
         if verdict == _core.RunAhead.STOP:
             return None
-        variant = self._variant_ahead(scheduler)
+        variant = self._variant_ahead(scheduler, plan)
         if self._is_capturing(variant):
             return None  # `start` captures it, with nothing in flight
         self._variant = variant
         self.num_ahead_steps += 1
         return self._launch()
 
-    def _variant_ahead(self, scheduler: _core.Scheduler) -> StepVariant:
+    def _variant_ahead(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> StepVariant:
         """That of the step behind the plan in flight, whose context the host knows already.
 
         A plan of the host finds the same, unless the longest request of the batch just ended.
         """
         num_reqs, rows, bound = self._variant.bucket
-        bound = self._graphs.bound(num_reqs, rows, scheduler.context_len_ahead())
+        longest = max(scheduler.context_len_ahead(), plan.max_context_len)
+        bound = self._graphs.bound(num_reqs, rows, longest)
         return self._variant._replace(bucket=Bucket(num_reqs, rows, bound))
 
     def _upload_pages(self, verdict: _core.RunAhead) -> None:
@@ -244,6 +259,8 @@ class DecodeLoop:
         if self._config.sampler.temperature:
             kinds.append((True, _narrows_draws(self._config.sampler)))
         for bucket in self._graphs.shapes():
+            if bucket.rows_per_request != self._num_rows:
+                continue  # a shape of the host's loop
             for is_drawn, is_filtered in kinds:
                 variant = StepVariant(bucket, is_drawn, is_filtered)
                 if self._is_capturing(variant):
@@ -307,7 +324,7 @@ class DecodeLoop:
             num_logits_rows=num_rows,
             any_sampled=variant.is_drawn,
             num_filtered_rows=num_rows if variant.is_filtered else 0,
-            num_saved_source_rows=0,
+            num_saved_source_rows=num_reqs if variant.is_drawn and self._feed.has_carry else 0,
         )
         self._sampler(self._feed.inputs(self._buffers.views, shape, logits))
         self._advance(bucket, is_entry=False)
@@ -317,6 +334,7 @@ class DecodeLoop:
         num_reqs, rows = bucket.num_reqs, bucket.num_rows
         blocks = num_reqs * self._options.buffer_size
         has_edits = views.blk_edit_threshold.numel() > 0
+        has_carry, has_dual = self._feed.has_carry, self._has_dual_cache
         torch.ops.diffulex.advance_decode(
             self._state["requests"][:num_reqs],
             self._state["windows"][:num_reqs],
@@ -345,8 +363,15 @@ class DecodeLoop:
             views.row_top_p[:rows],
             views.row_min_p[:rows],
             *self._merge_arrays(views, rows, blocks),
+            views.last_row_index[:num_reqs] if has_carry else None,
+            views.logits_source[:rows] if has_carry else None,
+            out.pending_next_token[:num_reqs] if has_dual else None,
+            views.seed_row[:num_reqs] if has_dual else None,
+            views.mask_kinds[:num_reqs] if has_dual else None,
             page_size=self._config.cache.page_size,
+            first_saved_row=self._first_saved_row,
             masked_rows_only=self._options.masked_rows_only,
+            has_block_cache=self._options.fdv2_use_block_cache,
             is_entry=is_entry,
         )
 

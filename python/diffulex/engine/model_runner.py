@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelRunner"]
 
 # Whose decode steps a device can plan by itself; docs/configuration.md, run_ahead.
-_LOOP_STRATEGIES = ("multi_bd", "d2f", "dmax")
+_LOOP_STRATEGIES = ("multi_bd", "d2f", "dmax", "fast_dllm_v2")
 
 logger = get_logger(__name__)
 
@@ -125,7 +125,7 @@ class ModelRunner:
             self._buffers = StepBuffers(options, self.device, has_mirror=has_loop)
             self._feed = SamplerFeed(options, self._buffers.sampler, self._call.signals)
             if options.logits_shift:
-                self._keep_rows()
+                self._keep_rows(options.max_num_reqs)
             num_bytes = decode_workspace_bytes(
                 config.model.spec, self._graphs.shapes(), self.device.type
             )
@@ -153,12 +153,19 @@ class ModelRunner:
             return False  # so does a sampler
         run_ahead = self.config.kernel.run_ahead
         # Mixed embeddings feed the last bits of one step's logits to the next, and products of other
-        # shapes round otherwise: dmax runs ahead only where that is asked for.
-        is_auto = self._is_cuda and options.strategy != "dmax"
+        # shapes round otherwise: dmax runs ahead only where that is asked for. So does a dual cache
+        # whose steps have other shapes on the host.
+        is_auto = self._is_cuda and options.strategy != "dmax" and not self._has_own_shapes()
         is_wanted = is_auto if run_ahead == "auto" else run_ahead == "on"
         if options.token_merge_top_k > 0 and options.dmax_store_soft_embeddings:
             return False  # no step would be the loop's, and graphs are those of one loop
-        return is_wanted and options.strategy in _LOOP_STRATEGIES and not options.logits_shift
+        return is_wanted and options.strategy in _LOOP_STRATEGIES
+
+    def _has_own_shapes(self) -> bool:
+        """Whether steps of the host are shaped otherwise than the loop's: sub-blocks alone, no padding."""
+        decoding = self.config.decoding
+        is_dual = decoding.decoding_strategy == "fast_dllm_v2"
+        return is_dual and (decoding.fdv2_use_block_cache or decoding.fdv2_exact_graph_buckets)
 
     def _make_decode_loop(self, options: _core.EngineOptions) -> None:
         config = self.config
@@ -191,15 +198,14 @@ class ModelRunner:
         """Makes the model's device current: launches, events and graphs go by the current one."""
         return torch.cuda.device(self.device) if self._is_cuda else contextlib.nullcontext()
 
-    def _keep_rows(self) -> None:
+    def _keep_rows(self, max_num_reqs: int) -> None:
         keep_rows = getattr(self.sampler, "keep_rows", None)
         if keep_rows is None:
             raise ConfigError(
                 f"model_name: expected a sampler with keep_rows for shifted logits, got"
                 f" {type(self.sampler).__name__}"
             )
-        plan = self._step_buffers.next_plan()
-        keep_rows(plan.max_logits_rows, plan.max_num_reqs)
+        keep_rows(self._step_buffers.max_logits_rows, max_num_reqs)
 
     @property
     def kv_cache(self) -> KVCache:
@@ -341,9 +347,8 @@ class ModelRunner:
 
         A product of fewer rows may round otherwise, and both loops are to decide alike.
         """
-        strategy = self.config.decoding.decoding_strategy
-        is_shifted = self._sampler_feed.has_carry
-        is_known = strategy in _LOOP_STRATEGIES and not is_shifted
+        is_known = self.config.decoding.decoding_strategy in _LOOP_STRATEGIES
+        is_known = is_known and not self._has_own_shapes()
         return is_known and has_graph_of_logits(self.config, bucket)
 
     def _metadata(
@@ -417,6 +422,8 @@ class ModelRunner:
             kind = MaskKind.CACHE_ONLY
         views.mask_kinds[:num_reqs] = int(kind)
         views.merge_mask.zero_()
+        views.last_row_index.fill_(-1)
+        views.logits_source.fill_(-1)
         views.row_pass_kind.fill_(1)
         views.row_self_cond.fill_(-1)
 

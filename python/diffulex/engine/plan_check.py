@@ -45,6 +45,12 @@ class PlanCheck:
         self._names += ["valid_slices", "blk_tokens", "blk_row_index", "page_tables"]
         if options.is_editing and options.strategy == "multi_bd":
             self._names.append("blk_edit_threshold")
+        self._is_shifted = bool(options.logits_shift)
+        if self._is_shifted:
+            self._names += ["last_row_index", "logits_source"]
+        self._has_dual_cache = options.strategy == "fast_dllm_v2"
+        if self._has_dual_cache:
+            self._names.append("seed_row")
         self._has_merges = options.token_merge_top_k > 0
         if self._has_merges:
             self._names += _MERGES
@@ -85,7 +91,11 @@ class PlanCheck:
     def _compare_request(self, plan: _core.StepPlan, device: _Arrays, index: int, row: int) -> None:
         q = self._num_rows
         first = int(plan.cu_seqlens_q[index])
-        mine, theirs = slice(first, first + q), slice(row * q, (row + 1) * q)
+        num_rows = int(plan.cu_seqlens_q[index + 1]) - first  # Q, or fewer with a dual cache
+        mine = slice(first, first + num_rows)
+        theirs = slice(row * q, row * q + num_rows)
+        padding = device["slot_mapping"][row * q + num_rows : (row + 1) * q]
+        self._expect(plan, row, "slot_mapping", padding, -1)
         for name in (*_ROWS, *(_MERGES if self._has_merges else ())):
             self._expect(plan, row, name, device[name][theirs], getattr(plan, name)[mine])
         for name in _REQUESTS:
@@ -95,16 +105,32 @@ class PlanCheck:
         self._expect(plan, row, "page_tables", pages[wanted >= 0], wanted[wanted >= 0])
         num_valid = int(plan.valid_slices[index]) - first
         self._expect(plan, row, "valid_slices", device["valid_slices"][row] - row * q, num_valid)
+        if self._is_shifted:
+            self._compare_row(plan, device, "last_row_index", index, row)
+        if self._has_dual_cache:
+            self._compare_row(plan, device, "seed_row", index, row)
         blocks = np.flatnonzero(plan.blk_req[: plan.num_blocks] == index)
         places = set()
         for blk in blocks:
             offset = int(plan.blk_row0[blk]) - first
+            if self._has_dual_cache:
+                offset = int(plan.blk_start[blk]) % q  # D-blocks are aligned
             place = row * self._buffer_size + offset // self._block_size
             places.add(place)
             self._compare_block(plan, device, int(blk), place, first, row * q)
         own = range(row * self._buffer_size, (row + 1) * self._buffer_size)
         for place in set(own) - places:
             self._expect(plan, row, "blk_valid_len", device["blk_valid_len"][place], 0)
+
+    def _compare_row(
+        self, plan: _core.StepPlan, device: _Arrays, name: str, index: int, row: int
+    ) -> None:
+        """Compares a logits row of the request, -1 = none."""
+        wanted = int(getattr(plan, name)[index])
+        if wanted >= 0:
+            offset = int(plan.logits_rows[wanted]) - int(plan.cu_seqlens_q[index])
+            wanted = row * self._num_rows + offset
+        self._expect(plan, row, name, device[name][row], wanted)
 
     def _compare_block(
         self,
@@ -120,8 +146,16 @@ class PlanCheck:
             self._expect(plan, place, name, device[name][place], getattr(plan, name)[blk])
         rows, indices = device["blk_row_index"][place], plan.blk_row_index[blk]
         self._expect(plan, place, "blk_row_index", rows >= 0, indices >= 0)
-        used = np.flatnonzero(indices >= 0)
+        # A record that a slot keeps has the same number on both sides.
+        is_record = indices >= plan.max_logits_rows
+        self._expect(plan, place, "blk_row_index", rows[is_record], indices[is_record])
+        used = np.flatnonzero((indices >= 0) & ~is_record)
         expected = plan.logits_rows[indices[used]] - first + device_first
+        if self._is_shifted:
+            source = plan.logits_source[indices[used]]
+            self._expect(plan, place, "logits_source", device["logits_source"][rows[used]], source)
+            # The last row of the request takes the logits of its slot.
+            expected[source >= 0] = device_first + self._num_rows - 1
         self._expect(plan, place, "blk_row_index", rows[used], expected)
         for name in _SAMPLED_ROWS:
             have, want = device[name][rows[used]], getattr(plan, name)[indices[used]]

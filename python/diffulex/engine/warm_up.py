@@ -32,9 +32,11 @@ _POOL_ROUNDING_BYTES = 128 << 20
 
 
 def max_logits_rows(config: Config) -> int:
-    """Most logits rows of a step, prefill or decode, of models without shifted logits."""
+    """Most logits rows of a step, prefill or decode."""
     scheduler = config.scheduler
-    return min(scheduler.max_num_batched_tokens, scheduler.max_num_reqs * config.decode_rows)
+    most = min(scheduler.max_num_batched_tokens, scheduler.max_num_reqs * config.decode_rows)
+    # With shifted logits every request may save a row that no position of its blocks needs.
+    return most + (scheduler.max_num_reqs if config.model.spec.shift else 0)
 
 
 def free_device_bytes(

@@ -12,6 +12,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def _check_dual_cache(
+    arguments: FakeArguments,
+    num_reqs: int,
+    pending_next_token: Tensor | None,
+    seed_row: Tensor | None,
+    mask_kinds: Tensor | None,
+) -> None:
+    for name, tensor in (("pending_next_token", pending_next_token), ("mask_kinds", mask_kinds)):
+        arguments.paired(name, tensor, "seed_row", seed_row is not None)
+    if seed_row is not None:
+        arguments.optional("pending_next_token", pending_next_token, INT64, (num_reqs,))
+        arguments.tensor("seed_row", seed_row, INT32, (num_reqs,))
+        arguments.optional("mask_kinds", mask_kinds, INT32, (num_reqs,))
+
+
 @register("advance_decode")
 def _advance_decode(
     requests: Tensor,
@@ -48,9 +63,16 @@ def _advance_decode(
     row_merge_ids: Tensor | None,
     row_merge_probs: Tensor | None,
     row_merge_residual: Tensor | None,
+    last_row_index: Tensor | None,
+    logits_source: Tensor | None,
+    pending_next_token: Tensor | None,
+    seed_row: Tensor | None,
+    mask_kinds: Tensor | None,
     *,
     page_size: int,
+    first_saved_row: int = 0,
     masked_rows_only: bool = True,
+    has_block_cache: bool = True,
     is_entry: bool = False,
 ) -> None:
     arguments = FakeArguments("advance_decode", requests)
@@ -83,6 +105,12 @@ def _advance_decode(
     arguments.tensor("min_p", min_p, FLOAT32, (num_rows,))
     arguments.tensor("context_lens", context_lens, INT32, (num_reqs,))
     arguments.tensor("valid_slices", valid_slices, INT32, (num_reqs,))
+    _check_dual_cache(arguments, num_reqs, pending_next_token, seed_row, mask_kinds)
+    arguments.paired("logits_source", logits_source, "last_row_index", last_row_index is not None)
+    if last_row_index is not None:
+        arguments.at_least("first_saved_row", first_saved_row, num_rows)
+        arguments.tensor("last_row_index", last_row_index, INT32, (num_reqs,))
+        arguments.optional("logits_source", logits_source, INT32, (num_rows,))
     merged = {
         "merge_ids": merge_ids,
         "merge_probs": merge_probs,

@@ -7,6 +7,7 @@
 #include "diffulex/kernels/advance_decode.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstring>
 #include <random>
@@ -80,9 +81,10 @@ class Decode final {
     num_reqs_ = static_cast<int32_t>(uniform(&random_, 1, 6));
     params_.page_size = static_cast<int32_t>(pick(&random_, {1, 4, 16, 32}));
     params_.masked_rows_only = uniform(&random_, 0, 1) == 0;
-    is_editing_ = uniform(&random_, 0, 3) == 0;
-    const int64_t longest = 3 * block_size_ + 70 + num_rows() + block_size_;
-    reserve(uniform(&random_, 0, 1) == 0, longest / params_.page_size + 1);
+    is_dual_ = buffer_size_ > 1 && uniform(&random_, 0, 2) == 0;
+    is_editing_ = !is_dual_ && uniform(&random_, 0, 3) == 0;
+    const int64_t longest = 3 * block_size_ + 70 + 2 * num_rows() + block_size_;
+    reserve(!is_dual_ && uniform(&random_, 0, 1) == 0, longest / params_.page_size + 1);
     slab_.bind(slab_.bytes().data());
     for (int32_t r = 0; r < num_reqs_; ++r) {
       begin(r);
@@ -101,6 +103,8 @@ class Decode final {
   [[nodiscard]] int num_slid() const { return num_slid_; }
   [[nodiscard]] int num_ended() const { return num_ended_; }
   [[nodiscard]] int num_failed() const { return num_failed_; }
+  [[nodiscard]] int num_saved() const { return num_saved_; }
+  [[nodiscard]] int num_seeded() const { return num_seeded_; }
 
  private:
   [[nodiscard]] int32_t num_rows() const { return block_size_ * buffer_size_; }
@@ -153,6 +157,16 @@ class Decode final {
       add_output(&p.row_merge_probs, DType::kF32, {rows, top_k});
       add_output(&p.row_merge_residual, DType::kF32, {rows});
     }
+    if (is_dual_) {
+      slab_.add(&p.pending_next_token, DType::kI64, {reqs});
+      add_output(&p.seed_row, DType::kI32, {reqs});
+      add_output(&p.mask_kinds, DType::kI32, {reqs});
+      p.has_block_cache = uniform(&random_, 0, 3) > 0;
+    } else if (uniform(&random_, 0, 1) == 0) {
+      add_output(&p.last_row_index, DType::kI32, {reqs});
+      add_output(&p.logits_source, DType::kI32, {rows});
+      p.first_saved_row = static_cast<int32_t>(rows + uniform(&random_, 0, 9));
+    }
   }
 
   DecodeRequest& request(int32_t r) { return params_.requests.as<DecodeRequest>()[r]; }
@@ -184,20 +198,48 @@ class Decode final {
     request.limits.max_nfe = uniform(&random_, 0, 3) == 0 ? 9 : 0;
     request.limits.max_repetition_run = uniform(&random_, 0, 3) == 0 ? 3 : 0;
     const BlockRules& rules = request.rules;
-    init_buffer(rules, request.state, prompt_len, prompt_len + max_tokens);
-    mark_cached(rules, request.state, buffer_start(rules, request.state));
-    count_held(request.state, true, 0);
+    if (is_dual_) {
+      init_dual_cache(rules, request.state, request.dual_cache, prompt_len,
+                      prompt_len + max_tokens);
+      request.state.context_len = buffer_start(rules, request.state);
+    } else {
+      init_buffer(rules, request.state, prompt_len, prompt_len + max_tokens);
+      mark_cached(rules, request.state, buffer_start(rules, request.state));
+      count_held(request.state, true, 0);
+    }
     auto* window = params_.windows.as<int32_t>() + int64_t{r} * window_len(num_rows());
     const int32_t first = buffer_start(rules, request.state) - 1;
     for (int32_t i = 0; i < window_len(num_rows()); ++i) {
       window[i] = first + i < prompt_len ? static_cast<int32_t>(uniform(&random_, 20, 30)) : kMask;
     }
-    request.forward = enter_buffer(rules, request.state);
+    if (is_dual_) {
+      enter_dual_block(&request, TokenWindow{window, first});
+    } else {
+      request.forward = enter_buffer(rules, request.state);
+    }
+    request.request_slot = num_reqs_ - 1 - r;
+    // Without the saved row the first position is not sampled.
+    request.carry_pos = uniform(&random_, 0, 9) > 0 ? request.forward.first_pos - 1 : -1;
     const int64_t num_pages = params_.page_tables.size[1];
     for (int64_t i = 0; i < num_pages; ++i) {
       params_.page_tables.as<int32_t>()[r * params_.page_tables.stride[0] + i] =
           uniform(&random_, 0, 9) == 0 ? -1 : static_cast<int32_t>(uniform(&random_, 0, 999));
     }
+  }
+
+  /// The first forward of a D-block: an INIT, or the rebuild of one that a preemption took away.
+  void enter_dual_block(DecodeRequest* request, const TokenWindow& tokens) {
+    const int32_t base = buffer_start(request->rules, request->state);
+    if (tokens[base] == kMask) {
+      place_seed(request->rules, request->state, 20, tokens);
+    }
+    if (uniform(&random_, 0, 3) == 0) {
+      request->dual_cache.needs_rebuild = true;
+      request->dual_cache.open_at_init = static_cast<uint32_t>(random_());
+    }
+    request->dual_step = next_dual_step(request->rules, request->state, request->dual_cache, tokens,
+                                        params_.has_block_cache);
+    begin_dual_step(request->state, request->dual_cache, request->dual_step);
   }
 
   /// What a sampler might answer to the step in flight, a few illegal writes included.
@@ -224,6 +266,12 @@ class Decode final {
       params_.flags.as<int32_t>()[i] = flags;
       params_.same_token_ratio.as<float>()[i] = 0.25F * static_cast<float>(random_() % 5);
     }
+    if (is_dual_) {
+      for (int32_t r = 0; r < num_reqs_; ++r) {
+        const int64_t seed = uniform(&random_, 12, kMask - 1);
+        params_.pending_next_token.as<int64_t>()[r] = uniform(&random_, 0, 40) > 0 ? seed : -1;
+      }
+    }
     if (params_.merge_valid.present()) {
       for (int64_t i = 0; i < params_.merge_valid.numel(); ++i) {
         params_.merge_valid.as<uint8_t>()[i] = static_cast<uint8_t>(random_() % 2);
@@ -239,11 +287,25 @@ class Decode final {
   /// Zeroes the bytes of a request that belong to no field: structs are assigned, and what becomes
   /// of padding then is up to the compiler.
   static void clear_padding(std::vector<uint8_t>* bytes, size_t requests_offset, int32_t count) {
-    constexpr size_t kEnd = offsetof(BufferForward, has_sampling) + sizeof(bool);
+    constexpr size_t kForward = offsetof(DecodeRequest, forward);
+    constexpr size_t kCache = offsetof(DecodeRequest, dual_cache);
+    constexpr size_t kStep = offsetof(DecodeRequest, dual_step);
+    constexpr std::array<std::pair<size_t, size_t>, 4> kGaps = {{
+        {kForward + offsetof(BufferForward, has_sampling) + sizeof(bool),
+         kForward + sizeof(BufferForward)},
+        {kCache + offsetof(DualCacheState, needs_rebuild) + sizeof(bool),
+         kCache + offsetof(DualCacheState, open_at_init)},
+        {kStep + offsetof(DualCacheStep, is_sampled) + sizeof(bool),
+         kStep + offsetof(DualCacheStep, first_pos)},
+        {kStep + offsetof(DualCacheStep, is_cache_only) + sizeof(bool),
+         kStep + sizeof(DualCacheStep)},
+    }};
     for (int32_t r = 0; r < count; ++r) {
-      const size_t forward = requests_offset + static_cast<size_t>(r) * sizeof(DecodeRequest) +
-                             offsetof(DecodeRequest, forward);
-      std::memset(bytes->data() + forward + kEnd, 0, sizeof(BufferForward) - kEnd);
+      uint8_t* request =
+          bytes->data() + requests_offset + static_cast<size_t>(r) * sizeof(DecodeRequest);
+      for (const auto& [begin, end] : kGaps) {
+        std::memset(request + begin, 0, end - begin);
+      }
     }
   }
 
@@ -284,6 +346,11 @@ class Decode final {
       const bool has_ended = was_running[static_cast<size_t>(r)] && !after.is_running;
       num_ended_ += has_ended ? 1 : 0;
       num_failed_ += has_ended && after.finish_reason == FinishReason::kError ? 1 : 0;
+      num_seeded_ += is_dual_ && params_.seed_row.as<const int32_t>()[r] >= 0 ? 1 : 0;
+      num_saved_ +=
+          params_.last_row_index.present() && params_.last_row_index.as<const int32_t>()[r] >= 0
+              ? 1
+              : 0;
       num_slid_ += buffer_start(after.rules, after.state) > starts[static_cast<size_t>(r)] ? 1 : 0;
     }
   }
@@ -293,12 +360,15 @@ class Decode final {
   int32_t buffer_size_ = 0;  // N
   int32_t num_reqs_ = 0;     // R
   bool is_editing_ = false;
+  bool is_dual_ = false;
   Slab slab_;
   AdvanceDecodeParams params_;  // of the host slab between calls
   std::vector<const TensorRef*> outputs_;
   int num_slid_ = 0;  // steps in which a request's buffer slid
   int num_ended_ = 0;
   int num_failed_ = 0;
+  int num_seeded_ = 0;  // steps that seed a D-block
+  int num_saved_ = 0;   // steps that save the row of a request
 };
 
 TEST(CudaAdvanceDecodeTest, LeavesTheBytesOfTheCpuTwin) {
@@ -307,6 +377,8 @@ TEST(CudaAdvanceDecodeTest, LeavesTheBytesOfTheCpuTwin) {
   int num_slid = 0;
   int num_ended = 0;
   int num_failed = 0;
+  int num_saved = 0;
+  int num_seeded = 0;
   for (uint64_t seed = 0; seed < seeds; ++seed) {
     SCOPED_TRACE(seed);
     Decode decode(seed);
@@ -315,12 +387,16 @@ TEST(CudaAdvanceDecodeTest, LeavesTheBytesOfTheCpuTwin) {
     num_slid += decode.num_slid();
     num_ended += decode.num_ended();
     num_failed += decode.num_failed();
+    num_saved += decode.num_saved();
+    num_seeded += decode.num_seeded();
   }
   if (seeds == 120) {  // the scripts reach what they are for
     EXPECT_GT(num_slid, 100);
     EXPECT_GT(num_ended, 100);
     EXPECT_GT(num_failed, 5);
     EXPECT_LT(num_failed, num_ended);
+    EXPECT_GT(num_saved, 50);
+    EXPECT_GT(num_seeded, 10);
   }
 }
 

@@ -26,6 +26,7 @@ from diffulex.registry import AutoSampler
 from diffulex.sampler.sdar import SdarSampler
 from diffulex_ext import _core
 from fixtures.checkpoints import EOS_ID
+from fixtures.families import SHIFTED
 from tiny_engine import TinyModel
 
 FILL: dict[str, Any] = {"decoding_thresholds": {"accept_threshold": 0.3}}
@@ -38,13 +39,22 @@ STRATEGIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "multi_bd": ("sdar", FILL),
     "edit": ("llada2", EDIT),
     "d2f": ("llada", {**FILL, "decoding_strategy": "d2f"}),
+    "multi_bd_shifted": ("fast_dllm_v2", {**FILL, "decoding_strategy": "multi_bd"}),
+    "d2f_shifted": ("dream", {**FILL, "decoding_strategy": "d2f"}),
+    "dual_cache": ("fast_dllm_v2", {**FILL, "decoding_strategy": "fast_dllm_v2"}),
+    "dual_blocks": (
+        "fast_dllm_v2",
+        {**FILL, "decoding_strategy": "fast_dllm_v2", "fdv2_use_block_cache": False},
+    ),
     "dmax": ("llada2_mini_dmax", {"decoding_strategy": "dmax", "token_merge_top_k": 3}),
 }
 
 
 def model_of(tiny: TinyModel, name: str) -> TinyModel:
     family, _ = STRATEGIES[name]
-    return tiny if family == "sdar" else tiny.under(family)
+    if family == "sdar":
+        return tiny
+    return tiny.under(family, shift=True) if family in SHIFTED else tiny.under(family)
 
 
 def requests(rng: random.Random, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -93,15 +103,52 @@ def compare(model: TinyModel, settings: dict[str, Any], seed: int, count: int = 
     return ahead
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize(("block_size", "buffer_size"), [(8, 1), (8, 3), (4, 6), (32, 2)])
+@pytest.mark.parametrize(
+    ("name", "block_size", "buffer_size"),
+    [
+        (name, *shape)
+        for name in STRATEGIES
+        for shape in [(8, 1), (8, 3), (4, 6), (32, 2)]
+        if shape[1] > 1 or not name.startswith("dual")  # a dual cache has two sub-blocks at least
+    ],
+)
 def test_equals_the_host_loop(
     tiny: TinyModel, name: str, block_size: int, buffer_size: int
 ) -> None:
     shape = {"block_size": block_size, "buffer_size": buffer_size}
     settings = {**STRATEGIES[name][1], **shape, "max_num_reqs": 4, "page_size": 8}
     model = model_of(tiny, name)
-    assert sum(compare(model, settings, seed) for seed in (1, 2)) > 5
+    assert sum(compare(model, settings, seed) for seed in (1, 2, 3)) > 5
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_batch_size_and_stop_texts(tiny: TinyModel, name: str) -> None:
+    """Requests that only the host can end, among others, in batches of one to five."""
+    settings = {**STRATEGIES[name][1], "block_size": 4, "buffer_size": 2, "max_num_reqs": 5}
+    model, rng = model_of(tiny, name), random.Random(21)
+    num_stopped = 0
+    for count in range(1, 6):
+        prompts, params = requests(rng, count)
+        endless = {"max_nfe": None, "max_repetition_run": None, "stop_token_ids": ()}
+        params = [dataclasses.replace(p, max_tokens=30, ignore_eos=True, **endless) for p in params]
+        with model.engine(**settings, run_ahead="off") as engine:
+            texts = [o.text for o in engine.generate(prompts, params, summary=False)]
+            stops = [(text[len(text) // 2 :][:3],) if text else () for text in texts]
+            params = [
+                dataclasses.replace(p, stop=stop) if stop and index % 2 == 0 else p
+                for index, (p, stop) in enumerate(zip(params, stops, strict=True))
+            ]
+            expected = engine.generate(prompts, params, summary=False)
+            num_steps = engine.stats().num_decode_steps
+        with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
+            engine.generate(prompts, [dataclasses.replace(p, stop=()) for p in params])
+            actual = engine.generate(prompts, params, summary=False)
+            assert engine._runner.num_ahead_steps > 0
+            assert engine.stats().num_decode_steps == num_steps
+        assert answers(actual) == answers(expected)
+        assert [o.text for o in actual] == [o.text for o in expected]
+        num_stopped += sum(len(o.text) < len(t) for o, t in zip(actual, texts, strict=True))
+    assert num_stopped > 0
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -470,7 +517,7 @@ def test_end_of_all_requests_leaves_nothing_in_flight(tiny: TinyModel) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", ["multi_bd", "edit", "d2f"])
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "dmax"])
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_equals_the_host_loop_on_cuda(tiny_cuda: TinyModel, name: str, enforce_eager: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -483,7 +530,7 @@ def test_equals_the_host_loop_on_cuda(tiny_cuda: TinyModel, name: str, enforce_e
         "enforce_eager": enforce_eager,
     }
     model = model_of(tiny_cuda, name)
-    assert sum(compare(model, settings, seed) for seed in (1, 2)) > 5
+    assert sum(compare(model, settings, seed) for seed in (1, 2, 3)) > 5
 
 
 @pytest.mark.cuda

@@ -92,11 +92,21 @@ def advance_decode() -> Call:
         "row_merge_ids": torch.zeros(T, 2, dtype=torch.int64),
         "row_merge_probs": torch.zeros(T, 2),
         "row_merge_residual": torch.zeros(T),
+        "last_row_index": torch.zeros(R, **ints),
+        "logits_source": torch.zeros(T, **ints),
+        "pending_next_token": None,
+        "seed_row": None,
+        "mask_kinds": None,
     }
-    return tensors, {"page_size": 4, "masked_rows_only": True, "is_entry": False}
+    flags = {"masked_rows_only": True, "has_block_cache": True, "is_entry": False}
+    return tensors, {"page_size": 4, "first_saved_row": T, **flags}
 
 
 CALLS: dict[str, Callable[[], Call]] = {"advance_decode": advance_decode}
 
 #: First extents at which a call has nothing to do.
-EMPTY: dict[str, dict[str, int]] = {"advance_decode": dict.fromkeys(advance_decode()[0], 0)}
+EMPTY: dict[str, dict[str, int]] = {
+    "advance_decode": {
+        name: 0 for name, tensor in advance_decode()[0].items() if tensor is not None
+    }
+}

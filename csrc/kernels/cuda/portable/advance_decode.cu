@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/common/advance_checks.h"
+#include "kernels/common/advance_dual_row.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/portable/prepare.h"
@@ -23,7 +24,8 @@ struct CtaTeam {
 static_assert(sizeof(DecodeRequest) % sizeof(uint64_t) == 0);
 constexpr int32_t kRequestWords = sizeof(DecodeRequest) / sizeof(uint64_t);
 
-__global__ void __launch_bounds__(kThreads) advance_kernel(AdvanceArgs args) {
+template <typename Decode>
+__global__ void __launch_bounds__(kThreads, 1) advance_kernel(AdvanceArgs args) {
   extern __shared__ int32_t scratch_words[];
   __shared__ uint64_t request_words[kRequestWords];
   __shared__ int32_t shift;
@@ -42,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) advance_kernel(AdvanceArgs args) {
   __syncthreads();
   const RowScratch scratch{reinterpret_cast<DecodeRequest*>(request_words), window,
                            window + window_len(num_rows), &shift};
-  advance_row(args, r, scratch, team);
+  advance_row<Decode>(args, r, scratch, team);
   if (args.is_entry) {
     return;
   }
@@ -65,12 +67,16 @@ Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& cont
   const size_t shared_bytes =
       static_cast<size_t>(window_len(num_rows) + num_rows) * sizeof(int32_t);
   const auto num_reqs = static_cast<unsigned>(params.requests.size[0]);
-  advance_kernel<<<num_reqs, kThreads, shared_bytes, stream_of(context)>>>(args);
+  const auto kernel =
+      args.seed_row != nullptr ? advance_kernel<DualCacheDecode> : advance_kernel<BufferDecode>;
+  kernel<<<num_reqs, kThreads, shared_bytes, stream_of(context)>>>(args);
   return check_launch(kWhere);
 }
 
 Status prepare_advance_decode() {
-  return touch_kernel("diffulex::advance_decode", advance_kernel);
+  constexpr const char* kWhere = "diffulex::advance_decode";
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, advance_kernel<BufferDecode>));
+  return touch_kernel(kWhere, advance_kernel<DualCacheDecode>);
 }
 
 }  // namespace diffulex::cuda
