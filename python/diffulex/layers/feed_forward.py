@@ -31,8 +31,8 @@ class FeedForward(nn.Module):
         """Buffers for a forward of the rows of `like` [T, H], which `metadata` describes."""
         raise NotImplementedError
 
-    def forward(self, x: torch.Tensor, scratch: Any) -> None:
-        """Replaces x [T, H] by the output of its rows."""
+    def forward(self, x: torch.Tensor, scratch: Any) -> torch.Tensor:
+        """The output of the rows x [T, H]: x itself, or a buffer of the scratch, which keeps x for it."""
         raise NotImplementedError
 
     def weight_table(
@@ -83,8 +83,9 @@ class GatedMLP(FeedForward):
         del metadata  # every row is computed on its own
         return MLPScratch(like, self.down.in_features)
 
-    def forward(self, x: torch.Tensor, scratch: MLPScratch) -> None:
+    def forward(self, x: torch.Tensor, scratch: MLPScratch) -> torch.Tensor:
         self.project(x, scratch, x)
+        return x
 
     def project(self, x: torch.Tensor, scratch: MLPScratch, out: torch.Tensor) -> None:
         """Writes the output of the rows x [T, H] to `out`, which may be x."""

@@ -93,7 +93,7 @@ class MoeFeedForward(FeedForward):
     def new_scratch(self, like: torch.Tensor, metadata: AttnMetadata) -> MoeScratch:
         return MoeScratch(like, metadata, self.moe, self.w13)
 
-    def forward(self, x: torch.Tensor, scratch: MoeScratch) -> None:
+    def forward(self, x: torch.Tensor, scratch: MoeScratch) -> torch.Tensor:
         moe = self.moe
         ops.router_gemm(x, self.router, out=scratch.logits)
         ops.moe_topk(
@@ -125,7 +125,9 @@ class MoeFeedForward(FeedForward):
             out=scratch.out,
             workspace=scratch.workspace,
         )
-        x.copy_(scratch.out)
+        # The experts read x until the last of them is done; the next block may write it.
+        out, scratch.out = scratch.out, x
+        return out
 
     def weight_table(
         self, prefix: str, names: TensorNames, stored: Collection[str]

@@ -122,7 +122,7 @@ class DecoderForDiffusionLM(nn.Module):
             kind = type(block)
             if kind not in block_scratch:
                 block_scratch[kind] = block.new_scratch(x, metadata)
-            block(x, block_scratch[kind])
+            x = block(x, block_scratch[kind])
         self.norm.add_norm_(x, residual)
         return x
 

@@ -342,7 +342,7 @@ class GemmaSelfConditioning(nn.Module):
     def forward(self, embedded: torch.Tensor, signal: torch.Tensor) -> torch.Tensor:
         """A new tensor [T, H] for embeddings and signals [T, H]; overwrites the signal."""
         self.pre_norm(signal, signal)
-        self.mlp(signal, MLPScratch(signal, self.mlp.down.in_features))
+        signal = self.mlp(signal, MLPScratch(signal, self.mlp.down.in_features))
         total = embedded.clone()
         ops.add_rms_norm(signal, total, None, self.eps)
         return signal

@@ -194,13 +194,13 @@ def test_router_follows_the_oracle(tmp_path: Path) -> None:
     chosen: list[torch.Tensor] = []
     scores: list[torch.Tensor] = []
     wanted: list[torch.Tensor] = []
+
+    def record(block: MoeFeedForward, arguments: Any, _out: torch.Tensor) -> None:
+        chosen.append(arguments[1].routing.ids.clone())
+        scores.append(arguments[1].logits.sigmoid() + block.expert_bias)
+
     for block in _moe_blocks(setup.model):
-        block.register_forward_hook(
-            lambda block, arguments, _out: (
-                chosen.append(arguments[1].routing.ids.clone()),
-                scores.append(arguments[1].logits.sigmoid() + block.expert_bias),
-            )
-        )
+        block.register_forward_hook(record)
     for layer in setup.oracle.model.model.layers[1:]:
         layer.mlp.gate.register_forward_hook(lambda _gate, _x, out: wanted.append(out[2]))
     assert all(block.expert_bias.mean() < -0.7 for block in _moe_blocks(setup.model))
@@ -234,7 +234,9 @@ def test_router_logits_are_float32(
         valid_slices=torch.tensor([9], dtype=torch.int32, device=device),
     )
     scratch = block.new_scratch(x, metadata)
-    block(x, scratch)
+    buffer = scratch.out
+    assert block(x, scratch) is buffer  # no copy
+    assert scratch.out is x
     assert scratch.logits.dtype == torch.float32
     torch.testing.assert_close(scratch.logits.double(), expected, atol=1e-5, rtol=1e-5)
 
