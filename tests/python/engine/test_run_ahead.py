@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 from diffulex import ConfigError, SamplingParams
-from diffulex.engine.engine import Diffulex
 from diffulex.engine.output import RequestOutput
 from diffulex.engine.plan_check import PlanCheck, PlanMismatchError
 from diffulex.engine.step_graphs import StepGraphs
@@ -26,81 +24,31 @@ from diffulex.registry import AutoSampler
 from diffulex.sampler.sdar import SdarSampler
 from diffulex_ext import _core
 from fixtures.checkpoints import EOS_ID
-from fixtures.families import SHIFTED
+from run_ahead_cases import (
+    FILL,
+    ROUNDED,
+    STRATEGIES,
+    Place,
+    answers,
+    compare,
+    model_of,
+    num_compared,
+    requests,
+)
 from tiny_engine import TinyModel
 
-FILL: dict[str, Any] = {"decoding_thresholds": {"accept_threshold": 0.3}}
-EDIT: dict[str, Any] = {
-    "sampling_mode": "edit",
-    "decoding_thresholds": {"accept_threshold": 0.3, "edit_threshold": 0.4},
-}
-#: Name -> family, settings.
-STRATEGIES: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "multi_bd": ("sdar", FILL),
-    "edit": ("llada2", EDIT),
-    "d2f": ("llada", {**FILL, "decoding_strategy": "d2f"}),
-    "multi_bd_shifted": ("fast_dllm_v2", {**FILL, "decoding_strategy": "multi_bd"}),
-    "d2f_shifted": ("dream", {**FILL, "decoding_strategy": "d2f"}),
-    "dual_cache": ("fast_dllm_v2", {**FILL, "decoding_strategy": "fast_dllm_v2"}),
-    "dual_blocks": (
-        "fast_dllm_v2",
-        {**FILL, "decoding_strategy": "fast_dllm_v2", "fdv2_use_block_cache": False},
-    ),
-    "dmax": ("llada2_mini_dmax", {"decoding_strategy": "dmax", "token_merge_top_k": 3}),
-}
 
-
-def model_of(tiny: TinyModel, name: str) -> TinyModel:
-    family, _ = STRATEGIES[name]
-    if family == "sdar":
-        return tiny
-    return tiny.under(family, shift=True) if family in SHIFTED else tiny.under(family)
-
-
-def requests(rng: random.Random, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Requests that end in every way, at different steps."""
-    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 40))] for _ in range(count)]
-    params = [
-        SamplingParams(
-            max_tokens=rng.choice((1, rng.randint(2, 48))),
-            ignore_eos=rng.random() < 0.4,
-            stop_token_ids=rng.sample(range(256), 12) if rng.random() < 0.4 else (),
-            temperature=rng.choice((0.0, 0.0, 0.8)),
-            top_k=rng.choice((None, None, 5)),
-            top_p=rng.choice((None, 0.9)),
-            seed=rng.getrandbits(64),
-            max_nfe=rng.choice((None, None, None, 7)),
-            max_repetition_run=rng.choice((None, None, 3)),
-        )
-        for _ in range(count)
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("graphs", marks=pytest.mark.cuda),
+        pytest.param("eager", marks=pytest.mark.cuda),
     ]
-    return prompts, params
-
-
-def answers(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
-    return [(o.token_ids, o.completion_reason, o.metrics.nfe) for o in outputs]
-
-
-def num_compared(engine: Diffulex) -> int:
-    loop = engine._runner._decode_loop
-    assert loop is not None
-    assert loop._check is not None
-    return loop._check.num_compared
-
-
-def compare(model: TinyModel, settings: dict[str, Any], seed: int, count: int = 9) -> int:
-    """Both loops over the same requests; returns how many steps ran ahead."""
-    prompts, params = requests(random.Random(seed), count)
-    with model.engine(**settings, run_ahead="off") as engine:
-        expected = engine.generate(prompts, params, summary=False)
-        assert engine._runner.num_ahead_steps == 0
-    with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
-        actual = engine.generate(prompts, params, summary=False)
-        ahead, compared = engine._runner.num_ahead_steps, num_compared(engine)
-        # Steps of requests that must be watched by the host are not among them.
-        assert ahead < compared <= engine.stats().num_decode_steps
-    assert answers(actual) == answers(expected)
-    return ahead
+)
+def place(request: pytest.FixtureRequest) -> Place:
+    kind = request.param
+    tiny = request.getfixturevalue("tiny" if kind == "cpu" else "tiny_cuda")
+    return Place(tiny, kind == "eager")
 
 
 @pytest.mark.parametrize(
@@ -122,57 +70,59 @@ def test_equals_the_host_loop(
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_batch_size_and_stop_texts(tiny: TinyModel, name: str) -> None:
+def test_every_batch_size_and_stop_texts(place: Place, name: str) -> None:
     """Requests that only the host can end, among others, in batches of one to five."""
-    settings = {**STRATEGIES[name][1], "block_size": 4, "buffer_size": 2, "max_num_reqs": 5}
-    model, rng = model_of(tiny, name), random.Random(21)
+    model, settings = place.of(name, block_size=4, buffer_size=2, max_num_reqs=5)
+    endless = {"max_nfe": None, "max_repetition_run": None, "stop_token_ids": ()}
     num_stopped = 0
-    for count in range(1, 6):
-        prompts, params = requests(rng, count)
-        endless = {"max_nfe": None, "max_repetition_run": None, "stop_token_ids": ()}
-        params = [dataclasses.replace(p, max_tokens=30, ignore_eos=True, **endless) for p in params]
-        with model.engine(**settings, run_ahead="off") as engine:
-            texts = [o.text for o in engine.generate(prompts, params, summary=False)]
-            stops = [(text[len(text) // 2 :][:3],) if text else () for text in texts]
-            params = [
-                dataclasses.replace(p, stop=stop) if stop and index % 2 == 0 else p
-                for index, (p, stop) in enumerate(zip(params, stops, strict=True))
-            ]
-            expected = engine.generate(prompts, params, summary=False)
-            num_steps = engine.stats().num_decode_steps
-        with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
-            engine.generate(prompts, [dataclasses.replace(p, stop=()) for p in params])
-            actual = engine.generate(prompts, params, summary=False)
-            assert engine._runner.num_ahead_steps > 0
-            assert engine.stats().num_decode_steps == num_steps
-        assert answers(actual) == answers(expected)
-        assert [o.text for o in actual] == [o.text for o in expected]
-        num_stopped += sum(len(o.text) < len(t) for o, t in zip(actual, texts, strict=True))
+
+    def outcomes(run_ahead: str) -> list[Any]:
+        nonlocal num_stopped
+        rng, result = random.Random(21), []
+        with model.engine(**settings, run_ahead=run_ahead, check_run_ahead=True) as engine:
+            for count in range(1, 6):
+                prompts, params = requests(rng, count)
+                params = [
+                    dataclasses.replace(p, max_tokens=30, ignore_eos=True, **endless)
+                    for p in params
+                ]
+                texts = [o.text for o in engine.generate(prompts, params, summary=False)]
+                for index in range(0, count, 2):
+                    stop = texts[index][len(texts[index]) // 2 :][:3]
+                    params[index] = dataclasses.replace(params[index], stop=(stop,) if stop else ())
+                num_ahead = engine._runner.num_ahead_steps
+                outputs = engine.generate(prompts, params, summary=False)
+                assert (engine._runner.num_ahead_steps > num_ahead) == (run_ahead == "on")
+                cut = [len(o.text) < len(t) for o, t in zip(outputs, texts, strict=True)]
+                num_stopped += sum(cut)
+                num_steps = engine.stats().num_decode_steps
+                result.append((answers(outputs), [o.text for o in outputs], num_steps))
+        return result
+
+    assert outcomes("on") == outcomes("off")
     assert num_stopped > 0
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_tight_page_pools(tiny: TinyModel, name: str) -> None:
+def test_tight_page_pools(place: Place, name: str) -> None:
     """Preempted and resumed in between; forwards may differ, tokens may not."""
-    settings = {
-        **STRATEGIES[name][1],
-        "block_size": 8,
-        "buffer_size": 3,
-        "page_size": 8,
-        "num_pages": 14,
-        "max_model_len": 88,
-        "max_num_reqs": 5,
-        "decode_headroom": False,
-    }
+    model, settings = place.of(
+        name,
+        block_size=8,
+        buffer_size=3,
+        page_size=8,
+        num_pages=14,
+        max_model_len=88,
+        max_num_reqs=5,
+        decode_headroom=False,
+    )
     num_preemptions = 0
     for seed in range(3):
         prompts, params = requests(random.Random(seed), 8)
         params = [dataclasses.replace(p, max_nfe=None) for p in params]
-        with model_of(tiny, name).engine(**settings, run_ahead="off") as engine:
+        with model.engine(**settings, run_ahead="off") as engine:
             expected = engine.generate(prompts, params, summary=False)
-        with model_of(tiny, name).engine(
-            **settings, run_ahead="on", check_run_ahead=True
-        ) as engine:
+        with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
             actual = engine.generate(prompts, params, summary=False)
             num_preemptions += engine.stats().num_preemptions
         assert [o.token_ids for o in actual] == [o.token_ids for o in expected]
@@ -181,12 +131,11 @@ def test_tight_page_pools(tiny: TinyModel, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_aborts_and_arrivals_in_between(tiny: TinyModel, name: str) -> None:
+def test_aborts_and_arrivals_in_between(place: Place, name: str) -> None:
     """Requests come and go while steps run ahead; those that stay get their own tokens."""
     rng = random.Random(7)
     prompts, params = requests(rng, 12)
-    settings = {**STRATEGIES[name][1], "block_size": 8, "buffer_size": 2, "max_num_reqs": 5}
-    model = model_of(tiny, name)
+    model, settings = place.of(name, block_size=8, buffer_size=2, max_num_reqs=5)
     with model.engine(**settings, run_ahead="off") as engine:
         expected = engine.generate(prompts, params, summary=False)
     with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
@@ -517,20 +466,26 @@ def test_end_of_all_requests_leaves_nothing_in_flight(tiny: TinyModel) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "dmax"])
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ROUNDED])
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_equals_the_host_loop_on_cuda(tiny_cuda: TinyModel, name: str, enforce_eager: bool) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    settings = {
-        **STRATEGIES[name][1],
-        "block_size": 8,
-        "buffer_size": 3,
-        "max_num_reqs": 4,
-        "page_size": 8,
-        "enforce_eager": enforce_eager,
-    }
+    shape = {"block_size": 8, "buffer_size": 3, "max_num_reqs": 4, "page_size": 8}
+    model, settings = Place(tiny_cuda, enforce_eager).of(name, **shape)
+    assert sum(compare(model, settings, seed) for seed in (1, 2)) > 5
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", sorted(ROUNDED))
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_plans_of_the_device_on_cuda(tiny_cuda: TinyModel, name: str, enforce_eager: bool) -> None:
+    """Every plan is the scheduler's; only what is done with it rounds otherwise."""
+    shape = {"block_size": 8, "buffer_size": 3, "max_num_reqs": 4, "page_size": 8}
+    settings = {**STRATEGIES[name][1], **shape, "enforce_eager": enforce_eager}
+    prompts, params = requests(random.Random(1), 9)
     model = model_of(tiny_cuda, name)
-    assert sum(compare(model, settings, seed) for seed in (1, 2, 3)) > 5
+    with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
+        engine.generate(prompts, params, summary=False)
+        assert num_compared(engine) > engine._runner.num_ahead_steps > 3
 
 
 @pytest.mark.cuda

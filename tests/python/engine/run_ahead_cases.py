@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strategies whose decode steps a device plans itself, and requests to compare the two loops with."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from diffulex import SamplingParams
+from diffulex.engine.engine import Diffulex
+from diffulex.engine.output import RequestOutput
+from fixtures.families import SHIFTED
+from tiny_engine import TinyModel
+
+FILL: dict[str, Any] = {"decoding_thresholds": {"accept_threshold": 0.3}}
+EDIT: dict[str, Any] = {
+    "sampling_mode": "edit",
+    "decoding_thresholds": {"accept_threshold": 0.3, "edit_threshold": 0.4},
+}
+#: Name -> family, settings.
+STRATEGIES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "multi_bd": ("sdar", FILL),
+    "edit": ("llada2", EDIT),
+    "d2f": ("llada", {**FILL, "decoding_strategy": "d2f"}),
+    "multi_bd_shifted": ("fast_dllm_v2", {**FILL, "decoding_strategy": "multi_bd"}),
+    "d2f_shifted": ("dream", {**FILL, "decoding_strategy": "d2f"}),
+    "dual_cache": ("fast_dllm_v2", {**FILL, "decoding_strategy": "fast_dllm_v2"}),
+    "dual_blocks": (
+        "fast_dllm_v2",
+        {
+            **FILL,
+            "decoding_strategy": "fast_dllm_v2",
+            "fdv2_use_block_cache": False,
+            "fdv2_exact_graph_buckets": False,
+        },
+    ),
+    "dmax": ("llada2_mini_dmax", {"decoding_strategy": "dmax", "token_merge_top_k": 3}),
+}
+
+
+def model_of(tiny: TinyModel, name: str) -> TinyModel:
+    family, _ = STRATEGIES[name]
+    if family == "sdar":
+        return tiny
+    return tiny.under(family, shift=True) if family in SHIFTED else tiny.under(family)
+
+
+#: Strategies whose steps have other shapes in the two loops, or feed the last bits of one step to the
+#: next: on CUDA their tokens may differ.
+ROUNDED = {"dmax", "dual_cache"}
+
+
+@dataclasses.dataclass
+class Place:
+    """Where steps run, and whether graphs replay them."""
+
+    tiny: TinyModel
+    enforce_eager: bool
+
+    def of(self, name: str, **settings: Any) -> tuple[TinyModel, dict[str, Any]]:
+        """The model of a strategy and the settings of its engines."""
+        if self.tiny.device == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = False
+            if name in ROUNDED:
+                pytest.skip(f"{name}: products round otherwise in the two loops")
+        fixed = {"enforce_eager": self.enforce_eager}
+        return model_of(self.tiny, name), {**STRATEGIES[name][1], **fixed, **settings}
+
+
+def requests(rng: random.Random, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests that end in every way, at different steps."""
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+    params = [
+        SamplingParams(
+            max_tokens=rng.choice((1, rng.randint(2, 48))),
+            ignore_eos=rng.random() < 0.4,
+            stop_token_ids=rng.sample(range(256), 12) if rng.random() < 0.4 else (),
+            temperature=rng.choice((0.0, 0.0, 0.8)),
+            top_k=rng.choice((None, None, 5)),
+            top_p=rng.choice((None, 0.9)),
+            seed=rng.getrandbits(64),
+            max_nfe=rng.choice((None, None, None, 7)),
+            max_repetition_run=rng.choice((None, None, 3)),
+        )
+        for _ in range(count)
+    ]
+    return prompts, params
+
+
+def answers(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
+    return [(o.token_ids, o.completion_reason, o.metrics.nfe) for o in outputs]
+
+
+def num_compared(engine: Diffulex) -> int:
+    loop = engine._runner._decode_loop
+    assert loop is not None
+    assert loop._check is not None
+    return loop._check.num_compared
+
+
+def compare(model: TinyModel, settings: dict[str, Any], seed: int, count: int = 9) -> int:
+    """Both loops over the same requests; returns how many steps ran ahead."""
+    prompts, params = requests(random.Random(seed), count)
+    with model.engine(**settings, run_ahead="off") as engine:
+        expected = engine.generate(prompts, params, summary=False)
+        assert engine._runner.num_ahead_steps == 0
+    with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
+        actual = engine.generate(prompts, params, summary=False)
+        ahead, compared = engine._runner.num_ahead_steps, num_compared(engine)
+        # Steps of requests that must be watched by the host are not among them.
+        assert ahead < compared <= engine.stats().num_decode_steps
+    assert answers(actual) == answers(expected)
+    return ahead
