@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // out[t] = sum over k of weight[t, k] slot_out[t K + k] + addend[t], in float32, in ascending k and
-// with one rounding. A thread owns kCount columns of one token and loads kTogether rows at a time.
+// with one rounding. A CTA owns kThreads pieces of one token, a thread kCount columns; the lanes of
+// a warp look up kTogether experts, and every thread loads their rows together.
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "diffulex/kernels/moe.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/pdl.cuh"
+#include "kernels/cuda/common/reduce.cuh"
 #include "kernels/cuda/common/vec.cuh"
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/portable/moe_combine.h"
@@ -15,7 +19,7 @@
 namespace diffulex::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kTogether = 8;
 
 struct CombineArgs {
@@ -30,7 +34,6 @@ struct CombineArgs {
   int64_t ids_stride;
   int64_t addend_stride;
   int64_t out_stride;
-  int64_t num_tokens;
   int32_t top_k;
   int32_t hidden;
   int32_t num_experts;
@@ -47,88 +50,87 @@ __device__ __forceinline__ bool is_active(const CombineArgs& args, int32_t id) {
   return local >= 0 && local < args.num_local;
 }
 
-/// Weights of the experts from k on, as bits which of them contribute. Loads do not depend on each
-/// other, so that they overlap: what does not exist reads the last.
-__device__ __forceinline__ unsigned load_weights(const CombineArgs& args, int64_t token, int32_t k,
-                                                 float (&weights)[kTogether]) {
-  const int32_t* ids = args.topk_ids + token * args.ids_stride;
-  int32_t own[kTogether];
-#pragma unroll
-  for (int i = 0; i < kTogether; ++i) {
-    const int32_t place = k + i < args.top_k ? k + i : args.top_k - 1;
-    own[i] = ids[place];
-    weights[i] = args.weights == nullptr ? 1.0F : args.weights[token * args.weights_stride + place];
-  }
-  unsigned active = 0;
-#pragma unroll
-  for (int i = 0; i < kTogether; ++i) {
-    active |= k + i < args.top_k && is_active(args, own[i]) ? 1U << i : 0;
-  }
-  return active;
+/// Experts of a token, one a lane: their weights, and as bits which of them contribute.
+struct LaneWeights {
+  float weight;
+  unsigned active;
+};
+
+/// The experts from k on, in the first kTogether lanes of a whole warp.
+__device__ __forceinline__ LaneWeights load_weights(const CombineArgs& args, int64_t token,
+                                                    int32_t k) {
+  const int lane = threadIdx.x & 31;
+  const int32_t place = k + lane;
+  const bool is_real = lane < kTogether && place < args.top_k;
+  const int32_t id = is_real ? args.topk_ids[token * args.ids_stride + place] : -1;
+  const float weight =
+      is_real && args.weights != nullptr ? args.weights[token * args.weights_stride + place] : 1.0F;
+  return {weight, __ballot_sync(kFullWarp, is_active(args, id))};
 }
 
 template <typename T, bool kVec>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 8 : 4)
     combine_kernel(const __grid_constant__ CombineArgs args) {
   constexpr int kCount = kVec ? 8 : 1;
-  using Piece = Vec<T, kCount>;
-  bool has_waited = !args.is_routed_before;
-  if (has_waited) {
+  // Whole words: 16-bit values would take a register each until they are used.
+  using Word = std::conditional_t<kVec, uint32_t, T>;
+  using Raw = Vec<Word, kCount * sizeof(T) / sizeof(Word)>;
+  if (!args.is_routed_before) {
     pdl_wait();
   }
   pdl_launch_dependents();
-  const int64_t pieces = args.hidden / kCount;
-  const int64_t total = args.num_tokens * pieces;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
-       i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const int64_t token = i / pieces;
-    const int64_t column = (i - token * pieces) * kCount;
-    float sum[kCount] = {};
-    for (int32_t k = 0; k < args.top_k; k += kTogether) {
-      float weights[kTogether];
-      const unsigned active = load_weights(args, token, k, weights);
-      if (!has_waited) {
-        pdl_wait();
-        has_waited = true;
+  const auto token = static_cast<int64_t>(blockIdx.x);
+  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kCount;
+  // Threads past the row load what the last one does, so that warps stay whole.
+  const bool is_inside = column < args.hidden;
+  const T* source = static_cast<const T*>(args.slot_out) + token * args.top_k * args.slot_stride +
+                    (is_inside ? column : args.hidden - kCount);
+  float sum[kCount] = {};
+  LaneWeights own = load_weights(args, token, 0);
+  if (args.is_routed_before) {
+    pdl_wait();
+  }
+  for (int32_t k = 0; k < args.top_k; k += kTogether) {
+    if (k > 0) {
+      own = load_weights(args, token, k);
+    }
+    Raw rows[kTogether] = {};
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if ((own.active >> j & 1) != 0) {
+        rows[j] = *reinterpret_cast<const Raw*>(source + (k + j) * args.slot_stride);
       }
-      Piece rows[kTogether];
+    }
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        rows[j] = {};
-        if ((active >> j & 1) != 0) {
-          rows[j] = *reinterpret_cast<const Piece*>(
-              static_cast<const T*>(args.slot_out) +
-              (token * args.top_k + k + j) * args.slot_stride + column);
-        }
-      }
+    for (int j = 0; j < kTogether; ++j) {
+      const float weight = __shfl_sync(kFullWarp, own.weight, j);
+      if ((own.active >> j & 1) != 0) {
+        Vec<T, kCount> piece;
+        memcpy(&piece, &rows[j], sizeof(piece));
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if ((active >> j & 1) != 0) {
-#pragma unroll
-          for (int c = 0; c < kCount; ++c) {
-            sum[c] = fmaf(weights[j], to_float(rows[j].values[c]), sum[c]);
-          }
+        for (int c = 0; c < kCount; ++c) {
+          sum[c] = fmaf(weight, to_float(piece.values[c]), sum[c]);
         }
       }
     }
-    if (args.addend != nullptr) {
-      float term[kCount];
-      const int64_t offset = token * args.addend_stride + column;
-      if (args.is_addend_f32) {
-        load_floats<kCount, kVec>(static_cast<const float*>(args.addend) + offset, term);
-      } else {
-        load_floats<kCount, kVec>(static_cast<const T*>(args.addend) + offset, term);
-      }
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        sum[j] += term[j];
-      }
+  }
+  if (!is_inside) {
+    return;
+  }
+  if (args.addend != nullptr) {
+    float term[kCount];
+    const int64_t offset = token * args.addend_stride + column;
+    if (args.is_addend_f32) {
+      load_floats<kCount, kVec>(static_cast<const float*>(args.addend) + offset, term);
+    } else {
+      load_floats<kCount, kVec>(static_cast<const T*>(args.addend) + offset, term);
     }
-    store_floats<kCount, kVec>(static_cast<T*>(args.out) + token * args.out_stride + column, sum);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      sum[j] += term[j];
+    }
   }
-  if (!has_waited) {
-    pdl_wait();  // whoever comes next relies on it
-  }
+  store_floats<kCount, kVec>(static_cast<T*>(args.out) + token * args.out_stride + column, sum);
 }
 
 bool is_row_aligned(const TensorRef& tensor) {
@@ -153,7 +155,6 @@ Status launch_slot_sum(const char* where, const SlotSum& sum, const ExecContext&
   args.is_addend_f32 = sum.addend.dtype == DType::kF32;
   args.out = sum.out.data;
   args.out_stride = sum.out.stride[0];
-  args.num_tokens = sum.out.size[0];
   args.top_k = static_cast<int32_t>(sum.topk_ids.size[1]);
   args.hidden = static_cast<int32_t>(sum.out.size[1]);
   args.num_experts = static_cast<int32_t>(sum.num_experts);
@@ -162,10 +163,10 @@ Status launch_slot_sum(const char* where, const SlotSum& sum, const ExecContext&
   const bool is_vec = args.hidden % 8 == 0 && is_row_aligned(sum.slot_out) &&
                       is_row_aligned(sum.out) &&
                       (!sum.addend.present() || is_row_aligned(sum.addend));
-  const int64_t total = args.num_tokens * (is_vec ? args.hidden / 8 : args.hidden);
-  const int64_t blocks = ceil_div(total, kThreads);
-  const LaunchShape shape{dim3(static_cast<unsigned>(blocks < (1 << 20) ? blocks : 1 << 20)),
-                          dim3(kThreads), 0, stream_of(context)};
+  const int64_t parts = ceil_div(is_vec ? args.hidden / 8 : args.hidden, kThreads);
+  const LaunchShape shape{
+      dim3(static_cast<unsigned>(sum.out.size[0]), static_cast<unsigned>(parts)), dim3(kThreads), 0,
+      stream_of(context)};
   return dispatch_dtype(where, sum.out.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto kernel = is_vec ? combine_kernel<T, true> : combine_kernel<T, false>;
