@@ -21,6 +21,8 @@ std::vector<ArenaField> DecodeBatch::make_fields(const EngineOptions& options) {
       matrix("requests", ArenaDtype::kUint8, static_cast<int64_t>(sizeof(DecodeRequest))),
       matrix("windows", ArenaDtype::kInt32, int64_t{options.decode_rows()} + 2),
       matrix("page_tables", ArenaDtype::kInt32, options.max_pages_per_req()),
+      ArenaField{"prev_argmax", ArenaDtype::kInt64, 0, options.has_canvas() ? reqs : 0,
+                 options.block_size, true, 0},
   };
   Arena::layout(fields);
   return fields;
@@ -63,7 +65,8 @@ void DecodeBatch::reset() {
   any_filtered_ = false;
 }
 
-void DecodeBatch::append(const DecodeRequest& request, const int32_t* tokens, int32_t begin) {
+void DecodeBatch::append(const DecodeRequest& request, const int32_t* tokens, int32_t begin,
+                         Span<const int64_t> prev_argmax) {
   DIFFULEX_CHECK(size_ < capacity_, "DecodeBatch::append: expected at most ", capacity_,
                  " requests, got ", size_ + 1);
   const int64_t row = size_++;
@@ -76,6 +79,9 @@ void DecodeBatch::append(const DecodeRequest& request, const int32_t* tokens, in
   window[0] = begin > 0 ? tokens[begin - 1] : 0;
   std::copy_n(tokens + begin, window_len_ - 2, window + 1);
   window[window_len_ - 1] = request.rules.mask_token_id;
+  std::copy_n(
+      prev_argmax.data(), prev_argmax.size(),
+      ptr<int64_t>(BatchArray::kPrevArgmax) + row * static_cast<int64_t>(prev_argmax.size()));
 }
 
 bool DecodeBatch::set_pages(int32_t row, Span<const int32_t> pages) {

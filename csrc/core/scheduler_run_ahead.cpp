@@ -9,8 +9,7 @@
 namespace diffulex {
 namespace {
 
-[[nodiscard]] DecodeRequest make_decode_request(const Request& request,
-                                                const DualCacheStep& dual_step) {
+[[nodiscard]] DecodeRequest make_decode_request(const Request& request) {
   DecodeRequest result;
   const SamplingParams& params = request.params;
   const RequestStep& step = request.step;
@@ -19,8 +18,6 @@ namespace {
   result.state = request.buffer.state();
   result.forward = BufferForward{step.first_pos, step.num_valid_rows, step.store_end,
                                  step.has_activated, step.has_sampling};
-  result.dual_cache = request.dual_cache;
-  result.dual_step = dual_step;
   result.limits =
       StopLimits{params.max_tokens, request.nfe, request.max_nfe, params.max_repetition_run};
   result.inv_temperature = params.is_sampled() ? 1.0F / params.temperature : 0.0F;
@@ -66,8 +63,10 @@ Status Scheduler::start_run_ahead(const StepPlan& plan, DecodeBatch& batch) {
   for (size_t r = 0; r < plan_requests_.size(); ++r) {
     const Request& request = *plan_requests_[r];
     const BufferState& state = request.buffer.state();
-    batch.append(make_decode_request(request, strategy_->dual_step(request)),
-                 request.buffer.token_data(), buffer_start(request.buffer.rules(), state));
+    DecodeRequest decode = make_decode_request(request);
+    strategy_->complete_decode_request(request, decode);
+    batch.append(decode, request.buffer.token_data(), buffer_start(request.buffer.rules(), state),
+                 Span<const int64_t>(request.prev_argmax));
     static_cast<void>(
         batch.set_pages(static_cast<int32_t>(r), Span<const int32_t>(request.page_table.pages)));
     plan_rows_.push_back(static_cast<int32_t>(r));
@@ -175,6 +174,7 @@ void Scheduler::collect_output(StepPlan& plan, const SamplerOutput& by_row,
     }
   }
   const auto width = static_cast<size_t>(rules_.block_size);
+  const size_t canvas_width = layout_.has_canvas ? width : 0;
   const auto depth = width * static_cast<size_t>(layout_.merge_top_k);
   for (int32_t blk = 0; blk < plan.num_blocks(); ++blk) {
     const auto to = static_cast<size_t>(blk);
@@ -187,6 +187,9 @@ void Scheduler::collect_output(StepPlan& plan, const SamplerOutput& by_row,
     copy_entries(by_row.masks_left(), from, output.masks_left(), to, 1);
     copy_entries(by_row.flags(), from, output.flags(), to, 1);
     copy_entries(by_row.same_token_ratio(), from, output.same_token_ratio(), to, 1);
+    if (canvas_width > 0) {
+      copy_entries(by_row.canvas_argmax(), from, output.canvas_argmax(), to, canvas_width);
+    }
     if (depth > 0) {
       copy_entries(by_row.merge_valid(), from, output.merge_valid(), to, width);
       copy_entries(by_row.merge_topk_ids(), from, output.merge_topk_ids(), to, depth);

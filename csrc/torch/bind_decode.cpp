@@ -20,6 +20,10 @@ void advance_decode(const Tensor& requests, const Tensor& windows, const Tensor&
                     const OptionalTensor& row_merge_residual, const OptionalTensor& last_row_index,
                     const OptionalTensor& logits_source, const OptionalTensor& pending_next_token,
                     const OptionalTensor& seed_row, const OptionalTensor& mask_kinds,
+                    const OptionalTensor& prev_argmax, const OptionalTensor& canvas_argmax,
+                    const OptionalTensor& stable_run, const OptionalTensor& steps_left,
+                    const OptionalTensor& renoise_ids, const OptionalTensor& block_slot,
+                    const OptionalTensor& row_pass_kind, const OptionalTensor& row_self_cond,
                     int64_t page_size, int64_t first_saved_row, bool masked_rows_only,
                     bool has_block_cache, bool is_entry) {
   OpArguments arguments("advance_decode");
@@ -63,6 +67,14 @@ void advance_decode(const Tensor& requests, const Tensor& windows, const Tensor&
   params.pending_next_token = arguments.input("pending_next_token", pending_next_token);
   params.seed_row = arguments.output("seed_row", seed_row);
   params.mask_kinds = arguments.output("mask_kinds", mask_kinds);
+  params.prev_argmax = arguments.output("prev_argmax", prev_argmax);
+  params.canvas_argmax = arguments.input("canvas_argmax", canvas_argmax);
+  params.stable_run = arguments.output("stable_run", stable_run);
+  params.steps_left = arguments.output("steps_left", steps_left);
+  params.renoise_ids = arguments.output("renoise_ids", renoise_ids);
+  params.block_slot = arguments.output("block_slot", block_slot);
+  params.row_pass_kind = arguments.output("row_pass_kind", row_pass_kind);
+  params.row_self_cond = arguments.output("row_self_cond", row_self_cond);
   params.page_size = arguments.int32("page_size", page_size);
   params.first_saved_row = arguments.int32("first_saved_row", first_saved_row);
   params.masked_rows_only = masked_rows_only;

@@ -179,6 +179,10 @@ void advance_decode(const Tensor& requests, const Tensor& windows, const Tensor&
                     const OptionalTensor& row_merge_residual, const OptionalTensor& last_row_index,
                     const OptionalTensor& logits_source, const OptionalTensor& pending_next_token,
                     const OptionalTensor& seed_row, const OptionalTensor& mask_kinds,
+                    const OptionalTensor& prev_argmax, const OptionalTensor& canvas_argmax,
+                    const OptionalTensor& stable_run, const OptionalTensor& steps_left,
+                    const OptionalTensor& renoise_ids, const OptionalTensor& block_slot,
+                    const OptionalTensor& row_pass_kind, const OptionalTensor& row_self_cond,
                     int64_t page_size, int64_t first_saved_row, bool masked_rows_only,
                     bool has_block_cache, bool is_entry);
 

@@ -161,7 +161,9 @@ STABLE_TORCH_LIBRARY(diffulex, library) {
       "Tensor(w!)? row_merge_mask, Tensor(x!)? row_merge_ids, Tensor(y!)? row_merge_probs, "
       "Tensor(z!)? row_merge_residual, Tensor(a1!)? last_row_index, "
       "Tensor(b1!)? logits_source, Tensor? pending_next_token, Tensor(c1!)? seed_row, "
-      "Tensor(d1!)? mask_kinds, *, "
+      "Tensor(d1!)? mask_kinds, Tensor(e1!)? prev_argmax, Tensor? canvas_argmax, "
+      "Tensor(f1!)? stable_run, Tensor(g1!)? steps_left, Tensor(h1!)? renoise_ids, "
+      "Tensor(i1!)? block_slot, Tensor(j1!)? row_pass_kind, Tensor(k1!)? row_self_cond, *, "
       "int page_size, int first_saved_row=0, bool masked_rows_only=True, "
       "bool has_block_cache=True, bool is_entry=False) -> ()");
 

@@ -375,13 +375,13 @@ class KernelConfig:
         "auto",
         _one_of("auto", "on", "off"),
         "Decode steps that the device plans itself, without waiting for the host: multi_bd, d2f,"
-        " fast_dllm_v2 and dmax without dmax_store_soft_embeddings. diffusion_gemma keeps the host"
-        " loop. So do steps while a request has logprobs or min_tokens, and those that"
-        " auto_max_nfe measures. The first step that draws, where the default does not, waits for"
-        " its graph (a fraction of a second per batch size). auto: on CUDA, but not for dmax, nor"
-        " for fast_dllm_v2 with fdv2_use_block_cache or fdv2_exact_graph_buckets: the steps of"
-        " the device have whole blocks for every request, those of the host need not, and the"
-        " last bits of their products may differ.",
+        " fast_dllm_v2, diffusion_gemma and dmax without dmax_store_soft_embeddings. Steps while a"
+        " request has logprobs or min_tokens, and those that auto_max_nfe measures, keep the host"
+        " loop. The first step that draws, where the default does not, waits for its graph (a"
+        " fraction of a second per batch size). auto: on CUDA, but not where the last bits of"
+        " products of another shape may change a token: dmax, diffusion_gemma (a step feeds them to"
+        " the next), fast_dllm_v2 with fdv2_use_block_cache or fdv2_exact_graph_buckets (the device"
+        " runs whole blocks for every request, the host need not).",
     )
     check_run_ahead: bool = _key(
         "bool",

@@ -42,6 +42,11 @@ class DiffusionGemma final : public Strategy {
                                         const SamplerOutput& output,
                                         Span<const BlockWrite> writes) const override;
   void on_preempt(Request& request) const override;
+  [[nodiscard]] bool decodes_by_rules(const Request& request) const override {
+    return mask_fill_decodes_by_rules(options_, request);
+  }
+  [[nodiscard]] int32_t page_len_ahead(const Request& request) const override;
+  void complete_decode_request(const Request& request, DecodeRequest& decode) const override;
 
  private:
   /// End of the span that a prefill forward must encode: the prompt, or what a preemption took.
@@ -92,6 +97,25 @@ StepNeed DiffusionGemma::pages_needed(const Request& request, const StepQuery& q
   need.page_len =
       phase == CanvasPhase::kEncodeCanvas ? frozen_end(rules, state) : query.context_len;
   return need;
+}
+
+int32_t DiffusionGemma::page_len_ahead(const Request& request) const {
+  const BlockRules& rules = request.buffer.rules();
+  const int32_t end = buffer_start(rules, request.buffer.state()) + rules.block_size;
+  // Behind the encoding of this canvas the next may take a single step. One with the last output
+  // position is never encoded.
+  const bool is_encoding = !request.step.has_sampling;
+  return std::min(is_encoding ? end + rules.block_size : end, request.limit_end);
+}
+
+void DiffusionGemma::complete_decode_request(const Request& request, DecodeRequest& decode) const {
+  decode.canvas_rules = canvas_rules_;
+  decode.canvas = request.canvas;
+  // Every row draws, at the temperature of the schedule and without filters.
+  decode.inv_temperature = 1.0F;
+  decode.top_p = 1.0F;
+  decode.min_p = 0.0F;
+  decode.top_k = 0;
 }
 
 void DiffusionGemma::begin_step(Request& request, const StepNeed& need) const {

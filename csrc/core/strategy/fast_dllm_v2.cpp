@@ -32,8 +32,9 @@ class FastDllmV2 final : public Strategy {
     return options_.masked_rows_only && mask_fill_decodes_by_rules(options_, request);
   }
   [[nodiscard]] int32_t page_len_ahead(const Request& request) const override;
-  [[nodiscard]] DualCacheStep dual_step(const Request& request) const override {
-    return decode_step(request);
+  void complete_decode_request(const Request& request, DecodeRequest& decode) const override {
+    decode.dual_cache = request.dual_cache;
+    decode.dual_step = decode_step(request);
   }
 
  private:

@@ -44,9 +44,8 @@ int32_t Strategy::page_len_ahead(const Request& request) const {
   return std::min(valid_end(rules, request.buffer.state()) + rules.block_size, request.limit_end);
 }
 
-DualCacheStep Strategy::dual_step(const Request& /*request*/) const {
-  return {};
-}
+void Strategy::complete_decode_request(const Request& /*request*/,
+                                       DecodeRequest& /*decode*/) const {}
 
 Result<std::unique_ptr<Strategy>> make_strategy(const EngineOptions& options) {
   for (const StrategyEntry& entry : kStrategies) {

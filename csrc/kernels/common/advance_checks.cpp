@@ -76,20 +76,73 @@ Status check_carry(const AdvanceDecodeParams& params, int64_t num_reqs, int64_t 
   return check_dense({num_rows}, {{"logits_source", params.logits_source, DType::kI32}});
 }
 
-/// The three arrays of a dual cache, or none.
+/// The arrays of a dual cache, or none.
 Status check_dual_cache(const AdvanceDecodeParams& params, int64_t num_reqs) {
   if (!params.seed_row.present()) {
-    DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "pending_next_token", params.pending_next_token)
-                                 .absent("seed_row is absent"));
-    return ArgumentCheck(kOp, "mask_kinds", params.mask_kinds).absent("seed_row is absent");
+    return ArgumentCheck(kOp, "pending_next_token", params.pending_next_token)
+        .absent("seed_row is absent");
+  }
+  for (const Argument& argument : {
+           Argument{"merge_valid", params.merge_valid, DType::kU8},
+           Argument{"last_row_index", params.last_row_index, DType::kI32},
+           Argument{"prev_argmax", params.prev_argmax, DType::kI64},
+       }) {
+    DIFFULEX_RETURN_IF_ERROR(
+        ArgumentCheck(kOp, argument.name, argument.tensor).absent("seed_row is present"));
+  }
+  return check_dense({num_reqs}, {{"pending_next_token", params.pending_next_token, DType::kI64},
+                                  {"seed_row", params.seed_row, DType::kI32}});
+}
+
+/// The eight arrays of a canvas, or none.
+Status check_canvas(const AdvanceDecodeParams& params, int64_t num_reqs) {
+  if (!params.prev_argmax.present()) {
+    for (const Argument& argument : {
+             Argument{"canvas_argmax", params.canvas_argmax, DType::kI64},
+             Argument{"stable_run", params.stable_run, DType::kI32},
+             Argument{"steps_left", params.steps_left, DType::kI32},
+             Argument{"renoise_ids", params.renoise_ids, DType::kI64},
+             Argument{"block_slot", params.block_slot, DType::kI32},
+             Argument{"row_pass_kind", params.row_pass_kind, DType::kU8},
+             Argument{"row_self_cond", params.row_self_cond, DType::kI32},
+         }) {
+      DIFFULEX_RETURN_IF_ERROR(
+          ArgumentCheck(kOp, argument.name, argument.tensor).absent("prev_argmax is absent"));
+    }
+    return {};
+  }
+  for (const Argument& argument : {
+           Argument{"merge_valid", params.merge_valid, DType::kU8},
+           Argument{"last_row_index", params.last_row_index, DType::kI32},
+       }) {
+    DIFFULEX_RETURN_IF_ERROR(
+        ArgumentCheck(kOp, argument.name, argument.tensor).absent("prev_argmax is present"));
+  }
+  const int64_t width = params.tokens.size[1];
+  if (params.tokens.size[0] != num_reqs) {
+    return ArgumentCheck(kOp, "tokens", params.tokens)
+        .error(StatusCode::kInvalidArgument, "one canvas for each request",
+               shape_text(params.tokens));
   }
   DIFFULEX_RETURN_IF_ERROR(
-      ArgumentCheck(kOp, "merge_valid", params.merge_valid).absent("seed_row is present"));
+      check_dense({num_reqs, width}, {{"prev_argmax", params.prev_argmax, DType::kI64},
+                                      {"canvas_argmax", params.canvas_argmax, DType::kI64},
+                                      {"renoise_ids", params.renoise_ids, DType::kI64}}));
   DIFFULEX_RETURN_IF_ERROR(
-      ArgumentCheck(kOp, "last_row_index", params.last_row_index).absent("seed_row is present"));
-  return check_dense({num_reqs}, {{"pending_next_token", params.pending_next_token, DType::kI64},
-                                  {"seed_row", params.seed_row, DType::kI32},
-                                  {"mask_kinds", params.mask_kinds, DType::kI32}});
+      check_dense({num_reqs * width}, {{"row_pass_kind", params.row_pass_kind, DType::kU8},
+                                       {"row_self_cond", params.row_self_cond, DType::kI32}}));
+  return check_dense({num_reqs}, {{"stable_run", params.stable_run, DType::kI32},
+                                  {"steps_left", params.steps_left, DType::kI32},
+                                  {"block_slot", params.block_slot, DType::kI32}});
+}
+
+/// Strategies whose steps see other keys in turn say which.
+Status check_mask_kinds(const AdvanceDecodeParams& params, int64_t num_reqs) {
+  if (!params.seed_row.present() && !params.prev_argmax.present()) {
+    return ArgumentCheck(kOp, "mask_kinds", params.mask_kinds)
+        .absent("seed_row and prev_argmax are absent");
+  }
+  return check_dense({num_reqs}, {{"mask_kinds", params.mask_kinds, DType::kI32}});
 }
 
 }  // namespace
@@ -158,6 +211,8 @@ Status check_advance_decode(const AdvanceDecodeParams& params) {
       check_dense({num_reqs}, {{"context_lens", params.context_lens, DType::kI32},
                                {"valid_slices", params.valid_slices, DType::kI32}}));
   DIFFULEX_RETURN_IF_ERROR(check_dual_cache(params, num_reqs));
+  DIFFULEX_RETURN_IF_ERROR(check_canvas(params, num_reqs));
+  DIFFULEX_RETURN_IF_ERROR(check_mask_kinds(params, num_reqs));
   DIFFULEX_RETURN_IF_ERROR(check_carry(params, num_reqs, num_rows));
   return check_merge(params, num_rows);
 }
@@ -212,6 +267,17 @@ AdvanceArgs make_advance_args(const AdvanceDecodeParams& params) {
     args.seed_row = params.seed_row.as<int32_t>();
     args.mask_kinds = params.mask_kinds.as<int32_t>();
     args.has_block_cache = params.has_block_cache;
+  }
+  if (params.prev_argmax.present()) {
+    args.mask_kinds = params.mask_kinds.as<int32_t>();
+    args.prev_argmax = params.prev_argmax.as<int64_t>();
+    args.canvas_argmax = params.canvas_argmax.as<const int64_t>();
+    args.stable_run = params.stable_run.as<int32_t>();
+    args.steps_left = params.steps_left.as<int32_t>();
+    args.renoise_ids = params.renoise_ids.as<int64_t>();
+    args.block_slot = params.block_slot.as<int32_t>();
+    args.row_pass_kind = params.row_pass_kind.as<uint8_t>();
+    args.row_self_cond = params.row_self_cond.as<int32_t>();
   }
   args.page_table_stride = params.page_tables.stride[0];
   args.block_size = static_cast<int32_t>(params.tokens.size[1]);

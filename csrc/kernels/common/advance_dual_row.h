@@ -18,6 +18,12 @@ struct DualCacheDecode {
     return TokenWindow{scratch.window, buffer_start(request.rules, request.state) - 1};
   }
 
+  /// Takes over the sampler's answer for position i.
+  DIFFULEX_HOST_DEVICE static void gather(const AdvanceArgs& args, int32_t r, int32_t i,
+                                          const RowScratch& scratch) {
+    gather_write(args, r, i, scratch);
+  }
+
   /// Applies the sampler's answer; returns how far the buffer slid.
   DIFFULEX_HOST_DEVICE static int32_t finish(const AdvanceArgs& args, int32_t r,
                                              const RowScratch& scratch) {

@@ -49,9 +49,17 @@ struct AdvanceArgs {
   float* row_merge_residual;
   int32_t* last_row_index;  // or null, as logits_source: unshifted logits
   int32_t* logits_source;
-  const int64_t* pending_next_token;  // or null, as the two below: no dual cache
+  const int64_t* pending_next_token;  // or null, as seed_row: no dual cache
   int32_t* seed_row;
-  int32_t* mask_kinds;
+  int32_t* mask_kinds;   // or null: neither dual cache nor canvas
+  int64_t* prev_argmax;  // or null, as the seven below: no canvas
+  const int64_t* canvas_argmax;
+  int32_t* stable_run;
+  int32_t* steps_left;
+  int64_t* renoise_ids;
+  int32_t* block_slot;
+  uint8_t* row_pass_kind;
+  int32_t* row_self_cond;
   int64_t page_table_stride;
   int32_t merge_top_k;  // K
   int32_t block_size;   // B
@@ -75,7 +83,11 @@ struct RowScratch {
   int32_t* window;  // [window_len(Q)]
   int32_t* writes;  // [Q] token to write, -1 = none, kBadWrite = not a token
   int32_t* shift;   // [1] positions the buffer slid over
+  int32_t* marks;   // [kNumMarks] set by any lane before the rules run
 };
+
+/// What lanes find out while they gather the sampler's answer.
+enum RowMark : int32_t { kOtherArgmax = 0, kIllegalId = 1, kNumMarks = 2 };
 
 /// A write that check_write refuses whatever the block: the host ends the step with an error.
 inline constexpr int32_t kBadWrite = -2;
@@ -288,8 +300,20 @@ DIFFULEX_HOST_DEVICE inline void write_sampler_block(const AdvanceArgs& args, in
   args.post_edit_steps[blk] = is_sampled ? block.post_edit_steps : 0;
 }
 
+/// Takes over the sampler's write to position i of the buffer.
+DIFFULEX_HOST_DEVICE inline void gather_write(const AdvanceArgs& args, int32_t r, int32_t i,
+                                              const RowScratch& scratch) {
+  const int64_t token = args.write_ids[int64_t{r} * args.block_size * args.buffer_size + i];
+  scratch.writes[i] = token >= -1 && token <= 0x7fffffff ? static_cast<int32_t>(token) : kBadWrite;
+}
+
 /// Strategies that decode in a block buffer (decode_rules.h).
 struct BufferDecode {
+  /// Takes over the sampler's answer for position i.
+  DIFFULEX_HOST_DEVICE static void gather(const AdvanceArgs& args, int32_t r, int32_t i,
+                                          const RowScratch& scratch) {
+    gather_write(args, r, i, scratch);
+  }
   /// Applies the sampler's answer; returns how far the buffer slid.
   DIFFULEX_HOST_DEVICE static int32_t finish(const AdvanceArgs& args, int32_t r,
                                              const RowScratch& scratch) {
@@ -339,14 +363,14 @@ DIFFULEX_HOST_DEVICE inline void advance_row(const AdvanceArgs& args, int32_t r,
   DecodeRequest& request = *scratch.request;
   if (team.lane() == 0) {
     *scratch.shift = 0;
+    scratch.marks[kOtherArgmax] = 0;
+    scratch.marks[kIllegalId] = 0;
   }
   team.sync();
   const bool ends_step = !args.is_entry && request.is_running;
   if (ends_step) {
     for (int32_t i = team.lane(); i < num_rows; i += team.size()) {
-      const int64_t token = args.write_ids[int64_t{r} * num_rows + i];
-      scratch.writes[i] =
-          token >= -1 && token <= 0x7fffffff ? static_cast<int32_t>(token) : kBadWrite;
+      Decode::gather(args, r, i, scratch);
     }
   }
   team.sync();

@@ -2,9 +2,11 @@
 
 // advance_decode: the row function of common/advance_row.h with teams of one lane.
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
+#include "kernels/common/advance_canvas_row.h"
 #include "kernels/common/advance_checks.h"
 #include "kernels/common/advance_dual_row.h"
 #include "kernels/cpu/cpu_ops.h"
@@ -49,8 +51,12 @@ Status check_request(const AdvanceArgs& args, int32_t r, int64_t num_entries) {
 
 Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& /*context*/) {
   const AdvanceArgs args = make_advance_args(params);
-  const auto advance = args.seed_row != nullptr ? advance_row<DualCacheDecode, SingleLane>
-                                                : advance_row<BufferDecode, SingleLane>;
+  auto advance = advance_row<BufferDecode, SingleLane>;
+  if (args.seed_row != nullptr) {
+    advance = advance_row<DualCacheDecode, SingleLane>;
+  } else if (args.prev_argmax != nullptr) {
+    advance = advance_row<CanvasDecode, SingleLane>;
+  }
   const int32_t num_rows = args.block_size * args.buffer_size;
   const auto num_reqs = static_cast<int32_t>(params.requests.size[0]);
   for (int32_t r = 0; r < num_reqs; ++r) {
@@ -59,8 +65,9 @@ Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& /*co
   std::vector<int32_t> writes(static_cast<size_t>(num_rows), -1);
   for (int32_t r = 0; r < num_reqs; ++r) {
     int32_t shift = 0;
+    std::array<int32_t, kNumMarks> marks = {};
     const RowScratch scratch{args.requests + r, args.windows + int64_t{r} * window_len(num_rows),
-                             writes.data(), &shift};
+                             writes.data(), &shift, marks.data()};
     advance(args, r, scratch, SingleLane{});
   }
   return {};

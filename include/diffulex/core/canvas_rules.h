@@ -106,20 +106,31 @@ DIFFULEX_HOST_DEVICE inline void init_canvas(const BlockRules& blocks, BufferSta
   canvas = CanvasState{};
 }
 
-/// Opens the canvas: ACTIVE, random ids, no denoising step taken.
-DIFFULEX_HOST_DEVICE inline void open_canvas(const BlockRules& blocks, const CanvasRules& rules,
-                                             BufferState& state, CanvasState& canvas, uint64_t seed,
-                                             int32_t* tokens) noexcept {
-  const int32_t start = buffer_start(blocks, state);
+/// Opens the canvas but for its ids: ACTIVE, no denoising step taken.
+DIFFULEX_HOST_DEVICE inline void open_canvas_block(BufferState& state,
+                                                   CanvasState& canvas) noexcept {
   Block block = make_canvas_block(state.blocks[0].block_id);
   block.status = BlockStatus::kActive;
   state.blocks[0] = block;
   state.num_valid = 1;
   canvas = CanvasState{};
+}
+
+/// The random id that `position` of an open canvas begins with.
+DIFFULEX_HOST_DEVICE inline int32_t initial_canvas_id(const CanvasRules& rules, uint64_t seed,
+                                                      int32_t position) noexcept {
+  return random_token_id(seed, position, 0, RandomStream::kCanvasInit, rules.vocab_size);
+}
+
+/// Opens the canvas with its random ids.
+DIFFULEX_HOST_DEVICE inline void open_canvas(const BlockRules& blocks, const CanvasRules& rules,
+                                             BufferState& state, CanvasState& canvas, uint64_t seed,
+                                             int32_t* tokens) noexcept {
+  const int32_t start = buffer_start(blocks, state);
+  open_canvas_block(state, canvas);
   const int32_t end = start + canvas_valid_len(blocks, rules, start);
   for (int32_t position = start; position < end; ++position) {
-    tokens[position] =
-        random_token_id(seed, position, 0, RandomStream::kCanvasInit, rules.vocab_size);
+    tokens[position] = initial_canvas_id(rules, seed, position);
   }
 }
 
@@ -146,23 +157,31 @@ DIFFULEX_HOST_DEVICE inline CanvasPhase next_canvas_phase(const BlockRules& bloc
                                                  : CanvasPhase::kDenoise;
 }
 
-/// Takes over the argmax canvas of a DENOISE forward: the run of equal canvases and the step count.
-/// `previous` and `argmax` hold `valid_len` ids; `previous` becomes `argmax`.
-DIFFULEX_HOST_DEVICE inline void note_argmax_canvas(CanvasState& canvas, const int64_t* argmax,
-                                                    int32_t valid_len, int64_t* previous) noexcept {
-  bool is_equal = canvas.stable_run != kNoPreviousCanvas;
-  for (int32_t i = 0; i < valid_len; ++i) {
-    is_equal = is_equal && argmax[i] == previous[i];
-    previous[i] = argmax[i];
-  }
+/// Ends a DENOISE forward: the run of equal argmax canvases and the step count. `is_same`: this one
+/// equals the one before, if there was one.
+DIFFULEX_HOST_DEVICE inline void note_argmax_run(CanvasState& canvas, bool is_same) noexcept {
+  const bool is_equal = is_same && canvas.stable_run != kNoPreviousCanvas;
   canvas.stable_run = is_equal ? canvas.stable_run + 1 : 0;
   ++canvas.denoise_step;
 }
 
+/// Takes over the argmax canvas of a DENOISE forward: the run of equal canvases and the step count.
+/// `previous` and `argmax` hold `valid_len` ids; `previous` becomes `argmax`.
+DIFFULEX_HOST_DEVICE inline void note_argmax_canvas(CanvasState& canvas, const int64_t* argmax,
+                                                    int32_t valid_len, int64_t* previous) noexcept {
+  bool is_same = true;
+  for (int32_t i = 0; i < valid_len; ++i) {
+    is_same = is_same && argmax[i] == previous[i];
+    previous[i] = argmax[i];
+  }
+  note_argmax_run(canvas, is_same);
+}
+
 /// Commits the canvas: its tokens are final, its first `valid_commit_len` positions output. Finds
 /// its first stop id and keeps the trailing run of equal tokens. Returns the new output tokens.
+template <typename Tokens>
 DIFFULEX_HOST_DEVICE inline int32_t commit_canvas(const BlockRules& blocks, BufferState& state,
-                                                  const int32_t* tokens) noexcept {
+                                                  const Tokens& tokens) noexcept {
   Block& block = state.blocks[0];
   const int32_t start = buffer_start(blocks, state);
   block.status = BlockStatus::kToCache;

@@ -18,6 +18,7 @@ enum class BatchArray : int32_t {
   kRequests = 0,  // [R, sizeof(DecodeRequest)] u8 DecodeRequest
   kWindows,       // [R, Q + 2] i32 the token before the buffer, those of the buffer, the mask id
   kPageTables,    // [R, P_max] i32 page ids, -1 beyond those owned
+  kPrevArgmax,    // [R, B] i64 argmax canvas of the step before; no rows without a canvas
   kCount,
 };
 
@@ -45,9 +46,10 @@ class DIFFULEX_API DecodeBatch final {
 
   /// Empties the batch: every place holds a request that does not run.
   void reset();
-  /// Appends a request with its token store, whose buffer starts at position `begin`.
-  /// Precondition: size() < capacity().
-  void append(const DecodeRequest& request, const int32_t* tokens, int32_t begin);
+  /// Appends a request with its token store, whose buffer starts at position `begin`, and the
+  /// argmax canvas of the step before, empty without a canvas. Precondition: size() < capacity().
+  void append(const DecodeRequest& request, const int32_t* tokens, int32_t begin,
+              Span<const int64_t> prev_argmax);
   /// Replaces the pages of request `row`, which only grow; returns whether there are more.
   [[nodiscard]] bool set_pages(int32_t row, Span<const int32_t> pages);
 

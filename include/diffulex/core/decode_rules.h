@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "diffulex/core/block_rules.h"
+#include "diffulex/core/canvas_rules.h"
 #include "diffulex/core/dual_cache_rules.h"
 #include "diffulex/core/sampler_flags.h"
 #include "diffulex/export.h"
@@ -113,6 +114,8 @@ struct DecodeRequest {
   BufferForward forward;         // the one in flight
   DualCacheState dual_cache;     // fast_dllm_v2
   DualCacheStep dual_step;       // fast_dllm_v2: the one in flight, instead of `forward`
+  CanvasRules canvas_rules;      // diffusion_gemma
+  CanvasState canvas;            // diffusion_gemma
   StopLimits limits;             // nfe: forwards completed
   float inv_temperature = 0.0F;  // 0 = greedy
   float accept_threshold = 0.0F;

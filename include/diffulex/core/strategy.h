@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "diffulex/core/decode_rules.h"
 #include "diffulex/core/kv_cache_manager.h"
 #include "diffulex/core/options.h"
 #include "diffulex/core/request.h"
@@ -77,15 +78,16 @@ class DIFFULEX_API Strategy {
                                                 Span<const BlockWrite> writes) const = 0;
   /// Reverts a step in flight, then forgets all KV. The scheduler releases the pages.
   virtual void on_preempt(Request& request) const = 0;
-  /// Whether the functions of decode_rules.h, or with a dual cache those of dual_cache_rules.h, are
-  /// all that a decode step does to `request`, so that a device may go on with it before the host
-  /// has seen the step.
+  /// Whether the functions of decode_rules.h, with a dual cache those of dual_cache_rules.h or with
+  /// a canvas those of canvas_rules.h, are all that a decode step does to `request`, so that a
+  /// device may go on with it before the host has seen the step.
   [[nodiscard]] virtual bool decodes_by_rules(const Request& request) const;
   /// End of the positions that need pages before the decode step behind the one in flight begins:
   /// what that step may store, and the one that the device plans when it ends.
   [[nodiscard]] virtual int32_t page_len_ahead(const Request& request) const;
-  /// The dual-cache forward in flight; default: none, the forward is that of request.step.
-  [[nodiscard]] virtual DualCacheStep dual_step(const Request& request) const;
+  /// Adds to `decode`, which has the buffer of `request` and the forward in flight, what else the
+  /// rules need; default: nothing.
+  virtual void complete_decode_request(const Request& request, DecodeRequest& decode) const;
 
  protected:
   Strategy() = default;

@@ -28,6 +28,8 @@ namespace diffulex {
 ///
 /// With a dual cache (seed_row is there) the rules are those of core/dual_cache_rules.h. Every
 /// request has Q rows all the same: behind those of its forward there are dummy rows.
+///
+/// With a canvas (prev_argmax is there) the rules are those of core/canvas_rules.h, and N = 1.
 struct AdvanceDecodeParams {
   TensorRef requests;     // [R, sizeof(DecodeRequest)] uint8, in and out, rows contiguous
   TensorRef windows;      // [R, Q + 2] int32, in and out: the token before the buffer, those of
@@ -69,7 +71,16 @@ struct AdvanceDecodeParams {
                              // there exactly with last_row_index
   TensorRef pending_next_token;  // [R] int64 of the sampler, -1 = none; the three of them or none
   TensorRef seed_row;            // [R] int32 out, row that seeds the next D-block, -1 = none
-  TensorRef mask_kinds;          // [R] int32 out, MaskKind
+  TensorRef mask_kinds;          // [R] int32 out, MaskKind; with a canvas too
+  TensorRef prev_argmax;         // [Nb, B] int64, in and out: argmax canvas of the step before; the
+                                 // eight of a canvas, or none
+  TensorRef canvas_argmax;       // [Nb, B] int64 of the sampler
+  TensorRef stable_run;          // [Nb] int32 out
+  TensorRef steps_left;          // [Nb] int32 out, >= 1
+  TensorRef renoise_ids;         // [Nb, B] int64 out
+  TensorRef block_slot;          // [Nb] int32 out, slot of the request, -1 = dummy rows
+  TensorRef row_pass_kind;       // [T] uint8 out, 1 = decoder
+  TensorRef row_self_cond;       // [T] int32 out, row of the signals, -1 = none
   int32_t page_size = 0;
   int32_t first_saved_row = 0;   // record saved for slot 0
   bool masked_rows_only = true;  // sample open positions only, unless the rules edit

@@ -118,6 +118,7 @@ class DecodeLoop:
         # Modes of a dual cache take turns, and only the device knows which one is next: every request
         # has the rows of the longest.
         self._has_dual_cache = options.strategy == "fast_dllm_v2"
+        self._has_canvas = options.strategy == "diffusion_gemma"
         ends = torch.arange(options.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._uniform_ends = ends * self._num_rows
         # As StepPlan.saved_row has it: behind the records of the largest step.
@@ -125,9 +126,12 @@ class DecodeLoop:
         num_bytes = _core.DecodeBatch.arena_bytes(options)
         self._host = host_memory(num_bytes, is_cuda)
         self._batch = _core.DecodeBatch(options, self._host.data_ptr(), num_bytes)
-        staged = arena_tensors(self._host, self._batch.fields())
+        arrays = arena_tensors(self._host, self._batch.fields())
+        staged = {name: array for name, array in arrays.items() if array.numel() > 0}
         state = arena_tensors(device_memory(num_bytes, device), self._batch.fields())
         self._staged_pages = staged.pop("page_tables")
+        # The sampler reads it, and the rules replace it.
+        state["prev_argmax"] = buffers.views.blk_prev_argmax
         self._staged = staged
         self._state = state
         self._uploaded = new_event() if is_cuda else None
@@ -255,8 +259,8 @@ class DecodeLoop:
         self._fill = fill
         self._step_graphs = StepGraphs(self._device)
         start = time.perf_counter()
-        kinds = [(False, False)]
-        if self._config.sampler.temperature:
+        kinds = [(self._has_canvas, False)]  # canvases always draw
+        if not self._has_canvas and self._config.sampler.temperature:
             kinds.append((True, _narrows_draws(self._config.sampler)))
         for bucket in self._graphs.shapes():
             if bucket.rows_per_request != self._num_rows:
@@ -279,8 +283,11 @@ class DecodeLoop:
 
         def fill() -> None:
             self._fill(variant.bucket)
-            # Requests that do not run: the rules then change nothing.
+            # Requests that do not run: the rules then change nothing. Nor does the sampler what it
+            # keeps of others.
             self._state["requests"].zero_()
+            self._buffers.views.blk_row_index.fill_(-1)
+            self._buffers.views.blk_valid_len.zero_()
 
         self._step_graphs.capture(variant, fill, lambda: self._enqueue(variant))
 
@@ -367,12 +374,27 @@ class DecodeLoop:
             views.logits_source[:rows] if has_carry else None,
             out.pending_next_token[:num_reqs] if has_dual else None,
             views.seed_row[:num_reqs] if has_dual else None,
-            views.mask_kinds[:num_reqs] if has_dual else None,
+            views.mask_kinds[:num_reqs] if has_dual or self._has_canvas else None,
+            *self._canvas_arrays(views, rows, blocks),
             page_size=self._config.cache.page_size,
             first_saved_row=self._first_saved_row,
             masked_rows_only=self._options.masked_rows_only,
             has_block_cache=self._options.fdv2_use_block_cache,
             is_entry=is_entry,
+        )
+
+    def _canvas_arrays(self, views: PlanViews, rows: int, blocks: int) -> tuple[Tensor | None, ...]:
+        if not self._has_canvas:
+            return (None,) * 8
+        return (
+            views.blk_prev_argmax[:blocks],
+            self._buffers.sampler.canvas_argmax[:blocks],
+            views.blk_stable_run[:blocks],
+            views.blk_steps_left[:blocks],
+            views.blk_renoise[:blocks],
+            views.blk_request_slot[:blocks],
+            views.row_pass_kind[:rows],
+            views.row_self_cond[:rows],
         )
 
     def _merge_arrays(self, views: PlanViews, rows: int, blocks: int) -> tuple[Tensor | None, ...]:

@@ -80,11 +80,12 @@ class ModelCall:
         self._renormalize = decoding.token_merge_renormalize
         self._merge_weight = decoding.token_merge_weight
         self._mask_token_id = config.model.mask_token_id
-        #: [max_num_reqs * B, H] signal of every canvas position; None for other strategies.
+        #: [max_num_reqs * B + 1, H] signal of every canvas position, and a row for what is no
+        #: position's; None for other strategies.
         self.signals: Tensor | None = None
         if strategy == "diffusion_gemma":
             device = torch.device(config.model.device)
-            num_rows = config.scheduler.max_num_reqs * decoding.block_size
+            num_rows = config.scheduler.max_num_reqs * decoding.block_size + 1
             hidden_size = config.model.spec.hidden_size
             self.signals = torch.zeros(num_rows, hidden_size, device=device)
 

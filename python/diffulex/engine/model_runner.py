@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelRunner"]
 
 # Whose decode steps a device can plan by itself; docs/configuration.md, run_ahead.
-_LOOP_STRATEGIES = ("multi_bd", "d2f", "dmax", "fast_dllm_v2")
+_LOOP_STRATEGIES = ("multi_bd", "d2f", "dmax", "fast_dllm_v2", "diffusion_gemma")
 
 logger = get_logger(__name__)
 
@@ -109,8 +109,7 @@ class ModelRunner:
         if self._no_graph_reason() is not None:
             return None
         config, shapes = self.config, self._graphs.shapes()
-        is_loop = config.decoding.decoding_strategy in _LOOP_STRATEGIES
-        if not is_loop or config.kernel.run_ahead == "off":
+        if not self._wants_loop(config.decoding.decoding_strategy):
             return GraphMemory(shapes, 0)
         fitting = [bucket.num_rows for bucket in shapes if has_graph_of_logits(config, bucket)]
         return GraphMemory(shapes, max(fitting, default=0))
@@ -151,19 +150,29 @@ class ModelRunner:
             return False  # a runner of somebody's own sees every step
         if not getattr(self.sampler, "is_capturable", False):
             return False  # so does a sampler
-        run_ahead = self.config.kernel.run_ahead
-        # Mixed embeddings feed the last bits of one step's logits to the next, and products of other
-        # shapes round otherwise: dmax runs ahead only where that is asked for. So does a dual cache
-        # whose steps have other shapes on the host.
-        is_auto = self._is_cuda and options.strategy != "dmax" and not self._has_own_shapes()
-        is_wanted = is_auto if run_ahead == "auto" else run_ahead == "on"
         if options.token_merge_top_k > 0 and options.dmax_store_soft_embeddings:
             return False  # no step would be the loop's, and graphs are those of one loop
-        return is_wanted and options.strategy in _LOOP_STRATEGIES
+        return self._wants_loop(options.strategy)
+
+    def _wants_loop(self, strategy: str) -> bool:
+        """Whether decode steps of the strategy are to run ahead."""
+        if strategy not in _LOOP_STRATEGIES:
+            return False
+        if self.config.kernel.run_ahead != "auto":
+            return self.config.kernel.run_ahead == "on"
+        # Mixed embeddings and signals feed the last bits of one step's logits to the next, and
+        # products of other shapes round otherwise: dmax and diffusion_gemma run ahead only where that
+        # is asked for. So does a dual cache whose steps have other shapes on the host.
+        is_rounding = strategy in ("dmax", "diffusion_gemma") or self._has_own_shapes()
+        return self._is_cuda and not is_rounding
 
     def _has_own_shapes(self) -> bool:
-        """Whether steps of the host are shaped otherwise than the loop's: sub-blocks alone, no padding."""
+        """Whether steps of the host are shaped otherwise than the loop's: without rows that decide
+        nothing, those of encoded canvases, whole blocks and padding.
+        """
         decoding = self.config.decoding
+        if decoding.decoding_strategy == "diffusion_gemma":
+            return True
         is_dual = decoding.decoding_strategy == "fast_dllm_v2"
         return is_dual and (decoding.fdv2_use_block_cache or decoding.fdv2_exact_graph_buckets)
 

@@ -24,6 +24,14 @@ _BLOCKS = (
     "blk_open_steps",
     "blk_post_edit_steps",
 )
+_CANVAS_ROWS = ("row_pass_kind", "row_self_cond")
+_CANVAS_BLOCKS = (
+    "blk_prev_argmax",
+    "blk_stable_run",
+    "blk_steps_left",
+    "blk_renoise",
+    "blk_request_slot",
+)
 _SAMPLED_ROWS = ("row_inv_temperature", "row_uniforms", "row_top_k", "row_top_p", "row_min_p")
 _REQUESTS = ("context_lens", "mask_kinds")
 
@@ -41,19 +49,22 @@ class PlanCheck:
         self._block_size = options.block_size
         self._buffer_size = options.buffer_size
         self._num_rows = options.block_size * options.buffer_size
-        self._names = [*_ROWS, *_BLOCKS, *_SAMPLED_ROWS, *_REQUESTS]
-        self._names += ["valid_slices", "blk_tokens", "blk_row_index", "page_tables"]
-        if options.is_editing and options.strategy == "multi_bd":
-            self._names.append("blk_edit_threshold")
+        self._names = [*_SAMPLED_ROWS, *_REQUESTS, "valid_slices", "blk_row_index", "page_tables"]
         self._is_shifted = bool(options.logits_shift)
         if self._is_shifted:
             self._names += ["last_row_index", "logits_source"]
         self._has_dual_cache = options.strategy == "fast_dllm_v2"
         if self._has_dual_cache:
             self._names.append("seed_row")
-        self._has_merges = options.token_merge_top_k > 0
-        if self._has_merges:
-            self._names += _MERGES
+        self._row_names, self._block_names = [*_ROWS], [*_BLOCKS, "blk_tokens"]
+        if options.is_editing and options.strategy == "multi_bd":
+            self._block_names.append("blk_edit_threshold")
+        if options.token_merge_top_k > 0:
+            self._row_names += _MERGES
+        if options.strategy == "diffusion_gemma":
+            self._row_names += _CANVAS_ROWS
+            self._block_names += _CANVAS_BLOCKS
+        self._names += [*self._row_names, *self._block_names]
         self._req_ids: list[int] = []
         self._kept: dict[int, _Arrays] = {}
         #: Steps compared so far.
@@ -96,7 +107,7 @@ class PlanCheck:
         theirs = slice(row * q, row * q + num_rows)
         padding = device["slot_mapping"][row * q + num_rows : (row + 1) * q]
         self._expect(plan, row, "slot_mapping", padding, -1)
-        for name in (*_ROWS, *(_MERGES if self._has_merges else ())):
+        for name in self._row_names:
             self._expect(plan, row, name, device[name][theirs], getattr(plan, name)[mine])
         for name in _REQUESTS:
             self._expect(plan, row, name, device[name][row], getattr(plan, name)[index])
@@ -141,8 +152,7 @@ class PlanCheck:
         first: int,
         device_first: int,
     ) -> None:
-        names = [name for name in (*_BLOCKS, "blk_tokens", "blk_edit_threshold") if name in device]
-        for name in names:
+        for name in self._block_names:
             self._expect(plan, place, name, device[name][place], getattr(plan, name)[blk])
         rows, indices = device["blk_row_index"][place], plan.blk_row_index[blk]
         self._expect(plan, place, "blk_row_index", rows >= 0, indices >= 0)

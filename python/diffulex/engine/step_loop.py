@@ -48,6 +48,7 @@ class StepLoop:
         self.ledger = Ledger(scheduler, runner, tokenizer, mask_token_id)
         self.router = StepRouter()
         self.is_closed = False
+        self._is_canvas = is_canvas
         self._config = config
         self._scheduler = scheduler
         self._runner: ModelRunner | None = runner
@@ -135,9 +136,12 @@ class StepLoop:
         except BaseException:
             # A second Ctrl-C may come before the step is scheduled, or when it is complete already.
             # Only the scheduler knows, and it refuses to cancel a plan that is not in flight.
-            self._ahead = None
-            with contextlib.suppress(ValueError):
+            was_ahead, self._ahead = self._ahead is not None, None
+            try:
                 self._scheduler.cancel_step(plan)
+            except ValueError:
+                if was_ahead and self._is_canvas:
+                    self._restart_canvases()
             raise
         if kind == _core.PlanKind.IDLE:
             self.router.push(ledger.book(plan, output, events, 0.0))
@@ -145,6 +149,15 @@ class StepLoop:
         seconds = time.perf_counter() - start
         ledger.run_stats.add_step(seconds, kind == _core.PlanKind.DECODE, num_reqs, num_rows)
         self.router.push(ledger.book(plan, output, events, seconds))
+
+    def _restart_canvases(self) -> None:
+        """A step that ran ahead and is given up has replaced the signals it read.
+
+        The steps of other strategies leave what they would find again.
+        """
+        for req_id in self.ledger.open_ids():
+            with contextlib.suppress(ValueError, KeyError):  # it does not run
+                self._scheduler.preempt(req_id)
 
     def _schedule(self, plan: _core.StepPlan) -> _core.PlanKind:
         if self._ahead is not None:

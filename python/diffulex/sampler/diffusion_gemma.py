@@ -42,6 +42,8 @@ _LOGSUMEXP = 4
 class DiffusionGemmaSampler(RowSampler):
     """Draws and argmax of every position; the next canvas, or the argmax canvas at the end."""
 
+    is_capturable = True
+
     family_defaults: ClassVar[Mapping[str, Any]] = {
         "block_size": 256,
         "buffer_size": 1,
@@ -142,7 +144,10 @@ class DiffusionGemmaSampler(RowSampler):
     def _write_signals(
         self, inputs: SamplerInputs, canvas: CanvasArrays, records: RowRecords
     ) -> None:
-        """The signal of every row to the place of its request; zero once a canvas converged."""
+        """The signal of every row to the place of its request; zero once a canvas converged.
+
+        Rows of no canvas (padding, committed canvases) go to the last place, which nothing reads.
+        """
         num_rows, vocab_size = inputs.logits.shape
         self._reserve_signals(num_rows, vocab_size)
         assert self._weight is not None
@@ -153,7 +158,9 @@ class DiffusionGemmaSampler(RowSampler):
         is_open = ((inputs.flags & _CONVERGED) == 0)[:, None].expand_as(place)
         # One more row takes the positions without logits.
         row = torch.where(inputs.row_index >= 0, inputs.row_index, num_rows).long().flatten()
-        place_of_row = place.new_zeros(num_rows + 1).scatter_(0, row, place.flatten())
+        elsewhere = canvas.signals.size(0) - 1
+        place_of_row = place.new_full((num_rows + 1,), elsewhere)
+        place_of_row.scatter_(0, row, place.flatten())
         is_valid = inputs.gate.new_zeros(num_rows + 1)
         is_valid.scatter_(0, row, is_open.flatten().to(is_valid.dtype))
         signals = self._signal_rows[:num_rows]

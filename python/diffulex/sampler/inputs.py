@@ -77,9 +77,12 @@ class CanvasArrays:
     stable_run: Tensor  # [Nb] int32, -1 = no canvas before
     steps_left: Tensor  # [Nb] int32, N..1
     renoise_ids: Tensor  # [Nb, B] int64
-    request_slots: Tensor  # [Nb] int32
+    request_slots: Tensor  # [Nb] int32, -1 = padding without rows
     argmax: Tensor  # [Nb, B] int64 out
-    signals: Tensor  # [max_num_reqs * B, H] out, self-conditioning of the next step
+    signals: (
+        Tensor  # [max_num_reqs * B + 1, H] out, self-conditioning of the next step; the last row
+    )
+    # takes rows that belong to no canvas
 
 
 @dataclass(slots=True)

@@ -12,21 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _check_dual_cache(
-    arguments: FakeArguments,
-    num_reqs: int,
-    pending_next_token: Tensor | None,
-    seed_row: Tensor | None,
-    mask_kinds: Tensor | None,
-) -> None:
-    for name, tensor in (("pending_next_token", pending_next_token), ("mask_kinds", mask_kinds)):
-        arguments.paired(name, tensor, "seed_row", seed_row is not None)
-    if seed_row is not None:
-        arguments.optional("pending_next_token", pending_next_token, INT64, (num_reqs,))
-        arguments.tensor("seed_row", seed_row, INT32, (num_reqs,))
-        arguments.optional("mask_kinds", mask_kinds, INT32, (num_reqs,))
-
-
 @register("advance_decode")
 def _advance_decode(
     requests: Tensor,
@@ -68,6 +53,14 @@ def _advance_decode(
     pending_next_token: Tensor | None,
     seed_row: Tensor | None,
     mask_kinds: Tensor | None,
+    prev_argmax: Tensor | None,
+    canvas_argmax: Tensor | None,
+    stable_run: Tensor | None,
+    steps_left: Tensor | None,
+    renoise_ids: Tensor | None,
+    block_slot: Tensor | None,
+    row_pass_kind: Tensor | None,
+    row_self_cond: Tensor | None,
     *,
     page_size: int,
     first_saved_row: int = 0,
@@ -83,34 +76,42 @@ def _advance_decode(
     arguments.at_least("page_size", page_size, 1)
     arguments.tensor("windows", windows, INT32, (num_reqs, None))
     arguments.tensor("page_tables", page_tables, INT32, (num_reqs, None))
-    arguments.tensor("write_ids", write_ids, INT64, (num_blocks, width))
-    arguments.tensor("row_index", row_index, INT32, (num_blocks, width))
-    arguments.tensor("flags", flags, INT32, (num_blocks,))
-    arguments.tensor("same_token_ratio", same_token_ratio, FLOAT32, (num_blocks,))
-    arguments.tensor("editable_start", editable_start, INT32, (num_blocks,))
-    arguments.tensor("valid_len", valid_len, INT32, (num_blocks,))
-    arguments.tensor("gate", gate, UINT8, (num_blocks,))
-    arguments.tensor("accept_threshold", accept_threshold, FLOAT32, (num_blocks,))
-    arguments.optional("edit_threshold", edit_threshold, FLOAT32, (num_blocks,))
-    arguments.tensor("open_steps", open_steps, INT32, (num_blocks,))
-    arguments.tensor("total_steps", total_steps, INT32, (num_blocks,))
-    arguments.tensor("post_edit_steps", post_edit_steps, INT32, (num_blocks,))
-    arguments.tensor("input_ids", input_ids, INT64, (num_rows,))
-    arguments.tensor("positions", positions, INT64, (num_rows,))
-    arguments.tensor("slot_mapping", slot_mapping, INT32, (num_rows,))
-    arguments.tensor("inv_temperature", inv_temperature, FLOAT32, (num_rows,))
-    arguments.tensor("uniforms", uniforms, FLOAT64, (num_rows,))
-    arguments.tensor("top_k", top_k, INT32, (num_rows,))
-    arguments.tensor("top_p", top_p, FLOAT32, (num_rows,))
-    arguments.tensor("min_p", min_p, FLOAT32, (num_rows,))
-    arguments.tensor("context_lens", context_lens, INT32, (num_reqs,))
-    arguments.tensor("valid_slices", valid_slices, INT32, (num_reqs,))
-    _check_dual_cache(arguments, num_reqs, pending_next_token, seed_row, mask_kinds)
+    reqs, blocks, rows = (num_reqs,), (num_blocks,), (num_rows,)
+    wide_blocks = (num_blocks, width)
+    for name, tensor, dtype, shape in (
+        ("write_ids", write_ids, INT64, wide_blocks),
+        ("row_index", row_index, INT32, wide_blocks),
+        ("flags", flags, INT32, blocks),
+        ("same_token_ratio", same_token_ratio, FLOAT32, blocks),
+        ("editable_start", editable_start, INT32, blocks),
+        ("valid_len", valid_len, INT32, blocks),
+        ("gate", gate, UINT8, blocks),
+        ("accept_threshold", accept_threshold, FLOAT32, blocks),
+        ("edit_threshold", edit_threshold, FLOAT32, blocks),
+        ("open_steps", open_steps, INT32, blocks),
+        ("total_steps", total_steps, INT32, blocks),
+        ("post_edit_steps", post_edit_steps, INT32, blocks),
+        ("input_ids", input_ids, INT64, rows),
+        ("positions", positions, INT64, rows),
+        ("slot_mapping", slot_mapping, INT32, rows),
+        ("inv_temperature", inv_temperature, FLOAT32, rows),
+        ("uniforms", uniforms, FLOAT64, rows),
+        ("top_k", top_k, INT32, rows),
+        ("top_p", top_p, FLOAT32, rows),
+        ("min_p", min_p, FLOAT32, rows),
+        ("context_lens", context_lens, INT32, reqs),
+        ("valid_slices", valid_slices, INT32, reqs),
+    ):
+        arguments.optional(name, tensor, dtype, shape)
+    arguments.paired("pending_next_token", pending_next_token, "seed_row", seed_row is not None)
+    arguments.optional("pending_next_token", pending_next_token, INT64, reqs)
+    arguments.optional("seed_row", seed_row, INT32, reqs)
+    arguments.optional("mask_kinds", mask_kinds, INT32, reqs)
     arguments.paired("logits_source", logits_source, "last_row_index", last_row_index is not None)
     if last_row_index is not None:
         arguments.at_least("first_saved_row", first_saved_row, num_rows)
-        arguments.tensor("last_row_index", last_row_index, INT32, (num_reqs,))
-        arguments.optional("logits_source", logits_source, INT32, (num_rows,))
+    arguments.optional("last_row_index", last_row_index, INT32, reqs)
+    arguments.optional("logits_source", logits_source, INT32, rows)
     merged = {
         "merge_ids": merge_ids,
         "merge_probs": merge_probs,
@@ -120,8 +121,20 @@ def _advance_decode(
         "row_merge_probs": row_merge_probs,
         "row_merge_residual": row_merge_residual,
     }
-    for name, tensor in merged.items():
-        arguments.paired(name, tensor, "merge_valid", merge_valid is not None)
+    for name, merge in merged.items():
+        arguments.paired(name, merge, "merge_valid", merge_valid is not None)
+    arguments.optional("prev_argmax", prev_argmax, INT64, wide_blocks)
+    for name, canvas, dtype, shape in (
+        ("canvas_argmax", canvas_argmax, INT64, wide_blocks),
+        ("stable_run", stable_run, INT32, blocks),
+        ("steps_left", steps_left, INT32, blocks),
+        ("renoise_ids", renoise_ids, INT64, wide_blocks),
+        ("block_slot", block_slot, INT32, blocks),
+        ("row_pass_kind", row_pass_kind, UINT8, rows),
+        ("row_self_cond", row_self_cond, INT32, rows),
+    ):
+        arguments.paired(name, canvas, "prev_argmax", prev_argmax is not None)
+        arguments.optional(name, canvas, dtype, shape)
     if merge_valid is not None and merge_ids is not None:
         arguments.tensor("merge_valid", merge_valid, UINT8, (num_blocks, width))
         arguments.tensor("merge_ids", merge_ids, INT64, (num_blocks, width, None))

@@ -82,9 +82,11 @@ class Decode final {
     params_.page_size = static_cast<int32_t>(pick(&random_, {1, 4, 16, 32}));
     params_.masked_rows_only = uniform(&random_, 0, 1) == 0;
     is_dual_ = buffer_size_ > 1 && uniform(&random_, 0, 2) == 0;
-    is_editing_ = !is_dual_ && uniform(&random_, 0, 3) == 0;
+    is_canvas_ = buffer_size_ == 1 && uniform(&random_, 0, 1) == 0;
+    is_editing_ = !is_dual_ && !is_canvas_ && uniform(&random_, 0, 3) == 0;
     const int64_t longest = 3 * block_size_ + 70 + 2 * num_rows() + block_size_;
-    reserve(!is_dual_ && uniform(&random_, 0, 1) == 0, longest / params_.page_size + 1);
+    reserve(!is_dual_ && !is_canvas_ && uniform(&random_, 0, 1) == 0,
+            longest / params_.page_size + 1);
     slab_.bind(slab_.bytes().data());
     for (int32_t r = 0; r < num_reqs_; ++r) {
       begin(r);
@@ -162,6 +164,16 @@ class Decode final {
       add_output(&p.seed_row, DType::kI32, {reqs});
       add_output(&p.mask_kinds, DType::kI32, {reqs});
       p.has_block_cache = uniform(&random_, 0, 3) > 0;
+    } else if (is_canvas_) {
+      slab_.add(&p.prev_argmax, DType::kI64, {blocks, width});
+      slab_.add(&p.canvas_argmax, DType::kI64, {blocks, width});
+      add_output(&p.stable_run, DType::kI32, {blocks});
+      add_output(&p.steps_left, DType::kI32, {blocks});
+      add_output(&p.renoise_ids, DType::kI64, {blocks, width});
+      add_output(&p.block_slot, DType::kI32, {blocks});
+      add_output(&p.row_pass_kind, DType::kU8, {rows});
+      add_output(&p.row_self_cond, DType::kI32, {rows});
+      add_output(&p.mask_kinds, DType::kI32, {reqs});
     } else if (uniform(&random_, 0, 1) == 0) {
       add_output(&p.last_row_index, DType::kI32, {reqs});
       add_output(&p.logits_source, DType::kI32, {rows});
@@ -202,6 +214,9 @@ class Decode final {
       init_dual_cache(rules, request.state, request.dual_cache, prompt_len,
                       prompt_len + max_tokens);
       request.state.context_len = buffer_start(rules, request.state);
+    } else if (is_canvas_) {
+      begin_canvas(&request, prompt_len, prompt_len + max_tokens);
+      std::fill_n(params_.prev_argmax.as<int64_t>() + int64_t{r} * block_size_, block_size_, 12);
     } else {
       init_buffer(rules, request.state, prompt_len, prompt_len + max_tokens);
       mark_cached(rules, request.state, buffer_start(rules, request.state));
@@ -214,6 +229,8 @@ class Decode final {
     }
     if (is_dual_) {
       enter_dual_block(&request, TokenWindow{window, first});
+    } else if (is_canvas_) {
+      enter_canvas(&request, TokenWindow{window, first});
     } else {
       request.forward = enter_buffer(rules, request.state);
     }
@@ -224,6 +241,32 @@ class Decode final {
     for (int64_t i = 0; i < num_pages; ++i) {
       params_.page_tables.as<int32_t>()[r * params_.page_tables.stride[0] + i] =
           uniform(&random_, 0, 9) == 0 ? -1 : static_cast<int32_t>(uniform(&random_, 0, 999));
+    }
+  }
+
+  /// The rules of canvases, and the first one behind its prompt.
+  void begin_canvas(DecodeRequest* request, int32_t prompt_len, int32_t limit_end) {
+    CanvasRules& rules = request->canvas_rules;
+    rules.max_denoising_steps = static_cast<int32_t>(pick(&random_, {1, 2, 5}));
+    rules.vocab_size = kVocab;
+    rules.max_model_len = limit_end + static_cast<int32_t>(uniform(&random_, 0, block_size_));
+    request->rules.is_canvas = true;
+    init_canvas(request->rules, request->state, request->canvas, prompt_len, limit_end);
+    request->state.context_len = prompt_len;
+  }
+
+  /// The first denoising step of a canvas.
+  void enter_canvas(DecodeRequest* request, const TokenWindow& tokens) {
+    open_canvas_block(request->state, request->canvas);
+    BufferForward& forward = request->forward;
+    forward.first_pos = request->state.context_len;
+    forward.num_valid_rows =
+        canvas_valid_len(request->rules, request->canvas_rules, forward.first_pos);
+    forward.store_end = forward.first_pos;
+    forward.has_sampling = true;
+    for (int32_t i = 0; i < forward.num_valid_rows; ++i) {
+      const int32_t position = forward.first_pos + i;
+      tokens[position] = initial_canvas_id(request->canvas_rules, request->seed, position);
     }
   }
 
@@ -266,6 +309,9 @@ class Decode final {
       params_.flags.as<int32_t>()[i] = flags;
       params_.same_token_ratio.as<float>()[i] = 0.25F * static_cast<float>(random_() % 5);
     }
+    if (is_canvas_) {
+      answer_canvases();
+    }
     if (is_dual_) {
       for (int32_t r = 0; r < num_reqs_; ++r) {
         const int64_t seed = uniform(&random_, 12, kMask - 1);
@@ -280,6 +326,23 @@ class Decode final {
       for (int64_t i = 0; i < params_.merge_ids.numel(); ++i) {
         params_.merge_ids.as<int64_t>()[i] = static_cast<int64_t>(random_() % kVocab);
         params_.merge_probs.as<float>()[i] = static_cast<float>(random_() % 100);
+      }
+    }
+  }
+
+  /// The next canvas of every request, and its most likely ids, which repeat now and then.
+  void answer_canvases() {
+    for (int32_t r = 0; r < num_reqs_; ++r) {
+      const bool repeats = uniform(&random_, 0, 1) == 0;
+      for (int64_t i = int64_t{r} * block_size_; i < int64_t{r + 1} * block_size_; ++i) {
+        int64_t& argmax = params_.canvas_argmax.as<int64_t>()[i];
+        argmax = repeats ? params_.prev_argmax.as<int64_t>()[i] : uniform(&random_, 12, 30);
+        argmax = uniform(&random_, 0, 2000) == 0 ? pick(&random_, {-1, kVocab}) : argmax;
+        int64_t& write = params_.write_ids.as<int64_t>()[i];
+        write = uniform(&random_, 0, 2000) == 0 ? -1 : uniform(&random_, 12, kVocab - 1);
+      }
+      if (uniform(&random_, 0, 3) == 0) {
+        params_.flags.as<int32_t>()[r] |= kSamplerConverged;
       }
     }
   }
@@ -361,6 +424,7 @@ class Decode final {
   int32_t num_reqs_ = 0;     // R
   bool is_editing_ = false;
   bool is_dual_ = false;
+  bool is_canvas_ = false;
   Slab slab_;
   AdvanceDecodeParams params_;  // of the host slab between calls
   std::vector<const TensorRef*> outputs_;

@@ -454,6 +454,19 @@ def test_off_by_default_on_the_cpu_and_bad_values(tiny: TinyModel) -> None:
         tiny.config(run_ahead="maybe")
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_auto_takes_steps_that_equal_those_of_the_host_to_the_last_bit(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    strategy, settings = "decoding_strategy", STRATEGIES[name][1]
+    with model_of(tiny, name).engine(**settings) as engine:
+        runner = engine._runner
+        assert not runner._wants_loop(settings.get(strategy, "multi_bd"))
+        monkeypatch.setattr(runner, "_is_cuda", True)
+        assert runner._wants_loop(settings.get(strategy, "multi_bd")) == (name not in ROUNDED)
+        monkeypatch.undo()
+
+
 def test_end_of_all_requests_leaves_nothing_in_flight(tiny: TinyModel) -> None:
     """The step behind the last one is void, and a later request starts afresh."""
     settings = {**FILL, "block_size": 8, "run_ahead": "on", "check_run_ahead": True}

@@ -16,6 +16,21 @@ Call = tuple[dict[str, torch.Tensor | None], dict[str, Any]]
 B, N, MASK = 4, 2, 39
 R, T = 3, 3 * B * N
 
+#: Arrays of strategies that this call is not of.
+_ABSENT = (
+    "pending_next_token",
+    "seed_row",
+    "mask_kinds",
+    "prev_argmax",
+    "canvas_argmax",
+    "stable_run",
+    "steps_left",
+    "renoise_ids",
+    "block_slot",
+    "row_pass_kind",
+    "row_self_cond",
+)
+
 
 def options() -> _core.EngineOptions:
     """Options of an engine with room for the call."""
@@ -55,7 +70,8 @@ def decoding() -> tuple[_core.Scheduler, _core.StepPlan, _core.DecodeBatch, torc
 
 def advance_decode() -> Call:
     _, _, batch, memory = decoding()
-    state = {k: v.clone() for k, v in arena_tensors(memory, batch.fields()).items()}
+    arrays = arena_tensors(memory, batch.fields())
+    state = {k: v.clone() for k, v in arrays.items() if k not in _ABSENT}
     ints = {"dtype": torch.int32}
     write_ids = torch.full((R * N, B), -1)
     write_ids[0, 1], write_ids[2, 0] = 12, 13
@@ -94,9 +110,7 @@ def advance_decode() -> Call:
         "row_merge_residual": torch.zeros(T),
         "last_row_index": torch.zeros(R, **ints),
         "logits_source": torch.zeros(T, **ints),
-        "pending_next_token": None,
-        "seed_row": None,
-        "mask_kinds": None,
+        **dict.fromkeys(_ABSENT),
     }
     flags = {"masked_rows_only": True, "has_block_cache": True, "is_entry": False}
     return tensors, {"page_size": 4, "first_saved_row": T, **flags}

@@ -4,6 +4,7 @@
 // window live in shared memory meanwhile, because lane 0 walks them position by position.
 #include <cstdint>
 
+#include "kernels/common/advance_canvas_row.h"
 #include "kernels/common/advance_checks.h"
 #include "kernels/common/advance_dual_row.h"
 #include "kernels/cuda/common/launch.cuh"
@@ -29,6 +30,7 @@ __global__ void __launch_bounds__(kThreads, 1) advance_kernel(AdvanceArgs args) 
   extern __shared__ int32_t scratch_words[];
   __shared__ uint64_t request_words[kRequestWords];
   __shared__ int32_t shift;
+  __shared__ int32_t marks[kNumMarks];
   const int32_t r = static_cast<int32_t>(blockIdx.x);
   const int32_t num_rows = args.block_size * args.buffer_size;
   const CtaTeam team;
@@ -43,11 +45,12 @@ __global__ void __launch_bounds__(kThreads, 1) advance_kernel(AdvanceArgs args) 
   }
   __syncthreads();
   const RowScratch scratch{reinterpret_cast<DecodeRequest*>(request_words), window,
-                           window + window_len(num_rows), &shift};
+                           window + window_len(num_rows), &shift, marks};
   advance_row<Decode>(args, r, scratch, team);
   if (args.is_entry) {
     return;
   }
+  team.sync();
   for (int32_t i = team.lane(); i < kRequestWords; i += kThreads) {
     stored_request[i] = request_words[i];
   }
@@ -67,8 +70,12 @@ Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& cont
   const size_t shared_bytes =
       static_cast<size_t>(window_len(num_rows) + num_rows) * sizeof(int32_t);
   const auto num_reqs = static_cast<unsigned>(params.requests.size[0]);
-  const auto kernel =
-      args.seed_row != nullptr ? advance_kernel<DualCacheDecode> : advance_kernel<BufferDecode>;
+  auto kernel = advance_kernel<BufferDecode>;
+  if (args.seed_row != nullptr) {
+    kernel = advance_kernel<DualCacheDecode>;
+  } else if (args.prev_argmax != nullptr) {
+    kernel = advance_kernel<CanvasDecode>;
+  }
   kernel<<<num_reqs, kThreads, shared_bytes, stream_of(context)>>>(args);
   return check_launch(kWhere);
 }
@@ -76,6 +83,7 @@ Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& cont
 Status prepare_advance_decode() {
   constexpr const char* kWhere = "diffulex::advance_decode";
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, advance_kernel<BufferDecode>));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, advance_kernel<CanvasDecode>));
   return touch_kernel(kWhere, advance_kernel<DualCacheDecode>);
 }
 
