@@ -18,6 +18,8 @@ inline constexpr int32_t kMoeGenericTile = 32;
 /// Smallest and largest tile of the tensor-core kernels.
 inline constexpr int32_t kMoeMmaMinTile = 16;
 inline constexpr int32_t kMoeMmaMaxTile = 128;
+/// Positions of a tile that two CTAs of the Hopper kernels share.
+inline constexpr int32_t kMoePairTile = 320;
 /// Tile of the tensor-core kernels when results must not depend on the batch.
 inline constexpr int32_t kMoeInvariantTile = 64;
 
@@ -43,9 +45,9 @@ struct MoePathQuery {
 [[nodiscard]] int32_t choose_moe_tile(int64_t num_rows, int32_t num_local_experts,
                                       bool is_batch_invariant);
 
-/// Positions of a tile of the Hopper kernels, 16, 32, 64, 128, 160 or 256: the fewest that keep
-/// nearly every expert in one tile, so that its weights are read once. `max_expert_rows` bounds the
-/// rows one expert can get.
+/// Positions of a tile of the Hopper kernels, 16, 32, 64, 128, 160 or kMoePairTile: the fewest that
+/// keep nearly every expert in one tile, so that its weights are read once. `max_expert_rows`
+/// bounds the rows one expert can get.
 [[nodiscard]] int32_t choose_moe_wgmma_tile(int64_t num_rows, int64_t max_expert_rows,
                                             int32_t num_local_experts, bool is_batch_invariant);
 

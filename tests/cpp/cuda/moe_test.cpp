@@ -285,7 +285,7 @@ TEST(CudaFusedExpertsPackedTest, MatchesCpu) {
     shape.dtype = kDTypes[seed % 3];
     shape.num_experts = pick(&random, {1, 4, 9});
     const bool is_batched = seed % 2 == 1;
-    const int64_t rows_per_expert = pick(&random, {1, 5, 70});
+    const int64_t rows_per_expert = pick(&random, {1, 5, 70, 650});
     shape.num_tokens = shape.num_experts * rows_per_expert;
     shape.top_k = 1;
     shape.hidden = pick(&random, {66, 64, 200});

@@ -261,7 +261,7 @@ TEST(MoeConfig, Tiles) {
   EXPECT_EQ(choose_moe_wgmma_tile(40 * 64, 320, 64, false), 64);
   EXPECT_EQ(choose_moe_wgmma_tile(41 * 64, 328, 64, false), 128);
   EXPECT_EQ(choose_moe_wgmma_tile(89 * 64, 712, 64, false), 160);
-  EXPECT_EQ(choose_moe_wgmma_tile(133 * 64, 1064, 64, false), 256);
+  EXPECT_EQ(choose_moe_wgmma_tile(133 * 64, 1064, 64, false), kMoePairTile);
   EXPECT_EQ(choose_moe_wgmma_tile(8, 1, 64, true), 64);
   for (const int64_t rows : {1, 100, 100000}) {
     EXPECT_EQ(choose_moe_tile(rows, 64, true), 64);

@@ -94,4 +94,18 @@ __device__ __forceinline__ void tma_load_hinted(uint32_t target, const CUtensorM
       : "memory");
 }
 
+/// As above, to the same offset of every CTA of the cluster whose bit is set in `ctas`; completes
+/// on the barrier of that offset in each.
+__device__ __forceinline__ void tma_load_multicast(uint32_t target, const CUtensorMap* map,
+                                                   uint32_t barrier, uint16_t ctas, uint64_t policy,
+                                                   int32_t x0, int32_t x1, int32_t x2, int32_t x3,
+                                                   int32_t x4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8, %9}], [%2], %3, %4;\n" ::"r"(
+          target),
+      "l"(map), "r"(barrier), "h"(ctas), "l"(policy), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+      : "memory");
+}
+
 }  // namespace diffulex::cuda::ptx

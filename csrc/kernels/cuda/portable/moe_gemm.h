@@ -52,15 +52,16 @@ struct SlotRoutes {
 /// A grouped product out[row] = rows[row] weight[expert]^T, with the activation of the gate-up
 /// product. Positions are those of the tile list.
 struct ExpertGemm {
-  const void* rows;             // what the product reads, row = gather[position] / top_k
-  const void* weight;           // [L, N, depth]; N = 2 width (gate, up) or width
-  void* out;                    // [*, width], row = scatter[position]
-  const int32_t* gather;        // slots by position; null: row = position
-  const int32_t* scatter;       // slots by position; null: row = position
-  const int32_t* tile_expert;   // [max_tiles]
-  const int32_t* tile_start;    // [max_tiles]
-  const int32_t* counters;      // [0] = number of tiles
-  const int32_t* ends;          // end position of each expert, or its number of rows
+  const void* rows;            // what the product reads, row = gather[position] / top_k
+  const void* weight;          // [L, N, depth]; N = 2 width (gate, up) or width
+  void* out;                   // [*, width], row = scatter[position]
+  const int32_t* gather;       // slots by position; null: row = position
+  const int32_t* scatter;      // slots by position; null: row = position
+  const int32_t* tile_expert;  // [max_tiles]
+  const int32_t* tile_start;   // [max_tiles]
+  const int32_t* counters;     // [0] = number of tiles
+  /// End position of each expert, behind the begin of the first one; or the number of its rows.
+  const int32_t* ends;
   const float* row_weights;     // factor of the sums of a slot; null = 1
   const int32_t* weight_slots;  // slots by position of row_weights; null: slot = position
   /// With ids, the product sorts them itself: the lists of slots above only say by being there that

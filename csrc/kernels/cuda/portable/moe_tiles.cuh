@@ -117,6 +117,16 @@ struct MoeTile {
   int32_t count;  // positions, at most the tile height; 0 = nothing to do
 };
 
+/// Position behind the last one of an expert that exists.
+__device__ __forceinline__ int32_t expert_end(const ExpertGemm& gemm, int32_t expert) {
+  int64_t end = gemm.ends[expert];
+  if (gemm.rows_per_expert > 0) {
+    end = end < gemm.rows_per_expert ? end : gemm.rows_per_expert;
+    end += int64_t{expert} * gemm.rows_per_expert;
+  }
+  return static_cast<int32_t>(end < gemm.num_positions ? end : gemm.num_positions);
+}
+
 /// Tile `index` of the list, clamped to its expert and to the positions that exist.
 __device__ __forceinline__ MoeTile moe_tile(const ExpertGemm& gemm, int32_t index, int32_t height) {
   if (index >= gemm.counters[0]) {
@@ -124,14 +134,8 @@ __device__ __forceinline__ MoeTile moe_tile(const ExpertGemm& gemm, int32_t inde
   }
   const int32_t expert = gemm.tile_expert[index];
   const int32_t start = gemm.tile_start[index];
-  int64_t end = gemm.ends[expert];
-  if (gemm.rows_per_expert > 0) {
-    end = end < gemm.rows_per_expert ? end : gemm.rows_per_expert;
-    end += int64_t{expert} * gemm.rows_per_expert;
-  }
-  end = end < gemm.num_positions ? end : gemm.num_positions;
-  const int64_t count = end - start;
-  return {expert, start, static_cast<int32_t>(count < height ? (count > 0 ? count : 0) : height)};
+  const int32_t count = expert_end(gemm, expert) - start;
+  return {expert, start, count < height ? (count > 0 ? count : 0) : height};
 }
 
 /// Row that position reads or writes, before the division by top_k.

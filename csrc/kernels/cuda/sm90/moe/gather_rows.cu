@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
+constexpr int kTogether = 8;  // pieces of a lane that are loaded before the first is stored
 
 __global__ void __launch_bounds__(kThreads)
     gather_rows_kernel(const __grid_constant__ GatherRows gather) {
@@ -28,9 +29,20 @@ __global__ void __launch_bounds__(kThreads)
                                                         row * gather.stride_bytes);
     auto* target =
         reinterpret_cast<uint4*>(static_cast<uint8_t*>(gather.out) + position * gather.row_bytes);
-#pragma unroll 8
-    for (int64_t piece = lane; piece < pieces; piece += 32) {
-      target[piece] = source[piece];
+    for (int64_t base = lane; base < pieces; base += 32 * kTogether) {
+      uint4 values[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (base + i * 32 < pieces) {
+          values[i] = source[base + i * 32];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (base + i * 32 < pieces) {
+          target[base + i * 32] = values[i];
+        }
+      }
     }
   }
 }

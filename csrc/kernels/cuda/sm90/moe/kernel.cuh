@@ -3,14 +3,16 @@
 
 // The persistent kernel of one expert product: warp 0 streams weights, warps 1 to 3 bring the
 // positions' rows (by box, or 16 bytes a thread where they are gathered), two warpgroups multiply.
-// Work items are (tile of the list, weight rows), weight rows fastest, dealt in turn; the pipeline
-// runs on from item to item. Each sum runs over ascending columns in one order, whatever the tile
-// holds.
+// Work items are (tile of the list, weight rows), weight rows fastest, dealt in turn to CTAs or to
+// clusters of two; the pipeline runs on from item to item. Each sum runs over ascending columns in
+// one order, whatever the tile holds.
 
 #include <cstdint>
+#include <type_traits>
 
 #include <cuda.h>
 
+#include "kernels/cuda/common/cluster.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/mbarrier.cuh"
 #include "kernels/cuda/common/pdl.cuh"
@@ -21,8 +23,10 @@
 #include "kernels/cuda/portable/moe_gemm.h"
 #include "kernels/cuda/portable/moe_tiles.cuh"
 #include "kernels/cuda/sm90/moe/epilogue.cuh"
+#include "kernels/cuda/sm90/moe/pair_tile.cuh"
 #include "kernels/cuda/sm90/moe/sort_slots.cuh"
 #include "kernels/cuda/sm90/moe/traits.cuh"
+#include "kernels/cuda/sm90/moe/warp_epilogue.cuh"
 
 namespace diffulex::cuda::sm90 {
 
@@ -31,6 +35,9 @@ struct MoeMaps {
   CUtensorMap weight;
   CUtensorMap rows;
 };
+
+inline constexpr int kRowThreads = 96;  // producer threads of gathered rows
+inline constexpr int kChunks = 8;       // 16-byte pieces of a line
 
 /// Position in the ring of stages.
 template <typename Traits>
@@ -70,9 +77,9 @@ struct MoeSmem {
   __device__ __forceinline__ uint32_t rows(int stage) const {
     return weights(stage) + Traits::kWeightBytes;
   }
-  /// Per consumer; in front of them its positions, kColumns entries of 12 bytes.
+  /// Per consumer; in front of them what the epilogue keeps of the positions.
   __device__ __forceinline__ MoeTile* tiles(int group) const {
-    return reinterpret_cast<MoeTile*>(tables + Traits::kConsumers * Traits::kColumns * 12) +
+    return reinterpret_cast<MoeTile*>(tables + Traits::kPositionBytes) +
            group * Traits::kTilesAhead;
   }
   /// Rows that positions are gathered from, behind the tiles.
@@ -85,7 +92,7 @@ struct MoeSmem {
   }
 };
 
-/// The items of this CTA.
+/// The items of this CTA, or of its cluster.
 template <typename Traits>
 struct MoeWork {
   int32_t items;
@@ -96,14 +103,63 @@ struct MoeWork {
   __device__ __forceinline__ MoeWork(const ExpertGemm& gemm, int32_t num_tiles) {
     parts = (gemm.width + Traits::kOutColumns - 1) / Traits::kOutColumns;
     items = num_tiles * parts;
-    first = static_cast<int32_t>(blockIdx.x);
-    stride = static_cast<int32_t>(gridDim.x);
+    first = static_cast<int32_t>(blockIdx.x) / Traits::kCtas;
+    stride = static_cast<int32_t>(gridDim.x) / Traits::kCtas;
   }
   __device__ __forceinline__ int32_t tile(int32_t item) const { return item / parts; }
   /// First result column.
   __device__ __forceinline__ int32_t column(int32_t item) const {
     return item % parts * Traits::kOutColumns;
   }
+};
+
+/// What this CTA computes of tile `index` of the list.
+template <typename Traits>
+__device__ __forceinline__ MoeTile own_tile(const MoeList<Traits::kSorts>& list, int32_t index) {
+  if constexpr (Traits::kCtas > 1) {
+    return pair_tile(list.gemm, index);
+  } else {
+    return list.tile(index, Traits::kColumns);
+  }
+}
+
+/// What a producer warp brings, item by item: looked up 32 at a time, one a lane, so that the
+/// pipeline seldom waits for the list. The whole warp constructs and advances.
+template <typename Traits>
+class MoeWalk final {
+ public:
+  __device__ __forceinline__ explicit MoeWalk(const MoeList<Traits::kSorts>& list)
+      : list_(list), work_(list.gemm, list.num_tiles()), item_(work_.first) {
+    set_tile();
+  }
+  __device__ __forceinline__ bool has_item() const { return item_ < work_.items; }
+  __device__ __forceinline__ const MoeTile& tile() const { return tile_; }
+  __device__ __forceinline__ int column() const { return work_.column(item_); }
+  __device__ __forceinline__ void advance() {
+    item_ += work_.stride;
+    ++index_;
+    set_tile();
+  }
+
+ private:
+  __device__ __forceinline__ void set_tile() {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (index_ % 32 == 0) {
+      const int64_t own = item_ + int64_t{lane} * work_.stride;
+      held_ = own < work_.items ? own_tile<Traits>(list_, work_.tile(static_cast<int>(own)))
+                                : MoeTile{0, 0, 0};
+    }
+    tile_ = {__shfl_sync(kFullWarp, held_.expert, index_ % 32),
+             __shfl_sync(kFullWarp, held_.start, index_ % 32),
+             __shfl_sync(kFullWarp, held_.count, index_ % 32)};
+  }
+
+  const MoeList<Traits::kSorts>& list_;
+  const MoeWork<Traits> work_;
+  MoeTile held_ = {0, 0, 0};  // of this lane
+  MoeTile tile_;
+  int item_;
+  int index_ = 0;
 };
 
 template <typename Traits>
@@ -118,18 +174,38 @@ __device__ __forceinline__ int row_bytes(const ExpertGemm& gemm, int count) {
   return is_gathered<Traits>(gemm) ? 0 : boxes * Traits::kBoxRows * Traits::kRowBytes;
 }
 
+/// This CTA's half of the weight rows of a stage, the rows of one consumer, for both CTAs.
+template <typename Traits>
+__device__ __forceinline__ void load_half(const CUtensorMap& map, uint32_t target, uint32_t full,
+                                          uint64_t policy, int depth, int column, int expert) {
+  constexpr uint16_t kBoth = 3;
+  const int half = static_cast<int>(ptx::cluster_rank());
+  target += half * (Traits::kWeightBytes / 2);
+  if constexpr (Traits::kGateUp) {
+    // Columns, rows of 16 (a block has 8), gate or up, groups of 16 rows, expert.
+#pragma unroll
+    for (int block = 0; block < Traits::kBlocks; ++block) {
+      ptx::tma_load_multicast(target + block * 64 * Traits::kRowBytes, &map, full, kBoth, policy,
+                              depth, block * 8, 0, column / 16 + half * 4, expert);
+    }
+  } else {
+    // Columns, 16 rows, groups of 32 rows, block, expert.
+    ptx::tma_load_multicast(target, &map, full, kBoth, policy, depth, 0, column / 32 + half * 4, 0,
+                            expert);
+  }
+}
+
 /// The whole warp, one lane of which issues: the compiler then needs no loop over lanes.
 template <typename Traits>
 __device__ __forceinline__ void produce_weights(const MoeList<Traits::kSorts>& list,
                                                 const MoeMaps& maps, const MoeSmem<Traits>& smem) {
   const ExpertGemm& gemm = list.gemm;
   const uint64_t policy = gemm.is_streamed ? ptx::policy_evict_first() : ptx::policy_evict_normal();
-  const MoeWork<Traits> work(gemm, list.num_tiles());
   const int steps = gemm.depth / Traits::kDepth;
   StageCursor<Traits> cursor;
-  for (int item = work.first; item < work.items; item += work.stride) {
-    const MoeTile tile = list.tile(work.tile(item), Traits::kColumns);
-    const int column = work.column(item);
+  for (MoeWalk<Traits> walk(list); walk.has_item(); walk.advance()) {
+    const MoeTile tile = walk.tile();
+    const int column = walk.column();
     const uint32_t bytes = Traits::kWeightBytes + row_bytes<Traits>(gemm, tile.count);
     for (int step = 0; step < steps; ++step, cursor.advance()) {
       const uint32_t full = smem.full + cursor.stage * 8;
@@ -137,7 +213,10 @@ __device__ __forceinline__ void produce_weights(const MoeList<Traits::kSorts>& l
       if (ptx::elect_one()) {
         ptx::mbarrier_arrive_expect(full, bytes);
         const uint32_t target = smem.weights(cursor.stage);
-        if constexpr (Traits::kGateUp) {
+        if constexpr (Traits::kCtas > 1) {
+          load_half<Traits>(maps.weight, target, full, policy, step * Traits::kDepth, column,
+                            tile.expert);
+        } else if constexpr (Traits::kGateUp) {
           // Columns, 8 rows, gate or up, groups of 8 rows, expert.
           ptx::tma_load_hinted(target, &maps.weight, full, policy, step * Traits::kDepth, 0, 0,
                                column / 8, tile.expert);
@@ -157,11 +236,10 @@ __device__ __forceinline__ void produce_dense_rows(const MoeList<Traits::kSorts>
                                                    const MoeMaps& maps,
                                                    const MoeSmem<Traits>& smem) {
   const ExpertGemm& gemm = list.gemm;
-  const MoeWork<Traits> work(gemm, list.num_tiles());
   const int steps = gemm.depth / Traits::kDepth;
   StageCursor<Traits> cursor;
-  for (int item = work.first; item < work.items; item += work.stride) {
-    const MoeTile tile = list.tile(work.tile(item), Traits::kColumns);
+  for (MoeWalk<Traits> walk(list); walk.has_item(); walk.advance()) {
+    const MoeTile tile = walk.tile();
     const auto inner = static_cast<int32_t>(tile.start % gemm.row_map.inner);
     const auto outer = static_cast<int32_t>(tile.start / gemm.row_map.inner);
     for (int step = 0; step < steps; ++step, cursor.advance()) {
@@ -182,10 +260,10 @@ __device__ __forceinline__ void produce_dense_rows(const MoeList<Traits::kSorts>
 template <typename Traits>
 __device__ __forceinline__ void produce_gathered_rows(const MoeList<Traits::kSorts>& list,
                                                       const MoeSmem<Traits>& smem, int thread) {
-  constexpr int kRowsPerPass = Traits::kRowThreads / Traits::kChunks;
+  constexpr int kRowsPerPass = kRowThreads / kChunks;
   constexpr int kBarrier = 1 + Traits::kConsumers;
   const ExpertGemm& gemm = list.gemm;
-  const int chunk = thread % Traits::kChunks;
+  const int chunk = thread % kChunks;
   const uint8_t* base = static_cast<const uint8_t*>(gemm.rows) + chunk * 16;
   const auto row_bytes = static_cast<uint64_t>(gemm.row_map.inner_stride * 2);
   uint32_t* sources = smem.sources();
@@ -193,18 +271,18 @@ __device__ __forceinline__ void produce_gathered_rows(const MoeList<Traits::kSor
   const int steps = gemm.depth / Traits::kDepth;
   StageCursor<Traits> cursor;
   for (int item = work.first; item < work.items; item += work.stride) {
-    const MoeTile tile = list.tile(work.tile(item), Traits::kColumns);
-    ptx::named_barrier_sync(kBarrier, Traits::kRowThreads);  // the last sources were used
-    for (int row = thread; row < tile.count; row += Traits::kRowThreads) {
+    const MoeTile tile = own_tile<Traits>(list, work.tile(item));
+    ptx::named_barrier_sync(kBarrier, kRowThreads);  // the last sources were used
+    for (int row = thread; row < tile.count; row += kRowThreads) {
       sources[row] = static_cast<uint32_t>(list.target(gemm.gather, tile.start + row)) / gemm.top_k;
     }
-    ptx::named_barrier_sync(kBarrier, Traits::kRowThreads);
+    ptx::named_barrier_sync(kBarrier, kRowThreads);
     for (int step = 0; step < steps; ++step, cursor.advance()) {
       ptx::mbarrier_wait(smem.empty + cursor.stage * 8, cursor.parity ^ 1);
       const uint8_t* column = base + step * Traits::kRowBytes;
       const uint32_t target = smem.rows(cursor.stage);
 #pragma unroll 4
-      for (int row = thread / Traits::kChunks; row < tile.count; row += kRowsPerPass) {
+      for (int row = thread / kChunks; row < tile.count; row += kRowsPerPass) {
         ptx::cp_async16(target + row * Traits::kRowBytes + ((chunk ^ (row & 7)) * 16),
                         column + sources[row] * row_bytes, true);
       }
@@ -221,6 +299,17 @@ __device__ __forceinline__ void hold(float (&sums)[Traits::kBlocks][kGroups][4])
   }
 }
 
+/// Tells CTA `rank` of the cluster that this consumer has read a stage.
+template <typename Traits>
+__device__ __forceinline__ void release_stage(const MoeSmem<Traits>& smem, int stage, int rank) {
+  const uint32_t empty = smem.empty + stage * 8;
+  if constexpr (Traits::kCtas > 1) {
+    ptx::mbarrier_arrive_remote(ptx::cluster_address(empty, rank));
+  } else {
+    ptx::mbarrier_arrive(empty);
+  }
+}
+
 /// Sums of one item: the blocks of weight rows of this warpgroup times 8 * kGroups positions.
 template <typename Traits, int kGroups>
 __device__ __forceinline__ void multiply_item(const MoeSmem<Traits>& smem, int steps, int group,
@@ -228,8 +317,10 @@ __device__ __forceinline__ void multiply_item(const MoeSmem<Traits>& smem, int s
                                               float (&sums)[Traits::kBlocks][kGroups][4]) {
   constexpr int kBlockBytes = 64 * Traits::kRowBytes;
   using T = typename Traits::Element;
-  const bool is_signaller = threadIdx.x % 128 == 0;
-  uint32_t pending = 0;  // barrier of the stage whose products may still run
+  // One lane for each CTA that waits for the stages.
+  const int warp = static_cast<int>(threadIdx.x % 128) / 32;
+  const bool is_signaller = threadIdx.x % 32 == 0 && warp < Traits::kCtas;
+  int pending = 0;  // stage whose products may still run
   for (int step = 0; step < steps; ++step, cursor.advance()) {
     ptx::mbarrier_wait(smem.full + cursor.stage * 8, cursor.parity);
     if constexpr (Traits::kGathers) {
@@ -254,14 +345,14 @@ __device__ __forceinline__ void multiply_item(const MoeSmem<Traits>& smem, int s
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
     if (is_signaller && step > 0) {
-      ptx::mbarrier_arrive(pending);
+      release_stage<Traits>(smem, pending, warp);
     }
-    pending = smem.empty + cursor.stage * 8;
+    pending = cursor.stage;
   }
   ptx::wgmma_wait<0>();
   hold<Traits>(sums);
   if (is_signaller) {
-    ptx::mbarrier_arrive(pending);
+    release_stage<Traits>(smem, pending, warp);
   }
 }
 
@@ -284,13 +375,19 @@ class MoeConsumer final {
       const int place = index % Traits::kTilesAhead;
       if (place == 0) {
         look_up(item);
-        epilogue_.fetch(tiles_[0]);
+        if constexpr (Traits::kCtas == 1) {
+          epilogue_.fetch(tiles_[0]);
+        }
       }
       const MoeTile tile = tiles_[place];
-      epilogue_.start(tile);
-      const bool has_next = place + 1 < Traits::kTilesAhead && item + work_.stride < work_.items;
-      if (has_next) {
-        epilogue_.fetch(tiles_[place + 1]);
+      if constexpr (Traits::kCtas == 1) {
+        epilogue_.start(tile);
+        const bool has_next = place + 1 < Traits::kTilesAhead && item + work_.stride < work_.items;
+        if (has_next) {
+          epilogue_.fetch(tiles_[place + 1]);
+        }
+      } else {
+        epilogue_.fetch(tile);
       }
       multiply(tile, work_.column(item));
     }
@@ -303,7 +400,7 @@ class MoeConsumer final {
     const int64_t own = item + int64_t{thread} * work_.stride;
     epilogue_.sync();
     if (thread < Traits::kTilesAhead && own < work_.items) {
-      tiles_[thread] = list_.tile(work_.tile(static_cast<int>(own)), Traits::kColumns);
+      tiles_[thread] = own_tile<Traits>(list_, work_.tile(static_cast<int>(own)));
     }
     epilogue_.sync();
   }
@@ -333,7 +430,7 @@ class MoeConsumer final {
   const MoeList<Traits::kSorts>& list_;
   const MoeSmem<Traits>& smem_;
   MoeWork<Traits> work_;
-  MoeEpilogue<Traits> epilogue_;
+  std::conditional_t<Traits::kCtas == 1, MoeEpilogue<Traits>, WarpEpilogue<Traits>> epilogue_;
   StageCursor<Traits> cursor_;
   MoeTile* tiles_;
   int group_;
@@ -348,13 +445,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
     ptx::tma_prefetch_map(&maps.weight);
     ptx::tma_prefetch_map(&maps.rows);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
-      ptx::mbarrier_init(smem.full + stage * 8,
-                         is_gathered<Traits>(gemm) ? 1 + Traits::kRowThreads : 1);
-      ptx::mbarrier_init(smem.empty + stage * 8, Traits::kConsumers);
+      ptx::mbarrier_init(smem.full + stage * 8, is_gathered<Traits>(gemm) ? 1 + kRowThreads : 1);
+      ptx::mbarrier_init(smem.empty + stage * 8, Traits::kConsumers * Traits::kCtas);
     }
     ptx::mbarrier_init_fence();
   }
-  __syncthreads();
+  if constexpr (Traits::kCtas > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  } else {
+    __syncthreads();
+  }
   const MoeList<Traits::kSorts> list{gemm, smem.sorted()};
   // The scratch of the sort lies where the stages will be.
   auto& scratch = *reinterpret_cast<SortScratch*>(raw + (smem.stages - ptx::smem_address(raw)));
@@ -394,6 +495,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
       ptx::registers_increase<Traits::kConsumerRegisters>();
     }
     MoeConsumer<Traits>(list, smem, warp / 4 - 1).run();
+  }
+  if constexpr (Traits::kCtas > 1) {
+    // Nobody leaves while the other CTA may write or signal here.
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
   }
 }
 

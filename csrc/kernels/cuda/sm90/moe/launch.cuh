@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/common/moe_config.h"
 #include "kernels/cuda/common/shared_memory.cuh"
 #include "kernels/cuda/sm90/moe/kernel.cuh"
 #include "kernels/cuda/sm90/moe/launch.h"
@@ -22,7 +23,23 @@ TensorMapShape weight_shape(const ExpertGemm& gemm) {
   TensorMapShape shape;
   shape.data = gemm.weight;
   const int64_t row = gemm.weight_stride;
-  if constexpr (Traits::kGateUp) {
+  if constexpr (Traits::kCtas > 1 && Traits::kGateUp) {
+    shape.rank = 5;
+    const int64_t sizes[] = {gemm.depth, 16, 2, gemm.width / 16, gemm.num_experts};
+    const int64_t strides[] = {1, row, gemm.width * row, 16 * row, gemm.expert_stride};
+    const int32_t boxes[] = {Traits::kDepth, 8, 2, 4, 1};
+    std::copy_n(sizes, 5, shape.size);
+    std::copy_n(strides, 5, shape.stride);
+    std::copy_n(boxes, 5, shape.box);
+  } else if constexpr (Traits::kCtas > 1) {
+    shape.rank = 5;
+    const int64_t sizes[] = {gemm.depth, 16, gemm.width / 32, 2, gemm.num_experts};
+    const int64_t strides[] = {1, row, 32 * row, 16 * row, gemm.expert_stride};
+    const int32_t boxes[] = {Traits::kDepth, 16, 4, 2, 1};
+    std::copy_n(sizes, 5, shape.size);
+    std::copy_n(strides, 5, shape.stride);
+    std::copy_n(boxes, 5, shape.box);
+  } else if constexpr (Traits::kGateUp) {
     shape.rank = 5;
     const int64_t sizes[] = {gemm.depth, 8, 2, gemm.width / 8, gemm.num_experts};
     const int64_t strides[] = {1, row, gemm.width * row, 8 * row, gemm.expert_stride};
@@ -85,9 +102,10 @@ Status launch_moe_tile(const ExpertGemm& gemm, const ExecContext& context) {
       kMoeWhere,
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, context.device_index)));
   const int64_t items = ceil_div(gemm.width, Traits::kOutColumns) * gemm.max_tiles;
-  const int64_t places = int64_t{processors} * Traits::kCtasPerSm;
-  const LaunchShape shape{dim3(static_cast<unsigned>(std::min(items, places))),
-                          dim3(Traits::kThreads), Traits::kSmemBytes, stream_of(context)};
+  const int64_t places = int64_t{processors} * Traits::kCtasPerSm / Traits::kCtas;
+  const LaunchShape shape{dim3(static_cast<unsigned>(std::min(items, places) * Traits::kCtas)),
+                          dim3(Traits::kThreads), Traits::kSmemBytes, stream_of(context),
+                          Traits::kCtas};
   return cuda_status(kMoeWhere, launch_dependent(moe_kernel<Traits>, shape, true, maps, gemm));
 }
 
@@ -104,11 +122,12 @@ Status launch_moe_kind(const ExpertGemm& gemm, const ExecContext& context) {
       return launch_moe_tile<MoeTraits<T, 128, kGateUp>>(gemm, context);
     case 160:
       return launch_moe_tile<MoeTraits<T, 160, kGateUp>>(gemm, context);
-    case 256:
-      return launch_moe_tile<MoeTraits<T, 256, kGateUp>>(gemm, context);
+    case kMoePairTile:
+      return launch_moe_tile<MoePairTraits<T, kGateUp>>(gemm, context);
     default:
       return make_error(StatusCode::kNoKernel, kMoeWhere,
-                        ": tile: expected 16, 32, 64, 128, 160 or 256, got ", gemm.tile);
+                        ": tile: expected 16, 32, 64, 128, 160 or ", kMoePairTile, ", got ",
+                        gemm.tile);
   }
 }
 
@@ -125,7 +144,7 @@ Status prepare_moe_kind(int32_t device_index) {
   DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 64, kGateUp>>(device_index)));
   DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 128, kGateUp>>(device_index)));
   DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 160, kGateUp>>(device_index)));
-  return prepare_moe_tile<MoeTraits<T, 256, kGateUp>>(device_index);
+  return prepare_moe_tile<MoePairTraits<T, kGateUp>>(device_index);
 }
 
 template <typename T>
