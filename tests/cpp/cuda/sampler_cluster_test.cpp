@@ -146,6 +146,67 @@ TEST(CudaTokenStatsClusterTest, LargeVocabularyMatchesCpu) {
   }
 }
 
+/// Runs `device` there and a copy of it on the CPU, and compares.
+void expect_stats_parity(Rows device, const char* what) {
+  Rows host = device;
+  device.run();
+  const Status status =
+      token_stats(host.params([](const TensorRef& tensor) { return tensor; }), ExecContext{});
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(device.ids, host.ids) << what;
+  EXPECT_EQ(device.topk_ids, host.topk_ids) << what;
+  for (size_t i = 0; i < host.stats.size(); ++i) {
+    ASSERT_NEAR(device.stats[i], host.stats[i], 2e-5 * (1.0 + std::abs(host.stats[i])))
+        << what << " column " << i % kTokenStatsColumns << " of " << i / kTokenStatsColumns;
+  }
+}
+
+/// Best and second column in one lane, one chunk, two chunks, or equal in value.
+TEST(CudaTokenStatsClusterTest, TheTwoBestAreFoundWhereverTheyStand) {
+  DIFFULEX_REQUIRE_DEVICE();
+  struct Pair {
+    int64_t best, second;
+    double gap;
+  };
+  constexpr int64_t kVocab = 20011;
+  const Pair pairs[] = {{8, 9, 1.0},     {264, 8, 0.5},        {16, 8, 0.5}, {2047, 2048, 0.5},
+                        {9000, 3, 2.0},  {kVocab - 4, 0, 1.0}, {8, 9, 0.0},  {8, 264, 0.0},
+                        {40, 4136, 0.0}, {4100, 18000, 0.0}};
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    for (const int64_t count : {10, 40, 100}) {
+      for (const int32_t kt : {0, 2}) {
+        Rows rows(11, dtype, kVocab, count, kt);
+        for (int64_t row = 0; row < count; ++row) {
+          const Pair& pair = pairs[row % 10];
+          rows.temperature[static_cast<size_t>(row)] = 0.0F;
+          rows.logits.set({row, pair.best}, 30.0);
+          rows.logits.set({row, pair.second}, 30.0 - pair.gap);
+        }
+        expect_stats_parity(rows, to_string(dtype));
+        ASSERT_FALSE(HasFatalFailure()) << count << " rows, top-" << kt;
+      }
+    }
+  }
+}
+
+/// A chunk with one candidate has no second one; its columns that only fill it up are none.
+TEST(CudaTokenStatsClusterTest, AChunkMayHaveOneCandidate) {
+  DIFFULEX_REQUIRE_DEVICE();
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    Rows rows(13, dtype, 2 * 2048 + 4, 8, 0);  // the last three columns are past the limit
+    for (int64_t row = 0; row < rows.rows; ++row) {
+      rows.temperature[static_cast<size_t>(row)] = 0.0F;
+      if (row % 4 != 0) {
+        rows.logits.set({row, 4096}, 40.0);
+      }
+      for (int64_t id = 0; row % 4 == 3 && id < rows.vocab; ++id) {
+        rows.logits.set({row, id}, id == 4096 ? 40.0 : -60001.0 - static_cast<double>(id % 2));
+      }
+    }
+    expect_stats_parity(rows, to_string(dtype));
+  }
+}
+
 TEST(CudaTokenStatsClusterTest, ReplayedGraphReadsNewLogits) {
   DIFFULEX_REQUIRE_DEVICE();
   Rows rows(7, DType::kBF16, 30000, 4, 3);

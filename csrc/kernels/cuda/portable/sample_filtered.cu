@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kFilterThreads, 1)
   }
   __syncthreads();
   FilterState state;
-  state.transform = row_transform(args.rows, row);
+  state.transform = row_transform(args.rows, row_inputs(args.rows, row));
   state.keys.unused_bits = 32 - args.num_levels * kDigitBits;
   const RowStart start = start_row(args, shared, state, source);
   if (start.best == 0) {

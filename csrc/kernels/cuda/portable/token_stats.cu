@@ -40,9 +40,11 @@ __global__ void __launch_bounds__(32 * kChunkWarps<T>)
     return;  // the second pass does not read this row's records
   }
   const LaneChunk<T> chunk{reinterpret_cast<T*>(columns) + warp * kStatsChunkColumns};
+  const RowInputs inputs = row_inputs(args, row);
   start_chunk(args, source, first, chunk);
-  const RowTransform transform = row_transform(args, row);
-  const Exclusion exclusion = row_exclusion(args, transform);
+  ptx::cp_async_commit();
+  const RowTransform transform = row_transform(args, inputs);
+  const Exclusion exclusion = row_exclusion(args, inputs, transform);
   ptx::cp_async_wait<0>();
   const ChunkRecord record =
       chunk_record<T, kCapped>(args, transform, exclusion, source, first, chunk, nullptr);
@@ -64,9 +66,10 @@ __global__ void __launch_bounds__(32 * kChunkWarps<T>)
     }
     return;
   }
-  const RowTransform transform = row_transform(args, row);
+  const RowInputs inputs = row_inputs(args, row);
+  const RowTransform transform = row_transform(args, inputs);
   const LaneChunk<T> chunk{reinterpret_cast<T*>(columns) + (threadIdx.x >> 5) * kStatsChunkColumns};
-  finish_row(args, source, transform, row_exclusion(args, transform), row,
+  finish_row(args, source, transform, row_exclusion(args, inputs, transform), row,
              args.records + row * args.num_chunks, chunk, shared);
 }
 

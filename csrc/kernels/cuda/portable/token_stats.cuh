@@ -13,21 +13,24 @@
 
 namespace diffulex::cuda {
 
-/// Partial statistics of one chunk of one row; its size keeps the 16-byte reads of neighbouring
-/// lanes in different banks. z is the transformed logit, e = exp(z - maximum).
+/// Partial statistics of one chunk of one row, the first 16 bytes for every row; its size keeps the
+/// 16-byte reads of neighbouring lanes in different banks. z is the transformed logit, e =
+/// exp(z - maximum).
 struct alignas(16) ChunkRecord final {
-  float maximum;        // of z over the normaliser, -inf if empty
-  float sum;            // of e over the normaliser
-  float weighted;       // of e * (z - maximum) over the normaliser
-  float candidate_sum;  // of e over the candidates
-  float best_key;       // what the greedy choice compares; -inf = no candidate
+  float maximum;   // of z over the normaliser, -inf if empty
+  float sum;       // of e over the normaliser
+  float weighted;  // of e * (z - maximum) over the normaliser
+  float best_key;  // what the greedy choice compares; -inf = no candidate
   float best_z;
+  // Of the row's best chunk, and of every chunk for a top-k.
   float second_key;
   float second_z;
-  float raw_maximum;  // as maximum and sum at temperature 1; tempered rows only
+  int32_t best_column;  // lowest column with best_key
+  // For tempered rows.
+  float raw_maximum;  // as maximum and sum at temperature 1
   float raw_sum;
+  float candidate_sum;  // of e over the candidates
   int32_t bad_count;
-  int32_t best_column;  // lowest column with best_key; -1 = not looked for
   int32_t reserved[8];
 };
 static_assert(sizeof(ChunkRecord) == kStatsRecordBytes, "workspace formula");
@@ -67,6 +70,7 @@ struct TokenStatsArgs final {
   bool is_vec;  // rows start at multiples of 16 bytes
 };
 
+inline constexpr float kLog2E = 1.44269504F;
 inline constexpr int32_t kModeRenormalize = 1;
 inline constexpr int32_t kModeOff = 2;
 
@@ -120,17 +124,36 @@ __device__ __forceinline__ const T* source_row(const TokenStatsArgs& args, int64
   return nullptr;
 }
 
-__device__ __forceinline__ RowTransform row_transform(const TokenStatsArgs& args, int64_t row) {
+/// What is read about a row, apart from its logits: issued before them, looked at after.
+struct RowInputs final {
+  float inverse = 0.0F;       // of the temperature
+  int64_t penalty_id = -1;    // -1 = none
+  int64_t forbidden_id = -1;  // of lane i < num_forbidden
+};
+
+__device__ __forceinline__ RowInputs row_inputs(const TokenStatsArgs& args, int64_t row) {
+  RowInputs inputs;
+  const auto lane = static_cast<int32_t>(threadIdx.x & 31);
+  if (lane < args.num_forbidden) {
+    inputs.forbidden_id = args.forbidden_ids[lane];
+  }
+  if (args.inv_temperature != nullptr) {
+    inputs.inverse = args.inv_temperature[row];
+  }
+  if (args.penalty_ids != nullptr) {
+    inputs.penalty_id = args.penalty_ids[row];
+  }
+  return inputs;
+}
+
+__device__ __forceinline__ RowTransform row_transform(const TokenStatsArgs& args,
+                                                      const RowInputs& inputs) {
   RowTransform transform;
   transform.softcap = args.softcap;
   transform.penalty = args.penalty;
-  const float inverse = args.inv_temperature == nullptr ? 0.0F : args.inv_temperature[row];
-  transform.is_tempered = inverse != 0.0F;
-  transform.inv_temperature = transform.is_tempered ? inverse : 1.0F;
-  transform.penalty_column = -1;
-  if (args.penalty_ids != nullptr && args.penalty_ids[row] >= 0) {
-    transform.penalty_column = args.penalty_ids[row] - args.vocab_start;
-  }
+  transform.is_tempered = inputs.inverse != 0.0F;
+  transform.inv_temperature = transform.is_tempered ? inputs.inverse : 1.0F;
+  transform.penalty_column = inputs.penalty_id < 0 ? -1 : inputs.penalty_id - args.vocab_start;
   return transform;
 }
 

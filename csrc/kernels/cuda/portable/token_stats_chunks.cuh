@@ -14,178 +14,44 @@
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 #include "kernels/cuda/portable/token_stats.cuh"
+#include "kernels/cuda/portable/token_stats_lane.cuh"
 #include "kernels/cuda/portable/token_stats_special.cuh"
 
 namespace diffulex::cuda {
 
-inline constexpr int kChunkLoads = static_cast<int>(kStatsChunkColumns) / (32 * 8);
-inline constexpr float kLog2E = 1.44269504F;
 inline constexpr float kLn2 = 0.693147181F;
 
-/// What stands in for a column without weight, and the packed pairs of a 16-bit type.
+/// Largest value of this lane. NaN is dropped; the sums notice it.
 template <typename T>
-struct PairMath;
-template <>
-struct PairMath<__nv_bfloat16> final {
-  using Pair = __nv_bfloat162;
-  // Far below every logit that has weight, and finite differences with all of them.
-  static constexpr float kPad = -1.0e30F;
-  static __device__ __forceinline__ float low(uint32_t word) { return __uint_as_float(word << 16); }
-  static __device__ __forceinline__ float high(uint32_t word) {
-    return __uint_as_float(word & 0xffff0000U);
-  }
-};
-template <>
-struct PairMath<__half> final {
-  using Pair = __half2;
-  static constexpr float kPad = -65504.0F;
-  static __device__ __forceinline__ float low(uint32_t word) {
-    return __half2float(__ushort_as_half(static_cast<uint16_t>(word)));
-  }
-  static __device__ __forceinline__ float high(uint32_t word) {
-    return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16)));
-  }
-};
-template <>
-struct PairMath<float> final {
-  static constexpr float kPad = -1.0e30F;
-};
-
-/// Columns the pad stands in for have no weight when the best one is above this.
-template <typename T>
-__device__ __forceinline__ constexpr float least_plain_best() {
-  return PairMath<T>::kPad < -1.0e20F ? -1.0e20F : -60000.0F;
-}
-
-/// Offset of load `load` of this lane in a chunk.
-__device__ __forceinline__ int32_t lane_column(int load) {
-  return load * 256 + static_cast<int>(threadIdx.x & 31) * 8;
-}
-
-/// A chunk in shared memory as one lane sees it: [load * 256 + lane * 8, + 8) for each load.
-template <typename T>
-struct LaneChunk final {
-  T* columns;  // kStatsChunkColumns of the warp, 16-byte aligned
-
-  __device__ __forceinline__ void read(int load, float (&values)[8]) const {
-    const T* piece = columns + lane_column(load);
-    if constexpr (sizeof(T) == 4) {
-      load_floats<4, true>(piece, *reinterpret_cast<float (*)[4]>(values));
-      load_floats<4, true>(piece + 4, *reinterpret_cast<float (*)[4]>(values + 4));
-    } else {
-      const uint4 raw = *reinterpret_cast<const uint4*>(piece);
-      const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        values[2 * i] = PairMath<T>::low(words[i]);
-        values[2 * i + 1] = PairMath<T>::high(words[i]);
-      }
-    }
-  }
-  /// Puts the pad where bit (8 * load + i) of `mask` is set.
-  __device__ __forceinline__ void pad(uint64_t mask) const {
-    for (; mask != 0; mask &= mask - 1) {
-      const int bit = __ffsll(static_cast<long long>(mask)) - 1;
-      columns[lane_column(bit / 8) + bit % 8] = from_float<T>(PairMath<T>::kPad);
-    }
-  }
-};
-
-/// Starts the copy of the chunk at column `first`, as one group of cp.async; what lies past the row
-/// becomes the pad.
-template <typename T>
-__device__ __forceinline__ void start_chunk(const TokenStatsArgs& args, const T* source,
-                                            int32_t first, const LaneChunk<T>& chunk) {
-  constexpr int kStep = 16 / static_cast<int>(sizeof(T));
-  const T* from = source + first + lane_column(0);
-  if (args.is_vec && first + kStatsChunkColumns <= args.num_columns) {
-    const uint32_t target = ptx::smem_address(chunk.columns + lane_column(0));
-#pragma unroll
-    for (int load = 0; load < kChunkLoads; ++load) {
-#pragma unroll
-      for (int i = 0; i < 8; i += kStep) {
-        constexpr auto kBytes = static_cast<uint32_t>(sizeof(T));
-        ptx::cp_async16(target + (load * 256 + i) * kBytes, from + load * 256 + i, true);
-      }
-    }
-  } else {
-    const int64_t left = args.num_columns - first - lane_column(0);  // may be negative
-#pragma unroll 1
-    for (int load = 0; load < kChunkLoads; ++load) {
-      T* piece = chunk.columns + lane_column(load);
-      if (args.is_vec && load * 256 + 8 <= left) {
-#pragma unroll
-        for (int i = 0; i < 8; i += kStep) {
-          ptx::cp_async16(ptx::smem_address(piece + i), from + load * 256 + i, true);
-        }
-        continue;
-      }
-      for (int i = 0; i < 8; ++i) {
-        piece[i] = load * 256 + i < left ? from[load * 256 + i] : from_float<T>(PairMath<T>::kPad);
-      }
-    }
-  }
-  ptx::cp_async_commit();
-}
-
-/// The two largest values; ties keep both.
-struct TopTwo final {
-  float best = -INFINITY;
-  float second = -INFINITY;
-
-  __device__ __forceinline__ void merge(float other_best, float other_second) {
-    second = fmaxf(fminf(best, other_best), fmaxf(second, other_second));
-    best = fmaxf(best, other_best);
-  }
-  __device__ __forceinline__ void merge_warp() {
-    const uint32_t mine = ordered_bits(best);
-    const uint32_t top = __reduce_max_sync(kFullWarp, mine);
-    const bool is_owner = mine == top;
-    const bool has_tie = __popc(__ballot_sync(kFullWarp, is_owner)) > 1;
-    const float rest = is_owner && !has_tie ? second : best;
-    second = ordered_value(__reduce_max_sync(kFullWarp, ordered_bits(rest)));
-    best = ordered_value(top);
-  }
-};
-
-/// Of this lane. NaN is dropped; the sums notice it.
-template <typename T>
-__device__ __forceinline__ TopTwo lane_top_two(const LaneChunk<T>& chunk) {
-  TopTwo top;
+__device__ __forceinline__ float lane_maximum(const LaneChunk<T>& chunk) {
   if constexpr (sizeof(T) == 4) {
+    float best[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
     for (int load = 0; load < kChunkLoads; ++load) {
       float values[8];
       chunk.read(load, values);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        top.second = fmaxf(top.second, fminf(top.best, values[i]));
-        top.best = fmaxf(top.best, values[i]);
+        best[i % 4] = fmaxf(best[i % 4], values[i]);
       }
     }
+    return fmaxf(fmaxf(best[0], best[1]), fmaxf(best[2], best[3]));
   } else {
     using Pair = typename PairMath<T>::Pair;
     const T lowest = from_float<T>(-INFINITY);
-    Pair best[2] = {{lowest, lowest}, {lowest, lowest}};  // two chains, for their latency
-    Pair second[2] = {best[0], best[0]};
+    Pair best[4] = {{lowest, lowest}, {lowest, lowest}, {lowest, lowest}, {lowest, lowest}};
 #pragma unroll
     for (int load = 0; load < kChunkLoads; ++load) {
       const uint4 raw = *reinterpret_cast<const uint4*>(chunk.columns + lane_column(load));
       const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const Pair x = *reinterpret_cast<const Pair*>(&words[i]);
-        second[i % 2] = __hmax2(second[i % 2], __hmin2(best[i % 2], x));
-        best[i % 2] = __hmax2(best[i % 2], x);
+        best[i] = __hmax2(best[i], *reinterpret_cast<const Pair*>(&words[i]));
       }
     }
-    second[0] = __hmax2(__hmax2(second[0], second[1]), __hmin2(best[0], best[1]));
-    best[0] = __hmax2(best[0], best[1]);
-    top.best = to_float(best[0].x);
-    top.second = to_float(second[0].x);
-    top.merge(to_float(best[0].y), to_float(second[0].y));
+    const Pair top = __hmax2(__hmax2(best[0], best[1]), __hmax2(best[2], best[3]));
+    return to_float(__hmax(top.x, top.y));
   }
-  return top;
 }
 
 /// Sums relative to one maximum.
@@ -195,6 +61,23 @@ struct PowerSums final {
   float weighted;   // times the difference of z; NaN when a value is not finite
   int32_t num_low;  // of this lane: values a cap does not apply to, pads above all; 0 without cap
 };
+
+/// Independent sums of a lane.
+inline constexpr int kSumChains = 4;
+
+/// Sums of both values over the warp, in one set of shuffles: lanes below 16 add the first, the
+/// others the second.
+__device__ __forceinline__ void warp_sum_pair(float& first, float& second) {
+  const bool is_low = (threadIdx.x & 16) == 0;
+  float mine = is_low ? first : second;
+  mine += __shfl_xor_sync(kFullWarp, is_low ? second : first, 16);
+#pragma unroll
+  for (int offset = 8; offset > 0; offset /= 2) {
+    mine += __shfl_xor_sync(kFullWarp, mine, offset);
+  }
+  first = __shfl_sync(kFullWarp, mine, 0);
+  second = __shfl_sync(kFullWarp, mine, 16);
+}
 
 /// Powers 2^((x - maximum) * scale) of the chunk's logits x; with kRaw also those at temperature 1.
 ///
@@ -209,7 +92,7 @@ __device__ __forceinline__ PowerSums chunk_sums(const LaneChunk<T>& chunk,
   const float offset = maximum * scale;
   const float slip = fmaf(maximum, scale, -offset);
   const float raw_offset = maximum * kLog2E;
-  PowerSums sums[2] = {};
+  PowerSums sums[kSumChains] = {};
   int32_t num_low = 0;
 #pragma unroll 4
   for (int load = 0; load < kChunkLoads; ++load) {
@@ -225,48 +108,71 @@ __device__ __forceinline__ PowerSums chunk_sums(const LaneChunk<T>& chunk,
       }
       const float exponent = fmaf(x, scale, -offset);
       const float power = ptx::exp2_approx(exponent);
-      sums[i % 2].sum += power;
-      sums[i % 2].weighted = fmaf(power, exponent, sums[i % 2].weighted);
+      sums[i % kSumChains].sum += power;
+      sums[i % kSumChains].weighted = fmaf(power, exponent, sums[i % kSumChains].weighted);
       if constexpr (kRaw) {
-        sums[i % 2].raw_sum += ptx::exp2_approx(fmaf(x, kLog2E, -raw_offset));
+        sums[i % kSumChains].raw_sum += ptx::exp2_approx(fmaf(x, kLog2E, -raw_offset));
       }
     }
   }
+#pragma unroll
+  for (int i = 1; i < kSumChains; ++i) {
+    sums[0].sum += sums[i].sum;
+    sums[0].weighted += sums[i].weighted;
+    sums[0].raw_sum += sums[i].raw_sum;
+  }
   PowerSums total{};
-  total.sum = warp_sum(sums[0].sum + sums[1].sum);
-  total.weighted = warp_sum(sums[0].weighted + sums[1].weighted);
+  warp_sum_pair(sums[0].sum, sums[0].weighted);
+  total.sum = sums[0].sum;
+  total.weighted = sums[0].weighted;
   total.num_low = num_low;
   const float correction = ptx::exp2_approx(-slip);
   total.weighted = fmaf(-slip, total.sum, total.weighted) * correction * kLn2;
   total.sum *= correction;
   total.raw_sum = total.sum;
   if constexpr (kRaw) {
-    total.raw_sum = warp_sum(sums[0].raw_sum + sums[1].raw_sum) *
-                    ptx::exp2_approx(-fmaf(maximum, kLog2E, -raw_offset));
+    total.raw_sum =
+        warp_sum(sums[0].raw_sum) * ptx::exp2_approx(-fmaf(maximum, kLog2E, -raw_offset));
   }
   return total;
 }
 
-/// Lowest column (of the row) of the warp's chunk that holds `best`. The warp looks through the
-/// columns of the lanes whose own best it is, one lane after the other.
+/// The best value's lowest column of the row, and the second largest value; ties keep both.
+struct BestPlace final {
+  int32_t column;
+  float second;
+};
+
+/// Of the warp's chunk, whose largest value is `best`. The warp looks through the columns of the
+/// lanes whose own best it is, one lane after the other.
 template <typename T>
-__device__ __forceinline__ int32_t column_of(const LaneChunk<T>& chunk, float lane_best, float best,
-                                             int32_t first) {
+__device__ __forceinline__ BestPlace find_best(const LaneChunk<T>& chunk, float lane_best,
+                                               float best, int32_t first) {
   __syncwarp();  // the pieces of other lanes
-  int32_t column = INT32_MAX;
   unsigned owners = __ballot_sync(kFullWarp, lane_best == best);
+  int32_t column = INT32_MAX;
+  int32_t count = 0;
+  float rest = lane_best == best ? -INFINITY : lane_best;
   for (; owners != 0; owners &= owners - 1) {
     const int32_t owner = __ffs(static_cast<int>(owners)) - 1;
 #pragma unroll
     for (int32_t half = 0; half < 2; ++half) {
       const int32_t index = 32 * half + static_cast<int32_t>(threadIdx.x & 31);
       const int32_t place = (index >> 3) * 256 + owner * 8 + (index & 7);
-      if (to_float(chunk.columns[place]) == best) {
+      const float value = to_float(chunk.columns[place]);
+      if (value == best) {
         column = min(column, first + place);
+        ++count;
+      } else {
+        rest = fmaxf(rest, value);
       }
     }
   }
-  return static_cast<int32_t>(__reduce_min_sync(kFullWarp, static_cast<unsigned>(column)));
+  __syncwarp();  // other lanes may fill their pieces again
+  const bool has_tie = __reduce_add_sync(kFullWarp, count) > 1;
+  const float other = ordered_value(__reduce_max_sync(kFullWarp, ordered_bits(rest)));
+  return {static_cast<int32_t>(__reduce_min_sync(kFullWarp, static_cast<unsigned>(column))),
+          has_tie ? best : other};
 }
 
 /// Which columns of a row are no candidates, spread over the lanes of a warp.
@@ -278,6 +184,7 @@ struct Exclusion final {
 };
 
 __device__ __forceinline__ Exclusion row_exclusion(const TokenStatsArgs& args,
+                                                   const RowInputs& inputs,
                                                    const RowTransform& transform) {
   Exclusion exclusion;
   if (transform.penalty != 0.0F && transform.penalty_column >= 0 &&
@@ -290,7 +197,7 @@ __device__ __forceinline__ Exclusion row_exclusion(const TokenStatsArgs& args,
   exclusion.is_renormalised = args.exclusion == kModeRenormalize;
   const auto lane = static_cast<int32_t>(threadIdx.x & 31);
   if (lane < args.num_forbidden) {
-    const int64_t column = args.forbidden_ids[lane] - args.vocab_start;
+    const int64_t column = inputs.forbidden_id - args.vocab_start;
     exclusion.forbidden =
         column >= 0 && column < args.num_columns ? static_cast<int32_t>(column) : -1;
   }
@@ -494,29 +401,38 @@ __device__ __forceinline__ bool plain_chunk(const TokenStatsArgs& args,
     chunk.pad(excluded);
     pads |= excluded;
   }
-  const TopTwo mine = lane_top_two(chunk);
-  TopTwo top = mine;
-  top.merge_warp();
+  const float lane_best = lane_maximum(chunk);
+  const uint32_t key = __reduce_max_sync(kFullWarp, ordered_bits(lane_best));
+  const float best = ordered_value(key);
+  const bool has_candidates = first < exclusion.limit;
+  // Only the row's best chunk has to know where its best value is and what comes second.
+  const bool is_always_searched = args.top_k > 0 || best_so_far == nullptr || has_penalty;
+  uint32_t least = 0;  // of the first lane
+  if (!is_always_searched && (threadIdx.x & 31) == 0) {
+    least = atomicMax(best_so_far, has_candidates ? key : 0);
+  }
   PartSums part;
-  part.maximum = kCapped ? transform.capped(top.best) : top.best;
+  part.maximum = kCapped ? transform.capped(best) : best;
   const PowerSums sums = transform.is_tempered
                              ? chunk_sums<T, kCapped, true>(chunk, transform, part.maximum, scale)
                              : chunk_sums<T, kCapped, false>(chunk, transform, part.maximum, scale);
   part.sum = sums.sum;
   part.weighted = sums.weighted;
   part.raw_sum = sums.raw_sum;
-  const bool has_candidates = first < exclusion.limit;
-  is_plain = is_plain && (top.best > kLeast || !has_candidates);
+  is_plain = is_plain && (best > kLeast || !has_candidates);
   if constexpr (kCapped) {
-    is_plain = is_plain && top.best < INFINITY &&
-               __all_sync(kFullWarp, sums.num_low == __popcll(pads)) != 0;
+    is_plain =
+        is_plain && best < INFINITY && __all_sync(kFullWarp, sums.num_low == __popcll(pads)) != 0;
   }
   if (!has_candidates) {
     part = PartSums{};  // nothing but pads
   }
-  const float maximum = fmaxf(part.maximum, rest.maximum);
-  part = moved_to(transform, part, maximum);
-  rest = moved_to(transform, rest, maximum);
+  float maximum = part.maximum;
+  if (has_exclusion) {
+    maximum = fmaxf(part.maximum, rest.maximum);
+    part = moved_to(transform, part, maximum);
+    rest = moved_to(transform, rest, maximum);
+  }
   is_plain = is_plain && maximum > kLeast && fabsf(maximum * scale) < 1.0e30F;
   record.bad_count = 0;
   record.maximum = transform.tempered(maximum);
@@ -531,19 +447,19 @@ __device__ __forceinline__ bool plain_chunk(const TokenStatsArgs& args,
   record.second_z = -INFINITY;
   record.best_column = -1;
   if (has_candidates) {
-    is_plain = is_plain && top.second > kLeast;
-    record.best_key = top.best;
-    record.second_key = top.second;
-    record.best_z = transform.tempered(transform.capped(top.best));
-    record.second_z = transform.tempered(transform.capped(top.second));
-    if (best_so_far != nullptr) {
-      const uint32_t key = ordered_bits(top.best);
-      uint32_t least = 0;
-      if ((threadIdx.x & 31) == 0) {
-        least = atomicMax(best_so_far, key);
-      }
-      if (key >= __shfl_sync(kFullWarp, least, 0)) {
-        record.best_column = column_of(chunk, mine.best, top.best, first);
+    record.best_key = best;
+    record.best_z = transform.tempered(transform.capped(best));
+    if (is_always_searched || key >= __shfl_sync(kFullWarp, least, 0)) {
+      const BestPlace place = find_best(chunk, lane_best, best, first);
+      record.best_column = place.column;
+      record.second_key = place.second;
+      record.second_z = transform.tempered(transform.capped(place.second));
+      if (is_plain && !(place.second > kLeast)) {
+        // A pad or nearly one. The sums stay what they are in chunks that are not searched.
+        is_plain = !has_penalty;
+        const ChunkRecord exact = special_chunk(args, transform, source, first);
+        record.second_key = exact.second_key;
+        record.second_z = exact.second_z;
       }
     }
   }

@@ -66,70 +66,86 @@ struct RowSummary final {
   float best_z = -INFINITY;
   float second_z = -INFINITY;  // -inf = none
   int32_t best_chunk = -1;
-  int32_t best_column = -1;  // -1 = to be looked for in best_chunk
+  int32_t best_column = -1;
   int32_t bad_count = 0;
 };
+
+/// Records a lane reads at once.
+inline constexpr int32_t kRecordGroup = 4;
+
+/// Calls visit(chunk, record, is_first_time) for the records of this lane, in groups whose reads
+/// overlap; the last group is filled with the last record.
+template <typename Visit>
+__device__ __forceinline__ void visit_records(const ChunkRecord* records, int32_t num_chunks,
+                                              const Visit& visit) {
+#pragma unroll 1
+  for (int32_t base = static_cast<int32_t>(threadIdx.x & 31); base < num_chunks;
+       base += 32 * kRecordGroup) {
+    ChunkRecord group[kRecordGroup];
+#pragma unroll
+    for (int32_t i = 0; i < kRecordGroup; ++i) {
+      group[i] = records[min(base + 32 * i, num_chunks - 1)];
+    }
+#pragma unroll
+    for (int32_t i = 0; i < kRecordGroup; ++i) {
+      visit(base + 32 * i, group[i], base + 32 * i < num_chunks);
+    }
+  }
+}
 
 /// Adds the records of a row; every lane gets the result. What only tempered rows need is left out
 /// of the others.
 __device__ inline RowSummary summarize(const TokenStatsArgs& args, const ChunkRecord* records,
                                        bool is_tempered) {
   RowSummary summary;
-  const int lane = threadIdx.x & 31;
   const auto num_chunks = static_cast<int32_t>(args.num_chunks);
   BestChunk best;
   float maximum = -INFINITY;
   float raw_maximum = -INFINITY;
   int32_t bad_count = 0;
-  for (int32_t chunk = lane; chunk < num_chunks; chunk += 32) {
-    const ChunkRecord record = records[chunk];
+  visit_records(records, num_chunks, [&](int32_t chunk, const ChunkRecord& record, bool is_new) {
     maximum = fmaxf(maximum, record.maximum);
     raw_maximum = fmaxf(raw_maximum, record.raw_maximum);
-    bad_count += record.bad_count;
-    best.add(record.best_key, chunk);
-  }
+    bad_count += is_new ? record.bad_count : 0;
+    best.add(is_new ? record.best_key : -INFINITY, chunk);
+  });
   best.merge_warp();
   maximum = quick_max(maximum);
-  if (is_tempered) {
-    raw_maximum = quick_max(raw_maximum);
-  }
   summary.bad_count = __reduce_add_sync(kFullWarp, bad_count);
   summary.best_key = best.key;
   summary.best_chunk = best.chunk;
   // The runner-up by key; its z follows from its chunk's record.
   BestChunk second;
-  double terms[4] = {0.0, 0.0, 0.0, 0.0};
-  for (int32_t chunk = lane; chunk < num_chunks; chunk += 32) {
-    const ChunkRecord record = records[chunk];
-    second.add(chunk == best.chunk ? record.second_key : record.best_key, chunk);
-    const double scale = chunk_scale(record.maximum, maximum);
-    const float shift = scale == 0.0 ? 0.0F : record.maximum - maximum;
-    terms[0] += scale * record.sum;
-    terms[1] += scale * fma(static_cast<double>(shift), static_cast<double>(record.sum),
-                            static_cast<double>(record.weighted));
-    if (is_tempered) {
-      terms[2] += scale * record.candidate_sum;
-      terms[3] += chunk_scale(record.raw_maximum, raw_maximum) * record.raw_sum;
-    }
-  }
+  double sum = 0.0;
+  double weighted = 0.0;
+  visit_records(records, num_chunks, [&](int32_t chunk, const ChunkRecord& record, bool is_new) {
+    const float key = chunk == best.chunk ? record.second_key : record.best_key;
+    second.add(is_new ? key : -INFINITY, chunk);
+    const float shift = record.maximum - maximum;  // NaN or -inf of an empty chunk
+    const float scale = is_new && shift > -200.0F ? ptx::exp2_approx(shift * kLog2E) : 0.0F;
+    sum += scale * record.sum;
+    weighted += scale > 0.0F ? scale * fmaf(shift, record.sum, record.weighted) : 0.0F;
+  });
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
-    terms[0] += __shfl_xor_sync(kFullWarp, terms[0], offset);
-    terms[1] += __shfl_xor_sync(kFullWarp, terms[1], offset);
+    sum += __shfl_xor_sync(kFullWarp, sum, offset);
+    weighted += __shfl_xor_sync(kFullWarp, weighted, offset);
   }
-  if (is_tempered) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      terms[2] += __shfl_xor_sync(kFullWarp, terms[2], offset);
-      terms[3] += __shfl_xor_sync(kFullWarp, terms[3], offset);
-    }
-  }
-  summary.sum = terms[0];
-  summary.weighted = terms[1];
-  summary.candidates = terms[2];
+  summary.sum = sum;
+  summary.weighted = weighted;
   summary.normaliser = {maximum, reciprocal(summary.sum)};
   if (is_tempered) {
-    summary.raw_normaliser = {raw_maximum, reciprocal(terms[3])};
+    raw_maximum = quick_max(raw_maximum);
+    double candidates = 0.0;
+    double raw_sum = 0.0;
+    visit_records(records, num_chunks, [&](int32_t, const ChunkRecord& record, bool is_new) {
+      if (is_new) {
+        candidates += chunk_scale(record.maximum, maximum) * record.candidate_sum;
+        raw_sum += chunk_scale(record.raw_maximum, raw_maximum) * record.raw_sum;
+      }
+    });
+    summary.candidates = warp_sum(candidates);
+    summary.raw_normaliser = {raw_maximum, reciprocal(warp_sum(raw_sum))};
   }
   second.merge_warp();
   if (best.chunk >= 0) {
@@ -144,26 +160,6 @@ __device__ inline RowSummary summarize(const TokenStatsArgs& args, const ChunkRe
   return summary;
 }
 
-/// Lowest column of the winning chunk whose key is the row's largest.
-template <typename T>
-__device__ int32_t greedy_column(const TokenStatsArgs& args, const T* source,
-                                 const RowTransform& transform, const RowSummary& summary) {
-  if (summary.best_chunk < 0 || summary.best_column >= 0) {
-    return summary.best_column;
-  }
-  const int64_t first = summary.best_chunk * kStatsChunkColumns;
-  int32_t found = INT32_MAX;
-  for (int64_t column = first + (threadIdx.x & 31); column < first + kStatsChunkColumns;
-       column += 32) {
-    const float x = value_at(args, source, column);
-    if (x != -INFINITY && transform.key(x, column) == summary.best_key &&
-        is_candidate(args, column)) {
-      found = min(found, static_cast<int32_t>(column));
-    }
-  }
-  return static_cast<int32_t>(__reduce_min_sync(kFullWarp, static_cast<unsigned>(found)));
-}
-
 /// Chunk of a draw and the candidate mass before it.
 struct DrawPlace final {
   int32_t chunk = -1;
@@ -171,33 +167,47 @@ struct DrawPlace final {
 };
 
 /// The chunk in which the running candidate mass passes `target`; the last chunk with candidate
-/// mass if rounding leaves none.
+/// mass if rounding leaves none. A lane adds neighbouring chunks.
 __device__ inline DrawPlace draw_chunk(const TokenStatsArgs& args, const ChunkRecord* records,
                                        float maximum, double target) {
-  const int lane = threadIdx.x & 31;
-  const int32_t num_chunks = static_cast<int32_t>(args.num_chunks);
+  const auto lane = static_cast<int32_t>(threadIdx.x & 31);
+  const auto num_chunks = static_cast<int32_t>(args.num_chunks);
   DrawPlace place;
   double total = 0.0;
-  for (int32_t base = 0; base < num_chunks; base += 32) {
-    double term = 0.0;
-    if (base + lane < num_chunks) {
-      const ChunkRecord& record = records[base + lane];
-      term = chunk_scale(record.maximum, maximum) * record.candidate_sum;
+#pragma unroll 1
+  for (int32_t base = lane * kRecordGroup; base - lane * kRecordGroup < num_chunks;
+       base += 32 * kRecordGroup) {
+    double terms[kRecordGroup];
+    double mine = 0.0;
+#pragma unroll
+    for (int32_t i = 0; i < kRecordGroup; ++i) {
+      const ChunkRecord& record = records[min(base + i, num_chunks - 1)];
+      const double mass = chunk_scale(record.maximum, maximum) * record.candidate_sum;
+      terms[i] = base + i < num_chunks ? mass : 0.0;
+      mine += terms[i];
     }
-    double inclusive = term;
+    double inclusive = mine;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       const double other = __shfl_up_sync(kFullWarp, inclusive, offset);
       inclusive += lane >= offset ? other : 0.0;
     }
-    const double before = total + (inclusive - term);
-    const unsigned filled = __ballot_sync(kFullWarp, term > 0.0);
-    const unsigned passed = __ballot_sync(kFullWarp, term > 0.0 && total + inclusive > target);
+    const unsigned filled = __ballot_sync(kFullWarp, mine > 0.0);
+    const unsigned passed = __ballot_sync(kFullWarp, mine > 0.0 && total + inclusive > target);
     if (filled != 0) {
       const int owner =
           passed != 0 ? __ffs(static_cast<int>(passed)) - 1 : 31 - __clz(static_cast<int>(filled));
-      place.chunk = base + owner;
-      place.before = __shfl_sync(kFullWarp, before, owner);
+      double running = total + (inclusive - mine);
+      DrawPlace own;
+#pragma unroll
+      for (int32_t i = 0; i < kRecordGroup; ++i) {
+        if (terms[i] > 0.0 && (own.chunk < 0 || !(running > target))) {
+          own = {base + i, running};
+        }
+        running += terms[i];
+      }
+      place.chunk = __shfl_sync(kFullWarp, own.chunk, owner);
+      place.before = __shfl_sync(kFullWarp, own.before, owner);
     }
     if (passed != 0) {
       break;
@@ -220,17 +230,16 @@ __device__ __forceinline__ float draw_power(const RowTransform& transform, float
                             : ptx::exp2_approx((transform.tempered(logit) - maximum) * kLog2E);
 }
 
-/// Weights of 8 neighbouring columns; returns their sum.
+/// Weights of 8 neighbouring columns; returns their sum, one rounded in fp32.
 __device__ __forceinline__ double lane_powers(const RowTransform& transform,
                                               const float (&logits)[8], float maximum,
                                               float (&powers)[8]) {
-  double sum = 0.0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     powers[i] = draw_power(transform, logits[i], maximum);
-    sum += powers[i];
   }
-  return sum;
+  return ((powers[0] + powers[1]) + (powers[2] + powers[3])) +
+         ((powers[4] + powers[5]) + (powers[6] + powers[7]));
 }
 
 /// Reads the chunk of the draw and weighs its segments; in each, a lane has 8 neighbouring columns.
@@ -423,7 +432,7 @@ __device__ void finish_row(const TokenStatsArgs& args, const T* source,
   Choice drawn;
   if (is_first_warp) {
     summary = summarize(args, records, transform.is_tempered);
-    greedy.column = greedy_column(args, source, transform, summary);
+    greedy.column = summary.best_column;
     if (greedy.column >= 0) {
       greedy.logit = logit_of_key(args, source, transform, summary.best_key, greedy.column);
     }

@@ -88,36 +88,39 @@ __device__ __forceinline__ uint64_t candidate_entry(const TokenStatsArgs& args, 
                                                       : 0;
 }
 
-/// Sets shared.threshold: the Kt-th largest among the two best keys of every chunk, 0 when there
-/// are fewer. By every thread of the CTA.
-__device__ inline void set_threshold(const TokenStatsArgs& args, const ChunkRecord* records,
-                                     FinishShared& shared) {
-  constexpr int32_t kTeam = 4;  // lanes that count for one key
+/// ordered_bits of a lower bound of the Kt-th largest among the two best keys of every chunk, exact
+/// in the bits of a 16-bit type; 0 when there are fewer. By each warp alike.
+__device__ inline uint32_t top_k_threshold(const TokenStatsArgs& args, const ChunkRecord* records) {
+  constexpr int32_t kHeld = 2 * 4;  // keys of a lane: rows of 262,144 columns in one go
   const auto num_chunks = static_cast<int32_t>(args.num_chunks);
-  const auto part = static_cast<int32_t>(threadIdx.x) % kTeam;
-  const auto step = static_cast<int32_t>(blockDim.x) / kTeam;
-  const int32_t rounds = (2 * num_chunks + step - 1) / step;  // alike for every lane
-  for (int32_t round = 0; round < rounds; ++round) {
-    const int32_t mine = round * step + static_cast<int32_t>(threadIdx.x) / kTeam;
-    const int32_t chunk = mine >> 1;
-    float key = -INFINITY;
-    if (chunk < num_chunks) {
-      key = mine % 2 == 0 ? records[chunk].best_key : records[chunk].second_key;
-    }
-    int32_t place = 0;
-    for (int32_t other = part; other < num_chunks; other += kTeam) {
-      const float best = records[other].best_key;
-      const float second = records[other].second_key;
-      place += best > key || (best == key && 2 * other < mine) ? 1 : 0;
-      place += second > key || (second == key && 2 * other + 1 < mine) ? 1 : 0;
-    }
-    for (int offset = 1; offset < kTeam; offset *= 2) {
-      place += __shfl_xor_sync(kFullWarp, place, offset);
-    }
-    if (part == 0 && place == args.top_k - 1 && key > -INFINITY) {
-      shared.threshold = ordered_bits(key);
-    }
+  const auto lane = static_cast<int32_t>(threadIdx.x & 31);
+  const auto key_of = [&](int32_t chunk, float key) {
+    return chunk < num_chunks && key > -INFINITY ? ordered_bits(key) >> 16 : 0U;
+  };
+  uint32_t keys[kHeld];
+#pragma unroll
+  for (int32_t i = 0; i < kHeld; i += 2) {
+    const int32_t chunk = lane + 16 * i;
+    const ChunkRecord& record = records[min(chunk, num_chunks - 1)];
+    keys[i] = key_of(chunk, record.best_key);
+    keys[i + 1] = key_of(chunk, record.second_key);
   }
+  uint32_t threshold = 0;
+#pragma unroll 1
+  for (uint32_t bit = 1U << 15; bit != 0; bit >>= 1) {
+    const uint32_t trial = threshold | bit;
+    int32_t count = 0;
+#pragma unroll
+    for (int32_t i = 0; i < kHeld; ++i) {
+      count += keys[i] >= trial ? 1 : 0;
+    }
+    for (int32_t chunk = lane + 16 * kHeld; chunk < num_chunks; chunk += 32) {
+      count += key_of(chunk, records[chunk].best_key) >= trial ? 1 : 0;
+      count += key_of(chunk, records[chunk].second_key) >= trial ? 1 : 0;
+    }
+    threshold = __reduce_add_sync(kFullWarp, count) >= args.top_k ? trial : threshold;
+  }
+  return threshold << 16;
 }
 
 /// The exact slow way: one pass over the row per entry.
@@ -175,6 +178,7 @@ __device__ void append_chunk(const TokenStatsArgs& args, const T* source,
                              const Exclusion& exclusion, int32_t first, float least,
                              const LaneChunk<T>& chunk, FinishShared& shared) {
   start_chunk(args, source, first, chunk);
+  ptx::cp_async_commit();
   uint64_t skipped = lane_bit(exclusion.penalty_column, first);
   if (has_excluded(exclusion, first)) {
     skipped |= excluded_mask(exclusion, first);
@@ -184,6 +188,11 @@ __device__ void append_chunk(const TokenStatsArgs& args, const T* source,
   for (int load = 0; load < kChunkLoads; ++load) {
     float values[8];
     chunk.read(load, values);
+    const float best = fmaxf(fmaxf(fmaxf(values[0], values[1]), fmaxf(values[2], values[3])),
+                             fmaxf(fmaxf(values[4], values[5]), fmaxf(values[6], values[7])));
+    if (!(best >= least)) {
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float x = fminf(values[i], FLT_MAX);
@@ -201,15 +210,14 @@ __device__ void append_chunk(const TokenStatsArgs& args, const T* source,
 /// Clears the top-k and finds its threshold. By every thread of the CTA.
 __device__ inline void begin_top_k(const TokenStatsArgs& args, const ChunkRecord* records,
                                    FinishShared& shared) {
+  const uint32_t threshold = args.num_chunks == 0 ? 0 : top_k_threshold(args, records);
   if (threadIdx.x == 0) {
-    shared.threshold = 0;
+    shared.threshold = threshold;
     shared.count = 0;
   }
   for (int32_t i = threadIdx.x; i < kStatsMaxTopK; i += static_cast<int32_t>(blockDim.x)) {
     shared.top[i] = 0;
   }
-  __syncthreads();
-  set_threshold(args, records, shared);
   __syncthreads();
 }
 

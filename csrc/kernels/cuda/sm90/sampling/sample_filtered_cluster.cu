@@ -464,7 +464,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.filter.forbidden[threadIdx.x] = args.rows.forbidden_ids[threadIdx.x];
   }
   RowView view;
-  view.state.transform = row_transform(args.rows, row);
+  view.state.transform = row_transform(args.rows, row_inputs(args.rows, row));
   view.first = static_cast<int64_t>(blockIdx.x % kCtas) * slice;
   const int64_t left = args.rows.num_columns - view.first;
   view.num_columns = static_cast<int32_t>(left < 0 ? 0 : (left < slice ? left : slice));

@@ -10,6 +10,7 @@
 #include "kernels/cuda/common/cluster.cuh"
 #include "kernels/cuda/common/hopper.h"
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/mbarrier.cuh"
 #include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/common/shared_memory.cuh"
 #include "kernels/cuda/cuda_ops.h"
@@ -30,10 +31,13 @@ constexpr size_t kMostSharedBytes = 227 << 10;
 constexpr int64_t kMaxChunks = 256;
 constexpr auto kColumns = static_cast<int32_t>(kStatsChunkColumns);
 
-/// Fixed part of the shared memory; records and chunk buffers follow.
+/// What follows the chunk buffers and the records in the shared memory.
 struct alignas(16) ClusterShared final {
+  uint64_t arrived;      // barrier of CTA 0: the records of the row are complete
   uint32_t best_so_far;  // of this CTA
 };
+/// What of a record is sent.
+constexpr uint32_t kSentBytes = offsetof(ChunkRecord, reserved);
 
 /// Bytes of the buffers of one chunk per warp.
 template <typename T>
@@ -41,52 +45,68 @@ __host__ __device__ constexpr size_t stage_bytes(int num_warps) {
   return sizeof(T) * kStatsChunkColumns * static_cast<size_t>(num_warps);
 }
 
-/// After the sums, the first stage is scratch of the warps and the top-k state follows it.
+/// Bytes of all chunk buffers, which come first: a sector of 32 bytes must not be cut in two. After
+/// the sums, the first stage is scratch of the warps and the top-k state follows it.
 template <typename T>
-size_t shared_bytes(int64_t num_chunks, int num_warps) {
+__host__ __device__ constexpr size_t buffer_bytes(int num_warps) {
   const size_t stages = stage_bytes<T>(num_warps) * kStages;
   const size_t finish = stage_bytes<T>(num_warps) + sizeof(FinishShared);
-  return sizeof(ClusterShared) + static_cast<size_t>(num_chunks) * sizeof(ChunkRecord) +
-         (stages > finish ? stages : finish);
+  return stages > finish ? stages : finish;
 }
 
-/// Copies a record, held alike by all lanes, to the shared memory of CTA 0.
-__device__ __forceinline__ void send_record(const ChunkRecord& record, ChunkRecord* place) {
-  if ((threadIdx.x & 31) != 0) {
-    return;
-  }
-  static_assert(offsetof(ChunkRecord, reserved) == 48, "three 16-byte stores");
-  const auto* words = reinterpret_cast<const float4*>(&record);
-  auto* target = reinterpret_cast<float4*>(ptx::cluster_pointer(place, 0));
+template <typename T>
+size_t shared_bytes(int64_t num_chunks, int num_warps) {
+  return buffer_bytes<T>(num_warps) + static_cast<size_t>(num_chunks) * sizeof(ChunkRecord) +
+         sizeof(ClusterShared);
+}
+
+/// Sends a record, held alike by all lanes, to the shared memory of CTA 0.
+__device__ __forceinline__ void send_record(const ChunkRecord& record, ChunkRecord* place,
+                                            uint32_t barrier) {
+  static_assert(kSentBytes == 48, "three 16-byte stores");
+  if ((threadIdx.x & 31) == 0) {
+    const auto* words = reinterpret_cast<const float*>(&record);
+    const uint32_t target = ptx::cluster_address(ptx::smem_address(place), 0);
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    target[i] = words[i];
+    for (int i = 0; i < 3; ++i) {
+      const float part[4] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+      ptx::cluster_store4_async(target + 16 * i, part, barrier);
+    }
   }
 }
 
-/// Warps of an SM, and of a CTA at most: a cap needs more registers, and its time goes into tanh.
-template <typename T, bool kCapped>
-inline constexpr int kMaxWarps = sizeof(T) == 4 ? 16 : (kCapped ? 24 : 32);
+/// Warps of a CTA at most.
+template <typename T>
+inline constexpr int kMaxWarps = sizeof(T) == 4 ? 16 : 24;
 
 template <typename T, bool kCapped>
-__global__ void __launch_bounds__(32 * kMaxWarps<T, kCapped>, 1)
+__global__ void __launch_bounds__(32 * kMaxWarps<T>, 1)
     cluster_kernel(const __grid_constant__ TokenStatsArgs args, int32_t log_cluster_size) {
-  extern __shared__ __align__(16) uint8_t memory[];
-  auto& shared = *reinterpret_cast<ClusterShared*>(memory);
-  auto* records = reinterpret_cast<ChunkRecord*>(memory + sizeof(ClusterShared));
+  extern __shared__ __align__(128) uint8_t buffers[];
   const auto num_chunks = static_cast<int32_t>(args.num_chunks);
-  uint8_t* buffers = reinterpret_cast<uint8_t*>(records + num_chunks);
+  const auto num_warps = static_cast<int32_t>(blockDim.x >> 5);
+  auto* records = reinterpret_cast<ChunkRecord*>(buffers + buffer_bytes<T>(num_warps));
+  auto& shared = *reinterpret_cast<ClusterShared*>(records + num_chunks);
   const int32_t cluster_size = 1 << log_cluster_size;
   const bool is_shared = cluster_size > 1;
+  const uint32_t arrived = ptx::smem_address(&shared.arrived);
   if (is_shared) {
-    // Nobody writes to a CTA that has not begun; the wait comes after the first chunk.
+    if (threadIdx.x == 0) {
+      shared.best_so_far = 0;
+      ptx::mbarrier_init(arrived, 1);
+      ptx::mbarrier_init_fence();
+      ptx::mbarrier_arrive_expect(arrived, static_cast<uint32_t>(num_chunks) * kSentBytes);
+    }
+    // Nobody sends to a CTA that has not begun; the wait comes after the first chunk.
+    __syncwarp();
     ptx::cluster_arrive_relaxed();
+  } else if (threadIdx.x == 0) {
+    shared.best_so_far = 0;
   }
   const int64_t row = blockIdx.x >> log_cluster_size;
   const auto rank = static_cast<int32_t>(blockIdx.x & (cluster_size - 1));
-  const auto num_warps = static_cast<int32_t>(blockDim.x >> 5);
   const auto warp = static_cast<int32_t>(threadIdx.x >> 5);
-  // The next kernel is let in by the CTAs that end: sooner, it would only take room.
+  __syncthreads();
   pdl_wait();
   const T* source = source_row<T>(args, row);
   if (source == nullptr) {  // for the whole cluster
@@ -99,50 +119,65 @@ __global__ void __launch_bounds__(32 * kMaxWarps<T, kCapped>, 1)
     const int32_t stage = round % kStages;
     return LaneChunk<T>{reinterpret_cast<T*>(buffers) + (stage * num_warps + warp) * kColumns};
   };
-  // From the end: the last chunks are the slow ones (the tail, excluded ids).
-  int32_t chunk = num_chunks - 1 - (rank * num_warps + warp);
+  // From the end, where the slow chunks are (the tail, excluded ids), forth and back over the
+  // warps: the first warp, which has the slowest, has fewest.
+  const int32_t slot = rank * num_warps + warp;
   const int32_t step = cluster_size * num_warps;
-  if (chunk >= 0) {
-    start_chunk(args, source, chunk * kColumns, chunk_buffer(0));
+  const auto chunk_of = [&](int32_t round) {  // negative past the last one
+    return num_chunks - 1 - round * step - (round % 2 == 0 ? slot : step - 1 - slot);
+  };
+  const auto start = [&](int32_t round) {
+    const int32_t chunk = chunk_of(round);
+    if (chunk >= 0) {
+      start_chunk(args, source, chunk * kColumns, chunk_buffer(round));
+    }
+    ptx::cp_async_commit();
+  };
+  const RowInputs inputs = row_inputs(args, row);
+#pragma unroll 1
+  for (int32_t round = 0; round < kStages; ++round) {
+    start(round);
   }
-  if (threadIdx.x == 0) {
-    shared.best_so_far = 0;
-  }
-  RowTransform transform = row_transform(args, row);
+  RowTransform transform = row_transform(args, inputs);
   if constexpr (!kCapped) {
     transform.softcap = 0.0F;  // which the compiler now knows: code that does not run costs too
   }
-  const Exclusion exclusion = row_exclusion(args, transform);
-  __syncthreads();
+  const Exclusion exclusion = row_exclusion(args, inputs, transform);
   bool has_waited = !is_shared;
-  for (int32_t round = 0; chunk >= 0; ++round, chunk -= step) {
-    if (chunk >= step) {
-      start_chunk(args, source, (chunk - step) * kColumns, chunk_buffer(round + 1));
-      ptx::cp_async_wait<1>();
-    } else {
-      ptx::cp_async_wait<0>();
+  for (int32_t round = 0;; ++round) {
+    const int32_t chunk = chunk_of(round);
+    if (chunk < 0) {
+      break;
     }
+    ptx::cp_async_wait<kStages - 1>();
     const ChunkRecord record =
         chunk_record<T, kCapped>(args, transform, exclusion, source, chunk * kColumns,
                                  chunk_buffer(round), &shared.best_so_far);
+    start(round + kStages);
+    if (!is_shared) {
+      if ((threadIdx.x & 31) == 0) {
+        records[chunk] = record;
+      }
+      continue;
+    }
     if (!has_waited) {
       ptx::cluster_wait();
       has_waited = true;
     }
-    send_record(record, &records[chunk]);
+    send_record(record, &records[chunk], ptx::cluster_address(arrived, 0));
   }
   if (!has_waited) {
     ptx::cluster_wait();
   }
   if (is_shared) {
-    ptx::cluster_arrive();
     if (rank != 0) {
       return;
     }
-    ptx::cluster_wait();
+    ptx::mbarrier_wait_cluster(arrived, 0);
   } else {
     __syncthreads();
   }
+  pdl_launch_dependents();
   finish_row(args, source, transform, exclusion, row, records, chunk_buffer(0),
              *reinterpret_cast<FinishShared*>(buffers + stage_bytes<T>(num_warps)));
 }
@@ -193,7 +228,7 @@ Status prepare_kernel(int32_t device_index) {
 template <typename T, bool kCapped>
 Status launch(const TokenStatsArgs& args, const ExecContext& context) {
   const ClusterShape shape = cluster_shape(args.num_rows, args.num_chunks, args.top_k > 0,
-                                           kMaxWarps<T, kCapped>, stage_bytes<T>(1));
+                                           kMaxWarps<T>, stage_bytes<T>(1));
   DIFFULEX_RETURN_IF_ERROR((prepare_kernel<T, kCapped>(context.device_index)));
   const unsigned cluster = 1U << shape.log_size;
   const LaunchShape launch{
