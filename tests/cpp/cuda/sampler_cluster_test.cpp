@@ -301,6 +301,27 @@ TEST(CudaSampleFilteredClusterTest, LargeVocabularyMatchesCpu) {
   }
 }
 
+TEST(CudaSampleFilteredClusterTest, UnfilteredSpaceMatchesCpu) {
+  DIFFULEX_REQUIRE_DEVICE();
+  FilterCase rows = four_rows(6, 30011, 0.0, 0.0);
+  rows.space = ConfidenceSpace::kTempered;
+  rows.vocab_limit = 30000;
+  expect_filtered_parity(rows, 1, "tempered");
+}
+
+TEST(CudaSampleFilteredClusterTest, SmallValuesHaveWeight) {
+  DIFFULEX_REQUIRE_DEVICE();
+  for (const FilterOrder order : {FilterOrder::kTopPFirst, FilterOrder::kTopKFirst}) {
+    FilterCase rows = four_rows(7, 20000, 0.0, 0.0);
+    for (int64_t i = 0; i < rows.logits.elements(); i += 1 + i % 2) {
+      rows.logits.set_offset(i, rows.logits.get_offset(i) * 1e-3);
+    }
+    rows.top_p = {0.02F, 0.1F, 0.2F, 0.3F};
+    rows.order = order;
+    expect_filtered_parity(rows, 1, "half of them small");
+  }
+}
+
 TEST(CudaSampleFilteredClusterTest, TiesAtTheCutGoToLowIds) {
   DIFFULEX_REQUIRE_DEVICE();
   expect_filtered_parity(four_rows(1, 50000, 0.5, 0.0), 1, "steps of one half");

@@ -50,6 +50,7 @@ struct FilterCase {
     result.stats = place(ref_of(stats, {num_rows, kTokenStatsColumns}));
     result.exclusion = exclusion;
     result.filter_order = order;
+    result.confidence_space = space;
     result.vocab_limit = vocab_limit;
     return result;
   }
@@ -62,6 +63,7 @@ struct FilterCase {
   std::vector<int64_t> forbidden, ids;
   ExclusionMode exclusion = ExclusionMode::kExclude;
   FilterOrder order = FilterOrder::kTopPFirst;
+  ConfidenceSpace space = ConfidenceSpace::kProcessed;
   int64_t vocab_limit = -1;
 };
 

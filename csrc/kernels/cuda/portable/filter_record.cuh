@@ -43,35 +43,41 @@ struct RowSums final {
   int32_t last = -1;  // last kept candidate
 };
 
-__device__ inline float probability_of(const FilterState& state, const LogSum& log_sum,
-                                       uint64_t entry) {
-  if (entry == 0) {
-    return 0.0F;
-  }
-  const float x = ordered_value(static_cast<uint32_t>(entry >> 32));
-  const float z = state.transform.tempered(state.transform.logit(x, ranked_index(entry)));
-  return static_cast<float>(exp(log_sum.log_probability(z)));
-}
-
+/// By the first warp, a statistic per lane.
 __device__ inline void write_filtered(const FilterArgs& args, const FilterState& state,
                                       const RowSums& sums, int64_t row, int32_t chosen, float x,
                                       int32_t bad_count) {
-  float* stats = args.rows.stats + row * args.rows.stats_stride;
-  const float logit = state.transform.logit(x, chosen);
-  const LogSum log_sum{state.largest_z, log(sums.sum)};
-  const LogSum raw_log_sum{state.largest_logit, log(sums.raw_sum)};
-  const double entropy = log(sums.sum) - sums.weighted / sums.sum;
-  args.rows.ids[row] = chosen;
-  stats[kStatsConfidence] =
-      static_cast<float>(exp(log_sum.log_probability(state.transform.tempered(logit))));
-  stats[kStatsMaxProb] = probability_of(state, log_sum, sums.best);
-  stats[kStatsSecondProb] = probability_of(state, log_sum, sums.second);
-  stats[kStatsEntropy] = static_cast<float>(entropy > 0.0 ? entropy : 0.0);
-  stats[kStatsLogSumExp] = static_cast<float>(log_sum.value());
-  stats[kStatsMaxLogit] = state.transform.logit(
-      ordered_value(static_cast<uint32_t>(sums.best >> 32)), ranked_index(sums.best));
-  stats[kStatsRawConfidence] = static_cast<float>(exp(raw_log_sum.log_probability(logit)));
-  stats[kStatsBadCount] = static_cast<float>(bad_count);
+  const auto lane = static_cast<int32_t>(threadIdx.x);
+  const auto logit_of = [&](uint64_t entry) {
+    const float value = ordered_value(static_cast<uint32_t>(entry >> 32));
+    return state.transform.logit(value, ranked_index(entry));
+  };
+  const bool is_raw = lane == kStatsRawConfidence;
+  const uint64_t entry = lane == kStatsSecondProb ? sums.second : sums.best;
+  const bool is_ranked =
+      lane == kStatsMaxProb || lane == kStatsSecondProb || lane == kStatsMaxLogit;
+  const float logit = is_ranked ? logit_of(entry) : state.transform.logit(x, chosen);
+  const LogSum log_sum{is_raw ? state.largest_logit : state.largest_z,
+                       log(is_raw ? sums.raw_sum : sums.sum)};
+  auto value = static_cast<float>(
+      exp(log_sum.log_probability(is_raw ? logit : state.transform.tempered(logit))));
+  if (is_ranked && entry == 0) {
+    value = 0.0F;
+  } else if (lane == kStatsEntropy) {
+    value = static_cast<float>(fmax(log_sum.log - sums.weighted / sums.sum, 0.0));
+  } else if (lane == kStatsLogSumExp) {
+    value = static_cast<float>(log_sum.value());
+  } else if (lane == kStatsMaxLogit) {
+    value = logit;
+  } else if (lane == kStatsBadCount) {
+    value = static_cast<float>(bad_count);
+  }
+  if (lane < kTokenStatsColumns) {
+    args.rows.stats[row * args.rows.stats_stride + lane] = value;
+  }
+  if (lane == 0) {
+    args.rows.ids[row] = chosen;
+  }
 }
 
 /// By every thread of a CTA.

@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kFilterThreads, 1)
     chosen = drawn_column(args, shared, state, source, args.rows.uniforms[row] * sums.candidate_sum,
                           sums.last);
   }
-  if (threadIdx.x == 0) {
+  if (threadIdx.x < 32) {
     const float x = RowTransform::sanitized(to_float(source[chosen]));
     write_filtered(args, state, sums, row, chosen, x, start.bad_count);
   }

@@ -18,18 +18,12 @@ inline constexpr float kMiddleWidth = 0.0078125F;
 /// Values of bin 0 are at most this.
 inline constexpr float kLowValue = -512.0F;
 
-/// Bin of a finite value.
+/// Bin of a finite value, or of an infinity.
 __device__ __forceinline__ int32_t bin_of(uint32_t bits) {
-  const uint32_t magnitude = bits & 0x7fffU;
-  const bool is_negative = (bits & 0x8000U) != 0;
-  if (magnitude < kLeastMagnitude) {
-    return kMiddleBin;
-  }
-  const auto step = static_cast<int32_t>(magnitude - kLeastMagnitude);
-  if (step >= static_cast<int32_t>(kMagnitudes)) {
-    return is_negative ? 0 : kTopBin;
-  }
-  return is_negative ? kMiddleBin - 1 - step : kMiddleBin + 1 + step;
+  const auto magnitude = static_cast<int32_t>(bits & 0x7fffU);
+  constexpr auto kLeast = static_cast<int32_t>(kLeastMagnitude);
+  const int32_t step = min(max(magnitude - kLeast + 1, 0), static_cast<int32_t>(kMagnitudes) + 1);
+  return (bits & 0x8000U) != 0 ? kMiddleBin - step : kMiddleBin + step;
 }
 
 /// The value of a bin; 0 and kLowValue stand for those of the middle bin and of bin 0.

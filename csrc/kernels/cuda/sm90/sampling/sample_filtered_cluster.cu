@@ -13,6 +13,7 @@
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/shared_memory.cuh"
 #include "kernels/cuda/portable/filter_record.cuh"
+#include "kernels/cuda/sm90/sampling/filter_counts.cuh"
 #include "kernels/cuda/sm90/sampling/filter_slice.cuh"
 #include "kernels/cuda/sm90/sampling/key_bins.cuh"
 #include "kernels/cuda/sm90/sampling/sample_filtered_cluster.h"
@@ -21,72 +22,6 @@ namespace diffulex::cuda::sm90 {
 namespace {
 
 constexpr const char* kWhere = "diffulex::sample_filtered";
-/// Counts this CTA's columns and reports its maxima.
-__device__ void count_columns(const FilterArgs& args, ClusterShared& shared, const RowView& view) {
-  float largest_x = -INFINITY;
-  float best_x = -INFINITY;
-  int32_t largest_column = -1;  // the first one, as columns ascend
-  int32_t best_column = -1;
-  int32_t counted = 0;
-  const int32_t bad =
-      visit_slice(args, shared, view, [&](uint32_t bits, float x, int32_t column, bool is_choice) {
-        atomicAdd(&shared.counts[bin_of(bits)], 1U);
-        ++counted;
-        if (x > largest_x) {
-          largest_x = x;
-          largest_column = column;
-        }
-        if (is_choice && x > best_x) {
-          best_x = x;
-          best_column = column;
-        }
-      });
-  uint64_t largest = largest_column < 0 ? 0 : ranked(largest_x, largest_column);
-  uint64_t best = best_column < 0 ? 0 : ranked(best_x, best_column);
-  const int32_t bad_count = filter_sum(bad, shared.filter.ints);
-  counted = filter_sum(counted, shared.filter.ints);
-  largest = filter_max(largest, shared.filter);
-  best = filter_max(best, shared.filter);
-  if (threadIdx.x == 0) {
-    shared.report.largest = largest;
-    shared.report.best = best;
-    shared.report.bad_count = bad_count;
-    shared.report.num_counted = counted;
-  }
-}
-
-/// Adds the counts and reports of all CTAs; the same in each of them.
-__device__ CtaReport merge_reports(ClusterShared& shared, FilterState& state) {
-  CtaReport merged;
-  for (uint32_t rank = 0; rank < kCtas; ++rank) {
-    const CtaReport& other = *ptx::cluster_pointer(&shared.report, rank);
-    merged.largest = other.largest > merged.largest ? other.largest : merged.largest;
-    merged.best = other.best > merged.best ? other.best : merged.best;
-    merged.bad_count += other.bad_count;
-    merged.num_counted += other.num_counted;
-  }
-  for (int place = static_cast<int>(threadIdx.x) * 4; place < kBins; place += kThreads * 4) {
-    uint4 sum{0, 0, 0, 0};
-#pragma unroll
-    for (uint32_t rank = 0; rank < kCtas; ++rank) {
-      const uint4 part =
-          *reinterpret_cast<const uint4*>(ptx::cluster_pointer(&shared.counts[place], rank));
-      sum.x += part.x;
-      sum.y += part.y;
-      sum.z += part.z;
-      sum.w += part.w;
-    }
-    *reinterpret_cast<uint4*>(&shared.totals[place]) = sum;
-  }
-  if (merged.largest != 0) {
-    state.largest_logit = ordered_value(static_cast<uint32_t>(merged.largest >> 32));
-    state.largest_z = state.transform.tempered(state.largest_logit);
-  }
-  state.num_counted = merged.num_counted;
-  __syncthreads();
-  return merged;
-}
-
 /// Sets the bin of the top-k cut: the one with the k-th largest value.
 __device__ void find_top_k(ClusterShared& shared, RowView& view, int32_t top_k) {
   const int32_t highest = kBins - 1 - static_cast<int32_t>(threadIdx.x) * kBinsPerThread;
@@ -107,46 +42,19 @@ __device__ void find_top_k(ClusterShared& shared, RowView& view, int32_t top_k) 
   view.least_bin = shared.least_bin;
 }
 
-/// Mass of one column of a bin, 0 when a filter before top-p drops it.
-__device__ __forceinline__ double bin_mass(const RowView& view, int32_t bin, bool is_filtered) {
-  const float z = view.state.transform.tempered(bin_value(bin));
-  const bool is_out =
-      is_filtered && (bin < view.least_bin || static_cast<double>(z) < view.state.lowest_z);
-  if (bin == kMiddleBin) {
-    return is_out ? 0.0 : view.middle_mass;
-  }
-  return is_out ? 0.0 : static_cast<double>(view.state.mass(z));
+/// True when a filter before top-p drops the columns of a bin.
+__device__ __forceinline__ bool is_filtered_out(const RowView& view, int32_t bin) {
+  return bin < view.least_bin ||
+         static_cast<double>(view.state.transform.tempered(bin_value(bin))) < view.state.lowest_z;
 }
 
-/// Finds the mean mass of the middle bin's columns, which differ. The same in every CTA.
-__device__ void weigh_middle_bin(const FilterArgs& args, ClusterShared& shared, RowView& view) {
-  const uint32_t count = shared.totals[kMiddleBin];
-  if (count == 0) {
-    return;
+/// Mass of one column of a bin, 0 when a filter before top-p drops it.
+__device__ __forceinline__ float bin_mass(const RowView& view, int32_t bin, bool is_filtered) {
+  if (is_filtered && is_filtered_out(view, bin)) {
+    return 0.0F;
   }
-  const RowTransform& transform = view.state.transform;
-  view.middle_mass = static_cast<double>(view.state.mass(0.0F));
-  const double width = expm1(static_cast<double>(kMiddleWidth) *
-                             fabs(static_cast<double>(transform.inv_temperature)));
-  if (count * view.middle_mass * width < 1.0e-9) {
-    return;  // against a sum of at least one
-  }
-  double mine = 0.0;
-  visit_slice(args, shared, view, [&](uint32_t bits, float x, int32_t, bool) {
-    if (bin_of(bits) == kMiddleBin) {
-      mine += static_cast<double>(view.state.mass(transform.tempered(x)));
-    }
-  });
-  mine = filter_sum(mine, shared.filter.doubles);
-  if (threadIdx.x == 0) {
-    shared.report.middle_mass = mine;
-  }
-  cluster_sync();
-  double total = 0.0;
-  for (uint32_t rank = 0; rank < kCtas; ++rank) {
-    total += ptx::cluster_pointer(&shared.report, rank)->middle_mass;
-  }
-  view.middle_mass = total / count;
+  return bin == kMiddleBin ? view.middle_mass
+                           : view.state.mass(view.state.transform.tempered(bin_value(bin)));
 }
 
 /// Sets the top-p cut; false when the counts cannot tell it.
@@ -154,10 +62,13 @@ __device__ bool find_top_p(const FilterArgs& args, ClusterShared& shared, RowVie
                            float top_p) {
   const bool is_filtered = args.order == FilterOrder::kTopKFirst;
   const int32_t highest = kBins - 1 - static_cast<int32_t>(threadIdx.x) * kBinsPerThread;
+  float masses[kBinsPerThread];  // of a column
   double mine = 0.0;
+#pragma unroll
   for (int32_t i = 0; i < kBinsPerThread; ++i) {
     const uint32_t count = shared.totals[highest - i];
-    mine += count == 0 ? 0.0 : count * bin_mass(view, highest - i, is_filtered);
+    masses[i] = count == 0 ? 0.0F : bin_mass(view, highest - i, is_filtered);
+    mine += static_cast<double>(count) * masses[i];
   }
   double total = 0.0;
   double above = filter_scan(mine, shared.filter.doubles, total);
@@ -169,18 +80,18 @@ __device__ bool find_top_p(const FilterArgs& args, ClusterShared& shared, RowVie
   __syncthreads();
   int32_t lowest = INT32_MAX;
   double lowest_above = 0.0;
+#pragma unroll
   for (int32_t i = 0; i < kBinsPerThread; ++i) {
     const int32_t bin = highest - i;
     const uint32_t count = shared.totals[bin];
+    // What the other filters left, at zero mass too.
     const bool is_member =
-        count > 0 && (!is_filtered || bin_mass(view, bin, true) > 0.0 ||
-                      (bin >= view.least_bin && static_cast<double>(view.state.transform.tempered(
-                                                    bin_value(bin))) >= view.state.lowest_z));
+        count > 0 && (masses[i] > 0.0F || !is_filtered || !is_filtered_out(view, bin));
     if (is_member && (above <= limit || bin == top)) {
       lowest = bin;
       lowest_above = above;
     }
-    above += count == 0 ? 0.0 : count * bin_mass(view, bin, is_filtered);
+    above += static_cast<double>(count) * masses[i];
   }
   if (lowest != INT32_MAX) {
     atomicMin(&shared.cut_bin, lowest);
@@ -211,117 +122,190 @@ __device__ bool find_top_p(const FilterArgs& args, ClusterShared& shared, RowVie
   return true;
 }
 
+/// The column of this CTA at which the running sum of weight(bits, x, column, is_candidate), in id
+/// order, first passes `target`; -1 if it does not. Each warp adds a range of columns. Weights of
+/// columns below view.least_value are 0.
+template <typename Weight>
+__device__ int32_t find_passing(const FilterArgs& args, ClusterShared& shared, const RowView& view,
+                                double running, double target, const Weight& weight) {
+  constexpr int32_t kStep = 32 * kPieceColumns;
+  const auto warp = static_cast<int32_t>(threadIdx.x >> 5);
+  const auto lane = static_cast<int32_t>(threadIdx.x & 31);
+  const int32_t steps = (view.num_columns + kStep - 1) / kStep;
+  const int32_t range = (steps + kFilterWarps - 1) / kFilterWarps * kStep;
+  const int32_t end = min(view.num_columns, (warp + 1) * range);
+  const auto walk = [&](int32_t place, const auto& take) {
+    if (place < end) {
+      visit_large(args, shared, view, place, view.least_value, take);
+    }
+  };
+  double mine = 0.0;
+  for (int32_t place = warp * range + lane * kPieceColumns; place < end; place += kStep) {
+    walk(place, [&](uint32_t bits, float x, int32_t column, bool is_choice) {
+      mine += weight(bits, x, column, is_choice);
+    });
+  }
+  mine = warp_sum(mine);
+  __syncthreads();  // the scratch may still be read
+  if (lane == 0) {
+    shared.filter.doubles[warp] = mine;
+  }
+  if (threadIdx.x == 0) {
+    shared.filter.column = -1;
+  }
+  __syncthreads();
+  for (int32_t i = 0; i < warp; ++i) {
+    running += shared.filter.doubles[i];
+  }
+  if (running <= target && running + mine > target) {  // one warp
+    for (int32_t first = warp * range; first < end; first += kStep) {
+      const int32_t place = first + lane * kPieceColumns;
+      double part = 0.0;
+      walk(place, [&](uint32_t bits, float x, int32_t column, bool is_choice) {
+        part += weight(bits, x, column, is_choice);
+      });
+      double inclusive = part;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const double other = __shfl_up_sync(kFullWarp, inclusive, offset);
+        inclusive += lane >= offset ? other : 0.0;
+      }
+      const unsigned passed = __ballot_sync(kFullWarp, part > 0.0 && running + inclusive > target);
+      if (passed == 0) {
+        running += __shfl_sync(kFullWarp, inclusive, 31);
+        continue;
+      }
+      if (lane == __ffs(static_cast<int>(passed)) - 1) {
+        double sum = running + (inclusive - part);
+        int32_t found = -1;
+        bool is_found = false;
+        walk(place, [&](uint32_t bits, float x, int32_t column, bool is_choice) {
+          const double own = weight(bits, x, column, is_choice);
+          sum += own;
+          if (own > 0.0 && !is_found) {
+            found = column;
+            is_found = sum > target;
+          }
+        });
+        shared.filter.column = found;
+      }
+      break;
+    }
+  }
+  __syncthreads();
+  return shared.filter.column;
+}
+
 /// Turns the number of ties that stay, as find_top_p leaves it, into the last such column.
 __device__ void find_last_tie(const FilterArgs& args, ClusterShared& shared, RowView& view) {
   if (view.state.last_tie >= -1) {
     return;
   }
-  const auto wanted = static_cast<int32_t>(-2 - view.state.last_tie);
-  int32_t seen = 0;
-  for (int32_t tile = 0; tile < view.num_columns; tile += kThreads * kPieceColumns) {
-    const int32_t place = tile + static_cast<int32_t>(threadIdx.x) * kPieceColumns;
-    int32_t mine = 0;
-    const auto walk = [&](const auto& visit) {
-      if (place < view.num_columns) {
-        visit_piece(args, shared, view, place, visit);
-      }
-    };
-    walk([&](uint32_t bits, float, int32_t, bool) { mine += bin_of(bits) == view.cut_bin; });
-    int32_t total = 0;
-    int32_t number = seen + filter_scan(mine, shared.filter.ints, total);
-    walk([&](uint32_t bits, float, int32_t column, bool) {
-      if (bin_of(bits) == view.cut_bin && ++number == wanted) {
-        shared.filter.column = column;
-      }
-    });
-    seen += total;
-    if (seen >= wanted) {
-      break;
-    }
-  }
-  __syncthreads();
-  view.state.last_tie = shared.filter.column;
+  const auto wanted = static_cast<double>(-2 - view.state.last_tie);
+  view.state.last_tie =
+      find_passing(args, shared, view, 0.0, wanted - 0.5, [&](uint32_t bits, float, int32_t, bool) {
+        return bin_of(bits) == view.cut_bin ? 1.0 : 0.0;
+      });
+}
+
+/// The sums and maxima of the parts that the lanes of a warp hold.
+__device__ __forceinline__ RowSums add_warp(const RowSums& part) {
+  RowSums sums;
+  sums.sum = warp_sum(part.sum);
+  sums.weighted = warp_sum(part.weighted);
+  sums.raw_sum = warp_sum(part.raw_sum);
+  sums.candidate_sum = warp_sum(part.candidate_sum);
+  sums.last = __reduce_max_sync(kFullWarp, part.last);
+  // Entries are values here, so that two may be equal.
+  const auto best = static_cast<uint32_t>(part.best >> 32);
+  const auto second = static_cast<uint32_t>(part.second >> 32);
+  const uint32_t top = __reduce_max_sync(kFullWarp, best);
+  const bool has_tie = __popc(__ballot_sync(kFullWarp, best == top)) > 1;
+  const uint32_t next = __reduce_max_sync(kFullWarp, best == top && !has_tie ? second : best);
+  sums.best = static_cast<uint64_t>(top) << 32;
+  sums.second = static_cast<uint64_t>(next) << 32;
+  return sums;
 }
 
 /// Sums of this CTA's columns, reported.
 __device__ void sum_columns(const FilterArgs& args, ClusterShared& shared, const RowView& view) {
-  RowSums sums;
   // A thread adds a few dozen columns in fp32; threads and CTAs are added in fp64.
-  float raw_sum = 0.0F;
   float sum = 0.0F;
   float weighted = 0.0F;
   float candidate_sum = 0.0F;
-  visit_slice(args, shared, view, [&](uint32_t bits, float x, int32_t column, bool is_choice) {
-    const float z = view.state.transform.tempered(x);
-    raw_sum += ptx::exp2_approx((x - view.state.largest_logit) * 1.44269504F);
-    const bool is_kept = view.is_kept(bin_of(bits), z, column);
-    if (!is_kept && !view.is_whole) {
-      return;
+  float best = -INFINITY;
+  float second = -INFINITY;
+  int32_t last = -1;
+  for (int32_t place = static_cast<int32_t>(threadIdx.x) * kPieceColumns; place < view.num_columns;
+       place += kThreads * kPieceColumns) {
+    visit_large(args, shared, view, place, view.is_whole ? -INFINITY : view.least_value,
+                [&](uint32_t bits, float x, int32_t column, bool is_choice) {
+                  const float z = view.state.transform.tempered(x);
+                  const bool is_kept = view.is_kept(bin_of(bits), z, column);
+                  if (!is_kept && !view.is_whole) {
+                    return;
+                  }
+                  const float mass = view.state.mass(z);
+                  if (is_kept && is_choice) {
+                    candidate_sum += mass;
+                    last = column;
+                  }
+                  sum += mass;
+                  weighted += mass > 0.0F ? mass * (z - view.state.largest_z) : 0.0F;
+                  if (is_choice) {
+                    second = fmaxf(second, fminf(best, x));
+                    best = fmaxf(best, x);
+                  }
+                });
+  }
+  const auto entry = [](float value) {
+    return value == -INFINITY ? 0 : static_cast<uint64_t>(ordered_bits(value)) << 32;
+  };
+  RowSums mine;
+  mine.sum = static_cast<double>(sum);
+  mine.weighted = static_cast<double>(weighted);
+  mine.raw_sum = static_cast<double>(view.raw_part);
+  mine.candidate_sum = static_cast<double>(candidate_sum);
+  mine.best = entry(best);
+  mine.second = entry(second);
+  mine.last = last;
+  mine = add_warp(mine);
+  if ((threadIdx.x & 31) == 0) {
+    shared.warp_sums[threadIdx.x >> 5] = mine;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const RowSums sums =
+        add_warp(threadIdx.x < kFilterWarps ? shared.warp_sums[threadIdx.x] : RowSums{});
+    if (threadIdx.x == 0) {
+      shared.report.sums = sums;
     }
-    const float mass = view.state.mass(z);
-    if (is_kept && is_choice) {
-      candidate_sum += mass;
-      sums.last = column;
-    }
-    sum += mass;
-    weighted += mass > 0.0F ? mass * (z - view.state.largest_z) : 0.0F;
-    if (is_choice) {
-      const uint64_t entry = ranked(x, column);
-      if (entry > sums.best) {
-        sums.second = sums.best;
-        sums.best = entry;
-      } else if (entry > sums.second) {
-        sums.second = entry;
-      }
-    }
-  });
-  sums.sum = filter_sum(static_cast<double>(sum), shared.filter.doubles);
-  sums.weighted = filter_sum(static_cast<double>(weighted), shared.filter.doubles);
-  sums.raw_sum = filter_sum(static_cast<double>(raw_sum), shared.filter.doubles);
-  sums.candidate_sum = filter_sum(static_cast<double>(candidate_sum), shared.filter.doubles);
-  const uint64_t best = filter_max(sums.best, shared.filter);
-  sums.second = filter_max(sums.best == best ? sums.second : sums.best, shared.filter);
-  sums.best = best;
-  sums.last =
-      static_cast<int32_t>(filter_max(static_cast<uint64_t>(sums.last + 1), shared.filter)) - 1;
-  if (threadIdx.x == 0) {
-    shared.report.sums = sums;
   }
 }
 
-/// Sums of the row, and the CTA that draws with the candidate mass before it.
-struct RowTotals final {
-  RowSums sums;
-  double before = 0.0;
-  int32_t drawer = -1;
-};
-
+/// Adds the reports of all CTAs. By one warp, with a report in each of the first lanes.
 __device__ RowTotals add_sums(ClusterShared& shared, double uniform) {
-  RowTotals totals;
-  for (uint32_t rank = 0; rank < kCtas; ++rank) {
-    const RowSums part = ptx::cluster_pointer(&shared.report, rank)->sums;
-    totals.sums.sum += part.sum;
-    totals.sums.weighted += part.weighted;
-    totals.sums.raw_sum += part.raw_sum;
-    totals.sums.candidate_sum += part.candidate_sum;
-    totals.sums.last = part.last > totals.sums.last ? part.last : totals.sums.last;
-    const uint64_t lesser = part.best > totals.sums.best ? totals.sums.best : part.best;
-    totals.sums.best = part.best > totals.sums.best ? part.best : totals.sums.best;
-    totals.sums.second = totals.sums.second > lesser ? totals.sums.second : lesser;
-    totals.sums.second = totals.sums.second > part.second ? totals.sums.second : part.second;
+  const uint32_t lane = threadIdx.x & 31;
+  RowSums part;
+  if (lane < kCtas) {
+    part = ptx::cluster_pointer(&shared.report, lane)->sums;
   }
+  RowTotals totals;
+  totals.sums = add_warp(part);
   const double target = uniform * totals.sums.candidate_sum;
-  double running = 0.0;
-  for (int32_t rank = 0; rank < kCtas; ++rank) {
-    const RowSums part = ptx::cluster_pointer(&shared.report, static_cast<uint32_t>(rank))->sums;
-    if (part.last >= 0) {  // the last one if rounding leaves none
-      totals.drawer = rank;
-      totals.before = running;
-    }
-    if (part.last >= 0 && running + part.candidate_sum > target) {
-      break;
-    }
-    running += part.candidate_sum;
+  double inclusive = part.candidate_sum;
+#pragma unroll
+  for (uint32_t offset = 1; offset < kCtas; offset *= 2) {
+    const double other = __shfl_up_sync(kFullWarp, inclusive, offset);
+    inclusive += lane >= offset ? other : 0.0;
+  }
+  const unsigned filled = __ballot_sync(kFullWarp, part.last >= 0);
+  const unsigned passed = __ballot_sync(kFullWarp, part.last >= 0 && inclusive > target);
+  if (filled != 0) {  // the last one if rounding leaves none
+    totals.drawer =
+        passed != 0 ? __ffs(static_cast<int>(passed)) - 1 : 31 - __clz(static_cast<int>(filled));
+    const double before = __shfl_up_sync(kFullWarp, inclusive, 1);
+    totals.before = __shfl_sync(kFullWarp, lane == 0 ? 0.0 : before, totals.drawer);
   }
   return totals;
 }
@@ -330,47 +314,23 @@ __device__ RowTotals add_sums(ClusterShared& shared, double uniform) {
 /// does.
 __device__ int32_t draw_column(const FilterArgs& args, ClusterShared& shared, const RowView& view,
                                double before, double target) {
-  if (threadIdx.x == 0) {
-    shared.filter.column = INT32_MAX;
-  }
-  for (int32_t tile = 0; tile < view.num_columns; tile += kThreads * kPieceColumns) {
-    const int32_t place = tile + static_cast<int32_t>(threadIdx.x) * kPieceColumns;
-    const auto walk = [&](const auto& take) {
-      if (place < view.num_columns) {
-        visit_piece(args, shared, view, place,
-                    [&](uint32_t bits, float x, int32_t column, bool is_choice) {
-                      const float z = view.state.transform.tempered(x);
-                      if (is_choice && view.is_kept(bin_of(bits), z, column)) {
-                        take(static_cast<double>(view.state.mass(z)), column);
-                      }
-                    });
-      }
-    };
-    double mine = 0.0;
-    walk([&](double mass, int32_t) { mine += mass; });
-    double total = 0.0;
-    double running = before + filter_scan(mine, shared.filter.doubles, total);
-    before += total;
-    if (before > target) {
-      walk([&](double mass, int32_t column) {
-        running += mass;
-        if (running > target) {
-          atomicMin(&shared.filter.column, column);
-        }
-      });
-      break;
-    }
-  }
-  __syncthreads();
-  return shared.filter.column == INT32_MAX ? shared.report.sums.last : shared.filter.column;
+  const int32_t found = find_passing(args, shared, view, before, target,
+                                     [&](uint32_t bits, float x, int32_t column, bool is_choice) {
+                                       const float z = view.state.transform.tempered(x);
+                                       return is_choice && view.is_kept(bin_of(bits), z, column)
+                                                  ? static_cast<double>(view.state.mass(z))
+                                                  : 0.0;
+                                     });
+  return found < 0 ? shared.report.sums.last : found;
 }
 
 /// Finds the cuts; false when the row is one for the general kernel. The same in every CTA.
 __device__ bool find_cuts(const FilterArgs& args, ClusterShared& shared, RowView& view,
-                          const RowFilters& filters) {
+                          const RowFilters& filters, double middle_tempered) {
   const float inverse = view.state.transform.inv_temperature;
   const bool is_low_blurred =
-      shared.totals[0] > 0 && (view.state.largest_logit - kLowValue) * inverse < 100.0F;
+      shared.totals[0] > 0 &&
+      (view.state.largest_logit - kLowValue) * fminf(inverse, 1.0F) < 100.0F;
   if (shared.totals[kTopBin] > 0 || is_low_blurred) {
     return false;
   }
@@ -388,12 +348,19 @@ __device__ bool find_cuts(const FilterArgs& args, ClusterShared& shared, RowView
     return true;
   }
   // Where min-p ends inside the middle bin, its columns are not alike.
-  const double middle_width =
-      static_cast<double>(kMiddleWidth) * fabs(static_cast<double>(inverse));
-  if (args.order == FilterOrder::kTopKFirst && fabs(view.state.lowest_z) <= middle_width) {
+  const float middle_width = kMiddleWidth * fabsf(inverse);
+  if (args.order == FilterOrder::kTopKFirst &&
+      fabs(view.state.lowest_z) <= static_cast<double>(middle_width)) {
     return false;
   }
-  weigh_middle_bin(args, shared, view);
+  if (shared.totals[kMiddleBin] > 0) {
+    // On average; their powers relative to 1 are in the range of fp32.
+    if (middle_width > 50.0F) {
+      return false;
+    }
+    view.middle_mass =
+        view.state.mass(0.0F) * static_cast<float>(middle_tempered / shared.totals[kMiddleBin]);
+  }
   return find_top_p(args, shared, view, filters.top_p);
 }
 
@@ -403,7 +370,7 @@ __device__ void run_row(const FilterArgs& args, ClusterShared& shared, RowView& 
   load_slice(args, shared, view, source);
   count_columns(args, shared, view);
   cluster_sync();
-  const CtaReport merged = merge_reports(shared, view.state);
+  const CtaReport merged = merge_reports(shared, view);
   if (merged.best == 0) {
     if (rank == 0) {
       write_no_choice(args, row, merged.bad_count);
@@ -411,12 +378,14 @@ __device__ void run_row(const FilterArgs& args, ClusterShared& shared, RowView& 
     return;
   }
   float* mark = args.rows.stats + row * args.rows.stats_stride + kStatsBadCount;
-  if (!find_cuts(args, shared, view, filters)) {
+  if (!find_cuts(args, shared, view, filters, merged.middle_tempered)) {
     if (rank == 0 && threadIdx.x == 0) {
       *mark = kPendingRow;
     }
     return;
   }
+  const int32_t least_bin = max(view.least_bin, view.cut_bin);
+  view.least_value = least_bin == 0 ? -INFINITY : bin_value(least_bin);
   find_last_tie(args, shared, view);
   // The least float at or above the bound keeps what the bound keeps.
   view.lowest_z = __double2float_ru(view.state.lowest_z);
@@ -425,7 +394,14 @@ __device__ void run_row(const FilterArgs& args, ClusterShared& shared, RowView& 
   sum_columns(args, shared, view);
   cluster_sync();
   const double uniform = args.rows.uniforms[row];
-  const RowTotals totals = add_sums(shared, uniform);
+  if (threadIdx.x < 32) {
+    const RowTotals all = add_sums(shared, uniform);
+    if (threadIdx.x == 0) {
+      shared.row = all;
+    }
+  }
+  __syncthreads();
+  const RowTotals totals = shared.row;
   if (totals.drawer < 0) {
     // Nothing that may be drawn was kept.
     if (rank == 0 && threadIdx.x == 0) {
@@ -436,14 +412,14 @@ __device__ void run_row(const FilterArgs& args, ClusterShared& shared, RowView& 
   if (rank == static_cast<uint32_t>(totals.drawer)) {
     const int32_t chosen =
         draw_column(args, shared, view, totals.before, uniform * totals.sums.candidate_sum);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x < 32) {
       const float x = RowTransform::sanitized(to_float(shared.columns[chosen - view.first]));
       write_filtered(args, view.state, totals.sums, row, chosen, x, merged.bad_count);
     }
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 3)
     cluster_filter_kernel(const __grid_constant__ FilterArgs args, int32_t slice) {
   extern __shared__ __align__(16) uint8_t memory[];
   auto& shared = *reinterpret_cast<ClusterShared*>(memory);
