@@ -29,6 +29,7 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
   csrc/kernels/cuda/portable/moe_permute.cu
   csrc/kernels/cuda/portable/norm.cu
   csrc/kernels/cuda/portable/rope.cu
+  csrc/kernels/cuda/portable/rope_stream.cu
   csrc/kernels/cuda/portable/router_gemm.cu
   csrc/kernels/cuda/portable/routing.cu
   csrc/kernels/cuda/portable/sample_filtered.cu

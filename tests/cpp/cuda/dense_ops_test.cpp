@@ -144,6 +144,61 @@ TestTensor angle_table(int64_t positions, int64_t rotary_dim) {
   return table;
 }
 
+/// Runs qk_norm_rope_store on rows of `qkv` from `first` on, on the device and in place.
+void store_rows(TestTensor* qkv, int64_t first, int64_t count, TestTensor* table,
+                TestTensor* weight, TestTensor* k_cache, TestTensor* v_cache) {
+  std::vector<int64_t> positions;
+  std::vector<int32_t> slots;
+  for (int64_t t = first; t < first + count; ++t) {
+    positions.push_back(t % 50);
+    slots.push_back(static_cast<int32_t>(t % 7 == 3 ? -1 : t));
+  }
+  TensorRef rows = qkv->ref();
+  rows.data = static_cast<uint16_t*>(rows.data) + first * rows.stride[0];
+  rows.size[0] = count;
+  DeviceMirror mirror;
+  QkNormRopeParams params;
+  params.qkv = mirror.upload(rows);
+  params.positions = mirror.upload(ref_of(positions));
+  params.cos_sin_cache = mirror.upload(table->ref());
+  params.q_weight = mirror.upload(weight->ref());
+  params.k_weight = params.q_weight;
+  params.k_cache = mirror.upload(k_cache->ref());
+  params.v_cache = mirror.upload(v_cache->ref());
+  params.slot_mapping = mirror.upload(ref_of(slots));
+  params.num_q_heads = 5;
+  params.num_kv_heads = 3;
+  params.head_dim = static_cast<int32_t>(weight->ref().size[0]);
+  params.weight_offset = 0.5F;
+  const Status status = qk_norm_rope_store(params, device_context());
+  ASSERT_TRUE(status.ok()) << status.message();
+  mirror.download();
+}
+
+TEST(CudaRopeTest, ARowDoesNotDependOnHowManyThereAre) {
+  DIFFULEX_REQUIRE_DEVICE();
+  std::mt19937_64 random(6);
+  constexpr int64_t kTokens = 600;
+  constexpr int64_t kFew = 100;
+  for (const int64_t dim : {64, 128, 256, 512}) {
+    const DType dtype = dim == 128 ? DType::kBF16 : DType::kF16;
+    TestTensor table = angle_table(50, dim == 256 ? 64 : dim);
+    TestTensor weight = random_tensor(&random, dtype, {dim});
+    TestTensor many[3] = {random_tensor(&random, dtype, {kTokens, 11 * dim}),
+                          TestTensor(dtype, {38, 16, 3, dim}), TestTensor(dtype, {38, 16, 3, dim})};
+    many[1].fill(kNaN);
+    many[2].fill(kNaN);
+    TestTensor few[3] = {many[0], many[1], many[2]};
+    store_rows(&many[0], 0, kTokens, &table, &weight, &many[1], &many[2]);
+    for (int64_t first = 0; first < kTokens; first += kFew) {
+      store_rows(&few[0], first, kFew, &table, &weight, &few[1], &few[2]);
+    }
+    for (int i = 0; i < 3; ++i) {
+      ASSERT_EQ(many[i].bytes(), few[i].bytes()) << "tensor " << i << " D " << dim;
+    }
+  }
+}
+
 TEST(CudaRopeTest, FusedAndPlainMatchCpu) {
   DIFFULEX_REQUIRE_DEVICE();
   std::mt19937_64 random(4);
@@ -153,7 +208,8 @@ TEST(CudaRopeTest, FusedAndPlainMatchCpu) {
     const int64_t rotary = pick(&random, {dim, dim / 2, 8});
     const int64_t hq = uniform(&random, 1, 5);
     const int64_t hkv = uniform(&random, 1, 2);
-    const int64_t tokens = uniform(&random, 1, 9);
+    // From 512 tokens on another kernel takes over where it can.
+    const int64_t tokens = seed % 6 == 5 ? uniform(&random, 512, 530) : uniform(&random, 1, 9);
     const bool raw_k = seed % 5 == 4;
     const bool stores = seed % 2 == 0;
     const KvLayout layout = seed % 4 == 0 ? KvLayout::kDistinct : KvLayout::kUnified;
@@ -163,7 +219,7 @@ TEST(CudaRopeTest, FusedAndPlainMatchCpu) {
     std::vector<int32_t> slots;
     for (int64_t t = 0; t < tokens; ++t) {
       positions.push_back(uniform(&random, 0, 49));
-      slots.push_back(static_cast<int32_t>(t % 3 == 2 ? -1 : (t * 5) % 32));
+      slots.push_back(static_cast<int32_t>(t % 3 == 2 || t >= 32 ? -1 : (t * 5) % 32));
     }
     TestTensor qkv = random_tensor(&random, dtype, {tokens, (hq + (raw_k ? 1 : 2) * hkv) * dim},
                                    pick(&random, {0, 8, 1}));

@@ -5,7 +5,6 @@
 // lane owns whole rotary pairs, so nothing crosses lanes but the sum of squares.
 #include <cstdint>
 
-#include "kernels/cuda/common/cache_view.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/common/reduce.cuh"
@@ -13,6 +12,8 @@
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/portable/check_data.h"
 #include "kernels/cuda/portable/prepare.h"
+#include "kernels/cuda/portable/rope_args.cuh"
+#include "kernels/cuda/portable/rope_stream.h"
 
 namespace diffulex::cuda {
 namespace {
@@ -20,45 +21,8 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int32_t kMaxHeadDim = 512;
-
-/// Heads of one projection inside the packed rows.
-struct HeadGroup {
-  void* data;            // first head of token 0
-  int64_t token_stride;  // in elements
-  int64_t head_stride;
-  const void* weight;  // [D] or null
-  int32_t num_heads;
-  bool has_norm;  // RMSNorm before the rotation
-  bool is_weight_float;
-};
-
-struct RopeArgs {
-  HeadGroup q;
-  HeadGroup k;
-  HeadGroup v;           // num_heads = 0 when V needs no work; token 0 of v_out if separate
-  const float* cos_sin;  // [max_pos, rotary_dim]
-  int64_t cos_sin_stride;
-  int64_t max_position;
-  const void* positions;  // [T]
-  bool is_position_int64;
-  const void* slots;  // [T] or null
-  bool is_slot_int64;
-  CacheView k_cache;
-  CacheView v_cache;
-  int32_t cache_dtype;  // DType of the caches
-  bool is_cache_plain;  // caches of the rows' type with contiguous, aligned heads
-  int64_t num_tokens;
-  int32_t num_warp_heads;  // warps per token
-  int32_t warp_heads;      // consecutive heads of one projection that a warp does
-  int32_t q_end;           // heads of q and k, rounded up to warp_heads
-  int32_t k_end;
-  int32_t head_dim;
-  int32_t rotary_dim;
-  float eps;
-  float weight_offset;
-  bool neox;
-  bool v_from_raw_k;
-};
+/// From here on the tables of a token are worth keeping for several heads.
+constexpr int64_t kManyTokens = 512;
 
 /// How lanes share a head: each handles kUnits units of kWidth elements, kWidth / 2 rotary pairs.
 /// Results depend on the shape alone, never on the number of tokens.
@@ -148,10 +112,7 @@ __device__ __forceinline__ void rotate_unit(const UnitTables<Shape>& tables,
   for (int pair = 0; pair < Shape::kHalf; ++pair) {
     const int first = kNeox ? pair : 2 * pair;
     const int second = kNeox ? Shape::kHalf + pair : 2 * pair + 1;
-    const float x1 = values[first];
-    const float x2 = values[second];
-    values[first] = x1 * tables.cosine[pair] - x2 * tables.sine[pair];
-    values[second] = x2 * tables.cosine[pair] + x1 * tables.sine[pair];
+    rotate_pair(tables.cosine[pair], tables.sine[pair], values[first], values[second]);
   }
 }
 
@@ -169,32 +130,6 @@ __device__ __forceinline__ void store_cached(const CacheView& cache, int32_t dty
       static_cast<__nv_bfloat16*>(cache.data)[offset] = from_float<__nv_bfloat16>(value);
       break;
   }
-}
-
-/// Page and offset of a slot; page -1 when nothing is stored.
-struct SlotPlace {
-  int64_t page = -1;
-  int64_t offset = 0;
-};
-
-__device__ __forceinline__ SlotPlace find_slot(const RopeArgs& args, int64_t token) {
-  SlotPlace place;
-  if (args.slots == nullptr) {
-    return place;
-  }
-  const int64_t slot = load_index(args.slots, args.is_slot_int64, token);
-  if (slot >= 0 && slot <= UINT32_MAX) {
-    const auto page_size = static_cast<uint32_t>(args.k_cache.page_size);
-    const uint32_t page = static_cast<uint32_t>(slot) / page_size;
-    if (page < static_cast<uint32_t>(args.k_cache.num_pages)) {
-      place.page = page;
-      place.offset = static_cast<uint32_t>(slot) - page * page_size;
-    }
-  } else if (slot >= 0 && slot / args.k_cache.page_size < args.k_cache.num_pages) {
-    place.page = slot / args.k_cache.page_size;
-    place.offset = slot % args.k_cache.page_size;
-  }
-  return place;
 }
 
 template <typename Shape>
@@ -228,9 +163,7 @@ __device__ __forceinline__ void load_weights(const RopeArgs& args, const HeadGro
 template <typename Shape>
 __device__ __forceinline__ void load_angles(const RopeArgs& args, int64_t token,
                                             UnitTables<Shape> (&tables)[Shape::kUnits]) {
-  int64_t position = load_index(args.positions, args.is_position_int64, token);
-  position = position < 0 ? 0 : (position >= args.max_position ? args.max_position - 1 : position);
-  const float* cos_sin = args.cos_sin + position * args.cos_sin_stride;
+  const float* cos_sin = find_angles(args, token);
 #pragma unroll
   for (int i = 0; i < Shape::kUnits; ++i) {
     if (Shape::unit(i) < args.rotary_dim / Shape::kWidth) {
@@ -285,7 +218,7 @@ __device__ __forceinline__ void finish_head(const RopeArgs& args, const HeadGrou
     for (int i = 0; i < Shape::kUnits; ++i) {
 #pragma unroll
       for (int j = 0; j < Shape::kWidth; ++j) {
-        sum += source.units[i].at(j) * source.units[i].at(j);
+        sum = fmaf(source.units[i].at(j), source.units[i].at(j), sum);
       }
     }
 #pragma unroll
@@ -332,24 +265,14 @@ __device__ __forceinline__ void finish_head(const RopeArgs& args, const HeadGrou
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ RopeArgs args) {
   using T = typename Shape::T;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + (threadIdx.x >> 5);
-  // 32-bit division where it is enough.
-  const int64_t token = index <= UINT32_MAX ? static_cast<uint32_t>(index) /
-                                                  static_cast<uint32_t>(args.num_warp_heads)
-                                            : index / args.num_warp_heads;
+  const HeadRun run =
+      find_heads(args, static_cast<int64_t>(blockIdx.x) * kWarps + (threadIdx.x >> 5));
+  const int64_t token = run.token;
   if (token >= args.num_tokens) {
     return;
   }
-  auto first = static_cast<int32_t>(index - token * args.num_warp_heads) * args.warp_heads;
-  int32_t part = 0;  // 0 = q, 1 = k, 2 = v
-  if (first >= args.q_end) {
-    first -= args.q_end;
-    part = 1;
-    if (first >= args.k_end) {
-      first -= args.k_end;
-      part = 2;
-    }
-  }
+  const int32_t part = run.part;
+  const int32_t first = run.first;
   const HeadGroup& group = part == 0 ? args.q : (part == 1 ? args.k : args.v);
   // Weights come from no kernel: their way from memory overlaps the end of the one before.
   UnitTables<Shape> tables[Shape::kUnits];
@@ -404,13 +327,7 @@ bool is_wide(const HeadGroup& group, int64_t bytes) {
 /// at once while there are few, more when the tables of a token are worth keeping.
 template <typename Shape>
 cudaError_t launch_shape(RopeArgs args, const ExecContext& context) {
-  args.warp_heads = Shape::kHeads * (args.num_tokens >= 512 ? Shape::kSteps : 1);
-  const auto round_up = [&](int32_t heads) {
-    return (heads + args.warp_heads - 1) / args.warp_heads * args.warp_heads;
-  };
-  args.q_end = round_up(args.q.num_heads);
-  args.k_end = round_up(args.k.num_heads);
-  args.num_warp_heads = (args.q_end + args.k_end + round_up(args.v.num_heads)) / args.warp_heads;
+  deal_heads(Shape::kHeads * (args.num_tokens >= kManyTokens ? Shape::kSteps : 1), &args);
   const LaunchShape shape{
       static_cast<unsigned>(ceil_div(args.num_tokens * args.num_warp_heads, kWarps)), kThreads, 0,
       stream_of(context)};
@@ -426,6 +343,11 @@ cudaError_t launch_rope(const RopeArgs& args, const ExecContext& context) {
                         args.cos_sin_stride % 4 == 0;
   if (!has_wide) {
     return launch_shape<NarrowShape<T>>(args, context);
+  }
+  if constexpr (sizeof(T) == 2) {
+    if (args.num_tokens >= kManyTokens && can_stream_heads(args)) {
+      return stream_heads<T>(args, context);
+    }
   }
   if (args.head_dim <= 64) {
     return launch_shape<WideShape<T, 4>>(args, context);
@@ -567,6 +489,7 @@ Status qk_norm_rope_store(const QkNormRopeParams& params, const ExecContext& con
 
 Status prepare_rope() {
   constexpr const char* kWhere = "diffulex::qk_norm_rope";
+  DIFFULEX_RETURN_IF_ERROR(prepare_rope_stream());
   return for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;
     DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, rope_kernel<NarrowShape<T>>));
