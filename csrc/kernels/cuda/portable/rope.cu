@@ -18,7 +18,8 @@
 namespace diffulex::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+// Large CTAs: they sit on few multiprocessors and leave the others to the next kernel at once.
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int32_t kMaxHeadDim = 512;
 /// From here on the tables of a token are worth keeping for several heads.
