@@ -60,6 +60,7 @@ set(DIFFULEX_TESTS_CUDA_SOURCES
     tests/cpp/cuda/block_rules_device_test.cu
     tests/cpp/cuda/dense_ops_test.cpp
     tests/cpp/cuda/hopper_attention_test.cpp
+    tests/cpp/cuda/linear_chain_test.cpp
     tests/cpp/cuda/linear_hopper_test.cpp
     tests/cpp/cuda/moe_hopper_test.cpp
     tests/cpp/cuda/moe_test.cpp

@@ -27,9 +27,13 @@ int64_t plan_cost(int64_t rounds, int64_t depth, int64_t tile_rows, int64_t spli
 /// The shared memory of a CTA whose tile is `plan->tile_rows` of W and `rows` of x.
 void fit_ring(int32_t rows, int32_t smem_limit, LinearPlan* plan) {
   constexpr int32_t kMaxStages = 14;
-  constexpr int32_t kBarrierBytes = 256;
+  constexpr int32_t kBarrierBytes = 384;
   constexpr int32_t kShortTile = 96;  // rows of W whose stages want two lines
+  // Enough for the bandwidth of the memory, and little for others to wait behind.
+  constexpr int32_t kPacedBytes = 40 * 1024;
   plan->lines = plan->tile_rows <= kShortTile ? 2 : 1;
+  const int32_t weight_bytes = plan->tile_rows * kLineBytes * plan->lines;
+  plan->paced_stages = std::max(2, kPacedBytes / weight_bytes);
   plan->stage_bytes = (plan->tile_rows + rows) * kLineBytes * plan->lines;
   // Half of the sums of every 16 rows of W: 512 bytes for eight rows of x.
   plan->partial_bytes = plan->splits > 1 ? plan->tile_rows / 16 * (rows / 8) / 2 * 512 : 0;

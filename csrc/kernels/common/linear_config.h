@@ -15,6 +15,7 @@ struct LinearPlan final {
   int32_t splits = 1;         // shares of the depth: 1, or 2 as the CTAs of a cluster
   int32_t lines = 1;          // of a stage, 64 elements of depth each: 1 or 2
   int32_t stages = 0;         // of the ring
+  int32_t paced_stages = 0;   // of W on their way at a time before x may be read
   int32_t num_tiles = 0;      // of tile_rows rows of W
   int32_t num_clusters = 0;   // that take tiles in turn
   int32_t stage_bytes = 0;    // of W, then of x

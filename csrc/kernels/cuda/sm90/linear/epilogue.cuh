@@ -29,6 +29,7 @@ struct LinearArgs {
   int32_t splits;         // shares of the depth: 1 or 2
   int32_t lines;          // of a stage
   int32_t stages;         // of the ring
+  int32_t paced_stages;   // on their way at a time while the kernels in front run
   int32_t stage_bytes;    // of W, then of x
   int32_t partial_bytes;  // from the other share, a tile; 0 without one
   int32_t warps;          // that hold sums: tile_rows / 16

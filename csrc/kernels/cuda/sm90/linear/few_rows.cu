@@ -92,6 +92,7 @@ Status launch(const LinearFewRowsParams& params, const ExecContext& context) {
   args.splits = plan.splits;
   args.lines = plan.lines;
   args.stages = plan.stages;
+  args.paced_stages = plan.paced_stages;
   args.stage_bytes = plan.stage_bytes;
   args.partial_bytes = plan.partial_bytes;
   args.warps = plan.tile_rows / 16;

@@ -7,7 +7,8 @@
 //               of W: the memory feeds pairs of processors evenly, so uneven shares would wait
 //   cluster     two shares of the depth where the tiles of W alone do not come out even
 //   copy warp   streams W and x; the first W while the kernels in front still run, from the moment
-//               the CTA in front leaves the processor
+//               the CTA in front leaves the processor, and then no faster than the memory delivers:
+//               what they read would wait behind it
 //   warpgroups  W tile (64 rows each) times x tile: rows of W are the wide operand
 //   epilogue    each share sends the other one half of its sums and writes the other half
 //
@@ -47,16 +48,20 @@ struct LinearSmem final {
   uint32_t partials;
   uint32_t full;
   uint32_t empty;
+  uint32_t landed;  // a barrier for the first W of each stage
   uint32_t partials_full;
   uint32_t partials_empty;
+  uint32_t released;  // a barrier: the kernels in front have ended
 
   __device__ __forceinline__ LinearSmem(const uint8_t* raw, const LinearArgs& args) {
     stages = ptx::smem_address(raw);
     partials = stages + args.stages * args.stage_bytes;
     full = partials + args.partial_bytes;
     empty = full + 8 * args.stages;
-    partials_full = empty + 8 * args.stages;
+    landed = empty + 8 * args.stages;
+    partials_full = landed + 8 * args.stages;
     partials_empty = partials_full + 8;
+    released = partials_empty + 8;
   }
 };
 
@@ -67,6 +72,7 @@ struct LinearWork final {
   int32_t split;
   int32_t begin;  // steps of depth
   int32_t count;
+  int32_t early;  // of them, those whose W comes while the kernels in front run
 
   __device__ __forceinline__ explicit LinearWork(const LinearArgs& args) {
     const int32_t bits = args.splits - 1;  // log2
@@ -76,10 +82,11 @@ struct LinearWork final {
     split = block & bits;
     begin = (args.num_steps * split) >> bits;
     count = ((args.num_steps * (split + 1)) >> bits) - begin;
+    early = count < args.stages ? count : args.stages;
   }
 };
 
-/// The thread that starts the copies of a CTA.
+/// Starts the copies of a CTA: W and later rows by one thread, the first rows by another.
 template <typename Traits>
 class LinearProducer final {
  public:
@@ -93,47 +100,68 @@ class LinearProducer final {
         work_(args),
         policy_(ptx::policy_evict_first()) {}
 
-  /// Weights, which nothing in front writes: they fill the stages at once.
+  /// Weights, which nothing in front writes, fill the stages. Until the kernels in front have ended
+  /// few are on their way at a time.
   __device__ __forceinline__ void start() {
-    early_ = work_.count < args_.stages ? work_.count : args_.stages;
-    for (int32_t step = 0; step < early_; ++step) {
-      load_weights(step, work_.tile, step);
+    for (int32_t step = 0; step < work_.early; ++step) {
+      if (step >= args_.paced_stages) {
+        const uint32_t landed = smem_.landed + 8 * (step - args_.paced_stages);
+        while (!ptx::mbarrier_test(smem_.released, 0) && !ptx::mbarrier_test(landed, 0)) {
+        }
+      }
+      const uint32_t landed = smem_.landed + 8 * step;
+      ptx::mbarrier_arrive_expect(landed, static_cast<uint32_t>(weight_bytes()));
+      load_weights(step, work_.tile, step, landed);
     }
   }
 
+  /// The rows that belong to these weights, once the kernels in front have ended.
+  __device__ __forceinline__ void release() {
+    ptx::mbarrier_arrive(smem_.released);
+    for (int32_t step = 0; step < work_.early; ++step) {
+      const uint32_t full = smem_.full + 8 * step;
+      ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(args_.stage_bytes - weight_bytes()));
+      load_rows(step, step, full);
+    }
+  }
+
+  /// All that follows.
   __device__ __forceinline__ void run() {
     LinearCursor cursor;
-    for (int32_t step = 0; step < early_; ++step, cursor.advance(args_.stages)) {
-      load_rows(cursor.stage, step);
+    for (int32_t step = 0; step < work_.early; ++step) {
+      cursor.advance(args_.stages);
     }
-    int32_t first = early_;
+    int32_t first = work_.early;
     for (int32_t tile = work_.tile; tile < args_.num_tiles; tile += work_.stride) {
       for (int32_t step = first; step < work_.count; ++step, cursor.advance(args_.stages)) {
+        const uint32_t full = smem_.full + 8 * cursor.stage;
         ptx::mbarrier_wait(smem_.empty + 8 * cursor.stage, cursor.parity ^ 1);
-        load_weights(cursor.stage, tile, step);
-        load_rows(cursor.stage, step);
+        ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(args_.stage_bytes));
+        load_weights(cursor.stage, tile, step, full);
+        load_rows(cursor.stage, step, full);
       }
       first = 0;
     }
   }
 
  private:
-  __device__ __forceinline__ void load_weights(int32_t stage, int32_t tile, int32_t step) {
-    const uint32_t full = smem_.full + 8 * stage;
+  __device__ __forceinline__ int32_t weight_bytes() const {
+    return args_.lines * args_.tile_rows * Traits::kLineBytes;
+  }
+  __device__ __forceinline__ void load_weights(int32_t stage, int32_t tile, int32_t step,
+                                               uint32_t barrier) {
     uint32_t target = smem_.stages + stage * args_.stage_bytes;
-    ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(args_.stage_bytes));
     for (int32_t line = 0; line < args_.lines; ++line) {
       // Depth, 8 rows, two runs of them, pairs of runs.
-      ptx::tma_load_hinted(target, weight_map_, full, policy_, depth_of(step, line), 0, 0,
+      ptx::tma_load_hinted(target, weight_map_, barrier, policy_, depth_of(step, line), 0, 0,
                            tile * (args_.tile_rows / 16));
       target += args_.tile_rows * Traits::kLineBytes;
     }
   }
-  __device__ __forceinline__ void load_rows(int32_t stage, int32_t step) {
-    uint32_t target = smem_.stages + stage * args_.stage_bytes +
-                      args_.lines * args_.tile_rows * Traits::kLineBytes;
+  __device__ __forceinline__ void load_rows(int32_t stage, int32_t step, uint32_t barrier) {
+    uint32_t target = smem_.stages + stage * args_.stage_bytes + weight_bytes();
     for (int32_t line = 0; line < args_.lines; ++line) {
-      ptx::tma_load(target, row_map_, smem_.full + 8 * stage, depth_of(step, line), 0);
+      ptx::tma_load(target, row_map_, barrier, depth_of(step, line), 0);
       target += Traits::kRows * Traits::kLineBytes;
     }
   }
@@ -147,7 +175,6 @@ class LinearProducer final {
   const CUtensorMap* row_map_;
   const LinearWork work_;
   const uint64_t policy_;
-  int32_t early_ = 0;
 };
 
 /// 64 elements of depth: 64 rows of W at `weights` times the rows at `rows`.
@@ -175,6 +202,9 @@ __device__ __forceinline__ void consume(const LinearArgs& args, const LinearSmem
   float sums[Traits::kGroups][4];
   for (int32_t tile = work.tile; tile < args.num_tiles; tile += work.stride) {
     for (int32_t step = 0; step < work.count; ++step, cursor.advance(args.stages)) {
+      if (tile == work.tile && step < work.early) {
+        ptx::mbarrier_wait(smem.landed + 8 * cursor.stage, 0);
+      }
       ptx::mbarrier_wait(smem.full + 8 * cursor.stage, cursor.parity);
       uint32_t weights = smem.stages + cursor.stage * args.stage_bytes;
       uint32_t rows = weights + args.lines * weight_bytes;
@@ -213,11 +243,13 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
     for (int32_t stage = 0; stage < args.stages; ++stage) {
       ptx::mbarrier_init(smem.full + 8 * stage, 1);
       ptx::mbarrier_init(smem.empty + 8 * stage, blockDim.x / 128);
+      ptx::mbarrier_init(smem.landed + 8 * stage, 1);
     }
     if (args.splits > 1) {
       ptx::mbarrier_init(smem.partials_full, 1);
       ptx::mbarrier_init(smem.partials_empty, static_cast<uint32_t>(args.warps));
     }
+    ptx::mbarrier_init(smem.released, 1);
     ptx::mbarrier_init_fence();
     if (args.splits > 1) {
       ptx::mbarrier_arrive_expect(smem.partials_full, static_cast<uint32_t>(args.partial_bytes));
@@ -228,8 +260,8 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
   if (args.splits > 1) {
     ptx::cluster_arrive_relaxed();
   }
+  LinearProducer<Traits> producer(args, smem, &weight_map, &row_map);
   if (is_producer) {
-    LinearProducer<Traits> producer(args, smem, &weight_map, &row_map);
     const bool is_chosen = ptx::elect_one();
     if (is_chosen) {
       producer.start();
@@ -243,6 +275,10 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
   } else {
     // Results may overwrite what kernels in front still read.
     pdl_wait();
+    if (threadIdx.x == 0) {
+      producer.release();
+    }
+    __syncwarp();
   }
   if (args.splits > 1) {
     ptx::cluster_wait();  // the barriers of the other one are ready
