@@ -23,7 +23,7 @@ struct LinearPlan final {
   int32_t smem_bytes = 0;
 };
 
-/// Rows of x a tile holds: 16, 32 or 64.
+/// Rows of x a tile holds: 16, 32, 64 or 128.
 [[nodiscard]] int32_t linear_tile_rows(int64_t num_rows);
 
 /// The plan for `num_rows` rows of x, W [weight_rows, depth] and a device of `num_processors` with

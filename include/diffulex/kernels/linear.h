@@ -32,7 +32,7 @@ struct LinearPackedParams {
                                                 const ExecContext& context);
 
 /// Most rows of linear_few_rows.
-inline constexpr int64_t kMaxFewRows = 64;
+inline constexpr int64_t kMaxFewRows = 128;
 /// Its weight rows and its depth are multiples of these.
 inline constexpr int64_t kFewRowsColumns = 16;
 inline constexpr int64_t kFewRowsDepth = 64;

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Most rows of `linear_few_rows`, and what its columns and its depth are multiples of.
-FEW_ROWS = 64
+FEW_ROWS = 128
 FEW_ROWS_COLUMNS = 16
 FEW_ROWS_DEPTH = 64
 #: Output columns per panel of a packed weight.
 PANEL_COLUMNS = 32
+# Rows up to which `linear_few_rows` is fast with a weight of any size, and the columns with which it
+# is with more: one tile, of over 128 and up to 192 columns, to each of 132 processors.
+_ANY_WEIGHT_ROWS = 64
+_ONE_TILE_COLUMNS = range(132 * 128 + 1, 132 * 192 + 1)
 # Elements per look at whether a weight fits bfloat16; bounds the temporaries.
 _CHECK_ELEMENTS = 1 << 22
 
@@ -38,9 +42,12 @@ def few_rows_limit(num_columns: int, depth: int) -> int:
     """Rows up to which a product with a weight [num_columns, depth] is `linear_few_rows`.
 
     A rule of shapes alone; 0 means always torch's product. On an H200 the kernel was as fast as
-    cuBLAS or faster at the products of SDAR-8B, and its launch overlaps the kernels around it.
+    cuBLAS or faster at the products of SDAR-8B, and its launch overlaps the kernels around it; with
+    more than 64 rows where every processor has one high tile of the weight, as of gate and up.
     """
-    return 0 if num_columns % FEW_ROWS_COLUMNS or depth % FEW_ROWS_DEPTH else FEW_ROWS
+    if num_columns % FEW_ROWS_COLUMNS or depth % FEW_ROWS_DEPTH:
+        return 0
+    return FEW_ROWS if num_columns in _ONE_TILE_COLUMNS else _ANY_WEIGHT_ROWS
 
 
 @torch.no_grad()

@@ -36,8 +36,8 @@ def _linear_few_rows(
     arguments = FakeArguments("linear_few_rows", x)
     arguments.tensor("x", x, (torch.bfloat16, torch.float16), (None, None))
     num_rows, depth = x.shape
-    fits = num_rows <= 64 and depth % 64 == 0
-    arguments.require("x", fits, "at most 64 rows of a multiple of 64 elements", list(x.shape))
+    fits = num_rows <= 128 and depth % 64 == 0
+    arguments.require("x", fits, "at most 128 rows of a multiple of 64 elements", list(x.shape))
     arguments.tensor("weight", weight, (x.dtype,), (None, depth))
     weight_rows = weight.shape[0]
     arguments.require("weight", weight_rows % 16 == 0, "a multiple of 16 rows", weight_rows)

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <optional>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -89,19 +90,21 @@ struct Product final {
     mirror.download();
   }
 
-  /// Row `row` of x times row `weight_row` of W and bias, and the sum of the terms' sizes.
-  [[nodiscard]] std::pair<double, double> sum_of(int64_t row, int64_t weight_row) {
-    double sum = bias_ref.present() ? bias.get({weight_row}) : 0.0;
-    double size = std::abs(sum);
-    for (int64_t k = 0; k < x.ref().size[1]; ++k) {
-      const double term = x.get({row, k}) * weight.get({weight_row, k});
-      sum += term;
-      size += std::abs(term);
-    }
-    return {sum, size};
-  }
-
   void expect_right() {
+    const std::vector<double> wide_x = widened(&x);
+    const std::vector<double> wide_weight = widened(&weight);
+    const int64_t depth = x.ref().size[1];
+    // Row `row` of x times row `weight_row` of W and bias, and the sum of the terms' sizes.
+    const auto sum_of = [&](int64_t row, int64_t weight_row) {
+      double sum = bias_ref.present() ? bias.get({weight_row}) : 0.0;
+      double size = std::abs(sum);
+      for (int64_t k = 0; k < depth; ++k) {
+        const double term = wide_x[row * depth + k] * wide_weight[weight_row * depth + k];
+        sum += term;
+        size += std::abs(term);
+      }
+      return std::make_pair(sum, size);
+    };
     const double rounding = x.ref().dtype == DType::kBF16 ? 1.0 / 256 : 1.0 / 2048;
     constexpr double kSums = 2e-6;
     for (int64_t row = 0; row < out.ref().size[0]; ++row) {
@@ -124,6 +127,17 @@ struct Product final {
       untouched += std::isnan(out.get_offset(i)) ? 1 : 0;
     }
     ASSERT_EQ(untouched, out.elements() - out.ref().size[0] * columns);
+  }
+
+  /// The elements of a matrix, without the gaps.
+  static std::vector<double> widened(TestTensor* matrix) {
+    std::vector<double> values;
+    for (int64_t row = 0; row < matrix->ref().size[0]; ++row) {
+      for (int64_t k = 0; k < matrix->ref().size[1]; ++k) {
+        values.push_back(matrix->get({row, k}));
+      }
+    }
+    return values;
   }
 
   std::optional<Activation> act;
@@ -158,24 +172,60 @@ TEST(CudaLinearTest, ProductsMatchFloat64) {
   }
 }
 
+/// Both sides of every tile height of x; W of one tile, of one to a processor with and without
+/// shares of the depth, and with a last tile that is not whole.
+TEST(CudaLinearTest, EveryTileOfRowsMatchesFloat64) {
+  DIFFULEX_REQUIRE_HOPPER();
+  struct Weight final {
+    int64_t rows;
+    int64_t depth;
+    std::optional<Activation> act;
+  };
+  const Weight weights[] = {{1'040, 512, std::nullopt},
+                            {1'344, 64, std::nullopt},
+                            {800, 320, Activation::kSilu},
+                            {4'160, 128, std::nullopt}};
+  std::mt19937_64 random(6);
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const int64_t num_rows : {1, 16, 17, 33, 63, 64, 65, 96, 97, 127, 128}) {
+      for (const Weight& weight : weights) {
+        Product product(&random, dtype, num_rows, weight.rows, weight.depth, weight.act,
+                        !weight.act.has_value());
+        product.run(2);
+        product.expect_right();
+        if (HasFatalFailure()) {
+          FAIL() << num_rows << " rows, W " << weight.rows << " x " << weight.depth;
+        }
+      }
+    }
+  }
+}
+
 TEST(CudaLinearTest, ACtaTakesTilesInTurn) {
   DIFFULEX_REQUIRE_HOPPER();
   std::mt19937_64 random(2);
-  Product product(&random, DType::kBF16, 19, 27'056, 192, std::nullopt, true);
-  product.run();
-  product.expect_right();
+  for (const int64_t num_rows : {19, 100}) {
+    Product product(&random, DType::kBF16, num_rows, 27'056, 192, std::nullopt, true);
+    product.run();
+    product.expect_right();
+    if (HasFatalFailure()) {
+      FAIL() << num_rows;
+    }
+  }
 }
 
 TEST(CudaLinearTest, SharesOfTheDepthExchangeTheirSums) {
   DIFFULEX_REQUIRE_HOPPER();
   std::mt19937_64 random(5);
-  // 16 and 64 rows of W a tile; 33 lines of 64 elements, the last stage half empty.
-  for (const int64_t weight_rows : {1'040, 4'176}) {
-    Product product(&random, DType::kF16, 33, weight_rows, 2'112, std::nullopt, false);
-    product.run();
-    product.expect_right();
-    if (HasFatalFailure()) {
-      FAIL() << weight_rows;
+  // 33 lines of 64 elements: with two lines to a stage the last one is half empty.
+  for (const int64_t num_rows : {33, 128}) {
+    for (const int64_t weight_rows : {1'040, 4'176}) {
+      Product product(&random, DType::kF16, num_rows, weight_rows, 2'112, std::nullopt, false);
+      product.run();
+      product.expect_right();
+      if (HasFatalFailure()) {
+        FAIL() << num_rows << " rows, W of " << weight_rows;
+      }
     }
   }
 }
@@ -183,12 +233,14 @@ TEST(CudaLinearTest, SharesOfTheDepthExchangeTheirSums) {
 TEST(CudaLinearTest, LaunchesInARowGiveTheSameBits) {
   DIFFULEX_REQUIRE_HOPPER();
   std::mt19937_64 random(3);
-  Product product(&random, DType::kBF16, 32, 1'024, 2'048, std::nullopt, false);
-  product.run();
-  const TestTensor first = product.out;
-  for (int i = 0; i < 10; ++i) {
-    product.run(8);  // overlapping
-    ASSERT_EQ(first.bytes(), product.out.bytes());
+  for (const int64_t num_rows : {32, 128}) {
+    Product product(&random, DType::kBF16, num_rows, 1'024, 2'048, std::nullopt, false);
+    product.run();
+    const TestTensor first = product.out;
+    for (int i = 0; i < 10; ++i) {
+      product.run(8);  // overlapping
+      ASSERT_EQ(first.bytes(), product.out.bytes()) << num_rows;
+    }
   }
 }
 
@@ -197,15 +249,22 @@ TEST(CudaLinearTest, ARowDoesNotDependOnTheOthers) {
   std::mt19937_64 random(4);
   Product all(&random, DType::kBF16, kMaxFewRows, 1'024, 2'048, std::nullopt, false);
   all.run();
-  for (const int64_t row : {int64_t{0}, int64_t{17}, kMaxFewRows - 1}) {
-    Product one(&random, DType::kBF16, 1, 1'024, 2'048, std::nullopt, false);
-    one.weight = all.weight;
-    for (int64_t k = 0; k < 2'048; ++k) {
-      one.x.set({0, k}, all.x.get({row, k}));
-    }
-    one.run();
-    for (int64_t column = 0; column < all.columns; ++column) {
-      ASSERT_EQ(one.out.get({0, column}), all.out.get({row, column})) << row;
+  for (const int64_t num_rows : {1, 20, 64, 65}) {
+    for (const int64_t first : {int64_t{0}, int64_t{17}, kMaxFewRows - num_rows}) {
+      Product few(&random, DType::kBF16, num_rows, 1'024, 2'048, std::nullopt, false);
+      few.weight = all.weight;
+      for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t k = 0; k < 2'048; ++k) {
+          few.x.set({row, k}, all.x.get({first + row, k}));
+        }
+      }
+      few.run();
+      for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t column = 0; column < all.columns; ++column) {
+          ASSERT_EQ(few.out.get({row, column}), all.out.get({first + row, column}))
+              << num_rows << " rows from " << first << " on";
+        }
+      }
     }
   }
 }

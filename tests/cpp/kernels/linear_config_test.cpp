@@ -59,7 +59,7 @@ TEST(LinearConfigTest, PlansAreSoundAndSumInOneOrder) {
       for (const int64_t steps : {1, 2, 3, 4, 64, 296}) {
         const int64_t depth = steps * kFewRowsDepth;
         const LinearPlan first = linear_plan(1, weight_rows, depth, processors, kSmemLimit);
-        for (const int64_t rows : {1, 16, 17, 32, 64}) {
+        for (const int64_t rows : {1, 16, 17, 32, 64, 65, 128}) {
           const LinearPlan plan = linear_plan(rows, weight_rows, depth, processors, kSmemLimit);
           expect_sound(plan, weight_rows, depth, processors);
           EXPECT_EQ(plan.splits, first.splits);

@@ -202,7 +202,7 @@ def skip_without_few_rows(device: str) -> None:
 
 # One tile, a last one that is not whole, one and two shares of the depth, several tiles to a CTA.
 FEW_ROWS_SHAPES = [(128, 64), (16, 192), (400, 448), (4096, 1088), (27136, 128)]
-FEW_ROWS_COUNTS = [1, 7, 16, 17, 31, 32, 33, 63, 64]
+FEW_ROWS_COUNTS = [1, 7, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -223,7 +223,7 @@ def test_few_rows_against_float64(
     bias = normal(weight_rows).to(dtype) if kind == "bias" else None
     columns = weight_rows if act is None else weight_rows // 2
     here = [None if t is None else t.to(device) for t in (weight, bias)]
-    for num_rows in (5, 64) if device == "cpu" and is_large else FEW_ROWS_COUNTS:
+    for num_rows in (5, 66) if device == "cpu" and is_large else FEW_ROWS_COUNTS:
         store = torch.full((num_rows + 1, depth + 8), torch.nan, dtype=dtype)
         x = store[:num_rows, :depth]
         x.copy_(normal(num_rows, depth, seed=num_rows))
@@ -248,10 +248,11 @@ def test_a_row_of_few_rows_does_not_depend_on_the_others(
 ) -> None:
     """All numbers of rows have one order of sums."""
     skip_without_few_rows(device)
-    x = normal(64, depth).bfloat16().to(device)
+    num_rows = 66 if device == "cpu" else ops.FEW_ROWS
+    x = normal(num_rows, depth).bfloat16().to(device)
     weight = normal(weight_rows, depth).bfloat16().to(device)
     whole = ops.linear_few_rows(x, weight)
-    for first, last in ((0, 1), (3, 19), (10, 42), (63, 64)):
+    for first, last in ((0, 1), (3, 19), (10, 42), (1, 66), (num_rows - 1, num_rows)):
         assert torch.equal(ops.linear_few_rows(x[first:last], weight), whole[first:last])
 
 
@@ -270,7 +271,7 @@ def test_shares_of_the_depth_exchange_tile_after_tile() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("num_rows", [32, 50])
+@pytest.mark.parametrize("num_rows", [32, 50, 100])
 def test_few_rows_in_a_graph(num_rows: int) -> None:
     """A chain whose launches overlap sees what changed, and equals the eager chain bit for bit."""
     skip_without_few_rows("cuda")
@@ -307,7 +308,8 @@ def test_few_rows_in_a_graph(num_rows: int) -> None:
     ("columns", "depth", "rows"),
     [
         (6144, 4096, 64),
-        (24576, 4096, 64),
+        (4096, 12288, 64),
+        (24576, 4096, 128),  # one high tile to a processor
         (157184, 2048, 64),
         (1000, 2048, 0),  # no whole runs of 16 columns
         (1024, 2000, 0),  # no whole steps of 64
@@ -343,11 +345,12 @@ def test_gated_product_is_one_kernel_where_it_can(device: str, has_bias: bool) -
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     layer = filled(Linear(128, (96, 96), bias=has_bias, dtype=dtype, device=device))
     is_fused = device != "cpu" and ops.has_hopper_kernels(torch.device(device)) and not has_bias
-    for num_rows in (0, 3, ops.FEW_ROWS, ops.FEW_ROWS + 1):
+    limit = ops.few_rows_limit(192, 128)
+    for num_rows in (0, 3, limit, limit + 1):
         x = normal(num_rows, 128).to(device, dtype)
         out = torch.full((num_rows, 96), torch.nan, dtype=dtype, device=device)
         done = layer.forward_gated(x, ops.Activation.SILU, out)
-        assert done == (is_fused and 0 < num_rows <= ops.FEW_ROWS)
+        assert done == (is_fused and 0 < num_rows <= limit)
         if done:
             expected, _ = expected_few_rows(x, layer.row_major(), None, ops.Activation.SILU)
             torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-1)

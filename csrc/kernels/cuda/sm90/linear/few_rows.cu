@@ -114,8 +114,10 @@ Status launch_rows(const LinearFewRowsParams& params, const ExecContext& context
       return launch<T, 16>(params, context);
     case 32:
       return launch<T, 32>(params, context);
-    default:
+    case 64:
       return launch<T, 64>(params, context);
+    default:
+      return launch<T, 128>(params, context);
   }
 }
 
@@ -123,7 +125,8 @@ template <typename T>
 Status prepare_dtype(int32_t device_index) {
   DIFFULEX_RETURN_IF_ERROR((prepare_tile<LinearTraits<T, 16>>(device_index)));
   DIFFULEX_RETURN_IF_ERROR((prepare_tile<LinearTraits<T, 32>>(device_index)));
-  return prepare_tile<LinearTraits<T, 64>>(device_index);
+  DIFFULEX_RETURN_IF_ERROR((prepare_tile<LinearTraits<T, 64>>(device_index)));
+  return prepare_tile<LinearTraits<T, 128>>(device_index);
 }
 
 }  // namespace
