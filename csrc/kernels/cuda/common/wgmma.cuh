@@ -60,9 +60,7 @@ __device__ __forceinline__ void wgmma_hold(float (&c)[kGroups][4]) {
 #define DIFFULEX_ACC_8(r) DIFFULEX_ACC_4(r), DIFFULEX_ACC_4((r) + 4)
 #define DIFFULEX_ACC_12(r) DIFFULEX_ACC_8(r), DIFFULEX_ACC_4((r) + 8)
 #define DIFFULEX_ACC_14(r) DIFFULEX_ACC_12(r), DIFFULEX_ACC_2((r) + 12)
-#define DIFFULEX_ACC_15(r) DIFFULEX_ACC_14(r), DIFFULEX_ACC_1((r) + 14)
 #define DIFFULEX_ACC_16(r) DIFFULEX_ACC_8(r), DIFFULEX_ACC_8((r) + 8)
-#define DIFFULEX_ACC_17(r) DIFFULEX_ACC_16(r), DIFFULEX_ACC_1((r) + 16)
 #define DIFFULEX_ACC_18(r) DIFFULEX_ACC_16(r), DIFFULEX_ACC_2((r) + 16)
 #define DIFFULEX_ACC_20(r) DIFFULEX_ACC_16(r), DIFFULEX_ACC_4((r) + 16)
 #define DIFFULEX_ACC_32(r) DIFFULEX_ACC_16(r), DIFFULEX_ACC_16((r) + 16)
@@ -82,15 +80,9 @@ __device__ __forceinline__ void wgmma_hold(float (&c)[kGroups][4]) {
 #define DIFFULEX_REGS_14 \
   DIFFULEX_REGS_12 ", " \
   "%48, %49, %50, %51, %52, %53, %54, %55"
-#define DIFFULEX_REGS_15 \
-  DIFFULEX_REGS_14 ", " \
-  "%56, %57, %58, %59"
 #define DIFFULEX_REGS_16 \
   DIFFULEX_REGS_12 ", " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define DIFFULEX_REGS_17 \
-  DIFFULEX_REGS_16 ", " \
-  "%64, %65, %66, %67"
 #define DIFFULEX_REGS_18 \
   DIFFULEX_REGS_16 ", " \
   "%64, %65, %66, %67, %68, %69, %70, %71"
@@ -142,14 +134,10 @@ __device__ __forceinline__ void wgmma_hold(float (&c)[kGroups][4]) {
   DIFFULEX_WGMMA_SS(12, "96", type, "%48", "%49", "%50", "%51", "%52")
 #define DIFFULEX_SS_14(type) \
   DIFFULEX_WGMMA_SS(14, "112", type, "%56", "%57", "%58", "%59", "%60")
-#define DIFFULEX_SS_15(type) \
-  DIFFULEX_WGMMA_SS(15, "120", type, "%60", "%61", "%62", "%63", "%64")
 #define DIFFULEX_SS_16(type) \
   DIFFULEX_WGMMA_SS(16, "128", type, "%64", "%65", "%66", "%67", "%68")
 #define DIFFULEX_RS_16(type) \
   DIFFULEX_WGMMA_RS(16, "128", type, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
-#define DIFFULEX_SS_17(type) \
-  DIFFULEX_WGMMA_SS(17, "136", type, "%68", "%69", "%70", "%71", "%72")
 #define DIFFULEX_SS_18(type) \
   DIFFULEX_WGMMA_SS(18, "144", type, "%72", "%73", "%74", "%75", "%76")
 #define DIFFULEX_SS_20(type) \
@@ -174,19 +162,17 @@ __device__ __forceinline__ void wgmma_hold(float (&c)[kGroups][4]) {
 template <typename T, int kTransposeA = 0, int kTransposeB = 0, int kGroups>
 __device__ __forceinline__ void wgmma_ss(float (&c)[kGroups][4], uint64_t a, uint64_t b,
                                          bool accumulate) {
-  static_assert(kGroups == 1 || kGroups == 2 || kGroups == 4 || kGroups == 8 ||
-                    (kGroups >= 12 && kGroups <= 20 && kGroups != 13 && kGroups != 19) ||
+  static_assert(kGroups == 1 || kGroups == 2 || kGroups == 4 || kGroups == 8 || kGroups == 12 ||
+                    kGroups == 14 || kGroups == 16 || kGroups == 18 || kGroups == 20 ||
                     kGroups == 32,
-                "8, 16, 32, 64, 96, 112 to 144, 160 or 256 columns");
+                "8, 16, 32, 64, 96, 112, 128, 144, 160 or 256 columns");
   DIFFULEX_WGMMA_CASE(SS, 1)
   DIFFULEX_WGMMA_CASE(SS, 2)
   DIFFULEX_WGMMA_CASE(SS, 4)
   DIFFULEX_WGMMA_CASE(SS, 8)
   DIFFULEX_WGMMA_CASE(SS, 12)
   DIFFULEX_WGMMA_CASE(SS, 14)
-  DIFFULEX_WGMMA_CASE(SS, 15)
   DIFFULEX_WGMMA_CASE(SS, 16)
-  DIFFULEX_WGMMA_CASE(SS, 17)
   DIFFULEX_WGMMA_CASE(SS, 18)
   DIFFULEX_WGMMA_CASE(SS, 20)
   DIFFULEX_WGMMA_CASE(SS, 32)
@@ -217,9 +203,7 @@ __device__ __forceinline__ void wgmma_rs(float (&c)[kGroups][4], const uint32_t 
 #undef DIFFULEX_ACC_8
 #undef DIFFULEX_ACC_12
 #undef DIFFULEX_ACC_14
-#undef DIFFULEX_ACC_15
 #undef DIFFULEX_ACC_16
-#undef DIFFULEX_ACC_17
 #undef DIFFULEX_ACC_18
 #undef DIFFULEX_ACC_20
 #undef DIFFULEX_ACC_32
@@ -229,9 +213,7 @@ __device__ __forceinline__ void wgmma_rs(float (&c)[kGroups][4], const uint32_t 
 #undef DIFFULEX_REGS_8
 #undef DIFFULEX_REGS_12
 #undef DIFFULEX_REGS_14
-#undef DIFFULEX_REGS_15
 #undef DIFFULEX_REGS_16
-#undef DIFFULEX_REGS_17
 #undef DIFFULEX_REGS_18
 #undef DIFFULEX_REGS_20
 #undef DIFFULEX_REGS_32
@@ -241,9 +223,7 @@ __device__ __forceinline__ void wgmma_rs(float (&c)[kGroups][4], const uint32_t 
 #undef DIFFULEX_SS_8
 #undef DIFFULEX_SS_12
 #undef DIFFULEX_SS_14
-#undef DIFFULEX_SS_15
 #undef DIFFULEX_SS_16
-#undef DIFFULEX_SS_17
 #undef DIFFULEX_SS_18
 #undef DIFFULEX_SS_20
 #undef DIFFULEX_SS_32

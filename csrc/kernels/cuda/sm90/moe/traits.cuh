@@ -91,9 +91,7 @@ struct MoePairTraits {
   static constexpr int kBlocks = 2;
   static constexpr int kWeightRows = 256;
   static constexpr int kCtasPerSm = 1;
-  static constexpr int narrower_groups(int groups) {
-    return groups > 18 ? groups - 2 : (groups > 14 ? groups - 1 : (groups > 12 ? 12 : groups - 4));
-  }
+  static constexpr int narrower_groups(int groups) { return groups > 12 ? groups - 2 : groups - 4; }
   static constexpr int kOutColumns = kGateUp ? kWeightRows / 2 : kWeightRows;
   static constexpr int kDepth = 64;
   static constexpr int kRowBytes = kDepth * 2;

@@ -185,9 +185,8 @@ class WarpEpilogue final {
     for (int i = 0; i < 4; ++i) {
       if constexpr (Traits::kGateUp) {
         // Two groups of 8 positions by the 8 results of each block.
-        constexpr int kLast = kGroups - 1;
-        const int source = group + i / 2 < kLast ? group + i / 2 : kLast;
-        packed[i] = pack_two<T>(sums[i % 2][source][0], sums[i % 2][source][1]);
+        const float (&sum)[4] = sums[i % 2][group + i / 2];
+        packed[i] = pack_two<T>(sum[0], sum[1]);
       } else {
         // The two halves of the 16 weight rows of each block.
         const float (&sum)[4] = sums[i / 2][group];
