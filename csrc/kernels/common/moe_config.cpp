@@ -75,7 +75,10 @@ int32_t choose_moe_wgmma_tile(int64_t num_rows, int64_t max_expert_rows, int32_t
   }
   // Routing is uneven: room for more than twice the mean while that costs no bandwidth.
   const int64_t mean = num_rows / num_local_experts;
-  return mean <= 40 ? 64 : (mean <= 88 ? 128 : (mean <= 132 ? 160 : kMoePairTile));
+  if (mean <= 40) {
+    return mean <= 24 ? 64 : 96;
+  }
+  return mean <= 88 ? 128 : (mean <= 132 ? 160 : kMoePairTile);
 }
 
 int64_t moe_max_tiles(int64_t num_slots, int32_t num_local_experts, int32_t tile) {

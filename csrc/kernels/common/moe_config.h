@@ -45,8 +45,8 @@ struct MoePathQuery {
 [[nodiscard]] int32_t choose_moe_tile(int64_t num_rows, int32_t num_local_experts,
                                       bool is_batch_invariant);
 
-/// Positions of a tile of the Hopper kernels, 16, 32, 64, 128, 160 or kMoePairTile: the fewest that
-/// keep nearly every expert in one tile, so that its weights are read once. `max_expert_rows`
+/// Positions of a tile of the Hopper kernels, 16, 32, 64, 96, 128, 160 or kMoePairTile: the fewest
+/// that keep nearly every expert in one tile, so that its weights are read once. `max_expert_rows`
 /// bounds the rows one expert can get.
 [[nodiscard]] int32_t choose_moe_wgmma_tile(int64_t num_rows, int64_t max_expert_rows,
                                             int32_t num_local_experts, bool is_batch_invariant);

@@ -103,9 +103,9 @@ TEST(MoeHopperTest, EveryTileHeightMatchesCpu) {
   DIFFULEX_REQUIRE_DEVICE();
   std::mt19937_64 random(1);
   for (const DType dtype : kHalfTypes) {
-    // Numbers that choose tiles of 16, 32, 64, 128, 160 and those of two CTAs, one or more of these
-    // for an expert, and counts across their edges.
-    for (const int64_t num_tokens : {8, 24, 64, 130, 257, 330, 450, 700, 2048}) {
+    // Numbers that choose tiles of 16, 32, 64, 96, 128, 160 and those of two CTAs, one or more of
+    // these for an expert, and counts across their edges.
+    for (const int64_t num_tokens : {8, 24, 64, 100, 130, 257, 330, 450, 700, 2048}) {
       for (const bool has_map : {false, true}) {
         SCOPED_TRACE(testing::Message() << "tokens " << num_tokens << " map " << has_map);
         MoeCaseShape shape = hopper_shape(dtype, num_tokens);

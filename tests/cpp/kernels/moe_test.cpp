@@ -258,7 +258,9 @@ TEST(MoeConfig, Tiles) {
   EXPECT_EQ(choose_moe_wgmma_tile(16 * 8, 16, 256, false), 16);
   EXPECT_EQ(choose_moe_wgmma_tile(17 * 8, 17, 256, false), 32);
   EXPECT_EQ(choose_moe_wgmma_tile(33 * 8, 33, 256, false), 64);
-  EXPECT_EQ(choose_moe_wgmma_tile(40 * 64, 320, 64, false), 64);
+  EXPECT_EQ(choose_moe_wgmma_tile(24 * 64, 192, 64, false), 64);
+  EXPECT_EQ(choose_moe_wgmma_tile(25 * 64, 200, 64, false), 96);
+  EXPECT_EQ(choose_moe_wgmma_tile(40 * 64, 320, 64, false), 96);
   EXPECT_EQ(choose_moe_wgmma_tile(41 * 64, 328, 64, false), 128);
   EXPECT_EQ(choose_moe_wgmma_tile(89 * 64, 712, 64, false), 160);
   EXPECT_EQ(choose_moe_wgmma_tile(133 * 64, 1064, 64, false), kMoePairTile);

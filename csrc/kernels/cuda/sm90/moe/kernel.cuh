@@ -174,24 +174,34 @@ __device__ __forceinline__ int row_bytes(const ExpertGemm& gemm, int count) {
   return is_gathered<Traits>(gemm) ? 0 : boxes * Traits::kBoxRows * Traits::kRowBytes;
 }
 
-/// This CTA's half of the weight rows of a stage, the rows of one consumer, for both CTAs.
+/// The weight rows of a stage, the 128 of one consumer at a time, where warps own rows that lie
+/// together; a CTA of a pair brings one half for both.
 template <typename Traits>
-__device__ __forceinline__ void load_half(const CUtensorMap& map, uint32_t target, uint32_t full,
-                                          uint64_t policy, int depth, int column, int expert) {
-  constexpr uint16_t kBoth = 3;
-  const int half = static_cast<int>(ptx::cluster_rank());
-  target += half * (Traits::kWeightBytes / 2);
-  if constexpr (Traits::kGateUp) {
-    // Columns, rows of 16 (a block has 8), gate or up, groups of 16 rows, expert.
+__device__ __forceinline__ void load_warp_rows(const CUtensorMap& map, uint32_t target,
+                                               uint32_t full, uint64_t policy, int depth,
+                                               int column, int expert) {
+  const auto load = [&](int half) {
+    const uint32_t rows = target + half * (Traits::kWeightBytes / 2);
 #pragma unroll
-    for (int block = 0; block < Traits::kBlocks; ++block) {
-      ptx::tma_load_multicast(target + block * 64 * Traits::kRowBytes, &map, full, kBoth, policy,
-                              depth, block * 8, 0, column / 16 + half * 4, expert);
+    for (int block = 0; block < (Traits::kGateUp ? Traits::kBlocks : 1); ++block) {
+      const uint32_t begin = rows + block * 64 * Traits::kRowBytes;
+      // Gate-up: columns, rows of 16 (a block has 8), gate or up, groups of 16 rows, expert;
+      // otherwise: columns, 16 rows, groups of 32 rows, block, expert.
+      const int x1 = Traits::kGateUp ? block * 8 : 0;
+      const int x2 = Traits::kGateUp ? 0 : column / 32 + half * 4;
+      const int x3 = Traits::kGateUp ? column / 16 + half * 4 : 0;
+      if constexpr (Traits::kCtas > 1) {
+        ptx::tma_load_multicast(begin, &map, full, 3, policy, depth, x1, x2, x3, expert);
+      } else {
+        ptx::tma_load_hinted(begin, &map, full, policy, depth, x1, x2, x3, expert);
+      }
     }
+  };
+  if constexpr (Traits::kCtas > 1) {
+    load(static_cast<int>(ptx::cluster_rank()));
   } else {
-    // Columns, 16 rows, groups of 32 rows, block, expert.
-    ptx::tma_load_multicast(target, &map, full, kBoth, policy, depth, 0, column / 32 + half * 4, 0,
-                            expert);
+    load(0);
+    load(1);
   }
 }
 
@@ -213,9 +223,9 @@ __device__ __forceinline__ void produce_weights(const MoeList<Traits::kSorts>& l
       if (ptx::elect_one()) {
         ptx::mbarrier_arrive_expect(full, bytes);
         const uint32_t target = smem.weights(cursor.stage);
-        if constexpr (Traits::kCtas > 1) {
-          load_half<Traits>(maps.weight, target, full, policy, step * Traits::kDepth, column,
-                            tile.expert);
+        if constexpr (Traits::kWarpsWrite) {
+          load_warp_rows<Traits>(maps.weight, target, full, policy, step * Traits::kDepth, column,
+                                 tile.expert);
         } else if constexpr (Traits::kGateUp) {
           // Columns, 8 rows, gate or up, groups of 8 rows, expert.
           ptx::tma_load_hinted(target, &maps.weight, full, policy, step * Traits::kDepth, 0, 0,
@@ -375,12 +385,12 @@ class MoeConsumer final {
       const int place = index % Traits::kTilesAhead;
       if (place == 0) {
         look_up(item);
-        if constexpr (Traits::kCtas == 1) {
+        if constexpr (!Traits::kWarpsWrite) {
           epilogue_.fetch(tiles_[0]);
         }
       }
       const MoeTile tile = tiles_[place];
-      if constexpr (Traits::kCtas == 1) {
+      if constexpr (!Traits::kWarpsWrite) {
         epilogue_.start(tile);
         const bool has_next = place + 1 < Traits::kTilesAhead && item + work_.stride < work_.items;
         if (has_next) {
@@ -430,7 +440,7 @@ class MoeConsumer final {
   const MoeList<Traits::kSorts>& list_;
   const MoeSmem<Traits>& smem_;
   MoeWork<Traits> work_;
-  std::conditional_t<Traits::kCtas == 1, MoeEpilogue<Traits>, WarpEpilogue<Traits>> epilogue_;
+  std::conditional_t<Traits::kWarpsWrite, WarpEpilogue<Traits>, MoeEpilogue<Traits>> epilogue_;
   StageCursor<Traits> cursor_;
   MoeTile* tiles_;
   int group_;

@@ -23,7 +23,7 @@ TensorMapShape weight_shape(const ExpertGemm& gemm) {
   TensorMapShape shape;
   shape.data = gemm.weight;
   const int64_t row = gemm.weight_stride;
-  if constexpr (Traits::kCtas > 1 && Traits::kGateUp) {
+  if constexpr (Traits::kWarpsWrite && Traits::kGateUp) {
     shape.rank = 5;
     const int64_t sizes[] = {gemm.depth, 16, 2, gemm.width / 16, gemm.num_experts};
     const int64_t strides[] = {1, row, gemm.width * row, 16 * row, gemm.expert_stride};
@@ -31,7 +31,7 @@ TensorMapShape weight_shape(const ExpertGemm& gemm) {
     std::copy_n(sizes, 5, shape.size);
     std::copy_n(strides, 5, shape.stride);
     std::copy_n(boxes, 5, shape.box);
-  } else if constexpr (Traits::kCtas > 1) {
+  } else if constexpr (Traits::kWarpsWrite) {
     shape.rank = 5;
     const int64_t sizes[] = {gemm.depth, 16, gemm.width / 32, 2, gemm.num_experts};
     const int64_t strides[] = {1, row, 32 * row, 16 * row, gemm.expert_stride};
@@ -118,6 +118,8 @@ Status launch_moe_kind(const ExpertGemm& gemm, const ExecContext& context) {
       return launch_moe_tile<MoeTraits<T, 32, kGateUp>>(gemm, context);
     case 64:
       return launch_moe_tile<MoeTraits<T, 64, kGateUp>>(gemm, context);
+    case 96:
+      return launch_moe_tile<MoeTraits<T, 96, kGateUp>>(gemm, context);
     case 128:
       return launch_moe_tile<MoeTraits<T, 128, kGateUp>>(gemm, context);
     case 160:
@@ -126,7 +128,7 @@ Status launch_moe_kind(const ExpertGemm& gemm, const ExecContext& context) {
       return launch_moe_tile<MoePairTraits<T, kGateUp>>(gemm, context);
     default:
       return make_error(StatusCode::kNoKernel, kMoeWhere,
-                        ": tile: expected 16, 32, 64, 128, 160 or ", kMoePairTile, ", got ",
+                        ": tile: expected 16, 32, 64, 96, 128, 160 or ", kMoePairTile, ", got ",
                         gemm.tile);
   }
 }
@@ -142,6 +144,7 @@ Status prepare_moe_kind(int32_t device_index) {
   DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 16, kGateUp>>(device_index)));
   DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 32, kGateUp>>(device_index)));
   DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 64, kGateUp>>(device_index)));
+  DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 96, kGateUp>>(device_index)));
   DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 128, kGateUp>>(device_index)));
   DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 160, kGateUp>>(device_index)));
   return prepare_moe_tile<MoePairTraits<T, kGateUp>>(device_index);

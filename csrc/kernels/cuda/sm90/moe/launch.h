@@ -19,9 +19,9 @@ inline constexpr int32_t kMoeMaxSortingTile = 64;
 /// True when this library holds the Hopper products of `dtype` and the device runs them.
 [[nodiscard]] bool has_moe_wgmma(DType dtype, int32_t device_index);
 
-/// One product on warpgroup instructions; tile is 16, 32, 64, 128, 160 or kMoePairTile, depth and
-/// width are multiples of 64, every row is aligned to 16 bytes; tiles above kMoeMaxGatherTile take
-/// no gather. May start before the launch in front of it has ended.
+/// One product on warpgroup instructions; tile is 16, 32, 64, 96, 128, 160 or kMoePairTile, depth
+/// and width are multiples of 64, every row is aligned to 16 bytes; tiles above kMoeMaxGatherTile
+/// take no gather. May start before the launch in front of it has ended.
 [[nodiscard]] Status launch_moe_wgmma(const ExpertGemm& gemm, DType dtype,
                                       const ExecContext& context);
 

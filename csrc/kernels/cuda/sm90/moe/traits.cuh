@@ -23,7 +23,10 @@ struct MoeTraits {
   static constexpr int kColumns = kColumnCount;  // positions of a tile
   /// Blocks of 64 weight rows of a consumer. Two halve how often the positions' rows are read; the
   /// largest tile has no registers for them, and the smallest want many items.
-  static constexpr int kBlocks = kColumns == 64 || kColumns == 128 ? 2 : 1;
+  static constexpr int kBlocks = kColumns >= 64 && kColumns <= 128 ? 2 : 1;
+  /// Whether a warp owns weight rows that lie together (see MoePairTraits) and writes its results
+  /// through little shared memory, where that buys a stage.
+  static constexpr bool kWarpsWrite = kColumns == 96;
   static constexpr int kWeightRows = 128 * kBlocks;
   static constexpr int kCtasPerSm = kColumns <= 32 ? 2 : 1;
   /// Next narrower width of the products of a tile that is not full, in groups of 8 columns; 0 =
@@ -39,7 +42,7 @@ struct MoeTraits {
   /// Rows of larger tiles are brought together before the product.
   static constexpr bool kGathers = kGateUp && kColumns <= kMoeMaxGatherTile;
   /// Rows one copy brings when the rows lie together.
-  static constexpr int kBoxRows = kColumns <= 64 ? 16 : 32;
+  static constexpr int kBoxRows = kColumns <= 96 ? 16 : 32;
 
   /// Registers of a thread once the roles are taken; together at most the kernel's at its start.
   static constexpr bool kMovesRegisters = kCtasPerSm == 1;
@@ -52,13 +55,15 @@ struct MoeTraits {
   static constexpr int kGroupColumns = kOutColumns / kConsumers;
   static constexpr int kMaxStagedRows = 64 / kBlocks;
   static constexpr int kStagedRows = kColumns < kMaxStagedRows ? kColumns : kMaxStagedRows;
-  static constexpr int kStagedBytes = kStagedRows * kGroupColumns * 2;
+  static constexpr int kWarpStagedBytes = 512;
+  static constexpr int kStagedBytes =
+      kWarpsWrite ? 4 * kWarpStagedBytes : kStagedRows * kGroupColumns * 2;
 
   static constexpr int kAlignment = 1024;  // of the swizzle pattern
   static constexpr int kSmemLimit = kCtasPerSm == 1 ? 227 * 1024 : 113 * 1024;
   /// Per consumer: where a position goes, its factor, and the next tiles.
   static constexpr int kTilesAhead = 32;
-  static constexpr int kPositionBytes = kConsumers * kColumns * 12;
+  static constexpr int kPositionBytes = kWarpsWrite ? 0 : kConsumers * kColumns * 12;
   static constexpr int kTableBytes = kPositionBytes + kConsumers * kTilesAhead * 12 + kColumns * 4;
   static constexpr int kBarrierBytes = 256;
   /// Whether the CTAs may sort the slots themselves.
@@ -89,6 +94,7 @@ struct MoePairTraits {
   static constexpr int kCtas = 2;
   static constexpr int kColumns = kMoePairTile / kCtas;  // most positions of a CTA
   static constexpr int kBlocks = 2;
+  static constexpr bool kWarpsWrite = true;
   static constexpr int kWeightRows = 256;
   static constexpr int kCtasPerSm = 1;
   static constexpr int narrower_groups(int groups) { return groups > 12 ? groups - 2 : groups - 4; }

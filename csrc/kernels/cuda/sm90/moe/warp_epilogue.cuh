@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What a warp of a paired product does with its sums: weights and activation in registers, then
+// What a warp that owns weight rows does with its sums: weights and activation in registers, then
 // some positions at a time through shared memory of its own to rows of 16-byte pieces in global
 // memory. Warps do not wait for each other, so that those of one consumer write while the other
 // multiplies.
