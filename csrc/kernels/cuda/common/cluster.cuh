@@ -66,6 +66,23 @@ __device__ __forceinline__ void cluster_store4_async(uint32_t address, const flo
       : "memory");
 }
 
+/// As above, 8 bytes.
+__device__ __forceinline__ void cluster_store8_async(uint32_t address, uint64_t value,
+                                                     uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];\n" ::"r"(address),
+      "l"(value), "r"(barrier)
+      : "memory");
+}
+
+/// mbarrier.arrive.expect_tx on the barrier of any CTA of the cluster (cluster_address): arrives
+/// and announces `bytes` of st.async, some of which may have landed; in the order of this CTA only.
+__device__ __forceinline__ void cluster_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;\n" ::"r"(barrier),
+               "r"(bytes)
+               : "memory");
+}
+
 /// mapa: the twin of the shared object `local` in CTA `rank` of the cluster, for ordinary accesses.
 template <typename Value>
 __device__ __forceinline__ Value* cluster_pointer(Value* local, uint32_t rank) {

@@ -25,7 +25,7 @@ template <typename T>
 inline constexpr int kChunkWarps = sizeof(T) == 4 ? 4 : 8;
 
 template <typename T, bool kCapped>
-__global__ void __launch_bounds__(32 * kChunkWarps<T>)
+__global__ void __launch_bounds__(32 * kChunkWarps<T>, 1)
     chunk_kernel(const __grid_constant__ TokenStatsArgs args) {
   __shared__ alignas(16) uint8_t columns[kChunkWarps<T> * kStatsChunkColumns * sizeof(T)];
   const auto warp = static_cast<int32_t>(threadIdx.x >> 5);
@@ -53,11 +53,16 @@ __global__ void __launch_bounds__(32 * kChunkWarps<T>)
   }
 }
 
+/// Warps of a CTA that finishes a row: beside their 24 KB there is the state of the top-k.
 template <typename T>
-__global__ void __launch_bounds__(32 * kChunkWarps<T>)
+inline constexpr int kFinishWarps = kChunkWarps<T> * 3 / 4;
+
+template <typename T>
+__global__ void __launch_bounds__(32 * kFinishWarps<T>, 1)
     finish_kernel(const __grid_constant__ TokenStatsArgs args) {
-  __shared__ FinishShared shared;
-  __shared__ alignas(16) uint8_t columns[kChunkWarps<T> * kStatsChunkColumns * sizeof(T)];
+  __shared__ alignas(16) uint8_t state[sizeof(FinishShared)];
+  __shared__ alignas(16) uint8_t columns[kFinishWarps<T> * kStatsChunkColumns * sizeof(T)];
+  auto& shared = *reinterpret_cast<FinishShared*>(state);
   const int64_t row = blockIdx.x;
   const T* source = source_row<T>(args, row);
   if (source == nullptr) {
@@ -69,8 +74,13 @@ __global__ void __launch_bounds__(32 * kChunkWarps<T>)
   const RowInputs inputs = row_inputs(args, row);
   const RowTransform transform = row_transform(args, inputs);
   const LaneChunk<T> chunk{reinterpret_cast<T*>(columns) + (threadIdx.x >> 5) * kStatsChunkColumns};
-  finish_row(args, source, transform, row_exclusion(args, inputs, transform), row,
-             args.records + row * args.num_chunks, chunk, shared);
+  const Exclusion exclusion = row_exclusion(args, inputs, transform);
+  const ChunkRecord* records = args.records + row * args.num_chunks;
+  if (args.top_k > 0) {
+    begin_top_k(args, records, shared);
+  }
+  finish_row(args, source, transform, exclusion, row, records, shared,
+             [&] { collect_top_k(args, source, transform, exclusion, records, chunk, shared); });
 }
 
 TokenStatsArgs make_args(const TokenStatsParams& params, const ExecContext& context) {
@@ -168,7 +178,7 @@ Status token_stats(const TokenStatsParams& params, const ExecContext& context) {
                                                     : launch_chunks<T, false>(args, stream)));
     }
     finish_kernel<T>
-        <<<static_cast<unsigned>(args.num_rows), 32 * kChunkWarps<T>, 0, stream>>>(args);
+        <<<static_cast<unsigned>(args.num_rows), 32 * kFinishWarps<T>, 0, stream>>>(args);
     return check_launch(kWhere);
   });
 }

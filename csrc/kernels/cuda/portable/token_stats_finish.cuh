@@ -114,10 +114,15 @@ __device__ inline RowSummary summarize(const TokenStatsArgs& args, const ChunkRe
   summary.bad_count = __reduce_add_sync(kFullWarp, bad_count);
   summary.best_key = best.key;
   summary.best_chunk = best.chunk;
+  if (is_tempered) {
+    raw_maximum = quick_max(raw_maximum);
+  }
   // The runner-up by key; its z follows from its chunk's record.
   BestChunk second;
   double sum = 0.0;
   double weighted = 0.0;
+  double candidates = 0.0;
+  double raw_sum = 0.0;
   visit_records(records, num_chunks, [&](int32_t chunk, const ChunkRecord& record, bool is_new) {
     const float key = chunk == best.chunk ? record.second_key : record.best_key;
     second.add(is_new ? key : -INFINITY, chunk);
@@ -125,6 +130,10 @@ __device__ inline RowSummary summarize(const TokenStatsArgs& args, const ChunkRe
     const float scale = is_new && shift > -200.0F ? ptx::exp2_approx(shift * kLog2E) : 0.0F;
     sum += scale * record.sum;
     weighted += scale > 0.0F ? scale * fmaf(shift, record.sum, record.weighted) : 0.0F;
+    if (is_tempered && is_new) {
+      candidates += chunk_scale(record.maximum, maximum) * record.candidate_sum;
+      raw_sum += chunk_scale(record.raw_maximum, raw_maximum) * record.raw_sum;
+    }
   });
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
@@ -135,17 +144,13 @@ __device__ inline RowSummary summarize(const TokenStatsArgs& args, const ChunkRe
   summary.weighted = weighted;
   summary.normaliser = {maximum, reciprocal(summary.sum)};
   if (is_tempered) {
-    raw_maximum = quick_max(raw_maximum);
-    double candidates = 0.0;
-    double raw_sum = 0.0;
-    visit_records(records, num_chunks, [&](int32_t, const ChunkRecord& record, bool is_new) {
-      if (is_new) {
-        candidates += chunk_scale(record.maximum, maximum) * record.candidate_sum;
-        raw_sum += chunk_scale(record.raw_maximum, raw_maximum) * record.raw_sum;
-      }
-    });
-    summary.candidates = warp_sum(candidates);
-    summary.raw_normaliser = {raw_maximum, reciprocal(warp_sum(raw_sum))};
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      candidates += __shfl_xor_sync(kFullWarp, candidates, offset);
+      raw_sum += __shfl_xor_sync(kFullWarp, raw_sum, offset);
+    }
+    summary.candidates = candidates;
+    summary.raw_normaliser = {raw_maximum, reciprocal(raw_sum)};
   }
   second.merge_warp();
   if (best.chunk >= 0) {
@@ -252,24 +257,37 @@ __device__ void weigh_segments(const TokenStatsArgs& args, const T* source,
     return;
   }
   const int32_t first = shared.draw.chunk * static_cast<int32_t>(kStatsChunkColumns);
-  const float maximum = records[shared.draw.chunk].maximum;
-  const uint64_t excluded = excluded_mask(exclusion, first);
   const auto num_warps = static_cast<int32_t>(blockDim.x >> 5);
-  for (auto segment = static_cast<int32_t>(threadIdx.x >> 5); segment < kDrawSegments;
-       segment += num_warps) {
+  const auto read = [&](int32_t segment) {
     const int32_t column = first + lane_column(segment);
-    float logits[8];
     if (args.is_vec && column + 8 <= args.num_columns) {
-      load_floats<8, true>(source + column, logits);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        logits[i] = column + i < args.num_columns ? to_float(source[column + i]) : -INFINITY;
-      }
+      return *reinterpret_cast<const Vec<T, 8>*>(source + column);
     }
+    Vec<T, 8> values;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float x = RowTransform::sanitized(logits[i]);
+      values.values[i] =
+          column + i < args.num_columns ? source[column + i] : from_float<T>(-INFINITY);
+    }
+    return values;
+  };
+  auto segment = static_cast<int32_t>(threadIdx.x >> 5);
+  Vec<T, 8> following;
+  if (segment < kDrawSegments) {
+    following = read(segment);
+  }
+  const float maximum = records[shared.draw.chunk].maximum;
+  const uint64_t excluded = excluded_mask(exclusion, first);
+  for (; segment < kDrawSegments; segment += num_warps) {
+    const int32_t column = first + lane_column(segment);
+    const Vec<T, 8> values = following;
+    if (segment + num_warps < kDrawSegments) {
+      following = read(segment + num_warps);
+    }
+    float logits[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float x = RowTransform::sanitized(to_float(values.values[i]));
       const bool is_choice = (excluded >> (8 * segment + i) & 1) == 0;
       logits[i] = is_choice ? transform.logit(x, column + i) : -INFINITY;
     }
@@ -293,24 +311,23 @@ __device__ inline Choice pick_column(const RowTransform& transform, const ChunkR
   }
   const float maximum = records[draw.chunk].maximum;
   const double scale = chunk_scale(maximum, row_maximum);
-  int32_t segment = -1;
-  double before = 0.0;  // mass of the segments before
-  double running = 0.0;
+  const auto lane = static_cast<int32_t>(threadIdx.x & 31);
+  const double weight = lane < kDrawSegments ? draw.segments[lane] : 0.0;
+  double until = weight;
 #pragma unroll
-  for (int32_t i = 0; i < kDrawSegments; ++i) {
-    const double mass = draw.segments[i];
-    const bool is_open =
-        segment < 0 || !(draw.before + (before + draw.segments[segment]) * scale > draw.target);
-    if (mass > 0.0 && is_open) {
-      segment = i;
-      before = running;
-    }
-    running += mass;
+  for (int offset = 1; offset < kDrawSegments; offset *= 2) {
+    const double other = __shfl_up_sync(kFullWarp, until, offset);
+    until += lane >= offset ? other : 0.0;
   }
-  if (segment < 0) {
+  const unsigned weighty = __ballot_sync(kFullWarp, weight > 0.0);
+  const unsigned reached =
+      __ballot_sync(kFullWarp, weight > 0.0 && draw.before + until * scale > draw.target);
+  if (weighty == 0) {
     return {};
   }
-  const auto lane = static_cast<int32_t>(threadIdx.x & 31);
+  const int segment =
+      reached != 0 ? __ffs(static_cast<int>(reached)) - 1 : 31 - __clz(static_cast<int>(weighty));
+  const double before = __shfl_sync(kFullWarp, until - weight, segment);
   float logits[8];
   float powers[8];
   load_floats<8, true>(shared.logits + lane_column(segment), logits);
@@ -327,7 +344,7 @@ __device__ inline Choice pick_column(const RowTransform& transform, const ChunkR
   const int owner =
       passed != 0 ? __ffs(static_cast<int>(passed)) - 1 : 31 - __clz(static_cast<int>(filled));
   Choice choice;
-  running = before + (inclusive - mine);
+  double running = before + (inclusive - mine);
   bool is_found = false;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -411,21 +428,18 @@ __device__ inline void write_record(const TokenStatsArgs& args, const RowTransfo
   }
 }
 
-/// Writes the result of a row. By every thread of a CTA, after its records are complete; `chunk` is
-/// scratch of the thread's warp.
-template <typename T>
+/// Writes the result of a row. By every thread of a CTA, after its records are complete; they call
+/// collect() where the list of the top-k has to be complete.
+template <typename T, typename Collect>
 __device__ void finish_row(const TokenStatsArgs& args, const T* source,
                            const RowTransform& transform, const Exclusion& exclusion, int64_t row,
-                           const ChunkRecord* records, const LaneChunk<T>& chunk,
-                           FinishShared& shared) {
+                           const ChunkRecord* records, FinishShared& shared,
+                           const Collect& collect) {
   const bool is_first_warp = threadIdx.x < 32;
   const bool is_drawn = transform.is_tempered && args.uniforms != nullptr && !args.is_partial;
   const bool has_top_k = args.top_k > 0;
   if (!is_first_warp && !is_drawn && !has_top_k) {
     return;
-  }
-  if (has_top_k) {
-    begin_top_k(args, records, shared);
   }
   RowSummary summary;
   Choice greedy;
@@ -455,12 +469,9 @@ __device__ void finish_row(const TokenStatsArgs& args, const T* source,
     if (is_first_warp) {
       drawn = pick_column(transform, records, summary.normaliser.maximum, shared);
     }
-    if (has_top_k) {
-      __syncthreads();  // the list goes where the logits of the chunk are
-    }
   }
   if (is_first_warp) {
-    if (threadIdx.x == 0) {
+    if (has_top_k && threadIdx.x == 0) {
       shared.normaliser = summary.normaliser;
     }
     if (args.is_partial) {
@@ -474,11 +485,7 @@ __device__ void finish_row(const TokenStatsArgs& args, const T* source,
   if (!has_top_k) {
     return;
   }
-  // The other warps read for the top-k while the first one does the above.
-  const int32_t first_warp = blockDim.x > 32 ? 1 : 0;
-  if (!is_first_warp || first_warp == 0) {
-    collect_top_k(args, source, transform, exclusion, records, chunk, first_warp, shared);
-  }
+  collect();
   __syncthreads();
   order_top_k(args, source, transform, records, shared);
   write_top_k(args, source, transform, row, shared);

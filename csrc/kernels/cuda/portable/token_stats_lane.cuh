@@ -126,4 +126,18 @@ __device__ __forceinline__ void start_chunk(const TokenStatsArgs& args, const T*
   }
 }
 
+/// Brings the chunk at column `first` to L2. By one warp.
+template <typename T>
+__device__ __forceinline__ void prefetch_chunk(const TokenStatsArgs& args, const T* source,
+                                               int32_t first) {
+  constexpr auto kLine = static_cast<int32_t>(128 / sizeof(T));
+#pragma unroll
+  for (int32_t line = 0; line < kStatsChunkColumns / kLine; line += 32) {
+    const int32_t column = first + (line + static_cast<int32_t>(threadIdx.x & 31)) * kLine;
+    if (column < args.num_columns) {
+      ptx::prefetch_l2(source + column);
+    }
+  }
+}
+
 }  // namespace diffulex::cuda

@@ -47,12 +47,10 @@ __device__ __forceinline__ float reciprocal(double sum) {
 
 /// What the warps that finish a row share.
 struct FinishShared final {
-  union {
-    uint64_t list[kTopKListEntries];   // ranked keys and columns, unordered
-    float logits[kStatsChunkColumns];  // of the chunk of a draw, before the list is made
-  };
-  uint64_t top[kStatsMaxTopK];  // best first, 0 = none
-  Normaliser normaliser;        // of the row
+  uint64_t list[kTopKListEntries];   // ranked keys and columns, unordered
+  float logits[kStatsChunkColumns];  // of the chunk of a draw
+  uint64_t top[kStatsMaxTopK];       // best first, 0 = none
+  Normaliser normaliser;             // of the row
   DrawShared draw;
   unsigned long long next;
   uint32_t threshold;  // ordered_bits of the least key that may belong to the top-k
@@ -164,26 +162,28 @@ __device__ void select_one_by_one(const TokenStatsArgs& args, const T* source,
   __syncthreads();
 }
 
-__device__ __forceinline__ void append_entry(FinishShared& shared, uint64_t entry) {
-  const int32_t place = atomicAdd(&shared.count, 1);
-  if (place < kTopKListEntries) {
-    shared.list[place] = entry;
-  }
-}
+/// The list of this CTA.
+struct TopKList final {
+  FinishShared* shared;
 
-/// Appends the candidates of one chunk whose key is at least `least`, by one warp; not the
-/// penalised column.
-template <typename T>
-__device__ void append_chunk(const TokenStatsArgs& args, const T* source,
-                             const Exclusion& exclusion, int32_t first, float least,
-                             const LaneChunk<T>& chunk, FinishShared& shared) {
-  start_chunk(args, source, first, chunk);
-  ptx::cp_async_commit();
+  __device__ __forceinline__ void append(uint64_t entry) const {
+    const int32_t place = atomicAdd(&shared->count, 1);
+    if (place < kTopKListEntries) {
+      shared->list[place] = entry;
+    }
+  }
+};
+
+/// Appends the candidates of a chunk that has arrived whose key is at least `least`, by one warp;
+/// not the penalised column.
+template <typename T, typename List>
+__device__ __forceinline__ void append_chunk(const TokenStatsArgs& args, const Exclusion& exclusion,
+                                             int32_t first, float least, const LaneChunk<T>& chunk,
+                                             List& list) {
   uint64_t skipped = lane_bit(exclusion.penalty_column, first);
   if (has_excluded(exclusion, first)) {
     skipped |= excluded_mask(exclusion, first);
   }
-  ptx::cp_async_wait<0>();
 #pragma unroll 2
   for (int load = 0; load < kChunkLoads; ++load) {
     float values[8];
@@ -201,9 +201,42 @@ __device__ void append_chunk(const TokenStatsArgs& args, const T* source,
       }
       const int32_t column = first + lane_column(load) + i;
       if (x > -INFINITY && (skipped >> (8 * load + i) & 1) == 0 && column < args.num_columns) {
-        append_entry(shared, ranked(x, column));
+        list.append(ranked(x, column));
       }
     }
+  }
+}
+
+/// Appends the penalised column where it may belong to the top-k. By one thread.
+template <typename T, typename List>
+__device__ __forceinline__ void append_penalised(const TokenStatsArgs& args, const T* source,
+                                                 const RowTransform& transform,
+                                                 const Exclusion& exclusion, uint32_t threshold,
+                                                 List& list) {
+  if (exclusion.penalty_column >= 0) {
+    const uint64_t entry = candidate_entry(args, source, transform, exclusion.penalty_column);
+    if (entry >> 32 >= threshold && entry != 0) {
+      list.append(entry);
+    }
+  }
+}
+
+/// True when a chunk with this best key may hold some of the top-k.
+__device__ __forceinline__ bool reaches(float best_key, float least) {
+  return best_key > -INFINITY && best_key >= least;
+}
+
+__device__ __forceinline__ float least_key(uint32_t threshold) {
+  return threshold == 0 ? -INFINITY : ordered_value(threshold);
+}
+
+/// By every thread of the CTA, before a barrier.
+__device__ __forceinline__ void clear_top_k(FinishShared& shared) {
+  if (threadIdx.x == 0) {
+    shared.count = 0;
+  }
+  for (int32_t i = threadIdx.x; i < kStatsMaxTopK; i += static_cast<int32_t>(blockDim.x)) {
+    shared.top[i] = 0;
   }
 }
 
@@ -213,44 +246,63 @@ __device__ inline void begin_top_k(const TokenStatsArgs& args, const ChunkRecord
   const uint32_t threshold = args.num_chunks == 0 ? 0 : top_k_threshold(args, records);
   if (threadIdx.x == 0) {
     shared.threshold = threshold;
-    shared.count = 0;
   }
-  for (int32_t i = threadIdx.x; i < kStatsMaxTopK; i += static_cast<int32_t>(blockDim.x)) {
-    shared.top[i] = 0;
-  }
+  clear_top_k(shared);
   __syncthreads();
 }
 
-/// Appends what may belong to the top-k. By the warps [first_warp, all of the CTA); `chunk` is
-/// scratch of the thread's warp.
+/// Appends what may belong to the top-k. By all warps of the CTA but the first, if there are more;
+/// `chunk` is scratch of the thread's warp.
 template <typename T>
 __device__ void collect_top_k(const TokenStatsArgs& args, const T* source,
                               const RowTransform& transform, const Exclusion& exclusion,
                               const ChunkRecord* records, const LaneChunk<T>& chunk,
-                              int32_t first_warp, FinishShared& shared) {
-  const float least = shared.threshold == 0 ? -INFINITY : ordered_value(shared.threshold);
-  const auto num_chunks = static_cast<int32_t>(args.num_chunks);
+                              FinishShared& shared) {
+  const int32_t first_warp = blockDim.x > 32 ? 1 : 0;
   const int32_t num_warps = static_cast<int32_t>(blockDim.x >> 5) - first_warp;
   // Only the chunks that take part count, so that they spread over the warps.
   int32_t turn = static_cast<int32_t>(threadIdx.x >> 5) - first_warp;
-  for (int32_t base = 0; base < num_chunks; base += 32) {
-    const int32_t mine = base + static_cast<int32_t>(threadIdx.x & 31);
-    const float key = mine < num_chunks ? records[mine].best_key : -INFINITY;
-    unsigned open = __ballot_sync(kFullWarp, key > -INFINITY && key >= least);
-    for (; open != 0; open &= open - 1) {
-      if (turn == 0) {
-        const int32_t number = base + __ffs(static_cast<int>(open)) - 1;
-        append_chunk(args, source, exclusion, number * static_cast<int32_t>(kStatsChunkColumns),
-                     least, chunk, shared);
-      }
-      turn = turn == 0 ? num_warps - 1 : turn - 1;
-    }
+  if (turn < 0) {
+    return;
   }
-  if (static_cast<int32_t>(threadIdx.x) == 32 * first_warp && exclusion.penalty_column >= 0) {
-    const uint64_t entry = candidate_entry(args, source, transform, exclusion.penalty_column);
-    if (entry >> 32 >= shared.threshold && entry != 0) {
-      append_entry(shared, entry);
+  TopKList list{&shared};
+  const float least = least_key(shared.threshold);
+  const auto num_chunks = static_cast<int32_t>(args.num_chunks);
+  int32_t base = -32;
+  unsigned open = 0;             // of the chunks from `base` on
+  const auto next_chunk = [&] {  // first column of the next one of this warp, -1 = none
+    for (;;) {
+      while (open == 0) {
+        base += 32;
+        if (base >= num_chunks) {
+          return -1;
+        }
+        const int32_t mine = base + static_cast<int32_t>(threadIdx.x & 31);
+        const float key = mine < num_chunks ? records[mine].best_key : -INFINITY;
+        open = __ballot_sync(kFullWarp, reaches(key, least));
+      }
+      const int32_t number = base + __ffs(static_cast<int>(open)) - 1;
+      const bool is_mine = turn == 0;
+      open &= open - 1;
+      turn = is_mine ? num_warps - 1 : turn - 1;
+      if (is_mine) {
+        return number * static_cast<int32_t>(kStatsChunkColumns);
+      }
     }
+  };
+  for (int32_t first = next_chunk(); first >= 0;) {
+    start_chunk(args, source, first, chunk);
+    ptx::cp_async_commit();
+    const int32_t next = next_chunk();
+    if (next >= 0) {
+      prefetch_chunk(args, source, next);
+    }
+    ptx::cp_async_wait<0>();
+    append_chunk(args, exclusion, first, least, chunk, list);
+    first = next;
+  }
+  if (static_cast<int32_t>(threadIdx.x) == 32 * first_warp) {
+    append_penalised(args, source, transform, exclusion, shared.threshold, list);
   }
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // token_stats in one launch: a cluster of CTAs shares a row, each warp turns chunks into records
-// that it writes to the shared memory of the first CTA, which finishes the row. How many CTAs share
-// a row decides who computes a record, never what is in it.
+// that it sends to the shared memory of the first CTA, which finishes the row. For a top-k every
+// CTA gets the records, and sends the first one what may belong to it of the chunks it holds. How
+// many CTAs share a row decides who computes a record, never what is in it.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -33,7 +34,8 @@ constexpr auto kColumns = static_cast<int32_t>(kStatsChunkColumns);
 
 /// What follows the chunk buffers and the records in the shared memory.
 struct alignas(16) ClusterShared final {
-  uint64_t arrived;      // barrier of CTA 0: the records of the row are complete
+  uint64_t arrived;      // barrier: the records of the row are complete
+  uint64_t collected;    // barrier of CTA 0: the list of the top-k is complete
   uint32_t best_so_far;  // of this CTA
 };
 /// What of a record is sent.
@@ -54,19 +56,23 @@ __host__ __device__ constexpr size_t buffer_bytes(int num_warps) {
   return stages > finish ? stages : finish;
 }
 
+/// With a top-k by a cluster, whose CTAs look through the chunks that they hold, the state of the
+/// top-k has its own place at the end.
 template <typename T>
-size_t shared_bytes(int64_t num_chunks, int num_warps) {
+size_t shared_bytes(int64_t num_chunks, int num_warps, bool is_spread) {
   return buffer_bytes<T>(num_warps) + static_cast<size_t>(num_chunks) * sizeof(ChunkRecord) +
-         sizeof(ClusterShared);
+         sizeof(ClusterShared) + (is_spread ? sizeof(FinishShared) : 0);
 }
 
-/// Sends a record, held alike by all lanes, to the shared memory of CTA 0.
+/// Sends a record, held alike by all lanes, to the shared memory of the first CTAs of the cluster.
 __device__ __forceinline__ void send_record(const ChunkRecord& record, ChunkRecord* place,
-                                            uint32_t barrier) {
+                                            uint64_t* arrived, int32_t num_targets) {
   static_assert(kSentBytes == 48, "three 16-byte stores");
-  if ((threadIdx.x & 31) == 0) {
+  const uint32_t lane = threadIdx.x & 31;
+  if (static_cast<int32_t>(lane) < num_targets) {
     const auto* words = reinterpret_cast<const float*>(&record);
-    const uint32_t target = ptx::cluster_address(ptx::smem_address(place), 0);
+    const uint32_t target = ptx::cluster_address(ptx::smem_address(place), lane);
+    const uint32_t barrier = ptx::cluster_address(ptx::smem_address(arrived), lane);
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
       const float part[4] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
@@ -75,36 +81,77 @@ __device__ __forceinline__ void send_record(const ChunkRecord& record, ChunkReco
   }
 }
 
+/// The list of CTA 0, for every CTA of the cluster.
+class SpreadTopKList final {
+ public:
+  __device__ __forceinline__ SpreadTopKList(FinishShared& shared, uint64_t* collected)
+      : count_(ptx::cluster_pointer(&shared.count, 0)),
+        list_(ptx::cluster_address(ptx::smem_address(shared.list), 0)),
+        barrier_(ptx::cluster_address(ptx::smem_address(collected), 0)) {}
+
+  __device__ __forceinline__ void append(uint64_t entry) {
+    const int32_t place = atomicAdd(count_, 1);
+    if (place < kTopKListEntries) {
+      ptx::cluster_store8_async(list_ + static_cast<uint32_t>(place) * 8, entry, barrier_);
+      sent_bytes_ += 8;
+    }
+  }
+  /// After the last entry of the warp.
+  __device__ __forceinline__ void close() const {
+    const uint32_t bytes = __reduce_add_sync(kFullWarp, sent_bytes_);
+    if ((threadIdx.x & 31) == 0) {
+      ptx::cluster_arrive_expect(barrier_, bytes);
+    }
+  }
+
+ private:
+  int32_t* count_;
+  uint32_t list_;
+  uint32_t barrier_;
+  uint32_t sent_bytes_ = 0;  // of this lane
+};
+
 /// Warps of a CTA at most.
 template <typename T>
 inline constexpr int kMaxWarps = sizeof(T) == 4 ? 16 : 24;
 
 template <typename T, bool kCapped>
 __global__ void __launch_bounds__(32 * kMaxWarps<T>, 1)
-    cluster_kernel(const __grid_constant__ TokenStatsArgs args, int32_t log_cluster_size) {
+    cluster_kernel(const __grid_constant__ TokenStatsArgs args, int32_t cluster_size) {
   extern __shared__ __align__(128) uint8_t buffers[];
   const auto num_chunks = static_cast<int32_t>(args.num_chunks);
   const auto num_warps = static_cast<int32_t>(blockDim.x >> 5);
   auto* records = reinterpret_cast<ChunkRecord*>(buffers + buffer_bytes<T>(num_warps));
   auto& shared = *reinterpret_cast<ClusterShared*>(records + num_chunks);
-  const int32_t cluster_size = 1 << log_cluster_size;
   const bool is_shared = cluster_size > 1;
+  const bool is_spread = is_shared && args.top_k > 0;
+  auto& finish = is_spread ? *reinterpret_cast<FinishShared*>(&shared + 1)
+                           : *reinterpret_cast<FinishShared*>(buffers + stage_bytes<T>(num_warps));
   const uint32_t arrived = ptx::smem_address(&shared.arrived);
+  if (threadIdx.x == 0) {
+    shared.best_so_far = 0;
+  }
+  if (is_spread) {
+    clear_top_k(finish);
+  }
   if (is_shared) {
     if (threadIdx.x == 0) {
-      shared.best_so_far = 0;
       ptx::mbarrier_init(arrived, 1);
+      ptx::mbarrier_init(ptx::smem_address(&shared.collected),
+                         static_cast<uint32_t>(cluster_size * num_warps));
       ptx::mbarrier_init_fence();
       ptx::mbarrier_arrive_expect(arrived, static_cast<uint32_t>(num_chunks) * kSentBytes);
     }
     // Nobody sends to a CTA that has not begun; the wait comes after the first chunk.
     __syncwarp();
-    ptx::cluster_arrive_relaxed();
-  } else if (threadIdx.x == 0) {
-    shared.best_so_far = 0;
+    if (is_spread) {
+      ptx::cluster_arrive();
+    } else {
+      ptx::cluster_arrive_relaxed();
+    }
   }
-  const int64_t row = blockIdx.x >> log_cluster_size;
-  const auto rank = static_cast<int32_t>(blockIdx.x & (cluster_size - 1));
+  const int64_t row = ptx::cluster_index();
+  const auto rank = static_cast<int32_t>(ptx::cluster_rank());
   const auto warp = static_cast<int32_t>(threadIdx.x >> 5);
   __syncthreads();
   pdl_wait();
@@ -164,28 +211,62 @@ __global__ void __launch_bounds__(32 * kMaxWarps<T>, 1)
       ptx::cluster_wait();
       has_waited = true;
     }
-    send_record(record, &records[chunk], ptx::cluster_address(arrived, 0));
+    send_record(record, &records[chunk], &shared.arrived, is_spread ? cluster_size : 1);
   }
   if (!has_waited) {
     ptx::cluster_wait();
   }
   if (is_shared) {
-    if (rank != 0) {
+    if (rank != 0 && !is_spread) {
       return;
     }
     ptx::mbarrier_wait_cluster(arrived, 0);
-  } else {
-    __syncthreads();
+  }
+  __syncthreads();  // the chunk buffers may be used again
+  if (is_spread) {
+    const uint32_t threshold = top_k_threshold(args, records);
+    const float least = least_key(threshold);
+    SpreadTopKList list(finish, &shared.collected);
+    for (int32_t round = 0; chunk_of(round) >= 0; ++round) {
+      const int32_t chunk = chunk_of(round);
+      if (!reaches(records[chunk].best_key, least)) {
+        continue;
+      }
+      if (chunk_of(kStages) >= 0) {  // the warp had more chunks than it holds
+        start(round);
+        ptx::cp_async_wait<0>();
+      }
+      append_chunk(args, exclusion, chunk * kColumns, least, chunk_buffer(round), list);
+    }
+    if (slot == 0 && threadIdx.x == 0) {
+      append_penalised(args, source, transform, exclusion, threshold, list);
+    }
+    list.close();
+    ptx::cluster_arrive_relaxed();  // CTA 0 stays until the others have done with its memory
+    if (rank != 0) {
+      return;
+    }
+    if (threadIdx.x == 0) {
+      finish.threshold = threshold;
+    }
+  } else if (args.top_k > 0) {
+    begin_top_k(args, records, finish);
   }
   pdl_launch_dependents();
-  finish_row(args, source, transform, exclusion, row, records, chunk_buffer(0),
-             *reinterpret_cast<FinishShared*>(buffers + stage_bytes<T>(num_warps)));
+  finish_row(args, source, transform, exclusion, row, records, finish, [&] {
+    if (is_spread) {
+      ptx::cluster_wait();
+      ptx::mbarrier_wait_cluster(ptx::smem_address(&shared.collected), 0);
+    } else {
+      collect_top_k(args, source, transform, exclusion, records, chunk_buffer(0), finish);
+    }
+  });
 }
 
 /// How a row is shared; a function of host shapes alone.
 struct ClusterShape final {
-  int32_t log_size;  // CTAs per row: 1, 2, 4 or 8
-  int32_t warps;     // per CTA
+  int32_t ctas;   // per row
+  int32_t warps;  // per CTA
 };
 
 /// SMs of the devices that these kernels are made for.
@@ -201,23 +282,32 @@ int32_t even_warps(int64_t chunks, int64_t max_warps) {
   return static_cast<int32_t>(std::max(ceil_div(chunks, rounds), kLeast));
 }
 
-/// While SMs outnumber rows, CTAs share a row; a warp sums a chunk while its other one is on its
-/// way. A top-k wants the warps in the CTA that finishes the row. Where rows outnumber SMs, an SM
-/// takes the more of them the more there are, so that they end at different times.
+/// CTAs that share a row while there are few rows, as measured. A cluster must fit the SMs of a
+/// GPC, whose number is not a multiple of its size: of 32 clusters of eight some find a third CTA
+/// on their SMs, which costs the heavier CTAs of a top-k more than a larger share of the row each.
+int64_t cluster_ctas(int64_t num_rows, bool has_top_k) {
+  if (num_rows <= kSms / 4) {
+    return has_top_k ? 7 : 8;
+  }
+  return num_rows <= 48 ? 5 : 2;
+}
+
+/// While there are few rows, CTAs share a row; a warp sums a chunk while its other one is on its
+/// way. Where rows outnumber SMs, an SM takes the more of them the more there are, so that they end
+/// at different times.
 ClusterShape cluster_shape(int64_t num_rows, int64_t num_chunks, bool has_top_k, int64_t max_warps,
                            int64_t chunk_bytes) {
   max_warps = std::min(max_warps, kStageBytes / (kStages * chunk_bytes));
   if (num_rows > kSms / 2) {
     const int64_t rows_per_sm =
         num_rows > 2048 ? 6 : std::min<int64_t>(ceil_div(num_rows, kSms), 4);
-    return {0, even_warps(num_chunks, max_warps / rows_per_sm)};
+    return {1, even_warps(num_chunks, max_warps / rows_per_sm)};
   }
-  int32_t log_size = num_rows <= kSms / 4 && !has_top_k ? 3 : 1;
-  while (log_size > 0 && num_chunks < int64_t{4} << log_size) {
-    --log_size;
-  }
-  const int64_t share = std::max<int64_t>(ceil_div(num_chunks, int64_t{1} << log_size), 1);
-  return {log_size, even_warps(share, std::min(ceil_div(share, kStages), max_warps))};
+  const int64_t most = std::max<int64_t>(num_chunks / 4, 1);  // of no chunks too
+  const int64_t ctas = std::min(cluster_ctas(num_rows, has_top_k), most);
+  const int64_t share = std::max<int64_t>(ceil_div(num_chunks, ctas), 1);
+  return {static_cast<int32_t>(ctas),
+          even_warps(share, std::min(ceil_div(share, kStages), max_warps))};
 }
 
 template <typename T, bool kCapped>
@@ -230,12 +320,13 @@ Status launch(const TokenStatsArgs& args, const ExecContext& context) {
   const ClusterShape shape = cluster_shape(args.num_rows, args.num_chunks, args.top_k > 0,
                                            kMaxWarps<T>, stage_bytes<T>(1));
   DIFFULEX_RETURN_IF_ERROR((prepare_kernel<T, kCapped>(context.device_index)));
-  const unsigned cluster = 1U << shape.log_size;
+  const auto cluster = static_cast<unsigned>(shape.ctas);
   const LaunchShape launch{
       static_cast<unsigned>(args.num_rows) * cluster, static_cast<unsigned>(32 * shape.warps),
-      shared_bytes<T>(args.num_chunks, shape.warps), stream_of(context), cluster};
-  return cuda_status(
-      kWhere, launch_dependent(cluster_kernel<T, kCapped>, launch, true, args, shape.log_size));
+      shared_bytes<T>(args.num_chunks, shape.warps, cluster > 1 && args.top_k > 0),
+      stream_of(context), cluster};
+  return cuda_status(kWhere,
+                     launch_dependent(cluster_kernel<T, kCapped>, launch, true, args, shape.ctas));
 }
 
 }  // namespace
