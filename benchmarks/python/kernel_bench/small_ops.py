@@ -143,6 +143,31 @@ def _routing_cases(rows: int, experts: int, top_k: int, device: str) -> Iterator
     )  # fmt: skip
 
 
+def _router_case(rows: int, experts: int, hidden: int, device: str) -> Case:
+    num_bytes = 2.0 * (rows + experts) * hidden + 4.0 * rows * experts
+    sets = [
+        (_normal(rows, hidden, device=device), _normal(experts, hidden, device=device))
+        for _ in range(num_rotations(num_bytes))
+    ]
+    out = torch.empty(rows, experts, device=device)
+
+    def check() -> float:
+        x, w = sets[0]
+        ops.router_gemm(x, w, out=out.fill_(float("nan")))
+        return relative_error(out, x.double() @ w.double().T)
+
+    peers: dict[str, list[Callable[[], object]]] = {}
+    if device == "cuda":
+        peers["torch.mm"] = [
+            lambda x=x, w=w: torch.mm(x, w.T, out_dtype=torch.float32) for x, w in sets
+        ]
+    return Case(
+        "small", "router_gemm", f"{rows} x {experts} x {hidden}",
+        [lambda x=x, w=w: ops.router_gemm(x, w, out=out) for x, w in sets], check, 1e-5,
+        num_bytes, 2.0 * rows * experts * hidden, peers=peers,
+    )  # fmt: skip
+
+
 def _store_case(rows: int, device: str, heads: int = 8, dim: int = 128) -> Case:
     num_bytes = 8.0 * rows * heads * dim
     pages = -(-rows // 32) + 1
@@ -174,6 +199,8 @@ def cases(device: str, is_small: bool) -> Iterator[Case]:
         yield _rope_case(rows, device, *((4, 2, 64) if is_small else ()))
         yield _activation_case(rows, inner, device)
         yield _store_case(rows, device, *((2, 64) if is_small else ()))
+    for rows in row_counts if is_small else (32, 256, 8192):
+        yield _router_case(rows, *((8, 64) if is_small else (256, 2048)), device)
     yield from _routing_cases(
         3 if is_small else 32, 8 if is_small else 256, 2 if is_small else 8, device
     )

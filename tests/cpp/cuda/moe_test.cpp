@@ -92,9 +92,9 @@ TEST(CudaMoeTopkTest, MatchesCpu) {
 TEST(CudaRouterGemmTest, MatchesCpu) {
   DIFFULEX_REQUIRE_DEVICE();
   std::mt19937_64 random(2);
-  for (uint64_t seed = 0; seed < num_seeds(90); ++seed) {
-    const int64_t rows = pick(&random, {1, 3, 4, 5, 33, 70});
-    const int64_t depth = pick(&random, {1, 7, 8, 64, 260, 2048});
+  for (uint64_t seed = 0; seed < num_seeds(180); ++seed) {
+    const int64_t rows = pick(&random, {1, 3, 4, 5, 33, 70, 300});
+    const int64_t depth = pick(&random, {1, 7, 8, 64, 260, 544, 2048});
     const int64_t experts = pick(&random, {1, 5, 16, 17, 128, 257});
     const int64_t gap = pick(&random, {0, 8, 3});
     TestTensor x = random_tensor(&random, kDTypes[seed % 3], {rows, depth}, gap);

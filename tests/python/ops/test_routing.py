@@ -262,7 +262,15 @@ def test_shape_errors(where: str) -> None:
 @pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("num_tokens", "hidden", "num_experts"),
-    [(1, 1, 1), (3, 7, 5), (4, 64, 8), (9, 2048, 128), (33, 260, 257), (130, 96, 17)],
+    [
+        (1, 1, 1),
+        (3, 7, 5),
+        (4, 64, 8),
+        (9, 2048, 128),
+        (33, 260, 257),
+        (130, 96, 17),
+        (300, 544, 257),
+    ],
 )
 def test_router_gemm(
     device: str,
@@ -281,12 +289,21 @@ def test_router_gemm(
     assert_accurate(out, expected, router_gemm_reference(x.cpu(), w.cpu()), slack=slack)
 
 
-def test_router_rows_do_not_depend_on_the_batch(device: str) -> None:
-    x, w = normal(70, 300).to(device), normal(40, 300, seed=2).to(device)
-    alone = torch.cat([ops.router_gemm(row[None], w) for row in x])
+@pytest.mark.parametrize(
+    ("dtype", "hidden"), [(torch.float32, 300), (torch.bfloat16, 300), (torch.bfloat16, 1056)]
+)
+def test_router_rows_do_not_depend_on_the_batch(
+    device: str, dtype: torch.dtype, hidden: int
+) -> None:
+    x = normal(5000, hidden).to(device, dtype)
+    w = normal(40, hidden, seed=2).to(device, dtype)
+    alone = torch.cat([ops.router_gemm(row[None], w) for row in x[:70]])
+    # Many rows take other tiles.
+    for rows in (1000, 1700, 5000):
+        assert torch.equal(ops.router_gemm(x[:rows], w)[:70], alone)
     for rows in (2, 3, 5, 31, 33, 70):
         assert torch.equal(ops.router_gemm(x[:rows], w), alone[:rows])
-    assert torch.equal(ops.router_gemm(x, w[:7]), alone[:, :7])
+    assert torch.equal(ops.router_gemm(x[:70], w[:7]), alone[:, :7])
 
 
 def test_router_strides(device: str) -> None:

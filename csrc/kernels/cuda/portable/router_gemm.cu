@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// logits[T, E] = x[T, H] w[E, H]^T in float32. A warp computes kTokens x kExperts sums; lane l adds
-// the columns 256 i + 8 l .. 8 l + 7 in ascending order and the lanes meet in one fixed tree, so
-// that an element is the same bits whatever T and E are.
+// logits[T, E] = x[T, H] w[E, H]^T in float32. bfloat16 rows and weights go to the tensor cores
+// (router_mma.cuh). Otherwise a warp computes kTokens x kExperts sums; lane l adds the columns
+// 256 i + 8 l .. 8 l + 7 in ascending order and the lanes meet in one fixed tree, so that an
+// element is the same bits whatever T and E are.
 #include <cstdint>
 
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 #include "kernels/cuda/common/vec.cuh"
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/portable/prepare.h"
+#include "kernels/cuda/portable/router_args.cuh"
+#include "kernels/cuda/portable/router_mma.cuh"
 
 namespace diffulex::cuda {
 namespace {
@@ -19,18 +23,6 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kTokens = 4;
 constexpr int kExperts = 4;
 constexpr int kPiece = 8;  // columns a lane reads at once
-
-struct RouterArgs {
-  const void* __restrict__ x;  // [T, H]
-  const void* __restrict__ w;  // [E, H]
-  float* __restrict__ logits;  // [T, E]
-  int64_t x_stride;
-  int64_t w_stride;
-  int64_t logits_stride;
-  int64_t num_tokens;
-  int32_t num_experts;
-  int32_t hidden;
-};
 
 /// Eight columns from `column` on, zeros past the end.
 template <bool kVec, typename T>
@@ -51,9 +43,11 @@ __global__ void __launch_bounds__(kThreads) router_kernel(const __grid_constant_
   const int lane = threadIdx.x & 31;
   const int64_t first_token = static_cast<int64_t>(blockIdx.x) * kTokens;
   const int first_expert = static_cast<int>(blockIdx.y * kWarps + (threadIdx.x >> 5)) * kExperts;
+  pdl_launch_dependents();
   if (first_expert >= args.num_experts) {
     return;
   }
+  pdl_wait();
   // Rows past the end repeat the last one and are not written.
   const T* x[kTokens];
   const W* w[kExperts];
@@ -101,14 +95,42 @@ __global__ void __launch_bounds__(kThreads) router_kernel(const __grid_constant_
 }
 
 template <typename T, typename W>
-void launch_router(const RouterArgs& args, bool is_vec, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(ceil_div(args.num_tokens, kTokens)),
-                  static_cast<unsigned>(ceil_div(args.num_experts, kExperts * kWarps)));
-  if (is_vec) {
-    router_kernel<T, W, true><<<grid, kThreads, 0, stream>>>(args);
-  } else {
-    router_kernel<T, W, false><<<grid, kThreads, 0, stream>>>(args);
+cudaError_t launch_router(const RouterArgs& args, bool is_vec, LaunchShape shape,
+                          bool is_dependent) {
+  shape.grid = dim3(static_cast<unsigned>(ceil_div(args.num_tokens, kTokens)),
+                    static_cast<unsigned>(ceil_div(args.num_experts, kExperts * kWarps)));
+  shape.block = dim3(kThreads);
+  return launch_dependent(is_vec ? router_kernel<T, W, true> : router_kernel<T, W, false>, shape,
+                          is_dependent, args);
+}
+
+template <typename Tile>
+dim3 router_grid(const RouterArgs& args) {
+  return dim3(static_cast<unsigned>(ceil_div(args.num_tokens, int64_t{Tile::kTokens})),
+              static_cast<unsigned>(ceil_div(args.num_experts, Tile::kExperts)));
+}
+
+template <typename Tile>
+cudaError_t launch_router_tile(const RouterArgs& args, LaunchShape shape, bool is_dependent) {
+  shape.grid = router_grid<Tile>(args);
+  shape.block = dim3(Tile::kThreads);
+  return launch_dependent(router_mma_kernel<Tile>, shape, is_dependent, args);
+}
+
+/// The smallest tiles that all run at once, so that no CTA reads much; larger tiles read less in
+/// all. They add in the same order.
+cudaError_t launch_router_mma(const RouterArgs& args, const LaunchShape& shape, bool is_dependent) {
+  const auto runs_at_once = [](const dim3& grid) {
+    constexpr int64_t kCtas = 264;  // two for each multiprocessor of a large device
+    return int64_t{grid.x} * grid.y <= kCtas;
+  };
+  if (runs_at_once(router_grid<SmallRouterTile>(args))) {
+    return launch_router_tile<SmallRouterTile>(args, shape, is_dependent);
   }
+  if (runs_at_once(router_grid<MediumRouterTile>(args))) {
+    return launch_router_tile<MediumRouterTile>(args, shape, is_dependent);
+  }
+  return launch_router_tile<LargeRouterTile>(args, shape, is_dependent);
 }
 
 }  // namespace
@@ -136,20 +158,30 @@ Status router_gemm(const RouterGemmParams& params, const ExecContext& context) {
   const int64_t w_row = args.w_stride * dtype_bytes(params.w.dtype);
   const bool is_vec = args.hidden % kPiece == 0 && is_aligned16(args.x) && is_aligned16(args.w) &&
                       x_row % 16 == 0 && w_row % 16 == 0;
-  DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(kWhere, params.x.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if (params.w.dtype == DType::kF32) {
-      launch_router<T, float>(args, is_vec, stream_of(context));
-    } else {
-      launch_router<T, __nv_bfloat16>(args, is_vec, stream_of(context));
-    }
+  LaunchShape shape;
+  shape.stream = stream_of(context);
+  const bool is_dependent = can_launch_dependent(context.device_index);
+  if (args.num_tokens == 0 || args.num_experts == 0) {
     return Status::ok_status();
-  }));
-  return check_launch(kWhere);
+  }
+  if (params.x.dtype == DType::kBF16 && params.w.dtype == DType::kBF16 && is_vec &&
+      args.hidden % kRouterChunk == 0) {
+    return cuda_status(kWhere, launch_router_mma(args, shape, is_dependent));
+  }
+  return dispatch_dtype(kWhere, params.x.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return cuda_status(kWhere,
+                       params.w.dtype == DType::kF32
+                           ? launch_router<T, float>(args, is_vec, shape, is_dependent)
+                           : launch_router<T, __nv_bfloat16>(args, is_vec, shape, is_dependent));
+  });
 }
 
 Status prepare_router_gemm() {
   constexpr const char* kWhere = "diffulex::router_gemm";
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, router_mma_kernel<SmallRouterTile>));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, router_mma_kernel<MediumRouterTile>));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, router_mma_kernel<LargeRouterTile>));
   return for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;
     DIFFULEX_RETURN_IF_ERROR((touch_kernel(kWhere, router_kernel<T, float, true>)));
