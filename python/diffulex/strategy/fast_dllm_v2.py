@@ -45,8 +45,10 @@ def _core_fields(config: Config) -> Mapping[str, Any]:
     return {
         "fdv2_use_block_cache": config.decoding.fdv2_use_block_cache,
         # A graph has one number of rows per request, and the modes differ in theirs. Eager steps
-        # are shaped like those of graphs, for equal last bits.
-        "group_decode_by_rows": config.model.device.startswith("cuda"),
+        # are shaped like those of graphs, for equal last bits. Steps of the device have all requests
+        # and whole blocks: there is no mode to wait for.
+        "group_decode_by_rows": config.model.device.startswith("cuda")
+        and config.kernel.run_ahead != "on",
     }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any, ClassVar
@@ -408,6 +409,11 @@ def test_strategy_fields_of_the_core() -> None:
     assert unmerged.token_merge_top_k == 0
     dual = resolve("fast_dllm_v2", num_pages=9, fdv2_use_block_cache=False).to_core()
     assert (dual.fdv2_use_block_cache, dual.group_decode_by_rows) == (False, False)
+    for run_ahead, is_grouped in (("auto", True), ("off", True), ("on", False)):
+        config = resolve("fast_dllm_v2", num_pages=9, run_ahead=run_ahead)
+        on_cuda = dataclasses.replace(config.model, device="cuda")
+        config = dataclasses.replace(config, model=on_cuda)
+        assert config.to_core().group_decode_by_rows == is_grouped
     shifted = resolve("", given=facts("dream", shift=True), num_pages=9).to_core()
     assert shifted.logits_shift
     local = resolve("", given=facts("fast_dllm_v2", shift=True), num_pages=9).to_core()
