@@ -378,10 +378,13 @@ class KernelConfig:
         " fast_dllm_v2, diffusion_gemma and dmax without dmax_store_soft_embeddings. Steps while a"
         " request has logprobs or min_tokens, and those that auto_max_nfe measures, keep the host"
         " loop. The first step that draws, where the default does not, waits for its graph (a"
-        " fraction of a second per batch size). auto: on CUDA, but not where the last bits of"
-        " products of another shape may change a token: dmax, diffusion_gemma (a step feeds them to"
-        " the next), fast_dllm_v2 with fdv2_use_block_cache or fdv2_exact_graph_buckets (the device"
-        " runs whole blocks for every request, the host need not).",
+        " fraction of a second per batch size). auto: on CUDA, but not where products of another shape"
+        " may change a token by their last bits in every step: dmax, diffusion_gemma (a step feeds"
+        " them to the next), fast_dllm_v2 with fdv2_use_block_cache or fdv2_exact_graph_buckets (the"
+        " device runs whole blocks for every request, the host need not). Other steps have the shape"
+        " of the host's, except that behind one in which requests end, which still has room for them."
+        " off: heads of shifted logits and of fast_dllm_v2 run over open positions alone, a product of"
+        " another shape as well.",
     )
     check_run_ahead: bool = _key(
         "bool",

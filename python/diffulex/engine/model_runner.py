@@ -354,10 +354,14 @@ class ModelRunner:
     def _has_loop_logits(self, bucket: Bucket) -> bool:
         """Whether the head runs over all rows of a padded step, as it does where the loop takes it.
 
-        A product of fewer rows may round otherwise, and both loops are to decide alike.
+        A product of fewer rows may round otherwise, and both loops are to decide alike. With shifted
+        logits and a dual cache that holds for engines which run ahead; others spare the rows that
+        decide nothing.
         """
-        is_known = self.config.decoding.decoding_strategy in _LOOP_STRATEGIES
-        is_known = is_known and not self._has_own_shapes()
+        strategy = self.config.decoding.decoding_strategy
+        is_known = strategy in _LOOP_STRATEGIES and not self._has_own_shapes()
+        if self._sampler_feed.has_carry or strategy == "fast_dllm_v2":
+            is_known = is_known and self._wants_loop(strategy)
         return is_known and has_graph_of_logits(self.config, bucket)
 
     def _metadata(
