@@ -110,7 +110,7 @@ RunAhead Scheduler::reserve_ahead(DecodeBatch& batch) {
 int32_t Scheduler::context_len_ahead() const {
   int32_t longest = 0;
   for (const Request* request : plan_requests_) {
-    longest = std::max({longest, request->context_len(), request->step.store_end});
+    longest = std::max(longest, strategy_->context_len_ahead(*request));
   }
   return longest;
 }

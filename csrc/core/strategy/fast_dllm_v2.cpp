@@ -32,6 +32,7 @@ class FastDllmV2 final : public Strategy {
     return options_.masked_rows_only && mask_fill_decodes_by_rules(options_, request);
   }
   [[nodiscard]] int32_t page_len_ahead(const Request& request) const override;
+  [[nodiscard]] int32_t context_len_ahead(const Request& request) const override;
   void complete_decode_request(const Request& request, DecodeRequest& decode) const override {
     decode.dual_cache = request.dual_cache;
     decode.dual_step = decode_step(request);
@@ -98,6 +99,15 @@ int32_t FastDllmV2::page_len_ahead(const Request& request) const {
   // Behind the last sub-block comes a commit, and the device then plans the next D-block at once.
   const bool is_last = decode_step(request).sub_idx == rules.buffer_size - 1;
   return is_last ? std::min(end + block_len, options_.page_span(request.limit_end)) : end;
+}
+
+int32_t FastDllmV2::context_len_ahead(const Request& request) const {
+  const BlockRules& rules = request.buffer.rules();
+  const int32_t base = buffer_start(rules, request.buffer.state());
+  // What the other modes store is provisional. Whether a refinement reads it follows, or another
+  // INIT, depends on the tokens of the step in flight.
+  const bool is_commit = decode_step(request).mode == DualCacheMode::kFinalCommit;
+  return is_commit || options_.fdv2_use_block_cache ? base + dual_block_len(rules) : base;
 }
 
 void FastDllmV2::begin_step(Request& request, const StepNeed& need) const {

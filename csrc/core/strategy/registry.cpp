@@ -44,6 +44,10 @@ int32_t Strategy::page_len_ahead(const Request& request) const {
   return std::min(valid_end(rules, request.buffer.state()) + rules.block_size, request.limit_end);
 }
 
+int32_t Strategy::context_len_ahead(const Request& request) const {
+  return std::max(request.context_len(), request.step.store_end);
+}
+
 void Strategy::complete_decode_request(const Request& /*request*/,
                                        DecodeRequest& /*decode*/) const {}
 

@@ -85,6 +85,9 @@ class DIFFULEX_API Strategy {
   /// End of the positions that need pages before the decode step behind the one in flight begins:
   /// what that step may store, and the one that the device plans when it ends.
   [[nodiscard]] virtual int32_t page_len_ahead(const Request& request) const;
+  /// Cached keys (plan.context_lens) of the decode step behind the one in flight, or a bound on
+  /// them where only the device can know.
+  [[nodiscard]] virtual int32_t context_len_ahead(const Request& request) const;
   /// Adds to `decode`, which has the buffer of `request` and the forward in flight, what else the
   /// rules need; default: nothing.
   virtual void complete_decode_request(const Request& request, DecodeRequest& decode) const;

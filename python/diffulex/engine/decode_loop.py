@@ -201,21 +201,22 @@ class DecodeLoop:
             self._record_uploads()
         if verdict == _core.RunAhead.STOP:
             return None
-        variant = self._variant_ahead(scheduler, plan)
+        variant = self._variant_ahead(scheduler)
         if self._is_capturing(variant):
             return None  # `start` captures it, with nothing in flight
         self._variant = variant
         self.num_ahead_steps += 1
         return self._launch()
 
-    def _variant_ahead(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> StepVariant:
+    def _variant_ahead(self, scheduler: _core.Scheduler) -> StepVariant:
         """That of the step behind the plan in flight, whose context the host knows already.
 
-        A plan of the host finds the same, unless the longest request of the batch just ended.
+        A plan of the host finds the same, unless requests end in the step in flight: it would have
+        fewer, and another bound without the longest. With a block cache the bound may be that of the
+        next mode.
         """
-        num_reqs, rows, bound = self._variant.bucket
-        longest = max(scheduler.context_len_ahead(), plan.max_context_len)
-        bound = self._graphs.bound(num_reqs, rows, longest)
+        num_reqs, rows, _ = self._variant.bucket
+        bound = self._graphs.bound(num_reqs, rows, scheduler.context_len_ahead())
         return self._variant._replace(bucket=Bucket(num_reqs, rows, bound))
 
     def _upload_pages(self, verdict: _core.RunAhead) -> None:
@@ -245,7 +246,7 @@ class DecodeLoop:
         if result.copied is not None:
             result.copied.synchronize()
         if self._check is not None:
-            self._check.compare(plan, place)
+            self._check.compare(plan, place, self._graphs)
         scheduler.collect_output(plan, result.output, self._buffers.output)
         return self._buffers.output
 
@@ -307,7 +308,7 @@ class DecodeLoop:
         place = self._next_output
         self._next_output = (place + 1) % _NUM_OUTPUTS
         if self._check is not None:
-            self._check.keep(place, self._buffers.views)
+            self._check.keep(place, self._buffers.views, self._variant.bucket)
         graphs, variant = self._step_graphs, self._variant
         if graphs is not None and variant in graphs:
             graphs.replay(variant)

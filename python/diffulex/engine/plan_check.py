@@ -9,6 +9,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from diffulex.engine.batch import PlanViews
+    from diffulex.engine.decode_graphs import Bucket, DecodeGraphs
     from diffulex_ext import _core
 
 __all__ = ["PlanCheck", "PlanMismatchError"]
@@ -66,7 +67,11 @@ class PlanCheck:
             self._block_names += _CANVAS_BLOCKS
         self._names += [*self._row_names, *self._block_names]
         self._req_ids: list[int] = []
-        self._kept: dict[int, _Arrays] = {}
+        # The context of the step behind is a bound: the device alone knows its mode.
+        self._has_block_cache = self._has_dual_cache and options.fdv2_use_block_cache
+        self._kept: dict[int, tuple[Bucket, _Arrays]] = {}
+        # Requests of the plan compared last; fewer ones in the next ended meanwhile.
+        self._num_live = 0
         #: Steps compared so far.
         self.num_compared = 0
 
@@ -74,17 +79,18 @@ class PlanCheck:
         """The device has the requests of `plan` from now on, in its order."""
         num_reqs = plan.num_reqs - plan.num_padded_reqs
         self._req_ids = [int(req_id) for req_id in plan.req_ids[:num_reqs]]
+        self._num_live = num_reqs
 
-    def keep(self, place: int, views: PlanViews) -> None:
-        """Copies the arrays of the step that is enqueued next; waits for the device."""
-        self._kept[place] = {
-            name: getattr(views, name).detach().cpu().numpy().copy() for name in self._names
-        }
+    def keep(self, place: int, views: PlanViews, bucket: Bucket) -> None:
+        """Copies the arrays of the step that is enqueued next, of this shape; waits for the device."""
+        arrays = {name: getattr(views, name).detach().cpu().numpy().copy() for name in self._names}
+        self._kept[place] = bucket, arrays
 
-    def compare(self, plan: _core.StepPlan, place: int) -> None:
+    def compare(self, plan: _core.StepPlan, place: int, graphs: DecodeGraphs) -> None:
         """Raises PlanMismatchError unless the step kept under `place` is that of `plan`."""
-        device = self._kept.pop(place)
+        bucket, device = self._kept.pop(place)
         self.num_compared += 1
+        self._compare_shape(plan, bucket, graphs)
         seen = set()
         for index in range(plan.num_reqs - plan.num_padded_reqs):
             row = self._req_ids.index(int(plan.req_ids[index]))
@@ -98,6 +104,21 @@ class PlanCheck:
             rows = slice(row * self._num_rows, (row + 1) * self._num_rows)
             self._expect(plan, row, "blk_valid_len", device["blk_valid_len"][blocks], 0)
             self._expect(plan, row, "slot_mapping", device["slot_mapping"][rows], -1)
+
+    def _compare_shape(self, plan: _core.StepPlan, bucket: Bucket, graphs: DecodeGraphs) -> None:
+        """The shape is the one that the host finds. In the step behind one in which requests end it
+        may be larger."""
+        num_live = plan.num_reqs - plan.num_padded_reqs
+        has_ended, self._num_live = num_live < self._num_live, num_live
+        wanted = graphs.bucket_of_rows(plan, self._num_rows)
+        assert wanted is not None
+        num_reqs, rows, bound = bucket
+        if has_ended and num_reqs > wanted.num_reqs:
+            least = graphs.bound(num_reqs, rows, plan.max_context_len)
+            wanted = wanted._replace(num_reqs=num_reqs, max_context_len=least)
+        if (has_ended or self._has_block_cache) and bound > wanted.max_context_len:
+            wanted = wanted._replace(max_context_len=bound)
+        self._expect(plan, 0, "bucket", bucket, wanted)
 
     def _compare_request(self, plan: _core.StepPlan, device: _Arrays, index: int, row: int) -> None:
         q = self._num_rows

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ for folder in (Path(__file__).parent, Path(__file__).parent.parent):
 
 import torch  # noqa: E402
 
+from diffulex.engine.context_classes import ContextClasses  # noqa: E402
 from tiny_engine import TinyModel  # noqa: E402
 
 
@@ -50,3 +52,16 @@ def tiny_cuda_bf16(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
         hidden_size=128,
         max_position_embeddings=4096,
     )
+
+
+@pytest.fixture
+def small_classes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Bounds on the context that tiny requests grow through; on CUDA the kernels choose them."""
+
+    def bounds(self: ContextClasses, num_reqs: int, rows: int) -> tuple[int, ...]:
+        return (*(b for b in (16, 24, 40, 64) if b < self._limit), self._limit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("cuda") is None:
+            patch.setattr(ContextClasses, "_find_bounds", bounds)
+        yield

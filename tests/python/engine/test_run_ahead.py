@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from diffulex import ConfigError, SamplingParams
+from diffulex.engine.decode_graphs import Bucket
 from diffulex.engine.output import RequestOutput
 from diffulex.engine.plan_check import PlanCheck, PlanMismatchError
 from diffulex.engine.step_graphs import StepGraphs
@@ -36,6 +37,8 @@ from run_ahead_cases import (
     requests,
 )
 from tiny_engine import TinyModel
+
+pytestmark = pytest.mark.usefixtures("small_classes")
 
 
 @pytest.fixture(
@@ -168,13 +171,18 @@ def test_aborts_and_arrivals_in_between(place: Place, name: str) -> None:
             assert answers([output]) == answers([expected[index]])
 
 
-def test_preempting_a_request_of_a_step_in_flight(tiny: TinyModel) -> None:
+#: One strategy for each state that a step given up must leave as it was.
+STATES = ("multi_bd", "multi_bd_shifted", "d2f_shifted", "dual_cache", "dual_blocks", "dmax")
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_preempting_a_request_of_a_step_in_flight(tiny: TinyModel, name: str) -> None:
     prompts, params = requests(random.Random(8), 4)
     params = [dataclasses.replace(p, max_nfe=None, max_tokens=30, ignore_eos=True) for p in params]
-    settings = {**FILL, "block_size": 8, "buffer_size": 2}
-    with tiny.engine(**settings, run_ahead="off") as engine:
+    model, settings = Place(tiny, True).of(name, block_size=8, buffer_size=2)
+    with model.engine(**settings, run_ahead="off") as engine:
         expected = engine.generate(prompts, params, summary=False)
-    with tiny.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
+    with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
         ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
         done: dict[int, RequestOutput] = {}
         for number in range(200):
@@ -204,15 +212,16 @@ def test_step_returns_the_outputs_of_one_step(tiny: TinyModel) -> None:
     assert deliveries("on") == deliveries("off")
 
 
+@pytest.mark.parametrize("name", STATES)
 def test_failed_step_leaves_the_engine_usable(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     prompts, params = requests(random.Random(4), 4)
     params = [dataclasses.replace(p, max_nfe=None, max_tokens=24, ignore_eos=True) for p in params]
-    settings = {**FILL, "block_size": 8, "buffer_size": 2}
-    with tiny.engine(**settings, run_ahead="off") as engine:
+    model, settings = Place(tiny, True).of(name, block_size=8, buffer_size=2)
+    with model.engine(**settings, run_ahead="off") as engine:
         expected = engine.generate(prompts, params, summary=False)
-    with tiny.engine(**settings, run_ahead="on") as engine:
+    with model.engine(**settings, run_ahead="on") as engine:
         ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
         for _ in range(3):
             engine.step()
@@ -232,17 +241,18 @@ def test_failed_step_leaves_the_engine_usable(
     assert [done[i].token_ids for i in ids] == [o.token_ids for o in expected]
 
 
+@pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("point", ["schedule_ahead", "run_ahead", "collect"])
 def test_interrupts_while_a_step_runs_ahead(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, point: str
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, point: str, name: str
 ) -> None:
     """A second Ctrl-C at any point of a step: nothing stays in flight, no token is lost."""
     prompts, params = requests(random.Random(5), 4)
     params = [dataclasses.replace(p, max_nfe=None, max_tokens=24, ignore_eos=True) for p in params]
-    settings = {**FILL, "block_size": 8, "buffer_size": 2}
-    with tiny.engine(**settings, run_ahead="off") as engine:
+    model, settings = Place(tiny, True).of(name, block_size=8, buffer_size=2)
+    with model.engine(**settings, run_ahead="off") as engine:
         expected = engine.generate(prompts, params, summary=False)
-    with tiny.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
+    with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
         ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
         tokens: dict[int, list[int]] = {req_id: [] for req_id in ids}
         loop, inner = engine._loop, engine._scheduler
@@ -260,11 +270,10 @@ def test_interrupts_while_a_step_runs_ahead(
         for number in range(200):
             if not engine.has_unfinished():
                 break
-            if number in (4, 9):
-                assert loop._ahead is not None
-                name = "_scheduler" if target is inner else "_runner"
+            if number >= 4 and num_interrupts < 2 and loop._ahead is not None:
+                owner = "_scheduler" if target is inner else "_runner"
                 with monkeypatch.context() as patch:
-                    patch.setattr(loop, name, Late())
+                    patch.setattr(loop, owner, Late())
                     with pytest.raises(KeyboardInterrupt):
                         engine.step()
                 num_interrupts += 1
@@ -432,17 +441,28 @@ def test_automatic_cap_is_derived_on_the_host(tiny: TinyModel) -> None:
     assert compare(tiny, settings, 6) > 0
 
 
-def test_check_notices_a_wrong_plan(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("positions", {}),
+        ("bucket", {"num_reqs": 2}),
+        ("bucket", {"max_context_len": 24}),
+    ],
+)
+def test_check_notices_a_wrong_plan(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, name: str, change: dict[str, int]
+) -> None:
     keep = PlanCheck.keep
 
-    def wrong(self: PlanCheck, place: int, views: Any) -> None:
-        keep(self, place, views)
-        self._kept[place]["positions"][0] += 1
+    def wrong(self: PlanCheck, place: int, views: Any, bucket: Bucket) -> None:
+        keep(self, place, views, bucket._replace(**change))
+        if name == "positions":
+            self._kept[place][1][name][0] += 1
 
     monkeypatch.setattr(PlanCheck, "keep", wrong)
     with (
         tiny.engine(**FILL, run_ahead="on", check_run_ahead=True) as engine,
-        pytest.raises(PlanMismatchError, match="check_run_ahead: positions: expected"),
+        pytest.raises(PlanMismatchError, match=f"check_run_ahead: {name}: expected"),
     ):
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8), summary=False)
 
@@ -455,7 +475,7 @@ def test_off_by_default_on_the_cpu_and_bad_values(tiny: TinyModel) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_auto_takes_steps_that_equal_those_of_the_host_to_the_last_bit(
+def test_auto_runs_ahead_unless_every_step_rounds_otherwise(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     strategy, settings = "decoding_strategy", STRATEGIES[name][1]
@@ -465,6 +485,20 @@ def test_auto_takes_steps_that_equal_those_of_the_host_to_the_last_bit(
         monkeypatch.setattr(runner, "_is_cuda", True)
         assert runner._wants_loop(settings.get(strategy, "multi_bd")) == (name not in ROUNDED)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_heads_run_over_rows_that_decide_nothing_only_to_equal_the_loop(
+    tiny: TinyModel, name: str
+) -> None:
+    """Shifted logits and a dual cache have many such rows; a head of fewer rounds otherwise."""
+    for run_ahead in ("on", "off"):
+        with model_of(tiny, name).engine(**STRATEGIES[name][1], run_ahead=run_ahead) as engine:
+            runner = engine._runner
+            bucket = runner._graphs.shapes()[0]
+            has_all = runner._has_loop_logits(bucket)
+        is_spared = run_ahead == "off" and (name.endswith("_shifted") or name == "dual_blocks")
+        assert has_all == (not is_spared and name != "dual_cache")
 
 
 def test_end_of_all_requests_leaves_nothing_in_flight(tiny: TinyModel) -> None:
