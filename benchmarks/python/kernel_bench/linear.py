@@ -75,7 +75,7 @@ def _case(model: str, product: Product, rows: int, device: str) -> Case:
         )
 
     can_run = device != "cpu" and ops.has_hopper_kernels(torch.device(device))
-    is_ours = can_run and rows <= ops.few_rows_limit(columns, depth)
+    is_ours = can_run and ops.is_few_rows(rows, columns, depth)
     call: Callable[[torch.Tensor], None] = our_call if is_ours else torch_call
 
     def check() -> float:

@@ -43,9 +43,7 @@ class MatrixProduct(nn.Module):
         self._is_packable = dtype == torch.float32 and matrix.device.type == "cpu"
         self._is_shared = False
         is_half = dtype in (torch.bfloat16, torch.float16)
-        has_few_rows = is_half and ops.has_hopper_kernels(matrix.device)
-        # Rows up to which `ops.linear_few_rows` is the faster product.
-        self._few_rows = ops.few_rows_limit(out_features, in_features) if has_few_rows else 0
+        self._has_few_rows = is_half and ops.has_hopper_kernels(matrix.device)
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +75,10 @@ class MatrixProduct(nn.Module):
         self._panels = None
         self._is_shared = True
 
+    def _takes_few_rows(self, x: torch.Tensor) -> bool:
+        """Whether `ops.linear_few_rows` is the faster product for x [T, K]."""
+        return self._has_few_rows and ops.is_few_rows(x.size(0), self.num_rows, x.size(1))
+
     def multiply(
         self, x: torch.Tensor, out: torch.Tensor | None = None, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -87,7 +89,7 @@ class MatrixProduct(nn.Module):
             product = ops.linear_packed(x, self._panels, self.num_rows, out=out)
             return product if bias is None else product.add_(bias)
         weight = self.row_major()
-        if 0 < x.size(0) <= self._few_rows:
+        if self._takes_few_rows(x):
             return ops.linear_few_rows(x, weight, bias, out=out)
         if bias is None:
             return torch.mm(x, weight.t(), out=out)
@@ -146,7 +148,7 @@ class Linear(MatrixProduct):
 
         The layer holds gate, then up. False, with nothing written, where it takes two kernels.
         """
-        can = self.bias is None and self.updates is None and 0 < x.size(0) <= self._few_rows
+        can = self.bias is None and self.updates is None and self._takes_few_rows(x)
         if can:
             ops.linear_few_rows(x, self.row_major(), act=act, out=out)
         return can

@@ -36,7 +36,7 @@ from diffulex.ops.kv_cache import store_kv_cache as store_kv_cache
 from diffulex.ops.linear import FEW_ROWS as FEW_ROWS
 from diffulex.ops.linear import FEW_ROWS_COLUMNS as FEW_ROWS_COLUMNS
 from diffulex.ops.linear import FEW_ROWS_DEPTH as FEW_ROWS_DEPTH
-from diffulex.ops.linear import few_rows_limit as few_rows_limit
+from diffulex.ops.linear import is_few_rows as is_few_rows
 from diffulex.ops.linear import linear_few_rows as linear_few_rows
 from diffulex.ops.linear import linear_packed as linear_packed
 from diffulex.ops.linear import pack_weight as pack_weight

@@ -307,16 +307,18 @@ def test_few_rows_in_a_graph(num_rows: int) -> None:
 @pytest.mark.parametrize(
     ("columns", "depth", "rows"),
     [
-        (6144, 4096, 64),
-        (4096, 12288, 64),
-        (24576, 4096, 128),  # one high tile to a processor
-        (157184, 2048, 64),
-        (1000, 2048, 0),  # no whole runs of 16 columns
-        (1024, 2000, 0),  # no whole steps of 64
+        (6144, 4096, {1, 64, 128}),  # large, so that 128 whole rows are few
+        (4096, 12288, {1, 64, 128}),
+        (24576, 4096, {1, 64, 65, 96, 127, 128}),  # one high tile to a processor
+        (3072, 2048, {1, 64}),
+        (157184, 2048, {1, 64}),  # several tiles to a processor
+        (1000, 2048, set()),  # no whole runs of 16 columns
+        (1024, 2000, set()),  # no whole steps of 64
     ],
 )
-def test_few_rows_limit(columns: int, depth: int, rows: int) -> None:
-    assert ops.few_rows_limit(columns, depth) == rows
+def test_few_rows_by_shape(columns: int, depth: int, rows: set[int]) -> None:
+    candidates = (0, 1, 64, 65, 96, 127, 128, 129, 256)
+    assert {count for count in candidates if ops.is_few_rows(count, columns, depth)} == rows
 
 
 @pytest.mark.cuda
@@ -331,13 +333,12 @@ def test_layers_choose_few_rows_by_shape(monkeypatch: pytest.MonkeyPatch) -> Non
         return product(x, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ops, "linear_few_rows", record)
-    limit = ops.few_rows_limit(6144, 1024)
-    for num_rows in (1, limit, limit + 1):
+    for num_rows in (1, 64, 65):
         x = normal(num_rows, 1024).bfloat16().cuda()
         out = layer(x, torch.empty(num_rows, 6144, dtype=torch.bfloat16, device="cuda"))
         expected, _ = expected_few_rows(x, layer.row_major(), layer.bias, None)
         torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-1)
-    assert calls == [1, limit]
+    assert calls == [1, 64]
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -345,12 +346,11 @@ def test_gated_product_is_one_kernel_where_it_can(device: str, has_bias: bool) -
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     layer = filled(Linear(128, (96, 96), bias=has_bias, dtype=dtype, device=device))
     is_fused = device != "cpu" and ops.has_hopper_kernels(torch.device(device)) and not has_bias
-    limit = ops.few_rows_limit(192, 128)
-    for num_rows in (0, 3, limit, limit + 1):
+    for num_rows in (0, 3, 64, 65):
         x = normal(num_rows, 128).to(device, dtype)
         out = torch.full((num_rows, 96), torch.nan, dtype=dtype, device=device)
         done = layer.forward_gated(x, ops.Activation.SILU, out)
-        assert done == (is_fused and 0 < num_rows <= limit)
+        assert done == (is_fused and 0 < num_rows <= 64)
         if done:
             expected, _ = expected_few_rows(x, layer.row_major(), None, ops.Activation.SILU)
             torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-1)
