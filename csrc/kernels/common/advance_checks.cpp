@@ -2,6 +2,7 @@
 #include "kernels/common/advance_checks.h"
 
 #include <initializer_list>
+#include <limits>
 #include <string>
 
 #include "kernels/common/tensor_checks.h"
@@ -67,9 +68,11 @@ Status check_carry(const AdvanceDecodeParams& params, int64_t num_reqs, int64_t 
     return ArgumentCheck(kOp, "logits_source", params.logits_source)
         .absent("last_row_index is absent");
   }
-  if (params.first_saved_row < num_rows) {
-    return scalar_error(kOp, "first_saved_row", (">= " + std::to_string(num_rows)).c_str(),
-                        params.first_saved_row);
+  // Records of slots follow, and indices are int32.
+  const int64_t last = std::numeric_limits<int32_t>::max() - num_reqs;
+  if (params.first_saved_row < num_rows || params.first_saved_row > last) {
+    const std::string range = std::to_string(num_rows) + " to " + std::to_string(last);
+    return scalar_error(kOp, "first_saved_row", range.c_str(), params.first_saved_row);
   }
   DIFFULEX_RETURN_IF_ERROR(
       check_dense({num_reqs}, {{"last_row_index", params.last_row_index, DType::kI32}}));

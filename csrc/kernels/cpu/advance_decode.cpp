@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "kernels/common/advance_canvas_row.h"
@@ -19,6 +20,22 @@ struct SingleLane {
   [[nodiscard]] int32_t size() const noexcept { return 1; }
   void sync() const noexcept {}
 };
+
+/// What the slot of the request keeps between steps has int32 indices.
+Status check_slot(const AdvanceArgs& args, int32_t r) {
+  const bool has_records = args.last_row_index != nullptr;
+  if (!args.requests[r].is_running || (!has_records && args.prev_argmax == nullptr)) {
+    return {};
+  }
+  constexpr int32_t kMax = std::numeric_limits<int32_t>::max();
+  const int32_t last = has_records ? kMax - args.first_saved_row : kMax / args.block_size - 1;
+  const int32_t slot = args.requests[r].request_slot;
+  if (slot >= 0 && slot <= last) {
+    return {};
+  }
+  return make_error(StatusCode::kOutOfRange, "diffulex::advance_decode: requests: expected a slot ",
+                    "of 0 to ", last, ", got ", slot, " in request ", r);
+}
 
 /// The request is one of the shapes of the call, with pages for all it runs.
 Status check_request(const AdvanceArgs& args, int32_t r, int64_t num_entries) {
@@ -61,6 +78,7 @@ Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& /*co
   const auto num_reqs = static_cast<int32_t>(params.requests.size[0]);
   for (int32_t r = 0; r < num_reqs; ++r) {
     DIFFULEX_RETURN_IF_ERROR(check_request(args, r, params.page_tables.size[1]));
+    DIFFULEX_RETURN_IF_ERROR(check_slot(args, r));
   }
   std::vector<int32_t> writes(static_cast<size_t>(num_rows), -1);
   for (int32_t r = 0; r < num_reqs; ++r) {

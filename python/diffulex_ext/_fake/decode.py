@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from diffulex_ext._fake.arguments import FakeArguments
 from diffulex_ext._fake.registry import FLOAT32, FLOAT64, INT32, INT64, UINT8, register
 
@@ -103,13 +105,25 @@ def _advance_decode(
         ("valid_slices", valid_slices, INT32, reqs),
     ):
         arguments.optional(name, tensor, dtype, shape)
+    has_seeds, has_canvas = seed_row is not None, prev_argmax is not None
+    for other, has_other in (("seed_row", has_seeds), ("prev_argmax", has_canvas)):
+        for name, tensor in (("merge_valid", merge_valid), ("last_row_index", last_row_index)):
+            arguments.require(
+                name, tensor is None or not has_other, f"none with {other}", "a tensor"
+            )
+    arguments.require(
+        "prev_argmax", not (has_seeds and has_canvas), "none with seed_row", "a tensor"
+    )
+    arguments.paired("mask_kinds", mask_kinds, "seed_row or prev_argmax", has_seeds or has_canvas)
     arguments.paired("pending_next_token", pending_next_token, "seed_row", seed_row is not None)
     arguments.optional("pending_next_token", pending_next_token, INT64, reqs)
     arguments.optional("seed_row", seed_row, INT32, reqs)
     arguments.optional("mask_kinds", mask_kinds, INT32, reqs)
     arguments.paired("logits_source", logits_source, "last_row_index", last_row_index is not None)
     if last_row_index is not None:
-        arguments.at_least("first_saved_row", first_saved_row, num_rows)
+        last = torch.iinfo(torch.int32).max - num_reqs  # records of slots follow
+        is_in_range = first_saved_row >= num_rows and first_saved_row <= last
+        arguments.require("first_saved_row", is_in_range, f"{num_rows} to {last}", first_saved_row)
     arguments.optional("last_row_index", last_row_index, INT32, reqs)
     arguments.optional("logits_source", logits_source, INT32, rows)
     merged = {
@@ -124,6 +138,10 @@ def _advance_decode(
     for name, merge in merged.items():
         arguments.paired(name, merge, "merge_valid", merge_valid is not None)
     arguments.optional("prev_argmax", prev_argmax, INT64, wide_blocks)
+    if has_canvas:
+        arguments.require(
+            "tokens", num_blocks == num_reqs, "one canvas for each request", list(tokens.shape)
+        )
     for name, canvas, dtype, shape in (
         ("canvas_argmax", canvas_argmax, INT64, wide_blocks),
         ("stable_run", stable_run, INT32, blocks),
