@@ -78,8 +78,8 @@ Status launch(const LinearFewRowsParams& params, const ExecContext& context) {
   CUtensorMap row_map;
   DIFFULEX_RETURN_IF_ERROR(sm90::encode_tensor_map(kWhere, weight_shape(params, plan.tile_rows),
                                                    params.weight.dtype, &weight_map));
-  DIFFULEX_RETURN_IF_ERROR(
-      sm90::encode_tensor_map(kWhere, row_shape(params, kRows), params.x.dtype, &row_map));
+  DIFFULEX_RETURN_IF_ERROR(sm90::encode_tensor_map(
+      kWhere, row_shape(params, static_cast<int32_t>(params.x.size[0])), params.x.dtype, &row_map));
   LinearArgs args{};
   args.out = params.out.data;
   args.bias = params.bias.data;
@@ -94,6 +94,7 @@ Status launch(const LinearFewRowsParams& params, const ExecContext& context) {
   args.stages = plan.stages;
   args.paced_stages = plan.paced_stages;
   args.stage_bytes = plan.stage_bytes;
+  args.row_bytes = args.num_rows * plan.lines * Traits::kLineBytes;
   args.partial_bytes = plan.partial_bytes;
   args.warps = plan.tile_rows / 16;
   args.act = params.act.has_value() ? static_cast<int32_t>(*params.act) : -1;

@@ -120,7 +120,7 @@ class LinearProducer final {
     ptx::mbarrier_arrive(smem_.released);
     for (int32_t step = 0; step < work_.early; ++step) {
       const uint32_t full = smem_.full + 8 * step;
-      ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(args_.stage_bytes - weight_bytes()));
+      ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(args_.row_bytes));
       load_rows(step, step, full);
     }
   }
@@ -136,7 +136,7 @@ class LinearProducer final {
       for (int32_t step = first; step < work_.count; ++step, cursor.advance(args_.stages)) {
         const uint32_t full = smem_.full + 8 * cursor.stage;
         ptx::mbarrier_wait(smem_.empty + 8 * cursor.stage, cursor.parity ^ 1);
-        ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(args_.stage_bytes));
+        ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(weight_bytes() + args_.row_bytes));
         load_weights(cursor.stage, tile, step, full);
         load_rows(cursor.stage, step, full);
       }
