@@ -23,10 +23,9 @@ FEW_ROWS_DEPTH = 64
 PANEL_COLUMNS = 32
 # Rows up to which `linear_few_rows` is fast with a weight of any size.
 _ANY_WEIGHT_ROWS = 64
-# Columns of one tile of more than half its height for each of 132 processors, and of one tile at most.
-_HIGH_TILE_COLUMNS = range(132 * 128 + 1, 132 * 192 + 1)
-# Elements of a weight beside which 128 whole rows are few.
+# With more rows: fewest elements of the weight, and most columns, a tile for each of 132 processors.
 _LARGE_WEIGHT = 1 << 24
+_ONE_TILE_COLUMNS = 132 * 192
 # Elements per look at whether a weight fits bfloat16; bounds the temporaries.
 _CHECK_ELEMENTS = 1 << 22
 
@@ -44,16 +43,13 @@ def is_few_rows(num_rows: int, num_columns: int, depth: int) -> bool:
     """Whether the product of num_rows with a weight [num_columns, depth] is `linear_few_rows`.
 
     A rule of shapes alone. On an H200 the kernel was as fast as cuBLAS or faster up to 64 rows at the
-    products of SDAR-8B, and its launch overlaps the kernels around it. With more rows it was where
-    every processor has one high tile of the weight (gate and up), and, at 128 rows to the row, in a
-    decode step where the weight is large and no processor has two tiles.
+    products of SDAR-8B, and its launch overlaps the kernels around it. With more rows a decode step
+    was faster with it where the weight is large and no processor has two tiles of it.
     """
     if num_columns % FEW_ROWS_COLUMNS or depth % FEW_ROWS_DEPTH or not 0 < num_rows <= FEW_ROWS:
         return False
-    if num_rows <= _ANY_WEIGHT_ROWS or num_columns in _HIGH_TILE_COLUMNS:
-        return True
-    is_large = num_columns * depth >= _LARGE_WEIGHT and num_columns < _HIGH_TILE_COLUMNS.stop
-    return num_rows == FEW_ROWS and is_large
+    is_large = num_columns * depth >= _LARGE_WEIGHT and num_columns <= _ONE_TILE_COLUMNS
+    return num_rows <= _ANY_WEIGHT_ROWS or is_large
 
 
 @torch.no_grad()
