@@ -119,7 +119,7 @@ class DIFFULEX_API Scheduler final {
   /// pages for all that it and the step behind it might store. Gives the requests those pages, in
   /// `batch` too.
   [[nodiscard]] RunAhead reserve_ahead(DecodeBatch& batch);
-  /// Longest context of the step behind the plan in flight: every stored block has joined it.
+  /// Longest context of the step behind the plan in flight, by Strategy::context_len_ahead.
   /// Requests that the plan ends count as if they went on. Of a plan that can_run_ahead.
   [[nodiscard]] int32_t context_len_ahead() const;
   /// Schedules the step that the device runs already: its requests that still run, in its order.
