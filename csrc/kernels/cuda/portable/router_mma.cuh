@@ -35,12 +35,13 @@ using SmallRouterTile = RouterTile<1, 1, 8>;
 using MediumRouterTile = RouterTile<2, 2, 4>;
 using LargeRouterTile = RouterTile<2, 4, 2>;
 
-/// Eight columns of row `row`, clamped to the last of `rows`; zeros past the last chunk.
+/// Eight columns of row `row`, clamped to the last of `rows`; zeros past the last chunk. A plain load:
+/// one that counts on data that nobody writes might be moved across pdl_wait(), either way.
 __device__ __forceinline__ uint4 router_piece(const void* data, int64_t stride, int64_t row,
                                               int64_t rows, int column, int hidden) {
   const int64_t clamped = row < rows ? row : rows - 1;
   const auto* source = static_cast<const __nv_bfloat16*>(data) + clamped * stride + column;
-  return column < hidden ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
+  return column < hidden ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
 }
 
 /// Half `half` of a chunk. A lane holds eight neighbouring columns where the product wants pairs of
