@@ -407,3 +407,31 @@ def test_combine_is_the_last_step_of_fused_moe(device: str) -> None:
         slot_out[k::2] = alone
     combined = ops.moe_combine(slot_out, case.weights, case.ids)
     assert torch.equal(combined, case.run())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_tokens", [16, 32, 300, 563, 1125, 2063, 2813])
+def test_many_experts_give_every_processor_many_tiles(num_tokens: int) -> None:
+    """Every row against float32 products, with tens of tiles for a processor in the second product.
+
+    The numbers are those of tiles of 16, 32, 64, 96, 128 and 160 rows, and of tiles that two share.
+    """
+    num_experts, top_k, hidden, width = 150, 8, 4096, 64
+    x = normal(num_tokens, hidden).cuda().bfloat16()
+    w13 = normal(num_experts, 2 * width, hidden, seed=1, scale=0.02).cuda().bfloat16()
+    w2 = normal(num_experts, hidden, width, seed=2, scale=0.1).cuda().bfloat16()
+    weights = normal(num_tokens, top_k, seed=3).cuda().abs()
+    ids = random_ids(num_tokens, num_experts, top_k, seed=4).cuda()
+    out = torch.full_like(x, torch.nan)
+    ops.fused_moe(x, w13, w2, weights, ids, out=out)
+    assert torch.equal(ops.fused_moe(x, w13, w2, weights, ids), out)
+    expected = torch.zeros(num_tokens, hidden, device="cuda")
+    for expert in range(num_experts):
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[tokens].float() @ w13[expert].float().T).chunk(2, -1)
+        inner = (torch.nn.functional.silu(gate) * up).bfloat16().float()
+        expected.index_add_(
+            0, tokens, (inner @ w2[expert].float().T) * weights[tokens, places, None]
+        )
+    errors = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.max() < 1e-2
