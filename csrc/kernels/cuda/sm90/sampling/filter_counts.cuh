@@ -159,7 +159,8 @@ __device__ inline CtaReport merge_reports(ClusterShared& shared, RowView& view) 
       view.raw_part += static_cast<float>(counts[i]) * ptx::exp2_approx(difference * kLog2E);
     }
   }
-  if (ptx::cluster_rank() == 0 && threadIdx.x == 0) {
+  // Without middle values the largest may lie so low that its power overflows.
+  if (ptx::cluster_rank() == 0 && threadIdx.x == 0 && merged.middle_powers > 0) {
     view.raw_part += static_cast<float>(merged.middle_powers) * expf(-state.largest_logit);
   }
   cluster_sync();

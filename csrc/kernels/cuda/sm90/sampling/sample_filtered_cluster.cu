@@ -344,7 +344,7 @@ __device__ bool find_cuts(const FilterArgs& args, ClusterShared& shared, RowView
       return false;
     }
   }
-  if (filters.top_p >= 1.0F) {
+  if (!(filters.top_p < 1.0F)) {
     return true;
   }
   // Where min-p ends inside the middle bin, its columns are not alike.
