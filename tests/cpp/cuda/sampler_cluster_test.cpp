@@ -91,6 +91,21 @@ Rows first_rows(const Rows& whole, int64_t count) {
   return part;
 }
 
+/// Runs `device` there and a copy of it on the CPU, and compares.
+void expect_stats_parity(Rows device, const char* what) {
+  Rows host = device;
+  device.run();
+  const Status status =
+      token_stats(host.params([](const TensorRef& tensor) { return tensor; }), ExecContext{});
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(device.ids, host.ids) << what;
+  EXPECT_EQ(device.topk_ids, host.topk_ids) << what;
+  for (size_t i = 0; i < host.stats.size(); ++i) {
+    ASSERT_NEAR(device.stats[i], host.stats[i], 2e-5 * (1.0 + std::abs(host.stats[i])))
+        << what << " column " << i % kTokenStatsColumns << " of " << i / kTokenStatsColumns;
+  }
+}
+
 TEST(CudaTokenStatsClusterTest, RowsDoNotDependOnTheirNumber) {
   DIFFULEX_REQUIRE_DEVICE();
   for (const DType dtype : {DType::kBF16, DType::kF32}) {
@@ -130,34 +145,8 @@ TEST(CudaTokenStatsClusterTest, RepeatedRunsGiveTheSameBits) {
 TEST(CudaTokenStatsClusterTest, LargeVocabularyMatchesCpu) {
   DIFFULEX_REQUIRE_DEVICE();
   for (const int64_t vocab : {126464, 151936, 157185, 262144}) {
-    Rows device(static_cast<uint64_t>(vocab), DType::kBF16, vocab, 3, 64);
-    Rows host = device;
-    device.run();
-    ASSERT_FALSE(HasFatalFailure());
-    const Status status =
-        token_stats(host.params([](const TensorRef& tensor) { return tensor; }), ExecContext{});
-    ASSERT_TRUE(status.ok()) << status.message();
-    EXPECT_EQ(device.ids, host.ids) << vocab;
-    EXPECT_EQ(device.topk_ids, host.topk_ids) << vocab;
-    for (size_t i = 0; i < host.stats.size(); ++i) {
-      EXPECT_NEAR(device.stats[i], host.stats[i], 2e-5 * (1.0 + std::abs(host.stats[i])))
-          << vocab << " element " << i;
-    }
-  }
-}
-
-/// Runs `device` there and a copy of it on the CPU, and compares.
-void expect_stats_parity(Rows device, const char* what) {
-  Rows host = device;
-  device.run();
-  const Status status =
-      token_stats(host.params([](const TensorRef& tensor) { return tensor; }), ExecContext{});
-  ASSERT_TRUE(status.ok()) << status.message();
-  EXPECT_EQ(device.ids, host.ids) << what;
-  EXPECT_EQ(device.topk_ids, host.topk_ids) << what;
-  for (size_t i = 0; i < host.stats.size(); ++i) {
-    ASSERT_NEAR(device.stats[i], host.stats[i], 2e-5 * (1.0 + std::abs(host.stats[i])))
-        << what << " column " << i % kTokenStatsColumns << " of " << i / kTokenStatsColumns;
+    expect_stats_parity(Rows(static_cast<uint64_t>(vocab), DType::kBF16, vocab, 3, 64), "bf16");
+    ASSERT_FALSE(HasFatalFailure()) << vocab;
   }
 }
 
@@ -185,6 +174,32 @@ TEST(CudaTokenStatsClusterTest, TheTwoBestAreFoundWhereverTheyStand) {
         expect_stats_parity(rows, to_string(dtype));
         ASSERT_FALSE(HasFatalFailure()) << count << " rows, top-" << kt;
       }
+    }
+  }
+}
+
+/// More chunks than the warps of a cluster hold: those with entries are copied again.
+TEST(CudaTokenStatsClusterTest, ChunksAreCopiedAgainForTheTopK) {
+  DIFFULEX_REQUIRE_DEVICE();
+  expect_stats_parity(Rows(17, DType::kF32, 43 * 2048 + 5, 50, 3), "50 rows");
+}
+
+/// Rows too long for a cluster take the kernels of any device.
+TEST(CudaTokenStatsClusterTest, VeryLongRowsMatchCpu) {
+  DIFFULEX_REQUIRE_DEVICE();
+  for (const DType dtype : {DType::kBF16, DType::kF32}) {
+    expect_stats_parity(Rows(19, dtype, 256 * 2048 + 5, 2, 3), to_string(dtype));
+  }
+}
+
+/// Columns that only fill up a chunk have no weight, however flat the temperature makes the row.
+TEST(CudaTokenStatsClusterTest, VeryHighTemperaturesMatchCpu) {
+  DIFFULEX_REQUIRE_DEVICE();
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    for (const float inverse : {1.0e-4F, 1.0e-6F}) {
+      Rows rows(23, dtype, 2048 + 50, 4, 0);
+      rows.temperature.assign(4, inverse);
+      expect_stats_parity(rows, to_string(dtype));
     }
   }
 }
@@ -337,6 +352,7 @@ TEST(CudaSampleFilteredClusterTest, ValuesThatShareABinAreLeftToTheGeneralKernel
   expect_filtered_parity(tiny, 1, "around zero");
   expect_filtered_parity(four_rows(4, 20000, 0.0, 600.0), 1, "large");
   expect_filtered_parity(four_rows(5, 20000, 0.0, -600.0), 1, "very negative");
+  expect_filtered_parity(four_rows(8, 20000, 0.0, -200.0), 1, "so low that powers overflow");
 }
 
 }  // namespace

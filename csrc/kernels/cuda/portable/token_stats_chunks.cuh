@@ -2,7 +2,8 @@
 #pragma once
 
 // The record of one chunk of one row, by one warp. The chunk is copied to shared memory in 16-byte
-// pieces, each lane touches only the pieces it copied itself. Excluded columns and the penalised
+// pieces; a lane sums the pieces it copied itself and the warp looks through them together for the
+// best column. Excluded columns and the penalised
 // one are overwritten by a pad and added back singly, so that the sums run without tests; only
 // chunks with values that are not finite, or too large, go element by element.
 
@@ -433,7 +434,8 @@ __device__ __forceinline__ bool plain_chunk(const TokenStatsArgs& args,
     part = moved_to(transform, part, maximum);
     rest = moved_to(transform, rest, maximum);
   }
-  is_plain = is_plain && maximum > kLeast && fabsf(maximum * scale) < 1.0e30F;
+  // A pad has no weight beside the maximum, however high the temperature.
+  is_plain = is_plain && (maximum - kLeast) * scale > 150.0F && fabsf(maximum * scale) < 1.0e30F;
   record.bad_count = 0;
   record.maximum = transform.tempered(maximum);
   record.raw_maximum = maximum;

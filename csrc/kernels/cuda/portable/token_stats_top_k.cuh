@@ -87,7 +87,8 @@ __device__ __forceinline__ uint64_t candidate_entry(const TokenStatsArgs& args, 
 }
 
 /// ordered_bits of a lower bound of the Kt-th largest among the two best keys of every chunk, exact
-/// in the bits of a 16-bit type; 0 when there are fewer. By each warp alike.
+/// for bfloat16 and to 1/128 of the value for other types; 0 when there are fewer. By each warp
+/// alike.
 __device__ inline uint32_t top_k_threshold(const TokenStatsArgs& args, const ChunkRecord* records) {
   constexpr int32_t kHeld = 2 * 4;  // keys of a lane: rows of 262,144 columns in one go
   const auto num_chunks = static_cast<int32_t>(args.num_chunks);

@@ -242,6 +242,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps<T>, 1)
       append_penalised(args, source, transform, exclusion, threshold, list);
     }
     list.close();
+    __syncwarp();                   // the barrier wants whole warps
     ptx::cluster_arrive_relaxed();  // CTA 0 stays until the others have done with its memory
     if (rank != 0) {
       return;
@@ -255,6 +256,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps<T>, 1)
   pdl_launch_dependents();
   finish_row(args, source, transform, exclusion, row, records, finish, [&] {
     if (is_spread) {
+      __syncwarp();
       ptx::cluster_wait();
       ptx::mbarrier_wait_cluster(ptx::smem_address(&shared.collected), 0);
     } else {
