@@ -140,9 +140,10 @@ def number(text: str) -> float:
 
 def table_line(row: dict[str, str]) -> str:
     """One kernel."""
-    name = row["Kernel Name"].replace("(anonymous namespace)::", "").replace("void ", "")
+    name = re.sub(r"\(anonymous namespace\)::|<unnamed>::|^void ", "", row["Kernel Name"])
     kernel = re.sub(r"<.*|\(.*", "", name).split("::")[-1]
-    cells = [f"{number(row[metric]) * factor:.4g}" for metric, factor in METRICS.values()]
+    values = [number(row[metric]) * factor for metric, factor in METRICS.values()]
+    cells = [f"{value:.0f}" if value >= 1000 else f"{value:.4g}" for value in values]
     stalls = {
         name: number(row[_STALL.format(name)]) for name in STALLS if _STALL.format(name) in row
     }

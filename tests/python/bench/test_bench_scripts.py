@@ -273,7 +273,7 @@ def test_counters_are_given_to_the_shape_that_launched_the_kernel():
         "def kernel(i, name, case): return row([i, name, f'1:{p.RANGE}{case}:none',\n"
         "    '2000', *['3'] * (len(metrics) - 1), '1', '3'])\n"
         "lines = ['==PROF== Connected', 'case 0: small:a: 1', '==PROF== a', 'case 1: moe:b: 2 x 3',\n"
-        "    row(header), row([''] * len(header)), kernel(0, 'void n::first<int>(A)', 1),\n"
+        "    row(header), row([''] * len(header)), kernel(0, 'void n::<unnamed>::first<int>(A)', 1),\n"
         "    kernel(1, 'void (anonymous namespace)::second<1>(B)', 0)]\n"
         "for name, counters in p.read_output(lines): print(f'| {name} {p.table_line(counters)}')\n"
     )
