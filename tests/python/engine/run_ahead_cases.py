@@ -126,3 +126,44 @@ def compare(
         assert ahead <= compared <= engine.stats().num_decode_steps
     assert answers(actual) == answers(expected)
     return ahead
+
+
+def tokens_with_interrupts(
+    engine: Diffulex, asked: Requests, point: str, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, ...]]:
+    """Tokens by request of a run that Ctrl-C meets twice while a step runs ahead, behind `point`.
+
+    `point` is a method of the scheduler or, for run_ahead and collect, of the runner.
+    """
+    ids = [engine.add_request(p, s) for p, s in zip(*asked, strict=True)]
+    tokens: dict[int, list[int]] = {req_id: [] for req_id in ids}
+    loop, scheduler = engine._loop, engine._scheduler
+    owner = "_runner" if point in ("run_ahead", "collect") else "_scheduler"
+    target: Any = getattr(loop, owner)
+
+    def interrupted(*args: Any) -> Any:
+        getattr(target, point)(*args)
+        raise KeyboardInterrupt
+
+    class Late:
+        def __getattr__(self, name: str) -> Any:
+            return interrupted if name == point else getattr(target, name)
+
+    num_interrupts = 0
+    for number in range(300):
+        if not engine.has_unfinished():
+            break
+        if number >= 4 and num_interrupts < 2 and loop._ahead is not None:
+            with monkeypatch.context() as patch:
+                patch.setattr(loop, owner, Late())
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step()
+            num_interrupts += 1
+            assert loop._ahead is None
+            scheduler.check_integrity()
+            continue
+        for step in engine.step():
+            tokens[step.req_id] += step.token_ids
+    assert num_interrupts == 2
+    assert engine.stats().num_free_pages == engine.stats().num_pages
+    return [tuple(tokens[req_id]) for req_id in ids]

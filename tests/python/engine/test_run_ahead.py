@@ -35,6 +35,7 @@ from run_ahead_cases import (
     model_of,
     num_compared,
     requests,
+    tokens_with_interrupts,
 )
 from tiny_engine import TinyModel
 
@@ -253,38 +254,8 @@ def test_interrupts_while_a_step_runs_ahead(
     with model.engine(**settings, run_ahead="off") as engine:
         expected = engine.generate(prompts, params, summary=False)
     with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
-        ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
-        tokens: dict[int, list[int]] = {req_id: [] for req_id in ids}
-        loop, inner = engine._loop, engine._scheduler
-        target: Any = inner if point == "schedule_ahead" else engine._runner
-
-        def interrupted(*args: Any) -> Any:
-            getattr(target, point)(*args)
-            raise KeyboardInterrupt
-
-        class Late:
-            def __getattr__(self, name: str) -> Any:
-                return interrupted if name == point else getattr(target, name)
-
-        num_interrupts = 0
-        for number in range(200):
-            if not engine.has_unfinished():
-                break
-            if number >= 4 and num_interrupts < 2 and loop._ahead is not None:
-                owner = "_scheduler" if target is inner else "_runner"
-                with monkeypatch.context() as patch:
-                    patch.setattr(loop, owner, Late())
-                    with pytest.raises(KeyboardInterrupt):
-                        engine.step()
-                num_interrupts += 1
-                assert loop._ahead is None
-                inner.check_integrity()
-                continue
-            for step in engine.step():
-                tokens[step.req_id] += step.token_ids
-        assert num_interrupts == 2
-        assert engine.stats().num_free_pages == engine.stats().num_pages
-    assert [tuple(tokens[i]) for i in ids] == [o.token_ids for o in expected]
+        tokens = tokens_with_interrupts(engine, (prompts, params), point, monkeypatch)
+    assert tokens == [o.token_ids for o in expected]
 
 
 def test_no_page_changes_hands_while_the_device_may_use_it() -> None:

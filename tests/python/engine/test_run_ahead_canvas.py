@@ -12,7 +12,14 @@ import torch
 
 from diffulex.engine.output import RequestOutput
 from fixtures.gemma import CANVAS, VOCAB
-from run_ahead_cases import Requests, answers, compare, num_compared, requests
+from run_ahead_cases import (
+    Requests,
+    answers,
+    compare,
+    num_compared,
+    requests,
+    tokens_with_interrupts,
+)
 from tiny_gemma import TinyGemma
 
 pytestmark = pytest.mark.usefixtures("small_classes")
@@ -133,44 +140,13 @@ def test_interrupts_while_a_step_runs_ahead(
     with gemma.engine(**settings, run_ahead="off") as engine:
         expected = engine.generate(prompts, params, summary=False)
     with gemma.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
-        ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
-        tokens: dict[int, list[int]] = {req_id: [] for req_id in ids}
-        loop, inner = engine._loop, engine._scheduler
-        target: Any = engine._runner if point in ("run_ahead", "collect") else inner
-
-        def interrupted(*args: Any) -> Any:
-            getattr(target, point)(*args)
-            raise KeyboardInterrupt
-
-        class Late:
-            def __getattr__(self, name: str) -> Any:
-                return interrupted if name == point else getattr(target, name)
-
-        num_interrupts = 0
-        for number in range(300):
-            if not engine.has_unfinished():
-                break
-            if number >= 4 and num_interrupts < 2 and loop._ahead is not None:
-                name = "_scheduler" if target is inner else "_runner"
-                with monkeypatch.context() as patch:
-                    patch.setattr(loop, name, Late())
-                    with pytest.raises(KeyboardInterrupt):
-                        engine.step()
-                num_interrupts += 1
-                assert loop._ahead is None
-                inner.check_integrity()
-                continue
-            for step in engine.step():
-                tokens[step.req_id] += step.token_ids
-        assert num_interrupts == 2
-        assert engine.stats().num_free_pages == engine.stats().num_pages
+        tokens = tokens_with_interrupts(engine, (prompts, params), point, monkeypatch)
     if point != "complete_step":  # what that step decided was never delivered
-        assert [tuple(tokens[i]) for i in ids] == [o.token_ids for o in expected]
+        assert tokens == [o.token_ids for o in expected]
     else:
-        for index, req_id in enumerate(ids):
-            wanted = expected[index].token_ids
-            assert tokens[req_id]
-            assert tuple(tokens[req_id]) == wanted[len(wanted) - len(tokens[req_id]) :]
+        for found, output in zip(tokens, expected, strict=True):
+            assert found
+            assert found == output.token_ids[-len(found) :]
 
 
 @pytest.mark.cuda
