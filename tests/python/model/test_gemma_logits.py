@@ -345,13 +345,14 @@ def test_first_step_starts_from_the_unit_norm() -> None:
     """By hand: (3, 4) over the root of its mean square, (3, 4) / sqrt(12.5)."""
     spec = SimpleNamespace(hidden_size=2, intermediate_size=4, rms_norm_eps=1e-6)
     module = GemmaSelfConditioning(spec, torch.float32, "cpu")  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
     for weight in module.weight_table("").values():
-        torch.nn.init.normal_(weight)
+        weight.data.normal_(generator=generator)
     started = module(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2))
     assert started[0].tolist() == pytest.approx([0.848528, 1.131371], abs=1e-6)
     # The weights matter as soon as there is a signal.
     signalled = module(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, -2.0]]))
-    assert not torch.allclose(signalled, started, atol=1e-3)
+    assert not torch.allclose(signalled, started, atol=1e-2)
 
 
 def test_embeddings_in_place_of_ids(tmp_path: Path) -> None:
