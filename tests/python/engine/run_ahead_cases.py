@@ -167,3 +167,44 @@ def tokens_with_interrupts(
     assert num_interrupts == 2
     assert engine.stats().num_free_pages == engine.stats().num_pages
     return [tuple(tokens[req_id]) for req_id in ids]
+
+
+def check_aborts_and_arrivals(
+    engine: Diffulex,
+    asked: Requests,
+    expected: list[RequestOutput],
+    rng: random.Random,
+    abort_rate: float,
+) -> int:
+    """Requests come and go while steps run ahead; those that stay get their own tokens.
+
+    Returns how many ended.
+    """
+    prompts, params = asked
+    ids: dict[int, int] = {}
+    aborted: set[int] = set()
+    done: dict[int, RequestOutput] = {}
+    waiting = list(range(len(prompts)))
+    while waiting or engine.has_unfinished():
+        if waiting and rng.random() < 0.3:
+            index = waiting.pop(0)
+            ids[engine.add_request(prompts[index], params[index])] = index
+        running = [req_id for req_id in ids if ids[req_id] not in done]
+        if running and rng.random() < abort_rate:
+            req_id = rng.choice(running)
+            assert engine.abort(req_id)
+            aborted.add(ids[req_id])
+        for step in engine.step():
+            if step.output is not None:
+                done[ids[step.req_id]] = step.output
+        engine._scheduler.check_integrity()
+    assert engine._runner.num_ahead_steps > 3
+    assert engine.stats().num_free_pages == engine.stats().num_pages
+    assert aborted
+    for index, output in done.items():
+        if output.completion_reason == "aborted":
+            assert index in aborted
+            assert output.token_ids == expected[index].token_ids[: len(output.token_ids)]
+        else:
+            assert answers([output]) == answers([expected[index]])
+    return len(done)

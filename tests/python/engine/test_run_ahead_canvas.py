@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from diffulex.engine.output import RequestOutput
 from fixtures.gemma import CANVAS, VOCAB
 from run_ahead_cases import (
     Requests,
-    answers,
+    check_aborts_and_arrivals,
     compare,
     num_compared,
     requests,
@@ -101,32 +100,7 @@ def test_aborts_and_arrivals_in_between(gemma: TinyGemma) -> None:
     with gemma.engine(**settings, run_ahead="off") as engine:
         expected = engine.generate(prompts, params, summary=False)
     with gemma.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
-        ids: dict[int, int] = {}
-        aborted: set[int] = set()
-        done: dict[int, RequestOutput] = {}
-        waiting = list(range(len(prompts)))
-        while waiting or engine.has_unfinished():
-            if waiting and rng.random() < 0.3:
-                index = waiting.pop(0)
-                ids[engine.add_request(prompts[index], params[index])] = index
-            running = [req_id for req_id in ids if ids[req_id] not in done]
-            if running and rng.random() < 0.1:
-                req_id = rng.choice(running)
-                assert engine.abort(req_id)
-                aborted.add(ids[req_id])
-            for step in engine.step():
-                if step.output is not None:
-                    done[ids[step.req_id]] = step.output
-            engine._scheduler.check_integrity()
-        assert engine._runner.num_ahead_steps > 3
-        assert engine.stats().num_free_pages == engine.stats().num_pages
-    assert aborted
-    for index, output in done.items():
-        if output.completion_reason == "aborted":
-            assert index in aborted
-            assert output.token_ids == expected[index].token_ids[: len(output.token_ids)]
-        else:
-            assert answers([output]) == answers([expected[index]])
+        check_aborts_and_arrivals(engine, (prompts, params), expected, rng, 0.1)
 
 
 @pytest.mark.parametrize("point", ["schedule_ahead", "run_ahead", "collect", "complete_step"])
