@@ -19,7 +19,7 @@ struct SlotSum {
   int64_t num_local_experts;    // map entries from here on are none
   const TensorRef& addend;      // [T, H], optional
   const TensorRef& out;         // [T, H]
-  bool is_routed_before;        // all but slot_out is older than the launch in front
+  bool is_routed_before;        // all but slot_out; by a launch that waited, then triggered
 };
 [[nodiscard]] Status launch_slot_sum(const char* where, const SlotSum& sum,
                                      const ExecContext& context);
