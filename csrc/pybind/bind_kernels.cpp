@@ -64,7 +64,6 @@ namespace {
   info["cuda_version"] = optional_text(kBuildCudaVersion);
   info["cuda_archs"] = split(kBuildCudaArchs);
   info["cuda_profile"] = optional_text(kBuildCudaProfile);
-  info["cutlass_version"] = optional_text(kBuildCutlassVersion);
   info["cpu_isa_variants"] = split(kBuildCpuIsaVariants);
   info["torch_version"] = optional_text(kBuildTorchVersion);
   info["torch_target_version"] = optional_text(kBuildTorchTargetVersion);

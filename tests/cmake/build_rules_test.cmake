@@ -37,8 +37,8 @@ forbid("OpenMP is not linked" "find_package *\\( *OpenMP|-fopenmp|gomp")
 forbid("source lists are explicit" "file *\\( *GLOB|aux_source_directory")
 forbid("no build step calls git" "COMMAND +\"?git|find_package *\\( *Git|find_program *\\([^)]*[ \"]git[ )\"]|['\"]git['\"]")
 forbid("no build step uses the network" "file *\\( *DOWNLOAD|ExternalProject|urllib|requests\\.|http\\.client|curl|wget|pip install [^;.]*--upgrade")
-forbid("sources are fetched in two guarded places only" "FetchContent_Declare"
-  cmake/DiffulexDeps.cmake cmake/FindCutlass.cmake)
+forbid("sources are fetched in one guarded place only" "FetchContent_Declare" cmake/DiffulexDeps.cmake)
+forbid("the kernels use no CUTLASS" "[Cc]utlass|CUTLASS")
 forbid("no flag of the build host's CPU, no global fast-math" "-march=native|-mtune=native|-ffast-math|use_fast_math")
 forbid("the C++ ABI macro is never set" "_GLIBCXX_USE_CXX11_ABI")
 forbid("neither the CUDA driver nor torch's CUDA libraries are linked"
@@ -46,7 +46,7 @@ forbid("neither the CUDA driver nor torch's CUDA libraries are linked"
 forbid("the build neither imports torch nor numpy" "^ *(import|from) +(torch|numpy)|import +torch *[;'\"]")
 
 # Every fetch stands behind the option.
-foreach(file cmake/DiffulexDeps.cmake cmake/FindCutlass.cmake)
+foreach(file cmake/DiffulexDeps.cmake)
   file(READ "${SOURCE_DIR}/${file}" text)
   string(REGEX MATCHALL "FetchContent_Declare" fetches "${text}")
   string(REGEX MATCHALL "if\\([^\n]*DIFFULEX_FETCH_DEPS\\)" guards "${text}")
