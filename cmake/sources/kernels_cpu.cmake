@@ -35,7 +35,6 @@ set(DIFFULEX_KERNELS_CPU_SOURCES
   csrc/kernels/cpu/activation.cpp
   csrc/kernels/cpu/advance_decode.cpp
   csrc/kernels/cpu/attention.cpp
-  csrc/kernels/cpu/attention_plan.cpp
   csrc/kernels/cpu/data_checks.cpp
   csrc/kernels/cpu/entropy_bound_mask.cpp
   csrc/kernels/cpu/fused_moe.cpp

@@ -16,7 +16,6 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
   csrc/kernels/cuda/portable/attention_combine.cu
   csrc/kernels/cuda/portable/attention_generic_bf16.cu
   csrc/kernels/cuda/portable/attention_generic_f32.cu
-  csrc/kernels/cuda/portable/attention_plan.cu
   csrc/kernels/cuda/portable/check_data.cu
   csrc/kernels/cuda/portable/entropy_bound_mask.cu
   csrc/kernels/cuda/portable/fused_moe.cu

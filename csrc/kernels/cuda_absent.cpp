@@ -15,9 +15,6 @@ Status absent(const char* op) {
 Status block_attention(const BlockAttentionParams& /*params*/, const ExecContext& /*context*/) {
   return absent("block_attention");
 }
-Status attention_plan(const AttentionPlanParams& /*params*/, const ExecContext& /*context*/) {
-  return absent("attention_plan");
-}
 Status store_kv_cache(const StoreKvCacheParams& /*params*/, const ExecContext& /*context*/) {
   return absent("store_kv_cache");
 }

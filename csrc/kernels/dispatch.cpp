@@ -106,14 +106,6 @@ Status block_attention(const BlockAttentionParams& params, const ExecContext& co
       params, context);
 }
 
-Status attention_plan(const AttentionPlanParams& params, const ExecContext& context) {
-  return dispatch<AttentionPlanParams>(
-      {"attention_plan", check_attention_plan,
-       [](const AttentionPlanParams& args) { return args.plan.size[0] == 0; }, cpu::attention_plan,
-       cuda::attention_plan, no_workspace<AttentionPlanParams>},
-      params, context);
-}
-
 Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& context) {
   return dispatch<StoreKvCacheParams>(
       {"store_kv_cache", check_store_kv_cache,

@@ -99,16 +99,6 @@ void bind_kernels(py::module_& module) {
       py::arg("num_reqs"), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
       py::arg("max_seqlen_q"), py::arg("max_context_len"), py::arg("is_hopper"),
       "(splits, CTAs of a cluster) that the op block_attention chooses by itself.");
-  module.def(
-      "attention_plan_elems",
-      [](int32_t num_reqs, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
-         int32_t max_seqlen_q, int32_t max_context_len, int32_t num_splits) {
-        return attention_plan_elems({num_reqs, num_q_heads, num_kv_heads, head_dim, max_seqlen_q,
-                                     max_context_len, num_splits});
-      },
-      py::arg("num_reqs"), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
-      py::arg("max_seqlen_q"), py::arg("max_context_len"), py::arg("num_splits") = 0,
-      "int32 elements of the plan buffer of the op attention_plan.");
   module.def("moe_max_tiles", &moe_max_tiles, py::arg("num_slots"), py::arg("num_local_experts"),
              py::arg("tile"), "Entries of the tile list of the op moe_permute.");
   module.def(

@@ -10,10 +10,10 @@ void block_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const Tensor& mask_kinds, const OptionalTensor& prefix_lens,
                      const OptionalTensor& padded_prefix_lens, const OptionalTensor& q_starts,
                      const OptionalTensor& k_scale, const OptionalTensor& v_scale,
-                     const OptionalTensor& plan, const Tensor& out, const OptionalTensor& lse,
-                     const OptionalTensor& workspace, double scale, double softcap,
-                     int64_t block_size, int64_t sliding_window, int64_t max_seqlen_q,
-                     int64_t max_context_len, int64_t num_splits, int64_t kv_layout) {
+                     const Tensor& out, const OptionalTensor& lse, const OptionalTensor& workspace,
+                     double scale, double softcap, int64_t block_size, int64_t sliding_window,
+                     int64_t max_seqlen_q, int64_t max_context_len, int64_t num_splits,
+                     int64_t kv_layout) {
   OpArguments arguments("block_attention");
   BlockAttentionParams params;
   params.q = arguments.input("q", q);
@@ -31,7 +31,6 @@ void block_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   params.q_starts = arguments.input("q_starts", q_starts);
   params.k_scale = arguments.input("k_scale", k_scale);
   params.v_scale = arguments.input("v_scale", v_scale);
-  params.plan = arguments.input("plan", plan);
   params.out = arguments.output("out", out);
   params.lse = arguments.output("lse", lse);
   arguments.set_workspace(workspace);
@@ -44,26 +43,6 @@ void block_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   params.num_splits = arguments.int32("num_splits", num_splits);
   params.kv_layout = arguments.enumeration<KvLayout>("kv_layout", kv_layout);
   arguments.run(&diffulex::block_attention, params);
-}
-
-void attention_plan(const Tensor& cu_seqlens_q, const Tensor& context_lens,
-                    const Tensor& valid_slices, const Tensor& mask_kinds, const Tensor& plan,
-                    int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim,
-                    int64_t sliding_window, int64_t max_seqlen_q, int64_t num_splits) {
-  OpArguments arguments("attention_plan");
-  AttentionPlanParams params;
-  params.cu_seqlens_q = arguments.input("cu_seqlens_q", cu_seqlens_q);
-  params.context_lens = arguments.input("context_lens", context_lens);
-  params.valid_slices = arguments.input("valid_slices", valid_slices);
-  params.mask_kinds = arguments.input("mask_kinds", mask_kinds);
-  params.plan = arguments.output("plan", plan);
-  params.num_q_heads = arguments.int32("num_q_heads", num_q_heads);
-  params.num_kv_heads = arguments.int32("num_kv_heads", num_kv_heads);
-  params.head_dim = arguments.int32("head_dim", head_dim);
-  params.sliding_window = arguments.int32("sliding_window", sliding_window);
-  params.max_seqlen_q = arguments.int32("max_seqlen_q", max_seqlen_q);
-  params.num_splits = arguments.int32("num_splits", num_splits);
-  arguments.run(&diffulex::attention_plan, params);
 }
 
 }  // namespace diffulex::torch_ops

@@ -19,15 +19,10 @@ void block_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const Tensor& mask_kinds, const OptionalTensor& prefix_lens,
                      const OptionalTensor& padded_prefix_lens, const OptionalTensor& q_starts,
                      const OptionalTensor& k_scale, const OptionalTensor& v_scale,
-                     const OptionalTensor& plan, const Tensor& out, const OptionalTensor& lse,
-                     const OptionalTensor& workspace, double scale, double softcap,
-                     int64_t block_size, int64_t sliding_window, int64_t max_seqlen_q,
-                     int64_t max_context_len, int64_t num_splits, int64_t kv_layout);
-
-void attention_plan(const Tensor& cu_seqlens_q, const Tensor& context_lens,
-                    const Tensor& valid_slices, const Tensor& mask_kinds, const Tensor& plan,
-                    int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim,
-                    int64_t sliding_window, int64_t max_seqlen_q, int64_t num_splits);
+                     const Tensor& out, const OptionalTensor& lse, const OptionalTensor& workspace,
+                     double scale, double softcap, int64_t block_size, int64_t sliding_window,
+                     int64_t max_seqlen_q, int64_t max_context_len, int64_t num_splits,
+                     int64_t kv_layout);
 
 void store_kv_cache(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
                     const Tensor& slot_mapping, const OptionalTensor& k_scale,

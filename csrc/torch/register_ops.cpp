@@ -5,7 +5,6 @@ namespace diffulex::torch_ops {
 
 void register_ops(torch::stable::detail::StableLibrary& library) {
   library.impl("block_attention", TORCH_BOX(&block_attention));
-  library.impl("attention_plan", TORCH_BOX(&attention_plan));
   library.impl("store_kv_cache", TORCH_BOX(&store_kv_cache));
   library.impl("load_kv_cache", TORCH_BOX(&load_kv_cache));
   library.impl("copy_kv_pages", TORCH_BOX(&copy_kv_pages));

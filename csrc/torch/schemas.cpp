@@ -10,15 +10,10 @@ STABLE_TORCH_LIBRARY(diffulex, library) {
       "Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "
       "Tensor page_table, Tensor cu_seqlens_q, Tensor context_lens, Tensor valid_slices, "
       "Tensor mask_kinds, Tensor? prefix_lens, Tensor? padded_prefix_lens, Tensor? q_starts, "
-      "Tensor? k_scale, Tensor? v_scale, Tensor? plan, "
+      "Tensor? k_scale, Tensor? v_scale, "
       "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, *, "
       "float scale, float softcap=0.0, int block_size, int sliding_window=0, "
       "int max_seqlen_q, int max_context_len, int num_splits=0, int kv_layout=0) -> ()");
-  library.def(
-      "attention_plan("
-      "Tensor cu_seqlens_q, Tensor context_lens, Tensor valid_slices, Tensor mask_kinds, "
-      "Tensor(a!) plan, *, int num_q_heads, int num_kv_heads, int head_dim, int sliding_window, "
-      "int max_seqlen_q, int num_splits) -> ()");
 
   library.def(
       "store_kv_cache("

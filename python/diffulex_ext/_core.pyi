@@ -781,15 +781,6 @@ class EngineCore:
     @property
     def options(self) -> EngineOptions: ...
 
-def attention_plan_elems(
-    num_reqs: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_seqlen_q: int,
-    max_context_len: int,
-    num_splits: int = 0,
-) -> int: ...
 def attention_splits(
     num_reqs: int,
     num_q_heads: int,

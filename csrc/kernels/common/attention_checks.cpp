@@ -95,18 +95,6 @@ Status check_metadata(const BlockAttentionParams& params) {
   return {};
 }
 
-Status check_plan_buffer(const char* op, const TensorRef& plan, const AttentionShape& shape) {
-  const ArgumentCheck check(op, "plan", plan);
-  DIFFULEX_RETURN_IF_ERROR(check.dense({DType::kI32}, {kAnyExtent}));
-  const int64_t needed = attention_plan_elems(shape);
-  if (plan.size[0] < needed) {
-    return check.error(StatusCode::kInvalidArgument,
-                       "at least " + std::to_string(needed) + " elements",
-                       std::to_string(plan.size[0]));
-  }
-  return {};
-}
-
 }  // namespace
 
 AttentionShape attention_shape(const BlockAttentionParams& params) {
@@ -121,18 +109,6 @@ AttentionShape attention_shape(const BlockAttentionParams& params) {
   return shape;
 }
 
-AttentionShape attention_shape(const AttentionPlanParams& params) {
-  AttentionShape shape;
-  shape.num_reqs = static_cast<int32_t>(params.context_lens.size[0]);
-  shape.num_q_heads = params.num_q_heads;
-  shape.num_kv_heads = params.num_kv_heads;
-  shape.head_dim = params.head_dim;
-  shape.max_seqlen_q = params.max_seqlen_q;
-  // The context bound is not an argument of the plan: the buffer's size tells the split bound.
-  shape.num_splits = 1;
-  return shape;
-}
-
 Status check_block_attention(const BlockAttentionParams& params) {
   DIFFULEX_RETURN_IF_ERROR(check_rows(params));
   DIFFULEX_RETURN_IF_ERROR(check_scalars(params));
@@ -140,44 +116,7 @@ Status check_block_attention(const BlockAttentionParams& params) {
       check_kv_cache({kOp, params.k_cache, params.v_cache, params.k_scale, params.v_scale,
                       params.kv_layout, params.k.size[1], params.q.size[2]}));
   DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "k_cache", params.k_cache).dtype({params.q.dtype}));
-  DIFFULEX_RETURN_IF_ERROR(check_metadata(params));
-  if (params.plan.present()) {
-    return check_plan_buffer(kOp, params.plan, attention_shape(params));
-  }
-  return {};
-}
-
-Status check_attention_plan(const AttentionPlanParams& params) {
-  constexpr const char* kPlanOp = "attention_plan";
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kPlanOp, "context_lens", params.context_lens)
-                               .matches({DType::kI32}, {kAnyExtent}));
-  const int64_t num_reqs = params.context_lens.size[0];
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kPlanOp, "cu_seqlens_q", params.cu_seqlens_q)
-                               .matches({DType::kI32}, {num_reqs + 1}));
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kPlanOp, "valid_slices", params.valid_slices)
-                               .matches({DType::kI32}, {num_reqs}));
-  DIFFULEX_RETURN_IF_ERROR(
-      ArgumentCheck(kPlanOp, "mask_kinds", params.mask_kinds).matches({DType::kI32}, {num_reqs}));
-  if (params.num_kv_heads < 1) {
-    return scalar_error(kPlanOp, "num_kv_heads", "a value >= 1", params.num_kv_heads);
-  }
-  if (params.num_q_heads < 1 || params.num_q_heads % params.num_kv_heads != 0) {
-    return scalar_error(kPlanOp, "num_q_heads", "a positive multiple of num_kv_heads",
-                        params.num_q_heads);
-  }
-  if (params.head_dim < 1) {
-    return scalar_error(kPlanOp, "head_dim", "a value >= 1", params.head_dim);
-  }
-  if (params.sliding_window < 0) {
-    return scalar_error(kPlanOp, "sliding_window", "a value >= 0", params.sliding_window);
-  }
-  if (params.max_seqlen_q < 0) {
-    return scalar_error(kPlanOp, "max_seqlen_q", "a value >= 0", params.max_seqlen_q);
-  }
-  if (params.num_splits < 0) {
-    return scalar_error(kPlanOp, "num_splits", "a value >= 0", params.num_splits);
-  }
-  return check_plan_buffer(kPlanOp, params.plan, attention_shape(params));
+  return check_metadata(params);
 }
 
 }  // namespace diffulex

@@ -7,10 +7,8 @@
 namespace diffulex {
 
 [[nodiscard]] Status check_block_attention(const BlockAttentionParams& params);
-[[nodiscard]] Status check_attention_plan(const AttentionPlanParams& params);
 
 /// Shape facts of arguments that passed the checks.
 [[nodiscard]] AttentionShape attention_shape(const BlockAttentionParams& params);
-[[nodiscard]] AttentionShape attention_shape(const AttentionPlanParams& params);
 
 }  // namespace diffulex

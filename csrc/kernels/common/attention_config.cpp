@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "kernels/common/attention_plan.h"
 #include "kernels/common/row_interval.h"
 
 namespace diffulex {
@@ -209,15 +208,6 @@ size_t attention_workspace_bytes(const AttentionShape& shape, Device device) {
                                                                  batch_invariant)));
   }
   return bytes;
-}
-
-int64_t attention_plan_elems(const AttentionShape& shape) {
-  int64_t items = 0;
-  for (const bool batch_invariant : {false, true}) {
-    const AttentionConfig config = attention_config(shape, batch_invariant);
-    items = std::max(items, int64_t{shape.num_reqs} * config.tiles_per_request * config.num_splits);
-  }
-  return kPlanHeaderElems + items * kPlanItemElems;
 }
 
 }  // namespace diffulex

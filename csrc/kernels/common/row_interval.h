@@ -158,6 +158,20 @@ DIFFULEX_HOST_DEVICE constexpr TileClass classify_tile(const KeyRange& first, co
   return all_visible && !meets_hole && one_segment ? TileClass::kFull : TileClass::kMasked;
 }
 
+/// Keys one row tile of a request reads at most; 0 for a request without real rows. Positions
+/// are not looked at, so a window is taken to end at the last row.
+DIFFULEX_HOST_DEVICE constexpr int32_t max_tile_keys(int32_t context_len, int32_t num_valid,
+                                                     int32_t mask_kind_bits,
+                                                     int32_t sliding_window) {
+  if (num_valid <= 0) {
+    return 0;
+  }
+  const bool cache_only = (mask_kind_bits & 0xFF) == static_cast<int32_t>(MaskKind::kCacheOnly);
+  const int32_t keys = context_len + (cache_only ? 0 : num_valid);
+  return sliding_window > 0 && sliding_window < keys - num_valid ? sliding_window + num_valid
+                                                                 : keys;
+}
+
 /// Splits of one request: a function of its keys and of the launch-wide bound only.
 /// `keys_per_split` is 256, or 1024 when results must not depend on the batch.
 DIFFULEX_HOST_DEVICE constexpr int32_t request_splits(int32_t num_request_keys, int32_t max_splits,

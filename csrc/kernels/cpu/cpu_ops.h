@@ -21,7 +21,6 @@ namespace diffulex::cpu {
 
 [[nodiscard]] Status block_attention(const BlockAttentionParams& params,
                                      const ExecContext& context);
-[[nodiscard]] Status attention_plan(const AttentionPlanParams& params, const ExecContext& context);
 [[nodiscard]] Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& context);
 [[nodiscard]] Status load_kv_cache(const LoadKvCacheParams& params, const ExecContext& context);
 [[nodiscard]] Status copy_kv_pages(const CopyKvPagesParams& params, const ExecContext& context);

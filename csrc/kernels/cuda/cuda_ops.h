@@ -20,7 +20,6 @@ namespace diffulex::cuda {
 
 [[nodiscard]] Status block_attention(const BlockAttentionParams& params,
                                      const ExecContext& context);
-[[nodiscard]] Status attention_plan(const AttentionPlanParams& params, const ExecContext& context);
 [[nodiscard]] Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& context);
 [[nodiscard]] Status load_kv_cache(const LoadKvCacheParams& params, const ExecContext& context);
 [[nodiscard]] Status copy_kv_pages(const CopyKvPagesParams& params, const ExecContext& context);

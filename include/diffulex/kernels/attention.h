@@ -48,7 +48,6 @@ struct BlockAttentionParams {
   TensorRef q_starts;            // [R] int32 or absent (= context_lens)
   TensorRef k_scale;             // absent until quantised caches exist
   TensorRef v_scale;             // absent until quantised caches exist
-  TensorRef plan;                // int32 work list of attention_plan, or absent
   TensorRef out;                 // [T, Hq, D] dtype of q, written in full
   TensorRef lse;                 // [T, Hq] float32 or absent, natural log
   float scale = 1.0F;            // > 0, finite
@@ -72,30 +71,11 @@ struct AttentionShape {
   int32_t num_splits = 0;
 };
 
-/// Arguments of the device-side work list (op `diffulex::attention_plan`).
-struct AttentionPlanParams {
-  TensorRef cu_seqlens_q;  // [R + 1] int32
-  TensorRef context_lens;  // [R] int32
-  TensorRef valid_slices;  // [R] int32
-  TensorRef mask_kinds;    // [R] int32
-  TensorRef plan;          // [attention_plan_elems] int32, written in full
-  int32_t num_q_heads = 0;
-  int32_t num_kv_heads = 0;
-  int32_t head_dim = 0;
-  int32_t sliding_window = 0;
-  int32_t max_seqlen_q = 0;
-  int32_t num_splits = 0;
-};
-
 /// Softmax attention of packed query rows over cached and in-flight keys; rows that see no key,
 /// rows past `valid_slices` and packed rows past the last request give 0 and lse -inf.
 /// Masked keys and values are never read into the result, so they may hold NaN.
 [[nodiscard]] DIFFULEX_API Status block_attention(const BlockAttentionParams& params,
                                                   const ExecContext& context);
-
-/// Fills the work list that block_attention may consume; reusable by all layers of one step.
-[[nodiscard]] DIFFULEX_API Status attention_plan(const AttentionPlanParams& params,
-                                                 const ExecContext& context);
 
 /// How a launch divides the keys of a request. Beside its other shapes nothing else of a launch
 /// follows from max_context_len.
@@ -111,8 +91,5 @@ struct AttentionSplits {
 /// Bytes of scratch block_attention needs on `device`; 0 when none.
 [[nodiscard]] DIFFULEX_API size_t attention_workspace_bytes(const AttentionShape& shape,
                                                             Device device);
-
-/// Elements of the plan buffer.
-[[nodiscard]] DIFFULEX_API int64_t attention_plan_elems(const AttentionShape& shape);
 
 }  // namespace diffulex

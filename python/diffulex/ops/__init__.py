@@ -27,7 +27,6 @@ from diffulex.ops.attention import MASK_ANCHOR_BIT as MASK_ANCHOR_BIT
 from diffulex.ops.attention import MASK_HOLE_BIT as MASK_HOLE_BIT
 from diffulex.ops.attention import KvLayout as KvLayout
 from diffulex.ops.attention import MaskKind as MaskKind
-from diffulex.ops.attention import attention_plan as attention_plan
 from diffulex.ops.attention import block_attention as block_attention
 from diffulex.ops.hopper import has_hopper_kernels as has_hopper_kernels
 from diffulex.ops.kv_cache import copy_kv_pages as copy_kv_pages
@@ -78,7 +77,6 @@ from diffulex.ops.token_merge import token_merge_embed as token_merge_embed
 from diffulex.ops.token_merge import token_merge_finalize as token_merge_finalize
 from diffulex.ops.token_merge import token_merge_partial as token_merge_partial
 from diffulex.ops.warmup import warmup as warmup
-from diffulex.ops.workspace import attention_plan_elems as attention_plan_elems
 from diffulex.ops.workspace import attention_workspace_bytes as attention_workspace_bytes
 from diffulex.ops.workspace import empty_workspace as empty_workspace
 from diffulex.ops.workspace import (

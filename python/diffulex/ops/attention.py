@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diffulex.ops.workspace import (
-    attention_plan_elems,
-    attention_workspace_bytes,
-    empty_workspace,
-)
+from diffulex.ops.workspace import attention_workspace_bytes, empty_workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +74,6 @@ def block_attention(
     prefix_lens: Tensor | None = None,
     padded_prefix_lens: Tensor | None = None,
     q_starts: Tensor | None = None,
-    plan: Tensor | None = None,
     num_splits: int = 0,
     kv_layout: int = KvLayout.UNIFIED,
     out: Tensor | None = None,
@@ -126,7 +121,6 @@ def block_attention(
         q_starts,
         None,
         None,
-        plan,
         out,
         lse,
         workspace,
@@ -140,54 +134,6 @@ def block_attention(
         kv_layout=int(kv_layout),
     )
     return out
-
-
-@torch.no_grad()
-def attention_plan(
-    cu_seqlens_q: Tensor,
-    context_lens: Tensor,
-    valid_slices: Tensor,
-    mask_kinds: Tensor,
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_seqlen_q: int,
-    max_context_len: int,
-    sliding_window: int = 0,
-    num_splits: int = 0,
-    plan: Tensor | None = None,
-) -> Tensor:
-    """Builds the work list of one step, reusable by all layers with the same window.
-
-    Returns:
-        The int32 plan for `block_attention`; `plan` if given, else a new tensor.
-    """
-    if plan is None:
-        elems = attention_plan_elems(
-            context_lens.shape[0],
-            num_q_heads,
-            num_kv_heads,
-            head_dim,
-            max_seqlen_q,
-            max_context_len,
-            num_splits,
-        )
-        plan = torch.empty(elems, dtype=torch.int32, device=context_lens.device)
-    torch.ops.diffulex.attention_plan(
-        cu_seqlens_q,
-        context_lens,
-        valid_slices,
-        mask_kinds,
-        plan,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        sliding_window=sliding_window,
-        max_seqlen_q=max_seqlen_q,
-        num_splits=num_splits,
-    )
-    return plan
 
 
 def visible_keys(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 
 from diffulex_ext import (
-    attention_plan_elems,
     attention_splits,
     attention_workspace_bytes,
     fused_experts_packed_workspace_bytes,
@@ -18,7 +17,6 @@ from diffulex_ext import (
 
 __all__ = [
     "WORKSPACE_ALIGNMENT",
-    "attention_plan_elems",
     "attention_splits",
     "attention_workspace_bytes",
     "empty_workspace",

@@ -31,7 +31,6 @@ def _block_attention(
     q_starts: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-    plan: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     workspace: Tensor | None,
@@ -73,7 +72,6 @@ def _block_attention(
         ("q_starts", q_starts),
     ):
         arguments.optional(name, lens, INT32, (num_reqs,))
-    arguments.optional("plan", plan, INT32, (None,))
     arguments.tensor("out", out, (q.dtype,), q.shape)
     arguments.optional("lse", lse, FLOAT32, (num_tokens, num_q_heads))
     arguments.workspace(workspace)
@@ -85,38 +83,3 @@ def _block_attention(
     arguments.at_least("num_splits", num_splits, 0)
     if max_seqlen_q < 1:
         arguments.require("max_seqlen_q", num_tokens == 0, "a value >= 1", max_seqlen_q)
-
-
-@register("attention_plan")
-def _attention_plan(
-    cu_seqlens_q: Tensor,
-    context_lens: Tensor,
-    valid_slices: Tensor,
-    mask_kinds: Tensor,
-    plan: Tensor,
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    sliding_window: int,
-    max_seqlen_q: int,
-    num_splits: int,
-) -> None:
-    arguments = FakeArguments("attention_plan", cu_seqlens_q)
-    arguments.tensor("context_lens", context_lens, INT32, (None,))
-    num_reqs = context_lens.shape[0]
-    arguments.tensor("cu_seqlens_q", cu_seqlens_q, INT32, (num_reqs + 1,))
-    arguments.tensor("valid_slices", valid_slices, INT32, (num_reqs,))
-    arguments.tensor("mask_kinds", mask_kinds, INT32, (num_reqs,))
-    arguments.tensor("plan", plan, INT32, (None,))
-    arguments.at_least("num_kv_heads", num_kv_heads, 1)
-    arguments.require(
-        "num_q_heads",
-        num_q_heads >= 1 and num_q_heads % num_kv_heads == 0,
-        f"a multiple of {num_kv_heads}",
-        num_q_heads,
-    )
-    arguments.at_least("head_dim", head_dim, 1)
-    arguments.at_least("sliding_window", sliding_window, 0)
-    arguments.at_least("max_seqlen_q", max_seqlen_q, 0)
-    arguments.at_least("num_splits", num_splits, 0)

@@ -57,28 +57,9 @@ struct AttentionOutputs {
 
 struct RunOptions {
   int32_t num_splits = 0;
-  bool with_plan = false;
   bool batch_invariant = false;
   int64_t shift = 0;
 };
-
-/// Device work list of a call; empty on failure.
-[[nodiscard]] inline Status make_plan(const BlockAttentionParams& device,
-                                      const ExecContext& context, TensorRef* plan) {
-  AttentionPlanParams params;
-  params.cu_seqlens_q = device.cu_seqlens_q;
-  params.context_lens = device.context_lens;
-  params.valid_slices = device.valid_slices;
-  params.mask_kinds = device.mask_kinds;
-  params.plan = *plan;
-  params.num_q_heads = static_cast<int32_t>(device.q.size[1]);
-  params.num_kv_heads = static_cast<int32_t>(device.k.size[1]);
-  params.head_dim = static_cast<int32_t>(device.q.size[2]);
-  params.sliding_window = device.sliding_window;
-  params.max_seqlen_q = device.max_seqlen_q;
-  params.num_splits = device.num_splits;
-  return attention_plan(params, context);
-}
 
 /// Runs on the device and leaves the results in the case's own outputs too.
 inline void run_on_device(AttentionCase* problem, const RunOptions& options,
@@ -91,19 +72,8 @@ inline void run_on_device(AttentionCase* problem, const RunOptions& options,
   const AttentionShape shape = shape_of(host);
   DeviceContext context(attention_workspace_bytes(shape, Device::kCuda));
   context.get().batch_invariant = options.batch_invariant;
-  std::vector<int32_t> plan(static_cast<size_t>(attention_plan_elems(shape)), 7);
-  if (options.with_plan) {
-    DeviceMirror plan_mirror;
-    device.plan = plan_mirror.upload(ref_of(plan));
-    const Status planned = make_plan(device, context.get(), &device.plan);
-    ASSERT_TRUE(planned.ok()) << planned.message();
-    const Status status = block_attention(device, context.get());
-    ASSERT_TRUE(status.ok()) << status.message();
-    plan_mirror.download();
-  } else {
-    const Status status = block_attention(device, context.get());
-    ASSERT_TRUE(status.ok()) << status.message();
-  }
+  const Status status = block_attention(device, context.get());
+  ASSERT_TRUE(status.ok()) << status.message();
   mirror.download();
   outputs->out = problem->out().bytes();
   outputs->lse = problem->lse();

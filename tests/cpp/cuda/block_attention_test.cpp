@@ -75,7 +75,6 @@ TEST(CudaBlockAttentionTest, TensorCoreKernelsMatchCpu) {
     RunOptions options;
     const int32_t splits[] = {0, 1, 2, 5, 32};
     options.num_splits = splits[seed % 5];
-    options.with_plan = seed % 3 == 0;
     AttentionOutputs outputs;
     run_on_device(&problem, options, &outputs);
     if (HasFatalFailure()) {
@@ -88,7 +87,7 @@ TEST(CudaBlockAttentionTest, TensorCoreKernelsMatchCpu) {
   }
 }
 
-TEST(CudaBlockAttentionTest, RepeatedRunsAndPlansAreBitEqual) {
+TEST(CudaBlockAttentionTest, RepeatedRunsAreBitEqual) {
   DIFFULEX_REQUIRE_DEVICE();
   for (const DType dtype : {DType::kBF16, DType::kF32}) {
     CaseShape shape;
@@ -98,7 +97,6 @@ TEST(CudaBlockAttentionTest, RepeatedRunsAndPlansAreBitEqual) {
     AttentionOutputs first;
     run_on_device(&problem, options, &first);
     for (int run = 0; run < 20; ++run) {
-      options.with_plan = run % 2 == 1;
       AttentionOutputs again;
       run_on_device(&problem, options, &again);
       ASSERT_FALSE(HasFatalFailure());
@@ -170,9 +168,6 @@ TEST(CudaBlockAttentionTest, GraphReplayFollowsItsInputs) {
   DeviceMirror mirror;
   BlockAttentionParams device = upload(host, &mirror);
   DeviceContext context(attention_workspace_bytes(shape_of(host), Device::kCuda));
-  std::vector<int32_t> plan(static_cast<size_t>(attention_plan_elems(shape_of(host))), 0);
-  DeviceMirror plan_mirror;
-  device.plan = plan_mirror.upload(ref_of(plan));
   cudaStream_t stream = nullptr;
   DIFFULEX_ASSERT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   context.get().stream = stream;
@@ -180,7 +175,6 @@ TEST(CudaBlockAttentionTest, GraphReplayFollowsItsInputs) {
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;
   DIFFULEX_ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  ASSERT_TRUE(make_plan(device, context.get(), &device.plan).ok());
   ASSERT_TRUE(block_attention(device, context.get()).ok());
   DIFFULEX_ASSERT_CUDA(cudaStreamEndCapture(stream, &graph));
   DIFFULEX_ASSERT_CUDA(cudaGraphInstantiate(&executable, graph, 0));
@@ -208,29 +202,6 @@ TEST(CudaBlockAttentionTest, GraphReplayFollowsItsInputs) {
   cudaGraphExecDestroy(executable);
   cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
-}
-
-TEST(CudaBlockAttentionTest, PlanEqualsTheCpuPlan) {
-  DIFFULEX_REQUIRE_DEVICE();
-  for (uint64_t seed = 0; seed < num_seeds(30); ++seed) {
-    CaseShape shape;
-    AttentionCase problem = random_case(seed + 900, {2}, {128}, 2000, false, &shape);
-    BlockAttentionParams host = problem.params();
-    const AttentionShape sizes = shape_of(host);
-    std::vector<int32_t> want(static_cast<size_t>(attention_plan_elems(sizes)), 1);
-    std::vector<int32_t> got = want;
-    TensorRef want_ref = ref_of(want);
-    const Status cpu = make_plan(host, ExecContext(), &want_ref);
-    ASSERT_TRUE(cpu.ok()) << cpu.message();
-    DeviceMirror mirror;
-    BlockAttentionParams device = upload(host, &mirror);
-    DeviceContext context(0);
-    TensorRef got_ref = mirror.upload(ref_of(got));
-    const Status cuda = make_plan(device, context.get(), &got_ref);
-    ASSERT_TRUE(cuda.ok()) << cuda.message();
-    mirror.download();
-    ASSERT_EQ(got, want) << "seed " << seed;
-  }
 }
 
 TEST(CudaBlockAttentionTest, WorkspaceTooSmallIsAnErrorWithItsSize) {

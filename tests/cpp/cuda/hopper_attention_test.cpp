@@ -203,7 +203,6 @@ TEST(CudaHopperAttentionTest, ManyRequests) {
   for (const int32_t splits : {0, 1, 4, 16}) {
     RunOptions options;
     options.num_splits = splits;
-    options.with_plan = splits == 1;
     expect_matches_cpu(&problem, shape.dtype, options, "splits " + std::to_string(splits));
     if (HasFatalFailure()) {
       return;

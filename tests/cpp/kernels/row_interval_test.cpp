@@ -6,7 +6,6 @@
 #include <gtest/gtest.h>
 
 #include "kernels/common/attention_config.h"
-#include "kernels/common/attention_plan.h"
 #include "kernels/common/fast_div.h"
 
 namespace diffulex::test {
@@ -234,59 +233,14 @@ TEST(AttentionConfig, WorkspaceHoldsTheLargestConfiguration) {
   EXPECT_EQ(attention_workspace_bytes(shape_of(1, 4, 100), Device::kCuda), 0U);
 }
 
-class PlanTest : public testing::Test {
- protected:
-  TensorRef vector(std::vector<int32_t>& values) {
-    TensorRef ref;
-    ref.data = values.data();
-    ref.dtype = DType::kI32;
-    ref.rank = 1;
-    ref.size[0] = static_cast<int64_t>(values.size());
-    ref.stride[0] = 1;
-    return ref;
-  }
-};
-
-TEST_F(PlanTest, ListsEveryTileAndSplitOnceLargestFirst) {
-  AttentionShape shape = shape_of(3, 40, 2000);
-  shape.num_splits = 4;
-  std::vector<int32_t> plan(static_cast<size_t>(attention_plan_elems(shape)), 7);
-  std::vector<int32_t> cu_seqlens_q = {0, 40, 40, 50};
-  std::vector<int32_t> context_lens = {2000, 500, 300};
-  std::vector<int32_t> valid_slices = {40, 40, 49};
-  std::vector<int32_t> mask_kinds = {1, 1, 4};
-  AttentionPlanParams params;
-  params.cu_seqlens_q = vector(cu_seqlens_q);
-  params.context_lens = vector(context_lens);
-  params.valid_slices = vector(valid_slices);
-  params.mask_kinds = vector(mask_kinds);
-  params.plan = vector(plan);
-  params.num_q_heads = 32;
-  params.num_kv_heads = 8;
-  params.head_dim = 128;
-  params.max_seqlen_q = 40;
-  params.num_splits = 4;
-  const Status status = attention_plan(params, ExecContext{});
-  ASSERT_TRUE(status.ok()) << status.message();
-  // M = 128, G = 4: 32 tokens per tile. Request 0: 2 tiles of 2040 keys in 4 splits; request 2:
-  // 1 tile of 300 keys in 2 splits.
-  const std::vector<int32_t> expected = {10, 128, 4, 0, 0, 0, 0, 4, 0, 0, 1, 4, 0, 0, 2,
-                                         4,  0,   0, 3, 4, 0, 1, 0, 4, 0, 1, 1, 4, 0, 1,
-                                         2,  4,   0, 1, 3, 4, 2, 0, 0, 2, 2, 0, 1, 2};
-  ASSERT_GE(plan.size(), expected.size());
-  EXPECT_EQ(
-      std::vector<int32_t>(plan.begin(), plan.begin() + static_cast<int64_t>(expected.size())),
-      expected);
-  for (size_t i = expected.size(); i < plan.size(); ++i) {
-    EXPECT_EQ(plan[i], -1);
-  }
-  plan.resize(8);
-  params.plan = vector(plan);
-  EXPECT_NE(attention_plan(params, ExecContext{})
-                .message()
-                .find("diffulex::attention_plan: plan: expected at least 28 elements, got 8"),
-            std::string::npos)
-      << attention_plan(params, ExecContext{}).message();
+TEST(RowIntervalTest, KeysOfATileCountWhatItsRowsMayRead) {
+  const auto causal = static_cast<int32_t>(MaskKind::kBlockCausal);
+  const auto cache_only = static_cast<int32_t>(MaskKind::kCacheOnly);
+  EXPECT_EQ(max_tile_keys(2000, 40, causal, 0), 2040);
+  EXPECT_EQ(max_tile_keys(300, 9, cache_only | kMaskHoleBit, 0), 300);
+  EXPECT_EQ(max_tile_keys(500, 0, causal, 0), 0);
+  EXPECT_EQ(max_tile_keys(2000, 40, causal, 100), 140);
+  EXPECT_EQ(max_tile_keys(60, 40, causal, 100), 100);
 }
 
 TEST(RowIntervalTest, KnownPowerOfTwoBlocksGiveTheSameIntervals) {

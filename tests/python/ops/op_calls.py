@@ -55,7 +55,6 @@ def block_attention() -> Call:
         "q_starts": None,
         "k_scale": None,
         "v_scale": None,
-        "plan": None,
         "out": torch.zeros(T, HQ, D),
         "lse": torch.zeros(T, HQ),
         "workspace": None,
@@ -69,27 +68,6 @@ def block_attention() -> Call:
         "max_context_len": 8,
         "num_splits": 1,
         "kv_layout": 0,
-    }
-    return tensors, numbers
-
-
-def attention_plan() -> Call:
-    from diffulex.ops import attention_plan_elems
-
-    tensors = {
-        "cu_seqlens_q": _ints(0, 4, 6),
-        "context_lens": _ints(8, 4),
-        "valid_slices": _ints(4, 6),
-        "mask_kinds": _ints(1, 2),
-        "plan": torch.zeros(attention_plan_elems(R, HQ, HKV, D, 4, 8, 1), dtype=torch.int32),
-    }
-    numbers = {
-        "num_q_heads": HQ,
-        "num_kv_heads": HKV,
-        "head_dim": D,
-        "sliding_window": 0,
-        "max_seqlen_q": 4,
-        "num_splits": 1,
     }
     return tensors, numbers
 
@@ -302,7 +280,6 @@ CALLS: dict[str, Callable[[], Call]] = (
         call.__name__: call
         for call in (
             block_attention,
-            attention_plan,
             store_kv_cache,
             load_kv_cache,
             copy_kv_pages,

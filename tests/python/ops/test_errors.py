@@ -86,13 +86,6 @@ CASES: list[tuple[str, str, Change, str]] = [
     ("block_attention", "max_context_len", value(-1), "expected a value >= 0, got -1"),
     ("block_attention", "num_splits", value(-1), "expected a value >= 0, got -1"),
     ("block_attention", "kv_layout", value(2), "expected"),
-    ("attention_plan", "context_lens", long, "expected dtype"),
-    ("attention_plan", "cu_seqlens_q", longer, "expected shape"),
-    ("attention_plan", "valid_slices", longer, "expected shape"),
-    ("attention_plan", "mask_kinds", longer, "expected shape"),
-    ("attention_plan", "plan", long, "expected dtype"),
-    ("attention_plan", "num_kv_heads", value(0), "expected"),
-    ("attention_plan", "num_q_heads", value(3), "expected"),
     ("store_kv_cache", "k", double, "expected dtype"),
     ("store_kv_cache", "v", half, "expected dtype"),
     ("store_kv_cache", "v", longer, "expected shape"),
@@ -220,7 +213,6 @@ _BLAMED = {
     ("accept_mask_fill", "ids"): "stats",
     ("block_attention", "k_cache"): "k_cache|v_cache",
     ("store_kv_cache", "k_cache"): "k_cache|v_cache",
-    ("attention_plan", "num_q_heads"): "num_q_heads|num_kv_heads",
 }
 
 
@@ -378,12 +370,6 @@ def test_empty_inputs_are_legal(device: str, op: str) -> None:
             0,
         )
         | {"cu_seqlens_q": 1},
-        "attention_plan": {
-            "context_lens": 0,
-            "valid_slices": 0,
-            "mask_kinds": 0,
-            "cu_seqlens_q": 1,
-        },
         "store_kv_cache": {"k": 0, "v": 0, "slot_mapping": 0},
         "load_kv_cache": {
             "k_new": 0,

@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "kernels/common/attention_plan.h"
 #include "kernels/common/fast_div.h"
 #include "kernels/common/row_interval.h"
 #include "kernels/cuda/common/cache_view.cuh"
@@ -37,7 +36,6 @@ struct AttentionArgs final {
   const int32_t* prefix_lens;         // [R] or null
   const int32_t* padded_prefix_lens;  // [R] or null
   const int32_t* q_starts;            // [R] or null
-  const int32_t* plan;                // work list or null
   float* partial_out;                 // [S, R, max_seqlen_q, Hq, D], unnormalised
   float2* partial_stats;              // [S, R, max_seqlen_q, Hq]: maximum (base 2), sum
   uint64_t* arrivals;                 // sm90: [units, cluster_size], see arrive_last()
@@ -139,7 +137,7 @@ __device__ __forceinline__ RequestView view_request(const AttentionArgs& args,
   view.splits = 1;
   if (args.num_splits > 1) {
     view.splits = request_splits(
-        plan_keys(mask.context_len, mask.num_valid, raw.mask_kind, args.sliding_window),
+        max_tile_keys(mask.context_len, mask.num_valid, raw.mask_kind, args.sliding_window),
         args.num_splits, args.keys_per_split);
   }
   return view;
@@ -166,35 +164,16 @@ struct AttentionWork final {
   int32_t split;
 };
 
-/// True when the plan was made for this launch's tile and split bound.
-__device__ __forceinline__ bool is_plan_usable(const AttentionArgs& args) {
-  return args.plan != nullptr && args.plan[1] == args.rows_per_tile &&
-         args.plan[2] == args.num_splits;
-}
-
-/// Units that compute rows: planned items, or every (request, head, tile, split).
-__device__ __forceinline__ int64_t num_work(const AttentionArgs& args, bool is_planned) {
-  if (is_planned) {
-    return static_cast<int64_t>(args.plan[0]) * args.num_kv_heads;
-  }
+/// Units that compute rows: every (request, head, tile, split).
+__device__ __forceinline__ int64_t num_work(const AttentionArgs& args) {
   return static_cast<int64_t>(args.num_reqs) * args.num_kv_heads * args.num_splits *
          args.tiles_per_request;
 }
 
 /// Unit `index`. Row tiles run innermost, last tile first: they share K and V through L2, and the
-/// last tile of a causal request sees most keys. Planned items list the longest work first, heads
-/// innermost.
-__device__ __forceinline__ AttentionWork work_at(const AttentionArgs& args, bool is_planned,
-                                                 int64_t index) {
+/// last tile of a causal request sees most keys.
+__device__ __forceinline__ AttentionWork work_at(const AttentionArgs& args, int64_t index) {
   AttentionWork work;
-  if (is_planned) {
-    const int32_t* item = args.plan + kPlanHeaderElems + index / args.num_kv_heads * kPlanItemElems;
-    work.kv_head = static_cast<int32_t>(index % args.num_kv_heads);
-    work.request = item[0];
-    work.tile = item[1];
-    work.split = item[2];
-    return work;
-  }
   work.tile = args.tiles_per_request - 1 - static_cast<int32_t>(index % args.tiles_per_request);
   index /= args.tiles_per_request;
   work.split = static_cast<int32_t>(index % args.num_splits);

@@ -77,7 +77,6 @@ AttentionArgs make_args(const BlockAttentionParams& params, const AttentionShape
   args.prefix_lens = optional_i32(params.prefix_lens);
   args.padded_prefix_lens = optional_i32(params.padded_prefix_lens);
   args.q_starts = optional_i32(params.q_starts);
-  args.plan = optional_i32(params.plan);
   args.scale = params.scale;
   args.softcap = params.softcap;
   args.num_tokens = static_cast<int32_t>(params.q.size[0]);

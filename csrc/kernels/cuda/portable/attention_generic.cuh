@@ -290,14 +290,14 @@ __global__ void __launch_bounds__(kGenericThreads, 1)
     generic_kernel(const __grid_constant__ AttentionArgs args) {
   extern __shared__ __align__(16) float generic_smem[];
   __shared__ GenericKey found[kGenericTile];
-  const int64_t count = num_work(args, false);
+  const int64_t count = num_work(args);
   const int64_t total = count + num_zero_work(args);
   for (int64_t index = blockIdx.x; index < total; index += gridDim.x) {
     if (index >= count) {
       zero_rows<T>(args, index - count);
       continue;
     }
-    const AttentionWork work = work_at(args, false, index);
+    const AttentionWork work = work_at(args, index);
     const RequestView view = load_request(args, work.request);
     if (work.split >= view.splits || work.tile * kGenericTile >= view.mask.num_valid * args.group) {
       continue;

@@ -15,7 +15,6 @@ namespace diffulex::cuda {
 [[nodiscard]] Status prepare_activation();
 [[nodiscard]] Status prepare_advance_decode();
 [[nodiscard]] Status prepare_attention_kernels(const ExecContext& context);
-[[nodiscard]] Status prepare_attention_plan();
 [[nodiscard]] Status prepare_entropy_bound_mask();
 [[nodiscard]] Status prepare_fused_moe(const ExecContext& context);
 [[nodiscard]] Status prepare_kv_cache();

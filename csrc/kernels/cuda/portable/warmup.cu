@@ -13,7 +13,6 @@ Status warmup(const ExecContext& context) {
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status("diffulex::warmup"));
   DIFFULEX_RETURN_IF_ERROR(prepare_attention_kernels(context));
-  DIFFULEX_RETURN_IF_ERROR(prepare_attention_plan());
   DIFFULEX_RETURN_IF_ERROR(prepare_kv_cache());
   DIFFULEX_RETURN_IF_ERROR(prepare_linear_few_rows(context));
   DIFFULEX_RETURN_IF_ERROR(prepare_norm());

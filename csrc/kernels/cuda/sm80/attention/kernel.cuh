@@ -143,15 +143,14 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionArgs args) {
   extern __shared__ __align__(128) uint8_t smem[];
-  const bool is_planned = is_plan_usable(args);
-  const int64_t count = num_work(args, is_planned);
+  const int64_t count = num_work(args);
   const int64_t total = count + num_zero_work(args);
   for (int64_t index = blockIdx.x; index < total; index += gridDim.x) {
     if (index >= count) {
       zero_rows<typename Traits::Element>(args, index - count);
       continue;
     }
-    const AttentionWork work = work_at(args, is_planned, index);
+    const AttentionWork work = work_at(args, index);
     const RequestView view = load_request(args, work.request);
     if (work.split >= view.splits || work.tile * args.tokens_per_tile >= view.mask.num_valid) {
       continue;

@@ -13,7 +13,7 @@ namespace diffulex::cuda::sm80 {
 
 inline constexpr const char* kAttentionWhere = "diffulex::block_attention";
 
-/// Shared-memory limit and resident CTAs of one kernel on each device, found once.
+/// Shared-memory limit of one kernel on each device, set once.
 template <typename Traits>
 struct AttentionSetup final {
   static constexpr int32_t kMaxDevices = 64;
@@ -21,7 +21,6 @@ struct AttentionSetup final {
   struct Slot {
     std::once_flag once;
     cudaError_t error = cudaSuccess;
-    int32_t max_ctas = 0;  // resident on the whole device
   };
 
   static Slot& slot(int32_t device_index) {
@@ -29,19 +28,8 @@ struct AttentionSetup final {
     Slot& result = slots[static_cast<size_t>(device_index)];
     std::call_once(result.once, [&] {
       const auto kernel = attention_kernel<Traits>;
-      int32_t per_sm = 0;
-      int32_t num_sms = 0;
       result.error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           Traits::kSmemBytes);
-      if (result.error == cudaSuccess) {
-        result.error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-            &per_sm, kernel, Traits::kThreads, Traits::kSmemBytes);
-      }
-      if (result.error == cudaSuccess) {
-        result.error =
-            cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device_index);
-      }
-      result.max_ctas = per_sm * num_sms;
     });
     return result;
   }
@@ -60,14 +48,9 @@ Status prepare_attention(int32_t device_index) {
 template <typename Traits>
 Status launch_attention(const AttentionArgs& args, int32_t device_index, void* stream) {
   DIFFULEX_RETURN_IF_ERROR(prepare_attention<Traits>(device_index));
-  int64_t grid =
+  const int64_t grid =
       int64_t{args.num_reqs} * args.num_kv_heads * args.num_splits * args.tiles_per_request +
       int64_t{args.num_reqs + 1} * args.tiles_per_request;
-  if (args.plan != nullptr) {
-    // Resident CTAs stride over the work list; its order, not the hardware, assigns the work.
-    const int64_t resident = AttentionSetup<Traits>::slot(device_index).max_ctas;
-    grid = resident > 0 && resident < grid ? resident : grid;
-  }
   constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
   attention_kernel<Traits>
       <<<static_cast<unsigned>(grid < kMaxGrid ? grid : kMaxGrid), Traits::kThreads,

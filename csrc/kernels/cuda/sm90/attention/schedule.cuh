@@ -102,12 +102,10 @@ class UnitCursor final {
 };
 
 /// The units of one CTA: one where keys are split (grid: units by clusters of a unit), otherwise a
-/// static stride that turns round after every pass, so that heavy and light units of a
-/// sorted list even out.
+/// static stride that turns round after every pass, so that heavy and light units even out.
 class UnitList final {
  public:
-  __device__ explicit UnitList(const AttentionArgs& args)
-      : args_(args), is_planned_(args.num_splits == 1 && is_plan_usable(args)), cursor_(args) {}
+  __device__ explicit UnitList(const AttentionArgs& args) : args_(args), cursor_(args) {}
 
   __device__ __forceinline__ bool next(AttentionWork& work, RequestView& view) {
     if (args_.num_splits > 1) {
@@ -123,15 +121,7 @@ class UnitList final {
     const int64_t position = (pass_ & 1) != 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int64_t index = pass_ * gridDim.x + position;
     ++pass_;
-    if (!is_planned_) {
-      return cursor_.locate(index, work, view);
-    }
-    if (index >= num_work(args_, true)) {
-      return false;
-    }
-    work = work_at(args_, true, index);
-    view = load_request(args_, work.request);
-    return true;
+    return cursor_.locate(index, work, view);
   }
 
   /// True when the first unit is still what next() said.
@@ -145,7 +135,6 @@ class UnitList final {
 
  private:
   const AttentionArgs& args_;
-  const bool is_planned_;
   UnitCursor cursor_;
   int64_t pass_ = 0;
 };
@@ -303,10 +292,7 @@ template <typename Traits>
 __device__ __forceinline__ void schedule_units(const AttentionArgs& args, uint8_t* smem,
                                                const Barriers<Traits>& barriers) {
   const int lane = threadIdx.x & 31;
-  bool has_waited = args.plan != nullptr;  // a plan is of this step
-  if (has_waited) {
-    wait_for_kernels_ahead();
-  }
+  bool has_waited = false;
   UnitList units(args);
   Ring<2> ring;
   TileSetup setup;
