@@ -42,7 +42,6 @@ def read_dream_spec(
         tokens=_TOKENS,
         mask_token_id=mask_token_id,
         block_size=32,
-        rope_theta=1e4,
         qkv_bias=True,
         qk_norm=False,
         shift=True,

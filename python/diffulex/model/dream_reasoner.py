@@ -37,7 +37,6 @@ def read_dream_reasoner_spec(
         tokens=_TOKENS,
         mask_token_id=mask_token_id,
         block_size=32,
-        rope_theta=1e6,
         qkv_bias=has_bias,
         o_bias=has_bias,
     )

@@ -35,7 +35,6 @@ def read_fast_dllm_v2_spec(
         tokens=_TOKENS,
         mask_token_id=mask_token_id,
         block_size=32,
-        rope_theta=1e6,
         qkv_bias=True,
         qk_norm=False,
         shift=True,

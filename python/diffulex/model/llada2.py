@@ -78,7 +78,7 @@ def read_llada2_spec(
     values = {**_CLASS_DEFAULTS, **config}
     reader = ConfigReader(values)
     moe = _read_moe(reader)
-    num_layers = reader.integer("num_hidden_layers")
+    num_layers = reader.count("num_hidden_layers")
     if values.get("intermediate_size") is None and moe is not None:
         if len(moe.layers) < num_layers:
             raise reader.fail("intermediate_size", "a size, for the dense layers", None)
@@ -93,7 +93,6 @@ def read_llada2_spec(
         tokens=_TOKENS,
         mask_token_id=mask_token_id,
         block_size=32,
-        rope_theta=1e4,
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
         required=_REQUIRED,
@@ -107,7 +106,7 @@ def read_llada2_spec(
 
 def _read_moe(reader: ConfigReader) -> MoeSpec | None:
     num_experts = read_num_experts(reader, _NUM_EXPERTS)
-    layers = read_moe_layers(reader, reader.integer("num_hidden_layers"))
+    layers = read_moe_layers(reader, reader.count("num_hidden_layers"))
     if num_experts == 0 or not layers:
         return None
     top_k = reader.integer("num_experts_per_tok")

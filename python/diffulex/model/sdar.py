@@ -41,7 +41,6 @@ def read_sdar_spec(
         tokens=_TOKENS,
         mask_token_id=mask_token_id,
         block_size=4,
-        rope_theta=1e6,
         qkv_bias=has_bias,
         o_bias=has_bias,
     )

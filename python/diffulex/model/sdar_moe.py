@@ -53,7 +53,6 @@ def read_sdar_moe_spec(
         tokens=_TOKENS,
         mask_token_id=mask_token_id,
         block_size=4,
-        rope_theta=1e6,
         required=_REQUIRED,
         qkv_bias=has_bias,
         o_bias=has_bias,
@@ -63,7 +62,7 @@ def read_sdar_moe_spec(
 
 def _read_moe(reader: ConfigReader) -> MoeSpec | None:
     num_experts = read_num_experts(reader)
-    layers = read_moe_layers(reader, reader.integer("num_hidden_layers"))
+    layers = read_moe_layers(reader, reader.count("num_hidden_layers"))
     if num_experts == 0 or not layers:
         return None
     top_k = reader.integer("num_experts_per_tok")

@@ -37,7 +37,6 @@ def read_stable_diffcoder_spec(
         tokens=_TOKENS,
         mask_token_id=mask_token_id,
         block_size=4,
-        rope_theta=5e5,
         max_positions=8192,
         qkv_bias=has_bias,
         o_bias=has_bias,

@@ -261,8 +261,33 @@ class TestReadingRules:
         nested = {"rope_type": "default", "rope_theta": 5e5}
         assert read(tmp_path, rope_theta=..., rope_parameters=nested).rope_theta == 5e5
 
-    def test_rope_theta_default(self, tmp_path):
-        assert read(tmp_path, rope_theta=...).rope_theta == 1e6
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("attn_logit_softcapping", 50.0),
+            ("final_logit_softcapping", 30.0),
+            ("logit_scale", 0.5),
+            ("logits_scaling", 8.0),
+            ("embedding_multiplier", 12.0),
+            ("residual_multiplier", 0.22),
+            ("attention_multiplier", 0.0078125),
+            ("no_rope_layers", [1, 1, 1, 0]),
+            ("dual_chunk_attention_config", {"chunk_size": 262144}),
+        ],
+    )
+    def test_keys_of_other_decoders_are_refused(self, tmp_path, key, value):
+        with pytest.raises(CheckpointError, match=rf"config\.json: {key}: expected .* not supported"):
+            read(tmp_path, **{key: value})
+        read(tmp_path, **{key: None})
+
+    def test_mask_token_that_disagrees(self, tmp_path):
+        """A declared mask token may be an ordinary token of the vocabulary."""
+        CheckpointBuilder().write(tmp_path)
+        path = tmp_path / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "mask_token": "a"}))
+        with pytest.raises(CheckpointError, match=r"mask token: expected one id, got 259 .* 97 from"):
+            detect(tmp_path)
+        assert detect(tmp_path, mask_token_id=MASK_ID)[1].mask_token_id == MASK_ID
 
     def test_rope_theta_disagreement(self, tmp_path):
         with pytest.raises(CheckpointError, match=r"rope_theta: expected .*30000.*got 1000000"):

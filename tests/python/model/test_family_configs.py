@@ -167,18 +167,13 @@ class TestRotary:
         assert spec.rotary_dim == full // 4
 
     @pytest.mark.parametrize(
-        ("family", "theta"),
-        [
-            ("dream", 1e4),
-            ("dream_reasoner", 1e6),
-            ("fast_dllm_v2", 1e6),
-            ("sdar", 1e6),
-            ("stable_diffcoder", 5e5),
-            ("llada", 1e4),
-        ],
+        "family",
+        ["dream", "dream_reasoner", "fast_dllm_v2", "sdar", "stable_diffcoder", "llada"],
     )
-    def test_default_base(self, tmp_path, family, theta):
-        assert read(tmp_path, family, rope_theta=...).rope_theta == theta
+    def test_base_is_required(self, tmp_path, family):
+        """With another base a checkpoint answers fluent nonsense."""
+        with pytest.raises(CheckpointError, match=r"config\.json: rope_theta: expected .* got None"):
+            read(tmp_path, family, rope_theta=...)
 
     def test_explicit_dimensions_must_agree_with_the_factor(self, tmp_path):
         spec = read(tmp_path, "sdar", partial_rotary_factor=0.5, rotary_dim=16)
@@ -272,12 +267,11 @@ class TestLlada:
 
     def test_class_defaults_are_its_own(self, tmp_path):
         """Absent keys mean what LLaDA's configuration class says, not what Llama's does."""
-        absent = ("rms_norm_eps", "weight_tying", "max_sequence_length", "rope_theta")
+        absent = ("rms_norm_eps", "weight_tying", "max_sequence_length")
         spec = self.read(tmp_path, **dict.fromkeys(absent, ...))
         assert spec.rms_norm_eps == 1e-5
         assert spec.tie_word_embeddings
         assert spec.max_positions == 1024
-        assert spec.rope_theta == 1e4
 
     @pytest.mark.parametrize("key", ["d_model", "n_layers", "n_heads", "vocab_size"])
     def test_shapes_are_required(self, tmp_path, key):

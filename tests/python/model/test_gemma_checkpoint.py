@@ -163,6 +163,9 @@ def test_last_layer_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
             {"per_layer_config": {"5": {"head_dim": 64}}},
             "per_layer_config: expected one number of KV heads and head size for all layers",
         ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: expected an integer of at most 65536"),
+        ({"num_experts": 10**9}, "num_experts: expected an integer of at most 65536"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected null"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters: expected an object with"),
         (
             {"rope_parameters": {SLIDING: {"rope_type": "yarn", "rope_theta": 1e4}}},
@@ -198,6 +201,8 @@ def test_unusable_top_level(tmp_path: Path) -> None:
         read(tmp_path, dict(EXPERTS), tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match="canvas_length: expected an integer"):
         read(tmp_path, dict(EXPERTS), canvas_length=0)
+    with pytest.raises(CheckpointError, match="canvas_length: expected an integer of at most 1024"):
+        read(tmp_path, dict(EXPERTS), canvas_length=10**9)
     with pytest.raises(CheckpointError, match=r"mask token: expected none .* got 7"):
         read_gemma_spec({"text_config": dict(EXPERTS)}, tmp_path, mask_token_id=7)
 

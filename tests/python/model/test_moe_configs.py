@@ -108,6 +108,15 @@ def test_layers_with_experts(tmp_path: Path) -> None:
         read(tmp_path, "sdar_moe", mlp_only_layers=3)
 
 
+@pytest.mark.parametrize("family", ["sdar_moe", "llada2"])
+@pytest.mark.parametrize("key", ["num_experts", "num_hidden_layers"])
+def test_counts_are_checked_before_lists_of_them_are_built(
+    tmp_path: Path, family: str, key: str
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key}: expected .* at most 65536"):
+        read(tmp_path, family, **{key: 10**9})
+
+
 def test_class_defaults_of_llada2(tmp_path: Path) -> None:
     """An absent key has the value of the family's configuration class."""
     names = (
@@ -118,7 +127,6 @@ def test_class_defaults_of_llada2(tmp_path: Path) -> None:
         "routed_scaling_factor",
         "partial_rotary_factor",
         "rotary_dim",
-        "rope_theta",
         "rms_norm_eps",
         "use_bias",
         "num_key_value_heads",
@@ -135,7 +143,7 @@ def test_class_defaults_of_llada2(tmp_path: Path) -> None:
     assert (moe.top_k, moe.shared_size, moe.n_group, moe.topk_group) == (2, 0, 8, 4)
     assert (moe.routed_scaling, moe.renormalize, moe.layers) == (2.5, True, {0, 1, 2})
     assert moe.has_expert_bias
-    assert (spec.rotary_dim, spec.rope_theta, spec.rms_norm_eps) == (8, 1e4, 1e-5)
+    assert (spec.rotary_dim, spec.rms_norm_eps) == (8, 1e-5)
     assert (spec.o_bias, spec.qkv_bias, spec.qk_norm) == (True, False, True)
     assert (spec.num_kv_heads, spec.max_positions) == (4, 16384)
 

@@ -20,6 +20,28 @@ if TYPE_CHECKING:
 
 __all__ = ["DENSE_KEYS", "FamilyTokens", "read_decoder_spec", "require_all", "resolve_token_ids"]
 
+#: Keys of other decoders that change the math, with the values under which they do not. No family
+#: implements them.
+_FOREIGN_KEYS: Mapping[str, tuple[object, ...]] = {
+    "alibi": (None, False),
+    "attention_chunk_size": (None,),
+    "attention_multiplier": (None, 1),
+    "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "dual_chunk_attention_config": (None,),
+    "embedding_multiplier": (None, 1),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "no_rope_layer_interval": (None, 0),
+    "no_rope_layers": (None, []),
+    "parallel_attn": (None, False),
+    "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (None, 1),
+    "scale_emb": (None, 1),
+    "scale_depth": (None,),
+    "use_parallel_residual": (None, False),
+}
 #: Keys that change the math when active, with the values under which they do not.
 DENSE_KEYS: Mapping[str, tuple[object, ...]] = {
     "hidden_act": (None, "silu"),
@@ -48,7 +70,7 @@ def require_all(reader: ConfigReader, keys: Mapping[str, tuple[object, ...]]) ->
 
     A table of ``layer_types`` must name full attention only.
     """
-    for key, allowed in keys.items():
+    for key, allowed in {**_FOREIGN_KEYS, **keys}.items():
         reader.require(key, allowed)
     types = reader.config.get("layer_types")
     if types is not None and (
@@ -93,7 +115,6 @@ def read_decoder_spec(
     tokens: FamilyTokens,
     mask_token_id: int | None,
     block_size: int,
-    rope_theta: float,
     rms_norm_eps: float = 1e-6,
     max_positions: int = 32768,
     partial_rotary_factor: float = 1.0,
@@ -102,7 +123,7 @@ def read_decoder_spec(
 ) -> ModelSpec:
     """Builds the description of a checkpoint whose keys are those of the Llama template.
 
-    Shapes must be in the configuration; `rope_theta`, `rms_norm_eps`, `max_positions`,
+    Shapes and the rotary base must be in the configuration; `rms_norm_eps`, `max_positions`,
     `partial_rotary_factor` and `block_size` stand in for keys that are absent.
 
     Args:
@@ -128,13 +149,13 @@ def read_decoder_spec(
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": reader.integer("intermediate_size"),
-        "num_layers": reader.integer("num_hidden_layers"),
+        "num_layers": reader.count("num_hidden_layers"),
         "num_q_heads": num_q_heads,
         "num_kv_heads": reader.num_kv_heads(num_q_heads),
         "head_dim": head_dim,
         "max_positions": reader.integer("max_position_embeddings", max_positions),
         "rms_norm_eps": reader.number("rms_norm_eps", rms_norm_eps),
-        "rope_theta": reader.rope_theta(rope_theta),
+        "rope_theta": reader.rope_theta(),
         "rotary_dim": reader.rotary_dim(head_dim, partial_rotary_factor),
         "tie_word_embeddings": reader.flag("tie_word_embeddings", False),
         "dtype": reader.dtype(),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from diffulex.config_table import MAX_CANVAS
 from diffulex.errors import CheckpointError
 from diffulex.logging import get_logger
 from diffulex.model.config.moe import MoeSpec
@@ -44,6 +45,7 @@ _REQUIRED: Mapping[str, tuple[object, ...]] = {
     "hidden_activation": (None, "gelu_pytorch_tanh"),
     "use_bidirectional_attention": (None, "vision"),
     "attention_bias": (None, False),
+    "attn_logit_softcapping": (None,),
     "tie_word_embeddings": (None, True),
 }
 
@@ -147,13 +149,13 @@ def read_gemma_spec(
         text.require(key, allowed)
     vocab_size = text.integer("vocab_size", 262144)
     num_q_heads = text.integer("num_attention_heads", 8)
-    num_layers = text.integer("num_hidden_layers", 30)
+    num_layers = text.count("num_hidden_layers", 30)
     layers = _read_layers(text, num_layers, num_q_heads)
     sliding, full = _first_layer(layers, True), _first_layer(layers, False)
     sliding_rotary = _read_rotary(text, _SLIDING, sliding.head_dim)
     moe = _read_moe(text, num_layers)
     files = read_tokenizer_files(model_dir)
-    canvas_length = top.integer("canvas_length", _CANVAS_LENGTH)
+    canvas_length = top.integer("canvas_length", _CANVAS_LENGTH, maximum=MAX_CANVAS)
     return DiffusionGemmaSpec(
         family="diffusion_gemma",
         vocab_size=vocab_size,
@@ -202,7 +204,7 @@ def _read_dtype(top: ConfigReader, text: ConfigReader) -> str:
 
 
 def _read_moe(text: ConfigReader, num_layers: int) -> MoeSpec:
-    num_experts = text.integer("num_experts")
+    num_experts = text.count("num_experts")
     top_k = text.integer("top_k_experts")
     if top_k > num_experts:
         raise text.fail("top_k_experts", f"at most num_experts {num_experts}", top_k)

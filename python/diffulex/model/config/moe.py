@@ -50,9 +50,9 @@ def read_num_experts(reader: ConfigReader, default: int | None = None) -> int:
     found: dict[str, int] = {}
     for key in _NUM_EXPERTS_KEYS:
         if reader.config.get(key) is not None:
-            found[key] = reader.integer(key, minimum=0)
+            found[key] = reader.count(key, minimum=0)
     if not found:
-        return reader.integer(_NUM_EXPERTS_KEYS[0], default, minimum=0)
+        return reader.count(_NUM_EXPERTS_KEYS[0], default, minimum=0)
     (first, value), *others = found.items()
     for key, other in others:
         if other != value:

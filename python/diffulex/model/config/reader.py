@@ -19,6 +19,8 @@ T = TypeVar("T")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 #: No dimension of a model comes near; the kernels index with 32 bits.
 _LARGEST = 2**31 - 1
+#: No model has as many layers or experts; lists of them are built before the weights are looked at.
+MOST_PARTS = 1 << 16
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -55,16 +57,22 @@ class ConfigReader:
     def fail(self, key: str, expected: str, value: object) -> CheckpointError:
         return CheckpointError(f"config.json: {key}: expected {expected}, got {value!r}")
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer of at least `minimum`; null counts as absent; absent without default fails."""
+    def integer(
+        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _LARGEST
+    ) -> int:
+        """An integer in [minimum, maximum]; null counts as absent; absent without default fails."""
         value = self.config.get(key)
         if value is None:
             value = default
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.fail(key, f"an integer of at least {minimum}", value)
-        if value > _LARGEST:
-            raise self.fail(key, f"an integer of at most {_LARGEST}", value)
+        if value > maximum:
+            raise self.fail(key, f"an integer of at most {maximum}", value)
         return value
+
+    def count(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """A number of layers or experts: an integer that is small enough to list them."""
+        return self.integer(key, default, minimum=minimum, maximum=MOST_PARTS)
 
     def number(self, key: str, default: float) -> float:
         """A positive finite number."""
@@ -103,11 +111,12 @@ class ConfigReader:
             raise self.fail("dtype", f"one of {', '.join(_DTYPES)}", value)
         return name
 
-    def rope_theta(self, default: float) -> float:
+    def rope_theta(self) -> float:
         """Base of the rotary frequencies from any place it is stored; all must agree.
 
         Configurations saved by transformers 5 hold only ``rope_parameters``; older ones only the
         top-level key. Of the older ``rope_scaling``, transformers 5 makes ``rope_parameters``.
+        Absent from all of them it is an error: another base gives fluent nonsense.
         """
         found: dict[str, float] = {}
         self.rope_parameters()
@@ -118,7 +127,7 @@ class ConfigReader:
         if self.config.get("rope_theta") is not None:
             found["rope_theta"] = self._positive("rope_theta", self.config["rope_theta"])
         if not found:
-            return default
+            raise self.fail("rope_theta", "the base of the rotary frequencies", None)
         (first, theta), *others = found.items()
         for key, value in others:
             if value != theta:

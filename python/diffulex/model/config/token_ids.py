@@ -26,7 +26,8 @@ class TokenizerFiles:
     """Facts that the tokenizer files of a directory state, without building a tokenizer."""
 
     is_present: bool
-    #: Text -> ids of the added tokens; two files may disagree, so every id is kept.
+    #: Text -> ids of the added tokens; two files may disagree, so every id is kept. A declared mask
+    #: token is among them even if it is an ordinary token of the vocabulary.
     added: Mapping[str, frozenset[int]] = field(default_factory=dict)
     mask_texts: tuple[str, ...] = ()
     eos_text: str | None = None
@@ -73,20 +74,35 @@ def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
     for text, token_id in read_optional_json(where).items():
         _collect(added, text, token_id, where)
     where = model_dir / "tokenizer.json"
-    entries = read_optional_json(where).get("added_tokens") or []
+    tokenizer = read_optional_json(where)
+    entries = tokenizer.get("added_tokens") or []
     if not isinstance(entries, list):
         raise CheckpointError(f"{where}: added_tokens: expected a list, got {entries!r}")
     for entry in entries:
         if isinstance(entry, dict):
             _collect(added, _token_text(entry), entry.get("id"), where)
-    masks = (_token_text(source.get("mask_token")) for source in (settings, special))
+    found = (_token_text(source.get("mask_token")) for source in (settings, special))
+    masks = tuple(dict.fromkeys(text for text in found if text is not None))
+    ordinary = _ordinary_ids(model_dir, tokenizer) if set(masks) - added.keys() else {}
+    for text in masks:
+        if text not in added and isinstance(ordinary.get(text), int):
+            added[text] = {ordinary[text]}
     eos = _token_text(settings.get("eos_token")) or _token_text(special.get("eos_token"))
     return TokenizerFiles(
         is_present=any((model_dir / name).is_file() for name in _TOKENIZER_FILES),
         added={text: frozenset(ids) for text, ids in added.items()},
-        mask_texts=tuple(dict.fromkeys(text for text in masks if text is not None)),
+        mask_texts=masks,
         eos_text=eos,
     )
+
+
+def _ordinary_ids(model_dir: Path, tokenizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Text -> id of the tokens that are not added."""
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        return vocab
+    return read_optional_json(model_dir / "vocab.json")
 
 
 def resolve_mask_token_id(
