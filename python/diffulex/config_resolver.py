@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from diffulex.config_draft import Draft, ModelFacts, dtype_name, normalise
@@ -20,7 +21,7 @@ from diffulex.errors import ConfigError
 from diffulex.logging import get_logger, warn_once
 from diffulex.model.families import family_of_name, matches
 from diffulex.registry import AutoModelForDiffusionLM, AutoSampler, AutoScheduler
-from diffulex.sampler.selection import select_sampler
+from diffulex.sampler.selection import modes_of, select_sampler
 from diffulex.strategy.rules import STRATEGIES, StrategyRules, rules_of
 
 if TYPE_CHECKING:
@@ -32,11 +33,12 @@ logger = get_logger(__name__)
 
 # Ops take eight forbidden ids; one is the mask token.
 _MAX_SUPPRESSED = 7
-# Families with one strategy, or a choice that anything else falls back to.
-_FAMILY_STRATEGIES = {
-    "diffusion_gemma": ("diffusion_gemma",),
-    "fast_dllm_v2": ("fast_dllm_v2", "multi_bd"),
-}
+# A checkpoint chooses how it is decoded. Devices, memory and files are the user's business.
+_CHECKPOINT_SECTIONS = ("decoding", "sampler")
+_CHECKPOINT_KEYS = ("model_name", "decoding_thresholds")
+_CHECKPOINT_FILE = "generation_config.json: "
+#: Keys of `generation_config.json` that are defaults of requests, as transformers names them.
+_PUBLISHED_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 # Stands for the mask id of a model without one; nothing is decided by it.
 _MASK_FILLER = 4
 
@@ -47,25 +49,83 @@ def resolve_sections(model: str, facts: ModelFacts, explicit: Mapping[str, Any])
     Raises:
         ConfigError: illegal value, unsupported value or contradiction.
     """
-    checkpoint = normalise(facts.checkpoint_defaults, where="generation_config.json: ")
+    checkpoint = _checkpoint_level(facts)
     name = _model_name(facts, explicit, checkpoint)
     entry = _sampler_entry(name)
     published = getattr(entry, "published_defaults", None)
     if published is not None:
-        where = "generation_config.json: "
-        checkpoint = {**normalise(published(facts.generation_config), where), **checkpoint}
+        own = normalise(published(facts.generation_config), _CHECKPOINT_FILE)
+        checkpoint = {**own, **checkpoint}
+    checkpoint = {**_published_sampling(facts, explicit, entry), **checkpoint}
     choice = _Choice(name, explicit, checkpoint, getattr(entry, "family_defaults", None) or {})
-    choice.resolve()
-    sampler = select_sampler(name, choice.strategy, choice.mode)
-    family = normalise(getattr(sampler, "family_defaults", None) or {}, where=f"family {name}: ")
-    if facts.spec.block_size is not None and choice.strategy != "fast_dllm_v2":
-        family["block_size"] = facts.spec.block_size
-    draft = Draft(facts, explicit, checkpoint, family)
-    draft.values["model"] = str(model)
-    draft.values["model_name"] = name
-    choice.apply(draft)
-    resolver = _Resolver(draft, rules_of(choice.strategy), sampler)
-    return resolver.sections()
+    try:
+        choice.resolve()
+        sampler = select_sampler(name, choice.strategy, choice.mode)
+        where = f"family {name}: "
+        family = normalise(getattr(sampler, "family_defaults", None) or {}, where=where)
+        if facts.spec.block_size is not None and choice.strategy != "fast_dllm_v2":
+            family["block_size"] = facts.spec.block_size
+        draft = Draft(facts, explicit, checkpoint, family)
+        draft.values["model"] = str(model)
+        draft.values["model_name"] = name
+        choice.apply(draft)
+        return _Resolver(draft, rules_of(choice.strategy), sampler).sections()
+    except ConfigError as error:
+        # A value that the user did not give is not reported as if it were the user's.
+        key = str(error).partition(":")[0]
+        if key in explicit:
+            raise
+        if key in checkpoint:
+            raise ConfigError(f"{_CHECKPOINT_FILE}{error}") from error
+        if key == "block_size" and facts.spec.block_size is not None:
+            raise ConfigError(f"config.json: {error}") from error
+        raise
+
+
+def _checkpoint_level(facts: ModelFacts) -> dict[str, Any]:
+    """The `diffulex` object of `generation_config.json`, which may choose the decoding alone."""
+    where = f"{_CHECKPOINT_FILE}diffulex: "
+    checkpoint = normalise(facts.checkpoint_defaults, where=where)
+    for name in facts.checkpoint_defaults:
+        if name in _CHECKPOINT_KEYS:
+            continue
+        key = CONFIG_TABLE.get(name)
+        if name == "generation_config" or key is None or key.section not in _CHECKPOINT_SECTIONS:
+            raise ConfigError(f"{where}expected keys that choose the decoding, got {name!r}")
+    return checkpoint
+
+
+def _published_sampling(
+    facts: ModelFacts, explicit: Mapping[str, Any], sampler: Any
+) -> dict[str, Any]:
+    """Temperature and filters that the checkpoint's authors publish, if they are asked for.
+
+    Otherwise they are named, once, unless nothing would change or every one is given.
+    """
+    found = facts.generation_config
+    ignored: frozenset[str] = getattr(sampler, "ignored_keys", frozenset())
+    values = {
+        name: found[name]
+        for name in _PUBLISHED_SAMPLING
+        if found.get(name) is not None and name not in ignored
+    }
+    if found.get("do_sample") and "temperature" not in ignored:
+        values.setdefault("temperature", 1.0)
+    if found.get("do_sample") is False or not values.get("temperature"):
+        return {}  # greedy, and so are all families; filters act on draws
+    choice = explicit.get("generation_config", CONFIG_TABLE["generation_config"].default)
+    if choice == "checkpoint":
+        return normalise(values, _CHECKPOINT_FILE)
+    unused = [f"{name} {value}" for name, value in values.items() if name not in explicit]
+    if unused:
+        warn_once(
+            logger,
+            f"published sampling {facts.model_dir}",
+            "generation_config.json: %s: not applied, requests that give no temperature are"
+            " decoded as the model family is; generation_config=checkpoint applies them",
+            ", ".join(unused),
+        )
+    return {}
 
 
 def _model_name(
@@ -117,21 +177,27 @@ class _Choice:
     ) -> None:
         self._model_name = model_name
         self._levels = (explicit, checkpoint, family)
-        self.strategy: str = self._level_value("decoding_strategy") or "multi_bd"
-        self.mode: str = self._level_value("sampling_mode") or "naive"
-        self._is_mode_given = any("sampling_mode" in level for level in self._levels[:2])
+        self.strategy: str = self._level_value("decoding_strategy", "multi_bd")
+        self.mode: str = self._level_value("sampling_mode", "naive")
+        # The mode of a checkpoint belongs to its own strategy.
+        givers = self._levels[: 1 if "decoding_strategy" in explicit else 2]
+        self._is_mode_given = any("sampling_mode" in level for level in givers)
 
-    def _level_value(self, name: str) -> Any:
-        return next((level[name] for level in self._levels if name in level), None)
+    def _level_value(self, name: str, default: str) -> Any:
+        return next((level[name] for level in self._levels if name in level), default)
 
     def resolve(self) -> None:
-        """Applies what model and strategy force."""
+        """Applies what the strategy forces.
+
+        Raises:
+            ConfigError: unknown strategy, one that does not decode the model, or a mode that the
+                strategy does not have.
+        """
         check_strategy_name(self.strategy)
         self._change("strategy", AutoScheduler.canonical(self.strategy), "alias")
-        allowed = _FAMILY_STRATEGIES.get(self._model_name)
-        if allowed is not None and self.strategy in STRATEGIES and self.strategy not in allowed:
-            self._change("strategy", allowed[0], f"the strategy of {self._model_name} checkpoints")
         modes = rules_of(self.strategy).sampling_modes
+        if not modes_of(self._model_name, self.strategy):
+            select_sampler(self._model_name, self.strategy, modes[0])  # raises
         if self.mode not in modes:
             if self._is_mode_given:
                 raise ConfigError(
@@ -139,10 +205,6 @@ class _Choice:
                     f" {self.strategy}, got {self.mode!r}"
                 )
             self._change("mode", modes[0], f"the mode of {self.strategy}")
-        if self._model_name == "llada2dot1_mini" and self.mode != "edit":
-            raise ConfigError(
-                f"sampling_mode: expected edit for llada2dot1_mini, got {self.mode!r}"
-            )
 
     def apply(self, draft: Draft) -> None:
         """Writes the choice into the draft."""
@@ -217,7 +279,10 @@ class _Resolver:
     def _check_adapter(self) -> None:
         values = self._draft.values
         if not values["use_lora"]:
-            values["lora_path"] = ""
+            if values["lora_path"] and "use_lora" not in self._draft.explicit:
+                raise ConfigError(
+                    f"lora_path: expected use_lora with it, got {values['lora_path']!r} alone"
+                )
         elif not values["lora_path"]:
             raise ConfigError("lora_path: expected the adapter's directory with use_lora, got ''")
         elif values["load_format"] != "auto":
@@ -302,7 +367,7 @@ class _Resolver:
         values["eos"] = tuple(dict.fromkeys([*explicit_stops, *spec.stop_token_ids]))
         if self._is_canvas:
             # Nothing is decided by it, but it must not end a request.
-            candidates = (_MASK_FILLER, *range(spec.vocab_size))
+            candidates = itertools.chain((_MASK_FILLER,), range(spec.vocab_size))
             values["mask_token_id"] = next(i for i in candidates if i not in values["eos"])
         if values["mask_token_id"] is None:
             raise ConfigError(

@@ -435,6 +435,13 @@ class SamplerConfig:
     min_p: float | None = _key(
         "float?", None, _UNIT, "Least share of the best probability, where a request gives none."
     )
+    generation_config: str = _key(
+        "str",
+        "engine",
+        _one_of("engine", "checkpoint"),
+        "Where requests that give none take temperature, top_k, top_p and min_p from: the keys above"
+        " (`engine`), or, for those that are unset, `generation_config.json` (`checkpoint`).",
+    )
     seed: int = _key(
         "int", 0, _between(0, 2**64 - 1), "Engine seed; requests without a seed derive theirs."
     )

@@ -178,7 +178,8 @@ def check_model_name(model_name: str) -> None:
     available = _supported()
     name = AutoModelForDiffusionLM.canonical(model_name)
     if families.family_of_name(name) is None and name not in available:
-        names = sorted({*available, *(item.name for item in families.FAMILIES)})
+        built_in = {name for item in families.FAMILIES for name in (item.name, *item.aliases)}
+        names = sorted({*available, *built_in})
         raise ConfigError(f"model_name: expected one of {', '.join(names)}, got {name!r}")
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from diffulex.config import Config
     from diffulex.sampler.base import Sampler
 
-__all__ = ["LLADA2_NAMES", "make_sampler", "select_sampler"]
+__all__ = ["LLADA2_NAMES", "make_sampler", "modes_of", "select_sampler", "strategies_of"]
 
 #: Names of one architecture; they differ in how their checkpoints are decoded.
 LLADA2_NAMES = ("llada2", "llada2_moe", "llada2_mini", "llada2dot1_mini", "llada2_mini_dmax")
@@ -62,36 +62,46 @@ _TABLE = (
     ),
     _Row("d2f", "naive", None, None),
 )
-# Not masked families: their only rows are those that name them.
-_OWN_STRATEGY_ONLY = ("diffusion_gemma",)
+# Families whose only rows are those that name them.
+_OWN_ROWS_ONLY = (*LLADA2_NAMES, "diffusion_gemma", "fast_dllm_v2")
 
 
 def select_sampler(model_name: str, strategy: str, sampling_mode: str) -> Callable[..., Any]:
     """The sampler class of a combination.
 
-    A strategy registered from outside decodes with the samplers of multi_bd.
-
     Raises:
         ConfigError: there is none.
     """
-    known = strategy if strategy in STRATEGIES else "multi_bd"
-    for row in _TABLE:
-        if (row.strategy, row.sampling_mode) != (known, sampling_mode):
-            continue
-        if row.model_names is None:
-            if model_name in _OWN_STRATEGY_ONLY:
-                continue
-        elif model_name not in row.model_names:
+    for row in _rows_of(model_name):
+        if (row.strategy, row.sampling_mode) != (_known(strategy), sampling_mode):
             continue
         if row.sampler is None or _is_replaced(model_name, row):
             return AutoSampler.get(model_name)
         module, _, attribute = row.sampler.partition(":")
         sampler: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         return sampler
+    modes = modes_of(model_name, strategy)
+    if not modes:
+        raise ConfigError(
+            f"decoding_strategy: expected {' or '.join(strategies_of(model_name))} for the model"
+            f" {model_name}, got {strategy!r}"
+        )
     raise ConfigError(
-        f"model_name: {_expected(known, sampling_mode)} for decoding_strategy {strategy} with"
-        f" sampling_mode {sampling_mode}, got {model_name!r}"
+        f"sampling_mode: expected {' or '.join(modes)} for the model {model_name} under"
+        f" decoding_strategy {strategy}, got {sampling_mode!r}"
     )
+
+
+def strategies_of(model_name: str) -> tuple[str, ...]:
+    """Built-in strategies that decode a model, its own among them."""
+    found = {row.strategy for row in _rows_of(model_name)}
+    return tuple(name for name in STRATEGIES if name in found)
+
+
+def modes_of(model_name: str, strategy: str) -> tuple[str, ...]:
+    """Sampling modes of a model under a strategy; empty when the strategy does not decode it."""
+    modes = (row.sampling_mode for row in _rows_of(model_name) if row.strategy == _known(strategy))
+    return tuple(dict.fromkeys(modes))
 
 
 def make_sampler(config: Config) -> Sampler:
@@ -104,14 +114,18 @@ def make_sampler(config: Config) -> Sampler:
     return sampler
 
 
-def _expected(strategy: str, sampling_mode: str) -> str:
-    names = sorted(
-        name
-        for row in _TABLE
-        if (row.strategy, row.sampling_mode) == (strategy, sampling_mode)
-        for name in row.model_names or ("a model that fills masks",)
-    )
-    return f"expected {', '.join(names)}" if names else "there is no sampler"
+def _known(strategy: str) -> str:
+    """A strategy registered from outside decodes with the samplers of multi_bd."""
+    return strategy if strategy in STRATEGIES else "multi_bd"
+
+
+def _rows_of(model_name: str) -> list[_Row]:
+    def is_for(row: _Row) -> bool:
+        if row.model_names is None:
+            return model_name not in _OWN_ROWS_ONLY
+        return model_name in row.model_names
+
+    return [row for row in _TABLE if is_for(row)]
 
 
 def _is_replaced(model_name: str, row: _Row) -> bool:

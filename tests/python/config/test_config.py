@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any, ClassVar
@@ -105,6 +106,7 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("distributed_timeout_seconds", [1], [0]),
     ("device_start", [0], [-1]),
     ("temperature", [0, 1.0, 2], [-0.1]),
+    ("generation_config", ["engine", "checkpoint"], ["auto", "vllm", None.__class__]),
     ("seed", [0, 2**64 - 1], [-1, 2**64]),
     ("mask_suppression", ["exclude", "renormalize"], ["off"]),
     (
@@ -243,7 +245,8 @@ def test_block_size_order_and_unsupported_training_size() -> None:
     assert resolve().decoding.block_size == 4
     assert resolve(facts(checkpoint={"block_size": 8})).decoding.block_size == 8
     assert resolve(facts(block_size=None)).decoding.block_size == 32
-    with pytest.raises(ConfigError, match=r"block_size: expected one of 4, 8, 16, 32, got 64"):
+    message = r"^config\.json: block_size: expected one of 4, 8, 16, 32, got 64"
+    with pytest.raises(ConfigError, match=message):
         resolve(facts(block_size=64))
     assert resolve(facts(block_size=64), block_size=32).decoding.block_size == 32
 
@@ -251,6 +254,76 @@ def test_block_size_order_and_unsupported_training_size() -> None:
 def test_bad_checkpoint_default_names_the_file() -> None:
     with pytest.raises(ConfigError, match=r"generation_config.json: .*blocksize"):
         resolve(facts(checkpoint={"blocksize": 8}))
+
+
+@pytest.mark.parametrize("key", ["device", "lora_path", "max_num_reqs", "num_pages", "model"])
+def test_checkpoint_may_choose_its_decoding_alone(key: str) -> None:
+    value = {"max_num_reqs": 8, "num_pages": 8}.get(key, "cpu")
+    message = rf"^generation_config\.json: diffulex: expected keys that .* decoding, got '{key}'"
+    with pytest.raises(ConfigError, match=message):
+        resolve(facts(checkpoint={key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("block_size", 7),
+        ("buffer_size", 0),
+        ("decoding_strategy", "d3f"),
+        ("sampling_mode", "edit"),
+        ("denoising_steps", 99),
+        ("suppress_token_ids", [4000]),
+        ("temperature", -1),
+    ],
+)
+def test_value_of_a_checkpoint_is_not_reported_as_the_users(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^generation_config\.json: (diffulex: )?{key}: "):
+        resolve(facts(checkpoint={key: value}))
+    with pytest.raises(ConfigError, match=f"^{key}: "):
+        resolve(**{key: value})
+
+
+PUBLISHED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+def published(**found: Any) -> ModelFacts:
+    return dataclasses.replace(facts(), generation_config={**PUBLISHED, **found})
+
+
+def test_published_sampling_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "diffulex"):
+        assert resolve(published()).sampler.temperature == 0.0
+        resolve(published())
+    text = "generation_config.json: temperature 0.6, top_k 20, top_p 0.95: not applied"
+    assert caplog.text.count(text) == 1
+    assert "generation_config=checkpoint applies them" in caplog.text
+
+
+def test_published_sampling_is_honoured_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "diffulex"):
+        sampler = resolve(published(), generation_config="checkpoint").sampler
+        assert (sampler.temperature, sampler.top_k, sampler.top_p) == (0.6, 20, 0.95)
+        sampler = resolve(published(), generation_config="checkpoint", temperature=0).sampler
+        assert (sampler.temperature, sampler.top_k) == (0.0, 20)
+        greedy = published(do_sample=False)
+        assert resolve(greedy, generation_config="checkpoint").sampler.temperature == 0.0
+        bare = dataclasses.replace(facts(), generation_config={"do_sample": True})
+        assert resolve(bare, generation_config="checkpoint").sampler.temperature == 1.0
+    assert caplog.text == ""
+    with pytest.raises(ConfigError, match=r"^generation_config\.json: temperature: .*-1"):
+        resolve(published(temperature=-1), generation_config="checkpoint")
+
+
+def test_adapter_needs_its_switch() -> None:
+    with pytest.raises(
+        ConfigError, match=r"lora_path: expected use_lora with it, got '/nope' alone"
+    ):
+        resolve(lora_path="/nope")
+
+
+def test_empty_strategy_is_not_unset() -> None:
+    with pytest.raises(ConfigError, match=r"decoding_strategy: expected one of .*, got ''"):
+        resolve(decoding_strategy="")
 
 
 def test_strategy_names() -> None:

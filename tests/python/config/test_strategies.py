@@ -132,40 +132,65 @@ def test_combinations(name: str, strategy: str, mode: str) -> None:
         ("multi_bd", "naive"): name != "llada2dot1_mini",
         ("multi_bd", "edit"): is_llada2,
         ("dmax", "edit"): is_llada2,
-        ("d2f", "naive"): name != "llada2dot1_mini",
+        ("d2f", "naive"): name not in ("llada2dot1_mini", "fast_dllm_v2"),
         ("fast_dllm_v2", "naive"): name == "fast_dllm_v2",
     }.get((strategy, mode), False)
-    # Anything but multi_bd becomes fast_dllm_v2 for its own checkpoints.
-    if name == "fast_dllm_v2" and mode == "naive":
-        expected = True
     if expected:
         config = resolve(name, decoding_strategy=strategy, sampling_mode=mode)
-        if name != "fast_dllm_v2":
-            assert config.decoding.decoding_strategy == strategy
+        assert config.decoding.decoding_strategy == strategy
         assert config.decoding.sampling_mode == mode
         return
-    with pytest.raises(ConfigError, match=r"(model_name|sampling_mode): .*, got"):
+    with pytest.raises(ConfigError, match=r"^(decoding_strategy|sampling_mode): .*, got"):
         resolve(name, decoding_strategy=strategy, sampling_mode=mode)
 
 
 def test_refusals_name_model_strategy_and_mode() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"model_name: expected llada2, .*strategy multi_bd .*mode edit, got 'sdar'",
+        match=r"^sampling_mode: expected naive for the model sdar under .* multi_bd, got 'edit'",
     ):
         resolve("sdar", sampling_mode="edit")
-    with pytest.raises(ConfigError, match=r"expected fast_dllm_v2 for .*, got 'sdar'"):
-        resolve("sdar", decoding_strategy="fast_dllm_v2")
-    with pytest.raises(ConfigError, match=r"expected diffusion_gemma for .*, got .*'sdar'"):
-        resolve("sdar", decoding_strategy="diffusion_gemma")
+    for other in ("dmax", "fast_dllm_v2", "diffusion_gemma"):
+        message = f"^decoding_strategy: expected multi_bd or d2f for the model sdar, got '{other}'"
+        with pytest.raises(ConfigError, match=message):
+            resolve("sdar", decoding_strategy=other)
     with pytest.raises(
         ConfigError, match=r"sampling_mode: expected edit under .* dmax, got 'naive'"
     ):
         resolve("llada2", decoding_strategy="dmax", sampling_mode="naive")
-    with pytest.raises(ConfigError, match=r"expected edit for llada2dot1_mini, got 'naive'"):
+    with pytest.raises(ConfigError, match=r"expected edit for the model llada2dot1_mini .*'naive'"):
         resolve("llada2dot1_mini", sampling_mode="naive")
     with pytest.raises(ConfigError, match=r"sampling_mode: expected naive under .* d2f"):
         resolve("llada2", decoding_strategy="d2f", sampling_mode="edit")
+
+
+@pytest.mark.parametrize(
+    ("name", "legal", "others"),
+    [
+        ("fast_dllm_v2", "multi_bd or fast_dllm_v2", ("d2f", "dmax", "diffusion_gemma")),
+        ("diffusion_gemma", "diffusion_gemma", ("multi_bd", "d2f", "dmax", "fast_dllm_v2")),
+    ],
+)
+def test_a_chosen_strategy_is_never_replaced(
+    name: str, legal: str, others: tuple[str, ...]
+) -> None:
+    """Who compares strategies must not measure the same one several times."""
+    spec = {"mask_token_id": None} if name == "diffusion_gemma" else {}
+    for other in others:
+        expected = f"decoding_strategy: expected {legal} for the model {name}, got '{other}'"
+        with pytest.raises(ConfigError, match=f"^{expected}"):
+            resolve("", given=facts(name, **spec), decoding_strategy=other)
+        with pytest.raises(ConfigError, match=rf"^generation_config\.json: {expected}"):
+            resolve("", given=facts(name, {"decoding_strategy": other}, **spec))
+
+
+def test_mode_of_a_checkpoint_belongs_to_its_strategy() -> None:
+    """A strategy of the user's comes with its own mode; only the user's mode can contradict it."""
+    editing = facts("llada2", {"decoding_strategy": "multi_bd", "sampling_mode": "edit"})
+    assert resolve("", given=editing, decoding_strategy="d2f").decoding.sampling_mode == "naive"
+    filling = facts("llada", {"decoding_strategy": "d2f", "sampling_mode": "naive"})
+    with pytest.raises(ConfigError, match=r"^decoding_strategy: .* llada, got 'dmax'"):
+        resolve("", given=filling, decoding_strategy="dmax")
 
 
 def test_dmax_takes_its_mode_when_none_is_given(caplog: pytest.LogCaptureFixture) -> None:
@@ -197,9 +222,6 @@ def test_fast_dllm_v2_shapes(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"buffer_size: expected >= 2 .* got 1"):
         resolve("fast_dllm_v2", buffer_size=1)
     with caplog.at_level(logging.INFO, "diffulex"):
-        config = resolve("fast_dllm_v2", decoding_strategy="dmax")
-        assert config.decoding.decoding_strategy == "fast_dllm_v2"
-        assert "'dmax' to 'fast_dllm_v2'" in caplog.text
         resolve("fast_dllm_v2", block_size=8, buffer_size=3)
     assert "block_size * buffer_size is 24, the checkpoint was trained with blocks of 32" in (
         caplog.text
@@ -228,19 +250,24 @@ def test_diffusion_gemma_is_forced(caplog: pytest.LogCaptureFixture) -> None:
         config = resolve(
             "diffusion_gemma",
             given=facts("diffusion_gemma", block_size=64, mask_token_id=None),
-            decoding_strategy="multi_bd",
             block_size=32,
             buffer_size=4,
         )
     decoding = config.decoding
     assert decoding.decoding_strategy == "diffusion_gemma"
     assert (decoding.block_size, decoding.buffer_size) == (64, 1)
-    for text in ("decoding_strategy: changed", "block_size: changed", "buffer_size: changed"):
+    for text in ("block_size: changed", "buffer_size: changed"):
         assert text in caplog.text
     assert config.model.mask_token_id not in config.model.eos
     resolve("diffusion_gemma", page_size=256)
     with pytest.raises(ConfigError, match=r"page_size: expected one of 4, 8, 16, 32 .*got 256"):
         resolve("sdar", page_size=256)
+
+
+def test_ids_of_a_huge_vocabulary_are_not_listed() -> None:
+    """The weights are compared with it later, and say that it is wrong."""
+    given = facts("diffusion_gemma", vocab_size=2**31 - 1, mask_token_id=None)
+    assert resolve("", given=given).model.mask_token_id not in given.spec.stop_token_ids
 
 
 def test_diffusion_gemma_levels() -> None:

@@ -276,7 +276,9 @@ class TestReadingRules:
         ],
     )
     def test_keys_of_other_decoders_are_refused(self, tmp_path, key, value):
-        with pytest.raises(CheckpointError, match=rf"config\.json: {key}: expected .* not supported"):
+        with pytest.raises(
+            CheckpointError, match=rf"config\.json: {key}: expected .* not supported"
+        ):
             read(tmp_path, **{key: value})
         read(tmp_path, **{key: None})
 
@@ -285,7 +287,9 @@ class TestReadingRules:
         CheckpointBuilder().write(tmp_path)
         path = tmp_path / "tokenizer_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "mask_token": "a"}))
-        with pytest.raises(CheckpointError, match=r"mask token: expected one id, got 259 .* 97 from"):
+        with pytest.raises(
+            CheckpointError, match=r"mask token: expected one id, got 259 .* 97 from"
+        ):
             detect(tmp_path)
         assert detect(tmp_path, mask_token_id=MASK_ID)[1].mask_token_id == MASK_ID
 

@@ -172,7 +172,9 @@ class TestRotary:
     )
     def test_base_is_required(self, tmp_path, family):
         """With another base a checkpoint answers fluent nonsense."""
-        with pytest.raises(CheckpointError, match=r"config\.json: rope_theta: expected .* got None"):
+        with pytest.raises(
+            CheckpointError, match=r"config\.json: rope_theta: expected .* got None"
+        ):
             read(tmp_path, family, rope_theta=...)
 
     def test_explicit_dimensions_must_agree_with_the_factor(self, tmp_path):
