@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times every compute op against its floor, its targets and the peers that can be imported.
 
-    python benchmarks/python/bench_kernels.py --json kernels.json
+    python benchmarks/python/bench_kernels.py --json kernels.json --markdown kernels.md
     python benchmarks/python/bench_kernels.py --only sampler,small
     python benchmarks/python/bench_kernels.py --check only
 
-Every case is first checked against float64 on a subsample; what is wrong is not timed. Times are
-medians of CUDA graph replays over rotated buffers (cold L2). Without a GPU tiny shapes run on the
-CPU, which shows that the program works and nothing else.
+Every element of every case is first compared with float64; what is wrong is not timed. Times are
+medians of CUDA graph replays over rotated buffers. Peers are used where they can be imported: the
+package `vllm.vllm_flash_attn` for FlashAttention-3, `flashinfer`, torch. Without a GPU tiny shapes run
+on the CPU, which shows that the program works and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import shlex
 import sys
 import time
 from pathlib import Path
 
 import torch
 from kernel_bench import attention, linear, moe, sampler, small_ops
-from kernel_bench.report import HEADER, Result, fingerprint, write_json
-from kernel_bench.timing import copy_bandwidth
+from kernel_bench.ceilings import Ceilings, measure_ceilings
+from kernel_bench.report import Result, fingerprint, write_json
+from kernel_bench.table import HEADER, absences, counts, document, row
 
 SECTIONS = {
     "attention": attention.cases,
@@ -36,6 +39,7 @@ SECTIONS = {
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--json", type=Path, help="also write machine and results to this file")
+    parser.add_argument("--markdown", type=Path, help="also write the whole report to this file")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated")
     parser.add_argument(
         "--check",
@@ -54,7 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def run_section(name: str, args: argparse.Namespace) -> list[Result]:
+def run_section(name: str, args: argparse.Namespace, ceilings: Ceilings) -> list[Result]:
     """Runs the cases one by one and prints each line as it comes."""
     print(f"\n## {name}\n\n{HEADER}", flush=True)
     results = []
@@ -65,14 +69,13 @@ def run_section(name: str, args: argparse.Namespace) -> list[Result]:
             case = next(cases)
         except StopIteration:
             break
-        results.append(case.run(args.check == "first"))
-        print(results[-1].row(), flush=True)
+        results.append(case.run(args.check == "first", ceilings))
+        print(row(results[-1]), flush=True)
         del case
         gc.collect()
         if not is_small:
             torch.cuda.empty_cache()
-    for peer, reason in sorted({pair for result in results for pair in result.absent.items()}):
-        print(f"\n{peer}: {reason}")
+    print("".join(f"\n{line}\n" for line in absences(results)), end="", flush=True)
     return results
 
 
@@ -80,19 +83,20 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     torch.manual_seed(0)
     start = time.perf_counter()
-    facts = fingerprint(copy_bandwidth(args.device))
+    ceilings = measure_ceilings(args.device)
+    facts = fingerprint(ceilings)
     print("\n".join(f"{name}: {value}" for name, value in facts.items()))
-    results = [result for name in args.only for result in run_section(name, args)]
-    verdicts = [result.verdict for result in results]
-    seconds = time.perf_counter() - start
-    print(
-        f"\n{verdicts.count('pass')} pass, {verdicts.count('FAIL')} fail, "
-        f"{verdicts.count('WRONG')} wrong, {verdicts.count('-')} without target; {seconds:.0f} s"
-    )
-    if args.json is not None:
-        facts["clocks_after"] = fingerprint(0.0).get("driver_and_clocks", "none")
-        write_json(args.json, facts, results)
-    return 1 if "WRONG" in verdicts else 0
+    results: list[Result] = []
+    command = shlex.join(["python", "benchmarks/python/bench_kernels.py", *(argv or sys.argv[1:])])
+    for name in args.only:
+        results += run_section(name, args, ceilings)
+        # After each section, so that a run that is cut off leaves what it has measured.
+        if args.json is not None:
+            write_json(args.json, facts, results)
+        if args.markdown is not None:
+            args.markdown.write_text(document(command, facts, results), encoding="utf-8")
+    print(f"\n{counts(results)}; {time.perf_counter() - start:.0f} s")
+    return 0 if all(result.is_correct for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -3,17 +3,27 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["flash_attention_3", "flashinfer_prefill", "vllm_fused_experts"]
+__all__ = [
+    "flash_attention_3",
+    "flashinfer_fused_moe",
+    "flashinfer_prefill",
+    "flashinfer_sampling",
+    "torch_grouped_experts",
+    "vllm_fused_experts",
+]
 
 
+@functools.cache
 def _attribute(module: str, name: str) -> tuple[Any, str]:
     """The attribute, or None and why it is not there."""
     try:
@@ -23,33 +33,57 @@ def _attribute(module: str, name: str) -> tuple[Any, str]:
 
 
 def flash_attention_3() -> tuple[Callable[..., Any] | None, str]:
-    """FlashAttention-3 over a paged cache as f(q, k_cache, v_cache, table, **sizes)."""
+    """FlashAttention-3 over a paged cache, from the package inside vLLM.
+
+    What it returns computes the scheduler's metadata of one batch, as an engine does once a step,
+    and gives f(q, k_cache, v_cache, table, out, has_metadata).
+    """
     function, reason = _attribute("vllm.vllm_flash_attn", "flash_attn_varlen_func")
     if function is None:
         return None, reason
+    metadata_of, reason = _attribute("vllm.vllm_flash_attn", "get_scheduler_metadata")
+    if metadata_of is None:
+        return None, reason
 
-    def call(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+    def plan(
         *,
-        cu_seqlens_q: torch.Tensor,
-        num_query: int,
-        used: torch.Tensor,
-        num_keys: int,
-        table: torch.Tensor | None,
-        causal: bool,
-        out: torch.Tensor,
-    ) -> None:
-        keys = {"seqused_k": used, "block_table": table}
-        if table is None:
-            keys = {"cu_seqlens_k": cu_seqlens_q}
-        function(
-            q, k, v, max_seqlen_q=num_query, cu_seqlens_q=cu_seqlens_q, max_seqlen_k=num_keys,
-            causal=causal, out=out, fa_version=3, **keys,
-        )  # fmt: skip
+        starts: torch.Tensor,
+        keys: torch.Tensor,
+        max_query: int,
+        max_keys: int,
+        heads: tuple[int, int, int],
+        page: int,
+        is_causal: bool,
+        window: tuple[int, int],
+    ) -> Callable[..., Any]:
+        q_heads, kv_heads, head_dim = heads
 
-    return call, ""
+        @functools.cache
+        def metadata() -> torch.Tensor:
+            return metadata_of(  # type: ignore[no-any-return]
+                batch_size=len(keys), max_seqlen_q=max_query, max_seqlen_k=max_keys,
+                num_heads_q=q_heads, num_heads_kv=kv_heads, headdim=head_dim, cache_seqlens=keys,
+                qkv_dtype=torch.bfloat16, cu_seqlens_q=starts, page_size=page, causal=is_causal,
+                window_size=window,
+            )  # fmt: skip
+
+        def call(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            table: torch.Tensor,
+            out: torch.Tensor,
+            has_metadata: bool,
+        ) -> None:
+            function(
+                q, k, v, max_seqlen_q=max_query, cu_seqlens_q=starts, max_seqlen_k=max_keys,
+                seqused_k=keys, block_table=table, causal=is_causal, window_size=list(window),
+                out=out, scheduler_metadata=metadata() if has_metadata else None, fa_version=3,
+            )  # fmt: skip
+
+        return call
+
+    return plan, ""
 
 
 def flashinfer_prefill() -> tuple[Callable[..., Any] | None, str]:
@@ -62,28 +96,75 @@ def flashinfer_prefill() -> tuple[Callable[..., Any] | None, str]:
         return None, reason
 
     def plan(
-        device: torch.device,
-        cu_seqlens_q: torch.Tensor,
-        table: torch.Tensor,
-        num_keys: int,
+        starts: torch.Tensor,
+        pages: Sequence[torch.Tensor],
+        keys: torch.Tensor,
         heads: tuple[int, int, int],
-        page_size: int,
+        page: int,
         backend: str,
     ) -> Callable[..., Any]:
-        num_requests, num_pages = table.shape
-        space = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+        space = torch.empty(256 << 20, dtype=torch.uint8, device=keys.device)
         prefill = wrapper(space, "NHD", backend=backend)
-        starts = torch.arange(num_requests + 1, dtype=torch.int32, device=device) * num_pages
-        last = torch.full_like(starts[1:], (num_keys - 1) % page_size + 1)
+        counts = torch.tensor([len(part) for part in pages], device=keys.device)
+        first_pages = torch.cumsum(counts, 0, dtype=torch.int32)
+        first_pages = torch.cat((torch.zeros_like(first_pages[:1]), first_pages))
         prefill.plan(
-            cu_seqlens_q, starts, table.flatten(), last, *heads, page_size, causal=False,
-            q_data_type=torch.bfloat16,
+            starts, first_pages, torch.cat(list(pages)), (keys - 1) % page + 1, *heads, page,
+            causal=False, q_data_type=torch.bfloat16,
         )  # fmt: skip
         return lambda q, k, v, out: prefill.run(q, (k, v), out=out)
 
     return plan, ""
 
 
+def flashinfer_sampling(name: str) -> tuple[Callable[..., Any] | None, str]:
+    """A function of FlashInfer's sampling module."""
+    return _attribute("flashinfer.sampling", name)
+
+
+def flashinfer_fused_moe() -> str:
+    """Why FlashInfer's fused experts are not timed."""
+    function, reason = _attribute("flashinfer.fused_moe", "cutlass_fused_moe")
+    if function is None:
+        return reason
+    return "not timed: it compiles its CUTLASS kernels at first use, longer than all of this runs"
+
+
 def vllm_fused_experts() -> tuple[Callable[..., Any] | None, str]:
     """vLLM's Triton mixture of experts as f(x, w13, w2, weights, ids)."""
     return _attribute("vllm.model_executor.layers.fused_moe.fused_moe", "fused_experts")
+
+
+def torch_grouped_experts() -> tuple[Callable[..., Any] | None, str]:
+    """A mixture of experts of torch's grouped products as f(x, w13, w2, weights, ids) -> [T, H].
+
+    Slots are sorted by expert, gathered, sent through two grouped products with SiLU between, and
+    summed with their weights.
+    """
+    if not torch.cuda.is_available():
+        return None, "needs CUDA"
+    grouped, reason = _attribute("torch.nn.functional", "grouped_mm")
+    if grouped is None:
+        return None, reason
+
+    def experts(
+        x: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
+        tokens, top_k = ids.shape
+        sorted_ids, order = ids.flatten().sort(stable=True)
+        numbers = torch.arange(len(w13), dtype=ids.dtype, device=ids.device)
+        ends = torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True)
+        both = grouped(x[order // top_k], w13.transpose(1, 2), offs=ends)
+        gate, up = both.chunk(2, -1)
+        products = grouped(functional.silu(gate) * up, w2.transpose(1, 2), offs=ends)
+        places = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
+        slots = products[places].view(tokens, top_k, -1)
+        return torch.bmm(weights.to(slots.dtype)[:, None], slots).squeeze(1)
+
+    return experts, ""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of the kernel benchmark, their results, and how they are printed."""
+"""Cases of the kernel benchmark and their results."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
@@ -12,36 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernel_bench.timing import Timing, time_calls
+from kernel_bench.timing import Clocks, Timing, time_alone, time_and_watch, time_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = [
-    "BANDWIDTH",
-    "TENSOR_RATE",
-    "Case",
-    "Result",
-    "fingerprint",
-    "floor_us",
-    "relative_error",
-]
+    from kernel_bench.agreement import Agreement
+    from kernel_bench.ceilings import Ceilings
 
-#: Ceilings of an H200 that floors are counted with: bytes per second of a copy, FLOP per second.
-BANDWIDTH = 4.3e12
-TENSOR_RATE = 790e12
+__all__ = ["TARGET_GPU", "TARGET_KINDS", "Case", "Result", "fingerprint", "verdict", "write_json"]
 
-
-def floor_us(num_bytes: float, flops: float = 0.0) -> float:
-    """No version runs faster than this, in microseconds."""
-    return max(num_bytes / BANDWIDTH, flops / TENSOR_RATE) * 1e6
-
-
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Norm of the difference over the norm of the reference, in float64; NaN stays NaN."""
-    reference = reference.double()
-    return float((out.double() - reference).norm() / reference.norm().clamp_min(1e-30))
+#: GPU whose times the formulas and goals are; elsewhere only peers of the same run are targets.
+TARGET_GPU = "H200"
+#: Best of the peers named by the case, formula of bytes and operations, figure that was set.
+TARGET_KINDS = ("peer", "formula", "goal")
 
 
 @dataclass(slots=True)
@@ -53,120 +39,143 @@ class Case:
     shape: str
     #: Calls over rotated buffers.
     calls: Sequence[Callable[[], object]]
-    #: Relative error against float64 on a subsample; runs before anything is timed.
-    check: Callable[[], float]
-    tolerance: float
-    num_bytes: float
+    #: Compares every element that the op writes; runs before anything is timed.
+    check: Callable[[], Agreement]
+    read_bytes: float
+    written_bytes: float = 0.0
     flops: float = 0.0
+    #: Distinct bytes of all buffer sets.
+    rotated_bytes: float = 0.0
     #: Peer name -> calls over the same buffers.
     peers: Mapping[str, Sequence[Callable[[], object]]] = field(default_factory=dict)
     #: Peer name -> why it is not timed.
     absent: Mapping[str, str] = field(default_factory=dict)
-    #: Target in microseconds, given the times of the peers; None = no target.
-    target: Callable[[Mapping[str, float]], float | None] = lambda _: None
+    #: Peers of which the fastest is a target.
+    judges: Sequence[str] = ()
+    #: Targets in microseconds on TARGET_GPU; None = no such target.
+    formula_us: float | None = None
+    goal_us: float | None = None
     note: str = ""
 
-    def run(self, is_timed: bool) -> Result:
+    def run(self, is_timed: bool, ceilings: Ceilings) -> Result:
         """Checks, then times; a wrong op is not timed."""
-        error = self.check()
+        agreement = self.check()
         result = Result(
-            self.section, self.op, self.shape, error, error <= self.tolerance,
-            floor_us(self.num_bytes, self.flops), self.num_bytes, self.flops, note=self.note,
-            absent=dict(self.absent),
+            self.section, self.op, self.shape, agreement.error, agreement.worst,
+            agreement.compared, agreement.is_right,
+            ceilings.floor_us(self.read_bytes, self.written_bytes, self.flops),
+            self.read_bytes, self.written_bytes, self.flops, ceilings.cache(self.rotated_bytes),
+            note=self.note, absent=dict(self.absent),
         )  # fmt: skip
         if not result.is_correct or not is_timed:
             return result
-        result.time = time_calls(self.calls)
+        result.time, result.clocks = time_and_watch(self.calls)
+        result.alone = time_alone(self.calls)
         for name, calls in self.peers.items():
             self._time_peer(name, calls, result)
-        if not torch.cuda.is_available():
-            return result  # targets are those of a GPU
-        result.target_us = self.target({name: t.median for name, t in result.peers.items()})
+        if torch.cuda.is_available():
+            self._set_targets(result, torch.cuda.get_device_name())
         return result
+
+    def _set_targets(self, result: Result, gpu: str) -> None:
+        times = [result.peers[name].median for name in self.judges if name in result.peers]
+        if times:
+            result.targets["peer"] = min(times)
+        if TARGET_GPU not in gpu:
+            return
+        if self.formula_us is not None:
+            result.targets["formula"] = self.formula_us
+        if self.goal_us is not None:
+            result.targets["goal"] = self.goal_us
 
     @staticmethod
     def _time_peer(name: str, calls: Sequence[Callable[[], object]], result: Result) -> None:
         try:
             result.peers[name] = time_calls(calls)
+            alone = time_alone(calls)
         except Exception as error:  # a peer may not support a shape
             result.absent[name] = f"{type(error).__name__}: {error}"[:120]
+            return
+        if alone is not None:
+            result.peers_alone[name] = alone
 
 
 @dataclass(slots=True)
 class Result:
-    """What came out of one case."""
+    """What came out of one case; times in microseconds."""
 
     section: str
     op: str
     shape: str
+    #: Norm of the error over that of the reference, and the largest over what an element is allowed.
     error: float
+    worst: float
+    compared: int
     is_correct: bool
     floor_us: float
-    num_bytes: float
+    read_bytes: float
+    written_bytes: float
     flops: float
+    cache: str
     time: Timing | None = None
+    #: The same without overlap of the calls.
+    alone: Timing | None = None
+    clocks: Clocks | None = None
     peers: dict[str, Timing] = field(default_factory=dict)
+    peers_alone: dict[str, Timing] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-    target_us: float | None = None
+    #: Kind -> microseconds.
+    targets: dict[str, float] = field(default_factory=dict)
     note: str = ""
 
+    def verdicts(self) -> dict[str, str]:
+        """Of each target: pass or FAIL."""
+        if self.time is None:
+            return {}
+        return {kind: verdict(self.time.median, us) for kind, us in self.targets.items()}
+
     @property
-    def verdict(self) -> str:
-        """wrong, -, pass or FAIL."""
-        if not self.is_correct:
-            return "WRONG"
-        if self.time is None or self.target_us is None:
-            return "-"
-        return "pass" if self.time.median <= self.target_us else "FAIL"
+    def is_below_floor(self) -> bool:
+        """Faster than the measured ceilings allow: they are not the device's last word."""
+        return self.time is not None and self.time.median < self.floor_us
 
     def record(self) -> dict[str, Any]:
         """For JSON, with the derived rates."""
-        data = {**asdict(self), "verdict": self.verdict}
+        data = {**asdict(self), "verdicts": self.verdicts(), "is_below_floor": self.is_below_floor}
+        # JSON has no infinity: a wrong result has no finite deviation.
+        data |= {key: None for key in ("error", "worst") if not math.isfinite(data[key])}
         if self.time is not None:
             seconds = self.time.median * 1e-6
-            data["gb_per_s"] = self.num_bytes / seconds / 1e9
+            data["gb_per_s"] = (self.read_bytes + self.written_bytes) / seconds / 1e9
             data["tflop_per_s"] = self.flops / seconds / 1e12
             data["fraction_of_floor"] = self.floor_us / self.time.median
         return data
 
-    def row(self) -> str:
-        """One line of the Markdown table."""
-        peers = ", ".join(f"{name} {t.median:.2f}" for name, t in self.peers.items())
-        ours = "-" if self.time is None else f"{self.time.median:.2f}"
-        spread = "-" if self.time is None else f"{self.time.p10:.2f}-{self.time.p90:.2f}"
-        target = "-" if self.target_us is None else f"{self.target_us:.2f}"
-        cells = (
-            self.op, self.shape, ours, spread, f"{self.floor_us:.2f}", peers or "-", target,
-            self.verdict, f"{self.error:.1e}", self.note,
-        )  # fmt: skip
-        return "| " + " | ".join(cells) + " |"
+
+def verdict(time_us: float, target_us: float) -> str:
+    """pass or FAIL."""
+    return "pass" if time_us <= target_us else "FAIL"
 
 
-HEADER = (
-    "| op | shape | us | p10-p90 | floor | peers | target | verdict | error | note |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
-)
-
-
-def fingerprint(bandwidth: float) -> dict[str, Any]:
+def fingerprint(ceilings: Ceilings) -> dict[str, Any]:
     """Machine, software and ceilings of a run."""
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "copy_gb_per_s": round(bandwidth / 1e9, 1),
-        "floor_ceilings": {"bytes_per_s": BANDWIDTH, "flop_per_s": TENSOR_RATE},
-        "caches": "cold: buffers rotate over at least 180 MB",
+        "copy_gb_per_s": round(ceilings.copy / 1e9, 1),
+        "read_gb_per_s": {
+            name: round(rate / 1e9, 1) if isinstance(rate, float) else rate
+            for name, rate in ceilings.reads.items()
+        },
+        "product_tflop_per_s": round(ceilings.products / 1e12, 1),
+        "l2_bytes": ceilings.l2_bytes,
     }
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
-        facts["driver_and_clocks"] = _output(
-            [
-                "nvidia-smi",
-                "--query-gpu=driver_version,clocks.sm,clocks.mem",
-                "--format=csv,noheader",
-            ]
+        facts["driver"] = _output(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         )
     facts["commit"] = _output(["git", "rev-parse", "--short", "HEAD"])
     return facts
@@ -183,4 +192,4 @@ def _output(command: list[str]) -> str:
 def write_json(path: Path, facts: Mapping[str, Any], results: Sequence[Result]) -> None:
     """One file: the machine and one entry per case."""
     data = {"machine": dict(facts), "results": [result.record() for result in results]}
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -9,7 +9,9 @@ import torch
 from torch.nn import functional
 
 from diffulex import ops
-from kernel_bench.report import Case, relative_error
+from kernel_bench.agreement import FLOAT32, Agreement, Tolerance
+from kernel_bench.ceilings import NOMINAL_BANDWIDTH
+from kernel_bench.report import Case
 from kernel_bench.timing import num_rotations
 
 if TYPE_CHECKING:
@@ -22,9 +24,17 @@ def _normal(*sizes: int, device: str) -> torch.Tensor:
     return torch.randn(*sizes, dtype=torch.bfloat16, device=device)
 
 
-def _target(num_bytes: float, small_us: float, rows: int) -> float:
+def _agreement(*pairs: tuple[torch.Tensor, torch.Tensor]) -> Agreement:
+    """Of bfloat16 outputs and their references."""
+    agreement = Agreement(sum(out.numel() for out, _ in pairs))
+    for out, exact in pairs:
+        agreement.add(out, exact)
+    return agreement
+
+
+def _formula(num_bytes: float, small_us: float, rows: int) -> float:
     """Launch bound at few rows; 85 % of the bandwidth at many."""
-    return small_us if rows <= 64 else small_us + num_bytes / (0.85 * 4.3e12) * 1e6
+    return small_us if rows <= 64 else small_us + num_bytes / (0.85 * NOMINAL_BANDWIDTH) * 1e6
 
 
 def _norm_case(rows: int, hidden: int, device: str) -> Case:
@@ -35,17 +45,17 @@ def _norm_case(rows: int, hidden: int, device: str) -> Case:
         for _ in range(num_rotations(num_bytes))
     ]
 
-    def check() -> float:
+    def check() -> Agreement:
         x, residual = (tensor.clone() for tensor in sets[0])
         total = x.double() + residual.double()
         exact = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
         ops.add_rms_norm(x, residual, weight, EPS)
-        return max(relative_error(x, exact), relative_error(residual, total))
+        return _agreement((x, exact), (residual, total))
 
     calls = [lambda x=x, r=r: ops.add_rms_norm(x, r, weight, EPS) for x, r in sets]
     return Case(
-        "small", "add_rms_norm", f"{rows} x {hidden}", calls, check, 1e-2, num_bytes,
-        target=lambda _: _target(num_bytes, 3.0, rows),
+        "small", "add_rms_norm", f"{rows} x {hidden}", calls, check, num_bytes / 2, num_bytes / 2,
+        rotated_bytes=len(sets) * num_bytes / 2, formula_us=_formula(num_bytes, 3.0, rows),
     )  # fmt: skip
 
 
@@ -53,7 +63,9 @@ def _rope_case(
     rows: int, device: str, q_heads: int = 32, kv_heads: int = 8, dim: int = 128
 ) -> Case:
     heads = q_heads + 2 * kv_heads
-    num_bytes = 4.0 * rows * (q_heads + kv_heads) * dim + 6.0 * rows * kv_heads * dim
+    read = 2.0 * rows * heads * dim
+    written = 2.0 * rows * (q_heads + 3 * kv_heads) * dim
+    num_bytes = read + written
     sets = [_normal(rows, heads * dim, device=device) for _ in range(num_rotations(num_bytes))]
     positions = torch.randint(0, 4096, (rows,), device=device, dtype=torch.int32)
     angles = torch.rand(4096, dim // 2, device=device) * 6.28
@@ -69,7 +81,7 @@ def _rope_case(
             num_kv_heads=kv_heads, head_dim=dim, eps=EPS,
         )  # fmt: skip
 
-    def check() -> float:
+    def check() -> Agreement:
         qkv = sets[0].clone()
         call(qkv)
         old = sets[0].double().view(rows, heads, dim)
@@ -83,16 +95,17 @@ def _rope_case(
         exact = torch.cat((*parts, old[:, q_heads + kv_heads :]), 1)
         stored = caches[0].view(-1, kv_heads, dim)[slots.long()]
         values = caches[1].view(-1, kv_heads, dim)[slots.long()]
-        return max(
-            relative_error(qkv.view(rows, heads, dim), exact),
-            relative_error(stored, exact[:, q_heads : q_heads + kv_heads]),
-            relative_error(values, exact[:, q_heads + kv_heads :]),
+        return _agreement(
+            (qkv.view(rows, heads, dim), exact),
+            (stored, exact[:, q_heads : q_heads + kv_heads]),
+            (values, exact[:, q_heads + kv_heads :]),
         )
 
     calls = [lambda qkv=qkv: call(qkv) for qkv in sets]
     return Case(
         "small", "qk_norm_rope_store", f"{rows} x {q_heads}/{kv_heads} x {dim}", calls, check,
-        1e-2, num_bytes, target=lambda _: _target(num_bytes, 3.0, rows),
+        read, written, rotated_bytes=len(sets) * read + 4.0 * rows * kv_heads * dim,
+        formula_us=_formula(num_bytes, 3.0, rows),
     )  # fmt: skip
 
 
@@ -101,15 +114,16 @@ def _activation_case(rows: int, inner: int, device: str) -> Case:
     sets = [_normal(rows, 2 * inner, device=device) for _ in range(num_rotations(num_bytes))]
     out = torch.empty(rows, inner, dtype=torch.bfloat16, device=device)
 
-    def check() -> float:
-        ops.act_and_mul(sets[0], out=out)
+    def check() -> Agreement:
+        ops.act_and_mul(sets[0], out=out.fill_(float("nan")))
         gate, up = sets[0].double().chunk(2, -1)
-        return relative_error(out, functional.silu(gate) * up)
+        return _agreement((out, functional.silu(gate) * up))
 
     calls = [lambda x=x: ops.act_and_mul(x, out=out) for x in sets]
     return Case(
-        "small", "act_and_mul", f"{rows} x {inner}", calls, check, 1e-2, num_bytes,
-        target=lambda _: _target(num_bytes, 2.5, rows),
+        "small", "act_and_mul", f"{rows} x {inner}", calls, check, 4.0 * rows * inner,
+        2.0 * rows * inner, rotated_bytes=4.0 * len(sets) * rows * inner + out.nbytes,
+        formula_us=_formula(num_bytes, 2.5, rows),
     )  # fmt: skip
 
 
@@ -117,44 +131,49 @@ def _routing_cases(rows: int, experts: int, top_k: int, device: str) -> Iterator
     sets = [torch.randn(rows, experts, device=device) for _ in range(8)]
     out = ops.moe_topk(sets[0], top_k)
 
-    def check() -> float:
+    def check() -> Agreement:
         ops.moe_topk(sets[0], top_k, out=out)
         values, ids = torch.softmax(sets[0].double(), -1).topk(top_k)
-        if not torch.equal(out.ids.long(), ids):
-            return float("nan")
-        return relative_error(out.weights, values / values.sum(-1, keepdim=True))
+        agreement = Agreement(2 * out.ids.numel(), Tolerance(1e-5))
+        agreement.claim(out.ids.long() == ids)
+        agreement.add(out.weights, values / values.sum(-1, keepdim=True))
+        return agreement
 
     calls: list[Callable[[], object]] = [lambda x=x: ops.moe_topk(x, top_k, out=out) for x in sets]
     yield Case(
-        "small", "moe_topk", f"{rows} x {experts}, top {top_k}", calls, check, 1e-5,
-        4.0 * rows * experts, target=lambda _: 4.0,
+        "small", "moe_topk", f"{rows} x {experts}, top {top_k}", calls, check, 4.0 * rows * experts,
+        8.0 * rows * top_k, rotated_bytes=4.0 * len(sets) * rows * experts, formula_us=4.0,
     )  # fmt: skip
     permutation = ops.moe_permute(out.ids, experts, 16)
 
-    def check_permute() -> float:
+    def check_permute() -> Agreement:
         done = ops.moe_permute(out.ids, experts, 16, out=permutation)
         order = torch.sort(out.ids.flatten().long(), stable=True).indices
-        return 0.0 if torch.equal(done.sorted_slots.long(), order) else float("nan")
+        agreement = Agreement(order.numel())
+        agreement.claim(done.sorted_slots.long() == order)
+        return agreement
 
     yield Case(
         "small", "moe_permute", f"{rows} x {top_k} of {experts}",
-        [lambda: ops.moe_permute(out.ids, experts, 16, out=permutation)], check_permute, 0.0,
-        8.0 * rows * top_k, target=lambda _: 5.0,
+        [lambda: ops.moe_permute(out.ids, experts, 16, out=permutation)], check_permute,
+        4.0 * rows * top_k, 4.0 * rows * top_k, rotated_bytes=8.0 * rows * top_k, formula_us=5.0,
     )  # fmt: skip
 
 
 def _router_case(rows: int, experts: int, hidden: int, device: str) -> Case:
-    num_bytes = 2.0 * (rows + experts) * hidden + 4.0 * rows * experts
+    read, written = 2.0 * (rows + experts) * hidden, 4.0 * rows * experts
     sets = [
         (_normal(rows, hidden, device=device), _normal(experts, hidden, device=device))
-        for _ in range(num_rotations(num_bytes))
+        for _ in range(num_rotations(read + written))
     ]
     out = torch.empty(rows, experts, device=device)
 
-    def check() -> float:
+    def check() -> Agreement:
         x, w = sets[0]
         ops.router_gemm(x, w, out=out.fill_(float("nan")))
-        return relative_error(out, x.double() @ w.double().T)
+        agreement = Agreement(out.numel(), FLOAT32)
+        agreement.add(out, x.double() @ w.double().T)
+        return agreement
 
     peers: dict[str, list[Callable[[], object]]] = {}
     if device == "cuda":
@@ -163,8 +182,9 @@ def _router_case(rows: int, experts: int, hidden: int, device: str) -> Case:
         ]
     return Case(
         "small", "router_gemm", f"{rows} x {experts} x {hidden}",
-        [lambda x=x, w=w: ops.router_gemm(x, w, out=out) for x, w in sets], check, 1e-5,
-        num_bytes, 2.0 * rows * experts * hidden, peers=peers,
+        [lambda x=x, w=w: ops.router_gemm(x, w, out=out) for x, w in sets], check, read,
+        written, 2.0 * rows * experts * hidden, len(sets) * read + written, peers=peers,
+        judges=("torch.mm",),
     )  # fmt: skip
 
 
@@ -178,15 +198,18 @@ def _store_case(rows: int, device: str, heads: int = 8, dim: int = 128) -> Case:
     caches = [_normal(pages, 32, heads, dim, device=device) for _ in range(2)]
     slots = torch.randperm(pages * 32, device=device)[:rows].int()
 
-    def check() -> float:
+    def check() -> Agreement:
         ops.store_kv_cache(*sets[0], *caches, slots)
-        got = [cache.view(-1, heads, dim)[slots.long()] for cache in caches]
-        return 0.0 if all(map(torch.equal, got, sets[0])) else float("nan")
+        agreement = Agreement(2 * rows * heads * dim)
+        for cache, stored in zip(caches, sets[0]):
+            agreement.claim(cache.view(-1, heads, dim)[slots.long()] == stored)
+        return agreement
 
     calls = [lambda part=part: ops.store_kv_cache(*part, *caches, slots) for part in sets]
     return Case(
-        "small", "store_kv_cache", f"{rows} x {heads} x {dim}", calls, check, 0.0, num_bytes,
-        target=lambda _: 3.0 if rows <= 64 else 22.0,
+        "small", "store_kv_cache", f"{rows} x {heads} x {dim}", calls, check, num_bytes / 2,
+        num_bytes / 2, rotated_bytes=(len(sets) + 1) * num_bytes / 2,
+        formula_us=3.0 if rows <= 64 else 22.0,
     )  # fmt: skip
 
 
