@@ -29,6 +29,7 @@ from random_engine import build_engine, build_model, random_prompts
 from step_probe import StepProbe
 from step_targets import TARGETS, StepCase, judge
 from step_timing import (
+    clock_facts,
     copy_bandwidth,
     machine_facts,
     markdown_table,
@@ -41,7 +42,7 @@ from diffulex import Diffulex, SamplingParams
 
 COLUMNS = (
     "shape", "prompt_len", "buffer", "batch", "rows", "step_ms", "p10_ms", "p90_ms", "floor_ms",
-    "experts", "graph_steps", "peer_ms", "target_ms", "verdict",
+    "experts", "sm_mhz", "watts", "graph_steps", "peer_ms", "target_ms", "verdict",
 )  # fmt: skip
 
 
@@ -153,6 +154,7 @@ def measure(
     """One line of the result."""
     with started_engine(model, options, case, has_graphs=not options.enforce_eager) as engine:
         seconds = timed_steps(engine, case.batch, options.warmup, options.steps)
+        clocks = clock_facts(options.device)
         graph_steps = engine.run_stats.num_graph_steps
     gc.collect()
     num_bytes, experts = weights_read(model, options, case)
@@ -162,6 +164,7 @@ def measure(
         "batch": case.batch,
         "rows": case.batch * case.buffer_size * options.block_size,
         **summary(seconds),
+        **clocks,
         "graph_steps": graph_steps,
         "weight_bytes": round(num_bytes),
         "floor_ms": round(1e3 * num_bytes / bandwidth, 4),

@@ -28,13 +28,20 @@ import torch
 from published_shapes import REFERENCE_SHAPES, SHAPES, Shape
 from random_engine import build_engine, build_model, random_prompts, resolve_config
 from step_probe import StepProbe, StepReads
-from step_timing import copy_bandwidth, machine_facts, markdown_table, summary, timed_steps
+from step_timing import (
+    clock_facts,
+    copy_bandwidth,
+    machine_facts,
+    markdown_table,
+    summary,
+    timed_steps,
+)
 
 from diffulex import Diffulex, SamplingParams
 
 COLUMNS = (
     "model", "strategy", "batch", "rows", "rows_run", "step_ms", "p10_ms", "p90_ms", "read_gb",
-    "floor_ms", "fraction", "experts", "graph_steps",
+    "floor_ms", "fraction", "experts", "sm_mhz", "watts", "graph_steps",
 )  # fmt: skip
 
 
@@ -130,6 +137,7 @@ def measure(
         shape, model, options, batch, has_graphs=not options.enforce_eager
     ) as engine:
         seconds = timed_steps(engine, batch, options.warmup, options.steps)
+        clocks = clock_facts(options.device)
         graph_steps = engine.run_stats.num_graph_steps
         decoding = engine.config.decoding
     has_graphs = options.device.startswith("cuda") and not options.enforce_eager
@@ -150,6 +158,7 @@ def measure(
         "rows_run": round(reads.rows_run, 1),
         "context": round(reads.context, 1),
         **times,
+        **clocks,
         "graph_steps": graph_steps,
         "read_bytes": {part: round(value) for part, value in reads.bytes_by_part.items()},
         "read_gb": round(total / 1e9, 6),

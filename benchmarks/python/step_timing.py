@@ -17,6 +17,7 @@ from diffulex import Diffulex
 from diffulex.layers.linear import MatrixProduct
 
 __all__ = [
+    "clock_facts",
     "copy_bandwidth",
     "machine_facts",
     "markdown_table",
@@ -39,7 +40,8 @@ def weight_bytes(model: nn.Module) -> int:
 def copy_bandwidth(device: str) -> float:
     """Bytes read plus written per second by a large copy."""
     num_bytes = 1 << (30 if device.startswith("cuda") else 27)
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    # Random: hardware moves zeros faster than what weights look like.
+    source = torch.empty(num_bytes // 8, dtype=torch.int64, device=device).random_()
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(5):
@@ -97,6 +99,22 @@ def summary(seconds: Sequence[float]) -> dict[str, float | int]:
         "p90_ms": round(milliseconds[round(0.9 * last)], 4),
         "steps": len(milliseconds),
     }
+
+
+def clock_facts(device: str) -> dict[str, float]:
+    """Megahertz of the processors and watts right after a measurement; nothing on a CPU.
+
+    Nothing either where the driver's library cannot be asked.
+    """
+    if not device.startswith("cuda"):
+        return {}
+    try:
+        return {
+            "sm_mhz": torch.cuda.clock_rate(device),
+            "watts": round(torch.cuda.power_draw(device) / 1e3),
+        }
+    except Exception:  # whatever the driver's library raises
+        return {}
 
 
 def machine_facts(device: str) -> dict[str, str]:
