@@ -118,6 +118,20 @@ Status Scheduler::validate_request(const Request& request) const {
   return {};
 }
 
+namespace {
+
+/// Seed of a request. At temperature 0 an answer must be the same every time, also under a strategy
+/// that draws all the same; above it, requests without a seed differ by their id.
+uint64_t effective_seed(const SamplingParams& params, const EngineOptions& options,
+                        int64_t req_id) {
+  if (params.seed.has_value()) {
+    return *params.seed;
+  }
+  return params.is_sampled() ? derive_request_seed(options.seed, req_id) : options.seed;
+}
+
+}  // namespace
+
 Result<int64_t> Scheduler::add_request(std::unique_ptr<Request> request) {
   DIFFULEX_CHECK(request != nullptr, "add_request: expected a request, got none");
   const Status status = validate_request(*request);
@@ -135,7 +149,7 @@ Result<int64_t> Scheduler::add_request(std::unique_ptr<Request> request) {
   const std::lock_guard<std::mutex> lock(mailbox_->mutex);
   const int64_t req_id = mailbox_->next_req_id++;
   request->req_id = req_id;
-  request->seed = request->params.seed.value_or(derive_request_seed(options_.seed, req_id));
+  request->seed = effective_seed(request->params, options_, req_id);
   mailbox_->live_ids.insert(req_id);
   mailbox_->arrivals.push_back(std::move(request));
   return req_id;

@@ -443,7 +443,10 @@ class SamplerConfig:
         " (`engine`), or, for those that are unset, `generation_config.json` (`checkpoint`).",
     )
     seed: int = _key(
-        "int", 0, _between(0, 2**64 - 1), "Engine seed; requests without a seed derive theirs."
+        "int",
+        0,
+        _between(0, 2**64 - 1),
+        "Seed of requests that give none: this one at temperature 0, else derived from it.",
     )
     mask_suppression: str = _key(
         "str",

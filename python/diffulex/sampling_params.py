@@ -49,7 +49,10 @@ class SamplingParams:
             True in the Python API.
         logprobs: record the log-probability of every token when it took its final value, and of so
             many of the likeliest tokens beside it; None: do not.
-        seed: key of the random draws; None derives it from the engine seed and the request id.
+        seed: key of the random draws, any integer of 64 bits; -1 is none. Without one a request at
+            temperature 0 has the engine's seed, so that its answer is the same every time also
+            where a strategy draws all the same; above it the engine's seed and the request id give
+            one.
         top_p: nucleus of the draws; 1 or more is off, 0 keeps one candidate. Filters act on
             draws: greedy requests have none.
         top_k: candidates of the draws; 0 or less is off.
@@ -96,8 +99,7 @@ class SamplingParams:
             self._check_number(name, 1)
         if self.top_k is not None and not (_is_int(self.top_k) and -(2**31) <= self.top_k < 2**31):
             raise _illegal("top_k", "an integer in [-2**31, 2**31)", self.top_k)
-        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**64):
-            raise _illegal("seed", "an integer in [0, 2**64)", self.seed)
+        self._check_seed()
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, "True or False", getattr(self, name))
@@ -109,6 +111,14 @@ class SamplingParams:
             _is_int(self.logprobs) and 0 <= self.logprobs <= _MAX_LOGPROBS
         ):
             raise _illegal("logprobs", f"an integer in [0, {_MAX_LOGPROBS}]", self.logprobs)
+
+    def _check_seed(self) -> None:
+        if self.seed is None:
+            return
+        if not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64:
+            raise _illegal("seed", "an integer in [-2**63, 2**64)", self.seed)
+        if self.seed == -1:  # from programs that have to fill the field
+            object.__setattr__(self, "seed", None)
 
     def _check_stops(self) -> None:
         stops: object = self.stop_token_ids
@@ -164,7 +174,7 @@ class SamplingParams:
             max_repetition_run=self.max_repetition_run or 0,
             ignore_eos=self.ignore_eos,
             stop_token_ids=list(self.stop_token_ids),
-            seed=self.seed,
+            seed=None if self.seed is None else self.seed % 2**64,
             **{name: getattr(self, name) for name in DECODING_FIELDS},
         )
 

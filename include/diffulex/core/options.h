@@ -35,7 +35,7 @@ struct SamplingParams {
   int32_t max_repetition_run = 0;  // trailing equal tokens that end the request; 0 = none
   bool ignore_eos = false;         // stop ids do not end the request
   std::vector<int32_t> stop_token_ids;  // in addition to those of the engine
-  std::optional<uint64_t> seed;         // absent: from the engine seed and the request id
+  std::optional<uint64_t> seed;  // absent: the engine seed if greedy, else from it and the id
   // Present: override the field of Thresholds for this request.
   std::optional<float> accept_threshold;
   std::optional<float> edit_threshold;

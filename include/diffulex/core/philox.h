@@ -48,7 +48,7 @@ DIFFULEX_HOST_DEVICE inline double philox_uniform(uint64_t seed, int32_t positio
   return (static_cast<double>(bits >> 12) + 0.5) * (1.0 / 4503599627370496.0);
 }
 
-/// Seed of a request that names none.
+/// Seed of a sampled request that names none.
 DIFFULEX_HOST_DEVICE inline uint64_t derive_request_seed(uint64_t engine_seed,
                                                          int64_t req_id) noexcept {
   const uint64_t id = static_cast<uint64_t>(req_id);

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AdmissionError", "AdmissionLimits"]
 
-_MAX_SEED = 2**63 - 1
-
 
 class AdmissionError(ValueError):
     """A request that can never be served.
@@ -106,10 +104,6 @@ class AdmissionLimits:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.seed is not None and params.seed > _MAX_SEED:
-            raise AdmissionError(
-                f"seed: expected an integer in [0, 2**63), got {params.seed}", param="seed"
-            )
         if params.top_p is not None and not 0 < params.top_p <= 1:
             raise AdmissionError(
                 f"top_p: expected a number in (0, 1], got {params.top_p}", param="top_p"

@@ -15,6 +15,7 @@ from diffulex.engine.profiling import Profiler
 from diffulex.engine.served_request import ServedRequest
 from diffulex.engine.serving import DiffulexAsyncEngineMixin
 from diffulex.engine.serving_stats import ServingStats
+from diffulex.strategy.rules import rules_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -131,6 +132,8 @@ class ServingEngine(DiffulexAsyncEngineMixin):
             "model_name": model.model_name,
             "decoding_strategy": decoding.decoding_strategy,
             "sampling_mode": decoding.sampling_mode,
+            "draws_at_zero": rules_of(decoding.decoding_strategy).draws_at_zero,
+            "seed": config.sampler.seed,
             "max_num_reqs": config.scheduler.max_num_reqs,
             "eos_token_ids": list(model.eos),
             "device": model.device,

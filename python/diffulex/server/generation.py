@@ -6,7 +6,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -70,23 +78,27 @@ class Generation:
         strict_max_tokens: bool,
         denoise_detail: bool,
         timeout_s: float | None,
+        info: Mapping[str, Any],
     ) -> Generation:
         """One command per prompt and choice; the choices of a prompt differ by their seed.
 
         Args:
             stream_mode: None for an answer in one piece.
+            info: what the backend said about itself.
         """
-        seed = secrets.randbits(_DRAWN_SEED_BITS) if params.seed is None else params.seed
-        num_copies = num_choices if params.temperature == 0 else 1
+        is_fixed = params.temperature == 0
+        seed = params.seed
+        if seed is None:
+            # The engine's own rule at temperature 0, so that its other users get the same answer.
+            seed = info.get("seed", 0) if is_fixed else secrets.randbits(_DRAWN_SEED_BITS)
+        num_copies = num_choices if is_fixed and not info.get("draws_at_zero") else 1
         per_prompt = num_choices // num_copies
         is_single = len(inputs) * per_prompt == 1
         commands = [
             ServingGenerate(
                 rid=rid if is_single else f"{rid}-{index * per_prompt + choice}",
                 input=prompt,
-                sampling_params=dataclasses.replace(
-                    params, seed=(seed + choice) & (1 << _SEED_BITS) - 1
-                ),
+                sampling_params=dataclasses.replace(params, seed=_choice_seed(seed, choice)),
                 stream=stream_mode is not None,
                 stream_mode=stream_mode or "block_append",
                 user=user,
@@ -139,6 +151,14 @@ class Generation:
         if self.timeout_s is not None:
             keywords["timeout_s"] = self.timeout_s
         return keywords
+
+
+def _choice_seed(seed: int, choice: int) -> int:
+    """Seed of a choice: that of the request, then those that follow it."""
+    if seed >= 0 and choice:
+        return (seed + choice) & (1 << _SEED_BITS) - 1
+    value = seed + choice
+    return (1 << 64) - 1 if value == -1 else value  # the same key: -1 itself is no seed
 
 
 def _failure(error: RuntimeError, frontend: Any) -> Exception:

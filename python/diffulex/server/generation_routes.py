@@ -284,6 +284,7 @@ class _GenerationRoutes:
                 strict_max_tokens=strict_max_tokens,
                 denoise_detail=payload.denoise_detail,
                 timeout_s=timeout_s,
+                info=context.info,
             )
             context.check_can_run(generation.commands)
             context.live.start(generation)

@@ -222,7 +222,7 @@ class SamplingFields(_Body):
     ignore_eos: StrictBool = False
     stream: StrictBool | None = False
     user: Text | None = None
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1), _INTEGRAL] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1), _INTEGRAL] | None = None
     stop: Stop = Field(default_factory=list)
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: StrictBool = False

@@ -60,6 +60,7 @@ def _core_fields(config: Config) -> Mapping[str, Any]:
 RULES = StrategyRules(
     keys=("diffusion_gemma_",),
     unread_params=_UNREAD_PARAMS,
+    draws_at_zero=True,
     resolve=_resolve,
     core_fields=_core_fields,
 )

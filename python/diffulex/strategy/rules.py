@@ -45,6 +45,7 @@ class StrategyRules:
         keys: configuration keys, or beginnings of them, that this strategy alone reads.
         unread_params: fields of `SamplingParams` it has no use for, beside those that only a
             sampling mode that rewrites tokens reads.
+        draws_at_zero: it draws tokens at temperature 0 as well, so that seeds matter there.
         resolve: forces and checks keys.
         core_fields: fields of the core's options beyond the common ones.
     """
@@ -53,6 +54,7 @@ class StrategyRules:
     has_prefix_full: bool = False
     keys: tuple[str, ...] = ()
     unread_params: tuple[str, ...] = ()
+    draws_at_zero: bool = False
     resolve: Callable[[Draft], None] = _nothing_to_resolve
     core_fields: Callable[[Config], Mapping[str, Any]] = _no_fields
 
@@ -75,7 +77,8 @@ def notice_unread_params(sampling_params: SamplingParams, config: Config) -> Non
         unread.update(dict.fromkeys(_REWRITING_PARAMS))
     for name in unread:
         value = getattr(sampling_params, name)
-        if value is not None:
+        # Temperature 0 asks for an answer that is the same every time, which it gets.
+        if value is not None and (name != "temperature" or value > 0):
             text = (
                 "SamplingParams.%s: without effect under decoding_strategy %s with sampling_mode"
                 " %s, got %r"

@@ -3,6 +3,7 @@
 // termination, no page leak, no stale self-conditioning signal, and for every request the tokens of
 // an undisturbed run.
 
+#include <set>
 #include <string>
 #include <vector>
 
@@ -54,7 +55,8 @@ class Script final : public test::PropertyScript {
  private:
   ExpectedResult expect(int64_t req_id, const std::vector<int32_t>& prompt,
                         const SamplingParams& params) override {
-    const uint64_t seed = params.seed.value_or(derive_request_seed(options_.seed, req_id));
+    const uint64_t seed = params.seed.value_or(
+        params.is_sampled() ? derive_request_seed(options_.seed, req_id) : options_.seed);
     const CanvasResult result = CanvasDecoder(options_, prompt, params, seed).decode();
     num_canvases_ += result.num_canvases;
     num_converged_ += result.num_converged;
@@ -176,6 +178,30 @@ TEST(DiffusionGemma, SamplingParametersOfTheRequestAreIgnored) {
     outputs.push_back(sim.core().take_result(id).value().output_ids);
   }
   EXPECT_EQ(outputs[0], outputs[1]);
+}
+
+TEST(DiffusionGemma, RequestsWithoutSeedAreEqualAtTemperatureZeroOnly) {
+  EngineOptions options = small_options(1);
+  options.seed = 11;
+  CanvasSimulator sim(options);
+  const auto outputs = [&](float temperature) {
+    std::vector<std::vector<int32_t>> found;
+    for (int32_t i = 0; i < 5; ++i) {
+      SamplingParams params;
+      params.max_tokens = 12;
+      params.temperature = temperature;
+      const int64_t id = sim.add(make_prompt(6), params);
+      sim.drain();
+      found.push_back(sim.core().take_result(id).value().output_ids);
+    }
+    return found;
+  };
+  SamplingParams params;
+  params.max_tokens = 12;
+  const CanvasResult expected = CanvasDecoder(options, make_prompt(6), params, 11).decode();
+  EXPECT_EQ(outputs(0.0F), std::vector<std::vector<int32_t>>(5, expected.output));
+  const std::vector<std::vector<int32_t>> drawn = outputs(1.0F);
+  EXPECT_EQ(std::set<std::vector<int32_t>>(drawn.begin(), drawn.end()).size(), drawn.size());
 }
 
 TEST(DiffusionGemma, CommitsTheArgmaxCanvasAtTheLastStep) {

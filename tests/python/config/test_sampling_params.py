@@ -19,7 +19,7 @@ from diffulex.config import SamplerConfig
         ("max_tokens", [1, 512], [0, -1, None, 1.0, True, 2**31]),
         ("max_nfe", [None, 1, 100], [0, -1, 1.5]),
         ("max_repetition_run", [None, 1, 2], [0, -2]),
-        ("seed", [None, 0, 2**64 - 1], [-1, 2**64, 0.5]),
+        ("seed", [None, 0, 2**64 - 1, -1, -(2**63)], [-(2**63) - 1, 2**64, 0.5]),
         ("stop_token_ids", [[], (1, 2)], [[-1], ["a"], [2**31]]),
         ("accept_threshold", [None, 0, 0.5, 1], [-0.1, 1.1, float("nan")]),
         ("edit_threshold", [None, 0, 0.5, 1], [-0.1, 1.1, "0.5"]),
@@ -75,6 +75,15 @@ def test_core_parameters() -> None:
     assert core.temperature == 0.0
     assert core.accept_threshold == 0.5
     assert (core.max_nfe, core.max_repetition_run, core.seed) == (0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("seed", "key"), [(-1, None), (-2, 2**64 - 2), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1)]
+)
+def test_seeds_are_keys_of_64_bits(seed: int, key: int | None) -> None:
+    params = SamplingParams(seed=seed)
+    assert params.seed == (None if seed == -1 else seed)
+    assert params.to_core().seed == key
 
 
 def test_thresholds_of_a_request_reach_the_core() -> None:

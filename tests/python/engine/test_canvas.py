@@ -253,6 +253,28 @@ def test_nan_in_pages_that_were_never_written(gemma: TinyGemma) -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("run_ahead", ["off", "on"])
+def test_temperature_0_without_seed_is_reproducible(gemma: TinyGemma, run_ahead: str) -> None:
+    check_reproducible(gemma, run_ahead)
+
+
+def check_reproducible(gemma: TinyGemma, run_ahead: str) -> None:
+    prompt = [3, 4, 5]
+    settings = {"run_ahead": run_ahead, "diffusion_gemma_max_denoising_steps": 3}
+    with gemma.engine(**settings, seed=9, max_num_reqs=2) as engine:
+
+        def answers(count: int, **fields: Any) -> list[tuple[int, ...]]:
+            params = SamplingParams(max_tokens=CANVAS, ignore_eos=True, **fields)
+            outputs = engine.generate([prompt] * count, params, summary=False)
+            return [tuple(output.token_ids) for output in outputs]
+
+        (expected,) = answers(1, temperature=0.7, seed=9)
+        assert answers(5, temperature=0.0) == [expected] * 5
+        assert answers(5, temperature=9e-6) == [expected] * 5
+        assert len(set(answers(5, temperature=0.7))) == 5
+        assert answers(1, temperature=0.0, seed=8) != [expected]
+
+
 def test_snapshots_have_no_masks(gemma: TinyGemma) -> None:
     with gemma.engine() as engine:
         events = list(
@@ -275,6 +297,14 @@ def test_requests_of_other_strategies_are_noticed(
 @pytest.fixture(scope="module")
 def gemma_cuda(tmp_path_factory: pytest.TempPathFactory) -> TinyGemma:
     return TinyGemma(tmp_path_factory.mktemp("gemma_cuda"), "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("run_ahead", ["off", "on"])
+def test_temperature_0_without_seed_is_reproducible_on_cuda(
+    gemma_cuda: TinyGemma, run_ahead: str
+) -> None:
+    check_reproducible(gemma_cuda, run_ahead)
 
 
 @pytest.mark.cuda

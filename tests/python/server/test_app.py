@@ -125,6 +125,26 @@ def test_drawn_seeds_differ_and_survive_doubles(client):
     assert all(0 <= seed < 2**53 for seed in seeds)
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_unseeded_requests_at_temperature_0_have_the_seed_of_the_engine(client, frontend, path):
+    frontend.info = {"seed": 5}
+    for _ in range(2):
+        client.post(path, {"prompt": "x", "temperature": 0})
+    client.post(path, {"prompt": "x", "temperature": 0, "seed": 7})
+    assert [command.sampling_params.seed for command in frontend.commands] == [5, 5, 7]
+
+
+@pytest.mark.parametrize("seed", [-2, -(2**63), 2**63, 2**64 - 1])
+def test_any_integer_of_64_bits_is_a_seed(client, frontend, seed):
+    assert client.post("/generate", {"prompt": "x", "seed": seed}).json()["seed"] == seed
+
+
+def test_seed_minus_1_draws_one(client, frontend):
+    seeds = {client.post("/generate", {"prompt": "x", "seed": -1}).json()["seed"] for _ in range(3)}
+    assert len(seeds) == 3
+    assert min(seeds) >= 0
+
+
 def test_unpaired_surrogates_are_replaced(client, frontend):
     response = client.request(
         "POST",
@@ -283,6 +303,28 @@ def test_choices_have_seeds_of_their_own(client, frontend):
     assert [command.sampling_params.seed for command in frontend.commands] == [10, 11, 12]
     assert answer["usage"]["completion_tokens"] == 9
     assert answer["usage"]["prompt_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("seed", "seeds"),
+    [
+        (-3, [-3, -2, 2**64 - 1, 0]),
+        (2**63 - 2, [2**63 - 2, 2**63 - 1, 0, 1]),
+        (2**64 - 1, [2**64 - 1, 0, 1, 2]),
+    ],
+)
+def test_seeds_of_choices_at_the_ends_of_the_range(client, frontend, seed, seeds):
+    client.post("/v1/chat/completions", {"messages": USER, "n": 4, "seed": seed})
+    assert [command.sampling_params.seed for command in frontend.commands] == seeds
+
+
+def test_choices_are_draws_where_temperature_0_draws(client, frontend):
+    frontend.info = {"seed": 5, "draws_at_zero": True}
+    for _ in range(2):
+        body = {"messages": USER, "n": 3, "temperature": 0}
+        answer = client.post("/v1/chat/completions", body).json()
+        assert [choice["diffulex"]["seed"] for choice in answer["choices"]] == [5, 6, 7]
+    assert len(frontend.commands) == 6
 
 
 def test_greedy_choices_are_computed_once(client, frontend):

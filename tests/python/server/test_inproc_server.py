@@ -7,13 +7,14 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from app_server import AppServer
 from block_engine import BlockEngine
-from diffulex import SamplingParams
+from diffulex import Diffulex, SamplingParams
 from diffulex.engine.serving_engine import ServingEngine
 from diffulex.server.api_server import create_app
 from diffulex.server.engine_loop import EngineLoop
@@ -64,6 +65,46 @@ def test_a_drawn_seed_repeats_the_answer(url):
     assert (
         post(url, temperature=1.0, seed=answer["seed"]).json()["token_ids"] == answer["token_ids"]
     )
+
+
+# A strategy that draws at every temperature.
+
+CANVAS_MODEL = str(Path(__file__).parents[3] / "examples" / "zoo" / "diffusion_gemma")
+CANVAS_BODY: dict[str, Any] = {
+    "prompt": "Tom has 3 apples. He buys 4 more apples.",
+    "max_tokens": 24,
+    "temperature": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def canvas_url() -> Iterator[str]:
+    frontend = InprocFrontend(EngineLoop(CANVAS_MODEL, {"device": "cpu", "seed": 5}))
+    with AppServer(create_app(frontend)) as server:
+        yield server.url
+
+
+def ask_canvas(url: str, path: str, **fields: Any) -> Any:
+    return httpx.post(url + path, json=CANVAS_BODY | fields, timeout=60).json()
+
+
+def test_canvases_at_temperature_0_are_reproducible(canvas_url):
+    answers = [ask_canvas(canvas_url, "/generate") for _ in range(3)]
+    with Diffulex(CANVAS_MODEL, device="cpu", seed=5) as engine:
+        params = SamplingParams(max_tokens=24, temperature=0)
+        (offline,) = engine.generate([CANVAS_BODY["prompt"]], params, summary=False)
+    assert [answer["token_ids"] for answer in answers] == [list(offline.token_ids)] * 3
+    assert {answer["seed"] for answer in answers} == {5}
+
+
+def test_choices_of_canvases_are_separate_draws(canvas_url):
+    first, second = (ask_canvas(canvas_url, "/v1/completions", n=3) for _ in range(2))
+    texts = [choice["text"] for choice in first["choices"]]
+    assert len(set(texts)) > 1
+    assert texts == [choice["text"] for choice in second["choices"]]
+    seed = first["choices"][2]["diffulex"]["seed"]
+    alone = ask_canvas(canvas_url, "/v1/completions", seed=seed)
+    assert alone["choices"][0]["text"] == texts[2]
 
 
 @pytest.mark.parametrize("mode", ["block_append", "denoise", "both"])

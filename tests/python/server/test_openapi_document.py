@@ -56,7 +56,7 @@ def test_numbers_have_the_bounds_of_the_checks():
         "top_p": {"exclusiveMinimum": 0, "maximum": 1},
         "top_k": {"minimum": -1, "maximum": 2**31 - 1},
         "min_p": {"minimum": 0, "maximum": 1},
-        "seed": {"minimum": 0, "maximum": float(2**63 - 1)},
+        "seed": {"minimum": -(2.0**63), "maximum": float(2**64 - 1)},
         "logprobs": {"minimum": 0, "maximum": 20},
     }
 

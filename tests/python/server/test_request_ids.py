@@ -29,6 +29,7 @@ def two_choices(rid):
         strict_max_tokens=False,
         denoise_detail=False,
         timeout_s=None,
+        info={},
     )
 
 

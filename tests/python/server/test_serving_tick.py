@@ -519,7 +519,6 @@ class TestAdmission:
             ({"top_p": 0.0}, "top_p"),
             ({"top_p": 1.5}, "top_p"),
             ({"top_k": -2}, "top_k"),
-            ({"seed": 2**63}, "seed"),
             ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
         ],
     )
