@@ -165,8 +165,12 @@ class ServingEngine(DiffulexAsyncEngineMixin):
             self.engine.stats(),
             self._limits.page_size,
             {
-                "active_blocks": self.engine.num_active_blocks,
-                "requests_known": len(self._live) + len(self.init_serving_state().requests),
+                # Those of the last step, which between requests is over.
+                "active_blocks": 0 if self.is_finished() else self.engine.num_active_blocks,
+                # A request is in one of them, or in both.
+                "requests_known": len(
+                    self._live.keys() | self.init_serving_state().requests.keys()
+                ),
                 "sampler_states": self.engine.num_watched_requests,
             },
         )

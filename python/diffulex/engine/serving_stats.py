@@ -90,7 +90,7 @@ class ServingStats:
             "gauges": {
                 "requests_running": stats.num_running,
                 "requests_waiting": stats.num_waiting,
-                "kv_pages_total": stats.num_pages,
+                "kv_pages": stats.num_pages,
                 "kv_pages_free": stats.num_free_pages,
                 "kv_cache_usage_ratio": used / stats.num_pages if stats.num_pages else 0.0,
                 "request_slots_used": stats.num_running,

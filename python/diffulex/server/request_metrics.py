@@ -41,7 +41,7 @@ _BACKEND_HELP = {
     "block_denoise_steps": "Steps an active block needed until it was committed.",
     "active_blocks": "Blocks being denoised.",
     "kv_cache_usage_ratio": "Share of the pages in use.",
-    "kv_pages_total": "Pages of the KV cache.",
+    "kv_pages": "Pages of the KV cache.",
     "kv_pages_free": "Pages no request uses.",
     "prefix_cache_queries_total": "Pages looked up in the prefix cache.",
     "prefix_cache_hits_total": "Pages found in the prefix cache.",

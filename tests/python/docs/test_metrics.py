@@ -184,3 +184,16 @@ def test_dashboard_is_laid_out() -> None:
         apart_y = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
         assert apart_x or apart_y, (one, other)
     assert {item["name"] for item in DASHBOARD["templating"]["list"]} == {"datasource", "model"}
+
+
+def test_names_follow_the_rules_of_prometheus(families):
+    """What `promtool check metrics` looks at: suffixes that belong to a type, base units, help."""
+    wrong_units = ("milliseconds", "ms", "minutes", "hours", "kilobytes", "megabytes", "percent")
+    for name, family in families.items():
+        assert family.documentation, name
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", name), name
+        if family.type != "counter":
+            assert not name.endswith("_total"), name
+        assert not name.endswith(("_count", "_sum", "_bucket")), name
+        assert not set(name.split("_")) & set(wrong_units), name
+        assert family.type not in name.split("_"), name

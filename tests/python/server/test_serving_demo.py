@@ -48,7 +48,8 @@ def _nothing_is_left(engine):
     assert engine.is_finished()
     assert stats["requests_running"] == stats["requests_waiting"] == 0
     assert stats["requests_known"] == stats["sampler_states"] == stats["request_slots_used"] == 0
-    assert stats["kv_pages_free"] == stats["kv_pages_total"]
+    assert stats["active_blocks"] == 0
+    assert stats["kv_pages_free"] == stats["kv_pages"]
     assert engine.engine.stats().num_cached_units == 0
 
 
@@ -270,3 +271,11 @@ def test_counters(engine):
     steps = {x["labels"]["phase"]: x["value"] for x in after["counters"]["forward_steps_total"]}
     assert steps["prefill"] > 0
     assert steps["decode"] > 0
+
+
+def test_a_request_is_counted_once(engine):
+    engine.run_serving_tick([generate(), generate("b")])
+    gauges = engine.serving_stats()["gauges"]
+    assert gauges["requests_known"] == 2
+    assert gauges["active_blocks"] > 0
+    engine.run_serving_tick([ServingAbort("a"), ServingAbort("b")])
