@@ -41,6 +41,7 @@ GAUGES = (
     "request_slots_used",
     "sampler_states",
     "requests_known",
+    "requests_encoding",
     "requests_tracked",
     "requests_live",
     "requests_inflight_http",

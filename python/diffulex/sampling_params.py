@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from diffulex.config import SamplerConfig
     from diffulex_ext import _core
 
-__all__ = ["DECODING_FIELDS", "SamplingParams", "decoding_arguments"]
+__all__ = ["DECODING_FIELDS", "MAX_STOPS", "SamplingParams", "decoding_arguments"]
 
 #: Thresholds of the decoding rule that a request may set.
 DECODING_FIELDS = (
@@ -25,7 +25,9 @@ DECODING_FIELDS = (
 )
 # Settings of the same kind that are fixed when the engine starts.
 _ENGINE_FIELDS = ("remask_threshold", "max_post_edit_steps", "penalty_lambda")
-_MAX_STOPS, _MAX_STOP_CHARS, _MAX_LOGPROBS = 16, 256, 20
+#: Most stop texts of a request.
+MAX_STOPS = 16
+_MAX_STOP_CHARS, _MAX_LOGPROBS = 256, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,8 @@ class SamplingParams:
         if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
             raise _illegal("stop", "a list of texts", texts)
         object.__setattr__(self, "stop", tuple(texts))
-        if len(self.stop) > _MAX_STOPS:
-            raise _illegal("stop", f"at most {_MAX_STOPS} texts", len(self.stop))
+        if len(self.stop) > MAX_STOPS:
+            raise _illegal("stop", f"at most {MAX_STOPS} texts", len(self.stop))
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= _MAX_STOP_CHARS:
                 raise _illegal("stop", f"texts of 1 to {_MAX_STOP_CHARS} characters", text)

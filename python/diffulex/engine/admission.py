@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diffulex.sampling_params import SamplingParams
 
-__all__ = ["AdmissionError", "AdmissionLimits"]
+__all__ = ["AdmissionError", "AdmissionLimits", "prompt_too_long"]
 
 
 class AdmissionError(ValueError):
@@ -68,16 +68,11 @@ class AdmissionLimits:
         self._check_params(params)
         num_prompt, longest = len(prompt), self.max_model_len
         if num_prompt > longest - 1:
-            raise AdmissionError(
-                f"prompt: expected at most {longest - 1} tokens (max_model_len {longest}),"
-                f" got {num_prompt}",
-                code="context_length_exceeded",
-                param="prompt",
-            )
+            raise prompt_too_long(longest, str(num_prompt))
         if is_strict and num_prompt + params.max_tokens > longest:
             raise AdmissionError(
                 f"max_tokens: expected prompt and max_tokens to be at most {longest} tokens"
-                f" together, got {num_prompt} and {params.max_tokens}",
+                f" together, got {num_prompt} and {params.max_tokens}{_window(longest)}",
                 code="context_length_exceeded",
                 param="max_tokens",
             )
@@ -138,3 +133,23 @@ class AdmissionLimits:
                 code="kv_capacity",
                 param="prompt",
             )
+
+
+def prompt_too_long(max_model_len: int, got: str) -> AdmissionError:
+    """The error for a prompt that leaves no room for an answer.
+
+    Args:
+        got: how many tokens it has.
+    """
+    return AdmissionError(
+        f"prompt: expected at most {max_model_len - 1} tokens (max_model_len {max_model_len}),"
+        f" got {got}{_window(max_model_len)}",
+        code="context_length_exceeded",
+        param="prompt",
+    )
+
+
+def _window(max_model_len: int) -> str:
+    """What frameworks recognise the error by: they read the message, not the code."""
+    text = f"This model's maximum context length is {max_model_len} tokens"
+    return f" (context_length_exceeded: {text})"

@@ -60,6 +60,14 @@ class Tokenizer:
         """Largest id plus one; the model's vocabulary is often larger."""
         return int(max(self.backend.get_vocab().values())) + 1
 
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Characters of a text that one token stands for, at most."""
+        longest = max(map(len, self.backend.get_vocab()))
+        # A normaliser may compose characters: at most four into one.
+        is_normalised = getattr(self.backend.backend_tokenizer, "normalizer", None) is not None
+        return 4 * longest if is_normalised else longest
+
     @property
     def mask_token_id(self) -> int | None:
         """Id of the declared mask token, if the files declare one."""

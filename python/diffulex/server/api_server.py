@@ -88,8 +88,11 @@ def create_app(frontend: Any, *, args: Any = None, **options: Any) -> FastAPI:
         args.log_warnings()
     names = settings.served_model_name or (frontend.model_id,)
     live = LiveRequests(frontend)
-    metrics = None if settings.disable_metrics else RequestMetrics(names[0], frontend, live)
-    context = AppContext(frontend, settings, PromptEncoder(frontend), live, metrics)
+    context = AppContext(frontend, settings, PromptEncoder(frontend), live)
+    if not settings.disable_metrics:
+        context.metrics = RequestMetrics(
+            names[0], frontend, live, num_encoding=lambda: context.num_encoding
+        )
     exporter = _start_exporter(context)
 
     @asynccontextmanager
@@ -205,7 +208,7 @@ def _add_middleware(app: FastAPI, context: AppContext) -> None:
         closed = {"/metrics"} if options.metrics_auth else set()
         app.add_middleware(ApiKeys, keys=options.api_key, open_paths=set(_OPEN) - closed)
     # Around everything that reads a body; a refusal is recorded, and other origins may read it.
-    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=lambda: context.max_body_bytes)
     app.add_middleware(
         Recorder,
         metrics=context.metrics,

@@ -10,16 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from diffulex.sampling_params import MAX_STOPS
 from diffulex.server.api_errors import ApiError
 from diffulex.server.frontend_command import num_tokens
 from diffulex.server.generation import LiveRequests
+from diffulex.server.large_bodies import LargeBodies
 from diffulex.server.prompt_encoder import PromptEncoder
+from diffulex.server.request_schema import MAX_DECODED, MAX_MESSAGES
 
 if TYPE_CHECKING:
     from diffulex.server.protocol import ServingGenerate
     from diffulex.server.request_metrics import RequestMetrics
 
 __all__ = ["AppContext", "AppOptions", "state_name"]
+
+# A full prompt takes some 8 bytes per token as ids or as text: a batch of 32, within these bounds.
+_BODY_BYTES_PER_TOKEN, _LEAST_BODY, _LARGEST_BODY = 256, 4 << 20, 32 << 20
 
 #: States in which no request is accepted, and the code that clients get.
 _UNREADY = {
@@ -54,7 +60,7 @@ class AppOptions:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 0
     request_timeout: float = 0.0
     disable_metrics: bool = False
     metrics_auth: bool = False
@@ -92,7 +98,8 @@ class AppContext:
     options: AppOptions
     encoder: PromptEncoder
     live: LiveRequests
-    metrics: RequestMetrics | None
+    metrics: RequestMetrics | None = None
+    bodies: LargeBodies = field(default_factory=LargeBodies)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -109,6 +116,36 @@ class AppContext:
     def info(self) -> Mapping[str, Any]:
         """What the backend said about itself."""
         return self.encoder.info
+
+    @property
+    def num_encoding(self) -> int:
+        """Requests whose body is parsed or whose prompt is encoded."""
+        return self.bodies.num_open + self.encoder.num_open
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest body that is read."""
+        if self.options.max_body_bytes > 0:
+            return self.options.max_body_bytes
+        length = int(self.info.get("max_model_len") or 0)
+        return max(_LEAST_BODY, min(_LARGEST_BODY, length * _BODY_BYTES_PER_TOKEN))
+
+    @property
+    def body_limits(self) -> Mapping[str, Mapping[str, int]]:
+        """How long the fields of a body may be, in the form of `body_parser`."""
+        length = int(self.info.get("max_model_len") or _LEAST_BODY)
+        count = self.options.max_prompts_per_request
+        prompt = {"items": count, "ids": length, "total": count * length}
+        if self.encoder.max_chars is not None:
+            prompt["chars"] = self.encoder.max_chars
+        return {
+            "prompt": prompt,
+            "messages": {"items": MAX_MESSAGES},
+            "input": {"items": MAX_MESSAGES},
+            "stop": {"items": MAX_STOPS},
+            # More than an answer has: texts may be put together from several.
+            "tokens": {"ids": max(length, MAX_DECODED), "total": max(length, MAX_DECODED)},
+        }
 
     @property
     def retry_after_s(self) -> int:

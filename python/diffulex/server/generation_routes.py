@@ -17,9 +17,10 @@ from diffulex.server.api_errors import CLIENT_CLOSED, ApiError, error_response
 from diffulex.server.disconnect import ClientLeftError, DisconnectFlag, run_while_connected
 from diffulex.server.generation import EventMerger, Generation
 from diffulex.server.json_response import JSONBody
+from diffulex.server.large_bodies import BodyRoute
 from diffulex.server.neutral_fields import check_supported
 from diffulex.server.openai_format import OpenAIFrames, OpenAIRoute, openai_response
-from diffulex.server.prompt_encoder import ChatOptions
+from diffulex.server.prompt_encoder import SHORT_TEXT, ChatOptions
 from diffulex.server.protocol import (
     PromptInput,
     ServingBufferSnapshot,
@@ -29,6 +30,7 @@ from diffulex.server.protocol import (
     ServingReply,
     StreamMode,
 )
+from diffulex.server.request_bounds import check_queue, requested_timeout_s, run_bounded
 from diffulex.server.request_record import record_of
 from diffulex.server.request_schema import (
     REQUEST_ID,
@@ -53,6 +55,10 @@ if TYPE_CHECKING:
 __all__ = ["generation_router"]
 
 _RID = re.compile(REQUEST_ID)
+# While no more requests are encoded, a short text is encoded within milliseconds.
+_FEW_ENCODED = 8
+# The engine's side measures the server's own limit from when it hears of a request.
+_LONG_ENCODING_S = 0.5
 
 
 class _Frames(Protocol):
@@ -267,15 +273,22 @@ class _GenerationRoutes:
     ) -> Generation:
         """Names and encodes a request; its id is live from here on, and not if this fails."""
         context, record = self._context, record_of(request.scope)
-        timeout_s = self._timeout(request)
+        timeout_s = requested_timeout_s(context, request)
+        check_queue(context)
         rid = self._request_id(request, payload)
         context.live.claim(rid)
         record.rid = rid
         record.prompt = getattr(payload, "prompt", None) or getattr(payload, "messages", None)
         try:
+            with context.encoder.counted():
+                inputs = await self._encode(request, record.prompt, prepare)
+            if timeout_s is None and record.elapsed_s > _LONG_ENCODING_S:
+                timeout_s = context.options.request_timeout or None
+            if timeout_s is not None:
+                timeout_s = max(0.001, timeout_s - record.elapsed_s)
             generation = Generation.expand(
                 rid=rid,
-                inputs=await prepare(),
+                inputs=inputs,
                 params=params,
                 num_choices=num_choices,
                 stream_mode=mode,
@@ -294,6 +307,16 @@ class _GenerationRoutes:
         record.generation = generation
         return generation
 
+    async def _encode(
+        self, request: Request, prompt: Any, prepare: Callable[[], Any]
+    ) -> Sequence[ServingInput]:
+        """The inputs of a request. What may take long ends with its client and with its time."""
+        encoder = self._context.encoder
+        is_brief = encoder.num_open <= _FEW_ENCODED and _num_chars(prompt) <= SHORT_TEXT
+        work = prepare() if is_brief else run_bounded(self._context, request, prepare)
+        inputs: Sequence[ServingInput] = await work
+        return inputs
+
     def _request_id(self, request: Request, payload: SamplingFields) -> str:
         given = payload.request_id
         if given is None:
@@ -309,24 +332,6 @@ class _GenerationRoutes:
         if given is None:
             return str(self._context.frontend.new_request_id())
         return f"diffulex-{given}"
-
-    def _timeout(self, request: Request) -> float | None:
-        header = request.headers.get("x-request-timeout")
-        if header is None:
-            return None
-        try:
-            seconds = float(header)
-        except ValueError:
-            seconds = -1.0
-        # Not a number compares false as well.
-        if not 0 < seconds < 1e9:
-            raise ApiError(
-                400,
-                f"X-Request-Timeout: expected seconds > 0, got {header!r}",
-                param="X-Request-Timeout",
-            )
-        limit = self._context.options.request_timeout
-        return min(seconds, limit) if limit > 0 else seconds
 
     async def _answer(
         self,
@@ -415,9 +420,18 @@ class _GenerationRoutes:
             await merger.aclose()
 
 
+def _num_chars(prompt: Any) -> int:
+    """Characters of a prompt, of prompts or of messages."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt[:1]):
+        return sum(_num_chars(getattr(item, "content", item)) for item in prompt)
+    return 0
+
+
 def generation_router(context: AppContext) -> APIRouter:
     """The routes that generate."""
-    router, routes = APIRouter(), _GenerationRoutes(context)
+    router, routes = APIRouter(route_class=BodyRoute), _GenerationRoutes(context)
     for path, endpoint, response, summary in (
         ("/generate", routes.generate, GenerateResponse, "Generate from a prompt"),
         (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -44,9 +44,13 @@ class _BodyTooLargeError(Exception):
 
 
 class BodyLimit:
-    """Answers 413 to a body over the limit, announced or not, without keeping it."""
+    """Answers 413 to a body over the limit, announced or not, without keeping it.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Args:
+        max_bytes: tells the limit: it depends on the model, which is known later.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: Callable[[], int]) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
@@ -55,8 +59,8 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = _header(scope, b"content-length")
-        if announced is not None and announced.isdecimal() and int(announced) > self._max_bytes:
+        announced, max_bytes = _header(scope, b"content-length"), self._max_bytes()
+        if announced is not None and announced.isdecimal() and int(announced) > max_bytes:
             await self._refuse(scope, receive, send)
             return
         num_read, is_started, is_exceeded = 0, False, False
@@ -66,7 +70,7 @@ class BodyLimit:
             message = await receive()
             if message["type"] == "http.request":
                 num_read += len(message.get("body", b""))
-                if num_read > self._max_bytes:
+                if num_read > max_bytes:
                     is_exceeded = True
                     raise _BodyTooLargeError
             return message
@@ -84,7 +88,7 @@ class BodyLimit:
             await self._refuse(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"body: expected at most {self._max_bytes} bytes, got more"
+        message = f"body: expected at most {self._max_bytes()} bytes (--max-body-bytes), got more"
         response = error_response(ApiError(413, message), {"Connection": "close"})
         # A client that waits for permission to send has sent nothing.
         if _header(scope, b"expect") is None:

@@ -3,16 +3,22 @@
 
 With a tokenizer on the frontend the command carries token ids, checked against the limits of the
 model; without one it carries the text or the messages, and the backend does the same.
+
+A text that cannot fit is not encoded: its length tells, or else the tokens of its pieces, which are
+counted until they are too many. Long texts have threads of their own, where the pieces of several
+take turns, so that a short one never waits for them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from diffulex.engine.admission import AdmissionError, AdmissionLimits
+from diffulex.engine.admission import AdmissionError, AdmissionLimits, prompt_too_long
 from diffulex.sampling_params import SamplingParams
 from diffulex.server.api_errors import ApiError
 from diffulex.server.protocol import ChatInput, PromptInput, ServingInput
@@ -21,6 +27,14 @@ from diffulex.server.request_schema import TEMPLATE_FIELDS
 __all__ = ["ChatOptions", "PromptEncoder"]
 
 T = TypeVar("T")
+
+#: Texts up to so many characters, or tokens, are encoded on the thread for short ones.
+SHORT_TEXT = 16 << 10
+# Most texts have fewer characters per token: one of more is counted in pieces first.
+_USUAL_CHARS_PER_TOKEN = 8
+_PIECE_CHARS = 16 << 10
+# A cut may part what would have been one token; no tokenizer makes more out of it.
+_TOKENS_PER_CUT = 16
 
 
 class ChatOptions:
@@ -67,7 +81,7 @@ class ChatOptions:
 
 
 class PromptEncoder:
-    """Tokenises on one thread of its own: tokenizers are not safe to use from several.
+    """Encodes short texts on one thread and long ones on others.
 
     Args:
         frontend: where the tokenizer and the facts about the model are looked up.
@@ -75,15 +89,19 @@ class PromptEncoder:
 
     def __init__(self, frontend: Any) -> None:
         self._frontend = frontend
-        self._thread: ThreadPoolExecutor | None = None
+        self._short: ThreadPoolExecutor | None = None
+        self._long: ThreadPoolExecutor | None = None
         self._limits_source: Mapping[str, Any] | None = None
         self._known_limits: AdmissionLimits | None = None
+        #: Requests that wait for a thread or are encoded.
+        self.num_open = 0
 
     def close(self) -> None:
-        """Ends the thread; a later call starts another one."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.shutdown(wait=False, cancel_futures=True)
+        """Ends the threads; a later call starts others."""
+        for pool in (self._short, self._long):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+        self._short = self._long = None
 
     @property
     def tokenizer(self) -> Any:
@@ -95,8 +113,29 @@ class PromptEncoder:
         """What the backend said about itself; empty before it is ready."""
         return getattr(self._frontend, "info", None) or {}
 
-    async def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
-        """The result of a call on the tokenizer's thread.
+    @property
+    def max_chars(self) -> int | None:
+        """Characters that no text of a prompt that fits exceeds; None where that is not known."""
+        longest = self.info.get("max_model_len")
+        per_token = getattr(self.tokenizer, "max_token_chars", None)
+        return None if longest is None or per_token is None else int(longest * per_token)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts a request while it is encoded."""
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    async def run(
+        self, function: Callable[..., T], *arguments: Any, size: int = 0, **keywords: Any
+    ) -> T:
+        """The result of a call on a thread of the tokenizer.
+
+        Args:
+            size: characters or tokens it is about.
 
         Raises:
             ApiError: 400, the tokenizer or the template rejects the input.
@@ -105,12 +144,20 @@ class PromptEncoder:
         def call() -> T:
             return function(*arguments, **keywords)
 
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="diffulex-tokenizer")
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+            return await asyncio.get_running_loop().run_in_executor(self._pool(size), call)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
+
+    def _pool(self, size: int) -> ThreadPoolExecutor:
+        if size <= SHORT_TEXT:
+            if self._short is None:
+                self._short = ThreadPoolExecutor(1, thread_name_prefix="diffulex-tokenizer")
+            return self._short
+        if self._long is None:
+            num_threads = min(4, max(1, (os.cpu_count() or 1) // 2))
+            self._long = ThreadPoolExecutor(num_threads, thread_name_prefix="diffulex-long-texts")
+        return self._long
 
     async def prompt(self, prompt: str | list[int], *, add_special_tokens: bool) -> ServingInput:
         """The input for a text or for token ids."""
@@ -141,22 +188,66 @@ class PromptEncoder:
             return ChatInput(plain)
         return PromptInput(await self.encode_chat(plain, options))
 
-    async def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+    async def encode_text(
+        self, text: str, *, add_special_tokens: bool, is_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            is_prompt: it is to be answered, so its tokens have to fit.
+
+        Raises:
+            ApiError: 400, it is too long.
+        """
+        self._check_chars(len(text))
+        if is_prompt:
+            await self._check_pieces(text)
         encode = self.tokenizer.encode
-        return list(await self.run(encode, text, add_special_tokens=add_special_tokens))
+        ids = await self.run(encode, text, add_special_tokens=add_special_tokens, size=len(text))
+        return list(ids)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], options: ChatOptions
+        self,
+        messages: Sequence[Mapping[str, str]],
+        options: ChatOptions,
+        *,
+        is_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation."""
+        """Token ids of a conversation; `is_prompt` and errors as for `encode_text`."""
         tokenizer = self.tokenizer
 
-        def encode() -> list[int]:
-            text = tokenizer.render_chat(messages, **options.variables)
+        def encode() -> str | list[int]:
+            text: str = tokenizer.render_chat(messages, **options.variables)
+            if len(text) > SHORT_TEXT:
+                return text
+            self._check_chars(len(text))
             return list(tokenizer.encode(text, add_special_tokens=False))
 
-        return await self.run(encode)
+        # A template may leave out much of what it is given, so only its result is measured.
+        size = sum(len(message["content"]) for message in messages)
+        found = await self.run(encode, size=size)
+        if isinstance(found, str):
+            return await self.encode_text(found, add_special_tokens=False, is_prompt=is_prompt)
+        return found
+
+    def _check_chars(self, num_chars: int) -> None:
+        most = self.max_chars
+        if most is not None and num_chars > most:
+            num_tokens = -(-num_chars // self.tokenizer.max_token_chars)
+            raise _refused(prompt_too_long(self.info["max_model_len"], f"at least {num_tokens}"))
+
+    async def _check_pieces(self, text: str) -> None:
+        """Counts tokens of a long text piece by piece, until they are too many."""
+        longest = self.info.get("max_model_len")
+        if longest is None or len(text) <= max(SHORT_TEXT, longest * _USUAL_CHARS_PER_TOKEN):
+            return
+        encode, num_tokens = self.tokenizer.encode, 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            piece = text[start : start + _PIECE_CHARS]
+            ids = await self.run(encode, piece, add_special_tokens=False, size=len(text))
+            num_tokens += len(ids) - _TOKENS_PER_CUT
+            if num_tokens >= longest:
+                raise _refused(prompt_too_long(longest, f"at least {num_tokens}"))
 
     def check(self, prompt: ServingInput, params: SamplingParams, *, is_strict: bool) -> None:
         """Refuses what the engine would refuse, by the same rules.
@@ -177,9 +268,7 @@ class PromptEncoder:
         try:
             limits.check(prompt.prompt, params, is_strict=is_strict)
         except AdmissionError as error:
-            raise ApiError(
-                error.http_status, str(error), code=error.code, param=error.param
-            ) from error
+            raise _refused(error) from error
 
     def _limits(self) -> AdmissionLimits | None:
         info = self.info
@@ -190,3 +279,7 @@ class PromptEncoder:
             except TypeError:  # a frontend that tells less
                 self._known_limits = None
         return self._known_limits
+
+
+def _refused(error: AdmissionError) -> ApiError:
+    return ApiError(error.http_status, str(error), code=error.code, param=error.param)

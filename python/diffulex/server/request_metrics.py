@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -56,9 +56,16 @@ class RequestMetrics:
         model_name: label of every metric.
         frontend: where the backend's state and numbers are looked up at each scrape.
         live: the ids in use.
+        num_encoding: tells how many requests are parsed or encoded.
     """
 
-    def __init__(self, model_name: str, frontend: Any, live: Sized = ()) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        frontend: Any,
+        live: Sized = (),
+        num_encoding: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._model = model_name
         self.registry = CollectorRegistry()
         self._requests = self._counter("requests_total", "HTTP requests.", "route", "status")
@@ -91,7 +98,7 @@ class RequestMetrics:
                 ("decode_time_seconds", "Time of the decode steps.", _LATENCY),
             )
         }
-        self.registry.register(_BackendCollector(model_name, frontend, live))
+        self.registry.register(_BackendCollector(model_name, frontend, live, num_encoding))
         # Called by the frontend when a request ends without an answer.
         if hasattr(frontend, "on_abort"):
             frontend.on_abort = self.observe_abort
@@ -157,10 +164,13 @@ class RequestMetrics:
 class _BackendCollector(Collector):
     """Reads the newest heartbeat of the frontend at each scrape."""
 
-    def __init__(self, model_name: str, frontend: Any, live: Sized) -> None:
+    def __init__(
+        self, model_name: str, frontend: Any, live: Sized, num_encoding: Callable[[], int]
+    ) -> None:
         self._model = model_name
         self._frontend = frontend
         self._live = live
+        self._num_encoding = num_encoding
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of the backend."""
@@ -174,6 +184,8 @@ class _BackendCollector(Collector):
             yield self._gauge("backend_heartbeat_age_seconds", text, [({}, age)])
         text = "Ids of generating HTTP requests in use."
         yield self._gauge("requests_live", text, [({}, len(self._live))])
+        text = "Requests whose body is parsed or whose prompt is encoded."
+        yield self._gauge("requests_encoding", text, [({}, self._num_encoding())])
         tracked = getattr(frontend, "num_inflight", None)
         if tracked is not None:
             text = "Requests the frontend waits for."

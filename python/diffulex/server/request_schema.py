@@ -21,10 +21,11 @@ from pydantic import (
     model_validator,
 )
 
-from diffulex.sampling_params import SamplingParams, decoding_arguments
+from diffulex.sampling_params import MAX_STOPS, SamplingParams, decoding_arguments
 from diffulex.server.api_errors import ApiError
 
 __all__ = [
+    "MAX_DECODED",
     "MAX_MESSAGES",
     "REQUEST_ID",
     "TEMPLATE_FIELDS",
@@ -47,7 +48,9 @@ MAX_MESSAGES = 4096
 REQUEST_ID = "[A-Za-z0-9._-]{1,64}"
 #: Fields of a conversation that are no variables of its template.
 TEMPLATE_FIELDS = ("messages", "chat_template", "add_generation_prompt", "continue_final_message")
-_MAX_IDS = 1 << 22
+#: Most ids that `/detokenize` takes where the model is not longer.
+MAX_DECODED = 1 << 16
+_MAX_IDS, _MAX_PROMPTS = 1 << 22, 1 << 16
 _INT31 = 2**31 - 1
 #: A temperature below it is greedy.
 _LEAST_TEMPERATURE = 1e-5
@@ -84,6 +87,8 @@ def _text(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, (list, str)) and len(value) > 60:
+        value = value[:60]
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -114,10 +119,10 @@ def _is_ids(value: Any) -> bool:
 
 
 def _ids(value: Any) -> list[int]:
+    if isinstance(value, list) and len(value) > _MAX_IDS:
+        raise ValueError(f"expected at most {_MAX_IDS} token ids, got {len(value)}")
     if not _is_ids(value):
         raise ValueError(f"expected a list of token ids, got {_shown(value)}")
-    if len(value) > _MAX_IDS:
-        raise ValueError(f"expected at most {_MAX_IDS} token ids, got {len(value)}")
     for item in value:
         if not 0 <= item <= _INT31:
             raise ValueError(f"expected token ids in [0, {_INT31}], got {item}")
@@ -135,8 +140,10 @@ def _prompt(value: Any) -> str | list[int]:
 
 def _prompts(value: Any) -> list[str | list[int]]:
     """Every form of a prompt as a list of prompts."""
-    if isinstance(value, str) or (_is_ids(value) and value):
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
         return [_prompt(value)]
+    if isinstance(value, list) and len(value) > _MAX_PROMPTS:
+        raise ValueError(f"expected at most {_MAX_PROMPTS} prompts, got {len(value)}")
     if not isinstance(value, list) or not value:
         raise ValueError(
             "expected a text, a list of token ids, or a list of either with at least one entry,"
@@ -149,6 +156,8 @@ def _stop(value: Any) -> list[str]:
     if value is None:
         return []
     texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and len(texts) > MAX_STOPS:
+        raise ValueError(f"expected at most {MAX_STOPS} texts, got {len(texts)}")
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"expected a text or a list of texts, got {_shown(value)}")
     return [_text(text) for text in texts]
@@ -182,7 +191,7 @@ Stop = Annotated[
         {
             "anyOf": [
                 _STOP_SCHEMA,
-                {"type": "array", "items": _STOP_SCHEMA, "maxItems": 16},
+                {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOPS},
                 {"type": "null"},
             ]
         }

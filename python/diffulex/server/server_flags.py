@@ -134,7 +134,12 @@ class HttpArgs:
     allowed_methods: tuple[str, ...] = _flag("json", ("*",), "CORS: methods.")
     allowed_headers: tuple[str, ...] = _flag("json", ("*",), "CORS: headers.")
     allow_credentials: bool = _switch("CORS: cookies and authorisation from other origins.")
-    max_body_bytes: int = _flag("int", 32 << 20, "Most bytes of a request body.", low=1)
+    max_body_bytes: int = _flag(
+        "int",
+        0,
+        "Most bytes of a request body; 0: 256 per token of max_model_len, 4 MiB to 32 MiB.",
+        low=0,
+    )
     max_queue_size: int = _flag(
         "int", 1024, "Requests in flight beyond max_num_reqs; 0: no limit.", low=0
     )

@@ -6,11 +6,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
 from diffulex.server.api_errors import ApiError
 from diffulex.server.json_response import JSONBody
+from diffulex.server.large_bodies import BodyRoute
 from diffulex.server.prompt_encoder import ChatOptions
+from diffulex.server.request_bounds import check_queue, run_bounded
 from diffulex.server.request_schema import DetokenizeRequest, TokenizeRequest
 from diffulex.server.response_schema import (
     DetokenizeResponse,
@@ -30,26 +33,17 @@ class _TokenizerRoutes:
     def __init__(self, context: AppContext) -> None:
         self._context = context
 
-    async def tokenize(self, payload: TokenizeRequest) -> Response:
+    async def tokenize(self, payload: TokenizeRequest, request: Request) -> Response:
         """Answers `/tokenize`."""
         context = self._context
-        tokenizer = self._tokenizer()
+        self._tokenizer()
         context.check_model(payload.model)
+        check_queue(context)
         if (payload.prompt is None) == (payload.messages is None):
             given = "none" if payload.prompt is None else "both"
             raise ApiError(400, f"prompt: expected either prompt or messages, got {given}")
-        if payload.messages is not None:
-            trusted = context.options.trust_request_chat_template
-            options = ChatOptions(payload, is_template_trusted=trusted)
-            messages = [message.to_message() for message in payload.messages]
-            ids = await context.encoder.encode_chat(messages, options)
-        else:
-            is_special = payload.add_special_tokens is not False
-            text = payload.prompt or ""
-            ids = await context.encoder.encode_text(text, add_special_tokens=is_special)
-        texts = None
-        if payload.return_token_strs:
-            texts = await context.encoder.run(_token_texts, tokenizer, ids)
+        with context.encoder.counted():
+            ids, texts = await run_bounded(context, request, lambda: self._tokenize(payload))
         return JSONBody(
             {
                 "tokens": ids,
@@ -59,11 +53,30 @@ class _TokenizerRoutes:
             }
         )
 
-    async def detokenize(self, payload: DetokenizeRequest) -> Response:
+    async def _tokenize(self, payload: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+        """Token ids of a text or a conversation, and the texts of each if they are wanted."""
+        encoder = self._context.encoder
+        if payload.messages is not None:
+            trusted = self._context.options.trust_request_chat_template
+            options = ChatOptions(payload, is_template_trusted=trusted)
+            messages = [message.to_message() for message in payload.messages]
+            ids = await encoder.encode_chat(messages, options, is_prompt=False)
+        else:
+            ids = await encoder.encode_text(
+                payload.prompt or "",
+                add_special_tokens=payload.add_special_tokens is not False,
+                is_prompt=False,
+            )
+        if not payload.return_token_strs:
+            return ids, None
+        return ids, await encoder.run(_token_texts, encoder.tokenizer, ids, size=len(ids))
+
+    async def detokenize(self, payload: DetokenizeRequest, request: Request) -> Response:
         """Answers `/detokenize`."""
         context = self._context
-        tokenizer = self._tokenizer()
+        self._tokenizer()
         context.check_model(payload.model)
+        check_queue(context)
         size = context.info.get("vocab_size")
         highest = max(payload.tokens, default=0)
         if size is not None and highest >= size:
@@ -73,12 +86,17 @@ class _TokenizerRoutes:
                 code="token_out_of_range",
                 param="tokens",
             )
-        skip = payload.skip_special_tokens
-        text = await context.encoder.run(tokenizer.decode, payload.tokens, skip)
-        body: dict[str, Any] = {"prompt": text}
+        with context.encoder.counted():
+            return JSONBody(await run_bounded(context, request, lambda: self._detokenize(payload)))
+
+    async def _detokenize(self, payload: DetokenizeRequest) -> dict[str, Any]:
+        encoder, ids, skip = self._context.encoder, payload.tokens, payload.skip_special_tokens
+        decode = encoder.tokenizer.decode
+        body: dict[str, Any] = {"prompt": await encoder.run(decode, ids, skip, size=len(ids))}
         if payload.return_token_strs:
-            body["token_strs"] = await context.encoder.run(_token_texts, tokenizer, payload.tokens)
-        return JSONBody(body)
+            texts = await encoder.run(_token_texts, encoder.tokenizer, ids, size=len(ids))
+            body["token_strs"] = texts
+        return body
 
     async def info(self) -> Response:
         """Answers `/tokenizer_info`."""
@@ -125,8 +143,8 @@ def _text(token: Any) -> str | None:
 
 def tokenizer_router(context: AppContext) -> APIRouter:
     """The routes of the tokenizer."""
-    router, routes = APIRouter(tags=["tokenizer"]), _TokenizerRoutes(context)
-    errors = error_responses(400, 404, 413, 415, 503)
+    router, routes = APIRouter(tags=["tokenizer"], route_class=BodyRoute), _TokenizerRoutes(context)
+    errors = error_responses(400, 404, 413, 415, 429, 503)
     router.add_api_route(
         "/tokenize",
         routes.tokenize,

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of requests that are too large to be parsed on the event loop.
+
+    client ──> temporary file ──> process that parses and measures ──> document within its limits
+
+The file and the process keep the memory of a body out of this process until it is known to be what
+the server takes; a client that leaves ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import marshal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect, Request
+
+from diffulex.server import body_parser
+from diffulex.server.api_errors import CLIENT_CLOSED, ApiError
+from diffulex.server.disconnect import ClientLeftError, run_while_connected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from starlette.responses import Response
+    from starlette.types import Message, Receive
+
+    from diffulex.server.app_options import AppContext
+
+__all__ = ["BodyRoute", "LargeBodies"]
+
+#: Bodies up to so many bytes are parsed on the event loop, within a few milliseconds.
+SMALL_BYTES = 128 << 10
+# Processes that parse at a time.
+_MAX_PROCESSES = 2
+# Bodies that wait on disk, in units of the largest one.
+_MAX_HELD = 8
+
+_KINDS = {"chars": "characters", "items": "entries", "ids": "token ids"}
+
+
+class LargeBodies:
+    """Parses large bodies and counts those it holds."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._slots: asyncio.Semaphore | None = None
+        #: Bodies that are read or parsed.
+        self.num_open = 0
+
+    @contextmanager
+    def opened(self) -> Iterator[IO[bytes]]:
+        """A file for a body; the bytes that `take` counted are given back at its end."""
+        self.num_open += 1
+        with tempfile.TemporaryFile(prefix="diffulex-body-") as file:
+            try:
+                yield file
+            finally:
+                self.num_open -= 1
+                self._num_bytes -= file.seek(0, 2)
+
+    def write(self, file: IO[bytes], chunk: bytes, max_bytes: int) -> None:
+        """Adds to a body.
+
+        Args:
+            max_bytes: of one body.
+
+        Raises:
+            ApiError: 429, other bodies take the place there is.
+        """
+        if self._num_bytes + len(chunk) > _MAX_HELD * max_bytes:
+            message = f"body: expected at most {_MAX_HELD} of the largest at a time, got more"
+            raise ApiError(429, message)
+        file.write(chunk)
+        self._num_bytes += len(chunk)
+
+    async def parse(self, file: IO[bytes], limits: Mapping[str, Mapping[str, int]]) -> Any:
+        """The document in a file.
+
+        Raises:
+            RequestValidationError: it is no JSON.
+            ApiError: 400, it is longer than the limits, or cannot be parsed.
+        """
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(_MAX_PROCESSES)
+        async with self._slots:
+            output = await _run_parser(file, limits)
+        if not output:
+            raise ApiError(400, "body: expected fewer values, got more than the server takes")
+        kind, *rest = marshal.loads(output)
+        if kind == "document":
+            return rest[0]
+        if kind == "json":
+            raise RequestValidationError([_json_error(*rest)])
+        if kind == "size":
+            raise _too_long(*rest)
+        raise ApiError(400, f"body: {rest[0]}")
+
+
+async def _run_parser(file: IO[bytes], limits: Mapping[str, Mapping[str, int]]) -> bytes:
+    """The output of the parser's process, which is killed if nobody waits for it any more."""
+    file.flush()
+    file.seek(0)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", str(Path(body_parser.__file__)), json.dumps(limits)),
+        stdin=file,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return output
+
+
+def _json_error(message: str, position: int) -> dict[str, Any]:
+    """As FastAPI reports it."""
+    return {
+        "type": "json_invalid",
+        "loc": ("body", position),
+        "msg": "JSON decode error",
+        "input": {},
+        "ctx": {"error": message},
+    }
+
+
+def _too_long(field: str, kind: str, most: int, got: int) -> ApiError:
+    what = "prompts" if (field, kind) == ("prompt", "items") else _KINDS[kind]
+    code = "context_length_exceeded" if kind in ("chars", "ids") else None
+    message = f"{field}: expected at most {most} {what}, got {got}"
+    return ApiError(400, message, code=code, param=field)
+
+
+class BodyRoute(APIRoute):
+    """A route whose large bodies are parsed in another process and checked in another thread.
+
+    The application's state has the `context` that tells the limits.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler: FastAPI's own for small bodies."""
+        handle = super().get_route_handler()
+        fields = self.dependant.body_params
+        if not fields:
+            return handle
+        (field,) = fields
+
+        async def handle_any(request: Request) -> Response:
+            announced = request.headers.get("content-length", "")
+            if announced.isdecimal() and int(announced) <= SMALL_BYTES:
+                return await handle(request)
+            context: AppContext = request.app.state.context
+            bodies = context.bodies
+            with bodies.opened() as file:
+                head = await _read(request, file, bodies, context.max_body_bytes)
+                if head is None:
+                    document = await _unless_left(
+                        request.receive, lambda: bodies.parse(file, context.body_limits)
+                    )
+            if head is not None:
+                return await handle(Request(request.scope, _replayed(head, request.receive)))
+            value, errors = await asyncio.to_thread(field.validate, document, {}, loc=("body",))
+            if errors:
+                raise RequestValidationError(errors)
+            values = {field.name: value}
+            if self.dependant.request_param_name is not None:
+                values[self.dependant.request_param_name] = request
+            response: Response = await self.endpoint(**values)
+            return response
+
+        return handle_any
+
+
+async def _read(
+    request: Request, file: IO[bytes], bodies: LargeBodies, max_bytes: int
+) -> bytes | None:
+    """Reads a body into the file; returns it if it is small after all, else None."""
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            bodies.write(file, chunk, max_bytes)
+    except ClientDisconnect as error:
+        raise ApiError(CLIENT_CLOSED, "the client closed the connection") from error
+    if size > SMALL_BYTES:
+        return None
+    file.seek(0)
+    return file.read()
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Brings a body that was read already, then what comes."""
+    is_first = True
+
+    async def replay() -> Message:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return replay
+
+
+async def _unless_left(receive: Receive, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    try:
+        return await run_while_connected(receive, lambda _: work())
+    except ClientLeftError as error:
+        raise ApiError(CLIENT_CLOSED, str(error)) from error
