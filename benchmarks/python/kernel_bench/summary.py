@@ -27,7 +27,8 @@ def _us(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _median(row: Row, name: str | None = None) -> float | None:
+def _median(row: Row, name: str | None = None) -> Any:
+    """Of the op, or of a peer; None = not timed."""
     timing = row["time"] if name is None else row["peers"].get(name)
     return None if timing is None else timing["median"]
 
@@ -45,6 +46,22 @@ def _counts(rows: list[Row]) -> list[str]:
     warm = sum(row["cache"] == "warm" for row in rows)
     below = sum(row["is_below_floor"] for row in rows)
     return [f"{', '.join(parts)}; {warm} rows are warm, {below} are below their floor.", ""]
+
+
+def _misses(rows: list[Row]) -> list[str]:
+    """Every verdict that is a miss, with what the row takes of its target."""
+    found = [
+        [
+            f"{row['op']}, {row['shape']}", _us(_median(row)), _us(row["time"]["p10"]), kind,
+            _us(row["targets"][kind]), f"{_median(row) / row['targets'][kind]:.2f}",
+        ]
+        for kind in TARGET_KINDS
+        for row in rows
+        if row["verdicts"].get(kind) == "FAIL"
+    ]  # fmt: skip
+    if not found:
+        return ["No row misses a target.", ""]
+    return _table(("missed", "us", "p10", "by", "target", "of target"), found)
 
 
 def _attention(rows: list[Row]) -> list[str]:
@@ -114,7 +131,7 @@ _PARTS: tuple[tuple[str, Callable[[list[Row]], list[str]]], ...] = (
 def tables(content: dict[str, Any]) -> str:
     """Markdown of a whole result."""
     rows = [row for row in content["results"] if row["time"] is not None]
-    lines = _counts(rows)
+    lines = _counts(rows) + _misses(rows)
     for pattern, show in _PARTS:
         part = [row for row in rows if re.match(pattern, f"{row['section']} {row['op']}")]
         if part:

@@ -309,6 +309,8 @@ def test_report_and_summary_say_the_same(bench, ceilings, tmp_path):
     tables = bench.summary.tables(content)
     assert "0 of 1 rows meet their peer target, 0 of 0" in tables
     assert "1 rows are warm" in tables
+    assert "| block_attention, 1 x 1 | 10.0 | 9.0 | peer | 9.9 | 1.01 |" in tables
+    assert "goal | 11.0" not in tables
     assert "| 1 x 1 | 10.0 | 9.9 | 12.5 | 9.9 |" in tables
     assert "| 1 x 1 | zipf | 10.0 | 4.0 |  |  | 11.0 | goal pass |" in tables
     assert "token_stats" not in tables
