@@ -6,9 +6,11 @@ Puts scheduler, runner and tokenizer together. The steps themselves are in step_
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,10 +60,10 @@ class Diffulex:
     def __init__(
         self, model: str = "demo", *, show_progress: bool = False, **settings: Any
     ) -> None:
-        facts = read_model_facts(model, settings)
-        config = Config.resolve(model, facts, settings)
-        module = _load(config, facts, show_progress)
-        self._assemble(config, module, facts.tokenizer)
+        with _memory_back_on_failure():
+            facts = read_model_facts(model, settings)
+            config = Config.resolve(model, facts, settings)
+            self._assemble(config, _load(config, facts, show_progress), facts.tokenizer)
 
     @classmethod
     def from_components(cls, config: Config, model: Any, tokenizer: Tokenizer | None) -> Diffulex:
@@ -70,7 +72,8 @@ class Diffulex:
         Without a tokenizer prompts are token ids and texts are empty.
         """
         engine = cls.__new__(cls)
-        engine._assemble(config, model, tokenizer)
+        with _memory_back_on_failure():
+            engine._assemble(config, model, tokenizer)
         return engine
 
     def _assemble(self, config: Config, model: Any, tokenizer: Tokenizer | None) -> None:
@@ -354,7 +357,11 @@ class Diffulex:
     # Life cycle.
 
     def close(self) -> None:
-        """Ends every request and releases the memory. Idempotent."""
+        """Ends every request and releases the memory. Idempotent.
+
+        Inside the handler of an exception that a step raised, the traceback holds parts of the engine
+        until the handler ends.
+        """
         if self._loop.is_closed:
             return
         self._loop.close()
@@ -375,6 +382,25 @@ class Diffulex:
 
     def _encode(self, prompt: Prompt, use_chat_template: bool) -> tuple[int, ...]:
         return encode_prompt(prompt, self.config, self._tokenizer, use_chat_template)
+
+
+@contextlib.contextmanager
+def _memory_back_on_failure() -> Iterator[None]:
+    """Frees what a construction had made before it failed.
+
+    Whoever handles the error may try again with other settings: the frames of its traceback must not
+    hold a model and a cache meanwhile, so they lose their variables.
+    """
+    handled = sys.exc_info()[1]
+    try:
+        yield
+    except BaseException as error:
+        link: BaseException | None = error
+        while link is not None and link is not handled:
+            traceback.clear_frames(link.__traceback__)
+            link = link.__cause__ or link.__context__
+        torch.cuda.empty_cache()  # nothing without CUDA
+        raise
 
 
 def _load(config: Config, facts: ModelFacts, show_progress: bool) -> Any:

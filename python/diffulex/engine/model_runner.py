@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from diffulex.engine.attention_workspace import AttentionWorkspace, decode_workspace_bytes
-from diffulex.engine.batch import AttnMetadata, PlanViews, StepBuffers, StepShape
+from diffulex.engine.attention_workspace import AttentionWorkspace
+from diffulex.engine.batch import PlanViews, StepBuffers, StepShape
 from diffulex.engine.context_classes import ContextClasses
 from diffulex.engine.decode_graphs import Bucket, DecodeGraphs, ForwardGraphs, decode_buckets
 from diffulex.engine.decode_loop import DecodeLoop, has_graph_of_logits
 from diffulex.engine.kv_cache import KVCache, KvLayoutName
 from diffulex.engine.model_call import ModelCall
+from diffulex.engine.open_engines import memory_holders, register_open
 from diffulex.engine.row_watch import RowWatch
 from diffulex.engine.sampler_feed import SamplerFeed
+from diffulex.engine.step_forward import StepForward
 from diffulex.engine.warm_up import GraphMemory, free_device_bytes, max_logits_rows
 from diffulex.errors import ConfigError
 from diffulex.layers.linear import pack_weights
 from diffulex.logging import get_logger, warn_once
-from diffulex.ops.attention import MaskKind
-from diffulex.ops.workspace import empty_workspace
 from diffulex.sampler.selection import make_sampler
 
 if TYPE_CHECKING:
@@ -68,10 +68,11 @@ class ModelRunner:
             self._cache = self._make_cache(1)
         self._buffers: StepBuffers | None = None
         self._feed: SamplerFeed | None = None
+        self._prepared_forward: StepForward | None = None
         self._decode_loop: DecodeLoop | None = None
-        self._decode_workspace: Tensor | None = None
         #: Looks at logits on the host while a request asks for it; see its file.
         self.row_watch = RowWatch(config, self.sampler)
+        register_open(self)
 
     def decide_num_pages(self) -> int:
         """Size of the page pool from the memory that is left.
@@ -100,7 +101,7 @@ class ModelRunner:
             raise ConfigError(
                 f"num_pages: expected memory for at least {per_request} pages of {page_bytes}"
                 f" bytes (one request of max_model_len {self.config.scheduler.max_model_len}),"
-                f" got {max(budget, 0)} bytes"
+                f" got {max(budget, 0)} bytes{memory_holders(self) if self._is_cuda else ''}"
             )
         return int(num_pages)
 
@@ -125,10 +126,9 @@ class ModelRunner:
             self._feed = SamplerFeed(options, self._buffers.sampler, self._call.signals)
             if options.logits_shift:
                 self._keep_rows(options.max_num_reqs)
-            num_bytes = decode_workspace_bytes(
-                config.model.spec, self._graphs.shapes(), self.device.type
+            self._prepared_forward = StepForward(
+                config, self._call, self._cache, self._buffers, self._graphs.shapes()
             )
-            self._decode_workspace = empty_workspace(num_bytes, self.device)
             if has_loop:
                 self._make_decode_loop(options)
             logger.info(
@@ -191,17 +191,8 @@ class ModelRunner:
             self._step_buffers,
             self._sampler_feed,
             self._graphs,
-            self._bucket_forward,
+            self._step_forward.run_bucket,
         )
-
-    def _bucket_forward(self, bucket: Bucket) -> Tensor:
-        """Hidden states of a padded decode step from the static arrays."""
-        num_reqs, rows, max_context_len = bucket
-        views = self._step_buffers.views
-        metadata = self._metadata(
-            views, bucket.num_rows, num_reqs, rows, max_context_len, self._decode_workspace
-        )
-        return self._call(views, bucket.num_rows, metadata, self._cache)
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         """Makes the model's device current: launches, events and graphs go by the current one."""
@@ -320,6 +311,12 @@ class ModelRunner:
             raise RuntimeError("ModelRunner: expected prepare() before the first step")
         return self._feed
 
+    @property
+    def _step_forward(self) -> StepForward:
+        if self._prepared_forward is None:
+            raise RuntimeError("ModelRunner: expected prepare() before the first step")
+        return self._prepared_forward
+
     def _forward(self, views: PlanViews, shape: StepShape, plan: _core.StepPlan) -> Tensor:
         max_context_len = plan.max_context_len
         if self._is_cuda and plan.uniform_q_len:
@@ -328,10 +325,9 @@ class ModelRunner:
                 shape.num_reqs, plan.uniform_q_len, plan.max_context_len
             )
         workspace = self._workspace.of(shape.num_reqs, plan.max_seqlen_q, max_context_len)
-        metadata = self._metadata(
+        return self._step_forward.run(
             views, shape.num_rows, shape.num_reqs, plan.max_seqlen_q, max_context_len, workspace
         )
-        return self._call(views, shape.num_rows, metadata, self._cache)
 
     def _sample(
         self,
@@ -364,34 +360,6 @@ class ModelRunner:
             is_known = is_known and self._wants_loop(strategy)
         return is_known and has_graph_of_logits(self.config, bucket)
 
-    def _metadata(
-        self,
-        views: PlanViews,
-        num_rows: int,
-        num_reqs: int,
-        max_seqlen_q: int,
-        max_context_len: int,
-        workspace: Tensor | None,
-    ) -> AttnMetadata:
-        return AttnMetadata(
-            page_tables=views.page_tables[:num_reqs],
-            cu_seqlens_q=views.cu_seqlens_q[: num_reqs + 1],
-            context_lens=views.context_lens[:num_reqs],
-            valid_slices=views.valid_slices[:num_reqs],
-            mask_kinds=views.mask_kinds[:num_reqs],
-            prefix_lens=views.prefix_lens[:num_reqs],
-            padded_prefix_lens=views.padded_prefix_lens[:num_reqs],
-            q_starts=None,
-            slot_mapping=views.slot_mapping[:num_rows],
-            block_size=self.config.att_block_size,
-            page_size=self.config.cache.page_size,
-            max_seqlen_q=max_seqlen_q,
-            max_context_len=max_context_len,
-            num_splits=0,
-            kv_layout=self._cache.kv_layout,
-            workspace=workspace,
-        )
-
     def _no_graph_reason(self) -> str | None:
         kernel = self.config.kernel
         if kernel.enforce_eager:
@@ -406,39 +374,16 @@ class ModelRunner:
         shapes = self._graphs.shapes()
         most = max(bucket.num_rows for bucket in shapes)
         # With a loop these graphs are for steps it does not take, captured when one comes.
+        forward = self._step_forward
         self._graphs.forwards = ForwardGraphs(
-            self.config, most, self._fill_capture_inputs, self._bucket_forward
+            self.config, most, forward.fill_bucket, forward.run_bucket
         )
         if self._decode_loop is not None:
-            self._decode_loop.capture(self._fill_capture_inputs)
+            self._decode_loop.capture(forward.fill_bucket)
         else:
             self._graphs.forwards.capture(shapes)
         taken = free - torch.cuda.mem_get_info(self.device)[0]
         logger.info("CUDA graphs: %d shapes, %.1f MiB", len(shapes), taken / 2**20)
-
-    def _fill_capture_inputs(self, bucket: Bucket) -> None:
-        """Real rows over one cached page, nothing stored: kernels must not see empty contexts."""
-        num_reqs, rows, max_context_len = bucket
-        views = self._step_buffers.views
-        offsets = torch.arange(num_reqs + 1, dtype=torch.int32, device=self.device) * rows
-        views.input_ids.zero_()
-        views.positions.zero_()
-        views.slot_mapping.fill_(-1)
-        views.page_tables.fill_(-1)
-        views.page_tables[:num_reqs, 0] = 0
-        views.cu_seqlens_q[: num_reqs + 1] = offsets
-        views.valid_slices[:num_reqs] = offsets[1:]
-        views.context_lens[:num_reqs] = min(self.config.cache.page_size, max_context_len)
-        is_canvas = self._call.signals is not None
-        kind = MaskKind.FULL if is_canvas else MaskKind.BLOCK_CAUSAL
-        if rows < self.config.decode_rows:
-            kind = MaskKind.CACHE_ONLY
-        views.mask_kinds[:num_reqs] = int(kind)
-        views.merge_mask.zero_()
-        views.last_row_index.fill_(-1)
-        views.logits_source.fill_(-1)
-        views.row_pass_kind.fill_(1)
-        views.row_self_cond.fill_(-1)
 
     def _make_cache(self, num_pages: int) -> KVCache:
         cache = self.config.cache

@@ -195,13 +195,13 @@ def long_run(
     """Batches in turn; within one, requests that join late prefill between decode steps."""
     with model.engine(**{**LONG, **settings}) as engine:
         runner = engine._runner
-        workspace = runner._decode_workspace
+        workspace = runner._step_forward.decode_workspace
         address = None if workspace is None else workspace.data_ptr()
         runs = [engine.generate(*long_requests(size), summary=False) for size in batch_sizes]
         if runner.graph_buckets:
             # The graphs read this memory for as long as they live, whatever eager steps needed.
             assert workspace is not None
-            assert runner._decode_workspace is workspace
+            assert runner._step_forward.decode_workspace is workspace
             assert workspace.data_ptr() == address
             eager = runner._workspace.memory
             assert eager is None or eager.data_ptr() != address
