@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from diffulex.engine.detokenizer import robust_decode
 from diffulex.engine.metrics import RequestMetrics, RunStats, ratio
+from diffulex.finish_reasons import openai_finish_reason
 from diffulex.logging import format_duration, get_logger
 
 if TYPE_CHECKING:
@@ -24,30 +25,12 @@ __all__ = [
     "StepOutput",
     "StreamEvent",
     "decode_token_ids_robust",
-    "openai_finish_reason",
 ]
 
 logger = get_logger(__name__)
 
 # Shorter runs are timer noise (the run-level throughput divides by at least this).
 _MIN_RUN_SECONDS = 1e-3
-
-_OPENAI_REASONS = {
-    "eos_token_generated": "stop",
-    "stop": "stop",
-    "max_new_tokens_reached": "length",
-    "max_model_len_reached": "length",
-    "max_nfe_reached": "length",
-    "max_repetition_run_reached": "stop",
-    "aborted": "abort",
-    "rejected": "error",
-    "error": "error",
-}
-
-
-def openai_finish_reason(completion_reason: str) -> str:
-    """`stop`, `length`, `abort` or `error` for a detailed reason."""
-    return _OPENAI_REASONS[completion_reason]
 
 
 @dataclass(frozen=True, slots=True)

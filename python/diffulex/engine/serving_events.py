@@ -11,12 +11,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from diffulex.engine.answer_text import Piece
+from diffulex.finish_reasons import openai_finish_reason
 from diffulex.server.protocol import (
     ServingBufferSnapshot,
     ServingDelta,
     ServingError,
     ServingReply,
-    openai_finish_reason,
 )
 
 if TYPE_CHECKING:

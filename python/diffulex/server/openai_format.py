@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from diffulex.finish_reasons import openai_finish_reason
 from diffulex.server.generation import Generation
 from diffulex.server.logprob_format import chat_logprobs, completion_logprobs
 from diffulex.server.protocol import (
@@ -18,7 +19,6 @@ from diffulex.server.protocol import (
     ServingEvent,
     ServingReply,
     StreamMode,
-    openai_finish_reason,
 )
 from diffulex.server.request_schema import ChatCompletionRequest
 from diffulex.server.sse import sse

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
+from diffulex.finish_reasons import openai_finish_reason
 from diffulex.sampling_params import DECODING_FIELDS, SamplingParams
 from diffulex.server.wire_maps import PROTOCOL_VERSION, ProtocolVersionError, WireMaps
 
@@ -52,22 +53,6 @@ __all__ = [
 
 StreamMode = Literal["block_append", "denoise", "both"]
 STREAM_MODES: tuple[str, ...] = get_args(StreamMode)
-
-_OPENAI_REASONS = {
-    "eos_token_generated": "stop",
-    "stop": "stop",
-    "completed_without_reason": "stop",
-    "unknown_postprocess_deactivate": "stop",
-    "max_new_tokens_reached": "length",
-    "max_model_len_reached": "length",
-    "max_nfe_reached": "length",
-    "max_repetition_run_reached": "length",
-}
-
-
-def openai_finish_reason(finish_detail: str | None) -> str:
-    """`stop` or `length` for the engine's reason; what is delivered knows no other."""
-    return _OPENAI_REASONS.get(finish_detail or "", "stop")
 
 
 class _Tagged:

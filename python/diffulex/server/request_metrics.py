@@ -16,6 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from diffulex.finish_reasons import openai_finish_reason
 from diffulex.server.app_options import state_name
 
 if TYPE_CHECKING:
@@ -128,8 +129,6 @@ class RequestMetrics:
         self._aborted.labels(self._model, reason).inc()
 
     def _observe_reply(self, reply: ServingReply) -> None:
-        from diffulex.server.protocol import openai_finish_reason  # noqa: PLC0415
-
         detail = reply.finish_detail or reply.finish_reason or "completed_without_reason"
         reason = openai_finish_reason(detail)
         self._finished.labels(self._model, reason, detail).inc()

@@ -126,6 +126,8 @@ def test_max_nfe_and_repetition(tiny: TinyModel) -> None:
         params = SamplingParams(max_tokens=20, ignore_eos=True, max_repetition_run=1)
         output = engine.generate([[1, 2, 3, 4]], params, summary=False)[0]
         assert output.completion_reason == "max_repetition_run_reached"
+        assert output.finish_reason == "length"
+        assert output.is_truncated
         assert len(output.token_ids) >= 1
 
 

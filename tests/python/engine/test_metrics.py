@@ -12,7 +12,6 @@ from diffulex.engine.output import (
     GenerationOutputs,
     RequestOutput,
     decode_token_ids_robust,
-    openai_finish_reason,
 )
 from diffulex.engine.progress import Progress, ProgressInfo
 
@@ -155,7 +154,6 @@ def test_summary_and_formats(caplog: pytest.LogCaptureFixture) -> None:
     assert run[0].full_token_ids == (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
     assert [output.finish_reason for output in run] == ["stop", "length"]
     assert [output.is_truncated for output in run] == [False, True]
-    assert openai_finish_reason("aborted") == "abort"
 
 
 def test_robust_decoding_skips_ids_without_a_string() -> None:
