@@ -18,6 +18,7 @@ import gc
 import shlex
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -58,20 +59,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def run_section(name: str, args: argparse.Namespace, ceilings: Ceilings) -> list[Result]:
-    """Runs the cases one by one and prints each line as it comes."""
+def run_section(
+    name: str, args: argparse.Namespace, ceilings: Ceilings, errors: list[str]
+) -> list[Result]:
+    """Runs the cases one by one and prints each line as it comes; adds to `errors` what raised."""
     print(f"\n## {name}\n\n{HEADER}", flush=True)
     results = []
     is_small = args.device == "cpu"
     cases = SECTIONS[name](args.device, is_small)
     while True:
+        what = name
         try:
-            case = next(cases)
-        except StopIteration:
-            break
-        results.append(case.run(args.check == "first", ceilings))
-        print(row(results[-1]), flush=True)
-        del case
+            case = next(cases, None)
+            if case is None:
+                break
+            what = f"{name}: {case.op}, {case.shape}"
+            results.append(case.run(args.check == "first", ceilings))
+            print(row(results[-1]), flush=True)
+        except Exception as error:  # one case must not cost the table of the others
+            traceback.print_exc()
+            errors.append(f"{what}: {type(error).__name__}: {error}"[:400])
+        # A generator that raised has ended.
+        case = None
         gc.collect()
         if not is_small:
             torch.cuda.empty_cache()
@@ -87,16 +96,20 @@ def main(argv: list[str] | None = None) -> int:
     facts = fingerprint(ceilings)
     print("\n".join(f"{name}: {value}" for name, value in facts.items()))
     results: list[Result] = []
+    errors: list[str] = []
+    facts["errors"] = errors
     command = shlex.join(["python", "benchmarks/python/bench_kernels.py", *(argv or sys.argv[1:])])
     for name in args.only:
-        results += run_section(name, args, ceilings)
+        results += run_section(name, args, ceilings, errors)
         # After each section, so that a run that is cut off leaves what it has measured.
         if args.json is not None:
             write_json(args.json, facts, results)
         if args.markdown is not None:
             args.markdown.write_text(document(command, facts, results), encoding="utf-8")
     print(f"\n{counts(results)}; {time.perf_counter() - start:.0f} s")
-    return 0 if all(result.is_correct for result in results) else 1
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return 0 if not errors and all(result.is_correct for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -261,9 +261,9 @@ def _keep(
 ) -> None:  # fmt: skip
     """Adds a peer that runs and, where its mask is ours, computes the same."""
     first = sets[0]
+    problem.call(first)
+    ours = first.out.double()
     try:
-        problem.call(first)
-        ours = first.out.double()
         first.out.fill_(float("nan"))
         run(first)
         difference = float((first.out.double() - ours).norm() / ours.norm())

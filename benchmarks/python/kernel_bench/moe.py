@@ -106,6 +106,7 @@ def _peers(
     """Other implementations of the whole op, and those that cannot be run."""
     found: dict[str, list[Callable[[], object]]] = {}
     absent = {"FlashInfer fused MoE": peers.flashinfer_fused_moe()}
+    ours = ops.fused_moe(x, layer.w13, layer.w2, weights, routes[0]).double()
     for name, (experts, reason) in {
         "torch grouped_mm": peers.torch_grouped_experts(),
         "vLLM Triton": peers.vllm_fused_experts(),
@@ -114,7 +115,6 @@ def _peers(
             absent[name] = reason
             continue
         try:
-            ours = ops.fused_moe(x, layer.w13, layer.w2, weights, routes[0]).double()
             theirs = experts(x, layer.w13, layer.w2, weights, routes[0]).double()
             difference = float((theirs - ours).norm() / ours.norm())
         except Exception as error:  # a peer may not support a shape

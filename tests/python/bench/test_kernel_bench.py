@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ def bench(monkeypatch):
     """The modules of the benchmark by name."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     names = (
-        "agreement", "attention", "ceilings", "linear", "moe", "report", "sampler", "small_ops",
+        "agreement", "attention", "ceilings", "linear", "moe", "peers", "report", "sampler", "small_ops",
         "summary", "table", "timing",
     )  # fmt: skip
     return SimpleNamespace(**{name: import_module(f"kernel_bench.{name}") for name in names})
@@ -181,6 +183,92 @@ def test_quantiles_are_samples(bench):
     assert timing.minus(2.5) == bench.timing.Timing(22.5, 2.5, 42.5)
 
 
+class FakeDevice:
+    """A device on which an op takes 10 us, overlaps 2 us of an op in front, and a barrier 1.5 us."""
+
+    def __init__(self):
+        self.now, self.tape, self.launches = 0.0, None, 0
+        self.cuda = SimpleNamespace(
+            is_available=lambda: True,
+            synchronize=lambda: None,
+            clock_rate=lambda: 1700,
+            power_draw=lambda: 650_000,
+            current_stream=lambda: SimpleNamespace(wait_stream=lambda _: None),
+            Stream=lambda: SimpleNamespace(wait_stream=lambda _: None),
+            stream=lambda _: nullcontext(),
+            Event=lambda **_: FakeEvent(self),
+            CUDAGraph=lambda: FakeGraph(self),
+            graph=self.capture,
+        )
+
+    @contextmanager
+    def capture(self, graph):
+        self.tape = graph.tape
+        yield
+        self.tape = None
+
+    def launch(self, kind):
+        if self.tape is None:
+            self.run([kind])
+        else:
+            self.tape.append(kind)
+
+    def run(self, kinds):
+        self.launches += len(kinds)
+        for before, kind in zip(["", *kinds], kinds):
+            overlap = 2.0 if before == kind == "op" else 0.0
+            self.now += (10.0 if kind == "op" else 1.5) - overlap
+
+    def zeros(self, *_, **__):
+        return SimpleNamespace(add_=lambda _: self.launch("barrier"))
+
+
+class FakeEvent:
+    def __init__(self, device):
+        self.device, self.time = device, 0.0
+
+    def record(self):
+        self.time = self.device.now
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, stop):
+        return (stop.time - self.time) / 1e3
+
+
+class FakeGraph:
+    def __init__(self, device):
+        self.device, self.tape = device, []
+
+    def replay(self):
+        self.device.run(self.tape)
+
+
+def test_alone_is_without_overlap(bench, monkeypatch):
+    device = FakeDevice()
+    monkeypatch.setattr(bench.timing, "torch", device)
+    bench.timing._barrier_us.cache_clear()
+    calls = [lambda: device.launch("op")] * 3
+    timing, clocks = bench.timing.time_and_watch(calls)
+    # Replays last 200 us at least: 24 or 25 of these, of which the first overlaps nothing.
+    assert timing.median == pytest.approx(8.0, abs=0.1)
+    assert clocks == bench.timing.Clocks(1700.0, 650.0)
+    before = device.launches
+    assert bench.timing.time_alone(calls).median == pytest.approx(10.0)
+    assert device.launches > before
+    bench.timing._barrier_us.cache_clear()
+
+
+def test_clocks_that_cannot_be_read_are_missing(bench, monkeypatch):
+    device = FakeDevice()
+    device.cuda.clock_rate = lambda: 1 / 0
+    monkeypatch.setattr(bench.timing, "torch", device)
+    timing, clocks = bench.timing.time_and_watch([lambda: device.launch("op")])
+    assert clocks is None
+    assert timing.median > 0
+
+
 def brute_visible(shape):
     """Pairs under the block-causal mask of every request, one by one."""
     return sum(
@@ -247,6 +335,81 @@ def result_of(bench, **settings):
         "peers": {"FA3": timing(9.9, 9.8, 10.0)}, "peers_alone": {"FA3": timing(9.95, 9.9, 10.0)},
     }  # fmt: skip
     return bench.report.Result(**base | settings)
+
+
+def test_case_that_raises_is_reported_and_the_others_run(bench, monkeypatch, tmp_path, capsys):
+    real, path = ops.act_and_mul, tmp_path / "kernels.json"
+
+    def refuse(*args, **kwargs):
+        raise ValueError("out of luck")
+
+    monkeypatch.setattr(ops, "act_and_mul", refuse)
+    program = import_module("bench_kernels")
+    arguments = ["--device", "cpu", "--only", "small", "--check", "only", "--json", str(path)]
+    assert program.main(arguments) == 1
+    content = json.loads(path.read_text())
+    assert content["machine"]["errors"] == ["small: act_and_mul, 3 x 96: ValueError: out of luck"]
+    found = {result["op"] for result in content["results"]}
+    assert {"add_rms_norm", "store_kv_cache", "moe_permute"} <= found
+    assert "out of luck" in capsys.readouterr().err
+    monkeypatch.setattr(ops, "act_and_mul", real)
+    assert program.main(arguments) == 0
+    assert json.loads(path.read_text())["machine"]["errors"] == []
+
+
+@pytest.fixture
+def fake_fa3(bench, monkeypatch):
+    """A package in the place of FA3's: attention to all keys, and counts of its calls."""
+    counts = SimpleNamespace(metadata=0, with_metadata=0, calls=0, factor=1.0)
+
+    def get_scheduler_metadata(*, batch_size, cache_seqlens, cu_seqlens_q, **_):
+        assert len(cache_seqlens) == batch_size == len(cu_seqlens_q) - 1
+        counts.metadata += 1
+        return torch.zeros(4)
+
+    def flash_attn_varlen_func(
+        q, k, v, *, cu_seqlens_q, seqused_k, block_table, out, scheduler_metadata, fa_version, **_
+    ):
+        assert fa_version == 3
+        counts.calls += 1
+        counts.with_metadata += scheduler_metadata is not None
+        group = q.size(1) // k.size(2)
+        for index, keys in enumerate(seqused_k.tolist()):
+            rows = slice(*cu_seqlens_q[index : index + 2].tolist())
+            pages = block_table[index].long()
+            part = [x[pages].flatten(0, 1)[:keys].float() for x in (k, v)]
+            k_part, v_part = (x.repeat_interleave(group, 1).transpose(0, 1) for x in part)
+            weights = q[rows].float().transpose(0, 1) @ k_part.mT / q.size(2) ** 0.5
+            out[rows] = counts.factor * (weights.softmax(-1) @ v_part).transpose(0, 1)
+
+    package = SimpleNamespace(
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        get_scheduler_metadata=get_scheduler_metadata,
+    )
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", package)
+    bench.peers._attribute.cache_clear()
+    yield counts
+    bench.peers._attribute.cache_clear()
+
+
+def test_fa3_gets_its_metadata_once(bench, ceilings, fake_fa3):
+    shape = bench.attention.Shape(2, 64, 32, 4, 2, 64, page=16)
+    case = bench.attention._case("attention", shape, "cpu")
+    assert set(case.peers) == {"FA3", "FA3 without metadata"}
+    assert case.judges == ("FA3",)
+    result = case.run(True, ceilings)
+    assert result.is_correct
+    assert set(result.peers) == set(case.peers)
+    assert fake_fa3.metadata == 1
+    assert 3 < fake_fa3.with_metadata < fake_fa3.calls
+
+
+def test_a_peer_that_computes_something_else_is_not_timed(bench, fake_fa3):
+    fake_fa3.factor = 1.05
+    shape = bench.attention.Shape(2, 64, 32, 4, 2, 64)
+    case = bench.attention._case("attention", shape, "cpu")
+    assert not case.peers
+    assert "differs from ours" in case.absent["FA3"]
 
 
 def test_every_target_has_its_own_verdict(bench):
