@@ -31,7 +31,7 @@ class ServingEngine(DiffulexAsyncEngineMixin):
 
     Args:
         engine: owned from now on; `exit` closes it.
-        profiler_config: as in docs/configuration; None: profiling is off.
+        profiler_config: what the profiler flags of docs/server_flags.md say; None: profiling is off.
         load_time_s: of the whole engine, for the readiness report.
         chat_template: text of a template that replaces the tokenizer's.
     """

@@ -59,7 +59,6 @@ _SERVING_KEYS = ("profiler_config", "chat_template")
 
 def default_engine_factory(model: str, **engine_kwargs: Any) -> Any:
     """An engine that serves `model`; `profiler_config` and `chat_template` are its server's."""
-    import diffulex.strategy  # noqa: F401, PLC0415 (registers the built-in strategies)
     from diffulex.engine.engine import Diffulex  # noqa: PLC0415 (imports torch)
     from diffulex.engine.serving_engine import ServingEngine  # noqa: PLC0415
 

@@ -101,13 +101,18 @@ def _worker_kwargs(args: ServerArgs) -> dict[str, Any]:
     return kwargs
 
 
-def start_backend(args: ServerArgs, command_addr: str, event_addr: str) -> BaseProcess:
-    """Starts a backend and waits until it is ready.
+def start_backend(
+    args: ServerArgs,
+    command_addr: str,
+    event_addr: str,
+    engine_factory: Callable[..., Any] | None = None,
+) -> BaseProcess:
+    """Starts a backend and waits until it is ready: for front ends of other programs.
 
     Raises:
         RuntimeError: it failed to start.
     """
-    backend = _backend(args, command_addr, event_addr)
+    backend = _backend(args, command_addr, event_addr, engine_factory)
     backend.start()
     try:
         backend.wait_ready(args.startup_timeout)

@@ -16,7 +16,8 @@ import pytest
 
 import slow_engine
 from diffulex import SamplingParams
-from diffulex.server import backend_process, heartbeat, supervisor
+from diffulex.server import backend_process, heartbeat, launch, supervisor
+from diffulex.server.args import parse_args
 from diffulex.server.backend_process import BackendProcess, ReadyQueue, describe_exit
 from diffulex.server.backend_worker import ENGINE_DEAD_STATUS
 from diffulex.server.frontend import FrontendManager, OperationFailed, RequestFailed, ServerState
@@ -347,6 +348,24 @@ def test_start_timeout(tmp_path):
     finally:
         backend.process.kill()
         backend.stop()
+
+
+def test_a_backend_for_the_front_end_of_another_program(tmp_path, monkeypatch):
+    monkeypatch.setenv("DIFFULEX_TEST_LOG", str(tmp_path / "log"))
+    args = parse_args(["--model", "demo", "--startup-timeout", str(TIMEOUT_S)])
+    addrs = f"ipc://{tmp_path}/c.ipc", f"ipc://{tmp_path}/e.ipc"
+    process = launch.start_backend(args, *addrs, engine_factory=slow_engine.make_slow)
+    try:
+        assert process.is_alive()
+    finally:
+        process.kill()
+        process.join()
+    before = multiprocessing.active_children()
+    with pytest.raises(
+        RuntimeError, match="failed to start: ValueError: checkpoint: expected weights"
+    ):
+        launch.start_backend(args, *addrs, engine_factory=slow_engine.make_broken)
+    assert multiprocessing.active_children() == before
 
 
 def test_heartbeat_notices_another_parent(tmp_path, monkeypatch):

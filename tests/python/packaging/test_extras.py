@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an extra installs is what the package imports."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
+
+ROOT = Path(__file__).parents[3]
+# Distributions whose module has another name.
+MODULES = {"pyzmq": "zmq", "pyyaml": "yaml", "prometheus-client": "prometheus_client"}
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+@pytest.mark.parametrize("extra", sorted(set(EXTRAS) - {"test", "dev"}))
+def test_an_extra_has_nothing_that_the_package_does_not_import(extra: str) -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "python/diffulex").rglob("*.py"))
+    for requirement in EXTRAS[extra]:
+        distribution = re.split(r"[\[<>=~! ]", requirement)[0].lower()
+        module = re.escape(MODULES.get(distribution, distribution))
+        pattern = rf"^\s*(?:import|from) {module}\b|_require\(\"[^\"]+\", \"{module}\""
+        assert re.search(pattern, source, re.MULTILINE), f"{extra}: {distribution}"
