@@ -310,10 +310,6 @@ class _Resolver:
         values = self._draft.values
         if values["attn_impl"] in ("triton", "triton_grouped"):
             self._draft.change("attn_impl", "auto", "name of an older kernel family")
-        if values["attn_impl"] == "naive":
-            raise ConfigError(
-                "attn_impl: not supported yet, expected auto, cuda or cpu, got 'naive'"
-            )
         self._pick_device()
         is_cuda = values["device"].startswith("cuda")
         if values["attn_impl"] not in ("auto", "cuda" if is_cuda else "cpu"):

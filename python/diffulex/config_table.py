@@ -395,7 +395,7 @@ class KernelConfig:
     attn_impl: str = _key(
         "str",
         "auto",
-        _one_of("auto", "cuda", "cpu", "naive", "triton_grouped", "triton"),
+        _one_of("auto", "cuda", "cpu", "triton_grouped", "triton"),
         "Attention kernels; the triton names of older files mean `auto`.",
     )
     enable_prefill_cudagraph: bool = _inert(

@@ -50,17 +50,9 @@ _DISABLING = {
 _IGNORED = ("deepep_mode", "deepep_num_max_dispatch_tokens_per_rank")
 #: Names of kernels in older servers, and what they mean here.
 _LEGACY_VALUES = {
-    "attn_impl": {"triton_grouped": "auto", "triton": "auto", "reference": "naive"},
-    "moe_gemm_impl": {
-        "triton": "auto",
-        "vllm": "auto",
-        "vllm_modular": "auto",
-        "cutlass": "cuda",
-        "reference": "naive",
-    },
+    "attn_impl": {"triton_grouped": "auto", "triton": "auto"},
+    "moe_gemm_impl": {"triton": "auto", "vllm": "auto", "vllm_modular": "auto"},
 }
-#: Of the table above: names of this server, not of older ones.
-_CURRENT_NAMES = ("reference", "cutlass")
 _LOOPBACK = ("localhost", "::1")
 _SECRET = ("api_key", "ssl_keyfile", "ssl_certfile")
 
@@ -201,7 +193,6 @@ class _ArgsMethods(HttpArgs):
 
 def _check_names(settings: Mapping[str, Any]) -> None:
     """The names of a strategy and of a model, which no checkpoint is needed for."""
-    import diffulex.strategy  # noqa: F401, PLC0415 (registers the built-in strategies)
     from diffulex.config_resolver import check_strategy_name  # noqa: PLC0415
     from diffulex.model.auto_model import check_model_name  # noqa: PLC0415
 
@@ -219,9 +210,8 @@ def _app_options() -> type[Any]:
 
 
 def _renamed(name: str, old: str, new: str) -> str:
-    if old not in _CURRENT_NAMES:
-        text = "--%s %s: deprecated name, read as %s"
-        warn_once(logger, f"legacy {name}", text, name.replace("_", "-"), old, new)
+    text = "--%s %s: deprecated name, read as %s"
+    warn_once(logger, f"legacy {name}", text, name.replace("_", "-"), old, new)
     return new
 
 

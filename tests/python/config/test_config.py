@@ -160,6 +160,16 @@ def test_range(key: str, legal: list[Any], illegal: list[Any]) -> None:
             resolve(**{key: value})
 
 
+def test_every_documented_attention_kernel_exists() -> None:
+    key = CONFIG_TABLE["attn_impl"]
+    for value in key.legal.removeprefix("one of ").split(", "):
+        if value == "cuda":  # for a model on such a device
+            with pytest.raises(ConfigError, match=r"attn_impl: expected auto or the device"):
+                resolve(attn_impl=value)
+        else:
+            assert resolve(attn_impl=value).kernel.attn_impl in ("auto", "cpu")
+
+
 # (key, value the engine does not have, text of the documented range)
 UNSUPPORTED = [
     ("dmax_force_prefill_active", True, "True, False"),

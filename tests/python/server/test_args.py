@@ -147,6 +147,21 @@ def test_legacy_names_are_mapped_with_one_warning(line, name, value, caplog):
 
 
 @pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--attn-impl naive", "attn_impl: expected one of auto, cuda, cpu, triton_grouped, triton"),
+        ("--attn-impl reference", "attn_impl: expected one of auto, cuda, cpu, triton_grouped"),
+        ("--moe-gemm-impl cutlass", "moe_gemm_impl: expected one of auto, cuda, cpu, naive, got"),
+        ("--moe-gemm-impl reference", "moe_gemm_impl: expected one of auto, cuda, cpu, naive, got"),
+        ("--moe-gemm-impl naive", "moe_gemm_impl: only 'auto' is supported so far"),
+    ],
+)
+def test_kernels_that_do_not_exist_are_refused_before_anything_starts(line, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_args(line.split())
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "--deepep-mode normal",
