@@ -32,6 +32,8 @@ bool read_switch(const char* name) {
 struct Switches {
   bool check_data = read_switch("DIFFULEX_CHECK");
   bool batch_invariant = read_switch("DIFFULEX_BATCH_INVARIANT");
+  // Read by the kernels (hopper.h), which have no way to refuse a wrong value.
+  bool force_sm80 = read_switch("DIFFULEX_FORCE_SM80");
 };
 
 /// The switches as they were at the first op call.

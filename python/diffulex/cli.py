@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import shutil
 import sys
 import time
@@ -31,6 +30,7 @@ from diffulex.cli_flags import (
     positive_integer,
     seconds,
 )
+from diffulex.env import get_text, get_unchecked
 from diffulex.errors import ConfigError, DiffulexError, PromptError
 from diffulex.logging import configure
 from diffulex.model.resolve import DEMO, resolve_model
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader left and wants no more
         code = 1
     except Exception as error:  # the last line of defence: never a traceback for a user
-        if os.environ.get("DIFFULEX_LOG_LEVEL", "").lower() == "debug":
+        if get_unchecked("DIFFULEX_LOG_LEVEL").lower() == "debug":
             raise
         code = _report(error)
     finally:
@@ -98,7 +98,7 @@ def _run(arguments: list[str]) -> int:
 
 def _log_level(options: argparse.Namespace) -> str | None:
     """The option, the environment, or what suits the command."""
-    if options.log_level is not None or os.environ.get("DIFFULEX_LOG_LEVEL"):
+    if options.log_level is not None or get_unchecked("DIFFULEX_LOG_LEVEL"):
         level: str | None = options.log_level
         return level
     # An evaluation takes long; without a terminal there is no bar, only log lines.
@@ -320,7 +320,7 @@ def _paint(
         is_terminal=is_terminal,
         columns=size.columns,
         rows=size.lines,
-        has_color="NO_COLOR" not in os.environ,
+        has_color=not get_text("NO_COLOR"),
     )
     delay = options.frame_delay if options.frame_delay is not None else _FRAME_DELAY * is_terminal
     output: RequestOutput | None = None

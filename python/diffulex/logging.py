@@ -11,7 +11,6 @@ import json as _json
 import logging
 import logging.handlers
 import math
-import os
 import sys
 import time
 from typing import Any, Literal
@@ -110,7 +109,7 @@ def configure(
     path = file if file is not None else get_text("DIFFULEX_LOG_FILE")
     as_json = json if json is not None else get_choice("DIFFULEX_LOG_FORMAT") == "json"
     has_color = color == "always" or (
-        color == "auto" and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        color == "auto" and sys.stderr.isatty() and not get_text("NO_COLOR")
     )
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(_JsonFormatter() if as_json else _TextFormatter(has_color))

@@ -8,11 +8,11 @@ division. So there is a graph for every bound up to which the kernels divide ali
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex.env import get_flag
 from diffulex.ops.hopper import has_hopper_kernels
 from diffulex.ops.workspace import attention_splits
 
@@ -34,7 +34,7 @@ class ContextClasses:
         self._shapes = spec.attention_shapes
         device = torch.device(config.model.device)
         # On the CPU, and where nothing may depend on the batch, there is no automatic division.
-        is_invariant = os.environ.get("DIFFULEX_BATCH_INVARIANT") == "1"
+        is_invariant = get_flag("DIFFULEX_BATCH_INVARIANT")
         self._is_dividing = device.type == "cuda" and not is_invariant
         is_half = config.model.dtype in ("bfloat16", "float16")
         self._is_hopper = self._is_dividing and is_half and has_hopper_kernels(device)

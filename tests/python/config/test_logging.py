@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from diffulex import logging as dlog
-from diffulex.env import ENV_VARIABLES, get_flag, get_text
 from diffulex.errors import ConfigError
 
 
@@ -56,11 +55,6 @@ def test_bad_level_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFULEX_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match=r"DIFFULEX_LOG_LEVEL: expected one of .*got 'loud'"):
         dlog.configure()
-    monkeypatch.setenv("DIFFULEX_LOG_PROMPTS", "1")
-    assert get_flag("DIFFULEX_LOG_PROMPTS")
-    monkeypatch.delenv("DIFFULEX_LOG_FILE", raising=False)
-    assert get_text("DIFFULEX_LOG_FILE") == ""
-    assert all(variable.help for variable in ENV_VARIABLES.values())
 
 
 def test_warn_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,6 @@ import dataclasses
 import datetime
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from diffulex.bench.serve.http_stream import Endpoint, HttpClient
 from diffulex.bench.serve.load import LoadPlan, LoadRun, RequestSettings, Sender, run_load, warm_up
 from diffulex.bench.serve.report import ReportSettings, ServeReport, pareto_table, summarize
 from diffulex.cli_flags import integer, number, numbers, positive_integer
+from diffulex.env import get_text
 from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def _finish(options: argparse.Namespace, stem: Path, reports: Sequence[ServeRepo
 def _benchmark(options: argparse.Namespace) -> ServeBenchmark:
     return ServeBenchmark(
         base_url=options.base_url,
-        api_key=options.api_key or os.environ.get("OPENAI_API_KEY"),
+        api_key=options.api_key or get_text("OPENAI_API_KEY") or None,
         tokenizer=options.tokenizer,
         num_warmup=options.warmup,
         request=RequestSettings(
