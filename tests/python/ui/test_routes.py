@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from fnmatch import fnmatch
 from importlib import resources
@@ -105,6 +107,8 @@ def test_routes_are_not_in_the_document_of_the_api(client: TestClient) -> None:
 def test_nothing_comes_from_elsewhere(name: str) -> None:
     text = FILES.joinpath(name).read_text(encoding="utf-8")
     text = text.replace("http://www.w3.org/2000/svg", "")
+    if name.startswith("vendor/"):  # where to report faults of a library
+        text = text.replace("https://github.com/markedjs/", "")
     assert not re.findall(r"(?:https?:)?//[\w-]+\.\w+", text)
     assert "eval(" not in text
     assert "innerHTML" not in text
@@ -115,5 +119,27 @@ def test_wheel_contains_every_file() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (line,) = re.findall(r'^"diffulex\.server\.ui" = \[(.*)\]$', text, re.MULTILINE)
     patterns = re.findall(r'"([^"]+)"', line)
-    for name in (*read_assets(), "index.html"):
-        assert any(fnmatch(name, pattern) for pattern in patterns), name
+    vendored = [f"vendor/{entry.name}" for entry in FILES.joinpath("vendor").iterdir()]
+    for name in (*read_assets(), *vendored, "index.html"):
+        # Patterns of package data are those of a shell: a star ends at a slash.
+        same_depth = [pattern for pattern in patterns if pattern.count("/") == name.count("/")]
+        assert any(fnmatch(name, pattern) for pattern in same_depth), name
+
+
+def test_libraries_are_what_the_registry_has() -> None:
+    """Version, licence and checksum of every file from elsewhere are written down."""
+    folder = FILES.joinpath("vendor")
+    versions = json.loads(folder.joinpath("versions.json").read_text(encoding="utf-8"))
+    licences = {facts["licence_file"] for facts in versions.values()}
+    found = {entry.name for entry in folder.iterdir()}
+    assert found == {"versions.json", *versions, *licences}
+    for name, facts in versions.items():
+        content = folder.joinpath(name).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == facts["sha256"], name
+        assert f"{facts['package']} v{facts['version']}" in content[:300].decode()
+
+
+def test_slash_at_the_end_leads_to_the_page(client: TestClient) -> None:
+    """Where it is not taken off before: from /ui/ the page would look for ui/ui/app.js."""
+    answer = client.get("/ui/")
+    assert (answer.status_code, answer.headers["location"]) == (307, "/ui")

@@ -27,6 +27,8 @@ ASSET_TYPES = {
     ".svg": "image/svg+xml",
 }
 _PAGE = "index.html"
+#: Folder of the libraries from elsewhere; its versions.json says what they are.
+_VENDOR = "vendor"
 _NONCE_MARK = "{{nonce}}"
 #: Beside the content policy: no sniffing, no framing, no address of the page sent anywhere.
 _HEADERS = {
@@ -51,17 +53,19 @@ def render_page(template: str, nonce: str) -> str:
 
 
 def read_assets() -> dict[str, tuple[str, bytes]]:
-    """Media type and content of every file of the page but the page itself, by name."""
+    """Media type and content of every file of the page but the page itself, by path under /ui."""
     assets = {}
-    for entry in resources.files(__name__).iterdir():
-        media_type = ASSET_TYPES.get("." + entry.name.rpartition(".")[2])
-        if media_type is not None:
-            assets[entry.name] = (media_type, entry.read_bytes())
+    here = resources.files(__name__)
+    for prefix, folder in (("", here), (f"{_VENDOR}/", here.joinpath(_VENDOR))):
+        for entry in folder.iterdir():
+            media_type = ASSET_TYPES.get("." + entry.name.rpartition(".")[2])
+            if media_type is not None:
+                assets[prefix + entry.name] = (media_type, entry.read_bytes())
     return assets
 
 
 def mount_ui(app: FastAPI) -> None:
-    """Adds ``GET /ui``, ``GET /ui/<file>`` and ``GET /`` (which leads to the page) to an app.
+    """Adds ``GET /ui``, ``GET /ui/<path>`` and ``GET /`` (which leads to the page) to an app.
 
     The routes need no key: the page holds no secret, and what it calls asks for one.
     """
@@ -97,5 +101,7 @@ def mount_ui(app: FastAPI) -> None:
     async def root(request: Request) -> Response:
         return RedirectResponse(f"{request.scope.get('root_path', '')}/ui", status_code=307)
 
-    for path, endpoint in (("/ui", page), ("/ui/{name}", asset), ("/", root)):
+    # With a slash at its end, what the page refers to would be looked for one folder too deep.
+    routes = (("/ui", page), ("/ui/", root), ("/ui/{name:path}", asset), ("/", root))
+    for path, endpoint in routes:
         app.router.routes.append(Route(path, endpoint, include_in_schema=False))
