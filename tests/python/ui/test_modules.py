@@ -4,36 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import resources
 from typing import Any
 
 import pytest
 
-from fixtures.browser import open_browser
+from fixtures.ui_page import open_modules
 
-_ORIGIN = "http://page.test"
 _MASK = 99
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Any]:
-    files = resources.files("diffulex.server.ui")
-
-    def answer(route: Any) -> None:
-        name = route.request.url.removeprefix(f"{_ORIGIN}/")
-        if name.endswith(".js"):
-            content = files.joinpath(name.removeprefix("ui/")).read_text(encoding="utf-8")
-            route.fulfill(body=content, content_type="text/javascript")
-        elif name.endswith(".css"):
-            content = files.joinpath(name.removeprefix("ui/")).read_text(encoding="utf-8")
-            route.fulfill(body=content, content_type="text/css")
-        else:
-            route.fulfill(body="<!doctype html><title>empty</title>", content_type="text/html")
-
-    with open_browser() as browser:
-        opened = browser.new_page()
-        opened.route("**/*", answer)
-        opened.goto(f"{_ORIGIN}/")
+def page(browser: Any) -> Iterator[Any]:
+    with open_modules(browser) as opened:
         yield opened
 
 

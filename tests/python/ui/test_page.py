@@ -10,83 +10,32 @@ import json
 import os
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fixtures.browser import PageWatch, find_chromium, open_browser
+from fixtures.browser import PageWatch
 from fixtures.live_server import LiveServer, running_server
+from fixtures.ui_page import (
+    LONG_QUESTION,
+    QUESTION,
+    ask,
+    metric,
+    open_page,
+    set_settings,
+    wait_for_end,
+)
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 ROOT = Path(__file__).resolve().parents[3]
 IMAGES = ROOT / "docs" / "images"
 ZOO = ROOT / "examples" / "zoo"
-QUESTION = "Tom has 3 apples. He buys 4 more apples. How many apples does Tom have now?"
 EDITED_QUESTION = (
     "Max owns 110 eggs. He wins 90 eggs in a game. Max gives 93 eggs to Sara and 25 to Sam. "
     "How many eggs does Max have now?"
 )
-LONG_QUESTION = (
-    "Max has 29 stones. Max wins 13 stones in a game. 25 of the stones get lost. 440 more stones "
-    "are shared equally by 5 children with Max. What is the number of stones now?"
-)
-# Counts, on every change of the buffer, what a person could have seen.
-WATCH_CELLS = """
-  window.seen = { masked: 0, sent: 0, changed: 0, committed: 0, blocks: 0 };
-  addEventListener("DOMContentLoaded", () => new MutationObserver(() => {
-    const count = (query) => document.querySelectorAll(`#buffer ${query}`).length;
-    const { seen } = window;
-    const masked = count('.cell[data-state="masked"]');
-    seen.masked = Math.max(seen.masked, masked);
-    // Before the first forward the page draws masks itself; later ones are in snapshots.
-    const nfe = Number(document.querySelector('[data-metric="nfe"]')?.textContent);
-    if (nfe >= 1) seen.sent = Math.max(seen.sent, masked);
-    seen.changed = Math.max(seen.changed, count('.cell[data-change="new"]'));
-    seen.committed = Math.max(seen.committed, count('.cell[data-state="committed"]'));
-    seen.blocks = Math.max(seen.blocks, count(".block"));
-  }).observe(document.documentElement, { subtree: true, childList: true, attributes: true }));
-"""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    find_chromium()
-    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with running_server("--device", "cpu") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as running:
-        yield running
-
-
-@contextmanager
-def open_page(server: LiveServer, browser: Any) -> Iterator[Any]:
-    """A page on which nothing may go wrong until it is closed."""
-    context = browser.new_context(
-        viewport={"width": 1280, "height": 800}, accept_downloads=True, color_scheme="light"
-    )
-    context.set_default_timeout(60_000)  # the host may be busy
-    context.add_init_script(WATCH_CELLS)
-    opened = context.new_page()
-    watch = PageWatch(opened, server.url)
-    opened.goto(f"{server.url}/")
-    opened.locator("#model", has_text=" · ").wait_for()
-    yield opened
-    watch.check()
-    context.close()
-
-
-@pytest.fixture
-def page(server: LiveServer, browser: Any) -> Iterator[Any]:
-    with open_page(server, browser) as opened:
-        yield opened
 
 
 def take_picture(page: Any, name: str, directory: Path) -> None:
@@ -98,26 +47,10 @@ def take_picture(page: Any, name: str, directory: Path) -> None:
     assert len(page.screenshot(path=directory / name)) > 10_000
 
 
-def ask(page: Any, question: str) -> str:
-    """Types a question, waits for the end of the answer, and returns its text."""
-    page.locator("#question").fill(question)
-    page.keyboard.press("Enter")
-    message = page.locator(".message.assistant").last
-    message.locator(".foot", has_text="tokens in").wait_for()
-    return str(message.locator(".text").inner_text())
-
-
-def wait_for_end(page: Any) -> None:
-    """Until the picture, which may be a second behind the text, shows the end."""
-    page.locator(".summary", has_text="End:").wait_for()
-
-
-def metric(page: Any, name: str) -> str:
-    return str(page.locator(f'[data-metric="{name}"]').inner_text())
-
-
 def test_masks_turn_into_the_answer(page: Any) -> None:
-    page.keyboard.type(LONG_QUESTION)  # the question has the focus
+    set_settings(page, formats=False)
+    page.locator("#question").focus()
+    page.keyboard.type(LONG_QUESTION)
     page.get_by_role("slider", name="Speed against quality").press("Home")  # many forwards
     page.locator("#question").press("Enter")
     answer = page.locator(".message.assistant .text")
@@ -170,7 +103,7 @@ def test_timeline_goes_through_the_steps(page: Any, tmp_path: Path) -> None:
 
     page.get_by_role("button", name="First step").click()
     page.get_by_role("combobox", name="Speed of playing").select_option("60")
-    page.get_by_role("button", name="Play", exact=True).click()
+    page.locator(".timeline").get_by_role("button", name="Play").click()
     wait_for_end(page)
 
 
@@ -193,14 +126,13 @@ def test_token_under_the_cursor_is_explained(page: Any) -> None:
 @pytest.mark.parametrize("way", ["button", "key"])
 def test_stop_ends_the_request_on_the_server(page: Any, server: LiveServer, way: str) -> None:
     num_aborted = read_metric(server, "diffulex_request_aborted_total", reason="disconnect")
-    page.locator("#open-settings").click()
-    page.get_by_label("Ignore end of sequence").check()
-    page.get_by_label("Max tokens").fill("440")
-    page.get_by_role("button", name="Done").click()
+    set_settings(page, ignore_eos=True, max_tokens="440")
     slider = page.get_by_role("slider", name="Speed against quality")
     slider.focus()
     page.keyboard.press("Home")
-    assert page.locator("#threshold-value").inner_text() == "accepts at 100 %"
+    assert page.locator("#threshold-value").inner_text() == (
+        "Keeps a token when 100 % sure: more passes, fewer slips"
+    )
 
     with page.expect_request("**/v1/chat/completions") as sent:
         page.locator("#question").fill(QUESTION)
@@ -236,10 +168,8 @@ def read_metric(server: LiveServer, name: str, **labels: str) -> float:
 
 @pytest.mark.parametrize("mode", ["denoise", "block_append"])
 def test_other_stream_modes(page: Any, mode: str) -> None:
-    page.locator("#open-settings").click()
-    page.get_by_label("Stream mode").select_option(mode)
-    page.get_by_role("button", name="Done").click()
-    assert ask(page, QUESTION).splitlines()[-1] == "#### 7"
+    set_settings(page, stream_mode=mode)
+    assert ask(page, QUESTION).splitlines()[-1] == "7"
     if mode == "denoise":
         wait_for_end(page)
     has_cells = page.locator("#buffer .cell").count() > 0
@@ -248,9 +178,10 @@ def test_other_stream_modes(page: Any, mode: str) -> None:
 
 
 def test_recording_as_json(page: Any, tmp_path: Path) -> None:
+    set_settings(page, formats=False)
     answer = ask(page, LONG_QUESTION)
     with page.expect_download() as download:
-        page.get_by_role("button", name="Save JSON").click()
+        page.get_by_role("button", name="Data (JSON)").click()
     download.value.save_as(tmp_path / "recording.json")
     data = json.loads((tmp_path / "recording.json").read_text(encoding="utf-8"))
     assert (data["format"], data["version"]) == ("diffulex-recording", 1)
@@ -265,9 +196,10 @@ def test_recording_as_json(page: Any, tmp_path: Path) -> None:
 
 
 def test_recording_as_a_page_without_a_server(page: Any, browser: Any, tmp_path: Path) -> None:
+    set_settings(page, formats=False)
     answer = ask(page, LONG_QUESTION)
     with page.expect_download() as download:
-        page.get_by_role("button", name="Save replay").click()
+        page.get_by_role("button", name="Replay (HTML)").click()
     file = tmp_path / "replay.html"
     download.value.save_as(file)
     context = browser.new_context(offline=True)
@@ -328,7 +260,8 @@ def contrasts(page: Any) -> dict[str, float]:
               const kinds = [".cell[data-state=committed]", ".legend .cell[data-state=filled]",
                 ".legend .cell[data-change=edit]", ".summary", ".metric dt", ".message.user .text",
                 ".message.assistant .text", ".message .foot", ".message .foot button", "#send",
-                "#model", "#threshold-value", ".knob label", ".block-label", ".legend li"];
+                "#model", "#state", "#threshold-value", ".knob label", ".block-label", ".legend li",
+                "#memory-note", ".exports span", ".meanings summary"];
               return kinds.map((kind) => [kind, contrast(document.querySelector(kind))]);
             }"""
         )
@@ -362,7 +295,7 @@ def test_key_is_asked_for_and_kept_for_the_tab(browser: Any) -> None:
         page.keyboard.press("Enter")
         page.locator("#model", has_text="demo ·").wait_for()
         assert not page.locator("#notice").is_visible()
-        assert ask(page, QUESTION).splitlines()[-1] == "#### 7"
+        assert ask(page, QUESTION).splitlines()[-1] == "7"
         assert page.evaluate("JSON.stringify(localStorage)") == "{}"
         assert "sesame" in page.evaluate("JSON.stringify(sessionStorage)")
         assert watch.foreign == []
@@ -370,11 +303,10 @@ def test_key_is_asked_for_and_kept_for_the_tab(browser: Any) -> None:
 
 
 def test_page_follows_a_server_that_gets_ready(server: LiveServer, browser: Any) -> None:
-    """One that still loads has a name and no facts; one that was away may have others."""
+    """While it loads the page says so; one that was away may have other facts."""
     with urllib.request.urlopen(f"{server.url}/server_info") as answer:
         facts = json.load(answer)
-    loading = {key: facts[key] for key in ("served_model_name", "version", "server_args")}
-    shown: dict[str, Any] = {}
+    shown: dict[str, Any] = {"status": 503, "info": {}}
 
     def answer_with(status: int, info: dict[str, Any]) -> None:
         shown.update(status=status, info=info)
@@ -384,13 +316,16 @@ def test_page_follows_a_server_that_gets_ready(server: LiveServer, browser: Any)
     context = browser.new_context()
     page = context.new_page()
     page.clock.install()
-    page.route("**/health", lambda route: route.fulfill(status=shown["status"]))
+    page.route(
+        "**/health",
+        lambda route: route.fulfill(status=shown["status"], json={"status": "starting"}),
+    )
     page.route("**/server_info", lambda route: route.fulfill(json=shown["info"]))
-    shown.update(status=503, info={**loading, "state": "starting"})
     with page.expect_response("**/health"):
         page.goto(f"{server.url}/ui")
+    page.locator("#away", has_text="The server is loading the model.").wait_for()
     title = page.locator("#model")
-    title.get_by_text("demo", exact=True).wait_for()
+    assert title.inner_text() == ""
     slider = page.get_by_role("slider", name="Speed against quality")
     assert slider.is_disabled()
 
@@ -404,48 +339,6 @@ def test_page_follows_a_server_that_gets_ready(server: LiveServer, browser: Any)
     answer_with(200, {**facts, "device": "elsewhere"})
     title.get_by_text("demo · multi_bd · elsewhere").wait_for()
     assert slider.input_value() == "0"
-    context.close()
-
-
-def test_earlier_turns_are_sent_only_on_request(page: Any) -> None:
-    first = ask(page, QUESTION)
-    for is_wanted in (False, True):
-        if is_wanted:
-            page.locator("#open-settings").click()
-            page.get_by_label("Send the earlier turns along").check()
-            page.get_by_label("System message").fill("Be brief.")
-            page.get_by_role("button", name="Done").click()
-        with page.expect_request("**/v1/chat/completions") as sent:
-            ask(page, LONG_QUESTION)
-        messages = sent.value.post_data_json["messages"]
-        assert messages[-1] == {"role": "user", "content": LONG_QUESTION}
-        if is_wanted:
-            assert messages[0] == {"role": "system", "content": "Be brief."}
-            assert messages[1:3] == [
-                {"role": "user", "content": QUESTION}, {"role": "assistant", "content": first},
-            ]  # fmt: skip
-        else:
-            assert len(messages) == 1
-
-
-def test_refusal_is_shown_and_the_page_goes_on(server: LiveServer, browser: Any) -> None:
-    """Without `open_page`: the browser itself reports an answer of 400 on its console."""
-    context = browser.new_context()
-    page = context.new_page()
-    page.goto(f"{server.url}/ui")
-    page.locator("#model", has_text=" · ").wait_for()
-    page.locator("#open-settings").click()
-    page.get_by_label("Max tokens").fill("5000")
-    page.get_by_role("button", name="Done").click()
-    page.locator("#question").fill(QUESTION)
-    page.keyboard.press("Enter")
-    page.locator("#notice", has_text="5000").wait_for()
-    assert page.locator("#notice").get_attribute("role") == "alert"
-    page.locator("#open-settings").click()
-    page.get_by_label("Max tokens").fill("")
-    page.get_by_role("button", name="Done").click()
-    assert ask(page, QUESTION).splitlines()[-1] == "#### 7"
-    assert not page.locator("#notice").is_visible()
     context.close()
 
 
@@ -480,7 +373,7 @@ def test_canvas_has_no_masks(browser: Any) -> None:
         assert slider.is_disabled()
         # Three forwards are over in no time: on a busy host their drafts come as one, without edits.
         for _ in range(10):
-            assert ask(page, QUESTION).splitlines()[-1] == "#### 7"
+            assert ask(page, QUESTION).splitlines()[-1] == "7"
             wait_for_end(page)
             assert page.evaluate("window.seen.masked") == 0
             if metric(page, "edits") != "0":

@@ -5,11 +5,12 @@ import { readEvents } from "./sse.js";
 
 /** An answer of the server that is an error. */
 export class ApiError extends Error {
-  constructor(message, status, code) {
+  constructor(message, status, code, param) {
     super(message);
     this.name = "ApiError";
     this.status = status;
     this.code = code;
+    this.param = param;
   }
 }
 
@@ -17,7 +18,7 @@ export class ApiError extends Error {
 export function errorOf(body, status) {
   const error = body?.error;
   if (error && typeof error === "object") {
-    return new ApiError(error.message ?? "unknown error", status, error.code);
+    return new ApiError(error.message ?? "unknown error", status, error.code, error.param);
   }
   const text = body?.message ?? body?.detail ?? `the server answered ${status}`;
   return new ApiError(String(text), status, body?.code);

@@ -2,17 +2,18 @@
 // The page: wires conversation, panel, settings and server together.
 
 import { Api, TokenTexts } from "./api.js";
-import { Answer, Message } from "./chat.js";
-import { download, replayHtml } from "./export.js";
-import { Panel } from "./panel.js";
+import { Budget } from "./budget.js";
+import { Chats } from "./chats.js";
+import { showRoutes, showSnippets } from "./code.js";
+import { CANVAS_STRATEGY, Connection, thresholdsOf } from "./connection.js";
+import { Conversation } from "./conversation.js";
+import { explainError } from "./errors.js";
+import { Inspector } from "./inspector.js";
 import {
-  ThresholdKnob, bindApiKey, messagesFor, readApiKey, samplingFields,
+  SettingsDialog, ThresholdKnob, messagesFor, readApiKey, samplingFields,
 } from "./settings.js";
-import { element } from "./view.js";
+import { element, prefersCalm } from "./view.js";
 
-const HEALTH_MS = 10_000;
-/** Starts from random tokens instead of masks, and its blocks at the end of the prompt. */
-const CANVAS_STRATEGY = "diffusion_gemma";
 const THEMES = ["system", "light", "dark"];
 const THEME_NAME = "diffulex-theme";
 const DEMO_SAMPLES = [
@@ -30,16 +31,43 @@ const byId = (id) => document.getElementById(id);
 
 const api = new Api(readApiKey);
 const texts = new TokenTexts(api);
-const panel = new Panel(byId("panel"), (id) => texts.get(id));
+const inspector = new Inspector((id) => texts.get(id), fail);
 const knob = new ThresholdKnob();
-const server = { model: null, info: {}, specials: [] };
-const turns = [];
-let current = null;
-let selected = null;
+const server = new Connection(api, { onFacts: showFacts, onState: showState, onFail: fail });
+const conversation = new Conversation(byId("messages"), {
+  api,
+  inspector,
+  texts,
+  request: requestBody,
+  meta: recordingMeta,
+  formats: () => byId("formats").checked,
+  pace: nextPace,
+  announce,
+  fail,
+  onBusy: setBusy,
+  onRefused: takeBack,
+  onSnapshot: takeSnapshot,
+  onEdit: edit,
+  loadTexts,
+  keep: (chat, exchange) => chats.keep(chat, exchange),
+  loadRecording: (chat, exchange) => chats.loadRecording(chat, exchange),
+});
+const chats = new Chats(conversation, fail);
+const budget = new Budget(api, byId("budget"), {
+  messages: () => byId("question").value.trim() && messagesFor(byId("question").value, earlierTurns()),
+  limit: () => server.promptLimit,
+});
+const settings = new SettingsDialog(onSettings);
+/** Index of the exchange that the next question replaces; null if it is a new one. */
+let editedAt = null;
+let isFirstAnswer = true;
+let wantsMemory = true;
 
 function announce(text) {
   byId("announcer").textContent = text;
 }
+
+// --- errors and the state of the server --------------------------------------------------------------
 
 function showNotice(text) {
   byId("notice").textContent = text;
@@ -47,68 +75,36 @@ function showNotice(text) {
 }
 
 function fail(error) {
-  if (error.status === 401) {
-    showNotice("This server asks for an API key: enter it under Settings.");
-    byId("settings").showModal();
+  showNotice(explainError(error));
+  if (error instanceof TypeError) server.look();
+  if (error.status === 401 && !byId("settings").open) {
+    settings.open();
     byId("api-key").focus();
-    return;
   }
-  showNotice(error.message);
 }
 
-// --- server ------------------------------------------------------------------------------------------
+function showState(isReady, words) {
+  byId("health").dataset.state = isReady ? "ready" : "down";
+  byId("state").textContent = isReady ? "ready" : "not ready";
+  const text = `The server ${words}. Your chat is kept; this page keeps looking for the server.`;
+  const away = byId("away");
+  if (!isReady && away.textContent !== text) away.textContent = text;
+  away.hidden = isReady;
+}
 
-async function connect() {
-  try {
-    const models = await api.get("v1/models");
-    server.model = models.data[0].id;
-    byId("model").textContent = server.model;
-    const [info, tokenizer] = await Promise.all([api.get("server_info"), api.get("tokenizer_info")]);
-    server.info = info;
-    server.specials = specialIds(tokenizer, info);
-    panel.view.specials = new Set(server.specials);
-    const strategy = info.sampling_mode === "edit" ? "edit" : info.decoding_strategy;
-    byId("model").textContent = [server.model, strategy, info.device].filter(Boolean).join(" · ");
-    const thresholds = thresholdsOf(info);
-    // What a person chose outlives a restart that changes nothing.
-    const isNew = JSON.stringify(thresholds) !== JSON.stringify(knob.defaults);
-    if (isNew || !knob.isTouched) knob.setDefaults(thresholds);
-    showNotice("");
-  } catch (error) {
-    fail(error);
-  }
+function showFacts() {
+  byId("model").textContent = server.title;
+  const thresholds = thresholdsOf(server.info);
+  // What a person chose outlives a restart that changes nothing.
+  const isNew = JSON.stringify(thresholds) !== JSON.stringify(knob.defaults);
+  if (isNew || !knob.isTouched) knob.setDefaults(thresholds);
+  byId("memory").disabled = !server.keepsTurns;
+  byId("memory").checked = server.keepsTurns && wantsMemory;
+  byId("memory-note").textContent = server.keepsTurns ? ""
+    : "Not here: this model takes one question at a time.";
+  showNotice("");
   showSamples();
-}
-
-/** The server's thresholds that its strategy uses: a canvas is accepted by entropy, for example. */
-function thresholdsOf({ decoding = {}, decoding_strategy: strategy, sampling_mode: mode }) {
-  if (strategy === CANVAS_STRATEGY) return {};
-  const { accept_threshold: accept, edit_threshold: edit } = decoding;
-  return { accept_threshold: accept ?? undefined, edit_threshold: mode === "edit" ? edit : undefined };
-}
-
-/** Ids that stand for no text: those the tokenizer names, and those that end an answer. */
-function specialIds(tokenizer, info) {
-  const named = Object.entries(tokenizer)
-    .filter(([name]) => name.endsWith("_token_id") || name === "all_special_ids")
-    .flatMap(([, value]) => value);
-  const ids = [...named, ...(info.eos_token_ids ?? [])];
-  return [...new Set(ids.filter((id) => Number.isInteger(id)))];
-}
-
-async function showHealth() {
-  let state = "down";
-  try {
-    state = (await fetch("health", { cache: "no-store" })).ok ? "ready" : "down";
-  } catch {
-    // No connection: down.
-  }
-  const dot = byId("health");
-  const wasDown = dot.dataset.state === "down";
-  dot.dataset.state = state;
-  dot.title = state === "ready" ? "ready" : "not ready";
-  // A server that was loading has facts now, and one that was away may have others.
-  if (state === "ready" && (wasDown || server.info.state === "starting")) await connect();
+  budget.update();
 }
 
 function showSamples() {
@@ -123,12 +119,17 @@ function showSamples() {
   }));
 }
 
-// --- one answer --------------------------------------------------------------------------------------
+// --- what is sent ------------------------------------------------------------------------------------
 
-function requestBody(question) {
+/** Turns that go with the next question: none if memory is off, or if the template drops them. */
+function earlierTurns(turns = conversation.turns(editedAt ?? undefined)) {
+  return byId("memory").checked ? turns : [];
+}
+
+function requestBody(question, turns) {
   return {
     model: server.model ?? undefined,
-    messages: messagesFor(question, turns),
+    messages: messagesFor(question, earlierTurns(turns)),
     stream: true,
     stream_options: { include_usage: true },
     decoding: knob.decoding(),
@@ -150,52 +151,55 @@ function recordingMeta(question, body) {
   };
 }
 
-async function ask(question) {
-  if (current || !question.trim()) return;
+/** The first answer goes by slowly enough to see how it comes about. */
+function nextPace() {
+  const chosen = byId("pace").value;
+  if (chosen !== "first") return chosen;
+  const isSlow = isFirstAnswer && !prefersCalm();
+  isFirstAnswer = false;
+  return isSlow ? "slow" : "smooth";
+}
+
+async function ask(question, at = undefined) {
+  if (conversation.isBusy || !question.trim()) return;
   showNotice("");
   byId("welcome").hidden = true;
-  const list = byId("messages");
-  new Message(list, "user", question);
-  const message = new Message(list, "assistant");
-  const body = requestBody(question);
-  const answer = new Answer(api, body, recordingMeta(question, body));
-  current = answer;
   byId("question").value = "";
-  setBusy(true);
-  select(message, answer.recording);
-  panel.player.start(answer.recording, () => answer.elapsed);
-  announce("The answer is being written.");
-  message.isBusy = true;
-  message.node.scrollIntoView({ block: "nearest" });
-  try {
-    await answer.run({
-      onText: (text) => showText(message, text),
-      onSnapshot: () => takeSnapshot(answer.recording),
-    });
-    if (answer.isStopped) message.note("stopped");
-    else turns.push({ role: "user", content: question }, { role: "assistant", content: answer.text });
-    announce(answer.isStopped ? "Stopped." : `The answer is complete: ${answer.text}`);
-  } catch (error) {
-    message.note(error.message, "error");
-    fail(error);
-    announce("The answer ended with an error.");
-  } finally {
-    message.isBusy = false;
-    current = null;
-    setBusy(false);
-    await complete(message, answer);
-  }
+  stopEditing();
+  budget.update();
+  await conversation.ask(question, at);
 }
 
-function showText(message, text) {
-  const list = byId("messages");
-  const isAtEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
-  message.setText(text);
-  if (isAtEnd) list.scrollTop = list.scrollHeight;
+/** The question was refused: it is back where it can be changed. */
+function takeBack(question, at) {
+  const box = byId("question");
+  if (!box.value) box.value = question;
+  if (at < conversation.exchanges.length) startEditing(at);
+  byId("welcome").hidden = conversation.exchanges.length > 0;
+  budget.update();
 }
+
+function edit(index) {
+  byId("question").value = conversation.exchanges[index].question;
+  startEditing(index);
+  byId("question").focus();
+  budget.update();
+}
+
+function startEditing(index) {
+  editedAt = index;
+  byId("editing").hidden = false;
+}
+
+function stopEditing() {
+  editedAt = null;
+  byId("editing").hidden = true;
+}
+
+// --- one answer --------------------------------------------------------------------------------------
 
 function takeSnapshot(recording) {
-  if (selected === recording) panel.player.notify();
+  if (inspector.state?.recording === recording) inspector.player.notify();
   loadTexts(recording);
 }
 
@@ -203,72 +207,17 @@ function takeSnapshot(recording) {
 async function loadTexts(recording) {
   const ids = recording.frames.at(-1)?.ids ?? [];
   try {
-    if (await texts.load(ids.filter((id) => !recording.isMask(id)))) panel.view.redraw();
+    const isNew = await texts.load(ids.filter((id) => !recording.isMask(id)));
+    if (isNew) inspector.panel.view.redraw();
   } catch (error) {
     fail(error);
   }
-}
-
-async function complete(message, answer) {
-  const { recording, usage } = answer;
-  const seconds = (recording.meta.endTime / 1000).toFixed(2);
-  if (usage) {
-    const tokens = usage.completion_tokens;
-    message.note(`${tokens} tokens in ${usage.nfe ?? "?"} forwards, ${seconds} s`);
-  }
-  if (answer.finishReason === "length") message.note("cut at a limit");
-  await loadTexts(recording);
-  for (const frame of recording.frames) {
-    for (const id of frame.ids) if (id !== null) recording.texts[id] ??= texts.get(id);
-  }
-  if (recording.length) {
-    const inspect = element("button", "quiet", "Inspect");
-    inspect.type = "button";
-    inspect.addEventListener("click", () => {
-      select(message, recording);
-      panel.player.open(recording);
-    });
-    message.foot.append(inspect);
-  }
-  if (selected === recording) {
-    setExports(recording.length > 0);
-    if (!recording.length) panel.showMetrics(recording, -1);
-  }
-}
-
-/** Makes a recording the one that the panel shows and the buttons save. */
-function select(message, recording) {
-  document.querySelector(".message.selected")?.classList.remove("selected");
-  message.node.classList.add("selected");
-  selected = recording;
-  byId("inspector").classList.add("has-recording");
-  byId("inspected").textContent = recording.meta.question;
-  setExports(recording.length > 0 && !recording.meta.isGrowing);
-  panel.showMetrics(null, -1);
-}
-
-function setExports(isEnabled) {
-  byId("export-json").disabled = !isEnabled;
-  byId("export-html").disabled = !isEnabled;
 }
 
 function setBusy(isBusy) {
   byId("send").hidden = isBusy;
   byId("stop").hidden = !isBusy;
   if (!isBusy) byId("question").focus({ preventScroll: true });
-}
-
-function fileName(recording, ending) {
-  return `diffulex-${recording.meta.created.replace(/[:.]/g, "-")}.${ending}`;
-}
-
-async function saveReplay() {
-  const recording = selected;
-  try {
-    download(fileName(recording, "html"), "text/html", await replayHtml(recording));
-  } catch (error) {
-    fail(error);
-  }
 }
 
 // --- controls ----------------------------------------------------------------------------------------
@@ -286,7 +235,8 @@ function setTheme(theme) {
 }
 
 function bindTheme() {
-  setTheme(localStorage.getItem(THEME_NAME) ?? "system");
+  const stored = localStorage.getItem(THEME_NAME);
+  setTheme(THEMES.includes(stored) ? stored : "system");
   byId("theme").addEventListener("click", () => {
     const next = THEMES[(THEMES.indexOf(byId("theme").dataset.theme) + 1) % THEMES.length];
     localStorage.setItem(THEME_NAME, next);
@@ -295,63 +245,85 @@ function bindTheme() {
 }
 
 function bindDisplay() {
-  byId("mask-glyph").addEventListener("input", (event) => {
-    panel.view.maskGlyph = event.target.value || "▨";
+  const { panel } = inspector;
+  const bind = (id, show) => {
+    byId(id).addEventListener("input", () => show(byId(id)));
+    show(byId(id));
+  };
+  bind("mask-glyph", (field) => panel.setMaskGlyph(field.value));
+  bind("show-specials", (field) => {
+    panel.view.showsSpecials = field.checked;
     panel.view.redraw();
   });
-  byId("show-specials").addEventListener("change", (event) => {
-    panel.view.showsSpecials = event.target.checked;
+  bind("denoise-detail", (field) => {
+    panel.view.showsConfidence = field.checked;
     panel.view.redraw();
   });
-  byId("denoise-detail").addEventListener("change", (event) => {
-    panel.view.showsConfidence = event.target.checked;
-    panel.view.redraw();
-  });
-  byId("smooth").addEventListener("change", (event) => {
-    panel.player.isSmooth = event.target.checked;
-  });
+  bind("formats", () => conversation.redraw());
 }
 
 function bindComposer() {
   const question = byId("question");
+  const send = () => ask(question.value, editedAt ?? undefined);
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
-    ask(question.value);
+    send();
   });
   question.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    ask(question.value);
+    send();
   });
-  byId("stop").addEventListener("click", () => current?.stop());
+  question.addEventListener("input", () => budget.update());
+  byId("memory").addEventListener("input", (event) => {
+    wantsMemory = event.target.checked;
+    budget.update();
+  });
+  byId("cancel-edit").addEventListener("click", () => {
+    stopEditing();
+    question.value = "";
+    question.focus();
+    budget.update();
+  });
+  byId("stop").addEventListener("click", () => conversation.stop());
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !byId("settings").open) current?.stop();
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) conversation.stop();
   });
 }
 
+function onSettings(isNewKey) {
+  showNotice("");
+  if (isNewKey) server.connect();
+  budget.update();
+}
+
 function newChat() {
-  current?.stop();
-  turns.length = 0;
-  selected = null;
-  for (const node of document.querySelectorAll(".message")) node.remove();
-  byId("welcome").hidden = false;
-  byId("inspector").classList.remove("has-recording");
-  byId("inspected").textContent = "Nothing recorded yet.";
-  setExports(false);
-  panel.reset();
+  chats.begin();
+  stopEditing();
+  showNotice("");
   byId("question").focus();
+  budget.update();
+}
+
+async function openCode() {
+  const asked = byId("question").value.trim() || conversation.exchanges.at(-1)?.question;
+  const body = requestBody(asked ?? DEMO_SAMPLES[0], []);
+  showSnippets(byId("snippets"), body, readApiKey() !== "" || server.needsKey);
+  byId("code").showModal();
+  try {
+    showRoutes(byId("routes"), await api.get("openapi.json"));
+  } catch (error) {
+    byId("routes").replaceChildren(element("li", "hint", explainError(error)));
+  }
 }
 
 bindTheme();
 bindDisplay();
 bindComposer();
-bindApiKey(connect);
 byId("new-chat").addEventListener("click", newChat);
-byId("open-settings").addEventListener("click", () => byId("settings").showModal());
-byId("export-html").addEventListener("click", saveReplay);
-byId("export-json").addEventListener("click", () => {
-  download(fileName(selected, "json"), "application/json", JSON.stringify(selected));
-});
-setInterval(showHealth, HEALTH_MS);
-connect().then(showHealth);
+byId("open-code").addEventListener("click", openCode);
+byId("open-settings").addEventListener("click", () => settings.open());
+showSamples();
+await chats.start();
+await server.look();
 byId("question").focus({ preventScroll: true });

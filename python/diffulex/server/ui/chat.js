@@ -1,33 +1,65 @@
 // SPDX-License-Identifier: Apache-2.0
-// The conversation: messages on the page, and one streamed answer at a time.
+// Messages on the page, and one streamed answer.
 
+import { copyButton } from "./clipboard.js";
+import { renderMarkdown } from "./markdown.js";
 import { Recording } from "./recording.js";
 import { element } from "./view.js";
 
 export class Message {
-  constructor(list, role, text = "") {
+  /** What a person wrote is shown as it is; an answer is formatted if `formats()` says so. */
+  constructor(list, role, text = "", formats = () => false) {
+    this.text = "";
+    this.formats = formats;
+    this.request = null;
     this.node = element("article", `message ${role}`);
-    this.body = element("div", "text", text);
+    this.body = element("div", "text");
+    this.notes = element("p", "notes");
+    this.actions = element("div", "actions");
     this.foot = element("div", "foot");
+    this.foot.append(this.notes, this.actions);
     const name = role === "user" ? "You" : "Answer";
     this.node.append(element("h3", "", name), this.body, this.foot);
     list.append(this.node);
+    if (text) this.setText(text);
+    this.render();
   }
 
   set isBusy(value) {
     this.node.setAttribute("aria-busy", String(value));
   }
 
-  get text() {
-    return this.body.textContent;
-  }
-
+  /** Takes the text, and draws it with the next picture: texts may come in faster. */
   setText(text) {
-    this.body.textContent = text;
+    this.text = text;
+    this.request ??= requestAnimationFrame(() => this.render());
   }
 
-  note(text, className = "") {
-    this.foot.append(element("span", className, text));
+  render() {
+    if (this.request !== null) cancelAnimationFrame(this.request);
+    this.request = null;
+    if (this.formats()) {
+      renderMarkdown(this.body, this.text);
+    } else {
+      this.body.classList.remove("formatted");
+      this.body.textContent = this.text;
+    }
+  }
+
+  note(text) {
+    this.notes.append(element("span", "note", text));
+  }
+
+  addCopy() {
+    this.actions.append(copyButton(() => this.text, "Copy the text"));
+  }
+
+  addAction(name, act) {
+    const button = element("button", "small", name);
+    button.type = "button";
+    button.addEventListener("click", act);
+    this.actions.append(button);
+    return button;
   }
 }
 

@@ -2,25 +2,29 @@
 // The denoising panel: metric strip, timeline, block buffer, legend. Page and replay share it.
 
 import { Player } from "./player.js";
-import { BufferView, element } from "./view.js";
+import { BufferView, MASK_GLYPH, SPECIAL_GLYPH, element } from "./view.js";
 
+/** Name, words, what reports call it, and what it means. */
 const METRICS = [
-  ["ttft", "TTFT", "Time to the first committed text, seen from here"],
-  ["nfe", "NFE", "Forward evaluations of the model, prefill included"],
-  ["tokens", "Tokens", "Tokens of the answer; while it is written, those decided so far"],
-  ["tpf", "TPF", "Tokens per forward evaluation"],
-  ["decode_tps", "Decode tok/s", "Tokens decided per second of decode steps, by the engine's clock"],
-  ["e2e_tps", "End-to-end tok/s", "Tokens per second since the question was sent, seen from here"],
-  ["blocks", "Active blocks", "Blocks being denoised at the same time"],
-  ["edits", "Edits", "Decided tokens that were overwritten"],
+  ["ttft", "First text after", "TTFT", "Time to the first committed text, seen from here."],
+  ["nfe", "Forward passes", "NFE",
+    "How often the model was run for this answer, the pass over the prompt included."],
+  ["tokens", "Tokens", "", "Pieces of text in the answer; while it is written, those decided so far."],
+  ["tpf", "Tokens per pass", "TPF",
+    "Tokens divided by forward passes: above 1, several tokens are decided at the same time."],
+  ["decode_tps", "Tokens/s, engine", "", "Tokens decided per second of decoding, by the engine's clock."],
+  ["e2e_tps", "Tokens/s, overall", "", "Tokens per second since the question was sent, seen from here."],
+  ["blocks", "Open blocks", "", "Blocks being denoised at the same time."],
+  ["edits", "Edits", "", "Decided tokens that were overwritten later."],
 ];
 const LEGEND = [
-  ["masked", "", "masked"],
+  ["masked", "", "masked", MASK_GLYPH],
   ["filled", "", "decided, may change"],
   ["filled", "new", "new in this step"],
   ["filled", "edit", "edited"],
   ["committed", "", "committed"],
   ["cut", "", "cut off"],
+  ["committed", "", "no text, such as the end of the answer", SPECIAL_GLYPH],
 ];
 const SPEEDS = [
   ["2", "2 steps/s"],
@@ -41,16 +45,29 @@ function button(text, label) {
 function buildMetrics(host) {
   const values = {};
   const list = element("dl", "metrics");
-  for (const [name, label, meaning] of METRICS) {
+  for (const [name, label, short, meaning] of METRICS) {
     const tile = element("div", "metric");
     tile.title = meaning;
     values[name] = element("dd", "", "–");
     values[name].dataset.metric = name;
-    tile.append(element("dt", "", label), values[name]);
+    const title = element("dt", "", label);
+    if (short) title.append(" ", element("span", "short", short));
+    tile.append(title, values[name]);
     list.append(tile);
   }
   host.append(list);
   return values;
+}
+
+/** The same in whole sentences: a finger has no pointer to rest on a number. */
+function buildMeanings(host) {
+  const box = element("details", "meanings");
+  const list = element("dl");
+  for (const [, label, short, meaning] of METRICS) {
+    list.append(element("dt", "", short ? `${label} (${short})` : label), element("dd", "", meaning));
+  }
+  box.append(element("summary", "", "What the numbers mean"), list);
+  host.append(box);
 }
 
 function buildCanvas(host) {
@@ -64,22 +81,25 @@ function buildCanvas(host) {
   canvas.setAttribute("aria-describedby", summary.id);
   const detail = element("p", "detail");
   detail.setAttribute("aria-live", "polite");
-  host.append(summary, canvas, detail);
-  return { summary, canvas, detail };
+  const note = element("p", "fill-note");
+  host.append(summary, canvas, detail, note);
+  return { summary, canvas, detail, note };
 }
 
 function buildLegend(host) {
   const list = element("ul", "legend");
-  for (const [state, change, name] of LEGEND) {
+  const cells = LEGEND.map(([state, change, name, text]) => {
     const item = element("li");
-    const cell = element("span", "cell", state === "masked" ? "▨" : "ab");
+    const cell = element("span", "cell", text ?? "ab");
     cell.dataset.state = state;
     cell.dataset.change = change;
     cell.setAttribute("aria-hidden", "true");
     item.append(cell, name);
     list.append(item);
-  }
+    return cell;
+  });
   host.append(list);
+  return cells[0];
 }
 
 function buildTimeline(host) {
@@ -87,9 +107,11 @@ function buildTimeline(host) {
   bar.setAttribute("role", "group");
   bar.setAttribute("aria-label", "Timeline");
   const first = button("⇤", "First step");
-  const play = button("▶", "Play");
+  const play = element("button", "small", "▶ Replay");
+  play.type = "button";
   const last = button("⇥", "Last step");
-  const live = button("● live", "Follow the answer again");
+  const live = element("button", "small", "Follow live");
+  live.type = "button";
   const slider = element("input");
   Object.assign(slider, { type: "range", min: "0", max: "0", step: "1", value: "0" });
   slider.setAttribute("aria-label", "Step");
@@ -130,16 +152,25 @@ export function metricsAt(recording, index) {
 }
 
 export class Panel {
-  /** Builds itself into `host`; `texts(id)` gives a token's text. */
-  constructor(host, texts) {
+  /** Builds itself into `host`; `texts(id)` gives a token's text; `onFrame()` follows each drawing. */
+  constructor(host, texts, onFrame = () => {}) {
     this.values = buildMetrics(host);
     const controls = buildTimeline(host);
     const parts = buildCanvas(host);
-    buildLegend(host);
+    this.maskSample = buildLegend(host);
+    buildMeanings(host);
     this.view = new BufferView({ ...parts, texts });
     this.player = new Player(this.view, controls, (recording, index) => {
       this.showMetrics(recording, index);
+      onFrame();
     });
+  }
+
+  /** Draws masks, those of the legend too, with another character; empty takes the usual one. */
+  setMaskGlyph(glyph) {
+    this.view.maskGlyph = glyph || MASK_GLYPH;
+    this.maskSample.textContent = this.view.maskGlyph;
+    this.view.redraw();
   }
 
   /** Back to nothing recorded. */

@@ -3,6 +3,9 @@
 
 /** While following, a step stays this long if the stream allows it. */
 const CALM_MS = 80;
+/** Slowly: a step stays this long, and a long answer is over in about this time. */
+const SLOW_MS = 500;
+const SLOW_TOTAL_MS = 7000;
 /** Drawings cannot follow each other faster on most screens. */
 const DRAW_MS = 1000 / 60;
 /** How far the picture may stay behind the stream: the pace grows with the backlog. */
@@ -21,6 +24,12 @@ export function followSteps(behind, elapsed, age, isSmooth) {
   return Math.min(behind, Math.floor(elapsed / delay));
 }
 
+/** Frames to go on by when an answer of `length` frames, as far as known, is shown slowly. */
+export function slowSteps(behind, elapsed, length) {
+  const delay = Math.min(SLOW_MS, SLOW_TOTAL_MS / length);
+  return Math.min(behind, Math.floor(elapsed / delay));
+}
+
 export class Player {
   /** `controls`: slider, play, first, last, live, speed, label. `onFrame`: after each drawing. */
   constructor(view, controls, onFrame = () => {}) {
@@ -30,14 +39,14 @@ export class Player {
     this.recording = null;
     this.index = -1;
     this.mode = "idle";
-    this.isSmooth = true;
+    this.pace = "smooth";
     this.lastDraw = 0;
     this.request = null;
     controls.slider.addEventListener("input", () => this.pauseAt(Number(controls.slider.value)));
     controls.play.addEventListener("click", () => this.togglePlay());
     controls.first.addEventListener("click", () => this.pauseAt(0));
     controls.last.addEventListener("click", () => this.pauseAt(Infinity));
-    controls.live?.addEventListener("click", () => this.follow());
+    controls.live.addEventListener("click", () => this.follow());
     this.showControls();
   }
 
@@ -49,10 +58,15 @@ export class Player {
     this.seek(recording.length - 1, false);
   }
 
-  /** Follows a recording that grows from now on; `clock()` is the time its frames are stamped with. */
-  start(recording, clock) {
+  /**
+   * Follows a recording that grows from now on; `clock()` is the time its frames are stamped with.
+   * `pace`: `slow` shows every step for a while, `smooth` is at most a second behind, `newest`
+   * draws the newest frame only.
+   */
+  start(recording, clock, pace = "smooth") {
     this.recording = recording;
     this.clock = clock;
+    this.pace = pace;
     this.index = -1;
     this.mode = "live";
     this.lastDraw = 0;
@@ -75,11 +89,24 @@ export class Player {
     else this.showControls();
   }
 
+  /** To the newest frame, and on with it while the recording grows. */
   follow() {
     if (!this.recording) return;
+    if (!this.recording.meta.isGrowing) {
+      this.pauseAt(Infinity);
+      return;
+    }
+    if (this.pace === "slow") this.pace = "smooth";
     this.mode = "live";
     this.schedule();
     this.showControls();
+  }
+
+  /** Plays from the first frame on. */
+  replay() {
+    if (!this.recording?.length) return;
+    this.seek(0, true);
+    this.play();
   }
 
   pauseAt(index) {
@@ -93,12 +120,21 @@ export class Player {
     if (this.mode === "playing") {
       this.mode = "paused";
     } else {
-      if (this.index >= this.recording.length - 1) this.seek(0, true);
-      this.mode = "playing";
-      this.lastDraw = performance.now();
-      this.schedule();
+      if (this.isAtEnd) this.seek(0, true);
+      this.play();
     }
     this.showControls();
+  }
+
+  play() {
+    this.mode = "playing";
+    this.lastDraw = performance.now();
+    this.schedule();
+    this.showControls();
+  }
+
+  get isAtEnd() {
+    return this.index >= (this.recording?.length ?? 0) - 1;
   }
 
   schedule() {
@@ -120,13 +156,18 @@ export class Player {
     this.index = Math.min(this.index, last);
     const behind = last - this.index;
     if (behind === 0) return;
-    const age = this.clock() - this.recording.frames[last].t;
-    const steps = this.index < 0 ? 1 : followSteps(behind, now - this.lastDraw, age, this.isSmooth);
+    const steps = this.index < 0 ? 1 : this.stepsLive(behind, now - this.lastDraw, last);
     if (steps > 0) {
       this.lastDraw = now;
       this.seek(this.index + steps, true);
     }
     if (this.index < last) this.schedule();
+  }
+
+  stepsLive(behind, elapsed, last) {
+    if (this.pace === "slow") return slowSteps(behind, elapsed, last + 1);
+    const age = this.clock() - this.recording.frames[last].t;
+    return followSteps(behind, elapsed, age, this.pace === "smooth");
   }
 
   tickPlaying(now, last) {
@@ -170,9 +211,13 @@ export class Player {
     slider.value = String(Math.max(0, this.index));
     slider.setAttribute("aria-valuetext", name);
     label.textContent = name;
-    const isPlaying = this.mode === "playing";
-    play.textContent = isPlaying ? "❚❚" : "▶";
-    play.setAttribute("aria-label", isPlaying ? "Pause" : "Play");
-    if (live) live.hidden = this.mode === "live" || !this.recording?.meta.isGrowing;
+    let action = this.isAtEnd ? "▶ Replay" : "▶ Play";
+    if (this.mode === "playing") action = "❚❚ Pause";
+    if (play.textContent !== action) play.textContent = action;
+    const isGrowing = this.recording?.meta.isGrowing === true;
+    const isSlow = this.mode === "live" && this.pace === "slow" && !this.isAtEnd;
+    live.hidden = !isSlow && (this.mode === "live" || !isGrowing);
+    const target = isSlow && !isGrowing ? "Skip to the end" : "Follow live";
+    if (live.textContent !== target) live.textContent = target;
   }
 }

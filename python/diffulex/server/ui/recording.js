@@ -6,6 +6,9 @@ const VERSION = 1;
 /** Older snapshots are dropped; the committed text they held stays in the draft. */
 export const MAX_FRAMES = 2000;
 
+/** Of a longer recording only every n-th frame is looked at in search of a telling one. */
+const MAX_LOOKED_AT = 200;
+
 /** States of a cell. */
 export const MASKED = "masked";
 export const FILLED = "filled";
@@ -206,9 +209,34 @@ export class Recording {
     return at > 0 || this.dropped === 0 ? at : null;
   }
 
+  /**
+   * Frame that shows most at once: of those that are no blank start and no finished end, the one with
+   * the most kinds of cells, and of these the one in which most changed.
+   */
+  tellingFrame() {
+    const stride = Math.max(1, Math.floor(this.length / MAX_LOOKED_AT));
+    let best = { index: this.length - 1, score: -1 };
+    for (let index = 0; index < this.length; index += stride) {
+      const { cells, counts } = this.stateAt(index);
+      const kinds = new Set(cells.map((cell) => `${cell.state} ${cell.change}`)).size;
+      const isBetween = counts.masked < cells.length && counts.masked + counts.filled > 0;
+      const changes = counts.changed + counts.edited;
+      const score = (isBetween ? 1e6 : 0) + 1e4 * kinds + Math.min(changes, 9999);
+      if (score > best.score) best = { index, score };
+    }
+    return best.index;
+  }
+
   /** Number of the step that led to frame `index`: 0 is the state before the first one. */
   stepNumber(index) {
     return index + this.dropped + (this.frames[0]?.nfe === 0 || this.dropped > 0 ? 0 : 1);
+  }
+
+  /** Keeps the texts of all tokens it shows, so that it can be read without a tokenizer. */
+  keepTexts(texts) {
+    for (const frame of this.frames) {
+      for (const id of frame.ids) if (id !== null) this.texts[id] ??= texts.get(id);
+    }
   }
 
   toJSON() {

@@ -4,8 +4,8 @@
 import { COMMITTED, CUT, FILLED, MASKED } from "./recording.js";
 
 const FADE_MS = 400;
-const MASK_GLYPH = "▨";
-const SPECIAL_GLYPH = "◇";
+export const MASK_GLYPH = "▨";
+export const SPECIAL_GLYPH = "◇";
 const STATE_NAMES = {
   [MASKED]: "masked",
   [FILLED]: "decided, may still change",
@@ -43,13 +43,15 @@ export function visibleText(text) {
 
 export class BufferView {
   /**
-   * `canvas` takes the cells, `summary` one sentence per step, `detail` the token under the cursor.
+   * `canvas` takes the cells, `summary` one sentence per step, `detail` the token under the cursor,
+   * `note` what needs an explanation.
    * `texts(id)` gives a token's text; `specials` holds the ids that stand for no text.
    */
-  constructor({ canvas, summary, detail, texts }) {
+  constructor({ canvas, summary, detail, note, texts }) {
     this.canvas = canvas;
     this.summary = summary;
     this.detail = detail;
+    this.note = note;
     this.texts = texts;
     this.specials = new Set();
     this.maskGlyph = MASK_GLYPH;
@@ -61,7 +63,10 @@ export class BufferView {
     this.recording = null;
     this.cursor = null;
     canvas.addEventListener("keydown", (event) => this.onKey(event));
-    canvas.addEventListener("pointerover", (event) => this.onPoint(event));
+    // Not pointerover: that also tells of cells that appear under a pointer at rest, or after a tap.
+    canvas.addEventListener("pointermove", (event) => {
+      if (event.pointerType === "mouse") this.onPoint(event);
+    });
     canvas.addEventListener("click", (event) => this.onPoint(event));
     canvas.addEventListener("focus", () => this.moveTo(this.cursor ?? 0));
     canvas.addEventListener("blur", () => this.moveTo(null));
@@ -76,6 +81,7 @@ export class BufferView {
     this.cursor = null;
     this.summary.textContent = "";
     this.detail.textContent = "";
+    this.note.textContent = "";
   }
 
   /** Draws frame `index` of a recording; `animates`: what changed lights up and fades. */
@@ -87,6 +93,8 @@ export class BufferView {
     this.fitGroups(state.blocks);
     for (const block of state.blocks) this.drawBlock(block, state, animates);
     this.summary.textContent = this.describe(state);
+    const note = this.explainFill(state);
+    if (this.note.textContent !== note) this.note.textContent = note;
     if (this.cursor !== null) this.moveTo(Math.min(this.cursor, state.cells.length - 1));
   }
 
@@ -173,6 +181,16 @@ export class BufferView {
     return `${name}: ${parts.join(", ")}.`;
   }
 
+  /** Why an answer that goes on after its end is rows of tokens without text. */
+  explainFill({ cells }) {
+    if (!this.recording.meta.request?.ignore_eos) return "";
+    let count = 0;
+    while (count < cells.length && this.specials.has(cells.at(-1 - count).id)) count += 1;
+    if (count < 2) return "";
+    return `The last ${count} tokens stand for no text (${SPECIAL_GLYPH}): the answer was complete, but `
+      + "“Ignore end of sequence” made the model go on to the length limit.";
+  }
+
   onPoint(event) {
     const node = event.target.closest?.(".cell");
     if (node) this.moveTo(Number(node.dataset.position));
@@ -217,6 +235,6 @@ export class BufferView {
   }
 }
 
-function prefersCalm() {
+export function prefersCalm() {
   return matchMedia("(prefers-reduced-motion: reduce)").matches;
 }
