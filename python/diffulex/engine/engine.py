@@ -364,9 +364,14 @@ class Diffulex:
         """
         if self._loop.is_closed:
             return
+        is_cuda = self.config.model.device.startswith("cuda")
+        if is_cuda:
+            # The device may be a step ahead. If it has failed, the step that failed has said so.
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize(self.config.model.device)
         self._loop.close()
         del self._runner
-        if self.config.model.device.startswith("cuda"):
+        if is_cuda:
             torch.cuda.empty_cache()
 
     def __enter__(self) -> Diffulex:

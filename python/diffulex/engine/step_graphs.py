@@ -8,6 +8,8 @@ are refilled before each replay.
 from __future__ import annotations
 
 import time
+import weakref
+from collections import defaultdict
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -26,6 +28,18 @@ _NUM_WARMUPS = 2
 
 Key = TypeVar("Key")
 
+# cuBLAS keeps scratch for every stream it has seen for as long as the process lives, so that the
+# graphs of a new engine are captured on a stream of a closed one. Never on that of a living one:
+# graphs keep the scratch of their stream, and two engines may run at once.
+_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+def _take_stream(device: torch.device) -> torch.cuda.Stream:
+    try:
+        return _idle_streams[device].pop()
+    except IndexError:
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
 
 class StepGraphs(Generic[Key]):
     """Graphs by what they depend on beside the arrays they read, in one memory pool.
@@ -37,7 +51,8 @@ class StepGraphs(Generic[Key]):
         self._device = device
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _take_stream(device)
+        weakref.finalize(self, _idle_streams[device].append, self._stream)
 
     @property
     def keys(self) -> tuple[Key, ...]:

@@ -71,6 +71,16 @@ def watch(engine: Diffulex) -> dict[str, weakref.ref[Any]]:
     return {name: weakref.ref(part) for name, part in parts_of(engine._runner).items()}
 
 
+def runs_ahead(engine: Diffulex) -> bool:
+    """Starts a request and steps until the device runs ahead of the host; False if it never does."""
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+        if engine._loop._ahead is not None:
+            return True
+    return False
+
+
 def alive(watched: dict[str, weakref.ref[Any]]) -> list[str]:
     return [name for name, part in watched.items() if part() is not None]
 
@@ -82,6 +92,7 @@ def test_close_frees_everything(tiny: TinyModel, run_ahead: str) -> None:
     engine.generate([[1, 2, 3], [4, 5, 6, 7]], FREE, summary=False)
     watched = watch(engine)
     assert ("loop" in watched) == (run_ahead == "on")
+    assert runs_ahead(engine) == (run_ahead == "on")
     engine.close()
     assert alive(watched) == []
 
@@ -228,20 +239,16 @@ def test_device_memory_comes_back(
     def use() -> int:
         """Opens, generates and closes; returns what it held."""
         with open_engine(tiny_cuda_bf16, **settings) as engine:
-            ids = [engine.add_request([1, 2, 3], FREE) for _ in range(3)]
             engine.generate([[4, 5, 6, 7]] * 2, FREE, summary=False)
-            assert ids
             assert (engine._runner.num_graph_steps > 0) == (not enforce_eager)
-            assert (engine._runner.num_ahead_steps > 0) == (run_ahead == "auto")
-            engine.step()  # the decode loop is ahead when the engine is closed
+            assert runs_ahead(engine) == (run_ahead == "auto")
             return used_bytes()
 
     use()  # the libraries keep what they take when they are used for the first time
     before = used_bytes()
     for _ in range(3):
         assert use() - before >= 700 << 20
-        # cuBLAS keeps 32 MiB for every stream it has seen.
-        assert used_bytes() - before <= 128 << 20
+        assert used_bytes() - before <= 64 << 20
 
 
 @pytest.mark.cuda
@@ -255,7 +262,7 @@ def test_device_memory_comes_back_from_a_failed_construction(
     page_bytes = 2 * 2 * 32 * 2 * 64 * 2
     with pytest.raises(ZeroDivisionError):
         open_engine(tiny_cuda_bf16, num_pages=(512 << 20) // page_bytes, page_size=32)
-    assert used_bytes() - before <= 128 << 20
+    assert used_bytes() - before <= 64 << 20
 
 
 @pytest.mark.cuda

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diffulex import SamplingParams
-from diffulex.engine import decode_graphs, decode_loop
+from diffulex.engine import decode_graphs, decode_loop, step_graphs
 from diffulex.engine.context_classes import ContextClasses
 from diffulex.engine.decode_loop import StepVariant
 from diffulex.engine.engine import Diffulex
@@ -192,3 +192,17 @@ def test_the_hosts_loop_replays_forwards(
         assert forwards.captured == before
         assert runner.num_graph_steps == engine.stats().num_decode_steps > 5
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+
+
+def test_graphs_take_the_stream_of_graphs_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS keeps scratch for every stream for ever; living graphs must not share one."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    device = torch.device("meta")  # no engine has streams of it
+    first, second = (step_graphs.StepGraphs[int](device) for _ in range(2))
+    stream = first._stream
+    assert second._stream is not stream
+    del first
+    third = step_graphs.StepGraphs[int](device)
+    assert third._stream is stream
+    assert step_graphs._idle_streams[device] == []
