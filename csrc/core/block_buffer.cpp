@@ -16,6 +16,8 @@ BlockRules make_block_rules(const EngineOptions& options) {
   rules.token_stability_threshold = options.thresholds.token_stability;
   rules.is_editing = options.rewrites_tokens();
   rules.is_canvas = options.has_canvas();
+  rules.starts_at_prompt = options.starts_at_prompt();
+  rules.stores_settled = options.stores_settled();
   return rules;
 }
 
@@ -36,8 +38,9 @@ void BlockBuffer::init(Span<const int32_t> prompt, int32_t limit_end) {
                  prompt_len);
   // The buffer never starts past the block of the last response position.
   const int32_t last_head = (limit_end - 1) / rules_.block_size;
-  // Canvases start anywhere, so that the last one reaches up to one block further.
-  const int32_t num_blocks = last_head + rules_.buffer_size + (rules_.is_canvas ? 1 : 0);
+  // Blocks that start behind the prompt start anywhere: the last one reaches up to one further.
+  const bool starts_anywhere = rules_.is_canvas || rules_.starts_at_prompt;
+  const int32_t num_blocks = last_head + rules_.buffer_size + (starts_anywhere ? 1 : 0);
   const auto capacity = static_cast<size_t>(num_blocks) * static_cast<size_t>(rules_.block_size);
   tokens_.assign(capacity, rules_.mask_token_id);
   std::copy(prompt.begin(), prompt.end(), tokens_.begin());
@@ -90,9 +93,13 @@ Status BlockBuffer::check_blocks() const {
   // Under causal visibility the KV of final tokens may be stored in any portion.
   const int32_t unit = rules_.is_canvas ? 1 : block_size;
   const int32_t end = rules_.is_canvas ? frozen_end(rules_, state_) : start();
-  if (state_.context_len % unit != 0 || state_.context_len > end) {
-    return make_error(StatusCode::kInternal, "BlockBuffer: expected context_len a multiple of ",
-                      unit, " at most ", end, ", got ", state_.context_len);
+  // Of a prompt before block 0 all is stored at once.
+  const int32_t first = rules_.starts_at_prompt ? state_.origin : 0;
+  const bool is_empty = state_.context_len == 0;
+  if (!is_empty && (state_.context_len < first || (state_.context_len - first) % unit != 0 ||
+                    state_.context_len > end)) {
+    return make_error(StatusCode::kInternal, "BlockBuffer: expected context_len 0 or ", first,
+                      " plus a multiple of ", unit, " at most ", end, ", got ", state_.context_len);
   }
   bool has_active = false;
   for (int32_t i = 0; i < rules_.buffer_size; ++i) {

@@ -204,6 +204,8 @@ template <typename T>
       expect_variant("token_merge_top_k", options.token_merge_top_k != 0, options, {"dmax"}));
   DIFFULEX_RETURN_IF_ERROR(expect_variant("dmax_store_soft_embeddings",
                                           options.dmax_store_soft_embeddings, options, {"dmax"}));
+  DIFFULEX_RETURN_IF_ERROR(
+      expect_variant("d2f_block_grid", options.d2f_block_grid, options, {"d2f"}));
   if (options.token_merge_top_k < 0 || options.token_merge_top_k > kMaxMergeTopK) {
     return make_error(StatusCode::kInvalidArgument, "EngineOptions.token_merge_top_k: expected a ",
                       "value in [0, ", kMaxMergeTopK, "], the most that the kernels merge, got ",

@@ -129,6 +129,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("logits_shift", &EngineOptions::logits_shift)
       .def_readwrite("token_merge_top_k", &EngineOptions::token_merge_top_k)
       .def_readwrite("dmax_store_soft_embeddings", &EngineOptions::dmax_store_soft_embeddings)
+      .def_readwrite("d2f_block_grid", &EngineOptions::d2f_block_grid)
       .def_readwrite("fdv2_use_block_cache", &EngineOptions::fdv2_use_block_cache)
       .def_readwrite("group_decode_by_rows", &EngineOptions::group_decode_by_rows)
       .def_readwrite("max_denoising_steps", &EngineOptions::max_denoising_steps)

@@ -121,7 +121,7 @@ void def_rules(py::class_<BlockBuffer>& type) {
           "finish_step",
           [](BlockBuffer& self, bool is_decode) {
             const Transitions done = scan_transitions(self.rules(), self.state());
-            count_held(self.state(), is_decode, done.num_stored);
+            count_held(self.state(), is_decode, done);
             if (self.rules().is_editing) {
               find_stop(self.rules(), self.state(), self.token_data());
             }

@@ -250,6 +250,13 @@ class DecodingConfig:
     enable_vectorized_sampler_compile: bool = _inert(
         "bool", False, _one_of(True, False), "The sampler is always batched."
     )
+    d2f_block_grid: bool = _key(
+        "bool",
+        False,
+        _one_of(True, False),
+        "d2f: blocks start at multiples of block_size and rerun the end of the prompt, instead of"
+        " starting where the prompt ends, as published.",
+    )
     fdv2_use_block_cache: bool = _key(
         "bool", True, _one_of(True, False), "fast_dllm_v2: refine sub-blocks over cached rows."
     )

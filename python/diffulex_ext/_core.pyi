@@ -108,6 +108,7 @@ class SamplingParams:
 class EngineOptions:
     def __init__(self, **fields: Any) -> None: ...
     auto_max_nfe: bool
+    d2f_block_grid: bool
     decode_headroom: bool
     dmax_store_soft_embeddings: bool
     enable_chunked_prefill: bool

@@ -25,8 +25,9 @@ class D2f final : public Strategy {
     }
     StepNeed need;
     need.is_prefill = true;
-    need.is_final = request.resume_until == full_prompt_end(request);
-    need.num_rows = request.prompt_len;  // the tail is seen by the rest, though not stored
+    need.is_final =
+        options_.starts_at_prompt() || request.resume_until == stored_prompt_end(request);
+    need.num_rows = rebuild_end(request);
     // The pages of the second forward as well: two requests that resume would otherwise take them
     // from each other in every step.
     need.page_len = request.resume_until;
@@ -46,9 +47,12 @@ class D2f final : public Strategy {
     }
     RequestStep& step = request.step;
     step.row_mode = RowMode::kPrefillPrefixFull;
-    step.store_end = full_prompt_end(request);
-    step.saved_pos = options_.logits_shift ? step.store_end - 1 : -1;
-    mark_stored(request.buffer.rules(), request.buffer.state(), step.first_pos, step.store_end);
+    if (!options_.starts_at_prompt()) {
+      step.store_end =
+          stored_prompt_end(request);  // the tail is seen by the rest, though not stored
+      step.saved_pos = options_.logits_shift ? step.store_end - 1 : -1;
+      mark_stored(request.buffer.rules(), request.buffer.state(), step.first_pos, step.store_end);
+    }
   }
 
   void write_rows(Request& request, const KVCacheManager& kv_cache, StepPlan& plan,
@@ -58,8 +62,10 @@ class D2f final : public Strategy {
       const auto r = static_cast<size_t>(req_idx);
       const int32_t block_size = options_.block_size;
       plan.prefix_lens()[r] = request.prompt_len;
-      plan.padded_prefix_lens()[r] =
-          (request.prompt_len + block_size - 1) / block_size * block_size;
+      if (!options_.starts_at_prompt()) {
+        plan.padded_prefix_lens()[r] =
+            (request.prompt_len + block_size - 1) / block_size * block_size;
+      }
     }
   }
 
@@ -91,12 +97,21 @@ class D2f final : public Strategy {
   }
 
  private:
-  [[nodiscard]] int32_t full_prompt_end(const Request& request) const noexcept {
-    return request.prompt_len / options_.block_size * options_.block_size;
+  /// End of the prompt's KV: on the grid its tail is stored with the block that it begins.
+  [[nodiscard]] int32_t stored_prompt_end(const Request& request) const noexcept {
+    return options_.starts_at_prompt()
+               ? request.prompt_len
+               : request.prompt_len / options_.block_size * options_.block_size;
   }
   /// Whether the next resume forward is that of the prompt.
   [[nodiscard]] bool rebuilds_prompt(const Request& request, int32_t context_len) const noexcept {
-    return request.resume_until > 0 && context_len < full_prompt_end(request);
+    return request.resume_until > 0 && context_len < stored_prompt_end(request);
+  }
+  /// End of that forward. The blocks behind the prompt see what is stored of it, so they are
+  /// rebuilt along with it; on the grid the rows of a tail are not what is stored, and blocks come
+  /// later.
+  [[nodiscard]] int32_t rebuild_end(const Request& request) const noexcept {
+    return options_.starts_at_prompt() ? request.resume_until : request.prompt_len;
   }
 
   EngineOptions options_;

@@ -133,13 +133,14 @@ StepNeed mask_fill_need(const EngineOptions& options, const Request& request,
   const BlockRules& rules = request.buffer.rules();
   const BufferState& state = request.buffer.state();
   if (request.needs_prompt_prefill) {
-    // An aligned prompt has no valid block yet and opens none before its KV is stored.
-    const bool activates = state.num_valid > 0 && can_activate(rules, state);
-    const int32_t end = valid_end(rules, state) + (activates ? rules.block_size : 0);
-    if (end > query.context_len) {
-      return cut_prefill_span(
-          options, {query.context_len, end, buffer_start(rules, state), rules.block_size},
-          query.row_budget);
+    // The first blocks run in the forward of the prompt, which does not see them. Where the cache
+    // has the whole of it, nothing is left but a decode step.
+    const int32_t prompt_end = buffer_start(rules, state);
+    const int32_t end =
+        valid_end(rules, state) + (can_activate(rules, state) ? rules.block_size : 0);
+    if (state.num_valid > 0 || query.context_len < prompt_end) {
+      return cut_prefill_span(options, {query.context_len, end, prompt_end, rules.block_size},
+                              query.row_budget);
     }
   } else if (request.resume_until > query.context_len) {
     return cut_prefill_span(
@@ -148,7 +149,7 @@ StepNeed mask_fill_need(const EngineOptions& options, const Request& request,
   }
   StepNeed need;
   need.num_rows = options.decode_rows();
-  need.page_len = frozen_end(rules, state);
+  need.page_len = storable_end(rules, state);
   return need;
 }
 
@@ -221,7 +222,9 @@ void write_block_causal_rows(Request& request, const KVCacheManager& kv_cache, S
   plan.row_mode()[r] = static_cast<int32_t>(step.row_mode);
   plan.mask_kinds()[r] = mask_kind(step.row_mode);
   plan.prefix_lens()[r] = 0;
-  plan.padded_prefix_lens()[r] = 0;
+  // The mask counts blocks from here.
+  const bool starts_at_prompt = request.buffer.rules().starts_at_prompt;
+  plan.padded_prefix_lens()[r] = starts_at_prompt ? request.prompt_len : 0;
 }
 
 void write_active_blocks(const EngineOptions& options, const Request& request, StepPlan& plan,

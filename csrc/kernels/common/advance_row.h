@@ -115,7 +115,8 @@ DIFFULEX_HOST_DEVICE inline bool write_block(const DecodeRequest& request, Buffe
 }
 
 /// Applies what the sampler decided for the request of row `r`; returns how far the buffer slid.
-/// settle_request follows, once the window has slid as well.
+/// settle_request follows, once the window has slid as well. What became final is found here: the
+/// window still holds the blocks that the step froze and stored.
 DIFFULEX_HOST_DEVICE inline int32_t finish_request(const AdvanceArgs& args, int32_t r,
                                                    const RowScratch& scratch) {
   DecodeRequest& request = *scratch.request;
@@ -142,6 +143,7 @@ DIFFULEX_HOST_DEVICE inline int32_t finish_request(const AdvanceArgs& args, int3
     }
   }
   const Transitions transitions = close_buffer(rules, state, true);
+  settle_buffer(rules, state, request.forward.has_sampling, tokens);
   const int32_t saved_pos = last_stored_pos(request.forward);
   request.carry_pos =
       args.last_row_index != nullptr && saved_pos >= 0 ? saved_pos : request.carry_pos;
@@ -156,8 +158,6 @@ DIFFULEX_HOST_DEVICE inline int32_t finish_request(const AdvanceArgs& args, int3
 DIFFULEX_HOST_DEVICE inline void settle_request(const RowScratch& scratch) {
   DecodeRequest& request = *scratch.request;
   BufferState& state = request.state;
-  const TokenWindow tokens{scratch.window, buffer_start(request.rules, state) - 1};
-  settle_buffer(request.rules, state, request.forward.has_sampling, tokens);
   request.finish_reason =
       judge_step(state, request.limits, request.finish_reason == FinishReason::kError);
   request.is_running = request.finish_reason == FinishReason::kNone;

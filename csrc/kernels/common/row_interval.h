@@ -34,6 +34,7 @@ struct RequestMask {
   bool is_anchored = false;       // the window is that of row 0
   KeyRange hole;                  // invisible cached keys, empty when off
   int32_t block_shift = -1;       // log2(B) where B is known to be a power of two
+  int32_t block_origin = 0;       // in [0, B): blocks start at this position modulo B
 };
 
 /// What a key tile is to a row tile.
@@ -81,8 +82,15 @@ DIFFULEX_HOST_DEVICE constexpr int32_t num_keys(const RequestMask& mask) {
              : mask.context_len + mask.num_valid;
 }
 
-/// First key past the block of a position, by the shortest division that will do.
-DIFFULEX_HOST_DEVICE constexpr int64_t block_end(const RequestMask& mask, int64_t position) {
+/// RequestMask::block_origin: the mask counts blocks from the end of the padded prefix.
+DIFFULEX_HOST_DEVICE constexpr int32_t mask_block_origin(const RequestMask& mask) {
+  const int32_t first = max_i32(mask.padded_prefix_len, 0);
+  return mask.block_shift >= 0 ? first & ((1 << mask.block_shift) - 1) : first % mask.block_size;
+}
+
+/// First key past the block of `position`, which is not before the first block, counted from there.
+DIFFULEX_HOST_DEVICE constexpr int64_t block_end_from_zero(const RequestMask& mask,
+                                                           int64_t position) {
   if (position >= 0 && mask.block_shift >= 0) {
     return ((position >> mask.block_shift) + 1) << mask.block_shift;
   }
@@ -91,6 +99,14 @@ DIFFULEX_HOST_DEVICE constexpr int64_t block_end(const RequestMask& mask, int64_
     return (int64_t{static_cast<uint32_t>(position) / size} + 1) * mask.block_size;
   }
   return (position / mask.block_size + 1) * mask.block_size;
+}
+
+/// First key past the block of a position, by the shortest division that will do. What lies before
+/// the first whole block is a block of its own.
+DIFFULEX_HOST_DEVICE constexpr int64_t block_end(const RequestMask& mask, int64_t position) {
+  return position >= 0 && position < mask.block_origin
+             ? mask.block_origin
+             : block_end_from_zero(mask, position - mask.block_origin) + mask.block_origin;
 }
 
 /// Keys that row `row` of the request may see, before the hole. Both ends are non-decreasing in

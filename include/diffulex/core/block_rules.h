@@ -17,6 +17,10 @@
 //   ACTIVE   -> TO_CACHE  complete, commit_ready, no predecessor before TO_CACHE: tokens frozen
 //   TO_CACHE -> IN_CACHE  stored by this forward: C += B, the buffer slides
 //
+// With stores_settled an ACTIVE block without a mask is stored too. Where the step then rewrites
+// none of its tokens and freezes it, that KV is final, and the block goes through TO_CACHE to
+// IN_CACHE in the same scan.
+//
 // Samplers that only fill masks settle a position when they write it. Editing samplers may rewrite
 // any editable position of an ACTIVE block, so their positions settle when the block is frozen.
 //
@@ -42,8 +46,10 @@ struct BlockRules {
   float add_block_threshold = 0.1F;
   float semi_complete_threshold = 0.9F;
   float token_stability_threshold = 0.0F;
-  bool is_editing = false;  // tokens of ACTIVE blocks may be rewritten
-  bool is_canvas = false;   // no mask token: every id of the vocabulary is an ordinary token
+  bool is_editing = false;        // tokens of ACTIVE blocks may be rewritten
+  bool is_canvas = false;         // no mask token: every id of the vocabulary is an ordinary token
+  bool starts_at_prompt = false;  // block 0 starts where the prompt ends, not at position 0
+  bool stores_settled = false;    // editing: forwards store ACTIVE blocks without a mask as well
 };
 
 /// Everything the rules know about one request: the buffer and the incrementally kept facts about
@@ -78,6 +84,7 @@ enum class WriteCheck : int32_t {
 struct Transitions {
   int32_t num_frozen = 0;  // ACTIVE -> TO_CACHE
   int32_t num_stored = 0;  // TO_CACHE -> IN_CACHE, each slid the buffer by one block
+  int32_t num_early = 0;   // of those, frozen by the same scan
 };
 
 /// Limits checked after every step; 0 switches max_nfe and max_repetition_run off.
@@ -106,16 +113,36 @@ DIFFULEX_HOST_DEVICE inline int32_t valid_end(const BlockRules& rules,
   return buffer_start(rules, state) + state.num_valid * rules.block_size;
 }
 
-/// End of the last TO_CACHE or IN_CACHE position of the request: blocks before the buffer, then the
-/// leading frozen blocks of the buffer.
-DIFFULEX_HOST_DEVICE inline int32_t frozen_end(const BlockRules& rules,
-                                               const BufferState& state) noexcept {
+/// Leading buffer blocks that are TO_CACHE or IN_CACHE.
+DIFFULEX_HOST_DEVICE inline int32_t num_frozen_blocks(const BufferState& state) noexcept {
   int32_t count = 0;
   while (count < state.num_valid && (state.blocks[count].status == BlockStatus::kToCache ||
                                      state.blocks[count].status == BlockStatus::kInCache)) {
     ++count;
   }
-  return buffer_start(rules, state) + count * rules.block_size;
+  return count;
+}
+
+/// End of the last TO_CACHE or IN_CACHE position of the request: blocks before the buffer, then the
+/// leading frozen blocks of the buffer.
+DIFFULEX_HOST_DEVICE inline int32_t frozen_end(const BlockRules& rules,
+                                               const BufferState& state) noexcept {
+  return buffer_start(rules, state) + num_frozen_blocks(state) * rules.block_size;
+}
+
+/// End of the positions that a decode forward stores: frozen_end, and with stores_settled the
+/// ACTIVE blocks without a mask that follow. The block of the last output position is never stored:
+/// the request ends when it is frozen.
+DIFFULEX_HOST_DEVICE inline int32_t storable_end(const BlockRules& rules,
+                                                 const BufferState& state) noexcept {
+  int32_t count = num_frozen_blocks(state);
+  int32_t end = buffer_start(rules, state) + count * rules.block_size;
+  while (rules.stores_settled && count < state.num_valid && state.blocks[count].num_masks == 0 &&
+         end + rules.block_size < state.limit_end) {
+    ++count;
+    end += rules.block_size;
+  }
+  return end;
 }
 
 /// Share of positions that are not open masks; prompt positions count as filled.
@@ -144,12 +171,13 @@ DIFFULEX_HOST_DEVICE inline Block make_dummy_block(const BlockRules& rules,
 }
 
 /// Initial state of a request whose prompt stands in tokens[0, prompt_len): full prompt blocks are
-/// TO_CACHE and lie before the buffer, a prompt tail is ACTIVE, the rest DUMMY. Keeps the stop ids.
+/// TO_CACHE and lie before the buffer, a prompt tail is ACTIVE, the rest DUMMY. With
+/// starts_at_prompt the whole prompt lies before the buffer. Keeps the stop ids.
 DIFFULEX_HOST_DEVICE inline void init_buffer(const BlockRules& rules, BufferState& state,
                                              int32_t prompt_len, int32_t limit_end) noexcept {
-  const int32_t head = prompt_len / rules.block_size;
-  const int32_t tail = prompt_len - head * rules.block_size;
-  state.origin = 0;
+  const int32_t head = rules.starts_at_prompt ? 0 : prompt_len / rules.block_size;
+  state.origin = rules.starts_at_prompt ? prompt_len : 0;
+  const int32_t tail = prompt_len - state.origin - head * rules.block_size;
   state.prompt_len = prompt_len;
   state.limit_end = limit_end;
   state.context_len = 0;
@@ -168,7 +196,8 @@ DIFFULEX_HOST_DEVICE inline void init_buffer(const BlockRules& rules, BufferStat
   }
 }
 
-/// Whether begin_buffer_step would activate the next block.
+/// Whether begin_buffer_step would activate the next block. Only for a forward after which the KV
+/// of everything before the buffer is stored: a decode step, or the last one of the prompt.
 DIFFULEX_HOST_DEVICE inline bool can_activate(const BlockRules& rules,
                                               const BufferState& state) noexcept {
   const int32_t num_occupied = state.num_valid > 0 ? state.num_valid + state.num_held : 0;
@@ -182,7 +211,7 @@ DIFFULEX_HOST_DEVICE inline bool can_activate(const BlockRules& rules,
     return false;
   }
   if (state.num_valid == 0) {
-    return state.context_len >= start;
+    return true;
   }
   const Block& last = state.blocks[state.num_valid - 1];
   return last.type != BlockType::kLastInContext &&
@@ -290,14 +319,15 @@ DIFFULEX_HOST_DEVICE inline bool apply_write(const BlockRules& rules, BufferStat
   tokens[position] = token;
   block.num_masks -= was_open ? 1 : 0;
   block.commit_ready = false;
+  block.stored_this_step = false;  // what the forward stored is not the KV of this token
   if (position < state.stop_pos && position < state.limit_end && is_stop_id(state, token)) {
     state.stop_pos = position;
   }
   return was_open;
 }
 
-/// Recomputes stop_pos from the tokens of the buffer, for rules under which a stop id may have been
-/// edited away. Blocks before the buffer hold none: the request would have ended.
+/// Recomputes stop_pos from the tokens that were not settled before the step, for rules under which
+/// a stop id may have been edited away. Settled ones hold none: the request would have ended.
 template <typename Tokens>
 DIFFULEX_HOST_DEVICE inline void find_stop(const BlockRules& rules, BufferState& state,
                                            const Tokens& tokens) noexcept {
@@ -305,11 +335,9 @@ DIFFULEX_HOST_DEVICE inline void find_stop(const BlockRules& rules, BufferState&
   if (state.num_stop_ids == 0) {
     return;
   }
-  const int32_t begin = buffer_start(rules, state);
-  const int32_t end = begin + state.num_valid * rules.block_size;
+  const int32_t end = valid_end(rules, state);
   const int32_t last = end < state.limit_end ? end : state.limit_end;
-  for (int32_t position = begin > state.prompt_len ? begin : state.prompt_len; position < last;
-       ++position) {
+  for (int32_t position = state.settled_end; position < last; ++position) {
     if (is_stop_id(state, tokens[position])) {
       state.stop_pos = position;
       return;
@@ -328,8 +356,8 @@ DIFFULEX_HOST_DEVICE inline void slide_buffer(const BlockRules& rules,
   --state.num_valid;
 }
 
-/// Applies the block status table in buffer order. A block frozen here is not stored here: its
-/// forward is still to come.
+/// Applies the block status table in buffer order. A block frozen here is stored here only where
+/// the forward stored its final KV; else that forward is still to come.
 DIFFULEX_HOST_DEVICE inline Transitions scan_transitions(const BlockRules& rules,
                                                          BufferState& state) noexcept {
   Transitions result;
@@ -337,16 +365,17 @@ DIFFULEX_HOST_DEVICE inline Transitions scan_transitions(const BlockRules& rules
   while (i < state.num_valid) {
     Block& block = state.blocks[i];
     const bool predecessor_frozen = i == 0 || state.blocks[i - 1].status == BlockStatus::kToCache;
-    if (block.status == BlockStatus::kActive) {
-      if (block.num_masks == 0 && block.commit_ready && predecessor_frozen) {
-        block.status = BlockStatus::kToCache;
-        ++result.num_frozen;
-      }
-      ++i;
-    } else if (block.status == BlockStatus::kToCache && block.stored_this_step && i == 0) {
+    const bool is_frozen_here = block.status == BlockStatus::kActive && block.num_masks == 0 &&
+                                block.commit_ready && predecessor_frozen;
+    if (is_frozen_here) {
+      block.status = BlockStatus::kToCache;
+      ++result.num_frozen;
+    }
+    if (block.status == BlockStatus::kToCache && block.stored_this_step && i == 0) {
       state.context_len = block_start(rules, state, block) + rules.block_size;
       slide_buffer(rules, state);
       ++result.num_stored;
+      result.num_early += is_frozen_here ? 1 : 0;
     } else {
       ++i;
     }
@@ -354,13 +383,14 @@ DIFFULEX_HOST_DEVICE inline Transitions scan_transitions(const BlockRules& rules
   return result;
 }
 
-/// Keeps the places of blocks that a resume forward or a prefix hit moved to the cache, until the
-/// next decode step is over. Without the preemption that decode step would have stored them, and no
-/// block could have been activated in their places while it refined the others; activating one
-/// earlier would let it see its predecessors one step younger and change its tokens.
+/// Keeps the places of blocks that got into the cache early, until the next decode step is over:
+/// those that a resume forward or a prefix hit moved there, and those stored by the step that froze
+/// them. Else that decode step would have stored them, and no block could have been activated in
+/// their places while it refined the others; activating one earlier would let it see its
+/// predecessors one step younger and change its tokens.
 DIFFULEX_HOST_DEVICE inline void count_held(BufferState& state, bool is_decode,
-                                            int32_t num_stored) noexcept {
-  state.num_held = is_decode ? 0 : state.num_held + num_stored;
+                                            const Transitions& transitions) noexcept {
+  state.num_held = is_decode ? transitions.num_early : state.num_held + transitions.num_stored;
 }
 
 /// Extends [P, settled_end) over newly settled positions and keeps the length of its trailing run.

@@ -49,14 +49,14 @@ DIFFULEX_HOST_DEVICE inline BufferForward enter_buffer(const BlockRules& rules,
   forward.has_activated = begin_buffer_step(rules, state);
   forward.first_pos = state.context_len;
   forward.num_valid_rows = valid_end(rules, state) - forward.first_pos;
-  forward.store_end = frozen_end(rules, state);
-  forward.has_sampling = forward.store_end < valid_end(rules, state);
+  forward.store_end = storable_end(rules, state);
+  forward.has_sampling = frozen_end(rules, state) < valid_end(rules, state);
   mark_stored(rules, state, forward.first_pos, forward.store_end);
   return forward;
 }
 
-/// Last position the forward stores, -1 = none. With shifted logits its row predicts the first
-/// position behind the cache and is saved for the forwards to come.
+/// Last position the forward stores, -1 = none. With shifted logits, which no editing sampler has,
+/// its row predicts the first position behind the cache and is saved for the forwards to come.
 DIFFULEX_HOST_DEVICE inline int32_t last_stored_pos(const BufferForward& forward) noexcept {
   return forward.store_end > forward.first_pos ? forward.store_end - 1 : -1;
 }
@@ -76,12 +76,12 @@ DIFFULEX_HOST_DEVICE inline bool apply_verdict(Block& block, int32_t flags,
 DIFFULEX_HOST_DEVICE inline Transitions close_buffer(const BlockRules& rules, BufferState& state,
                                                      bool is_decode) noexcept {
   const Transitions transitions = scan_transitions(rules, state);
-  count_held(state, is_decode, transitions.num_stored);
+  count_held(state, is_decode, transitions);
   return transitions;
 }
 
-/// Finds what became final, after close_buffer. `tokens` must hold mask ids at the positions that
-/// the buffer slid over.
+/// Finds what became final, after close_buffer. `tokens` must reach from the first position that
+/// was not settled to a mask id behind the buffer of before the step.
 template <typename Tokens>
 DIFFULEX_HOST_DEVICE inline void settle_buffer(const BlockRules& rules, BufferState& state,
                                                bool has_sampling, const Tokens& tokens) noexcept {

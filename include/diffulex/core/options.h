@@ -88,6 +88,7 @@ struct EngineOptions {
   bool logits_shift = false;      // multi_bd, d2f: the row of position p predicts position p + 1
   int32_t token_merge_top_k = 0;  // dmax: entries of a merge descriptor; 0 = no merging
   bool dmax_store_soft_embeddings = false;  // dmax: descriptors act on the stored KV as well
+  bool d2f_block_grid = false;        // d2f: blocks at multiples of B, not from the prompt's end
   bool fdv2_use_block_cache = true;   // fast_dllm_v2: sub-block steps read the block's own cache
   bool group_decode_by_rows = false;  // every request of a decode batch has the same row count
   int32_t max_denoising_steps = 48;   // diffusion_gemma: forwards per canvas, >= 1
@@ -97,6 +98,15 @@ struct EngineOptions {
 
   /// Whether the strategy may rewrite tokens of an ACTIVE block.
   [[nodiscard]] bool rewrites_tokens() const noexcept { return is_editing || strategy == "dmax"; }
+  /// Whether the first block starts where the prompt ends, which is then stored as a whole.
+  [[nodiscard]] bool starts_at_prompt() const noexcept {
+    return strategy == "d2f" && !d2f_block_grid;
+  }
+  /// Whether the KV of a forward that rewrites none of a block's tokens is the block's final KV:
+  /// mixed embeddings are not what is stored.
+  [[nodiscard]] bool stores_settled() const noexcept {
+    return rewrites_tokens() && token_merge_top_k == 0;
+  }
   /// Whether blocks are canvases: no mask token, blocks right behind the prompt.
   [[nodiscard]] bool has_canvas() const noexcept { return strategy == "diffusion_gemma"; }
   /// Whether decoding runs over blocks of N sub-blocks with a cache of their own.

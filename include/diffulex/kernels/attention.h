@@ -44,7 +44,7 @@ struct BlockAttentionParams {
   TensorRef valid_slices;  // [R] int32, exclusive end of the real rows on the packed axis
   TensorRef mask_kinds;    // [R] int32, MaskKind | kMaskHoleBit | kMaskAnchorBit
   TensorRef prefix_lens;   // [R] int32 or absent (= 0)
-  TensorRef padded_prefix_lens;  // [R] int32 or absent (= 0)
+  TensorRef padded_prefix_lens;  // [R] int32 or absent (= 0); where blocks of the mask start
   TensorRef q_starts;            // [R] int32 or absent (= context_lens)
   TensorRef k_scale;             // absent until quantised caches exist
   TensorRef v_scale;             // absent until quantised caches exist

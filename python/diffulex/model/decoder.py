@@ -82,7 +82,7 @@ class DecoderForDiffusionLM(nn.Module):
         self.cos_sin_cache: torch.Tensor
         self.register_buffer(
             "cos_sin_cache",
-            build_cos_sin_cache(spec.max_positions, spec.rotary_dim, spec.rope_theta, device),
+            build_cos_sin_cache(spec.rotary_rows, spec.rotary_dim, spec.rope_theta, device),
             persistent=False,
         )
 

@@ -537,7 +537,7 @@ def _rotary_table(
     spec: DiffusionGemmaSpec, rotary: GemmaRotary, device: torch.device | str
 ) -> torch.Tensor:
     return build_cos_sin_cache(
-        spec.max_positions,
+        spec.rotary_rows,
         rotary.rotary_dim,
         rotary.theta,
         device,

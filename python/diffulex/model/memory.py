@@ -24,7 +24,7 @@ _ALLOCATION_TEXTS = ("allocate", "out of memory", "Storage size calculation over
 
 def model_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Memory of the weights and of the rotary table."""
-    return spec.num_parameters * dtype.itemsize + 4 * spec.max_positions * spec.rotary_columns
+    return spec.num_parameters * dtype.itemsize + 4 * spec.rotary_rows * spec.rotary_columns
 
 
 def available_bytes(device: torch.device | str) -> int | None:

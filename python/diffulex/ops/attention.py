@@ -84,6 +84,8 @@ def block_attention(
 
     Args:
         scale: factor of the scores; None = 1 / sqrt(D).
+        padded_prefix_lens: [R] int32; blocks of the mask start at multiples of `block_size` counted
+            from here. None = 0.
         out: [T, Hq, D] to fill; None allocates it.
         lse: [T, Hq] float32 to fill with the natural log-sum-exp of the scores; None skips it.
         workspace: scratch of `attention_workspace_bytes`; None allocates it.
@@ -149,7 +151,8 @@ def visible_keys(
 ) -> Tensor:
     """Mask of one request, [rows, context_len + num_valid] bool, for rows at `positions`."""
     end = context_len + num_valid
-    block_end = (positions // block_size + 1) * block_size
+    origin = max(padded_prefix_len, 0) % block_size
+    block_end = ((positions - origin) // block_size + 1) * block_size + origin
     base = kind & 0xFF
     if base == MaskKind.CAUSAL:
         high = positions + 1

@@ -194,6 +194,50 @@ TEST_P(VariantLimits, EveryPromptLength) {
 INSTANTIATE_TEST_SUITE_P(All, VariantLimits, testing::ValuesIn(kVariants),
                          [](const auto& tested) { return std::string(tested.param.name); });
 
+// --- the first forward --------------------------------------------------------------------------
+
+// A chunk of prompt rows alone leaves the first block to a decode step.
+TEST_P(VariantLimits, AlignedPromptsDecodeAsWithASeparateForward) {
+  EngineOptions options = toy_options();
+  GetParam().apply(options);
+  if (options.strategy == "d2f") {
+    return;  // its prompts cannot be cut; EqualsTheBruteForceDecoder covers them
+  }
+  options.enable_prefix_caching = false;
+  for (const int32_t buffer_size : {1, 2, 3}) {
+    options.buffer_size = buffer_size;
+    for (const int32_t prompt_len : {12, 16, 24}) {
+      SCOPED_TRACE(std::to_string(buffer_size) + " blocks, prompt of " +
+                   std::to_string(prompt_len));
+      RequestResult results[2];
+      for (const bool is_cut : {false, true}) {
+        EngineOptions cut = options;
+        cut.enable_chunked_prefill = is_cut;
+        cut.max_num_batched_tokens = is_cut ? prompt_len : options.max_num_batched_tokens;
+        EngineSimulator sim(cut);
+        const int64_t id = sim.add(prompt_of(prompt_len), tokens_of(15));
+        sim.drain();
+        results[is_cut ? 1 : 0] = sim.core().take_result(id).value();
+      }
+      EXPECT_EQ(results[0].output_ids, results[1].output_ids);
+      EXPECT_EQ(results[0].nfe + 1, results[1].nfe);
+    }
+  }
+}
+
+TEST(FirstForward, RunsThePromptAndTheFirstBlock) {
+  Bench bench(small_options());
+  bench.add(8, tokens_of(20));
+  ASSERT_EQ(bench.schedule(), PlanKind::kPrefill);
+  EXPECT_EQ(bench.plan().num_rows(), 12);
+  EXPECT_EQ(bench.plan().num_blocks(), 1);
+  EXPECT_EQ(bench.plan().blk_start()[0], 8);
+  EXPECT_GE(bench.plan().slot_mapping()[7], 0);
+  EXPECT_EQ(bench.plan().slot_mapping()[8], -1);
+  bench.write(8, 1);
+  EXPECT_EQ(bench.complete().new_tokens, 1);
+}
+
 // --- d2f ----------------------------------------------------------------------------------------
 
 TEST(D2f, SharesNoPrefix) {
@@ -209,9 +253,57 @@ TEST(D2f, SharesNoPrefix) {
   EXPECT_EQ(sim.core().stats().num_prefix_query_tokens, 0);
 }
 
-TEST(D2f, RebuildsThePromptAndThenTheBlocks) {
+TEST(D2f, BlocksStartWhereThePromptEnds) {
   EngineOptions options = small_options();
   options.strategy = "d2f";
+  Bench bench(options);
+  const int64_t id = bench.add(6, tokens_of(20));
+  ASSERT_EQ(bench.schedule(), PlanKind::kPrefill);
+  StepPlan& plan = bench.plan();
+  EXPECT_EQ(plan.num_rows(), 10);  // prompt and first block
+  EXPECT_EQ(plan.blk_start()[0], 6);
+  EXPECT_EQ(plan.blk_editable_start()[0], 0);
+  EXPECT_EQ(plan.prefix_lens()[0], 6);
+  EXPECT_EQ(plan.padded_prefix_lens()[0], 6);
+  bench.complete();
+  EXPECT_EQ(bench.request(id).context_len(), 6);  // the prompt is cached once, as a whole
+  bench.step({{6, 1}, {7, 2}, {8, 3}, {9, 4}}, true);
+  bench.schedule();
+  // Positions 6 to 9 lie in two pages.
+  const std::vector<int32_t>& pages = bench.request(id).page_table.pages;
+  EXPECT_THAT(list(plan.slot_mapping()),
+              ElementsAre(4 * pages[1] + 2, 4 * pages[1] + 3, 4 * pages[2], 4 * pages[2] + 1));
+  bench.complete();
+  EXPECT_EQ(bench.request(id).context_len(), 10);
+}
+
+TEST(D2f, RebuildsThePromptAndTheBlocksTogether) {
+  EngineOptions options = small_options();
+  options.strategy = "d2f";
+  Bench bench(options);
+  const int64_t id = bench.add(6, tokens_of(20));
+  bench.step({{6, 1}, {7, 2}, {8, 3}, {9, 4}}, true);
+  bench.step({});
+  ASSERT_TRUE(bench.core().preempt(id).ok());
+  EXPECT_EQ(bench.request(id).resume_until, 10);
+  ASSERT_EQ(bench.schedule(), PlanKind::kPrefill);
+  StepPlan& plan = bench.plan();
+  EXPECT_EQ(plan.row_mode()[0], static_cast<int32_t>(RowMode::kPrefillPrefixFull));
+  EXPECT_EQ(plan.prefix_lens()[0], 6);
+  EXPECT_EQ(plan.padded_prefix_lens()[0], 6);
+  EXPECT_EQ(plan.num_rows(), 10);
+  EXPECT_EQ(plan.num_blocks(), 0);
+  EXPECT_TRUE(std::all_of(plan.slot_mapping().begin(), plan.slot_mapping().begin() + 10,
+                          [](int32_t slot) { return slot >= 0; }));
+  bench.complete();
+  EXPECT_EQ(bench.request(id).context_len(), 10);
+  EXPECT_EQ(bench.schedule(), PlanKind::kDecode);
+}
+
+TEST(D2f, OnTheGridRebuildsThePromptAndThenTheBlocks) {
+  EngineOptions options = small_options();
+  options.strategy = "d2f";
+  options.d2f_block_grid = true;
   Bench bench(options);
   const int64_t id = bench.add(6, tokens_of(20));
   bench.step({{6, 1}, {7, 2}}, true);  // the tail block is frozen
@@ -363,15 +455,99 @@ TEST_F(Editing, AStopIdCountsOnceCommittedAndBlocksActivationUntilThen) {
 TEST_F(Editing, CountersOfTheBlock) {
   bench_.step({{4, 1}, {5, 2}, {6, 3}, {7, 4}});
   bench_.schedule();
-  EXPECT_EQ(bench_.plan().blk_open_steps()[0], 1);
+  EXPECT_EQ(bench_.plan().blk_open_steps()[0], 2);  // the forward of the prompt counts
   EXPECT_EQ(bench_.plan().blk_post_edit_steps()[0], 0);
-  EXPECT_EQ(bench_.plan().blk_step()[0], 1);
+  EXPECT_EQ(bench_.plan().blk_step()[0], 2);
   bench_.write(4, 9);
   bench_.complete();
   bench_.schedule();
-  EXPECT_EQ(bench_.plan().blk_open_steps()[0], 2);
+  EXPECT_EQ(bench_.plan().blk_open_steps()[0], 3);
   EXPECT_EQ(bench_.plan().blk_post_edit_steps()[0], 1);
   EXPECT_EQ(bench_.plan().blk_row_index()[0], 0);  // decided positions have rows too
+}
+
+// Without the early store the sampler's tokens are the same, and the forwards more.
+TEST(StoringEarly, ChangesNoToken) {
+  EngineOptions options = toy_options();
+  options.is_editing = true;
+  options.thresholds.accept = 0.3F;
+  options.thresholds.edit = 0.9F;
+  SamplingParams params = tokens_of(30);
+  params.ignore_eos = true;
+  for (const int32_t buffer_size : {1, 2, 4}) {
+    options.buffer_size = buffer_size;
+    int32_t num_saved = 0;
+    for (int32_t prompt_len = 1; prompt_len <= 16; ++prompt_len) {
+      const std::vector<int32_t> prompt = prompt_of(prompt_len);
+      const auto early = BruteForceDecoder(options, prompt, params).decode();
+      const auto late = BruteForceDecoder(options, prompt, params, false).decode();
+      EXPECT_EQ(early.output, late.output);
+      EXPECT_LE(early.nfe, late.nfe);
+      num_saved += late.nfe - early.nfe;
+    }
+    // With more blocks another one is refined meanwhile as a rule.
+    EXPECT_TRUE(num_saved > 0 || buffer_size > 1);
+  }
+}
+
+TEST(StoringEarly, ABlockThatItsLastStepConfirmedTakesNoFurtherForward) {
+  EngineOptions options = small_options();
+  options.is_editing = true;
+  Bench bench(options);
+  const int64_t id = bench.add(4, tokens_of(20));
+  bench.step({{4, 1}, {5, 2}, {6, 3}, {7, 4}});
+  bench.schedule();
+  EXPECT_THAT(list(bench.plan().slot_mapping()), testing::Each(testing::Ge(0)));
+  bench.commit(0);
+  bench.complete();
+  EXPECT_EQ(bench.request(id).context_len(), 8);
+  EXPECT_EQ(bench.request(id).settled_end(), 8);
+  bench.schedule();
+  EXPECT_EQ(bench.plan().blk_start()[0], 8);
+}
+
+TEST(StoringEarly, ARewrittenTokenNeedsAnotherForward) {
+  EngineOptions options = small_options();
+  options.is_editing = true;
+  Bench bench(options);
+  const int64_t id = bench.add(4, tokens_of(20));
+  bench.step({{4, 1}, {5, 2}, {6, 3}, {7, 4}});
+  bench.step({{5, 9}}, true);  // what was stored is the KV of 2
+  EXPECT_EQ(bench.request(id).context_len(), 4);
+  EXPECT_EQ(bench.request(id).settled_end(), 8);
+  bench.schedule();
+  EXPECT_EQ(bench.plan().num_blocks(), 0);
+  bench.complete();
+  EXPECT_EQ(bench.request(id).context_len(), 8);
+}
+
+TEST(StoringEarly, AStopIdInTheStoredBlockEndsTheRequest) {
+  EngineOptions options = small_options();
+  options.is_editing = true;
+  Bench bench(options);
+  const int64_t id = bench.add(4, tokens_of(20));
+  bench.step({{4, 1}, {5, kStop}, {6, 3}, {7, 4}});
+  EXPECT_EQ(bench.step({}, true).finish_reason, FinishReason::kEosTokenGenerated);
+  EXPECT_THAT(list(bench.request(id).output()), ElementsAre(1));
+}
+
+TEST(StoringEarly, KeepsThePlaceOfTheBlockForAStep) {
+  EngineOptions options = small_options();
+  options.is_editing = true;
+  options.buffer_size = 2;
+  Bench bench(options);
+  const int64_t id = bench.add(4, tokens_of(40));
+  bench.step({{4, 1}, {5, 2}, {6, 3}, {7, 4}});
+  bench.step({{8, 5}});  // opens the second block
+  bench.schedule();
+  bench.commit(0);  // the first one is frozen and stored
+  bench.complete();
+  EXPECT_EQ(bench.request(id).context_len(), 8);
+  EXPECT_EQ(bench.request(id).buffer.num_valid(), 1);
+  bench.step({{9, 6}});  // refines the second alone, as the store forward did
+  EXPECT_EQ(bench.request(id).buffer.num_valid(), 1);
+  bench.step({{10, 7}});
+  EXPECT_EQ(bench.request(id).buffer.num_valid(), 2);
 }
 
 TEST_F(Editing, WaitingIsNoLivelock) {

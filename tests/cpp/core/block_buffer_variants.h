@@ -18,6 +18,17 @@ inline constexpr Variant kVariants[] = {
        o.strategy = "d2f";
        o.logits_shift = true;
      }},
+    {"d2f_on_the_grid",
+     [](EngineOptions& o) {
+       o.strategy = "d2f";
+       o.d2f_block_grid = true;
+     }},
+    {"shifted_d2f_on_the_grid",
+     [](EngineOptions& o) {
+       o.strategy = "d2f";
+       o.logits_shift = true;
+       o.d2f_block_grid = true;
+     }},
     {"shifted_multi_bd", [](EngineOptions& o) { o.logits_shift = true; }},
     {"edit", [](EngineOptions& o) { o.is_editing = true; }},
     {"dmax",

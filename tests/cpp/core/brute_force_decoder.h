@@ -15,7 +15,8 @@
 // The oracle of the property tests: block-buffer decoding of one request as the specification
 // describes it, without cache, pages, batches or preemption. Every step runs all positions again
 // (under d2f all behind the prompt, whose keys are those of the first forward) and recounts
-// everything from the tokens.
+// everything from the tokens. The prompt and the first blocks share the first forward. Under d2f as
+// published block 0 starts where the prompt ends; on the grid blocks are those of the positions.
 
 namespace diffulex::test {
 
@@ -27,9 +28,11 @@ struct BruteForceResult {
 
 class BruteForceDecoder {
  public:
+  /// `stores_early` false: every block takes a forward of its own to be stored.
   BruteForceDecoder(const EngineOptions& options, const std::vector<int32_t>& prompt,
-                    const SamplingParams& params)
+                    const SamplingParams& params, bool stores_early = true)
       : options_(options),
+        stores_early_(stores_early),
         params_(params),
         prompt_len_(static_cast<int32_t>(prompt.size())),
         limit_end_(std::min(prompt_len_ + params.max_tokens, options.max_model_len)),
@@ -38,20 +41,15 @@ class BruteForceDecoder {
       stops_.insert(options.stop_token_ids.begin(), options.stop_token_ids.end());
       stops_.insert(params.stop_token_ids.begin(), params.stop_token_ids.end());
     }
-    head_ = prompt_len_ / options.block_size;
-    const int32_t tail = prompt_len_ % options.block_size;
-    if (tail > 0) {
+    first_ = is_d2f() && !options.d2f_block_grid ? prompt_len_ : 0;
+    head_ = (prompt_len_ - first_) / options.block_size;
+    if ((prompt_len_ - first_) % options.block_size > 0) {
       open_block();
     }
   }
 
   BruteForceResult decode() {
     BruteForceResult result;
-    if (blocks_.empty()) {
-      forward();  // the prompt alone
-      ++result.nfe;
-      result.reason = stop_reason(result.nfe);
-    }
     while (result.reason == FinishReason::kNone) {
       activate();
       step();
@@ -76,12 +74,17 @@ class BruteForceDecoder {
   [[nodiscard]] bool is_editing() const {
     return options_.is_editing || options_.strategy == "dmax";
   }
-  [[nodiscard]] int32_t full_prompt_end() const {
-    return prompt_len_ / options_.block_size * options_.block_size;
+  /// End of the prompt whose keys are those of the first forward.
+  [[nodiscard]] int32_t kept_prompt_end() const {
+    return first_ > 0 ? first_ : prompt_len_ / options_.block_size * options_.block_size;
+  }
+  /// Whether a forward over tokens that do not change any more makes the keys that are stored.
+  [[nodiscard]] bool makes_final_keys() const {
+    return stores_early_ && is_editing() && options_.token_merge_top_k == 0;
   }
   [[nodiscard]] int32_t mask() const { return options_.mask_token_id; }
   [[nodiscard]] int32_t start_of(size_t i) const {
-    return (head_ + static_cast<int32_t>(i)) * options_.block_size;
+    return first_ + (head_ + static_cast<int32_t>(i)) * options_.block_size;
   }
   [[nodiscard]] bool is_open(int32_t position) const {
     return position >= prompt_len_ && tokens_[static_cast<size_t>(position)] == mask();
@@ -146,15 +149,18 @@ class BruteForceDecoder {
   /// Outputs of the model by position; those of rows that were not run again are the kept ones.
   const std::vector<uint64_t>& forward() {
     const bool is_first = outputs_.empty();
-    const size_t base = is_d2f() && !is_first ? static_cast<size_t>(full_prompt_end()) : 0;
+    const size_t base = is_d2f() && !is_first ? static_cast<size_t>(kept_prompt_end()) : 0;
     std::vector<int64_t> inputs;
     std::vector<int32_t> visible;
     for (size_t p = base; p < tokens_.size(); ++p) {
       const bool is_soft = p < soft_.size() && soft_[p].is_valid();
       inputs.push_back(is_soft ? toy_soft_token(soft_[p]) : tokens_[p]);
-      int32_t end = (static_cast<int32_t>(p) / options_.block_size + 1) * options_.block_size;
-      if (is_d2f() && is_first && static_cast<int32_t>(p) < prompt_len_) {
+      const auto position = static_cast<int32_t>(p);
+      int32_t end = 0;
+      if (is_d2f() && is_first && position < prompt_len_) {
         end = prompt_len_;
+      } else {
+        end = first_ + ((position - first_) / options_.block_size + 1) * options_.block_size;
       }
       visible.push_back(end);
     }
@@ -163,7 +169,7 @@ class BruteForceDecoder {
     std::vector<ToyKey> keys;
     const std::vector<uint64_t> outputs = toy_forward(context, inputs, visible, keys);
     if (is_d2f() && is_first) {
-      prompt_keys_.assign(keys.begin(), keys.begin() + full_prompt_end());
+      prompt_keys_.assign(keys.begin(), keys.begin() + kept_prompt_end());
     }
     outputs_.resize(tokens_.size());
     std::copy(outputs.begin(), outputs.end(), outputs_.begin() + static_cast<std::ptrdiff_t>(base));
@@ -179,6 +185,7 @@ class BruteForceDecoder {
       gates.push_back(i == 0 || progress(i - 1) >= semi_complete);
     }
     const std::vector<ValidBlock> before = blocks_;
+    const std::vector<int32_t> tokens_before = tokens_;
     std::vector<bool> is_ready(blocks_.size(), false);
     for (size_t i = 0; i < blocks_.size(); ++i) {
       if (blocks_[i].status == BlockStatus::kActive) {
@@ -198,8 +205,23 @@ class BruteForceDecoder {
     while (stored < before.size() && before[stored].status == BlockStatus::kToCache) {
       ++stored;  // frozen before this forward, hence stored by it
     }
+    // Blocks that this forward ran on their final tokens need no other one. They keep their places
+    // while others are refined, for when a block is opened must not depend on it.
+    size_t final = stored;
+    while (makes_final_keys() && final < blocks_.size() && is_unchanged(final, tokens_before)) {
+      ++final;
+    }
+    stored = final == blocks_.size() ? final : stored;
     blocks_.erase(blocks_.begin(), blocks_.begin() + static_cast<std::ptrdiff_t>(stored));
     head_ += static_cast<int32_t>(stored);
+  }
+
+  /// Whether block i is frozen and holds what it held before the step.
+  [[nodiscard]] bool is_unchanged(size_t i, const std::vector<int32_t>& before) const {
+    const int32_t start = start_of(i);
+    return blocks_[i].status == BlockStatus::kToCache &&
+           std::equal(tokens_.begin() + start, tokens_.begin() + start + options_.block_size,
+                      before.begin() + start);
   }
 
   /// Returns whether the block may be frozen.
@@ -269,11 +291,13 @@ class BruteForceDecoder {
   }
 
   EngineOptions options_;
+  bool stores_early_;
   SamplingParams params_;
   int32_t prompt_len_;
   int32_t limit_end_;
   std::vector<int32_t> tokens_;
   std::set<int32_t> stops_;
+  int32_t first_ = 0;               // position of block 0
   int32_t head_ = 0;                // block id of blocks_[0]
   std::vector<ValidBlock> blocks_;  // of the buffer
   std::vector<ToyDescriptor> soft_;

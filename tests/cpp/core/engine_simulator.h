@@ -148,7 +148,9 @@ class EngineSimulator final : public PlanSimulator {
                                                 : plan.padded_prefix_lens()[r];
       }
     }
-    return (position / options_.block_size + 1) * options_.block_size;
+    const int32_t size = options_.block_size;
+    const int32_t first = plan.padded_prefix_lens()[r] % size;  // blocks are counted from there
+    return position < first ? first : first + ((position - first) / size + 1) * size;
   }
 
   /// The row that predicts relative position `rel` of a block: the block's own, or the one before.

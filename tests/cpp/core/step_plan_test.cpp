@@ -243,7 +243,7 @@ TEST_F(DecodePlan, PadsWithRequestsThatDoNothing) {
   const Result<const StepEvents*> events = core_.complete_step(plan_, output_);
   ASSERT_TRUE(events.ok()) << events.status().message();
   EXPECT_EQ(events.value()->requests.size(), 2U);
-  EXPECT_EQ(core_.stats().num_rows, 2 * 4 + 2 * 8);  // prefill and decode, padding left out
+  EXPECT_EQ(core_.stats().num_rows, 2 * 8 + 2 * 8);  // prefill and decode, padding left out
 }
 
 TEST_F(DecodePlan, RefusesOutputsOfOtherOptions) {

@@ -69,6 +69,7 @@ EngineOptions read_options(const Json& json) {
   if (json.has("fdv2_use_block_cache")) {
     options.fdv2_use_block_cache = json.at("fdv2_use_block_cache").as_bool();
   }
+  options.d2f_block_grid = json.has("d2f_block_grid") && json.at("d2f_block_grid").as_bool();
   options.vocab_size = json.has("vocab_size") ? json.at("vocab_size").as_int() : 0;
   return options;
 }
@@ -209,8 +210,9 @@ class TraceReplay {
   }
 
   // Visible keys from the arrays alone: cached positions, and fresh rows of blocks up to the row's;
-  // under mode 3 prompt rows see the prompt, the rest of its last block the padded prompt. Mode 2
-  // has no fresh keys, mode 4 is causal, mode 5 sees every fresh key.
+  // under mode 3 prompt rows see the prompt, the rest of its last block the padded prompt; blocks
+  // are counted from the end of the padded prompt. Mode 2 has no fresh keys, mode 4 is causal, mode
+  // 5 sees every fresh key.
   void check_visibility(StepPlan& plan, int32_t r, const Json& row) {
     const auto index = static_cast<size_t>(r);
     const int32_t begin = plan.cu_seqlens_q()[index];
@@ -223,7 +225,9 @@ class TraceReplay {
         const auto key_pos = static_cast<int32_t>(plan.positions()[static_cast<size_t>(k)]);
         const auto row_pos = static_cast<int32_t>(plan.positions()[static_cast<size_t>(i)]);
         const int32_t mode = plan.row_mode()[index];
-        bool is_visible = key_pos / plan.att_block_size() <= row_pos / plan.att_block_size();
+        const int32_t size = plan.att_block_size();
+        const int32_t first = plan.padded_prefix_lens()[index] % size;
+        bool is_visible = (key_pos - first + size) / size <= (row_pos - first + size) / size;
         if (mode == 2 || mode >= 4) {
           is_visible = mode == 5 || (mode == 4 && key_pos <= row_pos);
         }
@@ -259,10 +263,11 @@ class TraceReplay {
     const auto prompt_len = static_cast<int32_t>(
         trace_.at("requests").at(row.at("request").as_string()).at("prompt").items().size());
     EXPECT_EQ(plan.prefix_lens()[index], is_prefix ? prompt_len : 0);
-    EXPECT_EQ(plan.padded_prefix_lens()[index], is_prefix
-                                                    ? (prompt_len + options_.block_size - 1) /
-                                                          options_.block_size * options_.block_size
-                                                    : 0);
+    const int32_t padded_len =
+        (prompt_len + options_.block_size - 1) / options_.block_size * options_.block_size;
+    const int32_t grid_end = is_prefix ? padded_len : 0;
+    EXPECT_EQ(plan.padded_prefix_lens()[index],
+              options_.starts_at_prompt() ? prompt_len : grid_end);
     if (row.has("predicted_by")) {
       check_predictors(plan, r, row.at("predicted_by"));
     }
@@ -517,17 +522,16 @@ TEST_P(TraceTest, ReplaysFieldByField) {
 
 INSTANTIATE_TEST_SUITE_P(
     Golden, TraceTest,
-    testing::Values("single_block_padded_prompt.json", "single_block_aligned_prompt.json",
-                    "aligned_prompt_fully_cached.json", "d2f_shifted_single_block.json",
-                    "d2f_shifted_stop_id.json", "d2f_stop_id.json", "dmax_single_block.json",
-                    "diffusion_gemma_max_tokens.json", "diffusion_gemma_stop_id.json",
-                    "dmax_two_blocks.json", "fast_dllm_v2_aligned_block_cache.json",
-                    "fast_dllm_v2_aligned_no_block_cache.json",
-                    "fast_dllm_v2_padded_block_cache.json",
-                    "fast_dllm_v2_padded_no_block_cache.json", "edit_single_block.json",
-                    "multi_block_stop_id.json", "multi_block_limit.json",
-                    "preempt_resume_uncached.json", "preempt_resume_cached.json",
-                    "prefix_cache_partial_page.json"));
+    testing::Values(
+        "single_block_padded_prompt.json", "single_block_aligned_prompt.json",
+        "aligned_prompt_fully_cached.json", "d2f_from_prompt.json", "d2f_from_prompt_shifted.json",
+        "d2f_shifted_single_block.json", "d2f_shifted_stop_id.json", "d2f_stop_id.json",
+        "dmax_single_block.json", "diffusion_gemma_max_tokens.json", "diffusion_gemma_stop_id.json",
+        "dmax_two_blocks.json", "fast_dllm_v2_aligned_block_cache.json",
+        "fast_dllm_v2_aligned_no_block_cache.json", "fast_dllm_v2_padded_block_cache.json",
+        "fast_dllm_v2_padded_no_block_cache.json", "edit_single_block.json",
+        "multi_block_stop_id.json", "multi_block_limit.json", "preempt_resume_uncached.json",
+        "preempt_resume_cached.json", "prefix_cache_partial_page.json"));
 
 }  // namespace
 }  // namespace diffulex

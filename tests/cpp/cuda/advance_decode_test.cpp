@@ -220,7 +220,7 @@ class Decode final {
     } else {
       init_buffer(rules, request.state, prompt_len, prompt_len + max_tokens);
       mark_cached(rules, request.state, buffer_start(rules, request.state));
-      count_held(request.state, true, 0);
+      count_held(request.state, true, Transitions());
     }
     auto* window = params_.windows.as<int32_t>() + int64_t{r} * window_len(num_rows());
     const int32_t first = buffer_start(rules, request.state) - 1;

@@ -109,14 +109,14 @@ DIFFULEX_HOST_DEVICE inline int32_t run_script(const Script& script, int32_t* to
       const int32_t resume_until = drop_cached(rules, state);
       mark_stored(rules, state, 0, resume_until);
       mark_cached(rules, state, buffer_start(rules, state));
-      count_held(state, false, scan_transitions(rules, state).num_stored);
+      count_held(state, false, scan_transitions(rules, state));
     }
     record.activated = begin_buffer_step(rules, state) ? 1 : 0;
     if (next_random(random) % 16U == 0U) {
       undo_buffer_step(rules, state, record.activated != 0);
       record.activated += begin_buffer_step(rules, state) ? 2 : 0;
     }
-    mark_stored(rules, state, state.context_len, frozen_end(rules, state));
+    mark_stored(rules, state, state.context_len, storable_end(rules, state));
     count_sampler_steps(rules, state);
     for (int32_t i = 0; i < state.num_valid; ++i) {
       if (state.blocks[i].status == BlockStatus::kActive) {
@@ -124,7 +124,7 @@ DIFFULEX_HOST_DEVICE inline int32_t run_script(const Script& script, int32_t* to
       }
     }
     const Transitions transitions = scan_transitions(rules, state);
-    count_held(state, true, transitions.num_stored);
+    count_held(state, true, transitions);
     advance_settled(rules, state, tokens);
     StopLimits limits;
     limits.max_tokens = script.limit_end - script.prompt_len;

@@ -85,7 +85,9 @@ class AttentionCase final {
     const int64_t c = request.context;
     const int64_t nv = request.num_valid;
     const int64_t position = request.start + i;
-    const int64_t block_end = (position / shape_.block_size + 1) * shape_.block_size;
+    const int64_t origin = request.padded_prefix % shape_.block_size;
+    const int64_t blocks_before = (position - origin + shape_.block_size) / shape_.block_size;
+    const int64_t block_end = blocks_before * shape_.block_size + origin;
     int64_t hi = 0;
     switch (request.kind) {
       case 0:

@@ -30,6 +30,7 @@ void for_each_mask(const Visit& visit) {
                 mask.start_position = start;
                 mask.prefix_len = prefix;
                 mask.padded_prefix_len = prefix + 3;
+                mask.block_origin = mask_block_origin(mask);
                 for (const int32_t bits : {kind, kind | kMaskHoleBit}) {
                   mask.hole = mask_hole(bits, context_len, prefix, prefix + 3);
                   for (const bool is_anchored : {false, true}) {
@@ -51,7 +52,9 @@ bool table_visible(const RequestMask& mask, bool hole, int32_t row, int32_t key)
   const int32_t c = mask.context_len;
   const int32_t total = c + mask.num_valid;
   const int32_t position = mask.start_position + row;
-  const int32_t block_end = (position / mask.block_size + 1) * mask.block_size;
+  const int32_t origin = mask.padded_prefix_len % mask.block_size;
+  const int32_t blocks_before = (position - origin + mask.block_size) / mask.block_size;
+  const int32_t block_end = blocks_before * mask.block_size + origin;
   int32_t hi = 0;
   if (mask.kind == 0) {
     hi = std::min(position + 1, total);

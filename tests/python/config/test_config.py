@@ -128,6 +128,7 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("token_merge_renormalize", [True, False], [1]),
     ("token_merge_weight", [0, 0.5], [-0.1]),
     ("dmax_store_soft_embeddings", [True, False], [0]),
+    ("d2f_block_grid", [True, False], ["no", 1]),
     ("fdv2_use_block_cache", [True, False], ["no"]),
     ("fdv2_exact_graph_buckets", [True, False], ["no"]),
     ("diffusion_gemma_max_denoising_steps", [1, 48], [0, -1]),

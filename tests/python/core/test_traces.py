@@ -18,6 +18,8 @@ from diffulex_ext import _core
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 NAMES = [
     "aligned_prompt_fully_cached",
+    "d2f_from_prompt",
+    "d2f_from_prompt_shifted",
     "d2f_shifted_single_block",
     "d2f_shifted_stop_id",
     "d2f_stop_id",
@@ -191,10 +193,15 @@ class TraceReplay:
     def check_prefix(self, plan: _core.StepPlan, r: int, prompt_len: int) -> None:
         is_prefix = plan.row_mode[r] == 3
         size = self.options.block_size
-        padded = -(-prompt_len // size) * size
+        padded = -(-prompt_len // size) * size if is_prefix else 0
+        if self.starts_at_prompt():
+            padded = prompt_len
         assert plan.mask_kinds[r] == MASK_KINDS[plan.row_mode[r]]
         assert plan.prefix_lens[r] == (prompt_len if is_prefix else 0)
-        assert plan.padded_prefix_lens[r] == (padded if is_prefix else 0)
+        assert plan.padded_prefix_lens[r] == padded
+
+    def starts_at_prompt(self) -> bool:
+        return self.options.strategy == "d2f" and not self.options.d2f_block_grid
 
     def check_shift(self, plan: _core.StepPlan, r: int, row: dict[str, Any]) -> None:
         """The saved row, and which row predicts which position."""
@@ -272,7 +279,8 @@ class TraceReplay:
         assert plan.need_kv_cache_store == bool((plan.slot_mapping >= 0).any())
         positions = plan.positions[begin : plan.valid_slices[r]].tolist()
         for blk in self.blocks_of(plan, r):
-            origin = len(self.request_of(plan, r).prompt) if is_canvas else 0
+            is_behind = is_canvas or self.starts_at_prompt()
+            origin = len(self.request_of(plan, r).prompt) if is_behind else 0
             start = origin + plan.blk_id[blk] * plan.block_size
             assert plan.blk_start[blk] == start
             assert plan.blk_row0[blk] == begin + positions.index(start)
@@ -286,8 +294,9 @@ class TraceReplay:
     def visible_ends(self, plan: _core.StepPlan, r: int) -> list[int]:
         """Keys each real row sees: those cached, and fresh ones of blocks up to its own.
 
-        Under mode 3 prompt rows see the prompt, the rest of its last block the padded prompt. Mode
-        2 has no fresh keys, mode 4 is causal, mode 5 sees every fresh key.
+        Under mode 3 prompt rows see the prompt, the rest of its last block the padded prompt. Blocks
+        are counted from the end of the padded prompt. Mode 2 has no fresh keys, mode 4 is causal,
+        mode 5 sees every fresh key.
         """
         size = plan.att_block_size
         mode = plan.row_mode[r]
@@ -296,8 +305,8 @@ class TraceReplay:
         ends = []
         for position in positions:
             end = int(plan.context_lens[r])
-            fresh_end = (position // size + 1) * size
-            if position < padded:
+            fresh_end = padded + ((position - padded) // size + 1) * size
+            if mode == 3 and position < padded:
                 fresh_end = prefix if position < prefix else padded
             if mode in (2, 4, 5):
                 fresh_end = {2: 0, 4: position + 1, 5: max(positions) + 1}[int(mode)]

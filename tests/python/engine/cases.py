@@ -35,6 +35,7 @@ class Case:
 _SAME_NAME = {
     "acceptance_rule": "rule",
     "confidence_type": "ranking",
+    "d2f_block_grid": "has_block_grid",
     "denoising_steps": "denoising_steps",
     "dmax_sampler_fast_path": "has_fast_path",
     "dmax_store_soft_embeddings": "stores_soft_embeddings",

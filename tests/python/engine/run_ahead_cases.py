@@ -31,6 +31,7 @@ STRATEGIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "multi_bd": ("sdar", FILL),
     "edit": ("llada2", EDIT),
     "d2f": ("llada", {**FILL, "decoding_strategy": "d2f"}),
+    "d2f_on_the_grid": ("llada", {**FILL, "decoding_strategy": "d2f", "d2f_block_grid": True}),
     "multi_bd_shifted": ("fast_dllm_v2", {**FILL, "decoding_strategy": "multi_bd"}),
     "d2f_shifted": ("dream", {**FILL, "decoding_strategy": "d2f"}),
     "dual_cache": ("fast_dllm_v2", {**FILL, "decoding_strategy": "fast_dllm_v2"}),

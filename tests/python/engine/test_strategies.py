@@ -60,6 +60,19 @@ VARIANTS = {
     "shifted_d2f": Variant(
         "dream", {"decoding_strategy": "d2f", **THRESHOLD}, "d2f", P_FIRST, is_shifted=True
     ),
+    "d2f_on_the_grid": Variant(
+        "llada",
+        {"decoding_strategy": "d2f", "d2f_block_grid": True, **THRESHOLD},
+        "d2f",
+        P_FIRST,
+    ),
+    "shifted_d2f_on_the_grid": Variant(
+        "dream",
+        {"decoding_strategy": "d2f", "d2f_block_grid": True, **THRESHOLD},
+        "d2f",
+        P_FIRST,
+        is_shifted=True,
+    ),
     "tempered_multi_bd": Variant(
         "fast_dllm_v2",
         {"decoding_strategy": "multi_bd", "top_p": 1.0, **THRESHOLD},

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from diffulex.model.config.moe import MoeSpec
 from diffulex.model.config.names import LLAMA_NAMES, TensorNames
 
+#: Tokens of the longest block that a strategy decodes.
+LONGEST_BLOCK = 32
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -51,6 +54,11 @@ class ModelSpec:
     canvas_length: int | None = None
     #: Logits count as ``c * tanh(logits / c)``; 0 = as they are. `compute_logits` does not apply it.
     final_logit_softcap: float = 0.0
+
+    @property
+    def rotary_rows(self) -> int:
+        """Positions of the rotary table: the last block or canvas may reach past max_positions."""
+        return self.max_positions + (self.canvas_length or LONGEST_BLOCK) - 1
 
     @property
     def embedding_rows(self) -> int:

@@ -33,7 +33,15 @@ class Block:
 
 
 class BlockRun(RequestRun):
-    """Fills masks; every step recomputes the whole sequence."""
+    """Fills masks; every step recomputes the whole sequence.
+
+    The first step runs the prompt and the first block together. d2f as published has its first block
+    where the prompt ends, and the prompt keeps the K and V of its own forward; on the grid blocks
+    are those of the positions, and the end of the prompt that begins a block is run along with it.
+    """
+
+    #: Whether a step over the final tokens of a block makes its final K and V.
+    makes_final_kv = False
 
     def __init__(
         self, network: Network, settings: Settings, prompt: list[int], request: RequestSettings
@@ -42,26 +50,30 @@ class BlockRun(RequestRun):
         self.network = network
         self.prompt = prompt
         size = settings.block_size
+        starts_at_prompt = settings.strategy == "d2f" and not settings.has_block_grid
+        self.first = self.prompt_len if starts_at_prompt else 0
         self.blocks = [
-            Block(i * size) for i in range(self.limit // size + settings.buffer_size + 2)
+            Block(self.first + i * size)
+            for i in range(self.limit // size + settings.buffer_size + 2)
         ]
-        full = self.prompt_len // size
+        full, tail = divmod(self.prompt_len - self.first, size)
         for block in self.blocks[:full]:
             block.status, block.editable_start = TO_CACHE, size
         self.head = full
-        if self.prompt_len % size:
+        if tail:
             self.blocks[full].status = ACTIVE
-            self.blocks[full].editable_start = self.prompt_len % size
+            self.blocks[full].editable_start = tail
+        #: End of the prompt whose K and V are those of the first forward (d2f).
+        self.kept_end = self.first or full * size
         self.prompt_kv: list[LayerKV] | None = None  # d2f
 
     def step(self) -> None:
-        is_pure_prefill = self.nfe == 0 and self.prompt_len % self.settings.block_size == 0
         self.nfe += 1
-        if not is_pure_prefill:
-            self._activate()
+        self._activate()
         stored = [block for block in self.blocks if block.status == TO_CACHE]
-        active = [] if is_pure_prefill else [b for b in self._buffer() if b.status == ACTIVE]
+        active = [b for b in self._buffer() if b.status == ACTIVE]
         num_filled = 0
+        changed: set[int] = set()
         if active:
             rows = self._rows(active[-1].start + self.settings.block_size)
             writes: dict[int, int] = {}
@@ -69,11 +81,10 @@ class BlockRun(RequestRun):
             for block in active:
                 writes.update(self.sample(block, rows))
             num_filled = sum(position not in self.tokens for position in writes)
+            changed = {p for p, token in writes.items() if self.tokens.get(p) != token}
             self.tokens.update(writes)
-        elif is_pure_prefill and self.settings.strategy == "d2f":
-            self._run_prompt()
         self.decided.append(num_filled)
-        self._transition(stored)
+        self._transition(stored, changed)
 
     def _buffer(self) -> list[Block]:
         return self.blocks[self.head : self.head + self.settings.buffer_size]
@@ -86,11 +97,14 @@ class BlockRun(RequestRun):
 
     def is_gate_open(self, block: Block) -> bool:
         """Whether a position may be accepted that does not pass the threshold."""
-        index = block.start // self.settings.block_size
+        index = self._index(block)
         if index == 0 or self.settings.is_always_open:
             return True
         bound = np.float32(self.threshold("semi_complete"))
         return bool(np.float32(self._progress(self.blocks[index - 1])) >= bound)
+
+    def _index(self, block: Block) -> int:
+        return (block.start - self.first) // self.settings.block_size
 
     def _progress(self, block: Block) -> float:
         size = self.settings.block_size
@@ -105,8 +119,7 @@ class BlockRun(RequestRun):
         if following.start >= self.limit or self.stop_position() is not None:
             return
         if not valid:
-            index = following.start // self.settings.block_size
-            is_ready = index == 0 or self.blocks[index - 1].status == IN_CACHE
+            is_ready = True  # what is before it is stored, at the latest by this step
         else:
             last = valid[-1]
             is_far = np.float32(self._progress(last)) >= np.float32(self.threshold("add_block"))
@@ -131,8 +144,8 @@ class BlockRun(RequestRun):
         if self.prompt_kv is None:
             return self._run_prompt(sequence)
         # The stored part of the prompt keeps the K and V of its bidirectional forward.
-        full = self.prompt_len // size * size
-        block = torch.arange(full, end) // size
+        full = self.kept_end
+        block = (torch.arange(full, end) - self.first) // size
         mask = torch.cat(
             [torch.ones(end - full, full, dtype=torch.bool), block[None, :] <= block[:, None]], 1
         )
@@ -140,27 +153,30 @@ class BlockRun(RequestRun):
         unused = np.full((full, rows.shape[1]), np.nan, rows.dtype)
         return np.concatenate([unused, rows])
 
-    def _run_prompt(self, sequence: list[int] | None = None) -> np.ndarray:
+    def _run_prompt(self, sequence: list[int]) -> np.ndarray:
         """The first forward of d2f: all of the prompt sees all of the prompt."""
         size, prompt_len = self.settings.block_size, self.prompt_len
-        sequence = sequence or self.prompt
-        padded = -(-prompt_len // size) * size
+        padded = self.first or -(-prompt_len // size) * size
         query = torch.arange(len(sequence))[:, None]
         key = torch.arange(len(sequence))[None, :]
         mask = torch.where(
             query < prompt_len,
             key < prompt_len,
-            torch.where(query < padded, key < padded, key < (query // size + 1) * size),
+            torch.where(
+                query < padded,
+                key < padded,
+                key < self.first + ((query - self.first) // size + 1) * size,
+            ),
         )
         result = self.network.run(sequence, mask)
-        self.prompt_kv = cut(result.kv, 0, prompt_len // size * size)
+        self.prompt_kv = cut(result.kv, 0, self.kept_end)
         return result.logits
 
     def row_of(self, rows: np.ndarray, position: int) -> np.ndarray:
         """The row that predicts a position."""
         row = rows[position - 1 if self.settings.is_shifted else position]
         if np.isnan(row).any():
-            # d2f with shifted logits: the last row of a prompt that ends on a block boundary.
+            # d2f with shifted logits: the last row of a prompt that is kept as a whole.
             return self._last_prompt_row()
         return row
 
@@ -199,7 +215,7 @@ class BlockRun(RequestRun):
     def committed(self, block: Block) -> None:
         """A block was frozen."""
 
-    def _transition(self, stored: list[Block]) -> None:
+    def _transition(self, stored: list[Block], changed: set[int]) -> None:
         for index, block in enumerate(self.blocks):
             before = self.blocks[index - 1].status if index else IN_CACHE
             is_ready = block.status == ACTIVE and block.is_committable and not self.masks(block)
@@ -208,5 +224,22 @@ class BlockRun(RequestRun):
                 self.committed(block)
         for block in stored:
             block.status = IN_CACHE
+        self._store_final(changed)
         while self.blocks[self.head].status == IN_CACHE:
             self.head += 1
+
+    def _store_final(self, changed: set[int]) -> None:
+        """Blocks that this step ran on their final tokens take no further one to be stored.
+
+        While others are refined they keep their places all the same, because what is opened later
+        must not depend on it.
+        """
+        frozen = [block for block in self._buffer() if block.status not in (DUMMY, IN_CACHE)]
+        is_final = all(
+            block.status == TO_CACHE
+            and changed.isdisjoint(range(block.start, block.start + self.settings.block_size))
+            for block in frozen
+        )
+        if self.makes_final_kv and is_final:
+            for block in frozen:
+                block.status = IN_CACHE

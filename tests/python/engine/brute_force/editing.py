@@ -35,6 +35,8 @@ class EditingRun(BlockRun):
 class EditRun(EditingRun):
     """Mask to token above one threshold, token to token above another."""
 
+    makes_final_kv = True
+
     def sample(self, block: Block, rows: np.ndarray) -> dict[int, int]:
         settings, tokens = self.settings, self.tokens
         is_open = self.is_gate_open(block)
@@ -95,6 +97,7 @@ class DmaxRun(EditingRun):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self.descriptors: dict[int, tuple[list[int], list[float], float]] = {}
+        self.makes_final_kv = self.settings.merge_weight == 0  # else the inputs are mixtures
 
     def sample(self, block: Block, rows: np.ndarray) -> dict[int, int]:
         settings = self.settings

@@ -50,6 +50,8 @@ class Settings:
     has_renormalised_merge: bool = True
     stores_soft_embeddings: bool = False
     has_fast_path: bool = False
+    # d2f
+    has_block_grid: bool = False
     # fast_dllm_v2
     has_block_cache: bool = True
 
