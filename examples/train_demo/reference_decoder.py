@@ -3,8 +3,9 @@
 
 Every forward recomputes the whole sequence under the block-causal mask, so a block never sees a
 later one and the tokens equal those of a cached engine. The block life cycle is followed exactly,
-because the number of forwards (NFE) depends on it: a finished block spends one more forward to be
-stored, during which later blocks are refined; an aligned prompt costs a forward of its own.
+because the number of forwards (NFE) depends on it: the first one runs the prompt and the first
+block, and a finished block spends one more forward to be stored, during which later blocks are
+refined.
 
 Many requests share one forward per step; they do not influence one another.
 """
@@ -38,6 +39,7 @@ class DecodingConfig:
     semi_complete_threshold: float = 0.9
     max_tokens: int = 96
     max_model_len: int = 512
+    starts_at_prompt: bool = False  # block 0 starts where the prompt ends, not at position 0
 
 
 class BlockStatus(Enum):
@@ -76,24 +78,28 @@ class Request:
                 f"[1, {self.config.max_model_len - 1}], got {length}"
             )
         self.limit = min(length + self.config.max_tokens, self.config.max_model_len)
-        self.first_block = length // size
-        num_blocks = -(-self.limit // size)
-        num_masks = num_blocks * size - length
+        self.origin = length if self.config.starts_at_prompt else 0
+        self.first_block = (length - self.origin) // size
+        num_blocks = -(-(self.limit - self.origin) // size)
+        num_masks = self.block_start(num_blocks) - length
         self.tokens = self.prompt + [self.config.mask_token_id] * num_masks
         self.statuses = [BlockStatus.DUMMY] * num_blocks
         for block in range(self.first_block):
             self.statuses[block] = BlockStatus.TO_CACHE
-        if length % size:
+        if self.block_start(self.first_block) < length:
             self.statuses[self.first_block] = BlockStatus.ACTIVE
+
+    def block_start(self, block: int) -> int:
+        """First position of the block."""
+        return self.origin + block * self.config.block_size
 
     # -- derived quantities, all on the tokens before the writes of the current step -------------
 
     def open_positions(self, block: int) -> list[int]:
         """Masked positions of the block that may be written (prompt positions never are)."""
-        size = self.config.block_size
-        start = max(block * size, len(self.prompt))
+        start = max(self.block_start(block), len(self.prompt))
         mask = self.config.mask_token_id
-        return [i for i in range(start, (block + 1) * size) if self.tokens[i] == mask]
+        return [i for i in range(start, self.block_start(block + 1)) if self.tokens[i] == mask]
 
     def progress(self, block: int) -> float:
         """Filled share of the block; prompt positions count as filled."""
@@ -121,7 +127,7 @@ class Request:
         """End of the last block that is not DUMMY: what a forward has to compute."""
         dummy = BlockStatus.DUMMY
         num_blocks = self.statuses.index(dummy) if dummy in self.statuses else len(self.statuses)
-        return num_blocks * self.config.block_size
+        return self.block_start(num_blocks)
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -131,9 +137,6 @@ class Request:
 
     def begin_step(self) -> None:
         """Activate at most one block, if the last one in flight is filled enough."""
-        is_prefill = self.nfe == 0
-        if is_prefill and len(self.prompt) % self.config.block_size == 0:
-            return  # an aligned prompt is stored first
         in_flight = [
             b
             for b in range(self.first_block, len(self.statuses))

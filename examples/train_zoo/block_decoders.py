@@ -8,7 +8,7 @@ change what a step writes and when a block is finished.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -44,23 +44,28 @@ def choose(logits: Tensor, mask_token_id: int | None, num_candidates: int) -> tu
 # -- d2f -------------------------------------------------------------------------------------------
 
 
-def prefix_full_rows(
-    tokens: Tensor, prompt_len: Tensor, size: int, max_prompt: int, is_first: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of a d2f forward: the sequence from the block in which the prompt ends, then the prompt.
+def first_block_start(prompt_len: Tensor, size: int, on_grid: bool) -> Tensor:
+    """Position of the first block that is decoded: the prompt's end, or a multiple of ``size``."""
+    return prompt_len // size * size if on_grid else prompt_len
 
-    tokens: [batch, length] with length >= max_prompt. The prompt rows see the whole prompt. The
-    sequence rows see the prompt rows of the full prompt blocks, which a cache would hold, and each
-    other by blocks; so the prompt tail occurs twice, as it does in an engine. In the first forward
-    (``is_first`` [batch]) the prompt tail sees the prompt only.
+
+def prefix_full_rows(
+    tokens: Tensor, prompt_len: Tensor, start: Tensor, size: int, max_prompt: int, is_first: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of a d2f forward: the sequence from the first block that is decoded, then the prompt.
+
+    tokens: [batch, length] with length >= max_prompt; ``start`` [batch]: see first_block_start. The
+    prompt rows see the whole prompt. The sequence rows see the prompt rows before ``start``, which a
+    cache would hold, and each other by blocks. On the grid a prompt tail therefore occurs twice, as
+    it does in an engine, and in the first forward (``is_first`` [batch]) it sees the prompt only.
     Returns tokens, positions and visibility; the first ``length`` rows are the sequence's.
     """
     device, (batch, length) = tokens.device, tokens.shape
-    start = prompt_len // size * size
-    positions = start[:, None] + torch.arange(length, device=device)
+    relative = torch.arange(length, device=device)
+    positions = start[:, None] + relative
     padded = torch.cat([tokens, tokens.new_zeros(batch, length)], dim=1)
     prompt_positions = torch.arange(max_prompt, device=device).expand(batch, -1)
-    block = positions // size
+    block = (relative // size).expand(batch, -1)
     seq_to_seq = block[:, None, :] <= block[:, :, None]
     is_prompt = positions < prompt_len[:, None]
     seq_to_seq &= ~(is_first[:, None, None] & is_prompt[:, :, None] & ~is_prompt[:, None, :])
@@ -91,14 +96,18 @@ def decode_d2f(
     num_candidates: int,
     max_batch: int = 1024,
 ) -> list[Completion]:
-    """Block decoding in which every prompt row of the context has seen the whole prompt."""
+    """Block decoding in which every prompt row of the context has seen the whole prompt.
+
+    As published the blocks start where the prompt ends; on the grid (``config.starts_at_prompt`` is
+    false) at multiples of the block size, so that a prompt tail is refined with its block.
+    """
     size = config.block_size
 
     @torch.no_grad()
     def step(running: list[Request]) -> None:
         max_prompt = max(len(request.prompt) for request in running)
         num_rows = max(request.computed_length() for request in running)
-        # Sequence rows start at the block in which the prompt ends, so few of them are real.
+        # Sequence rows start with the first block that is decoded, so few of them are real.
         length = max(max_prompt, num_rows)
         batch = torch.full((len(running), length), config.mask_token_id, dtype=torch.int64)
         for row, request in enumerate(running):
@@ -106,15 +115,16 @@ def decode_d2f(
             batch[row, : len(known)] = torch.tensor(known)
         prompt_len = torch.tensor([len(request.prompt) for request in running], device=device)
         is_first = torch.tensor([request.nfe == 0 for request in running], device=device)
+        start = first_block_start(prompt_len, size, not config.starts_at_prompt)
         tokens, positions, visible = prefix_full_rows(
-            batch.to(device), prompt_len, size, max_prompt, is_first
+            batch.to(device), prompt_len, start, size, max_prompt, is_first
         )
         logits = model(tokens, positions, additive_mask(visible), num_logit_rows=length)
         ids, confidence = choose(logits, config.mask_token_id, num_candidates)
         id_rows, confidence_rows = ids.tolist(), confidence.tolist()
         for request, id_row, confidence_row in zip(running, id_rows, confidence_rows, strict=True):
-            start = request.first_block * size
-            request.finish_step([0] * start + id_row, [0.0] * start + confidence_row)
+            before = request.block_start(request.first_block)
+            request.finish_step([0] * before + id_row, [0.0] * before + confidence_row)
 
     return run_requests([Request(config, list(p)) for p in prompts], step, max_batch)
 
@@ -143,15 +153,20 @@ class BlockRecord:
 
 @dataclass
 class EditingRequest(Request):
-    """Life cycle of a request whose tokens are final only when their block is committed."""
+    """Life cycle of a request whose tokens are final only when their block is committed.
 
+    A block that its last step did not change has run on its final tokens: where the inputs are the
+    tokens (``runs_on_tokens``), nothing is left to be stored. It keeps its place while other blocks
+    are refined, because the blocks opened later must not depend on it.
+    """
+
+    runs_on_tokens: ClassVar[bool] = True
     config: EditingConfig
     records: dict[int, BlockRecord] = field(default_factory=dict)
 
     def editable(self, block: int) -> range:
         """Positions of the block that may be written."""
-        size = self.config.block_size
-        return range(max(block * size, len(self.prompt)), (block + 1) * size)
+        return range(max(self.block_start(block), len(self.prompt)), self.block_start(block + 1))
 
     def may_open_next(self, block: int) -> bool:
         """Progress and stability of the last block in flight allow another one."""
@@ -176,6 +191,8 @@ class EditingRequest(Request):
             same = sum(proposed[i] == self.tokens[i] for i in old)
             record.same_token_ratio = same / len(old) if old else 1.0
             writes |= self.write_block(block, proposed, confidence)
+        changed = {i for i, token in writes.items() if token != self.tokens[i]}
+        final = [status is not BlockStatus.ACTIVE for status in self.statuses]
         for index, token in writes.items():
             self.tokens[index] = token
         for block, status in enumerate(self.statuses):
@@ -185,14 +202,18 @@ class EditingRequest(Request):
                 before = self.statuses[block - 1] if block else BlockStatus.IN_CACHE
                 if before in (BlockStatus.TO_CACHE, BlockStatus.IN_CACHE):
                     self.statuses[block] = BlockStatus.TO_CACHE
+                    is_next = block == 0 or final[block - 1]
+                    final[block] = is_next and changed.isdisjoint(self.editable(block))
+        if self.runs_on_tokens and BlockStatus.ACTIVE not in self.statuses and all(final):
+            frozen = (BlockStatus.TO_CACHE, BlockStatus.IN_CACHE)
+            self.statuses = [BlockStatus.IN_CACHE if s in frozen else s for s in self.statuses]
 
     def settled_end(self) -> int:
         """Only committed blocks are final."""
         stored = (BlockStatus.TO_CACHE, BlockStatus.IN_CACHE)
-        size = self.config.block_size
         for block in range(self.first_block, len(self.statuses)):
             if self.statuses[block] not in stored:
-                return min(self.limit, max(block * size, len(self.prompt)))
+                return min(self.limit, max(self.block_start(block), len(self.prompt)))
         return self.limit
 
 
@@ -231,6 +252,7 @@ class EditRequest(EditingRequest):
 class DMaxRequest(EditingRequest):
     """Leftmost-prefix filling, full refresh, and soft inputs: position -> (token, probability)."""
 
+    runs_on_tokens: ClassVar[bool] = False
     descriptors: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def write_block(

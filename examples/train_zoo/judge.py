@@ -23,7 +23,7 @@ import dataset
 from diffulex.bench import word_problems
 from evaluate import format_scores, score
 from objective import Objective, TokenIds
-from objective_d2f import D2F
+from objective_d2f import D2F, D2FOnGrid
 from objective_diffusion_gemma import DiffusionGemma
 from objective_dmax import DMax
 from objective_edit import Edit
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     pass
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    objective.name: objective for objective in (D2F, FastDLLMv2, Edit, DMax, DiffusionGemma)
+    objective.name: objective
+    for objective in (D2F, D2FOnGrid, FastDLLMv2, Edit, DMax, DiffusionGemma)
 }
 MAX_LEVEL = 3
 
@@ -88,6 +89,8 @@ def objective_of(directory: Path) -> Objective:
     wanted = generation["diffulex"]["decoding_strategy"]
     if generation["diffulex"].get("sampling_mode") == "edit" and wanted == "multi_bd":
         wanted = "edit"
+    if generation["diffulex"].get("d2f_block_grid"):
+        wanted = "d2f_grid"
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     objective = OBJECTIVES[wanted](TokenIds.of(tokenizer))
     objective.load(directory)

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """d2f: several noisy blocks in flight behind a fully visible prompt, in the LLaDA format.
 
-Rows of one forward: the noisy answer, the clean answer, and the prompt. Prompt rows see the whole
-prompt. Answer rows begin at the block in which the prompt ends and see the prompt rows of the full
-prompt blocks; the prompt tail is part of the answer rows and follows their rule, as in an engine.
-Blocks, groups and noise are those of ``multitf``.
+Rows of one forward: the noisy answer, the clean answer, and the prompt. Prompt rows see the prompt
+alone, all of it. As published, the answer's blocks start where the prompt ends and see all prompt
+rows. ``D2FOnGrid`` starts them at multiples of the block size: answer rows begin at the block in
+which the prompt ends and see the prompt rows of the full prompt blocks; the prompt tail is part of
+the answer rows and follows their rule, as in an engine. Blocks, groups and noise are those of
+``multitf``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from block_decoders import decode_d2f, prefix_full_rows
+from block_decoders import decode_d2f, first_block_start, prefix_full_rows
 from model import additive_mask
 from multitf import draw_groups, draw_noise
 from objective import MAX_PROMPT, MAX_TOKENS, Setting, TokenIds, TransformerObjective
@@ -25,15 +27,16 @@ if TYPE_CHECKING:
 
 GROUP_SIZE_WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 NUM_FILLER_BLOCKS = 3
-#: Share of sequences trained on the very first forward: all masks, and a prompt tail that sees the
-#: prompt only.
+#: Share of sequences trained on the very first forward: all masks, and on the grid a prompt tail that
+#: sees the prompt only.
 FIRST_FORWARD_SHARE = 0.15
 
 
 class D2F(TransformerObjective):
-    """Direct block-causal training with full prompt visibility."""
+    """Direct block-causal training with full prompt visibility, blocks from the prompt's end."""
 
     name = "d2f"
+    on_grid: ClassVar[bool] = False
     directory = "d2f_llada"
     model_type = "llada"
     block_size = 8
@@ -53,20 +56,20 @@ class D2F(TransformerObjective):
         device, (batch, length) = tokens.device, tokens.shape
         size, num_rows = self.block_size, self.max_noisy_len
         num_blocks = num_rows // size
-        first_block = prompt_len // size
+        start = first_block_start(prompt_len, size, self.on_grid)
         group = draw_groups(batch, num_blocks, GROUP_SIZE_WEIGHTS, device)
         noise = draw_noise(group)
         is_first = torch.rand(batch, device=device) < FIRST_FORWARD_SHARE
         noise = torch.where(is_first[:, None], 1.0, noise)
 
         relative = torch.arange(num_rows, device=device)
-        positions = first_block[:, None] * size + relative
+        positions = start[:, None] + relative
         filler = tokens.new_full((batch, num_rows), self.ids.end_of_text)
         clean = torch.cat([tokens, filler], dim=1).gather(1, positions)
         is_response = positions >= prompt_len[:, None]
         noise_of_row = noise.repeat_interleave(size, dim=1)
         is_masked = (torch.rand(clean.shape, device=device) < noise_of_row) & is_response
-        end = (-(-used_len // size) + NUM_FILLER_BLOCKS) * size
+        end = start + (-(-(used_len - start) // size) + NUM_FILLER_BLOCKS) * size
         is_target = is_masked & (positions < end[:, None])
         noisy = clean.masked_fill(is_masked, self.ids.mask)
 
@@ -74,7 +77,7 @@ class D2F(TransformerObjective):
         padded = torch.cat([tokens, filler], dim=1)[:, : max(length, MAX_PROMPT)]
         never = torch.zeros_like(is_first)
         _, decoder_positions, visible = prefix_full_rows(
-            padded, prompt_len, size, MAX_PROMPT, never
+            padded, prompt_len, start, size, MAX_PROMPT, never
         )
         keep = torch.cat([relative, padded.shape[1] + torch.arange(MAX_PROMPT, device=device)])
         context = visible[:, keep][:, :, keep]
@@ -126,6 +129,7 @@ class D2F(TransformerObjective):
                 "sampling_mode": "naive",
                 "block_size": self.block_size,
                 "buffer_size": 4,
+                **({"d2f_block_grid": True} if self.on_grid else {}),
                 "decoding_thresholds": {
                     "add_block_threshold": 0.1,
                     "semi_complete_threshold": 0.9,
@@ -135,11 +139,14 @@ class D2F(TransformerObjective):
         }
 
     def settings(self, device: torch.device) -> list[Setting]:
-        grid = [(4, 0.9), (1, 0.9), (2, 0.9), (4, 0.95), (4, 0.8), (4, 0.6), (4, 0.4), (1, 0.5)]
-        return [self.setting(device, *point) for point in grid]
+        points = [(4, 0.9), (1, 0.9), (2, 0.9), (4, 0.95), (4, 0.8), (4, 0.6), (4, 0.4)]
+        own = [self.setting(device, *point, self.on_grid) for point in points]
+        return [*own, self.setting(device, 4, 0.9, not self.on_grid)]
 
-    def setting(self, device: torch.device, buffer_size: int, accept: float) -> Setting:
-        """The decoder at one buffer size and accept threshold."""
+    def setting(
+        self, device: torch.device, buffer_size: int, accept: float, on_grid: bool
+    ) -> Setting:
+        """The decoder at one buffer size, accept threshold and start of the blocks."""
         config = DecodingConfig(
             block_size=self.block_size,
             mask_token_id=self.ids.mask,
@@ -147,11 +154,24 @@ class D2F(TransformerObjective):
             buffer_size=buffer_size,
             accept_threshold=accept,
             max_tokens=MAX_TOKENS,
+            starts_at_prompt=not on_grid,
         )
         return Setting(
-            f"d2f N={buffer_size} accept={accept:.2f}",
-            {"strategy": "d2f", "buffer_size": buffer_size, "accept_threshold": accept},
+            f"d2f N={buffer_size} accept={accept:.2f} {'on the grid' if on_grid else 'from the prompt'}",
+            {
+                "strategy": "d2f",
+                "buffer_size": buffer_size,
+                "accept_threshold": accept,
+                "d2f_block_grid": on_grid,
+            },
             lambda prompts: decode_d2f(
                 self.model, prompts, config, device=device, num_candidates=self.ids.vocab_size
             ),
         )
+
+
+class D2FOnGrid(D2F):
+    """The same with blocks at multiples of the block size, for comparison."""
+
+    name = "d2f_grid"
+    on_grid = True

@@ -32,7 +32,7 @@ from transformer import MoEShape, Shape, Transformer  # noqa: E402
 if TYPE_CHECKING:
     from torch import Tensor
 
-DIRECTORIES = sorted(kind.directory for kind in judge.OBJECTIVES.values())
+DIRECTORIES = sorted({kind.directory for kind in judge.OBJECTIVES.values()})
 BASE: dict[str, Any] = {
     "vocab_size": 48,
     "mask_token_id": 47,

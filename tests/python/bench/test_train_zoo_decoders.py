@@ -58,26 +58,24 @@ def run_editing(request: Any, steps: list[dict[int, tuple[int, float]]]) -> list
 
 
 def test_edit_trace() -> None:
-    """strategies 8.7: a token is rewritten, each block needs a confirming step and a store."""
+    """strategies 8.7: a token is rewritten; the confirming step of a block stores it as well."""
     request = block_decoders.EditRequest(editing_config(), [1, 2, 3, 4])
     sure = {4: (5, 0.9), 5: (60, 0.9), 6: (7, 0.9), 7: (8, 0.9)}
     last = {8: (9, 0.9), 9: (10, 0.9), 10: (11, 0.9), 11: (12, 0.9)}
     steps = [
-        {},
         {4: (5, 0.9), 5: (6, 0.8)},
         {4: (5, 0.9), 5: (60, 0.9), 6: (7, 0.9), 7: (8, 0.9)},
         sure,
-        {},
         last,
         last,
     ]
     trace = []
     for script in steps:
         trace += run_editing(request, [script])
-        if request.nfe == 3:
+        if request.nfe == 2:
             assert request.records[1].same_token_ratio == 0.5
-        assert (request.completion() is None) == (request.nfe < 7)
-    assert trace == ["IDD", "IAD", "IAD", "ITD", "IID", "IIA", "IIT"]
+        assert (request.completion() is None) == (request.nfe < 5)
+    assert trace == ["IAD", "IAD", "IID", "IIA", "III"]
     completion = request.completion()
     assert completion is not None
     assert completion.token_ids == [5, 60, 7, 8, 9, 10, 11, 12]
@@ -86,12 +84,12 @@ def test_edit_trace() -> None:
 def test_edit_needs_more_than_its_threshold_and_stops_after_the_limit() -> None:
     request = block_decoders.EditRequest(editing_config(max_post_edit_steps=2), [1, 2, 3, 4])
     fill = {i: (10 + i, 0.9) for i in range(4, 8)}
-    run_editing(request, [{}, fill])
+    run_editing(request, [fill])
     run_editing(request, [{**fill, 4: (77, 0.5)}])  # 0.5 is not above the edit threshold
     assert request.tokens[4] == 14
     assert request.records[1].commit_ready
     request = block_decoders.EditRequest(editing_config(max_post_edit_steps=2), [1, 2, 3, 4])
-    trace = run_editing(request, [{}, fill, {**fill, 4: (77, 0.9)}, {**fill, 4: (78, 0.9)}])
+    trace = run_editing(request, [fill, {**fill, 4: (77, 0.9)}, {**fill, 4: (78, 0.9)}])
     assert trace[-2:] == ["IAD", "ITD"]  # the second step without masks is the last
     assert request.tokens[4] == 78
 
@@ -100,14 +98,14 @@ def test_edit_times_out_by_filling_all_masks() -> None:
     config = editing_config(max_post_edit_steps=1, accept_threshold=0.5)
     request = block_decoders.EditRequest(config, [1, 2, 3, 4])
     # The first position is rewritten in every step.
-    run_editing(request, [{}, *({4: (60 + index, 0.9)} for index in range(5))])
+    run_editing(request, [{4: (60 + index, 0.9)} for index in range(5)])
     assert request.records[1].commit_ready
     assert MASK not in request.tokens[4:8]
 
 
 def test_uncommitted_stop_id_is_not_final() -> None:
     request = block_decoders.EditRequest(editing_config(), [1, 2, 3, 4])
-    run_editing(request, [{}, {4: (50, 0.9), 5: (6, 0.9), 6: (7, 0.9), 7: (8, 0.9)}])
+    run_editing(request, [{4: (50, 0.9), 5: (6, 0.9), 6: (7, 0.9), 7: (8, 0.9)}])
     assert request.completion() is None
     run_editing(request, [{4: (5, 0.9), 5: (6, 0.9), 6: (50, 0.9), 7: (8, 0.9)}])
     assert request.completion() is None
@@ -122,7 +120,6 @@ def test_dmax_trace() -> None:
     """strategies 8.8, N = 1: leftmost prefix, refresh, descriptors, hard store."""
     request = block_decoders.DMaxRequest(editing_config(), [1, 2, 3, 4])
     steps = [
-        {},
         {4: (5, 0.9), 5: (6, 0.4), 6: (7, 0.8), 7: (8, 0.3)},
         {4: (5, 0.95), 5: (6, 0.7), 6: (7, 0.6), 7: (8, 0.2)},
         {4: (5, 0.97), 5: (61, 0.96), 6: (7, 0.7), 7: (8, 0.6)},
@@ -130,7 +127,6 @@ def test_dmax_trace() -> None:
         {},
     ]
     descriptors: list[dict[int, tuple[int, float]]] = [
-        {},
         {4: (5, 0.9)},
         {4: (5, 0.95), 5: (6, 0.7), 6: (7, 0.6)},
         {4: (5, 0.97), 5: (61, 0.96), 6: (7, 0.7), 7: (8, 0.6)},
@@ -141,17 +137,17 @@ def test_dmax_trace() -> None:
     for script, expected in zip(steps, descriptors, strict=True):
         trace += run_editing(request, [script])
         assert request.descriptors == expected
-    assert trace == ["IDD", "IAD", "IAD", "IAD", "ITD", "IID"]
+    assert trace == ["IAD", "IAD", "IAD", "ITD", "IID"]
     assert request.tokens[4:8] == [5, 61, 7, 8]
 
 
 def test_dmax_commits_at_once_when_all_are_confident_and_at_the_step_bound() -> None:
     request = block_decoders.DMaxRequest(editing_config(), [1, 2, 3, 4])
     sure = {i: (i, 0.9) for i in range(4, 8)}
-    assert run_editing(request, [{}, sure]) == ["IDD", "ITD"]
+    assert run_editing(request, [sure]) == ["ITD"]
     request = block_decoders.DMaxRequest(editing_config(), [1, 2, 3, 4])
     restless = [{i: (10 * step + i, 0.6) for i in range(4, 8)} for step in range(4)]
-    assert run_editing(request, [{}, *restless])[-2:] == ["IAD", "ITD"]
+    assert run_editing(request, restless)[-2:] == ["IAD", "ITD"]
 
 
 def test_merged_embedding_keeps_the_norm() -> None:

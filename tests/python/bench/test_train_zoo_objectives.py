@@ -22,7 +22,7 @@ import canvas_decoder  # noqa: E402
 import dual_cache_decoder  # noqa: E402
 from model import additive_mask  # noqa: E402
 from objective import TokenIds  # noqa: E402
-from objective_d2f import D2F  # noqa: E402
+from objective_d2f import D2F, D2FOnGrid  # noqa: E402
 from objective_diffusion_gemma import DiffusionGemma  # noqa: E402
 from objective_dmax import DMax, fill_leftmost  # noqa: E402
 from objective_edit import Edit  # noqa: E402
@@ -54,19 +54,20 @@ def randomise(model: Any) -> Any:
     return model.eval()
 
 
-def test_d2f_rows_equal_the_decoder() -> None:
+@pytest.mark.parametrize("kind", [D2F, D2FOnGrid])
+def test_d2f_rows_equal_the_decoder(kind: type[D2F]) -> None:
     torch.manual_seed(0)
-    objective = D2F(IDS, num_layers=2)
+    objective = kind(IDS, num_layers=2)
     model = randomise(objective.model)
     tokens, prompt_len, used_len = sequences(112, 70, 40)
     rows = objective.make_rows(tokens, prompt_len, used_len)
     size, num_rows = objective.block_size, objective.max_noisy_len
+    starts = block_decoders.first_block_start(prompt_len, size, kind.on_grid)
     with torch.no_grad():
         logits = model(rows["tokens"], rows["positions"], additive_mask(rows["visible"]), num_rows)
     num_checked = 0
     for index in range(BATCH):
-        prompt = int(prompt_len[index])
-        start = prompt // size * size
+        prompt, start = int(prompt_len[index]), int(starts[index])
         for first in sorted(set(rows["group"][index].tolist())):
             group = [b for b, g in enumerate(rows["group"][index].tolist()) if g == first]
             noisy = rows["tokens"][index, first * size : (group[-1] + 1) * size]
@@ -79,7 +80,12 @@ def test_d2f_rows_equal_the_decoder() -> None:
             candidates = []
             for flag in {is_first, False}:
                 row_tokens, positions, visible = block_decoders.prefix_full_rows(
-                    padded[None], prompt_len[index : index + 1], size, prompt, torch.tensor([flag])
+                    padded[None],
+                    prompt_len[index : index + 1],
+                    starts[index : index + 1],
+                    size,
+                    prompt,
+                    torch.tensor([flag]),
                 )
                 with torch.no_grad():
                     expected = model(row_tokens, positions, additive_mask(visible))
@@ -90,12 +96,13 @@ def test_d2f_rows_equal_the_decoder() -> None:
     assert num_checked > 2 * BATCH
 
 
-def test_d2f_visibility_is_the_prefix_full_rule() -> None:
+def test_d2f_visibility_on_the_grid_is_the_prefix_full_rule() -> None:
     """Prompt 6, blocks of 4: strategies 5.2, mode 3 in the first forward, block-causal after it."""
-    prompt_len, tokens = torch.tensor([6]), torch.zeros(1, 12, dtype=torch.int64)
+    prompt_len, start = torch.tensor([6]), torch.tensor([4])
+    tokens = torch.zeros(1, 12, dtype=torch.int64)
     for is_first in (True, False):
         _, positions, visible = block_decoders.prefix_full_rows(
-            tokens, prompt_len, 4, 6, torch.tensor([is_first])
+            tokens, prompt_len, start, 4, 6, torch.tensor([is_first])
         )
         seq, table = positions[0, :12], visible[0]
         assert seq[:4].tolist() == [4, 5, 6, 7]
@@ -108,6 +115,22 @@ def test_d2f_visibility_is_the_prefix_full_rule() -> None:
         # Keys of the full prompt block come from rows that saw the whole prompt, tail included.
         for k in range(4):
             assert table[12 + k].nonzero().flatten().tolist() == list(range(12, 18))
+
+
+def test_d2f_visibility_as_published() -> None:
+    """Prompt 6, blocks of 4 at 6, 10, ...: prompt rows see the prompt alone, in every forward."""
+    prompt_len, tokens = torch.tensor([6]), torch.zeros(1, 12, dtype=torch.int64)
+    start = block_decoders.first_block_start(prompt_len, 4, on_grid=False)
+    for is_first in (True, False):
+        _, positions, visible = block_decoders.prefix_full_rows(
+            tokens, prompt_len, start, 4, 6, torch.tensor([is_first])
+        )
+        assert positions[0, :12].tolist() == list(range(6, 18))
+        for row, q in enumerate(positions[0, :12].tolist()):
+            seen = [int(positions[0, k]) for k in range(18) if visible[0, row, k]]
+            assert sorted(seen) == list(range(6 + ((q - 6) // 4 + 1) * 4))
+        for k in range(6):
+            assert visible[0, 12 + k].nonzero().flatten().tolist() == list(range(12, 18))
 
 
 def test_fast_dllm_rows_equal_the_decoder() -> None:
