@@ -44,6 +44,15 @@ def find_tool(name: str, directory_attribute: str) -> str:
     return found
 
 
+def run_tool(command: list[str]) -> None:
+    """Runs a build tool; its own message is the error, a traceback of this file is not."""
+    code = subprocess.call(command)
+    if code:
+        raise SystemExit(
+            f"setup.py: {Path(command[0]).name} ended with code {code}, see above for why"
+        )
+
+
 def pybind11_dir() -> str | None:
     """Directory of pybind11's CMake package, if the package is installed."""
     try:
@@ -88,7 +97,7 @@ class CMakeBuild(build_ext):
         cmake = find_tool("cmake", "CMAKE_BIN_DIR")
         build_dir = ROOT / "build" / f"cp{sys.version_info.major}{sys.version_info.minor}"
         self.configure(cmake, build_dir)
-        subprocess.check_call([cmake, "--build", str(build_dir), "-j", str(num_jobs())])
+        run_tool([cmake, "--build", str(build_dir), "-j", str(num_jobs())])
 
         in_place = self.inplace or getattr(self, "editable_mode", False)
         prefix = ROOT / "python" if in_place else Path(self.build_lib).resolve()
@@ -99,7 +108,7 @@ class CMakeBuild(build_ext):
             install = [cmake, "--install", str(build_dir), "--component", component]
             # Wheels are stripped; a tree that is developed in keeps its line tables.
             strip = ["--strip"] if component == "python" and not in_place else []
-            subprocess.check_call([*install, "--prefix", str(destination), *strip])
+            run_tool([*install, "--prefix", str(destination), *strip])
 
     def configure(self, cmake: str, build_dir: Path) -> None:
         """Run the configure step; later definitions win over earlier ones."""
@@ -121,7 +130,7 @@ class CMakeBuild(build_ext):
             command.append("--fresh")
         command += [f"-D{key}={value}" for key, value in definitions.items()]
         command += shlex.split(os.environ.get("CMAKE_ARGS", ""))
-        subprocess.check_call(command)
+        run_tool(command)
 
     def get_outputs(self) -> list[str]:
         """Nothing for setuptools to track: CMake installs the files."""

@@ -23,6 +23,14 @@ set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 set(CMAKE_CXX_FLAGS_RELEASE "-O3 -DNDEBUG -g1")
 set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
 
+# Messages and line tables name files as seen from the source directory: where a package was built is
+# nobody's business. Not in CMAKE_CXX_FLAGS, which build_info reports.
+foreach(diffulex_map IN ITEMS "${CMAKE_SOURCE_DIR}/=" "${CMAKE_BINARY_DIR}=build")
+  add_compile_options(
+    "$<$<COMPILE_LANGUAGE:CXX>:-ffile-prefix-map=${diffulex_map}>"
+    "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffile-prefix-map=${diffulex_map}>")
+endforeach()
+
 if(DIFFULEX_SANITIZE)
   string(APPEND CMAKE_CXX_FLAGS
     " -fsanitize=${DIFFULEX_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer")

@@ -21,7 +21,7 @@ function(_diffulex_torch_missing)
     "       CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu130\n"
     "  2. name an existing one: -DDIFFULEX_TORCH_DIR=<directory of the package torch>, or the\n"
     "     environment variable DIFFULEX_TORCH_DIR\n"
-    "  3. build only the torch-free core: -DDIFFULEX_BUILD_OPS=OFF")
+    "  3. build only the torch-free core: -DDIFFULEX_BUILD_OPS=OFF -DDIFFULEX_WITH_CUDA=OFF")
 endfunction()
 
 # Reads version.py as text.
@@ -82,6 +82,9 @@ message(STATUS
 add_library(diffulex_torch_stable INTERFACE)
 target_include_directories(diffulex_torch_stable SYSTEM INTERFACE
   "${DIFFULEX_TORCH_PACKAGE_DIR}/include")
+# Messages of torch's headers name their files.
+target_compile_options(diffulex_torch_stable INTERFACE
+  "$<$<COMPILE_LANGUAGE:CXX>:-ffile-prefix-map=${DIFFULEX_TORCH_PACKAGE_DIR}/include/=>")
 target_compile_definitions(diffulex_torch_stable INTERFACE
   TORCH_STABLE_ONLY
   TORCH_TARGET_VERSION=0x020b000000000000)

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import diffulex_ext
 
 ROOT = Path(__file__).parents[3]
+PACKAGE = Path(diffulex_ext.__file__).parent
 
 
 def test_build_info_is_complete() -> None:
@@ -38,6 +41,23 @@ def test_no_flag_of_the_build_host() -> None:
     flags = diffulex_ext.build_info()["cxx_flags"]
     assert "-march=native" not in flags
     assert "-ffast-math" not in flags
+
+
+@pytest.mark.parametrize(
+    "binary",
+    [
+        path.relative_to(PACKAGE).as_posix()
+        for path in sorted(PACKAGE.rglob("*"))
+        if path.suffix in (".so", ".a")
+    ],
+)
+def test_no_path_of_the_build_host(binary: str) -> None:
+    """Neither in messages nor in line tables; CMake's own search paths of torch are not compiled in."""
+    data = (PACKAGE / binary).read_bytes()
+    found = re.findall(rb"/[\w./+-]*/(?:csrc|include/diffulex|build/cp\d+)\b[\w./-]*", data)
+    absolute = sorted({path.decode() for path in found if not path.startswith(b"/../")})
+    assert not absolute, absolute[:3]
+    assert os.fsencode(ROOT) not in data
 
 
 def test_op_library_is_loaded_once_under_this_torch() -> None:
