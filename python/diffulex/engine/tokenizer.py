@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from diffulex.engine.detokenizer import IncrementalDecoder, robust_decode
+from diffulex.engine.template_bound import bounded_rendering
 from diffulex.errors import CheckpointError, PromptError
 from diffulex.logging import get_logger
 
@@ -99,11 +100,14 @@ class Tokenizer:
         if not self.has_chat_template:
             return
         try:
-            self.backend.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+            with bounded_rendering():
+                self.backend.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"chat template: line {error.lineno}: {error.message or 'no Jinja template'}"
             ) from error
+        except PromptError as error:
+            raise CheckpointError(str(error)) from error
         except Exception as error:  # it compiled, and may want other messages
             logger.debug("chat template: a message alone is not rendered: %s", error)
 
@@ -166,7 +170,8 @@ class Tokenizer:
             variables: further variables of the template, for example ``enable_thinking=False``.
 
         Raises:
-            PromptError: the checkpoint has no template, or the template rejects the messages.
+            PromptError: the checkpoint has no template, or the template rejects the messages, takes
+                too long or writes too much.
         """
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
@@ -183,12 +188,15 @@ class Tokenizer:
             raise PromptError("chat template: expected one in the checkpoint, got none")
         _check_messages(messages)
         try:
-            text = self.backend.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
+            with bounded_rendering():
+                text = self.backend.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **variables,
+                )
+        except PromptError:
+            raise
         except Exception as error:  # a template is code of the checkpoint: it may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise PromptError(f"chat template: it rejected the messages: {reason}") from error

@@ -207,12 +207,28 @@ def _copy(
     for name in order:
         target = table[name]
         for rows, values in reader.pieces(stored[name]):
+            check_finite(values, name, stored[name])
             part = target[rows] if target.dim() else target
             part.copy_(values if merge is None else merge.apply(name, rows, values))
             if bar is not None:
                 bar.update(part.numel() * part.element_size())
     if bar is not None:
         bar.close()
+
+
+def check_finite(values: torch.Tensor, name: str, stored: StoredTensor) -> None:
+    """Refuses NaN and infinite weights, whose answers would be refused later without a name.
+
+    Raises:
+        CheckpointError: a value is not finite.
+    """
+    # One pass over the values decides, unless their sum overflows.
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    if values.sum(dtype=dtype).isfinite() or values.isfinite().all():
+        return
+    raise CheckpointError(
+        f"checkpoint: {stored.file}: {name}: expected finite values, got NaN or infinite ones"
+    )
 
 
 def _progress_bar(total: int) -> Any:

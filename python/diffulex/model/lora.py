@@ -9,16 +9,17 @@ without its tensors.
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import regex
 import torch
 
 from diffulex.errors import CheckpointError
 from diffulex.model.config.reader import read_json_object
-from diffulex.model.tensor_files import listed, read_header
+from diffulex.model.loader import check_finite
+from diffulex.model.tensor_files import listed, other_weights, read_header
 from diffulex.model.tensor_reader import TENSOR_DTYPES, TensorReader
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ _UNSUPPORTED = (
     "use_qalora",
     "alora_invocation_tokens",
 )
+#: Seconds that a pattern of an adapter may take for one name; patterns can be exponential.
+_PATTERN_SECONDS = 1.0
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 #: Ways to start the training; after the others the product belongs to altered base weights.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -80,8 +84,18 @@ class LoraAdapter:
         if isinstance(self.target_modules, str):
             if self.target_modules == _ALL_LINEAR:
                 return True
-            return re.fullmatch(self.target_modules, module) is not None
+            return self._matches(self.target_modules, module)
         return any(module == name or module.endswith(f".{name}") for name in self.target_modules)
+
+    @staticmethod
+    def _matches(pattern: str, module: str) -> bool:
+        try:
+            return regex.fullmatch(pattern, module, timeout=_PATTERN_SECONDS) is not None
+        except TimeoutError as error:
+            raise CheckpointError(
+                f"{CONFIG_FILE}: target_modules: expected a pattern that is matched within"
+                f" {_PATTERN_SECONDS:g} s, got {pattern!r}"
+            ) from error
 
     def check(self, projections: Mapping[str, Projection]) -> None:
         """Compares the adapter with a model, which may be on the meta device.
@@ -177,7 +191,10 @@ def read_adapter(directory: Path) -> LoraAdapter:
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
-            raise CheckpointError(f"adapter: {directory}: expected a file {name}, got none")
+            got = other_weights(directory, "adapter_") if name == WEIGHTS_FILE else ""
+            raise CheckpointError(
+                f"adapter: {directory}: expected a file {name}, got {got or 'none'}"
+            )
     config = read_json_object(directory / CONFIG_FILE)
     rank, scale, targets = _read_config(config)
     pairs: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -215,8 +232,9 @@ def _read_factor(name: str, stored: StoredTensor, rank: int, side: str) -> torch
         raise CheckpointError(
             f"adapter: {name}: expected shape {expected}, got {list(stored.shape)}"
         )
-    pieces = [values.clone() for _, values in TensorReader("cpu").pieces(stored)]
-    return torch.cat(pieces)
+    factor = torch.cat([values.clone() for _, values in TensorReader("cpu").pieces(stored)])
+    check_finite(factor, name, stored)
+    return factor
 
 
 def _read_config(config: Mapping[str, Any]) -> tuple[int, float, str | tuple[str, ...]]:
@@ -242,14 +260,14 @@ def _read_config(config: Mapping[str, Any]) -> tuple[int, float, str | tuple[str
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool):
         raise fail("lora_alpha", "a number")
     # Written so that NaN, which json accepts, fails as well.
-    if not abs(alpha) <= sys.float_info.max:
-        raise fail("lora_alpha", "a finite number")
+    if not abs(alpha) <= _LARGEST_SCALE:
+        raise fail("lora_alpha", "a number that float32 holds")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     targets = config.get("target_modules")
     if isinstance(targets, str) and targets:
         try:
-            re.compile(targets)
-        except re.error as error:
+            regex.compile(targets)
+        except regex.error as error:
             raise fail("target_modules", f"a pattern ({error})") from error
         return rank, scale, targets
     is_list = isinstance(targets, list) and bool(targets)

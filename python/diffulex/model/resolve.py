@@ -12,6 +12,15 @@ from diffulex.errors import CheckpointError, ConfigError
 from diffulex.model.config.reader import read_optional_json
 
 DEMO = "demo"
+#: What the bundled model is for; shown to whoever meets it without having read about it.
+DEMO_QUESTION = (
+    "Tom has 3 bags with 12 marbles each. He gives 5 marbles to Mia."
+    " How many marbles does Tom have now?"
+)
+DEMO_PURPOSE = (
+    "the bundled model `demo` answers arithmetic word problems in English and nothing else,"
+    f' for example "{DEMO_QUESTION}"'
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 #: Configuration, weights, tokenizer and template; never code.
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
@@ -49,7 +58,11 @@ def resolve_model(model: str | os.PathLike[str]) -> Path:
 def _checked(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"model: expected a directory, got the file {path}")
-    if not (path / "config.json").is_file():
+    try:
+        is_there = (path / "config.json").is_file()
+    except OSError as error:
+        raise CheckpointError(f"model: cannot read {path}: {error.strerror}") from error
+    if not is_there:
         raise CheckpointError(f"model: {path}: expected a config.json, got none")
     return path
 

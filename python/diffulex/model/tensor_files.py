@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _IGNORED = ("*.rotary_emb.inv_freq",)
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.npz", "*.h5")
+_LFS_POINTER = b"version https://git-lfs."
+#: What safetensors accepts.
+_LONGEST_HEADER = 100_000_000
+_LONGEST_NAME = 255
 _MAX_LISTED = 6
 
 
@@ -36,11 +42,64 @@ class StoredTensor:
 
 def _check_file(path: Path) -> None:
     """Compares a header with itself and with the length of its file."""
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint: {path}: expected a file, got {_kind(path)}")
     try:
+        # The library says "no such file" of a file that it may not read.
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER))
         with safe_open(path, framework="pt", device="cpu"):
             pass
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"checkpoint: cannot read {path}: {error}") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"checkpoint: cannot read {path}: {reason}") from error
+    except SafetensorError as error:
+        reason = _damage(path, start) or str(error)
+        raise CheckpointError(f"checkpoint: cannot read {path}: {reason}") from error
+
+
+def _kind(path: Path) -> str:
+    return "a directory" if path.is_dir() else "a pipe, socket or device"
+
+
+def _damage(path: Path, start: bytes) -> str | None:
+    """What usually makes a file of weights unreadable, if it is that."""
+    if start == _LFS_POINTER:
+        return "it is a git-lfs pointer, not the weights: fetch them with `git lfs pull`"
+    size, header_size = path.stat().st_size, int.from_bytes(start[:8], "little")
+    if start[:1] == b"<":
+        return "it is a page of a web site, not the weights: download it again"
+    if size < 8 or header_size > _LONGEST_HEADER:
+        return _cut(size, 8) if size < 8 else None
+    if header_size > size - 8:
+        return _cut(size, 8 + header_size)
+    with path.open("rb") as file:
+        file.seek(8)
+        try:
+            header = json.loads(file.read(header_size))
+            ends = [e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            return None
+    needed = 8 + header_size + max((end for end in ends if isinstance(end, int)), default=0)
+    return _cut(size, needed) if needed > size else None
+
+
+def _cut(size: int, needed: int) -> str:
+    return (
+        f"it has {size} bytes and should have at least {needed}: the download or copy was cut short,"
+        " fetch it again"
+    )
+
+
+def other_weights(model_dir: Path, prefix: str = "") -> str:
+    """Weights in formats that are not read, and what to do about them; empty without any."""
+    found = [
+        path.name
+        for pattern in _OTHER_WEIGHTS
+        for path in model_dir.glob(prefix + pattern)
+        if prefix or not path.name.startswith("adapter_")
+    ]
+    return f"{listed(found)}: convert the weights to safetensors" if found else ""
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -54,6 +113,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header_size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_size))
     start = 8 + header_size
+    if not header.keys() - {"__metadata__"}:
+        raise CheckpointError(f"checkpoint: {path}: expected tensors, got a file without any")
     return {
         name: StoredTensor(
             path, tuple(entry["shape"]), entry["dtype"], start + entry["data_offsets"][0]
@@ -88,6 +149,11 @@ def _read_index(model_dir: Path) -> dict[str, Path]:
             raise CheckpointError(
                 f"checkpoint: {path}: {name}: expected a file name, got {file_name!r}"
             )
+        if not 1 <= len(os.fsencode(file_name)) <= _LONGEST_NAME or "\0" in file_name:
+            raise CheckpointError(
+                f"checkpoint: {path}: {name}: expected a file name of 1 to {_LONGEST_NAME} bytes,"
+                f" got {file_name[:20]!r}..."
+            )
         shards[name] = model_dir / file_name
     return shards
 
@@ -97,14 +163,14 @@ def _single_file(model_dir: Path) -> Path:
     if default.is_file():
         return default
     if default.exists():
-        raise CheckpointError(f"checkpoint: {default}: expected a file, got a directory")
+        raise CheckpointError(f"checkpoint: {default}: expected a file, got {_kind(default)}")
     others = [
         path
         for path in model_dir.glob("*.safetensors")
         if path.is_file() and not path.name.startswith("adapter_")
     ]
     if len(others) != 1:
-        found = listed(p.name for p in others) or "none"
+        found = listed(p.name for p in others) or other_weights(model_dir) or "none"
         raise CheckpointError(
             f"checkpoint: {model_dir}: expected {SINGLE_FILE} or {INDEX_FILE}, got {found}"
         )

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
+import sys
 import time
 
 import pytest
@@ -13,6 +17,7 @@ from diffulex.engine.tokenizer import Tokenizer
 from diffulex.errors import CheckpointError, PromptError
 from diffulex.model import memory
 from diffulex.model.auto_model import detect, load_model
+from diffulex.model.tensor_files import read_header
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 
 
@@ -93,6 +98,137 @@ def test_failed_allocation(tmp_path, monkeypatch):
         memory.reporting_memory(spec, torch.float32, "cpu"),
     ):
         raise RuntimeError("other")
+
+
+def test_weights_that_are_no_file(tmp_path):
+    CheckpointBuilder().write(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="expected a file, got a pipe, socket or device"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "git lfs pull",
+        ),
+        (lambda data: b"<!doctype html><html></html>", "it is a page of a web site"),
+        (lambda data: data[:-100], r"it has \d+ bytes and should have at least \d+: .* cut short"),
+        (lambda data: data[:200], r"it has 200 bytes and should have at least \d+"),
+        (lambda data: b"", "it has 0 bytes and should have at least 8"),
+        (
+            lambda data: (2).to_bytes(8, "little") + b"{}",
+            "expected tensors, got a file without any",
+        ),
+    ],
+)
+def test_likely_reason_of_unreadable_weights(tmp_path, content, message):
+    CheckpointBuilder().write(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{message}"):
+        load(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_weights_that_may_not_be_read(tmp_path):
+    CheckpointBuilder().write(tmp_path)
+    (tmp_path / "model.safetensors").chmod(0)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: Permission denied"):
+        load(tmp_path)
+
+
+def test_refused_weights_name_the_reason_of_the_system(tmp_path, monkeypatch):
+    CheckpointBuilder().write(tmp_path)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(type(tmp_path), "open", refuse)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: Permission denied"):
+        read_header(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-q4.gguf", "consolidated.pth"])
+def test_weights_in_other_formats(tmp_path, name):
+    CheckpointBuilder().write(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"got {name}: convert the weights to safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite(tmp_path, value):
+    def spoil(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+
+    CheckpointBuilder(edit=spoil).write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight: expected finite"):
+        load(tmp_path)
+
+
+def test_finite_weights_whose_sum_is_not(tmp_path):
+    def enlarge(tensors):
+        tensors["model.norm.weight"].fill_(3e38)
+
+    CheckpointBuilder(edit=enlarge).write(tmp_path)
+    load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "", "a\0b"])
+def test_shards_without_a_possible_name(tmp_path, name):
+    CheckpointBuilder(num_shards=2).write(tmp_path)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="expected a file name of 1 to 255 bytes") as caught:
+        load(tmp_path)
+    assert len(str(caught.value)) < 400
+
+
+HOSTILE_TEMPLATES = {
+    "nested loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+        "{% endfor %}{% endfor %}{% endfor %}",
+        "it takes more than",
+    ),
+    "recursion": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "it takes more than",
+    ),
+    "long output": (
+        "{% for a in range(99999) %}{{ 'abcdefgh' * 10000 }}{% endfor %}",
+        "it writes more than",
+    ),
+    "long constant": ("{{ 'a' * 1000000000 }}", "it has a value or length above"),
+    "power": ("{{ 10 ** 10 ** 10 }}", "it has a value or length above"),
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "message"), HOSTILE_TEMPLATES.values(), ids=HOSTILE_TEMPLATES.keys()
+)
+def test_template_without_an_end(tmp_path, template, message):
+    CheckpointBuilder().write(tmp_path)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    tokenizer.use_chat_template(template)
+    tracer = sys.gettrace()
+    with pytest.raises(PromptError, match=f"chat template: it cannot be rendered: {message}"):
+        tokenizer.render_chat([{"role": "user", "content": "a"}])
+    with pytest.raises(CheckpointError, match=message):
+        tokenizer.check_chat_template()
+    assert sys.gettrace() is tracer
+
+
+def test_long_conversations_are_within_the_bound(tmp_path):
+    CheckpointBuilder().write(tmp_path)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    messages = [{"role": "user", "content": "word " * 20}] * 5000
+    assert tokenizer.render_chat(messages).count("<|im_start|>user") == 5000
 
 
 def test_template_that_raises(tmp_path, capfd):

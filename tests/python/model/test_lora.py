@@ -257,6 +257,7 @@ class TestRefused:
             ("lora_alpha", "6"),
             ("lora_alpha", float("nan")),
             ("lora_alpha", 10**400),
+            ("lora_alpha", 1e300),
             ("target_modules", []),
             ("target_modules", None),
             ("target_modules", "("),
@@ -264,6 +265,28 @@ class TestRefused:
     )
     def test_configuration(self, tmp_path, key, value):
         self.refuse(tmp_path, rf"adapter_config\.json: {key}: expected", config={key: value})
+
+    @pytest.mark.parametrize(
+        ("pattern", "message"),
+        [
+            (
+                r"(\w|\.|[a-z])+[!?]",
+                r"target_modules: expected a pattern that is matched within 1 s",
+            ),
+            # A backtracking matcher never ends with it; this one sees that there is no "!".
+            (r"([a-z_.0-9]+)+!", "expected modules of target_modules"),
+        ],
+    )
+    def test_pattern_without_an_end(self, tmp_path, pattern, message):
+        self.refuse(tmp_path, message, config={"target_modules": pattern})
+
+    def test_weights_in_another_format(self, tmp_path):
+        base = family_builder("dream").write(tmp_path / "base")
+        AdapterBuilder(QWEN_TARGETS).write(tmp_path / "adapter", base)
+        path = tmp_path / "adapter" / "adapter_model.safetensors"
+        path.rename(path.with_suffix(".bin"))
+        with pytest.raises(CheckpointError, match=r"adapter_model\.bin: convert the weights"):
+            read_adapter(tmp_path / "adapter")
 
     def test_matches_nothing(self, tmp_path):
         """The adapter of one family on another: LLaDA's names are not Dream's."""
