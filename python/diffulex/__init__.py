@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         DiffulexError,
         OutOfPagesError,
         PromptError,
+        SamplingParamsError,
     )
     from diffulex.sampling_params import SamplingParams
 
@@ -42,6 +43,7 @@ __all__ = [
     "PromptError",
     "RequestOutput",
     "SamplingParams",
+    "SamplingParamsError",
     "StepOutput",
     "StreamEvent",
     "__version__",
@@ -57,7 +59,14 @@ _MODULES = {
         "diffulex.engine.output",
     ),
     **dict.fromkeys(
-        ("CheckpointError", "ConfigError", "DiffulexError", "OutOfPagesError", "PromptError"),
+        (
+            "CheckpointError",
+            "ConfigError",
+            "DiffulexError",
+            "OutOfPagesError",
+            "PromptError",
+            "SamplingParamsError",
+        ),
         "diffulex.errors",
     ),
 }
@@ -73,4 +82,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from diffulex_ext import OutOfPagesError
-
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "DiffulexError",
     "OutOfPagesError",
     "PromptError",
+    "SamplingParamsError",
+    "UnknownParameterError",
 ]
 
 
@@ -33,11 +30,13 @@ class PromptError(DiffulexError, ValueError):
     """A prompt cannot be served: empty, too long or with ids outside the vocabulary."""
 
 
-def __getattr__(name: str) -> object:
-    # The class belongs to the compiled module; importing it here would make `import diffulex`
-    # load the shared library.
-    if name == "OutOfPagesError":
-        from diffulex_ext import OutOfPagesError  # noqa: PLC0415
+class SamplingParamsError(DiffulexError, ValueError):
+    """A parameter of a request is out of range or of another type."""
 
-        return OutOfPagesError
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+class UnknownParameterError(SamplingParamsError, TypeError):
+    """A request has no parameter of this name."""
+
+
+class OutOfPagesError(DiffulexError, RuntimeError):
+    """The page pool could never hold a request, whatever else runs."""

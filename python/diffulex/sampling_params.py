@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from diffulex.errors import SamplingParamsError, UnknownParameterError
 
 if TYPE_CHECKING:
     from diffulex.config import SamplerConfig
     from diffulex_ext import _core
 
-__all__ = ["DECODING_FIELDS", "MAX_STOPS", "SamplingParams", "decoding_arguments"]
+__all__ = ["DECODING_FIELDS", "MAX_STOPS", "SamplingParams", "decoding_arguments", "merged_params"]
+
+T = TypeVar("T")
 
 #: Thresholds of the decoding rule that a request may set.
 DECODING_FIELDS = (
@@ -30,6 +36,27 @@ MAX_STOPS = 16
 _MAX_STOP_CHARS, _MAX_LOGPROBS = 256, 20
 
 
+def _naming_the_nearest(cls: type[T]) -> type[T]:
+    """A dataclass whose constructor answers an unknown name with the nearest one."""
+    construct: Any = cls.__init__
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(construct)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f", nearest is {near[0]!r}" if near else f" ({', '.join(names)})"
+                raise UnknownParameterError(
+                    f"SamplingParams: expected a known parameter{hint}, got {name!r}"
+                )
+        construct(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
+@_naming_the_nearest
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is decoded and when it ends.
@@ -43,7 +70,7 @@ class SamplingParams:
         max_repetition_run: equal tokens at the end of the answer that end the request.
         ignore_eos: stop ids do not end the request.
         stop_token_ids: stop ids in addition to those of the model.
-        stop: texts that end the answer, which is cut before the first of them.
+        stop: a text or texts that end the answer, which is cut before the first of them.
         include_stop_str_in_output: cut behind it instead.
         min_tokens: neither a stop id nor a stop text ends the answer before it has as many tokens.
             Stop ids are not sampled at these positions.
@@ -131,8 +158,10 @@ class SamplingParams:
             if not _is_int(token) or not 0 <= token < 2**31:
                 raise _illegal("stop_token_ids", "token ids >= 0", token)
         texts: object = self.stop
-        if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
-            raise _illegal("stop", "a list of texts", texts)
+        if isinstance(texts, str):
+            texts = (texts,)
+        if isinstance(texts, bytes) or not isinstance(texts, Iterable):
+            raise _illegal("stop", "a text or a list of texts", texts)
         object.__setattr__(self, "stop", tuple(texts))
         if len(self.stop) > MAX_STOPS:
             raise _illegal("stop", f"at most {MAX_STOPS} texts", len(self.stop))
@@ -185,25 +214,44 @@ def decoding_arguments(decoding: Mapping[str, object]) -> dict[str, object]:
     """Keyword arguments of `SamplingParams` for a request's `decoding` map.
 
     Raises:
-        ValueError: a key is unknown, or is a setting of the whole engine.
+        SamplingParamsError: a key is unknown, or is a setting of the whole engine.
     """
     for name, value in decoding.items():
         if name in _ENGINE_FIELDS:
-            raise ValueError(
+            raise SamplingParamsError(
                 f"SamplingParams.decoding: expected a setting of a request, got {name}={value!r},"
                 " which is fixed when the engine starts"
             )
         if name not in DECODING_FIELDS:
-            raise ValueError(
+            raise SamplingParamsError(
                 f"SamplingParams.decoding: expected keys of {', '.join(DECODING_FIELDS)},"
                 f" got {name!r}"
             )
     return dict(decoding)
 
 
+def merged_params(
+    params: SamplingParams | Iterable[SamplingParams] | None, changes: Mapping[str, Any]
+) -> Any:
+    """`params`, or those of `changes`; both at once would leave open which of them counts.
+
+    Raises:
+        SamplingParamsError: an unknown name, an illegal value, or parameters given both ways.
+    """
+    if not changes:
+        return params
+    given = SamplingParams(**changes)
+    if params is not None:
+        raise SamplingParamsError(
+            "sampling_params: expected parameters as an object or as keywords, got both,"
+            f" {', '.join(changes)} as keywords"
+        )
+    return given
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _illegal(name: str, expected: str, value: object) -> ValueError:
-    return ValueError(f"SamplingParams.{name}: expected {expected}, got {value!r}")
+def _illegal(name: str, expected: str, value: object) -> SamplingParamsError:
+    return SamplingParamsError(f"SamplingParams.{name}: expected {expected}, got {value!r}")

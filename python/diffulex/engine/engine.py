@@ -27,7 +27,7 @@ from diffulex.engine.startup import log_startup
 from diffulex.engine.step_loop import StepLoop
 from diffulex.engine.text_stream import TextStream
 from diffulex.registry import AutoModelRunner, AutoScheduler
-from diffulex.sampling_params import SamplingParams
+from diffulex.sampling_params import SamplingParams, merged_params
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
@@ -197,6 +197,7 @@ class Diffulex:
         stream_callback: Callable[[StreamEvent], None] | None = None,
         on_progress: Callable[[ProgressInfo], None] | None = None,
         on_interrupt: Literal["raise", "return"] = "raise",
+        **sampling: Any,
     ) -> GenerationOutputs:
         """Decodes every prompt to its end and returns the results in prompt order.
 
@@ -210,6 +211,7 @@ class Diffulex:
             stream_callback: receives the appended text of every request as it becomes final.
             on_progress: receives the numbers of each progress report.
             on_interrupt: after Ctrl-C, `raise` KeyboardInterrupt or `return` what there is.
+            sampling: fields of SamplingParams for all prompts, in place of `sampling_params`.
 
         Raises:
             PromptError: a prompt cannot be served; then none was started.
@@ -218,7 +220,7 @@ class Diffulex:
         if on_interrupt not in ("raise", "return"):
             raise ValueError(f"on_interrupt: expected raise or return, got {on_interrupt!r}")
         encoded = [self._encode(p, use_chat_template) for p in split_prompts(prompts)]
-        params = spread_params(sampling_params, len(encoded))
+        params = spread_params(merged_params(sampling_params, sampling), len(encoded))
         start, run = time.perf_counter(), RunStats()
         runner, ledger = self._runner, self._loop.ledger  # they outlive a close by a callback
         graph_counts = runner.num_graph_steps, runner.num_graph_fallbacks
@@ -249,7 +251,8 @@ class Diffulex:
         sampling_params: SamplingParams | None = None,
         **options: Any,
     ) -> RequestOutput:
-        """The assistant's answer to a conversation; `options` as in `generate`."""
+        """The assistant's answer to a conversation; `options` as in `generate`, fields of
+        SamplingParams among them."""
         self._loop.check_open()
         token_ids = self._encode(messages, use_chat_template=True)
         return self.generate([token_ids], sampling_params, **options)[0]
@@ -261,6 +264,7 @@ class Diffulex:
         mode: StreamMode = "block_append",
         *,
         use_chat_template: bool = False,
+        **sampling: Any,
     ) -> Generator[StreamEvent, None, None]:
         """Decodes one prompt and yields what happens; closing the iterator aborts the request.
 
@@ -274,7 +278,7 @@ class Diffulex:
         if mode not in ("block_append", "denoise"):
             raise ValueError(f"mode: expected block_append or denoise, got {mode!r}")
         token_ids = self._encode(prompt, use_chat_template)
-        params = sampling_params or SamplingParams()
+        params = merged_params(sampling_params, sampling) or SamplingParams()
         return self._stream(token_ids, params, mode == "denoise")
 
     def _stream(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from diffulex.errors import PromptError
+from diffulex.errors import PromptError, SamplingParamsError
 from diffulex.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -49,18 +49,18 @@ def spread_params(
     """One SamplingParams per prompt.
 
     Raises:
-        ValueError: a list of another length, or something else than parameters.
+        SamplingParamsError: a list of another length, or something else than parameters.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     is_list = isinstance(params, Sequence) and not isinstance(params, (str, bytes))
     if not is_list or not all(isinstance(item, SamplingParams) for item in params):
-        raise ValueError(
+        raise SamplingParamsError(
             f"sampling_params: expected SamplingParams or a list of them, got {params!r}"
         )
     listed = list(params)
     if len(listed) != count:
-        raise ValueError(f"sampling_params: expected one or {count}, got {len(listed)}")
+        raise SamplingParamsError(f"sampling_params: expected one or {count}, got {len(listed)}")
     return listed
 
 
@@ -100,6 +100,9 @@ def _token_ids(
         return tuple(tokenizer.encode(prompt))
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
         raise PromptError(f"prompt: expected a text or a list of token ids, got {prompt!r}")
+    if getattr(prompt, "ndim", 1) != 1:
+        shape = list(getattr(prompt, "shape", ()))
+        raise PromptError(f"prompt: expected one dimension of token ids, got the shape {shape}")
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         if tokenizer is None:

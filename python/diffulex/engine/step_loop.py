@@ -7,6 +7,7 @@ A failed forward ends in cancel_step.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from diffulex.engine.interrupt import deferred_interrupt
 from diffulex.engine.ledger import Ledger
 from diffulex.engine.routing import StepQueue, StepRouter
 from diffulex.engine.stop_tokens import special_stops
+from diffulex.errors import OutOfPagesError
 from diffulex.registry import AutoReq
 from diffulex_ext import _core
 
@@ -53,6 +55,7 @@ class StepLoop:
         self._scheduler = scheduler
         self._runner: ModelRunner | None = runner
         self._tokenizer = tokenizer
+        self._is_stepping = threading.Lock()
         self._idle_output = _core.SamplerOutput(scheduler.options)
         #: Place of the result of the step that the device runs behind the last one; see DecodeLoop.
         self._ahead: int | None = None
@@ -78,7 +81,10 @@ class StepLoop:
         if has_saved_logits and self._runner is not None:
             self._runner.expect_draws()
         request = AutoReq.create(strategy, token_ids, params, self._config)
-        req_id = self.ledger.add(request, token_ids, params, has_snapshots, special)
+        try:
+            req_id = self.ledger.add(request, token_ids, params, has_snapshots, special)
+        except _core.OutOfPagesError as error:
+            raise OutOfPagesError(f"{error}; lower max_tokens or raise num_pages") from error
         if queue is not None:
             self.router.claim(req_id, queue)
         return req_id
@@ -114,10 +120,21 @@ class StepLoop:
 
         A first Ctrl-C waits until they are, so that no result gets lost. When the forward fails its
         requests wait again.
+
+        Raises:
+            RuntimeError: another thread is in a step, or this one, in a callback.
         """
         self.check_open()
-        with deferred_interrupt():
-            self._run()
+        if not self._is_stepping.acquire(blocking=False):
+            raise RuntimeError(
+                "Diffulex: expected one thread at a time (the engine belongs to it), got a call"
+                " during a step; add_request, abort and has_unfinished may come from any thread"
+            )
+        try:
+            with deferred_interrupt():
+                self._run()
+        finally:
+            self._is_stepping.release()
 
     def _run(self) -> None:
         runner, ledger = self._runner, self.ledger

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diffulex import SamplingParams
+from diffulex import DiffulexError, SamplingParams, SamplingParamsError
 from diffulex.config import SamplerConfig
 
 
@@ -54,6 +54,40 @@ def test_engine_defaults_fill_what_is_unset() -> None:
     core = params.to_core()
     assert (core.temperature, core.top_p, core.top_k) == pytest.approx((0.7, 0.9, 0))
     assert core.min_p == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_token", "nearest is 'max_tokens'"),
+        ("max_new_tokens", "nearest is 'max_tokens'"),
+        ("temprature", "nearest is 'temperature'"),
+        ("n", r"\(temperature, max_tokens, .*\)"),
+    ],
+)
+def test_unknown_names_are_answered_with_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"SamplingParams: expected .* {hint}, got '{name}'"
+    ) as caught:
+        SamplingParams(**{name: 2})
+    assert isinstance(caught.value, SamplingParamsError)
+
+
+def test_errors_are_those_of_the_package() -> None:
+    for wrong in ({"top_p": -1}, {"stop": [""]}, {"max_token": 2}):
+        with pytest.raises(DiffulexError):
+            SamplingParams(**wrong)
+        with pytest.raises(ValueError, match="SamplingParams"):
+            SamplingParams(**wrong)
+
+
+def test_one_stop_text_may_stand_alone() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    with pytest.raises(
+        ValueError, match=r"SamplingParams\.stop: expected a text or a list of texts"
+    ):
+        SamplingParams(stop=b"END")  # type: ignore[arg-type]
 
 
 def test_is_immutable() -> None:

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from diffulex import Diffulex, OutOfPagesError, PromptError, SamplingParams
+from diffulex import (
+    Diffulex,
+    DiffulexError,
+    OutOfPagesError,
+    PromptError,
+    SamplingParams,
+    SamplingParamsError,
+)
 from diffulex.engine.output import RequestOutput
 from fixtures.checkpoints import MASK_ID
 from tiny_engine import TinyModel
@@ -294,9 +301,47 @@ def test_bad_prompts(tiny: TinyModel) -> None:
 
 def test_request_that_can_never_fit(tiny: TinyModel) -> None:
     with tiny.engine(num_pages=2, page_size=4) as engine:
-        with pytest.raises(OutOfPagesError, match="pages"):
+        with pytest.raises(OutOfPagesError, match="lower max_tokens or raise num_pages") as caught:
             engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40))
+        assert isinstance(caught.value, DiffulexError)
+        assert isinstance(caught.value, RuntimeError)
         assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4), summary=False)
+
+
+def test_sampling_parameters_as_keywords(tiny: TinyModel) -> None:
+    with tiny.engine() as engine:
+        expected = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4), summary=False)
+        given = engine.generate([[1, 2, 3]], max_tokens=4, summary=False)
+        assert given[0].token_ids == expected[0].token_ids
+        events = list(engine.stream([1, 2, 3], max_tokens=4))
+        assert events[-1].output.token_ids == expected[0].token_ids
+        with pytest.raises(SamplingParamsError, match="nearest is 'temperature'"):
+            engine.generate([[1, 2, 3]], temprature=1)
+        with pytest.raises(SamplingParamsError, match="got both, max_tokens as keywords"):
+            engine.generate([[1, 2, 3]], SamplingParams(), max_tokens=4)
+
+
+def test_prompt_of_two_dimensions(tiny: TinyModel) -> None:
+    message = r"one dimension of token ids, got the shape \[1, 3\]"
+    with tiny.engine() as engine, pytest.raises(PromptError, match=message):
+        engine.add_request(torch.tensor([[1, 2, 3]]))
+
+
+def test_step_belongs_to_one_thread_at_a_time(tiny: TinyModel) -> None:
+    """A call during a step, here in a callback of it, names the rule instead of an internal check."""
+    found: list[str] = []
+    with tiny.engine() as engine:
+
+        def meddle(num_forwards: int) -> None:
+            try:
+                engine.step()
+            except RuntimeError as error:
+                found.append(str(error))
+
+        engine.observe_blocks(meddle)
+        assert engine.generate([[1, 2, 3]], FREE, summary=False)
+    assert found
+    assert all("expected one thread at a time" in text for text in found), found
 
 
 def test_engine_without_tokenizer(tiny: TinyModel) -> None:
