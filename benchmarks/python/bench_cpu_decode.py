@@ -30,7 +30,7 @@ from random_engine import build_engine, build_model, random_prompts
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from diffulex import Diffulex, SamplingParams
-from diffulex.bench.word_problems import load_problems
+from diffulex.bench.problem_file import load_problems
 from diffulex.config import Config, read_model_facts
 from diffulex.model.auto_model import load_model
 from diffulex.model.resolve import demo_dir

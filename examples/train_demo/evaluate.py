@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 
 from dataset import END_OF_TEXT, TURN_END, render_prompt, token_id
-from diffulex.bench import word_problems
+from diffulex.bench import problem_file, word_problems
 from model import SDARForCausalLM
 from reference_decoder import Completion, DecodingConfig, decode
 
@@ -130,7 +130,7 @@ def evaluate_directory(
     """Load a checkpoint directory, run every setting on the first ``count`` problems, print rows."""
     model = SDARForCausalLM.load(directory).to(device=device, dtype=dtype).eval()
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    problems = word_problems.load_problems(directory / "heldout.jsonl")[:count]
+    problems = problem_file.load_problems(directory / "heldout.jsonl")[:count]
     reports = []
     for setting in settings:
         reports.append(evaluate(model, tokenizer, problems, setting, device))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import dataset
-from diffulex.bench import word_problems
+from diffulex.bench import problem_file, word_problems
 from evaluate import REQUIRED, SWEEP, evaluate_directory
 from model import ModelConfig, SDARForCausalLM
 from multitf import MultiTFSpec, make_batch
@@ -141,7 +141,7 @@ def main() -> None:
     difficulty = word_problems.Difficulty(max_values=tuple(arguments.max_values))
     tokenizer = dataset.build_tokenizer(difficulty=difficulty)
     heldout = word_problems.heldout_problems(difficulty=difficulty)
-    word_problems.save_problems(heldout, arguments.out / "heldout.jsonl")
+    problem_file.save_problems(heldout, arguments.out / "heldout.jsonl")
     config = ModelConfig(
         vocab_size=tokenizer.get_vocab_size(),
         mask_token_id=dataset.token_id(tokenizer, dataset.MASK),

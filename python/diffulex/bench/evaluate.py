@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import diffulex
-from diffulex.bench.word_problems import Problem, is_correct, load_problems
+from diffulex.bench.problem_file import load_problems
+from diffulex.bench.word_problems import Problem, is_correct
 from diffulex.config_table import check_value
 from diffulex.errors import ConfigError
 from diffulex.logging import get_logger

@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import random
 import re
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
-    from pathlib import Path
 
 MIN_LEVEL = 1
 MAX_LEVEL = 6
@@ -576,25 +574,3 @@ def extract_answer(text: str) -> int | None:
 def is_correct(problem: Problem, text: str) -> bool:
     """Whether the generated ``text`` ends in exactly the answer of ``problem``."""
     return extract_answer(text) == problem.answer
-
-
-def save_problems(problems: Sequence[Problem], path: Path) -> None:
-    """Write problems as JSON lines with the fields id, level, question, answer, solution."""
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        for index, problem in enumerate(problems):
-            file.write(json.dumps({"id": index, **asdict(problem)}) + "\n")
-
-
-def load_problems(path: Path) -> list[Problem]:
-    """Read what ``save_problems`` wrote; a malformed line is an error that names it."""
-    problems = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            record: dict[str, Any] = json.loads(line)
-            fields = {key: record[key] for key in ("level", "question", "answer", "solution")}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"load_problems: expected a problem on line {number} of {path}, got {line!r}"
-            ) from error
-        problems.append(Problem(**fields))
-    return problems

@@ -497,12 +497,12 @@ def test_asset_tokenizer_loads_without_remote_code_and_renders_chatml() -> None:
 def test_held_out_sequences_fit_the_training_lengths_but_for_one() -> None:
     from tokenizers import Tokenizer
 
-    from diffulex.bench import word_problems
+    from diffulex.bench import problem_file
     from train import CLEAN_LEN, NOISY_LEN
 
     tokenizer = Tokenizer.from_file(str(ASSET / "tokenizer.json"))
     lengths = []
-    for problem in word_problems.load_problems(ASSET / "heldout.jsonl"):
+    for problem in problem_file.load_problems(ASSET / "heldout.jsonl"):
         prompt, answer = dataset.encode_problem(tokenizer, problem)
         lengths.append(len(prompt) + len(answer))
         assert len(prompt) % 8 + len(answer) <= NOISY_LEN
@@ -538,11 +538,11 @@ def test_asset_solves_held_out_problems_and_several_blocks_are_faster() -> None:
     # Every 50th problem: 20 of them, of all levels.
     from tokenizers import Tokenizer
 
-    from diffulex.bench import word_problems
+    from diffulex.bench import problem_file
 
     model = SDARForCausalLM.load(ASSET).eval()
     tokenizer = Tokenizer.from_file(str(ASSET / "tokenizer.json"))
-    problems = word_problems.load_problems(ASSET / "heldout.jsonl")[::50]
+    problems = problem_file.load_problems(ASSET / "heldout.jsonl")[::50]
     reports = [
         evaluate.evaluate(model, tokenizer, problems, setting, torch.device("cpu"))
         for setting in evaluate.REQUIRED

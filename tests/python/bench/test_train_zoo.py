@@ -287,9 +287,9 @@ def test_a_tiny_run_trains_and_saves(name: str, tmp_path: Path) -> None:
 
 
 def test_heldout_problems_are_the_generators() -> None:
-    from diffulex.bench import word_problems
+    from diffulex.bench import problem_file
 
-    stored = word_problems.load_problems(ZOO / "heldout.jsonl")
+    stored = problem_file.load_problems(ZOO / "heldout.jsonl")
     assert stored == judge.heldout_problems()
     assert len(stored) == 1000
     assert [sum(p.level == level for p in stored) for level in (1, 2, 3)] == [334, 333, 333]

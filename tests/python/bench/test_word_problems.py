@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from diffulex.bench import problem_file
 from diffulex.bench import word_problems as wp
 
 ASSET = Path(__file__).resolve().parents[3] / "python" / "diffulex" / "assets" / "demo"
@@ -279,46 +280,12 @@ def test_held_out_asset_is_what_the_generator_makes(tmp_path: Path) -> None:
     heldout = wp.heldout_problems()
     assert len({problem.question for problem in heldout}) == 1000
     assert sorted(Counter(problem.level for problem in heldout).values()) == [166] * 2 + [167] * 4
-    wp.save_problems(heldout, tmp_path / "heldout.jsonl")
+    problem_file.save_problems(heldout, tmp_path / "heldout.jsonl")
     text = (ASSET / "heldout.jsonl").read_text(encoding="utf-8")
     assert (tmp_path / "heldout.jsonl").read_text(encoding="utf-8") == text
-    assert wp.load_problems(ASSET / "heldout.jsonl") == heldout
+    assert problem_file.load_problems(ASSET / "heldout.jsonl") == heldout
     for index, line in enumerate(text.splitlines()):
         record = json.loads(line)
         assert list(record) == ["id", "level", "question", "answer", "solution"]
         assert record["id"] == index
         assert read(record["question"]) == record["answer"]
-
-
-@pytest.mark.parametrize("line", ["{", "[]", '{"level": 1, "question": "q", "answer": 1}', "3"])
-def test_malformed_problem_lines_are_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    wp.save_problems(problems(1, 1), path)
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ValueError, match="expected a problem on line 2"):
-        wp.load_problems(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("3*4=12\n#### 12", 12),
-        ("#### 12\n#### 13", 13),
-        ("####7 ", 7),
-        ("#### -7", -7),
-        ("3*4=12", None),
-        ("#### 12 apples", None),
-        ("so #### 12", None),
-        ("", None),
-    ],
-)
-def test_extract_answer(text: str, expected: int | None) -> None:
-    assert wp.extract_answer(text) == expected
-
-
-def test_is_correct_compares_the_number_only() -> None:
-    problem = wp.Problem(level=1, question="q", answer=12, solution="3*4=12\n#### 12")
-    assert wp.is_correct(problem, "anything\n#### 12")
-    assert wp.is_correct(problem, problem.solution)
-    assert not wp.is_correct(problem, "3*4=12\n#### 120")
-    assert not wp.is_correct(problem, "3*4=12")

@@ -274,8 +274,13 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_serve_command(options: argparse.Namespace) -> int:
     """Runs the command; 1 when a request failed."""
-    if options.save_result and not options.result_dir.is_dir():
-        raise ConfigError(f"result_dir: expected an existing directory, got '{options.result_dir}'")
+    if options.save_result:
+        try:
+            options.result_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"result_dir: cannot make {options.result_dir}: {error.strerror}"
+            ) from error
     benchmark = _benchmark(options)
     runs = [benchmark] if options.sweep is None else _swept(benchmark, *options.sweep)
     stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")

@@ -60,6 +60,7 @@ def test_json_has_the_settings_and_no_key(
 
 
 def test_results_and_records_are_saved(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "made" / "for it"
     with sse_endpoint(_answer) as endpoint:
         assert _run(endpoint, "--save-result", "--result-dir", str(tmp_path)) == 0
     (result,) = tmp_path.glob("*.json")
@@ -195,7 +196,10 @@ def test_a_server_without_models_must_be_told_one(
         (["--sweep", "seed=1"], "expected max-concurrency or request-rate and values"),
         (["--sweep", "request-rate="], "expected values behind request-rate="),
         (["--percentiles", "50,101"], "percentiles: expected values in [0, 100], got 101"),
-        (["--save-result", "--result-dir", "/no/such"], "expected an existing directory"),
+        (
+            ["--save-result", "--result-dir", "/proc/no/such"],
+            "result_dir: cannot make /proc/no/such",
+        ),
         (["--dataset", "random"], "expected --tokenizer or --token-range, got neither"),
         (["--tokenizer", "/no/such"], "/no/such"),
     ],

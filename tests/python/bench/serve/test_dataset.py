@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from diffulex.bench.problem_file import load_problems
 from diffulex.bench.serve.dataset import BenchRequest, DatasetSettings, make_requests
-from diffulex.bench.word_problems import load_problems
 from diffulex.engine.tokenizer import Tokenizer
 from diffulex.errors import ConfigError
 from diffulex.model.resolve import demo_dir
