@@ -8,6 +8,7 @@ line on standard error. Nothing heavy is imported before a command needs it.
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import shutil
 import sys
@@ -23,19 +24,22 @@ from diffulex.bench.serve.command import add_serve_flags, run_serve_command
 from diffulex.bench.zoo import run_zoo
 from diffulex.cli_flags import (
     Parser,
+    UsageError,
     add_engine_flags,
     engine_kwargs,
+    integer,
     integers,
     numbers,
     positive_integer,
     seconds,
+    some,
 )
 from diffulex.env import get_text, get_unchecked
-from diffulex.errors import ConfigError, DiffulexError, PromptError
+from diffulex.errors import ConfigError, DiffulexError, OutOfPagesError, PromptError
 from diffulex.logging import configure
-from diffulex.model.resolve import DEMO, resolve_model
+from diffulex.model.resolve import DEMO, DEMO_PURPOSE, demo_dir, resolve_model
 from diffulex.standard_streams import close_standard_output, open_standard_streams
-from diffulex.terminal import DenoisePainter, opening_spans, snapshot_spans
+from diffulex.terminal import DenoisePainter, opening_spans, printable, snapshot_spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,11 +52,12 @@ _INTERRUPTED = 130
 _WRITE_ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF)
 _DEFAULT_MAX_TOKENS = 512
 _FRAME_DELAY = 0.2
-_CHAT_HELP = "/reset forgets the conversation, /quit ends it"
+_CHAT_HELP = "/help, /reset forgets the conversation, /quit ends it"
 #: Where a checkout has its models, one per decoding strategy.
 _ZOO_DIR = "examples/zoo"
 #: Keys of the table that `eval` takes as lists.
 _SWEPT = ("buffer_size", "accept_threshold")
+_COMMANDS = ("generate", "chat", "eval", "serve", "bench", "doctor", "info", "help", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader left and wants no more
         code = 1
     except Exception as error:  # the last line of defence: never a traceback for a user
-        if get_unchecked("DIFFULEX_LOG_LEVEL").lower() == "debug":
+        if _is_debugging(arguments):
             raise
         code = _report(error)
     finally:
@@ -77,16 +82,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _is_debugging(arguments: list[str]) -> bool:
+    """Whether a failure is shown with its traceback."""
+    level = get_unchecked("DIFFULEX_LOG_LEVEL")
+    for first, second in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, has_value, value = first.partition("=")
+        if flag == "--log-level":
+            level = value if has_value else second
+    return level.lower() == "debug"
+
+
 def _run(arguments: list[str]) -> int:
-    if arguments[:1] in (["--version"], ["-V"]):
+    if arguments[:1] in (["--version"], ["-V"], ["version"]):
         print(f"diffulex {version('diffulex')}")
         return 0
     if arguments[:1] == ["serve"]:
         return _serve(arguments[1:])
     parser = _build_parser()
-    if not arguments:
+    if not arguments or arguments[0] == "help":
         parser.print_help()
         return 0
+    _check_command(arguments[0])
     try:
         options = parser.parse_checked(arguments)
     except SystemExit:  # after the help of a command
@@ -94,6 +110,14 @@ def _run(arguments: list[str]) -> int:
     configure(level=_log_level(options))
     code: int = options.command(options)
     return code
+
+
+def _check_command(name: str) -> None:
+    """Answers a misspelt command with the nearest one."""
+    near = difflib.get_close_matches(name, _COMMANDS, n=1)
+    if not name.startswith("-") and name not in _COMMANDS:
+        hint = f", nearest is {near[0]}" if near else ""
+        raise UsageError(f"command: expected one of {', '.join(_COMMANDS)}{hint}, got {name!r}")
 
 
 def _log_level(options: argparse.Namespace) -> str | None:
@@ -110,10 +134,13 @@ def _report(error: Exception) -> int:
     text = str(error)
     if isinstance(error, OSError) and error.errno in _WRITE_ERRORS and not error.filename:
         text = f"standard output: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        text = f"expected the package {package} (pip install {package}), got none"
     text = " ".join(text.split()) or type(error).__name__
     print(f"error: {text}", file=sys.stderr)
-    is_user_error = isinstance(error, (ValueError, NotImplementedError))
-    return _USER_ERROR if is_user_error or type(error).__name__ == "OutOfPagesError" else 1
+    is_user_error = isinstance(error, (ValueError, NotImplementedError, OutOfPagesError))
+    return _USER_ERROR if is_user_error else 1
 
 
 def _build_parser() -> Parser:
@@ -130,7 +157,13 @@ def _build_parser() -> Parser:
         name: str, command: Any, text: str, aliases: Sequence[str] = (), parent: Any = commands
     ) -> Parser:
         child: Parser = parent.add_parser(
-            name, help=text, description=text, aliases=list(aliases), allow_abbrev=False
+            name,
+            help=text,
+            description=text,
+            aliases=list(aliases),
+            allow_abbrev=False,
+            # One flag per key would fill two screens before the first one is explained.
+            usage=f"diffulex {name}{' [PROMPT]' if name == 'generate' else ''} [flags]",
         )
         child.set_defaults(command=command)
         child.add_argument(
@@ -141,7 +174,7 @@ def _build_parser() -> Parser:
         return child
 
     generate = add("generate", _generate, "answer one prompt")
-    generate.add_argument("text", nargs="?", metavar="PROMPT", help="default: standard input")
+    generate.add_argument("text", nargs="?", metavar="PROMPT", help="default, or -: standard input")
     generate.add_argument("--prompt", help="the prompt, as an option")
     generate.add_argument(
         "--raw", action="store_true", help="continue the prompt as it is, without chat template"
@@ -158,7 +191,11 @@ def _build_parser() -> Parser:
     add_engine_flags(chat)
 
     evaluate = add("eval", _eval, "accuracy and speed on word problems")
-    evaluate.add_argument("--data", metavar="FILE", help="problems as JSON lines [held-out set]")
+    evaluate.add_argument(
+        "--data",
+        metavar="FILE",
+        help="JSON lines with question and answer, the format of GSM8K [held-out set]",
+    )
     evaluate.add_argument("--limit", type=positive_integer, help="only the first problems")
     evaluate.add_argument(
         "--batch", type=positive_integer, default=32, help="problems decoded together [32]"
@@ -180,9 +217,11 @@ def _build_parser() -> Parser:
     evaluate.add_argument(
         "--output-dir", metavar="DIR", help="with --zoo: write zoo_results.{json,md,svg} there"
     )
-    evaluate.add_argument("--buffer-size", type=integers, metavar="N[,N]", help="one run per value")
     evaluate.add_argument(
-        "--accept-threshold", type=numbers, metavar="T[,T]", help="one run per value"
+        "--buffer-size", type=some(integers), metavar="N[,N]", help="one run per value"
+    )
+    evaluate.add_argument(
+        "--accept-threshold", type=some(numbers), metavar="T[,T]", help="one run per value"
     )
     _add_sampling_flags(evaluate)
     add_engine_flags(evaluate, without=(*_SWEPT, "max_num_reqs"))
@@ -219,6 +258,16 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at stop ids")
     group.add_argument(
+        "--min-tokens", type=integer, default=0, help="tokens before the answer may end [0]"
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a text that ends the answer; may be given more than once",
+    )
+    group.add_argument(
         "--stop-token-ids", type=integers, default=(), metavar="ID[,ID]", help="further stop ids"
     )
 
@@ -242,6 +291,8 @@ def _sampling_params(options: argparse.Namespace) -> SamplingParams:
         max_repetition_run=options.max_repetition_run,
         ignore_eos=options.ignore_eos,
         stop_token_ids=options.stop_token_ids,
+        stop=options.stop,
+        min_tokens=options.min_tokens,
     )
 
 
@@ -256,13 +307,24 @@ def _read_prompt(options: argparse.Namespace) -> str:
     if options.text is not None and options.prompt is not None:
         raise PromptError("prompt: expected one, got both PROMPT and --prompt")
     text = options.prompt if options.prompt is not None else options.text
-    if text is None:
-        if sys.stdin is None or sys.stdin.isatty():
+    if text is None or (text == "-" and options.prompt is None):
+        if sys.stdin is None or (text is None and sys.stdin.isatty()):
             raise PromptError("prompt: expected PROMPT, --prompt or standard input, got none")
         text = sys.stdin.read().removesuffix("\n")
     if not text.strip():
         raise PromptError("prompt: expected some text, got an empty prompt")
-    return str(text)
+    return _utf8(str(text))
+
+
+def _utf8(text: str) -> str:
+    """The text, or an error that counts in what the user wrote, not in the rendered template."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"prompt: expected UTF-8 text, got {text[error.start]!r} at {error.start}"
+        ) from error
+    return text
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -274,7 +336,7 @@ def _generate(options: argparse.Namespace) -> int:
         elif options.system is not None:
             raise PromptError("--system: expected a chat template in use, got raw generation")
         output = _answer(engine, ids, options)
-        _print_summary(output)
+        _print_summary(output, engine)
     return 0
 
 
@@ -297,7 +359,7 @@ def _answer(
     with closing(engine.stream(ids, params)) as stream:
         try:
             for event in stream:
-                sys.stdout.write(event.text)
+                sys.stdout.write(_shown(event.text))
                 sys.stdout.flush()
                 has_text = has_text or bool(event.text)
                 output = event.output or output
@@ -309,10 +371,15 @@ def _answer(
     return _checked(output)
 
 
+def _shown(text: str) -> str:
+    """Text of a model: a terminal must not obey it, a file gets it as it is."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
 def _paint(
     engine: Diffulex, prompt_len: int, events: Iterator[StreamEvent], options: argparse.Namespace
 ) -> RequestOutput:
-    """Shows each step twice: the masks it starts from, then what it wrote, highlighted."""
+    """Shows each step: on a terminal the masks it starts from, then what it wrote, highlighted."""
     is_terminal = sys.stdout.isatty()
     size = shutil.get_terminal_size()
     painter = DenoisePainter(
@@ -342,11 +409,11 @@ def _paint(
             # What the last step settled was highlighted; now it becomes plain text.
             painter.settle(decoder.push(settled[num_shown:]))
             num_shown = len(settled)
-            for is_before in (True, False):
+            for is_before in (True, False) if is_terminal else (False,):
                 spans = snapshot_spans(
                     event.snapshot, tokenizer, num_settled=num_shown, is_before=is_before
                 )
-                if spans != shown:
+                if spans != shown or not is_terminal:
                     painter.show(spans)
                     time.sleep(delay)
                     shown = spans
@@ -368,7 +435,7 @@ def _checked(output: RequestOutput | None) -> RequestOutput:
     return output
 
 
-def _print_summary(output: RequestOutput) -> None:
+def _print_summary(output: RequestOutput, engine: Diffulex) -> None:
     """Tokens, forwards (NFE), tokens per forward and speed, on standard error."""
     metrics = output.metrics
     print(
@@ -377,7 +444,12 @@ def _print_summary(output: RequestOutput) -> None:
         file=sys.stderr,
     )
     if not output.text.strip():
-        print("note: the answer is empty, the model ended it without any text", file=sys.stderr)
+        reason = DEMO_PURPOSE if _is_demo(engine) else "the model ended it without any text"
+        print(f"note: the answer is empty, {reason}", file=sys.stderr)
+
+
+def _is_demo(engine: Diffulex) -> bool:
+    return bool(engine.config.model.model_dir == demo_dir())
 
 
 def _chat(options: argparse.Namespace) -> int:
@@ -389,6 +461,8 @@ def _chat(options: argparse.Namespace) -> int:
     with _open_engine(options, max_num_reqs=1) as engine:
         if not engine.tokenizer.has_chat_template:
             raise ConfigError("chat: expected a checkpoint with a chat template, got none")
+        if _is_demo(engine):
+            print(DEMO_PURPOSE, file=sys.stderr)
         if is_interactive:
             _enable_line_editing()
             print(_CHAT_HELP, file=sys.stderr)
@@ -396,12 +470,15 @@ def _chat(options: argparse.Namespace) -> int:
         for line in _chat_lines(is_interactive):
             if line == "/reset":
                 messages = list(start)
+            elif line == "/help":
+                print(_CHAT_HELP, file=sys.stderr)
             elif line.startswith("/"):
                 num_errors += 1
                 print(f"error: unknown command {line!r}; {_CHAT_HELP}", file=sys.stderr)
             else:
                 messages.append({"role": "user", "content": line})
                 try:
+                    _utf8(line)
                     ids = engine.tokenizer.apply_chat_template(messages)
                     output = _answer(engine, ids, options)
                 except KeyboardInterrupt:
@@ -417,7 +494,7 @@ def _chat(options: argparse.Namespace) -> int:
                     _report(error)
                     continue
                 messages.append({"role": "assistant", "content": output.text})
-                _print_summary(output)
+                _print_summary(output, engine)
     return _USER_ERROR if num_errors and not is_interactive else 0
 
 
@@ -434,6 +511,8 @@ def _chat_lines(is_interactive: bool) -> Iterator[str]:
         try:
             line = input("> " if is_interactive else "").strip()
         except EOFError:
+            if is_interactive:
+                print(flush=True)  # the prompt is still on its line
             return
         except KeyboardInterrupt:
             print(flush=True)  # the prompt is still on its line

@@ -7,11 +7,11 @@ import argparse
 import difflib
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from diffulex.config_table import CONFIG_TABLE, THRESHOLD_KEYS, ConfigKey, Support
+from diffulex.config_table import CONFIG_TABLE, SECTIONS, THRESHOLD_KEYS, ConfigKey, Support
 from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 _MAX_SECONDS = 10
 _TRUE = ("1", "true", "yes", "on")
@@ -42,8 +42,9 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: anything is missing, unknown or malformed.
         """
-        options, rest = self.parse_known_args(argv)
+        options, rest = self.parse_known_args(list(_plain_switches(argv)))
         if rest:
+            _check_no_switch_value(argv, rest[0])
             flag = rest[0].split("=")[0]
             known = _flags_of_command(self, options)
             cutoff = _NEAREST_CUTOFF
@@ -51,6 +52,42 @@ class Parser(argparse.ArgumentParser):
             hint = f", nearest is {near[0]}" if near and flag.startswith("-") else ""
             raise UsageError(f"command line: expected a known argument{hint}, got {rest[0]!r}")
         return options
+
+
+def _switch_flags() -> dict[str, str]:
+    """Flag of every key that is on or off -> the flag that turns it off."""
+    names = [key.name.replace("_", "-") for key in CONFIG_TABLE.values() if key.kind == "bool"]
+    return {f"--{name}": f"--no-{name}" for name in names}
+
+
+def _plain_switches(argv: Sequence[str]) -> Iterator[str]:
+    """`--flag=true` as `--flag` and `--flag=false` as `--no-flag`, for flags that take no value."""
+    switches = _switch_flags()
+    rest = iter(argv)
+    for item in rest:
+        flag, has_value, value = item.partition("=")
+        if item == "--":
+            yield item
+            yield from rest
+        elif not has_value or flag not in switches:
+            yield item
+        else:
+            try:
+                yield flag if boolean(value) else switches[flag]
+            except argparse.ArgumentTypeError as error:
+                raise UsageError(f"argument {flag}: {error}") from None
+
+
+def _check_no_switch_value(argv: Sequence[str], stray: str) -> None:
+    """`--flag false` was meant as one; a flag takes no argument from behind it."""
+    switches = _switch_flags()
+    place = list(argv).index(stray) if stray in argv else 0
+    before = argv[place - 1] if place else ""
+    if before in switches and stray.lower() in (*_TRUE, *_FALSE):
+        raise UsageError(
+            f"argument {before}: expected no value behind it ({before} or {switches[before]}),"
+            f" got {stray!r}"
+        )
 
 
 def _flags_of_command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
@@ -105,6 +142,18 @@ def boolean(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
 
 
+def some(kind: Callable[[str], tuple[Any, ...]]) -> Callable[[str], tuple[Any, ...]]:
+    """Argument type: a list that is not empty."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        values = kind(text)
+        if not values:
+            raise argparse.ArgumentTypeError(f"expected one value or more, got {text!r}")
+        return values
+
+    return parse
+
+
 def integers(text: str) -> tuple[int, ...]:
     """Argument type: integers separated by commas."""
     return tuple(integer(part) for part in text.split(",") if part.strip())
@@ -128,30 +177,27 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, without: Collection[str
 
     Keys without effect today are accepted but not listed in the help.
     """
-    group = parser.add_argument_group("engine options")
+    groups = {
+        section: parser.add_argument_group(f"engine options: {section}") for section in SECTIONS
+    }
     for key in CONFIG_TABLE.values():
         kind = key.kind.removesuffix("?")
         if key.name not in without and kind in _FLAG_KINDS:
-            _add_flag(group, key, kind)
+            _add_flag(groups[key.section], key, kind)
 
 
 def _add_flag(group: argparse._ArgumentGroup, key: ConfigKey, kind: str) -> None:
     flag = "--" + key.name.replace("_", "-")
     # A percent sign in a help text would be read as a format.
-    legal = "true or false" if kind == "bool" else key.legal
-    text = f"{key.help} [{legal}; default {_shown(key.default)}]".replace("%", "%%")
+    legal = "" if kind == "bool" else f"{key.legal}; "
+    text = f"{key.help} [{legal}default {_shown(key.default)}]".replace("%", "%%")
     shown = text if key.support is Support.FULL else argparse.SUPPRESS
     common: dict[str, Any] = {"dest": key.name, "default": argparse.SUPPRESS}
     if kind != "bool":
         metavar = kind.upper()
         group.add_argument(flag, type=_TYPES[kind], metavar=metavar, help=shown, **common)
         return
-    group.add_argument(
-        flag, type=boolean, nargs="?", const=True, metavar="BOOL", help=shown, **common
-    )
-    group.add_argument(
-        "--no-" + flag[2:], action="store_const", const=False, help=argparse.SUPPRESS, **common
-    )
+    group.add_argument(flag, action=argparse.BooleanOptionalAction, help=shown, **common)
 
 
 def _shown(value: object) -> str:

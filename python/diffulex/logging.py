@@ -44,7 +44,7 @@ def get_logger(name: str = _ROOT) -> logging.Logger:
 
 
 class _TextFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00.123 INFO  engine message`; colour never enters the record."""
+    """`2026-01-31 12:00:00.123 INFO    engine message`; colour never enters the record."""
 
     def __init__(self, color: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         component = record.name.removeprefix(_ROOT + ".")
-        head = f"{stamp}.{int(record.msecs):03d} {record.levelname:<5.5} {component}"
+        head = f"{stamp}.{int(record.msecs):03d} {record.levelname:<7} {component}"
         color = _COLORS.get(record.levelno, "") if self._color else ""
         if color:
             head = f"{color}{head}\x1b[0m"

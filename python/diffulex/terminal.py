@@ -75,8 +75,8 @@ def char_width(char: str) -> int:
     return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
 
 
-def _printable(text: str) -> str:
-    """Without characters that move the cursor in ways the painter does not follow."""
+def printable(text: str) -> str:
+    """Without characters that move the cursor or drive the terminal in another way."""
     text = text.replace("\t", "    ")
     return "".join(
         "·" if char != "\n" and unicodedata.category(char).startswith("C") else char
@@ -87,8 +87,9 @@ def _printable(text: str) -> str:
 class DenoisePainter:
     """Writes settled text and redraws what follows it.
 
-    On a terminal the open text is erased and written again at every step. Elsewhere each step is
-    one line, so that a file or a pipe holds the whole course.
+    On a terminal the open text is erased and written again at every step. Elsewhere each forward
+    is one line behind the line 0 of the masks at the start, so that a file or a pipe holds the whole
+    course.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class DenoisePainter:
         if not self._is_terminal or not text:
             return
         self._erase_open()
-        text = self._tail + _printable(text)
+        text = self._tail + printable(text)
         self._tail = ""
         # After the last column the cursor is in limbo and cannot be brought back there, so the
         # character that fills the line is redrawn with the open text.
@@ -131,11 +132,11 @@ class DenoisePainter:
 
     def show(self, spans: Sequence[Span]) -> None:
         """Replaces the open text."""
-        self._num_frames += 1
         if not self._is_terminal:
             text = self._settled + "".join(span.text for span in spans)
             self._stream.write(f"{self._num_frames:4d} | {text.replace(chr(10), _LINE_BREAK)}\n")
             self._stream.flush()
+            self._num_frames += 1
             return
         self._erase_open()
         column = self._column
@@ -183,7 +184,7 @@ class DenoisePainter:
         rows, column = 0, self._column
         for span in spans:
             kept = ""
-            for char in _printable(span.text):
+            for char in printable(span.text):
                 moved, column = self._advance(char, column)
                 rows += moved
                 if rows >= self._max_rows:

@@ -13,7 +13,15 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Looks for the packages of the extra, then serves; returns the exit code."""
+    """Looks for the packages of the extra, then serves; returns the exit code.
+
+    The help needs none of them.
+    """
+    if {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
+        from diffulex.server.args import build_arg_parser  # noqa: PLC0415
+
+        build_arg_parser().print_help()
+        return 0
     try:
         check_packages()
     except ConfigError as error:

@@ -14,7 +14,7 @@ import pytest
 
 import diffulex
 from diffulex import Diffulex, SamplingParams
-from diffulex.model.resolve import demo_dir
+from diffulex.model.resolve import DEMO_PURPOSE, DEMO_QUESTION, demo_dir
 from fixtures.checkpoints import MASK_ID
 from fixtures.command_line import error_line
 
@@ -91,7 +91,7 @@ class TestStreams:
             env={**os.environ, "PYTHONIOENCODING": "ascii"},
         )  # fmt: skip
         assert result.returncode == ascii_only.returncode == 0, ascii_only.stderr
-        assert b"   1 | ?" in ascii_only.stdout
+        assert b"   0 | ?" in ascii_only.stdout
 
 
 class TestGenerate:
@@ -136,6 +136,9 @@ class TestGenerate:
         for line in result.stdout.decode().split("\n"):
             (frames if re.match(r" *\d+ \| ", line) else final).append(line)
         assert "░" in frames[0]
+        # One line per forward behind the masks at the start.
+        nfe = int(SUMMARY.search(result.stderr.decode())[2])
+        assert [int(line.split("|")[0]) for line in frames] == list(range(nfe + 1))
         text = expected_text(tiny_model, "abc", max_tokens=8)
         assert "\n".join(final) == text + "\n"
 
@@ -174,6 +177,28 @@ class TestChat:
         assert result.returncode == 2
         assert "unknown command '/what'" in errors[0]
         assert "expected at most" in errors[1]
+        assert result.stdout.decode() == expected_text(tiny_model, "abc", max_tokens=4) + "\n"
+
+    @needs_demo
+    def test_bundled_model_says_what_it_is_for(self, run_cli):
+        """In the first line of chat, and in place of an empty answer to a free sentence."""
+        result = run_cli("chat", stdin="hello\n")
+        first, *others = result.stderr.decode().splitlines()
+        assert first == DEMO_PURPOSE
+        assert others[-1] == f"note: the answer is empty, {DEMO_PURPOSE}"
+        result = run_cli("generate", "hello")
+        assert DEMO_PURPOSE in result.stderr.decode()
+        assert "####" in run_cli("generate", DEMO_QUESTION).stdout.decode()
+
+    def test_other_models_say_nothing_of_the_kind(self, run_cli, tiny_model):
+        result = run_cli("chat", "--model", tiny_model, "--max-tokens", "2", stdin="hello\n/help\n")
+        assert DEMO_PURPOSE not in result.stderr.decode()
+        assert "/reset forgets" in result.stderr.decode()
+
+    def test_input_that_is_not_text_does_not_end_it(self, run_cli, tiny_model):
+        stdin = b"\xff\xfe\nabc\n"
+        result = run_cli("chat", "--model", tiny_model, "--max-tokens", "4", stdin=stdin)
+        assert "expected UTF-8 text, got '\\udcff' at 0" in result.stderr.decode()
         assert result.stdout.decode() == expected_text(tiny_model, "abc", max_tokens=4) + "\n"
 
     @needs_demo
@@ -266,7 +291,9 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["frobnicate"], "frobnicate"),
+            (["frobnicate"], "expected one of generate, chat, eval, serve"),
+            (["generte"], "nearest is generate, got 'generte'"),
+            (["eval", "--buffer-size", ""], "--buffer-size: expected one value or more, got ''"),
             (["generate", "--model", "nosuch", "hi"], "expected 'demo', a directory or a hub id"),
             (["generate", "--model", "no/such", "hi"], "cannot be fetched from the hub"),
             (["generate", ""], "got an empty prompt"),
@@ -333,7 +360,7 @@ class TestBadInput:
 
     def test_standard_input_that_is_not_text(self, run_cli, tiny_model):
         result = run_cli("generate", "--model", tiny_model, stdin=b"\xff\xfe\xfa")
-        assert "expected UTF-8 text" in error_line(result)
+        assert "expected UTF-8 text, got '\\udcff' at 0" in error_line(result)
 
     @pytest.mark.parametrize(
         ("name", "edit", "message"),

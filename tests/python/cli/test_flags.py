@@ -31,7 +31,7 @@ def test_values_of_every_kind():
             "--suppress-token-ids",
             "1,2",
         ),
-        *("--enforce-eager", "--enable-prefix-caching", "false", "--no-auto-max-nfe"),
+        *("--enforce-eager", "--enable-prefix-caching=false", "--no-auto-max-nfe"),
     ) == {
         "model": "x",
         "block_size": 8,
@@ -41,6 +41,21 @@ def test_values_of_every_kind():
         "enable_prefix_caching": False,
         "auto_max_nfe": False,
     }
+
+
+def test_switches_take_nothing_from_behind_them():
+    """The text behind a switch is the prompt of `generate`."""
+    parser = Parser(allow_abbrev=False)
+    parser.add_argument("prompt")
+    add_engine_flags(parser)
+    for flag, value in (("--enforce-eager", True), ("--no-enforce-eager", False)):
+        options = parser.parse_checked([flag, "Ben has 8 coins"])
+        assert (options.prompt, options.enforce_eager) == ("Ben has 8 coins", value)
+    assert parse("--enforce-eager=on", "--no-skip-warmup") == {
+        "enforce_eager": True,
+        "skip_warmup": False,
+    }
+    assert parser.parse_checked(["--", "--enforce-eager=x"]).prompt == "--enforce-eager=x"
 
 
 def test_thresholds_are_passed_as_a_mapping():
@@ -63,7 +78,7 @@ def test_help_lists_the_supported_keys_only():
     add_engine_flags(parser)
     text = parser.format_help()
     for key in CONFIG_TABLE.values():
-        flag = f"--{key.name.replace('_', '-')} "
+        flag = f"--{key.name.replace('_', '-')}" + ("," if key.kind == "bool" else " ")
         assert (flag in text) is (key.support is Support.FULL), key.name
 
 
@@ -72,7 +87,11 @@ def test_help_lists_the_supported_keys_only():
     [
         (["--block-size", "x"], "--block-size: expected an integer, got 'x'"),
         (["--temperature", "hot"], "expected a number, got 'hot'"),
-        (["--enforce-eager", "maybe"], "expected true or false, got 'maybe'"),
+        (["--enforce-eager=maybe"], "--enforce-eager: expected true or false, got 'maybe'"),
+        (
+            ["--enforce-eager", "false"],
+            r"--enforce-eager: expected no value behind it \(--enforce-eager or --no-enforce-eager\)",
+        ),
         (["--eos", "1,b"], "expected an integer, got 'b'"),
         (["--block-size"], "--block-size"),
         (["--blok-size", "8"], "nearest is --block-size, got '--blok-size'"),

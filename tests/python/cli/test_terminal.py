@@ -124,7 +124,7 @@ def test_pipe_gets_one_line_per_step_and_the_final_text():
     painter.show([Span("new", "b")])
     painter.settle("b")
     painter.finish()
-    assert stream.getvalue() == "   1 | ░░\n   2 | a⏎b\na\nb\n"
+    assert stream.getvalue() == "   0 | ░░\n   1 | a⏎b\na\nb\n"
 
 
 def test_spans_of_a_snapshot(tmp_path):

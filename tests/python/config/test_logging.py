@@ -29,7 +29,7 @@ def test_text_format_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert text.rstrip().endswith("value 3 of [0, 1]")
     written = path.read_text()
     assert "\x1b" not in written
-    assert " WARNI engine.x value 3 of [0, 1]" in written
+    assert " WARNING engine.x value 3 of [0, 1]" in written
 
 
 def test_json_format(capsys: pytest.CaptureFixture[str]) -> None:

@@ -341,6 +341,13 @@ def test_importing_needs_neither_torch_nor_the_extra():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_needs_no_packages(flag, monkeypatch, capsys):
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
+    assert cli.main(["serve", flag]) == 0
+    assert "--max-queue-size" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("run", [server_main.main, lambda argv: cli.main(["serve", *argv])])
 def test_missing_packages_are_one_clear_line(run, monkeypatch, capsys):
     def find_spec(name):
@@ -351,7 +358,8 @@ def test_missing_packages_are_one_clear_line(run, monkeypatch, capsys):
     message = capsys.readouterr().err
     assert message.startswith("diffulex serve: error: serve: expected the packages")
     assert message.count("\n") == 1
-    assert "pip install 'diffulex[serve]'" in message
+    assert "pip install '.[serve]' in the source directory" in message
+    assert "diffulex[serve]" not in message, "an index may have a package of this name"
     assert "got none of fastapi" in message
 
 
