@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from diffulex.server.protocol import ServingGenerate
     from diffulex.server.request_metrics import RequestMetrics
 
-__all__ = ["AppContext", "AppOptions", "state_name"]
+__all__ = ["STATE_CODES", "AppContext", "AppOptions", "state_name"]
 
 # A full prompt takes some 8 bytes per token as ids or as text: a batch of 32, within these bounds.
 _BODY_BYTES_PER_TOKEN, _LEAST_BODY, _LARGEST_BODY = 256, 4 << 20, 32 << 20
 
-#: States in which no request is accepted, and the code that clients get.
-_UNREADY = {
+#: The code that clients get in each state that is not healthy.
+STATE_CODES = {
     "starting": "starting",
     "draining": "draining",
     "stopped": "server_shutdown",
     "dead": "engine_dead",
+    "unresponsive": "engine_unresponsive",
+    "stuck": "engine_stuck",
 }
 
 
@@ -155,8 +157,9 @@ class AppContext:
     def check_accepting(self) -> None:
         """ApiError 503 while the server takes no requests."""
         state = state_name(self.frontend)
-        code = _UNREADY.get(state)
-        if code is not None:
+        code = STATE_CODES.get(state)
+        # A step that takes long may end: its requests and new ones wait for it.
+        if code is not None and state != "stuck":
             raise ApiError(
                 503,
                 f"server: expected the state ready, got {state}",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import math
 import time
 import uuid
 from collections import deque
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffulex.engine.detokenizer import robust_decode
 from diffulex.logging import get_logger
-from diffulex.server.frontend_command import num_tokens, prepared
+from diffulex.server.frontend_command import num_tokens, prepared, refusal_of
 from diffulex.server.frontend_errors import (
     BackendUnavailable,
     ClientDisconnected,
@@ -65,6 +66,8 @@ _COUNTERS = (
 )
 _HEARTBEAT_LIMIT_S = 10.0
 _OPERATION_TIMEOUT_S = 30.0
+#: Until a backend serves of which it is not known how long it takes.
+_USUAL_LOAD_S = 10.0
 _FLUSH_TIMEOUT_S = 1.0
 
 
@@ -121,6 +124,8 @@ class FrontendManager:
         self._operations: dict[str, asyncio.Future[ServingAck]] = {}
         self._heartbeat: ServingHeartbeat | None = None
         self._heartbeat_at: float | None = None
+        self._load_began = time.monotonic()
+        self._load_s = _USUAL_LOAD_S
 
     @classmethod
     def from_zmq(
@@ -220,16 +225,22 @@ class FrontendManager:
         """When a refused client may try again."""
         if self._phase is ServerState.DRAINING:
             return max(1, round(self._drain_until - time.monotonic()))
+        if self._phase in (ServerState.STARTING, ServerState.DEAD):
+            # As long as the last start took. One that takes longer is asked for again and again.
+            return max(1, math.ceil(self._load_began + self._load_s - time.monotonic()))
         return 1
 
     def backend_starting(self) -> None:
         """A backend is loading: requests are refused until `backend_ready`."""
         self._phase = ServerState.STARTING
+        self._load_began = time.monotonic()
         self._heartbeat = self._heartbeat_at = None
 
     def backend_ready(self, info: Mapping[str, Any]) -> None:
         """The backend serves."""
         self.info = dict(info)
+        if self._phase is ServerState.STARTING:
+            self._load_s = time.monotonic() - self._load_began
         if self._phase in (ServerState.STARTING, ServerState.READY):
             self._phase = ServerState.READY
             self._heartbeat_at = time.monotonic()
@@ -240,6 +251,7 @@ class FrontendManager:
             return
         logger.error("backend: %s", reason)
         self._phase = ServerState.DEAD
+        self._load_began = time.monotonic()
         self._outgoing.clear()
         self._fail_all(ServingError("", f"the engine process is gone: {reason}", "engine_dead"))
         for operation in self._operations.values():
@@ -249,6 +261,12 @@ class FrontendManager:
             # It may wait to send a command that a later backend must not see.
             self._send_task.cancel()
             self._send_task = asyncio.create_task(self._send(), name="diffulex-send")
+
+    def fail_unanswered(self) -> None:
+        """Ends every request with an error, since nobody knows whether the backend goes on."""
+        for rid in list(self.rid_to_state):
+            text = "the engine process gives no sign of life"
+            self._end(rid, ServingError(rid, text, "engine_unresponsive"), "unresponsive")
 
     def begin_drain(self, deadline_s: float) -> asyncio.Task[None]:
         """Accepts no requests any more; the task ends when none is left or the time is up.
@@ -345,7 +363,8 @@ class FrontendManager:
             ClientDisconnected: the client went away.
             ValueError: the rid is in use.
         """
-        refusal = self._refusal(command)
+        most = self.limits.max_queue_size + int(self.info.get("max_num_reqs", 0))
+        refusal = refusal_of(command, self.state, self.limits, most, self.rid_to_state.values())
         if refusal is not None:
             yield refusal
             return
@@ -385,30 +404,6 @@ class FrontendManager:
     async def abort_request(self, rid: str) -> bool:
         """Ends a request; its stream ends with an error. False for unknown ones."""
         return self._end(rid, ServingError(rid, f"request {rid}: aborted", "aborted", 499), "api")
-
-    def _refusal(self, command: ServingGenerate) -> ServingError | None:
-        """Why a request is not even sent."""
-        rid, limits = command.rid, self.limits
-        reasons = {
-            ServerState.STARTING: ("the engine is loading", "starting"),
-            ServerState.DRAINING: ("the server is shutting down", "draining"),
-            ServerState.STOPPED: ("the server is shutting down", "server_shutdown"),
-            ServerState.DEAD: ("the engine process is gone", "engine_dead"),
-        }
-        if self._phase in reasons:
-            message, code = reasons[self._phase]
-            return ServingError(rid, message, code, 503, retryable=True)
-        most = limits.max_queue_size + int(self.info.get("max_num_reqs", 0))
-        if limits.max_queue_size > 0 and self.num_inflight >= most:
-            text = f"expected at most {most} requests in flight"
-            return ServingError(rid, text, "queue_full", 429, retryable=True)
-        if limits.max_queued_tokens > 0:
-            queued = sum(state.num_tokens for state in self.rid_to_state.values())
-            wanted = queued + num_tokens(command)
-            if wanted > limits.max_queued_tokens:
-                text = f"expected at most {limits.max_queued_tokens} tokens in flight, got {wanted}"
-                return ServingError(rid, text, "queue_full", 429, retryable=True)
-        return None
 
     def _deadline(self, state: FrontendReqState, timeout_s: float | None) -> float | None:
         limits = [limit for limit in (self.limits.request_timeout_s, timeout_s) if limit]

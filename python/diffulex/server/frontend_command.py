@@ -6,12 +6,22 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from diffulex.server.protocol import ChatInput, PromptInput, ServingGenerate
+from diffulex.server.frontend_state import FrontendLimits, FrontendReqState, ServerState
+from diffulex.server.protocol import ChatInput, PromptInput, ServingError, ServingGenerate
 
 if TYPE_CHECKING:
-    from diffulex.server.frontend_state import FrontendLimits
+    from collections.abc import Collection
 
-__all__ = ["num_tokens", "prepared"]
+__all__ = ["num_tokens", "prepared", "refusal_of"]
+
+# Why a request is refused in a state: message and code.
+_REFUSING = {
+    ServerState.STARTING: ("the engine is loading", "starting"),
+    ServerState.DRAINING: ("the server is shutting down", "draining"),
+    ServerState.STOPPED: ("the server is shutting down", "server_shutdown"),
+    ServerState.DEAD: ("the engine process is gone", "engine_dead"),
+    ServerState.UNRESPONSIVE: ("the engine process gives no sign of life", "engine_unresponsive"),
+}
 
 
 def prepared(command: ServingGenerate, limits: FrontendLimits, generation: int) -> ServingGenerate:
@@ -33,6 +43,34 @@ def prepared(command: ServingGenerate, limits: FrontendLimits, generation: int) 
     if command.user is not None:
         changes["user"] = _encodable(command.user)
     return dataclasses.replace(command, **changes)
+
+
+def refusal_of(
+    command: ServingGenerate,
+    state: ServerState,
+    limits: FrontendLimits,
+    max_inflight: int,
+    inflight: Collection[FrontendReqState],
+) -> ServingError | None:
+    """Why a request is not even sent.
+
+    Args:
+        max_inflight: requests at a time, where `limits` limits them.
+        inflight: those there are.
+    """
+    rid = command.rid
+    if state in _REFUSING:
+        message, code = _REFUSING[state]
+        return ServingError(rid, message, code, 503, retryable=True)
+    if limits.max_queue_size > 0 and len(inflight) >= max_inflight:
+        text = f"expected at most {max_inflight} requests in flight"
+        return ServingError(rid, text, "queue_full", 429, retryable=True)
+    if limits.max_queued_tokens > 0:
+        wanted = sum(item.num_tokens for item in inflight) + num_tokens(command)
+        if wanted > limits.max_queued_tokens:
+            text = f"expected at most {limits.max_queued_tokens} tokens in flight, got {wanted}"
+            return ServingError(rid, text, "queue_full", 429, retryable=True)
+    return None
 
 
 def num_tokens(command: ServingGenerate) -> int:

@@ -152,7 +152,7 @@ class HttpArgs:
     startup_timeout: float = _flag("float", 1800.0, "Longest start of the backend.", low=0)
     drain_timeout: float = _flag("float", 30.0, "Time open requests get after SIGTERM.", low=0)
     step_timeout: float = _flag("float", 600.0, "Step time that counts as stuck; 0: off.", low=0)
-    kill_stuck_backend: bool = _switch("Kill a backend that is stuck.")
+    kill_stuck_backend: bool = _switch("Kill a backend that is stuck or gives no sign of life.")
     restart_backend: bool = _switch("Start the backend again when it dies.")
     keep_alive_on_backend_death: bool = _switch("Keep answering (503) when the backend died.")
     disable_metrics: bool = _switch("No /metrics.")

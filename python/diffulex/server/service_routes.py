@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from diffulex.server.api_errors import ApiError, api_error_of
-from diffulex.server.app_options import state_name
+from diffulex.server.app_options import STATE_CODES, state_name
 from diffulex.server.frontend import OperationFailed
 from diffulex.server.json_response import JSONBody
 from diffulex.server.request_schema import AbortRequest, ProfileRequest
@@ -108,7 +108,9 @@ class _ServiceRoutes:
         is_healthy = getattr(context.frontend, "is_healthy", state == "ready")
         if is_healthy:
             return JSONBody({"status": "ready"})
-        failure = ApiError(503, f"server: expected the state ready, got {state}", code=state)
+        failure = ApiError(
+            503, f"server: expected the state ready, got {state}", code=STATE_CODES.get(state)
+        )
         headers = {"Retry-After": str(context.retry_after_s)}
         return JSONBody(failure.body() | {"status": state}, status_code=503, headers=headers)
 

@@ -30,6 +30,7 @@ logger = get_logger(__name__)
 
 # Clients get so long to read the error before the server ends.
 _FLUSH_S = 2.0
+_CHECK_S = 1.0
 # A backend that dies this often, soon after it was ready, will not get better.
 _MAX_RESTARTS = 3
 _STABLE_S = 60.0
@@ -44,7 +45,7 @@ class Supervisor:
         startup_timeout_s: until a backend must be ready.
         is_restarting: start another one when it ends.
         is_staying: serve errors rather than end when there is no backend any more.
-        kills_stuck: kill a backend whose step takes too long.
+        kills_stuck: kill a backend whose step takes too long, or that gives no sign of life.
         on_fatal: called when the server has to end.
         on_ready: called with the backend's report, each time.
     """
@@ -156,25 +157,45 @@ class Supervisor:
         return None
 
     async def _wait_end(self, backend: BackendProcess) -> None:
-        """Until the process has ended; meanwhile looks after steps that take too long."""
+        """Until the process has ended; meanwhile looks after one that stands still."""
         loop = asyncio.get_running_loop()
         has_ended = asyncio.Event()
         sentinel = backend.process.sentinel
         loop.add_reader(sentinel, has_ended.set)
-        warned_seq = -1
+        seen: object = None
         try:
             while not has_ended.is_set():
+                asleep_at = time.monotonic()
                 with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(has_ended.wait(), 1.0)
-                frontend = self._frontend
-                if frontend.state is ServerState.STUCK and warned_seq != frontend.step_seq:
-                    warned_seq = frontend.step_seq
-                    text = "step %d of the backend takes longer than %g s"
-                    logger.warning(text, warned_seq, frontend.step_timeout_s)
-                    if self._kills_stuck:
-                        backend.process.kill()
+                    await asyncio.wait_for(has_ended.wait(), _CHECK_S)
+                # Whoever was frozen itself has yet to read the heartbeats that came.
+                if time.monotonic() - asleep_at > 3 * _CHECK_S:
+                    continue
+                # A report per step that is stuck, and per time without a sign of life.
+                state = self._frontend.state
+                is_stuck = state is ServerState.STUCK
+                found = (state, self._frontend.step_seq if is_stuck else None)
+                if found != seen:
+                    seen = found
+                    self._on_state(state, backend)
         finally:
             loop.remove_reader(sentinel)
+
+    def _on_state(self, state: ServerState, backend: BackendProcess) -> None:
+        frontend = self._frontend
+        if state is ServerState.STUCK:
+            text = "step %d of the backend takes longer than %g s"
+            logger.warning(text, frontend.step_seq, frontend.step_timeout_s)
+        elif state is ServerState.UNRESPONSIVE:
+            text = "the backend gave no sign of life for %.1f s"
+            logger.warning(text, frontend.heartbeat_age_s)
+        else:
+            return
+        if self._kills_stuck:
+            logger.warning("killing the backend (--kill-stuck-backend)")
+            backend.process.kill()
+        elif state is ServerState.UNRESPONSIVE:
+            frontend.fail_unanswered()
 
     def _may_restart(self) -> bool:
         # What has never served would fail again.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -483,6 +484,10 @@ def test_health_says_why_it_is_not_ready(client, frontend, state):
         response = client.get(path)
         assert response.status_code == 503
         assert response.json()["status"] == state
+        code = response.json()["error"]["code"]
+        known = Path(__file__).parents[3].joinpath("docs", "serving.md").read_text("utf-8")
+        assert f"`{code}`" in known
+        assert code == {"dead": "engine_dead"}.get(state, code)
         assert response.headers["retry-after"] == "7"
     assert client.get("/health/live").status_code == 200
 

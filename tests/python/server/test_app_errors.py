@@ -456,6 +456,7 @@ def test_clients_that_left_are_499(client, frontend):
         ("starting", "starting"),
         ("draining", "draining"),
         ("dead", "engine_dead"),
+        ("unresponsive", "engine_unresponsive"),
         ("stopped", "server_shutdown"),
     ],
 )

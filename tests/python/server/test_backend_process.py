@@ -17,6 +17,7 @@ import pytest
 import slow_engine
 from diffulex import SamplingParams
 from diffulex.server import backend_process, heartbeat, launch, supervisor
+from diffulex.server import frontend as frontend_module
 from diffulex.server.args import parse_args
 from diffulex.server.backend_process import BackendProcess, ReadyQueue, describe_exit
 from diffulex.server.backend_worker import ENGINE_DEAD_STATUS
@@ -284,6 +285,67 @@ def test_stuck_step_is_reported_and_ended(serve, caplog):
 
     serve(scenario, kills_stuck=True)
     assert "step 1 of the backend takes longer than 0.5 s" in caplog.text
+
+
+async def frozen(service, monkeypatch):
+    """A stopped backend with a request in flight, as soon as that is noticed."""
+    monkeypatch.setattr(frontend_module, "_HEARTBEAT_LIMIT_S", 2.0)
+    waiting = asyncio.ensure_future(service.events(service.command("a", max_tokens=4000)))
+    await service.until(lambda: service.logged("add"))
+    os.kill(service.pid, signal.SIGSTOP)
+    await service.until(lambda: service.frontend.state is not ServerState.READY)
+    return waiting
+
+
+def test_a_frozen_backend_is_killed_and_replaced(serve, caplog, monkeypatch):
+    async def scenario(service):
+        frozen_pid = service.pid
+        waiting = await frozen(service, monkeypatch)
+        assert (await waiting)[-1].code in ("engine_dead", "engine_unresponsive")
+        await service.until(lambda: service.pid != frozen_pid)
+        await service.until(lambda: service.frontend.state is ServerState.READY)
+        reply = await service.frontend.generate(service.command("b", max_tokens=3))
+        assert reply.text == "ABC"
+
+    serve(scenario, kills_stuck=True, is_restarting=True)
+    assert "the backend gave no sign of life for" in caplog.text
+    assert "killing the backend (--kill-stuck-backend)" in caplog.text
+    assert "backend: the process was killed by SIGKILL" in caplog.text
+    assert "starting a new backend" in caplog.text
+
+
+def test_a_frozen_backend_that_is_left_alone_refuses_and_may_come_back(serve, caplog, monkeypatch):
+    async def scenario(service):
+        waiting = await frozen(service, monkeypatch)
+        assert service.frontend.state is ServerState.UNRESPONSIVE
+        (refusal,) = await service.events(service.command("b"))
+        assert (refusal.code, refusal.http_status) == ("engine_unresponsive", 503)
+        last = (await waiting)[-1]
+        assert (last.code, last.http_status) == ("engine_unresponsive", 500)
+        os.kill(service.pid, signal.SIGCONT)
+        await service.until(lambda: service.frontend.state is ServerState.READY)
+        reply = await service.frontend.generate(service.command("c", max_tokens=3))
+        assert reply.text == "ABC"
+        await service.until(lambda: service.logged("abort"))
+        assert len(service.logged("start")) == 1
+
+    serve(scenario)
+    assert "the backend gave no sign of life for" in caplog.text
+
+
+def test_a_restart_tells_when_to_come_back(serve):
+    async def scenario(service):
+        assert service.frontend.retry_after_s == 1
+        service.frontend._load_s = 7.0
+        os.kill(service.pid, signal.SIGKILL)
+        await service.until(lambda: service.frontend.state is not ServerState.READY)
+        assert 5 <= service.frontend.retry_after_s <= 7
+        await service.until(lambda: service.frontend.state is ServerState.READY)
+        # Measured with this start.
+        assert service.frontend._load_s != 7.0
+        assert service.frontend.retry_after_s == 1
+
+    serve(scenario, is_restarting=True)
 
 
 def test_sigterm_tells_requests(serve):
