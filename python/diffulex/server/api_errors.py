@@ -32,10 +32,13 @@ _KINDS: dict[int, tuple[str, str | None]] = {
     400: ("invalid_request_error", "invalid_request"),
     401: ("authentication_error", "invalid_api_key"),
     404: ("invalid_request_error", "not_found"),
-    405: ("invalid_request_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    403: ("permission_error", "forbidden"),
+    408: ("timeout", "request_timeout"),
     409: ("conflict", "conflict"),
     413: ("invalid_request_error", "request_too_large"),
     415: ("invalid_request_error", "unsupported_media_type"),
+    431: ("invalid_request_error", "request_head_too_large"),
     429: ("rate_limit_error", "queue_full"),
     CLIENT_CLOSED: ("invalid_request_error", "client_disconnected"),
     500: ("server_error", "engine_error"),
@@ -133,9 +136,11 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: Exception) -> JSONBody:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
-        if error.status_code in (404, 405) and message in ("Not Found", "Method Not Allowed"):
-            wanted = "a known path" if error.status_code == 404 else "another method"
-            message = f"{request.method} {request.url.path}: expected {wanted}, got this one"
+        if error.status_code == 404 and message == "Not Found":
+            message = f"path: expected a known one, got {request.url.path!r}"
+        elif error.status_code == 405 and message == "Method Not Allowed":
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"{request.url.path}: expected {allowed}, got {request.method}"
         elif error.status_code == 400 and error.__cause__ is not None:
             # What the JSON parser raised beyond its own error: nesting, digits, encoding.
             message = f"body: expected JSON, got {_one_line(error.__cause__)}"

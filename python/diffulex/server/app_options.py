@@ -46,7 +46,7 @@ class AppOptions:
         model: the model as it was given, for `root` in the list of models.
         settings: what `/server_info` shows of the command line; no secrets.
         metrics_port: a port of its own for `/metrics`; None serves it beside the other routes.
-        ping_interval_s: pause after which a stream sends a comment.
+        ping_interval: seconds after which a stream that is silent sends a comment; 0: never.
     """
 
     model: str = ""
@@ -58,6 +58,7 @@ class AppOptions:
     max_prompts_per_request: int = 256
     trust_request_chat_template: bool = False
     api_key: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -73,7 +74,7 @@ class AppOptions:
     disable_dllm_usage: bool = False
     log_requests: str = "summary"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    ping_interval_s: float = 15.0
+    ping_interval: float = 15.0
 
     @classmethod
     def of(cls, args: Any, options: Mapping[str, Any]) -> AppOptions:

@@ -23,6 +23,7 @@ from diffulex.config_table import CONFIG_TABLE, THRESHOLD_KEYS, Support
 from diffulex.env import get_text
 from diffulex.errors import ConfigError
 from diffulex.logging import configure, get_logger, warn_once
+from diffulex.server.loopback import LOCALHOST, is_loopback
 from diffulex.server.server_flags import HttpArgs, add_http_flags, check_http_args, http_flags
 
 __all__ = [
@@ -53,7 +54,6 @@ _LEGACY_VALUES = {
     "attn_impl": {"triton_grouped": "auto", "triton": "auto"},
     "moe_gemm_impl": {"triton": "auto", "vllm": "auto", "vllm_modular": "auto"},
 }
-_LOOPBACK = ("localhost", "::1")
 _SECRET = ("api_key", "ssl_keyfile", "ssl_certfile")
 
 
@@ -125,6 +125,7 @@ class _ArgsMethods(HttpArgs):
         return {
             **{name: getattr(self, name) for name in own & names},
             "served_model_name": self.served_names,
+            "allowed_hosts": self.host_names,
             "metrics_host": self.host,
             "settings": self.public_settings(),
         }
@@ -141,13 +142,20 @@ class _ArgsMethods(HttpArgs):
 
     def log_warnings(self) -> None:
         """Says what is allowed but may not be meant."""
-        is_public = not (self.uds or self.host in _LOOPBACK or self.host.startswith("127."))
+        is_public = not (self.uds or is_loopback(self.host))
         if is_public and not self.api_key:
             logger.warning("--host %s: anybody who reaches it may use it (no --api-key)", self.host)
 
     def uvicorn_options(self) -> dict[str, Any]:
         """Options of `uvicorn.Config`; the socket and the time to drain are the launcher's."""
+        from diffulex.server.http_protocol import (  # noqa: PLC0415 (needs the extra `serve`)
+            ConnectionLimits,
+            bounded_protocol,
+        )
+
+        limits = ConnectionLimits.of(self.max_header_bytes, self.read_timeout, self.max_connections)
         return {
+            "http": bounded_protocol(limits),
             "log_level": self.log_level,
             "log_config": None,
             "access_log": self.access_log,
@@ -162,6 +170,20 @@ class _ArgsMethods(HttpArgs):
     def served_names(self) -> tuple[str, ...]:
         """Names of the model, the default one first."""
         return self.served_model_name or (PurePath(self.model).name or self.model,)
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """Names that requests may have in `Host`; empty: any.
+
+        A server that only this machine reaches, and that asks for no key, is open to every page in
+        a browser on it: a page can have its own name resolve to 127.0.0.1, but not claim another.
+        """
+        if "*" in self.allowed_hosts:
+            return ()
+        is_open = self.api_key or self.uds or not is_loopback(self.host)
+        if is_open and not self.allowed_hosts:
+            return ()
+        return (*self.allowed_hosts, LOCALHOST)
 
     def public_settings(self) -> dict[str, Any]:
         """Every setting that was given or has a default, without secrets."""

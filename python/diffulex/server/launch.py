@@ -16,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from diffulex.errors import CheckpointError, DiffulexError
 from diffulex.logging import get_logger
 from diffulex.server.backend_process import BackendProcess
 from diffulex.server.frontend import FrontendLimits, FrontendManager
+from diffulex.server.loopback import is_loopback
 from diffulex.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -38,7 +40,6 @@ _MAX_IPC_PATH = 107
 _BACKLOG = 2048
 _USAGE_ERROR = 2
 _STOP_GRACE_S = 10.0
-_LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
 
 class _StartupError(RuntimeError):
@@ -73,8 +74,8 @@ def resolve_zmq_addrs(args: ServerArgs, directory: Path | None = None) -> tuple[
     command = args.zmq_command_addr or default_ipc_addr(args, "command", directory)
     event = args.zmq_event_addr or default_ipc_addr(args, "event", directory)
     for addr in (command, event):
-        host = addr.removeprefix("tcp://")
-        if addr.startswith("tcp://") and not host.startswith(_LOOPBACK):
+        url = urlsplit(addr)
+        if url.scheme == "tcp" and not is_loopback(url.hostname or ""):
             logger.warning("%s: anybody who reaches this address controls the engine", addr)
     return command, event
 

@@ -130,6 +130,12 @@ class HttpArgs:
     api_key: tuple[str, ...] = _flag(
         "repeat", (), "Key that requests must carry as Bearer token; also DIFFULEX_API_KEY."
     )
+    allowed_hosts: tuple[str, ...] = _flag(
+        "repeat",
+        (),
+        "Name that requests may have in `Host`; * is any"
+        " [without --api-key on 127.0.0.1 or localhost: this machine, else any].",
+    )
     allowed_origins: tuple[str, ...] = _flag("json", (), "CORS: origins; empty: no CORS headers.")
     allowed_methods: tuple[str, ...] = _flag("json", ("*",), "CORS: methods.")
     allowed_headers: tuple[str, ...] = _flag("json", ("*",), "CORS: headers.")
@@ -139,6 +145,21 @@ class HttpArgs:
         0,
         "Most bytes of a request body; 0: 256 per token of max_model_len, 4 MiB to 32 MiB.",
         low=0,
+    )
+    max_header_bytes: int = _flag(
+        "int", 64 << 10, "Most bytes of the head of a request; 0: no limit.", low=0
+    )
+    max_connections: int = _flag(
+        "int", 0, "Most connections; 0: by the limit of open files.", low=0
+    )
+    read_timeout: float = _flag(
+        "float",
+        30.0,
+        "Longest wait for the head of a request, and for its body to go on; 0: off.",
+        low=0,
+    )
+    ping_interval: float = _flag(
+        "float", 15.0, "Pause after which a stream sends a comment; 0: never.", low=0
     )
     max_queue_size: int = _flag(
         "int", 1024, "Requests in flight beyond max_num_reqs; 0: no limit.", low=0

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from types import TracebackType
@@ -11,20 +10,27 @@ from typing import Any
 
 import uvicorn
 
+from diffulex.server.http_protocol import ConnectionLimits, bounded_protocol
+
 
 class AppServer:
-    """Serves between entry and exit; `url` says where."""
+    """Serves between entry and exit, as `diffulex serve` does; `url` says where."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, limits: ConnectionLimits | None = None) -> None:
         config = uvicorn.Config(
-            app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5
+            app,
+            host="127.0.0.1",
+            port=0,
+            log_level="warning",
+            timeout_graceful_shutdown=5,
+            http=bounded_protocol(limits or ConnectionLimits()),
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run)
         self.url = ""
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve())
+        self._server.run()
 
     def __enter__(self) -> AppServer:
         self._thread.start()
