@@ -17,7 +17,14 @@ from diffulex.server.api_errors import install_error_handlers
 from diffulex.server.app_options import AppContext, AppOptions
 from diffulex.server.generation import LiveRequests
 from diffulex.server.generation_routes import generation_router
-from diffulex.server.middleware import ApiKeys, BodyLimit, JSONOnly, Recorder
+from diffulex.server.middleware import (
+    ApiKeys,
+    BodyLimit,
+    Canonical,
+    JSONOnly,
+    LocalOnly,
+    Recorder,
+)
 from diffulex.server.openai_format import (
     chat_delta_chunk,
     chat_finish_chunk,
@@ -33,7 +40,7 @@ from diffulex.server.request_schema import (
     ProfileRequest,
     sampling_params_from_request,
 )
-from diffulex.server.service_routes import package_version, service_router
+from diffulex.server.service_routes import ADMIN_PATHS, package_version, service_router
 from diffulex.server.sse import sse
 from diffulex.server.tokenizer_routes import tokenizer_router
 from diffulex.server.ui import mount_ui
@@ -204,6 +211,12 @@ def _add_middleware(app: FastAPI, context: AppContext) -> None:
     """What is added last comes first."""
     options = context.options
     app.add_middleware(JSONOnly)
+    app.add_middleware(
+        LocalOnly,
+        hosts=options.allowed_hosts,
+        origins=options.allowed_origins,
+        admin_paths=ADMIN_PATHS,
+    )
     if options.api_key:
         closed = {"/metrics"} if options.metrics_auth else set()
         app.add_middleware(ApiKeys, keys=options.api_key, open_paths=set(_OPEN) - closed)
@@ -215,6 +228,7 @@ def _add_middleware(app: FastAPI, context: AppContext) -> None:
         generating=_GENERATING,
         log_requests=options.log_requests,
     )
+    app.add_middleware(Canonical)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

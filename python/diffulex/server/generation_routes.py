@@ -57,6 +57,8 @@ __all__ = ["generation_router"]
 _RID = re.compile(REQUEST_ID)
 # While no more requests are encoded, a short text is encoded within milliseconds.
 _FEW_ENCODED = 8
+# A stream without comments is given so long to fail with a status.
+_FIRST_EVENT_S = 15.0
 # The engine's side measures the server's own limit from when it hears of a request.
 _LONG_ENCODING_S = 0.5
 
@@ -363,7 +365,7 @@ class _GenerationRoutes:
         headers = {"X-Request-Id": generation.rid}
         flag = DisconnectFlag()
         merger = generation.open_streams(context.frontend, flag.is_set)
-        pause_s = context.options.ping_interval_s
+        pause_s = context.options.ping_interval or _FIRST_EVENT_S
         try:
             first = await run_while_connected(request.receive, lambda _: merger.peek(pause_s))
         except BaseException as error:
@@ -393,12 +395,12 @@ class _GenerationRoutes:
     async def _frames(
         self, request: Request, merger: EventMerger, frames: _Frames
     ) -> AsyncGenerator[bytes, None]:
-        record, pause_s = record_of(request.scope), self._context.options.ping_interval_s
+        record, interval_s = record_of(request.scope), self._context.options.ping_interval
         sent_at = time.monotonic()
         try:
-            async for item in merger.events(pause_s):
+            async for item in merger.events(interval_s or _FIRST_EVENT_S):
                 # Also events may bring nothing to send, for example tokens without text.
-                if item is None or time.monotonic() - sent_at >= pause_s:
+                if interval_s and (item is None or time.monotonic() - sent_at >= interval_s):
                     yield PING
                     sent_at = time.monotonic()
                 if item is None:

@@ -11,9 +11,11 @@ import hmac
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from diffulex.logging import get_logger
 from diffulex.server.api_errors import ApiError, error_response
+from diffulex.server.loopback import LOCALHOST, is_loopback
 from diffulex.server.request_record import RequestRecord, route_path
 
 if TYPE_CHECKING:
@@ -21,15 +23,20 @@ if TYPE_CHECKING:
 
     from diffulex.server.request_metrics import RequestMetrics
 
-__all__ = ["ApiKeys", "BodyLimit", "JSONOnly", "Recorder"]
+__all__ = [
+    "ApiKeys",
+    "BodyLimit",
+    "Canonical",
+    "JSONOnly",
+    "LocalOnly",
+    "Recorder",
+]
 
 logger = get_logger(__name__)
 
 #: After a refusal so much more of the body is read and dropped, in bytes and seconds, so that
 #: clients that write before they read receive the answer.
 _MAX_DROPPED, _MAX_DROP_S = 64 << 20, 5.0
-#: Characters of a key that may be logged.
-_SHOWN_KEY_CHARS = 4
 
 
 def _header(scope: Scope, name: bytes) -> str | None:
@@ -170,6 +177,78 @@ def _label(scope: Scope, path: str) -> str:
     return str(getattr(scope.get("route"), "path", "other"))
 
 
+class Canonical:
+    """Reads a path with a slash at its end as that without, and HEAD as GET: the server that sends
+    the answer leaves out its body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request."""
+        if scope["type"] == "http":
+            path = scope["path"]
+            # The page's addresses are relative to the one without.
+            if len(path) > 1 and path.endswith("/") and not path.endswith("/ui/"):
+                scope = {**scope, "path": path.rstrip("/") or "/"}
+            if scope["method"] == "HEAD":
+                scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
+class LocalOnly:
+    """Answers 403 to pages of other sites, whose requests browsers send to this machine.
+
+    Args:
+        hosts: names in `Host` and `Origin`, `localhost` for every one of this machine alone; without
+            any, all are accepted.
+        origins: further values of `Origin`; `*` is all.
+        admin_paths: never for requests of other sites, whatever the rest allows.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: Collection[str],
+        origins: Collection[str],
+        admin_paths: Collection[str],
+    ) -> None:
+        self._app = app
+        self._hosts = {name.lower() for name in hosts}
+        self._origins = origins
+        self._admin_paths = admin_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request."""
+        message = self._refusal(scope) if scope["type"] == "http" else None
+        if message is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(ApiError(403, message))(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> str | None:
+        is_admin = route_path(scope).rstrip("/") in self._admin_paths
+        if is_admin and _header(scope, b"sec-fetch-site") == "cross-site":
+            return f"{route_path(scope)}: expected no page of another site, got one"
+        if not self._hosts:
+            return None
+        host = _header(scope, b"host") or ""
+        # HTTP/1.0 clients, which are no browsers, send none.
+        if host and not self._is_known(host):
+            return f"Host: expected a name of this machine (--allowed-hosts), got {host!r}"
+        origin = _header(scope, b"origin")
+        # Other schemes are those of programs, which are no pages of somebody else.
+        if origin is None or not origin.startswith(("http://", "https://")):
+            return None
+        if {origin, "*"} & set(self._origins) or self._is_known(origin.partition("://")[2]):
+            return None
+        return f"Origin: expected this machine or one of --allowed-origins, got {origin!r}"
+
+    def _is_known(self, authority: str) -> bool:
+        name = urlsplit(f"//{authority}").hostname or ""
+        return name in self._hosts or (LOCALHOST in self._hosts and is_loopback(name))
+
+
 class ApiKeys:
     """Answers 401 to requests without one of the keys, except on open paths."""
 
@@ -190,8 +269,8 @@ class ApiKeys:
         if scheme.lower() == "bearer" and any(matches):
             await self._app(scope, receive, send)
             return
-        shown = key.strip()[:_SHOWN_KEY_CHARS]
-        logger.warning("%s: refused the key %r...", scope["path"], shown)
+        # No part of it: it may be a right key with a slip.
+        logger.warning("%s: refused %s", scope["path"], "a wrong key" if given else "no key")
         message = "Authorization: expected Bearer with a known API key, got "
         failure = ApiError(401, message + ("another key" if given else "none"))
         await error_response(failure, {"WWW-Authenticate": "Bearer"})(scope, receive, send)

@@ -260,9 +260,20 @@ class OpenAIFrames:
         offset = sent.num_chars + len(echo)
         logprobs = self.route.logprobs(sent.records, offset)
         sent.records = []
-        choice = self.route.delta(index, echo + text, is_first=not sent.has_text, logprobs=logprobs)
+        prefix = b"" if sent.has_text else self._role(index)
+        choice = self.route.delta(index, echo + text, is_first=False, logprobs=logprobs)
         sent.has_text = True
         sent.num_chars = offset + len(text)
+        return prefix + self._chunk(choice)
+
+    def _role(self, index: int) -> bytes:
+        """The chunk that clients expect first. It goes out with the text behind it, so that it is
+        no sign of a first token before there is one."""
+        if self.route.kind != "chat":
+            return b""
+        choice = self.route.delta(index, "", is_first=True)
+        if self.route.num_top is not None:
+            choice["logprobs"] = None
         return self._chunk(choice)
 
     def _final(self, index: int, reply: ServingReply) -> bytes:
@@ -276,7 +287,9 @@ class OpenAIFrames:
         prefix = b""
         if not sent.has_text and self.route.echo(index):
             prefix = self._text(index, "")
-        choice = self.route.finish(index, reply, is_first=not sent.has_text)
+        elif not sent.has_text:
+            prefix = self._role(index)
+        choice = self.route.finish(index, reply, is_first=False)
         if sent.records:
             choice["logprobs"] = self.route.logprobs(sent.records, sent.num_chars)
         return prefix + self._chunk(choice)

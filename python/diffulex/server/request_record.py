@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffulex.logging import get_logger
 from diffulex.server.protocol import ServingReply
-from diffulex.server.usage import usage_of
+from diffulex.server.usage import num_prompt_tokens, usage_of
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -68,7 +68,7 @@ class RequestRecord:
             "rid": self.rid,
             "route": self.route,
             "status": self.status,
-            "prompt_tokens": usage.get("prompt_tokens", 0),
+            "prompt_tokens": usage.get("prompt_tokens", self._num_prompt_tokens()),
             "cached_tokens": details.get("cached_tokens", 0),
             "completion_tokens": usage.get("completion_tokens", 0),
             "nfe": usage.get("nfe", 0),
@@ -78,6 +78,11 @@ class RequestRecord:
             "e2e_ms": _milliseconds(self.elapsed_s),
             "finish_reason": self.reason if reply is None else reply.finish_reason,
         }
+
+    def _num_prompt_tokens(self) -> int:
+        """Tokens of the prompts, also of a request without an answer."""
+        inputs = () if self.generation is None else self.generation.inputs
+        return sum(map(num_prompt_tokens, inputs))
 
 
 def _usage(replies: Sequence[ServingReply], generation: Generation | None) -> dict[str, Any]:

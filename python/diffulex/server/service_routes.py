@@ -27,7 +27,10 @@ from diffulex.server.response_schema import (
 if TYPE_CHECKING:
     from diffulex.server.app_options import AppContext
 
-__all__ = ["package_version", "service_router"]
+__all__ = ["ADMIN_PATHS", "package_version", "service_router"]
+
+#: Routes for operators.
+ADMIN_PATHS = ("/abort", "/flush_cache", "/start_profile", "/stop_profile")
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 #: Prefixes of the ids that clients see.
@@ -208,10 +211,6 @@ def service_router(context: AppContext) -> APIRouter:
     add("/ready", routes.health, StatusResponse, "service", 503)
     add("/health/live", routes.live, StatusResponse, "service")
     add("/ping", routes.ping, None, "service", response_class=Response)
-    # A second operation in the document must have its own id.
-    router.add_api_route(
-        "/ping", routes.ping, methods=["HEAD"], response_model=None, include_in_schema=False
-    )
     if context.metrics is not None and options.metrics_port is None:
         add("/metrics", routes.metrics, None, "service", response_class=PlainTextResponse)
     if not options.disable_admin_routes:

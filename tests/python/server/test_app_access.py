@@ -115,11 +115,63 @@ def test_metrics_may_need_a_key():
     assert client.get("/metrics", headers={"Authorization": "Bearer k"}).status_code == 200
 
 
-def test_only_the_start_of_a_wrong_key_is_logged(guarded, caplog):
+def test_nothing_of_a_wrong_key_is_logged(guarded, caplog):
     with caplog.at_level(logging.WARNING, logger="diffulex"):
-        guarded.get("/v1/models", headers={"Authorization": "Bearer abcdefgh"})
-    assert "'abcd'" in caplog.text
-    assert "abcde" not in caplog.text
+        guarded.get("/v1/models", headers={"Authorization": "Bearer qzwxecrv"})
+        guarded.get("/v1/models")
+    assert "/v1/models: refused a wrong key" in caplog.text
+    assert "/v1/models: refused no key" in caplog.text
+    assert "qz" not in caplog.text
+
+
+# Pages of other sites.
+
+
+@pytest.fixture(scope="module")
+def local():
+    app = create_app(
+        FakeFrontend(), allowed_hosts=("localhost",), allowed_origins=("https://page",)
+    )
+    return AppClient(app)
+
+
+HERE = ["127.0.0.1:8000", "127.8.0.1", "localhost", "LOCALHOST:1", "[::1]:8000", "x.localhost"]
+
+
+@pytest.mark.parametrize("host", HERE)
+def test_names_of_this_machine_are_its_own(local, host):
+    headers = {"Host": host, "Origin": f"http://{host}"}
+    assert local.post(NATIVE, {"prompt": "x"}, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "8.8.8.8", "a@b"],
+)
+def test_other_names_are_refused(local, host):
+    response = local.post(NATIVE, {"prompt": "x"}, headers={"Host": host})
+    message = check_error(response, 403, "permission_error", "forbidden")
+    assert message == f"Host: expected a name of this machine (--allowed-hosts), got {host!r}"
+    headers = {"Host": "localhost", "Origin": f"https://{host}"}
+    response = local.get("/v1/models", headers=headers)
+    assert "Origin: expected" in check_error(response, 403, "permission_error", "forbidden")
+
+
+def test_allowed_origins_and_programs_are_let_in(local):
+    for origin in ("https://page", "null", "vscode-webview://x", "chrome-extension://y"):
+        headers = {"Host": "localhost", "Origin": origin}
+        assert local.get("/v1/models", headers=headers).status_code == 200
+    assert AppClient(create_app(FakeFrontend())).get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "/start_profile", "/stop_profile", "/abort"])
+def test_operators_do_not_come_from_other_sites(path):
+    client = AppClient(create_app(FakeFrontend()))
+    for address in (path, path + "/"):
+        response = client.request("POST", address, headers={"Sec-Fetch-Site": "cross-site"})
+        check_error(response, 403, "permission_error", "forbidden")
+    response = client.request("POST", path, headers={"Sec-Fetch-Site": "same-origin"})
+    assert response.status_code != 403
 
 
 def test_origins(guarded):

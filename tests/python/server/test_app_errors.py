@@ -389,10 +389,32 @@ def test_json_by_other_names(client, kind):
 
 
 def test_unknown_paths_and_methods(client):
-    check_error(client.get("/nowhere"), 404, "invalid_request_error", "not_found")
+    message = check_error(client.get("/nowhere"), 404, "invalid_request_error", "not_found")
+    assert message == "path: expected a known one, got '/nowhere'"
     response = client.get(NATIVE)
-    check_error(response, 405, "invalid_request_error", "not_found")
+    message = check_error(response, 405, "invalid_request_error", "method_not_allowed")
+    assert message == "/generate: expected POST, got GET"
     assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/health/live", "/ready", "/ping", "/metrics", "/v1/models", "/version"]
+)
+def test_what_can_be_got_can_be_headed(client, path):
+    response = client.request("HEAD", path)
+    assert response.status_code == client.get(path).status_code == 200
+    assert not response.content
+
+
+def test_a_slash_at_the_end_changes_nothing(client, frontend):
+    response = client.post(CHAT + "/", {"messages": USER})
+    assert response.status_code == 200
+    assert client.get("/v1/models/").json() == client.get("/v1/models").json()
+    # The page's own addresses are relative.
+    response = client.get("/ui/")
+    assert (response.status_code, response.headers["location"]) == (307, "/ui")
+    assert client.get("/ui").status_code == 200
+    assert client.post("/v1//", {}).status_code == 404
 
 
 def test_unknown_models(client):

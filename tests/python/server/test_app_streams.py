@@ -16,6 +16,8 @@ from diffulex.server.api_server import (
     denoise_chat_event,
     sse,
 )
+from diffulex.server.generation import Generation
+from diffulex.server.openai_format import OpenAIFrames, OpenAIRoute
 from diffulex.server.protocol import (
     PromptInput,
     ServingBufferSnapshot,
@@ -27,6 +29,7 @@ from fake_frontend import MASK, FakeFrontend
 from http_client import AppClient, frames
 
 USER = [{"role": "user", "content": "hi"}]
+ROLE = {"role": "assistant", "content": ""}
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 
 
@@ -110,32 +113,52 @@ def test_generate_does_both(client):
 def test_chat_streams_chunks_unless_told_otherwise(client, frontend):
     found = stream(client, CHAT)
     assert frontend.commands[0].stream_mode == "block_append"
-    assert [frame["object"] for frame in found[:-1]] == ["chat.completion.chunk"] * 4
+    assert [frame["object"] for frame in found[:-1]] == ["chat.completion.chunk"] * 5
     assert len({(f["id"], f["created"], f["model"]) for f in found[:-1]}) == 1
     assert found[0]["id"].startswith("chatcmpl-")
     deltas = [frame["choices"][0]["delta"] for frame in found[:-1]]
     assert deltas == [
-        {"role": "assistant", "content": "Hel"},
+        ROLE,
+        {"content": "Hel"},
         {"content": "lo "},
         {"content": "wörld"},
         {},
     ]
     reasons = [frame["choices"][0]["finish_reason"] for frame in found[:-1]]
-    assert reasons == [None, None, None, "length"]
+    assert reasons == [None, None, None, None, "length"]
     assert not any("usage" in frame for frame in found[:-1])
 
 
 def test_deltas_without_text_are_not_sent(client, frontend):
     frontend.pieces = ("", "a", "", "b")
     deltas = [frame["choices"][0]["delta"] for frame in stream(client, CHAT)[:-1]]
-    assert deltas == [{"role": "assistant", "content": "a"}, {"content": "b"}, {}]
+    assert deltas == [ROLE, {"content": "a"}, {"content": "b"}, {}]
 
 
-def test_an_empty_answer_has_the_role_in_its_last_chunk(client, frontend):
+def test_an_empty_answer_has_a_role(client, frontend):
     frontend.pieces = ()
-    (chunk, _) = stream(client, CHAT)
-    assert chunk["choices"][0]["delta"] == {"role": "assistant"}
+    (first, chunk, _) = stream(client, CHAT)
+    assert first["choices"][0]["delta"] == ROLE
+    assert chunk["choices"][0]["delta"] == {}
     assert chunk["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_role_comes_alone_and_with_the_first_text(client, frontend):
+    """Clients that take a first chunk for a first token measure the right time; others add the
+    log-probabilities of what is in a first chunk twice."""
+    found = stream(client, CHAT, logprobs=True)
+    assert found[0]["choices"] == [
+        {"index": 0, "delta": ROLE, "logprobs": None, "finish_reason": None}
+    ]
+    assert "logprobs" not in stream(client, CHAT)[0]["choices"][0]
+    route = OpenAIRoute("chat", "r", "m", 0)
+    command = ServingGenerate("r", PromptInput("x"), SamplingParams(), True, "block_append")
+    frames = OpenAIFrames(route, Generation("r", (command.input,), (command,)), "block_append")
+    first, second = (
+        frames.frames(0, event) for event in FakeFrontend(("a", "b")).answer(command)[:2]
+    )
+    assert first.count(b"data: ") == 2
+    assert second.count(b"data: ") == 1
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -150,7 +173,7 @@ def test_usage_is_one_chunk_more_when_asked_for(client, path):
 def test_running_usage(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     found = stream(client, CHAT, stream_options=options)
-    assert [frame["usage"]["completion_tokens"] for frame in found[:-2]] == [1, 2, 3, 3]
+    assert [frame["usage"]["completion_tokens"] for frame in found[:-2]] == [1, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("options", [{"continuous_usage_stats": True}, {"include_usage": False}])
@@ -175,8 +198,9 @@ def test_choices_of_a_stream_are_told_apart(client, frontend):
 def test_greedy_choices_of_a_stream_are_copies(client, frontend):
     found = stream(client, CHAT, n=2, temperature=0)
     assert len(frontend.commands) == 1
-    assert [frame["choices"][0]["index"] for frame in found[:2]] == [0, 1]
-    assert found[0]["choices"][0]["delta"] == found[1]["choices"][0]["delta"]
+    assert [frame["choices"][0]["index"] for frame in found[:4]] == [0, 0, 1, 1]
+    deltas = [frame["choices"][0]["delta"] for frame in found[:4]]
+    assert deltas == [ROLE, {"content": "Hel"}] * 2
 
 
 def test_logprobs_travel_with_their_chunk(client, frontend):
@@ -186,7 +210,7 @@ def test_logprobs_travel_with_their_chunk(client, frontend):
         ServingDelta(command.rid, 1, "b", [2], 3, logprobs=[{**record, "token": "b"}]),
         frontend.reply(command),
     ]
-    chunk = stream(client, CHAT, logprobs=True)[0]
+    chunk = stream(client, CHAT, logprobs=True)[1]
     assert chunk["choices"][0]["logprobs"]["content"][0]["logprob"] == -1.0
     chunks = stream(client, TEXT, logprobs=0)
     assert [c["choices"][0]["logprobs"]["text_offset"] for c in chunks[:2]] == [[0], [1]]
@@ -205,6 +229,8 @@ def test_logprobs_of_tokens_without_text_come_with_the_next_chunk(client, fronte
     ]
     wanted = {"logprobs": True} if path == CHAT else {"logprobs": 0}
     choices = [frame["choices"][0] for frame in stream(client, path, **wanted)[:-1]]
+    if path == CHAT:
+        assert choices.pop(0)["logprobs"] is None
 
     def values(choice):
         found = choice["logprobs"]
@@ -299,7 +325,7 @@ def failing(frontend, error):
 def test_an_error_in_the_stream_is_a_frame_of_its_own(client, frontend):
     failing(frontend, lambda rid: ServingError(rid, "broken"))
     found = stream(client, CHAT)
-    assert found[1:] == [
+    assert found[2:] == [
         {"error": {"message": "broken", "type": "server_error", "code": 500}},
         "[DONE]",
     ]
@@ -311,7 +337,7 @@ def test_an_error_in_the_stream_is_a_frame_of_its_own(client, frontend):
 
 def test_error_codes_that_say_more_are_kept(client, frontend):
     failing(frontend, lambda rid: ServingError(rid, "late", "request_timeout", 504))
-    assert stream(client, CHAT)[1]["error"]["code"] == "request_timeout"
+    assert stream(client, CHAT)[2]["error"]["code"] == "request_timeout"
 
 
 def test_runtime_errors_of_the_frontend_are_503(client, frontend):
@@ -320,7 +346,7 @@ def test_runtime_errors_of_the_frontend_are_503(client, frontend):
         raise RuntimeError("gone")
 
     frontend.script = script
-    assert stream(client, CHAT)[1]["error"] == {
+    assert stream(client, CHAT)[2]["error"] == {
         "message": "gone",
         "type": "server_error",
         "code": 503,
@@ -330,7 +356,7 @@ def test_runtime_errors_of_the_frontend_are_503(client, frontend):
 def test_a_stream_without_reply_ends_with_an_error(client, frontend):
     frontend.script = lambda command: frontend.answer(command)[:1]
     found = stream(client, CHAT)
-    assert "without a reply" in found[1]["error"]["message"]
+    assert "without a reply" in found[2]["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, NATIVE])
@@ -361,21 +387,30 @@ def test_one_failed_choice_ends_the_stream(client, frontend):
 def test_pauses_are_filled_with_comments():
     frontend = FakeFrontend(pieces=("a", "b"))
     frontend.delay_s = 0.1
-    client = AppClient(create_app(frontend, ping_interval_s=0.02))
+    client = AppClient(create_app(frontend, ping_interval=0.02))
     response = client.post(CHAT, {"messages": USER, "stream": True})
     assert response.content.startswith(b": ping\n\n")
     assert response.content.count(b": ping\n\n") >= 3
-    assert len(frames(response)) == 4
+    assert len(frames(response)) == 5
 
 
 def test_tokens_without_text_are_pauses_too():
     frontend = FakeFrontend(pieces=("",) * 20 + ("a",))
     frontend.delay_s = 0.01
-    client = AppClient(create_app(frontend, ping_interval_s=0.05))
+    client = AppClient(create_app(frontend, ping_interval=0.05))
     response = client.post(CHAT, {"messages": USER, "stream": True})
     assert response.content.startswith(b": ping\n\n")
     assert response.content.count(b": ping\n\n") >= 2
-    assert len(frames(response)) == 3
+    assert len(frames(response)) == 4
+
+
+def test_comments_can_be_turned_off():
+    frontend = FakeFrontend(pieces=("", "a"))
+    frontend.delay_s = 0.05
+    client = AppClient(create_app(frontend, ping_interval=0))
+    response = client.post(CHAT, {"messages": USER, "stream": True})
+    assert b": ping" not in response.content
+    assert len(frames(response)) == 4
 
 
 # The frames of a single choice.

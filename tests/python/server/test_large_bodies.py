@@ -178,7 +178,9 @@ def test_the_largest_body_depends_on_the_model():
 def test_text_whose_length_cannot_fit_is_not_encoded(client, frontend):
     for path, body in ((TEXT, {"prompt": "x" * 40_001}), ("/tokenize", {"prompt": "x" * 40_001})):
         message = check_error(client.post(path, body), *TOO_LONG, param="prompt")
+        # By these words frameworks recognise the error.
         assert "This model's maximum context length is 1000 tokens" in message
+        assert "context_length_exceeded" in message
         assert "got at least 1001" in message
     assert not frontend.tokenizer.sizes
     assert client.post(TEXT, {"prompt": "x" * 999}).status_code == 200
@@ -199,6 +201,7 @@ def test_conversations_are_measured_as_they_are_rendered(client, frontend):
     frontend.tokenizer.render_chat = lambda messages, **_: messages[-1]["content"]
     messages = [{"role": "user", "content": text} for text in ("x" * 50_000, "hi")]
     assert client.post(CHAT, {"messages": messages, "max_tokens": 4}).status_code == 200
+    assert frontend.tokenizer.sizes == [2]
     error = client.post(CHAT, {"messages": messages[::-1], "max_tokens": 4})
     check_error(error, *TOO_LONG, param="prompt")
     assert frontend.tokenizer.sizes == [2]

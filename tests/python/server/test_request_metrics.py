@@ -234,3 +234,15 @@ def test_json_logs_have_the_fields(log):
     (record,) = [r for r in log.records if r.name == "diffulex.server.request_record"]
     entry = json.loads(_JsonFormatter().format(record))
     assert (entry["rid"], entry["status"], entry["nfe"]) == ("diffulex-0", 200, 6)
+
+
+def test_the_line_of_a_request_without_an_answer_has_its_prompt(caplog):
+    frontend = FakeFrontend()
+    frontend.tokenizer = ByteTokenizer()
+    frontend.script = lambda command: [
+        ServingError(command.rid, "late", "request_timeout", 504),
+    ]
+    with caplog.at_level(logging.INFO, logger="diffulex"):
+        AppClient(create_app(frontend)).post("/generate", {"prompt": "x" * 29})
+    (line,) = [text for text in caplog.messages if text.startswith("rid=")]
+    assert "status=504 prompt_tokens=29 " in line
