@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 logger = get_logger(__name__)
+
+#: Parts the names of control tokens in messages: no character, and none that a text has.
+_GUARD = "\ufdd0"
 
 
 class Tokenizer:
@@ -132,19 +136,20 @@ class Tokenizer:
             raise PromptError(
                 f"prompt: expected UTF-8 text, got {text[error.start]!r} at {error.start}"
             ) from error
-        if self._mask_text and self._mask_text in text:
-            return self._encode_around_masks(text, self._mask_text, add_special_tokens)
+        pieces = [text] if _GUARD not in text else self._guarded_names.split(text)
+        if self._mask_text:
+            pieces = [part for piece in pieces for part in _parted(piece, self._mask_text)]
+        if len(pieces) > 1:
+            return self._encode_pieces(text, pieces, add_special_tokens)
         token_ids = list(self.backend.encode(text, add_special_tokens=add_special_tokens))
         return self._without_second_begin(text, token_ids) if add_special_tokens else token_ids
 
-    def _encode_around_masks(self, text: str, mask: str, add_special_tokens: bool) -> list[int]:
-        """Cuts every mask name in two, so that no piece has one."""
-        cut = max(1, len(mask) // 2)
-        pieces = text.split(mask)
-        first = [pieces[0] + mask[:cut]]
-        middle = [mask[cut:] + piece + mask[:cut] for piece in pieces[1:-1]]
+    def _encode_pieces(
+        self, text: str, pieces: Sequence[str], add_special_tokens: bool
+    ) -> list[int]:
+        """Encodes each piece alone, so that no name across two of them is one token."""
         token_ids: list[int] = []
-        for piece in (*first, *middle, mask[cut:] + pieces[-1]):
+        for piece in pieces:
             token_ids.extend(self.backend.encode(piece, add_special_tokens=False))
         if not add_special_tokens:
             return token_ids
@@ -153,6 +158,34 @@ class Tokenizer:
         while begin and begin[-1] in self.eos_token_ids and begin[-1] != self.backend.bos_token_id:
             end.insert(0, begin.pop())
         return self._without_second_begin(text, [*begin, *token_ids, *end])
+
+    @cached_property
+    def _control_names(self) -> list[str]:
+        """The names of control tokens, those of turns for example, the longest first."""
+        tokens = self.backend.added_tokens_decoder.values()
+        names = {token.content for token in tokens if token.special and len(token.content) > 1}
+        return sorted(names, key=len, reverse=True)
+
+    @cached_property
+    def _guarded_names(self) -> re.Pattern[str]:
+        """Finds the marks of `_guarded`, and no others."""
+        halves = [(name[: _cut(name)], name[_cut(name) :]) for name in self._control_names]
+        places = (f"(?<={re.escape(a)}){_GUARD}(?={re.escape(b)})" for a, b in halves)
+        return re.compile("|".join(places) or "(?!)")
+
+    def _guarded_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: self._guarded(value) if isinstance(value, str) else value
+            for key, value in message.items()
+        }
+
+    def _guarded(self, text: str) -> str:
+        """The text of a message with a mark in every name of a control token: `encode` parts the
+        name there, so that it stands for its characters and nobody can forge a turn."""
+        for name in self._control_names:
+            if name in text:
+                text = text.replace(name, f"{name[: _cut(name)]}{_GUARD}{name[_cut(name) :]}")
+        return text
 
     def _without_second_begin(self, text: str, token_ids: list[int]) -> list[int]:
         begin = self.backend.bos_token_id
@@ -183,14 +216,17 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: object,
     ) -> str:
-        """The text that `apply_chat_template` encodes; its special tokens are already in it."""
+        """The text that `apply_chat_template` encodes; its special tokens are already in it.
+
+        Names of control tokens in a message stand for their characters: a mark parts them.
+        """
         if not self.has_chat_template and variables.get("chat_template") is None:
             raise PromptError("chat template: expected one in the checkpoint, got none")
         _check_messages(messages)
         try:
             with bounded_rendering():
                 text = self.backend.apply_chat_template(
-                    [dict(message) for message in messages],
+                    [self._guarded_message(message) for message in messages],
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     **variables,
@@ -215,6 +251,21 @@ class Tokenizer:
     def incremental_decoder(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
         """A decoder for a sequence that grows."""
         return IncrementalDecoder(robust_decode(self, skip_special_tokens))
+
+
+def _cut(name: str) -> int:
+    """Where a name is parted."""
+    return max(1, len(name) // 2)
+
+
+def _parted(text: str, name: str) -> list[str]:
+    """The text cut within every occurrence of a name."""
+    first, *rest = text.split(name)
+    pieces = [first]
+    for piece in rest:
+        pieces[-1] += name[: _cut(name)]
+        pieces.append(name[_cut(name) :] + piece)
+    return pieces
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
