@@ -26,6 +26,7 @@ from diffulex.engine.routing import StepQueue, take_all
 from diffulex.engine.startup import log_startup
 from diffulex.engine.step_loop import StepLoop
 from diffulex.engine.text_stream import TextStream
+from diffulex.model.memory import check_num_reqs
 from diffulex.registry import AutoModelRunner, AutoScheduler
 from diffulex.sampling_params import SamplingParams, merged_params
 from diffulex_ext import _core
@@ -78,6 +79,7 @@ class Diffulex:
 
     def _assemble(self, config: Config, model: Any, tokenizer: Tokenizer | None) -> None:
         strategy = config.decoding.decoding_strategy
+        check_num_reqs(config)
         self._tokenizer = tokenizer
         if tokenizer is not None and strategy != "diffusion_gemma":
             tokenizer.protect_mask(config.model.mask_token_id)

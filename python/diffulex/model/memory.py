@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diffulex.errors import CheckpointError
+from diffulex.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from diffulex.config import Config
     from diffulex.model.config import ModelSpec
 
 _MEMORY_FILE = Path("/proc/meminfo")
 _GIB = 1 << 30
+#: Measured: 162 bytes a row and below 1 KB beside them.
+_ROW_BYTES, _PAGE_BYTES = 192, 16
 #: Parts of the messages with which torch reports that an allocation failed.
 _ALLOCATION_TEXTS = ("allocate", "out of memory", "Storage size calculation overflowed")
 
@@ -55,6 +58,30 @@ def check_memory(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str
     needed, available = model_bytes(spec, dtype), available_bytes(device)
     if available is not None and needed > available:
         raise _too_large(needed, available)
+
+
+def request_bytes(config: Config) -> int:
+    """Host memory that every running request may take, an upper estimate.
+
+    Plans, sampler arrays and the buffers of a step have room for all of them.
+    """
+    return 256 + _ROW_BYTES * config.decode_rows + _PAGE_BYTES * config.pages_per_request
+
+
+def check_num_reqs(config: Config) -> None:
+    """Asks before the arrays of a step are made, which the system would hand out and then regret.
+
+    Raises:
+        ConfigError: `max_num_reqs` requests need more memory than there is.
+    """
+    each, wanted = request_bytes(config), config.scheduler.max_num_reqs
+    places = dict.fromkeys(("cpu", config.model.device))
+    found = [size for size in map(available_bytes, places) if size is not None]
+    if found and each * wanted > min(found):
+        raise ConfigError(
+            f"max_num_reqs: expected at most {min(found) // each} ({each} bytes each,"
+            f" {min(found) / _GIB:.1f} GiB available), got {wanted}"
+        )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from diffulex import (
+    ConfigError,
     Diffulex,
     DiffulexError,
     OutOfPagesError,
@@ -22,6 +23,7 @@ from diffulex import (
     SamplingParamsError,
 )
 from diffulex.engine.output import RequestOutput
+from diffulex.model import memory
 from fixtures.checkpoints import MASK_ID
 from tiny_engine import TinyModel
 
@@ -306,6 +308,19 @@ def test_request_that_can_never_fit(tiny: TinyModel) -> None:
         assert isinstance(caught.value, DiffulexError)
         assert isinstance(caught.value, RuntimeError)
         assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4), summary=False)
+
+
+def test_more_requests_than_memory(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A zero too many is an error that says what would fit, not the end of the process."""
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 30)
+    with pytest.raises(
+        ConfigError, match=r"^max_num_reqs: expected at most (\d+) .*1\.0 GiB"
+    ) as caught:
+        tiny.engine(max_num_reqs=10**7)
+    fits = int(str(caught.value).split("at most ")[1].split()[0])
+    assert 10_000 < fits < 10**6
+    monkeypatch.setattr(memory, "available_bytes", lambda device: None)
+    tiny.engine(max_num_reqs=256).close()
 
 
 def test_sampling_parameters_as_keywords(tiny: TinyModel) -> None:
