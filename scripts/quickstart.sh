@@ -32,7 +32,8 @@ need "a C++ compiler" has_compiler g++
 find_python
 setup_venv
 install_torch
-say "building and installing Diffulex (some minutes the first time)"
+say "building and installing Diffulex (3 to 10 minutes the first time, silent until it is done;"
+say "2 GB of disk with torch)"
 if [ "$OFFLINE" = 1 ]; then
   pip install -q --no-build-isolation --no-deps .
 else

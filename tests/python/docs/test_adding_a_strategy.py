@@ -51,7 +51,7 @@ def generate(checkpoint: Path, strategy: str) -> Any:
 
 def test_the_toy_strategy_runs_alone_and_in_the_engine(checkpoint: Path) -> None:
     blocks = python_blocks("adding_a_strategy.md")
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     namespace: dict[str, Any] = {"__name__": "adding_a_strategy"}
     try:
         for source in python_blocks("extending.md")[:2]:

@@ -70,22 +70,21 @@ def test_shell_example(line: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 def test_cpp_example(tmp_path: Path) -> None:
-    import diffulex_ext
-
     (code,) = blocks("cpp")
     (cmake,) = blocks("cmake")
     (tmp_path / "main.cpp").write_text(code, encoding="utf-8")
-    (tmp_path / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.25)\nproject(readme LANGUAGES CXX)\n"
-        "add_executable(my_program main.cpp)\n" + cmake,
-        encoding="utf-8",
-    )
-    build = tmp_path / "build"
-    prefix = f"-DCMAKE_PREFIX_PATH={diffulex_ext.cmake_prefix_path}"
-    for command in (
-        ["cmake", "-S", str(tmp_path), "-B", str(build), prefix],
-        ["cmake", "--build", str(build)],
-        [str(build / "my_program")],
-    ):
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stdout + result.stderr
+    (tmp_path / "CMakeLists.txt").write_text(cmake, encoding="utf-8")
+    (commands,) = blocks("bash")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        ["bash", "-ec", commands], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PATH": path},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"^done after \d+ steps$", result.stdout, re.MULTILINE)
+
+
+def test_says_what_the_bundled_model_is_for() -> None:
+    """Before the first command that a reader may try with a question of their own."""
+    start = README[: README.index("## Use it")]
+    assert "answer arithmetic word problems in English" in " ".join(start.split())
