@@ -48,18 +48,24 @@ set(DIFFULEX_CUDA_PORTABLE_MINIMAL_SOURCES
 # csrc/kernels/cuda/sm80: tensor-core kernels of the sm_80 class.
 set(DIFFULEX_CUDA_SM80_SOURCES
   csrc/kernels/cuda/sm80/attention/inst_bf16_d128_m128.cu
+  csrc/kernels/cuda/sm80/attention/inst_bf16_d128_m128_s2.cu
   csrc/kernels/cuda/sm80/attention/inst_bf16_d128_m64.cu
+  csrc/kernels/cuda/sm80/attention/inst_bf16_d128_m64_s2.cu
   csrc/kernels/cuda/sm80/attention/inst_bf16_d64_m128.cu
   csrc/kernels/cuda/sm80/attention/inst_bf16_d64_m64.cu
 )
 set(DIFFULEX_CUDA_SM80_FULL_SOURCES
   csrc/kernels/cuda/sm80/attention/inst_bf16_d256_m128.cu
   csrc/kernels/cuda/sm80/attention/inst_bf16_d256_m64.cu
+  csrc/kernels/cuda/sm80/attention/inst_bf16_d512_m32.cu
   csrc/kernels/cuda/sm80/attention/inst_bf16_d512_m64.cu
   csrc/kernels/cuda/sm80/attention/inst_f16_d128_m128.cu
+  csrc/kernels/cuda/sm80/attention/inst_f16_d128_m128_s2.cu
   csrc/kernels/cuda/sm80/attention/inst_f16_d128_m64.cu
+  csrc/kernels/cuda/sm80/attention/inst_f16_d128_m64_s2.cu
   csrc/kernels/cuda/sm80/attention/inst_f16_d256_m128.cu
   csrc/kernels/cuda/sm80/attention/inst_f16_d256_m64.cu
+  csrc/kernels/cuda/sm80/attention/inst_f16_d512_m32.cu
   csrc/kernels/cuda/sm80/attention/inst_f16_d512_m64.cu
   csrc/kernels/cuda/sm80/attention/inst_f16_d64_m128.cu
   csrc/kernels/cuda/sm80/attention/inst_f16_d64_m64.cu

@@ -34,6 +34,7 @@ set(DIFFULEX_TESTS_KERNELS_SOURCES
   tests/cpp/kernels/acceptance_boundary_test.cpp
   tests/cpp/kernels/acceptance_test.cpp
   tests/cpp/kernels/activation_test.cpp
+  tests/cpp/kernels/attention_config_test.cpp
   tests/cpp/kernels/block_attention_test.cpp
   tests/cpp/kernels/guard_page_test.cpp
   tests/cpp/kernels/kernel_errors_test.cpp
@@ -56,6 +57,7 @@ set(DIFFULEX_TESTS_CUDA_SOURCES
     tests/cpp/cuda/acceptance_test.cpp
     tests/cpp/cuda/advance_decode_test.cpp
     tests/cpp/cuda/attention_overlap_test.cu
+    tests/cpp/cuda/attention_paths_test.cpp
     tests/cpp/cuda/block_attention_test.cpp
     tests/cpp/cuda/block_rules_device_test.cu
     tests/cpp/cuda/dense_ops_test.cpp

@@ -11,10 +11,6 @@ Status warmup(const ExecContext& /*context*/) {
                     "a library built without CUDA");
 }
 
-int32_t multiprocessor_count(int32_t /*device_index*/) {
-  return 0;
-}
-
 }  // namespace cuda
 
 Status warmup(const ExecContext& context) {

@@ -35,6 +35,13 @@ struct ExecContext {
   void* parallel_pool = nullptr;  // passed to parallel_for
   bool batch_invariant = false;   // a request's result must not depend on its batch
   bool check_data = false;        // validate data on CUDA (synchronises); CPU always does
+  /// CUDA: the caller promises that no launch still in the stream writes a weight. Kernels of
+  /// norms, rotary embeddings, router and dense products then read their weights while the launches
+  /// in front still run; without the promise they start after those have ended.
+  bool weights_settled = false;
+  /// CUDA: bytes of shared memory that block_attention may count on per CTA; 0 = what the device
+  /// offers. A lower number takes the kernels of a smaller device, which is how these are tested.
+  int32_t shared_memory_limit = 0;
 };
 
 }  // namespace diffulex

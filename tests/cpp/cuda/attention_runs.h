@@ -59,6 +59,7 @@ struct RunOptions {
   int32_t num_splits = 0;
   bool batch_invariant = false;
   int64_t shift = 0;
+  int32_t shared_memory_limit = 0;
 };
 
 /// Runs on the device and leaves the results in the case's own outputs too.
@@ -72,6 +73,7 @@ inline void run_on_device(AttentionCase* problem, const RunOptions& options,
   const AttentionShape shape = shape_of(host);
   DeviceContext context(attention_workspace_bytes(shape, Device::kCuda));
   context.get().batch_invariant = options.batch_invariant;
+  context.get().shared_memory_limit = options.shared_memory_limit;
   const Status status = block_attention(device, context.get());
   ASSERT_TRUE(status.ok()) << status.message();
   mirror.download();

@@ -143,6 +143,26 @@ class AttentionCase final {
     return worst;
   }
 
+  /// Makes every element of both caches `value`, whatever pages the table names.
+  void fill_caches(double value) {
+    poisoned_k_cache_.fill(value);
+    poisoned_v_cache_.fill(value);
+  }
+
+  /// Makes dim 0 of a key, or of its value, `value` in every head, visible or not.
+  void plant(size_t r, int64_t j, bool is_value, double value) {
+    for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
+      if (j >= requests_[r].context) {
+        const int64_t row = cu_seqlens_q_[r] + j - requests_[r].context;
+        (is_value ? poisoned_v_ : poisoned_k_).set({row, head, 0}, value);
+      } else if (is_value) {
+        poisoned_v_cache_.set(value_index(r, j, head, 0), value);
+      } else {
+        poisoned_k_cache_.set(key_index(r, j, head, 0), value);
+      }
+    }
+  }
+
   void clear_outputs() {
     out_.fill(kNaN);
     std::fill(lse_.begin(), lse_.end(), std::nanf(""));

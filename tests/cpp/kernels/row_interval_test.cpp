@@ -5,7 +5,6 @@
 
 #include <gtest/gtest.h>
 
-#include "kernels/common/attention_config.h"
 #include "kernels/common/fast_div.h"
 
 namespace diffulex::test {
@@ -179,61 +178,6 @@ TEST(RowInterval, RequestSplitsAreClamped) {
   EXPECT_EQ(request_splits(256, 8, 256), 1);
   EXPECT_EQ(request_splits(257, 8, 256), 2);
   EXPECT_EQ(request_splits(1 << 20, 8, 256), 8);
-}
-
-AttentionShape shape_of(int32_t num_reqs, int32_t max_seqlen_q, int32_t max_context_len) {
-  AttentionShape shape;
-  shape.num_reqs = num_reqs;
-  shape.num_q_heads = 32;
-  shape.num_kv_heads = 8;
-  shape.head_dim = 128;
-  shape.max_seqlen_q = max_seqlen_q;
-  shape.max_context_len = max_context_len;
-  return shape;
-}
-
-TEST(AttentionConfig, RowTileFollowsTheRowsOfARequest) {
-  EXPECT_EQ(attention_config(shape_of(4, 16, 512), false).rows_per_tile, 64);
-  EXPECT_EQ(attention_config(shape_of(4, 17, 512), false).rows_per_tile, 128);
-  EXPECT_EQ(attention_config(shape_of(4, 16, 512), true).rows_per_tile, 128);
-  AttentionShape sevens = shape_of(1, 64, 0);
-  sevens.num_q_heads = 28;
-  sevens.num_kv_heads = 4;
-  EXPECT_EQ(attention_config(sevens, false).tokens_per_tile, 18);
-  EXPECT_EQ(attention_config(sevens, false).tiles_per_request, 4);
-}
-
-TEST(AttentionConfig, KeyTileByHeadDim) {
-  EXPECT_EQ(attention_keys_per_tile(64), 64);
-  EXPECT_EQ(attention_keys_per_tile(128), 64);
-  EXPECT_EQ(attention_keys_per_tile(256), 32);
-  EXPECT_EQ(attention_keys_per_tile(512), 16);
-}
-
-TEST(AttentionConfig, SplitsOnlyWhenTheDeviceIsIdle) {
-  EXPECT_EQ(attention_config(shape_of(64, 32, 32768), false).num_splits, 1);
-  const AttentionConfig single = attention_config(shape_of(1, 4, 32768), false);
-  EXPECT_GT(single.num_splits, 1);
-  EXPECT_LE(single.num_splits, kAttentionMaxSplits);
-  EXPECT_EQ(attention_config(shape_of(1, 4, 200), false).num_splits, 1);
-  EXPECT_EQ(attention_config(shape_of(1, 4, 32768), true).num_splits, 1);
-  AttentionShape forced = shape_of(1, 4, 32768);
-  forced.num_splits = 5;
-  EXPECT_EQ(attention_config(forced, false).num_splits, 5);
-  forced.num_splits = 100;
-  EXPECT_EQ(attention_config(forced, false).num_splits, kAttentionMaxSplits);
-  EXPECT_EQ(attention_config(forced, true).num_splits, kAttentionInvariantMaxSplits);
-}
-
-TEST(AttentionConfig, WorkspaceHoldsTheLargestConfiguration) {
-  EXPECT_EQ(attention_workspace_bytes(shape_of(1, 4, 32768), Device::kCpu), 0U);
-  const AttentionShape shape = shape_of(1, 4, 32768);
-  const AttentionConfig config = attention_config(shape, false);
-  const size_t expected =
-      static_cast<size_t>(8 * config.tiles_per_request * config.num_splits) * 64 * 130 * 4;
-  EXPECT_EQ(attention_partial_bytes(shape, config), expected);
-  EXPECT_GE(attention_workspace_bytes(shape, Device::kCuda), expected);
-  EXPECT_EQ(attention_workspace_bytes(shape_of(1, 4, 100), Device::kCuda), 0U);
 }
 
 TEST(RowIntervalTest, KeysOfATileCountWhatItsRowsMayRead) {

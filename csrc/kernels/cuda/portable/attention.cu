@@ -8,6 +8,7 @@
 #include "kernels/common/attention_checks.h"
 #include "kernels/common/attention_config.h"
 #include "kernels/cuda/common/attention_args.cuh"
+#include "kernels/cuda/common/device_facts.h"
 #include "kernels/cuda/common/hopper.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/cuda_ops.h"
@@ -112,15 +113,26 @@ bool is_tensor_core_ready(const BlockAttentionParams& params, const AttentionArg
          has_aligned_rows(params.out) && is_cache_ready;
 }
 
-const TensorCoreEntry* find_tensor_core(DType dtype, int32_t head_dim, int32_t rows_per_tile) {
-  // At D = 512 accumulators leave room for 64 rows only.
-  const int32_t rows = head_dim > 256 ? 64 : rows_per_tile;
+const TensorCoreEntry* find_tensor_core(DType dtype, int32_t head_dim,
+                                        const AttentionConfig& config) {
   for (const TensorCoreEntry& entry : tensor_core_kernels()) {
-    if (entry.dtype == dtype && entry.head_dim == head_dim && entry.rows_per_tile == rows) {
+    if (entry.dtype == dtype && entry.tile.head_dim == head_dim &&
+        entry.tile.rows == config.rows_per_tile && entry.tile.stages == config.stages) {
       return &entry;
     }
   }
   return nullptr;
+}
+
+/// What the choices may count on.
+AttentionDevice attention_device(const ExecContext& context) {
+  AttentionDevice device;
+  device.num_processors = device_processors(context.device_index);
+  device.shared_memory = device_shared_memory(context.device_index);
+  if (context.shared_memory_limit > 0 && context.shared_memory_limit < device.shared_memory) {
+    device.shared_memory = context.shared_memory_limit;
+  }
+  return device;
 }
 
 /// True when the copy engine can fetch every operand: pages of 8 to 256 tokens fill whole rows of
@@ -238,9 +250,10 @@ Status add_up_splits(const AttentionArgs& args, DType dtype, const ExecContext& 
 
 Status launch_paths(const BlockAttentionParams& params, const AttentionShape& shape,
                     AttentionArgs& args, const ExecContext& context) {
-  const AttentionConfig hopper = hopper_attention_config(shape, context.batch_invariant);
-  if (args.group <= hopper.rows_per_tile && is_hopper_device(context.device_index) &&
-      is_copy_engine_ready(params, args)) {
+  const AttentionDevice device = attention_device(context);
+  const AttentionConfig hopper = hopper_attention_config(shape, context.batch_invariant, device);
+  if (args.group <= hopper.rows_per_tile && device.shared_memory >= kLargeSharedMemory &&
+      is_hopper_device(context.device_index) && is_copy_engine_ready(params, args)) {
     const sm90::AttentionEntry* entry =
         find_hopper(params.q.dtype, shape.head_dim, hopper.rows_per_tile);
     if (entry != nullptr) {
@@ -253,19 +266,14 @@ Status launch_paths(const BlockAttentionParams& params, const AttentionShape& sh
       return entry->kernel.launch(args, context.device_index, context.stream);
     }
   }
-  const AttentionConfig config = attention_config(shape, context.batch_invariant);
+  const AttentionConfig config = attention_config(shape, context.batch_invariant, device);
   const TensorCoreEntry* entry = nullptr;
   // A tile must hold at least one token.
   if (args.group <= config.rows_per_tile && is_tensor_core_ready(params, args)) {
-    entry = find_tensor_core(params.q.dtype, shape.head_dim, config.rows_per_tile);
+    entry = find_tensor_core(params.q.dtype, shape.head_dim, config);
   }
   if (entry != nullptr) {
     apply_config(args, config);
-    if (entry->rows_per_tile != config.rows_per_tile) {
-      args.tokens_per_tile = entry->rows_per_tile / args.group;
-      args.tiles_per_request = ceil_div_i32(args.max_seqlen_q, args.tokens_per_tile);
-      args.rows_per_tile = entry->rows_per_tile;
-    }
     DIFFULEX_RETURN_IF_ERROR(bind_workspace(args, shape, context));
     DIFFULEX_RETURN_IF_ERROR(entry->kernel.launch(args, context.device_index, context.stream));
     return add_up_splits(args, params.q.dtype, context);
@@ -275,15 +283,15 @@ Status launch_paths(const BlockAttentionParams& params, const AttentionShape& sh
     return make_error(StatusCode::kNoKernel, kWhere, ": q: expected a dtype of this build, got ",
                       to_string(params.q.dtype));
   }
-  apply_config(
-      args, attention_config_for_tile(shape, kGenericTile, kGenericTile, context.batch_invariant));
-  // Rows are packed without regard to tokens; 32 tokens a tile is enough to zero every dead row.
-  args.tokens_per_tile = kGenericTile;
+  const int32_t tile = generic_attention_tile(shape.head_dim, device.shared_memory);
+  apply_config(args, attention_config_for_tile(shape, tile, tile, context.batch_invariant, device));
+  // Rows are packed without regard to tokens; as many tokens a tile are enough to zero every dead
+  // row.
+  args.tokens_per_tile = tile;
   args.tiles_per_request =
-      static_cast<int32_t>(ceil_div(int64_t{args.max_seqlen_q} * args.group, kGenericTile));
+      static_cast<int32_t>(ceil_div(int64_t{args.max_seqlen_q} * args.group, tile));
   DIFFULEX_RETURN_IF_ERROR(bind_workspace(args, shape, context));
-  DIFFULEX_RETURN_IF_ERROR(generic.prepare());
-  DIFFULEX_RETURN_IF_ERROR(generic.launch(args, context.stream));
+  DIFFULEX_RETURN_IF_ERROR(generic.launch(args, context.device_index, context.stream));
   return add_up_splits(args, params.q.dtype, context);
 }
 
@@ -304,13 +312,16 @@ Status prepare_attention_kernels(const ExecContext& context) {
       DIFFULEX_RETURN_IF_ERROR(entry.kernel.prepare(context.device_index));
     }
   }
+  const int32_t shared_memory = device_shared_memory(context.device_index);
   for (const TensorCoreEntry& entry : tensor_core_kernels()) {
-    DIFFULEX_RETURN_IF_ERROR(entry.kernel.prepare(context.device_index));
+    if (entry.tile.shared_bytes() <= shared_memory) {  // others are never chosen here
+      DIFFULEX_RETURN_IF_ERROR(entry.kernel.prepare(context.device_index));
+    }
   }
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
     const GenericKernel generic = generic_kernel_of(dtype);
     if (generic.prepare != nullptr) {
-      DIFFULEX_RETURN_IF_ERROR(generic.prepare());
+      DIFFULEX_RETURN_IF_ERROR(generic.prepare(context.device_index));
     }
   }
   return prepare_attention_combine();

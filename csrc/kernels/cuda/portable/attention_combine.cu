@@ -36,10 +36,11 @@ __device__ __forceinline__ SplitWeights split_weights(const AttentionArgs& args,
   }
   SplitWeights weights;
   weights.maximum = warp_max(stats.x);
-  // An empty split left its values unwritten: its weight is 0 and they are not read.
-  weights.weight = stats.y > 0.0F ? exp2f(stats.x - weights.maximum) : 0.0F;
+  // An empty split left its values unwritten: its sum is exactly 0, its weight is 0 and they are
+  // not read. The sum of a split with a visible NaN is NaN, and with it the sum of all.
+  weights.weight = stats.y != 0.0F ? exp2f(stats.x - weights.maximum) : 0.0F;
   weights.sum = 0.0F;
-  const float share = stats.y > 0.0F ? stats.y * weights.weight : 0.0F;
+  const float share = stats.y != 0.0F ? stats.y * weights.weight : 0.0F;
   for (int32_t split = 0; split < splits; ++split) {  // in split order
     weights.sum += __shfl_sync(kFullWarp, share, split);
   }
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const SplitWeights weights = split_weights(args, view.splits, request_id, token, head, lane);
-  const float inverse = weights.sum > 0.0F ? 1.0F / weights.sum : 0.0F;
+  const float inverse = weights.sum != 0.0F ? 1.0F / weights.sum : 0.0F;
   const int64_t packed = view.first_token + token;
   T* out = static_cast<T*>(args.out) + packed * args.out_stride[0] + head * args.out_stride[1];
   const float* rows =
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (lane == 0 && args.lse != nullptr) {
     args.lse[packed * args.lse_stride[0] + head * args.lse_stride[1]] =
-        weights.sum > 0.0F ? (weights.maximum + log2f(weights.sum)) * kLn2 : -INFINITY;
+        weights.sum != 0.0F ? (weights.maximum + log2f(weights.sum)) * kLn2 : -INFINITY;
   }
 }
 

@@ -2,30 +2,29 @@
 #pragma once
 
 // Paged attention on plain fp32 arithmetic: any dtype, head dim up to 512, strides and layout.
-// 32 packed rows (token * G + g, not aligned to tokens) by 32 keys; eight threads share a row.
+// 32 packed rows (token * G + g, not aligned to tokens) by 32 keys, or 16 by 16 where the larger
+// tile does not fit the device; eight threads share a row.
 
 #include <cstdint>
 
+#include "kernels/common/attention_config.h"
 #include "kernels/cuda/common/attention_args.cuh"
+#include "kernels/cuda/common/device_facts.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/reduce.cuh"
+#include "kernels/cuda/common/shared_memory.cuh"
 #include "kernels/cuda/common/tile_walk.cuh"
 #include "kernels/cuda/common/vec.cuh"
 #include "kernels/cuda/portable/attention_generic.h"
 
 namespace diffulex::cuda {
 
-inline constexpr int kGenericThreads = 256;
-inline constexpr int kGenericLanes = kGenericThreads / kGenericTile;  // threads of a row
-inline constexpr int kGenericPad = 4;  // floats; puts the eight rows of a read in eight banks
+inline constexpr int kGenericLanes = 8;  // threads of a row
+inline constexpr int kGenericPad = 4;    // floats; puts the eight rows of a read in eight banks
 
 /// Row stride of the fp32 tiles: dims rounded up to four, plus the pad.
 __host__ __device__ constexpr int generic_stride(int head_dim) {
   return (head_dim + 3) / 4 * 4 + kGenericPad;
-}
-
-__host__ __device__ constexpr int generic_smem_bytes(int head_dim) {
-  return 4 * (2 * kGenericTile * generic_stride(head_dim) + kGenericTile * (kGenericTile + 1));
 }
 
 /// Where a visible key lies, found by one thread per key.
@@ -35,11 +34,12 @@ struct GenericKey final {
   int32_t source;  // 0 = invisible to every row, 1 = in flight, 2 = cached
 };
 
-__device__ inline GenericKey find_key(const AttentionArgs& args, const RequestView& view,
-                                      const AttentionWork& work, const TileWalk& walk,
-                                      int32_t index, int32_t key) {
+template <int kTile>
+__device__ GenericKey find_key(const AttentionArgs& args, const RequestView& view,
+                               const AttentionWork& work, const TileWalk& walk, int32_t index,
+                               int32_t key) {
   GenericKey found{0, 0, 0};
-  if (!contains(walk.bounds<kGenericTile>(index), key)) {
+  if (!contains(walk.bounds<kTile>(index), key)) {
     return found;
   }
   if (walk.is_in_flight(index)) {
@@ -71,14 +71,14 @@ __device__ __forceinline__ int64_t dim_offset(const CacheView& cache, int32_t di
 }
 
 /// Copies the K (or V) rows of a tile to shared memory as fp32; invisible keys become zeros.
-template <typename T>
+template <typename T, int kTile>
 __device__ void load_tile(const AttentionArgs& args, const GenericKey* keys, bool is_value,
                           float* tile, int stride) {
   const CacheView& cache = is_value ? args.v_cache : args.k_cache;
   const T* fresh = static_cast<const T*>(is_value ? args.v : args.k);
   const int64_t fresh_stride = is_value ? args.v_stride[2] : args.k_stride[2];
   const T* cached = static_cast<const T*>(cache.data);
-  for (int key = threadIdx.x / 32; key < kGenericTile; key += kGenericThreads / 32) {
+  for (int key = threadIdx.x / 32; key < kTile; key += kTile * kGenericLanes / 32) {
     const GenericKey& found = keys[key];
     const int64_t base = is_value ? found.v_offset : found.k_offset;
     for (int dim = threadIdx.x % 32; dim < args.head_dim; dim += 32) {
@@ -121,17 +121,17 @@ __device__ __forceinline__ float row_lanes_sum(float value) {
 
 /// Masked scores of this thread's keys, in base-2 units, and the softmax step; probabilities go to
 /// shared memory, accumulators are rescaled.
-template <int kMaxDim>
+template <int kTile, int kMaxDim>
 __device__ void score_tile(const AttentionArgs& args, GenericRow<kMaxDim>& row,
                            const float* queries, const float* keys, const GenericKey* found,
                            int32_t base, float* probabilities, int stride) {
   constexpr float kLog2E = 1.4426950408889634F;
   const int lane = threadIdx.x % kGenericLanes;
-  float scores[kGenericTile / kGenericLanes] = {};
+  float scores[kTile / kGenericLanes] = {};
   for (int dim = 0; dim < args.head_dim; dim += 4) {
     const float4 q = *reinterpret_cast<const float4*>(queries + dim);
 #pragma unroll
-    for (int i = 0; i < kGenericTile / kGenericLanes; ++i) {
+    for (int i = 0; i < kTile / kGenericLanes; ++i) {
       const float4 k =
           *reinterpret_cast<const float4*>(keys + (i * kGenericLanes + lane) * stride + dim);
       scores[i] = fmaf(q.x, k.x, fmaf(q.y, k.y, fmaf(q.z, k.z, fmaf(q.w, k.w, scores[i]))));
@@ -139,7 +139,7 @@ __device__ void score_tile(const AttentionArgs& args, GenericRow<kMaxDim>& row,
   }
   float next = row.maximum;
 #pragma unroll
-  for (int i = 0; i < kGenericTile / kGenericLanes; ++i) {
+  for (int i = 0; i < kTile / kGenericLanes; ++i) {
     const int key = i * kGenericLanes + lane;
     float score = scores[i] * args.scale;
     if (args.softcap > 0.0F) {
@@ -154,7 +154,7 @@ __device__ void score_tile(const AttentionArgs& args, GenericRow<kMaxDim>& row,
   const float rescale = exp2f(row.maximum - shift);
   float total = 0.0F;
 #pragma unroll
-  for (int i = 0; i < kGenericTile / kGenericLanes; ++i) {
+  for (int i = 0; i < kTile / kGenericLanes; ++i) {
     const float probability = exp2f(scores[i] - shift);
     total += probability;
     probabilities[i * kGenericLanes + lane] = probability;
@@ -170,11 +170,11 @@ __device__ void score_tile(const AttentionArgs& args, GenericRow<kMaxDim>& row,
   }
 }
 
-template <int kMaxDim>
+template <int kTile, int kMaxDim>
 __device__ void add_values(const AttentionArgs& args, GenericRow<kMaxDim>& row, const float* values,
                            const float* probabilities, int stride) {
   const int first = threadIdx.x % kGenericLanes * 4;
-  for (int key = 0; key < kGenericTile; ++key) {
+  for (int key = 0; key < kTile; ++key) {
     const float probability = probabilities[key];
 #pragma unroll
     for (int part = 0; part < kMaxDim / 32; ++part) {
@@ -199,13 +199,13 @@ __device__ void store_row(const AttentionArgs& args, const RequestView& view,
   const bool is_partial = view.splits > 1;
   const int64_t record = partial_index(args, work.split, work.request, token, head);
   const int64_t packed = view.first_token + token;
-  const float inverse = row.sum > 0.0F ? 1.0F / row.sum : 0.0F;
+  const float inverse = row.sum != 0.0F ? 1.0F / row.sum : 0.0F;
   if (lane == 0 && is_partial) {
     args.partial_stats[record] = make_float2(row.maximum, row.sum);
   }
   if (lane == 0 && !is_partial && args.lse != nullptr) {
     args.lse[packed * args.lse_stride[0] + head * args.lse_stride[1]] =
-        row.sum > 0.0F ? (row.maximum + log2f(row.sum)) * kLn2 : -INFINITY;
+        row.sum != 0.0F ? (row.maximum + log2f(row.sum)) * kLn2 : -INFINITY;
   }
 #pragma unroll
   for (int part = 0; part < kMaxDim / 32; ++part) {
@@ -226,16 +226,16 @@ __device__ void store_row(const AttentionArgs& args, const RequestView& view,
   }
 }
 
-template <typename T, int kMaxDim>
+template <typename T, int kMaxDim, int kTile>
 __device__ void process_generic(const AttentionArgs& args, const RequestView& view,
                                 const AttentionWork& work, float* smem, GenericKey* found) {
   const int stride = generic_stride(args.head_dim);
   float* queries = smem;
-  float* tile = queries + kGenericTile * stride;
-  float* probabilities = tile + kGenericTile * stride;
+  float* tile = queries + kTile * stride;
+  float* probabilities = tile + kTile * stride;
   const int row_idx = threadIdx.x / kGenericLanes;
-  const int32_t first_row = work.tile * kGenericTile;
-  const int32_t end_row = min_i32(first_row + kGenericTile, view.mask.num_valid * args.group);
+  const int32_t first_row = work.tile * kTile;
+  const int32_t end_row = min_i32(first_row + kTile, view.mask.num_valid * args.group);
   const int32_t token = (first_row + row_idx) / args.group;
   const int32_t head = work.kv_head * args.group + (first_row + row_idx) % args.group;
   const bool is_real = first_row + row_idx < end_row;
@@ -250,7 +250,7 @@ __device__ void process_generic(const AttentionArgs& args, const RequestView& vi
     }
   }
   // Dims up to the next multiple of four, and rows that are not real, must be finite.
-  for (int i = threadIdx.x; i < kGenericTile * stride; i += kGenericThreads) {
+  for (int i = threadIdx.x; i < kTile * stride; i += kTile * kGenericLanes) {
     if (i % stride >= args.head_dim) {
       queries[i] = 0.0F;
       tile[i] = 0.0F;
@@ -260,24 +260,25 @@ __device__ void process_generic(const AttentionArgs& args, const RequestView& vi
   }
   const KeyRange range = tile_key_range(row_interval(view.mask, first_row / args.group),
                                         row_interval(view.mask, (end_row - 1) / args.group));
-  const TileWalk walk = TileWalk::make<kGenericTile>(
-      split_key_range(range, view.mask.context_len, view.splits, work.split, kGenericTile),
+  const TileWalk walk = TileWalk::make<kTile>(
+      split_key_range(range, view.mask.context_len, view.splits, work.split, kTile),
       view.mask.context_len);
-  float* row_probabilities = probabilities + row_idx * (kGenericTile + 1);
+  float* row_probabilities = probabilities + row_idx * (kTile + 1);
   for (int32_t index = 0; index < walk.num_tiles; ++index) {
-    const int32_t base = walk.base<kGenericTile>(index);
+    const int32_t base = walk.base<kTile>(index);
     __syncthreads();
-    if (threadIdx.x < kGenericTile) {
-      found[threadIdx.x] = find_key(args, view, work, walk, index, base + threadIdx.x);
+    if (threadIdx.x < kTile) {
+      found[threadIdx.x] = find_key<kTile>(args, view, work, walk, index, base + threadIdx.x);
     }
     __syncthreads();
-    load_tile<T>(args, found, false, tile, stride);
+    load_tile<T, kTile>(args, found, false, tile, stride);
     __syncthreads();
-    score_tile(args, row, queries + row_idx * stride, tile, found, base, row_probabilities, stride);
+    score_tile<kTile>(args, row, queries + row_idx * stride, tile, found, base, row_probabilities,
+                      stride);
     __syncthreads();
-    load_tile<T>(args, found, true, tile, stride);
+    load_tile<T, kTile>(args, found, true, tile, stride);
     __syncthreads();
-    add_values(args, row, tile, row_probabilities, stride);
+    add_values<kTile>(args, row, tile, row_probabilities, stride);
   }
   row.sum = row_lanes_sum(row.sum);
   if (is_real) {
@@ -285,11 +286,11 @@ __device__ void process_generic(const AttentionArgs& args, const RequestView& vi
   }
 }
 
-template <typename T, int kMaxDim>
-__global__ void __launch_bounds__(kGenericThreads, 1)
+template <typename T, int kMaxDim, int kTile>
+__global__ void __launch_bounds__(kTile* kGenericLanes, 1)
     generic_kernel(const __grid_constant__ AttentionArgs args) {
   extern __shared__ __align__(16) float generic_smem[];
-  __shared__ GenericKey found[kGenericTile];
+  __shared__ GenericKey found[kTile];
   const int64_t count = num_work(args);
   const int64_t total = count + num_zero_work(args);
   for (int64_t index = blockIdx.x; index < total; index += gridDim.x) {
@@ -299,11 +300,11 @@ __global__ void __launch_bounds__(kGenericThreads, 1)
     }
     const AttentionWork work = work_at(args, index);
     const RequestView view = load_request(args, work.request);
-    if (work.split >= view.splits || work.tile * kGenericTile >= view.mask.num_valid * args.group) {
+    if (work.split >= view.splits || work.tile * kTile >= view.mask.num_valid * args.group) {
       continue;
     }
     __syncthreads();
-    process_generic<T, kMaxDim>(args, view, work, generic_smem, found);
+    process_generic<T, kMaxDim, kTile>(args, view, work, generic_smem, found);
   }
 }
 
@@ -326,33 +327,58 @@ Status dispatch_generic_dim(int32_t head_dim, Body&& body) {
                     ", got ", head_dim);
 }
 
-/// Sets the shared-memory limit of one kernel; the same value every time, so racing is harmless.
-template <typename T>
-Status prepare_generic() {
-  constexpr const char* kWhere = "diffulex::block_attention";
-  for (const int32_t dim : {64, 128, 256, kGenericMaxDim}) {
-    DIFFULEX_RETURN_IF_ERROR(dispatch_generic_dim(dim, [](auto max_dim) {
-      constexpr int kMaxDim = decltype(max_dim)::value;
-      return cuda_status(kWhere, cudaFuncSetAttribute(generic_kernel<T, kMaxDim>,
-                                                      cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                      generic_smem_bytes(kMaxDim)));
-    }));
-  }
-  return Status::ok_status();
+/// The found keys; the rest of generic_attention_bytes() is asked for at run time.
+template <int kTile>
+inline constexpr int32_t kStaticBytes = kTile * static_cast<int32_t>(sizeof(GenericKey));
+
+static_assert(generic_attention_bytes(kGenericMaxDim, kSmallGenericTile) <= kSmallSharedMemory,
+              "every head dim has a tile that fits every device");
+
+/// Allows one kernel the shared memory of the largest head dim it serves, or all of the device.
+template <typename T, int kMaxDim, int kTile>
+Status prepare_generic_tile(int32_t device_index) {
+  constexpr int32_t kMost = generic_attention_bytes(kMaxDim, kTile);
+  const int32_t offered = device_shared_memory(device_index);
+  const int32_t bytes = (kMost <= offered ? kMost : offered) - kStaticBytes<kTile>;
+  return allow_shared_memory<generic_kernel<T, kMaxDim, kTile>>("diffulex::block_attention",
+                                                                device_index, bytes);
 }
 
 template <typename T>
-Status launch_generic(const AttentionArgs& args, void* stream) {
+Status prepare_generic(int32_t device_index) {
+  for (const int32_t dim : {64, 128, 256, kGenericMaxDim}) {
+    DIFFULEX_RETURN_IF_ERROR(dispatch_generic_dim(dim, [&](auto max_dim) {
+      constexpr int kMaxDim = decltype(max_dim)::value;
+      return prepare_generic_tile<T, kMaxDim, kGenericTile>(device_index);
+    }));
+  }
+  return prepare_generic_tile<T, kGenericMaxDim, kSmallGenericTile>(device_index);
+}
+
+template <typename T, int kMaxDim, int kTile>
+Status launch_generic_tile(const AttentionArgs& args, int32_t device_index, void* stream) {
   constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
+  DIFFULEX_RETURN_IF_ERROR((prepare_generic_tile<T, kMaxDim, kTile>(device_index)));
   const int64_t grid =
       int64_t{args.num_reqs} * args.num_kv_heads * args.num_splits * args.tiles_per_request +
       int64_t{args.num_reqs + 1} * args.tiles_per_request;
+  generic_kernel<T, kMaxDim, kTile>
+      <<<static_cast<unsigned>(grid < kMaxGrid ? grid : kMaxGrid), kTile * kGenericLanes,
+         generic_attention_bytes(args.head_dim, kTile) - kStaticBytes<kTile>,
+         static_cast<cudaStream_t>(stream)>>>(args);
+  return check_launch("diffulex::block_attention");
+}
+
+template <typename T>
+Status launch_generic(const AttentionArgs& args, int32_t device_index, void* stream) {
+  // Only head dims above 256 can need the small tile.
+  static_assert(generic_attention_tile(256, kSmallSharedMemory) == kGenericTile, "");
+  if (args.rows_per_tile == kSmallGenericTile) {
+    return launch_generic_tile<T, kGenericMaxDim, kSmallGenericTile>(args, device_index, stream);
+  }
   return dispatch_generic_dim(args.head_dim, [&](auto max_dim) {
-    constexpr int kMaxDim = decltype(max_dim)::value;
-    generic_kernel<T, kMaxDim>
-        <<<static_cast<unsigned>(grid < kMaxGrid ? grid : kMaxGrid), kGenericThreads,
-           generic_smem_bytes(args.head_dim), static_cast<cudaStream_t>(stream)>>>(args);
-    return check_launch("diffulex::block_attention");
+    return launch_generic_tile<T, decltype(max_dim)::value, kGenericTile>(args, device_index,
+                                                                          stream);
   });
 }
 

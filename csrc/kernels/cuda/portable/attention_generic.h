@@ -9,15 +9,16 @@ namespace diffulex::cuda {
 
 struct AttentionArgs;
 
-/// Rows and keys of a tile of the generic kernel, and the largest head dim it takes.
-inline constexpr int32_t kGenericTile = 32;
+/// Largest head dim that the generic kernel takes.
 inline constexpr int32_t kGenericMaxDim = 512;
 
 /// The generic kernel for one element type; explicit instantiations in attention_generic_*.cu.
-/// `prepare_generic` must have succeeded once on the current device before a launch.
+/// Tiles have args.rows_per_tile rows and as many keys: kGenericTile or kSmallGenericTile. The
+/// device is the current one.
 template <typename T>
-Status launch_generic(const AttentionArgs& args, void* stream);
+Status launch_generic(const AttentionArgs& args, int32_t device_index, void* stream);
+/// Loads every kernel and sets its limit, for captures to come.
 template <typename T>
-Status prepare_generic();
+Status prepare_generic(int32_t device_index);
 
 }  // namespace diffulex::cuda

@@ -3,7 +3,8 @@
 
 namespace diffulex::cuda {
 
-template Status launch_generic<__nv_bfloat16>(const AttentionArgs& args, void* stream);
-template Status prepare_generic<__nv_bfloat16>();
+template Status launch_generic<__nv_bfloat16>(const AttentionArgs& args, int32_t device_index,
+                                              void* stream);
+template Status prepare_generic<__nv_bfloat16>(int32_t device_index);
 
 }  // namespace diffulex::cuda

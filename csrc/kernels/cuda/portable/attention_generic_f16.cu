@@ -3,7 +3,8 @@
 
 namespace diffulex::cuda {
 
-template Status launch_generic<__half>(const AttentionArgs& args, void* stream);
-template Status prepare_generic<__half>();
+template Status launch_generic<__half>(const AttentionArgs& args, int32_t device_index,
+                                       void* stream);
+template Status prepare_generic<__half>(int32_t device_index);
 
 }  // namespace diffulex::cuda

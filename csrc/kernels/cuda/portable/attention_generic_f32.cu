@@ -3,7 +3,8 @@
 
 namespace diffulex::cuda {
 
-template Status launch_generic<float>(const AttentionArgs& args, void* stream);
-template Status prepare_generic<float>();
+template Status launch_generic<float>(const AttentionArgs& args, int32_t device_index,
+                                      void* stream);
+template Status prepare_generic<float>(int32_t device_index);
 
 }  // namespace diffulex::cuda

@@ -5,6 +5,7 @@
 
 #include "diffulex/core/status.h"
 #include "diffulex/kernels/dtype.h"
+#include "kernels/common/attention_config.h"
 #include "kernels/cuda/sm80/attention/launch.h"
 
 namespace diffulex::cuda {
@@ -12,15 +13,14 @@ namespace diffulex::cuda {
 /// A tensor-core instantiation and what it serves.
 struct TensorCoreEntry final {
   DType dtype = DType::kBF16;
-  int32_t head_dim = 0;
-  int32_t rows_per_tile = 0;
+  AttentionTile tile;
   sm80::AttentionKernel kernel;
 };
 
 /// The generic kernel of one dtype; null members when the profile leaves it out.
 struct GenericKernel final {
-  Status (*launch)(const AttentionArgs& args, void* stream) = nullptr;
-  Status (*prepare)() = nullptr;
+  Status (*launch)(const AttentionArgs& args, int32_t device_index, void* stream) = nullptr;
+  Status (*prepare)(int32_t device_index) = nullptr;
 };
 
 /// The tensor-core instantiations, for range-based loops.

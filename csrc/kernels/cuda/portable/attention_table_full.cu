@@ -13,21 +13,27 @@ namespace diffulex::cuda {
 
 TensorCoreKernels tensor_core_kernels() {
   using sm80::attention_instance;
-  static const std::array<TensorCoreEntry, 14> entries = {{
-      {DType::kBF16, 64, 64, attention_instance<__nv_bfloat16, 64, 64>()},
-      {DType::kBF16, 64, 128, attention_instance<__nv_bfloat16, 64, 128>()},
-      {DType::kBF16, 128, 64, attention_instance<__nv_bfloat16, 128, 64>()},
-      {DType::kBF16, 128, 128, attention_instance<__nv_bfloat16, 128, 128>()},
-      {DType::kBF16, 256, 64, attention_instance<__nv_bfloat16, 256, 64>()},
-      {DType::kBF16, 256, 128, attention_instance<__nv_bfloat16, 256, 128>()},
-      {DType::kBF16, 512, 64, attention_instance<__nv_bfloat16, 512, 64>()},
-      {DType::kF16, 64, 64, attention_instance<__half, 64, 64>()},
-      {DType::kF16, 64, 128, attention_instance<__half, 64, 128>()},
-      {DType::kF16, 128, 64, attention_instance<__half, 128, 64>()},
-      {DType::kF16, 128, 128, attention_instance<__half, 128, 128>()},
-      {DType::kF16, 256, 64, attention_instance<__half, 256, 64>()},
-      {DType::kF16, 256, 128, attention_instance<__half, 256, 128>()},
-      {DType::kF16, 512, 64, attention_instance<__half, 512, 64>()},
+  static const std::array<TensorCoreEntry, 20> entries = {{
+      {DType::kBF16, {64, 128, 3}, attention_instance<__nv_bfloat16, 64, 128, 3>()},
+      {DType::kBF16, {64, 64, 3}, attention_instance<__nv_bfloat16, 64, 64, 3>()},
+      {DType::kBF16, {128, 128, 3}, attention_instance<__nv_bfloat16, 128, 128, 3>()},
+      {DType::kBF16, {128, 128, 2}, attention_instance<__nv_bfloat16, 128, 128, 2>()},
+      {DType::kBF16, {128, 64, 3}, attention_instance<__nv_bfloat16, 128, 64, 3>()},
+      {DType::kBF16, {128, 64, 2}, attention_instance<__nv_bfloat16, 128, 64, 2>()},
+      {DType::kBF16, {256, 128, 2}, attention_instance<__nv_bfloat16, 256, 128, 2>()},
+      {DType::kBF16, {256, 64, 2}, attention_instance<__nv_bfloat16, 256, 64, 2>()},
+      {DType::kBF16, {512, 64, 2}, attention_instance<__nv_bfloat16, 512, 64, 2>()},
+      {DType::kBF16, {512, 32, 2}, attention_instance<__nv_bfloat16, 512, 32, 2>()},
+      {DType::kF16, {64, 128, 3}, attention_instance<__half, 64, 128, 3>()},
+      {DType::kF16, {64, 64, 3}, attention_instance<__half, 64, 64, 3>()},
+      {DType::kF16, {128, 128, 3}, attention_instance<__half, 128, 128, 3>()},
+      {DType::kF16, {128, 128, 2}, attention_instance<__half, 128, 128, 2>()},
+      {DType::kF16, {128, 64, 3}, attention_instance<__half, 128, 64, 3>()},
+      {DType::kF16, {128, 64, 2}, attention_instance<__half, 128, 64, 2>()},
+      {DType::kF16, {256, 128, 2}, attention_instance<__half, 256, 128, 2>()},
+      {DType::kF16, {256, 64, 2}, attention_instance<__half, 256, 64, 2>()},
+      {DType::kF16, {512, 64, 2}, attention_instance<__half, 512, 64, 2>()},
+      {DType::kF16, {512, 32, 2}, attention_instance<__half, 512, 32, 2>()},
   }};
   return TensorCoreKernels{entries.data(), static_cast<int32_t>(entries.size())};
 }

@@ -13,11 +13,13 @@ namespace diffulex::cuda {
 
 TensorCoreKernels tensor_core_kernels() {
   using sm80::attention_instance;
-  static const std::array<TensorCoreEntry, 4> entries = {{
-      {DType::kBF16, 64, 64, attention_instance<__nv_bfloat16, 64, 64>()},
-      {DType::kBF16, 64, 128, attention_instance<__nv_bfloat16, 64, 128>()},
-      {DType::kBF16, 128, 64, attention_instance<__nv_bfloat16, 128, 64>()},
-      {DType::kBF16, 128, 128, attention_instance<__nv_bfloat16, 128, 128>()},
+  static const std::array<TensorCoreEntry, 6> entries = {{
+      {DType::kBF16, {64, 128, 3}, attention_instance<__nv_bfloat16, 64, 128, 3>()},
+      {DType::kBF16, {64, 64, 3}, attention_instance<__nv_bfloat16, 64, 64, 3>()},
+      {DType::kBF16, {128, 128, 3}, attention_instance<__nv_bfloat16, 128, 128, 3>()},
+      {DType::kBF16, {128, 128, 2}, attention_instance<__nv_bfloat16, 128, 128, 2>()},
+      {DType::kBF16, {128, 64, 3}, attention_instance<__nv_bfloat16, 128, 64, 3>()},
+      {DType::kBF16, {128, 64, 2}, attention_instance<__nv_bfloat16, 128, 64, 2>()},
   }};
   return TensorCoreKernels{entries.data(), static_cast<int32_t>(entries.size())};
 }

@@ -36,15 +36,6 @@ Status warmup(const ExecContext& context) {
   return prepare_accept_mask_fill();
 }
 
-int32_t multiprocessor_count(int32_t device_index) {
-  int32_t count = 0;
-  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_index) != cudaSuccess) {
-    cudaGetLastError();  // the question is answered; leave no error behind
-    return 0;
-  }
-  return count;
-}
-
 }  // namespace cuda
 
 Status warmup(const ExecContext& context) {

@@ -43,7 +43,7 @@ __device__ void store_final(const AttentionArgs& args, const TileRows& rows,
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row + lane / 4 + half * 8;
     const float sum = softmax.sum[half];
-    const float inverse = sum > 0.0F ? 1.0F / sum : 0.0F;
+    const float inverse = sum != 0.0F ? 1.0F / sum : 0.0F;
 #pragma unroll
     for (int group = 0; group < Traits::kValueDims / 8; ++group) {
       const int chunk = part * (Traits::kValueDims / 8) + group;
@@ -54,7 +54,7 @@ __device__ void store_final(const AttentionArgs& args, const TileRows& rows,
       const int64_t token = rows.first_token + row / args.group;
       const int64_t head = rows.kv_head * args.group + row % args.group;
       args.lse[token * args.lse_stride[0] + head * args.lse_stride[1]] =
-          sum > 0.0F ? (softmax.maximum[half] * softmax.factor + log2f(sum)) * kLn2 : -INFINITY;
+          sum != 0.0F ? (softmax.maximum[half] * softmax.factor + log2f(sum)) * kLn2 : -INFINITY;
     }
   }
   __syncthreads();
@@ -90,7 +90,7 @@ __device__ void store_partial(const AttentionArgs& args, const TileRows& rows, i
       args.partial_stats[record] =
           make_float2(softmax.maximum[half] * softmax.factor, softmax.sum[half]);
     }
-    if (softmax.sum[half] <= 0.0F) {
+    if (softmax.sum[half] == 0.0F) {
       continue;
     }
     float* target =

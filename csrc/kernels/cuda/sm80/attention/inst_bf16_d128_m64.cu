@@ -3,6 +3,6 @@
 
 namespace diffulex::cuda::sm80 {
 
-template AttentionKernel attention_instance<__nv_bfloat16, 128, 64>();
+template AttentionKernel attention_instance<__nv_bfloat16, 128, 64, 3>();
 
 }  // namespace diffulex::cuda::sm80

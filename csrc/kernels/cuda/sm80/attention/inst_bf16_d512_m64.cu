@@ -3,6 +3,6 @@
 
 namespace diffulex::cuda::sm80 {
 
-template AttentionKernel attention_instance<__nv_bfloat16, 512, 64>();
+template AttentionKernel attention_instance<__nv_bfloat16, 512, 64, 2>();
 
 }  // namespace diffulex::cuda::sm80

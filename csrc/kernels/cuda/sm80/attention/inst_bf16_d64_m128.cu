@@ -3,6 +3,6 @@
 
 namespace diffulex::cuda::sm80 {
 
-template AttentionKernel attention_instance<__nv_bfloat16, 64, 128>();
+template AttentionKernel attention_instance<__nv_bfloat16, 64, 128, 3>();
 
 }  // namespace diffulex::cuda::sm80

@@ -3,6 +3,6 @@
 
 namespace diffulex::cuda::sm80 {
 
-template AttentionKernel attention_instance<__half, 256, 128>();
+template AttentionKernel attention_instance<__half, 256, 128, 2>();
 
 }  // namespace diffulex::cuda::sm80

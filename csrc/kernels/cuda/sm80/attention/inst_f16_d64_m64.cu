@@ -3,6 +3,6 @@
 
 namespace diffulex::cuda::sm80 {
 
-template AttentionKernel attention_instance<__half, 64, 64>();
+template AttentionKernel attention_instance<__half, 64, 64, 3>();
 
 }  // namespace diffulex::cuda::sm80

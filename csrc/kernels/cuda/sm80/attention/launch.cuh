@@ -58,9 +58,9 @@ Status launch_attention(const AttentionArgs& args, int32_t device_index, void* s
   return check_launch(kAttentionWhere);
 }
 
-template <typename T, int kDim, int kRows>
+template <typename T, int kDim, int kRows, int kStages>
 AttentionKernel attention_instance() {
-  using Traits = AttentionTraits<T, kDim, kRows>;
+  using Traits = AttentionTraits<T, kDim, kRows, kStages>;
   return AttentionKernel{&launch_attention<Traits>, &prepare_attention<Traits>};
 }
 

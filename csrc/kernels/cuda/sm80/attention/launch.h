@@ -18,8 +18,10 @@ struct AttentionKernel final {
   Status (*prepare)(int32_t device_index) = nullptr;
 };
 
-/// Explicit instantiations, one per inst_*.cu: dtype T (__nv_bfloat16, __half), head dim, row tile.
-template <typename T, int kDim, int kRows>
+/// Explicit instantiations, one per inst_*.cu: dtype T (__nv_bfloat16, __half) and an entry of
+/// kAttentionTiles (head dim, row tile, stages; a file name with s2 has fewer stages than its
+/// twin).
+template <typename T, int kDim, int kRows, int kStages>
 AttentionKernel attention_instance();
 
 }  // namespace diffulex::cuda::sm80

@@ -36,7 +36,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
-/// Writes out and lse of the rows of this thread, 16 bytes a lane.
+/// Writes out and lse of the rows of this thread, 16 bytes a lane. A row without keys has a sum of
+/// exactly 0, one with a visible NaN has a NaN.
 template <typename Traits>
 __device__ __forceinline__ void store_final(const AttentionArgs& args, const TileSetup& setup,
                                             int group, const Accumulators<Traits>& result) {
@@ -51,7 +52,7 @@ __device__ __forceinline__ void store_final(const AttentionArgs& args, const Til
     const int64_t head = setup.work.kv_head * args.group + row - token * args.group;
     const int64_t packed = setup.first_token + token;
     const float sum = result.softmax.sum[half];
-    const float inverse = sum > 0.0F ? 1.0F / sum : 0.0F;
+    const float inverse = sum != 0.0F ? 1.0F / sum : 0.0F;
     T* target = static_cast<T*>(args.out) + packed * args.out_stride[0] +
                 head * args.out_stride[1] + part * Traits::kValueDims + lane * 8;
 #pragma unroll
@@ -70,8 +71,8 @@ __device__ __forceinline__ void store_final(const AttentionArgs& args, const Til
     }
     if (args.lse != nullptr && part == 0 && lane == 0 && is_real) {
       args.lse[packed * args.lse_stride[0] + head * args.lse_stride[1]] =
-          sum > 0.0F ? (result.softmax.maximum[half] * result.softmax.factor + log2f(sum)) * kLn2
-                     : -INFINITY;
+          sum != 0.0F ? (result.softmax.maximum[half] * result.softmax.factor + log2f(sum)) * kLn2
+                      : -INFINITY;
     }
   }
 }
@@ -194,8 +195,9 @@ __device__ __forceinline__ void reduce_items(const AttentionArgs& args, const Sp
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        // The values of a split without keys may be of an earlier call.
-        if (base + i < unit.splits && stat[i].y > 0.0F) {
+        // The values of a split without keys may be of an earlier call. Its sum is exactly 0; that
+        // of one with a visible NaN is NaN, which must reach the result.
+        if (base + i < unit.splits && stat[i].y != 0.0F) {
           const float weight = ptx::exp2_approx(stat[i].x - maximum);
           sum = fmaf(stat[i].y, weight, sum);
 #pragma unroll
@@ -213,7 +215,7 @@ __device__ __forceinline__ void reduce_items(const AttentionArgs& args, const Sp
       }
     }
   }
-  const float inverse = sum > 0.0F ? 1.0F / sum : 0.0F;
+  const float inverse = sum != 0.0F ? 1.0F / sum : 0.0F;
   const int lane = threadIdx.x & 3;
   const int64_t head = unit.work.kv_head * args.group + row - token * args.group;
   const int64_t packed = unit.first_token + token;
@@ -235,7 +237,7 @@ __device__ __forceinline__ void reduce_items(const AttentionArgs& args, const Sp
   }
   if (args.lse != nullptr && part == 0 && lane == 0 && first_item < 2 && is_real) {
     args.lse[packed * args.lse_stride[0] + head * args.lse_stride[1]] =
-        sum > 0.0F ? (maximum + log2f(sum)) * kLn2 : -INFINITY;
+        sum != 0.0F ? (maximum + log2f(sum)) * kLn2 : -INFINITY;
   }
 }
 
