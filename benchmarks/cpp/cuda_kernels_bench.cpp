@@ -151,6 +151,7 @@ void BM_CudaBlockAttention(benchmark::State& state) {
   const size_t scratch = attention_workspace_bytes(shape, Device::kCuda);
   Mirrored<uint8_t> workspace{std::vector<uint8_t>(scratch)};
   ExecContext exec;
+  exec.weights_settled = true;
   exec.device = Device::kCuda;
   exec.workspace = workspace.ref(true, DType::kU8, {static_cast<int64_t>(scratch)}).data;
   exec.workspace_bytes = scratch;
@@ -229,6 +230,7 @@ void BM_CudaTokenStats(benchmark::State& state) {
   };
   const auto call = [&](int64_t rotation, cudaStream_t stream) {
     ExecContext exec;
+    exec.weights_settled = true;
     exec.device = Device::kCuda;
     exec.stream = stream;
     exec.workspace = workspace.ref(true, DType::kU8, {static_cast<int64_t>(scratch)}).data;
@@ -293,6 +295,7 @@ void BM_CudaRmsNorm(benchmark::State& state) {
   };
   const auto call = [&](int64_t rotation, cudaStream_t stream) {
     ExecContext exec;
+    exec.weights_settled = true;
     exec.device = Device::kCuda;
     exec.stream = stream;
     const Status status = rms_norm(params(true, rotation), exec);

@@ -30,6 +30,7 @@ void expect_ok(const Status& status) {
 
 ExecContext on_device(cudaStream_t stream) {
   ExecContext context;
+  context.weights_settled = true;
   context.device = Device::kCuda;
   context.stream = stream;
   return context;

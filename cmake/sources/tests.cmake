@@ -66,6 +66,7 @@ set(DIFFULEX_TESTS_CUDA_SOURCES
     tests/cpp/cuda/linear_hopper_test.cpp
     tests/cpp/cuda/moe_hopper_test.cpp
     tests/cpp/cuda/moe_test.cpp
+    tests/cpp/cuda/op_overlap_test.cu
     tests/cpp/cuda/sampler_cluster_test.cpp
     tests/cpp/cuda/sampling_test.cpp
     tests/cpp/cuda/token_merge_test.cpp

@@ -17,6 +17,7 @@ set(DIFFULEX_TORCH_SOURCES
   csrc/torch/bind_rope.cpp
   csrc/torch/bind_sampling.cpp
   csrc/torch/checks.cpp
+  csrc/torch/control.cpp
   csrc/torch/register_ops.cpp
   csrc/torch/schemas.cpp
   csrc/torch/stream.cpp

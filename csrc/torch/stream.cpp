@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <string_view>
+#include <utility>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
@@ -42,6 +43,8 @@ const Switches& switches() {
   return values;
 }
 
+thread_local bool weights_settled = false;
+
 /// ParallelFor over torch's intra-op pool. torch may cut a range below the grain, the contract of
 /// ParallelFor forbids it, so the pool is handed whole grains.
 void pool_parallel_for(int64_t begin, int64_t end, int64_t grain, RangeFn body, void* context,
@@ -74,11 +77,16 @@ void* current_cuda_stream(const char* op, int32_t device_index) {
 
 }  // namespace
 
+bool exchange_weights_settled(bool settled) noexcept {
+  return std::exchange(weights_settled, settled);
+}
+
 DeviceScope::DeviceScope(const char* op, const OpDevice& device) {
   context_.device = device.device;
   context_.device_index = device.index;
   context_.check_data = switches().check_data;
   context_.batch_invariant = switches().batch_invariant;
+  context_.weights_settled = weights_settled;
   context_.parallel_for = pool_parallel_for;
   if (device.device == Device::kCuda) {
     context_.stream = current_cuda_stream(op, device.index);

@@ -39,8 +39,9 @@ inline constexpr int64_t kFewRowsDepth = 64;
 
 /// Arguments of `diffulex::linear_few_rows`: out = x W^T + bias for at most kMaxFewRows rows x,
 /// whose cost is that of reading W once, or out = act(gate) * up where W holds the rows of gate,
-/// then those of up. Sums and what follows them are float32, rounded once. W may be read before the
-/// launches in front have ended: none of them may write it.
+/// then those of up. Sums and what follows them are float32, rounded once. With
+/// ExecContext::weights_settled W is read before the launches in front have ended: none of them may
+/// then write it.
 struct LinearFewRowsParams {
   TensorRef x;       // [M, K] bfloat16 or float16, rows 16-byte aligned
   TensorRef weight;  // [N, K] of the same type, rows 16-byte aligned

@@ -12,6 +12,8 @@ namespace diffulex {
 /// rms_norm:      out = norm(x) * (weight + weight_offset); out may alias x.
 /// add_rms_norm:  residual <- round(x + residual); x <- norm of the unrounded sum (in place).
 /// rms_norm_add:  out = (norm(x) + residual) * out_scale[0].
+/// With ExecContext::weights_settled `weight` is read before the launches in front have ended: none
+/// of them may then write it.
 struct RmsNormParams {
   TensorRef x;          // [..., H] float
   TensorRef residual;   // [..., H] dtype of x; add_rms_norm writes it; absent for rms_norm

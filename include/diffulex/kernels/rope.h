@@ -21,7 +21,9 @@ struct RotaryParams {
   bool neox = true;  // pairs (d, d + rotary_dim/2); otherwise (2d, 2d + 1)
 };
 
-/// Arguments of `diffulex::qk_norm_rope` and `diffulex::qk_norm_rope_store`.
+/// Arguments of `diffulex::qk_norm_rope` and `diffulex::qk_norm_rope_store`. With
+/// ExecContext::weights_settled `q_weight` and `k_weight` are read before the launches in front
+/// have ended: none of them may then write these.
 struct QkNormRopeParams {
   TensorRef qkv;            // [T, (Hq + 2 Hkv) D], or [T, (Hq + Hkv) D] with v_from_raw_k; in place
   TensorRef positions;      // [T] int64 or int32

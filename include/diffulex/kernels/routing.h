@@ -49,7 +49,8 @@ struct MoeTopkParams {
 };
 
 /// Arguments of `diffulex::router_gemm`: logits = x w^T, accumulated in float32. A row of the
-/// result does not depend on the other rows.
+/// result does not depend on the other rows. With ExecContext::weights_settled `w` is read before
+/// the launches in front have ended: none of them may then write it.
 struct RouterGemmParams {
   TensorRef x;       // [T, H] float, any row stride
   TensorRef w;       // [E, H] float32 or bfloat16, any row stride

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex.ops.settled import settled_weights
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -34,7 +36,8 @@ def captured_graph(
 ) -> torch.cuda.CUDAGraph:
     """A graph of what `run` enqueues; nothing is executed.
 
-    Other threads may allocate meanwhile (torch's default mode forbids that to the whole process).
+    Kernels of the graph read weights ahead of the launches in front of them: `run` writes none. Other
+    threads may allocate meanwhile (torch's default mode forbids that to the whole process).
 
     Args:
         run: must have run before on `stream`, so that no library initialises itself in the capture.
@@ -45,6 +48,7 @@ def captured_graph(
     with (
         _no_collection(),
         torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        settled_weights(),
     ):
         run()
     return graph

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
+from diffulex.ops.settled import settled_weights
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -67,12 +69,17 @@ class ModelCall:
 
     Args:
         config: strategy and merge settings.
-        model: see docs/extending.md; dmax needs `embed` and the table behind it, diffusion_gemma
-            the further arguments of its forward.
+        model: its weights are complete, and whoever changes one later waits for the device before the
+            next step. See docs/extending.md; dmax needs `embed` and the table behind it,
+            diffusion_gemma the further arguments of its forward.
     """
 
     def __init__(self, config: Config, model: Any) -> None:
         self.model = model
+        device = torch.device(config.model.device)
+        self._is_cuda = device.type == "cuda"
+        if self._is_cuda:
+            torch.cuda.synchronize(device)  # for the promise of __call__
         decoding = config.decoding
         strategy = decoding.decoding_strategy
         self._has_merges = strategy == "dmax" and decoding.token_merge_weight > 0
@@ -84,7 +91,6 @@ class ModelCall:
         #: position's; None for other strategies.
         self.signals: Tensor | None = None
         if strategy == "diffusion_gemma":
-            device = torch.device(config.model.device)
             num_rows = config.scheduler.max_num_reqs * decoding.block_size + 1
             hidden_size = config.model.spec.hidden_size
             self.signals = torch.zeros(num_rows, hidden_size, device=device)
@@ -93,6 +99,14 @@ class ModelCall:
         self, views: RowArrays, num_rows: int, metadata: AttnMetadata, kv_cache: KVCache
     ) -> Tensor:
         """Final hidden states [num_rows, H]."""
+        if not self._is_cuda:
+            return self._run(views, num_rows, metadata, kv_cache)
+        with settled_weights():
+            return self._run(views, num_rows, metadata, kv_cache)
+
+    def _run(
+        self, views: RowArrays, num_rows: int, metadata: AttnMetadata, kv_cache: KVCache
+    ) -> Tensor:
         ids, positions = views.input_ids[:num_rows], views.positions[:num_rows]
         if self._has_merges:
             embeds = self._merged_embeddings(views, ids)

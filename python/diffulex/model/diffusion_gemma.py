@@ -185,12 +185,17 @@ class GemmaExperts(nn.Module):
         self._norm_weight: torch.Tensor | None = None
 
     def fold(self) -> None:
-        """Prepares the router's norm weight, ``router_scale * H^-0.5``, from the loaded scale."""
+        """Prepares the router's norm weight, ``router_scale * H^-0.5``, from the loaded scale.
+
+        Waits for the device: kernels read weights ahead of the launches in front of them.
+        """
         self._norm_weight = self.router_scale * self.router_scale.numel() ** -0.5
+        if self._norm_weight.is_cuda:
+            torch.cuda.current_stream(self._norm_weight.device).synchronize()
 
     def route(self, residual: torch.Tensor, scaled: torch.Tensor, scratch: MoeScratch) -> None:
         """Experts and weights of rows [T, H]; `scaled` is a buffer of the same shape."""
-        if self._norm_weight is None:
+        if self._norm_weight is None:  # filled by hand; the loader folds
             self.fold()
         ops.rms_norm(residual, self._norm_weight, self.eps, out=scaled)
         ops.router_gemm(scaled, self.router, out=scratch.logits)
@@ -503,6 +508,12 @@ class DiffusionGemmaForDiffusionLM(nn.Module):
             table[encoder] = self.layer_scalars[ENCODER_PASS, index : index + 1]
             table[prefix + _SCALAR] = self.layer_scalars[DECODER_PASS, index : index + 1]
         return table
+
+    def finish_loading(self) -> None:
+        """Folds what steps need beside the loaded weights."""
+        for module in self.modules():
+            if isinstance(module, GemmaExperts):
+                module.fold()
 
     def tie_embeddings(self) -> None:
         """Lets the head use the embedding table."""

@@ -33,6 +33,8 @@ class LoadableModel(Protocol):
 
     A model whose checkpoints come in several layouts has `weight_table_for(stored_names)` as well,
     which is asked in place of `weight_table`.
+
+    A model that prepares something from its loaded weights has `finish_loading()`.
     """
 
     spec: ModelSpec
@@ -190,6 +192,9 @@ def load_weights(
     if is_tied:
         model.tie_embeddings()
     _copy(table, stored, progress=progress, merge=merge)
+    finish = getattr(model, "finish_loading", None)
+    if finish is not None:
+        finish()
 
 
 def _copy(

@@ -71,6 +71,7 @@ from diffulex.ops.sampling import entropy_bound_mask as entropy_bound_mask
 from diffulex.ops.sampling import merge_token_stats as merge_token_stats
 from diffulex.ops.sampling import sample_filtered as sample_filtered
 from diffulex.ops.sampling import token_stats as token_stats
+from diffulex.ops.settled import settled_weights as settled_weights
 from diffulex.ops.soft_embedding import soft_embedding as soft_embedding
 from diffulex.ops.token_merge import MergeKind as MergeKind
 from diffulex.ops.token_merge import token_merge_embed as token_merge_embed

@@ -64,7 +64,8 @@ def linear_few_rows(
     """x W^T + bias of at most `FEW_ROWS` rows x [M, K] (16-bit floats), in `out` [M, N] if given.
 
     With `act` (a value of `ops.Activation`) the rows of W are those of gate, then those of up, and
-    the result is act(gate) * up [M, N / 2], rounded once.
+    the result is act(gate) * up [M, N / 2], rounded once. Inside `settled_weights` W is read while the
+    launches in front still run: none of those may then write it.
     """
     if out is None:
         columns = weight.shape[0] if act is None else weight.shape[0] // 2

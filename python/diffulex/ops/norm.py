@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The RMSNorm family. x is [..., H]; math in fp32, one rounding at the end."""
+"""The RMSNorm family. x is [..., H]; math in fp32, one rounding at the end.
+
+Inside `settled_weights` CUDA kernels read `weight` while the launches in front of them still run: none
+of those may then write it.
+"""
 
 from __future__ import annotations
 

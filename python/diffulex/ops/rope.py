@@ -54,6 +54,9 @@ def qk_norm_rope(
 ) -> None:
     """Per head RMSNorm of q and k (weight None = no norm), then rotary, in place on qkv.
 
+    Inside `settled_weights` CUDA kernels read the weights while the launches in front of them still
+    run: none of those may then write them.
+
     Args:
         qkv: [T, (Hq + 2 Hkv) D]; [T, (Hq + Hkv) D] with `v_from_raw_k`.
         norm_v: V gets a weightless norm.

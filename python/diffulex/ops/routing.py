@@ -42,7 +42,8 @@ class Routing(NamedTuple):
 def router_gemm(x: Tensor, w: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Router logits [T, E] float32: x [T, H] times w [E, H] (float32 or bfloat16), float32 sums.
 
-    A row does not depend on the other rows.
+    A row does not depend on the other rows. Inside `settled_weights` CUDA kernels read `w` while the
+    launches in front of them still run: none of those may then write it.
     """
     if out is None:
         out = torch.empty(x.shape[0], w.shape[0], dtype=torch.float32, device=x.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First calls of every op, so that nothing is loaded lazily inside CUDA graph capture."""
+"""Preparation of a device, so that nothing is loaded lazily inside CUDA graph capture."""
 
 from __future__ import annotations
 
@@ -53,11 +53,15 @@ def warmup(
     vocab_size: int = 4096,
     kv_layout: int = KvLayout.UNIFIED,
 ) -> None:
-    """Runs every op once on tiny tensors and waits for the device.
+    """Loads every CUDA kernel, runs the ops once on tiny tensors and waits for the device.
 
-    Call it before the first capture, with the dtype, head dims and head counts of the model.
+    Call it before the first capture, with the dtype, head dims and head counts of the model: any op of
+    any shape can be captured then. What the calls add is torch's own first use of the device.
     """
     device = torch.device(device)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.ops.diffulex_control.warm_kernels(index)
     x = torch.ones(_NUM_TOKENS, hidden_size, dtype=dtype, device=device)
     weight = torch.ones(hidden_size, dtype=dtype, device=device)
     rms_norm(x, weight, 1e-6)

@@ -406,3 +406,10 @@ def test_cache_of_a_uniform_model_is_one_tensor() -> None:
     assert cache.nbytes == 5 * (
         2 * 3 * 4 * 2 * 16 * 4
     )  # K and V, layers, slots, heads, size, bytes
+
+
+def test_loading_folds_what_the_steps_read(checkpoint: Checkpoint) -> None:
+    """No step computes a weight: kernels read those ahead of the launches in front of them."""
+    for layer in checkpoint.load().layers:
+        scale = layer.experts.router_scale
+        assert torch.equal(layer.experts._norm_weight, scale * scale.numel() ** -0.5)

@@ -277,3 +277,49 @@ for lengths, contexts in (([4, 16], [1500, 2000]), ([4] * 9, [1500] + [7] * 8), 
 def test_batch_invariance_on_request() -> None:
     done = _python(INVARIANT, DIFFULEX_BATCH_INVARIANT="1")
     assert done.returncode == 0, done.stderr
+
+
+FRESH = """
+import sys
+sys.path[:0] = {path!r}
+import torch
+import op_calls
+from diffulex import ops
+
+def captured(call):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+experts, inputs = [], []
+for num_tokens in (8, 330, 2048):  # tiles sorted inside, of 128 slots, of two CTAs with a gather
+    x = torch.randn(num_tokens, 192, device="cuda", dtype=torch.bfloat16)
+    w13 = torch.randn(6, 256, 192, device="cuda", dtype=torch.bfloat16) / 14
+    w2 = torch.randn(6, 192, 128, device="cuda", dtype=torch.bfloat16) / 11
+    weights = torch.rand(num_tokens, 2, device="cuda")
+    ids = torch.randint(0, 6, (num_tokens, 2), device="cuda", dtype=torch.int32)
+    inputs.append((x, w13, w2, weights, ids))
+calls = [(op, op_calls.make(op, "cuda"), op_calls.make(op, "cuda")) for op in {names!r}]
+torch.cuda.synchronize()
+ops.warmup("cuda")
+for arguments in inputs:
+    out = torch.empty_like(arguments[0])
+    graph = captured(lambda: ops.fused_moe(*arguments, out=out))
+    graph.replay()
+    assert torch.equal(out, ops.fused_moe(*arguments)), arguments[0].shape
+for op, (static, numbers), (eager, _) in calls:
+    graph = captured(lambda: op_calls.run(op, static, numbers))
+    graph.replay()
+    op_calls.run(op, eager, numbers)
+    for name in op_calls.written(op):
+        if eager[name] is not None and name != "workspace":
+            assert torch.equal(static[name], eager[name]), (op, name)
+"""
+
+
+def test_every_op_can_be_captured_after_the_warm_up() -> None:
+    """In a process that loads kernels lazily and has called none of them before."""
+    code = FRESH.format(path=sys.path[:], names=OPS)
+    done = _python(code, CUDA_MODULE_LOADING="LAZY")
+    assert done.returncode == 0, done.stderr

@@ -3,9 +3,12 @@
 
 // Programmatic dependent launch (PTX 7.8, sm_90): a kernel may start while the one before it in the
 // stream still runs. Before it reads what an earlier kernel wrote, or writes what one may still
-// read, it calls pdl_wait(). On older architectures both calls do nothing and the launch is plain.
+// read, it calls pdl_wait(). Weights are read before it, by launches that can_read_ahead() allows.
+// On older architectures both calls do nothing and the launch is plain.
 
 #include <cuda_runtime.h>
+
+#include "diffulex/kernels/exec_context.h"
 
 namespace diffulex::cuda {
 
@@ -33,8 +36,9 @@ struct LaunchShape {
 };
 
 /// True when the device runs code compiled for its own architecture, 9.0 or later. Code of an older
-/// one, compiled at load time, holds no pdl_wait() and must be launched plainly.
-[[nodiscard]] inline bool can_launch_dependent(int device_index) {
+/// one, compiled at load time, holds no pdl_wait() and must be launched plainly. Static: the list
+/// of architectures differs between the groups of sources, and each must get its own answer.
+[[nodiscard]] static inline bool can_launch_dependent(int device_index) {
   int major = 0;
   int minor = 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_index) !=
@@ -52,6 +56,12 @@ struct LaunchShape {
   }
 #endif
   return false;
+}
+
+/// As above for a kernel that reads weights before its pdl_wait(): only where the caller promises
+/// that no launch in front writes them. An ordinary launch starts after all of those.
+[[nodiscard]] static inline bool can_read_ahead(const ExecContext& context) {
+  return context.weights_settled && can_launch_dependent(context.device_index);
 }
 
 /// Launches a kernel that calls pdl_wait() so that it may overlap the end of the one before it;

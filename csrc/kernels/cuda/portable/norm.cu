@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(32 * kWarps * kRows)
   }
   float weights[kHeld > 0 ? kHeld : 1][kCount];
   if constexpr (kVec) {
-    // Weights come from no kernel: their way from memory overlaps the end of the one before.
+    // Where no kernel in front writes them (can_read_ahead), the way of the weights from memory
+    // overlaps the end of the one before.
 #pragma unroll
     for (int piece = 0; piece < kHeld; ++piece) {
       const int32_t column = (piece * kThreads + thread) * kElems;
@@ -186,7 +187,7 @@ cudaError_t launch_norm(const NormArgs& args, const ExecContext& context) {
   const auto blocks = static_cast<unsigned>(ceil_div(args.num_rows, kRows));
   return launch_dependent(norm_kernel<T, kKind, kWarps, kRows, kHeld>,
                           LaunchShape{blocks, 32 * kWarps * kRows, 0, stream_of(context)},
-                          can_launch_dependent(context.device_index), args);
+                          can_read_ahead(context), args);
 }
 
 template <typename T, NormKind kKind>

@@ -275,7 +275,8 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ 
   const int32_t part = run.part;
   const int32_t first = run.first;
   const HeadGroup& group = part == 0 ? args.q : (part == 1 ? args.k : args.v);
-  // Weights come from no kernel: their way from memory overlaps the end of the one before.
+  // Where no kernel in front writes them (can_read_ahead), the way of the weights from memory
+  // overlaps the end of the one before.
   UnitTables<Shape> tables[Shape::kUnits];
   load_weights<Shape>(args, group, tables);
   pdl_launch_dependents();
@@ -332,8 +333,7 @@ cudaError_t launch_shape(RopeArgs args, const ExecContext& context) {
   const LaunchShape shape{
       static_cast<unsigned>(ceil_div(args.num_tokens * args.num_warp_heads, kWarps)), kThreads, 0,
       stream_of(context)};
-  return launch_dependent(rope_kernel<Shape>, shape, can_launch_dependent(context.device_index),
-                          args);
+  return launch_dependent(rope_kernel<Shape>, shape, can_read_ahead(context), args);
 }
 
 template <typename T>

@@ -6,6 +6,7 @@
 // element is the same bits whatever T and E are.
 #include <cstdint>
 
+#include "kernels/cuda/common/device_facts.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/common/reduce.cuh"
@@ -119,10 +120,10 @@ cudaError_t launch_router_tile(const RouterArgs& args, LaunchShape shape, bool i
 
 /// The smallest tiles that all run at once, so that no CTA reads much; larger tiles read less in
 /// all. They add in the same order.
-cudaError_t launch_router_mma(const RouterArgs& args, const LaunchShape& shape, bool is_dependent) {
-  const auto runs_at_once = [](const dim3& grid) {
-    constexpr int64_t kCtas = 264;  // two for each multiprocessor of a large device
-    return int64_t{grid.x} * grid.y <= kCtas;
+cudaError_t launch_router_mma(const RouterArgs& args, const LaunchShape& shape, bool is_dependent,
+                              int32_t num_processors) {
+  const auto runs_at_once = [&](const dim3& grid) {
+    return int64_t{grid.x} * grid.y <= int64_t{2} * num_processors;
   };
   if (runs_at_once(router_grid<SmallRouterTile>(args))) {
     return launch_router_tile<SmallRouterTile>(args, shape, is_dependent);
@@ -160,13 +161,14 @@ Status router_gemm(const RouterGemmParams& params, const ExecContext& context) {
                       x_row % 16 == 0 && w_row % 16 == 0;
   LaunchShape shape;
   shape.stream = stream_of(context);
-  const bool is_dependent = can_launch_dependent(context.device_index);
+  const bool is_dependent = can_read_ahead(context);
   if (args.num_tokens == 0 || args.num_experts == 0) {
     return Status::ok_status();
   }
   if (params.x.dtype == DType::kBF16 && params.w.dtype == DType::kBF16 && is_vec &&
       args.hidden % kRouterChunk == 0) {
-    return cuda_status(kWhere, launch_router_mma(args, shape, is_dependent));
+    return cuda_status(kWhere, launch_router_mma(args, shape, is_dependent,
+                                                 device_processors(context.device_index)));
   }
   return dispatch_dtype(kWhere, params.x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

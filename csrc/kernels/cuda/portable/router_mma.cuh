@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
     }
   };
   int column = warp * kRouterChunk + lane_column;
-  load_weights(column);  // no kernel writes them
+  load_weights(column);  // no kernel in front writes them: can_read_ahead()
   pdl_wait();
 
   float sums[kTokenTiles][kExpertTiles][4] = {};

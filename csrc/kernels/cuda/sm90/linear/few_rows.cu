@@ -104,8 +104,8 @@ Status launch(const LinearFewRowsParams& params, const ExecContext& context) {
   shape.block = dim3(static_cast<unsigned>(ceil_div(plan.tile_rows, 64) * 128 + 32));
   shape.smem_bytes = static_cast<size_t>(plan.smem_bytes);
   shape.stream = stream_of(context);
-  return cuda_status(kWhere, launch_dependent(sm90::linear_kernel<Traits>, shape, true, weight_map,
-                                              row_map, args));
+  return cuda_status(kWhere, launch_dependent(sm90::linear_kernel<Traits>, shape,
+                                              context.weights_settled, weight_map, row_map, args));
 }
 
 template <typename T>

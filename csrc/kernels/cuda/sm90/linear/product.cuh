@@ -100,8 +100,8 @@ class LinearProducer final {
         work_(args),
         policy_(ptx::policy_evict_first()) {}
 
-  /// Weights, which nothing in front writes, fill the stages. Until the kernels in front have ended
-  /// few are on their way at a time.
+  /// Weights, which nothing in front writes (ExecContext::weights_settled), fill the stages. Until
+  /// the kernels in front have ended few are on their way at a time.
   __device__ __forceinline__ void start() {
     for (int32_t step = 0; step < work_.early; ++step) {
       if (step >= args_.paced_stages) {

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What is no op of its own: how the ops of this thread run, and the preparation of a device.
+#include <torch/csrc/stable/library.h>
+
+#include "diffulex/kernels/warmup.h"
+#include "torch/checks.h"
+#include "torch/stream.h"
+
+namespace diffulex::torch_ops {
+namespace {
+
+/// Sets whether ops of this thread may read weights ahead and returns what was set before.
+bool settle_weights(bool settled) {
+  return exchange_weights_settled(settled);
+}
+
+/// Loads every kernel on a CUDA device.
+void warm_kernels(int64_t device_index) {
+  const OpDevice device{Device::kCuda, static_cast<int32_t>(device_index)};
+  const DeviceScope scope("warm_kernels", device);
+  raise_if_error(warmup(scope.context()));
+}
+
+}  // namespace
+}  // namespace diffulex::torch_ops
+
+STABLE_TORCH_LIBRARY(diffulex_control, library) {
+  library.def("settle_weights(bool settled) -> bool");
+  library.def("warm_kernels(int device_index) -> ()");
+}
+
+// Neither has a tensor, so neither has a device to be dispatched by.
+STABLE_TORCH_LIBRARY_IMPL(diffulex_control, CompositeExplicitAutograd, library) {
+  library.impl("settle_weights", TORCH_BOX(&diffulex::torch_ops::settle_weights));
+  library.impl("warm_kernels", TORCH_BOX(&diffulex::torch_ops::warm_kernels));
+}
