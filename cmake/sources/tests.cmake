@@ -60,12 +60,14 @@ set(DIFFULEX_TESTS_CUDA_SOURCES
     tests/cpp/cuda/attention_paths_test.cpp
     tests/cpp/cuda/block_attention_test.cpp
     tests/cpp/cuda/block_rules_device_test.cu
+    tests/cpp/cuda/concurrent_calls_test.cpp
     tests/cpp/cuda/dense_ops_test.cpp
     tests/cpp/cuda/hopper_attention_test.cpp
     tests/cpp/cuda/linear_chain_test.cpp
     tests/cpp/cuda/linear_hopper_test.cpp
     tests/cpp/cuda/moe_hopper_test.cpp
     tests/cpp/cuda/moe_test.cpp
+    tests/cpp/cuda/op_limits_test.cu
     tests/cpp/cuda/op_overlap_test.cu
     tests/cpp/cuda/sampler_cluster_test.cpp
     tests/cpp/cuda/sampling_test.cpp

@@ -81,6 +81,13 @@ int32_t choose_moe_wgmma_tile(int64_t num_rows, int64_t max_expert_rows, int32_t
   return mean <= 88 ? 128 : (mean <= 132 ? 160 : kMoePairTile);
 }
 
+int64_t expected_local_slots(int64_t num_slots, int64_t num_experts, int32_t num_local_experts) {
+  if (num_experts <= num_local_experts) {
+    return num_slots;
+  }
+  return (num_slots * num_local_experts + num_experts - 1) / num_experts;
+}
+
 int64_t moe_max_tiles(int64_t num_slots, int32_t num_local_experts, int32_t tile) {
   if (num_slots <= 0 || num_local_experts <= 0 || tile <= 0) {
     return 0;

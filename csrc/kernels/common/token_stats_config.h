@@ -24,6 +24,21 @@ inline constexpr int64_t kStatsRecordBytes = 80;
 inline constexpr int64_t kStatsMaxForbidden = 8;
 inline constexpr int32_t kStatsMaxTopK = 64;
 
+/// How the CTAs of the Hopper kernel share a row. Results do not depend on it.
+struct StatsCluster {
+  int32_t ctas = 1;   // per row
+  int32_t warps = 1;  // per CTA
+};
+
+/// Chunks of a warp on their way or being summed, in the Hopper kernel.
+inline constexpr int kStatsStages = 2;
+
+/// Shares for `num_rows` rows of `num_chunks` chunks on `num_processors` multiprocessors; a CTA has
+/// at most `max_warps`, a chunk `chunk_bytes` in shared memory.
+[[nodiscard]] StatsCluster stats_cluster(int64_t num_rows, int64_t num_chunks, bool has_top_k,
+                                         int64_t max_warps, int64_t chunk_bytes,
+                                         int64_t num_processors);
+
 /// Chunks of a row of `vocab_size` columns.
 [[nodiscard]] constexpr int64_t stats_chunks(int64_t vocab_size) {
   return (vocab_size + kStatsChunkColumns - 1) / kStatsChunkColumns;

@@ -172,7 +172,7 @@ struct AcceptMaskFillParams {
 [[nodiscard]] DIFFULEX_API Status token_stats(const TokenStatsParams& params,
                                               const ExecContext& context);
 
-/// Bytes of scratch token_stats needs on `device`.
+/// Bytes of scratch token_stats needs on `device`; `top_k` adds none, lists stay inside the CTAs.
 [[nodiscard]] DIFFULEX_API size_t token_stats_workspace_bytes(int64_t num_rows, int64_t vocab_size,
                                                               int32_t top_k, Device device);
 

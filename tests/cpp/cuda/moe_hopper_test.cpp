@@ -185,6 +185,51 @@ TEST(MoeHopperTest, OneExpertOrNoneTakesEverything) {
   }
 }
 
+/// Many tokens on one expert, and on experts as popular as words, with all experts here or half.
+TEST(MoeHopperTest, UnevenRoutingMatchesCpu) {
+  DIFFULEX_REQUIRE_DEVICE();
+  constexpr int64_t kTokens = 8192;
+  constexpr int64_t kExperts = 32;
+  for (const bool is_zipf : {false, true}) {
+    for (const bool has_map : {false, true}) {
+      SCOPED_TRACE(testing::Message() << "zipf " << is_zipf << " map " << has_map);
+      MoeCaseShape shape = hopper_shape(DType::kBF16, kTokens);
+      shape.num_experts = kExperts;
+      shape.hidden = 128;
+      shape.width = 64;
+      shape.has_map = has_map;
+      MoeCase gpu(shape, 17);
+      const int64_t global = has_map ? 2 * kExperts : kExperts;
+      const int64_t local = expected_local_slots(2 * kTokens, global, kExperts);
+      ASSERT_EQ(choose_moe_wgmma_tile(local, kTokens, kExperts, false), kMoePairTile);
+      std::mt19937_64 random(5);
+      std::vector<double> popularity;
+      for (int64_t expert = 0; expert < global; ++expert) {
+        popularity.push_back(1.0 / static_cast<double>(expert + 1));
+      }
+      std::discrete_distribution<int32_t> zipf(popularity.begin(), popularity.end());
+      for (size_t slot = 0; slot < gpu.ids.size(); slot += 2) {
+        gpu.ids[slot] = is_zipf ? zipf(random) : 3;  // 3 is here, with a map too
+        gpu.ids[slot + 1] = -1;
+        const int32_t second = is_zipf ? zipf(random) : -1;
+        if (second != gpu.ids[slot]) {
+          gpu.ids[slot + 1] = second;
+        }
+      }
+      MoeCase cpu = gpu;
+      ASSERT_TRUE(fused_moe(cpu.params(), ExecContext()).ok());
+      DeviceCase device(gpu);
+      ASSERT_NO_FATAL_FAILURE(device.run());
+      for (int64_t i = 0; i < cpu.out.elements(); ++i) {
+        const double expected = cpu.out.get_offset(i);
+        ASSERT_LE(std::abs(gpu.out.get_offset(i) - expected),
+                  moe_bound(shape.dtype) * std::max(1.0, std::abs(expected)))
+            << "element " << i;
+      }
+    }
+  }
+}
+
 TEST(MoeHopperTest, RowsNobodyReadsMayHoldAnything) {
   DIFFULEX_REQUIRE_DEVICE();
   MoeCaseShape shape = hopper_shape(DType::kBF16, 40);

@@ -265,6 +265,14 @@ TEST(MoeConfig, Tiles) {
   EXPECT_EQ(choose_moe_wgmma_tile(89 * 64, 712, 64, false), 160);
   EXPECT_EQ(choose_moe_wgmma_tile(133 * 64, 1064, 64, false), kMoePairTile);
   EXPECT_EQ(choose_moe_wgmma_tile(8, 1, 64, true), 64);
+  // One eighth of the experts gets one eighth of the slots, and the tile of all of them.
+  EXPECT_EQ(expected_local_slots(8192, 256, 256), 8192);
+  EXPECT_EQ(expected_local_slots(8192, 256, 32), 1024);
+  EXPECT_EQ(expected_local_slots(1, 256, 32), 1);
+  EXPECT_EQ(choose_moe_wgmma_tile(expected_local_slots(8192, 256, 32), 1024, 32, false),
+            choose_moe_wgmma_tile(8192, 1024, 256, false));
+  EXPECT_EQ(choose_moe_tile(expected_local_slots(1 << 14, 512, 64), 64, false),
+            choose_moe_tile(1 << 14, 512, false));
   for (const int64_t rows : {1, 100, 100000}) {
     EXPECT_EQ(choose_moe_tile(rows, 64, true), 64);
   }

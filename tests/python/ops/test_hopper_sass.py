@@ -36,12 +36,27 @@ def _functions(kernel: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["attention_kernel", "moe_kernel"])
+@pytest.mark.parametrize("kernel", ["attention_kernel", "moe_kernel", "linear_kernel"])
 def test_products_use_the_tensor_cores_and_the_copy_engine(kernel: str) -> None:
     for name, body in _functions(kernel).items():
         assert "HGMMA" in body, name
         assert "UTMALDG" in body, name
         # Copies from several lanes become a loop over lanes, a hundred cycles each.
         assert "BRA.U.ANY" not in body, name
-        # Registers were enough: no array and no spill lives in local memory.
-        assert not re.search(r"\b(STL|LDL)\b", body), name
+
+
+# Kernels whose registers must be enough. What a compiler version spills of single words between loops
+# costs nothing that can be measured; an array in local memory, or a spill in an unrolled loop, takes
+# dozens of accesses.
+_MOST_LOCAL_ACCESSES = 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kernel",
+    ["attention_kernel", "moe_kernel", "linear_kernel", "cluster_kernel", "cluster_filter_kernel"],
+)
+def test_nothing_of_weight_lives_in_local_memory(kernel: str) -> None:
+    for name, body in _functions(kernel).items():
+        accesses = re.findall(r"\b(?:STL|LDL)\b.*", body)
+        assert len(accesses) <= _MOST_LOCAL_ACCESSES, f"{name}: {len(accesses)}, {accesses[:3]}"

@@ -13,11 +13,13 @@
 
 namespace diffulex::cuda {
 
-/// Turns a CUDA error into a Status naming the op.
+/// Turns a CUDA error into a Status naming the op. The runtime's last error is cleared: the next
+/// op, which reads it after its launch, must not find the error of this one.
 [[nodiscard]] inline Status cuda_status(const char* where, cudaError_t error) {
   if (error == cudaSuccess) {
     return Status::ok_status();
   }
+  cudaGetLastError();
   return make_error(StatusCode::kCudaError, where, ": expected success from CUDA, got ",
                     cudaGetErrorName(error), " (", cudaGetErrorString(error), ")");
 }

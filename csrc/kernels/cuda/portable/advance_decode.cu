@@ -24,6 +24,10 @@ struct CtaTeam {
 
 static_assert(sizeof(DecodeRequest) % sizeof(uint64_t) == 0);
 constexpr int32_t kRequestWords = sizeof(DecodeRequest) / sizeof(uint64_t);
+/// What a window and its writes may take: a CTA has 48 KiB without asking the driver for more, and
+/// keeps the request, the shift and the marks there too.
+constexpr size_t kMaxScratchBytes =
+    48 * 1024 - sizeof(DecodeRequest) - (1 + kNumMarks) * sizeof(int32_t);
 
 template <typename Decode>
 __global__ void __launch_bounds__(kThreads, 1) advance_kernel(AdvanceArgs args) {
@@ -69,6 +73,12 @@ Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& cont
   const int32_t num_rows = args.block_size * args.buffer_size;
   const size_t shared_bytes =
       static_cast<size_t>(window_len(num_rows) + num_rows) * sizeof(int32_t);
+  if (shared_bytes > kMaxScratchBytes) {
+    constexpr size_t kMaxRows =
+        (kMaxScratchBytes - window_len(0) * sizeof(int32_t)) / (2 * sizeof(int32_t));
+    return make_error(StatusCode::kUnsupported, kWhere, ": tokens: expected at most ", kMaxRows,
+                      " positions in flight per request on cuda, got ", num_rows);
+  }
   const auto num_reqs = static_cast<unsigned>(params.requests.size[0]);
   auto kernel = advance_kernel<BufferDecode>;
   if (args.seed_row != nullptr) {

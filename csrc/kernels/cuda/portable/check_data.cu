@@ -77,6 +77,14 @@ Status scan(const char* where, const CheckArgs& args, Fault& fault, cudaStream_t
 
 /// The one place of this library that allocates and synchronises; see the header.
 Status run_check(const char* where, CheckArgs args, Fault& fault, const ExecContext& context) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  DIFFULEX_RETURN_IF_ERROR(cuda_status(where, cudaStreamIsCapturing(stream_of(context), &capture)));
+  if (capture != cudaStreamCaptureStatusNone) {
+    return make_error(
+        StatusCode::kUnsupported, where,
+        ": stream: expected none under capture with DIFFULEX_CHECK=1, which waits for "
+        "the device (turn CUDA graphs off: enforce_eager=True), got a capturing one");
+  }
   void* device_fault = nullptr;
   DIFFULEX_RETURN_IF_ERROR(cuda_status(where, cudaMalloc(&device_fault, sizeof(Fault))));
   args.fault = static_cast<Fault*>(device_fault);

@@ -101,7 +101,7 @@ struct MoeKernels {
   bool is_streamed;  // nearly every weight is read once
 };
 
-/// `max_expert_rows` bounds the rows of one expert.
+/// `num_rows` are expected by the experts held here, `max_expert_rows` bounds those of one.
 MoeKernels choose_kernels(const MoePathQuery& query, int64_t num_rows, int64_t max_expert_rows,
                           int32_t num_local, const ExecContext& context) {
   const MoePath path = choose_moe_path(query);
@@ -164,6 +164,7 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   const auto num_local = static_cast<int32_t>(params.w13.size[0]);
   const auto top_k = static_cast<int32_t>(params.topk_ids.size[1]);
   const int64_t num_slots = params.topk_ids.numel();
+  const int64_t num_experts = params.expert_map.present() ? params.expert_map.size[0] : num_local;
   const int64_t hidden = params.x.size[1];
   const int64_t width = params.w2.size[2];
   const DType dtype = params.x.dtype;
@@ -171,7 +172,8 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
       {dtype, hidden, width,
        is_row_aligned(params.x) && is_row_aligned(params.w13) && is_row_aligned(params.w2),
        has_moe_wgmma(dtype, context.device_index)},
-      num_slots, params.x.size[0], num_local, context);
+      expected_local_slots(num_slots, num_experts, num_local), params.x.size[0], num_local,
+      context);
   const MoeScratch scratch =
       fused_moe_scratch({params.x.size[0], top_k, num_local, hidden, width, dtype}, Device::kCuda);
   const int64_t max_tiles = moe_max_tiles(num_slots, num_local, kernels.tile);
@@ -241,7 +243,6 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   down.scatter = permute.sorted_slots.as<const int32_t>();
   DIFFULEX_RETURN_IF_ERROR(launch_gemm(kernels.path, dtype, down, context));
 
-  const int64_t num_experts = params.expert_map.present() ? params.expert_map.size[0] : num_local;
   return launch_slot_sum(
       kWhere,
       {slot_out, params.weight_on_input ? nullptr : &params.topk_weights, params.topk_ids,

@@ -29,6 +29,7 @@ struct ProbabilityArgs {
   int64_t chunk_columns;         // row stride of `out`
   int64_t columns;               // to write
   int64_t num_columns;           // of them that exist and are below the vocabulary limit
+  uint32_t row_ctas;             // CTAs of a row
   float softcap;
 };
 
@@ -52,9 +53,10 @@ __device__ __forceinline__ float probability_of(float logit, float softcap, floa
 template <typename Logit, typename T>
 __global__ void __launch_bounds__(kProbabilityThreads)
     probability_kernel(const __grid_constant__ ProbabilityArgs args) {
-  const int64_t row = blockIdx.y;
+  const int64_t row = blockIdx.x / args.row_ctas;
   const int64_t first =
-      static_cast<int64_t>(blockIdx.x) * kProbabilityThreads * kPerThread + threadIdx.x;
+      static_cast<int64_t>(blockIdx.x % args.row_ctas) * kProbabilityThreads * kPerThread +
+      threadIdx.x;
   T* out = static_cast<T*>(args.out) + row * args.chunk_columns;
   const bool is_valid = args.row_valid == nullptr || args.row_valid[row] != 0;
   float factor = args.inv_temperature == nullptr ? 1.0F : args.inv_temperature[row];
@@ -313,13 +315,15 @@ struct FinishArgs {
   int64_t num_rows;
   int32_t width;
   int32_t num_splits;
+  uint32_t row_ctas;  // CTAs of a row
   float normalizer;
 };
 
 __global__ void __launch_bounds__(kProductThreads)
     finish_kernel(const __grid_constant__ FinishArgs args) {
-  const int64_t row = blockIdx.y;
-  const int32_t column = static_cast<int32_t>(blockIdx.x) * kProductThreads + threadIdx.x;
+  const int64_t row = blockIdx.x / args.row_ctas;
+  const int32_t column =
+      static_cast<int32_t>(blockIdx.x % args.row_ctas) * kProductThreads + threadIdx.x;
   if (column >= args.width) {
     return;
   }
@@ -333,14 +337,27 @@ __global__ void __launch_bounds__(kProductThreads)
   args.out[row * args.out_stride + column] = sum;
 }
 
-/// blockIdx.y counts rows or row tiles; a grid's y extent is below 2^16.
-constexpr int64_t kMaxGridRows = 65535;
+/// The products count row tiles along y, whose extent is below 2^16; the other kernels have the
+/// CTAs of all rows along x, those of a row next to each other.
+constexpr int64_t kMaxRows = int64_t{65535} * kTileRows;
+constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
+
+/// `count` CTAs along x, where a device takes that many.
+Status check_grid(int64_t count) {
+  if (count <= kMaxGrid) {
+    return Status::ok_status();
+  }
+  return make_error(StatusCode::kUnsupported, kWhere, ": logits: expected at most ", kMaxGrid,
+                    " pieces of rows on cuda, got ", count);
+}
 
 template <typename T>
-Status launch_probabilities(const ProbabilityArgs& args, DType logit_dtype, int64_t num_rows,
+Status launch_probabilities(ProbabilityArgs args, DType logit_dtype, int64_t num_rows,
                             cudaStream_t stream) {
-  const int64_t blocks = ceil_div(args.columns, int64_t{kProbabilityThreads} * kPerThread);
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(num_rows));
+  const int64_t row_ctas = ceil_div(args.columns, int64_t{kProbabilityThreads} * kPerThread);
+  DIFFULEX_RETURN_IF_ERROR(check_grid(num_rows * row_ctas));
+  args.row_ctas = static_cast<uint32_t>(row_ctas);
+  const auto grid = static_cast<unsigned>(num_rows * row_ctas);
   return dispatch_dtype(kWhere, logit_dtype, [&](auto tag) {
     using Logit = typename decltype(tag)::type;
     probability_kernel<Logit, T><<<grid, kProbabilityThreads, 0, stream>>>(args);
@@ -420,9 +437,10 @@ Status run_chunks(const SoftEmbeddingParams& params, const SoftEmbeddingPlan& pl
   finish.width = product.width;
   finish.num_splits = plan.num_splits;
   finish.normalizer = params.normalizer;
-  const dim3 grid(static_cast<unsigned>(ceil_div(finish.width, kProductThreads)),
-                  static_cast<unsigned>(num_rows));
-  finish_kernel<<<grid, kProductThreads, 0, stream>>>(finish);
+  const int64_t row_ctas = ceil_div(finish.width, kProductThreads);
+  DIFFULEX_RETURN_IF_ERROR(check_grid(num_rows * row_ctas));
+  finish.row_ctas = static_cast<uint32_t>(row_ctas);
+  finish_kernel<<<static_cast<unsigned>(num_rows * row_ctas), kProductThreads, 0, stream>>>(finish);
   return check_launch(kWhere);
 }
 
@@ -432,8 +450,8 @@ Status soft_embedding(const SoftEmbeddingParams& params, const ExecContext& cont
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
   const int64_t num_rows = params.out.size[0];
-  if (num_rows > kMaxGridRows) {
-    return make_error(StatusCode::kUnsupported, kWhere, ": logits: expected at most ", kMaxGridRows,
+  if (num_rows > kMaxRows) {
+    return make_error(StatusCode::kUnsupported, kWhere, ": logits: expected at most ", kMaxRows,
                       " rows on cuda, got ", num_rows);
   }
   const SoftEmbeddingPlan plan = soft_embedding_plan(num_rows, params.logits.size[1],

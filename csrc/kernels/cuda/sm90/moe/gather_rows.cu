@@ -4,6 +4,7 @@
 // that the copy engine loads them by box. One warp per row.
 #include <cstdint>
 
+#include "kernels/cuda/common/device_facts.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/pdl.cuh"
 #include "kernels/cuda/sm90/moe/launch.h"
@@ -50,9 +51,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Status launch_gather_rows(const GatherRows& gather, const ExecContext& context) {
-  constexpr int64_t kMaxGrid = 132 * 16;
+  const int64_t most = int64_t{16} * device_processors(context.device_index);
   const int64_t blocks = ceil_div(gather.num_positions, kWarps);
-  const LaunchShape shape{dim3(static_cast<unsigned>(blocks < kMaxGrid ? blocks : kMaxGrid)),
+  const LaunchShape shape{dim3(static_cast<unsigned>(blocks < most ? blocks : most)),
                           dim3(kThreads), 0, stream_of(context)};
   return cuda_status("diffulex::fused_moe",
                      launch_dependent(gather_rows_kernel, shape, true, gather));

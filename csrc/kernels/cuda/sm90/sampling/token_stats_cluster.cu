@@ -8,7 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/common/token_stats_config.h"
 #include "kernels/cuda/common/cluster.cuh"
+#include "kernels/cuda/common/device_facts.h"
 #include "kernels/cuda/common/hopper.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/mbarrier.cuh"
@@ -24,8 +26,7 @@ namespace diffulex::cuda::sm90 {
 namespace {
 
 constexpr const char* kWhere = "diffulex::token_stats";
-/// Chunks of a warp on their way or being summed.
-constexpr int kStages = 2;
+constexpr int kStages = kStatsStages;
 /// What a CTA may have.
 constexpr size_t kMostSharedBytes = 227 << 10;
 /// Chunks whose records fit the shared memory of a CTA: rows of up to 524,288 columns.
@@ -265,53 +266,6 @@ __global__ void __launch_bounds__(32 * kMaxWarps<T>, 1)
   });
 }
 
-/// How a row is shared; a function of host shapes alone.
-struct ClusterShape final {
-  int32_t ctas;   // per row
-  int32_t warps;  // per CTA
-};
-
-/// SMs of the devices that these kernels are made for.
-constexpr int64_t kSms = 132;
-/// Shared memory for chunks, of an SM.
-constexpr int64_t kStageBytes = 160 << 10;
-
-/// Warps for the `chunks` of a CTA, at most `max_warps`, in rounds as even as can be; some more
-/// where the row has few chunks, since they finish it together.
-int32_t even_warps(int64_t chunks, int64_t max_warps) {
-  constexpr int64_t kLeast = 4;
-  const int64_t rounds = std::max<int64_t>(ceil_div(chunks, max_warps), 1);  // of no chunks too
-  return static_cast<int32_t>(std::max(ceil_div(chunks, rounds), kLeast));
-}
-
-/// CTAs that share a row while there are few rows, as measured. A cluster must fit the SMs of a
-/// GPC, whose number is not a multiple of its size: of 32 clusters of eight some find a third CTA
-/// on their SMs, which costs the heavier CTAs of a top-k more than a larger share of the row each.
-int64_t cluster_ctas(int64_t num_rows, bool has_top_k) {
-  if (num_rows <= kSms / 4) {
-    return has_top_k ? 7 : 8;
-  }
-  return num_rows <= 48 ? 5 : 2;
-}
-
-/// While there are few rows, CTAs share a row; a warp sums a chunk while its other one is on its
-/// way. Where rows outnumber SMs, an SM takes the more of them the more there are, so that they end
-/// at different times.
-ClusterShape cluster_shape(int64_t num_rows, int64_t num_chunks, bool has_top_k, int64_t max_warps,
-                           int64_t chunk_bytes) {
-  max_warps = std::min(max_warps, kStageBytes / (kStages * chunk_bytes));
-  if (num_rows > kSms / 2) {
-    const int64_t rows_per_sm =
-        num_rows > 2048 ? 6 : std::min<int64_t>(ceil_div(num_rows, kSms), 4);
-    return {1, even_warps(num_chunks, max_warps / rows_per_sm)};
-  }
-  const int64_t most = std::max<int64_t>(num_chunks / 4, 1);  // of no chunks too
-  const int64_t ctas = std::min(cluster_ctas(num_rows, has_top_k), most);
-  const int64_t share = std::max<int64_t>(ceil_div(num_chunks, ctas), 1);
-  return {static_cast<int32_t>(ctas),
-          even_warps(share, std::min(ceil_div(share, kStages), max_warps))};
-}
-
 template <typename T, bool kCapped>
 Status prepare_kernel(int32_t device_index) {
   return allow_shared_memory<cluster_kernel<T, kCapped>>(kWhere, device_index, kMostSharedBytes);
@@ -319,8 +273,9 @@ Status prepare_kernel(int32_t device_index) {
 
 template <typename T, bool kCapped>
 Status launch(const TokenStatsArgs& args, const ExecContext& context) {
-  const ClusterShape shape = cluster_shape(args.num_rows, args.num_chunks, args.top_k > 0,
-                                           kMaxWarps<T>, stage_bytes<T>(1));
+  const StatsCluster shape =
+      stats_cluster(args.num_rows, args.num_chunks, args.top_k > 0, kMaxWarps<T>, stage_bytes<T>(1),
+                    device_processors(context.device_index));
   DIFFULEX_RETURN_IF_ERROR((prepare_kernel<T, kCapped>(context.device_index)));
   const auto cluster = static_cast<unsigned>(shape.ctas);
   const LaunchShape launch{

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs compute-sanitizer over the CUDA tests in pieces that end, and prints a table of the pieces.
+
+    python scripts/sanitize_cuda.py build/cp312/tests/diffulex_tests_cuda
+    python scripts/sanitize_cuda.py --tool racecheck --only linear,overlap --seconds 300 PROGRAM
+
+A tool slows a kernel by two orders of magnitude, so each piece is one gtest filter with few random
+seeds and a time limit. A piece that does not end in time counts as cut off, not as passed. The exit
+status is 1 if a tool reported something, a test failed, or a piece was cut off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Name of a piece, gtest filter, random seeds a test.
+PIECES: tuple[tuple[str, str, int], ...] = (
+    ("attention", "CudaBlockAttentionTest.*:CudaHopperAttentionTest.KernelFollowsTheShape", 2),
+    ("attention-splits", "CudaHopperAttentionTest.ReplaysOverAnyWorkspace", 1),
+    ("attention-small", "CudaAttentionPathsTest.SmallSharedMemory*", 3),
+    ("attention-heads", "CudaAttentionPathsTest.ManyQueryHeadsPerKvHead", 1),
+    ("overlap-attention", "CudaAttentionOverlapTest.*", 1),
+    ("overlap-weights", "CudaOpOverlapTest.WeightsWritten*", 1),
+    ("overlap-activations", "CudaOpOverlapTest.ActivationsWritten*", 1),
+    ("overlap-experts", "CudaOpOverlapTest.ExpertInputs*", 1),
+    ("overlap-keys", "CudaOpOverlapTest.KeysStored*", 1),
+    ("overlap-logits", "CudaOpOverlapTest.LogitsWritten*", 1),
+    ("linear", "*Linear*Test.*-CudaLinearChainTest.*", 1),
+    ("linear-chain", "CudaLinearChainTest.*", 1),
+    ("experts", "MoeHopperTest.EveryTokenCountEqualsTheDefinition", 1),
+    ("sampling", "CudaTokenStats*:CudaSampleFiltered*", 1),
+    ("dense", "CudaNormTest.*:CudaRopeTest.*:CudaActivationTest.*:CudaOpLimitsTest.A*", 3),
+    ("accept", "*Accept*:*Advance*", 2),
+)
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one piece under one tool."""
+
+    tool: str
+    piece: str
+    verdict: str
+    tests: str
+    errors: str
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        return self.verdict == "ended"
+
+    def row(self) -> str:
+        cells = (self.tool, self.piece, self.verdict, self.tests, self.errors)
+        return f"| {' | '.join(cells)} | {self.seconds:.0f} |"
+
+
+def run_piece(program: Path, tool: str, piece: tuple[str, str, int], seconds: float) -> Outcome:
+    """One run; `errors` is the tool's own summary."""
+    name, tests, seeds = piece
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    if tool == "memcheck":
+        command += ["--leak-check", "no", "--report-api-errors", "no"]
+    command += [str(program), f"--gtest_filter={tests}", "--gtest_brief=1"]
+    environment = {**os.environ, "DIFFULEX_TEST_SEEDS": str(seeds)}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=seconds
+        )
+        text, status = done.stdout + done.stderr, done.returncode
+    except subprocess.TimeoutExpired as expired:
+        text = (expired.stdout or b"").decode(errors="replace")
+        status = None
+    passed = re.search(r"\[  PASSED  \] (\d+) tests?", text)
+    summary = re.search(r"(ERROR|RACECHECK) SUMMARY: (.*)", text)
+    if status is None:
+        verdict = "cut off"
+    elif status == 0:
+        verdict = "ended" if passed and passed[1] != "0" else "no test ran"
+    else:
+        verdict = "reported" if status == 9 else f"failed ({status})"
+        print(text[-4000:], file=sys.stderr)
+    return Outcome(
+        tool,
+        name,
+        verdict,
+        passed[1] if passed else "-",
+        summary[2] if summary else "-",
+        time.monotonic() - start,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("program", type=Path, help="the program diffulex_tests_cuda")
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="repeatable; default all")
+    parser.add_argument("--only", default="", help="names of pieces or of their first words")
+    parser.add_argument("--seconds", type=float, default=120.0, help="limit of a piece")
+    parser.add_argument("--total", type=float, default=3600.0, help="limit of all pieces")
+    args = parser.parse_args()
+    if not args.program.is_file():
+        parser.error(f"program: expected a file, got {args.program}")
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer: expected it on PATH, got none")
+    wanted = [word for word in args.only.split(",") if word]
+    pieces = [
+        piece for piece in PIECES if not wanted or any(piece[0].startswith(word) for word in wanted)
+    ]
+    if not pieces:
+        parser.error(f"--only: expected words of {[piece[0] for piece in PIECES]}, got {args.only}")
+    print("| tool | piece | verdict | tests | summary | s |\n|---|---|---|---|---|---|", flush=True)
+    end = time.monotonic() + args.total
+    are_good = True
+    for tool in args.tool or TOOLS:
+        for piece in pieces:
+            left = end - time.monotonic()
+            if left < 1:
+                outcome = Outcome(tool, piece[0], "not started", "-", "-", 0.0)
+            else:
+                outcome = run_piece(args.program, tool, piece, min(args.seconds, left))
+            are_good = are_good and outcome.is_good
+            print(outcome.row(), flush=True)
+    return 0 if are_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
