@@ -311,11 +311,11 @@ class TestBadInput:
             ),
             (
                 ["generate", "--sampling-mode", "edit", "hi"],
-                "sampling_mode edit, got 'sdar'",
+                "sampling_mode: expected naive for the model sdar under decoding_strategy multi_bd",
             ),
             (
                 ["generate", "--decoding-strategy", "fast_dllm_v2", "hi"],
-                "model_name: expected fast_dllm_v2 for decoding_strategy fast_dllm_v2",
+                "decoding_strategy: expected multi_bd or d2f for the model sdar",
             ),
             (
                 ["generate", "--frame-delay", "-1", "hi"],
