@@ -7,7 +7,6 @@ Run `python -m diffulex.config_markdown > docs/configuration.md` after a change 
 from __future__ import annotations
 
 from diffulex.config_table import CONFIG_TABLE, SECTIONS, THRESHOLD_KEYS
-from diffulex.env import ENV_VARIABLES
 
 __all__ = ["render_markdown"]
 
@@ -41,12 +40,6 @@ def render_markdown() -> str:
                     f"| `{key.name}` | {kind} | {default} | {key.legal} | {key.support.value} |"
                     f" {key.help} |"
                 )
-    lines += ["", "## Environment variables", "", "An empty value means the default.", ""]
-    lines += ["| name | default | legal | meaning |", "|---|---|---|---|"]
-    for variable in ENV_VARIABLES.values():
-        default = f"`{variable.default}`" if variable.default else "unset"
-        legal = ", ".join(variable.choices) or "any"
-        lines.append(f"| `{variable.name}` | {default} | {legal} | {variable.help} |")
     return "\n".join(lines) + "\n"
 
 
