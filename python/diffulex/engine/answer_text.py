@@ -40,6 +40,7 @@ class AnswerText:
         stop: texts of which the one that is complete first ends the answer.
         include_stop: cut behind it, not before it.
         min_tokens: a stop text counts only if it ends behind so many tokens.
+        has_spans: `span` is asked for.
     """
 
     def __init__(
@@ -48,13 +49,15 @@ class AnswerText:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        has_spans: bool = False,
     ) -> None:
         self._decoder = None if decode is None else IncrementalDecoder(decode)
         self._stop = tuple(stop) if decode is not None else ()
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._longest = max(map(len, self._stop), default=0)
-        # Per token, for answers with stop texts: length of the text that is known with it, and
+        self._is_per_token = decode is not None and (bool(stop) or has_spans)
+        # Per token, for answers with stop texts or spans: length of the text that is known with it, and
         # with the token that completes its last character.
         self._known: list[int] = []
         self._ends: list[int] = []
@@ -81,11 +84,21 @@ class AnswerText:
         """Tokens in the pieces so far."""
         return self._num_released
 
+    def span(self, index: int) -> tuple[int, str] | None:
+        """Where in `text` a released token begins, and what it adds there; None: unknown.
+
+        A character of several tokens is the first one's; a token without text adds none.
+        """
+        if not self._is_per_token:
+            return None
+        start, end = self._ends[index - 1] if index else 0, self._ends[index]
+        return min(start, len(self.text)), self.text[start:end]
+
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Adds final tokens; returns what is released by them. Without effect after a match."""
         if self.matched_stop is not None or not token_ids:
             return Piece((), "")
-        if not self._stop:
+        if not self._is_per_token:
             self._add(token_ids)
             return self._release(self._num_complete, len(self.text))
         for token_id in token_ids:
@@ -93,6 +106,8 @@ class AnswerText:
             self._add((token_id,))
             if self._find_stop(num_known):
                 return self._release(len(self.token_ids), len(self.text))
+        if not self._stop:
+            return self._release(self._num_complete, len(self.text))
         num_free = len(self.text) - self._num_held()
         # A token is released with all of its text or not at all.
         count = min(self._num_complete, self._count_within(num_free))
@@ -104,7 +119,7 @@ class AnswerText:
             num_known = len(self.text)
             piece = self._decoder.flush()
             self.text += piece
-            if self._stop and piece:
+            if self._is_per_token and piece:
                 self._known[-1] = len(self.text)
                 self._complete(len(self.token_ids))
                 self._find_stop(num_known)
@@ -120,7 +135,7 @@ class AnswerText:
 
     def _complete(self, num_tokens: int) -> None:
         """The text, as far as it is known, is that of so many tokens."""
-        if self._stop:
+        if self._is_per_token:
             count = num_tokens - self._num_complete
             self._ends[self._num_complete : num_tokens] = [len(self.text)] * count
         self._num_complete = num_tokens
@@ -131,7 +146,7 @@ class AnswerText:
             self._num_complete = len(self.token_ids)
             return
         self.text += self._decoder.push(token_ids)
-        if self._stop:
+        if self._is_per_token:
             self._known.append(len(self.text))
             self._ends.append(len(self.text))
         num_complete = len(self.token_ids) - self._decoder.num_open

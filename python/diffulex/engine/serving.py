@@ -204,6 +204,7 @@ class DiffulexAsyncEngineMixin:
                     params.stop,
                     params.include_stop_str_in_output,
                     params.min_tokens,
+                    has_spans=params.logprobs is not None,
                 ),
                 special_stops=found,
                 denoise_detail=command.denoise_detail,

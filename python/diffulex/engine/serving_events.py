@@ -111,7 +111,13 @@ def _logprobs(
 ) -> list[dict[str, Any]] | None:
     if state.params is None or state.params.logprobs is None:
         return None
-    return list(request.logprobs(begin, count))
+    records = list(request.logprobs(begin, count))
+    for index, record in enumerate(records, begin):
+        # Special tokens may be left out of the text, and a character may have several tokens.
+        span = state.answer.span(index)
+        if span is not None:
+            record["text_offset"], record["bytes"] = span[0], list(span[1].encode())
+    return records
 
 
 def delta_event(

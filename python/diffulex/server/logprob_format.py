@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities in the two forms of the OpenAI API.
 
-The engine gives one map per token: `token, logprob, bytes, step, confidence, top`. The value is
-that of the forward in which the token took its final value; see docs/serving.md.
+The engine gives one map per token: `token, logprob, bytes, text_offset, step, confidence, top`. The
+value is that of the forward in which the token took its final value; see docs/serving.md. All bytes
+together are the text of the answer: special tokens that it leaves out have none.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,10 +50,6 @@ def completion_logprobs(
     if records is None:
         return None
     tokens = [str(record.get("token", "")) for record in records]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
     top = [
         {str(other.get("token", "")): other.get("logprob") for other in record.get("top") or ()}
         for record in records
@@ -60,5 +58,16 @@ def completion_logprobs(
         "tokens": tokens,
         "token_logprobs": [record.get("logprob") for record in records],
         "top_logprobs": top if num_top else None,
-        "text_offset": offsets,
+        "text_offset": [offset + start for start in _starts(records)],
     }
+
+
+def _starts(records: Records) -> list[int]:
+    """Characters between the first token and each."""
+    if not records:
+        return []
+    first = records[0].get("text_offset")
+    if first is not None:
+        return [int(record["text_offset"]) - int(first) for record in records]
+    lengths = (len(str(record.get("token", ""))) for record in records)  # of another engine
+    return [0, *itertools.accumulate(lengths)][: len(records)]

@@ -142,3 +142,37 @@ def test_runs_of_byte_tokens(text, cuts, stops):
     match = first_match(text, stops)
     assert sent + piece.text == answer.text == (text if match is None else text[: match[0]])
     assert tokens + list(piece.token_ids) == answer.token_ids
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(alphabet="aé€😀", max_size=8),
+    cuts=st.lists(st.integers(1, 4), max_size=12),
+    special=st.lists(st.integers(0, 20), max_size=4),
+    stops=st.sampled_from([(), ("a€",)]),
+)
+def test_spans_put_together_are_the_text(text, cuts, special, stops):
+    """Also where a character has several tokens, and where tokens have no text."""
+    tokens = list(text.encode())
+    for place in special:
+        tokens.insert(min(place, len(tokens)), 256)
+
+    def decode(token_ids):
+        return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+
+    answer = AnswerText(decode, stops, has_spans=True)
+    begin = 0
+    for cut in [*cuts, len(tokens)]:
+        answer.push(tokens[begin : begin + cut])
+        begin += cut
+    answer.finish()
+    spans = [answer.span(index) for index in range(len(answer.token_ids))]
+    assert "".join(piece for _, piece in spans) == answer.text
+    begins = [begin for begin, _ in spans]
+    assert begins == [sum(len(piece) for _, piece in spans[:i]) for i in range(len(spans))]
+
+
+def test_spans_must_be_asked_for():
+    answer = AnswerText(decode)
+    answer.push([97])
+    assert answer.span(0) is None

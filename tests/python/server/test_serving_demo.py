@@ -165,6 +165,24 @@ def test_logprobs_on_the_wire(engine):
     assert streamed == reply.logprobs
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_logprobs_lie_where_the_text_is(engine, skip):
+    """Behind the end of an answer special tokens follow, and characters of several tokens."""
+    params = {"max_tokens": 24, "ignore_eos": True, "temperature": 3.0, "seed": 1, "logprobs": 0}
+    command = generate(value=PromptInput("👩‍👩‍👧 مرحبا"), skip_special_tokens=skip, **params)
+    reply = reply_of(run(engine, command))
+    pieces = [bytes(item["bytes"]).decode() for item in reply.logprobs]
+    assert len(pieces) == 24
+    assert "".join(pieces) == reply.text
+    begins = [len("".join(pieces[:index])) for index in range(24)]
+    assert [item["text_offset"] for item in reply.logprobs] == begins
+    special = set(engine.tokenizer.backend.all_special_ids)
+    is_special = [item["token_id"] in special for item in reply.logprobs]
+    assert any(is_special)
+    if skip:
+        assert not any(piece for piece, is_left_out in zip(pieces, is_special) if is_left_out)
+
+
 def test_abort_in_every_phase(engine):
     long = {"max_tokens": 200, "ignore_eos": True}
     names = [f"r{i}" for i in range(8)]  # twice the slots: half of them wait
