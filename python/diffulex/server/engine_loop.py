@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import reprlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from diffulex.errors import PromptError
 from diffulex.logging import get_logger
 from diffulex.sampling_params import SamplingParams
 from diffulex.server.backend_worker import default_engine_factory
@@ -67,6 +69,20 @@ class _TickResult:
 
     events: list[ServingEvent | ServingAck]
     is_finished: bool
+
+
+def _prompt_input(prompt: object) -> PromptInput:
+    """The input for a text or token ids; PromptError for everything else."""
+    if isinstance(prompt, str):
+        return PromptInput(prompt)
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))
+    if not is_list or not all(_is_id(item) for item in prompt):  # type: ignore[attr-defined]
+        raise PromptError(f"prompt: expected a text or token ids, got {reprlib.repr(prompt)}")
+    return PromptInput([int(item) for item in prompt])  # type: ignore[attr-defined]
+
+
+def _is_id(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 class EngineLoop:
@@ -216,6 +232,7 @@ class EngineLoop:
         """The whole answer. Cancelling the call aborts the request.
 
         Raises:
+            PromptError: the prompt is neither a text nor token ids.
             RequestFailed: the request ended with an error.
             RuntimeError: the loop does not run, or stopped before the answer.
         """
@@ -311,7 +328,9 @@ class EngineLoop:
     def _command(
         self, prompt: Prompt, sampling_params: SamplingParams, rid: str | None
     ) -> ServingGenerate:
-        value = prompt if isinstance(prompt, (PromptInput, ChatInput)) else PromptInput(prompt)
+        value = prompt if isinstance(prompt, (PromptInput, ChatInput)) else _prompt_input(prompt)
+        if not isinstance(sampling_params, SamplingParams):
+            raise ValueError(f"sampling_params: expected SamplingParams, got {sampling_params!r}")
         return ServingGenerate(
             rid=rid or f"diffulex-{uuid.uuid4().hex}",
             input=value,

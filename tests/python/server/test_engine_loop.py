@@ -13,6 +13,7 @@ import pytest
 from block_engine import BlockEngine
 from byte_tokenizer import EOS
 from diffulex import SamplingParams
+from diffulex.errors import PromptError
 from diffulex.server.engine_loop import EngineLoop, GenerateResult, QueuedCommand
 from diffulex.server.frontend import RequestFailed
 from diffulex.server.protocol import (
@@ -430,3 +431,20 @@ def test_end_tokens_still_end(monkeypatch):
 def _ending_at_once(self, prompt, sampling_params):
     self.answers = {self.num_added: [65, EOS]}
     return BlockEngine.add_request(self, prompt, sampling_params)
+
+
+@pytest.mark.parametrize("prompt", [None, {"prompt": "x"}, b"x", 5, [1, "a"], [1.5], [True]])
+def test_prompts_of_another_type_are_refused(prompt):
+    async def ask():
+        loop = EngineLoop("m", engine_factory=SlowEngine)
+        await loop.start()
+        try:
+            with pytest.raises(PromptError, match="prompt: expected a text or token ids, got"):
+                await loop.generate(prompt, PARAMS)
+            with pytest.raises(ValueError, match="sampling_params: expected SamplingParams"):
+                await loop.generate("x", {"max_tokens": 3})
+            return await loop.generate((1, 2), PARAMS)
+        finally:
+            await loop.stop()
+
+    assert len(asyncio.run(ask()).token_ids) == 16
