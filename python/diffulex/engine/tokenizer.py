@@ -17,10 +17,25 @@ from diffulex.logging import get_logger
 if TYPE_CHECKING:
     from pathlib import Path
 
+__all__ = ["RENDERER_ARGUMENTS", "Tokenizer"]
+
 logger = get_logger(__name__)
 
 #: Parts the names of control tokens in messages: no character, and none that a text has.
 _GUARD = "\ufdd0"
+#: Arguments of transformers' renderer that no variable of a template may be named after.
+RENDERER_ARGUMENTS = (
+    "conversation",
+    "tokenize",
+    "sanitize_control_tokens",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)
 
 
 class Tokenizer:
@@ -219,14 +234,26 @@ class Tokenizer:
         """The text that `apply_chat_template` encodes; its special tokens are already in it.
 
         Names of control tokens in a message stand for their characters: a mark parts them.
+        A template that does not know the role `developer` gets `system` for it.
         """
-        if not self.has_chat_template and variables.get("chat_template") is None:
+        template = variables.get("chat_template") or self.backend.chat_template
+        if template is None:
             raise PromptError("chat template: expected one in the checkpoint, got none")
         _check_messages(messages)
+        for name in RENDERER_ARGUMENTS:
+            if name in variables:
+                raise PromptError(
+                    f"chat template: expected names of its own variables, got {name!r}, which is"
+                    " an argument of the renderer"
+                )
+        turns = [self._guarded_message(message) for message in messages]
+        if "developer" not in str(template):
+            for turn in turns:
+                turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
         try:
             with bounded_rendering():
                 text = self.backend.apply_chat_template(
-                    [self._guarded_message(message) for message in messages],
+                    turns,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     **variables,

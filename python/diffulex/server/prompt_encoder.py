@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from diffulex.engine.admission import AdmissionError, AdmissionLimits, prompt_too_long
+from diffulex.engine.tokenizer import RENDERER_ARGUMENTS
 from diffulex.sampling_params import SamplingParams
 from diffulex.server.api_errors import ApiError
 from diffulex.server.protocol import ChatInput, PromptInput, ServingInput
@@ -70,6 +71,14 @@ class ChatOptions:
                     400,
                     f"chat_template_kwargs.{name}: expected it beside chat_template_kwargs,"
                     " got it inside",
+                    param="chat_template_kwargs",
+                )
+        for name in RENDERER_ARGUMENTS:
+            if name in self.variables:
+                raise ApiError(
+                    400,
+                    f"chat_template_kwargs.{name}: expected a variable of the template, got an"
+                    " argument of its renderer",
                     param="chat_template_kwargs",
                 )
         if request.continue_final_message:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffulex.engine.tokenizer import Tokenizer
+from diffulex.engine.tokenizer import RENDERER_ARGUMENTS, Tokenizer
 from diffulex.errors import CheckpointError, PromptError
 from fixtures.checkpoints import (
     EOS_ID,
@@ -88,6 +89,39 @@ def test_template_errors_are_prompt_errors(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only one turn') }}")
     with pytest.raises(PromptError, match="only one turn"):
         Tokenizer.from_dir(tmp_path).render_chat([{"role": "user", "content": "x"}])
+
+
+def test_the_renderers_arguments_are_known():
+    """Those that a caller may set, and variables that transformers passes on, are no part of it."""
+    from transformers import PreTrainedTokenizerBase
+
+    known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    open_names = {"self", "kwargs", "tools", "documents", "chat_template"}
+    open_names |= {"add_generation_prompt", "continue_final_message"}
+    assert set(RENDERER_ARGUMENTS) == known - open_names
+
+
+@pytest.mark.parametrize("name", RENDERER_ARGUMENTS)
+def test_the_renderers_arguments_are_no_variables(tokenizer, name):
+    with pytest.raises(PromptError, match=f"expected names of its own variables, got '{name}'"):
+        tokenizer.render_chat([{"role": "user", "content": "x"}], **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{{ messages[0].role }}", "system"),
+        ("{{ messages[0].role if messages[0].role == 'developer' }}", "developer"),
+    ],
+)
+def test_developer_is_system_where_the_template_lacks_it(tmp_path, template, shown):
+    write_tokenizer(tmp_path, "slow")
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    messages = [{"role": "developer", "content": "x"}]
+    assert tokenizer.render_chat(messages) == shown
+    assert messages == [{"role": "developer", "content": "x"}]
+    assert tokenizer.render_chat(messages, chat_template="{{ messages[0].role }}") == "system"
 
 
 @pytest.mark.parametrize("name", ["self", "tokenize"])
