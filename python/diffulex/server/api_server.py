@@ -63,7 +63,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_GENERATING = ("/generate", "/v1/chat/completions", "/v1/completions")
+_GENERATING = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 #: Paths that need no key. The page holds no secret; what it calls asks for one.
 _OPEN = ("/health", "/health/live", "/ready", "/ping", "/version", "/", "/ui", "/metrics")
 

@@ -32,6 +32,7 @@ from diffulex.server.protocol import (
     ServingReply,
     StreamMode,
 )
+from diffulex.server.usage import num_prompt_tokens
 
 __all__ = ["EventMerger", "Generation", "IndexedEvent", "LiveRequests"]
 
@@ -56,6 +57,7 @@ class Generation:
         commands: prompt after prompt, the choices of a prompt beside each other.
         num_copies: how often each answer is delivered: greedy choices are computed once.
         timeout_s: what the client allows, if it said so.
+        has_tokens: False: the answers are empty, and no engine is asked.
     """
 
     rid: str
@@ -63,6 +65,7 @@ class Generation:
     commands: tuple[ServingGenerate, ...]
     num_copies: int = 1
     timeout_s: float | None = None
+    has_tokens: bool = True
 
     @classmethod
     def expand(
@@ -79,6 +82,7 @@ class Generation:
         denoise_detail: bool,
         timeout_s: float | None,
         info: Mapping[str, Any],
+        has_tokens: bool = True,
     ) -> Generation:
         """One command per prompt and choice; the choices of a prompt differ by their seed.
 
@@ -109,7 +113,7 @@ class Generation:
             for index, prompt in enumerate(inputs)
             for choice in range(per_prompt)
         ]
-        return cls(rid, tuple(inputs), tuple(commands), num_copies, timeout_s)
+        return cls(rid, tuple(inputs), tuple(commands), num_copies, timeout_s, has_tokens)
 
     @property
     def num_choices(self) -> int:
@@ -127,6 +131,8 @@ class Generation:
             ApiError: a command failed.
             ClientLeftError: the frontend noticed that the client left.
         """
+        if not self.has_tokens:
+            return [_empty_reply(command) for command in self.commands]
         keywords = self._keywords(is_disconnected)
 
         async def answer(command: ServingGenerate) -> ServingReply:
@@ -143,7 +149,8 @@ class Generation:
     def open_streams(self, frontend: Any, is_disconnected: IsDisconnected) -> EventMerger:
         """The events of all commands."""
         keywords = self._keywords(is_disconnected)
-        streams = [frontend.generate_stream(command, **keywords) for command in self.commands]
+        open_stream = frontend.generate_stream if self.has_tokens else _empty_stream
+        streams = [open_stream(command, **keywords) for command in self.commands]
         return EventMerger(streams, [command.rid for command in self.commands], frontend)
 
     def _keywords(self, is_disconnected: IsDisconnected) -> dict[str, Any]:
@@ -151,6 +158,21 @@ class Generation:
         if self.timeout_s is not None:
             keywords["timeout_s"] = self.timeout_s
         return keywords
+
+
+def _empty_reply(command: ServingGenerate) -> ServingReply:
+    return ServingReply(
+        command.rid,
+        text="",
+        token_ids=[],
+        nfe=0,
+        finish_reason="max_new_tokens_reached",
+        prompt_tokens=num_prompt_tokens(command.input),
+    )
+
+
+async def _empty_stream(command: ServingGenerate, **_: Any) -> AsyncIterator[ServingEvent]:
+    yield _empty_reply(command)
 
 
 def _choice_seed(seed: int, choice: int) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from diffulex.server.disconnect import ClientLeftError, DisconnectFlag, run_whil
 from diffulex.server.generation import EventMerger, Generation
 from diffulex.server.json_response import JSONBody
 from diffulex.server.large_bodies import BodyRoute
-from diffulex.server.neutral_fields import check_supported
+from diffulex.server.neutral_fields import check_responses, check_supported
 from diffulex.server.openai_format import OpenAIFrames, OpenAIRoute, openai_response
 from diffulex.server.prompt_encoder import SHORT_TEXT, ChatOptions
 from diffulex.server.protocol import (
@@ -44,8 +44,11 @@ from diffulex.server.response_schema import (
     ChatCompletionResponse,
     CompletionResponse,
     GenerateResponse,
+    ResponsesResponse,
     generation_responses,
 )
+from diffulex.server.responses_format import ResponseFrames, ResponseObject
+from diffulex.server.responses_schema import ResponsesRequest
 from diffulex.server.sse import DONE, PING, EventStream, sse
 from diffulex.server.usage import usage_of
 
@@ -64,7 +67,9 @@ _LONG_ENCODING_S = 0.5
 
 
 class _Frames(Protocol):
-    """Turns events into frames."""
+    """Turns events into frames; `terminator` ends the stream, also after an error."""
+
+    terminator: ClassVar[bytes]
 
     def frames(self, number: int, event: ServingEvent) -> bytes: ...
 
@@ -73,6 +78,8 @@ class _Frames(Protocol):
 
 class _GenerateFrames:
     """Frames of `/generate`: the events themselves."""
+
+    terminator: ClassVar[bytes] = DONE
 
     def __init__(self, generation: Generation, has_dllm: bool, with_prompt_ids: bool) -> None:
         self._generation = generation
@@ -144,16 +151,7 @@ class _GenerationRoutes:
         if not payload.messages:
             raise ApiError(400, "messages must not be empty", param="messages")
         params = self._params(payload)
-        options = ChatOptions(
-            payload, is_template_trusted=context.options.trust_request_chat_template
-        )
-
-        async def prepare() -> Sequence[ServingInput]:
-            messages = [message.to_message() for message in payload.messages]
-            prompt = await context.encoder.chat(messages, options)
-            context.encoder.check(prompt, params, is_strict=payload.wants_max_tokens)
-            return [prompt]
-
+        prepare = self._conversation(payload, params)
         return await self._openai(request, payload, "chat", model, params, prepare)
 
     async def completions(self, payload: CompletionRequest, request: Request) -> Response:
@@ -169,7 +167,9 @@ class _GenerationRoutes:
             )
         if payload.echo and context.encoder.tokenizer is None:
             self._check_echo(payload)
-        params = sampling_params_from_request(payload)
+        # The engine's parameters have no form of it.
+        limit_of = {"max_tokens": 1} if payload.is_echo_only else {}
+        params = sampling_params_from_request(payload.model_copy(update=limit_of))
 
         async def prepare() -> Sequence[ServingInput]:
             prompts = []
@@ -182,6 +182,59 @@ class _GenerationRoutes:
             return prompts
 
         return await self._openai(request, payload, "text", model, params, prepare)
+
+    async def responses(self, payload: ResponsesRequest, request: Request) -> Response:
+        """Answers `/v1/responses`."""
+        context = self._context
+        context.check_accepting()
+        model = context.check_model(payload.model)
+        check_responses(payload)
+        params = self._params(payload)
+        prepare = self._conversation(payload, params)
+        mode = self._v1_mode(payload)
+        generation = await self._prepare(
+            request, payload, params, prepare, mode, 1, payload.wants_max_tokens
+        )
+        has_dllm = not context.options.disable_dllm_usage
+        response = ResponseObject(payload, generation, model, int(time.time()), has_dllm)
+        if mode is not None:
+            return await self._stream(request, generation, ResponseFrames(response, mode))
+        return await self._answer(
+            request,
+            generation,
+            lambda replies, elapsed_s: response.finished(replies[0], elapsed_s),
+        )
+
+    async def no_response(self, response_id: str) -> Response:
+        """Answers requests for a response of earlier."""
+        raise ApiError(
+            404,
+            "response_id: expected no request for it, since this server keeps no responses,"
+            f" got {response_id!r}",
+            code="not_found",
+            param="response_id",
+        )
+
+    def _conversation(
+        self, payload: ChatCompletionRequest | ResponsesRequest, params: SamplingParams
+    ) -> Callable[[], Any]:
+        """What encodes the messages of a request."""
+        encoder, options = self._context.encoder, self._context.options
+        chat_options = ChatOptions(payload, is_template_trusted=options.trust_request_chat_template)
+
+        async def prepare() -> Sequence[ServingInput]:
+            messages = [message.to_message() for message in payload.messages]
+            prompt = await encoder.chat(messages, chat_options)
+            encoder.check(prompt, params, is_strict=payload.wants_max_tokens)
+            return [prompt]
+
+        return prepare
+
+    def _v1_mode(self, payload: Any) -> StreamMode | None:
+        """How the answer is streamed; None: in one piece."""
+        if not payload.stream:
+            return None
+        return payload.stream_mode or cast(StreamMode, self._context.options.v1_stream_mode)
 
     def _check_echo(self, payload: CompletionRequest) -> None:
         if not all(isinstance(item, str) for item in payload.prompt):
@@ -224,9 +277,7 @@ class _GenerationRoutes:
             raise ApiError(
                 400, f"n: expected at most {context.options.max_n}, got {num_choices}", param="n"
             )
-        mode: StreamMode | None = None
-        if payload.stream:
-            mode = payload.stream_mode or cast(StreamMode, context.options.v1_stream_mode)
+        mode = self._v1_mode(payload)
         echoes: list[str] = []
 
         async def encode() -> Sequence[ServingInput]:
@@ -280,7 +331,8 @@ class _GenerationRoutes:
         rid = self._request_id(request, payload)
         context.live.claim(rid)
         record.rid = rid
-        record.prompt = getattr(payload, "prompt", None) or getattr(payload, "messages", None)
+        fields = ("prompt", "messages")  # the Responses API has no use for the first
+        record.prompt = next(filter(None, (getattr(payload, name, None) for name in fields)), None)
         try:
             with context.encoder.counted():
                 inputs = await self._encode(request, record.prompt, prepare)
@@ -300,6 +352,7 @@ class _GenerationRoutes:
                 denoise_detail=payload.denoise_detail,
                 timeout_s=timeout_s,
                 info=context.info,
+                has_tokens=not getattr(payload, "is_echo_only", False),
             )
             context.check_can_run(generation.commands)
             context.live.start(generation)
@@ -417,7 +470,8 @@ class _GenerationRoutes:
                     sent_at = time.monotonic()
             if record.reason is None and (frame := frames.end(record.elapsed_s)):
                 yield frame
-            yield DONE
+            if frames.terminator:
+                yield frames.terminator
         finally:
             await merger.aclose()
 
@@ -443,6 +497,7 @@ def generation_router(context: AppContext) -> APIRouter:
             "Answer a conversation (OpenAI)",
         ),
         ("/v1/completions", routes.completions, CompletionResponse, "Continue prompts (OpenAI)"),
+        ("/v1/responses", routes.responses, ResponsesResponse, "Answer an input (OpenAI)"),
     ):
         router.add_api_route(
             path,
@@ -453,4 +508,11 @@ def generation_router(context: AppContext) -> APIRouter:
             summary=summary,
             tags=["generation"],
         )
+    router.add_api_route(
+        "/v1/responses/{response_id}",
+        routes.no_response,
+        methods=["GET", "DELETE"],
+        response_model=None,
+        include_in_schema=False,
+    )
     return router

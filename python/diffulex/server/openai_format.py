@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from diffulex.finish_reasons import openai_finish_reason
 from diffulex.server.generation import Generation
@@ -21,7 +21,7 @@ from diffulex.server.protocol import (
     StreamMode,
 )
 from diffulex.server.request_schema import ChatCompletionRequest
-from diffulex.server.sse import sse
+from diffulex.server.sse import DONE, sse
 from diffulex.server.usage import num_prompt_tokens, running_usage, usage_of
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "OpenAIRoute",
     "chat_delta_chunk",
     "chat_finish_chunk",
+    "choice_details",
     "denoise_chat_event",
     "error_frame",
     "openai_response",
@@ -86,7 +87,7 @@ class OpenAIRoute:
             choice["text"] = text
         choice["logprobs"] = self.logprobs(reply.logprobs, len(self.echo(index)))
         choice["finish_reason"] = openai_finish_reason(_detail(reply))
-        choice["diffulex"] = _details(reply)
+        choice["diffulex"] = choice_details(reply)
         return choice
 
     def logprobs(self, records: Any, offset: int) -> Json | None:
@@ -117,7 +118,7 @@ class OpenAIRoute:
         else:
             choice |= {"text": "", "logprobs": None}
         choice["finish_reason"] = openai_finish_reason(_detail(reply))
-        choice["diffulex"] = _details(reply)
+        choice["diffulex"] = choice_details(reply)
         return choice
 
     def denoise(self, event: ServingEvent, index: int | None = None) -> Json:
@@ -138,7 +139,8 @@ def _detail(reply: ServingReply) -> str | None:
     return reply.finish_detail or reply.finish_reason
 
 
-def _details(reply: ServingReply) -> Json:
+def choice_details(reply: ServingReply) -> Json:
+    """What only a diffusion model has to say about an answer."""
     details: Json = {
         "finish_detail": _detail(reply),
         "nfe": reply.nfe,
@@ -197,6 +199,8 @@ class OpenAIFrames:
         has_usage: one more chunk with the usage at the end.
         has_running_usage: every chunk has the usage so far.
     """
+
+    terminator: ClassVar[bytes] = DONE
 
     route: OpenAIRoute
     generation: Generation
@@ -299,7 +303,7 @@ class OpenAIFrames:
         logprobs = self.route.logprobs(reply.logprobs, len(echo))
         choice = self.route.delta(index, echo + reply.text, is_first=True, logprobs=logprobs)
         choice["finish_reason"] = openai_finish_reason(_detail(reply))
-        choice["diffulex"] = _details(reply)
+        choice["diffulex"] = choice_details(reply)
         return choice
 
 

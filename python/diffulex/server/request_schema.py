@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from diffulex.engine.tokenizer import RENDERER_ARGUMENTS
 from diffulex.sampling_params import MAX_STOPS, SamplingParams, decoding_arguments
 from diffulex.server.api_errors import ApiError
 
@@ -35,11 +36,19 @@ __all__ = [
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerateRequest",
+    "NumTop",
+    "Positive",
     "ProfileRequest",
     "SamplingFields",
+    "StreamModeName",
     "StreamOptions",
+    "TemplateVariables",
+    "Text",
     "TokenizeRequest",
+    "as_text",
+    "only",
     "sampling_params_from_request",
+    "shown",
 ]
 
 #: Most messages of a conversation.
@@ -48,6 +57,8 @@ MAX_MESSAGES = 4096
 REQUEST_ID = "[A-Za-z0-9._-]{1,64}"
 #: Fields of a conversation that are no variables of its template.
 TEMPLATE_FIELDS = ("messages", "chat_template", "add_generation_prompt", "continue_final_message")
+#: Names that no variable of a template may have.
+_RESERVED = (*TEMPLATE_FIELDS, *RENDERER_ARGUMENTS)
 #: Most ids that `/detokenize` takes where the model is not longer.
 MAX_DECODED = 1 << 16
 _MAX_IDS, _MAX_PROMPTS = 1 << 22, 1 << 16
@@ -63,7 +74,7 @@ _DEFAULT_MAX_TOKENS = 512
 
 def _integral(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"expected an integer, got {_shown(value)}")
+        raise ValueError(f"expected an integer, got {shown(value)}")
     if isinstance(value, float):
         if not math.isfinite(value) or not value.is_integer():
             raise ValueError(f"expected an integer, got {value!r}")
@@ -73,20 +84,21 @@ def _integral(value: Any) -> Any:
 
 def _numeric(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"expected a number, got {_shown(value)}")
+        raise ValueError(f"expected a number, got {shown(value)}")
     if abs(value) > _LARGEST or not math.isfinite(value):
-        raise ValueError(f"expected a finite number, got {_shown(value)}")
+        raise ValueError(f"expected a finite number, got {shown(value)}")
     return value
 
 
-def _text(value: Any) -> Any:
+def as_text(value: Any) -> str:
     """A text that UTF-8 can hold: JSON may spell unpaired surrogates."""
     if not isinstance(value, str):
-        raise ValueError(f"expected a text, got {_shown(value)}")
+        raise ValueError(f"expected a text, got {shown(value)}")
     return value.encode("utf-8", "replace").decode("utf-8")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in the text of an error."""
     if isinstance(value, (list, str)) and len(value) > 60:
         value = value[:60]
     text = repr(value)
@@ -102,7 +114,7 @@ Natural = Annotated[int, Field(ge=0, le=_INT31), _INTEGRAL]
 NumTop = Annotated[int, Field(ge=0, le=20), _INTEGRAL]
 Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST), _NUMERIC]
 Unit = Annotated[float, Field(ge=0, le=1), _NUMERIC]
-Text = Annotated[str, BeforeValidator(_text)]
+Text = Annotated[str, BeforeValidator(as_text)]
 
 _ID_SCHEMA = {"type": "integer", "minimum": 0, "maximum": _INT31}
 _IDS_SCHEMA = {"type": "array", "items": _ID_SCHEMA, "minItems": 1, "maxItems": _MAX_IDS}
@@ -122,7 +134,7 @@ def _ids(value: Any) -> list[int]:
     if isinstance(value, list) and len(value) > _MAX_IDS:
         raise ValueError(f"expected at most {_MAX_IDS} token ids, got {len(value)}")
     if not _is_ids(value):
-        raise ValueError(f"expected a list of token ids, got {_shown(value)}")
+        raise ValueError(f"expected a list of token ids, got {shown(value)}")
     for item in value:
         if not 0 <= item <= _INT31:
             raise ValueError(f"expected token ids in [0, {_INT31}], got {item}")
@@ -131,10 +143,9 @@ def _ids(value: Any) -> list[int]:
 
 def _prompt(value: Any) -> str | list[int]:
     if isinstance(value, str):
-        text: str = _text(value)
-        return text
+        return as_text(value)
     if not isinstance(value, list):
-        raise ValueError(f"expected a text or a list of token ids, got {_shown(value)}")
+        raise ValueError(f"expected a text or a list of token ids, got {shown(value)}")
     return _ids(value)
 
 
@@ -147,20 +158,20 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if not isinstance(value, list) or not value:
         raise ValueError(
             "expected a text, a list of token ids, or a list of either with at least one entry,"
-            f" got {_shown(value)}"
+            f" got {shown(value)}"
         )
     return [_prompt(item) for item in value]
 
 
 def _stop(value: Any) -> list[str]:
-    if value is None:
+    if value is None or value == "":  # which is what an empty field of a form sends
         return []
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and len(texts) > MAX_STOPS:
         raise ValueError(f"expected at most {MAX_STOPS} texts, got {len(texts)}")
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"expected a text or a list of texts, got {_shown(value)}")
-    return [_text(text) for text in texts]
+        raise ValueError(f"expected a text or a list of texts, got {shown(value)}")
+    return [as_text(text) for text in texts]
 
 
 Ids = Annotated[list[int], PlainValidator(_ids), WithJsonSchema({**_IDS_SCHEMA, "minItems": 0})]
@@ -190,7 +201,7 @@ Stop = Annotated[
     WithJsonSchema(
         {
             "anyOf": [
-                _STOP_SCHEMA,
+                {"type": "string", "maxLength": 256},
                 {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOPS},
                 {"type": "null"},
             ]
@@ -200,7 +211,7 @@ Stop = Annotated[
 RequestId = Annotated[Text, WithJsonSchema({"type": "string", "pattern": f"^{REQUEST_ID}$"})]
 TemplateVariables = Annotated[
     dict[str, Any],
-    WithJsonSchema({"type": "object", "propertyNames": {"not": {"enum": list(TEMPLATE_FIELDS)}}}),
+    WithJsonSchema({"type": "object", "propertyNames": {"not": {"enum": list(_RESERVED)}}}),
 ]
 StreamModeName = Literal["block_append", "denoise", "both"]
 
@@ -271,7 +282,7 @@ class StreamOptions(_Body):
     continuous_usage_stats: StrictBool | None = False
 
 
-def _only(*values: Any) -> WithJsonSchema:
+def only(*values: Any) -> WithJsonSchema:
     """For a field that may be there but ask nothing."""
     return WithJsonSchema({"enum": [*values, None]})
 
@@ -295,14 +306,14 @@ class _OpenAIFields(SamplingFields):
     stream_mode: StreamModeName | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: StrictBool = True
-    frequency_penalty: Annotated[Number | None, _only(0)] = None
-    presence_penalty: Annotated[Number | None, _only(0)] = None
-    repetition_penalty: Annotated[Number | None, _only(1)] = None
-    logit_bias: Annotated[dict[str, Any] | None, _only({})] = None
-    use_beam_search: Annotated[StrictBool | None, _only(False)] = None
-    prompt_logprobs: Annotated[Any, _only()] = None
+    frequency_penalty: Annotated[Number | None, only(0)] = None
+    presence_penalty: Annotated[Number | None, only(0)] = None
+    repetition_penalty: Annotated[Number | None, only(1)] = None
+    logit_bias: Annotated[dict[str, Any] | None, only({})] = None
+    use_beam_search: Annotated[StrictBool | None, only(False)] = None
+    prompt_logprobs: Annotated[Any, only()] = None
     response_format: Annotated[Any, WithJsonSchema(_RESPONSE_FORMAT_SCHEMA)] = None
-    structured_outputs: Annotated[Any, _only()] = None
+    structured_outputs: Annotated[Any, only()] = None
 
 
 _EXAMPLE_MESSAGES: list[Any] = [{"role": "user", "content": "1 + 2 ="}]
@@ -355,10 +366,10 @@ class ChatMessage(_Body):
         if content is None and data.get("role") == "assistant":
             return {**data, "content": ""}
         if isinstance(content, str):
-            return {**data, "content": _text(content)}
+            return {**data, "content": as_text(content)}
         if isinstance(content, list):
             return {**data, "content": "\n".join(_part(part) for part in content)}
-        raise ValueError(f"content: expected a text or a list of text parts, got {_shown(content)}")
+        raise ValueError(f"content: expected a text or a list of text parts, got {shown(content)}")
 
     def to_message(self) -> dict[str, str]:
         """The form the tokenizer takes."""
@@ -368,9 +379,8 @@ class ChatMessage(_Body):
 def _part(part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else part
-        raise ValueError(f"content: expected parts of type 'text', got {_shown(kind)}")
-    text: str = _text(part.get("text"))
-    return text
+        raise ValueError(f"content: expected parts of type 'text', got {shown(kind)}")
+    return as_text(part.get("text"))
 
 
 _REFUSED_EXTRA = {
@@ -394,6 +404,18 @@ _TOP_WITH_LOGPROBS = {
         {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]},
     ]
 }
+_NO_TOKENS_BUT_ECHO = {
+    "anyOf": [
+        {"properties": {"max_tokens": {"not": {"const": 0}}}},
+        {"properties": {"echo": {"const": True}}, "required": ["echo"]},
+    ]
+}
+_NO_TOOLS_BUT_UNUSED = {
+    "anyOf": [
+        {"properties": {"tools": {"enum": [[], None]}}},
+        {"properties": {"tool_choice": {"const": "none"}}, "required": ["tool_choice"]},
+    ]
+}
 _NO_LOGPROBS_OF_ECHO = {
     "not": {
         "properties": {"echo": {"const": True}, "logprobs": {"type": "integer"}},
@@ -406,13 +428,13 @@ def _chat_schema(schema: dict[str, Any]) -> None:
     schema["required"] = [*schema.get("required", []), "messages"]
     best_of = {"type": ["integer", "null"], "minimum": 1}
     schema["patternProperties"] = {**_REFUSED_EXTRA, "^best_of$": best_of}
-    schema["allOf"] = [_ONE_END, _TOP_WITH_LOGPROBS]
+    schema["allOf"] = [_ONE_END, _TOP_WITH_LOGPROBS, _NO_TOOLS_BUT_UNUSED]
     schema["examples"] = [{"messages": _EXAMPLE_MESSAGES, "max_tokens": 16, "temperature": 0}]
 
 
 def _completion_schema(schema: dict[str, Any]) -> None:
     schema["patternProperties"] = _REFUSED_EXTRA
-    schema["allOf"] = [_NO_LOGPROBS_OF_ECHO]
+    schema["allOf"] = [_NO_LOGPROBS_OF_ECHO, _NO_TOKENS_BUT_ECHO]
     schema["examples"] = [{"prompt": "1 + 2 =", "max_tokens": 16, "temperature": 0}]
 
 
@@ -432,8 +454,8 @@ class ChatCompletionRequest(_OpenAIFields):
     continue_final_message: StrictBool = False
     chat_template: Text | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    tools: Annotated[Any, _only([])] = None
-    tool_choice: Annotated[Any, _only("none", "auto")] = None
+    tools: Annotated[Any, WithJsonSchema({"type": ["array", "null"]})] = None
+    tool_choice: Annotated[Any, only("none", "auto")] = None
 
     @property
     def wants_max_tokens(self) -> bool:
@@ -447,12 +469,17 @@ class CompletionRequest(_OpenAIFields):
     model_config = ConfigDict(json_schema_extra=_completion_schema)
 
     prompt: Prompts
-    max_tokens: Positive | None = 16
+    max_tokens: Natural | None = 16
     echo: StrictBool | None = False
     logprobs: NumTop | None = None
-    suffix: Annotated[Text | None, _only()] = None
+    suffix: Annotated[Text | None, only("")] = None
     best_of: AtLeastOne | None = None
     add_special_tokens: StrictBool = True
+
+    @property
+    def is_echo_only(self) -> bool:
+        """Whether the prompt itself is all that is asked for."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 class ProfileRequest(_Body):

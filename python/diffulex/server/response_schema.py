@@ -15,6 +15,7 @@ __all__ = [
     "CompletionResponse",
     "ErrorResponse",
     "GenerateResponse",
+    "ResponsesResponse",
     "error_responses",
     "generation_responses",
 ]
@@ -126,6 +127,66 @@ class CompletionResponse(_Open):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+
+
+class ResponsesUsage(_Open):
+    """Tokens by the names of the Responses API, and what a diffusion model spent on them."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class OutputText(BaseModel):
+    """The part of a message."""
+
+    type: str
+    text: str
+    annotations: list[Any]
+    logprobs: list[dict[str, Any]]
+
+
+class OutputMessage(BaseModel):
+    """The item of a response."""
+
+    id: str
+    type: str
+    status: str
+    role: str
+    content: list[OutputText]
+
+
+class IncompleteDetails(BaseModel):
+    """Why an answer was cut off."""
+
+    reason: str
+
+
+class ResponsesResponse(_Open):
+    """Body of `/v1/responses`."""
+
+    id: str
+    object: str
+    created_at: int
+    status: str
+    error: dict[str, Any] | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    temperature: float
+    tool_choice: str
+    tools: list[Any]
+    top_p: float
+    usage: ResponsesUsage
+    diffulex: ChoiceDetails
 
 
 class ModelCard(_Open):

@@ -23,6 +23,7 @@ from diffulex.server.response_schema import (
     VersionResponse,
     error_responses,
 )
+from diffulex.server.responses_format import RESPONSE_PREFIX
 
 if TYPE_CHECKING:
     from diffulex.server.app_options import AppContext
@@ -34,7 +35,7 @@ ADMIN_PATHS = ("/abort", "/flush_cache", "/start_profile", "/stop_profile")
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 #: Prefixes of the ids that clients see.
-_ID_PREFIXES = ("chatcmpl-", "cmpl-")
+_ID_PREFIXES = ("chatcmpl-", "cmpl-", RESPONSE_PREFIX)
 
 
 class _ServiceRoutes:

@@ -32,10 +32,15 @@ _HEADERS = {
 }
 
 
-def sse(data: Any) -> bytes:
-    """One frame; a text is sent as it is, anything else as JSON."""
+def sse(data: Any, *, event: str | None = None) -> bytes:
+    """One frame; a text is sent as it is, anything else as JSON.
+
+    Args:
+        event: type of the event, for streams whose clients go by it.
+    """
     body = data.encode("utf-8", "replace") if isinstance(data, str) else encode_json(data)
-    return b"data: " + body + b"\n\n"
+    head = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return head + b"data: " + body + b"\n\n"
 
 
 class EventStream(Response):

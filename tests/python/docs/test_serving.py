@@ -83,7 +83,7 @@ def test_every_kind_of_command_is_covered() -> None:
     known = {"curl", "python", "diffulex", "docker", "pip", "sudo"}
     assert {command[0] for command in COMMANDS} == known
     assert len(commands("curl")) == 4
-    assert len(blocks("python")) == 5
+    assert len(blocks("python")) == 6
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -119,9 +119,12 @@ def test_python_examples_answer(server: LiveServer) -> None:
     output = run([sys.executable, "-c", blocks("python")[0]], server)
     assert output.count("#### 36") == 2
     assert "tokens per forward" in output
+    output = run([sys.executable, "-c", blocks("python")[2]], server)
+    assert output.startswith("completed ")
+    assert "#### 36" in output
     slow, fast = sorted(
         int(line.split()[1])
-        for line in run([sys.executable, "-c", blocks("python")[3]], server).splitlines()
+        for line in run([sys.executable, "-c", blocks("python")[4]], server).splitlines()
     )[::-1]
     assert slow > fast
 

@@ -17,7 +17,7 @@ from diffulex.server.api_server import (
 )
 from diffulex.server.protocol import ChatInput, PromptInput, ServingReply
 from fake_frontend import FakeFrontend
-from http_client import AppClient
+from http_client import AppClient, check_error, frames
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -293,6 +293,22 @@ def test_neutral_fields_are_accepted(client):
     assert client.post("/v1/completions", body).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"suffix": ""}),
+        ("/v1/completions", {"stop": ""}),
+        ("/v1/chat/completions", {"stop": ""}),
+        ("/v1/chat/completions", {"tools": [{"type": "function"}], "tool_choice": "none"}),
+        ("/v1/chat/completions", {"functions": [{"name": "f"}], "function_call": "none"}),
+    ],
+)
+def test_fields_that_are_filled_but_ask_nothing(client, frontend, path, fields):
+    body = {"prompt": "x"} if path.endswith("/v1/completions") else {"messages": USER}
+    assert client.post(path, body | fields).status_code == 200
+    assert frontend.commands[0].sampling_params.stop == ()
+
+
 # Several choices and prompts.
 
 
@@ -364,6 +380,28 @@ def test_echo_puts_the_prompt_in_front(client):
     assert [choice["text"] for choice in answer["choices"]] == ["aHello wörld", "bHello wörld"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_alone_asks_no_engine(client, frontend, stream):
+    body = {"prompt": ["a", "b"], "echo": True, "max_tokens": 0, "n": 2, "stream": stream}
+    response = client.post("/v1/completions", body)
+    if stream:
+        chunks = frames(response)[:-1]
+        texts = {c["choices"][0]["index"]: c["choices"][0]["text"] for c in chunks[::2]}
+        assert [texts[index] for index in range(4)] == ["a", "a", "b", "b"]
+        assert {c["choices"][0]["finish_reason"] for c in chunks[1::2]} == {"length"}
+    else:
+        answer = response.json()
+        assert [choice["text"] for choice in answer["choices"]] == ["a", "a", "b", "b"]
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+        assert answer["usage"]["completion_tokens"] == 0
+    assert not frontend.commands
+
+
+def test_no_tokens_without_echo_are_refused(client):
+    response = client.post("/v1/completions", {"prompt": "a", "max_tokens": 0})
+    check_error(response, 400, "invalid_request_error", "invalid_request", "max_tokens")
+
+
 def test_a_failed_choice_fails_the_request_and_ends_the_others(client, frontend):
     frontend.delay_s = 0.01
     plain = frontend.script
@@ -406,6 +444,25 @@ def test_logprobs_of_a_chat(client, frontend):
         "diffulex": {"step": 2, "confidence": 0.9},
     }
     assert frontend.commands[0].sampling_params.logprobs == 1
+
+
+def test_text_offsets_are_those_of_the_text(client, frontend):
+    offsets = (0, 3, 3, 5)  # the second token is a special one, the text has no trace of it
+    records = [{**RECORDS[0], "token": "<|x|>", "text_offset": offset} for offset in offsets]
+    frontend.script = lambda command: [frontend.reply(command, logprobs=records)]
+    body = {"prompt": "ab", "logprobs": 0, "echo": False}
+    (choice,) = client.post("/v1/completions", body).json()["choices"]
+    assert choice["logprobs"]["text_offset"] == list(offsets)
+
+
+@pytest.mark.parametrize("role", ["tool", "function"])
+def test_turns_of_tools_are_refused_by_name(client, frontend, role):
+    body = {"messages": [*USER, {"role": role, "content": "x"}]}
+    response = client.post("/v1/chat/completions", body)
+    kind = "invalid_request_error"
+    message = check_error(response, 400, kind, "invalid_request", "messages.1.role")
+    assert message.endswith(f"tools are not supported, got {role!r}")
+    assert not frontend.commands
 
 
 @pytest.mark.parametrize(("wanted", "top"), [(0, None), (2, [{"Hel": -0.25}] * 3)])

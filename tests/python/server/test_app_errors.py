@@ -269,6 +269,18 @@ def test_prompts_are_encoded_here(client, frontend):
     assert all(isinstance(command.input, PromptInput) for command in frontend.commands)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/tokenize"])
+def test_arguments_of_the_renderer_are_no_variables(client, path):
+    body = {"input": "x"} if path == "/v1/responses" else {"messages": USER}
+    response = client.post(path, {**body, "chat_template_kwargs": {"tokenize": True}})
+    param = "chat_template_kwargs"
+    message = check_error(response, 400, "invalid_request_error", "invalid_request", param)
+    assert message == (
+        "chat_template_kwargs.tokenize: expected a variable of the template, got an argument of its"
+        " renderer"
+    )
+
+
 def test_a_template_that_refuses_is_a_bad_request(client):
     response = client.post(CHAT, {"messages": [{"role": "other", "content": ""}]})
     message = check_error(response, 400, "invalid_request_error", "invalid_request")

@@ -51,7 +51,7 @@ def test_numbers_have_the_bounds_of_the_checks():
         for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs")
     }
     assert shown == {
-        "max_tokens": {"minimum": 1, "maximum": 2**31 - 1},
+        "max_tokens": {"minimum": 0, "maximum": 2**31 - 1},
         "temperature": {"minimum": 0, "maximum": 3.4e38},
         "top_p": {"exclusiveMinimum": 0, "maximum": 1},
         "top_k": {"minimum": -1, "maximum": 2**31 - 1},
@@ -91,6 +91,9 @@ REFUSED = [
     {"structured_outputs": {}},
     {"response_format": {"type": "json_object"}},
     {"tools": [{}]},
+    {"tools": [{}], "tool_choice": "auto"},
+    {"stop": [""]},
+    {"chat_template_kwargs": {"tokenize": True}},
     {"tool_choice": "required"},
     {"functions": [{}]},
     {"guided_json": {}},
@@ -108,6 +111,7 @@ ALLOWED = [
     {"frequency_penalty": 0.0, "presence_penalty": None, "repetition_penalty": 1},
     {"logit_bias": {}, "use_beam_search": False, "prompt_logprobs": None},
     {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"},
+    {"tools": [{}], "tool_choice": "none", "stop": ""},
     {"functions": [], "guided_json": None, "best_of": 1, "another": 1},
     {"request_id": "a-b", "model": ""},
     {"top_logprobs": 1, "logprobs": True},
@@ -115,6 +119,28 @@ ALLOWED = [
     {"messages": [{"role": "user", "content": []}, {"role": "assistant", "content": None}]},
     {"messages": [{"role": "assistant"}]},
 ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_allowed"),
+    [
+        ({"max_tokens": 0}, False),
+        ({"max_tokens": 0, "echo": True}, True),
+        ({"suffix": ""}, True),
+        ({"suffix": "x"}, False),
+        ({"stop": ""}, True),
+    ],
+    ids=str,
+)
+def test_the_document_and_the_checks_of_completions_agree(
+    app: Any, fields: dict[str, Any], is_allowed: bool
+):
+    jsonschema = pytest.importorskip("jsonschema_rs", reason="jsonschema_rs is not installed")
+    body = {"prompt": "x"} | fields
+    schema = {**app.openapi(), "$ref": "#/components/schemas/CompletionRequest"}
+    assert jsonschema.is_valid(schema, body) == is_allowed
+    response = AppClient(app).post("/v1/completions", body)
+    assert response.status_code == (200 if is_allowed else 400), response.text
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,74 @@ def test_without_being_asked_a_stream_has_no_usage(
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 
+_RESPONSE: dict[str, Any] = {"temperature": 0, "max_output_tokens": MAX_TOKENS}
+_STATUS = {"stop": "completed", "length": "incomplete"}
+
+
+def _check_response(response: Any, item: Expected) -> None:
+    assert response.output_text == item.text
+    assert response.status == _STATUS[item.finish_reason]
+    assert response.usage.input_tokens == len(item.chat_ids)
+    assert response.usage.output_tokens == item.num_tokens
+    assert response.error is None
+
+
+def test_responses_give_the_engines_answer(
+    client: Any, model: str, expected: list[Expected]
+) -> None:
+    for item in expected:
+        response = client.responses.create(model=model, input=item.question, **_RESPONSE)
+        _check_response(response, item)
+        assert response.id.startswith("resp_")
+    turns = [*_user("Hello"), *response.output, *_user(item.question)]
+    again = client.responses.create(model=model, input=turns, instructions="Think.", **_RESPONSE)
+    assert again.output_text == item.text  # the model reads the last question only
+
+
+def test_events_of_a_response(client: Any, model: str, expected: list[Expected]) -> None:
+    item = next(item for item in expected if item.finish_reason == "stop")
+    arguments = {"model": model, "input": item.question, **_RESPONSE}
+    events = list(client.responses.create(stream=True, **arguments))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == item.text
+    assert all(deltas)
+    _check_response(events[-1].response, item)
+    # The helper checks the order, and puts the parts together itself.
+    with client.responses.stream(**arguments, extra_body={"stream_mode": "both"}) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds[0] == "response.created"
+    assert "diffulex.response.denoise" in kinds
+    _check_response(final, item)
+
+
+def test_asynchronous_responses(server: LiveServer, model: str, expected: list[Expected]) -> None:
+    async def ask_all() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+            create = api.responses.create
+            calls = [create(model=model, input=item.question, **_RESPONSE) for item in expected]
+            return await asyncio.gather(*calls)
+
+    for response, item in zip(asyncio.run(ask_all()), expected, strict=True):
+        _check_response(response, item)
+
+
+def test_refused_fields_of_a_response(client: Any, model: str) -> None:
+    for name, value in (
+        ("previous_response_id", "resp_1"),
+        ("background", True),
+        ("tools", [{"type": "web_search"}]),
+        ("reasoning", {"effort": "low"}),
+        ("text", {"format": {"type": "json_object"}}),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model=model, input="x", **{name: value})
+        assert caught.value.param == name
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_1")
+
+
 def test_completions_of_text_ids_and_lists(
     client: Any, model: str, expected: list[Expected]
 ) -> None:

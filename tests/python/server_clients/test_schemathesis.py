@@ -42,6 +42,7 @@ _OPERATIONS = {
     "POST /tokenize",
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/responses",
 }
 #: A server without a profiler refuses them.
 _CONFLICTS = {"POST /start_profile", "POST /stop_profile"}
@@ -54,12 +55,14 @@ _WITH_BODY = {
     "POST /tokenize",
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/responses",
 }
 _BODIES = (
     "ChatCompletionRequest",
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerateRequest",
+    "ResponsesRequest",
     "TokenizeRequest",
 )
 
@@ -92,9 +95,11 @@ def served_operations(server: LiveServer, document: dict[str, Any]) -> dict[str,
     schemas["ChatMessage"]["properties"]["role"] = {"enum": ["system", "user", "assistant"]}
     for name in _BODIES:
         fields = schemas[name]["properties"]
-        if "max_tokens" in fields:
-            schemas[name]["required"].append("max_tokens")
-        for field in ("max_tokens", "max_completion_tokens"):
+        limits = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+        limits = limits[2:] if "max_output_tokens" in fields else limits
+        if limits[0] in fields:
+            schemas[name]["required"].append(limits[0])
+        for field in limits:
             if field in fields:
                 fields[field] = {"type": "integer", "minimum": 4, "maximum": 8}
         if "min_tokens" in fields:
@@ -107,6 +112,11 @@ def served_operations(server: LiveServer, document: dict[str, Any]) -> dict[str,
             messages = fields["messages"].get("anyOf", [fields["messages"]])[0]
             messages["maxItems"] = 4
             messages["contains"] = {"properties": {"role": {"const": "user"}}}
+        if "input" in fields:
+            fields["input"]["anyOf"][1] |= {
+                "maxItems": 4,
+                "contains": {"properties": {"role": {"const": "user"}}},
+            }
     return _operations(narrow, server)
 
 
