@@ -233,6 +233,7 @@ void StepPlan::reset(PlanKind kind, int64_t step_id) {
   num_filtered_rows_ = 0;
   num_saved_source_rows_ = 0;
   need_kv_cache_store_ = false;
+  context_bound_ = 0;
   first_block_[0] = 0;
   ptr<int32_t>(PlanArray::kCuSeqlensQ)[0] = 0;
   seal();
@@ -393,7 +394,7 @@ void StepPlan::seal() {
   std::copy_n(cu_q, num_reqs_ + 1, ptr<int32_t>(PlanArray::kCuSeqlensK));
   max_seqlen_q_ = 0;
   max_seqlen_k_ = 0;
-  max_context_len_ = 0;
+  max_context_len_ = context_bound_;
   bool is_uniform = kind_ == PlanKind::kDecode && num_reqs_ > 0;
   for (int32_t r = 0; r < num_reqs_; ++r) {
     const int32_t q_len = cu_q[r + 1] - cu_q[r];

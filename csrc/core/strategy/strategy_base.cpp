@@ -218,6 +218,11 @@ void write_block_causal_rows(Request& request, const KVCacheManager& kv_cache, S
   std::fill_n(slots + num_stored, step.num_rows - num_stored, -1);
 
   plan.context_lens()[r] = request.context_len();
+  if (!step.is_prefill) {
+    // A device that runs ahead does not know yet how much of it is final, and kernels cut their
+    // work by the bound: both loops take the same.
+    plan.note_context_bound(request.stored_end);
+  }
   plan.valid_slices()[r] = row0 + step.num_valid_rows;
   plan.row_mode()[r] = static_cast<int32_t>(step.row_mode);
   plan.mask_kinds()[r] = mask_kind(step.row_mode);
@@ -313,6 +318,7 @@ StepOutcome finish_mask_fill_step(const EngineOptions& options, Request& request
   const Transitions transitions = close_buffer(rules, state, !step.is_prefill);
   settle_buffer(rules, state, step.has_sampling, request.buffer.token_data());
   request.carry_pos = step.saved_pos >= 0 ? step.saved_pos : request.carry_pos;
+  request.stored_end = step.store_end;
   if (step.is_prefill && step.is_final) {
     request.resume_until = 0;
     request.needs_prompt_prefill = false;
@@ -342,6 +348,7 @@ void preempt_mask_fill_request(const EngineOptions& options, Request& request) {
   request.prefix_limit = hit_limit(options, request, request.resume_until);
   request.needs_prompt_prefill = false;
   request.carry_pos = -1;  // the saved row belongs to the slot
+  request.stored_end = 0;
 }
 
 }  // namespace diffulex

@@ -81,6 +81,7 @@ class DIFFULEX_API Request final {
   int32_t prefix_limit = 0;           // longest prefix hit allowed at the next admission
   int32_t share_limit = kNoPosition;  // KV of positions from here on is never shared
   int32_t carry_pos = -1;             // position whose logits row is saved for the slot, -1 = none
+  int32_t stored_end = 0;             // end of what the last forward stored, final or not
   int32_t num_cached_tokens = 0;      // prefix hit of the last admission
   int32_t resume_until = 0;           // > 0 while KV lost by preemption is rebuilt
   bool needs_prompt_prefill = true;   // the first prefill span is not finished

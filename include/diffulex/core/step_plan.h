@@ -167,6 +167,7 @@ class DIFFULEX_API StepPlan final {
   }
   [[nodiscard]] int32_t max_seqlen_q() const noexcept { return max_seqlen_q_; }
   [[nodiscard]] int32_t max_seqlen_k() const noexcept { return max_seqlen_k_; }  // fresh keys
+  /// Bound on context_lens.
   [[nodiscard]] int32_t max_context_len() const noexcept { return max_context_len_; }
   [[nodiscard]] bool need_kv_cache_store() const noexcept { return need_kv_cache_store_; }
   /// Ascending over all plans of a scheduler.
@@ -330,6 +331,10 @@ class DIFFULEX_API StepPlan final {
   void set_page_table(int32_t req_idx, uint64_t epoch, Span<const int32_t> pages);
   /// Records that a row of the plan has a slot.
   void note_kv_store() noexcept { need_kv_cache_store_ = true; }
+  /// Raises max_context_len to `len` at least.
+  void note_context_bound(int32_t len) noexcept {
+    context_bound_ = len > context_bound_ ? len : context_bound_;
+  }
   /// Recomputes the scalars after the last request was filled.
   void seal();
   /// First block of request `req_idx` in the block arrays, one past the last at req_idx + 1.
@@ -391,6 +396,7 @@ class DIFFULEX_API StepPlan final {
   int32_t max_seqlen_q_ = 0;
   int32_t max_seqlen_k_ = 0;
   int32_t max_context_len_ = 0;
+  int32_t context_bound_ = 0;
   int32_t uniform_q_len_ = 0;
   bool need_kv_cache_store_ = false;
   int64_t step_id_ = 0;

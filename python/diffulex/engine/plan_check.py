@@ -67,12 +67,8 @@ class PlanCheck:
             self._block_names += _CANVAS_BLOCKS
         self._names += [*self._row_names, *self._block_names]
         self._req_ids: list[int] = []
-        # The context of the next step is a bound: the device alone knows its mode, or whether what the
-        # step stores of a block that may still be edited is final.
-        rewrites = options.is_editing or options.strategy == "dmax"
-        self._has_bound = (self._has_dual_cache and options.fdv2_use_block_cache) or (
-            rewrites and options.token_merge_top_k == 0
-        )
+        # The context of the step behind is a bound: the device alone knows its mode.
+        self._has_block_cache = self._has_dual_cache and options.fdv2_use_block_cache
         self._kept: dict[int, tuple[Bucket, _Arrays]] = {}
         # Requests of the plan compared last; fewer ones in the next ended meanwhile.
         self._num_live = 0
@@ -120,7 +116,7 @@ class PlanCheck:
         if has_ended and num_reqs > wanted.num_reqs:
             least = graphs.bound(num_reqs, rows, plan.max_context_len)
             wanted = wanted._replace(num_reqs=num_reqs, max_context_len=least)
-        if (has_ended or self._has_bound) and bound > wanted.max_context_len:
+        if (has_ended or self._has_block_cache) and bound > wanted.max_context_len:
             wanted = wanted._replace(max_context_len=bound)
         self._expect(plan, 0, "bucket", bucket, wanted)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -366,6 +367,17 @@ def test_first_token_behind_whole_fast_dllm_v2_blocks(tiny: TinyModel, network: 
             output = engine.generate([prompt], params, summary=False)[0]
         assert output.token_ids == (int(row.argmax()),)
         assert output.metrics.nfe == 1
+
+
+def test_d2f_reaches_the_last_position_of_the_model(tmp_path: Path) -> None:
+    """Blocks that start behind the prompt may reach past the model's last position."""
+    model = TinyModel(tmp_path, "cpu", max_position_embeddings=64).under("llada")
+    with model.engine(decoding_strategy="d2f", block_size=8, max_model_len=64) as engine:
+        (output,) = engine.generate(
+            [list(range(1, 52))], SamplingParams(max_tokens=50, ignore_eos=True), summary=False
+        )
+    assert output.completion_reason == "max_model_len_reached"
+    assert len(output.token_ids) == 64 - 51
 
 
 def test_streams_of_editing_strategies_hold_what_is_final(tiny: TinyModel) -> None:
