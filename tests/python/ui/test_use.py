@@ -210,6 +210,19 @@ def test_newest_answer_is_in_view_on_a_phone(
         assert page.evaluate("document.scrollingElement.scrollWidth") <= width
 
 
+def test_dialogs_fit_the_narrowest_screen(server: LiveServer, browser: Any) -> None:
+    narrow = {"viewport": {"width": 320, "height": 640}}
+    with open_page(server, browser, **{**PHONE, **narrow}) as page:
+        ask(page, LONG_QUESTION)
+        for name in ("chats", "code", "settings"):
+            page.locator(f"#open-{name}").click()
+            dialog = page.locator(f"#{name}")
+            dialog.wait_for()
+            assert dialog.evaluate("node => node.scrollWidth <= node.clientWidth"), name
+            page.keyboard.press("Escape")
+        assert page.evaluate("document.scrollingElement.scrollWidth") <= 320
+
+
 def test_error_is_in_view_on_a_phone(server: LiveServer, browser: Any) -> None:
     page = open_unwatched(server, browser, **PHONE)
     ask(page, QUESTION)
@@ -244,6 +257,7 @@ def test_targets_are_large_enough_for_a_finger(
         for dialog in (None, "chats", "code", "settings"):
             if dialog:
                 page.locator(f"#open-{dialog}").click()
+                page.locator(f"#{dialog}").wait_for()
             small += page.evaluate(
                 """() => [...document.querySelectorAll("button, input, select, textarea, summary")]
                   .map((node) => [node, (node.closest("label") ?? node).getBoundingClientRect()])

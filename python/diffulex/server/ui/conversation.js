@@ -202,7 +202,8 @@ export class Conversation {
     if (usage) {
       const { completion_tokens: tokens, nfe } = usage;
       const each = nfe ? `, ${(tokens / nfe).toFixed(1)} at a time` : "";
-      exchange.note(`${tokens} tokens in ${nfe ?? "?"} forward passes${each}, ${seconds} s`);
+      const passes = `${nfe ?? "?"} forward ${nfe === 1 ? "pass" : "passes"}`;
+      exchange.note(`${tokens} tokens in ${passes}${each}, ${seconds} s`);
     }
     if (answer.finishReason === "length") exchange.note("cut at a limit");
     if (!answer.text && usage) exchange.note("empty: the model ended its answer at once");
