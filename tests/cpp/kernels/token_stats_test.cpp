@@ -6,6 +6,7 @@
 
 #include "diffulex/core/thread_pool.h"
 #include "diffulex/kernels/sampling.h"
+#include "kernels/common/token_stats_config.h"
 #include "kernels/stats_reference.h"
 #include "kernels/test_tensor.h"
 
@@ -506,6 +507,50 @@ TEST(TokenStats, DataViolations) {
   EXPECT_EQ(token_stats(call.params, ExecContext{}).message(),
             "diffulex::token_stats: inv_temperature[0]: expected a finite value >= 0, got -1");
   EXPECT_EQ(call.ids[0], -77);
+}
+
+/// Lists of the top-k live inside the CTAs and take no scratch.
+TEST(TokenStatsConfig, ScratchIsARecordPerChunk) {
+  for (const int32_t top_k : {0, 1, kStatsMaxTopK}) {
+    EXPECT_EQ(token_stats_workspace_bytes(3, 5000, top_k, Device::kCuda),
+              static_cast<size_t>(3 * 3 * kStatsRecordBytes));
+  }
+  EXPECT_EQ(token_stats_workspace_bytes(3, 5000, 8, Device::kCpu), 0U);
+}
+
+/// Shares on the device that was measured, and on smaller ones: an H100 PCIe has 114
+/// multiprocessors, an H20 78.
+TEST(TokenStatsConfig, SharesFollowTheMultiprocessors) {
+  constexpr int64_t kMaxWarps = 16;
+  constexpr int64_t kChunkBytes = kStatsChunkColumns * 2;
+  constexpr int64_t kChunks = 75;
+  const auto ctas = [&](int64_t rows, bool has_top_k, int64_t processors) {
+    return stats_cluster(rows, kChunks, has_top_k, kMaxWarps, kChunkBytes, processors).ctas;
+  };
+  EXPECT_EQ(ctas(33, false, 132), 8);
+  EXPECT_EQ(ctas(33, true, 132), 7);
+  EXPECT_EQ(ctas(34, false, 132), 5);
+  EXPECT_EQ(ctas(48, false, 132), 5);
+  EXPECT_EQ(ctas(49, false, 132), 2);
+  EXPECT_EQ(ctas(66, false, 132), 2);
+  EXPECT_EQ(ctas(67, false, 132), 1);
+  EXPECT_EQ(ctas(33, false, 114), 5);
+  EXPECT_EQ(ctas(33, false, 78), 2);
+  EXPECT_EQ(ctas(40, false, 78), 1);
+  for (const int64_t processors : {78, 114, 132}) {
+    for (int64_t rows = 1; rows <= 5000; rows += rows < 200 ? 1 : 97) {
+      for (const int64_t chunks : {1, 2, 16, 75, 128, 256}) {
+        for (const bool has_top_k : {false, true}) {
+          const StatsCluster shape =
+              stats_cluster(rows, chunks, has_top_k, kMaxWarps, kChunkBytes, processors);
+          ASSERT_GE(shape.ctas, 1);
+          ASSERT_LE(shape.ctas, 8);
+          ASSERT_GE(shape.warps, 1);
+          ASSERT_LE(shape.warps, kMaxWarps);
+        }
+      }
+    }
+  }
 }
 
 }  // namespace
