@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import marshal
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -39,8 +40,10 @@ __all__ = ["BodyRoute", "LargeBodies"]
 
 #: Bodies up to so many bytes are parsed on the event loop, within a few milliseconds.
 SMALL_BYTES = 128 << 10
-# Processes that parse at a time.
-_MAX_PROCESSES = 2
+# Processes that parse at a time; the other cores are for those who are answered.
+_MAX_PROCESSES = max(1, min(4, (os.cpu_count() or 1) // 2))
+# Bytes that are written at a time; a small body is never written.
+_PIECE_BYTES = 1 << 20
 # Bodies that wait on disk, in units of the largest one.
 _MAX_HELD = 8
 
@@ -51,24 +54,25 @@ class LargeBodies:
     """Parses large bodies and counts those it holds."""
 
     def __init__(self) -> None:
-        self._num_bytes = 0
+        self._sizes: dict[IO[bytes], int] = {}
         self._slots: asyncio.Semaphore | None = None
         #: Bodies that are read or parsed.
         self.num_open = 0
 
     @contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
-        """A file for a body; the bytes that `take` counted are given back at its end."""
-        self.num_open += 1
+        """A file for a body, which is counted while it is open."""
         with tempfile.TemporaryFile(prefix="diffulex-body-") as file:
+            self._sizes[file] = 0
+            self.num_open += 1
             try:
                 yield file
             finally:
                 self.num_open -= 1
-                self._num_bytes -= file.seek(0, 2)
+                del self._sizes[file]
 
-    def write(self, file: IO[bytes], chunk: bytes, max_bytes: int) -> None:
-        """Adds to a body.
+    async def write(self, file: IO[bytes], chunk: bytes, max_bytes: int) -> None:
+        """Adds to a body, on another thread: a disk may be slow.
 
         Args:
             max_bytes: of one body.
@@ -76,11 +80,11 @@ class LargeBodies:
         Raises:
             ApiError: 429, other bodies take the place there is.
         """
-        if self._num_bytes + len(chunk) > _MAX_HELD * max_bytes:
+        if sum(self._sizes.values()) + len(chunk) > _MAX_HELD * max_bytes:
             message = f"body: expected at most {_MAX_HELD} of the largest at a time, got more"
             raise ApiError(429, message)
-        file.write(chunk)
-        self._num_bytes += len(chunk)
+        self._sizes[file] += len(chunk)
+        await asyncio.to_thread(file.write, chunk)
 
     async def parse(self, file: IO[bytes], limits: Mapping[str, Mapping[str, int]]) -> Any:
         """The document in a file.
@@ -107,7 +111,7 @@ class LargeBodies:
 
 async def _run_parser(file: IO[bytes], limits: Mapping[str, Mapping[str, int]]) -> bytes:
     """The output of the parser's process, which is killed if nobody waits for it any more."""
-    file.flush()
+    await asyncio.to_thread(file.flush)
     file.seek(0)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", str(Path(body_parser.__file__)), json.dumps(limits)),
@@ -185,17 +189,20 @@ async def _read(
     request: Request, file: IO[bytes], bodies: LargeBodies, max_bytes: int
 ) -> bytes | None:
     """Reads a body into the file; returns it if it is small after all, else None."""
-    size = 0
+    size, pending = 0, bytearray()
     try:
         async for chunk in request.stream():
             size += len(chunk)
-            bodies.write(file, chunk, max_bytes)
+            pending += chunk
+            if len(pending) > _PIECE_BYTES:
+                await bodies.write(file, bytes(pending), max_bytes)
+                pending.clear()
     except ClientDisconnect as error:
         raise ApiError(CLIENT_CLOSED, "the client closed the connection") from error
-    if size > SMALL_BYTES:
-        return None
-    file.seek(0)
-    return file.read()
+    if size <= SMALL_BYTES:
+        return bytes(pending)
+    await bodies.write(file, bytes(pending), max_bytes)
+    return None
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -30,7 +30,7 @@ __all__ = ["ChatOptions", "PromptEncoder"]
 T = TypeVar("T")
 
 #: Texts up to so many characters, or tokens, are encoded on the thread for short ones.
-SHORT_TEXT = 16 << 10
+SHORT_TEXT = 4 << 10
 # Most texts have fewer characters per token: one of more is counted in pieces first.
 _USUAL_CHARS_PER_TOKEN = 8
 _PIECE_CHARS = 16 << 10
