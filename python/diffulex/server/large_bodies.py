@@ -47,7 +47,7 @@ _PIECE_BYTES = 1 << 20
 # Bodies that wait on disk, in units of the largest one.
 _MAX_HELD = 8
 
-_KINDS = {"chars": "characters", "items": "entries", "ids": "token ids"}
+_KINDS = {"chars": "characters", "items": "entries", "ids": "token ids", "values": "values"}
 
 
 class LargeBodies:

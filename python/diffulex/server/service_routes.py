@@ -14,6 +14,7 @@ from diffulex.server.api_errors import ApiError, api_error_of
 from diffulex.server.app_options import STATE_CODES, state_name
 from diffulex.server.frontend import OperationFailed
 from diffulex.server.json_response import JSONBody
+from diffulex.server.large_bodies import BodyRoute
 from diffulex.server.request_schema import AbortRequest, ProfileRequest
 from diffulex.server.response_schema import (
     AbortResponse,
@@ -185,7 +186,8 @@ def package_version() -> str:
 
 def service_router(context: AppContext) -> APIRouter:
     """Everything that neither generates nor tokenises."""
-    router, routes, options = APIRouter(), _ServiceRoutes(context), context.options
+    routes, options = _ServiceRoutes(context), context.options
+    router = APIRouter(route_class=BodyRoute)
 
     def add(path: str, endpoint: Any, model: Any, tag: str, *statuses: int, **more: Any) -> None:
         responses = error_responses(*statuses)
