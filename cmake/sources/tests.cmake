@@ -14,6 +14,7 @@ set(DIFFULEX_TESTS_CORE_SOURCES
     tests/cpp/core/canvas_rules_test.cpp
     tests/cpp/core/diffusion_gemma_property_test.cpp
     tests/cpp/core/dual_cache_rules_test.cpp
+    tests/cpp/core/early_store_test.cpp
     tests/cpp/core/fast_dllm_v2_property_test.cpp
     tests/cpp/core/kv_cache_manager_test.cpp
     tests/cpp/core/options_test.cpp

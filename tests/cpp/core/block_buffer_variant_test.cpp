@@ -11,6 +11,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "core/bench.h"
 #include "core/block_buffer_variants.h"
 #include "core/brute_force_decoder.h"
 #include "core/engine_simulator.h"
@@ -19,108 +20,20 @@
 namespace diffulex {
 namespace {
 
+using test::Bench;
 using test::BruteForceDecoder;
 using test::EngineSimulator;
+using test::kMask;
+using test::kStop;
 using test::kVariants;
+using test::list;
+using test::prompt_of;
+using test::small_options;
+using test::tokens_of;
+using test::toy_options;
 using test::Variant;
 using testing::ElementsAre;
 using testing::HasSubstr;
-
-constexpr int32_t kMask = 99;
-constexpr int32_t kStop = 50;
-
-EngineOptions small_options() {
-  EngineOptions options;
-  options.block_size = 4;
-  options.page_size = 4;
-  options.num_pages = 64;
-  options.max_num_reqs = 4;
-  options.max_model_len = 46;  // neither a multiple of the block nor of the page
-  options.max_num_batched_tokens = 128;
-  options.mask_token_id = kMask;
-  options.vocab_size = 200;
-  options.stop_token_ids = {kStop};
-  return options;
-}
-
-std::vector<int32_t> prompt_of(int32_t len) {
-  std::vector<int32_t> prompt;
-  for (int32_t i = 0; i < len; ++i) {
-    prompt.push_back(100 + i);
-  }
-  return prompt;
-}
-
-SamplingParams tokens_of(int32_t max_tokens) {
-  SamplingParams params;
-  params.max_tokens = max_tokens;
-  return params;
-}
-
-template <typename T>
-std::vector<std::remove_const_t<T>> list(Span<T> values) {
-  return std::vector<std::remove_const_t<T>>(values.begin(), values.end());
-}
-
-/// An engine whose sampler is the test: writes by position, and the verdict on every block.
-class Bench {
- public:
-  explicit Bench(const EngineOptions& options)
-      : options_(options), core_(options), plan_(options), output_(options) {}
-
-  EngineCore& core() { return core_; }
-  StepPlan& plan() { return plan_; }
-  SamplerOutput& output() { return output_; }
-  const Request& request(int64_t id) { return *core_.find_request(id); }
-
-  int64_t add(int32_t prompt_len, const SamplingParams& params) {
-    return core_.add_request(Span<const int32_t>(prompt_of(prompt_len)), params).value();
-  }
-
-  PlanKind schedule() {
-    const PlanKind kind = core_.schedule(plan_);
-    output_.clear(plan_.num_blocks());
-    return kind;
-  }
-
-  void write(int32_t position, int64_t token) {
-    for (size_t blk = 0; blk < static_cast<size_t>(plan_.num_blocks()); ++blk) {
-      const int32_t rel = position - plan_.blk_start()[blk];
-      if (rel >= 0 && rel < options_.block_size) {
-        output_.write_ids()[blk * static_cast<size_t>(options_.block_size) +
-                            static_cast<size_t>(rel)] = token;
-        return;
-      }
-    }
-    FAIL() << "no block at " << position;
-  }
-
-  void commit(size_t blk) { output_.flags()[blk] |= kSamplerCommittable; }
-
-  RequestEvent complete() {
-    const Result<const StepEvents*> events = core_.complete_step(plan_, output_);
-    EXPECT_TRUE(events.ok()) << events.status().message();
-    return events.ok() ? events.value()->requests.at(0) : RequestEvent();
-  }
-
-  /// One whole step: writes of (position, token), and whether the first block may be frozen.
-  RequestEvent step(const std::vector<std::pair<int32_t, int32_t>>& writes, bool is_ready = false) {
-    schedule();
-    for (const auto& [position, token] : writes) {
-      write(position, token);
-    }
-    if (is_ready) {
-      commit(0);
-    }
-    return complete();
-  }
-
- private:
-  EngineOptions options_;
-  EngineCore core_;
-  StepPlan plan_;
-  SamplerOutput output_;
-};
 
 TEST(MaskKind, IsThatOfTheKernels) {
   EXPECT_EQ(mask_kind(RowMode::kPrefillBlockCausal), static_cast<int32_t>(MaskKind::kBlockCausal));
@@ -132,14 +45,6 @@ TEST(MaskKind, IsThatOfTheKernels) {
 }
 
 // --- limits, for every variant ------------------------------------------------------------------
-
-/// What the toy model needs: it proposes every id but 0.
-EngineOptions toy_options() {
-  EngineOptions options = small_options();
-  options.mask_token_id = 0;
-  options.stop_token_ids = {1};
-  return options;
-}
 
 class VariantLimits : public testing::TestWithParam<Variant> {};
 
@@ -464,90 +369,6 @@ TEST_F(Editing, CountersOfTheBlock) {
   EXPECT_EQ(bench_.plan().blk_open_steps()[0], 3);
   EXPECT_EQ(bench_.plan().blk_post_edit_steps()[0], 1);
   EXPECT_EQ(bench_.plan().blk_row_index()[0], 0);  // decided positions have rows too
-}
-
-// Without the early store the sampler's tokens are the same, and the forwards more.
-TEST(StoringEarly, ChangesNoToken) {
-  EngineOptions options = toy_options();
-  options.is_editing = true;
-  options.thresholds.accept = 0.3F;
-  options.thresholds.edit = 0.9F;
-  SamplingParams params = tokens_of(30);
-  params.ignore_eos = true;
-  for (const int32_t buffer_size : {1, 2, 4}) {
-    options.buffer_size = buffer_size;
-    int32_t num_saved = 0;
-    for (int32_t prompt_len = 1; prompt_len <= 16; ++prompt_len) {
-      const std::vector<int32_t> prompt = prompt_of(prompt_len);
-      const auto early = BruteForceDecoder(options, prompt, params).decode();
-      const auto late = BruteForceDecoder(options, prompt, params, false).decode();
-      EXPECT_EQ(early.output, late.output);
-      EXPECT_LE(early.nfe, late.nfe);
-      num_saved += late.nfe - early.nfe;
-    }
-    // With more blocks another one is refined meanwhile as a rule.
-    EXPECT_TRUE(num_saved > 0 || buffer_size > 1);
-  }
-}
-
-TEST(StoringEarly, ABlockThatItsLastStepConfirmedTakesNoFurtherForward) {
-  EngineOptions options = small_options();
-  options.is_editing = true;
-  Bench bench(options);
-  const int64_t id = bench.add(4, tokens_of(20));
-  bench.step({{4, 1}, {5, 2}, {6, 3}, {7, 4}});
-  bench.schedule();
-  EXPECT_THAT(list(bench.plan().slot_mapping()), testing::Each(testing::Ge(0)));
-  bench.commit(0);
-  bench.complete();
-  EXPECT_EQ(bench.request(id).context_len(), 8);
-  EXPECT_EQ(bench.request(id).settled_end(), 8);
-  bench.schedule();
-  EXPECT_EQ(bench.plan().blk_start()[0], 8);
-}
-
-TEST(StoringEarly, ARewrittenTokenNeedsAnotherForward) {
-  EngineOptions options = small_options();
-  options.is_editing = true;
-  Bench bench(options);
-  const int64_t id = bench.add(4, tokens_of(20));
-  bench.step({{4, 1}, {5, 2}, {6, 3}, {7, 4}});
-  bench.step({{5, 9}}, true);  // what was stored is the KV of 2
-  EXPECT_EQ(bench.request(id).context_len(), 4);
-  EXPECT_EQ(bench.request(id).settled_end(), 8);
-  bench.schedule();
-  EXPECT_EQ(bench.plan().num_blocks(), 0);
-  bench.complete();
-  EXPECT_EQ(bench.request(id).context_len(), 8);
-}
-
-TEST(StoringEarly, AStopIdInTheStoredBlockEndsTheRequest) {
-  EngineOptions options = small_options();
-  options.is_editing = true;
-  Bench bench(options);
-  const int64_t id = bench.add(4, tokens_of(20));
-  bench.step({{4, 1}, {5, kStop}, {6, 3}, {7, 4}});
-  EXPECT_EQ(bench.step({}, true).finish_reason, FinishReason::kEosTokenGenerated);
-  EXPECT_THAT(list(bench.request(id).output()), ElementsAre(1));
-}
-
-TEST(StoringEarly, KeepsThePlaceOfTheBlockForAStep) {
-  EngineOptions options = small_options();
-  options.is_editing = true;
-  options.buffer_size = 2;
-  Bench bench(options);
-  const int64_t id = bench.add(4, tokens_of(40));
-  bench.step({{4, 1}, {5, 2}, {6, 3}, {7, 4}});
-  bench.step({{8, 5}});  // opens the second block
-  bench.schedule();
-  bench.commit(0);  // the first one is frozen and stored
-  bench.complete();
-  EXPECT_EQ(bench.request(id).context_len(), 8);
-  EXPECT_EQ(bench.request(id).buffer.num_valid(), 1);
-  bench.step({{9, 6}});  // refines the second alone, as the store forward did
-  EXPECT_EQ(bench.request(id).buffer.num_valid(), 1);
-  bench.step({{10, 7}});
-  EXPECT_EQ(bench.request(id).buffer.num_valid(), 2);
 }
 
 TEST_F(Editing, WaitingIsNoLivelock) {
