@@ -7,11 +7,11 @@ import argparse
 import difflib
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from diffulex.config_table import CONFIG_TABLE, SECTIONS, THRESHOLD_KEYS, ConfigKey, Support
+from diffulex.config_table import CONFIG_TABLE, THRESHOLD_KEYS, ConfigKey, Support
 from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 _MAX_SECONDS = 10
 _TRUE = ("1", "true", "yes", "on")
@@ -172,15 +172,21 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 }
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
-    """Adds one flag per key of the configuration table, absent unless given.
+def add_engine_flags(
+    parser: argparse.ArgumentParser,
+    *,
+    table: Mapping[str, ConfigKey] = CONFIG_TABLE,
+    without: Collection[str] = (),
+) -> None:
+    """Adds one flag per key of a configuration table, absent unless given.
 
     Keys without effect today are accepted but not listed in the help.
     """
+    sections = dict.fromkeys(key.section for key in table.values())
     groups = {
-        section: parser.add_argument_group(f"engine options: {section}") for section in SECTIONS
+        section: parser.add_argument_group(f"engine options: {section}") for section in sections
     }
-    for key in CONFIG_TABLE.values():
+    for key in table.values():
         kind = key.kind.removesuffix("?")
         if key.name not in without and kind in _FLAG_KINDS:
             _add_flag(groups[key.section], key, kind)
@@ -206,12 +212,17 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def engine_kwargs(options: argparse.Namespace, *, without: Collection[str] = ()) -> dict[str, Any]:
+def engine_kwargs(
+    options: argparse.Namespace,
+    *,
+    table: Mapping[str, ConfigKey] = CONFIG_TABLE,
+    without: Collection[str] = (),
+) -> dict[str, Any]:
     """Keyword arguments of the engine for the flags that were given, except those of `without`."""
     given = {
         name: value
         for name, value in vars(options).items()
-        if name in CONFIG_TABLE and name not in without
+        if name in table and name not in without
     }
     thresholds = {name: given.pop(name) for name in THRESHOLD_KEYS if name in given}
     if thresholds:

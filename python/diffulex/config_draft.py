@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from diffulex.config_key import unknown_key
 from diffulex.config_table import CONFIG_TABLE, THRESHOLD_KEYS, check_value
 from diffulex.errors import ConfigError
 from diffulex.logging import get_logger
@@ -86,14 +86,14 @@ def normalise(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ConfigError(f"decoding_thresholds: expected a mapping, got {thresholds!r}")
         for name, value in thresholds.items():
             if name not in THRESHOLD_KEYS:
-                raise ConfigError(_unknown_key(f"decoding_thresholds.{name}", name, THRESHOLD_KEYS))
+                raise ConfigError(unknown_key(f"decoding_thresholds.{name}", name, THRESHOLD_KEYS))
             result[name] = _checked(name, value)
         for name, value in flat.items():
             if name == "decoding_thresholds" or value is None:
                 continue
             if name not in CONFIG_TABLE:
                 known = (*CONFIG_TABLE, "decoding_thresholds")
-                raise ConfigError(_unknown_key(name, name, known))
+                raise ConfigError(unknown_key(name, name, known))
             result[name] = _checked(name, value)
     except ConfigError as error:
         raise ConfigError(f"{where}{error}") from error.__cause__
@@ -111,12 +111,6 @@ def _checked(name: str, value: Any) -> Any:
         if isinstance(item, int) and not -(2**bits) <= item < 2**bits:
             raise ConfigError(f"{name}: expected {CONFIG_TABLE[name].kind} < 2**{bits}, got {item}")
     return result
-
-
-def _unknown_key(shown: str, name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f", nearest is {near[0]!r}" if near else ""
-    return f"configuration: expected a known key{hint}, got {shown!r}"
 
 
 def dtype_name(dtype: object) -> str:

@@ -6,9 +6,33 @@ Run `python -m diffulex.config_markdown > docs/configuration.md` after a change 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from diffulex.config_table import CONFIG_TABLE, SECTIONS, THRESHOLD_KEYS
 
-__all__ = ["render_markdown"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from diffulex.config_key import ConfigKey
+
+__all__ = ["render_markdown", "render_sections"]
+
+
+def render_sections(sections: Mapping[str, type[Any]], table: Mapping[str, ConfigKey]) -> list[str]:
+    """Lines of one heading and one table per section."""
+    lines: list[str] = []
+    for section, cls in sections.items():
+        lines += ["", f"## {section}", "", cls.__doc__ or "", ""]
+        lines += ["| key | type | default | legal | works | meaning |", "|---|---|---|---|---|---|"]
+        for key in table.values():
+            if key.section == section:
+                kind = key.kind.replace("?", " or unset")
+                default = "unset" if key.default is None else f"`{key.default}`"
+                lines.append(
+                    f"| `{key.name}` | {kind} | {default} | {key.legal} | {key.support.value} |"
+                    f" {key.help} |"
+                )
+    return lines
 
 
 def render_markdown() -> str:
@@ -29,17 +53,7 @@ def render_markdown() -> str:
         ", ".join(f"`{name}`" for name in THRESHOLD_KEYS) + ";",
         "missing keys take their defaults. The flat keys are deprecated aliases that override it.",
     ]
-    for section, cls in SECTIONS.items():
-        lines += ["", f"## {section}", "", cls.__doc__ or "", ""]
-        lines += ["| key | type | default | legal | works | meaning |", "|---|---|---|---|---|---|"]
-        for key in CONFIG_TABLE.values():
-            if key.section == section:
-                kind = key.kind.replace("?", " or unset")
-                default = "unset" if key.default is None else f"`{key.default}`"
-                lines.append(
-                    f"| `{key.name}` | {kind} | {default} | {key.legal} | {key.support.value} |"
-                    f" {key.help} |"
-                )
+    lines += render_sections(SECTIONS, CONFIG_TABLE)
     return "\n".join(lines) + "\n"
 
 

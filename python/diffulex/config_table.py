@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of settings: sections, keys, defaults, legal ranges, help.
 
-A key is a field of a section dataclass; its metadata holds everything the validation, the command
-line and docs/configuration.md need. Defaults live here and nowhere else; what a model family or a
+A row is what `diffulex.config_key` says. Defaults live here and nowhere else; what a model family or a
 checkpoint changes is applied in `diffulex.config`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from diffulex.errors import ConfigError
+from diffulex.config_key import ANY as _ANY
+from diffulex.config_key import IDS as _IDS
+from diffulex.config_key import UNIT as _UNIT
+from diffulex.config_key import ConfigKey, Support, build_table, check_key
+from diffulex.config_key import Range as _Range
+from diffulex.config_key import above as _above
+from diffulex.config_key import at_least as _at_least
+from diffulex.config_key import between as _between
+from diffulex.config_key import inert as _inert
+from diffulex.config_key import key as _key
+from diffulex.config_key import later as _later
+from diffulex.config_key import one_of as _one_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,89 +46,12 @@ __all__ = [
 ]
 
 
-class Support(Enum):
-    """What the engine does with a key today."""
-
-    FULL = "yes"
-    DEFAULT_ONLY = "default only"
-    IGNORED = "accepted, no effect"
-
-
-class _Rule(NamedTuple):
-    """Metadata of a key."""
-
-    kind: str
-    legal: str
-    help: str
-    is_legal: Callable[[Any], bool]
-    support: Support
-
-
-class ConfigKey(NamedTuple):
-    """One row of the table."""
-
-    name: str
-    section: str
-    kind: str
-    default: Any
-    legal: str
-    help: str
-    support: Support
-    is_legal: Callable[[Any], bool]
-
-
-class _Range(NamedTuple):
-    """A legal range: its text and its test."""
-
-    text: str
-    test: Callable[[Any], bool]
-
-
-def _one_of(*values: object) -> _Range:
-    return _Range("one of " + ", ".join(str(v) for v in values), lambda v: v in values)
-
-
-def _at_least(low: float) -> _Range:
-    return _Range(f">= {low}", lambda v: v >= low)
-
-
-def _above(low: float) -> _Range:
-    return _Range(f"> {low}", lambda v: v > low)
-
-
-def _between(low: float, high: float) -> _Range:
-    return _Range(f"[{low}, {high}]", lambda v: low <= v <= high)
-
-
 #: Most tokens of a diffusion_gemma canvas.
 MAX_CANVAS = 1024
 BLOCK_SIZES = (4, 8, 16, 32)
 PAGE_SIZES = (4, 8, 16, 32)
 #: Page sizes of diffusion_gemma alone.
 CANVAS_PAGE_SIZES = (64, 128, 256)
-
-_ANY = _Range("any", lambda _: True)
-_UNIT = _between(0, 1)
-_IDS = _Range("ids >= 0", lambda v: all(i >= 0 for i in v))
-
-
-def _key(
-    kind: str,
-    default: Any,
-    legal: _Range,
-    help_text: str,
-    support: Support = Support.FULL,
-) -> Any:
-    rule = _Rule(kind, legal.text, help_text, legal.test, support)
-    return field(default=default, metadata={"rule": rule})
-
-
-def _later(kind: str, default: Any, legal: _Range, help_text: str) -> Any:
-    return _key(kind, default, legal, help_text, Support.DEFAULT_ONLY)
-
-
-def _inert(kind: str, default: Any, legal: _Range, help_text: str) -> Any:
-    return _key(kind, default, legal, help_text, Support.IGNORED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,69 +469,9 @@ THRESHOLD_KEYS = (
 )
 
 
-def _build_table() -> dict[str, ConfigKey]:
-    table: dict[str, ConfigKey] = {}
-    for section, cls in SECTIONS.items():
-        for item in dataclasses.fields(cls):
-            rule = item.metadata.get("rule")
-            if rule is None:
-                continue
-            table[item.name] = ConfigKey(
-                item.name,
-                section,
-                rule.kind,
-                item.default,
-                rule.legal,
-                rule.help,
-                rule.support,
-                rule.is_legal,
-            )
-    return table
-
-
-CONFIG_TABLE: dict[str, ConfigKey] = _build_table()
+CONFIG_TABLE: dict[str, ConfigKey] = build_table(SECTIONS)
 
 
 def check_value(name: str, value: Any) -> Any:
     """The value in its canonical type, or ConfigError with the name, range and value."""
-    key = CONFIG_TABLE[name]
-    kind = key.kind.rstrip("?")
-    if value is None:
-        if key.kind.endswith("?"):
-            return None
-        raise _illegal(key, value)
-    result = _coerce(kind, value)
-    if result is None or not key.is_legal(result):
-        raise _illegal(key, value)
-    if key.support is Support.DEFAULT_ONLY and result != key.default:
-        raise ConfigError(
-            f"{name}: only {key.default!r} is supported so far (documented range: {key.legal}),"
-            f" got {value!r}"
-        )
-    return result
-
-
-def _kind_text(key: ConfigKey) -> str:
-    return "" if key.legal.startswith("one of") else f"{key.kind.rstrip('?')} "
-
-
-def _illegal(key: ConfigKey, value: Any) -> ConfigError:
-    return ConfigError(f"{key.name}: expected {_kind_text(key)}{key.legal}, got {value!r}")
-
-
-def _coerce(kind: str, value: Any) -> Any:
-    """`value` as `kind`, or None if it is of another type. A bool is never a number."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if kind == "int":
-        return int(value) if is_int else None
-    if kind == "float":
-        is_number = is_int or (isinstance(value, float) and math.isfinite(value))
-        return float(value) if is_number else None
-    if kind == "ids":
-        items = (value,) if is_int else value
-        is_list = isinstance(items, (list, tuple)) and all(
-            isinstance(i, int) and not isinstance(i, bool) for i in items
-        )
-        return tuple(items) if is_list else None
-    types = {"bool": bool, "str": str, "mapping": Mapping}
-    return value if isinstance(value, types[kind]) else None
+    return check_key(CONFIG_TABLE[name], value)
