@@ -12,7 +12,12 @@ tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
 
 ROOT = Path(__file__).parents[3]
 # Distributions whose module has another name.
-MODULES = {"pyzmq": "zmq", "pyyaml": "yaml", "prometheus-client": "prometheus_client"}
+MODULES = {
+    "pillow": "PIL",
+    "prometheus-client": "prometheus_client",
+    "pyyaml": "yaml",
+    "pyzmq": "zmq",
+}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images and videos from diffusion transformers, over the pipelines of diffusers.
+
+Importing this package loads neither torch nor diffusers; the names below are imported when used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diffulex.omni.config import OmniDiffusionConfig
+    from diffulex.omni.config_table import DiffusionCacheConfig, DiffusionParallelConfig
+    from diffulex.omni.diffusion_engine import DiffusionEngine
+    from diffulex.omni.errors import (
+        ModelLoadError,
+        OmniError,
+        RequestAborted,
+        RequestError,
+        UnsupportedFeatureError,
+        UnsupportedModelError,
+    )
+    from diffulex.omni.omni_diffusion import OmniDiffusion
+    from diffulex.omni.outputs import OmniRequestOutput
+    from diffulex.omni.registry import AutoOmniPipeline, PipelineSpec, register_pipeline
+    from diffulex.omni.request import OmniDiffusionRequest
+    from diffulex.omni.worker import StepEvent
+
+    Omni = OmniDiffusion
+
+__all__ = [
+    "AutoOmniPipeline",
+    "DiffusionCacheConfig",
+    "DiffusionEngine",
+    "DiffusionParallelConfig",
+    "ModelLoadError",
+    "Omni",
+    "OmniDiffusion",
+    "OmniDiffusionConfig",
+    "OmniDiffusionRequest",
+    "OmniError",
+    "OmniRequestOutput",
+    "PipelineSpec",
+    "RequestAborted",
+    "RequestError",
+    "StepEvent",
+    "UnsupportedFeatureError",
+    "UnsupportedModelError",
+    "register_pipeline",
+]
+
+_MODULES = {
+    "config": ("OmniDiffusionConfig",),
+    "config_table": ("DiffusionCacheConfig", "DiffusionParallelConfig"),
+    "diffusion_engine": ("DiffusionEngine",),
+    "errors": (
+        "ModelLoadError",
+        "OmniError",
+        "RequestAborted",
+        "RequestError",
+        "UnsupportedFeatureError",
+        "UnsupportedModelError",
+    ),
+    "omni_diffusion": ("Omni", "OmniDiffusion"),
+    "outputs": ("OmniRequestOutput",),
+    "registry": ("AutoOmniPipeline", "PipelineSpec", "register_pipeline"),
+    "request": ("OmniDiffusionRequest",),
+    "worker": ("StepEvent",),
+}
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _MODULES.items():
+        if name in names:
+            value: object = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one module that uses names of diffusers which its versions may change.
+
+Nothing here is imported before an image model is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from diffulex.errors import ConfigError
+from diffulex.omni.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["SUPPORTED_DIFFUSERS", "capturable_text_length", "import_diffusers"]
+
+SUPPORTED_DIFFUSERS = "0.42.1"
+_INSTALL = "pip install 'diffulex[omni]'"
+_QWEN = "diffusers.models.transformers.transformer_qwenimage"
+_TEXT_LENGTH = "compute_text_seq_len_from_mask"
+
+
+def import_diffusers() -> Any:
+    """The module, with its bars and warnings turned off.
+
+    Raises:
+        ConfigError: diffusers or accelerate is missing, or diffusers has another version.
+    """
+    for package in ("diffusers", "accelerate"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            raise ConfigError(
+                f"omni: expected the package {package} ({_INSTALL}), got none"
+            ) from None
+        if package == "diffusers" and found != SUPPORTED_DIFFUSERS:
+            raise ConfigError(
+                f"omni: expected diffusers {SUPPORTED_DIFFUSERS} ({_INSTALL}), got {found}"
+            )
+    import accelerate  # noqa: F401, PLC0415 (diffusers does without it, but cannot load Wan)
+    import diffusers  # noqa: PLC0415
+
+    for package in ("diffusers", "transformers"):
+        library = importlib.import_module(f"{package}.utils.logging")
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    return diffusers
+
+
+def _text_length(states: Any, mask: Any) -> tuple[int, Any, Any]:
+    """As the function of diffusers, but without a scalar that is copied from the host."""
+    import torch  # noqa: PLC0415 (slow; only training and capture need it)
+
+    length = states.shape[1]
+    if mask is None:
+        return length, None, None
+    mask = mask.to(torch.bool)
+    last = (torch.arange(1, length + 1, device=states.device) * mask).max(dim=1).values
+    return length, last + (last == 0) * length, mask
+
+
+@contextlib.contextmanager
+def capturable_text_length() -> Iterator[None]:
+    """Lets CUDA graphs capture the Qwen-Image transformer.
+
+    diffusers copies a scalar from pageable host memory in every forward, which no capture allows.
+
+    Raises:
+        ModelLoadError: the replacement answers differently from the installed diffusers.
+    """
+    import torch  # noqa: PLC0415
+
+    module = importlib.import_module(_QWEN)
+    original = getattr(module, _TEXT_LENGTH)
+    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0]])
+    states = torch.zeros(2, 4, 1)
+    wanted, got = original(states, mask), _text_length(states, mask)
+    if wanted[0] != got[0] or not all(torch.equal(a, b) for a, b in zip(wanted[1:], got[1:])):
+        raise ModelLoadError(f"{_QWEN}: expected {_TEXT_LENGTH} to give {got}, got {wanted}")
+    setattr(module, _TEXT_LENGTH, _text_length)
+    try:
+        yield
+    finally:
+        setattr(module, _TEXT_LENGTH, original)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keyword arguments of the image engine become one immutable, checked object."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffulex
+from diffulex.config_draft import dtype_name
+from diffulex.config_key import check_key, unknown_key
+from diffulex.errors import ConfigError
+from diffulex.omni.config_table import (
+    OMNI_CONFIG_TABLE,
+    OMNI_SECTIONS,
+    DiffusionCacheConfig,
+    DiffusionParallelConfig,
+    MemoryConfig,
+    OmniEngineConfig,
+    OmniModelConfig,
+)
+
+__all__ = ["OmniDiffusionConfig", "default_model_dir"]
+
+#: Keywords that hold a whole section, as a mapping or as its class.
+_SECTION_KEYWORDS = {
+    "parallel_config": DiffusionParallelConfig,
+    "cache_config": DiffusionCacheConfig,
+}
+_ZOO_MODEL = "examples/zoo/shapes_qwen_image"
+
+
+@dataclass(frozen=True, slots=True)
+class OmniDiffusionConfig:
+    """All settings of an image engine; `from_kwargs` makes one."""
+
+    model: OmniModelConfig
+    parallel: DiffusionParallelConfig
+    cache: DiffusionCacheConfig
+    memory: MemoryConfig
+    engine: OmniEngineConfig
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> OmniDiffusionConfig:
+        """Checks names, types and ranges; None means the default.
+
+        Raises:
+            ConfigError: unknown key, illegal or unsupported value.
+        """
+        flat: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if name in _SECTION_KEYWORDS:
+                flat.update(_section_items(name, value))
+            else:
+                flat[name] = value
+        for name, value in flat.items():
+            if name not in OMNI_CONFIG_TABLE:
+                known = (*OMNI_CONFIG_TABLE, *_SECTION_KEYWORDS)
+                raise ConfigError(unknown_key(name, name, known))
+            if value is None:
+                continue
+            named = dtype_name(value) if name == "dtype" else value
+            flat[name] = check_key(OMNI_CONFIG_TABLE[name], named)
+        sections = {
+            section: section_class(
+                **{
+                    key.name: flat[key.name]
+                    for key in OMNI_CONFIG_TABLE.values()
+                    if key.section == section and flat.get(key.name) is not None
+                }
+            )
+            for section, section_class in OMNI_SECTIONS.items()
+        }
+        return cls(**sections)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The flat keywords that give this configuration again."""
+        flat: dict[str, Any] = {}
+        for section in OMNI_SECTIONS:
+            flat.update(dataclasses.asdict(getattr(self, section)))
+        return flat
+
+
+def _section_items(name: str, value: object) -> dict[str, Any]:
+    section = _SECTION_KEYWORDS[name]
+    if isinstance(value, section):
+        return {item.name: getattr(value, item.name) for item in dataclasses.fields(section)}
+    if not isinstance(value, Mapping):
+        kind = f"a mapping or a {section.__name__}"
+        raise ConfigError(f"{name}: expected {kind}, got {value!r}")
+    known = [field.name for field in dataclasses.fields(section)]
+    for item in value:
+        if item not in known:
+            raise ConfigError(unknown_key(f"{name}.{item}", str(item), known))
+    return dict(value)
+
+
+def default_model_dir() -> Path:
+    """The image model of the source tree the package runs from.
+
+    Raises:
+        ConfigError: the package does not run from a source tree, or its model is not there.
+    """
+    path = Path(diffulex.__file__).resolve().parents[2] / _ZOO_MODEL
+    if not (path / "model_index.json").is_file():
+        raise ConfigError(
+            f"model: expected a directory or a hub id (--model), got none, and the source tree has"
+            f" no {_ZOO_MODEL}"
+        )
+    return path

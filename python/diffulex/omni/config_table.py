@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of settings of the image engine: sections, keys, defaults, legal ranges, help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from diffulex.config_key import ANY, ConfigKey, Range, at_least, build_table, key, later, one_of
+
+__all__ = [
+    "OMNI_CONFIG_TABLE",
+    "OMNI_SECTIONS",
+    "OUTPUT_TYPES",
+    "DiffusionCacheConfig",
+    "DiffusionParallelConfig",
+    "MemoryConfig",
+    "OmniEngineConfig",
+    "OmniModelConfig",
+]
+
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+_BOOL = one_of(True, False)
+
+
+@dataclass(frozen=True, slots=True)
+class OmniModelConfig:
+    """Which pipeline, and where it runs."""
+
+    model: str | None = key(
+        "str?",
+        None,
+        ANY,
+        "A local directory with `model_index.json`, or a hub id; unset: the image model of the source"
+        " tree.",
+    )
+    revision: str | None = key("str?", None, ANY, "Branch, tag or commit of a hub id.")
+    model_class_name: str | None = key(
+        "str?", None, ANY, "Registered pipeline; unset: the class of `model_index.json`."
+    )
+    dtype: str = key(
+        "str",
+        "auto",
+        one_of("auto", "float32", "bfloat16", "float16"),
+        "Compute dtype; `auto`: bfloat16 on CUDA, float32 on CPU. Wan's VAE stays in float32.",
+    )
+    device: str = key(
+        "str",
+        "auto",
+        Range(
+            "auto, cpu, cuda, cuda:N",
+            lambda v: v in ("auto", "cpu", "cuda") or (v.startswith("cuda:") and v[5:].isdecimal()),
+        ),
+        "Where the model runs; `auto`: CUDA if there is a device, else CPU.",
+    )
+    load_format: str = key(
+        "str",
+        "auto",
+        one_of("auto", "dummy"),
+        "`dummy`: random weights of the configured shapes, for measurements; reads no weights.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionParallelConfig:
+    """Processes that share the work; one process is what works today."""
+
+    pipeline_parallel_size: int = later("int", 1, at_least(1), "Ranks that share the layers.")
+    data_parallel_size: int = later("int", 1, at_least(1), "Replicas that share the images.")
+    tensor_parallel_size: int = later("int", 1, at_least(1), "Ranks that share the heads.")
+    ulysses_degree: int = later("int", 1, at_least(1), "Ranks that exchange heads for tokens.")
+    ring_degree: int = later("int", 1, at_least(1), "Ranks that pass keys and values around.")
+    cfg_parallel_size: int = later("int", 1, one_of(1, 2), "Ranks that share the two branches.")
+    distributed_executor_backend: str = later(
+        "str", "inproc", one_of("inproc", "mp"), "`inproc`: the model runs in the caller's process."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionCacheConfig:
+    """Caches over denoising steps; none is what works today."""
+
+    cache_backend: str = later(
+        "str", "none", one_of("none", "tea_cache", "cache_dit"), "What skips blocks of a step."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryConfig:
+    """What saves device memory."""
+
+    vae_use_slicing: bool = key("bool", False, _BOOL, "Decode one image of a batch at a time.")
+    vae_use_tiling: bool = key(
+        "bool", False, _BOOL, "Decode large images in tiles; changes pixels near their borders."
+    )
+    text_encoder_cpu_offload: bool = key(
+        "bool", False, _BOOL, "Keep the text encoders in host memory between uses."
+    )
+    vae_cpu_offload: bool = key("bool", False, _BOOL, "Keep the VAE in host memory between uses.")
+    dit_cpu_offload: bool = key(
+        "bool", False, _BOOL, "Keep the transformer in host memory, one block on the device."
+    )
+    pin_cpu_memory: bool = key(
+        "bool", True, _BOOL, "CUDA: offload through pinned memory and a stream of its own."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OmniEngineConfig:
+    """Requests: batches, limits, defaults."""
+
+    max_batch_size: int = key(
+        "int", 1, at_least(1), "Images of one call; more are faster and change their last bits."
+    )
+    max_pixels: int = key("int", 1 << 24, at_least(1), "Most pixels of a request's frame.")
+    output_type: str = key(
+        "str", "pil", one_of(*OUTPUT_TYPES), "What requests get that ask for nothing else."
+    )
+    warmup: bool = key("bool", False, _BOOL, "Run two steps of the default size at start.")
+
+
+OMNI_SECTIONS: dict[str, type[Any]] = {
+    "model": OmniModelConfig,
+    "parallel": DiffusionParallelConfig,
+    "cache": DiffusionCacheConfig,
+    "memory": MemoryConfig,
+    "engine": OmniEngineConfig,
+}
+
+OMNI_CONFIG_TABLE: dict[str, ConfigKey] = build_table(OMNI_SECTIONS)

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline of unmodified diffusers classes from a directory or a hub id."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from diffulex.logging import get_logger
+from diffulex.omni._diffusers_compat import import_diffusers
+from diffulex.omni.config import default_model_dir
+from diffulex.omni.errors import ModelLoadError, RequestError, UnsupportedFeatureError
+from diffulex.omni.registry import find_pipeline
+from diffulex.omni.request import make_request
+
+if TYPE_CHECKING:
+    from diffulex.omni.config import OmniDiffusionConfig
+    from diffulex.omni.config_table import MemoryConfig
+    from diffulex.omni.registry import PipelineSpec
+
+__all__ = ["LoadedPipeline", "load_pipeline"]
+
+logger = get_logger(__name__)
+
+_INDEX = "model_index.json"
+_MAX_NAMES = 10
+_DUMMY_SEED = 0
+
+
+class LoadedPipeline(NamedTuple):
+    """A pipeline on its device, and the request fields its checkpoint has defaults for."""
+
+    pipeline: Any
+    spec: PipelineSpec
+    defaults: dict[str, Any]
+    device: str
+
+
+def load_pipeline(config: OmniDiffusionConfig) -> LoadedPipeline:
+    """Loads what the configuration names.
+
+    Raises:
+        ConfigError: a package is missing, or the pipeline cannot do what is configured.
+        ModelLoadError: files are missing, incomplete or do not fit their classes.
+        UnsupportedModelError: the pipeline class is not registered.
+    """
+    directory = _find_directory(config)
+    index = _read_json(directory / _INDEX)
+    name = config.model.model_class_name or index.get("_class_name")
+    if not isinstance(name, str):
+        raise ModelLoadError(f"{directory / _INDEX}: expected a class of diffusers, got {name!r}")
+    spec = find_pipeline(name)
+    defaults = _checkpoint_defaults(directory, spec)
+    diffusers = import_diffusers()
+    start = time.perf_counter()
+    device = _device(config.model.device)
+    dtypes = _Dtypes(config.model.dtype, device, spec)
+    modules = {
+        component: _load_module(config, directory, component, entry, dtypes)
+        for component, entry in index.items()
+        if _is_module(entry)
+    }
+    try:
+        pipeline = getattr(diffusers, name).from_pretrained(
+            directory, **modules, dtype=dtypes.main, local_files_only=True
+        )
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise ModelLoadError(f"{directory}: expected a complete {name}, got {error}") from error
+    pipeline.set_progress_bar_config(disable=True)
+    _place(pipeline, modules, spec, config.memory, device)
+    _set_vae(pipeline, config.memory)
+    logger.info("loaded %s on %s in %.1f s", name, device, time.perf_counter() - start)
+    return LoadedPipeline(pipeline, spec, defaults, device)
+
+
+def _find_directory(config: OmniDiffusionConfig) -> Path:
+    model = config.model.model
+    if model is None:
+        return default_model_dir()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ModelLoadError(
+            f"model: expected a directory with {_INDEX} or a hub id, got {model!r}"
+        )
+    diffusers = import_diffusers()
+    try:
+        found = diffusers.DiffusionPipeline.download(model, revision=config.model.revision)
+    except Exception as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelLoadError(
+            f"model: expected a directory or a reachable hub id, got {model!r}: {text}"
+        ) from error
+    return Path(found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLoadError(f"model: expected the file {path}, got none") from None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: expected readable JSON, got {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _checkpoint_defaults(directory: Path, spec: PipelineSpec) -> dict[str, Any]:
+    """The `diffulex` object of generation_config.json: defaults of request fields."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return {}
+    defaults = _read_json(path).get("diffulex", {})
+    names = ", ".join(spec.defaults)
+    if not isinstance(defaults, dict) or not set(defaults) <= set(spec.defaults):
+        raise ModelLoadError(f"{path}: expected the keys {names} in diffulex, got {defaults!r}")
+    try:
+        make_request("-", defaults)
+    except RequestError as error:
+        raise ModelLoadError(f"{path}: {error}") from error
+    return defaults
+
+
+def _device(name: str) -> str:
+    import torch  # noqa: PLC0415 (slow; nothing needs it before a model is loaded)
+
+    has_cuda = torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if has_cuda else "cpu"
+    if name.startswith("cuda"):
+        number = int(name.partition(":")[2] or 0)
+        count = torch.cuda.device_count() if has_cuda else 0
+        if number >= count:
+            raise UnsupportedFeatureError(
+                f"device: expected one of {count} CUDA devices, got {name}"
+            )
+    return name
+
+
+class _Dtypes:
+    """Which dtype a component has."""
+
+    def __init__(self, name: str, device: str, spec: PipelineSpec) -> None:
+        import torch  # noqa: PLC0415
+
+        if name == "auto":
+            name = "float32" if device == "cpu" else "bfloat16"
+        self.main = getattr(torch, name)
+        self._float32 = torch.float32
+        self._exceptions = spec.float32_components
+
+    def of(self, component: str) -> Any:
+        return self._float32 if component in self._exceptions else self.main
+
+
+def _is_module(entry: object) -> bool:
+    """Whether an entry of model_index.json is a network rather than a tokenizer or a scheduler."""
+    if not isinstance(entry, list) or len(entry) != 2 or None in entry:
+        return False
+    import torch  # noqa: PLC0415
+
+    cls = _class_of(entry)
+    return isinstance(cls, type) and issubclass(cls, torch.nn.Module)
+
+
+def _class_of(entry: list[str]) -> Any:
+    library, name = entry
+    if library not in ("diffusers", "transformers"):
+        raise ModelLoadError(
+            f"{_INDEX}: expected classes of diffusers or transformers, got {entry}"
+        )
+    try:
+        return getattr(importlib.import_module(library), name)
+    except AttributeError:
+        raise ModelLoadError(f"{_INDEX}: expected a class of {library}, got {name!r}") from None
+
+
+def _load_module(
+    config: OmniDiffusionConfig, directory: Path, component: str, entry: list[str], dtypes: _Dtypes
+) -> Any:
+    """One network with all of its tensors, in evaluation mode."""
+    cls, library, dtype = _class_of(entry), entry[0], dtypes.of(component)
+    where = directory / component
+    if not (where / "config.json").is_file():
+        raise ModelLoadError(f"model: expected the file {where / 'config.json'}, got none")
+    try:
+        if config.model.load_format == "dummy":
+            module = _dummy(cls, library, where).to(dtype)
+        else:
+            module, info = cls.from_pretrained(
+                where, output_loading_info=True, use_safetensors=True, dtype=dtype
+            )
+            _check_complete(where, info)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        if isinstance(error, ModelLoadError):
+            raise
+        raise ModelLoadError(f"{where}: expected complete weights, got {error}") from error
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise ModelLoadError(f"{where}: expected every tensor to have data, got a meta tensor")
+    return module.eval().requires_grad_(False)
+
+
+def _dummy(cls: Any, library: str, where: Path) -> Any:
+    import torch  # noqa: PLC0415
+
+    torch.manual_seed(_DUMMY_SEED)
+    if library == "diffusers":
+        return cls.from_config(cls.load_config(where))
+    return cls(cls.config_class.from_pretrained(where))
+
+
+def _check_complete(where: Path, info: dict[str, Any]) -> None:
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        names = sorted(str(name) for name in info.get(kind) or ())
+        if names:
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            shown = ", ".join(names[:_MAX_NAMES])
+            raise ModelLoadError(
+                f"{where}: expected complete weights, got {kind.replace('_', ' ')} {shown}{more}"
+            )
+    unexpected = sorted(info.get("unexpected_keys") or ())
+    if unexpected:
+        shown = ", ".join(unexpected[:_MAX_NAMES])
+        logger.warning("%s: %d tensors have no place: %s", where, len(unexpected), shown)
+
+
+def _place(
+    pipeline: Any,
+    modules: dict[str, Any],
+    spec: PipelineSpec,
+    memory: MemoryConfig,
+    device: str,
+) -> None:
+    """Moves every component to the device, or attaches what moves its parts when they are used."""
+    import torch  # noqa: PLC0415
+    from diffusers.hooks.group_offloading import apply_group_offloading  # noqa: PLC0415
+
+    kinds = {
+        **dict.fromkeys(spec.transformers, ("block_level", memory.dit_cpu_offload)),
+        **dict.fromkeys(spec.text_encoders, ("leaf_level", memory.text_encoder_cpu_offload)),
+        "vae": ("leaf_level", memory.vae_cpu_offload),
+    }
+    for name, module in modules.items():
+        kind, is_offloaded = kinds.get(name, ("", False))
+        if not is_offloaded:
+            module.to(device)
+            continue
+        apply_group_offloading(
+            module,
+            onload_device=torch.device(device),
+            offload_device=torch.device("cpu"),
+            offload_type=kind,
+            num_blocks_per_group=1 if kind == "block_level" else None,
+            use_stream=device != "cpu" and memory.pin_cpu_memory,
+        )
+
+
+def _set_vae(pipeline: Any, memory: MemoryConfig) -> None:
+    for is_wanted, method, key in (
+        (memory.vae_use_slicing, "enable_slicing", "vae_use_slicing"),
+        (memory.vae_use_tiling, "enable_tiling", "vae_use_tiling"),
+    ):
+        if not is_wanted:
+            continue
+        if not hasattr(pipeline.vae, method):
+            name = type(pipeline.vae).__name__
+            raise UnsupportedFeatureError(f"{key}: expected a VAE that can do it, got {name}")
+        getattr(pipeline.vae, method)()

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLUX.1: an embedded guidance scale, and a second branch when `true_cfg_scale` is above one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffulex.omni.models.decoding import decode_scaled, spatial_multiple
+from diffulex.omni.registry import Guidance, PipelineSpec
+
+__all__ = ["SPEC"]
+
+
+def _decode(pipeline: Any, latents: Any, height: int, width: int) -> Any:
+    unpacked = pipeline._unpack_latents(latents, height, width, pipeline.vae_scale_factor)
+    return decode_scaled(pipeline, unpacked)
+
+
+SPEC = PipelineSpec(
+    name="FluxPipeline",
+    media="image",
+    size_multiple=spatial_multiple,
+    defaults={
+        "height": 1024,
+        "width": 1024,
+        "num_inference_steps": 28,
+        "guidance_scale": 3.5,
+        "true_cfg_scale": 1.0,
+        "max_sequence_length": None,
+    },
+    guidance=Guidance("true_cfg_scale"),
+    text_encoders=("text_encoder", "text_encoder_2"),
+    decode=_decode,
+)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen-Image: guidance by a second branch, rescaled per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffulex.omni.models.decoding import spatial_multiple
+from diffulex.omni.registry import Guidance, PipelineSpec
+
+__all__ = ["SPEC"]
+
+
+def _decode(pipeline: Any, latents: Any, height: int, width: int) -> Any:
+    import torch  # noqa: PLC0415 (slow, and loaded already when this runs)
+
+    vae = pipeline.vae
+    latents = pipeline._unpack_latents(latents, height, width, pipeline.vae_scale_factor)
+    latents = latents.to(vae.dtype)
+    shape = (1, vae.config.z_dim, 1, 1, 1)
+    mean = torch.tensor(vae.config.latents_mean).view(shape).to(latents)
+    # As the pipeline does it: the quotient by the reciprocal has its own rounding.
+    scale = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(latents)
+    return vae.decode(latents / scale + mean, return_dict=False)[0][:, :, 0]
+
+
+SPEC = PipelineSpec(
+    name="QwenImagePipeline",
+    media="image",
+    size_multiple=spatial_multiple,
+    defaults={
+        "height": 1024,
+        "width": 1024,
+        "num_inference_steps": 50,
+        "true_cfg_scale": 4.0,
+        "max_sequence_length": None,
+    },
+    guidance=Guidance("true_cfg_scale", negative_prompt=" "),
+    decode=_decode,
+)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines by the class name of `model_index.json`.
+
+An installed package adds its own as an entry point `AutoOmniPipeline.<class name>` of the group
+`diffulex.plugins`, a program with `register_pipeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from diffulex.omni.errors import UnsupportedModelError
+from diffulex.registry import Registry
+
+if TYPE_CHECKING:
+    from diffulex.omni.request import OmniDiffusionRequest
+
+__all__ = ["AutoOmniPipeline", "Guidance", "PipelineSpec", "find_pipeline", "register_pipeline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Guidance:
+    """Classifier-free guidance of a pipeline.
+
+    Attributes:
+        argument: request field that holds its scale.
+        off: largest scale that turns it off.
+        negative_prompt: used when the request has none.
+    """
+
+    argument: str
+    off: float = 1.0
+    negative_prompt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpec:
+    """What the engine has to know about a pipeline class of diffusers.
+
+    Attributes:
+        name: class name in diffusers.
+        media: `image` or `video`.
+        size_multiple: pixels that height and width are multiples of, from the loaded pipeline.
+        defaults: request fields and their defaults; a field outside them is an error of the request.
+        guidance: which scale decides whether the negative prompt is used.
+        transformers: attribute names of the denoisers, for offloading.
+        text_encoders: attribute names of the text encoders, for offloading.
+        float32_components: components that keep float32 whatever the dtype.
+        frame_multiple: num_frames - 1 is a multiple of it; videos only.
+        decode: (pipeline, latents, height, width) -> pictures [B, 3, H, W] in -1..1, for previews;
+            None: no previews.
+        pre_process: replaces the requests before they are checked.
+        post_process: replaces a request's list of images.
+    """
+
+    name: str
+    media: str
+    size_multiple: Callable[[Any], int]
+    defaults: dict[str, Any]
+    guidance: Guidance
+    transformers: tuple[str, ...] = ("transformer",)
+    text_encoders: tuple[str, ...] = ("text_encoder",)
+    float32_components: tuple[str, ...] = ()
+    frame_multiple: int = 1
+    decode: Callable[[Any, Any, int, int], Any] | None = None
+    pre_process: (
+        Callable[[Sequence[OmniDiffusionRequest]], Sequence[OmniDiffusionRequest]] | None
+    ) = None
+    post_process: Callable[[OmniDiffusionRequest, list[Any]], list[Any]] | None = None
+
+
+def _class_name(config: Any) -> str:
+    name: str = config.model.model_class_name
+    return name
+
+
+#: Class name in diffusers -> `PipelineSpec`.
+AutoOmniPipeline: Registry[PipelineSpec] = Registry(
+    "AutoOmniPipeline",
+    {
+        "FluxPipeline": "diffulex.omni.models.flux:SPEC",
+        "QwenImagePipeline": "diffulex.omni.models.qwen_image:SPEC",
+        "StableDiffusion3Pipeline": "diffulex.omni.models.stable_diffusion_3:SPEC",
+        "WanPipeline": "diffulex.omni.models.wan:SPEC",
+        "ZImagePipeline": "diffulex.omni.models.z_image:SPEC",
+    },
+    _class_name,
+)
+
+
+def register_pipeline(spec: PipelineSpec, *, exist_ok: bool = False) -> PipelineSpec:
+    """Adds a pipeline and returns it.
+
+    Raises:
+        ValueError: the name is taken and `exist_ok` is false.
+    """
+    return AutoOmniPipeline.register(spec.name, spec, exist_ok=exist_ok)
+
+
+def find_pipeline(name: str) -> PipelineSpec:
+    """The entry of a class name.
+
+    Raises:
+        UnsupportedModelError: there is none; the message lists the names.
+    """
+    try:
+        return AutoOmniPipeline.get(name)
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from None

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a caller asks for, before and after the model's defaults are filled in."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diffulex.config_key import unknown_key
+from diffulex.omni.config_table import OUTPUT_TYPES
+from diffulex.omni.errors import RequestError
+
+__all__ = ["MAX_OUTPUTS", "MAX_SEED", "MAX_STEPS", "OmniDiffusionRequest", "make_request"]
+
+MAX_STEPS = 1000
+MAX_OUTPUTS = 64
+MAX_SEED = 2**63
+
+
+def _new_id() -> str:
+    return f"diff-{secrets.token_hex(8)}"
+
+
+@dataclass(frozen=True, slots=True)
+class OmniDiffusionRequest:
+    """One prompt and how to draw it; None means the model's default.
+
+    Attributes:
+        num_outputs_per_prompt: images of the prompt, 1 to 64.
+        seed: image j is drawn with `(seed + j) % 2**63`; None: drawn, see the result's metrics.
+        seeds: one seed per image, instead of `seed`.
+        output_type: pil, np ([H, W, 3] float32), pt ([3, H, W] float32) or latent.
+        extra: further arguments of the pipeline's call, by name.
+    """
+
+    prompt: str
+    negative_prompt: str | None = None
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    guidance_scale_2: float | None = None
+    true_cfg_scale: float | None = None
+    num_outputs_per_prompt: int = 1
+    seed: int | None = None
+    seeds: tuple[int, ...] | None = None
+    max_sequence_length: int | None = None
+    output_type: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    request_id: str = field(default_factory=_new_id)
+
+    def __post_init__(self) -> None:
+        """Checks what needs no model.
+
+        Raises:
+            RequestError: a field has a wrong type or range.
+        """
+        _check_prompts(self)
+        for name, high in (
+            ("height", None),
+            ("width", None),
+            ("num_frames", None),
+            ("max_sequence_length", None),
+            ("num_inference_steps", MAX_STEPS),
+            ("num_outputs_per_prompt", MAX_OUTPUTS),
+        ):
+            _check_count(name, getattr(self, name), high)
+        for name in ("guidance_scale", "guidance_scale_2", "true_cfg_scale"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and math.isfinite(value) and value >= 0):
+                raise RequestError(f"{name}: expected a number >= 0, got {value!r}")
+        if self.output_type is not None and self.output_type not in OUTPUT_TYPES:
+            kinds = ", ".join(OUTPUT_TYPES)
+            raise RequestError(f"output_type: expected one of {kinds}, got {self.output_type!r}")
+        if not isinstance(self.extra, Mapping):
+            raise RequestError(f"extra: expected a mapping, got {self.extra!r}")
+        _check_seeds(self)
+
+    def sample_seeds(self) -> tuple[int, ...]:
+        """One seed per image; draws the first one when the request has none."""
+        if self.seeds is not None:
+            return tuple(self.seeds)
+        first = secrets.randbelow(MAX_SEED) if self.seed is None else self.seed
+        return tuple((first + j) % MAX_SEED for j in range(self.num_outputs_per_prompt))
+
+
+def make_request(prompt: object, arguments: Mapping[str, Any]) -> OmniDiffusionRequest:
+    """A request from keyword arguments.
+
+    Raises:
+        RequestError: unknown name, wrong type or range.
+    """
+    known = [item.name for item in dataclasses.fields(OmniDiffusionRequest)]
+    for name in arguments:
+        if name not in known:
+            text = unknown_key(name, name, known).removeprefix("configuration: ")
+            raise RequestError(f"request: {text}")
+    return OmniDiffusionRequest(prompt, **arguments)  # type: ignore[arg-type]
+
+
+def _check_prompts(request: OmniDiffusionRequest) -> None:
+    if not isinstance(request.prompt, str) or not request.prompt.strip():
+        raise RequestError(f"prompt: expected some text, got {request.prompt!r}")
+    if request.negative_prompt is not None and not isinstance(request.negative_prompt, str):
+        raise RequestError(f"negative_prompt: expected text, got {request.negative_prompt!r}")
+
+
+def _check_count(name: str, value: object, high: int | None) -> None:
+    if value is None and name != "num_outputs_per_prompt":
+        return
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not is_count or (high is not None and isinstance(value, int) and value > high):
+        legal = "an integer of at least 1" if high is None else f"an integer in [1, {high}]"
+        raise RequestError(f"{name}: expected {legal}, got {value!r}")
+
+
+def _check_seeds(request: OmniDiffusionRequest) -> None:
+    def is_seed(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_SEED
+
+    if request.seed is not None and not is_seed(request.seed):
+        raise RequestError(f"seed: expected an integer in [0, 2**63), got {request.seed!r}")
+    if request.seeds is None:
+        return
+    if request.seed is not None:
+        raise RequestError("seeds: expected either seed or seeds, got both")
+    count = request.num_outputs_per_prompt
+    is_list = isinstance(request.seeds, Sequence) and not isinstance(request.seeds, str)
+    if not is_list or len(request.seeds) != count or not all(map(is_seed, request.seeds)):
+        raise RequestError(f"seeds: expected {count} integers in [0, 2**63), got {request.seeds!r}")
