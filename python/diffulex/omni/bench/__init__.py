@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judging image models: scenes with captions, a checker by rule, reports."""
