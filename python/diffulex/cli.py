@@ -98,6 +98,8 @@ def _run(arguments: list[str]) -> int:
         return 0
     if arguments[:1] == ["serve"]:
         return _serve(arguments[1:])
+    if arguments[:1] == ["omni"]:
+        return _omni(arguments[1:])
     parser = _build_parser()
     if not arguments or arguments[0] == "help":
         parser.print_help()
@@ -228,6 +230,9 @@ def _build_parser() -> Parser:
 
     # Its flags are those of `diffulex.server`, which needs more packages; see `_serve`.
     commands.add_parser("serve", help="serve a model over HTTP (OpenAI API, live page at /ui)")
+
+    # Its flags are those of `diffulex.omni`, which needs more packages; see `_omni`.
+    commands.add_parser("omni", help="draw images with diffusion transformers")
 
     bench = commands.add_parser(
         "bench", help="measure a server", description="Measures a server.", allow_abbrev=False
@@ -575,6 +580,12 @@ def _serve(arguments: list[str]) -> int:
         return serve(arguments)
     except SystemExit:  # after the help
         return 0
+
+
+def _omni(arguments: list[str]) -> int:
+    from diffulex.omni.cli import run  # noqa: PLC0415
+
+    return run(arguments)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``diffulex omni``: draw pictures from a prompt, and measure how often they are right.
+
+Exit codes and errors are those of ``diffulex``: its `main` calls `run` and reports what is raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffulex.cli_flags import (
+    Parser,
+    add_engine_flags,
+    engine_kwargs,
+    integer,
+    integers,
+    number,
+    numbers,
+    positive_integer,
+    some,
+)
+from diffulex.env import get_text, get_unchecked
+from diffulex.errors import ConfigError
+from diffulex.logging import configure
+from diffulex.omni.bench.evaluate import DEFAULT_LIMIT, evaluate_shapes
+from diffulex.omni.config import OmniDiffusionConfig
+from diffulex.omni.config_table import OMNI_CONFIG_TABLE
+from diffulex.omni.half_blocks import PicturePainter
+from diffulex.omni.omni_diffusion import OmniDiffusion
+from diffulex.omni.request import make_request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diffulex.omni.outputs import OmniRequestOutput
+    from diffulex.omni.worker import StepEvent
+
+__all__ = ["run"]
+
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+_VIDEO_SUFFIX = ".gif"
+_DEFAULT_OUTPUT = "picture.png"
+_FRAME_MILLISECONDS = 62
+#: Pictures shown on the way to the result.
+_NUM_PREVIEWS = 10
+#: Fields of a request that are options of `generate`, with their types.
+_FIELDS: dict[str, tuple[Any, str]] = {
+    "negative_prompt": (str, "what the picture should not show"),
+    "height": (positive_integer, "pixels"),
+    "width": (positive_integer, "pixels"),
+    "num_frames": (positive_integer, "frames of a video"),
+    "num_inference_steps": (positive_integer, "denoising steps"),
+    "guidance_scale": (number, "weight of the prompt; models with one guidance scale"),
+    "true_cfg_scale": (number, "weight of the prompt; models with a branch for the negative one"),
+    "max_sequence_length": (positive_integer, "tokens of the prompt"),
+    "seed": (integer, "of the first picture, the next ones count on [drawn]"),
+}
+#: Fields that `eval` takes as lists, one run per combination.
+_SWEPT = {
+    "num_inference_steps": some(integers),
+    "true_cfg_scale": some(numbers),
+    "guidance_scale": some(numbers),
+}
+#: Keys that a command sets itself.
+_OWN_KEYS = ("output_type",)
+
+
+def run(arguments: list[str]) -> int:
+    """Runs ``diffulex omni`` with these arguments and returns its exit code."""
+    parser = _build_parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    try:
+        options = parser.parse_checked(arguments)
+    except SystemExit:  # after the help
+        return 0
+    has_level = options.log_level is not None or get_unchecked("DIFFULEX_LOG_LEVEL")
+    configure(level=options.log_level if has_level else "warning")
+    code: int = options.command(options)
+    return code
+
+
+def _build_parser() -> Parser:
+    parser = Parser(
+        prog="diffulex omni",
+        description="Draws images and videos with diffusion transformers.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
+    commands.required = True
+
+    def add(name: str, command: Any, text: str) -> Parser:
+        child: Parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        child.set_defaults(command=command)
+        child.add_argument(
+            "--log-level",
+            choices=("debug", "info", "warning", "error"),
+            help="least severe log line on standard error [warning]",
+        )
+        return child
+
+    generate = add("generate", _generate, "draw a prompt")
+    generate.add_argument("prompt", metavar="PROMPT")
+    generate.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        default=_DEFAULT_OUTPUT,
+        help=f".png, .jpg or .webp, .gif for a video [{_DEFAULT_OUTPUT}]; several: FILE_0, FILE_1",
+    )
+    generate.add_argument("-n", type=positive_integer, default=1, help="pictures [1]")
+    for name, (kind, text) in _FIELDS.items():
+        shown = text if text.endswith("]") else f"{text} [the model's]"
+        generate.add_argument("--" + name.replace("_", "-"), type=kind, help=shown)
+    generate.add_argument(
+        "--show-denoising", action="store_true", help="show the picture on the way, in a terminal"
+    )
+    add_engine_flags(generate, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+
+    evaluate = add("eval", _eval, "how often a model of shapes draws what a caption says")
+    evaluate.add_argument(
+        "--limit",
+        type=positive_integer,
+        default=DEFAULT_LIMIT,
+        help=f"held-out captions [{DEFAULT_LIMIT}]",
+    )
+    evaluate.add_argument(
+        "--output",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write a report, .json or .md; may be given more than once",
+    )
+    for name, kind in _SWEPT.items():
+        flag = "--" + name.replace("_", "-")
+        evaluate.add_argument(
+            flag, type=kind, default=(), metavar="X[,X]", help="one run per value"
+        )
+    add_engine_flags(evaluate, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+    return parser
+
+
+def _engine_kwargs(options: argparse.Namespace) -> dict[str, Any]:
+    kwargs = engine_kwargs(options, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+    # Before anything slow is imported: what is misspelt should be answered at once.
+    OmniDiffusionConfig.from_kwargs(**kwargs)
+    return kwargs
+
+
+def _generate(options: argparse.Namespace) -> int:
+    kwargs = _engine_kwargs(options)
+    fields = {name: getattr(options, name) for name in _FIELDS}
+    request = make_request(options.prompt, {**fields, "num_outputs_per_prompt": options.n})
+    target = _checked_target(options.output)
+    with OmniDiffusion(**kwargs) as engine:
+        is_video = engine.engine.spec.media == "video"
+        if is_video != (target.suffix.lower() == _VIDEO_SUFFIX):
+            kind = "a .gif file for a video" if is_video else "a .png, .jpg or .webp file"
+            raise ConfigError(f"--output: expected {kind}, got {options.output!r}")
+        with _Course(options.show_denoising and not is_video) as course:
+            (output,) = engine.generate_requests([request], on_step=course.step)
+            if course.painter is not None:
+                course.painter.show(output.images[0], options.prompt)
+    for path in _save(output, target):
+        print(path)
+    metrics = output.metrics
+    print(
+        f"[{metrics['width']}x{metrics['height']}, {metrics['num_inference_steps']} steps,"
+        f" seed {metrics['seed']}, {metrics['execute_s']:.1f} s]",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _checked_target(name: str) -> Path:
+    path = Path(name)
+    if path.suffix.lower() not in (*_IMAGE_SUFFIXES, _VIDEO_SUFFIX):
+        kinds = ", ".join((*_IMAGE_SUFFIXES, _VIDEO_SUFFIX))
+        raise ConfigError(f"--output: expected a file name that ends in {kinds}, got {name!r}")
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        raise ConfigError(f"--output: expected a file in an existing directory, got {name!r}")
+    return path
+
+
+def _save(output: OmniRequestOutput, target: Path) -> list[Path]:
+    paths = []
+    for number_, image in enumerate(output.images):
+        path = target
+        if output.num_images > 1:
+            path = target.with_name(f"{target.stem}_{number_}{target.suffix}")
+        if isinstance(image, list):
+            image[0].save(
+                path,
+                save_all=True,
+                append_images=image[1:],
+                duration=_FRAME_MILLISECONDS,
+                loop=0,
+            )
+        else:
+            image.save(path)
+        paths.append(path)
+    return paths
+
+
+class _Course:
+    """What is seen while a request runs: a bar on standard error, or the picture itself."""
+
+    def __init__(self, shows_picture: bool) -> None:
+        is_terminal = sys.stderr.isatty()
+        self._bar: Any = None
+        self.painter: PicturePainter | None = None
+        if shows_picture and is_terminal and not get_text("NO_COLOR"):
+            size = shutil.get_terminal_size()
+            self.painter = PicturePainter(sys.stderr, size.columns, size.lines)
+        elif is_terminal:
+            self._bar = _bar("Denoising")
+
+    def __enter__(self) -> _Course:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def step(self, event: StepEvent) -> None:
+        """The callback of the engine."""
+        done, total = event.call * event.num_steps + event.step, event.num_calls * event.num_steps
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.update(done - self._bar.n)
+        every = max(1, event.num_steps // _NUM_PREVIEWS)
+        is_due = event.step % every == 0 or event.step == 1
+        if self.painter is not None and is_due:
+            self.painter.show(event.preview()[0], f"step {done} of {total}")
+
+
+def _bar(name: str, total: int | None = None) -> Any:
+    from tqdm import tqdm  # noqa: PLC0415 (only a terminal needs it)
+
+    return tqdm(total=total, desc=name, leave=False)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    settings: list[dict[str, Any]] = [{}]
+    for name in _SWEPT:
+        values: Sequence[Any] = getattr(options, name)
+        if values:
+            settings = [{**setting, name: value} for setting in settings for value in values]
+    kwargs = _engine_kwargs(options)
+    for setting in settings:
+        make_request("-", setting)
+    bar = _bar("Drawing", options.limit * len(settings)) if sys.stderr.isatty() else None
+    try:
+        report = evaluate_shapes(
+            kwargs,
+            settings=settings,
+            limit=options.limit,
+            outputs=options.output,
+            command="diffulex " + " ".join(sys.argv[1:]),
+            on_image=None if bar is None else bar.update,
+        )
+    finally:
+        if bar is not None:
+            bar.close()
+    print(report.to_text())
+    return 0

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``diffulex omni`` as a user meets it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffulex.cli import main
+from fixtures.extras import need_extra
+
+need_extra("omni", "diffusers", "accelerate", "PIL")
+
+from PIL import Image  # noqa: E402
+
+from diffulex.omni.half_blocks import PicturePainter, half_blocks  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = ["--height", "64", "--width", "64", "--num-inference-steps", "3", "--seed", "1"]
+
+
+@pytest.fixture(scope="module")
+def model(tiny, tmp_path_factory):
+    """A tiny model that has defaults of its own."""
+    path = shutil.copytree(tiny("qwen"), tmp_path_factory.mktemp("cli") / "model")
+    defaults = {"height": 64, "width": 64, "num_inference_steps": 3, "true_cfg_scale": 1.0}
+    (path / "generation_config.json").write_text(json.dumps({"diffulex": defaults}))
+    return path
+
+
+def error_of(capsys, *arguments, code=2):
+    assert main(["omni", *arguments]) == code
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert captured.out == ""
+    return line
+
+
+def test_pictures_are_written_and_nothing_else_is_said(model, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "diffulex", "omni", "generate", "a cat", "--model", str(model),
+         "-o", "cat.png", "-n", "2", "--seed", "3"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "cat_0.png\ncat_1.png\n"
+    assert re.fullmatch(r"\[64x64, 3 steps, seed 3, [\d.]+ s\]\n", result.stderr)
+    for name in ("cat_0.png", "cat_1.png"):
+        with Image.open(tmp_path / name) as image:
+            assert image.size == (64, 64)
+
+
+def test_the_same_seed_writes_the_same_file(model, tmp_path, capsys):
+    for name in ("one.png", "two.png"):
+        assert (
+            main(
+                ["omni", "generate", "x", "--model", str(model), *SMALL, "-o", str(tmp_path / name)]
+            )
+            == 0
+        )
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    capsys.readouterr()
+
+
+def test_a_video_is_a_gif(tiny, tmp_path, capsys):
+    video = ["generate", "x", "--model", str(tiny("wan")), *SMALL, "--num-frames", "5", "-o"]
+    assert main(["omni", *video, str(tmp_path / "x.gif")]) == 0
+    with Image.open(tmp_path / "x.gif") as image:
+        assert (image.size, image.n_frames) == ((64, 64), 5)
+    capsys.readouterr()
+    line = error_of(capsys, *video, str(tmp_path / "x.png"))
+    assert "--output: expected a .gif file for a video, got" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", ""], "prompt: expected some text, got ''"),
+        (["generate"], "the following arguments are required: PROMPT"),
+        (["generate", "x", "--sead", "1"],
+         "command line: expected a known argument, nearest is --seed, got '--sead'"),
+        (["generate", "x", "--seed", "-1"], "seed: expected an integer in [0, 2**63), got -1"),
+        (["generate", "x", "--seed", "one"], "argument --seed: expected an integer, got 'one'"),
+        (["generate", "x", "-n", "65"],
+         "num_outputs_per_prompt: expected an integer in [1, 64], got 65"),
+        (["generate", "x", "-o", "x.bmp"],
+         "--output: expected a file name that ends in .png, .jpg, .jpeg, .webp, .gif, got 'x.bmp'"),
+        (["generate", "x", "-o", "no/where.png"],
+         "--output: expected a file in an existing directory, got 'no/where.png'"),
+        (["generate", "x", "--ring-degree", "2"],
+         "ring_degree: only 1 is supported so far (documented range: >= 1), got 2"),
+        (["generate", "x", "--model", "/no/such"],
+         "model: expected a directory with model_index.json or a hub id, got '/no/such'"),
+        (["eval", "--limit", "0"],
+         "argument --limit: expected an integer of at least 1, got '0'"),
+        (["eval", "--num-inference-steps", "0"],
+         "num_inference_steps: expected an integer in [1, 1000], got 0"),
+        (["eval", "--model", "/no/such", "--output", "x.csv"],
+         "--output: expected a .json or .md file, got 'x.csv'"),
+        (["evil"], "argument COMMAND: invalid choice: 'evil'"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line(capsys, arguments, message):
+    assert message in error_of(capsys, *arguments)
+
+
+def test_without_a_model_in_the_source_tree(capsys, monkeypatch):
+    from diffulex.omni import config
+
+    monkeypatch.setattr(config, "_ZOO_MODEL", "examples/zoo/nothing")
+    line = error_of(capsys, "generate", "x")
+    assert line.endswith(
+        "model: expected a directory or a hub id (--model), got none, and the source tree has no"
+        " examples/zoo/nothing"
+    )
+
+
+def test_interrupt(model, tmp_path, monkeypatch, capsys):
+    from diffulex.omni import cli
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli._Course, "step", interrupt)
+    target = tmp_path / "x.png"
+    assert main(["omni", "generate", "x", "--model", str(model), "-o", str(target)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not target.exists()
+
+
+def test_help(capsys):
+    for arguments in ([], ["--help"], ["generate", "--help"], ["eval", "--help"]):
+        assert main(["omni", *arguments]) == 0
+        assert "usage: diffulex omni" in capsys.readouterr().out
+
+
+def test_an_evaluation_writes_its_reports(model, tmp_path, capsys):
+    files = [tmp_path / "r.json", tmp_path / "r.md"]
+    outputs = [part for file in files for part in ("--output", str(file))]
+    steps = ["--num-inference-steps", "2,3", "--max-batch-size", "3"]
+    assert main(["omni", "eval", "--model", str(model), "--limit", "5", *steps, *outputs]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert shown.out.startswith("5 images, num_inference_steps 2, ")
+    report = json.loads(files[0].read_text())
+    assert [run["setting"] for run in report["runs"]] == [
+        {"num_inference_steps": 2}, {"num_inference_steps": 3},
+    ]  # fmt: skip
+    for run in report["runs"]:
+        low, high = run["wilson_95"]["all"]
+        assert low <= run["accuracy"]["all"] <= high
+        # A random model draws no caption.
+        assert len(run["wrong"]) == 5
+    assert files[1].read_text().count("| num_inference_steps ") == 2
+
+
+def test_a_picture_in_character_cells():
+    image = Image.new("RGB", (4, 4), (255, 0, 0))
+    image.putpixel((0, 1), (0, 0, 255))
+    lines = half_blocks(image, columns=80, rows=24)
+    assert len(lines) == 2
+    assert lines[0].startswith("\x1b[38;2;255;0;0;48;2;0;0;255m▀")
+    assert lines[0].count("▀") == 4
+    wide = half_blocks(Image.new("RGB", (400, 100)), columns=40, rows=24)
+    assert (len(wide), wide[0].count("▀")) == (5, 40)
+    stream = io.StringIO()
+    painter = PicturePainter(stream, columns=10, rows=10)
+    painter.show(image, "step 1 of 2")
+    painter.show(image, "step 2 of 2")
+    assert stream.getvalue().count("\x1b[3A\r\x1b[J") == 1
+    assert "step 1 of \n" in stream.getvalue()
+
+
+def test_denoising_is_shown_in_a_terminal(model, tmp_path):
+    pty = pytest.importorskip("pty", reason="the system has no pseudo-terminals")
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "", "COLUMNS": "70", "LINES": "40"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "diffulex", "omni", "generate", "a cat", "--model", str(model),
+         "-o", str(tmp_path / "x.png"), "--show-denoising"],
+        stdout=subprocess.PIPE, stderr=follower, env=environment,
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(leader)
+    assert process.wait() == 0
+    process.stdout.close()
+    text = shown.decode()
+    assert all(f"step {step} of 3" in text for step in (1, 2, 3))
+    assert text.count("\x1b[33A\r\x1b[J") == 3
+    assert "▀" in text
+
+
+def test_training_runs_from_scenes_to_a_model(tmp_path):
+    model = tmp_path / "model"
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples/train_shapes/train.py"), "--out", str(model),
+         "--device", "cpu", "--tiny", "--bank", "16", "--batch", "2", "--vae-batch", "2",
+         "--vae-seconds", "0.1", "--seconds", "0.1", "--eval", "2", "--eval-batch", "2"],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "gate all: at least 85%, got" in result.stdout
+    record = json.loads((model / "shapes.json").read_text())
+    assert record["gate"]["captions"] == 2
+    assert record["recipe"]["transformer_steps"] >= 1
+    assert main(["omni", "generate", "a red circle", "--model", str(model), "--num-inference-steps", "2",
+                 "-o", str(tmp_path / "x.png")]) == 0  # fmt: skip
+    with Image.open(tmp_path / "x.png") as image:
+        assert image.size == (64, 64)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/omni.md: its commands and its program run, its lists are complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from diffulex.cli import main
+from diffulex.omni import AutoOmniPipeline, OmniDiffusionRequest
+from fixtures.extras import need_extra
+
+need_extra("omni", "diffusers", "accelerate", "PIL")
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT = (ROOT / "docs/omni.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line
+    for block in re.findall(r"^```sh\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
+    for line in block.splitlines()
+    if line.startswith("diffulex")
+]
+
+
+@pytest.fixture(scope="module")
+def model(tiny, tmp_path_factory):
+    path = shutil.copytree(tiny("qwen"), tmp_path_factory.mktemp("docs") / "MODEL")
+    defaults = {"height": 64, "width": 64, "num_inference_steps": 3, "true_cfg_scale": 1.0}
+    (path / "generation_config.json").write_text(json.dumps({"diffulex": defaults}))
+    return path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = re.sub(r"--limit \d+", "--limit 2", command)
+    command = command.replace("--num-inference-steps 20", "--num-inference-steps 2")
+    words = [str(model) if word == "MODEL" else word for word in shlex.split(command)]
+    assert main(words[1:]) == 0
+    capsys.readouterr()
+    assert list(tmp_path.iterdir())
+
+
+def test_the_program(model, tmp_path, monkeypatch):
+    (code,) = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code.replace('"MODEL"', repr(str(model))), "omni.md", "exec"), {})
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "circle.png", *(f"step{step}.png" for step in range(1, 9)),
+    }  # fmt: skip
+
+
+def test_every_pipeline_and_every_field_is_named():
+    assert set(re.findall(r"^\| `(\w+)` \|", TEXT, flags=re.MULTILINE)) == {
+        *AutoOmniPipeline.available()
+    }
+    for field in dataclasses.fields(OmniDiffusionRequest):
+        assert field.name in ("prompt", "request_id") or f"`{field.name}`" in TEXT, field.name

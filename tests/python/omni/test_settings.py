@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration and requests: names, types and ranges, without a model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffulex.errors import CheckpointError, ConfigError, DiffulexError
+from diffulex.omni import DiffusionParallelConfig, OmniDiffusionConfig, RequestError
+from diffulex.omni.config_markdown import render_markdown
+from diffulex.omni.errors import ModelLoadError, OmniError, UnsupportedModelError
+from diffulex.omni.registry import find_pipeline
+from diffulex.omni.request import MAX_SEED, make_request
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"modle": "x"}, "configuration: expected a known key, nearest is 'model', got 'modle'"),
+        (
+            {"dtype": "float8"},
+            "dtype: expected one of auto, float32, bfloat16, float16, got 'float8'",
+        ),
+        ({"max_batch_size": 0}, "max_batch_size: expected int >= 1, got 0"),
+        ({"device": "tpu"}, "device: expected str auto, cpu, cuda, cuda:N, got 'tpu'"),
+        (
+            {"ulysses_degree": 2},
+            "ulysses_degree: only 1 is supported so far (documented range: >= 1), got 2",
+        ),
+        (
+            {"cache_backend": "tea_cache"},
+            "cache_backend: only 'none' is supported so far"
+            " (documented range: one of none, tea_cache, cache_dit), got 'tea_cache'",
+        ),
+        (
+            {"parallel_config": {"tensor_parallel_size": 4}},
+            "tensor_parallel_size: only 1 is supported so far (documented range: >= 1), got 4",
+        ),
+        (
+            {"parallel_config": {"tensor_parallel": 1}},
+            "configuration: expected a known key, nearest is 'tensor_parallel_size',"
+            " got 'parallel_config.tensor_parallel'",
+        ),
+        (
+            {"cache_config": 3},
+            "cache_config: expected a mapping or a DiffusionCacheConfig, got 3",
+        ),
+    ],
+)
+def test_illegal_configurations(keywords, message):
+    with pytest.raises(ConfigError) as raised:
+        OmniDiffusionConfig.from_kwargs(**keywords)
+    assert str(raised.value) == message
+
+
+def test_configurations_survive_the_round_trip():
+    config = OmniDiffusionConfig.from_kwargs(
+        model="somewhere",
+        dtype="bf16",
+        vae_use_slicing=True,
+        max_batch_size=4,
+        parallel_config=DiffusionParallelConfig(),
+    )
+    assert config.model.dtype == "bfloat16"
+    assert config.memory.vae_use_slicing
+    assert OmniDiffusionConfig.from_kwargs(**config.to_dict()) == config
+    with pytest.raises(AttributeError):
+        config.model.dtype = "float32"
+
+
+def test_the_table_in_the_documentation_is_current():
+    written = (ROOT / "docs/omni_configuration.md").read_text(encoding="utf-8")
+    assert written == render_markdown()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "message"),
+    [
+        ("  ", {}, "prompt: expected some text, got '  '"),
+        (None, {}, "prompt: expected some text, got None"),
+        ("a", {"heigth": 64}, "request: expected a known key, nearest is 'height', got 'heigth'"),
+        ("a", {"height": 0}, "height: expected an integer of at least 1, got 0"),
+        ("a", {"width": "64"}, "width: expected an integer of at least 1, got '64'"),
+        ("a", {"num_inference_steps": 1001},
+         "num_inference_steps: expected an integer in [1, 1000], got 1001"),
+        ("a", {"num_outputs_per_prompt": 65},
+         "num_outputs_per_prompt: expected an integer in [1, 64], got 65"),
+        ("a", {"num_outputs_per_prompt": True},
+         "num_outputs_per_prompt: expected an integer in [1, 64], got True"),
+        ("a", {"guidance_scale": float("nan")}, "guidance_scale: expected a number >= 0, got nan"),
+        ("a", {"seed": -1}, "seed: expected an integer in [0, 2**63), got -1"),
+        ("a", {"seed": MAX_SEED}, f"seed: expected an integer in [0, 2**63), got {MAX_SEED}"),
+        ("a", {"seeds": [1, 2]}, "seeds: expected 1 integers in [0, 2**63), got [1, 2]"),
+        ("a", {"seed": 1, "seeds": [1]}, "seeds: expected either seed or seeds, got both"),
+        ("a", {"negative_prompt": 5}, "negative_prompt: expected text, got 5"),
+        ("a", {"output_type": "jpeg"}, "output_type: expected one of pil, np, pt, latent, got 'jpeg'"),
+        ("a", {"extra": 1}, "extra: expected a mapping, got 1"),
+    ],
+)  # fmt: skip
+def test_illegal_requests(prompt, fields, message):
+    with pytest.raises(RequestError) as raised:
+        make_request(prompt, fields)
+    assert str(raised.value) == message
+
+
+def test_seeds_count_on_and_wrap_around():
+    request = make_request("a", {"seed": MAX_SEED - 1, "num_outputs_per_prompt": 3})
+    assert request.sample_seeds() == (MAX_SEED - 1, 0, 1)
+    assert make_request("a", {"seeds": [7, 5], "num_outputs_per_prompt": 2}).sample_seeds() == (
+        7,
+        5,
+    )
+    drawn = {make_request("a", {}).sample_seeds() for _ in range(20)}
+    assert len(drawn) == 20
+    assert make_request("a", {}).request_id != make_request("a", {}).request_id
+
+
+def test_errors_have_their_place_in_the_tree():
+    assert issubclass(RequestError, (OmniError, ValueError))
+    assert issubclass(OmniError, DiffulexError)
+    assert issubclass(ModelLoadError, CheckpointError)
+    assert issubclass(UnsupportedModelError, ConfigError)
+    with pytest.raises(
+        UnsupportedModelError, match="expected one of FluxPipeline, QwenImagePipeline"
+    ):
+        find_pipeline("StableCascadePipeline")
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = (
+        "import sys, diffulex, diffulex.omni as omni, diffulex.omni.cli\n"
+        "assert all(getattr(omni, name) for name in omni.__all__)\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'accelerate', 'PIL', 'diffulex_ext'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=dict(os.environ),
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_missing_packages_are_named_with_their_command(monkeypatch):
+    from diffulex.omni import _diffusers_compat as compat
+
+    def missing(package):
+        raise compat.PackageNotFoundError(package)
+
+    monkeypatch.setattr(compat, "version", missing)
+    with pytest.raises(ConfigError) as raised:
+        compat.import_diffusers()
+    expected = "omni: expected the package diffusers (pip install 'diffulex[omni]'), got none"
+    assert str(raised.value) == expected
+    monkeypatch.setattr(compat, "version", lambda _: "0.1.0")
+    with pytest.raises(ConfigError, match=r"expected diffusers 0\.42\.1 .*, got 0\.1\.0"):
+        compat.import_diffusers()
+
+
+def test_the_engine_for_images_does_not_use_the_one_for_language():
+    for path in (ROOT / "python/diffulex/omni").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for name in ("diffulex_ext", "diffulex.engine", "diffulex.sampler", "diffulex.server"):
+            assert f"import {name}" not in text, path
+            assert f"from {name}" not in text, path
