@@ -36,7 +36,11 @@ def visible(request: Request, i: int, j: int, block: int, window: int) -> bool:
     """Whether row i sees key j: cached for j < c, in flight for c <= j < c + nv."""
     c, nv, p, pp = request.c, request.nv, request.p, request.pp
     position = request.a + i
-    of_block = min((position // block + 1) * block, c + nv)
+    # Blocks are counted from the end of the padded prefix; what lies before the first is one as well.
+    origin = max(pp, 0) % block
+    is_before = 0 <= position < origin
+    end = origin if is_before else ((position - origin) // block + 1) * block + origin
+    of_block = min(end, c + nv)
     kind = request.kind & 0xFF
     if kind == CAUSAL:
         high = min(position + 1, c + nv)
