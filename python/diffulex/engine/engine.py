@@ -61,7 +61,7 @@ class Diffulex:
     def __init__(
         self, model: str = "demo", *, show_progress: bool = False, **settings: Any
     ) -> None:
-        with _memory_back_on_failure():
+        with _memory_back_on_failure(self):
             facts = read_model_facts(model, settings)
             config = Config.resolve(model, facts, settings)
             self._assemble(config, _load(config, facts, show_progress), facts.tokenizer)
@@ -73,7 +73,7 @@ class Diffulex:
         Without a tokenizer prompts are token ids and texts are empty.
         """
         engine = cls.__new__(cls)
-        with _memory_back_on_failure():
+        with _memory_back_on_failure(engine):
             engine._assemble(config, model, tokenizer)
         return engine
 
@@ -396,11 +396,12 @@ class Diffulex:
 
 
 @contextlib.contextmanager
-def _memory_back_on_failure() -> Iterator[None]:
-    """Frees what a construction had made before it failed.
+def _memory_back_on_failure(engine: Diffulex) -> Iterator[None]:
+    """Frees what the construction of `engine` had made before it failed.
 
-    Whoever handles the error may try again with other settings: the frames of its traceback must not
-    hold a model and a cache meanwhile, so they lose their variables.
+    The caller may handle the error and try again with other settings: neither the frames of the
+    traceback nor the unfinished engine may hold a model and a cache meanwhile, so both lose their
+    variables before the allocator is asked to give memory back.
     """
     handled = sys.exc_info()[1]
     try:
@@ -410,6 +411,7 @@ def _memory_back_on_failure() -> Iterator[None]:
         while link is not None and link is not handled:
             traceback.clear_frames(link.__traceback__)
             link = link.__cause__ or link.__context__
+        vars(engine).clear()
         torch.cuda.empty_cache()  # nothing without CUDA
         raise
 
