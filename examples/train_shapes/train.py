@@ -239,6 +239,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         json.dumps({"diffulex": defaults}, indent=2) + "\n", encoding="utf-8"
     )
     log(f"saved {options.out}")
+    # The gate is judged in plain float32.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     recipe = {
         "seed": options.seed,
         "scenes": options.bank,

@@ -217,8 +217,7 @@ class _Course:
         if shows_picture and is_terminal and not get_text("NO_COLOR"):
             size = shutil.get_terminal_size()
             self.painter = PicturePainter(sys.stderr, size.columns, size.lines)
-        elif is_terminal:
-            self._bar = _bar("Denoising")
+        self._has_bar = is_terminal and self.painter is None
 
     def __enter__(self) -> _Course:
         return self
@@ -230,8 +229,9 @@ class _Course:
     def step(self, event: StepEvent) -> None:
         """The callback of the engine."""
         done, total = event.call * event.num_steps + event.step, event.num_calls * event.num_steps
-        if self._bar is not None:
-            self._bar.total = total
+        if self._has_bar:
+            if self._bar is None:
+                self._bar = _bar("Denoising", total)
             self._bar.update(done - self._bar.n)
         every = max(1, event.num_steps // _NUM_PREVIEWS)
         is_due = event.step % every == 0 or event.step == 1
@@ -239,7 +239,7 @@ class _Course:
             self.painter.show(event.preview()[0], f"step {done} of {total}")
 
 
-def _bar(name: str, total: int | None = None) -> Any:
+def _bar(name: str, total: int) -> Any:
     from tqdm import tqdm  # noqa: PLC0415 (only a terminal needs it)
 
     return tqdm(total=total, desc=name, leave=False)

@@ -105,6 +105,8 @@ def test_a_video_is_a_gif(tiny, tmp_path, capsys):
          "num_inference_steps: expected an integer in [1, 1000], got 0"),
         (["eval", "--model", "/no/such", "--output", "x.csv"],
          "--output: expected a .json or .md file, got 'x.csv'"),
+        (["eval", "--num-inference-steps", ""],
+         "argument --num-inference-steps: expected one value or more, got ''"),
         (["evil"], "argument COMMAND: invalid choice: 'evil'"),
     ],
 )  # fmt: skip
@@ -179,32 +181,35 @@ def test_a_picture_in_character_cells():
     assert "step 1 of \n" in stream.getvalue()
 
 
-def test_denoising_is_shown_in_a_terminal(model, tmp_path):
-    pty = pytest.importorskip("pty", reason="the system has no pseudo-terminals")
-    leader, follower = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "", "COLUMNS": "70", "LINES": "40"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "diffulex", "omni", "generate", "a cat", "--model", str(model),
-         "-o", str(tmp_path / "x.png"), "--show-denoising"],
-        stdout=subprocess.PIPE, stderr=follower, env=environment,
-    )  # fmt: skip
-    os.close(follower)
-    shown = b""
-    while True:
-        try:
-            part = os.read(leader, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        shown += part
-    os.close(leader)
-    assert process.wait() == 0
-    process.stdout.close()
-    text = shown.decode()
-    assert all(f"step {step} of 3" in text for step in (1, 2, 3))
-    assert text.count("\x1b[33A\r\x1b[J") == 3
-    assert "▀" in text
+class Terminal(io.StringIO):
+    """A standard error that claims to be a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("flags", "no_color"), [(["--show-denoising"], ""), (["--show-denoising"], "1"), ([], "")]
+)
+def test_denoising_is_shown_in_a_terminal(model, tmp_path, monkeypatch, capsys, flags, no_color):
+    for name, value in (("NO_COLOR", no_color), ("COLUMNS", "70"), ("LINES", "40")):
+        monkeypatch.setenv(name, value)
+    with monkeypatch.context() as patch:
+        terminal = Terminal()
+        patch.setattr(sys, "stderr", terminal)
+        arguments = ["generate", "a cat", "--model", str(model), "-o", str(tmp_path / "x.png")]
+        assert main(["omni", *arguments, *flags]) == 0
+    capsys.readouterr()
+    text = terminal.getvalue()
+    if flags and not no_color:
+        assert all(f"step {step} of 3" in text for step in (1, 2, 3))
+        # Three steps and the result, each over the one before: 32 lines of the picture, a caption.
+        assert text.count("\x1b[33A\r\x1b[J") == 3
+        assert "▀" in text
+    else:
+        assert "Denoising" in text
+        assert "0/3" in text
+        assert "▀" not in text
 
 
 def test_training_runs_from_scenes_to_a_model(tmp_path):
