@@ -26,6 +26,8 @@ __all__ = ["STATE_CODES", "AppContext", "AppOptions", "state_name"]
 
 # A full prompt takes some 8 bytes per token as ids or as text: a batch of 32, within these bounds.
 _BODY_BYTES_PER_TOKEN, _LEAST_BODY, _LARGEST_BODY = 256, 4 << 20, 32 << 20
+# Token ids of the prompts of a body: more would hold up the event loop while they are taken over.
+_MAX_IDS = 1 << 20
 
 #: The code that clients get in each state that is not healthy.
 STATE_CODES = {
@@ -138,7 +140,8 @@ class AppContext:
         """How long the fields of a body may be, in the form of `body_parser`."""
         length = int(self.info.get("max_model_len") or _LEAST_BODY)
         count = self.options.max_prompts_per_request
-        prompt = {"items": count, "ids": length, "total": count * length}
+        total = max(length, min(count * length, _MAX_IDS))
+        prompt = {"items": count, "ids": length, "total": total}
         if self.encoder.max_chars is not None:
             prompt["chars"] = self.encoder.max_chars
         return {

@@ -28,31 +28,35 @@ __all__ = ["find_excess", "parse_body"]
 
 Limits = Mapping[str, Mapping[str, int]]
 
-#: JSON values of a field that has no limit of its own, token ids not counted.
+#: JSON values of a body, numbers of token ids not counted.
 _MAX_VALUES = 1 << 16
 # What the objects of a body may take: bodies that ask something need less.
 _SPARE_BYTES, _BYTES_PER_BYTE = 256 << 20, 16
 
 
-def find_excess(document: Any, limits: Limits) -> tuple[str, str, int, int] | None:
+def find_excess(document: Mapping[str, Any], limits: Limits) -> tuple[str, str, int, int] | None:
     """The first field that is longer than it may be: (field, kind, most, got).
+
+    The values of all fields together have one limit; the field that exceeds it is named.
 
     Args:
         document: a parsed body.
         limits: by field: `chars` of a text; `items` of a list; `ids` of a list of numbers, also of
             one inside a list, and then `total` of all of them.
     """
-    if not isinstance(document, dict):
-        return None
+    num_values = 0
     for field, value in document.items():
         most = limits.get(field, {})
         found = _excess(value, most)
         if found is None and isinstance(value, list) and "ids" in most:
             found = next(filter(None, (_excess(item, most) for item in value)), None)
         if found is None:
-            num_values = _count_values(value)
-            if num_values > (limit := _MAX_VALUES + most.get("total", 0)):
-                found = ("values", limit, num_values)
+            num_ids, num_others = _count_values(value, has_ids="total" in most)
+            num_values += num_others
+            if num_ids > most.get("total", 0):
+                found = ("total", most["total"], num_ids)
+            elif num_values > _MAX_VALUES:
+                found = ("values", _MAX_VALUES, num_values)
         if found is not None:
             return field, *found
     return None
@@ -68,16 +72,18 @@ def _excess(value: Any, most: Mapping[str, int]) -> tuple[str, int, int] | None:
     return kind, most[kind], len(value)
 
 
-def _count_values(value: Any) -> int:
-    count, open_values = 0, [value]
+def _count_values(value: Any, *, has_ids: bool) -> tuple[int, int]:
+    """The numbers in lists, where they are token ids, and all other values."""
+    num_ids, count, open_values = 0, 1, [value]
     while open_values:
         item = open_values.pop()
         if isinstance(item, (dict, list)):
             inner = item.values() if isinstance(item, dict) else item
             open_values.extend(value for value in inner if isinstance(value, (dict, list)))
             count += len(item)
-        count += item is value
-    return count
+            if has_ids and isinstance(item, list):
+                num_ids += sum(isinstance(value, (int, float)) for value in item)
+    return num_ids, count - num_ids
 
 
 def parse_body(body: bytes, limits: Limits) -> tuple[Any, ...]:
@@ -90,6 +96,8 @@ def parse_body(body: bytes, limits: Limits) -> tuple[Any, ...]:
         return "other", "expected fewer values, got more than the server takes"
     except (ValueError, RecursionError) as error:
         return "other", f"expected JSON, got {error}"
+    if not isinstance(document, dict):
+        return "other", f"expected a JSON object, got {type(document).__name__}"
     excess = find_excess(document, limits)
     return ("document", document) if excess is None else ("size", *excess)
 

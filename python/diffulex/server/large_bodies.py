@@ -47,7 +47,13 @@ _PIECE_BYTES = 1 << 20
 # Bodies that wait on disk, in units of the largest one.
 _MAX_HELD = 8
 
-_KINDS = {"chars": "characters", "items": "entries", "ids": "token ids", "values": "values"}
+_KINDS = {
+    "chars": "characters",
+    "items": "entries",
+    "ids": "token ids",
+    "total": "token ids in all",
+    "values": "values in all",
+}
 
 
 class LargeBodies:

@@ -84,13 +84,26 @@ LIMITS = {
         ({"stop": ["a"] * 3}, ("stop", "items", 2, 3)),
         ({"messages": [{"content": [{}] * 70000}]}, ("messages", "values", 65536, 70003)),
         ({"extra": {"a": {"b": [0] * 70000}}}, ("extra", "values", 65536, 70003)),
-        ([1, 2], None),
+        # All fields together, and all ids together, have one limit each.
+        ({"a": [[]] * 40000, "b": [0] * 30000}, ("b", "values", 65536, 70002)),
+        ({str(index): 0 for index in range(70000)}, ("65536", "values", 65536, 65537)),
+        ({"prompt": [[1] * 5, [1] * 3]}, None),
+        ({"prompt": [[1] * 5, [1] * 4]}, ("prompt", "total", 8, 9)),
+        ({"prompt": [[1] * 5], "stop": [[1] * 70000]}, ("stop", "values", 65536, 70004)),
+        ({"prompt": [1, *[[]] * 4]}, None),
     ],
 )
 def test_the_first_field_that_is_too_long_is_named(body, expected):
     assert find_excess(body, LIMITS) == expected
     kind = "document" if expected is None else "size"
     assert parse_body(json.dumps(body).encode(), LIMITS)[0] == kind
+
+
+@pytest.mark.parametrize("body", [b"[1, 2]", b"[" + b"[]," * 100_000 + b"1]", b'"x"', b"null"])
+def test_a_large_body_that_is_no_object_is_not_taken_over(client, body):
+    assert parse_body(body, LIMITS)[0] == "other"
+    response = post_bytes(client, NATIVE, body + b" " * SMALL_BYTES)
+    assert check_error(response, *INVALID).startswith("body: expected a JSON object, got ")
 
 
 def test_what_is_no_json_is_told_as_for_small_bodies(client):
@@ -174,6 +187,9 @@ def test_the_largest_body_depends_on_the_model():
         frontend.info = {"max_model_len": length}
         app = create_app(frontend)
         assert app.state.context.max_body_bytes == expected
+        # A batch of prompts, or a single one whatever its length.
+        total = app.state.context.body_limits["prompt"]["total"]
+        assert length <= total <= 1 << 20
     assert create_app(frontend, max_body_bytes=7).state.context.max_body_bytes == 7
 
 
