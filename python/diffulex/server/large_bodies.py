@@ -4,7 +4,8 @@
     client ──> temporary file ──> process that parses and measures ──> document within its limits
 
 The file and the process keep the memory of a body out of this process until it is known to be what
-the server takes; a client that leaves ends the process.
+the server takes; a client that leaves ends the process. A body takes a place in the queue once it
+is complete, so that those who send no more keep nobody out, and it has a time to become so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -26,15 +27,18 @@ from starlette.requests import ClientDisconnect, Request
 
 from diffulex.server import body_parser
 from diffulex.server.api_errors import CLIENT_CLOSED, ApiError
-from diffulex.server.disconnect import ClientLeftError, run_while_connected
+from diffulex.server.request_bounds import check_queue, run_bounded, run_in_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+    from tempfile import SpooledTemporaryFile
 
     from starlette.responses import Response
     from starlette.types import Message, Receive
 
     from diffulex.server.app_options import AppContext
+
+    _File = SpooledTemporaryFile[bytes]
 
 __all__ = ["BodyRoute", "LargeBodies"]
 
@@ -46,6 +50,8 @@ _MAX_PROCESSES = max(1, min(4, (os.cpu_count() or 1) // 2))
 _PIECE_BYTES = 1 << 20
 # Bodies that wait on disk, in units of the largest one.
 _MAX_HELD = 8
+# A body comes at least at this rate, in bytes per second, after a start in seconds.
+_READ_START_S, _READ_RATE = 30.0, 64 << 10
 
 _KINDS = {
     "chars": "characters",
@@ -60,24 +66,31 @@ class LargeBodies:
     """Parses large bodies and counts those it holds."""
 
     def __init__(self) -> None:
-        self._sizes: dict[IO[bytes], int] = {}
+        self._sizes: dict[_File, int] = {}
         self._slots: asyncio.Semaphore | None = None
-        #: Bodies that are read or parsed.
+        #: Bodies that are complete and are parsed or checked.
         self.num_open = 0
 
     @contextmanager
-    def opened(self) -> Iterator[IO[bytes]]:
-        """A file for a body, which is counted while it is open."""
-        with tempfile.TemporaryFile(prefix="diffulex-body-") as file:
+    def opened(self) -> Iterator[_File]:
+        """A file for a body, on disk only when a large piece of it has come."""
+        with tempfile.SpooledTemporaryFile(_PIECE_BYTES, prefix="diffulex-body-") as file:
             self._sizes[file] = 0
-            self.num_open += 1
             try:
                 yield file
             finally:
-                self.num_open -= 1
                 del self._sizes[file]
 
-    async def write(self, file: IO[bytes], chunk: bytes, max_bytes: int) -> None:
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts a complete body."""
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    async def write(self, file: _File, chunk: bytes, max_bytes: int) -> None:
         """Adds to a body, on another thread: a disk may be slow.
 
         Args:
@@ -92,7 +105,7 @@ class LargeBodies:
         self._sizes[file] += len(chunk)
         await asyncio.to_thread(file.write, chunk)
 
-    async def parse(self, file: IO[bytes], limits: Mapping[str, Mapping[str, int]]) -> Any:
+    async def parse(self, file: _File, limits: Mapping[str, Mapping[str, int]]) -> Any:
         """The document in a file.
 
         Raises:
@@ -115,10 +128,9 @@ class LargeBodies:
         raise ApiError(400, f"body: {rest[0]}")
 
 
-async def _run_parser(file: IO[bytes], limits: Mapping[str, Mapping[str, int]]) -> bytes:
+async def _run_parser(file: _File, limits: Mapping[str, Mapping[str, int]]) -> bytes:
     """The output of the parser's process, which is killed if nobody waits for it any more."""
-    await asyncio.to_thread(file.flush)
-    file.seek(0)
+    await asyncio.to_thread(_on_disk, file)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", str(Path(body_parser.__file__)), json.dumps(limits)),
         stdin=file,
@@ -131,6 +143,13 @@ async def _run_parser(file: IO[bytes], limits: Mapping[str, Mapping[str, int]]) 
         if process.returncode is None:
             process.kill()
     return output
+
+
+def _on_disk(file: _File) -> None:
+    """Writes what is still in memory, and goes to the beginning."""
+    file.rollover()
+    file.flush()
+    file.seek(0)
 
 
 def _json_error(message: str, position: int) -> dict[str, Any]:
@@ -170,31 +189,52 @@ class BodyRoute(APIRoute):
             if announced.isdecimal() and int(announced) <= SMALL_BYTES:
                 return await handle(request)
             context: AppContext = request.app.state.context
-            bodies = context.bodies
-            with bodies.opened() as file:
-                head = await _read(request, file, bodies, context.max_body_bytes)
+            if announced:
+                check_queue(context)
+            with context.bodies.opened() as file:
+                head = await run_in_time(context, request, lambda: _read(request, file, context))
                 if head is None:
-                    document = await _unless_left(
-                        request.receive, lambda: bodies.parse(file, context.body_limits)
-                    )
+                    check_queue(context)
+                    with context.bodies.counted():
+                        values = await run_bounded(context, request, lambda: take(context, file))
             if head is not None:
                 return await handle(Request(request.scope, _replayed(head, request.receive)))
-            value, errors = await asyncio.to_thread(field.validate, document, {}, loc=("body",))
-            if errors:
-                raise RequestValidationError(errors)
-            values = {field.name: value}
             if self.dependant.request_param_name is not None:
                 values[self.dependant.request_param_name] = request
             response: Response = await self.endpoint(**values)
             return response
 
+        async def take(context: AppContext, file: _File) -> dict[str, Any]:
+            document = await context.bodies.parse(file, context.body_limits)
+            value, errors = await asyncio.to_thread(field.validate, document, {}, loc=("body",))
+            if errors:
+                raise RequestValidationError(errors)
+            return {field.name: value}
+
         return handle_any
 
 
-async def _read(
-    request: Request, file: IO[bytes], bodies: LargeBodies, max_bytes: int
+async def _read(request: Request, file: _File, context: AppContext) -> bytes | None:
+    """Reads a body into the file; returns it if it is small after all, else None.
+
+    Raises:
+        ApiError: 408, it comes too slowly.
+    """
+    max_bytes = context.max_body_bytes
+    announced = request.headers.get("content-length", "")
+    num_bytes = int(announced) if announced.isdecimal() else max_bytes
+    most_s = _READ_START_S + num_bytes / _READ_RATE
+    reading = _read_pieces(request, file, context.bodies, max_bytes)
+    try:
+        return await asyncio.wait_for(reading, most_s)
+    except asyncio.TimeoutError:
+        message = f"body: expected it within {most_s:.3g} s, got a part of it"
+        raise ApiError(408, message) from None
+
+
+async def _read_pieces(
+    request: Request, file: _File, bodies: LargeBodies, max_bytes: int
 ) -> bytes | None:
-    """Reads a body into the file; returns it if it is small after all, else None."""
     size, pending = 0, bytearray()
     try:
         async for chunk in request.stream():
@@ -223,10 +263,3 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return replay
-
-
-async def _unless_left(receive: Receive, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    try:
-        return await run_while_connected(receive, lambda _: work())
-    except ClientLeftError as error:
-        raise ApiError(CLIENT_CLOSED, str(error)) from error

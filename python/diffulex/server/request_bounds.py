@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from diffulex.server.app_options import AppContext
 
-__all__ = ["check_queue", "requested_timeout_s", "run_bounded"]
+__all__ = ["check_queue", "requested_timeout_s", "run_bounded", "run_in_time"]
 
 T = TypeVar("T")
 
@@ -64,8 +64,28 @@ async def run_bounded(
 ) -> T:
     """The result of work on a request, which ends early when its client leaves or its time is up.
 
+    The body of the request must have been read.
+
     Raises:
         ApiError: 499, 503 or 504 in these cases.
+    """
+    try:
+        return await run_in_time(
+            context,
+            request,
+            lambda: run_while_connected(request.receive, lambda _: make_work()),
+        )
+    except ClientLeftError as error:
+        raise ApiError(CLIENT_CLOSED, str(error)) from error
+
+
+async def run_in_time(
+    context: AppContext, request: Request, make_work: Callable[[], Coroutine[Any, Any, T]]
+) -> T:
+    """As `run_bounded`, for work that notices itself that the client left.
+
+    Raises:
+        ApiError: 503 or 504, the time is up.
     """
     limits = getattr(context.frontend, "limits", None)
     queue_s = 0.0 if limits is None else limits.queue_timeout_s
@@ -75,10 +95,7 @@ async def run_bounded(
         late = ApiError(503, "request: not scheduled in time", code="queue_timeout")
         total_s = queue_s
     left_s = max(0.0, total_s - record_of(request.scope).elapsed_s) if total_s > 0 else None
-    work = run_while_connected(request.receive, lambda _: make_work())
     try:
-        return await asyncio.wait_for(work, left_s)
+        return await asyncio.wait_for(make_work(), left_s)
     except asyncio.TimeoutError:
         raise late from None
-    except ClientLeftError as error:
-        raise ApiError(CLIENT_CLOSED, str(error)) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -329,3 +330,83 @@ def test_a_client_that_leaves_is_not_encoded():
     assert 'requests_total{model_name="fake",route="/v1/completions",status="499"} 1.0' in text
     assert len(tokenizer.sizes) == 1
     assert not frontend.commands
+
+
+# Reading.
+
+
+async def stalled(size, sent):
+    """A body that begins and does not go on."""
+    yield b'{"prompt": "' + b"x" * size
+    sent.set()
+    await asyncio.Event().wait()
+
+
+def test_bodies_that_do_not_go_on_keep_nobody_out(frontend):
+    frontend.info = {**INFO, "max_num_reqs": 1}
+    frontend.limits, frontend.num_inflight = FrontendLimits(max_queue_size=1), 0
+
+    async def scenario(client):
+        waiting = []
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(8):
+            sent = asyncio.Event()
+            content = stalled(SMALL_BYTES, sent)
+            headers = {"Content-Type": "application/json"}
+            post = client.post(NATIVE, content=content, headers=headers)
+            waiting.append(asyncio.ensure_future(post))
+            await sent.wait()
+        assert len(os.listdir("/proc/self/fd")) == before
+        for size in (1, SMALL_BYTES):
+            body = {"prompt": "x", "user": "x", "extra": "x" * size}
+            assert (await client.post(NATIVE, json=body)).status_code == 200
+        assert encoding((await client.get("/metrics")).text) == 0
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+
+    run(scenario, create_app(frontend))
+
+
+@pytest.mark.parametrize("size", [1, 2 * SMALL_BYTES])
+def test_a_body_has_a_time_to_be_complete(frontend, monkeypatch, size):
+    monkeypatch.setattr(large_bodies, "_READ_RATE", 1 << 40)
+    headers = {"Content-Type": "application/json"}
+
+    async def scenario(client):
+        limited = {**headers, "X-Request-Timeout": "0.2"}
+        content = stalled(size, asyncio.Event())
+        response = await client.post(NATIVE, content=content, headers=limited)
+        check_error(response, 504, "timeout", "request_timeout")
+        monkeypatch.setattr(large_bodies, "_READ_START_S", 0.2)
+        content = stalled(size, asyncio.Event())
+        response = await client.post(NATIVE, content=content, headers=headers)
+        message = check_error(response, 408, "timeout", "request_timeout")
+        assert message == "body: expected it within 0.2 s, got a part of it"
+
+    run(scenario, create_app(frontend))
+
+
+def test_parsing_ends_with_the_time_of_the_request(client, monkeypatch):
+    async def parse(*_):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(large_bodies, "_run_parser", parse)
+    headers = {"X-Request-Timeout": "0.2"}
+    response = client.post(NATIVE, {"prompt": "x" * SMALL_BYTES}, headers=headers)
+    check_error(response, 504, "timeout", "request_timeout")
+
+
+def test_a_full_queue_parses_nothing(frontend, monkeypatch):
+    frontend.limits, frontend.num_inflight = FrontendLimits(max_queue_size=1), 3
+    # A call of it would fail.
+    monkeypatch.setattr(large_bodies, "_run_parser", None)
+    client = AppClient(create_app(frontend))
+    body = json.dumps({"prompt": "x" * SMALL_BYTES}).encode()
+
+    async def pieces():
+        yield body
+
+    for content in (body, pieces()):
+        response = post_bytes(client, NATIVE, content)
+        check_error(response, 429, "rate_limit_error", "queue_full")
