@@ -16,7 +16,7 @@ from diffulex.server.frontend_command import num_tokens
 from diffulex.server.generation import LiveRequests
 from diffulex.server.large_bodies import LargeBodies
 from diffulex.server.prompt_encoder import PromptEncoder
-from diffulex.server.request_schema import MAX_DECODED, MAX_MESSAGES
+from diffulex.server.request_schema import MAX_MESSAGES
 
 if TYPE_CHECKING:
     from diffulex.server.protocol import ServingGenerate
@@ -149,8 +149,7 @@ class AppContext:
             "messages": {"items": MAX_MESSAGES},
             "input": {"items": MAX_MESSAGES},
             "stop": {"items": MAX_STOPS},
-            # More than an answer has: texts may be put together from several.
-            "tokens": {"ids": max(length, MAX_DECODED), "total": max(length, MAX_DECODED)},
+            "tokens": {"ids": self.encoder.max_listed, "total": self.encoder.max_listed},
         }
 
     @property

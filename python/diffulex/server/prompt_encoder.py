@@ -23,7 +23,7 @@ from diffulex.engine.tokenizer import RENDERER_ARGUMENTS
 from diffulex.sampling_params import SamplingParams
 from diffulex.server.api_errors import ApiError
 from diffulex.server.protocol import ChatInput, PromptInput, ServingInput
-from diffulex.server.request_schema import TEMPLATE_FIELDS
+from diffulex.server.request_schema import MAX_DECODED, TEMPLATE_FIELDS
 
 __all__ = ["ChatOptions", "PromptEncoder"]
 
@@ -129,6 +129,12 @@ class PromptEncoder:
         per_token = getattr(self.tokenizer, "max_token_chars", None)
         return None if longest is None or per_token is None else int(longest * per_token)
 
+    @property
+    def max_listed(self) -> int:
+        """Token ids that the routes of the tokenizer take or give: texts may be put together from
+        several answers, so they are more than a short model has."""
+        return max(MAX_DECODED, int(self.info.get("max_model_len") or 0))
+
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Counts a request while it is encoded."""
@@ -203,16 +209,18 @@ class PromptEncoder:
         """Token ids of a text.
 
         Args:
-            is_prompt: it is to be answered, so its tokens have to fit.
+            is_prompt: it is to be answered, so its tokens have to fit; others are at most as many
+                as `/detokenize` takes.
 
         Raises:
             ApiError: 400, it is too long.
         """
         self._check_chars(len(text))
-        if is_prompt:
-            await self._check_pieces(text)
+        await self._check_pieces(text, is_prompt)
         encode = self.tokenizer.encode
         ids = await self.run(encode, text, add_special_tokens=add_special_tokens, size=len(text))
+        if not is_prompt and len(ids) > self.max_listed:
+            raise self._too_many(len(ids), is_prompt)
         return list(ids)
 
     async def encode_chat(
@@ -245,9 +253,20 @@ class PromptEncoder:
             num_tokens = -(-num_chars // self.tokenizer.max_token_chars)
             raise _refused(prompt_too_long(self.info["max_model_len"], f"at least {num_tokens}"))
 
-    async def _check_pieces(self, text: str) -> None:
+    def _too_many(self, num_tokens: int, is_prompt: bool) -> ApiError:
+        if is_prompt:
+            longest = self.info["max_model_len"]
+            return _refused(prompt_too_long(longest, f"at least {num_tokens}"))
+        return ApiError(
+            400,
+            f"prompt: expected at most {self.max_listed} tokens, got at least {num_tokens}",
+            code="context_length_exceeded",
+            param="prompt",
+        )
+
+    async def _check_pieces(self, text: str, is_prompt: bool) -> None:
         """Counts tokens of a long text piece by piece, until they are too many."""
-        longest = self.info.get("max_model_len")
+        longest = self.info.get("max_model_len") if is_prompt else self.max_listed
         if longest is None or len(text) <= max(SHORT_TEXT, longest * _USUAL_CHARS_PER_TOKEN):
             return
         encode, num_tokens = self.tokenizer.encode, 0
@@ -255,8 +274,8 @@ class PromptEncoder:
             piece = text[start : start + _PIECE_CHARS]
             ids = await self.run(encode, piece, add_special_tokens=False, size=len(text))
             num_tokens += len(ids) - _TOKENS_PER_CUT
-            if num_tokens >= longest:
-                raise _refused(prompt_too_long(longest, f"at least {num_tokens}"))
+            if num_tokens >= longest + (not is_prompt):
+                raise self._too_many(num_tokens, is_prompt)
 
     def check(self, prompt: ServingInput, params: SamplingParams, *, is_strict: bool) -> None:
         """Refuses what the engine would refuse, by the same rules.

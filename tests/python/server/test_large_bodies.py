@@ -218,6 +218,21 @@ def test_a_long_text_is_counted_until_it_is_too_long(client, frontend):
     assert client.post("/tokenize", {"prompt": text}).json()["count"] == 39_000
 
 
+def test_a_text_of_many_tokens_is_not_listed(client, frontend):
+    """In pieces if it is long, so that it ends with its request, and before all is encoded."""
+    frontend.info = {**INFO, "max_model_len": 20_000}
+    text = "x" * 600_000
+    message = check_error(client.post("/tokenize", {"prompt": text}), *TOO_LONG, param="prompt")
+    assert message.startswith("prompt: expected at most 65536 tokens, got at least ")
+    assert set(frontend.tokenizer.sizes) == {16384}
+    assert len(frontend.tokenizer.sizes) == 5
+    message = check_error(
+        client.post("/tokenize", {"prompt": text[:65_537]}), *TOO_LONG, param="prompt"
+    )
+    assert message == "prompt: expected at most 65536 tokens, got at least 65537"
+    assert client.post("/tokenize", {"prompt": text[:65_536]}).json()["count"] == 65_536
+
+
 def test_conversations_are_measured_as_they_are_rendered(client, frontend):
     frontend.tokenizer.has_chat_template = True
     frontend.tokenizer.render_chat = lambda messages, **_: messages[-1]["content"]
