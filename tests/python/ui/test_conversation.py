@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -280,6 +281,57 @@ def test_refused_change_leaves_what_was_there(server: LiveServer, browser: Any) 
     page.context.close()
 
 
+@pytest.mark.parametrize("way", ["Regenerate", "Edit", "changed"])
+def test_stop_before_the_first_text_leaves_what_was_there(
+    server: LiveServer, browser: Any, way: str
+) -> None:
+    """Answers are replaced once the new one begins: one that was stopped before that never began."""
+    page = open_unwatched(server, browser)
+    ask(page, QUESTION)
+    ask(page, LONG_QUESTION)
+    before = page.locator("#messages").inner_text()
+    stored = {"chats": 1, "recordings": 2}
+    wait_for_stored(page, stored)
+    page.route("**/v1/chat/completions", lambda route: None)  # never answers
+    with page.expect_request("**/v1/chat/completions"):
+        if way == "Regenerate":
+            page.get_by_role("button", name="Regenerate").click()
+        else:
+            page.get_by_role("button", name="Edit").first.click()
+            if way == "changed":
+                page.locator("#question").fill("changed")
+            page.keyboard.press("Enter")
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("button", name="Send").wait_for()
+    assert page.locator("#messages").inner_text() == before
+    # A question that stands nowhere else is put back; being stopped is no error.
+    assert page.locator("#question").input_value() == ("changed" if way == "changed" else "")
+    assert page.locator("#editing").is_visible() == (way == "changed")
+    assert not page.locator("#notice").is_visible()
+    assert count_stored(page) == stored
+    page.reload()
+    page.locator(".message.assistant").nth(1).wait_for()
+    assert page.locator("#messages").inner_text() == before
+    page.context.close()
+
+
+def test_stop_before_the_first_text_takes_a_new_question_back(
+    server: LiveServer, browser: Any
+) -> None:
+    page = open_unwatched(server, browser)
+    page.route("**/v1/chat/completions", lambda route: None)  # never answers
+    with page.expect_request("**/v1/chat/completions"):
+        page.locator("#question").fill(QUESTION)
+        page.keyboard.press("Enter")
+    page.get_by_role("button", name="Stop").click()
+    page.locator("#welcome").wait_for()
+    assert page.locator(".message").count() == 0
+    assert page.locator("#question").input_value() == QUESTION
+    assert not page.locator("#notice").is_visible()
+    assert not page.locator("#editing").is_visible()
+    page.context.close()
+
+
 # History.
 
 
@@ -349,10 +401,18 @@ def count_stored(page: Any) -> dict[str, int]:
     return counts
 
 
+def wait_for_stored(page: Any, counts: dict[str, int]) -> None:
+    """Waits until `count_stored` says so: an answer is shown shortly before it is stored."""
+    deadline = time.monotonic() + 30
+    while (stored := count_stored(page)) != counts:
+        assert time.monotonic() < deadline, stored
+        page.wait_for_timeout(20)
+
+
 def test_replaced_answers_leave_no_recording(page: Any) -> None:
     ask(page, QUESTION)
     ask(page, LONG_QUESTION)
-    assert count_stored(page) == {"chats": 1, "recordings": 2}
+    wait_for_stored(page, {"chats": 1, "recordings": 2})
     page.get_by_role("button", name="Edit").first.click()
     page.keyboard.press("Enter")
     page.locator(".message.assistant").nth(1).wait_for(state="detached")

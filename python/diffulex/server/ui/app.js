@@ -170,7 +170,7 @@ async function ask(question, at = undefined) {
   await conversation.ask(question, at);
 }
 
-/** The question was refused: it is back where it can be changed. */
+/** Refused, or stopped before its answer began: the question is back where it can be changed. */
 function takeBack(question, at) {
   const box = byId("question");
   if (!box.value) box.value = question;

@@ -130,9 +130,10 @@ export class Conversation {
     exchange.answered.isBusy = false;
     page.onBusy(false);
     if (chat !== this.chat) return;
-    if (error && !answer.text) {
+    if (!answer.text && (error || answer.isStopped)) {
       this.withdraw(exchange, replaced, shownBefore);
-      page.onRefused(question, at);
+      // A question that is asked once more stands in the conversation again.
+      if (question !== replaced[0]?.question) page.onRefused(question, at);
     } else {
       for (const old of replaced) old.remove();
       chat.exchanges.splice(at, Infinity, exchange);
