@@ -422,6 +422,53 @@ def test_replaced_answers_leave_no_recording(page: Any) -> None:
     assert count_stored(page) == {"chats": 1, "recordings": 1}
 
 
+def open_chat(page: Any, question: str) -> None:
+    """The stored chat that begins with the question."""
+    page.get_by_role("button", name="Chats").click()
+    page.locator(".chat-title", has_text=question[:40]).click()
+
+
+def test_change_of_one_chat_is_not_asked_in_another(page: Any) -> None:
+    ask(page, QUESTION)
+    ask(page, QUESTION)
+    page.get_by_role("button", name="New chat").click()
+    ask(page, LONG_QUESTION)
+    wait_for_stored(page, {"chats": 2, "recordings": 3})
+    page.get_by_role("button", name="Edit").click()
+    assert page.locator("#editing").is_visible()
+    open_chat(page, QUESTION)
+    assert not page.locator("#editing").is_visible()
+    # What was typed stays, as a new question.
+    assert page.locator("#question").input_value() == LONG_QUESTION
+    page.locator("#question").press("Enter")
+    page.locator(".message.assistant").nth(2).get_by_role("button", name="Regenerate").wait_for()
+    questions = page.locator(".message.user .text")
+    assert questions.all_inner_texts() == [QUESTION, QUESTION, LONG_QUESTION]
+    wait_for_stored(page, {"chats": 2, "recordings": 4})
+    open_chat(page, LONG_QUESTION)
+    assert questions.all_inner_texts() == [LONG_QUESTION]
+
+
+@pytest.mark.parametrize("way", ["New chat", "Delete", "Delete all"])
+def test_change_ends_with_its_chat(page: Any, way: str) -> None:
+    ask(page, QUESTION)
+    wait_for_stored(page, {"chats": 1, "recordings": 1})
+    page.get_by_role("button", name="Edit").click()
+    assert page.locator("#editing").is_visible()
+    if way == "New chat":
+        page.get_by_role("button", name=way).click()
+    else:
+        page.get_by_role("button", name="Chats").click()
+        name = f"Delete “{QUESTION}”" if way == "Delete" else "Delete all"
+        page.get_by_role("button", name=name).click()
+        if way == "Delete all":
+            page.get_by_role("button", name="Really delete all chats?").click()
+        page.locator("#chat-list", has_text="No chats yet.").wait_for()
+        page.get_by_role("button", name="Close").click()
+    assert page.locator(".message").count() == 0
+    assert not page.locator("#editing").is_visible()
+
+
 # What others wrote is text.
 
 

@@ -44,6 +44,7 @@ const conversation = new Conversation(byId("messages"), {
   pace: nextPace,
   announce,
   fail,
+  onShow: leaveChange,
   onBusy: setBusy,
   onRefused: takeBack,
   onSnapshot: takeSnapshot,
@@ -196,6 +197,12 @@ function stopEditing() {
   byId("editing").hidden = true;
 }
 
+/** Another conversation is shown: what was typed stays, as a new question. */
+function leaveChange() {
+  stopEditing();
+  budget.update();
+}
+
 // --- one answer --------------------------------------------------------------------------------------
 
 function takeSnapshot(recording) {
@@ -299,10 +306,8 @@ function onSettings(isNewKey) {
 
 function newChat() {
   chats.begin();
-  stopEditing();
   showNotice("");
   byId("question").focus();
-  budget.update();
 }
 
 async function openCode() {

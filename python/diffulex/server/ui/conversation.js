@@ -58,7 +58,8 @@ export class Conversation {
   /**
    * `list` takes the messages. `page` is what they are part of: `api`, `inspector`, `texts`,
    * `request(question, turns)`, `meta(question, body)`, `formats()`, `pace()`, `announce(text)`,
-   * `fail(error)`, `onBusy(isBusy)`, `onRefused(question)`, `onEdit(index)`, `keep(chat, exchange)`.
+   * `fail(error)`, `onShow()` when another conversation is shown, `onBusy(isBusy)`,
+   * `onRefused(question, at)`, `onEdit(index)`, `keep(chat, exchange)`.
    */
   constructor(list, page) {
     this.list = list;
@@ -104,6 +105,7 @@ export class Conversation {
       this.addActions(exchange);
     }
     this.markLast();
+    this.page.onShow();
     if (exchanges.length) this.ends.toEnd();
     else this.ends.toStart();
   }
