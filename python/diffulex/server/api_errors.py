@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffulex.server.json_response import JSONBody
@@ -22,6 +22,7 @@ __all__ = [
     "error_body",
     "error_response",
     "install_error_handlers",
+    "shown",
 ]
 
 #: Status in logs and metrics of a request whose client left; nobody receives it.
@@ -166,9 +167,40 @@ def _first_invalid(errors: Any) -> ApiError:
         if not where and error.get("type") == "model_attributes_type":
             text = "expected a JSON object"
         if error.get("type") != "missing" and ", got " not in text:
-            text += f", got {_one_line(repr(error.get('input')))}"
+            text += f", got {shown(error.get('input'), 100)}"
         return ApiError(400, f"{where or 'body'}: {text}", param=where or None)
     return ApiError(400, "body: expected a request of the documented form, got another")
+
+
+def shown(value: object, most: int = 60) -> str:
+    """A value of a request in the text of an error: the first characters of what `repr` writes,
+    however much that would be."""
+    text = ""
+    for piece in _pieces(value, most):
+        text += piece
+        if len(text) > most:
+            return text[: most - 3] + "..."
+    return text
+
+
+def _pieces(value: object, most: int) -> Iterator[str]:
+    """What `repr` writes for JSON, piece by piece, texts without what is too long anyway."""
+    if isinstance(value, dict):
+        yield "{"
+        for index, (key, item) in enumerate(value.items()):
+            yield ", " if index else ""
+            yield from _pieces(key, most)
+            yield ": "
+            yield from _pieces(item, most)
+        yield "}"
+    elif isinstance(value, list):
+        yield "["
+        for index, item in enumerate(value):
+            yield ", " if index else ""
+            yield from _pieces(item, most)
+        yield "]"
+    else:
+        yield repr(value[:most] if isinstance(value, str) else value)
 
 
 def _one_line(value: object) -> str:

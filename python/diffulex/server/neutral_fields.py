@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diffulex.server.api_errors import ApiError
+from diffulex.server.api_errors import ApiError, shown
 from diffulex.server.request_schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -94,7 +94,7 @@ def check_supported(payload: ChatCompletionRequest | CompletionRequest) -> None:
     # Of chat requests it may be of any type.
     is_served = type(best_of) is int and 1 <= best_of <= num_choices
     if best_of is not None and not is_served:
-        raise _refused("best_of", f"expected at most n={num_choices}, got {best_of!r}")
+        raise _refused("best_of", f"expected at most n={num_choices}, got {shown(best_of)}")
     if isinstance(payload, ChatCompletionRequest):
         _check_roles(payload)
         return
@@ -123,7 +123,7 @@ def check_responses(payload: ResponsesRequest) -> None:
     if payload.top_logprobs and payload.logprobs is None:
         raise _refused(
             "top_logprobs",
-            f"expected message.output_text.logprobs in include with it, got {payload.include!r}",
+            f"expected message.output_text.logprobs in include with it, got {shown(payload.include)}",
         )
 
 
@@ -137,10 +137,14 @@ def _check(
             continue
         if name == "prompt_logprobs":
             raise _refused(name, _PROMPT_LOGPROBS)
-        raise _refused(name, f"expected {neutral}, other values are not supported, got {value!r}")
+        raise _refused(
+            name, f"expected {neutral}, other values are not supported, got {shown(value, 100)}"
+        )
     for name, value in (payload.model_extra or {}).items():
         if name.startswith("guided_") and value is not None:
-            raise _refused(name, f"expected null, guided decoding is not supported, got {value!r}")
+            raise _refused(
+                name, f"expected null, guided decoding is not supported, got {shown(value, 100)}"
+            )
 
 
 def _value(payload: SamplingFields, name: str) -> Any:

@@ -23,7 +23,7 @@ from pydantic import (
 
 from diffulex.engine.tokenizer import RENDERER_ARGUMENTS
 from diffulex.sampling_params import MAX_STOPS, SamplingParams, decoding_arguments
-from diffulex.server.api_errors import ApiError
+from diffulex.server.api_errors import ApiError, shown
 
 __all__ = [
     "MAX_DECODED",
@@ -48,7 +48,6 @@ __all__ = [
     "as_text",
     "only",
     "sampling_params_from_request",
-    "shown",
 ]
 
 #: Most messages of a conversation.
@@ -95,14 +94,6 @@ def as_text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"expected a text, got {shown(value)}")
     return value.encode("utf-8", "replace").decode("utf-8")
-
-
-def shown(value: Any) -> str:
-    """A value in the text of an error."""
-    if isinstance(value, (list, str)) and len(value) > 60:
-        value = value[:60]
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 # Bounds come before these validators in an annotation: behind them JSON schema loses them.

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PlainValidator, StrictBool, WithJsonSchema
 
+from diffulex.server.api_errors import shown
 from diffulex.server.request_schema import (
     MAX_MESSAGES,
     ChatMessage,
@@ -19,7 +20,6 @@ from diffulex.server.request_schema import (
     Text,
     as_text,
     only,
-    shown,
 )
 
 __all__ = ["ResponsesRequest"]

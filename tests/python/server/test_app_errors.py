@@ -9,9 +9,12 @@ import pytest
 
 from byte_tokenizer import MASK, VOCAB_SIZE, ByteTokenizer
 from diffulex.errors import PromptError
+from diffulex.server.api_errors import ApiError, _first_invalid, shown
 from diffulex.server.api_server import create_app
 from diffulex.server.frontend import BackendUnavailable, ClientDisconnected, OperationFailed
+from diffulex.server.neutral_fields import check_supported
 from diffulex.server.protocol import PromptInput, ServingError
+from diffulex.server.request_schema import CompletionRequest
 from fake_frontend import FakeFrontend
 from http_client import AppClient, check_error
 
@@ -381,6 +384,38 @@ def test_messages_name_the_field_and_the_value(client, content, message):
     assert message in found
     assert "\n" not in found
     assert len(found) < 300
+
+
+class Endless:
+    """A value whose text takes too long to write."""
+
+    def __repr__(self):
+        raise AssertionError("expected the text to end before")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [0] * 100 + [Endless()],
+        {str(number): None for number in range(100)} | {"last": Endless()},
+        {"a": [{"b": "x" * 200}, Endless()]},
+    ],
+)
+def test_of_a_large_value_only_the_beginning_is_written(value):
+    text = shown(value)
+    assert len(text) == 60
+    assert text.endswith("...")
+    error = {"loc": ("body", "seed"), "msg": "expected a number", "input": value}
+    message = _first_invalid([error]).message
+    assert message == f"seed: expected a number, got {shown(value, 100)}"
+    request = CompletionRequest(prompt="x", guided_json=value)
+    with pytest.raises(ApiError, match="guided_json: expected null"):
+        check_supported(request)
+
+
+@pytest.mark.parametrize("value", [{}, [], {"a": [1, {"b": None}], "c": "d'"}, "x\n", 1.5, None])
+def test_of_a_small_value_all_is_written(value):
+    assert shown(value) == repr(value)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
