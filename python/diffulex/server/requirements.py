@@ -13,6 +13,7 @@ __all__ = ["SERVE_MODULES", "check_packages"]
 SERVE_MODULES = {
     "fastapi": "fastapi",
     "uvicorn": "uvicorn",
+    "httptools": "httptools",
     "pydantic": "pydantic",
     "zmq": "pyzmq",
     "msgpack": "msgpack",
