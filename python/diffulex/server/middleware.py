@@ -187,10 +187,11 @@ class Canonical:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
         if scope["type"] == "http":
-            path = scope["path"]
             # The page's addresses are relative to the one without.
+            path = route_path(scope)
             if len(path) > 1 and path.endswith("/") and not path.endswith("/ui/"):
-                scope = {**scope, "path": path.rstrip("/") or "/"}
+                prefix = scope["path"].removesuffix(path)
+                scope = {**scope, "path": prefix + (path.rstrip("/") or "/")}
             if scope["method"] == "HEAD":
                 scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)
@@ -227,16 +228,15 @@ class LocalOnly:
             await error_response(ApiError(403, message))(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> str | None:
+        host, origin = _header(scope, b"host") or "", _header(scope, b"origin")
         is_admin = route_path(scope).rstrip("/") in self._admin_paths
-        if is_admin and _header(scope, b"sec-fetch-site") == "cross-site":
+        if is_admin and self._is_other_site(scope, host, origin):
             return f"{route_path(scope)}: expected no page of another site, got one"
         if not self._hosts:
             return None
-        host = _header(scope, b"host") or ""
         # HTTP/1.0 clients, which are no browsers, send none.
         if host and not self._is_known(host):
             return f"Host: expected a name of this machine (--allowed-hosts), got {host!r}"
-        origin = _header(scope, b"origin")
         # Other schemes are those of programs, which are no pages of somebody else.
         if origin is None or not origin.startswith(("http://", "https://")):
             return None
@@ -244,8 +244,19 @@ class LocalOnly:
             return None
         return f"Origin: expected this machine or one of --allowed-origins, got {origin!r}"
 
+    def _is_other_site(self, scope: Scope, host: str, origin: str | None) -> bool:
+        """What the browser says, or else whether the page has come from another address: browsers
+        say nothing where neither encryption nor a loopback address makes an address sure."""
+        site = _header(scope, b"sec-fetch-site")
+        if site is not None or origin is None or origin in self._origins:
+            return site == "cross-site"
+        return origin.partition("://")[2].lower() != host.lower()
+
     def _is_known(self, authority: str) -> bool:
-        name = urlsplit(f"//{authority}").hostname or ""
+        try:
+            name = urlsplit(f"//{authority}").hostname or ""
+        except ValueError:  # brackets without an address
+            return False
         return name in self._hosts or (LOCALHOST in self._hosts and is_loopback(name))
 
 

@@ -146,7 +146,15 @@ def test_names_of_this_machine_are_its_own(local, host):
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "8.8.8.8", "a@b"],
+    [
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example:8000",
+        "8.8.8.8",
+        "a@b",
+        "[",
+        "[x]",
+    ],
 )
 def test_other_names_are_refused(local, host):
     response = local.post(NATIVE, {"prompt": "x"}, headers={"Host": host})
@@ -170,8 +178,17 @@ def test_operators_do_not_come_from_other_sites(path):
     for address in (path, path + "/"):
         response = client.request("POST", address, headers={"Sec-Fetch-Site": "cross-site"})
         check_error(response, 403, "permission_error", "forbidden")
-    response = client.request("POST", path, headers={"Sec-Fetch-Site": "same-origin"})
-    assert response.status_code != 403
+    for origin in ("http://other", "https://here:81", "null"):
+        headers = {"Host": "here", "Origin": origin}
+        response = client.request("POST", path, headers=headers)
+        check_error(response, 403, "permission_error", "forbidden")
+    # A proxy may change the name of the host.
+    same = {"Sec-Fetch-Site": "same-origin", "Host": "here", "Origin": "https://proxy"}
+    for headers in (same, {"Host": "here", "Origin": "https://Here"}):
+        assert client.request("POST", path, headers=headers).status_code != 403
+    client = AppClient(create_app(FakeFrontend(), allowed_origins=("https://page",)))
+    headers = {"Host": "here", "Origin": "https://page"}
+    assert client.request("POST", path, headers=headers).status_code != 403
 
 
 def test_origins(guarded):
@@ -195,3 +212,8 @@ def test_a_path_prefix_of_a_proxy_changes_nothing():
     client = AppClient(app)
     assert client.get("/api/health").status_code == 200
     assert client.get("/api/v1/models").status_code == 401
+    assert client.get("/api/health/").status_code == 200
+    # Where the page is, from the prefix alone and from below.
+    for path in ("/api/", "/api/ui/", "/api//"):
+        response = client.get(path)
+        assert (response.status_code, response.headers["location"]) == (307, "/api/ui")
