@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+from diffulex.engine import template_bound
 from diffulex.engine.tokenizer import Tokenizer
 from diffulex.errors import CheckpointError, PromptError
 from diffulex.model import memory
@@ -205,7 +206,7 @@ HOSTILE_TEMPLATES = {
         "it writes more than",
     ),
     "long constant": ("{{ 'a' * 1000000000 }}", "it has a value or length above"),
-    "power": ("{{ 10 ** 10 ** 10 }}", "it has a value or length above"),
+    "power": ("{{ 10 ** 10 ** 10 ** 10 }}", "it has a value or length above"),
 }
 
 
@@ -222,6 +223,59 @@ def test_template_without_an_end(tmp_path, template, message):
     with pytest.raises(CheckpointError, match=message):
         tokenizer.check_chat_template()
     assert sys.gettrace() is tracer
+
+
+RUN_TIME_VALUES = {
+    "power": "{% for m in messages %}{% set n = m.content|length*2000000 %}{% set k = n ** n %}{% endfor %}",
+    "squares": (
+        "{% set ns = namespace(n=messages[0].content|length + 9) %}"
+        "{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}"
+    ),
+    "doubled": (
+        "{% set ns = namespace(x=messages[0].content) %}"
+        "{% for i in range(27) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+    ),
+    "joined": (
+        "{% set ns = namespace(x=messages[0].content) %}"
+        "{% for i in range(27) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+    ),
+    "repeated": "{% for m in messages %}{{ m.content * 100000 * 100000 }}{% endfor %}",
+    "repeated list": "{{ [messages] * (100000 * 100000) }}",
+    "width": "{% for m in messages %}{{ '%50000000000s' % m.content }}{% endfor %}",
+    "width among the values": "{% for m in messages %}{{ '%*s' % (100000 * 100000, m.content) }}{% endfor %}",
+    "method": "{% for m in messages %}{{ m.content.center(100000 * 100000) }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", RUN_TIME_VALUES.values(), ids=RUN_TIME_VALUES.keys())
+def test_value_that_a_template_computes_from_messages(tmp_path, template):
+    CheckpointBuilder().write(tmp_path)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    tokenizer.use_chat_template(template)
+    with pytest.raises(PromptError, match="it cannot be rendered: it has a value or length above"):
+        tokenizer.render_chat([{"role": "user", "content": "a"}])
+
+
+def test_many_long_values_of_a_template(tmp_path, monkeypatch):
+    monkeypatch.setattr(template_bound, "_MOST_MADE", 1 << 24)
+    CheckpointBuilder().write(tmp_path)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    template = "{% for i in range(99999) %}{% set x = messages[0].content * 1000000 %}{% endfor %}"
+    tokenizer.use_chat_template(template)
+    with pytest.raises(PromptError, match="it cannot be rendered: it makes more than"):
+        tokenizer.render_chat([{"role": "user", "content": "a"}])
+
+
+def test_operators_of_templates_compute_as_ever(tmp_path):
+    CheckpointBuilder().write(tmp_path)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    tokenizer.use_chat_template(
+        "{{ 2 ** 10 }} {{ 1 ** 999999 }} {{ 2 ** -1 }} {{ 7 % 4 }} {{ '%s=%03d' % ('n', 5) }}"
+        " {{ 'ab' * 2 + 'c' }} {{ [1] + [2] * 2 }} {{ messages[0].content ~ 1 }} {{ 3 * 0.5 }}"
+        " {{ '%(a)s' % {'a': 'b'} }} {{ 'x'.center(3) }}"
+    )
+    text = tokenizer.render_chat([{"role": "user", "content": "a"}])
+    assert text == "1024 1 0.5 3 n=005 ababc [1, 2, 2] a1 1.5 b  x "
 
 
 def test_long_conversations_are_within_the_bound(tmp_path):
