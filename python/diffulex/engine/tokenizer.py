@@ -189,10 +189,17 @@ class Tokenizer:
         return re.compile("|".join(places) or "(?!)")
 
     def _guarded_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: self._guarded(value) if isinstance(value, str) else value
-            for key, value in message.items()
-        }
+        return {key: self._guarded_value(value) for key, value in message.items()}
+
+    def _guarded_value(self, value: Any) -> Any:
+        """A value of a message, a list of tool calls for example, with every text in it guarded."""
+        if isinstance(value, str):
+            return self._guarded(value)
+        if isinstance(value, Mapping):
+            return {self._guarded_value(k): self._guarded_value(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._guarded_value(item) for item in value]
+        return value
 
     def _guarded(self, text: str) -> str:
         """The text of a message with a mark in every name of a control token: `encode` parts the
@@ -246,11 +253,11 @@ class Tokenizer:
                     f"chat template: expected names of its own variables, got {name!r}, which is"
                     " an argument of the renderer"
                 )
-        turns = [self._guarded_message(message) for message in messages]
-        if "developer" not in str(template):
-            for turn in turns:
-                turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
         try:
+            turns = [self._guarded_message(message) for message in messages]
+            if "developer" not in str(template):
+                for turn in turns:
+                    turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
             with bounded_rendering():
                 text = self.backend.apply_chat_template(
                     turns,
