@@ -367,18 +367,22 @@ class Diffulex:
 
         Inside the handler of an exception that a step raised, the traceback holds parts of the engine
         until the handler ends.
+
+        Raises:
+            RuntimeError: a step is running, in another thread or around a callback.
         """
-        if self._loop.is_closed:
-            return
-        is_cuda = self.config.model.device.startswith("cuda")
-        if is_cuda:
-            # The device may be a step ahead. If it has failed, the step that failed has said so.
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.synchronize(self.config.model.device)
-        self._loop.close()
-        del self._runner
-        if is_cuda:
-            torch.cuda.empty_cache()
+        with self._loop.exclusive():
+            if self._loop.is_closed:
+                return
+            is_cuda = self.config.model.device.startswith("cuda")
+            if is_cuda:
+                # The device may be a step ahead. If it has failed, the step that failed has said so.
+                with contextlib.suppress(RuntimeError):
+                    torch.cuda.synchronize(self.config.model.device)
+            self._loop.close()
+            del self._runner
+            if is_cuda:
+                _give_memory_back()
 
     def __enter__(self) -> Diffulex:
         return self
@@ -412,8 +416,17 @@ def _memory_back_on_failure(engine: Diffulex) -> Iterator[None]:
             traceback.clear_frames(link.__traceback__)
             link = link.__cause__ or link.__context__
         vars(engine).clear()
-        torch.cuda.empty_cache()  # nothing without CUDA
+        _give_memory_back()
         raise
+
+
+def _give_memory_back() -> None:
+    """Empties the cache of the allocator; nothing without CUDA.
+
+    After an error that the device keeps this fails too, and would hide the first message.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.empty_cache()
 
 
 def _load(config: Config, facts: ModelFacts, show_progress: bool) -> Any:

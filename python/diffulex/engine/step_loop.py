@@ -20,7 +20,7 @@ from diffulex.registry import AutoReq
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from diffulex.config import Config
     from diffulex.engine.model_runner import ModelRunner
@@ -125,14 +125,19 @@ class StepLoop:
             RuntimeError: another thread is in a step, or this one, in a callback.
         """
         self.check_open()
+        with self.exclusive(), deferred_interrupt():
+            self._run()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """A block in which no step runs; RuntimeError during one."""
         if not self._is_stepping.acquire(blocking=False):
             raise RuntimeError(
                 "Diffulex: expected one thread at a time (the engine belongs to it), got a call"
                 " during a step; add_request, abort and has_unfinished may come from any thread"
             )
         try:
-            with deferred_interrupt():
-                self._run()
+            yield
         finally:
             self._is_stepping.release()
 
@@ -194,7 +199,7 @@ class StepLoop:
         return runner.collect(self._scheduler, plan, place)
 
     def close(self) -> None:
-        """Ends every request and lets go of the runner. Idempotent."""
+        """Ends every request and lets go of the runner; idempotent. Inside `exclusive`."""
         if self.is_closed:
             return
         self._scheduler.release_all()

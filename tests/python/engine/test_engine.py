@@ -359,6 +359,34 @@ def test_step_belongs_to_one_thread_at_a_time(tiny: TinyModel) -> None:
     assert all("expected one thread at a time" in text for text in found), found
 
 
+def test_close_belongs_to_one_thread_at_a_time(tiny: TinyModel) -> None:
+    """A second thread cannot close the engine during a step; a stream callback can, between two."""
+    found: list[str] = []
+    engine = tiny.engine()
+
+    def close() -> None:
+        try:
+            engine.close()
+        except RuntimeError as error:
+            found.append(str(error))
+
+    def close_elsewhere(num_forwards: int) -> None:
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join()
+
+    engine.observe_blocks(close_elsewhere)
+    assert engine.generate([[1, 2, 3]], FREE, summary=False)
+    assert found
+    assert all("expected one thread at a time" in text for text in found), found
+    engine.observe_blocks(lambda num_forwards: None)
+    with pytest.raises(RuntimeError, match="got a closed one"):
+        engine.generate(
+            [[1, 2, 3]], FREE, summary=False, stream_callback=lambda event: engine.close()
+        )
+    engine.close()
+
+
 def test_engine_without_tokenizer(tiny: TinyModel) -> None:
     with tiny.engine(has_tokenizer=False) as engine:
         output = engine.generate([[1, 2, 3]], FREE, summary=False)[0]
