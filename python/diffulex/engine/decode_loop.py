@@ -27,6 +27,7 @@ from diffulex.engine.batch import (
     new_event,
 )
 from diffulex.engine.decode_graphs import Bucket
+from diffulex.engine.model_call import head_logits
 from diffulex.engine.plan_check import PlanCheck
 from diffulex.engine.step_graphs import StepGraphs
 from diffulex.logging import get_logger
@@ -324,7 +325,7 @@ class DecodeLoop:
     def _enqueue(self, variant: StepVariant) -> None:
         bucket = variant.bucket
         num_reqs, num_rows = bucket.num_reqs, bucket.num_rows
-        logits = self._model.compute_logits(self._forward(bucket))
+        logits = head_logits(self._model, self._forward(bucket))
         shape = StepShape(
             num_rows=num_rows,
             num_reqs=num_reqs,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from diffulex.engine.batch import AttnMetadata
     from diffulex.engine.kv_cache import KVCache
 
-__all__ = ["BlankRows", "ModelCall", "RowArrays"]
+__all__ = ["BlankRows", "ModelCall", "RowArrays", "head_logits"]
 
 _MERGE_KINDS = {"dmax_topk": 0, "iter_smooth_topk": 1}
 
@@ -62,6 +62,14 @@ class BlankRows:
             row_pass_kind=torch.zeros(num_rows, dtype=torch.uint8, device=device),
             row_self_cond=torch.full((num_rows,), -1, dtype=torch.int32, device=device),
         )
+
+
+def head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Logits [R, V] of hidden rows [R, H], by the head of a model that a `ModelCall` was made of."""
+    if not hidden.is_cuda:
+        return cast("Tensor", model.compute_logits(hidden))
+    with settled_weights():
+        return cast("Tensor", model.compute_logits(hidden))
 
 
 class ModelCall:

@@ -18,7 +18,7 @@ from diffulex.engine.context_classes import ContextClasses
 from diffulex.engine.decode_graphs import Bucket, DecodeGraphs, ForwardGraphs, decode_buckets
 from diffulex.engine.decode_loop import DecodeLoop, has_graph_of_logits
 from diffulex.engine.kv_cache import KVCache, KvLayoutName
-from diffulex.engine.model_call import ModelCall
+from diffulex.engine.model_call import ModelCall, head_logits
 from diffulex.engine.open_engines import memory_holders, register_open
 from diffulex.engine.row_watch import RowWatch
 from diffulex.engine.sampler_feed import SamplerFeed
@@ -340,9 +340,9 @@ class ModelRunner:
         assert self._feed is not None
         rows = views.logits_rows[: shape.num_logits_rows]
         if bucket is not None and self._has_loop_logits(bucket):
-            logits = self.model.compute_logits(hidden).index_select(0, rows)
+            logits = head_logits(self.model, hidden).index_select(0, rows)
         else:
-            logits = self.model.compute_logits(hidden.index_select(0, rows))
+            logits = head_logits(self.model, hidden.index_select(0, rows))
         if self.row_watch.is_active:
             self.row_watch.before_sampling(plan, logits)
         self.sampler(self._feed.inputs(views, shape, logits))

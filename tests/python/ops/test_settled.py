@@ -43,6 +43,7 @@ def test_promise_is_that_of_a_thread() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("width", [128, 4096, 16384])
 def test_weight_computed_just_before_is_read_after_it_was(width: int) -> None:
+    """A smoke test: a kernel that reads too early may still find the product ready."""
     x = torch.randn(4, width, device="cuda")
     weight = torch.randn(width, device="cuda")
     expected = ops.rms_norm(x, weight * 3, 1e-6)
