@@ -98,7 +98,8 @@ void bind_kernels(py::module_& module) {
       },
       py::arg("num_reqs"), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
       py::arg("max_seqlen_q"), py::arg("max_context_len"), py::arg("is_hopper"),
-      "(splits, CTAs of a cluster) that the op block_attention chooses by itself.");
+      "(splits, CTAs of a cluster) that the op block_attention chooses by itself on a device of "
+      "132 multiprocessors; elsewhere it may choose others, and no more splits.");
   module.def("moe_max_tiles", &moe_max_tiles, py::arg("num_slots"), py::arg("num_local_experts"),
              py::arg("tile"), "Entries of the tile list of the op moe_permute.");
   module.def(
