@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -151,7 +150,7 @@ class Tokenizer:
             raise PromptError(
                 f"prompt: expected UTF-8 text, got {text[error.start]!r} at {error.start}"
             ) from error
-        pieces = [text] if _GUARD not in text else self._guarded_names.split(text)
+        pieces = self._at_marks(text)
         if self._mask_text:
             pieces = [part for piece in pieces for part in _parted(piece, self._mask_text)]
         if len(pieces) > 1:
@@ -182,11 +181,38 @@ class Tokenizer:
         return sorted(names, key=len, reverse=True)
 
     @cached_property
-    def _guarded_names(self) -> re.Pattern[str]:
-        """Finds the marks of `_guarded`, and no others."""
-        halves = [(name[: _cut(name)], name[_cut(name) :]) for name in self._control_names]
-        places = (f"(?<={re.escape(a)}){_GUARD}(?={re.escape(b)})" for a, b in halves)
-        return re.compile("|".join(places) or "(?!)")
+    def _name_lengths(self) -> dict[str, list[int]]:
+        """The lengths of control names by the two characters around the place of their mark."""
+        lengths: dict[str, set[int]] = {}
+        for name in self._control_names:
+            cut = _cut(len(name))
+            around = name[cut - 1 : cut + 1]
+            lengths.setdefault(around, set()).add(len(name))
+        return {around: sorted(found) for around, found in lengths.items()}
+
+    def _at_marks(self, text: str) -> list[str]:
+        """The text parted at the marks of `_guarded`, and at no others; in linear time."""
+        first, *rest = text.split(_GUARD)
+        pieces, parts = [], [first]
+        for part in rest:
+            if self._is_name(parts[-1], part):
+                pieces.append(_GUARD.join(parts))
+                parts = []
+            parts.append(part)
+        return [*pieces, _GUARD.join(parts)]
+
+    def _is_name(self, before: str, after: str) -> bool:
+        """Whether the texts around a mark end and begin with the halves of one name."""
+        for length in self._name_lengths.get(before[-1:] + after[:1], ()):
+            cut = _cut(length)
+            name = before[-cut:] + after[: length - cut]
+            if len(name) == length and name in self._known_names:
+                return True
+        return False
+
+    @cached_property
+    def _known_names(self) -> frozenset[str]:
+        return frozenset(self._control_names)
 
     def _guarded_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return {key: self._guarded_value(value) for key, value in message.items()}
@@ -206,7 +232,8 @@ class Tokenizer:
         name there, so that it stands for its characters and nobody can forge a turn."""
         for name in self._control_names:
             if name in text:
-                text = text.replace(name, f"{name[: _cut(name)]}{_GUARD}{name[_cut(name) :]}")
+                cut = _cut(len(name))
+                text = text.replace(name, f"{name[:cut]}{_GUARD}{name[cut:]}")
         return text
 
     def _without_second_begin(self, text: str, token_ids: list[int]) -> list[int]:
@@ -287,18 +314,19 @@ class Tokenizer:
         return IncrementalDecoder(robust_decode(self, skip_special_tokens))
 
 
-def _cut(name: str) -> int:
-    """Where a name is parted."""
-    return max(1, len(name) // 2)
+def _cut(length: int) -> int:
+    """Where a name of this length is parted."""
+    return max(1, length // 2)
 
 
 def _parted(text: str, name: str) -> list[str]:
     """The text cut within every occurrence of a name."""
+    cut = _cut(len(name))
     first, *rest = text.split(name)
     pieces = [first]
     for piece in rest:
-        pieces[-1] += name[: _cut(name)]
-        pieces.append(name[_cut(name) :] + piece)
+        pieces[-1] += name[:cut]
+        pieces.append(name[cut:] + piece)
     return pieces
 
 

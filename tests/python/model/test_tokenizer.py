@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -261,3 +262,30 @@ def test_message_nested_too_deeply():
     tokenizer = Tokenizer.from_dir(resolve_model("demo"))
     with pytest.raises(PromptError, match="it rejected the messages: maximum recursion depth"):
         tokenizer.render_chat([{"role": "user", "content": "", "x": nested}])
+
+
+NAMES = st.text("<ab>", min_size=2, max_size=7)
+TEXTS = st.text("<ab>\ufdd0", max_size=40)
+
+
+@given(st.lists(NAMES, min_size=1, max_size=8, unique=True), TEXTS, st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_text_is_parted_at_the_marks_of_known_names_alone(names, text, data):
+    tokenizer = Tokenizer.__new__(Tokenizer)
+    tokenizer.__dict__["_control_names"] = sorted(names, key=len, reverse=True)
+    text += tokenizer._guarded(data.draw(st.sampled_from(names)) + text)
+    halves = [(name[: len(name) // 2], name[len(name) // 2 :]) for name in names]
+    places = (f"(?<={re.escape(a)})\ufdd0(?={re.escape(b)})" for a, b in halves)
+    assert tokenizer._at_marks(text) == re.split("|".join(places), text)
+
+
+def test_a_text_of_many_marks_and_names_is_parted():
+    """Each mark is looked up once, however many names there are."""
+    tokenizer = Tokenizer.__new__(Tokenizer)
+    names = [f"<|reserved_{index}|>" for index in range(1000)]
+    tokenizer.__dict__["_control_names"] = names
+    text = "<|reserv\ufdd0" * 30_000
+    assert tokenizer._at_marks(text) == [text]
+    marked = tokenizer._guarded("".join(names))
+    assert "".join(tokenizer._at_marks(marked)) == "".join(names)
+    assert len(tokenizer._at_marks(marked)) == len(names) + 1
