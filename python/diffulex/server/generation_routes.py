@@ -20,7 +20,7 @@ from diffulex.server.json_response import JSONBody
 from diffulex.server.large_bodies import BodyRoute
 from diffulex.server.neutral_fields import check_responses, check_supported
 from diffulex.server.openai_format import OpenAIFrames, OpenAIRoute, openai_response
-from diffulex.server.prompt_encoder import SHORT_TEXT, ChatOptions
+from diffulex.server.prompt_encoder import SHORT_TEXT, ChatOptions, num_chars
 from diffulex.server.protocol import (
     PromptInput,
     ServingBufferSnapshot,
@@ -335,7 +335,7 @@ class _GenerationRoutes:
         record.prompt = next(filter(None, (getattr(payload, name, None) for name in fields)), None)
         try:
             with context.encoder.counted():
-                inputs = await self._encode(request, record.prompt, prepare)
+                inputs = await self._encode(request, payload, prepare)
             if timeout_s is None and record.elapsed_s > _LONG_ENCODING_S:
                 timeout_s = context.options.request_timeout or None
             if timeout_s is not None:
@@ -363,11 +363,14 @@ class _GenerationRoutes:
         return generation
 
     async def _encode(
-        self, request: Request, prompt: Any, prepare: Callable[[], Any]
+        self, request: Request, payload: SamplingFields, prepare: Callable[[], Any]
     ) -> Sequence[ServingInput]:
         """The inputs of a request. What may take long ends with its client and with its time."""
         encoder = self._context.encoder
-        is_brief = encoder.num_open <= _FEW_ENCODED and _num_chars(prompt) <= SHORT_TEXT
+        names = ("chat_template", "chat_template_kwargs")
+        template = [getattr(payload, name, None) for name in names]
+        size = _num_chars(record_of(request.scope).prompt) + num_chars(template)
+        is_brief = encoder.num_open <= _FEW_ENCODED and size <= SHORT_TEXT
         work = prepare() if is_brief else run_bounded(self._context, request, prepare)
         inputs: Sequence[ServingInput] = await work
         return inputs

@@ -25,7 +25,7 @@ from diffulex.server.api_errors import ApiError
 from diffulex.server.protocol import ChatInput, PromptInput, ServingInput
 from diffulex.server.request_schema import MAX_DECODED, TEMPLATE_FIELDS
 
-__all__ = ["ChatOptions", "PromptEncoder"]
+__all__ = ["ChatOptions", "PromptEncoder", "num_chars"]
 
 T = TypeVar("T")
 
@@ -36,6 +36,22 @@ _USUAL_CHARS_PER_TOKEN = 8
 _PIECE_CHARS = 16 << 10
 # A cut may part what would have been one token; no tokenizer makes more out of it.
 _TOKENS_PER_CUT = 16
+
+
+def num_chars(value: Any) -> int:
+    """Characters of the texts in a JSON value, and one for every value in it."""
+    count, open_values = 0, [value]
+    while open_values:
+        item = open_values.pop()
+        count += 1
+        if isinstance(item, str):
+            count += len(item)
+        elif isinstance(item, dict):
+            open_values.extend(item)
+            open_values.extend(item.values())
+        elif isinstance(item, list):
+            open_values.extend(item)
+    return count
 
 
 class ChatOptions:
@@ -124,7 +140,8 @@ class PromptEncoder:
 
     @property
     def max_chars(self) -> int | None:
-        """Characters that no text of a prompt that fits exceeds; None where that is not known."""
+        """The most characters that a text of `max_model_len` tokens may have, since no token has
+        more than `max_token_chars`; None where one of them is not known."""
         longest = self.info.get("max_model_len")
         per_token = getattr(self.tokenizer, "max_token_chars", None)
         return None if longest is None or per_token is None else int(longest * per_token)
@@ -241,7 +258,7 @@ class PromptEncoder:
             return list(tokenizer.encode(text, add_special_tokens=False))
 
         # A template may leave out much of what it is given, so only its result is measured.
-        size = sum(len(message["content"]) for message in messages)
+        size = sum(len(message["content"]) for message in messages) + num_chars(options.variables)
         found = await self.run(encode, size=size)
         if isinstance(found, str):
             return await self.encode_text(found, add_special_tokens=False, is_prompt=is_prompt)

@@ -244,6 +244,23 @@ def test_conversations_are_measured_as_they_are_rendered(client, frontend):
     assert frontend.tokenizer.sizes == [2]
 
 
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_large_variables_of_a_template_are_rendered_beside_short_texts(client, frontend, path):
+    threads = []
+
+    def render(messages, **_):
+        threads.append(threading.current_thread().name.rpartition("_")[0])
+        return "x"
+
+    frontend.tokenizer.has_chat_template, frontend.tokenizer.render_chat = True, render
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    for texts in (["x"], ["x" * 5000], [{"y" * 5000: 1}]):
+        variables = {"documents": texts}
+        response = client.post(path, {**body, "chat_template_kwargs": variables})
+        assert response.status_code == 200, response.text
+    assert threads == ["diffulex-tokenizer", "diffulex-long-texts", "diffulex-long-texts"]
+
+
 def run(scenario, app):
     async def main():
         transport = httpx.ASGITransport(app)
