@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from diffulex.server.args import build_arg_parser, parse_args
+from diffulex.server.http_protocol import ConnectionLimits
 from fixtures.live_server import LiveServer, running_server
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -182,9 +184,17 @@ def test_defaults_of_limits(server: LiveServer) -> None:
     table = GUIDE[GUIDE.index("## Limits") :].split("\n## ")[0]
     for flags, value in re.findall(r"^\| (`--[^|]+) \| ([\w, ]+) \|", table, re.MULTILINE):
         names = [name[2:].replace("-", "_") for name in re.findall(r"--[\w-]+", flags)]
-        values = [0 if part == "off" else int(part) for part in value.split(", ")]
+        # Words stand for 0: off, or found at the start.
+        values = [int(part) if part.isdigit() else 0 for part in value.split(", ")]
         for name, expected in zip(names, values * (len(names) if len(values) == 1 else 1)):
             assert args[name] == expected, name
+
+
+def test_default_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    spared = re.search(r"^\| `--max-connections` \| open files less (\d+) \|", GUIDE, re.MULTILINE)
+    assert spared is not None
+    assert ConnectionLimits.of(1, 1, 0).max_connections == 1024 - int(spared[1])
 
 
 def get(server: LiveServer, path: str) -> Any:
