@@ -34,6 +34,7 @@ struct RequestMask {
   bool is_anchored = false;       // the window is that of row 0
   KeyRange hole;                  // invisible cached keys, empty when off
   int32_t block_shift = -1;       // log2(B) where B is known to be a power of two
+  int32_t block_origin = 0;       // in [0, B): blocks start at this position modulo B
 };
 
 /// What a key tile is to a row tile.
@@ -81,8 +82,7 @@ DIFFULEX_HOST_DEVICE constexpr int32_t num_keys(const RequestMask& mask) {
              : mask.context_len + mask.num_valid;
 }
 
-/// The position modulo B, in [0, B), at which blocks start: that of the end of the padded prefix.
-/// It is worked out where rows are, so that no kernel carries it through its loop over keys.
+/// RequestMask::block_origin: the mask counts blocks from the end of the padded prefix.
 DIFFULEX_HOST_DEVICE constexpr int32_t mask_block_origin(const RequestMask& mask) {
   const int32_t first = max_i32(mask.padded_prefix_len, 0);
   return mask.block_shift >= 0 ? first & ((1 << mask.block_shift) - 1) : first % mask.block_size;
@@ -104,9 +104,9 @@ DIFFULEX_HOST_DEVICE constexpr int64_t block_end_from_zero(const RequestMask& ma
 /// First key past the block of a position, by the shortest division that will do. What lies before
 /// the first whole block is a block of its own.
 DIFFULEX_HOST_DEVICE constexpr int64_t block_end(const RequestMask& mask, int64_t position) {
-  const int32_t origin = mask_block_origin(mask);
-  return position >= 0 && position < origin ? origin
-                                            : block_end_from_zero(mask, position - origin) + origin;
+  return position >= 0 && position < mask.block_origin
+             ? mask.block_origin
+             : block_end_from_zero(mask, position - mask.block_origin) + mask.block_origin;
 }
 
 /// Keys that row `row` of the request may see, before the hole. Both ends are non-decreasing in
@@ -116,17 +116,18 @@ DIFFULEX_HOST_DEVICE constexpr KeyRange row_interval(const RequestMask& mask, in
   const int64_t position = static_cast<int64_t>(mask.start_position) + row;
   const int32_t keys = num_keys(mask);
   int64_t end = keys;
+  const int64_t end_of_block = block_end(mask, position);
   switch (static_cast<MaskKind>(mask.kind)) {
     case MaskKind::kCausal:
       end = position + 1;
       break;
     case MaskKind::kBlockCausal:
-      end = block_end(mask, position);
+      end = end_of_block;
       break;
     case MaskKind::kPrefixFull:
       end = position < mask.prefix_len          ? mask.prefix_len
             : position < mask.padded_prefix_len ? mask.padded_prefix_len
-                                                : block_end(mask, position);
+                                                : end_of_block;
       break;
     case MaskKind::kFull:
     case MaskKind::kCacheOnly:

@@ -128,6 +128,7 @@ Status read_requests(const BlockAttentionParams& params, const KvCacheGeometry& 
     const auto bits = static_cast<int32_t>(index_at(params.mask_kinds, index));
     mask.kind = bits & 0xFF;
     mask.block_size = params.block_size;
+    mask.block_origin = mask_block_origin(mask);
     mask.sliding_window = params.sliding_window;
     mask.is_anchored = (bits & kMaskAnchorBit) != 0;
     mask.hole = mask_hole(bits, mask.context_len, mask.prefix_len, mask.padded_prefix_len);

@@ -29,6 +29,7 @@ void for_each_mask(const Visit& visit) {
                 mask.start_position = start;
                 mask.prefix_len = prefix;
                 mask.padded_prefix_len = prefix + 3;
+                mask.block_origin = mask_block_origin(mask);
                 for (const int32_t bits : {kind, kind | kMaskHoleBit}) {
                   mask.hole = mask_hole(bits, context_len, prefix, prefix + 3);
                   for (const bool is_anchored : {false, true}) {

@@ -131,6 +131,7 @@ __device__ __forceinline__ RequestView view_request(const AttentionArgs& args,
   mask.kind = raw.mask_kind & 0xFF;
   mask.block_size = args.block_size;
   mask.block_shift = args.block_shift;
+  mask.block_origin = mask_block_origin(mask);
   mask.sliding_window = args.sliding_window;
   mask.is_anchored = (raw.mask_kind & kMaskAnchorBit) != 0;
   mask.hole = mask_hole(raw.mask_kind, mask.context_len, mask.prefix_len, mask.padded_prefix_len);

@@ -20,23 +20,15 @@ __device__ __forceinline__ int thread_row(int group) {
   return group % Traits::kRowGroups * 64 + (threadIdx.x >> 5) % 4 * 16 + (threadIdx.x & 31) / 4;
 }
 
-/// This lane's place among the four that hold a row, read anew at each call: the compiler would
-/// keep what depends on it in registers through the loop over keys, which has none to spare.
-__device__ __forceinline__ int quad_lane() {
-  int lane = static_cast<int>(threadIdx.x) & 3;
-  asm volatile("" : "+r"(lane));
-  return lane;
-}
-
-/// Transposes a 4x4 matrix of words spread over four neighbouring lanes, of which this is `lane`.
-__device__ __forceinline__ void transpose_quad(int lane, uint32_t (&words)[4]) {
-  const bool is_odd = (lane & 1) != 0;
+/// Transposes a 4x4 matrix of words spread over four neighbouring lanes.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
+  const bool is_odd = (threadIdx.x & 1) != 0;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     const uint32_t got = __shfl_xor_sync(kFullWarp, is_odd ? words[i] : words[i + 1], 1);
     (is_odd ? words[i] : words[i + 1]) = got;
   }
-  const bool is_high = (lane & 2) != 0;
+  const bool is_high = (threadIdx.x & 2) != 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t got = __shfl_xor_sync(kFullWarp, is_high ? words[i] : words[i + 2], 2);
@@ -51,7 +43,7 @@ __device__ __forceinline__ void store_final(const AttentionArgs& args, const Til
                                             int group, const Accumulators<Traits>& result) {
   using T = typename Traits::Element;
   const int part = group / Traits::kRowGroups;
-  const int lane = quad_lane();
+  const int lane = threadIdx.x & 3;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = thread_row<Traits>(group) + half * 8;
@@ -71,7 +63,7 @@ __device__ __forceinline__ void store_final(const AttentionArgs& args, const Til
         words[i] = pack_pair<T>(result.values[first + i][2 * half] * inverse,
                                 result.values[first + i][2 * half + 1] * inverse);
       }
-      transpose_quad(lane, words);
+      transpose_quad(words);
       if (is_real) {
         *reinterpret_cast<uint4*>(target + first * 8) =
             make_uint4(words[0], words[1], words[2], words[3]);
@@ -117,7 +109,6 @@ __device__ __forceinline__ void store_partial(const AttentionArgs& args, const T
                                               int group, const Accumulators<Traits>& result) {
   using Slot = PartialSlot<Traits>;
   const int thread = static_cast<int>(threadIdx.x) - 128;
-  const int lane = quad_lane();
   const Slot slot = Slot::of(args, setup.work, setup.work.split);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -125,7 +116,7 @@ __device__ __forceinline__ void store_partial(const AttentionArgs& args, const T
     if (args.by_group.divide(row) >= setup.num_tokens) {
       continue;
     }
-    if (group < Traits::kRowGroups && lane == 0) {
+    if (group < Traits::kRowGroups && (threadIdx.x & 3) == 0) {
       slot.stats[row] = make_float2(result.softmax.maximum[half] * result.softmax.factor,
                                     result.softmax.sum[half]);
     }
@@ -225,7 +216,7 @@ __device__ __forceinline__ void reduce_items(const AttentionArgs& args, const Sp
     }
   }
   const float inverse = sum != 0.0F ? 1.0F / sum : 0.0F;
-  const int lane = quad_lane();
+  const int lane = threadIdx.x & 3;
   const int64_t head = unit.work.kv_head * args.group + row - token * args.group;
   const int64_t packed = unit.first_token + token;
   T* const target = static_cast<T*>(args.out) + packed * args.out_stride[0] +
@@ -237,7 +228,7 @@ __device__ __forceinline__ void reduce_items(const AttentionArgs& args, const Sp
     for (int i = 0; i < 4; ++i) {
       words[i] = pack_pair<T>(total[mine][2 * i] * inverse, total[mine][2 * i + 1] * inverse);
     }
-    transpose_quad(lane, words);
+    transpose_quad(words);
     if (is_real) {
       const int column = (first_item + mine * stride) / 2 * 32;
       *reinterpret_cast<uint4*>(target + column) =

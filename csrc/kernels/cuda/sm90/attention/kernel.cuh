@@ -169,9 +169,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if constexpr (Traits::kConsumers == 2) {
       ptx::registers_increase<Traits::kConsumerRegisters>();
     }
-    // Not from `warp`, which would have to live through both branches.
-    const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) >> 7, 0) - 1;
-    consume_units<Traits>(args, smem, barriers, group);
+    consume_units<Traits>(args, smem, barriers, warp / 4 - 1);
   }
 }
 
