@@ -272,11 +272,11 @@ def test_single_block_trace_with_a_prompt_that_ends_inside_a_block() -> None:
 
 
 def test_single_block_trace_with_an_aligned_prompt() -> None:
-    """strategies 8.2: the aligned prompt costs a forward without a new token."""
+    """The aligned prompt shares its forward with the first block."""
     request = reference_decoder.Request(decoding_config(max_tokens=4), [1, 2, 3, 4])
-    trace, completion = run_script(request, [{}, {4: 5, 6: 7}, {5: 6, 7: 8}])
-    assert trace == ["ID", "IA", "IT"]
-    assert completion == reference_decoder.Completion([5, 6, 7, 8], 3, "max_new_tokens_reached")
+    trace, completion = run_script(request, [{4: 5, 6: 7}, {5: 6, 7: 8}])
+    assert trace == ["IA", "IT"]
+    assert completion == reference_decoder.Completion([5, 6, 7, 8], 2, "max_new_tokens_reached")
 
 
 def test_multi_block_trace_with_a_stop_id() -> None:

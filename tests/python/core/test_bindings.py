@@ -399,12 +399,12 @@ def test_scalars_and_padding_of_a_decode_plan() -> None:
     steps.step()
     assert steps.core.schedule(steps.plan) == _core.PlanKind.DECODE
     plan = steps.plan
-    assert (plan.num_rows, plan.num_reqs, plan.num_blocks) == (8, 1, 1)
+    assert (plan.num_rows, plan.num_reqs, plan.num_blocks) == (8, 1, 2)
     assert (plan.max_seqlen_q, plan.max_seqlen_k, plan.uniform_q_len) == (8, 8, 8)
     assert (plan.block_size, plan.att_block_size, plan.buffer_size) == (4, 4, 2)
     assert (plan.page_size, plan.max_context_len, plan.max_num_rows) == (4, 4, 40)
-    assert (plan.num_logits_rows, plan.num_sampled_rows, plan.any_sampled) == (4, 0, False)
-    assert plan.blk_prev_row.tolist() == [-1]
+    assert (plan.num_logits_rows, plan.num_sampled_rows, plan.any_sampled) == (7, 0, False)
+    assert plan.blk_prev_row.tolist() == [-1, 3]
     plan.pad_requests(3)
     assert (plan.num_reqs, plan.num_padded_reqs, plan.num_rows) == (3, 2, 24)
     assert plan.last_row_index.tolist() == [-1, -1, -1]
@@ -412,7 +412,7 @@ def test_scalars_and_padding_of_a_decode_plan() -> None:
         plan.pad_requests(4)
     steps.fill()
     steps.core.complete_step(plan, steps.output)
-    assert steps.core.stats().num_rows == 4 + 8  # padding does not count
+    assert steps.core.stats().num_rows == 8 + 8  # padding does not count
 
 
 def test_output_clears_to_nothing_changed() -> None:

@@ -46,8 +46,12 @@ class OneBlock(_core.Strategy):
 
     def pages_needed(self, request: _core.Request, query: _core.StepQuery) -> _core.StepNeed:
         buffer = request.buffer
-        begin = query.context_len
-        end = buffer.valid_end if request.needs_prompt_prefill else request.resume_until
+        begin, end = query.context_len, request.resume_until
+        if request.needs_prompt_prefill:
+            # The first block runs in the forward of the prompt, unless nothing of that is left.
+            end = buffer.valid_end + (self.options.block_size if buffer.can_activate() else 0)
+            if buffer.num_valid == 0 and begin >= buffer.start:
+                end = begin
         if end > begin:
             num_rows = end - begin if end - begin <= query.row_budget else 0
             page_len = buffer.start if request.needs_prompt_prefill else end

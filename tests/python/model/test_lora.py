@@ -297,7 +297,7 @@ class TestRefused:
             setup.load(merge=True)
 
     def test_no_factors(self, tmp_path):
-        self.refuse(tmp_path, "expected factors, got an empty file", edit=dict.clear)
+        self.refuse(tmp_path, "expected tensors, got a file without any", edit=dict.clear)
 
     @pytest.mark.parametrize("side", ["A", "B"])
     def test_one_factor(self, tmp_path, side):

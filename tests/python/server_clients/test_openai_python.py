@@ -76,13 +76,13 @@ def test_a_stream_is_the_same_answer_in_chunks(
     assert all(chunk.choices is not None for chunk in chunks)
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
-    # The role comes with the first text, not ahead of it.
+    # The role comes alone, as clients expect it.
     assert parts[0].choices[0].delta.role == "assistant"
-    assert parts[0].choices[0].delta.content
-    texts = [chunk.choices[0].delta.content for chunk in parts[:-1]]
+    assert parts[0].choices[0].delta.content == ""
+    texts = [chunk.choices[0].delta.content for chunk in parts[1:-1]]
     assert all(texts)
     assert "".join(texts) == item.text
-    assert [chunk.choices[0].finish_reason for chunk in parts] == [
+    assert [chunk.choices[0].finish_reason for chunk in parts[1:]] == [
         *[None] * len(texts),
         item.finish_reason,
     ]
