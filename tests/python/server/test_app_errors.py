@@ -9,50 +9,14 @@ import pytest
 
 from byte_tokenizer import MASK, VOCAB_SIZE, ByteTokenizer
 from diffulex.errors import PromptError
-from diffulex.server.api_errors import ApiError, _first_invalid, shown
 from diffulex.server.api_server import create_app
 from diffulex.server.frontend import BackendUnavailable, ClientDisconnected, OperationFailed
-from diffulex.server.neutral_fields import check_supported
 from diffulex.server.protocol import PromptInput, ServingError
-from diffulex.server.request_schema import CompletionRequest
-from fake_frontend import FakeFrontend
 from http_client import AppClient, check_error
+from template_frontend import LIMIT, make_frontend
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
-LIMIT = 100
-
-
-class TemplateTokenizer(ByteTokenizer):
-    """Renders a chat so that every option can be seen."""
-
-    has_chat_template = True
-
-    def render_chat(self, messages, *, add_generation_prompt=True, **variables):
-        if messages[0]["role"] == "other":
-            raise PromptError("chat template: it rejected the messages: no such role")
-        text = ";".join(f"{message['role']}={message['content']}" for message in messages)
-        text += "".join(f"|{name}={value}" for name, value in sorted(variables.items()))
-        return text + ("|>" if add_generation_prompt else "")
-
-    def decode(self, token_ids, skip_special_tokens=False):
-        return super().decode(token_ids, skip_special_tokens)
-
-
-def make_frontend():
-    frontend = FakeFrontend()
-    frontend.tokenizer = TemplateTokenizer()
-    frontend.info = {
-        "max_model_len": LIMIT,
-        "vocab_size": VOCAB_SIZE,
-        "mask_token_id": MASK,
-        "block_size": 8,
-        "buffer_size": 2,
-        "page_size": 8,
-        "num_pages": 100,
-        "max_num_batched_tokens": 200,
-    }
-    return frontend
 
 
 @pytest.fixture(scope="module")
@@ -386,38 +350,6 @@ def test_messages_name_the_field_and_the_value(client, content, message):
     assert len(found) < 300
 
 
-class Endless:
-    """A value whose text takes too long to write."""
-
-    def __repr__(self):
-        raise AssertionError("expected the text to end before")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        [0] * 100 + [Endless()],
-        {str(number): None for number in range(100)} | {"last": Endless()},
-        {"a": [{"b": "x" * 200}, Endless()]},
-    ],
-)
-def test_of_a_large_value_only_the_beginning_is_written(value):
-    text = shown(value)
-    assert len(text) == 60
-    assert text.endswith("...")
-    error = {"loc": ("body", "seed"), "msg": "expected a number", "input": value}
-    message = _first_invalid([error]).message
-    assert message == f"seed: expected a number, got {shown(value, 100)}"
-    request = CompletionRequest(prompt="x", guided_json=value)
-    with pytest.raises(ApiError, match="guided_json: expected null"):
-        check_supported(request)
-
-
-@pytest.mark.parametrize("value", [{}, [], {"a": [1, {"b": None}], "c": "d'"}, "x\n", 1.5, None])
-def test_of_a_small_value_all_is_written(value):
-    assert shown(value) == repr(value)
-
-
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
 def test_bodies_of_another_type(client, kind):
     headers = {"content-type": kind} if kind else {}
@@ -650,23 +582,3 @@ def test_administration_can_be_turned_off(frontend):
 
 
 # The document.
-
-
-def test_the_document_declares_what_is_answered(shared):
-    document = shared[0].openapi()
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            responses = operation["responses"]
-            assert "422" not in responses
-            assert {"401", "405", "500"} <= set(responses), path
-            if method == "post":
-                assert {"413", "415"} <= set(responses), path
-    generate = document["paths"][CHAT]["post"]["responses"]
-    assert set(generate) == {
-        *("200", "400", "401", "404", "405", "409", "413", "415", "429", "499", "500", "503"),
-        "504",
-    }
-    assert set(generate["200"]["content"]) == {"application/json", "text/event-stream"}
-    assert "HTTPValidationError" not in document["components"]["schemas"]
-    ids = [op["operationId"] for ops in document["paths"].values() for op in ops.values()]
-    assert len(ids) == len(set(ids))

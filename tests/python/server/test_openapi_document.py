@@ -11,6 +11,7 @@ import pytest
 from diffulex.server.api_server import create_app
 from fake_frontend import FakeFrontend
 from http_client import AppClient
+from template_frontend import make_frontend
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +156,23 @@ def test_the_document_and_the_checks_agree(app: Any, fields: dict[str, Any], is_
     assert jsonschema.is_valid(schema, body) == is_allowed
     response = AppClient(app).post("/v1/chat/completions", body)
     assert response.status_code == (200 if is_allowed else 400), response.text
+
+
+def test_the_document_declares_what_is_answered():
+    document = create_app(make_frontend()).openapi()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            assert "422" not in responses
+            assert {"401", "405", "500"} <= set(responses), path
+            if method == "post":
+                assert {"413", "415"} <= set(responses), path
+    generate = document["paths"]["/v1/chat/completions"]["post"]["responses"]
+    assert set(generate) == {
+        *("200", "400", "401", "404", "405", "409", "413", "415", "429", "499", "500", "503"),
+        "504",
+    }
+    assert set(generate["200"]["content"]) == {"application/json", "text/event-stream"}
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+    ids = [op["operationId"] for ops in document["paths"].values() for op in ops.values()]
+    assert len(ids) == len(set(ids))
