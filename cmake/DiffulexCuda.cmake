@@ -67,8 +67,10 @@ endif()
 
 # diffulex_cuda_options(<target>): nvcc flags of every target that compiles .cu files.
 function(diffulex_cuda_options target)
-  set(flags -lineinfo --expt-relaxed-constexpr -Xptxas=-warn-spills
-      -Xcompiler=-fPIC,-fvisibility=hidden)
+  set(flags --expt-relaxed-constexpr -Xptxas=-warn-spills -Xcompiler=-fPIC,-fvisibility=hidden)
+  if(DIFFULEX_CUDA_LINE_INFO)
+    list(APPEND flags -lineinfo)
+  endif()
   if(DIFFULEX_CUDA_VERBOSE)
     list(APPEND flags -Xptxas=-v)
   endif()
