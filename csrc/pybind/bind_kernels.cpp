@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cstdint>
 #include <string>
+#include <vector>
 
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
 #include "diffulex/kernels/attention.h"
 #include "diffulex/kernels/moe.h"
 #include "diffulex/kernels/sampling.h"
 #include "diffulex/kernels/token_merge.h"
+#include "diffulex/kernels/visible_ends.h"
 #include "diffulex_build_info.h"
 #include "pybind/bind.h"
 
@@ -100,6 +104,17 @@ void bind_kernels(py::module_& module) {
       py::arg("max_seqlen_q"), py::arg("max_context_len"), py::arg("is_hopper"),
       "(splits, CTAs of a cluster) that the op block_attention chooses by itself on a device of "
       "132 multiprocessors; elsewhere it may choose others, and no more splits.");
+  module.def(
+      "visible_ends",
+      [](StepPlan& plan) {
+        std::vector<int64_t> ends;
+        raise_if_error(visible_ends(plan, &ends));
+        return py::array_t<int64_t>(static_cast<py::ssize_t>(ends.size()), ends.data());
+      },
+      py::arg("plan"),
+      "Int64 array [n]: row i of the plan's only request, of its n real rows, attends to the cache "
+      "rows before element i, the rows of the call included. ValueError unless the plan has one "
+      "request.");
   module.def("moe_max_tiles", &moe_max_tiles, py::arg("num_slots"), py::arg("num_local_experts"),
              py::arg("tile"), "Entries of the tile list of the op moe_permute.");
   module.def(

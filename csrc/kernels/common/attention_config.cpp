@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "kernels/common/row_interval.h"
+#include "diffulex/kernels/row_interval.h"
 
 namespace diffulex {
 namespace {

@@ -10,9 +10,9 @@
 #include <cstring>
 #include <vector>
 
+#include "diffulex/kernels/row_interval.h"
 #include "kernels/common/attention_checks.h"
 #include "kernels/common/kv_cache_checks.h"
-#include "kernels/common/row_interval.h"
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/data_checks.h"
 #include "kernels/cpu/isa/kernel_table.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/common/row_interval.h"
+#include "diffulex/kernels/row_interval.h"
 
 #include <vector>
 

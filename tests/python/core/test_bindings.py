@@ -415,6 +415,33 @@ def test_scalars_and_padding_of_a_decode_plan() -> None:
     assert steps.core.stats().num_rows == 8 + 8  # padding does not count
 
 
+def test_visible_ends_are_those_of_the_only_request() -> None:
+    steps = Steps()
+    steps.add([1, 2, 3, 4, 5])
+    steps.core.schedule(steps.plan)
+    ends = _core.visible_ends(steps.plan)
+    assert ends.dtype == np.int64
+    assert ends.tolist() == [4] * 4 + [8] * 4 + [12] * 4  # a block does not see the next
+    steps.fill()
+    steps.core.complete_step(steps.plan, steps.output)
+    steps.core.schedule(steps.plan)
+    ends = _core.visible_ends(steps.plan)
+    assert len(ends) == steps.plan.valid_slices[0] < 12
+    steps.plan.pad_requests(3)  # dummies have no row that counts
+    assert _core.visible_ends(steps.plan).tolist() == ends.tolist()
+
+
+def test_visible_ends_refuse_what_one_array_cannot_say() -> None:
+    steps = Steps()
+    with pytest.raises(ValueError, match="expected a plan of 1 request, got 0"):
+        _core.visible_ends(steps.plan)
+    for _ in range(2):
+        steps.add([1, 2, 3, 4, 5])
+    steps.core.schedule(steps.plan)
+    with pytest.raises(ValueError, match="visible_ends: expected a plan of 1 request, got 2"):
+        _core.visible_ends(steps.plan)
+
+
 def test_output_clears_to_nothing_changed() -> None:
     output = _core.SamplerOutput(make_options())
     assert (output.max_num_blocks, output.block_size) == (6, 4)

@@ -172,6 +172,8 @@ class TraceReplay:
         padding = [-1] * (plan.max_pages_per_req - len(pages))
         assert plan.page_tables[r].tolist() == pages + padding
         assert self.visible_ends(plan, r) == row["visible_end"]
+        if plan.num_reqs == 1:
+            assert _core.visible_ends(plan).tolist() == row["visible_end"]
         if "num_cached_tokens" in row:
             assert found.num_cached_tokens == row["num_cached_tokens"]
         for block_id, gate in row.get("force_top1", []):

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
+#include "diffulex/kernels/row_interval.h"
 #include "kernels/common/fast_div.h"
-#include "kernels/common/row_interval.h"
 #include "kernels/cuda/common/cache_view.cuh"
 
 namespace diffulex::cuda {

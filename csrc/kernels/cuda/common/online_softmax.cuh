@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "kernels/common/row_interval.h"
+#include "diffulex/kernels/row_interval.h"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/reduce.cuh"
 

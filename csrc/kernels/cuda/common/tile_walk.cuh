@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "kernels/common/row_interval.h"
+#include "diffulex/kernels/row_interval.h"
 
 namespace diffulex::cuda {
 
