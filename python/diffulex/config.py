@@ -205,7 +205,7 @@ def read_model_facts(model: str, flat: Mapping[str, Any]) -> ModelFacts:
     from diffulex.model.resolve import resolve_model  # noqa: PLC0415
 
     explicit = normalise(flat, where="")
-    model_dir = resolve_model(model)
+    model_dir = resolve_model(model, explicit.get("revision"))
     name, spec, info = detect(
         model_dir, explicit.get("model_name"), mask_token_id=explicit.get("mask_token_id")
     )

@@ -59,6 +59,9 @@ class ModelConfig:
     """Which weights, where they run, which ids are special."""
 
     model: str = _key("str", "demo", _ANY, "`demo`, a local directory or a hub id.")
+    revision: str = _key(
+        "str?", None, _ANY, "Branch, tag or commit of a hub id; unset: its main branch."
+    )
     model_name: str = _key(
         "str?", None, _ANY, "Registered family; unset: found from the checkpoint's architecture."
     )

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from diffulex.config import SamplerConfig
     from diffulex_ext import _core
 
-__all__ = ["DECODING_FIELDS", "MAX_STOPS", "SamplingParams", "decoding_arguments", "merged_params"]
+__all__ = [
+    "DECODING_FIELDS",
+    "MAX_STOPS",
+    "SamplingParams",
+    "choice_seed",
+    "decoding_arguments",
+    "merged_params",
+]
 
 T = TypeVar("T")
 
@@ -34,6 +41,7 @@ _ENGINE_FIELDS = ("remask_threshold", "max_post_edit_steps", "penalty_lambda")
 #: Most stop texts of a request.
 MAX_STOPS = 16
 _MAX_STOP_CHARS, _MAX_LOGPROBS = 256, 20
+_SEED_BITS = 63
 
 
 def _naming_the_nearest(cls: type[T]) -> type[T]:
@@ -247,6 +255,14 @@ def merged_params(
             f" {', '.join(changes)} as keywords"
         )
     return given
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Seed of one of several answers: that of the request, then those that follow it."""
+    if seed >= 0 and choice:
+        return (seed + choice) & (1 << _SEED_BITS) - 1
+    value = seed + choice
+    return (1 << 64) - 1 if value == -1 else value  # the same key: -1 itself is no seed
 
 
 def _is_int(value: object) -> bool:

@@ -21,7 +21,7 @@ from diffulex.engine.interrupt import InterruptGuard, deferred_interrupt
 from diffulex.engine.metrics import RequestRecord, RunStats
 from diffulex.engine.output import GenerationOutputs, RequestOutput, StepOutput, StreamEvent
 from diffulex.engine.progress import Progress, ProgressInfo, adding_bar
-from diffulex.engine.prompt import Prompt, encode_prompt, split_prompts, spread_params
+from diffulex.engine.prompt import Prompt, encode_prompt, repeated, split_prompts, spread_params
 from diffulex.engine.routing import StepQueue, take_all
 from diffulex.engine.startup import log_startup
 from diffulex.engine.step_loop import StepLoop
@@ -199,6 +199,7 @@ class Diffulex:
         stream_callback: Callable[[StreamEvent], None] | None = None,
         on_progress: Callable[[ProgressInfo], None] | None = None,
         on_interrupt: Literal["raise", "return"] = "raise",
+        n: int = 1,
         **sampling: Any,
     ) -> GenerationOutputs:
         """Decodes every prompt to its end and returns the results in prompt order.
@@ -213,6 +214,8 @@ class Diffulex:
             stream_callback: receives the appended text of every request as it becomes final.
             on_progress: receives the numbers of each progress report.
             on_interrupt: after Ctrl-C, `raise` KeyboardInterrupt or `return` what there is.
+            n: answers per prompt, which follow each other in the result. They differ by their seeds,
+                so not where nothing is drawn.
             sampling: fields of SamplingParams for all prompts, in place of `sampling_params`.
 
         Raises:
@@ -223,13 +226,14 @@ class Diffulex:
             raise ValueError(f"on_interrupt: expected raise or return, got {on_interrupt!r}")
         encoded = [self._encode(p, use_chat_template) for p in split_prompts(prompts)]
         params = spread_params(merged_params(sampling_params, sampling), len(encoded))
+        work = repeated(list(zip(encoded, params, strict=True)), n, self.config.sampler)
         start, run = time.perf_counter(), RunStats()
         runner, ledger = self._runner, self._loop.ledger  # they outlive a close by a callback
         graph_counts = runner.num_graph_steps, runner.num_graph_fallbacks
         lifetime, ledger.run_stats = ledger.run_stats, run
         try:
             outputs = self._generate(
-                list(zip(encoded, params, strict=True)),
+                work,
                 lambda records: Progress(
                     records, run, use_tqdm, progress_log_interval, on_progress
                 ),

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from diffulex.errors import PromptError, SamplingParamsError
-from diffulex.sampling_params import SamplingParams
+from diffulex.sampling_params import SamplingParams, choice_seed
 
 if TYPE_CHECKING:
-    from diffulex.config import Config
+    from diffulex.config import Config, SamplerConfig
     from diffulex.engine.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "encode_prompt", "split_prompts", "spread_params"]
+__all__ = ["Prompt", "encode_prompt", "repeated", "split_prompts", "spread_params"]
 
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
 
@@ -62,6 +63,29 @@ def spread_params(
     if len(listed) != count:
         raise SamplingParamsError(f"sampling_params: expected one or {count}, got {len(listed)}")
     return listed
+
+
+def repeated(
+    work: Sequence[tuple[tuple[int, ...], SamplingParams]], n: int, sampler: SamplerConfig
+) -> list[tuple[tuple[int, ...], SamplingParams]]:
+    """Every prompt with its parameters `n` times in a row, the answers with seeds of their own.
+
+    Raises:
+        SamplingParamsError: `n` is no positive integer.
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise SamplingParamsError(f"n: expected an integer of at least 1, got {n!r}")
+    if n == 1:
+        return list(work)
+    result = []
+    for token_ids, params in work:
+        temperature = sampler.temperature if params.temperature is None else params.temperature
+        # Without a seed those that draw have one each anyway; the others share the engine's.
+        seed = sampler.seed if params.seed is None and not temperature else params.seed
+        for choice in range(n):
+            own = None if seed is None else choice_seed(seed, choice)
+            result.append((token_ids, dataclasses.replace(params, seed=own)))
+    return result
 
 
 def encode_prompt(

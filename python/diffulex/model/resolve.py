@@ -31,25 +31,33 @@ def demo_dir() -> Path:
     return Path(__file__).resolve().parent.parent / "assets" / DEMO
 
 
-def resolve_model(model: str | os.PathLike[str]) -> Path:
+def resolve_model(model: str | os.PathLike[str], revision: str | None = None) -> Path:
     """Directory of a model: ``demo``, a local directory, or a hub id ``organisation/name``.
 
     A hub id is taken from the local hub cache if it is complete there, otherwise downloaded.
 
+    Args:
+        model: the name.
+        revision: branch, tag or commit of a hub id; None: its main branch.
+
     Raises:
-        ConfigError: `model` is no text.
+        ConfigError: `model` is no text, or what it names has no revisions.
         CheckpointError: there is no such directory, or the hub cannot provide it.
     """
     if not isinstance(model, (str, os.PathLike)):
         raise ConfigError(f"model: expected {DEMO!r}, a directory or a hub id, got {model!r}")
     model = os.fspath(model)
-    if model == DEMO:
-        return _checked(demo_dir())
-    path = Path(model).expanduser()
+    path = demo_dir() if model == DEMO else Path(model).expanduser()
     if model and path.exists():
+        if revision is not None:
+            raise ConfigError(
+                f"revision: expected a hub id with it, got {revision!r} for the directory {path}"
+            )
+        return _checked(path)
+    if model == DEMO:
         return _checked(path)
     if _HUB_ID.fullmatch(model) and not model.startswith("."):
-        return _checked(_download(model))
+        return _checked(_download(model, revision))
     raise CheckpointError(
         f"model: expected {DEMO!r}, a directory or a hub id organisation/name, got {model!r}"
     )
@@ -76,7 +84,7 @@ def _is_complete(path: Path) -> bool:
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
-def _download(model: str) -> Path:
+def _download(model: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 (optional, slow)
     except ImportError as error:
@@ -86,15 +94,20 @@ def _download(model: str) -> Path:
         ) from error
     patterns = list(_HUB_FILES)
     with suppress(Exception):  # whatever is wrong with the cache, the download below decides
-        cached = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
+        cached = Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=patterns, local_files_only=True
+            )
+        )
         if _is_complete(cached):
             return cached
     try:
-        fetched = Path(snapshot_download(model, allow_patterns=patterns))
+        fetched = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises from several unrelated hierarchies
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"model: {model!r} is no directory and cannot be fetched from the hub: {reason}"
+            f"{_hub_advice(error, model, revision)}"
         ) from error
     # Without a network the client returns whatever is cached.
     if not _is_complete(fetched):
@@ -102,3 +115,20 @@ def _download(model: str) -> Path:
             f"model: {model!r} is no directory and its copy in the hub cache is incomplete"
         )
     return fetched
+
+
+def _hub_advice(error: Exception, model: str, revision: str | None) -> str:
+    """What a user can do about an answer of the hub."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "GatedRepoError" in names:
+        return (
+            f" (accept its terms on https://huggingface.co/{model}, then `hf auth login`, or put a"
+            " token into HF_TOKEN)"
+        )
+    if "RevisionNotFoundError" in names:
+        return f" (it has no revision {revision!r})"
+    if "RepositoryNotFoundError" in names:
+        return " (check its name; a private one needs `hf auth login` or a token in HF_TOKEN)"
+    if "LocalEntryNotFoundError" in names:
+        return " (no network, or HF_HUB_OFFLINE is set; HF_HOME is where downloads are kept)"
+    return ""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffulex.cli_flags import (
     Parser,
+    add_config_flag,
     add_engine_flags,
     engine_kwargs,
     integer,
@@ -76,7 +77,7 @@ def run(arguments: list[str]) -> int:
         parser.print_help()
         return 0
     try:
-        options = parser.parse_checked(arguments)
+        options = parser.parse_with_file(arguments)
     except SystemExit:  # after the help
         return 0
     has_level = options.log_level is not None or get_unchecked("DIFFULEX_LOG_LEVEL")
@@ -102,6 +103,7 @@ def _build_parser() -> Parser:
             choices=("debug", "info", "warning", "error"),
             help="least severe log line on standard error [warning]",
         )
+        add_config_flag(child)
         return child
 
     generate = add("generate", _generate, "draw a prompt")

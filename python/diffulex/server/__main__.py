@@ -17,10 +17,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The help needs none of them.
     """
-    if {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help", "--help-all"} & set(arguments):
         from diffulex.server.args import build_arg_parser  # noqa: PLC0415
 
-        build_arg_parser().print_help()
+        parser = build_arg_parser()
+        text = parser.format_help_all() if "--help-all" in arguments else parser.format_help()
+        print(text, end="", flush=True)
         return 0
     try:
         check_packages()

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from diffulex.cli_flags import Parser, UsageError, add_engine_flags
+from diffulex.cli_flags import Parser, UsageError, add_engine_flags, file_arguments
 from diffulex.config_draft import normalise
 from diffulex.config_table import CONFIG_TABLE, THRESHOLD_KEYS, Support
 from diffulex.env import get_text
@@ -29,6 +27,7 @@ from diffulex.server.server_flags import HttpArgs, add_http_flags, check_http_ar
 __all__ = [
     "INTERNAL_ENGINE_KEYS",
     "ServerArgs",
+    "add_server_flags",
     "build_arg_parser",
     "parse_args",
     "parse_device_ids",
@@ -54,6 +53,12 @@ _LEGACY_VALUES = {
     "attn_impl": {"triton_grouped": "auto", "triton": "auto"},
     "moe_gemm_impl": {"triton": "auto", "vllm": "auto", "vllm_modular": "auto"},
 }
+#: What most servers need, in the help of one screen.
+_COMMON = (
+    *("words", "host", "port", "api_key", "served_model_name", "config", "log_level", "device"),
+    *("dtype", "revision", "decoding_strategy", "block_size", "buffer_size", "accept_threshold"),
+    *("max_num_reqs", "max_model_len", "gpu_memory_utilization", "allowed_origins", "metrics_port"),
+)
 _SECRET = ("api_key", "ssl_keyfile", "ssl_certfile")
 
 
@@ -268,8 +273,19 @@ def build_arg_parser() -> Parser:
     parser = Parser(
         prog="diffulex serve",
         description="Serves a block-diffusion language model over HTTP.",
+        usage="diffulex serve [MODEL] [flags]",
         allow_abbrev=False,
     )
+    add_server_flags(parser)
+    return parser
+
+
+def add_server_flags(parser: Parser) -> None:
+    """The server's settings and those of the engine."""
+    parser.add_argument(
+        "words", nargs="*", metavar="MODEL", default=argparse.SUPPRESS, help="as --model"
+    )
+    parser.shorten_help(_COMMON)
     add_http_flags(parser)
     add_engine_flags(parser, without=INTERNAL_ENGINE_KEYS)
     group = parser.add_argument_group("names of older servers")
@@ -282,7 +298,6 @@ def build_arg_parser() -> Parser:
             default=argparse.SUPPRESS,
             help=argparse.SUPPRESS if CONFIG_TABLE[name].support is Support.IGNORED else None,
         )
-    return parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
@@ -293,9 +308,11 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     """
     parser = build_arg_parser()
     given = vars(parser.parse_checked(sys.argv[1:] if argv is None else argv))
+    given_model = given.get("model")
     if given.get("config") is not None:
-        from_file = _config_arguments(parser, Path(given["config"]))
+        from_file = file_arguments(parser, Path(given["config"]), _JSON_FLAGS)
         given = {**vars(parser.parse_checked(from_file)), **given}
+    given |= _model_of(given.pop("words", []), given_model)
     given["engine_arg"] = _once(given.get("engine_arg", []))
     if "api_key" not in given:
         keys = get_text("DIFFULEX_API_KEY").split(",")
@@ -305,6 +322,15 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     return args
 
 
+def _model_of(words: Sequence[str], given: str | None) -> dict[str, str]:
+    """The model as the one word of the command line, which may name it as a flag instead."""
+    if len(words) > 1:
+        raise UsageError(f"command line: expected one MODEL, got {' '.join(map(repr, words))}")
+    if words and given is not None:
+        raise UsageError(f"model: expected MODEL or --model, got both {words[0]!r} and {given!r}")
+    return {"model": words[0]} if words else {}
+
+
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
@@ -312,59 +338,6 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
             raise UsageError(f"--engine-arg {key}: expected it once, got it again")
         values[key] = value
     return values
-
-
-# Files of `--config`: every key becomes the flag of the same name.
-
-
-def _config_arguments(parser: Parser, path: Path) -> list[str]:
-    import yaml  # noqa: PLC0415 (comes with the extra `serve`)
-
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"--config: expected a readable YAML file, got {reason}") from error
-    if document is None:
-        return []
-    if not isinstance(document, Mapping):
-        raise UsageError(f"--config {path}: expected a map of settings, got {document!r}")
-    actions = {option: action for action in parser._actions for option in action.option_strings}
-    arguments: list[str] = []
-    for key, value in document.items():
-        flag = "--" + str(key).replace("_", "-")
-        action = actions.get(flag)
-        if action is None or action.dest in ("config", "help"):
-            near = difflib.get_close_matches(flag, actions, n=1)
-            hint = f", nearest is {near[0][2:]!r}" if near else ""
-            raise UsageError(f"--config {path}: expected a known key{hint}, got {key!r}")
-        arguments += _flag_arguments(action, flag, value, path)
-    return arguments
-
-
-def _flag_arguments(action: argparse.Action, flag: str, value: Any, path: Path) -> list[str]:
-    """The command line that says the same."""
-    if value is None:
-        return []
-    name = flag[2:]
-    if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise UsageError(f"--config {path}: expected true or false as {name}, got {value!r}")
-        if value:
-            return [flag]
-        return ["--no-" + name] if isinstance(action, argparse.BooleanOptionalAction) else []
-    if isinstance(value, Mapping):
-        if action.dest != "engine_arg":
-            raise UsageError(f"--config {path}: expected no map as {name}, got {value!r}")
-        values = [f"{key}={json.dumps(item)}" for key, item in value.items()]
-    elif isinstance(value, list) and isinstance(action, argparse._AppendAction):
-        values = [str(item) for item in value]
-    elif isinstance(value, list):
-        is_json = action.dest in _JSON_FLAGS
-        values = [json.dumps(value) if is_json else ",".join(map(str, value))]
-    else:
-        values = [str(value).lower() if isinstance(value, bool) else str(value)]
-    return [f"{flag}={text}" for text in values]
 
 
 _JSON_FLAGS = tuple(row.name for row in http_flags() if row.kind == "json")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from diffulex.logging import get_logger
-from diffulex.sampling_params import SamplingParams
+from diffulex.sampling_params import SamplingParams, choice_seed
 from diffulex.server.api_errors import ApiError, api_error_of
 from diffulex.server.disconnect import ClientLeftError
 from diffulex.server.frontend import ClientDisconnected
@@ -42,7 +42,6 @@ T = TypeVar("T")
 IndexedEvent = tuple[int, ServingEvent]
 IsDisconnected = Callable[[], Awaitable[bool]]
 
-_SEED_BITS = 63
 #: Of the seeds that are drawn here: small enough for clients whose numbers are doubles.
 _DRAWN_SEED_BITS = 52
 
@@ -102,7 +101,7 @@ class Generation:
             ServingGenerate(
                 rid=rid if is_single else f"{rid}-{index * per_prompt + choice}",
                 input=prompt,
-                sampling_params=dataclasses.replace(params, seed=_choice_seed(seed, choice)),
+                sampling_params=dataclasses.replace(params, seed=choice_seed(seed, choice)),
                 stream=stream_mode is not None,
                 stream_mode=stream_mode or "block_append",
                 user=user,
@@ -173,14 +172,6 @@ def _empty_reply(command: ServingGenerate) -> ServingReply:
 
 async def _empty_stream(command: ServingGenerate, **_: Any) -> AsyncIterator[ServingEvent]:
     yield _empty_reply(command)
-
-
-def _choice_seed(seed: int, choice: int) -> int:
-    """Seed of a choice: that of the request, then those that follow it."""
-    if seed >= 0 and choice:
-        return (seed + choice) & (1 << _SEED_BITS) - 1
-    value = seed + choice
-    return (1 << 64) - 1 if value == -1 else value  # the same key: -1 itself is no seed
 
 
 def _failure(error: RuntimeError, frontend: Any) -> Exception:

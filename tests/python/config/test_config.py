@@ -197,6 +197,7 @@ def test_every_key_is_covered() -> None:
     covered = {row[0] for row in RANGES} | {row[0] for row in UNSUPPORTED}
     elsewhere = {
         "model",
+        "revision",
         "model_name",
         "decoding_strategy",
         "multi_block_prefix_full",

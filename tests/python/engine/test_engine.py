@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import signal
@@ -562,3 +563,20 @@ def test_prefix_hits_after_a_preemption_count_the_prompt_only(tiny: TinyModel) -
         metrics = done[req_id].metrics
         assert metrics.num_preemptions == 1
         assert metrics.cached_tokens == metrics.prompt_tokens == len(prompt)
+
+
+def test_several_answers_follow_each_other_and_differ_by_their_seeds(tiny: TinyModel) -> None:
+    drawn = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=5)
+    with tiny.engine() as engine:
+        outputs = engine.generate([[1, 2, 3], [4, 5]], drawn, n=2, summary=False)
+        assert [output.prompt_token_ids for output in outputs] == [(1, 2, 3)] * 2 + [(4, 5)] * 2
+        assert outputs[0].token_ids != outputs[1].token_ids
+        for choice, output in enumerate(outputs[:2]):
+            own = dataclasses.replace(drawn, seed=5 + choice)
+            alone = engine.generate([[1, 2, 3]], own, summary=False)[0]
+            assert alone.token_ids == output.token_ids
+        greedy = engine.generate([[1, 2, 3]], FREE, n=2, summary=False)
+        assert greedy[0].token_ids == greedy[1].token_ids
+        for n in (0, True, 1.5):
+            with pytest.raises(SamplingParamsError, match="n: expected an integer of at least 1"):
+                engine.generate([[1, 2, 3]], FREE, n=n)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diffulex.errors import CheckpointError
+from diffulex.errors import CheckpointError, ConfigError
 from diffulex.model.resolve import demo_dir, resolve_model
 from fixtures.checkpoints import CheckpointBuilder
 
@@ -83,3 +83,33 @@ class TestHub:
         (snapshot / "model.safetensors").unlink()
         with pytest.raises(CheckpointError):
             resolve_model("org/tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("GatedRepoError", r"accept its terms on https://huggingface.co/org/name.*HF_TOKEN"),
+        ("RevisionNotFoundError", "it has no revision 'v2'"),
+        ("RepositoryNotFoundError", "check its name; a private one needs"),
+        ("LocalEntryNotFoundError", "no network, or HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_answers_of_the_hub_come_with_advice(monkeypatch, name, advice):
+    kind = type(name, (Exception,), {})
+    seen = []
+
+    def snapshot_download(model, **options):
+        seen.append((model, options["revision"]))
+        raise kind("403 Client Error\nmore")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match=rf"403 Client Error \(.*{advice}"):
+        resolve_model("org/name", "v2")
+    assert seen == [("org/name", "v2")] * 2
+
+
+def test_directories_have_no_revisions(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for model in (tmp_path, "demo"):
+        with pytest.raises(ConfigError, match="revision: expected a hub id with it, got 'v2' for"):
+            resolve_model(model, "v2")

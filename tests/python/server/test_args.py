@@ -345,7 +345,26 @@ def test_importing_needs_neither_torch_nor_the_extra():
 def test_help_needs_no_packages(flag, monkeypatch, capsys):
     monkeypatch.setattr(requirements, "find_spec", lambda name: None)
     assert cli.main(["serve", flag]) == 0
+    short = capsys.readouterr().out
+    assert "--port" in short
+    assert "--max-queue-size" not in short
+    assert cli.main(["serve", "--help-all"]) == 0
     assert "--max-queue-size" in capsys.readouterr().out
+
+
+def test_the_model_may_be_a_word():
+    assert parse_args(["some/model", "--port", "0"]).model == "some/model"
+    assert parse_args(["--port", "0", "some/model"]).model == "some/model"
+    with pytest.raises(ConfigError, match="expected MODEL or --model, got both 'a' and 'b'"):
+        parse_args(["a", "--model", "b"])
+    with pytest.raises(ConfigError, match="expected one MODEL, got 'a' 'b'"):
+        parse_args(["a", "b"])
+
+
+def test_the_word_wins_over_the_file(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: b\nport: 1\n")
+    args = parse_args(["a", "--config", str(tmp_path / "c.yaml")])
+    assert (args.model, args.port) == ("a", 1)
 
 
 @pytest.mark.parametrize("module", ["fastapi", "httptools"])

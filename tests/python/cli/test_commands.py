@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words, files, several answers and help of the command line, in the process of the tests."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from diffulex.cli import build_parser, main
+from diffulex.cli_flags import UsageError
+from diffulex.tools.completion import script
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs a command line and returns (exit code, output, errors)."""
+
+    def run(*arguments: object, stdin: str | None = None) -> tuple[int, str, str]:
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = main([str(item) for item in arguments])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return run
+
+
+class TestWords:
+    def test_model_and_prompt(self, run, tiny_model):
+        flag = run("generate", "--model", tiny_model, "--max-tokens", 4, "abc")
+        for words in (
+            (tiny_model, "abc", "--max-tokens", 4),
+            (tiny_model, "--max-tokens", 4, "abc"),
+            ("--max-tokens", 4, tiny_model, "abc"),
+        ):
+            assert run("generate", *words)[:2] == flag[:2]
+        assert flag[0] == 0
+
+    def test_one_word_that_names_a_model_leaves_the_prompt_to_standard_input(self, run, tiny_model):
+        expected = run("generate", tiny_model, "abc", "--max-tokens", 4)
+        assert run("generate", tiny_model, "--max-tokens", 4, stdin="abc\n")[:2] == expected[:2]
+        by_flag = run("generate", tiny_model, "--prompt", "abc", "--max-tokens", 4)
+        assert by_flag[:2] == expected[:2]
+
+    def test_chat(self, run, tiny_model):
+        expected = run("chat", "--model", tiny_model, "--max-tokens", 4, stdin="abc\n")
+        assert run("chat", tiny_model, "--max-tokens", 4, stdin="abc\n")[:2] == expected[:2]
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["generate", "a", "b", "c"], "expected MODEL and PROMPT (in quotes), got 3 words"),
+            (["generate", "--model", "x", "y", "z"], "MODEL or --model, got both 'y' and 'x'"),
+            (["chat", "a", "b"], "expected one MODEL, got 'a' 'b'"),
+            (["eval", "a", "--model", "b"], "expected MODEL or --model, got both 'a' and 'b'"),
+            (["generate", "demo", "hi", "--prompt", "x"], "got both PROMPT and --prompt"),
+            (["complete", "bash"], "nearest is completion, got 'complete'"),
+        ],
+    )
+    def test_errors(self, run, words, message):
+        code, _, errors = run(*words)
+        assert code == 2
+        assert message in errors
+        assert errors.count("\n") == 1
+
+
+class TestSeveralAnswers:
+    def test_json_has_every_answer_of_every_prompt(self, run, tiny_model, tmp_path):
+        (tmp_path / "p.txt").write_text("abc\n\nhello\n")
+        common = ("generate", tiny_model, "--max-tokens", 5, "--temperature", 1, "--seed", 3)
+        code, text, _ = run(*common, "--prompts-file", tmp_path / "p.txt", "--n", 2, "--json")
+        records = [json.loads(line) for line in text.splitlines()]
+        assert code == 0
+        assert [(r["prompt"], r["choice"]) for r in records] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert records[0]["text"] != records[1]["text"]
+        for record in records:
+            assert record["usage"]["completion_tokens"] == len(record["token_ids"]) <= 5
+            assert "logprobs" not in record
+        again = run(*common, "--prompts-file", tmp_path / "p.txt", "--n", 2, "--json")[1]
+        assert again == text
+
+    def test_text_has_headings_and_logprobs_are_a_table(self, run, tiny_model, tmp_path):
+        (tmp_path / "p.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "hello"}\n')
+        code, text, _ = run(
+            *("generate", tiny_model, "--max-tokens", 3, "--ignore-eos", "--logprobs", 1),
+            *("--prompts-file", tmp_path / "p.jsonl"),
+        )
+        assert code == 0
+        assert text.startswith("==> prompt 1, answer 1 <==\n")
+        assert "==> prompt 2, answer 1 <==\n" in text
+        table = text.split("forward  logprob  token")[1].splitlines()
+        assert len([line for line in table if line.strip()[:1].isdigit()]) == 3
+
+    def test_logprobs_of_one_answer_agree_with_json(self, run, tiny_model):
+        common = ("generate", tiny_model, "abc", "--max-tokens", 3, "--ignore-eos", "--logprobs", 2)
+        lines = run(*common)[1].splitlines()[-3:]
+        record = json.loads(run(*common, "--json")[1])
+        for line, item in zip(lines, record["logprobs"], strict=True):
+            step, logprob = line.split()[:2]
+            assert int(step) == item["step"]
+            assert float(logprob) == pytest.approx(item["logprob"], abs=1e-3)
+            assert len(item["top"]) == 2
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("a.txt", "\n \n", "expected a prompt in"),
+            ("b.jsonl", '{"text": "x"}\n', "line 1: expected an object with a text as prompt"),
+            ("c.jsonl", "no json\n", "line 1: expected an object with a text as prompt"),
+            ("missing", None, "--prompts-file: cannot read"),
+        ],
+    )
+    def test_bad_files(self, run, tmp_path, name, content, message):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        code, _, errors = run("generate", "--prompts-file", tmp_path / name)
+        assert code == 2
+        assert message in errors
+
+    def test_denoising_of_several_is_refused(self, run, tiny_model):
+        code, _, errors = run("generate", tiny_model, "a", "--n", 2, "--show-denoising")
+        assert code == 2
+        assert "--show-denoising: expected one answer" in errors
+
+
+class TestConfigFile:
+    def test_keys_are_flags_and_the_line_wins(self, tmp_path):
+        path = tmp_path / "c.yaml"
+        path.write_text(
+            "model: other\nmax_tokens: 5\nstop: [a, b]\nenforce-eager: true\ntemperature: 0.5\n"
+        )
+        line = ["generate", "--config", str(path), "--temperature", "1", "--stop", "c", "hi"]
+        options = build_parser("generate").parse_with_file(line)
+        assert (options.model, options.max_tokens, options.temperature) == ("other", 5, 1.0)
+        assert options.stop == ["c"]
+        assert options.enforce_eager is True
+        assert options.from_file == {"model", "max_tokens", "enforce_eager"}
+
+    def test_the_model_of_a_file_gives_way_to_a_word(self, run, tiny_model, tmp_path):
+        path = tmp_path / "c.yaml"
+        path.write_text("model: no/such\nmax_tokens: 4\n")
+        code, text, _ = run("generate", tiny_model, "abc", "--config", path)
+        assert code == 0
+        assert text == run("generate", tiny_model, "abc", "--max-tokens", 4)[1]
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("max_token: 4\n", "expected a known key, nearest is 'max-tokens', got 'max_token'"),
+            ("- 1\n", r"expected a map of settings, got \[1\]"),
+            ("ignore_eos: 3\n", "expected true or false as ignore-eos, got 3"),
+        ],
+    )
+    def test_errors(self, tmp_path, content, message):
+        path = tmp_path / "c.yaml"
+        path.write_text(content)
+        with pytest.raises(UsageError, match=message):
+            build_parser("chat").parse_with_file(["chat", "--config", str(path)])
+
+    def test_a_command_below_a_command_has_it(self, tmp_path):
+        path = tmp_path / "c.yaml"
+        path.write_text("num_prompts: 3\nsweep: null\n")
+        line = ["bench", "serve", "--config", str(path), "--seed", "5"]
+        options = build_parser("bench").parse_with_file(line)
+        assert (options.num_prompts, options.seed) == (3, 5)
+
+    def test_commands_without_settings_refuse_it(self):
+        with pytest.raises(UsageError, match="got '--config'"):
+            build_parser("doctor").parse_with_file(["doctor", "--config", "x"])
+
+
+class TestHelp:
+    @pytest.mark.parametrize("command", ["generate", "chat", "eval", "serve"])
+    def test_one_screen_and_the_rest_on_request(self, run, command, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        code, short, _ = run(command, "--help")
+        assert code == 0
+        assert len(short.splitlines()) <= 50
+        assert max(map(len, short.splitlines())) <= 80
+        assert "--help-all" in short
+        assert "--run-ahead" not in short
+        code, full, _ = run(command, "--help-all")
+        assert code == 0
+        assert "--run-ahead" in full
+        assert "--log-level" in full
+
+    def test_temperature_stands_with_sampling(self, run):
+        text = run("generate", "--help")[1]
+        sampling = text.split("\nsampling:")[1].split("\nengine options:")[0]
+        for flag in ("--temperature", "--top-p", "--seed", "--max-tokens", "--stop"):
+            assert flag in sampling
+
+    def test_help_of_a_command_by_name(self, run):
+        assert run("help", "chat")[1] == run("chat", "--help")[1]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_every_command_and_flag(shell):
+    pytest.importorskip("shtab", reason="shtab, a dependency of the package, is not installed")
+    text = script(build_parser(), shell)
+    for word in ("generate", "serve", "--prompts-file", "--run-ahead", "--max-queue-size"):
+        assert word in text
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=text.encode(), check=True)
