@@ -11,7 +11,6 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import TYPE_CHECKING, NamedTuple
 
 from diffulex.cli_flags import Parser, UsageError, add_config_flag
@@ -60,6 +59,8 @@ def _is_debugging(arguments: list[str]) -> bool:
 
 def _run(arguments: list[str]) -> int:
     if arguments[:1] in (["--version"], ["-V"], ["version"]):
+        from importlib.metadata import version  # noqa: PLC0415 (slow to import)
+
         print(f"diffulex {version('diffulex')}")
         return 0
     if arguments[:1] == ["serve"]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from diffulex.engine.detokenizer import IncrementalDecoder, robust_decode
+from diffulex.engine.plain_tokenizer import read_plain_tokenizer
 from diffulex.engine.template_bound import bounded_rendering
 from diffulex.errors import CheckpointError, PromptError
 from diffulex.logging import get_logger
@@ -38,7 +39,8 @@ RENDERER_ARGUMENTS = (
 
 
 class Tokenizer:
-    """A stock tokenizer of transformers; code in the checkpoint directory is never run."""
+    """A stock tokenizer of transformers, or a plain one that does the same; code in the checkpoint
+    directory is never run."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -54,25 +56,12 @@ class Tokenizer:
             CheckpointError: neither form is present, or the files cannot be read.
         """
         has_vocab = (path / "vocab.json").is_file() and (path / "merges.txt").is_file()
-        if (path / "tokenizer.json").is_file():
-            from transformers import PreTrainedTokenizerFast as BackendClass  # noqa: PLC0415 (slow to import)
-        elif has_vocab:
-            from transformers import Qwen2Tokenizer as BackendClass  # noqa: PLC0415 (slow to import)
-        else:
+        if not (path / "tokenizer.json").is_file() and not has_vocab:
             raise CheckpointError(
                 f"tokenizer: {path}: expected tokenizer.json, or vocab.json and merges.txt, got neither"
             )
-        try:
-            backend = BackendClass.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # the tokenizer libraries raise bare Exception for bad files
-            reason = str(error).strip().splitlines()
-            raise CheckpointError(
-                f"tokenizer: {path}: cannot read the tokenizer files: "
-                f"{reason[0] if reason else type(error).__name__}"
-            ) from error
-        return cls(backend)
+        plain = read_plain_tokenizer(path, partial(_full_backend, path))
+        return cls(_full_backend(path) if plain is None else plain)
 
     @cached_property
     def tokenizer_vocab_size(self) -> int:
@@ -312,6 +301,24 @@ class Tokenizer:
     def incremental_decoder(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
         """A decoder for a sequence that grows."""
         return IncrementalDecoder(robust_decode(self, skip_special_tokens))
+
+
+def _full_backend(path: Path) -> Any:
+    """The tokenizer of transformers."""
+    if (path / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast as BackendClass  # noqa: PLC0415 (slow to import)
+    else:
+        from transformers import Qwen2Tokenizer as BackendClass  # noqa: PLC0415 (slow to import)
+    try:
+        return BackendClass.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the tokenizer libraries raise bare Exception for bad files
+        reason = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"tokenizer: {path}: cannot read the tokenizer files: "
+            f"{reason[0] if reason else type(error).__name__}"
+        ) from error
 
 
 def _cut(length: int) -> int:

@@ -119,3 +119,14 @@ def test_interrupted_generation_ends_the_line():
     shown = terminal.read_all()
     assert shown.endswith("\r\ninterrupted\r\n"), shown
     assert terminal.close() == 130
+
+
+def test_a_line_says_what_takes_so_long_and_goes_when_it_is_there():
+    terminal = Terminal("generate", QUESTION)
+    text = terminal.read_all()
+    assert terminal.close() == 0
+    assert text.startswith("loading demo ...")
+    before, _, after = text.partition("\r\x1b[K")
+    assert "#### 17" in after
+    assert "loading" not in after
+    assert "#### 17" not in before
