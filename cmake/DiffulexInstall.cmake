@@ -9,7 +9,7 @@ include(CMakePackageConfigHelpers)
 set(diffulex_lib_dir lib)
 set(diffulex_config_dir lib/cmake/diffulex)
 
-install(TARGETS diffulex_core diffulex_kernels EXPORT diffulexTargets
+install(TARGETS diffulex_core diffulex_kernels diffulex_edge EXPORT diffulexTargets
   ARCHIVE DESTINATION ${diffulex_lib_dir} COMPONENT dev
   LIBRARY DESTINATION ${diffulex_lib_dir} COMPONENT dev)
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/diffulex" DESTINATION include COMPONENT dev

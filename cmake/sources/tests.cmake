@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# GoogleTest programs, one per directory: diffulex_tests_core, diffulex_tests_kernels and
-# diffulex_tests_cuda (only when CUDA is built; skips its tests without a device).
+# GoogleTest programs, one per directory: diffulex_tests_core, diffulex_tests_kernels,
+# diffulex_tests_edge and diffulex_tests_cuda (only when CUDA is built; skips its tests without a device).
 # GTest::gmock and GTest::gtest_main are linked; do not write a main(). Every test file may include
 # private headers by their path from csrc/ and read DIFFULEX_TEST_DATA_DIR (tests/data).
 # Paths are relative to the repository root, one per line, sorted.
@@ -52,6 +52,10 @@ set(DIFFULEX_TESTS_KERNELS_SOURCES
   tests/cpp/kernels/sample_filtered_test.cpp
   tests/cpp/kernels/token_merge_test.cpp
   tests/cpp/kernels/token_stats_test.cpp
+)
+set(DIFFULEX_TESTS_EDGE_SOURCES
+  tests/cpp/edge/options_test.cpp
+  tests/cpp/edge/session_test.cpp
 )
 # .cpp (CUDA runtime API only) or .cu.
 set(DIFFULEX_TESTS_CUDA_SOURCES

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Installs the build tree, moves the prefix, and uses it from other projects: tests/cmake/consumer
-# (once with diffulex::core only, once with diffulex::kernels) and examples/cpp_embed.
+# (once with diffulex::core only, once with diffulex::kernels), examples/cpp_embed
+# and examples/edge_embed (diffulex::edge).
 cmake_minimum_required(VERSION 3.25)
 
 function(run)
@@ -49,6 +50,8 @@ foreach(component core kernels)
   endif()
 endforeach()
 
-build_with("${SOURCE_DIR}/examples/cpp_embed" cpp_embed)
-run("${WORK_DIR}/cpp_embed/cpp_embed")
-message(STATUS "${output}")
+foreach(example cpp_embed edge_embed)
+  build_with("${SOURCE_DIR}/examples/${example}" ${example})
+  run("${WORK_DIR}/${example}/${example}")
+  message(STATUS "${output}")
+endforeach()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Layers point one way: core <- kernels <- (torch, pybind) <- diffulex_ext <- diffulex.
+# Layers point one way: core <- kernels <- (edge, torch, pybind) <- diffulex_ext <- diffulex.
 cmake_minimum_required(VERSION 3.25)
 
 set(violations "")
@@ -48,6 +48,12 @@ forbid("the torch glue uses the stable ABI only"
 forbid("no source file uses an unstable torch header" "${include_of}(ATen|c10)/"
   csrc include tests/cpp benchmarks/cpp examples)
 forbid("the torch glue and the bindings do not know each other" "${include_of}pybind/" csrc/torch)
+
+forbid("edge knows core and kernels only"
+  "${include_of}(${torch_headers}|${python_headers}|${cuda_headers}|executorch/|(core|kernels|torch|pybind)/)"
+  include/diffulex/edge csrc/edge)
+forbid("nothing below the embedders knows edge" "${include_of}(diffulex/)?edge/"
+  ${core} ${kernels} csrc/torch csrc/pybind)
 
 set(EXTENSIONS cu cuh)
 forbid("a .cu file includes no torch header" "${include_of}${torch_headers}"

@@ -12,8 +12,8 @@
 
 namespace diffulex::test {
 
-/// A parsed JSON value; enough for the golden traces (no escapes in strings). Reading a value as
-/// the wrong type, or a missing key, throws: a trace that is misread must not pass.
+/// A parsed JSON value; enough for the golden files (no escapes but \n, \" and \\). Reading a value
+/// as the wrong type, or a missing key, throws: a trace that is misread must not pass.
 class Json {
  public:
   enum class Kind { kNull, kBool, kNumber, kString, kArray, kObject };
@@ -96,12 +96,16 @@ class Json {
   }
   static std::string parse_string(const std::string& text, size_t& at) {
     expect(text, at, "\"");
-    const size_t end = text.find('"', at);
-    if (end == std::string::npos) {
-      throw std::runtime_error("unterminated string");
+    std::string value;
+    for (; at < text.size() && text[at] != '"'; ++at) {
+      const bool is_escape = text[at] == '\\' && at + 1 < text.size();
+      const char letter = text[is_escape ? ++at : at];
+      if (is_escape && std::string("n\"\\").find(letter) == std::string::npos) {
+        throw std::runtime_error("unknown escape in a string");
+      }
+      value += is_escape && letter == 'n' ? '\n' : letter;
     }
-    std::string value = text.substr(at, end - at);
-    at = end + 1;
+    expect(text, at, "\"");
     return value;
   }
   static Json parse(const std::string& text, size_t& at) {

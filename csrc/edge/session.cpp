@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "diffulex/edge/session.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "diffulex/kernels/visible_ends.h"
+#include "edge/row_stage.h"
+
+namespace diffulex {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+/// The settings with everything that concerns several requests switched off.
+EdgeOptions for_one_request(EdgeOptions options) {
+  EngineOptions& engine = options.engine;
+  engine.max_num_reqs = 1;
+  engine.num_pages = engine.max_pages_per_req();
+  engine.enable_prefix_caching = false;
+  engine.decode_headroom = false;
+  return options;
+}
+
+Status check_strategy(const EngineOptions& engine) {
+  const bool is_known = engine.strategy == "multi_bd" || engine.strategy == "d2f" ||
+                        engine.strategy == "fast_dllm_v2";
+  return is_known ? Status()
+                  : make_error(StatusCode::kUnsupported,
+                               "strategy: expected multi_bd, d2f or fast_dllm_v2, got ",
+                               engine.strategy);
+}
+
+Status check_limits(const EngineOptions& engine, const EdgeLimits& limits) {
+  if (engine.vocab_size != limits.vocab_size) {
+    return make_error(StatusCode::kInvalidArgument, "vocab_size: expected ", limits.vocab_size,
+                      " as the program has, got ", engine.vocab_size);
+  }
+  if (engine.max_model_len > limits.max_model_len) {
+    return make_error(StatusCode::kInvalidArgument, "max_model_len: expected at most ",
+                      limits.max_model_len, " positions of the program, got ",
+                      engine.max_model_len);
+  }
+  // A block attends to itself: it is not split.
+  const int32_t rows = engine.att_block_size();
+  if (rows > limits.max_rows || rows > limits.max_logits) {
+    return make_error(StatusCode::kInvalidArgument, "block_size: expected at most ",
+                      std::min(limits.max_rows, limits.max_logits),
+                      " rows in a call of the program, got ", rows);
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<EdgeSession>> EdgeSession::create(const EdgeOptions& options,
+                                                         std::unique_ptr<EdgeModel> model) {
+  EdgeOptions own = for_one_request(options);
+  DIFFULEX_RETURN_IF_ERROR(check_strategy(own.engine));
+  DIFFULEX_RETURN_IF_ERROR(own.engine.validate());
+  DIFFULEX_RETURN_IF_ERROR(own.request.validate());
+  DIFFULEX_RETURN_IF_ERROR(check_limits(own.engine, model->limits()));
+  return std::unique_ptr<EdgeSession>(new EdgeSession(std::move(own), std::move(model)));
+}
+
+EdgeSession::EdgeSession(EdgeOptions options, std::unique_ptr<EdgeModel> model)
+    : options_(std::move(options)),
+      model_(std::move(model)),
+      limits_(model_->limits()),
+      core_(options_.engine),
+      plan_(options_.engine),
+      output_(options_.engine),
+      rows_(std::make_unique<EdgeRowStage>(options_, plan_)) {}
+
+EdgeSession::~EdgeSession() = default;
+
+Status EdgeSession::start(Span<const int32_t> prompt, const SamplingParams& params) {
+  if (is_running()) {
+    return make_error(StatusCode::kInvalidArgument,
+                      "EdgeSession::start: expected no running request, got request ",
+                      req_id_.load());
+  }
+  const auto most = static_cast<size_t>(limits_.max_rows);
+  if (options_.engine.strategy == "d2f" && prompt.size() > most) {
+    // Its rows see each other, so that one call takes them all.
+    return make_error(StatusCode::kOutOfRange, "prompt: expected at most ", most,
+                      " tokens under d2f (export with a larger --max-rows), got ", prompt.size());
+  }
+  Result<int64_t> added = core_.add_request(prompt, params);
+  DIFFULEX_RETURN_IF_ERROR(added.status());
+  if (req_id_ >= 0) {
+    (void)core_.take_result(req_id_);  // of a request that nobody asked about
+  }
+  req_id_ = added.value();
+  is_finished_ = false;
+  return {};
+}
+
+void EdgeSession::cancel() noexcept {
+  const int64_t req_id = req_id_;
+  if (req_id >= 0) {
+    core_.abort(req_id);
+  }
+}
+
+Result<EdgeStep> EdgeSession::step() {
+  if (!is_running()) {
+    return make_error(StatusCode::kInvalidArgument,
+                      "EdgeSession::step: expected a running request, got none");
+  }
+  if (core_.schedule(plan_) != PlanKind::kIdle) {
+    const Status status = run_plan();
+    if (!status.ok()) {
+      fail_request();
+      return status;
+    }
+  }
+  Result<const StepEvents*> completed = core_.complete_step(plan_, output_);
+  DIFFULEX_RETURN_IF_ERROR(completed.status());
+  const StepEvents& events = *completed.value();
+  EdgeStep step;
+  for (const RequestEvent& event : events.requests) {
+    const Span<const int32_t> tokens = events.appended(event);
+    step.tokens.assign(tokens.begin(), tokens.end());
+    step.new_tokens = event.new_tokens;
+  }
+  for (const FinishedRequest& finished : events.finished) {
+    step.is_finished = true;
+    step.finish_reason = finished.finish_reason;
+    is_finished_ = true;
+  }
+  return step;
+}
+
+Status EdgeSession::run_plan() {
+  stats_.num_forwards += 1;
+  const Clock::time_point start = Clock::now();
+  const Result<const float*> logits = run_model();
+  DIFFULEX_RETURN_IF_ERROR(logits.status());
+  stats_.model_seconds += seconds_since(start);
+  const Clock::time_point middle = Clock::now();
+  DIFFULEX_RETURN_IF_ERROR(rows_->run(plan_, logits.value(), output_));
+  stats_.sampling_seconds += seconds_since(middle);
+  return {};
+}
+
+Result<const float*> EdgeSession::run_model() {
+  DIFFULEX_RETURN_IF_ERROR(visible_ends(plan_, &visible_end_));
+  const size_t num_rows = visible_end_.size();
+  const auto vocab = static_cast<size_t>(limits_.vocab_size);
+  const float* logits = nullptr;
+  for (size_t begin = 0; begin < num_rows;) {
+    const Result<size_t> end = end_of_call(begin);
+    DIFFULEX_RETURN_IF_ERROR(end.status());
+    const Result<const float*> rows = call_rows(begin, end.value());
+    DIFFULEX_RETURN_IF_ERROR(rows.status());
+    logits = rows.value();
+    if (begin > 0 || end.value() < num_rows) {
+      logits_.resize(static_cast<size_t>(plan_.num_logits_rows()) * vocab);
+      for (size_t i = 0; i < call_entries_.size(); ++i) {
+        std::copy_n(rows.value() + i * vocab, vocab, logits_.data() + call_entries_[i] * vocab);
+      }
+      logits = logits_.data();
+    }
+    begin = end.value();
+  }
+  return logits;
+}
+
+/// Longest run of rows from `begin` on that the program takes at once and after which no row sees
+/// what comes later.
+Result<size_t> EdgeSession::end_of_call(size_t begin) const {
+  StepPlan& plan = const_cast<StepPlan&>(plan_);  // NOLINT: its views are not const
+  std::vector<int32_t> asked(visible_end_.size(), 0);
+  for (const int32_t row : plan.logits_rows()) {
+    asked[static_cast<size_t>(row)] += 1;
+  }
+  size_t end = begin;
+  int32_t num_logits = 0;
+  int64_t seen = 0;
+  for (size_t next = begin + 1; next <= visible_end_.size(); ++next) {
+    num_logits += asked[next - 1];
+    seen = std::max(seen, visible_end_[next - 1]);
+    if (next - begin > static_cast<size_t>(limits_.max_rows) || num_logits > limits_.max_logits) {
+      break;
+    }
+    if (next == visible_end_.size() || seen <= plan.positions()[next]) {
+      end = next;
+    }
+  }
+  if (end == begin) {
+    return make_error(StatusCode::kOutOfRange, "EdgeSession: expected rows that a call of ",
+                      limits_.max_rows, " rows and ", limits_.max_logits,
+                      " logits takes (export with a larger --max-rows), got more from position ",
+                      plan.positions()[begin], " on");
+  }
+  return end;
+}
+
+Result<const float*> EdgeSession::call_rows(size_t begin, size_t end) {
+  call_rows_.clear();
+  call_entries_.clear();
+  for (size_t i = 0; i < plan_.logits_rows().size(); ++i) {
+    const auto row = static_cast<size_t>(plan_.logits_rows()[i]);
+    if (row >= begin && row < end) {
+      call_rows_.push_back(static_cast<int64_t>(row - begin));
+      call_entries_.push_back(i);
+    }
+  }
+  if (call_rows_.empty()) {
+    call_rows_.push_back(0);  // a program gives one row at least
+  }
+  EdgeCall call;
+  call.tokens = plan_.input_ids().subspan(begin, end - begin);
+  call.positions = plan_.positions().subspan(begin, end - begin);
+  call.visible_end = Span<const int64_t>(visible_end_).subspan(begin, end - begin);
+  call.logits_rows = call_rows_;
+  stats_.num_calls += 1;
+  return model_->run(call);
+}
+
+void EdgeSession::fail_request() {
+  (void)core_.cancel_step(plan_);
+  core_.abort(req_id_);
+  if (core_.schedule(plan_) == PlanKind::kIdle) {
+    (void)core_.complete_step(plan_, output_);
+  }
+  (void)core_.take_result(req_id_);
+  req_id_ = -1;
+}
+
+Result<RequestResult> EdgeSession::take_result() {
+  const int64_t req_id = req_id_;
+  if (req_id < 0 || !is_finished_) {
+    return make_error(StatusCode::kNotFound,
+                      "EdgeSession::take_result: expected a finished request, got none");
+  }
+  req_id_ = -1;
+  return core_.take_result(req_id);
+}
+
+Result<RequestSnapshot> EdgeSession::snapshot() const {
+  return core_.snapshot(req_id_);
+}
+
+Result<RequestResult> EdgeSession::generate(Span<const int32_t> prompt,
+                                            const SamplingParams& params,
+                                            const std::function<void(const EdgeStep&)>& on_step) {
+  DIFFULEX_RETURN_IF_ERROR(start(prompt, params));
+  while (is_running()) {
+    const Result<EdgeStep> result = step();
+    DIFFULEX_RETURN_IF_ERROR(result.status());
+    if (on_step) {
+      on_step(result.value());
+    }
+  }
+  return take_result();
+}
+
+}  // namespace diffulex
