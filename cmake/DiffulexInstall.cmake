@@ -26,6 +26,10 @@ install(FILES
   "${PROJECT_BINARY_DIR}/diffulexConfig.cmake" "${PROJECT_BINARY_DIR}/diffulexConfigVersion.cmake"
   DESTINATION ${diffulex_config_dir} COMPONENT dev)
 
+if(TARGET diffulex-edge-run)
+  install(TARGETS diffulex-edge-run RUNTIME DESTINATION bin COMPONENT edge)
+endif()
+
 foreach(plugin _core diffulex_ops)
   if(TARGET ${plugin})
     install(TARGETS ${plugin}

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "arguments.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <type_traits>
+
+namespace diffulex {
+namespace {
+
+constexpr const char* kUsage =
+    R"(usage: diffulex-edge-run BUNDLE [--prompt TEXT | --ids IDS] [flags]
+
+Answers prompts with a program that `diffulex edge export` wrote. BUNDLE is its directory. Without
+--prompt and --ids every line of standard input is a prompt.
+
+  --prompt TEXT          the prompt, in the chat template of the model
+  --raw                  continue text as it is, without the template
+  --ids IDS              the prompt as token ids, with commas or spaces between them; the answer is
+                         ids as well. -: one prompt of ids a line of standard input
+  --max-tokens N         most generated tokens [512, or what fits]
+  --max-nfe N            forwards of a request [no limit]
+  --temperature X        0 is greedy [the bundle's]
+  --top-p X, --top-k N, --min-p X
+                         filters of draws [the bundle's]
+  --accept-threshold X   confidence that accepts a token [the bundle's]
+  --seed N               of the draws [from the bundle's and the number of the request]
+  --ignore-eos           do not stop at stop ids
+  --buffer-size N        blocks in flight [the bundle's]
+  --threads N            [physical cores]
+  --json                 one JSON object an answer
+  --stats                speed and memory on standard error
+  --help, --version
+
+Exit status: 0, 1 failed, 2 bad arguments or files, 130 interrupted.
+)";
+
+template <typename T>
+bool read_number(const std::string& text, T& value) {
+  char* end = nullptr;
+  errno = 0;
+  bool is_legal = true;
+  if constexpr (std::is_same_v<T, uint64_t>) {
+    value = text.find('-') == std::string::npos
+                ? std::strtoull(text.c_str(), &end, 10)
+                : static_cast<uint64_t>(std::strtoll(text.c_str(), &end, 10));
+  } else if constexpr (std::is_integral_v<T>) {
+    const long long number = std::strtoll(text.c_str(), &end, 10);
+    value = static_cast<T>(number);
+    is_legal = number == value;
+  } else {
+    value = std::strtof(text.c_str(), &end);
+    is_legal = std::isfinite(value);
+  }
+  return !text.empty() && *end == '\0' && errno == 0 && is_legal;
+}
+
+struct Flag {
+  const char* name;
+  const char* expectation;  // null: takes no value
+  std::function<bool(const std::string&)> set;
+};
+
+template <typename T>
+std::function<bool(const std::string&)> number(std::optional<T>& field) {
+  return [&field](const std::string& text) { return read_number(text, field.emplace()); };
+}
+
+std::function<bool(const std::string&)> truth(bool& field) {
+  return [&field](const std::string&) { return field = true; };
+}
+
+std::vector<Flag> flags_of(RunArguments& arguments) {
+  const auto set_ids = [&arguments](const std::string& text) {
+    arguments.reads_ids = text == "-";
+    if (arguments.reads_ids) {
+      return true;
+    }
+    Result<std::vector<int32_t>> ids = parse_ids(text);
+    if (ids.ok()) {
+      arguments.token_ids = ids.value();
+    }
+    return ids.ok();
+  };
+  const auto set_prompt = [&arguments](const std::string& text) {
+    arguments.prompt = text;
+    return true;
+  };
+  const auto set_threads = [&arguments](const std::string& text) {
+    return read_number(text, arguments.threads) && arguments.threads > 0;
+  };
+  return {
+      {"--prompt", "a text", set_prompt},
+      {"--ids", "token ids, or -", set_ids},
+      {"--raw", nullptr, truth(arguments.is_raw)},
+      {"--max-tokens", "an integer", number(arguments.max_tokens)},
+      {"--max-nfe", "an integer", number(arguments.max_nfe)},
+      {"--temperature", "a number", number(arguments.temperature)},
+      {"--top-p", "a number", number(arguments.top_p)},
+      {"--top-k", "an integer", number(arguments.top_k)},
+      {"--min-p", "a number", number(arguments.min_p)},
+      {"--accept-threshold", "a number", number(arguments.accept_threshold)},
+      {"--seed", "an integer", number(arguments.seed)},
+      {"--ignore-eos", nullptr, truth(arguments.ignore_eos)},
+      {"--buffer-size", "an integer", number(arguments.buffer_size)},
+      {"--threads", "an integer >= 1", set_threads},
+      {"--json", nullptr, truth(arguments.is_json)},
+      {"--stats", nullptr, truth(arguments.has_stats)},
+      {"--help", nullptr, truth(arguments.has_help)},
+      {"-h", nullptr, truth(arguments.has_help)},
+      {"--version", nullptr, truth(arguments.has_version)},
+  };
+}
+
+Status check(const RunArguments& arguments) {
+  if (arguments.has_help || arguments.has_version) {
+    return {};
+  }
+  if (arguments.bundle.empty()) {
+    return make_error(StatusCode::kInvalidArgument,
+                      "BUNDLE: expected a directory of diffulex edge export, got none");
+  }
+  if (arguments.prompt && (arguments.token_ids || arguments.reads_ids)) {
+    return make_error(StatusCode::kInvalidArgument, "--prompt: expected a text or --ids, got both");
+  }
+  return {};
+}
+
+}  // namespace
+
+SamplingParams RunArguments::params(SamplingParams defaults) const {
+  defaults.temperature = temperature.value_or(defaults.temperature);
+  defaults.top_p = top_p.value_or(defaults.top_p);
+  defaults.top_k = top_k.value_or(defaults.top_k);
+  defaults.min_p = min_p.value_or(defaults.min_p);
+  defaults.max_tokens = max_tokens.value_or(defaults.max_tokens);
+  defaults.max_nfe = max_nfe.value_or(defaults.max_nfe);
+  defaults.ignore_eos = ignore_eos;
+  defaults.seed = seed;
+  defaults.accept_threshold = accept_threshold;
+  return defaults;
+}
+
+std::string usage() {
+  return kUsage;
+}
+
+Result<std::vector<int32_t>> parse_ids(const std::string& text) {
+  std::vector<int32_t> ids;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find_first_of(", \t\r", begin), text.size());
+    if (end > begin && !read_number(text.substr(begin, end - begin), ids.emplace_back())) {
+      return make_error(StatusCode::kInvalidArgument, "token ids: expected integers, got \"",
+                        text.substr(begin, end - begin), "\"");
+    }
+    begin = end + 1;
+  }
+  return ids;
+}
+
+Result<RunArguments> parse_arguments(const std::vector<std::string>& words) {
+  RunArguments arguments;
+  const std::vector<Flag> flags = flags_of(arguments);
+  for (size_t i = 0; i < words.size(); ++i) {
+    const std::string& word = words[i];
+    if (word.empty() || word[0] != '-') {
+      if (!arguments.bundle.empty()) {
+        return make_error(StatusCode::kInvalidArgument,
+                          "arguments: expected one bundle, got another one: ", word);
+      }
+      arguments.bundle = word;
+      continue;
+    }
+    const size_t sign = word.find('=');
+    const std::string name = word.substr(0, sign);
+    const Flag* flag = nullptr;
+    for (const Flag& known : flags) {
+      flag = name == known.name ? &known : flag;
+    }
+    if (flag == nullptr) {
+      return make_error(StatusCode::kInvalidArgument, "arguments: expected a known flag, got ",
+                        word, " (see --help)");
+    }
+    const bool takes_value = flag->expectation != nullptr;
+    const bool has_value = sign != std::string::npos || (takes_value && i + 1 < words.size());
+    if (takes_value != has_value) {
+      return make_error(StatusCode::kInvalidArgument, name, ": expected ",
+                        takes_value ? flag->expectation : "no value", ", got ",
+                        takes_value ? "none" : word.substr(sign + 1));
+    }
+    const std::string value = sign != std::string::npos ? word.substr(sign + 1)
+                              : takes_value             ? words[++i]
+                                                        : std::string();
+    if (!flag->set(value)) {
+      return make_error(StatusCode::kInvalidArgument, name, ": expected ", flag->expectation,
+                        ", got \"", value, "\"");
+    }
+  }
+  DIFFULEX_RETURN_IF_ERROR(check(arguments));
+  return arguments;
+}
+
+}  // namespace diffulex
