@@ -14,12 +14,12 @@
 #include <benchmark/benchmark.h>
 
 #include "diffulex/core/thread_pool.h"
-#include "diffulex/kernels/activation.h"
-#include "diffulex/kernels/attention.h"
-#include "diffulex/kernels/linear.h"
-#include "diffulex/kernels/norm.h"
-#include "diffulex/kernels/sampling.h"
-#include "kernels/common/half.h"
+#include "diffulex/ops/activation.h"
+#include "diffulex/ops/attention.h"
+#include "diffulex/ops/linear.h"
+#include "diffulex/ops/norm.h"
+#include "diffulex/ops/sampling.h"
+#include "ops/shared/half.h"
 
 namespace diffulex {
 namespace {

@@ -12,11 +12,11 @@
 
 #include "cuda_mirror.h"
 #include "cuda_timer.h"
-#include "diffulex/kernels/attention.h"
-#include "diffulex/kernels/norm.h"
-#include "diffulex/kernels/sampling.h"
-#include "diffulex/kernels/warmup.h"
-#include "kernels/common/half.h"
+#include "diffulex/ops/attention.h"
+#include "diffulex/ops/norm.h"
+#include "diffulex/ops/sampling.h"
+#include "diffulex/ops/warmup.h"
+#include "ops/shared/half.h"
 
 namespace diffulex::bench {
 namespace {

@@ -13,8 +13,8 @@
 #include <benchmark/benchmark.h>
 
 #include "cuda_timer.h"
-#include "diffulex/kernels/tensor_ref.h"
-#include "kernels/common/half.h"
+#include "diffulex/ops/tensor_ref.h"
+#include "ops/shared/half.h"
 
 namespace diffulex::bench {
 

@@ -11,13 +11,13 @@
 
 #include "cuda_mirror.h"
 #include "cuda_timer.h"
-#include "diffulex/kernels/activation.h"
-#include "diffulex/kernels/kv_cache.h"
-#include "diffulex/kernels/norm.h"
-#include "diffulex/kernels/rope.h"
-#include "diffulex/kernels/routing.h"
-#include "diffulex/kernels/sampling.h"
-#include "kernels/common/half.h"
+#include "diffulex/ops/activation.h"
+#include "diffulex/ops/kv.h"
+#include "diffulex/ops/norm.h"
+#include "diffulex/ops/rope.h"
+#include "diffulex/ops/routing.h"
+#include "diffulex/ops/sampling.h"
+#include "ops/shared/half.h"
 
 namespace diffulex::bench {
 namespace {

@@ -5,66 +5,66 @@
 
 # Shape checks, workspace formulas, tile configuration: host code shared by CPU and CUDA.
 set(DIFFULEX_KERNELS_COMMON_SOURCES
-  csrc/kernels/common/acceptance_checks.cpp
-  csrc/kernels/common/activation_checks.cpp
-  csrc/kernels/common/advance_checks.cpp
-  csrc/kernels/common/attention_checks.cpp
-  csrc/kernels/common/attention_config.cpp
-  csrc/kernels/common/filter_checks.cpp
-  csrc/kernels/common/kv_cache_checks.cpp
-  csrc/kernels/common/linear_checks.cpp
-  csrc/kernels/common/linear_config.cpp
-  csrc/kernels/common/moe_checks.cpp
-  csrc/kernels/common/moe_config.cpp
-  csrc/kernels/common/norm_checks.cpp
-  csrc/kernels/common/rope_checks.cpp
-  csrc/kernels/common/routing_checks.cpp
-  csrc/kernels/common/sampling_checks.cpp
-  csrc/kernels/common/soft_embedding_config.cpp
-  csrc/kernels/common/tensor_checks.cpp
-  csrc/kernels/common/token_merge_checks.cpp
-  csrc/kernels/common/token_stats_config.cpp
+  csrc/ops/accept/check.cpp
+  csrc/ops/activation/check.cpp
+  csrc/ops/advance/check.cpp
+  csrc/ops/attention/check.cpp
+  csrc/ops/attention/config.cpp
+  csrc/ops/kv/check.cpp
+  csrc/ops/linear/check.cpp
+  csrc/ops/linear/config.cpp
+  csrc/ops/merge/check.cpp
+  csrc/ops/merge/soft_embedding_config.cpp
+  csrc/ops/moe/check.cpp
+  csrc/ops/moe/config.cpp
+  csrc/ops/moe/routing_check.cpp
+  csrc/ops/norm/check.cpp
+  csrc/ops/rope/check.cpp
+  csrc/ops/sampling/check.cpp
+  csrc/ops/sampling/filter_check.cpp
+  csrc/ops/sampling/token_stats_config.cpp
+  csrc/ops/shared/tensor_checks.cpp
 )
 
-# CPU kernels compiled for the baseline instruction set, and csrc/kernels/dispatch.cpp.
+# CPU kernels compiled for the baseline instruction set, and csrc/ops/dispatch.cpp.
 set(DIFFULEX_KERNELS_CPU_SOURCES
-  csrc/kernels/cpu/accept_dmax.cpp
-  csrc/kernels/cpu/accept_edit.cpp
-  csrc/kernels/cpu/accept_gemma.cpp
-  csrc/kernels/cpu/accept_mask_fill.cpp
-  csrc/kernels/cpu/activation.cpp
-  csrc/kernels/cpu/advance_decode.cpp
-  csrc/kernels/cpu/attention.cpp
-  csrc/kernels/cpu/data_checks.cpp
-  csrc/kernels/cpu/entropy_bound_mask.cpp
-  csrc/kernels/cpu/fused_moe.cpp
-  csrc/kernels/cpu/isa/kernels_base.cpp
-  csrc/kernels/cpu/kv_cache.cpp
-  csrc/kernels/cpu/kv_pages.cpp
-  csrc/kernels/cpu/linear.cpp
-  csrc/kernels/cpu/linear_few_rows.cpp
-  csrc/kernels/cpu/merge_token_stats.cpp
-  csrc/kernels/cpu/moe_combine.cpp
-  csrc/kernels/cpu/moe_experts.cpp
-  csrc/kernels/cpu/moe_permute.cpp
-  csrc/kernels/cpu/norm.cpp
-  csrc/kernels/cpu/rope.cpp
-  csrc/kernels/cpu/routing.cpp
-  csrc/kernels/cpu/sample_filtered.cpp
-  csrc/kernels/cpu/soft_embedding.cpp
-  csrc/kernels/cpu/stats_row.cpp
-  csrc/kernels/cpu/token_merge.cpp
-  csrc/kernels/cpu/token_stats.cpp
-  csrc/kernels/dispatch.cpp
+  csrc/ops/accept/accept_dmax_cpu.cpp
+  csrc/ops/accept/accept_edit_cpu.cpp
+  csrc/ops/accept/accept_gemma_cpu.cpp
+  csrc/ops/accept/accept_mask_fill_cpu.cpp
+  csrc/ops/accept/entropy_bound_mask_cpu.cpp
+  csrc/ops/activation/activation_cpu.cpp
+  csrc/ops/advance/advance_decode_cpu.cpp
+  csrc/ops/attention/attention_cpu.cpp
+  csrc/ops/dispatch.cpp
+  csrc/ops/kv/kv_cache_cpu.cpp
+  csrc/ops/kv/pages_cpu.cpp
+  csrc/ops/linear/linear_cpu.cpp
+  csrc/ops/linear/linear_few_rows_cpu.cpp
+  csrc/ops/merge/soft_embedding_cpu.cpp
+  csrc/ops/merge/token_merge_cpu.cpp
+  csrc/ops/moe/fused_moe_cpu.cpp
+  csrc/ops/moe/moe_combine_cpu.cpp
+  csrc/ops/moe/moe_experts_cpu.cpp
+  csrc/ops/moe/moe_permute_cpu.cpp
+  csrc/ops/moe/routing_cpu.cpp
+  csrc/ops/norm/norm_cpu.cpp
+  csrc/ops/rope/rope_cpu.cpp
+  csrc/ops/sampling/merge_token_stats_cpu.cpp
+  csrc/ops/sampling/sample_filtered_cpu.cpp
+  csrc/ops/sampling/stats_row_cpu.cpp
+  csrc/ops/sampling/token_stats_cpu.cpp
+  csrc/ops/shared/cpu_isa/kernels_base.cpp
+  csrc/ops/shared/data_checks_cpu.cpp
 )
 
 # Files that exist once per target architecture (for example the table of ISA variants): exactly one
 # of the two lists is compiled.
 set(DIFFULEX_KERNELS_CPU_X86_64_SOURCES
-  csrc/kernels/cpu/isa/select_x86_64.cpp
+  csrc/ops/shared/cpu_isa/select_x86_64.cpp
 )
 set(DIFFULEX_KERNELS_CPU_OTHER_ARCH_SOURCES
-  csrc/kernels/cpu/isa/select_generic.cpp
+  csrc/ops/shared/cpu_isa/select_generic.cpp
 )
 
 # ISA variants, compiled only for x86-64: for each NAME in DIFFULEX_KERNELS_CPU_ISA_VARIANTS the files
@@ -76,9 +76,9 @@ set(DIFFULEX_KERNELS_CPU_OTHER_ARCH_SOURCES
 set(DIFFULEX_KERNELS_CPU_ISA_VARIANTS v3 v4)
 set(DIFFULEX_KERNELS_CPU_ISA_v3_FLAGS -march=x86-64-v3)
 set(DIFFULEX_KERNELS_CPU_ISA_v3_SOURCES
-  csrc/kernels/cpu/isa/kernels_v3.cpp
+  csrc/ops/shared/cpu_isa/kernels_v3.cpp
 )
 set(DIFFULEX_KERNELS_CPU_ISA_v4_FLAGS -march=x86-64-v4)
 set(DIFFULEX_KERNELS_CPU_ISA_v4_SOURCES
-  csrc/kernels/cpu/isa/kernels_v4.cpp
+  csrc/ops/shared/cpu_isa/kernels_v4.cpp
 )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# GoogleTest programs, one per directory: diffulex_tests_core, diffulex_tests_kernels,
+# GoogleTest programs, one per directory: diffulex_tests_core, diffulex_tests_ops,
 # diffulex_tests_edge and diffulex_tests_cuda (only when CUDA is built; skips its tests without a device).
 # GTest::gmock and GTest::gtest_main are linked; do not write a main(). Every test file may include
 # private headers by their path from csrc/ and read DIFFULEX_TEST_DATA_DIR (tests/data).
@@ -30,28 +30,28 @@ set(DIFFULEX_TESTS_CORE_SOURCES
     tests/cpp/core/thread_pool_test.cpp
     tests/cpp/core/trace_test.cpp
 )
-set(DIFFULEX_TESTS_KERNELS_SOURCES
-  tests/cpp/kernels/accept_mask_fill_test.cpp
-  tests/cpp/kernels/acceptance_boundary_test.cpp
-  tests/cpp/kernels/acceptance_test.cpp
-  tests/cpp/kernels/activation_test.cpp
-  tests/cpp/kernels/attention_config_test.cpp
-  tests/cpp/kernels/block_attention_test.cpp
-  tests/cpp/kernels/guard_page_test.cpp
-  tests/cpp/kernels/kernel_errors_test.cpp
-  tests/cpp/kernels/kernel_table_test.cpp
-  tests/cpp/kernels/kv_cache_test.cpp
-  tests/cpp/kernels/linear_config_test.cpp
-  tests/cpp/kernels/linear_test.cpp
-  tests/cpp/kernels/moe_test.cpp
-  tests/cpp/kernels/norm_test.cpp
-  tests/cpp/kernels/rope_test.cpp
-  tests/cpp/kernels/routing_test.cpp
-  tests/cpp/kernels/row_choice_test.cpp
-  tests/cpp/kernels/row_interval_test.cpp
-  tests/cpp/kernels/sample_filtered_test.cpp
-  tests/cpp/kernels/token_merge_test.cpp
-  tests/cpp/kernels/token_stats_test.cpp
+set(DIFFULEX_TESTS_OPS_SOURCES
+  tests/cpp/ops/accept_mask_fill_test.cpp
+  tests/cpp/ops/acceptance_boundary_test.cpp
+  tests/cpp/ops/acceptance_test.cpp
+  tests/cpp/ops/activation_test.cpp
+  tests/cpp/ops/attention_config_test.cpp
+  tests/cpp/ops/block_attention_test.cpp
+  tests/cpp/ops/guard_page_test.cpp
+  tests/cpp/ops/kernel_errors_test.cpp
+  tests/cpp/ops/kernel_table_test.cpp
+  tests/cpp/ops/kv_cache_test.cpp
+  tests/cpp/ops/linear_config_test.cpp
+  tests/cpp/ops/linear_test.cpp
+  tests/cpp/ops/moe_test.cpp
+  tests/cpp/ops/norm_test.cpp
+  tests/cpp/ops/rope_test.cpp
+  tests/cpp/ops/routing_test.cpp
+  tests/cpp/ops/row_choice_test.cpp
+  tests/cpp/ops/row_interval_test.cpp
+  tests/cpp/ops/sample_filtered_test.cpp
+  tests/cpp/ops/token_merge_test.cpp
+  tests/cpp/ops/token_stats_test.cpp
 )
 set(DIFFULEX_TESTS_EDGE_SOURCES
   tests/cpp/edge/options_test.cpp

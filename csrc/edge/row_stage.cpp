@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "diffulex/kernels/acceptance.h"
-#include "diffulex/kernels/sampling.h"
+#include "diffulex/ops/accept.h"
+#include "diffulex/ops/sampling.h"
 
 namespace diffulex {
 namespace {

@@ -7,7 +7,7 @@
 #include "diffulex/core/sampler_output.h"
 #include "diffulex/core/step_plan.h"
 #include "diffulex/edge/options.h"
-#include "diffulex/kernels/exec_context.h"
+#include "diffulex/ops/exec_context.h"
 
 namespace diffulex {
 

@@ -5,7 +5,7 @@
 #include <chrono>
 #include <utility>
 
-#include "diffulex/kernels/visible_ends.h"
+#include "diffulex/ops/visible_ends.h"
 #include "edge/row_stage.h"
 
 namespace diffulex {

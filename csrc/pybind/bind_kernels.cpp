@@ -6,11 +6,11 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
-#include "diffulex/kernels/attention.h"
-#include "diffulex/kernels/moe.h"
-#include "diffulex/kernels/sampling.h"
-#include "diffulex/kernels/token_merge.h"
-#include "diffulex/kernels/visible_ends.h"
+#include "diffulex/ops/attention.h"
+#include "diffulex/ops/merge.h"
+#include "diffulex/ops/moe.h"
+#include "diffulex/ops/sampling.h"
+#include "diffulex/ops/visible_ends.h"
 #include "diffulex_build_info.h"
 #include "pybind/bind.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "diffulex/kernels/advance_decode.h"
+#include "diffulex/ops/advance.h"
 #include "torch/ops.h"
 
 namespace diffulex::torch_ops {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "diffulex/kernels/kv_cache.h"
+#include "diffulex/ops/kv.h"
 #include "torch/ops.h"
 
 namespace diffulex::torch_ops {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "diffulex/kernels/token_merge.h"
+#include "diffulex/ops/merge.h"
 #include "torch/ops.h"
 
 namespace diffulex::torch_ops {

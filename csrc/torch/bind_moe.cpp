@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "diffulex/kernels/moe.h"
-#include "diffulex/kernels/routing.h"
+#include "diffulex/ops/moe.h"
+#include "diffulex/ops/routing.h"
 #include "torch/ops.h"
 
 namespace diffulex::torch_ops {

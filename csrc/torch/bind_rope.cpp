@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "diffulex/kernels/rope.h"
+#include "diffulex/ops/rope.h"
 #include "torch/ops.h"
 
 namespace diffulex::torch_ops {

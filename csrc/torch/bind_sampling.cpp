@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "diffulex/kernels/sampling.h"
+#include "diffulex/ops/sampling.h"
 #include "torch/ops.h"
 
 namespace diffulex::torch_ops {

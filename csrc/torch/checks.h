@@ -8,8 +8,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "diffulex/core/status.h"
-#include "diffulex/kernels/exec_context.h"
-#include "diffulex/kernels/tensor_ref.h"
+#include "diffulex/ops/exec_context.h"
+#include "diffulex/ops/tensor_ref.h"
 
 namespace diffulex::torch_ops {
 

@@ -3,7 +3,7 @@
 // What is no op of its own: how the ops of this thread run, and the preparation of a device.
 #include <torch/csrc/stable/library.h>
 
-#include "diffulex/kernels/warmup.h"
+#include "diffulex/ops/warmup.h"
 #include "torch/checks.h"
 #include "torch/stream.h"
 

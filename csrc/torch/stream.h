@@ -5,7 +5,7 @@
 
 #include <torch/csrc/stable/accelerator.h>
 
-#include "diffulex/kernels/exec_context.h"
+#include "diffulex/ops/exec_context.h"
 #include "torch/checks.h"
 
 namespace diffulex::torch_ops {

@@ -53,7 +53,7 @@ struct SamplingParams {
   [[nodiscard]] DIFFULEX_API Status validate() const;
 };
 
-/// Largest token_merge_top_k: what the kernels take, kMergeMaxTopK of kernels/token_merge.h. The
+/// Largest token_merge_top_k: what the kernels take, kMergeMaxTopK of ops/merge.h. The
 /// core includes no kernel header, so the number stands here a second time.
 inline constexpr int32_t kMaxMergeTopK = 16;
 

@@ -5,7 +5,7 @@
 
 namespace diffulex {
 
-/// Bits of SamplerOutput::flags; the values are those of AcceptFlag in kernels/sampling.h.
+/// Bits of SamplerOutput::flags; the values are those of AcceptFlag in ops/sampling.h.
 enum SamplerFlag : int32_t {
   kSamplerCommittable = 1,     // the content may be frozen
   kSamplerSameAsPrevious = 2,  // no position changed

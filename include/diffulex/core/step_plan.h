@@ -76,7 +76,7 @@ enum class PlanArray : int32_t {
   kCount,
 };
 
-/// Kernel mask kind (MaskKind of kernels/attention.h) of the rows of a mode.
+/// Kernel mask kind (MaskKind of ops/attention.h) of the rows of a mode.
 [[nodiscard]] DIFFULEX_API int32_t mask_kind(RowMode mode) noexcept;
 
 /// Values of PlanArray::kBlkPrevRow that are not rows.

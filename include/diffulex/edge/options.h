@@ -8,7 +8,7 @@
 #include "diffulex/core/options.h"
 #include "diffulex/core/status.h"
 #include "diffulex/export.h"
-#include "diffulex/kernels/sampling.h"
+#include "diffulex/ops/sampling.h"
 
 namespace diffulex {
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ledger"]
 
-# AcceptFlag of include/diffulex/kernels/sampling.h.
+# AcceptFlag of include/diffulex/ops/sampling.h.
 _BAD_LOGITS = 32
 
 

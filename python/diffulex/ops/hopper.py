@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the Hopper kernels (`csrc/kernels/cuda/sm90`) serve a device."""
+"""Whether the Hopper kernels (`csrc/ops/*/sm90`) serve a device."""
 
 from __future__ import annotations
 

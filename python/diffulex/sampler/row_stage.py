@@ -25,7 +25,7 @@ __all__ = ["FilterOrder", "RowRecords", "RowStage"]
 
 _EXCLUDE, _RENORMALIZE, _OFF = 0, 1, 2
 _EXCLUSIONS = {"exclude": _EXCLUDE, "renormalize": _RENORMALIZE}
-# Columns of the records; include/diffulex/kernels/sampling.h.
+# Columns of the records; include/diffulex/ops/sampling.h.
 _NUM_STATS = 8
 _CONFIDENCE, _SECOND_PROB, _ENTROPY, _RAW_CONFIDENCE = 0, 2, 3, 6
 # A demoted proposal: below every threshold and behind every other position in every ranking.

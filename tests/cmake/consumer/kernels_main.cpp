@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdio>
 
-#include "diffulex/kernels/norm.h"
+#include "diffulex/ops/norm.h"
 #include "diffulex/version.h"
 
 namespace {

@@ -15,7 +15,7 @@
 #include "core/block_buffer_variants.h"
 #include "core/brute_force_decoder.h"
 #include "core/engine_simulator.h"
-#include "diffulex/kernels/attention.h"
+#include "diffulex/ops/attention.h"
 
 namespace diffulex {
 namespace {

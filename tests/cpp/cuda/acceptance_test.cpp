@@ -3,15 +3,14 @@
 // The rewriting acceptance ops, the entropy bound and the filtered draws on the device: every
 // output equal to the CPU kernels'.
 
-#include "diffulex/kernels/acceptance.h"
-
 #include <random>
 
 #include <gtest/gtest.h>
 
 #include "cuda/op_parity.h"
-#include "kernels/acceptance_case.h"
-#include "kernels/filter_case.h"
+#include "diffulex/ops/accept.h"
+#include "ops/acceptance_case.h"
+#include "ops/filter_case.h"
 
 namespace diffulex::test {
 namespace {

@@ -4,8 +4,6 @@
 // lies in one slab between guards; both sides start from the same slab, poison where the op writes,
 // and must leave the same bytes in all of it.
 
-#include "diffulex/kernels/advance_decode.h"
-
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -19,8 +17,9 @@
 #include "cuda/device_mirror.h"
 #include "diffulex/core/decode_rules.h"
 #include "diffulex/core/sampler_flags.h"
-#include "kernels/common/advance_row.h"
-#include "kernels/test_tensor.h"
+#include "diffulex/ops/advance.h"
+#include "ops/advance/row.h"
+#include "ops/test_tensor.h"
 
 namespace diffulex::test {
 namespace {

@@ -8,8 +8,8 @@
 #include <gtest/gtest.h>
 
 #include "cuda/attention_runs.h"
-#include "diffulex/kernels/warmup.h"
-#include "kernels/cuda/common/pdl.cuh"
+#include "diffulex/ops/warmup.h"
+#include "ops/shared/cuda/pdl.cuh"
 
 namespace diffulex::test {
 namespace {

@@ -11,8 +11,8 @@
 #include <gtest/gtest.h>
 
 #include "cuda/attention_runs.h"
-#include "diffulex/kernels/kv_cache.h"
-#include "kernels/common/attention_config.h"
+#include "diffulex/ops/kv.h"
+#include "ops/attention/config.h"
 
 namespace diffulex::test {
 namespace {

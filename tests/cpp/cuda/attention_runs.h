@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "cuda/device_mirror.h"
-#include "diffulex/kernels/attention.h"
-#include "kernels/attention_case.h"
+#include "diffulex/ops/attention.h"
+#include "ops/attention_case.h"
 
 namespace diffulex::test {
 

@@ -10,7 +10,7 @@
 #include <gtest/gtest.h>
 
 #include "cuda/attention_runs.h"
-#include "diffulex/kernels/warmup.h"
+#include "diffulex/ops/warmup.h"
 
 namespace diffulex::test {
 namespace {

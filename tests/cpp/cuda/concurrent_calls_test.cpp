@@ -12,9 +12,9 @@
 #include <gtest/gtest.h>
 
 #include "cuda/attention_runs.h"
-#include "diffulex/kernels/moe.h"
-#include "diffulex/kernels/sampling.h"
-#include "kernels/moe_case.h"
+#include "diffulex/ops/moe.h"
+#include "diffulex/ops/sampling.h"
+#include "ops/moe_case.h"
 
 namespace diffulex::test {
 namespace {

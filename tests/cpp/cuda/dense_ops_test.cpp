@@ -8,10 +8,10 @@
 #include <gtest/gtest.h>
 
 #include "cuda/op_parity.h"
-#include "diffulex/kernels/activation.h"
-#include "diffulex/kernels/kv_cache.h"
-#include "diffulex/kernels/norm.h"
-#include "diffulex/kernels/rope.h"
+#include "diffulex/ops/activation.h"
+#include "diffulex/ops/kv.h"
+#include "diffulex/ops/norm.h"
+#include "diffulex/ops/rope.h"
 
 namespace diffulex::test {
 namespace {

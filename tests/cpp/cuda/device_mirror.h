@@ -14,8 +14,8 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
-#include "diffulex/kernels/exec_context.h"
-#include "diffulex/kernels/tensor_ref.h"
+#include "diffulex/ops/exec_context.h"
+#include "diffulex/ops/tensor_ref.h"
 
 /// Skips the running test, with the reason, when no CUDA device can be used.
 #define DIFFULEX_REQUIRE_DEVICE()                                             \

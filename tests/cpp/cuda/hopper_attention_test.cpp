@@ -12,9 +12,9 @@
 #include <gtest/gtest.h>
 
 #include "cuda/attention_runs.h"
-#include "diffulex/kernels/warmup.h"
-#include "kernels/common/attention_config.h"
-#include "kernels/cuda/common/hopper.h"
+#include "diffulex/ops/warmup.h"
+#include "ops/attention/config.h"
+#include "ops/shared/cuda/hopper.h"
 
 /// Skips the running test where the Hopper kernels do not run.
 #define DIFFULEX_REQUIRE_HOPPER()                                              \

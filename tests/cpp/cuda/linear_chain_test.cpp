@@ -8,9 +8,9 @@
 #include <gtest/gtest.h>
 
 #include "cuda/op_parity.h"
-#include "diffulex/kernels/linear.h"
-#include "diffulex/kernels/norm.h"
-#include "kernels/cuda/common/hopper.h"
+#include "diffulex/ops/linear.h"
+#include "diffulex/ops/norm.h"
+#include "ops/shared/cuda/hopper.h"
 
 namespace diffulex::test {
 namespace {

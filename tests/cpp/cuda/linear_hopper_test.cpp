@@ -12,8 +12,8 @@
 #include <gtest/gtest.h>
 
 #include "cuda/op_parity.h"
-#include "diffulex/kernels/linear.h"
-#include "kernels/cuda/common/hopper.h"
+#include "diffulex/ops/linear.h"
+#include "ops/shared/cuda/hopper.h"
 
 #define DIFFULEX_REQUIRE_HOPPER()                                     \
   do {                                                                \

@@ -11,9 +11,9 @@
 #include <gtest/gtest.h>
 
 #include "cuda/op_parity.h"
-#include "diffulex/kernels/moe.h"
-#include "kernels/common/moe_config.h"
-#include "kernels/moe_case.h"
+#include "diffulex/ops/moe.h"
+#include "ops/moe/config.h"
+#include "ops/moe_case.h"
 
 namespace diffulex::test {
 namespace {

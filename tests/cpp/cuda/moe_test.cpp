@@ -3,7 +3,7 @@
 // Routing and expert ops on the device against the CPU kernels, which have their own fp64 tests.
 // Sizes and gaps are chosen so that every tile height, the generic kernels and both loads run.
 
-#include "diffulex/kernels/moe.h"
+#include "diffulex/ops/moe.h"
 
 #include <algorithm>
 #include <random>
@@ -11,8 +11,8 @@
 #include <gtest/gtest.h>
 
 #include "cuda/op_parity.h"
-#include "diffulex/kernels/routing.h"
-#include "kernels/moe_case.h"
+#include "diffulex/ops/routing.h"
+#include "ops/moe_case.h"
 
 namespace diffulex::test {
 namespace {

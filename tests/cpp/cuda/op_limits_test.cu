@@ -11,12 +11,12 @@
 #include <gtest/gtest.h>
 
 #include "cuda/op_parity.h"
-#include "diffulex/kernels/norm.h"
-#include "diffulex/kernels/rope.h"
-#include "diffulex/kernels/token_merge.h"
-#include "kernels/cuda/common/launch.cuh"
-#include "kernels/cuda/common/pdl.cuh"
-#include "kernels/cuda/cuda_ops.h"
+#include "diffulex/ops/merge.h"
+#include "diffulex/ops/norm.h"
+#include "diffulex/ops/rope.h"
+#include "ops/cuda_ops.h"
+#include "ops/shared/cuda/launch.cuh"
+#include "ops/shared/cuda/pdl.cuh"
 
 namespace diffulex::test {
 namespace {

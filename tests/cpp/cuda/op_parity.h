@@ -9,7 +9,7 @@
 #include <gtest/gtest.h>
 
 #include "cuda/device_mirror.h"
-#include "kernels/test_tensor.h"
+#include "ops/test_tensor.h"
 
 namespace diffulex::test {
 

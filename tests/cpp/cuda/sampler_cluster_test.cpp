@@ -9,8 +9,8 @@
 #include <gtest/gtest.h>
 
 #include "cuda/op_parity.h"
-#include "diffulex/kernels/sampling.h"
-#include "kernels/filter_case.h"
+#include "diffulex/ops/sampling.h"
+#include "ops/filter_case.h"
 
 namespace diffulex::test {
 namespace {

@@ -3,7 +3,7 @@
 // token_stats, merge_token_stats and accept_mask_fill on the device: ids and decisions equal to the
 // CPU kernels', and for plain greedy rows the statistics held against fp64 directly.
 
-#include "diffulex/kernels/sampling.h"
+#include "diffulex/ops/sampling.h"
 
 #include <random>
 #include <string>

@@ -7,7 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "cuda/op_parity.h"
-#include "kernels/merge_case.h"
+#include "ops/merge_case.h"
 
 namespace diffulex::test {
 namespace {

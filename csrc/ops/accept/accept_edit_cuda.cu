@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// accept_edit: one CTA per block, one thread per position; all writes of a step are simultaneous.
+#include <cstdint>
+
+#include "ops/accept/block.cuh"
+#include "ops/cuda_ops.h"
+#include "ops/prepare.h"
+#include "ops/shared/cuda/check_data.h"
+
+namespace diffulex::cuda {
+namespace {
+
+constexpr const char* kWhere = "diffulex::accept_edit";
+
+struct EditArgs {
+  AcceptInputs inputs;
+  const uint8_t* gate;             // [Nb]
+  const float* accept_threshold;   // [Nb]
+  const float* edit_threshold;     // [Nb]
+  const int32_t* open_steps;       // [Nb]
+  const int32_t* post_edit_steps;  // [Nb]
+  int32_t* masks_left;             // [Nb]
+  float* same_token_ratio;         // [Nb]
+  int64_t mask_token_id;
+  int32_t max_post_edit_steps;
+  ConfidenceKind confidence_kind;
+  bool raw_confidence;
+};
+
+__global__ void __launch_bounds__(kMaxAcceptThreads)
+    edit_kernel(const __grid_constant__ EditArgs args) {
+  __shared__ uint64_t scratch[kMaxAcceptWarps];
+  const AcceptInputs& inputs = args.inputs;
+  const int64_t block = blockIdx.x;
+  const auto index = static_cast<int32_t>(threadIdx.x);
+  const AcceptPosition position = read_position(inputs, block, index);
+  const bool is_open = position.is_editable && position.token == args.mask_token_id;
+  const bool is_decoded = position.is_editable && !is_open;
+  const float accept_threshold = args.accept_threshold[block];
+  const bool gate = args.gate[block] != 0;
+  float probability = 0.0F;
+  uint64_t entry = 0;
+  if (position.is_ready) {
+    probability = position.stats[args.raw_confidence ? kStatsRawConfidence : kStatsConfidence];
+    if (is_open) {
+      entry = ranked(ranking_confidence(args.confidence_kind, position.stats, probability), index);
+    }
+  }
+  const bool is_passing = is_open && position.is_ready && probability > accept_threshold;
+  const int32_t num_open = __syncthreads_count(is_open);
+  const int32_t num_passing = __syncthreads_count(is_passing);
+  const int32_t num_decoded = __syncthreads_count(is_decoded);
+  const int32_t num_same = __syncthreads_count(is_decoded && position.id == position.token);
+  const bool is_skipped = __syncthreads_or(position.is_missing) != 0;
+  const bool has_bad =
+      __syncthreads_or(position.is_editable && !position.is_missing && !position.is_ready) != 0;
+
+  bool is_accepted = is_passing;
+  if (num_passing == 0 && gate) {
+    const uint64_t best = cta_max(entry, scratch);
+    is_accepted = entry != 0 && entry == best;
+  }
+  if (is_decoded) {
+    is_accepted = position.is_ready && position.id != position.token &&
+                  probability > args.edit_threshold[block];
+  }
+  is_accepted = is_accepted && !is_skipped;
+  const bool none_accepted = __syncthreads_or(is_accepted) == 0;
+
+  const int64_t limit = args.max_post_edit_steps;
+  const int64_t open_steps = int64_t{args.open_steps[block]} + (gate ? 1 : 0);
+  const int64_t post_edit_steps = int64_t{args.post_edit_steps[block]} + (num_open > 0 ? 0 : 1);
+  const bool timed_out = !is_skipped && open_steps >= inputs.block_size + limit;
+  const bool is_over = num_open == 0 && post_edit_steps > limit;
+  const bool is_last = num_open == 0 && post_edit_steps >= limit;
+  bool is_written = is_accepted && !is_over;
+  if (timed_out) {
+    is_written = is_accepted || (is_open && position.is_ready);
+  }
+  const bool is_changed = is_written && position.id != position.token;
+  const int64_t next = is_changed ? position.id : position.token;
+  const int32_t left = __syncthreads_count(position.is_editable && next == args.mask_token_id);
+  const bool has_changed = __syncthreads_or(is_changed) != 0;
+  const bool has_filled = __syncthreads_or(is_changed && is_open) != 0;
+  if (index < inputs.block_size) {
+    inputs.write_ids[block * inputs.write_ids_stride + index] = is_changed ? position.id : -1;
+    inputs.confidence[block * inputs.confidence_stride + index] = probability;
+  }
+  if (index == 0) {
+    const bool is_settled = none_accepted || timed_out || args.max_post_edit_steps == 0 || is_last;
+    int32_t flags = 0;
+    flags |= left == 0 && is_settled && !is_skipped ? kAcceptCommittable : 0;
+    flags |= has_changed ? 0 : kAcceptSameAsPrevious;
+    flags |= num_passing == num_open && !has_bad && !is_skipped ? kAcceptAllConfident : 0;
+    flags |= has_filled ? kAcceptProgressed : 0;
+    flags |= timed_out ? kAcceptTimedOut : 0;
+    flags |= has_bad ? kAcceptBadLogits : 0;
+    flags |= is_skipped ? kAcceptSkipped : 0;
+    inputs.flags[block] = flags;
+    args.masks_left[block] = left;
+    args.same_token_ratio[block] =
+        num_decoded == 0 ? 1.0F
+                         : __fdiv_rn(static_cast<float>(num_same), static_cast<float>(num_decoded));
+  }
+}
+
+}  // namespace
+
+Status accept_edit(const AcceptEditParams& params, const ExecContext& context) {
+  DeviceGuard guard(context);
+  DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
+  EditArgs args{};
+  args.inputs = accept_inputs(params);
+  args.inputs.editable_start = params.editable_start.as<const int32_t>();
+  args.gate = params.gate.as<const uint8_t>();
+  args.accept_threshold = params.accept_threshold.as<const float>();
+  args.edit_threshold = params.edit_threshold.as<const float>();
+  args.open_steps = params.open_steps.as<const int32_t>();
+  args.post_edit_steps = params.post_edit_steps.as<const int32_t>();
+  args.masks_left = params.masks_left.as<int32_t>();
+  args.same_token_ratio = params.same_token_ratio.as<float>();
+  args.mask_token_id = params.mask_token_id;
+  args.max_post_edit_steps = params.max_post_edit_steps;
+  args.confidence_kind = params.confidence_kind;
+  args.raw_confidence = params.raw_confidence;
+  DIFFULEX_RETURN_IF_ERROR(
+      check_range(kWhere, "row_index", params.row_index, -1, args.inputs.num_rows, context));
+  edit_kernel<<<static_cast<unsigned>(params.tokens.size[0]), accept_threads(args.inputs), 0,
+                stream_of(context)>>>(args);
+  return check_launch(kWhere);
+}
+
+Status prepare_accept_edit() {
+  return touch_kernel(kWhere, edit_kernel);
+}
+
+}  // namespace diffulex::cuda

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "diffulex/core/status.h"
+#include "diffulex/ops/attention.h"
+
+namespace diffulex {
+
+[[nodiscard]] Status check_block_attention(const BlockAttentionParams& params);
+
+/// Shape facts of arguments that passed the checks.
+[[nodiscard]] AttentionShape attention_shape(const BlockAttentionParams& params);
+
+}  // namespace diffulex

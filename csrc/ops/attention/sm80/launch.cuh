@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <mutex>
+
+#include "ops/attention/sm80/kernel.cuh"
+#include "ops/attention/sm80/launch.h"
+#include "ops/shared/cuda/launch.cuh"
+
+namespace diffulex::cuda::sm80 {
+
+inline constexpr const char* kAttentionWhere = "diffulex::block_attention";
+
+/// Shared-memory limit of one kernel on each device, set once.
+template <typename Traits>
+struct AttentionSetup final {
+  static constexpr int32_t kMaxDevices = 64;
+
+  struct Slot {
+    std::once_flag once;
+    cudaError_t error = cudaSuccess;
+  };
+
+  static Slot& slot(int32_t device_index) {
+    static std::array<Slot, kMaxDevices> slots;
+    Slot& result = slots[static_cast<size_t>(device_index)];
+    std::call_once(result.once, [&] {
+      const auto kernel = attention_kernel<Traits>;
+      result.error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          Traits::kSmemBytes);
+    });
+    return result;
+  }
+};
+
+template <typename Traits>
+Status prepare_attention(int32_t device_index) {
+  if (device_index < 0 || device_index >= AttentionSetup<Traits>::kMaxDevices) {
+    return make_error(StatusCode::kUnsupported, kAttentionWhere,
+                      ": device: expected an index below ", AttentionSetup<Traits>::kMaxDevices,
+                      ", got ", device_index);
+  }
+  return cuda_status(kAttentionWhere, AttentionSetup<Traits>::slot(device_index).error);
+}
+
+template <typename Traits>
+Status launch_attention(const AttentionArgs& args, int32_t device_index, void* stream) {
+  DIFFULEX_RETURN_IF_ERROR(prepare_attention<Traits>(device_index));
+  const int64_t grid =
+      int64_t{args.num_reqs} * args.num_kv_heads * args.num_splits * args.tiles_per_request +
+      int64_t{args.num_reqs + 1} * args.tiles_per_request;
+  constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
+  attention_kernel<Traits>
+      <<<static_cast<unsigned>(grid < kMaxGrid ? grid : kMaxGrid), Traits::kThreads,
+         Traits::kSmemBytes, static_cast<cudaStream_t>(stream)>>>(args);
+  return check_launch(kAttentionWhere);
+}
+
+template <typename T, int kDim, int kRows, int kStages>
+AttentionKernel attention_instance() {
+  using Traits = AttentionTraits<T, kDim, kRows, kStages>;
+  return AttentionKernel{&launch_attention<Traits>, &prepare_attention<Traits>};
+}
+
+}  // namespace diffulex::cuda::sm80

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Block-diffusion paged attention on wgmma: a producer warpgroup feeds K and V through the copy
+// engine to one or two consumer warpgroups of 64 packed rows (token * G + g) each. CTAs stride over
+// the units (request, row tile, KV head), or the CTAs of some clusters share one unit's keys.
+
+#include <cstdint>
+
+#include "ops/attention/sm90/epilogue.cuh"
+#include "ops/attention/sm90/mainloop.cuh"
+#include "ops/attention/sm90/producer.cuh"
+#include "ops/shared/cuda/cluster.cuh"
+#include "ops/shared/cuda/mbarrier.cuh"
+#include "ops/shared/cuda/pdl.cuh"
+
+namespace diffulex::cuda::sm90 {
+
+template <typename Traits>
+__device__ __forceinline__ void init_barriers(const Barriers<Traits>& barriers) {
+  constexpr uint32_t kConsumerWarps = Traits::kConsumers * 4;
+  ptx::mbarrier_init(barriers.query_full(), 1);
+  ptx::mbarrier_init(barriers.query_empty(), kConsumerWarps);
+  for (uint32_t slot = 0; slot < 2; ++slot) {
+    ptx::mbarrier_init(barriers.unit_full(slot), 32);
+    ptx::mbarrier_init(barriers.unit_empty(slot),
+                       (kConsumerWarps + 3) * 32);  // and copiers, cleaner
+  }
+  for (uint32_t stage = 0; stage < Traits::kStages; ++stage) {
+    ptx::mbarrier_init(barriers.key_full(stage), 1);
+    ptx::mbarrier_init(barriers.key_empty(stage), kConsumerWarps);
+    ptx::mbarrier_init(barriers.value_full(stage), 1);
+    ptx::mbarrier_init(barriers.value_empty(stage), kConsumerWarps + 1);  // and the cleaner
+    ptx::mbarrier_init(barriers.value_clean(stage), 1);
+  }
+  ptx::mbarrier_init_fence();
+}
+
+/// True where this cluster adds up the unit: the only one with keys, or the last to arrive. Called
+/// by the consumers after the partials of the cluster are written.
+template <typename Traits>
+__device__ __forceinline__ bool is_last_cluster(const AttentionArgs& args, const TileSetup& setup,
+                                                uint8_t* smem) {
+  constexpr uint32_t kBarrier = 3;  // Turns has 1 and 2
+  const int32_t clusters = ceil_div_i32(setup.view.splits, args.cluster_size);
+  if (clusters == 1) {
+    return true;
+  }
+  auto* verdict = reinterpret_cast<volatile uint32_t*>(smem + Barriers<Traits>::verdict_offset());
+  if (threadIdx.x == 128) {
+    const int64_t unit = PartialSlot<Traits>::unit_index(args, setup.work);
+    *verdict = arrive_last(args.arrivals + unit * args.cluster_size + ptx::cluster_rank(),
+                           args.launch_tag, clusters)
+                   ? 1
+                   : 0;
+  }
+  __syncwarp();  // the barrier wants whole warps
+  ptx::named_barrier_sync(kBarrier, Traits::kConsumerThreads);
+  return *verdict != 0;
+}
+
+/// A consumer warpgroup. The CTAs of the clusters of a unit compute its splits; every CTA of the
+/// last cluster to finish then adds up a share of the rows.
+template <typename Traits>
+__device__ __forceinline__ void consume_units(const AttentionArgs& args, uint8_t* smem,
+                                              const Barriers<Traits>& barriers, int group) {
+  Consumer<Traits> consumer(args, smem, barriers, group);
+  UnitReader<Traits> units(smem, barriers);
+  const UnitRecord* shared = nullptr;  // the unit of a cluster
+  while (const UnitRecord* record = units.next()) {
+    if (record->is_live != 0) {
+      Accumulators<Traits> result;
+      consumer.run(record->setup, units, result);
+      if (record->setup.view.splits == 1) {
+        store_final<Traits>(args, record->setup, group, result);
+      } else {
+        store_partial<Traits>(args, record->setup, group, result);
+      }
+    }
+    shared = record->is_shared != 0 ? record : nullptr;
+    units.release();
+  }
+  if (args.cluster_size > 1) {
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+    if (shared != nullptr && is_last_cluster<Traits>(args, shared->setup, smem)) {
+      reduce_unit<Traits>(args, shared->setup, static_cast<int>(threadIdx.x) - 128);
+    }
+  }
+}
+
+/// Fetches into L2 what the first unit will read: the metadata and, if requests are of one size,
+/// the page ids. Nothing is read, so this may come before the kernels ahead have ended.
+__device__ __forceinline__ void prefetch_metadata(const AttentionArgs& args) {
+  constexpr int kLineElems = 32;
+  const int lane = threadIdx.x & 31;
+  const int32_t* const arrays[] = {args.cu_seqlens_q, args.valid_slices, args.context_lens,
+                                   args.mask_kinds,   args.prefix_lens,  args.padded_prefix_lens,
+                                   args.q_starts};
+#pragma unroll
+  for (int i = 0; i < 7; ++i) {
+    if (lane == i && arrays[i] != nullptr) {
+      ptx::prefetch_l2(arrays[i]);
+    }
+  }
+  // Along x lie the units, cluster_size CTAs each.
+  const uint32_t per_request =
+      static_cast<uint32_t>(args.num_kv_heads * args.tiles_per_request * args.cluster_size);
+  const uint32_t request = blockIdx.x / per_request;
+  if (request < static_cast<uint32_t>(args.num_reqs) && lane * kLineElems < args.max_pages) {
+    ptx::prefetch_l2(args.page_table + request * args.page_table_stride + lane * kLineElems);
+  }
+}
+
+/// Brings the arguments into the constant cache, a line a warp: read one after the other, when they
+/// are needed, every line costs a miss.
+__device__ __forceinline__ void warm_arguments(const AttentionArgs& args, int warp) {
+  constexpr int kLine = 16;  // words
+  static_assert(sizeof(AttentionArgs) <= 8 * 4 * kLine, "a line for each of eight warps");
+  const uint32_t* const words = reinterpret_cast<const uint32_t*>(&args);
+  const int last = static_cast<int>(sizeof(AttentionArgs) / 4) - 1;
+  asm volatile("" ::"r"(words[min_i32(warp * kLine, last)]));
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    attention_kernel(const __grid_constant__ AttentionArgs args,
+                     const __grid_constant__ AttentionMaps maps) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const Barriers<Traits> barriers{ptx::smem_address(smem + Traits::kBarrierOffset)};
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) >> 5, 0);
+  if (threadIdx.x == 0) {
+    init_barriers<Traits>(barriers);
+    ptx::tma_prefetch_map(&maps.q);
+    ptx::tma_prefetch_map(&maps.k);
+    ptx::tma_prefetch_map(&maps.v);
+    ptx::tma_prefetch_map(&maps.k_cache);
+    ptx::tma_prefetch_map(&maps.v_cache);
+  }
+  if (warp == 1) {
+    prefetch_metadata(args);
+  }
+  warm_arguments(args, warp);
+  __syncthreads();
+  if (warp != 3) {
+    pdl_wait();  // the scheduler waits later
+  }
+  if (warp < 4) {
+    if constexpr (Traits::kConsumers == 2) {
+      ptx::registers_decrease<Traits::kProducerRegisters>();
+    }
+    if (warp == 0) {
+      copy_units<Traits, false>(args, maps, smem, barriers);
+    } else if (warp == 1) {
+      clean_units<Traits>(smem, barriers);
+    } else if (warp == 2) {
+      copy_units<Traits, true>(args, maps, smem, barriers);
+    } else {
+      schedule_units<Traits>(args, smem, barriers);
+      zero_units<Traits>(args);
+    }
+    if (args.cluster_size > 1) {
+      __syncwarp();
+      ptx::cluster_arrive();  // the barrier counts every warp of the cluster
+      ptx::cluster_wait();
+    }
+  } else {
+    if constexpr (Traits::kConsumers == 2) {
+      ptx::registers_increase<Traits::kConsumerRegisters>();
+    }
+    consume_units<Traits>(args, smem, barriers, warp / 4 - 1);
+  }
+}
+
+/// Adds up splits that are too many for clusters: grid of units (request, row tile, KV head) by
+/// items, a block of consumer threads each.
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kConsumerThreads)
+    reduce_kernel(const __grid_constant__ AttentionArgs args) {
+  const int32_t unit_index = static_cast<int32_t>(blockIdx.x);
+  const int32_t tile_index = args.by_kv_heads.divide(unit_index);
+  SplitUnit unit;
+  unit.work.kv_head = unit_index - tile_index * args.num_kv_heads;
+  unit.work.request = tile_index / args.tiles_per_request;
+  unit.work.tile = tile_index - unit.work.request * args.tiles_per_request;
+  unit.work.split = 0;
+  // The attention kernel lets this one start only after the kernels before it have ended, so the
+  // metadata may be read before the wait; the partials may not.
+  const RequestView view = load_request(args, unit.work.request);
+  const int32_t first_row = unit.work.tile * args.tokens_per_tile;
+  unit.splits = view.splits;
+  unit.first_token = view.first_token + first_row;
+  unit.num_tokens = min_i32(args.tokens_per_tile, view.mask.num_valid - first_row);
+  pdl_launch_dependents();
+  pdl_wait();
+  if (unit.splits > 1 && unit.num_tokens > 0) {
+    reduce_items<Traits, 1>(args, unit, static_cast<int>(blockIdx.y), 0,
+                            static_cast<int>(threadIdx.x));
+  }
+}
+
+}  // namespace diffulex::cuda::sm90

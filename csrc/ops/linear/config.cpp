@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/linear/config.h"
+
+#include <algorithm>
+
+#include "diffulex/ops/linear.h"
+
+namespace diffulex {
+namespace {
+
+constexpr int32_t kLineBytes = static_cast<int32_t>(2 * kFewRowsDepth);
+constexpr int32_t kRowStep = static_cast<int32_t>(kFewRowsColumns);
+
+int64_t divide_up(int64_t value, int64_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
+
+/// What the slowest CTA costs, in elements of W that it could read meanwhile: its tiles, the rows
+/// of x beside them (from the L2 cache, so that 32 count less) and the exchange of partial sums.
+int64_t plan_cost(int64_t rounds, int64_t depth, int64_t tile_rows, int64_t splits) {
+  constexpr int64_t kRowsOfX = 24;
+  constexpr int64_t kTile = 4096;
+  constexpr int64_t kExchange = 16384;
+  return rounds * ((tile_rows + kRowsOfX) * depth / splits + kTile + (splits - 1) * kExchange);
+}
+
+/// The shared memory of a CTA whose tile is `plan->tile_rows` of W and `rows` of x.
+void fit_ring(int32_t rows, int32_t smem_limit, LinearPlan* plan) {
+  constexpr int32_t kMaxStages = 14;
+  constexpr int32_t kBarrierBytes = 384;
+  constexpr int32_t kShortTile = 96;  // rows of W whose stages want two lines
+  // Enough for the bandwidth of the memory, and little for others to wait behind.
+  constexpr int32_t kPacedBytes = 40 * 1024;
+  plan->lines = plan->tile_rows <= kShortTile ? 2 : 1;
+  const int32_t weight_bytes = plan->tile_rows * kLineBytes * plan->lines;
+  plan->paced_stages = std::max(2, kPacedBytes / weight_bytes);
+  plan->stage_bytes = (plan->tile_rows + rows) * kLineBytes * plan->lines;
+  // Half of the sums of every 16 rows of W: 512 bytes for eight rows of x.
+  plan->partial_bytes = plan->splits > 1 ? plan->tile_rows / 16 * (rows / 8) / 2 * 512 : 0;
+  // The last warpgroup reads 64 rows wherever the tile ends.
+  const int32_t overhang = (64 - plan->tile_rows % 64) % 64 * kLineBytes;
+  const int32_t fixed = std::max(overhang, plan->partial_bytes + kBarrierBytes);
+  plan->stages = std::min(kMaxStages, (smem_limit - fixed) / plan->stage_bytes);
+  plan->smem_bytes = fixed + plan->stages * plan->stage_bytes;
+}
+
+}  // namespace
+
+int32_t linear_tile_rows(int64_t num_rows) {
+  int32_t rows = 16;
+  while (rows < num_rows && rows < kMaxFewRows) {
+    rows *= 2;
+  }
+  return rows;
+}
+
+LinearPlan linear_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int32_t num_processors,
+                       int32_t smem_limit) {
+  LinearPlan plan;
+  int64_t least = 0;
+  const int64_t most_splits = depth > 2 * kFewRowsDepth && num_processors > 1 ? 2 : 1;
+  for (int64_t splits = 1; splits <= most_splits; ++splits) {
+    for (int32_t tile_rows = kLinearTileWeightRows; tile_rows > 0; tile_rows -= kRowStep) {
+      const int64_t rounds = divide_up(divide_up(weight_rows, tile_rows), num_processors / splits);
+      const int64_t cost = plan_cost(rounds, depth, tile_rows, splits);
+      if (plan.tile_rows == 0 || cost < least) {
+        least = cost;
+        plan.tile_rows = tile_rows;
+        plan.splits = static_cast<int32_t>(splits);
+      }
+    }
+  }
+  fit_ring(linear_tile_rows(num_rows), smem_limit, &plan);
+  plan.num_tiles = static_cast<int32_t>(divide_up(weight_rows, plan.tile_rows));
+  const int64_t rounds = divide_up(plan.num_tiles, num_processors / plan.splits);
+  plan.num_clusters = static_cast<int32_t>(divide_up(plan.num_tiles, rounds));
+  return plan;
+}
+
+}  // namespace diffulex

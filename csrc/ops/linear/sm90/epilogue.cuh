@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Sums of a tile on their way out: of two shares of the depth, each CTA adds and writes half of the
+// sums; then bias or gate, one rounding and the transpose to rows of x.
+
+#include <cstdint>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "ops/activation/gate.cuh"
+#include "ops/linear/sm90/traits.cuh"
+#include "ops/shared/cuda/cluster.cuh"
+#include "ops/shared/cuda/mbarrier.cuh"
+#include "ops/shared/cuda/ptx.cuh"
+
+namespace diffulex::cuda::sm90 {
+
+struct LinearArgs {
+  void* out;         // [num_rows, num_columns]
+  const void* bias;  // [rows of W] or null; null with a gate
+  int64_t out_stride;
+  int32_t num_rows;
+  int32_t num_columns;
+  int32_t tile_rows;      // of W
+  int32_t num_tiles;      // of W
+  int32_t num_steps;      // of depth, a stage each; at least `splits`
+  int32_t splits;         // shares of the depth: 1 or 2
+  int32_t lines;          // of a stage
+  int32_t stages;         // of the ring
+  int32_t paced_stages;   // on their way at a time while the kernels in front run
+  int32_t stage_bytes;    // of W, then of x
+  int32_t row_bytes;      // of x that a stage gets; what lies behind them is multiplied in vain
+  int32_t partial_bytes;  // from the other share, a tile; 0 without one
+  int32_t warps;          // that hold sums: tile_rows / 16
+  int32_t act;            // Activation of gate and up rows that alternate by eight, or -1
+};
+
+__device__ __forceinline__ uint32_t pack_pair(float low, float high, __nv_bfloat16* /*type*/) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t pack_pair(float low, float high, __half* /*type*/) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+template <typename Traits>
+class LinearEpilogue final {
+ public:
+  using T = typename Traits::T;
+
+  __device__ __forceinline__ LinearEpilogue(const LinearArgs& args, uint32_t partials,
+                                            uint32_t full, uint32_t empty, int32_t split)
+      : args_(args),
+        partials_(partials),
+        full_(full),
+        empty_(empty),
+        split_(split),
+        warp_(static_cast<int32_t>(threadIdx.x) / 32),
+        lane_(static_cast<int32_t>(threadIdx.x) % 32) {}
+
+  /// Whole warps; those past the tile have nothing to write.
+  __device__ __forceinline__ void finish(float (&sums)[Traits::kGroups][4], int32_t tile,
+                                         bool is_last) {
+    if (warp_ >= args_.warps) {
+      return;
+    }
+    if (args_.splits > 1) {
+      send(sums);
+      receive(sums, is_last);
+    }
+#pragma unroll
+    for (int32_t group = 0; group < Traits::kGroups; ++group) {
+      if (is_mine(group)) {
+        write(sums[group], group, tile);
+      }
+    }
+  }
+
+ private:
+  /// Whether this share of the depth writes accumulator group `group` of this warp.
+  __device__ __forceinline__ bool is_mine(int32_t group) const {
+    return args_.splits == 1 || ((group + warp_) & 1) == split_;
+  }
+  /// Place of this lane's part of a group in the memory of the share that writes it.
+  __device__ __forceinline__ uint32_t place(int32_t group) const {
+    return partials_ + (warp_ * (Traits::kGroups / 2) + group / 2) * 512 + lane_ * 16;
+  }
+
+  __device__ __forceinline__ void send(const float (&sums)[Traits::kGroups][4]) {
+    if (phase_ > 0) {
+      ptx::mbarrier_wait(empty_, (phase_ - 1) & 1);
+    }
+    const auto other = static_cast<uint32_t>(split_ ^ 1);
+    const uint32_t full = ptx::cluster_address(full_, other);
+#pragma unroll
+    for (int32_t group = 0; group < Traits::kGroups; ++group) {
+      if (!is_mine(group)) {
+        ptx::cluster_store4_async(ptx::cluster_address(place(group), other), sums[group], full);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void receive(float (&sums)[Traits::kGroups][4], bool is_last) {
+    ptx::mbarrier_wait_cluster(full_, phase_ & 1);
+#pragma unroll
+    for (int32_t group = 0; group < Traits::kGroups; ++group) {
+      if (is_mine(group)) {
+        const float4 part = ptx::shared_load4(place(group));
+        sums[group][0] += part.x;
+        sums[group][1] += part.y;
+        sums[group][2] += part.z;
+        sums[group][3] += part.w;
+      }
+    }
+    ++phase_;
+    if (is_last) {
+      return;  // the other one may be gone
+    }
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_arrive_expect(full_, static_cast<uint32_t>(args_.partial_bytes));
+    }
+    // Read: the other one may send again.
+    __syncwarp();
+    if (lane_ == 0) {
+      ptx::mbarrier_arrive_remote(ptx::cluster_address(empty_, static_cast<uint32_t>(split_ ^ 1)));
+    }
+  }
+
+  /// Rows lane / 4 and 8 below of W (or gate and up) times two rows of x: bias or gate, rounding.
+  __device__ __forceinline__ void write(const float (&sum)[4], int32_t group, int32_t tile) {
+    if (group * 8 >= args_.num_rows) {
+      return;
+    }
+    const int32_t row = group * 8 + lane_ / 4;
+    T* type = nullptr;
+    if (args_.act >= 0) {
+      const auto act = static_cast<Activation>(args_.act);
+      const uint32_t pair = ptx::transpose_8x8(
+          pack_pair(activate(act, sum[0]) * sum[2], activate(act, sum[1]) * sum[3], type));
+      put(row, tile * (args_.tile_rows / 2) + warp_ * 8 + lane_ % 4 * 2, pair);
+      return;
+    }
+    const int32_t column = tile * args_.tile_rows + warp_ * 16;
+    const float low = bias_of(column + lane_ / 4);
+    const float high = bias_of(column + lane_ / 4 + 8);
+    const uint32_t above = ptx::transpose_8x8(pack_pair(sum[0] + low, sum[1] + low, type));
+    const uint32_t below = ptx::transpose_8x8(pack_pair(sum[2] + high, sum[3] + high, type));
+    put(row, column + lane_ % 4 * 2, above);
+    put(row, column + lane_ % 4 * 2 + 8, below);
+  }
+  __device__ __forceinline__ float bias_of(int32_t column) const {
+    const bool is_read = args_.bias != nullptr && column < args_.num_columns;
+    return is_read ? static_cast<float>(static_cast<const T*>(args_.bias)[column]) : 0.0F;
+  }
+  __device__ __forceinline__ void put(int32_t row, int32_t column, uint32_t pair) {
+    if (row < args_.num_rows && column < args_.num_columns) {
+      T* target = static_cast<T*>(args_.out) + row * args_.out_stride + column;
+      *reinterpret_cast<uint32_t*>(target) = pair;
+    }
+  }
+
+  const LinearArgs& args_;
+  const uint32_t partials_;
+  const uint32_t full_;
+  const uint32_t empty_;
+  const int32_t split_;
+  const int32_t warp_;
+  const int32_t lane_;
+  uint32_t phase_ = 0;
+};
+
+}  // namespace diffulex::cuda::sm90

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstdint>
+
+#include <gtest/gtest.h>
+
+#include "diffulex/ops/linear.h"
+#include "ops/linear/config.h"
+
+namespace diffulex::test {
+namespace {
+
+constexpr int32_t kSmemLimit = 227 * 1024;
+
+/// Tiles cover W once, no share of the depth is empty, all CTAs run at once and fit.
+void expect_sound(const LinearPlan& plan, int64_t weight_rows, int64_t depth, int32_t processors) {
+  EXPECT_EQ(plan.tile_rows % 16, 0);
+  EXPECT_GE(plan.tile_rows, 16);
+  EXPECT_LE(plan.tile_rows, kLinearTileWeightRows);
+  EXPECT_GE(int64_t{plan.num_tiles} * plan.tile_rows, weight_rows);
+  EXPECT_LT((int64_t{plan.num_tiles} - 1) * plan.tile_rows, weight_rows);
+  EXPECT_GE(plan.num_clusters, 1);
+  EXPECT_LE(plan.num_clusters, plan.num_tiles);
+  EXPECT_LE(plan.num_clusters * plan.splits, processors);
+  EXPECT_TRUE(plan.lines == 1 || plan.lines == 2);
+  EXPECT_TRUE(plan.splits == 1 || plan.splits == 2);
+  const int64_t step = plan.lines * kFewRowsDepth;
+  EXPECT_LE(plan.splits, (depth + step - 1) / step);
+  EXPECT_GE(plan.stages, 2);
+  EXPECT_LE(plan.smem_bytes, kSmemLimit);
+  EXPECT_EQ(plan.stage_bytes % 1024, 0);
+  // What is on its way early: two stages, or as many as 40 KiB of W.
+  const int32_t weight_bytes = plan.lines * plan.tile_rows * 128;
+  EXPECT_GE(plan.paced_stages, 2);
+  EXPECT_LE(plan.paced_stages * weight_bytes, std::max(2 * weight_bytes, 40 * 1024));
+  // The three barriers of every stage, two of the partial sums, one of the kernels in front.
+  const int32_t barriers = (3 * plan.stages + 3) * 8;
+  EXPECT_GE(plan.smem_bytes, plan.stages * plan.stage_bytes + plan.partial_bytes + barriers);
+  // Every warpgroup reads 64 rows of W.
+  const int32_t last = plan.stages * plan.stage_bytes - plan.stage_bytes +
+                       ((plan.lines - 1) * plan.tile_rows + (plan.tile_rows + 63) / 64 * 64) * 128;
+  EXPECT_GE(plan.smem_bytes, last);
+}
+
+TEST(LinearConfigTest, TileRowsHoldTheRows) {
+  for (int64_t rows = 1; rows <= kMaxFewRows; ++rows) {
+    const int32_t tile = linear_tile_rows(rows);
+    EXPECT_GE(tile, rows);
+    EXPECT_TRUE(tile == 16 || tile < 2 * rows) << rows;
+    EXPECT_EQ(tile & (tile - 1), 0) << rows;
+  }
+}
+
+TEST(LinearConfigTest, PlansAreSoundAndSumInOneOrder) {
+  for (const int32_t processors : {1, 8, 78, 132}) {
+    for (int64_t weight_rows = 16; weight_rows < 300'000;
+         weight_rows = (weight_rows * 5 / 4 + 16) / 16 * 16) {
+      for (const int64_t steps : {1, 2, 3, 4, 64, 296}) {
+        const int64_t depth = steps * kFewRowsDepth;
+        const LinearPlan first = linear_plan(1, weight_rows, depth, processors, kSmemLimit);
+        for (const int64_t rows : {1, 16, 17, 32, 64, 65, 128}) {
+          const LinearPlan plan = linear_plan(rows, weight_rows, depth, processors, kSmemLimit);
+          expect_sound(plan, weight_rows, depth, processors);
+          EXPECT_EQ(plan.splits, first.splits);
+          EXPECT_EQ(plan.tile_rows, first.tile_rows);
+        }
+      }
+    }
+  }
+}
+
+TEST(LinearConfigTest, DecodeShapesFillAnH200) {
+  struct Shape final {
+    int64_t columns;
+    int64_t depth;
+    int32_t rounds;
+  };
+  for (const Shape& shape : {Shape{6144, 4096, 1}, Shape{4096, 4096, 1}, Shape{24576, 4096, 1},
+                             Shape{4096, 12288, 1}, Shape{151936, 4096, 6}}) {
+    const LinearPlan plan = linear_plan(32, shape.columns, shape.depth, 132, kSmemLimit);
+    EXPECT_GE(plan.num_clusters * plan.splits, 128) << shape.columns;
+    EXPECT_LE(plan.num_tiles, shape.rounds * plan.num_clusters) << shape.columns;
+  }
+}
+
+}  // namespace
+}  // namespace diffulex::test
