@@ -31,13 +31,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from diffulex import Diffulex, SamplingParams
 from diffulex.bench.problem_file import load_problems
-from diffulex.config import Config, read_model_facts
-from diffulex.model.auto_model import load_model
-from diffulex.model.resolve import demo_dir
+from diffulex.checkpoint.auto_model import load_model
+from diffulex.checkpoint.resolve import demo_dir
+from diffulex.config.types import Config, read_model_facts
 
 if TYPE_CHECKING:
-    from diffulex.model.config import ModelSpec
-    from diffulex.model.sdar import SdarForDiffusionLM
+    from diffulex.families.sdar import SdarForDiffusionLM
+    from diffulex.families.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

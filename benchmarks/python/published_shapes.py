@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffulex.config import ModelFacts
-from diffulex.model.families import family_of_name
+from diffulex.config.types import ModelFacts
+from diffulex.families.detection import family_of_name
 from diffulex.registry import AutoModelForDiffusionLM
 
 #: Stands where a checkpoint would be; nothing is read from it.

@@ -12,8 +12,8 @@ import torch
 from step_timing import weight_bytes
 from torch import nn
 
-from diffulex.layers.moe import MoeFeedForward
-from diffulex.model.diffusion_gemma import GemmaExperts
+from diffulex.families.diffusion_gemma import GemmaExperts
+from diffulex.nn.moe import MoeFeedForward
 
 __all__ = ["StepProbe", "StepReads"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from diffulex import Diffulex
-from diffulex.layers.linear import MatrixProduct
+from diffulex.nn.linear import MatrixProduct
 
 __all__ = [
     "clock_facts",

@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from diffulex.config import Config
+    from diffulex.config.sampling_params import SamplingParams
+    from diffulex.config.types import Config
     from diffulex.engine.engine import Diffulex
     from diffulex.engine.output import (
         DenoiseSnapshot,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         PromptError,
         SamplingParamsError,
     )
-    from diffulex.sampling_params import SamplingParams
 
     __version__: str
 
@@ -50,9 +50,9 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Config": "diffulex.config",
+    "Config": "diffulex.config.types",
     "Diffulex": "diffulex.engine.engine",
-    "SamplingParams": "diffulex.sampling_params",
+    "SamplingParams": "diffulex.config.sampling_params",
     "__version__": "diffulex_ext",
     **dict.fromkeys(
         ("DenoiseSnapshot", "GenerationOutputs", "RequestOutput", "StepOutput", "StreamEvent"),

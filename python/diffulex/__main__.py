@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from diffulex.cli import main
+from diffulex.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
 
 if TYPE_CHECKING:
-    from diffulex.config import Config
+    from diffulex.config.types import Config
 
 __all__ = [
     "PLUGIN_GROUP",
@@ -249,7 +249,7 @@ def _strategy_registry(name: str, factory: str) -> Registry[Callable[..., Any]]:
     """Registry of one factory per strategy: `factory` of the strategy's own module."""
     return Registry(
         name,
-        {module: f"diffulex.strategy.{module}:{factory}" for module in _STRATEGY_MODULES},
+        {module: f"diffulex.strategies.{module}:{factory}" for module in _STRATEGY_MODULES},
         _strategy,
         default="multi_bd",
         aliases=_STRATEGY_ALIASES,
@@ -265,7 +265,7 @@ AutoKVCacheManager = _strategy_registry("AutoKVCacheManager", "make_kv_cache_man
 #: strategy -> `ModelRunner` class, called as `(config, model)`.
 AutoModelRunner: Registry[Callable[..., Any]] = Registry(
     "AutoModelRunner",
-    dict.fromkeys(_STRATEGY_MODULES, "diffulex.engine.model_runner:ModelRunner"),
+    dict.fromkeys(_STRATEGY_MODULES, "diffulex.runner.model_runner:ModelRunner"),
     _strategy,
     default="multi_bd",
     aliases=_STRATEGY_ALIASES,
@@ -274,16 +274,16 @@ AutoModelRunner: Registry[Callable[..., Any]] = Registry(
 AutoModelForDiffusionLM: Registry[Callable[..., Any]] = Registry(
     "AutoModelForDiffusionLM",
     {
-        "diffucoder": "diffulex.model.diffucoder:DiffuCoderForDiffusionLM",
-        "diffusion_gemma": "diffulex.model.diffusion_gemma:DiffusionGemmaForDiffusionLM",
-        "dream": "diffulex.model.dream:DreamForDiffusionLM",
-        "dream_reasoner": "diffulex.model.dream_reasoner:DreamReasonerForDiffusionLM",
-        "fast_dllm_v2": "diffulex.model.fast_dllm_v2:FastDllmV2ForDiffusionLM",
-        "llada": "diffulex.model.llada:LladaForDiffusionLM",
-        "llada2": "diffulex.model.llada2:Llada2ForDiffusionLM",
-        "sdar": "diffulex.model.sdar:SdarForDiffusionLM",
-        "sdar_moe": "diffulex.model.sdar_moe:SdarMoeForDiffusionLM",
-        "stable_diffcoder": "diffulex.model.stable_diffcoder:StableDiffcoderForDiffusionLM",
+        "diffucoder": "diffulex.families.diffucoder:DiffuCoderForDiffusionLM",
+        "diffusion_gemma": "diffulex.families.diffusion_gemma:DiffusionGemmaForDiffusionLM",
+        "dream": "diffulex.families.dream:DreamForDiffusionLM",
+        "dream_reasoner": "diffulex.families.dream_reasoner:DreamReasonerForDiffusionLM",
+        "fast_dllm_v2": "diffulex.families.fast_dllm_v2:FastDllmV2ForDiffusionLM",
+        "llada": "diffulex.families.llada:LladaForDiffusionLM",
+        "llada2": "diffulex.families.llada2:Llada2ForDiffusionLM",
+        "sdar": "diffulex.families.sdar:SdarForDiffusionLM",
+        "sdar_moe": "diffulex.families.sdar_moe:SdarMoeForDiffusionLM",
+        "stable_diffcoder": "diffulex.families.stable_diffcoder:StableDiffcoderForDiffusionLM",
     },
     _model_name,
     aliases={
@@ -302,20 +302,20 @@ AutoModelForDiffusionLM: Registry[Callable[..., Any]] = Registry(
 AutoSampler: Registry[Callable[..., Any]] = Registry(
     "AutoSampler",
     {
-        "diffucoder": "diffulex.sampler.diffucoder:DiffuCoderSampler",
-        "diffusion_gemma": "diffulex.sampler.diffusion_gemma:DiffusionGemmaSampler",
-        "dream": "diffulex.sampler.dream:DreamSampler",
-        "dream_reasoner": "diffulex.sampler.dream_reasoner:DreamReasonerSampler",
-        "fast_dllm_v2": "diffulex.sampler.fast_dllm_v2:FastDllmV2Sampler",
-        "llada": "diffulex.sampler.llada:LladaSampler",
-        "llada2": "diffulex.sampler.llada2:Llada2Sampler",
-        "llada2_mini": "diffulex.sampler.llada2:Llada2Sampler",
-        "llada2_mini_dmax": "diffulex.sampler.llada2_dmax:Llada2DmaxSampler",
-        "llada2_moe": "diffulex.sampler.llada2:Llada2Sampler",
-        "llada2dot1_mini": "diffulex.sampler.llada2_edit:Llada2EditSampler",
-        "sdar": "diffulex.sampler.sdar:SdarSampler",
-        "sdar_moe": "diffulex.sampler.sdar_moe:SdarMoeSampler",
-        "stable_diffcoder": "diffulex.sampler.stable_diffcoder:StableDiffcoderSampler",
+        "diffucoder": "diffulex.samplers.diffucoder:DiffuCoderSampler",
+        "diffusion_gemma": "diffulex.samplers.diffusion_gemma:DiffusionGemmaSampler",
+        "dream": "diffulex.samplers.dream:DreamSampler",
+        "dream_reasoner": "diffulex.samplers.dream_reasoner:DreamReasonerSampler",
+        "fast_dllm_v2": "diffulex.samplers.fast_dllm_v2:FastDllmV2Sampler",
+        "llada": "diffulex.samplers.llada:LladaSampler",
+        "llada2": "diffulex.samplers.llada2:Llada2Sampler",
+        "llada2_mini": "diffulex.samplers.llada2:Llada2Sampler",
+        "llada2_mini_dmax": "diffulex.samplers.llada2_dmax:Llada2DmaxSampler",
+        "llada2_moe": "diffulex.samplers.llada2:Llada2Sampler",
+        "llada2dot1_mini": "diffulex.samplers.llada2_edit:Llada2EditSampler",
+        "sdar": "diffulex.samplers.sdar:SdarSampler",
+        "sdar_moe": "diffulex.samplers.sdar_moe:SdarMoeSampler",
+        "stable_diffcoder": "diffulex.samplers.stable_diffcoder:StableDiffcoderSampler",
     },
     _model_name,
 )

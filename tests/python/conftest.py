@@ -64,7 +64,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _unchanged_log() -> Iterator[None]:
     """Commands run inside the test process set up its log: later tests must not see that."""
-    from diffulex.logging import _OwnedHandler
+    from diffulex.log import _OwnedHandler
 
     logger = logging.getLogger("diffulex")
     before = list(logger.handlers), logger.level, _OwnedHandler.handlers

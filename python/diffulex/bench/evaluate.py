@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import diffulex
 from diffulex.bench.problem_file import load_problems
 from diffulex.bench.word_problems import Problem, is_correct
-from diffulex.config_table import check_value
+from diffulex.checkpoint.resolve import demo_dir
+from diffulex.config.table import check_value
 from diffulex.errors import ConfigError
-from diffulex.logging import get_logger
-from diffulex.model.resolve import demo_dir
+from diffulex.log import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

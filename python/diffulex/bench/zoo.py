@@ -32,9 +32,9 @@ from diffulex.bench.evaluate import (
     run_problems,
     write_reports,
 )
-from diffulex.config_table import THRESHOLD_KEYS
+from diffulex.config.sampling_params import SamplingParams
+from diffulex.config.table import THRESHOLD_KEYS
 from diffulex.errors import ConfigError
-from diffulex.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

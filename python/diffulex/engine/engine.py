@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from diffulex.config import Config, ModelFacts, read_model_facts
+from diffulex.checkpoint.memory import check_num_reqs
+from diffulex.config.sampling_params import SamplingParams, merged_params
+from diffulex.config.types import Config, ModelFacts, read_model_facts
 from diffulex.engine.interrupt import InterruptGuard, deferred_interrupt
 from diffulex.engine.metrics import RequestRecord, RunStats
 from diffulex.engine.output import GenerationOutputs, RequestOutput, StepOutput, StreamEvent
@@ -26,16 +28,14 @@ from diffulex.engine.routing import StepQueue, take_all
 from diffulex.engine.startup import log_startup
 from diffulex.engine.step_loop import StepLoop
 from diffulex.engine.text_stream import TextStream
-from diffulex.model.memory import check_num_reqs
 from diffulex.registry import AutoModelRunner, AutoScheduler
-from diffulex.sampling_params import SamplingParams, merged_params
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from diffulex.engine.model_runner import ModelRunner
     from diffulex.engine.tokenizer import Tokenizer
+    from diffulex.runner.model_runner import ModelRunner
 
 __all__ = ["Diffulex"]
 
@@ -435,7 +435,7 @@ def _give_memory_back() -> None:
 
 def _load(config: Config, facts: ModelFacts, show_progress: bool) -> Any:
     """The model of the checkpoint, or one of its shape."""
-    from diffulex.model.auto_model import load_model, random_model  # noqa: PLC0415
+    from diffulex.checkpoint.auto_model import load_model, random_model  # noqa: PLC0415
 
     model = config.model
     dtype = getattr(torch, model.dtype)

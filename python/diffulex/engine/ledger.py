@@ -22,10 +22,10 @@ from diffulex_ext import _core
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from diffulex.config.sampling_params import SamplingParams
     from diffulex.engine.detokenizer import Decode
-    from diffulex.engine.model_runner import ModelRunner
     from diffulex.engine.tokenizer import Tokenizer
-    from diffulex.sampling_params import SamplingParams
+    from diffulex.runner.model_runner import ModelRunner
 
 __all__ = ["Ledger"]
 

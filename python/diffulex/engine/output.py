@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, overload
 
 from diffulex.engine.detokenizer import robust_decode
 from diffulex.engine.metrics import RequestMetrics, RunStats, ratio
-from diffulex.finish_reasons import openai_finish_reason
-from diffulex.logging import format_duration, get_logger
+from diffulex.log import format_duration, get_logger
+from diffulex.wire.finish_reasons import openai_finish_reason
 
 if TYPE_CHECKING:
-    from diffulex.engine.row_watch import TokenLogprob
     from diffulex.engine.tokenizer import Tokenizer
+    from diffulex.runner.row_watch import TokenLogprob
 
 __all__ = [
     "BlockSnapshot",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffulex.errors import ConfigError
-from diffulex.logging import get_logger
+from diffulex.log import get_logger
 
 __all__ = ["Profiler"]
 

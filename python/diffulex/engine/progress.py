@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from diffulex.logging import format_duration, get_logger
+from diffulex.log import format_duration, get_logger
 
 if TYPE_CHECKING:
     from diffulex.engine.metrics import RequestRecord, RunStats

@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from diffulex.config.sampling_params import SamplingParams, choice_seed
 from diffulex.errors import PromptError, SamplingParamsError
-from diffulex.sampling_params import SamplingParams, choice_seed
 
 if TYPE_CHECKING:
-    from diffulex.config import Config, SamplerConfig
+    from diffulex.config.types import Config, SamplerConfig
     from diffulex.engine.tokenizer import Tokenizer
 
 __all__ = ["Prompt", "encode_prompt", "repeated", "split_prompts", "spread_params"]

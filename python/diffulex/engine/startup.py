@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diffulex.logging import get_logger
+from diffulex.log import get_logger
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
-    from diffulex.config import Config
-    from diffulex.engine.model_runner import ModelRunner
+    from diffulex.config.types import Config
+    from diffulex.runner.model_runner import ModelRunner
 
 __all__ = ["log_startup"]
 

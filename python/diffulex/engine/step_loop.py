@@ -22,10 +22,10 @@ from diffulex_ext import _core
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from diffulex.config import Config
-    from diffulex.engine.model_runner import ModelRunner
+    from diffulex.config.sampling_params import SamplingParams
+    from diffulex.config.types import Config
     from diffulex.engine.tokenizer import Tokenizer
-    from diffulex.sampling_params import SamplingParams
+    from diffulex.runner.model_runner import ModelRunner
 
 __all__ = ["StepLoop"]
 

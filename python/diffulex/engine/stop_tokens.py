@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diffulex.sampling_params import SamplingParams
+    from diffulex.config.sampling_params import SamplingParams
 
 __all__ = ["special_stops"]
 

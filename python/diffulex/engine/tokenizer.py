@@ -12,7 +12,7 @@ from diffulex.engine.detokenizer import IncrementalDecoder, robust_decode
 from diffulex.engine.plain_tokenizer import read_plain_tokenizer
 from diffulex.engine.template_bound import bounded_rendering
 from diffulex.errors import CheckpointError, PromptError
-from diffulex.logging import get_logger
+from diffulex.log import get_logger
 
 if TYPE_CHECKING:
     from pathlib import Path

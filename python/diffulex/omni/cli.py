@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffulex.cli_flags import (
+from diffulex.config.flags import (
     Parser,
     add_config_flag,
     add_engine_flags,
@@ -26,7 +26,7 @@ from diffulex.cli_flags import (
 )
 from diffulex.env import get_text, get_unchecked
 from diffulex.errors import ConfigError
-from diffulex.logging import configure
+from diffulex.log import configure
 from diffulex.omni.bench.evaluate import DEFAULT_LIMIT, evaluate_shapes
 from diffulex.omni.config import OmniDiffusionConfig
 from diffulex.omni.config_table import OMNI_CONFIG_TABLE

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import diffulex
-from diffulex.config_draft import dtype_name
-from diffulex.config_key import check_key, unknown_key
+from diffulex.config.key import check_key, unknown_key
+from diffulex.config.parse import dtype_name
 from diffulex.errors import ConfigError
 from diffulex.omni.config_table import (
     OMNI_CONFIG_TABLE,

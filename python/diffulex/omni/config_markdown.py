@@ -6,7 +6,7 @@ Run `python -m diffulex.omni.config_markdown > docs/omni_configuration.md` after
 
 from __future__ import annotations
 
-from diffulex.config_markdown import render_sections
+from diffulex.config.docs import render_sections
 from diffulex.omni.config_table import OMNI_CONFIG_TABLE, OMNI_SECTIONS
 
 __all__ = ["render_markdown"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from diffulex.config_key import ANY, ConfigKey, Range, at_least, build_table, key, later, one_of
+from diffulex.config.key import ANY, ConfigKey, Range, at_least, build_table, key, later, one_of
 
 __all__ = [
     "OMNI_CONFIG_TABLE",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diffulex.config_key import unknown_key
+from diffulex.config.key import unknown_key
 from diffulex.omni.errors import RequestError
 from diffulex.omni.loader import load_pipeline
 from diffulex.omni.outputs import OmniRequestOutput

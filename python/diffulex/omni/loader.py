@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diffulex.logging import get_logger
+from diffulex.log import get_logger
 from diffulex.omni._diffusers_compat import import_diffusers
 from diffulex.omni.config import default_model_dir
 from diffulex.omni.errors import ModelLoadError, RequestError, UnsupportedFeatureError

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffulex.config_key import unknown_key
+from diffulex.config.key import unknown_key
 from diffulex.omni.config_table import OUTPUT_TYPES
 from diffulex.omni.errors import RequestError
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's command line: its own settings and those of the engine.
 
-Both halves are generated from tables (`server_flags`, `diffulex.config_table`): a row gives the
+Both halves are generated from tables (`server_flags`, `diffulex.config.table`): a row gives the
 field of `ServerArgs`, the flag, the key of `--config` files and the engine's keyword.
 """
 
@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from diffulex.cli_flags import Parser, UsageError, add_engine_flags, file_arguments
-from diffulex.config_draft import normalise
-from diffulex.config_table import CONFIG_TABLE, THRESHOLD_KEYS, Support
+from diffulex.config.flags import Parser, UsageError, add_engine_flags, file_arguments
+from diffulex.config.parse import normalise
+from diffulex.config.table import CONFIG_TABLE, THRESHOLD_KEYS, Support
 from diffulex.env import get_text
 from diffulex.errors import ConfigError
-from diffulex.logging import configure, get_logger, warn_once
+from diffulex.log import configure, get_logger, warn_once
 from diffulex.server.loopback import LOCALHOST, is_loopback
 from diffulex.server.server_flags import HttpArgs, add_http_flags, check_http_args, http_flags
 
@@ -153,7 +153,7 @@ class _ArgsMethods(HttpArgs):
 
     def uvicorn_options(self) -> dict[str, Any]:
         """Options of `uvicorn.Config`; the socket and the time to drain are the launcher's."""
-        from diffulex.server.http_protocol import (  # noqa: PLC0415 (needs the extra `serve`)
+        from diffulex.server.http.http_protocol import (  # noqa: PLC0415 (needs the extra `serve`)
             ConnectionLimits,
             bounded_protocol,
         )
@@ -220,8 +220,8 @@ class _ArgsMethods(HttpArgs):
 
 def _check_names(settings: Mapping[str, Any]) -> None:
     """The names of a strategy and of a model, which no checkpoint is needed for."""
-    from diffulex.config_resolver import check_strategy_name  # noqa: PLC0415
-    from diffulex.model.auto_model import check_model_name  # noqa: PLC0415
+    from diffulex.checkpoint.auto_model import check_model_name  # noqa: PLC0415
+    from diffulex.config.resolve import check_strategy_name  # noqa: PLC0415
 
     strategy, model_name = settings.get("decoding_strategy"), settings.get("model_name")
     if strategy is not None:
@@ -231,7 +231,7 @@ def _check_names(settings: Mapping[str, Any]) -> None:
 
 
 def _app_options() -> type[Any]:
-    from diffulex.server.app_options import AppOptions  # noqa: PLC0415 (needs the extra `serve`)
+    from diffulex.server.http.app_options import AppOptions  # noqa: PLC0415 (needs the extra `serve`)
 
     return AppOptions
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from diffulex.errors import CheckpointError, DiffulexError
-from diffulex.logging import get_logger
-from diffulex.server.backend_process import BackendProcess
-from diffulex.server.frontend import FrontendLimits, FrontendManager
+from diffulex.log import get_logger
 from diffulex.server.loopback import is_loopback
-from diffulex.server.supervisor import Supervisor
+from diffulex.serving.backend_process import BackendProcess
+from diffulex.serving.frontend import FrontendLimits, FrontendManager
+from diffulex.serving.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,8 +141,8 @@ def _chat_template(args: ServerArgs) -> str | None:
 
 
 def _load_tokenizer(args: ServerArgs) -> Any:
+    from diffulex.checkpoint.resolve import resolve_model  # noqa: PLC0415
     from diffulex.engine.tokenizer import Tokenizer  # noqa: PLC0415 (at run time only)
-    from diffulex.model.resolve import resolve_model  # noqa: PLC0415
 
     template = _chat_template(args)
     tokenizer = Tokenizer.from_dir(resolve_model(args.tokenizer or args.model))
@@ -247,8 +247,8 @@ def _interrupted(args: ServerArgs, code: int) -> int:
 
 
 def _serve(args: ServerArgs, engine_factory: Any, stack: ExitStack) -> int:
-    from diffulex.server.api_server import create_app  # noqa: PLC0415 (optional dependencies)
-    from diffulex.server.http_server import HttpServer  # noqa: PLC0415
+    from diffulex.server.http.api_server import create_app  # noqa: PLC0415 (optional dependencies)
+    from diffulex.server.http.http_server import HttpServer  # noqa: PLC0415
 
     start = time.monotonic()
     # Uvicorn replaces the handler for its time only. Before and after it, too, what is on disk is
@@ -335,10 +335,10 @@ def _serve_in_process(
     start: float,
     engine_factory: Callable[..., Any] | None,
 ) -> int:
-    from diffulex.server.api_server import create_app  # noqa: PLC0415
-    from diffulex.server.engine_loop import EngineLoop  # noqa: PLC0415
-    from diffulex.server.http_server import HttpServer  # noqa: PLC0415
-    from diffulex.server.inproc_frontend import InprocFrontend  # noqa: PLC0415
+    from diffulex.server.http.api_server import create_app  # noqa: PLC0415
+    from diffulex.server.http.http_server import HttpServer  # noqa: PLC0415
+    from diffulex.serving.engine_loop import EngineLoop  # noqa: PLC0415
+    from diffulex.serving.inproc_frontend import InprocFrontend  # noqa: PLC0415
 
     model_id = _model_id(args)
 

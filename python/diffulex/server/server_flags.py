@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of the server's own settings: field, flag, kind, default, range, help.
 
-The engine's settings are in `diffulex.config_table`; `diffulex.server.args` puts both together.
+The engine's settings are in `diffulex.config.table`; `diffulex.server.args` puts both together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from diffulex.cli_flags import integer, number
+from diffulex.config.flags import integer, number
 from diffulex.errors import ConfigError
 
 __all__ = ["HttpArgs", "ServerFlag", "add_http_flags", "check_http_args", "http_flags"]

@@ -11,9 +11,9 @@ import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from diffulex.checkpoint.resolve import DEMO_PURPOSE, demo_dir
 from diffulex.env import get_text
 from diffulex.errors import ConfigError, DiffulexError, PromptError
-from diffulex.model.resolve import DEMO_PURPOSE, demo_dir
 from diffulex.terminal import DenoisePainter, opening_spans, printable, snapshot_spans
 from diffulex.tools.error_line import USER_ERROR, report_error
 from diffulex.tools.prompts import checked_text, read_prompts

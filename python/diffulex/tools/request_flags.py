@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import diffulex
-from diffulex.cli_flags import (
+from diffulex.checkpoint.resolve import DEMO, resolve_model
+from diffulex.config.flags import (
     Parser,
     UsageError,
     add_config_flag,
@@ -20,7 +21,6 @@ from diffulex.cli_flags import (
     positive_integer,
     seconds,
 )
-from diffulex.model.resolve import DEMO, resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Collection

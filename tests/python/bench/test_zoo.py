@@ -12,7 +12,7 @@ import pytest
 
 from diffulex import ConfigError, SamplingParams
 from diffulex.bench.zoo import read_zoo, run_zoo
-from diffulex.model.resolve import demo_dir
+from diffulex.checkpoint.resolve import demo_dir
 
 pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
 

@@ -14,7 +14,7 @@ import pytest
 
 import diffulex
 from diffulex import Diffulex, SamplingParams
-from diffulex.model.resolve import DEMO_PURPOSE, DEMO_QUESTION, demo_dir
+from diffulex.checkpoint.resolve import DEMO_PURPOSE, DEMO_QUESTION, demo_dir
 from fixtures.checkpoints import MASK_ID
 from fixtures.command_line import error_line
 
@@ -40,7 +40,7 @@ class TestVersion:
 
     def test_loads_no_torch(self):
         code = (
-            "import sys; from diffulex.cli import main; main(['--version']); "
+            "import sys; from diffulex.tools.cli import main; main(['--version']); "
             "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
         )
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
@@ -416,7 +416,7 @@ class TestDoctor:
         assert result.returncode == (1 if failed else 0)
 
     def test_broken_parts_are_reported(self, monkeypatch):
-        from diffulex import doctor
+        from diffulex.tools import doctor
 
         def fail(device: str) -> str:
             raise RuntimeError(f"no luck on {device}\nmore text")

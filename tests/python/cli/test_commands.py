@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from diffulex.cli import build_parser, main
-from diffulex.cli_flags import UsageError
+from diffulex.config.flags import UsageError
+from diffulex.tools.cli import build_parser, main
 from diffulex.tools.completion import script
 
 

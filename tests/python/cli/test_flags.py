@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from diffulex.cli_flags import Parser, UsageError, add_engine_flags, engine_kwargs
-from diffulex.config_table import CONFIG_TABLE, Support
+from diffulex.config.flags import Parser, UsageError, add_engine_flags, engine_kwargs
+from diffulex.config.table import CONFIG_TABLE, Support
 
 
 def parse(*arguments: str) -> dict:

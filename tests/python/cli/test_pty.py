@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from diffulex.model.resolve import demo_dir
+from diffulex.checkpoint.resolve import demo_dir
 from diffulex.terminal import MASK_CHAR
 
 pytestmark = pytest.mark.skipif(

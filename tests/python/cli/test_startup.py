@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from diffulex.model.resolve import demo_dir
+from diffulex.checkpoint.resolve import demo_dir
 
 #: Packages that take a tenth of a second or more, with what needs them.
 HEAVY = {
@@ -31,7 +31,7 @@ HEAVY = {
 def loaded_by(*arguments: str) -> set[str]:
     """Modules that a command of its own process has loaded when it ends."""
     code = (
-        "import json, sys; from diffulex.cli import main; code = main(sys.argv[1:]);"
+        "import json, sys; from diffulex.tools.cli import main; code = main(sys.argv[1:]);"
         "print(json.dumps(sorted(sys.modules)), file=sys.stderr); sys.exit(code)"
     )
     result = subprocess.run(

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from diffulex.config import CONFIG_TABLE, Config, ModelFacts
-from diffulex.config_markdown import render_markdown
-from diffulex.config_table import THRESHOLD_KEYS, Support
+from diffulex.config.docs import render_markdown
+from diffulex.config.table import THRESHOLD_KEYS, Support
+from diffulex.config.types import CONFIG_TABLE, Config, ModelFacts
 from diffulex.errors import ConfigError
-from diffulex.model.config import ModelSpec
+from diffulex.families.spec import ModelSpec
 from diffulex.registry import AutoSampler
 
 SPEC: dict[str, Any] = {
@@ -481,5 +481,5 @@ def test_core_refusals_are_config_errors() -> None:
 def test_documentation_is_current() -> None:
     path = Path(__file__).parents[3] / "docs" / "configuration.md"
     assert path.read_text(encoding="utf-8") == render_markdown(), (
-        "run: python -m diffulex.config_markdown > docs/configuration.md"
+        "run: python -m diffulex.config.docs > docs/configuration.md"
     )

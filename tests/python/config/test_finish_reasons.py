@@ -9,8 +9,8 @@ import pytest
 
 from diffulex.engine.metrics import RequestRecord
 from diffulex.engine.output import RequestOutput
-from diffulex.finish_reasons import FINISH_REASONS, openai_finish_reason
-from diffulex.server import protocol
+from diffulex.wire import protocol
+from diffulex.wire.finish_reasons import FINISH_REASONS, openai_finish_reason
 from diffulex_ext import _core
 
 

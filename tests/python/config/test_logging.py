@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diffulex import logging as dlog
+from diffulex import log as dlog
 from diffulex.errors import ConfigError
 
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import pytest
 
 from diffulex import SamplingParams
-from diffulex.config import Config, ModelFacts
+from diffulex.config.types import Config, ModelFacts
 from diffulex.errors import ConfigError
-from diffulex.model.config import ModelSpec
+from diffulex.families.spec import ModelSpec
 from diffulex.registry import AutoReq, AutoSampler
-from diffulex.sampler.selection import LLADA2_NAMES, select_sampler
+from diffulex.samplers.selection import LLADA2_NAMES, select_sampler
 from diffulex_ext import _core
 
 FAMILIES = (
@@ -373,7 +373,7 @@ def test_thresholds_of_a_request_that_nothing_reads_are_noticed_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diffulex.logging._warned", set())
+    monkeypatch.setattr("diffulex.log._warned", set())
     config = resolve(name, num_pages=64, **flat)
     decoding = config.decoding
     params = SamplingParams(

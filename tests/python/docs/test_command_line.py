@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diffulex.cli import build_parser
-from diffulex.model.resolve import demo_dir
+from diffulex.checkpoint.resolve import demo_dir
+from diffulex.tools.cli import build_parser
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")

@@ -13,9 +13,9 @@ import pytest
 
 import diffulex
 from diffulex import DenoiseSnapshot, DiffulexError, RequestOutput, StepOutput, StreamEvent
+from diffulex.config.env_docs import render_markdown
 from diffulex.engine.output import BlockSnapshot
-from diffulex.env_markdown import render_markdown
-from diffulex.finish_reasons import FINISH_REASONS
+from diffulex.wire.finish_reasons import FINISH_REASONS
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 TEXT = (DOCS / "python_api.md").read_text(encoding="utf-8")
@@ -55,5 +55,5 @@ def test_every_reason_of_this_engine_is_named() -> None:
 
 def test_environment_is_current() -> None:
     assert (DOCS / "environment.md").read_text(encoding="utf-8") == render_markdown(), (
-        "run: python -m diffulex.env_markdown > docs/environment.md"
+        "run: python -m diffulex.config.env_docs > docs/environment.md"
     )

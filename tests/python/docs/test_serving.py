@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from diffulex.server.args import build_arg_parser, parse_args
-from diffulex.server.http_protocol import ConnectionLimits
+from diffulex.server.http.http_protocol import ConnectionLimits
 from fixtures.live_server import LiveServer, running_server
 
 ROOT = Path(__file__).resolve().parents[3]

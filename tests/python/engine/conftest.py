@@ -16,7 +16,7 @@ for folder in (Path(__file__).parent, Path(__file__).parent.parent):
 
 import torch  # noqa: E402
 
-from diffulex.engine.context_classes import ContextClasses  # noqa: E402
+from diffulex.runner.context_classes import ContextClasses  # noqa: E402
 from tiny_engine import TinyModel  # noqa: E402
 
 

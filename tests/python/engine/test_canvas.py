@@ -14,7 +14,7 @@ import pytest
 from brute_force import Outcome, RequestSettings, Settings
 from brute_force.canvas import CanvasRun, CanvasSettings
 from diffulex import SamplingParams
-from diffulex.sampler.inputs import SamplerInputs
+from diffulex.samplers.inputs import SamplerInputs
 from fixtures.gemma import CANVAS, VOCAB
 from tiny_gemma import MAX_MODEL_LEN, TinyGemma
 
@@ -288,7 +288,7 @@ def test_snapshots_have_no_masks(gemma: TinyGemma) -> None:
 def test_requests_of_other_strategies_are_noticed(
     gemma: TinyGemma, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffulex.logging._warned", set())
+    monkeypatch.setattr("diffulex.log._warned", set())
     with caplog.at_level("WARNING", "diffulex"), gemma.engine() as engine:
         engine.generate([[3]], SamplingParams(max_tokens=1, top_k=3), summary=False)
     assert "SamplingParams.top_k: without effect under decoding_strategy" in caplog.text

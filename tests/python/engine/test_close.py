@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from diffulex.config.sampling_params import SamplingParams
 from diffulex.engine import engine as engine_module
-from diffulex.engine import model_runner
 from diffulex.engine.engine import Diffulex
-from diffulex.engine.model_runner import ModelRunner
 from diffulex.errors import ConfigError
-from diffulex.sampling_params import SamplingParams
+from diffulex.runner import model_runner
+from diffulex.runner.model_runner import ModelRunner
 from run_ahead_cases import STRATEGIES, model_of
 from tiny_engine import TinyModel
 from tiny_gemma import TinyGemma

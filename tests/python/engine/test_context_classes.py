@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from diffulex import SamplingParams
-from diffulex.engine.context_classes import ContextClasses
-from diffulex.engine.decode_graphs import Bucket
-from diffulex.engine.decode_loop import DecodeLoop, StepVariant
 from diffulex.engine.engine import Diffulex
 from diffulex.ops.workspace import attention_splits
+from diffulex.runner.context_classes import ContextClasses
+from diffulex.runner.decode_graphs import Bucket
+from diffulex.runner.decode_loop import DecodeLoop, StepVariant
 from tiny_engine import TinyModel
 
 SETTINGS: dict[str, Any] = {

@@ -23,8 +23,8 @@ from diffulex import (
     SamplingParams,
     SamplingParamsError,
 )
+from diffulex.checkpoint import memory
 from diffulex.engine.output import RequestOutput
-from diffulex.model import memory
 from fixtures.checkpoints import MASK_ID
 from tiny_engine import TinyModel
 

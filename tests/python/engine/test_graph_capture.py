@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffulex.engine.graph_capture import captured_graph
+from diffulex.runner.graph_capture import captured_graph
 
 pytestmark = pytest.mark.cuda
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from diffulex import SamplingParams
-from diffulex.engine.attention_workspace import decode_workspace_bytes
-from diffulex.engine.decode_graphs import Bucket, graph_buckets
 from diffulex.engine.output import GenerationOutputs
 from diffulex.ops.workspace import attention_workspace_bytes
+from diffulex.runner.attention_workspace import decode_workspace_bytes
+from diffulex.runner.decode_graphs import Bucket, graph_buckets
 from tiny_engine import TinyModel
 
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from diffulex import ConfigError, SamplingParams
-from diffulex.engine.decode_graphs import Bucket
 from diffulex.engine.output import RequestOutput
-from diffulex.engine.plan_check import PlanCheck, PlanMismatchError
-from diffulex.engine.step_graphs import StepGraphs
 from diffulex.registry import AutoSampler
-from diffulex.sampler.sdar import SdarSampler
+from diffulex.runner.decode_graphs import Bucket
+from diffulex.runner.plan_check import PlanCheck, PlanMismatchError
+from diffulex.runner.step_graphs import StepGraphs
+from diffulex.samplers.sdar import SdarSampler
 from diffulex_ext import _core
 from fixtures.checkpoints import EOS_ID
 from run_ahead_cases import (

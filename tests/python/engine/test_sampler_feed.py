@@ -11,8 +11,8 @@ import torch
 
 from cases import random_prompt
 from diffulex import SamplingParams
-from diffulex.engine.batch import StepBuffers, StepShape
-from diffulex.engine.sampler_feed import SamplerFeed
+from diffulex.runner.batch import StepBuffers, StepShape
+from diffulex.runner.sampler_feed import SamplerFeed
 from diffulex_ext import _core
 from tiny_engine import TinyModel
 

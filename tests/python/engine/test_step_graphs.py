@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from diffulex import SamplingParams
-from diffulex.engine import decode_graphs, decode_loop, step_graphs
-from diffulex.engine.context_classes import ContextClasses
-from diffulex.engine.decode_loop import StepVariant
 from diffulex.engine.engine import Diffulex
+from diffulex.runner import decode_graphs, decode_loop, step_graphs
+from diffulex.runner.context_classes import ContextClasses
+from diffulex.runner.decode_loop import StepVariant
 from tiny_engine import TinyModel
 
 SETTINGS: dict[str, Any] = {

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from diffulex.config import Config, read_model_facts
+from diffulex.checkpoint.auto_model import load_model
+from diffulex.config.types import Config, read_model_facts
 from diffulex.engine.engine import Diffulex
-from diffulex.model.auto_model import load_model
 from fixtures.checkpoints import CheckpointBuilder, Tensors, tiny_config
 
 #: Random weights give flat distributions; a larger head spreads confidences over (0, 1).

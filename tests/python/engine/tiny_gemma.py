@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from diffulex.config import Config, ModelFacts
+from diffulex.checkpoint.auto_model import detect, load_model
+from diffulex.config.types import Config, ModelFacts
 from diffulex.engine.engine import Diffulex
-from diffulex.model.auto_model import detect, load_model
 from fixtures.gemma import GemmaOracle
 
 MAX_MODEL_LEN = 64

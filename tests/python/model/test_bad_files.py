@@ -13,12 +13,12 @@ import time
 import pytest
 import torch
 
+from diffulex.checkpoint import memory
+from diffulex.checkpoint.auto_model import detect, load_model
+from diffulex.checkpoint.tensor_files import read_header
 from diffulex.engine import template_bound
 from diffulex.engine.tokenizer import Tokenizer
 from diffulex.errors import CheckpointError, PromptError
-from diffulex.model import memory
-from diffulex.model.auto_model import detect, load_model
-from diffulex.model.tensor_files import read_header
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffulex.model.auto_model import detect, load_model
+from diffulex.checkpoint.auto_model import detect, load_model
 from fixtures.decoder_oracle import (
     DecoderOracle,
     block_mask,

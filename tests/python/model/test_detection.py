@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffulex.checkpoint.auto_model import detect
 from diffulex.errors import CheckpointError, ConfigError
-from diffulex.model.auto_model import detect
-from diffulex.model.config import ModelSpec
-from diffulex.model.families import detect_family, nearest_family
+from diffulex.families.detection import detect_family, nearest_family
+from diffulex.families.spec import ModelSpec
 from diffulex.registry import AutoModelForDiffusionLM
 from fixtures.checkpoints import EOS_ID, MASK_ID, TURN_END_ID, CheckpointBuilder, tiny_config
 
@@ -246,7 +246,7 @@ class TestFamilies:
 
     @pytest.mark.parametrize("name", ["SDAR-4B-Chat", "SDAR-8B-Chat"])
     def test_published_tensor_names(self, name):
-        from diffulex.model.sdar import SdarForDiffusionLM
+        from diffulex.families.sdar import SdarForDiffusionLM
 
         if not (PUBLISHED / name).is_dir():
             pytest.skip(f"published tensor index of {name} is not in {PUBLISHED}")

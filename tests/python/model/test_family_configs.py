@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffulex.checkpoint.auto_model import detect, load_model
 from diffulex.errors import CheckpointError
-from diffulex.model.auto_model import detect, load_model
-from diffulex.model.config import ModelSpec
+from diffulex.families.spec import ModelSpec
 from fixtures.families import DENSE_FAMILIES, SHIFTED, family_builder, family_config
 
 QWEN = ["dream", "diffucoder", "dream_reasoner", "fast_dllm_v2", "sdar"]

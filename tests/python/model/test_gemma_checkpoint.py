@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diffulex.engine.kv_cache import KVCache
+from diffulex.checkpoint.auto_model import detect, load_model
 from diffulex.errors import CheckpointError
-from diffulex.model.auto_model import detect, load_model
-from diffulex.model.config.diffusion_gemma import DiffusionGemmaSpec, GemmaRotary, read_gemma_spec
+from diffulex.families.spec.diffusion_gemma import DiffusionGemmaSpec, GemmaRotary, read_gemma_spec
+from diffulex.runner.kv_cache import KVCache
 from fixtures.gemma import FULL_ATTENTION, SLIDING, GemmaOracle, make_flat, rewrite
 
 ENCODER = "model.encoder.language_model."

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from diffulex import ops
-from diffulex.model.auto_model import detect, load_model
-from diffulex.model.diffusion_gemma import GemmaSelfConditioning
+from diffulex.checkpoint.auto_model import detect, load_model
+from diffulex.families.diffusion_gemma import GemmaSelfConditioning
 from fixtures.gemma import (
     CANVAS,
     FULL_ATTENTION,

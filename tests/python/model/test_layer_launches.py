@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from diffulex.model.auto_model import detect, load_model
+from diffulex.checkpoint.auto_model import detect, load_model
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.paged_batch import PagedRunner, Rows
 

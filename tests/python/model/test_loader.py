@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diffulex.checkpoint import tensor_reader
+from diffulex.checkpoint.auto_model import detect, load_model
+from diffulex.checkpoint.tensor_files import find_tensors
 from diffulex.errors import CheckpointError
-from diffulex.model import tensor_reader
-from diffulex.model.auto_model import detect, load_model
-from diffulex.model.tensor_files import find_tensors
 from fixtures.checkpoints import CheckpointBuilder, Tensors, tiny_config, write_shards
 
 
@@ -273,8 +273,8 @@ class TestDamagedFiles:
 
 
 def test_nothing_is_copied_from_a_bad_checkpoint(tmp_path):
-    from diffulex.model.loader import load_weights
-    from diffulex.model.sdar import SdarForDiffusionLM
+    from diffulex.checkpoint.loader import load_weights
+    from diffulex.families.sdar import SdarForDiffusionLM
 
     def shrink(tensors: Tensors) -> None:
         tensors["model.norm.weight"] = torch.zeros(63)
@@ -350,8 +350,8 @@ PEAK_SCRIPT = """
 import json, resource, sys
 from pathlib import Path
 import torch
-from diffulex.model.auto_model import detect, load_model
-import diffulex.model.loader, diffulex.model.lora
+from diffulex.checkpoint.auto_model import detect, load_model
+import diffulex.checkpoint.loader, diffulex.checkpoint.lora
 
 def resident():
     pages = int(Path("/proc/self/statm").read_text().split()[1])

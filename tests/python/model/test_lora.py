@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffulex.checkpoint.auto_model import detect, load_model
+from diffulex.checkpoint.lora import read_adapter
 from diffulex.errors import CheckpointError, ConfigError
-from diffulex.model.auto_model import detect, load_model
-from diffulex.model.lora import read_adapter
 from fixtures.adapters import (
     ALPHA,
     LLADA_TARGETS,
@@ -200,9 +200,9 @@ def test_unmerged_weights_stay_those_of_the_base(tmp_path):
 )
 def test_fused_rows(tmp_path, target, rows):
     """A delta of q, k or v on the tensor that holds all three goes to the rows of that one."""
-    from diffulex.layers.attention import BlockAttention
-    from diffulex.model.config.names import TensorNames
-    from diffulex.model.lora import LoraAdapter, LoraFactors, MergePlan, attach
+    from diffulex.checkpoint.lora import LoraAdapter, LoraFactors, MergePlan, attach
+    from diffulex.families.spec.names import TensorNames
+    from diffulex.nn.attention import BlockAttention
 
     parts = {part: f"attention.{part}_proj" for part in "qkv"}
     names = TensorNames(qkv="attention.query_key_value", **parts)

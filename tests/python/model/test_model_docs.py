@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diffulex.model.families import FAMILIES
+from diffulex.families.detection import FAMILIES
 from diffulex.registry import AutoModelForDiffusionLM, AutoSampler
 from fixtures.checkpoints import write_tokenizer
 from fixtures.families import DENSE_FAMILIES, SHIFTED, family_config

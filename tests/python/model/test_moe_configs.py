@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from diffulex.checkpoint.auto_model import detect, load_model
 from diffulex.errors import CheckpointError, ConfigError
-from diffulex.layers.moe import MoeFeedForward, valid_rows
-from diffulex.model.auto_model import detect, load_model
-from diffulex.model.config import ModelSpec
+from diffulex.families.spec import ModelSpec
+from diffulex.nn.moe import MoeFeedForward, valid_rows
 from fixtures.moe_families import MOE_FAMILIES, moe_builder, moe_config, stack_experts
 
 

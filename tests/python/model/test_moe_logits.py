@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from diffulex.layers.moe import MoeFeedForward
-from diffulex.model.auto_model import detect, load_model
+from diffulex.checkpoint.auto_model import detect, load_model
+from diffulex.nn.moe import MoeFeedForward
 from fixtures.decoder_oracle import block_mask, full_mask
 from fixtures.moe_families import MOE_FAMILIES, moe_builder, moe_config, stack_experts
 from fixtures.moe_oracle import MoeOracle

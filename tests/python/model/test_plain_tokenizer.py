@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from diffulex.checkpoint.resolve import demo_dir
 from diffulex.engine.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
 from diffulex.engine.template_bound import bounded_rendering
 from diffulex.engine.tokenizer import Tokenizer
 from diffulex.errors import PromptError
-from diffulex.model.resolve import demo_dir
 from fixtures.checkpoints import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from diffulex import Diffulex, SamplingParams
+from diffulex.checkpoint.resolve import demo_dir
 from diffulex.errors import CheckpointError
-from diffulex.model.resolve import demo_dir
 
 
 def test_no_weights_are_needed_or_read(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from diffulex.checkpoint.resolve import demo_dir, resolve_model
 from diffulex.errors import CheckpointError, ConfigError
-from diffulex.model.resolve import demo_dir, resolve_model
 from fixtures.checkpoints import CheckpointBuilder
 
 

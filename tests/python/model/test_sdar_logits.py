@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffulex.model.auto_model import detect, load_model
+from diffulex.checkpoint.auto_model import detect, load_model
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.paged_batch import PagedRunner, Rows
 from fixtures.qwen3_oracle import Qwen3Oracle
@@ -180,7 +180,7 @@ def test_low_precision(tmp_path, dtype, device):
 
 
 def test_init_random_is_seeded_and_fills_everything(tmp_path):
-    from diffulex.model.sdar import SdarForDiffusionLM
+    from diffulex.families.sdar import SdarForDiffusionLM
 
     CheckpointBuilder().write(tmp_path / "model")
     _, spec, _ = detect(tmp_path / "model")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from diffulex.cli import main
+from diffulex.tools.cli import main
 from fixtures.extras import need_extra
 
 need_extra("omni", "diffusers", "accelerate", "PIL")

@@ -169,6 +169,6 @@ def test_missing_packages_are_named_with_their_command(monkeypatch):
 def test_the_engine_for_images_does_not_use_the_one_for_language():
     for path in (ROOT / "python/diffulex/omni").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        for name in ("diffulex_ext", "diffulex.engine", "diffulex.sampler", "diffulex.server"):
+        for name in ("diffulex_ext", "diffulex.engine", "diffulex.samplers", "diffulex.server"):
             assert f"import {name}" not in text, path
             assert f"from {name}" not in text, path

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diffulex.engine.batch import arena_tensors, host_memory
+from diffulex.runner.batch import arena_tensors, host_memory
 from diffulex_ext import _core
 
 Call = tuple[dict[str, torch.Tensor | None], dict[str, Any]]

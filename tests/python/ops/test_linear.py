@@ -10,8 +10,8 @@ import torch
 
 import op_calls
 from diffulex import ops
-from diffulex.layers.embedding import OutputHead, TokenEmbedding
-from diffulex.layers.linear import Linear, pack_weights
+from diffulex.nn.embedding import OutputHead, TokenEmbedding
+from diffulex.nn.linear import Linear, pack_weights
 from diffulex.ops.linear import linear_packed_reference
 from tolerance import assert_accurate, to_numpy
 

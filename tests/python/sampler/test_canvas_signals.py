@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffulex.sampler.inputs import CanvasArrays, SamplerInputs
+from diffulex.samplers.inputs import CanvasArrays, SamplerInputs
 from vectors import BLOCK, CONVERGED, R0, R1, R2, R3, VOCAB, logits_of, sampler_of
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

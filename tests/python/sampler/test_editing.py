@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from diffulex.sampler.inputs import EditArrays, MergeArrays, RowFilters
+from diffulex.samplers.inputs import EditArrays, MergeArrays, RowFilters
 from vectors import (
     BLOCK,
     COMMITTABLE,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffulex.sampler.inputs import EditArrays, MergeArrays, RowFilters
+from diffulex.samplers.inputs import EditArrays, MergeArrays, RowFilters
 from vectors import BLOCK, MASK, R0, R1, R2, Step, logits_of, sampler_of
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffulex.sampler.sample_output import SampleOutput
+from diffulex.samplers.sample_output import SampleOutput
 from diffulex_ext import _core
 
 MASK = 99

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from diffulex.config import Config, ModelFacts
-from diffulex.model.config import ModelSpec
-from diffulex.sampler.base import SamplerInputs
-from diffulex.sampler.sdar import SdarSampler
+from diffulex.config.types import Config, ModelFacts
+from diffulex.families.spec import ModelSpec
+from diffulex.samplers.base import SamplerInputs
+from diffulex.samplers.sdar import SdarSampler
 
 VOCAB, MASK, BLOCK = 12, 9, 4
 COMMITTABLE, SAME, CONFIDENT, PROGRESSED, BAD = 1, 2, 4, 8, 32

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffulex.sampler.inputs import CarryArrays, RowFilters, SeedArrays
+from diffulex.samplers.inputs import CarryArrays, RowFilters, SeedArrays
 from vectors import CARRY, MASK, R0, R1, R2, R3, Step, logits_of, sampler_of
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from diffulex.config import Config, ModelFacts
-from diffulex.model.config import ModelSpec
-from diffulex.sampler.inputs import SamplerInputs
-from diffulex.sampler.selection import make_sampler
+from diffulex.config.types import Config, ModelFacts
+from diffulex.families.spec import ModelSpec
+from diffulex.samplers.inputs import SamplerInputs
+from diffulex.samplers.selection import make_sampler
 
 VOCAB, BLOCK, MASK = 8, 4, 7
 R0 = (0.02, 0.92, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01)

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from diffulex.server.http_protocol import ConnectionLimits, bounded_protocol
+from diffulex.server.http.http_protocol import ConnectionLimits, bounded_protocol
 
 
 class AppServer:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from byte_tokenizer import EOS, MASK, ByteTokenizer
-from diffulex.engine.serving import DiffulexAsyncEngineMixin
+from diffulex.serving.tick import DiffulexAsyncEngineMixin
 
 BLOCK, BUFFER = 4, 3
 

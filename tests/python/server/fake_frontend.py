@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from diffulex.server.protocol import (
+from diffulex.wire.protocol import (
     ServingBufferSnapshot,
     ServingDelta,
     ServingError,

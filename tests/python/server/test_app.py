@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from diffulex.server.api_server import (
+from diffulex.server.http.api_server import (
     ChatCompletionRequest,
     GenerateRequest,
     create_app,
     maybe_await,
     sampling_params_from_request,
 )
-from diffulex.server.protocol import ChatInput, PromptInput, ServingReply
+from diffulex.wire.protocol import ChatInput, PromptInput, ServingReply
 from fake_frontend import FakeFrontend
 from http_client import AppClient, check_error, frames
 

@@ -8,8 +8,8 @@ import logging
 
 import pytest
 
-from diffulex.server.api_server import create_app
-from diffulex.server.frontend import FrontendLimits
+from diffulex.server.http.api_server import create_app
+from diffulex.serving.frontend import FrontendLimits
 from fake_frontend import FakeFrontend
 from http_client import AppClient, check_error
 

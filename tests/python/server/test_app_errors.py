@@ -9,9 +9,9 @@ import pytest
 
 from byte_tokenizer import MASK, VOCAB_SIZE, ByteTokenizer
 from diffulex.errors import PromptError
-from diffulex.server.api_server import create_app
-from diffulex.server.frontend import BackendUnavailable, ClientDisconnected, OperationFailed
-from diffulex.server.protocol import PromptInput, ServingError
+from diffulex.server.http.api_server import create_app
+from diffulex.serving.frontend import BackendUnavailable, ClientDisconnected, OperationFailed
+from diffulex.wire.protocol import PromptInput, ServingError
 from http_client import AppClient, check_error
 from template_frontend import LIMIT, make_frontend
 

@@ -16,9 +16,9 @@ import openai
 import pytest
 
 from app_server import AppServer
-from diffulex.server.api_server import create_app
-from diffulex.server.frontend import FrontendManager
-from diffulex.server.protocol import (
+from diffulex.server.http.api_server import create_app
+from diffulex.serving.frontend import FrontendManager
+from diffulex.wire.protocol import (
     ServingAbort,
     ServingBufferSnapshot,
     ServingDelta,

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from diffulex import SamplingParams
-from diffulex.server.api_server import (
+from diffulex.server.http.api_server import (
     ChatCompletionRequest,
     chat_delta_chunk,
     chat_finish_chunk,
@@ -16,9 +16,9 @@ from diffulex.server.api_server import (
     denoise_chat_event,
     sse,
 )
-from diffulex.server.generation import Generation
-from diffulex.server.openai_format import OpenAIFrames, OpenAIRoute
-from diffulex.server.protocol import (
+from diffulex.server.openai.generation import Generation
+from diffulex.server.openai.openai_format import OpenAIFrames, OpenAIRoute
+from diffulex.wire.protocol import (
     PromptInput,
     ServingBufferSnapshot,
     ServingDelta,

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from diffulex import cli
-from diffulex.config_table import CONFIG_TABLE
+from diffulex.config.table import CONFIG_TABLE
 from diffulex.errors import ConfigError
-from diffulex.logging import _warned
+from diffulex.log import _warned
 from diffulex.server import __main__ as server_main
 from diffulex.server import requirements
 from diffulex.server.args import (
@@ -28,6 +27,7 @@ from diffulex.server.args import (
 from diffulex.server.flags_markdown import render_markdown
 from diffulex.server.launch import main
 from diffulex.server.server_flags import http_flags
+from diffulex.tools import cli
 
 # Section 10.1: what a flag puts into the engine's keywords.
 UPSTREAM_FLAGS = [
@@ -333,9 +333,9 @@ def test_importing_needs_neither_torch_nor_the_extra():
         "sys.meta_path.insert(0, Block())\n"
         "from diffulex.server.args import parse_args\n"
         "parse_args(['--block-size', '8'])\n"
-        "import diffulex.server.protocol, diffulex.server.zmq_queue, diffulex.server.frontend\n"
+        "import diffulex.wire.protocol, diffulex.serving.zmq_queue, diffulex.serving.frontend\n"
         "blocked -= {'fastapi', 'msgspec', 'prometheus_client'}\n"
-        "import diffulex.server.api_server, diffulex.server.engine_loop\n"
+        "import diffulex.server.http.api_server, diffulex.serving.engine_loop\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

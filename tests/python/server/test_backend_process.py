@@ -16,13 +16,15 @@ import pytest
 
 import slow_engine
 from diffulex import SamplingParams
-from diffulex.server import backend_process, heartbeat, launch, supervisor
-from diffulex.server import frontend as frontend_module
+from diffulex.server import launch
 from diffulex.server.args import parse_args
-from diffulex.server.backend_process import BackendProcess, ReadyQueue, describe_exit
-from diffulex.server.backend_worker import ENGINE_DEAD_STATUS
-from diffulex.server.frontend import FrontendManager, OperationFailed, RequestFailed, ServerState
-from diffulex.server.protocol import (
+from diffulex.serving import backend_process, heartbeat, supervisor
+from diffulex.serving import frontend as frontend_module
+from diffulex.serving.backend_process import BackendProcess, ReadyQueue, describe_exit
+from diffulex.serving.backend_worker import ENGINE_DEAD_STATUS
+from diffulex.serving.frontend import FrontendManager, OperationFailed, RequestFailed, ServerState
+from diffulex.serving.zmq_queue import ZmqPullQueue
+from diffulex.wire.protocol import (
     PromptInput,
     ServingBufferSnapshot,
     ServingDelta,
@@ -31,7 +33,6 @@ from diffulex.server.protocol import (
     ServingReply,
     serving_event_from_dict,
 )
-from diffulex.server.zmq_queue import ZmqPullQueue
 
 TIMEOUT_S = 60.0
 

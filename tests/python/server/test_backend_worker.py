@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from block_engine import BlockEngine
 from diffulex import SamplingParams
-from diffulex.engine.serving import EngineDeadError
-from diffulex.server.backend_worker import SyncBackendWorker
-from diffulex.server.protocol import (
+from diffulex.serving.backend_worker import SyncBackendWorker
+from diffulex.serving.tick import EngineDeadError
+from diffulex.serving.zmq_queue import MessageDecodeError
+from diffulex.wire.protocol import (
     PromptInput,
     ServingAbort,
     ServingAck,
@@ -24,7 +25,6 @@ from diffulex.server.protocol import (
     serving_command_from_dict,
     serving_command_to_dict,
 )
-from diffulex.server.zmq_queue import MessageDecodeError
 
 
 class FakeQueue:

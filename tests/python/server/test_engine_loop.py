@@ -14,9 +14,9 @@ from block_engine import BlockEngine
 from byte_tokenizer import EOS
 from diffulex import SamplingParams
 from diffulex.errors import PromptError
-from diffulex.server.engine_loop import EngineLoop, GenerateResult, QueuedCommand
-from diffulex.server.frontend import RequestFailed
-from diffulex.server.protocol import (
+from diffulex.serving.engine_loop import EngineLoop, GenerateResult, QueuedCommand
+from diffulex.serving.frontend import RequestFailed
+from diffulex.wire.protocol import (
     ChatInput,
     PromptInput,
     ServingAbort,
@@ -269,7 +269,7 @@ def test_a_closed_stream_is_aborted():
 
 
 def test_a_client_that_left_ends_its_stream(monkeypatch):
-    monkeypatch.setattr("diffulex.server.engine_loop._DISCONNECT_POLL_S", 0.02)
+    monkeypatch.setattr("diffulex.serving.engine_loop._DISCONNECT_POLL_S", 0.02)
 
     async def test(harness):
         async def is_disconnected():

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from diffulex.server.api_errors import ApiError, _first_invalid, shown
-from diffulex.server.neutral_fields import check_supported
-from diffulex.server.request_schema import CompletionRequest
+from diffulex.server.http.api_errors import ApiError, _first_invalid, shown
+from diffulex.server.openai.neutral_fields import check_supported
+from diffulex.server.openai.request_schema import CompletionRequest
 
 
 class Endless:

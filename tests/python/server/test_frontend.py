@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 
 from diffulex import SamplingParams
-from diffulex.server.frontend import (
+from diffulex.serving.frontend import (
     BackendUnavailable,
     ClientDisconnected,
     FrontendLimits,
@@ -19,7 +19,8 @@ from diffulex.server.frontend import (
     RequestFailed,
     ServerState,
 )
-from diffulex.server.protocol import (
+from diffulex.serving.zmq_queue import MessageDecodeError
+from diffulex.wire.protocol import (
     ChatInput,
     PromptInput,
     ServingAbort,
@@ -35,7 +36,6 @@ from diffulex.server.protocol import (
     ServingReply,
     ServingShutdown,
 )
-from diffulex.server.zmq_queue import MessageDecodeError
 
 TIMEOUT_S = 20.0
 

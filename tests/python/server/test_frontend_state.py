@@ -7,8 +7,8 @@ import asyncio
 import random
 from collections import deque
 
-from diffulex.server.frontend import FrontendReqState
-from diffulex.server.protocol import ServingBufferSnapshot, ServingDelta, ServingReply
+from diffulex.serving.frontend import FrontendReqState
+from diffulex.wire.protocol import ServingBufferSnapshot, ServingDelta, ServingReply
 
 
 def delta(rid, offset, text):

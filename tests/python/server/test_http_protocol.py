@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from app_server import AppServer
-from diffulex.server.api_server import create_app
-from diffulex.server.http_protocol import ConnectionLimits
+from diffulex.server.http.api_server import create_app
+from diffulex.server.http.http_protocol import ConnectionLimits
 from fake_frontend import FakeFrontend
 from test_app_socket import serving, until
 

@@ -15,13 +15,13 @@ import pytest
 from app_server import AppServer
 from block_engine import BlockEngine
 from diffulex import Diffulex, SamplingParams
-from diffulex.engine.serving_engine import ServingEngine
-from diffulex.server.api_server import create_app
-from diffulex.server.engine_loop import EngineLoop
-from diffulex.server.frontend import BackendUnavailable, OperationFailed, RequestFailed
-from diffulex.server.frontend_state import FrontendLimits, ServerState
-from diffulex.server.inproc_frontend import InprocFrontend
-from diffulex.server.protocol import PromptInput, ServingAbort, ServingGenerate
+from diffulex.server.http.api_server import create_app
+from diffulex.serving.engine import ServingEngine
+from diffulex.serving.engine_loop import EngineLoop
+from diffulex.serving.frontend import BackendUnavailable, OperationFailed, RequestFailed
+from diffulex.serving.frontend_state import FrontendLimits, ServerState
+from diffulex.serving.inproc_frontend import InprocFrontend
+from diffulex.wire.protocol import PromptInput, ServingAbort, ServingGenerate
 from engine.tiny_engine import TinyModel
 from http_client import frames
 

@@ -15,11 +15,11 @@ import pytest
 
 from app_server import AppServer
 from byte_tokenizer import VOCAB_SIZE, ByteTokenizer
-from diffulex.server import large_bodies
-from diffulex.server.api_server import create_app
-from diffulex.server.body_parser import find_excess, parse_body
-from diffulex.server.frontend_state import FrontendLimits
-from diffulex.server.large_bodies import SMALL_BYTES
+from diffulex.server.http import large_bodies
+from diffulex.server.http.api_server import create_app
+from diffulex.server.http.body_parser import find_excess, parse_body
+from diffulex.server.http.large_bodies import SMALL_BYTES
+from diffulex.serving.frontend_state import FrontendLimits
 from fake_frontend import FakeFrontend
 from http_client import AppClient, check_error
 

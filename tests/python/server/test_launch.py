@@ -21,7 +21,7 @@ import pytest
 import slow_engine
 from diffulex.server import launch
 from diffulex.server.args import parse_args
-from diffulex.server.http_server import HttpServer
+from diffulex.server.http.http_server import HttpServer
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 60.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diffulex.server.api_server import create_app
+from diffulex.server.http.api_server import create_app
 from fake_frontend import FakeFrontend
 from http_client import AppClient
 from template_frontend import make_frontend

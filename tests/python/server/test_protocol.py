@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffulex import SamplingParams
-from diffulex.sampling_params import DECODING_FIELDS, decoding_arguments
-from diffulex.server import protocol
-from diffulex.server.protocol import (
+from diffulex.config.sampling_params import DECODING_FIELDS, decoding_arguments
+from diffulex.serving.zmq_queue import MessageDecodeError, pack_message, unpack_message
+from diffulex.wire import protocol
+from diffulex.wire.protocol import (
     ChatInput,
     PromptInput,
     ProtocolVersionError,
@@ -40,7 +41,6 @@ from diffulex.server.protocol import (
     serving_input_from_dict,
     serving_input_to_dict,
 )
-from diffulex.server.zmq_queue import MessageDecodeError, pack_message, unpack_message
 
 PARAMS = SamplingParams(
     temperature=0.5,

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 
 from diffulex import SamplingParams
-from diffulex.server.api_errors import ApiError
-from diffulex.server.api_server import create_app
-from diffulex.server.generation import Generation, LiveRequests
-from diffulex.server.protocol import PromptInput
+from diffulex.server.http.api_errors import ApiError
+from diffulex.server.http.api_server import create_app
+from diffulex.server.openai.generation import Generation, LiveRequests
+from diffulex.wire.protocol import PromptInput
 from fake_frontend import FakeFrontend
 from http_client import AppClient, check_error
 

@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from byte_tokenizer import ByteTokenizer
 from diffulex.errors import ConfigError
-from diffulex.logging import _JsonFormatter
-from diffulex.server.api_server import create_app
-from diffulex.server.protocol import ServingError
+from diffulex.log import _JsonFormatter
+from diffulex.server.http.api_server import create_app
+from diffulex.wire.protocol import ServingError
 from fake_frontend import FakeFrontend
 from http_client import AppClient, frames
 
@@ -173,12 +173,14 @@ def test_a_metrics_port_in_use_is_one_line_before_anything_is_loaded():
 
 
 def lines(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == "diffulex.server.request_record"]
+    return [
+        r.getMessage() for r in caplog.records if r.name == "diffulex.server.http.request_record"
+    ]
 
 
 @pytest.fixture
 def log(caplog):
-    caplog.set_level(logging.INFO, logger="diffulex.server.request_record")
+    caplog.set_level(logging.INFO, logger="diffulex.server.http.request_record")
     return caplog
 
 
@@ -231,7 +233,7 @@ def test_prompts_are_logged_only_on_request(log):
 
 def test_json_logs_have_the_fields(log):
     AppClient(create_app(FakeFrontend())).post("/generate", BODY)
-    (record,) = [r for r in log.records if r.name == "diffulex.server.request_record"]
+    (record,) = [r for r in log.records if r.name == "diffulex.server.http.request_record"]
     entry = json.loads(_JsonFormatter().format(record))
     assert (entry["rid"], entry["status"], entry["nfe"]) == ("diffulex-0", 200, 6)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from diffulex.server.api_server import create_app
-from diffulex.server.protocol import ChatInput, ServingDelta, ServingError
+from diffulex.server.http.api_server import create_app
+from diffulex.wire.protocol import ChatInput, ServingDelta, ServingError
 from fake_frontend import FakeFrontend
 from http_client import AppClient, check_error
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from diffulex import Diffulex, SamplingParams
-from diffulex.server.backend_worker import default_engine_factory
-from diffulex.server.protocol import (
+from diffulex.serving.backend_worker import default_engine_factory
+from diffulex.wire.protocol import (
     ChatInput,
     PromptInput,
     ServingAbort,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from diffulex import SamplingParams
-from diffulex.server.backend_worker import default_engine_factory
-from diffulex.server.protocol import (
+from diffulex.serving.backend_worker import default_engine_factory
+from diffulex.wire.protocol import (
     PromptInput,
     ServingAbort,
     ServingAck,

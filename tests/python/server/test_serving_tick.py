@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from block_engine import BLOCK, BlockEngine
 from byte_tokenizer import EOS, HOLE, MASK, TURN_END, VOCAB_SIZE
 from diffulex import SamplingParams
-from diffulex.engine.admission import AdmissionLimits
-from diffulex.engine.serving import SUPPORTED_STREAM_MODES, EngineDeadError
-from diffulex.server.protocol import (
+from diffulex.serving.admission import AdmissionLimits
+from diffulex.serving.tick import SUPPORTED_STREAM_MODES, EngineDeadError
+from diffulex.wire.protocol import (
     ChatInput,
     PromptInput,
     ServingAbort,

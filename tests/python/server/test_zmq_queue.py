@@ -13,12 +13,7 @@ import msgpack
 import pytest
 import zmq
 
-from diffulex.server.protocol import (
-    ServingAbort,
-    serving_command_from_dict,
-    serving_command_to_dict,
-)
-from diffulex.server.zmq_queue import (
+from diffulex.serving.zmq_queue import (
     MessageDecodeError,
     ZmqAsyncPullQueue,
     ZmqAsyncPushQueue,
@@ -26,6 +21,11 @@ from diffulex.server.zmq_queue import (
     ZmqPushQueue,
     pack_message,
     unpack_message,
+)
+from diffulex.wire.protocol import (
+    ServingAbort,
+    serving_command_from_dict,
+    serving_command_to_dict,
 )
 
 TIMEOUT_S = 20.0

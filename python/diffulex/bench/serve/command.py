@@ -23,7 +23,7 @@ from diffulex.bench.serve.frames import APIS
 from diffulex.bench.serve.http_stream import Endpoint, HttpClient
 from diffulex.bench.serve.load import LoadPlan, LoadRun, RequestSettings, Sender, run_load, warm_up
 from diffulex.bench.serve.report import ReportSettings, ServeReport, pareto_table, summarize
-from diffulex.cli_flags import integer, number, numbers, positive_integer
+from diffulex.config.flags import integer, number, numbers, positive_integer
 from diffulex.env import get_text
 from diffulex.errors import ConfigError
 
@@ -158,8 +158,8 @@ async def _served_model(client: HttpClient) -> str:
 def _load_tokenizer(name: str | None) -> Tokenizer | None:
     if name is None:
         return None
+    from diffulex.checkpoint.resolve import resolve_model  # noqa: PLC0415 (the same)
     from diffulex.engine.tokenizer import Tokenizer  # noqa: PLC0415 (slow, and only on request)
-    from diffulex.model.resolve import resolve_model  # noqa: PLC0415 (the same)
 
     return Tokenizer.from_dir(resolve_model(name))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diffulex.cli import main
+from diffulex.tools.cli import main
 from fixtures.sse_endpoint import Answer, FakeEndpoint, Seen, chat_frames, sse_endpoint
 
 _USAGE = {"prompt_tokens": 7, "completion_tokens": 9, "nfe": 3, "dllm_decode_steps": 2}

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint directory to a loaded model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from diffulex.errors import CheckpointError, ConfigError
+from diffulex.families import detection as families
+from diffulex.families.spec.reader import read_json_object, read_optional_json
+from diffulex.log import get_logger
+from diffulex.registry import AutoModelForDiffusionLM
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from diffulex.families.spec import ModelSpec
+    from diffulex.nn.linear import Projection
+
+logger = get_logger(__name__)
+
+_QUANTISATION_KEYS = ("quantization_config", "compression_config")
+_TEXT_CONFIG = "text_config"
+_BLOCK_SUFFIX = re.compile(r"-b(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What the directory says besides the shapes of the model."""
+
+    model_dir: Path
+    family: str
+    architecture: str | None
+    #: ``generation_config.json``'s ``diffulex`` object: engine options this checkpoint prefers.
+    engine_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def detect(
+    model_dir: Path, model_name: str | None = None, *, mask_token_id: int | None = None
+) -> tuple[str, ModelSpec, CheckpointInfo]:
+    """Finds the registered model for a checkpoint and reads its description.
+
+    Args:
+        model_dir: directory with ``config.json``.
+        model_name: family chosen by the user; rejected when the checkpoint contradicts it.
+        mask_token_id: explicit mask id, which wins over every file.
+
+    Returns:
+        Name in the model registry, description, and further facts of the directory.
+
+    Raises:
+        CheckpointError: no such family, a family without support, or an unusable configuration.
+        ConfigError: `model_name` is unknown or contradicts the checkpoint.
+    """
+    config_path = model_dir / "config.json"
+    if not config_path.is_file():
+        raise CheckpointError(f"checkpoint: {model_dir}: expected a config.json, got none")
+    config = read_json_object(config_path)
+    _reject_quantisation(config)
+    name = _registered_name(config, model_dir, model_name)
+    model_class: Any = AutoModelForDiffusionLM.get(name)
+    spec: ModelSpec = model_class.read_spec(config, model_dir, mask_token_id=mask_token_id)
+    _warn_about_block_suffix(model_dir, spec)
+    info = CheckpointInfo(
+        model_dir=model_dir,
+        family=spec.family,
+        architecture=families.first_architecture(config),
+        engine_defaults=_engine_defaults(model_dir),
+    )
+    return name, spec, info
+
+
+def load_model(
+    model_name: str,
+    spec: ModelSpec,
+    model_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: bool = False,
+    *,
+    lora_path: Path | None = None,
+    merge_lora: bool = False,
+) -> nn.Module:
+    """Builds the registered model and fills it from the checkpoint; see `loader.load_weights`.
+
+    Names, shapes and the memory at hand are checked before any memory is taken. `lora_path` is the
+    directory of an adapter; with `merge_lora` its products become part of the weights, otherwise
+    they are computed beside them.
+
+    Raises:
+        CheckpointError: the files do not fit the description, or the model not the memory.
+    """
+    # Imported here because they import torch.
+    from diffulex.checkpoint import lora  # noqa: PLC0415
+    from diffulex.checkpoint.loader import check_headers, check_num_layers, load_weights  # noqa: PLC0415
+    from diffulex.checkpoint.memory import check_memory, reporting_memory  # noqa: PLC0415
+
+    model_class: Any = AutoModelForDiffusionLM.get(model_name)
+    check_num_layers(spec, model_dir)
+    adapter = None if lora_path is None else lora.read_adapter(lora_path)
+    with reporting_memory(spec, dtype, device):
+        on_meta = model_class(spec, dtype, "meta")
+        check_headers(on_meta, model_dir)
+        if adapter is not None:
+            adapter.check(_projections(on_meta, model_name))
+        check_memory(spec, dtype, device)
+        model = model_class(spec, dtype, device)
+    merge = None
+    if adapter is not None and merge_lora:
+        merge = lora.MergePlan(adapter, _projections(model, model_name))
+    load_weights(model, model_dir, progress=progress, merge=merge)
+    if adapter is not None and not merge_lora:
+        lora.attach(adapter, _projections(model, model_name))
+    module: nn.Module = model.eval()
+    return module
+
+
+def random_model(
+    model_name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, seed: int = 0
+) -> nn.Module:
+    """The registered model with weights drawn from a seeded generator where they are."""
+    from diffulex.checkpoint.memory import check_memory, reporting_memory  # noqa: PLC0415
+
+    model_class: Any = AutoModelForDiffusionLM.get(model_name)
+    with reporting_memory(spec, dtype, device):
+        check_memory(spec, dtype, device)
+        module: nn.Module = model_class(spec, dtype, device).init_random(seed).eval()
+    return module
+
+
+def _projections(model: nn.Module, model_name: str) -> Mapping[str, Projection]:
+    projections: Any = getattr(model, "projections", None)
+    if projections is None:
+        raise CheckpointError(f"adapter: expected a family with adapters, got {model_name!r}")
+    table: Mapping[str, Projection] = projections()
+    return table
+
+
+def _registered_name(config: Mapping[str, Any], model_dir: Path, model_name: str | None) -> str:
+    """Registry entry to use; built-in families first, then names that others registered."""
+    available = _supported()
+    family = families.detect_family(config, lambda: _tensor_names(model_dir))
+    if model_name is not None:
+        return _checked_name(model_name, family, available)
+    if family is not None:
+        return family
+    architecture = families.first_architecture(config)
+    for candidate in (architecture, config.get("model_type")):
+        if isinstance(candidate, str) and candidate in AutoModelForDiffusionLM.available():
+            return AutoModelForDiffusionLM.canonical(candidate)
+    nearest = families.nearest_family(config, lambda: _tensor_names(model_dir))
+    hint = ""
+    if nearest is not None:
+        hint = (
+            f"; its layout is nearest to {nearest}: pass model_name={nearest!r} "
+            f"(--model-name {nearest}) to load it as such"
+        )
+    raise CheckpointError(
+        f"checkpoint: {model_dir}: expected one of the supported architectures "
+        f"({', '.join(available)}), got {architecture or config.get('model_type')!r}{hint}"
+    )
+
+
+def _supported() -> tuple[str, ...]:
+    """Registered model names without their aliases."""
+    registry = AutoModelForDiffusionLM
+    return tuple(sorted({registry.canonical(name) for name in registry.available()}))
+
+
+def check_model_name(model_name: str) -> None:
+    """Raises ConfigError unless a model is registered, or built in, under this name."""
+    available = _supported()
+    name = AutoModelForDiffusionLM.canonical(model_name)
+    if families.family_of_name(name) is None and name not in available:
+        built_in = {name for item in families.FAMILIES for name in (item.name, *item.aliases)}
+        names = sorted({*available, *built_in})
+        raise ConfigError(f"model_name: expected one of {', '.join(names)}, got {name!r}")
+
+
+def _checked_name(model_name: str, family: str | None, available: tuple[str, ...]) -> str:
+    check_model_name(model_name)
+    model_name = AutoModelForDiffusionLM.canonical(model_name)
+    builtin = families.family_of_name(model_name)
+    # A family registered from outside is trusted to know its own checkpoints, and an architecture
+    # that no family claims may be loaded as whatever the user says.
+    if builtin is not None and family is not None and not families.matches(model_name, family):
+        raise ConfigError(
+            f"model_name: expected the family of the checkpoint ({family}), got {model_name!r}"
+        )
+    return model_name if builtin is None or model_name in available else builtin
+
+
+def _tensor_names(model_dir: Path) -> Collection[str]:
+    """Names in the checkpoint, from the index alone where there is one; empty without weights."""
+    from diffulex.checkpoint.tensor_files import stored_names  # noqa: PLC0415 (imports torch)
+
+    return stored_names(model_dir)
+
+
+def _reject_quantisation(config: Mapping[str, Any], where: str = "") -> None:
+    for key in _QUANTISATION_KEYS:
+        value = config.get(key)
+        if value:
+            method = value.get("quant_method", "unknown") if isinstance(value, dict) else value
+            raise CheckpointError(
+                f"config.json: {where}{key}: expected an unquantised checkpoint, "
+                f"got quantisation method {method!r}"
+            )
+    # Multimodal configurations may keep it beside the shapes of the language model.
+    nested = config.get(_TEXT_CONFIG)
+    if isinstance(nested, dict) and not where:
+        _reject_quantisation(nested, f"{_TEXT_CONFIG}.")
+
+
+def _engine_defaults(model_dir: Path) -> Mapping[str, Any]:
+    defaults = read_optional_json(model_dir / "generation_config.json").get("diffulex")
+    if defaults is None:
+        return {}
+    if not isinstance(defaults, dict):
+        raise CheckpointError(
+            f"generation_config.json: diffulex: expected an object, got {defaults!r}"
+        )
+    return defaults
+
+
+def _warn_about_block_suffix(model_dir: Path, spec: ModelSpec) -> None:
+    match = _BLOCK_SUFFIX.search(model_dir.name)
+    if match and spec.block_size is not None and int(match[1]) != spec.block_size:
+        logger.warning(
+            "%s: the directory name suggests block size %s, the checkpoint says %d; "
+            "pass block_size to choose",
+            model_dir.name,
+            match[1],
+            spec.block_size,
+        )

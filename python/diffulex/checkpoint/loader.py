@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads safetensors checkpoints into a model, completely or not at all.
+
+Every check runs on the file headers before the first weight is copied.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from diffulex.checkpoint.tensor_files import StoredTensor, find_tensors, is_ignored, listed
+from diffulex.checkpoint.tensor_reader import TENSOR_DTYPES, TensorReader
+from diffulex.errors import CheckpointError
+from diffulex.log import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from diffulex.checkpoint.lora import MergePlan
+    from diffulex.families.spec import ModelSpec
+
+logger = get_logger(__name__)
+
+
+class LoadableModel(Protocol):
+    """What a model offers to the loader.
+
+    A model whose checkpoints name one tensor in several ways has `canonical_name(stored_name)`.
+
+    A model whose checkpoints come in several layouts has `weight_table_for(stored_names)` as well,
+    which is asked in place of `weight_table`.
+
+    A model that prepares something from its loaded weights has `finish_loading()`.
+    """
+
+    spec: ModelSpec
+
+    def weight_table(self) -> dict[str, torch.Tensor]:
+        """Checkpoint name -> destination with the expected shape."""
+
+    def tie_embeddings(self) -> None:
+        """Lets the head share the embedding table."""
+
+
+def _weight_table(model: LoadableModel, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    table_for = getattr(model, "weight_table_for", None)
+    table: dict[str, Any] = model.weight_table() if table_for is None else table_for(stored.keys())
+    return table
+
+
+def _find_stored(model: LoadableModel, model_dir: Path) -> dict[str, StoredTensor]:
+    """The checkpoint's tensors under the names of the model's weight table."""
+    stored = find_tensors(model_dir)
+    canonical_name = getattr(model, "canonical_name", None)
+    if canonical_name is None:
+        return stored
+    renamed: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        canonical = canonical_name(name)
+        if canonical in renamed:
+            raise CheckpointError(
+                f"checkpoint: {canonical}: expected one tensor, got another one stored as {name}"
+            )
+        renamed[canonical] = tensor
+    return renamed
+
+
+def _check(
+    table: Mapping[str, torch.Tensor],
+    stored: Mapping[str, StoredTensor],
+    ignored: tuple[str, ...],
+) -> None:
+    unknown = {name for name in stored if name not in table and not is_ignored(name, ignored)}
+    if unknown:
+        raise CheckpointError(
+            f"checkpoint: expected only tensors of the model, got {listed(unknown)}"
+        )
+    missing = table.keys() - stored.keys()
+    if missing:
+        raise CheckpointError(f"checkpoint: missing tensors: {listed(missing)}")
+    for name, target in table.items():
+        found = stored[name]
+        if found.shape != tuple(target.shape):
+            raise CheckpointError(
+                f"checkpoint: {name}: expected shape {list(target.shape)}, got {list(found.shape)}"
+            )
+        if found.dtype not in TENSOR_DTYPES:
+            raise CheckpointError(
+                f"checkpoint: {name}: expected one of {', '.join(TENSOR_DTYPES)}, got {found.dtype} "
+                "(quantised checkpoints are not supported)"
+            )
+
+
+def _is_tied(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether one matrix serves as embedding and head (transformers 5 rule)."""
+    embedding, head = spec.names.embedding, spec.names.head
+    if not spec.tie_word_embeddings:
+        return False
+    if embedding not in stored or head not in stored:
+        return True
+    is_equal = _are_equal(stored[embedding], stored[head])
+    if not is_equal:
+        logger.warning(
+            "config.json ties the head to the embedding, but the checkpoint stores different "
+            "values for them; both are loaded and not tied"
+        )
+    return is_equal
+
+
+def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    # Types that cannot be loaded are reported by the check of all tensors.
+    if first.shape != second.shape or not {first.dtype, second.dtype} <= TENSOR_DTYPES.keys():
+        return False
+    # Pieces of both are as long: they have rows of one shape, if not always of one dtype.
+    rows_of_first, rows_of_second = TensorReader("cpu"), TensorReader("cpu")
+    num_rows = min(rows_of_first.rows_per_piece(first), rows_of_second.rows_per_piece(second))
+    pairs = zip(
+        rows_of_first.pieces(first, num_rows), rows_of_second.pieces(second, num_rows), strict=True
+    )
+    return all(torch.equal(a, b.to(a.dtype)) for (_, a), (_, b) in pairs)
+
+
+def check_headers(model: LoadableModel, model_dir: Path) -> None:
+    """Compares a model, which may be on the meta device, with the file headers.
+
+    Raises:
+        CheckpointError: missing, unknown or misshapen tensors, or damaged files.
+    """
+    stored = _find_stored(model, model_dir)
+    table = _weight_table(model, stored)
+    names = model.spec.names
+    if model.spec.tie_word_embeddings:
+        # One of the two may be absent; which one serves is decided when the values are read.
+        if names.head not in stored:
+            table.pop(names.head, None)
+        elif names.embedding not in stored:
+            table.pop(names.embedding, None)
+    _check(table, stored, names.ignored)
+
+
+def check_num_layers(spec: ModelSpec, model_dir: Path) -> None:
+    """Keeps a number of layers that cannot be right from being built.
+
+    Raises:
+        CheckpointError: there are more layers than tensors.
+    """
+    num_tensors = len(find_tensors(model_dir))
+    if spec.num_layers > num_tensors:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers: expected at most {num_tensors}, the number of"
+            f" tensors in the checkpoint, got {spec.num_layers}"
+        )
+
+
+def load_weights(
+    model: LoadableModel,
+    model_dir: Path,
+    *,
+    progress: bool = False,
+    merge: MergePlan | None = None,
+) -> None:
+    """Copies the checkpoint in `model_dir` into `model`, converting to its dtype and device.
+
+    Files are read in pieces: beside the model itself no more than two pieces are in host memory.
+
+    Args:
+        model: destination; its weights are written in full.
+        model_dir: directory with safetensors files.
+        progress: show a bar on standard error if that is a terminal and loading takes long.
+        merge: low-rank products to add to the weights before they are rounded.
+
+    Raises:
+        CheckpointError: missing, unknown or misshapen tensors, or damaged files. Nothing has been
+            copied then.
+    """
+    stored = _find_stored(model, model_dir)
+    table = _weight_table(model, stored)
+    names = model.spec.names
+    is_tied = _is_tied(model.spec, stored)
+    if is_tied:
+        pair = (names.embedding, names.head)
+        name = names.head if names.embedding not in stored and names.head in stored else pair[0]
+        target = table[names.embedding]
+        table = {key: table[key] for key in table if key not in pair}
+        table[name] = target
+        stored = {key: stored[key] for key in stored if key in table or key not in pair}
+    _check(table, stored, names.ignored)
+    if is_tied:
+        model.tie_embeddings()
+    _copy(table, stored, progress=progress, merge=merge)
+    finish = getattr(model, "finish_loading", None)
+    if finish is not None:
+        finish()
+
+
+def _copy(
+    table: Mapping[str, torch.Tensor],
+    stored: Mapping[str, StoredTensor],
+    *,
+    progress: bool,
+    merge: MergePlan | None,
+) -> None:
+    # In the order in which the bytes lie on disk.
+    order = sorted(table, key=lambda name: (stored[name].file, stored[name].offset))
+    total = sum(target.numel() * target.element_size() for target in table.values())
+    bar = _progress_bar(total) if progress and sys.stderr.isatty() else None
+    reader = TensorReader(next((target.device for target in table.values()), "cpu"))
+    for name in order:
+        target = table[name]
+        for rows, values in reader.pieces(stored[name]):
+            check_finite(values, name, stored[name])
+            part = target[rows] if target.dim() else target
+            part.copy_(values if merge is None else merge.apply(name, rows, values))
+            if bar is not None:
+                bar.update(part.numel() * part.element_size())
+    if bar is not None:
+        bar.close()
+
+
+def check_finite(values: torch.Tensor, name: str, stored: StoredTensor) -> None:
+    """Refuses NaN and infinite weights, whose answers would be refused later without a name.
+
+    Raises:
+        CheckpointError: a value is not finite.
+    """
+    # One pass over the values decides, unless their sum overflows.
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    if values.sum(dtype=dtype).isfinite() or values.isfinite().all():
+        return
+    raise CheckpointError(
+        f"checkpoint: {stored.file}: {name}: expected finite values, got NaN or infinite ones"
+    )
+
+
+def _progress_bar(total: int) -> Any:
+    from tqdm import tqdm  # noqa: PLC0415 (only a long load needs it)
+
+    # The delay keeps the bar away from loads that finish before anyone wonders.
+    return tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, delay=2.0)

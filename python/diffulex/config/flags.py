@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command-line flags made from the configuration table, and a parser that fails in one line."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from diffulex.config.table import CONFIG_TABLE, THRESHOLD_KEYS, ConfigKey, Support
+from diffulex.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+_MAX_SECONDS = 10
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+#: Least similarity of a flag that is offered instead of an unknown one.
+_NEAREST_CUTOFF = 0.75
+#: Kinds a flag can hold; mappings are for Python callers only.
+_FLAG_KINDS = ("str", "int", "float", "bool", "ids")
+
+
+class UsageError(ConfigError):
+    """The command line itself is wrong."""
+
+
+def _short(action: argparse.Action) -> argparse.Action:
+    """The same with the help that names neither range nor default, if it has one."""
+    result = copy.copy(action)
+    result.help = getattr(action, "short_help", action.help)
+    return result
+
+
+class _HelpAll(argparse.Action):
+    """Prints every flag and leaves."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, Parser)
+        print(parser.format_help_all(), end="", flush=True)
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError instead of printing its usage and leaving.
+
+    A parser with many flags names the common ones: its help is one screen of these, and
+    ``--help-all`` prints the rest.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", _Formatter)
+        super().__init__(*args, **kwargs)
+        self._common: frozenset[str] = frozenset()
+
+    def shorten_help(self, common: Iterable[str]) -> None:
+        """Lists only the arguments with these destinations in ``--help``."""
+        self._common = frozenset((*common, "help", "help_all"))
+        self.add_argument(
+            "--help-all", action=_HelpAll, nargs=0, dest="help_all", default=argparse.SUPPRESS,
+            help="list all flags and exit",
+        )  # fmt: skip
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+    def print_help(self, file: Any = None) -> None:
+        """Unlike argparse, does not hide that the text cannot be written."""
+        print(self.format_help(), end="", file=file, flush=True)
+
+    def format_help_all(self) -> str:
+        """Every flag with its help."""
+        return super().format_help()
+
+    def format_help(self) -> str:
+        """The common flags, or all of them where none is marked."""
+        if not self._common:
+            return self.format_help_all()
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        sections: dict[str, list[argparse.Action]] = {}
+        for group in self._action_groups:
+            title = (group.title or "").partition(":")[0]
+            shown = [
+                _short(action) for action in group._group_actions if action.dest in self._common
+            ]
+            sections.setdefault(title, []).extend(shown)
+        for title, actions in sections.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        return formatter.format_help()
+
+    def parse_checked(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parses all of `argv`; an unknown flag is answered with the nearest known one.
+
+        Raises:
+            UsageError: anything is missing, unknown or malformed.
+        """
+        options, rest = self._with_late_words(*self.parse_known_args(list(_plain_switches(argv))))
+        if rest:
+            _check_no_switch_value(argv, rest[0])
+            flag = rest[0].split("=")[0]
+            known = _flags_of_command(self, options)
+            cutoff = _NEAREST_CUTOFF
+            near = difflib.get_close_matches(flag, known, n=1, cutoff=cutoff)
+            hint = f", nearest is {near[0]}" if near and flag.startswith("-") else ""
+            raise UsageError(f"command line: expected a known argument{hint}, got {rest[0]!r}")
+        return options
+
+    def _with_late_words(
+        self, options: argparse.Namespace, rest: list[str]
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """argparse takes `words` from one place of the line only; further ones lie in `rest`."""
+        if hasattr(options, "words") and not any(item.startswith("-") for item in rest):
+            options.words = [*options.words, *rest]
+            return options, []
+        return options, rest
+
+    def parse_with_file(self, argv: Sequence[str]) -> argparse.Namespace:
+        """As `parse_checked`, after the settings of a file of `--config`, if one is named.
+
+        A key that the line gives is not taken from the file. `from_file` of the result are the
+        destinations that were.
+
+        Raises:
+            UsageError: as for `parse_checked`, and the file cannot be used.
+        """
+        options = self.parse_checked(argv)
+        path = getattr(options, "config", None)
+        if path is None:
+            options.from_file = frozenset()
+            return options
+        parser, place = self._command_parser(options, argv)
+        given = {item.partition("=")[0] for item in argv}
+        settings = [
+            item
+            for item in file_arguments(parser, Path(path))
+            if item.partition("=")[0] not in given
+        ]
+        result = self.parse_checked([*argv[:place], *settings, *argv[place:]])
+        flags = {
+            option: action.dest for action in parser._actions for option in action.option_strings
+        }
+        result.from_file = frozenset(flags[item.partition("=")[0]] for item in settings)
+        return result
+
+    def _command_parser(
+        self, options: argparse.Namespace, argv: Sequence[str]
+    ) -> tuple[Parser, int]:
+        """The parser of the command that was chosen, and the place of its arguments."""
+        parser, place = self, 0
+        while True:
+            commands = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+            if not commands:
+                return parser, place
+            name = str(getattr(options, commands[0].dest))
+            parser = commands[0].choices[name]
+            place = list(argv).index(name, place) + 1
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Room for the longest of the usual flags before its help."""
+
+    def __init__(self, prog: str, **kwargs: Any) -> None:
+        super().__init__(prog, **{"max_help_position": 30, **kwargs})
+
+
+# Files of `--config`: every key becomes the flag of the same name.
+
+
+def add_config_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag that `Parser.parse_with_file` reads."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file whose keys are flags; the command line wins"
+    )
+
+
+def file_arguments(parser: Parser, path: Path, json_flags: Collection[str] = ()) -> list[str]:
+    """The command line that says what a YAML file of settings says.
+
+    Args:
+        parser: the flags that may stand in the file.
+        path: the file.
+        json_flags: destinations of flags that take a list as JSON.
+
+    Raises:
+        UsageError: the file cannot be read, or has a key or value that no flag takes.
+    """
+    import yaml  # noqa: PLC0415 (slow to import)
+
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"--config: expected a readable YAML file, got {reason}") from error
+    if document is None:
+        return []
+    if not isinstance(document, Mapping):
+        raise UsageError(f"--config {path}: expected a map of settings, got {document!r}")
+    actions = {option: action for action in parser._actions for option in action.option_strings}
+    arguments: list[str] = []
+    for key, value in document.items():
+        flag = "--" + str(key).replace("_", "-")
+        action = actions.get(flag)
+        if action is None or action.dest in ("config", "help", "help_all"):
+            near = difflib.get_close_matches(flag, actions, n=1)
+            hint = f", nearest is {near[0][2:]!r}" if near else ""
+            raise UsageError(f"--config {path}: expected a known key{hint}, got {key!r}")
+        arguments += _flag_arguments(action, flag, value, path, json_flags)
+    return arguments
+
+
+def _flag_arguments(
+    action: argparse.Action, flag: str, value: Any, path: Path, json_flags: Collection[str]
+) -> list[str]:
+    """The command line that says the same."""
+    if value is None:
+        return []
+    name = flag[2:]
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise UsageError(f"--config {path}: expected true or false as {name}, got {value!r}")
+        if value:
+            return [flag]
+        return ["--no-" + name] if isinstance(action, argparse.BooleanOptionalAction) else []
+    if isinstance(value, Mapping):
+        if action.dest != "engine_arg":
+            raise UsageError(f"--config {path}: expected no map as {name}, got {value!r}")
+        values = [f"{key}={json.dumps(item)}" for key, item in value.items()]
+    elif isinstance(value, list) and isinstance(action, argparse._AppendAction):
+        values = [str(item) for item in value]
+    elif isinstance(value, list):
+        is_json = action.dest in json_flags
+        values = [json.dumps(value) if is_json else ",".join(map(str, value))]
+    else:
+        values = [str(value).lower() if isinstance(value, bool) else str(value)]
+    return [f"{flag}={text}" for text in values]
+
+
+def _switch_flags() -> dict[str, str]:
+    """Flag of every key that is on or off -> the flag that turns it off."""
+    names = [key.name.replace("_", "-") for key in CONFIG_TABLE.values() if key.kind == "bool"]
+    return {f"--{name}": f"--no-{name}" for name in names}
+
+
+def _plain_switches(argv: Sequence[str]) -> Iterator[str]:
+    """`--flag=true` as `--flag` and `--flag=false` as `--no-flag`, for flags that take no value."""
+    switches = _switch_flags()
+    rest = iter(argv)
+    for item in rest:
+        flag, has_value, value = item.partition("=")
+        if item == "--":
+            yield item
+            yield from rest
+        elif not has_value or flag not in switches:
+            yield item
+        else:
+            try:
+                yield flag if boolean(value) else switches[flag]
+            except argparse.ArgumentTypeError as error:
+                raise UsageError(f"argument {flag}: {error}") from None
+
+
+def _check_no_switch_value(argv: Sequence[str], stray: str) -> None:
+    """`--flag false` was meant as one; a flag takes no argument from behind it."""
+    switches = _switch_flags()
+    place = list(argv).index(stray) if stray in argv else 0
+    before = argv[place - 1] if place else ""
+    if before in switches and stray.lower() in (*_TRUE, *_FALSE):
+        raise UsageError(
+            f"argument {before}: expected no value behind it ({before} or {switches[before]}),"
+            f" got {stray!r}"
+        )
+
+
+def _flags_of_command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """Flags of the parser and of the command that was chosen, if any."""
+    flags: list[str] = []
+    for action in parser._actions:
+        flags += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            child = action.choices.get(str(getattr(options, action.dest, None)))
+            flags += _flags_of_command(child, options) if child is not None else []
+    return flags
+
+
+def integer(text: str) -> int:
+    """Argument type: an integer."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
+
+
+def positive_integer(text: str) -> int:
+    """Argument type: an integer of at least 1."""
+    value = integer(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return value
+
+
+def number(text: str) -> float:
+    """Argument type: a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+
+
+def seconds(text: str) -> float:
+    """Argument type: a pause in seconds."""
+    value = number(text)
+    if not 0 <= value <= _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"expected seconds in [0, {_MAX_SECONDS}], got {text!r}")
+    return value
+
+
+def boolean(text: str) -> bool:
+    """Argument type: a truth value."""
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+
+
+def some(kind: Callable[[str], tuple[Any, ...]]) -> Callable[[str], tuple[Any, ...]]:
+    """Argument type: a list that is not empty."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        values = kind(text)
+        if not values:
+            raise argparse.ArgumentTypeError(f"expected one value or more, got {text!r}")
+        return values
+
+    return parse
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Argument type: integers separated by commas."""
+    return tuple(integer(part) for part in text.split(",") if part.strip())
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Argument type: numbers separated by commas."""
+    return tuple(number(part) for part in text.split(",") if part.strip())
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "int": integer,
+    "float": number,
+    "ids": integers,
+}
+
+
+def add_engine_flags(
+    parser: argparse.ArgumentParser,
+    *,
+    table: Mapping[str, ConfigKey] = CONFIG_TABLE,
+    without: Collection[str] = (),
+    sampling_group: argparse._ArgumentGroup | None = None,
+) -> None:
+    """Adds one flag per key of a configuration table, absent unless given.
+
+    Keys without effect today are accepted but not listed in the help. Those of the section `sampler`
+    go into `sampling_group`, if there is one.
+    """
+    sections = dict.fromkeys(key.section for key in table.values())
+    groups = {} if sampling_group is None else {"sampler": sampling_group}
+    for section in sections:
+        if section not in groups:
+            groups[section] = parser.add_argument_group(f"engine options: {section}")
+    for key in table.values():
+        kind = key.kind.removesuffix("?")
+        if key.name not in without and kind in _FLAG_KINDS:
+            _add_flag(groups[key.section], key, kind)
+
+
+def _add_flag(group: argparse._ArgumentGroup, key: ConfigKey, kind: str) -> None:
+    flag = "--" + key.name.replace("_", "-")
+    # A percent sign in a help text would be read as a format.
+    legal = "" if kind == "bool" or key.legal == "any" else f"{key.legal}; "
+    text = f"{key.help} [{legal}default {_shown(key.default)}]".replace("%", "%%")
+    shown = text if key.support is Support.FULL else argparse.SUPPRESS
+    common: dict[str, Any] = {"dest": key.name, "default": argparse.SUPPRESS}
+    if kind != "bool":
+        metavar = kind.upper()
+        action = group.add_argument(flag, type=_TYPES[kind], metavar=metavar, help=shown, **common)
+    else:
+        switch = argparse.BooleanOptionalAction
+        action = group.add_argument(flag, action=switch, help=shown, **common)
+    action.short_help = key.help.replace("%", "%%")  # type: ignore[attr-defined]
+
+
+def _shown(value: object) -> str:
+    if value is None or value == ():
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def engine_kwargs(
+    options: argparse.Namespace,
+    *,
+    table: Mapping[str, ConfigKey] = CONFIG_TABLE,
+    without: Collection[str] = (),
+) -> dict[str, Any]:
+    """Keyword arguments of the engine for the flags that were given, except those of `without`."""
+    given = {
+        name: value
+        for name, value in vars(options).items()
+        if name in table and name not in without
+    }
+    thresholds = {name: given.pop(name) for name in THRESHOLD_KEYS if name in given}
+    if thresholds:
+        given["decoding_thresholds"] = thresholds
+    return given

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SDAR-MoE: the Qwen3-MoE template with block-diffusion attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from diffulex.families.spec.decoder import DENSE_KEYS, FamilyTokens, read_decoder_spec
+from diffulex.families.spec.moe import MoeSpec, read_moe_layers, read_num_experts
+from diffulex.families.spec.reader import ConfigReader
+from diffulex.nn.decoder import DecoderForDiffusionLM
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from diffulex.families.spec import ModelSpec
+
+__all__ = ["SdarMoeForDiffusionLM"]
+
+_TOKENS = FamilyTokens(
+    mask_id=151669,
+    turn_end_texts=("<|im_end|>", "<|endoftext|>"),
+    turn_end_ids=(151645, 151643),
+)
+_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+_REQUIRED: Mapping[str, tuple[object, ...]] = {
+    **{key: allowed for key, allowed in DENSE_KEYS.items() if key not in _EXPERT_KEYS},
+    # Switches of a fork: attention that is causal inside the block, or over the prompt.
+    "use_regular_causal": (None, False),
+    "block_causal_prompt": (None, True),
+    "use_qk_norm": (None, True),
+    "num_shared_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+}
+
+
+def read_sdar_moe_spec(
+    config: Mapping[str, Any], model_dir: Path, *, mask_token_id: int | None = None
+) -> ModelSpec:
+    """Description of an SDAR-MoE checkpoint; see `read_decoder_spec` for the errors."""
+    reader = ConfigReader(config)
+    moe = _read_moe(reader)
+    if config.get("intermediate_size") is None and moe is not None:
+        # No layer is dense, or the tensors will say that a size is missing.
+        reader = ConfigReader({**config, "intermediate_size": moe.intermediate_size})
+    has_bias = reader.flag("attention_bias", False)
+    return read_decoder_spec(
+        reader,
+        model_dir,
+        family="sdar_moe",
+        tokens=_TOKENS,
+        mask_token_id=mask_token_id,
+        block_size=4,
+        required=_REQUIRED,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        moe=moe,
+    )
+
+
+def _read_moe(reader: ConfigReader) -> MoeSpec | None:
+    num_experts = read_num_experts(reader)
+    layers = read_moe_layers(reader, reader.count("num_hidden_layers"))
+    if num_experts == 0 or not layers:
+        return None
+    top_k = reader.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        raise reader.fail("num_experts_per_tok", f"at most {num_experts} experts", top_k)
+    return MoeSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=reader.integer("moe_intermediate_size"),
+        layers=layers,
+        renormalize=reader.flag("norm_topk_prob", True),
+    )
+
+
+class SdarMoeForDiffusionLM(DecoderForDiffusionLM):
+    """A position's logits predict that position."""
+
+    read_spec = staticmethod(read_sdar_moe_spec)

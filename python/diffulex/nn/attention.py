@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Self-attention over the paged cache and the rows of the running step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from diffulex import ops
+from diffulex.nn.linear import Linear, Projection, named_projections
+
+if TYPE_CHECKING:
+    from diffulex.families.spec.names import TensorNames
+    from diffulex.runner.batch import AttnMetadata
+
+
+class BlockAttention(nn.Module):
+    """Grouped-query attention with rotary embedding over a paged cache.
+
+    One call is four launches: projection; norm of the q and k heads where the family has it,
+    rotation and cache store; attention; output projection.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        eps: float,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm: bool = True,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.num_q_heads = num_q_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.eps = eps
+        self.scale = head_dim**-0.5
+        heads = (num_q_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+        self.qkv = Linear(hidden_size, heads, bias=qkv_bias, dtype=dtype, device=device)
+        self.o = Linear(heads[0], (hidden_size,), bias=o_bias, dtype=dtype, device=device)
+        self.q_norm: nn.Parameter | None = None
+        self.k_norm: nn.Parameter | None = None
+        if qk_norm:
+            self.q_norm = _norm_weight(head_dim, dtype, device)
+            self.k_norm = _norm_weight(head_dim, dtype, device)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        metadata: AttnMetadata,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        scratch: AttentionScratch,
+    ) -> None:
+        """Replaces x [T, H] by the attention output of its rows.
+
+        Rows with a slot also write their keys and values to `cache`; attention reads those rows
+        from the step itself, so the order of store and attention does not matter.
+        """
+        self.qkv(x, scratch.qkv)
+        ops.qk_norm_rope_store(
+            scratch.qkv,
+            positions,
+            cos_sin_cache,
+            self.q_norm,
+            self.k_norm,
+            cache[0],
+            cache[1],
+            metadata.slot_mapping,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            eps=self.eps,
+            kv_layout=metadata.kv_layout,
+        )
+        ops.block_attention(
+            scratch.q,
+            scratch.k,
+            scratch.v,
+            cache[0],
+            cache[1],
+            metadata.page_tables,
+            metadata.cu_seqlens_q,
+            metadata.context_lens,
+            metadata.valid_slices,
+            metadata.mask_kinds,
+            out=scratch.out,
+            prefix_lens=metadata.prefix_lens,
+            padded_prefix_lens=metadata.padded_prefix_lens,
+            q_starts=metadata.q_starts,
+            workspace=metadata.workspace,
+            scale=self.scale,
+            block_size=metadata.block_size,
+            max_seqlen_q=metadata.max_seqlen_q,
+            max_context_len=metadata.max_context_len,
+            num_splits=metadata.num_splits,
+            kv_layout=metadata.kv_layout,
+        )
+        self.o(scratch.out_rows, x)
+
+    def weight_table(self, prefix: str, names: TensorNames) -> dict[str, torch.Tensor]:
+        """Checkpoint name -> memory to fill, for the tensors of this layer below `prefix`."""
+        table: dict[str, torch.Tensor] = {}
+        if self.q_norm is not None and self.k_norm is not None:
+            table[prefix + names.q_norm] = self.q_norm
+            table[prefix + names.k_norm] = self.k_norm
+        parts = {names.o: self.o.part(0)}
+        if names.qkv is not None:
+            parts[names.qkv] = self.qkv.whole()
+        else:
+            for index, name in enumerate((names.q, names.k, names.v)):
+                parts[name] = self.qkv.part(index)
+        for name, (weight, bias) in parts.items():
+            table[f"{prefix}{name}.weight"] = weight
+            if bias is not None:
+                table[f"{prefix}{name}.bias"] = bias
+        return table
+
+    def projections(self, prefix: str, names: TensorNames) -> dict[str, Projection]:
+        """Module name -> projection, for adapters; q, k and v also where one tensor holds them."""
+        table = named_projections(self.o, [prefix + names.o])
+        parts = [prefix + name for name in (names.q, names.k, names.v)]
+        if names.qkv is None:
+            return {**named_projections(self.qkv, parts), **table}
+        fused = prefix + names.qkv
+        whole = slice(0, self.qkv.num_rows)
+        table[fused] = Projection(self.qkv, whole, f"{fused}.weight", whole)
+        for index, name in enumerate(parts):
+            rows = self.qkv.rows_of(index)
+            table[name] = Projection(self.qkv, rows, f"{fused}.weight", rows)
+        return table
+
+
+def _norm_weight(size: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    return nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+
+
+class AttentionScratch:
+    """Buffers of one forward of T rows, shared by all layers, with the views the ops take."""
+
+    __slots__ = ("k", "out", "out_rows", "q", "qkv", "v")
+
+    def __init__(
+        self, like: torch.Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        num_rows = like.size(0)
+        heads = num_q_heads + 2 * num_kv_heads
+        self.qkv = like.new_empty(num_rows, heads * head_dim)
+        by_head = self.qkv.view(num_rows, heads, head_dim)
+        self.q = by_head[:, :num_q_heads]
+        self.k = by_head[:, num_q_heads : num_q_heads + num_kv_heads]
+        self.v = by_head[:, num_q_heads + num_kv_heads :]
+        self.out_rows = like.new_empty(num_rows, num_q_heads * head_dim)
+        self.out = self.out_rows.view(num_rows, num_q_heads, head_dim)

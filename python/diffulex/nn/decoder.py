@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generic decoder: one transformer for every family that a ModelSpec describes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from diffulex.nn.attention import AttentionScratch, BlockAttention
+from diffulex.nn.embedding import OutputHead, TokenEmbedding
+from diffulex.nn.feed_forward import FeedForward, GatedMLP
+from diffulex.nn.linear import MatrixProduct
+from diffulex.nn.moe import MoeFeedForward
+from diffulex.nn.norm import RMSNorm
+from diffulex.nn.rotary import build_cos_sin_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from typing_extensions import Self
+
+    from diffulex.families.spec import ModelSpec
+    from diffulex.nn.linear import Projection
+    from diffulex.runner.batch import AttnMetadata
+    from diffulex.runner.kv_cache import KVCache
+
+__all__ = ["DecoderForDiffusionLM", "DecoderLayer", "build_feed_forward"]
+
+
+def build_feed_forward(
+    spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device | str
+) -> FeedForward:
+    """The feed-forward block of layer number `layer`."""
+    if spec.moe is not None and layer in spec.moe.layers:
+        return MoeFeedForward(spec.hidden_size, spec.moe, dtype=dtype, device=device)
+    return GatedMLP(spec.hidden_size, spec.intermediate_size, dtype=dtype, device=device)
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer; the norms between layers belong to the model's residual stream."""
+
+    def __init__(
+        self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        hidden, eps = spec.hidden_size, spec.rms_norm_eps
+        self.input_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
+        self.attention = BlockAttention(
+            hidden,
+            spec.num_q_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            eps=eps,
+            qkv_bias=spec.qkv_bias,
+            o_bias=spec.o_bias,
+            qk_norm=spec.qk_norm,
+            dtype=dtype,
+            device=device,
+        )
+        self.post_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
+        self.mlp = build_feed_forward(spec, layer, dtype, device)
+
+
+class DecoderForDiffusionLM(nn.Module):
+    """Decoder and head. Weights are uninitialised until loaded or `init_random` is called.
+
+    A family is a subclass that adds `read_spec`, the reader of its ``config.json``.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.spec = spec
+        rows, hidden = spec.embedding_rows, spec.hidden_size
+        self.embedding = TokenEmbedding(rows, hidden, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, layer, dtype, device) for layer in range(spec.num_layers)
+        )
+        self.norm = RMSNorm(hidden, eps=spec.rms_norm_eps, dtype=dtype, device=device)
+        self.head = OutputHead(rows, hidden, dtype=dtype, device=device)
+        self.cos_sin_cache: torch.Tensor
+        self.register_buffer(
+            "cos_sin_cache",
+            build_cos_sin_cache(spec.rotary_rows, spec.rotary_dim, spec.rope_theta, device),
+            persistent=False,
+        )
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """A new tensor [T, H]: what the first layer sees for ids [T] (int64)."""
+        rows: torch.Tensor = self.embedding(input_ids)
+        return rows
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttnMetadata,
+        kv_cache: KVCache,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Final normalised hidden states [T, H] of ids and positions [T] (int64).
+
+        `inputs_embeds` [T, H] replaces the embedding of the ids and is not modified. Rows with a
+        slot are stored in `kv_cache`. No synchronisation and no host data: may be graph-captured.
+        """
+        residual = self.embed(input_ids) if inputs_embeds is None else inputs_embeds.clone()
+        spec = self.spec
+        scratch = AttentionScratch(residual, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
+        # Blocks of one class have one size, so that one set of buffers serves all layers.
+        block_scratch: dict[type[FeedForward], Any] = {}
+        x = torch.empty_like(residual)
+        cos_sin_cache = self.cos_sin_cache
+        for index, layer in enumerate(self.decoder_layers):
+            if index == 0:
+                layer.input_norm(residual, x)
+            else:
+                layer.input_norm.add_norm_(x, residual)
+            layer.attention(x, positions, cos_sin_cache, metadata, kv_cache.layer(index), scratch)
+            layer.post_norm.add_norm_(x, residual)
+            block = layer.mlp
+            kind = type(block)
+            if kind not in block_scratch:
+                block_scratch[kind] = block.new_scratch(x, metadata)
+            x = block(x, block_scratch[kind])
+        self.norm.add_norm_(x, residual)
+        return x
+
+    def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+        """[n, vocab_size] in the model dtype for hidden rows [n, H] of `forward`."""
+        logits: torch.Tensor = self.head(hidden_rows)
+        if logits.size(1) != self.spec.vocab_size:
+            # The sampler takes packed rows.
+            logits = logits[:, : self.spec.vocab_size].contiguous()
+        return logits
+
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The layers under their own type, which ModuleList hides."""
+        return cast("list[DecoderLayer]", self.layers)
+
+    def weight_table(self) -> dict[str, torch.Tensor]:
+        """Checkpoint tensor name -> view of the memory it must fill, with its exact shape.
+
+        Undoes the packing of CPU weights; the next forward packs them again.
+        """
+        return self.weight_table_for(())
+
+    def weight_table_for(self, stored: Collection[str]) -> dict[str, torch.Tensor]:
+        """`weight_table` for a checkpoint that holds the names `stored`.
+
+        The names differ from those of `weight_table` where a family's checkpoints come in several
+        layouts.
+        """
+        names = self.spec.names
+        table: dict[str, torch.Tensor] = {
+            names.embedding: self.embedding.weight,
+            names.final_norm: self.norm.weight,
+            names.head: self.head.row_major(),
+        }
+        for index, layer in enumerate(self.decoder_layers):
+            prefix = names.layer.format(index)
+            table[prefix + names.input_norm] = layer.input_norm.weight
+            table[prefix + names.post_norm] = layer.post_norm.weight
+            table.update(layer.attention.weight_table(prefix, names))
+            table.update(layer.mlp.weight_table(prefix, names, stored))
+        return table
+
+    def projections(self) -> dict[str, Projection]:
+        """Module name in the checkpoint -> projection that an adapter may change."""
+        names = self.spec.names
+        table: dict[str, Projection] = {}
+        for index, layer in enumerate(self.decoder_layers):
+            prefix = names.layer.format(index)
+            table.update(layer.attention.projections(prefix, names))
+            table.update(layer.mlp.projections(prefix, names))
+        return table
+
+    def tie_embeddings(self) -> None:
+        """Lets the head use the embedding table."""
+        self.head.tie(self.embedding)
+
+    def init_random(self, seed: int, std: float = 0.02) -> Self:
+        """Fills every weight from a seeded generator: matrices N(0, std^2), norms 1 + N(0, 0.1^2).
+
+        For tests and benchmarks. Ties the head when the description says so; returns self.
+        """
+        if self.spec.tie_word_embeddings:
+            self.tie_embeddings()
+        for module in self.modules():
+            if isinstance(module, MatrixProduct):
+                module.row_major()
+        generator = torch.Generator(device=self.embedding.weight.device).manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            is_norm = name.endswith("norm.weight") or name.endswith(("q_norm", "k_norm"))
+            if is_norm:
+                parameter.normal_(1.0, 0.1, generator=generator)
+            else:
+                parameter.normal_(0.0, std, generator=generator)
+        return self

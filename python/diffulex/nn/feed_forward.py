@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feed-forward block of a decoder layer: its interface and the dense form."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from diffulex.nn.activation import GatedActivation, SiluAndMul
+from diffulex.nn.linear import Linear, Projection, named_projections
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
+
+    from diffulex.families.spec.names import TensorNames
+    from diffulex.runner.batch import AttnMetadata
+
+__all__ = ["FeedForward", "GatedMLP", "MLPScratch"]
+
+
+class FeedForward(nn.Module):
+    """Interface of a layer's feed-forward block.
+
+    Blocks of one class in one model share the scratch of a forward, so they must have one size.
+    """
+
+    def new_scratch(self, like: torch.Tensor, metadata: AttnMetadata) -> Any:
+        """Buffers for a forward of the rows of `like` [T, H], which `metadata` describes."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, scratch: Any) -> torch.Tensor:
+        """The output of the rows x [T, H]: x itself, or a buffer of the scratch, which keeps x for it."""
+        raise NotImplementedError
+
+    def weight_table(
+        self, prefix: str, names: TensorNames, stored: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        """Checkpoint name -> memory to fill, for names below `prefix`.
+
+        `stored` are the names in the checkpoint, for blocks that are stored in several layouts; it
+        is empty when no checkpoint is at hand, and the published layout is meant.
+        """
+        raise NotImplementedError
+
+    def projections(self, prefix: str, names: TensorNames) -> dict[str, Projection]:
+        """Module name below `prefix` -> projection that an adapter may change; none by default."""
+        del prefix, names
+        return {}
+
+
+class MLPScratch:
+    """Buffers of one dense feed-forward of T rows."""
+
+    __slots__ = ("gate_up", "inner")
+
+    def __init__(self, like: torch.Tensor, intermediate_size: int) -> None:
+        self.gate_up = like.new_empty(like.size(0), 2 * intermediate_size)
+        self.inner = like.new_empty(like.size(0), intermediate_size)
+
+
+class GatedMLP(FeedForward):
+    """``down(act(gate x) * up x)``; `act` is SiLU unless given."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        act: GatedActivation | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = (intermediate_size, intermediate_size)
+        self.gate_up = Linear(hidden_size, sizes, dtype=dtype, device=device)
+        self.act = SiluAndMul() if act is None else act
+        self.down = Linear(intermediate_size, (hidden_size,), dtype=dtype, device=device)
+
+    def new_scratch(self, like: torch.Tensor, metadata: AttnMetadata) -> MLPScratch:
+        del metadata  # every row is computed on its own
+        return MLPScratch(like, self.down.in_features)
+
+    def forward(self, x: torch.Tensor, scratch: MLPScratch) -> torch.Tensor:
+        self.project(x, scratch, x)
+        return x
+
+    def project(self, x: torch.Tensor, scratch: MLPScratch, out: torch.Tensor) -> None:
+        """Writes the output of the rows x [T, H] to `out`, which may be x."""
+        if not self.gate_up.forward_gated(x, self.act.kind, scratch.inner):
+            self.gate_up(x, scratch.gate_up)
+            self.act(scratch.gate_up, scratch.inner)
+        self.down(scratch.inner, out)
+
+    def weight_table(
+        self, prefix: str, names: TensorNames, stored: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        del stored  # there is one layout
+        return {
+            f"{prefix}{names.gate}.weight": self.gate_up.part(0)[0],
+            f"{prefix}{names.up}.weight": self.gate_up.part(1)[0],
+            f"{prefix}{names.down}.weight": self.down.part(0)[0],
+        }
+
+    def projections(self, prefix: str, names: TensorNames) -> dict[str, Projection]:
+        return {
+            **named_projections(self.gate_up, [prefix + names.gate, prefix + names.up]),
+            **named_projections(self.down, [prefix + names.down]),
+        }

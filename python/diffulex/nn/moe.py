@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Feed-forward block with routed experts and, in some families, one expert for every token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from diffulex import ops
+from diffulex.nn.feed_forward import FeedForward, GatedMLP, MLPScratch
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from diffulex.families.spec.moe import MoeSpec
+    from diffulex.families.spec.names import TensorNames
+    from diffulex.runner.batch import AttnMetadata
+
+__all__ = ["MoeFeedForward", "MoeScratch", "valid_rows"]
+
+
+def valid_rows(metadata: AttnMetadata, num_rows: int) -> torch.Tensor:
+    """[T] bool: rows that carry a token; padding and rows of dummy requests do not.
+
+    No synchronisation and no host data: may be graph-captured.
+    """
+    ends = metadata.valid_slices
+    rows = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
+    # The request of a row is the number of requests that end at or before it.
+    requests = torch.searchsorted(metadata.cu_seqlens_q[1:], rows, right=True)
+    # A row past the last request is compared with that one's end, which is no later.
+    return rows < ends[requests.clamp_(max=max(0, ends.size(0) - 1))]
+
+
+class MoeScratch:
+    """Buffers of one forward of T rows, shared by all blocks, and which of its rows count."""
+
+    __slots__ = ("logits", "out", "routing", "shared", "token_valid", "workspace")
+
+    def __init__(
+        self, like: torch.Tensor, metadata: AttnMetadata, moe: MoeSpec, experts: torch.Tensor
+    ) -> None:
+        num_rows = like.size(0)
+        self.token_valid = valid_rows(metadata, num_rows)
+        self.logits = like.new_empty(num_rows, moe.num_experts, dtype=torch.float32)
+        self.routing = ops.Routing(
+            like.new_empty(num_rows, moe.top_k, dtype=torch.float32),
+            like.new_empty(num_rows, moe.top_k, dtype=torch.int32),
+        )
+        self.out = torch.empty_like(like)
+        self.workspace = ops.new_fused_moe_workspace(like, moe.top_k, experts)
+        #: Scratch and output of the shared expert.
+        self.shared: tuple[MLPScratch, torch.Tensor] | None = None
+        if moe.shared_size:
+            self.shared = (MLPScratch(like, moe.shared_size), torch.empty_like(like))
+
+
+class MoeFeedForward(FeedForward):
+    """``sum of w_k expert_k(x)`` over the chosen experts, plus the shared expert of x.
+
+    Experts are held as one [E, 2 I, H] and one [E, H, I] tensor; see `ops.fused_moe`. The router
+    computes in float32 whatever the dtype of the model.
+    """
+
+    def __init__(
+        self, hidden_size: int, moe: MoeSpec, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.moe = moe
+        num_experts, width = moe.num_experts, moe.intermediate_size
+
+        def weight(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
+            return nn.Parameter(
+                torch.empty(*shape, dtype=dtype, device=device), requires_grad=False
+            )
+
+        # The router kernel takes weights that lose nothing in float32 sums; float16 is none of them.
+        router_dtype = dtype if dtype == torch.bfloat16 else torch.float32
+        self.router = weight(num_experts, hidden_size, dtype=router_dtype)
+        self.expert_bias: nn.Parameter | None = None
+        if moe.has_expert_bias:
+            # Zeros, because a checkpoint without the vector means that.
+            zeros = torch.zeros(num_experts, dtype=torch.float32, device=device)
+            self.expert_bias = nn.Parameter(zeros, requires_grad=False)
+        self.w13 = weight(num_experts, 2 * width, hidden_size)
+        self.w2 = weight(num_experts, hidden_size, width)
+        self.shared: GatedMLP | None = None
+        if moe.shared_size:
+            self.shared = GatedMLP(hidden_size, moe.shared_size, dtype=dtype, device=device)
+
+    def new_scratch(self, like: torch.Tensor, metadata: AttnMetadata) -> MoeScratch:
+        return MoeScratch(like, metadata, self.moe, self.w13)
+
+    def forward(self, x: torch.Tensor, scratch: MoeScratch) -> torch.Tensor:
+        moe = self.moe
+        ops.router_gemm(x, self.router, out=scratch.logits)
+        ops.moe_topk(
+            scratch.logits,
+            moe.top_k,
+            scoring=ops.RouterScoring.SIGMOID if moe.is_sigmoid else ops.RouterScoring.SOFTMAX,
+            renormalize=moe.renormalize,
+            bias=self.expert_bias,
+            token_valid=scratch.token_valid,
+            n_group=moe.n_group,
+            topk_group=moe.topk_group,
+            routed_scaling=moe.routed_scaling,
+            out=scratch.routing,
+        )
+        if moe.top_k == 1 and moe.renormalize and not moe.is_sigmoid:
+            # A softmax router divides the only score by itself; the op, like the sigmoid router,
+            # normalises several scores only.
+            scratch.routing.weights.fill_(moe.routed_scaling)
+        addend: torch.Tensor | None = None
+        if self.shared is not None and scratch.shared is not None:
+            shared_scratch, addend = scratch.shared
+            self.shared.project(x, shared_scratch, addend)
+        ops.fused_moe(
+            x,
+            self.w13,
+            self.w2,
+            *scratch.routing,
+            addend=addend,
+            out=scratch.out,
+            workspace=scratch.workspace,
+        )
+        # The experts read x until the last of them is done; the next block may write it.
+        out, scratch.out = scratch.out, x
+        return out
+
+    def weight_table(
+        self, prefix: str, names: TensorNames, stored: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        table: dict[str, torch.Tensor] = {f"{prefix}{names.router}.weight": self.router}
+        if self.expert_bias is not None:
+            name = _stored_bias(prefix, names, stored)
+            if name is not None:
+                table[name] = self.expert_bias
+        table.update(self._expert_table(prefix + names.experts, stored))
+        if self.shared is not None:
+            shared = names.below(names.shared_experts)
+            table.update(self.shared.weight_table(prefix, shared, stored))
+        return table
+
+    def _expert_table(self, prefix: str, stored: Collection[str]) -> dict[str, torch.Tensor]:
+        """The experts in the layout that the stored names tell; one tensor each by default."""
+        width = self.moe.intermediate_size
+        if f"{prefix}.gate_up_proj" in stored:
+            return {f"{prefix}.gate_up_proj": self.w13, f"{prefix}.down_proj": self.w2}
+        for suffix in ("", ".weight"):
+            if f"{prefix}.gate_proj{suffix}" in stored:
+                return {
+                    f"{prefix}.gate_proj{suffix}": self.w13[:, :width],
+                    f"{prefix}.up_proj{suffix}": self.w13[:, width:],
+                    f"{prefix}.down_proj{suffix}": self.w2,
+                }
+        table: dict[str, torch.Tensor] = {}
+        for expert in range(self.moe.num_experts):
+            table[f"{prefix}.{expert}.gate_proj.weight"] = self.w13[expert, :width]
+            table[f"{prefix}.{expert}.up_proj.weight"] = self.w13[expert, width:]
+            table[f"{prefix}.{expert}.down_proj.weight"] = self.w2[expert]
+        return table
+
+
+def _stored_bias(prefix: str, names: TensorNames, stored: Collection[str]) -> str | None:
+    """Name under which the checkpoint holds the bias; None when no layer of it has one."""
+    candidates = [f"{prefix}{name}" for name in names.expert_bias]
+    for name in candidates:
+        if name in stored:
+            return name
+    # Beside layers with a bias, a layer without is damaged: the loader will miss its name.
+    is_expected = not stored or any(name.endswith(names.expert_bias) for name in stored)
+    return candidates[0] if is_expected else None

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLaDA2.1: masks are filled and tokens that no longer convince are overwritten (M2T and T2T)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from diffulex.samplers.base import CONFIDENCE_KINDS, FilterOrder, RowSampler
+from diffulex.samplers.row_stage import RowStage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from diffulex.config.types import Config
+    from diffulex.samplers.inputs import SamplerInputs
+
+__all__ = ["Llada2EditSampler"]
+
+
+class Llada2EditSampler(RowSampler):
+    """Threshold rule on masks, edits above `edit_threshold`, bounded steps after filling."""
+
+    filter_order = FilterOrder.TOP_K_FIRST
+    is_capturable = True
+    #: The quality mode of the published model.
+    family_defaults: ClassVar[Mapping[str, Any]] = {
+        "accept_threshold": 0.7,
+        "acceptance_rule": "threshold",
+        "block_size": 32,
+        "buffer_size": 1,
+        "confidence_space": "raw",
+        "edit_threshold": 0.5,
+        "sampling_mode": "edit",
+        "temperature": 0.0,
+    }
+    unused_keys: ClassVar[frozenset[str]] = frozenset(
+        {
+            "acceptance_rule",
+            "denoising_steps",
+            "entropy_bound",
+            "factor",
+            "force_accept_last_step",
+            "low_threshold",
+        }
+    )
+
+    def __init__(self, config: Config) -> None:
+        space = config.sampler.confidence_space
+        stage = RowStage(config, filter_order=self.filter_order, is_tempered=space == "tempered")
+        super().__init__(config, stage)
+        self._has_penalty = config.decoding.penalty_lambda > 0
+        self._max_post_edit_steps = config.decoding.max_post_edit_steps
+        self._confidence_kind = CONFIDENCE_KINDS[config.sampler.confidence_type]
+        self._is_raw = space == "raw"
+
+    def __call__(self, inputs: SamplerInputs) -> None:
+        edit = inputs.edit
+        assert edit is not None
+        penalty_ids = self._penalty_ids(inputs) if self._has_penalty else None
+        records = self.rows.run(inputs, penalty_ids)
+        if inputs.tokens.size(0) == 0:
+            return
+        gate, open_steps = self.gate(inputs)
+        torch.ops.diffulex.accept_edit(
+            inputs.tokens,
+            inputs.row_index,
+            inputs.editable_start,
+            inputs.valid_len,
+            gate,
+            inputs.accept_threshold,
+            edit.edit_threshold,
+            open_steps,
+            edit.post_edit_steps,
+            records.ids,
+            records.stats,
+            inputs.write_ids,
+            inputs.confidence,
+            inputs.masks_left,
+            inputs.flags,
+            inputs.same_token_ratio,
+            mask_token_id=self._mask_token_id,
+            max_post_edit_steps=self._max_post_edit_steps,
+            confidence_kind=self._confidence_kind,
+            raw_confidence=self._is_raw,
+        )
+
+    def _penalty_ids(self, inputs: SamplerInputs) -> Tensor:
+        """[n] id of the token before each row in its block; -1 at a mask and at the first row."""
+        tokens, num_rows = inputs.tokens, inputs.logits.size(0)
+        before = tokens.roll(1, dims=1)
+        before = before.masked_fill(before == self._mask_token_id, -1)
+        before[:, 0] = -1
+        # One more place takes the positions without a row.
+        result = tokens.new_full((num_rows + 1,), -1)
+        place = torch.where(inputs.row_index >= 0, inputs.row_index, num_rows).long()
+        return result.scatter_(0, place.flatten(), before.flatten())[:num_rows]

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits rows to records: chosen id, probability and statistics of every row.
+
+Symbols: n logits rows, V columns, K candidates of a mix.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+import diffulex_ext
+from diffulex.ops.workspace import empty_workspace, token_stats_workspace_bytes
+from diffulex.samplers.shift import SavedRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from diffulex.config.types import Config
+    from diffulex.samplers.inputs import RowFilters, SamplerInputs
+
+__all__ = ["FilterOrder", "RowRecords", "RowStage"]
+
+_EXCLUDE, _RENORMALIZE, _OFF = 0, 1, 2
+_EXCLUSIONS = {"exclude": _EXCLUDE, "renormalize": _RENORMALIZE}
+# Columns of the records; include/diffulex/ops/sampling.h.
+_NUM_STATS = 8
+_CONFIDENCE, _SECOND_PROB, _ENTROPY, _RAW_CONFIDENCE = 0, 2, 3, 6
+# A demoted proposal: below every threshold and behind every other position in every ranking.
+_DEMOTED_PROBABILITY, _DEMOTED_SECOND, _DEMOTED_ENTROPY = -1.0, 3.0, 1e30
+
+
+class FilterOrder(IntEnum):
+    """Order in which a family applies its filters; each renormalises for the next."""
+
+    TOP_P_FIRST = 0
+    TOP_K_FIRST = 1
+
+
+class RowRecords(NamedTuple):
+    """Records of the step's rows, saved rows behind them."""
+
+    ids: Tensor  # int64, -1 = no finite candidate
+    stats: Tensor  # [.., 8] float32
+    topk_ids: Tensor | None  # [n, K] int64
+    topk_probs: Tensor | None  # [n, K] float32
+
+
+class RowStage:
+    """Runs `token_stats`, and `sample_filtered` where a request filters. Buffers are reused.
+
+    Draws use the uniforms that the core supplies, so results depend on no other request.
+
+    Args:
+        top_k: K most likely candidates to report, at temperature 1.
+        is_tempered: filtered rows keep their probability before the filters as confidence.
+        is_masked: the model has a mask token, which is never chosen.
+        softcap: cap of the logits, 0 = none.
+        is_topk_tempered: the K candidates are those of the row's own temperature.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        filter_order: FilterOrder = FilterOrder.TOP_P_FIRST,
+        is_tempered: bool = False,
+        top_k: int = 0,
+        is_masked: bool = True,
+        softcap: float = 0.0,
+        is_topk_tempered: bool = False,
+    ) -> None:
+        sampler, model = config.sampler, config.model
+        if not diffulex_ext.has_ops:
+            raise RuntimeError(
+                "RowStage: expected the compiled op library beside diffulex_ext, got none"
+            )
+        self._device = torch.device(model.device)
+        forbidden = set(sampler.suppress_token_ids) | (
+            {model.mask_token_id} if is_masked else set()
+        )
+        self._forbidden = self._ids_tensor(forbidden)
+        self._demoted = self._ids_tensor(sampler.demote_token_ids)
+        self._vocab_limit = model.tokenizer_vocab_size if is_masked else -1
+        self._exclusion = _EXCLUSIONS[sampler.mask_suppression]
+        if not is_masked and self._forbidden is None:
+            self._exclusion = _OFF
+        self._filter_order = filter_order
+        self._is_tempered = is_tempered
+        self._top_k = top_k
+        self._is_topk_tempered = is_topk_tempered
+        self._softcap = softcap
+        self._penalty = config.decoding.penalty_lambda
+        self._saved: SavedRows | None = None
+        self._workspace: Tensor | None = None
+        self._workspace_bytes = 0
+        self._allocate(0)
+
+    def _ids_tensor(self, ids: set[int] | tuple[int, ...]) -> Tensor | None:
+        if not ids:
+            return None
+        return torch.tensor(sorted(set(ids)), dtype=torch.int64, device=self._device)
+
+    def keep_rows(self, first_record: int, max_num_reqs: int) -> None:
+        """Keeps one row per request slot between steps, behind the `first_record` of a step."""
+        self._saved = SavedRows(first_record, max_num_reqs, self._device)
+        self._allocate(self._saved.num_records)
+
+    @property
+    def saved_logits(self) -> Tensor | None:
+        """Logits kept per request slot; None while no request has drawn its tokens."""
+        return None if self._saved is None else self._saved.logits
+
+    def reserve(self, num_rows: int, vocab_size: int) -> None:
+        """Allocates the row buffers for `num_rows` rows, so that no later step does."""
+        if num_rows > self._ids.numel():
+            self._allocate(num_rows)
+        needed = token_stats_workspace_bytes(num_rows, vocab_size, self._top_k, self._device.type)
+        if needed > self._workspace_bytes:
+            self._workspace = empty_workspace(needed, self._device)
+            self._workspace_bytes = needed
+
+    def _allocate(self, num_rows: int) -> None:
+        device = self._device
+        self._ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._stats = torch.zeros(num_rows, _NUM_STATS, dtype=torch.float32, device=device)
+        self._topk_ids = torch.zeros(num_rows, self._top_k, dtype=torch.int64, device=device)
+        self._topk_probs = torch.zeros(num_rows, self._top_k, dtype=torch.float32, device=device)
+
+    def run(self, inputs: SamplerInputs, penalty_ids: Tensor | None = None) -> RowRecords:
+        """Records of the step's rows, valid until the next call.
+
+        Args:
+            penalty_ids: [n] int64, the id of each row that loses `penalty_lambda`; -1 = none.
+        """
+        num_rows, vocab_size = inputs.logits.shape
+        self.reserve(num_rows, vocab_size)
+        if num_rows > 0:
+            self._record(inputs, penalty_ids)
+        topk_ids = self._topk_ids[:num_rows] if self._top_k else None
+        topk_probs = self._topk_probs[:num_rows] if self._top_k else None
+        if self._saved is None:
+            return RowRecords(self._ids[:num_rows], self._stats[:num_rows], topk_ids, topk_probs)
+        if inputs.carry is not None:
+            # A saved row is replaced when a block is stored, and read when none is.
+            self._saved.save(inputs.carry, inputs.logits, self._ids, self._stats)
+        return RowRecords(self._ids, self._stats, topk_ids, topk_probs)
+
+    def _record(self, inputs: SamplerInputs, penalty_ids: Tensor | None) -> None:
+        logits, has_draws = inputs.logits, inputs.inv_temperature is not None
+        if penalty_ids is not None and inputs.filters is not None:
+            # sample_filtered takes no penalty; in float32 the logits can carry it themselves.
+            logits, penalty_ids = _penalised(logits, penalty_ids, self._penalty), None
+        rows = _Rows(logits, *self._sources(inputs), penalty_ids)
+        if has_draws and self._top_k and not self._is_topk_tempered:
+            # Candidates of a mix are those at temperature 1, whatever the draw.
+            self._token_stats(rows, None, None, has_topk=True)
+            self._token_stats(rows, inputs.inv_temperature, inputs.uniforms, has_topk=False)
+        else:
+            self._token_stats(
+                rows, inputs.inv_temperature, inputs.uniforms, has_topk=self._top_k > 0
+            )
+        if inputs.filters is not None:
+            assert inputs.inv_temperature is not None
+            assert inputs.uniforms is not None
+            self._filter(rows, inputs.inv_temperature, inputs.uniforms, inputs.filters)
+        if self._demoted is not None:
+            self._demote(logits.size(0), self._demoted)
+
+    def _sources(self, inputs: SamplerInputs) -> tuple[Tensor | None, Tensor | None]:
+        if self._saved is None or inputs.carry is None:
+            return None, None
+        return self._saved.sources(inputs.carry, inputs.logits)
+
+    def _token_stats(
+        self,
+        rows: _Rows,
+        inv_temperature: Tensor | None,
+        uniforms: Tensor | None,
+        *,
+        has_topk: bool,
+    ) -> None:
+        num_rows = rows.logits.size(0)
+        torch.ops.diffulex.token_stats(
+            rows.logits,
+            rows.extra,
+            rows.source,
+            inv_temperature,
+            uniforms,
+            self._forbidden,
+            rows.penalty_ids,
+            self._ids[:num_rows],
+            self._stats[:num_rows],
+            self._topk_ids[:num_rows] if has_topk else None,
+            self._topk_probs[:num_rows] if has_topk else None,
+            self._workspace,
+            vocab_limit=self._vocab_limit,
+            softcap=self._softcap,
+            penalty=self._penalty if rows.penalty_ids is not None else 0.0,
+            exclusion=self._exclusion,
+        )
+
+    def _filter(
+        self, rows: _Rows, inv_temperature: Tensor, uniforms: Tensor, filters: RowFilters
+    ) -> None:
+        """Draws the filtered rows again; the others keep their records."""
+        num_rows = rows.logits.size(0)
+        torch.ops.diffulex.sample_filtered(
+            rows.logits,
+            rows.extra,
+            rows.source,
+            inv_temperature,
+            uniforms,
+            filters.top_k,
+            filters.top_p,
+            filters.min_p,
+            self._forbidden,
+            self._ids[:num_rows],
+            self._stats[:num_rows],
+            self._workspace,
+            vocab_limit=self._vocab_limit,
+            softcap=self._softcap,
+            exclusion=self._exclusion,
+            filter_order=int(self._filter_order),
+            confidence_space=int(self._is_tempered),
+        )
+
+    def _demote(self, num_rows: int, demoted: Tensor) -> None:
+        """Takes all confidence from proposals of the demoted ids."""
+        stats = self._stats[:num_rows]
+        is_demoted = (self._ids[:num_rows, None] == demoted).any(1)
+        for column, value in (
+            (_CONFIDENCE, _DEMOTED_PROBABILITY),
+            (_RAW_CONFIDENCE, _DEMOTED_PROBABILITY),
+            (_SECOND_PROB, _DEMOTED_SECOND),
+            (_ENTROPY, _DEMOTED_ENTROPY),
+        ):
+            stats[:, column].masked_fill_(is_demoted, value)
+
+
+class _Rows(NamedTuple):
+    """Where the logits of a row are: `source` int32 addresses `logits`, then `extra`."""
+
+    logits: Tensor
+    extra: Tensor | None
+    source: Tensor | None
+    penalty_ids: Tensor | None
+
+
+def _penalised(logits: Tensor, penalty_ids: Tensor, penalty: float) -> Tensor:
+    """float32 logits [n, V] in which the penalty of every row is taken already."""
+    result = logits.float()
+    if result is logits:
+        result = logits.clone()
+    amounts = torch.where(penalty_ids >= 0, -penalty, 0.0).to(torch.float32)
+    return result.scatter_add_(1, penalty_ids.clamp(min=0)[:, None], amounts[:, None])

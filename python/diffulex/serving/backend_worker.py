@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that owns the engine: one thread, one engine, one loop."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import queue
+import shutil
+import signal
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from diffulex.log import configure, get_logger
+from diffulex.serving.heartbeat import HeartbeatThread, StepStatus
+from diffulex.serving.zmq_queue import MessageDecodeError, ZmqPullQueue, ZmqPushQueue
+from diffulex.wire.protocol import (
+    ProtocolVersionError,
+    ServingAck,
+    ServingBatch,
+    ServingCommand,
+    ServingError,
+    ServingEvent,
+    ServingShutdown,
+    serving_command_from_dict,
+    serving_event_to_dict,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = [
+    "ENGINE_DEAD_STATUS",
+    "SyncBackendWorker",
+    "default_engine_factory",
+    "run_sync_backend_worker",
+]
+
+logger = get_logger(__name__)
+
+#: Exit status after a failed step.
+ENGINE_DEAD_STATUS = 70
+
+_IDLE_POLL_S = 1.0
+_STATS_INTERVAL_S = 0.5
+_MAX_COMMANDS = 4096
+_MAX_REASON_CHARS = 500
+_LINGER_S = 1.0
+_PR_SET_PDEATHSIG = 1
+# The kernel's signal comes when the parent's main thread ends; its other threads follow.
+_PARENT_EXIT_S = 0.2
+
+# Keyword arguments of the factory that are not the engine's.
+_SERVING_KEYS = ("profiler_config", "chat_template")
+
+
+def default_engine_factory(model: str, **engine_kwargs: Any) -> Any:
+    """An engine that serves `model`; `profiler_config` and `chat_template` are its server's."""
+    from diffulex.engine.engine import Diffulex  # noqa: PLC0415 (imports torch)
+    from diffulex.serving.engine import ServingEngine  # noqa: PLC0415
+
+    serving = {key: engine_kwargs.pop(key) for key in _SERVING_KEYS if key in engine_kwargs}
+    start = time.perf_counter()
+    engine = Diffulex(model, **engine_kwargs)
+    return ServingEngine(engine, load_time_s=time.perf_counter() - start, **serving)
+
+
+class SyncBackendWorker:
+    """Feeds commands to an engine and sends back what happens.
+
+    Args:
+        model: name or directory of the checkpoint.
+        engine_kwargs: settings of the engine.
+        recv_frontend: commands; at least `get`, `empty` and `stop`.
+        send_frontend: events; at least `put` and `stop`.
+        engine_factory: makes the engine; None: `default_engine_factory`.
+        ready_queue: receives one report when the engine exists; None: nobody waits.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        engine_kwargs: Mapping[str, Any] | None,
+        recv_frontend: Any,
+        send_frontend: Any,
+        engine_factory: Callable[..., Any] | None = None,
+        ready_queue: Any = None,
+    ) -> None:
+        self.model = model
+        self.engine_kwargs = dict(engine_kwargs or {})
+        self.recv_frontend = recv_frontend
+        self.send_frontend = send_frontend
+        self.engine_factory = engine_factory or default_engine_factory
+        self.ready_queue = ready_queue
+        self.engine: Any = None
+        self.shutdown_requested = False
+        #: The shutdown was not asked for by a command.
+        self.is_signalled = False
+        self.status = StepStatus()
+        self._drain_until: float | None = None
+        self._stats_at = 0.0
+        # Test doubles of the queues have neither sockets nor timeouts.
+        self._has_sockets = hasattr(recv_frontend, "socket")
+        self._sends_batches = hasattr(send_frontend, "socket")
+
+    @classmethod
+    def from_zmq(
+        cls,
+        model: str,
+        engine_kwargs: Mapping[str, Any] | None,
+        command_addr: str,
+        event_addr: str,
+        ready_queue: Any = None,
+    ) -> SyncBackendWorker:
+        """A worker connected to the sockets the frontend has bound."""
+        return cls(
+            model=model,
+            engine_kwargs=engine_kwargs,
+            recv_frontend=ZmqPullQueue(
+                command_addr, create=False, decoder=serving_command_from_dict
+            ),
+            send_frontend=ZmqPushQueue(event_addr, create=False, encoder=serving_event_to_dict),
+            ready_queue=ready_queue,
+        )
+
+    # Life.
+
+    def init_engine(self) -> None:
+        """Builds the engine, once, and reports that it is ready."""
+        if self.engine is not None:
+            return
+        self.engine = self.engine_factory(self.model, **self.engine_kwargs)
+        if self._sends_batches:
+            self.engine.detokenize_snapshots = False  # the frontend has a tokenizer
+        self._take_stats()
+        if self.ready_queue is not None:
+            report = getattr(self.engine, "serving_info", None)
+            info = {} if report is None else report()
+            self.ready_queue.put({"status": "ready", "info": info})
+
+    def run_forever(self) -> None:
+        """Serves until a shutdown is requested.
+
+        Raises:
+            EngineDeadError: a step failed; its requests have been told.
+        """
+        try:
+            self.init_engine()
+            while not self.shutdown_requested:
+                self.normal_loop()
+            # Here and not in the loop: a signal may come after its last look.
+            self._fail_requests()
+        finally:
+            self.shutdown()
+
+    def normal_loop(self) -> None:
+        """One round: take commands, tick if there is anything to do, send events."""
+        blocking = bool(self.engine.is_finished())
+        commands = self.process_input_commands(self.receive_commands(blocking))
+        if commands or not self.engine.is_finished():
+            self._tick(commands)
+        if self._drain_until is not None and (
+            self.engine.is_finished() or time.monotonic() >= self._drain_until
+        ):
+            self.shutdown_requested = True
+
+    def _tick(self, commands: Sequence[ServingCommand]) -> None:
+        from diffulex.serving.tick import EngineDeadError  # noqa: PLC0415 (engine side only)
+
+        self.status.begin_step()
+        try:
+            events = self.engine.run_serving_tick(commands)
+        except EngineDeadError as error:
+            self.send_result([_dead(rid, str(error)) for rid in error.rids])
+            raise
+        finally:
+            self.status.end_step()
+        self.send_result(events)
+        self._take_stats()
+
+    def _fail_requests(self) -> None:
+        """Tells the requests that a shutdown cuts off."""
+        fail = getattr(self.engine, "fail_requests", None)
+        if fail is not None:
+            self.send_result(fail("the server is shutting down", "server_shutdown", 503))
+
+    def _take_stats(self) -> None:
+        now = time.monotonic()
+        report = getattr(self.engine, "serving_stats", None)
+        if report is not None and now - self._stats_at >= _STATS_INTERVAL_S:
+            self._stats_at = now
+            num_dropped = getattr(self.send_frontend, "num_dropped", 0)
+            self.status.stats = {**report(), "events_dropped": num_dropped}
+
+    def shutdown(self) -> None:
+        """Releases engine and queues. Idempotent."""
+        engine, self.engine = self.engine, None
+        try:
+            if engine is not None:
+                engine.exit()
+        except Exception:  # must not hide why the engine is given up
+            logger.exception("the engine does not end as it should")
+        finally:
+            self.recv_frontend.stop()
+            if self._sends_batches:
+                self.send_frontend.stop(linger_s=_LINGER_S)
+            else:
+                self.send_frontend.stop()
+
+    # Commands and events.
+
+    def receive_commands(self, blocking: bool) -> list[ServingCommand]:
+        """Everything queued; if `blocking`, waits for the first, at most a second on a socket."""
+        commands: list[ServingCommand] = []
+        if blocking:
+            self.run_when_idle()
+            self._take(commands, is_waiting=True)
+        while len(commands) < _MAX_COMMANDS and not self.recv_frontend.empty():
+            self._take(commands, is_waiting=False)
+        return commands
+
+    def _take(self, commands: list[ServingCommand], *, is_waiting: bool) -> None:
+        """Adds the next command; one that cannot be read is answered instead."""
+        options = {"timeout_s": _IDLE_POLL_S} if is_waiting and self._has_sockets else {}
+        try:
+            commands.append(self.recv_frontend.get(**options))
+        except queue.Empty:
+            return
+        except MessageDecodeError as error:
+            self._refuse(error)
+
+    def _refuse(self, error: MessageDecodeError) -> None:
+        """Answers a command that cannot be read, if it says whom."""
+        reason = str(error)[:_MAX_REASON_CHARS]  # it quotes what the command holds
+        logger.warning("command dropped: %s", reason)
+        data = error.data if isinstance(error.data, dict) else {}
+        rid, op_id = data.get("rid"), data.get("op_id")
+        is_newer = isinstance(error.__cause__, ProtocolVersionError)
+        code = "protocol_version" if is_newer else "bad_command"
+        if isinstance(rid, str):
+            refusal = ServingError(rid, reason, code, 400)
+            generation = data.get("generation")
+            refusal.generation = generation if isinstance(generation, int) else 0
+            self.send_result([refusal])
+        elif isinstance(op_id, str):
+            self.send_result([ServingAck(op_id, False, reason)])
+
+    def process_input_commands(self, commands: Sequence[ServingCommand]) -> list[ServingCommand]:
+        """Takes out the shutdowns, and notes them."""
+        others: list[ServingCommand] = []
+        for command in commands:
+            if not isinstance(command, ServingShutdown):
+                others.append(command)
+            elif command.mode == "drain":
+                deadline_s = command.deadline_s if command.deadline_s is not None else float("inf")
+                self._drain_until = time.monotonic() + deadline_s
+            else:
+                self.shutdown_requested = True
+        return others
+
+    def send_result(self, events: Sequence[ServingEvent | ServingAck]) -> None:
+        """Sends the events in order; those of requests in one message where the peer takes it."""
+        if not self._sends_batches:
+            for event in events:
+                self.send_frontend.put(event)
+            return
+        batch = [event for event in events if not isinstance(event, ServingAck)]
+        if len(batch) == 1:
+            self.send_frontend.put(batch[0])
+        elif batch:
+            self.send_frontend.put(ServingBatch(batch))
+        for event in events:
+            if isinstance(event, ServingAck):
+                self.send_frontend.put(event)
+
+    def run_when_idle(self) -> None:
+        """Called before a wait."""
+        logger.debug("idle")
+        if self.engine is not None:
+            self._take_stats()
+
+
+def _dead(rid: str, message: str) -> ServingError:
+    return ServingError(rid, message, "engine_dead", 500)
+
+
+def run_sync_backend_worker(
+    model: str,
+    engine_kwargs: Mapping[str, Any] | None,
+    command_addr: str,
+    event_addr: str,
+    ready_queue: Any = None,
+    engine_factory: Callable[..., Any] | None = None,
+    socket_directory: str | None = None,
+) -> None:
+    """Target of the backend process; exits with `ENGINE_DEAD_STATUS` after a failed step.
+
+    Args:
+        model: as for the worker, like the next four.
+        engine_kwargs: settings of the engine.
+        command_addr: bound by the parent.
+        event_addr: bound by the parent.
+        ready_queue: receives one report.
+        engine_factory: replaces the real engine; importable by name.
+        socket_directory: the parent's; removed here when the parent could not do it itself.
+    """
+    # Ctrl-C reaches the whole process group: the frontend drains and says when to leave.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    configure()  # as the parent's environment says
+    parent = multiprocessing.parent_process()
+    parent_pid = os.getppid() if parent is None or parent.pid is None else parent.pid
+
+    def tidy_if_orphaned(patience_s: float = 0.0) -> bool:
+        end = time.monotonic() + patience_s
+        while os.getppid() == parent_pid and time.monotonic() < end:
+            time.sleep(0.01)
+        is_orphaned = os.getppid() != parent_pid
+        if is_orphaned and socket_directory is not None:
+            shutil.rmtree(socket_directory, ignore_errors=True)
+        return is_orphaned
+
+    def request_shutdown() -> None:
+        worker.is_signalled = worker.shutdown_requested = True
+        if worker.engine is None:
+            # Still loading: nothing to tell anybody.
+            tidy_if_orphaned(_PARENT_EXIT_S)
+            os._exit(0)
+
+    def leave_orphaned() -> None:
+        tidy_if_orphaned()
+        request_shutdown()
+
+    _die_with_parent()
+    if tidy_if_orphaned():
+        sys.exit(1)  # it died before the kernel knew
+    try:
+        worker = SyncBackendWorker.from_zmq(
+            model, engine_kwargs, command_addr, event_addr, ready_queue
+        )
+        if engine_factory is not None:
+            worker.engine_factory = engine_factory
+        signal.signal(signal.SIGTERM, lambda number, frame: request_shutdown())
+        beat = HeartbeatThread(event_addr, worker.status, parent_pid, leave_orphaned)
+        beat.start()
+        try:
+            worker.run_forever()
+        finally:
+            beat.stop()
+            # A frontend that lives says so with a command.
+            tidy_if_orphaned(_PARENT_EXIT_S if worker.is_signalled else 0.0)
+    except KeyboardInterrupt:
+        logger.info("interrupted")
+    except Exception as error:
+        if ready_queue is not None:
+            report = {"status": "error", "error": _one_line(error)}
+            ready_queue.put({**report, "traceback": traceback.format_exc()})
+        if type(error).__name__ == "EngineDeadError":
+            logger.error("%s", error)
+            sys.exit(ENGINE_DEAD_STATUS)
+        raise
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _die_with_parent() -> None:
+    """Has the kernel send SIGTERM when the parent dies."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+            logger.warning("prctl: %s", os.strerror(ctypes.get_errno()))

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""d2f: multi_bd with a prompt that sees all of itself, and therefore no prefix cache.
+
+Blocks start where the prompt ends, which is cached as a whole; with `d2f_block_grid` at multiples of
+`block_size`, and the end of the prompt is decoded along with the block that it begins.
+
+Request, scheduler, page bookkeeping and runner are those of multi_bd. Models: `dream`,
+`diffucoder`, `llada`; any other masked family runs as well, though not as it was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from diffulex.errors import ConfigError
+from diffulex.strategies.multi_bd import make_kv_cache_manager, make_request, make_scheduler
+from diffulex.strategies.rules import StrategyRules
+
+if TYPE_CHECKING:
+    from diffulex.config.parse import Draft
+    from diffulex.config.types import Config
+
+__all__ = ["RULES", "make_kv_cache_manager", "make_request", "make_scheduler"]
+
+
+def _resolve(draft: Draft) -> None:
+    # K and V of a prefix depend on all of the prompt.
+    draft.change("enable_prefix_caching", False, "d2f prompts see all of themselves")
+    if draft["enable_chunked_prefill"]:
+        raise ConfigError(
+            "enable_chunked_prefill: expected False under decoding_strategy d2f (a prompt sees all"
+            " of itself), got True"
+        )
+
+
+def _core_fields(config: Config) -> Mapping[str, Any]:
+    return {"d2f_block_grid": config.decoding.d2f_block_grid}
+
+
+RULES = StrategyRules(
+    has_prefix_full=True, keys=("d2f_",), resolve=_resolve, core_fields=_core_fields
+)

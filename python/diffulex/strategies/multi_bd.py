@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""multi_bd: several blocks of one request in flight; buffer size 1 is single-block decoding.
+
+With `sampling_mode="edit"` the sampler may rewrite tokens of open blocks (LLaDA2.1). The model
+runner is the common one. Models: every masked family; editing for the LLaDA2 family.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diffulex.registry import AutoKVCacheManager
+from diffulex.strategies.rules import StrategyRules, notice_unread_params
+from diffulex_ext import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diffulex.config.sampling_params import SamplingParams
+    from diffulex.config.types import Config
+
+__all__ = ["RULES", "make_kv_cache_manager", "make_request", "make_scheduler"]
+
+RULES = StrategyRules(sampling_modes=("naive", "edit"))
+
+
+def make_request(
+    token_ids: Sequence[int], sampling_params: SamplingParams, config: Config
+) -> _core.Request:
+    """A request for the scheduler of the same configuration."""
+    notice_unread_params(sampling_params, config)
+    params = sampling_params.with_defaults(config.sampler).to_core()
+    return _core.Request(token_ids, params, config.to_core())
+
+
+def make_kv_cache_manager(config: Config) -> _core.KVCacheManager:
+    """Page bookkeeping of one engine."""
+    return _core.KVCacheManager(config.to_core())
+
+
+def make_scheduler(config: Config) -> _core.Scheduler:
+    """The scheduler over the strategy's KV cache manager."""
+    manager = AutoKVCacheManager.create(config.decoding.decoding_strategy, config)
+    return _core.Scheduler(config.to_core(), manager)

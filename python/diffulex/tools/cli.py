@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``diffulex`` command.
+
+Exit codes: 0 done, 1 something is broken, 2 the request cannot be served as asked. Errors are one
+line on standard error. Nothing heavy is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from diffulex.config.flags import Parser, UsageError, add_config_flag
+from diffulex.env import get_unchecked
+from diffulex.log import configure
+from diffulex.standard_streams import close_standard_output, open_standard_streams
+from diffulex.tools.error_line import report_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = 1
+    try:
+        open_standard_streams()
+        code = _run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = _INTERRUPTED
+    except BrokenPipeError:  # the reader left and wants no more
+        code = 1
+    except Exception as error:  # the last line of defence: never a traceback for a user
+        if _is_debugging(arguments):
+            raise
+        code = report_error(error)
+    finally:
+        close_standard_output()
+    return code
+
+
+def _is_debugging(arguments: list[str]) -> bool:
+    """Whether a failure is shown with its traceback."""
+    level = get_unchecked("DIFFULEX_LOG_LEVEL")
+    for first, second in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, has_value, value = first.partition("=")
+        if flag == "--log-level":
+            level = value if has_value else second
+    return level.lower() == "debug"
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments[:1] in (["--version"], ["-V"], ["version"]):
+        from importlib.metadata import version  # noqa: PLC0415 (slow to import)
+
+        print(f"diffulex {version('diffulex')}")
+        return 0
+    if arguments[:1] == ["serve"]:
+        return _serve(arguments[1:])
+    if arguments[:1] == ["omni"]:
+        return _omni(arguments[1:])
+    if not arguments or arguments[0] == "help":
+        return _help(arguments[1:])
+    _check_command(arguments[0])
+    try:
+        options = build_parser(arguments[0]).parse_with_file(arguments)
+    except SystemExit:  # after the help of a command
+        return 0
+    configure(level=_log_level(options))
+    code: int = options.command(options)
+    return code
+
+
+def _help(names: list[str]) -> int:
+    """`diffulex help` and `diffulex help COMMAND`."""
+    if names:
+        return _run([names[0], "--help"])
+    build_parser("").print_help()
+    return 0
+
+
+def _check_command(name: str) -> None:
+    """Answers a misspelt command with the nearest one."""
+    known = [name for row in _COMMANDS for name in (row.name, *row.aliases)]
+    known += ["help", "version"]
+    if name.startswith("-") or name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f", nearest is {near[0]}" if near else ""
+    raise UsageError(f"command: expected one of {', '.join(known)}{hint}, got {name!r}")
+
+
+def _log_level(options: argparse.Namespace) -> str | None:
+    """The option, the environment, or what suits the command."""
+    if options.log_level is not None or get_unchecked("DIFFULEX_LOG_LEVEL"):
+        level: str | None = options.log_level
+        return level
+    # An evaluation takes long; without a terminal there is no bar, only log lines.
+    return "info" if options.name == "eval" and not sys.stderr.isatty() else "warning"
+
+
+class _Command(NamedTuple):
+    """A row of the table of commands; `fill` adds its flags and the function that runs it."""
+
+    name: str
+    help: str
+    fill: Callable[[Parser], None]
+    words: str = ""
+    aliases: tuple[str, ...] = ()
+
+
+def build_parser(name: str | None = None) -> Parser:
+    """The parser with the flags of one command, or of all: they take long to collect."""
+    parser = Parser(
+        prog="diffulex",
+        description="Runs block-diffusion language models.",
+        epilog="Flags of a command: diffulex COMMAND --help",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-V", "--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
+    commands.required = True
+    for row in _COMMANDS:
+        child: Parser = commands.add_parser(
+            row.name,
+            help=row.help,
+            description=row.help,
+            aliases=list(row.aliases),
+            allow_abbrev=False,
+            # One flag per key would fill two screens before the first one is explained.
+            usage=" ".join(filter(None, ("diffulex", row.name, row.words, "[flags]"))),
+        )
+        if name is None or name in (row.name, *row.aliases):
+            row.fill(child)
+    return parser
+
+
+def _add_log_level(parser: Parser) -> None:
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        help="least severe log line on standard error [warning; eval into a file: info]",
+    )
+
+
+def _fill_generate(parser: Parser) -> None:
+    from diffulex.tools.request_flags import add_generate_flags  # noqa: PLC0415
+
+    _add_log_level(parser)
+    add_generate_flags(parser)
+    parser.set_defaults(command=_generate)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from diffulex.tools.answers import generate  # noqa: PLC0415
+
+    return generate(options)
+
+
+def _fill_chat(parser: Parser) -> None:
+    from diffulex.tools.request_flags import add_chat_flags  # noqa: PLC0415
+
+    _add_log_level(parser)
+    add_chat_flags(parser)
+    parser.set_defaults(command=_chat)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from diffulex.tools.answers import chat  # noqa: PLC0415
+
+    return chat(options)
+
+
+def _fill_eval(parser: Parser) -> None:
+    from diffulex.tools.evaluation import add_eval_flags, evaluate  # noqa: PLC0415
+
+    _add_log_level(parser)
+    add_eval_flags(parser)
+    parser.set_defaults(command=evaluate)
+
+
+def _fill_bench(parser: Parser) -> None:
+    from diffulex.bench.serve.command import add_serve_flags, run_serve_command  # noqa: PLC0415
+
+    benchmarks = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK")
+    benchmarks.required = True
+    text = "load on any server that speaks the OpenAI API"
+    serve = benchmarks.add_parser(
+        "serve",
+        help=text,
+        description=text,
+        allow_abbrev=False,
+        usage="diffulex bench serve [flags]",
+    )
+    _add_log_level(serve)
+    add_config_flag(serve)
+    add_serve_flags(serve)
+    serve.set_defaults(command=run_serve_command)
+
+
+def _fill_serve(parser: Parser) -> None:
+    """For completion; `_serve` parses what is run."""
+    from diffulex.server.args import add_server_flags  # noqa: PLC0415
+
+    add_server_flags(parser)
+
+
+def _fill_omni(parser: Parser) -> None:
+    """`_omni` parses them: they need further packages."""
+
+
+def _fill_doctor(parser: Parser) -> None:
+    _add_log_level(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(command=_doctor)
+
+
+def _fill_completion(parser: Parser) -> None:
+    _add_log_level(parser)
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="for which shell")
+    parser.set_defaults(command=_completion)
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from diffulex.tools.completion import script  # noqa: PLC0415
+
+    print(script(build_parser(), options.shell))
+    return 0
+
+
+def _serve(arguments: list[str]) -> int:
+    from diffulex.server.__main__ import main as serve  # noqa: PLC0415
+
+    try:
+        return serve(arguments)
+    except SystemExit:  # after the help
+        return 0
+
+
+def _omni(arguments: list[str]) -> int:
+    from diffulex.omni.cli import run  # noqa: PLC0415
+
+    return run(arguments)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from diffulex.tools.doctor import examine  # noqa: PLC0415 (must run where the rest cannot)
+
+    report = examine()
+    print(report.to_json() if options.json else report.to_text())
+    return 0 if report.is_healthy else 1
+
+
+_COMMANDS = (
+    _Command(
+        "generate", "answer a prompt, or every prompt of a file", _fill_generate, "[MODEL] PROMPT"
+    ),
+    _Command(
+        "chat",
+        "converse; /help, /reset forgets the conversation, /quit ends it",
+        _fill_chat,
+        "[MODEL]",
+    ),
+    _Command("eval", "accuracy and speed on word problems", _fill_eval, "[MODEL]"),
+    _Command(
+        "serve", "serve a model over HTTP (OpenAI API, live page at /ui)", _fill_serve, "[MODEL]"
+    ),
+    _Command("omni", "draw images with diffusion transformers", _fill_omni),
+    _Command("bench", "measure a server", _fill_bench),
+    _Command(
+        "doctor",
+        "what is installed and whether it works on each device",
+        _fill_doctor,
+        aliases=("info",),
+    ),
+    _Command("completion", "print the completion script of a shell", _fill_completion, "SHELL"),
+)
