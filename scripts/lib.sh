@@ -196,4 +196,13 @@ run_sanitizer() {
   ctest --preset "$1" -j "$(num_jobs)"
 }
 
-run_pytest() { python -m pytest "$@"; }
+# run_pytest [pytest options]: with options, as pytest does it; without, first the tests that need the
+# host to themselves, then the rest in as many processes as there are jobs, one thread each.
+run_pytest() {
+  if [ $# -gt 0 ]; then
+    python -m pytest "$@"
+    return
+  fi
+  python -m pytest -m alone
+  OMP_NUM_THREADS=1 python -m pytest -m "not alone" -n "$(num_jobs)" --dist loadfile
+}

@@ -10,8 +10,22 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+#: Tests that measure time, drive a browser or start servers under load: marked `alone`, they run
+#: one after the other, before the rest is spread over processes.
+_ALONE = (
+    "cli/test_pty.py",
+    "packaging/test_import.py",
+    "server/test_backend_process.py",
+    "server/test_inproc_server.py",
+    "server/test_large_bodies.py",
+    "server/test_launch.py",
+    "server_clients",
+    "ui",
+)
 
 
 def pytest_sessionstart() -> None:
@@ -44,7 +58,11 @@ def _num_cuda_devices() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    alone = tuple(here / name for name in _ALONE)
     for item in items:
+        if any(path in (item.path, *item.path.parents) for path in alone):
+            item.add_marker("alone")
         wants_several = item.get_closest_marker("multi_gpu") is not None
         if not wants_several and item.get_closest_marker("cuda") is None:
             continue
