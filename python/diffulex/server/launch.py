@@ -31,7 +31,14 @@ if TYPE_CHECKING:
 
     from diffulex.server.args import ServerArgs
 
-__all__ = ["default_ipc_addr", "main", "resolve_zmq_addrs", "serve", "start_backend"]
+__all__ = [
+    "default_ipc_addr",
+    "in_process_frontend",
+    "main",
+    "resolve_zmq_addrs",
+    "serve",
+    "start_backend",
+]
 
 logger = get_logger(__name__)
 
@@ -145,7 +152,8 @@ def _load_tokenizer(args: ServerArgs) -> Any:
     from diffulex.engine.tokenizer import Tokenizer  # noqa: PLC0415 (at run time only)
 
     template = _chat_template(args)
-    tokenizer = Tokenizer.from_dir(resolve_model(args.tokenizer or args.model))
+    place = (args.tokenizer,) if args.tokenizer else (args.model, args.revision)
+    tokenizer = Tokenizer.from_dir(resolve_model(*place))
     if template is not None:
         tokenizer.use_chat_template(template)
     try:
@@ -327,6 +335,47 @@ class _terminated_as_interrupt:  # noqa: N801 (used like a function)
             signal.signal(signal.SIGTERM, self._previous)
 
 
+def in_process_frontend(
+    args: ServerArgs,
+    *,
+    engine_factory: Callable[..., Any] | None = None,
+    tokenizer: Any = None,
+    on_ready: Callable[[Mapping[str, Any]], None] = lambda info: None,
+    on_dead: Callable[[str], None] = lambda reason: None,
+) -> Any:
+    """The frontend of one process; its `start` loads the model.
+
+    Args:
+        args: the command line.
+        engine_factory: replaces the real engine.
+        tokenizer: of the model; None: it is loaded here.
+        on_ready: receives what the engine says about itself.
+        on_dead: receives the reason when the engine ends.
+
+    Raises:
+        RuntimeError: the tokenizer or the chat template cannot be used.
+    """
+    from diffulex.serving.engine_loop import EngineLoop  # noqa: PLC0415
+    from diffulex.serving.inproc_frontend import InprocFrontend  # noqa: PLC0415
+
+    reader = _load_tokenizer(args) if tokenizer is None else tokenizer
+
+    def ready(info: Mapping[str, Any]) -> None:
+        if info.get("mask_token_id") is not None:
+            reader.protect_mask(info["mask_token_id"])
+        on_ready(info)
+
+    return InprocFrontend(
+        EngineLoop(args.model, _worker_kwargs(args), engine_factory=engine_factory),
+        model_id=_model_id(args),
+        tokenizer=reader,
+        limits=_limits(args),
+        step_timeout_s=args.step_timeout,
+        on_ready=ready,
+        on_dead=on_dead,
+    )
+
+
 def _serve_in_process(
     args: ServerArgs,
     listener: socket.socket,
@@ -337,27 +386,13 @@ def _serve_in_process(
 ) -> int:
     from diffulex.server.http.api_server import create_app  # noqa: PLC0415
     from diffulex.server.http.http_server import HttpServer  # noqa: PLC0415
-    from diffulex.serving.engine_loop import EngineLoop  # noqa: PLC0415
-    from diffulex.serving.inproc_frontend import InprocFrontend  # noqa: PLC0415
 
-    model_id = _model_id(args)
-
-    def on_ready(info: Mapping[str, Any]) -> None:
-        if info.get("mask_token_id") is not None:
-            tokenizer.protect_mask(info["mask_token_id"])
-        server.announce(_ready_line(url, model_id, info, start))
-
-    def on_dead(reason: str) -> None:
-        server.fail(reason)
-
-    frontend = InprocFrontend(
-        EngineLoop(args.model, _worker_kwargs(args), engine_factory=engine_factory),
-        model_id=model_id,
+    frontend = in_process_frontend(
+        args,
+        engine_factory=engine_factory,
         tokenizer=tokenizer,
-        limits=_limits(args),
-        step_timeout_s=args.step_timeout,
-        on_ready=on_ready,
-        on_dead=on_dead,
+        on_ready=lambda info: server.announce(_ready_line(url, _model_id(args), info, start)),
+        on_dead=lambda reason: server.fail(reason),  # noqa: PLW0108 (bound below)
     )
     server = HttpServer(create_app(frontend, args=args), args, listener, frontend)
     return server.run()

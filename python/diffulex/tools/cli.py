@@ -213,6 +213,14 @@ def _fill_serve(parser: Parser) -> None:
     add_server_flags(parser)
 
 
+def _fill_batch(parser: Parser) -> None:
+    from diffulex.server.run_batch import add_batch_flags, run_batch  # noqa: PLC0415
+
+    _add_log_level(parser)
+    add_batch_flags(parser)
+    parser.set_defaults(command=run_batch)
+
+
 def _fill_omni(parser: Parser) -> None:
     """`_omni` parses them: they need further packages."""
 
@@ -273,6 +281,7 @@ _COMMANDS = (
     _Command(
         "serve", "serve a model over HTTP (OpenAI API, live page at /ui)", _fill_serve, "[MODEL]"
     ),
+    _Command("run-batch", "answer a file of OpenAI batch requests", _fill_batch, "[MODEL]"),
     _Command("omni", "draw images with diffusion transformers", _fill_omni),
     _Command("bench", "measure a server", _fill_bench),
     _Command(

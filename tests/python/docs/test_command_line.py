@@ -37,3 +37,14 @@ def test_settings_are_flags(tmp_path: Path) -> None:
     options = build_parser("generate").parse_with_file(["generate", "--config", str(path), "x"])
     assert options.stop == ["\n\n"]
     assert options.enforce_eager is True
+
+
+def test_the_batch_file_is_one(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    from diffulex.server.run_batch import read_lines
+
+    (content,) = re.findall(r"```jsonl\n(.*?)```", TEXT, re.DOTALL)
+    path = tmp_path / "requests.jsonl"
+    path.write_text(content)
+    (line,) = read_lines(str(path))
+    assert line.custom_id == "a"
