@@ -21,9 +21,11 @@ trap 'rm -rf "$work"' EXIT
 "${PYTHON:-python3}" -m pip download -q --no-deps --no-build-isolation --no-binary :all: \
   --dest "$work" "pytorch-tokenizers==$version"
 tar -x -z -f "$work"/*.tar.gz -C "$work"
-# Lookahead: the patterns of Qwen's tokenizers have it. The parts were written for older CMakes.
+# Lookahead: the patterns of Qwen's tokenizers have it. Without the definition the library reports on
+# standard error what it loads. The parts were written for older CMakes.
 cmake -S "$work/pytorch_tokenizers-$version" -B "$work/build" -DCMAKE_BUILD_TYPE=Release \
-  -DSUPPORT_REGEX_LOOKAHEAD=ON -DCMAKE_POLICY_VERSION_MINIMUM=3.5 "-DCMAKE_INSTALL_PREFIX=$1"
+  -DSUPPORT_REGEX_LOOKAHEAD=ON -DCMAKE_CXX_FLAGS=-DTK_LOG_ENABLED=0 \
+  -DCMAKE_POLICY_VERSION_MINIMUM=3.5 "-DCMAKE_INSTALL_PREFIX=$1"
 cmake --build "$work/build" -j "${MAX_JOBS:-2}"
 cmake --install "$work/build" >"$work/install.log"
 echo "tokenizers $version: $1"

@@ -18,10 +18,6 @@
 #include "executorch_model.h"
 #include "tokenizer.h"
 
-// Both libraries report what they load; failures come back as values.
-extern "C" void tk_pal_emit_log_message(int, const char*, const char*, size_t, const char*,
-                                        size_t) {}
-
 namespace diffulex {
 namespace {
 
@@ -35,7 +31,15 @@ volatile std::sig_atomic_t is_interrupted = 0;
 
 void interrupt(int /*signal*/) {
   is_interrupted = 1;
-  std::signal(SIGINT, SIG_DFL);  // a second one ends the program at once
+}
+
+/// The first interrupt ends the answer, or the wait for a prompt; a second one the program, at
+/// once.
+void catch_interrupt() {
+  struct sigaction action{};
+  action.sa_handler = interrupt;
+  action.sa_flags = static_cast<int>(SA_RESETHAND);
+  sigaction(SIGINT, &action, nullptr);
 }
 
 double seconds_since(Clock::time_point start) {
@@ -257,7 +261,7 @@ int run_program(const std::vector<std::string>& words) {
   if (!status.ok()) {
     return report(status);
   }
-  std::signal(SIGINT, interrupt);
+  catch_interrupt();
   status = runner.run();
   if (!status.ok()) {
     return report(status);
@@ -273,6 +277,7 @@ int run_program(const std::vector<std::string>& words) {
 
 int main(int argc, char** argv) {
   using executorch::runtime::PalImpl;
+  // The runtime reports what it does on standard error; failures come back as values.
   executorch::runtime::register_pal(PalImpl::create([](auto...) {}, "diffulex-edge-run"));
   return diffulex::run_program(std::vector<std::string>(argv + 1, argv + argc));
 }
