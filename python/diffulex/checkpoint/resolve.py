@@ -53,7 +53,7 @@ def resolve_model(model: str | os.PathLike[str], revision: str | None = None) ->
             raise ConfigError(
                 f"revision: expected a hub id with it, got {revision!r} for the directory {path}"
             )
-        return _checked(path)
+        return _checked(path.parent if _is_program(path) else path)
     if model == DEMO:
         return _checked(path)
     if _HUB_ID.fullmatch(model) and not model.startswith("."):
@@ -61,6 +61,11 @@ def resolve_model(model: str | os.PathLike[str], revision: str | None = None) ->
     raise CheckpointError(
         f"model: expected {DEMO!r}, a directory or a hub id organisation/name, got {model!r}"
     )
+
+
+def _is_program(path: Path) -> bool:
+    """Whether a path is the program of an exported directory, which then stands for all of it."""
+    return path.name == "model.pte" and path.is_file()
 
 
 def _checked(path: Path) -> Path:

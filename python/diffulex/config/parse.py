@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from diffulex.engine.tokenizer import Tokenizer
     from diffulex.families.spec import ModelSpec
+    from diffulex_edge.bundle import Bundle
 
 __all__ = ["Draft", "ModelFacts", "dtype_name", "normalise"]
 
@@ -39,6 +40,8 @@ class ModelFacts:
     tokenizer: Tokenizer | None = None
     #: `generation_config.json` as a whole; a family may read its own keys from it.
     generation_config: Mapping[str, Any] = field(default_factory=dict)
+    #: The directory's exported program, if that is to be run.
+    program: Bundle | None = None
 
 
 class Draft:

@@ -238,6 +238,7 @@ class _Resolver:
         )
         self._rules.resolve(draft)
         self._check_shape()
+        self._resolve_program()
         self._check_adapter()
         self._resolve_device()
         self._resolve_ids()
@@ -249,7 +250,10 @@ class _Resolver:
             for section, cls in SECTIONS.items()
         }
         sections["model"] = dataclasses.replace(
-            sections["model"], model_dir=draft.facts.model_dir, spec=draft.facts.spec
+            sections["model"],
+            model_dir=draft.facts.model_dir,
+            spec=draft.facts.spec,
+            program=draft.facts.program,
         )
         return sections
 
@@ -301,6 +305,33 @@ class _Resolver:
                 raise ConfigError(
                     f"{name}: expected one of {', '.join(map(str, sizes))}{hint}, got {draft[name]}"
                 )
+
+    def _resolve_program(self) -> None:
+        """What an exported program decides: it is one sequence on the CPU with a cache of its own."""
+        draft, program = self._draft, self._draft.facts.program
+        if program is None:
+            return
+        from diffulex_edge.families import check_strategy  # noqa: PLC0415 (exported programs only)
+
+        check_strategy(draft["decoding_strategy"])
+        is_dual = draft["decoding_strategy"] == "fast_dllm_v2"
+        block = draft["block_size"] * (draft["buffer_size"] if is_dual else 1)
+        if block > program.max_rows:
+            raise ConfigError(
+                f"block_size: expected at most {program.max_rows} rows that see each other, those of"
+                f" the exported program (diffulex edge export --max-rows), got {block}"
+            )
+        length = min(draft["max_model_len"], program.max_model_len)
+        for name, value, reason in (
+            ("load_format", "pte", "the directory holds an exported program and no weights"),
+            ("max_num_reqs", 1, "an exported program holds one sequence"),
+            ("device", "cpu", "an exported program runs on the CPU"),
+            ("dtype", program.dtype, "dtype of the exported program"),
+            ("enable_prefix_caching", False, "an exported program keeps its own cache"),
+            ("max_model_len", length, "length of the exported program"),
+            ("run_ahead", "off", "an exported program is called by the host"),
+        ):
+            draft.change(name, value, reason)
 
     @property
     def _is_canvas(self) -> bool:

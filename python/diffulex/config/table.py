@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from diffulex.families.spec import ModelSpec
+    from diffulex_edge.bundle import Bundle
 
 __all__ = [
     "CONFIG_TABLE",
@@ -95,8 +96,9 @@ class ModelConfig:
     load_format: str = _key(
         "str",
         "auto",
-        _one_of("auto", "dummy"),
-        "`dummy`: random weights in the checkpoint's shape, for measurements; reads no weights.",
+        _one_of("auto", "dummy", "pte"),
+        "`dummy`: random weights in the checkpoint's shape, for measurements; reads no weights. `pte`:"
+        " the program of `diffulex edge export`, chosen by `auto` where there is one and no weights.",
     )
     use_lora: bool = _key("bool", False, _one_of(True, False), "Load a LoRA adapter.")
     lora_path: str = _key("str", "", _ANY, "Directory of the LoRA adapter.")
@@ -106,6 +108,8 @@ class ModelConfig:
     # Results of the resolution, not keys.
     model_dir: Path = field(default=None, metadata={})  # type: ignore[assignment]
     spec: ModelSpec = field(default=None, metadata={})  # type: ignore[assignment]
+    #: The exported program that is run in place of a model; None: the weights.
+    program: Bundle | None = field(default=None, metadata={})
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,9 @@ from diffulex.strategies.rules import STRATEGIES, rules_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
+    from diffulex_edge.bundle import Bundle
     from diffulex_ext import _core
 
 __all__ = [
@@ -111,6 +113,14 @@ class Config:
         if self.decoding.decoding_strategy == "fast_dllm_v2":
             return -(-length // self.decode_rows) * self.decode_rows
         return length
+
+    @property
+    def longest_whole_prompt(self) -> int | None:
+        """Most tokens of a prompt whose rows see each other in one call of an exported program; None:
+        prompts are cut into as many calls as they need."""
+        program = self.model.program
+        is_whole = program is not None and self.decoding.multi_block_prefix_full
+        return program.max_rows if program is not None and is_whole else None
 
     @property
     def att_block_size(self) -> int:
@@ -218,4 +228,16 @@ def read_model_facts(model: str, flat: Mapping[str, Any]) -> ModelFacts:
         tokenizer_vocab_size=tokenizer.tokenizer_vocab_size,
         tokenizer=tokenizer,
         generation_config=read_optional_json(model_dir / "generation_config.json"),
+        program=_exported_program(model_dir, explicit.get("load_format", "auto")),
     )
+
+
+def _exported_program(model_dir: Path, load_format: str) -> Bundle | None:
+    """What the directory says about its exported program, if that is to be run."""
+    has_program = (model_dir / "model.pte").is_file()
+    is_chosen = load_format == "auto" and has_program and not any(model_dir.glob("*.safetensors"))
+    if not is_chosen and load_format != "pte":
+        return None
+    from diffulex_edge.bundle import read_bundle  # noqa: PLC0415 (exported programs only)
+
+    return read_bundle(model_dir)

@@ -441,6 +441,11 @@ def _load(config: Config, facts: ModelFacts, show_progress: bool) -> Any:
     dtype = getattr(torch, model.dtype)
     if model.load_format == "dummy":
         return random_model(facts.model_name, facts.spec, dtype, model.device)
+    if model.program is not None:
+        from diffulex_edge.program import PteModel  # noqa: PLC0415 (exported programs only)
+
+        bundle = model.program
+        return PteModel.load(facts.spec, bundle.program_path, bundle.expected_constants)
     return load_model(
         facts.model_name,
         facts.spec,

@@ -105,6 +105,12 @@ def encode_prompt(
             f"prompt: expected at most {longest} tokens (max_model_len"
             f" {config.scheduler.max_model_len}), got {len(token_ids)}"
         )
+    whole = config.longest_whole_prompt
+    if whole is not None and len(token_ids) > whole:
+        raise PromptError(
+            f"prompt: expected at most {whole} tokens, the rows of the exported program (diffulex edge"
+            f" export --max-rows), got {len(token_ids)}"
+        )
     vocab_size = config.model.spec.vocab_size
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab_size:

@@ -28,13 +28,13 @@ from diffulex.runner.sampler_feed import SamplerFeed
 from diffulex.runner.step_forward import StepForward
 from diffulex.runner.warm_up import GraphMemory, free_device_bytes, max_logits_rows
 from diffulex.samplers.selection import make_sampler
+from diffulex_ext import _core
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from diffulex.config.types import Config
     from diffulex.samplers.base import Sampler
-    from diffulex_ext import _core
 
 __all__ = ["ModelRunner"]
 
@@ -61,6 +61,8 @@ class ModelRunner:
         if bind_model is not None:
             bind_model(model)
         self._is_cuda = self.device.type == "cuda"
+        #: An exported program keeps K and V itself and is told what each row sees.
+        self._program = model if getattr(model, "owns_kv", False) else None
         self._workspace = AttentionWorkspace(config.model.spec, self.device)
         self._graphs = DecodeGraphs(decode_buckets(config), ContextClasses(config))
         with self._on_device():
@@ -81,6 +83,8 @@ class ModelRunner:
             ConfigError: it could not hold one request of max_model_len.
         """
         per_request = self.config.pages_per_request
+        if self._program is not None:
+            return per_request * self.config.scheduler.max_num_reqs
         page_bytes = self._page_bytes()
         if self._is_cuda:
             with self._on_device():
@@ -286,6 +290,9 @@ class ModelRunner:
                 forwards.prepare(bucket)
         shape = StepShape.of(plan)
         views = self._step_buffers.upload()
+        if self._program is not None:
+            ends = torch.from_numpy(_core.visible_ends(plan))
+            self._program.begin_step(ends, views.logits_rows[: shape.num_logits_rows])
         if bucket is not None and forwards is not None:
             hidden = self._graphs.replay(bucket)
         else:
@@ -388,7 +395,7 @@ class ModelRunner:
     def _make_cache(self, num_pages: int) -> KVCache:
         cache = self.config.cache
         return KVCache(
-            self.config.model.spec.kv_layers,
+            self.config.model.spec.kv_layers if self._program is None else (),
             num_pages,
             cache.page_size,
             self.dtype,

@@ -39,6 +39,7 @@ class AdmissionLimits:
     Attributes:
         mask_token_id: None where there is none, or where prompts may hold it.
         is_prefill_chunked: a prompt may be longer than a batch.
+        longest_whole_prompt: most tokens of a prompt where an exported program must hold it whole.
     """
 
     max_model_len: int
@@ -50,6 +51,7 @@ class AdmissionLimits:
     max_num_batched_tokens: int
     mask_token_id: int | None = None
     is_prefill_chunked: bool = False
+    longest_whole_prompt: int | None = None
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> AdmissionLimits:
@@ -69,6 +71,13 @@ class AdmissionLimits:
         num_prompt, longest = len(prompt), self.max_model_len
         if num_prompt > longest - 1:
             raise prompt_too_long(longest, str(num_prompt))
+        if self.longest_whole_prompt is not None and num_prompt > self.longest_whole_prompt:
+            raise AdmissionError(
+                f"prompt: expected at most {self.longest_whole_prompt} tokens, the rows of the exported"
+                f" program (diffulex edge export --max-rows), got {num_prompt}",
+                code="context_length_exceeded",
+                param="prompt",
+            )
         if is_strict and num_prompt + params.max_tokens > longest:
             raise AdmissionError(
                 f"max_tokens: expected prompt and max_tokens to be at most {longest} tokens"

@@ -189,4 +189,5 @@ def _limits_of(engine: Diffulex) -> AdmissionLimits:
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         mask_token_id=None if is_canvas else config.model.mask_token_id,
         is_prefill_chunked=config.scheduler.enable_chunked_prefill,
+        longest_whole_prompt=config.longest_whole_prompt,
     )

@@ -63,10 +63,9 @@ def _run(arguments: list[str]) -> int:
 
         print(f"diffulex {version('diffulex')}")
         return 0
-    if arguments[:1] == ["serve"]:
-        return _serve(arguments[1:])
-    if arguments[:1] == ["omni"]:
-        return _omni(arguments[1:])
+    other = {"serve": _serve, "omni": _omni, "edge": _edge}.get(arguments[0]) if arguments else None
+    if other is not None:
+        return other(arguments[1:])
     if not arguments or arguments[0] == "help":
         return _help(arguments[1:])
     _check_command(arguments[0])
@@ -225,6 +224,10 @@ def _fill_omni(parser: Parser) -> None:
     """`_omni` parses them: they need further packages."""
 
 
+def _fill_edge(parser: Parser) -> None:
+    """`_edge` parses them: they need further packages."""
+
+
 def _fill_doctor(parser: Parser) -> None:
     _add_log_level(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -259,6 +262,12 @@ def _omni(arguments: list[str]) -> int:
     return run(arguments)
 
 
+def _edge(arguments: list[str]) -> int:
+    from diffulex_edge.cli import run  # noqa: PLC0415
+
+    return run(arguments)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from diffulex.tools.doctor import examine  # noqa: PLC0415 (must run where the rest cannot)
 
@@ -283,6 +292,7 @@ _COMMANDS = (
     ),
     _Command("run-batch", "answer a file of OpenAI batch requests", _fill_batch, "[MODEL]"),
     _Command("omni", "draw images with diffusion transformers", _fill_omni),
+    _Command("edge", "export models to ExecuTorch for small devices", _fill_edge),
     _Command("bench", "measure a server", _fill_bench),
     _Command(
         "doctor",

@@ -23,9 +23,11 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 
 @pytest.mark.parametrize("extra", sorted(set(EXTRAS) - {"test", "dev"}))
 def test_an_extra_has_nothing_that_the_package_does_not_import(extra: str) -> None:
-    source = "\n".join(path.read_text() for path in (ROOT / "python/diffulex").rglob("*.py"))
+    packages = (ROOT / "python/diffulex", ROOT / "python/diffulex_edge")
+    paths = (path for package in packages for path in package.rglob("*.py"))
+    source = "\n".join(path.read_text() for path in paths)
     for requirement in EXTRAS[extra]:
         distribution = re.split(r"[\[<>=~! ]", requirement)[0].lower()
         module = re.escape(MODULES.get(distribution, distribution))
-        pattern = rf"^\s*(?:import|from) {module}\b|_require\(\"[^\"]+\", \"{module}\""
+        pattern = rf"^\s*(?:import|from) {module}\b|_require\(\"[^\"]+\", \"{module}\"|\brequire\(\"{module}\b"
         assert re.search(pattern, source, re.MULTILINE), f"{extra}: {distribution}"

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backends: what each can do on this machine, how it wants a program, how it is lowered."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from diffulex.errors import ConfigError
+from diffulex_edge.errors import EdgeError, require
+from diffulex_edge.model import EdgeForm
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from diffulex_edge.recipes import Recipe
+
+__all__ = ["BACKENDS", "Availability", "BackendRegistry", "EdgeBackend", "backend_of"]
+
+Layout = Literal["inplace", "static_io"]
+_SDK_VARIABLE = "QNN_SDK_ROOT"
+_SDK_LIBRARY = Path("lib/x86_64-linux-clang/libQnnHtp.so")
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """What a backend can do here, and why not more."""
+
+    can_export: bool
+    can_run: bool
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is of any use here."""
+        return self.can_export or self.can_run
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeBackend:
+    """One target of the export."""
+
+    name: str
+    target: str
+    #: Layer and head recipes that it computes as meant.
+    recipes: tuple[str, ...]
+    form: EdgeForm = field(default_factory=EdgeForm)
+    #: Where the cache lives: in the program, or with the caller.
+    layout: Layout = "inplace"
+    #: The numbers of rows and of logits rows are fixed when exporting.
+    is_static: bool = False
+    #: A program can be run where it was exported.
+    is_host: bool = True
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def availability(self) -> Availability:
+        """What it can do on this machine; imports nothing."""
+        missing = [p for p in ("executorch", "torchao") if importlib.util.find_spec(p) is None]
+        if missing:
+            return Availability(False, False, f"needs {missing[0]} (pip install 'diffulex[edge]')")
+        return _AVAILABILITY.get(self.name, _everywhere)()
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raises ConfigError for a recipe that this backend would compute wrongly or not at all."""
+        for kind in recipe.kinds:
+            if kind not in self.recipes:
+                raise ConfigError(
+                    f"quant: expected one of {', '.join(self.recipes)} on the backend {self.name},"
+                    f" got {kind}"
+                )
+        if recipe.embedding_bits != 32 and self.name not in ("xnnpack", "portable"):
+            raise ConfigError(
+                f"quant: expected a float embedding on the backend {self.name},"
+                f" got emb={recipe.embedding_bits}"
+            )
+
+    def check_export(self) -> None:
+        """Raises ConfigError unless this machine can export for it."""
+        state = self.availability()
+        if not state.can_export:
+            raise ConfigError(
+                f"backend: expected one that exports here, got {self.name}: {state.reason}"
+            )
+
+    def partitioners(self) -> list[Any]:
+        """Partitioners for the lowering; empty: portable operators only."""
+        return _PARTITIONERS.get(self.name, list)(dict(self.options))
+
+
+def _everywhere() -> Availability:
+    return Availability(True, True)
+
+
+def _coreml() -> Availability:
+    if sys.platform == "darwin":
+        return Availability(True, True)
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return Availability(False, False, "coremltools compiles on macOS and on Linux x86-64")
+    if importlib.util.find_spec("coremltools") is None:
+        return Availability(False, False, "needs coremltools (pip install coremltools)")
+    return Availability(True, False, "runs on Apple devices only")
+
+
+def _qnn() -> Availability:
+    root = os.environ.get(_SDK_VARIABLE, "")
+    if not root:
+        return Availability(
+            False, False, f"needs Qualcomm's SDK: set {_SDK_VARIABLE} to its directory"
+        )
+    if not (Path(root) / _SDK_LIBRARY).is_file():
+        return Availability(False, False, f"{_SDK_VARIABLE}: expected {_SDK_LIBRARY} in {root}")
+    return Availability(True, False, "runs on Snapdragon devices only")
+
+
+def _xnnpack_partitioners(options: dict[str, str]) -> list[Any]:
+    del options
+    module = require("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+    return [module.XnnpackPartitioner()]
+
+
+def _coreml_partitioners(options: dict[str, str]) -> list[Any]:
+    tools = require("coremltools")
+    partition = require("executorch.backends.apple.coreml.partition")
+    compiler = require("executorch.backends.apple.coreml.compiler")
+    units = {
+        "all": tools.ComputeUnit.ALL,
+        "cpu_only": tools.ComputeUnit.CPU_ONLY,
+        "cpu_and_gpu": tools.ComputeUnit.CPU_AND_GPU,
+        "cpu_and_ne": tools.ComputeUnit.CPU_AND_NE,
+    }
+    unit = options.get("compute_unit", "cpu_and_ne")
+    if unit not in units:
+        raise ConfigError(f"compute_unit: expected one of {', '.join(units)}, got {unit!r}")
+    specs = compiler.CoreMLBackend.generate_compile_specs(
+        compute_unit=units[unit],
+        # The first release with state, which the cache is.
+        minimum_deployment_target=tools.target.iOS18,
+        compute_precision=tools.precision.FLOAT16,
+    )
+    return [partition.CoreMLPartitioner(compile_specs=specs, take_over_mutable_buffer=True)]
+
+
+def _qnn_partitioners(options: dict[str, str]) -> list[Any]:
+    # An empty value counts as set: without it the package would download the SDK.
+    os.environ.setdefault(_SDK_VARIABLE, "")
+    utils = require("executorch.backends.qualcomm.utils.utils")
+    schema = require("executorch.backends.qualcomm.serialization.qc_schema")
+    partition = require("executorch.backends.qualcomm.partition.qnn_partitioner")
+    chip = options.get("soc", "SM8650").upper()
+    chips = sorted(item.name for item in schema.QcomChipset)
+    if chip not in chips:
+        raise ConfigError(f"soc: expected one of {', '.join(chips)}, got {chip!r}")
+    specs = utils.generate_qnn_executorch_compiler_spec(
+        soc_model=getattr(schema.QcomChipset, chip),
+        backend_options=utils.generate_htp_compiler_spec(use_fp16=True),
+    )
+    return [partition.QnnPartitioner(specs)]
+
+
+_AVAILABILITY = {"coreml": _coreml, "qnn": _qnn}
+_PARTITIONERS = {
+    "xnnpack": _xnnpack_partitioners,
+    "coreml": _coreml_partitioners,
+    "qnn": _qnn_partitioners,
+}
+
+BACKENDS: dict[str, EdgeBackend] = {
+    item.name: item
+    for item in (
+        # Weight-only recipes are left out: XNNPACK takes them and computes garbage.
+        EdgeBackend("xnnpack", "CPU, x86-64 and Arm", ("none", "8da8w", "8da4w")),
+        EdgeBackend(
+            "coreml",
+            "Apple CPU, GPU and neural engine (iOS 18, macOS 15)",
+            ("none", "8w", "4w"),
+            # The linear mean crashes coremltools 9, index_copy_ fails in its conversion.
+            EdgeForm(norm="mean", cache_write="scatter"),
+            is_static=True,
+            is_host=False,
+        ),
+        EdgeBackend(
+            "qnn",
+            "Snapdragon neural processors, experimental",
+            ("none",),
+            EdgeForm(norm="mean"),
+            layout="static_io",
+            is_static=True,
+            is_host=False,
+        ),
+        EdgeBackend("portable", "any CPU, slow", ("none",), EdgeForm(norm="mean")),
+    )
+}
+
+
+class BackendRegistry:
+    """Further backends beside the built-in ones."""
+
+    @staticmethod
+    def register(backend: EdgeBackend, *, replace: bool = False) -> None:
+        """Adds a backend; ConfigError if the name is taken, unless `replace` is given."""
+        name = backend.name.lower()
+        if name in BACKENDS and not replace:
+            raise ConfigError(f"backend: expected a new name, got {name!r}")
+        BACKENDS[name] = backend
+
+    @staticmethod
+    def get(name: str) -> EdgeBackend:
+        """A backend by its name; see `backend_of`."""
+        return backend_of(name)
+
+    @staticmethod
+    def list_backends() -> list[str]:
+        """Names in order."""
+        return sorted(BACKENDS)
+
+
+def backend_of(name: str) -> EdgeBackend:
+    """The backend of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    backend = BACKENDS.get(name.lower())
+    if backend is None:
+        raise ConfigError(f"backend: expected one of {', '.join(sorted(BACKENDS))}, got {name!r}")
+    return backend
+
+
+def check_sdk_error(error: BaseException) -> EdgeError:
+    """The one clear error of a lowering that a vendor's tools refused."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return EdgeError(f"lowering: expected the backend's tools to take the program, got {reason}")

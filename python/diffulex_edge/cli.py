@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``diffulex edge``: export a model to ExecuTorch, look at programs, measure them.
+
+Exit codes and errors are those of ``diffulex``: its `main` calls `run` and reports what is raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffulex.checkpoint.resolve import DEMO
+from diffulex.config.flags import Parser, integer, number, positive_integer
+from diffulex.env import get_unchecked
+from diffulex.log import configure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from diffulex_edge.exporter import ExportResult
+
+__all__ = ["run"]
+
+_DEFAULT_BACKEND = "xnnpack"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs ``diffulex edge`` with these arguments and returns its exit code."""
+    parser = build_parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    try:
+        options = parser.parse_checked(arguments)
+    except SystemExit:  # after the help
+        return 0
+    has_level = options.log_level is not None or get_unchecked("DIFFULEX_LOG_LEVEL")
+    # A stage that takes minutes is worth a line where there is no bar.
+    quiet_level = "warning" if sys.stderr.isatty() or options.name != "export" else "info"
+    configure(level=options.log_level if has_level else quiet_level)
+    code: int = options.command(options)
+    return code
+
+
+def build_parser() -> Parser:
+    """The parser of all edge commands."""
+    parser = Parser(
+        prog="diffulex edge",
+        description="Exports models to ExecuTorch programs, for phones and small computers.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
+    commands.required = True
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> Parser:
+        child: Parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        child.set_defaults(command=command)
+        child.add_argument(
+            "--log-level",
+            choices=("debug", "info", "warning", "error"),
+            help="least severe log line on standard error [warning; export into a file: info]",
+        )
+        child.add_argument("--json", action="store_true", help="print one JSON object")
+        return child
+
+    _add_export(add("export", _export, "write a bundle: a program beside the checkpoint's files"))
+    info = add("info", _info, "what a bundle holds")
+    info.add_argument("bundle", metavar="BUNDLE")
+    add("backends", _backends, "which backends export and run on this machine")
+    return parser
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=DEMO, help=f"what to export [{DEMO}]")
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the new bundle")
+    parser.add_argument(
+        "--backend",
+        default=_DEFAULT_BACKEND,
+        help=f"see `diffulex edge backends` [{_DEFAULT_BACKEND}]",
+    )
+    parser.add_argument(
+        "--quant", default="none", metavar="RECIPE", help="none, 8da8w (int8), 8da4w (int4) [none]"
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=positive_integer,
+        help="tokens of prompt and answer [the model's positions, at most 2048]",
+    )
+    parser.add_argument(
+        "--max-rows",
+        type=positive_integer,
+        default=256,
+        help="rows of one call; a d2f prompt must fit [256]",
+    )
+    parser.add_argument(
+        "--max-logits", type=positive_integer, default=64, help="logits rows of one call [64]"
+    )
+    parser.add_argument("--lora", metavar="DIR", help="merge this adapter into the weights")
+    parser.add_argument("--model-name", help="registered family [found from the checkpoint]")
+    parser.add_argument("--mask-token-id", type=integer, help="mask id [the checkpoint's]")
+    parser.add_argument(
+        "--tolerance",
+        type=number,
+        help="error that the self-check allows, as a share of the largest logit [by recipe]",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a bundle that is there already"
+    )
+    parser.add_argument("--compute-unit", help="coreml: all, cpu_only, cpu_and_gpu, cpu_and_ne")
+    parser.add_argument("--soc", help="qnn: the chip, for example SM8650")
+
+
+def _export(options: argparse.Namespace) -> int:
+    from diffulex_edge.exporter import ExportConfig, export_model  # noqa: PLC0415
+
+    names = ("compute_unit", "soc")
+    result = export_model(
+        ExportConfig(
+            model=options.model,
+            output=Path(options.output).expanduser(),
+            backend=options.backend,
+            quant=options.quant,
+            max_model_len=options.max_model_len,
+            max_rows=options.max_rows,
+            max_logits=options.max_logits,
+            overwrite=options.overwrite,
+            lora=None if options.lora is None else Path(options.lora).expanduser(),
+            mask_token_id=options.mask_token_id,
+            model_name=options.model_name,
+            tolerance=options.tolerance,
+            backend_options={
+                name: getattr(options, name) for name in names if getattr(options, name)
+            },
+        ),
+        show_progress=True,
+    )
+    print(json.dumps(result.to_json()) if options.json else _export_text(result), flush=True)
+    return 0
+
+
+def _export_text(result: ExportResult) -> str:
+    lines = [
+        f"{result.output_path}: {result.file_size_mb:.2f} MB, {result.backend}, {result.quant},"
+        f" {result.compilation_time_sec:.0f} s, peak {result.peak_rss_mb:.0f} MB",
+        f"  delegates    {result.num_delegates}; left to the runtime:"
+        f" {sum(result.undelegated_ops.values())} operators",
+    ]
+    found = result.self_check
+    what = "" if result.device_verified else " (the graph: such programs do not run here)"
+    lines.append(
+        f"  self-check   error {found.max_error:.2g} at scale {found.scale:.3g}, equal best ids"
+        f" {found.argmax:.1%} of {found.num_rows} rows{what}"
+    )
+    if result.quant != "none":
+        lines.append(f"  unquantised  equal best ids {result.agreement.argmax:.1%} (random tokens)")
+    lines += [f"  note         {text}" for text in result.warnings]
+    return "\n".join(lines)
+
+
+def _info(options: argparse.Namespace) -> int:
+    from diffulex.checkpoint.resolve import resolve_model  # noqa: PLC0415
+    from diffulex_edge.bundle import file_sha256, read_bundle  # noqa: PLC0415
+    from diffulex_edge.program import PteProgram  # noqa: PLC0415
+
+    bundle = read_bundle(resolve_model(options.bundle))
+    program = PteProgram(bundle.program_path)
+    report: dict[str, Any] = {
+        "bundle": str(bundle.directory),
+        "constants": program.constants,
+        "inputs": [
+            {"name": name, "shape": shape}
+            for name, shape in zip(program.INPUTS, program.input_shapes(), strict=True)
+        ],
+        "cache_bytes": program.cache_bytes,
+        "file_bytes": bundle.program_path.stat().st_size,
+        "is_unchanged": file_sha256(bundle.program_path) == bundle.program_sha256,
+        "self_check": bundle.facts.get("self_check"),
+        "agreement_with_unquantised": bundle.facts.get("agreement_with_unquantised"),
+    }
+    if options.json:
+        print(json.dumps(report))
+        return 0
+    print(
+        f"{report['bundle']}: {report['file_bytes'] / 1e6:.2f} MB"
+        f"{'' if report['is_unchanged'] else ', CHANGED since the export'}"
+    )
+    print(f"  cache        {report['cache_bytes'] / 1e6:.2f} MB, {program.cache_rows} positions")
+    for item in report["inputs"]:
+        print(f"  input        {item['name']} int64 up to {item['shape']}")
+    for name, value in sorted(program.constants.items()):
+        print(f"  {name} = {value!r}")
+    return 0
+
+
+def _backends(options: argparse.Namespace) -> int:
+    from diffulex_edge.backends import BACKENDS  # noqa: PLC0415
+
+    rows: list[dict[str, Any]] = []
+    for name, backend in sorted(BACKENDS.items()):
+        state = dataclasses.asdict(backend.availability())
+        rows.append({"name": name, "target": backend.target, **state, "recipes": backend.recipes})
+    if options.json:
+        print(json.dumps({"backends": rows}))
+        return 0
+    for row in rows:
+        does = [text for key, text in (("can_export", "exports"), ("can_run", "runs")) if row[key]]
+        reason = f": {row['reason']}" if row["reason"] else ""
+        print(f"{row['name']:<9} {' and '.join(does) or 'not here'}{reason}")
+        print(f"          {row['target']}; recipes {', '.join(row['recipes'])}")
+    return 0

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantisation recipes: what each is called, which backend takes it, and how weights become it.
+
+A recipe is `LAYERS[-gN][,head=HEAD][,emb=BITS]`, for example ``8da4w-g32,head=8da8w,emb=8``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from diffulex.errors import ConfigError
+from diffulex_edge.errors import require
+from diffulex_edge.quiet import quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from diffulex_edge.model import EdgeDecoder
+
+__all__ = ["GROUP_SIZES", "RECIPES", "Recipe", "parse_recipe", "quantise"]
+
+GROUP_SIZES = (32, 64, 128, 256)
+#: Layer recipe -> what it does to weights and activations.
+RECIPES = {
+    "none": "float32",
+    "8da8w": "int8 weights per output channel, int8 activations per token",
+    "8da4w": "int4 weights in groups, int8 activations per token",
+    "8w": "int8 weights per output channel, float activations",
+    "4w": "int4 weights in groups, float activations",
+}
+#: Other accepted names, among them those of upstream.
+_ALIASES = {
+    "fp32": "none",
+    "float32": "none",
+    "int8": "8da8w",
+    "dynamic_int8": "8da8w",
+    "int4": "8da4w-g32,head=8da8w,emb=8",
+    "8da4w": "8da4w-g32,head=8da8w,emb=8",
+}
+_GROUPED = ("8da4w", "4w")
+_DEFAULT_GROUP = 32
+#: Bytes of a scale, and of a scale with its zero point.
+_SCALE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Recipes of the layers' projections, of the head and of the embedding."""
+
+    layers: str = "none"
+    group_size: int = _DEFAULT_GROUP
+    head: str = "none"
+    #: Bits of the embedding table: 32 (float) or 8.
+    embedding_bits: int = 32
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any weight is not float32."""
+        return (self.layers, self.head, self.embedding_bits) != ("none", "none", 32)
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """Recipes of layers and head."""
+        return self.layers, self.head
+
+    def __str__(self) -> str:
+        if not self.is_quantised:
+            return "none"
+        group = f"-g{self.group_size}" if self.layers in _GROUPED else ""
+        head = "" if self.head == self.layers else f",head={self.head}"
+        embedding = "" if self.embedding_bits == 32 else f",emb={self.embedding_bits}"
+        return f"{self.layers}{group}{head}{embedding}"
+
+    def weight_bytes(self, kind: str, rows: int, columns: int) -> float:
+        """Bytes of a matrix [rows, columns] under the recipe `kind`."""
+        if kind == "none":
+            return 4.0 * rows * columns
+        if kind in _GROUPED and columns % self.group_size == 0:
+            return rows * columns * (0.5 + 2.0 / self.group_size)
+        return rows * (columns + _SCALE)
+
+    def embedding_bytes(self, rows: int, columns: int) -> float:
+        """Bytes of the embedding table."""
+        return 4.0 * rows * columns if self.embedding_bits == 32 else rows * (columns + _SCALE)
+
+
+def parse_recipe(text: str) -> Recipe:
+    """The recipe that a `--quant` text names.
+
+    Raises:
+        ConfigError: unknown recipe, group size or suffix.
+    """
+    text = _ALIASES.get(text.strip().lower(), text.strip().lower())
+    first, *suffixes = text.split(",")
+    layers, _, group = first.partition("-g")
+    if layers not in RECIPES:
+        names = ", ".join(sorted({*RECIPES, *_ALIASES}))
+        raise ConfigError(f"quant: expected one of {names}, got {text!r}")
+    size = _DEFAULT_GROUP
+    if group:
+        size = int(group) if group.isdecimal() else 0
+        if layers not in _GROUPED or size not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise ConfigError(
+                f"quant: expected a group size of {sizes} with {' or '.join(_GROUPED)},"
+                f" got {first!r}"
+            )
+    head, bits = ("8da8w" if layers == "8da4w" else layers), 32
+    for suffix in suffixes:
+        key, _, value = suffix.partition("=")
+        if key == "head" and value in RECIPES and value not in _GROUPED:
+            head = value
+        elif key == "emb" and value == "8":
+            bits = 8
+        else:
+            raise ConfigError(f"quant: expected head=none, head=8da8w or emb=8, got {suffix!r}")
+    return Recipe(layers, size, head, bits)
+
+
+def quantise(decoder: EdgeDecoder, recipe: Recipe) -> list[str]:
+    """Quantises the weights in place and returns notices about what another recipe was taken for.
+
+    Norms, biases, rotary tables and the constants of the export form stay float32.
+    """
+    if not recipe.is_quantised:
+        return []
+    with quiet():
+        torch = require("torch")
+        torchao = require("torchao.quantization")
+        api = require("torchao.quantization.quant_api")
+
+    def linear_config(kind: str, group: int) -> Any:
+        is_grouped = kind in _GROUPED and group > 0
+        dtype = torch.int4 if is_grouped else torch.int8
+        shape = torchao.PerGroup(group) if is_grouped else torchao.PerAxis(0)
+        if kind in ("8w", "4w"):
+            return api.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=shape)
+        return api.Int8DynamicActivationIntxWeightConfig(
+            weight_dtype=dtype, weight_granularity=shape
+        )
+
+    notices: list[str] = []
+    linears = dict(decoder.layers.named_modules())
+    plan: dict[int, Any] = {}
+    for name, module in linears.items():
+        if not isinstance(module, torch.nn.Linear) or recipe.layers == "none":
+            continue
+        group = recipe.group_size
+        if recipe.layers in _GROUPED and module.in_features % group:
+            notices.append(
+                f"layers.{name}: int8, since {module.in_features} columns are no multiple of {group}"
+            )
+            group = 0
+        plan[id(module)] = linear_config(recipe.layers, group)
+    if recipe.head != "none":
+        plan[id(decoder.head)] = linear_config(recipe.head, 0)
+    if recipe.embedding_bits == 8:
+        plan[id(decoder.embedding)] = api.IntxWeightOnlyConfig(
+            weight_dtype=torch.int8, granularity=torchao.PerAxis(0)
+        )
+    with quiet():
+        for config, members in _grouped(plan):
+            torchao.quantize_(decoder, config, _is_in(members))
+    return notices
+
+
+def _grouped(plan: dict[int, Any]) -> list[tuple[Any, set[int]]]:
+    """One entry per distinct configuration: conversions run once for all modules of one."""
+    groups: dict[str, tuple[Any, set[int]]] = {}
+    for module, config in plan.items():
+        groups.setdefault(repr(config), (config, set()))[1].add(module)
+    return list(groups.values())
+
+
+def _is_in(members: set[int]) -> Callable[[nn.Module, str], bool]:
+    return lambda module, _: id(module) in members
