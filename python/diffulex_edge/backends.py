@@ -9,10 +9,10 @@ import platform
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import ConfigError
-from diffulex_edge.errors import EdgeError, require
+from diffulex_edge.errors import require
 from diffulex_edge.model import EdgeForm
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "Availability", "BackendRegistry", "EdgeBackend", "backend_of"]
 
-Layout = Literal["inplace", "static_io"]
 _SDK_VARIABLE = "QNN_SDK_ROOT"
 _SDK_LIBRARY = Path("lib/x86_64-linux-clang/libQnnHtp.so")
 
@@ -50,8 +49,6 @@ class EdgeBackend:
     #: Layer and head recipes that it computes as meant.
     recipes: tuple[str, ...]
     form: EdgeForm = field(default_factory=EdgeForm)
-    #: Where the cache lives: in the program, or with the caller.
-    layout: Layout = "inplace"
     #: The numbers of rows and of logits rows are fixed when exporting.
     is_static: bool = False
     #: A program can be run where it was exported.
@@ -188,7 +185,6 @@ BACKENDS: dict[str, EdgeBackend] = {
             "Snapdragon neural processors, experimental",
             ("none",),
             EdgeForm(norm="mean"),
-            layout="static_io",
             is_static=True,
             is_host=False,
         ),
@@ -229,9 +225,3 @@ def backend_of(name: str) -> EdgeBackend:
     if backend is None:
         raise ConfigError(f"backend: expected one of {', '.join(sorted(BACKENDS))}, got {name!r}")
     return backend
-
-
-def check_sdk_error(error: BaseException) -> EdgeError:
-    """The one clear error of a lowering that a vendor's tools refused."""
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return EdgeError(f"lowering: expected the backend's tools to take the program, got {reason}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffulex.checkpoint.resolve import DEMO
-from diffulex.config.flags import Parser, integer, number, positive_integer
+from diffulex.config.flags import Parser, integer, integers, number, positive_integer, some
 from diffulex.env import get_unchecked
 from diffulex.log import configure
 
@@ -70,8 +70,32 @@ def build_parser() -> Parser:
     _add_export(add("export", _export, "write a bundle: a program beside the checkpoint's files"))
     info = add("info", _info, "what a bundle holds")
     info.add_argument("bundle", metavar="BUNDLE")
+    _add_estimate(add("estimate", _estimate, "memory of a program, without exporting it"))
     add("backends", _backends, "which backends export and run on this machine")
+    verify = add("verify", _verify, "compare a program with its checkpoint and with transformers")
+    verify.add_argument("bundle", metavar="BUNDLE")
+    verify.add_argument("--reference", required=True, help="the checkpoint that was exported")
+    verify.add_argument("--inputs", type=positive_integer, default=4, help="random inputs [4]")
+    verify.add_argument(
+        "--tolerance", type=number, default=1e-4, help="share of the largest logit [1e-4]"
+    )
+    bench = add("bench", _bench, "time and memory of programs, each in a process of its own")
+    bench.add_argument("bundles", metavar="BUNDLE", nargs="+")
+    bench.add_argument(
+        "--threads", type=some(integers), default=(1,), metavar="N[,N]", help="of the pool [1]"
+    )
+    bench.add_argument("--rows", type=positive_integer, default=8, help="rows of a call [8]")
+    bench.add_argument("--repeat", type=positive_integer, default=20, help="calls [20]")
     return parser
+
+
+def _add_estimate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=DEMO, help=f"checkpoint with its configuration [{DEMO}]")
+    parser.add_argument("--quant", default="8da4w", metavar="RECIPE", help="see export [8da4w]")
+    parser.add_argument(
+        "--max-model-len", type=positive_integer, help="tokens of prompt and answer [at most 2048]"
+    )
+    parser.add_argument("--budget", metavar="SIZE", help="also the longest length that fits: 2GB")
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -211,4 +235,92 @@ def _backends(options: argparse.Namespace) -> int:
         reason = f": {row['reason']}" if row["reason"] else ""
         print(f"{row['name']:<9} {' and '.join(does) or 'not here'}{reason}")
         print(f"          {row['target']}; recipes {', '.join(row['recipes'])}")
+    return 0
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    from diffulex.checkpoint.auto_model import detect  # noqa: PLC0415
+    from diffulex.checkpoint.resolve import resolve_model  # noqa: PLC0415
+    from diffulex_edge.families import check_family  # noqa: PLC0415
+    from diffulex_edge.measure import estimate, longest_length, parse_bytes  # noqa: PLC0415
+    from diffulex_edge.recipes import parse_recipe  # noqa: PLC0415
+
+    spec = detect(resolve_model(options.model))[1]
+    check_family(spec)
+    recipe = parse_recipe(options.quant)
+    length = min(options.max_model_len or 2048, spec.max_positions)
+    found = estimate(spec, recipe, length)
+    report: dict[str, Any] = {"quant": str(recipe), **found.to_json()}
+    if options.budget:
+        report["longest_max_model_len"] = longest_length(spec, recipe, parse_bytes(options.budget))
+    if options.json:
+        print(json.dumps(report))
+        return 0
+    print(f"{options.model}, {recipe}, {length} tokens")
+    for name in ("weights", "rotary", "graph", "cache", "logits", "scores", "file", "resident"):
+        print(f"  {name:<9} {report[name] / 1e6:12.2f} MB")
+    if options.budget:
+        fits = report["longest_max_model_len"]
+        print(
+            f"  longest   {fits} tokens within {options.budget}"
+            if fits
+            else f"  longest   none: the weights alone exceed {options.budget}"
+        )
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from diffulex_edge.errors import ProgramError  # noqa: PLC0415
+    from diffulex_edge.verify import verify_bundle  # noqa: PLC0415
+
+    report = verify_bundle(
+        options.bundle, options.reference, num_inputs=options.inputs, tolerance=options.tolerance
+    )
+    program = report.program
+    if options.json:
+        decoder = report.decoder.to_json()
+        text = {"passed": report.passed, "decoder": decoder, "program": program.to_json()}
+        print(json.dumps(text))
+    else:
+        print(f"transformers and decoder: {report.decoder}")
+        print(
+            f"decoder and program: largest difference {program.max_error:.2g} at scale"
+            f" {program.scale:.3g}, equal best ids {program.argmax:.1%} of {program.num_rows} rows"
+        )
+    if not report.passed:
+        raise ProgramError(
+            f"verify: expected {options.bundle} to compute what its checkpoint does,"
+            f" got a difference of {program.max_error:.3g}"
+        )
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from diffulex.checkpoint.resolve import resolve_model  # noqa: PLC0415
+    from diffulex_edge.measure import bench_bundle, table  # noqa: PLC0415
+
+    rows = [
+        bench_bundle(resolve_model(name), threads, rows=options.rows, repeat=options.repeat)
+        for name in options.bundles
+        for threads in options.threads
+    ]
+    if options.json:
+        print(json.dumps({"rows": [dataclasses.asdict(row) for row in rows]}))
+        return 0
+    head = ("bundle", "threads", "load ms", "step ms", "median", "ratio", "RSS MB", "file MB")
+    first = rows[0].step_min_ms
+    cells = [
+        (
+            row.bundle,
+            str(row.threads),
+            row.load_ms,
+            row.step_min_ms,
+            row.step_median_ms,
+            row.step_min_ms / first,
+            row.rss_mb,
+            row.file_mb,
+        )
+        for row in rows
+    ]
+    print(table([head, *cells]))
     return 0

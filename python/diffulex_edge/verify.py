@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numerical equivalence: stock transformers, the decoder in its export form, the program.
+
+Each link is compared by itself. The stock decoder is the template of the family, with the
+checkpoint's weights under its names and an explicit mask; no code of a checkpoint is run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from diffulex.checkpoint.auto_model import detect
+from diffulex.checkpoint.resolve import resolve_model
+from diffulex.families.spec.names import LLAMA_NAMES
+from diffulex_edge.backends import backend_of
+from diffulex_edge.bundle import read_bundle
+from diffulex_edge.errors import ProgramError, require
+from diffulex_edge.exporter import load_decoder
+from diffulex_edge.lowering import ProgramShape
+from diffulex_edge.model import EdgeDecoder, EdgeProgram
+from diffulex_edge.program import PteProgram
+from diffulex_edge.quiet import quiet
+from diffulex_edge.recipes import parse_recipe
+from diffulex_edge.self_check import compare, eager_caller, make_trace, run_trace
+from diffulex_edge.unified import visible_ends_of_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from diffulex.families.spec import ModelSpec
+    from diffulex_edge.self_check import Agreement
+
+__all__ = [
+    "EquivalenceReport",
+    "InputReport",
+    "stock_model",
+    "verify_bundle",
+    "verify_numerical_equivalence",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class InputReport:
+    """How far two models are apart on one input."""
+
+    max_abs: float
+    mean_abs: float
+    relative_rms: float
+    argmax: float
+    kl: float
+    #: Row with the largest difference.
+    worst_position: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class EquivalenceReport:
+    """True where every input is within the tolerance."""
+
+    inputs: tuple[InputReport, ...]
+    tolerance: float
+
+    def __bool__(self) -> bool:
+        return all(item.max_abs <= self.tolerance * item.scale for item in self.inputs)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields in the types of JSON."""
+        return {"passed": bool(self), **asdict(self)}
+
+    def __str__(self) -> str:
+        worst = max((item.max_abs / item.scale for item in self.inputs), default=0.0)
+        least = min((item.argmax for item in self.inputs), default=1.0)
+        state = "equal" if self else "DIFFERENT"
+        return (
+            f"{state}: largest difference {worst:.2g} of the scale (tolerance {self.tolerance:g}),"
+            f" equal best ids {least:.1%}, {len(self.inputs)} inputs"
+        )
+
+
+def stock_model(spec: ModelSpec, decoder: EdgeDecoder) -> nn.Module:
+    """The transformers decoder that a dense family is built on, with the decoder's weights."""
+    with quiet():
+        transformers = require("transformers")
+    kind = "Qwen3" if spec.qk_norm else "Qwen2" if spec.qkv_bias and not spec.o_bias else "Llama"
+    options: dict[str, Any] = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_q_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_positions,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "tie_word_embeddings": False,
+        "attention_bias": spec.qkv_bias,
+        "attn_implementation": "eager",
+    }
+    config = getattr(transformers, f"{kind}Config")(**options)
+    with quiet(), torch.device("meta"):
+        model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = model.to_empty(device="cpu").eval()
+    table = model.state_dict()
+    for name, tensor in _template_weights(spec, decoder).items():
+        rows = min(table[name].size(0), tensor.size(0))
+        table[name].copy_(tensor[:rows])
+    inner: Any = model
+    rotary = inner.model.rotary_emb
+    rotary.__init__(config=config)  # its table is no weight: the empty one has no values
+    return model
+
+
+def _template_weights(spec: ModelSpec, decoder: EdgeDecoder) -> dict[str, Tensor]:
+    """The decoder's weights under the names of the template."""
+    own, template = spec.names, LLAMA_NAMES
+    names = {
+        own.embedding: template.embedding,
+        own.final_norm: template.final_norm,
+        own.head: template.head,
+    }
+    parts = ("input_norm", "post_norm", "q_norm", "k_norm")
+    products = ("q", "k", "v", "o", "gate", "up", "down")
+    for layer in range(spec.num_layers):
+        prefixes = own.layer.format(layer), template.layer.format(layer)
+        for part in parts:
+            names[prefixes[0] + getattr(own, part)] = prefixes[1] + getattr(template, part)
+        for part in products:
+            for ending in (".weight", ".bias"):
+                name = prefixes[0] + getattr(own, part) + ending
+                names[name] = prefixes[1] + getattr(template, part) + ending
+    return {names[name]: tensor for name, tensor in decoder.weight_table().items()}
+
+
+def verify_numerical_equivalence(
+    hf_model_path: Path | str | nn.Module,
+    edge_model: EdgeDecoder,
+    test_inputs: Sequence[Tensor],
+    tolerance: float = 1e-5,
+    *,
+    attention_mode: str = "block_causal",
+    prompt_len: int | None = None,
+) -> EquivalenceReport:
+    """Compares a decoder with the Hugging Face model, in float32.
+
+    Args:
+        hf_model_path: checkpoint directory, or a model of transformers that is built already.
+        edge_model: the decoder.
+        test_inputs: ids [S] or [1, S] int64.
+        tolerance: of the largest difference, as a share of the largest logit (at least 1).
+        attention_mode: as `EdgeDecoder.forward`.
+    """
+    spec = edge_model.spec
+    model = hf_model_path
+    if not isinstance(model, nn.Module):
+        directory = resolve_model(model)
+        found = detect(directory, spec.family)[1]
+        model = stock_model(
+            found, load_decoder(directory, found, edge_model.max_seq_len, backend_of("portable"))
+        )
+    reports = []
+    for item in test_inputs:
+        ids = item.view(1, -1)
+        count = ids.size(1)
+        with torch.inference_mode():
+            own = edge_model(ids, attention_mode=attention_mode, prompt_len=prompt_len)[0][0]
+            positions = torch.arange(count)
+            ends = visible_ends_of_mode(
+                attention_mode, positions, count, spec.block_size, prompt_len
+            )
+            is_hidden = positions[None, :] >= ends[:, None]
+            mask = torch.zeros(1, 1, count, count).masked_fill(is_hidden, -1e9)
+            other = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0]
+        reports.append(_report(own.float(), other.float()[:, : own.size(1)]))
+    return EquivalenceReport(tuple(reports), tolerance)
+
+
+def _report(found: Tensor, reference: Tensor) -> InputReport:
+    difference = (found - reference).abs()
+    logs = found.log_softmax(-1), reference.log_softmax(-1)
+    square = float(reference.square().mean())
+    return InputReport(
+        max_abs=float(difference.max()),
+        mean_abs=float(difference.mean()),
+        relative_rms=float((difference.square().mean() / max(square, 1e-30)).sqrt()),
+        argmax=float((found.argmax(-1) == reference.argmax(-1)).float().mean()),
+        kl=float((logs[1].exp() * (logs[1] - logs[0])).sum(-1).mean()),
+        worst_position=int(difference.amax(-1).argmax()),
+        scale=max(1.0, float(reference.abs().max())),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BundleReport:
+    """A bundle against the checkpoint it came from."""
+
+    #: Stock transformers and the decoder.
+    decoder: EquivalenceReport
+    #: The decoder and the program.
+    program: Agreement
+    is_quantised: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether both links hold; a quantised program only has to be finite."""
+        found = self.program
+        close = found.max_error <= max(self.decoder.tolerance, 1e-4) * found.scale
+        return bool(self.decoder) and found.is_finite and (close or self.is_quantised)
+
+
+def verify_bundle(
+    bundle_path: Path | str, reference: Path | str, *, num_inputs: int = 4, tolerance: float = 1e-4
+) -> BundleReport:
+    """Compares a bundle with a checkpoint, link by link.
+
+    Raises:
+        ProgramError: the checkpoint is of another model, or the program fails.
+    """
+    bundle = read_bundle(resolve_model(bundle_path))
+    directory = resolve_model(reference)
+    spec = detect(directory)[1]
+    program = PteProgram(bundle.program_path)
+    constants = program.constants
+    expected = (spec.family, spec.vocab_size, spec.num_layers)
+    found = (
+        constants["dlx_model_type"],
+        constants["get_vocab_size"],
+        constants["dlx_num_layers"],
+    )
+    if found != expected:
+        raise ProgramError(
+            f"verify: expected a reference of family, vocabulary and layers {found}, got {expected}"
+        )
+    decoder = load_decoder(directory, spec, bundle.cache_rows, backend_of("xnnpack"))
+    generator = torch.Generator().manual_seed(0)
+    length = min(48, bundle.max_model_len)
+    inputs = [
+        torch.randint(0, spec.vocab_size, (length,), generator=generator) for _ in range(num_inputs)
+    ]
+    link = verify_numerical_equivalence(stock_model(spec, decoder), decoder, inputs, tolerance)
+    shape = ProgramShape(bundle.max_rows, bundle.max_logits, bundle.cache_rows)
+    calls = make_trace(shape, spec.block_size or 32, spec.vocab_size, ())
+    own = run_trace(eager_caller(EdgeProgram(decoder)), calls)
+    outputs = run_trace(lambda call: program(*call), calls)
+    is_quantised = parse_recipe(bundle.quant).is_quantised
+    return BundleReport(link, compare(outputs, own), is_quantised)
