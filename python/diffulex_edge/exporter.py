@@ -44,6 +44,7 @@ from diffulex_edge.self_check import (
     make_trace,
     run_trace,
 )
+from diffulex_edge.session_conf import write_session_conf
 
 if TYPE_CHECKING:
     from diffulex.families.spec import ModelSpec
@@ -209,6 +210,7 @@ def export_model(config: ExportConfig, *, show_progress: bool = False) -> Export
         text = json.dumps(facts, indent=1, sort_keys=True)
         (directory / EDGE_FILE).write_text(text + "\n", encoding="utf-8")
         _check_detected(directory, spec, config, info.architecture)
+        write_session_conf(directory, config.model_name, config.mask_token_id)
         size = path.stat().st_size
     return ExportResult(
         output_path=Path(config.output),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FilterOrder", "MaskFillSampler", "Sampler", "SamplerInputs"]
 
-_RULES = {
+RULES = {
     "threshold": 0,
     "threshold_non_strict": 1,
     "static": 2,
@@ -110,7 +110,7 @@ class MaskFillSampler(RowSampler):
             is_tempered=sampler.confidence_space == "tempered",
         )
         super().__init__(config, stage)
-        self._rule = _RULES[sampler.acceptance_rule]
+        self._rule = RULES[sampler.acceptance_rule]
         self._confidence_kind = CONFIDENCE_KINDS[sampler.confidence_type]
         self._is_raw = sampler.confidence_space == "raw"
         self._denoising_steps = sampler.denoising_steps or 0

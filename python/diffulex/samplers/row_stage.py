@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["FilterOrder", "RowRecords", "RowStage"]
 
 _EXCLUDE, _RENORMALIZE, _OFF = 0, 1, 2
-_EXCLUSIONS = {"exclude": _EXCLUDE, "renormalize": _RENORMALIZE}
+EXCLUSIONS = {"exclude": _EXCLUDE, "renormalize": _RENORMALIZE}
 # Columns of the records; include/diffulex/ops/sampling.h.
 _NUM_STATS = 8
 _CONFIDENCE, _SECOND_PROB, _ENTROPY, _RAW_CONFIDENCE = 0, 2, 3, 6
@@ -84,7 +84,7 @@ class RowStage:
         self._forbidden = self._ids_tensor(forbidden)
         self._demoted = self._ids_tensor(sampler.demote_token_ids)
         self._vocab_limit = model.tokenizer_vocab_size if is_masked else -1
-        self._exclusion = _EXCLUSIONS[sampler.mask_suppression]
+        self._exclusion = EXCLUSIONS[sampler.mask_suppression]
         if not is_masked and self._forbidden is None:
             self._exclusion = _OFF
         self._filter_order = filter_order

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""diffulex-edge-run: answers of the engine over the same bundle, bad input, an interrupt."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from diffulex import Diffulex, SamplingParams
+from fixtures.edge import DEMO, questions
+from fixtures.extras import need_extra
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+need_extra("edge", "executorch", "torchao")
+
+ROOT = Path(__file__).resolve().parents[3]
+NUM_PROBLEMS = 8
+#: "Tom has 3 apples. He buys 4 more apples. ..." in the chat template of the bundled model.
+PROMPT = (
+    "637 285 198 429 294 220 18 388 13 412 448 220 19 333 388 13 301 291 388 330 475 "
+    "322 334 30 638 198 637 288 198"
+)
+
+
+@pytest.fixture(scope="session")
+def runner() -> Path:
+    """The program: that of DIFFULEX_EDGE_RUN, or of a build of this tree."""
+    given = os.environ.get("DIFFULEX_EDGE_RUN")
+    found = (
+        [Path(given)]
+        if given
+        else sorted(ROOT.glob("build/cp*/examples/edge_runner/diffulex-edge-run"))
+    )
+    if not found:
+        reason = "diffulex-edge-run is not built: install executorch, then build this tree again"
+        if "edge" in os.environ.get("DIFFULEX_REQUIRE_EXTRAS", "").split(","):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    return found[-1]
+
+
+def run(runner: Path, *arguments: Any, text: str = "") -> subprocess.CompletedProcess[str]:
+    command = [str(runner), *map(str, arguments)]
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def prompt_ids(engine: Diffulex) -> list[list[int]]:
+    chats = [[{"role": "user", "content": text}] for text in questions(DEMO, NUM_PROBLEMS)]
+    return [engine.tokenizer.apply_chat_template(chat) for chat in chats]
+
+
+def assert_repeats(
+    runner: Path, bundle: Path, flags: Sequence[Any], params: dict[str, Any], **settings: Any
+) -> None:
+    with Diffulex(str(bundle), **settings) as engine:
+        prompts = prompt_ids(engine)
+        sampling = SamplingParams(max_tokens=96, **params)
+        expected = [list(engine.generate([ids], sampling)[0].token_ids) for ids in prompts]
+    text = "\n".join(" ".join(map(str, ids)) for ids in prompts)
+    result = run(
+        runner,
+        bundle,
+        "--ids",
+        "-",
+        "--json",
+        "--max-tokens",
+        96,
+        "--threads",
+        1,
+        *flags,
+        text=text,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [answer["token_ids"] for answer in answers] == expected
+    assert any(expected)
+
+
+@pytest.mark.parametrize("buffer_size", [1, 4])
+def test_answers_as_the_engine(runner, bundle, buffer_size):
+    assert_repeats(
+        runner, bundle("demo"), ["--buffer-size", buffer_size], {}, buffer_size=buffer_size
+    )
+
+
+def test_draws_as_the_engine(runner, bundle):
+    flags = ["--temperature", 0.7, "--top-p", 0.9, "--seed", 3]
+    assert_repeats(runner, bundle("demo"), flags, {"temperature": 0.7, "top_p": 0.9, "seed": 3})
+
+
+def test_a_bundle_has_the_settings_of_its_program(bundle):
+    path = bundle("demo")
+    facts = json.loads((path / "edge.json").read_text())
+    conf = (path / "session.conf").read_text()
+    assert f"max_model_len = {facts['max_model_len']}\n" in conf
+    assert f"mask_token_id = {facts['mask_token_id']}\n" in conf
+
+
+def test_stats_are_one_line(runner, bundle):
+    result = run(runner, bundle("demo"), "--ids", PROMPT, "--stats", "--threads", 1)
+    assert result.returncode == 0
+    assert re.fullmatch(r"[\d ]+\n", result.stdout)
+    assert re.fullmatch(r"prompt \d+ tokens, answer \d+ tokens in .* MB\n", result.stderr)
+
+
+def test_errors_are_one_line(runner, bundle, tmp_path):
+    path = bundle("demo")
+    program = (path / "model.pte").read_bytes()
+    conf = (path / "session.conf").read_text()
+    (tmp_path / "cut.pte").write_bytes(program[: len(program) // 2])
+    (tmp_path / "foreign.pte").write_bytes(b"no program" * 10)
+    (tmp_path / "session.conf").write_text(conf)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/session.conf").write_text(conf.replace("top_k", "top_q"))
+    for arguments, expected in (
+        ([tmp_path / "cut.pte", "--ids", "1"], "the file is cut short"),
+        ([tmp_path / "foreign.pte", "--ids", "1"], "expected an ExecuTorch program"),
+        ([tmp_path, "--ids", "1"], "model.pte: expected a readable program, got none"),
+        ([tmp_path / "old", "--ids", "1"], "expected an integer as top_k, got none"),
+        ([path / "none", "--ids", "1"], "session.conf: expected a readable file, got none"),
+        ([path, "--ids", ""], "prompt"),
+        ([path, "--ids", "1,x"], 'expected token ids, or -, got "1,x"'),
+        ([path, "--ids", "1", "--temperature", "-1"], "temperature"),
+        ([path, "--ids", "1", "--buffer-size", "99"], "buffer_size"),
+        ([path, "--ids", "1", "--prompt", "a"], "expected a text or --ids, got both"),
+        ([path, "--idss", "1"], "expected a known flag, got --idss"),
+        ([path, "--ids", " ".join(["1"] * 600)], "max_model_len"),
+    ):
+        result = run(runner, *arguments)
+        assert (result.returncode, result.stdout) == (2, ""), result.stderr
+        assert result.stderr.startswith("diffulex-edge-run: ")
+        assert result.stderr.count("\n") == 1
+        assert expected in result.stderr
+
+
+def test_an_interrupt_ends_the_answer(runner, bundle):
+    command = [str(runner), str(bundle("demo")), "--ids", "-", "--json"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdin is not None
+        assert run.stdout is not None
+        run.stdin.write(PROMPT + "\n")
+        run.stdin.flush()
+        assert json.loads(run.stdout.readline())["token_ids"]
+        run.send_signal(signal.SIGINT)
+        run.stdin.write(PROMPT + "\n")
+        run.stdin.close()
+        run.wait(timeout=60)
+    assert run.returncode == 130
