@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from diffulex.config.sampling_params import SamplingParams
     from diffulex.config.types import Config
+    from diffulex.engine.denoising import DenoisingPicture, denoising
     from diffulex.engine.engine import Diffulex
     from diffulex.engine.output import (
         DenoiseSnapshot,
@@ -36,6 +37,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DenoiseSnapshot",
+    "DenoisingPicture",
     "Diffulex",
     "DiffulexError",
     "GenerationOutputs",
@@ -47,6 +49,7 @@ __all__ = [
     "StepOutput",
     "StreamEvent",
     "__version__",
+    "denoising",
 ]
 
 _MODULES = {
@@ -54,6 +57,8 @@ _MODULES = {
     "Diffulex": "diffulex.engine.engine",
     "SamplingParams": "diffulex.config.sampling_params",
     "__version__": "diffulex_ext",
+    "DenoisingPicture": "diffulex.engine.denoising",
+    "denoising": "diffulex.engine.denoising",
     **dict.fromkeys(
         ("DenoiseSnapshot", "GenerationOutputs", "RequestOutput", "StepOutput", "StreamEvent"),
         "diffulex.engine.output",

@@ -34,6 +34,9 @@ from diffulex_ext import _core
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from typing_extensions import Unpack
+
+    from diffulex.config.keywords import EngineKeywords, SamplingKeywords
     from diffulex.engine.tokenizer import Tokenizer
     from diffulex.runner.model_runner import ModelRunner
 
@@ -59,7 +62,11 @@ class Diffulex:
     """
 
     def __init__(
-        self, model: str = "demo", *, show_progress: bool = False, **settings: Any
+        self,
+        model: str = "demo",
+        *,
+        show_progress: bool = False,
+        **settings: Unpack[EngineKeywords],
     ) -> None:
         with _memory_back_on_failure(self):
             facts = read_model_facts(model, settings)
@@ -200,7 +207,7 @@ class Diffulex:
         on_progress: Callable[[ProgressInfo], None] | None = None,
         on_interrupt: Literal["raise", "return"] = "raise",
         n: int = 1,
-        **sampling: Any,
+        **sampling: Unpack[SamplingKeywords],
     ) -> GenerationOutputs:
         """Decodes every prompt to its end and returns the results in prompt order.
 
@@ -270,7 +277,7 @@ class Diffulex:
         mode: StreamMode = "block_append",
         *,
         use_chat_template: bool = False,
-        **sampling: Any,
+        **sampling: Unpack[SamplingKeywords],
     ) -> Generator[StreamEvent, None, None]:
         """Decodes one prompt and yields what happens; closing the iterator aborts the request.
 

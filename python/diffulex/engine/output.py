@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import html
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,15 @@ class RequestOutput:
     matched_stop: str | int | None = None
     generated_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the answer, and how it came about."""
+        metrics = self.metrics
+        facts = (
+            f"{metrics.completion_tokens} tokens, {metrics.nfe} forwards,"
+            f" {metrics.tpf or 0:.2f} tokens per forward, {self.completion_reason}"
+        )
+        return f"<pre>{html.escape(self.text)}</pre><small>{html.escape(facts)}</small>"
 
     @property
     def full_token_ids(self) -> tuple[int, ...]:
@@ -164,6 +174,10 @@ class GenerationOutputs(Sequence[RequestOutput]):
 
     def __len__(self) -> int:
         return len(self._outputs)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: every answer."""
+        return "<hr>".join(output._repr_html_() for output in self._outputs)
 
     @staticmethod
     def pooled(runs: Sequence[GenerationOutputs]) -> GenerationOutputs:

@@ -213,7 +213,7 @@ def _fill_serve(parser: Parser) -> None:
 
 
 def _fill_batch(parser: Parser) -> None:
-    from diffulex.server.run_batch import add_batch_flags, run_batch  # noqa: PLC0415
+    from diffulex.tools.run_batch import add_batch_flags, run_batch  # noqa: PLC0415
 
     _add_log_level(parser)
     add_batch_flags(parser)

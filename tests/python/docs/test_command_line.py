@@ -41,7 +41,7 @@ def test_settings_are_flags(tmp_path: Path) -> None:
 
 def test_the_batch_file_is_one(tmp_path: Path) -> None:
     pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
-    from diffulex.server.run_batch import read_lines
+    from diffulex.tools.run_batch import read_lines
 
     (content,) = re.findall(r"```jsonl\n(.*?)```", TEXT, re.DOTALL)
     path = tmp_path / "requests.jsonl"

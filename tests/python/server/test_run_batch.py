@@ -11,11 +11,11 @@ import pytest
 
 from diffulex.errors import ConfigError
 from diffulex.server.http.api_server import create_app
-from diffulex.server.run_batch import BatchLine, answer_lines, read_lines
 from diffulex.serving.engine import ServingEngine
 from diffulex.serving.engine_loop import EngineLoop
 from diffulex.serving.inproc_frontend import InprocFrontend
 from diffulex.tools.cli import main
+from diffulex.tools.run_batch import BatchLine, answer_lines, read_lines
 from engine.tiny_engine import TinyModel
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 6, "temperature": 0}

@@ -21,6 +21,7 @@ from diffulex.config.table import CONFIG_TABLE
 from diffulex.errors import ConfigError
 from diffulex.server.args import INTERNAL_ENGINE_KEYS, ServerArgs
 from diffulex.server.requirements import check_packages
+from diffulex.tools.request_flags import check_single_model
 
 __all__ = ["BatchLine", "add_batch_flags", "answer_lines", "read_lines", "run_batch"]
 
@@ -62,8 +63,6 @@ def run_batch(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: the input is no file of requests, or the output cannot be written.
     """
-    from diffulex.tools.request_flags import check_single_model  # noqa: PLC0415
-
     check_packages()
     check_single_model(options)
     lines = read_lines(options.input_file)
