@@ -33,7 +33,7 @@ from diffulex import Diffulex, SamplingParams
 from diffulex.bench.problem_file import load_problems
 from diffulex.checkpoint.auto_model import load_model
 from diffulex.checkpoint.resolve import demo_dir
-from diffulex.config.types import Config, read_model_facts
+from diffulex.config.config import Config, read_model_facts
 
 if TYPE_CHECKING:
     from diffulex.families.sdar import SdarForDiffusionLM

@@ -10,7 +10,7 @@ from published_shapes import Shape
 
 from diffulex import Diffulex
 from diffulex.checkpoint.auto_model import random_model
-from diffulex.config.types import Config
+from diffulex.config.config import Config
 from diffulex.families.spec import ModelSpec
 
 __all__ = ["build_engine", "build_model", "random_prompts", "resolve_config"]

@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from diffulex.config.config import Config
     from diffulex.config.sampling_params import SamplingParams
-    from diffulex.config.types import Config
     from diffulex.engine.denoising import DenoisingPicture, denoising
     from diffulex.engine.engine import Diffulex
     from diffulex.engine.output import (
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Config": "diffulex.config.types",
+    "Config": "diffulex.config.config",
     "Diffulex": "diffulex.engine.engine",
     "SamplingParams": "diffulex.config.sampling_params",
     "__version__": "diffulex_ext",

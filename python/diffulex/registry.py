@@ -12,10 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
-
-if TYPE_CHECKING:
-    from diffulex.config.types import Config
+from typing import Any, Generic, TypeVar, cast, overload
 
 __all__ = [
     "PLUGIN_GROUP",
@@ -49,7 +46,7 @@ class Registry(Generic[T]):
         self,
         name: str,
         built_in: Mapping[str, str],
-        key: Callable[[Config], str],
+        key: Callable[[Any], str],
         default: str | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
@@ -188,7 +185,7 @@ class Registry(Generic[T]):
         """Calls the entry of this name with the arguments its registry documents."""
         return cast("Callable[..., Any]", self.get(name))(*args)
 
-    def from_config(self, config: Config) -> Any:
+    def from_config(self, config: Any) -> Any:
         """Calls the entry that `config` selects with the configuration."""
         return self.create(self._key(config), config)
 
@@ -226,12 +223,12 @@ class Registry(Generic[T]):
         return ValueError(f"{self.name}: expected one of {names}, got {name!r}")
 
 
-def _strategy(config: Config) -> str:
-    return config.decoding.decoding_strategy
+def _strategy(config: Any) -> str:
+    return cast("str", config.decoding.decoding_strategy)
 
 
-def _model_name(config: Config) -> str:
-    return config.model.model_name
+def _model_name(config: Any) -> str:
+    return cast("str", config.model.model_name)
 
 
 # Names of multi_bd in older configuration files.

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from diffulex.nn.linear import Projection
+from diffulex.checkpoint.projection import Projection
 from diffulex.nn.rotary import build_cos_sin_cache
 
 if TYPE_CHECKING:

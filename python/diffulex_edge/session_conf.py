@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffulex.config.config import Config, read_model_facts
 from diffulex.config.sampling_params import SamplingParams
-from diffulex.config.types import Config, read_model_facts
 from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from diffulex.engine.tokenizer import Tokenizer
+    from diffulex.checkpoint.tokenizer import Tokenizer
 
 __all__ = ["SESSION_FILE", "session_conf", "write_session_conf"]
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from diffulex.checkpoint.projection import Projection
     from diffulex.families.spec import ModelSpec
-    from diffulex.nn.linear import Projection
 
 logger = get_logger(__name__)
 

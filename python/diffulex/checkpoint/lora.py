@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from diffulex.checkpoint.projection import Projection
     from diffulex.checkpoint.tensor_files import StoredTensor
-    from diffulex.nn.linear import Projection
 
 __all__ = ["LoraAdapter", "LoraFactors", "MergePlan", "attach", "read_adapter"]
 

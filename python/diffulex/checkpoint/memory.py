@@ -14,7 +14,7 @@ from diffulex.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from diffulex.config.types import Config
+    from diffulex.config.types import ConfigTree
     from diffulex.families.spec import ModelSpec
 
 _MEMORY_FILE = Path("/proc/meminfo")
@@ -60,7 +60,7 @@ def check_memory(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str
         raise _too_large(needed, available)
 
 
-def request_bytes(config: Config) -> int:
+def request_bytes(config: ConfigTree) -> int:
     """Host memory that every running request may take, an upper estimate.
 
     Plans, sampler arrays and the buffers of a step have room for all of them.
@@ -68,7 +68,7 @@ def request_bytes(config: Config) -> int:
     return 256 + _ROW_BYTES * config.decode_rows + _PAGE_BYTES * config.pages_per_request
 
 
-def check_num_reqs(config: Config) -> None:
+def check_num_reqs(config: ConfigTree) -> None:
     """Asks before the arrays of a step are made, which the system would hand out and then regret.
 
     Raises:

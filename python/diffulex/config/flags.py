@@ -423,3 +423,29 @@ def engine_kwargs(
     if thresholds:
         given["decoding_thresholds"] = thresholds
     return given
+
+
+def check_single_model(options: argparse.Namespace) -> None:
+    """Moves MODEL, the only word of a command, to the flag.
+
+    Raises:
+        UsageError: more than one word, or the flag as well.
+    """
+    if len(options.words) > 1:
+        raise UsageError(
+            f"command line: expected one MODEL, got {' '.join(map(repr, options.words))}"
+        )
+    if options.words:
+        set_model(options, options.words[0])
+
+
+def set_model(options: argparse.Namespace, model: str) -> None:
+    """Takes MODEL for ``--model``.
+
+    Raises:
+        UsageError: the flag was given too. What a file says gives way.
+    """
+    given = getattr(options, "model", None)
+    if given is not None and "model" not in options.from_file:
+        raise UsageError(f"model: expected MODEL or --model, got both {model!r} and {given!r}")
+    options.model = model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules between configuration keys, applied once to a draft."""
+"""The rules between configuration keys, applied once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from diffulex.config.parse import Draft, ModelFacts, dtype_name, normalise
+from diffulex.config.parse import dtype_name, normalise
 from diffulex.config.table import (
     BLOCK_SIZES,
     CANVAS_PAGE_SIZES,
@@ -17,6 +17,7 @@ from diffulex.config.table import (
     ConfigKey,
     Support,
 )
+from diffulex.config.types import PartialConfig
 from diffulex.errors import ConfigError
 from diffulex.families.detection import family_of_name, matches
 from diffulex.log import get_logger, warn_once
@@ -26,6 +27,8 @@ from diffulex.strategies.rules import STRATEGIES, StrategyRules, rules_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from diffulex.config.types import ModelFacts
 
 __all__ = ["check_strategy_name", "resolve_sections"]
 
@@ -65,11 +68,11 @@ def resolve_sections(model: str, facts: ModelFacts, explicit: Mapping[str, Any])
         family = normalise(getattr(sampler, "family_defaults", None) or {}, where=where)
         if facts.spec.block_size is not None and choice.strategy != "fast_dllm_v2":
             family["block_size"] = facts.spec.block_size
-        draft = Draft(facts, explicit, checkpoint, family)
-        draft.values["model"] = str(model)
-        draft.values["model_name"] = name
-        choice.apply(draft)
-        return _Resolver(draft, rules_of(choice.strategy), sampler).sections()
+        partial = PartialConfig(facts, explicit, checkpoint, family)
+        partial.values["model"] = str(model)
+        partial.values["model_name"] = name
+        choice.apply(partial)
+        return _Resolver(partial, rules_of(choice.strategy), sampler).sections()
     except ConfigError as error:
         # A value that the user did not give is not reported as if it were the user's.
         key = str(error).partition(":")[0]
@@ -206,10 +209,10 @@ class _Choice:
                 )
             self._change("mode", modes[0], f"the mode of {self.strategy}")
 
-    def apply(self, draft: Draft) -> None:
-        """Writes the choice into the draft."""
-        draft.values["decoding_strategy"] = self.strategy
-        draft.values["sampling_mode"] = self.mode
+    def apply(self, partial: PartialConfig) -> None:
+        """Writes the choice into the values."""
+        partial.values["decoding_strategy"] = self.strategy
+        partial.values["sampling_mode"] = self.mode
 
     def _change(self, attribute: str, value: str, reason: str) -> None:
         old = getattr(self, attribute)
@@ -222,21 +225,21 @@ class _Choice:
 class _Resolver:
     """Applies the rules in the order in which they depend on each other."""
 
-    def __init__(self, draft: Draft, rules: StrategyRules, sampler: Any) -> None:
-        self._draft = draft
+    def __init__(self, partial: PartialConfig, rules: StrategyRules, sampler: Any) -> None:
+        self._partial = partial
         self._rules = rules
         self._sampler = sampler
 
     def sections(self) -> dict[str, Any]:
         """The section objects by name."""
-        draft = self._draft
+        partial = self._partial
         self._check_unread_keys()
-        draft.change(
+        partial.change(
             "multi_block_prefix_full",
             self._rules.has_prefix_full,
             "only d2f has a bidirectional prompt",
         )
-        self._rules.resolve(draft)
+        self._rules.resolve(partial)
         self._check_shape()
         self._resolve_program()
         self._check_adapter()
@@ -246,26 +249,26 @@ class _Resolver:
         self._resolve_cache()
         self._resolve_sampler()
         sections = {
-            section: cls(**{k.name: draft[k.name] for k in _keys_of(section)})
+            section: cls(**{k.name: partial[k.name] for k in _keys_of(section)})
             for section, cls in SECTIONS.items()
         }
         sections["model"] = dataclasses.replace(
             sections["model"],
-            model_dir=draft.facts.model_dir,
-            spec=draft.facts.spec,
-            program=draft.facts.program,
+            model_dir=partial.facts.model_dir,
+            spec=partial.facts.spec,
+            program=partial.facts.program,
         )
         return sections
 
     def _check_unread_keys(self) -> None:
         """Explicit keys that nothing reads: a notice where harmless, else an error."""
-        draft, strategy = self._draft, self._draft["decoding_strategy"]
+        partial, strategy = self._partial, self._partial["decoding_strategy"]
         foreign = tuple(
             start for name in STRATEGIES if name != strategy for start in rules_of(name).keys
         )
         unused: frozenset[str] = getattr(self._sampler, "unused_keys", frozenset())
         ignored: frozenset[str] = getattr(self._sampler, "ignored_keys", frozenset())
-        for name, value in draft.explicit.items():
+        for name, value in partial.explicit.items():
             key = CONFIG_TABLE[name]
             if key.support is Support.IGNORED:
                 text = "%s: accepted and ignored (%s), got %r"
@@ -276,14 +279,14 @@ class _Resolver:
             elif name in unused and value != key.default:
                 raise ConfigError(
                     f"{name}: expected it unset under decoding_strategy {strategy} with"
-                    f" sampling_mode {draft['sampling_mode']}, which does not read it,"
+                    f" sampling_mode {partial['sampling_mode']}, which does not read it,"
                     f" got {value!r}"
                 )
 
     def _check_adapter(self) -> None:
-        values = self._draft.values
+        values = self._partial.values
         if not values["use_lora"]:
-            if values["lora_path"] and "use_lora" not in self._draft.explicit:
+            if values["lora_path"] and "use_lora" not in self._partial.explicit:
                 raise ConfigError(
                     f"lora_path: expected use_lora with it, got {values['lora_path']!r} alone"
                 )
@@ -294,34 +297,34 @@ class _Resolver:
             raise ConfigError(f"load_format: expected auto with use_lora, got {got!r}")
 
     def _check_shape(self) -> None:
-        draft = self._draft
+        partial = self._partial
         if self._is_canvas:
             return
         # A checkpoint may be trained with a block size the engine lacks; its use is an error.
         for name, sizes in (("block_size", BLOCK_SIZES), ("page_size", PAGE_SIZES)):
-            if draft[name] not in sizes:
+            if partial[name] not in sizes:
                 also = f" (or {', '.join(map(str, CANVAS_PAGE_SIZES))} under diffusion_gemma)"
-                hint = also if draft[name] in CANVAS_PAGE_SIZES and name == "page_size" else ""
+                hint = also if partial[name] in CANVAS_PAGE_SIZES and name == "page_size" else ""
                 raise ConfigError(
-                    f"{name}: expected one of {', '.join(map(str, sizes))}{hint}, got {draft[name]}"
+                    f"{name}: expected one of {', '.join(map(str, sizes))}{hint}, got {partial[name]}"
                 )
 
     def _resolve_program(self) -> None:
         """What an exported program decides: it is one sequence on the CPU with a cache of its own."""
-        draft, program = self._draft, self._draft.facts.program
+        partial, program = self._partial, self._partial.facts.program
         if program is None:
             return
         from diffulex_edge.families import check_strategy  # noqa: PLC0415 (exported programs only)
 
-        check_strategy(draft["decoding_strategy"])
-        is_dual = draft["decoding_strategy"] == "fast_dllm_v2"
-        block = draft["block_size"] * (draft["buffer_size"] if is_dual else 1)
+        check_strategy(partial["decoding_strategy"])
+        is_dual = partial["decoding_strategy"] == "fast_dllm_v2"
+        block = partial["block_size"] * (partial["buffer_size"] if is_dual else 1)
         if block > program.max_rows:
             raise ConfigError(
                 f"block_size: expected at most {program.max_rows} rows that see each other, those of"
                 f" the exported program (diffulex edge export --max-rows), got {block}"
             )
-        length = min(draft["max_model_len"], program.max_model_len)
+        length = min(partial["max_model_len"], program.max_model_len)
         for name, value, reason in (
             ("load_format", "pte", "the directory holds an exported program and no weights"),
             ("max_num_reqs", 1, "an exported program holds one sequence"),
@@ -331,16 +334,16 @@ class _Resolver:
             ("max_model_len", length, "length of the exported program"),
             ("run_ahead", "off", "an exported program is called by the host"),
         ):
-            draft.change(name, value, reason)
+            partial.change(name, value, reason)
 
     @property
     def _is_canvas(self) -> bool:
-        return bool(self._draft["decoding_strategy"] == "diffusion_gemma")
+        return bool(self._partial["decoding_strategy"] == "diffusion_gemma")
 
     def _resolve_device(self) -> None:
-        values = self._draft.values
+        values = self._partial.values
         if values["attn_impl"] in ("triton", "triton_grouped"):
-            self._draft.change("attn_impl", "auto", "name of an older kernel family")
+            self._partial.change("attn_impl", "auto", "name of an older kernel family")
         self._pick_device()
         is_cuda = values["device"].startswith("cuda")
         if values["attn_impl"] not in ("auto", "cuda" if is_cuda else "cpu"):
@@ -349,12 +352,12 @@ class _Resolver:
                 f" got {values['attn_impl']!r}"
             )
         if values["dtype"] == "auto":
-            values["dtype"] = dtype_name(self._draft.facts.spec.dtype) if is_cuda else "float32"
+            values["dtype"] = dtype_name(self._partial.facts.spec.dtype) if is_cuda else "float32"
 
     def _pick_device(self) -> None:
         import torch  # noqa: PLC0415
 
-        values = self._draft.values
+        values = self._partial.values
         num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         wanted = values["device"]
         if wanted == "auto":
@@ -371,7 +374,7 @@ class _Resolver:
         if ":" in wanted:
             given = int(wanted.partition(":")[2])
             is_listed = (
-                "device_ids" in self._draft.explicit or "device_start" in self._draft.explicit
+                "device_ids" in self._partial.explicit or "device_start" in self._partial.explicit
             )
             if is_listed and given != index:
                 raise ConfigError(f"device: expected cuda:{index} as listed, got {wanted!r}")
@@ -386,7 +389,7 @@ class _Resolver:
         values["device"] = f"cuda:{index}"
 
     def _resolve_ids(self) -> None:
-        values, facts, spec = self._draft.values, self._draft.facts, self._draft.facts.spec
+        values, facts, spec = self._partial.values, self._partial.facts, self._partial.facts.spec
         # The checkpoint reader has resolved its own sources; an explicit value went into it.
         if values["mask_token_id"] is None:
             values["mask_token_id"] = spec.mask_token_id
@@ -414,50 +417,50 @@ class _Resolver:
             size = facts.tokenizer_vocab_size or spec.vocab_size
             values["tokenizer_vocab_size"] = min(size, spec.vocab_size)
         elif values["tokenizer_vocab_size"] > spec.vocab_size:
-            self._draft.change("tokenizer_vocab_size", spec.vocab_size, "rows of the LM head")
+            self._partial.change("tokenizer_vocab_size", spec.vocab_size, "rows of the LM head")
 
     def _resolve_lengths(self) -> None:
-        draft = self._draft
-        limit = draft.facts.spec.max_positions
-        if draft["max_model_len"] > limit:
-            draft.change("max_model_len", limit, "positions of the model")
-        block, rows = draft["block_size"], draft["block_size"] * draft["buffer_size"]
-        if draft["decoding_strategy"] == "fast_dllm_v2":
+        partial = self._partial
+        limit = partial.facts.spec.max_positions
+        if partial["max_model_len"] > limit:
+            partial.change("max_model_len", limit, "positions of the model")
+        block, rows = partial["block_size"], partial["block_size"] * partial["buffer_size"]
+        if partial["decoding_strategy"] == "fast_dllm_v2":
             block = rows
-        need = -(-draft["max_model_len"] // block) * block + block
+        need = -(-partial["max_model_len"] // block) * block + block
         rule = "a whole prompt of max_model_len plus one block"
-        if draft["enable_chunked_prefill"]:
+        if partial["enable_chunked_prefill"]:
             need, rule = rows, "the rows of one decoding request"
         need = max(need, rows)
-        budget = draft["max_num_batched_tokens"]
+        budget = partial["max_num_batched_tokens"]
         if budget >= need:
             return
-        if draft.is_given("max_num_batched_tokens"):
+        if partial.is_given("max_num_batched_tokens"):
             raise ConfigError(f"max_num_batched_tokens: expected >= {need} ({rule}), got {budget}")
-        draft.change("max_num_batched_tokens", need, rule)
+        partial.change("max_num_batched_tokens", need, rule)
 
     def _resolve_cache(self) -> None:
-        draft = self._draft
-        block, page = draft["block_size"], draft["page_size"]
+        partial = self._partial
+        block, page = partial["block_size"], partial["page_size"]
         if page % block and block % page and not self._is_canvas:
             raise ConfigError(
                 f"page_size: expected a multiple or divisor of block_size {block}, got {page}"
             )
-        head_dim, split = draft.facts.spec.head_dim, draft["k_cache_hdim_split_factor_x"]
-        if draft["kv_cache_layout"] == "distinct" and head_dim % split:
+        head_dim, split = partial.facts.spec.head_dim, partial["k_cache_hdim_split_factor_x"]
+        if partial["kv_cache_layout"] == "distinct" and head_dim % split:
             raise ConfigError(
                 f"k_cache_hdim_split_factor_x: expected a divisor of head size {head_dim},"
                 f" got {split}"
             )
-        is_cuda = draft["device"].startswith("cuda")
-        if draft["skip_warmup"] and is_cuda and draft["num_pages"] == -1:
+        is_cuda = partial["device"].startswith("cuda")
+        if partial["skip_warmup"] and is_cuda and partial["num_pages"] == -1:
             raise ConfigError("skip_warmup: expected num_pages to be given, got num_pages -1")
 
     def _resolve_sampler(self) -> None:
-        draft, values = self._draft, self._draft.values
+        partial, values = self._partial, self._partial.values
         if values["confidence_type"] == "default":
             values["confidence_type"] = "max_prob"
-        vocab_size = draft.facts.spec.vocab_size
+        vocab_size = partial.facts.spec.vocab_size
         for name in ("suppress_token_ids", "demote_token_ids"):
             for token in values[name]:
                 if token >= vocab_size:
@@ -476,10 +479,10 @@ class _Resolver:
         with_threshold = getattr(self._sampler, "rule_with_threshold", None)
         if (
             with_threshold is not None
-            and draft.is_given("accept_threshold")
-            and not draft.is_given("acceptance_rule")
+            and partial.is_given("accept_threshold")
+            and not partial.is_given("acceptance_rule")
         ):
-            draft.change("acceptance_rule", with_threshold, "an accept_threshold was given")
+            partial.change("acceptance_rule", with_threshold, "an accept_threshold was given")
         for name, default in (("acceptance_rule", "threshold"), ("confidence_space", "processed")):
             if values[name] is None:
                 values[name] = default

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from diffulex.errors import SamplingParamsError, UnknownParameterError
 
 if TYPE_CHECKING:
-    from diffulex.config.types import SamplerConfig
+    from diffulex.config.table import SamplerConfig
     from diffulex_ext import _core
 
 __all__ = [

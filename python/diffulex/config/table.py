@@ -2,7 +2,7 @@
 """The one table of settings: sections, keys, defaults, legal ranges, help.
 
 A row is what `diffulex.config.key` says. Defaults live here and nowhere else; what a model family or a
-checkpoint changes is applied in `diffulex.config.types`.
+checkpoint changes is applied in `diffulex.config.resolve`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from diffulex.config.key import inert as _inert
 from diffulex.config.key import key as _key
 from diffulex.config.key import later as _later
 from diffulex.config.key import one_of as _one_of
+from diffulex.families.spec.model_spec import MAX_CANVAS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,8 +48,6 @@ __all__ = [
 ]
 
 
-#: Most tokens of a diffusion_gemma canvas.
-MAX_CANVAS = 1024
 BLOCK_SIZES = (4, 8, 16, 32)
 PAGE_SIZES = (4, 8, 16, 32)
 #: Page sizes of diffusion_gemma alone.

@@ -13,12 +13,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple
 
-from diffulex.engine.detokenizer import IncrementalDecoder
+from diffulex.checkpoint.detokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diffulex.engine.detokenizer import Decode
+    from diffulex.checkpoint.detokenizer import Decode
 
 __all__ = ["AnswerText", "Piece"]
 

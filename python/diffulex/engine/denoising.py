@@ -6,7 +6,7 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING, Any
 
-from diffulex.terminal import Span, opening_spans, printable, snapshot_spans
+from diffulex.engine.terminal import Span, opening_spans, printable, snapshot_spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

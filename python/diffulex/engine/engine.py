@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from diffulex.checkpoint.memory import check_num_reqs
+from diffulex.config.config import Config, read_model_facts
 from diffulex.config.sampling_params import SamplingParams, merged_params
-from diffulex.config.types import Config, ModelFacts, read_model_facts
+from diffulex.config.types import ModelFacts
 from diffulex.engine.interrupt import InterruptGuard, deferred_interrupt
 from diffulex.engine.metrics import RequestRecord, RunStats
 from diffulex.engine.output import GenerationOutputs, RequestOutput, StepOutput, StreamEvent
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from diffulex.checkpoint.tokenizer import Tokenizer
     from diffulex.config.keywords import EngineKeywords, SamplingKeywords
-    from diffulex.engine.tokenizer import Tokenizer
     from diffulex.runner.model_runner import ModelRunner
 
 __all__ = ["Diffulex"]

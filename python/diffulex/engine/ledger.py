@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from diffulex.checkpoint.detokenizer import robust_decode
 from diffulex.engine.answer_text import AnswerText
-from diffulex.engine.detokenizer import robust_decode
 from diffulex.engine.metrics import RequestRecord, RunStats
 from diffulex.engine.output import BlockSnapshot, DenoiseSnapshot, RequestOutput, StepOutput
 from diffulex_ext import _core
@@ -22,9 +22,9 @@ from diffulex_ext import _core
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from diffulex.checkpoint.detokenizer import Decode
+    from diffulex.checkpoint.tokenizer import Tokenizer
     from diffulex.config.sampling_params import SamplingParams
-    from diffulex.engine.detokenizer import Decode
-    from diffulex.engine.tokenizer import Tokenizer
     from diffulex.runner.model_runner import ModelRunner
 
 __all__ = ["Ledger"]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from diffulex.checkpoint.detokenizer import Decode
     from diffulex.engine.answer_text import AnswerText
-    from diffulex.engine.detokenizer import Decode
 
 __all__ = ["RequestMetrics", "RequestRecord", "RunStats", "ratio"]
 

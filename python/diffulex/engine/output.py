@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from diffulex.engine.detokenizer import robust_decode
+from diffulex.checkpoint.detokenizer import robust_decode
 from diffulex.engine.metrics import RequestMetrics, RunStats, ratio
 from diffulex.log import format_duration, get_logger
 from diffulex.wire.finish_reasons import openai_finish_reason
 
 if TYPE_CHECKING:
-    from diffulex.engine.tokenizer import Tokenizer
+    from diffulex.checkpoint.tokenizer import Tokenizer
     from diffulex.runner.row_watch import TokenLogprob
 
 __all__ = [

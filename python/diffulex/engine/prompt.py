@@ -11,8 +11,9 @@ from diffulex.config.sampling_params import SamplingParams, choice_seed
 from diffulex.errors import PromptError, SamplingParamsError
 
 if TYPE_CHECKING:
-    from diffulex.config.types import Config, SamplerConfig
-    from diffulex.engine.tokenizer import Tokenizer
+    from diffulex.checkpoint.tokenizer import Tokenizer
+    from diffulex.config.config import Config
+    from diffulex.config.table import SamplerConfig
 
 __all__ = ["Prompt", "encode_prompt", "repeated", "split_prompts", "spread_params"]
 

@@ -9,7 +9,7 @@ from diffulex.log import get_logger
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
-    from diffulex.config.types import Config
+    from diffulex.config.config import Config
     from diffulex.runner.model_runner import ModelRunner
 
 __all__ = ["log_startup"]

@@ -22,9 +22,9 @@ from diffulex_ext import _core
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from diffulex.checkpoint.tokenizer import Tokenizer
+    from diffulex.config.config import Config
     from diffulex.config.sampling_params import SamplingParams
-    from diffulex.config.types import Config
-    from diffulex.engine.tokenizer import Tokenizer
     from diffulex.runner.model_runner import ModelRunner
 
 __all__ = ["StepLoop"]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from diffulex.engine.output import StreamEvent
 
 if TYPE_CHECKING:
+    from diffulex.checkpoint.detokenizer import IncrementalDecoder
+    from diffulex.checkpoint.tokenizer import Tokenizer
     from diffulex.config.sampling_params import SamplingParams
-    from diffulex.engine.detokenizer import IncrementalDecoder
     from diffulex.engine.output import StepOutput
-    from diffulex.engine.tokenizer import Tokenizer
 
 __all__ = ["TextStream"]
 

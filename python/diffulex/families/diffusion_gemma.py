@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from diffulex.families.spec.diffusion_gemma import DiffusionGemmaSpec, GemmaLayer
-    from diffulex.runner.batch import AttnMetadata
-    from diffulex.runner.kv_cache import KVCache
+    from diffulex.nn.attention_metadata import AttnMetadata
+    from diffulex.nn.kv_cache import KVCache
 
 __all__ = ["DECODER_PASS", "ENCODER_PASS", "DiffusionGemmaForDiffusionLM"]
 

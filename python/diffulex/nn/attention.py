@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from diffulex import ops
-from diffulex.nn.linear import Linear, Projection, named_projections
+from diffulex.checkpoint.projection import Projection
+from diffulex.nn.linear import Linear, named_projections
 
 if TYPE_CHECKING:
     from diffulex.families.spec.names import TensorNames
-    from diffulex.runner.batch import AttnMetadata
+    from diffulex.nn.attention_metadata import AttnMetadata
 
 
 class BlockAttention(nn.Module):

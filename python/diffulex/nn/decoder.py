@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from diffulex.checkpoint.projection import Projection
     from diffulex.families.spec import ModelSpec
-    from diffulex.nn.linear import Projection
-    from diffulex.runner.batch import AttnMetadata
-    from diffulex.runner.kv_cache import KVCache
+    from diffulex.nn.attention_metadata import AttnMetadata
+    from diffulex.nn.kv_cache import KVCache
 
 __all__ = ["DecoderForDiffusionLM", "DecoderLayer", "build_feed_forward"]
 

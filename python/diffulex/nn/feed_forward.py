@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from diffulex.nn.activation import GatedActivation, SiluAndMul
-from diffulex.nn.linear import Linear, Projection, named_projections
+from diffulex.nn.linear import Linear, named_projections
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     import torch
 
+    from diffulex.checkpoint.projection import Projection
     from diffulex.families.spec.names import TensorNames
-    from diffulex.runner.batch import AttnMetadata
+    from diffulex.nn.attention_metadata import AttnMetadata
 
 __all__ = ["FeedForward", "GatedMLP", "MLPScratch"]
 

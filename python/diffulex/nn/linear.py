@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from diffulex import ops
+from diffulex.checkpoint.projection import Projection
 from diffulex.nn.low_rank import LowRankUpdates
 
 if TYPE_CHECKING:
@@ -159,23 +159,6 @@ class Linear(MatrixProduct):
             self.updates = LowRankUpdates()
         dtype, device = self.dtype, self.device
         self.updates.append(rows, a.to(device, dtype), b.to(device, dtype), scale)
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """One projection as adapters and checkpoints see it: rows of a layer, rows of a tensor."""
-
-    linear: Linear
-    #: Rows of the layer's weight.
-    rows: slice
-    #: Name of the stored tensor and the projection's rows in it.
-    tensor: str
-    tensor_rows: slice
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[out, in] of the projection."""
-        return self.rows.stop - self.rows.start, self.linear.in_features
 
 
 def named_projections(linear: Linear, names: Sequence[str]) -> dict[str, Projection]:

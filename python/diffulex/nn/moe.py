@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from diffulex.families.spec.moe import MoeSpec
     from diffulex.families.spec.names import TensorNames
-    from diffulex.runner.batch import AttnMetadata
+    from diffulex.nn.attention_metadata import AttnMetadata
 
 __all__ = ["MoeFeedForward", "MoeScratch", "valid_rows"]
 

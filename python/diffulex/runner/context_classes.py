@@ -18,7 +18,7 @@ from diffulex.ops.hopper import has_hopper_kernels
 from diffulex.ops.workspace import attention_splits
 
 if TYPE_CHECKING:
-    from diffulex.config.types import Config
+    from diffulex.config.config import Config
 
 __all__ = ["ContextClasses"]
 

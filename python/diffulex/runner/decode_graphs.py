@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from diffulex.config.types import Config
+    from diffulex.config.config import Config
     from diffulex.runner.context_classes import ContextClasses
     from diffulex_ext import _core
 

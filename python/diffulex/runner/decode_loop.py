@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from diffulex.config.config import Config
     from diffulex.config.table import SamplerConfig
-    from diffulex.config.types import Config
     from diffulex.runner.batch import PlanViews, StepBuffers
     from diffulex.runner.decode_graphs import DecodeGraphs
     from diffulex.runner.sampler_feed import SamplerFeed

@@ -13,9 +13,9 @@ from diffulex.ops.settled import settled_weights
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diffulex.config.types import Config
-    from diffulex.runner.batch import AttnMetadata
-    from diffulex.runner.kv_cache import KVCache
+    from diffulex.config.config import Config
+    from diffulex.nn.attention_metadata import AttnMetadata
+    from diffulex.nn.kv_cache import KVCache
 
 __all__ = ["BlankRows", "ModelCall", "RowArrays", "head_logits"]
 

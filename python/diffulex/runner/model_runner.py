@@ -14,13 +14,13 @@ import torch
 
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger, warn_once
+from diffulex.nn.kv_cache import KVCache, KvLayoutName
 from diffulex.nn.linear import pack_weights
 from diffulex.runner.attention_workspace import AttentionWorkspace
 from diffulex.runner.batch import PlanViews, StepBuffers, StepShape
 from diffulex.runner.context_classes import ContextClasses
 from diffulex.runner.decode_graphs import Bucket, DecodeGraphs, ForwardGraphs, decode_buckets
 from diffulex.runner.decode_loop import DecodeLoop, has_graph_of_logits
-from diffulex.runner.kv_cache import KVCache, KvLayoutName
 from diffulex.runner.model_call import ModelCall, head_logits
 from diffulex.runner.open_engines import memory_holders, register_open
 from diffulex.runner.row_watch import RowWatch
@@ -33,7 +33,7 @@ from diffulex_ext import _core
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diffulex.config.types import Config
+    from diffulex.config.config import Config
     from diffulex.samplers.base import Sampler
 
 __all__ = ["ModelRunner"]

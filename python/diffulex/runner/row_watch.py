@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from diffulex.config.types import Config
+    from diffulex.config.config import Config
     from diffulex_ext import _core
 
 __all__ = ["RowWatch", "TokenLogprob"]

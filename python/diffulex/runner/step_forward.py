@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex.nn.attention_metadata import AttnMetadata
 from diffulex.ops.attention import MaskKind
 from diffulex.ops.workspace import empty_workspace
 from diffulex.runner.attention_workspace import decode_workspace_bytes
-from diffulex.runner.batch import AttnMetadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
 
-    from diffulex.config.types import Config
+    from diffulex.config.config import Config
+    from diffulex.nn.kv_cache import KVCache
     from diffulex.runner.batch import PlanViews, StepBuffers
     from diffulex.runner.decode_graphs import Bucket
-    from diffulex.runner.kv_cache import KVCache
     from diffulex.runner.model_call import ModelCall
 
 __all__ = ["StepForward"]

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex.nn.attention_metadata import AttnMetadata
 from diffulex.ops.attention import MaskKind
 from diffulex.runner.attention_workspace import decode_workspace_bytes
-from diffulex.runner.batch import AttnMetadata
 from diffulex.runner.model_call import BlankRows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diffulex.config.types import Config
+    from diffulex.config.config import Config
+    from diffulex.nn.kv_cache import KVCache
     from diffulex.runner.attention_workspace import AttentionWorkspace
     from diffulex.runner.decode_graphs import Bucket
-    from diffulex.runner.kv_cache import KVCache
     from diffulex.runner.model_call import ModelCall
     from diffulex.samplers.base import Sampler
 

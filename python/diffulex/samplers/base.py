@@ -13,7 +13,7 @@ from diffulex.samplers.row_stage import FilterOrder, RowRecords, RowStage
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from diffulex.config.types import Config
+    from diffulex.config.types import ConfigTree
 
 __all__ = ["FilterOrder", "MaskFillSampler", "Sampler", "SamplerInputs"]
 
@@ -61,7 +61,7 @@ class RowSampler:
         if "is_capturable" not in own and not _STEP_METHODS.isdisjoint(own):
             cls.is_capturable = False
 
-    def __init__(self, config: Config, rows: RowStage) -> None:
+    def __init__(self, config: ConfigTree, rows: RowStage) -> None:
         self.rows = rows
         self._mask_token_id = config.model.mask_token_id
         self._is_gated = config.sampler.forced_gate == "prev_semi_complete"
@@ -100,7 +100,7 @@ class MaskFillSampler(RowSampler):
 
     is_capturable = True
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ConfigTree) -> None:
         sampler = config.sampler
         if sampler.acceptance_rule is None or sampler.confidence_space is None:
             raise ValueError("MaskFillSampler: expected a resolved configuration, got unset keys")

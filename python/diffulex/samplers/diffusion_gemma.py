@@ -22,7 +22,7 @@ from diffulex.samplers.row_stage import RowRecords, RowStage
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diffulex.config.types import Config
+    from diffulex.config.types import ConfigTree
     from diffulex.samplers.inputs import CanvasArrays, SamplerInputs
 
 __all__ = ["DiffusionGemmaSampler"]
@@ -68,7 +68,7 @@ class DiffusionGemmaSampler(RowSampler):
     #: The temperature follows the canvas' own schedule.
     ignored_keys: ClassVar[frozenset[str]] = frozenset({"min_p", "temperature", "top_k", "top_p"})
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ConfigTree) -> None:
         self._softcap = float(getattr(config.model.spec, "final_logit_softcap", None) or 0.0)
         stage = RowStage(
             config, top_k=1, is_masked=False, softcap=self._softcap, is_topk_tempered=True

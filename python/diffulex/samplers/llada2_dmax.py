@@ -16,7 +16,7 @@ from diffulex.samplers.row_stage import RowStage
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from diffulex.config.types import Config
+    from diffulex.config.types import ConfigTree
     from diffulex.samplers.inputs import SamplerInputs
 
 __all__ = ["Llada2DmaxSampler"]
@@ -52,7 +52,7 @@ class Llada2DmaxSampler(RowSampler):
         }
     )
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ConfigTree) -> None:
         decoding = config.decoding
         # The argmax and its probability are part of the rule, merging or not.
         top_k = decoding.token_merge_top_k if decoding.token_merge_weight > 0 else 1

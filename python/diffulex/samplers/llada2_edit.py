@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from diffulex.config.types import Config
+    from diffulex.config.types import ConfigTree
     from diffulex.samplers.inputs import SamplerInputs
 
 __all__ = ["Llada2EditSampler"]
@@ -48,7 +48,7 @@ class Llada2EditSampler(RowSampler):
         }
     )
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ConfigTree) -> None:
         space = config.sampler.confidence_space
         stage = RowStage(config, filter_order=self.filter_order, is_tempered=space == "tempered")
         super().__init__(config, stage)

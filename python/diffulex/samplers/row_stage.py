@@ -18,7 +18,7 @@ from diffulex.samplers.shift import SavedRows
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diffulex.config.types import Config
+    from diffulex.config.types import ConfigTree
     from diffulex.samplers.inputs import RowFilters, SamplerInputs
 
 __all__ = ["FilterOrder", "RowRecords", "RowStage"]
@@ -63,7 +63,7 @@ class RowStage:
 
     def __init__(
         self,
-        config: Config,
+        config: ConfigTree,
         *,
         filter_order: FilterOrder = FilterOrder.TOP_P_FIRST,
         is_tempered: bool = False,

@@ -17,7 +17,7 @@ from diffulex.strategies.rules import STRATEGIES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from diffulex.config.types import Config
+    from diffulex.config.types import ConfigTree
     from diffulex.samplers.base import Sampler
 
 __all__ = ["LLADA2_NAMES", "make_sampler", "modes_of", "select_sampler", "strategies_of"]
@@ -104,7 +104,7 @@ def modes_of(model_name: str, strategy: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(modes))
 
 
-def make_sampler(config: Config) -> Sampler:
+def make_sampler(config: ConfigTree) -> Sampler:
     """The sampler of a resolved configuration."""
     decoding = config.decoding
     select = select_sampler(

@@ -149,7 +149,7 @@ def _chat_template(args: ServerArgs) -> str | None:
 
 def _load_tokenizer(args: ServerArgs) -> Any:
     from diffulex.checkpoint.resolve import resolve_model  # noqa: PLC0415
-    from diffulex.engine.tokenizer import Tokenizer  # noqa: PLC0415 (at run time only)
+    from diffulex.checkpoint.tokenizer import Tokenizer  # noqa: PLC0415 (at run time only)
 
     template = _chat_template(args)
     place = (args.tokenizer,) if args.tokenizer else (args.model, args.revision)

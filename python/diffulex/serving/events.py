@@ -22,7 +22,7 @@ from diffulex.wire.protocol import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diffulex.engine.detokenizer import Decode
+    from diffulex.checkpoint.detokenizer import Decode
     from diffulex.serving.state import ServingRequestState
 
 __all__ = [

@@ -13,7 +13,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from diffulex.engine.detokenizer import robust_decode
+from diffulex.checkpoint.detokenizer import robust_decode
 from diffulex.log import get_logger
 from diffulex.serving.frontend_command import num_tokens, prepared, refusal_of
 from diffulex.serving.frontend_errors import (

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from diffulex.checkpoint.detokenizer import robust_decode
 from diffulex.engine.answer_text import AnswerText, Piece
-from diffulex.engine.detokenizer import robust_decode
 from diffulex.engine.stop_tokens import special_stops
 from diffulex.errors import PromptError
 from diffulex.log import get_logger
@@ -44,7 +44,7 @@ from diffulex.wire.protocol import (
 )
 
 if TYPE_CHECKING:
-    from diffulex.engine.detokenizer import Decode
+    from diffulex.checkpoint.detokenizer import Decode
 
 __all__ = [
     "SUPPORTED_STREAM_MODES",

@@ -18,23 +18,22 @@ from diffulex.strategies.multi_bd import make_kv_cache_manager, make_request, ma
 from diffulex.strategies.rules import StrategyRules
 
 if TYPE_CHECKING:
-    from diffulex.config.parse import Draft
-    from diffulex.config.types import Config
+    from diffulex.config.types import ConfigTree, PartialConfig
 
 __all__ = ["RULES", "make_kv_cache_manager", "make_request", "make_scheduler"]
 
 
-def _resolve(draft: Draft) -> None:
+def _resolve(partial: PartialConfig) -> None:
     # K and V of a prefix depend on all of the prompt.
-    draft.change("enable_prefix_caching", False, "d2f prompts see all of themselves")
-    if draft["enable_chunked_prefill"]:
+    partial.change("enable_prefix_caching", False, "d2f prompts see all of themselves")
+    if partial["enable_chunked_prefill"]:
         raise ConfigError(
             "enable_chunked_prefill: expected False under decoding_strategy d2f (a prompt sees all"
             " of itself), got True"
         )
 
 
-def _core_fields(config: Config) -> Mapping[str, Any]:
+def _core_fields(config: ConfigTree) -> Mapping[str, Any]:
     return {"d2f_block_grid": config.decoding.d2f_block_grid}
 
 

@@ -16,8 +16,7 @@ from diffulex.strategies.rules import StrategyRules
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from diffulex.config.parse import Draft
-    from diffulex.config.types import Config
+    from diffulex.config.types import ConfigTree, PartialConfig
 
 __all__ = ["RULES", "make_kv_cache_manager", "make_request", "make_scheduler"]
 
@@ -34,12 +33,12 @@ _UNREAD_PARAMS = (
 )
 
 
-def _resolve(draft: Draft) -> None:
-    spec = draft.facts.spec
+def _resolve(partial: PartialConfig) -> None:
+    spec = partial.facts.spec
     canvas = getattr(spec, "canvas_length", None) or spec.block_size or _DEFAULT_CANVAS
-    draft.change("block_size", canvas, "canvas length of the checkpoint")
-    draft.change("buffer_size", 1, "one canvas is denoised at a time")
-    low, high = draft["diffusion_gemma_t_min"], draft["diffusion_gemma_t_max"]
+    partial.change("block_size", canvas, "canvas length of the checkpoint")
+    partial.change("buffer_size", 1, "one canvas is denoised at a time")
+    low, high = partial["diffusion_gemma_t_min"], partial["diffusion_gemma_t_max"]
     if not high > low:
         raise ConfigError(
             f"diffusion_gemma_t_max: expected a temperature above diffusion_gemma_t_min {low},"
@@ -47,7 +46,7 @@ def _resolve(draft: Draft) -> None:
         )
 
 
-def _core_fields(config: Config) -> Mapping[str, Any]:
+def _core_fields(config: ConfigTree) -> Mapping[str, Any]:
     decoding = config.decoding
     return {
         "max_denoising_steps": decoding.diffusion_gemma_max_denoising_steps,

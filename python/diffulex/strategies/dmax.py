@@ -15,22 +15,21 @@ from diffulex.strategies.rules import StrategyRules
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from diffulex.config.parse import Draft
-    from diffulex.config.types import Config
+    from diffulex.config.types import ConfigTree, PartialConfig
 
 __all__ = ["RULES", "make_kv_cache_manager", "make_request", "make_scheduler"]
 
 
-def _resolve(draft: Draft) -> None:
-    if draft["dmax_store_soft_embeddings"]:
-        draft.change(
+def _resolve(partial: PartialConfig) -> None:
+    if partial["dmax_store_soft_embeddings"]:
+        partial.change(
             "enable_prefix_caching",
             False,
             "cached keys and values depend on confidences (dmax_store_soft_embeddings)",
         )
 
 
-def _core_fields(config: Config) -> Mapping[str, Any]:
+def _core_fields(config: ConfigTree) -> Mapping[str, Any]:
     decoding = config.decoding
     return {
         "dmax_store_soft_embeddings": decoding.dmax_store_soft_embeddings,

@@ -18,8 +18,7 @@ from diffulex.strategies.rules import StrategyRules
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from diffulex.config.parse import Draft
-    from diffulex.config.types import Config
+    from diffulex.config.types import ConfigTree, PartialConfig
 
 __all__ = ["RULES", "make_kv_cache_manager", "make_request", "make_scheduler"]
 
@@ -28,20 +27,20 @@ logger = get_logger(__name__)
 _TRAINED_BLOCK = 32
 
 
-def _resolve(draft: Draft) -> None:
-    if draft["buffer_size"] < 2:
+def _resolve(partial: PartialConfig) -> None:
+    if partial["buffer_size"] < 2:
         raise ConfigError(
             "buffer_size: expected >= 2 under decoding_strategy fast_dllm_v2 (N sub-blocks),"
-            f" got {draft['buffer_size']}"
+            f" got {partial['buffer_size']}"
         )
-    trained = draft.facts.spec.block_size or _TRAINED_BLOCK
-    rows = draft["block_size"] * draft["buffer_size"]
+    trained = partial.facts.spec.block_size or _TRAINED_BLOCK
+    rows = partial["block_size"] * partial["buffer_size"]
     if rows != trained:
         text = "block_size * buffer_size is %d, the checkpoint was trained with blocks of %d"
         warn_once(logger, f"fast_dllm_v2 block {rows} {trained}", text, rows, trained)
 
 
-def _core_fields(config: Config) -> Mapping[str, Any]:
+def _core_fields(config: ConfigTree) -> Mapping[str, Any]:
     return {
         "fdv2_use_block_cache": config.decoding.fdv2_use_block_cache,
         # A graph has one number of rows per request, and the modes differ in theirs. Eager steps

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 from diffulex.log import get_logger, warn_once
 
 if TYPE_CHECKING:
-    from diffulex.config.parse import Draft
     from diffulex.config.sampling_params import SamplingParams
-    from diffulex.config.types import Config
+    from diffulex.config.types import ConfigTree, PartialConfig
 
 __all__ = ["STRATEGIES", "StrategyRules", "notice_unread_params", "rules_of"]
 
@@ -27,11 +26,11 @@ logger = get_logger(__name__)
 _REWRITING_PARAMS = ("edit_threshold", "token_stability_threshold")
 
 
-def _nothing_to_resolve(draft: Draft) -> None:
+def _nothing_to_resolve(partial: PartialConfig) -> None:
     """A strategy without demands."""
 
 
-def _no_fields(config: Config) -> Mapping[str, Any]:
+def _no_fields(config: ConfigTree) -> Mapping[str, Any]:
     return {}
 
 
@@ -55,8 +54,8 @@ class StrategyRules:
     keys: tuple[str, ...] = ()
     unread_params: tuple[str, ...] = ()
     draws_at_zero: bool = False
-    resolve: Callable[[Draft], None] = _nothing_to_resolve
-    core_fields: Callable[[Config], Mapping[str, Any]] = _no_fields
+    resolve: Callable[[PartialConfig], None] = _nothing_to_resolve
+    core_fields: Callable[[ConfigTree], Mapping[str, Any]] = _no_fields
 
 
 #: Built-in strategies; a name is also the module that holds its rules and registrations.
@@ -69,7 +68,7 @@ def rules_of(strategy: str) -> StrategyRules:
     return cast("StrategyRules", importlib.import_module(f"diffulex.strategies.{module}").RULES)
 
 
-def notice_unread_params(sampling_params: SamplingParams, config: Config) -> None:
+def notice_unread_params(sampling_params: SamplingParams, config: ConfigTree) -> None:
     """Warns, once each, of explicit fields that the strategy and the sampling mode do not read."""
     strategy, mode = config.decoding.decoding_strategy, config.decoding.sampling_mode
     unread = dict.fromkeys(rules_of(strategy).unread_params)

@@ -12,14 +12,14 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from diffulex.checkpoint.resolve import DEMO_PURPOSE, demo_dir
+from diffulex.config.flags import check_single_model
+from diffulex.engine.terminal import DenoisePainter, opening_spans, printable, snapshot_spans
 from diffulex.env import get_text
 from diffulex.errors import ConfigError, DiffulexError, PromptError
-from diffulex.terminal import DenoisePainter, opening_spans, printable, snapshot_spans
 from diffulex.tools.error_line import USER_ERROR, report_error
 from diffulex.tools.prompts import checked_text, read_prompts
 from diffulex.tools.request_flags import (
     FRAME_DELAY,
-    check_single_model,
     open_engine,
     sampling_params,
 )

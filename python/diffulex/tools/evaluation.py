@@ -8,12 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from diffulex.config.flags import Parser, engine_kwargs, integers, numbers, positive_integer, some
+from diffulex.config.flags import (
+    Parser,
+    check_single_model,
+    engine_kwargs,
+    integers,
+    numbers,
+    positive_integer,
+    some,
+)
 from diffulex.errors import ConfigError
 from diffulex.tools.request_flags import (
     add_engine_and_sampling_flags,
     add_words,
-    check_single_model,
     sampling_params,
 )
 

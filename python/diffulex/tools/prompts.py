@@ -8,8 +8,9 @@ import json
 import sys
 from pathlib import Path
 
+from diffulex.config.flags import UsageError, set_model
 from diffulex.errors import PromptError
-from diffulex.tools.request_flags import UsageError, is_model, set_model
+from diffulex.tools.request_flags import is_model
 
 __all__ = ["checked_text", "read_prompts"]
 

@@ -12,7 +12,6 @@ import diffulex
 from diffulex.checkpoint.resolve import DEMO, resolve_model
 from diffulex.config.flags import (
     Parser,
-    UsageError,
     add_config_flag,
     add_engine_flags,
     engine_kwargs,
@@ -29,16 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FRAME_DELAY",
-    "UsageError",
     "add_chat_flags",
     "add_engine_and_sampling_flags",
     "add_generate_flags",
     "add_words",
-    "check_single_model",
     "is_model",
     "open_engine",
     "sampling_params",
-    "set_model",
 ]
 
 #: Seconds between redrawn frames on a terminal.
@@ -161,32 +157,6 @@ def sampling_params(options: argparse.Namespace, **changes: Any) -> SamplingPara
         "min_tokens": options.min_tokens,
     }
     return diffulex.SamplingParams(**{**given, **changes})
-
-
-def check_single_model(options: argparse.Namespace) -> None:
-    """Moves MODEL, the only word of a command, to the flag.
-
-    Raises:
-        UsageError: more than one word, or the flag as well.
-    """
-    if len(options.words) > 1:
-        raise UsageError(
-            f"command line: expected one MODEL, got {' '.join(map(repr, options.words))}"
-        )
-    if options.words:
-        set_model(options, options.words[0])
-
-
-def set_model(options: argparse.Namespace, model: str) -> None:
-    """Takes MODEL for ``--model``.
-
-    Raises:
-        UsageError: the flag was given too. What a file says gives way.
-    """
-    given = getattr(options, "model", None)
-    if given is not None and "model" not in options.from_file:
-        raise UsageError(f"model: expected MODEL or --model, got both {model!r} and {given!r}")
-    options.model = model
 
 
 def is_model(word: str) -> bool:

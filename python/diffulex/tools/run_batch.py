@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from diffulex.config.flags import Parser, add_config_flag, add_engine_flags
+from diffulex.config.flags import Parser, add_config_flag, add_engine_flags, check_single_model
 from diffulex.config.table import CONFIG_TABLE
 from diffulex.errors import ConfigError
 from diffulex.server.args import INTERNAL_ENGINE_KEYS, ServerArgs
 from diffulex.server.requirements import check_packages
-from diffulex.tools.request_flags import check_single_model
 
 __all__ = ["BatchLine", "add_batch_flags", "answer_lines", "read_lines", "run_batch"]
 

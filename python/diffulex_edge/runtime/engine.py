@@ -158,7 +158,8 @@ class DiffusionEngine:
 
         def build(further: dict[str, Any]) -> Diffulex:
             from diffulex import Diffulex  # noqa: PLC0415 (the engine)
-            from diffulex.config.types import Config, ModelFacts, read_model_facts  # noqa: PLC0415
+            from diffulex.config.config import Config, read_model_facts  # noqa: PLC0415
+            from diffulex.config.types import ModelFacts  # noqa: PLC0415
 
             flat = {**_HOST, "max_model_len": model.spec.max_positions, **settings, **further}
             if directory is None:

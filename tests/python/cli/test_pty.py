@@ -15,7 +15,7 @@ import time
 import pytest
 
 from diffulex.checkpoint.resolve import demo_dir
-from diffulex.terminal import MASK_CHAR
+from diffulex.engine.terminal import MASK_CHAR
 
 pytestmark = pytest.mark.skipif(
     not (demo_dir() / "model.safetensors").is_file(), reason="the bundled model is not in this tree"

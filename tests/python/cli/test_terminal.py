@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diffulex.checkpoint.tokenizer import Tokenizer
 from diffulex.engine.output import BlockSnapshot, DenoiseSnapshot
-from diffulex.engine.tokenizer import Tokenizer
-from diffulex.terminal import MASK_CHAR, DenoisePainter, Span, snapshot_spans
+from diffulex.engine.terminal import MASK_CHAR, DenoisePainter, Span, snapshot_spans
 from fixtures.checkpoints import MASK_ID, write_tokenizer
 
 _TOKEN = re.compile(r"\x1b\[(\d*)([A-Za-z;])|\x1b\[[\d;]*m|(.)", re.DOTALL)

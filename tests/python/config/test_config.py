@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from diffulex.config.config import Config
 from diffulex.config.docs import render_markdown
-from diffulex.config.table import THRESHOLD_KEYS, Support
-from diffulex.config.types import CONFIG_TABLE, Config, ModelFacts
+from diffulex.config.table import CONFIG_TABLE, THRESHOLD_KEYS, Support
+from diffulex.config.types import ModelFacts
 from diffulex.errors import ConfigError
 from diffulex.families.spec import ModelSpec
 from diffulex.registry import AutoSampler

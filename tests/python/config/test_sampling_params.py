@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diffulex import DiffulexError, SamplingParams, SamplingParamsError
-from diffulex.config.types import SamplerConfig
+from diffulex.config.table import SamplerConfig
 
 
 @pytest.mark.parametrize(

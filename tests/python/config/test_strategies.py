@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from diffulex import SamplingParams
-from diffulex.config.types import Config, ModelFacts
+from diffulex.config.config import Config
+from diffulex.config.types import ModelFacts
 from diffulex.errors import ConfigError
 from diffulex.families.spec import ModelSpec
 from diffulex.registry import AutoReq, AutoSampler

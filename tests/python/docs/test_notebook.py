@@ -10,7 +10,7 @@ import pytest
 
 from diffulex import Diffulex, denoising
 from diffulex.checkpoint.resolve import demo_dir
-from diffulex.terminal import MASK_CHAR
+from diffulex.engine.terminal import MASK_CHAR
 
 NOTEBOOK = Path(__file__).resolve().parents[3] / "examples" / "python" / "first_steps.ipynb"
 QUESTION = "Ben has 8 coins. He loses 3 coins. How many coins does Ben have now?"

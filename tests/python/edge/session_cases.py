@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tests/python"))
 
 from diffulex import Diffulex, SamplingParams  # noqa: E402
-from diffulex.config.types import Config, read_model_facts  # noqa: E402
+from diffulex.config.config import Config, read_model_facts  # noqa: E402
 from diffulex_edge.session_conf import session_conf  # noqa: E402
 from edge.hash_model import HashModel  # noqa: E402
 

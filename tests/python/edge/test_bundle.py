@@ -14,7 +14,7 @@ import torch
 
 import diffulex_edge
 from diffulex import Diffulex
-from diffulex.config.types import Config
+from diffulex.config.config import Config
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.tools.cli import main
 from diffulex_edge.backends import BACKENDS, Availability, BackendRegistry, EdgeBackend, backend_of

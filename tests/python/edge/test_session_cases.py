@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diffulex.config.types import Config, read_model_facts
+from diffulex.config.config import Config, read_model_facts
 from diffulex.errors import ConfigError
 from diffulex_edge.session_conf import session_conf
 from edge.session_cases import CASES, CASES_FILE, Case, run_case

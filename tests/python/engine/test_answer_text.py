@@ -6,8 +6,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diffulex.checkpoint.detokenizer import IncrementalDecoder, robust_decode
 from diffulex.engine.answer_text import AnswerText, Piece
-from diffulex.engine.detokenizer import IncrementalDecoder, robust_decode
 
 
 def decode(token_ids) -> str:

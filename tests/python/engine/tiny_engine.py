@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from diffulex.checkpoint.auto_model import load_model
-from diffulex.config.types import Config, read_model_facts
+from diffulex.config.config import Config, read_model_facts
 from diffulex.engine.engine import Diffulex
 from fixtures.checkpoints import CheckpointBuilder, Tensors, tiny_config
 

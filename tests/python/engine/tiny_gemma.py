@@ -10,7 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from diffulex.checkpoint.auto_model import detect, load_model
-from diffulex.config.types import Config, ModelFacts
+from diffulex.config.config import Config
+from diffulex.config.types import ModelFacts
 from diffulex.engine.engine import Diffulex
 from fixtures.gemma import GemmaOracle
 

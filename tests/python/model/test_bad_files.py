@@ -13,11 +13,10 @@ import time
 import pytest
 import torch
 
-from diffulex.checkpoint import memory
+from diffulex.checkpoint import memory, template_bound
 from diffulex.checkpoint.auto_model import detect, load_model
 from diffulex.checkpoint.tensor_files import read_header
-from diffulex.engine import template_bound
-from diffulex.engine.tokenizer import Tokenizer
+from diffulex.checkpoint.tokenizer import Tokenizer
 from diffulex.errors import CheckpointError, PromptError
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 

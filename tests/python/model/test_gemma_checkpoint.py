@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from diffulex.checkpoint.auto_model import detect, load_model
 from diffulex.errors import CheckpointError
 from diffulex.families.spec.diffusion_gemma import DiffusionGemmaSpec, GemmaRotary, read_gemma_spec
-from diffulex.runner.kv_cache import KVCache
+from diffulex.nn.kv_cache import KVCache
 from fixtures.gemma import FULL_ATTENTION, SLIDING, GemmaOracle, make_flat, rewrite
 
 ENCODER = "model.encoder.language_model."

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from diffulex.checkpoint.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
 from diffulex.checkpoint.resolve import demo_dir
-from diffulex.engine.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
-from diffulex.engine.template_bound import bounded_rendering
-from diffulex.engine.tokenizer import Tokenizer
+from diffulex.checkpoint.template_bound import bounded_rendering
+from diffulex.checkpoint.tokenizer import Tokenizer
 from diffulex.errors import PromptError
 from fixtures.checkpoints import write_tokenizer
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffulex.engine.tokenizer import RENDERER_ARGUMENTS, Tokenizer
+from diffulex.checkpoint.tokenizer import RENDERER_ARGUMENTS, Tokenizer
 from diffulex.errors import CheckpointError, PromptError
 from fixtures.checkpoints import (
     EOS_ID,

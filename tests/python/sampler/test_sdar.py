@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from diffulex.config.types import Config, ModelFacts
+from diffulex.config.config import Config
+from diffulex.config.types import ModelFacts
 from diffulex.families.spec import ModelSpec
 from diffulex.samplers.base import SamplerInputs
 from diffulex.samplers.sdar import SdarSampler

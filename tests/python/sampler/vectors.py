@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from diffulex.config.types import Config, ModelFacts
+from diffulex.config.config import Config
+from diffulex.config.types import ModelFacts
 from diffulex.families.spec import ModelSpec
 from diffulex.samplers.inputs import SamplerInputs
 from diffulex.samplers.selection import make_sampler

@@ -28,7 +28,7 @@ from diffulex.env import get_text
 from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diffulex.engine.tokenizer import Tokenizer
+    from diffulex.checkpoint.tokenizer import Tokenizer
 
 __all__ = ["ServeBenchmark", "add_serve_flags", "run_benchmark", "run_serve_command"]
 
@@ -159,7 +159,7 @@ def _load_tokenizer(name: str | None) -> Tokenizer | None:
     if name is None:
         return None
     from diffulex.checkpoint.resolve import resolve_model  # noqa: PLC0415 (the same)
-    from diffulex.engine.tokenizer import Tokenizer  # noqa: PLC0415 (slow, and only on request)
+    from diffulex.checkpoint.tokenizer import Tokenizer  # noqa: PLC0415 (slow, and only on request)
 
     return Tokenizer.from_dir(resolve_model(name))
 

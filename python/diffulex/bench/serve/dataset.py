@@ -14,7 +14,7 @@ from diffulex.bench.serve.frames import Api
 from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diffulex.engine.tokenizer import Tokenizer
+    from diffulex.checkpoint.tokenizer import Tokenizer
 
 __all__ = ["DATASETS", "BenchRequest", "DatasetSettings", "make_requests"]
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diffulex.config.table import MAX_CANVAS
 from diffulex.errors import CheckpointError
-from diffulex.families.spec.model_spec import ModelSpec
+from diffulex.families.spec.model_spec import MAX_CANVAS, ModelSpec
 from diffulex.families.spec.moe import MoeSpec
 from diffulex.families.spec.names import TensorNames
 from diffulex.families.spec.reader import ConfigReader, read_optional_json

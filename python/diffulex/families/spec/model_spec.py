@@ -10,6 +10,8 @@ from diffulex.families.spec.names import LLAMA_NAMES, TensorNames
 
 #: Tokens of the longest block that a strategy decodes.
 LONGEST_BLOCK = 32
+#: Most tokens of a canvas.
+MAX_CANVAS = 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from diffulex.checkpoint.tokenizer import RENDERER_ARGUMENTS
 from diffulex.config.sampling_params import SamplingParams
-from diffulex.engine.tokenizer import RENDERER_ARGUMENTS
 from diffulex.server.http.api_errors import ApiError
 from diffulex.server.openai.request_schema import MAX_DECODED, TEMPLATE_FIELDS
 from diffulex.serving.admission import AdmissionError, AdmissionLimits, prompt_too_long

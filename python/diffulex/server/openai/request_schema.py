@@ -21,8 +21,8 @@ from pydantic import (
     model_validator,
 )
 
+from diffulex.checkpoint.tokenizer import RENDERER_ARGUMENTS
 from diffulex.config.sampling_params import MAX_STOPS, SamplingParams, decoding_arguments
-from diffulex.engine.tokenizer import RENDERER_ARGUMENTS
 from diffulex.server.http.api_errors import ApiError, shown
 
 __all__ = [

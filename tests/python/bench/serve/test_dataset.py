@@ -9,7 +9,7 @@ import pytest
 from diffulex.bench.problem_file import load_problems
 from diffulex.bench.serve.dataset import BenchRequest, DatasetSettings, make_requests
 from diffulex.checkpoint.resolve import demo_dir
-from diffulex.engine.tokenizer import Tokenizer
+from diffulex.checkpoint.tokenizer import Tokenizer
 from diffulex.errors import ConfigError
 
 

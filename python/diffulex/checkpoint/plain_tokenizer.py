@@ -88,7 +88,7 @@ def _is_plain(content: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
 
 
 class PlainTokenizer:
-    """What `diffulex.engine.tokenizer` uses of a tokenizer of transformers, with the same results.
+    """What `diffulex.checkpoint.tokenizer` uses of a tokenizer of transformers, with the same results.
 
     Everything else is an attribute of the full one.
     """

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from diffulex.engine.detokenizer import IncrementalDecoder, robust_decode
-from diffulex.engine.plain_tokenizer import read_plain_tokenizer
-from diffulex.engine.template_bound import bounded_rendering
+from diffulex.checkpoint.detokenizer import IncrementalDecoder, robust_decode
+from diffulex.checkpoint.plain_tokenizer import read_plain_tokenizer
+from diffulex.checkpoint.template_bound import bounded_rendering
 from diffulex.errors import CheckpointError, PromptError
 from diffulex.log import get_logger
 

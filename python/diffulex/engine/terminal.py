@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from diffulex.checkpoint.tokenizer import Tokenizer
     from diffulex.engine.output import DenoiseSnapshot
-    from diffulex.engine.tokenizer import Tokenizer
 
 MASK_CHAR = "░"
 #: Stands for a line break where a frame must stay one line.
