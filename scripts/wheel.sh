@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Builds wheels for this machine's architecture, repairs, tests and names them for an index:
+#
+#   bash scripts/wheel.sh [--sdist] PYTHON...        for example: python3.10 python3.11 python3.12
+#
+# One wheel per interpreter: diffulex_ext._core is built with pybind11, which has no stable ABI; the ops
+# use torch's stable ABI and no Python. Wheels of the CPU part; with CUDA: DIFFULEX_DEVICE= (empty).
+#
+# Environment: OUT (default dist), MAX_JOBS, DIFFULEX_TORCH_DIR (directory of a torch package, for
+# interpreters without one: the ops are the same for all), SKIP_BUILD=1 (test what OUT holds).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/lib.sh
+
+OUT="$(realpath -m "${OUT:-dist}")"
+export DIFFULEX_DEVICE="${DIFFULEX_DEVICE-cpu}"
+with_sdist=0
+if [ "${1:-}" = --sdist ]; then
+  with_sdist=1
+  shift
+fi
+[ "$#" -gt 0 ] || die "usage: bash scripts/wheel.sh [--sdist] PYTHON..."
+
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$OUT"
+
+# tag_of PYTHON: cp311 and so on.
+tag_of() { "$1" -c 'import sys; print("cp%d%d" % sys.version_info[:2])'; }
+
+# torch_dir_of PYTHON: directory of its torch, else DIFFULEX_TORCH_DIR.
+torch_dir_of() {
+  "$1" -c 'import importlib.util as u; s = u.find_spec("torch"); print(s.submodule_search_locations[0])' \
+    2>/dev/null || printf '%s\n' "${DIFFULEX_TORCH_DIR:-}"
+}
+
+# build PYTHON: a repaired wheel in OUT.
+build() {
+  local python="$1" tag torch_dir venv
+  tag="$(tag_of "$python")"
+  torch_dir="$(torch_dir_of "$python")"
+  [ -n "$torch_dir" ] || die "$python: expected torch or DIFFULEX_TORCH_DIR, got neither"
+  venv="$work/build-$tag"
+  say "$tag: building with the torch of $torch_dir (3 to 10 minutes)"
+  "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip install -q -r requirements/wheels.txt
+  DIFFULEX_TORCH_DIR="$torch_dir" PATH="$venv/bin:$PATH" "$venv/bin/python" -m pip wheel -q \
+    --no-build-isolation --no-deps -w "$work/raw" .
+  # torch brings its own libraries; a wheel with a copy of them would load two.
+  PATH="$venv/bin:$PATH" "$venv/bin/python" -m auditwheel repair -w "$OUT" --exclude 'libtorch*.so*' --exclude 'libc10*.so*' \
+    --exclude 'libcudart.so*' --exclude 'libcublas*.so*' "$work/raw/"diffulex-*-"$tag"-*.whl
+}
+
+# check PYTHON: the wheel of OUT in a bare environment.
+check() {
+  local python="$1" tag wheel venv torch_dir
+  tag="$(tag_of "$python")"
+  wheel="$(ls "$OUT"/diffulex-*-"$tag"-*manylinux*.whl)"
+  venv="$work/test-$tag"
+  "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip install -q --no-deps "$wheel"
+  "$venv/bin/python" scripts/wheel_check.py "$wheel"
+  torch_dir="$("$python" -c 'import torch; print(torch.__file__)' 2>/dev/null || true)"
+  if [ -n "$torch_dir" ]; then
+    # The packages it needs come from the interpreter, the wheel from the environment.
+    "$python" -c 'import site; print("\n".join(site.getsitepackages()))' >"$work/base-$tag.pth"
+    cp "$work/base-$tag.pth" "$(echo "$venv"/lib/python3*/site-packages)/zz_base.pth"
+    (cd "$work" && "$venv/bin/python" -m diffulex doctor)
+  else
+    say "$tag: no torch for this interpreter: the core alone was tested"
+  fi
+  say "$tag: $(basename "$wheel") works"
+}
+
+for python in "$@"; do
+  [ "${SKIP_BUILD:-0}" = 1 ] || build "$python"
+  check "$python"
+done
+if [ "$with_sdist" = 1 ]; then
+  "$1" -m venv "$work/sdist"
+  "$work/sdist/bin/python" -m pip install -q -r requirements/wheels.txt
+  "$work/sdist/bin/python" -m build -q --sdist --no-isolation -o "$OUT" .
+fi
+ls -l "$OUT"
