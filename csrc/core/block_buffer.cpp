@@ -38,7 +38,7 @@ void BlockBuffer::init(Span<const int32_t> prompt, int32_t limit_end) {
                  prompt_len);
   // The buffer never starts past the block of the last response position.
   const int32_t last_head = (limit_end - 1) / rules_.block_size;
-  // Blocks that start behind the prompt start anywhere: the last one reaches up to one further.
+  // Blocks that start after the prompt start anywhere: the last one reaches up to one further.
   const bool starts_anywhere = rules_.is_canvas || rules_.starts_at_prompt;
   const int32_t num_blocks = last_head + rules_.buffer_size + (starts_anywhere ? 1 : 0);
   const auto capacity = static_cast<size_t>(num_blocks) * static_cast<size_t>(rules_.block_size);

@@ -10,7 +10,7 @@
 namespace diffulex {
 namespace {
 
-// A demoted proposal: below every threshold and behind every other position in every ranking.
+// A demoted proposal: below every threshold and last in every ranking.
 constexpr float kDemotedProbability = -1.0F;
 constexpr float kDemotedSecond = 3.0F;
 constexpr float kDemotedEntropy = 1e30F;
@@ -102,7 +102,7 @@ Status EdgeRowStage::record(StepPlan& plan, const float* logits) {
   if (plan.num_saved_source_rows() > 0) {
     source_.resize(static_cast<size_t>(rows));
     for (size_t i = 0; i < source_.size(); ++i) {
-      // The saved row stands behind the rows of the step.
+      // The saved row follows the rows of the step.
       source_[i] =
           static_cast<int32_t>(plan.logits_source()[i] >= 0 ? rows : static_cast<int64_t>(i));
     }

@@ -94,7 +94,7 @@ Status EdgeSession::start(Span<const int32_t> prompt, const SamplingParams& para
   Result<int64_t> added = core_.add_request(prompt, params);
   DIFFULEX_RETURN_IF_ERROR(added.status());
   if (req_id_ >= 0) {
-    (void)core_.take_result(req_id_);  // of a request that nobody asked about
+    (void)core_.take_result(req_id_);  // of a request whose result was never taken
   }
   req_id_ = added.value();
   is_finished_ = false;

@@ -37,7 +37,7 @@ void record_forward(Request& request, bool is_prefill, int32_t new_tokens) {
   request.prefill_per_step.push_back(is_prefill ? 1 : 0);
 }
 
-/// Sets the limit and the stop ids of a request, then opens its blocks behind the prompt.
+/// Sets the limit and the stop ids of a request, then opens its blocks after the prompt.
 void open_request(Request& request, int32_t limit_end, const std::vector<int32_t>& stop_ids) {
   if (request.prompt_len >= limit_end || stop_ids.size() > static_cast<size_t>(kMaxStopIds)) {
     throw py::value_error("Request.open: expected a limit_end past the prompt and at most " +
@@ -71,7 +71,7 @@ bool write_token(BlockBuffer& buffer, int32_t index, int32_t rel, int32_t token)
   return apply_write(buffer.rules(), buffer.state(), index, rel, token, buffer.token_data());
 }
 
-/// The rules of block_rules.h as methods: what a strategy of the embedder's is made of.
+/// The rules of block_rules.h as methods: what a custom strategy is made of.
 void def_rules(py::class_<BlockBuffer>& type) {
   type.def("write", &write_token, py::arg("index"), py::arg("rel"), py::arg("token"),
            "Writes a position of an ACTIVE block; returns whether it was open.")

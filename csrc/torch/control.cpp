@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What is no op of its own: how the ops of this thread run, and the preparation of a device.
+// Controls that are not ops: how the ops of this thread run, and the preparation of a device.
 #include <torch/csrc/stable/library.h>
 
 #include "diffulex/ops/warmup.h"

@@ -111,7 +111,7 @@ void PrefixCache::erase_page(int32_t page) {
     const int32_t member = unit_pages_[static_cast<size_t>(lead) * per_unit + i];
     lead_[static_cast<size_t>(member)] = -1;
   }
-  // Backward-shift deletion: entries behind the hole move up unless they are already at home.
+  // Backward-shift deletion: entries after the hole move up unless they are already at home.
   size_t hole = find_cell(units_[static_cast<size_t>(lead)].hash);
   size_t cell = hole;
   for (;;) {

@@ -107,7 +107,7 @@ class D2f final : public Strategy {
   [[nodiscard]] bool rebuilds_prompt(const Request& request, int32_t context_len) const noexcept {
     return request.resume_until > 0 && context_len < stored_prompt_end(request);
   }
-  /// End of that forward. The blocks behind the prompt see what is stored of it, so they are
+  /// End of that forward. The blocks after the prompt see what is stored of it, so they are
   /// rebuilt along with it; on the grid the rows of a tail are not what is stored, and blocks come
   /// later.
   [[nodiscard]] int32_t rebuild_end(const Request& request) const noexcept {

@@ -8,9 +8,9 @@
 
 namespace diffulex {
 
-/// Several blocks in flight behind a prompt whose rows all see the whole prompt. The KV of a prompt
+/// Several blocks in flight after a prompt whose rows all see the whole prompt. The KV of a prompt
 /// position therefore depends on every prompt token: nothing is shared between requests, and KV
-/// lost to a preemption is rebuilt by two forwards, the prompt's and that of the blocks behind it.
+/// lost to a preemption is rebuilt by two forwards, the prompt's and that of the blocks after it.
 [[nodiscard]] std::unique_ptr<Strategy> make_d2f(const EngineOptions& options);
 
 }  // namespace diffulex

@@ -8,7 +8,7 @@
 
 namespace diffulex {
 
-/// Canvas decoding: random canvases behind a causally encoded prefix, denoised as a whole and then
+/// Canvas decoding: random canvases after a causally encoded prefix, denoised as a whole and then
 /// encoded themselves. Precondition: options.validate() is ok.
 [[nodiscard]] std::unique_ptr<Strategy> make_diffusion_gemma(const EngineOptions& options);
 

@@ -11,7 +11,7 @@ namespace diffulex {
 namespace {
 
 /// The dual-cache state machine. A request is prefilled up to the D-block that holds its first
-/// open position; everything behind that is decode steps of D or B rows.
+/// open position; everything after that is decode steps of D or B rows.
 class FastDllmV2 final : public Strategy {
  public:
   explicit FastDllmV2(const EngineOptions& options) : options_(options) {}

@@ -8,7 +8,7 @@
 namespace diffulex {
 namespace {
 
-/// Temperatures, draws and filters of the `count` rows filled behind `cursor`. `offset` is the
+/// Temperatures, draws and filters of the `count` rows filled after `cursor`. `offset` is the
 /// position that row 0 of the plan would predict.
 void commit_rows(const Request& request, const Block& block, StepPlan& plan,
                  const LogitsRowCursor& cursor, int32_t count, int32_t offset) {

@@ -38,8 +38,8 @@ bool Strategy::decodes_by_rules(const Request& /*request*/) const {
 }
 
 int32_t Strategy::page_len_ahead(const Request& request) const {
-  // The step behind may open one block, and everything it runs may be frozen by it. The device then
-  // plans to store that at once. A block with the last output position is never stored.
+  // The next step may open one block and freeze every block it runs; the device then plans to store
+  // them at once. The block with the last output position is never stored.
   const BlockRules& rules = request.buffer.rules();
   return std::min(valid_end(rules, request.buffer.state()) + rules.block_size, request.limit_end);
 }

@@ -312,7 +312,7 @@ StepOutcome finish_mask_fill_step(const EngineOptions& options, Request& request
     has_bad_logits = apply_verdicts(request, result);
   }
   if (step.is_prefill) {
-    // Prompt blocks before the buffer have no entry of their own: C alone tells them apart.
+    // Prompt blocks before the buffer have no entry: only C tells them apart.
     mark_cached(rules, state, std::min(step.store_end, buffer_start(rules, state)));
   }
   const Transitions transitions = close_buffer(rules, state, !step.is_prefill);

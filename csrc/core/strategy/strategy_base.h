@@ -34,7 +34,7 @@ void reserve_step_records(const EngineOptions& options, Request& request, size_t
 struct PrefillSpan {
   int32_t begin = 0;
   int32_t end = 0;
-  int32_t chunk_limit = 0;  // chunks end at or before it; rows behind it are not stored
+  int32_t chunk_limit = 0;  // chunks end at or before it; rows after it are not stored
   int32_t granularity = 1;  // chunks end at multiples of it
 };
 
@@ -83,7 +83,7 @@ void write_active_blocks(const EngineOptions& options, const Request& request, S
                                                 const RequestOutput& result);
 
 /// Whether decode_rules.h says everything about the request's decode steps: the logits rows are
-/// those of its own positions, and no limit is still to be derived from its throughput.
+/// those of its own positions, and its limit does not still have to be derived from its throughput.
 [[nodiscard]] bool mask_fill_decodes_by_rules(const EngineOptions& options, const Request& request);
 
 /// Reverts a step in flight and forgets all KV.

@@ -8,7 +8,7 @@
 #include "ops/advance/row.h"
 
 // advance_decode with a canvas (core/canvas_rules.h). Canvases are long: what concerns one position
-// is the work of its lane, in the gathering before the rules and in the writing behind them.
+// is the work of its lane, in the gathering before the rules and in the writing after them.
 
 namespace diffulex {
 

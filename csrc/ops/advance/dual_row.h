@@ -7,7 +7,7 @@
 #include "ops/advance/row.h"
 
 // advance_decode with a dual cache (core/dual_cache_rules.h). The forward runs the first
-// dual_step.num_rows of the Q rows of a request; its row i decides the position behind its own.
+// dual_step.num_rows of the Q rows of a request; its row i decides the next position.
 
 namespace diffulex {
 

@@ -247,7 +247,7 @@ DIFFULEX_HOST_DEVICE inline void write_sampler_row(const AdvanceArgs& args, int3
                          is_row_wanted(args, request.rules, block, rel, token) &&
                          (!is_carried || request.carry_pos == request.forward.first_pos - 1);
   const bool is_drawn = is_wanted && request.inv_temperature > 0.0F;
-  // Every position has a row of its own here, and every row a position.
+  // Positions and rows correspond one to one here.
   const int64_t row = is_shifted ? (is_carried ? place + num_rows : place) - 1 : place;
   args.tokens[place] = token;
   args.row_index[place] = -1;

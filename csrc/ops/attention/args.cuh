@@ -60,7 +60,7 @@ struct AttentionArgs final {
   FastDiv by_group;
   FastDiv by_kv_heads;
   FastDiv by_tile_tokens;
-  int32_t cluster_size;  // CTAs that share a unit as splits; 1 = splits are units of their own
+  int32_t cluster_size;  // CTAs that share a unit as splits; 1 = each split is a unit
 };
 
 /// One request as the kernels see it: lengths clamped so that bad data cannot leave the buffers.

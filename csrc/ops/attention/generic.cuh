@@ -64,7 +64,7 @@ __device__ GenericKey find_key(const AttentionArgs& args, const RequestView& vie
   return found;
 }
 
-/// Offset of dim `dim` behind a key's base.
+/// Offset of dim `dim` from a key's base.
 __device__ __forceinline__ int64_t dim_offset(const CacheView& cache, int32_t dim) {
   return static_cast<int64_t>(dim / cache.chunk) * cache.chunk_stride +
          (dim % cache.chunk) * cache.dim_stride;

@@ -29,7 +29,7 @@ void fit_ring(int32_t rows, int32_t smem_limit, LinearPlan* plan) {
   constexpr int32_t kMaxStages = 14;
   constexpr int32_t kBarrierBytes = 384;
   constexpr int32_t kShortTile = 96;  // rows of W whose stages want two lines
-  // Enough for the bandwidth of the memory, and little for others to wait behind.
+  // Enough in flight for the memory bandwidth, and not so much that other reads wait long.
   constexpr int32_t kPacedBytes = 40 * 1024;
   plan->lines = plan->tile_rows <= kShortTile ? 2 : 1;
   const int32_t weight_bytes = plan->tile_rows * kLineBytes * plan->lines;

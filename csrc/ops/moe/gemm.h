@@ -60,12 +60,12 @@ struct ExpertGemm {
   const int32_t* tile_expert;  // [max_tiles]
   const int32_t* tile_start;   // [max_tiles]
   const int32_t* counters;     // [0] = number of tiles
-  /// End position of each expert, behind the begin of the first one; or the number of its rows.
+  /// [0] = begin of the first expert, then the end of each; or the number of rows of each.
   const int32_t* ends;
   const float* row_weights;     // factor of the sums of a slot; null = 1
   const int32_t* weight_slots;  // slots by position of row_weights; null: slot = position
-  /// With ids, the product sorts them itself: the lists of slots above only say by being there that
-  /// slots are meant, and tile_expert, tile_start, counters and ends are not read.
+  /// With ids, the product sorts the slots itself: of gather and scatter it reads only whether they
+  /// are null, and tile_expert, tile_start, counters and ends not at all.
   SlotRoutes routes;
   RowMap row_map;
   RowMap out_map;

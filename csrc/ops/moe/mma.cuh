@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   }
   for (int step = 0; step < num_steps; ++step) {
     ptx::cp_async_wait<Traits::kStages - 2>();
-    // Also: nobody reads the stage that is filled next.
+    // It also means that no warp still reads the stage that is filled next.
     __syncthreads();
     const int next = step + Traits::kStages - 1;
     if (next < num_steps) {

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kMoeSortThreads)
     args.sorted_slots[i] = -1;
   }
   if constexpr (kClustered) {
-    // Nobody leaves while its counts may be read.
+    // No CTA leaves while another may still read its counts.
     cluster_sync();
   }
 }

@@ -36,7 +36,7 @@ using MediumRouterTile = RouterTile<2, 2, 4>;
 using LargeRouterTile = RouterTile<2, 4, 2>;
 
 /// Eight columns of row `row`, clamped to the last of `rows`; zeros past the last chunk. A plain
-/// load: one that counts on data that nobody writes might be moved across pdl_wait(), either way.
+/// load: a load of data that no kernel writes might be moved across pdl_wait(), either way.
 __device__ __forceinline__ uint4 router_piece(const void* data, int64_t stride, int64_t row,
                                               int64_t rows, int column, int hidden) {
   const int64_t clamped = row < rows ? row : rows - 1;

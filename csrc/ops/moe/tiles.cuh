@@ -117,7 +117,7 @@ struct MoeTile {
   int32_t count;  // positions, at most the tile height; 0 = nothing to do
 };
 
-/// Position behind the last one of an expert that exists.
+/// End of the last existing expert's positions (exclusive).
 __device__ __forceinline__ int32_t expert_end(const ExpertGemm& gemm, int32_t expert) {
   int64_t end = gemm.ends[expert];
   if (gemm.rows_per_expert > 0) {

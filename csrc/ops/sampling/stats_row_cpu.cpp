@@ -158,7 +158,7 @@ struct TopList {
 
   [[nodiscard]] bool full() const { return count == capacity; }
 
-  /// Columns come in ascending order: an equal key goes behind.
+  /// Columns come in ascending order: an equal key goes after the ones that are there.
   void insert(int64_t column, float key, float value) {
     if (full() && key <= keys[count - 1]) {
       return;

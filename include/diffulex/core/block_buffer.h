@@ -25,7 +25,7 @@ class DIFFULEX_API BlockBuffer final {
   /// An empty buffer; init() makes it usable.
   explicit BlockBuffer(const BlockRules& rules) : rules_(rules) {}
 
-  /// Places the prompt and opens the buffer behind its full blocks. Allocates the token store once,
+  /// Places the prompt and opens the buffer after its full blocks. Allocates the token store once,
   /// so that no later step does. Precondition: 0 < prompt.size() < limit_end.
   void init(Span<const int32_t> prompt, int32_t limit_end);
 

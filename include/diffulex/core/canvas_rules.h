@@ -10,7 +10,7 @@
 // The state machine of canvas decoding (diffusion_gemma): pure functions over plain structs on top
 // of block_rules.h, compilable for host and device.
 //
-// The buffer holds one block, the canvas: B positions right behind the prompt and the canvases
+// The buffer holds one block, the canvas: B positions right after the prompt and the canvases
 // before it (BufferState::origin is the prompt length). No token is a mask.
 //
 //   phase           condition                          canvas block      after the forward
@@ -95,7 +95,7 @@ DIFFULEX_HOST_DEVICE inline Block make_canvas_block(int32_t canvas_idx) noexcept
   return block;
 }
 
-/// Initial state: canvas 0 lies right behind the prompt and is not opened yet. Keeps the stop ids.
+/// Initial state: canvas 0 lies right after the prompt and is not opened yet. Keeps the stop ids.
 DIFFULEX_HOST_DEVICE inline void init_canvas(const BlockRules& blocks, BufferState& state,
                                              CanvasState& canvas, int32_t prompt_len,
                                              int32_t limit_end) noexcept {
@@ -199,7 +199,7 @@ DIFFULEX_HOST_DEVICE inline int32_t commit_canvas(const BlockRules& blocks, Buff
 }
 
 /// Records that the KV of positions [0, cached_len) is in the cache. A committed canvas that lies
-/// wholly in it becomes IN_CACHE; the canvas behind it is to be opened.
+/// wholly in it becomes IN_CACHE; the canvas after it is to be opened.
 DIFFULEX_HOST_DEVICE inline void mark_canvas_cached(const BlockRules& blocks, BufferState& state,
                                                     int32_t cached_len) noexcept {
   state.context_len = cached_len;

@@ -22,7 +22,7 @@ enum class BatchArray : int32_t {
   kCount,
 };
 
-/// What a device needs to go on decoding by itself behind a plan: the requests of that plan, their
+/// What a device needs to go on decoding by itself after a plan: the requests of that plan, their
 /// tokens and their pages. Offsets follow from EngineOptions alone. Filled by
 /// Scheduler::start_run_ahead; its page tables grow with Scheduler::reserve_ahead.
 class DIFFULEX_API DecodeBatch final {

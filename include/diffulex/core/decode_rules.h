@@ -56,7 +56,7 @@ DIFFULEX_HOST_DEVICE inline BufferForward enter_buffer(const BlockRules& rules,
 }
 
 /// Last position the forward stores, -1 = none. With shifted logits, which no editing sampler has,
-/// its row predicts the first position behind the cache and is saved for the forwards to come.
+/// its row predicts the first position after the cache and is saved for the forwards to come.
 DIFFULEX_HOST_DEVICE inline int32_t last_stored_pos(const BufferForward& forward) noexcept {
   return forward.store_end > forward.first_pos ? forward.store_end - 1 : -1;
 }
@@ -81,7 +81,7 @@ DIFFULEX_HOST_DEVICE inline Transitions close_buffer(const BlockRules& rules, Bu
 }
 
 /// Finds what became final, after close_buffer. `tokens` must reach from the first position that
-/// was not settled to a mask id behind the buffer of before the step.
+/// was not settled to a mask id after the end of the previous buffer.
 template <typename Tokens>
 DIFFULEX_HOST_DEVICE inline void settle_buffer(const BlockRules& rules, BufferState& state,
                                                bool has_sampling, const Tokens& tokens) noexcept {

@@ -92,7 +92,7 @@ DIFFULEX_HOST_DEVICE inline void init_dual_cache(const BlockRules& rules, Buffer
   open_dual_block(rules, state, cache, prompt_len / block_len * block_len);
 }
 
-/// Whether the first token of the D-block is still to be seeded: only behind an aligned prompt
+/// Whether the first token of the D-block is still to be seeded: only after an aligned prompt
 /// whose last row was not run.
 DIFFULEX_HOST_DEVICE inline bool needs_seed(const BlockRules& rules, const BufferState& state,
                                             const int32_t* tokens) noexcept {

@@ -107,9 +107,9 @@ struct EngineOptions {
   [[nodiscard]] bool stores_settled() const noexcept {
     return rewrites_tokens() && token_merge_top_k == 0;
   }
-  /// Whether blocks are canvases: no mask token, blocks right behind the prompt.
+  /// Whether blocks are canvases: no mask token, blocks right after the prompt.
   [[nodiscard]] bool has_canvas() const noexcept { return strategy == "diffusion_gemma"; }
-  /// Whether decoding runs over blocks of N sub-blocks with a cache of their own.
+  /// Whether decoding runs over blocks of N sub-blocks with a separate block cache.
   [[nodiscard]] bool has_dual_cache() const noexcept { return strategy == "fast_dllm_v2"; }
   /// Whether KV may be shared between requests: not where the KV of a prompt position depends on
   /// the whole prompt.

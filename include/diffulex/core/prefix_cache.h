@@ -27,7 +27,7 @@ class DIFFULEX_API PrefixCache final {
   [[nodiscard]] int32_t pages_per_unit() const noexcept { return pages_per_unit_; }
   [[nodiscard]] int32_t num_units() const noexcept { return num_units_; }
 
-  /// Hash of a unit behind `parent`; `tokens` has unit_len() entries.
+  /// Hash of a unit after `parent`; `tokens` has unit_len() entries.
   [[nodiscard]] uint64_t chain_hash(uint64_t parent, Span<const int32_t> tokens) const;
   /// Pages of the unit with this content, or an empty span.
   [[nodiscard]] Span<const int32_t> find(uint64_t hash, uint64_t parent,

@@ -47,8 +47,8 @@ struct SchedulerStats {
 /// Answer of Scheduler::reserve_ahead.
 enum class RunAhead : int32_t {
   kStop = 0,        // the next step is to be scheduled the usual way
-  kGo = 1,          // the device may run the step behind the one in flight
-  kGoNewPages = 2,  // so it may, once it has the page tables of the batch
+  kGo = 1,          // the device may run the next step
+  kGoNewPages = 2,  // as kGo, once it has the page tables of the batch
 };
 
 /// Queues, budgets, preemption and abort: decides which requests run in each forward.
@@ -77,7 +77,7 @@ class DIFFULEX_API Scheduler final {
  public:
   /// Precondition: options.validate() is ok. `kv_cache` outlives the scheduler.
   Scheduler(const EngineOptions& options, KVCacheManager& kv_cache);
-  /// As above with a strategy of the embedder's.
+  /// As above, with a custom strategy.
   Scheduler(const EngineOptions& options, KVCacheManager& kv_cache,
             std::unique_ptr<Strategy> strategy);
   ~Scheduler();
@@ -114,12 +114,12 @@ class DIFFULEX_API Scheduler final {
   /// Fills `batch` with the requests of the plan in flight, in plan order. kInvalidArgument unless
   /// can_run_ahead(plan).
   [[nodiscard]] Status start_run_ahead(const StepPlan& plan, DecodeBatch& batch);
-  /// Whether the device may run the step behind the one in flight by itself: every running request
-  /// takes part, nothing waits that could be admitted, nobody asked for an abort, and there are
-  /// pages for all that it and the step behind it might store. Gives the requests those pages, in
+  /// Whether the device may run the next step by itself: every running request takes part, no
+  /// waiting request could be admitted, no abort was requested, and there are pages for everything
+  /// that the next step and the one after it might store. Gives the requests those pages, in
   /// `batch` too.
   [[nodiscard]] RunAhead reserve_ahead(DecodeBatch& batch);
-  /// Longest context of the step behind the plan in flight, by Strategy::context_len_ahead.
+  /// Longest context of the step after the plan in flight, by Strategy::context_len_ahead.
   /// Requests that the plan ends count as if they went on. Of a plan that can_run_ahead.
   [[nodiscard]] int32_t context_len_ahead() const;
   /// Schedules the step that the device runs already: its requests that still run, in its order.

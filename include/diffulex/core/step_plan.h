@@ -160,7 +160,7 @@ class DIFFULEX_API StepPlan final {
   [[nodiscard]] int32_t num_saved_source_rows() const noexcept { return num_saved_source_rows_; }
   /// Capacity of the logits-row arrays.
   [[nodiscard]] int32_t max_logits_rows() const noexcept { return layout_.max_logits_rows(); }
-  /// Index behind the logits rows under which the sampler keeps the record of the row saved for
+  /// Index after the logits rows under which the sampler keeps the record of the row saved for
   /// `request_slot`. Greedy requests refer to it in kBlkRowIndex; it persists over steps.
   [[nodiscard]] int32_t saved_row(int32_t request_slot) const noexcept {
     return max_logits_rows() + request_slot;
@@ -315,7 +315,7 @@ class DIFFULEX_API StepPlan final {
   /// Where the next logits rows go. The caller fills up to block_size() entries of each array per
   /// appended block, then calls commit_logits_rows.
   [[nodiscard]] LogitsRowCursor logits_cursor();
-  /// Appends the `count` rows filled behind logits_cursor(), whose temperatures and uniforms the
+  /// Appends the `count` rows filled after logits_cursor(), whose temperatures and uniforms the
   /// caller filled too (is_sampled) or left to the plan (greedy rows).
   void commit_logits_rows(int32_t count, bool is_sampled);
   /// Sets the filter of the `count` logits rows committed last, which are sampled.

@@ -82,11 +82,11 @@ class DIFFULEX_API Strategy {
   /// a canvas those of canvas_rules.h, are all that a decode step does to `request`, so that a
   /// device may go on with it before the host has seen the step.
   [[nodiscard]] virtual bool decodes_by_rules(const Request& request) const;
-  /// End of the positions that need pages before the decode step behind the one in flight begins:
-  /// what that step may store, and the one that the device plans when it ends.
+  /// End of the positions that need pages before the next decode step begins: what that step may
+  /// store, and what the step that the device plans at its end may store.
   [[nodiscard]] virtual int32_t page_len_ahead(const Request& request) const;
-  /// Cached keys (plan.context_lens) of the decode step behind the one in flight, or a bound on
-  /// them where only the device can know.
+  /// Cached keys (plan.context_lens) of the next decode step, or a bound on them where only
+  /// the device can know.
   [[nodiscard]] virtual int32_t context_len_ahead(const Request& request) const;
   /// Adds to `decode`, which has the buffer of `request` and the forward in flight, what else the
   /// rules need; default: nothing.

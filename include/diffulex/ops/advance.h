@@ -27,7 +27,7 @@ namespace diffulex {
 /// the buffer, takes them.
 ///
 /// With a dual cache (seed_row is there) the rules are those of core/dual_cache_rules.h. Every
-/// request has Q rows all the same: behind those of its forward there are dummy rows.
+/// request still has Q rows: those of its forward, then dummy rows.
 ///
 /// With a canvas (prev_argmax is there) the rules are those of core/canvas_rules.h, and N = 1.
 struct AdvanceDecodeParams {

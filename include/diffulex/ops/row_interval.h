@@ -102,7 +102,7 @@ DIFFULEX_HOST_DEVICE constexpr int64_t block_end_from_zero(const RequestMask& ma
 }
 
 /// First key past the block of a position, by the shortest division that will do. What lies before
-/// the first whole block is a block of its own.
+/// the first whole block is a separate block.
 DIFFULEX_HOST_DEVICE constexpr int64_t block_end(const RequestMask& mask, int64_t position) {
   return position >= 0 && position < mask.block_origin
              ? mask.block_origin

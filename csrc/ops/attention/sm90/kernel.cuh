@@ -4,6 +4,22 @@
 // Block-diffusion paged attention on wgmma: a producer warpgroup feeds K and V through the copy
 // engine to one or two consumer warpgroups of 64 packed rows (token * G + g) each. CTAs stride over
 // the units (request, row tile, KV head), or the CTAs of some clusters share one unit's keys.
+//
+// Who waits for which barrier (Barriers in traits.cuh), and on which it arrives afterwards. Units
+// pass through two slots, key and value tiles through kStages stages each:
+//
+//   warp 3  schedule  unit_empty ........................ writes a unit ........... unit_full
+//   warp 0  queries   unit_full, query_empty ............ copies Q ................ query_full
+//           keys      per tile: key_empty ............... copies K ................ key_full
+//   warp 2  values    unit_full, per tile: value_empty .. copies V ................ value_full
+//   warp 1  clean     unit_full, per tile: value_full ... zeroes unseen rows ...... value_clean,
+//                                                                                   value_empty
+//   others  scores    unit_full, query_full, key_full ... Q K^T, softmax .......... key_empty
+//           products  value_full, then value_clean if the tile has unseen rows .... value_empty
+//           end       after the last scores ....................................... query_empty
+//
+// The products of a tile run under the softmax of the next. Two groups of rows take turns on the
+// tensor cores through the named barriers 1 and 2. Every reader releases a unit by unit_empty.
 
 #include <cstdint>
 

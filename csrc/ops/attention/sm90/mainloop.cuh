@@ -200,7 +200,7 @@ class Consumer final {
       finish_scores(setup, unit, index, hidden, scores, result.softmax, rescale);
       ptx::wgmma_hold(scores);
       // Waiting for the next keys here, not at the top, ends the basic block: otherwise the
-      // compiler moves the exponentials behind the wait for the value products, which they should
+      // compiler moves the exponentials after the wait for the value products, which they should
       // cover.
       if (index + 1 < count) {
         ptx::mbarrier_wait(barriers_.key_full(key_.stage), key_.phase);

@@ -2,8 +2,8 @@
 #pragma once
 
 // The producer warpgroup: warps 0 and 2 feed the copy engine with queries and keys and with values,
-// warp 1 zeroes value rows that no row of the tile may see, warp 3 is the scheduler, which last
-// zeroes output rows that belong to nobody.
+// warp 1 zeroes value rows that no row of the tile may see, warp 3 is the scheduler, which finally
+// zeroes the output rows that belong to no request.
 
 #include <cstdint>
 

@@ -31,7 +31,7 @@ struct LinearArgs {
   int32_t stages;         // of the ring
   int32_t paced_stages;   // on their way at a time while the kernels in front run
   int32_t stage_bytes;    // of W, then of x
-  int32_t row_bytes;      // of x that a stage gets; what lies behind them is multiplied in vain
+  int32_t row_bytes;      // of x that a stage gets; the products of later bytes are ignored
   int32_t partial_bytes;  // from the other share, a tile; 0 without one
   int32_t warps;          // that hold sums: tile_rows / 16
   int32_t act;            // Activation of gate and up rows that alternate by eight, or -1

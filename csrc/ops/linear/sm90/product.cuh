@@ -6,9 +6,9 @@
 //   grid        one CTA to a processor with nearly all its shared memory, each with the same share
 //               of W: the memory feeds pairs of processors evenly, so uneven shares would wait
 //   cluster     two shares of the depth where the tiles of W alone do not come out even
-//   copy warp   streams W and x; the first W while the kernels in front still run, from the moment
-//               the CTA in front leaves the processor, and then no faster than the memory delivers:
-//               what they read would wait behind it
+//   copy warp   streams W and x; it starts on W while the kernels before it still run, as soon as
+//               their CTA has left the processor, and then no faster than the memory delivers, so
+//               that the reads of those kernels do not queue up
 //   warpgroups  W tile (64 rows each) times x tile: rows of W are the wide operand
 //   epilogue    each share sends the other one half of its sums and writes the other half
 //

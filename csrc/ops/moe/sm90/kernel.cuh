@@ -6,6 +6,19 @@
 // Work items are (tile of the list, weight rows), weight rows fastest, dealt in turn to CTAs or to
 // clusters of two; the pipeline runs on from item to item. Each sum runs over ascending columns in
 // one order, whatever the tile holds.
+//
+// Who waits for which barrier, and on which it arrives afterwards, per stage of the ring (64
+// columns of both operands):
+//
+//   warp 0        weights   empty .... expects the bytes of the stage, copies W ......... full
+//   warp 1        rows      empty .... copies boxes of rows, which count as bytes ....... full
+//   or warps 1-3  gathered  empty .... 16 bytes a thread; each of 96 threads arrives .... full
+//   warps 4-11    products  full ..... multiplies; once the next stage's are issued ..... empty
+//
+// With clusters of two, a consumer arrives on `empty` of both CTAs, since each brings half of the
+// weights for both. Gathering threads agree on the sources of a tile through the named barrier
+// 1 + kConsumers. The gate-up product waits for the kernel before it at once, the down product only
+// before it reads rows: its weights already stream.
 
 #include <cstdint>
 #include <type_traits>
@@ -77,16 +90,16 @@ struct MoeSmem {
   __device__ __forceinline__ uint32_t rows(int stage) const {
     return weights(stage) + Traits::kWeightBytes;
   }
-  /// Per consumer; in front of them what the epilogue keeps of the positions.
+  /// Per consumer; before them lies what the epilogue keeps about the positions.
   __device__ __forceinline__ MoeTile* tiles(int group) const {
     return reinterpret_cast<MoeTile*>(tables + Traits::kPositionBytes) +
            group * Traits::kTilesAhead;
   }
-  /// Rows that positions are gathered from, behind the tiles.
+  /// Rows that positions are gathered from, after the tiles.
   __device__ __forceinline__ uint32_t* sources() const {
     return reinterpret_cast<uint32_t*>(tiles(Traits::kConsumers));
   }
-  /// Behind the tables; exists with kSorts.
+  /// After the tables; only with kSorts.
   __device__ __forceinline__ SortedSlots* sorted() const {
     return reinterpret_cast<SortedSlots*>(tables + Traits::kTableBytes);
   }
@@ -431,7 +444,7 @@ class MoeConsumer final {
 
   template <int kGroups>
   __device__ __forceinline__ void multiply_groups(const MoeTile& tile, int first) {
-    // Zeros rather than nothing: what is never defined would hold its registers for ever.
+    // Zeros, since an undefined value would keep its registers allocated throughout the loop.
     float sums[Traits::kBlocks][kGroups][4] = {};
     multiply_item<Traits>(smem_, list_.gemm.depth / Traits::kDepth, group_, cursor_, sums);
     epilogue_.finish(tile, first, sums);
@@ -507,7 +520,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
     MoeConsumer<Traits>(list, smem, warp / 4 - 1).run();
   }
   if constexpr (Traits::kCtas > 1) {
-    // Nobody leaves while the other CTA may write or signal here.
+    // Neither CTA leaves while the other may still write or signal here.
     __syncwarp();
     ptx::cluster_arrive();
     ptx::cluster_wait();

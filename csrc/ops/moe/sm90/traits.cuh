@@ -44,7 +44,7 @@ struct MoeTraits {
   /// Rows one copy brings when the rows lie together.
   static constexpr int kBoxRows = kColumns <= 96 ? 16 : 32;
 
-  /// Registers of a thread once the roles are taken; together at most the kernel's at its start.
+  /// Registers of a thread once the roles differ; together at most what the kernel started with.
   static constexpr bool kMovesRegisters = kCtasPerSm == 1;
   static constexpr int kProducerRegisters = kGathers ? 56 : 40;
   static constexpr int kConsumerRegisters = kGathers ? 224 : 232;

@@ -2,7 +2,7 @@
 #pragma once
 
 // What a warp that owns weight rows does with its sums: weights and activation in registers, then
-// some positions at a time through shared memory of its own to rows of 16-byte pieces in global
+// some positions at a time through its part of shared memory to rows of 16-byte pieces in global
 // memory. Warps do not wait for each other, so that those of one consumer write while the other
 // multiplies.
 

@@ -57,7 +57,7 @@ __device__ __forceinline__ float bin_mass(const RowView& view, int32_t bin, bool
                            : view.state.mass(view.state.transform.tempered(bin_value(bin)));
 }
 
-/// Sets the top-p cut; false when the counts cannot tell it.
+/// Sets the top-p cut; false when the counts do not determine it.
 __device__ bool find_top_p(const FilterArgs& args, ClusterShared& shared, RowView& view,
                            float top_p) {
   const bool is_filtered = args.order == FilterOrder::kTopKFirst;

@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps<T>, 1)
       ptx::mbarrier_init_fence();
       ptx::mbarrier_arrive_expect(arrived, static_cast<uint32_t>(num_chunks) * kSentBytes);
     }
-    // Nobody sends to a CTA that has not begun; the wait comes after the first chunk.
+    // A CTA must have begun before another sends to it; the wait comes after the first chunk.
     __syncwarp();
     if (is_spread) {
       ptx::cluster_arrive();
@@ -167,8 +167,8 @@ __global__ void __launch_bounds__(32 * kMaxWarps<T>, 1)
     const int32_t stage = round % kStages;
     return LaneChunk<T>{reinterpret_cast<T*>(buffers) + (stage * num_warps + warp) * kColumns};
   };
-  // From the end, where the slow chunks are (the tail, excluded ids), forth and back over the
-  // warps: the first warp, which has the slowest, has fewest.
+  // From the end, where the slow chunks are (the tail, excluded ids), with the order of the warps
+  // reversed in every round: the first warp, which gets the slowest chunk, gets the fewest.
   const int32_t slot = rank * num_warps + warp;
   const int32_t step = cluster_size * num_warps;
   const auto chunk_of = [&](int32_t round) {  // negative past the last one
