@@ -153,7 +153,7 @@ class Registry(Generic[T]):
         return value is None or self._is_table_entry(name, value)
 
     def canonical(self, name: str) -> str:
-        """The name behind an alias; other names come back unchanged."""
+        """The name that an alias stands for; other names come back unchanged."""
         return self._aliases.get(name, name)
 
     def get(self, name: str | None = None) -> T:

@@ -79,7 +79,7 @@ class SamplingParams:
         ignore_eos: stop ids do not end the request.
         stop_token_ids: stop ids in addition to those of the model.
         stop: a text or texts that end the answer, which is cut before the first of them.
-        include_stop_str_in_output: cut behind it instead.
+        include_stop_str_in_output: cut after it instead.
         min_tokens: neither a stop id nor a stop text ends the answer before it has as many tokens.
             Stop ids are not sampled at these positions.
         skip_special_tokens: leave special tokens out of the text; None: the default of the caller,

@@ -38,8 +38,8 @@ class AnswerText:
     Args:
         decode: text of ids; None: there is no text, and no stop text can be found.
         stop: texts of which the one that is complete first ends the answer.
-        include_stop: cut behind it, not before it.
-        min_tokens: a stop text counts only if it ends behind so many tokens.
+        include_stop: cut after it, not before it.
+        min_tokens: a stop text counts only if it ends after so many tokens.
         has_spans: `span` is asked for.
     """
 

@@ -193,7 +193,7 @@ class Ledger:
         )
 
     def _book_prefill_writes(self, plan: _core.StepPlan, output: _core.SamplerOutput) -> None:
-        # The first token behind a prompt that fills its last fast_dllm_v2 block.
+        # The first token after a prompt that fills its last fast_dllm_v2 block.
         for index in np.flatnonzero(output.pending_next_token[: plan.num_reqs] >= 0):
             record = self._records[int(plan.req_ids[index])]
             record.prefill_positions.append(len(record.prompt_token_ids))
@@ -275,7 +275,7 @@ class Ledger:
         )
 
     def _generated(self, req_id: int) -> tuple[int, ...]:
-        """Every position of the answer's blocks, also behind its end, masks included."""
+        """Every position of the answer's blocks, also after its end, masks included."""
         request = self._scheduler.find_request(req_id)
         if request is None or request.limit_end == 0:
             return ()

@@ -43,7 +43,7 @@ class RequestOutput:
 
     Attributes:
         matched_stop: the stop text or stop id of the request that ended it.
-        generated_ids: every position of its blocks, also behind the end; mask ids where open.
+        generated_ids: every position of its blocks, also after the end; mask ids where open.
         logprobs: one record per token of the answer, where they were asked for.
     """
 

@@ -134,7 +134,7 @@ class Profiler:
         return {"trace": str(path)}
 
     def close(self) -> None:
-        """Ends a recording that nobody ended."""
+        """Ends a recording that is still running."""
         if self._profile is not None:
             self._guard(self.stop)
 

@@ -48,7 +48,7 @@ def _tqdm(*args: Any, **options: Any) -> Any:
 
 
 def adding_bar(items: Sequence[Any], use_tqdm: bool) -> Iterable[Any]:
-    """`items`, behind a transient bar if one is wanted and stderr is a terminal."""
+    """`items`, with a transient bar if one is wanted and stderr is a terminal."""
     if not use_tqdm or not sys.stderr.isatty():
         return items
     bar: Iterable[Any] = _tqdm(items, desc="Adding Requests to Scheduler", leave=False)

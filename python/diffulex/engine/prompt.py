@@ -26,7 +26,7 @@ def _is_int(value: object) -> bool:
 
 
 def split_prompts(prompts: Any) -> list[Prompt]:
-    """The list of prompts behind a single prompt or a list of them.
+    """A list of prompts, made from a single prompt or a list.
 
     A list of integers is one prompt of token ids, a list of mappings is one chat.
     """
@@ -69,7 +69,7 @@ def spread_params(
 def repeated(
     work: Sequence[tuple[tuple[int, ...], SamplingParams]], n: int, sampler: SamplerConfig
 ) -> list[tuple[tuple[int, ...], SamplingParams]]:
-    """Every prompt with its parameters `n` times in a row, the answers with seeds of their own.
+    """Every prompt with its parameters `n` times in a row, each with its own seed.
 
     Raises:
         SamplingParamsError: `n` is no positive integer.

@@ -34,8 +34,8 @@ def take_all(queue: StepQueue) -> list[StepOutput]:
 class StepRouter:
     """Hands step outputs to the owners of their requests.
 
-    A claimed request has a queue, which several requests may share. Requests nobody claimed belong
-    to the callers of `step`. Outputs of an abandoned request are dropped.
+    A claimed request has a queue, which several requests may share. Unclaimed requests belong to
+    the callers of `step`. Outputs of an abandoned request are dropped.
     """
 
     def __init__(self) -> None:

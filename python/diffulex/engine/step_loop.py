@@ -57,7 +57,7 @@ class StepLoop:
         self._tokenizer = tokenizer
         self._is_stepping = threading.Lock()
         self._idle_output = _core.SamplerOutput(scheduler.options)
-        #: Place of the result of the step that the device runs behind the last one; see DecodeLoop.
+        #: Place of the result of the next step, if the device runs it already; see DecodeLoop.
         self._ahead: int | None = None
 
     def check_open(self) -> None:
@@ -156,8 +156,8 @@ class StepLoop:
                 output = self._execute(runner, plan)
             events = self._scheduler.complete_step(plan, output)
         except BaseException:
-            # A second Ctrl-C may come before the step is scheduled, or when it is complete already.
-            # Only the scheduler knows, and it refuses to cancel a plan that is not in flight.
+            # A second Ctrl-C may come before the step is scheduled or after it is complete. Only the
+            # scheduler knows, and it refuses to cancel a plan that is not in flight.
             was_ahead, self._ahead = self._ahead is not None, None
             try:
                 self._scheduler.cancel_step(plan)
@@ -173,9 +173,9 @@ class StepLoop:
         self.router.push(ledger.book(plan, output, events, seconds))
 
     def _restart_canvases(self) -> None:
-        """A step that ran ahead and is given up has replaced the signals it read.
+        """Restarts canvases whose step ran ahead and was given up: it has overwritten its own inputs.
 
-        The steps of other strategies leave what they would find again.
+        Steps of other strategies can be run again, since they leave their inputs as they are.
         """
         for req_id in self.ledger.open_ids():
             with contextlib.suppress(ValueError, KeyError):  # it does not run

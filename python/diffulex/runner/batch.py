@@ -194,7 +194,7 @@ class StepBuffers:
     Args:
         options: fix the capacity of every array.
         device: where the model runs.
-        has_mirror: the device has arrays of its own even if it is the CPU.
+        has_mirror: the device gets separate arrays even if it is the CPU.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class StepBuffers:
                 StagedPlan(p, h, _plan_views(h, p), None) for p, h in zip(plans, hosts, strict=True)
             ]
         self._next = 0
-        #: Most logits rows of a step; the records of saved rows lie behind theirs.
+        #: Most logits rows of a step; the records of saved rows follow theirs.
         self.max_logits_rows = plans[0].max_logits_rows
         self._output_host = host_memory(output_bytes, self._is_cuda)
         self.output = _core.SamplerOutput(options, self._output_host.data_ptr(), output_bytes)

@@ -5,8 +5,8 @@
     device                 step k, plan of k + 1 | step k + 1, plan of k + 2 | ...
 
 A step is one sequence of launches over static arrays: forward, head, sampler, `advance_decode`. The
-last one applies the sampler's decisions by the rules of the core and writes the arrays of the step
-behind, so that the host only enqueues. The scheduler stays the authority: it completes every step
+last one applies the sampler's decisions by the rules of the core and writes the arrays of the next
+step, so that the host only enqueues. The scheduler stays the authority: it completes every step
 from the sampler's output, which comes back in one copy, one step late at most.
 
 Symbols: R requests (dummies included), Q rows each, N blocks of B positions, T = R Q.
@@ -62,7 +62,7 @@ def has_graph_of_logits(config: Config, bucket: Bucket) -> bool:
 
 
 def _narrows_draws(sampler: SamplerConfig) -> bool:
-    """Whether a request that draws and says no more draws from a part of the vocabulary."""
+    """Whether a request that draws with default settings draws from a part of the vocabulary."""
     top_p = 1.0 if sampler.top_p is None else sampler.top_p
     return (sampler.top_k or 0) > 0 or top_p < 1.0 or (sampler.min_p or 0.0) > 0.0
 
@@ -86,7 +86,7 @@ class _Output:
 
 
 class DecodeLoop:
-    """Runs decode steps behind each other without the host in between.
+    """Runs decode steps one after another without waiting for the host.
 
     Args:
         config: of the engine.
@@ -122,7 +122,7 @@ class DecodeLoop:
         self._has_canvas = options.strategy == "diffusion_gemma"
         ends = torch.arange(options.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._uniform_ends = ends * self._num_rows
-        # As StepPlan.saved_row has it: behind the records of the largest step.
+        # As StepPlan.saved_row has it: after the records of the largest step.
         self._first_saved_row = buffers.max_logits_rows if feed.has_carry else 0
         num_bytes = _core.DecodeBatch.arena_bytes(options)
         self._host = host_memory(num_bytes, is_cuda)
@@ -142,11 +142,11 @@ class DecodeLoop:
         self._step_graphs: StepGraphs[StepVariant] | None = None
         self._device = device
         self._check = PlanCheck(options) if config.kernel.check_run_ahead else None
-        #: Answer about the step behind the one that `start` enqueued, which needs its pages.
+        #: Whether the step after the one that `start` enqueued may run; asked early, for its pages.
         self._verdict: _core.RunAhead | None = None
         #: Steps that replayed a graph.
         self.num_graph_steps = 0
-        #: Steps that were enqueued before the step in front of them was complete.
+        #: Steps that were enqueued before the previous step was complete.
         self.num_ahead_steps = 0
 
     @property
@@ -191,7 +191,7 @@ class DecodeLoop:
         return self._launch()
 
     def run_ahead(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> int | None:
-        """Enqueues the step behind the plan in flight, if it may be; returns its result's place."""
+        """Enqueues the next step, if that is allowed; returns the place of its result."""
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             if self._has_smaller_bucket(plan):
@@ -210,10 +210,10 @@ class DecodeLoop:
         return self._launch()
 
     def _variant_ahead(self, scheduler: _core.Scheduler) -> StepVariant:
-        """That of the step behind the plan in flight, whose context the host knows already.
+        """The variant of the next step, whose context length the host knows already.
 
-        A plan of the host finds the same, unless requests end in the step in flight: it would have
-        fewer, and another bound without the longest. With a block cache the bound may be that of the
+        Scheduling on the host gives the same one, unless requests end in the step in flight: then the
+        batch is smaller, and its bound may be too. With a block cache the bound may be that of the
         next mode.
         """
         num_reqs, rows, _ = self._variant.bucket
@@ -229,8 +229,8 @@ class DecodeLoop:
     def _await_uploads(self) -> None:
         """Waits until the staged arrays are no longer read.
 
-        They are not as a rule: the step in front of the copies is complete. A step that failed was
-        never awaited.
+        Usually that is the case already, since the step before the copies is complete. Only a step
+        that failed was never waited for.
         """
         if self._uploaded is not None:
             self._uploaded.synchronize()

@@ -78,7 +78,7 @@ class ModelCall:
     Args:
         config: strategy and merge settings.
         model: its weights are complete, and whoever changes one later waits for the device before the
-            next step. See docs/extending.md; dmax needs `embed` and the table behind it,
+            next step. See docs/extending.md; dmax needs `embed` and its table,
             diffusion_gemma the further arguments of its forward.
     """
 
@@ -95,8 +95,8 @@ class ModelCall:
         self._renormalize = decoding.token_merge_renormalize
         self._merge_weight = decoding.token_merge_weight
         self._mask_token_id = config.model.mask_token_id
-        #: [max_num_reqs * B + 1, H] signal of every canvas position, and a row for what is no
-        #: position's; None for other strategies.
+        #: [max_num_reqs * B + 1, H] signal of every canvas position, and a row for what belongs to no
+        #: position; None for other strategies.
         self.signals: Tensor | None = None
         if strategy == "diffusion_gemma":
             num_rows = config.scheduler.max_num_reqs * decoding.block_size + 1

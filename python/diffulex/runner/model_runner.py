@@ -151,11 +151,11 @@ class ModelRunner:
 
     def _has_decode_loop(self, options: _core.EngineOptions) -> bool:
         if type(self).execute is not ModelRunner.execute:
-            return False  # a runner of somebody's own sees every step
+            return False  # a custom runner must see every step
         if not getattr(self.sampler, "is_capturable", False):
-            return False  # so does a sampler
+            return False  # and so must a custom sampler
         if options.token_merge_top_k > 0 and options.dmax_store_soft_embeddings:
-            return False  # no step would be the loop's, and graphs are those of one loop
+            return False  # the loop could take no step: graphs serve the host's
         return self._wants_loop(options.strategy)
 
     def _wants_loop(self, strategy: str) -> bool:
@@ -164,15 +164,15 @@ class ModelRunner:
             return False
         if self.config.kernel.run_ahead != "auto":
             return self.config.kernel.run_ahead == "on"
-        # Mixed embeddings and signals feed the last bits of one step's logits to the next, and
-        # products of other shapes round otherwise: dmax and diffusion_gemma run ahead only where that
-        # is asked for. So does a dual cache whose steps have other shapes on the host.
-        is_rounding = strategy in ("dmax", "diffusion_gemma") or self._has_own_shapes()
+        # Mixed embeddings and signals pass the last bits of one step's logits to the next, and
+        # products of another shape round differently: dmax and diffusion_gemma run ahead only on
+        # request. So does a dual cache whose steps have another shape on the host.
+        is_rounding = strategy in ("dmax", "diffusion_gemma") or self._has_other_host_shapes()
         return self._is_cuda and not is_rounding
 
-    def _has_own_shapes(self) -> bool:
-        """Whether steps of the host are shaped otherwise than the loop's: without rows that decide
-        nothing, those of encoded canvases, whole blocks and padding.
+    def _has_other_host_shapes(self) -> bool:
+        """Whether the host runs steps of other shapes than the loop: it leaves out rows that decide
+        nothing (encoded canvases, the rest of whole blocks, padding).
         """
         decoding = self.config.decoding
         if decoding.decoding_strategy == "diffusion_gemma":
@@ -184,8 +184,8 @@ class ModelRunner:
         config = self.config
         reserve = getattr(self.sampler, "reserve", None)
         if reserve is not None:
-            # Graphs keep the addresses of the sampler's buffers: no later step may replace them,
-            # nor one that is larger than every graph (a prefill, a batch beyond the buckets).
+            # Graphs keep the addresses of the sampler's buffers: no later step may replace them, not
+            # even one larger than every graph (a prefill, a batch beyond the buckets).
             reserve(max_logits_rows(config), config.model.spec.vocab_size)
         self._decode_loop = DecodeLoop(
             config,
@@ -234,7 +234,7 @@ class ModelRunner:
 
     @property
     def num_ahead_steps(self) -> int:
-        """Decode steps that the device began before the host had completed the one before."""
+        """Decode steps that the device began before the host had completed the previous one."""
         return 0 if self._decode_loop is None else self._decode_loop.num_ahead_steps
 
     @property
@@ -243,7 +243,7 @@ class ModelRunner:
         return self._graphs.num_fallbacks
 
     def expect_draws(self) -> None:
-        """Says that a request will draw its tokens; before its first step, from any thread."""
+        """Announces a request that draws its tokens; before its first step, from any thread."""
         if self._feed is not None:
             self._feed.has_sampled_requests = True
 
@@ -262,7 +262,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_ahead(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> int | None:
-        """Enqueues the step behind the plan in flight, which the loop has; None: not now."""
+        """Enqueues the step after the plan in flight, which the loop runs; None: not now."""
         assert self._decode_loop is not None
         with self._on_device():
             return self._decode_loop.run_ahead(scheduler, plan)
@@ -357,12 +357,12 @@ class ModelRunner:
     def _has_loop_logits(self, bucket: Bucket) -> bool:
         """Whether the head runs over all rows of a padded step, as it does where the loop takes it.
 
-        A product of fewer rows may round otherwise, and both loops are to decide alike. With shifted
-        logits and a dual cache that holds for engines which run ahead; others spare the rows that
-        decide nothing.
+        A product of fewer rows may round differently, and both loops must decide alike. With shifted
+        logits and a dual cache this matters only to engines that run ahead; others leave out the
+        rows that decide nothing.
         """
         strategy = self.config.decoding.decoding_strategy
-        is_known = strategy in _LOOP_STRATEGIES and not self._has_own_shapes()
+        is_known = strategy in _LOOP_STRATEGIES and not self._has_other_host_shapes()
         if self._sampler_feed.has_carry or strategy == "fast_dllm_v2":
             is_known = is_known and self._wants_loop(strategy)
         return is_known and has_graph_of_logits(self.config, bucket)
@@ -380,7 +380,7 @@ class ModelRunner:
         free = torch.cuda.mem_get_info(self.device)[0]
         shapes = self._graphs.shapes()
         most = max(bucket.num_rows for bucket in shapes)
-        # With a loop these graphs are for steps it does not take, captured when one comes.
+        # With a loop these graphs serve the steps it does not take, and are captured on demand.
         forward = self._step_forward
         self._graphs.forwards = ForwardGraphs(
             self.config, most, forward.fill_bucket, forward.run_bucket

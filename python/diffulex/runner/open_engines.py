@@ -27,7 +27,7 @@ def register_open(runner: ModelRunner) -> None:
 
 
 def memory_holders(runner: ModelRunner) -> str:
-    """What other engines hold on the device of `runner`, to go behind an error; empty for none.
+    """What other engines hold on the device of `runner`, to append to an error; empty for none.
 
     Weights that `runner` uses as well are not counted.
     """

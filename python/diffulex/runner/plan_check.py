@@ -67,7 +67,7 @@ class PlanCheck:
             self._block_names += _CANVAS_BLOCKS
         self._names += [*self._row_names, *self._block_names]
         self._req_ids: list[int] = []
-        # The context of the step behind is a bound: the device alone knows its mode.
+        # The context of the next step is a bound: only the device knows its mode.
         self._has_block_cache = self._has_dual_cache and options.fdv2_use_block_cache
         self._kept: dict[int, tuple[Bucket, _Arrays]] = {}
         # Requests of the plan compared last; fewer ones in the next ended meanwhile.
@@ -76,7 +76,7 @@ class PlanCheck:
         self.num_compared = 0
 
     def enter(self, plan: _core.StepPlan) -> None:
-        """The device has the requests of `plan` from now on, in its order."""
+        """From now on the device runs the requests of `plan`, in its order."""
         num_reqs = plan.num_reqs - plan.num_padded_reqs
         self._req_ids = [int(req_id) for req_id in plan.req_ids[:num_reqs]]
         self._num_live = num_reqs
@@ -98,7 +98,7 @@ class PlanCheck:
             self._compare_request(plan, device, index, row)
         for row in set(range(len(self._req_ids))) - seen:
             if device["valid_slices"][row] != row * self._num_rows:
-                # It was taken away on the host only; the device's result is not used.
+                # The request was removed on the host only; the device's result is not used.
                 continue
             blocks = slice(row * self._buffer_size, (row + 1) * self._buffer_size)
             rows = slice(row * self._num_rows, (row + 1) * self._num_rows)
@@ -106,8 +106,8 @@ class PlanCheck:
             self._expect(plan, row, "slot_mapping", device["slot_mapping"][rows], -1)
 
     def _compare_shape(self, plan: _core.StepPlan, bucket: Bucket, graphs: DecodeGraphs) -> None:
-        """The shape is the one that the host finds. In the step behind one in which requests end it
-        may be larger."""
+        """The shape is the one that the host finds; it may be larger in the step after one in which
+        requests end."""
         num_live = plan.num_reqs - plan.num_padded_reqs
         has_ended, self._num_live = num_live < self._num_live, num_live
         wanted = graphs.bucket_of_rows(plan, self._num_rows)

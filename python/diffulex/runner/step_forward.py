@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hidden states of a step from its device arrays.
 
-Graphs and the decode loop keep the forward of padded steps, and the runner keeps them: the forward
-therefore knows the arrays and the model, not the runner, and everything goes with its last owner.
+Graphs and the decode loop hold on to the forward of padded steps, and the runner holds on to them. The
+forward therefore knows the arrays and the model, not the runner, so that no cycle of references keeps
+device memory alive.
 """
 
 from __future__ import annotations

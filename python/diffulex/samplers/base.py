@@ -52,7 +52,7 @@ class RowSampler:
     #: Order of the family's filters.
     filter_order: ClassVar[FilterOrder] = FilterOrder.TOP_P_FIRST
     #: A call only enqueues, and nothing on the host changes from step to step: it may be recorded
-    #: once and replayed. A class with a step method of its own has to say so itself.
+    #: once and replayed. A subclass that overrides the step has to declare it again.
     is_capturable: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -28,7 +28,7 @@ EXCLUSIONS = {"exclude": _EXCLUDE, "renormalize": _RENORMALIZE}
 # Columns of the records; include/diffulex/ops/sampling.h.
 _NUM_STATS = 8
 _CONFIDENCE, _SECOND_PROB, _ENTROPY, _RAW_CONFIDENCE = 0, 2, 3, 6
-# A demoted proposal: below every threshold and behind every other position in every ranking.
+# A demoted proposal: below every threshold and last in every ranking.
 _DEMOTED_PROBABILITY, _DEMOTED_SECOND, _DEMOTED_ENTROPY = -1.0, 3.0, 1e30
 
 
@@ -40,7 +40,7 @@ class FilterOrder(IntEnum):
 
 
 class RowRecords(NamedTuple):
-    """Records of the step's rows, saved rows behind them."""
+    """Records of the step's rows, then those of saved rows."""
 
     ids: Tensor  # int64, -1 = no finite candidate
     stats: Tensor  # [.., 8] float32
@@ -104,7 +104,7 @@ class RowStage:
         return torch.tensor(sorted(set(ids)), dtype=torch.int64, device=self._device)
 
     def keep_rows(self, first_record: int, max_num_reqs: int) -> None:
-        """Keeps one row per request slot between steps, behind the `first_record` of a step."""
+        """Keeps one row per request slot between steps, with records from `first_record` on."""
         self._saved = SavedRows(first_record, max_num_reqs, self._device)
         self._allocate(self._saved.num_records)
 

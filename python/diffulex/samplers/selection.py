@@ -27,7 +27,7 @@ LLADA2_NAMES = ("llada2", "llada2_moe", "llada2_mini", "llada2dot1_mini", "llada
 
 
 class _Row(NamedTuple):
-    """One row of the table; `model_names` None stands for every name without a row of its own."""
+    """One row of the table; `model_names` None stands for every name that has no row."""
 
     strategy: str
     sampling_mode: str

@@ -2,7 +2,7 @@
 """Rows kept between steps, for models whose logits row of a position predicts the next one.
 
 The first open position after the cache is predicted by a row that the step no longer computes. A
-greedy request needs its record only, which lives behind the records of the step; a request that
+greedy request needs its record only, which is kept after the records of the step; a request that
 draws needs the logits themselves, because every step draws anew.
 """
 

@@ -27,7 +27,7 @@ __all__ = ["ServingEngine"]
 
 
 class ServingEngine(DiffulexAsyncEngineMixin):
-    """A `Diffulex` behind the interface the mixin needs.
+    """A `Diffulex` with the interface that the mixin needs.
 
     Args:
         engine: owned from now on; `exit` closes it.
@@ -72,8 +72,8 @@ class ServingEngine(DiffulexAsyncEngineMixin):
         self._live[req_id] = ServedRequest(self.engine, req_id, params)
         return req_id
 
-    def wants_drafts(self, req_id: int) -> None:
-        """Lets steps report the buffer of the request."""
+    def report_buffer(self, req_id: int) -> None:
+        """Makes steps report the buffer of the request from now on."""
         self.engine.watch_buffer(req_id)
 
     def step(self) -> tuple[list[ServedRequest], bool]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the serving mixin reads from a request after a step, and the events it makes of it.
 
-A request has the attributes server.md section 4 names. Those marked [X] are used where they exist:
-the real engine offers `stable_ids(begin)` and `draft_ids(begin)` instead of a copy of all tokens.
+A request is duck-typed. Some attributes are optional: the real engine offers `stable_ids(begin)` and
+`draft_ids(begin)` instead of a copy of all tokens.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def delta_event(
 def snapshot_event(
     state: ServingRequestState, request: Any, decode: Decode | None, is_last: bool
 ) -> ServingBufferSnapshot | None:
-    """The draft behind what was reported as committed; None if it says nothing new."""
+    """The draft after what was reported as committed; None if it says nothing new."""
     begin = state.num_reported
     if is_last:
         committed = len(state.answer.token_ids)
@@ -206,7 +206,7 @@ def reply_event(state: ServingRequestState, request: Any, decode: Decode | None)
     mask_token_id = getattr(request, "mask_token_id", None)
     generated = _generated(state, request)
     full = [token for token in generated if token != mask_token_id]
-    # Tokens behind a stop text are discarded; those behind an end token stand in the full answer.
+    # Tokens after a stop text are discarded; those after an end token stay in the full answer.
     full = full if len(full) >= len(answer.token_ids) else list(answer.token_ids)
     now = time.perf_counter()
     first_token_at = state.first_token_at
@@ -241,7 +241,7 @@ def reply_event(state: ServingRequestState, request: Any, decode: Decode | None)
 def _num_open(
     state: ServingRequestState, generated: Sequence[int], mask_token_id: int | None, detail: str
 ) -> int:
-    """Undecided positions of an answer that was cut off; behind a stop nothing is missing."""
+    """Undecided positions of an answer that was cut off; after a stop nothing is missing."""
     if openai_finish_reason(detail) == "stop":
         return 0
     return sum(token == mask_token_id for token in generated[: state.max_tokens])

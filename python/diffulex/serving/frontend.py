@@ -263,7 +263,7 @@ class FrontendManager:
             self._send_task = asyncio.create_task(self._send(), name="diffulex-send")
 
     def fail_unanswered(self) -> None:
-        """Ends every request with an error, since nobody knows whether the backend goes on."""
+        """Ends every request with an error, since it is unknown whether the backend goes on."""
         for rid in list(self.rid_to_state):
             text = "the engine process gives no sign of life"
             self._end(rid, ServingError(rid, text, "engine_unresponsive"), "unresponsive")
@@ -489,7 +489,7 @@ class FrontendManager:
     # The queues.
 
     async def send_one(self, command: ServingCommand) -> None:
-        """Sends a command behind those that wait."""
+        """Queues a command after those that wait."""
         await self.start()
         self._post(command)
 

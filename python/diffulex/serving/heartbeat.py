@@ -51,7 +51,7 @@ class HeartbeatThread:
     """Sends a heartbeat every second and notices when the parent process is gone.
 
     Args:
-        event_addr: where the frontend pulls events; the thread has a socket of its own.
+        event_addr: where the frontend pulls events; the thread has a separate socket.
         status: of the engine thread.
         parent_pid: who must stay the parent.
         on_orphaned: called once from the thread.

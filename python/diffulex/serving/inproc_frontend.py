@@ -76,7 +76,7 @@ class _LoopChannel:
     async def _generate(
         self, command: ServingGenerate, previous: asyncio.Task[None] | None
     ) -> None:
-        """Runs a request behind the one that had its name, which has been aborted."""
+        """Runs a request after the aborted one that had the same name."""
         if previous is not None:
             await asyncio.wait({previous})
         is_complete = False

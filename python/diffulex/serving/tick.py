@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One tick of an engine that serves: commands in, one step, events out.
 
-What the mixin needs from the engine, and what it reads from the requests a step returns, is as
-little as server.md section 4 names, so that twenty lines of a fake are an engine too. The real one
-is in serving_engine.
+The mixin's engine and the requests that a step returns are duck-typed and have few attributes, so that
+tests can pass a small fake. The real engine is in serving/engine.py.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ class DiffulexAsyncEngineMixin:
         params, found = special_stops(self.tokenizer, params)
         req_id = self._engine.add_request(prompt, params)
         if command.stream and command.stream_mode != "block_append":
-            getattr(self._engine, "wants_drafts", lambda req_id: None)(req_id)
+            getattr(self._engine, "report_buffer", lambda req_id: None)(req_id)
         skip = bool(params.skip_special_tokens)
         serving.add(
             ServingRequestState(
@@ -336,7 +335,7 @@ class DiffulexAsyncEngineMixin:
         if state.first_token_at is None and num_stable(state, request) > 0:
             state.first_token_at = time.perf_counter()
         if not (is_finished or state.stream or state.answer.has_stops):
-            return []  # nobody reads the text before the end
+            return []  # the text is not read before the end
         piece = state.answer.push(fresh_ids(state, request, is_finished))
         is_last = is_finished or state.answer.matched_stop is not None
         if is_last:

@@ -172,7 +172,7 @@ class ZmqPullQueue(_Queue[Item]):
 
         Raises:
             queue.Empty: none came within `timeout_s`.
-            MessageDecodeError: the message cannot be read; the next call reads the one behind it.
+            MessageDecodeError: the message cannot be read; the next call reads the next one.
         """
         if timeout_s is not None and not self.socket.poll(max(0, int(timeout_s * 1000))):
             raise queue.Empty
@@ -208,6 +208,6 @@ class ZmqAsyncPullQueue(_Queue[Item]):
         """The next object.
 
         Raises:
-            MessageDecodeError: the message cannot be read; the next call reads the one behind it.
+            MessageDecodeError: the message cannot be read; the next call reads the next one.
         """
         return self._decode(await self.socket.recv())

@@ -187,7 +187,7 @@ class ServingReply(_Tagged):
 
     Attributes:
         token_ids: the answer without end token, cut where its text is.
-        full_token_ids: every generated token, also behind the end of the answer.
+        full_token_ids: every generated token, also after the end of the answer.
         finish_reason: the engine's own reason, as in `finish_detail`; `openai_finish_reason` maps it.
         matched_stop: the stop string or stop token id that ended the answer.
         num_masked: positions that `max_nfe` left undecided.

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from diffulex.server.http.api_errors import ApiError, _first_invalid, shown
-from diffulex.server.openai.neutral_fields import check_supported
 from diffulex.server.openai.request_schema import CompletionRequest
+from diffulex.server.openai.unsupported_fields import check_supported
 
 
 class Endless:

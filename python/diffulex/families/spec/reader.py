@@ -161,7 +161,7 @@ class ConfigReader:
         dims = int(head_dim * value)
         if self.config.get("rotary_dim") is not None:
             explicit = self.integer("rotary_dim")
-            # The factor that nobody wrote is no statement about the checkpoint.
+            # A default factor says nothing about the checkpoint.
             if factor is not None and explicit != dims:
                 expected = f"head_dim {head_dim} * partial_rotary_factor {value} = {dims}"
                 raise self.fail("rotary_dim", expected, explicit)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ClientLeftError(Exception):
-    """The client closed the connection; nobody waits for the answer."""
+    """The client closed the connection; the answer has no reader."""
 
 
 async def watch_disconnect(receive: Receive) -> None:

@@ -6,7 +6,7 @@ Beyond the base class:
 - 431 for a request head that is too large, 408 for one that is not complete in time;
 - connections whose body does not go on are closed, and the longest waiting ones when there are too
   many, so that those who send nothing cannot lock others out;
-- a client that leaves ends every request it has sent, also those that wait behind another;
+- a client that leaves ends every request it has sent, also those that wait for another to end;
 - a client that has sent everything and closes its sending side gets its answer;
 - HTTP/1.0 clients get streams without chunks, HTTP/1.1 requests must name their host.
 """
@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 _OTHER_FILES = 128
 # Checks per time a client may take.
 _CHECKS = 4
-# Between two signs that somebody still reads; the second one fails if nobody does.
+# Between two probes of whether the client still reads; the second fails if it does not.
 _PROBE_S = 0.1
 # The order in which connections began to wait for a request: the loop's clock is coarse.
 _NUMBERS = itertools.count()
@@ -134,7 +134,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return True
 
     def _probe(self, cycle: Any) -> None:
-        """Finds out whether somebody reads: an interim response, which clients skip."""
+        """Finds out whether the client still reads: an interim response, which clients skip."""
         if not cycle.response_started and not self.transport.is_closing():
             self.transport.write(_PROBE)
             self.loop.call_later(_PROBE_S, self._probe_again, cycle)

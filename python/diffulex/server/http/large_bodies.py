@@ -4,8 +4,8 @@
     client ──> temporary file ──> process that parses and measures ──> document within its limits
 
 The file and the process keep the memory of a body out of this process until it is known to be what
-the server takes; a client that leaves ends the process. A body takes a place in the queue once it
-is complete, so that those who send no more keep nobody out, and it has a time to become so.
+the server takes; a client that leaves ends the process. A body takes a place in the queue only once
+it is complete, so that stalled senders lock no one out, and it must be complete within a time limit.
 """
 
 from __future__ import annotations

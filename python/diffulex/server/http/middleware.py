@@ -119,7 +119,7 @@ async def _drop_body(receive: Receive) -> None:
 class Recorder:
     """Makes the record of a request, and its log line and metrics when it has ended.
 
-    An exception nobody handled becomes a 500 with the usual body here.
+    An unhandled exception becomes a 500 with the usual body here.
     """
 
     def __init__(

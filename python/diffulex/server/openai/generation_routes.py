@@ -21,7 +21,6 @@ from diffulex.server.http.request_bounds import check_queue, requested_timeout_s
 from diffulex.server.http.request_record import record_of
 from diffulex.server.http.sse import DONE, PING, EventStream, sse
 from diffulex.server.openai.generation import EventMerger, Generation
-from diffulex.server.openai.neutral_fields import check_responses, check_supported
 from diffulex.server.openai.openai_format import OpenAIFrames, OpenAIRoute, openai_response
 from diffulex.server.openai.prompt_encoder import SHORT_TEXT, ChatOptions, num_chars
 from diffulex.server.openai.request_schema import (
@@ -41,6 +40,7 @@ from diffulex.server.openai.response_schema import (
 )
 from diffulex.server.openai.responses_format import ResponseFrames, ResponseObject
 from diffulex.server.openai.responses_schema import ResponsesRequest
+from diffulex.server.openai.unsupported_fields import check_responses, check_supported
 from diffulex.server.openai.usage import usage_of
 from diffulex.wire.protocol import (
     PromptInput,

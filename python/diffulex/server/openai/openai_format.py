@@ -271,8 +271,8 @@ class OpenAIFrames:
         return prefix + self._chunk(choice)
 
     def _role(self, index: int) -> bytes:
-        """The chunk that clients expect first. It goes out with the text behind it, so that it is
-        no sign of a first token before there is one."""
+        """The chunk that clients expect first. It goes out with the first text, so that
+        clients do not take it for a first token."""
         if self.route.kind != "chat":
             return b""
         choice = self.route.delta(index, "", is_first=True)

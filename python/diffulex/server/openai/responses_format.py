@@ -174,7 +174,7 @@ class ResponseFrames:
     response.content_part.added, response.output_text.delta (any number),
     response.output_text.done, response.content_part.done, response.output_item.done, and
     response.completed or response.incomplete; response.failed may take the place of everything
-    behind response.in_progress. Snapshots come in between as diffulex.response.denoise.
+    after response.in_progress. Snapshots come in between as diffulex.response.denoise.
 
     Args:
         mode: `block_append` and `both` send the text as it is committed, `denoise` whole at the

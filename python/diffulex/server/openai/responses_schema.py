@@ -191,7 +191,7 @@ class ResponsesRequest(SamplingFields):
     """Body of `POST /v1/responses`.
 
     Fields that block diffusion or this server has not are there to be refused by name; see
-    `neutral_fields`.
+    `unsupported_fields`.
     """
 
     # Everything the client sent is kept, so that refused families of keys are found.
