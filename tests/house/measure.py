@@ -92,7 +92,7 @@ class Limit:
 
 GENERATED = ("python/diffulex/config/keywords.py",)
 LIMITS = {
-    "files of an op": Limit(17, "7"),
+    "files of an op": Limit(13, "7"),
     "files of a strategy": Limit(19, "3 and the list"),
     "files of a model family": Limit(5, "1 and a fixture"),
     "files of a configuration option": Limit(7, "3"),

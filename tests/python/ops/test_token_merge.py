@@ -138,7 +138,7 @@ def test_rounds_once(device: str) -> None:
     assert (error <= half_ulp * (1 + 1e-3) + 1e-6).all()
 
 
-# samplers.md 14.F: hidden 2, E[1] = (3, 4), E[2] = (1, 0), E[7] = (4, -3), mask token 7.
+# Worked by hand: hidden 2, E[1] = (3, 4), E[2] = (1, 0), E[7] = (4, -3), mask token 7.
 VECTORS = [
     ([1], [0.92], 0.08, False, (3.08, 3.44)),
     ([1], [0.92], 0.08, True, (3.335240, 3.725072)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake engine that denoises blocks at random, with the attribute names of server.md section 4.
+"""A fake engine that denoises blocks at random, with the attributes that the serving mixin reads.
 
 Until a block is committed any of its positions may be written, rewritten or masked again; the
 mixin must never say anything final about it.

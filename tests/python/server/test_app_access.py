@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask, from where and how much: keys, origins, body limit; server.md section 14."""
+"""Who may ask, from where and how much: keys, origins, body limit."""
 
 from __future__ import annotations
 

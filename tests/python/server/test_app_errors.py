@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures over HTTP: statuses, bodies, limits, keys; server.md sections 9.10, 6.7, 9.7 and 14."""
+"""Failures over HTTP: statuses, bodies, limits, keys."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's command line: server.md section 10 and the table of the engine's settings."""
+"""The server's command line: its flags and the table of the engine's settings."""
 
 from __future__ import annotations
 

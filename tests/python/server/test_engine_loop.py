@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The in-process loop over a fake engine: server.md section 8."""
+"""The in-process loop over a fake engine."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_request_id():
 
 
 def test_base_maps():
-    """The keys of server.md 2.4, in its order, and no others while the extensions are unused."""
+    """The documented keys, in their order, and no others while the extensions are unused."""
     generate = serving_command_to_dict(ServingGenerate("r", PromptInput("x"), SamplingParams()))
     assert list(generate) == [
         *("type", "rid", "input", "sampling_params", "stream", "stream_mode", "user"),

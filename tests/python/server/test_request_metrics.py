@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/metrics and the log line of a request: server.md section 12."""
+"""/metrics and the log line of a request."""
 
 from __future__ import annotations
 

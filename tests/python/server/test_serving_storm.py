@@ -68,7 +68,7 @@ class Client:
         return [event for event in self.events if isinstance(event, kind)]
 
     def check(self) -> None:
-        """The invariants of section 4.4, and logprobs that belong to their tokens."""
+        """Deltas and snapshots add up to the reply, and logprobs belong to its tokens."""
         command, params = self.command, self.command.sampling_params
         (reply,) = self.only(ServingReply)
         deltas = self.only(ServingDelta)

@@ -434,7 +434,7 @@ class TestEnd:
 
 
 class TestAdmission:
-    """The table of section 4.3."""
+    """Requests outside the limits are refused before they reach the scheduler."""
 
     limits = AdmissionLimits(
         max_model_len=32,
