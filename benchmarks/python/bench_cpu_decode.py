@@ -36,8 +36,8 @@ from diffulex.checkpoint.resolve import demo_dir
 from diffulex.config.config import Config, read_model_facts
 
 if TYPE_CHECKING:
-    from diffulex.families.sdar import SdarForDiffusionLM
     from diffulex.families.spec import ModelSpec
+    from diffulex.nn.decoder import DecoderForDiffusionLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Decoding:
     max_tokens: int
 
 
-def reference_model(model: SdarForDiffusionLM) -> Qwen3ForCausalLM:
+def reference_model(model: DecoderForDiffusionLM) -> Qwen3ForCausalLM:
     """transformers' Qwen3 on the memory of the engine's weights where the layout allows."""
     spec: ModelSpec = model.spec
     config = Qwen3Config(
@@ -208,7 +208,7 @@ class ReferenceDecoder:
 def compare(
     name: str,
     engine: Diffulex,
-    model: SdarForDiffusionLM,
+    model: DecoderForDiffusionLM,
     prompts: list[list[int]],
     max_tokens: int,
 ) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diffulex.checkpoint.auto_model import spec_reader
 from diffulex.config.types import ModelFacts
 from diffulex.families.detection import family_of_name
-from diffulex.registry import AutoModelForDiffusionLM
 
 #: Stands where a checkpoint would be; nothing is read from it.
 NO_DIRECTORY = Path("random")
@@ -37,8 +37,7 @@ class Shape:
 
     def facts(self) -> ModelFacts:
         """What a checkpoint of this shape would say."""
-        model_class: Any = AutoModelForDiffusionLM.get(self.family)
-        spec = model_class.read_spec(self.config, NO_DIRECTORY)
+        spec = spec_reader(self.family)(self.config, NO_DIRECTORY)
         return ModelFacts(
             model_name=self.model_name, model_dir=NO_DIRECTORY, spec=spec, checkpoint_defaults={}
         )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The six registries through which strategies, models and samplers are found by name.
 
-A built-in entry is a row `name -> "module:attribute"` that is imported when it is first asked for.
+A built-in entry is a row `name -> "module:attribute"` that is imported when it is first asked for;
+the rows come from the records of the families and the list of the strategies.
 A program adds an entry with `register`; an installed package announces entries as entry points of
 the group `diffulex.plugins`, named `<registry>.<name>` (for example `AutoSampler.my_model`).
 See docs/extending.md.
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast, overload
 
 __all__ = [
@@ -36,27 +39,35 @@ class Registry(Generic[T]):
 
     Args:
         name: name of the registry, used in messages and entry points.
-        built_in: literal table `name -> "module:attribute"`.
+        built_in: table `name -> "module:attribute"`, or "module:attribute" of such a table, which
+            is imported when the registry is first asked for something.
         key: how `from_config` finds the name in a configuration.
         default: name that `get(None)` means.
-        aliases: further names of built-in entries.
+        aliases: further names of built-in entries, given like `built_in`.
     """
 
     def __init__(
         self,
         name: str,
-        built_in: Mapping[str, str],
+        built_in: Mapping[str, str] | str,
         key: Callable[[Any], str],
         default: str | None = None,
-        aliases: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | str = MappingProxyType({}),
     ) -> None:
         self.name = name
-        self._lazy: dict[str, str] = dict(built_in)
         self._values: dict[str, T] = {}
-        self._aliases: dict[str, str] = dict(aliases or {})
+        self._tables = (built_in, aliases)
         self._plugins: dict[str, EntryPoint] | None = None
         self._key = key
         self._default = default
+
+    @cached_property
+    def _lazy(self) -> dict[str, str]:
+        return _table(self._tables[0])
+
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        return _table(self._tables[1])
 
     @overload
     def register(
@@ -171,8 +182,7 @@ class Registry(Generic[T]):
         if name in self._values:
             return self._values[name]
         if name in self._lazy:
-            module, _, attribute = self._lazy[name].partition(":")
-            value = self._import(name, lambda: getattr(importlib.import_module(module), attribute))
+            value = self._import(name, lambda: _attribute(self._lazy[name]))
         else:
             plugin = self._load_plugins().get(name)
             if plugin is None:
@@ -223,6 +233,16 @@ class Registry(Generic[T]):
         return ValueError(f"{self.name}: expected one of {names}, got {name!r}")
 
 
+def _attribute(path: str) -> Any:
+    """What "module:attribute" names."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _table(table: Mapping[str, str] | str) -> dict[str, str]:
+    return dict(_attribute(table) if isinstance(table, str) else table)
+
+
 def _strategy(config: Any) -> str:
     return cast("str", config.decoding.decoding_strategy)
 
@@ -231,88 +251,30 @@ def _model_name(config: Any) -> str:
     return cast("str", config.model.model_name)
 
 
-# Names of multi_bd in older configuration files.
-_STRATEGY_ALIASES = {
-    "block_diffusion": "multi_bd",
-    "fast_dllm": "multi_bd",
-    "multi_block_diffusion": "multi_bd",
-}
-
-
-_STRATEGY_MODULES = ("multi_bd", "d2f", "dmax", "fast_dllm_v2", "diffusion_gemma")
-
-
-def _strategy_registry(name: str, factory: str) -> Registry[Callable[..., Any]]:
-    """Registry of one factory per strategy: `factory` of the strategy's own module."""
+def _strategy_registry(name: str, table: str) -> Registry[Callable[..., Any]]:
+    """Registry of one factory per strategy."""
+    module = "diffulex.strategies.rules"
     return Registry(
-        name,
-        {module: f"diffulex.strategies.{module}:{factory}" for module in _STRATEGY_MODULES},
-        _strategy,
-        default="multi_bd",
-        aliases=_STRATEGY_ALIASES,
+        name, f"{module}:{table}", _strategy, default="multi_bd", aliases=f"{module}:ALIASES"
     )
 
 
 #: strategy -> factory `(token_ids, sampling_params, config) -> Request`.
-AutoReq = _strategy_registry("AutoReq", "make_request")
+AutoReq = _strategy_registry("AutoReq", "REQUESTS")
 #: strategy -> factory `(config) -> Scheduler`.
-AutoScheduler = _strategy_registry("AutoScheduler", "make_scheduler")
+AutoScheduler = _strategy_registry("AutoScheduler", "SCHEDULERS")
 #: strategy -> factory `(config) -> KVCacheManager`.
-AutoKVCacheManager = _strategy_registry("AutoKVCacheManager", "make_kv_cache_manager")
+AutoKVCacheManager = _strategy_registry("AutoKVCacheManager", "KV_CACHE_MANAGERS")
 #: strategy -> `ModelRunner` class, called as `(config, model)`.
-AutoModelRunner: Registry[Callable[..., Any]] = Registry(
-    "AutoModelRunner",
-    dict.fromkeys(_STRATEGY_MODULES, "diffulex.runner.model_runner:ModelRunner"),
-    _strategy,
-    default="multi_bd",
-    aliases=_STRATEGY_ALIASES,
-)
+AutoModelRunner = _strategy_registry("AutoModelRunner", "MODEL_RUNNERS")
 #: model name or `architectures[0]` -> model class, called as `(spec, dtype, device)`.
 AutoModelForDiffusionLM: Registry[Callable[..., Any]] = Registry(
     "AutoModelForDiffusionLM",
-    {
-        "diffucoder": "diffulex.families.diffucoder:DiffuCoderForDiffusionLM",
-        "diffusion_gemma": "diffulex.families.diffusion_gemma:DiffusionGemmaForDiffusionLM",
-        "dream": "diffulex.families.dream:DreamForDiffusionLM",
-        "dream_reasoner": "diffulex.families.dream_reasoner:DreamReasonerForDiffusionLM",
-        "fast_dllm_v2": "diffulex.families.fast_dllm_v2:FastDllmV2ForDiffusionLM",
-        "llada": "diffulex.families.llada:LladaForDiffusionLM",
-        "llada2": "diffulex.families.llada2:Llada2ForDiffusionLM",
-        "sdar": "diffulex.families.sdar:SdarForDiffusionLM",
-        "sdar_moe": "diffulex.families.sdar_moe:SdarMoeForDiffusionLM",
-        "stable_diffcoder": "diffulex.families.stable_diffcoder:StableDiffcoderForDiffusionLM",
-    },
+    "diffulex.families.listing:MODELS",
     _model_name,
-    aliases={
-        "DiffusionGemmaForBlockDiffusion": "diffusion_gemma",
-        "DreamForCausalLM": "dream_reasoner",
-        "DreamModel": "dream",
-        "Fast_dLLM_QwenForCausalLM": "fast_dllm_v2",
-        "LLaDA2MoeModelLM": "llada2",
-        "LLaDAModelLM": "llada",
-        "SDARForCausalLM": "sdar",
-        "SDARMoeForCausalLM": "sdar_moe",
-        "StableDiffcoderForCausalLM": "stable_diffcoder",
-    },
+    aliases="diffulex.families.listing:MODEL_ALIASES",
 )
 #: model name -> factory `(config) -> Sampler`.
 AutoSampler: Registry[Callable[..., Any]] = Registry(
-    "AutoSampler",
-    {
-        "diffucoder": "diffulex.samplers.diffucoder:DiffuCoderSampler",
-        "diffusion_gemma": "diffulex.samplers.diffusion_gemma:DiffusionGemmaSampler",
-        "dream": "diffulex.samplers.dream:DreamSampler",
-        "dream_reasoner": "diffulex.samplers.dream_reasoner:DreamReasonerSampler",
-        "fast_dllm_v2": "diffulex.samplers.fast_dllm_v2:FastDllmV2Sampler",
-        "llada": "diffulex.samplers.llada:LladaSampler",
-        "llada2": "diffulex.samplers.llada2:Llada2Sampler",
-        "llada2_mini": "diffulex.samplers.llada2:Llada2Sampler",
-        "llada2_mini_dmax": "diffulex.samplers.llada2_dmax:Llada2DmaxSampler",
-        "llada2_moe": "diffulex.samplers.llada2:Llada2Sampler",
-        "llada2dot1_mini": "diffulex.samplers.llada2_edit:Llada2EditSampler",
-        "sdar": "diffulex.samplers.sdar:SdarSampler",
-        "sdar_moe": "diffulex.samplers.sdar_moe:SdarMoeSampler",
-        "stable_diffcoder": "diffulex.samplers.stable_diffcoder:StableDiffcoderSampler",
-    },
-    _model_name,
+    "AutoSampler", "diffulex.families.listing:SAMPLERS", _model_name
 )

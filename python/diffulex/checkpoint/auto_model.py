@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.families import detection as families
+from diffulex.families.listing import FAMILIES, family_named
 from diffulex.families.spec.reader import read_json_object, read_optional_json
 from diffulex.log import get_logger
 from diffulex.registry import AutoModelForDiffusionLM
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     import torch
@@ -64,8 +65,7 @@ def detect(
     config = read_json_object(config_path)
     _reject_quantisation(config)
     name = _registered_name(config, model_dir, model_name)
-    model_class: Any = AutoModelForDiffusionLM.get(name)
-    spec: ModelSpec = model_class.read_spec(config, model_dir, mask_token_id=mask_token_id)
+    spec = spec_reader(name)(config, model_dir, mask_token_id=mask_token_id)
     _warn_about_block_suffix(model_dir, spec)
     info = CheckpointInfo(
         model_dir=model_dir,
@@ -74,6 +74,16 @@ def detect(
         engine_defaults=_engine_defaults(model_dir),
     )
     return name, spec, info
+
+
+def spec_reader(name: str) -> Callable[..., ModelSpec]:
+    """The reader of ``config.json`` of a registered model; imports no layers of a built-in one."""
+    family = family_named(name)
+    if family is not None and AutoModelForDiffusionLM.is_built_in(name):
+        return family.read_spec
+    model_class: Any = AutoModelForDiffusionLM.get(name)
+    reader: Callable[..., ModelSpec] = model_class.read_spec
+    return reader
 
 
 def load_model(
@@ -178,7 +188,7 @@ def check_model_name(model_name: str) -> None:
     available = _supported()
     name = AutoModelForDiffusionLM.canonical(model_name)
     if families.family_of_name(name) is None and name not in available:
-        built_in = {name for item in families.FAMILIES for name in (item.name, *item.aliases)}
+        built_in = {name for item in FAMILIES for name in (item.name, *item.aliases)}
         names = sorted({*available, *built_in})
         raise ConfigError(f"model_name: expected one of {', '.join(names)}, got {name!r}")
 

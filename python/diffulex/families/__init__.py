@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model families: detection, configuration, weights and forward passes."""
+"""Model families: one record and one file each, and how a checkpoint's family is detected."""

@@ -5,46 +5,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import CheckpointError
+from diffulex.families.listing import FAMILIES, family_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Names under which one family appears."""
-
-    name: str
-    architectures: tuple[str, ...]
-    model_types: tuple[str, ...]
-    #: Further accepted values of the `model_name` option.
-    aliases: tuple[str, ...] = ()
-
-
-#: Every family with a published checkpoint; those without a registered model are named in errors.
-FAMILIES = (
-    Family("dream", ("DreamModel",), ("Dream",)),
-    Family("diffucoder", (), ()),
-    Family("dream_reasoner", ("DreamForCausalLM",), ()),
-    Family(
-        "stable_diffcoder", ("StableDiffcoderForCausalLM", "SeedDiffcoderForCausalLM"), ("llama",)
-    ),
-    Family("llada", ("LLaDAModelLM",), ("llada",)),
-    Family("fast_dllm_v2", ("Fast_dLLM_QwenForCausalLM",), ("Fast_dLLM_Qwen",)),
-    Family("sdar", ("SDARForCausalLM",), ("sdar",)),
-    Family("sdar_moe", ("SDARMoeForCausalLM",), ("sdar_moe",)),
-    Family(
-        "llada2",
-        ("LLaDA2MoeModelLM",),
-        ("llada2_moe", "llada2_moe_veomni"),
-        ("llada2_moe", "llada2_mini", "llada2dot1_mini", "llada2_mini_dmax"),
-    ),
-    Family("diffusion_gemma", ("DiffusionGemmaForBlockDiffusion",), ("diffusion_gemma",)),
-)
 
 #: DiffuCoder's files cannot be told from Dream's; either name is accepted for both.
 _SAME_FILES = {"diffucoder": "dream"}
@@ -75,10 +43,8 @@ _DIFFCODER_MARKS = ("stable_diffcoder", "seed_diffcoder", "stablediffcoder", "se
 
 def family_of_name(model_name: str) -> str | None:
     """Family that a `model_name` option stands for, or None when no built-in family has it."""
-    for family in FAMILIES:
-        if model_name == family.name or model_name in family.aliases:
-            return family.name
-    return None
+    family = family_named(model_name)
+    return None if family is None else family.name
 
 
 def first_architecture(config: Mapping[str, Any]) -> str | None:

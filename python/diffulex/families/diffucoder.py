@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffulex.families.base import Family
 from diffulex.families.dream import read_dream_spec
-from diffulex.nn.decoder import DecoderForDiffusionLM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from diffulex.families.spec import ModelSpec
 
-__all__ = ["DiffuCoderForDiffusionLM"]
+__all__ = ["FAMILY"]
 
 
 def read_diffucoder_spec(
@@ -24,7 +24,8 @@ def read_diffucoder_spec(
     return read_dream_spec(config, model_dir, mask_token_id=mask_token_id, family="diffucoder")
 
 
-class DiffuCoderForDiffusionLM(DecoderForDiffusionLM):
-    """A position's logits predict the next position."""
-
-    read_spec = staticmethod(read_diffucoder_spec)
+FAMILY = Family(
+    "diffucoder",
+    read_diffucoder_spec,
+    sampler="diffulex.samplers.dream:DreamSampler",
+)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffulex.families.base import Family
 from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
 from diffulex.families.spec.reader import ConfigReader
-from diffulex.nn.decoder import DecoderForDiffusionLM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from diffulex.families.spec import ModelSpec
 
-__all__ = ["DreamForDiffusionLM", "read_dream_spec"]
+__all__ = ["FAMILY", "read_dream_spec"]
 
 _TOKENS = FamilyTokens(
     mask_id=151666,
@@ -48,7 +48,10 @@ def read_dream_spec(
     )
 
 
-class DreamForDiffusionLM(DecoderForDiffusionLM):
-    """A position's logits predict the next position."""
-
-    read_spec = staticmethod(read_dream_spec)
+FAMILY = Family(
+    "dream",
+    read_dream_spec,
+    sampler="diffulex.samplers.dream:DreamSampler",
+    architectures=("DreamModel",),
+    model_types=("Dream",),
+)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffulex.families.base import Family
 from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
 from diffulex.families.spec.reader import ConfigReader
-from diffulex.nn.decoder import DecoderForDiffusionLM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from diffulex.families.spec import ModelSpec
 
-__all__ = ["DreamReasonerForDiffusionLM"]
+__all__ = ["FAMILY"]
 
 _TOKENS = FamilyTokens(
     mask_id=151669,
@@ -42,7 +42,9 @@ def read_dream_reasoner_spec(
     )
 
 
-class DreamReasonerForDiffusionLM(DecoderForDiffusionLM):
-    """A position's logits predict that position."""
-
-    read_spec = staticmethod(read_dream_reasoner_spec)
+FAMILY = Family(
+    "dream_reasoner",
+    read_dream_reasoner_spec,
+    sampler="diffulex.samplers.dream_reasoner:DreamReasonerSampler",
+    architectures=("DreamForCausalLM",),
+)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffulex.families.base import Decoding, Family
 from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
 from diffulex.families.spec.reader import ConfigReader
-from diffulex.nn.decoder import DecoderForDiffusionLM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from diffulex.families.spec import ModelSpec
 
-__all__ = ["FastDllmV2ForDiffusionLM"]
+__all__ = ["FAMILY"]
 
 _TOKENS = FamilyTokens(
     mask_id=151665,
@@ -41,7 +41,14 @@ def read_fast_dllm_v2_spec(
     )
 
 
-class FastDllmV2ForDiffusionLM(DecoderForDiffusionLM):
-    """A position's logits predict the next position of its block."""
-
-    read_spec = staticmethod(read_fast_dllm_v2_spec)
+FAMILY = Family(
+    "fast_dllm_v2",
+    read_fast_dllm_v2_spec,
+    sampler="diffulex.samplers.fast_dllm_v2:FastDllmV2Sampler",
+    architectures=("Fast_dLLM_QwenForCausalLM",),
+    model_types=("Fast_dLLM_Qwen",),
+    decodings=(
+        Decoding("multi_bd", sampler="diffulex.samplers.fast_dllm_v2:FastDllmV2MultiBdSampler"),
+        Decoding("fast_dllm_v2"),
+    ),
+)

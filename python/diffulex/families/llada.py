@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffulex.families.base import Family
 from diffulex.families.spec.decoder import (
     FamilyTokens,
     read_decoder_spec,
@@ -14,13 +15,12 @@ from diffulex.families.spec.decoder import (
 from diffulex.families.spec.model_spec import ModelSpec
 from diffulex.families.spec.names import TensorNames
 from diffulex.families.spec.reader import ConfigReader
-from diffulex.nn.decoder import DecoderForDiffusionLM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["LLADA_NAMES", "LladaForDiffusionLM"]
+__all__ = ["FAMILY"]
 
 _TOKENS = FamilyTokens(
     mask_id=126336,
@@ -157,7 +157,10 @@ def _max_positions(reader: ConfigReader) -> int:
     return reader.integer("max_sequence_length", 1024)
 
 
-class LladaForDiffusionLM(DecoderForDiffusionLM):
-    """A position's logits predict that position."""
-
-    read_spec = staticmethod(read_llada_spec)
+FAMILY = Family(
+    "llada",
+    read_llada_spec,
+    sampler="diffulex.samplers.llada:LladaSampler",
+    architectures=("LLaDAModelLM",),
+    model_types=("llada",),
+)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffulex.families.base import Decoding, Family
 from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
 from diffulex.families.spec.moe import MoeSpec, read_moe_layers, read_num_experts
 from diffulex.families.spec.names import TensorNames
 from diffulex.families.spec.reader import ConfigReader
-from diffulex.nn.decoder import DecoderForDiffusionLM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from diffulex.families.spec import ModelSpec
 
-__all__ = ["LLADA2_NAMES", "Llada2ForDiffusionLM"]
+__all__ = ["FAMILY"]
 
 _TOKENS = FamilyTokens(
     mask_id=156895,
@@ -152,7 +152,28 @@ def _read_shared_size(reader: ConfigReader, width: int) -> int:
     return max(counts) * width
 
 
-class Llada2ForDiffusionLM(DecoderForDiffusionLM):
-    """A position's logits predict that position."""
+_FILLING = "diffulex.samplers.llada2:Llada2Sampler"
+_EDITING = "diffulex.samplers.llada2_edit:Llada2EditSampler"
+_DMAX = "diffulex.samplers.llada2_dmax:Llada2DmaxSampler"
+_FILLED_NAMES = ("llada2", "llada2_moe", "llada2_mini", "llada2_mini_dmax")
 
-    read_spec = staticmethod(read_llada2_spec)
+FAMILY = Family(
+    "llada2",
+    read_llada2_spec,
+    sampler=_FILLING,
+    architectures=("LLaDA2MoeModelLM",),
+    model_types=("llada2_moe", "llada2_moe_veomni"),
+    aliases={
+        "llada2_moe": _FILLING,
+        "llada2_mini": _FILLING,
+        "llada2dot1_mini": _EDITING,
+        "llada2_mini_dmax": _DMAX,
+    },
+    # Checkpoints of LLaDA2.1 are always edited.
+    decodings=(
+        Decoding("multi_bd", "edit", _EDITING),
+        Decoding("dmax", "edit", _DMAX),
+        Decoding("multi_bd", "naive", _FILLING, _FILLED_NAMES),
+        Decoding("d2f", "naive", _FILLING, _FILLED_NAMES),
+    ),
+)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffulex.families.base import Family
 from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
 from diffulex.families.spec.reader import ConfigReader
-from diffulex.nn.decoder import DecoderForDiffusionLM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from diffulex.families.spec import ModelSpec
 
-__all__ = ["SdarForDiffusionLM"]
+__all__ = ["FAMILY"]
 
 _TOKENS = FamilyTokens(
     mask_id=151669,
@@ -46,7 +46,10 @@ def read_sdar_spec(
     )
 
 
-class SdarForDiffusionLM(DecoderForDiffusionLM):
-    """A position's logits predict that position."""
-
-    read_spec = staticmethod(read_sdar_spec)
+FAMILY = Family(
+    "sdar",
+    read_sdar_spec,
+    sampler="diffulex.samplers.sdar:SdarSampler",
+    architectures=("SDARForCausalLM",),
+    model_types=("sdar",),
+)

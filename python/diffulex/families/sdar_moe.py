@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffulex.families.base import Family
 from diffulex.families.spec.decoder import DENSE_KEYS, FamilyTokens, read_decoder_spec
 from diffulex.families.spec.moe import MoeSpec, read_moe_layers, read_num_experts
 from diffulex.families.spec.reader import ConfigReader
-from diffulex.nn.decoder import DecoderForDiffusionLM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from diffulex.families.spec import ModelSpec
 
-__all__ = ["SdarMoeForDiffusionLM"]
+__all__ = ["FAMILY"]
 
 _TOKENS = FamilyTokens(
     mask_id=151669,
@@ -77,7 +77,10 @@ def _read_moe(reader: ConfigReader) -> MoeSpec | None:
     )
 
 
-class SdarMoeForDiffusionLM(DecoderForDiffusionLM):
-    """A position's logits predict that position."""
-
-    read_spec = staticmethod(read_sdar_moe_spec)
+FAMILY = Family(
+    "sdar_moe",
+    read_sdar_moe_spec,
+    sampler="diffulex.samplers.sdar:SdarSampler",
+    architectures=("SDARMoeForCausalLM",),
+    model_types=("sdar_moe",),
+)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffulex.families.base import Family
 from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
 from diffulex.families.spec.reader import ConfigReader
-from diffulex.nn.decoder import DecoderForDiffusionLM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from diffulex.families.spec import ModelSpec
 
-__all__ = ["StableDiffcoderForDiffusionLM"]
+__all__ = ["FAMILY"]
 
 _TOKENS = FamilyTokens(
     mask_id=5,
@@ -44,7 +44,10 @@ def read_stable_diffcoder_spec(
     )
 
 
-class StableDiffcoderForDiffusionLM(DecoderForDiffusionLM):
-    """A position's logits predict that position."""
-
-    read_spec = staticmethod(read_stable_diffcoder_spec)
+FAMILY = Family(
+    "stable_diffcoder",
+    read_stable_diffcoder_spec,
+    sampler="diffulex.samplers.stable_diffcoder:StableDiffcoderSampler",
+    architectures=("StableDiffcoderForCausalLM", "SeedDiffcoderForCausalLM"),
+    model_types=("llama",),
+)

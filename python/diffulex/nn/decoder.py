@@ -66,7 +66,8 @@ class DecoderLayer(nn.Module):
 class DecoderForDiffusionLM(nn.Module):
     """Decoder and head. Weights are uninitialised until loaded or `init_random` is called.
 
-    A family is a subclass that adds `read_spec`, the reader of its ``config.json``.
+    A family registered from outside is a subclass that adds `read_spec`, the reader of its
+    ``config.json``; a built-in one names its reader in its record.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:

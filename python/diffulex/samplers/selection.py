@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sampler decodes a model under a strategy and a sampling mode: one table.
+"""Which sampler decodes a model under a strategy and a sampling mode.
 
-The registry `AutoSampler` has each family's own sampler, which fills masks. The table here names
-the samplers of the strategies and modes that need another one.
+The registry `AutoSampler` has the sampler of each model name; the record of a family names the
+strategies and modes that decode it and those that need another sampler.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import ConfigError
+from diffulex.families.base import MASK_FILLING
+from diffulex.families.listing import family_named
 from diffulex.registry import AutoSampler
 from diffulex.strategies.rules import STRATEGIES
 
@@ -18,52 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from diffulex.config.types import ConfigTree
+    from diffulex.families.base import Decoding
     from diffulex.samplers.base import Sampler
 
-__all__ = ["LLADA2_NAMES", "make_sampler", "modes_of", "select_sampler", "strategies_of"]
-
-#: Names of one architecture; they differ in how their checkpoints are decoded.
-LLADA2_NAMES = ("llada2", "llada2_moe", "llada2_mini", "llada2dot1_mini", "llada2_mini_dmax")
-
-
-class _Row(NamedTuple):
-    """One row of the table; `model_names` None stands for every name that has no row."""
-
-    strategy: str
-    sampling_mode: str
-    model_names: tuple[str, ...] | None
-    #: "module:attribute"; None: the entry of `AutoSampler`.
-    sampler: str | None
-
-
-_TABLE = (
-    _Row("multi_bd", "edit", LLADA2_NAMES, "diffulex.samplers.llada2_edit:Llada2EditSampler"),
-    _Row("dmax", "edit", LLADA2_NAMES, "diffulex.samplers.llada2_dmax:Llada2DmaxSampler"),
-    _Row(
-        "multi_bd",
-        "naive",
-        tuple(name for name in LLADA2_NAMES if name != "llada2dot1_mini"),
-        "diffulex.samplers.llada2:Llada2Sampler",
-    ),
-    _Row(
-        "multi_bd",
-        "naive",
-        ("fast_dllm_v2",),
-        "diffulex.samplers.fast_dllm_v2:FastDllmV2MultiBdSampler",
-    ),
-    _Row("fast_dllm_v2", "naive", ("fast_dllm_v2",), None),
-    _Row("diffusion_gemma", "naive", ("diffusion_gemma",), None),
-    _Row("multi_bd", "naive", None, None),
-    _Row(
-        "d2f",
-        "naive",
-        tuple(name for name in LLADA2_NAMES if name != "llada2dot1_mini"),
-        "diffulex.samplers.llada2:Llada2Sampler",
-    ),
-    _Row("d2f", "naive", None, None),
-)
-# Families whose only rows are those that name them.
-_OWN_ROWS_ONLY = (*LLADA2_NAMES, "diffusion_gemma", "fast_dllm_v2")
+__all__ = ["make_sampler", "modes_of", "select_sampler", "strategies_of"]
 
 
 def select_sampler(model_name: str, strategy: str, sampling_mode: str) -> Callable[..., Any]:
@@ -119,15 +79,12 @@ def _known(strategy: str) -> str:
     return strategy if strategy in STRATEGIES else "multi_bd"
 
 
-def _rows_of(model_name: str) -> list[_Row]:
-    def is_for(row: _Row) -> bool:
-        if row.model_names is None:
-            return model_name not in _OWN_ROWS_ONLY
-        return model_name in row.model_names
-
-    return [row for row in _TABLE if is_for(row)]
+def _rows_of(model_name: str) -> list[Decoding]:
+    family = family_named(model_name)
+    rows = MASK_FILLING if family is None else family.decodings
+    return [row for row in rows if row.model_names is None or model_name in row.model_names]
 
 
-def _is_replaced(model_name: str, row: _Row) -> bool:
+def _is_replaced(model_name: str, row: Decoding) -> bool:
     """Whether a program registered its own sampler for a name whose built-in is of another row."""
     return row.sampling_mode == "naive" and not AutoSampler.is_built_in(model_name)

@@ -58,8 +58,25 @@ class StrategyRules:
     core_fields: Callable[[ConfigTree], Mapping[str, Any]] = _no_fields
 
 
-#: Built-in strategies; a name is also the module that holds its rules and registrations.
+#: Built-in strategies; a name is also the module that holds its rules and factories.
 STRATEGIES = ("multi_bd", "d2f", "dmax", "fast_dllm_v2", "diffusion_gemma")
+#: Names of multi_bd in older configuration files.
+ALIASES = {
+    "block_diffusion": "multi_bd",
+    "fast_dllm": "multi_bd",
+    "multi_block_diffusion": "multi_bd",
+}
+
+
+def _factories(factory: str) -> dict[str, str]:
+    return {name: f"diffulex.strategies.{name}:{factory}" for name in STRATEGIES}
+
+
+#: Rows of the registries of strategies.
+REQUESTS = _factories("make_request")
+SCHEDULERS = _factories("make_scheduler")
+KV_CACHE_MANAGERS = _factories("make_kv_cache_manager")
+MODEL_RUNNERS = dict.fromkeys(STRATEGIES, "diffulex.runner.model_runner:ModelRunner")
 
 
 def rules_of(strategy: str) -> StrategyRules:

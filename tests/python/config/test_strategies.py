@@ -14,11 +14,14 @@ from diffulex import SamplingParams
 from diffulex.config.config import Config
 from diffulex.config.types import ModelFacts
 from diffulex.errors import ConfigError
+from diffulex.families.listing import family_named
 from diffulex.families.spec import ModelSpec
 from diffulex.registry import AutoReq, AutoSampler
-from diffulex.samplers.selection import LLADA2_NAMES, select_sampler
+from diffulex.samplers.selection import select_sampler
 from diffulex_ext import _core
 
+LLADA2 = family_named("llada2")
+LLADA2_NAMES = (LLADA2.name, *LLADA2.aliases)
 FAMILIES = (
     "diffucoder",
     "dream",

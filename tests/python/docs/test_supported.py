@@ -13,7 +13,7 @@ import torch
 
 from diffulex import SamplingParams
 from diffulex.errors import ConfigError
-from diffulex.families.detection import FAMILIES
+from diffulex.families.listing import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT / "benchmarks" / "python"))

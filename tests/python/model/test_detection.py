@@ -246,13 +246,13 @@ class TestFamilies:
 
     @pytest.mark.parametrize("name", ["SDAR-4B-Chat", "SDAR-8B-Chat"])
     def test_published_tensor_names(self, name):
-        from diffulex.families.sdar import SdarForDiffusionLM
+        from diffulex.nn.decoder import DecoderForDiffusionLM
 
         if not (PUBLISHED / name).is_dir():
             pytest.skip(f"published tensor index of {name} is not in {PUBLISHED}")
         index = json.loads((PUBLISHED / name / "model.safetensors.index.json").read_text())
         _, spec, _ = detect(PUBLISHED / name)
-        model = SdarForDiffusionLM(spec, torch.bfloat16, "meta")
+        model = DecoderForDiffusionLM(spec, torch.bfloat16, "meta")
         assert model.weight_table().keys() == index["weight_map"].keys()
 
 

@@ -274,14 +274,14 @@ class TestDamagedFiles:
 
 def test_nothing_is_copied_from_a_bad_checkpoint(tmp_path):
     from diffulex.checkpoint.loader import load_weights
-    from diffulex.families.sdar import SdarForDiffusionLM
+    from diffulex.nn.decoder import DecoderForDiffusionLM
 
     def shrink(tensors: Tensors) -> None:
         tensors["model.norm.weight"] = torch.zeros(63)
 
     CheckpointBuilder(edit=shrink).write(tmp_path)
     _, spec, _ = detect(tmp_path)
-    model = SdarForDiffusionLM(spec, torch.float32, "cpu")
+    model = DecoderForDiffusionLM(spec, torch.float32, "cpu")
     for parameter in model.parameters():
         parameter.fill_(3.0)
     with pytest.raises(CheckpointError):

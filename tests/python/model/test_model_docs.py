@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from diffulex.families.detection import FAMILIES
+from diffulex.checkpoint.auto_model import spec_reader
+from diffulex.families.listing import FAMILIES
 from diffulex.registry import AutoModelForDiffusionLM, AutoSampler
 from fixtures.checkpoints import write_tokenizer
 from fixtures.families import DENSE_FAMILIES, SHIFTED, family_config
@@ -55,7 +56,7 @@ def test_facts_of_a_family(tmp_path, family):
     if family == "llada":
         config["embedding_size"] = 152064
     assert config["architectures"] == [row[2].strip("`")]
-    spec = AutoModelForDiffusionLM.get(family).read_spec(config, tmp_path)
+    spec = spec_reader(family)(config, tmp_path)
     assert row[5] == ("i + 1" if spec.shift else "i")
     assert spec.shift == (family in SHIFTED)
     assert int(row[6]) == spec.block_size

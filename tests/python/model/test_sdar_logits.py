@@ -180,16 +180,16 @@ def test_low_precision(tmp_path, dtype, device):
 
 
 def test_init_random_is_seeded_and_fills_everything(tmp_path):
-    from diffulex.families.sdar import SdarForDiffusionLM
+    from diffulex.nn.decoder import DecoderForDiffusionLM
 
     CheckpointBuilder().write(tmp_path / "model")
     _, spec, _ = detect(tmp_path / "model")
-    models = [SdarForDiffusionLM(spec, torch.float32, "cpu").init_random(s) for s in (1, 1, 2)]
+    models = [DecoderForDiffusionLM(spec, torch.float32, "cpu").init_random(s) for s in (1, 1, 2)]
     for first, again, other in zip(*(model.parameters() for model in models)):
         assert torch.isfinite(first).all()
         assert first.std() > 0
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
     tied = replace(spec, tie_word_embeddings=True)
-    model = SdarForDiffusionLM(tied, torch.float32, "cpu").init_random(0)
+    model = DecoderForDiffusionLM(tied, torch.float32, "cpu").init_random(0)
     assert model.head.weight is model.embedding.weight
