@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from diffulex.config.table import SamplerConfig
     from diffulex.runner.batch import PlanViews, StepBuffers
     from diffulex.runner.decode_graphs import DecodeGraphs
-    from diffulex.runner.sampler_feed import SamplerFeed
+    from diffulex.runner.sampler_inputs import SamplerInputsBuilder
 
 __all__ = ["DecodeLoop", "StepVariant", "has_graph_of_logits"]
 
@@ -94,7 +94,7 @@ class DecodeLoop:
         model: for `compute_logits`.
         sampler: writes its decisions to the arrays of `buffers`.
         buffers: arrays of the steps, with a mirror.
-        feed: inputs of the sampler.
+        builder: of the inputs of the sampler.
         graphs: decides what a step is padded to.
         forward: hidden states [T, H] of a padded step from the arrays of `buffers`.
     """
@@ -106,14 +106,14 @@ class DecodeLoop:
         model: Any,
         sampler: Any,
         buffers: StepBuffers,
-        feed: SamplerFeed,
+        builder: SamplerInputsBuilder,
         graphs: DecodeGraphs,
         forward: Callable[[Bucket], Tensor],
     ) -> None:
         device = buffers.device
         is_cuda = device.type == "cuda"
         self._config, self._options = config, options
-        self._model, self._sampler, self._feed = model, sampler, feed
+        self._model, self._sampler, self._inputs_builder = model, sampler, builder
         self._buffers, self._graphs, self._forward = buffers, graphs, forward
         self._num_rows = config.decode_rows
         # Modes of a dual cache take turns, and only the device knows which one is next: every request
@@ -123,7 +123,7 @@ class DecodeLoop:
         ends = torch.arange(options.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._uniform_ends = ends * self._num_rows
         # As StepPlan.saved_row has it: after the records of the largest step.
-        self._first_saved_row = buffers.max_logits_rows if feed.has_carry else 0
+        self._first_saved_row = buffers.max_logits_rows if builder.has_carry else 0
         num_bytes = _core.DecodeBatch.arena_bytes(options)
         self._host = host_memory(num_bytes, is_cuda)
         self._batch = _core.DecodeBatch(options, self._host.data_ptr(), num_bytes)
@@ -333,9 +333,11 @@ class DecodeLoop:
             num_logits_rows=num_rows,
             any_sampled=variant.is_drawn,
             num_filtered_rows=num_rows if variant.is_filtered else 0,
-            num_saved_source_rows=num_reqs if variant.is_drawn and self._feed.has_carry else 0,
+            num_saved_source_rows=num_reqs
+            if variant.is_drawn and self._inputs_builder.has_carry
+            else 0,
         )
-        self._sampler(self._feed.inputs(self._buffers.views, shape, logits))
+        self._sampler(self._inputs_builder.inputs(self._buffers.views, shape, logits))
         self._advance(bucket, is_entry=False)
 
     def _advance(self, bucket: Bucket, *, is_entry: bool) -> None:
@@ -343,7 +345,7 @@ class DecodeLoop:
         num_reqs, rows = bucket.num_reqs, bucket.num_rows
         blocks = num_reqs * self._options.buffer_size
         has_edits = views.blk_edit_threshold.numel() > 0
-        has_carry, has_dual = self._feed.has_carry, self._has_dual_cache
+        has_carry, has_dual = self._inputs_builder.has_carry, self._has_dual_cache
         torch.ops.diffulex.advance_decode(
             self._state["requests"][:num_reqs],
             self._state["windows"][:num_reqs],

@@ -24,7 +24,7 @@ from diffulex.runner.decode_loop import DecodeLoop, has_graph_of_logits
 from diffulex.runner.model_call import ModelCall, head_logits
 from diffulex.runner.open_engines import memory_holders, register_open
 from diffulex.runner.row_watch import RowWatch
-from diffulex.runner.sampler_feed import SamplerFeed
+from diffulex.runner.sampler_inputs import SamplerInputsBuilder
 from diffulex.runner.step_forward import StepForward
 from diffulex.runner.warm_up import GraphMemory, free_device_bytes, max_logits_rows
 from diffulex.samplers.selection import make_sampler
@@ -69,7 +69,7 @@ class ModelRunner:
             self._call = ModelCall(config, model)
             self._cache = self._make_cache(1)
         self._buffers: StepBuffers | None = None
-        self._feed: SamplerFeed | None = None
+        self._inputs_builder: SamplerInputsBuilder | None = None
         self._prepared_forward: StepForward | None = None
         self._decode_loop: DecodeLoop | None = None
         #: Looks at logits on the host while a request asks for it; see its file.
@@ -127,7 +127,9 @@ class ModelRunner:
             self._cache = self._make_cache(config.cache.num_pages)
             has_loop = self._has_decode_loop(options)
             self._buffers = StepBuffers(options, self.device, has_mirror=has_loop)
-            self._feed = SamplerFeed(options, self._buffers.sampler, self._call.signals)
+            self._inputs_builder = SamplerInputsBuilder(
+                options, self._buffers.sampler, self._call.signals
+            )
             if options.logits_shift:
                 self._keep_rows(options.max_num_reqs)
             self._prepared_forward = StepForward(
@@ -193,7 +195,7 @@ class ModelRunner:
             self.model,
             self.sampler,
             self._step_buffers,
-            self._sampler_feed,
+            self._prepared_inputs,
             self._graphs,
             self._step_forward.run_bucket,
         )
@@ -244,8 +246,8 @@ class ModelRunner:
 
     def expect_draws(self) -> None:
         """Announces a request that draws its tokens; before its first step, from any thread."""
-        if self._feed is not None:
-            self._feed.has_sampled_requests = True
+        if self._inputs_builder is not None:
+            self._inputs_builder.has_sampled_requests = True
 
     def next_plan(self) -> _core.StepPlan:
         """The plan object for the scheduler to fill."""
@@ -299,8 +301,8 @@ class ModelRunner:
             hidden = self._forward(views, shape, plan)
         if shape.num_blocks > 0 or shape.num_logits_rows > 0:
             self._sample(views, shape, hidden, plan, bucket)
-        elif self._feed is not None:
-            self._feed.skip()
+        elif self._inputs_builder is not None:
+            self._inputs_builder.skip()
         output = self._step_buffers.download()
         if self.row_watch.is_active:
             self.row_watch.after_sampling(plan, output)
@@ -313,10 +315,10 @@ class ModelRunner:
         return self._buffers
 
     @property
-    def _sampler_feed(self) -> SamplerFeed:
-        if self._feed is None:
+    def _prepared_inputs(self) -> SamplerInputsBuilder:
+        if self._inputs_builder is None:
             raise RuntimeError("ModelRunner: expected prepare() before the first step")
-        return self._feed
+        return self._inputs_builder
 
     @property
     def _step_forward(self) -> StepForward:
@@ -344,7 +346,7 @@ class ModelRunner:
         plan: _core.StepPlan,
         bucket: Bucket | None,
     ) -> None:
-        assert self._feed is not None
+        assert self._inputs_builder is not None
         rows = views.logits_rows[: shape.num_logits_rows]
         if bucket is not None and self._has_loop_logits(bucket):
             logits = head_logits(self.model, hidden).index_select(0, rows)
@@ -352,7 +354,7 @@ class ModelRunner:
             logits = head_logits(self.model, hidden.index_select(0, rows))
         if self.row_watch.is_active:
             self.row_watch.before_sampling(plan, logits)
-        self.sampler(self._feed.inputs(views, shape, logits))
+        self.sampler(self._inputs_builder.inputs(views, shape, logits))
 
     def _has_loop_logits(self, bucket: Bucket) -> bool:
         """Whether the head runs over all rows of a padded step, as it does where the loop takes it.
@@ -363,7 +365,7 @@ class ModelRunner:
         """
         strategy = self.config.decoding.decoding_strategy
         is_known = strategy in _LOOP_STRATEGIES and not self._has_other_host_shapes()
-        if self._sampler_feed.has_carry or strategy == "fast_dllm_v2":
+        if self._prepared_inputs.has_carry or strategy == "fast_dllm_v2":
             is_known = is_known and self._wants_loop(strategy)
         return is_known and has_graph_of_logits(self.config, bucket)
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from diffulex.runner.batch import PlanViews, SamplerViews, StepShape
     from diffulex_ext import _core
 
-__all__ = ["SamplerFeed"]
+__all__ = ["SamplerInputsBuilder"]
 
 
-class SamplerFeed:
+class SamplerInputsBuilder:
     """Builds the inputs of the sampler from the arrays of a step. Creates no device work.
 
     Args:

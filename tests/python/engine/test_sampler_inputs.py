@@ -12,17 +12,17 @@ import torch
 from cases import random_prompt
 from diffulex import SamplingParams
 from diffulex.runner.batch import StepBuffers, StepShape
-from diffulex.runner.sampler_feed import SamplerFeed
+from diffulex.runner.sampler_inputs import SamplerInputsBuilder
 from diffulex_ext import _core
 from tiny_engine import TinyModel
 
 
-def feed_of(**fields: Any) -> tuple[SamplerFeed, StepBuffers]:
+def builder_of(**fields: Any) -> tuple[SamplerInputsBuilder, StepBuffers]:
     options = _core.EngineOptions(
         block_size=4, page_size=4, num_pages=8, max_num_reqs=2, max_model_len=16, **fields
     )
     buffers = StepBuffers(options, torch.device("cpu"))
-    return SamplerFeed(options, buffers.sampler, None), buffers
+    return SamplerInputsBuilder(options, buffers.sampler, None), buffers
 
 
 def shape(*, any_sampled: bool) -> StepShape:
@@ -31,11 +31,11 @@ def shape(*, any_sampled: bool) -> StepShape:
 
 def test_draws_are_remembered() -> None:
     """The row that a later draw starts from is saved in a step that draws nothing."""
-    feed, buffers = feed_of(logits_shift=True)
+    builder, buffers = builder_of(logits_shift=True)
     logits = torch.zeros(4, 8)
 
     def has_draws(any_sampled: bool) -> bool:
-        carry = feed.inputs(buffers.views, shape(any_sampled=any_sampled), logits).carry
+        carry = builder.inputs(buffers.views, shape(any_sampled=any_sampled), logits).carry
         assert carry is not None
         return carry.has_sampled_requests
 
@@ -51,8 +51,8 @@ def test_parts_follow_the_strategy() -> None:
         ({"strategy": "dmax", "token_merge_top_k": 2}, {"merge"}),
         ({"strategy": "fast_dllm_v2", "buffer_size": 2}, {"seeds"}),
     ):
-        feed, buffers = feed_of(**fields)
-        inputs = feed.inputs(buffers.views, shape(any_sampled=False), logits)
+        builder, buffers = builder_of(**fields)
+        inputs = builder.inputs(buffers.views, shape(any_sampled=False), logits)
         names = ("carry", "seeds", "edit", "merge", "canvas", "filters")
         assert {name for name in names if getattr(inputs, name) is not None} == parts, fields
         is_rewriting = bool({"edit", "merge"} & parts)
@@ -72,12 +72,12 @@ def test_a_drawing_request_saves_logits_from_its_first_step(tiny: TinyModel, len
         "decoding_strategy": "multi_bd",
     }
     with model.engine(**settings) as engine:
-        assert not engine._runner._feed.has_sampled_requests
+        assert not engine._runner._inputs_builder.has_sampled_requests
         engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True), summary=False)
         assert engine._runner.sampler.rows.saved_logits is None
-        assert not engine._runner._feed.has_sampled_requests
+        assert not engine._runner._inputs_builder.has_sampled_requests
         engine.add_request(prompt, params)
-        assert engine._runner._feed.has_sampled_requests
+        assert engine._runner._inputs_builder.has_sampled_requests
         output = None
         while engine.has_unfinished():
             for result in engine.step():
