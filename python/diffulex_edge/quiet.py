@@ -63,10 +63,13 @@ def _flush() -> None:
 def _less_logging() -> Iterator[None]:
     loggers = [logging.getLogger(None if name == "root" else name) for name in _LOUD]
     levels = [item.level for item in loggers]
+    handlers = list(logging.root.handlers)
     for item in loggers:
         item.setLevel(logging.ERROR)
     try:
         yield
     finally:
+        # logging.info() of a package gives the process a handler that repeats every later line.
+        logging.root.handlers[:] = handlers
         for item, level in zip(loggers, levels, strict=True):
             item.setLevel(level)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from diffulex_edge.backends import BACKENDS
 from diffulex_edge.exporter import load_decoder
 from diffulex_edge.families import EDGE_FAMILIES, check_family
 from diffulex_edge.model import EdgeDecoder, EdgeForm, EdgeNorm, EdgeProgram, visible_mask
+from diffulex_edge.quiet import quiet
 from diffulex_edge.unified import KVCache, KVCacheConfig, create_kv_caches
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.decoder_oracle import DecoderOracle, block_mask, d2f_mask, full_mask
@@ -220,6 +224,21 @@ class TestParts:
         program = EdgeProgram(sdar.model)
         assert [tuple(k.shape) for k, _ in program.caches] == [(2, ROWS, 32)] * 2
         assert not any("_0" in name for name in program.state_dict())
+
+
+class TestQuiet:
+    def test_later_lines_are_not_repeated(self, capfd):
+        before = list(logging.root.handlers)
+        with quiet():
+            logging.root.handlers.clear()  # as in a process of its own
+            logging.info("installs a handler")
+            os.write(2, b"native line\n")
+        assert logging.root.handlers == before
+        assert capfd.readouterr().err == ""
+
+    def test_failures_pass(self):
+        with pytest.raises(KeyError), quiet():
+            raise KeyError
 
 
 class TestCache:
