@@ -16,7 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from diffulex.config.flags import Parser, add_config_flag, add_engine_flags, check_single_model
+from diffulex.config.flags import (
+    Parser,
+    UsageError,
+    add_config_flag,
+    add_engine_flags,
+    check_single_model,
+)
 from diffulex.config.table import CONFIG_TABLE
 from diffulex.errors import ConfigError
 from diffulex.server.args import INTERNAL_ENGINE_KEYS, ServerArgs
@@ -48,7 +54,7 @@ def add_batch_flags(parser: Parser) -> None:
     add_config_flag(parser)
     parser.shorten_help((*_COMMON, "model"))
     parser.add_argument(
-        "-i", "--input-file", required=True, metavar="FILE", help="requests, one per line; - stdin"
+        "-i", "--input-file", metavar="FILE", help="requests, one per line; - stdin"
     )
     parser.add_argument(
         "-o", "--output-file", default="-", metavar="FILE", help="answers [standard output]"
@@ -64,9 +70,12 @@ def run_batch(options: argparse.Namespace) -> int:
     """
     check_packages()
     check_single_model(options)
+    if options.input_file is None:
+        raise UsageError("command line: expected --input-file, got none")
     lines = read_lines(options.input_file)
     given = {name: value for name, value in vars(options).items() if name in CONFIG_TABLE}
-    args = ServerArgs(**given)
+    # A line may be many requests of the engine; `_IN_FLIGHT` bounds the lines.
+    args = ServerArgs(**given, max_queue_size=0)
     args.check()
     with _opened(options.output_file) as output:
         num_failed = asyncio.run(_run(args, lines, output))
@@ -87,13 +96,13 @@ def read_lines(name: str) -> list[BatchLine]:
         raise ConfigError(f"--input-file: cannot read {name}: {reason}") from error
     lines: list[BatchLine] = []
     seen: set[str] = set()
-    for number, content in enumerate(text.splitlines(), 1):
+    for number, content in enumerate(text.split("\n"), 1):
         if not content.strip():
             continue
         line = _parsed(content, f"{name}: line {number}")
         if line.custom_id in seen:
             raise ConfigError(
-                f"{name}: line {number}: expected a custom_id of its own, got {line.custom_id!r} again"
+                f"{name}: line {number}: expected another custom_id, got {line.custom_id!r} again"
             )
         seen.add(line.custom_id)
         lines.append(line)
@@ -166,7 +175,7 @@ async def answer_lines(app: Any, lines: Sequence[BatchLine], output: TextIO) -> 
             "response": {"status_code": status, "request_id": request_id, "body": body},
             "error": None,
         }
-        output.write(json.dumps(record, ensure_ascii=False) + "\n")
+        output.write(json.dumps(record) + "\n")
         output.flush()
         return status == _OK
 

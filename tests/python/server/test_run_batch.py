@@ -65,6 +65,41 @@ def test_every_line_is_answered_as_over_http(tmp_path_factory, tmp_path):
         assert "error" in records[name]["response"]["body"]
 
 
+def test_ids_and_texts_of_any_character(tmp_path_factory, tmp_path):
+    """Separators of lines may stand in JSON texts, and a lone surrogate in an id."""
+    path = tmp_path / "in.jsonl"
+    items = [line("\ud800"), line("\u2028", messages=[{"role": "user", "content": "a\u2028\x85b"}])]
+    ascii_only = [True, False]
+    texts = [json.dumps(item, ensure_ascii=flag) for item, flag in zip(items, ascii_only)]
+    path.write_text("\n".join(texts), encoding="utf-8")
+    num_failed, records = answers(
+        TinyModel(tmp_path_factory.mktemp("tiny"), "cpu"), read_lines(str(path))
+    )
+    assert num_failed == 0
+    assert records.keys() == {"\ud800", "\u2028"}
+    for record in records.values():
+        json.dumps(record).encode("ascii")
+
+
+def test_what_the_batch_itself_sends_is_not_too_much_for_its_queue(tmp_path, monkeypatch):
+    seen = []
+
+    async def never(args, lines, output) -> int:
+        seen.append(args.max_queue_size)
+        return 0
+
+    monkeypatch.setattr("diffulex.tools.run_batch._run", never)
+    (tmp_path / "in.jsonl").write_text(json.dumps(line("a")))
+    (tmp_path / "c.yaml").write_text(f"input-file: {tmp_path / 'in.jsonl'}\n")
+    assert main(["run-batch", "--config", str(tmp_path / "c.yaml")]) == 0
+    assert seen == [0]
+
+
+def test_no_input(capsys):
+    assert main(["run-batch", "demo"]) == 2
+    assert capsys.readouterr().err.endswith("expected --input-file, got none\n")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -78,7 +113,7 @@ def test_every_line_is_answered_as_over_http(tmp_path_factory, tmp_path):
         (json.dumps(line("a", stream=True)), "expected a request without stream"),
         (
             "\n".join(json.dumps(line("a")) for _ in range(2)),
-            "line 2: expected a custom_id of its own, got 'a' again",
+            "line 2: expected another custom_id, got 'a' again",
         ),
     ],
 )
