@@ -118,10 +118,14 @@ class Parser(argparse.ArgumentParser):
         self, options: argparse.Namespace, rest: list[str]
     ) -> tuple[argparse.Namespace, list[str]]:
         """argparse takes `words` from one place of the line only; further ones lie in `rest`."""
-        if hasattr(options, "words") and not any(item.startswith("-") for item in rest):
-            options.words = [*options.words, *rest]
-            return options, []
-        return options, rest
+        if not hasattr(options, "words"):
+            return options, rest
+        place = rest.index("--") if "--" in rest else len(rest)
+        early = rest[:place]
+        if any(item.startswith("-") and item != "-" and " " not in item for item in early):
+            return options, rest
+        options.words = [*options.words, *early, *rest[place + 1 :]]
+        return options, []
 
     def parse_with_file(self, argv: Sequence[str]) -> argparse.Namespace:
         """As `parse_checked`, after the settings of a file of `--config`, if one is named.

@@ -18,8 +18,8 @@ __all__ = ["checked_text", "read_prompts"]
 def read_prompts(options: argparse.Namespace) -> list[str]:
     """The prompts of `generate`; sets the model where a word names it.
 
-    Two words are MODEL and PROMPT. One is PROMPT, unless it names a model on this machine and no
-    flag does.
+    Two words are MODEL and PROMPT. One is PROMPT, unless no flag names the model and either the word
+    names one on this machine or a flag says the prompt. Words and flags count, then a settings file.
 
     Raises:
         UsageError: more words than that.
@@ -27,19 +27,29 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     """
     word = _prompt_word(options)
     sources = {"PROMPT": word, "--prompt": options.prompt, "--prompts-file": options.prompts_file}
-    given = [name for name, value in sources.items() if value is not None]
+    given = {name: value for name, value in sources.items() if value is not None}
+    on_line = {
+        name: value for name, value in given.items() if name not in _sources_of_file(options)
+    }
+    given = on_line or given
     if len(given) > 1:
         raise PromptError(f"prompt: expected one, got both {' and '.join(given)}")
-    if options.prompts_file is not None:
-        return _prompts_of_file(options.prompts_file)
-    text = options.prompt if options.prompt is not None else word
-    if text is None or (text == "-" and options.prompt is None):
+    if "--prompts-file" in given:
+        return _prompts_of_file(given["--prompts-file"])
+    text = next(iter(given.values()), None)
+    if text is None or (text == "-" and "PROMPT" in given):
         if sys.stdin is None or (text is None and sys.stdin.isatty()):
             raise PromptError("prompt: expected PROMPT, --prompt or standard input, got none")
         text = sys.stdin.read().removesuffix("\n")
     if not text.strip():
         raise PromptError("prompt: expected some text, got an empty prompt")
     return [checked_text(str(text))]
+
+
+def _sources_of_file(options: argparse.Namespace) -> set[str]:
+    """The flags for prompts that a settings file gives."""
+    names = {"prompt": "--prompt", "prompts_file": "--prompts-file"}
+    return {flag for name, flag in names.items() if name in options.from_file}
 
 
 def _prompt_word(options: argparse.Namespace) -> str | None:
@@ -49,7 +59,14 @@ def _prompt_word(options: argparse.Namespace) -> str | None:
             f"command line: expected MODEL and PROMPT (in quotes), got {len(words)} words"
         )
     has_model = hasattr(options, "model") and "model" not in options.from_file
-    if len(words) == 2 or (len(words) == 1 and not has_model and is_model(words[0])):
+    on_line = {"--prompt": options.prompt, "--prompts-file": options.prompts_file}
+    has_prompt = any(
+        value is not None and flag not in _sources_of_file(options)
+        for flag, value in on_line.items()
+    )
+    if len(words) == 2 or (
+        len(words) == 1 and not has_model and (has_prompt or is_model(words[0]))
+    ):
         set_model(options, words.pop(0))
     return words[0] if words else None
 
@@ -59,10 +76,10 @@ def _prompts_of_file(name: str) -> list[str]:
     if name == "-":
         if sys.stdin is None:
             raise PromptError("prompt: expected standard input, got a closed one")
-        lines = sys.stdin.read().splitlines()
+        lines = sys.stdin.read().split("\n")
     else:
         try:
-            lines = Path(name).read_text(encoding="utf-8").splitlines()
+            lines = Path(name).read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "no UTF-8 text"
             raise PromptError(f"--prompts-file: cannot read {name}: {reason}") from error

@@ -13,6 +13,7 @@ import pytest
 from diffulex.config.flags import UsageError
 from diffulex.tools.cli import build_parser, main
 from diffulex.tools.completion import script
+from diffulex.tools.prompts import read_prompts
 
 
 @pytest.fixture
@@ -45,6 +46,24 @@ class TestWords:
         assert run("generate", tiny_model, "--max-tokens", 4, stdin="abc\n")[:2] == expected[:2]
         by_flag = run("generate", tiny_model, "--prompt", "abc", "--max-tokens", 4)
         assert by_flag[:2] == expected[:2]
+
+    def test_one_word_beside_a_prompt_is_the_model(self, tmp_path):
+        (tmp_path / "p.txt").write_text("a\u2028b\x0cc\nd\n", encoding="utf-8")
+        for flags, expected in (
+            (["--prompt", "Hi"], ["Hi"]),
+            (["--prompts-file", str(tmp_path / "p.txt")], ["a\u2028b\x0cc", "d"]),
+        ):
+            line = ["generate", "org/model", *flags]
+            options = build_parser("generate").parse_with_file(line)
+            assert read_prompts(options) == expected
+            assert options.model == "org/model"
+
+    @pytest.mark.parametrize("word", ["-", "- item", "--raw"])
+    def test_late_words_may_begin_with_a_dash(self, tiny_model, word):
+        rest = ["--", word] if word == "--raw" else [word]
+        line = ["generate", str(tiny_model), "--max-tokens", "4", *rest]
+        options = build_parser("generate").parse_with_file(line)
+        assert options.words == [str(tiny_model), word]
 
     def test_chat(self, run, tiny_model):
         expected = run("chat", "--model", tiny_model, "--max-tokens", 4, stdin="abc\n")
@@ -146,6 +165,14 @@ class TestConfigFile:
         code, text, _ = run("generate", tiny_model, "abc", "--config", path)
         assert code == 0
         assert text == run("generate", tiny_model, "abc", "--max-tokens", 4)[1]
+
+    def test_a_prompt_of_a_file_gives_way_to_the_line(self, tmp_path):
+        path = tmp_path / "c.yaml"
+        path.write_text("prompt: hello\n")
+        line = ["generate", "--config", str(path)]
+        for words, expected in (([], ["hello"]), (["other"], ["other"])):
+            options = build_parser("generate").parse_with_file([*line, *words])
+            assert read_prompts(options) == expected
 
     @pytest.mark.parametrize(
         ("content", "message"),
