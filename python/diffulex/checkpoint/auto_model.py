@@ -82,7 +82,11 @@ def spec_reader(name: str) -> Callable[..., ModelSpec]:
     if family is not None and AutoModelForDiffusionLM.is_built_in(name):
         return family.read_spec
     model_class: Any = AutoModelForDiffusionLM.get(name)
-    reader: Callable[..., ModelSpec] = model_class.read_spec
+    reader: Callable[..., ModelSpec] | None = getattr(model_class, "read_spec", None)
+    if reader is None:
+        raise ConfigError(
+            f"model_name: expected a class with read_spec for {name!r}, got {model_class.__name__}"
+        )
     return reader
 
 

@@ -114,9 +114,15 @@ class PlainTokenizer:
         self.get_vocab = tokenizer.get_vocab
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of a copy that is not filled yet, or of nobody's business
+        if name.startswith("_"):  # of a copy that is not filled yet, or private
             raise AttributeError(name)
         return getattr(self._complete(), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._complete()(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._complete())
 
     def _complete(self) -> Any:
         """The tokenizer of transformers."""
@@ -195,6 +201,8 @@ def _compile(text: str) -> Template | None:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    # Looking for names computes what is constant: operators wait until their results are bounded.
+    environment.intercepted_binops = frozenset(environment.default_binop_table)
     # A global would not be asked for; every other name that a template needs is looked at below.
     shown = {"namespace": environment.globals["namespace"], "raise_exception": raise_exception}
     environment.globals.clear()

@@ -7,6 +7,7 @@ import json
 import pickle
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,21 @@ def test_further_files_are_left_to_transformers(tmp_path):
     write_tokenizer(tmp_path, "slow")
     assert read_plain_tokenizer(tmp_path, _Full) is None
     assert not isinstance(Tokenizer.from_dir(tmp_path).backend, PlainTokenizer)
+
+
+@pytest.mark.parametrize("template", ["{{ 7 ** 30000000 }}", "{{ ('%3000000000d' % 1)|length }}"])
+def test_constants_are_bounded_before_they_are_computed(template):
+    """Looking for the names of a template must not compute them: this would take a minute."""
+    tokenizer = Tokenizer.from_dir(demo_dir())
+    tokenizer.use_chat_template(template)
+    start = time.process_time()
+    with pytest.raises(PromptError, match="it has a value or length above"):
+        tokenizer.render_chat([{"role": "user", "content": "a"}])
+    assert time.process_time() - start < 10
+
+
+def test_it_is_called_and_measured_like_the_full_one(pair):
+    plain, full = pair
+    copy = PlainTokenizer(plain.backend_tokenizer, {}, None, lambda: full)
+    assert copy("Ben has 8 coins.").input_ids == full("Ben has 8 coins.").input_ids
+    assert len(copy) == len(full)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from diffulex import registry as registry_module
+from diffulex.checkpoint.auto_model import spec_reader
+from diffulex.errors import ConfigError
 from diffulex.registry import (
     AutoKVCacheManager,
     AutoModelForDiffusionLM,
@@ -171,3 +173,9 @@ def test_core_and_python_list_the_same_strategies() -> None:
 
     own = {AutoScheduler.canonical(name) for name in AutoScheduler._lazy}
     assert own == set(diffulex_ext.strategy_names())
+
+
+def test_a_model_class_without_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoModelForDiffusionLM, "get", lambda name: int)
+    with pytest.raises(ConfigError, match="expected a class with read_spec for 'mine', got int"):
+        spec_reader("mine")
