@@ -43,6 +43,7 @@ build() {
   torch_dir="$(torch_dir_of "$python")"
   [ -n "$torch_dir" ] || die "$python: expected torch or DIFFULEX_TORCH_DIR, got neither"
   venv="$work/build-$tag"
+  rm -rf build/lib.* build/bdist.* # of earlier builds, with modules that are gone
   say "$tag: building with the torch of $torch_dir (3 to 10 minutes)"
   "$python" -m venv "$venv"
   "$venv/bin/python" -m pip install -q -r requirements/wheels.txt

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import html
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from diffulex.engine.terminal import Span, opening_spans, printable, snapshot_spans
@@ -82,20 +83,21 @@ def denoising(
     output: RequestOutput | None = None
     settled: tuple[int, ...] = ()
     stream = engine.stream(prompt, None, "denoise", use_chat_template=has_template, **sampling)
-    for event in stream:
-        output = event.output or output
-        if event.snapshot is None:
-            continue
-        if not rows:
-            decoding = engine.config.decoding
-            # A canvas starts right behind the prompt, blocks at multiples of their size.
-            is_canvas = decoding.decoding_strategy == "diffusion_gemma"
-            offset = 0 if is_canvas else event.snapshot.prompt_len
-            rows.append(opening_spans(offset, decoding.block_size))
-        # What the last step settled is highlighted once more before it becomes plain.
-        open_spans = snapshot_spans(event.snapshot, tokenizer, num_settled=len(settled))
-        rows.append([Span("settled", tokenizer.decode(settled)), *open_spans])
-        settled = event.snapshot.token_ids
+    with closing(stream):
+        for event in stream:
+            output = event.output or output
+            if event.snapshot is None:
+                continue
+            if not rows:
+                decoding = engine.config.decoding
+                # A canvas starts right behind the prompt, blocks at multiples of their size.
+                is_canvas = decoding.decoding_strategy == "diffusion_gemma"
+                offset = 0 if is_canvas else event.snapshot.prompt_len
+                rows.append(opening_spans(offset, decoding.block_size))
+            # What the last step settled is highlighted once more before it becomes plain.
+            open_spans = snapshot_spans(event.snapshot, tokenizer, num_settled=len(settled))
+            rows.append([Span("settled", tokenizer.decode(settled)), *open_spans])
+            settled = event.snapshot.token_ids
     if output is None:
         raise RuntimeError("stream: expected a final event, got none")
     return DenoisingPicture(rows, output)
