@@ -163,7 +163,9 @@ def test_light_imports():
     code = (
         "import sys\n"
         "for name in ('zmq', 'msgpack'): sys.modules[name] = None\n"
-        "from diffulex.server import protocol, zmq_queue, frontend, backend_worker, launch\n"
+        "from diffulex.serving import backend_worker, frontend, zmq_queue\n"
+        "from diffulex.server import launch\n"
+        "from diffulex.wire import protocol\n"
         "bad = {'torch', 'transformers', 'diffulex_ext'} & set(sys.modules)\n"
         "assert not bad, bad\n"
         "try:\n"
