@@ -6,6 +6,7 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <locale>
 #include <map>
 #include <sstream>
 #include <type_traits>
@@ -89,20 +90,32 @@ std::string expectation(const T& /*field*/, Last... last) {
   }
 }
 
+/// A number with a point, whatever the locale of the process.
+template <typename T>
+bool read_fraction(const std::string& text, T& value) {
+  std::istringstream stream(text);
+  stream.imbue(std::locale::classic());
+  double number = 0.0;
+  const bool is_number = static_cast<bool>(stream >> number);
+  value = static_cast<T>(number);
+  return is_number && stream.peek() == std::istringstream::traits_type::eof();
+}
+
 template <typename T>
 bool read_number(const std::string& text, T& value) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return read_fraction(text, value);
+  }
   char* end = nullptr;
   errno = 0;
   if constexpr (std::is_same_v<T, uint64_t>) {
     value = std::strtoull(text.c_str(), &end, 10);
-  } else if constexpr (std::is_integral_v<T>) {
+  } else {
     const long long number = std::strtoll(text.c_str(), &end, 10);
     value = static_cast<T>(number);
     if (number < std::numeric_limits<T>::min() || number > std::numeric_limits<T>::max()) {
       return false;
     }
-  } else {
-    value = static_cast<T>(std::strtod(text.c_str(), &end));
   }
   return !text.empty() && *end == '\0' && errno == 0;
 }

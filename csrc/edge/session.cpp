@@ -17,14 +17,15 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-/// The settings with everything that concerns several requests switched off.
-EdgeOptions for_one_request(EdgeOptions options) {
-  EngineOptions& engine = options.engine;
-  engine.max_num_reqs = 1;
-  engine.num_pages = engine.max_pages_per_req();
-  engine.enable_prefix_caching = false;
-  engine.decode_headroom = false;
-  return options;
+/// Switches off everything that concerns several requests, and refuses what does not go together.
+Status fit_one_request(EngineOptions* engine) {
+  engine->max_num_reqs = 1;
+  engine->num_pages = 1;  // their number follows from sizes that are not checked yet
+  engine->enable_prefix_caching = false;
+  engine->decode_headroom = false;
+  DIFFULEX_RETURN_IF_ERROR(engine->validate());
+  engine->num_pages = engine->max_pages_per_req();
+  return engine->validate();
 }
 
 Status check_strategy(const EngineOptions& engine) {
@@ -53,6 +54,13 @@ Status check_limits(const EngineOptions& engine, const EdgeLimits& limits) {
                       std::min(limits.max_rows, limits.max_logits),
                       " rows in a call of the program, got ", rows);
   }
+  const int32_t span = engine.page_span(engine.max_model_len);
+  const int64_t cache_rows = int64_t{limits.max_model_len} + kEdgeSpareRows;
+  if (span > cache_rows) {
+    return make_error(StatusCode::kInvalidArgument, "block_size: expected whole blocks in the ",
+                      cache_rows, " cache rows of the program, got ", span, " rows of blocks of ",
+                      rows, " for max_model_len ", engine.max_model_len);
+  }
   return {};
 }
 
@@ -60,9 +68,12 @@ Status check_limits(const EngineOptions& engine, const EdgeLimits& limits) {
 
 Result<std::unique_ptr<EdgeSession>> EdgeSession::create(const EdgeOptions& options,
                                                          std::unique_ptr<EdgeModel> model) {
-  EdgeOptions own = for_one_request(options);
+  if (model == nullptr) {
+    return make_error(StatusCode::kInvalidArgument, "model: expected a model, got none");
+  }
+  EdgeOptions own = options;
   DIFFULEX_RETURN_IF_ERROR(check_strategy(own.engine));
-  DIFFULEX_RETURN_IF_ERROR(own.engine.validate());
+  DIFFULEX_RETURN_IF_ERROR(fit_one_request(&own.engine));
   DIFFULEX_RETURN_IF_ERROR(own.request.validate());
   DIFFULEX_RETURN_IF_ERROR(check_limits(own.engine, model->limits()));
   return std::unique_ptr<EdgeSession>(new EdgeSession(std::move(own), std::move(model)));

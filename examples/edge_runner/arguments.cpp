@@ -15,7 +15,7 @@ constexpr const char* kUsage =
     R"(usage: diffulex-edge-run BUNDLE [--prompt TEXT | --ids IDS] [flags]
 
 Answers prompts with a program that `diffulex edge export` wrote. BUNDLE is its directory. Without
---prompt and --ids every line of standard input is a prompt.
+--prompt and --ids every line of standard input that is not blank is a prompt.
 
   --prompt TEXT          the prompt, in the chat template of the model
   --raw                  continue text as it is, without the template

@@ -99,6 +99,13 @@ class ExecuTorchModel final : public EdgeModel {
       : path_(path), module_(path, Module::LoadMode::Mmap, nullptr, nullptr, nullptr, true) {}
 
   [[nodiscard]] Status load() {
+    // What a damaged file points at is not followed.
+    const Error opened =
+        module_.load(executorch::runtime::Program::Verification::InternalConsistency);
+    if (opened != Error::Ok) {
+      return make_error(StatusCode::kInvalidArgument, path_,
+                        ": expected an undamaged program, got ", describe(opened));
+    }
     const auto names = module_.method_names();
     if (!names.ok()) {
       return make_error(StatusCode::kInvalidArgument, path_, ": expected a program, got ",

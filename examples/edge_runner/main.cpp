@@ -16,6 +16,7 @@
 #include "diffulex/edge/session.h"
 #include "diffulex/version.h"
 #include "executorch_model.h"
+#include "json_text.h"
 #include "tokenizer.h"
 
 namespace diffulex {
@@ -58,20 +59,6 @@ std::string joined(const std::vector<int32_t>& ids, const char* separator) {
     text += (text.empty() ? "" : separator) + std::to_string(id);
   }
   return text;
-}
-
-std::string json_string(const std::string& text) {
-  std::string quoted = "\"";
-  for (const char c : text) {
-    if (static_cast<unsigned char>(c) < 0x20) {
-      char escape[8];
-      std::snprintf(escape, sizeof(escape), "\\u%04x", static_cast<unsigned>(c));
-      quoted += escape;
-    } else {
-      quoted += (c == '"' || c == '\\') ? std::string("\\") + c : std::string(1, c);
-    }
-  }
-  return quoted + "\"";
 }
 
 struct Totals {
@@ -124,14 +111,14 @@ class Runner {
       return answer_text(*arguments_.prompt);
     }
     std::string line;
-    while (is_interrupted == 0 && std::getline(std::cin, line)) {
-      if (has_text_) {
-        DIFFULEX_RETURN_IF_ERROR(answer_text(line));
+    for (int64_t number = 1; is_interrupted == 0 && std::getline(std::cin, line); ++number) {
+      if (line.find_first_not_of(" \t\r") == std::string::npos) {
         continue;
       }
-      const Result<std::vector<int32_t>> ids = parse_ids(line);
-      DIFFULEX_RETURN_IF_ERROR(ids.status());
-      DIFFULEX_RETURN_IF_ERROR(answer(ids.value()));
+      const Status status = answer_line(line);
+      if (!status.ok()) {
+        return make_error(status.code(), "line ", number, ": ", status.message());
+      }
     }
     return {};
   }
@@ -155,6 +142,15 @@ class Runner {
   }
 
  private:
+  [[nodiscard]] Status answer_line(const std::string& line) {
+    if (has_text_) {
+      return answer_text(line);
+    }
+    const Result<std::vector<int32_t>> ids = parse_ids(line);
+    DIFFULEX_RETURN_IF_ERROR(ids.status());
+    return answer(ids.value());
+  }
+
   [[nodiscard]] Status answer_text(const std::string& text) {
     const EdgePrompt& around = session_->options().prompt;
     std::vector<int32_t> ids;

@@ -9,12 +9,15 @@
 
 namespace diffulex {
 
+/// Cache rows of a program after max_model_len: its last block may be whole.
+constexpr int32_t kEdgeSpareRows = 32;
+
 /// What a model takes and gives. Symbols: S rows of a call, n logits rows, V vocabulary.
 struct EdgeLimits {
   int32_t vocab_size = 0;     // V
   int32_t max_rows = 0;       // largest S
   int32_t max_logits = 0;     // largest n
-  int32_t max_model_len = 0;  // prompt plus answer; the cache has 32 rows more for the last block
+  int32_t max_model_len = 0;  // prompt plus answer; the cache has kEdgeSpareRows more
 };
 
 /// One forward. Row i goes to cache row positions[i] before the rows attend, and sees the cache

@@ -2,13 +2,16 @@
 #include "diffulex/edge/options.h"
 
 #include <algorithm>
+#include <clocale>
 #include <cstdio>
 #include <fstream>
+#include <locale>
 #include <string>
 
 #include <gtest/gtest.h>
 
 #include "core/json_reader.h"
+#include "json_text.h"
 
 namespace diffulex::test {
 namespace {
@@ -79,6 +82,47 @@ TEST(EdgeOptions, NamesTheLineOrTheKeyThatIsWrong) {
               "session options: expected a text in quotation marks as strategy, got \"" +
                   std::string(text) + "\"");
   }
+}
+
+/// A process whose numbers have a comma, as an application may set it.
+class CommaLocale {
+ public:
+  CommaLocale() : old_(std::locale::global(std::locale(std::locale::classic(), new Comma))) {}
+  ~CommaLocale() { std::locale::global(old_); }
+
+ private:
+  struct Comma : std::numpunct<char> {
+    char do_decimal_point() const override { return ','; }
+    std::string do_grouping() const override { return "\3"; }
+    char do_thousands_sep() const override { return '.'; }
+  };
+  std::locale old_;
+};
+
+TEST(EdgeOptions, ReadsNumbersWhateverTheLocale) {
+  const std::string text = with("factor = 1.0", "factor = 1.25");
+  const CommaLocale locale;
+  const char* named = nullptr;  // the locale of C, where the system has such a one
+  for (const char* name : {"de_DE.UTF-8", "de_DE.utf8", "fr_FR.UTF-8", "nl_NL.UTF-8"}) {
+    named = named == nullptr ? std::setlocale(LC_NUMERIC, name) : named;
+  }
+  const Result<EdgeOptions> read = EdgeOptions::parse(text);
+  std::setlocale(LC_NUMERIC, "C");
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  EXPECT_EQ(read.value().sampler.factor, 1.25F);
+  EXPECT_EQ(message_of(with("factor = 1.0", "factor = 1,25")),
+            "session options: expected a number as factor, got \"1,25\"");
+}
+
+TEST(JsonText, ReplacesWhatIsNoUtf8) {
+  EXPECT_EQ(json_string("a\"\\\n\xC3\xA9\xF0\x9F\x98\x80"),
+            "\"a\\\"\\\\\\u000a\xC3\xA9\xF0\x9F\x98\x80\"");
+  const std::string mark = "\xEF\xBF\xBD";
+  EXPECT_EQ(json_string("a\xFFz"), "\"a" + mark + "z\"");
+  EXPECT_EQ(json_string("\xE2\x82"), "\"" + mark + mark + "\"");             // cut short
+  EXPECT_EQ(json_string("\xC0\xAF"), "\"" + mark + mark + "\"");             // overlong
+  EXPECT_EQ(json_string("\xED\xA0\x80"), "\"" + mark + mark + mark + "\"");  // a surrogate
+  EXPECT_EQ(json_string("\xF4\x90\x80\x80").size(), 2 + 4 * mark.size());    // past U+10FFFF
 }
 
 TEST(EdgeOptions, ReadsFiles) {

@@ -261,6 +261,14 @@ TEST(EdgeSession, RefusesSettingsThatDoNotGoTogether) {
   wrong = options;
   wrong.request.temperature = -1.0F;
   EXPECT_THAT(refusal(wrong, limits).message(), HasSubstr("temperature"));
+  wrong = options;
+  wrong.engine.page_size = 0;
+  EXPECT_THAT(refusal(wrong, limits).message(), HasSubstr("page_size"));
+  wrong = options_of(case_of("dual_cache"));
+  wrong.engine.buffer_size = 0;
+  EXPECT_THAT(refusal(wrong, limits).message(), HasSubstr("buffer_size"));
+  EXPECT_EQ(EdgeSession::create(options, nullptr).status().message(),
+            "model: expected a model, got none");
 
   EXPECT_EQ(refusal(options, {kVocab + 1, 256, 64, 160}).message(),
             "vocab_size: expected 641 as the program has, got 640");
@@ -270,6 +278,17 @@ TEST(EdgeSession, RefusesSettingsThatDoNotGoTogether) {
             "block_size: expected at most 7 rows in a call of the program, got 8");
   EXPECT_EQ(refusal(options, {kVocab, 256, 4, 160}).message(),
             "block_size: expected at most 4 rows in a call of the program, got 8");
+
+  EdgeOptions longer = options_of(case_of("dual_cache"));
+  longer.engine.block_size = 32;
+  longer.engine.buffer_size = 4;
+  longer.engine.max_num_batched_tokens = 1024;
+  longer.engine.max_model_len = 130;
+  EXPECT_EQ(refusal(longer, {kVocab, 256, 128, 130}).message(),
+            "block_size: expected whole blocks in the 162 cache rows of the program, got 256 rows "
+            "of blocks of 128 for max_model_len 130");
+  longer.engine.max_model_len = 128;
+  EXPECT_TRUE(refusal(longer, {kVocab, 256, 128, 130}).ok());
 }
 
 }  // namespace

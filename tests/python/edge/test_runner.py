@@ -123,7 +123,11 @@ def test_errors_are_one_line(runner, bundle, tmp_path):
     (tmp_path / "session.conf").write_text(conf)
     (tmp_path / "old").mkdir()
     (tmp_path / "old/session.conf").write_text(conf.replace("top_k", "top_q"))
+    damaged = bytearray(program)
+    damaged[64:4096] = bytes(byte ^ 0xFF for byte in program[64:4096])
+    (tmp_path / "damaged.pte").write_bytes(damaged)
     for arguments, expected in (
+        ([tmp_path / "damaged.pte", "--ids", "1"], "expected an undamaged program"),
         ([tmp_path / "cut.pte", "--ids", "1"], "the file is cut short"),
         ([tmp_path / "foreign.pte", "--ids", "1"], "expected an ExecuTorch program"),
         ([tmp_path, "--ids", "1"], "model.pte: expected a readable program, got none"),
@@ -133,6 +137,7 @@ def test_errors_are_one_line(runner, bundle, tmp_path):
         ([path, "--ids", "1,x"], 'expected token ids, or -, got "1,x"'),
         ([path, "--ids", "1", "--temperature", "-1"], "temperature"),
         ([path, "--ids", "1", "--buffer-size", "99"], "buffer_size"),
+        ([path, "--ids", "1", "--buffer-size", "0"], "buffer_size"),
         ([path, "--ids", "1", "--prompt", "a"], "expected a text or --ids, got both"),
         ([path, "--idss", "1"], "expected a known flag, got --idss"),
         ([path, "--ids", " ".join(["1"] * 600)], "max_model_len"),
@@ -144,16 +149,25 @@ def test_errors_are_one_line(runner, bundle, tmp_path):
         assert expected in result.stderr
 
 
+def test_blank_lines_are_skipped_and_errors_name_theirs(runner, bundle):
+    command = [bundle("demo"), "--ids", "-", "--json", "--max-tokens", 8]
+    result = run(runner, *command, text=f"{PROMPT}\n\n \t\r\n{PROMPT}\n\n")
+    assert (result.returncode, result.stderr) == (0, "")
+    first, second = (json.loads(line)["token_ids"] for line in result.stdout.splitlines())
+    assert first == second
+    result = run(runner, *command, text=f"{PROMPT}\n\n1 x\n")
+    assert result.returncode == 2
+    assert result.stderr == ('diffulex-edge-run: line 3: token ids: expected integers, got "x"\n')
+
+
 def test_an_interrupt_ends_the_answer(runner, bundle):
-    command = [str(runner), str(bundle("demo")), "--ids", "-", "--json"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdin is not None
+    flags = ["--ids", PROMPT, "--ignore-eos", "--max-tokens", "400", "--threads", "1"]
+    command = [str(runner), str(bundle("demo")), *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as run:
         assert run.stdout is not None
-        run.stdin.write(PROMPT + "\n")
-        run.stdin.flush()
-        assert json.loads(run.stdout.readline())["token_ids"]
+        text = run.stdout.read(1)
         run.send_signal(signal.SIGINT)
-        run.stdin.write(PROMPT + "\n")
-        run.stdin.close()
+        text += run.stdout.read()
         run.wait(timeout=60)
     assert run.returncode == 130
+    assert 0 < len(text.split()) < 400
