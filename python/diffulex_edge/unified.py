@@ -160,8 +160,13 @@ def run_unified(
         shape = (spec.num_layers, 2, batch, spec.num_kv_heads, num_rows, spec.head_dim)
         cache = torch.zeros(shape)
     _check_cache(model, cache, batch, start_pos, num_rows)
-    where = _positions(positions, kv_cache is not None, start_pos, batch, num_rows)
     mode = "block_causal" if attention_mode is None else attention_mode
+    where = _positions(positions, kv_cache is not None, start_pos, batch, num_rows)
+    if mode != "full" and not torch.equal(where, _counted(start_pos, batch, num_rows)):
+        raise ValueError(
+            f"positions: expected those from {start_pos} on with attention_mode {mode!r},"
+            f" got {where.tolist()!r:.60}"
+        )
     num_keys = start_pos + num_rows
     outputs = []
     for item in range(batch):
@@ -190,10 +195,14 @@ def _check_cache(
         )
 
 
+def _counted(start_pos: int, batch: int, num_rows: int) -> Tensor:
+    return torch.arange(start_pos, start_pos + num_rows).expand(batch, num_rows)
+
+
 def _positions(
     positions: Tensor | None, has_cache: bool, start_pos: int, batch: int, num_rows: int
 ) -> Tensor:
-    counted = torch.arange(start_pos, start_pos + num_rows).expand(batch, num_rows)
+    counted = _counted(start_pos, batch, num_rows)
     if positions is None:
         return counted
     if positions.shape != counted.shape:

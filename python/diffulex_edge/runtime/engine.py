@@ -42,8 +42,8 @@ class DiffusionGenerationConfig:
     block_size: int | None = None
     confidence_threshold: float | None = None
     temperature: float | None = None
-    top_k: int = 0
-    top_p: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
     mask_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     margin_confidence: bool = False
@@ -132,7 +132,8 @@ class DiffusionEngine:
 
     def __init__(self, build: Callable[[dict[str, Any]], Diffulex]) -> None:
         self._build = build
-        self._settings: dict[str, Any] = {}
+        #: Of the engine; None where it could not be built.
+        self._settings: dict[str, Any] | None = {}
         self._engine = build({})
         #: Blocks of the answer that was generated last.
         self.blocks = DiffusionBlockManager(self._engine.config.model.mask_token_id)
@@ -194,9 +195,7 @@ class DiffusionEngine:
         """
         config = config or DiffusionGenerationConfig()
         if config.settings() != self._settings:
-            self._engine.close()
-            self._engine = self._build(config.settings())
-            self._settings = config.settings()
+            self._rebuild(config.settings())
         ids = self._engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if config.max_new_tokens == 0:
             return GenerationResult((), tuple(ids), "", "length", 0)
@@ -216,6 +215,13 @@ class DiffusionEngine:
             finish_reason=output.finish_reason,
             nfe=output.metrics.nfe,
         )
+
+    def _rebuild(self, settings: dict[str, Any]) -> None:
+        self._engine.close()
+        self._settings = None
+        self._engine = self._build(settings)
+        self._settings = settings
+        self.blocks = DiffusionBlockManager(self._engine.config.model.mask_token_id)
 
     def close(self) -> None:
         """Frees the engine."""

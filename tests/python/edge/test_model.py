@@ -134,6 +134,16 @@ def test_batch_rows_do_not_meet(sdar):
         ({"input_ids": tokens(4), "attention_mode": "causal"}, "one of full, block_causal, d2f"),
         ({"input_ids": tokens(4), "attention_mode": "d2f"}, "prompt_len: expected it"),
         ({"input_ids": tokens(4), "positions": torch.zeros(1, 3)}, r"positions: expected \[1, 4\]"),
+        ({"input_ids": tokens(4), "positions": torch.arange(1, 5)[None]}, "those from 0 on with"),
+        (
+            {
+                "input_ids": tokens(2),
+                "positions": torch.tensor([[1, 0]]),
+                "attention_mode": "d2f",
+                "prompt_len": 1,
+            },
+            "those from 0 on with attention_mode 'd2f'",
+        ),
         ({"input_ids": tokens(4), "logits_rows": "first"}, "expected 'last'"),
         ({"input_ids": tokens(4), "kv_cache": torch.zeros(1, 2, 1, 2, 64, 32)}, "kv_cache: exp"),
     ],

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffulex import Diffulex, PromptError
+from diffulex import ConfigError, Diffulex, PromptError
 from diffulex.checkpoint.auto_model import detect
 from diffulex_edge.backends import BACKENDS
 from diffulex_edge.exporter import load_decoder
@@ -385,6 +385,24 @@ class TestEngine:
         assert mask not in result.token_ids
         assert len(result.token_ids) == 32
         assert result.nfe <= 32 // 8 + 3
+
+    def test_a_bad_configuration_is_no_end(self):
+        _, spec, _ = detect(DEMO)
+        model = load_decoder(DEMO, spec, 128, BACKENDS["xnnpack"])
+        few = {"max_new_tokens": 4}
+        with DiffusionEngine.from_model(model) as engine:
+            first = engine.generate([5, 6, 7], DiffusionGenerationConfig(**few)).token_ids
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="block_size"):
+                    engine.generate([5], DiffusionGenerationConfig(block_size=7, **few))
+            again = engine.generate([5, 6, 7], DiffusionGenerationConfig(**few)).token_ids
+            assert again == first
+            engine.generate([5, 6, 7], DiffusionGenerationConfig(mask_token_id=9, **few))
+            assert engine.blocks.mask_token_id == 9
+
+    def test_filters_are_the_checkpoints_unless_given(self):
+        params = DiffusionGenerationConfig().sampling_params()
+        assert (params.top_k, params.top_p) == (None, None)
 
     def test_limits(self, engine):
         with pytest.raises(PromptError, match="at most 511 tokens"):
