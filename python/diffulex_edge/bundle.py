@@ -52,6 +52,8 @@ _COPIED = (
     "chat_template.json",
 )
 _CHUNK = 1 << 20
+#: Of all programs: what is quantised is so inside of them.
+_DTYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +124,9 @@ def read_bundle(directory: Path) -> Bundle:
     program = facts.get("program") if isinstance(facts, dict) else None
     if not isinstance(facts, dict) or not isinstance(program, dict):
         raise CheckpointError(f"{where}: expected an object with a program, got {facts!r:.60}")
-    values: dict[str, Any] = {}
-    for name, kind in _KINDS.items():
-        value = facts.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise CheckpointError(f"{where}: {name}: expected {kind.__name__}, got {value!r}")
-        values[name] = value
+    values = {name: _value(facts, name, kind, where) for name, kind in _KINDS.items()}
+    if values["dtype"] != _DTYPE:
+        raise CheckpointError(f"{where}: dtype: expected {_DTYPE}, got {values['dtype']!r:.60}")
     found = file_sha256(directory / _CONFIG)
     if found != values["config_sha256"]:
         raise CheckpointError(
@@ -136,11 +135,18 @@ def read_bundle(directory: Path) -> Bundle:
         )
     return Bundle(
         directory=directory,
-        program_sha256=str(program.get("sha256")),
-        program_bytes=int(program.get("bytes") or 0),
+        program_sha256=_value(program, "sha256", str, f"{where}: program"),
+        program_bytes=_value(program, "bytes", int, f"{where}: program"),
         facts=facts,
         **values,
     )
+
+
+def _value(facts: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
+    value = facts.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise CheckpointError(f"{where}: {name}: expected {kind.__name__}, got {value!r:.60}")
+    return value
 
 
 def file_sha256(path: Path) -> str:
@@ -181,7 +187,7 @@ def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     Raises:
         ConfigError: `path` exists and may not be replaced.
     """
-    path = path.expanduser().absolute()
+    path = path.expanduser().resolve()  # a link is not replaced by what it points at
     check_target(path, overwrite=overwrite)
     working = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     working.mkdir()
@@ -191,7 +197,12 @@ def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         if path.exists():
             old = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
             os.replace(path, old)
-        os.replace(working, path)
+        try:
+            os.replace(working, path)
+        except OSError:
+            if old is not None:
+                os.replace(old, path)
+            raise
         if old is not None:
             shutil.rmtree(old)
     finally:

@@ -39,6 +39,7 @@ from diffulex_edge.recipes import Recipe, parse_recipe, quantise
 from diffulex_edge.self_check import (
     Agreement,
     check_agreement,
+    check_tolerance,
     compare,
     eager_caller,
     make_trace,
@@ -49,7 +50,7 @@ from diffulex_edge.session_conf import write_session_conf
 if TYPE_CHECKING:
     from diffulex.families.spec import ModelSpec
 
-__all__ = ["ExportConfig", "ExportResult", "export_model", "load_decoder"]
+__all__ = ["ExportConfig", "ExportResult", "avoided_ids", "export_model", "load_decoder"]
 
 logger = get_logger(__name__)
 
@@ -90,6 +91,7 @@ class ExportConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name}: expected >= {low}, got {value}")
+        check_tolerance(self.tolerance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,11 @@ def load_decoder(
     return decoder.eval()
 
 
+def avoided_ids(spec: ModelSpec) -> set[int]:
+    """Ids that the calls of the self-check do without: the mask and what ends an answer."""
+    return {i for i in (spec.mask_token_id, *spec.stop_token_ids) if i is not None}
+
+
 def _merge_plan(decoder: EdgeDecoder, lora: Path | None) -> Any:
     if lora is None:
         return None
@@ -186,8 +193,9 @@ def export_model(config: ExportConfig, *, show_progress: bool = False) -> Export
         stage("load")
         decoder = load_decoder(model_dir, spec, shape.cache_rows, backend, config.lora)
         program = EdgeProgram(decoder)
-        avoid = {i for i in (spec.mask_token_id, *spec.stop_token_ids) if i is not None}
-        calls = make_trace(shape, spec.block_size or _SPARE_ROWS, spec.vocab_size, avoid)
+        calls = make_trace(
+            shape, spec.block_size or _SPARE_ROWS, spec.vocab_size, avoided_ids(spec)
+        )
         reference = run_trace(eager_caller(program), calls)
         stage("quantise")
         notices = quantise(decoder, recipe)

@@ -132,9 +132,11 @@ def step_times(bundle: Path, threads: int, *, rows: int, repeat: int) -> StepTim
         ProgramError: it cannot be loaded.
     """
     from diffulex_edge.bundle import read_bundle  # noqa: PLC0415
-    from diffulex_edge.program import PteProgram  # noqa: PLC0415
+    from diffulex_edge.program import PteProgram, check_program  # noqa: PLC0415
 
-    path = read_bundle(bundle).program_path
+    found = read_bundle(bundle)
+    check_program(found)
+    path = found.program_path
     before = _resident_mb()
     start = time.perf_counter()
     program = PteProgram(path, threads=threads)
@@ -170,8 +172,9 @@ def bench_bundle(bundle: Path, threads: int, *, rows: int, repeat: int) -> StepT
     Raises:
         EdgeError: the process failed.
     """
-    if rows < 1 or repeat < 1:
-        raise ConfigError(f"bench: expected rows and repeat >= 1, got {rows} and {repeat}")
+    for name, value in (("rows", rows), ("repeat", repeat), ("threads", threads)):
+        if value < 1:
+            raise ConfigError(f"{name}: expected >= 1, got {value}")
     code = (
         "import json, sys; from dataclasses import asdict; from pathlib import Path\n"
         "from diffulex_edge.measure import step_times\n"

@@ -15,17 +15,19 @@ import torch
 from torch import nn
 
 from diffulex.log import get_logger
+from diffulex_edge.bundle import file_sha256
 from diffulex_edge.errors import ProgramError, native_reason, require
 from diffulex_edge.quiet import quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from diffulex.families.spec import ModelSpec
+    from diffulex_edge.bundle import Bundle
 
-__all__ = ["FORMAT", "PteModel", "PteProgram", "split_rows"]
+__all__ = ["FORMAT", "PteModel", "PteProgram", "check_program", "split_rows"]
 
 logger = get_logger(__name__)
 
@@ -64,6 +66,21 @@ def check_file(path: Path) -> None:
         )
 
 
+def check_program(bundle: Bundle) -> None:
+    """Raises ProgramError unless the program of a bundle is, byte for byte, the exported one.
+
+    The runtime follows what a damaged file points at, and computes with damaged weights.
+    """
+    path = bundle.program_path
+    check_file(path)
+    found = file_sha256(path)
+    if found != bundle.program_sha256:
+        raise ProgramError(
+            f"program: {path}: expected SHA-256 {bundle.program_sha256[:12]} as in edge.json,"
+            f" got {found[:12]}: the file is damaged or of another export"
+        )
+
+
 class PteProgram:
     """A loaded program with its constants. One sequence: its cache lives in it.
 
@@ -87,7 +104,10 @@ class PteProgram:
             require("executorch.kernels.quantized")
             _set_threads(runtime, torch.get_num_threads() if threads is None else threads)
             try:
-                self._program = runtime._load_program(os.fspath(self.path))
+                self._program = runtime._load_program(
+                    os.fspath(self.path),
+                    program_verification=runtime.Verification.InternalConsistency,
+                )
                 self._methods = self._load_methods()
             except RuntimeError as error:
                 reason = native_reason(error)
@@ -113,6 +133,11 @@ class PteProgram:
             raise ProgramError(
                 f"program: {self.path}: expected format {FORMAT} or older,"
                 f" got {self.constants['dlx_format']}: it needs a newer diffulex"
+            )
+        if not self.constants.get("enable_dynamic_shape"):
+            raise ProgramError(
+                f"program: {self.path}: expected a program for any number of rows, got one of fixed"
+                " shapes"
             )
         return {METHOD: self._program.load_method(METHOD)}
 
@@ -255,17 +280,16 @@ class PteModel(nn.Module):
         self.num_calls = self.num_rows = 0
 
     @classmethod
-    def load(cls, spec: ModelSpec, path: Path, expected: Mapping[str, Any]) -> PteModel:
+    def load(cls, spec: ModelSpec, bundle: Bundle) -> PteModel:
         """The model of a bundle.
-
-        Args:
-            expected: constants that the program must have.
 
         Raises:
             ProgramError: it cannot be loaded, or is not the program that the bundle describes.
         """
+        check_program(bundle)
+        path = bundle.program_path
         program = PteProgram(path)
-        for name, value in expected.items():
+        for name, value in bundle.expected_constants.items():
             if program.constants.get(name) != value:
                 raise ProgramError(
                     f"program: {path}: {name}: expected {value!r} as in edge.json,"

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from diffulex.errors import ConfigError
 from diffulex_edge.errors import ProgramError
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ __all__ = [
     "Agreement",
     "Call",
     "check_agreement",
+    "check_tolerance",
     "compare",
     "eager_caller",
     "make_trace",
@@ -131,20 +134,36 @@ def compare(found: Sequence[Tensor], reference: Sequence[Tensor]) -> Agreement:
     )
 
 
+def check_tolerance(tolerance: float | None) -> None:
+    """Raises ConfigError unless a tolerance is None or a positive number."""
+    if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
+        raise ConfigError(f"tolerance: expected a finite number > 0, got {tolerance}")
+
+
 def check_agreement(
-    found: Agreement, *, is_quantised: bool, tolerance: float | None = None
+    found: Agreement,
+    *,
+    is_quantised: bool,
+    tolerance: float | None = None,
+    where: str = "self-check",
 ) -> None:
-    """Raises ProgramError unless a program computes what its own model does."""
-    limit = tolerance or (_TOLERANCE_QUANTISED if is_quantised else _TOLERANCE)
+    """Raises ProgramError unless a program computes what its own model does.
+
+    Args:
+        tolerance: share of the largest logit; None: by whether the program is quantised.
+        where: how the message begins.
+    """
+    default = _TOLERANCE_QUANTISED if is_quantised else _TOLERANCE
+    limit = default if tolerance is None else tolerance
     if not found.is_finite:
-        raise ProgramError("self-check: expected finite logits, got NaN or infinite ones")
-    if found.max_error > limit * found.scale:
+        raise ProgramError(f"{where}: expected finite logits, got NaN or infinite ones")
+    if not found.max_error <= limit * found.scale:  # NaN is no agreement
         raise ProgramError(
-            f"self-check: expected logits within {limit * found.scale:.3g} of the model's,"
+            f"{where}: expected logits within {limit * found.scale:.3g} of the model's,"
             f" got a difference of {found.max_error:.3g}"
         )
     if is_quantised and found.argmax < _AGREEMENT_QUANTISED:
         raise ProgramError(
-            f"self-check: expected the model's best id in {_AGREEMENT_QUANTISED:.0%} of the rows,"
+            f"{where}: expected the model's best id in {_AGREEMENT_QUANTISED:.0%} of the rows,"
             f" got {found.argmax:.1%}"
         )

@@ -20,13 +20,20 @@ from diffulex.families.spec.names import LLAMA_NAMES
 from diffulex_edge.backends import backend_of
 from diffulex_edge.bundle import read_bundle
 from diffulex_edge.errors import ProgramError, require
-from diffulex_edge.exporter import load_decoder
+from diffulex_edge.exporter import avoided_ids, load_decoder
 from diffulex_edge.lowering import ProgramShape
 from diffulex_edge.model import EdgeDecoder, EdgeProgram
-from diffulex_edge.program import PteProgram
+from diffulex_edge.program import PteProgram, check_program
 from diffulex_edge.quiet import quiet
-from diffulex_edge.recipes import parse_recipe
-from diffulex_edge.self_check import compare, eager_caller, make_trace, run_trace
+from diffulex_edge.recipes import parse_recipe, quantise
+from diffulex_edge.self_check import (
+    check_agreement,
+    check_tolerance,
+    compare,
+    eager_caller,
+    make_trace,
+    run_trace,
+)
 from diffulex_edge.unified import visible_ends_of_mode
 
 if TYPE_CHECKING:
@@ -44,6 +51,9 @@ __all__ = [
     "verify_bundle",
     "verify_numerical_equivalence",
 ]
+
+#: Largest difference from transformers, as a share of the largest logit.
+_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +166,11 @@ def verify_numerical_equivalence(
         test_inputs: ids [S] or [1, S] int64.
         tolerance: of the largest difference, as a share of the largest logit (at least 1).
         attention_mode: as `EdgeDecoder.forward`.
+
+    Raises:
+        ConfigError: the tolerance is no positive number.
     """
+    check_tolerance(tolerance)
     spec = edge_model.spec
     model = hf_model_path
     if not isinstance(model, nn.Module):
@@ -207,25 +221,58 @@ class BundleReport:
     program: Agreement
     is_quantised: bool
 
+    #: Of the program; None: that of the self-check.
+    tolerance: float | None = None
+
     @property
     def passed(self) -> bool:
-        """Whether both links hold; a quantised program only has to be finite."""
-        found = self.program
-        close = found.max_error <= max(self.decoder.tolerance, 1e-4) * found.scale
-        return bool(self.decoder) and found.is_finite and (close or self.is_quantised)
+        """Whether both links hold."""
+        try:
+            self.check()
+        except ProgramError:
+            return False
+        return True
+
+    def check(self) -> None:
+        """Raises ProgramError that names the first link that does not hold."""
+        if not self.decoder:
+            raise ProgramError(
+                f"verify: transformers and decoder: expected equal logits, got {self.decoder}"
+            )
+        check_agreement(
+            self.program,
+            is_quantised=self.is_quantised,
+            tolerance=self.tolerance,
+            where="verify: decoder and program",
+        )
 
 
 def verify_bundle(
-    bundle_path: Path | str, reference: Path | str, *, num_inputs: int = 4, tolerance: float = 1e-4
+    bundle_path: Path | str,
+    reference: Path | str,
+    *,
+    num_inputs: int = 4,
+    tolerance: float | None = None,
+    lora: Path | None = None,
+    model_name: str | None = None,
+    mask_token_id: int | None = None,
 ) -> BundleReport:
     """Compares a bundle with a checkpoint, link by link.
 
+    Args:
+        tolerance: share of the largest logit, of both links; None: 1e-4, and that of the self-check
+            for the program.
+        lora, model_name, mask_token_id: what was given to the export.
+
     Raises:
-        ProgramError: the checkpoint is of another model, or the program fails.
+        ConfigError: the tolerance is no positive number.
+        ProgramError: the checkpoint is of another model, or the program is damaged or fails.
     """
+    check_tolerance(tolerance)
     bundle = read_bundle(resolve_model(bundle_path))
     directory = resolve_model(reference)
-    spec = detect(directory)[1]
+    spec = detect(directory, model_name, mask_token_id=mask_token_id)[1]
+    check_program(bundle)
     program = PteProgram(bundle.program_path)
     constants = program.constants
     expected = (spec.family, spec.vocab_size, spec.num_layers)
@@ -238,16 +285,19 @@ def verify_bundle(
         raise ProgramError(
             f"verify: expected a reference of family, vocabulary and layers {found}, got {expected}"
         )
-    decoder = load_decoder(directory, spec, bundle.cache_rows, backend_of("xnnpack"))
+    decoder = load_decoder(directory, spec, bundle.cache_rows, backend_of("xnnpack"), lora)
     generator = torch.Generator().manual_seed(0)
     length = min(48, bundle.max_model_len)
     inputs = [
         torch.randint(0, spec.vocab_size, (length,), generator=generator) for _ in range(num_inputs)
     ]
-    link = verify_numerical_equivalence(stock_model(spec, decoder), decoder, inputs, tolerance)
+    link = verify_numerical_equivalence(
+        stock_model(spec, decoder), decoder, inputs, _TOLERANCE if tolerance is None else tolerance
+    )
+    recipe = parse_recipe(bundle.quant)
+    quantise(decoder, recipe)
     shape = ProgramShape(bundle.max_rows, bundle.max_logits, bundle.cache_rows)
-    calls = make_trace(shape, spec.block_size or 32, spec.vocab_size, ())
+    calls = make_trace(shape, spec.block_size or 32, spec.vocab_size, avoided_ids(spec))
     own = run_trace(eager_caller(EdgeProgram(decoder)), calls)
     outputs = run_trace(lambda call: program(*call), calls)
-    is_quantised = parse_recipe(bundle.quant).is_quantised
-    return BundleReport(link, compare(outputs, own), is_quantised)
+    return BundleReport(link, compare(outputs, own), recipe.is_quantised, tolerance)

@@ -325,6 +325,11 @@ class _Resolver:
                 f" the exported program (diffulex edge export --max-rows), got {block}"
             )
         length = min(partial["max_model_len"], program.max_model_len)
+        if is_dual and -(-length // block) * block > program.cache_rows:
+            raise ConfigError(
+                f"block_size: expected whole blocks in the {program.cache_rows} cache rows of the"
+                f" exported program, got blocks of {block} for max_model_len {length}"
+            )
         for name, value, reason in (
             ("load_format", "pte", "the directory holds an exported program and no weights"),
             ("max_num_reqs", 1, "an exported program holds one sequence"),

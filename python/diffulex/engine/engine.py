@@ -452,8 +452,7 @@ def _load(config: Config, facts: ModelFacts, show_progress: bool) -> Any:
     if model.program is not None:
         from diffulex_edge.program import PteModel  # noqa: PLC0415 (exported programs only)
 
-        bundle = model.program
-        return PteModel.load(facts.spec, bundle.program_path, bundle.expected_constants)
+        return PteModel.load(facts.spec, model.program)
     return load_model(
         facts.model_name,
         facts.spec,

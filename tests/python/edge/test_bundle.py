@@ -151,6 +151,21 @@ class TestRefused:
             capsys, "generate", "--model", path, "hi"
         )
 
+    @pytest.mark.parametrize(
+        ("changes", "text"),
+        [
+            ({"dtype": "float99"}, "dtype: expected float32, got 'float99'"),
+            ({"program": {"sha256": "0", "bytes": "many"}}, "bytes: expected int, got 'many'"),
+            ({"program": {"bytes": 1}}, "sha256: expected str, got None"),
+        ],
+    )
+    def test_wrong_facts(self, copy, changes, text):
+        path = copy("demo")
+        facts = json.loads((path / "edge.json").read_text())
+        (path / "edge.json").write_text(json.dumps({**facts, **changes}))
+        with pytest.raises(CheckpointError, match=text):
+            read_bundle(path)
+
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"program": {}, "max_model_len": "x"}'])
     def test_malformed_edge_file(self, copy, text):
         path = copy("demo")
@@ -179,6 +194,33 @@ class TestRefused:
         line = error_of(capsys, "generate", "--model", path, "hi", code=1)
         assert "as in edge.json" in line
 
+    def test_edge_file_of_another_export(self, copy, capsys):
+        path = copy("demo")
+        facts = json.loads((path / "edge.json").read_text())
+        (path / "edge.json").write_text(json.dumps({**facts, "max_rows": 128}))
+        line = error_of(capsys, "generate", "--model", path, "hi", code=1)
+        assert "dlx_max_rows: expected 128 as in edge.json, got 256" in line
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            ["generate", "--model", "BUNDLE", "hi"],
+            ["edge", "verify", "BUNDLE", "--reference", "demo"],
+            ["edge", "bench", "BUNDLE"],
+        ],
+    )
+    def test_damaged_program(self, copy, capsys, command):
+        """Of the right length: the runtime would follow its offsets out of the file."""
+        path = copy("demo")
+        data = bytearray((path / "model.pte").read_bytes())
+        middle = len(data) // 2
+        data[middle : middle + 64] = bytes(byte ^ 0xFF for byte in data[middle : middle + 64])
+        (path / "model.pte").write_bytes(data)
+        words = [str(path) if word == "BUNDLE" else word for word in command]
+        line = error_of(capsys, *words, code=1)
+        assert "expected SHA-256 " in line
+        assert "the file is damaged or of another export" in line
+
     def test_strategy(self, bundle, capsys):
         line = error_of(
             capsys, "generate", "--model", bundle("demo"), "--decoding-strategy", "dmax", "hi"
@@ -189,6 +231,18 @@ class TestRefused:
         settings = {"decoding_strategy": "fast_dllm_v2", "block_size": 32, "buffer_size": 8}
         with pytest.raises(ConfigError, match=r"at most 128 rows .*--max-rows\), got 256"):
             Diffulex(str(bundle("fast_dllm_v2")), **settings)
+
+    def test_blocks_beyond_the_cache(self, copy):
+        """The last block of a dual cache is stored as a whole."""
+        settings = {"decoding_strategy": "fast_dllm_v2", "block_size": 32, "buffer_size": 4}
+        path = copy("fast_dllm_v2")
+        facts = json.loads((path / "edge.json").read_text())
+        facts |= {"max_model_len": 130, "cache_rows": 162}
+        (path / "edge.json").write_text(json.dumps(facts))
+        text = "in the 162 cache rows .* blocks of 128 for max_model_len 130"
+        with pytest.raises(ConfigError, match=text):
+            Config.from_kwargs(str(path), **settings)
+        assert Config.from_kwargs(str(path), max_model_len=128, **settings).model.program
 
     def test_adapter(self, bundle, tmp_path):
         with pytest.raises(ConfigError, match="expected auto with use_lora, got 'pte'"):
@@ -205,6 +259,9 @@ class TestRefused:
             (["--quant", "9bit"], "quant: expected one of"),
             (["--quant", "8da4w-g48"], "expected a group size of 32, 64, 128, 256"),
             (["--max-rows", "2"], "max_rows: expected >= 8, got 2"),
+            (["--tolerance", "nan"], "tolerance: expected a finite number > 0, got nan"),
+            (["--tolerance", "inf"], "tolerance: expected a finite number > 0, got inf"),
+            (["--tolerance", "0"], "tolerance: expected a finite number > 0, got 0.0"),
             (["--max-model-len", "4096"], "max_model_len: expected at most 512"),
             (["--model", "no/such/model/here"], "no/such/model/here"),
             (["--lora", "/nowhere"], "adapter: /nowhere: expected a file"),
@@ -300,6 +357,28 @@ class TestProgram:
             program(**self.inputs(**changes))
         assert program(**self.inputs()).isfinite().all()
 
+    def test_refuses_fixed_shapes_before_it_loads_them(self):
+        constants = {"dlx_format": 2, "enable_dynamic_shape": False}
+
+        class Static:
+            """A program of a backend with fixed shapes, as the runtime shows it."""
+
+            names = ("forward", *constants)
+
+            def num_methods(self):
+                return len(self.names)
+
+            def get_method_name(self, index):
+                return self.names[index]
+
+            def load_method(self, name):
+                return lambda inputs: [constants[name]]
+
+        program = PteProgram.__new__(PteProgram)
+        program.path, program._program = Path("model.pte"), Static()
+        with pytest.raises(ProgramError, match="for any number of rows, got one of fixed shapes"):
+            program._load_methods()
+
     def test_refuses_too_many_rows(self, program):
         with pytest.raises(ProgramError, match="expected 1 to 128 int64 values"):
             program(**self.inputs(129))
@@ -374,6 +453,14 @@ class TestSelfCheck:
             with pytest.raises(ProgramError, match="self-check: expected"):
                 check_agreement(compare([wrong], right), is_quantised=False)
 
+    def test_nan_is_no_agreement(self):
+        right = torch.randn(4, 9)
+        found = compare([right], [right * float("nan")])
+        with pytest.raises(ProgramError, match="self-check: expected logits within"):
+            check_agreement(found, is_quantised=False)
+        with pytest.raises(ProgramError, match="self-check: expected logits within"):
+            check_agreement(compare([right + 1e-5], [right]), is_quantised=False, tolerance=1e-9)
+
     def test_quantised_programs_keep_their_best_ids(self):
         right = torch.eye(8)
         wrong = right * 0.99 + right.flip(0)
@@ -429,6 +516,35 @@ class TestNewDirectory:
         with pytest.raises(KeyError), new_directory(tmp_path / "out") as path:
             fail(path)
         assert not list(tmp_path.iterdir())
+
+    def test_a_link_keeps_pointing_at_the_bundle(self, tmp_path):
+        real, link = tmp_path / "real", tmp_path / "link"
+        real.mkdir()
+        (real / "edge.json").write_text("{}")
+        link.symlink_to(real)
+        with new_directory(link, overwrite=True) as path:
+            (path / "new").write_text("x")
+        assert link.is_symlink()
+        assert [item.name for item in real.iterdir()] == ["new"]
+        assert sorted(item.name for item in tmp_path.iterdir()) == ["link", "real"]
+
+    def test_a_bundle_that_cannot_be_replaced_stays(self, tmp_path, monkeypatch):
+        import os
+
+        out, replace = tmp_path / "out", os.replace
+        out.mkdir()
+        (out / "edge.json").write_text("{}")
+
+        def fail(source, target):
+            if str(source).endswith(".tmp"):
+                raise PermissionError("no")
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", fail)
+        with pytest.raises(PermissionError), new_directory(out, overwrite=True):
+            pass
+        assert [item.name for item in tmp_path.iterdir()] == ["out"]
+        assert (out / "edge.json").is_file()
 
     def test_overwrite_replaces_bundles_only(self, tmp_path):
         out = tmp_path / "out"

@@ -13,13 +13,21 @@ from diffulex.errors import ConfigError
 from diffulex.tools.cli import main
 from diffulex_edge.backends import BACKENDS
 from diffulex_edge.bundle import read_bundle
+from diffulex_edge.errors import ProgramError
 from diffulex_edge.exporter import load_decoder
 from diffulex_edge.measure import estimate, longest_length, parse_bytes
 from diffulex_edge.recipes import parse_recipe
-from diffulex_edge.verify import stock_model, verify_numerical_equivalence
+from diffulex_edge.self_check import Agreement
+from diffulex_edge.verify import (
+    BundleReport,
+    EquivalenceReport,
+    stock_model,
+    verify_bundle,
+    verify_numerical_equivalence,
+)
 from fixtures.edge import DEMO
 from fixtures.extras import need_extra
-from fixtures.families import DENSE_FAMILIES
+from fixtures.families import DENSE_FAMILIES, family_builder
 
 need_extra("edge", "executorch", "torchao")
 
@@ -64,6 +72,41 @@ class TestEquivalence:
         report = json.loads(capsys.readouterr().out)
         assert report["passed"]
         assert report["program"]["argmax"] == 1
+
+    def test_command_names_the_link(self, bundle, capsys):
+        command = ["edge", "verify", str(bundle("demo")), "--reference", "demo", "--inputs", "1"]
+        for tolerance, text in (
+            ("1e-12", "verify: transformers and decoder: expected equal logits, got DIFFERENT"),
+            ("nan", "tolerance: expected a finite number > 0, got nan"),
+            ("0", "tolerance: expected a finite number > 0, got 0.0"),
+        ):
+            assert main([*command, "--tolerance", tolerance]) != 0
+            assert f"error: {text}" in capsys.readouterr().err
+
+    def test_a_tighter_tolerance_holds_for_the_program(self):
+        link = EquivalenceReport((), 1e-6)
+        found = Agreement(max_error=1e-5, scale=1.0, argmax=1.0, is_finite=True, num_rows=1)
+        assert BundleReport(link, found, False).passed
+        with pytest.raises(ProgramError, match="verify: decoder and program: expected logits"):
+            BundleReport(link, found, False, 1e-6).check()
+
+    def test_command_takes_what_the_export_takes(self, bundle, capsys):
+        command = ["edge", "verify", str(bundle("demo")), "--reference", "demo", "--inputs", "1"]
+        assert main([*command, "--model-name", "llada"]) == 2
+        assert "model_name: expected the family of the checkpoint" in capsys.readouterr().err
+        assert main([*command, "--lora", "/nowhere"]) == 2
+        assert "adapter: /nowhere: expected a file" in capsys.readouterr().err
+
+    def test_quantised(self, bundle, checkpoint, tmp_path):
+        path = bundle("sdar-8da8w")
+        assert verify_bundle(path, checkpoint("sdar"), num_inputs=1).passed
+        wrong = tmp_path / "wrong"
+        family_builder("sdar", seed=5).write(wrong)
+        report = verify_bundle(path, wrong, num_inputs=1)
+        assert report.decoder
+        assert not report.passed
+        with pytest.raises(ProgramError, match="verify: decoder and program: expected"):
+            report.check()
 
     def test_command_refuses_another_model(self, bundle, checkpoint, capsys):
         reference = str(checkpoint("llada"))
@@ -128,3 +171,9 @@ def test_bench_names_a_program_that_does_not_run(tmp_path, capsys, bundle):
     (path / "model.pte").write_bytes(b"nothing")
     assert main(["edge", "bench", str(path)]) == 1
     assert "expected an ExecuTorch program" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("threads", ["-1", "0"])
+def test_bench_refuses_threads(capsys, threads):
+    assert main(["edge", "bench", "demo", f"--threads={threads}"]) == 2
+    assert f"threads: expected >= 1, got {threads}" in capsys.readouterr().err
