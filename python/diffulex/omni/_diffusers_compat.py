@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import ConfigError
 from diffulex.omni.errors import ModelLoadError
+from diffulex.quiet import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,6 +50,9 @@ def import_diffusers() -> Any:
         library = importlib.import_module(f"{package}.utils.logging")
         library.set_verbosity_error()
         library.disable_progress_bar()
+    # Pipelines import it, and it what is installed of torchao, whose libraries report on each other.
+    with quiet():
+        importlib.import_module("diffusers.quantizers")
     return diffusers
 
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from diffulex.checkpoint.auto_model import detect
 from diffulex.errors import CheckpointError, ConfigError
+from diffulex.quiet import quiet
 from diffulex_edge.backends import BACKENDS
 from diffulex_edge.exporter import load_decoder
 from diffulex_edge.families import EDGE_FAMILIES, check_family
 from diffulex_edge.model import EdgeDecoder, EdgeForm, EdgeNorm, EdgeProgram, visible_mask
-from diffulex_edge.quiet import quiet
 from diffulex_edge.unified import KVCache, KVCacheConfig, create_kv_caches
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.decoder_oracle import DecoderOracle, block_mask, d2f_mask, full_mask
