@@ -98,7 +98,7 @@ LIMITS = {
     "files of a configuration option": Limit(7, "3"),
     "files of an HTTP request field": Limit(9, "3"),
     "product lines": Limit(89_000, "78000", step=1000),
-    "product files": Limit(681, "560", step=10),
+    "product files": Limit(690, "560", step=10),
     "rooms in circles": Limit(0, "0"),
     "upward arrows": Limit(0, "0"),
     "long functions": Limit(40, "12"),
