@@ -105,19 +105,20 @@ template <typename T>
 bool read_number(const std::string& text, T& value) {
   if constexpr (std::is_floating_point_v<T>) {
     return read_fraction(text, value);
-  }
-  char* end = nullptr;
-  errno = 0;
-  if constexpr (std::is_same_v<T, uint64_t>) {
-    value = std::strtoull(text.c_str(), &end, 10);
   } else {
-    const long long number = std::strtoll(text.c_str(), &end, 10);
-    value = static_cast<T>(number);
-    if (number < std::numeric_limits<T>::min() || number > std::numeric_limits<T>::max()) {
-      return false;
+    char* end = nullptr;
+    errno = 0;
+    if constexpr (std::is_same_v<T, uint64_t>) {
+      value = std::strtoull(text.c_str(), &end, 10);
+    } else {
+      const long long number = std::strtoll(text.c_str(), &end, 10);
+      value = static_cast<T>(number);
+      if (number < std::numeric_limits<T>::min() || number > std::numeric_limits<T>::max()) {
+        return false;
+      }
     }
+    return !text.empty() && *end == '\0' && errno == 0;
   }
-  return !text.empty() && *end == '\0' && errno == 0;
 }
 
 bool read_text(const std::string& quoted, std::string& value) {
