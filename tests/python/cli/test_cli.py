@@ -298,7 +298,7 @@ class TestBadInput:
             (["generate", "--model", "no/such", "hi"], "cannot be fetched from the hub"),
             (["generate", ""], "got an empty prompt"),
             (["generate", "--prompt", "  "], "got an empty prompt"),
-            (["generate", "a", "--prompt", "b"], "got both PROMPT and --prompt"),
+            (["generate", "--model", "x", "a", "--prompt", "b"], "got both PROMPT and --prompt"),
             (["generate", "--blok-size", "4", "hi"], "nearest is --block-size"),
             (["generate", "--outptu", "x", "hi"], "known argument, got '--outptu'"),
             (["doctor", "--blok-size", "4"], "known argument, got '--blok-size'"),
