@@ -60,6 +60,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval", type=int, default=500, help="held-out captions; 0: none")
     parser.add_argument("--eval-batch", type=int, default=250)
     parser.add_argument("--tiny", action="store_true", help="a model that only shows the way")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="run the repeated layers through torch.compile; default: on CUDA",
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -169,6 +174,10 @@ def train_transformer(
 
     pipe.transformer.train()
     pipe.text_encoder.train()
+    if options.compile if options.compile is not None else device == "cuda":
+        # Layers of one kind share their code: only the first of each kind is compiled.
+        for layer in (*pipe.transformer.transformer_blocks, *language_model.layers):
+            layer.compile(dynamic=False)
     stepper = Stepper(parameters, options.rate, loss, after=follow)
     with capturable_text_length():
         stepper.run(options.seconds, "transformer", log)

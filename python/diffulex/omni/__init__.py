@@ -10,30 +10,47 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion, Progress
     from diffulex.omni.config import OmniDiffusionConfig
     from diffulex.omni.config_table import DiffusionCacheConfig, DiffusionParallelConfig
     from diffulex.omni.diffusion_engine import DiffusionEngine
     from diffulex.omni.errors import (
         ModelLoadError,
         OmniError,
+        QueueFull,
         RequestAborted,
         RequestError,
+        RequestTimeout,
         UnsupportedFeatureError,
         UnsupportedModelError,
+        WorkerDeadError,
+        WorkerError,
     )
+    from diffulex.omni.message_queue import MessageQueue
     from diffulex.omni.omni_diffusion import OmniDiffusion
     from diffulex.omni.outputs import OmniRequestOutput
-    from diffulex.omni.registry import AutoOmniPipeline, PipelineSpec, register_pipeline
+    from diffulex.omni.registry import (
+        AutoOmniPipeline,
+        CfgBranches,
+        PipelineSpec,
+        register_pipeline,
+    )
     from diffulex.omni.request import OmniDiffusionRequest
+    from diffulex.omni.scheduler import Scheduler
     from diffulex.omni.worker import StepEvent
 
     Omni = OmniDiffusion
+    EngineDeadError = WorkerDeadError
 
 __all__ = [
+    "AsyncOmniDiffusion",
     "AutoOmniPipeline",
+    "CfgBranches",
     "DiffusionCacheConfig",
     "DiffusionEngine",
     "DiffusionParallelConfig",
+    "EngineDeadError",
+    "MessageQueue",
     "ModelLoadError",
     "Omni",
     "OmniDiffusion",
@@ -42,30 +59,44 @@ __all__ = [
     "OmniError",
     "OmniRequestOutput",
     "PipelineSpec",
+    "Progress",
+    "QueueFull",
     "RequestAborted",
     "RequestError",
+    "RequestTimeout",
+    "Scheduler",
     "StepEvent",
     "UnsupportedFeatureError",
     "UnsupportedModelError",
+    "WorkerDeadError",
+    "WorkerError",
     "register_pipeline",
 ]
 
 _MODULES = {
+    "async_omni_diffusion": ("AsyncOmniDiffusion", "Progress"),
     "config": ("OmniDiffusionConfig",),
     "config_table": ("DiffusionCacheConfig", "DiffusionParallelConfig"),
     "diffusion_engine": ("DiffusionEngine",),
     "errors": (
+        "EngineDeadError",
         "ModelLoadError",
         "OmniError",
+        "QueueFull",
         "RequestAborted",
         "RequestError",
+        "RequestTimeout",
         "UnsupportedFeatureError",
         "UnsupportedModelError",
+        "WorkerDeadError",
+        "WorkerError",
     ),
+    "message_queue": ("MessageQueue",),
     "omni_diffusion": ("Omni", "OmniDiffusion"),
     "outputs": ("OmniRequestOutput",),
-    "registry": ("AutoOmniPipeline", "PipelineSpec", "register_pipeline"),
+    "registry": ("AutoOmniPipeline", "CfgBranches", "PipelineSpec", "register_pipeline"),
     "request": ("OmniDiffusionRequest",),
+    "scheduler": ("Scheduler",),
     "worker": ("StepEvent",),
 }
 

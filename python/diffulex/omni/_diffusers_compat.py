@@ -7,6 +7,7 @@ Nothing here is imported before an image model is loaded.
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,18 @@ from diffulex.omni.errors import ModelLoadError
 from diffulex.quiet import quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["SUPPORTED_DIFFUSERS", "capturable_text_length", "import_diffusers"]
+__all__ = [
+    "SUPPORTED_DIFFUSERS",
+    "capturable_text_length",
+    "context_name",
+    "import_diffusers",
+    "make_context_state",
+    "model_hook",
+    "register_hook",
+    "set_attention",
+]
 
 SUPPORTED_DIFFUSERS = "0.42.1"
 _INSTALL = "pip install 'diffulex[omni]'"
@@ -54,6 +64,68 @@ def import_diffusers() -> Any:
     with quiet():
         importlib.import_module("diffusers.quantizers")
     return diffusers
+
+
+def model_hook() -> Any:
+    """The base class of hooks on modules."""
+    return importlib.import_module("diffusers.hooks.hooks").ModelHook
+
+
+def register_hook(module: Any, hook: Any, name: str) -> None:
+    """Puts a hook around the forward of a module, outside of its hooks so far."""
+    hooks = importlib.import_module("diffusers.hooks.hooks")
+    registry = hooks.HookRegistry.check_if_exists_or_initialize(module)
+    registry.register_hook(hook, name)
+    # Its parents keep lists of the registries below them.
+    registry.invalidate_child_registries_cache()
+
+
+def set_attention(shared: Callable[..., Any]) -> None:
+    """Makes `shared(query, key, value, mask, scale)` the attention of this process.
+
+    It is called where a processor passes the handle of its parallelism; elsewhere the attention stays
+    what it is by default. Tensors are [B, S, H, D], masks bool [B, S].
+    """
+    dispatch = importlib.import_module("diffusers.models.attention_dispatch")
+    registry = dispatch._AttentionBackendRegistry
+    native = registry._backends[dispatch.AttentionBackendName.NATIVE]
+
+    def attend(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        _parallel_config: Any = None,
+    ) -> Any:
+        if _parallel_config is None:
+            return native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        mask = attn_mask
+        if mask is not None:
+            # [B, 1, 1, S] of the processors.
+            mask = mask.reshape(mask.shape[0], mask.shape[-1])
+        return shared(query, key, value, mask, scale)
+
+    class Name(str, enum.Enum):
+        DIFFULEX = "_diffulex"
+
+    registry.register(Name.DIFFULEX)(attend)
+    registry.set_active_backend(Name.DIFFULEX)
+
+
+def make_context_state() -> Any:
+    """An attribute of a stateful hook by which diffusers tells it the name of the running branch."""
+    hooks = importlib.import_module("diffusers.hooks.hooks")
+    return hooks.StateManager(hooks.BaseState)
+
+
+def context_name(state: Any) -> str:
+    """The name of the branch; `default` where the pipeline gives none."""
+    context = state._context
+    return "default" if context is None else str(context.name)
 
 
 def _text_length(states: Any, mask: Any) -> tuple[int, Any, Any]:

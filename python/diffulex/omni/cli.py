@@ -22,6 +22,7 @@ from diffulex.config.flags import (
     number,
     numbers,
     positive_integer,
+    seconds,
     some,
 )
 from diffulex.env import get_text, get_unchecked
@@ -144,7 +145,68 @@ def _build_parser() -> Parser:
             flag, type=kind, default=(), metavar="X[,X]", help="one run per value"
         )
     add_engine_flags(evaluate, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+    _add_serve(add("serve", _serve, "serve the images API of OpenAI"))
     return parser
+
+
+def _add_serve(parser: Parser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
+    parser.add_argument("--port", type=_port, default=8000, help="0: any free one [8000]")
+    parser.add_argument(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of the model in requests; may be given more than once [its directory]",
+    )
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key that requests must have; may be given more than once [$DIFFULEX_API_KEY]",
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="what running requests get when the server is told to stop [30]",
+    )
+    add_engine_flags(parser, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+
+
+def _port(text: str) -> int:
+    value = integer(text)
+    if not 0 <= value < 1 << 16:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+    return value
+
+
+def _serve(options: argparse.Namespace) -> int:
+    kwargs = _engine_kwargs(options)
+    try:
+        from diffulex.omni.serve import ServeOptions, serve  # noqa: PLC0415 (needs an extra)
+    except ImportError as error:
+        raise ConfigError(
+            f"omni serve: expected the package {error.name} (pip install 'diffulex[serve]'), got none"
+        ) from error
+    keys = options.api_key or get_text("DIFFULEX_API_KEY").split(",")
+    try:
+        return serve(
+            kwargs,
+            ServeOptions(
+                options.host,
+                options.port,
+                tuple(options.served_model_name),
+                tuple(key.strip() for key in keys if key.strip()),
+                options.drain_timeout,
+            ),
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"omni serve: cannot listen on {options.host}:{options.port}: {error.strerror or error}"
+        ) from error
 
 
 def _engine_kwargs(options: argparse.Namespace) -> dict[str, Any]:
@@ -215,6 +277,7 @@ class _Course:
     def __init__(self, shows_picture: bool) -> None:
         is_terminal = sys.stderr.isatty()
         self._bar: Any = None
+        self._steps: dict[int, int] = {}
         self.painter: PicturePainter | None = None
         if shows_picture and is_terminal and not get_text("NO_COLOR"):
             size = shutil.get_terminal_size()
@@ -230,7 +293,9 @@ class _Course:
 
     def step(self, event: StepEvent) -> None:
         """The callback of the engine."""
-        done, total = event.call * event.num_steps + event.step, event.num_calls * event.num_steps
+        # Several replicas draw at the same time.
+        self._steps[event.call] = event.step
+        done, total = sum(self._steps.values()), event.num_calls * event.num_steps
         if self._has_bar:
             if self._bar is None:
                 self._bar = _bar("Denoising", total)

@@ -74,7 +74,32 @@ class OmniDiffusionConfig:
             )
             for section, section_class in OMNI_SECTIONS.items()
         }
-        return cls(**sections)
+        config = cls(**sections)
+        config._check_processes()
+        return config
+
+    def _check_processes(self) -> None:
+        parallel, world = self.parallel, self.parallel.world_size
+        if parallel.num_gpus not in (None, world):
+            raise ConfigError(
+                f"num_gpus: expected {world}, the product of the parallel sizes, got"
+                f" {parallel.num_gpus}"
+            )
+        if parallel.distributed_executor_backend == "inproc" and world > 1:
+            raise ConfigError(
+                f"distributed_executor_backend: expected mp for {world} processes, got 'inproc'"
+            )
+        if world > 1 and self.model.device.startswith("cuda:"):
+            raise ConfigError(
+                f"device: expected cuda or cpu for {world} processes, got {self.model.device!r}"
+            )
+        if self.memory.dit_cpu_offload and parallel.tensor_parallel_size > 1:
+            raise ConfigError("dit_cpu_offload: expected tensor_parallel_size 1 with it, got more")
+        if parallel.is_inproc and self.engine.request_timeout_s is not None:
+            raise ConfigError(
+                "request_timeout_s: expected distributed_executor_backend mp with it, got a model in"
+                " the caller's process"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The flat keywords that give this configuration again."""
@@ -99,15 +124,16 @@ def _section_items(name: str, value: object) -> dict[str, Any]:
 
 
 def default_model_dir() -> Path:
-    """The image model of the source tree the package runs from.
+    """The bundled image model: of the source tree the package runs from, else of the one it runs in.
 
     Raises:
-        ConfigError: the package does not run from a source tree, or its model is not there.
+        ConfigError: neither has it.
     """
-    path = Path(diffulex.__file__).resolve().parents[2] / _ZOO_MODEL
-    if not (path / "model_index.json").is_file():
-        raise ConfigError(
-            f"model: expected a directory or a hub id (--model), got none, and the source tree has"
-            f" no {_ZOO_MODEL}"
-        )
-    return path
+    source_tree = Path(diffulex.__file__).resolve().parents[2]
+    for path in (source_tree / _ZOO_MODEL, Path(_ZOO_MODEL)):
+        if (path / "model_index.json").is_file():
+            return path
+    raise ConfigError(
+        "model: expected a directory or a hub id (--model), got none, and neither the package's"
+        f" source tree nor the working directory has {_ZOO_MODEL}"
+    )

@@ -6,7 +6,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from diffulex.config.key import ANY, ConfigKey, Range, at_least, build_table, key, later, one_of
+from diffulex.config.key import (
+    ANY,
+    ConfigKey,
+    Range,
+    above,
+    at_least,
+    build_table,
+    key,
+    later,
+    one_of,
+)
+from diffulex.omni.grid import Grid
 
 __all__ = [
     "OMNI_CONFIG_TABLE",
@@ -63,17 +74,53 @@ class OmniModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class DiffusionParallelConfig:
-    """Processes that share the work; one process is what works today."""
+    """Processes that share the work, on one host."""
 
     pipeline_parallel_size: int = later("int", 1, at_least(1), "Ranks that share the layers.")
-    data_parallel_size: int = later("int", 1, at_least(1), "Replicas that share the images.")
-    tensor_parallel_size: int = later("int", 1, at_least(1), "Ranks that share the heads.")
-    ulysses_degree: int = later("int", 1, at_least(1), "Ranks that exchange heads for tokens.")
-    ring_degree: int = later("int", 1, at_least(1), "Ranks that pass keys and values around.")
-    cfg_parallel_size: int = later("int", 1, one_of(1, 2), "Ranks that share the two branches.")
-    distributed_executor_backend: str = later(
-        "str", "inproc", one_of("inproc", "mp"), "`inproc`: the model runs in the caller's process."
+    data_parallel_size: int = key("int", 1, at_least(1), "Replicas that share the images.")
+    tensor_parallel_size: int = key("int", 1, at_least(1), "Ranks that share the heads.")
+    ulysses_degree: int = key("int", 1, at_least(1), "Ranks that exchange heads for tokens.")
+    ring_degree: int = key("int", 1, at_least(1), "Ranks that pass keys and values around.")
+    cfg_parallel_size: int = key("int", 1, one_of(1, 2), "Ranks that share the two branches.")
+    num_gpus: int | None = key(
+        "int?",
+        None,
+        at_least(1),
+        "Worker processes, on CUDA one per device; unset: the product of the sizes, which it must"
+        " equal.",
     )
+    distributed_executor_backend: str = key(
+        "str",
+        "auto",
+        one_of("auto", "inproc", "mp"),
+        "`inproc`: the model runs in the caller's process; `mp`: in worker processes; `auto`: in"
+        " workers if there are several.",
+    )
+
+    @property
+    def grid(self) -> Grid:
+        """Places of the processes."""
+        return Grid(
+            {
+                "tp": self.tensor_parallel_size,
+                "ulysses": self.ulysses_degree,
+                "ring": self.ring_degree,
+                "pp": self.pipeline_parallel_size,
+                "cfg": self.cfg_parallel_size,
+                "dp": self.data_parallel_size,
+            }
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the engine."""
+        return self.grid.size("world")
+
+    @property
+    def is_inproc(self) -> bool:
+        """Whether the model runs in the caller's process."""
+        backend = self.distributed_executor_backend
+        return backend == "inproc" or (backend == "auto" and self.world_size == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +164,40 @@ class OmniEngineConfig:
         "str", "pil", one_of(*OUTPUT_TYPES), "What requests get that ask for nothing else."
     )
     warmup: bool = key("bool", False, _BOOL, "Run two steps of the default size at start.")
+    max_queue_size: int = key(
+        "int", 64, at_least(1), "Requests of `AsyncOmniDiffusion` that may wait; more are refused."
+    )
+    worker_imports: str | None = key(
+        "str?",
+        None,
+        ANY,
+        "Modules that register pipelines, separated by commas; imported here and in every worker.",
+    )
+    init_timeout_s: float = key(
+        "float", 600.0, above(0), "Worker processes: seconds until all have loaded the model."
+    )
+    dist_timeout_s: float = key(
+        "float", 600.0, above(0), "Worker processes: seconds that a collective may wait for a rank."
+    )
+    request_timeout_s: float | None = key(
+        "float?", None, above(0), "Worker processes: seconds until a request is stopped."
+    )
+    shutdown_timeout_s: float = key(
+        "float", 10.0, above(0), "Worker processes: seconds to leave in before they are killed."
+    )
+    error_grace_s: float = key(
+        "float",
+        5.0,
+        above(0),
+        "Worker processes: seconds without a step, after an error of one rank or a timeout, until"
+        " all are ended.",
+    )
+    shm_threshold_bytes: int = key(
+        "int", 1 << 20, at_least(1), "Arrays of requests from which on shared memory carries them."
+    )
+    cpu_threads_per_worker: int | None = key(
+        "int?", None, at_least(1), "Threads of a worker process; unset: the host's share."
+    )
 
 
 OMNI_SECTIONS: dict[str, type[Any]] = {

@@ -3,39 +3,26 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from diffulex.config.key import unknown_key
-from diffulex.omni.errors import RequestError
-from diffulex.omni.loader import load_pipeline
+from diffulex.omni.errors import RequestError, UnsupportedFeatureError
+from diffulex.omni.loader import find_model, load_pipeline
 from diffulex.omni.outputs import OmniRequestOutput
-from diffulex.omni.request import OmniDiffusionRequest
+from diffulex.omni.request import MODEL_FIELDS, OmniDiffusionRequest
+from diffulex.omni.scheduler import Scheduler
+from diffulex.omni.support import check_parallel
 from diffulex.omni.worker import PipelineCall, Worker
+from diffulex.omni.worker_process import import_modules
 
 if TYPE_CHECKING:
     from diffulex.omni.config import OmniDiffusionConfig
-    from diffulex.omni.worker import OnStep
+    from diffulex.omni.worker import OnStep, PipelineFacts
 
 __all__ = ["DiffusionEngine"]
-
-#: Request fields whose value the model may decide.
-_MODEL_FIELDS = (
-    "height",
-    "width",
-    "num_frames",
-    "num_inference_steps",
-    "guidance_scale",
-    "guidance_scale_2",
-    "true_cfg_scale",
-    "max_sequence_length",
-)
-#: Arguments of the pipelines that the engine sets itself, or that would bypass seeds and batches.
-_OWN_ARGUMENTS = ("self", "prompt", "negative_prompt", "generator", "latents", "output_type")
-_OWN_PARTS = ("embeds", "callback", "num_images", "num_videos", "return_dict", "image")
 
 
 class _Resolved(NamedTuple):
@@ -56,28 +43,46 @@ class _Sample(NamedTuple):
     seed: int
 
 
+class _Worker(Protocol):
+    """What draws: `Worker` in this process, or the `Scheduler` of several."""
+
+    facts: PipelineFacts
+
+    def prompt_tokens(self, prompt: str, values: dict[str, Any]) -> tuple[int, int]: ...
+
+    def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> Iterable[list[Any]]: ...
+
+
+def _make_worker(config: OmniDiffusionConfig) -> _Worker:
+    if config.parallel.is_inproc:
+        return Worker(load_pipeline(config))
+    found = find_model(config)
+    check_parallel(config.parallel, found)
+    scheduler = Scheduler()
+    scheduler.initialize(config, str(found.directory))
+    return scheduler
+
+
 class DiffusionEngine:
     """A loaded pipeline and the way from requests to results."""
 
     def __init__(self, config: OmniDiffusionConfig) -> None:
-        loaded = load_pipeline(config)
         self.config = config
-        self.spec = loaded.spec
-        self.device = loaded.device
-        self._defaults = {**loaded.spec.defaults, **loaded.defaults}
-        self._worker: Worker | None = Worker(loaded)
-        self._size_multiple = loaded.spec.size_multiple(loaded.pipeline)
-        # Stretching a schedule to its last value divides by the distance between its ends.
-        self._least_steps = 2 if loaded.pipeline.scheduler.config.get("shift_terminal") else 1
-        parameters = inspect.signature(type(loaded.pipeline).__call__).parameters
-        self._extra_names = tuple(
-            name
-            for name in parameters
-            if name not in (*_OWN_ARGUMENTS, *_MODEL_FIELDS)
-            and not any(part in name for part in _OWN_PARTS)
-        )
+        import_modules(config.engine.worker_imports)
+        self.spec = find_model(config).spec
+        self._worker: _Worker | None = _make_worker(config)
+        self._facts = facts = self._worker.facts
+        self.device = facts.device
+        self._defaults = {**self.spec.defaults, **facts.defaults}
         if config.engine.warmup:
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        try:
             self.step([OmniDiffusionRequest("warm-up", num_inference_steps=2, seed=0)])
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -109,17 +114,65 @@ class DiffusionEngine:
         return [self._output(item, drawn, times) for item, drawn in zip(resolved, images)]
 
     def close(self) -> None:
-        """Gives the model's memory back; later steps are an error. May be called again."""
+        """Ends the workers and gives their memory back; later steps are an error. May be repeated."""
+        if isinstance(self._worker, Scheduler):
+            self._worker.close()
         self._worker = None
 
-    def _open_worker(self) -> Worker:
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stops the running step if it draws one of these; from any thread.
+
+        Only of worker processes: in this process the callback of `step` does it.
+        """
+        if isinstance(self._worker, Scheduler):
+            self._worker.abort(request_ids)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> Any:
+        """`memory_stats` or `prompt_tokens` of every worker, or of one."""
+        return self._processes("collective_rpc").collective_rpc(
+            method, timeout, args, kwargs, unique_reply_rank
+        )
+
+    def health(self) -> dict[str, Any]:
+        """`state` (ready, dead, closed), the processes' `pids`, and for dead ones the `reason`.
+
+        Only looks, and may be called by any thread: the next request ends what is left of dead workers.
+        """
+        worker = self._worker
+        if not isinstance(worker, Scheduler):
+            return {"state": "closed" if worker is None else "ready", "pids": []}
+        death = worker.death()
+        if death is not None:
+            return {"state": "dead", "pids": [], "reason": str(death)}
+        return {"state": worker.state, "pids": worker.pids}
+
+    def restart(self) -> None:
+        """New workers in place of the old ones, dead or not. Raises: as the constructor."""
+        self._processes("restart").restart()
+
+    def _processes(self, name: str) -> Scheduler:
+        worker = self._open_worker()
+        if not isinstance(worker, Scheduler):
+            raise UnsupportedFeatureError(
+                f"{name}: expected distributed_executor_backend mp with it, got inproc"
+            )
+        return worker
+
+    def _open_worker(self) -> _Worker:
         if self._worker is None:
             raise RuntimeError("image engine: expected an open engine, got a closed one")
         return self._worker
 
     def _resolve(self, request: OmniDiffusionRequest) -> _Resolved:
         values = {}
-        for name in _MODEL_FIELDS:
+        for name in MODEL_FIELDS:
             given = getattr(request, name)
             if given is not None and name not in self._defaults:
                 fields = ", ".join(self._defaults)
@@ -131,27 +184,41 @@ class DiffusionEngine:
                 values[name] = value
         self._check_values(values)
         for name in request.extra:
-            if name not in self._extra_names:
-                text = unknown_key(name, name, self._extra_names).removeprefix("configuration: ")
+            if name not in self._facts.extra_names:
+                text = unknown_key(name, name, self._facts.extra_names).removeprefix(
+                    "configuration: "
+                )
                 raise RequestError(f"extra: {text}; {self.spec.name} takes {self._shown_extra()}")
+        negative_prompt = self._negative_prompt(request, values)
+        self._check_length("prompt", request.prompt, values)
+        self._check_length("negative_prompt", negative_prompt or "", values)
         return _Resolved(
             request,
             request.sample_seeds(),
-            self._negative_prompt(request, values),
+            negative_prompt,
             values,
             request.output_type or self.config.engine.output_type,
         )
 
+    def _check_length(self, name: str, prompt: str, values: dict[str, Any]) -> None:
+        if self.spec.prompt_tokens is None:
+            return
+        count, most = self._open_worker().prompt_tokens(prompt, values)
+        if count > most:
+            raise RequestError(
+                f"{name}: expected at most {most} tokens (max_sequence_length), got {count}"
+            )
+
     def _shown_extra(self) -> str:
-        return ", ".join(self._extra_names) or "none"
+        return ", ".join(self._facts.extra_names) or "none"
 
     def _check_values(self, values: dict[str, Any]) -> None:
-        steps, least = values["num_inference_steps"], self._least_steps
+        steps, least = values["num_inference_steps"], self._facts.least_steps
         if steps < least:
             raise RequestError(
                 f"num_inference_steps: expected at least {least} for the model's schedule, got {steps}"
             )
-        multiple = self._size_multiple
+        multiple = self._facts.size_multiple
         for name in ("height", "width"):
             if values[name] % multiple:
                 raise RequestError(f"{name}: expected a multiple of {multiple}, got {values[name]}")
@@ -179,7 +246,10 @@ class DiffusionEngine:
     def _make_calls(
         self, resolved: Sequence[_Resolved]
     ) -> tuple[list[PipelineCall], list[tuple[int, ...]]]:
-        """Calls of at most `max_batch_size` neighbours that agree in all but prompt and seed."""
+        """Calls of at most `max_batch_size` neighbours that agree in all but prompt and seed.
+
+        Every replica draws a run of neighbours.
+        """
         samples = [
             _Sample(index, item.request.prompt, seed)
             for index, item in enumerate(resolved)
@@ -192,13 +262,17 @@ class DiffusionEngine:
             return repr((item.values, item.output_type, dict(item.request.extra), has_negative))
 
         calls, owners = [], []
-        size = self.config.engine.max_batch_size
-        for _, run in groupby(samples, key=shared):
-            group = list(run)
-            for start in range(0, len(group), size):
-                batch = group[start : start + size]
-                calls.append(_make_call(batch, resolved))
-                owners.append(tuple(sample.owner for sample in batch))
+        size, replicas = self.config.engine.max_batch_size, self.config.parallel.data_parallel_size
+        least, more = divmod(len(samples), replicas)
+        parts = iter(samples)
+        for replica in range(replicas):
+            share = list(islice(parts, least + (replica < more)))
+            for _, run in groupby(share, key=shared):
+                group = list(run)
+                for start in range(0, len(group), size):
+                    batch = group[start : start + size]
+                    calls.append(_make_call(batch, resolved, replica))
+                    owners.append(tuple(sample.owner for sample in batch))
         return calls, owners
 
     def _output(
@@ -225,7 +299,9 @@ class DiffusionEngine:
         )
 
 
-def _make_call(batch: Sequence[_Sample], resolved: Sequence[_Resolved]) -> PipelineCall:
+def _make_call(
+    batch: Sequence[_Sample], resolved: Sequence[_Resolved], replica: int
+) -> PipelineCall:
     item = resolved[batch[0].owner]
     negatives = [resolved[sample.owner].negative_prompt for sample in batch]
     values = dict(item.values)
@@ -239,4 +315,5 @@ def _make_call(batch: Sequence[_Sample], resolved: Sequence[_Resolved]) -> Pipel
         num_inference_steps=values.pop("num_inference_steps"),
         output_type=item.output_type,
         arguments={**values, **item.request.extra},
+        replica=replica,
     )

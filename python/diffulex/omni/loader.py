@@ -21,13 +21,29 @@ if TYPE_CHECKING:
     from diffulex.omni.config_table import MemoryConfig
     from diffulex.omni.registry import PipelineSpec
 
-__all__ = ["LoadedPipeline", "load_pipeline"]
+__all__ = [
+    "FoundModel",
+    "LoadedPipeline",
+    "find_model",
+    "load_pipeline",
+    "read_json",
+    "resolve_device",
+]
 
 logger = get_logger(__name__)
 
 _INDEX = "model_index.json"
 _MAX_NAMES = 10
 _DUMMY_SEED = 0
+
+
+class FoundModel(NamedTuple):
+    """A model before anything of it is loaded. `components`: its `model_index.json`."""
+
+    directory: Path
+    components: dict[str, Any]
+    name: str
+    spec: PipelineSpec
 
 
 class LoadedPipeline(NamedTuple):
@@ -39,6 +55,22 @@ class LoadedPipeline(NamedTuple):
     device: str
 
 
+def find_model(config: OmniDiffusionConfig) -> FoundModel:
+    """Looks up, or downloads, what the configuration names.
+
+    Raises:
+        ConfigError: a package is missing.
+        ModelLoadError: there is no readable model.
+        UnsupportedModelError: the pipeline class is not registered.
+    """
+    directory = _find_directory(config)
+    index = read_json(directory / _INDEX)
+    name = config.model.model_class_name or index.get("_class_name")
+    if not isinstance(name, str):
+        raise ModelLoadError(f"{directory / _INDEX}: expected a class of diffusers, got {name!r}")
+    return FoundModel(directory, index, name, find_pipeline(name))
+
+
 def load_pipeline(config: OmniDiffusionConfig) -> LoadedPipeline:
     """Loads what the configuration names.
 
@@ -47,16 +79,11 @@ def load_pipeline(config: OmniDiffusionConfig) -> LoadedPipeline:
         ModelLoadError: files are missing, incomplete or do not fit their classes.
         UnsupportedModelError: the pipeline class is not registered.
     """
-    directory = _find_directory(config)
-    index = _read_json(directory / _INDEX)
-    name = config.model.model_class_name or index.get("_class_name")
-    if not isinstance(name, str):
-        raise ModelLoadError(f"{directory / _INDEX}: expected a class of diffusers, got {name!r}")
-    spec = find_pipeline(name)
+    directory, index, name, spec = find_model(config)
     defaults = _checkpoint_defaults(directory, spec)
     diffusers = import_diffusers()
     start = time.perf_counter()
-    device = _device(config.model.device)
+    device = resolve_device(config.model.device)
     dtypes = _Dtypes(config.model.dtype, device, spec)
     modules = {
         component: _load_module(config, directory, component, entry, dtypes)
@@ -98,7 +125,8 @@ def _find_directory(config: OmniDiffusionConfig) -> Path:
     return Path(found)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; ModelLoadError where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -115,7 +143,7 @@ def _checkpoint_defaults(directory: Path, spec: PipelineSpec) -> dict[str, Any]:
     path = directory / "generation_config.json"
     if not path.is_file():
         return {}
-    defaults = _read_json(path).get("diffulex", {})
+    defaults = read_json(path).get("diffulex", {})
     names = ", ".join(spec.defaults)
     if not isinstance(defaults, dict) or not set(defaults) <= set(spec.defaults):
         raise ModelLoadError(f"{path}: expected the keys {names} in diffulex, got {defaults!r}")
@@ -126,20 +154,29 @@ def _checkpoint_defaults(directory: Path, spec: PipelineSpec) -> dict[str, Any]:
     return defaults
 
 
-def _device(name: str) -> str:
+def resolve_device(name: str, world_size: int = 1) -> str:
+    """`cpu`, or `cuda` with a number where one is named; there is one device per process.
+
+    Raises:
+        UnsupportedFeatureError: this host has too few devices.
+    """
     import torch  # noqa: PLC0415 (slow; nothing needs it before a model is loaded)
 
     has_cuda = torch.cuda.is_available()
     if name == "auto":
-        return "cuda" if has_cuda else "cpu"
+        name = "cuda" if has_cuda else "cpu"
     if name.startswith("cuda"):
-        number = int(name.partition(":")[2] or 0)
+        number = int(name.partition(":")[2] or world_size - 1)
         count = torch.cuda.device_count() if has_cuda else 0
         if number >= count:
             raise UnsupportedFeatureError(
-                f"device: expected one of {count} CUDA devices, got {name}"
+                f"device: expected one of {count} CUDA devices, got {_shown(name, world_size)}"
             )
     return name
+
+
+def _shown(name: str, world_size: int) -> str:
+    return name if world_size == 1 else f"{world_size} processes"
 
 
 class _Dtypes:

@@ -7,7 +7,7 @@ An installed package adds its own as an entry point `AutoOmniPipeline.<class nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,14 @@ from diffulex.registry import Registry
 if TYPE_CHECKING:
     from diffulex.omni.request import OmniDiffusionRequest
 
-__all__ = ["AutoOmniPipeline", "Guidance", "PipelineSpec", "find_pipeline", "register_pipeline"]
+__all__ = [
+    "AutoOmniPipeline",
+    "CfgBranches",
+    "Guidance",
+    "PipelineSpec",
+    "find_pipeline",
+    "register_pipeline",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,21 @@ class Guidance:
 
 
 @dataclass(frozen=True, slots=True)
+class CfgBranches:
+    """How a pipeline calls its transformer for the two branches of guidance, for two ranks.
+
+    Attributes:
+        output_like: (transformer, arguments of the call) -> shape of its output; for pipelines with a
+            call `cond` and then a call `uncond`.
+        batched: arguments that hold both branches, one after the other, along their first axis; for
+            pipelines with one call.
+    """
+
+    output_like: Callable[[Any, Mapping[str, Any]], tuple[int, ...]] | None = None
+    batched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineSpec:
     """What the engine has to know about a pipeline class of diffusers.
 
@@ -49,8 +71,15 @@ class PipelineSpec:
         text_encoders: attribute names of the text encoders, for offloading.
         float32_components: components that keep float32 whatever the dtype.
         frame_multiple: num_frames - 1 is a multiple of it; videos only.
+        prompt_tokens: (pipeline, prompt, field values) -> its tokens and the most that the pipeline
+            reads, so that a longer prompt is an error; None: the pipeline cuts it.
         decode: (pipeline, latents, height, width) -> pictures [B, 3, H, W] in -1..1, for previews;
             None: no previews.
+        has_sequence_plan: the transformer says how its tokens can be shared (`_cp_plan`).
+        tensor_plan: transformer -> paths of its layers and `colwise`, `rowwise` or an object for
+            several inputs side by side, to share its heads; None: it cannot be shared.
+        has_own_heads: its attention counts heads by itself, not by the width of its layers.
+        cfg: how two ranks can share the branches of guidance; None: they cannot.
         pre_process: replaces the requests before they are checked.
         post_process: replaces a request's list of images.
     """
@@ -64,7 +93,12 @@ class PipelineSpec:
     text_encoders: tuple[str, ...] = ("text_encoder",)
     float32_components: tuple[str, ...] = ()
     frame_multiple: int = 1
+    prompt_tokens: Callable[[Any, str, dict[str, Any]], tuple[int, int]] | None = None
     decode: Callable[[Any, Any, int, int], Any] | None = None
+    has_sequence_plan: bool = False
+    tensor_plan: Callable[[Any], dict[str, Any]] | None = None
+    has_own_heads: bool = False
+    cfg: CfgBranches | None = None
     pre_process: (
         Callable[[Sequence[OmniDiffusionRequest]], Sequence[OmniDiffusionRequest]] | None
     ) = None

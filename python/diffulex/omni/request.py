@@ -14,11 +14,29 @@ from diffulex.config.key import unknown_key
 from diffulex.omni.config_table import OUTPUT_TYPES
 from diffulex.omni.errors import RequestError
 
-__all__ = ["MAX_OUTPUTS", "MAX_SEED", "MAX_STEPS", "OmniDiffusionRequest", "make_request"]
+__all__ = [
+    "MAX_OUTPUTS",
+    "MAX_SEED",
+    "MAX_STEPS",
+    "MODEL_FIELDS",
+    "OmniDiffusionRequest",
+    "make_request",
+]
 
 MAX_STEPS = 1000
 MAX_OUTPUTS = 64
 MAX_SEED = 2**63
+#: Request fields whose value the model may decide.
+MODEL_FIELDS = (
+    "height",
+    "width",
+    "num_frames",
+    "num_inference_steps",
+    "guidance_scale",
+    "guidance_scale_2",
+    "true_cfg_scale",
+    "max_sequence_length",
+)
 
 
 def _new_id() -> str:

@@ -3,18 +3,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffulex.omni.errors import RequestAborted, UnsupportedFeatureError
+from diffulex.omni.request import MODEL_FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from diffulex.omni.cfg_parallel import CfgHook
+    from diffulex.omni.groups import RankGroups
     from diffulex.omni.loader import LoadedPipeline
 
-__all__ = ["OnStep", "PipelineCall", "StepEvent", "Worker"]
+__all__ = ["OnStep", "PipelineCall", "PipelineFacts", "StepEvent", "Worker"]
+
+#: Arguments of the pipelines that the engine sets itself, or that would bypass seeds and batches.
+_OWN_ARGUMENTS = ("self", "prompt", "negative_prompt", "generator", "latents", "output_type")
+_OWN_PARTS = ("embeds", "callback", "num_images", "num_videos", "return_dict", "image")
+
+
+class PipelineFacts(NamedTuple):
+    """What checks of requests need to know of a loaded pipeline; plain data.
+
+    Attributes:
+        device: where it runs.
+        defaults: request fields its checkpoint has defaults for.
+        size_multiple: pixels that height and width are multiples of.
+        least_steps: denoising steps that its schedule needs.
+        extra_names: further arguments of its call.
+    """
+
+    device: str
+    defaults: dict[str, Any]
+    size_multiple: int
+    least_steps: int
+    extra_names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +50,7 @@ class PipelineCall:
     Attributes:
         request_ids: request of each image.
         arguments: the pipeline's further keyword arguments.
+        replica: who draws it.
     """
 
     request_ids: tuple[str, ...]
@@ -35,6 +62,7 @@ class PipelineCall:
     num_inference_steps: int
     output_type: str
     arguments: Mapping[str, Any]
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +99,65 @@ OnStep = Callable[[StepEvent], "bool | None"]
 
 
 class Worker:
-    """Owns a loaded pipeline; not thread-safe."""
+    """Owns a loaded pipeline; not thread-safe.
 
-    def __init__(self, loaded: LoadedPipeline) -> None:
+    Args:
+        loaded: the pipeline.
+        groups: of this process, where there are several.
+    """
+
+    def __init__(self, loaded: LoadedPipeline, groups: RankGroups | None = None) -> None:
         self.pipeline = loaded.pipeline
         self.spec = loaded.spec
+        self._replica = 0 if groups is None else groups.coords["dp"]
+        self._is_leader = groups is None or groups.is_leader
+        self._cfg_hooks: list[CfgHook] = []
+        if groups is not None:
+            self._cfg_hooks = _attach(loaded, groups)
+        parameters = inspect.signature(type(loaded.pipeline).__call__).parameters
+        #: Of the pipeline.
+        self.facts = PipelineFacts(
+            loaded.device,
+            loaded.defaults,
+            loaded.spec.size_multiple(loaded.pipeline),
+            # Stretching a schedule to its last value divides by the distance between its ends.
+            2 if loaded.pipeline.scheduler.config.get("shift_terminal") else 1,
+            tuple(
+                name
+                for name in parameters
+                if name not in (*_OWN_ARGUMENTS, *MODEL_FIELDS)
+                and not any(part in name for part in _OWN_PARTS)
+            ),
+        )
 
-    def run(self, calls: list[PipelineCall], on_step: OnStep | None) -> Iterator[list[Any]]:
-        """The images of each call, in order.
+    def prompt_tokens(self, prompt: str, values: dict[str, Any]) -> tuple[int, int]:
+        """Tokens of a prompt, and the most that the pipeline reads."""
+        assert self.spec.prompt_tokens is not None
+        return self.spec.prompt_tokens(self.pipeline, prompt, values)
+
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes on the device: `allocated`, `peak`; zeros on the CPU."""
+        import torch  # noqa: PLC0415 (slow; loaded with the model)
+
+        if not self.facts.device.startswith("cuda"):
+            return {"allocated": 0, "peak": 0}
+        device = self.facts.device
+        return {
+            "allocated": torch.cuda.memory_allocated(device),
+            "peak": torch.cuda.max_memory_allocated(device),
+        }
+
+    def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> Iterator[list[Any]]:
+        """The images of each call of this process's replica, in order.
+
+        Ranks that do not lead their replica give latents, which nobody needs.
 
         Raises:
             RequestAborted: the callback returned False.
         """
         for number, call in enumerate(calls):
-            yield self._run_call(call, number, len(calls), on_step)
+            if call.replica == self._replica:
+                yield self._run_call(call, number, len(calls), on_step)
 
     def _run_call(
         self, call: PipelineCall, number: int, num_calls: int, on_step: OnStep | None
@@ -94,6 +167,10 @@ class Worker:
         arguments = dict(call.arguments)
         if call.negative_prompts is not None:
             arguments["negative_prompt"] = list(call.negative_prompts)
+        for hook in self._cfg_hooks:
+            hook.reset_state(None)
+            hook.is_active = call.negative_prompts is not None
+            hook.batch = len(call.prompts)
         watcher = None
         if on_step is not None:
             watcher = _Watcher(self, call, number, num_calls, on_step)
@@ -107,12 +184,29 @@ class Worker:
                 height=call.height,
                 width=call.width,
                 num_inference_steps=call.num_inference_steps,
-                output_type=call.output_type,
+                output_type=call.output_type if self._is_leader else "latent",
                 **arguments,
             )
         if watcher is not None and watcher.is_stopped:
             raise RequestAborted(f"request {', '.join(call.request_ids)}: stopped by its callback")
         return list(result.frames if self.spec.media == "video" else result.images)
+
+
+def _attach(loaded: LoadedPipeline, groups: RankGroups) -> list[CfgHook]:
+    """Makes a pipeline one of several ranks'. The hook that is registered last is outermost."""
+    from diffulex.omni import (  # noqa: PLC0415 (they import diffusers)
+        cfg_parallel,
+        sequence_parallel,
+        tensor_parallel,
+    )
+
+    if groups.group("tp") is not None:
+        tensor_parallel.attach(loaded.pipeline, loaded.spec, groups)
+    if groups.group("sp") is not None:
+        sequence_parallel.attach(loaded.pipeline, loaded.spec, groups)
+    if groups.group("cfg") is not None:
+        return cfg_parallel.attach(loaded.pipeline, loaded.spec, groups)
+    return []
 
 
 class _Watcher:

@@ -61,7 +61,13 @@ def pixels(engine, prompt="a cat", **fields):
     return np.asarray(engine.generate(prompt, **{**SMALL, "seed": 1, **fields})[0].images[0])
 
 
-@pytest.mark.parametrize("name", DIRECT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("qwen", "wan") else [pytest.mark.slow])
+        for name in DIRECT
+    ],
+)
 def test_one_rank_is_what_diffusers_does(tiny, name):
     pipeline = import_diffusers().DiffusionPipeline.from_pretrained(tiny(name))
     pipeline.set_progress_bar_config(disable=True)
@@ -117,6 +123,7 @@ def test_a_drawn_seed_is_reported_and_repeats_the_picture(qwen):
     assert json.loads(json.dumps(output.to_dict()))["metrics"]["height"] == 64
 
 
+@pytest.mark.slow
 def test_several_prompts_keep_their_order_in_any_batch(tiny, qwen):
     prompts = ["a cat", "two dogs", "a very long line about birds"]
     outputs = qwen.generate(prompts, **SMALL, seed=1)
@@ -150,6 +157,7 @@ def test_steps_are_reported_and_previews_end_in_the_picture(qwen):
     assert np.array_equal(previews[2], pixels(qwen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "sd3", "z_image"])
 def test_previews_of_other_pipelines(tiny, name):
     previews = []
@@ -226,6 +234,18 @@ def test_prompts_and_their_negative_ones(qwen):
     with pytest.raises(RequestError, match="negative_prompt: expected 2 texts, got 1"):
         qwen.generate(["a", "b"], negative_prompt=["c"])
     assert qwen.generate([]) == []
+
+
+def test_a_prompt_is_not_cut(qwen):
+    for name, fields in (("prompt", {}), ("negative_prompt", {"negative_prompt": "b " * 600})):
+        prompt = "a cat" if fields else "b " * 600
+        with pytest.raises(RequestError) as raised:
+            qwen.generate(prompt, **SMALL, **fields)
+        text = str(raised.value)
+        assert text.startswith(f"{name}: expected at most 512 tokens (max_sequence_length), got 1")
+    with pytest.raises(RequestError, match="prompt: expected at most 3 tokens"):
+        pixels(qwen, max_sequence_length=3)
+    pixels(qwen, max_sequence_length=200)
 
 
 def test_frames_are_not_rounded(tiny):
@@ -352,6 +372,27 @@ def test_directories_that_are_no_models(tiny, tmp_path):
             UnsupportedFeatureError, match="expected one of 0 CUDA devices, got cuda"
         ):
             OmniDiffusion(model=str(tiny("qwen")), device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("sd3", {"ulysses_degree": 2},
+         "ulysses_degree: expected 1 for StableDiffusion3Pipeline, got 2"),
+        ("z_image", {"ring_degree": 2}, "ring_degree: expected 1 for ZImagePipeline, got 2"),
+        ("wan", {"tensor_parallel_size": 2},
+         "tensor_parallel_size: expected 1 for WanPipeline, got 2"),
+        ("qwen", {"tensor_parallel_size": 3},
+         "tensor_parallel_size: expected a divisor of 4 heads, got 3"),
+    ],
+)  # fmt: skip
+def test_what_a_pipeline_cannot_share_is_refused_before_a_process_starts(
+    tiny, monkeypatch, name, sizes, message
+):
+    monkeypatch.setattr("subprocess.Popen", None)
+    with pytest.raises(UnsupportedFeatureError) as raised:
+        OmniDiffusion(model=str(tiny(name)), **sizes)
+    assert str(raised.value) == message
 
 
 def test_a_closed_engine_says_so(tiny):

@@ -44,6 +44,7 @@ def error_of(capsys, *arguments, code=2):
     return line
 
 
+@pytest.mark.slow
 def test_pictures_are_written_and_nothing_else_is_said(model, tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "diffulex", "omni", "generate", "a cat", "--model", str(model),
@@ -95,8 +96,8 @@ def test_a_video_is_a_gif(tiny, tmp_path, capsys):
          "--output: expected a file name that ends in .png, .jpg, .jpeg, .webp, .gif, got 'x.bmp'"),
         (["generate", "x", "-o", "no/where.png"],
          "--output: expected a file in an existing directory, got 'no/where.png'"),
-        (["generate", "x", "--ring-degree", "2"],
-         "ring_degree: only 1 is supported so far (documented range: >= 1), got 2"),
+        (["generate", "x", "--pipeline-parallel-size", "2"],
+         "pipeline_parallel_size: only 1 is supported so far (documented range: >= 1), got 2"),
         (["generate", "x", "--model", "/no/such"],
          "model: expected a directory with model_index.json or a hub id, got '/no/such'"),
         (["eval", "--limit", "0"],
@@ -114,14 +115,14 @@ def test_errors_are_one_line(capsys, arguments, message):
     assert message in error_of(capsys, *arguments)
 
 
-def test_without_a_model_in_the_source_tree(capsys, monkeypatch):
+def test_without_a_bundled_model(capsys, monkeypatch):
     from diffulex.omni import config
 
     monkeypatch.setattr(config, "_ZOO_MODEL", "examples/zoo/nothing")
     line = error_of(capsys, "generate", "x")
     assert line.endswith(
-        "model: expected a directory or a hub id (--model), got none, and the source tree has no"
-        " examples/zoo/nothing"
+        "model: expected a directory or a hub id (--model), got none, and neither the"
+        " package's source tree nor the working directory has examples/zoo/nothing"
     )
 
 
@@ -212,6 +213,7 @@ def test_denoising_is_shown_in_a_terminal(model, tmp_path, monkeypatch, capsys, 
         assert "▀" not in text
 
 
+@pytest.mark.slow
 def test_training_runs_from_scenes_to_a_model(tmp_path):
     model = tmp_path / "model"
     result = subprocess.run(

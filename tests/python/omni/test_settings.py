@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[3]
         ({"max_batch_size": 0}, "max_batch_size: expected int >= 1, got 0"),
         ({"device": "tpu"}, "device: expected str auto, cpu, cuda, cuda:N, got 'tpu'"),
         (
-            {"ulysses_degree": 2},
-            "ulysses_degree: only 1 is supported so far (documented range: >= 1), got 2",
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size: only 1 is supported so far (documented range: >= 1), got 2",
         ),
         (
             {"cache_backend": "tea_cache"},
@@ -40,8 +41,33 @@ ROOT = Path(__file__).resolve().parents[3]
             " (documented range: one of none, tea_cache, cache_dit), got 'tea_cache'",
         ),
         (
-            {"parallel_config": {"tensor_parallel_size": 4}},
-            "tensor_parallel_size: only 1 is supported so far (documented range: >= 1), got 4",
+            {"data_parallel_size": 2, "distributed_executor_backend": "inproc"},
+            "distributed_executor_backend: expected mp for 2 processes, got 'inproc'",
+        ),
+        (
+            {"data_parallel_size": 2, "num_gpus": 3},
+            "num_gpus: expected 2, the product of the parallel sizes, got 3",
+        ),
+        (
+            {"cfg_parallel_size": 3},
+            "cfg_parallel_size: expected one of 1, 2, got 3",
+        ),
+        (
+            {"cfg_parallel_size": 2, "device": "cuda:1"},
+            "device: expected cuda or cpu for 2 processes, got 'cuda:1'",
+        ),
+        (
+            {"request_timeout_s": 1},
+            "request_timeout_s: expected distributed_executor_backend mp with it, got a model in"
+            " the caller's process",
+        ),
+        (
+            {"parallel_config": {"tensor_parallel_size": 0}},
+            "tensor_parallel_size: expected int >= 1, got 0",
+        ),
+        (
+            {"tensor_parallel_size": 2, "dit_cpu_offload": True},
+            "dit_cpu_offload: expected tensor_parallel_size 1 with it, got more",
         ),
         (
             {"parallel_config": {"tensor_parallel": 1}},
@@ -169,6 +195,8 @@ def test_missing_packages_are_named_with_their_command(monkeypatch):
 def test_the_engine_for_images_does_not_use_the_one_for_language():
     for path in (ROOT / "python/diffulex/omni").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
+        # What knows HTTP and no language is shared.
+        text = re.sub(r"from diffulex\.server\.(http|loopback)\b", "", text)
         for name in ("diffulex_ext", "diffulex.engine", "diffulex.samplers", "diffulex.server"):
             assert f"import {name}" not in text, path
             assert f"from {name}" not in text, path

@@ -37,6 +37,7 @@ def wrong(scene: Scene, image: np.ndarray) -> set[str]:
     return {name for name in ATTRIBUTES if not getattr(verdict, name)}
 
 
+@pytest.mark.slow
 def test_the_checker_reads_every_rendered_scene_through_noise():
     rng, noise = random.Random(1), np.random.default_rng(1)
     scenes = [draw_scene(rng) for _ in range(1000)]

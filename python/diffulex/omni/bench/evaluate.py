@@ -149,7 +149,8 @@ def evaluate_shapes(
             raise ConfigError(f"--output: expected a file in an existing directory, got {name!r}")
     scenes = held_out_scenes(limit)
     with OmniDiffusion(**engine_kwargs) as engine:
-        batch = engine.config.engine.max_batch_size
+        # Every replica gets a whole batch.
+        batch = engine.config.engine.max_batch_size * engine.config.parallel.data_parallel_size
         runs = tuple(_run(engine, scenes, setting, batch, on_image) for setting in settings)
         environment = _environment(engine, command)
     report = ShapesReport(environment, runs)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latents to pictures, as the pipelines do it, for previews between steps."""
+"""What several families share: latents to pictures as the pipelines do it, sizes, shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["decode_scaled", "spatial_multiple"]
+__all__ = ["decode_scaled", "like_projection", "spatial_multiple", "tensor_plan"]
 
 
 def spatial_multiple(pipeline: Any) -> int:
@@ -18,3 +19,14 @@ def decode_scaled(pipeline: Any, latents: Any) -> Any:
     vae = pipeline.vae
     scaled = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
     return vae.decode(scaled, return_dict=False)[0]
+
+
+def like_projection(transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    """Shape of an output that is a projection of every image token."""
+    batch, tokens, _ = arguments["hidden_states"].shape
+    return batch, tokens, int(transformer.proj_out.out_features)
+
+
+def tensor_plan(transformer: Any) -> dict[str, Any]:
+    """What diffusers says of its own layers."""
+    return dict(transformer._tp_plan)

@@ -5,8 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffulex.omni.models.decoding import decode_scaled, spatial_multiple
-from diffulex.omni.registry import Guidance, PipelineSpec
+from diffulex.omni.models.decoding import (
+    decode_scaled,
+    like_projection,
+    spatial_multiple,
+    tensor_plan,
+)
+from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec
 
 __all__ = ["SPEC"]
 
@@ -31,4 +36,7 @@ SPEC = PipelineSpec(
     guidance=Guidance("true_cfg_scale"),
     text_encoders=("text_encoder", "text_encoder_2"),
     decode=_decode,
+    has_sequence_plan=True,
+    tensor_plan=tensor_plan,
+    cfg=CfgBranches(output_like=like_projection),
 )

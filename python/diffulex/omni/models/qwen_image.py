@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffulex.omni.models.decoding import spatial_multiple
-from diffulex.omni.registry import Guidance, PipelineSpec
+from diffulex.omni.models.decoding import like_projection, spatial_multiple, tensor_plan
+from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec
 
 __all__ = ["SPEC"]
 
@@ -24,6 +24,12 @@ def _decode(pipeline: Any, latents: Any, height: int, width: int) -> Any:
     return vae.decode(latents / scale + mean, return_dict=False)[0][:, :, 0]
 
 
+def _prompt_tokens(pipeline: Any, prompt: str, values: dict[str, Any]) -> tuple[int, int]:
+    text = pipeline.prompt_template_encode.format(prompt)
+    count = len(pipeline.tokenizer(text).input_ids) - pipeline.prompt_template_encode_start_idx
+    return count, min(values["max_sequence_length"], pipeline.tokenizer_max_length)
+
+
 SPEC = PipelineSpec(
     name="QwenImagePipeline",
     media="image",
@@ -33,8 +39,12 @@ SPEC = PipelineSpec(
         "width": 1024,
         "num_inference_steps": 50,
         "true_cfg_scale": 4.0,
-        "max_sequence_length": None,
+        "max_sequence_length": 512,
     },
     guidance=Guidance("true_cfg_scale", negative_prompt=" "),
+    prompt_tokens=_prompt_tokens,
+    has_sequence_plan=True,
+    tensor_plan=tensor_plan,
+    cfg=CfgBranches(output_like=like_projection),
     decode=_decode,
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from diffulex.omni.models.decoding import decode_scaled
-from diffulex.omni.registry import Guidance, PipelineSpec
+from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec
 
 __all__ = ["SPEC"]
 
@@ -17,6 +17,17 @@ def _size_multiple(pipeline: Any) -> int:
 
 def _decode(pipeline: Any, latents: Any, _height: int, _width: int) -> Any:
     return decode_scaled(pipeline, latents)
+
+
+def _tensor_plan(_transformer: Any) -> dict[str, Any]:
+    attention = "transformer_blocks.*.attn."
+    columns = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+    plan = dict.fromkeys((attention + name for name in columns), "colwise")
+    plan |= dict.fromkeys((attention + name for name in ("to_out.0", "to_add_out")), "rowwise")
+    for name in ("ff", "ff_context"):
+        plan[f"transformer_blocks.*.{name}.net.0.proj"] = "colwise"
+        plan[f"transformer_blocks.*.{name}.net.2"] = "rowwise"
+    return plan
 
 
 SPEC = PipelineSpec(
@@ -33,4 +44,9 @@ SPEC = PipelineSpec(
     guidance=Guidance("guidance_scale"),
     text_encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
     decode=_decode,
+    tensor_plan=_tensor_plan,
+    has_own_heads=True,
+    cfg=CfgBranches(
+        batched=("hidden_states", "timestep", "encoder_hidden_states", "pooled_projections")
+    ),
 )

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from diffulex.omni.registry import Guidance, PipelineSpec
+from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec
 
 __all__ = ["SPEC"]
 
@@ -15,6 +16,11 @@ def _size_multiple(pipeline: Any) -> int:
         pipeline.transformer if pipeline.transformer is not None else pipeline.transformer_2
     )
     return int(pipeline.vae_scale_factor_spatial) * int(transformer.config.patch_size[1])
+
+
+def _output_like(transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    batch, _, *cells = arguments["hidden_states"].shape
+    return batch, int(transformer.config.out_channels), *cells
 
 
 SPEC = PipelineSpec(
@@ -34,4 +40,6 @@ SPEC = PipelineSpec(
     transformers=("transformer", "transformer_2"),
     float32_components=("vae",),
     frame_multiple=4,
+    has_sequence_plan=True,
+    cfg=CfgBranches(output_like=_output_like),
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from diffulex.omni.models.decoding import decode_scaled, spatial_multiple
-from diffulex.omni.registry import Guidance, PipelineSpec
+from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec
 
 __all__ = ["SPEC"]
 
@@ -28,4 +28,5 @@ SPEC = PipelineSpec(
     },
     guidance=Guidance("guidance_scale", off=0.0),
     decode=_decode,
+    cfg=CfgBranches(batched=("x", "t", "cap_feats")),
 )

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image engine behind an event loop: one thread draws, requests wait in line."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from diffulex.omni.errors import QueueFull, RequestAborted, RequestError
+from diffulex.omni.omni_diffusion import OmniDiffusion
+from diffulex.omni.request import make_request
+
+if TYPE_CHECKING:
+    from diffulex.omni.config import OmniDiffusionConfig
+    from diffulex.omni.outputs import OmniRequestOutput
+    from diffulex.omni.request import OmniDiffusionRequest
+    from diffulex.omni.worker import StepEvent
+
+__all__ = ["AsyncOmniDiffusion", "Progress"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A denoising step that is done.
+
+    Attributes:
+        step, num_steps: over all images of the request.
+        previews: pictures of the images that are being drawn, where they were asked for.
+    """
+
+    request_id: str
+    step: int
+    num_steps: int
+    previews: tuple[Any, ...] = ()
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request on its way; results go to the loop that waits for them."""
+
+    request: OmniDiffusionRequest
+    preview_every: int | None
+    loop: asyncio.AbstractEventLoop
+    #: Progress, and at the end an output or an error.
+    events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    arrived: float = field(default_factory=time.perf_counter)
+    is_aborted: bool = False
+
+    def tell(self, event: Any) -> None:
+        """From the drawing thread; nobody listens any more once the loop is closed."""
+        with suppress(RuntimeError):  # what a closed loop raises
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+class AsyncOmniDiffusion:
+    """Draws for an event loop, one request after the other. Takes what `OmniDiffusion` takes.
+
+    Raises: as `OmniDiffusion`; loading the model blocks.
+    """
+
+    def __init__(
+        self, od_config: OmniDiffusionConfig | Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        self._omni = OmniDiffusion(od_config, **kwargs)
+        self.config = self._omni.config
+        self.engine = self._omni.engine
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._live: dict[str, _Job] = {}
+        self._current: _Job | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._draw, name="diffulex-omni", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are accepted."""
+        return not self._is_closed and self.engine.health()["state"] == "ready"
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started."""
+        jobs = tuple(self._live.values())
+        return sum(job is not self._current and not job.is_aborted for job in jobs)
+
+    async def generate(self, prompt: str, **kwargs: Any) -> OmniRequestOutput:
+        """The images of a prompt. Cancelling the task aborts the request.
+
+        Args:
+            prompt: a text.
+            kwargs: fields of `OmniDiffusionRequest`.
+
+        Raises:
+            RequestError: the prompt or a field is not legal for this model.
+            QueueFull: `max_queue_size` requests wait already.
+            RequestAborted: `abort` or `close` was called.
+            OmniError: as `OmniDiffusion.generate`.
+        """
+        async for event in self.generate_stream(prompt, **kwargs):
+            if not isinstance(event, Progress):
+                return event
+        raise AssertionError
+
+    async def generate_stream(
+        self, prompt: str, *, preview_every: int | None = None, **kwargs: Any
+    ) -> AsyncGenerator[Progress | OmniRequestOutput, None]:
+        """`Progress` after every step, and at the end the result. Raises: as `generate`.
+
+        Args:
+            prompt: as for `generate`.
+            preview_every: steps between previews, which cost one decode each; the last step has none,
+                as the result follows; None: no previews.
+            kwargs: as for `generate`.
+        """
+        job = self._accept(make_request(prompt, kwargs), preview_every)
+        try:
+            while True:
+                event = await job.events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+                if not isinstance(event, Progress):
+                    return
+        finally:
+            # Without effect when it is done.
+            self._stop(job)
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request with RequestAborted, at its next step if it runs; whether there is one."""
+        job = self._live.get(request_id)
+        if job is not None:
+            self._stop(job)
+        return job is not None
+
+    async def close(self) -> None:
+        """Aborts all requests and gives the model's memory back. May be called again."""
+        if not self._is_closed:
+            self._is_closed = True
+            for job in tuple(self._live.values()):
+                self._stop(job)
+            self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _accept(self, request: OmniDiffusionRequest, preview_every: int | None) -> _Job:
+        if self._is_closed:
+            raise RuntimeError("image engine: expected an open engine, got a closed one")
+        if request.request_id in self._live:
+            raise RequestError(
+                f"request_id: expected a new one, got {request.request_id!r}, which is being drawn"
+            )
+        most = self.config.engine.max_queue_size
+        if self.num_waiting >= most:
+            raise QueueFull(f"queue: expected at most {most} waiting requests (max_queue_size)")
+        job = _Job(request, preview_every, asyncio.get_running_loop())
+        self._live[request.request_id] = job
+        self._jobs.put(job)
+        return job
+
+    def _stop(self, job: _Job) -> None:
+        job.is_aborted = True
+        if self._live.get(job.request.request_id) is job:
+            # Before the next step of worker processes; in this one the callback sees the mark.
+            self.engine.abort([job.request.request_id])
+
+    def _draw(self) -> None:
+        """The thread that owns the engine."""
+        while (job := self._jobs.get()) is not None:
+            self._current = job
+            try:
+                result: Any = self._run(job)
+            except BaseException as error:
+                result = error
+            del self._live[job.request.request_id]
+            self._current = None
+            job.tell(result)
+        self._omni.close()
+
+    def _run(self, job: _Job) -> OmniRequestOutput:
+        if job.is_aborted:
+            raise RequestAborted(f"request {job.request.request_id}: aborted before it started")
+        start = time.perf_counter()
+        steps: dict[int, int] = {}
+
+        def report(event: StepEvent) -> bool:
+            if job.is_aborted:
+                return False
+            steps[event.call] = event.step
+            every = job.preview_every
+            is_last = event.step == event.num_steps
+            is_due = every is not None and event.step % every == 0 and not is_last
+            job.tell(
+                Progress(
+                    job.request.request_id,
+                    sum(steps.values()),
+                    event.num_calls * event.num_steps,
+                    tuple(event.preview()) if is_due else (),
+                )
+            )
+            return True
+
+        (output,) = self._omni.generate_requests([job.request], on_step=report)
+        metrics = {**output.metrics, "queue_s": start - job.arrived}
+        return dataclasses.replace(output, metrics=metrics)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The images API of OpenAI over the image engine: pictures, and previews as they are drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import time
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from diffulex.errors import ConfigError
+from diffulex.log import get_logger
+from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion, Progress
+from diffulex.omni.errors import (
+    OmniError,
+    QueueFull,
+    RequestAborted,
+    RequestTimeout,
+    WorkerDeadError,
+)
+from diffulex.omni.images_metrics import ImagesMetrics
+from diffulex.omni.outputs import OmniRequestOutput
+from diffulex.omni.request import MAX_SEED
+from diffulex.server.http.api_errors import ApiError
+from diffulex.server.http.disconnect import ClientLeftError, run_while_connected
+from diffulex.server.http.json_response import JSONBody
+from diffulex.server.http.sse import DONE, EventStream, sse
+
+__all__ = ["ImageRequest", "create_images_router"]
+
+logger = get_logger(__name__)
+
+_MAX_N = 10
+_MAX_SIZE_DIGITS = 6
+_MAX_STEPS = 200
+_SCALE = Field(default=None, ge=0, le=20)
+_CLIENT_CLOSED = 499
+#: What an error of the engine means for its client; the first that fits.
+_STATUS: tuple[tuple[type[BaseException], int], ...] = (
+    (QueueFull, 429),
+    (RequestTimeout, 504),
+    (WorkerDeadError, 503),
+    (RequestAborted, 503),
+    (ConfigError, 400),
+    (ValueError, 400),
+    (OmniError, 500),
+)
+
+
+class PreviewOptions(BaseModel):
+    """Extension: previews of a stream without the limit of three."""
+
+    model_config = ConfigDict(extra="forbid")
+    preview_every: int | None = Field(default=None, ge=1, description="Steps between previews.")
+
+
+class ImageRequest(BaseModel):
+    """Body of a request for images; what is left open takes the model's default."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompt: str = Field(min_length=1, max_length=32_000)
+    model: str | None = None
+    n: int = Field(default=1, ge=1, le=_MAX_N)
+    size: str | None = Field(default=None, description="WIDTHxHEIGHT, or auto.")
+    response_format: Literal["b64_json"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    quality: Literal["auto"] | None = None
+    background: Literal["auto", "opaque"] | None = None
+    user: str | None = None
+    stream: bool | None = None
+    partial_images: int | None = Field(default=None, ge=0, le=3)
+    negative_prompt: str | None = None
+    num_inference_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS)
+    guidance_scale: Annotated[float | None, _SCALE] = None
+    true_cfg_scale: Annotated[float | None, _SCALE] = None
+    seed: int | None = Field(default=None, ge=0, lt=MAX_SEED)
+    diffulex: PreviewOptions = PreviewOptions()
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of the engine's request.
+
+        Raises:
+            ApiError: the size is none.
+        """
+        names = (
+            "negative_prompt",
+            "num_inference_steps",
+            "guidance_scale",
+            "true_cfg_scale",
+            "seed",
+        )
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.size not in (None, "auto"):
+            width, separator, height = str(self.size).partition("x")
+            is_number = all(
+                part.isascii() and part.isdecimal() and len(part) <= _MAX_SIZE_DIGITS
+                for part in (width, height)
+            )
+            if not (separator and is_number and int(width) and int(height)):
+                raise ApiError(
+                    400, f"size: expected WIDTHxHEIGHT or auto, got {self.size!r}", param="size"
+                )
+            given |= {"width": int(width), "height": int(height)}
+        return {**given, "num_outputs_per_prompt": self.n, "output_type": "pil"}
+
+
+def create_images_router(
+    engine: AsyncOmniDiffusion, served_names: tuple[str, ...], metrics: ImagesMetrics
+) -> APIRouter:
+    """`/v1/images/generations` over an engine.
+
+    Args:
+        engine: draws images.
+        served_names: what `model` may be.
+        metrics: counts what happens.
+    """
+    router = APIRouter()
+
+    @router.post("/v1/images/generations")
+    async def generate(body: ImageRequest, request: Request) -> Response:
+        """Draws a prompt; with `stream` its previews come as events."""
+        if body.model is not None and body.model not in served_names:
+            names = ", ".join(served_names)
+            message = f"model: expected one of {names}, got {body.model!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        is_stream = bool(body.stream)
+        if not is_stream and (body.partial_images or body.diffulex.preview_every):
+            message = "partial_images: expected stream true with previews, got false"
+            raise ApiError(400, message, param="partial_images")
+        if is_stream and body.n > 1:
+            raise ApiError(400, f"n: expected 1 with stream, got {body.n}", param="n")
+        if is_stream:
+            return await _stream(engine, body, request, metrics)
+        try:
+            output = await run_while_connected(
+                request.receive, lambda _: engine.generate(body.prompt, **body.fields())
+            )
+        except ClientLeftError:
+            metrics.failed(_CLIENT_CLOSED)
+            return Response(status_code=_CLIENT_CLOSED)
+        except Exception as error:
+            raise _failure(error, metrics) from error
+        metrics.succeeded(output)
+        data = await asyncio.to_thread(
+            lambda: [_encode(image, body.output_format) for image in output.images]
+        )
+        return JSONBody(
+            {
+                "created": int(time.time()),
+                "data": [{"b64_json": text} for text in data],
+                "output_format": body.output_format,
+                "size": _size(output),
+                "diffulex": dict(output.metrics),
+            }
+        )
+
+    return router
+
+
+async def _stream(
+    engine: AsyncOmniDiffusion, body: ImageRequest, request: Request, metrics: ImagesMetrics
+) -> Response:
+    """The events; what fails before the first step is an ordinary answer."""
+    fields = body.fields()
+    num_steps = body.num_inference_steps or engine.engine.defaults["num_inference_steps"]
+    every, most = body.diffulex.preview_every, None
+    if every is None and body.partial_images:
+        every, most = -(-num_steps // (body.partial_images + 1)), body.partial_images
+    events = engine.generate_stream(body.prompt, preview_every=every, **fields)
+
+    async def first_event(_: Any) -> Progress | OmniRequestOutput:
+        return await anext(events)
+
+    try:
+        first = await run_while_connected(request.receive, first_event)
+    except ClientLeftError:
+        metrics.failed(_CLIENT_CLOSED)
+        return Response(status_code=_CLIENT_CLOSED)
+    except Exception as error:
+        raise _failure(error, metrics) from error
+    frames = _frames(first, events, body, most, metrics)
+
+    def count(is_sent: bool) -> None:
+        if not is_sent:
+            metrics.failed(_CLIENT_CLOSED)
+
+    return EventStream(frames, headers={}, on_end=count)
+
+
+async def _frames(
+    first: Progress | OmniRequestOutput,
+    events: AsyncGenerator[Progress | OmniRequestOutput, None],
+    body: ImageRequest,
+    most: int | None,
+    metrics: ImagesMetrics,
+) -> AsyncGenerator[bytes, None]:
+    number = 0
+    common = {"background": "opaque", "quality": "auto", "output_format": body.output_format}
+    try:
+        event: Progress | OmniRequestOutput | None = first
+        while event is not None:
+            if isinstance(event, OmniRequestOutput):
+                picture, kind = event.images[0], "image_generation.completed"
+                more: dict[str, Any] = {"diffulex": dict(event.metrics)}
+                metrics.succeeded(event)
+            elif event.previews and (most is None or number < most):
+                picture, kind = event.previews[0], "image_generation.partial_image"
+                steps = {"step": event.step, "num_steps": event.num_steps}
+                more = {"partial_image_index": number, "diffulex": steps}
+                number += 1
+            else:
+                event = await anext(events, None)
+                continue
+            text = await asyncio.to_thread(_encode, picture, body.output_format)
+            size = "x".join(map(str, picture.size))
+            shown = {"type": kind, "b64_json": text, "created_at": int(time.time()), "size": size}
+            yield sse({**shown, **common, **more}, event=kind)
+            event = await anext(events, None)
+    except Exception as error:
+        yield sse(_failure(error, metrics).body(), event="error")
+    finally:
+        # A client that has left takes its request along.
+        await events.aclose()
+    yield DONE
+
+
+def _encode(picture: Any, output_format: str) -> str:
+    """A PIL image as base64 of a file."""
+    file = io.BytesIO()
+    picture.save(file, output_format.upper())
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def _size(output: OmniRequestOutput) -> str:
+    return f"{output.metrics['width']}x{output.metrics['height']}"
+
+
+def _failure(error: Exception, metrics: ImagesMetrics) -> ApiError:
+    failure = _as_api_error(error)
+    metrics.failed(failure.status)
+    return failure
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    for kind, status in _STATUS:
+        if isinstance(error, kind):
+            if status == 500:
+                logger.error("request failed: %s\n%s", error, getattr(error, "trace", ""))
+            return ApiError(status, str(error))
+    logger.error("request failed", exc_info=error)
+    return ApiError(500, "internal error, see the log", code="internal_error")

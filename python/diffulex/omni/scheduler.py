@@ -1,0 +1,481 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives every request to all workers and waits for all of them; the result comes from rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import os
+import queue
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import diffulex.errors
+from diffulex.log import get_logger
+from diffulex.omni import errors
+from diffulex.omni.errors import (
+    OmniError,
+    RequestAborted,
+    RequestTimeout,
+    WorkerDeadError,
+    WorkerError,
+)
+from diffulex.omni.loader import resolve_device
+from diffulex.omni.message_queue import Kind, Message, MessageQueue, QueueHandle
+from diffulex.omni.worker import PipelineFacts, StepEvent
+from diffulex.omni.worker_pool import WorkerPool
+from diffulex.serving.backend_process import describe_exit
+from diffulex.serving.zmq_queue import MessageDecodeError
+
+if TYPE_CHECKING:
+    from diffulex.omni.config import OmniDiffusionConfig
+    from diffulex.omni.worker import OnStep, PipelineCall
+
+__all__ = ["DiffusionOutput", "Scheduler", "get_scheduler"]
+
+logger = get_logger(__name__)
+
+#: Longest wait until the processes are looked at again.
+_SLICE_S = 0.1
+_SILENT_S = 30.0
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+class DiffusionOutput(NamedTuple):
+    """Images of each call, in order."""
+
+    outputs: list[list[Any]]
+
+
+@dataclasses.dataclass(slots=True)
+class _Running:
+    """A call of a method while the workers are at it.
+
+    Attributes:
+        replies: by rank.
+        failure: raised when all workers are done, instead of what they say.
+        limit_s, deadline: seconds it may take, and when they have passed.
+        is_impatient: one rank has failed: the others may not be silent for long any more.
+        moved: when a worker last made a step or replied.
+        steps: where each rank is.
+        heard: when each rank last said anything.
+    """
+
+    seq: int
+    on_step: OnStep | None = None
+    request_ids: frozenset[str] = frozenset()
+    limit_s: float = 0.0
+    deadline: float | None = None
+    replies: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    failure: BaseException | None = None
+    is_stopping: bool = False
+    is_impatient: bool = False
+    moved: float = dataclasses.field(default_factory=time.monotonic)
+    steps: dict[int, int] = dataclasses.field(default_factory=dict)
+    heard: dict[int, float] = dataclasses.field(default_factory=dict)
+
+
+class Scheduler:
+    """The workers of one engine and the queue to them; one call at a time, except for `abort`."""
+
+    def __init__(self) -> None:
+        self.state = "new"
+        self.facts: PipelineFacts
+        self._seq = itertools.count(1)
+        #: Requests that are being drawn, and those of them that shall not be.
+        self._drawing: frozenset[str] = frozenset()
+        self._aborted: set[str] = set()
+
+    def initialize(self, config: OmniDiffusionConfig, directory: str) -> PipelineFacts:
+        """Starts the workers and waits until all of them have loaded the model.
+
+        Args:
+            config: of the engine.
+            directory: of the model, on this host.
+
+        Raises:
+            OmniError, ConfigError: what made a worker fail.
+            WorkerDeadError: a worker died, or was not ready within `init_timeout_s`.
+        """
+        if self.state not in ("new", "closed"):
+            raise RuntimeError(f"scheduler: expected a new or closed one, got a {self.state} one")
+        self._config = config
+        self._directory = directory
+        self._world = config.parallel.world_size
+        engine = config.engine
+        self._queue = MessageQueue(self._world, engine.shm_threshold_bytes)
+        try:
+            threads = engine.cpu_threads_per_worker or (os.cpu_count() or 1) // self._world
+            settings = _settings(config, directory, self._queue.export_handle())
+            self._pool = WorkerPool(settings, max(1, threads))
+            self.state = "ready"
+            self.facts = self._wait_ready(engine.init_timeout_s)
+        except BaseException:
+            self.state = "closed"
+            self._end()
+            raise
+        return self.facts
+
+    def get_broadcast_handle(self) -> QueueHandle:
+        """What a reader of the queue connects with."""
+        return self._queue.export_handle()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process of each rank."""
+        return self._pool.pids
+
+    def death(self) -> WorkerDeadError | None:
+        """Why the workers cannot draw any more, if so. Only looks, and may be called by any thread."""
+        exited = self._pool.exited()
+        # The state comes second: workers that are told to leave have not died.
+        if self.state == "dead":
+            known = self._death
+            return WorkerDeadError(str(known), rank=known.rank, exitcode=known.exitcode)
+        if self.state != "ready" or not exited:
+            return None
+        rank, code = exited[0]
+        hint = " (possibly out of memory)" if code == -9 else ""
+        return WorkerDeadError(
+            f"worker {rank}: expected a running process, got one that {describe_exit(code)}{hint}",
+            rank=rank,
+            exitcode=code,
+        )
+
+    def check_alive(self) -> None:
+        """Looks at the processes and ends all of them if one is gone; for the thread that draws.
+
+        Raises:
+            WorkerDeadError: one of them is gone, or was; the others have been ended.
+        """
+        if self.state not in ("ready", "dead"):
+            raise RuntimeError(f"scheduler: expected a ready one, got a {self.state} one")
+        error = self.death()
+        if error is not None:
+            if self.state == "ready":
+                self._end_dead(error)
+            raise error
+
+    def add_req(
+        self, calls: Sequence[PipelineCall], on_step: OnStep | None = None
+    ) -> DiffusionOutput:
+        """Runs the calls on all workers.
+
+        Raises:
+            RequestAborted: the callback returned False, or `abort` named one of the requests.
+            RequestTimeout: `request_timeout_s` has passed.
+            WorkerError, OmniError: the workers could not do it; they stay usable.
+            WorkerDeadError: a worker is gone or out of step.
+        """
+        ids = frozenset(name for call in calls for name in call.request_ids)
+        self._drawing = ids
+        limit = self._config.engine.request_timeout_s
+        kwargs = {
+            "calls": [_as_dict(call) for call in calls],
+            "is_watched": on_step is not None,
+        }
+        body = {"method": "generate", "output_rank": 0, "exec_all_ranks": True, "kwargs": kwargs}
+        make_running = functools.partial(_Running, on_step=on_step, request_ids=ids)
+        try:
+            replies = self._call(body, make_running, limit)
+        finally:
+            self._drawing = frozenset()
+            self._aborted.clear()
+        return DiffusionOutput(replies[0]["result"])
+
+    def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> list[list[Any]]:
+        """Images of each call; as `add_req`."""
+        return self.add_req(calls, on_step).outputs
+
+    def prompt_tokens(self, prompt: str, values: dict[str, Any]) -> tuple[int, int]:
+        """Tokens of a prompt, and the most that the pipeline reads. Raises: as `add_req`."""
+        count, most = self.collective_rpc(
+            "prompt_tokens", args=(prompt, values), unique_reply_rank=0
+        )
+        return count, most
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> Any:
+        """Calls a method of the workers; the result of one rank, or of all as a list.
+
+        Raises: as `add_req`.
+        """
+        body = {
+            "method": method,
+            "output_rank": unique_reply_rank,
+            "exec_all_ranks": unique_reply_rank is None,
+            "args": list(args),
+            "kwargs": kwargs or {},
+        }
+        replies = self._call(body, _Running, timeout)
+        results = [replies[rank]["result"] for rank in range(self._world)]
+        return results if unique_reply_rank is None else results[unique_reply_rank]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stops the running calls at their next step if they draw one of these; from any thread."""
+        self._aborted |= self._drawing & set(request_ids)
+
+    def restart(self) -> PipelineFacts:
+        """Ends what is left of the workers and starts new ones. Raises: as `initialize`."""
+        self.close()
+        return self.initialize(self._config, self._directory)
+
+    def close(self) -> None:
+        """Ends the workers and removes what they shared. May be called again, in any state."""
+        if self.state == "ready":
+            self.state = "closing"
+            try:
+                self._queue.enqueue(Kind.SHUTDOWN)
+                self._pool.stop(self._config.engine.shutdown_timeout_s)
+            except ConnectionError:
+                pass
+        if self.state != "new":
+            self.state = "closed"
+            self._end()
+
+    # Waiting.
+
+    def _wait_ready(self, timeout_s: float) -> PipelineFacts:
+        """Facts of rank 0 when all ranks are ready."""
+        end = time.monotonic() + timeout_s
+        facts: dict[int, dict[str, Any]] = {}
+        while len(facts) < self._world:
+            message = self._receive()
+            if message is None and self._pool.exited():
+                # Its last words may have come in between.
+                message = self._receive()
+            if message is None:
+                self.check_alive()
+                if time.monotonic() > end:
+                    waiting = sorted(set(range(self._world)) - set(facts))
+                    text = f"expected it within {timeout_s:g} s (init_timeout_s), got none"
+                    self._die(f"worker {waiting[0]}: ready message: {text}", waiting[0], None)
+            elif "error" in message.value:
+                raise _as_error(message.value["error"], message.rank)
+            else:
+                facts[message.rank] = message.value["facts"]
+        return PipelineFacts(**facts[0])
+
+    def _receive(self) -> Message | None:
+        """The next message, if one comes soon."""
+        try:
+            return self._queue.dequeue(_SLICE_S)
+        except queue.Empty:
+            return None
+        except MessageDecodeError as error:
+            logger.error("%s", error)
+            return None
+
+    def _call(
+        self, body: dict[str, Any], make_running: Any, timeout_s: float | None
+    ) -> dict[int, dict[str, Any]]:
+        """Sends the call to all ranks and waits for all replies."""
+        self.check_alive()
+        running = make_running(next(self._seq))
+        if timeout_s is not None:
+            running.limit_s, running.deadline = timeout_s, time.monotonic() + timeout_s
+        body.setdefault("args", [])
+        try:
+            self._queue.enqueue(Kind.RPC, body, seq=running.seq)
+            self._wait_done(running)
+        except ConnectionError as error:
+            self.check_alive()
+            self._die(f"workers: expected connected ones, got: {error}", 0, None)
+        except (KeyboardInterrupt, SystemExit):
+            self._abandon(running)
+            raise
+        if running.failure is not None:
+            raise running.failure
+        failed = {r: reply["error"] for r, reply in running.replies.items() if "error" in reply}
+        if failed:
+            # An error of one rank stops the others: the first that is no stop is the reason.
+            rank = min(failed, key=lambda r: (failed[r]["kind"] == RequestAborted.__name__, r))
+            raise _as_error(failed[rank], rank)
+        replies: dict[int, dict[str, Any]] = running.replies
+        return replies
+
+    def _wait_done(self, running: _Running) -> None:
+        running.heard = dict.fromkeys(range(self._world), running.moved)
+        while len(running.replies) < self._world:
+            message = self._receive()
+            if message is not None and message.seq == running.seq:
+                self._handle(message, running)
+            self.check_alive()
+            self._check_time(running)
+            if running.request_ids & self._aborted and not running.is_stopping:
+                self._stop(running, RequestAborted("request: expected to go on, got an abort"))
+
+    def _handle(self, message: Message, running: _Running) -> None:
+        now = time.monotonic()
+        running.heard[message.rank] = now
+        if message.kind == Kind.DONE:
+            running.replies[message.rank] = message.value
+            running.moved = now
+            if "error" in message.value and not running.is_stopping:
+                running.is_impatient = True
+                self._stop(running, None)
+        elif message.kind == Kind.HEARTBEAT:
+            step = message.value["step"]
+            if running.steps.get(message.rank) != step:
+                running.steps[message.rank] = step
+                running.moved = now
+        elif message.kind == Kind.PROGRESS and "event" in message.value:
+            running.moved = now
+            self._answer(message, running)
+
+    def _answer(self, message: Message, running: _Running) -> None:
+        """Asks the callback whether the leader that made a step goes on."""
+        answer = "stop"
+        if not running.is_stopping and running.on_step is not None:
+            preview = functools.partial(self._preview, message.rank, running)
+            try:
+                event = StepEvent(**message.value["event"], _preview=preview)
+                answer = "stop" if running.on_step(event) is False else "go"
+                if answer == "stop":
+                    self._stop(running, None, but=message.rank)
+            except WorkerDeadError:
+                raise
+            except BaseException as error:
+                self._stop(running, error, but=message.rank)
+        running.moved = time.monotonic()
+        self._queue.enqueue(Kind.ANSWER, answer, seq=running.seq, ranks=(message.rank,))
+
+    def _preview(self, rank: int, running: _Running) -> list[Any]:
+        self._queue.enqueue(Kind.ANSWER, "preview", seq=running.seq, ranks=(rank,))
+        while True:
+            message = self._receive()
+            if message is not None and message.seq == running.seq:
+                if (message.kind, message.rank) != (Kind.PROGRESS, rank):
+                    self._handle(message, running)
+                elif "error" in message.value:
+                    raise _as_error(message.value["error"], rank)
+                else:
+                    images: list[Any] = message.value["preview"]
+                    return images
+            self.check_alive()
+
+    def _stop(self, running: _Running, failure: BaseException | None, but: int = -1) -> None:
+        """Stops all ranks at their next step, except for one that is answered anyway."""
+        running.is_stopping = True
+        running.failure = failure
+        others = tuple(r for r in range(self._world) if r != but and r not in running.replies)
+        self._queue.enqueue(Kind.ABORT, seq=running.seq, ranks=others)
+
+    def _check_time(self, running: _Running) -> None:
+        now, engine = time.monotonic(), self._config.engine
+        if running.deadline is not None and now > running.deadline:
+            if isinstance(running.failure, RequestTimeout):
+                text = f"{running.failure}; the workers did not stop and were ended"
+                self._end_dead(WorkerDeadError(text))
+                raise RequestTimeout(text)
+            limit = f"{running.limit_s:g} s"
+            if running.limit_s == engine.request_timeout_s:
+                limit += " (request_timeout_s)"
+            text = f"request: expected an end within {limit}, got none"
+            self._stop(running, RequestTimeout(text))
+            running.deadline = now + engine.error_grace_s
+        if running.is_impatient and now - running.moved > engine.error_grace_s:
+            rank, reply = next((r, v) for r, v in running.replies.items() if "error" in v)
+            silent = sorted(set(range(self._world)) - set(running.replies))
+            error = reply["error"]
+            self._die(
+                f"worker {rank}: expected the same course as workers {silent}, got"
+                f" {error['kind']}: {error['message']}",
+                rank,
+                None,
+            )
+        for rank, heard in running.heard.items():
+            if rank not in running.replies and now - heard > _SILENT_S:
+                running.heard[rank] = now
+                logger.warning("image worker %d: no sign of life for %g s", rank, _SILENT_S)
+
+    def _abandon(self, running: _Running) -> None:
+        """The caller does not wait any more: the workers get a moment to stop."""
+        end = time.monotonic() + self._config.engine.error_grace_s
+        try:
+            self._stop(running, None)
+            while len(running.replies) < self._world:
+                message = self._receive()
+                if message is not None and message.seq == running.seq:
+                    self._handle(message, running)
+                self.check_alive()
+                if time.monotonic() > end:
+                    raise WorkerDeadError("workers: expected them to stop, got none that did")
+        except (KeyboardInterrupt, OmniError, ConnectionError) as error:
+            self._end_dead(WorkerDeadError(f"workers: ended with the caller ({error})"))
+
+    # The end.
+
+    def _die(self, text: str, rank: int, exitcode: int | None) -> NoReturn:
+        error = WorkerDeadError(text, rank=rank, exitcode=exitcode)
+        self._end_dead(error)
+        raise error
+
+    def _end_dead(self, error: WorkerDeadError) -> None:
+        # Before the processes end: `death` reads both in other threads.
+        self._death = error
+        self.state = "dead"
+        self._end()
+
+    def _end(self) -> None:
+        pool = getattr(self, "_pool", None)
+        if pool is not None:
+            pool.kill()
+        self._queue.close()
+
+
+def _settings(
+    config: OmniDiffusionConfig, directory: str, handle: QueueHandle
+) -> list[dict[str, Any]]:
+    """What the process of each rank is told."""
+    level = logging.getLevelName(get_logger().getEffectiveLevel()).lower()
+    keywords = {**config.to_dict(), "model": directory, "revision": None}
+    world = config.parallel.world_size
+    keywords["device"] = resolve_device(config.model.device, world)
+    is_cuda = keywords["device"] == "cuda"
+    return [
+        {
+            "config": {**keywords, **({"device": f"cuda:{rank}"} if is_cuda else {})},
+            "handle": list(handle),
+            "rank": rank,
+            "world": world,
+            "parent": os.getpid(),
+            "log_level": level if level in _LEVELS else "warning",
+        }
+        for rank in range(world)
+    ]
+
+
+def _as_dict(call: PipelineCall) -> dict[str, Any]:
+    return {item.name: getattr(call, item.name) for item in dataclasses.fields(call)}
+
+
+def _as_error(described: dict[str, str], rank: int) -> Exception:
+    """The error of a worker: of its class if that is one of the package's."""
+    kind, text = described["kind"], described["message"]
+    for module in (errors, diffulex.errors):
+        found: Any = getattr(module, kind, None)
+        if kind in module.__all__ and found not in (WorkerError, WorkerDeadError):
+            made: Exception = found(text)
+            return made
+    return WorkerError(
+        f"worker {rank}: expected no error, got {kind}: {text}",
+        rank=rank,
+        kind=kind,
+        trace=described["trace"],
+    )
+
+
+@functools.cache
+def get_scheduler() -> Scheduler:
+    """A scheduler that this process shares; engines have their own."""
+    return Scheduler()

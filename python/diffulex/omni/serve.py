@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`diffulex omni serve`: an image model behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import uvicorn
+from fastapi import FastAPI, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion
+from diffulex.omni.config import default_model_dir
+from diffulex.omni.images_metrics import ImagesMetrics
+from diffulex.omni.images_routes import create_images_router
+from diffulex.server.http.api_errors import install_error_handlers
+from diffulex.server.http.json_response import JSONBody
+from diffulex.server.http.middleware import (
+    ApiKeys,
+    BodyLimit,
+    Canonical,
+    JSONOnly,
+    LocalOnly,
+    Recorder,
+)
+from diffulex.server.loopback import LOCALHOST, is_loopback
+
+__all__ = ["ServeOptions", "create_images_app", "serve"]
+
+_MAX_BODY_BYTES = 1 << 20
+_OPEN_PATHS = ("/health", "/metrics")
+
+
+class ServeOptions(NamedTuple):
+    """What a server is told beside the settings of its engine.
+
+    Attributes:
+        served_names: of the model; empty: the name of its directory or its hub id.
+        api_keys: one of them must come with every request; empty: none is asked for.
+        drain_s: how long running requests may take when the server is told to stop.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    drain_s: float = 30.0
+
+
+def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> FastAPI:
+    """The application over an engine, which it closes at its end."""
+    names = options.served_names or (_model_name(engine),)
+    created = int(time.time())
+    metrics = ImagesMetrics(engine)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await engine.close()
+
+    app = FastAPI(title="Diffulex images", docs_url=None, redoc_url=None, lifespan=lifespan)
+    install_error_handlers(app)
+    app.include_router(create_images_router(engine, names, metrics))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The names of the model."""
+        common = {
+            "object": "model",
+            "created": created,
+            "owned_by": "diffulex",
+            "type": "diffusion",
+        }
+        return JSONBody({"object": "list", "data": [{"id": name, **common} for name in names]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether requests are accepted."""
+        found = engine.engine.health()
+        return JSONBody(
+            {"status": found["state"], "waiting": engine.num_waiting},
+            status_code=200 if engine.is_running else 503,
+        )
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        """Prometheus text."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    _add_middleware(app, options)
+    return app
+
+
+def _add_middleware(app: FastAPI, options: ServeOptions) -> None:
+    """What is added last comes first."""
+    app.add_middleware(JSONOnly)
+    # Without keys, pages of other sites must not reach a server of this machine.
+    is_local = is_loopback(options.host) and not options.api_keys
+    hosts = (LOCALHOST,) if is_local else ()
+    app.add_middleware(LocalOnly, hosts=hosts, origins=(), admin_paths=())
+    if options.api_keys:
+        app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=set(_OPEN_PATHS))
+    app.add_middleware(BodyLimit, max_bytes=lambda: _MAX_BODY_BYTES)
+    app.add_middleware(Recorder, metrics=None, generating=(), log_requests="none")
+    app.add_middleware(Canonical)
+
+
+def _model_name(engine: AsyncOmniDiffusion) -> str:
+    model = engine.config.model.model
+    if model is None:
+        return default_model_dir().name
+    return Path(model).name if Path(model).exists() else model
+
+
+def serve(engine_kwargs: dict[str, Any], options: ServeOptions) -> int:
+    """Loads the model and serves it until SIGINT or SIGTERM; returns the exit code.
+
+    Raises: as `OmniDiffusion`, and OSError: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    # Before the model is loaded: an address in use should be answered at once.
+    listener = socket.create_server((options.host, options.port), family=family)
+    try:
+        engine = AsyncOmniDiffusion(**engine_kwargs)
+        config = uvicorn.Config(
+            create_images_app(engine, options),
+            log_level="warning",
+            timeout_graceful_shutdown=max(1, int(options.drain_s)),
+        )
+        port = listener.getsockname()[1]
+        print(f"serving images on http://{options.host}:{port}", file=sys.stderr, flush=True)
+        server = _Server(config)
+        asyncio.run(server.serve(sockets=[listener]))
+    finally:
+        listener.close()
+    return server.exit_code
+
+
+class _Server(uvicorn.Server):
+    """The first signal lets running requests end, a second one does not."""
+
+    exit_code = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+            self.exit_code = 130 if sig == signal.SIGINT else 0
+        self.should_exit = True

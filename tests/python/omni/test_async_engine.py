@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image engine behind an event loop: results, progress, aborts, the queue's end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from fixtures.extras import need_extra
+
+need_extra("omni", "diffusers", "accelerate", "PIL")
+
+from diffulex.omni import (  # noqa: E402
+    AsyncOmniDiffusion,
+    OmniDiffusion,
+    OmniRequestOutput,
+    QueueFull,
+    RequestAborted,
+    RequestError,
+)
+
+SMALL = {"height": 64, "width": 64, "num_inference_steps": 3, "true_cfg_scale": 1.0}
+WAIT_S = 60
+
+
+def run(tiny, body, **keywords):
+    """Runs `body(engine)` in a loop with an engine that is closed after it."""
+
+    async def whole():
+        engine = AsyncOmniDiffusion(model=str(tiny("qwen")), **keywords)
+        try:
+            return await asyncio.wait_for(body(engine), WAIT_S)
+        finally:
+            await engine.close()
+
+    return asyncio.run(whole())
+
+
+@pytest.mark.slow
+def test_results_are_those_of_the_plain_engine(tiny):
+    async def body(engine):
+        assert engine.is_running
+        both = await asyncio.gather(
+            engine.generate("a cat", **SMALL, seed=1), engine.generate("b", **SMALL, seed=2)
+        )
+        assert engine.num_waiting == 0
+        return both
+
+    outputs = run(tiny, body)
+    with OmniDiffusion(model=str(tiny("qwen"))) as engine:
+        plain = [engine.generate("a cat", **SMALL, seed=1)[0]]
+        plain += engine.generate("b", **SMALL, seed=2)
+    for output, expected in zip(outputs, plain, strict=True):
+        assert np.array_equal(np.asarray(output.images[0]), np.asarray(expected.images[0]))
+        assert output.metrics["queue_s"] >= 0
+
+
+def test_steps_and_previews_come_before_the_result(tiny):
+    async def body(engine):
+        return [
+            event
+            async for event in engine.generate_stream(
+                "a", **SMALL, seed=1, num_outputs_per_prompt=2, preview_every=2
+            )
+        ]
+
+    *steps, output = run(tiny, body)
+    assert [(event.step, event.num_steps) for event in steps] == [(i, 6) for i in range(1, 7)]
+    assert [len(event.previews) for event in steps] == [0, 1, 0, 0, 1, 0]
+    assert steps[1].previews[0].size == (64, 64)
+    assert isinstance(output, OmniRequestOutput)
+    assert output.num_images == 2
+
+
+def test_errors_reach_the_caller_and_the_next_request_works(tiny):
+    async def body(engine):
+        with pytest.raises(RequestError, match="height: expected a multiple of 16, got 65"):
+            await engine.generate("a", **{**SMALL, "height": 65})
+        with pytest.raises(RequestError, match="nearest is 'seed'"):
+            await engine.generate("a", sed=1)
+        return await engine.generate("a", **SMALL)
+
+    assert run(tiny, body).num_images == 1
+
+
+def test_requests_are_aborted_while_they_run_and_while_they_wait(tiny):
+    async def body(engine):
+        steps = []
+
+        async def watch():
+            async for event in engine.generate_stream(
+                "a", **{**SMALL, "num_inference_steps": 900}, request_id="long"
+            ):
+                steps.append(event.step)  # noqa: PERF401 (the test looks at it meanwhile)
+
+        running = asyncio.create_task(watch())
+        waiting = asyncio.create_task(engine.generate("b", **SMALL, request_id="next"))
+        while not steps:
+            await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match="request_id: expected a new one, got 'long'"):
+            await engine.generate("b", **SMALL, request_id="long")
+        assert await engine.abort("next")
+        assert await engine.abort("long")
+        with pytest.raises(RequestAborted, match="stopped by its callback"):
+            await running
+        with pytest.raises(RequestAborted, match="next: aborted before it started"):
+            await waiting
+        assert len(steps) < 900
+        assert not await engine.abort("long")
+
+        # So does a task that is cancelled.
+        steps.clear()
+        running = asyncio.create_task(watch())
+        while not steps:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return await engine.generate("a", **SMALL)
+
+    assert run(tiny, body).num_images == 1
+
+
+def test_the_queue_has_an_end_and_closing_ends_all(tiny):
+    async def body(engine):
+        long = {**SMALL, "num_inference_steps": 900}
+        tasks = [asyncio.create_task(engine.generate("a", **long))]
+        while engine.num_waiting or not engine._current:
+            await asyncio.sleep(0.01)
+        tasks += [asyncio.create_task(engine.generate("b", **long)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull) as raised:
+            await engine.generate("c", **SMALL)
+        expected = "queue: expected at most 2 waiting requests (max_queue_size)"
+        assert str(raised.value) == expected
+        await engine.close()
+        for task in tasks:
+            with pytest.raises(RequestAborted):
+                await task
+        assert not engine.is_running
+        with pytest.raises(RuntimeError, match="expected an open engine, got a closed one"):
+            await engine.generate("a")
+
+    run(tiny, body, max_queue_size=2)
+
+
+def test_a_loop_that_is_closed_while_it_is_told_something_ends_no_thread(tiny, monkeypatch):
+    """The drawing thread goes on with the requests of other loops."""
+    from diffulex.omni.async_omni_diffusion import _Job
+    from diffulex.omni.request import make_request
+
+    loop = asyncio.new_event_loop()
+    loop.close()
+    # What was true a moment ago.
+    monkeypatch.setattr(loop, "is_closed", lambda: False)
+
+    async def body(engine):
+        job = _Job(make_request("a", SMALL), None, loop)
+        engine._live[job.request.request_id] = job
+        engine._jobs.put(job)
+        output = await engine.generate("b", **SMALL)
+        assert not engine._live
+        return output
+
+    assert run(tiny, body).num_images == 1

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several gloo ranks draw what one process draws, for every pipeline that can be shared that way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fixtures.extras import need_extra
+
+need_extra("omni", "diffusers", "accelerate", "PIL")
+
+import torch  # noqa: E402
+
+from diffulex.omni.config import OmniDiffusionConfig  # noqa: E402
+from diffulex.omni.loader import load_pipeline  # noqa: E402
+from diffulex.omni.worker import PipelineCall, Worker  # noqa: E402
+
+# Every rank imports torch and diffusers.
+pytestmark = pytest.mark.slow
+
+RANK = Path(__file__).resolve().parents[1] / "fixtures/omni_rank.py"
+TIGHT = 1e-5
+
+#: Arguments of a call with guidance, per pipeline.
+GUIDED = {
+    "qwen": {"true_cfg_scale": 4.0},
+    "flux": {"true_cfg_scale": 3.0, "guidance_scale": 3.5},
+    "sd3": {"guidance_scale": 7.0},
+    "z_image": {"guidance_scale": 5.0},
+    "wan": {"guidance_scale": 5.0, "num_frames": 5},
+}
+
+
+def make_call(name, prompts=("a cat",), has_guidance=True, **arguments):
+    off = {key: 0.0 if name == "z_image" else 1.0 for key in GUIDED[name] if "cfg" in key}
+    if name not in ("qwen", "flux"):
+        off = {"guidance_scale": 0.0 if name == "z_image" else 1.0}
+    return {
+        "request_ids": [str(number) for number in range(len(prompts))],
+        "prompts": list(prompts),
+        "negative_prompts": ["bad"] * len(prompts) if has_guidance else None,
+        "seeds": list(range(7, 7 + len(prompts))),
+        "height": 64,
+        "width": 64,
+        "num_inference_steps": 3,
+        "output_type": "latent",
+        "arguments": {**GUIDED[name], **({} if has_guidance else off), **arguments},
+    }
+
+
+def draw_ranks(cases, directory):
+    """Latents of every case, drawn by as many ranks as the first one needs."""
+    world = 1
+    for size in cases[0]["sizes"].values():
+        world *= size
+    file, out = directory / "cases.json", directory / "out.pt"
+    file.write_text(json.dumps(cases))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, RANK, file, str(rank), directory, out],
+            env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    errors = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(errors)[-4000:]
+    return list(torch.load(out).values())
+
+
+def draw_alone(case):
+    config = OmniDiffusionConfig.from_kwargs(model=case["model"], device="cpu", **case["keywords"])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ((images),) = Worker(load_pipeline(config)).run([PipelineCall(**case["call"])], None)
+    finally:
+        torch.set_num_threads(threads)
+    return torch.stack([*images])
+
+
+def check(cases, tmp_path):
+    for case, got in zip(cases, draw_ranks(cases, tmp_path), strict=True):
+        expected = draw_alone(case)
+        where = f"{Path(case['model']).name} {case['sizes']} {case['call']['prompts']}"
+        assert torch.isfinite(got).all(), where
+        if is_exact(case):
+            assert torch.equal(got, expected), where
+        else:
+            difference = (got - expected).abs().max().item()
+            assert difference <= TIGHT, f"{where}: {difference}"
+
+
+def make_cases(tiny, sizes, calls):
+    """One case per (name of a pipeline, its call)."""
+    return [
+        {"model": str(tiny(name)), "sizes": sizes, "call": call, "keywords": {}}
+        for name, call in calls
+    ]
+
+
+def is_exact(case):
+    """Two calls of the transformer are as they were; half a batch is rounded otherwise."""
+    return case["sizes"] == {"cfg": 2} and Path(case["model"]).name in ("qwen", "flux", "wan")
+
+
+#: Guidance by the two pairs of calls, and by halves of a batch; off, and off for some steps.
+BRANCHES = [
+    *((name, make_call(name)) for name in GUIDED),
+    ("qwen", make_call("qwen", ("a cat", "two very long dogs"))),
+    ("qwen", make_call("qwen", has_guidance=False)),
+    ("sd3", make_call("sd3", ("a", "b"))),
+    ("sd3", make_call("sd3", has_guidance=False)),
+    ("z_image", make_call("z_image", cfg_truncation=0.5)),
+]
+#: Prompts of one length, an odd one, and two of different lengths, which brings a mask.
+TOKENS = [
+    ("qwen", make_call("qwen")),
+    ("qwen", make_call("qwen", ("a",))),
+    ("qwen", make_call("qwen", ("a cat", "two very long dogs"))),
+    ("flux", make_call("flux")),
+    ("wan", make_call("wan")),
+]
+HEADS = [(name, make_call(name)) for name in ("qwen", "flux", "sd3")]
+BOTH = [(name, make_call(name)) for name in ("qwen", "flux")]
+
+
+def test_two_ranks(tiny, tmp_path):
+    cases = make_cases(tiny, {"cfg": 2}, BRANCHES) + make_cases(tiny, {"tp": 2}, HEADS)
+    for axis in ("ulysses", "ring"):
+        cases += make_cases(tiny, {axis: 2}, TOKENS)
+    check(cases, tmp_path)
+
+
+def test_three_ranks(tiny, tmp_path):
+    """Shares of different lengths, and four heads that three ranks do not divide."""
+    cases = make_cases(tiny, {"ulysses": 3}, TOKENS) + make_cases(tiny, {"ring": 3}, TOKENS)
+    check(cases, tmp_path)
+
+
+def test_four_ranks(tiny, tmp_path):
+    """Several ways at once."""
+    cases = make_cases(tiny, {"ulysses": 2, "ring": 2}, TOKENS)
+    for sizes in ({"tp": 2, "ulysses": 2}, {"tp": 2, "cfg": 2}, {"ring": 2, "cfg": 2}):
+        cases += make_cases(tiny, sizes, BOTH)
+    check(cases, tmp_path)
