@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "diffulex/edge/options.h"
 
-#include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <limits>
-#include <locale>
 #include <map>
 #include <sstream>
 #include <type_traits>
+
+#include "diffulex/edge/read_number.h"
 
 namespace diffulex {
 namespace {
@@ -58,7 +56,7 @@ void visit_fields(EdgeOptions& options, Visitor&& visit) {
   visit("entropy_bound", sampler.entropy_bound);
   visit("low_threshold", sampler.low_threshold);
   visit("is_gated", sampler.is_gated);
-  visit("max_post_edit_steps", sampler.max_post_edit_steps);
+  visit("max_post_edit_steps", engine.max_post_edit_steps);
   visit("begin_token_ids", options.prompt.begin_token_ids);
   visit("has_template", options.prompt.has_template);
   visit("template_before", options.prompt.before);
@@ -67,58 +65,6 @@ void visit_fields(EdgeOptions& options, Visitor&& visit) {
   visit("top_p", options.request.top_p);
   visit("top_k", options.request.top_k);
   visit("min_p", options.request.min_p);
-}
-
-template <typename T>
-struct IsVector : std::false_type {};
-template <typename T>
-struct IsVector<std::vector<T>> : std::true_type {};
-
-/// What a value of the type has to look like.
-template <typename T, typename... Last>
-std::string expectation(const T& /*field*/, Last... last) {
-  if constexpr (std::is_same_v<T, std::string>) {
-    return "a text in quotation marks";
-  } else if constexpr (IsVector<T>::value) {
-    return "integers";
-  } else if constexpr (std::is_same_v<T, bool>) {
-    return "0 or 1";
-  } else if constexpr (std::is_enum_v<T>) {
-    return "an integer in [0, " + (std::to_string(static_cast<int64_t>(last)) + ...) + "]";
-  } else {
-    return std::is_integral_v<T> ? "an integer" : "a number";
-  }
-}
-
-/// A number with a point, whatever the locale of the process.
-template <typename T>
-bool read_fraction(const std::string& text, T& value) {
-  std::istringstream stream(text);
-  stream.imbue(std::locale::classic());
-  double number = 0.0;
-  const bool is_number = static_cast<bool>(stream >> number);
-  value = static_cast<T>(number);
-  return is_number && stream.peek() == std::istringstream::traits_type::eof();
-}
-
-template <typename T>
-bool read_number(const std::string& text, T& value) {
-  if constexpr (std::is_floating_point_v<T>) {
-    return read_fraction(text, value);
-  } else {
-    char* end = nullptr;
-    errno = 0;
-    if constexpr (std::is_same_v<T, uint64_t>) {
-      value = std::strtoull(text.c_str(), &end, 10);
-    } else {
-      const long long number = std::strtoll(text.c_str(), &end, 10);
-      value = static_cast<T>(number);
-      if (number < std::numeric_limits<T>::min() || number > std::numeric_limits<T>::max()) {
-        return false;
-      }
-    }
-    return !text.empty() && *end == '\0' && errno == 0;
-  }
 }
 
 bool read_text(const std::string& quoted, std::string& value) {
@@ -141,37 +87,43 @@ bool read_text(const std::string& quoted, std::string& value) {
   return true;
 }
 
-template <typename T, typename... Last>
-bool read_value(const std::string& text, T& field, Last... last) {
-  if constexpr (std::is_same_v<T, std::string>) {
-    return read_text(text, field);
-  } else if constexpr (IsVector<T>::value) {
-    std::istringstream words(text);
-    std::string word;
-    field.clear();
-    while (words >> word) {
-      if (!read_number(word, field.emplace_back())) {
-        return false;
-      }
+/// Reads a value; returns what it has to look like if it does not.
+template <typename T>
+std::string read_value(const std::string& text, std::vector<T>& field) {
+  std::istringstream words(text);
+  field.clear();
+  for (std::string word; words >> word;) {
+    if (!read_number(word, field.emplace_back())) {
+      return "integers";
     }
-    return true;
+  }
+  return "";
+}
+
+template <typename T, typename... Last>
+std::string read_value(const std::string& text, T& field, Last... last) {
+  if constexpr (std::is_same_v<T, std::string>) {
+    return read_text(text, field) ? "" : "a text in quotation marks";
   } else if constexpr (std::is_enum_v<T>) {
     int64_t number = 0;
     const bool is_number = read_number(text, number);
     field = static_cast<T>(number);
-    return is_number && number >= 0 && ((field <= last) && ...);
+    return is_number && number >= 0 && ((field <= last) && ...)
+               ? ""
+               : "an integer in [0, " + (std::to_string(static_cast<int64_t>(last)) + ...) + "]";
   } else if constexpr (std::is_same_v<T, bool>) {
     field = text == "1";
-    return text == "0" || text == "1";
+    return text == "0" || text == "1" ? "" : "0 or 1";
   } else {
-    return read_number(text, field);
+    const char* expected = std::is_integral_v<T> ? "an integer" : "a number";
+    return read_number(text, field) ? "" : expected;
   }
 }
 
 std::string trimmed(const std::string& text) {
   const size_t begin = text.find_first_not_of(" \t\r");
   return begin == std::string::npos
-             ? std::string()
+             ? ""
              : text.substr(begin, text.find_last_not_of(" \t\r") - begin + 1);
 }
 
@@ -209,12 +161,14 @@ Result<EdgeOptions> EdgeOptions::parse(const std::string& text) {
   Status status;
   visit_fields(options, [&](const char* key, auto& field, auto... last) {
     const auto found = values.find(key);
-    if (status.ok() && (found == values.end() || !read_value(found->second, field, last...))) {
-      const std::string got = found == values.end() ? "none" : "\"" + found->second + "\"";
-      status = make_error(StatusCode::kInvalidArgument, "session options: expected ",
-                          expectation(field, last...), " as ", key, ", got ", got);
+    const bool is_there = found != values.end();
+    // No value is a word without quotation marks.
+    const std::string expected = read_value(is_there ? found->second : "none", field, last...);
+    if (status.ok() && !expected.empty()) {
+      status = make_error(StatusCode::kInvalidArgument, "session options: expected ", expected,
+                          " as ", key, ", got ", is_there ? "\"" + found->second + "\"" : "none");
     }
-    if (found != values.end()) {
+    if (is_there) {
       values.erase(found);
     }
   });

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <type_traits>
 
 #include "diffulex/ops/accept.h"
 #include "diffulex/ops/sampling.h"
@@ -14,22 +15,13 @@ namespace {
 constexpr float kDemotedProbability = -1.0F;
 constexpr float kDemotedSecond = 3.0F;
 constexpr float kDemotedEntropy = 1e30F;
-constexpr size_t kWorkspaceAlignment = 256;
 
-constexpr DType dtype_of(const float*) {
-  return DType::kF32;
-}
-constexpr DType dtype_of(const double*) {
-  return DType::kF64;
-}
-constexpr DType dtype_of(const int64_t*) {
-  return DType::kI64;
-}
-constexpr DType dtype_of(const int32_t*) {
-  return DType::kI32;
-}
-constexpr DType dtype_of(const uint8_t*) {
-  return DType::kU8;
+template <typename T>
+constexpr DType dtype_of() {
+  return std::is_floating_point_v<T> ? (sizeof(T) == 4 ? DType::kF32 : DType::kF64)
+         : sizeof(T) == 8            ? DType::kI64
+         : sizeof(T) == 4            ? DType::kI32
+                                     : DType::kU8;
 }
 
 /// Contiguous tensor; the ops write to their outputs only.
@@ -37,7 +29,7 @@ template <typename T>
 TensorRef ref(const T* data, std::initializer_list<int64_t> sizes) {
   TensorRef tensor;
   tensor.data = const_cast<T*>(data);  // NOLINT(cppcoreguidelines-pro-type-const-cast)
-  tensor.dtype = dtype_of(data);
+  tensor.dtype = dtype_of<T>();
   tensor.rank = static_cast<int32_t>(sizes.size());
   std::copy(sizes.begin(), sizes.end(), tensor.size);
   int64_t stride = 1;
@@ -52,22 +44,6 @@ TensorRef optional_ids(const std::vector<int64_t>& ids) {
   return ids.empty() ? TensorRef{} : ref(ids.data(), {static_cast<int64_t>(ids.size())});
 }
 
-/// What the two acceptance ops have in common.
-template <typename Params>
-void set_blocks(Params& params, StepPlan& plan, SamplerOutput& output) {
-  const int64_t blocks = plan.num_blocks();
-  const int64_t size = plan.block_size();
-  params.tokens = ref(plan.blk_tokens().data(), {blocks, size});
-  params.row_index = ref(plan.blk_row_index().data(), {blocks, size});
-  params.editable_start = ref(plan.blk_editable_start().data(), {blocks});
-  params.valid_len = ref(plan.blk_valid_len().data(), {blocks});
-  params.accept_threshold = ref(plan.blk_accept_threshold().data(), {blocks});
-  params.write_ids = ref(output.write_ids().data(), {blocks, size});
-  params.confidence = ref(output.confidence().data(), {blocks, size});
-  params.masks_left = ref(output.masks_left().data(), {blocks});
-  params.flags = ref(output.flags().data(), {blocks});
-}
-
 }  // namespace
 
 EdgeRowStage::EdgeRowStage(const EdgeOptions& options, const StepPlan& plan)
@@ -78,9 +54,11 @@ EdgeRowStage::EdgeRowStage(const EdgeOptions& options, const StepPlan& plan)
   if (options.engine.logits_shift) {
     saved_.resize(static_cast<size_t>(vocab_size_));
   }
-  workspace_.resize(
-      token_stats_workspace_bytes(plan.max_logits_rows(), vocab_size_, 0, Device::kCpu) +
-      kWorkspaceAlignment);
+  const size_t bytes =
+      token_stats_workspace_bytes(plan.max_logits_rows(), vocab_size_, 0, Device::kCpu);
+  workspace_.resize(bytes / sizeof(WorkspaceLine) + 1);
+  context_.workspace = workspace_.data();
+  context_.workspace_bytes = workspace_.size() * sizeof(WorkspaceLine);
 }
 
 Status EdgeRowStage::run(StepPlan& plan, const float* logits, SamplerOutput& output) {
@@ -118,7 +96,7 @@ Status EdgeRowStage::record(StepPlan& plan, const float* logits) {
   params.stats = ref(stats_.data(), {rows, kTokenStatsColumns});
   params.vocab_limit = options_.sampler.vocab_limit;
   params.exclusion = options_.sampler.exclusion;
-  DIFFULEX_RETURN_IF_ERROR(token_stats(params, context()));
+  DIFFULEX_RETURN_IF_ERROR(token_stats(params, context_));
   if (plan.num_filtered_rows() > 0) {
     DIFFULEX_RETURN_IF_ERROR(filter(plan, params));
   }
@@ -144,7 +122,7 @@ Status EdgeRowStage::filter(StepPlan& plan, const TokenStatsParams& rows) {
   params.exclusion = rows.exclusion;
   params.filter_order = options_.sampler.filter_order;
   params.confidence_space = options_.sampler.confidence_space;
-  return sample_filtered(params, context());
+  return sample_filtered(params, context_);
 }
 
 void EdgeRowStage::demote(int64_t num_rows) {
@@ -175,17 +153,25 @@ void EdgeRowStage::save(StepPlan& plan, const float* logits) {
 Status EdgeRowStage::accept(StepPlan& plan, SamplerOutput& output) {
   const int64_t blocks = plan.num_blocks();
   const EdgeSampler& sampler = options_.sampler;
-  gate_.assign(plan.blk_force_top1().begin(), plan.blk_force_top1().end());
-  open_steps_.assign(plan.blk_open_steps().begin(), plan.blk_open_steps().end());
-  if (!sampler.is_gated) {
-    for (size_t blk = 0; blk < gate_.size(); ++blk) {
-      gate_[blk] = 1;
-      open_steps_[blk] = plan.blk_total_steps()[blk] - 1;
-    }
+  gate_.resize(static_cast<size_t>(blocks));
+  open_steps_.resize(gate_.size());
+  for (size_t blk = 0; blk < gate_.size(); ++blk) {
+    gate_[blk] = sampler.is_gated ? plan.blk_force_top1()[blk] : 1;
+    open_steps_[blk] =
+        sampler.is_gated ? plan.blk_open_steps()[blk] : plan.blk_total_steps()[blk] - 1;
   }
   const auto records = static_cast<int64_t>(ids_.size());
+  const int64_t size = plan.block_size();
   const auto set_rows = [&](auto& params) {
-    set_blocks(params, plan, output);
+    params.tokens = ref(plan.blk_tokens().data(), {blocks, size});
+    params.row_index = ref(plan.blk_row_index().data(), {blocks, size});
+    params.editable_start = ref(plan.blk_editable_start().data(), {blocks});
+    params.valid_len = ref(plan.blk_valid_len().data(), {blocks});
+    params.accept_threshold = ref(plan.blk_accept_threshold().data(), {blocks});
+    params.write_ids = ref(output.write_ids().data(), {blocks, size});
+    params.confidence = ref(output.confidence().data(), {blocks, size});
+    params.masks_left = ref(output.masks_left().data(), {blocks});
+    params.flags = ref(output.flags().data(), {blocks});
     params.gate = ref(gate_.data(), {blocks});
     params.open_steps = ref(open_steps_.data(), {blocks});
     params.ids = ref(ids_.data(), {records});
@@ -199,9 +185,9 @@ Status EdgeRowStage::accept(StepPlan& plan, SamplerOutput& output) {
     set_rows(params);
     params.edit_threshold = ref(plan.blk_edit_threshold().data(), {blocks});
     params.post_edit_steps = ref(plan.blk_post_edit_steps().data(), {blocks});
+    params.max_post_edit_steps = ref(plan.blk_max_post_edit_steps().data(), {blocks});
     params.same_token_ratio = ref(output.same_token_ratio().data(), {blocks});
-    params.max_post_edit_steps = sampler.max_post_edit_steps;
-    return accept_edit(params, context());
+    return accept_edit(params, context_);
   }
   AcceptMaskFillParams params;
   set_rows(params);
@@ -211,16 +197,7 @@ Status EdgeRowStage::accept(StepPlan& plan, SamplerOutput& output) {
   params.factor = sampler.factor;
   params.entropy_bound = sampler.entropy_bound;
   params.low_threshold = sampler.low_threshold;
-  return accept_mask_fill(params, context());
-}
-
-ExecContext EdgeRowStage::context() {
-  ExecContext context;
-  const auto address = reinterpret_cast<uintptr_t>(workspace_.data());
-  const size_t skip = (kWorkspaceAlignment - address % kWorkspaceAlignment) % kWorkspaceAlignment;
-  context.workspace = workspace_.data() + skip;
-  context.workspace_bytes = workspace_.size() - skip;
-  return context;
+  return accept_mask_fill(params, context_);
 }
 
 }  // namespace diffulex

@@ -21,9 +21,11 @@ class EdgeRowStage final {
   [[nodiscard]] Status run(StepPlan& plan, const float* logits, SamplerOutput& output);
 
  private:
+  struct alignas(256) WorkspaceLine {  // as ops want their workspace
+    char bytes[256];
+  };
   [[nodiscard]] Status record(StepPlan& plan, const float* logits);
   [[nodiscard]] Status filter(StepPlan& plan, const TokenStatsParams& rows);
-  [[nodiscard]] ExecContext context();
   void demote(int64_t num_rows);
   void save(StepPlan& plan, const float* logits);
   [[nodiscard]] Status accept(StepPlan& plan, SamplerOutput& output);
@@ -36,7 +38,8 @@ class EdgeRowStage final {
   std::vector<int32_t> source_;  // row of each entry where some are the saved one
   std::vector<uint8_t> gate_;
   std::vector<int32_t> open_steps_;
-  std::vector<char> workspace_;
+  std::vector<WorkspaceLine> workspace_;
+  ExecContext context_;
 };
 
 }  // namespace diffulex

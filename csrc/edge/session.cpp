@@ -12,10 +12,7 @@ namespace diffulex {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
+using Seconds = std::chrono::duration<double>;
 
 /// Switches off everything that concerns several requests, and refuses what does not go together.
 Status fit_one_request(EngineOptions* engine) {
@@ -26,15 +23,6 @@ Status fit_one_request(EngineOptions* engine) {
   DIFFULEX_RETURN_IF_ERROR(engine->validate());
   engine->num_pages = engine->max_pages_per_req();
   return engine->validate();
-}
-
-Status check_strategy(const EngineOptions& engine) {
-  const bool is_known = engine.strategy == "multi_bd" || engine.strategy == "d2f" ||
-                        engine.strategy == "fast_dllm_v2";
-  return is_known ? Status()
-                  : make_error(StatusCode::kUnsupported,
-                               "strategy: expected multi_bd, d2f or fast_dllm_v2, got ",
-                               engine.strategy);
 }
 
 Status check_limits(const EngineOptions& engine, const EdgeLimits& limits) {
@@ -72,7 +60,10 @@ Result<std::unique_ptr<EdgeSession>> EdgeSession::create(const EdgeOptions& opti
     return make_error(StatusCode::kInvalidArgument, "model: expected a model, got none");
   }
   EdgeOptions own = options;
-  DIFFULEX_RETURN_IF_ERROR(check_strategy(own.engine));
+  if (!own.engine.has(kIsExportable)) {
+    return make_error(StatusCode::kUnsupported, "strategy: expected ",
+                      strategies_with(kIsExportable), ", got ", own.engine.strategy);
+  }
   DIFFULEX_RETURN_IF_ERROR(fit_one_request(&own.engine));
   DIFFULEX_RETURN_IF_ERROR(own.request.validate());
   DIFFULEX_RETURN_IF_ERROR(check_limits(own.engine, model->limits()));
@@ -96,11 +87,17 @@ Status EdgeSession::start(Span<const int32_t> prompt, const SamplingParams& para
                       "EdgeSession::start: expected no running request, got request ",
                       req_id_.load());
   }
+  if (params.penalty_lambda.value_or(0.0F) > 0.0F) {
+    return make_error(StatusCode::kUnsupported,
+                      "SamplingParams.penalty_lambda: expected 0 for a session in C++, got ",
+                      *params.penalty_lambda);
+  }
   const auto most = static_cast<size_t>(limits_.max_rows);
-  if (options_.engine.strategy == "d2f" && prompt.size() > most) {
+  if (options_.engine.has(kSeesWholePrompt) && prompt.size() > most) {
     // Its rows see each other, so that one call takes them all.
-    return make_error(StatusCode::kOutOfRange, "prompt: expected at most ", most,
-                      " tokens under d2f (export with a larger --max-rows), got ", prompt.size());
+    return make_error(StatusCode::kOutOfRange, "prompt: expected at most ", most, " tokens under ",
+                      options_.engine.strategy, " (export with a larger --max-rows), got ",
+                      prompt.size());
   }
   Result<int64_t> added = core_.add_request(prompt, params);
   DIFFULEX_RETURN_IF_ERROR(added.status());
@@ -140,10 +137,9 @@ Result<EdgeStep> EdgeSession::step() {
     step.tokens.assign(tokens.begin(), tokens.end());
     step.new_tokens = event.new_tokens;
   }
-  for (const FinishedRequest& finished : events.finished) {
-    step.is_finished = true;
-    step.finish_reason = finished.finish_reason;
-    is_finished_ = true;
+  if (!events.finished.empty()) {
+    step.is_finished = is_finished_ = true;
+    step.finish_reason = events.finished[0].finish_reason;
   }
   return step;
 }
@@ -153,10 +149,10 @@ Status EdgeSession::run_plan() {
   const Clock::time_point start = Clock::now();
   const Result<const float*> logits = run_model();
   DIFFULEX_RETURN_IF_ERROR(logits.status());
-  stats_.model_seconds += seconds_since(start);
   const Clock::time_point middle = Clock::now();
+  stats_.model_seconds += Seconds(middle - start).count();
   DIFFULEX_RETURN_IF_ERROR(rows_->run(plan_, logits.value(), output_));
-  stats_.sampling_seconds += seconds_since(middle);
+  stats_.sampling_seconds += Seconds(Clock::now() - middle).count();
   return {};
 }
 
@@ -185,22 +181,18 @@ Result<const float*> EdgeSession::run_model() {
 
 /// Longest run of rows from `begin` on that the program takes at once and after which no row sees
 /// what comes later.
-Result<size_t> EdgeSession::end_of_call(size_t begin) const {
-  StepPlan& plan = const_cast<StepPlan&>(plan_);  // NOLINT: its views are not const
-  std::vector<int32_t> asked(visible_end_.size(), 0);
-  for (const int32_t row : plan.logits_rows()) {
-    asked[static_cast<size_t>(row)] += 1;
-  }
+Result<size_t> EdgeSession::end_of_call(size_t begin) {
+  const auto asked = plan_.logits_rows();
   size_t end = begin;
-  int32_t num_logits = 0;
+  int64_t num_logits = 0;
   int64_t seen = 0;
   for (size_t next = begin + 1; next <= visible_end_.size(); ++next) {
-    num_logits += asked[next - 1];
+    num_logits += std::count(asked.begin(), asked.end(), static_cast<int32_t>(next - 1));
     seen = std::max(seen, visible_end_[next - 1]);
     if (next - begin > static_cast<size_t>(limits_.max_rows) || num_logits > limits_.max_logits) {
       break;
     }
-    if (next == visible_end_.size() || seen <= plan.positions()[next]) {
+    if (next == visible_end_.size() || seen <= plan_.positions()[next]) {
       end = next;
     }
   }
@@ -208,7 +200,7 @@ Result<size_t> EdgeSession::end_of_call(size_t begin) const {
     return make_error(StatusCode::kOutOfRange, "EdgeSession: expected rows that a call of ",
                       limits_.max_rows, " rows and ", limits_.max_logits,
                       " logits takes (export with a larger --max-rows), got more from position ",
-                      plan.positions()[begin], " on");
+                      plan_.positions()[begin], " on");
   }
   return end;
 }
@@ -241,18 +233,15 @@ void EdgeSession::fail_request() {
   if (core_.schedule(plan_) == PlanKind::kIdle) {
     (void)core_.complete_step(plan_, output_);
   }
-  (void)core_.take_result(req_id_);
-  req_id_ = -1;
+  (void)core_.take_result(req_id_.exchange(-1));
 }
 
 Result<RequestResult> EdgeSession::take_result() {
-  const int64_t req_id = req_id_;
-  if (req_id < 0 || !is_finished_) {
+  if (req_id_ < 0 || !is_finished_) {
     return make_error(StatusCode::kNotFound,
                       "EdgeSession::take_result: expected a finished request, got none");
   }
-  req_id_ = -1;
-  return core_.take_result(req_id);
+  return core_.take_result(req_id_.exchange(-1));
 }
 
 Result<RequestSnapshot> EdgeSession::snapshot() const {

@@ -2,11 +2,9 @@
 #include "arguments.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cmath>
-#include <cstdlib>
 #include <functional>
-#include <type_traits>
+
+#include "diffulex/edge/read_number.h"
 
 namespace diffulex {
 namespace {
@@ -37,26 +35,6 @@ Answers prompts with a program that `diffulex edge export` wrote. BUNDLE is its 
 
 Exit status: 0, 1 failed, 2 bad arguments or files, 130 interrupted.
 )";
-
-template <typename T>
-bool read_number(const std::string& text, T& value) {
-  char* end = nullptr;
-  errno = 0;
-  bool is_legal = true;
-  if constexpr (std::is_same_v<T, uint64_t>) {
-    value = text.find('-') == std::string::npos
-                ? std::strtoull(text.c_str(), &end, 10)
-                : static_cast<uint64_t>(std::strtoll(text.c_str(), &end, 10));
-  } else if constexpr (std::is_integral_v<T>) {
-    const long long number = std::strtoll(text.c_str(), &end, 10);
-    value = static_cast<T>(number);
-    is_legal = number == value;
-  } else {
-    value = std::strtof(text.c_str(), &end);
-    is_legal = std::isfinite(value);
-  }
-  return !text.empty() && *end == '\0' && errno == 0 && is_legal;
-}
 
 struct Flag {
   const char* name;
@@ -89,6 +67,12 @@ std::vector<Flag> flags_of(RunArguments& arguments) {
     arguments.prompt = text;
     return true;
   };
+  const auto set_seed = [&arguments](const std::string& text) {
+    int64_t negative = 0;
+    const bool is_negative = read_number(text, negative) && negative < 0;
+    uint64_t& seed = arguments.seed.emplace(static_cast<uint64_t>(negative));
+    return is_negative || read_number(text, seed);
+  };
   const auto set_threads = [&arguments](const std::string& text) {
     return read_number(text, arguments.threads) && arguments.threads > 0;
   };
@@ -103,7 +87,7 @@ std::vector<Flag> flags_of(RunArguments& arguments) {
       {"--top-k", "an integer", number(arguments.top_k)},
       {"--min-p", "a number", number(arguments.min_p)},
       {"--accept-threshold", "a number", number(arguments.accept_threshold)},
-      {"--seed", "an integer", number(arguments.seed)},
+      {"--seed", "an integer", set_seed},
       {"--ignore-eos", nullptr, truth(arguments.ignore_eos)},
       {"--buffer-size", "an integer", number(arguments.buffer_size)},
       {"--threads", "an integer >= 1", set_threads},

@@ -16,6 +16,7 @@ _MODULES = {
     "exporter": ("ExportConfig", "ExportResult", "export_model", "load_decoder"),
     "model": ("EdgeDecoder", "EdgeForm", "EdgeProgram"),
     "program": ("PteModel", "PteProgram"),
+    "quant": ("QuantizationResult", "quantize_model", "quantize_with_report"),
     "recipes": ("Recipe", "parse_recipe", "quantise"),
     "unified": ("KVCache", "KVCacheConfig", "create_kv_caches"),
 }

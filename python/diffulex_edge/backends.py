@@ -39,6 +39,10 @@ class Availability:
         """Whether it is of any use here."""
         return self.can_export or self.can_run
 
+    def __str__(self) -> str:
+        does = [text for can, text in ((self.can_export, "exports"), (self.can_run, "runs")) if can]
+        return (" and ".join(does) or "not here") + (f": {self.reason}" if self.reason else "")
+
 
 @dataclass(frozen=True, slots=True)
 class EdgeBackend:
@@ -166,11 +170,13 @@ _PARTITIONERS = {
     "qnn": _qnn_partitioners,
 }
 
+# Weight-only recipes are left out: XNNPACK takes them and computes garbage.
+_XNNPACK_RECIPES = ("none", "fp16", "8da8w", "8da4w", "pt2e_dyn8", "static_int8")
+
 BACKENDS: dict[str, EdgeBackend] = {
     item.name: item
     for item in (
-        # Weight-only recipes are left out: XNNPACK takes them and computes garbage.
-        EdgeBackend("xnnpack", "CPU, x86-64 and Arm", ("none", "8da8w", "8da4w")),
+        EdgeBackend("xnnpack", "CPU, x86-64 and Arm", _XNNPACK_RECIPES),
         EdgeBackend(
             "coreml",
             "Apple CPU, GPU and neural engine (iOS 18, macOS 15)",

@@ -14,9 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffulex.checkpoint.resolve import DEMO
-from diffulex.config.flags import Parser, integer, integers, number, positive_integer, some
+from diffulex.config.flags import Parser, engine_kwargs
 from diffulex.env import get_unchecked
 from diffulex.log import configure
+from diffulex_edge.flags import (
+    DECODING_KEYS,
+    add_bench_flags,
+    add_estimate_flags,
+    add_eval_flags,
+    add_export_flags,
+    add_verify_flags,
+    path_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_DEFAULT_BACKEND = "xnnpack"
+#: Recipes that `eval` compares by itself.
+_EVALUATED = ("none", "8da8w", "8da4w")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -67,82 +77,19 @@ def build_parser() -> Parser:
         child.add_argument("--json", action="store_true", help="print one JSON object")
         return child
 
-    _add_export(add("export", _export, "write a bundle: a program beside the checkpoint's files"))
+    add_export_flags(
+        add("export", _export, "write a bundle: a program beside the checkpoint's files")
+    )
     info = add("info", _info, "what a bundle holds")
     info.add_argument("bundle", metavar="BUNDLE")
-    _add_estimate(add("estimate", _estimate, "memory of a program, without exporting it"))
+    add_estimate_flags(add("estimate", _estimate, "memory of a program, without exporting it"))
     add("backends", _backends, "which backends export and run on this machine")
-    verify = add("verify", _verify, "compare a program with its checkpoint and with transformers")
-    verify.add_argument("bundle", metavar="BUNDLE")
-    verify.add_argument("--reference", required=True, help="the checkpoint that was exported")
-    verify.add_argument("--inputs", type=positive_integer, default=4, help="random inputs [4]")
-    verify.add_argument(
-        "--tolerance",
-        type=number,
-        help="error that is allowed, as a share of the largest logit [1e-4; by recipe]",
-    )
-    _add_model(verify)
-    bench = add("bench", _bench, "time and memory of programs, each in a process of its own")
-    bench.add_argument("bundles", metavar="BUNDLE", nargs="+")
-    bench.add_argument(
-        "--threads", type=some(integers), default=(1,), metavar="N[,N]", help="of the pool [1]"
-    )
-    bench.add_argument("--rows", type=positive_integer, default=8, help="rows of a call [8]")
-    bench.add_argument("--repeat", type=positive_integer, default=20, help="calls [20]")
+    add_eval_flags(add("eval", _eval, "accuracy, size and time of programs beside their model"))
+    text = "compare a program with its checkpoint and with transformers"
+    add_verify_flags(add("verify", _verify, text))
+    text = "time and memory of programs, each in a process of its own"
+    add_bench_flags(add("bench", _bench, text))
     return parser
-
-
-def _add_estimate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=DEMO, help=f"checkpoint with its configuration [{DEMO}]")
-    parser.add_argument("--quant", default="8da4w", metavar="RECIPE", help="see export [8da4w]")
-    parser.add_argument(
-        "--max-model-len", type=positive_integer, help="tokens of prompt and answer [at most 2048]"
-    )
-    parser.add_argument("--budget", metavar="SIZE", help="also the longest length that fits: 2GB")
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=DEMO, help=f"what to export [{DEMO}]")
-    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the new bundle")
-    parser.add_argument(
-        "--backend",
-        default=_DEFAULT_BACKEND,
-        help=f"see `diffulex edge backends` [{_DEFAULT_BACKEND}]",
-    )
-    parser.add_argument(
-        "--quant", default="none", metavar="RECIPE", help="none, 8da8w (int8), 8da4w (int4) [none]"
-    )
-    parser.add_argument(
-        "--max-model-len",
-        type=positive_integer,
-        help="tokens of prompt and answer [the model's positions, at most 2048]",
-    )
-    parser.add_argument(
-        "--max-rows",
-        type=positive_integer,
-        default=256,
-        help="rows of one call; a d2f prompt must fit [256]",
-    )
-    parser.add_argument(
-        "--max-logits", type=positive_integer, default=64, help="logits rows of one call [64]"
-    )
-    _add_model(parser)
-    parser.add_argument(
-        "--tolerance",
-        type=number,
-        help="error that the self-check allows, as a share of the largest logit [by recipe]",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a bundle that is there already"
-    )
-    parser.add_argument("--compute-unit", help="coreml: all, cpu_only, cpu_and_gpu, cpu_and_ne")
-    parser.add_argument("--soc", help="qnn: the chip, for example SM8650")
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lora", metavar="DIR", help="merge this adapter into the weights")
-    parser.add_argument("--model-name", help="registered family [found from the checkpoint]")
-    parser.add_argument("--mask-token-id", type=integer, help="mask id [the checkpoint's]")
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -159,8 +106,9 @@ def _export(options: argparse.Namespace) -> int:
             max_rows=options.max_rows,
             max_logits=options.max_logits,
             overwrite=options.overwrite,
-            lora=None if options.lora is None else Path(options.lora).expanduser(),
+            lora=path_of(options.lora),
             mask_token_id=options.mask_token_id,
+            calibration=path_of(options.calibration),
             model_name=options.model_name,
             tolerance=options.tolerance,
             backend_options={
@@ -237,18 +185,22 @@ def _info(options: argparse.Namespace) -> int:
 def _backends(options: argparse.Namespace) -> int:
     from diffulex_edge.backends import BACKENDS  # noqa: PLC0415
 
-    rows: list[dict[str, Any]] = []
-    for name, backend in sorted(BACKENDS.items()):
-        state = dataclasses.asdict(backend.availability())
-        rows.append({"name": name, "target": backend.target, **state, "recipes": backend.recipes})
+    backends = [backend for _, backend in sorted(BACKENDS.items())]
     if options.json:
+        rows = [
+            {
+                "name": backend.name,
+                "target": backend.target,
+                **dataclasses.asdict(backend.availability()),
+                "recipes": backend.recipes,
+            }
+            for backend in backends
+        ]
         print(json.dumps({"backends": rows}))
         return 0
-    for row in rows:
-        does = [text for key, text in (("can_export", "exports"), ("can_run", "runs")) if row[key]]
-        reason = f": {row['reason']}" if row["reason"] else ""
-        print(f"{row['name']:<9} {' and '.join(does) or 'not here'}{reason}")
-        print(f"          {row['target']}; recipes {', '.join(row['recipes'])}")
+    for backend in backends:
+        print(f"{backend.name:<9} {backend.availability()}")
+        print(f"          {backend.target}; recipes {', '.join(backend.recipes)}")
     return 0
 
 
@@ -257,9 +209,13 @@ def _estimate(options: argparse.Namespace) -> int:
     from diffulex.checkpoint.resolve import resolve_model  # noqa: PLC0415
     from diffulex_edge.families import check_family  # noqa: PLC0415
     from diffulex_edge.measure import estimate, longest_length, parse_bytes  # noqa: PLC0415
+    from diffulex_edge.presets import preset_spec  # noqa: PLC0415
     from diffulex_edge.recipes import parse_recipe  # noqa: PLC0415
 
-    spec = detect(resolve_model(options.model))[1]
+    if options.preset is None:
+        spec = detect(resolve_model(options.model))[1]
+    else:
+        spec = preset_spec(options.preset)
     check_family(spec)
     recipe = parse_recipe(options.quant)
     length = min(options.max_model_len or 2048, spec.max_positions)
@@ -270,7 +226,7 @@ def _estimate(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report))
         return 0
-    print(f"{options.model}, {recipe}, {length} tokens")
+    print(f"{options.preset or options.model}, {recipe}, {length} tokens")
     for name in ("weights", "rotary", "graph", "cache", "logits", "scores", "file", "resident"):
         print(f"  {name:<9} {report[name] / 1e6:12.2f} MB")
     if options.budget:
@@ -283,6 +239,34 @@ def _estimate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _eval(options: argparse.Namespace) -> int:
+    from diffulex.config.sampling_params import SamplingParams  # noqa: PLC0415
+    from diffulex_edge.evaluation import evaluate_programs  # noqa: PLC0415
+
+    model, recipes = options.model, options.quant or []
+    if not options.bundles:
+        model, recipes = model or DEMO, recipes or list(_EVALUATED)
+    given = {"top_p": options.top_p, "seed": options.seed}
+    evaluate_programs(
+        options.bundles,
+        model=model,
+        recipes=recipes,
+        sampling_params=SamplingParams(
+            temperature=options.temperature,
+            **{name: value for name, value in given.items() if value is not None},
+        ),
+        engine_kwargs=engine_kwargs(options, table=DECODING_KEYS),
+        data=options.data,
+        limit=options.limit,
+        outputs=options.output,
+        show=lambda report: print(
+            report.to_json().rstrip() if options.json else report.to_text(), flush=True
+        ),
+        command="diffulex " + " ".join(sys.argv[1:]),
+    )
+    return 0
+
+
 def _verify(options: argparse.Namespace) -> int:
     from diffulex_edge.verify import verify_bundle  # noqa: PLC0415
 
@@ -291,9 +275,10 @@ def _verify(options: argparse.Namespace) -> int:
         options.reference,
         num_inputs=options.inputs,
         tolerance=options.tolerance,
-        lora=None if options.lora is None else Path(options.lora).expanduser(),
+        lora=path_of(options.lora),
         model_name=options.model_name,
         mask_token_id=options.mask_token_id,
+        calibration=path_of(options.calibration),
     )
     program = report.program
     if options.json:

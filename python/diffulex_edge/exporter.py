@@ -35,7 +35,8 @@ from diffulex_edge.lowering import Lowered, ProgramShape, example_inputs, lower
 from diffulex_edge.model import EdgeDecoder, EdgeProgram
 from diffulex_edge.program import FORMAT, PteProgram
 from diffulex_edge.progress import Stages
-from diffulex_edge.recipes import Recipe, parse_recipe, quantise
+from diffulex_edge.pt2e import calibration_calls, quantised_program
+from diffulex_edge.recipes import Recipe, check_calibration, parse_recipe
 from diffulex_edge.self_check import (
     Agreement,
     check_agreement,
@@ -48,13 +49,15 @@ from diffulex_edge.self_check import (
 from diffulex_edge.session_conf import write_session_conf
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from diffulex.families.spec import ModelSpec
 
 __all__ = ["ExportConfig", "ExportResult", "avoided_ids", "export_model", "load_decoder"]
 
 logger = get_logger(__name__)
 
-#: Positions behind the longest request: its last block may be whole.
+#: Positions after the longest request: its last block may be whole.
 _SPARE_ROWS = 32
 _VERSIONED = ("diffulex", "torch", "executorch", "torchao")
 
@@ -82,11 +85,15 @@ class ExportConfig:
     model_name: str | None = None
     #: Share of the largest logit that the program may differ by; None: by recipe.
     tolerance: float | None = None
+    #: Problems that `static_int8` takes the scales of its activations from.
+    calibration: Path | None = None
     #: Options of the backend: compute_unit, soc.
     backend_options: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        backend_of(self.backend).check_recipe(parse_recipe(self.quant))
+        recipe = parse_recipe(self.quant)
+        backend_of(self.backend).check_recipe(recipe)
+        check_calibration(recipe, self.calibration)
         for name, low in (("max_rows", 8), ("max_logits", 2), ("max_model_len", 8)):
             value = getattr(self, name)
             if value is not None and value < low:
@@ -192,13 +199,15 @@ def export_model(config: ExportConfig, *, show_progress: bool = False) -> Export
     ):
         stage("load")
         decoder = load_decoder(model_dir, spec, shape.cache_rows, backend, config.lora)
-        program = EdgeProgram(decoder)
         calls = make_trace(
             shape, spec.block_size or _SPARE_ROWS, spec.vocab_size, avoided_ids(spec)
         )
-        reference = run_trace(eager_caller(program), calls)
+        reference = run_trace(eager_caller(EdgeProgram(decoder)), calls)
         stage("quantise")
-        notices = quantise(decoder, recipe)
+        seen = calls
+        if config.calibration is not None:
+            seen = calibration_calls(config.calibration, model_dir, spec, shape)
+        program, notices = quantised_program(decoder, recipe, shape, seen)
         own = run_trace(eager_caller(program), calls) if recipe.is_quantised else reference
         copy_checkpoint_files(model_dir, directory)
         constants = _constants(
@@ -213,7 +222,7 @@ def export_model(config: ExportConfig, *, show_progress: bool = False) -> Export
         caller = _pte_caller(PteProgram(path)) if backend.is_host else eager_caller(lowered.graph)
         found = run_trace(caller, calls)
         checked, agreement = compare(found, own), compare(found, reference)
-        check_agreement(checked, is_quantised=recipe.is_quantised, tolerance=config.tolerance)
+        check_agreement(checked, recipe, tolerance=config.tolerance)
         facts = _facts(constants, path, config, checked, agreement)
         text = json.dumps(facts, indent=1, sort_keys=True)
         (directory / EDGE_FILE).write_text(text + "\n", encoding="utf-8")
@@ -257,7 +266,7 @@ def _shape(config: ExportConfig, spec: ModelSpec, backend: EdgeBackend) -> tuple
 
 def _lower(
     config: ExportConfig,
-    program: EdgeProgram,
+    program: nn.Module,
     shape: ProgramShape,
     backend: EdgeBackend,
     constants: dict[str, Any],
@@ -306,7 +315,7 @@ def _constants(
         "dlx_num_layers": spec.num_layers,
         "dlx_num_kv_heads": spec.num_kv_heads,
         "dlx_head_dim": spec.head_dim,
-        "dlx_kv_dtype": "float32",
+        "dlx_kv_dtype": "float16" if recipe.is_half else "float32",
         "dlx_quant": str(recipe),
         "dlx_backend": config.backend.lower(),
         "dlx_requires": "" if recipe.embedding_bits == 32 else "quantized_kernels",

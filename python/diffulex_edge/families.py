@@ -6,24 +6,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diffulex.errors import ConfigError
+from diffulex.families.listing import FAMILIES
+from diffulex.strategies.listing import STRATEGIES
 
 if TYPE_CHECKING:
     from diffulex.families.spec import ModelSpec
 
 __all__ = ["EDGE_FAMILIES", "EDGE_STRATEGIES", "check_family", "check_strategy"]
 
-#: Dense decoders of the generic description.
-EDGE_FAMILIES = (
-    "diffucoder",
-    "dream",
-    "dream_reasoner",
-    "fast_dllm_v2",
-    "llada",
-    "sdar",
-    "stable_diffcoder",
+EDGE_FAMILIES = tuple(family.name for family in FAMILIES if family.is_exportable)
+EDGE_STRATEGIES = tuple(
+    name for name, strategy in STRATEGIES.items() if strategy.traits.is_exportable
 )
-#: Strategies whose steps are tokens, positions and an interval of visible keys per row.
-EDGE_STRATEGIES = ("multi_bd", "d2f", "fast_dllm_v2")
 
 
 def check_family(spec: ModelSpec) -> None:

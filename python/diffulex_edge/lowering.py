@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
 
     from diffulex_edge.backends import EdgeBackend
 
-__all__ = ["Lowered", "ProgramShape", "example_inputs", "lower"]
+__all__ = ["Lowered", "ProgramShape", "capture", "example_inputs", "lower"]
 
 METHOD = "forward"
+_OPERATOR = re.compile(r"\b(?:aten|built-in function)[. ](\w+)")
 # No two sizes of the examples are equal, so that the export does not take them for one.
 _EXAMPLE_ROWS, _EXAMPLE_LOGITS = 24, 12
 
@@ -76,6 +78,22 @@ def example_inputs(shape: ProgramShape) -> tuple[Any, ...]:
     )
 
 
+def capture(program: nn.Module, inputs: tuple[Any, ...], shape: ProgramShape) -> Any:
+    """The exported graph of a module, with the bounds of a shape.
+
+    Raises:
+        EdgeError: the export took a size that varies for a fixed one.
+    """
+    with quiet():
+        torch = require("torch")
+        with torch.no_grad():
+            exported = torch.export.export(
+                program, inputs, dynamic_shapes=_dynamic_shapes(torch, shape), strict=False
+            )
+    _check_ranges(exported, shape)
+    return exported
+
+
 def lower(
     program: nn.Module,
     inputs: tuple[Any, ...],
@@ -100,16 +118,11 @@ def lower(
     """
     stage("export")
     with quiet():
-        torch = require("torch")
         exir = require("executorch.exir")
         passes = require("executorch.exir.passes")
         if has_quantised_embedding:
             require("executorch.kernels.quantized")
-        with torch.no_grad():
-            exported = torch.export.export(
-                program, inputs, dynamic_shapes=_dynamic_shapes(torch, shape), strict=False
-            )
-    _check_ranges(exported, shape)
+    exported = capture(program, inputs, shape)
     graph = None if backend.is_host else exported.module()
     stage("lower")
     with quiet():
@@ -128,7 +141,7 @@ def lower(
         try:
             manager = edge.to_executorch(
                 exir.ExecutorchBackendConfig(
-                    # Without it the caches of one program lie in memory that is reused.
+                    # A second method would otherwise have another cache, in memory that is reused.
                     memory_planning_pass=passes.MemoryPlanningPass(share_mutable_buffers=True),
                     run_reinplace_pass=True,
                     do_quant_fusion_and_const_prop=has_quantised_embedding,
@@ -174,5 +187,7 @@ def _census(exported: Any) -> tuple[int, dict[str, int]]:
         if "executorch_call_delegate" in str(node.target):
             num_delegates += 1
         else:
-            names[str(node.target).removeprefix("aten.").partition(".default")[0]] += 1
+            # Some of these objects print their whole schema.
+            found = _OPERATOR.search(str(node.target))
+            names[found[1] if found else str(node.target)] += 1
     return num_delegates, dict(names)

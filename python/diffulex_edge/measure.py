@@ -83,19 +83,22 @@ def estimate(
         (hidden, spec.intermediate_size),
     ]
     layer = sum(recipe.weight_bytes(recipe.layers, *shape) for shape in shapes)
-    layer += 4 * (2 * hidden + (2 * dim if spec.qk_norm else 0))
-    layer += 4 * ((q_size + 2 * kv_size if spec.qkv_bias else 0) + (hidden if spec.o_bias else 0))
+    size = recipe.float_bytes
+    layer += size * (2 * hidden + (2 * dim if spec.qk_norm else 0))
+    layer += size * (
+        (q_size + 2 * kv_size if spec.qkv_bias else 0) + (hidden if spec.o_bias else 0)
+    )
     head = recipe.weight_bytes(recipe.head, spec.vocab_size, hidden)
     table = recipe.embedding_bytes(spec.embedding_rows, hidden)
     rows = max_model_len + _SPARE_ROWS
     return Estimate(
         max_model_len=max_model_len,
-        weights=int(spec.num_layers * layer + head + table + 4 * hidden),
-        rotary=2 * rows * dim * 4 + dim * dim * 4,
+        weights=int(spec.num_layers * layer + head + table + size * hidden),
+        rotary=(2 * rows + dim) * dim * size,
         graph=_GRAPH * spec.num_layers,
-        cache=spec.num_layers * 2 * spec.num_kv_heads * rows * dim * 4,
+        cache=spec.num_layers * 2 * spec.num_kv_heads * rows * dim * size,
         logits=max_logits * spec.vocab_size * 4,
-        scores=2 * spec.num_q_heads * max_rows * rows * 4,
+        scores=2 * spec.num_q_heads * max_rows * rows * size,
     )
 
 
@@ -132,11 +135,9 @@ def step_times(bundle: Path, threads: int, *, rows: int, repeat: int) -> StepTim
         ProgramError: it cannot be loaded.
     """
     from diffulex_edge.bundle import read_bundle  # noqa: PLC0415
-    from diffulex_edge.program import PteProgram, check_program  # noqa: PLC0415
+    from diffulex_edge.program import PteProgram  # noqa: PLC0415
 
-    found = read_bundle(bundle)
-    check_program(found)
-    path = found.program_path
+    path = read_bundle(bundle).program_path
     before = _resident_mb()
     start = time.perf_counter()
     program = PteProgram(path, threads=threads)
@@ -170,11 +171,16 @@ def bench_bundle(bundle: Path, threads: int, *, rows: int, repeat: int) -> StepT
     """`step_times` in a process of its own: thread pool and memory are those of one program.
 
     Raises:
+        ProgramError: it is not the program that was exported.
         EdgeError: the process failed.
     """
+    from diffulex_edge.bundle import read_bundle  # noqa: PLC0415
+    from diffulex_edge.program import check_program  # noqa: PLC0415
+
     for name, value in (("rows", rows), ("repeat", repeat), ("threads", threads)):
         if value < 1:
             raise ConfigError(f"{name}: expected >= 1, got {value}")
+    check_program(read_bundle(bundle))
     code = (
         "import json, sys; from dataclasses import asdict; from pathlib import Path\n"
         "from diffulex_edge.measure import step_times\n"

@@ -59,12 +59,13 @@ class EdgeNorm(nn.Module):
         self.register_buffer("mean_row", row, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        squares = x * x
+        wide = x.float()
+        squares = wide * wide
         if self.mean_row is None:
             mean = squares.mean(-1, keepdim=True)
         else:
             mean = functional.linear(squares, self.mean_row)
-        return self.weight * (x * torch.rsqrt(mean + self.eps))
+        return self.weight * (wide * torch.rsqrt(mean + self.eps)).to(x.dtype)
 
 
 class EdgeLayer(nn.Module):
@@ -200,6 +201,19 @@ class EdgeDecoder(nn.Module):
             "turn": _turn_matrix(spec.head_dim, spec.rotary_dim),
         }
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations and of caches."""
+        return self.norm.weight.dtype
+
+    def to_half(self) -> None:
+        """Weights and tables in float16, in place; norms keep their statistics in float32."""
+        norms = [module for module in self.modules() if isinstance(module, EdgeNorm)]
+        rows = [norm.mean_row for norm in norms]
+        self.half()
+        for norm, row in zip(norms, rows, strict=True):
+            norm.mean_row = row
+
     def hidden(
         self,
         tokens: Tensor,
@@ -332,8 +346,10 @@ class EdgeProgram(nn.Module):
         spec = decoder.spec
         shape = (spec.num_kv_heads, decoder.max_seq_len, spec.head_dim)
         for index in range(spec.num_layers):
-            self.register_buffer(f"k_{index}", torch.zeros(shape), persistent=False)
-            self.register_buffer(f"v_{index}", torch.zeros(shape), persistent=False)
+            for name in (f"k_{index}", f"v_{index}"):
+                self.register_buffer(
+                    name, torch.zeros(shape, dtype=decoder.dtype), persistent=False
+                )
 
     @property
     def caches(self) -> list[LayerCache]:
@@ -346,6 +362,6 @@ class EdgeProgram(nn.Module):
     ) -> Tensor:
         """[1, n, V] float32 for int64 tokens [1, S], positions [S], ends [S] and rows [n]."""
         decoder = self.decoder
-        mask = visible_mask(visible_end, decoder.max_seq_len)
+        mask = visible_mask(visible_end, decoder.max_seq_len, decoder.dtype)
         hidden = decoder.hidden(tokens[0], positions, mask, self.caches)
-        return decoder.logits(hidden[logits_rows]).unsqueeze(0)
+        return decoder.logits(hidden[logits_rows]).float().unsqueeze(0)

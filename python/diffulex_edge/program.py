@@ -166,7 +166,8 @@ class PteProgram:
         """Bytes of K and V of all layers."""
         names = ("dlx_num_layers", "dlx_num_kv_heads", "dlx_head_dim")
         layers, heads, dim = (int(self.constants[name]) for name in names)
-        return layers * 2 * heads * self.cache_rows * dim * 4
+        size = 2 if self.constants.get("dlx_kv_dtype") == "float16" else 4
+        return layers * 2 * heads * self.cache_rows * dim * size
 
     def input_shapes(self) -> list[list[int]]:
         """Largest shape of every input."""

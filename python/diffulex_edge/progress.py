@@ -42,7 +42,7 @@ class Stages:
             done = (STAGES.index(name) + 1) * _WIDTH // len(STAGES)
             bar = "#" * done + "." * (_WIDTH - done)
             seconds = self._begin - self._start
-            # Written while nobody else has the descriptor: stages begin outside of `quiet`.
+            # Written while no other code has the descriptor: stages begin outside of `quiet`.
             print(f"\r\x1b[K[{bar}] {name} {seconds:.0f}s", end="", file=sys.stderr, flush=True)
         else:
             logger.info("edge export: %s", name)

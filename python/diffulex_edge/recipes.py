@@ -15,19 +15,31 @@ from diffulex_edge.errors import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch import nn
 
     from diffulex_edge.model import EdgeDecoder
 
-__all__ = ["GROUP_SIZES", "RECIPES", "Recipe", "parse_recipe", "quantise"]
+__all__ = [
+    "GROUP_SIZES",
+    "RECIPES",
+    "Recipe",
+    "check_calibration",
+    "parse_recipe",
+    "quantise",
+    "split_recipes",
+]
 
 GROUP_SIZES = (32, 64, 128, 256)
 #: Layer recipe -> what it does to weights and activations.
 RECIPES = {
     "none": "float32",
+    "fp16": "float16, statistics of norms in float32",
     "8da8w": "int8 weights per output channel, int8 activations per token",
     "8da4w": "int4 weights in groups, int8 activations per token",
+    "pt2e_dyn8": "int8 weights per output channel, int8 activations per call, by PT2E",
+    "static_int8": "the same with scales of the activations from calibration, experimental",
     "8w": "int8 weights per output channel, float activations",
     "4w": "int4 weights in groups, float activations",
 }
@@ -37,13 +49,22 @@ _ALIASES = {
     "float32": "none",
     "int8": "8da8w",
     "dynamic_int8": "8da8w",
+    "weight_only_int8": "8da8w",
+    "float16": "fp16",
     "int4": "8da4w-g32,head=8da8w,emb=8",
     "8da4w": "8da4w-g32,head=8da8w,emb=8",
 }
 _GROUPED = ("8da4w", "4w")
+#: Recipes of the whole program: they have no suffixes.
+_WHOLE = ("fp16", "pt2e_dyn8", "static_int8")
+_PT2E = ("pt2e_dyn8", "static_int8")
 _DEFAULT_GROUP = 32
-#: Bytes of a scale, and of a scale with its zero point.
+#: Bytes of a scale.
 _SCALE = 4
+#: Largest differences that the self-check allows, as shares of the largest logit: float32, float16 and
+#: quantised; and the least share of rows with the same best id of a quantised program.
+_TOLERANCE, _TOLERANCE_HALF, _TOLERANCE_QUANTISED = 1e-4, 2e-2, 0.1
+_AGREEMENT_QUANTISED = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +74,45 @@ class Recipe:
     layers: str = "none"
     group_size: int = _DEFAULT_GROUP
     head: str = "none"
-    #: Bits of the embedding table: 32 (float) or 8.
+    #: Bits of the embedding table: 32 (float, as the layers), 8 or 4.
     embedding_bits: int = 32
 
     @property
     def is_quantised(self) -> bool:
         """Whether any weight is not float32."""
         return (self.layers, self.head, self.embedding_bits) != ("none", "none", 32)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the program computes and keeps its cache in float16."""
+        return self.layers == "fp16"
+
+    @property
+    def is_pt2e(self) -> bool:
+        """Whether the exported graph is quantised instead of the weights."""
+        return self.layers in _PT2E
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether it takes scales from text."""
+        return self.layers == "static_int8"
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of a number that is not quantised."""
+        return 2 if self.is_half else 4
+
+    @property
+    def tolerance(self) -> float:
+        """Difference from its own model, as a share of the largest logit, that the self-check allows."""
+        if self.is_half:
+            return _TOLERANCE_HALF
+        return _TOLERANCE_QUANTISED if self.is_quantised else _TOLERANCE
+
+    @property
+    def least_agreement(self) -> float:
+        """Least share of rows with the best id of its own model."""
+        return _AGREEMENT_QUANTISED if self.is_quantised and not self.is_half else 0.0
 
     @property
     def kinds(self) -> tuple[str, str]:
@@ -76,15 +129,19 @@ class Recipe:
 
     def weight_bytes(self, kind: str, rows: int, columns: int) -> float:
         """Bytes of a matrix [rows, columns] under the recipe `kind`."""
-        if kind == "none":
-            return 4.0 * rows * columns
+        if kind in ("none", "fp16"):
+            return float(self.float_bytes * rows * columns)
         if kind in _GROUPED and columns % self.group_size == 0:
             return rows * columns * (0.5 + 2.0 / self.group_size)
         return rows * (columns + _SCALE)
 
     def embedding_bytes(self, rows: int, columns: int) -> float:
         """Bytes of the embedding table."""
-        return 4.0 * rows * columns if self.embedding_bits == 32 else rows * (columns + _SCALE)
+        if self.embedding_bits == 32:
+            return float(self.float_bytes * rows * columns)
+        if self.embedding_bits == 8:
+            return rows * (columns + _SCALE)
+        return rows * columns * (0.5 + _SCALE / _DEFAULT_GROUP)
 
 
 def parse_recipe(text: str) -> Recipe:
@@ -109,23 +166,49 @@ def parse_recipe(text: str) -> Recipe:
                 f" got {first!r}"
             )
     head, bits = ("8da8w" if layers == "8da4w" else layers), 32
+    if suffixes and layers in _WHOLE:
+        raise ConfigError(f"quant: expected {layers} alone, got {text!r}")
     for suffix in suffixes:
         key, _, value = suffix.partition("=")
-        if key == "head" and value in RECIPES and value not in _GROUPED:
+        if key == "head" and value in RECIPES and value not in (*_GROUPED, *_WHOLE):
             head = value
-        elif key == "emb" and value == "8":
-            bits = 8
+        elif key == "emb" and value in ("8", "4"):
+            bits = int(value)
         else:
-            raise ConfigError(f"quant: expected head=none, head=8da8w or emb=8, got {suffix!r}")
+            raise ConfigError(
+                f"quant: expected head=none, head=8da8w, emb=8 or emb=4, got {suffix!r}"
+            )
     return Recipe(layers, size, head, bits)
+
+
+def check_calibration(recipe: Recipe, path: Path | None) -> None:
+    """Raises ConfigError unless text is given exactly where a recipe takes scales from it."""
+    if recipe.is_calibrated and path is None:
+        raise ConfigError(f"calibration: expected a file of problems with {recipe}, got none")
+    if path is not None and not recipe.is_calibrated:
+        raise ConfigError(f"calibration: expected the recipe static_int8, got {recipe}")
+
+
+def split_recipes(text: str) -> list[str]:
+    """Recipes of a list: a comma before ``head=`` or ``emb=`` belongs to the recipe."""
+    recipes: list[str] = []
+    for part in text.split(","):
+        if recipes and part.strip().startswith(("head=", "emb=")):
+            recipes[-1] += f",{part.strip()}"
+        else:
+            recipes.append(part.strip())
+    return recipes
 
 
 def quantise(decoder: EdgeDecoder, recipe: Recipe) -> list[str]:
     """Quantises the weights in place and returns notices about what another recipe was taken for.
 
-    Norms, biases, rotary tables and the constants of the export form stay float32.
+    Norms, biases, rotary tables and the constants of the export form stay float32. Recipes of PT2E change
+    the exported graph instead; see `diffulex_edge.pt2e`.
     """
-    if not recipe.is_quantised:
+    if recipe.is_half:
+        decoder.to_half()
+    if recipe.layers in _WHOLE or not recipe.is_quantised:
         return []
     with quiet():
         torch = require("torch")
@@ -157,9 +240,11 @@ def quantise(decoder: EdgeDecoder, recipe: Recipe) -> list[str]:
         plan[id(module)] = linear_config(recipe.layers, group)
     if recipe.head != "none":
         plan[id(decoder.head)] = linear_config(recipe.head, 0)
-    if recipe.embedding_bits == 8:
+    if recipe.embedding_bits != 32:
+        is_byte = recipe.embedding_bits == 8
         plan[id(decoder.embedding)] = api.IntxWeightOnlyConfig(
-            weight_dtype=torch.int8, granularity=torchao.PerAxis(0)
+            weight_dtype=torch.int8 if is_byte else torch.int4,
+            granularity=torchao.PerAxis(0) if is_byte else torchao.PerGroup(_DEFAULT_GROUP),
         )
     with quiet():
         for config, members in _grouped(plan):

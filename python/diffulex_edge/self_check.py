@@ -15,10 +15,10 @@ from diffulex_edge.errors import ProgramError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from diffulex_edge.lowering import ProgramShape
-    from diffulex_edge.model import EdgeProgram
+    from diffulex_edge.recipes import Recipe
 
     Caller = Callable[["Call"], "Tensor"]
 
@@ -33,11 +33,6 @@ __all__ = [
     "run_trace",
 ]
 
-#: Largest differences allowed, as shares of the largest logit: float32, and quantised.
-_TOLERANCE = 1e-4
-_TOLERANCE_QUANTISED = 0.1
-#: Least share of rows with the same best id, quantised program against quantised model.
-_AGREEMENT_QUANTISED = 0.9
 _NUM_BLOCKS = 3
 
 
@@ -105,7 +100,7 @@ def make_trace(
     return calls
 
 
-def eager_caller(program: EdgeProgram) -> Caller:
+def eager_caller(program: nn.Module) -> Caller:
     """Runs calls in PyTorch."""
 
     @torch.inference_mode()
@@ -142,19 +137,19 @@ def check_tolerance(tolerance: float | None) -> None:
 
 def check_agreement(
     found: Agreement,
+    recipe: Recipe,
     *,
-    is_quantised: bool,
     tolerance: float | None = None,
     where: str = "self-check",
 ) -> None:
     """Raises ProgramError unless a program computes what its own model does.
 
     Args:
-        tolerance: share of the largest logit; None: by whether the program is quantised.
+        recipe: of the program and of its model.
+        tolerance: share of the largest logit; None: by the recipe.
         where: how the message begins.
     """
-    default = _TOLERANCE_QUANTISED if is_quantised else _TOLERANCE
-    limit = default if tolerance is None else tolerance
+    limit = recipe.tolerance if tolerance is None else tolerance
     if not found.is_finite:
         raise ProgramError(f"{where}: expected finite logits, got NaN or infinite ones")
     if not found.max_error <= limit * found.scale:  # NaN is no agreement
@@ -162,8 +157,8 @@ def check_agreement(
             f"{where}: expected logits within {limit * found.scale:.3g} of the model's,"
             f" got a difference of {found.max_error:.3g}"
         )
-    if is_quantised and found.argmax < _AGREEMENT_QUANTISED:
+    if found.argmax < recipe.least_agreement:
         raise ProgramError(
-            f"{where}: expected the model's best id in {_AGREEMENT_QUANTISED:.0%} of the rows,"
+            f"{where}: expected the model's best id in {recipe.least_agreement:.0%} of the rows,"
             f" got {found.argmax:.1%}"
         )

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diffulex.config.config import Config, read_model_facts
+from diffulex.config.config import Config
+from diffulex.config.facts import read_facts
+from diffulex.config.parse import Options
 from diffulex.config.sampling_params import SamplingParams
 from diffulex.errors import ConfigError
 
@@ -70,9 +72,9 @@ def write_session_conf(
         ConfigError: the session lacks something that the settings need.
     """
     given = {"model_name": model_name, "mask_token_id": mask_token_id}
-    settings = {name: value for name, value in given.items() if value is not None}
-    facts = read_model_facts(str(directory), settings)
-    config = Config.resolve(str(directory), facts, settings)
+    options = Options.parse(str(directory), given)
+    facts = read_facts(options)
+    config = Config.of(options, facts)
     text = session_conf(config, facts.tokenizer)
     (directory / SESSION_FILE).write_text(text, encoding="utf-8", newline="\n")
 
@@ -116,7 +118,6 @@ def _sampler_values(config: Config) -> dict[str, Any]:
         raise ConfigError(
             f"penalty_lambda: expected 0 for a session in C++, got {decoding.penalty_lambda}"
         )
-    forbidden = {*sampler.suppress_token_ids, config.model.mask_token_id}
     return {
         **{key: getattr(sampler, key) for key in _SAMPLER_KEYS},
         "acceptance_rule": RULES[sampler.acceptance_rule or "threshold"],
@@ -125,7 +126,7 @@ def _sampler_values(config: Config) -> dict[str, Any]:
         "raw_confidence": sampler.confidence_space == "raw",
         "filter_order": int(kind.filter_order),
         "exclusion": EXCLUSIONS[sampler.mask_suppression],
-        "forbidden_token_ids": sorted(forbidden),
+        "forbidden_token_ids": list(config.forbidden_ids),
         "vocab_limit": config.model.tokenizer_vocab_size,
         "denoising_steps": sampler.denoising_steps or 0,
         "is_gated": sampler.forced_gate == "prev_semi_complete",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from diffulex.strategies.listing import STRATEGIES
 from diffulex_edge.model import visible_mask
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ __all__ = [
     "visible_ends_of_mode",
 ]
 
-ATTENTION_MODES = ("full", "block_causal", "d2f")
+#: A prompt that sees all of itself, by the name of its strategy.
+PREFIX_FULL = next(name for name, item in STRATEGIES.items() if item.traits.has_prefix_full)
+ATTENTION_MODES = ("full", "block_causal", PREFIX_FULL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +129,11 @@ def visible_ends_of_mode(
         return torch.full_like(positions, num_keys)
     if block_size is None:
         raise ValueError(f"attention_mode: expected a model with a block size for {mode!r}")
-    if mode == "d2f" and prompt_len is None:
-        raise ValueError("prompt_len: expected it with attention_mode 'd2f', got None")
-    start = prompt_len if mode == "d2f" and prompt_len is not None else 0
+    if mode == PREFIX_FULL and prompt_len is None:
+        raise ValueError(f"prompt_len: expected it with attention_mode {mode!r}, got None")
+    start = prompt_len if mode == PREFIX_FULL and prompt_len is not None else 0
     ends = start + ((positions - start) // block_size + 1) * block_size
-    if mode == "d2f":
+    if mode == PREFIX_FULL:
         ends = torch.where(positions < start, torch.full_like(positions, start), ends)
     return ends.clamp(max=num_keys)
 

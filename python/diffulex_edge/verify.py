@@ -23,9 +23,10 @@ from diffulex_edge.bundle import read_bundle
 from diffulex_edge.errors import ProgramError, require
 from diffulex_edge.exporter import avoided_ids, load_decoder
 from diffulex_edge.lowering import ProgramShape
-from diffulex_edge.model import EdgeDecoder, EdgeProgram
+from diffulex_edge.model import EdgeDecoder
 from diffulex_edge.program import PteProgram, check_program
-from diffulex_edge.recipes import parse_recipe, quantise
+from diffulex_edge.pt2e import calibration_calls, quantised_program
+from diffulex_edge.recipes import check_calibration, parse_recipe
 from diffulex_edge.self_check import (
     check_agreement,
     check_tolerance,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diffulex.families.spec import ModelSpec
+    from diffulex_edge.recipes import Recipe
     from diffulex_edge.self_check import Agreement
 
 __all__ = [
@@ -219,8 +221,7 @@ class BundleReport:
     decoder: EquivalenceReport
     #: The decoder and the program.
     program: Agreement
-    is_quantised: bool
-
+    recipe: Recipe
     #: Of the program; None: that of the self-check.
     tolerance: float | None = None
 
@@ -241,7 +242,7 @@ class BundleReport:
             )
         check_agreement(
             self.program,
-            is_quantised=self.is_quantised,
+            self.recipe,
             tolerance=self.tolerance,
             where="verify: decoder and program",
         )
@@ -256,16 +257,17 @@ def verify_bundle(
     lora: Path | None = None,
     model_name: str | None = None,
     mask_token_id: int | None = None,
+    calibration: Path | None = None,
 ) -> BundleReport:
     """Compares a bundle with a checkpoint, link by link.
 
     Args:
         tolerance: share of the largest logit, of both links; None: 1e-4, and that of the self-check
             for the program.
-        lora, model_name, mask_token_id: what was given to the export.
+        lora, model_name, mask_token_id, calibration: what was given to the export.
 
     Raises:
-        ConfigError: the tolerance is no positive number.
+        ConfigError: the tolerance is no positive number, or the calibration does not fit the recipe.
         ProgramError: the checkpoint is of another model, or the program is damaged or fails.
     """
     check_tolerance(tolerance)
@@ -295,9 +297,12 @@ def verify_bundle(
         stock_model(spec, decoder), decoder, inputs, _TOLERANCE if tolerance is None else tolerance
     )
     recipe = parse_recipe(bundle.quant)
-    quantise(decoder, recipe)
+    check_calibration(recipe, calibration)
     shape = ProgramShape(bundle.max_rows, bundle.max_logits, bundle.cache_rows)
     calls = make_trace(shape, spec.block_size or 32, spec.vocab_size, avoided_ids(spec))
-    own = run_trace(eager_caller(EdgeProgram(decoder)), calls)
+    seen = calls
+    if calibration is not None:
+        seen = calibration_calls(calibration, directory, spec, shape)
+    own = run_trace(eager_caller(quantised_program(decoder, recipe, shape, seen)[0]), calls)
     outputs = run_trace(lambda call: program(*call), calls)
-    return BundleReport(link, compare(outputs, own), recipe.is_quantised, tolerance)
+    return BundleReport(link, compare(outputs, own), recipe, tolerance)

@@ -29,8 +29,7 @@ struct EdgeSampler {
   float factor = 1.0F;
   float entropy_bound = 0.0F;
   float low_threshold = 0.0F;
-  bool is_gated = false;            // the best position is forced only after a semi-complete block
-  int32_t max_post_edit_steps = 0;  // is_editing: steps a filled block may go on changing
+  bool is_gated = false;  // the best position is forced only after a semi-complete block
 };
 
 /// What stands around a prompt that is given as text.

@@ -77,7 +77,7 @@ class DIFFULEX_API EdgeSession final {
 
   [[nodiscard]] Status run_plan();
   [[nodiscard]] Result<const float*> run_model();
-  [[nodiscard]] Result<size_t> end_of_call(size_t begin) const;
+  [[nodiscard]] Result<size_t> end_of_call(size_t begin);
   [[nodiscard]] Result<const float*> call_rows(size_t begin, size_t end);
   void fail_request();
 

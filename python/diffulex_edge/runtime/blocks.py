@@ -87,7 +87,7 @@ class DiffusionBlock:
 
     @property
     def accepted_token_ids(self) -> list[int]:
-        """Decided tokens behind the prompt, in order."""
+        """Decided tokens after the prompt, in order."""
         return [t for t in self.tokens[self.editable_start :] if t != self.mask_token_id]
 
     def get_sequence_tokens(self) -> list[int]:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documented sampling functions and classes, over the engine's reference implementations.
-
-For reading and comparing: the engine itself samples with compiled ops.
-"""
+"""The documented sampling functions and classes, over the engine's ops for row statistics and acceptance."""
 
 from __future__ import annotations
 
@@ -11,9 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from diffulex.ops.filter_reference import kept_ids
-from diffulex.ops.sampling import AcceptRule, ConfidenceKind, FilterOrder, StatsColumn
-from diffulex.ops.sampling_reference import accept_mask_fill_reference, token_stats_reference
+from diffulex.ops.acceptance import accept_mask_fill
+from diffulex.ops.sampling import (
+    AcceptRule,
+    ConfidenceKind,
+    FilterOrder,
+    StatsColumn,
+    token_stats,
+)
+from diffulex_edge.runtime.filters import kept_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,9 +90,7 @@ def sample_tokens(
         rows = _filtered(scaled, top_k or 0, 1.0 if top_p is None else top_p, order) / (beta or 1.0)
         rows = rows.masked_fill(rows <= torch.finfo(rows.dtype).min, -torch.inf)
     uniforms = torch.rand(rows.size(0), dtype=torch.float64, generator=generator)
-    result = token_stats_reference(
-        rows, inv_temperature=torch.full((rows.size(0),), beta), uniforms=uniforms
-    )
+    result = token_stats(rows, inv_temperature=torch.full((rows.size(0),), beta), uniforms=uniforms)
     stats = result.stats
     probability = stats[:, StatsColumn.CONFIDENCE]
     confidence = probability
@@ -138,20 +139,20 @@ class NoShiftLogitsSampler:
         """Proposals for a block from its logits [length, V], and which of them are accepted."""
         rows = self.shift(logits, last_logits)
         _, tokens, probability = sample_tokens(rows, order=self.order, **sampling)
-        stats = token_stats_reference(rows.float()).stats
+        stats = token_stats(rows.float()).stats
         stats[:, StatsColumn.CONFIDENCE] = probability
         kind = ConfidenceKind.MAX_PROB
         if sampling.get("margin_confidence"):
             kind = ConfidenceKind.MARGIN
         if sampling.get("neg_entropy"):
             kind = ConfidenceKind.NEG_ENTROPY
-        result = accept_mask_fill_reference(
+        result = accept_mask_fill(
             torch.tensor([block.tokens]),
-            torch.arange(block.length).view(1, -1),
-            torch.tensor([block.editable_start]),
-            torch.ones(1),
-            torch.tensor([block.accept_threshold]),
-            torch.zeros(1),
+            torch.arange(block.length, dtype=torch.int32).view(1, -1),
+            torch.tensor([block.editable_start], dtype=torch.int32),
+            torch.ones(1, dtype=torch.uint8),
+            torch.tensor([block.accept_threshold], dtype=torch.float32),
+            torch.zeros(1, dtype=torch.int32),
             tokens,
             stats,
             mask_token_id=block.mask_token_id,

@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include "core/json_reader.h"
+#include "diffulex/edge/read_number.h"
 #include "json_text.h"
 
 namespace diffulex::test {
@@ -98,6 +99,19 @@ class CommaLocale {
   };
   std::locale old_;
 };
+
+TEST(EdgeOptions, NumbersFitTheirType) {
+  EXPECT_EQ(message_of(with("\nseed = 0", "\nseed = -1")),
+            "session options: expected an integer as seed, got \"-1\"");
+  EXPECT_EQ(message_of(with("factor = 1.0", "factor = 1e300")),
+            "session options: expected a number as factor, got \"1e300\"");
+  uint64_t number = 0;
+  EXPECT_TRUE(read_number("18446744073709551615", number));
+  EXPECT_FALSE(read_number("18446744073709551616", number));
+  float fraction = 0.0F;
+  EXPECT_TRUE(read_number("-1e-3", fraction));
+  EXPECT_FALSE(read_number("inf", fraction));
+}
 
 TEST(EdgeOptions, ReadsNumbersWhateverTheLocale) {
   const std::string text = with("factor = 1.0", "factor = 1.25");

@@ -225,6 +225,9 @@ TEST(EdgeSession, RefusesBadRequests) {
   SamplingParams params = options.request;
   params.max_tokens = 0;
   EXPECT_THAT(message({1}, params), HasSubstr("max_tokens"));
+  params = options.request;
+  params.penalty_lambda = 0.5F;
+  EXPECT_THAT(message({1}, params), HasSubstr("penalty_lambda: expected 0"));
   EXPECT_EQ(opened.model->num_calls, 0);
 
   EXPECT_THAT(session.step().status().message(), HasSubstr("expected a running request, got none"));

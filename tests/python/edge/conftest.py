@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.families import family_builder
+from fixtures.families import family_builder, family_config
 
 #: Name -> (family of a random checkpoint of two layers or "demo", recipe).
 PROGRAMS = {
@@ -18,7 +18,12 @@ PROGRAMS = {
     "dream": ("dream", "none"),
     "sdar-8da8w": ("sdar", "8da8w"),
     "sdar-8da4w": ("sdar", "8da4w"),
+    "shallow-fp16": ("shallow", "fp16"),
+    "shallow-pt2e_dyn8": ("shallow", "pt2e_dyn8"),
+    "shallow-static_int8": ("shallow", "static_int8"),
+    "shallow-emb=4": ("shallow", "8da8w,emb=4"),
 }
+PROBLEMS = Path(__file__).resolve().parents[3] / "examples/zoo/heldout.jsonl"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,12 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """Directory of a random checkpoint of a family."""
+    """Directory of a random checkpoint of a family; `shallow` is an SDAR model of one layer."""
     root = tmp_path_factory.mktemp("edge-checkpoints")
 
     def get(family: str) -> Path:
         path = root / family
-        if not path.exists():
+        if not path.exists() and family == "shallow":
+            config = {**family_config("sdar"), "num_hidden_layers": 1}
+            family_builder("sdar", config=config).write(path)
+        elif not path.exists():
             family_builder(family).write(path)
         return path
 
@@ -59,7 +67,10 @@ def bundle(tmp_path_factory, checkpoint):
         if not path.exists():
             model = "demo" if family == "demo" else str(checkpoint(family))
             rows = 256 if family == "demo" else 128
-            export_model(ExportConfig(model, path, quant=quant, max_rows=rows))
+            calibration = PROBLEMS if quant == "static_int8" else None
+            export_model(
+                ExportConfig(model, path, quant=quant, max_rows=rows, calibration=calibration)
+            )
         return path
 
     return get

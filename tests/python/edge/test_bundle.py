@@ -20,11 +20,8 @@ from diffulex.tools.cli import main
 from diffulex_edge.backends import BACKENDS, Availability, BackendRegistry, EdgeBackend, backend_of
 from diffulex_edge.bundle import new_directory, read_bundle
 from diffulex_edge.errors import ProgramError, native_reason
-from diffulex_edge.exporter import ExportConfig, export_model
-from diffulex_edge.lowering import ProgramShape
 from diffulex_edge.program import PteProgram
 from diffulex_edge.recipes import parse_recipe
-from diffulex_edge.self_check import check_agreement, compare, make_trace
 from fixtures.extras import need_extra
 
 need_extra("edge", "executorch", "torchao")
@@ -254,8 +251,19 @@ class TestRefused:
             (["--backend", "vulkan"], "expected one of coreml, portable, qnn, xnnpack, got 'vulk"),
             (
                 ["--quant", "8w"],
-                "expected one of none, 8da8w, 8da4w on the backend xnnpack, got 8w",
+                "expected one of none, fp16, 8da8w, 8da4w, pt2e_dyn8, static_int8 on the backend"
+                " xnnpack, got 8w",
             ),
+            (["--quant", "fp16,emb=8"], "quant: expected fp16 alone, got 'fp16,emb=8'"),
+            (
+                ["--quant", "static_int8"],
+                "calibration: expected a file of problems with static_int8, got none",
+            ),
+            (
+                ["--quant", "8da8w", "--calibration", "x.jsonl"],
+                "calibration: expected the recipe static_int8, got 8da8w",
+            ),
+            (["--quant", "static_int8", "--calibration", "/nowhere.jsonl"], "/nowhere.jsonl"),
             (["--quant", "9bit"], "quant: expected one of"),
             (["--quant", "8da4w-g48"], "expected a group size of 32, 64, 128, 256"),
             (["--max-rows", "2"], "max_rows: expected >= 8, got 2"),
@@ -289,34 +297,6 @@ class TestRefused:
         monkeypatch.setenv("QNN_SDK_ROOT", str(tmp_path))
         line = error_of(capsys, "edge", "export", "-o", tmp_path / "out", "--backend", "qnn")
         assert "libQnnHtp.so" in line
-        assert not list(tmp_path.iterdir())
-
-    def test_a_program_that_computes_something_else_is_not_left(
-        self, bundle, checkpoint, tmp_path, monkeypatch
-    ):
-        """The self-check decides, whatever the tools wrote: a swapped row of the mask."""
-        from diffulex_edge import exporter
-
-        class Written:
-            """The program that was exported once, in place of another export."""
-
-            @staticmethod
-            def write(path):
-                shutil.copy(bundle("llada") / "model.pte", path)
-
-        def swapped(program):
-            def run(call):
-                ends = call.visible_end.clone()
-                ends[0] = 1
-                return program(call.tokens, call.positions, ends, call.logits_rows)
-
-            return run
-
-        monkeypatch.setattr(exporter, "_pte_caller", swapped)
-        monkeypatch.setattr(exporter, "_lower", lambda *arguments: Written)
-        config = ExportConfig(str(checkpoint("llada")), tmp_path / "out", max_rows=128)
-        with pytest.raises(ProgramError, match="self-check: expected logits within"):
-            export_model(config)
         assert not list(tmp_path.iterdir())
 
 
@@ -391,81 +371,6 @@ class TestProgram:
         command = [sys.executable, "-c", code, str(bundle("sdar-8da4w") / "model.pte")]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (result.returncode, result.stderr) == (0, "")
-
-
-class TestQuantisation:
-    @pytest.mark.parametrize("name", ["sdar-8da8w", "sdar-8da4w"])
-    def test_bounds(self, bundle, name):
-        facts = read_bundle(bundle(name)).facts
-        check, agreement = facts["self_check"], facts["agreement_with_unquantised"]
-        assert check["max_error"] <= 0.1 * check["scale"]
-        assert check["argmax"] >= 0.9
-        assert agreement["argmax"] >= (0.9 if name == "sdar-8da8w" else 0.6)
-
-    def test_is_smaller(self, bundle):
-        sizes = [read_bundle(bundle(name)).program_bytes for name in ("llada", "sdar-8da8w")]
-        assert sizes[1] < sizes[0]
-
-    @pytest.mark.parametrize(
-        ("text", "canonical"),
-        [
-            ("none", "none"),
-            ("fp32", "none"),
-            ("int8", "8da8w"),
-            ("8DA8W", "8da8w"),
-            ("8da8w,emb=8", "8da8w,emb=8"),
-            ("int4", "8da4w-g32,head=8da8w,emb=8"),
-            ("8da4w", "8da4w-g32,head=8da8w,emb=8"),
-            ("8da4w-g64", "8da4w-g64,head=8da8w"),
-            ("8da4w-g64,head=none", "8da4w-g64,head=none"),
-        ],
-    )
-    def test_names(self, text, canonical):
-        assert str(parse_recipe(text)) == canonical
-        assert parse_recipe(canonical) == parse_recipe(text)
-
-    @pytest.mark.parametrize(
-        "text", ["8da8w,emb=3", "8da8w,tail=8da8w", "8da8w-g32", "none,head=x"]
-    )
-    def test_unknown(self, text):
-        with pytest.raises(ConfigError, match="quant: expected"):
-            parse_recipe(text)
-
-    def test_names_round_trip_through_the_constants(self, bundle):
-        program = PteProgram(bundle("sdar-8da4w") / "model.pte")
-        assert program.constants["dlx_quant"] == "8da4w-g32,head=8da8w,emb=8"
-        assert program.constants["dlx_requires"] == "quantized_kernels"
-
-
-class TestSelfCheck:
-    def test_trace_reaches_the_end_and_steps_back(self):
-        calls = make_trace(ProgramShape(64, 16, 128), 8, 300, {5})
-        assert max(int(call.positions.max()) for call in calls) == 127
-        starts = [int(call.positions[0]) for call in calls]
-        assert sorted(starts) != starts
-        assert not any((call.tokens == 5).any() for call in calls)
-        assert any(call.tokens.numel() == 1 for call in calls)
-
-    def test_finds_wrong_logits(self):
-        right = [torch.randn(4, 9)]
-        check_agreement(compare(right, right), is_quantised=False)
-        for wrong in (right[0] + 0.01, right[0] * float("nan"), right[0].flip(0)):
-            with pytest.raises(ProgramError, match="self-check: expected"):
-                check_agreement(compare([wrong], right), is_quantised=False)
-
-    def test_nan_is_no_agreement(self):
-        right = torch.randn(4, 9)
-        found = compare([right], [right * float("nan")])
-        with pytest.raises(ProgramError, match="self-check: expected logits within"):
-            check_agreement(found, is_quantised=False)
-        with pytest.raises(ProgramError, match="self-check: expected logits within"):
-            check_agreement(compare([right + 1e-5], [right]), is_quantised=False, tolerance=1e-9)
-
-    def test_quantised_programs_keep_their_best_ids(self):
-        right = torch.eye(8)
-        wrong = right * 0.99 + right.flip(0)
-        with pytest.raises(ProgramError, match="self-check"):
-            check_agreement(compare([wrong], [right]), is_quantised=True, tolerance=2.0)
 
 
 class TestBackends:

@@ -16,6 +16,7 @@ from diffulex_edge.bundle import read_bundle
 from diffulex_edge.errors import ProgramError
 from diffulex_edge.exporter import load_decoder
 from diffulex_edge.measure import estimate, longest_length, parse_bytes
+from diffulex_edge.presets import PRESETS, preset_spec
 from diffulex_edge.recipes import parse_recipe
 from diffulex_edge.self_check import Agreement
 from diffulex_edge.verify import (
@@ -86,9 +87,9 @@ class TestEquivalence:
     def test_a_tighter_tolerance_holds_for_the_program(self):
         link = EquivalenceReport((), 1e-6)
         found = Agreement(max_error=1e-5, scale=1.0, argmax=1.0, is_finite=True, num_rows=1)
-        assert BundleReport(link, found, False).passed
+        assert BundleReport(link, found, parse_recipe("none")).passed
         with pytest.raises(ProgramError, match="verify: decoder and program: expected logits"):
-            BundleReport(link, found, False, 1e-6).check()
+            BundleReport(link, found, parse_recipe("none"), 1e-6).check()
 
     def test_command_takes_what_the_export_takes(self, bundle, capsys):
         command = ["edge", "verify", str(bundle("demo")), "--reference", "demo", "--inputs", "1"]
@@ -170,10 +171,44 @@ def test_bench_names_a_program_that_does_not_run(tmp_path, capsys, bundle):
     path = shutil.copytree(bundle("llada"), tmp_path / "broken")
     (path / "model.pte").write_bytes(b"nothing")
     assert main(["edge", "bench", str(path)]) == 1
-    assert "expected an ExecuTorch program" in capsys.readouterr().err
+    expected = f"program: {path}/model.pte: expected an ExecuTorch program, got another file"
+    assert capsys.readouterr().err == f"error: {expected}\n"
 
 
 @pytest.mark.parametrize("threads", ["-1", "0"])
 def test_bench_refuses_threads(capsys, threads):
     assert main(["edge", "bench", "demo", f"--threads={threads}"]) == 2
     assert f"threads: expected >= 1, got {threads}" in capsys.readouterr().err
+
+
+class TestPresets:
+    @pytest.mark.parametrize(
+        ("name", "parameters"),
+        # Those of the published safetensors files, in thousands of millions.
+        [("dream-7b", 7.616), ("fast_dllm_v2-7b", 7.616), ("llada-8b", 8.016), ("sdar-8b", 8.191)],
+    )
+    def test_published_sizes(self, name, parameters):
+        weights = estimate(preset_spec(name), parse_recipe("none"), 512).weights
+        assert weights / 4e9 == pytest.approx(parameters, abs=0.001)
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_every_one_is_a_model_that_can_be_exported(self, name, capsys):
+        spec = preset_spec(name)
+        assert spec.family == PRESETS[name].family
+        assert spec.num_q_heads % spec.num_kv_heads == 0
+        command = ["edge", "estimate", "--preset", name, "--budget", "2GB", "--json"]
+        assert main(command) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["resident"] > report["file"] > 5e8
+        assert report["longest_max_model_len"] >= 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--preset", "llada"], "preset: expected one of fast_dllm_v2-1.5b, "),
+            (["--preset", "llada-8b", "--model", "x"], "not allowed with argument"),
+        ],
+    )
+    def test_errors(self, capsys, arguments, message):
+        assert main(["edge", "estimate", *arguments]) == 2
+        assert message in capsys.readouterr().err
