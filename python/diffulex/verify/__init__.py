@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether this engine computes what a checkpoint means: `diffulex verify MODEL`."""
