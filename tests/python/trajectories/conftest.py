@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the traced answers importable."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+for folder in (Path(__file__).parent, Path(__file__).parent.parent):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+from traced_answers import traced  # noqa: E402, F401 (a fixture)
