@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel each op of an engine takes, and why.
+
+The ops choose for themselves, by rules of dtypes and shapes in their `*_cuda.cu` and `config.cpp`;
+what is said here at the start is what those rules come to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from diffulex.profiling.platform import Platform
+
+__all__ = ["KernelChoice", "OpShapes", "kernel_choices"]
+
+_HALF = ("bfloat16", "float16")
+#: Head sizes with tensor-core kernels, by build profile.
+_HEAD_DIMS = {"full": (64, 128, 256, 512), "minimal": (64, 128)}
+_HOPPER_PAGES = (8, 256)
+_MMA_MULTIPLE, _WGMMA_MULTIPLE = 8, 64
+_ISA_NAMES = {"base": "portable", "v3": "AVX2", "v4": "AVX-512"}
+_ISA_ORDER = tuple(_ISA_NAMES)
+
+
+class KernelChoice(NamedTuple):
+    """What an op runs.
+
+    Attributes:
+        op: name of the op, or of a group of ops that choose alike.
+        kernel: what it takes.
+        reason: why.
+        is_fast: nothing faster exists for this device and these shapes.
+    """
+
+    op: str
+    kernel: str
+    reason: str
+    is_fast: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.kernel} ({self.reason})"
+
+
+class OpShapes(NamedTuple):
+    """What the choices depend on.
+
+    Attributes:
+        dtype: of weights and activations.
+        head_dims: of the attention layers.
+        page_size: tokens of a page.
+        experts: hidden and intermediate size of routed experts; None: there are none.
+        is_batch_invariant: no kernel is chosen by the number of rows.
+    """
+
+    dtype: str
+    head_dims: tuple[int, ...]
+    page_size: int
+    experts: tuple[int, int] | None = None
+    is_batch_invariant: bool = False
+
+
+def kernel_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
+    """One entry for each op with more than one kernel, and one for the others."""
+    if platform.capability is None:
+        return _cpu_choices(platform, shapes)
+    choices = [_attention(platform, shapes, head_dim) for head_dim in shapes.head_dims]
+    choices.append(_products(platform, shapes))
+    if shapes.experts is not None:
+        choices.append(_experts(platform, shapes.dtype, shapes.experts))
+    choices.append(KernelChoice("other ops", "CUDA", "one kernel each"))
+    return choices
+
+
+def _cpu_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
+    usable = [isa for isa in _ISA_ORDER[1:] if isa in platform.isa_variants]
+    usable = [isa for isa in usable if _ISA_ORDER.index(isa) <= _ISA_ORDER.index(platform.isa)]
+    isa = usable[-1] if usable else "base"
+    is_fast = isa == platform.isa
+    reason = "the widest this processor runs"
+    if not is_fast:
+        reason = f"the build has no {_ISA_NAMES[platform.isa]} kernels"
+    choices = [KernelChoice("ops", f"CPU {_ISA_NAMES[isa]}", reason, is_fast)]
+    if shapes.is_batch_invariant:
+        choices.append(KernelChoice("dense products", "linear_packed", "batch_invariant is set"))
+    elif shapes.dtype == "float32":
+        choices.append(KernelChoice("dense products", "linear_packed", "float32 on the CPU"))
+    else:
+        reason = f"packed products are for float32, weights are {shapes.dtype}"
+        choices.append(KernelChoice("dense products", "torch", reason, is_fast=False))
+    return choices
+
+
+def _hopper_reason(platform: Platform) -> str:
+    """Why the Hopper kernels run, or do not."""
+    assert platform.capability is not None
+    if platform.has_hopper:
+        return "compute capability 9.0"
+    if platform.is_limited:
+        return "DIFFULEX_FORCE_SM80 is set"
+    if platform.capability == (9, 0):
+        return "the build has no Hopper kernels"
+    return "compute capability {}.{}".format(*platform.capability)
+
+
+def _misses_hopper(platform: Platform) -> bool:
+    """The device has Hopper kernels that are not in use."""
+    return platform.capability == (9, 0) and not platform.has_hopper
+
+
+def _attention(platform: Platform, shapes: OpShapes, head_dim: int) -> KernelChoice:
+    op = f"block_attention D {head_dim}"
+    assert platform.capability is not None
+    head_dims = _HEAD_DIMS.get(platform.profile or "", ())
+    dtypes = _HALF if platform.profile == "full" else _HALF[:1]
+    if shapes.dtype not in dtypes:
+        return KernelChoice(op, "portable", _lacks("dtypes", dtypes, shapes.dtype), is_fast=False)
+    if head_dim not in head_dims:
+        reason = _lacks("head sizes", [str(item) for item in head_dims], str(head_dim))
+        return KernelChoice(op, "portable", reason, is_fast=False)
+    if platform.capability < (8, 0):
+        reason = "tensor-core kernels need compute capability 8.0"
+        return KernelChoice(op, "portable", reason, is_fast=False)
+    low, high = _HOPPER_PAGES
+    if platform.has_hopper and not low <= shapes.page_size <= high:
+        reason = f"Hopper kernels take pages of {low} to {high} tokens, got {shapes.page_size}"
+        return KernelChoice(op, "tensor cores sm_80", reason, is_fast=False)
+    kernel = "Hopper sm_90" if platform.has_hopper else "tensor cores sm_80"
+    return KernelChoice(op, kernel, _hopper_reason(platform), not _misses_hopper(platform))
+
+
+def _lacks(what: str, known: Sequence[str], got: str) -> str:
+    return f"tensor-core kernels are for {what} {', '.join(known) or 'none'}, got {got}"
+
+
+def _products(platform: Platform, shapes: OpShapes) -> KernelChoice:
+    if shapes.is_batch_invariant:
+        return KernelChoice("dense products", "linear_few_rows", "batch_invariant is set")
+    if platform.has_hopper and shapes.dtype in _HALF:
+        return KernelChoice("dense products", "linear_few_rows, cuBLAS", "by rows and size")
+    reason = _hopper_reason(platform)
+    if platform.has_hopper:
+        reason = f"linear_few_rows is for {' and '.join(_HALF)}, got {shapes.dtype}"
+        return KernelChoice("dense products", "cuBLAS", reason, is_fast=False)
+    return KernelChoice("dense products", "cuBLAS", reason, not _misses_hopper(platform))
+
+
+def _experts(platform: Platform, dtype: str, sizes: tuple[int, int]) -> KernelChoice:
+    if dtype not in _HALF or any(size % _MMA_MULTIPLE for size in sizes):
+        reason = (
+            f"tensor cores take {' and '.join(_HALF)} and sizes that are multiples of"
+            f" {_MMA_MULTIPLE}, got {dtype} and {sizes[0]} x {sizes[1]}"
+        )
+        return KernelChoice("fused_moe", "portable", reason, is_fast=False)
+    is_built = dtype == "bfloat16" or platform.profile == "full"
+    if not platform.has_hopper or not is_built:
+        reason = _hopper_reason(platform)
+        if platform.has_hopper:
+            reason = f"the build has no Hopper kernels of {dtype}"
+        is_fast = not _misses_hopper(platform) and not platform.has_hopper
+        return KernelChoice("fused_moe", "tensor cores sm_80", reason, is_fast)
+    if any(size % _WGMMA_MULTIPLE for size in sizes):
+        reason = f"Hopper kernels take multiples of {_WGMMA_MULTIPLE}, got {sizes[0]} x {sizes[1]}"
+        return KernelChoice("fused_moe", "tensor cores sm_80", reason, is_fast=False)
+    return KernelChoice("fused_moe", "Hopper sm_90", _hopper_reason(platform))
