@@ -31,11 +31,14 @@ BlockRules make_block_rules(const EngineOptions& options, const SamplingParams& 
   return rules;
 }
 
-void BlockBuffer::init(Span<const int32_t> prompt, int32_t limit_end) {
+void BlockBuffer::init(Span<const int32_t> prompt, int32_t limit_end, Span<const int32_t> fixed) {
   const auto prompt_len = static_cast<int32_t>(prompt.size());
   DIFFULEX_CHECK(prompt_len > 0 && prompt_len < limit_end,
                  "BlockBuffer::init: expected 0 < prompt length < ", limit_end, ", got ",
                  prompt_len);
+  DIFFULEX_CHECK(fixed.size() <= static_cast<size_t>(limit_end - prompt_len),
+                 "BlockBuffer::init: expected at most ", limit_end - prompt_len,
+                 " tokens after the prompt, got ", fixed.size());
   // The buffer never starts past the block of the last response position.
   const int32_t last_head = (limit_end - 1) / rules_.block_size;
   // Blocks that start after the prompt start anywhere: the last one reaches up to one further.
@@ -44,7 +47,24 @@ void BlockBuffer::init(Span<const int32_t> prompt, int32_t limit_end) {
   const auto capacity = static_cast<size_t>(num_blocks) * static_cast<size_t>(rules_.block_size);
   tokens_.assign(capacity, rules_.mask_token_id);
   std::copy(prompt.begin(), prompt.end(), tokens_.begin());
+  std::transform(fixed.begin(), fixed.end(), tokens_.begin() + prompt_len,
+                 [this](int32_t id) { return id < 0 ? rules_.mask_token_id : id; });
+  has_fixed_ = fixed.size() > 0;
   init_buffer(rules_, state_, prompt_len, limit_end);
+  for (int32_t i = 0; has_fixed_ && i < state_.num_valid; ++i) {
+    count_masks(i);
+  }
+}
+
+int32_t BlockBuffer::open_masks(const Block& block) const {
+  const int32_t* tokens = tokens_.data() + block_start(rules_, state_, block);
+  return static_cast<int32_t>(
+      std::count(tokens + block.editable_start, tokens + rules_.block_size, rules_.mask_token_id));
+}
+
+void BlockBuffer::count_masks(int32_t index) {
+  Block& block = state_.blocks[index];
+  block.num_masks = open_masks(block);
 }
 
 Span<const int32_t> BlockBuffer::tokens() const noexcept {
@@ -121,11 +141,10 @@ Status BlockBuffer::check_blocks() const {
                         "buffer between steps, got block ", block.block_id);
     }
     has_active = has_active || block.status == BlockStatus::kActive;
-    int32_t num_masks = 0;
-    for (int32_t rel = block.editable_start; rel < block_size && !rules_.is_canvas; ++rel) {
-      const auto position = static_cast<size_t>(block_start(rules_, state_, block) + rel);
-      num_masks += tokens_[position] == rules_.mask_token_id ? 1 : 0;
-    }
+    // Tokens that stand from the start are counted when their block becomes ACTIVE.
+    const int32_t num_masks = rules_.is_canvas         ? 0
+                              : is_dummy && has_fixed_ ? block_size
+                                                       : open_masks(block);
     if (num_masks != block.num_masks || (is_frozen && num_masks != 0) ||
         (is_dummy && num_masks != block_size && !rules_.is_canvas)) {
       return make_error(StatusCode::kInternal, "BlockBuffer: expected ", num_masks,
@@ -149,7 +168,9 @@ Status BlockBuffer::check_output_facts() const {
     run_len = repeats ? run_len + 1 : 1;
     ++settled;
   }
-  if (settled != state_.settled_end || run_len != state_.run_len) {
+  // Tokens that stand from the start settle with the first step, which reports them.
+  const bool is_new = has_fixed_ && state_.settled_end == state_.prompt_len && state_.run_len == 0;
+  if (!is_new && (settled != state_.settled_end || run_len != state_.run_len)) {
     return make_error(StatusCode::kInternal, "BlockBuffer: expected settled_end ", settled,
                       " and run_len ", run_len, ", got ", state_.settled_end, " and ",
                       state_.run_len);

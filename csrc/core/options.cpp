@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <initializer_list>
 #include <limits>
 #include <optional>
 #include <string>
@@ -56,6 +55,28 @@ template <typename T>
     if (id < 0) {
       return make_error(StatusCode::kInvalidArgument, where, ": expected ids >= 0, got ", id);
     }
+  }
+  return {};
+}
+
+[[nodiscard]] Status expect_penalty(const char* where, float value) {
+  if (std::isfinite(value) && value >= 0.0F) {
+    return {};
+  }
+  return make_error(StatusCode::kInvalidArgument, where, ": expected a finite value >= 0, got ",
+                    value);
+}
+
+[[nodiscard]] Status expect_template(const SamplingParams& params) {
+  const std::vector<int32_t>& ids = params.template_token_ids;
+  if (ids.size() > static_cast<size_t>(params.max_tokens)) {
+    return make_error(StatusCode::kInvalidArgument, "SamplingParams.template_token_ids: expected ",
+                      "at most max_tokens ", params.max_tokens, " positions, got ", ids.size());
+  }
+  const auto wrong = std::find_if(ids.begin(), ids.end(), [](int32_t id) { return id < -1; });
+  if (wrong != ids.end()) {
+    return make_error(StatusCode::kInvalidArgument, "SamplingParams.template_token_ids: expected ",
+                      "ids >= 0 or -1, got ", *wrong);
   }
   return {};
 }
@@ -181,31 +202,26 @@ template <typename T>
                     ", got ", options.max_num_batched_tokens);
 }
 
-/// A variant that the strategies in `allowed` have: refuses it elsewhere.
+/// A variant of the strategies with `trait`: refuses it elsewhere.
 [[nodiscard]] Status expect_variant(const char* field, bool is_set, const EngineOptions& options,
-                                    std::initializer_list<const char*> allowed) {
-  std::string names;
-  for (const char* name : allowed) {
-    if (!is_set || options.strategy == name) {
-      return {};
-    }
-    names += (names.empty() ? "" : " or ") + std::string(name);
+                                    StrategyTrait trait) {
+  if (!is_set || options.has(trait)) {
+    return {};
   }
   return make_error(StatusCode::kInvalidArgument, "EngineOptions.", field, ": expected strategy ",
-                    names, ", got ", options.strategy);
+                    strategies_with(trait), ", got ", options.strategy);
 }
 
 [[nodiscard]] Status check_variants(const EngineOptions& options) {
+  DIFFULEX_RETURN_IF_ERROR(expect_variant("is_editing", options.is_editing, options, kMayEdit));
   DIFFULEX_RETURN_IF_ERROR(
-      expect_variant("is_editing", options.is_editing, options, {"multi_bd", "dmax"}));
+      expect_variant("logits_shift", options.logits_shift, options, kShiftsLogits));
   DIFFULEX_RETURN_IF_ERROR(
-      expect_variant("logits_shift", options.logits_shift, options, {"multi_bd", "d2f"}));
+      expect_variant("token_merge_top_k", options.token_merge_top_k != 0, options, kMergesTokens));
+  DIFFULEX_RETURN_IF_ERROR(expect_variant(
+      "dmax_store_soft_embeddings", options.dmax_store_soft_embeddings, options, kMergesTokens));
   DIFFULEX_RETURN_IF_ERROR(
-      expect_variant("token_merge_top_k", options.token_merge_top_k != 0, options, {"dmax"}));
-  DIFFULEX_RETURN_IF_ERROR(expect_variant("dmax_store_soft_embeddings",
-                                          options.dmax_store_soft_embeddings, options, {"dmax"}));
-  DIFFULEX_RETURN_IF_ERROR(
-      expect_variant("d2f_block_grid", options.d2f_block_grid, options, {"d2f"}));
+      expect_variant("d2f_block_grid", options.d2f_block_grid, options, kSeesWholePrompt));
   if (options.token_merge_top_k < 0 || options.token_merge_top_k > kMaxMergeTopK) {
     return make_error(StatusCode::kInvalidArgument, "EngineOptions.token_merge_top_k: expected a ",
                       "value in [0, ", kMaxMergeTopK, "], the most that the kernels merge, got ",
@@ -215,9 +231,10 @@ template <typename T>
     return make_error(StatusCode::kInvalidArgument, "EngineOptions.logits_shift: expected no ",
                       "shift together with is_editing, got both");
   }
-  if (options.enable_chunked_prefill && options.strategy == "d2f") {
-    return make_error(StatusCode::kInvalidArgument, "EngineOptions.enable_chunked_prefill: ",
-                      "expected false with d2f, whose prompt rows see the whole prompt, got true");
+  if (options.enable_chunked_prefill && options.has(kSeesWholePrompt)) {
+    return make_error(StatusCode::kInvalidArgument,
+                      "EngineOptions.enable_chunked_prefill: ", "expected false with ",
+                      options.strategy, ", whose prompt rows see the whole prompt, got true");
   }
   DIFFULEX_RETURN_IF_ERROR(
       expect_at_least("EngineOptions.max_denoising_steps", options.max_denoising_steps, 1));
@@ -250,13 +267,18 @@ Status SamplingParams::validate() const {
   DIFFULEX_RETURN_IF_ERROR(
       expect_at_least("SamplingParams.max_repetition_run", max_repetition_run, 0));
   DIFFULEX_RETURN_IF_ERROR(expect_stop_ids("SamplingParams.stop_token_ids", stop_token_ids));
+  DIFFULEX_RETURN_IF_ERROR(expect_template(*this));
   DIFFULEX_RETURN_IF_ERROR(expect_override("SamplingParams.accept_threshold", accept_threshold));
   DIFFULEX_RETURN_IF_ERROR(expect_override("SamplingParams.edit_threshold", edit_threshold));
   DIFFULEX_RETURN_IF_ERROR(
       expect_override("SamplingParams.add_block_threshold", add_block_threshold));
   DIFFULEX_RETURN_IF_ERROR(
       expect_override("SamplingParams.semi_complete_threshold", semi_complete_threshold));
-  return expect_override("SamplingParams.token_stability_threshold", token_stability_threshold);
+  DIFFULEX_RETURN_IF_ERROR(
+      expect_override("SamplingParams.token_stability_threshold", token_stability_threshold));
+  DIFFULEX_RETURN_IF_ERROR(
+      expect_at_least("SamplingParams.max_post_edit_steps", max_post_edit_steps.value_or(0), 0));
+  return expect_penalty("SamplingParams.penalty_lambda", penalty_lambda.value_or(0.0F));
 }
 
 Status EngineOptions::validate() const {
@@ -266,6 +288,9 @@ Status EngineOptions::validate() const {
   DIFFULEX_RETURN_IF_ERROR(check_token_ids(*this));
   DIFFULEX_RETURN_IF_ERROR(check_thresholds(thresholds));
   DIFFULEX_RETURN_IF_ERROR(check_variants(*this));
+  DIFFULEX_RETURN_IF_ERROR(
+      expect_at_least("EngineOptions.max_post_edit_steps", max_post_edit_steps, 0));
+  DIFFULEX_RETURN_IF_ERROR(expect_penalty("EngineOptions.penalty_lambda", penalty_lambda));
   DIFFULEX_RETURN_IF_ERROR(
       expect_at_least("EngineOptions.auto_max_nfe_warmup_steps", auto_max_nfe_warmup_steps, 1));
   if (!std::isfinite(auto_max_nfe_tpf_floor) || auto_max_nfe_tpf_floor <= 0.0) {

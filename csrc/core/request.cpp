@@ -11,6 +11,8 @@ Request::Request(Span<const int32_t> token_ids, SamplingParams sampling_params,
       params(std::move(sampling_params)),
       accept_threshold(params.accept_threshold.value_or(options.thresholds.accept)),
       edit_threshold(params.edit_threshold.value_or(options.thresholds.edit)),
+      max_post_edit_steps(params.max_post_edit_steps.value_or(options.max_post_edit_steps)),
+      penalty(options.has_edits() ? params.penalty_lambda.value_or(options.penalty_lambda) : 0.0F),
       prompt_ids(token_ids.begin(), token_ids.end()),
       buffer(make_block_rules(options, params)),
       max_nfe(params.max_nfe) {}

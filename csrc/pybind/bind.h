@@ -60,20 +60,6 @@ template <typename T>
   return std::move(result).value();
 }
 
-/// numpy view of `span` that keeps `owner` alive; no copy.
-template <typename T>
-[[nodiscard]] py::array view(Span<T> span, const py::object& owner) {
-  return py::array_t<T>(static_cast<py::ssize_t>(span.size()), span.data(), owner);
-}
-
-/// numpy view of a flat row-major span as [rows, cols].
-template <typename T>
-[[nodiscard]] py::array matrix_view(Span<T> span, int64_t cols, const py::object& owner) {
-  const auto width = static_cast<py::ssize_t>(cols);
-  const auto rows = static_cast<py::ssize_t>(span.size()) / (width > 0 ? width : 1);
-  return py::array_t<T>({rows, width}, span.data(), owner);
-}
-
 /// Memory at `address`, or a null pointer; arenas check alignment and size.
 [[nodiscard]] inline void* as_memory(uintptr_t address) {
   return reinterpret_cast<void*>(

@@ -74,11 +74,7 @@ namespace {
   return info;
 }
 
-}  // namespace
-
-void bind_kernels(py::module_& module) {
-  module.def("build_info", &make_build_info,
-             "What this build was made of: version, commit, compiler, flags, CUDA, torch.");
+void def_attention(py::module_& module) {
   module.def(
       "attention_workspace_bytes",
       [](int32_t num_reqs, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
@@ -115,6 +111,9 @@ void bind_kernels(py::module_& module) {
       "Int64 array [n]: row i of the plan's only request, of its n real rows, attends to the cache "
       "rows before element i, the rows of the call included. ValueError unless the plan has one "
       "request.");
+}
+
+void def_experts(py::module_& module) {
   module.def("moe_max_tiles", &moe_max_tiles, py::arg("num_slots"), py::arg("num_local_experts"),
              py::arg("tile"), "Entries of the tile list of the op moe_permute.");
   module.def(
@@ -138,6 +137,9 @@ void bind_kernels(py::module_& module) {
       py::arg("num_rows"), py::arg("num_local_experts"), py::arg("intermediate_size"),
       py::arg("dtype"), py::arg("device") = "cuda",
       "Bytes of scratch the op fused_experts_packed needs for activations of `dtype`.");
+}
+
+void def_sampling(py::module_& module) {
   module.def(
       "token_stats_workspace_bytes",
       [](int64_t num_rows, int64_t vocab_size, int32_t top_k, const std::string& device) {
@@ -155,6 +157,16 @@ void bind_kernels(py::module_& module) {
       py::arg("num_rows"), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("dtype"),
       py::arg("device") = "cuda",
       "Bytes of scratch the op soft_embedding needs for a table of `dtype`.");
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& module) {
+  module.def("build_info", &make_build_info,
+             "What this build was made of: version, commit, compiler, flags, CUDA, torch.");
+  def_attention(module);
+  def_experts(module);
+  def_sampling(module);
 }
 
 }  // namespace diffulex::bindings

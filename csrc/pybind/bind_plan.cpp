@@ -9,6 +9,7 @@
 
 #include "diffulex/core/arena.h"
 #include "diffulex/core/decode_batch.h"
+#include "diffulex/core/plan_layout.h"
 #include "diffulex/core/sampler_output.h"
 #include "diffulex/core/step_plan.h"
 #include "pybind/bind.h"
@@ -16,60 +17,32 @@
 namespace diffulex::bindings {
 namespace {
 
-/// Adds a property that views a flat array, trimmed to its used length.
-template <typename T, typename Class>
-void def_array(Class& type, const char* name, Span<T> (StepPlan::*getter)() noexcept) {
-  type.def_property_readonly(name, [getter](const py::object& self) {
-    return view((self.cast<StepPlan&>().*getter)(), self);
-  });
+/// Extents of an array whose first dimension is `rows`.
+[[nodiscard]] std::vector<py::ssize_t> shape_of(const ArenaField& field, int64_t rows) {
+  if (field.depth > 0) {
+    return {rows, field.cols / field.depth, field.depth};
+  }
+  return field.is_matrix ? std::vector<py::ssize_t>{rows, field.cols}
+                         : std::vector<py::ssize_t>{rows};
 }
 
-/// Adds a property that views a [rows, B] array.
-template <typename T, typename Class>
-void def_block_matrix(Class& type, const char* name, Span<T> (StepPlan::*getter)() noexcept) {
-  type.def_property_readonly(name, [getter](const py::object& self) {
-    auto& plan = self.cast<StepPlan&>();
-    return matrix_view((plan.*getter)(), plan.block_size(), self);
-  });
+/// numpy view of the used part of an array of `arena` that keeps `owner` alive; no copy.
+template <typename T>
+[[nodiscard]] py::array array_view(Span<T> used, const ArenaField& field, const void* arena,
+                                   const py::object& owner) {
+  const int64_t rows = field.cols > 0 ? static_cast<int64_t>(used.size()) / field.cols : 0;
+  // Also an array that is not there has its place.
+  const auto* first = static_cast<const unsigned char*>(arena) + field.offset;
+  return py::array_t<T>(shape_of(field, rows), reinterpret_cast<const T*>(first), owner);
 }
 
-/// Adds a property that views a [rows, K] array.
+/// Adds a property that views array `index` of a StepPlan or SamplerOutput.
 template <typename T, typename Class>
-void def_merge_matrix(Class& type, const char* name, Span<T> (StepPlan::*getter)() noexcept) {
-  type.def_property_readonly(name, [getter](const py::object& self) {
-    auto& plan = self.cast<StepPlan&>();
-    return matrix_view((plan.*getter)(), plan.merge_top_k(), self);
-  });
-}
-
-/// Adds a property that views a whole vector of a sampler output.
-template <typename T, typename Class>
-void def_output_vector(Class& type, const char* name, Span<T> (SamplerOutput::*getter)() noexcept) {
-  type.def_property_readonly(name, [getter](const py::object& self) {
-    return view((self.cast<SamplerOutput&>().*getter)(), self);
-  });
-}
-
-/// Adds a property that views a [Nb, B] array of a sampler output.
-template <typename T, typename Class>
-void def_output_matrix(Class& type, const char* name, Span<T> (SamplerOutput::*getter)() noexcept) {
-  type.def_property_readonly(name, [getter](const py::object& self) {
-    auto& output = self.cast<SamplerOutput&>();
-    return matrix_view((output.*getter)(), output.block_size(), self);
-  });
-}
-
-/// Adds a property that views a [Nb, B, K] array of a sampler output.
-template <typename T, typename Class>
-void def_output_cube(Class& type, const char* name, Span<T> (SamplerOutput::*getter)() noexcept) {
-  type.def_property_readonly(name, [getter](const py::object& self) {
-    auto& output = self.cast<SamplerOutput&>();
-    const Span<T> values = (output.*getter)();
-    const py::ssize_t width = output.block_size();
-    const py::ssize_t depth = output.merge_top_k();
-    const auto count = static_cast<py::ssize_t>(values.size());
-    const py::ssize_t rows = depth > 0 ? count / (width * depth) : 0;
-    return py::array(py::array_t<T>({rows, width, depth}, values.data(), self));
+void def_array(py::class_<Class>& type, const char* name, size_t index,
+               Span<T> (Class::*getter)() noexcept) {
+  type.def_property_readonly(name, [index, getter](const py::object& self) {
+    auto& arrays = self.cast<Class&>();
+    return array_view((arrays.*getter)(), arrays.fields()[index], arrays.data(), self);
   });
 }
 
@@ -88,16 +61,12 @@ void bind_arena_field(py::module_& module) {
       .def_property_readonly("name", [](const ArenaField& self) { return std::string(self.name); })
       .def_property_readonly(
           "dtype", [](const ArenaField& self) { return std::string(to_string(self.dtype)); })
+      .def_property_readonly("extent",
+                             [](const ArenaField& self) { return std::string(self.extent); })
       .def_readonly("offset", &ArenaField::offset)
       .def_property_readonly("nbytes", &ArenaField::bytes)
       .def_property_readonly("shape", [](const ArenaField& self) {
-        py::tuple shape = py::make_tuple(self.rows);
-        if (self.depth > 0) {
-          shape = py::make_tuple(self.rows, self.cols / self.depth, self.depth);
-        } else if (self.is_matrix) {
-          shape = py::make_tuple(self.rows, self.cols);
-        }
-        return shape;
+        return py::tuple(py::cast(shape_of(self, self.rows)));
       });
 }
 
@@ -138,6 +107,7 @@ void def_plan_scalars(py::class_<StepPlan>& type) {
       .def_property_readonly("num_logits_rows", &StepPlan::num_logits_rows)
       .def_property_readonly("num_sampled_rows", &StepPlan::num_sampled_rows)
       .def_property_readonly("any_sampled", &StepPlan::any_sampled)
+      .def_property_readonly("any_penalised", &StepPlan::any_penalised)
       .def_property_readonly("num_filtered_rows", &StepPlan::num_filtered_rows)
       .def_property_readonly("num_saved_source_rows", &StepPlan::num_saved_source_rows)
       .def_property_readonly("max_logits_rows", &StepPlan::max_logits_rows)
@@ -172,59 +142,17 @@ void def_plan_scalars(py::class_<StepPlan>& type) {
 }
 
 void def_plan_arrays(py::class_<StepPlan>& type) {
-  def_array(type, "input_ids", &StepPlan::input_ids);
-  def_array(type, "positions", &StepPlan::positions);
-  def_array(type, "slot_mapping", &StepPlan::slot_mapping);
-  def_array(type, "cu_seqlens_q", &StepPlan::cu_seqlens_q);
-  def_array(type, "cu_seqlens_k", &StepPlan::cu_seqlens_k);
-  def_array(type, "context_lens", &StepPlan::context_lens);
-  def_array(type, "valid_slices", &StepPlan::valid_slices);
-  def_array(type, "row_mode", &StepPlan::row_mode);
-  def_array(type, "mask_kinds", &StepPlan::mask_kinds);
-  def_array(type, "prefix_lens", &StepPlan::prefix_lens);
-  def_array(type, "padded_prefix_lens", &StepPlan::padded_prefix_lens);
-  def_array(type, "last_row_index", &StepPlan::last_row_index);
-  def_array(type, "req_ids", &StepPlan::req_ids);
-  def_array(type, "request_slots", &StepPlan::request_slots);
-  def_array(type, "logits_rows", &StepPlan::logits_rows);
-  def_array(type, "row_inv_temperature", &StepPlan::row_inv_temperature);
-  def_array(type, "row_uniforms", &StepPlan::row_uniforms);
-  def_array(type, "blk_req", &StepPlan::blk_req);
-  def_array(type, "blk_id", &StepPlan::blk_id);
-  def_array(type, "blk_start", &StepPlan::blk_start);
-  def_array(type, "blk_row0", &StepPlan::blk_row0);
-  def_array(type, "blk_prev_row", &StepPlan::blk_prev_row);
-  def_block_matrix(type, "blk_tokens", &StepPlan::blk_tokens);
-  def_block_matrix(type, "blk_row_index", &StepPlan::blk_row_index);
-  def_array(type, "blk_editable_start", &StepPlan::blk_editable_start);
-  def_array(type, "blk_valid_len", &StepPlan::blk_valid_len);
-  def_array(type, "blk_force_top1", &StepPlan::blk_force_top1);
-  def_array(type, "blk_accept_threshold", &StepPlan::blk_accept_threshold);
-  def_array(type, "blk_total_steps", &StepPlan::blk_total_steps);
-  def_array(type, "blk_open_steps", &StepPlan::blk_open_steps);
-  def_array(type, "blk_post_edit_steps", &StepPlan::blk_post_edit_steps);
-  def_array(type, "logits_source", &StepPlan::logits_source);
-  def_array(type, "row_top_k", &StepPlan::row_top_k);
-  def_array(type, "row_top_p", &StepPlan::row_top_p);
-  def_array(type, "row_min_p", &StepPlan::row_min_p);
-  def_array(type, "blk_request_slot", &StepPlan::blk_request_slot);
-  def_array(type, "blk_step", &StepPlan::blk_step);
-  def_array(type, "blk_edit_threshold", &StepPlan::blk_edit_threshold);
-  def_array(type, "seed_row", &StepPlan::seed_row);
-  def_array(type, "merge_mask", &StepPlan::merge_mask);
-  def_merge_matrix(type, "merge_topk_ids", &StepPlan::merge_topk_ids);
-  def_merge_matrix(type, "merge_topk_probs", &StepPlan::merge_topk_probs);
-  def_array(type, "merge_residual", &StepPlan::merge_residual);
-  def_array(type, "row_pass_kind", &StepPlan::row_pass_kind);
-  def_array(type, "row_self_cond", &StepPlan::row_self_cond);
-  def_block_matrix(type, "blk_prev_argmax", &StepPlan::blk_prev_argmax);
-  def_array(type, "blk_stable_run", &StepPlan::blk_stable_run);
-  def_array(type, "blk_steps_left", &StepPlan::blk_steps_left);
-  def_block_matrix(type, "blk_renoise", &StepPlan::blk_renoise);
-  type.def_property_readonly("page_tables", [](const py::object& self) {
-    auto& plan = self.cast<StepPlan&>();
-    return matrix_view(plan.page_tables(), plan.max_pages_per_req(), self);
-  });
+  size_t index = 0;
+#define DIFFULEX_ARRAY(name, value_type, ...) \
+  def_array<value_type>(type, #name, index++, &StepPlan::name);
+#include "diffulex/core/plan_arrays.def"
+}
+
+void def_output_arrays(py::class_<SamplerOutput>& type) {
+  size_t index = 0;
+#define DIFFULEX_ARRAY(name, value_type, ...) \
+  def_array<value_type>(type, #name, index++, &SamplerOutput::name);
+#include "diffulex/core/output_arrays.def"
 }
 
 void bind_sampler_output(py::module_& module) {
@@ -242,17 +170,7 @@ void bind_sampler_output(py::module_& module) {
       .def_property_readonly("address", [](const SamplerOutput& self) {
         return reinterpret_cast<uintptr_t>(self.data());
       });
-  def_output_matrix<int64_t>(type, "write_ids", &SamplerOutput::write_ids);
-  def_output_matrix<float>(type, "confidence", &SamplerOutput::confidence);
-  def_output_vector<int32_t>(type, "masks_left", &SamplerOutput::masks_left);
-  def_output_vector<int32_t>(type, "flags", &SamplerOutput::flags);
-  def_output_vector<float>(type, "same_token_ratio", &SamplerOutput::same_token_ratio);
-  def_output_vector<int64_t>(type, "pending_next_token", &SamplerOutput::pending_next_token);
-  def_output_matrix<uint8_t>(type, "merge_valid", &SamplerOutput::merge_valid);
-  def_output_cube<int64_t>(type, "merge_topk_ids", &SamplerOutput::merge_topk_ids);
-  def_output_cube<float>(type, "merge_topk_probs", &SamplerOutput::merge_topk_probs);
-  def_output_matrix<float>(type, "merge_residual", &SamplerOutput::merge_residual);
-  def_output_matrix<int64_t>(type, "canvas_argmax", &SamplerOutput::canvas_argmax);
+  def_output_arrays(type);
 }
 
 void bind_decode_batch(py::module_& module) {
@@ -265,13 +183,35 @@ void bind_decode_batch(py::module_& module) {
       .def_property_readonly("size", &DecodeBatch::size)
       .def_property_readonly("capacity", &DecodeBatch::capacity)
       .def_property_readonly("any_drawn", &DecodeBatch::any_drawn)
-      .def_property_readonly("any_filtered", &DecodeBatch::any_filtered);
+      .def_property_readonly("any_filtered", &DecodeBatch::any_filtered)
+      .def_property_readonly("any_penalised", &DecodeBatch::any_penalised);
+}
+
+/// What advance_decode takes for a layout, and what it expects of the memory.
+void bind_plan_layout(py::module_& module) {
+  module.def(
+      "plan_layout",
+      [](const EngineOptions& options) {
+        raise_if_error(options.validate());
+        return PlanLayout::of(options).to_ints();
+      },
+      py::arg("options"), "Layout of the arenas of a step as numbers, their version first.");
+  module.def(
+      "arena_bytes",
+      [](const std::vector<int64_t>& layout) {
+        const PlanLayout parsed = unwrap(PlanLayout::from_ints(layout));
+        return py::make_tuple(Arena::arena_bytes(PlanArrays::fields(parsed)),
+                              Arena::arena_bytes(OutputArrays::fields(parsed)),
+                              Arena::arena_bytes(BatchArrays::fields(parsed)));
+      },
+      py::arg("layout"), "Bytes of the plan, the sampler output and the decode batch of a layout.");
 }
 
 }  // namespace
 
 void bind_plan(py::module_& module) {
   bind_arena_field(module);
+  bind_plan_layout(module);
   py::class_<StepPlan> type(module, "StepPlan",
                             "Every array of one forward and its sampling, in one arena; attributes "
                             "are numpy views trimmed to the used length.");
@@ -279,9 +219,11 @@ void bind_plan(py::module_& module) {
       .def_static("arena_bytes", &StepPlan::arena_bytes, py::arg("options"))
       .def("fields", [](const StepPlan& self) { return self.fields(); })
       .def(
-          "pad_requests",
-          [](StepPlan& self, int32_t num_reqs) { raise_if_error(self.pad_requests(num_reqs)); },
-          py::arg("num_reqs"));
+          "pad",
+          [](StepPlan& self, int32_t num_reqs, int32_t num_rows) {
+            raise_if_error(self.pad(num_reqs, num_rows));
+          },
+          py::arg("num_reqs"), py::arg("num_rows"));
   def_plan_scalars(type);
   def_plan_arrays(type);
   bind_sampler_output(module);

@@ -71,8 +71,9 @@ bool write_token(BlockBuffer& buffer, int32_t index, int32_t rel, int32_t token)
   return apply_write(buffer.rules(), buffer.state(), index, rel, token, buffer.token_data());
 }
 
-/// The rules of block_rules.h as methods: what a custom strategy is made of.
-void def_rules(py::class_<BlockBuffer>& type) {
+/// The rules of block_rules.h that are applied before a forward, as methods: with def_step_end,
+/// what a custom strategy is made of.
+void def_step_begin(py::class_<BlockBuffer>& type) {
   type.def("write", &write_token, py::arg("index"), py::arg("rel"), py::arg("token"),
            "Writes a position of an ACTIVE block; returns whether it was open.")
       .def(
@@ -114,8 +115,12 @@ void def_rules(py::class_<BlockBuffer>& type) {
           [](BlockBuffer& self, int32_t cached_len) {
             mark_cached(self.rules(), self.state(), cached_len);
           },
-          py::arg("cached_len"))
-      .def("count_sampler_steps",
+          py::arg("cached_len"));
+}
+
+/// Those that are applied after it.
+void def_step_end(py::class_<BlockBuffer>& type) {
+  type.def("count_sampler_steps",
            [](BlockBuffer& self) { count_sampler_steps(self.rules(), self.state()); })
       .def(
           "finish_step",
@@ -178,7 +183,8 @@ void bind_blocks(py::module_& module) {
       .def_readwrite("store_end", &RequestStep::store_end);
   py::class_<BlockBuffer> buffer(module, "BlockBuffer",
                                  "Window of consecutive blocks of one request.");
-  def_rules(buffer);
+  def_step_begin(buffer);
+  def_step_end(buffer);
   buffer.def("__len__", &BlockBuffer::size)
       .def_property_readonly("num_valid", &BlockBuffer::num_valid)
       .def_property_readonly("start", &BlockBuffer::start)

@@ -146,6 +146,14 @@ template <typename T>
   return request == nullptr ? std::nullopt : std::optional<Request>(*request);
 }
 
+[[nodiscard]] std::vector<int64_t> running_ids(const WithPlan<Scheduler>& self) {
+  std::vector<int64_t> ids;
+  for (const Request* request : self.core->running()) {
+    ids.push_back(request->req_id);
+  }
+  return ids;
+}
+
 /// The calls Scheduler and EngineCore share.
 template <typename T, typename Class>
 void def_step_calls(Class& type) {
@@ -257,7 +265,8 @@ void bind_scheduler(py::module_& module) {
             return unwrap(self.core->add_request(std::make_unique<Request>(request)));
           },
           py::arg("request"))
-      .def("flush_prefix_cache", forward_call(&Scheduler::flush_prefix_cache));
+      .def("flush_prefix_cache", forward_call(&Scheduler::flush_prefix_cache))
+      .def("running_ids", &running_ids, "Requests that hold pages, oldest admission first.");
   def_step_calls<Scheduler>(scheduler);
   def_run_ahead(scheduler);
 

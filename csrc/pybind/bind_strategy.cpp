@@ -17,36 +17,49 @@
 namespace diffulex::bindings {
 namespace {
 
-/// A built-in strategy by name; a Python subclass replaces single hooks of it.
-class BuiltinStrategy : public Strategy {
+/// Forwards the seven hooks to another strategy, which outlives it. Not what lets a device run
+/// ahead: hooks in Python must see every step.
+class ForwardingStrategy : public Strategy {
  public:
-  explicit BuiltinStrategy(const EngineOptions& options)
-      : inner_(unwrap(make_strategy(checked(options)))) {}
+  explicit ForwardingStrategy(const Strategy& target) : target_(target) {}
 
-  void init_request(Request& request) const override { inner_->init_request(request); }
+  void init_request(Request& request) const override { target_.init_request(request); }
   [[nodiscard]] StepNeed pages_needed(const Request& request,
                                       const StepQuery& query) const override {
-    return inner_->pages_needed(request, query);
+    return target_.pages_needed(request, query);
   }
   void begin_step(Request& request, const StepNeed& need) const override {
-    inner_->begin_step(request, need);
+    target_.begin_step(request, need);
   }
   void write_rows(Request& request, const KVCacheManager& kv_cache, StepPlan& plan,
                   int32_t req_idx) const override {
-    inner_->write_rows(request, kv_cache, plan, req_idx);
+    target_.write_rows(request, kv_cache, plan, req_idx);
   }
   void write_sampler_inputs(const Request& request, StepPlan& plan,
                             int32_t req_idx) const override {
-    inner_->write_sampler_inputs(request, plan, req_idx);
+    target_.write_sampler_inputs(request, plan, req_idx);
   }
   [[nodiscard]] StepOutcome finish_step(Request& request, StepPlan& plan, int32_t req_idx,
                                         const SamplerOutput& output,
                                         Span<const BlockWrite> writes) const override {
-    return inner_->finish_step(request, plan, req_idx, output, writes);
+    return target_.finish_step(request, plan, req_idx, output, writes);
   }
-  void on_preempt(Request& request) const override { inner_->on_preempt(request); }
+  void on_preempt(Request& request) const override { target_.on_preempt(request); }
 
  private:
+  const Strategy& target_;
+};
+
+/// A built-in strategy by name; a Python subclass replaces single hooks of it.
+class BuiltinStrategy : public ForwardingStrategy {
+ public:
+  explicit BuiltinStrategy(const EngineOptions& options)
+      : BuiltinStrategy(unwrap(make_strategy(checked(options)))) {}
+
+ private:
+  explicit BuiltinStrategy(std::unique_ptr<Strategy> inner)
+      : ForwardingStrategy(*inner), inner_(std::move(inner)) {}
+
   [[nodiscard]] static const EngineOptions& checked(const EngineOptions& options) {
     raise_if_error(options.validate());
     return options;
@@ -157,11 +170,11 @@ class AbstractHooks : public Strategy {
   }
 };
 
-/// Forwards to a strategy that a Python object owns.
-class BorrowedStrategy final : public Strategy {
+/// A strategy that a Python object owns.
+class BorrowedStrategy final : public ForwardingStrategy {
  public:
   explicit BorrowedStrategy(const py::object& owner)
-      : owner_(owner), strategy_(owner.cast<const Strategy&>()) {}
+      : ForwardingStrategy(owner.cast<const Strategy&>()), owner_(owner) {}
   ~BorrowedStrategy() override {
     const py::gil_scoped_acquire gil;
     owner_ = py::object();
@@ -169,32 +182,8 @@ class BorrowedStrategy final : public Strategy {
   BorrowedStrategy(const BorrowedStrategy&) = delete;
   BorrowedStrategy& operator=(const BorrowedStrategy&) = delete;
 
-  void init_request(Request& request) const override { strategy_.init_request(request); }
-  [[nodiscard]] StepNeed pages_needed(const Request& request,
-                                      const StepQuery& query) const override {
-    return strategy_.pages_needed(request, query);
-  }
-  void begin_step(Request& request, const StepNeed& need) const override {
-    strategy_.begin_step(request, need);
-  }
-  void write_rows(Request& request, const KVCacheManager& kv_cache, StepPlan& plan,
-                  int32_t req_idx) const override {
-    strategy_.write_rows(request, kv_cache, plan, req_idx);
-  }
-  void write_sampler_inputs(const Request& request, StepPlan& plan,
-                            int32_t req_idx) const override {
-    strategy_.write_sampler_inputs(request, plan, req_idx);
-  }
-  [[nodiscard]] StepOutcome finish_step(Request& request, StepPlan& plan, int32_t req_idx,
-                                        const SamplerOutput& output,
-                                        Span<const BlockWrite> writes) const override {
-    return strategy_.finish_step(request, plan, req_idx, output, writes);
-  }
-  void on_preempt(Request& request) const override { strategy_.on_preempt(request); }
-
  private:
   py::object owner_;
-  const Strategy& strategy_;
 };
 
 void bind_values(py::module_& module) {

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include "core/scheduler/waiting_queue.h"
 #include "diffulex/core/scheduler.h"
 
-// Phase A of schedule(): continuing chunks, then admission in strict order of arrival.
+// What a scheduler accepts, and phase A of schedule(): continuing chunks, then admission in strict
+// order of arrival.
 
 namespace diffulex {
 namespace {
@@ -12,14 +14,114 @@ namespace {
 /// as much as the prompt is long, so a blocked head of the queue must not repeat it every step.
 constexpr int64_t kLookupInterval = 16;
 
+[[nodiscard]] Status check_token_id(const char* where, int32_t id, int32_t vocab_size) {
+  if (id >= 0 && (vocab_size == 0 || id < vocab_size)) {
+    return {};
+  }
+  if (vocab_size == 0) {
+    return make_error(StatusCode::kInvalidArgument, where, ": expected ids >= 0, got ", id);
+  }
+  return make_error(StatusCode::kInvalidArgument, where, ": expected ids in [0, ", vocab_size,
+                    "), got ", id);
+}
+
+/// Whether the free positions of a template can be decoded, and the fixed ones be left alone.
+[[nodiscard]] Status check_template(const EngineOptions& options, const Request& request) {
+  const std::vector<int32_t>& ids = request.params.template_token_ids;
+  if (ids.empty()) {
+    return {};
+  }
+  const char* where = "SamplingParams.template_token_ids";
+  if (options.rewrites_tokens() || options.has_canvas() || options.has_dual_cache()) {
+    return make_error(StatusCode::kUnsupported, where, ": expected a strategy that only fills ",
+                      "masks, got ", options.strategy, options.is_editing ? " with editing" : "");
+  }
+  const size_t room = static_cast<size_t>(options.max_model_len) - request.prompt_ids.size();
+  if (ids.size() > room) {
+    return make_error(StatusCode::kOutOfRange, where, ": expected at most ", room,
+                      " positions after the prompt (max_model_len ", options.max_model_len,
+                      "), got ", ids.size());
+  }
+  bool has_free = false;
+  const bool has_stops = !request.params.ignore_eos;
+  const auto holds = [](const std::vector<int32_t>& stops, int32_t id) {
+    return std::find(stops.begin(), stops.end(), id) != stops.end();
+  };
+  for (const int32_t id : ids) {
+    if (id == -1 || id == options.mask_token_id) {
+      has_free = true;
+      continue;
+    }
+    DIFFULEX_RETURN_IF_ERROR(check_token_id(where, id, options.vocab_size));
+    if (has_stops &&
+        (holds(options.stop_token_ids, id) || holds(request.params.stop_token_ids, id))) {
+      return make_error(StatusCode::kInvalidArgument, where, ": expected no stop id among the ",
+                        "fixed tokens (or ignore_eos), got ", id);
+    }
+  }
+  if (!has_free) {
+    return make_error(StatusCode::kInvalidArgument, where, ": expected at least one free position ",
+                      "(-1), got none in ", ids.size());
+  }
+  return {};
+}
+
 }  // namespace
+
+Status Scheduler::validate_request(const Request& request) const {
+  DIFFULEX_RETURN_IF_ERROR(request.params.validate());
+  if (request.prompt_ids.empty()) {
+    return make_error(StatusCode::kInvalidArgument,
+                      "add_request: expected at least one prompt token, got 0");
+  }
+  if (request.prompt_ids.size() >= static_cast<size_t>(options_.max_model_len)) {
+    return make_error(StatusCode::kOutOfRange, "add_request: expected a prompt shorter than ",
+                      "max_model_len ", options_.max_model_len, ", got ", request.prompt_ids.size(),
+                      " tokens");
+  }
+  for (const int32_t id : request.prompt_ids) {
+    DIFFULEX_RETURN_IF_ERROR(check_token_id("add_request: prompt", id, options_.vocab_size));
+  }
+  const BlockRules& rules = request.buffer.rules();
+  if (rules.block_size != rules_.block_size || rules.buffer_size != rules_.buffer_size ||
+      rules.mask_token_id != rules_.mask_token_id) {
+    return make_error(StatusCode::kInvalidArgument, "add_request: expected a request built with ",
+                      "the options of the scheduler, got block_size ", rules.block_size,
+                      ", buffer_size ", rules.buffer_size, ", mask_token_id ", rules.mask_token_id);
+  }
+  DIFFULEX_RETURN_IF_ERROR(check_template(options_, request));
+  int32_t num_stop_ids = static_cast<int32_t>(options_.stop_token_ids.size());
+  for (const int32_t id : request.params.stop_token_ids) {
+    DIFFULEX_RETURN_IF_ERROR(
+        check_token_id("SamplingParams.stop_token_ids", id, options_.vocab_size));
+    if (id == options_.mask_token_id) {
+      return make_error(StatusCode::kInvalidArgument, "SamplingParams.stop_token_ids: expected no ",
+                        "mask token, got ", id);
+    }
+    ++num_stop_ids;
+  }
+  if (num_stop_ids > kMaxStopIds) {
+    return make_error(StatusCode::kInvalidArgument, "SamplingParams.stop_token_ids: expected at ",
+                      "most ", kMaxStopIds, " ids together with the engine's, got ", num_stop_ids);
+  }
+  const int64_t limit_end = std::min(int64_t{request.prompt_len} + request.params.max_tokens,
+                                     int64_t{options_.max_model_len});
+  const int32_t span = options_.page_span(static_cast<int32_t>(limit_end));
+  const int32_t num_pages = kv_cache_.num_pages_for(span);
+  if (num_pages > kv_cache_.num_pages()) {
+    return make_error(StatusCode::kOutOfPages, "add_request: expected a request of at most ",
+                      kv_cache_.num_pages(), " pages, got ", num_pages, " pages for ", limit_end,
+                      " tokens");
+  }
+  return {};
+}
 
 void Scheduler::plan_prefill(StepPlan& plan) {
   plan_continuing(plan);
   const auto max_reqs = static_cast<size_t>(options_.max_num_reqs);
-  while (waiting_head_ != nullptr && plan_requests_.size() < max_reqs &&
+  while (waiting_->head() != nullptr && plan_requests_.size() < max_reqs &&
          running_.size() < max_reqs) {
-    if (!try_admit(plan, *waiting_head_)) {
+    if (!try_admit(plan, *waiting_->head())) {
       break;
     }
   }
@@ -75,7 +177,7 @@ bool Scheduler::try_admit(StepPlan& plan, Request& request) {
   request.status = RequestStatus::kPending;
   request.request_slot = free_slots_.back();
   free_slots_.pop_back();
-  remove_waiting(request);
+  waiting_->remove(request);
   running_.push_back(&request);
   if (need.is_prefill) {
     enter_plan(plan, request, need);

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include "core/scheduler/device_batch.h"
 #include "core/scheduler/mailbox.h"
+#include "core/scheduler/waiting_queue.h"
 #include "diffulex/core/scheduler.h"
 
 // Running ahead: a device decodes on while the host still completes the step before.
@@ -23,6 +25,8 @@ namespace {
   result.inv_temperature = params.is_sampled() ? 1.0F / params.temperature : 0.0F;
   result.accept_threshold = request.accept_threshold;
   result.edit_threshold = request.edit_threshold;
+  result.penalty = request.penalty;
+  result.max_post_edit_steps = request.max_post_edit_steps;
   if (params.is_filtered()) {
     result.top_p = params.top_p;
     result.min_p = params.min_p;
@@ -58,8 +62,6 @@ Status Scheduler::start_run_ahead(const StepPlan& plan, DecodeBatch& batch) {
                       plan.step_id());
   }
   batch.reset();
-  batch_requests_ = plan_requests_;
-  plan_rows_.clear();
   for (size_t r = 0; r < plan_requests_.size(); ++r) {
     const Request& request = *plan_requests_[r];
     const BufferState& state = request.buffer.state();
@@ -69,29 +71,24 @@ Status Scheduler::start_run_ahead(const StepPlan& plan, DecodeBatch& batch) {
                  Span<const int64_t>(request.prev_argmax));
     static_cast<void>(
         batch.set_pages(static_cast<int32_t>(r), Span<const int32_t>(request.page_table.pages)));
-    plan_rows_.push_back(static_cast<int32_t>(r));
   }
-  is_batch_intact_ = true;
+  device_batch_->start(plan_requests_);
   return {};
 }
 
-bool Scheduler::has_mail() const {
-  const std::lock_guard<std::mutex> lock(mailbox_->mutex);
-  return !mailbox_->arrivals.empty() || !mailbox_->aborts.empty();
-}
-
 bool Scheduler::could_admit() const {
-  if (waiting_head_ == nullptr || running_.size() >= static_cast<size_t>(options_.max_num_reqs)) {
+  if (waiting_->head() == nullptr ||
+      running_.size() >= static_cast<size_t>(options_.max_num_reqs)) {
     return false;
   }
   // As try_admit: a request that found too few pages is not looked at again for a while.
-  return next_step_id_ >= waiting_head_->blocked_until_step ||
-         kv_cache_.num_free_pages() > waiting_head_->blocked_free_pages;
+  return next_step_id_ >= waiting_->head()->blocked_until_step ||
+         kv_cache_.num_free_pages() > waiting_->head()->blocked_free_pages;
 }
 
 RunAhead Scheduler::reserve_ahead(DecodeBatch& batch) {
-  if (in_flight_ == 0 || !is_batch_intact_ || plan_requests_.size() != running_.size() ||
-      could_admit() || has_mail()) {
+  if (in_flight_ == 0 || !device_batch_->is_intact() || plan_requests_.size() != running_.size() ||
+      could_admit() || mailbox_->has_mail()) {
     return RunAhead::kStop;
   }
   bool has_new_pages = false;
@@ -101,7 +98,8 @@ RunAhead Scheduler::reserve_ahead(DecodeBatch& batch) {
         !kv_cache_.try_grow(request.page_table, strategy_->page_len_ahead(request))) {
       return RunAhead::kStop;
     }
-    has_new_pages = batch.set_pages(plan_rows_[r], Span<const int32_t>(request.page_table.pages)) ||
+    has_new_pages = batch.set_pages(device_batch_->plan_rows()[r],
+                                    Span<const int32_t>(request.page_table.pages)) ||
                     has_new_pages;
   }
   return has_new_pages ? RunAhead::kGoNewPages : RunAhead::kGo;
@@ -124,10 +122,11 @@ PlanKind Scheduler::schedule_ahead(StepPlan& plan) {
   drain_mailbox();
   apply_aborts();
   plan_requests_.clear();
-  plan_rows_.clear();
+  device_batch_->begin_plan();
   plan.reset(PlanKind::kDecode, next_step_id_);
-  for (size_t row = 0; row < batch_requests_.size(); ++row) {
-    Request* request = batch_requests_[row];
+  const Span<Request* const> batch = device_batch_->requests();
+  for (size_t row = 0; row < batch.size(); ++row) {
+    Request* request = batch[row];
     if (request == nullptr) {
       continue;
     }
@@ -139,7 +138,7 @@ PlanKind Scheduler::schedule_ahead(StepPlan& plan) {
                    " pages of request ", request->req_id, ", got one of ", need.page_len,
                    " positions");
     enter_plan(plan, *request, need);
-    plan_rows_.push_back(static_cast<int32_t>(row));
+    device_batch_->add_plan_row(row);
   }
   if (plan_requests_.empty()) {
     plan.reset(PlanKind::kIdle, next_step_id_);
@@ -154,23 +153,16 @@ PlanKind Scheduler::schedule_ahead(StepPlan& plan) {
   return PlanKind::kDecode;
 }
 
-void Scheduler::leave_batch(const Request& request, bool is_known) {
-  const auto found = std::find(batch_requests_.begin(), batch_requests_.end(), &request);
-  if (found != batch_requests_.end()) {
-    *found = nullptr;
-    is_batch_intact_ = is_batch_intact_ && is_known;
-  }
-}
-
 void Scheduler::collect_output(StepPlan& plan, const SamplerOutput& by_row,
                                SamplerOutput& output) const {
-  DIFFULEX_CHECK(in_flight_ == plan.identity() && plan_rows_.size() == plan_requests_.size(),
+  const Span<const int32_t> plan_rows = device_batch_->plan_rows();
+  DIFFULEX_CHECK(in_flight_ == plan.identity() && plan_rows.size() == plan_requests_.size(),
                  "collect_output: expected the plan in flight of a device, got step ",
                  plan.step_id());
   if (layout_.has_dual_cache) {
-    for (size_t r = 0; r < plan_rows_.size(); ++r) {
+    for (size_t r = 0; r < plan_rows.size(); ++r) {
       output.pending_next_token()[r] =
-          by_row.pending_next_token()[static_cast<size_t>(plan_rows_[r])];
+          by_row.pending_next_token()[static_cast<size_t>(plan_rows[r])];
     }
   }
   const auto width = static_cast<size_t>(rules_.block_size);
@@ -181,7 +173,7 @@ void Scheduler::collect_output(StepPlan& plan, const SamplerOutput& by_row,
     const auto r = static_cast<size_t>(plan.blk_req()[to]);
     const int32_t first_id = plan_requests_[r]->buffer.state().blocks[0].block_id;
     const auto from =
-        static_cast<size_t>(plan_rows_[r] * rules_.buffer_size + plan.blk_id()[to] - first_id);
+        static_cast<size_t>(plan_rows[r] * rules_.buffer_size + plan.blk_id()[to] - first_id);
     copy_entries(by_row.write_ids(), from, output.write_ids(), to, width);
     copy_entries(by_row.confidence(), from, output.confidence(), to, width);
     copy_entries(by_row.masks_left(), from, output.masks_left(), to, 1);

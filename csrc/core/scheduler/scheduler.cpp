@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/scheduler/device_batch.h"
 #include "core/scheduler/mailbox.h"
-#include "diffulex/core/philox.h"
+#include "core/scheduler/step_writes.h"
+#include "core/scheduler/waiting_queue.h"
 
 namespace diffulex {
 namespace {
@@ -21,17 +23,6 @@ namespace {
   return std::move(strategy).value();
 }
 
-[[nodiscard]] Status check_token_id(const char* where, int32_t id, int32_t vocab_size) {
-  if (id >= 0 && (vocab_size == 0 || id < vocab_size)) {
-    return {};
-  }
-  if (vocab_size == 0) {
-    return make_error(StatusCode::kInvalidArgument, where, ": expected ids >= 0, got ", id);
-  }
-  return make_error(StatusCode::kInvalidArgument, where, ": expected ids in [0, ", vocab_size,
-                    "), got ", id);
-}
-
 }  // namespace
 
 Scheduler::Scheduler(const EngineOptions& options, KVCacheManager& kv_cache)
@@ -44,7 +35,10 @@ Scheduler::Scheduler(const EngineOptions& options, KVCacheManager& kv_cache,
       strategy_(std::move(strategy)),
       rules_(make_block_rules(options)),
       layout_(PlanLayout::of(options)),
-      mailbox_(std::make_unique<Mailbox>()) {
+      mailbox_(std::make_unique<Mailbox>()),
+      waiting_(std::make_unique<WaitingQueue>()),
+      writes_(std::make_unique<StepWrites>(options_)),
+      device_batch_(std::make_unique<DeviceBatch>()) {
   DIFFULEX_CHECK(strategy_ != nullptr, "Scheduler: expected a strategy, got none");
   DIFFULEX_CHECK(
       kv_cache.num_pages() == options.num_pages && kv_cache.page_size() == options.page_size,
@@ -60,7 +54,6 @@ Scheduler::Scheduler(const EngineOptions& options, KVCacheManager& kv_cache,
   for (int32_t slot = options.max_num_reqs - 1; slot >= 0; --slot) {
     free_slots_.push_back(slot);
   }
-  writes_.reserve(max_reqs * static_cast<size_t>(options.decode_rows()));
   events_.requests.reserve(max_reqs);
   events_.appended_tokens.reserve(max_reqs * static_cast<size_t>(options.decode_rows()));
   events_.committed.reserve(max_rows / static_cast<size_t>(options.block_size) + max_reqs);
@@ -71,67 +64,6 @@ Scheduler::Scheduler(const EngineOptions& options, KVCacheManager& kv_cache,
 
 Scheduler::~Scheduler() = default;
 
-Status Scheduler::validate_request(const Request& request) const {
-  DIFFULEX_RETURN_IF_ERROR(request.params.validate());
-  if (request.prompt_ids.empty()) {
-    return make_error(StatusCode::kInvalidArgument,
-                      "add_request: expected at least one prompt token, got 0");
-  }
-  if (request.prompt_ids.size() >= static_cast<size_t>(options_.max_model_len)) {
-    return make_error(StatusCode::kOutOfRange, "add_request: expected a prompt shorter than ",
-                      "max_model_len ", options_.max_model_len, ", got ", request.prompt_ids.size(),
-                      " tokens");
-  }
-  for (const int32_t id : request.prompt_ids) {
-    DIFFULEX_RETURN_IF_ERROR(check_token_id("add_request: prompt", id, options_.vocab_size));
-  }
-  const BlockRules& rules = request.buffer.rules();
-  if (rules.block_size != rules_.block_size || rules.buffer_size != rules_.buffer_size ||
-      rules.mask_token_id != rules_.mask_token_id) {
-    return make_error(StatusCode::kInvalidArgument, "add_request: expected a request built with ",
-                      "the options of the scheduler, got block_size ", rules.block_size,
-                      ", buffer_size ", rules.buffer_size, ", mask_token_id ", rules.mask_token_id);
-  }
-  int32_t num_stop_ids = static_cast<int32_t>(options_.stop_token_ids.size());
-  for (const int32_t id : request.params.stop_token_ids) {
-    DIFFULEX_RETURN_IF_ERROR(
-        check_token_id("SamplingParams.stop_token_ids", id, options_.vocab_size));
-    if (id == options_.mask_token_id) {
-      return make_error(StatusCode::kInvalidArgument, "SamplingParams.stop_token_ids: expected no ",
-                        "mask token, got ", id);
-    }
-    ++num_stop_ids;
-  }
-  if (num_stop_ids > kMaxStopIds) {
-    return make_error(StatusCode::kInvalidArgument, "SamplingParams.stop_token_ids: expected at ",
-                      "most ", kMaxStopIds, " ids together with the engine's, got ", num_stop_ids);
-  }
-  const int64_t limit_end = std::min(int64_t{request.prompt_len} + request.params.max_tokens,
-                                     int64_t{options_.max_model_len});
-  const int32_t span = options_.page_span(static_cast<int32_t>(limit_end));
-  const int32_t num_pages = kv_cache_.num_pages_for(span);
-  if (num_pages > kv_cache_.num_pages()) {
-    return make_error(StatusCode::kOutOfPages, "add_request: expected a request of at most ",
-                      kv_cache_.num_pages(), " pages, got ", num_pages, " pages for ", limit_end,
-                      " tokens");
-  }
-  return {};
-}
-
-namespace {
-
-/// Seed of a request. At temperature 0 an answer must be the same every time, also under a strategy
-/// that draws all the same; above it, requests without a seed differ by their id.
-uint64_t effective_seed(const SamplingParams& params, const EngineOptions& options,
-                        int64_t req_id) {
-  if (params.seed.has_value()) {
-    return *params.seed;
-  }
-  return params.is_sampled() ? derive_request_seed(options.seed, req_id) : options.seed;
-}
-
-}  // namespace
-
 Result<int64_t> Scheduler::add_request(std::unique_ptr<Request> request) {
   DIFFULEX_CHECK(request != nullptr, "add_request: expected a request, got none");
   const Status status = validate_request(*request);
@@ -140,62 +72,39 @@ Result<int64_t> Scheduler::add_request(std::unique_ptr<Request> request) {
     request->finish_reason = status.code() == StatusCode::kOutOfRange
                                  ? FinishReason::kMaxModelLenReached
                                  : FinishReason::kRejected;
-    const std::lock_guard<std::mutex> lock(mailbox_->mutex);
-    ++mailbox_->num_rejected;
+    mailbox_->reject();
     return status;
   }
   // Outside the lock: the work grows with the prompt, and touches this request only.
   strategy_->init_request(*request);
-  const std::lock_guard<std::mutex> lock(mailbox_->mutex);
-  const int64_t req_id = mailbox_->next_req_id++;
-  request->req_id = req_id;
-  request->seed = effective_seed(request->params, options_, req_id);
-  mailbox_->live_ids.insert(req_id);
-  mailbox_->arrivals.push_back(std::move(request));
-  return req_id;
+  return mailbox_->deliver(std::move(request), options_);
 }
 
 bool Scheduler::abort(int64_t req_id) {
-  const std::lock_guard<std::mutex> lock(mailbox_->mutex);
-  if (mailbox_->live_ids.count(req_id) == 0) {
-    return false;
-  }
-  mailbox_->aborts.push_back(req_id);
-  return true;
+  return mailbox_->ask_abort(req_id);
 }
 
 SchedulerStats Scheduler::stats() const {
-  const std::lock_guard<std::mutex> lock(mailbox_->mutex);
-  SchedulerStats stats = mailbox_->stats;
-  stats.num_waiting += static_cast<int32_t>(mailbox_->arrivals.size());
-  stats.num_requests = mailbox_->next_req_id;
-  stats.num_rejected = mailbox_->num_rejected;
-  return stats;
+  return mailbox_->stats();
 }
 
 bool Scheduler::has_unfinished() const {
-  const std::lock_guard<std::mutex> lock(mailbox_->mutex);
-  return !mailbox_->live_ids.empty();
+  return mailbox_->has_live();
 }
 
 void Scheduler::publish_stats() {
-  counters_.num_waiting = num_waiting_;
+  counters_.num_waiting = waiting_->size();
   counters_.num_running = static_cast<int32_t>(running_.size());
   counters_.num_pages = kv_cache_.num_pages();
   counters_.num_free_pages = kv_cache_.num_free_pages();
   counters_.num_cached_units = kv_cache_.num_cached_units();
-  const std::lock_guard<std::mutex> lock(mailbox_->mutex);
-  mailbox_->stats = counters_;
+  mailbox_->publish(counters_);
 }
 
 void Scheduler::drain_mailbox() {
-  {
-    const std::lock_guard<std::mutex> lock(mailbox_->mutex);
-    arrived_.swap(mailbox_->arrivals);
-    abort_ids_.swap(mailbox_->aborts);
-  }
+  mailbox_->take(arrived_, abort_ids_);
   for (std::unique_ptr<Request>& request : arrived_) {
-    push_waiting_back(*request);
+    waiting_->push_back(*request);
     const int64_t req_id = request->req_id;
     requests_.emplace(req_id, std::move(request));
   }
@@ -239,8 +148,7 @@ PlanKind Scheduler::schedule(StepPlan& plan) {
   drain_mailbox();
   apply_aborts();
   plan_requests_.clear();
-  batch_requests_.clear();
-  is_batch_intact_ = false;
+  device_batch_->clear();
   const bool is_decode_first = must_decode();
   if (!is_decode_first) {
     plan.reset(PlanKind::kPrefill, next_step_id_);
@@ -255,8 +163,9 @@ PlanKind Scheduler::schedule(StepPlan& plan) {
     plan_prefill(plan);
   }
   if (plan_requests_.empty()) {
-    DIFFULEX_CHECK(running_.empty() && num_waiting_ == 0, "schedule: expected work to be planned, ",
-                   "got ", running_.size(), " running and ", num_waiting_, " waiting requests");
+    DIFFULEX_CHECK(running_.empty() && waiting_->size() == 0,
+                   "schedule: expected work to be planned, ", "got ", running_.size(),
+                   " running and ", waiting_->size(), " waiting requests");
     plan.reset(PlanKind::kIdle, next_step_id_);
     prefill_streak_ = 0;
     publish_stats();
@@ -311,8 +220,9 @@ void Scheduler::plan_decode(StepPlan& plan) {
   decode_order_.assign(pivot, running_.end());
   decode_order_.insert(decode_order_.end(), running_.begin(), pivot);
   first_id = -1;
+  // A batch has room for all that its requests might run, so that what each runs changes no batch.
+  int32_t budget = options_.max_num_batched_tokens;
   for (Request* request : decode_order_) {
-    const int32_t budget = options_.max_num_batched_tokens - plan.num_rows();
     if (request->status == RequestStatus::kWaiting) {
       continue;  // preempted for a request before it
     }
@@ -330,6 +240,7 @@ void Scheduler::plan_decode(StepPlan& plan) {
     }
     if (reserve_pages(*request, need.page_len)) {
       enter_plan(plan, *request, need);
+      budget -= need.num_rows;
     }
   }
 }
@@ -350,7 +261,10 @@ bool Scheduler::reserve_pages(Request& request, int32_t page_len) {
 
 void Scheduler::enter_plan(StepPlan& plan, Request& request, const StepNeed& need) {
   strategy_->begin_step(request, need);
-  const int32_t req_idx = plan.append_request(request.req_id, request.request_slot, need.num_rows);
+  const int32_t num_rows = request.step.num_rows;
+  DIFFULEX_CHECK(num_rows > 0 && num_rows <= need.num_rows, "begin_step: expected 1 to ",
+                 need.num_rows, " rows of request ", request.req_id, ", got ", num_rows);
+  const int32_t req_idx = plan.append_request(request.req_id, request.request_slot, num_rows);
   plan.set_page_table(req_idx, request.page_table.epoch,
                       Span<const int32_t>(request.page_table.pages));
   strategy_->write_rows(request, kv_cache_, plan, req_idx);
@@ -381,7 +295,7 @@ Status Scheduler::preempt(int64_t req_id) {
 void Scheduler::preempt_request(Request& request) {
   strategy_->on_preempt(request);
   kv_cache_.release(request.page_table);
-  leave_batch(request, false);
+  device_batch_->leave(request, false);
   remove_running(request);
   events_.preempted.push_back(PreemptedRequest{request.req_id, request.request_slot});
   free_slots_.push_back(request.request_slot);
@@ -391,7 +305,7 @@ void Scheduler::preempt_request(Request& request) {
   request.blocked_until_step = -1;
   ++request.num_preemptions;
   ++counters_.num_preemptions;
-  push_waiting_front(request);
+  waiting_->push_front(request);
 }
 
 const Request* Scheduler::find_request(int64_t req_id) const {
@@ -419,32 +333,6 @@ Result<RequestResult> Scheduler::take_result(int64_t req_id) {
   RequestResult result = make_result(*found->second);
   requests_.erase(found);
   return result;
-}
-
-void Scheduler::push_waiting_front(Request& request) {
-  request.prev_waiting = nullptr;
-  request.next_waiting = waiting_head_;
-  (waiting_head_ == nullptr ? waiting_tail_ : waiting_head_->prev_waiting) = &request;
-  waiting_head_ = &request;
-  ++num_waiting_;
-}
-
-void Scheduler::push_waiting_back(Request& request) {
-  request.next_waiting = nullptr;
-  request.prev_waiting = waiting_tail_;
-  (waiting_tail_ == nullptr ? waiting_head_ : waiting_tail_->next_waiting) = &request;
-  waiting_tail_ = &request;
-  ++num_waiting_;
-}
-
-void Scheduler::remove_waiting(Request& request) {
-  (request.prev_waiting == nullptr ? waiting_head_ : request.prev_waiting->next_waiting) =
-      request.next_waiting;
-  (request.next_waiting == nullptr ? waiting_tail_ : request.next_waiting->prev_waiting) =
-      request.prev_waiting;
-  request.next_waiting = nullptr;
-  request.prev_waiting = nullptr;
-  --num_waiting_;
 }
 
 void Scheduler::remove_running(const Request& request) {

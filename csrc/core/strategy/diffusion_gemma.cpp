@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/strategy/diffusion_gemma.h"
-
 #include <algorithm>
 
+#include "core/strategy/strategies.h"
 #include "core/strategy/strategy_base.h"
 #include "diffulex/core/canvas_rules.h"
 #include "diffulex/core/philox.h"

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/strategy/fast_dllm_v2.h"
-
 #include <algorithm>
 
+#include "core/strategy/strategies.h"
 #include "core/strategy/strategy_base.h"
 #include "diffulex/core/dual_cache_rules.h"
 #include "diffulex/core/philox.h"
@@ -10,8 +9,9 @@
 namespace diffulex {
 namespace {
 
-/// The dual-cache state machine. A request is prefilled up to the D-block that holds its first
-/// open position; everything after that is decode steps of D or B rows.
+/// Dual-cache decoding: blocks of N sub-blocks, one of which is denoised at a time over the
+/// provisional KV of the others. A request is prefilled up to the D-block that holds its first open
+/// position; everything after that is decode steps of D or B rows.
 class FastDllmV2 final : public Strategy {
  public:
   explicit FastDllmV2(const EngineOptions& options) : options_(options) {}
@@ -96,9 +96,11 @@ int32_t FastDllmV2::page_len_ahead(const Request& request) const {
   const BlockRules& rules = request.buffer.rules();
   const int32_t block_len = dual_block_len(rules);
   const int32_t end = buffer_start(rules, request.buffer.state()) + block_len;
-  // Behind the last sub-block comes a commit, and the device then plans the next D-block at once.
+  // After the last sub-block comes a commit, and the device then plans the next D-block at once.
   const bool is_last = decode_step(request).sub_idx == rules.buffer_size - 1;
-  return is_last ? std::min(end + block_len, options_.page_span(request.limit_end)) : end;
+  // page_span(limit_end) of the options, without its look-up of the strategy by name in every step.
+  const int32_t num_blocks = (request.limit_end + block_len - 1) / block_len;
+  return is_last ? std::min(end + block_len, num_blocks * block_len) : end;
 }
 
 int32_t FastDllmV2::context_len_ahead(const Request& request) const {

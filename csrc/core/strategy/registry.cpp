@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <array>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "core/strategy/d2f.h"
-#include "core/strategy/diffusion_gemma.h"
-#include "core/strategy/dmax.h"
-#include "core/strategy/fast_dllm_v2.h"
-#include "core/strategy/multi_bd.h"
+#include "core/strategy/strategies.h"
 #include "diffulex/core/strategy.h"
 
 namespace diffulex {
@@ -17,17 +13,14 @@ namespace {
 
 struct StrategyEntry {
   const char* name;
+  uint32_t traits;
   std::unique_ptr<Strategy> (*make)(const EngineOptions& options);
 };
 
-/// Every built-in strategy, sorted by name.
-constexpr std::array<StrategyEntry, 5> kStrategies = {{
-    {"d2f", make_d2f},
-    {"diffusion_gemma", make_diffusion_gemma},
-    {"dmax", make_dmax},
-    {"fast_dllm_v2", make_fast_dllm_v2},
-    {"multi_bd", make_multi_bd},
-}};
+constexpr StrategyEntry kStrategies[] = {
+#define DIFFULEX_STRATEGY(name, traits) {#name, traits, make_##name},
+#include "core/strategy/strategies.def"
+};
 
 }  // namespace
 
@@ -51,6 +44,29 @@ int32_t Strategy::context_len_ahead(const Request& request) const {
 void Strategy::complete_decode_request(const Request& /*request*/,
                                        DecodeRequest& /*decode*/) const {}
 
+uint32_t strategy_traits(const std::string& name) noexcept {
+  for (const StrategyEntry& entry : kStrategies) {
+    if (name == entry.name) {
+      return entry.traits;
+    }
+  }
+  return 0;
+}
+
+std::string strategies_with(StrategyTrait trait) {
+  std::vector<std::string> names;
+  for (const StrategyEntry& entry : kStrategies) {
+    if ((entry.traits & trait) != 0) {
+      names.emplace_back(entry.name);
+    }
+  }
+  std::string text;
+  for (size_t i = 0; i < names.size(); ++i) {
+    text += (i == 0 ? "" : i + 1 == names.size() ? " or " : ", ") + names[i];
+  }
+  return text;
+}
+
 Result<std::unique_ptr<Strategy>> make_strategy(const EngineOptions& options) {
   for (const StrategyEntry& entry : kStrategies) {
     if (options.strategy == entry.name) {
@@ -71,6 +87,7 @@ const std::vector<std::string>& strategy_names() {
     for (const StrategyEntry& entry : kStrategies) {
       result.emplace_back(entry.name);
     }
+    std::sort(result.begin(), result.end());
     return result;
   }();
   return names;

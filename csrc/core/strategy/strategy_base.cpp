@@ -30,7 +30,7 @@ void append_active_blocks(const EngineOptions& options, const Request& request, 
                           int32_t req_idx) {
   const BlockRules& rules = request.buffer.rules();
   const BufferState& state = request.buffer.state();
-  const bool has_edit_threshold = plan.layout().has_edit_threshold;
+  const bool has_edits = plan.layout().has_edits;
   const int32_t request_row0 = plan.cu_seqlens_q()[static_cast<size_t>(req_idx)];
   for (int32_t i = 0; i < state.num_valid; ++i) {
     const Block& block = state.blocks[i];
@@ -44,8 +44,10 @@ void append_active_blocks(const EngineOptions& options, const Request& request, 
     plan.blk_editable_start()[index] = block.editable_start;
     plan.blk_force_top1()[index] = force_top1(rules, state, i) ? 1 : 0;
     plan.blk_accept_threshold()[index] = request.accept_threshold;
-    if (has_edit_threshold) {
+    if (has_edits) {
       plan.blk_edit_threshold()[index] = request.edit_threshold;
+      plan.blk_max_post_edit_steps()[index] = request.max_post_edit_steps;
+      plan.blk_penalty()[index] = request.penalty;
     }
     plan.blk_total_steps()[index] = block.total_steps;
     plan.blk_open_steps()[index] = block.open_steps;
@@ -115,7 +117,8 @@ StepNeed cut_prefill_span(const EngineOptions& options, const PrefillSpan& span,
 void init_mask_fill_request(const EngineOptions& options, Request& request) {
   const int32_t prompt_len = request.prompt_len;
   init_request_limits(options, request);
-  request.buffer.init(request.prompt(), request.limit_end);
+  request.buffer.init(request.prompt(), request.limit_end,
+                      Span<const int32_t>(request.params.template_token_ids));
   request.prefix_limit =
       hit_limit(options, request, prompt_len / options.block_size * options.block_size);
 
@@ -169,10 +172,14 @@ void begin_mask_fill_step(const EngineOptions& options, Request& request, const 
   }
   if (!need.is_prefill || (request.needs_prompt_prefill && need.is_final)) {
     const BufferForward forward = enter_buffer(rules, state);
+    if (forward.has_activated && !request.params.template_token_ids.empty()) {
+      request.buffer.count_masks(state.num_valid - 1);
+    }
     step.has_activated = forward.has_activated;
     step.has_sampling = forward.has_sampling;
     step.first_pos = forward.first_pos;
     step.num_valid_rows = forward.num_valid_rows;
+    step.num_rows = need.is_prefill ? need.num_rows : forward.num_valid_rows;
     step.store_end = forward.store_end;
   } else {
     step.first_pos = state.context_len;
@@ -334,7 +341,9 @@ StepOutcome finish_mask_fill_step(const EngineOptions& options, Request& request
 }
 
 bool mask_fill_decodes_by_rules(const EngineOptions& options, const Request& request) {
-  return !options.auto_max_nfe || request.max_nfe > 0;
+  // A device keeps the tokens of the buffer alone, and those of a template reach past it.
+  return request.params.template_token_ids.empty() &&
+         (!options.auto_max_nfe || request.max_nfe > 0);
 }
 
 void preempt_mask_fill_request(const EngineOptions& options, Request& request) {

@@ -50,11 +50,12 @@ enum class ArenaDtype : int32_t { kUint8 = 0, kInt32 = 1, kInt64 = 2, kFloat32 =
 struct ArenaField {
   const char* name = "";
   ArenaDtype dtype = ArenaDtype::kInt32;
-  size_t offset = 0;       // bytes from the start of the arena, a multiple of kArenaAlignment
-  int64_t rows = 0;        // capacity of the first dimension
-  int64_t cols = 1;        // second dimension; 1 for one-dimensional arrays
-  bool is_matrix = false;  // two dimensions
-  int64_t depth = 0;       // > 0: three dimensions, [rows, cols / depth, depth]
+  size_t offset = 0;        // bytes from the start of the arena, a multiple of kArenaAlignment
+  int64_t rows = 0;         // capacity of the first dimension
+  int64_t cols = 1;         // second dimension; 1 for one-dimensional arrays
+  bool is_matrix = false;   // two dimensions
+  int64_t depth = 0;        // > 0: three dimensions, [rows, cols / depth, depth]
+  const char* extent = "";  // name of the first dimension in the list of arrays
 
   /// Bytes at full capacity.
   [[nodiscard]] size_t bytes() const noexcept {

@@ -27,7 +27,13 @@ class DIFFULEX_API BlockBuffer final {
 
   /// Places the prompt and opens the buffer after its full blocks. Allocates the token store once,
   /// so that no later step does. Precondition: 0 < prompt.size() < limit_end.
-  void init(Span<const int32_t> prompt, int32_t limit_end);
+  ///
+  /// `fixed` are tokens that follow the prompt from the start, up to limit_end; negative ones and
+  /// masks are open. A block counts them once it is ACTIVE: count_masks.
+  void init(Span<const int32_t> prompt, int32_t limit_end, Span<const int32_t> fixed = {});
+
+  /// Recounts the open masks of buffer block `index`, which has just become ACTIVE.
+  void count_masks(int32_t index);
 
   [[nodiscard]] const BlockRules& rules() const noexcept { return rules_; }
   [[nodiscard]] BufferState& state() noexcept { return state_; }
@@ -56,10 +62,13 @@ class DIFFULEX_API BlockBuffer final {
  private:
   [[nodiscard]] Status check_blocks() const;
   [[nodiscard]] Status check_output_facts() const;
+  /// Masks of a block at positions that may be written.
+  [[nodiscard]] int32_t open_masks(const Block& block) const;
 
   BlockRules rules_;
   BufferState state_;
   std::vector<int32_t> tokens_;
+  bool has_fixed_ = false;
 };
 
 }  // namespace diffulex

@@ -8,23 +8,15 @@
 #include "diffulex/core/arena.h"
 #include "diffulex/core/decode_rules.h"
 #include "diffulex/core/options.h"
+#include "diffulex/core/plan_layout.h"
 #include "diffulex/core/span.h"
 #include "diffulex/export.h"
 
 namespace diffulex {
 
-/// Arrays of a decode batch, in arena order. R requests in the order of their rows, Q = B * N.
-enum class BatchArray : int32_t {
-  kRequests = 0,  // [R, sizeof(DecodeRequest)] u8 DecodeRequest
-  kWindows,       // [R, Q + 2] i32 the token before the buffer, those of the buffer, the mask id
-  kPageTables,    // [R, P_max] i32 page ids, -1 beyond those owned
-  kPrevArgmax,    // [R, B] i64 argmax canvas of the step before; no rows without a canvas
-  kCount,
-};
-
 /// What a device needs to go on decoding by itself after a plan: the requests of that plan, their
-/// tokens and their pages. Offsets follow from EngineOptions alone. Filled by
-/// Scheduler::start_run_ahead; its page tables grow with Scheduler::reserve_ahead.
+/// tokens and their pages, in the arrays of batch_arrays.def. Offsets follow from EngineOptions
+/// alone. Filled by Scheduler::start_run_ahead; its page tables grow with Scheduler::reserve_ahead.
 class DIFFULEX_API DecodeBatch final {
  public:
   /// Owns its arena.
@@ -43,6 +35,7 @@ class DIFFULEX_API DecodeBatch final {
   /// Whether a request draws its tokens, and whether one narrows its draws.
   [[nodiscard]] bool any_drawn() const noexcept { return any_drawn_; }
   [[nodiscard]] bool any_filtered() const noexcept { return any_filtered_; }
+  [[nodiscard]] bool any_penalised() const noexcept { return any_penalised_; }
 
   /// Empties the batch: every place holds a request that does not run.
   void reset();
@@ -54,20 +47,17 @@ class DIFFULEX_API DecodeBatch final {
   [[nodiscard]] bool set_pages(int32_t row, Span<const int32_t> pages);
 
  private:
-  DecodeBatch(const EngineOptions& options, Arena arena);
-  [[nodiscard]] static std::vector<ArenaField> make_fields(const EngineOptions& options);
-  template <typename T>
-  [[nodiscard]] T* ptr(BatchArray array) noexcept {
-    return arena_.array<T>(static_cast<size_t>(array));
-  }
+  DecodeBatch(const PlanLayout& layout, Arena arena);
 
   Arena arena_;
+  BatchArrays arrays_;  // in arena_
   int32_t capacity_;
   int32_t window_len_;
   int32_t max_pages_per_req_;
   int32_t size_ = 0;
   bool any_drawn_ = false;
   bool any_filtered_ = false;
+  bool any_penalised_ = false;
   std::vector<int32_t> num_pages_;  // [R] entries written
 };
 

@@ -33,6 +33,12 @@ struct TokenWindow {
   }
 };
 
+/// Entries of a window over Q rows: the token before the buffer, those of the buffer, and the mask
+/// that ends every scan.
+[[nodiscard]] DIFFULEX_HOST_DEVICE constexpr int32_t window_len(int32_t num_rows) noexcept {
+  return num_rows + 2;
+}
+
 /// What a forward runs of the buffer it entered.
 struct BufferForward {
   int32_t first_pos = 0;       // position of the first row
@@ -106,27 +112,11 @@ DIFFULEX_HOST_DEVICE inline FinishReason judge_step(const BufferState& state,
   return has_failed ? FinishReason::kError : check_stop(state, limits);
 }
 
-/// A decoding request as a device keeps it between steps. A plain struct, copied bytewise.
+/// A decoding request as a device keeps it between steps: the fields in batch_arrays.def. A plain
+/// struct, copied bytewise.
 struct DecodeRequest {
-  uint64_t seed = 0;
-  BlockRules rules;
-  BufferState state;
-  BufferForward forward;         // the one in flight
-  DualCacheState dual_cache;     // fast_dllm_v2
-  DualCacheStep dual_step;       // fast_dllm_v2: the one in flight, instead of `forward`
-  CanvasRules canvas_rules;      // diffusion_gemma
-  CanvasState canvas;            // diffusion_gemma
-  StopLimits limits;             // nfe: forwards completed
-  float inv_temperature = 0.0F;  // 0 = greedy
-  float accept_threshold = 0.0F;
-  float edit_threshold = 0.0F;
-  float top_p = 1.0F;
-  float min_p = 0.0F;
-  int32_t top_k = 0;
-  int32_t request_slot = -1;
-  int32_t carry_pos = -1;  // position whose logits row is saved for the slot, -1 = none
-  FinishReason finish_reason = FinishReason::kNone;
-  bool is_running = false;  // false: dummy rows
+#define DIFFULEX_FIELD(type, name, ...) type name __VA_ARGS__;
+#include "diffulex/core/batch_arrays.def"
 };
 
 }  // namespace diffulex

@@ -35,13 +35,18 @@ struct SamplingParams {
   int32_t max_repetition_run = 0;  // trailing equal tokens that end the request; 0 = none
   bool ignore_eos = false;         // stop ids do not end the request
   std::vector<int32_t> stop_token_ids;  // in addition to those of the engine
+  // The first tokens of the answer: fixed where >= 0; -1, or the mask id: free. Stop ids end the
+  // request at free positions. Only for strategies that never rewrite a token.
+  std::vector<int32_t> template_token_ids;
   std::optional<uint64_t> seed;  // absent: the engine seed if greedy, else from it and the id
-  // Present: override the field of Thresholds for this request.
+  // Present: override the field of Thresholds or of EngineOptions for this request.
   std::optional<float> accept_threshold;
   std::optional<float> edit_threshold;
   std::optional<float> add_block_threshold;
   std::optional<float> semi_complete_threshold;
   std::optional<float> token_stability_threshold;
+  std::optional<int32_t> max_post_edit_steps;
+  std::optional<float> penalty_lambda;
 
   /// Whether tokens are drawn at random.
   [[nodiscard]] bool is_sampled() const noexcept { return temperature >= kGreedyTemperature; }
@@ -57,50 +62,42 @@ struct SamplingParams {
 /// core includes no kernel header, so the number stands here a second time.
 inline constexpr int32_t kMaxMergeTopK = 16;
 
+/// What a strategy does that others do not; bits of a set.
+enum StrategyTrait : uint32_t {
+  kSeesWholePrompt = 1U << 0U,  // rows of a prompt see all of it, so that nothing of it is shared
+  kHasCanvas = 1U << 1U,        // blocks are canvases: no mask token, blocks right after the prompt
+  kHasDualCache = 1U << 2U,     // blocks of N sub-blocks with a separate block cache
+  kMayEdit = 1U << 3U,          // samplers may rewrite tokens: is_editing
+  kAlwaysEdits = 1U << 4U,      // they do, whatever is_editing says
+  kMergesTokens = 1U << 5U,     // descriptors replace input embeddings: token_merge_top_k
+  kShiftsLogits = 1U << 6U,     // models whose row predicts the next position: logits_shift
+  kIsExportable = 1U << 7U,     // an exported program can be decoded by it
+};
+
+/// Traits of a built-in strategy; none for other names.
+[[nodiscard]] DIFFULEX_API uint32_t strategy_traits(const std::string& name) noexcept;
+/// The built-in strategies with a trait, for messages: "a, b or c".
+[[nodiscard]] DIFFULEX_API std::string strategies_with(StrategyTrait trait);
+
 /// Configuration of the core. Immutable once a scheduler was built from it.
 struct EngineOptions {
-  std::string strategy = "multi_bd";      // one of strategy_names()
-  int32_t block_size = 32;                // B, one of 4, 8, 16, 32; a canvas: 1..1024
-  int32_t buffer_size = 1;                // N, blocks in flight, 1..kMaxBufferBlocks
-  int32_t page_size = 32;                 // tokens per KV page, one of 4, 8, 16, 32; a canvas: also
-                                          // 64, 128, 256
-  int32_t num_pages = 0;                  // pages in the pool, >= 1
-  int32_t max_num_reqs = 128;             // running requests and requests per batch
-  int32_t max_num_batched_tokens = 4096;  // rows of one forward
-  int32_t max_model_len = 2048;           // prompt plus generated tokens
-  int32_t mask_token_id = 0;
-  int32_t vocab_size = 0;               // ids >= this are refused; 0 = unchecked
-  std::vector<int32_t> stop_token_ids;  // ids that end any request
-  Thresholds thresholds;
-  bool enable_prefix_caching = true;
-  bool enable_chunked_prefill = false;
-  bool decode_headroom = true;                  // keep pages free at admission
-  bool auto_max_nfe = false;                    // derive a forward cap from early throughput
-  int32_t auto_max_nfe_warmup_steps = 8;        // > 0
-  double auto_max_nfe_tpf_floor = 1.0;          // > 0
-  int32_t max_consecutive_prefill_batches = 0;  // 0 = unlimited
-  uint64_t cache_salt = 0;                      // separates prefix caches of different KV contents
-  uint64_t seed = 0;                            // engine seed
-  bool masked_rows_only = true;                 // logits rows only for open positions
+#define DIFFULEX_OPTION(Type, name, value) Type name = value;
+#include "diffulex/core/engine_options.def"
+#undef DIFFULEX_OPTION
 
-  // Variants of the strategies.
-  bool is_editing = false;        // multi_bd: the sampler may rewrite tokens; dmax always does
-  bool logits_shift = false;      // multi_bd, d2f: the row of position p predicts position p + 1
-  int32_t token_merge_top_k = 0;  // dmax: entries of a merge descriptor; 0 = no merging
-  bool dmax_store_soft_embeddings = false;  // dmax: descriptors act on the stored KV as well
-  bool d2f_block_grid = false;        // d2f: blocks at multiples of B, not from the prompt's end
-  bool fdv2_use_block_cache = true;   // fast_dllm_v2: sub-block steps read the block's own cache
-  bool group_decode_by_rows = false;  // every request of a decode batch has the same row count
-  int32_t max_denoising_steps = 48;   // diffusion_gemma: forwards per canvas, >= 1
-  int32_t stability_threshold = 1;    // diffusion_gemma: equal canvases in a row to converge, >= 0
-  float t_min = 0.4F;                 // diffusion_gemma: temperature after the last step
-  float t_max = 0.8F;                 // diffusion_gemma: temperature of the first step
-
+  /// Whether the strategy has a trait.
+  [[nodiscard]] bool has(StrategyTrait trait) const noexcept {
+    return (strategy_traits(strategy) & trait) != 0;
+  }
   /// Whether the strategy may rewrite tokens of an ACTIVE block.
-  [[nodiscard]] bool rewrites_tokens() const noexcept { return is_editing || strategy == "dmax"; }
+  [[nodiscard]] bool rewrites_tokens() const noexcept { return is_editing || has(kAlwaysEdits); }
+  /// Whether requests say when a token is overwritten: all of them are, with kAlwaysEdits.
+  [[nodiscard]] bool has_edits() const noexcept {
+    return is_editing && has(kMayEdit) && !has(kAlwaysEdits);
+  }
   /// Whether the first block starts where the prompt ends, which is then stored as a whole.
   [[nodiscard]] bool starts_at_prompt() const noexcept {
-    return strategy == "d2f" && !d2f_block_grid;
+    return has(kSeesWholePrompt) && !d2f_block_grid;
   }
   /// Whether the KV of a forward that rewrites none of a block's tokens is the block's final KV:
   /// mixed embeddings are not what is stored.
@@ -108,13 +105,13 @@ struct EngineOptions {
     return rewrites_tokens() && token_merge_top_k == 0;
   }
   /// Whether blocks are canvases: no mask token, blocks right after the prompt.
-  [[nodiscard]] bool has_canvas() const noexcept { return strategy == "diffusion_gemma"; }
+  [[nodiscard]] bool has_canvas() const noexcept { return has(kHasCanvas); }
   /// Whether decoding runs over blocks of N sub-blocks with a separate block cache.
-  [[nodiscard]] bool has_dual_cache() const noexcept { return strategy == "fast_dllm_v2"; }
+  [[nodiscard]] bool has_dual_cache() const noexcept { return has(kHasDualCache); }
   /// Whether KV may be shared between requests: not where the KV of a prompt position depends on
   /// the whole prompt.
   [[nodiscard]] bool shares_prefixes() const noexcept {
-    return enable_prefix_caching && strategy != "d2f";
+    return enable_prefix_caching && !has(kSeesWholePrompt);
   }
 
   /// Rows of one request in its largest decode step: B * N.

@@ -75,6 +75,8 @@ class DIFFULEX_API Request final {
   uint64_t seed = 0;              // effective seed
   float accept_threshold = 0.0F;  // effective thresholds; the others are in buffer.rules()
   float edit_threshold = 0.0F;
+  int32_t max_post_edit_steps = 0;
+  float penalty = 0.0F;
   std::vector<int32_t> prompt_ids;
   BlockBuffer buffer;
   PageTable page_table;

@@ -5,7 +5,7 @@
 
 namespace diffulex {
 
-/// Bits of SamplerOutput::flags; the values are those of AcceptFlag in ops/sampling.h.
+/// Bits of SamplerOutput::flags, and of the flags that the acceptance rules give.
 enum SamplerFlag : int32_t {
   kSamplerCommittable = 1,     // the content may be frozen
   kSamplerSameAsPrevious = 2,  // no position changed

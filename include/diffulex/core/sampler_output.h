@@ -7,29 +7,12 @@
 
 #include "diffulex/core/arena.h"
 #include "diffulex/core/options.h"
+#include "diffulex/core/plan_layout.h"
 #include "diffulex/core/sampler_flags.h"
 #include "diffulex/core/span.h"
 #include "diffulex/export.h"
 
 namespace diffulex {
-
-/// Arrays of a sampler output, in arena order, at full capacity Nb_max = max_num_reqs * N and
-/// R_max = max_num_reqs; K = token_merge_top_k. An array marked with a strategy has no capacity
-/// under others.
-enum class OutputArray : int32_t {
-  kWriteIds = 0,      // [Nb_max, B] i64 new token, -1 = unchanged
-  kConfidence,        // [Nb_max, B] f32 confidence of the proposal, 0 where there is none
-  kMasksLeft,         // [Nb_max] i32 open positions after the writes
-  kFlags,             // [Nb_max] i32 SamplerFlag bits
-  kSameTokenRatio,    // [Nb_max] f32, 1 for samplers that never rewrite
-  kPendingNextToken,  // [R_max] i64 fast_dllm_v2: by plan request, choice of the seed row, -1 none
-  kMergeValid,        // [Nb_max, B] u8 dmax with K > 0: 1 = a descriptor follows
-  kMergeTopkIds,      // [Nb_max, B, K] i64
-  kMergeTopkProbs,    // [Nb_max, B, K] f32
-  kMergeResidual,     // [Nb_max, B] f32
-  kCanvasArgmax,      // [Nb_max, B] i64 diffusion_gemma: argmax canvas of the step
-  kCount,
-};
 
 /// Decisions of the sampler for the ACTIVE blocks of a plan, in the order of the plan's blocks; one
 /// arena, so that one copy brings it from a device. Starts as "nothing changed".
@@ -44,71 +27,18 @@ class DIFFULEX_API SamplerOutput final {
   [[nodiscard]] static size_t arena_bytes(const EngineOptions& options);
   [[nodiscard]] const std::vector<ArenaField>& fields() const noexcept { return arena_.fields(); }
   [[nodiscard]] const void* data() const noexcept { return arena_.data(); }
-  [[nodiscard]] int32_t max_num_blocks() const noexcept { return max_blocks_; }
+  [[nodiscard]] int32_t max_num_blocks() const noexcept { return blocks_; }
   [[nodiscard]] int32_t block_size() const noexcept { return block_size_; }
 
-  // Matrices are flat and block-major.
-  [[nodiscard]] Span<int64_t> write_ids() noexcept { return all<int64_t>(OutputArray::kWriteIds); }
-  [[nodiscard]] Span<const int64_t> write_ids() const noexcept {
-    return all<int64_t>(OutputArray::kWriteIds);
+  // Arrays of output_arrays.def at full capacity and flat; empty where the layout has none.
+#define DIFFULEX_ARRAY(name, type, extent, width, use, cleared)                        \
+  [[nodiscard]] Span<type> name() noexcept {                                           \
+    return Span<type>(arrays_.name, capacity(arrays_.name, extent##_, width()));       \
+  }                                                                                    \
+  [[nodiscard]] Span<const type> name() const noexcept {                               \
+    return Span<const type>(arrays_.name, capacity(arrays_.name, extent##_, width())); \
   }
-  [[nodiscard]] Span<float> confidence() noexcept { return all<float>(OutputArray::kConfidence); }
-  [[nodiscard]] Span<const float> confidence() const noexcept {
-    return all<float>(OutputArray::kConfidence);
-  }
-  [[nodiscard]] Span<int32_t> masks_left() noexcept {
-    return all<int32_t>(OutputArray::kMasksLeft);
-  }
-  [[nodiscard]] Span<const int32_t> masks_left() const noexcept {
-    return all<int32_t>(OutputArray::kMasksLeft);
-  }
-  [[nodiscard]] Span<int32_t> flags() noexcept { return all<int32_t>(OutputArray::kFlags); }
-  [[nodiscard]] Span<const int32_t> flags() const noexcept {
-    return all<int32_t>(OutputArray::kFlags);
-  }
-  [[nodiscard]] Span<float> same_token_ratio() noexcept {
-    return all<float>(OutputArray::kSameTokenRatio);
-  }
-  [[nodiscard]] Span<const float> same_token_ratio() const noexcept {
-    return all<float>(OutputArray::kSameTokenRatio);
-  }
-
-  [[nodiscard]] Span<int64_t> pending_next_token() noexcept {
-    return all<int64_t>(OutputArray::kPendingNextToken);
-  }
-  [[nodiscard]] Span<const int64_t> pending_next_token() const noexcept {
-    return all<int64_t>(OutputArray::kPendingNextToken);
-  }
-  [[nodiscard]] Span<uint8_t> merge_valid() noexcept {
-    return all<uint8_t>(OutputArray::kMergeValid);
-  }
-  [[nodiscard]] Span<const uint8_t> merge_valid() const noexcept {
-    return all<uint8_t>(OutputArray::kMergeValid);
-  }
-  [[nodiscard]] Span<int64_t> merge_topk_ids() noexcept {
-    return all<int64_t>(OutputArray::kMergeTopkIds);
-  }
-  [[nodiscard]] Span<const int64_t> merge_topk_ids() const noexcept {
-    return all<int64_t>(OutputArray::kMergeTopkIds);
-  }
-  [[nodiscard]] Span<float> merge_topk_probs() noexcept {
-    return all<float>(OutputArray::kMergeTopkProbs);
-  }
-  [[nodiscard]] Span<const float> merge_topk_probs() const noexcept {
-    return all<float>(OutputArray::kMergeTopkProbs);
-  }
-  [[nodiscard]] Span<float> merge_residual() noexcept {
-    return all<float>(OutputArray::kMergeResidual);
-  }
-  [[nodiscard]] Span<const float> merge_residual() const noexcept {
-    return all<float>(OutputArray::kMergeResidual);
-  }
-  [[nodiscard]] Span<int64_t> canvas_argmax() noexcept {
-    return all<int64_t>(OutputArray::kCanvasArgmax);
-  }
-  [[nodiscard]] Span<const int64_t> canvas_argmax() const noexcept {
-    return all<int64_t>(OutputArray::kCanvasArgmax);
-  }
+#include "diffulex/core/output_arrays.def"
   /// K of the merge descriptors; 0 = none.
   [[nodiscard]] int32_t merge_top_k() const noexcept { return merge_top_k_; }
 
@@ -116,24 +46,19 @@ class DIFFULEX_API SamplerOutput final {
   void clear(int32_t num_blocks);
 
  private:
-  SamplerOutput(const EngineOptions& options, Arena arena);
-  [[nodiscard]] static std::vector<ArenaField> make_fields(const EngineOptions& options);
-
-  template <typename T>
-  [[nodiscard]] Span<T> all(OutputArray array) noexcept {
-    const ArenaField& field = arena_.fields()[static_cast<size_t>(array)];
-    return Span<T>(arena_.array<T>(static_cast<size_t>(array)),
-                   static_cast<size_t>(field.rows * field.cols));
+  SamplerOutput(const PlanLayout& layout, Arena arena);
+  [[nodiscard]] static size_t capacity(const void* array, int32_t rows, int32_t width) noexcept {
+    return array == nullptr ? 0 : static_cast<size_t>(int64_t{rows} * width);
   }
-  template <typename T>
-  [[nodiscard]] Span<const T> all(OutputArray array) const noexcept {
-    const ArenaField& field = arena_.fields()[static_cast<size_t>(array)];
-    return Span<const T>(arena_.array<T>(static_cast<size_t>(array)),
-                         static_cast<size_t>(field.rows * field.cols));
-  }
+  // Entries of a row by its width in the list.
+  [[nodiscard]] static int32_t scalar() noexcept { return 1; }
+  [[nodiscard]] int32_t block() const noexcept { return block_size_; }
+  [[nodiscard]] int32_t block_candidates() const noexcept { return block_size_ * merge_top_k_; }
 
   Arena arena_;
-  int32_t max_blocks_;
+  OutputArrays arrays_;  // in arena_
+  int32_t blocks_;       // Nb_max
+  int32_t reqs_;         // R_max
   int32_t block_size_;
   int32_t merge_top_k_;
 };

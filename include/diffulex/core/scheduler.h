@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "diffulex/core/decode_batch.h"
@@ -21,6 +18,11 @@
 #include "diffulex/export.h"
 
 namespace diffulex {
+
+class DeviceBatch;
+class Mailbox;
+class StepWrites;
+class WaitingQueue;
 
 /// Counters of a scheduler since its construction, and gauges of the last step boundary.
 struct SchedulerStats {
@@ -159,14 +161,12 @@ class DIFFULEX_API Scheduler final {
   [[nodiscard]] Status check_integrity() const;
 
  private:
-  struct Mailbox;
-
   [[nodiscard]] Status validate_request(const Request& request) const;
   void drain_mailbox();
   void apply_aborts();
   [[nodiscard]] bool must_decode() const;
 
-  // Phase A and B of schedule(), in scheduler_admission.cpp and scheduler.cpp.
+  // Phase A and B of schedule(), in admission.cpp and scheduler.cpp.
   void plan_prefill(StepPlan& plan);
   void plan_continuing(StepPlan& plan);
   [[nodiscard]] bool try_admit(StepPlan& plan, Request& request);
@@ -179,18 +179,12 @@ class DIFFULEX_API Scheduler final {
   void enter_plan(StepPlan& plan, Request& request, const StepNeed& need);
 
   [[nodiscard]] bool could_admit() const;
-  [[nodiscard]] bool has_mail() const;
-  void leave_batch(const Request& request, bool is_known);
 
   void preempt_request(Request& request);
   void finish_request(Request& request, FinishReason reason);
-  [[nodiscard]] Status collect_writes(StepPlan& plan, const SamplerOutput& output);
   void finish_plan_request(StepPlan& plan, int32_t req_idx, const SamplerOutput& output);
   void publish_stats();
   void open_events();
-  void push_waiting_front(Request& request);
-  void push_waiting_back(Request& request);
-  void remove_waiting(Request& request);
   void remove_running(const Request& request);
   [[nodiscard]] Status check_request(const Request& request) const;
 
@@ -200,27 +194,22 @@ class DIFFULEX_API Scheduler final {
   BlockRules rules_;
   PlanLayout layout_;
   std::unique_ptr<Mailbox> mailbox_;
+  std::unique_ptr<WaitingQueue> waiting_;
+  std::unique_ptr<StepWrites> writes_;         // of the step being completed
+  std::unique_ptr<DeviceBatch> device_batch_;  // of a device that runs ahead
   std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;
   std::vector<std::unique_ptr<Request>> arrived_;  // scratch of drain_mailbox
   std::vector<int64_t> abort_ids_;                 // scratch of drain_mailbox
-  Request* waiting_head_ = nullptr;
-  Request* waiting_tail_ = nullptr;
-  int32_t num_waiting_ = 0;
-  std::vector<Request*> running_;        // oldest admission first
-  std::vector<int32_t> free_slots_;      // descending: the lowest is taken first
-  std::vector<Request*> plan_requests_;  // of the plan in flight, in plan order
-  std::vector<Request*> decode_order_;   // scratch of plan_decode
-  std::vector<BlockWrite> writes_;       // of the step being completed, checked
-  size_t next_write_ = 0;                // first one of the next plan request
+  std::vector<Request*> running_;                  // oldest admission first
+  std::vector<int32_t> free_slots_;                // descending: the lowest is taken first
+  std::vector<Request*> plan_requests_;            // of the plan in flight, in plan order
+  std::vector<Request*> decode_order_;             // scratch of plan_decode
   // Request that the last decode batch did not reach: of full rows (or any), of sub-block rows.
   int64_t decode_first_ids_[2] = {-1, -1};
   int32_t put_off_rows_ = 0;  // row count that the last decode batch put off, 0 = none
   uint64_t in_flight_ = 0;    // identity of the plan in flight, 0 = none
   int64_t next_step_id_ = 0;
-  int32_t prefill_streak_ = 0;            // consecutive prefill batches
-  std::vector<Request*> batch_requests_;  // by row of the device; null = ended or taken away
-  std::vector<int32_t> plan_rows_;        // row on the device of each request in plan_requests_
-  bool is_batch_intact_ = false;          // the device knows of every request that left
+  int32_t prefill_streak_ = 0;  // consecutive prefill batches
   StepEvents events_;
   bool events_delivered_ = true;  // the next boundary starts fresh lists
   SchedulerStats counters_;

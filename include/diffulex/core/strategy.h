@@ -28,7 +28,7 @@ struct StepQuery {
 struct StepNeed {
   bool is_prefill = false;  // a prefill or resume forward; false: a decode forward
   bool is_final = true;     // the last forward of its prefill span (always for decode)
-  int32_t num_rows = 0;     // 0 with is_prefill: nothing legal fits into the row budget
+  int32_t num_rows = 0;     // most rows; 0 with is_prefill: nothing legal fits into the row budget
   int32_t page_len = 0;     // positions [0, page_len) must have pages
 };
 

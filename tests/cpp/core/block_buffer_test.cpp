@@ -85,6 +85,24 @@ TEST(BlockBuffer, PromptMasksAreNeitherOpenNorCounted) {
   EXPECT_TRUE(buffer.check_integrity().ok()) << buffer.check_integrity().message();
 }
 
+TEST(BlockBuffer, FixedTokensFollowThePromptAndAreCountedOnceActive) {
+  BlockBuffer buffer(test_rules(2));
+  const std::vector<int32_t> prompt = {1, 2};
+  const std::vector<int32_t> fixed = {-1, 5, 6, kMask, 7, -1};
+  buffer.init(Span<const int32_t>(prompt), 20, Span<const int32_t>(fixed));
+  EXPECT_EQ(buffer.block(0).num_masks, 1);
+  EXPECT_EQ(buffer.block(1).num_masks, 4);
+  EXPECT_TRUE(buffer.check_integrity().ok()) << buffer.check_integrity().message();
+  write(buffer, 0, 2, 8);
+  ASSERT_TRUE(begin_buffer_step(buffer.rules(), buffer.state()));
+  EXPECT_FALSE(buffer.check_integrity().ok());
+  buffer.count_masks(1);
+  EXPECT_EQ(buffer.block(1).num_masks, 2);
+  advance_settled(buffer.rules(), buffer.state(), buffer.token_data());
+  EXPECT_EQ(buffer.state().settled_end, 5);
+  EXPECT_TRUE(buffer.check_integrity().ok()) << buffer.check_integrity().message();
+}
+
 TEST(BlockRules, WriteChecks) {
   BlockBuffer buffer = make_buffer(6, 20, 2);
   BlockRules rules = buffer.rules();

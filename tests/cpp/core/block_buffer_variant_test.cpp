@@ -457,12 +457,15 @@ TEST(Thresholds, OfARequestAreItsOwn) {
   options.is_editing = true;
   options.buffer_size = 2;
   options.thresholds = {1.0F, 1.0F, 0.9F, 0.8F, 0.4F, 0.0F};
+  options.max_post_edit_steps = 3;
   Bench bench(options);
   SamplingParams params = tokens_of(20);
   params.add_block_threshold = 0.0F;
   params.semi_complete_threshold = 0.0F;
   params.accept_threshold = 0.3F;
   params.edit_threshold = 0.2F;
+  params.max_post_edit_steps = 5;
+  params.penalty_lambda = 1.5F;
   bench.add(4, params);
   bench.add(4, tokens_of(20));
   bench.schedule();
@@ -474,6 +477,20 @@ TEST(Thresholds, OfARequestAreItsOwn) {
   EXPECT_THAT(list(bench.plan().blk_force_top1()), ElementsAre(1, 1, 1));
   EXPECT_THAT(list(bench.plan().blk_accept_threshold()), ElementsAre(0.3F, 0.3F, 0.9F));
   EXPECT_THAT(list(bench.plan().blk_edit_threshold()), ElementsAre(0.2F, 0.2F, 0.8F));
+  EXPECT_THAT(list(bench.plan().blk_max_post_edit_steps()), ElementsAre(5, 5, 3));
+  EXPECT_THAT(list(bench.plan().blk_penalty()), ElementsAre(1.5F, 1.5F, 0.0F));
+  EXPECT_TRUE(bench.plan().any_penalised());
+}
+
+TEST(Thresholds, NothingIsTakenWhereNothingIsEdited) {
+  EngineOptions options = small_options();
+  Bench bench(options);
+  SamplingParams params = tokens_of(20);
+  params.penalty_lambda = 1.5F;
+  bench.add(4, params);
+  bench.schedule();
+  EXPECT_TRUE(bench.plan().blk_penalty().empty());
+  EXPECT_FALSE(bench.plan().any_penalised());
 }
 
 // --- merge descriptors --------------------------------------------------------------------------

@@ -57,7 +57,9 @@ class BruteForceDecoder {
       result.reason = stop_reason(result.nfe);
     }
     const int32_t end = std::min(settled_end(), first_stop());
-    result.output.assign(tokens_.begin() + prompt_len_, tokens_.begin() + end);
+    for (int32_t p = prompt_len_; p < end; ++p) {
+      result.output.push_back(token_at(p));
+    }
     return result;
   }
 
@@ -89,6 +91,18 @@ class BruteForceDecoder {
   [[nodiscard]] bool is_open(int32_t position) const {
     return position >= prompt_len_ && tokens_[static_cast<size_t>(position)] == mask();
   }
+  /// Token of a template, -1 where none is fixed.
+  [[nodiscard]] int32_t fixed_at(int32_t position) const {
+    const auto at = static_cast<size_t>(position - prompt_len_);
+    const bool is_inside = position >= prompt_len_ && at < params_.template_token_ids.size();
+    return is_inside ? params_.template_token_ids[at] : -1;
+  }
+  /// What stands at a position, also where no block was opened yet.
+  [[nodiscard]] int32_t token_at(int32_t position) const {
+    const auto at = static_cast<size_t>(position);
+    const int32_t fixed = fixed_at(position);
+    return at < tokens_.size() ? tokens_[at] : fixed < 0 ? mask() : fixed;
+  }
   [[nodiscard]] int32_t num_open(size_t i) const {
     int32_t count = 0;
     for (int32_t p = start_of(i); p < start_of(i) + options_.block_size; ++p) {
@@ -109,7 +123,7 @@ class BruteForceDecoder {
       }
       return std::min(std::max(start_of(num_frozen), prompt_len_), limit_end_);
     }
-    while (end < limit_end_ && end < static_cast<int32_t>(tokens_.size()) && !is_open(end)) {
+    while (end < limit_end_ && token_at(end) != mask()) {
       ++end;
     }
     return end;
@@ -126,7 +140,11 @@ class BruteForceDecoder {
 
   void open_block() {
     blocks_.emplace_back();
-    tokens_.resize(static_cast<size_t>(start_of(blocks_.size())), mask());
+    const auto begin = static_cast<int32_t>(tokens_.size());
+    const int32_t end = start_of(blocks_.size());
+    for (int32_t p = begin; p < end; ++p) {
+      tokens_.push_back(fixed_at(p) < 0 ? mask() : fixed_at(p));
+    }
     soft_.resize(tokens_.size());
   }
 
@@ -280,7 +298,7 @@ class BruteForceDecoder {
     }
     int32_t run = 0;
     for (int32_t p = settled - 1; p >= prompt_len_; --p) {
-      if (tokens_[static_cast<size_t>(p)] != tokens_[static_cast<size_t>(settled - 1)]) {
+      if (token_at(p) != token_at(settled - 1)) {
         break;
       }
       ++run;

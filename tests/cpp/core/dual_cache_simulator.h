@@ -8,7 +8,7 @@
 
 #include "core/dual_cache_decoder.h"
 #include "core/plan_simulator.h"
-#include "diffulex/core/acceptance.h"
+#include "core/threshold_block.h"
 
 namespace diffulex::test {
 
@@ -138,7 +138,7 @@ class DualCacheSimulator final : public PlanSimulator {
       confidence[rel] = toy_confidence(output);
       this->output().confidence()[index * width + rel] = confidence[rel];
     }
-    MaskFillBlock block;
+    ThresholdBlock block;
     block.tokens = plan.blk_tokens().data() + index * width;
     block.proposals = proposals.data();
     block.confidence = confidence.data();

@@ -89,6 +89,7 @@ class EngineSimulator final : public PlanSimulator {
     const int32_t num_valid = plan.valid_slices()[index] - row0;
     const int32_t context_len = plan.context_lens()[index];
     ASSERT_GT(num_valid, 0) << "an empty forward";
+    ASSERT_EQ(plan.cu_seqlens_q()[index + 1] - row0, num_valid) << "a row that does nothing";
     const std::vector<ToyKey> context = read_cache(r, context_len);
     std::vector<int64_t> tokens;
     std::vector<int32_t> visible;

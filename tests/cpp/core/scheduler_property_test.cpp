@@ -74,6 +74,8 @@ class Script {
   const SchedulerStats& stats() const { return stats_; }
   /// Requests that max_nfe ended.
   int32_t num_capped() const { return num_capped_; }
+  /// Requests with a template.
+  int32_t num_templates() const { return num_templates_; }
 
   void run() {
     EngineSimulator sim(options_);
@@ -136,8 +138,25 @@ class Script {
     if (uniform(0, 3) == 0) {
       request.params.stop_token_ids = {2, 3};
     }
+    if (uniform(0, 2) == 0) {
+      request.params.template_token_ids = draw_template(request);
+    }
     const int64_t id = sim.add(request.prompt, request.params);
     submitted_.emplace(id, request);
+  }
+
+  /// Fixed tokens, none of them a stop id, around free positions.
+  std::vector<int32_t> draw_template(const Submitted& request) {
+    const int32_t room = options_.max_model_len - static_cast<int32_t>(request.prompt.size());
+    std::vector<int32_t> ids(
+        static_cast<size_t>(uniform(1, std::min(room, request.params.max_tokens))));
+    const int32_t share = uniform(0, 4);
+    for (int32_t& id : ids) {
+      id = uniform(0, 3) < share ? uniform(4, options_.vocab_size - 1) : -1;
+    }
+    ids[static_cast<size_t>(uniform(0, static_cast<int32_t>(ids.size()) - 1))] = -1;
+    ++num_templates_;
+    return ids;
   }
 
   void disturb(EngineSimulator& sim) {
@@ -188,6 +207,10 @@ class Script {
       num_capped_ += result.finish_reason == FinishReason::kMaxNfeReached ? 1 : 0;
     }
     EXPECT_EQ(result.output_ids, expected.output);
+    for (size_t i = 0; i < result.output_ids.size(); ++i) {
+      const std::vector<int32_t>& ids = request.params.template_token_ids;
+      EXPECT_TRUE(i >= ids.size() || ids[i] < 0 || ids[i] == result.output_ids[i]);
+    }
     EXPECT_LE(result.output_ids.size(), static_cast<size_t>(request.params.max_tokens));  // I7
     if (result.num_preemptions == 0 && result.num_cached_tokens == 0 &&
         !options_.enable_chunked_prefill) {
@@ -200,6 +223,7 @@ class Script {
   SchedulerStats stats_;
   bool draws_max_nfe_ = false;
   int32_t num_capped_ = 0;
+  int32_t num_templates_ = 0;
   std::vector<int32_t> bases_[2];
   std::map<int64_t, Submitted> submitted_;
 };
@@ -210,6 +234,7 @@ TEST_P(RandomScript, EqualsTheBruteForceDecoder) {
   constexpr int32_t kScriptsPerCase = 300;
   SchedulerStats seen;
   int32_t num_capped = 0;
+  int32_t num_templates = 0;
   for (int32_t i = 0; i < kScriptsPerCase && !HasFailure(); ++i) {
     const auto seed = static_cast<uint32_t>(GetParam() * kScriptsPerCase + i);
     Script script(seed);
@@ -223,6 +248,7 @@ TEST_P(RandomScript, EqualsTheBruteForceDecoder) {
     seen.num_cancelled_steps += script.stats().num_cancelled_steps;
     seen.num_aborted += script.stats().num_aborted;
     num_capped += script.num_capped();
+    num_templates += script.num_templates();
   }
   // The scripts must reach what they are meant to test.
   EXPECT_GT(seen.num_preemptions, kScriptsPerCase);
@@ -230,6 +256,7 @@ TEST_P(RandomScript, EqualsTheBruteForceDecoder) {
   EXPECT_GT(seen.num_cancelled_steps, kScriptsPerCase / 2);
   EXPECT_GT(seen.num_aborted, kScriptsPerCase / 4);
   EXPECT_GT(num_capped, kScriptsPerCase / 10);
+  EXPECT_GT(num_templates, kScriptsPerCase);
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomScript, testing::Range(0, 8));

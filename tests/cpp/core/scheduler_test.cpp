@@ -133,12 +133,39 @@ TEST(SchedulerAdd, EveryRejectionHasCodeAndMessage) {
   refuses({3}, many_stops, StatusCode::kInvalidArgument, "got 33");
   refuses(prompt_of(20), tokens_of(13), StatusCode::kOutOfPages,
           "add_request: expected a request of at most 8 pages, got 9 pages for 33 tokens");
-  EXPECT_EQ(num_refused, 10);
+  SamplingParams filled = tokens_of(4);
+  const auto refuses_template = [&](const std::vector<int32_t>& ids, StatusCode code,
+                                    const std::string& message) {
+    filled.template_token_ids = ids;
+    refuses(prompt_of(62), filled, code, message);
+  };
+  refuses_template({5, -2}, StatusCode::kInvalidArgument, "expected ids >= 0 or -1, got -2");
+  refuses_template({-1, 5, 5, 5, 5}, StatusCode::kInvalidArgument,
+                   "expected at most max_tokens 4 positions, got 5");
+  refuses_template({-1, 5, 5}, StatusCode::kOutOfRange,
+                   "expected at most 2 positions after the prompt (max_model_len 64), got 3");
+  refuses_template({-1, 50}, StatusCode::kInvalidArgument, "expected ids in [0, 50), got 50");
+  refuses_template({5, 6}, StatusCode::kInvalidArgument, "expected at least one free position");
+  filled.ignore_eos = false;
+  refuses_template({-1, 1}, StatusCode::kInvalidArgument, "expected no stop id among the fixed");
+  EXPECT_EQ(num_refused, 16);
   EXPECT_EQ(core.stats().num_rejected, num_refused);
   EXPECT_EQ(core.stats().num_requests, 0);
   EXPECT_FALSE(core.has_unfinished());
   // The largest request that fits is accepted.
   EXPECT_TRUE(core.add_request(Span<const int32_t>(prompt_of(20)), tokens_of(12)).ok());
+}
+
+TEST(SchedulerAdd, RefusesATemplateWhereTokensAreRewritten) {
+  EngineOptions options = small_options();
+  options.is_editing = true;
+  EngineCore core(options);
+  SamplingParams params = tokens_of(4);
+  params.template_token_ids = {-1, 5};
+  const Result<int64_t> id = core.add_request(Span<const int32_t>(prompt_of(3)), params);
+  EXPECT_EQ(id.status().code(), StatusCode::kUnsupported);
+  EXPECT_THAT(id.status().message(),
+              HasSubstr("expected a strategy that only fills masks, got multi_bd with editing"));
 }
 
 TEST(SchedulerAdd, RefusesARequestOfOtherOptions) {

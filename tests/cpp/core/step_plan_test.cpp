@@ -35,7 +35,6 @@ EngineOptions plan_options() {
 
 TEST(StepPlan, LayoutIsAlignedOrderedAndEndsWithPageTables) {
   const StepPlan plan(plan_options());
-  ASSERT_EQ(plan.fields().size(), static_cast<size_t>(PlanArray::kCount));
   size_t end = 0;
   for (const ArenaField& field : plan.fields()) {
     EXPECT_EQ(field.offset % kArenaAlignment, 0U) << field.name;
@@ -211,25 +210,25 @@ class DecodePlan : public testing::Test {
 };
 
 TEST_F(DecodePlan, PadsWithRequestsThatDoNothing) {
-  EXPECT_EQ(plan_.uniform_q_len(), 8);
+  EXPECT_EQ(plan_.uniform_q_len(), 4);  // of two blocks, one is open
   const int32_t num_logits_rows = plan_.num_logits_rows();
-  ASSERT_TRUE(plan_.pad_requests(3).ok());
+  ASSERT_TRUE(plan_.pad(3, 24).ok());
   EXPECT_EQ(plan_.num_reqs(), 3);
   EXPECT_EQ(plan_.num_padded_reqs(), 1);
   EXPECT_EQ(plan_.num_rows(), 24);
   EXPECT_EQ(plan_.num_blocks(), 2);
   EXPECT_EQ(plan_.num_logits_rows(), num_logits_rows);
-  EXPECT_EQ(plan_.cu_seqlens_q()[3], 24);
-  EXPECT_EQ(plan_.cu_seqlens_k()[3], 24);
-  EXPECT_EQ(plan_.valid_slices()[2], 16);
+  EXPECT_EQ(plan_.cu_seqlens_q()[3], 8);  // no request owns the rest
+  EXPECT_EQ(plan_.cu_seqlens_k()[3], 8);
+  EXPECT_EQ(plan_.valid_slices()[2], 8);
   EXPECT_EQ(plan_.context_lens()[2], 0);
   EXPECT_EQ(plan_.row_mode()[2], 1);
   EXPECT_EQ(plan_.mask_kinds()[2], 1);
   EXPECT_EQ(plan_.req_ids()[2], -1);
   EXPECT_EQ(plan_.last_row_index()[2], -1);
-  EXPECT_EQ(plan_.max_seqlen_q(), 8);
-  EXPECT_EQ(plan_.max_seqlen_k(), 8);
-  for (size_t row = 16; row < 24; ++row) {
+  EXPECT_EQ(plan_.max_seqlen_q(), 4);
+  EXPECT_EQ(plan_.max_seqlen_k(), 4);
+  for (size_t row = 8; row < 24; ++row) {
     EXPECT_EQ(plan_.slot_mapping()[row], -1);
     EXPECT_EQ(plan_.positions()[row], 0);
     EXPECT_EQ(plan_.input_ids()[row], 0);
@@ -243,7 +242,7 @@ TEST_F(DecodePlan, PadsWithRequestsThatDoNothing) {
   const Result<const StepEvents*> events = core_.complete_step(plan_, output_);
   ASSERT_TRUE(events.ok()) << events.status().message();
   EXPECT_EQ(events.value()->requests.size(), 2U);
-  EXPECT_EQ(core_.stats().num_rows, 2 * 8 + 2 * 8);  // prefill and decode, padding left out
+  EXPECT_EQ(core_.stats().num_rows, 2 * 8 + 2 * 4);  // prefill and decode, padding left out
 }
 
 TEST_F(DecodePlan, RefusesOutputsOfOtherOptions) {
@@ -273,8 +272,8 @@ TEST_F(DecodePlan, TheStepBelongsToThePlanNotToItsAddress) {
 }
 
 TEST_F(DecodePlan, ScalarsAndRowsOfThePosition) {
-  EXPECT_EQ(plan_.max_seqlen_q(), 8);
-  EXPECT_EQ(plan_.max_seqlen_k(), 8);
+  EXPECT_EQ(plan_.max_seqlen_q(), 4);
+  EXPECT_EQ(plan_.max_seqlen_k(), 4);
   EXPECT_EQ(plan_.max_context_len(), 4);
   EXPECT_EQ(plan_.block_size(), 4);
   EXPECT_EQ(plan_.att_block_size(), 4);
@@ -317,18 +316,21 @@ TEST(StepPlan, TheFirstBlockHasNoPreviousRow) {
 }
 
 TEST_F(DecodePlan, PaddingErrors) {
-  EXPECT_THAT(plan_.pad_requests(1).message(), HasSubstr("expected a count in [2, 3], got 1"));
-  EXPECT_THAT(plan_.pad_requests(4).message(), HasSubstr("got 4"));
+  EXPECT_THAT(plan_.pad(1, 16).message(),
+              HasSubstr("expected a count in [2, 3] and rows in [8, 40], got 1 and 16"));
+  EXPECT_THAT(plan_.pad(4, 16).message(), HasSubstr("got 4 and 16"));
+  EXPECT_THAT(plan_.pad(2, 7).message(), HasSubstr("got 2 and 7"));
+  EXPECT_THAT(plan_.pad(2, 41).message(), HasSubstr("got 2 and 41"));
   StepPlan idle(plan_options());
-  EXPECT_EQ(idle.pad_requests(1).code(), StatusCode::kInvalidArgument);
-  EXPECT_THAT(idle.pad_requests(1).message(), HasSubstr("got kind idle"));
+  EXPECT_EQ(idle.pad(1, 8).code(), StatusCode::kInvalidArgument);
+  EXPECT_THAT(idle.pad(1, 8).message(), HasSubstr("got kind idle"));
 }
 
 TEST_F(DecodePlan, LogitsRowsAreTheOpenPositions) {
   EXPECT_EQ(plan_.num_logits_rows(), 8);
   EXPECT_FALSE(plan_.any_sampled());
   for (size_t i = 0; i < 8; ++i) {
-    EXPECT_EQ(plan_.logits_rows()[i], static_cast<int32_t>(i < 4 ? i : i + 4));
+    EXPECT_EQ(plan_.logits_rows()[i], static_cast<int32_t>(i));
     EXPECT_EQ(plan_.row_inv_temperature()[i], 0.0F);
     EXPECT_EQ(plan_.row_uniforms()[i], 0.5);
   }

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <vector>
 
+#include "core/threshold_block.h"
 #include "core/toy_model.h"
-#include "diffulex/core/acceptance.h"
 #include "diffulex/core/options.h"
 #include "diffulex/core/sampler_output.h"
 
@@ -54,7 +54,7 @@ inline constexpr float kToyConfident = 0.5F;
 [[nodiscard]] inline ToyVerdict toy_mask_fill(const ToyBlock& block) {
   ToyVerdict verdict;
   verdict.writes.assign(block.tokens.size(), -1);
-  MaskFillBlock view;
+  ThresholdBlock view;
   view.tokens = block.tokens.data();
   view.proposals = block.proposals.data();
   view.confidence = block.confidence.data();

@@ -354,6 +354,8 @@ def test_arrays_are_views_of_the_arena() -> None:
     assert absent == {
         "logits_source",
         "blk_edit_threshold",
+        "blk_max_post_edit_steps",
+        "blk_penalty",
         "seed_row",
         "merge_mask",
         "merge_topk_ids",
@@ -405,11 +407,11 @@ def test_scalars_and_padding_of_a_decode_plan() -> None:
     assert (plan.page_size, plan.max_context_len, plan.max_num_rows) == (4, 4, 40)
     assert (plan.num_logits_rows, plan.num_sampled_rows, plan.any_sampled) == (7, 0, False)
     assert plan.blk_prev_row.tolist() == [-1, 3]
-    plan.pad_requests(3)
+    plan.pad(3, 24)
     assert (plan.num_reqs, plan.num_padded_reqs, plan.num_rows) == (3, 2, 24)
     assert plan.last_row_index.tolist() == [-1, -1, -1]
     with pytest.raises(ValueError, match="expected a count in"):
-        plan.pad_requests(4)
+        plan.pad(4, 24)
     steps.fill()
     steps.core.complete_step(plan, steps.output)
     assert steps.core.stats().num_rows == 8 + 8  # padding does not count
@@ -427,7 +429,7 @@ def test_visible_ends_are_those_of_the_only_request() -> None:
     steps.core.schedule(steps.plan)
     ends = _core.visible_ends(steps.plan)
     assert len(ends) == steps.plan.valid_slices[0] < 12
-    steps.plan.pad_requests(3)  # dummies have no row that counts
+    steps.plan.pad(3, 36)  # dummies have no row that counts
     assert _core.visible_ends(steps.plan).tolist() == ends.tolist()
 
 
