@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// One tile of linear_scaled with int8 panels: up to kInt8TileRows rows times one block of the depth
+// of one panel. Include after vector_*.h, vector_math.h and one of the int8_*.h products, which
+// define
+//
+//   Int8X         element of the copy of x
+//   kInt8Parts    accumulators that hold kWidth columns
+//   kInt8TileRows
+//   Int8Sum, Int8Columns, Int8Factor, load_int8, broadcast_int8, add_products, column_sums
+//
+// All of them add the exact integers sum x (w + 128), of which 128 sum x is taken off, and then do
+// the same float32 operations.
+
+#include "ops/quant/isa/int8_kernels.h"
+
+namespace diffulex::cpu {
+namespace {
+
+/// `kVectors` vectors of columns from `column` on.
+template <int32_t kRows, int32_t kVectors>
+DIFFULEX_ISA_INLINE void int8_columns(const Int8TileArgs& args, int32_t column) {
+  constexpr int32_t kParts = kVectors * kInt8Parts;
+  constexpr int32_t kPartBytes = 4 * kWidth / kInt8Parts;
+  Int8Sum sums[kRows][kParts] = {};
+  const uint8_t* panel = args.panel + 4 * column;
+  const Int8X* x = static_cast<const Int8X*>(args.x);
+  for (int32_t step = 0; step < args.steps; ++step) {
+    Int8Columns columns[kParts];
+#pragma GCC unroll 4
+    for (int32_t part = 0; part < kParts; ++part) {
+      columns[part] = load_int8(panel + part * kPartBytes);
+    }
+    // May point past the panel, and past the matrix: a prefetch never faults.
+    __builtin_prefetch(panel + 2048);
+#pragma GCC unroll 16
+    for (int32_t row = 0; row < kRows; ++row) {
+      const Int8Factor factor = broadcast_int8(x + row * args.x_stride);
+#pragma GCC unroll 4
+      for (int32_t part = 0; part < kParts; ++part) {
+        sums[row][part] = add_products(sums[row][part], columns[part], factor);
+      }
+    }
+    x += kInt8Step;
+    panel += 4 * kInt8PanelWidth;
+  }
+#pragma GCC unroll 16
+  for (int32_t row = 0; row < kRows; ++row) {
+    const VecI offset = VecI{} + args.row_sums[row] * 128;
+    const VecF factor = VecF{} + args.x_scale[row];
+#pragma GCC unroll 4
+    for (int32_t v = 0; v < kVectors; ++v) {
+      const VecI product = column_sums(&sums[row][v * kInt8Parts]) - offset;
+      float* out = args.out + row * args.out_stride + column + v * kWidth;
+      VecF sum = args.accumulate ? load_floats(out) : VecF{};
+      sum = fused_multiply_add(factor, __builtin_convertvector(product, VecF), sum);
+      if (args.column_scale != nullptr) {
+        sum = fused_multiply_add(sum, load_floats(args.column_scale + column + v * kWidth),
+                                 load_floats(args.bias + column + v * kWidth));
+      }
+      store_floats(out, sum);
+    }
+  }
+}
+
+template <int32_t kRows>
+void int8_rows(const Int8TileArgs& args) {
+  if constexpr (kRows > 1) {
+    if (args.rows < kRows) {
+      int8_rows<kRows - 1>(args);
+      return;
+    }
+  }
+  constexpr int32_t kVectors = 2 / kInt8Parts;
+  for (int32_t column = 0; column < kInt8PanelWidth; column += kVectors * kWidth) {
+    int8_columns<kRows, kVectors>(args, column);
+  }
+}
+
+void int8_tile(const Int8TileArgs& args) {
+  int8_rows<kInt8TileRows>(args);
+}
+
+}  // namespace
+}  // namespace diffulex::cpu

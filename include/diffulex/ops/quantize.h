@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "diffulex/core/status.h"
+#include "diffulex/export.h"
+#include "diffulex/ops/exec_context.h"
+#include "diffulex/ops/tensor_ref.h"
+
+namespace diffulex {
+
+/// Columns of a row, or depth of a product, that share one scale.
+inline constexpr int64_t kQuantGroup = 128;
+/// Rows and columns of one scale of a weight in blocks.
+inline constexpr int64_t kQuantBlock = 128;
+/// Columns per panel and depth per step of the int8 weights of the CPU.
+inline constexpr int64_t kInt8PanelColumns = 32;
+inline constexpr int64_t kInt8PanelDepth = 4;
+/// The stored nibble of a symmetric 4-bit weight whose value is 0.
+inline constexpr int32_t kInt4Zero = 8;
+
+/// How a weight is held in low precision.
+enum class WeightScheme : int32_t { kFp8 = 0, kFp8Block = 1, kInt8 = 2, kInt4 = 3 };
+
+/// Arguments of `diffulex::quantize_rows`. For a group G of a row and a = max |x| over G (NaN
+/// ignored): code(x * (M / a)) and the scale a / M, where M is 448 or 127; codes 0 and scale 1
+/// where a is 0 or M / a overflows; code(x) and scale 1 where a is infinite. Every operation is one
+/// IEEE rounding. An e4m3 code is the nearest one, ties to even, saturated, NaN 0x7F; an int8 code
+/// is clamp(rint(x), -127, 127), NaN 0.
+struct QuantizeRowsParams {
+  TensorRef x;      // [T, K] float, any row stride
+  TensorRef out;    // [T, K] float8_e4m3fn or int8, any row stride
+  TensorRef scale;  // [ceil(K / group), at least T] float32, any row stride; only T columns written
+  int32_t group = static_cast<int32_t>(kQuantGroup);
+};
+
+[[nodiscard]] DIFFULEX_API Status quantize_rows(const QuantizeRowsParams& params,
+                                                const ExecContext& context);
+
+/// Arguments of `diffulex::quantize_weight`. 8-bit schemes: as quantize_rows with one scale a row
+/// or block. kInt4: for each group, of the scales s = bf16(c max|w| / 7), c = 1, 0.95, 0.9, 0.85,
+/// the first with the least sum of squares of w - q s, q = clamp(rint(w / s), -8, 7); stored as q
+/// + 8.
+struct QuantizeWeightParams {
+  TensorRef w;      // [N, K] float
+  TensorRef out;    // [N, K] float8_e4m3fn or int8; kInt4: [N, ceil(K / 2)] uint8, low nibble first
+  TensorRef scale;  // kFp8, kInt8: [N] float32; kFp8Block: [ceil(N / 128), ceil(K / 128)] float32;
+                    // kInt4: [K / group, N] bfloat16
+  WeightScheme scheme = WeightScheme::kFp8;
+  int32_t group = 0;  // kInt4: columns that share a scale, a divisor of K; 0: all of the row
+};
+
+[[nodiscard]] DIFFULEX_API Status quantize_weight(const QuantizeWeightParams& params,
+                                                  const ExecContext& context);
+
+/// Arguments of `diffulex::linear_scaled`. With blocks b of 128 of the depth and P_b the product of
+/// the codes of a block: out = sum over ascending b of x_scale[b] * weight_scale * P_b, + bias, the
+/// sums float32 by fused multiply-adds. Every P_b of int8 is exact, so that all instruction sets
+/// and both forms of an int8 weight give the same bits.
+struct LinearScaledParams {
+  TensorRef x;        // [T, K] float8_e4m3fn or int8, any row stride
+  TensorRef x_scale;  // [ceil(K / 128), at least T] float32, any row stride
+  TensorRef weight;   // [N, K] of the type of x; on the CPU, for int8: or panels [ceil(N / 32),
+                      // ceil(K / 4), 32, 4] uint8 of W + 128, padded with 128
+  TensorRef weight_scale;  // [N] float32; e4m3 alone: or [ceil(N / 128), ceil(K / 128)]
+  TensorRef bias;          // absent or [N] float32
+  TensorRef out;           // [T, N] float, any row stride, memory of its own
+};
+
+[[nodiscard]] DIFFULEX_API Status linear_scaled(const LinearScaledParams& params,
+                                                const ExecContext& context);
+
+/// Arguments of `diffulex::linear_w4a16`: out = x W^T + bias with W = bf16((nibble - zero) *
+/// scale), sums float32 over ascending depth. A zero is 8 without `zeros`.
+struct LinearW4a16Params {
+  TensorRef x;        // [T, K] float, any row stride
+  TensorRef weight;   // [N, ceil(K / 2)] uint8, low nibble first
+  TensorRef scales;   // [K / group, N] bfloat16 or float32
+  TensorRef zeros;    // absent or [K / group, N] uint8
+  TensorRef bias;     // absent or [N] float32
+  TensorRef out;      // [T, N] float, any row stride, memory of its own
+  int32_t group = 0;  // columns that share a scale, a divisor of K
+};
+
+[[nodiscard]] DIFFULEX_API Status linear_w4a16(const LinearW4a16Params& params,
+                                               const ExecContext& context);
+
+}  // namespace diffulex

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and activations in low precision: quantisers and products. CPU tensors only as yet."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from diffulex.ops.fakes import FLOAT32, FLOATS, UINT8, FakeArguments, fake
+from diffulex.ops.linear import PANEL_COLUMNS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Columns of a row that share a scale; rows and columns of a block of a weight.
+QUANT_GROUP = 128
+#: The stored nibble of a symmetric 4-bit weight whose value is 0.
+INT4_ZERO = 8
+_PANEL_DEPTH = 4
+_CODES = (torch.float8_e4m3fn, torch.int8)
+
+
+class WeightScheme(IntEnum):
+    """How a weight is held in low precision."""
+
+    FP8 = 0
+    FP8_BLOCK = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class QuantizedRows(NamedTuple):
+    """Rows as codes [T, K] and the float32 scales [ceil(K / group), T padded to 4] of their groups."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+def _ceil(value: int, divisor: int) -> int:
+    return (value + divisor - 1) // divisor
+
+
+@torch.no_grad()
+def quantize_rows(x: Tensor, dtype: torch.dtype, *, group: int = QUANT_GROUP) -> QuantizedRows:
+    """Codes of `dtype` (float8_e4m3fn or int8) of rows x [T, K] with a scale for each `group` columns."""
+    num_rows, depth = x.shape
+    codes = torch.empty(num_rows, depth, dtype=dtype, device=x.device)
+    scale = torch.empty(
+        _ceil(depth, group), _ceil(num_rows, 4) * 4, dtype=torch.float32, device=x.device
+    )
+    torch.ops.diffulex.quantize_rows(x, codes, scale, group=group)
+    return QuantizedRows(codes, scale)
+
+
+def weight_parts(
+    rows: int, depth: int, scheme: WeightScheme, group: int = 0
+) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of the codes and of the scales of a weight [rows, depth]."""
+    if scheme == WeightScheme.INT4:
+        num_groups = depth // (group or depth)
+        return (((rows, _ceil(depth, 2)), torch.uint8), ((num_groups, rows), torch.bfloat16))
+    codes = torch.int8 if scheme == WeightScheme.INT8 else torch.float8_e4m3fn
+    scales: tuple[int, ...] = (rows,)
+    if scheme == WeightScheme.FP8_BLOCK:
+        scales = (_ceil(rows, QUANT_GROUP), _ceil(depth, QUANT_GROUP))
+    return ((rows, depth), codes), (scales, torch.float32)
+
+
+@torch.no_grad()
+def quantize_weight(
+    w: Tensor,
+    scheme: WeightScheme,
+    *,
+    group: int = 0,
+    out: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of w [N, K] (floats), as `weight_parts` says, in `out` and `scale` if given.
+
+    `group` counts the columns of a 4-bit scale, a divisor of K; 0: all of them.
+    """
+    rows, depth = w.shape
+    for_codes, for_scale = weight_parts(rows, depth, scheme, group)
+    if out is None:
+        out = torch.empty(for_codes[0], dtype=for_codes[1], device=w.device)
+    if scale is None:
+        scale = torch.empty(for_scale[0], dtype=for_scale[1], device=w.device)
+    torch.ops.diffulex.quantize_weight(w, out, scale, scheme=int(scheme), group=group)
+    return out, scale
+
+
+@torch.no_grad()
+def pack_int8(codes: Tensor) -> Tensor:
+    """Panels [ceil(N / 32), ceil(K / 4), 32, 4] uint8 of int8 codes [N, K]: code + 128, padded with 128."""
+    rows, depth = codes.shape
+    num_panels, num_steps = _ceil(rows, PANEL_COLUMNS), _ceil(depth, _PANEL_DEPTH)
+    padded = torch.zeros(
+        num_panels * PANEL_COLUMNS, num_steps * _PANEL_DEPTH, dtype=torch.int8, device=codes.device
+    )
+    padded[:rows, :depth] = codes
+    panels = padded.view(num_panels, PANEL_COLUMNS, num_steps, _PANEL_DEPTH).transpose(1, 2)
+    # Flipping the highest bit of two's complement adds 128.
+    return panels.contiguous().view(torch.uint8).bitwise_xor_(0x80)
+
+
+@torch.no_grad()
+def unpack_int8(panels: Tensor, rows: int, depth: int) -> Tensor:
+    """The int8 codes [N, K] that `pack_int8` was given."""
+    num_panels, num_steps = panels.shape[:2]
+    codes = panels.bitwise_xor(0x80).view(torch.int8).transpose(1, 2)
+    return codes.reshape(num_panels * PANEL_COLUMNS, num_steps * _PANEL_DEPTH)[:rows, :depth]
+
+
+@torch.no_grad()
+def linear_scaled(
+    x: QuantizedRows,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor,
+) -> Tensor:
+    """out [T, N] = x W^T + bias (float32 [N]) of rows and a weight of 8 bits.
+
+    `weight` [N, K] is row-major, with a scale a row [N] or, of e4m3, a block [ceil(N / 128),
+    ceil(K / 128)]; or what `pack_int8` makes of one, of which the result has the same bits.
+    """
+    torch.ops.diffulex.linear_scaled(x.codes, x.scale, weight, weight_scale, bias, out)
+    return out
+
+
+@torch.no_grad()
+def linear_w4a16(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+    out: Tensor,
+) -> Tensor:
+    """out [T, N] = x W^T + bias (float32 [N]) of rows x [T, K] and nibbles [N, ceil(K / 2)], low first.
+
+    W = bf16((nibble - zero) * scale) with scales (bfloat16 or float32) and zeros (uint8; 8 without) of
+    [K / group, N].
+    """
+    torch.ops.diffulex.linear_w4a16(x, weight, scales, zeros, bias, out, group=group)
+    return out
+
+
+@fake("quantize_rows")
+def _quantize_rows(arguments: FakeArguments, x: Tensor, scale: Tensor, group: int) -> None:
+    arguments.check("x", FLOATS, (None, None))
+    num_rows, depth = x.shape
+    arguments.require("x", depth >= 1, "a last dimension >= 1", list(x.shape))
+    arguments.at_least("group", 1)
+    arguments.check("out", _CODES, (num_rows, depth))
+    _check_row_scales(arguments, "scale", scale, _ceil(depth, group), num_rows)
+
+
+@fake("quantize_weight")
+def _quantize_weight(arguments: FakeArguments, w: Tensor, scheme: int, group: int) -> None:
+    arguments.check("w", FLOATS, (None, None))
+    rows, depth = w.shape
+    arguments.require("w", depth >= 1, "a last dimension >= 1", list(w.shape))
+    schemes = "0 (fp8), 1 (fp8_block), 2 (int8) or 3 (int4)"
+    arguments.require("scheme", scheme in (0, 1, 2, 3), schemes, scheme)
+    if scheme == WeightScheme.INT4:
+        _check_group(arguments, group or depth, depth)
+    codes, scales = weight_parts(rows, depth, WeightScheme(scheme), group)
+    arguments.check("out", (codes[1],), codes[0])
+    arguments.check("scale", (scales[1],), scales[0])
+
+
+@fake("linear_scaled")
+def _linear_scaled(
+    arguments: FakeArguments,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    out: Tensor,
+) -> None:
+    arguments.check("x", _CODES, (None, None))
+    num_rows, depth = x.shape
+    arguments.require("x", depth >= 1, "a last dimension >= 1", list(x.shape))
+    num_blocks = _ceil(depth, QUANT_GROUP)
+    _check_row_scales(arguments, "x_scale", x_scale, num_blocks, num_rows)
+    if x.dtype == torch.int8 and weight.dtype == torch.uint8:
+        columns = out.shape[1] if out.dim() == 2 else 0
+        panels = _ceil(columns, PANEL_COLUMNS), _ceil(depth, _PANEL_DEPTH)
+        arguments.check("weight", UINT8, (*panels, PANEL_COLUMNS, _PANEL_DEPTH))
+    else:
+        arguments.check("weight", (x.dtype,), (None, depth))
+        columns = weight.shape[0]
+    if x.dtype != torch.int8 and weight_scale.dim() == 2:
+        arguments.check("weight_scale", FLOAT32, (_ceil(columns, QUANT_GROUP), num_blocks))
+    else:
+        arguments.check("weight_scale", FLOAT32, (columns,))
+    arguments.check("out", FLOATS, (num_rows, columns))
+    arguments.check("bias", FLOAT32, (columns,))
+
+
+@fake("linear_w4a16")
+def _linear_w4a16(arguments: FakeArguments, x: Tensor, weight: Tensor, group: int) -> None:
+    arguments.check("x", FLOATS, (None, None))
+    num_rows, depth = x.shape
+    arguments.require("x", depth >= 1, "a last dimension >= 1", list(x.shape))
+    _check_group(arguments, group, depth)
+    arguments.check("weight", UINT8, (None, _ceil(depth, 2)))
+    columns = weight.shape[0]
+    arguments.check("scales", (torch.bfloat16, torch.float32), (depth // group, columns))
+    arguments.check("zeros", UINT8, (depth // group, columns))
+    arguments.check("out", FLOATS, (num_rows, columns))
+    arguments.check("bias", FLOAT32, (columns,))
+
+
+def _check_group(arguments: FakeArguments, group: int, depth: int) -> None:
+    is_divisor = group >= 1 and depth % group == 0
+    arguments.require("group", is_divisor, f"a divisor of {depth}", group)
+
+
+def _check_row_scales(
+    arguments: FakeArguments, name: str, scale: Tensor, num_groups: int, num_rows: int
+) -> None:
+    arguments.check(name, FLOAT32, (num_groups, None))
+    columns = scale.shape[1]
+    arguments.require(name, columns >= num_rows, f"at least {num_rows} columns", columns)
