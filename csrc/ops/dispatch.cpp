@@ -5,21 +5,10 @@
 
 #include <exception>
 
-#include "ops/accept/check.h"
-#include "ops/activation/check.h"
-#include "ops/advance/check.h"
 #include "ops/attention/check.h"
+#include "ops/checks.h"
 #include "ops/cpu_ops.h"
 #include "ops/cuda_ops.h"
-#include "ops/kv/check.h"
-#include "ops/linear/check.h"
-#include "ops/merge/check.h"
-#include "ops/moe/check.h"
-#include "ops/moe/routing_check.h"
-#include "ops/norm/check.h"
-#include "ops/rope/check.h"
-#include "ops/sampling/check.h"
-#include "ops/sampling/filter_check.h"
 #include "ops/shared/tensor_checks.h"
 
 namespace diffulex {

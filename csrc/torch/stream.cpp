@@ -32,7 +32,6 @@ bool read_switch(const char* name) {
 
 struct Switches {
   bool check_data = read_switch("DIFFULEX_CHECK");
-  bool batch_invariant = read_switch("DIFFULEX_BATCH_INVARIANT");
   // Read by the kernels (hopper.h), which have no way to refuse a wrong value.
   bool force_sm80 = read_switch("DIFFULEX_FORCE_SM80");
 };
@@ -44,6 +43,7 @@ const Switches& switches() {
 }
 
 thread_local bool weights_settled = false;
+thread_local bool batch_invariant = false;
 
 /// ParallelFor over torch's intra-op pool. torch may cut a range below the grain, the contract of
 /// ParallelFor forbids it, so the pool is handed whole grains.
@@ -81,11 +81,15 @@ bool exchange_weights_settled(bool settled) noexcept {
   return std::exchange(weights_settled, settled);
 }
 
+bool exchange_batch_invariant(bool invariant) noexcept {
+  return std::exchange(batch_invariant, invariant);
+}
+
 DeviceScope::DeviceScope(const char* op, const OpDevice& device) {
   context_.device = device.device;
   context_.device_index = device.index;
   context_.check_data = switches().check_data;
-  context_.batch_invariant = switches().batch_invariant;
+  context_.batch_invariant = batch_invariant;
   context_.weights_settled = weights_settled;
   context_.parallel_for = pool_parallel_for;
   if (device.device == Device::kCuda) {

@@ -13,6 +13,8 @@ namespace diffulex::torch_ops {
 /// Sets ExecContext::weights_settled of the ops that this thread calls from now on and returns what
 /// it was; false at first.
 bool exchange_weights_settled(bool settled) noexcept;
+/// The same for ExecContext::batch_invariant.
+bool exchange_batch_invariant(bool invariant) noexcept;
 
 /// Makes the device of an op current for its lifetime and knows torch's current stream and thread
 /// pool there. Raises where the device cannot be used by this torch build.

@@ -3,11 +3,12 @@
 
 The core needs neither torch nor numpy. The op library is loaded here, and nowhere else, when it lies
 beside this file and torch is importable; `has_ops` tells the result. `DIFFULEX_NO_TORCH=1` skips it.
+With it come the fake kernels for tracing and meta tensors, which lie beside the wrappers in
+`diffulex.ops`.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from pathlib import Path
@@ -30,7 +31,7 @@ def _torch_is_wanted() -> bool:
 
 
 def _load_ops() -> bool:
-    """Loads the op library and registers its fake kernels; False where there is nothing to load."""
+    """Loads the op library; False where there is nothing to load."""
     library = _PACKAGE_DIR / "libdiffulex_ops.so"
     if not library.is_file() or not _torch_is_wanted():
         return False
@@ -44,10 +45,13 @@ def _load_ops() -> bool:
             f"diffulex_ext: {library.name}: expected a torch >= 2.11 that can load it, "
             f"got torch {torch.__version__}: {error}"
         ) from error
-    # Registers on import and needs the loaded library.
-    importlib.import_module("diffulex_ext._fake")
     return True
 
 
 has_ops: bool = _load_ops()
 """True when `torch.ops.diffulex` is available in this process."""
+
+if has_ops:
+    # Registers the fake kernels on import. It imports this package, which is complete by now. The
+    # statement, unlike `import_module`, bears that another thread has begun with `diffulex.ops`.
+    import diffulex.ops as _ops  # noqa: F401

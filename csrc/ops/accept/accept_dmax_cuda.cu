@@ -36,9 +36,8 @@ struct DmaxArgs {
   int64_t merge_ids_stride[2];
   int64_t merge_probs_stride[2];
   int64_t merge_residual_stride;
-  int64_t mask_token_id;
+  DmaxRules rules;
   int32_t top_k;  // K
-  bool fast_path;
 };
 
 /// Writes the K entries of one position and its residual.
@@ -49,32 +48,23 @@ __device__ void write_descriptor(const DmaxArgs& args, int64_t block, int32_t in
       args.merge_ids + block * args.merge_ids_stride[0] + index * args.merge_ids_stride[1];
   float* probs =
       args.merge_probs + block * args.merge_probs_stride[0] + index * args.merge_probs_stride[1];
-  float total = 0.0F;
-  bool is_listed = is_valid;
-  for (int32_t k = 0; k < args.top_k; ++k) {
-    int64_t id = -1;
-    float probability = 0.0F;
-    if (is_listed && is_certain) {
-      id = k == 0 ? position.id : -1;
-      probability = k == 0 ? 1.0F : 0.0F;
-    } else if (is_listed && args.topk_ids == nullptr) {
-      id = position.id;
-      probability = argmax_probability;
-    } else if (is_listed) {
-      id = args.topk_ids[position.row * args.topk_ids_stride + k];
-      probability = args.topk_probs[position.row * args.topk_probs_stride + k];
-      if (k == 0 && args.argmax_ids != nullptr) {
-        id = args.argmax_ids[position.row * args.argmax_stride];
-      }
-    }
-    is_listed = is_listed && id >= 0;  // a list ends at its first empty entry
-    ids[k] = is_listed ? id : args.mask_token_id;
-    probs[k] = is_listed ? probability : 0.0F;
-    total += is_listed ? probability : 0.0F;
+  MergeSource source;
+  source.has_list = args.topk_ids != nullptr;
+  source.has_argmax = args.argmax_ids != nullptr;
+  if (is_valid && source.has_list) {
+    source.topk_ids = args.topk_ids + position.row * args.topk_ids_stride;
+    source.topk_probs = args.topk_probs + position.row * args.topk_probs_stride;
   }
+  if (is_valid && source.has_argmax) {
+    source.argmax_id = args.argmax_ids + position.row * args.argmax_stride;
+  }
+  source.id = position.id;
+  source.argmax_probability = argmax_probability;
+  source.is_valid = is_valid;
+  source.is_certain = is_certain;
+  const float residual = write_merge_descriptor(args.rules, source, args.top_k, ids, probs);
   args.merge_valid[block * args.merge_valid_stride + index] = is_valid ? 1 : 0;
-  args.merge_residual[block * args.merge_residual_stride + index] =
-      is_valid && !is_certain ? fmaxf(0.0F, 1.0F - total) : 0.0F;
+  args.merge_residual[block * args.merge_residual_stride + index] = residual;
 }
 
 __global__ void __launch_bounds__(kMaxAcceptThreads)
@@ -84,42 +74,43 @@ __global__ void __launch_bounds__(kMaxAcceptThreads)
   const int64_t block = blockIdx.x;
   const auto index = static_cast<int32_t>(threadIdx.x);
   const AcceptPosition position = read_position(inputs, block, index);
-  const bool is_open = position.is_editable && position.token == args.mask_token_id;
+  const bool is_open = position.is_editable && position.token == args.rules.mask_token_id;
   const bool is_decoded = position.is_editable && !is_open;
-  const bool is_certain = args.fast_path && is_decoded;
+  const bool is_certain = args.rules.fast_path && is_decoded;
   const bool gate = args.gate[block] != 0;
   float probability = 0.0F;
   float argmax_probability = 0.0F;
   if (position.is_ready) {
-    probability = is_certain ? 1.0F : position.stats[kStatsRawConfidence];
-    argmax_probability = position.stats[kStatsMaxProb];
+    const float* listed = nullptr;
     if (args.topk_probs != nullptr) {
-      argmax_probability = args.topk_probs[position.row * args.topk_probs_stride];
+      listed = args.topk_probs + position.row * args.topk_probs_stride;
     }
-    argmax_probability = is_certain ? 1.0F : argmax_probability;
+    const DmaxProbabilities probabilities = dmax_probabilities(position.stats, listed, is_certain);
+    probability = probabilities.proposal;
+    argmax_probability = probabilities.argmax;
   }
   const bool is_passing =
-      is_open && position.is_ready && probability >= args.accept_threshold[block];
+      is_open && position.is_ready && passes_dmax(probability, args.accept_threshold[block]);
   const bool is_skipped = __syncthreads_or(position.is_missing) != 0;
   const bool has_bad =
       __syncthreads_or(position.is_editable && !position.is_missing && !position.is_ready) != 0;
   const int32_t num_decoded = __syncthreads_count(is_decoded);
   const int32_t num_same = __syncthreads_count(is_decoded && position.id == position.token);
   const bool all_confident =
-      __syncthreads_or(position.is_editable && !(argmax_probability >= kDmaxConfident)) == 0 &&
+      __syncthreads_or(position.is_editable && !is_dmax_confident(argmax_probability)) == 0 &&
       !is_skipped && !has_bad;
   const auto place = static_cast<uint32_t>(index);
   const uint32_t first_open = cta_min(is_open ? place : UINT32_MAX, scratch[0]);
   const uint32_t first_failing = cta_min(is_open && !is_passing ? place : UINT32_MAX, scratch[1]);
 
-  const int64_t open_steps = int64_t{args.open_steps[block]} + (gate ? 1 : 0);
-  const bool timed_out = !is_skipped && open_steps >= inputs.block_size;
-  const bool is_forced = gate && place == first_open;
-  const bool is_written = position.is_ready && !is_skipped &&
-                          (is_decoded || timed_out || place < first_failing || is_forced);
+  const bool timed_out =
+      dmax_timed_out(inputs.block_size, args.open_steps[block], gate, is_skipped);
+  const bool is_written =
+      position.is_ready && !is_skipped &&
+      writes_dmax(is_decoded, timed_out, gate, place, first_open, first_failing);
   const bool is_changed = is_written && position.id != position.token;
   const int64_t next = is_changed ? position.id : position.token;
-  const bool is_mask = position.is_editable && next == args.mask_token_id;
+  const bool is_mask = position.is_editable && next == args.rules.mask_token_id;
   const int32_t left = __syncthreads_count(is_mask);
   const bool has_changed = __syncthreads_or(is_changed) != 0;
   const bool has_filled = __syncthreads_or(is_changed && is_open) != 0;
@@ -132,20 +123,18 @@ __global__ void __launch_bounds__(kMaxAcceptThreads)
     }
   }
   if (index == 0) {
-    const bool is_settled = all_confident || !has_changed || timed_out;
-    int32_t flags = 0;
-    flags |= left == 0 && is_settled && !is_skipped ? kAcceptCommittable : 0;
-    flags |= has_changed ? 0 : kAcceptSameAsPrevious;
-    flags |= all_confident ? kAcceptAllConfident : 0;
-    flags |= has_filled ? kAcceptProgressed : 0;
-    flags |= timed_out ? kAcceptTimedOut : 0;
-    flags |= has_bad ? kAcceptBadLogits : 0;
-    flags |= is_skipped ? kAcceptSkipped : 0;
-    inputs.flags[block] = flags;
+    AcceptSummary summary;
+    summary.masks_left = left;
+    summary.is_settled = is_dmax_settled(all_confident, has_changed, timed_out);
+    summary.has_changed = has_changed;
+    summary.has_filled = has_filled;
+    summary.all_confident = all_confident;
+    summary.timed_out = timed_out;
+    summary.has_bad = has_bad;
+    summary.is_skipped = is_skipped;
+    inputs.flags[block] = accept_flags(summary);
     args.masks_left[block] = left;
-    args.same_token_ratio[block] =
-        num_decoded == 0 ? 1.0F
-                         : __fdiv_rn(static_cast<float>(num_same), static_cast<float>(num_decoded));
+    args.same_token_ratio[block] = same_token_share(num_same, num_decoded);
   }
 }
 
@@ -192,8 +181,7 @@ Status accept_dmax(const AcceptDmaxParams& params, const ExecContext& context) {
   args.open_steps = params.open_steps.as<const int32_t>();
   args.masks_left = params.masks_left.as<int32_t>();
   args.same_token_ratio = params.same_token_ratio.as<float>();
-  args.mask_token_id = params.mask_token_id;
-  args.fast_path = params.fast_path;
+  args.rules = dmax_rules(params);
   set_lists(params, args);
   set_descriptors(params, args);
   DIFFULEX_RETURN_IF_ERROR(
@@ -203,7 +191,7 @@ Status accept_dmax(const AcceptDmaxParams& params, const ExecContext& context) {
   return check_launch(kWhere);
 }
 
-Status prepare_accept_dmax() {
+Status prepare_accept_dmax(const ExecContext& /*context*/) {
   return touch_kernel(kWhere, dmax_kernel);
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "ops/accept/block.cuh"
+#include "ops/accept/config.h"
 #include "ops/cuda_ops.h"
 #include "ops/prepare.h"
 #include "ops/shared/cuda/check_data.h"
@@ -15,17 +16,15 @@ constexpr const char* kWhere = "diffulex::accept_edit";
 
 struct EditArgs {
   AcceptInputs inputs;
-  const uint8_t* gate;             // [Nb]
-  const float* accept_threshold;   // [Nb]
-  const float* edit_threshold;     // [Nb]
-  const int32_t* open_steps;       // [Nb]
-  const int32_t* post_edit_steps;  // [Nb]
-  int32_t* masks_left;             // [Nb]
-  float* same_token_ratio;         // [Nb]
-  int64_t mask_token_id;
-  int32_t max_post_edit_steps;
-  ConfidenceKind confidence_kind;
-  bool raw_confidence;
+  const uint8_t* gate;                 // [Nb]
+  const float* accept_threshold;       // [Nb]
+  const float* edit_threshold;         // [Nb]
+  const int32_t* open_steps;           // [Nb]
+  const int32_t* post_edit_steps;      // [Nb]
+  const int32_t* max_post_edit_steps;  // [Nb]
+  int32_t* masks_left;                 // [Nb]
+  float* same_token_ratio;             // [Nb]
+  EditRules rules;
 };
 
 __global__ void __launch_bounds__(kMaxAcceptThreads)
@@ -35,19 +34,21 @@ __global__ void __launch_bounds__(kMaxAcceptThreads)
   const int64_t block = blockIdx.x;
   const auto index = static_cast<int32_t>(threadIdx.x);
   const AcceptPosition position = read_position(inputs, block, index);
-  const bool is_open = position.is_editable && position.token == args.mask_token_id;
+  const bool is_open = position.is_editable && position.token == args.rules.mask_token_id;
   const bool is_decoded = position.is_editable && !is_open;
   const float accept_threshold = args.accept_threshold[block];
   const bool gate = args.gate[block] != 0;
   float probability = 0.0F;
   uint64_t entry = 0;
   if (position.is_ready) {
-    probability = position.stats[args.raw_confidence ? kStatsRawConfidence : kStatsConfidence];
+    probability = proposal_probability(position.stats, args.rules.raw_confidence);
     if (is_open) {
-      entry = ranked(ranking_confidence(args.confidence_kind, position.stats, probability), index);
+      entry = ranked(ranking_confidence(args.rules.confidence_kind, position.stats, probability),
+                     index);
     }
   }
-  const bool is_passing = is_open && position.is_ready && probability > accept_threshold;
+  const bool is_passing =
+      is_open && position.is_ready && passes_edit_mask(probability, accept_threshold);
   const int32_t num_open = __syncthreads_count(is_open);
   const int32_t num_passing = __syncthreads_count(is_passing);
   const int32_t num_decoded = __syncthreads_count(is_decoded);
@@ -62,25 +63,20 @@ __global__ void __launch_bounds__(kMaxAcceptThreads)
     is_accepted = entry != 0 && entry == best;
   }
   if (is_decoded) {
-    is_accepted = position.is_ready && position.id != position.token &&
-                  probability > args.edit_threshold[block];
+    is_accepted = position.is_ready && accepts_edit(position.token, position.id, probability,
+                                                    args.edit_threshold[block]);
   }
   is_accepted = is_accepted && !is_skipped;
   const bool none_accepted = __syncthreads_or(is_accepted) == 0;
 
-  const int64_t limit = args.max_post_edit_steps;
-  const int64_t open_steps = int64_t{args.open_steps[block]} + (gate ? 1 : 0);
-  const int64_t post_edit_steps = int64_t{args.post_edit_steps[block]} + (num_open > 0 ? 0 : 1);
-  const bool timed_out = !is_skipped && open_steps >= inputs.block_size + limit;
-  const bool is_over = num_open == 0 && post_edit_steps > limit;
-  const bool is_last = num_open == 0 && post_edit_steps >= limit;
-  bool is_written = is_accepted && !is_over;
-  if (timed_out) {
-    is_written = is_accepted || (is_open && position.is_ready);
-  }
+  const int32_t limit = args.max_post_edit_steps[block];
+  const EditPhase phase = edit_phase(limit, inputs.block_size, args.open_steps[block],
+                                     args.post_edit_steps[block], gate, num_open > 0, is_skipped);
+  const bool is_written = writes_edit(phase, is_accepted, is_open, position.is_ready);
   const bool is_changed = is_written && position.id != position.token;
   const int64_t next = is_changed ? position.id : position.token;
-  const int32_t left = __syncthreads_count(position.is_editable && next == args.mask_token_id);
+  const int32_t left =
+      __syncthreads_count(position.is_editable && next == args.rules.mask_token_id);
   const bool has_changed = __syncthreads_or(is_changed) != 0;
   const bool has_filled = __syncthreads_or(is_changed && is_open) != 0;
   if (index < inputs.block_size) {
@@ -88,20 +84,18 @@ __global__ void __launch_bounds__(kMaxAcceptThreads)
     inputs.confidence[block * inputs.confidence_stride + index] = probability;
   }
   if (index == 0) {
-    const bool is_settled = none_accepted || timed_out || args.max_post_edit_steps == 0 || is_last;
-    int32_t flags = 0;
-    flags |= left == 0 && is_settled && !is_skipped ? kAcceptCommittable : 0;
-    flags |= has_changed ? 0 : kAcceptSameAsPrevious;
-    flags |= num_passing == num_open && !has_bad && !is_skipped ? kAcceptAllConfident : 0;
-    flags |= has_filled ? kAcceptProgressed : 0;
-    flags |= timed_out ? kAcceptTimedOut : 0;
-    flags |= has_bad ? kAcceptBadLogits : 0;
-    flags |= is_skipped ? kAcceptSkipped : 0;
-    inputs.flags[block] = flags;
+    AcceptSummary summary;
+    summary.masks_left = left;
+    summary.is_settled = is_edit_settled(limit, phase, none_accepted);
+    summary.has_changed = has_changed;
+    summary.has_filled = has_filled;
+    summary.all_confident = num_passing == num_open && !has_bad && !is_skipped;
+    summary.timed_out = phase.timed_out;
+    summary.has_bad = has_bad;
+    summary.is_skipped = is_skipped;
+    inputs.flags[block] = accept_flags(summary);
     args.masks_left[block] = left;
-    args.same_token_ratio[block] =
-        num_decoded == 0 ? 1.0F
-                         : __fdiv_rn(static_cast<float>(num_same), static_cast<float>(num_decoded));
+    args.same_token_ratio[block] = same_token_share(num_same, num_decoded);
   }
 }
 
@@ -118,12 +112,10 @@ Status accept_edit(const AcceptEditParams& params, const ExecContext& context) {
   args.edit_threshold = params.edit_threshold.as<const float>();
   args.open_steps = params.open_steps.as<const int32_t>();
   args.post_edit_steps = params.post_edit_steps.as<const int32_t>();
+  args.max_post_edit_steps = params.max_post_edit_steps.as<const int32_t>();
   args.masks_left = params.masks_left.as<int32_t>();
   args.same_token_ratio = params.same_token_ratio.as<float>();
-  args.mask_token_id = params.mask_token_id;
-  args.max_post_edit_steps = params.max_post_edit_steps;
-  args.confidence_kind = params.confidence_kind;
-  args.raw_confidence = params.raw_confidence;
+  args.rules = edit_rules(params);
   DIFFULEX_RETURN_IF_ERROR(
       check_range(kWhere, "row_index", params.row_index, -1, args.inputs.num_rows, context));
   edit_kernel<<<static_cast<unsigned>(params.tokens.size[0]), accept_threads(args.inputs), 0,
@@ -131,7 +123,7 @@ Status accept_edit(const AcceptEditParams& params, const ExecContext& context) {
   return check_launch(kWhere);
 }
 
-Status prepare_accept_edit() {
+Status prepare_accept_edit(const ExecContext& /*context*/) {
   return touch_kernel(kWhere, edit_kernel);
 }
 

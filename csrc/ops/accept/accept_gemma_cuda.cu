@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "ops/accept/block.cuh"
+#include "ops/accept/config.h"
 #include "ops/accept/entropy_order.cuh"
 #include "ops/cuda_ops.h"
 #include "ops/prepare.h"
@@ -26,9 +27,7 @@ struct GemmaArgs {
   int64_t renoise_stride;
   int64_t argmax_ids_stride;
   int64_t argmax_stride;
-  float entropy_bound;
-  int32_t stability_threshold;
-  float confidence_threshold;
+  GemmaRules rules;
 };
 
 __global__ void __launch_bounds__(kMaxAcceptThreads, 1)
@@ -54,20 +53,14 @@ __global__ void __launch_bounds__(kMaxAcceptThreads, 1)
   const bool is_new =
       has_row && argmax != args.prev_argmax[block * args.prev_argmax_stride + index];
   const bool is_same_argmax = __syncthreads_or(is_new) == 0;
-  const double total = order_entropies(entropy, count, args.entropy_bound, shared);
+  const double total = order_entropies(entropy, count, args.rules.entropy_bound, shared);
 
-  const bool is_usable = !is_skipped && !has_bad;
-  const bool is_confident =
-      is_usable && count > 0 &&
-      total / static_cast<double>(count) < static_cast<double>(args.confidence_threshold);
-  const int32_t before = args.stable_run[block];
-  const int64_t run = before >= 0 && is_same_argmax ? int64_t{before} + 1 : 0;
-  const bool is_stable = run >= args.stability_threshold;
-  const bool is_last = count > 0 && args.steps_left[block] == 1;
-  const bool is_converged = is_usable && (is_last || (is_confident && is_stable));
+  const CanvasVerdict verdict =
+      judge_canvas(args.rules, count, total, args.stable_run[block], args.steps_left[block],
+                   is_same_argmax, has_bad, is_skipped);
   int64_t next = -1;
-  if (is_usable && position.is_editable) {
-    if (is_converged) {
+  if (verdict.is_usable && position.is_editable) {
+    if (verdict.is_converged) {
       next = argmax;
       probability = position.stats[kStatsMaxProb];
     } else {
@@ -82,13 +75,7 @@ __global__ void __launch_bounds__(kMaxAcceptThreads, 1)
     args.argmax[block * args.argmax_stride + index] = argmax;
   }
   if (index == 0) {
-    int32_t flags = 0;
-    flags |= has_changed ? 0 : kAcceptSameAsPrevious;
-    flags |= is_confident ? kAcceptAllConfident : 0;
-    flags |= has_bad ? kAcceptBadLogits : 0;
-    flags |= is_skipped ? kAcceptSkipped : 0;
-    flags |= is_converged ? kAcceptConverged : 0;
-    inputs.flags[block] = flags;
+    inputs.flags[block] = canvas_flags(verdict, has_changed, has_bad, is_skipped);
   }
 }
 
@@ -118,9 +105,7 @@ Status accept_gemma(const AcceptGemmaParams& params, const ExecContext& context)
   args.argmax_ids_stride = params.argmax_ids.stride[0];
   args.argmax = params.argmax.as<int64_t>();
   args.argmax_stride = params.argmax.stride[0];
-  args.entropy_bound = params.entropy_bound;
-  args.stability_threshold = params.stability_threshold;
-  args.confidence_threshold = params.confidence_threshold;
+  args.rules = gemma_rules(params);
   DIFFULEX_RETURN_IF_ERROR(
       check_range(kWhere, "row_index", params.row_index, -1, args.inputs.num_rows, context));
   gemma_kernel<<<static_cast<unsigned>(params.tokens.size[0]),
@@ -128,7 +113,7 @@ Status accept_gemma(const AcceptGemmaParams& params, const ExecContext& context)
   return check_launch(kWhere);
 }
 
-Status prepare_accept_gemma() {
+Status prepare_accept_gemma(const ExecContext& /*context*/) {
   return touch_kernel(kWhere, gemma_kernel);
 }
 

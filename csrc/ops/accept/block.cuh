@@ -72,20 +72,6 @@ __device__ __forceinline__ AcceptPosition read_position(const AcceptInputs& inpu
   return position;
 }
 
-/// Ranking confidence of a proposal whose probability is `probability`.
-__device__ __forceinline__ float ranking_confidence(ConfidenceKind kind, const float* stats,
-                                                    float probability) {
-  switch (kind) {
-    case ConfidenceKind::kMargin:
-      return stats[kStatsMaxProb] - stats[kStatsSecondProb];
-    case ConfidenceKind::kNegEntropy:
-      return -stats[kStatsEntropy];
-    case ConfidenceKind::kMaxProb:
-      break;
-  }
-  return probability;
-}
-
 /// Maximum over the CTA; `scratch` holds one entry per warp and may be reused after a barrier.
 __device__ __forceinline__ uint64_t cta_max(uint64_t value, uint64_t* scratch) {
   value = warp_max(value);

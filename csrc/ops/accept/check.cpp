@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ops/accept/check.h"
-
 #include <cmath>
 #include <initializer_list>
 #include <string>
+#include <utility>
 
+#include "ops/checks.h"
 #include "ops/sampling/token_stats_config.h"
 #include "ops/shared/tensor_checks.h"
 
@@ -84,6 +84,41 @@ Status check_mask_token(const char* op, int64_t mask_token_id) {
                            : Status::ok_status();
 }
 
+Status check_confidence_kind(const char* op, ConfidenceKind value) {
+  const auto kind = static_cast<int32_t>(value);
+  if (kind < static_cast<int32_t>(ConfidenceKind::kMaxProb) ||
+      kind > static_cast<int32_t>(ConfidenceKind::kNegEntropy)) {
+    return scalar_error(op, "confidence_kind", "0 (max_prob), 1 (margin) or 2 (neg_entropy)", kind);
+  }
+  return {};
+}
+
+Status check_mask_fill_scalars(const char* op, const AcceptMaskFillParams& params) {
+  const auto rule = static_cast<int32_t>(params.rule);
+  if (rule < static_cast<int32_t>(AcceptRule::kThreshold) ||
+      rule > static_cast<int32_t>(AcceptRule::kHierarchy)) {
+    return scalar_error(op, "rule",
+                        "0 (threshold), 1 (threshold_non_strict), 2 (static), 3 (dynamic), "
+                        "4 (sequential), 5 (factor), 6 (entropy_bound), 7 (leftmost_prefix) or "
+                        "8 (hierarchy)",
+                        rule);
+  }
+  DIFFULEX_RETURN_IF_ERROR(check_confidence_kind(op, params.confidence_kind));
+  DIFFULEX_RETURN_IF_ERROR(check_mask_token(op, params.mask_token_id));
+  if (params.denoising_steps < 0) {
+    return scalar_error(op, "denoising_steps", "a value >= 0", params.denoising_steps);
+  }
+  const std::pair<const char*, float> numbers[] = {{"factor", params.factor},
+                                                   {"entropy_bound", params.entropy_bound},
+                                                   {"low_threshold", params.low_threshold}};
+  for (const auto& [name, value] : numbers) {
+    if (std::isnan(value)) {
+      return scalar_error(op, name, "a number", value);
+    }
+  }
+  return {};
+}
+
 /// Given exactly when `wanted`.
 Status check_presence(const char* op, const char* name, const TensorRef& tensor, bool wanted,
                       const char* reason) {
@@ -153,6 +188,33 @@ Status check_dmax_merge(const char* op, const AcceptDmaxParams& params, const Bl
 
 }  // namespace
 
+Status check_accept_mask_fill(const AcceptMaskFillParams& params) {
+  constexpr const char* kOp = "accept_mask_fill";
+  const ArgumentCheck tokens_check(kOp, "tokens", params.tokens);
+  DIFFULEX_RETURN_IF_ERROR(tokens_check.matches({DType::kI64}, {kAnyExtent, kAnyExtent}));
+  // The CPU takes blocks of any size.
+  const BlockShape shape{params.tokens.size[0], params.tokens.size[1]};
+  if (shape.block_size < 1 || shape.block_size > INT32_MAX) {
+    return tokens_check.error(StatusCode::kInvalidArgument, "at least one position per block",
+                              shape_text(params.tokens));
+  }
+  DIFFULEX_RETURN_IF_ERROR(check_grids(kOp, shape, {{"row_index", params.row_index, DType::kI32}}));
+  DIFFULEX_RETURN_IF_ERROR(check_valid_len(kOp, shape, params.valid_len));
+  DIFFULEX_RETURN_IF_ERROR(
+      check_vectors(kOp, shape,
+                    {{"editable_start", params.editable_start, DType::kI32},
+                     {"gate", params.gate, DType::kU8},
+                     {"accept_threshold", params.accept_threshold, DType::kF32},
+                     {"open_steps", params.open_steps, DType::kI32},
+                     {"masks_left", params.masks_left, DType::kI32},
+                     {"flags", params.flags, DType::kI32}}));
+  DIFFULEX_RETURN_IF_ERROR(check_rows(kOp, params.ids, params.stats));
+  DIFFULEX_RETURN_IF_ERROR(check_grids(kOp, shape,
+                                       {{"write_ids", params.write_ids, DType::kI64},
+                                        {"confidence", params.confidence, DType::kF32}}));
+  return check_mask_fill_scalars(kOp, params);
+}
+
 Status check_accept_edit(const AcceptEditParams& params) {
   constexpr const char* kOp = "accept_edit";
   BlockShape shape;
@@ -167,6 +229,7 @@ Status check_accept_edit(const AcceptEditParams& params) {
                      {"edit_threshold", params.edit_threshold, DType::kF32},
                      {"open_steps", params.open_steps, DType::kI32},
                      {"post_edit_steps", params.post_edit_steps, DType::kI32},
+                     {"max_post_edit_steps", params.max_post_edit_steps, DType::kI32},
                      {"masks_left", params.masks_left, DType::kI32},
                      {"flags", params.flags, DType::kI32},
                      {"same_token_ratio", params.same_token_ratio, DType::kF32}}));
@@ -175,16 +238,7 @@ Status check_accept_edit(const AcceptEditParams& params) {
                                        {{"write_ids", params.write_ids, DType::kI64},
                                         {"confidence", params.confidence, DType::kF32}}));
   DIFFULEX_RETURN_IF_ERROR(check_mask_token(kOp, params.mask_token_id));
-  if (params.max_post_edit_steps < 0) {
-    return scalar_error(kOp, "max_post_edit_steps", "a value >= 0", params.max_post_edit_steps);
-  }
-  const auto kind = static_cast<int32_t>(params.confidence_kind);
-  if (kind < static_cast<int32_t>(ConfidenceKind::kMaxProb) ||
-      kind > static_cast<int32_t>(ConfidenceKind::kNegEntropy)) {
-    return scalar_error(kOp, "confidence_kind", "0 (max_prob), 1 (margin) or 2 (neg_entropy)",
-                        kind);
-  }
-  return {};
+  return check_confidence_kind(kOp, params.confidence_kind);
 }
 
 Status check_accept_dmax(const AcceptDmaxParams& params) {

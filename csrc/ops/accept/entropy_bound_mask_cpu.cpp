@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "ops/accept/entropy_order_cpu.h"
+#include "diffulex/core/acceptance.h"
 #include "ops/cpu_ops.h"
 #include "ops/shared/data_checks_cpu.h"
 #include "ops/shared/parallel.h"
@@ -27,19 +27,14 @@ Status check_segments(const EntropyBoundMaskParams& params) {
   return {};
 }
 
-void mask_segment(const EntropyBoundMaskParams& params, int64_t begin, int64_t end,
-                  EntropyOrder* order) {
+void mask_segment(const EntropyBoundMaskParams& params, int64_t begin, int64_t end) {
   uint8_t* mask = params.mask.as<uint8_t>() + begin;
   if (params.bound < 0.0F) {
     std::fill_n(mask, end - begin, uint8_t{1});
     return;
   }
-  order->clear();
-  for (int64_t row = begin; row < end; ++row) {
-    order->add(params.entropy.as<const float>()[row]);
-  }
-  std::fill_n(mask, end - begin, uint8_t{0});
-  order->for_each_within(params.bound, [&](int64_t position) { mask[position] = 1; });
+  mark_within_entropy_bound(params.entropy.as<const float>() + begin,
+                            static_cast<int32_t>(end - begin), params.bound, mask);
 }
 
 }  // namespace
@@ -48,10 +43,9 @@ Status entropy_bound_mask(const EntropyBoundMaskParams& params, const ExecContex
   DIFFULEX_RETURN_IF_ERROR(check_segments(params));
   const int64_t num_segments = params.segments.size[0] - 1;
   parallel_ranges(context, num_segments, kSegmentGrain, [&](int64_t begin, int64_t end) {
-    thread_local EntropyOrder order;
     for (int64_t segment = begin; segment < end; ++segment) {
       mask_segment(params, index_at(params.segments, segment),
-                   index_at(params.segments, segment + 1), &order);
+                   index_at(params.segments, segment + 1));
     }
   });
   return {};

@@ -63,7 +63,7 @@ Status entropy_bound_mask(const EntropyBoundMaskParams& params, const ExecContex
   return check_launch(kWhere);
 }
 
-Status prepare_entropy_bound_mask() {
+Status prepare_entropy_bound_mask(const ExecContext& /*context*/) {
   return touch_kernel(kWhere, mask_kernel);
 }
 

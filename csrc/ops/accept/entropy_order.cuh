@@ -53,8 +53,7 @@ __device__ inline double order_entropies(float entropy, int32_t count, float bou
   const bool is_member = static_cast<int32_t>(threadIdx.x) < count;
   uint64_t key = UINT64_MAX;
   if (is_member) {
-    key = static_cast<uint64_t>(ordered_bits(isnan(entropy) ? INFINITY : entropy)) << 32 |
-          threadIdx.x;
+    key = static_cast<uint64_t>(ordered_bits(ordering_entropy(entropy))) << 32 | threadIdx.x;
   }
   key = sort_keys(key, sort_width(count), shared.keys);
   const double value =
@@ -81,7 +80,7 @@ __device__ inline double order_entropies(float entropy, int32_t count, float bou
   }
   if (is_member) {
     shared.is_accepted[static_cast<uint32_t>(key)] =
-        threadIdx.x == 0 || before <= static_cast<double>(bound) ? 1 : 0;
+        is_within_entropy_bound(threadIdx.x, before, bound) ? 1 : 0;
   }
   __syncthreads();
   return total;

@@ -117,7 +117,7 @@ Status touch_both(const char* where) {
 
 }  // namespace
 
-Status prepare_activation() {
+Status prepare_activation(const ExecContext& /*context*/) {
   constexpr const char* kWhere = "diffulex::act_and_mul";
   return for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;

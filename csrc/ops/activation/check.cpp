@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ops/activation/check.h"
-
 #include <string>
 
+#include "ops/checks.h"
 #include "ops/shared/tensor_checks.h"
 
 namespace diffulex {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// advance_decode: the row function of common/advance_row.h with teams of one lane.
+// advance_decode: the row function of row.h with teams of one lane.
 
 #include <array>
 #include <cstdint>
@@ -23,8 +23,8 @@ struct SingleLane {
 
 /// What the slot of the request keeps between steps has int32 indices.
 Status check_slot(const AdvanceArgs& args, int32_t r) {
-  const bool has_records = args.last_row_index != nullptr;
-  if (!args.requests[r].is_running || (!has_records && args.prev_argmax == nullptr)) {
+  const bool has_records = args.is_shifted();
+  if (!args.requests[r].is_running || (!has_records && args.plan.blk_prev_argmax == nullptr)) {
     return {};
   }
   constexpr int32_t kMax = std::numeric_limits<int32_t>::max();
@@ -45,7 +45,7 @@ Status check_request(const AdvanceArgs& args, int32_t r, int64_t num_entries) {
     return {};
   }
   const DualCacheStep& dual = request.dual_step;
-  const bool is_dual = args.seed_row != nullptr;
+  const bool is_dual = args.plan.seed_row != nullptr;
   const int32_t first_pos = is_dual ? dual.first_pos : request.forward.first_pos;
   const int32_t store_end =
       is_dual ? first_pos + (dual.is_stored ? dual.num_rows : 0) : request.forward.store_end;
@@ -69,15 +69,15 @@ Status check_request(const AdvanceArgs& args, int32_t r, int64_t num_entries) {
 Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& /*context*/) {
   const AdvanceArgs args = make_advance_args(params);
   auto advance = advance_row<BufferDecode, SingleLane>;
-  if (args.seed_row != nullptr) {
+  if (args.plan.seed_row != nullptr) {
     advance = advance_row<DualCacheDecode, SingleLane>;
-  } else if (args.prev_argmax != nullptr) {
+  } else if (args.plan.blk_prev_argmax != nullptr) {
     advance = advance_row<CanvasDecode, SingleLane>;
   }
   const int32_t num_rows = args.block_size * args.buffer_size;
-  const auto num_reqs = static_cast<int32_t>(params.requests.size[0]);
+  const int32_t num_reqs = params.num_reqs;
   for (int32_t r = 0; r < num_reqs; ++r) {
-    DIFFULEX_RETURN_IF_ERROR(check_request(args, r, params.page_tables.size[1]));
+    DIFFULEX_RETURN_IF_ERROR(check_request(args, r, args.max_pages_per_req));
     DIFFULEX_RETURN_IF_ERROR(check_slot(args, r));
   }
   std::vector<int32_t> writes(static_cast<size_t>(num_rows), -1);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// advance_decode: one CTA per request around the row function of common/advance_row.h. State and
+// advance_decode: one CTA per request around the row function of row.h. State and
 // window live in shared memory meanwhile, because lane 0 walks them position by position.
 #include <cstdint>
 
@@ -76,21 +76,21 @@ Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& cont
   if (shared_bytes > kMaxScratchBytes) {
     constexpr size_t kMaxRows =
         (kMaxScratchBytes - window_len(0) * sizeof(int32_t)) / (2 * sizeof(int32_t));
-    return make_error(StatusCode::kUnsupported, kWhere, ": tokens: expected at most ", kMaxRows,
+    return make_error(StatusCode::kUnsupported, kWhere, ": layout: expected at most ", kMaxRows,
                       " positions in flight per request on cuda, got ", num_rows);
   }
-  const auto num_reqs = static_cast<unsigned>(params.requests.size[0]);
+  const auto num_reqs = static_cast<unsigned>(params.num_reqs);
   auto kernel = advance_kernel<BufferDecode>;
-  if (args.seed_row != nullptr) {
+  if (args.plan.seed_row != nullptr) {
     kernel = advance_kernel<DualCacheDecode>;
-  } else if (args.prev_argmax != nullptr) {
+  } else if (args.plan.blk_prev_argmax != nullptr) {
     kernel = advance_kernel<CanvasDecode>;
   }
   kernel<<<num_reqs, kThreads, shared_bytes, stream_of(context)>>>(args);
   return check_launch(kWhere);
 }
 
-Status prepare_advance_decode() {
+Status prepare_advance_decode(const ExecContext& /*context*/) {
   constexpr const char* kWhere = "diffulex::advance_decode";
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, advance_kernel<BufferDecode>));
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, advance_kernel<CanvasDecode>));

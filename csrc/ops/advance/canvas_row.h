@@ -27,17 +27,18 @@ struct CanvasDecode {
       return;
     }
     const int64_t place = int64_t{r} * args.block_size + i;
-    const bool is_converged = (args.flags[r] & kSamplerConverged) != 0;
-    const int64_t argmax = args.canvas_argmax[place];
-    const int64_t token = !is_converged && is_last_step(request) ? argmax : args.write_ids[place];
+    const bool is_converged = (args.output.flags[r] & kSamplerConverged) != 0;
+    const int64_t argmax = args.output.canvas_argmax[place];
+    const int64_t token =
+        !is_converged && is_last_step(request) ? argmax : args.output.write_ids[place];
     const int64_t vocab_size = request.rules.vocab_size;
     if (argmax < 0 || argmax >= vocab_size || token < 0 || token >= vocab_size) {
       scratch.marks[kIllegalId] = 1;
       return;
     }
-    if (argmax != args.prev_argmax[place]) {
+    if (argmax != args.plan.blk_prev_argmax[place]) {
       scratch.marks[kOtherArgmax] = 1;
-      args.prev_argmax[place] = argmax;
+      args.plan.blk_prev_argmax[place] = argmax;
     }
     scratch.window[1 + i] = static_cast<int32_t>(token);
   }
@@ -55,12 +56,12 @@ struct CanvasDecode {
       return rules.block_size;
     }
     const bool has_bad_logits =
-        apply_verdict(state.blocks[0], args.flags[r], args.same_token_ratio[r]);
+        apply_verdict(state.blocks[0], args.output.flags[r], args.output.same_token_ratio[r]);
     if (has_bad_logits || scratch.marks[kIllegalId] != 0) {
       request.finish_reason = FinishReason::kError;
       return 0;
     }
-    const bool is_final = is_last_step(request) || (args.flags[r] & kSamplerConverged) != 0;
+    const bool is_final = is_last_step(request) || (args.output.flags[r] & kSamplerConverged) != 0;
     note_argmax_run(request.canvas, scratch.marks[kOtherArgmax] == 0);
     if (is_final) {
       commit_canvas(rules, state, TokenWindow{scratch.window, buffer_start(rules, state) - 1});
@@ -111,13 +112,13 @@ struct CanvasDecode {
     write_row(args, r, i, scratch);
     const int64_t row = int64_t{r} * args.block_size + i;
     const bool is_decoder = request.is_running && forward.has_sampling;
-    args.row_pass_kind[row] = is_decoder ? 1 : 0;
-    args.row_self_cond[row] = is_sampled && request.canvas.denoise_step > 0
-                                  ? request.request_slot * args.block_size + i
-                                  : -1;
+    args.plan.row_pass_kind[row] = is_decoder ? 1 : 0;
+    args.plan.row_self_cond[row] = is_sampled && request.canvas.denoise_step > 0
+                                       ? request.request_slot * args.block_size + i
+                                       : -1;
     write_draws(args, row, request, forward.first_pos + i, is_sampled);
-    args.tokens[row] = is_sampled ? scratch.window[1 + i] : request.rules.mask_token_id;
-    args.row_index[row] = is_sampled ? static_cast<int32_t>(row) : -1;
+    args.plan.blk_tokens[row] = is_sampled ? scratch.window[1 + i] : request.rules.mask_token_id;
+    args.plan.blk_row_index[row] = is_sampled ? static_cast<int32_t>(row) : -1;
   }
 
   /// What `row` draws for `position`: its token, and the random id should that not be accepted.
@@ -126,19 +127,20 @@ struct CanvasDecode {
                                                bool is_sampled) {
     const CanvasRules& rules = request.canvas_rules;
     const int32_t step = request.canvas.denoise_step;
-    args.inv_temperature[row] = 0.0F;
-    args.uniforms[row] = 0.5;
-    args.renoise_ids[row] = 0;
+    args.plan.row_inv_temperature[row] = 0.0F;
+    args.plan.row_uniforms[row] = 0.5;
+    args.plan.blk_renoise[row] = 0;
     if (is_sampled) {
-      args.inv_temperature[row] =
+      args.plan.row_inv_temperature[row] =
           1.0F / canvas_temperature(rules, canvas_steps_left(rules, request.canvas));
-      args.uniforms[row] = philox_uniform(request.seed, position, step, RandomStream::kToken);
-      args.renoise_ids[row] =
+      args.plan.row_uniforms[row] =
+          philox_uniform(request.seed, position, step, RandomStream::kToken);
+      args.plan.blk_renoise[row] =
           random_token_id(request.seed, position, step, RandomStream::kRenoise, rules.vocab_size);
     }
-    args.top_k[row] = 0;
-    args.top_p[row] = 1.0F;
-    args.min_p[row] = 0.0F;
+    args.plan.row_top_k[row] = 0;
+    args.plan.row_top_p[row] = 1.0F;
+    args.plan.row_min_p[row] = 0.0F;
   }
 
   /// The arrays of the canvas.
@@ -147,11 +149,12 @@ struct CanvasDecode {
     const bool is_sampled = request.is_running && request.forward.has_sampling;
     write_sampler_block(args, r, i, request, is_sampled, false);
     if (is_sampled) {
-      args.valid_len[r] = request.forward.num_valid_rows;
+      args.plan.blk_valid_len[r] = request.forward.num_valid_rows;
     }
-    args.stable_run[r] = is_sampled ? request.canvas.stable_run : kNoPreviousCanvas;
-    args.steps_left[r] = is_sampled ? canvas_steps_left(request.canvas_rules, request.canvas) : 1;
-    args.block_slot[r] = is_sampled ? request.request_slot : -1;
+    args.plan.blk_stable_run[r] = is_sampled ? request.canvas.stable_run : kNoPreviousCanvas;
+    args.plan.blk_steps_left[r] =
+        is_sampled ? canvas_steps_left(request.canvas_rules, request.canvas) : 1;
+    args.plan.blk_request_slot[r] = is_sampled ? request.request_slot : -1;
   }
 
   /// The arrays with one entry per request.
@@ -159,9 +162,11 @@ struct CanvasDecode {
                                                  const DecodeRequest& request) {
     const BufferForward& forward = request.forward;
     const bool is_decoder = request.is_running && forward.has_sampling;
-    args.context_lens[r] = request.is_running ? request.state.context_len : 0;
-    args.valid_slices[r] = r * args.block_size + (request.is_running ? forward.num_valid_rows : 0);
-    args.mask_kinds[r] = static_cast<int32_t>(is_decoder ? MaskKind::kFull : MaskKind::kCausal);
+    args.plan.context_lens[r] = request.is_running ? request.state.context_len : 0;
+    args.plan.valid_slices[r] =
+        r * args.block_size + (request.is_running ? forward.num_valid_rows : 0);
+    args.plan.mask_kinds[r] =
+        static_cast<int32_t>(is_decoder ? MaskKind::kFull : MaskKind::kCausal);
   }
 };
 

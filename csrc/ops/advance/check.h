@@ -7,8 +7,6 @@
 
 namespace diffulex {
 
-[[nodiscard]] Status check_advance_decode(const AdvanceDecodeParams& params);
-
 /// Pointers and extents of checked arguments.
 [[nodiscard]] AdvanceArgs make_advance_args(const AdvanceDecodeParams& params);
 

@@ -44,7 +44,9 @@ struct DualCacheDecode {
       ++block.open_steps;
       has_failed =
           !diffulex::write_block(request, state, step.sub_idx, writes, tokens, &num_filled);
-      has_failed = apply_verdict(block, args.flags[blk], args.same_token_ratio[blk]) || has_failed;
+      has_failed =
+          apply_verdict(block, args.output.flags[blk], args.output.same_token_ratio[blk]) ||
+          has_failed;
       has_failed = has_failed || num_filled == 0;
     }
     ++request.limits.nfe;
@@ -64,7 +66,7 @@ struct DualCacheDecode {
     const TokenWindow tokens = window_of(scratch);
     bool has_failed = request.finish_reason == FinishReason::kError;
     if (request.dual_step.mode == DualCacheMode::kFinalCommit) {
-      const int64_t seed = args.pending_next_token[r];
+      const int64_t seed = args.output.pending_next_token[r];
       const bool is_token = seed >= 0 && seed <= 0x7fffffff;
       has_failed = has_failed || !is_token;
       if (is_token) {
@@ -91,18 +93,18 @@ struct DualCacheDecode {
     const int64_t row = int64_t{r} * num_rows + i;
     const bool is_valid = request.is_running && i < step.num_rows;
     const int32_t position = step.first_pos + i;
-    args.input_ids[row] = request.is_running ? request.rules.mask_token_id : 0;
+    args.plan.input_ids[row] = request.is_running ? request.rules.mask_token_id : 0;
     if (is_valid) {
-      args.input_ids[row] = dual_input_token(request.rules, request.state, request.dual_cache, step,
-                                             tokens, position);
+      args.plan.input_ids[row] = dual_input_token(request.rules, request.state, request.dual_cache,
+                                                  step, tokens, position);
     }
-    args.positions[row] = is_valid ? position : 0;
-    args.slot_mapping[row] = is_valid && step.is_stored ? cache_slot(args, r, position) : -1;
+    args.plan.positions[row] = is_valid ? position : 0;
+    args.plan.slot_mapping[row] = is_valid && step.is_stored ? cache_slot(args, r, position) : -1;
 
     const int32_t base = tokens.begin + 1;
     const bool is_wanted = is_open(request, tokens, base + i);
-    args.tokens[row] = tokens[base + i];
-    args.row_index[row] = is_wanted ? r * num_rows + dual_logits_row(step, base + i) : -1;
+    args.plan.blk_tokens[row] = tokens[base + i];
+    args.plan.blk_row_index[row] = is_wanted ? r * num_rows + dual_logits_row(step, base + i) : -1;
     const bool is_drawn =
         request.inv_temperature > 0.0F && is_valid && is_open(request, tokens, position + 1);
     write_draw(args, row, request, request.state.blocks[step.sub_idx], position + 1, is_drawn);
@@ -135,10 +137,10 @@ struct DualCacheDecode {
     const DualCacheStep& step = request.dual_step;
     const bool is_commit = request.is_running && step.mode == DualCacheMode::kFinalCommit;
     const bool is_cache_only = request.is_running && step.is_cache_only;
-    args.context_lens[r] = request.is_running ? step.context_len : 0;
-    args.valid_slices[r] = first_row + (request.is_running ? step.num_rows : 0);
-    args.seed_row[r] = is_commit ? first_row + step.num_rows - 1 : -1;
-    args.mask_kinds[r] =
+    args.plan.context_lens[r] = request.is_running ? step.context_len : 0;
+    args.plan.valid_slices[r] = first_row + (request.is_running ? step.num_rows : 0);
+    args.plan.seed_row[r] = is_commit ? first_row + step.num_rows - 1 : -1;
+    args.plan.mask_kinds[r] =
         static_cast<int32_t>(is_cache_only ? MaskKind::kCacheOnly : MaskKind::kBlockCausal);
   }
 };

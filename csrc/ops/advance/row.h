@@ -5,77 +5,34 @@
 
 #include "diffulex/core/decode_rules.h"
 #include "diffulex/core/philox.h"
+#include "diffulex/core/plan_layout.h"
 
 // One request of advance_decode, for host and device. A team of lanes shares the work: lane 0 runs
 // the rules, all lanes fill the arrays. On the host a team is one lane.
 
 namespace diffulex {
 
-/// Arrays of advance_decode; the shapes are those of AdvanceDecodeParams, all dense.
+/// Arrays and numbers of advance_decode.
 struct AdvanceArgs {
+  PlanArrays plan;
+  OutputArrays output;  // read only
   DecodeRequest* requests;
   int32_t* windows;
-  const int32_t* page_tables;
-  const int64_t* write_ids;
-  const int32_t* flags;
-  const float* same_token_ratio;
-  int64_t* input_ids;
-  int64_t* positions;
-  int32_t* slot_mapping;
-  int32_t* context_lens;
-  int32_t* valid_slices;
-  int64_t* tokens;
-  int32_t* row_index;
-  int32_t* editable_start;
-  int32_t* valid_len;
-  uint8_t* gate;
-  float* accept_threshold;
-  float* edit_threshold;  // or null
-  int32_t* open_steps;
-  int32_t* total_steps;
-  int32_t* post_edit_steps;
-  float* inv_temperature;
-  double* uniforms;
-  int32_t* top_k;
-  float* top_p;
-  float* min_p;
-  const uint8_t* merge_valid;  // or null, as the seven below
-  const int64_t* merge_ids;
-  const float* merge_probs;
-  const float* merge_residual;
-  uint8_t* row_merge_mask;
-  int64_t* row_merge_ids;
-  float* row_merge_probs;
-  float* row_merge_residual;
-  int32_t* last_row_index;  // or null, as logits_source: unshifted logits
-  int32_t* logits_source;
-  const int64_t* pending_next_token;  // or null, as seed_row: no dual cache
-  int32_t* seed_row;
-  int32_t* mask_kinds;   // or null: neither dual cache nor canvas
-  int64_t* prev_argmax;  // or null, as the seven below: no canvas
-  const int64_t* canvas_argmax;
-  int32_t* stable_run;
-  int32_t* steps_left;
-  int64_t* renoise_ids;
-  int32_t* block_slot;
-  uint8_t* row_pass_kind;
-  int32_t* row_self_cond;
-  int64_t page_table_stride;
   int32_t merge_top_k;  // K
   int32_t block_size;   // B
   int32_t buffer_size;  // N
   int32_t page_size;
-  int32_t first_saved_row;
+  int32_t max_pages_per_req;
+  int32_t first_saved_row;  // record saved for slot 0
   bool masked_rows_only;
   bool has_block_cache;
   bool is_entry;
-};
 
-/// Entries of a window over Q rows: the token before the buffer, those of the buffer, and the mask
-/// that ends every scan.
-[[nodiscard]] DIFFULEX_HOST_DEVICE constexpr int32_t window_len(int32_t num_rows) noexcept {
-  return num_rows + 2;
-}
+  /// Whether the row of a position predicts the next one.
+  [[nodiscard]] DIFFULEX_HOST_DEVICE bool is_shifted() const noexcept {
+    return plan.logits_source != nullptr;
+  }
+};
 
 /// What a team works on: the request and copies of what lane 0 reads position by position.
 struct RowScratch {
@@ -137,7 +94,8 @@ DIFFULEX_HOST_DEVICE inline int32_t finish_request(const AdvanceArgs& args, int3
     for (int32_t i = 0; i < state.num_valid; ++i) {
       if (state.blocks[i].status == BlockStatus::kActive) {
         const int32_t blk = r * rules.buffer_size + i;
-        has_failed = apply_verdict(state.blocks[i], args.flags[blk], args.same_token_ratio[blk]) ||
+        has_failed = apply_verdict(state.blocks[i], args.output.flags[blk],
+                                   args.output.same_token_ratio[blk]) ||
                      has_failed;
       }
     }
@@ -145,8 +103,7 @@ DIFFULEX_HOST_DEVICE inline int32_t finish_request(const AdvanceArgs& args, int3
   const Transitions transitions = close_buffer(rules, state, true);
   settle_buffer(rules, state, request.forward.has_sampling, tokens);
   const int32_t saved_pos = last_stored_pos(request.forward);
-  request.carry_pos =
-      args.last_row_index != nullptr && saved_pos >= 0 ? saved_pos : request.carry_pos;
+  request.carry_pos = args.is_shifted() && saved_pos >= 0 ? saved_pos : request.carry_pos;
   has_failed =
       has_failed || (request.forward.has_sampling && is_stuck(rules, transitions, num_filled));
   ++request.limits.nfe;
@@ -186,7 +143,7 @@ DIFFULEX_HOST_DEVICE inline void slide_window(const RowScratch& scratch, int32_t
 DIFFULEX_HOST_DEVICE inline bool is_row_wanted(const AdvanceArgs& args, const BlockRules& rules,
                                                const Block& block, int32_t rel, int32_t token) {
   const bool wants_all = !args.masked_rows_only || rules.is_editing;
-  if (wants_all && !rules.is_editing && args.last_row_index == nullptr) {
+  if (wants_all && !rules.is_editing && !args.is_shifted()) {
     return true;
   }
   return rel >= block.editable_start && (wants_all || token == rules.mask_token_id);
@@ -195,7 +152,8 @@ DIFFULEX_HOST_DEVICE inline bool is_row_wanted(const AdvanceArgs& args, const Bl
 /// Place of `position` of request r in the cache.
 DIFFULEX_HOST_DEVICE inline int32_t cache_slot(const AdvanceArgs& args, int32_t r,
                                                int32_t position) {
-  const int32_t page = args.page_tables[r * args.page_table_stride + position / args.page_size];
+  const int32_t page =
+      args.plan.page_tables[int64_t{r} * args.max_pages_per_req + position / args.page_size];
   // Without a page the host is not running ahead: it will plan the step itself.
   return page >= 0 ? page * args.page_size + position % args.page_size : -1;
 }
@@ -208,12 +166,12 @@ DIFFULEX_HOST_DEVICE inline void write_row(const AdvanceArgs& args, int32_t r, i
   const int64_t row = int64_t{r} * args.block_size * args.buffer_size + i;
   const bool is_valid = request.is_running && i < forward.num_valid_rows;
   const int32_t position = forward.first_pos + i;
-  args.input_ids[row] = request.is_running ? request.rules.mask_token_id : 0;
-  args.positions[row] = is_valid ? position : 0;
+  args.plan.input_ids[row] = request.is_running ? request.rules.mask_token_id : 0;
+  args.plan.positions[row] = is_valid ? position : 0;
   if (is_valid) {
-    args.input_ids[row] = scratch.window[1 + i];
+    args.plan.input_ids[row] = scratch.window[1 + i];
   }
-  args.slot_mapping[row] =
+  args.plan.slot_mapping[row] =
       is_valid && position < forward.store_end ? cache_slot(args, r, position) : -1;
 }
 
@@ -221,13 +179,13 @@ DIFFULEX_HOST_DEVICE inline void write_row(const AdvanceArgs& args, int32_t r, i
 DIFFULEX_HOST_DEVICE inline void write_draw(const AdvanceArgs& args, int64_t row,
                                             const DecodeRequest& request, const Block& block,
                                             int32_t position, bool is_drawn) {
-  args.inv_temperature[row] = is_drawn ? request.inv_temperature : 0.0F;
-  args.uniforms[row] =
+  args.plan.row_inv_temperature[row] = is_drawn ? request.inv_temperature : 0.0F;
+  args.plan.row_uniforms[row] =
       is_drawn ? philox_uniform(request.seed, position, block.total_steps - 1, RandomStream::kToken)
                : 0.5;
-  args.top_k[row] = is_drawn ? request.top_k : 0;
-  args.top_p[row] = is_drawn ? request.top_p : 1.0F;
-  args.min_p[row] = is_drawn ? request.min_p : 0.0F;
+  args.plan.row_top_k[row] = is_drawn ? request.top_k : 0;
+  args.plan.row_top_p[row] = is_drawn ? request.top_p : 1.0F;
+  args.plan.row_min_p[row] = is_drawn ? request.min_p : 0.0F;
 }
 
 /// The arrays of the sampler at position i of the buffer of request r.
@@ -241,7 +199,7 @@ DIFFULEX_HOST_DEVICE inline void write_sampler_row(const AdvanceArgs& args, int3
   const int32_t token = scratch.window[1 + i];
   const bool is_sampled_block =
       request.is_running && request.forward.has_sampling && block.status == BlockStatus::kActive;
-  const bool is_shifted = args.last_row_index != nullptr;
+  const bool is_shifted = args.is_shifted();
   const bool is_carried = is_shifted && i == 0;
   const bool is_wanted = is_sampled_block &&
                          is_row_wanted(args, request.rules, block, rel, token) &&
@@ -249,14 +207,15 @@ DIFFULEX_HOST_DEVICE inline void write_sampler_row(const AdvanceArgs& args, int3
   const bool is_drawn = is_wanted && request.inv_temperature > 0.0F;
   // Positions and rows correspond one to one here.
   const int64_t row = is_shifted ? (is_carried ? place + num_rows : place) - 1 : place;
-  args.tokens[place] = token;
-  args.row_index[place] = -1;
+  args.plan.blk_tokens[place] = token;
+  args.plan.blk_row_index[place] = -1;
   if (is_wanted) {
-    args.row_index[place] = is_carried && !is_drawn ? args.first_saved_row + request.request_slot
-                                                    : static_cast<int32_t>(row);
+    args.plan.blk_row_index[place] = is_carried && !is_drawn
+                                         ? args.first_saved_row + request.request_slot
+                                         : static_cast<int32_t>(row);
   }
   if (is_shifted) {
-    args.logits_source[row] = is_carried && is_drawn ? request.request_slot : -1;
+    args.plan.logits_source[row] = is_carried && is_drawn ? request.request_slot : -1;
   }
   write_draw(args, row, request, block, request.forward.first_pos + i, is_drawn);
 }
@@ -271,14 +230,15 @@ DIFFULEX_HOST_DEVICE inline void write_merge_row(const AdvanceArgs& args, int32_
   const int64_t from = row + shift;
   const int64_t top_k = args.merge_top_k;
   const bool is_known = request.is_running && i < request.forward.num_valid_rows &&
-                        i + shift < num_rows && args.merge_valid[from] != 0 &&
+                        i + shift < num_rows && args.output.merge_valid[from] != 0 &&
                         request.state.blocks[i / args.block_size].status == BlockStatus::kActive;
-  args.row_merge_mask[row] = is_known ? 1 : 0;
-  args.row_merge_residual[row] = is_known ? args.merge_residual[from] : 0.0F;
+  args.plan.merge_mask[row] = is_known ? 1 : 0;
+  args.plan.merge_residual[row] = is_known ? args.output.merge_residual[from] : 0.0F;
   for (int64_t k = 0; k < top_k; ++k) {
-    args.row_merge_ids[row * top_k + k] =
-        is_known ? args.merge_ids[from * top_k + k] : request.rules.mask_token_id;
-    args.row_merge_probs[row * top_k + k] = is_known ? args.merge_probs[from * top_k + k] : 0.0F;
+    args.plan.merge_topk_ids[row * top_k + k] =
+        is_known ? args.output.merge_topk_ids[from * top_k + k] : request.rules.mask_token_id;
+    args.plan.merge_topk_probs[row * top_k + k] =
+        is_known ? args.output.merge_topk_probs[from * top_k + k] : 0.0F;
   }
 }
 
@@ -288,22 +248,24 @@ DIFFULEX_HOST_DEVICE inline void write_sampler_block(const AdvanceArgs& args, in
                                                      bool has_gate) {
   const Block& block = request.state.blocks[i];
   const int32_t blk = r * args.buffer_size + i;
-  args.valid_len[blk] = is_sampled ? args.block_size : 0;
-  args.editable_start[blk] = is_sampled ? block.editable_start : 0;
-  args.gate[blk] = is_sampled && has_gate ? 1 : 0;
-  args.accept_threshold[blk] = request.accept_threshold;
-  if (args.edit_threshold != nullptr) {
-    args.edit_threshold[blk] = request.edit_threshold;
+  args.plan.blk_valid_len[blk] = is_sampled ? args.block_size : 0;
+  args.plan.blk_editable_start[blk] = is_sampled ? block.editable_start : 0;
+  args.plan.blk_force_top1[blk] = is_sampled && has_gate ? 1 : 0;
+  args.plan.blk_accept_threshold[blk] = request.accept_threshold;
+  if (args.plan.blk_edit_threshold != nullptr) {
+    args.plan.blk_edit_threshold[blk] = request.edit_threshold;
+    args.plan.blk_max_post_edit_steps[blk] = request.max_post_edit_steps;
+    args.plan.blk_penalty[blk] = request.penalty;
   }
-  args.open_steps[blk] = is_sampled ? block.open_steps : 0;
-  args.total_steps[blk] = is_sampled ? block.total_steps : 1;
-  args.post_edit_steps[blk] = is_sampled ? block.post_edit_steps : 0;
+  args.plan.blk_open_steps[blk] = is_sampled ? block.open_steps : 0;
+  args.plan.blk_total_steps[blk] = is_sampled ? block.total_steps : 1;
+  args.plan.blk_post_edit_steps[blk] = is_sampled ? block.post_edit_steps : 0;
 }
 
 /// Takes over the sampler's write to position i of the buffer.
 DIFFULEX_HOST_DEVICE inline void gather_write(const AdvanceArgs& args, int32_t r, int32_t i,
                                               const RowScratch& scratch) {
-  const int64_t token = args.write_ids[int64_t{r} * args.block_size * args.buffer_size + i];
+  const int64_t token = args.output.write_ids[int64_t{r} * args.block_size * args.buffer_size + i];
   scratch.writes[i] = token >= -1 && token <= 0x7fffffff ? static_cast<int32_t>(token) : kBadWrite;
 }
 
@@ -329,7 +291,7 @@ struct BufferDecode {
                                          const RowScratch& scratch) {
     write_row(args, r, i, scratch);
     write_sampler_row(args, r, i, scratch);
-    if (args.merge_valid != nullptr && !args.is_entry) {
+    if (args.output.merge_valid != nullptr && !args.is_entry) {
       write_merge_row(args, r, i, *scratch.shift, scratch);
     }
   }
@@ -346,11 +308,11 @@ struct BufferDecode {
                                                  const DecodeRequest& request) {
     const int32_t first_row = r * args.block_size * args.buffer_size;
     const BufferForward& forward = request.forward;
-    args.context_lens[r] = request.is_running ? request.state.context_len : 0;
-    args.valid_slices[r] = first_row + (request.is_running ? forward.num_valid_rows : 0);
-    if (args.last_row_index != nullptr) {
+    args.plan.context_lens[r] = request.is_running ? request.state.context_len : 0;
+    args.plan.valid_slices[r] = first_row + (request.is_running ? forward.num_valid_rows : 0);
+    if (args.is_shifted()) {
       const int32_t saved_pos = request.is_running ? last_stored_pos(forward) : -1;
-      args.last_row_index[r] = saved_pos >= 0 ? first_row + saved_pos - forward.first_pos : -1;
+      args.plan.last_row_index[r] = saved_pos >= 0 ? first_row + saved_pos - forward.first_pos : -1;
     }
   }
 };

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <string>
 
+#include "ops/checks.h"
 #include "ops/kv/check.h"
 #include "ops/shared/tensor_checks.h"
 

@@ -6,8 +6,6 @@
 
 namespace diffulex {
 
-[[nodiscard]] Status check_block_attention(const BlockAttentionParams& params);
-
 /// Shape facts of arguments that passed the checks.
 [[nodiscard]] AttentionShape attention_shape(const BlockAttentionParams& params);
 

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "ops/checks.h"
 #include "ops/shared/tensor_checks.h"
 
 namespace diffulex {

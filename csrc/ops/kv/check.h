@@ -31,8 +31,4 @@ struct KvCacheGeometry {
 [[nodiscard]] KvCacheGeometry kv_cache_geometry(const TensorRef& k_cache, KvLayout layout,
                                                 int64_t head_dim);
 
-[[nodiscard]] Status check_store_kv_cache(const StoreKvCacheParams& params);
-[[nodiscard]] Status check_load_kv_cache(const LoadKvCacheParams& params);
-[[nodiscard]] Status check_copy_kv_pages(const CopyKvPagesParams& params);
-
 }  // namespace diffulex

@@ -352,7 +352,7 @@ Status copy_kv_pages(const CopyKvPagesParams& params, const ExecContext& context
   return check_launch(kWhere);
 }
 
-Status prepare_kv_cache() {
+Status prepare_kv_cache(const ExecContext& /*context*/) {
   constexpr const char* kWhere = "diffulex::store_kv_cache";
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, copy_kernel<uint32_t>));
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, copy_kernel<uint16_t>));

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ops/linear/check.h"
-
 #include <cstdint>
 #include <string>
 
+#include "ops/checks.h"
 #include "ops/shared/tensor_checks.h"
 
 namespace diffulex {

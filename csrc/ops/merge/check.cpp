@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ops/merge/check.h"
-
 #include <cmath>
 #include <string>
 
+#include "ops/checks.h"
 #include "ops/shared/tensor_checks.h"
 
 namespace diffulex {

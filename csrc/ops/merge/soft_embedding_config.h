@@ -5,7 +5,9 @@
 //
 // The vocabulary is taken in chunks whose probabilities [R, columns] stay in the second-level
 // cache. A chunk is multiplied in row x column tiles; where these are too few for the device, the
-// depth is cut into splits whose sums are kept apart in fp32 and added in order at the end.
+// depth is cut into splits whose sums are kept apart in fp32 and added in order at the end. Both
+// depend on the number of rows; a batch-invariant product has the shortest chunks, whole, which
+// take no more memory.
 
 #include <cstddef>
 #include <cstdint>
@@ -30,7 +32,8 @@ struct SoftEmbeddingPlan {
 
 [[nodiscard]] constexpr SoftEmbeddingPlan soft_embedding_plan(int64_t num_rows, int64_t vocab_size,
                                                               int64_t hidden_size,
-                                                              DType embedding_dtype) {
+                                                              DType embedding_dtype,
+                                                              bool is_batch_invariant = false) {
   constexpr int64_t kChunkBytes = int64_t{32} << 20;
   constexpr int64_t kMinChunkColumns = 1024;
   // Two tiles per multiprocessor of a large device.
@@ -45,13 +48,13 @@ struct SoftEmbeddingPlan {
   }
   const int64_t row_bytes = num_rows * dtype_bytes(embedding_dtype);
   int64_t columns = kChunkBytes / row_bytes;
-  columns = columns < kMinChunkColumns ? kMinChunkColumns : columns;
+  columns = columns < kMinChunkColumns || is_batch_invariant ? kMinChunkColumns : columns;
   columns = columns > vocab_size ? vocab_size : columns;
   plan.chunk_columns = round_up(columns, kSoftTileDepth);
   const int64_t tiles = ((num_rows + kSoftTileRows - 1) / kSoftTileRows) *
                         ((hidden_size + kSoftTileColumns - 1) / kSoftTileColumns);
   const int64_t stages = plan.chunk_columns / kSoftTileDepth;
-  int64_t splits = kWantedTiles / tiles;
+  int64_t splits = is_batch_invariant ? 1 : kWantedTiles / tiles;
   splits = splits > kMaxSplits ? kMaxSplits : splits;
   splits = splits > stages ? stages : splits;
   plan.num_splits = static_cast<int32_t>(splits < 1 ? 1 : splits);

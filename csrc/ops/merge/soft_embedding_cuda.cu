@@ -380,6 +380,23 @@ Status launch_product(const ProductArgs& args, int32_t num_splits, cudaStream_t 
   return check_launch(kWhere);
 }
 
+/// What is the same in every chunk of the vocabulary.
+ProbabilityArgs probability_args(const SoftEmbeddingParams& params, const SoftEmbeddingPlan& plan,
+                                 const ExecContext& context) {
+  ProbabilityArgs probability{};
+  probability.logits_stride = params.logits.stride[0];
+  probability.lse = params.lse.as<const float>();
+  probability.lse_stride = params.lse.stride[0];
+  probability.inv_temperature =
+      params.inv_temperature.present() ? params.inv_temperature.as<const float>() : nullptr;
+  probability.row_valid =
+      params.row_valid.present() ? params.row_valid.as<const uint8_t>() : nullptr;
+  probability.out = static_cast<char*>(context.workspace);
+  probability.chunk_columns = plan.chunk_columns;
+  probability.softcap = params.softcap;
+  return probability;
+}
+
 template <typename T>
 Status run_chunks(const SoftEmbeddingParams& params, const SoftEmbeddingPlan& plan,
                   const ExecContext& context) {
@@ -392,17 +409,7 @@ Status run_chunks(const SoftEmbeddingParams& params, const SoftEmbeddingPlan& pl
     limit = limit < 0 ? 0 : (limit > vocab ? vocab : limit);
   }
   auto* workspace = static_cast<char*>(context.workspace);
-  ProbabilityArgs probability{};
-  probability.logits_stride = params.logits.stride[0];
-  probability.lse = params.lse.as<const float>();
-  probability.lse_stride = params.lse.stride[0];
-  probability.inv_temperature =
-      params.inv_temperature.present() ? params.inv_temperature.as<const float>() : nullptr;
-  probability.row_valid =
-      params.row_valid.present() ? params.row_valid.as<const uint8_t>() : nullptr;
-  probability.out = workspace;
-  probability.chunk_columns = plan.chunk_columns;
-  probability.softcap = params.softcap;
+  ProbabilityArgs probability = probability_args(params, plan, context);
   ProductArgs product{};
   product.probabilities = workspace;
   product.sums = reinterpret_cast<float*>(workspace + plan.probability_bytes);
@@ -454,14 +461,15 @@ Status soft_embedding(const SoftEmbeddingParams& params, const ExecContext& cont
     return make_error(StatusCode::kUnsupported, kWhere, ": logits: expected at most ", kMaxRows,
                       " rows on cuda, got ", num_rows);
   }
-  const SoftEmbeddingPlan plan = soft_embedding_plan(num_rows, params.logits.size[1],
-                                                     params.out.size[1], params.embedding.dtype);
+  const SoftEmbeddingPlan plan =
+      soft_embedding_plan(num_rows, params.logits.size[1], params.out.size[1],
+                          params.embedding.dtype, context.batch_invariant);
   return dispatch_dtype(kWhere, params.embedding.dtype, [&](auto tag) {
     return run_chunks<typename decltype(tag)::type>(params, plan, context);
   });
 }
 
-Status prepare_soft_embedding() {
+Status prepare_soft_embedding(const ExecContext& /*context*/) {
   DIFFULEX_RETURN_IF_ERROR(for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;
     DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, probability_kernel<float, T>));

@@ -325,7 +325,7 @@ Status token_merge_finalize(const TokenMergeFinalizeParams& params, const ExecCo
   return check_launch(kWhere);
 }
 
-Status prepare_token_merge() {
+Status prepare_token_merge(const ExecContext& /*context*/) {
   constexpr const char* kWhere = "diffulex::token_merge_embed";
   return for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;

@@ -155,6 +155,66 @@ Status bring_rows_together(const TensorRef& x, const TensorRef& slot_out,
   return launch_gather_rows(gather, context);
 }
 
+/// The grouping of the slots, in the scratch of the call.
+MoePermuteParams permute_into_scratch(const FusedMoeParams& params, const MoeScratch& scratch,
+                                      int64_t max_tiles, int32_t tile, const ExecContext& context) {
+  const int64_t num_slots = params.topk_ids.numel();
+  MoePermuteParams permute;
+  permute.num_local_experts = static_cast<int32_t>(params.w13.size[0]);
+  permute.tile = tile;
+  permute.topk_ids = params.topk_ids;
+  permute.expert_map = params.expert_map;
+  permute.sorted_slots = scratch_tensor(context, scratch.sorted_slots, DType::kI32, num_slots, 0);
+  permute.expert_offsets = scratch_tensor(context, scratch.expert_offsets, DType::kI32,
+                                          int64_t{permute.num_local_experts} + 1, 0);
+  permute.tile_expert = scratch_tensor(context, scratch.tile_expert, DType::kI32, max_tiles, 0);
+  permute.tile_start = scratch_tensor(context, scratch.tile_start, DType::kI32, max_tiles, 0);
+  permute.counters = scratch_tensor(context, scratch.counters, DType::kI32, 2, 0);
+  return permute;
+}
+
+/// `gemm` as the product of rows with gate and up, through the activation.
+ExpertGemm gate_up_gemm(ExpertGemm gemm, const TensorRef& x, const TensorRef& w13,
+                        const TensorRef& activated) {
+  gemm.is_gate_up = true;
+  gemm.rows = x.data;
+  gemm.row_map = RowMap::of(x);
+  set_weight(gemm, w13);
+  gemm.width = static_cast<int32_t>(activated.last());
+  gemm.out = activated.data;
+  gemm.out_map = RowMap::of(activated);
+  return gemm;
+}
+
+/// `gemm` as the product that comes back to the hidden size.
+ExpertGemm down_gemm(ExpertGemm gemm, const TensorRef& activated, const TensorRef& w2,
+                     const TensorRef& out) {
+  gemm.rows = activated.data;
+  gemm.row_map = RowMap::of(activated);
+  gemm.top_k = 1;
+  set_weight(gemm, w2);
+  gemm.width = static_cast<int32_t>(out.last());
+  gemm.out = out.data;
+  gemm.out_map = RowMap::of(out);
+  return gemm;
+}
+
+/// Zeroes the rows of `out` that belong to no expert.
+Status zero_other_rows(const char* where, const FusedExpertsPackedParams& params, int64_t num_rows,
+                       const ExecContext& context) {
+  const int64_t words = dtype_bytes(params.x.dtype) / 2;
+  ZeroArgs zero{};
+  zero.offsets = params.expert_offsets.as<const int32_t>();
+  zero.out = params.out.as<uint16_t>();
+  zero.out_stride = params.out.stride[0] * words;
+  zero.num_rows = num_rows;
+  zero.width = params.x.last() * words;
+  zero.num_local = static_cast<int32_t>(params.w13.size[0]);
+  const auto grid = static_cast<unsigned>(num_rows < 4096 ? num_rows : 4096);
+  zero_kernel<<<grid, kZeroThreads, 0, stream_of(context)>>>(zero);
+  return check_launch(where);
+}
+
 }  // namespace
 
 Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
@@ -178,17 +238,8 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
       fused_moe_scratch({params.x.size[0], top_k, num_local, hidden, width, dtype}, Device::kCuda);
   const int64_t max_tiles = moe_max_tiles(num_slots, num_local, kernels.tile);
 
-  MoePermuteParams permute;
-  permute.topk_ids = params.topk_ids;
-  permute.expert_map = params.expert_map;
-  permute.sorted_slots = scratch_tensor(context, scratch.sorted_slots, DType::kI32, num_slots, 0);
-  permute.expert_offsets =
-      scratch_tensor(context, scratch.expert_offsets, DType::kI32, int64_t{num_local} + 1, 0);
-  permute.tile_expert = scratch_tensor(context, scratch.tile_expert, DType::kI32, max_tiles, 0);
-  permute.tile_start = scratch_tensor(context, scratch.tile_start, DType::kI32, max_tiles, 0);
-  permute.counters = scratch_tensor(context, scratch.counters, DType::kI32, 2, 0);
-  permute.num_local_experts = num_local;
-  permute.tile = kernels.tile;
+  const MoePermuteParams permute =
+      permute_into_scratch(params, scratch, max_tiles, kernels.tile, context);
   const bool is_sorted_inside =
       kernels.path == MoePath::kWgmma && kernels.tile <= kMoeMaxSortingTile &&
       num_slots <= kMoeMaxSortedSlots && num_local <= kMoeMaxSortedExperts;
@@ -212,16 +263,9 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
     gemm.routes = slot_routes(params.topk_ids, params.expert_map, num_local);
   }
 
-  ExpertGemm gate_up = gemm;
-  gate_up.is_gate_up = true;
-  gate_up.rows = params.x.data;
-  gate_up.row_map = RowMap::of(params.x);
+  ExpertGemm gate_up = gate_up_gemm(gemm, params.x, params.w13, activated);
   gate_up.gather = permute.sorted_slots.as<const int32_t>();
   gate_up.top_k = top_k;
-  set_weight(gate_up, params.w13);
-  gate_up.width = static_cast<int32_t>(width);
-  gate_up.out = activated.data;
-  gate_up.out_map = RowMap::of(activated);
   if (params.weight_on_input) {
     gate_up.row_weights = params.topk_weights.as<const float>();
     gate_up.weight_slots = gate_up.gather;
@@ -232,14 +276,7 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   }
   DIFFULEX_RETURN_IF_ERROR(launch_gemm(kernels.path, dtype, gate_up, context));
 
-  ExpertGemm down = gemm;
-  down.rows = activated.data;
-  down.row_map = RowMap::of(activated);
-  down.top_k = 1;
-  set_weight(down, params.w2);
-  down.width = static_cast<int32_t>(hidden);
-  down.out = slot_out.data;
-  down.out_map = RowMap::of(slot_out);
+  ExpertGemm down = down_gemm(gemm, activated, params.w2, slot_out);
   down.scatter = permute.sorted_slots.as<const int32_t>();
   DIFFULEX_RETURN_IF_ERROR(launch_gemm(kernels.path, dtype, down, context));
 
@@ -286,17 +323,7 @@ Status fused_experts_packed(const FusedExpertsPackedParams& params, const ExecCo
   packed_tiles_kernel<<<1, kMoeSortThreads, 0, stream_of(context)>>>(tiles);
   DIFFULEX_RETURN_IF_ERROR(check_launch(kWhere));
   if (!is_batched) {
-    ZeroArgs zero{};
-    zero.offsets = tiles.offsets;
-    const int64_t words = dtype_bytes(dtype) / 2;
-    zero.out = params.out.as<uint16_t>();
-    zero.out_stride = params.out.stride[0] * words;
-    zero.num_rows = num_rows;
-    zero.width = hidden * words;
-    zero.num_local = num_local;
-    const auto grid = static_cast<unsigned>(num_rows < 4096 ? num_rows : 4096);
-    zero_kernel<<<grid, kZeroThreads, 0, stream_of(context)>>>(zero);
-    DIFFULEX_RETURN_IF_ERROR(check_launch(kWhere));
+    DIFFULEX_RETURN_IF_ERROR(zero_other_rows(kWhere, params, num_rows, context));
   }
 
   const TensorRef activated = scratch_tensor(context, scratch.activated, dtype, num_rows, width);
@@ -313,23 +340,9 @@ Status fused_experts_packed(const FusedExpertsPackedParams& params, const ExecCo
   gemm.act = params.act;
   gemm.is_streamed = kernels.is_streamed;
 
-  ExpertGemm gate_up = gemm;
-  gate_up.is_gate_up = true;
-  gate_up.rows = params.x.data;
-  gate_up.row_map = RowMap::of(params.x);
-  set_weight(gate_up, params.w13);
-  gate_up.width = static_cast<int32_t>(width);
-  gate_up.out = activated.data;
-  gate_up.out_map = RowMap::of(activated);
-  DIFFULEX_RETURN_IF_ERROR(launch_gemm(kernels.path, dtype, gate_up, context));
-
-  ExpertGemm down = gemm;
-  down.rows = activated.data;
-  down.row_map = RowMap::of(activated);
-  set_weight(down, params.w2);
-  down.width = static_cast<int32_t>(hidden);
-  down.out = params.out.data;
-  down.out_map = RowMap::of(params.out);
+  DIFFULEX_RETURN_IF_ERROR(launch_gemm(
+      kernels.path, dtype, gate_up_gemm(gemm, params.x, params.w13, activated), context));
+  ExpertGemm down = down_gemm(gemm, activated, params.w2, params.out);
   down.row_weights = params.row_weights.as<const float>();
   down.row_weight_stride = 1;
   return launch_gemm(kernels.path, dtype, down, context);

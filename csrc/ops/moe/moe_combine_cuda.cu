@@ -187,7 +187,7 @@ Status moe_combine(const MoeCombineParams& params, const ExecContext& context) {
                          context);
 }
 
-Status prepare_moe_combine() {
+Status prepare_moe_combine(const ExecContext& /*context*/) {
   constexpr const char* kWhere = "diffulex::moe_combine";
   return for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;

@@ -281,7 +281,7 @@ Status moe_permute(const MoePermuteParams& params, const ExecContext& context) {
   return launch_permute(kWhere, args, context);
 }
 
-Status prepare_moe_permute() {
+Status prepare_moe_permute(const ExecContext& /*context*/) {
   constexpr const char* kWhere = "diffulex::moe_permute";
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, permute_kernel<false>));
   return touch_kernel(kWhere, permute_kernel<true>);

@@ -179,7 +179,7 @@ Status router_gemm(const RouterGemmParams& params, const ExecContext& context) {
   });
 }
 
-Status prepare_router_gemm() {
+Status prepare_router_gemm(const ExecContext& /*context*/) {
   constexpr const char* kWhere = "diffulex::router_gemm";
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, router_mma_kernel<SmallRouterTile>));
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, router_mma_kernel<MediumRouterTile>));

@@ -11,7 +11,4 @@ namespace diffulex {
   return params.n_group > 1 && params.topk_group > 0 && params.topk_group < params.n_group;
 }
 
-[[nodiscard]] Status check_moe_topk(const MoeTopkParams& params);
-[[nodiscard]] Status check_router_gemm(const RouterGemmParams& params);
-
 }  // namespace diffulex

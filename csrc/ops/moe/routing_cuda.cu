@@ -262,7 +262,7 @@ Status moe_topk(const MoeTopkParams& params, const ExecContext& context) {
   });
 }
 
-Status prepare_routing() {
+Status prepare_routing(const ExecContext& /*context*/) {
   constexpr const char* kWhere = "diffulex::moe_topk";
   return for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;

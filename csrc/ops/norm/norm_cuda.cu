@@ -264,7 +264,7 @@ Status touch_widths(const char* where) {
 
 }  // namespace
 
-Status prepare_norm() {
+Status prepare_norm(const ExecContext& /*context*/) {
   constexpr const char* kWhere = "diffulex::rms_norm";
   return for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ops/rope/check.h"
+#include "ops/kv/check.h"
 
 #include <string>
 
-#include "ops/kv/check.h"
+#include "ops/checks.h"
 #include "ops/shared/tensor_checks.h"
 
 namespace diffulex {

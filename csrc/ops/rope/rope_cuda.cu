@@ -488,7 +488,7 @@ Status qk_norm_rope_store(const QkNormRopeParams& params, const ExecContext& con
   return run_rope(kWhere, params.qkv.dtype, args, params.positions, context);
 }
 
-Status prepare_rope() {
+Status prepare_rope(const ExecContext& /*context*/) {
   constexpr const char* kWhere = "diffulex::qk_norm_rope";
   DIFFULEX_RETURN_IF_ERROR(prepare_rope_stream());
   return for_each_dtype(kWhere, [](auto tag) {

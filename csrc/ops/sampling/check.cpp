@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ops/sampling/check.h"
-
 #include <cmath>
 #include <string>
 
+#include "ops/checks.h"
 #include "ops/sampling/token_stats_config.h"
 #include "ops/shared/tensor_checks.h"
 
@@ -78,8 +77,12 @@ Status check_row_vectors(const char* op, const TokenStatsParams& params, int64_t
                          std::to_string(params.forbidden_ids.size[0]));
     }
   }
+  DIFFULEX_RETURN_IF_ERROR(
+      check_pair(op, "penalties", params.penalties, "penalty_ids", params.penalty_ids));
   if (params.penalty_ids.present()) {
-    return ArgumentCheck(op, "penalty_ids", params.penalty_ids).matches({DType::kI64}, {num_rows});
+    DIFFULEX_RETURN_IF_ERROR(
+        ArgumentCheck(op, "penalty_ids", params.penalty_ids).matches({DType::kI64}, {num_rows}));
+    return ArgumentCheck(op, "penalties", params.penalties).matches({DType::kF32}, {num_rows});
   }
   return {};
 }
@@ -91,9 +94,6 @@ Status check_stats_scalars(const char* op, const TokenStatsParams& params) {
   if (!(std::isfinite(params.softcap) && params.softcap >= 0.0F)) {
     return scalar_error(op, "softcap", "a finite value >= 0", params.softcap);
   }
-  if (!std::isfinite(params.penalty)) {
-    return scalar_error(op, "penalty", "a finite value", params.penalty);
-  }
   if (params.exclusion != ExclusionMode::kExclude &&
       params.exclusion != ExclusionMode::kRenormalize && params.exclusion != ExclusionMode::kOff) {
     return scalar_error(op, "exclusion", "0 (exclude), 1 (renormalize) or 2 (off)",
@@ -101,46 +101,6 @@ Status check_stats_scalars(const char* op, const TokenStatsParams& params) {
   }
   if (params.vocab_start < 0) {
     return scalar_error(op, "vocab_start", "a value >= 0", params.vocab_start);
-  }
-  return {};
-}
-
-Status check_accept_rows(const char* op, const AcceptMaskFillParams& params) {
-  const ArgumentCheck ids_check(op, "ids", params.ids);
-  DIFFULEX_RETURN_IF_ERROR(ids_check.matches({DType::kI64}, {kAnyExtent}));
-  return ArgumentCheck(op, "stats", params.stats)
-      .matches({DType::kF32}, {params.ids.size[0], kTokenStatsColumns});
-}
-
-Status check_accept_scalars(const char* op, const AcceptMaskFillParams& params) {
-  const int32_t rule = static_cast<int32_t>(params.rule);
-  if (rule < static_cast<int32_t>(AcceptRule::kThreshold) ||
-      rule > static_cast<int32_t>(AcceptRule::kHierarchy)) {
-    return scalar_error(op, "rule",
-                        "0 (threshold), 1 (threshold_non_strict), 2 (static), 3 (dynamic), "
-                        "4 (sequential), 5 (factor), 6 (entropy_bound), 7 (leftmost_prefix) or "
-                        "8 (hierarchy)",
-                        rule);
-  }
-  const int32_t kind = static_cast<int32_t>(params.confidence_kind);
-  if (kind < static_cast<int32_t>(ConfidenceKind::kMaxProb) ||
-      kind > static_cast<int32_t>(ConfidenceKind::kNegEntropy)) {
-    return scalar_error(op, "confidence_kind", "0 (max_prob), 1 (margin) or 2 (neg_entropy)", kind);
-  }
-  if (params.mask_token_id < 0) {
-    return scalar_error(op, "mask_token_id", "a value >= 0", params.mask_token_id);
-  }
-  if (params.denoising_steps < 0) {
-    return scalar_error(op, "denoising_steps", "a value >= 0", params.denoising_steps);
-  }
-  if (std::isnan(params.factor)) {
-    return scalar_error(op, "factor", "a number", params.factor);
-  }
-  if (std::isnan(params.entropy_bound)) {
-    return scalar_error(op, "entropy_bound", "a number", params.entropy_bound);
-  }
-  if (std::isnan(params.low_threshold)) {
-    return scalar_error(op, "low_threshold", "a number", params.low_threshold);
   }
   return {};
 }
@@ -194,46 +154,6 @@ Status check_merge_token_stats(const MergeTokenStatsParams& params) {
                                .matches({DType::kI64}, {parts, num_rows, top_k}));
   return ArgumentCheck(kOp, "part_topk_vals", params.part_topk_vals)
       .matches({DType::kF32}, {parts, num_rows, top_k});
-}
-
-Status check_accept_mask_fill(const AcceptMaskFillParams& params) {
-  constexpr const char* kOp = "accept_mask_fill";
-  const ArgumentCheck tokens_check(kOp, "tokens", params.tokens);
-  DIFFULEX_RETURN_IF_ERROR(tokens_check.matches({DType::kI64}, {kAnyExtent, kAnyExtent}));
-  const int64_t num_blocks = params.tokens.size[0];
-  const int64_t block_size = params.tokens.size[1];
-  if (block_size < 1 || block_size > INT32_MAX) {
-    return tokens_check.error(StatusCode::kInvalidArgument, "at least one position per block",
-                              shape_text(params.tokens));
-  }
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "row_index", params.row_index)
-                               .matches({DType::kI32}, {num_blocks, block_size}));
-  const struct {
-    const char* name;
-    const TensorRef& tensor;
-    DType dtype;
-    bool required;
-  } vectors[] = {
-      {"editable_start", params.editable_start, DType::kI32, true},
-      {"valid_len", params.valid_len, DType::kI32, false},
-      {"gate", params.gate, DType::kU8, true},
-      {"accept_threshold", params.accept_threshold, DType::kF32, true},
-      {"open_steps", params.open_steps, DType::kI32, true},
-      {"masks_left", params.masks_left, DType::kI32, true},
-      {"flags", params.flags, DType::kI32, true},
-  };
-  for (const auto& vector : vectors) {
-    if (vector.required || vector.tensor.present()) {
-      DIFFULEX_RETURN_IF_ERROR(
-          ArgumentCheck(kOp, vector.name, vector.tensor).matches({vector.dtype}, {num_blocks}));
-    }
-  }
-  DIFFULEX_RETURN_IF_ERROR(check_accept_rows(kOp, params));
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "write_ids", params.write_ids)
-                               .matches({DType::kI64}, {num_blocks, block_size}));
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "confidence", params.confidence)
-                               .matches({DType::kF32}, {num_blocks, block_size}));
-  return check_accept_scalars(kOp, params);
 }
 
 }  // namespace diffulex

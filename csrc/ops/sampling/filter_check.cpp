@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ops/sampling/filter_check.h"
-
 #include <cmath>
 #include <string>
 
+#include "ops/checks.h"
 #include "ops/sampling/token_stats_config.h"
 #include "ops/shared/tensor_checks.h"
 

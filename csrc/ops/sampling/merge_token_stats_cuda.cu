@@ -183,7 +183,7 @@ Status merge_token_stats(const MergeTokenStatsParams& params, const ExecContext&
   return check_launch(kWhere);
 }
 
-Status prepare_merge_token_stats() {
+Status prepare_merge_token_stats(const ExecContext& /*context*/) {
   return touch_kernel("diffulex::merge_token_stats", merge_kernel);
 }
 

@@ -261,7 +261,7 @@ Status sample_filtered(const SampleFilteredParams& params, const ExecContext& co
   });
 }
 
-Status prepare_sample_filtered() {
+Status prepare_sample_filtered(const ExecContext& /*context*/) {
   DIFFULEX_RETURN_IF_ERROR(for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;
     return touch_kernel(kWhere, filter_kernel<T>);

@@ -317,7 +317,7 @@ ChunkArgs::ChunkArgs(const StatsContext& stats, const StatsRow& row, int64_t chu
   }
   args_.dtype = params.logits.dtype;
   args_.exclusion = params.exclusion;
-  args_.penalty = params.penalty;
+  args_.penalty = row.penalty;
   args_.softcap = params.softcap;
   args_.inv_temperature = row.inv_temperature;
 }

@@ -27,6 +27,7 @@ struct StatsContext {
 struct StatsRow {
   const char* logits = nullptr;  // null = empty row
   int64_t penalty_column = -1;
+  float penalty = 0.0F;
   float inv_temperature = 0.0F;
   double uniform = 0.0;
 };

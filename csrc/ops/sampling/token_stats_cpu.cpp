@@ -24,6 +24,10 @@ constexpr int64_t kRowBatch = 64;
 // Chunks a thread should take at least (about 10 us of work).
 constexpr int64_t kChunkGrain = 8;
 
+float penalty_at(const TokenStatsParams& params, int64_t row) {
+  return params.penalties.as<const float>()[row * params.penalties.stride[0]];
+}
+
 Status check_rows(const TokenStatsParams& params) {
   const int64_t stored = params.logits.size[0];
   const int64_t extra = params.extra_logits.present() ? params.extra_logits.size[0] : 0;
@@ -40,6 +44,11 @@ Status check_rows(const TokenStatsParams& params) {
     // A shard sees ids of other shards; a whole vocabulary does not.
     if (!params.partial && id >= vocab_end) {
       return data_error(kOp, "penalty_ids", row, "an id below " + std::to_string(vocab_end), id);
+    }
+    const float penalty = penalty_at(params, row);
+    if (!std::isfinite(penalty)) {
+      return make_error(StatusCode::kOutOfRange, "diffulex::", kOp, ": penalties[", row,
+                        "]: expected a finite value, got ", penalty);
     }
   }
   return {};
@@ -78,6 +87,7 @@ StatsRow make_row(const TokenStatsParams& params, int64_t row) {
   if (params.penalty_ids.present()) {
     const int64_t id = index_at(params.penalty_ids, row);
     result.penalty_column = id >= params.vocab_start ? id - params.vocab_start : -1;
+    result.penalty = penalty_at(params, row);
   }
   if (params.inv_temperature.present()) {
     result.inv_temperature =

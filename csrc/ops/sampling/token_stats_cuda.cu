@@ -113,6 +113,7 @@ TokenStatsArgs make_args(const TokenStatsParams& params, const ExecContext& cont
   }
   if (params.penalty_ids.present()) {
     args.penalty_ids = params.penalty_ids.as<const int64_t>();
+    args.penalties = params.penalties.as<const float>();
   }
   args.ids = params.ids.as<int64_t>();
   args.stats = params.stats.as<float>();
@@ -131,7 +132,6 @@ TokenStatsArgs make_args(const TokenStatsParams& params, const ExecContext& cont
   args.vocab_start = params.vocab_start;
   args.vocab_limit = params.vocab_limit < 0 ? INT64_MAX : params.vocab_limit;
   args.softcap = params.softcap;
-  args.penalty = params.penalty;
   args.exclusion = static_cast<int32_t>(params.exclusion);
   args.is_partial = params.partial;
   return args;
@@ -183,7 +183,7 @@ Status token_stats(const TokenStatsParams& params, const ExecContext& context) {
   });
 }
 
-Status prepare_token_stats() {
+Status prepare_token_stats(const ExecContext& /*context*/) {
   DIFFULEX_RETURN_IF_ERROR(for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;
     DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, chunk_kernel<T, false>));

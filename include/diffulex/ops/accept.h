@@ -21,24 +21,24 @@ namespace diffulex {
 /// one at least, if the gate is open), decoded positions take a different proposal above
 /// edit_threshold. All writes are simultaneous.
 struct AcceptEditParams {
-  TensorRef tokens;            // [Nb, B] int64, current content
-  TensorRef row_index;         // [Nb, B] int32 into ids/stats, -1 = no row this step
-  TensorRef editable_start;    // [Nb] int32
-  TensorRef valid_len;         // [Nb] int32 or absent (= B); 0 = padding entry
-  TensorRef gate;              // [Nb] uint8, 1 = the best position may be forced
-  TensorRef accept_threshold;  // [Nb] float32, of open positions
-  TensorRef edit_threshold;    // [Nb] float32, of decoded positions
-  TensorRef open_steps;        // [Nb] int32, earlier sampler steps with an open gate
-  TensorRef post_edit_steps;   // [Nb] int32, earlier sampler steps without an open position
-  TensorRef ids;               // [R] int64 proposals of token_stats
-  TensorRef stats;             // [R, kTokenStatsColumns] float32
-  TensorRef write_ids;         // [Nb, B] int64 out, -1 = unchanged
+  TensorRef tokens;               // [Nb, B] int64, current content
+  TensorRef row_index;            // [Nb, B] int32 into ids/stats, -1 = no row this step
+  TensorRef editable_start;       // [Nb] int32
+  TensorRef valid_len;            // [Nb] int32 or absent (= B); 0 = padding entry
+  TensorRef gate;                 // [Nb] uint8, 1 = the best position may be forced
+  TensorRef accept_threshold;     // [Nb] float32, of open positions
+  TensorRef edit_threshold;       // [Nb] float32, of decoded positions
+  TensorRef open_steps;           // [Nb] int32, earlier sampler steps with an open gate
+  TensorRef post_edit_steps;      // [Nb] int32, earlier sampler steps without an open position
+  TensorRef max_post_edit_steps;  // [Nb] int32, >= 0: after so many of them the block ends
+  TensorRef ids;                  // [R] int64 proposals of token_stats
+  TensorRef stats;                // [R, kTokenStatsColumns] float32
+  TensorRef write_ids;            // [Nb, B] int64 out, -1 = unchanged
   TensorRef confidence;  // [Nb, B] float32 out, p of the proposal at editable positions, else 0
   TensorRef masks_left;  // [Nb] int32 out, open positions after the writes
   TensorRef flags;       // [Nb] int32 out, AcceptFlag bits
   TensorRef same_token_ratio;  // [Nb] float32 out, share of decoded positions proposed unchanged
   int64_t mask_token_id = 0;
-  int32_t max_post_edit_steps = 0;
   ConfidenceKind confidence_kind = ConfidenceKind::kMaxProb;
   bool raw_confidence = true;  // compare the probability at temperature 1
 };

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "diffulex/core/accept_rules.h"
 #include "diffulex/core/status.h"
 #include "diffulex/export.h"
 #include "diffulex/ops/exec_context.h"
@@ -18,19 +19,6 @@ enum class ExclusionMode : int32_t {
   kOff = 2,          // an ordinary candidate
 };
 
-/// Columns of the `stats` output of token_stats, all float32, at the row's temperature.
-enum TokenStatsColumn : int32_t {
-  kStatsConfidence = 0,     // probability of the chosen id
-  kStatsMaxProb = 1,        // probability of the most likely candidate
-  kStatsSecondProb = 2,     // probability of the second candidate, 0 if there is none
-  kStatsEntropy = 3,        // -sum p ln p over the normaliser, nats
-  kStatsLogSumExp = 4,      // natural log of the normaliser
-  kStatsMaxLogit = 5,       // logit of the most likely candidate, before the temperature
-  kStatsRawConfidence = 6,  // probability of the chosen id at temperature 1
-  kStatsBadCount = 7,       // number of NaN or infinite logits in the row
-  kTokenStatsColumns = 8,
-};
-
 /// Arguments of `diffulex::token_stats`. N stored rows, R result rows, V columns.
 /// Ties of the greedy choice go to the lowest id; a draw is the inverse CDF in id order.
 struct TokenStatsParams {
@@ -41,13 +29,13 @@ struct TokenStatsParams {
   TensorRef uniforms;         // [R] float64 in (0, 1); required with inv_temperature
   TensorRef forbidden_ids;    // [<= 8] int64, negative entries ignored; or absent
   TensorRef penalty_ids;      // [R] int64, -1 = none; or absent
+  TensorRef penalties;        // [R] float32, subtracted from the logit of penalty_ids[r]; with them
   TensorRef ids;              // [R] int64 out, -1 where no candidate is finite
   TensorRef stats;            // [R, kTokenStatsColumns] float32 out, zeros where ids is -1
   TensorRef topk_ids;         // [R, Kt] int64 out or absent, candidates, descending, Kt <= 64
   TensorRef topk_probs;       // [R, Kt] float32 out, present exactly with topk_ids
   int64_t vocab_limit = -1;   // global ids at or past it are forbidden; -1 = none
   float softcap = 0.0F;       // 0 = off
-  float penalty = 0.0F;       // subtracted from the logit of penalty_ids[r]
   ExclusionMode exclusion = ExclusionMode::kExclude;
   int64_t vocab_start = 0;  // global id of column 0 (vocabulary shards)
   bool partial = false;     // write mergeable records instead; greedy rows only
@@ -111,36 +99,17 @@ struct EntropyBoundMaskParams {
   float bound = 0.0F;  // negative accepts all
 };
 
-/// Which open positions a step accepts.
-enum class AcceptRule : int32_t {
-  kThreshold = 0,           // p > tau, else the best one if the gate is open
-  kThresholdNonStrict = 1,  // p >= tau, else the best one if the gate is open
-  kStatic = 2,              // the k_s best
-  kDynamic = 3,             // those above tau if at least k_s, else the k_s best
-  kSequential = 4,          // the first k_s
-  kFactor = 5,              // largest n with (n + 1)(1 - p(n)) < factor
-  kEntropyBound = 6,        // ascending entropy while the exclusive prefix sum <= bound
-  kLeftmostPrefix = 7,      // from the left while p >= tau, the first one at least
-  kHierarchy = 8,           // p > tau, the best of each run of masks above low_threshold, the best
-};
-
-/// What ranks positions (never compared with the threshold).
-enum class ConfidenceKind : int32_t { kMaxProb = 0, kMargin = 1, kNegEntropy = 2 };
-
-/// Bits of the `flags` output of the acceptance ops.
+/// Bits of the `flags` output of the acceptance ops; the values are those of SamplerFlag.
 enum AcceptFlag : int32_t {
-  kAcceptCommittable = 1,
-  kAcceptSameAsPrevious = 2,
-  kAcceptAllConfident = 4,
-  kAcceptProgressed = 8,
-  kAcceptTimedOut = 16,
-  kAcceptBadLogits = 32,
-  kAcceptSkipped = 64,
-  kAcceptConverged = 128,
+  kAcceptCommittable = kSamplerCommittable,
+  kAcceptSameAsPrevious = kSamplerSameAsPrevious,
+  kAcceptAllConfident = kSamplerAllConfident,
+  kAcceptProgressed = kSamplerProgressed,
+  kAcceptTimedOut = kSamplerTimedOut,
+  kAcceptBadLogits = kSamplerBadLogits,
+  kAcceptSkipped = kSamplerSkipped,
+  kAcceptConverged = kSamplerConverged,
 };
-
-/// Largest number of positions of a block in the acceptance ops.
-inline constexpr int64_t kMaxAcceptPositions = 1024;
 
 /// Arguments of `diffulex::accept_mask_fill`. Nb blocks of B positions, R statistics rows.
 struct AcceptMaskFillParams {

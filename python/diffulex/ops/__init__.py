@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functional face of `torch.ops.diffulex`: allocates outputs and scratch, then calls the op.
 
-One module per op family, each with pure torch twins (`*_reference`) for debugging. Inference only:
-everything runs under `torch.no_grad`.
+One module per op family: its wrappers and, below them, its fake kernels. Inference only: everything runs
+under `torch.no_grad`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ if not diffulex_ext.has_ops:
         "and a torch that loads it, got neither or DIFFULEX_NO_TORCH=1"
     )
 
+from diffulex.ops import advance as advance  # a fake without a wrapper
+from diffulex.ops.acceptance import AcceptResult as AcceptResult
 from diffulex.ops.acceptance import DmaxResult as DmaxResult
 from diffulex.ops.acceptance import EditResult as EditResult
 from diffulex.ops.acceptance import GemmaResult as GemmaResult
 from diffulex.ops.acceptance import accept_dmax as accept_dmax
 from diffulex.ops.acceptance import accept_edit as accept_edit
 from diffulex.ops.acceptance import accept_gemma as accept_gemma
+from diffulex.ops.acceptance import accept_mask_fill as accept_mask_fill
 from diffulex.ops.activation import Activation as Activation
 from diffulex.ops.activation import act_and_mul as act_and_mul
 from diffulex.ops.attention import MASK_ANCHOR_BIT as MASK_ANCHOR_BIT
@@ -49,6 +52,17 @@ from diffulex.ops.moe import new_fused_moe_workspace as new_fused_moe_workspace
 from diffulex.ops.norm import add_rms_norm as add_rms_norm
 from diffulex.ops.norm import rms_norm as rms_norm
 from diffulex.ops.norm import rms_norm_add as rms_norm_add
+from diffulex.ops.quantize import INT4_ZERO as INT4_ZERO
+from diffulex.ops.quantize import QUANT_GROUP as QUANT_GROUP
+from diffulex.ops.quantize import QuantizedRows as QuantizedRows
+from diffulex.ops.quantize import WeightScheme as WeightScheme
+from diffulex.ops.quantize import linear_scaled as linear_scaled
+from diffulex.ops.quantize import linear_w4a16 as linear_w4a16
+from diffulex.ops.quantize import pack_int8 as pack_int8
+from diffulex.ops.quantize import quantize_rows as quantize_rows
+from diffulex.ops.quantize import quantize_weight as quantize_weight
+from diffulex.ops.quantize import unpack_int8 as unpack_int8
+from diffulex.ops.quantize import weight_parts as weight_parts
 from diffulex.ops.rope import qk_norm_rope as qk_norm_rope
 from diffulex.ops.rope import qk_norm_rope_store as qk_norm_rope_store
 from diffulex.ops.rope import rotary_embedding as rotary_embedding
@@ -58,7 +72,6 @@ from diffulex.ops.routing import Routing as Routing
 from diffulex.ops.routing import moe_topk as moe_topk
 from diffulex.ops.routing import router_gemm as router_gemm
 from diffulex.ops.sampling import AcceptFlag as AcceptFlag
-from diffulex.ops.sampling import AcceptResult as AcceptResult
 from diffulex.ops.sampling import AcceptRule as AcceptRule
 from diffulex.ops.sampling import ConfidenceKind as ConfidenceKind
 from diffulex.ops.sampling import ConfidenceSpace as ConfidenceSpace
@@ -66,11 +79,11 @@ from diffulex.ops.sampling import ExclusionMode as ExclusionMode
 from diffulex.ops.sampling import FilterOrder as FilterOrder
 from diffulex.ops.sampling import StatsColumn as StatsColumn
 from diffulex.ops.sampling import TokenStats as TokenStats
-from diffulex.ops.sampling import accept_mask_fill as accept_mask_fill
 from diffulex.ops.sampling import entropy_bound_mask as entropy_bound_mask
 from diffulex.ops.sampling import merge_token_stats as merge_token_stats
 from diffulex.ops.sampling import sample_filtered as sample_filtered
 from diffulex.ops.sampling import token_stats as token_stats
+from diffulex.ops.settled import batch_invariant as batch_invariant
 from diffulex.ops.settled import settled_weights as settled_weights
 from diffulex.ops.soft_embedding import soft_embedding as soft_embedding
 from diffulex.ops.token_merge import MergeKind as MergeKind

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance of the samplers that rewrite decoded positions.
+"""Acceptance: which positions of a block take their proposal, and which are rewritten.
 
 Symbols: R statistics rows, Nb blocks of B <= 1024 positions. Editable positions of a block are those
 in [editable_start, valid_len). A block in which one of them has no row takes no writes
@@ -8,14 +8,29 @@ in [editable_start, valid_len). A block in which one of them has no row takes no
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from diffulex.ops.sampling import ConfidenceKind
+from diffulex.ops.fakes import FLOAT32, INT32, INT64, UINT8, FakeArguments, fake
+from diffulex.ops.sampling import AcceptRule, ConfidenceKind, StatsColumn
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class AcceptResult(NamedTuple):
+    """Result of `accept_mask_fill`."""
+
+    write_ids: Tensor
+    """[Nb, B] int64, -1 = unchanged."""
+    confidence: Tensor
+    """[Nb, B] float32, probability of the proposal at open positions, else 0."""
+    masks_left: Tensor
+    """[Nb] int32, open positions after the writes."""
+    flags: Tensor
+    """[Nb] int32, AcceptFlag bits."""
 
 
 class EditResult(NamedTuple):
@@ -78,6 +93,75 @@ def _vector(tokens: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
+def accept_mask_fill(
+    tokens: Tensor,
+    row_index: Tensor,
+    editable_start: Tensor,
+    gate: Tensor,
+    accept_threshold: Tensor,
+    open_steps: Tensor,
+    ids: Tensor,
+    stats: Tensor,
+    *,
+    mask_token_id: int,
+    valid_len: Tensor | None = None,
+    rule: int = AcceptRule.THRESHOLD,
+    confidence_kind: int = ConfidenceKind.MAX_PROB,
+    raw_confidence: bool = False,
+    denoising_steps: int = 0,
+    force_accept_last_step: bool = False,
+    factor: float = 1.0,
+    entropy_bound: float = 0.0,
+    low_threshold: float = 0.0,
+    out: AcceptResult | None = None,
+) -> AcceptResult:
+    """Decides which masked positions of each block take their proposal.
+
+    Args:
+        tokens: [Nb, B] int64 current content.
+        row_index: [Nb, B] int32 rows of `ids` and `stats`, -1 = no row this step.
+        editable_start: [Nb] int32, first writable position.
+        gate: [Nb] uint8, 1 = positions may be accepted without passing the threshold.
+        accept_threshold: [Nb] float32.
+        open_steps: [Nb] int32, earlier sampler steps with an open gate.
+        valid_len: [Nb] int32 end of the block's content; None = B, 0 = padding entry.
+        denoising_steps: S of the schedule; 0 = B.
+        low_threshold: of the best position of each run of masks under HIERARCHY.
+        out: tensors to fill; None allocates them.
+    """
+    if out is None:
+        num_blocks = tokens.shape[0]
+        out = AcceptResult(
+            torch.empty(tokens.shape, dtype=torch.int64, device=tokens.device),
+            torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device),
+            torch.empty(num_blocks, dtype=torch.int32, device=tokens.device),
+            torch.empty(num_blocks, dtype=torch.int32, device=tokens.device),
+        )
+    torch.ops.diffulex.accept_mask_fill(
+        tokens,
+        row_index,
+        editable_start,
+        valid_len,
+        gate,
+        accept_threshold,
+        open_steps,
+        ids,
+        stats,
+        *out,
+        mask_token_id=mask_token_id,
+        rule=int(rule),
+        confidence_kind=int(confidence_kind),
+        raw_confidence=raw_confidence,
+        denoising_steps=denoising_steps,
+        force_accept_last_step=force_accept_last_step,
+        factor=factor,
+        entropy_bound=entropy_bound,
+        low_threshold=low_threshold,
+    )
+    return out
+
+
+@torch.no_grad()
 def accept_edit(
     tokens: Tensor,
     row_index: Tensor,
@@ -87,11 +171,11 @@ def accept_edit(
     edit_threshold: Tensor,
     open_steps: Tensor,
     post_edit_steps: Tensor,
+    max_post_edit_steps: Tensor,
     ids: Tensor,
     stats: Tensor,
     *,
     mask_token_id: int,
-    max_post_edit_steps: int,
     valid_len: Tensor | None = None,
     confidence_kind: int = ConfidenceKind.MAX_PROB,
     raw_confidence: bool = True,
@@ -111,9 +195,9 @@ def accept_edit(
         edit_threshold: [Nb] float32, of decoded positions.
         open_steps: [Nb] int32, earlier sampler steps with an open gate.
         post_edit_steps: [Nb] int32, earlier sampler steps that began without a mask.
+        max_post_edit_steps: [Nb] int32, mask-free steps after which the block commits; B more open
+            steps than that force all masks (`AcceptFlag.TIMED_OUT`).
         valid_len: [Nb] int32 end of the block's content; None = B, 0 = padding entry.
-        max_post_edit_steps: mask-free steps after which the block commits; B more open steps than
-            that force all masks (`AcceptFlag.TIMED_OUT`).
         raw_confidence: compare the probability at temperature 1.
         out: tensors to fill; None allocates them.
     """
@@ -135,11 +219,11 @@ def accept_edit(
         edit_threshold,
         open_steps,
         post_edit_steps,
+        max_post_edit_steps,
         ids,
         stats,
         *out,
         mask_token_id=mask_token_id,
-        max_post_edit_steps=max_post_edit_steps,
         confidence_kind=int(confidence_kind),
         raw_confidence=raw_confidence,
     )
@@ -282,3 +366,141 @@ def accept_gemma(
         confidence_threshold=confidence_threshold,
     )
     return out
+
+
+_MAX_POSITIONS = 1024
+
+
+@fake("accept_mask_fill")
+def _accept_mask_fill(arguments: FakeArguments, tokens: Tensor, ids: Tensor) -> None:
+    arguments.check("tokens", INT64, (None, None))
+    num_blocks = tokens.shape[0]
+    arguments.check("row_index", INT32, tokens.shape)
+    arguments.check("editable_start", INT32, (num_blocks,))
+    arguments.check("valid_len", INT32, (num_blocks,))
+    arguments.check("gate", UINT8, (num_blocks,))
+    arguments.check("accept_threshold", FLOAT32, (num_blocks,))
+    arguments.check("open_steps", INT32, (num_blocks,))
+    arguments.check("ids", INT64, (None,))
+    arguments.check("stats", FLOAT32, (ids.shape[0], len(StatsColumn)))
+    arguments.check("write_ids", INT64, tokens.shape)
+    arguments.check("confidence", FLOAT32, tokens.shape)
+    arguments.check("masks_left", INT32, (num_blocks,))
+    arguments.check("flags", INT32, (num_blocks,))
+    arguments.choice("rule", 8)
+    arguments.choice("confidence_kind", 2)
+    arguments.at_least("denoising_steps", 0)
+
+
+def _check_blocks(arguments: FakeArguments, tokens: Tensor) -> None:
+    arguments.check("tokens", INT64, (None, None))
+    block_size = tokens.shape[1]
+    expected = f"blocks of 1 to {_MAX_POSITIONS} positions"
+    arguments.require("tokens", block_size >= 1, expected, list(tokens.shape))
+    arguments.require("tokens", block_size <= _MAX_POSITIONS, expected, list(tokens.shape))
+    arguments.check("valid_len", INT32, (tokens.shape[0],))
+
+
+def _check_rows(arguments: FakeArguments, tokens: Tensor, ids: Tensor) -> None:
+    arguments.check("row_index", INT32, tokens.shape)
+    arguments.check("ids", INT64, (None,))
+    arguments.check("stats", FLOAT32, (ids.shape[0], len(StatsColumn)))
+
+
+@fake("accept_edit")
+def _accept_edit(arguments: FakeArguments, tokens: Tensor, ids: Tensor) -> None:
+    _check_blocks(arguments, tokens)
+    _check_rows(arguments, tokens, ids)
+    num_blocks = tokens.shape[0]
+    arguments.check("editable_start", INT32, (num_blocks,))
+    arguments.check("gate", UINT8, (num_blocks,))
+    arguments.check("accept_threshold", FLOAT32, (num_blocks,))
+    arguments.check("edit_threshold", FLOAT32, (num_blocks,))
+    arguments.check("open_steps", INT32, (num_blocks,))
+    arguments.check("post_edit_steps", INT32, (num_blocks,))
+    arguments.check("max_post_edit_steps", INT32, (num_blocks,))
+    arguments.check("write_ids", INT64, tokens.shape)
+    arguments.check("confidence", FLOAT32, tokens.shape)
+    arguments.check("masks_left", INT32, (num_blocks,))
+    arguments.check("flags", INT32, (num_blocks,))
+    arguments.check("same_token_ratio", FLOAT32, (num_blocks,))
+    arguments.at_least("mask_token_id", 0)
+    arguments.choice("confidence_kind", 2)
+
+
+@fake("accept_dmax")
+def _accept_dmax(
+    arguments: FakeArguments,
+    tokens: Tensor,
+    ids: Tensor,
+    argmax_ids: Tensor | None,
+    topk_ids: Tensor | None,
+    merge_valid: Tensor | None,
+    merge_ids: Tensor | None,
+) -> None:
+    _check_blocks(arguments, tokens)
+    _check_rows(arguments, tokens, ids)
+    num_blocks = tokens.shape[0]
+    arguments.check("editable_start", INT32, (num_blocks,))
+    arguments.check("gate", UINT8, (num_blocks,))
+    arguments.check("accept_threshold", FLOAT32, (num_blocks,))
+    arguments.check("open_steps", INT32, (num_blocks,))
+    arguments.paired("topk_probs", "topk_ids", topk_ids is not None)
+    arguments.check("argmax_ids", INT64, (ids.shape[0],))
+    if argmax_ids is not None:
+        arguments.require("topk_ids", topk_ids is not None, "a tensor with argmax_ids", "none")
+    listed = 1
+    if topk_ids is not None:
+        arguments.check("topk_ids", INT64, (ids.shape[0], None))
+        listed = topk_ids.shape[1]
+        arguments.require("topk_ids", listed >= 1, "at least one column", list(topk_ids.shape))
+        arguments.check("topk_probs", FLOAT32, topk_ids.shape)
+    arguments.check("write_ids", INT64, tokens.shape)
+    arguments.check("confidence", FLOAT32, tokens.shape)
+    arguments.check("masks_left", INT32, (num_blocks,))
+    arguments.check("flags", INT32, (num_blocks,))
+    arguments.check("same_token_ratio", FLOAT32, (num_blocks,))
+    has_merge = merge_valid is not None
+    arguments.check("merge_valid", UINT8, tokens.shape)
+    arguments.paired("merge_ids", "merge_valid", has_merge)
+    arguments.paired("merge_probs", "merge_valid", has_merge)
+    arguments.paired("merge_residual", "merge_valid", has_merge)
+    if merge_ids is not None:
+        arguments.check("merge_ids", INT64, (*tokens.shape, None))
+        count = merge_ids.shape[2]
+        expected = f"1 to {listed} entries per position (the columns of topk_ids, 1 without)"
+        arguments.require("merge_ids", count >= 1, expected, count)
+        arguments.require("merge_ids", count <= listed, expected, count)
+        arguments.check("merge_probs", FLOAT32, merge_ids.shape)
+        arguments.check("merge_residual", FLOAT32, tokens.shape)
+    arguments.at_least("mask_token_id", 0)
+
+
+@fake("accept_gemma")
+def _accept_gemma(
+    arguments: FakeArguments,
+    tokens: Tensor,
+    ids: Tensor,
+    entropy_bound: float,
+    confidence_threshold: float,
+) -> None:
+    _check_blocks(arguments, tokens)
+    _check_rows(arguments, tokens, ids)
+    num_blocks = tokens.shape[0]
+    arguments.check("prev_argmax", INT64, tokens.shape)
+    arguments.check("stable_run", INT32, (num_blocks,))
+    arguments.check("steps_left", INT32, (num_blocks,))
+    arguments.check("renoise_ids", INT64, tokens.shape)
+    arguments.check("argmax_ids", INT64, (ids.shape[0],))
+    arguments.check("write_ids", INT64, tokens.shape)
+    arguments.check("argmax", INT64, tokens.shape)
+    arguments.check("confidence", FLOAT32, tokens.shape)
+    arguments.check("flags", INT32, (num_blocks,))
+    arguments.require("entropy_bound", not math.isnan(entropy_bound), "a number", entropy_bound)
+    arguments.at_least("stability_threshold", 0)
+    arguments.require(
+        "confidence_threshold",
+        not math.isnan(confidence_threshold),
+        "a number",
+        confidence_threshold,
+    )

@@ -7,7 +7,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
+
+from diffulex.ops.fakes import FLOATS, FakeArguments, fake
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,12 +31,11 @@ def act_and_mul(x: Tensor, act: int = Activation.SILU, *, out: Tensor | None = N
     return out
 
 
-@torch.no_grad()
-def act_and_mul_reference(x: Tensor, act: int = Activation.SILU) -> Tensor:
-    """Pure torch twin of `act_and_mul`."""
-    gate, up = x.float().chunk(2, -1)
-    if act == Activation.SILU:
-        gate = functional.silu(gate)
-    else:
-        gate = functional.gelu(gate, approximate="tanh" if act == Activation.GELU_TANH else "none")
-    return (gate * up).to(x.dtype)
+@fake("act_and_mul")
+def _act_and_mul(arguments: FakeArguments, x: Tensor) -> None:
+    arguments.require("x", x.dim() >= 1, "at least 1 dimension", x.dim())
+    arguments.check("x", FLOATS, x.shape)
+    width = x.shape[-1]
+    arguments.require("x", width % 2 == 0, "an even last dimension", width)
+    arguments.check("out", (x.dtype,), (*x.shape[:-1], width // 2))
+    arguments.choice("act", 2)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diffulex.ops.attention import KvLayout, gather_cached, page_size_of
+from diffulex.ops.attention import KvLayout
+from diffulex.ops.fakes import FLOATS, INDEX, INT32, FakeArguments, check_caches, fake
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,66 +80,37 @@ def copy_kv_pages(k_cache: Tensor, v_cache: Tensor, src_dst: Tensor) -> None:
     torch.ops.diffulex.copy_kv_pages(k_cache, v_cache, src_dst)
 
 
-@torch.no_grad()
-def store_kv_cache_reference(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    kv_layout: int = KvLayout.UNIFIED,
+@fake("store_kv_cache")
+def _store_kv_cache(arguments: FakeArguments, k: Tensor) -> None:
+    arguments.check("k", FLOATS, (None, None, None))
+    arguments.check("v", (k.dtype,), k.shape)
+    arguments.unsupported("k_scale", "caches")
+    arguments.unsupported("v_scale", "caches")
+    check_caches(arguments, k.shape[1], k.shape[2], FLOATS)
+    arguments.check("slot_mapping", INDEX, (k.shape[0],))
+
+
+@fake("load_kv_cache")
+def _load_kv_cache(
+    arguments: FakeArguments, k_new: Tensor, page_table: Tensor, k_out: Tensor
 ) -> None:
-    """Pure torch twin of `store_kv_cache`; synchronises."""
-    page_size = page_size_of(k_cache, kv_layout)
-    num_kv_heads, head_dim = k.shape[1:]
-    rows = (slot_mapping >= 0).nonzero().flatten()
-    slots = slot_mapping[rows].long()
-    pages, offsets = slots // page_size, slots % page_size
-    keys, values = k[rows].to(k_cache.dtype), v[rows].to(v_cache.dtype)
-    if kv_layout == KvLayout.UNIFIED:
-        k_cache[pages, offsets, :num_kv_heads, :head_dim] = keys
-        v_cache[pages, offsets, :num_kv_heads, :head_dim] = values
-    else:
-        k_cache[pages, :, :, offsets] = keys.reshape(
-            len(rows), num_kv_heads, k_cache.shape[2], k_cache.shape[4]
-        )
-        v_cache[pages, :, :, offsets] = values
+    arguments.check("k_new", FLOATS, (None, None, None))
+    _, num_kv_heads, head_dim = k_new.shape
+    arguments.check("v_new", (k_new.dtype,), k_new.shape)
+    arguments.unsupported("k_scale", "caches")
+    arguments.unsupported("v_scale", "caches")
+    check_caches(arguments, num_kv_heads, head_dim, FLOATS)
+    arguments.check("page_table", INT32, (None, None))
+    num_reqs = page_table.shape[0]
+    arguments.check("context_lens", INT32, (num_reqs,))
+    arguments.check("cu_seqlens_q", INT32, (num_reqs + 1,))
+    arguments.check("cu_seqlens_k", INT32, (num_reqs + 1,))
+    arguments.check("k_out", (k_new.dtype,), (None, num_kv_heads, head_dim))
+    arguments.check("v_out", (k_new.dtype,), k_out.shape)
 
 
-@torch.no_grad()
-def load_kv_cache_reference(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    page_table: Tensor,
-    context_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    num_rows: int,
-    *,
-    kv_layout: int = KvLayout.UNIFIED,
-) -> tuple[Tensor, Tensor]:
-    """Pure torch twin of `load_kv_cache`; synchronises."""
-    num_kv_heads, head_dim = k_new.shape[1:]
-    k_out = k_new.new_zeros(num_rows, num_kv_heads, head_dim)
-    v_out = torch.zeros_like(k_out)
-    for request, context_len in enumerate(context_lens.tolist()):
-        first, last = (int(end) for end in cu_seqlens_q[request : request + 2])
-        start = int(cu_seqlens_k[request])
-        keys, values, _ = gather_cached(
-            k_cache, v_cache, page_table[request], context_len, num_kv_heads, head_dim, kv_layout
-        )
-        middle, end = start + context_len, start + context_len + last - first
-        k_out[start:middle], v_out[start:middle] = keys.to(k_out.dtype), values.to(v_out.dtype)
-        k_out[middle:end], v_out[middle:end] = k_new[first:last], v_new[first:last]
-    return k_out, v_out
-
-
-@torch.no_grad()
-def copy_kv_pages_reference(k_cache: Tensor, v_cache: Tensor, src_dst: Tensor) -> None:
-    """Pure torch twin of `copy_kv_pages`; synchronises."""
-    pairs = src_dst[(src_dst >= 0).all(1)].long()
-    k_cache[pairs[:, 1]] = k_cache[pairs[:, 0]]
-    v_cache[pairs[:, 1]] = v_cache[pairs[:, 0]]
+@fake("copy_kv_pages")
+def _copy_kv_pages(arguments: FakeArguments, k_cache: Tensor, v_cache: Tensor) -> None:
+    arguments.require("k_cache", k_cache.dim() >= 2, "at least 2 dimensions", k_cache.dim())
+    arguments.check("v_cache", (v_cache.dtype,), (k_cache.shape[0], *v_cache.shape[1:]))
+    arguments.check("src_dst", INT32, (None, 2))

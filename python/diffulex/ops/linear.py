@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex.ops.fakes import FLOAT32, FakeArguments, fake
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -125,7 +127,34 @@ def linear_packed(
     return out
 
 
-@torch.no_grad()
-def linear_packed_reference(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
-    """Pure torch twin of `linear_packed`; the order of its sums is torch's."""
-    return torch.mm(x, unpack_weight(packed_weight, out_features).t())
+@fake("linear_packed")
+def _linear_packed(arguments: FakeArguments, x: Tensor, out_features: int) -> None:
+    arguments.check("x", FLOAT32, (None, None))
+    num_rows, in_features = x.shape
+    arguments.require("x", in_features >= 1, "a last dimension >= 1", in_features)
+    arguments.at_least("out_features", 1)
+    num_panels = (out_features + PANEL_COLUMNS - 1) // PANEL_COLUMNS
+    shape = (num_panels, in_features, PANEL_COLUMNS)
+    arguments.check("packed_weight", (torch.float32, torch.bfloat16), shape)
+    arguments.check("out", FLOAT32, (num_rows, out_features))
+
+
+@fake("linear_few_rows")
+def _linear_few_rows(
+    arguments: FakeArguments, x: Tensor, weight: Tensor, bias: Tensor | None, act: int
+) -> None:
+    arguments.check("x", (torch.bfloat16, torch.float16), (None, None))
+    num_rows, depth = x.shape
+    fits = num_rows <= FEW_ROWS and depth % FEW_ROWS_DEPTH == 0
+    expected = f"at most {FEW_ROWS} rows of a multiple of {FEW_ROWS_DEPTH} elements"
+    arguments.require("x", fits, expected, list(x.shape))
+    arguments.check("weight", (x.dtype,), (None, depth))
+    weight_rows = weight.shape[0]
+    expected = f"a multiple of {FEW_ROWS_COLUMNS} rows"
+    arguments.require("weight", weight_rows % FEW_ROWS_COLUMNS == 0, expected, weight_rows)
+    names = "-1 (none), 0 (silu), 1 (gelu tanh) or 2 (gelu erf)"
+    arguments.require("act", act in (-1, 0, 1, 2), names, act)
+    arguments.check("bias", (x.dtype,), (weight_rows,))
+    arguments.require("bias", act == -1 or bias is None, "none with an activation", "a tensor")
+    columns = weight_rows if act == -1 else weight_rows // 2
+    arguments.check("out", (x.dtype,), (num_rows, columns))

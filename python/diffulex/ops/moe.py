@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from diffulex.ops.activation import Activation, act_and_mul_reference
+from diffulex.ops.activation import Activation
+from diffulex.ops.fakes import FLOAT32, FLOATS, INT32, FakeArguments, fake
 from diffulex.ops.workspace import (
     empty_workspace,
     fused_experts_packed_workspace_bytes,
@@ -205,33 +206,109 @@ def moe_combine(
     return out
 
 
-@torch.no_grad()
-def fused_moe_reference(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
+_MAX_LOCAL_EXPERTS = 4096
+
+
+def _check_local_experts(arguments: FakeArguments, name: str, count: int) -> None:
+    arguments.require(
+        name,
+        1 <= count <= _MAX_LOCAL_EXPERTS,
+        f"1 to {_MAX_LOCAL_EXPERTS} local experts",
+        count,
+    )
+
+
+@fake("moe_permute")
+def _moe_permute(
+    arguments: FakeArguments,
     topk_ids: Tensor,
-    *,
-    expert_map: Tensor | None = None,
-    addend: Tensor | None = None,
-    act: int = Activation.SILU,
-    weight_on_input: bool = False,
-) -> Tensor:
-    """Pure torch twin of `fused_moe`; the order of its sums is torch's."""
-    local = topk_ids.long()
-    if expert_map is not None:
-        local = torch.where(local < 0, -1, expert_map.long()[local.clamp(min=0)])
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(w13.shape[0]):
-        tokens, columns = (local == expert).nonzero(as_tuple=True)
-        weight = topk_weights[tokens, columns, None]
-        gate_up = x[tokens].float() @ w13[expert].float().t()
-        if weight_on_input:
-            gate_up, weight = gate_up * weight, torch.ones_like(weight)
-        inner = act_and_mul_reference(gate_up, act).to(x.dtype)
-        slot_out = (inner.float() @ w2[expert].float().t()).to(x.dtype)
-        total.index_add_(0, tokens, slot_out.float() * weight)
-    if addend is not None:
-        total += addend.float()
-    return total.to(x.dtype)
+    tile_expert: Tensor,
+    counters: Tensor,
+    num_local_experts: int,
+    tile: int,
+) -> None:
+    arguments.check("topk_ids", INT32, (None, None))
+    arguments.require("topk_ids", topk_ids.shape[1] >= 1, "at least one column", 0)
+    arguments.check("expert_map", INT32, (None,))
+    _check_local_experts(arguments, "num_local_experts", num_local_experts)
+    arguments.at_least("tile", 1)
+    num_slots = topk_ids.shape[0] * topk_ids.shape[1]
+    arguments.check("sorted_slots", INT32, (num_slots,))
+    arguments.check("expert_offsets", INT32, (num_local_experts + 1,))
+    arguments.check("tile_expert", INT32, (None,))
+    # min(L, slots) of a number of slots that may be symbolic.
+    num_groups = torch.sym_min(num_local_experts, num_slots)  # type: ignore[no-untyped-call]
+    max_tiles = -(-num_slots // tile) + num_groups
+    arguments.require(
+        "tile_expert",
+        tile_expert.shape[0] >= max_tiles,
+        f"at least {max_tiles} entries",
+        tile_expert.shape[0],
+    )
+    arguments.check("tile_start", INT32, (tile_expert.shape[0],))
+    arguments.check("counters", INT32, (None,))
+    arguments.require("counters", counters.shape[0] >= 2, "at least 2 entries", counters.shape[0])
+
+
+def _check_experts(arguments: FakeArguments, x: Tensor, w13: Tensor) -> None:
+    hidden = x.shape[-1]
+    arguments.require("x", hidden >= 2, "an even last dimension >= 2", hidden)
+    arguments.require("x", hidden % 2 == 0, "an even last dimension >= 2", hidden)
+    arguments.unsupported("w13_scale", "experts")
+    arguments.unsupported("w2_scale", "experts")
+    arguments.check("w13", (x.dtype,), (None, None, hidden))
+    _check_local_experts(arguments, "w13", w13.shape[0])
+    rows = w13.shape[1]
+    expected = "gate and up rows of an even expert width"
+    arguments.require("w13", rows >= 2, expected, list(w13.shape))
+    arguments.require("w13", rows % 4 == 0, expected, list(w13.shape))
+    arguments.check("w2", (x.dtype,), (w13.shape[0], hidden, rows // 2))
+    arguments.choice("act", 2)
+
+
+@fake("fused_moe")
+def _fused_moe(
+    arguments: FakeArguments, x: Tensor, w13: Tensor, topk_ids: Tensor, weight_on_input: bool
+) -> None:
+    arguments.check("x", FLOATS, (None, None))
+    _check_experts(arguments, x, w13)
+    arguments.check("topk_ids", INT32, (x.shape[0], None))
+    top_k = topk_ids.shape[1]
+    arguments.require("topk_ids", top_k >= 1, "at least one column", top_k)
+    arguments.check("topk_weights", FLOAT32, (x.shape[0], top_k))
+    if weight_on_input:
+        arguments.require("weight_on_input", top_k == 1, "false unless K is 1", f"K = {top_k}")
+    arguments.check("expert_map", INT32, (None,))
+    arguments.check("addend", (x.dtype, torch.float32), x.shape)
+    arguments.check("out", (x.dtype,), x.shape)
+
+
+@fake("fused_experts_packed")
+def _fused_experts_packed(
+    arguments: FakeArguments, x: Tensor, w13: Tensor, rows_per_expert: int
+) -> None:
+    arguments.at_least("rows_per_expert", 0)
+    is_batched = rows_per_expert > 0
+    arguments.check("x", FLOATS, (None, rows_per_expert, None) if is_batched else (None, None))
+    _check_experts(arguments, x, w13)
+    num_local = w13.shape[0]
+    if is_batched:
+        arguments.require(
+            "x", x.shape[0] == num_local, f"one slice for each of {num_local} experts", x.shape[0]
+        )
+    num_offsets = num_local if is_batched else num_local + 1
+    arguments.check("expert_offsets", INT32, (num_offsets,))
+    arguments.check("row_weights", FLOAT32, x.shape[:-1])
+    arguments.check("out", (x.dtype,), x.shape)
+
+
+@fake("moe_combine")
+def _moe_combine(arguments: FakeArguments, slot_out: Tensor, topk_ids: Tensor) -> None:
+    arguments.check("topk_ids", INT32, (None, None))
+    num_tokens, top_k = topk_ids.shape
+    arguments.require("topk_ids", top_k >= 1, "at least one column", top_k)
+    arguments.check("topk_weights", FLOAT32, (num_tokens, top_k))
+    arguments.check("slot_out", FLOATS, (num_tokens * top_k, None))
+    hidden = slot_out.shape[1]
+    arguments.check("addend", (slot_out.dtype, torch.float32), (num_tokens, hidden))
+    arguments.check("out", (slot_out.dtype,), (num_tokens, hidden))

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex.ops.fakes import FLOATS, FakeArguments, fake
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -59,39 +61,30 @@ def rms_norm_add(
     return out
 
 
-def _normalise(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return normed if weight is None else normed * (weight.float() + weight_offset)
+def _check_norm(arguments: FakeArguments, x: Tensor) -> None:
+    arguments.require("x", x.dim() >= 1, "at least 1 dimension", x.dim())
+    arguments.check("x", FLOATS, x.shape)
+    width = x.shape[-1]
+    arguments.require("x", width >= 1, "a last dimension >= 1", width)
+    arguments.check("weight", (x.dtype, torch.float32), (width,))
+    arguments.at_least("eps", 0)
 
 
-@torch.no_grad()
-def rms_norm_reference(
-    x: Tensor, weight: Tensor | None, eps: float, *, weight_offset: float = 0.0
-) -> Tensor:
-    """Pure torch twin of `rms_norm`."""
-    return _normalise(x.float(), weight, eps, weight_offset).to(x.dtype)
+@fake("rms_norm")
+def _rms_norm(arguments: FakeArguments, x: Tensor) -> None:
+    _check_norm(arguments, x)
+    arguments.check("out", (x.dtype,), x.shape)
 
 
-@torch.no_grad()
-def add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, *, weight_offset: float = 0.0
-) -> None:
-    """Pure torch twin of `add_rms_norm`."""
-    total = x.float() + residual.float()
-    residual.copy_(total)
-    x.copy_(_normalise(total, weight, eps, weight_offset))
+@fake("add_rms_norm")
+def _add_rms_norm(arguments: FakeArguments, x: Tensor) -> None:
+    _check_norm(arguments, x)
+    arguments.check("residual", (x.dtype,), x.shape)
 
 
-@torch.no_grad()
-def rms_norm_add_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    out_scale: Tensor | None = None,
-    weight_offset: float = 0.0,
-) -> Tensor:
-    """Pure torch twin of `rms_norm_add`."""
-    out = _normalise(x.float(), weight, eps, weight_offset) + residual.float()
-    return (out if out_scale is None else out * out_scale.float()).to(x.dtype)
+@fake("rms_norm_add")
+def _rms_norm_add(arguments: FakeArguments, x: Tensor) -> None:
+    _check_norm(arguments, x)
+    arguments.check("residual", (x.dtype,), x.shape)
+    arguments.check("out_scale", (x.dtype, torch.float32), (1,))
+    arguments.check("out", (x.dtype,), x.shape)

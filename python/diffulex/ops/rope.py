@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from diffulex.ops.attention import KvLayout
-from diffulex.ops.kv_cache import store_kv_cache_reference
+from diffulex.ops.fakes import FLOAT32, FLOATS, INDEX, FakeArguments, check_caches, fake
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,125 +127,77 @@ def qk_norm_rope_store(
     )
 
 
-def _rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, neox: bool) -> Tensor:
-    """Rotary of fp32 heads [T, heads, D]."""
-    rotary_dim = cos_sin_cache.shape[1]
-    half = rotary_dim // 2
-    angles = cos_sin_cache[positions.long()][:, None, :]
-    cos, sin = angles[..., :half], angles[..., half:]
-    if neox:
-        first, second = x[..., :half], x[..., half:rotary_dim]
-    else:
-        first, second = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    if neox:
-        turned = torch.cat(rotated, -1)
-    else:
-        turned = torch.stack(rotated, -1).flatten(-2)
-    return torch.cat([turned, x[..., rotary_dim:]], -1)
-
-
-def _norm_heads(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return normed if weight is None else normed * (weight.float() + weight_offset)
-
-
-@torch.no_grad()
-def rotary_embedding_reference(
-    positions: Tensor,
-    q: Tensor,
-    k: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    head_dim: int,
-    neox: bool = True,
-) -> None:
-    """Pure torch twin of `rotary_embedding`."""
-    for tensor in (q, k):
-        heads = tensor.reshape(tensor.shape[0], -1, head_dim).float()
-        tensor.copy_(_rotate(heads, positions, cos_sin_cache, neox).reshape(tensor.shape))
-
-
-@torch.no_grad()
-def qk_norm_rope_reference(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    eps: float,
-    weight_offset: float = 0.0,
-    neox: bool = True,
-    norm_v: bool = False,
-    v_from_raw_k: bool = False,
-    v_out: Tensor | None = None,
-) -> None:
-    """Pure torch twin of `qk_norm_rope`."""
-    heads = qkv.reshape(qkv.shape[0], -1, head_dim).float()
-    q = heads[:, :num_q_heads]
-    k = heads[:, num_q_heads : num_q_heads + num_kv_heads]
-    v = k if v_from_raw_k else heads[:, num_q_heads + num_kv_heads :]
-    if norm_v or v_from_raw_k:
-        v = _norm_heads(v, None, eps, 0.0)
-    if q_weight is not None:
-        q = _norm_heads(q, q_weight, eps, weight_offset)
-    if k_weight is not None:
-        k = _norm_heads(k, k_weight, eps, weight_offset)
-    finished = [
-        _rotate(q, positions, cos_sin_cache, neox),
-        _rotate(k, positions, cos_sin_cache, neox),
-    ]
-    if not v_from_raw_k:
-        finished.append(v)
-    qkv.copy_(torch.cat(finished, 1).flatten(1))
-    if v_out is not None:
-        v_out.copy_(v)
-
-
-@torch.no_grad()
-def qk_norm_rope_store_reference(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    eps: float,
-    weight_offset: float = 0.0,
-    neox: bool = True,
-    norm_v: bool = False,
-    v_from_raw_k: bool = False,
-    v_out: Tensor | None = None,
-    kv_layout: int = KvLayout.UNIFIED,
-) -> None:
-    """Pure torch twin of `qk_norm_rope_store`; synchronises."""
-    if v_out is None:
-        v_out = qkv.new_empty(qkv.shape[0], num_kv_heads, head_dim)
-    qk_norm_rope_reference(
-        qkv,
-        positions,
-        cos_sin_cache,
-        q_weight,
-        k_weight,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        eps=eps,
-        weight_offset=weight_offset,
-        neox=neox,
-        norm_v=norm_v,
-        v_from_raw_k=v_from_raw_k,
-        v_out=v_out,
+def _check_rotary_cache(arguments: FakeArguments, head_dim: int) -> None:
+    arguments.at_least("head_dim", 1)
+    arguments.check("cos_sin_cache", FLOAT32, (None, None))
+    rotary_dim = arguments["cos_sin_cache"].shape[1]
+    arguments.require("cos_sin_cache", rotary_dim % 2 == 0, "an even rotary_dim", rotary_dim)
+    arguments.require(
+        "cos_sin_cache", rotary_dim <= head_dim, f"a rotary_dim of at most {head_dim}", rotary_dim
     )
-    k = qkv.view(qkv.shape[0], -1, head_dim)[:, num_q_heads : num_q_heads + num_kv_heads]
-    store_kv_cache_reference(k, v_out, k_cache, v_cache, slot_mapping, kv_layout=kv_layout)
+
+
+@fake("rotary_embedding")
+def _rotary_embedding(
+    arguments: FakeArguments, positions: Tensor, q: Tensor, k: Tensor, head_dim: int
+) -> None:
+    arguments.check("positions", INDEX, (None,))
+    _check_rotary_cache(arguments, head_dim)
+    for name, tensor in (("q", q), ("k", k)):
+        dtypes = FLOATS if name == "q" else (q.dtype,)
+        if tensor.dim() == 3:
+            arguments.check(name, dtypes, (positions.shape[0], None, head_dim))
+        else:
+            arguments.check(name, dtypes, (positions.shape[0], None))
+            width = tensor.shape[1]
+            arguments.require(name, width % head_dim == 0, f"a multiple of {head_dim}", width)
+
+
+def _check_qk_norm_rope(
+    arguments: FakeArguments,
+    qkv: Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_from_raw_k: bool,
+) -> None:
+    arguments.at_least("num_q_heads", 1)
+    arguments.at_least("num_kv_heads", 1)
+    arguments.at_least("eps", 0)
+    num_heads = num_q_heads + (1 if v_from_raw_k else 2) * num_kv_heads
+    arguments.check("qkv", FLOATS, (None, num_heads * head_dim))
+    num_tokens = qkv.shape[0]
+    arguments.check("positions", INDEX, (num_tokens,))
+    _check_rotary_cache(arguments, head_dim)
+    arguments.check("q_weight", (qkv.dtype, torch.float32), (head_dim,))
+    arguments.check("k_weight", (qkv.dtype, torch.float32), (head_dim,))
+    arguments.check("v_out", (qkv.dtype,), (num_tokens, num_kv_heads, head_dim))
+    arguments.paired("v_out", "v_from_raw_k", v_from_raw_k)
+
+
+@fake("qk_norm_rope")
+def _qk_norm_rope(
+    arguments: FakeArguments,
+    qkv: Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_from_raw_k: bool,
+) -> None:
+    _check_qk_norm_rope(arguments, qkv, num_q_heads, num_kv_heads, head_dim, v_from_raw_k)
+
+
+@fake("qk_norm_rope_store")
+def _qk_norm_rope_store(
+    arguments: FakeArguments,
+    qkv: Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_from_raw_k: bool,
+) -> None:
+    _check_qk_norm_rope(arguments, qkv, num_q_heads, num_kv_heads, head_dim, v_from_raw_k)
+    arguments.unsupported("k_scale", "caches")
+    arguments.unsupported("v_scale", "caches")
+    check_caches(arguments, num_kv_heads, head_dim, FLOATS)
+    arguments.check("slot_mapping", INDEX, (qkv.shape[0],))

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from diffulex.ops.fakes import FLAGS, FLOAT32, FLOATS, INT32, FakeArguments, fake
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -103,58 +105,60 @@ def moe_topk(
     return out
 
 
-def _masked_choices(choices: Tensor, n_group: int, topk_group: int, group_score: int) -> Tensor:
-    """-inf outside the best groups."""
-    grouped = choices.view(choices.shape[0], n_group, -1)
-    count = min(2, grouped.shape[2]) if group_score == GroupScore.TOP_TWO else 1
-    values = grouped.topk(count, dim=2).values.sum(2)
-    # A stable sort puts the lower group first among equals, which topk does not promise.
-    best = values.sort(dim=1, descending=True, stable=True).indices[:, :topk_group]
-    keep = torch.zeros_like(values, dtype=torch.bool).scatter_(1, best, True)
-    return grouped.masked_fill(~keep[..., None], -torch.inf).flatten(1)
+_MAX_EXPERTS = 1024
+_MAX_TOP_K = 32
 
 
-@torch.no_grad()
-def moe_topk_reference(
-    logits: Tensor,
-    top_k: int,
-    *,
-    scoring: int = RouterScoring.SOFTMAX,
-    renormalize: bool = True,
-    bias: Tensor | None = None,
-    expert_scale: Tensor | None = None,
-    token_valid: Tensor | None = None,
-    n_group: int = 0,
-    topk_group: int = 0,
-    group_score: int = GroupScore.TOP_TWO,
-    routed_scaling: float = 1.0,
-) -> Routing:
-    """Pure torch twin of `moe_topk`."""
-    values = torch.nan_to_num(logits.float(), nan=-torch.inf, neginf=-torch.inf)
-    is_empty = (values == -torch.inf).all(1)
-    values = values.masked_fill(is_empty[:, None], 0.0)
-    scores = values.softmax(1) if scoring == RouterScoring.SOFTMAX else values.sigmoid()
-    choices = scores if bias is None else scores + bias
+def _check_choice(
+    arguments: FakeArguments, num_experts: int, top_k: int, n_group: int, topk_group: int
+) -> None:
+    limit = min(num_experts, _MAX_TOP_K)
+    arguments.require("top_k", 1 <= top_k <= limit, f"a value in [1, {limit}]", top_k)
+    arguments.at_least("n_group", 0)
+    arguments.at_least("topk_group", 0)
     if n_group > 1 and 0 < topk_group < n_group:
-        choices = _masked_choices(choices, n_group, topk_group, group_score)
-    ids = choices.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-    weights = scores.gather(1, ids)
-    if renormalize and top_k > 1:
-        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
-    weights = weights * routed_scaling
-    if expert_scale is not None:
-        weights = weights * expert_scale[ids]
-    first = torch.arange(top_k, device=logits.device).expand_as(ids)
-    ids = torch.where(is_empty[:, None], first, ids)
-    weights = weights.masked_fill(is_empty[:, None], 0.0)
-    if token_valid is not None:
-        is_unused = ~token_valid.bool()[:, None]
-        ids = ids.masked_fill(is_unused, -1)
-        weights = weights.masked_fill(is_unused, 0.0)
-    return Routing(weights, ids.int())
+        arguments.require(
+            "n_group",
+            num_experts % n_group == 0,
+            f"a divisor of {num_experts} experts",
+            n_group,
+        )
+        available = topk_group * (num_experts // n_group)
+        arguments.require(
+            "top_k",
+            top_k <= available,
+            f"at most the {available} experts of topk_group groups",
+            top_k,
+        )
 
 
-@torch.no_grad()
-def router_gemm_reference(x: Tensor, w: Tensor) -> Tensor:
-    """Pure torch twin of `router_gemm`; the order of its sums is torch's."""
-    return x.float() @ w.float().t()
+@fake("moe_topk")
+def _moe_topk(
+    arguments: FakeArguments, logits: Tensor, top_k: int, n_group: int, topk_group: int
+) -> None:
+    arguments.check("logits", FLOATS, (None, None))
+    num_tokens, num_experts = logits.shape
+    arguments.require(
+        "logits",
+        1 <= num_experts <= _MAX_EXPERTS,
+        f"1 to {_MAX_EXPERTS} experts",
+        list(logits.shape),
+    )
+    _check_choice(arguments, num_experts, top_k, n_group, topk_group)
+    arguments.choice("scoring", 1)
+    arguments.choice("group_score", 1)
+    arguments.check("bias", FLOAT32, (num_experts,))
+    arguments.check("expert_scale", FLOAT32, (num_experts,))
+    arguments.check("token_valid", FLAGS, (num_tokens,))
+    arguments.check("weights", FLOAT32, (num_tokens, top_k))
+    arguments.check("ids", INT32, (num_tokens, top_k))
+
+
+@fake("router_gemm")
+def _router_gemm(arguments: FakeArguments, x: Tensor, w: Tensor) -> None:
+    arguments.check("x", FLOATS, (None, None))
+    num_tokens, hidden = x.shape
+    arguments.require("x", hidden >= 1, "a last dimension >= 1", hidden)
+    arguments.check("w", (torch.float32, torch.bfloat16), (None, hidden))
+    arguments.require("w", w.shape[0] >= 1, "at least one expert", w.shape[0])
+    arguments.check("logits", FLOAT32, (num_tokens, w.shape[0]))

@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row statistics over the vocabulary and the acceptance rules of mask-filling samplers.
+"""Row statistics over the vocabulary, draws, and the enumerations of the acceptance rules.
 
-Symbols: N logits rows, R result rows, V columns, Nb blocks of B positions.
+Symbols: N logits rows, R result rows, V columns.
 """
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from diffulex.ops.fakes import (
+    FLOAT32,
+    FLOAT64,
+    FLOATS,
+    INDEX,
+    INT32,
+    INT64,
+    UINT8,
+    FakeArguments,
+    fake,
+)
 from diffulex.ops.workspace import empty_workspace, token_stats_workspace_bytes
 
 if TYPE_CHECKING:
@@ -104,19 +116,6 @@ class TokenStats(NamedTuple):
     """[R, Kt] float32; None without top-k."""
 
 
-class AcceptResult(NamedTuple):
-    """Result of `accept_mask_fill`."""
-
-    write_ids: Tensor
-    """[Nb, B] int64, -1 = unchanged."""
-    confidence: Tensor
-    """[Nb, B] float32, probability of the proposal at open positions, else 0."""
-    masks_left: Tensor
-    """[Nb] int32, open positions after the writes."""
-    flags: Tensor
-    """[Nb] int32, AcceptFlag bits."""
-
-
 def _empty_stats(num_rows: int, top_k: int, device: torch.device) -> TokenStats:
     return TokenStats(
         torch.empty(num_rows, dtype=torch.int64, device=device),
@@ -136,9 +135,9 @@ def token_stats(
     uniforms: Tensor | None = None,
     forbidden_ids: Tensor | None = None,
     penalty_ids: Tensor | None = None,
+    penalties: Tensor | None = None,
     vocab_limit: int = -1,
     softcap: float = 0.0,
-    penalty: float = 0.0,
     exclusion: int = ExclusionMode.EXCLUDE,
     vocab_start: int = 0,
     partial: bool = False,
@@ -154,7 +153,8 @@ def token_stats(
         inv_temperature: [R] float32, 0 = greedy; None = all greedy.
         uniforms: [R] float64 in (0, 1), the random numbers of the draws.
         forbidden_ids: [at most 8] int64 ids that cannot be chosen, negative ones ignored.
-        penalty_ids: [R] int64 id whose logit loses `penalty`, -1 = none.
+        penalty_ids: [R] int64 id whose logit loses the penalty of the row, -1 = none.
+        penalties: [R] float32, exactly with `penalty_ids`.
         partial: write records for `merge_token_stats`; `vocab_start` is the id of column 0.
         out: tensors to fill; None allocates them, with `top_k` columns if that is not 0.
     """
@@ -173,11 +173,11 @@ def token_stats(
         uniforms,
         forbidden_ids,
         penalty_ids,
+        penalties,
         *out,
         workspace,
         vocab_limit=vocab_limit,
         softcap=softcap,
-        penalty=penalty,
         exclusion=int(exclusion),
         vocab_start=vocab_start,
         partial=partial,
@@ -279,70 +279,115 @@ def merge_token_stats(
     return out
 
 
-@torch.no_grad()
-def accept_mask_fill(
-    tokens: Tensor,
-    row_index: Tensor,
-    editable_start: Tensor,
-    gate: Tensor,
-    accept_threshold: Tensor,
-    open_steps: Tensor,
-    ids: Tensor,
-    stats: Tensor,
-    *,
-    mask_token_id: int,
-    valid_len: Tensor | None = None,
-    rule: int = AcceptRule.THRESHOLD,
-    confidence_kind: int = ConfidenceKind.MAX_PROB,
-    raw_confidence: bool = False,
-    denoising_steps: int = 0,
-    force_accept_last_step: bool = False,
-    factor: float = 1.0,
-    entropy_bound: float = 0.0,
-    low_threshold: float = 0.0,
-    out: AcceptResult | None = None,
-) -> AcceptResult:
-    """Decides which masked positions of each block take their proposal.
+_MAX_FORBIDDEN = 8
+_MAX_LISTED = 64
 
-    Args:
-        tokens: [Nb, B] int64 current content.
-        row_index: [Nb, B] int32 rows of `ids` and `stats`, -1 = no row this step.
-        editable_start: [Nb] int32, first writable position.
-        gate: [Nb] uint8, 1 = positions may be accepted without passing the threshold.
-        accept_threshold: [Nb] float32.
-        open_steps: [Nb] int32, earlier sampler steps with an open gate.
-        valid_len: [Nb] int32 end of the block's content; None = B, 0 = padding entry.
-        denoising_steps: S of the schedule; 0 = B.
-        low_threshold: of the best position of each run of masks under HIERARCHY.
-        out: tensors to fill; None allocates them.
-    """
-    if out is None:
-        num_blocks = tokens.shape[0]
-        out = AcceptResult(
-            torch.empty(tokens.shape, dtype=torch.int64, device=tokens.device),
-            torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device),
-            torch.empty(num_blocks, dtype=torch.int32, device=tokens.device),
-            torch.empty(num_blocks, dtype=torch.int32, device=tokens.device),
-        )
-    torch.ops.diffulex.accept_mask_fill(
-        tokens,
-        row_index,
-        editable_start,
-        valid_len,
-        gate,
-        accept_threshold,
-        open_steps,
-        ids,
-        stats,
-        *out,
-        mask_token_id=mask_token_id,
-        rule=int(rule),
-        confidence_kind=int(confidence_kind),
-        raw_confidence=raw_confidence,
-        denoising_steps=denoising_steps,
-        force_accept_last_step=force_accept_last_step,
-        factor=factor,
-        entropy_bound=entropy_bound,
-        low_threshold=low_threshold,
-    )
-    return out
+
+def _check_forbidden(arguments: FakeArguments, forbidden_ids: Tensor | None) -> None:
+    arguments.check("forbidden_ids", INT64, (None,))
+    if forbidden_ids is not None:
+        count = forbidden_ids.shape[0]
+        expected = f"at most {_MAX_FORBIDDEN} ids"
+        arguments.require("forbidden_ids", count <= _MAX_FORBIDDEN, expected, count)
+
+
+@fake("token_stats")
+def _token_stats(
+    arguments: FakeArguments,
+    logits: Tensor,
+    row_index: Tensor | None,
+    inv_temperature: Tensor | None,
+    forbidden_ids: Tensor | None,
+    penalty_ids: Tensor | None,
+    topk_ids: Tensor | None,
+    partial: bool,
+) -> None:
+    arguments.check("logits", FLOATS, (None, None))
+    arguments.check("extra_logits", (logits.dtype,), (None, logits.shape[1]))
+    arguments.check("row_index", INDEX, (None,))
+    num_rows = logits.shape[0] if row_index is None else row_index.shape[0]
+    arguments.check("inv_temperature", FLOAT32, (num_rows,))
+    arguments.check("uniforms", FLOAT64, (num_rows,))
+    if inv_temperature is not None:
+        arguments.require("inv_temperature", not partial, "none with partial", "a tensor")
+    arguments.paired("uniforms", "inv_temperature", inv_temperature is not None)
+    _check_forbidden(arguments, forbidden_ids)
+    arguments.paired("penalties", "penalty_ids", penalty_ids is not None)
+    arguments.check("penalty_ids", INT64, (num_rows,))
+    arguments.check("penalties", FLOAT32, (num_rows,))
+    arguments.check("ids", INT64, (num_rows,))
+    arguments.check("stats", FLOAT32, (num_rows, len(StatsColumn)))
+    _check_top_k(arguments, topk_ids, num_rows)
+    arguments.at_least("vocab_limit", -1)
+    arguments.at_least("softcap", 0)
+    arguments.at_least("vocab_start", 0)
+    arguments.choice("exclusion", 2)
+
+
+def _check_top_k(arguments: FakeArguments, topk_ids: Tensor | None, num_rows: int) -> None:
+    arguments.paired("topk_probs", "topk_ids", topk_ids is not None)
+    arguments.check("topk_ids", INT64, (num_rows, None))
+    if topk_ids is not None:
+        top_k = topk_ids.shape[1]
+        arguments.require("topk_ids", top_k >= 1, f"1 to {_MAX_LISTED} columns", top_k)
+        arguments.require("topk_ids", top_k <= _MAX_LISTED, f"1 to {_MAX_LISTED} columns", top_k)
+        arguments.check("topk_probs", FLOAT32, topk_ids.shape)
+
+
+@fake("merge_token_stats")
+def _merge_token_stats(arguments: FakeArguments, part_ids: Tensor, topk_ids: Tensor | None) -> None:
+    arguments.check("part_ids", INT64, (None, None))
+    num_parts, num_rows = part_ids.shape
+    arguments.check("part_stats", FLOAT32, (num_parts, num_rows, len(StatsColumn)))
+    arguments.check("ids", INT64, (num_rows,))
+    arguments.check("stats", FLOAT32, (num_rows, len(StatsColumn)))
+    _check_top_k(arguments, topk_ids, num_rows)
+    arguments.paired("part_topk_ids", "topk_ids", topk_ids is not None)
+    arguments.paired("part_topk_vals", "topk_ids", topk_ids is not None)
+    if topk_ids is not None:
+        shape = (num_parts, num_rows, topk_ids.shape[1])
+        arguments.check("part_topk_ids", INT64, shape)
+        arguments.check("part_topk_vals", FLOAT32, shape)
+
+
+@fake("sample_filtered")
+def _sample_filtered(
+    arguments: FakeArguments, logits: Tensor, row_index: Tensor | None, forbidden_ids: Tensor | None
+) -> None:
+    arguments.check("logits", FLOATS, (None, None))
+    arguments.check("extra_logits", (logits.dtype,), (None, logits.shape[1]))
+    arguments.check("row_index", INDEX, (None,))
+    num_rows = logits.shape[0] if row_index is None else row_index.shape[0]
+    arguments.check("inv_temperature", FLOAT32, (num_rows,))
+    arguments.check("uniforms", FLOAT64, (num_rows,))
+    arguments.check("top_k", INT32, (num_rows,))
+    arguments.check("top_p", FLOAT32, (num_rows,))
+    arguments.check("min_p", FLOAT32, (num_rows,))
+    _check_forbidden(arguments, forbidden_ids)
+    arguments.check("ids", INT64, (num_rows,))
+    arguments.check("stats", FLOAT32, (num_rows, len(StatsColumn)))
+    arguments.at_least("vocab_limit", -1)
+    arguments.at_least("softcap", 0)
+    arguments.choice("exclusion", 2)
+    arguments.choice("filter_order", 1)
+    arguments.choice("confidence_space", 1)
+
+
+@fake("entropy_bound_mask")
+def _entropy_bound_mask(
+    arguments: FakeArguments, entropy: Tensor, segments: Tensor, bound: float
+) -> None:
+    arguments.check("entropy", FLOAT32, (None,))
+    arguments.check("segments", INT32, (None,))
+    arguments.require("segments", segments.shape[0] >= 1, "at least one offset", 0)
+    arguments.check("mask", UINT8, entropy.shape)
+    arguments.require("bound", not math.isnan(bound), "a number", bound)
+
+
+def __getattr__(name: str) -> Any:
+    """Former import path of `accept_mask_fill`; its module imports this one."""
+    if name not in ("AcceptResult", "accept_mask_fill"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from diffulex.ops import acceptance  # noqa: PLC0415
+
+    return getattr(acceptance, name)

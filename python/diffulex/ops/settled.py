@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promise under which kernels read weights ahead of the launches in front of them."""
+"""What holds for the ops that a thread calls: promises of the caller, and what it asks for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["settled_weights"]
+__all__ = ["batch_invariant", "settled_weights"]
 
 
 @contextmanager
@@ -29,3 +29,19 @@ def settled_weights() -> Iterator[None]:
         yield
     finally:
         torch.ops.diffulex_control.settle_weights(before)
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Asks the ops that this thread calls inside for results that do not depend on other requests.
+
+    Attention then divides the keys of a request by that request alone, experts have one tile whatever
+    the number of rows, and `soft_embedding` one division of the vocabulary, which is slower. The other
+    ops compute a row by itself anyway, `linear_few_rows` and `linear_packed` among them; torch's
+    products do not. A CUDA graph keeps what held at its capture.
+    """
+    before = torch.ops.diffulex_control.make_batch_invariant(True)
+    try:
+        yield
+    finally:
+        torch.ops.diffulex_control.make_batch_invariant(before)

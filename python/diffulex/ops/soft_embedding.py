@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex.ops.fakes import FLAGS, FLOAT32, FLOATS, FakeArguments, fake
 from diffulex.ops.workspace import empty_workspace, soft_embedding_workspace_bytes
 
 if TYPE_CHECKING:
@@ -77,24 +79,20 @@ def soft_embedding(
     return out
 
 
-@torch.no_grad()
-def soft_embedding_reference(
-    logits: Tensor,
-    lse: Tensor,
-    embedding: Tensor,
-    *,
-    inv_temperature: Tensor | None = None,
-    row_valid: Tensor | None = None,
-    normalizer: float = 1.0,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Pure torch twin of `soft_embedding` for a whole vocabulary."""
-    scores = logits.float().nan_to_num(-torch.inf, posinf=torch.finfo(torch.float32).max)
-    if softcap > 0:
-        scores = torch.where(scores == -torch.inf, scores, softcap * torch.tanh(scores / softcap))
-    if inv_temperature is not None:
-        factor = torch.where(inv_temperature == 0, 1.0, inv_temperature)
-        scores = scores * factor[:, None]
-    probabilities = (scores - lse[:, None]).exp().to(embedding.dtype)
-    out = normalizer * (probabilities.float() @ embedding.float())
-    return out if row_valid is None else torch.where(row_valid.bool()[:, None], out, 0.0)
+@fake("soft_embedding")
+def _soft_embedding(
+    arguments: FakeArguments, logits: Tensor, embedding: Tensor, normalizer: float, softcap: float
+) -> None:
+    arguments.check("logits", FLOATS, (None, None))
+    num_rows, vocab_size = logits.shape
+    arguments.check("lse", FLOAT32, (num_rows,))
+    arguments.check("inv_temperature", FLOAT32, (num_rows,))
+    arguments.check("embedding", FLOATS, (vocab_size, None))
+    arguments.check("row_valid", FLAGS, (num_rows,))
+    arguments.check("out", FLOAT32, (num_rows, embedding.shape[1]))
+    arguments.require("normalizer", math.isfinite(normalizer), "a finite number", normalizer)
+    arguments.require(
+        "softcap", math.isfinite(softcap) and softcap >= 0, "a finite number >= 0", softcap
+    )
+    arguments.at_least("vocab_limit", -1)
+    arguments.at_least("vocab_start", 0)

@@ -7,15 +7,16 @@ ids i_k, probabilities p_k and a residual r; E is the embedding table, M the mas
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex.ops.fakes import FLAGS, FLOAT32, FLOATS, INT64, FakeArguments, fake
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-_NORM_EPSILON = 1e-6
 
 
 class MergeKind(IntEnum):
@@ -125,34 +126,67 @@ def token_merge_finalize(
     )
 
 
-@torch.no_grad()
-def token_merge_embed_reference(
+_MAX_TOP_K = 16
+
+
+def _check_descriptors(arguments: FakeArguments, num_rows: int, topk_ids: Tensor) -> None:
+    arguments.check("merge_mask", FLAGS, (num_rows,))
+    arguments.check("topk_ids", INT64, (num_rows, None))
+    top_k = topk_ids.shape[1]
+    arguments.require("topk_ids", 1 <= top_k <= _MAX_TOP_K, f"1 to {_MAX_TOP_K} columns", top_k)
+    arguments.check("topk_probs", FLOAT32, (num_rows, top_k))
+    arguments.check("residual_probs", FLOAT32, (num_rows,))
+
+
+def _check_weight(arguments: FakeArguments, weight: float) -> None:
+    arguments.require("weight", math.isfinite(weight), "a finite number", weight)
+
+
+@fake("token_merge_embed")
+def _token_merge_embed(
+    arguments: FakeArguments,
     hidden: Tensor,
     embedding: Tensor,
-    merge_mask: Tensor,
     topk_ids: Tensor,
-    topk_probs: Tensor,
-    residual_probs: Tensor,
-    *,
     mask_token_id: int,
-    merge_kind: int = MergeKind.DMAX_TOPK,
-    renormalize: bool = False,
-    weight: float = 1.0,
+    merge_kind: int,
+    weight: float,
 ) -> None:
-    """Pure torch twin of `token_merge_embed`."""
-    for row in merge_mask.nonzero().flatten().tolist():
-        terms = list(zip(topk_ids[row].tolist(), topk_probs[row].tolist(), strict=True))
-        if merge_kind == MergeKind.DMAX_TOPK:
-            terms.append((mask_token_id, float(residual_probs[row])))
-        total = torch.zeros(hidden.shape[1], device=hidden.device)
-        norms = 0.0
-        for token_id, probability in terms:
-            if token_id >= 0 and probability != 0.0:
-                vector = embedding[token_id].float()
-                total += probability * vector
-                norms += probability * float(vector.norm())
-        if merge_kind == MergeKind.ITER_SMOOTH_TOPK:
-            total = hidden[row].float() + weight * total
-        elif renormalize:
-            total *= norms / (float(total.norm()) + _NORM_EPSILON)
-        hidden[row] = total.to(hidden.dtype)
+    arguments.choice("merge_kind", 1)
+    _check_weight(arguments, weight)
+    arguments.check("hidden", FLOATS, (None, None))
+    num_rows, width = hidden.shape
+    arguments.check("embedding", (hidden.dtype,), (None, width))
+    _check_descriptors(arguments, num_rows, topk_ids)
+    if merge_kind == 0:
+        vocab_size = embedding.shape[0]
+        arguments.require("mask_token_id", mask_token_id >= 0, "a value >= 0", mask_token_id)
+        arguments.require(
+            "mask_token_id",
+            mask_token_id < vocab_size,
+            f"a value in [0, {vocab_size})",
+            mask_token_id,
+        )
+
+
+@fake("token_merge_partial")
+def _token_merge_partial(
+    arguments: FakeArguments, embedding: Tensor, topk_ids: Tensor, partial: Tensor, merge_kind: int
+) -> None:
+    arguments.choice("merge_kind", 1)
+    arguments.at_least("vocab_start", 0)
+    if merge_kind == 0:
+        arguments.at_least("mask_token_id", 0)
+    arguments.check("embedding", FLOATS, (None, None))
+    arguments.check("partial", FLOAT32, (None, embedding.shape[1] + 1))
+    _check_descriptors(arguments, partial.shape[0], topk_ids)
+
+
+@fake("token_merge_finalize")
+def _token_merge_finalize(arguments: FakeArguments, hidden: Tensor, weight: float) -> None:
+    arguments.choice("merge_kind", 1)
+    _check_weight(arguments, weight)
+    arguments.check("hidden", FLOATS, (None, None))
+    num_rows, width = hidden.shape
+    arguments.check("partial", FLOAT32, (num_rows, width + 1))
+    arguments.check("merge_mask", FLAGS, (num_rows,))

@@ -19,7 +19,6 @@ AcceptanceCase* configure(AcceptanceCase* block, uint64_t seed) {
   block->with_lists = seed % 2 == 0;
   block->merge_k = seed % 5 == 0 ? 0 : (block->with_lists ? 2 : 1);
   block->fast_path = seed % 3 == 0;
-  block->max_post_edit_steps = static_cast<int32_t>(seed % 4);
   block->entropy_bound = static_cast<float>(seed % 7);
   block->stability = static_cast<int32_t>(seed % 3);
   block->kappa = .25F * static_cast<float>(seed % 5);

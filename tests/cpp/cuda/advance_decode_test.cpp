@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// advance_decode on the device against its CPU twin over random decodes. Every tensor of a call
-// lies in one slab between guards; both sides start from the same slab, poison where the op writes,
-// and must leave the same bytes in all of it.
+// advance_decode on the device against its CPU twin over random decodes. The arenas of a call lie
+// in one slab between guards; both sides start from the same slab, poison where the op writes, and
+// must leave the same bytes in all of it.
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
 #include <random>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -25,68 +26,76 @@ namespace diffulex::test {
 namespace {
 
 constexpr uint8_t kPoison = 0xA5;
-constexpr size_t kGuardBytes = 64;  // before, between and after the tensors
+constexpr size_t kGuardBytes = kArenaAlignment;  // before, between and after the arenas
 constexpr int32_t kMask = 39;
 constexpr int32_t kVocab = 40;
 
-/// One call's tensors in host memory, with their places; a twin of the same bytes is on the device.
+/// The arenas of one call in host memory, poison around them; a twin of the same bytes is on the
+/// device.
 class Slab final {
  public:
-  /// Reserves a tensor; `gap` leaves that many poisoned elements at the end of each row.
-  TensorRef* add(TensorRef* tensor, DType dtype, const std::vector<int64_t>& shape,
-                 int64_t gap = 0) {
-    tensor->dtype = dtype;
-    tensor->rank = static_cast<int32_t>(shape.size());
-    int64_t stride = 1;
-    for (size_t dim = shape.size(); dim-- > 0;) {
-      tensor->size[dim] = shape[dim];
-      tensor->stride[dim] = stride;
-      stride *= shape[dim] + (dim + 1 == shape.size() ? gap : 0);
+  explicit Slab(const PlanLayout& layout)
+      : plan_fields_(PlanArrays::fields(layout)),
+        output_fields_(OutputArrays::fields(layout)),
+        batch_fields_(BatchArrays::fields(layout)) {
+    const std::array<const std::vector<ArenaField>*, 3> arenas = {&plan_fields_, &output_fields_,
+                                                                  &batch_fields_};
+    for (size_t i = 0; i < arenas.size(); ++i) {
+      offsets_[i] = bytes_.size() + kGuardBytes;
+      sizes_[i] = Arena::arena_bytes(*arenas[i]);
+      bytes_.resize(offsets_[i] + sizes_[i] + kGuardBytes, kPoison);
     }
-    places_.push_back({tensor, bytes_.size() + kGuardBytes});
-    const auto size = static_cast<size_t>(stride * dtype_bytes(dtype));
-    bytes_.resize((places_.back().offset + size + kGuardBytes + 63) / 64 * 64, kPoison);
-    return tensor;
+    bind(bytes_.data());
   }
-  /// Points the tensors into memory that starts at `base`.
-  void bind(uint8_t* base) const {
-    for (const Place& place : places_) {
-      place.tensor->data = base + place.offset;
+  /// Points the arenas of the call into memory that starts at `base`.
+  void bind(uint8_t* base) {
+    const std::array<TensorRef*, 3> arenas = {&params.plan, &params.output, &params.batch};
+    for (size_t i = 0; i < arenas.size(); ++i) {
+      TensorRef& arena = *arenas[i];
+      arena.data = base + offsets_[i];
+      arena.dtype = DType::kU8;
+      arena.rank = 1;
+      arena.size[0] = static_cast<int64_t>(sizes_[i]);
+      arena.stride[0] = 1;
     }
+    plan = PlanArrays::at(params.plan.data, plan_fields_);
+    output = OutputArrays::at(params.output.data, output_fields_);
+    batch = BatchArrays::at(params.batch.data, batch_fields_);
   }
-  /// Poisons what the op writes; the tensors must be bound to the host.
-  static void poison(const TensorRef& tensor) {
-    if (tensor.present()) {
-      std::memset(tensor.data, kPoison, span_bytes(tensor));
+  /// Poisons all of the plan but what the op reads; the arenas must be bound to the host.
+  void poison_plan() {
+    for (const ArenaField& field : plan_fields_) {
+      const std::string_view name = field.name;
+      if (name != "page_tables" && name != "blk_prev_argmax") {
+        std::memset(params.plan.as<uint8_t>() + field.offset, kPoison, field.bytes());
+      }
     }
   }
   [[nodiscard]] std::vector<uint8_t>& bytes() { return bytes_; }
 
+  AdvanceDecodeParams params;
+  PlanArrays plan;
+  OutputArrays output;
+  BatchArrays batch;
+
  private:
-  struct Place {
-    TensorRef* tensor;
-    size_t offset;
-  };
-  std::vector<Place> places_;
+  std::vector<ArenaField> plan_fields_;
+  std::vector<ArenaField> output_fields_;
+  std::vector<ArenaField> batch_fields_;
+  std::array<size_t, 3> offsets_ = {};
+  std::array<size_t, 3> sizes_ = {};
   std::vector<uint8_t> bytes_;
 };
 
 /// A batch of requests that decode, one advance_decode call per step.
 class Decode final {
  public:
-  explicit Decode(uint64_t seed) : random_(seed) {
-    block_size_ = static_cast<int32_t>(pick(&random_, {1, 4, 8, 32}));
-    buffer_size_ = static_cast<int32_t>(pick(&random_, {1, 2, 4, 7, kMaxBufferBlocks}));
-    num_reqs_ = static_cast<int32_t>(uniform(&random_, 1, 6));
-    params_.page_size = static_cast<int32_t>(pick(&random_, {1, 4, 16, 32}));
+  explicit Decode(uint64_t seed) : random_(seed), layout_(random_layout()), slab_(layout_) {
+    const auto ints = layout_.to_ints();
+    params_.layout.assign(ints.begin(), ints.end());
+    params_.num_reqs = num_reqs_;
     params_.masked_rows_only = uniform(&random_, 0, 1) == 0;
-    is_dual_ = buffer_size_ > 1 && uniform(&random_, 0, 2) == 0;
-    is_canvas_ = buffer_size_ == 1 && uniform(&random_, 0, 1) == 0;
-    is_editing_ = !is_dual_ && !is_canvas_ && uniform(&random_, 0, 3) == 0;
-    const int64_t longest = 3 * block_size_ + 70 + 2 * num_rows() + block_size_;
-    reserve(!is_dual_ && !is_canvas_ && uniform(&random_, 0, 1) == 0,
-            longest / params_.page_size + 1);
-    slab_.bind(slab_.bytes().data());
+    params_.has_block_cache = uniform(&random_, 0, 3) > 0;
     for (int32_t r = 0; r < num_reqs_; ++r) {
       begin(r);
     }
@@ -110,77 +119,40 @@ class Decode final {
  private:
   [[nodiscard]] int32_t num_rows() const { return block_size_ * buffer_size_; }
 
-  void reserve(bool with_merge, int64_t num_pages) {
-    const int64_t reqs = num_reqs_;
-    const int64_t blocks = reqs * buffer_size_;
-    const int64_t rows = reqs * num_rows();
-    const int64_t width = block_size_;
-    AdvanceDecodeParams& p = params_;
-    slab_.add(&p.requests, DType::kU8, {reqs, static_cast<int64_t>(sizeof(DecodeRequest))});
-    slab_.add(&p.windows, DType::kI32, {reqs, window_len(num_rows())});
-    slab_.add(&p.page_tables, DType::kI32, {reqs, num_pages}, uniform(&random_, 0, 3));
-    slab_.add(&p.write_ids, DType::kI64, {blocks, width});
-    slab_.add(&p.flags, DType::kI32, {blocks});
-    slab_.add(&p.same_token_ratio, DType::kF32, {blocks});
-    const auto add_output = [&](TensorRef* tensor, DType dtype, const std::vector<int64_t>& shape) {
-      outputs_.push_back(slab_.add(tensor, dtype, shape));
-    };
-    add_output(&p.input_ids, DType::kI64, {rows});
-    add_output(&p.positions, DType::kI64, {rows});
-    add_output(&p.slot_mapping, DType::kI32, {rows});
-    add_output(&p.context_lens, DType::kI32, {reqs});
-    add_output(&p.valid_slices, DType::kI32, {reqs});
-    add_output(&p.tokens, DType::kI64, {blocks, width});
-    add_output(&p.row_index, DType::kI32, {blocks, width});
-    add_output(&p.editable_start, DType::kI32, {blocks});
-    add_output(&p.valid_len, DType::kI32, {blocks});
-    add_output(&p.gate, DType::kU8, {blocks});
-    add_output(&p.accept_threshold, DType::kF32, {blocks});
-    if (is_editing_) {
-      add_output(&p.edit_threshold, DType::kF32, {blocks});
+  PlanLayout random_layout() {
+    block_size_ = static_cast<int32_t>(pick(&random_, {1, 4, 8, 32}));
+    buffer_size_ = static_cast<int32_t>(pick(&random_, {1, 2, 4, 7, kMaxBufferBlocks}));
+    num_reqs_ = static_cast<int32_t>(uniform(&random_, 1, 6));
+    is_dual_ = buffer_size_ > 1 && uniform(&random_, 0, 2) == 0;
+    is_canvas_ = buffer_size_ == 1 && uniform(&random_, 0, 1) == 0;
+    const bool is_plain = !is_dual_ && !is_canvas_;
+    is_editing_ = is_plain && uniform(&random_, 0, 3) == 0;
+    PlanLayout layout;
+    layout.block_size = block_size_;
+    layout.buffer_size = buffer_size_;
+    layout.page_size = static_cast<int32_t>(pick(&random_, {1, 4, 16, 32}));
+    const int32_t longest = 3 * block_size_ + 70 + 2 * num_rows() + block_size_;
+    layout.max_pages_per_req = longest / layout.page_size + 1;
+    layout.max_num_reqs = num_reqs_ + static_cast<int32_t>(uniform(&random_, 0, 2));
+    layout.max_num_rows =
+        layout.max_num_reqs * num_rows() + static_cast<int32_t>(uniform(&random_, 0, 9));
+    layout.att_block_size = block_size_;
+    if (is_plain && uniform(&random_, 0, 1) == 0) {
+      layout.merge_top_k = static_cast<int32_t>(uniform(&random_, 1, 5));
     }
-    add_output(&p.open_steps, DType::kI32, {blocks});
-    add_output(&p.total_steps, DType::kI32, {blocks});
-    add_output(&p.post_edit_steps, DType::kI32, {blocks});
-    add_output(&p.inv_temperature, DType::kF32, {rows});
-    add_output(&p.uniforms, DType::kF64, {rows});
-    add_output(&p.top_k, DType::kI32, {rows});
-    add_output(&p.top_p, DType::kF32, {rows});
-    add_output(&p.min_p, DType::kF32, {rows});
-    if (with_merge) {
-      const int64_t top_k = uniform(&random_, 1, 5);
-      slab_.add(&p.merge_valid, DType::kU8, {blocks, width});
-      slab_.add(&p.merge_ids, DType::kI64, {blocks, width, top_k});
-      slab_.add(&p.merge_probs, DType::kF32, {blocks, width, top_k});
-      slab_.add(&p.merge_residual, DType::kF32, {blocks, width});
-      add_output(&p.row_merge_mask, DType::kU8, {rows});
-      add_output(&p.row_merge_ids, DType::kI64, {rows, top_k});
-      add_output(&p.row_merge_probs, DType::kF32, {rows, top_k});
-      add_output(&p.row_merge_residual, DType::kF32, {rows});
-    }
-    if (is_dual_) {
-      slab_.add(&p.pending_next_token, DType::kI64, {reqs});
-      add_output(&p.seed_row, DType::kI32, {reqs});
-      add_output(&p.mask_kinds, DType::kI32, {reqs});
-      p.has_block_cache = uniform(&random_, 0, 3) > 0;
-    } else if (is_canvas_) {
-      slab_.add(&p.prev_argmax, DType::kI64, {blocks, width});
-      slab_.add(&p.canvas_argmax, DType::kI64, {blocks, width});
-      add_output(&p.stable_run, DType::kI32, {blocks});
-      add_output(&p.steps_left, DType::kI32, {blocks});
-      add_output(&p.renoise_ids, DType::kI64, {blocks, width});
-      add_output(&p.block_slot, DType::kI32, {blocks});
-      add_output(&p.row_pass_kind, DType::kU8, {rows});
-      add_output(&p.row_self_cond, DType::kI32, {rows});
-      add_output(&p.mask_kinds, DType::kI32, {reqs});
-    } else if (uniform(&random_, 0, 1) == 0) {
-      add_output(&p.last_row_index, DType::kI32, {reqs});
-      add_output(&p.logits_source, DType::kI32, {rows});
-      p.first_saved_row = static_cast<int32_t>(rows + uniform(&random_, 0, 9));
-    }
+    layout.has_saved_rows = is_plain && uniform(&random_, 0, 1) == 0;
+    layout.has_edits = is_editing_;
+    layout.has_dual_cache = is_dual_;
+    layout.has_canvas = is_canvas_;
+    return layout;
   }
 
-  DecodeRequest& request(int32_t r) { return params_.requests.as<DecodeRequest>()[r]; }
+  [[nodiscard]] int64_t num_places() const { return int64_t{num_reqs_} * num_rows(); }
+  [[nodiscard]] int64_t num_blocks() const { return int64_t{num_reqs_} * buffer_size_; }
+
+  DecodeRequest& request(int32_t r) {
+    return reinterpret_cast<DecodeRequest*>(slab_.batch.requests)[r];
+  }
 
   /// Request r with its prompt cached, the forward of its first decode step entered.
   void begin(int32_t r) {
@@ -197,6 +169,8 @@ class Decode final {
     request.inv_temperature = uniform(&random_, 0, 1) == 0 ? 0.0F : 1.25F;
     request.accept_threshold = 0.9F;
     request.edit_threshold = 0.5F;
+    request.max_post_edit_steps = r + 1;
+    request.penalty = 0.5F * static_cast<float>(r);
     request.top_p = 0.75F;
     request.min_p = 0.125F;
     request.top_k = 12;
@@ -215,13 +189,13 @@ class Decode final {
       request.state.context_len = buffer_start(rules, request.state);
     } else if (is_canvas_) {
       begin_canvas(&request, prompt_len, prompt_len + max_tokens);
-      std::fill_n(params_.prev_argmax.as<int64_t>() + int64_t{r} * block_size_, block_size_, 12);
+      std::fill_n(slab_.plan.blk_prev_argmax + int64_t{r} * block_size_, block_size_, 12);
     } else {
       init_buffer(rules, request.state, prompt_len, prompt_len + max_tokens);
       mark_cached(rules, request.state, buffer_start(rules, request.state));
       count_held(request.state, true, Transitions());
     }
-    auto* window = params_.windows.as<int32_t>() + int64_t{r} * window_len(num_rows());
+    auto* window = slab_.batch.windows + int64_t{r} * window_len(num_rows());
     const int32_t first = buffer_start(rules, request.state) - 1;
     for (int32_t i = 0; i < window_len(num_rows()); ++i) {
       window[i] = first + i < prompt_len ? static_cast<int32_t>(uniform(&random_, 20, 30)) : kMask;
@@ -236,9 +210,8 @@ class Decode final {
     request.request_slot = num_reqs_ - 1 - r;
     // Without the saved row the first position is not sampled.
     request.carry_pos = uniform(&random_, 0, 9) > 0 ? request.forward.first_pos - 1 : -1;
-    const int64_t num_pages = params_.page_tables.size[1];
-    for (int64_t i = 0; i < num_pages; ++i) {
-      params_.page_tables.as<int32_t>()[r * params_.page_tables.stride[0] + i] =
+    for (int64_t i = 0; i < layout_.max_pages_per_req; ++i) {
+      slab_.plan.page_tables[int64_t{r} * layout_.max_pages_per_req + i] =
           uniform(&random_, 0, 9) == 0 ? -1 : static_cast<int32_t>(uniform(&random_, 0, 999));
     }
   }
@@ -286,11 +259,11 @@ class Decode final {
 
   /// What a sampler might answer to the step in flight, a few illegal writes included.
   void answer() {
-    auto* writes = params_.write_ids.as<int64_t>();
-    for (int64_t i = 0; i < params_.write_ids.numel(); ++i) {
+    auto* writes = slab_.output.write_ids;
+    for (int64_t i = 0; i < num_places(); ++i) {
       writes[i] = -1;
-      const bool is_wanted = !params_.is_entry && params_.row_index.as<int32_t>()[i] >= 0 &&
-                             params_.tokens.as<int64_t>()[i] == kMask;
+      const bool is_wanted = !params_.is_entry && slab_.plan.blk_row_index[i] >= 0 &&
+                             slab_.plan.blk_tokens[i] == kMask;
       if (is_wanted && uniform(&random_, 0, 2) > 0) {
         writes[i] = uniform(&random_, 12, kMask - 1);
       }
@@ -298,15 +271,15 @@ class Decode final {
         writes[i] = pick(&random_, {kMask, kVocab, -2, int64_t{1} << 40, 3});
       }
     }
-    for (int64_t i = 0; i < params_.flags.size[0]; ++i) {
+    for (int64_t i = 0; i < num_blocks(); ++i) {
       int32_t flags = uniform(&random_, 0, 5) > 0 ? kSamplerCommittable : 0;
       for (const int32_t other : {kSamplerSameAsPrevious, kSamplerAllConfident}) {
         flags |= uniform(&random_, 0, 1) == 0 ? other : 0;
       }
       flags |= uniform(&random_, 0, 9) == 0 ? kSamplerSkipped : 0;
       flags |= uniform(&random_, 0, 500) == 0 ? kSamplerBadLogits : 0;
-      params_.flags.as<int32_t>()[i] = flags;
-      params_.same_token_ratio.as<float>()[i] = 0.25F * static_cast<float>(random_() % 5);
+      slab_.output.flags[i] = flags;
+      slab_.output.same_token_ratio[i] = 0.25F * static_cast<float>(random_() % 5);
     }
     if (is_canvas_) {
       answer_canvases();
@@ -314,17 +287,17 @@ class Decode final {
     if (is_dual_) {
       for (int32_t r = 0; r < num_reqs_; ++r) {
         const int64_t seed = uniform(&random_, 12, kMask - 1);
-        params_.pending_next_token.as<int64_t>()[r] = uniform(&random_, 0, 40) > 0 ? seed : -1;
+        slab_.output.pending_next_token[r] = uniform(&random_, 0, 40) > 0 ? seed : -1;
       }
     }
-    if (params_.merge_valid.present()) {
-      for (int64_t i = 0; i < params_.merge_valid.numel(); ++i) {
-        params_.merge_valid.as<uint8_t>()[i] = static_cast<uint8_t>(random_() % 2);
-        params_.merge_residual.as<float>()[i] = static_cast<float>(random_() % 100);
+    if (layout_.merge_top_k > 0) {
+      for (int64_t i = 0; i < num_places(); ++i) {
+        slab_.output.merge_valid[i] = static_cast<uint8_t>(random_() % 2);
+        slab_.output.merge_residual[i] = static_cast<float>(random_() % 100);
       }
-      for (int64_t i = 0; i < params_.merge_ids.numel(); ++i) {
-        params_.merge_ids.as<int64_t>()[i] = static_cast<int64_t>(random_() % kVocab);
-        params_.merge_probs.as<float>()[i] = static_cast<float>(random_() % 100);
+      for (int64_t i = 0; i < num_places() * layout_.merge_top_k; ++i) {
+        slab_.output.merge_topk_ids[i] = static_cast<int64_t>(random_() % kVocab);
+        slab_.output.merge_topk_probs[i] = static_cast<float>(random_() % 100);
       }
     }
   }
@@ -334,14 +307,14 @@ class Decode final {
     for (int32_t r = 0; r < num_reqs_; ++r) {
       const bool repeats = uniform(&random_, 0, 1) == 0;
       for (int64_t i = int64_t{r} * block_size_; i < int64_t{r + 1} * block_size_; ++i) {
-        int64_t& argmax = params_.canvas_argmax.as<int64_t>()[i];
-        argmax = repeats ? params_.prev_argmax.as<int64_t>()[i] : uniform(&random_, 12, 30);
+        int64_t& argmax = slab_.output.canvas_argmax[i];
+        argmax = repeats ? slab_.plan.blk_prev_argmax[i] : uniform(&random_, 12, 30);
         argmax = uniform(&random_, 0, 2000) == 0 ? pick(&random_, {-1, kVocab}) : argmax;
-        int64_t& write = params_.write_ids.as<int64_t>()[i];
+        int64_t& write = slab_.output.write_ids[i];
         write = uniform(&random_, 0, 2000) == 0 ? -1 : uniform(&random_, 12, kVocab - 1);
       }
       if (uniform(&random_, 0, 3) == 0) {
-        params_.flags.as<int32_t>()[r] |= kSamplerConverged;
+        slab_.output.flags[r] |= kSamplerConverged;
       }
     }
   }
@@ -373,9 +346,7 @@ class Decode final {
 
   void advance_both(int step) {
     answer();
-    for (const TensorRef* output : outputs_) {
-      Slab::poison(*output);
-    }
+    slab_.poison_plan();
     std::vector<uint8_t>& host = slab_.bytes();
     const DeviceBuffer device(host.size());
     DeviceMirror::check(
@@ -397,7 +368,7 @@ class Decode final {
     }
     status = advance_decode(params_, ExecContext{});
     ASSERT_TRUE(status.ok()) << status.message();
-    const auto offset = static_cast<size_t>(params_.requests.as<uint8_t>() - host.data());
+    const auto offset = static_cast<size_t>(slab_.batch.requests - host.data());
     clear_padding(&got, offset, num_reqs_);
     clear_padding(&host, offset, num_reqs_);
     const auto place = std::mismatch(host.begin(), host.end(), got.begin());
@@ -408,25 +379,22 @@ class Decode final {
       const bool has_ended = was_running[static_cast<size_t>(r)] && !after.is_running;
       num_ended_ += has_ended ? 1 : 0;
       num_failed_ += has_ended && after.finish_reason == FinishReason::kError ? 1 : 0;
-      num_seeded_ += is_dual_ && params_.seed_row.as<const int32_t>()[r] >= 0 ? 1 : 0;
-      num_saved_ +=
-          params_.last_row_index.present() && params_.last_row_index.as<const int32_t>()[r] >= 0
-              ? 1
-              : 0;
+      num_seeded_ += is_dual_ && slab_.plan.seed_row[r] >= 0 ? 1 : 0;
+      num_saved_ += layout_.has_saved_rows && slab_.plan.last_row_index[r] >= 0 ? 1 : 0;
       num_slid_ += buffer_start(after.rules, after.state) > starts[static_cast<size_t>(r)] ? 1 : 0;
     }
   }
 
   std::mt19937_64 random_;
-  int32_t block_size_ = 0;   // B
+  int32_t block_size_ = 0;   // B, as all until `layout_` drawn by random_layout
   int32_t buffer_size_ = 0;  // N
   int32_t num_reqs_ = 0;     // R
   bool is_editing_ = false;
   bool is_dual_ = false;
   bool is_canvas_ = false;
-  Slab slab_;
-  AdvanceDecodeParams params_;  // of the host slab between calls
-  std::vector<const TensorRef*> outputs_;
+  PlanLayout layout_;
+  Slab slab_;  // bound to the host between calls
+  AdvanceDecodeParams& params_ = slab_.params;
   int num_slid_ = 0;  // steps in which a request's buffer slid
   int num_ended_ = 0;
   int num_failed_ = 0;

@@ -59,11 +59,20 @@ TEST(CudaOpLimitsTest, SoftEmbeddingOfManyRows) {
 /// The window of a request lives in the shared memory of its CTA.
 TEST(CudaOpLimitsTest, AdvanceDecodeNamesTheMostPositions) {
   DIFFULEX_REQUIRE_DEVICE();
+  PlanLayout layout;
+  layout.block_size = 256;
+  layout.buffer_size = 32;
+  layout.max_num_reqs = 1;
+  layout.max_num_rows = 8192;
+  const auto ints = layout.to_ints();
+  // Nothing is read: the kernel is not launched.
+  std::vector<uint8_t> memory(Arena::arena_bytes(PlanArrays::fields(layout)));
   AdvanceDecodeParams params;
-  params.requests.size[0] = 1;
-  params.tokens.rank = 2;
-  params.tokens.size[0] = 32;
-  params.tokens.size[1] = 256;
+  params.layout.assign(ints.begin(), ints.end());
+  params.num_reqs = 1;
+  params.plan.data = memory.data();
+  params.output.data = memory.data();
+  params.batch.data = memory.data();
   const Status status = cuda::advance_decode(params, device_context());
   EXPECT_EQ(status.code(), StatusCode::kUnsupported);
   EXPECT_NE(status.message().find("positions in flight per request on cuda, got 8192"),

@@ -27,6 +27,7 @@ struct StatsCase {
       temperature.push_back(static_cast<float>(row % 2) * 0.7F);
       uniforms.push_back((static_cast<double>(random() >> 12) + 0.5) / 4503599627370496.0);
       penalty_ids.push_back(uniform(&random, -1, vocab - 1));
+      penalties.push_back(row % 3 == 2 ? 0.0F : 1.5F + static_cast<float>(row % 2));
     }
     forbidden = {uniform(&random, 0, vocab - 1), -1, vocab - 1};
     ids.assign(static_cast<size_t>(rows), 99);
@@ -49,7 +50,7 @@ struct StatsCase {
     }
     result.forbidden_ids = place(ref_of(forbidden));
     result.penalty_ids = place(ref_of(penalty_ids));
-    result.penalty = 1.5F;
+    result.penalties = place(ref_of(penalties));
     result.ids = place(ref_of(ids));
     result.stats = place(ref_of(stats, {rows, kTokenStatsColumns}));
     if (kt > 0) {
@@ -72,6 +73,7 @@ struct StatsCase {
   std::vector<float> temperature;
   std::vector<double> uniforms;
   std::vector<int64_t> penalty_ids;
+  std::vector<float> penalties;
   std::vector<int64_t> forbidden;
   std::vector<int64_t> ids;
   std::vector<float> stats;
@@ -159,7 +161,9 @@ TEST(CudaTokenStatsTest, GreedyRowsMatchFp64) {
     StatsCase cpu = gpu;
     cpu.with_gather = gpu.with_gather = false;
     cpu.with_draw = gpu.with_draw = false;
-    run_both(&cpu, &gpu, [](TokenStatsParams* params) { params->penalty = 0.0F; });
+    cpu.penalties.assign(4, 0.0F);
+    gpu.penalties = cpu.penalties;
+    run_both(&cpu, &gpu, [](TokenStatsParams* /*params*/) {});
     ASSERT_FALSE(HasFatalFailure());
     for (int64_t row = 0; row < gpu.rows; ++row) {
       double top = -kInf;
@@ -239,6 +243,7 @@ TEST(CudaTokenStatsTest, CappedShortRowsMatchFp64) {
       StatsCase gpu(9, dtype, vocab, 6, 0);
       gpu.with_gather = false;
       gpu.uniforms.assign(6, 0.5);
+      gpu.penalties.assign(6, 0.0F);
       gpu.temperature = {0.0F, 0.0F, 0.25F, 0.25F, 0.5882353F, 0.5882353F};
       for (int64_t row = 1; row < gpu.rows; row += 2) {
         gpu.logits.set({row, vocab - 1}, -65504.0);  // lowest finite value of the smallest type
@@ -247,7 +252,6 @@ TEST(CudaTokenStatsTest, CappedShortRowsMatchFp64) {
       run_both(&cpu, &gpu, [&](TokenStatsParams* params) {
         params->softcap = static_cast<float>(kCap);
         params->exclusion = ExclusionMode::kOff;
-        params->penalty = 0.0F;
       });
       ASSERT_FALSE(HasFatalFailure());
       for (int64_t row = 0; row < gpu.rows; ++row) {

@@ -71,14 +71,14 @@ TEST(AcceptEditBoundary, AClosedGateForcesNothingAndDoesNotCount) {
 TEST(AcceptEditBoundary, WithoutPostEditStepsAFullBlockIsCommittedAtOnce) {
   for (const int32_t limit : {0, 1, 2}) {
     AcceptanceCase full({1, 2, 5, 4});
-    full.max_post_edit_steps = limit;
+    full.post_limits = {limit};
     run_edit(&full);
     // The first step over a full block is the only one that a limit of 1 allows; past a limit of 0
     // its edits are dropped.
     EXPECT_EQ(full.writes(), limit == 0 ? Writes{} : (Writes{{2, 3}})) << limit;
     EXPECT_EQ((full.flags[0] & kAcceptCommittable) != 0, limit < 2) << limit;
     AcceptanceCase open({1, 2, 3, kM});
-    open.max_post_edit_steps = limit;
+    open.post_limits = {limit};
     run_edit(&open);
     EXPECT_EQ(open.writes(), (Writes{{3, 4}}));
     EXPECT_EQ((open.flags[0] & kAcceptCommittable) != 0, limit == 0) << limit;

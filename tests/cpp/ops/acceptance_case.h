@@ -40,6 +40,7 @@ struct AcceptanceCase {
     edit_threshold = {.5F};
     open_steps = {0};
     post_steps = {0};
+    post_limits = {16};
     previous = {0, 0, 0, 0};
     stable_run = {-1};
     steps_left = {4};
@@ -74,6 +75,7 @@ struct AcceptanceCase {
       edit_threshold.push_back(static_cast<float>(byte(64)) / 64.0F);
       open_steps.push_back(byte(block_size + 4));
       post_steps.push_back(byte(4));
+      post_limits.push_back(byte(3));
       stable_run.push_back(byte(3) - 1);
       steps_left.push_back(1 + byte(3));
       if (byte(1) == 0) {
@@ -126,10 +128,10 @@ struct AcceptanceCase {
     params.edit_threshold = place(ref_of(edit_threshold));
     params.open_steps = place(ref_of(open_steps));
     params.post_edit_steps = place(ref_of(post_steps));
+    params.max_post_edit_steps = place(ref_of(post_limits));
     params.masks_left = place(ref_of(left));
     params.same_token_ratio = place(ref_of(ratio));
     params.mask_token_id = kAcceptMask;
-    params.max_post_edit_steps = max_post_edit_steps;
     return params;
   }
 
@@ -194,15 +196,14 @@ struct AcceptanceCase {
 
   int64_t num_blocks, block_size, num_rows;
   int64_t merge_k = 1;
-  int32_t max_post_edit_steps = 16;
   bool with_lists = false;
   bool fast_path = false;
   float entropy_bound = .1F;
   int32_t stability = 1;
   float kappa = .005F;
   std::vector<int64_t> tokens, ids, topk_ids, previous, renoise, write_ids, argmax, merge_ids;
-  std::vector<int32_t> row_index, start, valid, open_steps, post_steps, stable_run, steps_left,
-      left, flags;
+  std::vector<int32_t> row_index, start, valid, open_steps, post_steps, post_limits, stable_run,
+      steps_left, left, flags;
   std::vector<uint8_t> gate, merge_valid;
   std::vector<float> threshold, edit_threshold, stats, topk_probs, confidence, ratio, merge_probs,
       residual;

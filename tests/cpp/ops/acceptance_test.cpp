@@ -83,7 +83,7 @@ TEST(AcceptEdit, VectorETimeout) {
 TEST(AcceptEdit, PostEditBudget) {
   for (const int32_t post : {0, 1, 2, 3}) {
     AcceptanceCase block({3, 2, 5, 4});
-    block.max_post_edit_steps = 3;
+    block.post_limits = {3};
     block.post_steps = {post};
     const EditStep step = run_edit(&block, .7F, .5F, 0);
     EXPECT_EQ(step.flags & kAcceptCommittable, post >= 2 ? kAcceptCommittable : 0) << post;
@@ -290,7 +290,6 @@ TEST(Acceptance, RandomBlocksStayInBoundsAndAreIndependent) {
     whole.merge_k = whole.with_lists ? 2 : 1;
     whole.kappa = .5F;
     whole.entropy_bound = 2.0F;
-    whole.max_post_edit_steps = 2;
     whole.allocate();
     for (const int kind : {0, 1, 2}) {
       Guards guards;
@@ -342,10 +341,10 @@ TEST(Acceptance, RandomBlocksStayInBoundsAndAreIndependent) {
 TEST(Acceptance, Errors) {
   AcceptanceCase block({3, kM, 5, kM});
   const auto message = [](const Status& status) { return std::string(status.message()); };
-  AcceptEditParams edit = block.edit(kOnHost);
-  edit.max_post_edit_steps = -1;
-  EXPECT_EQ(message(accept_edit(edit, ExecContext{})),
-            "diffulex::accept_edit: max_post_edit_steps: expected a value >= 0, got -1");
+  block.post_limits = {-1};
+  EXPECT_EQ(message(accept_edit(block.edit(kOnHost), ExecContext{})),
+            "diffulex::accept_edit: max_post_edit_steps[0]: expected a value >= 0, got -1");
+  block.post_limits = {16};
   block.row_index[1] = 4;
   EXPECT_EQ(message(accept_edit(block.edit(kOnHost), ExecContext{})),
             "diffulex::accept_edit: row_index[0][1]: expected -1 or a row below 4, got 4");
@@ -364,7 +363,7 @@ TEST(Acceptance, Errors) {
   EXPECT_EQ(message(accept_gemma(gemma, ExecContext{})),
             "diffulex::accept_gemma: stability_threshold: expected a value >= 0, got -1");
   std::vector<int64_t> wide(1025, 0);
-  edit = block.edit(kOnHost);
+  AcceptEditParams edit = block.edit(kOnHost);
   edit.tokens = ref_of(wide, {1, 1025});
   EXPECT_EQ(message(accept_edit(edit, ExecContext{})),
             "diffulex::accept_edit: tokens: expected blocks of 1 to 1024 positions, got [1, 1025]");

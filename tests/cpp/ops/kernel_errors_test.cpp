@@ -381,7 +381,13 @@ TEST(KernelErrors, TokenStats) {
         "inv_temperature: expected none with partial, got a tensor"},
        {[&](P* p) { p->forbidden_ids = ref_of(many); },
         "forbidden_ids: expected at most 8 ids, got 9"},
-       {[&](P* p) { p->penalty_ids = ref_of(many); }, "penalty_ids: expected shape [2], got [9]"},
+       {[&](P* p) { p->penalty_ids = ref_of(many); },
+        "penalties: expected a tensor with penalty_ids, got none"},
+       {[&](P* p) {
+          p->penalty_ids = ref_of(many);
+          p->penalties = ref_of(inverse);
+        },
+        "penalty_ids: expected shape [2], got [9]"},
        {[&](P* p) { p->topk_ids = ref_of(wide_ids, {2, 65}); },
         "topk_probs: expected a tensor with topk_ids, got none"},
        {[&](P* p) {
@@ -391,7 +397,6 @@ TEST(KernelErrors, TokenStats) {
         "topk_ids: expected 1 to 64 columns, got 65"},
        {[](P* p) { p->vocab_limit = -2; }, "vocab_limit: expected a value >= -1, got -2"},
        {[](P* p) { p->softcap = -1.0F; }, "softcap: expected a finite value >= 0, got -1"},
-       {[](P* p) { p->penalty = std::nanf(""); }, "penalty: expected a finite value, got nan"},
        {[](P* p) { p->exclusion = static_cast<ExclusionMode>(3); },
         "exclusion: expected 0 (exclude), 1 (renormalize) or 2 (off), got 3"},
        {[](P* p) { p->vocab_start = -1; }, "vocab_start: expected a value >= 0, got -1"}});

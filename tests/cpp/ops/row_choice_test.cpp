@@ -124,7 +124,8 @@ TEST(RowChoice, VectorEPenalty) {
   Choice choice(4);
   choice.params.forbidden_ids = ref_of(forbidden);
   choice.params.penalty_ids = ref_of(penalty);
-  choice.params.penalty = 2.0F;
+  std::vector<float> penalties = {9.0F, 2.0F, 9.0F, 0.0F};
+  choice.params.penalties = ref_of(penalties);
   choice.run();
   EXPECT_EQ(choice.ids, (std::vector<int64_t>{1, 1, 3, 4}));
   EXPECT_NEAR(choice.stat(1, kStatsConfidence), .207813, 1e-6);

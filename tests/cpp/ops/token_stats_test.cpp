@@ -71,6 +71,7 @@ struct Call {
   TestTensor logits;
   int64_t rows = 0;
   std::vector<int64_t> ids, topk_ids, forbidden, penalty_ids;
+  std::vector<float> penalties;
   std::vector<float> stats, topk_probs, inverse;
   std::vector<double> uniforms;
   TokenStatsParams params;
@@ -266,12 +267,13 @@ TEST(TokenStats, RandomRowsMatchTheReference) {
     call.params.exclusion = rules.mode;
     rules.softcap = uniform(&random, 0, 2) == 0 ? 30.0 : 0.0;
     call.params.softcap = static_cast<float>(rules.softcap);
-    rules.penalty = rules.softcap == 0.0 ? 1.5 : 0.0;
-    call.params.penalty = static_cast<float>(rules.penalty);
     for (int64_t row = 0; row < rows; ++row) {
+      const bool is_penalised = rules.softcap == 0.0 && row % 3 != 2;
+      call.penalties.push_back(is_penalised ? 1.5F + static_cast<float>(row) : 0.0F);
       call.penalty_ids.push_back(uniform(&random, -1, vocab - 1));
     }
     call.params.penalty_ids = ref_of(call.penalty_ids);
+    call.params.penalties = ref_of(call.penalties);
     if (uniform(&random, 0, 1) == 0) {
       std::vector<double> uniforms;
       for (int64_t row = 0; row < rows; ++row) {
@@ -298,6 +300,7 @@ TEST(TokenStats, RandomRowsMatchTheReference) {
                                          : extra_logits.get({source - stored, id}));
       }
       rules.penalty_id = call.penalty_ids[at];
+      rules.penalty = call.penalties[at];
       rules.inverse = call.inverse.empty() ? 0.0 : call.inverse[at];
       rules.uniform = call.uniforms.empty() ? 0.0 : call.uniforms[at];
       const StatsReference want = reference_row(values, rules);
@@ -497,9 +500,15 @@ TEST(TokenStats, DataViolations) {
   row_index[1] = 0;
   call.penalty_ids = {-1, 0, 8, 0};
   call.params.penalty_ids = ref_of(call.penalty_ids);
+  call.penalties.assign(4, 1.0F);
+  call.params.penalties = ref_of(call.penalties);
   EXPECT_EQ(token_stats(call.params, ExecContext{}).message(),
             "diffulex::token_stats: penalty_ids[2]: expected an id below 8, got 8");
   call.penalty_ids[2] = 1;
+  call.penalties[3] = std::nanf("");
+  EXPECT_EQ(token_stats(call.params, ExecContext{}).message(),
+            "diffulex::token_stats: penalties[3]: expected a finite value, got nan");
+  call.penalties[3] = 0.0F;
   call.draw(1.0, {.5, 1.0, .5, .5});
   EXPECT_EQ(token_stats(call.params, ExecContext{}).message(),
             "diffulex::token_stats: uniforms[1]: expected a value in (0, 1), got 1");

@@ -61,13 +61,13 @@ def accept_edit() -> Call:
         "edit_threshold": torch.tensor([0.25, 0.5]),
         "open_steps": _ints(0, 1),
         "post_edit_steps": _ints(0, 2),
+        "max_post_edit_steps": _ints(16, 2),
         "ids": rows["ids"],
         "stats": rows["stats"],
         **_outputs(),
     }
     numbers = {
         "mask_token_id": MASK,
-        "max_post_edit_steps": 16,
         "confidence_kind": 0,
         "raw_confidence": True,
     }
@@ -168,6 +168,7 @@ EMPTY: dict[str, dict[str, int]] = {
             "edit_threshold",
             "open_steps",
             "post_edit_steps",
+            "max_post_edit_steps",
             "write_ids",
             "confidence",
             "masks_left",

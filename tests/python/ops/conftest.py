@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import diffulex.ops  # noqa: F401 (registers the fakes)
+
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))  # the package `reference`
 
 import op_calls
 

@@ -195,6 +195,42 @@ def linear_packed() -> Call:
     return tensors, {"out_features": V}
 
 
+def quantize_rows() -> Call:
+    codes = torch.zeros(T, D, dtype=torch.int8)
+    return {"x": _normal(T, D), "out": codes, "scale": torch.zeros(1, T)}, {"group": 128}
+
+
+def quantize_weight() -> Call:
+    codes = torch.zeros(V, D, dtype=torch.int8)
+    tensors = {"w": _normal(V, D), "out": codes, "scale": torch.zeros(V)}
+    return tensors, {"scheme": 2, "group": 0}
+
+
+def linear_scaled() -> Call:
+    codes = torch.ones(V, D, dtype=torch.int8)
+    tensors = {
+        "x": torch.ones(T, D, dtype=torch.int8),
+        "x_scale": torch.ones(1, T),
+        "weight": codes,
+        "weight_scale": torch.ones(V),
+        "bias": _normal(V),
+        "out": torch.zeros(T, V),
+    }
+    return tensors, {}
+
+
+def linear_w4a16() -> Call:
+    tensors = {
+        "x": _normal(T, D),
+        "weight": torch.ones(V, D // 2, dtype=torch.uint8),
+        "scales": torch.ones(2, V, dtype=torch.bfloat16),
+        "zeros": torch.zeros(2, V, dtype=torch.uint8),
+        "bias": _normal(V),
+        "out": torch.zeros(T, V),
+    }
+    return tensors, {"group": D // 2}
+
+
 def token_stats() -> Call:
     tensors = {
         "logits": _normal(T, V),
@@ -204,6 +240,7 @@ def token_stats() -> Call:
         "uniforms": torch.tensor([0.5, 0.25, 0.5, 0.75], dtype=torch.float64),
         "forbidden_ids": torch.tensor([V - 1, -1]),
         "penalty_ids": torch.tensor([3, -1, 2, 1]),
+        "penalties": torch.tensor([0.5, 0.5, 0.0, 1.5]),
         "ids": torch.zeros(4, dtype=torch.int64),
         "stats": torch.zeros(4, 8),
         "topk_ids": torch.zeros(4, 3, dtype=torch.int64),
@@ -213,7 +250,6 @@ def token_stats() -> Call:
     numbers = {
         "vocab_limit": V - 2,
         "softcap": 0.0,
-        "penalty": 0.5,
         "exclusion": 0,
         "vocab_start": 0,
         "partial": False,
@@ -292,6 +328,10 @@ CALLS: dict[str, Callable[[], Call]] = (
             act_and_mul,
             linear_few_rows,
             linear_packed,
+            quantize_rows,
+            quantize_weight,
+            linear_scaled,
+            linear_w4a16,
             token_stats,
             merge_token_stats,
             accept_mask_fill,
@@ -305,7 +345,13 @@ CALLS: dict[str, Callable[[], Call]] = (
 
 
 #: Ops that raise an error for CUDA tensors, and why that is right.
-CPU_ONLY = {"linear_packed": "dense products on CUDA are cuBLAS through torch"}
+CPU_ONLY = {
+    "linear_packed": "dense products on CUDA are cuBLAS through torch",
+    **dict.fromkeys(
+        ("quantize_rows", "quantize_weight", "linear_scaled", "linear_w4a16"),
+        "weights in low precision have no CUDA kernels yet",
+    ),
+}
 
 
 def make(op: str, device: str) -> Call:

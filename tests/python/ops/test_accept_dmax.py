@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""accept_dmax against the worked vectors and its twin."""
+"""accept_dmax against the worked vectors and its reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import sampling_vectors as vectors
 from diffulex import ops
 from diffulex.ops import AcceptFlag, DmaxResult
-from diffulex.ops.acceptance_reference import accept_dmax_reference
+from reference.acceptance import accept_dmax_reference
 from rewriting_cases import MASK, moved, one_block, random_blocks, writes
 
 

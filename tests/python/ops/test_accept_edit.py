@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""accept_edit against the worked vectors and its twin."""
+"""accept_edit against the worked vectors and its reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import sampling_vectors as vectors
 from diffulex import ops
 from diffulex.ops import AcceptFlag, ConfidenceKind, EditResult
-from diffulex.ops.acceptance_reference import accept_edit_reference
+from reference.acceptance import accept_edit_reference
 from rewriting_cases import MASK, ints, moved, one_block, random_blocks, writes
 
 
@@ -31,12 +31,12 @@ def edit(
     tensors = one_block(device, tokens, tau=tau, start=start, **options)
     numbers: dict[str, Any] = {
         "mask_token_id": MASK,
-        "max_post_edit_steps": max_post,
         "confidence_kind": kind,
     }
     tensors |= {
         "edit_threshold": torch.tensor([edit_tau], device=device),
         "post_edit_steps": ints(device, post),
+        "max_post_edit_steps": ints(device, max_post),
     }
     result = ops.accept_edit(**tensors, **numbers)
     for actual, expected in zip(result, accept_edit_reference(**tensors, **numbers)):
@@ -78,7 +78,7 @@ def test_vector_e_penalty(device: str) -> None:
         vectors.logits(device)[1:2],
         forbidden_ids=vectors.mask_ids(device),
         penalty_ids=torch.tensor([2], device=device),
-        penalty=2.0,
+        penalties=torch.tensor([2.0], device=device),
     )
     assert int(result.ids[0]) == 1
     assert float(result.stats[0, 0]) == pytest.approx(0.207813, abs=1e-6)
@@ -179,19 +179,23 @@ def random_edit(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors, _ = random_blocks(seed)
     rng = random.Random(-seed)
     num_blocks, block_size = tensors["tokens"].shape
-    limit = rng.choice([0, 2, 16])
 
     def choices(*values: Any) -> list[Any]:
         return [rng.choice(values) for _ in range(num_blocks)]
 
+    limits = torch.tensor(choices(0, 2, 16)).int()
     tensors |= {
         "edit_threshold": torch.tensor(choices(0.0, 0.3, 0.9)),
-        "post_edit_steps": torch.tensor(choices(0, 1, limit, limit + 1)).int(),
-        "open_steps": torch.tensor(choices(0, 3, block_size + limit - 1, block_size + limit)).int(),
+        "post_edit_steps": torch.tensor(
+            [rng.choice((0, 1, k, k + 1)) for k in limits.tolist()]
+        ).int(),
+        "max_post_edit_steps": limits,
+        "open_steps": torch.tensor(
+            [rng.choice((0, 3, block_size + k - 1, block_size + k)) for k in limits.tolist()]
+        ).int(),
     }
     numbers = {
         "mask_token_id": MASK,
-        "max_post_edit_steps": limit,
         "confidence_kind": rng.choice(list(ConfidenceKind)),
         "raw_confidence": rng.random() < 0.5,
     }
@@ -227,11 +231,16 @@ def test_batch_equals_single_blocks(device: str) -> None:
         ("valid_len", -1, "expected 0 to 4, got -1"),
         ("open_steps", -1, "expected a value >= 0, got -1"),
         ("post_edit_steps", -2, "expected a value >= 0, got -2"),
+        ("max_post_edit_steps", -1, "expected a value >= 0, got -1"),
     ],
 )
 def test_data_errors(name: str, value: int, message: str) -> None:
     tensors = one_block("cpu", [3, MASK, 5, MASK])
-    tensors |= {"edit_threshold": torch.tensor([0.5]), "post_edit_steps": ints("cpu", 0)}
+    tensors |= {
+        "edit_threshold": torch.tensor([0.5]),
+        "post_edit_steps": ints("cpu", 0),
+        "max_post_edit_steps": ints("cpu", 16),
+    }
     tensors[name].view(-1)[0] = value
     with pytest.raises(RuntimeError, match=rf"^diffulex::accept_edit: {name}\[0\].*: {message}"):
-        ops.accept_edit(**tensors, mask_token_id=MASK, max_post_edit_steps=16)
+        ops.accept_edit(**tensors, mask_token_id=MASK)

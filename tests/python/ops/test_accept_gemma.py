@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""accept_gemma and entropy_bound_mask against the worked vectors and their twins."""
+"""accept_gemma and entropy_bound_mask against the worked vectors and their references."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import sampling_vectors as vectors
 from diffulex import ops
 from diffulex.ops import AcceptFlag, GemmaResult, StatsColumn
-from diffulex.ops.acceptance_reference import accept_gemma_reference
-from diffulex.ops.filter_reference import entropy_bound_mask_reference
+from reference.acceptance import accept_gemma_reference
+from reference.filters import entropy_bound_mask_reference
 from rewriting_cases import ints, moved
 
 ARGMAX = [1, 2, 3, 7]

@@ -65,7 +65,7 @@ CASES: list[tuple[str, str, Change, str]] = [
     *[(op, *case) for op in ("accept_edit", "accept_dmax") for case in _GATED_CASES],
     ("accept_edit", "edit_threshold", longer, "expected shape"),
     ("accept_edit", "post_edit_steps", torch.Tensor.long, "expected dtype int32, got int64"),
-    ("accept_edit", "max_post_edit_steps", value(-1), "expected a value >= 0, got -1"),
+    ("accept_edit", "max_post_edit_steps", longer, "expected shape"),
     ("accept_edit", "confidence_kind", value(3), "expected"),
     ("accept_dmax", "argmax_ids", torch.Tensor.int, "expected dtype int64, got int32"),
     ("accept_dmax", "argmax_ids", longer, "expected shape"),

@@ -13,13 +13,14 @@ import torch
 
 import op_calls
 from attention_cases import AttentionCase, random_case
+from diffulex import ops
 
 pytestmark = pytest.mark.cuda
 
 OPS = sorted(op_calls.CALLS.keys() - op_calls.CPU_ONLY.keys())
 # Written in place from their own old value, or kept where no row is stored.
 IN_PLACE = {"x", "hidden", "residual", "qkv", "q", "k", "k_cache", "v_cache"}
-IN_PLACE |= {"requests", "windows"}
+IN_PLACE |= {"plan", "batch"}
 
 
 def changed(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,8 +69,6 @@ def test_replay_equals_eager_after_a_change_in_place(op: str) -> None:
 def call_attention(
     case: AttentionCase, out: torch.Tensor, lse: torch.Tensor, workspace: Any
 ) -> None:
-    from diffulex import ops
-
     names = [
         "q",
         "k",
@@ -97,8 +96,6 @@ def call_attention(
 @pytest.mark.parametrize("layout", [0, 1])
 def test_attention_graph_follows_its_metadata(layout: int, num_splits: int) -> None:
     """Lengths, kinds, tables, q/k/v change in place and live requests shrink; then replay."""
-    from diffulex import ops
-
     seeds = [s for s in range(200) if len(random_case(s, "cpu", layout=layout).requests) >= 3]
     case = random_case(seeds[layout], "cuda", layout=layout, dtype=torch.bfloat16)
     case.numbers["num_splits"] = num_splits
@@ -251,32 +248,49 @@ def test_data_is_checked_on_request() -> None:
     assert "RuntimeError: diffulex::store_kv_cache: slot_mapping" in done.stderr
 
 
-INVARIANT = """
-import torch
-from diffulex import ops
-torch.manual_seed(0)
-def run(lengths, contexts):
-    n = len(lengths)
-    starts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-    table = torch.arange(64).int().repeat(n, 1).cuda()
-    rows = [slice(0, l) for l in lengths]
-    packed = [torch.cat([x[r] for r in rows]) for x in (q, k, v)]
-    return ops.block_attention(
-        *packed, cache, cache, table, starts, torch.tensor(contexts).int().cuda(), starts[1:],
-        torch.ones(n, dtype=torch.int32).cuda(), block_size=4, max_seqlen_q=max(lengths),
-        max_context_len=max(contexts))
-q = torch.randn(16, 8, 128, device="cuda", dtype=torch.bfloat16)
-k, v = (torch.randn(16, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-cache = torch.randn(64, 32, 2, 128, device="cuda", dtype=torch.bfloat16)
-alone = run([4], [1500])
-for lengths, contexts in (([4, 16], [1500, 2000]), ([4] * 9, [1500] + [7] * 8), ([4, 1], [1500, 0])):
-    assert torch.equal(run(lengths, contexts)[:4], alone), (lengths, contexts)
-"""
+def test_attention_of_a_request_is_independent_of_the_others() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    q, k, v = normal(16, 8, 128), normal(16, 2, 128), normal(16, 2, 128)
+    cache = normal(64, 32, 2, 128)
+
+    def attend(lengths: list[int], contexts: list[int]) -> torch.Tensor:
+        count = len(lengths)
+        starts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+        return ops.block_attention(
+            *(torch.cat([x[:length] for length in lengths]) for x in (q, k, v)),
+            cache,
+            cache,
+            torch.arange(64).int().repeat(count, 1).cuda(),
+            starts,
+            torch.tensor(contexts).int().cuda(),
+            starts[1:],
+            torch.ones(count, dtype=torch.int32).cuda(),
+            block_size=4,
+            max_seqlen_q=max(lengths),
+            max_context_len=max(contexts),
+        )
+
+    others = [([4, 16], [1500, 2000]), ([4] * 9, [1500] + [7] * 8), ([4, 1], [1500, 0])]
+    with ops.batch_invariant():
+        alone = attend([4], [1500])
+        for lengths, contexts in others:
+            assert torch.equal(attend(lengths, contexts)[:4], alone), (lengths, contexts)
 
 
-def test_batch_invariance_on_request() -> None:
-    done = _python(INVARIANT, DIFFULEX_BATCH_INVARIANT="1")
-    assert done.returncode == 0, done.stderr
+def test_soft_embeddings_of_a_row_are_independent_of_the_others() -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    logits = torch.randn(600, 20011, device="cuda", generator=generator)
+    table = torch.randn(20011, 256, device="cuda", generator=generator).to(torch.bfloat16)
+    stats = ops.token_stats(logits, exclusion=ops.ExclusionMode.OFF).stats
+    lse = stats[:, ops.StatsColumn.LOGSUMEXP]
+    with ops.batch_invariant():
+        whole = ops.soft_embedding(logits, lse, table)
+        for rows in (1, 7, 129, 600):
+            assert torch.equal(ops.soft_embedding(logits[:rows], lse[:rows], table), whole[:rows])
 
 
 FRESH = """

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import acceptance_calls
-import decode_calls
 import op_calls
 
 Change = Callable[[Any], Any]
@@ -163,6 +162,32 @@ CASES: list[tuple[str, str, Change, str]] = [
     ("linear_packed", "out", half, "expected dtype float32, got float16"),
     ("linear_packed", "out", longer, "expected shape"),
     ("linear_packed", "out_features", value(0), "expected a value >= 1, got 0"),
+    ("quantize_rows", "x", double, "expected dtype"),
+    ("quantize_rows", "x", lambda x: x[:, :0], "expected a last dimension >= 1"),
+    ("quantize_rows", "out", half, "expected dtype float8_e4m3fn or int8, got float16"),
+    ("quantize_rows", "out", longer, "expected shape"),
+    ("quantize_rows", "scale", lambda s: s[:, :1], "expected at least"),
+    ("quantize_rows", "scale", longer, "expected shape"),
+    ("quantize_rows", "group", value(0), "expected a value >= 1, got 0"),
+    ("quantize_weight", "w", double, "expected dtype"),
+    ("quantize_weight", "out", half, "expected dtype int8, got float16"),
+    ("quantize_weight", "scale", longer, "expected shape"),
+    ("quantize_weight", "scheme", value(4), r"expected 0 \(fp8\)"),
+    ("linear_scaled", "x", half, "expected dtype float8_e4m3fn or int8, got float16"),
+    ("linear_scaled", "x_scale", lambda s: s[:, :1], "expected at least"),
+    ("linear_scaled", "weight", half, "expected dtype int8, got float16"),
+    ("linear_scaled", "weight", wider, "expected shape"),
+    ("linear_scaled", "weight_scale", longer, "expected shape"),
+    ("linear_scaled", "bias", longer, "expected shape"),
+    ("linear_scaled", "out", longer, "expected shape"),
+    ("linear_scaled", "out", double, "expected dtype"),
+    ("linear_w4a16", "x", double, "expected dtype"),
+    ("linear_w4a16", "weight", half, "expected dtype uint8, got float16"),
+    ("linear_w4a16", "weight", wider, "expected shape"),
+    ("linear_w4a16", "scales", longer, "expected shape"),
+    ("linear_w4a16", "zeros", half, "expected dtype uint8, got float16"),
+    ("linear_w4a16", "out", longer, "expected shape"),
+    ("linear_w4a16", "group", value(3), "expected a divisor of"),
     ("token_stats", "logits", double, "expected dtype"),
     ("token_stats", "logits", flat, "expected shape"),
     ("token_stats", "extra_logits", half, "expected dtype"),
@@ -173,6 +198,8 @@ CASES: list[tuple[str, str, Change, str]] = [
     ("token_stats", "uniforms", value(None), "expected a tensor with inv_temperature, got none"),
     ("token_stats", "forbidden_ids", lambda f: f.repeat(5), "expected at most 8 ids, got 10"),
     ("token_stats", "penalty_ids", longer, "expected shape"),
+    ("token_stats", "penalties", longer, "expected shape"),
+    ("token_stats", "penalties", torch.Tensor.double, "expected dtype float32, got float64"),
     ("token_stats", "ids", lambda i: i.int(), "expected dtype int64, got int32"),
     ("token_stats", "stats", wider, "expected shape"),
     ("token_stats", "topk_ids", lambda t: t.repeat(1, 30), "expected 1 to 64 columns, got 90"),
@@ -390,12 +417,17 @@ def test_empty_inputs_are_legal(device: str, op: str) -> None:
         "qk_norm_rope_store": {"qkv": 0, "positions": 0, "slot_mapping": 0},
         "act_and_mul": {"x": 0, "out": 0},
         "linear_packed": {"x": 0, "out": 0},
+        "quantize_rows": {"x": 0, "out": 0},
+        "quantize_weight": {"w": 0, "out": 0, "scale": 0},
+        "linear_scaled": {"x": 0, "out": 0},
+        "linear_w4a16": {"x": 0, "out": 0},
         "token_stats": dict.fromkeys(
             (
                 "row_index",
                 "inv_temperature",
                 "uniforms",
                 "penalty_ids",
+                "penalties",
                 "ids",
                 "stats",
                 "topk_ids",
@@ -420,7 +452,9 @@ def test_empty_inputs_are_legal(device: str, op: str) -> None:
             0,
         ),
     }
-    empty |= acceptance_calls.EMPTY | decode_calls.EMPTY
+    empty |= acceptance_calls.EMPTY
+    if "num_reqs" in numbers:
+        numbers["num_reqs"] = 0
     if op == "merge_token_stats":
         for name, tensor in tensors.items():
             tensors[name] = tensor[:, :0] if name.startswith("part") else tensor[:0]

@@ -12,7 +12,6 @@ import op_calls
 from diffulex import ops
 from diffulex.nn.embedding import OutputHead, TokenEmbedding
 from diffulex.nn.linear import Linear, pack_weights
-from diffulex.ops.linear import linear_packed_reference
 from tolerance import assert_accurate, to_numpy
 
 EXACT = pytest.mark.parametrize("is_bfloat16", [False, True])
@@ -71,8 +70,6 @@ def test_linear_packed(rows: int, in_features: int, out_features: int, is_bfloat
     plain = torch.mm(x, weight.t())
     slack = 1e-7 * in_features * float(x.abs().max() * weight.abs().max())
     assert_accurate(out, expected, plain, slack=slack)
-    reference = linear_packed_reference(x, packed, out_features)
-    assert_accurate(reference, expected, plain, slack=slack)
     assert torch.equal(ops.linear_packed(x, packed, out_features), out)
 
 
@@ -201,7 +198,13 @@ def skip_without_few_rows(device: str) -> None:
 
 
 # One tile, a last one that is not whole, one and two shares of the depth, several tiles to a CTA.
-FEW_ROWS_SHAPES = [(128, 64), (16, 192), (400, 448), (4096, 1088), (27136, 128)]
+FEW_ROWS_SHAPES = [
+    (128, 64),
+    (16, 192),
+    pytest.param(400, 448, marks=pytest.mark.slow),
+    pytest.param(4096, 1088, marks=pytest.mark.slow),
+    pytest.param(27136, 128, marks=pytest.mark.slow),
+]
 FEW_ROWS_COUNTS = [1, 7, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128]
 
 
@@ -237,7 +240,8 @@ def test_few_rows_against_float64(
         assert (error <= tolerance * expected.abs() + 2e-6 * scale + 1e-7).all(), num_rows
         assert out[num_rows:].isnan().all()
         assert out[:, columns:].isnan().all()
-        for _ in range(3):
+        # Threads that finish in another order show up on a device alone.
+        for _ in range(1 if device == "cpu" else 3):
             again = ops.linear_few_rows(on_device, here[0], here[1], act=act)
             assert torch.equal(again, view)
 

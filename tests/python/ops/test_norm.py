@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-import oracles
 from diffulex import ops
-from diffulex.ops.norm import add_rms_norm_reference, rms_norm_add_reference, rms_norm_reference
+from reference import dense as oracles
 from tolerance import assert_accurate, to_numpy
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -50,8 +49,6 @@ def test_rms_norm(
     weight64 = None if weight is None else to_numpy(weight)
     expected = oracles.rms_norm(to_numpy(x), weight64, EPS, offset)
     assert_accurate(out, expected, plain(x, weight, offset))
-    twin = rms_norm_reference(x, weight, EPS, weight_offset=offset)
-    assert_accurate(twin, expected, plain(x, weight, offset))
 
 
 @DTYPES
@@ -89,14 +86,10 @@ def test_add_rms_norm(device: str, dtype: torch.dtype, width: int) -> None:
     total = to_numpy(x) + to_numpy(residual)
     expected = oracles.rms_norm(total, to_numpy(weight), EPS, 0.5)
     base = plain(x + residual, weight, 0.5)
-    twin_x, twin_residual = x.clone(), residual.clone()
     wanted_residual = (x.float() + residual.float()).to(dtype)
     ops.add_rms_norm(x, residual, weight, EPS, weight_offset=0.5)
-    add_rms_norm_reference(twin_x, twin_residual, weight, EPS, weight_offset=0.5)
     assert torch.equal(residual, wanted_residual)
-    assert torch.equal(twin_residual, wanted_residual)
     assert_accurate(x, expected, base)
-    assert_accurate(twin_x, expected, base)
 
 
 def test_add_rms_norm_uses_the_unrounded_sum(device: str) -> None:
@@ -131,8 +124,6 @@ def test_rms_norm_add(
     out = torch.full_like(x, torch.nan)
     ops.rms_norm_add(x, residual, weight, EPS, out_scale=out_scale, out=out)
     assert_accurate(out, expected * factor, base)
-    twin = rms_norm_add_reference(x, residual, weight, EPS, out_scale=out_scale)
-    assert_accurate(twin, expected * factor, base)
 
 
 def test_zero_rows_stay_finite(device: str) -> None:

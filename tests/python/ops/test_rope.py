@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import oracles
 from diffulex import ops
-from diffulex.ops import rope as references
+from reference import dense as oracles
 from tolerance import assert_accurate, to_numpy
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -19,6 +19,7 @@ EPS = 1e-6
 MAX_POSITION = 50000
 
 
+@functools.cache
 def angles(rotary_dim: int, device: str, theta: float = 1e6) -> torch.Tensor:
     """[MAX_POSITION, rotary_dim] fp32, computed in fp64."""
     frequencies = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
@@ -84,11 +85,6 @@ def test_rotary_embedding(
     assert_accurate(actual[:, :turned], expected, base)
     assert torch.equal(actual[:, turned:], heads[:, turned:])
     assert torch.equal(actual[..., rotary_dim:], heads[..., rotary_dim:])
-    twin = before.clone().view(num_tokens, -1, dim)
-    references.rotary_embedding_reference(
-        positions, twin[:, :q_heads], twin[:, q_heads:turned], table, head_dim=dim, neox=neox
-    )
-    assert_accurate(twin[:, :turned], expected, base)
 
 
 def fused_expected(
@@ -140,7 +136,7 @@ VARIANTS = [
 @DTYPES
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("layout", [None, 0, 1])
-def test_qk_norm_rope(  # noqa: PLR0915 (one story: build, run, compare three tensors)
+def test_qk_norm_rope(
     device: str, dtype: torch.dtype, variant: dict[str, Any], layout: int | None
 ) -> None:
     dim = variant.get("dim", 64)
@@ -173,9 +169,6 @@ def test_qk_norm_rope(  # noqa: PLR0915 (one story: build, run, compare three te
         "v_from_raw_k": raw,
         "v_out": v_out,
     }
-    twin = before.clone()
-    twin_numbers = {**numbers, "v_out": None if v_out is None else v_out.clone()}
-    references.qk_norm_rope_reference(twin, positions, table, *weights, **twin_numbers)
     slots = torch.tensor([3, -1, 0, 9, 6, 11, -1], device=device)
     caches: list[torch.Tensor] = []
     if layout is None:
@@ -215,9 +208,6 @@ def test_qk_norm_rope(  # noqa: PLR0915 (one story: build, run, compare three te
         assert_accurate(tensor, reference, base)
     if not (raw or norm_v):
         assert torch.equal(v, source_v)
-    twin_heads = twin.view(num_tokens, -1, dim)
-    assert_accurate(twin_heads[:, :q_heads], expected[0], base_q)
-    assert_accurate(twin_heads[:, q_heads:k_end], expected[1], base_k)
 
     for which, cache, stored in zip("kv", caches, (k, v)):
         assert layout is not None

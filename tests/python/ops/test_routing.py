@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import moe_oracles
 from diffulex import ops
-from diffulex.ops.routing import moe_topk_reference, router_gemm_reference
+from reference import experts as moe_oracles
 from tolerance import assert_accurate, to_numpy
 
 INF, NAN = float("inf"), float("nan")
@@ -65,8 +64,10 @@ def test_sizes(device: str, num_experts: int, scoring: int, dtype: torch.dtype) 
             result = ops.moe_topk(logits, top_k, scoring=scoring, renormalize=True)
             values = logits.float().gather(1, result.ids.long())
             assert torch.equal(values, logits.float().topk(top_k, dim=1).values)
-            expected = moe_topk_reference(logits, top_k, scoring=scoring, renormalize=True)
-            torch.testing.assert_close(result.weights, expected.weights, rtol=1e-4, atol=1e-6)
+            weights, _, _ = moe_oracles.topk(
+                to_numpy(logits), top_k, scoring=scoring, renormalize=True
+            )
+            np.testing.assert_allclose(to_numpy(result.weights), weights, rtol=1e-4, atol=1e-6)
         else:
             check(logits, top_k, scoring=scoring, renormalize=True)
             check(logits, top_k, scoring=scoring, renormalize=False, routed_scaling=2.5)
@@ -193,22 +194,6 @@ def test_strided_rows_and_outputs(device: str) -> None:
     assert (ids[:, 7:] == -7).all()
 
 
-@pytest.mark.parametrize("scoring", [0, 1])
-def test_reference_agrees(scoring: int) -> None:
-    logits = normal(50, 32)
-    options: dict[str, Any] = {
-        "scoring": scoring,
-        "bias": normal(32) * 0.1,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling": 2.5,
-    }
-    result = ops.moe_topk(logits, 4, **options)
-    expected = moe_topk_reference(logits, 4, **options)
-    assert torch.equal(result.ids, expected.ids)
-    torch.testing.assert_close(result.weights, expected.weights, rtol=1e-5, atol=1e-7)
-
-
 def test_no_tokens(device: str) -> None:
     result = ops.moe_topk(torch.empty(0, 8, device=device), 2)
     assert result.ids.shape == (0, 2)
@@ -286,7 +271,7 @@ def test_router_gemm(
     assert ops.router_gemm(x, w, out=out) is out
     expected = to_numpy(x) @ to_numpy(w).T
     slack = 2e-7 * hidden * float(x.float().abs().max() * w.float().abs().max())
-    assert_accurate(out, expected, router_gemm_reference(x.cpu(), w.cpu()), slack=slack)
+    assert_accurate(out, expected, x.cpu().float() @ w.cpu().float().t(), slack=slack)
 
 
 @pytest.mark.parametrize(

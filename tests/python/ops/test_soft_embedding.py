@@ -11,7 +11,6 @@ import torch
 
 import sampling_vectors
 from diffulex import ops
-from diffulex.ops.soft_embedding import soft_embedding_reference
 from tolerance import assert_accurate, to_numpy
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -87,11 +86,6 @@ def test_matches_softmax_times_table(
     want = 3.0 * expected(logits, table, inv, softcap)
     base = 3.0 * plain(logits, table, inv, softcap)
     assert_accurate(out, want, base, slack=SLACK)
-    twin = soft_embedding_reference(
-        logits, stats[:, LSE], table, inv_temperature=inv, normalizer=3.0, softcap=softcap
-    )
-    # torch's product on a device sums in its own order.
-    assert_accurate(twin, want, base, slack=2 * SLACK)
 
 
 @pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -459,7 +459,7 @@ __device__ __forceinline__ bool plain_chunk(const TokenStatsArgs& args,
       if (is_plain && !(place.second > kLeast)) {
         // A pad or nearly one. The sums stay what they are in chunks that are not searched.
         is_plain = !has_penalty;
-        const ChunkRecord exact = special_chunk(args, transform, source, first);
+        const ChunkRecord exact = chunk_by_element(args, transform, source, first);
         record.second_key = exact.second_key;
         record.second_z = exact.second_z;
       }
@@ -483,7 +483,7 @@ __device__ __forceinline__ ChunkRecord chunk_record(const TokenStatsArgs& args,
   ChunkRecord record{};
   if (!plain_chunk<T, kCapped>(args, transform, exclusion, source, first, chunk, best_so_far,
                                record)) {
-    record = special_chunk(args, transform, source, first);
+    record = chunk_by_element(args, transform, source, first);
   }
   return record;
 }

@@ -49,6 +49,7 @@ struct TokenStatsArgs final {
   const int64_t* forbidden_ids;
   int32_t num_forbidden;
   const int64_t* penalty_ids;  // [R] or null
+  const float* penalties;      // [R], with penalty_ids
   int64_t* ids;                // [R]
   float* stats;                // [R, 8]
   int64_t stats_stride;
@@ -64,7 +65,6 @@ struct TokenStatsArgs final {
   int64_t vocab_start;
   int64_t vocab_limit;  // INT64_MAX = none
   float softcap;
-  float penalty;
   int32_t exclusion;  // ExclusionMode
   bool is_partial;
   bool is_vec;  // rows start at multiples of 16 bytes
@@ -126,8 +126,9 @@ __device__ __forceinline__ const T* source_row(const TokenStatsArgs& args, int64
 
 /// What is read about a row, apart from its logits: issued before them, looked at after.
 struct RowInputs final {
-  float inverse = 0.0F;       // of the temperature
-  int64_t penalty_id = -1;    // -1 = none
+  float inverse = 0.0F;     // of the temperature
+  int64_t penalty_id = -1;  // -1 = none
+  float penalty = 0.0F;
   int64_t forbidden_id = -1;  // of lane i < num_forbidden
 };
 
@@ -142,6 +143,7 @@ __device__ __forceinline__ RowInputs row_inputs(const TokenStatsArgs& args, int6
   }
   if (args.penalty_ids != nullptr) {
     inputs.penalty_id = args.penalty_ids[row];
+    inputs.penalty = args.penalties[row];
   }
   return inputs;
 }
@@ -150,7 +152,7 @@ __device__ __forceinline__ RowTransform row_transform(const TokenStatsArgs& args
                                                       const RowInputs& inputs) {
   RowTransform transform;
   transform.softcap = args.softcap;
-  transform.penalty = args.penalty;
+  transform.penalty = inputs.penalty;
   transform.is_tempered = inputs.inverse != 0.0F;
   transform.inv_temperature = transform.is_tempered ? inputs.inverse : 1.0F;
   transform.penalty_column = inputs.penalty_id < 0 ? -1 : inputs.penalty_id - args.vocab_start;

@@ -14,9 +14,9 @@ namespace diffulex::cuda {
 
 /// Any chunk, element by element, read again from memory.
 template <typename T>
-__device__ __noinline__ ChunkRecord special_chunk(const TokenStatsArgs& args,
-                                                  const RowTransform& transform, const T* source,
-                                                  int64_t first) {
+__device__ __noinline__ ChunkRecord chunk_by_element(const TokenStatsArgs& args,
+                                                     const RowTransform& transform, const T* source,
+                                                     int64_t first) {
   ChunkRecord record{};
   const int lane = threadIdx.x & 31;
   // Differences below this have no weight in fp32; the clamp keeps 0 * inf out of the sums.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure Python twins of `sample_filtered` and `entropy_bound_mask`; they materialise and sort rows."""
+"""References of `sample_filtered` and `entropy_bound_mask`, in plain Python: rows are sorted."""
 
 from __future__ import annotations
 
@@ -16,51 +16,10 @@ from diffulex.ops.sampling import (
     StatsColumn,
     TokenStats,
 )
+from diffulex_edge.runtime.filters import kept_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def kept_ids(
-    logits: list[float], top_k: int, top_p: float, min_p: float, *, order: int, beta: float
-) -> list[int]:
-    """Ids the filters keep, in descending order of logit; -inf logits are not in the distribution.
-
-    `beta` is the inverse temperature. Each filter renormalises what it gets.
-    """
-    kept = [v for v, logit in enumerate(logits) if logit > -math.inf]
-    kept.sort(key=lambda v: (-logits[v], v))
-
-    def masses() -> list[float]:
-        top = logits[kept[0]] * beta
-        values = [math.exp(logits[v] * beta - top) for v in kept]
-        total = math.fsum(values)
-        return [value / total for value in values]
-
-    def by_top_k() -> list[int]:
-        if top_k <= 0 or top_k >= len(kept):
-            return kept
-        return [v for v in kept if logits[v] >= logits[kept[top_k - 1]]]
-
-    def by_min_p() -> list[int]:
-        probs = masses()
-        return kept if min_p <= 0 else [v for v, p in zip(kept, probs) if p >= min_p * probs[0]]
-
-    def by_top_p() -> list[int]:
-        if top_p >= 1:
-            return kept
-        before, result = 0.0, list[int]()
-        for v, p in zip(kept, masses()):
-            if result and before > max(0.0, top_p):
-                break
-            result.append(v)
-            before += p
-        return result
-
-    steps = [by_top_p, by_min_p, by_top_k]
-    for step in steps if order == FilterOrder.TOP_P_FIRST else reversed(steps):
-        kept = step()
-    return kept
 
 
 @torch.no_grad()
@@ -81,7 +40,7 @@ def sample_filtered_reference(
     filter_order: int = FilterOrder.TOP_P_FIRST,
     confidence_space: int = ConfidenceSpace.PROCESSED,
 ) -> TokenStats:
-    """Twin of `sample_filtered` without extra rows."""
+    """Reference of `sample_filtered` without extra rows."""
     num_rows, num_columns = out.ids.shape[0], logits.shape[1]
     forbidden = set[int]()
     if exclusion != ExclusionMode.OFF:
@@ -168,7 +127,7 @@ def _record(
 
 @torch.no_grad()
 def entropy_bound_mask_reference(entropy: Tensor, segments: Tensor, *, bound: float) -> Tensor:
-    """Twin of `entropy_bound_mask`."""
+    """Reference of `entropy_bound_mask`."""
     mask = torch.zeros(entropy.shape, dtype=torch.uint8, device=entropy.device)
     values, offsets = entropy.tolist(), segments.tolist()
     limit = float(torch.tensor(bound))

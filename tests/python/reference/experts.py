@@ -7,6 +7,8 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
+from torch.nn import functional
 
 Array = np.ndarray
 
@@ -158,3 +160,38 @@ def moe(
         index = local[token, column]
         out[token] += weight * expert(row, w13[index], w2[index], kind)[0]
     return out
+
+
+def plain_moe(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+    act: int = 0,
+    weight_on_input: bool = False,
+) -> torch.Tensor:
+    """What `moe` computes, by torch in the dtype of x: kernels may not be further from `moe`."""
+    local = topk_ids.long()
+    if expert_map is not None:
+        local = torch.where(local < 0, -1, expert_map.long()[local.clamp(min=0)])
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for index in range(w13.shape[0]):
+        tokens, columns = (local == index).nonzero(as_tuple=True)
+        weight = topk_weights[tokens, columns, None]
+        gate_up = x[tokens].float() @ w13[index].float().t()
+        if weight_on_input:
+            gate_up, weight = gate_up * weight, torch.ones_like(weight)
+        gate, up = gate_up.chunk(2, -1)
+        if act == 0:
+            gate = functional.silu(gate)
+        else:
+            gate = functional.gelu(gate, approximate="tanh" if act == 1 else "none")
+        slot_out = ((gate * up).to(x.dtype).float() @ w2[index].float().t()).to(x.dtype)
+        total.index_add_(0, tokens, slot_out.float() * weight)
+    if addend is not None:
+        total += addend.float()
+    return total.to(x.dtype)

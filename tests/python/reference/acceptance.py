@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure Python twins of the acceptance ops that rewrite positions, for debugging; they synchronise."""
+"""References of the acceptance ops that rewrite positions, in plain Python."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def accept_edit_reference(
     edit_threshold: Tensor,
     open_steps: Tensor,
     post_edit_steps: Tensor,
+    max_post_edit_steps: Tensor,
     ids: Tensor,
     stats: Tensor,
     *,
     mask_token_id: int,
-    max_post_edit_steps: int,
     valid_len: Tensor | None = None,
     confidence_kind: int = ConfidenceKind.MAX_PROB,
     raw_confidence: bool = True,
 ) -> EditResult:
-    """Twin of `accept_edit`."""
+    """Reference of `accept_edit`."""
     num_blocks, block_size = tokens.shape
     result = EditResult(
         torch.full_like(tokens, -1),
@@ -111,9 +111,10 @@ def accept_edit_reference(
         accepted = [] if content.skipped else m2t + t2t
         # Termination.
         steps = int(open_steps[block]) + is_open
+        limit = int(max_post_edit_steps[block])
         post = int(post_edit_steps[block]) + (not opened)
-        timed_out = not content.skipped and steps >= block_size + max_post_edit_steps
-        over = not opened and post > max_post_edit_steps
+        timed_out = not content.skipped and steps >= block_size + limit
+        over = not opened and post > limit
         writes = accepted
         if timed_out:
             writes = [i for i in opened if i in x] + t2t
@@ -122,12 +123,7 @@ def accept_edit_reference(
         changed = {i: x[i] for i in writes if x[i] != before[i]}
         after = [changed.get(i, before[i]) for i in range(block_size)]
         left = sum(after[i] == mask_token_id for i in content.active)
-        settled = (
-            not accepted
-            or timed_out
-            or max_post_edit_steps == 0
-            or (not opened and post >= max_post_edit_steps)
-        )
+        settled = not accepted or timed_out or limit == 0 or (not opened and post >= limit)
         for i, token in changed.items():
             result.write_ids[block, i] = token
         for i in x:
@@ -180,7 +176,7 @@ def accept_dmax_reference(
     merge_top_k: int = 0,
     fast_path: bool = False,
 ) -> DmaxResult:
-    """Twin of `accept_dmax`."""
+    """Reference of `accept_dmax`."""
     num_blocks, block_size = tokens.shape
     device, shape = tokens.device, (*tokens.shape, merge_top_k)
     result = DmaxResult(
@@ -282,7 +278,7 @@ def accept_gemma_reference(
     confidence_threshold: float,
     valid_len: Tensor | None = None,
 ) -> GemmaResult:
-    """Twin of `accept_gemma`."""
+    """Reference of `accept_gemma`."""
     result = GemmaResult(
         torch.full_like(tokens, -1),
         torch.full_like(tokens, -1),
