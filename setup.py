@@ -2,7 +2,8 @@
 """Drives CMake for pip; all metadata is in pyproject.toml, all compile knowledge in CMake.
 
 Environment: CMAKE_ARGS, CMAKE_BUILD_TYPE, MAX_JOBS, TORCH_CUDA_ARCH_LIST, DIFFULEX_TORCH_DIR,
-DIFFULEX_DEVICE=cpu (leaves CUDA out), CUDACXX.
+DIFFULEX_DEVICE=cpu (leaves CUDA out), CUDACXX, DIFFULEX_LOCAL_VERSION (what follows the + of the
+package's version; the compiled parts keep the plain one).
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ DEFAULTS = {
 }
 
 
+def package_version() -> str:
+    """The version of the file VERSION, with the local part of the environment."""
+    version = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
+    local = os.environ.get("DIFFULEX_LOCAL_VERSION", "")
+    return f"{version}+{local}" if local else version
+
+
 def find_tool(name: str, directory_attribute: str) -> str:
     """Path of a build tool: the one of its Python package, else the one on PATH."""
     try:
@@ -53,12 +61,47 @@ def run_tool(command: list[str]) -> None:
         )
 
 
-def pybind11_dir() -> str | None:
-    """Directory of pybind11's CMake package, if the package is installed."""
+def pybind11_dir(build_dir: Path) -> str | None:
+    """Directory of a copy of pybind11's CMake package, if the package is installed.
+
+    A copy in the build tree: an isolated build has its own pybind11 under a random name, and sources
+    that include headers of another path are compiled again.
+    """
     try:
-        return str(importlib.import_module("pybind11").get_cmake_dir())
+        package = importlib.import_module("pybind11")
     except ImportError:
         return None
+    source = Path(package.__file__).parent
+    if not (source / "share").is_dir():  # a distribution keeps it elsewhere, always in one place
+        return str(package.get_cmake_dir())
+    copy = build_dir / f"pybind11-{package.__version__}"
+    if not copy.is_dir():
+        for left in build_dir.glob("pybind11.partial*"):
+            if not is_of_a_running_build(left):
+                shutil.rmtree(left, ignore_errors=True)
+        partial = build_dir / f"pybind11.partial.{os.getpid()}"
+        try:
+            for kind in ("include", "share"):
+                shutil.copytree(source / kind, partial / kind)
+            partial.rename(copy)
+        except OSError:
+            if not copy.is_dir():  # by another build beside this one
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return str(copy / "share" / "cmake" / "pybind11")
+
+
+def is_of_a_running_build(partial: Path) -> bool:
+    """Whether another process is writing the folder, whose name ends in its id."""
+    pid = partial.suffix[1:]
+    if not pid.isdigit() or int(pid) == os.getpid():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True
 
 
 def memory_gib() -> float:
@@ -76,7 +119,10 @@ def num_jobs() -> int:
         if not text.isdigit() or int(text) < 1:
             raise SystemExit(f"MAX_JOBS: expected a positive integer, got {text!r}")
         return int(text)
-    return max(1, min(len(os.sched_getaffinity(0)), int(memory_gib() / 4)))
+    # Not every system can bind a process to some of its cores.
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(1, min(cores, int(memory_gib() / 4)))
 
 
 def cached_source_dir(build_dir: Path) -> str | None:
@@ -117,7 +163,7 @@ class CMakeBuild(build_ext):
         definitions["CMAKE_BUILD_TYPE"] = os.environ.get("CMAKE_BUILD_TYPE") or "Release"
         # Every time: an isolated build caches the path of a ninja that pip deletes afterwards.
         definitions["CMAKE_MAKE_PROGRAM"] = find_tool("ninja", "BIN_DIR")
-        if directory := pybind11_dir():
+        if directory := pybind11_dir(build_dir):
             definitions["pybind11_DIR"] = directory
         device = os.environ.get("DIFFULEX_DEVICE")
         if device == "cpu":
@@ -143,6 +189,7 @@ class CMakeBuild(build_ext):
 
 # The extension has no sources here; it makes the wheel platform-specific.
 setup(
+    version=package_version(),
     ext_modules=[Extension("diffulex_ext._core", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

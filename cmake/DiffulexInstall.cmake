@@ -13,7 +13,7 @@ install(TARGETS diffulex_core diffulex_kernels diffulex_edge EXPORT diffulexTarg
   ARCHIVE DESTINATION ${diffulex_lib_dir} COMPONENT dev
   LIBRARY DESTINATION ${diffulex_lib_dir} COMPONENT dev)
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/diffulex" DESTINATION include COMPONENT dev
-  FILES_MATCHING PATTERN "*.h")
+  FILES_MATCHING PATTERN "*.h" PATTERN "*.def")
 install(FILES "${PROJECT_BINARY_DIR}/include/diffulex/version.h"
   DESTINATION include/diffulex COMPONENT dev)
 install(EXPORT diffulexTargets NAMESPACE diffulex:: DESTINATION ${diffulex_config_dir} COMPONENT dev)

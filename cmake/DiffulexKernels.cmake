@@ -13,13 +13,15 @@ target_link_libraries(diffulex_kernels
   PRIVATE "$<BUILD_INTERFACE:diffulex_private_headers>")
 diffulex_set_warnings(diffulex_kernels)
 if(BUILD_SHARED_LIBS)
-  set_target_properties(diffulex_core diffulex_kernels PROPERTIES INSTALL_RPATH "$ORIGIN")
+  set_target_properties(diffulex_core diffulex_kernels PROPERTIES INSTALL_RPATH
+    "$<IF:$<PLATFORM_ID:Darwin>,@loader_path,$ORIGIN>")
 endif()
 
 # --- CPU -----------------------------------------------------------------------------------------
 
 set(DIFFULEX_BUILD_CPU_ISA_VARIANTS "")
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+# The variants are the same loops for other instruction sets: one is enough to find races.
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND NOT DIFFULEX_SANITIZE MATCHES "thread")
   target_sources(diffulex_kernels PRIVATE ${DIFFULEX_KERNELS_CPU_X86_64_SOURCES})
   foreach(variant IN LISTS DIFFULEX_KERNELS_CPU_ISA_VARIANTS)
     if(DIFFULEX_KERNELS_CPU_ISA_${variant}_SOURCES)
@@ -32,6 +34,10 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
 else()
   target_sources(diffulex_kernels PRIVATE ${DIFFULEX_KERNELS_CPU_OTHER_ARCH_SOURCES})
 endif()
+
+# The scale of 4-bit weights is chosen by a sum of squares: the same one on every architecture.
+set_source_files_properties(csrc/ops/quant/quantize_cpu.cpp PROPERTIES
+  COMPILE_OPTIONS -ffp-contract=off)
 
 # --- CUDA ----------------------------------------------------------------------------------------
 

@@ -64,7 +64,9 @@ if(_torch_release VERSION_LESS DIFFULEX_TORCH_TARGET_VERSION
     "DiffulexTorch: expected torch >= ${DIFFULEX_TORCH_TARGET_VERSION} with the headers "
     "torch/csrc/stable, got ${DIFFULEX_TORCH_VERSION} in ${DIFFULEX_TORCH_PACKAGE_DIR}")
 endif()
-foreach(_library libtorch.so libtorch_cpu.so)
+set(_torch_libraries
+  "libtorch${CMAKE_SHARED_LIBRARY_SUFFIX}" "libtorch_cpu${CMAKE_SHARED_LIBRARY_SUFFIX}")
+foreach(_library IN LISTS _torch_libraries)
   if(NOT EXISTS "${DIFFULEX_TORCH_PACKAGE_DIR}/lib/${_library}")
     message(FATAL_ERROR
       "DiffulexTorch: expected lib/${_library} in ${DIFFULEX_TORCH_PACKAGE_DIR}, got none")
@@ -88,10 +90,11 @@ target_compile_options(diffulex_torch_stable INTERFACE
 target_compile_definitions(diffulex_torch_stable INTERFACE
   TORCH_STABLE_ONLY
   TORCH_TARGET_VERSION=0x020b000000000000)
+list(TRANSFORM _torch_libraries PREPEND "${DIFFULEX_TORCH_PACKAGE_DIR}/lib/")
 # Without --no-as-needed the linker drops libtorch.so, and with it the way to libtorch_cuda.so that the
-# weak stream shim is resolved through on CUDA builds of torch.
-target_link_libraries(diffulex_torch_stable INTERFACE
-  -Wl,--no-as-needed
-  "${DIFFULEX_TORCH_PACKAGE_DIR}/lib/libtorch.so"
-  "${DIFFULEX_TORCH_PACKAGE_DIR}/lib/libtorch_cpu.so"
-  -Wl,--as-needed)
+# weak stream shim is resolved through on CUDA builds of torch. The linker of macOS drops none.
+if(NOT APPLE)
+  list(PREPEND _torch_libraries -Wl,--no-as-needed)
+  list(APPEND _torch_libraries -Wl,--as-needed)
+endif()
+target_link_libraries(diffulex_torch_stable INTERFACE ${_torch_libraries})

@@ -19,6 +19,7 @@ set(DIFFULEX_KERNELS_COMMON_SOURCES
   csrc/ops/moe/config.cpp
   csrc/ops/moe/routing_check.cpp
   csrc/ops/norm/check.cpp
+  csrc/ops/quant/check.cpp
   csrc/ops/rope/check.cpp
   csrc/ops/sampling/check.cpp
   csrc/ops/sampling/filter_check.cpp
@@ -28,10 +29,7 @@ set(DIFFULEX_KERNELS_COMMON_SOURCES
 
 # CPU kernels compiled for the baseline instruction set, and csrc/ops/dispatch.cpp.
 set(DIFFULEX_KERNELS_CPU_SOURCES
-  csrc/ops/accept/accept_dmax_cpu.cpp
-  csrc/ops/accept/accept_edit_cpu.cpp
-  csrc/ops/accept/accept_gemma_cpu.cpp
-  csrc/ops/accept/accept_mask_fill_cpu.cpp
+  csrc/ops/accept/accept_cpu.cpp
   csrc/ops/accept/entropy_bound_mask_cpu.cpp
   csrc/ops/activation/activation_cpu.cpp
   csrc/ops/advance/advance_decode_cpu.cpp
@@ -49,6 +47,10 @@ set(DIFFULEX_KERNELS_CPU_SOURCES
   csrc/ops/moe/moe_permute_cpu.cpp
   csrc/ops/moe/routing_cpu.cpp
   csrc/ops/norm/norm_cpu.cpp
+  csrc/ops/quant/isa/int8_base.cpp
+  csrc/ops/quant/linear_scaled_cpu.cpp
+  csrc/ops/quant/linear_w4a16_cpu.cpp
+  csrc/ops/quant/quantize_cpu.cpp
   csrc/ops/rope/rope_cpu.cpp
   csrc/ops/sampling/merge_token_stats_cpu.cpp
   csrc/ops/sampling/sample_filtered_cpu.cpp
@@ -61,9 +63,11 @@ set(DIFFULEX_KERNELS_CPU_SOURCES
 # Files that exist once per target architecture (for example the table of ISA variants): exactly one
 # of the two lists is compiled.
 set(DIFFULEX_KERNELS_CPU_X86_64_SOURCES
+  csrc/ops/quant/isa/select_x86_64.cpp
   csrc/ops/shared/cpu_isa/select_x86_64.cpp
 )
 set(DIFFULEX_KERNELS_CPU_OTHER_ARCH_SOURCES
+  csrc/ops/quant/isa/select_generic.cpp
   csrc/ops/shared/cpu_isa/select_generic.cpp
 )
 
@@ -73,12 +77,23 @@ set(DIFFULEX_KERNELS_CPU_OTHER_ARCH_SOURCES
 # anonymous namespace and use no inline function of a shared header (std:: containers included) that a
 # baseline file uses too: the linker keeps one copy of each, and it could be the wide one.
 # The names appear in build_info(); a variant without sources is left out.
-set(DIFFULEX_KERNELS_CPU_ISA_VARIANTS v3 v4)
+set(DIFFULEX_KERNELS_CPU_ISA_VARIANTS v3 v3n v4 v4n)
 set(DIFFULEX_KERNELS_CPU_ISA_v3_FLAGS -march=x86-64-v3)
 set(DIFFULEX_KERNELS_CPU_ISA_v3_SOURCES
+  csrc/ops/quant/isa/int8_v3.cpp
   csrc/ops/shared/cpu_isa/kernels_v3.cpp
+)
+# With instructions for products of bytes.
+set(DIFFULEX_KERNELS_CPU_ISA_v3n_FLAGS -march=x86-64-v3 -mavxvnni)
+set(DIFFULEX_KERNELS_CPU_ISA_v3n_SOURCES
+  csrc/ops/quant/isa/int8_v3n.cpp
 )
 set(DIFFULEX_KERNELS_CPU_ISA_v4_FLAGS -march=x86-64-v4)
 set(DIFFULEX_KERNELS_CPU_ISA_v4_SOURCES
+  csrc/ops/quant/isa/int8_v4.cpp
   csrc/ops/shared/cpu_isa/kernels_v4.cpp
+)
+set(DIFFULEX_KERNELS_CPU_ISA_v4n_FLAGS -march=x86-64-v4 -mavx512vnni)
+set(DIFFULEX_KERNELS_CPU_ISA_v4n_SOURCES
+  csrc/ops/quant/isa/int8_v4n.cpp
 )

@@ -14,6 +14,9 @@ foreach(file IN LISTS lists)
   endforeach()
 endforeach()
 
+include("${SOURCE_DIR}/cmake/sources/core.cmake")
+list(APPEND listed ${DIFFULEX_STRATEGY_SOURCES})
+
 set(present "")
 foreach(directory csrc tests/cpp benchmarks/cpp)
   foreach(extension cpp cu)
