@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documented path of before; what it names lives in `diffulex.samplers.base`."""
+"""Former import path of `diffulex.samplers.base`."""
 
 from diffulex.samplers.base import MaskFillSampler, SamplerInputs
 

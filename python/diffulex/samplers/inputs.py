@@ -57,6 +57,8 @@ class EditArrays:
 
     edit_threshold: Tensor  # [Nb] float32
     post_edit_steps: Tensor  # [Nb] int32, before this step
+    max_post_edit_steps: Tensor  # [Nb] int32
+    penalty: Tensor | None  # [Nb] float32, of the token before; None = of no request
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from diffulex.samplers.base import CONFIDENCE_KINDS, FilterOrder, RowSampler
-from diffulex.samplers.row_stage import RowStage
+from diffulex.samplers.row_stage import RowPenalties, RowStage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,16 +52,14 @@ class Llada2EditSampler(RowSampler):
         space = config.sampler.confidence_space
         stage = RowStage(config, filter_order=self.filter_order, is_tempered=space == "tempered")
         super().__init__(config, stage)
-        self._has_penalty = config.decoding.penalty_lambda > 0
-        self._max_post_edit_steps = config.decoding.max_post_edit_steps
         self._confidence_kind = CONFIDENCE_KINDS[config.sampler.confidence_type]
         self._is_raw = space == "raw"
 
     def __call__(self, inputs: SamplerInputs) -> None:
         edit = inputs.edit
         assert edit is not None
-        penalty_ids = self._penalty_ids(inputs) if self._has_penalty else None
-        records = self.rows.run(inputs, penalty_ids)
+        penalties = None if edit.penalty is None else self._penalties(inputs, edit.penalty)
+        records = self.rows.run(inputs, penalties)
         if inputs.tokens.size(0) == 0:
             return
         gate, open_steps = self.gate(inputs)
@@ -75,6 +73,7 @@ class Llada2EditSampler(RowSampler):
             edit.edit_threshold,
             open_steps,
             edit.post_edit_steps,
+            edit.max_post_edit_steps,
             records.ids,
             records.stats,
             inputs.write_ids,
@@ -83,18 +82,22 @@ class Llada2EditSampler(RowSampler):
             inputs.flags,
             inputs.same_token_ratio,
             mask_token_id=self._mask_token_id,
-            max_post_edit_steps=self._max_post_edit_steps,
             confidence_kind=self._confidence_kind,
             raw_confidence=self._is_raw,
         )
 
-    def _penalty_ids(self, inputs: SamplerInputs) -> Tensor:
-        """[n] id of the token before each row in its block; -1 at a mask and at the first row."""
+    def _penalties(self, inputs: SamplerInputs, amounts: Tensor) -> RowPenalties:
+        """What each row takes from the token before it in its block: nothing at the first row, after
+        a mask and where `amounts` [Nb] is 0."""
         tokens, num_rows = inputs.tokens, inputs.logits.size(0)
         before = tokens.roll(1, dims=1)
-        before = before.masked_fill(before == self._mask_token_id, -1)
+        is_free = (before == self._mask_token_id) | (amounts == 0)[:, None]
+        before = before.masked_fill(is_free, -1)
         before[:, 0] = -1
         # One more place takes the positions without a row.
-        result = tokens.new_full((num_rows + 1,), -1)
-        place = torch.where(inputs.row_index >= 0, inputs.row_index, num_rows).long()
-        return result.scatter_(0, place.flatten(), before.flatten())[:num_rows]
+        ids = tokens.new_full((num_rows + 1,), -1)
+        values = amounts.new_zeros(num_rows + 1)
+        place = torch.where(inputs.row_index >= 0, inputs.row_index, num_rows).long().flatten()
+        ids.scatter_(0, place, before.flatten())
+        values.scatter_(0, place, amounts[:, None].expand_as(tokens).flatten())
+        return RowPenalties(ids[:num_rows], values[:num_rows])

@@ -6,22 +6,28 @@ Symbols: n logits rows, V columns, K candidates of a mix.
 
 from __future__ import annotations
 
-from enum import IntEnum
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 import diffulex_ext
+from diffulex.distributed.records import Records, SharedHead
+from diffulex.families.base import FilterOrder
 from diffulex.ops.workspace import empty_workspace, token_stats_workspace_bytes
+from diffulex.samplers.inputs import RowFilters
 from diffulex.samplers.shift import SavedRows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from diffulex.config.types import ConfigTree
-    from diffulex.samplers.inputs import RowFilters, SamplerInputs
+    from diffulex.distributed.comm import Comm
+    from diffulex.samplers.inputs import SamplerInputs
 
-__all__ = ["FilterOrder", "RowRecords", "RowStage"]
+__all__ = ["FilterOrder", "RowPenalties", "RowRecords", "RowStage"]
 
 _EXCLUDE, _RENORMALIZE, _OFF = 0, 1, 2
 EXCLUSIONS = {"exclude": _EXCLUDE, "renormalize": _RENORMALIZE}
@@ -32,13 +38,6 @@ _CONFIDENCE, _SECOND_PROB, _ENTROPY, _RAW_CONFIDENCE = 0, 2, 3, 6
 _DEMOTED_PROBABILITY, _DEMOTED_SECOND, _DEMOTED_ENTROPY = -1.0, 3.0, 1e30
 
 
-class FilterOrder(IntEnum):
-    """Order in which a family applies its filters; each renormalises for the next."""
-
-    TOP_P_FIRST = 0
-    TOP_K_FIRST = 1
-
-
 class RowRecords(NamedTuple):
     """Records of the step's rows, then those of saved rows."""
 
@@ -46,6 +45,13 @@ class RowRecords(NamedTuple):
     stats: Tensor  # [.., 8] float32
     topk_ids: Tensor | None  # [n, K] int64
     topk_probs: Tensor | None  # [n, K] float32
+
+
+class RowPenalties(NamedTuple):
+    """What a row takes from the logit of one id."""
+
+    ids: Tensor  # [n] int64, -1 = nothing
+    amounts: Tensor  # [n] float32
 
 
 class RowStage:
@@ -78,9 +84,7 @@ class RowStage:
                 "RowStage: expected the compiled op library beside diffulex_ext, got none"
             )
         self._device = torch.device(model.device)
-        forbidden = set(sampler.suppress_token_ids) | (
-            {model.mask_token_id} if is_masked else set()
-        )
+        forbidden = config.forbidden_ids if is_masked else sampler.suppress_token_ids
         self._forbidden = self._ids_tensor(forbidden)
         self._demoted = self._ids_tensor(sampler.demote_token_ids)
         self._vocab_limit = model.tokenizer_vocab_size if is_masked else -1
@@ -92,13 +96,13 @@ class RowStage:
         self._top_k = top_k
         self._is_topk_tempered = is_topk_tempered
         self._softcap = softcap
-        self._penalty = config.decoding.penalty_lambda
         self._saved: SavedRows | None = None
+        self._head: SharedHead | None = None
         self._workspace: Tensor | None = None
         self._workspace_bytes = 0
         self._allocate(0)
 
-    def _ids_tensor(self, ids: set[int] | tuple[int, ...]) -> Tensor | None:
+    def _ids_tensor(self, ids: tuple[int, ...]) -> Tensor | None:
         if not ids:
             return None
         return torch.tensor(sorted(set(ids)), dtype=torch.int64, device=self._device)
@@ -107,6 +111,15 @@ class RowStage:
         """Keeps one row per request slot between steps, with records from `first_record` on."""
         self._saved = SavedRows(first_record, max_num_reqs, self._device)
         self._allocate(self._saved.num_records)
+
+    def share(self, comm: Comm, widths: Sequence[int]) -> None:
+        """Takes logits of which this rank has some columns; every rank runs the same steps.
+
+        Args:
+            comm: with the other ranks.
+            widths: columns of the logits of each rank.
+        """
+        self._head = SharedHead(comm, widths) if comm.size > 1 else None
 
     @property
     def saved_logits(self) -> Tensor | None:
@@ -129,16 +142,15 @@ class RowStage:
         self._topk_ids = torch.zeros(num_rows, self._top_k, dtype=torch.int64, device=device)
         self._topk_probs = torch.zeros(num_rows, self._top_k, dtype=torch.float32, device=device)
 
-    def run(self, inputs: SamplerInputs, penalty_ids: Tensor | None = None) -> RowRecords:
-        """Records of the step's rows, valid until the next call.
-
-        Args:
-            penalty_ids: [n] int64, the id of each row that loses `penalty_lambda`; -1 = none.
-        """
+    def run(self, inputs: SamplerInputs, penalties: RowPenalties | None = None) -> RowRecords:
+        """Records of the step's rows, valid until the next call."""
+        head = self._head
+        if head is not None and self._wants_logits(inputs):
+            inputs, head = replace(inputs, logits=head.whole_rows(inputs.logits)), None
         num_rows, vocab_size = inputs.logits.shape
         self.reserve(num_rows, vocab_size)
         if num_rows > 0:
-            self._record(inputs, penalty_ids)
+            self._record(inputs, penalties, head)
         topk_ids = self._topk_ids[:num_rows] if self._top_k else None
         topk_probs = self._topk_probs[:num_rows] if self._top_k else None
         if self._saved is None:
@@ -148,12 +160,19 @@ class RowStage:
             self._saved.save(inputs.carry, inputs.logits, self._ids, self._stats)
         return RowRecords(self._ids, self._stats, topk_ids, topk_probs)
 
-    def _record(self, inputs: SamplerInputs, penalty_ids: Tensor | None) -> None:
+    def _wants_logits(self, inputs: SamplerInputs) -> bool:
+        """Whether a row draws, or is saved to draw: partial records tell the likeliest ids alone."""
+        carry = inputs.carry
+        is_saved = self.saved_logits is not None or (
+            carry is not None and carry.has_sampled_requests
+        )
+        return inputs.inv_temperature is not None or (self._saved is not None and is_saved)
+
+    def _record(
+        self, inputs: SamplerInputs, penalties: RowPenalties | None, head: SharedHead | None
+    ) -> None:
         logits, has_draws = inputs.logits, inputs.inv_temperature is not None
-        if penalty_ids is not None and inputs.filters is not None:
-            # sample_filtered takes no penalty; in float32 the logits can carry it themselves.
-            logits, penalty_ids = _penalised(logits, penalty_ids, self._penalty), None
-        rows = _Rows(logits, *self._sources(inputs), penalty_ids)
+        rows = _Rows(logits, *self._sources(inputs), penalties, head)
         if has_draws and self._top_k and not self._is_topk_tempered:
             # Candidates of a mix are those at temperature 1, whatever the draw.
             self._token_stats(rows, None, None, has_topk=True)
@@ -165,7 +184,8 @@ class RowStage:
         if inputs.filters is not None:
             assert inputs.inv_temperature is not None
             assert inputs.uniforms is not None
-            self._filter(rows, inputs.inv_temperature, inputs.uniforms, inputs.filters)
+            for part, filters in _filtered_parts(rows, inputs.filters):
+                self._filter(part, inputs.inv_temperature, inputs.uniforms, filters)
         if self._demoted is not None:
             self._demote(logits.size(0), self._demoted)
 
@@ -182,7 +202,14 @@ class RowStage:
         *,
         has_topk: bool,
     ) -> None:
-        num_rows = rows.logits.size(0)
+        num_rows, head = rows.logits.size(0), rows.head
+        whole = Records(
+            self._ids[:num_rows],
+            self._stats[:num_rows],
+            self._topk_ids[:num_rows] if has_topk else None,
+            self._topk_probs[:num_rows] if has_topk else None,
+        )
+        records = whole if head is None else whole.like()
         torch.ops.diffulex.token_stats(
             rows.logits,
             rows.extra,
@@ -190,17 +217,17 @@ class RowStage:
             inv_temperature,
             uniforms,
             self._forbidden,
-            rows.penalty_ids,
-            self._ids[:num_rows],
-            self._stats[:num_rows],
-            self._topk_ids[:num_rows] if has_topk else None,
-            self._topk_probs[:num_rows] if has_topk else None,
+            *(rows.penalties or (None, None)),
+            *records,
             self._workspace,
             vocab_limit=self._vocab_limit,
             softcap=self._softcap,
-            penalty=self._penalty if rows.penalty_ids is not None else 0.0,
             exclusion=self._exclusion,
+            vocab_start=0 if head is None else head.vocab_start,
+            partial=head is not None,
         )
+        if head is not None:
+            head.merge(records, whole)
 
     def _filter(
         self, rows: _Rows, inv_temperature: Tensor, uniforms: Tensor, filters: RowFilters
@@ -246,13 +273,30 @@ class _Rows(NamedTuple):
     logits: Tensor
     extra: Tensor | None
     source: Tensor | None
-    penalty_ids: Tensor | None
+    penalties: RowPenalties | None
+    head: SharedHead | None  # the logits are a rank's columns
 
 
-def _penalised(logits: Tensor, penalty_ids: Tensor, penalty: float) -> Tensor:
-    """float32 logits [n, V] in which the penalty of every row is taken already."""
-    result = logits.float()
-    if result is logits:
-        result = logits.clone()
-    amounts = torch.where(penalty_ids >= 0, -penalty, 0.0).to(torch.float32)
-    return result.scatter_add_(1, penalty_ids.clamp(min=0)[:, None], amounts[:, None])
+def _filtered_parts(rows: _Rows, filters: RowFilters) -> list[tuple[_Rows, RowFilters]]:
+    """The calls of `sample_filtered`, which takes no penalty: rows with one, in float32, where the
+    logits can carry it themselves, apart from those without, whose results must not change by it."""
+    if rows.penalties is None:
+        return [(rows, filters)]
+    ids, amounts = rows.penalties
+    is_penalised = ids >= 0
+    taken = torch.where(is_penalised, amounts, 0.0)
+    logits = rows.logits.to(torch.float32, copy=True)
+    logits.scatter_add_(1, ids.clamp(min=0)[:, None], -taken[:, None])
+    return [
+        (rows, _without(filters, is_penalised)),
+        (rows._replace(logits=logits), _without(filters, ~is_penalised)),
+    ]
+
+
+def _without(filters: RowFilters, is_off: Tensor) -> RowFilters:
+    """The filters with those of some rows turned off."""
+    return RowFilters(
+        filters.top_k.masked_fill(is_off, 0),
+        filters.top_p.masked_fill(is_off, 1.0),
+        filters.min_p.masked_fill(is_off, 0.0),
+    )

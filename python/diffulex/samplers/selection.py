@@ -14,7 +14,7 @@ from diffulex.errors import ConfigError
 from diffulex.families.base import MASK_FILLING
 from diffulex.families.listing import family_named
 from diffulex.registry import AutoSampler
-from diffulex.strategies.rules import STRATEGIES
+from diffulex.strategies.listing import STRATEGIES, strategy_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ def select_sampler(model_name: str, strategy: str, sampling_mode: str) -> Callab
         ConfigError: there is none.
     """
     for row in _rows_of(model_name):
-        if (row.strategy, row.sampling_mode) != (_known(strategy), sampling_mode):
+        if not _decodes(row, strategy) or row.sampling_mode != sampling_mode:
             continue
         if row.sampler is None or _is_replaced(model_name, row):
             return AutoSampler.get(model_name)
@@ -54,13 +54,13 @@ def select_sampler(model_name: str, strategy: str, sampling_mode: str) -> Callab
 
 def strategies_of(model_name: str) -> tuple[str, ...]:
     """Built-in strategies that decode a model, its own among them."""
-    found = {row.strategy for row in _rows_of(model_name)}
-    return tuple(name for name in STRATEGIES if name in found)
+    rows = _rows_of(model_name)
+    return tuple(name for name in STRATEGIES if any(_decodes(row, name) for row in rows))
 
 
 def modes_of(model_name: str, strategy: str) -> tuple[str, ...]:
     """Sampling modes of a model under a strategy; empty when the strategy does not decode it."""
-    modes = (row.sampling_mode for row in _rows_of(model_name) if row.strategy == _known(strategy))
+    modes = (row.sampling_mode for row in _rows_of(model_name) if _decodes(row, strategy))
     return tuple(dict.fromkeys(modes))
 
 
@@ -74,9 +74,9 @@ def make_sampler(config: ConfigTree) -> Sampler:
     return sampler
 
 
-def _known(strategy: str) -> str:
-    """A strategy registered from outside decodes with the samplers of multi_bd."""
-    return strategy if strategy in STRATEGIES else "multi_bd"
+def _decodes(row: Decoding, strategy: str) -> bool:
+    record = strategy_named(strategy)
+    return record.traits.fills_masks if row.strategy is None else row.strategy == record.name
 
 
 def _rows_of(model_name: str) -> list[Decoding]:

@@ -7,8 +7,9 @@ import hashlib
 import re
 from typing import TYPE_CHECKING, Any
 
+from diffulex.config.table import CONFIG_TABLE, THRESHOLD_KEYS
 from diffulex.errors import ConfigError
-from diffulex.strategies.rules import STRATEGIES, rules_of
+from diffulex.strategies.listing import owner_of, strategy_named
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
 
 __all__ = ["core_options"]
 
+#: Field of the core -> section and name of its option.
+_Fields = dict[str, tuple[str, str]]
+# A key that every strategy reads is the core's field of the same name, if there is one.
+_SHARED: _Fields = {
+    key.name: (key.section, key.name)
+    for key in CONFIG_TABLE.values()
+    if hasattr(_core.EngineOptions, key.name) and owner_of(key.name) is None
+}
+_THRESHOLDS: _Fields = {
+    name.removesuffix("_threshold"): (CONFIG_TABLE[name].section, name) for name in THRESHOLD_KEYS
+}
 # Fields of the core's options that are options under another name.
 _OPTION_NAMES = {"strategy": "decoding_strategy", "stop_token_ids": "eos"}
 
@@ -31,37 +43,17 @@ def core_options(config: ConfigTree, strategy: str | None = None) -> _core.Engin
     Raises:
         ConfigError: the core refuses a value.
     """
-    decoding, scheduler, cache = config.decoding, config.scheduler, config.cache
+    name = strategy or config.decoding.decoding_strategy
     options = _core.EngineOptions(
-        strategy=strategy or decoding.decoding_strategy,
-        block_size=decoding.block_size,
-        buffer_size=decoding.buffer_size,
-        page_size=cache.page_size,
-        num_pages=cache.num_pages,
-        max_num_reqs=scheduler.max_num_reqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=scheduler.max_model_len,
-        mask_token_id=config.model.mask_token_id,
-        vocab_size=config.model.spec.vocab_size,
-        stop_token_ids=list(config.model.eos),
-        thresholds=_core.Thresholds(
-            add_block=decoding.add_block_threshold,
-            semi_complete=decoding.semi_complete_threshold,
-            accept=decoding.accept_threshold,
-            edit=decoding.edit_threshold,
-            remask=decoding.remask_threshold,
-            token_stability=decoding.token_stability_threshold,
-        ),
-        enable_prefix_caching=cache.enable_prefix_caching,
-        enable_chunked_prefill=scheduler.enable_chunked_prefill,
-        decode_headroom=scheduler.decode_headroom,
-        auto_max_nfe=scheduler.auto_max_nfe,
-        auto_max_nfe_warmup_steps=scheduler.auto_max_nfe_warmup_steps,
-        auto_max_nfe_tpf_floor=scheduler.auto_max_nfe_tpf_floor,
-        max_consecutive_prefill_batches=scheduler.max_consecutive_prefill_batches,
-        cache_salt=_cache_salt(config),
-        seed=config.sampler.seed,
-        **_strategy_fields(config, strategy or decoding.decoding_strategy),
+        **{
+            **_values(config, _SHARED),
+            "strategy": name,
+            "vocab_size": config.model.spec.vocab_size,
+            "stop_token_ids": list(config.model.eos),
+            "thresholds": _core.Thresholds(**_values(config, _THRESHOLDS)),
+            "cache_salt": _cache_salt(config),
+            **_strategy_fields(config, name),
+        }
     )
     try:
         options.validate()
@@ -70,17 +62,22 @@ def core_options(config: ConfigTree, strategy: str | None = None) -> _core.Engin
     return options
 
 
+def _values(config: ConfigTree, fields: _Fields) -> dict[str, Any]:
+    return {
+        field: getattr(getattr(config, section), name) for field, (section, name) in fields.items()
+    }
+
+
 def _strategy_fields(config: ConfigTree, strategy: str) -> dict[str, Any]:
     """Fields of the core's options that not every strategy sets."""
     fields: dict[str, Any] = {}
     if config.decoding.sampling_mode == "edit":
         fields["is_editing"] = True
-    # fast_dllm_v2 shifts inside its blocks whatever the flag says.
-    if config.model.spec.shift and strategy != "fast_dllm_v2":
+    record = strategy_named(strategy)
+    # A dual cache shifts inside its blocks whatever the flag says.
+    if config.model.spec.shift and not record.traits.has_dual_cache:
         fields["logits_shift"] = True
-    if strategy in STRATEGIES:
-        fields.update(rules_of(strategy).core_fields(config))
-    return fields
+    return {**fields, **record.core_fields(config)}
 
 
 def _cache_salt(config: ConfigTree) -> int:

@@ -4,8 +4,8 @@
 Blocks start where the prompt ends, which is cached as a whole; with `d2f_block_grid` at multiples of
 `block_size`, and the end of the prompt is decoded along with the block that it begins.
 
-Request, scheduler, page bookkeeping and runner are those of multi_bd. Models: `dream`,
-`diffucoder`, `llada`; any other masked family runs as well, though not as it was trained.
+Models: `dream`, `diffucoder`, `llada`; any other masked family runs as well, though not as it was
+trained.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import ConfigError
-from diffulex.strategies.multi_bd import make_kv_cache_manager, make_request, make_scheduler
-from diffulex.strategies.rules import StrategyRules
+from diffulex.strategies.base import Strategy
+from diffulex.strategies.traits import StrategyTraits
 
 if TYPE_CHECKING:
     from diffulex.config.types import ConfigTree, PartialConfig
 
-__all__ = ["RULES", "make_kv_cache_manager", "make_request", "make_scheduler"]
+__all__ = ["STRATEGY"]
 
 
 def _resolve(partial: PartialConfig) -> None:
@@ -37,6 +37,10 @@ def _core_fields(config: ConfigTree) -> Mapping[str, Any]:
     return {"d2f_block_grid": config.decoding.d2f_block_grid}
 
 
-RULES = StrategyRules(
-    has_prefix_full=True, keys=("d2f_",), resolve=_resolve, core_fields=_core_fields
+STRATEGY = Strategy(
+    "d2f",
+    traits=StrategyTraits(fills_masks=True, has_prefix_full=True, is_exportable=True),
+    keys=("d2f_",),
+    resolve=_resolve,
+    core_fields=_core_fields,
 )

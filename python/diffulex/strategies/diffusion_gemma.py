@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """diffusion_gemma: canvases of random tokens, denoised as a whole, then encoded into the cache.
 
-Request, scheduler and page bookkeeping are those of multi_bd over the core's own state machine;
-the runner feeds self-conditioning signals to the model. Models: `diffusion_gemma`.
+The runner feeds self-conditioning signals to the model. Models: `diffusion_gemma`.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import ConfigError
-from diffulex.strategies.multi_bd import make_kv_cache_manager, make_request, make_scheduler
-from diffulex.strategies.rules import StrategyRules
+from diffulex.strategies.base import Strategy
+from diffulex.strategies.traits import StrategyTraits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from diffulex.config.types import ConfigTree, PartialConfig
 
-__all__ = ["RULES", "make_kv_cache_manager", "make_request", "make_scheduler"]
+__all__ = ["STRATEGY"]
 
 _DEFAULT_CANVAS = 256
 # The schedule of the canvas decides.
@@ -56,10 +55,23 @@ def _core_fields(config: ConfigTree) -> Mapping[str, Any]:
     }
 
 
-RULES = StrategyRules(
+def _settings_text(config: ConfigTree) -> str:
+    decoding = config.decoding
+    return (
+        f"at most {decoding.diffusion_gemma_max_denoising_steps} steps, entropy bound"
+        f" {decoding.diffusion_gemma_entropy_bound}, temperature {decoding.diffusion_gemma_t_max}"
+        f" to {decoding.diffusion_gemma_t_min}"
+    )
+
+
+STRATEGY = Strategy(
+    "diffusion_gemma",
+    traits=StrategyTraits(has_canvas=True, feeds_back=True, draws_at_zero=True),
     keys=("diffusion_gemma_",),
     unread_params=_UNREAD_PARAMS,
-    draws_at_zero=True,
     resolve=_resolve,
     core_fields=_core_fields,
+    # It leaves out the rows of encoded canvases.
+    has_other_host_shapes=lambda config: True,
+    settings_text=_settings_text,
 )

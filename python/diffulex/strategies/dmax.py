@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """dmax: blocks are filled from the left, rewritten every step and fed back as mixed embeddings.
 
-Request, scheduler and page bookkeeping are those of multi_bd; the runner mixes embeddings when the
-plan has merge arrays. Models: the LLaDA2 family.
+The runner mixes embeddings when the plan has merge arrays. Models: the LLaDA2 family.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diffulex.strategies.multi_bd import make_kv_cache_manager, make_request, make_scheduler
-from diffulex.strategies.rules import StrategyRules
+from diffulex.strategies.base import Strategy
+from diffulex.strategies.traits import StrategyTraits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from diffulex.config.types import ConfigTree, PartialConfig
 
-__all__ = ["RULES", "make_kv_cache_manager", "make_request", "make_scheduler"]
+__all__ = ["STRATEGY"]
 
 
 def _resolve(partial: PartialConfig) -> None:
@@ -37,11 +36,13 @@ def _core_fields(config: ConfigTree) -> Mapping[str, Any]:
     }
 
 
-RULES = StrategyRules(
+STRATEGY = Strategy(
+    "dmax",
+    traits=StrategyTraits(rewrites_tokens=True, merges_embeddings=True, feeds_back=True),
     sampling_modes=("edit",),
     keys=("dmax_", "token_merge_"),
     # Every decided token is refreshed, whatever its confidence.
-    unread_params=("edit_threshold",),
+    unread_params=("edit_threshold", "max_post_edit_steps", "penalty_lambda"),
     resolve=_resolve,
     core_fields=_core_fields,
 )

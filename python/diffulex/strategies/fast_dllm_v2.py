@@ -2,8 +2,7 @@
 """fast_dllm_v2: three forwards over a dual cache (whole block, one sub-block, commit).
 
 `block_size` is the sub-block B, `buffer_size` their number N, D = B * N the block the checkpoint
-was trained with. Request, scheduler and page bookkeeping are those of multi_bd over the core's own
-state machine; the runner has one set of CUDA graphs per number of rows. Models: `fast_dllm_v2`.
+was trained with. The runner has one set of CUDA graphs per number of rows. Models: `fast_dllm_v2`.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger, warn_once
-from diffulex.strategies.multi_bd import make_kv_cache_manager, make_request, make_scheduler
-from diffulex.strategies.rules import StrategyRules
+from diffulex.strategies.base import Strategy
+from diffulex.strategies.traits import StrategyTraits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from diffulex.config.types import ConfigTree, PartialConfig
 
-__all__ = ["RULES", "make_kv_cache_manager", "make_request", "make_scheduler"]
+__all__ = ["STRATEGY"]
 
 logger = get_logger(__name__)
 
@@ -51,10 +50,18 @@ def _core_fields(config: ConfigTree) -> Mapping[str, Any]:
     }
 
 
-RULES = StrategyRules(
+def _has_other_host_shapes(config: ConfigTree) -> bool:
+    decoding = config.decoding
+    return decoding.fdv2_use_block_cache or decoding.fdv2_exact_graph_buckets
+
+
+STRATEGY = Strategy(
+    "fast_dllm_v2",
+    traits=StrategyTraits(has_dual_cache=True, is_exportable=True),
     keys=("fdv2_",),
     # Sub-blocks follow one another: none waits for the progress of the one before.
     unread_params=("add_block_threshold", "semi_complete_threshold"),
     resolve=_resolve,
     core_fields=_core_fields,
+    has_other_host_shapes=_has_other_host_shapes,
 )

@@ -84,6 +84,7 @@ def test_blocks_register_one_entry_of_each_kind(checkpoint: Path) -> None:
                 registry.unregister("counting")
 
 
+@pytest.mark.slow
 def test_entry_points_of_an_installed_package(checkpoint: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     info = site / "counting_plugin-1.0.dist-info"

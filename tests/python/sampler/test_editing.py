@@ -29,6 +29,18 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 ROWS = (R0, R1, R2, R3)
 
 
+def edit_arrays(
+    device: str, edit: float = 0.5, post_edit_steps: int = 0, penalty: float | None = None
+) -> EditArrays:
+    """Of one block, with 16 steps after it is filled."""
+    return EditArrays(
+        torch.tensor([edit], device=device),
+        torch.tensor([post_edit_steps], dtype=torch.int32, device=device),
+        torch.tensor([16], dtype=torch.int32, device=device),
+        None if penalty is None else torch.tensor([penalty], device=device),
+    )
+
+
 def edit_step(
     sampler: object,
     tokens: list[int],
@@ -39,11 +51,9 @@ def edit_step(
     post_edit_steps: int = 0,
     open_steps: int = 0,
     editable_start: int = 1,
+    penalty: float | None = None,
 ) -> Step:
-    arrays = EditArrays(
-        torch.tensor([edit], device=device),
-        torch.tensor([post_edit_steps], dtype=torch.int32, device=device),
-    )
+    arrays = edit_arrays(device, edit, post_edit_steps, penalty)
     return Step(
         logits_of(*ROWS, device=device),
         tokens,
@@ -72,7 +82,7 @@ def test_edit_course(device: str, accept: float, edit: float) -> None:
 
 @DEVICES
 def test_edit_runs_out_of_time(device: str) -> None:
-    sampler = sampler_of("llada2dot1_mini", device, max_post_edit_steps=16)
+    sampler = sampler_of("llada2dot1_mini", device)
     # The op counts the current step itself: the twentieth is the last.
     late = edit_step(sampler, [3, MASK, 5, MASK], device, open_steps=BLOCK + 16 - 1)
     assert late.writes == {1: 2, 2: 3, 3: 4}
@@ -83,13 +93,13 @@ def test_edit_runs_out_of_time(device: str) -> None:
 
 @DEVICES
 def test_repetition_penalty(device: str) -> None:
-    sampler = sampler_of("llada2dot1_mini", device, penalty_lambda=2.0)
+    sampler = sampler_of("llada2dot1_mini", device)
     # Position 1 stands behind token 2, the best id of its row.
-    step = edit_step(sampler, [2, MASK, 3, 4], device, editable_start=0)
+    step = edit_step(sampler, [2, MASK, 3, 4], device, editable_start=0, penalty=2.0)
     assert step.writes[1] == 1
     assert float(step.inputs.confidence[0, 1]) == pytest.approx(0.207813, abs=1e-5)
     # A mask in front takes nothing; the first row of a block never loses anything.
-    free = edit_step(sampler, [MASK, MASK, 3, 4], device, editable_start=0)
+    free = edit_step(sampler, [MASK, MASK, 3, 4], device, editable_start=0, penalty=2.0)
     assert free.writes[0] == 1
     assert float(free.inputs.confidence[0, 0]) == pytest.approx(0.92, abs=1e-5)
     # Taken from the mask, it would leave id 2 a share of .6 / .956767.
@@ -99,12 +109,10 @@ def test_repetition_penalty(device: str) -> None:
 @DEVICES
 def test_repetition_penalty_of_filtered_rows(device: str) -> None:
     """The kernel of the filters has no penalty: the logits carry it, once, in a copy."""
-    sampler = sampler_of("llada2dot1_mini", device, penalty_lambda=2.0)
+    sampler = sampler_of("llada2dot1_mini", device)
     logits = logits_of(*ROWS, device=device)
     before = logits.clone()
-    arrays = EditArrays(
-        torch.tensor([0.5], device=device), torch.tensor([0], dtype=torch.int32, device=device)
-    )
+    arrays = edit_arrays(device, penalty=2.0)
     # Row 1, behind token 2, keeps one candidate; row 3, behind token 4, draws unfiltered.
     filters = RowFilters(
         torch.tensor([0, 1, 0, 0], dtype=torch.int32, device=device),
@@ -141,9 +149,7 @@ def test_spaces_of_an_edit(device: str, space: str, expected: float) -> None:
         torch.full((4,), 0.5, device=device),
         torch.zeros(4, device=device),
     )
-    arrays = EditArrays(
-        torch.tensor([0.5], device=device), torch.tensor([0], dtype=torch.int32, device=device)
-    )
+    arrays = edit_arrays(device)
     writes = {}
     for threshold in (expected - 1e-3, expected + 1e-3):
         step = Step(
@@ -237,6 +243,6 @@ def test_editing_samplers_do_not_write_masks() -> None:
     sampler = sampler_of("llada2dot1_mini")
     row = (0.01,) * 7 + (0.93,)
     logits = torch.tensor([[math.log(p) for p in row]] * 4)
-    arrays = EditArrays(torch.tensor([0.0]), torch.tensor([0], dtype=torch.int32))
+    arrays = edit_arrays("cpu", edit=0.0)
     step = Step(logits, [0, 1, 2, MASK], [0, 1, 2, 3], threshold=0.5, parts={"edit": arrays})
     assert MASK not in step.run(sampler).writes.values()

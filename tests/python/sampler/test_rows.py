@@ -82,9 +82,8 @@ def test_every_family_has_its_order(device: str, name: str, strategy: str, expec
         torch.zeros(1, BLOCK, 1, device=device),
         torch.zeros(1, BLOCK, device=device),
     )
-    edit = EditArrays(
-        torch.tensor([0.99], device=device), torch.tensor([0], dtype=torch.int32, device=device)
-    )
+    count = torch.zeros(1, dtype=torch.int32, device=device)
+    edit = EditArrays(torch.tensor([0.99], device=device), count, count + 16, None)
     own = {"llada2dot1_mini": {"edit": edit}, "llada2_mini_dmax": {"merge": merge}}
     step = Step(
         logits_of(R1, R0, R0, R0, device=device),

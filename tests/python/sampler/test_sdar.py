@@ -13,14 +13,15 @@ import torch
 from diffulex.config.config import Config
 from diffulex.config.types import ModelFacts
 from diffulex.families.spec import ModelSpec
-from diffulex.samplers.base import SamplerInputs
-from diffulex.samplers.sdar import SdarSampler
+from diffulex.registry import AutoSampler
+from diffulex.samplers.base import MaskFillSampler, SamplerInputs
 
+SdarSampler: Any = AutoSampler.get("sdar")
 VOCAB, MASK, BLOCK = 12, 9, 4
 COMMITTABLE, SAME, CONFIDENT, PROGRESSED, BAD = 1, 2, 4, 8, 32
 
 
-def make_sampler(device: str = "cpu", **settings: Any) -> SdarSampler:
+def make_sampler(device: str = "cpu", **settings: Any) -> MaskFillSampler:
     spec = ModelSpec(
         "sdar", VOCAB, 8, 8, 1, 1, 1, 8, 64, 1e-6, 1e4, 8, block_size=BLOCK, mask_token_id=MASK
     )
@@ -35,7 +36,7 @@ def logits_for(probabilities: dict[int, float]) -> list[float]:
 
 
 def run(
-    sampler: SdarSampler,
+    sampler: MaskFillSampler,
     rows: list[dict[int, float]],
     device: str = "cpu",
     *,
