@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.families import detection as families
@@ -21,14 +21,42 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from diffulex.checkpoint.loader import WeightSink
     from diffulex.checkpoint.projection import Projection
     from diffulex.families.spec import ModelSpec
 
 logger = get_logger(__name__)
 
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
+_QUANTISATION_FILE = "hf_quant_config.json"
+#: Say that the experts alone are in low precision, beside no other key.
+_EXPERT_KEYS = ("use_fp8_experts", "llada_fp8_experts")
 _TEXT_CONFIG = "text_config"
 _BLOCK_SUFFIX = re.compile(r"-b(\d+)$")
+
+
+class Quantizer(Protocol):
+    """Gives the matrices of a model formats in low precision."""
+
+    @property
+    def scheme(self) -> str:
+        """Its name in the configuration."""
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """The model that `make` returns, its large matrices without memory."""
+
+    def saved_bytes(
+        self, model: nn.Module, table: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> int:
+        """What it saves of a model with this weight table."""
+
+    def apply(
+        self, model: nn.Module, table: Mapping[str, torch.Tensor], device: torch.device | str
+    ) -> Mapping[str, WeightSink]:
+        """Gives the matrices memory; returns what fills those in low precision."""
+
+    def quantize(self, model: nn.Module, table: Mapping[str, torch.Tensor]) -> None:
+        """Quantises a model that has its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +92,7 @@ def detect(
         raise CheckpointError(f"checkpoint: {model_dir}: expected a config.json, got none")
     config = read_json_object(config_path)
     _reject_quantisation(config)
+    _reject_quantisation_file(model_dir)
     name = _registered_name(config, model_dir, model_name)
     spec = spec_reader(name)(config, model_dir, mask_token_id=mask_token_id)
     _warn_about_block_suffix(model_dir, spec)
@@ -100,19 +129,26 @@ def load_model(
     *,
     lora_path: Path | None = None,
     merge_lora: bool = False,
+    quantizer: Quantizer | None = None,
 ) -> nn.Module:
     """Builds the registered model and fills it from the checkpoint; see `loader.load_weights`.
 
     Names, shapes and the memory at hand are checked before any memory is taken. `lora_path` is the
     directory of an adapter; with `merge_lora` its products become part of the weights, otherwise
-    they are computed beside them.
+    they are computed beside them. With a `quantizer` matrices are quantised as they are read, a
+    merged adapter included.
 
     Raises:
         CheckpointError: the files do not fit the description, or the model not the memory.
     """
     # Imported here because they import torch.
     from diffulex.checkpoint import lora  # noqa: PLC0415
-    from diffulex.checkpoint.loader import check_headers, check_num_layers, load_weights  # noqa: PLC0415
+    from diffulex.checkpoint.loader import (  # noqa: PLC0415
+        check_headers,
+        check_num_layers,
+        load_weights,
+        tied_weight_table,
+    )
     from diffulex.checkpoint.memory import check_memory, reporting_memory  # noqa: PLC0415
 
     model_class: Any = AutoModelForDiffusionLM.get(model_name)
@@ -122,33 +158,57 @@ def load_model(
         on_meta = model_class(spec, dtype, "meta")
         check_headers(on_meta, model_dir)
         if adapter is not None:
-            adapter.check(_projections(on_meta, model_name))
-        check_memory(spec, dtype, device)
-        model = model_class(spec, dtype, device)
+            adapter.check(adaptable_projections(on_meta, model_name))
+        saved, scheme, sinks = 0, "", None
+        if quantizer is not None:
+            table = tied_weight_table(on_meta, model_dir)
+            saved, scheme = quantizer.saved_bytes(on_meta, table, dtype), quantizer.scheme
+    with reporting_memory(spec, dtype, device, saved, scheme):
+        check_memory(spec, dtype, device, saved, scheme)
+        if quantizer is None:
+            model: Any = model_class(spec, dtype, device)
+        else:
+            model = quantizer.build(lambda: model_class(spec, dtype, device))
+            table = tied_weight_table(model, model_dir)
+            sinks = quantizer.apply(model, table, device)
     merge = None
     if adapter is not None and merge_lora:
-        merge = lora.MergePlan(adapter, _projections(model, model_name))
-    load_weights(model, model_dir, progress=progress, merge=merge)
+        merge = lora.MergePlan(adapter, adaptable_projections(model, model_name))
+    load_weights(model, model_dir, progress=progress, merge=merge, sinks=sinks)
     if adapter is not None and not merge_lora:
-        lora.attach(adapter, _projections(model, model_name))
+        lora.attach(adapter, adaptable_projections(model, model_name))
     module: nn.Module = model.eval()
     return module
 
 
 def random_model(
-    model_name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, seed: int = 0
+    model_name: str,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+    quantizer: Quantizer | None = None,
 ) -> nn.Module:
-    """The registered model with weights drawn from a seeded generator where they are."""
+    """The registered model with weights drawn from a seeded generator where they are.
+
+    A `quantizer` quantises them then: for a moment the model is there in its dtype.
+    """
     from diffulex.checkpoint.memory import check_memory, reporting_memory  # noqa: PLC0415
 
     model_class: Any = AutoModelForDiffusionLM.get(model_name)
     with reporting_memory(spec, dtype, device):
         check_memory(spec, dtype, device)
         module: nn.Module = model_class(spec, dtype, device).init_random(seed).eval()
+        if quantizer is not None:
+            from diffulex.checkpoint.loader import weight_table_of  # noqa: PLC0415
+
+            filled: Any = module
+            quantizer.quantize(module, weight_table_of(filled, {}))
     return module
 
 
-def _projections(model: nn.Module, model_name: str) -> Mapping[str, Projection]:
+def adaptable_projections(model: nn.Module, model_name: str) -> Mapping[str, Projection]:
+    """Module name -> projection that an adapter may change; CheckpointError where there are none."""
     projections: Any = getattr(model, "projections", None)
     if projections is None:
         raise CheckpointError(f"adapter: expected a family with adapters, got {model_name!r}")
@@ -226,10 +286,28 @@ def _reject_quantisation(config: Mapping[str, Any], where: str = "") -> None:
                 f"config.json: {where}{key}: expected an unquantised checkpoint, "
                 f"got quantisation method {method!r}"
             )
+    for key in _EXPERT_KEYS:
+        value = config.get(key)
+        if isinstance(value, dict):
+            value = value.get("enabled", True)
+        if value:
+            raise CheckpointError(
+                f"config.json: {where}{key}: expected an unquantised checkpoint, got experts in fp8"
+            )
     # Multimodal configurations may keep it beside the shapes of the language model.
     nested = config.get(_TEXT_CONFIG)
     if isinstance(nested, dict) and not where:
         _reject_quantisation(nested, f"{_TEXT_CONFIG}.")
+
+
+def _reject_quantisation_file(model_dir: Path) -> None:
+    found = read_optional_json(model_dir / _QUANTISATION_FILE).get("quantization")
+    method = found.get("quant_algo", "unknown") if found and isinstance(found, dict) else found
+    if method:  # without one it is the KV cache alone that the file speaks of
+        raise CheckpointError(
+            f"{_QUANTISATION_FILE}: quantization: expected an unquantised checkpoint, "
+            f"got quantisation method {method!r}"
+        )
 
 
 def _engine_defaults(model_dir: Path) -> Mapping[str, Any]:

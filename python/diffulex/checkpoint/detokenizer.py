@@ -74,8 +74,8 @@ class IncrementalDecoder:
             return ""
         self._window.extend(token_ids)
         # Bytes at the end that form no character yet appear as replacement characters, in some
-        # decoders together with the whole run of byte tokens before them: only a point behind which
-        # the text does not end in one is a boundary.
+        # decoders together with the whole run of byte tokens before them: only where the
+        # text up to a point does not end in one is that point a boundary.
         for num_open in range(min(_MAX_OPEN, self.num_open - 1) + 1):
             end = len(self._window) - num_open
             text = self._decode(self._window[:end])

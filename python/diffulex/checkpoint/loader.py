@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from diffulex.checkpoint.slices import WeightSlice
 from diffulex.checkpoint.tensor_files import StoredTensor, find_tensors, is_ignored, listed
 from diffulex.checkpoint.tensor_reader import TENSOR_DTYPES, TensorReader
 from diffulex.errors import CheckpointError
 from diffulex.log import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from diffulex.checkpoint.lora import MergePlan
@@ -34,6 +35,8 @@ class LoadableModel(Protocol):
     A model whose checkpoints come in several layouts has `weight_table_for(stored_names)` as well,
     which is asked in place of `weight_table`.
 
+    A model whose layers have parts of the stored tensors has `weight_slices()`: name -> `WeightSlice`.
+
     A model that prepares something from its loaded weights has `finish_loading()`.
     """
 
@@ -46,13 +49,25 @@ class LoadableModel(Protocol):
         """Lets the head share the embedding table."""
 
 
-def _weight_table(model: LoadableModel, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+class WeightSink(Protocol):
+    """What takes the rows of a tensor in place of the memory in the weight table."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows that are written at once are as many as this, a multiple, or the last ones."""
+
+    def write(self, rows: slice, values: torch.Tensor) -> None:
+        """Writes rows of the tensor."""
+
+
+def weight_table_of(model: LoadableModel, stored: Mapping[str, object]) -> dict[str, Any]:
+    """Checkpoint name -> memory to fill, for a checkpoint that holds the names `stored`."""
     table_for = getattr(model, "weight_table_for", None)
     table: dict[str, Any] = model.weight_table() if table_for is None else table_for(stored.keys())
     return table
 
 
-def _find_stored(model: LoadableModel, model_dir: Path) -> dict[str, StoredTensor]:
+def find_stored(model: LoadableModel, model_dir: Path) -> dict[str, StoredTensor]:
     """The checkpoint's tensors under the names of the model's weight table."""
     stored = find_tensors(model_dir)
     canonical_name = getattr(model, "canonical_name", None)
@@ -69,8 +84,41 @@ def _find_stored(model: LoadableModel, model_dir: Path) -> dict[str, StoredTenso
     return renamed
 
 
+def tied_weight_table(model: LoadableModel, model_dir: Path) -> dict[str, Any]:
+    """The weight table, after the head was tied if it is in this checkpoint: who changes the layers
+    before they are filled must find the head as it will be."""
+    stored = find_stored(model, model_dir)
+    if _is_tied(model.spec, stored):
+        model.tie_embeddings()
+    return weight_table_of(model, stored)
+
+
+def slices_of(model: LoadableModel, table: Mapping[str, torch.Tensor]) -> dict[str, WeightSlice]:
+    """What goes into each tensor of the table; all of the stored one unless the model says less."""
+    weight_slices = getattr(model, "weight_slices", None)
+    cut: Mapping[str, WeightSlice] = {} if weight_slices is None else weight_slices()
+    return {
+        name: cut[name] if name in cut else WeightSlice.whole(target.shape)
+        for name, target in table.items()
+    }
+
+
+def _check_slice(name: str, target: torch.Tensor, part: WeightSlice) -> None:
+    if part.local_shape != tuple(target.shape) or not part.is_within:
+        raise CheckpointError(
+            f"checkpoint: {name}: expected a slice of {list(part.shape)} with the shape"
+            f" {list(target.shape)} of the layer, got rows {_ranges(part.rows)} and columns"
+            f" {_ranges((part.columns,) if part.columns else ())}"
+        )
+
+
+def _ranges(parts: Sequence[slice]) -> str:
+    return ", ".join(f"{part.start}:{part.stop}" for part in parts) or "none"
+
+
 def _check(
     table: Mapping[str, torch.Tensor],
+    slices: Mapping[str, WeightSlice],
     stored: Mapping[str, StoredTensor],
     ignored: tuple[str, ...],
 ) -> None:
@@ -83,10 +131,11 @@ def _check(
     if missing:
         raise CheckpointError(f"checkpoint: missing tensors: {listed(missing)}")
     for name, target in table.items():
-        found = stored[name]
-        if found.shape != tuple(target.shape):
+        found, part = stored[name], slices[name]
+        _check_slice(name, target, part)
+        if found.shape != part.shape:
             raise CheckpointError(
-                f"checkpoint: {name}: expected shape {list(target.shape)}, got {list(found.shape)}"
+                f"checkpoint: {name}: expected shape {list(part.shape)}, got {list(found.shape)}"
             )
         if found.dtype not in TENSOR_DTYPES:
             raise CheckpointError(
@@ -102,7 +151,7 @@ def _is_tied(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> bool:
         return False
     if embedding not in stored or head not in stored:
         return True
-    is_equal = _are_equal(stored[embedding], stored[head])
+    is_equal = are_equal(stored[embedding], stored[head])
     if not is_equal:
         logger.warning(
             "config.json ties the head to the embedding, but the checkpoint stores different "
@@ -111,7 +160,8 @@ def _is_tied(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> bool:
     return is_equal
 
 
-def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+def are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two stored tensors have one shape and the same values."""
     # Types that cannot be loaded are reported by the check of all tensors.
     if first.shape != second.shape or not {first.dtype, second.dtype} <= TENSOR_DTYPES.keys():
         return False
@@ -130,8 +180,8 @@ def check_headers(model: LoadableModel, model_dir: Path) -> None:
     Raises:
         CheckpointError: missing, unknown or misshapen tensors, or damaged files.
     """
-    stored = _find_stored(model, model_dir)
-    table = _weight_table(model, stored)
+    stored = find_stored(model, model_dir)
+    table = weight_table_of(model, stored)
     names = model.spec.names
     if model.spec.tie_word_embeddings:
         # One of the two may be absent; which one serves is decided when the values are read.
@@ -139,7 +189,7 @@ def check_headers(model: LoadableModel, model_dir: Path) -> None:
             table.pop(names.head, None)
         elif names.embedding not in stored:
             table.pop(names.embedding, None)
-    _check(table, stored, names.ignored)
+    _check(table, slices_of(model, table), stored, names.ignored)
 
 
 def check_num_layers(spec: ModelSpec, model_dir: Path) -> None:
@@ -162,6 +212,7 @@ def load_weights(
     *,
     progress: bool = False,
     merge: MergePlan | None = None,
+    sinks: Mapping[str, WeightSink] | None = None,
 ) -> None:
     """Copies the checkpoint in `model_dir` into `model`, converting to its dtype and device.
 
@@ -172,26 +223,28 @@ def load_weights(
         model_dir: directory with safetensors files.
         progress: show a bar on standard error if that is a terminal and loading takes long.
         merge: low-rank products to add to the weights before they are rounded.
+        sinks: name -> what takes the values instead of the tensor in the weight table.
 
     Raises:
         CheckpointError: missing, unknown or misshapen tensors, or damaged files. Nothing has been
             copied then.
     """
-    stored = _find_stored(model, model_dir)
-    table = _weight_table(model, stored)
+    stored = find_stored(model, model_dir)
+    table = weight_table_of(model, stored)
     names = model.spec.names
+    slices = slices_of(model, table)
     is_tied = _is_tied(model.spec, stored)
     if is_tied:
         pair = (names.embedding, names.head)
         name = names.head if names.embedding not in stored and names.head in stored else pair[0]
-        target = table[names.embedding]
+        target, part = table[names.embedding], slices[names.embedding]
         table = {key: table[key] for key in table if key not in pair}
-        table[name] = target
+        table[name], slices[name] = target, part
         stored = {key: stored[key] for key in stored if key in table or key not in pair}
-    _check(table, stored, names.ignored)
+    _check(table, slices, stored, names.ignored)
     if is_tied:
         model.tie_embeddings()
-    _copy(table, stored, progress=progress, merge=merge)
+    _copy(table, slices, stored, progress=progress, merge=merge, sinks=sinks or {})
     finish = getattr(model, "finish_loading", None)
     if finish is not None:
         finish()
@@ -199,10 +252,12 @@ def load_weights(
 
 def _copy(
     table: Mapping[str, torch.Tensor],
+    slices: Mapping[str, WeightSlice],
     stored: Mapping[str, StoredTensor],
     *,
     progress: bool,
     merge: MergePlan | None,
+    sinks: Mapping[str, WeightSink],
 ) -> None:
     # In the order in which the bytes lie on disk.
     order = sorted(table, key=lambda name: (stored[name].file, stored[name].offset))
@@ -210,15 +265,39 @@ def _copy(
     bar = _progress_bar(total) if progress and sys.stderr.isatty() else None
     reader = TensorReader(next((target.device for target in table.values()), "cpu"))
     for name in order:
-        target = table[name]
-        for rows, values in reader.pieces(stored[name]):
-            check_finite(values, name, stored[name])
-            part = target[rows] if target.dim() else target
-            part.copy_(values if merge is None else merge.apply(name, rows, values))
-            if bar is not None:
-                bar.update(part.numel() * part.element_size())
+        target, start = table[name], 0
+        columns, sink = slices[name].columns, sinks.get(name)
+        num_rows = None
+        if sink is not None and target.dim() == 2:
+            whole = reader.rows_per_piece(stored[name]) // sink.row_multiple
+            num_rows = max(1, whole) * sink.row_multiple
+        for wanted in _joined(slices[name].rows):
+            for rows, values in reader.pieces(stored[name], num_rows, wanted):
+                check_finite(values, name, stored[name])
+                merged = values if merge is None else merge.apply(name, rows, values)
+                stop = start + rows.stop - rows.start
+                part = target[start:stop] if target.dim() else target
+                kept = merged if columns is None else merged[:, columns]
+                if sink is None:
+                    part.copy_(kept)
+                else:
+                    sink.write(slice(start, stop), kept)
+                start = stop
+                if bar is not None:
+                    bar.update(part.numel() * part.element_size())
     if bar is not None:
         bar.close()
+
+
+def _joined(parts: Sequence[slice]) -> list[slice]:
+    """The ranges, those that follow one another as one."""
+    joined: list[slice] = []
+    for part in parts:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = slice(joined[-1].start, part.stop)
+        else:
+            joined.append(part)
+    return joined
 
 
 def check_finite(values: torch.Tensor, name: str, stored: StoredTensor) -> None:

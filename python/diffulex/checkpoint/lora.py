@@ -154,6 +154,11 @@ class MergePlan:
             projection = projections[module]
             self._parts[projection.tensor].append((projection.tensor_rows, pair))
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the stored tensors that gain something."""
+        return tuple(self._parts)
+
     def apply(self, tensor: str, rows: slice, values: torch.Tensor) -> torch.Tensor:
         """Rows `rows` of a stored tensor with their products added, in float32 if there are any."""
         parts = self._parts.get(tensor)

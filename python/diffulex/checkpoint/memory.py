@@ -44,20 +44,27 @@ def available_bytes(device: torch.device | str) -> int | None:
     return sizes["MemAvailable"] + sizes.get("SwapFree", 0)
 
 
-def check_memory(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
+def check_memory(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    saved: int = 0,
+    scheme: str = "",
+) -> None:
     """Asks the CPU, whose system hands out memory it does not have and ends who uses it.
 
     A CUDA allocation fails by itself, and may succeed with more than the driver calls free: the
-    allocator of torch keeps some.
+    allocator of torch keeps some. `saved` are bytes that matrices in low precision do without, and
+    `scheme` is the name of it.
 
     Raises:
         CheckpointError: the model needs more memory than there is.
     """
     if torch.device(device).type != "cpu":
         return
-    needed, available = model_bytes(spec, dtype), available_bytes(device)
+    needed, available = model_bytes(spec, dtype) - saved, available_bytes(device)
     if available is not None and needed > available:
-        raise _too_large(needed, available)
+        raise _too_large(needed, available, scheme)
 
 
 def request_bytes(config: ConfigTree) -> int:
@@ -86,9 +93,15 @@ def check_num_reqs(config: ConfigTree) -> None:
 
 @contextmanager
 def reporting_memory(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device | str
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    saved: int = 0,
+    scheme: str = "",
 ) -> Iterator[None]:
     """A block that builds a model; a failed allocation becomes one clear error.
+
+    `saved` and `scheme` as for `check_memory`.
 
     Raises:
         CheckpointError: an allocation failed.
@@ -99,9 +112,11 @@ def reporting_memory(
         is_failure = isinstance(error, MemoryError)
         if not is_failure and not any(text in str(error) for text in _ALLOCATION_TEXTS):
             raise
-        raise _too_large(model_bytes(spec, dtype), available_bytes(device)) from error
+        needed = model_bytes(spec, dtype) - saved
+        raise _too_large(needed, available_bytes(device), scheme) from error
 
 
-def _too_large(needed: int, available: int | None) -> CheckpointError:
+def _too_large(needed: int, available: int | None, scheme: str) -> CheckpointError:
     at_hand = "an unknown amount is" if available is None else f"{available / _GIB:.1f} GiB"
-    return CheckpointError(f"model: needs {needed / _GIB:.1f} GiB, {at_hand} available")
+    of_what = f" of weights ({scheme})" if scheme else ""
+    return CheckpointError(f"model: needs {needed / _GIB:.1f} GiB{of_what}, {at_hand} available")

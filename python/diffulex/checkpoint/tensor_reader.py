@@ -41,24 +41,25 @@ class TensorReader:
         return max(1, _PIECE_BYTES // max(1, _row_bytes(stored)))
 
     def pieces(
-        self, stored: StoredTensor, num_rows: int | None = None
+        self, stored: StoredTensor, num_rows: int | None = None, wanted: slice | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Ranges of rows with their values, which are valid until the next piece.
 
-        A scalar is one row. The values are on the CPU; a copy to a device must be awaited.
+        A scalar is one row. Only the rows `wanted` are read; None: all of them. The values are on the
+        CPU; a copy to a device must be awaited.
 
         Raises:
             CheckpointError: the file ends early or cannot be read.
         """
         step = num_rows or self.rows_per_piece(stored)
-        total = stored.shape[0] if stored.shape else 1
+        wanted = slice(0, stored.shape[0] if stored.shape else 1) if wanted is None else wanted
         row_bytes = _row_bytes(stored)
         dtype, row_shape = TENSOR_DTYPES[stored.dtype], stored.shape[1:]
         try:
             with stored.file.open("rb", buffering=0) as file:
-                file.seek(stored.offset)
-                for start in range(0, total, step):
-                    rows = slice(start, min(start + step, total))
+                file.seek(stored.offset + wanted.start * row_bytes)
+                for start in range(wanted.start, wanted.stop, step):
+                    rows = slice(start, min(start + step, wanted.stop))
                     count = rows.stop - rows.start
                     staging = self._reserve(count * row_bytes)
                     view = staging.numpy().data

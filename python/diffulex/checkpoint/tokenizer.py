@@ -218,7 +218,7 @@ class Tokenizer:
 
     def _guarded(self, text: str) -> str:
         """The text of a message with a mark in every name of a control token: `encode` parts the
-        name there, so that it stands for its characters and nobody can forge a turn."""
+        name there, so that it stands for its characters and no message can forge a turn."""
         for name in self._control_names:
             if name in text:
                 cut = _cut(len(name))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolution of the configuration: keyword arguments in, one immutable tree out.
+"""The configuration: keyword arguments in, one immutable tree out, in two phases.
+
+Options are parsed once (`diffulex.config.parse`), the facts of checkpoint and devices are read once
+(`diffulex.config.facts`), and then every key is resolved once (`diffulex.config.resolve`).
 
 Precedence of a key: explicit value, `generation_config.json` of the checkpoint (object
 `diffulex`), model family, table default. Every automatic change is logged with old value, new
@@ -12,23 +15,18 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from diffulex.config.parse import normalise
+from diffulex.config.facts import read_facts
+from diffulex.config.parse import Options
 from diffulex.config.resolve import resolve_sections
-from diffulex.config.table import THRESHOLD_KEYS
 from diffulex.config.types import ConfigTree, ModelFacts
 from diffulex.errors import ConfigError
-from diffulex.log import get_logger, warn_once
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
-    from diffulex_edge.bundle import Bundle
     from diffulex_ext import _core
 
 __all__ = ["Config", "read_model_facts"]
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +35,28 @@ class Config(ConfigTree):
 
     @classmethod
     def from_kwargs(cls, model: str = "demo", **flat: Any) -> Config:
-        """Reads the checkpoint's facts and resolves every key.
+        """Parses options, reads the checkpoint's facts and resolves every key.
 
         Raises:
             ConfigError: unknown key, illegal value, unsupported value or contradiction.
             CheckpointError: the model cannot be found or read.
         """
-        return cls.resolve(model, read_model_facts(model, flat), flat)
+        options = Options.parse(model, flat)
+        return cls.of(options, read_facts(options))
+
+    @classmethod
+    def of(cls, options: Options, facts: ModelFacts) -> Config:
+        """The second phase: resolves every key, once, from parsed options and facts.
+
+        Raises:
+            ConfigError: a contradiction between keys, or between a key and the facts.
+        """
+        return cls(**resolve_sections(options, facts))
 
     @classmethod
     def resolve(cls, model: str, facts: ModelFacts, flat: Mapping[str, Any]) -> Config:
         """`from_kwargs` without reading files."""
-        for name in THRESHOLD_KEYS:
-            if flat.get(name) is not None:
-                text = "%s: deprecated as a flat key, use decoding_thresholds={'%s': ...}"
-                warn_once(logger, f"flat {name}", text, name, name)
-        return cls(**resolve_sections(model, facts, normalise(flat, where="")))
+        return cls.of(Options.parse(model, flat), facts)
 
     def with_num_pages(self, num_pages: int) -> Config:
         """The same configuration with the size of the page pool decided."""
@@ -73,41 +77,5 @@ class Config(ConfigTree):
 
 
 def read_model_facts(model: str, flat: Mapping[str, Any]) -> ModelFacts:
-    """Finds the checkpoint and reads its configuration and tokenizer files.
-
-    Raises:
-        ConfigError: bad keys in `flat`; reported before anything is read or downloaded.
-        CheckpointError: the model cannot be found or read.
-    """
-    from diffulex.checkpoint.auto_model import detect  # noqa: PLC0415
-    from diffulex.checkpoint.resolve import resolve_model  # noqa: PLC0415
-    from diffulex.checkpoint.tokenizer import Tokenizer  # noqa: PLC0415
-    from diffulex.families.spec.reader import read_optional_json  # noqa: PLC0415
-
-    explicit = normalise(flat, where="")
-    model_dir = resolve_model(model, explicit.get("revision"))
-    name, spec, info = detect(
-        model_dir, explicit.get("model_name"), mask_token_id=explicit.get("mask_token_id")
-    )
-    tokenizer = Tokenizer.from_dir(model_dir)
-    return ModelFacts(
-        model_name=name,
-        model_dir=model_dir,
-        spec=spec,
-        checkpoint_defaults=info.engine_defaults,
-        tokenizer_vocab_size=tokenizer.tokenizer_vocab_size,
-        tokenizer=tokenizer,
-        generation_config=read_optional_json(model_dir / "generation_config.json"),
-        program=_exported_program(model_dir, explicit.get("load_format", "auto")),
-    )
-
-
-def _exported_program(model_dir: Path, load_format: str) -> Bundle | None:
-    """What the directory says about its exported program, if that is to be run."""
-    has_program = (model_dir / "model.pte").is_file()
-    is_chosen = load_format == "auto" and has_program and not any(model_dir.glob("*.safetensors"))
-    if not is_chosen and load_format != "pte":
-        return None
-    from diffulex_edge.bundle import read_bundle  # noqa: PLC0415 (exported programs only)
-
-    return read_bundle(model_dir)
+    """`read_facts` of options that are not parsed yet."""
+    return read_facts(Options.parse(model, flat))

@@ -9,13 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from diffulex.config.table import CONFIG_TABLE, SECTIONS, THRESHOLD_KEYS
+from diffulex.strategies.listing import owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from diffulex.config.key import ConfigKey
 
-__all__ = ["render_markdown", "render_sections"]
+__all__ = ["help_text", "render_markdown", "render_sections"]
+
+
+def help_text(key: ConfigKey) -> str:
+    """The help of a key, after the name of the one strategy that reads it."""
+    owner = owner_of(key.name)
+    return key.help if owner is None else f"{owner}: {key.help[0].lower()}{key.help[1:]}"
 
 
 def render_sections(sections: Mapping[str, type[Any]], table: Mapping[str, ConfigKey]) -> list[str]:
@@ -30,7 +37,7 @@ def render_sections(sections: Mapping[str, type[Any]], table: Mapping[str, Confi
                 default = "unset" if key.default is None else f"`{key.default}`"
                 lines.append(
                     f"| `{key.name}` | {kind} | {default} | {key.legal} | {key.support.value} |"
-                    f" {key.help} |"
+                    f" {help_text(key)} |"
                 )
     return lines
 

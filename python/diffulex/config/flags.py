@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from diffulex.config.docs import help_text
 from diffulex.config.table import CONFIG_TABLE, THRESHOLD_KEYS, ConfigKey, Support
 from diffulex.errors import ConfigError
 
@@ -23,7 +24,7 @@ _FALSE = ("0", "false", "no", "off")
 #: Least similarity of a flag that is offered instead of an unknown one.
 _NEAREST_CUTOFF = 0.75
 #: Kinds a flag can hold; mappings are for Python callers only.
-_FLAG_KINDS = ("str", "int", "float", "bool", "ids")
+_FLAG_KINDS = ("str", "int", "float", "bool", "ids", "strs")
 
 
 class UsageError(ConfigError):
@@ -95,6 +96,7 @@ class Parser(argparse.ArgumentParser):
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
+        formatter.add_text(self.epilog)
         return formatter.format_help()
 
     def parse_checked(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -273,13 +275,13 @@ def _plain_switches(argv: Sequence[str]) -> Iterator[str]:
 
 
 def _check_no_switch_value(argv: Sequence[str], stray: str) -> None:
-    """`--flag false` was meant as one; a flag takes no argument from behind it."""
+    """`--flag false` was meant as one; a flag does not take the argument after it."""
     switches = _switch_flags()
     place = list(argv).index(stray) if stray in argv else 0
     before = argv[place - 1] if place else ""
     if before in switches and stray.lower() in (*_TRUE, *_FALSE):
         raise UsageError(
-            f"argument {before}: expected no value behind it ({before} or {switches[before]}),"
+            f"argument {before}: expected no value after it ({before} or {switches[before]}),"
             f" got {stray!r}"
         )
 
@@ -308,6 +310,22 @@ def positive_integer(text: str) -> int:
     value = integer(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return value
+
+
+def count(text: str) -> int:
+    """Argument type: an integer of at least 0."""
+    value = integer(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected a count, got {text!r}")
+    return value
+
+
+def share(text: str) -> float:
+    """Argument type: a number in [0, 1)."""
+    value = number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a share in [0, 1), got {text!r}")
     return value
 
 
@@ -353,6 +371,11 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(integer(part) for part in text.split(",") if part.strip())
 
 
+def texts(text: str) -> tuple[str, ...]:
+    """Argument type: texts separated by commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def numbers(text: str) -> tuple[float, ...]:
     """Argument type: numbers separated by commas."""
     return tuple(number(part) for part in text.split(",") if part.strip())
@@ -363,6 +386,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "int": integer,
     "float": number,
     "ids": integers,
+    "strs": texts,
 }
 
 
@@ -393,7 +417,7 @@ def _add_flag(group: argparse._ArgumentGroup, key: ConfigKey, kind: str) -> None
     flag = "--" + key.name.replace("_", "-")
     # A percent sign in a help text would be read as a format.
     legal = "" if kind == "bool" or key.legal == "any" else f"{key.legal}; "
-    text = f"{key.help} [{legal}default {_shown(key.default)}]".replace("%", "%%")
+    text = f"{help_text(key)} [{legal}default {_shown(key.default)}]".replace("%", "%%")
     shown = text if key.support is Support.FULL else argparse.SUPPRESS
     common: dict[str, Any] = {"dest": key.name, "default": argparse.SUPPRESS}
     if kind != "bool":
@@ -402,7 +426,7 @@ def _add_flag(group: argparse._ArgumentGroup, key: ConfigKey, kind: str) -> None
     else:
         switch = argparse.BooleanOptionalAction
         action = group.add_argument(flag, action=switch, help=shown, **common)
-    action.short_help = key.help.replace("%", "%%")  # type: ignore[attr-defined]
+    action.short_help = help_text(key).replace("%", "%%")  # type: ignore[attr-defined]
 
 
 def _shown(value: object) -> str:

@@ -53,6 +53,7 @@ class _Rule(NamedTuple):
     help: str
     is_legal: Callable[[Any], bool]
     support: Support
+    is_decoding: bool
 
 
 class ConfigKey(NamedTuple):
@@ -66,6 +67,8 @@ class ConfigKey(NamedTuple):
     help: str
     support: Support
     is_legal: Callable[[Any], bool]
+    #: About how tokens are decoded, although the section is not.
+    is_decoding: bool = False
 
 
 class Range(NamedTuple):
@@ -102,8 +105,9 @@ def key(
     legal: Range,
     help_text: str,
     support: Support = Support.FULL,
+    is_decoding: bool = False,
 ) -> Any:
-    rule = _Rule(kind, legal.text, help_text, legal.test, support)
+    rule = _Rule(kind, legal.text, help_text, legal.test, support, is_decoding)
     return field(default=default, metadata={"rule": rule})
 
 
@@ -111,8 +115,8 @@ def later(kind: str, default: Any, legal: Range, help_text: str) -> Any:
     return key(kind, default, legal, help_text, Support.DEFAULT_ONLY)
 
 
-def inert(kind: str, default: Any, legal: Range, help_text: str) -> Any:
-    return key(kind, default, legal, help_text, Support.IGNORED)
+def inert(kind: str, default: Any, legal: Range, help_text: str, is_decoding: bool = False) -> Any:
+    return key(kind, default, legal, help_text, Support.IGNORED, is_decoding)
 
 
 def build_table(sections: Mapping[str, type[Any]]) -> dict[str, ConfigKey]:
@@ -132,6 +136,7 @@ def build_table(sections: Mapping[str, type[Any]]) -> dict[str, ConfigKey]:
                 rule.help,
                 rule.support,
                 rule.is_legal,
+                rule.is_decoding,
             )
     return table
 
@@ -176,6 +181,10 @@ def _coerce(kind: str, value: Any) -> Any:
             isinstance(i, int) and not isinstance(i, bool) for i in items
         )
         return tuple(items) if is_list else None
+    if kind == "strs":
+        texts = (value,) if isinstance(value, str) else value
+        is_list = isinstance(texts, (list, tuple)) and all(isinstance(i, str) for i in texts)
+        return tuple(texts) if is_list else None
     types = {"bool": bool, "str": str, "mapping": Mapping}
     return value if isinstance(value, types[kind]) else None
 

@@ -26,16 +26,20 @@ class EngineKeywords(TypedDict, total=False):
     use_lora: bool
     lora_path: str
     pre_merge_lora: bool
+    quantization: str
+    quantization_group_size: int
+    quantization_ignore: str | Sequence[str]
+    quantize_head: bool
     decoding_strategy: str
     sampling_mode: str
     block_size: int
     buffer_size: int
     multi_block_prefix_full: bool
+    allow_mask_in_prompt: bool
     add_block_threshold: float
     semi_complete_threshold: float
     accept_threshold: float
     edit_threshold: float
-    remask_threshold: float
     token_stability_threshold: float
     max_post_edit_steps: int
     penalty_lambda: float
@@ -46,8 +50,6 @@ class EngineKeywords(TypedDict, total=False):
     dmax_sampler_fast_path: bool
     dmax_force_prefill_active: bool
     dmax_store_soft_embeddings: bool
-    enable_vectorized_sampler: bool
-    enable_vectorized_sampler_compile: bool
     d2f_block_grid: bool
     fdv2_use_block_cache: bool
     fdv2_exact_graph_buckets: bool
@@ -77,30 +79,25 @@ class EngineKeywords(TypedDict, total=False):
     cpu_kv_cache_bytes: int
     tensor_parallel_size: int
     data_parallel_size: int
+    data_parallel_policy: str
     expert_parallel_size: int
-    master_addr: str
-    master_port: int
-    distributed_backend: str
-    distributed_timeout_seconds: int
-    shm_name: str
     device_start: int
     device_ids: int | Sequence[int]
+    distributed_timeout_seconds: int
+    worker_imports: str | Sequence[str]
     enforce_eager: bool
     enable_full_static_runner: bool
     run_ahead: str
+    batch_invariant: bool
     check_run_ahead: bool
     attn_impl: str
-    enable_prefill_cudagraph: bool
-    prefill_cudagraph_max_len: int
-    enable_torch_compile: bool
-    enable_cudagraph_torch_compile: bool
-    torch_compile_mode: str
-    enable_vllm_layers: bool
     moe_dispatcher_backend: str
     moe_gemm_impl: str
     deepep_mode: str
     deepep_num_max_dispatch_tokens_per_rank: int
     profiler_config: Mapping[str, Any] | None
+    require_fast_paths: bool
+    step_records: int
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -121,6 +118,19 @@ class EngineKeywords(TypedDict, total=False):
     suppress_token_ids: int | Sequence[int]
     demote_token_ids: int | Sequence[int]
     filters_at_zero_temperature: bool
+    remask_threshold: float
+    enable_vectorized_sampler: bool
+    enable_vectorized_sampler_compile: bool
+    master_addr: str
+    master_port: int
+    distributed_backend: str
+    shm_name: str
+    enable_prefill_cudagraph: bool
+    prefill_cudagraph_max_len: int
+    enable_torch_compile: bool
+    enable_cudagraph_torch_compile: bool
+    torch_compile_mode: str
+    enable_vllm_layers: bool
     decoding_thresholds: Mapping[str, float]
 
 
@@ -142,8 +152,13 @@ class SamplingKeywords(TypedDict, total=False):
     add_block_threshold: float | None
     semi_complete_threshold: float | None
     token_stability_threshold: float | None
+    remask_threshold: float | None
+    max_post_edit_steps: int | None
+    penalty_lambda: float | None
     stop: str | Sequence[str]
     include_stop_str_in_output: bool
     min_tokens: int
     skip_special_tokens: bool | None
     logprobs: int | None
+    return_trajectory: str | bool
+    template_token_ids: Sequence[int | None]

@@ -20,9 +20,12 @@ _TYPES = {
     "int": "int",
     "mapping": "Mapping[str, Any]",
     "str": "str",
+    "strs": "str | Sequence[str]",
 }
 #: Fields that take more than their type says, as their checks do.
 _WIDER = {"stop": "str | Sequence[str]", "stop_token_ids": "Sequence[int]"}
+_WIDER["return_trajectory"] = "str | bool"
+_WIDER["template_token_ids"] = "Sequence[int | None]"
 _HEAD = '''# SPDX-License-Identifier: Apache-2.0
 """Keywords of the engine and of requests, for editors and type checkers.
 

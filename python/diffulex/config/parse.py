@@ -1,20 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, types and ranges of single keys, checked before the rules between them."""
+"""The first phase of a configuration: names, types and ranges of single keys."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from diffulex.config.key import unknown_key
 from diffulex.config.table import CONFIG_TABLE, THRESHOLD_KEYS, check_value
 from diffulex.errors import ConfigError
+from diffulex.log import get_logger, warn_once
+from diffulex.profiling.config import ProfilerConfig
 
-__all__ = ["dtype_name", "normalise"]
+__all__ = ["Options", "dtype_name", "normalise"]
+
+logger = get_logger(__name__)
 
 # Integer keys wider than the 31 bits of the core's counts, with their bits.
 _WIDE_KEYS = {"seed": 64, "cpu_kv_cache_bytes": 63}
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a caller gave, parsed once.
+
+    Attributes:
+        model: `demo`, a directory or a hub id.
+        given: key -> value in its canonical type, of the keys that have one.
+    """
+
+    model: str
+    given: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, model: str | os.PathLike[str], flat: Mapping[str, Any]) -> Options:
+        """Checks names, types and ranges.
+
+        Raises:
+            ConfigError: unknown key, illegal or unsupported value.
+        """
+        given = normalise(flat, where="")
+        for name in THRESHOLD_KEYS:
+            if flat.get(name) is not None:
+                text = "%s: deprecated as a flat key, use decoding_thresholds={'%s': ...}"
+                warn_once(logger, f"flat {name}", text, name, name)
+        # What is neither is refused where models are looked for.
+        return cls(os.fspath(model) if isinstance(model, os.PathLike) else model, given)
 
 
 def normalise(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -30,6 +64,11 @@ def normalise(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
             result[name] = _checked(name, value)
         for name, value in flat.items():
             if name == "decoding_thresholds" or value is None:
+                continue
+            if name == "profiler_config":
+                settings = ProfilerConfig.of(value)
+                if settings.is_enabled:
+                    result[name] = settings.as_dict()
                 continue
             if name not in CONFIG_TABLE:
                 known = (*CONFIG_TABLE, "decoding_thresholds")

@@ -7,9 +7,9 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from diffulex.errors import SamplingParamsError, UnknownParameterError
 
@@ -20,28 +20,49 @@ if TYPE_CHECKING:
 __all__ = [
     "DECODING_FIELDS",
     "MAX_STOPS",
+    "TRAJECTORY_LEVELS",
+    "DecodingField",
     "SamplingParams",
     "choice_seed",
     "decoding_arguments",
+    "greedy_if_tiny",
     "merged_params",
 ]
 
 T = TypeVar("T")
 
-#: Thresholds of the decoding rule that a request may set.
-DECODING_FIELDS = (
-    "accept_threshold",
-    "edit_threshold",
-    "add_block_threshold",
-    "semi_complete_threshold",
-    "token_stability_threshold",
-)
-# Settings of the same kind that are fixed when the engine starts.
-_ENGINE_FIELDS = ("remask_threshold", "max_post_edit_steps", "penalty_lambda")
+
+class DecodingField(NamedTuple):
+    """A setting of the decoding rule that a request may set, from 0 to `high`.
+
+    Attributes:
+        kind: int or float.
+        is_read: a sampler or strategy reads it.
+    """
+
+    kind: type = float
+    high: float = 1.0
+    is_read: bool = True
+
+
+#: What a request may set of the decoding rule, by name: that of the engine's default.
+DECODING_FIELDS = {
+    "accept_threshold": DecodingField(),
+    "edit_threshold": DecodingField(),
+    "add_block_threshold": DecodingField(),
+    "semi_complete_threshold": DecodingField(),
+    "token_stability_threshold": DecodingField(),
+    "remask_threshold": DecodingField(is_read=False),
+    "max_post_edit_steps": DecodingField(int, 2**31 - 1),
+    "penalty_lambda": DecodingField(high=3.4e38),
+}
+#: How much of the course of a request is recorded.
+TRAJECTORY_LEVELS = ("none", "blocks", "full")
 #: Most stop texts of a request.
 MAX_STOPS = 16
 _MAX_STOP_CHARS, _MAX_LOGPROBS = 256, 20
 _SEED_BITS = 63
+_GREEDY_BELOW = 1e-5
 
 
 def _naming_the_nearest(cls: type[T]) -> type[T]:
@@ -86,6 +107,11 @@ class SamplingParams:
             True in the Python API.
         logprobs: record the log-probability of every token when it took its final value, and of so
             many of the likeliest tokens beside it; None: do not.
+        template_token_ids: the whole answer, with fixed tokens and free positions (None); only the
+            free ones are decoded, and neither stop ids nor stop texts end it before its last fixed
+            token. At most `max_tokens` of them; None and an empty one are no template.
+        return_trajectory: record in which order the answer was written: `none`, `blocks` (steps and
+            their blocks) or `full` (also every change of a position); True is `full`.
         seed: key of the random draws, any integer of 64 bits; -1 is none. Without one a request at
             temperature 0 has the engine's seed, so that its answer is the same every time also
             where a strategy draws all the same; above it the engine's seed and the request id give
@@ -99,6 +125,9 @@ class SamplingParams:
         add_block_threshold: progress of the last block that opens the next one.
         semi_complete_threshold: progress of the predecessor that grants a forced acceptance.
         token_stability_threshold: least same-token ratio of the last block to open the next one.
+        remask_threshold: read by no sampler; as the key of the engine, for files of other engines.
+        max_post_edit_steps: steps that a filled block may go on changing, where tokens are edited.
+        penalty_lambda: taken from the logit of the token before, where tokens are edited.
     """
 
     temperature: float | None = None
@@ -116,11 +145,16 @@ class SamplingParams:
     add_block_threshold: float | None = None
     semi_complete_threshold: float | None = None
     token_stability_threshold: float | None = None
+    remask_threshold: float | None = None
+    max_post_edit_steps: int | None = None
+    penalty_lambda: float | None = None
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool | None = None
     logprobs: int | None = None
+    return_trajectory: str = "none"
+    template_token_ids: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_stops()
@@ -132,8 +166,9 @@ class SamplingParams:
                 raise _illegal(name, f"an integer in [{low}, 2**31)", value)
         for name in ("temperature", "top_p"):
             self._check_number(name, math.inf)
-        for name in ("min_p", *DECODING_FIELDS):
-            self._check_number(name, 1)
+        self._check_number("min_p", 1)
+        for name, limits in DECODING_FIELDS.items():
+            self._check_number(name, limits.high, limits.kind)
         if self.top_k is not None and not (_is_int(self.top_k) and -(2**31) <= self.top_k < 2**31):
             raise _illegal("top_k", "an integer in [-2**31, 2**31)", self.top_k)
         self._check_seed()
@@ -148,6 +183,44 @@ class SamplingParams:
             _is_int(self.logprobs) and 0 <= self.logprobs <= _MAX_LOGPROBS
         ):
             raise _illegal("logprobs", f"an integer in [0, {_MAX_LOGPROBS}]", self.logprobs)
+
+        self._check_trajectory()
+        self._check_template()
+
+    def _check_trajectory(self) -> None:
+        level: object = self.return_trajectory
+        if isinstance(level, bool):
+            level = "full" if level else "none"
+        if level not in TRAJECTORY_LEVELS:
+            expected = f"{', '.join(TRAJECTORY_LEVELS)}, True or False"
+            raise _illegal("return_trajectory", expected, level)
+        object.__setattr__(self, "return_trajectory", level)
+
+    def _check_template(self) -> None:
+        name = "template_token_ids"
+        given: Any = self.template_token_ids
+        given = () if given is None else _plain(given)
+        if isinstance(given, (str, bytes, Mapping, Set)) or not isinstance(given, Iterable):
+            raise _illegal(name, "a list of token ids and None", given)
+        ids = tuple(map(_plain, given))
+        object.__setattr__(self, name, ids)
+        if not ids:
+            return
+        for token in ids:
+            if token is not None and not (_is_int(token) and 0 <= token < 2**31):
+                raise _illegal(name, "token ids >= 0, and None at free positions", token)
+        if len(ids) > self.max_tokens:
+            raise _illegal(name, f"at most max_tokens ({self.max_tokens}) positions", len(ids))
+        if self.logprobs is not None:
+            raise _illegal(
+                "logprobs", "None with a template: fixed tokens have none", self.logprobs
+            )
+        if self.max_repetition_run is not None:
+            expected = "None with a template, which it could end before its last fixed token"
+            raise _illegal("max_repetition_run", expected, self.max_repetition_run)
+        object.__setattr__(self, "max_tokens", len(ids))
+        last = max((at for at, token in enumerate(ids, 1) if token is not None), default=0)
+        object.__setattr__(self, "min_tokens", max(last, min(self.min_tokens, len(ids))))
 
     def _check_seed(self) -> None:
         if self.seed is None:
@@ -177,18 +250,19 @@ class SamplingParams:
             if not isinstance(text, str) or not 1 <= len(text) <= _MAX_STOP_CHARS:
                 raise _illegal("stop", f"texts of 1 to {_MAX_STOP_CHARS} characters", text)
 
-    def _check_number(self, name: str, high: float) -> None:
+    def _check_number(self, name: str, high: float, kind: type = float) -> None:
         value = getattr(self, name)
         if value is None:
             return
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or not 0 <= value <= high:
-            legal = "a finite number >= 0" if math.isinf(high) else f"a number in [0, {high}]"
+            noun = "an integer" if kind is int else "a number"
+            legal = "a finite number >= 0" if math.isinf(high) else f"{noun} in [0, {high:.10g}]"
             raise _illegal(name, legal, value)
 
     @property
     def decoding(self) -> dict[str, float]:
-        """The thresholds this request sets, by name."""
+        """The settings of the decoding rule that this request sets, by name."""
         chosen = {name: getattr(self, name) for name in DECODING_FIELDS}
         return {name: value for name, value in chosen.items() if value is not None}
 
@@ -214,7 +288,14 @@ class SamplingParams:
             ignore_eos=self.ignore_eos,
             stop_token_ids=list(self.stop_token_ids),
             seed=None if self.seed is None else self.seed % 2**64,
-            **{name: getattr(self, name) for name in DECODING_FIELDS},
+            template_token_ids=[
+                -1 if token is None else token for token in self.template_token_ids
+            ],
+            **{
+                name: getattr(self, name)
+                for name, limits in DECODING_FIELDS.items()
+                if limits.is_read
+            },
         )
 
 
@@ -222,14 +303,9 @@ def decoding_arguments(decoding: Mapping[str, object]) -> dict[str, object]:
     """Keyword arguments of `SamplingParams` for a request's `decoding` map.
 
     Raises:
-        SamplingParamsError: a key is unknown, or is a setting of the whole engine.
+        SamplingParamsError: a key is unknown.
     """
-    for name, value in decoding.items():
-        if name in _ENGINE_FIELDS:
-            raise SamplingParamsError(
-                f"SamplingParams.decoding: expected a setting of a request, got {name}={value!r},"
-                " which is fixed when the engine starts"
-            )
+    for name in decoding:
         if name not in DECODING_FIELDS:
             raise SamplingParamsError(
                 f"SamplingParams.decoding: expected keys of {', '.join(DECODING_FIELDS)},"
@@ -257,12 +333,24 @@ def merged_params(
     return given
 
 
+def greedy_if_tiny(temperature: float | None) -> float | None:
+    """A temperature; 0 for one so close to 0 that it is meant to be 0. None: that of the engine."""
+    if temperature is not None and temperature < _GREEDY_BELOW:
+        return 0.0
+    return temperature
+
+
 def choice_seed(seed: int, choice: int) -> int:
     """Seed of one of several answers: that of the request, then those that follow it."""
     if seed >= 0 and choice:
         return (seed + choice) & (1 << _SEED_BITS) - 1
     value = seed + choice
     return (1 << 64) - 1 if value == -1 else value  # the same key: -1 itself is no seed
+
+
+def _plain(value: Any) -> Any:
+    """The numbers of an array or a scalar of numpy or torch as those of Python; others as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _is_int(value: object) -> bool:

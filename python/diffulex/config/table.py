@@ -23,7 +23,10 @@ from diffulex.config.key import inert as _inert
 from diffulex.config.key import key as _key
 from diffulex.config.key import later as _later
 from diffulex.config.key import one_of as _one_of
+from diffulex.distributed.router import POLICIES
 from diffulex.families.spec.model_spec import MAX_CANVAS
+from diffulex.quantization.scheme import GROUP_SIZES, SCHEMES
+from diffulex.strategies.traits import StrategyTraits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +41,7 @@ __all__ = [
     "CacheConfig",
     "ConfigKey",
     "DecodingConfig",
+    "IgnoredConfig",
     "KernelConfig",
     "ModelConfig",
     "ParallelConfig",
@@ -104,6 +108,21 @@ class ModelConfig:
     pre_merge_lora: bool = _key(
         "bool", False, _one_of(True, False), "Merge the adapter into the weights."
     )
+    quantization: str = _key(
+        "str",
+        "auto",
+        _one_of("auto", "none", *SCHEMES),
+        "Weights in low precision, made while they are loaded; `auto`: as the checkpoint has them.",
+    )
+    quantization_group_size: int = _key(
+        "int", 128, _one_of(*GROUP_SIZES), "Columns of a weight that share a scale of `int4`."
+    )
+    quantization_ignore: tuple[str, ...] = _key(
+        "strs", (), _ANY, "Patterns of module names in the checkpoint that keep the compute dtype."
+    )
+    quantize_head: bool = _key(
+        "bool", False, _one_of(True, False), "Quantise an output head that is not the embedding."
+    )
     # Results of the resolution, not keys.
     model_dir: Path = field(default=None, metadata={})  # type: ignore[assignment]
     spec: ModelSpec = field(default=None, metadata={})  # type: ignore[assignment]
@@ -136,6 +155,12 @@ class DecodingConfig:
     multi_block_prefix_full: bool = _key(
         "bool", False, _one_of(True, False), "Bidirectional prompt; forced by the strategy."
     )
+    allow_mask_in_prompt: bool = _key(
+        "bool",
+        False,
+        _one_of(True, False),
+        "Token ids of a prompt from the first mask on are the template of the answer.",
+    )
     add_block_threshold: float = _key(
         "float", 0.1, _UNIT, "Progress of the last block that opens the next one."
     )
@@ -148,78 +173,76 @@ class DecodingConfig:
     edit_threshold: float = _key(
         "float", 0.0, _UNIT, "Edit sampler: confidence above which a token is overwritten."
     )
-    remask_threshold: float = _inert("float", 0.4, _UNIT, "Read by no sampler.")
     token_stability_threshold: float = _key(
         "float", 0.0, _UNIT, "Least same-token ratio of the last block to open the next one."
     )
     max_post_edit_steps: int = _key(
-        "int", 16, _at_least(0), "Edit sampler: steps after a block is filled."
+        "int",
+        16,
+        _between(0, 2**31 - 1),
+        "Edit sampler: steps after a block is filled.",
     )
     penalty_lambda: float = _key(
         "float", 0.0, _at_least(0), "Edit sampler: taken from the logit of the token before."
     )
     token_merge_mode: str = _key(
-        "str", "dmax_topk", _one_of("dmax_topk", "iter_smooth_topk"), "dmax: merge rule."
+        "str", "dmax_topk", _one_of("dmax_topk", "iter_smooth_topk"), "Merge rule."
     )
-    token_merge_top_k: int = _key("int", 1, _between(1, 8), "dmax: merged candidates.")
+    token_merge_top_k: int = _key("int", 1, _between(1, 8), "Merged candidates.")
     token_merge_renormalize: bool = _key(
-        "bool", True, _one_of(True, False), "dmax: keep the norm of a merged embedding."
+        "bool", True, _one_of(True, False), "Keep the norm of a merged embedding."
     )
     token_merge_weight: float = _key(
-        "float", 1.0, _at_least(0), "dmax: weight of iter_smooth_topk; 0 turns merging off."
+        "float", 1.0, _at_least(0), "Weight of iter_smooth_topk; 0 turns merging off."
     )
     dmax_sampler_fast_path: bool = _key(
-        "bool", False, _one_of(True, False), "dmax: exact confidence only at masks."
+        "bool", False, _one_of(True, False), "Exact confidence only at masks."
     )
     dmax_force_prefill_active: bool = _later(
-        "bool", False, _one_of(True, False), "dmax: debugging aid of older engines."
+        "bool", False, _one_of(True, False), "Debugging aid of older engines."
     )
     dmax_store_soft_embeddings: bool = _key(
         "bool",
         False,
         _one_of(True, False),
-        "dmax: cache merged embeddings instead of tokens; turns prefix caching off.",
-    )
-    enable_vectorized_sampler: bool = _inert(
-        "bool", False, _one_of(True, False), "The sampler is always batched."
-    )
-    enable_vectorized_sampler_compile: bool = _inert(
-        "bool", False, _one_of(True, False), "The sampler is always batched."
+        "Cache merged embeddings instead of tokens; turns prefix caching off.",
     )
     d2f_block_grid: bool = _key(
         "bool",
         False,
         _one_of(True, False),
-        "d2f: blocks start at multiples of block_size and rerun the end of the prompt, instead of"
-        " starting where the prompt ends, as published.",
+        "Blocks start at multiples of block_size and rerun the end of the prompt, instead of starting"
+        " where the prompt ends, as published.",
     )
     fdv2_use_block_cache: bool = _key(
-        "bool", True, _one_of(True, False), "fast_dllm_v2: refine sub-blocks over cached rows."
+        "bool", True, _one_of(True, False), "Refine sub-blocks over cached rows."
     )
     fdv2_exact_graph_buckets: bool = _key(
         "bool",
         True,
         _one_of(True, False),
-        "fast_dllm_v2: a CUDA graph for every number of requests, so that none is padded.",
+        "A CUDA graph for every number of requests, so that none is padded.",
     )
     diffusion_gemma_max_denoising_steps: int = _key(
-        "int", 48, _at_least(1), "diffusion_gemma: most steps of a canvas."
+        "int", 48, _at_least(1), "Most steps of a canvas."
     )
     diffusion_gemma_stability_threshold: int = _key(
-        "int", 1, _at_least(0), "diffusion_gemma: k needs k + 1 equal argmax canvases in a row."
+        "int", 1, _at_least(0), "k needs k + 1 equal argmax canvases in a row."
     )
     diffusion_gemma_t_min: float = _key(
-        "float", 0.4, _at_least(0), "diffusion_gemma: temperature approached at the last step."
+        "float", 0.4, _at_least(0), "Temperature approached at the last step."
     )
     diffusion_gemma_t_max: float = _key(
-        "float", 0.8, _above(0), "diffusion_gemma: temperature of the first step, above t_min."
+        "float", 0.8, _above(0), "Temperature of the first step, above t_min."
     )
     diffusion_gemma_confidence_threshold: float = _key(
-        "float", 0.005, _above(0), "diffusion_gemma: mean entropy below which a canvas is done."
+        "float", 0.005, _above(0), "Mean entropy below which a canvas is done."
     )
     diffusion_gemma_entropy_bound: float = _key(
-        "float", 0.1, _above(0), "diffusion_gemma: entropy a step may accept, nats."
+        "float", 0.1, _above(0), "Entropy a step may accept, nats."
     )
+    # A result of the resolution, not a key.
+    traits: StrategyTraits = field(default_factory=StrategyTraits, metadata={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,15 +317,30 @@ class ParallelConfig:
     """Devices and processes."""
 
     tensor_parallel_size: int = _later("int", 1, _between(1, 8), "Tensor-parallel ranks.")
-    data_parallel_size: int = _later("int", 1, _between(1, 1024), "Data-parallel shards.")
+    data_parallel_size: int = _key(
+        "int", 1, _between(1, 1024), "Replicas of the engine, each in a process of its own."
+    )
+    data_parallel_policy: str = _key(
+        "str",
+        "prefix",
+        _one_of(*POLICIES),
+        "Which replica gets a request: the one with the least work left, cached prefixes counted"
+        " (`prefix`) or not (`least_loaded`), or the next.",
+    )
     expert_parallel_size: int = _later("int", 1, _between(1, 32768), "Expert-parallel ranks.")
-    master_addr: str = _inert("str", "localhost", _ANY, "Rendezvous host of several ranks.")
-    master_port: int = _inert("int", 2333, _between(1, 65535), "Rendezvous port.")
-    distributed_backend: str = _inert("str", "nccl", _ANY, "torch.distributed backend.")
-    distributed_timeout_seconds: int = _inert("int", 600, _above(0), "Collective timeout.")
-    shm_name: str = _inert("str", "diffulex_shm", _ANY, "No shared segment is used.")
     device_start: int = _key("int", 0, _at_least(0), "First CUDA device.")
     device_ids: tuple[int, ...] = _key("ids", (), _IDS, "CUDA devices; empty: all visible.")
+    distributed_timeout_seconds: int = _key(
+        "int", 600, _above(0), "Longest time in which a process that is started loads its weights."
+    )
+    worker_imports: tuple[str, ...] = _key(
+        "strs",
+        (),
+        _Range(
+            "importable names", lambda v: all(p.isidentifier() for i in v for p in i.split("."))
+        ),
+        "Modules that every process imports first: those that register models, samplers or strategies.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,17 +355,30 @@ class KernelConfig:
         "str",
         "auto",
         _one_of("auto", "on", "off"),
-        "Decode steps that the device plans itself, without waiting for the host: multi_bd, d2f,"
-        " fast_dllm_v2, diffusion_gemma and dmax without dmax_store_soft_embeddings. Steps while a"
+        "Decode steps that the device plans itself, without waiting for the host: those of every"
+        " built-in strategy (dmax: without dmax_store_soft_embeddings). Steps while a"
         " request has logprobs or min_tokens, and those that auto_max_nfe measures, keep the host"
         " loop. The first step that draws, where the default does not, waits for its graph (a"
         " fraction of a second per batch size). auto: on CUDA, but not where products of another shape"
         " may change a token by their last bits in every step: dmax, diffusion_gemma (a step feeds"
         " them to the next), fast_dllm_v2 with fdv2_use_block_cache or fdv2_exact_graph_buckets (the"
-        " device runs whole blocks for every request, the host need not). Other steps have the shape"
-        " of the host's, except that behind one in which requests end, which still has room for them."
+        " device runs whole blocks for every request, the host need not), nor while the last 8 steps of"
+        " several blocks in flight ran fewer than 0.8 of the rows that they could, the last could run"
+        " 256 at least, and the void ones cost 4.5e11 products a step (1.3 ms of an H200): the host's"
+        " steps hold the rows of open blocks alone, the device's all."
+        " With one block, other steps have the shape of the host's, except that a step after one in"
+        " which requests end still has room for them."
         " off: heads of shifted logits and of fast_dllm_v2 run over open positions alone, a product of"
         " another shape as well.",
+    )
+    batch_invariant: bool = _key(
+        "bool",
+        False,
+        _one_of(True, False),
+        "The tokens and logits of a request are the same bits whichever requests share its steps: no"
+        " product, division or tile depends on the batch. Slower. On the CPU, and with bfloat16 or"
+        " float16 on compute capability 9.0; without prefix caching, chunked prefill and an adapter that"
+        " is not merged, and with pages for max_num_reqs requests of max_model_len.",
     )
     check_run_ahead: bool = _key(
         "bool",
@@ -341,14 +392,6 @@ class KernelConfig:
         _one_of("auto", "cuda", "cpu", "triton_grouped", "triton"),
         "Attention kernels; the triton names of older files mean `auto`.",
     )
-    enable_prefill_cudagraph: bool = _inert(
-        "bool", False, _one_of(True, False), "Prefill is eager."
-    )
-    prefill_cudagraph_max_len: int = _inert("int", 0, _at_least(0), "Prefill is eager.")
-    enable_torch_compile: bool = _inert("bool", True, _one_of(True, False), "Not used.")
-    enable_cudagraph_torch_compile: bool = _inert("bool", False, _one_of(True, False), "Not used.")
-    torch_compile_mode: str = _inert("str", "reduce-overhead", _ANY, "Not used.")
-    enable_vllm_layers: bool = _inert("bool", True, _one_of(True, False), "Not used.")
     moe_dispatcher_backend: str = _later(
         "str", "standard", _one_of("standard", "naive", "deepep"), "Expert dispatch."
     )
@@ -359,7 +402,27 @@ class KernelConfig:
         "str", "auto", _one_of("normal", "low_latency", "auto"), "Expert dispatch."
     )
     deepep_num_max_dispatch_tokens_per_rank: int = _later("int", 256, _above(0), "Dispatch.")
-    profiler_config: Mapping[str, Any] | None = _later("mapping?", None, _ANY, "Profiler.")
+    profiler_config: Mapping[str, Any] | None = _key(
+        "mapping?",
+        None,
+        _ANY,
+        "Recordings of steps by torch's profiler (`Diffulex.start_profile`): profiler,"
+        " torch_profiler_dir, record_shapes, profile_memory, with_stack, with_modules, use_cuda,"
+        " delay_iterations, max_iterations, run_id; see docs/profiling.md.",
+    )
+    require_fast_paths: bool = _key(
+        "bool",
+        False,
+        _one_of(True, False),
+        "An engine in which an op or a decode step would take a slower path than the device has"
+        " refuses to start, and a later decode step that no graph fits fails.",
+    )
+    step_records: int = _key(
+        "int",
+        65536,
+        _at_least(0),
+        "Steps whose records are kept (`Diffulex.step_stats`), at 88 bytes each; 0: none.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,6 +517,31 @@ class SamplerConfig:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class IgnoredConfig:
+    """Keys of other engines' files: accepted, checked, and without effect."""
+
+    remask_threshold: float = _inert("float", 0.4, _UNIT, "Read by no sampler.", is_decoding=True)
+    enable_vectorized_sampler: bool = _inert(
+        "bool", False, _one_of(True, False), "The sampler is always batched.", is_decoding=True
+    )
+    enable_vectorized_sampler_compile: bool = _inert(
+        "bool", False, _one_of(True, False), "The sampler is always batched.", is_decoding=True
+    )
+    master_addr: str = _inert("str", "localhost", _ANY, "Rendezvous host of several ranks.")
+    master_port: int = _inert("int", 2333, _between(1, 65535), "Rendezvous port.")
+    distributed_backend: str = _inert("str", "nccl", _ANY, "torch.distributed backend.")
+    shm_name: str = _inert("str", "diffulex_shm", _ANY, "No shared segment is used.")
+    enable_prefill_cudagraph: bool = _inert(
+        "bool", False, _one_of(True, False), "Prefill is eager."
+    )
+    prefill_cudagraph_max_len: int = _inert("int", 0, _at_least(0), "Prefill is eager.")
+    enable_torch_compile: bool = _inert("bool", True, _one_of(True, False), "Not used.")
+    enable_cudagraph_torch_compile: bool = _inert("bool", False, _one_of(True, False), "Not used.")
+    torch_compile_mode: str = _inert("str", "reduce-overhead", _ANY, "Not used.")
+    enable_vllm_layers: bool = _inert("bool", True, _one_of(True, False), "Not used.")
+
+
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "decoding": DecodingConfig,
@@ -462,6 +550,7 @@ SECTIONS: dict[str, type[Any]] = {
     "parallel": ParallelConfig,
     "kernel": KernelConfig,
     "sampler": SamplerConfig,
+    "ignored": IgnoredConfig,
 }
 
 #: Keys of the `decoding_thresholds` mapping.

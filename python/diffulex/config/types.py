@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from diffulex.config.table import (
         CacheConfig,
         DecodingConfig,
+        IgnoredConfig,
         KernelConfig,
         ModelConfig,
         ParallelConfig,
@@ -30,9 +31,15 @@ __all__ = ["ConfigTree", "ModelFacts", "PartialConfig"]
 logger = get_logger(__name__)
 
 
+def _count_devices() -> int:
+    import torch  # noqa: PLC0415 (slow to import)
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the checkpoint directory says, as the resolution needs it."""
+    """What the checkpoint directory and the machine say, as the resolution needs it."""
 
     model_name: str
     model_dir: Path
@@ -45,6 +52,8 @@ class ModelFacts:
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     #: The directory's exported program, if that is to be run.
     program: Bundle | None = None
+    #: CUDA devices that are visible.
+    num_devices: int = field(default_factory=_count_devices)
 
 
 class PartialConfig:
@@ -94,6 +103,12 @@ class ConfigTree:
     parallel: ParallelConfig
     kernel: KernelConfig
     sampler: SamplerConfig
+    ignored: IgnoredConfig
+
+    @property
+    def local_spec(self) -> ModelSpec:
+        """The description of the model with the heads of one rank."""
+        return self.model.spec.per_rank(self.parallel.tensor_parallel_size)
 
     @property
     def decode_rows(self) -> int:
@@ -102,14 +117,14 @@ class ConfigTree:
 
     @property
     def pages_per_request(self) -> int:
-        """Pages that cover max_model_len positions; fast_dllm_v2 stores whole blocks."""
+        """Pages that cover max_model_len positions; a dual cache stores whole blocks."""
         return -(-self.max_context_len // self.cache.page_size)
 
     @property
     def max_context_len(self) -> int:
         """Most positions of a request that are cached at a time."""
         length = self.scheduler.max_model_len
-        if self.decoding.decoding_strategy == "fast_dllm_v2":
+        if self.decoding.traits.has_dual_cache:
             return -(-length // self.decode_rows) * self.decode_rows
         return length
 
@@ -122,7 +137,13 @@ class ConfigTree:
         return program.max_rows if program is not None and is_whole else None
 
     @property
+    def forbidden_ids(self) -> tuple[int, ...]:
+        """Ids that are never chosen where masks are filled, in rising order; ids from
+        `tokenizer_vocab_size` on are not either."""
+        return tuple(sorted({*self.sampler.suppress_token_ids, self.model.mask_token_id}))
+
+    @property
     def att_block_size(self) -> int:
-        """Positions that see each other: a block, or all sub-blocks of fast_dllm_v2."""
-        is_dual = self.decoding.decoding_strategy == "fast_dllm_v2"
-        return self.decode_rows if is_dual else self.decoding.block_size
+        """Positions that see each other: a block, or all sub-blocks of a dual cache."""
+        decoding = self.decoding
+        return self.decode_rows if decoding.traits.has_dual_cache else decoding.block_size

@@ -18,27 +18,8 @@ if TYPE_CHECKING:
 _SAME_FILES = {"diffucoder": "dream"}
 #: Endings of class names that say nothing about the architecture.
 _CLASS_ENDING = re.compile(r"(ForCausalLM|ForBlockDiffusion|ForDiffusionLM|ModelLM|Model|LM)$")
-#: Stock architectures that a family shares its layout with.
-_TEMPLATES = {
-    "llama": "stable_diffcoder",
-    "qwen2": "dream",
-    "qwen3": "sdar",
-    "qwen3moe": "sdar_moe",
-}
 #: Least similarity of a class name that is taken for a variant of a known one.
 _SIMILAR = 0.85
-#: Part of a tensor name -> family that names its tensors so; the first hit wins.
-_LAYOUT_MARKS = (
-    (".attention.query_key_value.", "llada2"),
-    (".transformer.blocks.", "llada"),
-    (".layer_scalar", "diffusion_gemma"),
-    (".mlp.experts.", "sdar_moe"),
-    (".self_attn.q_norm.", "sdar"),
-    (".self_attn.q_proj.bias", "dream"),
-    (".self_attn.q_proj.weight", "stable_diffcoder"),
-)
-_EXPERT_KEYS = ("expert_intermediate_size", "num_experts", "n_routed_experts", "num_local_experts")
-_DIFFCODER_MARKS = ("stable_diffcoder", "seed_diffcoder", "stablediffcoder", "seeddiffcoder")
 
 
 def family_of_name(model_name: str) -> str | None:
@@ -72,10 +53,12 @@ def detect_family(
     model_type = config.get("model_type")
     if model_type == "Dream" or architecture in ("DreamModel", "DreamForCausalLM"):
         return _dream_family(architecture, tensor_names)
-    if model_type == "llama":
-        return "stable_diffcoder" if _is_diffcoder(config) else None
-    if model_type == "llada":
-        return _llada_family(config)
+    # Models of other kinds share these types; what their families deny belongs to no other.
+    asked = [
+        item for item in FAMILIES if item.is_own is not None and model_type in item.model_types
+    ]
+    if asked:
+        return next((item.name for item in asked if item.is_own and item.is_own(config)), None)
     for family in FAMILIES:
         if architecture is not None and architecture in family.architectures:
             return family.name
@@ -102,16 +85,20 @@ def nearest_family(
             return "dream_reasoner"
         if family is not None:
             return family
-    for mark, family in _LAYOUT_MARKS:
-        if any(mark in f".{name}" for name in names):
-            return family
-    return None
+    layouts = [(item.layout, item.name) for item in FAMILIES if item.layout is not None]
+    found = [
+        (layout.rank, family)
+        for layout, family in layouts
+        if any(layout.mark in f".{name}" for name in names)
+    ]
+    return max(found)[1] if found else None
 
 
 def _similar_name(name: str) -> str | None:
     stem = _stem(name)
-    if stem in _TEMPLATES:
-        return _TEMPLATES[stem]
+    for family in FAMILIES:
+        if stem == family.template:
+            return family.name
     known: dict[str, str] = {}
     for family in FAMILIES:
         for architecture in family.architectures:
@@ -140,20 +127,3 @@ def _dream_family(architecture: str | None, tensor_names: Callable[[], Collectio
             ".self_attn.q_norm.weight (dream_reasoner), got neither"
         )
     return "dream"
-
-
-def _is_diffcoder(config: Mapping[str, Any]) -> bool:
-    auto_map = config.get("auto_map")
-    values = list(auto_map.values()) if isinstance(auto_map, dict) else []
-    names = config.get("architectures")
-    texts = [*(names if isinstance(names, list) else []), *values]
-    return any(mark in str(text).lower() for text in texts for mark in _DIFFCODER_MARKS)
-
-
-def _llada_family(config: Mapping[str, Any]) -> str:
-    if any(config.get(key) for key in _EXPERT_KEYS):
-        raise CheckpointError(
-            "config.json: model_type 'llada': expected the dense LLaDA layout, "
-            "got a mixture of experts (LLaDA-MoE), which is not supported"
-        )
-    return "llada"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from diffulex.families.base import Family
+from diffulex.families.dream import FAMILY as DREAM
 from diffulex.families.dream import read_dream_spec
 
 if TYPE_CHECKING:
@@ -27,5 +28,6 @@ def read_diffucoder_spec(
 FAMILY = Family(
     "diffucoder",
     read_diffucoder_spec,
-    sampler="diffulex.samplers.dream:DreamSampler",
+    defaults=DREAM.defaults,
+    is_bidirectional=DREAM.is_bidirectional,
 )

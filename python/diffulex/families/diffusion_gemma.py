@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from diffulex.families.base import Decoding, Family
+from diffulex.families.base import Decoding, Family, Layout
 from diffulex.families.spec.diffusion_gemma import read_gemma_spec
 
 __all__ = ["FAMILY"]
@@ -15,5 +15,7 @@ FAMILY = Family(
     architectures=("DiffusionGemmaForBlockDiffusion",),
     model_types=("diffusion_gemma",),
     decoder="diffulex.nn.diffusion_gemma:DiffusionGemmaForDiffusionLM",
+    layout=Layout(".layer_scalar", rank=4),
+    is_exportable=False,
     decodings=(Decoding("diffusion_gemma"),),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diffulex.families.base import Family
+from diffulex.families.base import Family, Layout
 from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
 from diffulex.families.spec.reader import ConfigReader
 
@@ -51,7 +51,19 @@ def read_dream_spec(
 FAMILY = Family(
     "dream",
     read_dream_spec,
-    sampler="diffulex.samplers.dream:DreamSampler",
+    defaults={
+        "accept_threshold": 0.9,
+        "acceptance_rule": "threshold",
+        "block_size": 32,
+        "buffer_size": 4,
+        "confidence_space": "processed",
+        "decoding_strategy": "d2f",
+        "semi_complete_threshold": 0.95,
+        "temperature": 0.0,
+    },
+    template="qwen2",
+    is_bidirectional=True,
+    layout=Layout(".self_attn.q_proj.bias", rank=1),
     architectures=("DreamModel",),
     model_types=("Dream",),
 )

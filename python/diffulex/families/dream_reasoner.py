@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diffulex.families.base import Family
+from diffulex.families.base import Family, FilterOrder
 from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
 from diffulex.families.spec.reader import ConfigReader
 
@@ -45,6 +45,15 @@ def read_dream_reasoner_spec(
 FAMILY = Family(
     "dream_reasoner",
     read_dream_reasoner_spec,
-    sampler="diffulex.samplers.dream_reasoner:DreamReasonerSampler",
+    defaults={
+        "accept_threshold": 0.9,
+        "acceptance_rule": "dynamic",
+        "block_size": 32,
+        "buffer_size": 1,
+        "confidence_space": "processed",
+        "force_accept_last_step": True,
+        "temperature": 0.0,
+    },
+    filter_order=FilterOrder.TOP_K_FIRST,
     architectures=("DreamForCausalLM",),
 )

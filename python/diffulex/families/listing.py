@@ -3,39 +3,31 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import TYPE_CHECKING
 
-from diffulex.families import (
-    diffucoder,
-    diffusion_gemma,
-    dream,
-    dream_reasoner,
-    fast_dllm_v2,
-    llada,
-    llada2,
-    sdar,
-    sdar_moe,
-    stable_diffcoder,
-)
+from diffulex import families
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from diffulex.families.base import Family
 
 __all__ = ["FAMILIES", "MODELS", "MODEL_ALIASES", "SAMPLERS", "family_named"]
 
-#: Every family with a published checkpoint, in the order in which detection asks them.
-FAMILIES = (
-    dream.FAMILY,
-    diffucoder.FAMILY,
-    dream_reasoner.FAMILY,
-    stable_diffcoder.FAMILY,
-    llada.FAMILY,
-    fast_dllm_v2.FAMILY,
-    sdar.FAMILY,
-    sdar_moe.FAMILY,
-    llada2.FAMILY,
-    diffusion_gemma.FAMILY,
-)
+# Modules of the package that describe no family.
+_OTHERS = ("base", "detection", "listing", "spec")
+
+
+def _records() -> Iterator[Family]:
+    for module in pkgutil.iter_modules(families.__path__):
+        if module.name not in _OTHERS:
+            yield importlib.import_module(f"{families.__name__}.{module.name}").FAMILY
+
+
+#: Every family with a published checkpoint: the `FAMILY` of each other module of the package.
+FAMILIES = tuple(_records())
 #: Rows of `AutoModelForDiffusionLM`, and its aliases.
 MODELS = {family.name: family.decoder for family in FAMILIES}
 MODEL_ALIASES = {name: family.name for family in FAMILIES for name in family.architectures}
@@ -43,7 +35,7 @@ MODEL_ALIASES = {name: family.name for family in FAMILIES for name in family.arc
 SAMPLERS = {
     name: sampler
     for family in FAMILIES
-    for name, sampler in {family.name: family.sampler, **family.aliases}.items()
+    for name, sampler in {family.name: family.sampler_path, **family.aliases}.items()
 }
 
 _BY_NAME = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diffulex.families.base import Family
+from diffulex.errors import CheckpointError
+from diffulex.families.base import Family, Layout
 from diffulex.families.spec.decoder import (
     FamilyTokens,
     read_decoder_spec,
@@ -157,10 +158,34 @@ def _max_positions(reader: ConfigReader) -> int:
     return reader.integer("max_sequence_length", 1024)
 
 
+_EXPERT_KEYS = ("expert_intermediate_size", "num_experts", "n_routed_experts", "num_local_experts")
+
+
+def _is_dense(config: Mapping[str, Any]) -> bool:
+    if any(config.get(key) for key in _EXPERT_KEYS):
+        raise CheckpointError(
+            "config.json: model_type 'llada': expected the dense LLaDA layout, "
+            "got a mixture of experts (LLaDA-MoE), which is not supported"
+        )
+    return True
+
+
 FAMILY = Family(
     "llada",
     read_llada_spec,
-    sampler="diffulex.samplers.llada:LladaSampler",
+    defaults={
+        "accept_threshold": 0.9,
+        "acceptance_rule": "threshold",
+        "block_size": 32,
+        "buffer_size": 4,
+        "confidence_space": "processed",
+        "decoding_strategy": "d2f",
+        "semi_complete_threshold": 0.95,
+        "temperature": 0.0,
+    },
+    is_own=_is_dense,
+    is_bidirectional=True,
+    layout=Layout(".transformer.blocks.", rank=5),
     architectures=("LLaDAModelLM",),
     model_types=("llada",),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diffulex.families.base import Decoding, Family
+from diffulex.families.base import MASK_FILLERS, Decoding, Family, FilterOrder, Layout
 from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
 from diffulex.families.spec.moe import MoeSpec, read_moe_layers, read_num_experts
 from diffulex.families.spec.names import TensorNames
@@ -152,7 +152,7 @@ def _read_shared_size(reader: ConfigReader, width: int) -> int:
     return max(counts) * width
 
 
-_FILLING = "diffulex.samplers.llada2:Llada2Sampler"
+_FILLING = f"{MASK_FILLERS}:llada2"
 _EDITING = "diffulex.samplers.llada2_edit:Llada2EditSampler"
 _DMAX = "diffulex.samplers.llada2_dmax:Llada2DmaxSampler"
 _FILLED_NAMES = ("llada2", "llada2_moe", "llada2_mini", "llada2_mini_dmax")
@@ -160,7 +160,17 @@ _FILLED_NAMES = ("llada2", "llada2_moe", "llada2_mini", "llada2_mini_dmax")
 FAMILY = Family(
     "llada2",
     read_llada2_spec,
-    sampler=_FILLING,
+    defaults={
+        "accept_threshold": 0.95,
+        "acceptance_rule": "dynamic",
+        "block_size": 32,
+        "buffer_size": 1,
+        "confidence_space": "processed",
+        "temperature": 0.0,
+    },
+    filter_order=FilterOrder.TOP_K_FIRST,
+    layout=Layout(".attention.query_key_value.", rank=6),
+    is_exportable=False,
     architectures=("LLaDA2MoeModelLM",),
     model_types=("llada2_moe", "llada2_moe_veomni"),
     aliases={
@@ -173,7 +183,6 @@ FAMILY = Family(
     decodings=(
         Decoding("multi_bd", "edit", _EDITING),
         Decoding("dmax", "edit", _DMAX),
-        Decoding("multi_bd", "naive", _FILLING, _FILLED_NAMES),
-        Decoding("d2f", "naive", _FILLING, _FILLED_NAMES),
+        Decoding(sampler=_FILLING, model_names=_FILLED_NAMES),
     ),
 )

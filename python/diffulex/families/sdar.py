@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diffulex.families.base import Family
+from diffulex.families.base import Family, FilterOrder, Layout
 from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
 from diffulex.families.spec.reader import ConfigReader
 
@@ -49,7 +49,16 @@ def read_sdar_spec(
 FAMILY = Family(
     "sdar",
     read_sdar_spec,
-    sampler="diffulex.samplers.sdar:SdarSampler",
+    defaults={
+        "accept_threshold": 0.95,
+        "acceptance_rule": "dynamic",
+        "buffer_size": 1,
+        "confidence_space": "processed",
+        "temperature": 0.0,
+    },
+    filter_order=FilterOrder.TOP_K_FIRST,
+    template="qwen3",
+    layout=Layout(".self_attn.q_norm.", rank=2),
     architectures=("SDARForCausalLM",),
     model_types=("sdar",),
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diffulex.families.base import Family
+from diffulex.families.base import Family, FilterOrder, Layout
+from diffulex.families.sdar import FAMILY as SDAR
 from diffulex.families.spec.decoder import DENSE_KEYS, FamilyTokens, read_decoder_spec
 from diffulex.families.spec.moe import MoeSpec, read_moe_layers, read_num_experts
 from diffulex.families.spec.reader import ConfigReader
@@ -80,7 +81,11 @@ def _read_moe(reader: ConfigReader) -> MoeSpec | None:
 FAMILY = Family(
     "sdar_moe",
     read_sdar_moe_spec,
-    sampler="diffulex.samplers.sdar:SdarSampler",
+    defaults=SDAR.defaults,
+    filter_order=FilterOrder.TOP_K_FIRST,
+    template="qwen3moe",
+    layout=Layout(".mlp.experts.", rank=3),
+    is_exportable=False,
     architectures=("SDARMoeForCausalLM",),
     model_types=("sdar_moe",),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diffulex.families.base import Family
+from diffulex.families.base import Family, Layout
 from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
 from diffulex.families.spec.reader import ConfigReader
 
@@ -44,10 +44,32 @@ def read_stable_diffcoder_spec(
     )
 
 
+_MARKS = ("stable_diffcoder", "seed_diffcoder", "stablediffcoder", "seeddiffcoder")
+
+
+def _is_diffcoder(config: Mapping[str, Any]) -> bool:
+    """Whether a class named in a configuration of the Llama template is the family's."""
+    auto_map, names = config.get("auto_map"), config.get("architectures")
+    values = list(auto_map.values()) if isinstance(auto_map, dict) else []
+    texts = [*(names if isinstance(names, list) else []), *values]
+    return any(mark in str(text).lower() for text in texts for mark in _MARKS)
+
+
 FAMILY = Family(
     "stable_diffcoder",
     read_stable_diffcoder_spec,
-    sampler="diffulex.samplers.stable_diffcoder:StableDiffcoderSampler",
+    defaults={
+        "accept_threshold": 0.95,
+        "acceptance_rule": "static",
+        "block_size": 4,
+        "buffer_size": 1,
+        "confidence_space": "raw",
+        "temperature": 0.0,
+    },
+    rule_with_threshold="threshold_non_strict",
+    is_own=_is_diffcoder,
+    template="llama",
+    layout=Layout(".self_attn.q_proj.weight", rank=0),
     architectures=("StableDiffcoderForCausalLM", "SeedDiffcoderForCausalLM"),
     model_types=("llama",),
 )

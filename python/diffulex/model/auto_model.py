@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documented path of before; what it names lives in `diffulex.checkpoint.auto_model`."""
+"""Former import path of `diffulex.checkpoint.auto_model`."""
 
 from diffulex.checkpoint.auto_model import detect, load_model
 

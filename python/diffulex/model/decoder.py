@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documented path of before; what it names lives in `diffulex.nn.decoder`."""
+"""Former import path of `diffulex.nn.decoder`."""
 
 from diffulex.nn.decoder import DecoderForDiffusionLM, build_feed_forward
 

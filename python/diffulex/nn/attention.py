@@ -10,15 +10,19 @@ from torch import nn
 
 from diffulex import ops
 from diffulex.checkpoint.projection import Projection
+from diffulex.distributed.shard import ONE_RANK
 from diffulex.nn.linear import Linear, named_projections
+from diffulex.nn.partition import Cut, Partition
 
 if TYPE_CHECKING:
+    from diffulex.checkpoint.slices import WeightSlice
+    from diffulex.distributed.shard import Shard
     from diffulex.families.spec.names import TensorNames
     from diffulex.nn.attention_metadata import AttnMetadata
 
 
 class BlockAttention(nn.Module):
-    """Grouped-query attention with rotary embedding over a paged cache.
+    """Grouped-query attention with rotary embedding over a paged cache, with the heads of one rank.
 
     One call is four launches: projection; norm of the q and k heads where the family has it,
     rotation and cache store; attention; output projection.
@@ -37,16 +41,24 @@ class BlockAttention(nn.Module):
         qk_norm: bool = True,
         dtype: torch.dtype,
         device: torch.device | str,
+        shard: Shard = ONE_RANK,
     ) -> None:
         super().__init__()
-        self.num_q_heads = num_q_heads
-        self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.eps = eps
         self.scale = head_dim**-0.5
         heads = (num_q_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
-        self.qkv = Linear(hidden_size, heads, bias=qkv_bias, dtype=dtype, device=device)
-        self.o = Linear(heads[0], (hidden_size,), bias=o_bias, dtype=dtype, device=device)
+        cut = Partition(Cut.HEADS, shard, head_dim)
+        self.qkv = Linear(
+            hidden_size, heads, bias=qkv_bias, dtype=dtype, device=device, partition=cut
+        )
+        cut = Partition(Cut.HEAD_COLUMNS, shard, head_dim)
+        self.o = Linear(
+            heads[0], (hidden_size,), bias=o_bias, dtype=dtype, device=device, partition=cut
+        )
+        #: Heads of this rank.
+        self.num_q_heads = self.qkv.out_features[0] // head_dim
+        self.num_kv_heads = self.qkv.out_features[1] // head_dim
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
         if qk_norm:
@@ -124,6 +136,15 @@ class BlockAttention(nn.Module):
             table[f"{prefix}{name}.weight"] = weight
             if bias is not None:
                 table[f"{prefix}{name}.bias"] = bias
+        return table
+
+    def weight_slices(self, prefix: str, names: TensorNames) -> dict[str, WeightSlice]:
+        """Checkpoint name -> what this rank has of the tensor, for those that are cut."""
+        table = self.o.slices(prefix + names.o)
+        if names.qkv is not None:
+            return {**table, **self.qkv.slices(prefix + names.qkv)}
+        for index, name in enumerate((names.q, names.k, names.v)):
+            table.update(self.qkv.slices(prefix + name, index))
         return table
 
     def projections(self, prefix: str, names: TensorNames) -> dict[str, Projection]:

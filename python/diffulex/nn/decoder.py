@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from diffulex.distributed.comm import LOCAL
+from diffulex.distributed.shard import ONE_RANK
+from diffulex.errors import ConfigError
 from diffulex.nn.attention import AttentionScratch, BlockAttention
 from diffulex.nn.embedding import OutputHead, TokenEmbedding
 from diffulex.nn.feed_forward import FeedForward, GatedMLP
 from diffulex.nn.linear import MatrixProduct
 from diffulex.nn.moe import MoeFeedForward
 from diffulex.nn.norm import RMSNorm
+from diffulex.nn.partition import Cut, Partition
 from diffulex.nn.rotary import build_cos_sin_cache
 
 if TYPE_CHECKING:
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from diffulex.checkpoint.projection import Projection
+    from diffulex.checkpoint.slices import WeightSlice
+    from diffulex.distributed.comm import Comm
+    from diffulex.distributed.shard import Shard
     from diffulex.families.spec import ModelSpec
     from diffulex.nn.attention_metadata import AttnMetadata
     from diffulex.nn.kv_cache import KVCache
@@ -30,19 +37,34 @@ __all__ = ["DecoderForDiffusionLM", "DecoderLayer", "build_feed_forward"]
 
 
 def build_feed_forward(
-    spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device | str
+    spec: ModelSpec,
+    layer: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shard: Shard = ONE_RANK,
 ) -> FeedForward:
-    """The feed-forward block of layer number `layer`."""
+    """The feed-forward block of layer number `layer`, or a rank's part of it."""
     if spec.moe is not None and layer in spec.moe.layers:
+        if shard.size > 1:
+            raise ConfigError(
+                "tensor_parallel_size: expected 1 for a model with routed experts, got"
+                f" {shard.size}"
+            )
         return MoeFeedForward(spec.hidden_size, spec.moe, dtype=dtype, device=device)
-    return GatedMLP(spec.hidden_size, spec.intermediate_size, dtype=dtype, device=device)
+    size = spec.intermediate_size
+    return GatedMLP(spec.hidden_size, size, dtype=dtype, device=device, shard=shard)
 
 
 class DecoderLayer(nn.Module):
     """One decoder layer; the norms between layers belong to the model's residual stream."""
 
     def __init__(
-        self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        spec: ModelSpec,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard = ONE_RANK,
     ) -> None:
         super().__init__()
         hidden, eps = spec.hidden_size, spec.rms_norm_eps
@@ -58,9 +80,10 @@ class DecoderLayer(nn.Module):
             qk_norm=spec.qk_norm,
             dtype=dtype,
             device=device,
+            shard=shard,
         )
         self.post_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
-        self.mlp = build_feed_forward(spec, layer, dtype, device)
+        self.mlp = build_feed_forward(spec, layer, dtype, device, shard)
 
 
 class DecoderForDiffusionLM(nn.Module):
@@ -68,18 +91,35 @@ class DecoderForDiffusionLM(nn.Module):
 
     A family registered from outside is a subclass that adds `read_spec`, the reader of its
     ``config.json``; a built-in one names its reader in its record.
+
+    Of several ranks each has its heads, a part of the widths and of the head, and the whole embedding
+    and norms; hidden states are the same on all of them.
+
+    Attributes:
+        spec: of the whole model.
+        comm: what exchanges with the other ranks; set before the first forward of more than one.
+        local_spec: `spec` with the heads of this rank.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard = ONE_RANK,
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self.local_spec = spec.per_rank(shard.size)
+        self.comm: Comm = LOCAL
         rows, hidden = spec.embedding_rows, spec.hidden_size
         self.embedding = TokenEmbedding(rows, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, layer, dtype, device) for layer in range(spec.num_layers)
+            DecoderLayer(spec, layer, dtype, device, shard) for layer in range(spec.num_layers)
         )
         self.norm = RMSNorm(hidden, eps=spec.rms_norm_eps, dtype=dtype, device=device)
-        self.head = OutputHead(rows, hidden, dtype=dtype, device=device)
+        cut = Partition(Cut.VOCABULARY, shard)
+        self.head = OutputHead(rows, hidden, dtype=dtype, device=device, partition=cut)
         self.cos_sin_cache: torch.Tensor
         self.register_buffer(
             "cos_sin_cache",
@@ -106,7 +146,7 @@ class DecoderForDiffusionLM(nn.Module):
         slot are stored in `kv_cache`. No synchronisation and no host data: may be graph-captured.
         """
         residual = self.embed(input_ids) if inputs_embeds is None else inputs_embeds.clone()
-        spec = self.spec
+        spec, comm = self.local_spec, self.comm
         scratch = AttentionScratch(residual, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
         # Blocks of one class have one size, so that one set of buffers serves all layers.
         block_scratch: dict[type[FeedForward], Any] = {}
@@ -116,24 +156,34 @@ class DecoderForDiffusionLM(nn.Module):
             if index == 0:
                 layer.input_norm(residual, x)
             else:
-                layer.input_norm.add_norm_(x, residual)
+                comm.add_norm_(layer.input_norm, x, residual)
             layer.attention(x, positions, cos_sin_cache, metadata, kv_cache.layer(index), scratch)
-            layer.post_norm.add_norm_(x, residual)
+            comm.add_norm_(layer.post_norm, x, residual)
             block = layer.mlp
             kind = type(block)
             if kind not in block_scratch:
                 block_scratch[kind] = block.new_scratch(x, metadata)
             x = block(x, block_scratch[kind])
-        self.norm.add_norm_(x, residual)
+        comm.add_norm_(self.norm, x, residual)
         return x
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """[n, vocab_size] in the model dtype for hidden rows [n, H] of `forward`."""
+        """[n, vocab_size] in the model dtype for hidden rows [n, H] of `forward`.
+
+        Of several ranks each has the columns of its `vocabulary`.
+        """
         logits: torch.Tensor = self.head(hidden_rows)
-        if logits.size(1) != self.spec.vocab_size:
+        num_columns = len(self.vocabulary)
+        if logits.size(1) != num_columns:
             # The sampler takes packed rows.
-            logits = logits[:, : self.spec.vocab_size].contiguous()
+            logits = logits[:, :num_columns].contiguous()
         return logits
+
+    @property
+    def vocabulary(self) -> range:
+        """Token ids of the logits of this rank."""
+        ids = self.head.stored_rows
+        return range(ids.start, min(ids.stop, self.spec.vocab_size))
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
@@ -165,6 +215,16 @@ class DecoderForDiffusionLM(nn.Module):
             table[prefix + names.post_norm] = layer.post_norm.weight
             table.update(layer.attention.weight_table(prefix, names))
             table.update(layer.mlp.weight_table(prefix, names, stored))
+        return table
+
+    def weight_slices(self) -> dict[str, WeightSlice]:
+        """Checkpoint name -> what this rank has of the tensor; tensors it does not name are whole."""
+        names = self.spec.names
+        table = {**self.embedding.slices(names.embedding), **self.head.slices(names.head)}
+        for index, layer in enumerate(self.decoder_layers):
+            prefix = names.layer.format(index)
+            table.update(layer.attention.weight_slices(prefix, names))
+            table.update(layer.mlp.weight_slices(prefix, names))
         return table
 
     def projections(self) -> dict[str, Projection]:

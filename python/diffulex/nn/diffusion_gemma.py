@@ -18,19 +18,23 @@ from torch import nn
 from diffulex import ops
 from diffulex.families.spec.diffusion_gemma import GemmaRotary
 from diffulex.nn.activation import GeluTanhAndMul
+from diffulex.nn.dispatch import LocalDispatch
 from diffulex.nn.embedding import OutputHead, TokenEmbedding
 from diffulex.nn.feed_forward import GatedMLP, MLPScratch
 from diffulex.nn.linear import Linear, MatrixProduct
 from diffulex.nn.moe import MoeScratch
 from diffulex.nn.norm import RMSNorm
 from diffulex.nn.rotary import build_cos_sin_cache
+from diffulex.nn.weights import DenseExperts, weight_device
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from diffulex.families.spec.diffusion_gemma import DiffusionGemmaSpec, GemmaLayer
     from diffulex.nn.attention_metadata import AttnMetadata
+    from diffulex.nn.dispatch import Dispatch
     from diffulex.nn.kv_cache import KVCache
+    from diffulex.nn.weights import ExpertFormat
 
 __all__ = ["DECODER_PASS", "ENCODER_PASS", "DiffusionGemmaForDiffusionLM"]
 
@@ -176,27 +180,38 @@ class GemmaExperts(nn.Module):
         self.router = _parameter(moe.num_experts, hidden, dtype=router_dtype, device=device)
         self.router_scale = _parameter(hidden, dtype=torch.float32, device=device)
         self.expert_scale = _parameter(moe.num_experts, dtype=torch.float32, device=device)
+        place = weight_device(device)
         self.w13 = _parameter(
-            moe.num_experts, 2 * moe.intermediate_size, hidden, dtype=dtype, device=device
+            moe.num_experts, 2 * moe.intermediate_size, hidden, dtype=dtype, device=place
         )
         self.w2 = _parameter(
-            moe.num_experts, hidden, moe.intermediate_size, dtype=dtype, device=device
+            moe.num_experts, hidden, moe.intermediate_size, dtype=dtype, device=place
         )
+        self.matrices: ExpertFormat = DenseExperts(self.w13, self.w2)
+        self.dispatch: Dispatch = LocalDispatch()
         self._norm_weight: torch.Tensor | None = None
+        self._is_folded = False
 
     def fold(self) -> None:
         """Prepares the router's norm weight, ``router_scale * H^-0.5``, from the loaded scale.
 
-        Waits for the device: kernels read weights ahead of the launches in front of them.
+        Again into the same memory, whose address CUDA graphs keep. Waits for the device: kernels read
+        weights ahead of the launches in front of them.
         """
-        self._norm_weight = self.router_scale * self.router_scale.numel() ** -0.5
+        weight = self.router_scale * self.router_scale.numel() ** -0.5
+        if self._norm_weight is None:
+            self._norm_weight = weight
+        else:
+            self._norm_weight.copy_(weight)
+        self._is_folded = True
         if self._norm_weight.is_cuda:
             torch.cuda.current_stream(self._norm_weight.device).synchronize()
 
     def route(self, residual: torch.Tensor, scaled: torch.Tensor, scratch: MoeScratch) -> None:
         """Experts and weights of rows [T, H]; `scaled` is a buffer of the same shape."""
-        if self._norm_weight is None:  # filled by hand; the loader folds
+        if not self._is_folded:  # filled by hand; the loader folds
             self.fold()
+        assert self._norm_weight is not None
         ops.rms_norm(residual, self._norm_weight, self.eps, out=scaled)
         ops.router_gemm(scaled, self.router, out=scratch.logits)
         ops.moe_topk(
@@ -214,18 +229,18 @@ class GemmaExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, scratch: MoeScratch) -> torch.Tensor:
         """Weighted sum of the routed experts of rows x [T, H], in the scratch."""
-        return ops.fused_moe(
-            x,
-            self.w13,
-            self.w2,
-            *scratch.routing,
+        rows, routing, _ = self.dispatch.send(x, scratch.routing, None)
+        product = self.matrices.product(
+            rows,
+            routing,
             act=ops.Activation.GELU_TANH,
             out=scratch.out,
             workspace=scratch.workspace,
         )
+        return self.dispatch.receive(product)
 
     def weight_table(self, prefix: str) -> dict[str, torch.Tensor]:
-        self._norm_weight = None  # whoever fills the table changes the scale
+        self._is_folded = False  # whoever fills the table changes the scale
         return {
             prefix + "experts.gate_up_proj": self.w13,
             prefix + "experts.down_proj": self.w2,
@@ -239,7 +254,11 @@ class _Scratch:
     """Buffers of one forward of T rows, shared by all layers."""
 
     def __init__(
-        self, x: torch.Tensor, spec: DiffusionGemmaSpec, metadata: AttnMetadata, w13: torch.Tensor
+        self,
+        x: torch.Tensor,
+        spec: DiffusionGemmaSpec,
+        metadata: AttnMetadata,
+        experts: ExpertFormat,
     ) -> None:
         if spec.moe is None:
             raise ValueError("DiffusionGemma: spec.moe: expected a description, got None")
@@ -248,7 +267,7 @@ class _Scratch:
             for layer in dict.fromkeys(spec.layers)
         }
         self.mlp = MLPScratch(x, spec.intermediate_size)
-        self.moe = MoeScratch(x, metadata, spec.moe, w13)
+        self.moe = MoeScratch(x, metadata, spec.moe, experts)
         self.dense = torch.empty_like(x)
         self.normed = torch.empty_like(x)
 
@@ -429,7 +448,7 @@ class DiffusionGemmaForDiffusionLM(nn.Module):
             scalars = self.layer_scalars.index_select(0, row_pass_kind.to(torch.int32))
         metadata = _anchored(metadata)
         layers = self.decoder_layers
-        scratch = _Scratch(x, self.spec, metadata, layers[0].experts.w13)
+        scratch = _Scratch(x, self.spec, metadata, layers[0].experts.matrices)
         tables = {kind: getattr(self, _table_name(kind)) for kind in (True, False)}
         for index, layer in enumerate(layers):
             layer(

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from diffulex.distributed.shard import ONE_RANK
 from diffulex.nn.activation import GatedActivation, SiluAndMul
 from diffulex.nn.linear import Linear, named_projections
+from diffulex.nn.partition import Cut, Partition
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from diffulex.checkpoint.projection import Projection
+    from diffulex.checkpoint.slices import WeightSlice
+    from diffulex.distributed.shard import Shard
     from diffulex.families.spec.names import TensorNames
     from diffulex.nn.attention_metadata import AttnMetadata
 
@@ -46,6 +50,11 @@ class FeedForward(nn.Module):
         """
         raise NotImplementedError
 
+    def weight_slices(self, prefix: str, names: TensorNames) -> dict[str, WeightSlice]:
+        """Checkpoint name -> what this rank has of the tensor, for those that are cut; none by default."""
+        del prefix, names
+        return {}
+
     def projections(self, prefix: str, names: TensorNames) -> dict[str, Projection]:
         """Module name below `prefix` -> projection that an adapter may change; none by default."""
         del prefix, names
@@ -63,7 +72,7 @@ class MLPScratch:
 
 
 class GatedMLP(FeedForward):
-    """``down(act(gate x) * up x)``; `act` is SiLU unless given."""
+    """``down(act(gate x) * up x)``; `act` is SiLU unless given. A sum's part where ranks share it."""
 
     def __init__(
         self,
@@ -73,12 +82,17 @@ class GatedMLP(FeedForward):
         dtype: torch.dtype,
         device: torch.device | str,
         act: GatedActivation | None = None,
+        shard: Shard = ONE_RANK,
     ) -> None:
         super().__init__()
         sizes = (intermediate_size, intermediate_size)
-        self.gate_up = Linear(hidden_size, sizes, dtype=dtype, device=device)
+        cut = Partition(Cut.ROWS, shard)
+        self.gate_up = Linear(hidden_size, sizes, dtype=dtype, device=device, partition=cut)
         self.act = SiluAndMul() if act is None else act
-        self.down = Linear(intermediate_size, (hidden_size,), dtype=dtype, device=device)
+        cut = Partition(Cut.COLUMNS, shard)
+        self.down = Linear(
+            intermediate_size, (hidden_size,), dtype=dtype, device=device, partition=cut
+        )
 
     def new_scratch(self, like: torch.Tensor, metadata: AttnMetadata) -> MLPScratch:
         del metadata  # every row is computed on its own
@@ -103,6 +117,13 @@ class GatedMLP(FeedForward):
             f"{prefix}{names.gate}.weight": self.gate_up.part(0)[0],
             f"{prefix}{names.up}.weight": self.gate_up.part(1)[0],
             f"{prefix}{names.down}.weight": self.down.part(0)[0],
+        }
+
+    def weight_slices(self, prefix: str, names: TensorNames) -> dict[str, WeightSlice]:
+        return {
+            **self.gate_up.slices(prefix + names.gate, 0),
+            **self.gate_up.slices(prefix + names.up, 1),
+            **self.down.slices(prefix + names.down),
         }
 
     def projections(self, prefix: str, names: TensorNames) -> dict[str, Projection]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with weight matrices, packed on the CPU."""
+"""Products with weight matrices."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from diffulex import ops
 from diffulex.checkpoint.projection import Projection
+from diffulex.checkpoint.slices import WeightSlice
 from diffulex.nn.low_rank import LowRankUpdates
+from diffulex.nn.partition import WHOLE
+from diffulex.nn.weights import DenseWeight, InvariantWeight, weight_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from diffulex import ops
+    from diffulex.nn.partition import Partition
+    from diffulex.nn.weights import WeightFormat
 
 
 class MatrixProduct(nn.Module):
     """Base of the layers that multiply rows by a weight matrix W [N, K].
 
-    On the CPU in float32, `pack` replaces the row-major matrix by the panels of
-    `ops.linear_packed`; `weight` is None from then on, unless another layer shares it. The first
-    product packs if nobody did before. `row_major` undoes it, so a layer can be filled again at any
-    time. Other dtypes and CUDA keep the row-major matrix and torch's product.
+    The layer holds a `WeightFormat`. `pack` changes it to the one that products want, for which
+    float32 on the CPU needs another layout; `weight` is None from then on, unless another layer shares
+    it. The first product packs if no caller of `pack` did before. `row_major` undoes it, so a layer can be filled
+    again at any time.
     """
 
     def __init__(
@@ -36,71 +42,84 @@ class MatrixProduct(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.num_rows = out_features
-        matrix = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        matrix = torch.empty(out_features, in_features, dtype=dtype, device=weight_device(device))
+        #: The row-major matrix, where there is one.
         self.weight: nn.Parameter | None = nn.Parameter(matrix, requires_grad=False)
-        self._panels: torch.Tensor | None = None
-        self.dtype, self.device = dtype, matrix.device
-        self._is_packable = dtype == torch.float32 and matrix.device.type == "cpu"
-        self._is_shared = False
-        is_half = dtype in (torch.bfloat16, torch.float16)
-        self._has_few_rows = is_half and ops.has_hopper_kernels(matrix.device)
+        self._dense: type[DenseWeight] = DenseWeight
+        self.format: WeightFormat = DenseWeight(self.weight)
+        self.dtype, self.device = dtype, torch.device(device)
+        #: The matrix is that of another layer.
+        self.is_shared = False
+        self._is_stand_in = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of the matrix that a product reads."""
-        matrix = self.weight if self._panels is None else self._panels
-        return 0 if matrix is None else matrix.nbytes
+        return self.format.nbytes
 
     def pack(self) -> None:
-        """Packs the matrix where that is useful; call it once the matrix has its values."""
-        if not self._is_packable or self._panels is not None:
+        """Gives the matrix the format of products; call it once the matrix has its values."""
+        packed = self.format.packed()
+        if packed is self.format:
             return
-        self._panels = ops.pack_weight(self.row_major())
-        if not self._is_shared:
+        self.format = packed
+        if not self.is_shared:
             self.weight = None
 
+    def fill(self, matrix: torch.Tensor) -> None:
+        """Takes the row-major matrix [N, K] in place of any other format."""
+        self.weight = nn.Parameter(matrix, requires_grad=False)
+        self.format, self._is_stand_in = self._dense(self.weight), False
+
+    def quantize(self, quantized: WeightFormat) -> None:
+        """Takes a format that only its own writer fills; `weight` tells the shape and has no values."""
+        assert self.weight is not None
+        self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
+        self.format, self._is_stand_in = quantized, True
+
     def row_major(self) -> nn.Parameter:
-        """The matrix [N, K], for reading and writing; drops the panels."""
+        """The matrix [N, K], for reading and writing; drops every other format of it.
+
+        Of a layer in low precision, what has its shape.
+        """
+        if self._is_stand_in and self.weight is not None:
+            return self.weight
         if self.weight is None:
-            if self._panels is None:
-                raise RuntimeError("diffulex: weight: expected a matrix or its panels, got none")
-            matrix = ops.unpack_weight(self._panels, self.num_rows)
-            self.weight = nn.Parameter(matrix, requires_grad=False)
-        self._panels = None
+            self.weight = nn.Parameter(self.format.row_major(), requires_grad=False)
+        self.format = self._dense(self.weight)
         return self.weight
 
     def share(self, weight: nn.Parameter) -> None:
         """Uses the row-major matrix of another layer from now on; packing leaves it alone."""
         self.weight = weight
-        self._panels = None
-        self._is_shared = True
+        self.format = self._dense(weight)
+        self.is_shared, self._is_stand_in = True, False
 
-    def _takes_few_rows(self, x: torch.Tensor) -> bool:
-        """Whether `ops.linear_few_rows` is the faster product for x [T, K]."""
-        return self._has_few_rows and ops.is_few_rows(x.size(0), self.num_rows, x.size(1))
+    def set_batch_invariant(self, is_invariant: bool) -> None:
+        """Says whether a row of a product may depend on the other rows, as it may at first.
+
+        Raises:
+            ConfigError: every product with the matrix lets it.
+        """
+        dense = InvariantWeight if is_invariant else DenseWeight
+        if dense is not self._dense:
+            self._dense = dense
+            self.row_major()
 
     def multiply(
         self, x: torch.Tensor, out: torch.Tensor | None = None, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x W^T + bias of x [T, K], in `out` [T, N] if given."""
-        if self._is_packable and self._panels is None:
-            self.pack()
-        if self._panels is not None:
-            product = ops.linear_packed(x, self._panels, self.num_rows, out=out)
-            return product if bias is None else product.add_(bias)
-        weight = self.row_major()
-        if self._takes_few_rows(x):
-            return ops.linear_few_rows(x, weight, bias, out=out)
-        if bias is None:
-            return torch.mm(x, weight.t(), out=out)
-        return torch.addmm(bias, x, weight.t(), out=out)
+        self.pack()
+        return self.format.product(x, out, bias)
 
 
 class Linear(MatrixProduct):
     """``y = x W^T + b`` where the rows of W stack one or several projections.
 
     Projections of one input (q, k, v or gate, up) are stored as one matrix, so that they cost one
-    product; `part` gives the rows of one of them to the loader.
+    product; `part` gives the rows of one of them to the loader. Sizes are those of the whole weight, of
+    which the layer has what its partition says.
     """
 
     def __init__(
@@ -111,10 +130,19 @@ class Linear(MatrixProduct):
         bias: bool = False,
         dtype: torch.dtype,
         device: torch.device | str,
+        partition: Partition = WHOLE,
     ) -> None:
-        rows = sum(out_features)
-        super().__init__(in_features, rows, dtype=dtype, device=device)
-        self.out_features = tuple(out_features)
+        #: Columns and rows of each projection in the stored weights.
+        self.stored_columns = partition.columns(in_features)
+        self.stored_rows = tuple(partition.rows(size) for size in out_features)
+        self._stored_sizes = in_features, tuple(out_features)
+        self.out_features = tuple(part.stop - part.start for part in self.stored_rows)
+        rows = sum(self.out_features)
+        num_columns = self.stored_columns.stop - self.stored_columns.start
+        super().__init__(num_columns, rows, dtype=dtype, device=device)
+        self.partition = partition
+        # Partial sums are added over the ranks, and a bias must be in one of them.
+        self._adds_bias = not partition.has_partial_sums or partition.shard.rank == 0
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(
@@ -136,9 +164,31 @@ class Linear(MatrixProduct):
         """Weight and bias of all projections together; undoes packing."""
         return self.row_major(), self.bias
 
+    def slices(self, name: str, index: int | None = None) -> dict[str, WeightSlice]:
+        """What the layer has of the stored tensors ``name.weight`` and ``name.bias``.
+
+        Args:
+            name: of the module in the checkpoint.
+            index: the projection it stores; None: all of them, one after another.
+        """
+        num_columns, sizes = self._stored_sizes
+        rows, start = [], 0
+        for number, size in enumerate(sizes):
+            part = self.stored_rows[number]
+            if index in (None, number):
+                offset = start if index is None else 0
+                rows.append(slice(part.start + offset, part.stop + offset))
+            start += size
+        total = sum(sizes) if index is None else sizes[index]
+        shape = (total, num_columns)
+        table = {f"{name}.weight": WeightSlice(shape, tuple(rows), self.stored_columns)}
+        if self.bias is not None:
+            table[f"{name}.bias"] = WeightSlice((total,), tuple(rows))
+        return table
+
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Writes the product of x [T, in] to `out` [T, sum of out_features] and returns it."""
-        self.multiply(x, out, self.bias)
+        self.multiply(x, out, self.bias if self._adds_bias else None)
         if self.updates is not None:
             self.updates(x, out)
         return out
@@ -148,10 +198,9 @@ class Linear(MatrixProduct):
 
         The layer holds gate, then up. False, with nothing written, where it takes two kernels.
         """
-        can = self.bias is None and self.updates is None and self._takes_few_rows(x)
-        if can:
-            ops.linear_few_rows(x, self.row_major(), act=act, out=out)
-        return can
+        if self.bias is not None or self.updates is not None:
+            return False
+        return self.format.gated_product(x, act, out)
 
     def add_update(self, rows: slice, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
         """Lets the output columns `rows` gain ``scale * (x a^T) b^T``; the weight stays."""
@@ -168,6 +217,17 @@ def named_projections(linear: Linear, names: Sequence[str]) -> dict[str, Project
         name: Projection(linear, linear.rows_of(index), f"{name}.weight", slice(0, sizes[index]))
         for index, name in enumerate(names)
     }
+
+
+def set_batch_invariant(model: nn.Module, is_invariant: bool) -> None:
+    """Says whether a row of the products of a model may depend on the other rows.
+
+    Raises:
+        ConfigError: every product with one of its matrices lets it.
+    """
+    for module in model.modules():
+        if isinstance(module, MatrixProduct):
+            module.set_batch_invariant(is_invariant)
 
 
 def pack_weights(model: nn.Module) -> None:

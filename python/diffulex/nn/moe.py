@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from diffulex import ops
+from diffulex.nn.dispatch import LocalDispatch
 from diffulex.nn.feed_forward import FeedForward, GatedMLP, MLPScratch
+from diffulex.nn.weights import DenseExperts, weight_device
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from diffulex.families.spec.moe import MoeSpec
     from diffulex.families.spec.names import TensorNames
     from diffulex.nn.attention_metadata import AttnMetadata
+    from diffulex.nn.dispatch import Dispatch
+    from diffulex.nn.weights import ExpertFormat
 
 __all__ = ["MoeFeedForward", "MoeScratch", "valid_rows"]
 
@@ -40,7 +44,7 @@ class MoeScratch:
     __slots__ = ("logits", "out", "routing", "shared", "token_valid", "workspace")
 
     def __init__(
-        self, like: torch.Tensor, metadata: AttnMetadata, moe: MoeSpec, experts: torch.Tensor
+        self, like: torch.Tensor, metadata: AttnMetadata, moe: MoeSpec, experts: ExpertFormat
     ) -> None:
         num_rows = like.size(0)
         self.token_valid = valid_rows(metadata, num_rows)
@@ -50,7 +54,7 @@ class MoeScratch:
             like.new_empty(num_rows, moe.top_k, dtype=torch.int32),
         )
         self.out = torch.empty_like(like)
-        self.workspace = ops.new_fused_moe_workspace(like, moe.top_k, experts)
+        self.workspace = experts.new_workspace(like, moe.top_k)
         #: Scratch and output of the shared expert.
         self.shared: tuple[MLPScratch, torch.Tensor] | None = None
         if moe.shared_size:
@@ -72,9 +76,9 @@ class MoeFeedForward(FeedForward):
         num_experts, width = moe.num_experts, moe.intermediate_size
 
         def weight(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
-            return nn.Parameter(
-                torch.empty(*shape, dtype=dtype, device=device), requires_grad=False
-            )
+            # Experts may get another format in place of this memory.
+            place = weight_device(device) if len(shape) == 3 else device
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=place), requires_grad=False)
 
         # The router kernel takes weights that lose nothing in float32 sums; float16 is none of them.
         router_dtype = dtype if dtype == torch.bfloat16 else torch.float32
@@ -86,12 +90,14 @@ class MoeFeedForward(FeedForward):
             self.expert_bias = nn.Parameter(zeros, requires_grad=False)
         self.w13 = weight(num_experts, 2 * width, hidden_size)
         self.w2 = weight(num_experts, hidden_size, width)
+        self.matrices: ExpertFormat = DenseExperts(self.w13, self.w2)
+        self.dispatch: Dispatch = LocalDispatch()
         self.shared: GatedMLP | None = None
         if moe.shared_size:
             self.shared = GatedMLP(hidden_size, moe.shared_size, dtype=dtype, device=device)
 
     def new_scratch(self, like: torch.Tensor, metadata: AttnMetadata) -> MoeScratch:
-        return MoeScratch(like, metadata, self.moe, self.w13)
+        return MoeScratch(like, metadata, self.moe, self.matrices)
 
     def forward(self, x: torch.Tensor, scratch: MoeScratch) -> torch.Tensor:
         moe = self.moe
@@ -116,15 +122,11 @@ class MoeFeedForward(FeedForward):
         if self.shared is not None and scratch.shared is not None:
             shared_scratch, addend = scratch.shared
             self.shared.project(x, shared_scratch, addend)
-        ops.fused_moe(
-            x,
-            self.w13,
-            self.w2,
-            *scratch.routing,
-            addend=addend,
-            out=scratch.out,
-            workspace=scratch.workspace,
+        rows, routing, addend = self.dispatch.send(x, scratch.routing, addend)
+        product = self.matrices.product(
+            rows, routing, addend=addend, out=scratch.out, workspace=scratch.workspace
         )
+        scratch.out = self.dispatch.receive(product)
         # The experts read x until the last of them is done; the next block may write it.
         out, scratch.out = scratch.out, x
         return out
@@ -144,17 +146,18 @@ class MoeFeedForward(FeedForward):
         return table
 
     def _expert_table(self, prefix: str, stored: Collection[str]) -> dict[str, torch.Tensor]:
-        """The experts in the layout that the stored names tell; one tensor each by default."""
+        """The experts in the layout that any stored name tells; one tensor each by default."""
         width = self.moe.intermediate_size
         if f"{prefix}.gate_up_proj" in stored:
             return {f"{prefix}.gate_up_proj": self.w13, f"{prefix}.down_proj": self.w2}
         for suffix in ("", ".weight"):
-            if f"{prefix}.gate_proj{suffix}" in stored:
-                return {
-                    f"{prefix}.gate_proj{suffix}": self.w13[:, :width],
-                    f"{prefix}.up_proj{suffix}": self.w13[:, width:],
-                    f"{prefix}.down_proj{suffix}": self.w2,
-                }
+            stacked = {
+                f"{prefix}.gate_proj{suffix}": self.w13[:, :width],
+                f"{prefix}.up_proj{suffix}": self.w13[:, width:],
+                f"{prefix}.down_proj{suffix}": self.w2,
+            }
+            if any(name in stored for name in stacked):
+                return stacked
         table: dict[str, torch.Tensor] = {}
         for expert in range(self.moe.num_experts):
             table[f"{prefix}.{expert}.gate_proj.weight"] = self.w13[expert, :width]

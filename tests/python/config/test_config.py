@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from diffulex.config import parse
 from diffulex.config.config import Config
 from diffulex.config.docs import render_markdown
-from diffulex.config.table import CONFIG_TABLE, THRESHOLD_KEYS, Support
+from diffulex.config.table import CONFIG_TABLE, THRESHOLD_KEYS, IgnoredConfig, Support, check_value
 from diffulex.config.types import ModelFacts
 from diffulex.errors import ConfigError
 from diffulex.families.spec import ModelSpec
@@ -91,10 +92,13 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("kv_cache_layout", ["unified", "distinct"], ["split"]),
     ("k_cache_hdim_split_factor_x", [1, 4, 8], [0]),
     ("cpu_kv_cache_bytes", [1, 1 << 31], [0]),
+    ("require_fast_paths", [True, False], [1, "on"]),
+    ("step_records", [0, 1, 65536], [-1, 1.5, True]),
     ("auto_max_nfe", [True, False], [0]),
     ("auto_max_nfe_warmup_steps", [1, 8], [0]),
     ("auto_max_nfe_tpf_floor", [0.5, 1], [0, -1]),
     ("enable_chunked_prefill", [True, False], ["no"]),
+    ("allow_mask_in_prompt", [True, False], [None.__class__]),
     ("decode_headroom", [True, False], [None.__class__]),
     ("max_consecutive_prefill_batches", [0, 3], [-1]),
     ("skip_warmup", [True, False], [2]),
@@ -147,7 +151,16 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("suppress_token_ids", [[], [1, 2], (3,)], [[-1], [300], [1, 2, 3, 4, 5, 6, 7, 8], ["a"]]),
     ("enforce_eager", [True, False], [1]),
     ("run_ahead", ["auto", "on", "off"], ["maybe", True]),
+    ("batch_invariant", [True, False], [1, "yes"]),
     ("check_run_ahead", [True, False], [1]),
+    ("data_parallel_size", [1, 4, 1024], [0, 1025, True]),
+    ("data_parallel_policy", ["prefix", "least_loaded", "round_robin"], ["random"]),
+    ("distributed_timeout_seconds", [1, 7200], [0, 1.5]),
+    ("worker_imports", ["mine", ["mine.models", "os"], ()], ["my-models", [1], "a..b"]),
+    ("quantization", ["auto", "none", "fp8", "fp8_block", "int8", "int4"], ["fp4", "", 8]),
+    ("quantization_group_size", [32, 64, 128], [0, 16, 256]),
+    ("quantization_ignore", ["*.o_proj", ["*.q_proj", "lm_head"], ()], [[1]]),
+    ("quantize_head", [True, False], [1]),
     ("attn_impl", ["auto", "cpu", "triton", "triton_grouped"], ["flash", "cuda", "naive"]),
     ("prefill_cudagraph_max_len", [0, 10], [-1]),
 ]
@@ -176,14 +189,12 @@ def test_every_documented_attention_kernel_exists() -> None:
 UNSUPPORTED = [
     ("dmax_force_prefill_active", True, "True, False"),
     ("tensor_parallel_size", 2, r"\[1, 8\]"),
-    ("data_parallel_size", 4, r"\[1, 1024\]"),
     ("expert_parallel_size", 2, r"\[1, 32768\]"),
     ("kv_cache_dtype", "fp8_e4m3", "auto, fp8_e4m3"),
     ("greedy_tie_break", "highest", "lowest, highest"),
     ("filters_at_zero_temperature", True, "True, False"),
     ("moe_dispatcher_backend", "deepep", "standard, naive, deepep"),
     ("moe_gemm_impl", "naive", "auto, cuda, cpu, naive"),
-    ("profiler_config", {"dir": "x"}, "any"),
 ]
 
 
@@ -199,6 +210,7 @@ def test_every_key_is_covered() -> None:
     elsewhere = {
         "model",
         "revision",
+        "profiler_config",
         "model_name",
         "decoding_strategy",
         "multi_block_prefix_full",
@@ -269,12 +281,33 @@ def test_bad_checkpoint_default_names_the_file() -> None:
         resolve(facts(checkpoint={"blocksize": 8}))
 
 
-@pytest.mark.parametrize("key", ["device", "lora_path", "max_num_reqs", "num_pages", "model"])
+@pytest.mark.parametrize(
+    "key", ["device", "lora_path", "max_num_reqs", "num_pages", "model", "master_addr", "shm_name"]
+)
 def test_checkpoint_may_choose_its_decoding_alone(key: str) -> None:
     value = {"max_num_reqs": 8, "num_pages": 8}.get(key, "cpu")
     message = rf"^generation_config\.json: diffulex: expected keys that .* decoding, got '{key}'"
     with pytest.raises(ConfigError, match=message):
         resolve(facts(checkpoint={key: value}))
+    older = {"remask_threshold": 0.5, "enable_vectorized_sampler": True}
+    assert resolve(facts(checkpoint=older)).ignored.remask_threshold == 0.5
+
+
+def test_a_checkpoint_may_give_keys_without_effect_that_tell_of_decoding() -> None:
+    ignored = [key for key in CONFIG_TABLE.values() if key.section == "ignored"]
+    legal = {key.name for key in ignored if key.is_decoding}
+    assert legal == {
+        "remask_threshold",
+        "enable_vectorized_sampler",
+        "enable_vectorized_sampler_compile",
+    }
+    for key in ignored:
+        given = facts(checkpoint={key.name: key.default})
+        if key.name in legal:
+            assert resolve(given).ignored == IgnoredConfig()
+        else:
+            with pytest.raises(ConfigError, match=f"decoding, got '{key.name}'"):
+                resolve(given)
 
 
 @pytest.mark.parametrize(
@@ -484,3 +517,24 @@ def test_documentation_is_current() -> None:
     assert path.read_text(encoding="utf-8") == render_markdown(), (
         "run: python -m diffulex.config.docs > docs/configuration.md"
     )
+
+
+def test_an_option_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+
+    def check(name: str, value: Any) -> Any:
+        checked.append(name)
+        return check_value(name, value)
+
+    monkeypatch.setattr(parse, "check_value", check)
+    assert Config.from_kwargs("demo", device="cpu", max_num_reqs=3).scheduler.max_num_reqs == 3
+    assert checked.count("max_num_reqs") == checked.count("device") == 1
+
+
+def test_keys_without_effect_are_one_section() -> None:
+    ignored = {name for name, key in CONFIG_TABLE.items() if key.support is Support.IGNORED}
+    assert {name for name, key in CONFIG_TABLE.items() if key.section == "ignored"} == ignored
+    assert len(ignored) > 10
+    # A checkpoint may have them: its file is often one of another engine.
+    checkpoint = {"decoding_thresholds": {"remask_threshold": 0.5}}
+    assert resolve(facts(checkpoint=checkpoint)).ignored.remask_threshold == 0.5

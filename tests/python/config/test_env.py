@@ -48,14 +48,15 @@ def test_python_reads_through_the_table() -> None:
             if "os.environ" not in line and "getenv" not in line:
                 continue
             is_write = re.search(r"os\.environ\[[^]]+\] = ", line)
-            assert path in (ENV, BELOW) or is_write, f"{path}: {line.strip()}"
+            is_copy = "= {**os.environ, " in line  # for a child, whose variables these are
+            assert path in (ENV, BELOW) or is_write or is_copy, f"{path}: {line.strip()}"
 
 
 def test_every_variable_that_is_read_is_in_the_table() -> None:
     below = set(re.findall(r'os\.environ\.get\("(\w+)"', BELOW.read_text()))
     assert below == {"DIFFULEX_NO_TORCH"}
     native = native_names()
-    assert {"DIFFULEX_CHECK", "DIFFULEX_BATCH_INVARIANT", "DIFFULEX_FORCE_SM80"} <= native
+    assert {"DIFFULEX_CHECK", "DIFFULEX_FORCE_SM80"} <= native
     assert below | native <= set(ENV_VARIABLES)
 
 
@@ -98,9 +99,10 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFULEX_CHECK", "")
     assert not get_flag("DIFFULEX_CHECK")
     with pytest.raises(KeyError):
-        get_text("DIFFULEX_LOG_PROMPTS")
+        get_text("DIFFULEX_NO_SUCH_NAME")
 
 
+@pytest.mark.slow
 def test_bad_values_do_not_reach_the_kernels() -> None:
     """The library reads all its switches at the first op of a process."""
     name = "DIFFULEX_FORCE_SM80"

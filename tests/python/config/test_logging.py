@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,71 @@ def test_json_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert record["logger"] == "diffulex.bench"
 
 
+@pytest.fixture
+def named() -> Iterator[None]:
+    yield
+    dlog.name_process("")
+    dlog.configure("info")
+
+
+@pytest.mark.usefixtures("named")
+def test_lines_name_their_process(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = dlog.get_logger("diffulex.engine")
+    dlog.configure("info", json=False)
+    logger.info("alone")
+    dlog.name_process("router")
+    logger.info("one of several")
+    with dlog.part_named("replica 1"):
+        logger.info("for another")
+    logger.info("back")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("INFO ")[1].strip() for line in lines] == [
+        "engine alone", "engine[router] one of several", "engine[replica 1] for another",
+        "engine[router] back",
+    ]  # fmt: skip
+    dlog.configure("info", json=True)
+    logger.info("as an object")
+    line = capsys.readouterr().err.strip()
+    assert dlog.is_json_line(line)
+    assert not dlog.is_json_line(lines[0])
+    assert (json.loads(line)["process"], json.loads(line)["rank"]) == ("router", 0)
+    assert dlog.log_settings() == ("info", True)
+
+
+@pytest.mark.usefixtures("named")
+def test_further_ranks_are_quiet(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = dlog.get_logger("diffulex.engine")
+    dlog.name_process("r1", 1)
+    for value, expected in (("0", ["w"]), ("1", ["i", "w"])):
+        monkeypatch.setenv("DIFFULEX_LOG_ALL_RANKS", value)
+        dlog.configure("info")
+        logger.info("i")
+        logger.warning("w")
+        assert [line[-1] for line in capsys.readouterr().err.splitlines()] == expected
+    dlog.configure("error")
+    logger.warning("w")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_class_has_the_logger_of_its_module() -> None:
+    class Own(dlog.LoggerMixin):
+        pass
+
+    assert Own().logger is dlog.get_logger(__name__)
+
+
+def test_older_programs_may_turn_colour_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for use_rich in (True, False):
+        dlog.setup_logger("diffulex.bench", "info", use_rich=use_rich).warning("x")
+        assert ("\x1b" in capsys.readouterr().err) is use_rich
+
+
 def test_configure_replaces_its_handlers(capsys: pytest.CaptureFixture[str]) -> None:
     dlog.configure("info")
     dlog.configure("info")
@@ -62,6 +128,30 @@ def test_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         dlog.warn_once(logger, "key", "said %s", "once")
     assert caplog.text.count("said once") == 1
+
+
+def test_prompts_are_logged_only_where_the_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = []
+
+    def prompt() -> str:
+        made.append("x" * 250)
+        return made[-1]
+
+    logger = dlog.get_logger("diffulex.engine.prompts")
+    for level, allowed in (("DEBUG", ""), ("DEBUG", "0"), ("INFO", "1")):
+        caplog.set_level(level, logger="diffulex")
+        monkeypatch.setenv("DIFFULEX_LOG_PROMPTS", allowed)
+        dlog.log_prompt(logger, "request 3:", prompt)
+        assert made == []
+    caplog.set_level("DEBUG", logger="diffulex")
+    dlog.log_prompt(logger, "request 3:", prompt)
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == ("DEBUG", f"request 3: prompt='{'x' * 200}'")
+    monkeypatch.setenv("DIFFULEX_LOG_PROMPTS", "yes")
+    with pytest.raises(ConfigError, match="DIFFULEX_LOG_PROMPTS: expected one of 0, 1, got 'yes'"):
+        dlog.log_prompt(logger, "request 3:", prompt)
 
 
 @pytest.mark.parametrize(

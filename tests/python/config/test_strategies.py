@@ -4,22 +4,29 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
+import re
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from diffulex import SamplingParams
+from diffulex import SamplingParams, strategies
 from diffulex.config.config import Config
+from diffulex.config.sampling_params import DECODING_FIELDS
 from diffulex.config.types import ModelFacts
 from diffulex.errors import ConfigError
 from diffulex.families.listing import family_named
 from diffulex.families.spec import ModelSpec
 from diffulex.registry import AutoReq, AutoSampler
 from diffulex.samplers.selection import select_sampler
+from diffulex.strategies import listing
+from diffulex.strategies.listing import ALIASES, STRATEGIES, owner_of, strategy_named
 from diffulex_ext import _core
 
+ROOT = Path(__file__).parents[3]
 LLADA2 = family_named("llada2")
 LLADA2_NAMES = (LLADA2.name, *LLADA2.aliases)
 FAMILIES = (
@@ -274,6 +281,15 @@ def test_ids_of_a_huge_vocabulary_are_not_listed() -> None:
     assert resolve("", given=given).model.mask_token_id not in given.spec.stop_token_ids
 
 
+def test_a_canvas_has_no_masks_to_allow() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"allow_mask_in_prompt: expected False under decoding_strategy diffusion_gemma, .* True",
+    ):
+        resolve("diffusion_gemma", allow_mask_in_prompt=True)
+    assert resolve("sdar", allow_mask_in_prompt=True).decoding.allow_mask_in_prompt
+
+
 def test_diffusion_gemma_levels() -> None:
     def values(config: Config) -> tuple[Any, ...]:
         decoding = config.decoding
@@ -349,18 +365,31 @@ def test_keys_of_other_strategies_are_noticed(caplog: pytest.LogCaptureFixture) 
     assert "temperature: without effect under decoding_strategy diffusion_gemma" in caplog.text
 
 
-UNREAD_BY_FILLING = ("edit_threshold", "token_stability_threshold")
+UNREAD_BY_FILLING = (
+    "edit_threshold",
+    "max_post_edit_steps",
+    "penalty_lambda",
+    "remask_threshold",
+    "token_stability_threshold",
+)
 UNREAD_PARAMS = [
     ("sdar", {}, UNREAD_BY_FILLING),
     ("dream", {}, UNREAD_BY_FILLING),
-    ("llada2dot1_mini", {}, ()),
-    ("llada2_mini_dmax", {}, ("edit_threshold",)),
+    ("llada2dot1_mini", {}, ("remask_threshold",)),
+    (
+        "llada2_mini_dmax",
+        {},
+        ("edit_threshold", "max_post_edit_steps", "penalty_lambda", "remask_threshold"),
+    ),
     (
         "fast_dllm_v2",
         {},
         (
             "add_block_threshold",
             "edit_threshold",
+            "max_post_edit_steps",
+            "penalty_lambda",
+            "remask_threshold",
             "semi_complete_threshold",
             "token_stability_threshold",
         ),
@@ -380,13 +409,8 @@ def test_thresholds_of_a_request_that_nothing_reads_are_noticed_once(
     monkeypatch.setattr("diffulex.log._warned", set())
     config = resolve(name, num_pages=64, **flat)
     decoding = config.decoding
-    params = SamplingParams(
-        accept_threshold=0.5,
-        add_block_threshold=0.5,
-        edit_threshold=0.5,
-        semi_complete_threshold=0.5,
-        token_stability_threshold=0.5,
-    )
+    given = {name: item.kind(item.high / 2) for name, item in DECODING_FIELDS.items()}
+    params = SamplingParams(**given)
     make_request = AutoReq.get(decoding.decoding_strategy)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "diffulex"):
@@ -396,7 +420,7 @@ def test_thresholds_of_a_request_that_nothing_reads_are_noticed_once(
             make_request([1, 2, 3], params, config)
     assert sorted(caplog.messages) == [
         f"SamplingParams.{key}: without effect under decoding_strategy"
-        f" {decoding.decoding_strategy} with sampling_mode {decoding.sampling_mode}, got 0.5"
+        f" {decoding.decoding_strategy} with sampling_mode {decoding.sampling_mode}, got {given[key]!r}"
         for key in unread
     ]
 
@@ -473,3 +497,62 @@ def test_least_row_budget_is_that_of_the_core(
         resolve(name, **common, max_num_batched_tokens=1)
     least = int(str(refused.value).split(">= ")[1].split()[0])
     resolve(name, **common, max_num_batched_tokens=least).to_core()
+
+
+def test_every_record_has_a_state_machine_of_the_core() -> None:
+    assert sorted(STRATEGIES) == _core.strategy_names()
+    assert all(name == strategy.name for name, strategy in STRATEGIES.items())
+    assert {*STRATEGIES, *ALIASES} <= set(AutoReq.available())
+
+
+def test_strategies_have_the_order_of_the_list_of_the_core() -> None:
+    """Messages of both sides name them in it."""
+    rows = (ROOT / "csrc/core/strategy/strategies.def").read_text(encoding="utf-8")
+    assert list(STRATEGIES) == re.findall(r"^DIFFULEX_STRATEGY\((\w+),", rows, re.MULTILINE)
+
+
+@pytest.mark.parametrize("text", ["", "STRATEGY = 'd2f'\n"])
+def test_a_module_of_the_package_without_a_record_is_named(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"{strategies.__name__}.helper_without_record"
+    (tmp_path / "helper_without_record.py").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(strategies, "__path__", [*strategies.__path__, str(tmp_path)])
+    monkeypatch.setitem(sys.modules, module, None)  # so that it is forgotten afterwards
+    del sys.modules[module]
+    importlib.invalidate_caches()
+    with pytest.raises(TypeError, match=f"^{module}: expected a Strategy called STRATEGY, .*, got"):
+        list(listing._records())
+    vars(strategies).pop("helper_without_record")
+
+
+def test_custom_strategy_is_configured_as_multi_bd_and_runs_step_by_step() -> None:
+    custom, built_in = strategy_named("confirming_bd"), strategy_named("multi_bd")
+    assert built_in.traits.can_run_ahead
+    assert custom.traits == dataclasses.replace(built_in.traits, can_run_ahead=False)
+    assert dataclasses.replace(custom, traits=built_in.traits) == built_in
+
+
+@pytest.mark.parametrize(
+    ("key", "owner"),
+    [
+        ("d2f_block_grid", "d2f"),
+        ("token_merge_weight", "dmax"),
+        ("fdv2_use_block_cache", "fast_dllm_v2"),
+        ("diffusion_gemma_t_min", "diffusion_gemma"),
+        ("block_size", None),
+    ],
+)
+def test_a_key_belongs_to_at_most_one_strategy(key: str, owner: str | None) -> None:
+    assert owner_of(key) == owner
+
+
+def test_no_code_asks_for_the_name_of_a_strategy() -> None:
+    names = "|".join(STRATEGIES)
+    asks = re.compile(rf"""([!=]=|\bin) *[(\["']+({names})["']""")
+    python = ("python/diffulex", "python/diffulex_edge")
+    kinds = [*((name, "*.py") for name in python), ("csrc", "*.cpp"), ("include", "*.h")]
+    sources = [path for folder, kind in kinds for path in (ROOT / folder).rglob(kind)]
+    assert len({path.suffix for path in sources}) == 3
+    assert len(sources) > 400
+    assert [str(path) for path in sources if asks.search(path.read_text(encoding="utf-8"))] == []

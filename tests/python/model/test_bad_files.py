@@ -210,7 +210,11 @@ HOSTILE_TEMPLATES = {
 
 
 @pytest.mark.parametrize(
-    ("template", "message"), HOSTILE_TEMPLATES.values(), ids=HOSTILE_TEMPLATES.keys()
+    ("template", "message"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] if name == "recursion" else [])
+        for name, case in HOSTILE_TEMPLATES.items()
+    ],
 )
 def test_template_without_an_end(tmp_path, template, message):
     CheckpointBuilder().write(tmp_path)

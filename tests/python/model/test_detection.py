@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from diffulex import families
 from diffulex.checkpoint.auto_model import detect
 from diffulex.errors import CheckpointError, ConfigError
+from diffulex.families.base import Family
 from diffulex.families.detection import detect_family, nearest_family
+from diffulex.families.listing import FAMILIES
 from diffulex.families.spec import ModelSpec
-from diffulex.registry import AutoModelForDiffusionLM
+from diffulex.registry import AutoModelForDiffusionLM, AutoSampler
+from diffulex.samplers import mask_fill
+from diffulex.samplers.base import MaskFillSampler
 from fixtures.checkpoints import EOS_ID, MASK_ID, TURN_END_ID, CheckpointBuilder, tiny_config
 
 PUBLISHED = Path(__file__).resolve().parents[4] / "shared" / "data" / "hf"
@@ -387,6 +393,35 @@ class TestReadingRules:
         with pytest.raises(CheckpointError, match=r"text_config\.quantization_config.*'fp8'"):
             read(tmp_path, text_config=nested)
 
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("compression_config", {"quant_method": "compressed-tensors"}),
+            ("use_fp8_experts", True),
+            ("llada_fp8_experts", {"enabled": True, "format": "e4m3fn"}),
+            ("llada_fp8_experts", {"format": "e4m3fn"}),
+        ],
+    )
+    def test_other_ways_to_say_quantised(self, tmp_path, key, value):
+        got = "fp8" if "fp8" in key else "quantisation method 'compressed-tensors'"
+        with pytest.raises(CheckpointError, match=rf"config\.json: {key}: expected .*{got}"):
+            read(tmp_path, **{key: value})
+
+    @pytest.mark.parametrize("value", [False, None, {"enabled": False}])
+    def test_experts_that_are_not_quantised(self, tmp_path, value):
+        assert read(tmp_path, use_fp8_experts=False, llada_fp8_experts=value)
+
+    def test_file_that_says_quantised(self, tmp_path):
+        path = write_config(tmp_path) / "hf_quant_config.json"
+        path.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+        with pytest.raises(
+            CheckpointError, match=r"hf_quant_config\.json: quantization: .*'NVFP4'"
+        ):
+            detect(tmp_path)
+        for weights in ({}, {"quant_algo": None, "kv_cache_quant_algo": "FP8"}):
+            path.write_text(json.dumps({"quantization": weights}))
+            assert detect(tmp_path)
+
     @pytest.mark.parametrize("key", ["block_size", "bd_size"])
     def test_block_size_names(self, tmp_path, key):
         assert read(tmp_path, **{"block_size": ..., key: 16}).block_size == 16
@@ -480,3 +515,27 @@ class TestStopIds:
     def test_outside_the_vocabulary(self, tmp_path):
         with pytest.raises(CheckpointError, match=r"stop token: expected ids below .* got 300"):
             read(tmp_path, eos_token_id=[2, 300])
+
+
+def test_every_module_of_the_package_that_describes_a_family_is_listed() -> None:
+    folder = Path(families.__file__).parent
+    stems = {path.stem for path in folder.glob("*.py")}
+    stems -= {"__init__", "base", "detection", "listing"}
+    assert {family.name for family in FAMILIES} == stems
+    ranks = [family.layout.rank for family in FAMILIES if family.layout is not None]
+    assert len(set(ranks)) == len(ranks)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_family_without_a_sampler_fills_masks_as_its_record_says(family: Family) -> None:
+    sampler: Any = AutoSampler.get(family.name)
+    if family.sampler is not None:
+        assert f"{sampler.__module__}:{sampler.__name__}" == family.sampler
+        return
+    assert issubclass(sampler, MaskFillSampler)
+    assert sampler is AutoSampler.get(family.name)
+    assert sampler.is_capturable
+    assert sampler.family_defaults == family.defaults != {}
+    assert sampler.filter_order == family.filter_order
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        _ = mask_fill.unknown

@@ -17,6 +17,7 @@ from diffulex.checkpoint.auto_model import detect, load_model
 from diffulex.checkpoint.tensor_files import find_tensors
 from diffulex.errors import CheckpointError
 from fixtures.checkpoints import CheckpointBuilder, Tensors, tiny_config, write_shards
+from fixtures.quick import quick
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32):
@@ -297,8 +298,13 @@ class TestPieces:
         monkeypatch.setattr(tensor_reader, "_PIECE_BYTES", request.param)
         return request.param
 
-    @pytest.mark.parametrize("num_shards", [1, 2])
-    @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64])
+    @pytest.mark.parametrize(
+        ("num_shards", "stored"),
+        quick(
+            [(n, d) for n in (1, 2) for d in (torch.float32, torch.bfloat16, torch.float64)],
+            [(1, torch.float32), (2, torch.bfloat16)],
+        ),
+    )
     def test_every_value_arrives(self, tmp_path, piece_bytes, num_shards, stored):
         tensors = CheckpointBuilder(dtype=stored, num_shards=num_shards).write(tmp_path)
         model = load(tmp_path, torch.bfloat16)
@@ -373,6 +379,7 @@ print(json.dumps({"beside_the_model": peak - before - held}))
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_of_loading(tmp_path):
     """Beside the model, loading takes less than 1.2 times the largest shard, counted by the system.
 

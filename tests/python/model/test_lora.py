@@ -266,6 +266,7 @@ class TestRefused:
     def test_configuration(self, tmp_path, key, value):
         self.refuse(tmp_path, rf"adapter_config\.json: {key}: expected", config={key: value})
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("pattern", "message"),
         [

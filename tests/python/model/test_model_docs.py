@@ -89,6 +89,7 @@ def test_numbers_follow_from_the_shapes():
         assert float(bound) == pytest.approx(milliseconds, abs=0.006), name
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path):
     """The blocks of the guide in order, then the engine over the checkpoint they wrote."""
     fixtures = Path(__file__).resolve().parents[1]

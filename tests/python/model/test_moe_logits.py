@@ -268,3 +268,15 @@ def test_init_random_is_seeded_and_fills_everything(family: str, tmp_path: Path)
 def test_number_of_parameters(family: str, tmp_path: Path) -> None:
     setup = Setup(family, tmp_path / "model")
     assert setup.spec.num_parameters == sum(p.numel() for p in setup.model.parameters())
+    idle = sum(
+        p.numel()
+        * (setup.spec.moe.num_experts - setup.spec.moe.top_k)
+        // setup.spec.moe.num_experts
+        for p in setup.model.parameters()
+        if p.dim() == 3 and len(p) == setup.spec.moe.num_experts
+    )
+    assert idle > 0
+    embedding = (
+        0 if setup.spec.tie_word_embeddings else setup.spec.vocab_size * setup.spec.hidden_size
+    )
+    assert setup.spec.products_per_row == setup.spec.num_parameters - idle - embedding

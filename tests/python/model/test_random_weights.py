@@ -36,6 +36,6 @@ def test_no_weights_are_needed_or_read(tmp_path: Path) -> None:
 
 def test_weights_have_the_spread_of_an_initialised_model() -> None:
     with Diffulex("demo", device="cpu", load_format="dummy") as engine:
-        weight = engine._runner.model.embedding.weight
+        weight = engine._executor.runner.model.embedding.weight
         assert weight.dtype == torch.float32
         assert weight.std().item() == pytest.approx(0.02, rel=0.05)

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from diffulex.families.spec.moe import MoeSpec
 from diffulex.families.spec.names import LLAMA_NAMES, TensorNames
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Tokens of the longest block that a strategy decodes.
 LONGEST_BLOCK = 32
@@ -57,6 +61,16 @@ class ModelSpec:
     #: Logits count as ``c * tanh(logits / c)``; 0 = as they are. `compute_logits` does not apply it.
     final_logit_softcap: float = 0.0
 
+    def per_rank(self, num_ranks: int) -> Self:
+        """The description with the heads that each of several ranks has."""
+        if num_ranks == 1:
+            return self
+        return replace(
+            self,
+            num_q_heads=self.num_q_heads // num_ranks,
+            num_kv_heads=max(1, self.num_kv_heads // num_ranks),
+        )
+
     @property
     def rotary_rows(self) -> int:
         """Positions of the rotary table: the last block or canvas may reach past max_positions."""
@@ -97,6 +111,19 @@ class ModelSpec:
         if not self.tie_word_embeddings:
             embeddings *= 2
         return layers + embeddings + self.hidden_size
+
+    @property
+    def products_per_row(self) -> int:
+        """Weights that one row is multiplied by: no embedding that is looked up, no idle expert."""
+        embedding = 0 if self.tie_word_embeddings else self.embedding_rows * self.hidden_size
+        return self.num_parameters - embedding - self._num_idle_weights
+
+    @property
+    def _num_idle_weights(self) -> int:
+        if self.moe is None:
+            return 0
+        idle = max(0, self.moe.num_experts - self.moe.top_k)
+        return 3 * self.hidden_size * idle * self.moe.intermediate_size * len(self.moe.layers)
 
     def feed_forward_parameters(self, layer: int) -> int:
         """Parameters of the feed-forward block of one layer."""

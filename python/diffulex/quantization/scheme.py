@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights are held in low precision, and in which form. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+__all__ = ["GROUP_SIZES", "NOT_ACCEPTED", "SCHEMES", "QuantizationPlan"]
+
+#: Of weights: e4m3 with a scale per row or per block, int8 with a scale per row, 4 bits in groups.
+SCHEMES = ("fp8", "fp8_block", "int8", "int4")
+GROUP_SIZES = (32, 64, 128)
+#: Schemes and families whose answers lose more than docs/quantization.md allows.
+NOT_ACCEPTED = frozenset({("int4", "diffusion_gemma")})
+#: The smallest matrix worth it.
+_LEAST_SIZE = 32
+#: Layers of the generic form that keep their dtype, as published checkpoints in low precision do.
+_KEPT = ("*.self_conditioning.*",)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationPlan:
+    """What the configuration asks for.
+
+    Attributes:
+        scheme: one of `SCHEMES`.
+        group_size: columns that share a scale of int4.
+        ignore: patterns of module names in the checkpoint that keep the compute dtype.
+        quantize_head: the output head as well, unless it is tied to the embedding.
+    """
+
+    scheme: str
+    group_size: int = 128
+    ignore: tuple[str, ...] = ()
+    quantize_head: bool = False
+
+    def takes(self, module: str, rows: int, depth: int) -> bool:
+        """Whether the projection [rows, depth] of this name in the checkpoint is quantised."""
+        if min(rows, depth) < _LEAST_SIZE:
+            return False
+        return not any(fnmatch(module, pattern) for pattern in (*_KEPT, *self.ignore))
+
+    def group_of(self, depth: int) -> int:
+        """Columns that share a scale of int4: the largest legal size that divides the row, else the row."""
+        fitting = (size for size in GROUP_SIZES[::-1] if size <= self.group_size)
+        return next((size for size in fitting if depth % size == 0), depth)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with weights in low precision, from the key to the tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from diffulex import Diffulex, SamplingParams
+from diffulex.errors import ConfigError
+from diffulex.nn.linear import Linear
+from diffulex.quantization.scheme import SCHEMES
+from diffulex.quantization.weights import QuantizedWeight
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+#: Of the kind that the model was trained on: nothing is decided by the last bits of a product.
+PROMPTS = [
+    "Nina has 37 buttons. Lily gives Nina 52 more buttons. How many buttons does Nina have in the end?",
+    "Mia has 16 stones. Mia buys 128 more stones. How many stones does Mia have now?",
+]
+
+
+def tokens(engine: Diffulex) -> list[list[int]]:
+    return [list(o.token_ids) for o in engine.generate(PROMPTS, GREEDY, summary=False)]
+
+
+def model_of(engine: Diffulex) -> Any:
+    return engine._executor.runner.model
+
+
+class Checked:
+    """A matrix in low precision whose products are compared with those of dequantised operands.
+
+    Tokens would not do: a last bit moves a code of the next layer, and with it a close decision.
+    """
+
+    def __init__(self, weight: QuantizedWeight, dense: torch.Tensor) -> None:
+        self.weight, self.dense, self.products = weight, dense.double(), 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def packed(self) -> Checked:
+        return self
+
+    def product(self, x, out, bias):
+        out = self.weight.product(x, out, bias)
+        rows = self.weight.rows_of(x)
+        if not isinstance(rows, torch.Tensor):
+            scale = rows.scale[:, : x.size(0)].T.repeat_interleave(128, 1)[:, : x.size(1)]
+            rows = rows.codes.float() * scale
+        want, magnitude = rows.double() @ self.dense.T, rows.double().abs() @ self.dense.abs().T
+        if bias is not None:
+            want, magnitude = want + bias, magnitude + bias.abs()
+        assert ((out - want).abs() <= 2.0**-17 * magnitude).all()
+        self.products += 1
+        return out
+
+    def gated_product(self, x, act, out) -> bool:
+        return False
+
+
+def dequantised(weight: QuantizedWeight) -> torch.Tensor:
+    """The rows that the codes and scales stand for."""
+    identity = torch.eye(weight.depth)
+    rows = weight.rows_of(identity)
+    out = torch.empty(weight.depth, weight.num_rows)
+    if isinstance(rows, torch.Tensor):
+        return weight.multiply(rows, out).T.clone()
+    # Codes of ones with scales of one: the product is the matrix.
+    exact = type(rows)((identity).to(rows.codes.dtype), torch.ones_like(rows.scale))
+    return weight.multiply(exact, out).T.clone()
+
+
+def test_none_changes_no_token() -> None:
+    with (
+        Diffulex("demo", device="cpu") as plain,
+        Diffulex("demo", device="cpu", quantization="none") as none,
+    ):
+        assert tokens(plain) == tokens(none)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_products_are_those_of_dequantised_operands(scheme: str) -> None:
+    with Diffulex("demo", device="cpu", quantization=scheme) as engine:
+        found = tokens(engine)
+    with Diffulex("demo", device="cpu", quantization=scheme) as engine:
+        layers = [m for m in model_of(engine).modules() if isinstance(m, Linear)]
+        assert len(layers) == 4 * engine.config.model.spec.num_layers
+        checked = []
+        for layer in layers:
+            assert isinstance(layer.format, QuantizedWeight)
+            checked.append(Checked(layer.format, dequantised(layer.format)))
+            layer.format = checked[-1]
+        assert tokens(engine) == found
+    assert len({each.products for each in checked}) == 1
+    assert checked[0].products > 0
+
+
+def test_the_report_counts_the_weights_that_are_there() -> None:
+    """Panels of the CPU are bfloat16: codes of a byte, and of half of it, save that much of them."""
+    with Diffulex("demo", device="cpu") as plain:
+        layers = [m for m in model_of(plain).modules() if isinstance(m, Linear)]
+        panels = sum(layer.nbytes for layer in layers)
+        rest = plain.memory_report().weights - panels
+    for scheme, share in (("int8", 0.5), ("int4", 0.25)):
+        with Diffulex("demo", device="cpu", quantization=scheme) as engine:
+            held = engine.memory_report().weights
+            codes = sum(m.nbytes for m in model_of(engine).modules() if isinstance(m, Linear))
+        assert held == rest + codes
+        assert share * panels < codes < 1.15 * share * panels
+
+
+def test_random_weights_are_quantised_too() -> None:
+    with Diffulex("demo", device="cpu", load_format="dummy", quantization="int8") as engine:
+        layers = [m for m in model_of(engine).modules() if isinstance(m, Linear)]
+        assert all(isinstance(layer.format, QuantizedWeight) for layer in layers)
+        first = tokens(engine)
+    with Diffulex("demo", device="cpu", load_format="dummy", quantization="int8") as engine:
+        assert tokens(engine) == first
+
+
+def test_weights_in_low_precision_cannot_be_replaced() -> None:
+    with Diffulex("demo", device="cpu", quantization="fp8") as engine:
+        name = "model.layers.0.mlp.down_proj.weight"
+        with pytest.raises(
+            ConfigError, match="update_weights: expected quantization none, got fp8"
+        ):
+            engine.update_weights({name: torch.zeros(1, 1)})
+
+
+def test_unknown_schemes_are_an_error() -> None:
+    message = "quantization: expected one of auto, none, fp8, fp8_block, int8, int4, got 'fp4'"
+    with pytest.raises(ConfigError, match=message):
+        Diffulex("demo", device="cpu", quantization="fp4")
+
+
+@pytest.mark.cuda
+def test_cuda_has_no_kernels_yet() -> None:
+    with pytest.raises(ConfigError, match="quantization: expected auto or none on cuda"):
+        Diffulex("demo", device="cuda", quantization="int8")

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers in low precision: what the plan takes, what loading writes, what products give."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diffulex import ops
+from diffulex.checkpoint import memory, tensor_reader
+from diffulex.checkpoint.auto_model import detect, load_model, random_model
+from diffulex.checkpoint.loader import weight_table_of
+from diffulex.errors import CheckpointError, ConfigError
+from diffulex.nn.weights import DenseExperts, DenseWeight, PackedWeight
+from diffulex.ops import WeightScheme
+from diffulex.profiling.memory import tensor_bytes
+from diffulex.quantization.layers import ModelQuantizer
+from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
+from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
+from fixtures.families import DENSE_FAMILIES, family_builder
+from fixtures.moe_families import moe_builder, moe_config
+from reference import quantize as reference
+
+EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES)
+FP32 = torch.float32
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def load(directory, plan: QuantizationPlan | None, dtype: torch.dtype = FP32) -> Any:
+    name, spec, _ = detect(directory)
+    quantizer = None if plan is None else ModelQuantizer(plan)
+    return load_model(name, spec, directory, dtype, "cpu", quantizer=quantizer)
+
+
+def formats(model: Any) -> dict[str, Any]:
+    """Layers that hold something other than plain matrices."""
+    found = {}
+    for name, module in model.named_modules():
+        held = getattr(module, "format", getattr(module, "matrices", None))
+        if held is not None and not isinstance(held, (DenseWeight, PackedWeight, DenseExperts)):
+            found[name] = held
+    return found
+
+
+def codes_of(weight: QuantizedWeight) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Codes by row, packed or not, and the scales of every part."""
+    parts = weight._parts
+    codes = []
+    for part in parts:
+        rows = part.rows.stop - part.rows.start
+        is_packed = weight.scheme == WeightScheme.INT8 and part.codes.dtype == torch.uint8
+        by_row = ops.unpack_int8(part.codes, rows, weight.depth) if is_packed else part.codes
+        codes.append(by_row.contiguous().view(torch.uint8))
+    return torch.cat(codes), [part.scale for part in parts]
+
+
+PLAN_CASES = [
+    ("model.layers.0.self_attn.q_proj", 32, 32, True),
+    ("model.layers.0.self_attn.k_proj", 16, 64, False),
+    ("model.layers.0.mlp.down_proj", 64, 31, False),
+    ("model.decoder.self_conditioning.gate_proj", 64, 64, False),
+    ("model.layers.3.mlp.up_proj", 64, 64, False),
+    ("model.layers.13.mlp.up_proj", 64, 64, True),
+]
+
+
+@pytest.mark.parametrize(("module", "rows", "depth", "is_taken"), PLAN_CASES)
+def test_plan_takes(module: str, rows: int, depth: int, is_taken: bool) -> None:
+    plan = QuantizationPlan("fp8", ignore=("model.layers.3.*",))
+    assert plan.takes(module, rows, depth) == is_taken
+
+
+@pytest.mark.parametrize(
+    ("wanted", "depth", "group"),
+    [(128, 256, 128), (128, 192, 64), (64, 256, 64), (128, 96, 32), (128, 48, 48), (32, 704, 32)],
+)
+def test_group_of_a_row(wanted: int, depth: int, group: int) -> None:
+    assert QuantizationPlan("int4", wanted).group_of(depth) == group
+
+
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
+def test_loading_quantises_every_projection_and_nothing_else(tmp_path, family: str) -> None:
+    family_builder(family).write(tmp_path)
+    model = load(tmp_path, QuantizationPlan("int8"))
+    kinds = {name.split(".", 2)[2] for name in formats(model)}
+    assert kinds == {"attention.qkv", "attention.o", "mlp.gate_up", "mlp.down"}
+    assert len(formats(model)) == 4 * model.spec.num_layers
+    values = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    assert all(parameter.isfinite().all() for parameter in values)
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("family", ["llada", "sdar_moe", "llada2"])
+def test_pieces_and_whole_matrices_give_the_same_codes(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, scheme: str, family: str
+) -> None:
+    """Loading in pieces of few rows, and quantising a model that was loaded as it is."""
+    wide = {"moe_intermediate_size": 144, "hidden_size": 64}
+    if family == "llada":
+        family_builder(family).write(tmp_path)
+    else:
+        moe_builder(family, config=moe_config(family, **wide)).write(tmp_path)
+    plan = QuantizationPlan(scheme)
+    whole: Any = load(tmp_path, None)
+    ModelQuantizer(plan).quantize(whole, weight_table_of(whole, {}))
+    monkeypatch.setattr(tensor_reader, "_PIECE_BYTES", 5000)
+    streamed = load(tmp_path, plan)
+    first, second = formats(whole), formats(streamed)
+    assert first.keys() == second.keys() != set()
+    num_experts = 0
+    for name, held in first.items():
+        pairs = [(held, second[name])]
+        if isinstance(held, QuantizedExperts):
+            num_experts += len(held.w13)
+            other = second[name]
+            pairs = list(zip((*held.w13, *held.w2), (*other.w13, *other.w2), strict=True))
+        for one, two in pairs:
+            assert torch.equal(codes_of(one)[0], codes_of(two)[0]), name
+            for a, b in zip(codes_of(one)[1], codes_of(two)[1], strict=True):
+                assert torch.equal(a, b), name
+    assert (num_experts > 0) == (family != "llada")
+
+
+def test_codes_are_those_of_the_stored_matrix(tmp_path) -> None:
+    tensors = family_builder("sdar").write(tmp_path)
+    model = load(tmp_path, QuantizationPlan("int8"))
+    stored = tensors["model.layers.1.mlp.down_proj.weight"]
+    codes, scale = ops.quantize_weight(stored, WeightScheme.INT8)
+    held = model.layers[1].mlp.down.format
+    assert torch.equal(codes_of(held)[0], codes.view(torch.uint8))
+    assert torch.equal(codes_of(held)[1][0], scale)
+
+
+def test_no_matrix_is_ever_there_in_the_compute_dtype(tmp_path) -> None:
+    family_builder("sdar").write(tmp_path)
+    name, spec, _ = detect(tmp_path)
+    quantizer = ModelQuantizer(QuantizationPlan("int8"))
+    from diffulex.registry import AutoModelForDiffusionLM
+
+    model: Any = quantizer.build(lambda: AutoModelForDiffusionLM.get(name)(spec, FP32, "cpu"))
+    linears = [
+        p for key, p in model.named_parameters() if key.endswith(("qkv.weight", "down.weight"))
+    ]
+    assert linears
+    assert all(parameter.is_meta for parameter in linears)
+    assert not model.embedding.weight.is_meta
+    quantizer.apply(model, weight_table_of(model, {}), "cpu")
+    left = [key for key, parameter in model.named_parameters() if not parameter.is_meta]
+    assert "head.weight" in left
+    assert not any(key.startswith("layers.0.mlp") for key in left)
+    # The memory that was announced is the memory that is there.
+    dense = random_model(name, spec, FP32, "cpu")
+    bytes_of = sum(m.format.nbytes for m in dense.modules() if hasattr(m, "format"))
+    held = sum(m.format.nbytes for m in model.modules() if hasattr(m, "format"))
+    saved = quantizer.saved_bytes(dense, weight_table_of(dense, {}), FP32)
+    assert held == bytes_of - saved
+    assert held < 0.6 * bytes_of
+
+
+@EVERY_SCHEME
+def test_product_of_a_stacked_layer(scheme: str) -> None:
+    """Rows of three projections, of which blocks do not share a scale."""
+    sizes, depth = (48, 130, 20), 192
+    kind = WeightScheme[scheme.upper()]
+    group = 64 if scheme == "int4" else 0
+    weight = QuantizedWeight(sizes, depth, kind, group, "cpu")
+    w, x, bias = normal(sum(sizes), depth), normal(9, depth, seed=1), normal(sum(sizes), seed=2)
+    start = 0
+    for size in sizes:
+        weight.write(start, w[start : start + size])
+        start += size
+    out = weight.product(x, None, bias)
+    parts, start = [], 0
+    for size in sizes:
+        codes, scale = ops.quantize_weight(w[start : start + size], kind, group=group)
+        part = torch.empty(9, size)
+        if scheme == "int4":
+            ops.linear_w4a16(
+                x, codes, scale, bias=bias[start : start + size], group=group, out=part
+            )
+        else:
+            dtype = torch.int8 if scheme == "int8" else torch.float8_e4m3fn
+            rows = ops.quantize_rows(x, dtype)
+            ops.linear_scaled(rows, codes, scale, bias[start : start + size], out=part)
+        parts.append(part)
+        start += size
+    assert torch.equal(out, torch.cat(parts, 1))
+    error = (out - (x @ w.T + bias)).norm() / out.norm()
+    assert (1e-4 if scheme == "int8" else 1e-3) < error < (0.15 if scheme == "int4" else 0.06)
+
+
+@pytest.mark.parametrize("act", [ops.Activation.SILU, ops.Activation.GELU_TANH])
+def test_experts_quantise_a_row_once_and_the_activation_from_float32(act: ops.Activation) -> None:
+    """Against a loop over slots in float64 with the same quantisers; -1 marks rows without a token."""
+    num_rows, num_experts, hidden, width, top_k = 11, 4, 64, 40, 2
+    w13 = [QuantizedWeight((width, width), hidden, WeightScheme.INT8, 0, "cpu") for _ in range(4)]
+    w2 = [QuantizedWeight((hidden,), width, WeightScheme.INT8, 0, "cpu") for _ in range(4)]
+    dense13, dense2 = (
+        normal(num_experts, 2 * width, hidden),
+        normal(num_experts, hidden, width, seed=1),
+    )
+    for expert in range(num_experts):
+        w13[expert].write(0, dense13[expert])
+        w2[expert].write(0, dense2[expert])
+    x, addend = normal(num_rows, hidden, seed=2), normal(num_rows, hidden, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.rand(num_rows, num_experts, generator=generator).argsort(1)[:, :top_k].int()
+    ids[5] = -1
+    weights = torch.rand(num_rows, top_k, generator=generator)
+    out = torch.empty_like(x)
+    experts = QuantizedExperts(w13, w2)
+    routing = ops.Routing(weights, ids)
+    workspace = experts.new_workspace(x, top_k)
+    experts.product(x, routing, out=out, workspace=workspace, addend=addend, act=act)
+
+    def rounded(values: np.ndarray) -> np.ndarray:
+        codes, scale = reference.quantize_rows(values.astype(np.float32), True, 128)
+        return codes * np.repeat(scale.T.astype(np.float64), 128, 1)[:, : values.shape[1]]
+
+    want = addend.double().numpy()
+    rows = rounded(x.numpy())
+    by_channel = [
+        [reference.quantize_rows(w.numpy(), True, w.shape[1]) for w in stack]
+        for stack in (dense13, dense2)
+    ]
+    for row, slot in np.ndindex(num_rows, top_k):
+        expert = int(ids[row, slot])
+        if expert < 0:
+            continue
+        first, second = ((c * s.T) for c, s in (by_channel[0][expert], by_channel[1][expert]))
+        gate_up = torch.from_numpy(first @ rows[row]).float()
+        inner = ops.act_and_mul(gate_up[None], act)
+        want[row] += float(weights[row, slot]) * (second @ rounded(inner.numpy())[0])
+    # One code of an activation may round to the other side.
+    assert np.abs(out.numpy() - want).max() < 0.02 * np.abs(want).max()
+    assert np.median(np.abs(out.numpy() - want)) < 1e-5 * np.abs(want).max()
+    assert torch.equal(out[5], addend[5])
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+@pytest.mark.parametrize("family", ["sdar_moe", "llada2"])
+def test_the_router_is_never_quantised(tmp_path, scheme: str, family: str) -> None:
+    moe_builder(family, config=moe_config(family, moe_intermediate_size=32)).write(tmp_path)
+    plain, model = load(tmp_path, None), load(tmp_path, QuantizationPlan(scheme))
+    names = [name for name, _ in model.named_parameters() if name.endswith("router")]
+    assert names
+    values, others = dict(plain.named_parameters()), dict(model.named_parameters())
+    assert all(torch.equal(values[name], others[name]) for name in names)
+    assert any(isinstance(held, QuantizedExperts) for held in formats(model).values())
+
+
+def test_ignored_modules_keep_their_dtype(tmp_path) -> None:
+    family_builder("sdar").write(tmp_path)
+    plan = QuantizationPlan("fp8", ignore=("model.layers.0.*", "*.down_proj"))
+    held = formats(load(tmp_path, plan))
+    kinds = {"attention.qkv", "attention.o", "mlp.gate_up"}
+    assert held.keys() == {f"layers.1.{kind}" for kind in kinds}
+
+
+def test_a_part_of_a_matrix_cannot_be_ignored(tmp_path) -> None:
+    family_builder("sdar").write(tmp_path)
+    with pytest.raises(ConfigError, match=r"quantization_ignore: expected all or none of .*q_proj"):
+        load(tmp_path, QuantizationPlan("fp8", ignore=("*.q_proj",)))
+
+
+@pytest.mark.parametrize("pattern", ["*.down_proj", "*.gate_proj"])
+def test_one_matrix_of_experts_cannot_be_ignored(tmp_path, pattern: str) -> None:
+    moe_builder("sdar_moe", config=moe_config("sdar_moe", moe_intermediate_size=32)).write(tmp_path)
+    with pytest.raises(ConfigError, match="quantization_ignore: expected all or none of"):
+        load(tmp_path, QuantizationPlan("int8", ignore=(pattern,)))
+    load(tmp_path, QuantizationPlan("int8", ignore=("*.experts.*",)))
+
+
+def test_patterns_without_a_module_are_an_error(tmp_path) -> None:
+    family_builder("sdar").write(tmp_path)
+    with pytest.raises(ConfigError, match=r"quantization_ignore: .* got '\*\.o_prj', which"):
+        load(tmp_path, QuantizationPlan("int8", ignore=("lm_head", "*.o_prj")))
+
+
+def test_an_embedding_that_is_stored_as_the_head_is_read(tmp_path) -> None:
+    builder = family_builder("sdar")
+    builder.config["tie_word_embeddings"] = True
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        assert "model.embed_tokens.weight" not in tensors
+
+    builder.edit = rename
+    stored = builder.write(tmp_path)
+    for quantize_head in (False, True):
+        model = load(tmp_path, QuantizationPlan("int8", quantize_head=quantize_head))
+        assert torch.equal(model.embedding.weight, stored["lm_head.weight"])
+        assert model.head.is_shared
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("family", ["sdar", "sdar_moe", "llada2"])
+def test_the_memory_that_is_asked_for_is_the_memory_that_is_taken(
+    tmp_path, scheme: str, family: str
+) -> None:
+    """Blocks of projections that end inside 128 rows and stacked experts included."""
+    if family == "sdar":
+        family_builder(family).write(tmp_path)
+    else:
+        moe_builder(family, config=moe_config(family, moe_intermediate_size=144)).write(tmp_path)
+    name, spec, _ = detect(tmp_path)
+    dense = random_model(name, spec, FP32, "cpu")
+    plan = QuantizationPlan(scheme)
+    saved = ModelQuantizer(plan).saved_bytes(dense, weight_table_of(dense, {}), FP32)
+    assert tensor_bytes(load(tmp_path, plan)) == tensor_bytes(dense) - saved
+
+
+def test_a_model_that_does_not_fit_is_refused_with_its_scheme(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family_builder("sdar").write(tmp_path)
+    name, spec, _ = detect(tmp_path)
+    dense = random_model(name, spec, FP32, "cpu")
+    plan = QuantizationPlan("int8")
+    saved = ModelQuantizer(plan).saved_bytes(dense, weight_table_of(dense, {}), FP32)
+    needed = memory.model_bytes(spec, FP32) - saved
+    monkeypatch.setattr(memory, "available_bytes", lambda device: needed)
+    load(tmp_path, plan)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: needed - 1)
+    text = r"model: needs 0\.0 GiB of weights \(int8\), 0\.0 GiB available"
+    with pytest.raises(CheckpointError, match=text):
+        load(tmp_path, plan)
+
+
+def test_a_failed_allocation_tells_what_the_scheme_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(num_parameters=5 << 30, rotary_rows=0, rotary_columns=0)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 3 << 29)
+    text = r"model: needs 4\.0 GiB of weights \(int4\), 1\.5 GiB available"
+    with (
+        pytest.raises(CheckpointError, match=text),
+        memory.reporting_memory(spec, torch.bfloat16, "cpu", 6 << 30, "int4"),
+    ):
+        raise MemoryError
+
+
+def test_a_plan_that_takes_nothing_is_an_error(tmp_path) -> None:
+    family_builder("sdar").write(tmp_path)
+    with pytest.raises(ConfigError, match="expected a model with matrices to quantise"):
+        load(tmp_path, QuantizationPlan("fp8", ignore=("*",)))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "of_head"), [("int8", "INT8"), ("int4", "INT8"), ("fp8", "FP8")]
+)
+def test_the_head_is_quantised_on_request_unless_tied(
+    tmp_path, scheme: str, of_head: str, is_tied: bool
+) -> None:
+    builder = family_builder("sdar")
+    builder.config["tie_word_embeddings"] = is_tied
+    builder.write(tmp_path)
+    assert "head" not in formats(load(tmp_path, QuantizationPlan(scheme)))
+    model = load(tmp_path, QuantizationPlan(scheme, quantize_head=True))
+    assert ("head" in formats(model)) == (not is_tied)
+    if not is_tied:
+        assert model.head.format.scheme == WeightScheme[of_head]
+    assert model.compute_logits(normal(3, 64)).isfinite().all()
+
+
+def test_values_cannot_be_read_back(tmp_path) -> None:
+    weight = QuantizedWeight((32,), 32, WeightScheme.FP8, 0, "cpu")
+    with pytest.raises(
+        ConfigError, match="expected quantization none to read or write them, got fp8"
+    ):
+        weight.row_major()
+
+
+def test_blocks_are_written_whole() -> None:
+    weight = QuantizedWeight((300,), 64, WeightScheme.FP8_BLOCK, 0, "cpu")
+    with pytest.raises(ValueError, match="expected blocks of 128 rows, got 128:200"):
+        weight.write(128, normal(72, 64))
