@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that belong to this one: started by a command, told by a pipe, never left behind.
+
+A child is `python -c` and not a `spawn` of multiprocessing, which imports the program of the user again
+and so fails in notebooks, from standard input and without `if __name__ == "__main__"`. It ends with its
+parent, however that ends: it reads its pipe from the first moment on and asks who its parent is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any, cast
+
+from diffulex.log import is_json_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from multiprocessing.connection import Connection
+
+__all__ = ["ChildProcess", "describe_exit", "read_forever", "stop_all"]
+
+#: Standard library only, until the path is that of the parent. Ctrl-C is for the parent to handle; the
+#: signal is blocked until this says so.
+_BOOT = """\
+import importlib, os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+from multiprocessing.connection import Connection
+os.set_inheritable(int(sys.argv[1]), False)  # what this process starts must not hold the pipe open
+connection = Connection(int(sys.argv[1]))
+sys.path[:], variables, target, parent = connection.recv()
+for key, value in variables.items():
+    os.environ[key] = value
+module, _, name = target.partition(":")
+getattr(importlib.import_module(module), name)(connection, parent)
+"""
+_LAST_LINES = 20
+_DRAIN_BYTES = 1 << 16
+_STOP_S = 5.0
+#: For the last lines of a child that has ended; what it has started itself may hold that pipe longer.
+_LINES_S = 1.0
+_STOP_POLL_S = 0.02
+_POLL_S = 0.5
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """How a process ended, in words."""
+    if exitcode is None:
+        return "is still running"
+    if exitcode < 0:
+        try:
+            return f"was killed by {signal.Signals(-exitcode).name}"
+        except ValueError:
+            return f"was killed by signal {-exitcode}"
+    return f"ended with exit code {exitcode}"
+
+
+class ChildProcess:
+    """A process that runs `target(connection, parent_pid)`.
+
+    Args:
+        target: `module:function` of what the child imports.
+        label: stands before each line that it writes to its standard error, but for log lines in JSON,
+            which have their own.
+        environment: variables in which it differs from this process.
+    """
+
+    def __init__(self, target: str, label: str, environment: Mapping[str, str]) -> None:
+        self.connection: Connection[Any, Any]
+        self.connection, child_end = multiprocessing.Pipe()
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._label = label
+        handle = child_end.fileno()
+        try:
+            with _interrupt_blocked():
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", _BOOT, str(handle)],
+                    pass_fds=(handle,),
+                    stdin=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                )
+        except BaseException:
+            self.connection.close()
+            raise
+        finally:
+            # With this end open here, the child's death would not close the pipe.
+            child_end.close()
+        self._reader = threading.Thread(target=self._read_lines, name=label, daemon=True)
+        self._reader.start()
+        with contextlib.suppress(OSError):  # gone already, which whoever reads will find
+            self.connection.send((sys.path, dict(environment), target, os.getpid()))
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    def _read_lines(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            for line in lines:
+                text = line.decode(errors="replace").rstrip()
+                self.last_lines.append(text)
+                # Whatever has become of this process's own: an end of the pipe would end the child.
+                with contextlib.suppress(Exception):
+                    named = text if is_json_line(text) else f"{self._label}: {text}"
+                    print(named, file=sys.stderr, flush=True)
+
+    @property
+    def has_ended(self) -> bool:
+        """It is gone and nothing that it has sent is left, also where others hold its pipe open."""
+        if self.process.poll() is None:
+            return False
+        with contextlib.suppress(OSError):
+            return not self.connection.poll()
+        return True
+
+    def describe_end(self) -> str:
+        """How it ended; waits a moment for that."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STOP_S)
+        self._reader.join(_LINES_S)
+        text = describe_exit(self.process.returncode)
+        return f"{text}, possibly out of memory" if text.endswith("SIGKILL") else text
+
+    def stop(self, grace_s: float = _STOP_S) -> None:
+        """Ends it: waits, then SIGTERM, then SIGKILL. Idempotent."""
+        stop_all([self], grace_s)
+
+
+def stop_all(children: Sequence[ChildProcess], grace_s: float = _STOP_S) -> None:
+    """Ends all of them together: waits, then SIGTERM, then SIGKILL. Idempotent.
+
+    What they still send is thrown away, so that none of them waits for a reader.
+    """
+    graces = (grace_s, _STOP_S, _STOP_S)
+    for signalled, seconds in zip((None, signal.SIGTERM, signal.SIGKILL), graces, strict=True):
+        running = [child for child in children if child.process.poll() is None]
+        if signalled is not None:
+            for child in running:
+                child.process.send_signal(signalled)
+        _drain_until_ended(running, time.monotonic() + seconds)
+    for child in children:
+        child.connection.close()
+
+
+def _drain_until_ended(children: Sequence[ChildProcess], end: float) -> None:
+    pipes = {child.connection.fileno() for child in children if not child.connection.closed}
+    while any(child.process.poll() is None for child in children) and time.monotonic() < end:
+        for pipe in wait(pipes, _STOP_POLL_S):
+            handle = cast("int", pipe)
+            try:
+                # Never more than there is: the process may have stopped within a message.
+                is_open = bool(os.read(handle, _DRAIN_BYTES))
+            except OSError:
+                is_open = False
+            if not is_open:
+                pipes.discard(handle)
+
+
+@contextlib.contextmanager
+def _interrupt_blocked() -> Iterator[None]:
+    """Children inherit what is blocked in the thread that starts them, whichever that is."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def read_forever(
+    connection: Connection[Any, Any], parent_pid: int, on_message: Callable[[Any], None]
+) -> None:
+    """Passes on what the parent sends, in a daemon thread; ends this process when the parent is gone.
+
+    It ends as well, with a traceback, when a message cannot be read or passed on. The pipe says so, unless another process holds its other end as well, such as a fork of the parent:
+    therefore the parent's id is looked at too.
+    """
+
+    def read() -> None:
+        try:
+            while os.getppid() == parent_pid:
+                if connection.poll(_POLL_S):
+                    on_message(connection.recv())
+        except (EOFError, OSError):
+            pass
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    threading.Thread(target=read, name="diffulex-parent", daemon=True).start()

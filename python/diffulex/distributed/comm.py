@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks that share the weights of a model exchange within a step.
+
+Every reduction gives all ranks the same bits, and every gather has the parts in rank order, so that each
+rank decides by itself what the others decide.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LOCAL", "Comm", "LocalComm", "Norm"]
+
+
+class Norm(Protocol):
+    """A norm that adds to the residual stream first; see `diffulex.nn.norm.RMSNorm`."""
+
+    def add_norm_(self, x: Tensor, residual: Tensor) -> None:
+        """In place: residual becomes x + residual, x becomes the norm of that sum."""
+
+
+class Comm(Protocol):
+    """The exchange of one rank with the others; every rank makes the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def all_reduce_(self, x: Tensor) -> None:
+        """x [.., H] becomes the sum of x over the ranks."""
+
+    def add_norm_(self, norm: Norm, x: Tensor, residual: Tensor) -> None:
+        """`norm.add_norm_` of the sum of x [T, H] over the ranks; residual [T, H] is the same on all."""
+
+    def gather_records(self, part: Tensor, out: Tensor) -> None:
+        """`out` [P, R, W] int32 becomes the `part` [R, W] of every rank, in rank order."""
+
+    def gather_columns(self, part: Tensor, widths: tuple[int, ...]) -> Tensor:
+        """The columns [n, sum of widths] of all ranks, of which rank r has `part` [n, widths[r]]."""
+
+
+class LocalComm:
+    """One rank: there is nothing to exchange."""
+
+    rank, size = 0, 1
+
+    def all_reduce_(self, x: Tensor) -> None:
+        pass
+
+    def add_norm_(self, norm: Norm, x: Tensor, residual: Tensor) -> None:
+        norm.add_norm_(x, residual)
+
+    def gather_records(self, part: Tensor, out: Tensor) -> None:
+        out.copy_(part[None])
+
+    def gather_columns(self, part: Tensor, widths: tuple[int, ...]) -> Tensor:
+        del widths  # those of `part`
+        return part
+
+
+#: What a model that is not shared exchanges with.
+LOCAL = LocalComm()

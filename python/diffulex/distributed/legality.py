@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which numbers of ranks a model can be cut for, found before any process starts."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from diffulex.distributed.layout import Layout, layout_of
+from diffulex.distributed.shard import FAST_UNIT, Shard, shard_range
+from diffulex.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from diffulex.distributed.layout import Sizes
+    from diffulex.families.spec import ModelSpec
+
+__all__ = ["MAX_RANKS", "check_model", "check_model_class", "expert_mode", "legal_heads"]
+
+#: Most ranks that share weights.
+MAX_RANKS = 8
+
+
+def check_model(spec: ModelSpec, sizes: Sizes, moe_parallel_mode: str = "auto") -> None:
+    """Compares a model with the ranks that are to share it.
+
+    Raises:
+        ConfigError: it cannot be cut so.
+    """
+    layout = layout_of(sizes)
+    if layout is not Layout.BASE and spec.moe is None:
+        raise ConfigError(
+            f"expert_parallel_size: expected 1 for a model without routed experts, got {sizes.expert}"
+        )
+    _check_heads(spec, sizes.tensor)
+    for name, size, used in _widths(spec):
+        _check_width(name, size, used, sizes.tensor)
+    if spec.moe is not None and max(sizes.tensor, sizes.expert) > 1:
+        expert_mode(spec, sizes, moe_parallel_mode)
+
+
+def legal_heads(spec: ModelSpec) -> list[int]:
+    """Numbers of ranks up to `MAX_RANKS` over which whole heads can be spread."""
+    return [
+        count
+        for count in range(1, MAX_RANKS + 1)
+        if all(
+            num_q % count == 0 and (num_kv % count == 0 or count % num_kv == 0)
+            for num_q, num_kv, _ in spec.attention_shapes
+        )
+    ]
+
+
+def _check_heads(spec: ModelSpec, num_ranks: int) -> None:
+    legal = legal_heads(spec)
+    if num_ranks in legal:
+        return
+    heads = " and ".join(dict.fromkeys(str(num_kv) for _, num_kv, _ in spec.attention_shapes))
+    raise ConfigError(
+        f"tensor_parallel_size: expected one of {', '.join(map(str, legal))} for {spec.family}"
+        f" ({spec.num_q_heads} query heads, {heads} KV heads), got {num_ranks}"
+    )
+
+
+def _widths(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
+    """(name, size, how much of it from its beginning must be on several ranks) of what is cut."""
+    moe = spec.moe
+    if moe is None or len(moe.layers) < spec.num_layers:
+        yield "intermediate_size", spec.intermediate_size, spec.intermediate_size
+    if moe is not None and moe.shared_size:
+        yield "the shared expert's width", moe.shared_size, moe.shared_size
+    yield "vocab_size", spec.embedding_rows, spec.vocab_size
+
+
+def _check_width(name: str, size: int, used: int, num_ranks: int) -> None:
+    most = 1
+    for count in range(2, MAX_RANKS + 1):
+        try:
+            last = shard_range(size, Shard(count - 1, count))
+        except ValueError:
+            break
+        most = count if last.start < used else most
+    if num_ranks > most:
+        raise ConfigError(
+            f"tensor_parallel_size: expected at most {most} shards of {name} {used}, got {num_ranks}"
+        )
+
+
+def expert_mode(spec: ModelSpec, sizes: Sizes, mode: str = "auto") -> str:
+    """How the routed experts of a model are spread: `width`, a part of each; `expert`, whole ones.
+
+    Args:
+        spec: of a model that has some.
+        sizes: more than one rank.
+        mode: `auto`: the width, where every part of it suits the fast products.
+
+    Raises:
+        ConfigError: the model has too few experts, or experts too narrow, for `mode`.
+    """
+    assert spec.moe is not None
+    num_ranks, width = max(sizes.tensor, sizes.expert), spec.moe.intermediate_size
+    if mode == "auto":
+        is_width = sizes.expert == 1 and width % (FAST_UNIT * num_ranks) == 0
+        mode = "width" if is_width else "expert"
+    if mode == "width":
+        try:
+            shard_range(width, Shard(0, num_ranks))
+        except ValueError:
+            raise ConfigError(
+                f"moe_parallel_mode: expected expert for an expert width of {width} on {num_ranks}"
+                " ranks, got width"
+            ) from None
+    elif spec.moe.num_experts < num_ranks:
+        key = "expert_parallel_size" if sizes.expert > 1 else "tensor_parallel_size"
+        raise ConfigError(
+            f"{key}: expected at most {spec.moe.num_experts} ranks for {spec.moe.num_experts} routed"
+            f" experts, got {num_ranks}"
+        )
+    return mode
+
+
+def check_model_class(name: str, model_class: Any, sizes: Sizes) -> None:
+    """ConfigError for a model class of which no rank can have a part."""
+    if sizes.tensor > 1 and "shard" not in inspect.signature(model_class).parameters:
+        raise ConfigError(
+            f"tensor_parallel_size: expected 1 for model {name!r}, whose class takes no shard"
+            f" (docs/extending.md), got {sizes.tensor}"
+        )

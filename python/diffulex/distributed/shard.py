@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of a size each rank has: shards in units that keep products on their fast paths."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+__all__ = ["FAST_UNIT", "ONE_RANK", "Shard", "shard_range"]
+
+#: Depths and column counts of kernels are multiples of this on the fast paths, of 16 on others.
+FAST_UNIT = 64
+_UNITS = (FAST_UNIT, 16)
+#: Most that the largest shard may exceed an equal one by, for the larger unit.
+_MAX_SKEW = 1.25
+
+
+class Shard(NamedTuple):
+    """One rank of several that hold parts of the same weights."""
+
+    rank: int = 0
+    size: int = 1
+
+
+#: One rank that has everything.
+ONE_RANK = Shard()
+
+
+def shard_range(size: int, shard: Shard) -> slice:
+    """The part of `size` rows or columns that a rank has: disjoint, covering, never empty.
+
+    Raises:
+        ValueError: there are more ranks than units of 16.
+    """
+    for unit in _UNITS:
+        num_units = -(-size // unit)
+        if num_units < shard.size:
+            continue
+        ends = [min(size, unit * (num_units * i // shard.size)) for i in range(shard.size + 1)]
+        most = max(b - a for a, b in itertools.pairwise(ends))
+        if unit == _UNITS[-1] or most * shard.size <= _MAX_SKEW * size:
+            return slice(ends[shard.rank], ends[shard.rank + 1])
+    raise ValueError(
+        f"shard_range: expected at most {-(-size // _UNITS[-1])} shards of {size}, got {shard.size}"
+    )

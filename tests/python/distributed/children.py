@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the child processes of tests run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from diffulex.distributed.child_process import read_forever
+from diffulex.log import configure, get_logger, name_process
+
+
+def fail(message: Any) -> None:
+    raise AttributeError(f"no {message}")
+
+
+def refuses(connection: Any, parent_pid: int) -> None:
+    """Cannot take what it is sent."""
+    read_forever(connection, parent_pid, fail)
+    time.sleep(60)
+
+
+def leaves_a_child(connection: Any, parent_pid: int) -> None:
+    """Ends before a process that it has started without closing anything."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    connection.send(child.pid)
+    os._exit(0)
+
+
+def writes(connection: Any, parent_pid: int) -> None:
+    """Writes lines to its standard error, then says so."""
+    for index in range(1000):
+        print(f"{index:0200d}", file=sys.stderr, flush=True)
+    connection.send("written")
+    connection.recv()
+
+
+def floods(connection: Any, parent_pid: int) -> None:
+    """Sends more than a pipe holds, then ends."""
+    connection.send("begins")
+    connection.send(bytes(8 << 20))
+
+
+def sleeps(connection: Any, parent_pid: int) -> None:
+    """Says nothing."""
+    time.sleep(60)
+
+
+def logs(connection: Any, parent_pid: int) -> None:
+    """Logs in both forms, and writes what is no log line."""
+    for as_json in (False, True):
+        name_process("own name" if as_json else "")
+        configure("info", file="", json=as_json)
+        get_logger("diffulex.engine").info("said")
+    print("{not a log line}", file=sys.stderr, flush=True)
+    connection.send("logged")
+    connection.recv()
