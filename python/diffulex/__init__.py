@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from diffulex.config.config import Config
     from diffulex.config.sampling_params import SamplingParams
+    from diffulex.engine.async_llm import AsyncLLM
     from diffulex.engine.denoising import DenoisingPicture, denoising
-    from diffulex.engine.engine import Diffulex
+    from diffulex.engine.engine import LLM, Diffulex
     from diffulex.engine.output import (
         DenoiseSnapshot,
         GenerationOutputs,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         DiffulexError,
+        EngineDeadError,
         OutOfPagesError,
         PromptError,
         SamplingParamsError,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "Config",
     "ConfigError",
@@ -40,6 +44,7 @@ __all__ = [
     "DenoisingPicture",
     "Diffulex",
     "DiffulexError",
+    "EngineDeadError",
     "GenerationOutputs",
     "OutOfPagesError",
     "PromptError",
@@ -53,8 +58,10 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AsyncLLM": "diffulex.engine.async_llm",
     "Config": "diffulex.config.config",
     "Diffulex": "diffulex.engine.engine",
+    "LLM": "diffulex.engine.engine",
     "SamplingParams": "diffulex.config.sampling_params",
     "__version__": "diffulex_ext",
     "DenoisingPicture": "diffulex.engine.denoising",
@@ -68,6 +75,7 @@ _MODULES = {
             "CheckpointError",
             "ConfigError",
             "DiffulexError",
+            "EngineDeadError",
             "OutOfPagesError",
             "PromptError",
             "SamplingParamsError",

@@ -41,17 +41,35 @@ ENV_VARIABLES: dict[str, EnvVariable] = {
         ),
         EnvVariable("DIFFULEX_LOG_FILE", "", (), "File that receives the log as well."),
         EnvVariable(
+            "DIFFULEX_LOG_ALL_RANKS",
+            "0",
+            _FLAG,
+            "1 makes every rank of one engine log as the first does, not warnings and errors alone.",
+        ),
+        EnvVariable(
+            "DIFFULEX_LOG_PROMPTS",
+            "0",
+            _FLAG,
+            "1 logs the first 200 characters of every prompt, at level debug; else none is logged.",
+        ),
+        EnvVariable(
             "DIFFULEX_API_KEY", "", (), "Keys of the server, separated by commas; see --api-key."
+        ),
+        EnvVariable(
+            "DIFFULEX_ADMIN_API_KEY",
+            "",
+            (),
+            "Keys of those who change its weights, separated by commas; see --admin-api-key.",
+        ),
+        EnvVariable(
+            "OMP_NUM_THREADS",
+            "",
+            (),
+            "Threads of the ops on CPU; replicas share the cores where it is unset.",
         ),
         EnvVariable("NO_COLOR", "", (), "Any value turns colour off."),
         EnvVariable(
-            "OPENAI_API_KEY", "", (), "Key that `diffulex bench serve` sends; see its --api-key."
-        ),
-        EnvVariable(
-            "DIFFULEX_BATCH_INVARIANT",
-            "0",
-            _FLAG,
-            "1 makes results independent of the other requests of a step; slower.",
+            "OPENAI_API_KEY", "", (), "Key that `diffulex bench` sends to servers; see --api-key."
         ),
         EnvVariable(
             "DIFFULEX_CHECK",
@@ -62,6 +80,33 @@ ENV_VARIABLES: dict[str, EnvVariable] = {
         ),
         EnvVariable(
             "DIFFULEX_FORCE_SM80", "0", _FLAG, "1 turns the Hopper kernels off; for comparisons."
+        ),
+        EnvVariable(
+            "DIFFULEX_STEP_TRACE",
+            "",
+            (),
+            "File to which engines append a line of JSON for each of their steps.",
+        ),
+        EnvVariable(
+            "DIFFULEX_NVTX",
+            "0",
+            _FLAG,
+            "1 makes NVTX ranges of the stages of every step, by the package nvtx.",
+        ),
+        EnvVariable(
+            "DIFFULEX_CUDA_STAGE_TIMING_PATH",
+            "",
+            (),
+            "File, with the rank put into its name, for the times of the stages of the first steps.",
+        ),
+        EnvVariable(
+            "DIFFULEX_CUDA_STAGE_TIMING_MAX_STEPS", "256", (), "Steps whose stages are timed."
+        ),
+        EnvVariable(
+            "DIFFULEX_CUDA_PROFILER_API",
+            "0",
+            _FLAG,
+            "1 makes recordings mark the range that Nsight Systems captures; they see the CPU alone.",
         ),
         EnvVariable(
             "DIFFULEX_NO_TORCH",

@@ -7,6 +7,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DiffulexError",
+    "EngineDeadError",
     "OutOfPagesError",
     "PromptError",
     "SamplingParamsError",
@@ -27,7 +28,15 @@ class CheckpointError(DiffulexError, ValueError):
 
 
 class PromptError(DiffulexError, ValueError):
-    """A prompt cannot be served: empty, too long or with ids outside the vocabulary."""
+    """A prompt cannot be served: empty, too long or with ids outside the vocabulary.
+
+    Attributes:
+        code: what clients of a server read.
+    """
+
+    def __init__(self, message: str = "", *, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class SamplingParamsError(DiffulexError, ValueError):
@@ -36,6 +45,34 @@ class SamplingParamsError(DiffulexError, ValueError):
 
 class UnknownParameterError(SamplingParamsError, TypeError):
     """A request has no parameter of this name."""
+
+
+class EngineDeadError(DiffulexError, RuntimeError):
+    """An engine, or the last process of one, is gone; every later call raises it as well.
+
+    Attributes:
+        cause: why.
+        rank: of the process that died; of several replicas the number of the last one.
+        pid: its process id.
+        device: where it ran.
+        last_lines: what it last wrote to its standard error.
+    """
+
+    def __init__(
+        self,
+        cause: str,
+        *,
+        rank: int = 0,
+        pid: int | None = None,
+        device: str = "",
+        last_lines: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.rank = rank
+        self.pid = pid
+        self.device = device
+        self.last_lines = last_lines
 
 
 class OutOfPagesError(DiffulexError, RuntimeError):

@@ -13,12 +13,31 @@ import logging.handlers
 import math
 import sys
 import time
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple
 
-from diffulex.env import get_choice, get_text
+from diffulex.env import get_choice, get_flag, get_text
 from diffulex.errors import ConfigError
 
-__all__ = ["configure", "format_duration", "get_logger", "setup_logger", "success", "warn_once"]
+__all__ = [
+    "LogSettings",
+    "LoggerMixin",
+    "configure",
+    "format_duration",
+    "get_logger",
+    "is_json_line",
+    "log_prompt",
+    "log_settings",
+    "logged_to",
+    "name_process",
+    "part_named",
+    "prompt_to_log",
+    "setup_logger",
+    "success",
+    "warn_once",
+]
 
 _ROOT = "diffulex"
 _LEVELS = {
@@ -30,6 +49,7 @@ _LEVELS = {
 _COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.DEBUG: "\x1b[2m"}
 _FILE_BYTES = 64 << 20
 _FILE_COUNT = 3
+PROMPT_CHARS = 200
 # What is no `extra`; uvicorn repeats its messages with terminal codes.
 _RECORD_FIELDS = {*vars(logging.makeLogRecord({})), "message", "asctime", "color_message"}
 
@@ -38,13 +58,59 @@ logging.getLogger(_ROOT).addHandler(logging.NullHandler())
 _warned: set[tuple[str, str]] = set()
 
 
+class _Process:
+    """Which of several processes this one is."""
+
+    name = ""
+    rank = 0
+
+
+#: What the running task looks after; it stands for the name of the process.
+_part: ContextVar[str] = ContextVar("diffulex_log_part", default="")
+
+
 def get_logger(name: str = _ROOT) -> logging.Logger:
     """Logger of a module; it has no handlers of its own."""
     return logging.getLogger(name)
 
 
+class LoggerMixin:
+    """Gives a class the logger of its module."""
+
+    @property
+    def logger(self) -> logging.Logger:
+        """The logger of the module of the class."""
+        return get_logger(type(self).__module__)
+
+
+def name_process(name: str, rank: int = 0) -> None:
+    """Names this process in every line that it logs; to be called before `configure`.
+
+    Args:
+        name: such as ``replica 1``; empty: none.
+        rank: among processes that do the same work; others than the first log warnings and errors
+            alone, unless DIFFULEX_LOG_ALL_RANKS is set.
+    """
+    _Process.name, _Process.rank = name, rank
+
+
+@contextmanager
+def part_named(name: str) -> Iterator[None]:
+    """Names a part of this process in every line that the block, or tasks it starts, log."""
+    token = _part.set(name)
+    try:
+        yield
+    finally:
+        _part.reset(token)
+
+
+def _place() -> str:
+    return _part.get() or _Process.name
+
+
 class _TextFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00.123 INFO    engine message`; colour never enters the record."""
+    """`2026-01-31 12:00:00.123 INFO    engine message`, and `engine[replica 1]` in a named process;
+    colour never enters the record."""
 
     def __init__(self, color: bool) -> None:
         super().__init__()
@@ -53,6 +119,9 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         component = record.name.removeprefix(_ROOT + ".")
+        place = _place()
+        if place:
+            component = f"{component}[{place}]"
         head = f"{stamp}.{int(record.msecs):03d} {record.levelname:<7} {component}"
         color = _COLORS.get(record.levelno, "") if self._color else ""
         if color:
@@ -71,7 +140,8 @@ class _JsonFormatter(logging.Formatter):
             "ts": record.created,
             "level": record.levelname.lower(),
             "logger": record.name,
-            "rank": 0,
+            "rank": _Process.rank,
+            "process": _place(),
             "pid": record.process,
             "msg": record.getMessage(),
         }
@@ -81,10 +151,28 @@ class _JsonFormatter(logging.Formatter):
         return _json.dumps(entry, default=str)
 
 
+def is_json_line(text: str) -> bool:
+    """Whether a line is one of this log in JSON."""
+    return text.startswith('{"ts": ') and text.endswith("}")
+
+
 class _OwnedHandler:
     """The handlers `configure` installed, so that a second call replaces them."""
 
     handlers: tuple[logging.Handler, ...] = ()
+    settings: LogSettings | None = None
+
+
+class LogSettings(NamedTuple):
+    """How this process logs, for its children: level and whether in JSON."""
+
+    level: str
+    json: bool
+
+
+def log_settings() -> LogSettings | None:
+    """What `configure` chose; None where it was not called."""
+    return _OwnedHandler.settings
 
 
 def configure(
@@ -96,7 +184,7 @@ def configure(
     """Installs one stderr handler (and a rotating file) on the package logger.
 
     For applications only. None takes the value of DIFFULEX_LOG_LEVEL, DIFFULEX_LOG_FILE and
-    DIFFULEX_LOG_FORMAT. A second call replaces the handlers of the first.
+    DIFFULEX_LOG_FORMAT; an empty `file` is none. A second call replaces the handlers of the first.
 
     Raises:
         ConfigError: unknown level or colour mode.
@@ -127,15 +215,40 @@ def configure(
     for handler in handlers:
         logger.addHandler(handler)
     _OwnedHandler.handlers = tuple(handlers)
-    logger.setLevel(_LEVELS[name])
+    _OwnedHandler.settings = LogSettings(name, as_json)
+    is_quiet = _Process.rank > 0 and not get_flag("DIFFULEX_LOG_ALL_RANKS")
+    logger.setLevel(max(_LEVELS[name], logging.WARNING) if is_quiet else _LEVELS[name])
+
+
+@contextmanager
+def logged_to(path: str | None) -> Iterator[None]:
+    """Adds a file to what the package logs in the block, after what it holds; None adds nothing."""
+    if path is None:
+        yield
+        return
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(_TextFormatter(False))
+    logger = logging.getLogger(_ROOT)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
 
 
 def setup_logger(
-    name: str = _ROOT, level: int | str = logging.INFO, log_file: str | None = None
+    name: str = _ROOT,
+    level: int | str = logging.INFO,
+    log_file: str | None = None,
+    use_rich: bool = True,
 ) -> logging.Logger:
-    """`configure` under its documented older name; returns the logger `name`."""
+    """`configure` under its documented older name; returns the logger `name`.
+
+    `use_rich` False turns colour off.
+    """
     text = logging.getLevelName(level) if isinstance(level, int) else level
-    configure(str(text).lower(), file=log_file)
+    configure(str(text).lower(), file=log_file, color="auto" if use_rich else "never")
     return get_logger(name)
 
 
@@ -150,6 +263,20 @@ def warn_once(logger: logging.Logger, key: str, message: str, *args: object) -> 
         return
     _warned.add((logger.name, key))
     logger.warning(message, *args)
+
+
+def log_prompt(logger: logging.Logger, what: str, prompt: Callable[[], object]) -> None:
+    """Logs the start of a prompt at DEBUG, where DIFFULEX_LOG_PROMPTS is set; else never makes it."""
+    text = prompt_to_log(logger, prompt)
+    if text is not None:
+        logger.debug("%s prompt=%r", what, text)
+
+
+def prompt_to_log(logger: logging.Logger, prompt: Callable[[], object]) -> str | None:
+    """What `log_prompt` logs, for who must not fail where it is logged; None: nothing."""
+    if not (logger.isEnabledFor(logging.DEBUG) and get_flag("DIFFULEX_LOG_PROMPTS")):
+        return None
+    return str(prompt())[:PROMPT_CHARS]
 
 
 def format_duration(seconds: float | None) -> str:

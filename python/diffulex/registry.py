@@ -253,7 +253,7 @@ def _model_name(config: Any) -> str:
 
 def _strategy_registry(name: str, table: str) -> Registry[Callable[..., Any]]:
     """Registry of one factory per strategy."""
-    module = "diffulex.strategies.rules"
+    module = "diffulex.strategies.listing"
     return Registry(
         name, f"{module}:{table}", _strategy, default="multi_bd", aliases=f"{module}:ALIASES"
     )

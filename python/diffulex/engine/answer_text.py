@@ -79,11 +79,6 @@ class AnswerText:
         """Whether the stop text belongs to the answer."""
         return self._include_stop
 
-    @property
-    def num_released(self) -> int:
-        """Tokens in the pieces so far."""
-        return self._num_released
-
     def span(self, index: int) -> tuple[int, str] | None:
         """Where in `text` a released token begins, and what it adds there; None: unknown.
 
@@ -185,8 +180,14 @@ class AnswerText:
         return 0
 
     def _count_within(self, num_chars: int) -> int:
-        """Tokens whose text ends within the first `num_chars` characters."""
+        """Tokens whose text ends within the first `num_chars` characters.
+
+        Those without text wait for one that has some: a stop text may begin there, and they are not
+        of the answer then.
+        """
         count = bisect_left(self._ends, num_chars + 1)
+        while count and self._known[count - 1] == (self._known[count - 2] if count > 1 else 0):
+            count -= 1
         return max(count, self._num_released)
 
     def _release(self, num_tokens: int, num_chars: int) -> Piece:

@@ -22,7 +22,7 @@ _LINE_BREAK = "⏎"
 
 
 class DenoisingPicture:
-    """One row per forward, behind the row of masks at the start.
+    """One row per forward, after the row of masks at the start.
 
     Attributes:
         output: the finished request.
@@ -90,9 +90,8 @@ def denoising(
                 continue
             if not rows:
                 decoding = engine.config.decoding
-                # A canvas starts right behind the prompt, blocks at multiples of their size.
-                is_canvas = decoding.decoding_strategy == "diffusion_gemma"
-                offset = 0 if is_canvas else event.snapshot.prompt_len
+                # A canvas starts where the prompt ends, blocks at multiples of their size.
+                offset = 0 if decoding.traits.has_canvas else event.snapshot.prompt_len
                 rows.append(opening_spans(offset, decoding.block_size))
             # What the last step settled is highlighted once more before it becomes plain.
             open_spans = snapshot_spans(event.snapshot, tokenizer, num_settled=len(settled))

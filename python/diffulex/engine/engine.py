@@ -11,25 +11,42 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from diffulex.checkpoint.memory import check_num_reqs
-from diffulex.config.config import Config, read_model_facts
+from diffulex.config.config import Config
+from diffulex.config.facts import read_facts
+from diffulex.config.parse import Options
 from diffulex.config.sampling_params import SamplingParams, merged_params
-from diffulex.config.types import ModelFacts
 from diffulex.engine.interrupt import InterruptGuard, deferred_interrupt
+from diffulex.engine.ledger import Ledger
+from diffulex.engine.live import LiveControls
 from diffulex.engine.metrics import RequestRecord, RunStats
+from diffulex.engine.observed import Observed
 from diffulex.engine.output import GenerationOutputs, RequestOutput, StepOutput, StreamEvent
 from diffulex.engine.progress import Progress, ProgressInfo, adding_bar
 from diffulex.engine.prompt import Prompt, encode_prompt, repeated, split_prompts, spread_params
+from diffulex.engine.replicas.loop import ReplicaLoop
+from diffulex.engine.replicas.members import refuse_others
 from diffulex.engine.routing import StepQueue, take_all
-from diffulex.engine.startup import log_startup
+from diffulex.engine.startup import (
+    check_fast_paths,
+    import_workers,
+    load_weights,
+    log_startup,
+)
 from diffulex.engine.step_loop import StepLoop
 from diffulex.engine.text_stream import TextStream
-from diffulex.registry import AutoModelRunner, AutoScheduler
+from diffulex.errors import ConfigError
+from diffulex.likelihood.estimator import Estimate
+from diffulex.likelihood.scorer import OneScore, Scorer, Scores
+from diffulex.log import get_logger
+from diffulex.profiling.profiler import Profiler
+from diffulex.profiling.scopes import Instrument
+from diffulex.registry import AutoScheduler
+from diffulex.runner.local_executor import LocalExecutor
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
@@ -39,14 +56,23 @@ if TYPE_CHECKING:
 
     from diffulex.checkpoint.tokenizer import Tokenizer
     from diffulex.config.keywords import EngineKeywords, SamplingKeywords
-    from diffulex.runner.model_runner import ModelRunner
+    from diffulex.distributed.executor import Executor
+    from diffulex.profiling.ring import StepRing
 
-__all__ = ["Diffulex"]
+__all__ = ["LLM", "Diffulex"]
+
+logger = get_logger(__name__)
 
 StreamMode = Literal["block_append", "denoise"]
 
 
-class Diffulex:
+def check_mode(mode: str) -> None:
+    """ValueError for a mode of streams that does not exist."""
+    if mode not in ("block_append", "denoise"):
+        raise ValueError(f"mode: expected block_append or denoise, got {mode!r}")
+
+
+class Diffulex(LiveControls, Observed):
     """An engine over one model.
 
     Args:
@@ -70,39 +96,92 @@ class Diffulex:
         **settings: Unpack[EngineKeywords],
     ) -> None:
         with _memory_back_on_failure(self):
-            facts = read_model_facts(model, settings)
-            config = Config.resolve(model, facts, settings)
-            self._assemble(config, _load(config, facts, show_progress), facts.tokenizer)
+            self._build(Options.parse(model, settings), show_progress)
 
     @classmethod
-    def from_components(cls, config: Config, model: Any, tokenizer: Tokenizer | None) -> Diffulex:
-        """An engine over a model that exists already, for example with random weights.
-
-        Without a tokenizer prompts are token ids and texts are empty.
-        """
+    def from_options(cls, options: Options) -> Diffulex:
+        """An engine of options that are parsed already; raises as the constructor does."""
         engine = cls.__new__(cls)
         with _memory_back_on_failure(engine):
-            engine._assemble(config, model, tokenizer)
+            engine._build(options, show_progress=False)
         return engine
 
-    def _assemble(self, config: Config, model: Any, tokenizer: Tokenizer | None) -> None:
-        strategy = config.decoding.decoding_strategy
+    def _build(self, options: Options, show_progress: bool) -> None:
+        import_workers(options.given.get("worker_imports", ()))
+        facts = read_facts(options)
+        config = Config.of(options, facts)
+        if config.parallel.data_parallel_size > 1:
+            self._assemble_replicas(config, options, facts.tokenizer)
+            return
+        # No variable holds the model: this frame outlives a failure.
+        self._assemble(
+            config, load_weights(config, facts, show_progress), facts.tokenizer, LocalExecutor()
+        )
+
+    @classmethod
+    def from_components(
+        cls,
+        config: Config,
+        model: Any,
+        tokenizer: Tokenizer | None,
+        executor: Executor | None = None,
+    ) -> Diffulex:
+        """An engine over a model that exists already, for example with random weights.
+
+        Without a tokenizer prompts are token ids and texts are empty. Without an executor the steps
+        run in this process; one that is given is the engine's to close, also after a failure here.
+        """
+        if config.parallel.data_parallel_size > 1:
+            raise ConfigError(
+                "from_components: expected data_parallel_size 1, got"
+                f" {config.parallel.data_parallel_size}: replicas load the checkpoint themselves"
+            )
+        engine = cls.__new__(cls)
+        with _memory_back_on_failure(engine):
+            engine._assemble(
+                config, model, tokenizer, LocalExecutor() if executor is None else executor
+            )
+        return engine
+
+    def _assemble(
+        self, config: Config, model: Any, tokenizer: Tokenizer | None, executor: Executor
+    ) -> None:
+        decoding = config.decoding
+        self._executor = executor
         check_num_reqs(config)
         self._tokenizer = tokenizer
-        if tokenizer is not None and strategy != "diffusion_gemma":
+        if tokenizer is not None and not decoding.traits.has_canvas:
             tokenizer.protect_mask(config.model.mask_token_id)
         start = time.perf_counter()
-        runner: ModelRunner = AutoModelRunner.get(strategy)(config, model)
+        self._observe(config, executor)
+        executor.load(config, model)
         if config.cache.num_pages == -1:
-            config = config.with_num_pages(runner.decide_num_pages())
-        self._scheduler: _core.Scheduler = AutoScheduler.create(strategy, config)
-        runner.prepare(config, self._scheduler.options)
+            config = config.with_num_pages(executor.num_pages())
+        self._scheduler: _core.Scheduler = AutoScheduler.create(decoding.decoding_strategy, config)
+        prepared = executor.start(config, self._scheduler)
+        check_fast_paths(config, prepared)
         self.config = config
         #: Seconds from the loaded model to the first possible step: cache, warm-up, graphs.
         self.warm_up_s = time.perf_counter() - start
-        self._runner = runner
-        self._loop = StepLoop(config, self._scheduler, runner, tokenizer)
-        log_startup(config, runner)
+        # A canvas has no masks: the id in the configuration is an ordinary token there.
+        mask_token_id = -1 if decoding.traits.has_canvas else config.model.mask_token_id
+        ledger = Ledger(self._scheduler, executor, tokenizer, mask_token_id)
+        self._loop = StepLoop(config, self._scheduler, executor, ledger, tokenizer, self._ring)
+        self._prepared = prepared
+        log_startup(config, prepared, executor.memory(), tokenizer)
+        self._profiler.listen(config.model.device)
+
+    def _assemble_replicas(self, config: Config, options: Options, tokenizer: Tokenizer) -> None:
+        """Several engines in processes of their own, which do what this one is asked for."""
+        check_num_reqs(config)
+        self._tokenizer = tokenizer
+        if not config.decoding.traits.has_canvas:
+            tokenizer.protect_mask(config.model.mask_token_id)
+        self._profiler = Profiler(None, Instrument(list))
+        loop = ReplicaLoop(config, options, tokenizer)
+        self._loop = cast("StepLoop", loop)  # what this class asks of one
+        self.config, self.warm_up_s = loop.config, loop.warm_up_s
+        refuse_others(self, config.parallel.data_parallel_size)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -126,8 +205,15 @@ class Diffulex:
         sampling_params: SamplingParams | None = None,
         *,
         has_snapshots: bool = False,
+        has_text: bool = False,
     ) -> int:
         """Enqueues a prompt (text, token ids or chat messages) and returns its request id.
+
+        Args:
+            prompt: text, token ids or chat messages.
+            sampling_params: None: the defaults.
+            has_snapshots: its step outputs carry the buffer.
+            has_text: its step outputs carry text, released together with its tokens.
 
         Raises:
             PromptError: the prompt is empty, too long or has ids outside the vocabulary.
@@ -136,7 +222,7 @@ class Diffulex:
         self._loop.check_open()
         token_ids = self._encode(prompt, use_chat_template=False)
         params = sampling_params or SamplingParams()
-        return self._loop.add(token_ids, params, has_snapshots=has_snapshots)
+        return self._loop.add(token_ids, params, has_snapshots=has_snapshots, has_text=has_text)
 
     def abort(self, req_id: int) -> bool:
         """Ends a request at the next step boundary; False for unknown or finished ids."""
@@ -180,18 +266,18 @@ class Diffulex:
 
     @property
     def num_watched_requests(self) -> int:
-        """Requests whose logits are looked at on the host; see `row_watch`."""
-        return self._runner.row_watch.num_requests
+        """Requests whose logits are looked at on the host; see `Executor.watch`."""
+        return self._loop.num_watched
 
     def flush_prefix_cache(self) -> int:
         """Forgets cached prefixes that no request uses; returns how many pages that frees."""
         self._loop.check_open()
-        return self._scheduler.flush_prefix_cache()
+        return self._loop.flush_prefix_cache()
 
     def stats(self) -> _core.SchedulerStats:
         """Counters of the scheduler."""
         self._loop.check_open()
-        return self._scheduler.stats()
+        return self._loop.stats()
 
     # Whole generations.
 
@@ -229,29 +315,31 @@ class Diffulex:
         Raises:
             PromptError: a prompt cannot be served; then none was started.
         """
-        self._loop.check_open()
+        self._loop.check_running()
         if on_interrupt not in ("raise", "return"):
             raise ValueError(f"on_interrupt: expected raise or return, got {on_interrupt!r}")
         encoded = [self._encode(p, use_chat_template) for p in split_prompts(prompts)]
         params = spread_params(merged_params(sampling_params, sampling), len(encoded))
         work = repeated(list(zip(encoded, params, strict=True)), n, self.config.sampler)
-        start, run = time.perf_counter(), RunStats()
-        runner, ledger = self._runner, self._loop.ledger  # they outlive a close by a callback
-        graph_counts = runner.num_graph_steps, runner.num_graph_fallbacks
+        start = time.perf_counter()
+        run = RunStats(num_replicas=self.config.parallel.data_parallel_size)
+        ledger, before = self._loop.ledger, self._loop.counts
         lifetime, ledger.run_stats = ledger.run_stats, run
         try:
             outputs = self._generate(
                 work,
                 lambda records: Progress(
-                    records, run, use_tqdm, progress_log_interval, on_progress
+                    records, run, use_tqdm, progress_log_interval, on_progress, ledger.block_state
                 ),
                 stream_callback,
                 is_raising=on_interrupt == "raise",
                 use_tqdm=use_tqdm,
             )
         finally:
-            run.num_graph_steps = runner.num_graph_steps - graph_counts[0]
-            run.num_graph_fallbacks = runner.num_graph_fallbacks - graph_counts[1]
+            counts = self._loop.counts
+            run.num_graphs = counts.captured
+            run.num_graph_steps = counts.graph - before.graph
+            run.num_graph_fallbacks = counts.graph_fallbacks - before.graph_fallbacks
             run.wall_s = time.perf_counter() - start
             ledger.run_stats = lifetime.merged(run)
         result = GenerationOutputs(outputs, run)
@@ -283,14 +371,14 @@ class Diffulex:
         """Decodes one prompt and yields what happens; closing the iterator aborts the request.
 
         `block_append` yields tokens and text that can no longer change, and the pieces together
-        equal the final ones; a piece has no text while a character is incomplete. `denoise` yields one event per step, with a snapshot of the blocks.
+        equal the final ones; a piece has no text while a character is incomplete. `denoise` yields
+        one event per step, with a snapshot of the blocks.
 
         Raises:
             PromptError: the prompt cannot be served.
         """
         self._loop.check_open()
-        if mode not in ("block_append", "denoise"):
-            raise ValueError(f"mode: expected block_append or denoise, got {mode!r}")
+        check_mode(mode)
         token_ids = self._encode(prompt, use_chat_template)
         params = merged_params(sampling_params, sampling) or SamplingParams()
         return self._stream(token_ids, params, mode == "denoise")
@@ -301,13 +389,14 @@ class Diffulex:
         queue = StepQueue()
         text = TextStream(self._tokenizer, params)
         req_id, is_finished = -1, False
+        self._loop.check_running()
         try:
             with deferred_interrupt():
                 req_id = self._loop.add(token_ids, params, has_snapshots=has_snapshots, queue=queue)
             while not is_finished:
                 self._loop.check_open()
                 if not queue:
-                    self._loop.run()
+                    self._loop.run_or_wait()
                     continue
                 step = queue.popleft()
                 is_finished = step.is_finished
@@ -328,6 +417,7 @@ class Diffulex:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         loop, queue = self._loop, StepQueue()
+        queue.is_shown = stream_callback is not None
         order: list[int] = []
         done: dict[int, RequestOutput] = {}
         texts: dict[int, TextStream] = {}
@@ -346,7 +436,7 @@ class Diffulex:
                         self._interrupt(set(order) - set(done), is_raising)
                     start = time.perf_counter()
                     if not queue:
-                        loop.run()
+                        loop.run_or_wait()
                     seconds = time.perf_counter() - start
                     for step in take_all(queue):
                         if stream_callback is not None:
@@ -372,6 +462,50 @@ class Diffulex:
         for req_id in req_ids:
             self._loop.abort(req_id)
 
+    def score(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        target_ranges: Sequence[tuple[int, int]],
+        block_grid: int | None = None,
+        *,
+        request_ids: Sequence[int] | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        on_scored: Callable[[OneScore], None] | None = None,
+        **estimate: Any,
+    ) -> Scores:
+        """Estimated log-likelihoods of given tokens, float32 [N], a lower bound in expectation.
+
+        Requests that are under way wait meanwhile, and no prefix is read or kept.
+
+        Args:
+            token_ids: N sequences, each with what comes before its tokens to score.
+            target_ranges: [begin, end) of the tokens to score.
+            block_grid: size of the blocks that are estimated one after the other; 0: the range as a
+                whole; None: what the model was trained with.
+            request_ids: keys of the draws in [0, 2**63), one per sequence; None: their places.
+            on_progress: receives the number of sequences that are done.
+            on_scored: receives each sequence's score as it is done.
+            estimate: fields of `diffulex.likelihood.estimator.Estimate`: mc_num, batch_size, seed,
+                guidance, check_greedy.
+
+        Raises:
+            ConfigError: the model denoises a canvas, or is an exported program.
+            PromptError: a sequence or a range cannot be scored; then none was.
+            RuntimeError: a failed change left some weights old and some new.
+            ValueError: a setting of the estimate is out of range.
+        """
+        self._loop.check_open()
+        with self._loop.exclusive():
+            self._loop.check_weights()
+            scorer = Scorer(self.config, self._executor, block_grid, Estimate(**estimate))
+            return scorer.run(
+                token_ids,
+                target_ranges,
+                request_ids=request_ids,
+                on_progress=on_progress,
+                on_scored=on_scored,
+            )
+
     # Life cycle.
 
     def close(self) -> None:
@@ -386,14 +520,11 @@ class Diffulex:
         with self._loop.exclusive():
             if self._loop.is_closed:
                 return
-            is_cuda = self.config.model.device.startswith("cuda")
-            if is_cuda:
-                # The device may be a step ahead. If it has failed, the step that failed has said so.
-                with contextlib.suppress(RuntimeError):
-                    torch.cuda.synchronize(self.config.model.device)
-            self._loop.close()
-            del self._runner
-            if is_cuda:
+            try:
+                self._profiler.close()
+            finally:
+                self._loop.close()
+            if self.config.model.device.startswith("cuda"):
                 _give_memory_back()
 
     def __enter__(self) -> Diffulex:
@@ -409,6 +540,10 @@ class Diffulex:
 
     def _encode(self, prompt: Prompt, use_chat_template: bool) -> tuple[int, ...]:
         return encode_prompt(prompt, self.config, self._tokenizer, use_chat_template)
+
+
+#: The name that other engines have for it.
+LLM = Diffulex
 
 
 @contextlib.contextmanager
@@ -427,9 +562,23 @@ def _memory_back_on_failure(engine: Diffulex) -> Iterator[None]:
         while link is not None and link is not handled:
             traceback.clear_frames(link.__traceback__)
             link = link.__cause__ or link.__context__
+        executor: Executor | None = vars(engine).get("_executor")
+        if executor is not None:
+            _close_after_failure(executor)
+        ring: StepRing | None = vars(engine).get("_ring")
+        if ring is not None:
+            ring.close()
         vars(engine).clear()
         _give_memory_back()
         raise
+
+
+def _close_after_failure(executor: Executor) -> None:
+    """Closes it; an error of its own is logged, since raised it would hide why the engine failed."""
+    try:
+        executor.close()
+    except Exception:
+        logger.exception("close of the executor of an engine that could not start: failed as well")
 
 
 def _give_memory_back() -> None:
@@ -439,27 +588,3 @@ def _give_memory_back() -> None:
     """
     with contextlib.suppress(RuntimeError):
         torch.cuda.empty_cache()
-
-
-def _load(config: Config, facts: ModelFacts, show_progress: bool) -> Any:
-    """The model of the checkpoint, or one of its shape."""
-    from diffulex.checkpoint.auto_model import load_model, random_model  # noqa: PLC0415
-
-    model = config.model
-    dtype = getattr(torch, model.dtype)
-    if model.load_format == "dummy":
-        return random_model(facts.model_name, facts.spec, dtype, model.device)
-    if model.program is not None:
-        from diffulex_edge.program import PteModel  # noqa: PLC0415 (exported programs only)
-
-        return PteModel.load(facts.spec, model.program)
-    return load_model(
-        facts.model_name,
-        facts.spec,
-        facts.model_dir,
-        dtype,
-        model.device,
-        progress=show_progress and sys.stderr.isatty(),
-        lora_path=Path(model.lora_path).expanduser() if model.use_lora else None,
-        merge_lora=model.pre_merge_lora,
-    )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType, TracebackType
 
-__all__ = ["InterruptGuard", "deferred_interrupt"]
+__all__ = ["InterruptGuard", "deferred_interrupt", "uninterrupted"]
 
 
 class InterruptGuard:
@@ -60,3 +60,29 @@ def deferred_interrupt() -> Iterator[None]:
     finally:
         if guard.is_interrupted:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A short block at whose end the handler of SIGINT runs, whoever set it, and not within.
+
+    From the third SIGINT on it runs at once: what the block waits for does not come.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append((number, frame))
+        if len(came) > 2:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])

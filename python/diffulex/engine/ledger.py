@@ -6,31 +6,32 @@ Turns the events of the core into step outputs, and closed records into request 
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from diffulex.checkpoint.detokenizer import robust_decode
-from diffulex.engine.answer_text import AnswerText
+from diffulex.distributed.executor import Watch
+from diffulex.engine.answers import RequestEnd, close, deliver, open_record
 from diffulex.engine.metrics import RequestRecord, RunStats
-from diffulex.engine.output import BlockSnapshot, DenoiseSnapshot, RequestOutput, StepOutput
+from diffulex.engine.output import BlockSnapshot, DenoiseSnapshot, StepOutput
+from diffulex.ops.sampling import AcceptFlag
+from diffulex.trace.trajectory import TraceRecorder
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from diffulex.checkpoint.detokenizer import Decode
     from diffulex.checkpoint.tokenizer import Tokenizer
     from diffulex.config.sampling_params import SamplingParams
-    from diffulex.runner.model_runner import ModelRunner
+    from diffulex.distributed.executor import Executor
+    from diffulex.engine.answers import LogprobsOf
 
 __all__ = ["Ledger"]
-
-# AcceptFlag of include/diffulex/ops/sampling.h.
-_BAD_LOGITS = 32
 
 
 class Ledger:
@@ -42,17 +43,19 @@ class Ledger:
     def __init__(
         self,
         scheduler: _core.Scheduler,
-        runner: ModelRunner,
+        executor: Executor,
         tokenizer: Tokenizer | None,
         mask_token_id: int,
     ) -> None:
         self.run_stats = RunStats()
         self._scheduler = scheduler
-        self._runner = runner
+        self._executor = executor
         self._tokenizer = tokenizer
         self._mask_token_id = mask_token_id
         self._records: dict[int, RequestRecord] = {}
         self._snapshot_ids: set[int] = set()
+        #: Requests whose answer is over, until the scheduler has let them go.
+        self._settling: set[int] = set()
         self._model_stops = frozenset(scheduler.options.stop_token_ids)
         self._decoders: dict[bool, Decode] = {}
         if tokenizer is not None:
@@ -60,6 +63,8 @@ class Ledger:
         self._lock = threading.Lock()
         #: Blocks the last step denoised.
         self.num_active_blocks = 0
+        #: Pages in use after the last step.
+        self.num_used_pages = 0
         #: Called with the forwards that a block was denoised in, when its KV enters the cache.
         self.on_block: Callable[[int], None] | None = None
         self._block_steps: dict[int, dict[int, int]] = {}
@@ -69,8 +74,10 @@ class Ledger:
         request: _core.Request,
         token_ids: tuple[int, ...],
         params: SamplingParams,
-        has_snapshots: bool,
         special_stops: Mapping[int, str],
+        *,
+        has_snapshots: bool,
+        has_text: bool,
     ) -> int:
         """Hands a request to the scheduler and opens its record; returns its id.
 
@@ -78,8 +85,9 @@ class Ledger:
             request: of the core.
             token_ids: its prompt.
             params: what it was asked for.
-            has_snapshots: its step outputs carry the buffer.
             special_stops: stop texts that are stop ids of the request as well, by id.
+            has_snapshots: its step outputs carry the buffer.
+            has_text: its step outputs carry text.
         """
         if params.stop and self._tokenizer is None:
             raise ValueError("stop: expected an engine with a tokenizer, got one without")
@@ -89,19 +97,18 @@ class Ledger:
         # The step thread must not meet an id whose record does not exist yet.
         with self._lock:
             req_id = self._scheduler.add_request(request)
-            record = RequestRecord(req_id, token_ids, params.max_tokens, time.perf_counter())
-            record.stop_token_ids = frozenset(params.stop_token_ids)
-            record.special_stops = special_stops
-            record.decode = self._decoder(params)
-            if params.stop:
-                record.answer = AnswerText(
-                    record.decode, params.stop, params.include_stop_str_in_output, params.min_tokens
-                )
+            record = open_record(
+                *(req_id, token_ids, params, self._decoder(params), special_stops),
+                has_text=has_text,
+                added_at=time.perf_counter(),
+            )
             self._records[req_id] = record
+            if params.return_trajectory != "none":
+                level = params.return_trajectory
+                record.trace = TraceRecorder(level, len(token_ids), self._mask_token_id)
             if params.logprobs is not None or stops:
-                self._runner.row_watch.add(
-                    req_id, len(token_ids), params.logprobs, params.min_tokens, stops
-                )
+                watch = Watch(len(token_ids), params.logprobs, params.min_tokens, stops)
+                self._executor.watch(req_id, watch)
             if has_snapshots:
                 self._snapshot_ids.add(req_id)
         return req_id
@@ -116,6 +123,11 @@ class Ledger:
             if req_id in self._records:
                 self._snapshot_ids.add(req_id)
 
+    @property
+    def is_settling(self) -> bool:
+        """Whether the scheduler holds requests whose answers are over, and no other ones."""
+        return bool(self._settling) and not self._records
+
     def open_ids(self) -> set[int]:
         """Requests that are not finished."""
         with self._lock:
@@ -126,13 +138,16 @@ class Ledger:
         with self._lock:
             self._records.clear()
             self._snapshot_ids.clear()
-        del self._runner
+            self._settling.clear()
 
     def start_step(self, req_ids: np.ndarray[Any, Any], now: float) -> None:
         """Ends the queueing time of requests that are run for the first time."""
         with self._lock:
             for req_id in req_ids:
-                self._records[int(req_id)].start_step(now)
+                # A step that ran ahead may have requests whose answers are over.
+                record = self._records.get(int(req_id))
+                if record is not None:
+                    record.start_step(now)
 
     def book(
         self,
@@ -150,15 +165,20 @@ class Ledger:
                 self._book_blocks(plan, events, self.on_block)
             results: dict[int, StepOutput] = {}
             for event in events.requests:
-                results[event.req_id] = self._book_event(event, seconds)
+                if event.req_id not in self._settling:
+                    results[event.req_id] = self._book_event(event, seconds)
             for finished in events.finished:
                 req_id = finished.req_id
+                if req_id in self._settling:
+                    self._settle(req_id)
+                    continue
                 error = _error_text(plan, output, finished)
                 step = results.get(req_id, StepOutput(req_id))
                 results[req_id] = self._finish(step, error)
             gone = [item.request_slot for item in events.finished]
             gone += [item.request_slot for item in events.preempted]
-            self._runner.sampler.evict(gone)
+            if gone:
+                self._executor.evict(gone)
             self._book_gauges()
         return list(results.values())
 
@@ -171,26 +191,21 @@ class Ledger:
         stats.committed_tokens += len(event.appended)
         if not event.is_prefill:
             stats.decode_tokens += event.new_tokens
+        if record.trace is not None:
+            record.trace.add_step(
+                self._scheduler.snapshot(event.req_id),
+                event.appended,
+                seconds=seconds,
+                is_prefill=event.is_prefill,
+                new_tokens=event.new_tokens,
+            )
         snapshot = None
         if event.req_id in self._snapshot_ids:
             snapshot = self._snapshot(event.req_id)
-        token_ids, text = tuple(event.appended), None
-        if record.answer is not None:
-            token_ids, text = record.answer.push(token_ids)
-            if record.answer.matched_stop is not None and not event.is_finished:
-                self._scheduler.abort(event.req_id)
-        logprobs = self._runner.row_watch.logprobs(
-            event.req_id, record.num_delivered, len(token_ids)
+        step = deliver(
+            record, event.appended, event.new_tokens, snapshot, self._logprobs_of(event.req_id)
         )
-        record.num_delivered += len(token_ids)
-        return StepOutput(
-            event.req_id,
-            token_ids,
-            event.new_tokens,
-            snapshot=snapshot,
-            text=text,
-            logprobs=logprobs,
-        )
+        return self._cut(step) if record.is_over and not event.is_finished else step
 
     def _book_prefill_writes(self, plan: _core.StepPlan, output: _core.SamplerOutput) -> None:
         # The first token after a prompt that fills its last fast_dllm_v2 block.
@@ -223,56 +238,56 @@ class Ledger:
             known.pop(finished.req_id, None)
 
     def _book_gauges(self) -> None:
-        gauges, runner, stats = self._scheduler.stats(), self._runner, self.run_stats
+        gauges, counts, stats = self._scheduler.stats(), self._executor.counts, self.run_stats
+        self.num_used_pages = gauges.num_pages - gauges.num_free_pages
         stats.num_pages = gauges.num_pages
-        stats.peak_pages = max(stats.peak_pages, gauges.num_pages - gauges.num_free_pages)
-        stats.num_graph_steps = runner.num_graph_steps
-        stats.num_graph_fallbacks = runner.num_graph_fallbacks
+        stats.peak_pages = max(stats.peak_pages, self.num_used_pages)
+        stats.num_graph_steps = counts.graph
+        stats.num_graph_fallbacks = counts.graph_fallbacks
+        stats.num_graphs = counts.captured
 
     def _finish(self, step: StepOutput, error: str | None) -> StepOutput:
+        """The last output of a request that the scheduler has ended."""
         generated = self._generated(step.req_id)
         result = self._scheduler.take_result(step.req_id)
-        record = self._records.pop(step.req_id)
+        end = RequestEnd(
+            tuple(result.output_ids),
+            str(result.finish_reason),
+            generated,
+            result.num_cached_tokens,
+            result.num_preemptions,
+            result.is_auto_nfe_cap,
+            error,
+        )
+        step = self._close(step, end)
+        self._executor.unwatch(step.req_id)
+        return step
+
+    def _cut(self, step: StepOutput) -> StepOutput:
+        """The last output of a request whose answer is over, though the scheduler would go on."""
+        req_id = step.req_id
+        request = self._scheduler.find_request(req_id)
+        assert request is not None
+        counts = request.num_cached_tokens, request.num_preemptions
+        end = RequestEnd((), "stop", self._generated(req_id), *counts)
+        self._scheduler.abort(req_id)
+        self._settling.add(req_id)
+        self._records[req_id].is_cut = True
+        return self._close(step, end)
+
+    def _settle(self, req_id: int) -> None:
+        """The scheduler has let go of a request that was cut."""
+        self._settling.discard(req_id)
+        self._scheduler.take_result(req_id)
+        self._executor.unwatch(req_id)
+
+    def _close(self, step: StepOutput, end: RequestEnd) -> StepOutput:
         self._snapshot_ids.discard(step.req_id)
-        token_ids, reason = tuple(result.output_ids), str(result.finish_reason)
-        matched: str | int | None = None
-        if reason == "eos_token_generated":
-            matched = self._matched_stop(record, token_ids, generated)
-        text = step.text
-        if record.answer is not None:
-            if isinstance(matched, str) and record.answer.is_including:
-                record.answer.append(generated[len(token_ids)], matched)
-            rest = record.answer.finish()
-            step = dataclasses.replace(step, token_ids=step.token_ids + rest.token_ids)
-            token_ids, text = tuple(record.answer.token_ids), (text or "") + rest.text
-            matched = record.answer.matched_stop or matched
-        full_text = self._decode(record, record.prompt_token_ids + token_ids)
-        logprobs = self._runner.row_watch.logprobs(step.req_id, 0, len(token_ids))
-        self._runner.row_watch.remove(step.req_id)
-        output = RequestOutput(
-            req_id=step.req_id,
-            prompt_token_ids=record.prompt_token_ids,
-            token_ids=token_ids,
-            text=self._decode(record, token_ids) if record.answer is None else record.answer.text,
-            full_text=full_text,
-            completion_reason="stop" if isinstance(matched, str) else reason,
-            metrics=record.metrics(
-                len(token_ids), result.num_cached_tokens, result.num_preemptions
-            ),
-            is_auto_max_nfe=result.is_auto_nfe_cap,
-            error=error,
-            matched_stop=matched,
-            generated_ids=generated,
-            logprobs=logprobs or None,
-        )
-        fresh = len(step.token_ids)
-        return dataclasses.replace(
-            step,
-            is_finished=True,
-            output=output,
-            text=text,
-            logprobs=logprobs[len(token_ids) - fresh :],
-        )
+        record = self._records.pop(step.req_id)
+        return close(record, step, end, self._logprobs_of(step.req_id))
+
+    def _logprobs_of(self, req_id: int) -> LogprobsOf:
+        return partial(self._executor.logprobs, req_id)
 
     def _generated(self, req_id: int) -> tuple[int, ...]:
         """Every position of the answer's blocks, also after its end, masks included."""
@@ -284,16 +299,21 @@ class Ledger:
             end = max(end, min(request.buffer.valid_end, request.limit_end))
         return tuple(request.tokens[request.prompt_len : end])
 
-    def _matched_stop(
-        self, record: RequestRecord, token_ids: Sequence[int], generated: Sequence[int]
-    ) -> str | int | None:
-        """The request's own stop that ended it; None for one of the model alone."""
-        if len(generated) <= len(token_ids):
-            return None
-        stop_id = generated[len(token_ids)]
-        if stop_id in record.special_stops:
-            return record.special_stops[stop_id]
-        return stop_id if stop_id in record.stop_token_ids else None
+    def block_state(self, req_id: int) -> str:
+        """Open blocks of a request, such as ``b3/8 act=2 mask=17/64``; empty if there are none."""
+        record = self._records.get(req_id)
+        blocks = () if record is None else self._snapshot(req_id).blocks
+        if record is None or not blocks:
+            return ""
+        start, size = blocks[0].start, len(blocks[0].token_ids)
+        first = -(-(start - len(record.prompt_token_ids)) // size) + 1
+        end = len(record.prompt_token_ids) + record.max_tokens
+        num_active = sum(block.status == "ACTIVE" for block in blocks)
+        num_masks = sum(block.token_ids.count(self._mask_token_id) for block in blocks)
+        return (
+            f"b{first}/{first + (end - 1 - start) // size} act={num_active}"
+            f" mask={num_masks}/{size * len(blocks)}"
+        )
 
     def _snapshot(self, req_id: int) -> DenoiseSnapshot:
         state = self._scheduler.snapshot(req_id)
@@ -321,9 +341,6 @@ class Ledger:
             return None
         return self._decoders[params.skip_special_tokens is not False]
 
-    def _decode(self, record: RequestRecord, token_ids: Sequence[int]) -> str:
-        return "" if record.decode is None else record.decode(token_ids)
-
 
 def _error_text(
     plan: _core.StepPlan, output: _core.SamplerOutput, finished: _core.FinishedRequest
@@ -333,7 +350,7 @@ def _error_text(
         return None
     num_blocks = plan.num_blocks
     req_ids = plan.req_ids[plan.blk_req[:num_blocks]]
-    is_bad = (output.flags[:num_blocks] & _BAD_LOGITS) != 0
+    is_bad = (output.flags[:num_blocks] & AcceptFlag.BAD_LOGITS) != 0
     bad = np.flatnonzero(is_bad & (req_ids == finished.req_id))
     if bad.size > 0:
         start = int(plan.blk_start[int(bad[0])])

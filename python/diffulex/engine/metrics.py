@@ -8,6 +8,7 @@ token, completion tokens are the visible answer.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from diffulex.checkpoint.detokenizer import Decode
     from diffulex.engine.answer_text import AnswerText
+    from diffulex.trace.trajectory import TraceRecorder
 
 __all__ = ["RequestMetrics", "RequestRecord", "RunStats", "ratio"]
 
@@ -111,9 +113,37 @@ class RequestRecord:
     special_stops: Mapping[int, str] = field(default_factory=dict)
     #: Text of ids, as the request wants it; None without a tokenizer.
     decode: Decode | None = None
-    #: The text with its stop texts; None for requests without any.
+    #: The text as far as it is final; None where only the whole answer's text is asked for.
     answer: AnswerText | None = None
+    #: Course of the request; None where it is not asked for.
+    trace: TraceRecorder | None = None
+    #: Answer tokens in step outputs so far.
     num_delivered: int = 0
+    #: Why the text cannot be made.
+    error: str | None = None
+    #: The request was ended although the scheduler would have gone on.
+    is_cut: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """A stop text, or a text that cannot be made, ended the answer before its tokens did."""
+        is_matched = self.answer is not None and self.answer.matched_stop is not None
+        return is_matched or self.error is not None
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether its last step was a prefill."""
+        return bool(self.steps) and not self.steps[-1][1]
+
+    @property
+    def prefill_s(self) -> float:
+        """Duration of its prefill steps."""
+        return self.total_s - self.decode_s
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens decided in them."""
+        return self.decided_tokens - self.decode_tokens
 
     def start_step(self, now: float) -> None:
         """Ends the queueing time at the first step."""
@@ -182,14 +212,19 @@ class RequestRecord:
 
 
 # Fields of RunStats that are levels, not totals.
-_PEAKS = frozenset({"peak_pages", "num_pages", "max_concurrency"})
+_PEAKS = frozenset({"peak_pages", "num_pages", "num_graphs", "max_concurrency", "num_replicas"})
 
 
 @dataclass(slots=True)
 class RunStats:
-    """Totals over distinct engine steps of one run."""
+    """Totals over distinct engine steps of one run.
+
+    `num_graphs` CUDA graphs were captured by its end; `num_graph_steps` decode steps replayed one, and
+    `num_graph_fallbacks` fitted none. `num_forwards` sums the requests of the steps.
+    """
 
     num_steps: int = 0
+    num_forwards: int = 0
     total_s: float = 0.0
     decode_s: float = 0.0
     prefill_s: float = 0.0
@@ -201,12 +236,15 @@ class RunStats:
     num_pages: int = 0
     num_graph_steps: int = 0
     num_graph_fallbacks: int = 0
+    num_graphs: int = 0
     max_concurrency: int = 0
     wall_s: float = 0.0
+    num_replicas: int = 1
 
     def add_step(self, seconds: float, is_decode: bool, num_reqs: int, num_rows: int) -> None:
         """Counts one engine step. Batches have one role, so no time is mixed."""
         self.num_steps += 1
+        self.num_forwards += num_reqs
         self.total_s += seconds
         self.max_concurrency = max(self.max_concurrency, num_reqs)
         if is_decode:
@@ -217,8 +255,12 @@ class RunStats:
 
     def merged(self, other: RunStats) -> RunStats:
         """Totals of two runs together."""
-        result = RunStats()
+        result = dataclasses.replace(self)
+        result.add(other)
+        return result
+
+    def add(self, other: RunStats) -> None:
+        """Counts another run as part of this one."""
         for name in RunStats.__dataclass_fields__:
             left, right = getattr(self, name), getattr(other, name)
-            setattr(result, name, max(left, right) if name in _PEAKS else left + right)
-        return result
+            setattr(self, name, max(left, right) if name in _PEAKS else left + right)

@@ -16,7 +16,8 @@ from diffulex.wire.finish_reasons import openai_finish_reason
 
 if TYPE_CHECKING:
     from diffulex.checkpoint.tokenizer import Tokenizer
-    from diffulex.runner.row_watch import TokenLogprob
+    from diffulex.distributed.executor import TokenLogprob
+    from diffulex.trace.trajectory import Trajectory
 
 __all__ = [
     "BlockSnapshot",
@@ -45,6 +46,7 @@ class RequestOutput:
         matched_stop: the stop text or stop id of the request that ended it.
         generated_ids: every position of its blocks, also after the end; mask ids where open.
         logprobs: one record per token of the answer, where they were asked for.
+        trajectory: in which order it was written, where that was asked for.
     """
 
     req_id: int
@@ -59,6 +61,7 @@ class RequestOutput:
     matched_stop: str | int | None = None
     generated_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    trajectory: Trajectory | None = None
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the answer, and how it came about."""
@@ -344,11 +347,12 @@ class GenerationOutputs(Sequence[RequestOutput]):
             "peak_pages": self.stats.peak_pages,
             "num_graph_steps": self.stats.num_graph_steps,
             "num_graph_fallbacks": self.stats.num_graph_fallbacks,
+            "num_graphs": self.stats.num_graphs,
             "time_semantics": "host_step_wall",
             "token_semantics": "engine_ids",
             "concurrency": self.stats.max_concurrency,
             "tp": 1,
-            "dp": 1,
+            "dp": self.stats.num_replicas,
         }
         for percent in (50, 90, 99):
             numbers[f"ttft_s_p{percent}"] = _percentile((m.ttft_s for m in metrics), percent)
@@ -404,8 +408,8 @@ class GenerationOutputs(Sequence[RequestOutput]):
             f"  mean TPS          e2e {self.avg_e2e_tps:.1f}, decode {self.avg_decode_tps:.1f}",
             f"  KV pages          peak {stats.peak_pages} of {stats.num_pages}, prefix hits"
             f" {self.prefix_hit_ratio:.1%}, preemptions {self.num_preemptions}",
-            f"  CUDA graphs       {stats.num_graph_steps} steps, {stats.num_graph_fallbacks}"
-            " eager decode steps",
+            f"  CUDA graphs       {stats.num_graphs}, {stats.num_graph_steps} steps with one,"
+            f" {stats.num_graph_fallbacks} decode steps that none fitted",
         ]
         return "\n".join(lines)
 

@@ -65,7 +65,9 @@ class Progress:
         use_tqdm: bool,
         interval: float,
         on_progress: Callable[[ProgressInfo], None] | None,
+        block_state: Callable[[int], str] = lambda req_id: "",
     ) -> None:
+        self._block_state = block_state
         self._active = {record.req_id: record for record in records}
         self._stats = stats
         self._interval = interval
@@ -183,10 +185,11 @@ class Progress:
             tpf = tokens / record.num_steps
             e2e = tokens / record.total_s if record.total_s > 0 else 0.0
             decode = record.decode_tokens / record.decode_s if record.decode_s > 0 else 0.0
+            blocks = self._block_state(record.req_id)
             parts.append(
                 f"[req {record.req_id} prompt {len(record.prompt_token_ids)} {record.status}"
                 f" new {record.last_new_tokens} tokens {tokens} tpf {tpf:.2f} e2e {e2e:.1f}"
-                f" decode {decode:.1f}]"
+                f" decode {decode:.1f}{' ' if blocks else ''}{blocks}]"
             )
         hidden = len(running) - _MAX_ACTIVE_SHOWN
         return " ".join(parts) + (f" +{hidden} active" if hidden > 0 else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from diffulex.config.sampling_params import SamplingParams, choice_seed
@@ -15,7 +16,15 @@ if TYPE_CHECKING:
     from diffulex.config.config import Config
     from diffulex.config.table import SamplerConfig
 
-__all__ = ["Prompt", "encode_prompt", "repeated", "split_prompts", "spread_params"]
+__all__ = [
+    "Prompt",
+    "PromptLimits",
+    "encode_prompt",
+    "prompt_too_long",
+    "repeated",
+    "split_prompts",
+    "spread_params",
+]
 
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
 
@@ -23,6 +32,53 @@ Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
 def _is_int(value: object) -> bool:
     # numpy integers index like ints; bools do not mean token ids.
     return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """What an engine takes as a prompt; servers check by the same rules.
+
+    Attributes:
+        longest_whole_prompt: most tokens of a prompt where an exported program must hold it whole.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    longest_whole_prompt: int | None = None
+
+    def check(self, token_ids: Sequence[int]) -> None:
+        """Raises PromptError for token ids that are no prompt of this engine."""
+        if not token_ids:
+            raise PromptError("prompt: expected at least one token, got an empty prompt")
+        if len(token_ids) >= self.max_model_len:
+            raise prompt_too_long(self.max_model_len, str(len(token_ids)))
+        whole = self.longest_whole_prompt
+        if whole is not None and len(token_ids) > whole:
+            raise PromptError(
+                f"prompt: expected at most {whole} tokens, the rows of the exported program (diffulex"
+                f" edge export --max-rows), got {len(token_ids)}",
+                code="context_length_exceeded",
+            )
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.vocab_size:
+            raise PromptError(
+                f"prompt: expected token ids in [0, {self.vocab_size}),"
+                f" got {low if low < 0 else high}",
+                code="token_out_of_range",
+            )
+
+
+def prompt_too_long(max_model_len: int, got: str) -> PromptError:
+    """The error for a prompt that leaves no room for an answer.
+
+    Args:
+        got: how many tokens it has.
+    """
+    return PromptError(
+        f"prompt: expected at most {max_model_len - 1} tokens (max_model_len {max_model_len}),"
+        f" got {got}",
+        code="context_length_exceeded",
+    )
 
 
 def split_prompts(prompts: Any) -> list[Prompt]:
@@ -98,25 +154,10 @@ def encode_prompt(
         PromptError: empty, too long, ids outside the vocabulary, or text without a tokenizer.
     """
     token_ids = _token_ids(prompt, tokenizer, use_chat_template)
-    if not token_ids:
-        raise PromptError("prompt: expected at least one token, got an empty prompt")
-    longest = config.scheduler.max_model_len - 1
-    if len(token_ids) > longest:
-        raise PromptError(
-            f"prompt: expected at most {longest} tokens (max_model_len"
-            f" {config.scheduler.max_model_len}), got {len(token_ids)}"
-        )
-    whole = config.longest_whole_prompt
-    if whole is not None and len(token_ids) > whole:
-        raise PromptError(
-            f"prompt: expected at most {whole} tokens, the rows of the exported program (diffulex edge"
-            f" export --max-rows), got {len(token_ids)}"
-        )
-    vocab_size = config.model.spec.vocab_size
-    low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise PromptError(f"prompt: expected token ids in [0, {vocab_size}), got {bad}")
+    limits = PromptLimits(
+        config.scheduler.max_model_len, config.model.spec.vocab_size, config.longest_whole_prompt
+    )
+    limits.check(token_ids)
     return token_ids
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who receives what a step did.
 
-Every step serves all running requests, whoever asked for it: a stream may be open while another
+Every step serves all running requests, no matter which call asked for it: a stream may be open while another
 stream, a `generate` call or `step` runs the engine. Outputs therefore go to the queue of the
 request's owner first, and each owner reads its own queue before it asks for another step.
 """
@@ -21,6 +21,9 @@ __all__ = ["StepQueue", "StepRouter", "take_all"]
 
 class StepQueue(deque[StepOutput]):
     """Outputs in the order of their steps, waiting for one owner."""
+
+    #: The owner shows outputs as they come; otherwise it wants the last one of each request alone.
+    is_shown = True
 
 
 def take_all(queue: StepQueue) -> list[StepOutput]:

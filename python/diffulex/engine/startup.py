@@ -1,43 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block an engine logs when it is ready."""
+"""What an engine does first, says when it is ready, and refuses where only fast paths will do."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+import diffulex_ext
+from diffulex.errors import ConfigError
 from diffulex.log import get_logger
-from diffulex_ext import _core
+from diffulex.quantization.scheme import NOT_ACCEPTED, SCHEMES, QuantizationPlan
+from diffulex.strategies.listing import strategy_named
 
 if TYPE_CHECKING:
-    from diffulex.config.config import Config
-    from diffulex.runner.model_runner import ModelRunner
+    from collections.abc import Sequence
 
-__all__ = ["log_startup"]
+    from diffulex.checkpoint.tokenizer import Tokenizer
+    from diffulex.config.config import Config
+    from diffulex.config.types import ModelFacts
+    from diffulex.distributed.executor import Prepared
+    from diffulex.profiling.memory import MemoryReport
+    from diffulex.quantization.layers import ModelQuantizer
+
+__all__ = ["check_fast_paths", "import_workers", "load_weights", "log_startup", "startup_lines"]
 
 logger = get_logger(__name__)
 
 
-def _strategy_text(config: Config) -> str:
-    decoding, sampler = config.decoding, config.sampler
-    if decoding.decoding_strategy == "diffusion_gemma":
-        return (
-            f"diffusion_gemma, at most {decoding.diffusion_gemma_max_denoising_steps} steps,"
-            f" entropy bound {decoding.diffusion_gemma_entropy_bound}, temperature"
-            f" {decoding.diffusion_gemma_t_max} to {decoding.diffusion_gemma_t_min}"
-        )
-    return (
-        f"{decoding.decoding_strategy}, mode {decoding.sampling_mode}, rule"
-        f" {sampler.acceptance_rule}, temperature {sampler.temperature}"
+def import_workers(names: Sequence[str]) -> None:
+    """Imports what registers models, samplers or strategies (`worker_imports`).
+
+    Raises:
+        ConfigError: a module cannot be imported.
+    """
+    name = ""
+    try:
+        for name in names:
+            importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"worker_imports: expected importable modules, got {name!r}: {error}"
+        ) from error
+
+
+def load_weights(config: Config, facts: ModelFacts, show_progress: bool) -> Any:
+    """The model of the checkpoint, or one of its shape."""
+    from diffulex.checkpoint.auto_model import load_model, random_model  # noqa: PLC0415
+
+    model = config.model
+    dtype = getattr(torch, model.dtype)
+    quantizer = _quantizer(config)
+    if model.load_format == "dummy":
+        return random_model(facts.model_name, facts.spec, dtype, model.device, quantizer=quantizer)
+    if model.program is not None:
+        from diffulex_edge.program import PteModel  # noqa: PLC0415 (exported programs only)
+
+        return PteModel.load(facts.spec, model.program)
+    return load_model(
+        facts.model_name,
+        facts.spec,
+        facts.model_dir,
+        dtype,
+        model.device,
+        progress=show_progress and sys.stderr.isatty(),
+        lora_path=Path(model.lora_path).expanduser() if model.use_lora else None,
+        merge_lora=model.pre_merge_lora,
+        quantizer=quantizer,
     )
 
 
-def log_startup(config: Config, runner: ModelRunner) -> None:
-    """Build, device, model, strategy, limits and memory, at INFO."""
+def _quantizer(config: Config) -> ModelQuantizer | None:
+    """What quantises the weights; None: they keep their dtype."""
+    model = config.model
+    if model.quantization not in SCHEMES:
+        return None
+    from diffulex.quantization.layers import ModelQuantizer  # noqa: PLC0415 (few models need it)
+
+    if (model.quantization, model.spec.family) in NOT_ACCEPTED:
+        text = "quantization: %s is not accepted for %s (docs/quantization.md)"
+        logger.warning(text, model.quantization, model.spec.family)
+    plan = QuantizationPlan(
+        model.quantization,
+        model.quantization_group_size,
+        model.quantization_ignore,
+        model.quantize_head,
+    )
+    return ModelQuantizer(plan)
+
+
+def _weights_text(config: Config) -> str:
+    scheme = config.model.quantization
+    return f", weights {scheme}" if scheme in SCHEMES else ""
+
+
+def _strategy_text(config: Config) -> str:
+    name = config.decoding.decoding_strategy
+    return f"{name}, {strategy_named(name).settings_text(config)}"
+
+
+def _build_text() -> str:
+    build = diffulex_ext.build_info()
+    cuda = f"CUDA {build['cuda_version']} for {', '.join(build['cuda_archs'])}"
+    commit = (build["git_commit"] or "unknown")[:12]
+    return f"{build['version']} ({commit}, {cuda if build['cuda_version'] else 'no CUDA'})"
+
+
+def _graph_text(prepared: Prepared) -> str:
+    if prepared.no_graphs:
+        return f"none: {prepared.no_graphs}"
+    buckets = ", ".join(map(str, prepared.graph_buckets)) or "none yet"
+    return f"requests {buckets}, captured in {prepared.capture_s:.1f} s"
+
+
+def startup_lines(
+    config: Config, prepared: Prepared, memory: MemoryReport, tokenizer: Tokenizer | None
+) -> list[str]:
+    """The block: build, device, model, strategy, limits, kernels, memory plan, graphs; 25 lines at most."""
     model, decoding, scheduler = config.model, config.decoding, config.scheduler
     cache, spec = config.cache, config.model.spec
-    lines = [
-        f"Diffulex {_core.__version__}",
-        f"  device       {model.device}, dtype {model.dtype}",
+    at_once = cache.num_pages // max(config.pages_per_request, 1)
+    template = "none"
+    if tokenizer is not None:
+        template = "of the tokenizer" if tokenizer.has_chat_template else "none in the tokenizer"
+    return [
+        f"Diffulex {_build_text()}",
+        f"  device       {model.device}, dtype {model.dtype}{_weights_text(config)}",
         f"  model        {model.model_name} from {model.model_dir}: {spec.num_layers} layers,"
         f" hidden {spec.hidden_size}, heads {spec.num_q_heads}/{spec.num_kv_heads} x"
         f" {spec.head_dim}, vocabulary {spec.vocab_size}",
@@ -48,9 +139,36 @@ def log_startup(config: Config, runner: ModelRunner) -> None:
         f" {cache.page_size}",
         f"  limits       length {scheduler.max_model_len}, requests {scheduler.max_num_reqs},"
         f" rows {scheduler.max_num_batched_tokens}",
-        f"  KV cache     {cache.num_pages} pages, {runner.kv_cache.nbytes / 2**20:.1f} MiB,"
-        f" {cache.kv_cache_layout}, prefix caching {cache.enable_prefix_caching}",
-        f"  graphs       {runner.graph_buckets or 'none'}",
+        *(f"  kernel       {choice}" for choice in prepared.kernels),
+        f"  KV cache     {cache.num_pages} pages of {cache.page_size} tokens,"
+        f" {prepared.kv_cache_bytes / 2**20:.1f} MiB, {cache.kv_cache_layout}, prefix caching"
+        f" {cache.enable_prefix_caching}",
+        f"  concurrency  {min(at_once, scheduler.max_num_reqs)} requests of"
+        f" {scheduler.max_model_len} tokens at once",
+        f"  memory MiB   {memory}",
+        f"  graphs       {_graph_text(prepared)}",
         f"  special ids  mask {model.mask_token_id}, stop {list(model.eos)}",
+        f"  template     {template}",
     ]
-    logger.info("%s", "\n".join(lines))
+
+
+def log_startup(
+    config: Config, prepared: Prepared, memory: MemoryReport, tokenizer: Tokenizer | None
+) -> None:
+    """Writes the block at INFO."""
+    logger.info("%s", "\n".join(startup_lines(config, prepared, memory, tokenizer)))
+
+
+def check_fast_paths(config: Config, prepared: Prepared) -> None:
+    """Nothing unless `require_fast_paths` is set.
+
+    Raises:
+        ConfigError: an op, or the decode steps, would take a slower path than the device has.
+    """
+    if not config.kernel.require_fast_paths:
+        return
+    slow = [str(choice) for choice in prepared.kernels if not choice.is_fast]
+    if prepared.no_graphs and config.model.device.startswith("cuda"):
+        slow.append(f"decode steps: no graphs ({prepared.no_graphs})")
+    if slow:
+        raise ConfigError(f"require_fast_paths: expected no slower path, got {'; '.join(slow)}")

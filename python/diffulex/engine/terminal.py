@@ -88,7 +88,7 @@ class DenoisePainter:
     """Writes settled text and redraws what follows it.
 
     On a terminal the open text is erased and written again at every step. Elsewhere each forward
-    is one line behind the line 0 of the masks at the start, so that a file or a pipe holds the whole
+    is one line, after line 0 with the masks at the start, so that a file or a pipe holds the whole
     course.
     """
 

@@ -33,7 +33,7 @@ def decode_workspace_bytes(spec: ModelSpec, shapes: Iterable[Bucket], device_typ
 
     Not that of the largest: small batches split the keys, large ones need not.
     """
-    return max(_needed_bytes(spec, *shape, device_type) for shape in shapes)
+    return max(_needed_bytes(spec, *shape[:3], device_type) for shape in shapes)
 
 
 class AttentionWorkspace:

@@ -11,7 +11,7 @@ Symbols: T rows, R requests, Nb blocks of B positions, n logits rows, P page-tab
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "PlanViews",
-    "SamplerViews",
+    "ArenaViews",
     "StagedPlan",
     "StepBuffers",
     "StepShape",
@@ -47,52 +46,32 @@ _DTYPES = {
 }
 
 
-@dataclass(slots=True)
-class PlanViews:
-    """Arrays of a StepPlan that the device reads, at full capacity."""
+class ArenaViews:
+    """The arrays of an arena at full capacity, as attributes with the names of the core's list.
 
-    input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int32
-    cu_seqlens_q: Tensor  # [R + 1] int32
-    context_lens: Tensor  # [R] int32
-    valid_slices: Tensor  # [R] int32
-    mask_kinds: Tensor  # [R] int32
-    prefix_lens: Tensor  # [R] int32
-    padded_prefix_lens: Tensor  # [R] int32
-    logits_rows: Tensor  # [n] int32
-    row_inv_temperature: Tensor  # [n] float32
-    row_uniforms: Tensor  # [n] float64
-    blk_tokens: Tensor  # [Nb, B] int64
-    blk_row_index: Tensor  # [Nb, B] int32
-    blk_editable_start: Tensor  # [Nb] int32
-    blk_valid_len: Tensor  # [Nb] int32
-    blk_force_top1: Tensor  # [Nb] uint8
-    blk_accept_threshold: Tensor  # [Nb] float32
-    blk_open_steps: Tensor  # [Nb] int32
-    blk_total_steps: Tensor  # [Nb] int32
-    blk_post_edit_steps: Tensor  # [Nb] int32
-    blk_request_slot: Tensor  # [Nb] int32
-    request_slots: Tensor  # [R] int32
-    row_top_k: Tensor  # [n] int32
-    row_top_p: Tensor  # [n] float32
-    row_min_p: Tensor  # [n] float32
-    page_tables: Tensor  # [R, P] int32
-    # Without capacity where the strategy or the model has no use for them.
-    last_row_index: Tensor  # [R] int32, shifted logits
-    logits_source: Tensor  # [n] int32, shifted logits
-    blk_edit_threshold: Tensor  # [Nb] float32, editing
-    seed_row: Tensor  # [R] int32, fast_dllm_v2
-    merge_mask: Tensor  # [T] uint8, dmax
-    merge_topk_ids: Tensor  # [T, K] int64
-    merge_topk_probs: Tensor  # [T, K] float32
-    merge_residual: Tensor  # [T] float32
-    row_pass_kind: Tensor  # [T] uint8, diffusion_gemma
-    row_self_cond: Tensor  # [T] int32
-    blk_prev_argmax: Tensor  # [Nb, B] int64
-    blk_stable_run: Tensor  # [Nb] int32
-    blk_steps_left: Tensor  # [Nb] int32
-    blk_renoise: Tensor  # [Nb, B] int64
+    include/diffulex/core/plan_arrays.def and output_arrays.def give shapes, dtypes and meanings. An
+    array that the strategy or the model has no use for has no elements.
+
+    Args:
+        arena: uint8 memory of the arrays.
+        fields: their places.
+    """
+
+    def __init__(self, arena: Tensor, fields: Iterable[_core.ArenaField]) -> None:
+        self._arrays = arena_tensors(arena, fields)
+        self._cuts: dict[str, tuple[int, Tensor]] = {}
+        self.__dict__.update(self._arrays)
+
+    def first(self, name: str, count: int) -> Tensor:
+        """The first `count` entries of an array: the last call's tensor if it had this count."""
+        held = self._cuts.get(name)
+        if held is None or held[0] != count:
+            held = self._cuts[name] = count, self._arrays[name][:count]
+        return held[1]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
 
 
 class StepShape(NamedTuple):
@@ -105,6 +84,7 @@ class StepShape(NamedTuple):
     any_sampled: bool
     num_filtered_rows: int
     num_saved_source_rows: int
+    any_penalised: bool = False
 
     @classmethod
     def of(cls, plan: _core.StepPlan) -> StepShape:
@@ -117,25 +97,8 @@ class StepShape(NamedTuple):
             plan.any_sampled,
             plan.num_filtered_rows,
             plan.num_saved_source_rows,
+            plan.any_penalised,
         )
-
-
-@dataclass(slots=True)
-class SamplerViews:
-    """Arrays of a SamplerOutput at full capacity."""
-
-    write_ids: Tensor  # [Nb, B] int64
-    confidence: Tensor  # [Nb, B] float32
-    masks_left: Tensor  # [Nb] int32
-    flags: Tensor  # [Nb] int32
-    same_token_ratio: Tensor  # [Nb] float32
-    # Without capacity under other strategies.
-    pending_next_token: Tensor  # [R] int64, fast_dllm_v2
-    merge_valid: Tensor  # [Nb, B] uint8, dmax
-    merge_topk_ids: Tensor  # [Nb, B, K] int64
-    merge_topk_probs: Tensor  # [Nb, B, K] float32
-    merge_residual: Tensor  # [Nb, B] float32
-    canvas_argmax: Tensor  # [Nb, B] int64, diffusion_gemma
 
 
 @dataclass(slots=True)
@@ -144,7 +107,7 @@ class StagedPlan:
 
     plan: _core.StepPlan
     host: Tensor
-    views: PlanViews
+    views: ArenaViews
     copied: torch.cuda.Event | None  # the last copy out of `host`; None without a mirror
 
 
@@ -176,11 +139,6 @@ def arena_tensors(arena: Tensor, arena_fields: Iterable[_core.ArenaField]) -> di
     return tensors
 
 
-def _plan_views(arena: Tensor, plan: _core.StepPlan) -> PlanViews:
-    tensors = arena_tensors(arena, plan.fields())
-    return PlanViews(**{item.name: tensors[item.name] for item in fields(PlanViews)})
-
-
 def new_event() -> torch.cuda.Event:
     """A CUDA event without timing."""
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -206,17 +164,19 @@ class StepBuffers:
         output_bytes = _core.SamplerOutput.arena_bytes(options)
         hosts = [host_memory(plan_bytes, self._is_cuda) for _ in range(_NUM_STAGING)]
         plans = [_core.StepPlan(options, host.data_ptr(), host.numel()) for host in hosts]
-        self._mirror: Tensor | None = None
+        #: Device arena of the plan; None where the device reads the host's.
+        self.plan_device: Tensor | None = None
         if self._is_cuda or has_mirror:
-            self._mirror = device_memory(plan_bytes, device)
-            views = _plan_views(self._mirror, plans[0])
+            self.plan_device = device_memory(plan_bytes, device)
+            views = ArenaViews(self.plan_device, plans[0].fields())
             self._staged = [
                 StagedPlan(p, h, views, new_event() if self._is_cuda else None)
                 for p, h in zip(plans, hosts, strict=True)
             ]
         else:
             self._staged = [
-                StagedPlan(p, h, _plan_views(h, p), None) for p, h in zip(plans, hosts, strict=True)
+                StagedPlan(p, h, ArenaViews(h, p.fields()), None)
+                for p, h in zip(plans, hosts, strict=True)
             ]
         self._next = 0
         #: Most logits rows of a step; the records of saved rows follow theirs.
@@ -225,16 +185,15 @@ class StepBuffers:
         self.output = _core.SamplerOutput(options, self._output_host.data_ptr(), output_bytes)
         #: Arena the sampler writes to.
         self.output_device = self._output_host
-        if self._mirror is not None:
+        if self.plan_device is not None:
             self.output_device = device_memory(output_bytes, device)
-        tensors = arena_tensors(self.output_device, self.output.fields())
-        self.sampler = SamplerViews(**{i.name: tensors[i.name] for i in fields(SamplerViews)})
+        self.sampler = ArenaViews(self.output_device, self.output.fields())
         # Samplers that never rewrite leave it alone, and the copy brings it back every step.
         self.sampler.same_token_ratio.fill_(1.0)
         self._downloaded = new_event() if self._is_cuda else None
 
     @property
-    def views(self) -> PlanViews:
+    def views(self) -> ArenaViews:
         """Device tensors of the plan staged last; static on CUDA."""
         return self._staged[self._next].views
 
@@ -248,19 +207,19 @@ class StepBuffers:
             staged.copied.synchronize()
         return staged.plan
 
-    def upload(self) -> PlanViews:
+    def upload(self) -> ArenaViews:
         """Makes the arrays of the current plan visible to the device; one copy, not awaited."""
         staged = self._staged[self._next]
-        if self._mirror is not None:
+        if self.plan_device is not None:
             used = staged.plan.used_bytes()
-            self._mirror[:used].copy_(staged.host[:used], non_blocking=True)
+            self.plan_device[:used].copy_(staged.host[:used], non_blocking=True)
             if staged.copied is not None:
                 staged.copied.record(torch.cuda.current_stream(self.device))
         return staged.views
 
     def download(self) -> _core.SamplerOutput:
         """The sampler's output on the host: one copy and one wait per step."""
-        if self._mirror is not None:
+        if self.plan_device is not None:
             self._output_host.copy_(self.output_device, non_blocking=True)
         if self._downloaded is not None:
             self._downloaded.record(torch.cuda.current_stream(self.device))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diffulex.env import get_flag
 from diffulex.ops.hopper import has_hopper_kernels
 from diffulex.ops.workspace import attention_splits
 
@@ -30,13 +29,11 @@ class ContextClasses:
     """Finds the bound of a decode step. A function of shapes, so that every loop finds the same."""
 
     def __init__(self, config: Config) -> None:
-        spec = config.model.spec
         self._limit = config.max_context_len
-        self._shapes = spec.attention_shapes
+        self._shapes = config.local_spec.attention_shapes
         device = torch.device(config.model.device)
         # On the CPU, and where nothing may depend on the batch, there is no automatic division.
-        is_invariant = get_flag("DIFFULEX_BATCH_INVARIANT")
-        self._is_dividing = device.type == "cuda" and not is_invariant
+        self._is_dividing = device.type == "cuda" and not config.kernel.batch_invariant
         is_half = config.model.dtype in ("bfloat16", "float16")
         self._is_hopper = self._is_dividing and is_half and has_hopper_kernels(device)
         self._bounds: dict[tuple[int, int], tuple[int, ...]] = {}

@@ -2,7 +2,8 @@
 """The shapes of decode steps, and the CUDA graphs of their forwards.
 
 All strategies but one have a single number of rows per request. fast_dllm_v2 runs whole blocks or
-sub-blocks.
+sub-blocks. With several blocks in flight most of these rows may be void: steps of the host then hold
+the real ones alone, one request after another, and are padded to a share of all rows.
 """
 
 from __future__ import annotations
@@ -24,13 +25,24 @@ if TYPE_CHECKING:
     from diffulex.runner.context_classes import ContextClasses
     from diffulex_ext import _core
 
-__all__ = ["Bucket", "DecodeGraphs", "ForwardGraphs", "decode_buckets", "graph_buckets"]
+__all__ = [
+    "Bucket",
+    "DecodeGraphs",
+    "ForwardGraphs",
+    "decode_buckets",
+    "graph_buckets",
+    "packed_row_counts",
+    "packs_rows",
+]
 
 logger = get_logger(__name__)
 
 _SMALL_BUCKETS = (1, 2, 4, 8)
 _BUCKET_STEP = 16
 _MAX_BUCKET = 512
+# Rows of packed steps: these eighths of all rows, in whole tiles of the products.
+_PACKED_EIGHTHS = (2, 3, 4, 6)
+_PACKED_STEP = 32
 
 
 class Bucket(NamedTuple):
@@ -39,11 +51,26 @@ class Bucket(NamedTuple):
     num_reqs: int
     rows_per_request: int
     max_context_len: int
+    #: Rows of the step where requests have their real rows alone; 0: every request has all of its own.
+    packed_rows: int = 0
 
     @property
     def num_rows(self) -> int:
         """Rows of all requests."""
-        return self.num_reqs * self.rows_per_request
+        return self.packed_rows or self.num_reqs * self.rows_per_request
+
+
+def packs_rows(config: Config) -> bool:
+    """Whether steps of the host leave out rows of blocks that are not open yet."""
+    decoding = config.decoding
+    return decoding.buffer_size > 1 and not decoding.traits.has_dual_cache
+
+
+def packed_row_counts(num_rows: int) -> tuple[int, ...]:
+    """Ascending row counts to which packed steps are padded that could have `num_rows` rows."""
+    unit = 8 * _PACKED_STEP
+    counts = {-(-num_rows * eighths // unit) * _PACKED_STEP for eighths in _PACKED_EIGHTHS}
+    return tuple(sorted(count for count in counts if count < num_rows))
 
 
 def graph_buckets(max_num_reqs: int) -> tuple[int, ...]:
@@ -56,7 +83,7 @@ def graph_buckets(max_num_reqs: int) -> tuple[int, ...]:
 def decode_buckets(config: Config) -> dict[int, tuple[int, ...]]:
     """Rows of a request -> ascending request counts to which decode steps are padded."""
     decoding, scheduler = config.decoding, config.scheduler
-    is_dual = decoding.decoding_strategy == "fast_dllm_v2"
+    is_dual = decoding.traits.has_dual_cache
     row_counts = {config.decode_rows}
     if is_dual and decoding.fdv2_use_block_cache:
         row_counts.add(decoding.block_size)
@@ -77,9 +104,24 @@ class DecodeGraphs:
 
     Without graphs, steps on CUDA are padded all the same: how kernels cut their work depends on the
     shape of the batch, and with it the last bits of a result.
+
+    Args:
+        buckets: rows of a request -> request counts.
+        classes: bounds on the context.
+        is_packed: decode plans hold real rows alone.
+        is_strict: a decode step that no graph fits is a RuntimeError.
     """
 
-    def __init__(self, buckets: Mapping[int, tuple[int, ...]], classes: ContextClasses) -> None:
+    def __init__(
+        self,
+        buckets: Mapping[int, tuple[int, ...]],
+        classes: ContextClasses,
+        *,
+        is_packed: bool = False,
+        is_strict: bool = False,
+    ) -> None:
+        self._is_strict = is_strict
+        self.is_packed = is_packed
         self.buckets = dict(buckets)
         self.num_steps = 0
         self.num_fallbacks = 0
@@ -89,23 +131,28 @@ class DecodeGraphs:
 
     def shapes(self) -> tuple[Bucket, ...]:
         """Every padded step, the largest first; of equal ones the longest context first."""
-        return tuple(
-            Bucket(num_reqs, rows, bound)
+        shapes = [
+            Bucket(num_reqs, rows, bound, packed)
             for rows, counts in self.buckets.items()
             for num_reqs in reversed(counts)
+            for packed in (0, *self._packed_counts(num_reqs * rows))
             for bound in reversed(self._classes.bounds(num_reqs, rows))
-        )
+        ]
+        return tuple(sorted(shapes, key=lambda bucket: -bucket.num_rows))
+
+    def _packed_counts(self, num_rows: int) -> tuple[int, ...]:
+        return packed_row_counts(num_rows) if self.is_packed else ()
 
     def bucket_for(self, plan: _core.StepPlan) -> Bucket | None:
         """Shape a decode plan is padded to; None: run as it is."""
         if plan.kind.name != "DECODE":
             return None
-        rows = plan.uniform_q_len
+        rows = self._rows_of(plan)
         counts = self.buckets.get(rows)
         if counts is not None:
             bucket = self.bucket_of_rows(plan, rows)
             if bucket is not None:
-                return bucket
+                return self._packed(bucket, plan)
             reason = f"{plan.num_reqs} requests exceed the largest bucket {counts[-1]}"
         else:
             known = " or ".join(map(str, self.buckets))
@@ -113,6 +160,16 @@ class DecodeGraphs:
         if self.forwards is not None:
             self._count_fallback(reason)
         return None
+
+    def _rows_of(self, plan: _core.StepPlan) -> int:
+        """Rows for which the requests of a decode plan have room; 0: there is no such shape."""
+        if not self.is_packed:
+            return plan.uniform_q_len
+        return next((rows for rows in self.buckets if plan.max_seqlen_q <= rows), 0)
+
+    def _packed(self, bucket: Bucket, plan: _core.StepPlan) -> Bucket:
+        counts = self._packed_counts(bucket.num_rows)
+        return bucket._replace(packed_rows=next((n for n in counts if n >= plan.num_rows), 0))
 
     def bucket_of_rows(self, plan: _core.StepPlan, rows: int) -> Bucket | None:
         """Shape of a decode plan whose requests are padded to `rows` rows each; None: none fits."""
@@ -127,6 +184,10 @@ class DecodeGraphs:
 
     def _count_fallback(self, reason: str) -> None:
         """A decode step runs without a graph although there are graphs."""
+        if self._is_strict:
+            raise RuntimeError(
+                f"require_fast_paths: expected a graph for every decode step, {reason}"
+            )
         self.num_fallbacks += 1
         warn_once(logger, f"graph fallback: {reason}", "eager decode step: %s", reason)
 
@@ -142,7 +203,7 @@ class ForwardGraphs:
 
     Args:
         config: names the device, the dtype and H.
-        max_rows: rows of the largest bucket.
+        largest: the bucket of the most rows.
         fill: puts legal values into the static arrays of a step, for a bucket and smaller ones.
         forward: hidden states of a bucket from the static arrays of a step.
     """
@@ -150,21 +211,26 @@ class ForwardGraphs:
     def __init__(
         self,
         config: Config,
-        max_rows: int,
+        largest: Bucket,
         fill: Callable[[Bucket], None],
         forward: Callable[[Bucket], Tensor],
     ) -> None:
         device = torch.device(config.model.device)
         self._graphs: StepGraphs[Bucket] = StepGraphs(device)
-        self._fill, self._forward = fill, forward
+        self._largest, self._fill, self._forward = largest, fill, forward
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         hidden_size = config.model.spec.hidden_size
-        self._hidden = torch.zeros(max_rows, hidden_size, dtype=dtype, device=device)
+        self._hidden = torch.zeros(largest.num_rows, hidden_size, dtype=dtype, device=device)
 
     @property
     def captured(self) -> tuple[Bucket, ...]:
         """Shapes that have a graph."""
         return self._graphs.keys
+
+    @property
+    def num_captured(self) -> int:
+        """How many those are."""
+        return len(self._graphs)
 
     def capture(self, shapes: tuple[Bucket, ...]) -> None:
         """Captures these shapes; nothing may be in flight. Others follow when they are needed."""
@@ -175,8 +241,13 @@ class ForwardGraphs:
         logger.info("captured %d CUDA graphs of decode forwards in %.1f s", len(shapes), seconds)
 
     def prepare(self, bucket: Bucket) -> None:
-        """Captures a shape that has no graph yet: before its arrays are filled, nothing in flight."""
+        """Captures a shape that has no graph yet: before its arrays are filled, nothing in flight.
+
+        The first one is the largest, whatever is needed: the others share its memory, in any order.
+        """
         if bucket not in self._graphs:
+            if not self._graphs and bucket != self._largest:
+                self._capture(self._largest)
             self._capture(bucket)
 
     def _capture(self, bucket: Bucket) -> None:

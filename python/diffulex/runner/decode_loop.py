@@ -15,14 +15,17 @@ Symbols: R requests (dummies included), Q rows each, N blocks of B positions, T 
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from diffulex.log import get_logger
+from diffulex.profiling.scopes import Stage
 from diffulex.runner.batch import (
+    ArenaViews,
     StepShape,
-    arena_tensors,
     device_memory,
     host_memory,
     new_event,
@@ -40,9 +43,10 @@ if TYPE_CHECKING:
 
     from diffulex.config.config import Config
     from diffulex.config.table import SamplerConfig
-    from diffulex.runner.batch import PlanViews, StepBuffers
+    from diffulex.runner.batch import StepBuffers
     from diffulex.runner.decode_graphs import DecodeGraphs
     from diffulex.runner.sampler_inputs import SamplerInputsBuilder
+    from diffulex.strategies.traits import StrategyTraits
 
 __all__ = ["DecodeLoop", "StepVariant", "has_graph_of_logits"]
 
@@ -50,8 +54,17 @@ logger = get_logger(__name__)
 
 # The result of one step is read while the next one runs.
 _NUM_OUTPUTS = 2
+_MERGE_ROWS = ("merge_mask", "merge_topk_ids", "merge_topk_probs", "merge_residual")
 # A graph keeps its logits; larger steps run without one, and their launches vanish beside the work.
 _MAX_GRAPH_LOGITS_BYTES = 1 << 30
+# The host takes over where its steps, packed, save more than the device idles between them: where the
+# last steps ran less than this share of at least so many rows, and the products of the void ones take
+# about as long as a step of the host, 1.3 ms at 700 TFLOP/s. A count, as a time would change choices
+# from run to run, and with them the last bits of products.
+_SHARE_STEPS = 8
+_LOW_SHARE = 0.8
+_LEAST_PACKED_ROWS = 256
+_LEAST_VOID_PRODUCTS = 4.5e11
 
 
 def has_graph_of_logits(config: Config, bucket: Bucket) -> bool:
@@ -73,6 +86,37 @@ class StepVariant(NamedTuple):
     bucket: Bucket
     is_drawn: bool  # a request draws its tokens
     is_filtered: bool  # and one narrows its draws
+    is_penalised: bool = False  # a request has a penalty
+
+
+class RowShare:
+    """Which share of the rows that requests may have their last decode steps ran.
+
+    Args:
+        rows_per_request: most rows of a request.
+        products_per_row: weights that a row is multiplied by.
+    """
+
+    def __init__(self, rows_per_request: int, products_per_row: int) -> None:
+        self._rows_per_request, self._products_per_row = rows_per_request, products_per_row
+        self._last_id = -1
+        #: Real rows and all rows of each step.
+        self._steps: deque[tuple[int, int]] = deque(maxlen=_SHARE_STEPS)
+
+    def is_low(self, plan: _core.StepPlan) -> bool:
+        """Whether the device had better run real rows alone; `plan`, unpadded, is the last step."""
+        if plan.kind != _core.PlanKind.DECODE:
+            return False
+        if plan.step_id != self._last_id:
+            self._last_id = plan.step_id
+            self._steps.append((plan.num_rows, plan.num_reqs * self._rows_per_request))
+        num_real, num_all = (sum(counts) for counts in zip(*self._steps, strict=True))
+        num_void = (num_all - num_real) / len(self._steps)
+        return (
+            self._steps[-1][1] >= _LEAST_PACKED_ROWS
+            and num_real < _LOW_SHARE * num_all
+            and num_void * self._products_per_row >= _LEAST_VOID_PRODUCTS
+        )
 
 
 class _Output:
@@ -91,6 +135,7 @@ class DecodeLoop:
     Args:
         config: of the engine.
         options: of the scheduler.
+        traits: of the strategy whose state machine the core runs.
         model: for `compute_logits`.
         sampler: writes its decisions to the arrays of `buffers`.
         buffers: arrays of the steps, with a mirror.
@@ -103,6 +148,7 @@ class DecodeLoop:
         self,
         config: Config,
         options: _core.EngineOptions,
+        traits: StrategyTraits,
         model: Any,
         sampler: Any,
         buffers: StepBuffers,
@@ -118,30 +164,36 @@ class DecodeLoop:
         self._num_rows = config.decode_rows
         # Modes of a dual cache take turns, and only the device knows which one is next: every request
         # has the rows of the longest.
-        self._has_dual_cache = options.strategy == "fast_dllm_v2"
-        self._has_canvas = options.strategy == "diffusion_gemma"
+        self._has_dual_cache, self._has_canvas = traits.has_dual_cache, traits.has_canvas
         ends = torch.arange(options.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._uniform_ends = ends * self._num_rows
-        # As StepPlan.saved_row has it: after the records of the largest step.
-        self._first_saved_row = buffers.max_logits_rows if builder.has_carry else 0
+        # The host's plans hold fewer rows than the device's; see _spread_rows.
+        self._is_ragged = self._has_dual_cache or graphs.is_packed
+        is_free = graphs.is_packed and config.kernel.run_ahead == "auto"
+        products = config.model.spec.products_per_row
+        self._row_share = RowShare(self._num_rows, products) if is_free else None
+        self._layout = _core.plan_layout(options)
         num_bytes = _core.DecodeBatch.arena_bytes(options)
         self._host = host_memory(num_bytes, is_cuda)
         self._batch = _core.DecodeBatch(options, self._host.data_ptr(), num_bytes)
-        arrays = arena_tensors(self._host, self._batch.fields())
-        staged = {name: array for name, array in arrays.items() if array.numel() > 0}
-        state = arena_tensors(device_memory(num_bytes, device), self._batch.fields())
-        self._staged_pages = staged.pop("page_tables")
-        # The sampler reads it, and the rules replace it.
-        state["prev_argmax"] = buffers.views.blk_prev_argmax
-        self._staged = staged
-        self._state = state
+        self._state = device_memory(num_bytes, device)
+        staged = ArenaViews(self._host, self._batch.fields())
+        state = ArenaViews(self._state, self._batch.fields())
+        self._requests, self._staged_pages = state.requests, staged.page_tables
+        # What a step starts with beside its pages, and where the device has it.
+        self._uploads = [(staged.requests, state.requests), (staged.windows, state.windows)]
+        if self._has_canvas:
+            # The sampler reads it, and the rules replace it.
+            self._uploads.append((staged.prev_argmax, buffers.views.blk_prev_argmax))
         self._uploaded = new_event() if is_cuda else None
         self._outputs = [_Output(options, is_cuda=is_cuda) for _ in range(_NUM_OUTPUTS)]
         self._next_output = 0
+        #: Requests of the graph that made the result of each place; -1: none did.
+        self._graph_buckets = [-1] * _NUM_OUTPUTS
         self._variant = StepVariant(Bucket(0, 0, 0), is_drawn=False, is_filtered=False)
         self._step_graphs: StepGraphs[StepVariant] | None = None
         self._device = device
-        self._check = PlanCheck(options) if config.kernel.check_run_ahead else None
+        self._check = PlanCheck(options, traits) if config.kernel.check_run_ahead else None
         #: Whether the step after the one that `start` enqueued may run; asked early, for its pages.
         self._verdict: _core.RunAhead | None = None
         #: Steps that replayed a graph.
@@ -155,14 +207,36 @@ class DecodeLoop:
         graphs = self._step_graphs
         return () if graphs is None else tuple(sorted({v.bucket.num_reqs for v in graphs.keys}))
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are captured."""
+        return 0 if self._step_graphs is None else len(self._step_graphs)
+
+    @property
+    def arrays(self) -> object:
+        """Tensors of the loop beside those of the step buffers."""
+        return self._host, self._state, self._uniform_ends, [o.host for o in self._outputs]
+
+    def graph_bucket(self, place: int) -> int:
+        """Requests of the graph that made the result of a place; -1: no graph did."""
+        return self._graph_buckets[place]
+
     def takes(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> bool:
         """Whether the plan in flight is a step for this loop."""
-        return self._bucket_for(plan) is not None and scheduler.can_run_ahead(plan)
+        return (
+            not self._leaves_to_the_host(plan)
+            and self._bucket_for(plan) is not None
+            and scheduler.can_run_ahead(plan)
+        )
+
+    def _leaves_to_the_host(self, plan: _core.StepPlan) -> bool:
+        """Whether the steps around `plan` are so empty that packing them pays for the wait."""
+        return self._row_share is not None and self._row_share.is_low(plan)
 
     def _bucket_for(self, plan: _core.StepPlan) -> Bucket | None:
         if plan.kind != _core.PlanKind.DECODE:
             return None
-        if plan.uniform_q_len != self._num_rows and not self._has_dual_cache:
+        if plan.uniform_q_len != self._num_rows and not self._is_ragged:
             return None
         return self._graphs.bucket_of_rows(plan, self._num_rows)
 
@@ -172,18 +246,17 @@ class DecodeLoop:
         assert bucket is not None
         self._await_uploads()
         scheduler.start_run_ahead(plan, self._batch)
-        self._variant = StepVariant(bucket, self._batch.any_drawn, self._batch.any_filtered)
+        batch = self._batch
+        self._variant = StepVariant(
+            bucket, batch.any_drawn, batch.any_filtered, batch.any_penalised
+        )
         self._prepare_variant()
-        if not self._has_dual_cache:
-            plan.pad_requests(bucket.num_reqs)
         self._verdict = scheduler.reserve_ahead(self._batch)
         self._buffers.upload()
-        if self._has_dual_cache:
-            ends = self._uniform_ends[: bucket.num_reqs + 1]
-            self._buffers.views.cu_seqlens_q[: bucket.num_reqs + 1].copy_(ends)
+        self._spread_rows(plan, bucket)
         self._upload_pages(self._verdict)
-        for name, host in self._staged.items():
-            self._state[name][: bucket.num_reqs].copy_(host[: bucket.num_reqs], non_blocking=True)
+        for host, device in self._uploads:
+            device[: bucket.num_reqs].copy_(host[: bucket.num_reqs], non_blocking=True)
         self._record_uploads()
         self._advance(bucket, is_entry=True)
         if self._check is not None:
@@ -193,6 +266,8 @@ class DecodeLoop:
     def run_ahead(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> int | None:
         """Enqueues the next step, if that is allowed; returns the place of its result."""
         verdict, self._verdict = self._verdict, None
+        if self._leaves_to_the_host(plan):
+            return None
         if verdict is None:
             if self._has_smaller_bucket(plan):
                 return None
@@ -209,6 +284,22 @@ class DecodeLoop:
         self.num_ahead_steps += 1
         return self._launch()
 
+    def _spread_rows(self, plan: _core.StepPlan, bucket: Bucket) -> None:
+        """Gives every request room for all of its rows. The entry writes these anew, but for merge
+        descriptors, which only the sampler makes: they move from where the host has packed them."""
+        views = self._buffers.views
+        views.cu_seqlens_q[: bucket.num_reqs + 1].copy_(self._uniform_ends[: bucket.num_reqs + 1])
+        if self._options.token_merge_top_k == 0:
+            return
+        starts = np.asarray(plan.cu_seqlens_q)
+        first_rows = np.arange(plan.num_reqs) * self._num_rows - starts[:-1]
+        rows = np.arange(plan.num_rows) + np.repeat(first_rows, np.diff(starts))
+        places = torch.from_numpy(rows).to(self._buffers.device)
+        packed = {name: getattr(views, name)[: plan.num_rows].clone() for name in _MERGE_ROWS}
+        views.merge_mask[: bucket.num_rows].zero_()
+        for name, values in packed.items():
+            getattr(views, name)[places] = values
+
     def _variant_ahead(self, scheduler: _core.Scheduler) -> StepVariant:
         """The variant of the next step, whose context length the host knows already.
 
@@ -216,9 +307,11 @@ class DecodeLoop:
         batch is smaller, and its bound may be too. With a block cache the bound may be that of the
         next mode.
         """
-        num_reqs, rows, _ = self._variant.bucket
-        bound = self._graphs.bound(num_reqs, rows, scheduler.context_len_ahead())
-        return self._variant._replace(bucket=Bucket(num_reqs, rows, bound))
+        bucket = self._variant.bucket
+        bound = self._graphs.bound(
+            bucket.num_reqs, bucket.rows_per_request, scheduler.context_len_ahead()
+        )
+        return self._variant._replace(bucket=bucket._replace(max_context_len=bound))
 
     def _upload_pages(self, verdict: _core.RunAhead) -> None:
         if verdict == _core.RunAhead.GO_NEW_PAGES:
@@ -264,15 +357,16 @@ class DecodeLoop:
         kinds = [(self._has_canvas, False)]  # canvases always draw
         if not self._has_canvas and self._config.sampler.temperature:
             kinds.append((True, _narrows_draws(self._config.sampler)))
+        is_penalised = self._options.is_editing and self._options.penalty_lambda > 0
         for bucket in self._graphs.shapes():
-            if bucket.rows_per_request != self._num_rows:
+            if bucket.num_rows != bucket.num_reqs * self._num_rows:
                 continue  # a shape of the host's loop
             for is_drawn, is_filtered in kinds:
-                variant = StepVariant(bucket, is_drawn, is_filtered)
+                variant = StepVariant(bucket, is_drawn, is_filtered, is_penalised)
                 if self._is_capturing(variant):
                     self._capture(variant)
         seconds = time.perf_counter() - start
-        logger.info("captured %d CUDA graphs in %.1f s", len(self._step_graphs.keys), seconds)
+        logger.info("captured %d CUDA graphs in %.1f s", len(self._step_graphs), seconds)
 
     def _is_capturing(self, variant: StepVariant) -> bool:
         """Whether the variant gets a graph that it has not yet."""
@@ -287,7 +381,7 @@ class DecodeLoop:
             self._fill(variant.bucket)
             # Requests that do not run: the rules then change nothing. Nor does the sampler what it
             # keeps of others.
-            self._state["requests"].zero_()
+            self._requests.zero_()
             self._buffers.views.blk_row_index.fill_(-1)
             self._buffers.views.blk_valid_len.zero_()
 
@@ -312,15 +406,35 @@ class DecodeLoop:
             self._check.keep(place, self._buffers.views, self._variant.bucket)
         graphs, variant = self._step_graphs, self._variant
         if graphs is not None and variant in graphs:
-            graphs.replay(variant)
-            self.num_graph_steps += 1
+            self._graph_buckets[place] = variant.bucket.num_reqs
+            self._replay(graphs, variant)
         else:
+            self._graph_buckets[place] = -1
             self._enqueue(variant)
         result = self._outputs[place]
         result.host.copy_(self._buffers.output_device, non_blocking=True)
         if result.copied is not None:
             result.copied.record()
         return place
+
+    def _replay(self, graphs: StepGraphs[StepVariant], variant: StepVariant) -> None:
+        graphs.replay(variant)
+        self.num_graph_steps += 1
+
+    def stages(self, area: str, graph: str) -> list[Stage]:
+        """Stages of the steps it runs.
+
+        Args:
+            area: of the strategy.
+            graph: what the replay of a graph is called there.
+        """
+        names = {
+            "_launch": "model_forward",
+            "_enqueue": "eager_decode",
+            "_replay": graph,
+            "collect": "wait_for_output",
+        }
+        return [Stage(self, method, area, name) for method, name in names.items()]
 
     def _enqueue(self, variant: StepVariant) -> None:
         bucket = variant.bucket
@@ -336,82 +450,20 @@ class DecodeLoop:
             num_saved_source_rows=num_reqs
             if variant.is_drawn and self._inputs_builder.has_carry
             else 0,
+            any_penalised=variant.is_penalised,
         )
         self._sampler(self._inputs_builder.inputs(self._buffers.views, shape, logits))
         self._advance(bucket, is_entry=False)
 
     def _advance(self, bucket: Bucket, *, is_entry: bool) -> None:
-        views, out = self._buffers.views, self._buffers.sampler
-        num_reqs, rows = bucket.num_reqs, bucket.num_rows
-        blocks = num_reqs * self._options.buffer_size
-        has_edits = views.blk_edit_threshold.numel() > 0
-        has_carry, has_dual = self._inputs_builder.has_carry, self._has_dual_cache
+        assert self._buffers.plan_device is not None  # there is a mirror
         torch.ops.diffulex.advance_decode(
-            self._state["requests"][:num_reqs],
-            self._state["windows"][:num_reqs],
-            views.page_tables[:num_reqs],
-            out.write_ids[:blocks],
-            out.flags[:blocks],
-            out.same_token_ratio[:blocks],
-            views.input_ids[:rows],
-            views.positions[:rows],
-            views.slot_mapping[:rows],
-            views.context_lens[:num_reqs],
-            views.valid_slices[:num_reqs],
-            views.blk_tokens[:blocks],
-            views.blk_row_index[:blocks],
-            views.blk_editable_start[:blocks],
-            views.blk_valid_len[:blocks],
-            views.blk_force_top1[:blocks],
-            views.blk_accept_threshold[:blocks],
-            views.blk_edit_threshold[:blocks] if has_edits else None,
-            views.blk_open_steps[:blocks],
-            views.blk_total_steps[:blocks],
-            views.blk_post_edit_steps[:blocks],
-            views.row_inv_temperature[:rows],
-            views.row_uniforms[:rows],
-            views.row_top_k[:rows],
-            views.row_top_p[:rows],
-            views.row_min_p[:rows],
-            *self._merge_arrays(views, rows, blocks),
-            views.last_row_index[:num_reqs] if has_carry else None,
-            views.logits_source[:rows] if has_carry else None,
-            out.pending_next_token[:num_reqs] if has_dual else None,
-            views.seed_row[:num_reqs] if has_dual else None,
-            views.mask_kinds[:num_reqs] if has_dual or self._has_canvas else None,
-            *self._canvas_arrays(views, rows, blocks),
-            page_size=self._config.cache.page_size,
-            first_saved_row=self._first_saved_row,
+            self._buffers.plan_device,
+            self._buffers.output_device,
+            self._state,
+            layout=self._layout,
+            num_reqs=bucket.num_reqs,
             masked_rows_only=self._options.masked_rows_only,
             has_block_cache=self._options.fdv2_use_block_cache,
             is_entry=is_entry,
-        )
-
-    def _canvas_arrays(self, views: PlanViews, rows: int, blocks: int) -> tuple[Tensor | None, ...]:
-        if not self._has_canvas:
-            return (None,) * 8
-        return (
-            views.blk_prev_argmax[:blocks],
-            self._buffers.sampler.canvas_argmax[:blocks],
-            views.blk_stable_run[:blocks],
-            views.blk_steps_left[:blocks],
-            views.blk_renoise[:blocks],
-            views.blk_request_slot[:blocks],
-            views.row_pass_kind[:rows],
-            views.row_self_cond[:rows],
-        )
-
-    def _merge_arrays(self, views: PlanViews, rows: int, blocks: int) -> tuple[Tensor | None, ...]:
-        out = self._buffers.sampler
-        if out.merge_valid.numel() == 0:
-            return (None,) * 8
-        return (
-            out.merge_valid[:blocks],
-            out.merge_topk_ids[:blocks],
-            out.merge_topk_probs[:blocks],
-            out.merge_residual[:blocks],
-            views.merge_mask[:rows],
-            views.merge_topk_ids[:rows],
-            views.merge_topk_probs[:rows],
-            views.merge_residual[:rows],
         )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,23 +16,11 @@ if TYPE_CHECKING:
     from diffulex.config.config import Config
     from diffulex.nn.attention_metadata import AttnMetadata
     from diffulex.nn.kv_cache import KVCache
+    from diffulex.runner.batch import ArenaViews
 
-__all__ = ["BlankRows", "ModelCall", "RowArrays", "head_logits"]
+__all__ = ["BlankRows", "ModelCall", "head_logits"]
 
 _MERGE_KINDS = {"dmax_topk": 0, "iter_smooth_topk": 1}
-
-
-class RowArrays(Protocol):
-    """Arrays of a step with one entry per row; `PlanViews` has them."""
-
-    input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    merge_mask: Tensor  # [T] uint8
-    merge_topk_ids: Tensor  # [T, K] int64
-    merge_topk_probs: Tensor  # [T, K] float32
-    merge_residual: Tensor  # [T] float32
-    row_pass_kind: Tensor  # [T] uint8
-    row_self_cond: Tensor  # [T] int32
 
 
 @dataclass(slots=True)
@@ -89,8 +77,8 @@ class ModelCall:
         if self._is_cuda:
             torch.cuda.synchronize(device)  # for the promise of __call__
         decoding = config.decoding
-        strategy = decoding.decoding_strategy
-        self._has_merges = strategy == "dmax" and decoding.token_merge_weight > 0
+        traits = decoding.traits
+        self._has_merges = traits.merges_embeddings and decoding.token_merge_weight > 0
         self._merge_kind = _MERGE_KINDS[decoding.token_merge_mode]
         self._renormalize = decoding.token_merge_renormalize
         self._merge_weight = decoding.token_merge_weight
@@ -98,13 +86,17 @@ class ModelCall:
         #: [max_num_reqs * B + 1, H] signal of every canvas position, and a row for what belongs to no
         #: position; None for other strategies.
         self.signals: Tensor | None = None
-        if strategy == "diffusion_gemma":
+        if traits.has_canvas:
             num_rows = config.scheduler.max_num_reqs * decoding.block_size + 1
             hidden_size = config.model.spec.hidden_size
             self.signals = torch.zeros(num_rows, hidden_size, device=device)
 
     def __call__(
-        self, views: RowArrays, num_rows: int, metadata: AttnMetadata, kv_cache: KVCache
+        self,
+        views: ArenaViews | BlankRows,
+        num_rows: int,
+        metadata: AttnMetadata,
+        kv_cache: KVCache,
     ) -> Tensor:
         """Final hidden states [num_rows, H]."""
         if not self._is_cuda:
@@ -113,7 +105,11 @@ class ModelCall:
             return self._run(views, num_rows, metadata, kv_cache)
 
     def _run(
-        self, views: RowArrays, num_rows: int, metadata: AttnMetadata, kv_cache: KVCache
+        self,
+        views: ArenaViews | BlankRows,
+        num_rows: int,
+        metadata: AttnMetadata,
+        kv_cache: KVCache,
     ) -> Tensor:
         ids, positions = views.input_ids[:num_rows], views.positions[:num_rows]
         if self._has_merges:
@@ -133,7 +129,7 @@ class ModelCall:
             hidden = self.model(ids, positions, metadata, kv_cache)
         return cast("Tensor", hidden)
 
-    def _merged_embeddings(self, views: RowArrays, ids: Tensor) -> Tensor:
+    def _merged_embeddings(self, views: ArenaViews | BlankRows, ids: Tensor) -> Tensor:
         num_rows = ids.size(0)
         embeds: Tensor = self.model.embed(ids)
         torch.ops.diffulex.token_merge_embed(

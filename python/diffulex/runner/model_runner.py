@@ -8,40 +8,78 @@ by the caller.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, cast
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from diffulex.errors import ConfigError
+from diffulex.likelihood.forward import RowRunner, ScoreForward
 from diffulex.log import get_logger, warn_once
 from diffulex.nn.kv_cache import KVCache, KvLayoutName
-from diffulex.nn.linear import pack_weights
+from diffulex.nn.linear import pack_weights, set_batch_invariant
+from diffulex.ops.hopper import has_hopper_kernels
+from diffulex.ops.settled import batch_invariant
+from diffulex.profiling.kernel_choices import KernelChoice, OpShapes, kernel_choices
+from diffulex.profiling.memory import MemoryReport, tensor_bytes
+from diffulex.profiling.platform import Platform
+from diffulex.profiling.scopes import Stage
 from diffulex.runner.attention_workspace import AttentionWorkspace
-from diffulex.runner.batch import PlanViews, StepBuffers, StepShape
+from diffulex.runner.batch import ArenaViews, StepBuffers, StepShape
 from diffulex.runner.context_classes import ContextClasses
-from diffulex.runner.decode_graphs import Bucket, DecodeGraphs, ForwardGraphs, decode_buckets
+from diffulex.runner.decode_graphs import (
+    Bucket,
+    DecodeGraphs,
+    ForwardGraphs,
+    decode_buckets,
+    packs_rows,
+)
 from diffulex.runner.decode_loop import DecodeLoop, has_graph_of_logits
-from diffulex.runner.model_call import ModelCall, head_logits
+from diffulex.runner.model_call import BlankRows, ModelCall, head_logits
 from diffulex.runner.open_engines import memory_holders, register_open
 from diffulex.runner.row_watch import RowWatch
 from diffulex.runner.sampler_inputs import SamplerInputsBuilder
 from diffulex.runner.step_forward import StepForward
 from diffulex.runner.warm_up import GraphMemory, free_device_bytes, max_logits_rows
 from diffulex.samplers.selection import make_sampler
+from diffulex.strategies.listing import strategy_named
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from diffulex.config.config import Config
+    from diffulex.likelihood.rows import ScoreBatch, Scored
+    from diffulex.nn.attention_metadata import AttnMetadata
+    from diffulex.profiling.ring import StepTimes
     from diffulex.samplers.base import Sampler
+    from diffulex.samplers.inputs import SamplerInputs
+    from diffulex.strategies.traits import StrategyTraits
 
 __all__ = ["ModelRunner"]
 
-# Whose decode steps a device can plan by itself; docs/configuration.md, run_ahead.
-_LOOP_STRATEGIES = ("multi_bd", "d2f", "dmax", "fast_dllm_v2", "diffusion_gemma")
-
 logger = get_logger(__name__)
+
+
+_Part = TypeVar("_Part")
+
+#: What the executor calls in a step.
+_CALLS = ("execute", "start_loop", "run_ahead", "collect")
+
+
+def _prepared(part: _Part | None) -> _Part:
+    if part is None:
+        raise RuntimeError("ModelRunner: expected prepare() before the first step")
+    return part
+
+
+@contextlib.contextmanager
+def _invariant_on(device: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    with device, batch_invariant():
+        yield
 
 
 class ModelRunner:
@@ -53,6 +91,7 @@ class ModelRunner:
 
     def __init__(self, config: Config, model: Any) -> None:
         self.config = config
+        self._strategy = strategy_named(config.decoding.decoding_strategy)
         self.model = model
         self.device = torch.device(config.model.device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -63,8 +102,17 @@ class ModelRunner:
         self._is_cuda = self.device.type == "cuda"
         #: An exported program keeps K and V itself and is told what each row sees.
         self._program = model if getattr(model, "owns_kv", False) else None
-        self._workspace = AttentionWorkspace(config.model.spec, self.device)
-        self._graphs = DecodeGraphs(decode_buckets(config), ContextClasses(config))
+        self._workspace = AttentionWorkspace(config.local_spec, self.device)
+        self._graphs = DecodeGraphs(
+            decode_buckets(config),
+            ContextClasses(config),
+            is_packed=packs_rows(config),
+            is_strict=config.kernel.require_fast_paths,
+        )
+        #: What the capture of the graphs took at the start.
+        self.capture_s, self._graph_bytes = 0.0, 0
+        if self._program is None:
+            set_batch_invariant(model, config.kernel.batch_invariant)
         with self._on_device():
             self._call = ModelCall(config, model)
             self._cache = self._make_cache(1)
@@ -72,6 +120,8 @@ class ModelRunner:
         self._inputs_builder: SamplerInputsBuilder | None = None
         self._prepared_forward: StepForward | None = None
         self._decode_loop: DecodeLoop | None = None
+        #: Receives when the stages of a step began; None: nobody keeps records.
+        self.times: StepTimes | None = None
         #: Looks at logits on the host while a request asks for it; see its file.
         self.row_watch = RowWatch(config, self.sampler)
         register_open(self)
@@ -111,10 +161,10 @@ class ModelRunner:
 
     def _graph_memory(self) -> GraphMemory | None:
         """What `_capture_graphs` will take; None without graphs."""
-        if self._no_graph_reason() is not None:
+        if self.no_graph_reason is not None:
             return None
         config, shapes = self.config, self._graphs.shapes()
-        if not self._wants_loop(config.decoding.decoding_strategy):
+        if not self._wants_loop(self._strategy.traits):
             return GraphMemory(shapes, 0)
         fitting = [bucket.num_rows for bucket in shapes if has_graph_of_logits(config, bucket)]
         return GraphMemory(shapes, max(fitting, default=0))
@@ -122,13 +172,16 @@ class ModelRunner:
     def prepare(self, config: Config, options: _core.EngineOptions) -> None:
         """Allocates everything the steps need; `config` has the number of pages."""
         self.config = config
+        self._check_preemption()
         with self._on_device():
             pack_weights(self.model)
             self._cache = self._make_cache(config.cache.num_pages)
-            has_loop = self._has_decode_loop(options)
+            # The state machine of the core: another one than the name of a strategy from outside says.
+            core_traits = strategy_named(options.strategy).traits
+            has_loop = self._has_decode_loop(options, core_traits)
             self._buffers = StepBuffers(options, self.device, has_mirror=has_loop)
             self._inputs_builder = SamplerInputsBuilder(
-                options, self._buffers.sampler, self._call.signals
+                options, core_traits, self._buffers.sampler, self._call.signals
             )
             if options.logits_shift:
                 self._keep_rows(options.max_num_reqs)
@@ -136,53 +189,49 @@ class ModelRunner:
                 config, self._call, self._cache, self._buffers, self._graphs.shapes()
             )
             if has_loop:
-                self._make_decode_loop(options)
-            logger.info(
-                "KV cache: %d pages of %d tokens, %.1f MiB",
-                config.cache.num_pages,
-                config.cache.page_size,
-                self._cache.nbytes / 2**20,
-            )
+                self._make_decode_loop(options, core_traits)
             if not self._is_cuda:
                 return
-            reason = self._no_graph_reason()
+            reason = self.no_graph_reason
             if reason is None:
                 self._capture_graphs()
             else:
                 warn_once(logger, f"no graphs: {reason}", "decode runs without graphs: %s", reason)
 
-    def _has_decode_loop(self, options: _core.EngineOptions) -> bool:
+    def _check_preemption(self) -> None:
+        """A request that loses its pages computes its cache again in other forwards than before."""
+        config = self.config
+        need = config.pages_per_request * config.scheduler.max_num_reqs
+        if config.kernel.batch_invariant and config.cache.num_pages < need:
+            raise ConfigError(
+                f"batch_invariant: expected num_pages >= {need} (max_num_reqs"
+                f" {config.scheduler.max_num_reqs} of max_model_len"
+                f" {config.scheduler.max_model_len}), so that no request is preempted, got"
+                f" {config.cache.num_pages}"
+            )
+
+    def _has_decode_loop(self, options: _core.EngineOptions, traits: StrategyTraits) -> bool:
         if type(self).execute is not ModelRunner.execute:
             return False  # a custom runner must see every step
         if not getattr(self.sampler, "is_capturable", False):
             return False  # and so must a custom sampler
         if options.token_merge_top_k > 0 and options.dmax_store_soft_embeddings:
             return False  # the loop could take no step: graphs serve the host's
-        return self._wants_loop(options.strategy)
+        return self._wants_loop(traits)
 
-    def _wants_loop(self, strategy: str) -> bool:
-        """Whether decode steps of the strategy are to run ahead."""
-        if strategy not in _LOOP_STRATEGIES:
+    def _wants_loop(self, traits: StrategyTraits) -> bool:
+        """Whether decode steps of a strategy with these traits are to run ahead."""
+        if not traits.can_run_ahead:
             return False
         if self.config.kernel.run_ahead != "auto":
             return self.config.kernel.run_ahead == "on"
         # Mixed embeddings and signals pass the last bits of one step's logits to the next, and
-        # products of another shape round differently: dmax and diffusion_gemma run ahead only on
-        # request. So does a dual cache whose steps have another shape on the host.
-        is_rounding = strategy in ("dmax", "diffusion_gemma") or self._has_other_host_shapes()
+        # products of another shape round differently: such strategies run ahead only on request. So do
+        # those whose steps have another shape on the host.
+        is_rounding = traits.feeds_back or self._strategy.has_other_host_shapes(self.config)
         return self._is_cuda and not is_rounding
 
-    def _has_other_host_shapes(self) -> bool:
-        """Whether the host runs steps of other shapes than the loop: it leaves out rows that decide
-        nothing (encoded canvases, the rest of whole blocks, padding).
-        """
-        decoding = self.config.decoding
-        if decoding.decoding_strategy == "diffusion_gemma":
-            return True
-        is_dual = decoding.decoding_strategy == "fast_dllm_v2"
-        return is_dual and (decoding.fdv2_use_block_cache or decoding.fdv2_exact_graph_buckets)
-
-    def _make_decode_loop(self, options: _core.EngineOptions) -> None:
+    def _make_decode_loop(self, options: _core.EngineOptions, traits: StrategyTraits) -> None:
         config = self.config
         reserve = getattr(self.sampler, "reserve", None)
         if reserve is not None:
@@ -192,6 +241,7 @@ class ModelRunner:
         self._decode_loop = DecodeLoop(
             config,
             options,
+            traits,
             self.model,
             self.sampler,
             self._step_buffers,
@@ -201,8 +251,12 @@ class ModelRunner:
         )
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        """Makes the model's device current: launches, events and graphs go by the current one."""
-        return torch.cuda.device(self.device) if self._is_cuda else contextlib.nullcontext()
+        """How ops run: with the model's device as the current one, by which launches, events and graphs
+        go, and with results that do not depend on the batch if that is wanted."""
+        device: contextlib.AbstractContextManager[object] = (
+            torch.cuda.device(self.device) if self._is_cuda else contextlib.nullcontext()
+        )
+        return _invariant_on(device) if self.config.kernel.batch_invariant else device
 
     def _keep_rows(self, max_num_reqs: int) -> None:
         keep_rows = getattr(self.sampler, "keep_rows", None)
@@ -244,6 +298,52 @@ class ModelRunner:
         """Decode steps that no graph fitted."""
         return self._graphs.num_fallbacks
 
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that are captured."""
+        loop, forwards = self._decode_loop, self._graphs.forwards
+        num_forwards = 0 if forwards is None else forwards.num_captured
+        return num_forwards + (0 if loop is None else loop.num_graphs)
+
+    def memory(self) -> MemoryReport:
+        """Where the memory of this rank is; between steps."""
+        forward = self._step_forward
+        scratch = [self._workspace.memory, forward.decode_workspace]
+        free = total = allocated = reserved = None
+        if self._is_cuda:
+            free, total = torch.cuda.mem_get_info(self.device)
+            allocated = torch.cuda.memory_allocated(self.device)
+            reserved = torch.cuda.memory_reserved(self.device)
+        return MemoryReport(
+            weights=tensor_bytes(self.model),
+            kv_pool=self._cache.nbytes,
+            workspace=tensor_bytes(scratch),
+            step_buffers=tensor_bytes(self._step_buffers, self._decode_state()),
+            graph_pools=self._graph_bytes,
+            sampler_state=tensor_bytes(vars(self.sampler)),
+            allocated=allocated,
+            reserved=reserved,
+            device_free=free,
+            device_total=total,
+        )
+
+    def _decode_state(self) -> object:
+        return None if self._decode_loop is None else self._decode_loop.arrays
+
+    def kernel_choices(self) -> list[KernelChoice]:
+        """Which kernel each op of a step takes, and why."""
+        spec, moe = self.config.model.spec, self.config.model.spec.moe
+        shapes = OpShapes(
+            self.config.model.dtype,
+            tuple(dict.fromkeys(head_dim for *_, head_dim in spec.attention_shapes)),
+            self.config.cache.page_size,
+            None if moe is None else (spec.hidden_size, moe.intermediate_size),
+            self.config.kernel.batch_invariant,
+        )
+        has_hopper = has_hopper_kernels(self.device)
+        index = self.device.index
+        return kernel_choices(Platform.of(self.device.type, index, has_hopper=has_hopper), shapes)
+
     def expect_draws(self) -> None:
         """Announces a request that draws its tokens; before its first step, from any thread."""
         if self._inputs_builder is not None:
@@ -275,6 +375,8 @@ class ModelRunner:
     ) -> _core.SamplerOutput:
         """The output of the plan in flight, which the loop runs under `place`."""
         assert self._decode_loop is not None
+        if self.times is not None:
+            self.times.graph_bucket = self._decode_loop.graph_bucket(place)
         return self._decode_loop.collect(scheduler, plan, place)
 
     @torch.inference_mode()
@@ -283,22 +385,41 @@ class ModelRunner:
         with self._on_device():
             return self._execute(plan)
 
-    def _execute(self, plan: _core.StepPlan) -> _core.SamplerOutput:
-        bucket = self._graphs.bucket_for(plan) if self._is_cuda else None
-        forwards = self._graphs.forwards
-        if bucket is not None:
-            plan.pad_requests(bucket.num_reqs)
-            if forwards is not None:
-                forwards.prepare(bucket)
-        shape = StepShape.of(plan)
-        views = self._step_buffers.upload()
+    @torch.inference_mode()
+    def score(self, batch: ScoreBatch) -> Scored:
+        """Answers the queries of rows that belong to no request; the cache of the steps is not read."""
         if self._program is not None:
-            ends = torch.from_numpy(_core.visible_ends(plan))
-            self._program.begin_step(ends, views.logits_rows[: shape.num_logits_rows])
-        if bucket is not None and forwards is not None:
-            hidden = self._graphs.replay(bucket)
-        else:
-            hidden = self._forward(views, shape, plan)
+            raise ConfigError(
+                "score: expected a model with a cache of pages, got an exported program"
+            )
+        rows = RowRunner(
+            max_logits_rows(self.config),
+            self._make_cache,
+            self._workspace.of,
+            self._unplanned_rows,
+            partial(head_logits, self.model),
+        )
+        with self._on_device():
+            return ScoreForward(self.config, rows).run(batch)
+
+    def _unplanned_rows(
+        self, ids: Tensor, positions: Tensor, metadata: AttnMetadata, cache: KVCache
+    ) -> Tensor:
+        """Hidden states [T, H] of tokens [T] that no scheduler has planned."""
+        rows = BlankRows.of(positions, self.config.decoding.token_merge_top_k)
+        rows.input_ids = ids
+        return self._call(rows, ids.size(0), metadata, cache)
+
+    def _execute(self, plan: _core.StepPlan) -> _core.SamplerOutput:
+        bucket, shape, views = self._before_forward(plan)
+        times = self.times
+        if times is not None:
+            times.forward = time.perf_counter()
+            if bucket is not None and self._graphs.forwards is not None:
+                times.graph_bucket = bucket.num_reqs
+        hidden = self._model_forward(views, shape, plan, bucket)
+        if times is not None:
+            times.sample = time.perf_counter()
         if shape.num_blocks > 0 or shape.num_logits_rows > 0:
             self._sample(views, shape, hidden, plan, bucket)
         elif self._inputs_builder is not None:
@@ -308,53 +429,113 @@ class ModelRunner:
             self.row_watch.after_sampling(plan, output)
         return output
 
+    def _before_forward(self, plan: _core.StepPlan) -> tuple[Bucket | None, StepShape, ArenaViews]:
+        bucket = self._graphs.bucket_for(plan) if self._is_cuda else None
+        forwards = self._graphs.forwards
+        if bucket is not None:
+            plan.pad(bucket.num_reqs, bucket.num_rows)
+            if forwards is not None:
+                forwards.prepare(bucket)
+        shape = StepShape.of(plan)
+        views = self._step_buffers.upload()
+        if self._program is not None:
+            ends = torch.from_numpy(_core.visible_ends(plan))
+            self._program.begin_step(ends, views.logits_rows[: shape.num_logits_rows])
+        return bucket, shape, views
+
+    def _model_forward(
+        self, views: ArenaViews, shape: StepShape, plan: _core.StepPlan, bucket: Bucket | None
+    ) -> Tensor:
+        if bucket is not None and self._graphs.forwards is not None:
+            return self._graphs.replay(bucket)
+        if plan.kind == _core.PlanKind.DECODE:
+            return self._eager_decode(views, shape, plan, bucket)
+        return self._eager_prefill(views, shape, plan)
+
+    def _eager_decode(
+        self, views: ArenaViews, shape: StepShape, plan: _core.StepPlan, bucket: Bucket | None
+    ) -> Tensor:
+        return self._forward(views, shape, plan, bucket)
+
+    def _eager_prefill(self, views: ArenaViews, shape: StepShape, plan: _core.StepPlan) -> Tensor:
+        return self._forward(views, shape, plan)
+
     @property
     def _step_buffers(self) -> StepBuffers:
-        if self._buffers is None:
-            raise RuntimeError("ModelRunner: expected prepare() before the first step")
-        return self._buffers
+        return _prepared(self._buffers)
 
     @property
     def _prepared_inputs(self) -> SamplerInputsBuilder:
-        if self._inputs_builder is None:
-            raise RuntimeError("ModelRunner: expected prepare() before the first step")
-        return self._inputs_builder
+        return _prepared(self._inputs_builder)
 
     @property
     def _step_forward(self) -> StepForward:
-        if self._prepared_forward is None:
-            raise RuntimeError("ModelRunner: expected prepare() before the first step")
-        return self._prepared_forward
+        return _prepared(self._prepared_forward)
 
-    def _forward(self, views: PlanViews, shape: StepShape, plan: _core.StepPlan) -> Tensor:
-        max_context_len = plan.max_context_len
-        if self._is_cuda and plan.uniform_q_len:
-            # As in a graph: kernels derive the split of the keys from this bound.
-            max_context_len = self._graphs.bound(
-                shape.num_reqs, plan.uniform_q_len, plan.max_context_len
-            )
-        workspace = self._workspace.of(shape.num_reqs, plan.max_seqlen_q, max_context_len)
+    def _forward(
+        self,
+        views: ArenaViews,
+        shape: StepShape,
+        plan: _core.StepPlan,
+        bucket: Bucket | None = None,
+    ) -> Tensor:
+        most_rows, max_context_len = plan.max_seqlen_q, plan.max_context_len
+        if bucket is not None:
+            # As in a graph: kernels derive the split of the keys from these bounds.
+            most_rows, max_context_len = bucket.rows_per_request, bucket.max_context_len
+        workspace = self._workspace.of(shape.num_reqs, most_rows, max_context_len)
         return self._step_forward.run(
-            views, shape.num_rows, shape.num_reqs, plan.max_seqlen_q, max_context_len, workspace
+            views, shape.num_rows, shape.num_reqs, most_rows, max_context_len, workspace
         )
 
     def _sample(
         self,
-        views: PlanViews,
+        views: ArenaViews,
         shape: StepShape,
         hidden: Tensor,
         plan: _core.StepPlan,
         bucket: Bucket | None,
     ) -> None:
-        assert self._inputs_builder is not None
-        rows = views.logits_rows[: shape.num_logits_rows]
-        if bucket is not None and self._has_loop_logits(bucket):
-            logits = head_logits(self.model, hidden).index_select(0, rows)
-        else:
-            logits = head_logits(self.model, hidden.index_select(0, rows))
+        logits = self._logits(views.logits_rows[: shape.num_logits_rows], hidden, bucket)
         if self.row_watch.is_active:
             self.row_watch.before_sampling(plan, logits)
-        self.sampler(self._inputs_builder.inputs(views, shape, logits))
+        self._decide(self._prepared_inputs.inputs(views, shape, logits))
+
+    def _logits(self, rows: Tensor, hidden: Tensor, bucket: Bucket | None) -> Tensor:
+        if bucket is not None and self._has_loop_logits(bucket):
+            return head_logits(self.model, hidden).index_select(0, rows)
+        return head_logits(self.model, hidden.index_select(0, rows))
+
+    def _decide(self, inputs: SamplerInputs) -> None:
+        self.sampler(inputs)
+
+    def stages(self) -> list[Stage]:
+        """Stages of a step on this rank."""
+        traits = self._strategy.traits
+        area = traits.area
+        own = {
+            "_before_forward": "before_model_forward",
+            "_model_forward": "model_forward",
+            "_eager_prefill": "eager_prefill",
+            "_eager_decode": "eager_decode",
+            "_logits": "compute_logits",
+            "_decide": "sampler",
+        }
+        graph = "cuda_graph_decode" if traits.has_dual_cache else "full_static_decode"
+        stages = [
+            *(Stage(self, name, "model_runner.rank0", name) for name in _CALLS),
+            *(Stage(self, method, area, name) for method, name in own.items()),
+            Stage(self._graphs, "replay", area, graph),
+            Stage(self._step_buffers, "upload", area, "prepare.copy_inputs"),
+            Stage(self._step_buffers, "download", area, "wait_for_output"),
+            Stage(self._prepared_inputs, "inputs", area, "prepare_sample"),
+        ]
+        rows = getattr(self.sampler, "rows", None)
+        if rows is not None:
+            stages.append(Stage(rows, "run", "sampler", "sample_tokens"))
+        if self._decode_loop is not None:
+            stages += self._decode_loop.stages(area, graph)
+        return stages
 
     def _has_loop_logits(self, bucket: Bucket) -> bool:
         """Whether the head runs over all rows of a padded step, as it does where the loop takes it.
@@ -363,14 +544,19 @@ class ModelRunner:
         logits and a dual cache this matters only to engines that run ahead; others leave out the
         rows that decide nothing.
         """
-        strategy = self.config.decoding.decoding_strategy
-        is_known = strategy in _LOOP_STRATEGIES and not self._has_other_host_shapes()
-        if self._prepared_inputs.has_carry or strategy == "fast_dllm_v2":
-            is_known = is_known and self._wants_loop(strategy)
-        return is_known and has_graph_of_logits(self.config, bucket)
+        traits = self._strategy.traits
+        has_same = traits.can_run_ahead and not self._strategy.has_other_host_shapes(self.config)
+        has_same = has_same and not self._graphs.is_packed
+        if self._prepared_inputs.has_carry or traits.has_dual_cache:
+            has_same = has_same and self._wants_loop(traits)
+        return has_same and has_graph_of_logits(self.config, bucket)
 
-    def _no_graph_reason(self) -> str | None:
+    @property
+    def no_graph_reason(self) -> str | None:
+        """Why decode steps run without graphs; None where they have some."""
         kernel = self.config.kernel
+        if not self._is_cuda:
+            return f"{self.device.type} has none"
         if kernel.enforce_eager:
             return "enforce_eager is set"
         if not kernel.enable_full_static_runner:
@@ -380,24 +566,25 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
         free = torch.cuda.mem_get_info(self.device)[0]
+        start = time.perf_counter()
         shapes = self._graphs.shapes()
-        most = max(bucket.num_rows for bucket in shapes)
         # With a loop these graphs serve the steps it does not take, and are captured on demand.
         forward = self._step_forward
         self._graphs.forwards = ForwardGraphs(
-            self.config, most, forward.fill_bucket, forward.run_bucket
+            self.config, shapes[0], forward.fill_bucket, forward.run_bucket
         )
         if self._decode_loop is not None:
             self._decode_loop.capture(forward.fill_bucket)
         else:
-            self._graphs.forwards.capture(shapes)
-        taken = free - torch.cuda.mem_get_info(self.device)[0]
-        logger.info("CUDA graphs: %d shapes, %.1f MiB", len(shapes), taken / 2**20)
+            # Packed ones follow when they are needed: few of them are.
+            self._graphs.forwards.capture(tuple(b for b in shapes if not b.packed_rows))
+        self._graph_bytes = max(free - torch.cuda.mem_get_info(self.device)[0], 0)
+        self.capture_s = time.perf_counter() - start
 
     def _make_cache(self, num_pages: int) -> KVCache:
         cache = self.config.cache
         return KVCache(
-            self.config.model.spec.kv_layers if self._program is None else (),
+            self.config.local_spec.kv_layers if self._program is None else (),
             num_pages,
             cache.page_size,
             self.dtype,
@@ -407,5 +594,5 @@ class ModelRunner:
         )
 
     def _page_bytes(self) -> int:
-        spec, page_size = self.config.model.spec, self.config.cache.page_size
+        spec, page_size = self.config.local_spec, self.config.cache.page_size
         return KVCache.page_bytes(spec.kv_layers, page_size, self.dtype)

@@ -7,34 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from diffulex_ext import _core
+
 if TYPE_CHECKING:
-    from diffulex.runner.batch import PlanViews
+    from diffulex.runner.batch import ArenaViews
     from diffulex.runner.decode_graphs import Bucket, DecodeGraphs
-    from diffulex_ext import _core
+    from diffulex.strategies.traits import StrategyTraits
 
 __all__ = ["PlanCheck", "PlanMismatchError"]
 
-_ROWS = ("input_ids", "positions", "slot_mapping")
-_MERGES = ("merge_mask", "merge_topk_ids", "merge_topk_probs", "merge_residual")
-_BLOCKS = (
-    "blk_editable_start",
-    "blk_valid_len",
-    "blk_force_top1",
-    "blk_accept_threshold",
-    "blk_total_steps",
-    "blk_open_steps",
-    "blk_post_edit_steps",
+#: Where the scheduler put rows and blocks in its plan: the device has places of its own.
+_PLACES = frozenset(("logits_rows", "blk_req", "blk_id", "blk_start", "blk_row0", "blk_prev_row"))
+#: What no step on the device reads or writes: it is in the request that the device keeps.
+_UNUSED = frozenset(
+    ("row_mode", "prefix_lens", "padded_prefix_lens", "req_ids", "request_slots", "blk_step")
 )
-_CANVAS_ROWS = ("row_pass_kind", "row_self_cond")
-_CANVAS_BLOCKS = (
-    "blk_prev_argmax",
-    "blk_stable_run",
-    "blk_steps_left",
-    "blk_renoise",
-    "blk_request_slot",
+#: First dimensions of the arrays that are compared; ends of requests are places.
+_EXTENTS = ("rows", "reqs", "blocks", "logits_rows")
+#: Indices of such places, and page tables: translated before they are compared.
+_TRANSLATED = frozenset(
+    ("valid_slices", "last_row_index", "seed_row", "page_tables", "blk_row_index", "logits_source")
 )
-_SAMPLED_ROWS = ("row_inv_temperature", "row_uniforms", "row_top_k", "row_top_p", "row_min_p")
-_REQUESTS = ("context_lens", "mask_kinds")
 
 _Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -46,26 +39,24 @@ class PlanMismatchError(RuntimeError):
 class PlanCheck:
     """Keeps what the device has before each step and compares it with the plan of that step."""
 
-    def __init__(self, options: _core.EngineOptions) -> None:
+    def __init__(self, options: _core.EngineOptions, traits: StrategyTraits) -> None:
         self._block_size = options.block_size
         self._buffer_size = options.buffer_size
         self._num_rows = options.block_size * options.buffer_size
-        self._names = [*_SAMPLED_ROWS, *_REQUESTS, "valid_slices", "blk_row_index", "page_tables"]
         self._is_shifted = bool(options.logits_shift)
-        if self._is_shifted:
-            self._names += ["last_row_index", "logits_source"]
-        self._has_dual_cache = options.strategy == "fast_dllm_v2"
-        if self._has_dual_cache:
-            self._names.append("seed_row")
-        self._row_names, self._block_names = [*_ROWS], [*_BLOCKS, "blk_tokens"]
-        if options.is_editing and options.strategy == "multi_bd":
-            self._block_names.append("blk_edit_threshold")
-        if options.token_merge_top_k > 0:
-            self._row_names += _MERGES
-        if options.strategy == "diffusion_gemma":
-            self._row_names += _CANVAS_ROWS
-            self._block_names += _CANVAS_BLOCKS
-        self._names += [*self._row_names, *self._block_names]
+        self._has_dual_cache = traits.has_dual_cache
+        left_out = _PLACES | _UNUSED
+        if not traits.has_canvas:
+            left_out |= {"blk_request_slot"}  # of the draws of a canvas
+        fields = [
+            f for f in _core.StepPlan(options).fields() if f.nbytes and f.name not in left_out
+        ]
+        #: Arrays that are compared value by value, by their first dimension.
+        self._equal: dict[str, list[str]] = {}
+        for field in fields:
+            if field.name not in _TRANSLATED:
+                self._equal.setdefault(field.extent, []).append(field.name)
+        self._names = [field.name for field in fields if field.extent in _EXTENTS]
         self._req_ids: list[int] = []
         # The context of the next step is a bound: only the device knows its mode.
         self._has_block_cache = self._has_dual_cache and options.fdv2_use_block_cache
@@ -81,7 +72,7 @@ class PlanCheck:
         self._req_ids = [int(req_id) for req_id in plan.req_ids[:num_reqs]]
         self._num_live = num_reqs
 
-    def keep(self, place: int, views: PlanViews, bucket: Bucket) -> None:
+    def keep(self, place: int, views: ArenaViews, bucket: Bucket) -> None:
         """Copies the arrays of the step that is enqueued next, of this shape; waits for the device."""
         arrays = {name: getattr(views, name).detach().cpu().numpy().copy() for name in self._names}
         self._kept[place] = bucket, arrays
@@ -112,7 +103,7 @@ class PlanCheck:
         has_ended, self._num_live = num_live < self._num_live, num_live
         wanted = graphs.bucket_of_rows(plan, self._num_rows)
         assert wanted is not None
-        num_reqs, rows, bound = bucket
+        num_reqs, rows, bound, _ = bucket
         if has_ended and num_reqs > wanted.num_reqs:
             least = graphs.bound(num_reqs, rows, plan.max_context_len)
             wanted = wanted._replace(num_reqs=num_reqs, max_context_len=least)
@@ -128,9 +119,9 @@ class PlanCheck:
         theirs = slice(row * q, row * q + num_rows)
         padding = device["slot_mapping"][row * q + num_rows : (row + 1) * q]
         self._expect(plan, row, "slot_mapping", padding, -1)
-        for name in self._row_names:
+        for name in self._equal["rows"]:
             self._expect(plan, row, name, device[name][theirs], getattr(plan, name)[mine])
-        for name in _REQUESTS:
+        for name in self._equal["reqs"]:
             self._expect(plan, row, name, device[name][row], getattr(plan, name)[index])
         # The device may have pages that only later steps need.
         pages, wanted = device["page_tables"][row], plan.page_tables[index]
@@ -173,7 +164,7 @@ class PlanCheck:
         first: int,
         device_first: int,
     ) -> None:
-        for name in self._block_names:
+        for name in self._equal["blocks"]:
             self._expect(plan, place, name, device[name][place], getattr(plan, name)[blk])
         rows, indices = device["blk_row_index"][place], plan.blk_row_index[blk]
         self._expect(plan, place, "blk_row_index", rows >= 0, indices >= 0)
@@ -188,7 +179,7 @@ class PlanCheck:
             # The last row of the request takes the logits of its slot.
             expected[source >= 0] = device_first + self._num_rows - 1
         self._expect(plan, place, "blk_row_index", rows[used], expected)
-        for name in _SAMPLED_ROWS:
+        for name in self._equal["logits_rows"]:
             have, want = device[name][rows[used]], getattr(plan, name)[indices[used]]
             self._expect(plan, place, name, have, want)
 

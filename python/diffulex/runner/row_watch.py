@@ -18,29 +18,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from diffulex.distributed.executor import TokenLogprob
 
+if TYPE_CHECKING:
     from torch import Tensor
 
     from diffulex.config.config import Config
+    from diffulex.distributed.executor import Watch
     from diffulex_ext import _core
 
-__all__ = ["RowWatch", "TokenLogprob"]
+__all__ = ["RowWatch"]
 
 # Far below every logit, and finite: an infinite one makes entropies undefined.
 _NEVER = -3e4
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Log-probabilities of one position in the step in which its token took its final value."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # the likeliest (id, logprob), best first
-    step: int  # forwards of the request until then, this one included
-    confidence: float
 
 
 @dataclass(slots=True)
@@ -85,26 +75,11 @@ class RowWatch:
         """Requests it watches."""
         return len(self._watched)
 
-    def add(
-        self,
-        req_id: int,
-        prompt_len: int,
-        num_top: int | None,
-        min_tokens: int,
-        stop_ids: Sequence[int],
-    ) -> None:
-        """Watches a request until `remove`.
-
-        Args:
-            req_id: of the request.
-            prompt_len: its prompt tokens.
-            num_top: alternatives to record beside each token; None: no log-probabilities.
-            min_tokens: so many generated tokens are none of the `stop_ids`.
-            stop_ids: ids that would end the request.
-        """
-        ids = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=self._device)
-        min_end = prompt_len + min_tokens if ids.numel() else 0
-        self._watched[req_id] = _Watched(prompt_len, num_top, min_end, ids)
+    def add(self, req_id: int, watch: Watch) -> None:
+        """Watches a request until `remove`."""
+        ids = torch.tensor(sorted(set(watch.stop_ids)), dtype=torch.int64, device=self._device)
+        min_end = watch.prompt_len + watch.min_tokens if ids.numel() else 0
+        self._watched[req_id] = _Watched(watch.prompt_len, watch.num_top, min_end, ids)
 
     def remove(self, req_id: int) -> None:
         """Forgets a request; unknown ones are ignored."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from diffulex.config.config import Config
     from diffulex.nn.kv_cache import KVCache
-    from diffulex.runner.batch import PlanViews, StepBuffers
+    from diffulex.runner.batch import ArenaViews, StepBuffers
     from diffulex.runner.decode_graphs import Bucket
     from diffulex.runner.model_call import ModelCall
 
@@ -52,13 +52,13 @@ class StepForward:
     ) -> None:
         self._config, self._call, self._cache, self._buffers = config, call, kv_cache, buffers
         device = buffers.device
-        num_bytes = decode_workspace_bytes(config.model.spec, shapes, device.type)
+        num_bytes = decode_workspace_bytes(config.local_spec, shapes, device.type)
         #: Scratch of padded steps; None where none needs any.
         self.decode_workspace: Tensor | None = empty_workspace(num_bytes, device)
 
     def run(
         self,
-        views: PlanViews,
+        views: ArenaViews,
         num_rows: int,
         num_reqs: int,
         max_seqlen_q: int,
@@ -67,15 +67,15 @@ class StepForward:
     ) -> Tensor:
         """Hidden states [num_rows, H] of a step of any shape."""
         metadata = AttnMetadata(
-            page_tables=views.page_tables[:num_reqs],
-            cu_seqlens_q=views.cu_seqlens_q[: num_reqs + 1],
-            context_lens=views.context_lens[:num_reqs],
-            valid_slices=views.valid_slices[:num_reqs],
-            mask_kinds=views.mask_kinds[:num_reqs],
-            prefix_lens=views.prefix_lens[:num_reqs],
-            padded_prefix_lens=views.padded_prefix_lens[:num_reqs],
+            page_tables=views.first("page_tables", num_reqs),
+            cu_seqlens_q=views.first("cu_seqlens_q", num_reqs + 1),
+            context_lens=views.first("context_lens", num_reqs),
+            valid_slices=views.first("valid_slices", num_reqs),
+            mask_kinds=views.first("mask_kinds", num_reqs),
+            prefix_lens=views.first("prefix_lens", num_reqs),
+            padded_prefix_lens=views.first("padded_prefix_lens", num_reqs),
             q_starts=None,
-            slot_mapping=views.slot_mapping[:num_rows],
+            slot_mapping=views.first("slot_mapping", num_rows),
             block_size=self._config.att_block_size,
             page_size=self._config.cache.page_size,
             max_seqlen_q=max_seqlen_q,
@@ -88,7 +88,7 @@ class StepForward:
 
     def run_bucket(self, bucket: Bucket) -> Tensor:
         """Hidden states of a padded decode step from the static arrays."""
-        num_reqs, rows, max_context_len = bucket
+        num_reqs, rows, max_context_len, _ = bucket
         views = self._buffers.views
         return self.run(
             views, bucket.num_rows, num_reqs, rows, max_context_len, self.decode_workspace
@@ -96,10 +96,11 @@ class StepForward:
 
     def fill_bucket(self, bucket: Bucket) -> None:
         """Real rows over one cached page, nothing stored: kernels must not see empty contexts."""
-        num_reqs, rows, max_context_len = bucket
+        num_reqs, rows, max_context_len, _ = bucket
         views = self._buffers.views
         device = self._buffers.device
-        offsets = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * rows
+        offsets = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * bucket.num_rows
+        offsets //= num_reqs
         views.input_ids.zero_()
         views.positions.zero_()
         views.slot_mapping.fill_(-1)

@@ -59,6 +59,9 @@ class StepGraphs(Generic[Key]):
         """What is captured, in the order of the captures."""
         return tuple(self._graphs)
 
+    def __len__(self) -> int:
+        return len(self._graphs)
+
     def __contains__(self, key: Key) -> bool:
         return key in self._graphs
 

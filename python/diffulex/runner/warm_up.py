@@ -88,16 +88,18 @@ class GraphMemory:
     ) -> int:
         """Bytes, from a step of the largest shape without a graph."""
         device = torch.device(config.model.device)
-        num_reqs, rows, _ = max(self.shapes, key=lambda bucket: bucket.num_rows)
+        largest = max(self.shapes, key=lambda bucket: bucket.num_rows)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        hidden = _blank_forward(config, call, kv_cache, workspace, num_reqs * rows, rows)
+        hidden = _blank_forward(
+            config, call, kv_cache, workspace, largest.num_rows, largest.rows_per_request
+        )
         forward_peak = torch.cuda.max_memory_allocated(device)
         num_hidden = hidden.nbytes
         if self.logits_rows > 0:
             call.model.compute_logits(hidden[: self.logits_rows])
         step_peak = torch.cuda.max_memory_allocated(device)
-        scratch = decode_workspace_bytes(config.model.spec, self.shapes, device.type)
+        scratch = decode_workspace_bytes(config.local_spec, self.shapes, device.type)
         # Steps of the loop and forwards of the host have a pool each; the latter's results are static.
         num_bytes = step_peak + forward_peak - 2 * before + num_hidden + scratch
         return num_bytes + len(self.shapes) * _BYTES_PER_GRAPH + _POOL_ROUNDING_BYTES

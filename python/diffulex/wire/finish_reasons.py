@@ -24,7 +24,7 @@ FINISH_REASONS: Mapping[str, str] = MappingProxyType(
         "aborted": "abort",
         "rejected": "error",
         "error": "error",
-        # Engines that serve through diffulex.server without a reason, or with one of their own.
+        # Engines that serve through diffulex.server without a reason, or with a custom one.
         "completed_without_reason": "stop",
         "unknown_postprocess_deactivate": "stop",
     }

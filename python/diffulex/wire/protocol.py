@@ -1,32 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HTTP process and the engine process say to each other.
+"""What the HTTP process and the engine process say to each other about texts.
 
 Commands go to the backend, events come back. Each is a dataclass and, on the wire, a map (see
-`wire_maps`).
+`wire_maps`). What is the same for jobs of other kinds is in `messages`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from diffulex.config.sampling_params import DECODING_FIELDS, SamplingParams
+from diffulex.wire.codec import JobCodec
 from diffulex.wire.finish_reasons import openai_finish_reason
+from diffulex.wire.messages import (
+    JobCommand,
+    JobEvent,
+    ServingAbort,
+    ServingAck,
+    ServingBatch,
+    ServingCommand,
+    ServingControl,
+    ServingError,
+    ServingFlushCache,
+    ServingHeartbeat,
+    ServingMessage,
+    ServingProfileStart,
+    ServingProfileStop,
+    ServingShutdown,
+    public_map,
+)
 from diffulex.wire.wire_maps import PROTOCOL_VERSION, ProtocolVersionError, WireMaps
 
 __all__ = [
     "PROTOCOL_VERSION",
     "STREAM_MODES",
+    "TEXT_CODEC",
     "ChatInput",
+    "JobCommand",
+    "JobEvent",
     "PromptInput",
     "ProtocolVersionError",
+    "RequestOptions",
     "ServingAbort",
     "ServingAck",
     "ServingBatch",
     "ServingBufferSnapshot",
     "ServingCommand",
+    "ServingControl",
     "ServingDelta",
     "ServingError",
     "ServingEvent",
@@ -55,17 +78,6 @@ StreamMode = Literal["block_append", "denoise", "both"]
 STREAM_MODES: tuple[str, ...] = get_args(StreamMode)
 
 
-class _Tagged:
-    """Classes with a `rid` also call it `request_id`."""
-
-    rid: str
-
-    @property
-    def request_id(self) -> str:
-        """The same as `rid`."""
-        return self.rid
-
-
 # Inputs.
 
 
@@ -90,16 +102,26 @@ ServingInput: TypeAlias = PromptInput | ChatInput
 # Commands.
 
 
+@dataclass(kw_only=True)
+class RequestOptions:
+    """Fields of a request that nothing looks at between the client and the events it gets.
+
+    Bodies of HTTP requests have them and commands carry them because they are declared here: numbers,
+    texts and flags with a default.
+
+    Attributes:
+        denoise_detail: snapshots carry `blocks` and `confidences`.
+    """
+
+    denoise_detail: bool = False
+
+
 @dataclass
-class ServingGenerate(_Tagged):
+class ServingGenerate(RequestOptions, JobCommand):
     """Decode one prompt.
 
     Attributes:
-        generation: of the sender, one per admission; its events carry it, so that those of an
-            aborted request do not reach a later one of the same `rid`. 0: there is none.
         strict_max_tokens: reject a `max_tokens` that does not fit instead of clamping it.
-        denoise_detail: snapshots carry `blocks` and `confidences`.
-        queue_timeout_s: fail the request when it has not been run for so long; None: never.
     """
 
     rid: str
@@ -109,80 +131,68 @@ class ServingGenerate(_Tagged):
     stream_mode: StreamMode = "denoise"
     user: str | None = None
     created_time: float | None = None
+    _: dataclasses.KW_ONLY
     strict_max_tokens: bool = False
-    denoise_detail: bool = False
     queue_timeout_s: float | None = None
     generation: int = 0
 
+    @property
+    def size(self) -> int:
+        """Tokens of prompt and answer; a text that is not tokenised counts one per 4 characters."""
+        value = self.input
+        if isinstance(value, ChatInput):
+            num_prompt = sum(len(item["content"]) for item in value.messages) // 4
+        elif isinstance(value.prompt, str):
+            num_prompt = len(value.prompt) // 4
+        else:
+            num_prompt = len(value.prompt)
+        return num_prompt + self.sampling_params.max_tokens
 
-@dataclass
-class ServingAbort(_Tagged):
-    """End a request; nothing about it is sent any more. Unknown ids are ignored."""
+    def sendable(self) -> ServingGenerate:
+        """The command without lone surrogates, which UTF-8 cannot hold."""
+        changes: dict[str, Any] = {}
+        value = self.input
+        if isinstance(value, PromptInput) and isinstance(value.prompt, str):
+            changes["input"] = dataclasses.replace(value, prompt=_encodable(value.prompt))
+        elif isinstance(value, ChatInput):
+            messages = [{k: _encodable(v) for k, v in item.items()} for item in value.messages]
+            changes["input"] = ChatInput(messages)
+        stop = tuple(map(_encodable, self.sampling_params.stop))
+        if stop != tuple(self.sampling_params.stop):
+            changes["sampling_params"] = dataclasses.replace(self.sampling_params, stop=stop)
+        if self.user is not None:
+            changes["user"] = _encodable(self.user)
+        return dataclasses.replace(self, **changes)
 
-    rid: str
+    def pack(self, data: dict[str, Any]) -> None:
+        """Input and parameters travel as maps."""
+        data["input"] = serving_input_to_dict(self.input)
+        data["sampling_params"] = sampling_params_to_dict(self.sampling_params)
 
-
-@dataclass
-class ServingShutdown:
-    """End the backend: at once, or (`drain`) when its requests are done or the deadline passed."""
-
-    mode: Literal["abort", "drain"] = "abort"
-    deadline_s: float | None = None
-
-
-@dataclass
-class ServingProfileStart:
-    """Start the profiler; answered by `ServingAck` when it has an `op_id`."""
-
-    profile_prefix: str | None = None
-    op_id: str | None = None
-
-
-@dataclass
-class ServingProfileStop:
-    """Stop the profiler; answered by `ServingAck` when it has an `op_id`."""
-
-    op_id: str | None = None
+    @classmethod
+    def unpack(cls, arguments: dict[str, Any]) -> None:
+        """Undoes `pack`; ValueError for content of another kind."""
+        arguments["input"] = serving_input_from_dict(arguments["input"])
+        arguments["sampling_params"] = sampling_params_from_dict(arguments["sampling_params"])
 
 
-@dataclass
-class ServingFlushCache:
-    """Drop the pages of the prefix cache that no request uses; answered by `ServingAck`."""
-
-    op_id: str
-
-
-ServingCommand: TypeAlias = (
-    ServingGenerate
-    | ServingAbort
-    | ServingShutdown
-    | ServingProfileStart
-    | ServingProfileStop
-    | ServingFlushCache
-)
+def _encodable(text: str) -> str:
+    """The text with lone surrogates replaced."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+    return text
 
 
 # Events.
-
-
-def _public(event: Any, name: str | None, base: tuple[str, ...]) -> dict[str, Any]:
-    """The map `/generate` shows: `event`, `id`, the base fields, then what is set beyond them."""
-    shown: dict[str, Any] = {} if name is None else {"event": name}
-    shown["id"] = event.rid
-    for key in base:
-        shown[key] = getattr(event, key)
-    for item in dataclasses.fields(event):
-        value = getattr(event, item.name)
-        if item.name not in ("rid", "finished", "generation", *base) and value is not None:
-            shown[item.name] = value
-    return shown
 
 
 _DECODE_NUMBERS = ("engine_decode_time_s", "engine_decode_tokens", "engine_decode_tps")
 
 
 @dataclass
-class ServingReply(_Tagged):
+class ServingReply(JobEvent):
     """The whole answer; nothing follows for its `rid`.
 
     Attributes:
@@ -193,7 +203,10 @@ class ServingReply(_Tagged):
         num_masked: positions that `max_nfe` left undecided.
         logprobs: one map per token: `token_id, token, bytes, logprob, step, confidence` and `top`,
             a list of `{token_id, token, bytes, logprob}`.
+        trajectory: a line of a file of trajectories; None: it was not asked for.
     """
+
+    ends_job: ClassVar[bool] = True
 
     rid: str
     text: str
@@ -221,11 +234,12 @@ class ServingReply(_Tagged):
     num_preemptions: int | None = None
     seed: int | None = None
     logprobs: list[dict[str, Any]] | None = None
+    trajectory: dict[str, Any] | None = None
     generation: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The body of `/generate`."""
-        shown = _public(
+        shown = public_map(
             self,
             None,
             (
@@ -246,7 +260,7 @@ class ServingReply(_Tagged):
 
 
 @dataclass
-class ServingDelta(_Tagged):
+class ServingDelta(JobEvent):
     """Tokens and text that became final; `token_offset` counts from the first generated token."""
 
     rid: str
@@ -264,11 +278,26 @@ class ServingDelta(_Tagged):
     def to_dict(self) -> dict[str, Any]:
         """A frame of `/generate`."""
         base = ("token_offset", "text", "token_ids", "nfe", "finished", *_DECODE_NUMBERS)
-        return _public(self, "append", base)
+        return public_map(self, "append", base)
+
+    def merged(self, newer: Any) -> ServingDelta | None:
+        """Both deltas in one."""
+        if not isinstance(newer, ServingDelta):
+            return None
+        logprobs = None
+        if self.logprobs is not None and newer.logprobs is not None:
+            logprobs = self.logprobs + newer.logprobs
+        return dataclasses.replace(
+            newer,
+            token_offset=self.token_offset,
+            text=self.text + newer.text,
+            token_ids=self.token_ids + newer.token_ids,
+            logprobs=logprobs,
+        )
 
 
 @dataclass
-class ServingBufferSnapshot(_Tagged):
+class ServingBufferSnapshot(JobEvent):
     """The draft from `token_offset` on; it replaces what was known from there to the end.
 
     Attributes:
@@ -278,6 +307,8 @@ class ServingBufferSnapshot(_Tagged):
         mask_token_id: None for a canvas, which has no masks.
         blocks: `{id, start, end, state, masked}`, positions as `absolute_start`.
     """
+
+    is_draft: ClassVar[bool] = True
 
     rid: str
     token_offset: int
@@ -299,118 +330,68 @@ class ServingBufferSnapshot(_Tagged):
     def to_dict(self) -> dict[str, Any]:
         """A frame of `/generate`."""
         base = ("token_offset", "absolute_start", "absolute_end", "text", "token_ids", "nfe")
-        return _public(self, "buffer_snapshot", (*base, "finished", *_DECODE_NUMBERS))
+        return public_map(self, "buffer_snapshot", (*base, "finished", *_DECODE_NUMBERS))
 
+    @property
+    def is_urgent(self) -> bool:
+        """The last one must not wait for a newer one."""
+        return self.finished
 
-@dataclass
-class ServingError(_Tagged):
-    """A request failed; nothing follows for its `rid`.
+    def merged(self, newer: Any) -> ServingBufferSnapshot | None:
+        """One snapshot that says what both say; None where their texts cannot be joined."""
+        if not isinstance(newer, ServingBufferSnapshot):
+            return None
+        num_kept = newer.token_offset - self.token_offset
+        if num_kept <= 0:
+            return newer
+        if self.text is not None or newer.text is not None:
+            return None  # texts have no token boundaries
+        confidences = None
+        if self.confidences is not None and newer.confidences is not None:
+            confidences = self.confidences[:num_kept] + newer.confidences
+        blocks = None
+        if self.blocks is not None and newer.blocks is not None:
+            shown = {block["id"] for block in newer.blocks}
+            blocks = [block for block in self.blocks if block["id"] not in shown] + newer.blocks
+        return dataclasses.replace(
+            newer,
+            token_offset=self.token_offset,
+            absolute_start=self.absolute_start,
+            token_ids=self.token_ids[:num_kept] + newer.token_ids,
+            confidences=confidences,
+            blocks=blocks,
+        )
 
-    Attributes:
-        param: the request field that caused it, where there is one.
-    """
-
-    rid: str
-    message: str
-    code: str = "engine_error"
-    http_status: int = 500
-    retryable: bool = False
-    param: str | None = None
-    generation: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """A frame of `/generate`."""
-        return _public(self, "error", ("message",))
+    def completed(self, decode: Callable[[Sequence[int]], str] | None) -> None:
+        """Makes the text that the backend left out."""
+        if self.text is None and decode is not None:
+            self.text = decode(self.token_ids)
 
 
 ServingEvent: TypeAlias = ServingReply | ServingDelta | ServingBufferSnapshot | ServingError
 
 
-@dataclass
-class ServingBatch:
-    """All events of one tick, in order."""
-
-    events: list[ServingEvent]
-
-
-@dataclass
-class ServingHeartbeat:
-    """Sent every second: that the backend lives, and its gauges.
-
-    Attributes:
-        ts: Unix time.
-        step_seq: number of steps so far.
-        step_running_s: how long the step in progress takes already; 0 when there is none.
-        stats: gauges and counters by name, see docs/metrics.md.
-    """
-
-    ts: float
-    step_seq: int = 0
-    step_running_s: float = 0.0
-    stats: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class ServingAck:
-    """The answer to an operation that generates nothing."""
-
-    op_id: str
-    ok: bool
-    message: str = ""
-    data: dict[str, Any] | None = None
-
-
-#: Everything the backend may send.
-ServingMessage: TypeAlias = ServingEvent | ServingBatch | ServingHeartbeat | ServingAck
-
-
 # Maps of the wire.
 
-# Fields of the base protocol that always travel; the others only when they are not the default.
-_BASE_FIELDS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
-    "generate": (
-        ServingGenerate,
-        ("rid", "input", "sampling_params", "stream", "stream_mode", "user", "created_time"),
-    ),
-    "abort": (ServingAbort, ("rid",)),
-    "shutdown": (ServingShutdown, ()),
-    "profile_start": (ServingProfileStart, ("profile_prefix",)),
-    "profile_stop": (ServingProfileStop, ()),
-    "flush_cache": (ServingFlushCache, ("op_id",)),
-    "reply": (
-        ServingReply,
-        (
-            *("rid", "text", "token_ids", "nfe", "finish_reason", "full_text", "full_token_ids"),
-            *_DECODE_NUMBERS,
-            "finished",
-        ),
-    ),
-    "delta": (
-        ServingDelta,
-        ("rid", "token_offset", "text", "token_ids", "nfe", "finished", *_DECODE_NUMBERS),
-    ),
-    "buffer_snapshot": (
-        ServingBufferSnapshot,
-        (
-            *("rid", "token_offset", "absolute_start", "absolute_end", "text", "token_ids"),
-            *("nfe", "finished"),
-            *_DECODE_NUMBERS,
-        ),
-    ),
-    "error": (ServingError, ("rid", "message")),
-    "batch": (ServingBatch, ("events",)),
-    "heartbeat": (ServingHeartbeat, ("ts", "step_seq", "step_running_s", "stats")),
-    "ack": (ServingAck, ("op_id", "ok", "message", "data")),
-    "prompt": (PromptInput, ("prompt",)),
-    "chat": (ChatInput, ("messages",)),
-}
-_COMMANDS = ("generate", "abort", "shutdown", "profile_start", "profile_stop", "flush_cache")
-_EVENTS = ("reply", "delta", "buffer_snapshot", "error")
-_MESSAGES = (*_EVENTS, "batch", "heartbeat", "ack")
-_INPUTS = ("prompt", "chat")
+# By the type of the map: the class, and the fields of the base protocol, which always travel.
+_GENERATE = ("rid", "input", "sampling_params", "stream", "stream_mode", "user", "created_time")
+_REPLY = ("rid", "text", "token_ids", "nfe", "finish_reason", "full_text", "full_token_ids")
+_DELTA = ("rid", "token_offset", "text", "token_ids", "nfe", "finished")
+_SNAPSHOT = (
+    *("rid", "token_offset", "absolute_start", "absolute_end", "text", "token_ids", "nfe"),
+    "finished",
+)
 
-
-_MAPS = WireMaps(_BASE_FIELDS)
+#: The codec of generation commands and their events.
+TEXT_CODEC = JobCodec(
+    commands={"generate": (ServingGenerate, _GENERATE)},
+    events={
+        "reply": (ServingReply, (*_REPLY, *_DECODE_NUMBERS, "finished")),
+        "delta": (ServingDelta, (*_DELTA, *_DECODE_NUMBERS)),
+        "buffer_snapshot": (ServingBufferSnapshot, (*_SNAPSHOT, *_DECODE_NUMBERS)),
+    },
+)
+_INPUTS = WireMaps({"prompt": (PromptInput, ("prompt",)), "chat": (ChatInput, ("messages",))})
 
 
 def sampling_params_to_dict(params: SamplingParams) -> dict[str, Any]:
@@ -434,6 +415,10 @@ def sampling_params_to_dict(params: SamplingParams) -> dict[str, Any]:
     }
     if params.min_p is not None:
         data["min_p"] = params.min_p
+    if params.return_trajectory != "none":
+        data["return_trajectory"] = params.return_trajectory
+    if params.template_token_ids:
+        data["template_token_ids"] = list(params.template_token_ids)
     return data
 
 
@@ -458,7 +443,7 @@ def sampling_params_from_dict(data: Mapping[str, Any]) -> SamplingParams:
 
 def serving_input_to_dict(value: ServingInput) -> dict[str, Any]:
     """The map of an input; TypeError for anything else."""
-    return _MAPS.to_dict(value, _INPUTS, "serving_input")
+    return _INPUTS.to_dict(value, _INPUTS.names, "serving_input")
 
 
 def serving_input_from_dict(data: Mapping[str, Any]) -> ServingInput:
@@ -467,7 +452,7 @@ def serving_input_from_dict(data: Mapping[str, Any]) -> ServingInput:
     Raises:
         ValueError: its type is unknown, or its content is of another kind.
     """
-    shape = _MAPS.shape_of(data, _INPUTS, "serving_input")
+    shape = _INPUTS.shape_of(data, _INPUTS.names, "serving_input")
     arguments = shape.arguments(data, "serving_input")
     if shape.cls is PromptInput:
         prompt = arguments["prompt"]
@@ -489,85 +474,7 @@ def _is_messages(value: object) -> bool:
     )
 
 
-def serving_command_to_dict(command: ServingCommand) -> dict[str, Any]:
-    """The map of a command; TypeError for anything else."""
-    data = _MAPS.to_dict(command, _COMMANDS, "serving_command")
-    if isinstance(command, ServingGenerate):
-        data["input"] = serving_input_to_dict(command.input)
-        data["sampling_params"] = sampling_params_to_dict(command.sampling_params)
-    return data
-
-
-# Fields of commands that the backend relies on. A command it cannot trust must not reach the tick.
-_TEXT, _NUMBER, _FLAG = (str,), (int, float), (bool,)
-_COMMAND_TYPES: dict[str, tuple[tuple[type, ...], bool]] = {  # by field: types, None allowed
-    "rid": (_TEXT, False),
-    "stream": (_FLAG, False),
-    "stream_mode": (_TEXT, False),
-    "user": (_TEXT, True),
-    "created_time": (_NUMBER, True),
-    "strict_max_tokens": (_FLAG, False),
-    "denoise_detail": (_FLAG, False),
-    "queue_timeout_s": (_NUMBER, True),
-    "generation": ((int,), False),
-    "mode": (_TEXT, False),
-    "deadline_s": (_NUMBER, True),
-    "profile_prefix": (_TEXT, True),
-    "op_id": (_TEXT, True),
-}
-
-
-def _check_types(arguments: Mapping[str, Any]) -> None:
-    for name, value in arguments.items():
-        if name not in _COMMAND_TYPES:
-            continue
-        types, may_be_none = _COMMAND_TYPES[name]
-        is_legal = type(value) in types or (value is None and may_be_none)
-        if not is_legal or (name == "mode" and value not in ("abort", "drain")):
-            raise ValueError(f"serving_command: expected a legal {name}, got {value!r}")
-
-
-def serving_command_from_dict(data: Mapping[str, Any]) -> ServingCommand:
-    """The command of a map.
-
-    Raises:
-        ProtocolVersionError: it is of a newer protocol.
-        ValueError: its type is unknown or missing, or a required key is.
-    """
-    shape = _MAPS.shape_of(data, _COMMANDS, "serving_command")
-    arguments = shape.arguments(data, "serving_command")
-    _check_types(arguments)
-    if shape.cls is ServingGenerate:
-        arguments["input"] = serving_input_from_dict(arguments["input"])
-        arguments["sampling_params"] = sampling_params_from_dict(arguments["sampling_params"])
-    command: ServingCommand = shape.cls(**arguments)
-    return command
-
-
-def serving_event_to_dict(event: ServingMessage) -> dict[str, Any]:
-    """The map of an event, batch, heartbeat or ack; TypeError for anything else."""
-    data = _MAPS.to_dict(event, _MESSAGES, "serving_event")
-    if isinstance(event, ServingBatch):
-        data["events"] = [_MAPS.to_dict(item, _EVENTS, "serving_event") for item in event.events]
-    return data
-
-
-def serving_event_from_dict(data: Mapping[str, Any]) -> ServingMessage:
-    """The event, batch, heartbeat or ack of a map.
-
-    Raises:
-        ProtocolVersionError: it is of a newer protocol.
-        ValueError: its type is unknown or missing, or a required key is.
-    """
-    shape = _MAPS.shape_of(data, _MESSAGES, "serving_event")
-    arguments = shape.arguments(data, "serving_event")
-    if shape.cls is ServingBatch:
-        arguments["events"] = [_event(item) for item in arguments["events"]]
-    message: ServingMessage = shape.cls(**arguments)
-    return message
-
-
-def _event(data: Any) -> ServingEvent:
-    shape = _MAPS.shape_of(data, _EVENTS, "serving_event")
-    event: ServingEvent = shape.cls(**shape.arguments(data, "serving_event"))
-    return event
+serving_command_to_dict = TEXT_CODEC.command_to_dict
+serving_command_from_dict = TEXT_CODEC.command_from_dict
+serving_event_to_dict = TEXT_CODEC.event_to_dict
+serving_event_from_dict = TEXT_CODEC.event_from_dict

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
-__all__ = ["PROTOCOL_VERSION", "ProtocolVersionError", "WireMaps", "WireShape"]
+__all__ = ["PROTOCOL_VERSION", "ProtocolVersionError", "WireMaps", "WireShape", "WireTable"]
 
 #: Version of the maps; a map without `v` is of version 1.
 PROTOCOL_VERSION = 1
@@ -19,6 +19,10 @@ PROTOCOL_VERSION = 1
 
 class ProtocolVersionError(ValueError):
     """A map says that it is of a newer version than this side reads."""
+
+
+#: Class and fields of the base protocol, by `type`.
+WireTable: TypeAlias = Mapping[str, tuple[type[Any], tuple[str, ...]]]
 
 
 class WireShape:
@@ -60,9 +64,11 @@ class WireMaps:
         table: class and fields of the base protocol, by `type`.
     """
 
-    def __init__(self, table: Mapping[str, tuple[type[Any], tuple[str, ...]]]) -> None:
+    def __init__(self, table: WireTable) -> None:
         self._shapes = {name: WireShape(name, cls, base) for name, (cls, base) in table.items()}
         self._by_class = {shape.cls: shape for shape in self._shapes.values()}
+        #: Every `type`.
+        self.names = tuple(table)
 
     def to_dict(self, value: Any, names: tuple[str, ...], where: str) -> dict[str, Any]:
         """The map of an object; TypeError when its type is none of `names`."""

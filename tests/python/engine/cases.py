@@ -11,6 +11,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from brute_force import BruteForceDecoder, Network, Outcome, RequestSettings, Settings
 from diffulex import SamplingParams
 from fixtures.checkpoints import EOS_ID, MASK_ID, TURN_END_ID
@@ -18,6 +20,11 @@ from tiny_engine import TinyModel
 
 VOCABULARY = 256
 MAX_MODEL_LEN = 128
+
+
+def first_is_quick(num_groups: int) -> list[Any]:
+    """Groups of random cases, of which all but the first are marked slow."""
+    return [0, *(pytest.param(group, marks=pytest.mark.slow) for group in range(1, num_groups))]
 
 
 @dataclass

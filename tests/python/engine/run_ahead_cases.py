@@ -102,7 +102,7 @@ def answers(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
 
 
 def num_compared(engine: Diffulex) -> int:
-    loop = engine._runner._decode_loop
+    loop = engine._executor.runner._decode_loop
     assert loop is not None
     assert loop._check is not None
     return loop._check.num_compared
@@ -119,10 +119,10 @@ def compare(
     prompts, params = make(random.Random(seed), count)
     with model.engine(**settings, run_ahead="off") as engine:
         expected = engine.generate(prompts, params, summary=False)
-        assert engine._runner.num_ahead_steps == 0
+        assert engine._executor.runner.num_ahead_steps == 0
     with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
         actual = engine.generate(prompts, params, summary=False)
-        ahead, compared = engine._runner.num_ahead_steps, num_compared(engine)
+        ahead, compared = engine._executor.runner.num_ahead_steps, num_compared(engine)
         # Steps of requests that must be watched by the host are not among them.
         assert ahead <= compared <= engine.stats().num_decode_steps
     assert answers(actual) == answers(expected)
@@ -139,8 +139,10 @@ def tokens_with_interrupts(
     ids = [engine.add_request(p, s) for p, s in zip(*asked, strict=True)]
     tokens: dict[int, list[int]] = {req_id: [] for req_id in ids}
     loop, scheduler = engine._loop, engine._scheduler
-    owner = "_runner" if point in ("run_ahead", "collect") else "_scheduler"
-    target: Any = getattr(loop, owner)
+    executor: Any = loop._executor
+    is_of_runner = point in ("run_ahead", "collect")
+    holder, owner = (executor, "_runner") if is_of_runner else (loop, "_scheduler")
+    target: Any = getattr(holder, owner)
 
     def interrupted(*args: Any) -> Any:
         getattr(target, point)(*args)
@@ -154,13 +156,13 @@ def tokens_with_interrupts(
     for number in range(300):
         if not engine.has_unfinished():
             break
-        if number >= 4 and num_interrupts < 2 and loop._ahead is not None:
+        if number >= 4 and num_interrupts < 2 and executor.is_ahead:
             with monkeypatch.context() as patch:
-                patch.setattr(loop, owner, Late())
+                patch.setattr(holder, owner, Late())
                 with pytest.raises(KeyboardInterrupt):
                     engine.step()
             num_interrupts += 1
-            assert loop._ahead is None
+            assert not executor.is_ahead
             scheduler.check_integrity()
             continue
         for step in engine.step():
@@ -199,7 +201,7 @@ def check_aborts_and_arrivals(
             if step.output is not None:
                 done[ids[step.req_id]] = step.output
         engine._scheduler.check_integrity()
-    assert engine._runner.num_ahead_steps > 3
+    assert engine._executor.runner.num_ahead_steps > 3
     assert engine.stats().num_free_pages == engine.stats().num_pages
     assert aborted
     for index, output in done.items():

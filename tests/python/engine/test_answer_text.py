@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diffulex import SamplingParams
 from diffulex.checkpoint.detokenizer import IncrementalDecoder, robust_decode
 from diffulex.engine.answer_text import AnswerText, Piece
+from diffulex.engine.answers import RequestEnd, close, deliver, open_record
 
 
 def decode(token_ids) -> str:
@@ -28,6 +31,7 @@ def first_match(text: str, stops: list[str]) -> tuple[int, int] | None:
 chunks = st.lists(st.lists(st.sampled_from(list(b"aab\nc")), max_size=4), max_size=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     chunks=chunks,
@@ -176,3 +180,40 @@ def test_spans_must_be_asked_for():
     answer = AnswerText(decode)
     answer.push([97])
     assert answer.span(0) is None
+
+
+@pytest.mark.parametrize("has_text", [True, False])
+def test_only_the_failures_of_a_tokenizer_end_a_request(has_text):
+    def bad_decode(token_ids):
+        raise OverflowError("id too large")
+
+    def bad_logprobs(begin, count):
+        raise KeyError("row")
+
+    def ended(decode, *logprobs_of):
+        params = SamplingParams(max_tokens=4, logprobs=0)
+        record = open_record(1, (98,), params, decode, {}, has_text=has_text, added_at=0.0)
+        end = RequestEnd((97,), "max_new_tokens_reached", (97,))
+        return close(record, deliver(record, (97,), 1), end, *logprobs_of).output
+
+    assert (ended(decode).text, ended(decode).full_text) == ("a", "ba")
+    failed = ended(bad_decode)
+    assert (failed.completion_reason, failed.error) == ("error", "OverflowError: id too large")
+    with pytest.raises(KeyError, match="row"):
+        ended(decode, bad_logprobs)
+
+
+def test_tokens_without_text_are_not_released_before_a_stop_text():
+    """The pieces are the answer, whenever its tokens come."""
+
+    def without_specials(token_ids) -> str:
+        return decode([token for token in token_ids if token < 256])
+
+    for chunks in ([[97, 300], [98]], [[97, 300, 98]], [[97], [300], [98]]):
+        answer = AnswerText(without_specials, ("b",))
+        pieces = [*map(answer.push, chunks), answer.finish()]
+        assert [token for piece in pieces for token in piece.token_ids] == answer.token_ids == [97]
+        assert answer.text == "a"
+    answer = AnswerText(without_specials, ("b",))
+    pieces = [*map(answer.push, [[97, 300], [99]]), answer.finish()]
+    assert [token for piece in pieces for token in piece.token_ids] == [97, 300, 99]

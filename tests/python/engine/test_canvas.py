@@ -13,6 +13,7 @@ import pytest
 
 from brute_force import Outcome, RequestSettings, Settings
 from brute_force.canvas import CanvasRun, CanvasSettings
+from cases import first_is_quick
 from diffulex import SamplingParams
 from diffulex.samplers.inputs import SamplerInputs
 from fixtures.gemma import CANVAS, VOCAB
@@ -127,12 +128,13 @@ def random_case(gemma: TinyGemma, rng: random.Random, **settings: Any) -> Canvas
     return case
 
 
-@pytest.mark.parametrize("group", range(4))
+@pytest.mark.parametrize("group", first_is_quick(8))
 def test_random_batches(gemma: TinyGemma, group: int) -> None:
-    for number in range(4):
+    for number in range(2):
         run_case(gemma, random_case(gemma, random.Random(f"canvas {group} {number}")))
 
 
+@pytest.mark.slow
 def test_canvas_cut_at_the_longest_sequence(gemma: TinyGemma) -> None:
     """Positions beyond max_model_len take no part in bound, mean and stability."""
     for number in range(6):
@@ -141,6 +143,7 @@ def test_canvas_cut_at_the_longest_sequence(gemma: TinyGemma) -> None:
         run_case(gemma, case)
 
 
+@pytest.mark.slow
 def test_chunked_prefill(gemma: TinyGemma) -> None:
     num_chunked = 0
     for number in range(4):
@@ -156,6 +159,7 @@ def test_chunked_prefill(gemma: TinyGemma) -> None:
     assert num_chunked > 0
 
 
+@pytest.mark.slow
 def test_shared_prefixes(gemma: TinyGemma) -> None:
     num_hits = 0
     for number in range(4):
@@ -173,6 +177,7 @@ def test_shared_prefixes(gemma: TinyGemma) -> None:
     assert num_hits > 0
 
 
+@pytest.mark.slow
 def test_preempted_canvases_come_out_the_same(gemma: TinyGemma) -> None:
     num_preemptions = 0
     for number in range(6):
@@ -223,15 +228,16 @@ class PoisoningSampler:
         self._sampler.evict(request_slots)
 
 
+@pytest.mark.slow
 def test_new_canvases_read_no_signal(gemma: TinyGemma) -> None:
     """Whatever lies in the buffer when a canvas begins, the first one of a slot included."""
     num_converged = 0
     for number in range(4):
         case = random_case(gemma, random.Random(f"signals {number}"))
         with gemma.engine(**case.settings) as engine:
-            engine._runner._call.signals.fill_(float("nan"))
-            sampler = PoisoningSampler(engine._runner.sampler)
-            engine._runner.sampler = sampler
+            engine._executor.runner._call.signals.fill_(float("nan"))
+            sampler = PoisoningSampler(engine._executor.runner.sampler)
+            engine._executor.runner.sampler = sampler
             check(case, engine.generate(case.prompts, case.params, summary=False))
             num_converged += sampler.num_converged
     assert num_converged > 8
@@ -246,7 +252,7 @@ def test_nan_in_pages_that_were_never_written(gemma: TinyGemma) -> None:
         with gemma.engine(diffusion_gemma_max_denoising_steps=4) as engine:
             if is_poisoned:
                 for layer in range(engine.config.model.spec.num_layers):
-                    for cache in engine._runner.kv_cache.layer(layer):
+                    for cache in engine._executor.runner.kv_cache.layer(layer):
                         cache.fill_(float("nan"))
             outputs = engine.generate(prompts, params, summary=False)
             answers.append([output.token_ids for output in outputs])

@@ -68,7 +68,7 @@ def parts_of(runner: ModelRunner) -> dict[str, Any]:
 
 
 def watch(engine: Diffulex) -> dict[str, weakref.ref[Any]]:
-    return {name: weakref.ref(part) for name, part in parts_of(engine._runner).items()}
+    return {name: weakref.ref(part) for name, part in parts_of(engine._executor.runner).items()}
 
 
 def runs_ahead(engine: Diffulex) -> bool:
@@ -76,7 +76,7 @@ def runs_ahead(engine: Diffulex) -> bool:
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
     for _ in range(4):
         engine.step()
-        if engine._loop._ahead is not None:
+        if engine._loop._executor.is_ahead:
             return True
     return False
 
@@ -108,6 +108,7 @@ def test_every_strategy_frees_everything_but_a_shared_model(tiny: TinyModel, nam
     assert set(alive(watched)) == {"model", "weight"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_collector")
 def test_canvases_free_everything(tmp_path: Path) -> None:
     with TinyGemma(tmp_path, "cpu").engine(run_ahead="on") as engine:
@@ -189,11 +190,11 @@ def test_the_error_names_the_engines_that_hold_the_memory(
 ) -> None:
     gc.collect()  # tests before this one may have left engines to it
     first, second = open_engine(tiny), tiny.engine()
-    runner = second._runner
+    runner = second._executor.runner
     as_full_cuda(runner, monkeypatch)
-    weights = sum(t.nbytes for t in first._runner.model.parameters())
-    weights += sum(t.nbytes for t in first._runner.model.buffers())
-    held = weights + first._runner.kv_cache.nbytes
+    weights = sum(t.nbytes for t in first._executor.runner.model.parameters())
+    weights += sum(t.nbytes for t in first._executor.runner.model.buffers())
+    held = weights + first._executor.runner.kv_cache.nbytes
     text = (
         r"got 0 bytes; weights and caches of 1 other engine of this process take {} bytes of cpu$"
     )
@@ -202,7 +203,9 @@ def test_the_error_names_the_engines_that_hold_the_memory(
     # Engines over one model share its weights.
     with tiny.engine() as third:
         text = text.replace("1 other engine", "2 other engines")
-        with pytest.raises(ConfigError, match=text.format(held + third._runner.kv_cache.nbytes)):
+        with pytest.raises(
+            ConfigError, match=text.format(held + third._executor.runner.kv_cache.nbytes)
+        ):
             runner.decide_num_pages()
     first.close()
     with pytest.raises(ConfigError, match=r"got 0 bytes$"):
@@ -238,7 +241,7 @@ def test_device_memory_comes_back(
         """Opens, generates and closes; returns what it held."""
         with open_engine(tiny_cuda_bf16, **settings) as engine:
             engine.generate([[4, 5, 6, 7]] * 2, FREE, summary=False)
-            assert (engine._runner.num_graph_steps > 0) == (not enforce_eager)
+            assert (engine._executor.runner.num_graph_steps > 0) == (not enforce_eager)
             assert runs_ahead(engine) == (run_ahead == "auto")
             return used_bytes()
 

@@ -16,6 +16,7 @@ from diffulex.ops.workspace import attention_splits
 from diffulex.runner.context_classes import ContextClasses
 from diffulex.runner.decode_graphs import Bucket
 from diffulex.runner.decode_loop import DecodeLoop, StepVariant
+from fixtures.quick import quick
 from tiny_engine import TinyModel
 
 SETTINGS: dict[str, Any] = {
@@ -50,12 +51,9 @@ def dividing(tiny: TinyModel, *, is_hopper: bool, limit: int) -> ContextClasses:
     return classes
 
 
-def test_one_class_where_keys_are_not_divided(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_class_where_keys_are_not_divided(tiny: TinyModel) -> None:
     assert ContextClasses(tiny.config()).bounds(1, 32) == (128,)
-    monkeypatch.setenv("DIFFULEX_BATCH_INVARIANT", "1")
-    assert not ContextClasses(tiny.config())._is_dividing
+    assert not ContextClasses(tiny.config(batch_invariant=True))._is_dividing
 
 
 @pytest.mark.parametrize("is_hopper", [False, True])
@@ -93,8 +91,10 @@ def test_short_contexts_are_divided_less(tiny: TinyModel) -> None:
     assert first < last
 
 
-@pytest.mark.parametrize("buffer_size", [1, 3])
-@pytest.mark.parametrize("strategy", ["multi_bd", "d2f"])
+@pytest.mark.parametrize(
+    ("strategy", "buffer_size"),
+    quick([(s, n) for s in ("multi_bd", "d2f") for n in (1, 3)], [("multi_bd", 3)]),
+)
 def test_steps_that_run_ahead_find_their_class(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, strategy: str, buffer_size: int
 ) -> None:
@@ -115,14 +115,14 @@ def test_steps_that_run_ahead_find_their_class(
     monkeypatch.setattr(DecodeLoop, "_enqueue", counting)
     with model.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
         actual = [engine.generate(*call, summary=False) for call in calls]
-        assert engine._runner.num_ahead_steps > 10
+        assert engine._executor.runner.num_ahead_steps > 10
     for outputs, others in zip(actual, expected, strict=True):
         assert [o.token_ids for o in outputs] == [o.token_ids for o in others]
     assert {bucket.max_context_len for bucket in launched} == set(BOUNDS)
 
 
 def contexts_of(engine: Diffulex, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """(step, context the host announced for the step behind it, context it has) of every step."""
+    """(step, context the host announced for the next step, context it has) of every step."""
     scheduler, seen = engine._scheduler, []
     complete = scheduler.complete_step
 
@@ -166,7 +166,7 @@ LONG: dict[str, Any] = {
 
 
 def captured_variants(engine: Diffulex) -> tuple[StepVariant, ...]:
-    loop = engine._runner._decode_loop
+    loop = engine._executor.runner._decode_loop
     assert loop is not None
     assert loop._step_graphs is not None
     return loop._step_graphs.keys
@@ -188,8 +188,8 @@ def test_a_context_that_grows_through_the_classes(
         params = SamplingParams(max_tokens=160, ignore_eos=True)
         outputs = [engine.generate([p], params, summary=False)[0] for p in prompts]
         assert captured_variants(engine) == variants
-        assert engine._runner.num_graph_fallbacks == 0
-        assert engine._runner.num_ahead_steps > 10
+        assert engine._executor.runner.num_graph_fallbacks == 0
+        assert engine._executor.runner.num_ahead_steps > 10
     with tiny_cuda_bf16.engine(**settings, enforce_eager=True) as engine:
         eager = [engine.generate([p], params, summary=False)[0] for p in prompts]
     assert [o.token_ids for o in eager] == [o.token_ids for o in outputs]
@@ -210,7 +210,7 @@ def test_drawn_steps_are_captured_for_the_class_they_reach(tiny_cuda_bf16: TinyM
         added = captured_variants(engine)[len(before) :]
         assert {v.bucket.max_context_len for v in added} == set(bounds[:2])
         assert all(v.is_drawn and not v.is_filtered for v in added)
-        assert engine._runner.num_graph_steps >= engine.run_stats.num_steps - 1
+        assert engine._executor.runner.num_graph_steps >= engine.run_stats.num_steps - 1
     with tiny_cuda_bf16.engine(**LONG, enforce_eager=True) as engine:
         assert engine.generate([prompt], params, summary=False)[0].token_ids == drawn.token_ids
 
@@ -239,17 +239,17 @@ def test_watched_requests_replay_forwards(tiny_cuda: TinyModel) -> None:
         expected = engine.generate(prompts, watched, summary=False)
         plain = engine.generate(prompts, params, summary=False)
     with tiny_cuda.engine(**settings) as engine:
-        forwards = engine._runner._graphs.forwards
+        forwards = engine._executor.runner._graphs.forwards
         assert forwards is not None
         assert forwards.captured == ()
         outputs = engine.generate(prompts, watched, summary=False)
         assert forwards.captured
-        assert engine._runner.num_ahead_steps == 0
+        assert engine._executor.runner.num_ahead_steps == 0
         assert outputs.stats.num_graph_steps > 5
         assert outputs.stats.num_graph_fallbacks == 0
         # The loop goes on with its own graphs.
         after = engine.generate(prompts, params, summary=False)
-        assert engine._runner.num_ahead_steps > 0
+        assert engine._executor.runner.num_ahead_steps > 0
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert [o.token_ids for o in after] == [o.token_ids for o in plain]
     for have, want in zip(outputs, expected, strict=True):

@@ -528,7 +528,7 @@ def test_automatic_page_pool_on_cpu(tiny: TinyModel) -> None:
     page_bytes = 2 * 2 * 16 * 2 * 32 * 4
     with tiny.engine(**settings, cpu_kv_cache_bytes=5 * page_bytes + 1) as engine:
         assert engine.config.cache.num_pages == 5
-        assert engine._runner.kv_cache.nbytes == 5 * page_bytes
+        assert engine._executor.runner.kv_cache.nbytes == 5 * page_bytes
     with pytest.raises(ValueError, match="num_pages: expected memory for at least 4 pages"):
         tiny.engine(**settings, cpu_kv_cache_bytes=4 * page_bytes - 1)
 
@@ -580,3 +580,21 @@ def test_several_answers_follow_each_other_and_differ_by_their_seeds(tiny: TinyM
         for n in (0, True, 1.5):
             with pytest.raises(SamplingParamsError, match="n: expected an integer of at least 1"):
                 engine.generate([[1, 2, 3]], FREE, n=n)
+
+
+def test_prompts_are_logged_only_where_the_environment_says_so(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = list(range(10, 22))
+    with caplog.at_level("DEBUG", logger="diffulex"), tiny.engine() as engine:
+        for allowed in ("", "0", "1"):
+            monkeypatch.setenv("DIFFULEX_LOG_PROMPTS", allowed)
+            caplog.clear()
+            engine.generate([prompt], max_tokens=4)
+            lines = [text for text in caplog.messages if "prompt=" in text]
+            assert len(lines) == (allowed == "1")
+        assert lines == [f"request 2: prompt={bytes(prompt).decode()!r}"]
+        monkeypatch.setenv("DIFFULEX_LOG_PROMPTS", "perhaps")
+        with pytest.raises(ConfigError, match="DIFFULEX_LOG_PROMPTS: expected"):
+            engine.generate([prompt], max_tokens=4)
+        assert not engine.has_unfinished()

@@ -13,15 +13,17 @@ from cases import (
     Case,
     add_request,
     check,
+    first_is_quick,
     make_case,
     random_prompt,
     random_settings,
     run_case,
     run_with_preemptions,
 )
+from fixtures.quick import quick
 from tiny_engine import TinyModel
 
-CASES_PER_TEST = 10
+CASES_PER_TEST = 5
 RULES = (
     "threshold",
     "threshold_non_strict",
@@ -42,7 +44,7 @@ def oracle_model(tiny: TinyModel) -> Network:
     return Network(tiny.hf_config, tiny.tensors)
 
 
-@pytest.mark.parametrize("group", range(7))
+@pytest.mark.parametrize("group", first_is_quick(14))
 def test_random_batches(tiny: TinyModel, oracle_model: Network, group: int) -> None:
     for number in range(CASES_PER_TEST):
         run_case(
@@ -50,7 +52,7 @@ def test_random_batches(tiny: TinyModel, oracle_model: Network, group: int) -> N
         )
 
 
-@pytest.mark.parametrize("group", range(4))
+@pytest.mark.parametrize("group", first_is_quick(8))
 def test_tight_page_pools(tiny: TinyModel, oracle_model: Network, group: int) -> None:
     num_preempted_cases = 0
     for number in range(CASES_PER_TEST):
@@ -77,18 +79,18 @@ def test_tight_page_pools(tiny: TinyModel, oracle_model: Network, group: int) ->
     assert num_preempted_cases >= CASES_PER_TEST // 2
 
 
-@pytest.mark.parametrize("group", range(3))
+@pytest.mark.parametrize("group", first_is_quick(3))
 def test_preemption_at_any_step(tiny: TinyModel, oracle_model: Network, group: int) -> None:
     num_preemptions = 0
-    for number in range(CASES_PER_TEST):
+    for number in range(2 * CASES_PER_TEST):
         rng = random.Random(f"preempt {group} {number}")
         settings = {"block_size": rng.choice((4, 8))}
         case = make_case(oracle_model, rng, settings=settings, family=SDAR)
         num_preemptions += run_with_preemptions(tiny, case, rng)
-    assert num_preemptions > CASES_PER_TEST
+    assert num_preemptions > 2 * CASES_PER_TEST
 
 
-@pytest.mark.parametrize("group", range(2))
+@pytest.mark.parametrize("group", first_is_quick(4))
 def test_chunked_prefill(tiny: TinyModel, oracle_model: Network, group: int) -> None:
     num_chunked_cases = 0
     for number in range(CASES_PER_TEST):
@@ -112,7 +114,7 @@ def test_chunked_prefill(tiny: TinyModel, oracle_model: Network, group: int) -> 
     assert num_chunked_cases >= CASES_PER_TEST // 2
 
 
-@pytest.mark.parametrize("group", range(2))
+@pytest.mark.parametrize("group", first_is_quick(4))
 def test_shared_prefixes(tiny: TinyModel, oracle_model: Network, group: int) -> None:
     for number in range(CASES_PER_TEST):
         rng = random.Random(f"prefix {group} {number}")
@@ -132,9 +134,10 @@ def test_shared_prefixes(tiny: TinyModel, oracle_model: Network, group: int) -> 
             assert all(hit >= max(block, page) for hit in hits[1:]), hits
 
 
+@pytest.mark.parametrize("group", first_is_quick(2))
 @pytest.mark.parametrize("rule", RULES)
-def test_acceptance_rules(tiny: TinyModel, oracle_model: Network, rule: str) -> None:
-    for number in range(4):
+def test_acceptance_rules(tiny: TinyModel, oracle_model: Network, rule: str, group: int) -> None:
+    for number in range(2 * group, 2 * group + 2):
         rng = random.Random(f"{rule} {number}")
         block = rng.choice((4, 8, 16))
         settings = {
@@ -152,7 +155,9 @@ def test_acceptance_rules(tiny: TinyModel, oracle_model: Network, rule: str) -> 
         run_case(tiny, case)
 
 
-@pytest.mark.parametrize("ranking", ["margin_confidence", "neg_entropy"])
+@pytest.mark.parametrize(
+    "ranking", quick(["margin_confidence", "neg_entropy"], ["margin_confidence"])
+)
 def test_rankings(tiny: TinyModel, oracle_model: Network, ranking: str) -> None:
     for number in range(4):
         rng = random.Random(f"{ranking} {number}")

@@ -11,6 +11,7 @@ import pytest
 from diffulex import Diffulex, SamplingParams
 from fixtures.families import DENSE_FAMILIES, family_builder
 from fixtures.moe_families import MOE_FAMILIES, moe_builder
+from fixtures.quick import quick
 
 NAMES = (*DENSE_FAMILIES, *MOE_FAMILIES)
 STRATEGIES = {
@@ -54,7 +55,7 @@ def test_defaults(directories: dict[str, Path], name: str) -> None:
     assert generate(directories[name], **options)[2:] == tokens
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(NAMES, ("sdar", "dream", "llada2")))
 def test_draws_with_filters(directories: dict[str, Path], name: str) -> None:
     params = SamplingParams(
         max_tokens=12, ignore_eos=True, temperature=1.0, top_k=20, top_p=0.9, seed=11

@@ -77,18 +77,18 @@ def test_dummy_requests_of_an_eager_step(
     with tiny.engine(**settings) as engine:
         expected = engine.generate(prompts, params, summary=False)
     with tiny.engine(**settings) as engine:
-        runner = engine._runner
+        runner = engine._executor.runner
         monkeypatch.setattr(runner._graphs, "buckets", {16: (2, max_num_reqs)})
         monkeypatch.setattr(runner, "_is_cuda", True)
         monkeypatch.setattr(runner, "_on_device", contextlib.nullcontext)
         num_padded = []
         forward = runner._forward
 
-        def counting(views: Any, shape: Any, plan: Any) -> torch.Tensor:
+        def counting(views: Any, shape: Any, plan: Any, bucket: Any = None) -> torch.Tensor:
             num_padded.append(plan.num_padded_reqs)
             assert plan.kind.name != "DECODE" or plan.num_reqs in (2, max_num_reqs)
             assert (shape.num_rows, shape.num_reqs) == (plan.num_rows, plan.num_reqs)
-            return forward(views, shape, plan)
+            return forward(views, shape, plan, bucket)
 
         monkeypatch.setattr(runner, "_forward", counting)
         outputs = engine.generate(prompts, params, summary=False)
@@ -113,7 +113,7 @@ def test_graph_decode_equals_eager_decode(
     prompts, params = requests(block_size, 24)
     with tiny_cuda.engine(**settings) as engine:
         graphed = engine.generate(prompts, params, summary=False)
-        assert engine._runner.graph_buckets == (1, 2, 4, 8, 11)
+        assert engine._executor.runner.graph_buckets == (1, 2, 4, 8, 11)
         assert graphed.stats.num_graph_steps > 0
         assert graphed.stats.num_graph_fallbacks == 0
         # The same request alone uses another bucket.
@@ -121,7 +121,7 @@ def test_graph_decode_equals_eager_decode(
         assert alone[0].token_ids == graphed[3].token_ids
     with tiny_cuda.engine(**settings, enforce_eager=True) as engine:
         eager = engine.generate(prompts, params, summary=False)
-        assert engine._runner.graph_buckets == ()
+        assert engine._executor.runner.graph_buckets == ()
         assert eager.stats.num_graph_steps == 0
     assert [o.token_ids for o in graphed] == [o.token_ids for o in eager]
     assert [o.metrics.nfe for o in graphed] == [o.metrics.nfe for o in eager]
@@ -149,7 +149,7 @@ def test_page_pool_from_device_memory(tiny_cuda: TinyModel) -> None:
     with tiny_cuda.engine(**settings) as engine:
         total = torch.cuda.get_device_properties(0).total_memory
         assert engine.config.cache.num_pages >= engine.config.pages_per_request
-        assert engine._runner.kv_cache.nbytes <= share * total
+        assert engine._executor.runner.kv_cache.nbytes <= share * total
     with pytest.raises(ValueError, match="num_pages: expected memory for at least"):
         tiny_cuda.engine(**{**settings, "gpu_memory_utilization": 1e-6})
 
@@ -157,7 +157,7 @@ def test_page_pool_from_device_memory(tiny_cuda: TinyModel) -> None:
 @pytest.mark.cuda
 def test_static_runner_switch(tiny_cuda: TinyModel) -> None:
     with tiny_cuda.engine(enable_full_static_runner=False) as engine:
-        assert engine._runner.graph_buckets == ()
+        assert engine._executor.runner.graph_buckets == ()
 
 
 LONG: dict[str, Any] = {
@@ -194,7 +194,7 @@ def long_run(
 ) -> list[GenerationOutputs]:
     """Batches in turn; within one, requests that join late prefill between decode steps."""
     with model.engine(**{**LONG, **settings}) as engine:
-        runner = engine._runner
+        runner = engine._executor.runner
         workspace = runner._step_forward.decode_workspace
         address = None if workspace is None else workspace.data_ptr()
         runs = [engine.generate(*long_requests(size), summary=False) for size in batch_sizes]
@@ -233,7 +233,7 @@ def test_graphs_survive_a_larger_eager_workspace(tiny_cuda_bf16: TinyModel) -> N
     prompts, params = long_requests(3)
     with tiny_cuda_bf16.engine(**LONG, enable_prefix_caching=False) as engine:
         before = engine.generate(prompts, params, summary=False)
-        runner = engine._runner
+        runner = engine._executor.runner
         runner._workspace.release()
         junk = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
         after = engine.generate(prompts, params, summary=False)
@@ -251,13 +251,13 @@ def test_the_budget_counts_the_graphs(tiny_cuda_bf16: TinyModel, run_ahead: str)
     torch.cuda.empty_cache()  # lets go of the pools of earlier engines
     before = pool_bytes()
     with tiny_cuda_bf16.engine(**LONG, run_ahead=run_ahead) as engine:
-        runner = engine._runner
+        runner = engine._executor.runner
         memory = runner._graph_memory()
         assert memory is not None
         assert (memory.logits_rows > 0) == (run_ahead == "auto")
         reserved = memory.measure(engine.config, runner._call, runner._cache, runner._workspace)
         engine.generate(prompts, watched, summary=False)
-        assert engine._runner.num_graph_steps > 0
+        assert engine._executor.runner.num_graph_steps > 0
         assert 0 < pool_bytes() - before <= reserved
 
 
@@ -278,7 +278,7 @@ def test_failed_steps_do_not_disturb_the_staging(
     with tiny_cuda.engine(**settings) as engine:
         expected = engine.generate(prompts, params, summary=False)
         ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
-        runner, loop = engine._runner, engine._runner._decode_loop
+        runner, loop = engine._executor.runner, engine._executor.runner._decode_loop
         assert loop is not None
         calls = 0
 
@@ -323,4 +323,4 @@ def test_engine_beside_the_current_device(
             assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
         assert (outputs.stats.num_graph_steps > 0) != enforce_eager
         assert torch.cuda.current_device() == 0
-        assert engine._runner.kv_cache.layer(0)[0].device == torch.device("cuda", 1)
+        assert engine._executor.runner.kv_cache.layer(0)[0].device == torch.device("cuda", 1)

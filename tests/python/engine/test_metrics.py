@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
+from diffulex import Diffulex
 from diffulex.engine.metrics import RequestRecord, RunStats
 from diffulex.engine.output import (
     GenerationOutputs,
@@ -199,3 +201,94 @@ def test_cached_tokens_never_exceed_the_prompt() -> None:
     assert record.metrics(8, 4, 0).cached_tokens == 4
     output = RequestOutput(0, record.prompt_token_ids, (), "", "", "aborted", metrics)
     assert GenerationOutputs([output], RunStats()).prefix_hit_ratio == 1.0
+
+
+#: Every figure of a run that users' programs may read.
+RUN_KEYS = {
+    "num_requests", "completion_reasons", "total_tokens", "total_decided_tokens", "total_nfe",
+    "request_nfe", "total_time", "wall_time_s", "step_time_s", "e2e_total_time_s", "prefill_time_s",
+    "decode_time_s", "mixed_time_s", "tpf", "decode_tpf_mean", "decode_tpf_aggregate",
+    "tpf_aggregate", "aggregate_tpf", "nfe_per_token", "ttft_s", "tpot_s", "e2e_throughput_tok_s",
+    "decode_throughput_tok_s", "visible_decode_throughput_tok_s", "prefill_throughput_tok_s",
+    "throughput", "avg_e2e_tps", "avg_decode_tps", "filler_ratio", "prefix_hit_ratio",
+    "num_preemptions", "time_semantics", "token_semantics", "concurrency", "tp", "dp",
+    *(f"{name}_p{percent}" for name in ("ttft_s", "tpot_s") for percent in (50, 90, 99)),
+}  # fmt: skip
+
+
+def test_the_numbers_of_a_run_are_complete() -> None:
+    numbers = make_outputs().as_dict()
+    assert numbers.keys() >= RUN_KEYS
+    assert numbers["prefill_time_s"] + numbers["decode_time_s"] == numbers["step_time_s"] == 1.5
+    # Batches have one role: no step is mixed, and no time counts twice.
+    assert numbers["mixed_time_s"] == 0.0
+
+
+def test_positions_decided_again_count_again() -> None:
+    record = RequestRecord(0, (1, 2), 4, added_at=0.0)
+    record.add_step(0.5, True, 4, [])
+    record.add_step(0.5, True, 2, [5, 6, 7])  # two of the four were masked once more
+    metrics = record.metrics(3, 0, 0)
+    assert (metrics.decided_tokens, metrics.decode_tokens, metrics.completion_tokens) == (6, 6, 3)
+    assert metrics.decode_tpf == 6 / 2
+    assert metrics.tpf == 3 / 2
+    run = GenerationOutputs(
+        [RequestOutput(0, (1, 2), (5, 6, 7), "", "", "stop", metrics)], RunStats()
+    )
+    assert run.filler_ratio == 1 - 3 / 6
+
+
+def test_two_calls_pooled_are_one_call() -> None:
+    def output(req_id: int, tokens: int) -> tuple[RequestOutput, RunStats]:
+        record, stats = RequestRecord(req_id, (1, 2, 3), 9, added_at=0.0), RunStats()
+        for is_decode in (False, True):
+            stats.add_step(0.25, is_decode, 1, 8)
+            record.add_step(0.25, is_decode, tokens, [4] * tokens)
+        stats.wall_s = 1.0
+        metrics = record.metrics(2 * tokens, 0, 0)
+        return RequestOutput(req_id, (1, 2, 3), (4,) * (2 * tokens), "", "", "stop", metrics), stats
+
+    (one, stats_of_one), (two, stats_of_two) = output(0, 2), output(1, 5)
+    calls = [GenerationOutputs([one], stats_of_one), GenerationOutputs([two], stats_of_two)]
+    together = GenerationOutputs([one, two], stats_of_one.merged(stats_of_two))
+    assert GenerationOutputs.pooled(calls).as_dict() == together.as_dict()
+    assert together.as_dict()["ttft_s"] == 0.25
+    assert together.as_dict()["tpf"] == (2 + 5) / 2
+
+
+def test_progress_shows_the_blocks_of_active_requests(caplog: pytest.LogCaptureFixture) -> None:
+    """Prompt of 11, blocks of 8: the first block of the answer begins with 3 tokens of the prompt."""
+    with Diffulex("demo", device="cpu", num_pages=64, buffer_size=2) as engine:
+        size, ids = engine.config.decoding.block_size, list(range(5, 16))
+        with caplog.at_level(logging.INFO, "diffulex.engine.progress"):
+            engine.generate(
+                [ids], max_tokens=32, ignore_eos=True, summary=False, progress_log_interval=1e-9
+            )
+    states = re.findall(r"b(\d+)/(\d+) act=(\d+) mask=(\d+)/(\d+)\]", caplog.text)
+    numbers = [tuple(map(int, state)) for state in states]
+    # Positions 8 to 42.
+    assert {last for _, last, _, _, _ in numbers} == {-(-(11 + 32) // size) - 11 // size}
+    firsts = [first for first, *_ in numbers]
+    assert firsts == sorted(firsts)
+    assert firsts[0] == 1
+    assert firsts[-1] > 2
+    assert all(act <= 2 and mask <= open_ in (8, 16) for _, _, act, mask, open_ in numbers)
+    assert any(act and mask for _, _, act, mask, _ in numbers)
+
+
+def test_steps_between_reports_look_at_no_request() -> None:
+    class Unread(RequestRecord):
+        reads = 0
+
+        def __getattribute__(self, name: str) -> object:
+            Unread.reads += 1
+            return super().__getattribute__(name)
+
+    records = [Unread(index, (1, 2), 8, added_at=0.0) for index in range(100)]
+    progress = Progress(records, RunStats(), False, 1000.0, None)
+    progress.step(0.1)  # the first report
+    assert Unread.reads > 100
+    Unread.reads = 0
+    for _ in range(1000):
+        progress.step(0.1)
+    assert Unread.reads == 0

@@ -51,7 +51,7 @@ def test_nan_in_pages_that_were_never_written(model: TinyModel, layout: str) -> 
         clean = answers(engine, 1)
     with model.engine(**SETTINGS, kv_cache_layout=layout) as engine:
         for layer in range(engine.config.model.spec.num_layers):
-            for cache in engine._runner.kv_cache.layer(layer):
+            for cache in engine._executor.runner.kv_cache.layer(layer):
                 cache.fill_(float("nan"))
         assert answers(engine, 1) == clean
 
@@ -73,7 +73,7 @@ def test_nan_in_pages_under_every_strategy(model: TinyModel, name: str) -> None:
         clean = answers(engine, 3)
     with family.engine(**SETTINGS, **settings) as engine:
         for layer in range(engine.config.model.spec.num_layers):
-            for cache in engine._runner.kv_cache.layer(layer):
+            for cache in engine._executor.runner.kv_cache.layer(layer):
                 cache.fill_(float("nan"))
         assert answers(engine, 3) == clean
 
@@ -108,7 +108,7 @@ def test_pages_of_failed_requests_are_reused(model: TinyModel, layout: str) -> N
         assert [output.completion_reason for output in failed] == ["error"] * 3
         pages = [
             cache.isnan().flatten(1).any(1) if layout == "unified" else cache.isnan().any(3)
-            for cache in engine._runner.kv_cache.layer(0)
+            for cache in engine._executor.runner.kv_cache.layer(0)
         ]
         assert all(page.any() for page in pages)
         assert answers(engine, 2) == clean

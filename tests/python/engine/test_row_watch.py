@@ -32,7 +32,7 @@ class Oracle:
         self.rows: dict[tuple[int, int], torch.Tensor] = {}  # (req_id, position) -> latest row
         self.final: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         self.is_canvas = engine.config.decoding.decoding_strategy == "diffusion_gemma"
-        runner: Any = engine._runner
+        runner: Any = engine._executor.runner
         self._logits: torch.Tensor | None = None
         compute, execute = runner.model.compute_logits, runner.execute
         runner.model.compute_logits = self._computing(compute)
@@ -147,6 +147,7 @@ def test_logprobs_of_rewriting(tmp_path, model_name: str) -> None:
         check(engine, SamplingParams(max_tokens=19, logprobs=0, ignore_eos=True))
 
 
+@pytest.mark.slow
 def test_logprobs_of_canvases(tmp_path) -> None:
     model = TinyGemma(tmp_path, "cpu")
     softcap = float(getattr(model.facts.spec, "final_logit_softcap", None) or 0.0)

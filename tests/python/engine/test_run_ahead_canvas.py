@@ -57,6 +57,7 @@ def canvas_requests(rng: random.Random, count: int) -> Requests:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [1, 2, 5, 8])
 @pytest.mark.parametrize("max_num_reqs", [1, 2, 4])
 def test_equals_the_host_loop(gemma: TinyGemma, num_steps: int, max_num_reqs: int) -> None:
@@ -69,12 +70,14 @@ def test_every_batch_size(gemma: TinyGemma, count: int) -> None:
     assert compare(gemma, rules(5, max_num_reqs=5), 30 + count, count, canvas_requests) > 0
 
 
+@pytest.mark.slow
 def test_canvases_cut_at_the_longest_sequence(gemma: TinyGemma) -> None:
     for length in range(50, 50 + CANVAS):
         settings = rules(3, max_num_reqs=3, max_model_len=length)
         assert compare(gemma, settings, length, 6, canvas_requests) > 0
 
 
+@pytest.mark.slow
 def test_tight_page_pools(gemma: TinyGemma) -> None:
     """Preempted and resumed in between; forwards may differ, tokens may not."""
     settings = rules(4, num_pages=12, page_size=4, max_num_reqs=4, max_model_len=48)
@@ -133,4 +136,4 @@ def test_plans_of_the_device_on_cuda(gemma_cuda: TinyGemma, enforce_eager: bool)
     settings = rules(5, max_num_reqs=4, enforce_eager=enforce_eager)
     with gemma_cuda.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
         engine.generate(prompts, params, summary=False)
-        assert num_compared(engine) > engine._runner.num_ahead_steps > 3
+        assert num_compared(engine) > engine._executor.runner.num_ahead_steps > 3

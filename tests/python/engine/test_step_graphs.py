@@ -40,6 +40,9 @@ class Replayed:
     def keys(self) -> tuple[Any, ...]:
         return tuple(self._runs)
 
+    def __len__(self) -> int:
+        return len(self._runs)
+
     def __contains__(self, key: Any) -> bool:
         return key in self._runs
 
@@ -64,7 +67,7 @@ def as_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Diffulex], Diffulex]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
 
     def change(engine: Diffulex) -> Diffulex:
-        runner = engine._runner
+        runner = engine._executor.runner
         runner._capture_graphs()
         monkeypatch.setattr(runner, "_is_cuda", True)
         monkeypatch.setattr(runner, "_on_device", contextlib.nullcontext)
@@ -86,7 +89,7 @@ def requests(seed: int, count: int, **params: Any) -> tuple[list[list[int]], lis
 
 
 def variants(engine: Diffulex) -> tuple[StepVariant, ...]:
-    loop = engine._runner._decode_loop
+    loop = engine._executor.runner._decode_loop
     assert loop is not None
     assert loop._step_graphs is not None
     return loop._step_graphs.keys
@@ -104,16 +107,29 @@ def test_greedy_steps_need_no_capture(
     expected = expected_of(tiny, call)
     with tiny.engine(**SETTINGS, run_ahead="on", check_run_ahead=True) as engine:
         before = variants(as_cuda(engine))
-        assert {v.bucket.num_reqs for v in before} == set(engine._runner.graph_buckets) == {1, 2, 4}
+        assert (
+            {v.bucket.num_reqs for v in before}
+            == set(engine._executor.runner.graph_buckets)
+            == {1, 2, 4}
+        )
         assert {v.bucket.max_context_len for v in before} == set(BOUNDS)
         outputs = engine.generate(*call, summary=False)
         assert variants(engine) == before
-        runner = engine._runner
+        runner = engine._executor.runner
         assert runner.num_graph_steps >= engine.stats().num_decode_steps
         assert runner.num_ahead_steps > 10
         assert runner._graphs.forwards is not None
         assert runner._graphs.forwards.captured == ()
     assert [o.token_ids for o in outputs] == expected[0]
+
+
+def test_the_books_of_a_step_count_graphs_without_a_copy_of_them(
+    tiny: TinyModel, as_cuda: Callable[[Diffulex], Diffulex], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny.engine(**SETTINGS, run_ahead="on") as engine:
+        expected = len(variants(as_cuda(engine)))
+        monkeypatch.delattr(Replayed, "keys")
+        assert engine._executor.counts.captured == expected > 0
 
 
 def test_drawn_steps_are_captured_when_they_come(
@@ -128,7 +144,7 @@ def test_drawn_steps_are_captured_when_they_come(
         added = variants(engine)[len(before) :]
         assert {(v.is_drawn, v.is_filtered) for v in added} == {(True, False), (True, True)}
         assert len({v.bucket.max_context_len for v in added}) > 1
-        runner = engine._runner
+        runner = engine._executor.runner
         assert runner.num_graph_steps >= engine.stats().num_decode_steps
         assert runner.num_ahead_steps > 10
     assert [[o.token_ids for o in outputs] for outputs in actual] == expected
@@ -157,11 +173,13 @@ def test_watched_requests_replay_forwards(
     params[5] = dataclasses.replace(params[5], max_tokens=10, min_tokens=3)
     expected = expected_of(tiny, (prompts, params))
     with tiny.engine(**SETTINGS, run_ahead="on", check_run_ahead=True) as engine:
-        runner = as_cuda(engine)._runner
+        runner = as_cuda(engine)._executor.runner
         outputs = engine.generate(prompts, params, summary=False)
         forwards = runner._graphs.forwards
         assert forwards is not None
-        assert len(forwards.captured) > 0
+        # The largest is first, so that the others, in any order, share its memory.
+        assert forwards.captured[0] == runner._graphs.shapes()[0]
+        assert len(forwards.captured) > 1
         assert runner._graphs.num_steps > 5
         assert runner.num_ahead_steps > 5
         assert runner.num_graph_fallbacks == 0
@@ -183,13 +201,16 @@ def test_the_hosts_loop_replays_forwards(
     with model.engine(**settings, run_ahead="off") as engine:
         expected = engine.generate(*call, summary=False)
     with model.engine(**settings, run_ahead="off") as engine:
-        runner = as_cuda(engine)._runner
+        runner = as_cuda(engine)._executor.runner
         forwards = runner._graphs.forwards
         assert forwards is not None
         before = forwards.captured
-        assert before == runner._graphs.shapes()
+        assert before == tuple(b for b in runner._graphs.shapes() if not b.packed_rows)
+        assert before[0] == runner._graphs.shapes()[0]
         outputs = engine.generate(*call, summary=False)
-        assert forwards.captured == before
+        # Packed ones come when they are needed, to the memory of the largest.
+        assert forwards.captured[: len(before)] == before
+        assert all(bucket.packed_rows for bucket in forwards.captured[len(before) :])
         assert runner.num_graph_steps == engine.stats().num_decode_steps > 5
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 

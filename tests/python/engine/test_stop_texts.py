@@ -118,3 +118,52 @@ def test_abort_beside_a_match(demo: Diffulex) -> None:
         done.update({s.req_id: s.output for s in demo.step() if s.output is not None})
     assert set(done) == set(ids)
     assert done[ids[1]].completion_reason == "aborted"
+
+
+def test_a_match_ends_the_request_in_its_step(demo: Diffulex) -> None:
+    """Without a step in between, and without pages that nothing gives back."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0, stop=["\n####"])
+    demo.add_request([{"role": "user", "content": PROMPTS[0]}], params)
+    steps = []
+    while demo.has_unfinished():
+        steps += demo.step()
+    assert steps[-1].output.matched_stop == "\n####"
+    assert steps[-1].new_tokens > 0, "the step that made the text final is the last one"
+    assert "".join(step.text for step in steps) == steps[-1].output.text
+    stats = demo.stats()
+    assert stats.num_running == stats.num_waiting == 0
+
+
+def test_text_of_steps(demo: Diffulex) -> None:
+    """Ids and text are released together where text is asked for."""
+    prompt = [{"role": "user", "content": PROMPTS[0]}]
+    req_id = demo.add_request(prompt, SamplingParams(max_tokens=24, temperature=0), has_text=True)
+    steps = []
+    while demo.has_unfinished():
+        steps += demo.step()
+    output = steps[-1].output
+    assert {step.req_id for step in steps} == {req_id}
+    assert "".join(step.text for step in steps) == output.text
+    assert [i for step in steps for i in step.token_ids] == list(output.token_ids)
+    assert output.text == demo.tokenizer.decode(output.token_ids)
+
+
+@pytest.mark.parametrize("params", [{}, {"stop": ["never said"]}])
+def test_a_text_that_cannot_be_made_ends_its_request_only(
+    demo: Diffulex, monkeypatch: pytest.MonkeyPatch, params: dict[str, object]
+) -> None:
+    first, second, _ = answers(demo)
+    bad = next(token for token in first.token_ids if token not in second.token_ids)
+    decode = demo.tokenizer.decode
+
+    def broken(token_ids, *args, **options):
+        if bad in token_ids:
+            raise OverflowError("id too large")
+        return decode(token_ids, *args, **options)
+
+    monkeypatch.setattr(demo.tokenizer, "decode", broken)
+    failed, good, _ = answers(demo, **params)
+    assert (failed.completion_reason, failed.text) == ("error", "")
+    assert failed.error == "OverflowError: id too large"
+    assert good.text == second.text
+    assert not demo.has_unfinished()

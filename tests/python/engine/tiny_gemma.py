@@ -19,10 +19,14 @@ MAX_MODEL_LEN = 64
 
 
 class TinyGemma:
-    """Loads once; `engine` builds an engine around the shared weights."""
+    """Loads once; `engine` builds an engine around the shared weights.
 
-    def __init__(self, directory: Path, device: str, dtype: str = "float32") -> None:
-        self.oracle = GemmaOracle()
+    Args:
+        text: changes of the text configuration.
+    """
+
+    def __init__(self, directory: Path, device: str, dtype: str = "float32", **text: Any) -> None:
+        self.oracle = GemmaOracle(**text)
         self.oracle.write(directory)
         self.directory, self.device, self.dtype = directory, device, dtype
         name, spec, info = detect(directory)
