@@ -22,6 +22,7 @@ from diffulex.env import get_text
 from diffulex.errors import ConfigError
 from diffulex.log import configure, get_logger, warn_once
 from diffulex.server.loopback import LOCALHOST, is_loopback
+from diffulex.server.replicas.settings import check_replica_args
 from diffulex.server.server_flags import HttpArgs, add_http_flags, check_http_args, http_flags
 
 __all__ = [
@@ -35,7 +36,7 @@ __all__ = [
 
 logger = get_logger(__name__)
 
-#: Keys of the engine without a flag of their own: the model is a setting of the server, and the
+#: Keys of the engine without a flag of the same name: the model is a setting of the server, and the
 #: profiler has flags for its parts.
 INTERNAL_ENGINE_KEYS = ("model", "profiler_config")
 
@@ -59,7 +60,7 @@ _COMMON = (
     *("dtype", "revision", "decoding_strategy", "block_size", "buffer_size", "accept_threshold"),
     *("max_num_reqs", "max_model_len", "gpu_memory_utilization", "allowed_origins", "metrics_port"),
 )
-_SECRET = ("api_key", "ssl_keyfile", "ssl_certfile")
+_SECRET = ("api_key", "admin_api_key", "ssl_keyfile", "ssl_certfile")
 
 
 def parse_device_ids(value: str | None) -> list[int]:
@@ -131,6 +132,9 @@ class _ArgsMethods(HttpArgs):
             **{name: getattr(self, name) for name in own & names},
             "served_model_name": self.served_names,
             "allowed_hosts": self.host_names,
+            "has_weight_routes": bool(
+                self.api_key or self.admin_api_key or self.uds or is_loopback(self.host)
+            ),
             "metrics_host": self.host,
             "settings": self.public_settings(),
         }
@@ -167,7 +171,7 @@ class _ArgsMethods(HttpArgs):
             "root_path": self.root_path,
             "ssl_keyfile": self.ssl_keyfile,
             "ssl_certfile": self.ssl_certfile,
-            # A request is one line of its own log; the server's name is nobody's business.
+            # Answers do not say which software serves them.
             "server_header": False,
         }
 
@@ -209,10 +213,15 @@ class _ArgsMethods(HttpArgs):
         kwargs = self.engine_kwargs()
         if kwargs.get("use_lora") and not kwargs.get("lora_path"):
             raise ConfigError("--lora-path: expected a directory with --use-lora, got none")
-        # What the profiler may be told is the engine's to say.
-        settings = {name: value for name, value in kwargs.items() if name != "profiler_config"}
-        _check_names(normalise(settings, where=""))
-        for name in settings:
+        settings = normalise(kwargs, where="")
+        if self.min_accept_threshold > self.max_accept_threshold:
+            raise ConfigError(
+                f"--min-accept-threshold: expected at most --max-accept-threshold"
+                f" {self.max_accept_threshold:g}, got {self.min_accept_threshold:g}"
+            )
+        _check_names(settings)
+        check_replica_args(self, settings)
+        for name in kwargs:
             key = CONFIG_TABLE.get(name)
             if key is not None and key.support is Support.IGNORED:
                 _warn_ignored(name)
@@ -223,6 +232,8 @@ def _check_names(settings: Mapping[str, Any]) -> None:
     from diffulex.checkpoint.auto_model import check_model_name  # noqa: PLC0415
     from diffulex.config.resolve import check_strategy_name  # noqa: PLC0415
 
+    if settings.get("worker_imports"):  # which may register both
+        return
     strategy, model_name = settings.get("decoding_strategy"), settings.get("model_name")
     if strategy is not None:
         check_strategy_name(strategy)
@@ -314,9 +325,13 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
         given = {**vars(parser.parse_checked(from_file)), **given}
     given |= _model_of(given.pop("words", []), given_model)
     given["engine_arg"] = _once(given.get("engine_arg", []))
-    if "api_key" not in given:
-        keys = get_text("DIFFULEX_API_KEY").split(",")
-        given["api_key"] = [key.strip() for key in keys if key.strip()]
+    keys = {
+        "api_key": get_text("DIFFULEX_API_KEY"),
+        "admin_api_key": get_text("DIFFULEX_ADMIN_API_KEY"),
+    }
+    for name, text in keys.items():
+        if name not in given:
+            given[name] = [key.strip() for key in text.split(",") if key.strip()]
     args = ServerArgs(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
     args.check()
     return args

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documented path of before; what it names lives in `diffulex.serving.engine_loop`."""
+"""Former import path of `diffulex.serving.engine_loop`."""
 
-from diffulex.serving.engine_loop import EngineLoop
-
-__all__ = ["EngineLoop"]
+from diffulex.serving.engine_loop import *  # noqa: F403
+from diffulex.serving.engine_loop import __all__ as __all__  # noqa: PLC0414

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from diffulex.errors import CheckpointError, DiffulexError
-from diffulex.log import get_logger
+from diffulex.log import get_logger, name_process
 from diffulex.server.loopback import is_loopback
+from diffulex.server.replicas.settings import num_replicas
 from diffulex.serving.backend_process import BackendProcess
 from diffulex.serving.frontend import FrontendLimits, FrontendManager
 from diffulex.serving.supervisor import Supervisor
@@ -95,14 +96,16 @@ def _backend(
     socket_directory: Path | None = None,
 ) -> BackendProcess:
     return BackendProcess(
-        *(args.model, _worker_kwargs(args), command_addr, event_addr),
+        *(args.model, _worker_kwargs(args, engine_factory), command_addr, event_addr),
         engine_factory=engine_factory,
         socket_directory=socket_directory,
     )
 
 
-def _worker_kwargs(args: ServerArgs) -> dict[str, Any]:
+def _worker_kwargs(args: ServerArgs, engine_factory: Callable[..., Any] | None) -> dict[str, Any]:
     kwargs = dict(args.engine_kwargs())
+    if engine_factory is None:
+        kwargs["detokenize_snapshots"] = False  # the frontend has a tokenizer as well
     template = _chat_template(args)
     if template is not None:
         kwargs["chat_template"] = template
@@ -271,6 +274,10 @@ def _serve(args: ServerArgs, engine_factory: Any, stack: ExitStack) -> int:
         return _serve_in_process(args, listener, tokenizer, url, start, engine_factory)
     directory = _ipc_directory()
     stack.callback(shutil.rmtree, directory, ignore_errors=True)
+    if num_replicas(args) > 1:
+        name_process("router")
+        stack.callback(name_process, "")
+        return _serve_replicas(args, listener, tokenizer, url, directory, engine_factory, stack)
     command_addr, event_addr = resolve_zmq_addrs(args, directory)
     frontend = FrontendManager.from_zmq(
         model_id=model_id,
@@ -307,6 +314,47 @@ def _serve(args: ServerArgs, engine_factory: Any, stack: ExitStack) -> int:
         logger.info("listening on %s, loading %s", url, args.model)
     else:
         supervisor.wait_ready()
+    return server.run()
+
+
+def _serve_replicas(
+    args: ServerArgs,
+    listener: socket.socket,
+    tokenizer: Any,
+    url: str,
+    directory: Path,
+    engine_factory: Callable[..., Any] | None,
+    stack: ExitStack,
+) -> int:
+    from diffulex.server.http.api_server import create_app  # noqa: PLC0415
+    from diffulex.server.http.http_server import HttpServer  # noqa: PLC0415
+    from diffulex.server.replicas import launch as replicas  # noqa: PLC0415
+
+    model_id, start = _model_id(args), time.monotonic()
+    frontend = replicas.make_replica_frontend(
+        *(args, lambda name: default_ipc_addr(args, name, directory), stack, _limits(args)),
+        model_id=model_id,
+        tokenizer=tokenizer,
+        step_timeout_s=args.step_timeout,
+    )
+    server = HttpServer(create_app(frontend, args=args), args, listener, frontend)
+
+    def on_ready(info: Mapping[str, Any]) -> None:
+        if info.get("mask_token_id") is not None:
+            tokenizer.protect_mask(info["mask_token_id"])
+        sizes = info["data_parallel_size"], info.get("tensor_parallel_size", 1)
+        line = _ready_line(url, model_id, info, start)
+        server.announce(line + " replicas={} tp={}".format(*sizes))
+
+    settings = _worker_kwargs(args, engine_factory)
+    options = args, frontend, server, settings, engine_factory, directory
+    server.supervisor = group = replicas.make_replica_group(*options, on_ready)
+    stack.callback(group.stop_backends, _STOP_GRACE_S)
+    group.start_backends()
+    if args.early_bind:
+        logger.info("listening on %s, loading %s", url, args.model)
+    else:
+        group.wait_ready()
     return server.run()
 
 
@@ -355,7 +403,7 @@ def in_process_frontend(
     Raises:
         RuntimeError: the tokenizer or the chat template cannot be used.
     """
-    from diffulex.serving.engine_loop import EngineLoop  # noqa: PLC0415
+    from diffulex.serving.inproc import InprocBackend  # noqa: PLC0415
     from diffulex.serving.inproc_frontend import InprocFrontend  # noqa: PLC0415
 
     reader = _load_tokenizer(args) if tokenizer is None else tokenizer
@@ -366,7 +414,9 @@ def in_process_frontend(
         on_ready(info)
 
     return InprocFrontend(
-        EngineLoop(args.model, _worker_kwargs(args), engine_factory=engine_factory),
+        InprocBackend(
+            args.model, _worker_kwargs(args, engine_factory), engine_factory=engine_factory
+        ),
         model_id=_model_id(args),
         tokenizer=reader,
         limits=_limits(args),

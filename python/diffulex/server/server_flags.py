@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from diffulex.config.flags import integer, number
+from diffulex.env import get_flag, get_text
 from diffulex.errors import ConfigError
 
 __all__ = ["HttpArgs", "ServerFlag", "add_http_flags", "check_http_args", "http_flags"]
 
 
-#: Settings of a backend in a process of its own.
+#: Settings of a backend in a separate process.
 _TWO_PROCESSES = (
     "early_bind",
     "restart_backend",
@@ -99,7 +100,8 @@ class HttpArgs:
     log_requests: str = _flag(
         "str",
         "summary",
-        "A log line per generating request; `full` includes prompts.",
+        "A log line per generating request; `full` includes prompts, for DIFFULEX_LOG_PROMPTS=1 and"
+        " --log-level debug.",
         choices=("none", "summary", "full"),
     )
     access_log: bool = _flag("toggle", True, "A log line per HTTP request.")
@@ -125,10 +127,31 @@ class HttpArgs:
     default_max_tokens: int = _flag(
         "int", 512, "max_tokens of /generate and chat requests that give none.", low=1
     )
+    min_accept_threshold: float = _flag(
+        "float", 0.0, "Least accept_threshold that a request may set.", low=0, high=1
+    )
+    max_accept_threshold: float = _flag(
+        "float", 1.0, "Largest accept_threshold that a request may set.", low=0, high=1
+    )
+    max_request_post_edit_steps: int = _flag(
+        "int", 1024, "Largest max_post_edit_steps that a request may set.", low=0
+    )
+    max_request_penalty: float = _flag(
+        "float", 1000.0, "Largest penalty_lambda that a request may set.", low=0
+    )
+    max_trajectory_tokens: int = _flag(
+        "int", 8192, "Largest max_tokens of a request with return_trajectory; 0: none.", low=0
+    )
     max_n: int = _flag("int", 16, "Most choices (n) of a request.", low=1)
     max_prompts_per_request: int = _flag("int", 256, "Most prompts of a completion.", low=1)
     api_key: tuple[str, ...] = _flag(
         "repeat", (), "Key that requests must carry as Bearer token; also DIFFULEX_API_KEY."
+    )
+    admin_api_key: tuple[str, ...] = _flag(
+        "repeat",
+        (),
+        "Key that pauses and changes of weights ask for, and that opens every other route as well; also"
+        " DIFFULEX_ADMIN_API_KEY [--api-key].",
     )
     allowed_hosts: tuple[str, ...] = _flag(
         "repeat",
@@ -175,12 +198,20 @@ class HttpArgs:
     step_timeout: float = _flag("float", 600.0, "Step time that counts as stuck; 0: off.", low=0)
     kill_stuck_backend: bool = _switch("Kill a backend that is stuck or gives no sign of life.")
     restart_backend: bool = _switch("Start the backend again when it dies.")
+    min_ready_replicas: int = _flag(
+        "int", 0, "Replicas that must be ready before the server is; 0: all.", low=0
+    )
+    replica_retries: int = _flag(
+        "int", 2, "How often a request starts again when its replica is lost.", low=0
+    )
     keep_alive_on_backend_death: bool = _switch("Keep answering (503) when the backend died.")
     disable_metrics: bool = _switch("No /metrics.")
     metrics_port: int | None = _flag("int", None, "Port of /metrics [--port].", low=1, high=65535)
     metrics_auth: bool = _switch("/metrics needs an API key; not for --metrics-port.")
     disable_ui: bool = _switch("No page at /ui.")
-    disable_admin_routes: bool = _switch("No /abort, /flush_cache and profile routes.")
+    disable_admin_routes: bool = _switch(
+        "No routes for operators: /abort, /flush_cache, profiles, pauses, weights."
+    )
     disable_dllm_usage: bool = _switch("`usage` without the fields of diffusion models.")
     root_path: str = _flag("str", "", "Path prefix a proxy adds.")
     ssl_keyfile: str | None = _flag("str", None, "TLS key.")
@@ -191,7 +222,7 @@ class HttpArgs:
     profiler_memory: bool = _switch("Trace memory.")
     profiler_with_stack: bool = _switch("Trace stacks.")
     profiler_delay_iterations: int = _flag("int", 0, "Steps before tracing starts.", low=0)
-    profiler_max_iterations: int = _flag("int", 0, "Steps that are traced; 0: all.", low=0)
+    profiler_max_iterations: int = _flag("int", 200, "Steps that are traced; 0: all.", low=0)
     engine_arg: Mapping[str, Any] = _flag(
         "key_value", {}, "KEY=VALUE of docs/configuration.md; the value is YAML."
     )
@@ -298,10 +329,18 @@ def check_http_args(args: HttpArgs) -> None:
         raise ConfigError(
             "--trust-remote-code: expected it absent: code of checkpoints is never run, got it"
         )
+    if args.log_requests == "full" and not (
+        get_flag("DIFFULEX_LOG_PROMPTS") and args.log_level in ("debug", "trace")
+    ):
+        raise ConfigError(
+            "--log-requests full: expected DIFFULEX_LOG_PROMPTS=1 and --log-level debug with it, got"
+            f" DIFFULEX_LOG_PROMPTS={get_text('DIFFULEX_LOG_PROMPTS')} and {args.log_level}"
+        )
     if args.profiler is not None and not args.torch_profiler_dir:
         raise ConfigError("--torch-profiler-dir: expected a directory with --profiler, got none")
-    if any(not key.strip() for key in args.api_key):
-        raise ConfigError("--api-key: expected a key, got an empty one")
+    for flag, keys in (("--api-key", args.api_key), ("--admin-api-key", args.admin_api_key)):
+        if any(not key.strip() for key in keys):
+            raise ConfigError(f"{flag}: expected a key, got an empty one")
     if args.root_path and not args.root_path.startswith("/"):
         raise ConfigError(
             f"--root-path: expected a path that starts with /, got {args.root_path!r}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a serving request inadmissible, decided before the scheduler hears of it.
+"""What makes a serving request inadmissible, decided before it is enqueued.
 
 Imports neither torch nor the compiled module: the HTTP process checks with the same code.
 """
@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+from diffulex.engine.prompt import PromptLimits
+from diffulex.engine.prompt import prompt_too_long as _prompt_too_long
+from diffulex.errors import PromptError
 
 if TYPE_CHECKING:
     from diffulex.config.sampling_params import SamplingParams
@@ -37,9 +41,10 @@ class AdmissionLimits:
     """Limits of an engine, as the backend reports them when it is ready.
 
     Attributes:
-        mask_token_id: None where there is none, or where prompts may hold it.
+        mask_token_id: None where there is none.
+        allows_mask_in_prompt: a prompt goes on as the template of its answer from the first mask on.
         is_prefill_chunked: a prompt may be longer than a batch.
-        longest_whole_prompt: most tokens of a prompt where an exported program must hold it whole.
+        longest_whole_prompt: as in `PromptLimits`.
     """
 
     max_model_len: int
@@ -50,6 +55,7 @@ class AdmissionLimits:
     num_pages: int
     max_num_batched_tokens: int
     mask_token_id: int | None = None
+    allows_mask_in_prompt: bool = False
     is_prefill_chunked: bool = False
     longest_whole_prompt: int | None = None
 
@@ -68,39 +74,41 @@ class AdmissionLimits:
         """
         self._check_prompt(prompt)
         self._check_params(params)
-        num_prompt, longest = len(prompt), self.max_model_len
-        if num_prompt > longest - 1:
-            raise prompt_too_long(longest, str(num_prompt))
-        if self.longest_whole_prompt is not None and num_prompt > self.longest_whole_prompt:
+        num_prompt, num_output = self.lengths(prompt, params)
+        longest, num_template = self.max_model_len, len(prompt) - num_prompt
+        if num_template > params.max_tokens and (is_strict or params.return_trajectory != "none"):
             raise AdmissionError(
-                f"prompt: expected at most {self.longest_whole_prompt} tokens, the rows of the exported"
-                f" program (diffulex edge export --max-rows), got {num_prompt}",
-                code="context_length_exceeded",
-                param="prompt",
+                f"max_tokens: expected at least {num_template}, the tokens of the prompt from its"
+                f" first mask on, got {params.max_tokens}",
+                param="max_tokens",
             )
-        if is_strict and num_prompt + params.max_tokens > longest:
+        if is_strict and not num_template and num_prompt + params.max_tokens > longest:
             raise AdmissionError(
                 f"max_tokens: expected prompt and max_tokens to be at most {longest} tokens"
                 f" together, got {num_prompt} and {params.max_tokens}{_window(longest)}",
                 code="context_length_exceeded",
                 param="max_tokens",
             )
-        self._check_capacity(num_prompt, min(params.max_tokens, longest - num_prompt))
+        self._check_capacity(num_prompt, num_output)
+
+    def lengths(self, prompt: Sequence[int], params: SamplingParams) -> tuple[int, int]:
+        """Tokens of the prompt, and most of its answer: of a prompt with masks, where these may be,
+        what stands before the first of them, and the rest."""
+        num_prompt, mask = len(prompt), self.mask_token_id
+        if self.allows_mask_in_prompt and mask is not None and mask in prompt:
+            first = prompt.index(mask)
+            return first, num_prompt - first
+        return num_prompt, min(params.max_tokens, self.max_model_len - num_prompt)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise AdmissionError(
-                "prompt: expected at least one token, got an empty prompt", param="prompt"
-            )
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= self.vocab_size:
-            raise AdmissionError(
-                f"prompt: expected token ids in [0, {self.vocab_size}),"
-                f" got {low if low < 0 else high}",
-                code="token_out_of_range",
-                param="prompt",
-            )
-        if self.mask_token_id is not None and self.mask_token_id in prompt:
+        longest = self.max_model_len
+        try:
+            PromptLimits(longest, self.vocab_size, self.longest_whole_prompt).check(prompt)
+        except PromptError as error:
+            raise _refused(error, longest if len(prompt) >= longest else None) from error
+        if self.allows_mask_in_prompt or self.mask_token_id is None:
+            return
+        if self.mask_token_id in prompt:
             raise AdmissionError(
                 f"prompt: expected no mask token, got id {self.mask_token_id}",
                 code="mask_token_in_prompt",
@@ -150,12 +158,13 @@ def prompt_too_long(max_model_len: int, got: str) -> AdmissionError:
     Args:
         got: how many tokens it has.
     """
-    return AdmissionError(
-        f"prompt: expected at most {max_model_len - 1} tokens (max_model_len {max_model_len}),"
-        f" got {got}{_window(max_model_len)}",
-        code="context_length_exceeded",
-        param="prompt",
-    )
+    return _refused(_prompt_too_long(max_model_len, got), max_model_len)
+
+
+def _refused(error: PromptError, window: int | None) -> AdmissionError:
+    """The engine's error as one of serving; `window`: the length of the model, if it is too short."""
+    text = str(error) if window is None else f"{error}{_window(window)}"
+    return AdmissionError(text, code=error.code, param="prompt")
 
 
 def _window(max_model_len: int) -> str:

@@ -5,26 +5,34 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import sys
 import threading
 import time
 from multiprocessing.connection import wait
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from diffulex.log import get_logger
+from diffulex.distributed.child_process import describe_exit
+from diffulex.log import get_logger, name_process
 from diffulex.serving.backend_worker import run_sync_backend_worker
+from diffulex.wire.protocol import TEXT_CODEC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from multiprocessing.connection import Connection
     from pathlib import Path
 
+    from diffulex.wire.codec import JobCodec
+
 __all__ = ["BackendProcess", "ReadyQueue", "describe_exit"]
 
 logger = get_logger(__name__)
 
 PROCESS_NAME = "diffulex-sync-backend"
+#: How the only backend of a server is named in log lines.
+LABEL = "backend"
 _JOIN_S = 5.0
 _POLL_S = 0.5
 
@@ -42,12 +50,20 @@ class ReadyQueue:
         """Sends the report."""
         self.has_failed |= self._is_first and "error" in report
         self._is_first = False
-        with contextlib.suppress(OSError):  # nobody reads any more
+        with contextlib.suppress(OSError):  # the parent does not read any more
             self._connection.send(report)
 
 
-def _run_backend(ready_queue: ReadyQueue, **settings: Any) -> None:
+def _run_backend(
+    ready_queue: ReadyQueue,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    label: str = LABEL,
+    **settings: Any,
+) -> None:
     """Target of the child: a failure is told once, by the parent until the engine is ready."""
+    name_process(label)
+    for name, value in environment.items():
+        os.environ[name] = value
     try:
         run_sync_backend_worker(ready_queue=ready_queue, **settings)
     except Exception:
@@ -66,6 +82,9 @@ class BackendProcess:
         event_addr: where the frontend pulls.
         engine_factory: replaces the real engine; importable by name.
         socket_directory: the child removes it when this process dies without doing so.
+        codec: of the jobs' messages.
+        environment: variables in which the child differs from this process.
+        label: stands in every line that the child logs.
     """
 
     def __init__(
@@ -76,6 +95,9 @@ class BackendProcess:
         event_addr: str,
         engine_factory: Callable[..., Any] | None = None,
         socket_directory: Path | None = None,
+        codec: JobCodec = TEXT_CODEC,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        label: str = LABEL,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._reports, child_end = context.Pipe(duplex=False)
@@ -83,13 +105,14 @@ class BackendProcess:
         self.process = context.Process(
             target=_run_backend,
             name=PROCESS_NAME,
-            args=(ReadyQueue(child_end),),
+            args=(ReadyQueue(child_end), dict(environment), label),
             kwargs={
                 "model": model,
                 "engine_kwargs": dict(engine_kwargs),
                 "command_addr": command_addr,
                 "event_addr": event_addr,
                 "engine_factory": engine_factory,
+                "codec": codec,
                 "socket_directory": None if socket_directory is None else str(socket_directory),
             },
             daemon=False,
@@ -115,16 +138,27 @@ class BackendProcess:
             left = end - time.monotonic()
             if left <= 0:
                 raise RuntimeError(f"backend failed to start: not ready within {timeout_s:g} s")
-            wait([self._reports, self.process.sentinel], min(left, _POLL_S))
-            if self._reports.poll():
-                try:
-                    return _info(self._reports.recv())
-                except EOFError:
-                    self.process.join(_JOIN_S)
-            if not self.process.is_alive():
-                text = describe_exit(self.process.exitcode)
-                raise RuntimeError(f"backend failed to start: the process {text}")
+            info = self.poll_ready(min(left, _POLL_S))
+            if info is not None:
+                return info
         raise RuntimeError("backend failed to start: cancelled")
+
+    def poll_ready(self, wait_s: float) -> dict[str, Any] | None:
+        """What the child says of its engine, if it does within this time.
+
+        Raises:
+            RuntimeError: it failed or died.
+        """
+        wait([self._reports, self.process.sentinel], wait_s)
+        if self._reports.poll():
+            try:
+                return _info(self._reports.recv())
+            except EOFError:
+                self.process.join(_JOIN_S)
+        if not self.process.is_alive():
+            text = describe_exit(self.process.exitcode)
+            raise RuntimeError(f"backend failed to start: the process {text}")
+        return None
 
     def stop(self, grace_s: float = _JOIN_S) -> None:
         """Ends the child: waits, then SIGTERM, then SIGKILL. Idempotent."""
@@ -153,18 +187,6 @@ def _info(report: Any) -> dict[str, Any]:
             logger.debug("backend: %s", details)
         raise RuntimeError(f"backend failed to start: {report['error']}")
     return dict(report.get("info") or {})
-
-
-def describe_exit(exitcode: int | None) -> str:
-    """How a process ended, in words."""
-    if exitcode is None:
-        return "is still running"
-    if exitcode < 0:
-        try:
-            return f"was killed by {signal.Signals(-exitcode).name}"
-        except ValueError:
-            return f"was killed by signal {-exitcode}"
-    return f"ended with exit code {exitcode}"
 
 
 @contextlib.contextmanager

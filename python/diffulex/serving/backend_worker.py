@@ -16,21 +16,27 @@ from typing import TYPE_CHECKING, Any
 
 from diffulex.log import configure, get_logger
 from diffulex.serving.heartbeat import HeartbeatThread, StepStatus
+from diffulex.serving.job_tick import EngineDeadError
 from diffulex.serving.zmq_queue import MessageDecodeError, ZmqPullQueue, ZmqPushQueue
-from diffulex.wire.protocol import (
-    ProtocolVersionError,
+from diffulex.wire.messages import (
+    JobCommand,
+    JobEvent,
+    ServingAbort,
     ServingAck,
     ServingBatch,
     ServingCommand,
     ServingError,
-    ServingEvent,
     ServingShutdown,
-    serving_command_from_dict,
-    serving_event_to_dict,
 )
+from diffulex.wire.protocol import TEXT_CODEC
+from diffulex.wire.wire_maps import ProtocolVersionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from diffulex.serving.job_tick import JobEngine
+    from diffulex.serving.queues import CommandSource, EventSink, ReadyReports
+    from diffulex.wire.codec import JobCodec
 
 __all__ = [
     "ENGINE_DEAD_STATUS",
@@ -54,11 +60,11 @@ _PR_SET_PDEATHSIG = 1
 _PARENT_EXIT_S = 0.2
 
 # Keyword arguments of the factory that are not the engine's.
-_SERVING_KEYS = ("profiler_config", "chat_template")
+_SERVING_KEYS = ("chat_template", "detokenize_snapshots")
 
 
 def default_engine_factory(model: str, **engine_kwargs: Any) -> Any:
-    """An engine that serves `model`; `profiler_config` and `chat_template` are its server's."""
+    """An engine that serves `model`; arguments of ServingEngine may be among its settings."""
     from diffulex.engine.engine import Diffulex  # noqa: PLC0415 (imports torch)
     from diffulex.serving.engine import ServingEngine  # noqa: PLC0415
 
@@ -74,20 +80,20 @@ class SyncBackendWorker:
     Args:
         model: name or directory of the checkpoint.
         engine_kwargs: settings of the engine.
-        recv_frontend: commands; at least `get`, `empty` and `stop`.
-        send_frontend: events; at least `put` and `stop`.
+        recv_frontend: commands.
+        send_frontend: events.
         engine_factory: makes the engine; None: `default_engine_factory`.
-        ready_queue: receives one report when the engine exists; None: nobody waits.
+        ready_queue: receives one report when the engine exists; None: no caller waits for it.
     """
 
     def __init__(
         self,
         model: str,
         engine_kwargs: Mapping[str, Any] | None,
-        recv_frontend: Any,
-        send_frontend: Any,
+        recv_frontend: CommandSource,
+        send_frontend: EventSink,
         engine_factory: Callable[..., Any] | None = None,
-        ready_queue: Any = None,
+        ready_queue: ReadyReports | None = None,
     ) -> None:
         self.model = model
         self.engine_kwargs = dict(engine_kwargs or {})
@@ -95,16 +101,15 @@ class SyncBackendWorker:
         self.send_frontend = send_frontend
         self.engine_factory = engine_factory or default_engine_factory
         self.ready_queue = ready_queue
-        self.engine: Any = None
+        self.engine: JobEngine[Any] | None = None
         self.shutdown_requested = False
         #: The shutdown was not asked for by a command.
         self.is_signalled = False
         self.status = StepStatus()
         self._drain_until: float | None = None
         self._stats_at = 0.0
-        # Test doubles of the queues have neither sockets nor timeouts.
-        self._has_sockets = hasattr(recv_frontend, "socket")
-        self._sends_batches = hasattr(send_frontend, "socket")
+        #: Jobs that have not ended: generations by rid.
+        self._open: dict[str, set[int]] = {}
 
     @classmethod
     def from_zmq(
@@ -113,16 +118,15 @@ class SyncBackendWorker:
         engine_kwargs: Mapping[str, Any] | None,
         command_addr: str,
         event_addr: str,
-        ready_queue: Any = None,
+        ready_queue: ReadyReports | None = None,
+        codec: JobCodec = TEXT_CODEC,
     ) -> SyncBackendWorker:
         """A worker connected to the sockets the frontend has bound."""
         return cls(
             model=model,
             engine_kwargs=engine_kwargs,
-            recv_frontend=ZmqPullQueue(
-                command_addr, create=False, decoder=serving_command_from_dict
-            ),
-            send_frontend=ZmqPushQueue(event_addr, create=False, encoder=serving_event_to_dict),
+            recv_frontend=ZmqPullQueue(command_addr, create=False, decoder=codec.command_from_dict),
+            send_frontend=ZmqPushQueue(event_addr, create=False, encoder=codec.event_to_dict),
             ready_queue=ready_queue,
         )
 
@@ -132,14 +136,12 @@ class SyncBackendWorker:
         """Builds the engine, once, and reports that it is ready."""
         if self.engine is not None:
             return
-        self.engine = self.engine_factory(self.model, **self.engine_kwargs)
-        if self._sends_batches:
-            self.engine.detokenize_snapshots = False  # the frontend has a tokenizer
-        self._take_stats()
+        engine: JobEngine[Any] = self.engine_factory(self.model, **self.engine_kwargs)
+        self.engine = engine
+        engine.uncounted = self.status.uncounted
+        self._take_stats(engine)
         if self.ready_queue is not None:
-            report = getattr(self.engine, "serving_info", None)
-            info = {} if report is None else report()
-            self.ready_queue.put({"status": "ready", "info": info})
+            self.ready_queue.put({"status": "ready", "info": engine.serving_info()})
 
     def run_forever(self) -> None:
         """Serves until a shutdown is requested.
@@ -158,42 +160,70 @@ class SyncBackendWorker:
 
     def normal_loop(self) -> None:
         """One round: take commands, tick if there is anything to do, send events."""
-        blocking = bool(self.engine.is_finished())
+        engine = self._engine()
+        if self._drain_until is not None and engine.is_paused:
+            engine.control("resume", None)  # what it holds is to end
+        blocking = engine.is_finished() or engine.is_paused
         commands = self.process_input_commands(self.receive_commands(blocking))
-        if commands or not self.engine.is_finished():
-            self._tick(commands)
+        if commands or not engine.is_finished():
+            self._tick(engine, commands)
         if self._drain_until is not None and (
-            self.engine.is_finished() or time.monotonic() >= self._drain_until
+            engine.is_finished() or time.monotonic() >= self._drain_until
         ):
             self.shutdown_requested = True
 
-    def _tick(self, commands: Sequence[ServingCommand]) -> None:
-        from diffulex.serving.tick import EngineDeadError  # noqa: PLC0415 (engine side only)
+    def _engine(self) -> JobEngine[Any]:
+        assert self.engine is not None
+        return self.engine
 
+    def _tick(self, engine: JobEngine[Any], commands: Sequence[ServingCommand]) -> None:
         self.status.begin_step()
         try:
-            events = self.engine.run_serving_tick(commands)
+            events = engine.run_serving_tick(commands)
         except EngineDeadError as error:
             self.send_result([_dead(rid, str(error)) for rid in error.rids])
             raise
         finally:
             self.status.end_step()
+        self._note_open(commands, events)
+        if self._open and engine.is_finished() and not engine.is_paused:
+            events = [*events, *self._lost()]
         self.send_result(events)
-        self._take_stats()
+        if time.monotonic() - self._stats_at >= _STATS_INTERVAL_S:
+            self._take_stats(engine)
+
+    def _note_open(
+        self, commands: Sequence[ServingCommand], events: Sequence[JobEvent | ServingAck]
+    ) -> None:
+        for command in commands:
+            if isinstance(command, JobCommand):
+                self._open.setdefault(command.rid, set()).add(command.generation)
+            elif isinstance(command, ServingAbort):
+                self._open.pop(command.rid, None)
+        for event in events:
+            if isinstance(event, JobEvent) and event.ends_job and event.rid in self._open:
+                self._open[event.rid].discard(event.generation)
+                if not self._open[event.rid]:
+                    del self._open[event.rid]
+
+    def _lost(self) -> list[JobEvent]:
+        """Errors for jobs that have not ended although the engine has nothing to do."""
+        errors: list[JobEvent] = []
+        for rid, generations in self._open.items():
+            text = f"request {rid}: internal error, the engine lost it"
+            errors += [ServingError(rid, text, generation=item) for item in generations]
+        self._open.clear()
+        return errors
 
     def _fail_requests(self) -> None:
         """Tells the requests that a shutdown cuts off."""
-        fail = getattr(self.engine, "fail_requests", None)
-        if fail is not None:
-            self.send_result(fail("the server is shutting down", "server_shutdown", 503))
+        text = "the server is shutting down"
+        self.send_result(self._engine().fail_requests(text, "server_shutdown", 503))
 
-    def _take_stats(self) -> None:
-        now = time.monotonic()
-        report = getattr(self.engine, "serving_stats", None)
-        if report is not None and now - self._stats_at >= _STATS_INTERVAL_S:
-            self._stats_at = now
-            num_dropped = getattr(self.send_frontend, "num_dropped", 0)
-            self.status.stats = {**report(), "events_dropped": num_dropped}
+    def _take_stats(self, engine: JobEngine[Any]) -> None:
+        self._stats_at = time.monotonic()
+        num_dropped = self.send_frontend.num_dropped
+        self.status.stats = {**engine.serving_stats(), "events_dropped": num_dropped}
 
     def shutdown(self) -> None:
         """Releases engine and queues. Idempotent."""
@@ -205,28 +235,24 @@ class SyncBackendWorker:
             logger.exception("the engine does not end as it should")
         finally:
             self.recv_frontend.stop()
-            if self._sends_batches:
-                self.send_frontend.stop(linger_s=_LINGER_S)
-            else:
-                self.send_frontend.stop()
+            self.send_frontend.stop(linger_s=_LINGER_S)
 
     # Commands and events.
 
     def receive_commands(self, blocking: bool) -> list[ServingCommand]:
-        """Everything queued; if `blocking`, waits for the first, at most a second on a socket."""
+        """Everything queued; if `blocking`, waits for the first, at most a second."""
         commands: list[ServingCommand] = []
         if blocking:
             self.run_when_idle()
-            self._take(commands, is_waiting=True)
+            self._take(commands, _IDLE_POLL_S)
         while len(commands) < _MAX_COMMANDS and not self.recv_frontend.empty():
-            self._take(commands, is_waiting=False)
+            self._take(commands, 0.0)
         return commands
 
-    def _take(self, commands: list[ServingCommand], *, is_waiting: bool) -> None:
+    def _take(self, commands: list[ServingCommand], timeout_s: float) -> None:
         """Adds the next command; one that cannot be read is answered instead."""
-        options = {"timeout_s": _IDLE_POLL_S} if is_waiting and self._has_sockets else {}
         try:
-            commands.append(self.recv_frontend.get(**options))
+            commands.append(self.recv_frontend.get(timeout_s))
         except queue.Empty:
             return
         except MessageDecodeError as error:
@@ -261,12 +287,8 @@ class SyncBackendWorker:
                 self.shutdown_requested = True
         return others
 
-    def send_result(self, events: Sequence[ServingEvent | ServingAck]) -> None:
-        """Sends the events in order; those of requests in one message where the peer takes it."""
-        if not self._sends_batches:
-            for event in events:
-                self.send_frontend.put(event)
-            return
+    def send_result(self, events: Sequence[JobEvent | ServingAck]) -> None:
+        """Sends the events in order, those of requests in one message."""
         batch = [event for event in events if not isinstance(event, ServingAck)]
         if len(batch) == 1:
             self.send_frontend.put(batch[0])
@@ -280,7 +302,26 @@ class SyncBackendWorker:
         """Called before a wait."""
         logger.debug("idle")
         if self.engine is not None:
-            self._take_stats()
+            self._take_stats(self.engine)  # the last step before a pause counts
+
+
+class _Parent:
+    """The process that started this one."""
+
+    def __init__(self, socket_directory: str | None) -> None:
+        parent = multiprocessing.parent_process()
+        self.pid = os.getppid() if parent is None or parent.pid is None else parent.pid
+        self._socket_directory = socket_directory
+
+    def tidy_if_gone(self, patience_s: float = 0.0) -> bool:
+        """Whether it is gone, or is within this time; its directory of sockets is removed then."""
+        end = time.monotonic() + patience_s
+        while os.getppid() == self.pid and time.monotonic() < end:
+            time.sleep(0.01)
+        is_gone = os.getppid() != self.pid
+        if is_gone and self._socket_directory is not None:
+            shutil.rmtree(self._socket_directory, ignore_errors=True)
+        return is_gone
 
 
 def _dead(rid: str, message: str) -> ServingError:
@@ -292,9 +333,10 @@ def run_sync_backend_worker(
     engine_kwargs: Mapping[str, Any] | None,
     command_addr: str,
     event_addr: str,
-    ready_queue: Any = None,
+    ready_queue: ReadyReports | None = None,
     engine_factory: Callable[..., Any] | None = None,
     socket_directory: str | None = None,
+    codec: JobCodec = TEXT_CODEC,
 ) -> None:
     """Target of the backend process; exits with `ENGINE_DEAD_STATUS` after a failed step.
 
@@ -306,61 +348,54 @@ def run_sync_backend_worker(
         ready_queue: receives one report.
         engine_factory: replaces the real engine; importable by name.
         socket_directory: the parent's; removed here when the parent could not do it itself.
+        codec: of the jobs' messages.
     """
     # Ctrl-C reaches the whole process group: the frontend drains and says when to leave.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure()  # as the parent's environment says
-    parent = multiprocessing.parent_process()
-    parent_pid = os.getppid() if parent is None or parent.pid is None else parent.pid
-
-    def tidy_if_orphaned(patience_s: float = 0.0) -> bool:
-        end = time.monotonic() + patience_s
-        while os.getppid() == parent_pid and time.monotonic() < end:
-            time.sleep(0.01)
-        is_orphaned = os.getppid() != parent_pid
-        if is_orphaned and socket_directory is not None:
-            shutil.rmtree(socket_directory, ignore_errors=True)
-        return is_orphaned
-
-    def request_shutdown() -> None:
-        worker.is_signalled = worker.shutdown_requested = True
-        if worker.engine is None:
-            # Still loading: nothing to tell anybody.
-            tidy_if_orphaned(_PARENT_EXIT_S)
-            os._exit(0)
+    parent = _Parent(socket_directory)
 
     def leave_orphaned() -> None:
-        tidy_if_orphaned()
-        request_shutdown()
+        parent.tidy_if_gone()
+        _on_signal(worker, parent)
 
     _die_with_parent()
-    if tidy_if_orphaned():
+    if parent.tidy_if_gone():
         sys.exit(1)  # it died before the kernel knew
     try:
         worker = SyncBackendWorker.from_zmq(
-            model, engine_kwargs, command_addr, event_addr, ready_queue
+            model, engine_kwargs, command_addr, event_addr, ready_queue, codec
         )
         if engine_factory is not None:
             worker.engine_factory = engine_factory
-        signal.signal(signal.SIGTERM, lambda number, frame: request_shutdown())
-        beat = HeartbeatThread(event_addr, worker.status, parent_pid, leave_orphaned)
+        signal.signal(signal.SIGTERM, lambda number, frame: _on_signal(worker, parent))
+        beat = HeartbeatThread(event_addr, worker.status, parent.pid, leave_orphaned)
         beat.start()
         try:
             worker.run_forever()
         finally:
             beat.stop()
             # A frontend that lives says so with a command.
-            tidy_if_orphaned(_PARENT_EXIT_S if worker.is_signalled else 0.0)
+            parent.tidy_if_gone(_PARENT_EXIT_S if worker.is_signalled else 0.0)
     except KeyboardInterrupt:
         logger.info("interrupted")
     except Exception as error:
         if ready_queue is not None:
-            report = {"status": "error", "error": _one_line(error)}
-            ready_queue.put({**report, "traceback": traceback.format_exc()})
-        if type(error).__name__ == "EngineDeadError":
+            text = traceback.format_exc()
+            ready_queue.put({"status": "error", "error": _one_line(error), "traceback": text})
+        if isinstance(error, EngineDeadError):
             logger.error("%s", error)
             sys.exit(ENGINE_DEAD_STATUS)
         raise
+
+
+def _on_signal(worker: SyncBackendWorker, parent: _Parent) -> None:
+    """A shutdown that no command asked for."""
+    worker.is_signalled = worker.shutdown_requested = True
+    if worker.engine is None:
+        # Still loading: no client has a request here.
+        parent.tidy_if_gone(_PARENT_EXIT_S)
+        os._exit(0)
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP process's side of the two queues: one event stream per request."""
+"""The clients' side of the two queues: one event stream per request.
+
+What is requested is a job of any kind; the messages say what the frontend has to know of it.
+"""
 
 from __future__ import annotations
 
@@ -15,37 +18,47 @@ from typing import TYPE_CHECKING, Any
 
 from diffulex.checkpoint.detokenizer import robust_decode
 from diffulex.log import get_logger
-from diffulex.serving.frontend_command import num_tokens, prepared, refusal_of
+from diffulex.serving.event_reader import EventReader
 from diffulex.serving.frontend_errors import (
     BackendUnavailable,
     ClientDisconnected,
     OperationFailed,
     RequestFailed,
 )
-from diffulex.serving.frontend_state import FrontendLimits, FrontendReqState, ServerState
+from diffulex.serving.frontend_state import (
+    FrontendLimits,
+    FrontendReqState,
+    ServerState,
+    prepared,
+    refusal_of,
+)
+from diffulex.serving.operations import PendingOperations
 from diffulex.serving.zmq_queue import MessageDecodeError, ZmqAsyncPullQueue, ZmqAsyncPushQueue
-from diffulex.wire.protocol import (
+from diffulex.wire.messages import (
+    ControlAction,
+    JobCommand,
+    JobEvent,
     ServingAbort,
     ServingAck,
     ServingBatch,
-    ServingBufferSnapshot,
     ServingCommand,
+    ServingControl,
     ServingError,
-    ServingEvent,
     ServingFlushCache,
-    ServingGenerate,
     ServingHeartbeat,
     ServingMessage,
     ServingProfileStart,
     ServingProfileStop,
-    ServingReply,
     ServingShutdown,
-    serving_command_to_dict,
-    serving_event_from_dict,
 )
+from diffulex.wire.protocol import TEXT_CODEC
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+
+    from diffulex.serving.operations import Operation
+    from diffulex.serving.queues import CommandSink, EventSource
+    from diffulex.wire.codec import JobCodec
 
 __all__ = [
     "BackendUnavailable",
@@ -56,6 +69,7 @@ __all__ = [
     "OperationFailed",
     "RequestFailed",
     "ServerState",
+    "reply_of",
 ]
 
 logger = get_logger(__name__)
@@ -65,10 +79,28 @@ _COUNTERS = (
     *("events_unknown", "aborts_sent"),
 )
 _HEARTBEAT_LIMIT_S = 10.0
-_OPERATION_TIMEOUT_S = 30.0
 #: Until a backend serves of which it is not known how long it takes.
 _USUAL_LOAD_S = 10.0
 _FLUSH_TIMEOUT_S = 1.0
+_SHUTTING_DOWN = "the server is shutting down"
+
+
+async def reply_of(stream: AsyncGenerator[Any, None], rid: str) -> Any:
+    """The event that ends the stream of a request.
+
+    Raises:
+        RequestFailed: the request ended with an error.
+        ClientDisconnected: the client went away.
+    """
+    try:
+        async for event in stream:
+            if isinstance(event, ServingError):
+                raise RequestFailed(event)
+            if event.ends_job:
+                return event
+    finally:
+        await stream.aclose()
+    raise ClientDisconnected(f"request {rid}: its stream ended without a reply")
 
 
 class FrontendManager:
@@ -76,26 +108,28 @@ class FrontendManager:
 
     Args:
         model_id: the name clients see.
-        send_backend: commands; `async put(command)` and `stop()`.
-        recv_backend: events; `async get()` and `stop()`.
+        send_backend: commands.
+        recv_backend: events.
         request_state_wait_timeout_s: how often a waiting request asks whether its client is there.
-        tokenizer: makes the text of snapshots; None: the backend does.
+        tokenizer: makes the texts that the backend leaves out; None: it leaves out none.
         info: what the backend said when it was ready.
         limits: backpressure.
         step_timeout_s: a step longer than this is stuck; 0: never.
+        operation_timeout_s: how long an operation may go unanswered; None: for ever.
     """
 
     def __init__(
         self,
         *,
         model_id: str,
-        send_backend: Any,
-        recv_backend: Any,
+        send_backend: CommandSink,
+        recv_backend: EventSource,
         request_state_wait_timeout_s: float = 0.5,
         tokenizer: Any = None,
         info: Mapping[str, Any] | None = None,
         limits: FrontendLimits | None = None,
         step_timeout_s: float = 600.0,
+        operation_timeout_s: float | None = 30.0,
     ) -> None:
         self.model_id = model_id
         self.send_backend = send_backend
@@ -109,6 +143,8 @@ class FrontendManager:
         self.rid_to_state: dict[str, FrontendReqState] = {}
         self.stats: dict[str, Any] = {}
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        #: Replicas that do not serve: there is one backend, whose state is all there is to say.
+        self.degraded: list[int] = []
         #: Called with (rid, reason) for every abort; reason: disconnect, timeout, drain or api.
         self.on_abort: Callable[[str, str], None] | None = None
         self._phase = ServerState.READY
@@ -121,7 +157,7 @@ class FrontendManager:
         self._has_outgoing = asyncio.Event()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._operations: dict[str, asyncio.Future[ServingAck]] = {}
+        self._operations = PendingOperations(operation_timeout_s)
         self._heartbeat: ServingHeartbeat | None = None
         self._heartbeat_at: float | None = None
         self._load_began = time.monotonic()
@@ -129,12 +165,18 @@ class FrontendManager:
 
     @classmethod
     def from_zmq(
-        cls, *, model_id: str, command_addr: str, event_addr: str, **options: Any
+        cls,
+        *,
+        model_id: str,
+        command_addr: str,
+        event_addr: str,
+        codec: JobCodec = TEXT_CODEC,
+        **options: Any,
     ) -> FrontendManager:
         """A frontend that binds both addresses; `options` as in the constructor."""
-        send = ZmqAsyncPushQueue(command_addr, create=True, encoder=serving_command_to_dict)
+        send = ZmqAsyncPushQueue(command_addr, create=True, encoder=codec.command_to_dict)
         try:
-            receive = ZmqAsyncPullQueue(event_addr, create=True, decoder=serving_event_from_dict)
+            receive = ZmqAsyncPullQueue(event_addr, create=True, decoder=codec.event_from_dict)
         except BaseException:
             send.stop()
             raise
@@ -155,7 +197,8 @@ class FrontendManager:
             return
         is_alive = self._phase is not ServerState.DEAD
         self._phase = ServerState.STOPPED
-        self._fail_all(ServingError("", "the server is shutting down", "server_shutdown", 503))
+        self._fail_all(ServingError("", _SHUTTING_DOWN, "server_shutdown", 503))
+        self._operations.fail(_SHUTTING_DOWN)
         if is_alive and self._send_task is not None:
             self._post(ServingShutdown())
             await self._flush()
@@ -202,7 +245,7 @@ class FrontendManager:
 
     @property
     def step_running_s(self) -> float:
-        """How long the backend's step took when it was last heard of."""
+        """How long the backend's step took by its last heartbeat."""
         return 0.0 if self._heartbeat is None else self._heartbeat.step_running_s
 
     @property
@@ -214,6 +257,11 @@ class FrontendManager:
     def num_inflight(self) -> int:
         """Requests between arrival and their last event."""
         return len(self.rid_to_state)
+
+    @property
+    def num_operations(self) -> int:
+        """Operations that are not answered."""
+        return len(self._operations)
 
     @property
     def is_draining(self) -> bool:
@@ -254,9 +302,7 @@ class FrontendManager:
         self._load_began = time.monotonic()
         self._outgoing.clear()
         self._fail_all(ServingError("", f"the engine process is gone: {reason}", "engine_dead"))
-        for operation in self._operations.values():
-            if not operation.done():
-                operation.set_exception(BackendUnavailable(reason))
+        self._operations.fail(reason)
         if self._send_task is not None:
             # It may wait to send a command that a later backend must not see.
             self._send_task.cancel()
@@ -287,7 +333,7 @@ class FrontendManager:
         for rid in list(self.rid_to_state):
             self._end(
                 rid,
-                ServingError(rid, "the server is shutting down", "server_shutdown", 503),
+                ServingError(rid, _SHUTTING_DOWN, "server_shutdown", 503),
                 "drain",
             )
 
@@ -324,12 +370,12 @@ class FrontendManager:
 
     async def generate(
         self,
-        command: ServingGenerate,
+        command: JobCommand,
         *,
         is_disconnected: Callable[[], Awaitable[bool]] | None = None,
         timeout_s: float | None = None,
-    ) -> ServingReply:
-        """The whole answer.
+    ) -> Any:
+        """The event that ends the request: for a generation its reply.
 
         Raises:
             RequestFailed: the request ended with an error.
@@ -337,23 +383,15 @@ class FrontendManager:
             ValueError: the rid is in use.
         """
         stream = self.generate_stream(command, is_disconnected=is_disconnected, timeout_s=timeout_s)
-        try:
-            async for event in stream:
-                if isinstance(event, ServingError):
-                    raise RequestFailed(event)
-                if isinstance(event, ServingReply):
-                    return event
-        finally:
-            await stream.aclose()
-        raise ClientDisconnected(f"request {command.rid}: its stream ended without a reply")
+        return await reply_of(stream, command.rid)
 
     async def generate_stream(
         self,
-        command: ServingGenerate,
+        command: JobCommand,
         *,
         is_disconnected: Callable[[], Awaitable[bool]] | None = None,
         timeout_s: float | None = None,
-    ) -> AsyncGenerator[ServingEvent, None]:
+    ) -> AsyncGenerator[Any, None]:
         """The events of a request; the last one is its reply or an error.
 
         Closing the stream early aborts the request, as does `timeout_s`, which may only lower the
@@ -363,28 +401,29 @@ class FrontendManager:
             ClientDisconnected: the client went away.
             ValueError: the rid is in use.
         """
-        most = self.limits.max_queue_size + int(self.info.get("max_num_reqs", 0))
-        refusal = refusal_of(command, self.state, self.limits, most, self.rid_to_state.values())
+        most, inflight = self.limits.max_inflight(self.info), self.rid_to_state.values()
+        refusal = refusal_of(command, self.state, self.limits, most, inflight)
         if refusal is not None:
             yield refusal
             return
         await self.start()
         state = self.add_request_state(command.rid)
-        state.num_tokens = num_tokens(command)
-        deadline = self._deadline(state, timeout_s)
+        state.num_tokens = command.size
+        reader = self._reader(state, is_disconnected, self._deadline(state, timeout_s))
         is_complete = False
         try:
             self._post(prepared(command, self.limits, state.generation))
             while not is_complete:
                 try:
-                    event = await self._next(state, is_disconnected, deadline)
+                    event = await reader.next()
                 except asyncio.TimeoutError:
                     text = f"request {command.rid}: not complete in time"
                     error = ServingError(command.rid, text, "request_timeout", 504, True)
                     self._end(command.rid, error, "timeout")
                     continue
-                is_complete = isinstance(event, (ServingReply, ServingError))
-                yield self._with_text(event)
+                is_complete = event.ends_job
+                event.completed(self._decode)
+                yield event
         finally:
             # Nothing here may wait: a cancelled response is cancelled again at every await.
             if not is_complete and not state.closed:
@@ -393,13 +432,13 @@ class FrontendManager:
 
     async def wait_for_event(
         self, rid: str, *, is_disconnected: Callable[[], Awaitable[bool]] | None = None
-    ) -> ServingEvent:
+    ) -> JobEvent:
         """The next event of a request.
 
         Raises:
             ClientDisconnected: the client went away.
         """
-        return await self._next(self.rid_to_state[rid], is_disconnected, None)
+        return await self._reader(self.rid_to_state[rid], is_disconnected).next()
 
     async def abort_request(self, rid: str) -> bool:
         """Ends a request; its stream ends with an error. False for unknown ones."""
@@ -409,65 +448,14 @@ class FrontendManager:
         limits = [limit for limit in (self.limits.request_timeout_s, timeout_s) if limit]
         return state.created + min(limits) if limits else None
 
-    async def _next(
+    def _reader(
         self,
         state: FrontendReqState,
         is_disconnected: Callable[[], Awaitable[bool]] | None,
-        deadline: float | None,
-    ) -> ServingEvent:
-        """The next event; asyncio.TimeoutError at the deadline."""
-        while True:
-            await self._poll(state, is_disconnected)
-            now = time.monotonic()
-            pause = self._pause(state, now)
-            if state.events and pause <= 0:
-                event = state.pop()
-                if isinstance(event, ServingBufferSnapshot):
-                    state.last_snapshot_at = now
-                return event
-            if deadline is not None and now >= deadline and not state.closed:
-                raise asyncio.TimeoutError
-            wait_s = self.request_state_wait_timeout_s
-            if deadline is not None:
-                wait_s = max(0.0, min(wait_s, deadline - now))
-            if state.events:
-                await asyncio.sleep(min(wait_s, pause))
-                continue
-            # Not wait_for: a task per event costs more than everything else in here.
-            timer = asyncio.get_running_loop().call_later(wait_s, state.event.set)
-            try:
-                await state.event.wait()
-            finally:
-                timer.cancel()
-            if not state.events:
-                state.event.clear()
-
-    def _pause(self, state: FrontendReqState, now: float) -> float:
-        """How long the only queued event, a snapshot, is to wait for a newer one."""
-        interval = self.limits.denoise_min_interval_ms / 1000
-        if interval <= 0 or len(state.events) != 1:
-            return 0.0
-        event = state.events[0]
-        if not isinstance(event, ServingBufferSnapshot) or event.finished:
-            return 0.0
-        return state.last_snapshot_at + interval - now
-
-    async def _poll(
-        self, state: FrontendReqState, is_disconnected: Callable[[], Awaitable[bool]] | None
-    ) -> None:
-        """Asks whether the client is there, every so often, however fast events come."""
-        now = time.monotonic()
-        if is_disconnected is None or now - state.polled_at < self.request_state_wait_timeout_s:
-            return
-        state.polled_at = now
-        if await is_disconnected():
-            raise ClientDisconnected(f"request {state.rid}: the client went away")
-
-    def _with_text(self, event: ServingEvent) -> ServingEvent:
-        """Adds the text the backend left to us."""
-        if isinstance(event, ServingBufferSnapshot) and event.text is None and self._decode:
-            event.text = self._decode(event.token_ids)
-        return event
+        deadline: float | None = None,
+    ) -> EventReader:
+        poll_s, interval_s = self.request_state_wait_timeout_s, self.limits.denoise_min_interval_ms
+        return EventReader(state, is_disconnected, poll_s, interval_s / 1000, deadline)
 
     def _end(self, rid: str, error: ServingError, reason: str) -> bool:
         """Aborts a request and ends its stream with an error; False if it had ended already."""
@@ -508,9 +496,10 @@ class FrontendManager:
                     raise
                 except Exception as error:
                     logger.exception("a command cannot be sent")
-                    if isinstance(command, ServingGenerate):
+                    if isinstance(command, JobCommand):
                         refusal = ServingError(command.rid, str(error), "bad_command", 400)
-                        self._deliver(dataclasses.replace(refusal, generation=command.generation))
+                        refusal.generation = command.generation
+                        self._deliver(refusal)
                 # A backend that died meanwhile has emptied the queue.
                 if self._outgoing and self._outgoing[0] is command:
                     self._outgoing.popleft()
@@ -531,7 +520,7 @@ class FrontendManager:
                 self.counters["messages_undecodable"] += 1
                 logger.warning("message dropped: %s: %r", type(message).__name__, error)
 
-    def _receive(self, message: ServingMessage) -> None:
+    def _receive(self, message: object) -> None:
         if isinstance(message, ServingBatch):
             for event in message.events:
                 self._deliver(event)
@@ -540,21 +529,19 @@ class FrontendManager:
             self._heartbeat, self._heartbeat_at = message, time.monotonic()
             self.stats = message.stats
         elif isinstance(message, ServingAck):
-            operation = self._operations.get(message.op_id)
-            if operation is not None and not operation.done():
-                operation.set_result(message)
-        elif hasattr(message, "rid"):
+            self._operations.answered(message)
+        elif isinstance(message, JobEvent):
             self._deliver(message)
         else:
             self.counters["events_unknown"] += 1
             logger.warning("message of an unknown kind dropped: %s", type(message).__name__)
 
-    def _deliver(self, event: ServingEvent) -> None:
+    def _deliver(self, event: JobEvent) -> None:
         state = self.rid_to_state.get(event.rid)
         if state is not None and event.generation in (0, state.generation):
             state.append(event)
         else:
-            logger.debug("request %s: nobody waits for its event", event.rid)
+            logger.debug("request %s: no caller waits for its event", event.rid)
 
     # Operations.
 
@@ -575,19 +562,28 @@ class FrontendManager:
         """Empties the backend's prefix cache; raises as `start_profile`."""
         return await self._operate(ServingFlushCache)
 
-    async def _operate(self, make_command: Callable[[str], ServingCommand]) -> dict[str, Any]:
-        if self._phase not in (ServerState.READY, ServerState.DRAINING):
-            raise BackendUnavailable(f"backend: expected one that is ready, got {self.state.value}")
-        op_id = uuid.uuid4().hex
-        future: asyncio.Future[ServingAck] = asyncio.get_running_loop().create_future()
-        self._operations[op_id] = future
-        try:
-            await self.send_one(make_command(op_id))
-            ack = await asyncio.wait_for(future, _OPERATION_TIMEOUT_S)
-        except asyncio.TimeoutError as error:
-            raise BackendUnavailable("backend: no answer to an operation") from error
-        finally:
-            del self._operations[op_id]
+    async def control(self, action: ControlAction, path: str | None = None) -> dict[str, Any]:
+        """Pauses or resumes the backend, or changes its weights; raises as `start_profile`.
+
+        Args:
+            action: what to do, see `ServingControl`.
+            path: of new weights or of an adapter, on the backend's disks.
+        """
+        return await self._operate(lambda op_id: ServingControl(action, op_id, path))
+
+    async def _operate(self, make_command: Callable[[str], Operation]) -> dict[str, Any]:
+        ack = await self.operate(make_command(uuid.uuid4().hex))
         if not ack.ok:
             raise OperationFailed(ack.message)
         return dict(ack.data or {})
+
+    async def operate(self, command: Operation) -> ServingAck:
+        """The backend's answer to an operation, whose command has an `op_id`.
+
+        Raises:
+            BackendUnavailable: there is no backend, or it does not answer.
+            ValueError: the `op_id` is in use.
+        """
+        if self._phase not in (ServerState.READY, ServerState.DRAINING):
+            raise BackendUnavailable(f"backend: expected one that is ready, got {self.state.value}")
+        return await self._operations.answer_to(command, self.send_one)

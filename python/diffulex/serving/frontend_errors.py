@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from diffulex.wire.protocol import ServingError
+    from diffulex.wire.messages import ServingError
 
 __all__ = ["BackendUnavailable", "ClientDisconnected", "OperationFailed", "RequestFailed"]
 

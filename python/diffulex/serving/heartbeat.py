@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from diffulex.log import get_logger
 from diffulex.serving.zmq_queue import ZmqPushQueue
-from diffulex.wire.protocol import ServingHeartbeat, serving_event_to_dict
+from diffulex.wire.messages import ServingHeartbeat
+from diffulex.wire.protocol import serving_event_to_dict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["HeartbeatThread", "StepStatus"]
 
@@ -41,10 +43,28 @@ class StepStatus:
         """No step runs."""
         self.step_started = None
 
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """A block inside a step that may take any time."""
+        self.end_step()
+        try:
+            yield
+        finally:
+            self.begin_step()
+
     def running_s(self) -> float:
-        """How long the running step takes already."""
+        """How long the running step has taken so far."""
         started = self.step_started
         return 0.0 if started is None else time.monotonic() - started
+
+    def heartbeat(self) -> ServingHeartbeat:
+        """What a heartbeat says now; from any thread."""
+        return ServingHeartbeat(
+            ts=time.time(),
+            step_seq=self.step_seq,
+            step_running_s=self.running_s(),
+            stats=self.stats,
+        )
 
 
 class HeartbeatThread:
@@ -86,15 +106,7 @@ class HeartbeatThread:
         )
         try:
             while True:
-                status = self._status
-                queue.put(
-                    ServingHeartbeat(
-                        ts=time.time(),
-                        step_seq=status.step_seq,
-                        step_running_s=status.running_s(),
-                        stats=status.stats,
-                    )
-                )
+                queue.put(self._status.heartbeat())
                 if self._stop.wait(INTERVAL_S):
                     return
                 if os.getppid() != self._parent_pid:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diffulex.serving.request import ServedRequest
     from diffulex_ext import _core
 
 __all__ = ["ServingStats"]
@@ -56,15 +55,16 @@ class ServingStats:
         self._window_tokens = 0
         self._throughput = 0.0
 
-    def add_step(self, seconds: float, requests: Sequence[ServedRequest], is_prefill: bool) -> None:
-        """Counts one step."""
+    def add_step(
+        self, seconds: float, num_requests: int, num_tokens: int, *, is_prefill: bool
+    ) -> None:
+        """Counts one step of so many requests, which decided so many tokens."""
         self.num_steps += 1
-        if not requests:
+        if num_requests == 0:
             return
         self._times["prefill" if is_prefill else "decode"].add(seconds)
-        self._batch.add(len(requests))
-        for request in requests:
-            self._window_tokens += request.new_tokens
+        self._batch.add(num_requests)
+        self._window_tokens += num_tokens
 
     def add_block(self, num_steps: int) -> None:
         """Counts a block that needed so many forwards until it was cached."""

@@ -93,6 +93,14 @@ class Supervisor:
         info = self.backend.wait_ready(self._startup_timeout_s, lambda: self._is_stopping)
         self._became_ready(info)
 
+    def poll_ready(self, wait_s: float) -> bool:
+        """Whether the backend serves, after waiting so long at most; RuntimeError when it fails."""
+        assert self.backend is not None
+        info = self.backend.poll_ready(wait_s)
+        if info is not None:
+            self._became_ready(info)
+        return info is not None
+
     def _became_ready(self, info: Mapping[str, Any]) -> None:
         self._ready_at = time.monotonic()
         self._has_served = True
@@ -123,7 +131,6 @@ class Supervisor:
         self.backend.stop(grace_s)
 
     async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             backend = self.backend
             assert backend is not None
@@ -134,15 +141,27 @@ class Supervisor:
                 reason = f"the process {describe_exit(backend.process.exitcode)}"
             if self._is_stopping:
                 return
-            self._frontend.backend_died(reason)
-            backend.process.terminate()  # one that was not ready in time is still there
-            await loop.run_in_executor(None, backend.stop)
-            if not self._may_restart():
-                await self._give_up(reason)
+            if not await self._goes_on(reason, backend):
                 return
-            logger.warning("starting a new backend")
-            self._frontend.backend_starting()
-            self.start_backend()
+            self._begin()
+
+    async def _goes_on(self, reason: str, backend: BackendProcess) -> bool:
+        """Tells that the backend is gone; whether another one is to be started."""
+        self._frontend.backend_died(reason)
+        await self._end(backend)
+        if not self._may_restart():
+            await self._give_up(reason)
+            return False
+        logger.warning("starting a new backend")
+        return True
+
+    async def _end(self, backend: BackendProcess) -> None:
+        backend.process.terminate()  # one that was not ready in time is still there
+        await asyncio.get_running_loop().run_in_executor(None, backend.stop)
+
+    def _begin(self) -> None:
+        self._frontend.backend_starting()
+        self.start_backend()
 
     async def _start_failure(self, backend: BackendProcess) -> str | None:
         """Why the backend does not serve; None when it does."""
@@ -168,7 +187,7 @@ class Supervisor:
                 asleep_at = time.monotonic()
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(has_ended.wait(), _CHECK_S)
-                # Whoever was frozen itself has yet to read the heartbeats that came.
+                # This process was frozen itself: it has yet to read the heartbeats that came.
                 if time.monotonic() - asleep_at > 3 * _CHECK_S:
                     continue
                 # A report per step that is stuck, and per time without a sign of life.

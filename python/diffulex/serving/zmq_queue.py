@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queues between the two processes: msgpack maps over ZMQ PUSH and PULL sockets.
 
-The frontend binds both of its sockets, the backend connects both of its own. No queue may be shared
-between threads.
+The frontend binds its two sockets, the backend connects its two. Threads never share a queue.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ class ZmqPushQueue(_Queue[Item]):
         self._logged_at = -_DROP_LOG_INTERVAL_S
 
     def put(self, item: Item) -> None:
-        """Sends the object; drops it, counted, when there is nobody to send to."""
+        """Sends the object; drops it, counted, when no peer is connected."""
         packed = pack_message(self._encoder(item))
         try:
             self.socket.send(packed, flags=self._zmq.NOBLOCK)
@@ -157,7 +156,7 @@ class ZmqPushQueue(_Queue[Item]):
             now = time.monotonic()
             if now - self._logged_at >= _DROP_LOG_INTERVAL_S:
                 self._logged_at = now
-                logger.warning("%s: nobody receives: %d dropped", self.addr, self.num_dropped)
+                logger.warning("%s: no peer receives: %d dropped", self.addr, self.num_dropped)
 
 
 class ZmqPullQueue(_Queue[Item]):
@@ -193,7 +192,7 @@ class ZmqAsyncPushQueue(_Queue[Item]):
         self._encoder = encoder
 
     async def put(self, item: Item) -> None:
-        """Sends the object; waits while there is nobody to send to."""
+        """Sends the object; waits while no peer is connected."""
         await self.socket.send(pack_message(self._encoder(item)))
 
 

@@ -9,9 +9,14 @@ _SPECIAL = {MASK: "<mask>", EOS: "<eos>", TURN_END: "<turn_end>"}
 
 
 class ByteTokenizer:
-    """Only what the serving mixin asks of a tokenizer."""
+    """What serving asks of a tokenizer; it is its own backend."""
 
     has_chat_template = False
+    max_token_chars = max(map(len, _SPECIAL.values()))
+
+    @property
+    def backend(self) -> ByteTokenizer:
+        return self
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

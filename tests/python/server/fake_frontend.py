@@ -8,6 +8,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from diffulex.serving.frontend import FrontendLimits, OperationFailed, RequestFailed, ServerState
 from diffulex.wire.protocol import (
     ServingBufferSnapshot,
     ServingDelta,
@@ -21,8 +22,8 @@ MASK = 9
 Script = Callable[[ServingGenerate], Sequence[ServingEvent]]
 
 
-class FakeFrontend:
-    """Only the mandatory surface: what `create_app` may rely on.
+class MinimalFake:
+    """Only the mandatory members.
 
     Attributes:
         commands: everything that was asked.
@@ -92,7 +93,7 @@ class FakeFrontend:
     ) -> ServingReply:
         async for event in self.generate_stream(command, is_disconnected=is_disconnected):
             if isinstance(event, ServingError):
-                raise FakeRequestFailedError(event)
+                raise RequestFailed(event)
             if isinstance(event, ServingReply):
                 return event
         raise RuntimeError("no reply")
@@ -112,9 +113,47 @@ class FakeFrontend:
                 self.num_aborted += 1
 
 
-class FakeRequestFailedError(RuntimeError):
-    """As the frontend's own: carries the event."""
+class FakeFrontend(MinimalFake):
+    """Everything that the application asks of a frontend; tests replace what they are about."""
 
-    def __init__(self, error: ServingError) -> None:
-        super().__init__(error.message)
-        self.error = error
+    def __init__(self, pieces: Sequence[str] = ("Hel", "lo ", "wörld")) -> None:
+        super().__init__(pieces)
+        self.tokenizer: Any = None
+        self.info: dict[str, Any] = {}
+        self.limits = FrontendLimits(max_queue_size=0)
+        self.stats: dict[str, Any] = {}
+        self.counters: dict[str, int] = {}
+        self.on_abort: Callable[[str, str], None] | None = None
+        self.state = ServerState.READY
+        self.heartbeat_age_s: float | None = None
+        self.num_inflight = 0
+        self.degraded = ()
+        self.retry_after_s = 1
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.state == ServerState.READY
+
+    async def start(self) -> None:
+        """Nothing is to be started."""
+
+    async def stop(self) -> None:
+        """Nothing is to be stopped."""
+
+    def has_request(self, rid: str) -> bool:
+        return False
+
+    async def abort_request(self, rid: str) -> bool:
+        return False
+
+    async def start_profile(self, prefix: str | None = None) -> dict[str, Any]:
+        raise OperationFailed("profiler: expected an engine that has one, got one without")
+
+    async def stop_profile(self) -> dict[str, Any]:
+        raise OperationFailed("profiler: expected an engine that has one, got one without")
+
+    async def flush_cache(self) -> dict[str, Any]:
+        return {"num_dropped_units": 0}
+
+    async def control(self, action: str, path: str | None = None) -> dict[str, Any]:
+        return {}

@@ -46,10 +46,10 @@ class SlowEngine(BlockEngine):
         self.deed = None
         _log(f"start {os.getpid()}")
 
-    def add_request(self, prompt, sampling_params):
+    def add_request(self, prompt, sampling_params, **options):
         text = bytes(token for token in prompt if token < 256).decode(errors="replace")
         self.deed = next((deed for word, deed in _DEEDS.items() if text.startswith(word)), None)
-        req_id = super().add_request([65, 66], sampling_params)
+        req_id = super().add_request([65, 66], sampling_params, **options)
         self.live[req_id].target = [65 + i % 26 for i in range(len(self.live[req_id].target))]
         _log(f"add {req_id}")
         return req_id

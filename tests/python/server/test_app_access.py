@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 
 import pytest
 
+from diffulex.server.args import parse_args
 from diffulex.server.http.api_server import create_app
+from diffulex.server.http.service_routes import ADMIN_PATHS, WEIGHT_PATHS
 from diffulex.serving.frontend import FrontendLimits
 from fake_frontend import FakeFrontend
 from http_client import AppClient, check_error
@@ -109,6 +112,75 @@ def test_open_paths_need_no_key(guarded, path):
     assert guarded.get(path).status_code in (200, 307)
 
 
+def status(client, path, key):
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    body = {"path": "/w"} if path in ("/update_weights", "/load_lora") else None
+    return client.post(path, body, headers=headers).status_code
+
+
+@functools.cache
+def client_with_keys(**keys):
+    """An application whose answers about weights do not depend on earlier requests."""
+
+    async def control(action, path=None):
+        return {}
+
+    frontend = FakeFrontend()
+    frontend.control = control
+    return AppClient(create_app(frontend, **keys))
+
+
+@functools.cache
+def guarded_paths(client):
+    document = client.get("/openapi.json").json()["paths"]
+    return {name for name in document for item in document[name].values() if "security" in item}
+
+
+@pytest.mark.parametrize("path", WEIGHT_PATHS)
+def test_an_admin_key_guards_the_weights(path):
+    client = client_with_keys(admin_api_key=("root",), api_key=("user",))
+    for address in (path, path + "/"):
+        assert [status(client, address, key) for key in (None, "user")] == [401, 401]
+    assert status(client, path, "root") == 200
+    message = check_error(client.post(path), 401, "authentication_error", "invalid_api_key")
+    assert message == "Authorization: expected Bearer with an admin key, got none"
+    # It opens the others as well; these need none where there is no ordinary key.
+    assert client.get("/v1/models", headers={"Authorization": "Bearer root"}).status_code == 200
+    assert client.get("/v1/models").status_code == 401
+    client = client_with_keys(admin_api_key=("root",))
+    assert [status(client, path, key) for key in (None, "user", "root")] == [401, 401, 200]
+    assert client.get("/v1/models").status_code == 200
+    assert guarded_paths(client) == set(WEIGHT_PATHS)
+    # Without an admin key, an ordinary one.
+    client = client_with_keys(api_key=("user",))
+    assert [status(client, path, key) for key in (None, "user")] == [401, 200]
+
+
+def test_a_server_open_to_everybody_keeps_its_weights(monkeypatch):
+    monkeypatch.delenv("DIFFULEX_API_KEY", raising=False)
+    monkeypatch.delenv("DIFFULEX_ADMIN_API_KEY", raising=False)
+
+    def client_of(*flags):
+        return AppClient(create_app(FakeFrontend(), args=parse_args(list(flags)), allowed_hosts=()))
+
+    client = client_of("--host", "0.0.0.0")
+    for path in WEIGHT_PATHS:
+        message = check_error(client.post(path), 404, "invalid_request_error", "not_found")
+        assert message.startswith(
+            f"{path}: expected --admin-api-key, --api-key or a loopback --host"
+        )
+        assert path not in client.get("/openapi.json").json()["paths"]
+    assert client.post("/flush_cache").status_code == 200
+    for flags in (
+        (),
+        ("--host", "::1"),
+        ("--uds", "/tmp/socket"),
+        ("--host", "0.0.0.0", "--api-key", "k"),
+        ("--host", "0.0.0.0", "--admin-api-key", "k"),
+    ):
+        assert status(client_of(*flags), "/pause", "k") not in (401, 403, 404), flags
+
+
 def test_metrics_may_need_a_key():
     client = AppClient(create_app(FakeFrontend(), api_key=("k",), metrics_auth=True))
     assert client.get("/metrics").status_code == 401
@@ -172,7 +244,7 @@ def test_allowed_origins_and_programs_are_let_in(local):
     assert AppClient(create_app(FakeFrontend())).get("/v1/models").status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/flush_cache", "/start_profile", "/stop_profile", "/abort"])
+@pytest.mark.parametrize("path", ADMIN_PATHS)
 def test_operators_do_not_come_from_other_sites(path):
     client = AppClient(create_app(FakeFrontend()))
     for address in (path, path + "/"):

@@ -10,7 +10,13 @@ import pytest
 from byte_tokenizer import MASK, VOCAB_SIZE, ByteTokenizer
 from diffulex.errors import PromptError
 from diffulex.server.http.api_server import create_app
-from diffulex.serving.frontend import BackendUnavailable, ClientDisconnected, OperationFailed
+from diffulex.server.http.service_routes import ADMIN_PATHS
+from diffulex.serving.frontend import (
+    BackendUnavailable,
+    ClientDisconnected,
+    FrontendLimits,
+    OperationFailed,
+)
 from diffulex.wire.protocol import PromptInput, ServingError
 from http_client import AppClient, check_error
 from template_frontend import LIMIT, make_frontend
@@ -71,7 +77,10 @@ def client(shared, frontend):
         (NATIVE, {"prompt": "x", "ignore_eos": "no"}, "ignore_eos"),
         (NATIVE, {"prompt": "x", "request_id": "a b"}, "request_id"),
         (NATIVE, {"prompt": "x", "decoding": {"accept_threshold": 2}}, None),
-        (NATIVE, {"prompt": "x", "decoding": {"penalty_lambda": 2}}, None),
+        (NATIVE, {"prompt": "x", "decoding": {"penalty_lambda": -1}}, None),
+        (NATIVE, {"prompt": "x", "decoding": {"remask_threshold": 1.5}}, None),
+        (NATIVE, {"prompt": "x", "decoding": {"max_post_edit_steps": 0.5}}, None),
+        (NATIVE, {"prompt": "x", "decoding": {"max_post_edit_steps": True}}, None),
         (NATIVE, {"prompt": "x", "decoding": {"block_size": 8}}, None),
         (CHAT, {}, "messages"),
         (CHAT, {"messages": []}, "messages"),
@@ -515,7 +524,8 @@ def test_requests_may_lower_their_time(frontend):
         return frontend.reply(command)
 
     frontend.generate = generate
-    client = AppClient(create_app(frontend, request_timeout=5.0))
+    frontend.limits = FrontendLimits(max_queue_size=0, request_timeout_s=5.0)
+    client = AppClient(create_app(frontend))
     for value in ("2.5", "60"):
         client.post(NATIVE, {"prompt": "x"}, headers={"X-Request-Timeout": value})
     client.post(NATIVE, {"prompt": "x"})
@@ -555,12 +565,6 @@ def test_operations(client, frontend):
     check_error(client.post("/flush_cache"), 503, "service_unavailable", "engine_dead")
 
 
-def test_operations_of_a_frontend_without_them(client):
-    for path in ("/start_profile", "/stop_profile", "/flush_cache"):
-        assert client.post(path).status_code == 503
-    assert client.post("/abort", {"rid": "x"}).status_code == 503
-
-
 def test_abort(client, frontend):
     asked = []
 
@@ -577,7 +581,7 @@ def test_abort(client, frontend):
 
 def test_administration_can_be_turned_off(frontend):
     client = AppClient(create_app(frontend, disable_admin_routes=True))
-    for path in ("/abort", "/flush_cache", "/start_profile", "/stop_profile"):
+    for path in ADMIN_PATHS:
         assert client.post(path).status_code == 404
 
 

@@ -126,6 +126,8 @@ def test_mask_token_id_and_profiler_config_are_absent_unless_given():
         "delay_iterations": 0,
         "max_iterations": 3,
     }
+    line = "--profiler torch --torch-profiler-dir /t"
+    assert engine_kwargs(line)["profiler_config"]["max_iterations"] == 200  # bounds the files
 
 
 @pytest.mark.parametrize(
@@ -270,14 +272,19 @@ def test_errors_of_config_files(tmp_path, text, message):
         parse_args(["--config", str(path)])
 
 
-def test_api_keys_of_the_environment(monkeypatch):
-    monkeypatch.setenv("DIFFULEX_API_KEY", "one, two,")
-    assert parse_args([]).api_key == ("one", "two")
-    assert parse_args(["--api-key", "three"]).api_key == ("three",)
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key"])
+def test_api_keys_of_the_environment(monkeypatch, name):
+    monkeypatch.setenv(f"DIFFULEX_{name.upper()}", "one, two,")
+    flag = "--" + name.replace("_", "-")
+    assert getattr(parse_args([]), name) == ("one", "two")
+    assert getattr(parse_args([flag, "three"]), name) == ("three",)
+    with pytest.raises(ConfigError, match=f"{flag}: expected a key, got an empty one"):
+        parse_args([flag, " "])
 
 
 def test_secrets_are_not_shown(monkeypatch):
-    args = parse_args(["--api-key", "hidden", "--block-size", "8"])
+    keys = ["--api-key", "hidden", "--admin-api-key", "hidden-too"]
+    args = parse_args([*keys, "--block-size", "8"])
     shown = args.public_settings()
     assert shown["block_size"] == 8
     assert "hidden" not in str(shown)
@@ -396,3 +403,18 @@ def test_bad_arguments_end_with_one_line_and_exit_code_2(line, capsys):
     message = capsys.readouterr().err
     assert message.startswith("diffulex serve: error: ")
     assert message.count("\n") == 1
+
+
+def test_prompts_in_the_log_are_asked_for_twice(monkeypatch):
+    monkeypatch.delenv("DIFFULEX_LOG_PROMPTS", raising=False)
+    full = ["demo", "--log-requests", "full"]
+    with pytest.raises(
+        ConfigError,
+        match="--log-requests full: expected DIFFULEX_LOG_PROMPTS=1 and --log-level debug with it, got"
+        " DIFFULEX_LOG_PROMPTS=0 and debug",
+    ):
+        parse_args([*full, "--log-level", "debug"])
+    monkeypatch.setenv("DIFFULEX_LOG_PROMPTS", "1")
+    with pytest.raises(ConfigError, match="got DIFFULEX_LOG_PROMPTS=1 and info"):
+        parse_args(full)
+    assert parse_args([*full, "--log-level", "debug"]).log_requests == "full"

@@ -18,6 +18,7 @@ from diffulex.wire.protocol import (
     PromptInput,
     ServingAbort,
     ServingAck,
+    ServingBatch,
     ServingError,
     ServingGenerate,
     ServingReply,
@@ -28,14 +29,16 @@ from diffulex.wire.protocol import (
 
 
 class FakeQueue:
-    """What the loop may rely on: get, empty, put, stop."""
+    """Either end of a queue; batches are taken apart."""
+
+    num_dropped = 0
 
     def __init__(self, *items):
         self.items = deque(items)
         self.num_stops = 0
         self.num_gets = 0
 
-    def get(self):
+    def get(self, timeout_s=None):
         self.num_gets += 1
         item = self.items.popleft()  # IndexError: the loop would wait for ever
         if isinstance(item, Exception):
@@ -46,9 +49,9 @@ class FakeQueue:
         return not self.items
 
     def put(self, item):
-        self.items.append(item)
+        self.items.extend(item.events if isinstance(item, ServingBatch) else [item])
 
-    def stop(self):
+    def stop(self, linger_s=0.0):
         self.num_stops += 1
 
 
@@ -218,6 +221,7 @@ fields = ["type", "rid", "input", "sampling_params", "stream", "stream_mode", "q
 fields += ["deadline_s", "mode", "op_id", "profile_prefix", "created_time", "denoise_detail"]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     base=st.sampled_from(

@@ -15,7 +15,8 @@ from byte_tokenizer import EOS
 from diffulex import SamplingParams
 from diffulex.errors import PromptError
 from diffulex.serving.engine_loop import EngineLoop, GenerateResult, QueuedCommand
-from diffulex.serving.frontend import RequestFailed
+from diffulex.serving.frontend import FrontendManager, RequestFailed
+from diffulex.serving.inproc import InprocCommands
 from diffulex.wire.protocol import (
     ChatInput,
     PromptInput,
@@ -42,6 +43,7 @@ class SlowEngine(BlockEngine):
         self.is_endless = kwargs.get("is_endless", False)
         self.pause_s = kwargs.get("pause_s", 0.0)
         self.batches = []
+        self.on_step = lambda: None
 
     def run_serving_tick(self, commands):
         self.threads.add(threading.current_thread().name)
@@ -51,8 +53,9 @@ class SlowEngine(BlockEngine):
     def step(self):
         if self.is_endless:
             time.sleep(0.002)
-            return list(self.live.values()), False
+            return []
         time.sleep(self.pause_s)
+        self.on_step()
         return super().step()
 
     def exit(self):
@@ -219,6 +222,60 @@ def test_operations_are_answered():
     run(test)
 
 
+async def until_held(harness):
+    """The engine's thread waits for the gate."""
+    gate, is_held = threading.Event(), threading.Event()
+
+    def hold():
+        is_held.set()
+        gate.wait(30)
+
+    held = asyncio.create_task(harness.loop.call_engine(hold))
+    await until(is_held.is_set)
+    return gate, held
+
+
+def test_an_operation_is_waited_for_and_ends_with_the_loop():
+    async def body():
+        async with Harness() as harness:
+            gate, held = await until_held(harness)
+            operation = asyncio.create_task(harness.loop.operate(ServingFlushCache("1")))
+            await asyncio.sleep(0)
+            assert harness.loop.has_waiters()
+            with pytest.raises(ValueError, match="expected a new one, got '1' again"):
+                await harness.loop.operate(ServingFlushCache("1"))
+            stopping = asyncio.create_task(harness.loop.stop())
+            await until(lambda: not harness.loop.has_waiters())
+            with pytest.raises(RuntimeError, match="stopped before request completion"):
+                await asyncio.gather(harness.loop.operate(ServingFlushCache("2")), release(gate))
+            await held
+            await stopping
+            with pytest.raises(RuntimeError, match="stopped before request completion"):
+                await operation
+
+    async def release(gate):
+        gate.set()
+
+    asyncio.run(asyncio.wait_for(body(), 10))
+
+
+def test_an_operation_may_take_any_time(monkeypatch):
+    """No HTTP client waits for it, and a profile may take minutes to write."""
+    limits = []
+
+    def make(operation_timeout_s=30.0, **options):
+        limits.append(operation_timeout_s)
+        return FrontendManager(operation_timeout_s=operation_timeout_s, **options)
+
+    monkeypatch.setattr("diffulex.serving.engine_loop.FrontendManager", make)
+
+    async def test(harness):
+        assert (await harness.loop.operate(ServingFlushCache("1"))).ok
+
+    run(test)
+    assert limits == [None]
+
+
 # Ends before the reply.
 
 
@@ -242,6 +299,11 @@ def test_a_cancelled_generate_is_aborted():
 @pytest.mark.parametrize("is_admitted", [True, False])
 def test_a_name_can_be_used_again_at_once(is_admitted):
     async def test(harness):
+        gate = threading.Event()
+        if is_admitted:
+            gate.set()
+        held = asyncio.create_task(harness.loop.call_engine(gate.wait))
+        await asyncio.sleep(0)
         first = asyncio.create_task(harness.loop.generate("x", PARAMS, rid="a"))
         if is_admitted:
             await until(lambda: harness.engine.live)
@@ -250,6 +312,8 @@ def test_a_name_can_be_used_again_at_once(is_admitted):
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
+        gate.set()
+        await held
         reply = await harness.loop.generate("y", PARAMS, rid="a")
         assert reply.generation == 2
         assert harness.engine.aborted == ([0] if is_admitted else [])
@@ -330,6 +394,44 @@ def test_not_started():
         asyncio.run(loop.generate("x", PARAMS))
 
 
+def test_steps_are_numbered():
+    async def test(harness):
+        assert (harness.loop.step_seq, harness.loop.step_running_s) == (0, 0.0)
+        reply = await harness.loop.generate("x", PARAMS)
+        assert harness.loop.step_seq >= reply.nfe
+        gate = threading.Event()
+        harness.engine.on_step = gate.wait
+        generated = asyncio.create_task(harness.loop.generate("x", PARAMS))
+        await until(lambda: harness.loop.step_running_s > 0)
+        gate.set()
+        await generated
+        await until(lambda: harness.loop.step_running_s == 0)
+
+    run(test)
+
+
+def test_a_loop_that_ended_before_its_thread_was_woken():
+    """The next event loop wakes the thread all the same."""
+    commands = InprocCommands()
+    old = asyncio.new_event_loop()
+    old.call_soon(old.stop)
+    left = old.create_task(commands.put(ServingAbort("a")))
+    old.run_forever()
+    assert left.done()
+    old.close()
+
+    async def body():
+        commands.open()
+        reader = asyncio.get_running_loop().run_in_executor(None, commands.get, 4.0)
+        await asyncio.sleep(0.05)
+        await commands.put(ServingAbort("b"))
+        done, _ = await asyncio.wait({reader}, timeout=2.0)
+        assert done
+        assert reader.result() == ServingAbort("b")
+
+    asyncio.run(body())
+
+
 def test_a_constructor_that_fails():
     def make(model, **kwargs):
         raise ValueError("no such model")
@@ -378,6 +480,53 @@ def test_a_step_that_fails_ends_everything():
             with pytest.raises(RuntimeError, match="expected it to run") as caught:
                 await harness.loop.generate("x", PARAMS)
             assert "kernel" in str(caught.value.__cause__)
+            await harness.loop.start()
+            names = [task.get_name() for task in asyncio.all_tasks()]
+            assert names.count("diffulex-listen") == 1, "those of before have ended"
+            assert len((await harness.loop.generate("x", PARAMS)).token_ids) == 16
+            assert len(harness.engines) == 2
+            assert harness.loop.error is None
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_starts_at_once_build_one_engine():
+    """After a failure too: none of them ends what another one builds."""
+
+    async def body():
+        async with Harness() as harness:
+            harness.engine.failure = ZeroDivisionError("kernel")
+            with pytest.raises(RuntimeError, match="stopped before request completion"):
+                await harness.loop.generate("x", PARAMS)
+            await until(lambda: not harness.loop.is_running)
+            await asyncio.gather(*(harness.loop.start() for _ in range(3)))
+            assert harness.loop.is_running
+            assert len((await harness.loop.generate("x", PARAMS)).token_ids) == 16
+            assert len(harness.engines) == 2
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_start_that_is_cancelled_leaves_the_others():
+    """The engine goes on loading; who waits for it is served, and told when it ends."""
+
+    async def body():
+        gate, harness = threading.Event(), Harness()
+        loop = EngineLoop("m", engine_factory=lambda *a: gate.wait(30) and harness.make(*a))
+        first, second = (asyncio.create_task(loop.start()) for _ in range(2))
+        await until(lambda: loop.is_running)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        gate.set()
+        await second
+        assert len((await loop.generate("x", PARAMS)).token_ids) == 16
+        stream = loop.generate_stream("x", PARAMS)
+        await stream.__anext__()
+        loop._task.cancel()
+        events = [event async for event in stream]
+        assert events[-1].code == "engine_dead"
+        await loop.stop()
 
     asyncio.run(asyncio.wait_for(body(), 30))
 
@@ -428,9 +577,9 @@ def test_end_tokens_still_end(monkeypatch):
     run(test)
 
 
-def _ending_at_once(self, prompt, sampling_params):
+def _ending_at_once(self, prompt, sampling_params, **options):
     self.answers = {self.num_added: [65, EOS]}
-    return BlockEngine.add_request(self, prompt, sampling_params)
+    return BlockEngine.add_request(self, prompt, sampling_params, **options)
 
 
 @pytest.mark.parametrize("prompt", [None, {"prompt": "x"}, b"x", 5, [1, "a"], [1.5], [True]])

@@ -15,7 +15,6 @@ from diffulex.serving.frontend import (
     ClientDisconnected,
     FrontendLimits,
     FrontendManager,
-    OperationFailed,
     RequestFailed,
     ServerState,
 )
@@ -29,42 +28,12 @@ from diffulex.wire.protocol import (
     ServingBufferSnapshot,
     ServingDelta,
     ServingError,
-    ServingFlushCache,
     ServingGenerate,
     ServingHeartbeat,
-    ServingProfileStart,
     ServingReply,
     ServingShutdown,
 )
-
-TIMEOUT_S = 20.0
-
-
-class FakeBackend:
-    """Both queues. `answer` is called with each command; what it returns is sent back."""
-
-    def __init__(self, answer=lambda command: ()):
-        self.answer = answer
-        self.commands = []
-        self.events: asyncio.Queue = asyncio.Queue()
-        self.num_stops = 0
-
-    async def put(self, command):
-        self.commands.append(command)
-        for event in self.answer(command):
-            self.events.put_nowait(event)
-
-    async def get(self):
-        event = await self.events.get()
-        if isinstance(event, Exception):
-            raise event
-        return event
-
-    def stop(self):
-        self.num_stops += 1
-
-    def aborts(self):
-        return [item.rid for item in self.commands if isinstance(item, ServingAbort)]
+from scripted_backend import TIMEOUT_S, FakeBackend, run, until
 
 
 def generate(rid="a", prompt="hi", **changes):
@@ -89,35 +58,8 @@ def answering(*events):
     return lambda command: events if isinstance(command, ServingGenerate) else ()
 
 
-def run(scenario, answer=lambda command: (), **options):
-    """Runs `scenario(frontend, backend)`; nothing may be left of any request."""
-
-    async def main():
-        backend = FakeBackend(answer)
-        frontend = FrontendManager(
-            model_id="m",
-            send_backend=backend,
-            recv_backend=backend,
-            request_state_wait_timeout_s=0.02,
-            **options,
-        )
-        try:
-            return await asyncio.wait_for(scenario(frontend, backend), TIMEOUT_S)
-        finally:
-            assert not frontend.rid_to_state
-            await frontend.stop()
-            await frontend.stop()
-
-    return asyncio.run(main())
-
-
 async def read(frontend, command, **options):
     return [event async for event in frontend.generate_stream(command, **options)]
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.002)
 
 
 def test_reply():
@@ -539,24 +481,6 @@ class TestDrain:
             await until(backend.aborts)
 
         run(scenario)
-
-
-class TestOperations:
-    def test_answers(self):
-        def answer(command):
-            if isinstance(command, ServingFlushCache):
-                return [ServingAck("other", True), ServingAck(command.op_id, True, "", {"n": 1})]
-            if isinstance(command, ServingProfileStart):
-                return [ServingAck(command.op_id, False, "profiling is off")]
-            return ()
-
-        async def scenario(frontend, backend):
-            assert await frontend.flush_cache() == {"n": 1}
-            with pytest.raises(OperationFailed, match="profiling is off"):
-                await frontend.start_profile("p")
-            assert backend.commands[1].profile_prefix == "p"
-
-        run(scenario, answer)
 
 
 class TestSnapshots:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,11 @@ import pytest
 
 from app_server import AppServer
 from block_engine import BlockEngine
+from byte_tokenizer import ByteTokenizer
 from diffulex import Diffulex, SamplingParams
+from diffulex.server.args import parse_args
 from diffulex.server.http.api_server import create_app
+from diffulex.server.launch import in_process_frontend
 from diffulex.serving.engine import ServingEngine
 from diffulex.serving.engine_loop import EngineLoop
 from diffulex.serving.frontend import BackendUnavailable, OperationFailed, RequestFailed
@@ -97,6 +101,7 @@ def test_canvases_at_temperature_0_are_reproducible(canvas_url):
     assert {answer["seed"] for answer in answers} == {5}
 
 
+@pytest.mark.slow
 def test_choices_of_canvases_are_separate_draws(canvas_url):
     first, second = (ask_canvas(canvas_url, "/v1/completions", n=3) for _ in range(2))
     texts = [choice["text"] for choice in first["choices"]]
@@ -164,6 +169,34 @@ def test_service_routes(url):
     assert httpx.post(url + "/start_profile").status_code == 409
     assert httpx.get(url + "/health").json() == {"status": "ready"}
     assert httpx.get(url + "/version").json()["extension_version"]
+
+
+def test_a_recording_over_http(model, tmp_path):
+    config = {"torch_profiler_dir": str(tmp_path), "max_iterations": 200}
+
+    def make(name: str, **settings: object) -> ServingEngine:
+        return ServingEngine(model.engine(profiler_config=config, **settings))
+
+    loop = EngineLoop("tiny", {"max_num_reqs": 4}, engine_factory=make)
+    frontend = InprocFrontend(loop, tokenizer=model.facts.tokenizer)
+    with AppServer(create_app(frontend)) as server:
+        assert httpx.post(server.url + "/stop_profile").status_code == 409
+        body = {"profile_prefix": "run"}
+        started = httpx.post(server.url + "/start_profile", json=body, timeout=60).json()
+        assert started == {"status": "ok", "directory": str(tmp_path)}
+        again = httpx.post(server.url + "/start_profile")
+        assert again.status_code == 409
+        assert "no recording under way, got one" in again.json()["error"]["message"]
+        post(server.url)
+        stopped = httpx.post(server.url + "/stop_profile", timeout=60).json()
+        assert stopped["trace"] == str(tmp_path / "run.engine.trace.json")
+        assert stopped["steps"] > 0
+        wrong = httpx.post(server.url + "/start_profile", json={"profile_prefix": 1})
+        assert wrong.status_code == 400
+    names = {
+        event.get("name") for event in json.loads(Path(stopped["trace"]).read_text())["traceEvents"]
+    }
+    assert "diffulex.engine.step" in names
 
 
 # The frontend, over a fake engine.
@@ -275,3 +308,21 @@ def test_an_engine_that_fails_is_reported():
         await frontend.stop()
 
     asyncio.run(body())
+
+
+def test_a_factory_gets_the_settings_of_the_command_line_and_no_others():
+    seen = []
+
+    def make(model, **settings):
+        seen.append((model, settings))
+        return BlockEngine()
+
+    args = parse_args(["--model", "demo", "--max-num-reqs", "3"])
+    frontend = in_process_frontend(args, engine_factory=make, tokenizer=ByteTokenizer())
+
+    async def body():
+        await frontend.start()
+        await frontend.stop()
+
+    asyncio.run(body())
+    assert seen == [("demo", args.engine_kwargs())]

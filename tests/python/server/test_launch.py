@@ -159,7 +159,7 @@ def test_life(start):
 
 
 def test_drain_ends_at_its_deadline(start):
-    server = start("--drain-timeout", "1")
+    server = start("--drain-timeout", "4")
     url = server.ready()
     stream = OpenStream(url)
     server.until(lambda: stream.frames)

@@ -71,6 +71,10 @@ def test_options_narrow_the_requests():
     chat = properties("ChatCompletionRequest", **options)
     for name in ("model", "chat_template"):
         assert chat[name]["anyOf"] == [{"type": "string"}, {"type": "null"}]
+    decoding = properties("Decoding", min_accept_threshold=0.25, max_request_penalty=2.5)
+    for name, bounds in {"accept_threshold": (0.25, 1), "penalty_lambda": (0, 2.5)}.items():
+        form = decoding[name]["anyOf"][0]
+        assert (form["minimum"], form["maximum"]) == bounds
     forms = properties("CompletionRequest", max_prompts_per_request=5)["prompt"]["anyOf"]
     assert [form.get("maxItems") for form in forms] == [None, 2**22, 5, 5]
 
@@ -93,6 +97,11 @@ REFUSED = [
     {"response_format": {"type": "json_object"}},
     {"tools": [{}]},
     {"tools": [{}], "tool_choice": "auto"},
+    {"tools": "x", "tool_choice": "none"},
+    {"functions": "x", "function_call": "none"},
+    {"functions": [{}], "function_call": "auto"},
+    {"decoding": {"penalty_lambda": 1000.5}},
+    {"decoding": {"max_post_edit_steps": 1025}},
     {"stop": [""]},
     {"chat_template_kwargs": {"tokenize": True}},
     {"tool_choice": "required"},
@@ -114,6 +123,8 @@ ALLOWED = [
     {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"},
     {"tools": [{}], "tool_choice": "none", "stop": ""},
     {"functions": [], "guided_json": None, "best_of": 1, "another": 1},
+    {"functions": [{}], "function_call": "none"},
+    {"decoding": {"penalty_lambda": 1000, "max_post_edit_steps": 1024}},
     {"request_id": "a-b", "model": ""},
     {"top_logprobs": 1, "logprobs": True},
     {"top_logprobs": 0},

@@ -6,22 +6,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
+import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from diffulex import SamplingParams
 from diffulex.config.sampling_params import DECODING_FIELDS, decoding_arguments
+from diffulex.server.openai.request_params import request_options
+from diffulex.server.openai.request_schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateRequest,
+    option_fields,
+)
+from diffulex.server.openai.responses_schema import ResponsesRequest
 from diffulex.serving.zmq_queue import MessageDecodeError, pack_message, unpack_message
 from diffulex.wire import protocol
 from diffulex.wire.protocol import (
     ChatInput,
     PromptInput,
     ProtocolVersionError,
+    RequestOptions,
     ServingAbort,
     ServingAck,
     ServingBatch,
     ServingBufferSnapshot,
+    ServingControl,
     ServingDelta,
     ServingError,
     ServingFlushCache,
@@ -59,11 +71,15 @@ PARAMS = SamplingParams(
     skip_special_tokens=True,
     logprobs=3,
     accept_threshold=0.8,
+    return_trajectory="full",
 )
 COMMANDS = [
     ServingGenerate("r", PromptInput("hé"), PARAMS),
     ServingGenerate(
-        "r", PromptInput([1, 2], False), PARAMS, True, "both", "u", 1.5, True, True, 2.0
+        *("r", PromptInput([1, 2], False), PARAMS, True, "both", "u", 1.5),
+        strict_max_tokens=True,
+        queue_timeout_s=2.0,
+        denoise_detail=True,
     ),
     ServingGenerate("r", ChatInput([{"role": "user", "content": "x"}]), SamplingParams()),
     ServingAbort("r"),
@@ -74,6 +90,8 @@ COMMANDS = [
     ServingProfileStop(),
     ServingProfileStop("2"),
     ServingFlushCache("3"),
+    ServingControl("pause", "4"),
+    ServingControl("update_weights", "5", "/weights"),
 ]
 LOGPROB = {"token_id": 1, "token": "a", "bytes": [97], "logprob": -0.5, "top": []}
 EVENTS = [
@@ -88,6 +106,7 @@ EVENTS = [
     ),
     ServingError("r", "m"),
     ServingError("r", "m", "queue_full", 429, True, "prompt"),
+    dataclasses.replace(ServingReply("r", "t", [1], 2), trajectory={"steps": [{"changes": []}]}),
 ]
 MESSAGES = [
     ServingBatch(EVENTS),
@@ -114,7 +133,13 @@ def test_events_round_trip(event):
     prompt=st.text() | st.lists(st.integers(0, 2**31 - 1)),
     stop=st.lists(st.text(min_size=1, max_size=8), max_size=4),
     seed=st.none() | st.integers(0, 2**64 - 1),
-    decoding=st.dictionaries(st.sampled_from(DECODING_FIELDS), st.floats(0, 1)),
+    decoding=st.fixed_dictionaries(
+        {},
+        optional={
+            name: st.integers(0, 99) if item.kind is int else st.floats(0, 1)
+            for name, item in DECODING_FIELDS.items()
+        },
+    ),
     created=st.none() | st.floats(allow_nan=False),
 )
 def test_any_request_round_trips(prompt, stop, seed, decoding, created):
@@ -125,6 +150,15 @@ def test_any_request_round_trips(prompt, stop, seed, decoding, created):
     command = ServingGenerate("r", PromptInput(prompt), params, created_time=created)
     packed = pack_message(serving_command_to_dict(command))
     assert serving_command_from_dict(unpack_message(packed)) == command
+
+
+def test_only_the_first_fields_of_a_command_have_places():
+    """Later ones may be declared anywhere, so that a place would come to mean another field."""
+    places = (PromptInput("x"), SamplingParams(), True, "both", "user", 1.5)
+    command = ServingGenerate("a", *places)
+    assert (command.user, command.created_time) == ("user", 1.5)
+    with pytest.raises(TypeError):
+        ServingGenerate("a", *places, True)
 
 
 def test_request_id():
@@ -182,6 +216,10 @@ def test_base_maps():
         (ServingProfileStart(), b"\x82\xa4type\xadprofile_start\xaeprofile_prefix\xc0"),
         (ServingProfileStop(), b"\x81\xa4type\xacprofile_stop"),
         (ServingFlushCache("1"), b"\x82\xa4type\xabflush_cache\xa5op_id\xa11"),
+        (
+            ServingControl("pause", "1"),
+            b"\x83\xa4type\xa7control\xa6action\xa5pause\xa5op_id\xa11",
+        ),
         (ServingError("r", "é"), b"\x83\xa4type\xa5error\xa3rid\xa1r\xa7message\xa2\xc3\xa9"),
         (
             ServingDelta("r", 1, "t", [2], 3),
@@ -327,6 +365,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     base=st.sampled_from([serving_command_to_dict(command) for command in COMMANDS]),
@@ -403,8 +442,8 @@ def test_illegal_sampling_params(fields, message):
 
 def test_decoding_arguments():
     assert decoding_arguments({"edit_threshold": 0.5}) == {"edit_threshold": 0.5}
-    with pytest.raises(ValueError, match="penalty_lambda=1, which is fixed when the engine starts"):
-        decoding_arguments({"penalty_lambda": 1})
+    with pytest.raises(ValueError, match=r"expected keys of .*penalty_lambda, got 'penalty'"):
+        decoding_arguments({"penalty": 1})
     with pytest.raises(ValueError, match="got 'tempo'"):
         decoding_arguments({"tempo": 1})
 
@@ -430,3 +469,26 @@ def test_openai_reasons(detail, reason):
 def test_everything_named_is_there():
     for name in protocol.__all__:
         assert hasattr(protocol, name)
+
+
+def test_a_declared_option_reaches_bodies_and_commands():
+    """One declaration of a request field: the schema, the check and the command follow from it."""
+    for body in (GenerateRequest, CompletionRequest, ChatCompletionRequest, ResponsesRequest):
+        declared = {item.name: item.default for item in dataclasses.fields(RequestOptions)}
+        assert {name: body.model_fields[name].default for name in declared} == declared
+    payload = GenerateRequest(prompt="x", denoise_detail=True)
+    assert request_options(payload) == RequestOptions(denoise_detail=True)
+    with pytest.raises(ValidationError, match="valid boolean"):
+        GenerateRequest(prompt="x", denoise_detail="yes")
+
+
+@pytest.mark.parametrize(
+    ("hint", "good", "bad"),
+    [(bool, True, 1), (int, 5.0, 5.5), (float, 1, "1"), (str, "x", 1), (str | None, None, 2)],
+)
+def test_types_of_options(hint, good, bad):
+    options = dataclasses.make_dataclass("Options", [("label", hint, None)], kw_only=True)
+    body = pydantic.create_model("Body", **option_fields(options))
+    assert body(label=good).label == good
+    with pytest.raises(ValidationError):
+        body(label=bad)

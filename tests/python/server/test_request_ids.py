@@ -9,7 +9,7 @@ from diffulex import SamplingParams
 from diffulex.server.http.api_errors import ApiError
 from diffulex.server.http.api_server import create_app
 from diffulex.server.openai.generation import Generation, LiveRequests
-from diffulex.wire.protocol import PromptInput
+from diffulex.wire.protocol import PromptInput, RequestOptions
 from fake_frontend import FakeFrontend
 from http_client import AppClient, check_error
 
@@ -27,7 +27,7 @@ def two_choices(rid):
         user=None,
         created_time=0.0,
         strict_max_tokens=False,
-        denoise_detail=False,
+        options=RequestOptions(),
         timeout_s=None,
         info={},
     )

@@ -16,6 +16,7 @@ from byte_tokenizer import ByteTokenizer
 from diffulex.errors import ConfigError
 from diffulex.log import _JsonFormatter
 from diffulex.server.http.api_server import create_app
+from diffulex.serving.frontend import ServerState
 from diffulex.wire.protocol import ServingError
 from fake_frontend import FakeFrontend
 from http_client import AppClient, frames
@@ -86,7 +87,7 @@ def test_finished_answers_are_measured():
 
 def test_numbers_of_the_backend_are_exposed():
     frontend = FakeFrontend()
-    frontend.is_healthy, frontend.heartbeat_age_s, frontend.num_inflight = False, 0.5, 3
+    frontend.state, frontend.heartbeat_age_s, frontend.num_inflight = ServerState.DEAD, 0.5, 3
     frontend.counters = {"events_dropped": 4, "snapshots_coalesced": 5}
     frontend.info = {"decoding_strategy": "d2f", "block_size": 8}
     frontend.stats = {
@@ -213,7 +214,7 @@ def test_failures_are_logged_with_their_code(log):
     ]
 
 
-def test_prompts_are_logged_only_on_request(log):
+def test_prompts_are_logged_only_on_request(log, monkeypatch):
     bodies = {
         "/generate": {"prompt": "whisper"},
         "/v1/completions": {"prompt": ["a", "whisper"]},
@@ -222,13 +223,20 @@ def test_prompts_are_logged_only_on_request(log):
     # A text is logged as one also where the engine gets token ids.
     frontend = FakeFrontend()
     frontend.tokenizer = ByteTokenizer()
-    for detail, expected in (("none", 0), ("summary", 1), ("full", 1)):
+    log.set_level(logging.DEBUG, logger="diffulex.server.http.request_record")
+    for detail, allowed, expected in (
+        ("none", "1", 0), ("summary", "1", 1), ("full", "", 1), ("full", "0", 1), ("full", "1", 2),
+    ):  # fmt: skip
+        monkeypatch.setenv("DIFFULEX_LOG_PROMPTS", allowed)
         client = AppClient(create_app(frontend, log_requests=detail))
         for path, body in bodies.items():
             log.clear()
             client.post(path, body)
             assert len(lines(log)) == expected
-            assert ("whisper" in log.text) is (detail == "full")
+            assert ("whisper" in log.text) is (expected == 2)
+            assert all(
+                "whisper" not in r.getMessage() for r in log.records if r.levelname == "INFO"
+            )
 
 
 def test_json_logs_have_the_fields(log):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -109,6 +111,16 @@ def test_the_same_answer_as_offline(engine):
     assert reply.prompt_tokens == expected.metrics.prompt_tokens
     assert reply.full_token_ids[: len(reply.token_ids)] == reply.token_ids
     assert reply.finish_reason == "eos_token_generated"
+
+
+def test_the_full_answer_does_not_depend_on_a_stop_text_at_its_end(engine):
+    """One that matches in the step that ends the request anyway."""
+    whole = reply_of(run(engine, generate(mode=None)))
+    stopped = reply_of(run(engine, generate(mode=None, stop=(whole.text[-1:],))))
+    assert stopped.matched_stop == whole.text[-1:]
+    assert whole.text.startswith(stopped.text)
+    assert len(whole.full_token_ids) > len(whole.token_ids)
+    assert (stopped.full_token_ids, stopped.full_text) == (whole.full_token_ids, whole.full_text)
 
 
 def test_seeds(engine):
@@ -226,14 +238,17 @@ def test_profile(engine):
     assert again == ServingAck("2", False, "profiler: expected no recording under way, got one")
     run(engine, generate())
     (stopped,) = engine.run_serving_tick([ServingProfileStop(op_id="3")])
-    assert not stopped.ok  # it ended after two steps
-    (trace,) = __import__("pathlib").Path(started.data["directory"]).glob("run-*.json")
-    assert trace.stat().st_size > 0
+    assert stopped.ok
+    assert stopped.data["steps"] == 2  # then it ended by itself
+    assert Path(stopped.data["trace"]).parent == Path(started.data["directory"])
+    assert Path(stopped.data["trace"]).stat().st_size > 0
+    (again,) = engine.run_serving_tick([ServingProfileStop(op_id="4")])
+    assert again == ServingAck("4", False, "profiler: expected a recording under way, got none")
 
 
 def test_failed_request_leaves_the_others_alone(engine, monkeypatch):
     """A row without a finite logit ends its own request."""
-    compute = engine.engine._runner.model.compute_logits
+    compute = engine.engine._executor.runner.model.compute_logits
 
     def broken(rows):
         logits = compute(rows)
@@ -241,7 +256,7 @@ def test_failed_request_leaves_the_others_alone(engine, monkeypatch):
         return logits
 
     engine.run_serving_tick([generate("bad", max_tokens=200, ignore_eos=True)])
-    monkeypatch.setattr(engine.engine._runner.model, "compute_logits", broken)
+    monkeypatch.setattr(engine.engine._executor.runner.model, "compute_logits", broken)
     (error,) = [e for e in engine.run_serving_tick([]) if isinstance(e, ServingError)]
     monkeypatch.undo()
     assert (error.rid, error.code, error.http_status) == ("bad", "engine_error", 500)

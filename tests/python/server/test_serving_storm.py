@@ -89,6 +89,7 @@ class Client:
             assert not deltas or parts == reply.logprobs
 
 
+@pytest.mark.slow
 def test_storm(engine):
     rng = random.Random(7)
     clients: dict[str, Client] = {}

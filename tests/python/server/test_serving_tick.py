@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from block_engine import BLOCK, BlockEngine
 from byte_tokenizer import EOS, HOLE, MASK, TURN_END, VOCAB_SIZE
 from diffulex import SamplingParams
-from diffulex.serving.admission import AdmissionLimits
+from diffulex.engine.prompt import PromptLimits
+from diffulex.errors import PromptError
+from diffulex.serving.admission import AdmissionError, AdmissionLimits
 from diffulex.serving.tick import SUPPORTED_STREAM_MODES, EngineDeadError
 from diffulex.wire.protocol import (
     ChatInput,
@@ -405,6 +407,22 @@ class TestEnd:
             assert (reply.finish_reason, reply.num_masked) == ("eos_token_generated", 0)
         assert num_open
 
+    @pytest.mark.parametrize("stop", [(), ("B",)])
+    def test_the_full_answer_of_a_last_block(self, stop):
+        """A stop text in the step that ends the request anyway takes nothing from it."""
+        engine = BlockEngine(0, {0: [65, 66, EOS, 67]})
+        reply = the_reply(run(engine, generate(max_tokens=4, stop=stop)))
+        assert reply.token_ids == ([65] if stop else [65, 66])
+        assert reply.full_token_ids == [65, 66, EOS, 67]
+        assert not engine.aborted
+
+    def test_the_full_answer_of_a_request_that_is_cut(self):
+        engine = BlockEngine(0, {0: [65, 66, 67, 68]})
+        reply = the_reply(run(engine, generate(max_tokens=64, stop=("B",))))
+        assert engine.aborted == [0]
+        assert reply.full_token_ids[:4] == [65, 66, 67, 68]
+        assert reply.num_masked == 0
+
     def test_reply_counts(self):
         reply = the_reply(run(BlockEngine(2), generate(max_tokens=12, ignore_eos=True)))
         assert reply.prompt_tokens == 2
@@ -446,6 +464,18 @@ class TestAdmission:
         max_num_batched_tokens=28,
         mask_token_id=MASK,
     )
+
+    @pytest.mark.parametrize("prompt", [[], [VOCAB_SIZE], [-1], [65] * 32, [65] * 9])
+    def test_the_engine_says_the_same(self, prompt):
+        """One rule for both; serving adds what clients recognise a full context by."""
+        limits = dataclasses.replace(self.limits, longest_whole_prompt=8)
+        with pytest.raises(PromptError) as caught:
+            PromptLimits(32, VOCAB_SIZE, 8).check(prompt)
+        with pytest.raises(AdmissionError) as refused:
+            limits.check(prompt, SamplingParams(max_tokens=1), is_strict=False)
+        assert str(refused.value).startswith(str(caught.value))
+        assert refused.value.code == caught.value.code
+        assert ("maximum context length" in str(refused.value)) is (len(prompt) == 32)
 
     def refusal(self, command, **changes):
         engine = BlockEngine()
@@ -512,6 +542,19 @@ class TestAdmission:
         sent = [token for event in only(events, ServingDelta) for token in event.token_ids]
         assert len(sent) <= 10
         assert the_reply(events).token_ids == sent
+
+    def test_the_answer_to_a_masked_prompt_is_its_template(self):
+        engine = BlockEngine()
+        limits = dataclasses.replace(self.limits, allows_mask_in_prompt=True)
+        engine.serving_limits = lambda: limits
+        command = generate(prompt=[65, 66, *[MASK] * 6], max_tokens=2)
+        # What clients see of its drafts ends there.
+        assert engine.admit(command).max_tokens == 6
+        command.strict_max_tokens = True
+        assert self.refusal(command, allows_mask_in_prompt=True) == (
+            "invalid_request",
+            "max_tokens",
+        )
 
     @pytest.mark.parametrize(
         ("params", "field"),

@@ -148,6 +148,7 @@ def test_the_load_generator_gets_exact_chunks_and_drafts(server: LiveServer) -> 
     assert content["request_goodput"] == pytest.approx(content["request_throughput"])
 
 
+@pytest.mark.slow
 def test_random_ids_of_the_load_generator_are_served(server: LiveServer) -> None:
     flags = ("--dataset", "random", "--tokenizer", "demo", "--api", "completions")
     lengths = ("--input-len", "50", "--output-len", "20", "--ignore-eos", "--warmup", "0")

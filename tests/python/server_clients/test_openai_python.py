@@ -354,6 +354,7 @@ def test_neutral_values_are_accepted(client: Any, model: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_prompt_that_does_not_fit_says_so(client: Any, model: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=model, prompt=[5] * 100_000, max_tokens=1)

@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks/python/bench_serving_overhead.py"
 
 
+@pytest.mark.slow
 def test_server_and_engine_decode_the_same_tokens(tmp_path: Path) -> None:
     output = tmp_path / "overhead.json"
     result = subprocess.run(

@@ -503,6 +503,7 @@ def test_answer_of_a_hostile_model_is_text(server: LiveServer, browser: Any) -> 
     page.context.close()
 
 
+@pytest.mark.slow
 def test_stored_chats_are_not_trusted(page: Any) -> None:
     """Another page of the same origin may have written anything."""
     page.evaluate(

@@ -114,6 +114,7 @@ def test_what_cannot_be_formatted_stays_plain(page: Any, text: str) -> None:
     assert result["raw"] == text
 
 
+@pytest.mark.slow
 def test_half_a_text_is_no_error(page: Any) -> None:
     """While an answer is written, every prefix of it is drawn."""
     text = "# T\n\n| a |\n| - |\n| `x` |\n\n```c\nint x;\n```\n[a](https://example.org) **b**"

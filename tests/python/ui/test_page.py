@@ -381,6 +381,7 @@ def test_canvas_has_no_masks(browser: Any) -> None:
         assert int(metric(page, "edits")) > 0
 
 
+@pytest.mark.slow
 def test_committed_pictures() -> None:
     for name in ("serving_ui.png", "serving_edits.png"):
         assert 10_000 < (IMAGES / name).stat().st_size < 200_000

@@ -25,7 +25,7 @@ __all__ = [
     "shown",
 ]
 
-#: Status in logs and metrics of a request whose client left; nobody receives it.
+#: Status in logs and metrics of a request whose client left; it is sent to no client.
 CLIENT_CLOSED = 499
 
 # What a status means where nothing more precise is known: (type, code).

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from diffulex.errors import ConfigError
 from diffulex.server.http.api_errors import install_error_handlers
+from diffulex.server.http.app_frontend import MinimalFrontend, completed
 from diffulex.server.http.app_options import AppContext, AppOptions
 from diffulex.server.http.middleware import (
     ApiKeys,
@@ -24,7 +25,12 @@ from diffulex.server.http.middleware import (
     Recorder,
 )
 from diffulex.server.http.request_metrics import RequestMetrics
-from diffulex.server.http.service_routes import ADMIN_PATHS, package_version, service_router
+from diffulex.server.http.service_routes import (
+    ADMIN_PATHS,
+    WEIGHT_PATHS,
+    package_version,
+    service_router,
+)
 from diffulex.server.http.sse import sse
 from diffulex.server.openai.generation import LiveRequests
 from diffulex.server.openai.generation_routes import generation_router
@@ -34,16 +40,18 @@ from diffulex.server.openai.openai_format import (
     denoise_chat_event,
 )
 from diffulex.server.openai.prompt_encoder import PromptEncoder
+from diffulex.server.openai.request_params import sampling_params_from_request
 from diffulex.server.openai.request_schema import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     GenerateRequest,
     ProfileRequest,
-    sampling_params_from_request,
 )
 from diffulex.server.openai.tokenizer_routes import tokenizer_router
+from diffulex.server.replicas.routes import replica_admin_paths, replica_router
 from diffulex.server.ui import mount_ui
+from diffulex.serving.replicas.frontend import ReplicaFrontend
 
 __all__ = [
     "AppOptions",
@@ -75,15 +83,15 @@ async def maybe_await(value: Awaitable[T] | T) -> T:
     return value
 
 
-def create_app(frontend: Any, *, args: Any = None, **options: Any) -> FastAPI:
+def create_app(frontend: MinimalFrontend, *, args: Any = None, **options: Any) -> FastAPI:
     """The application over a frontend.
 
     Args:
         frontend: has `model_id`, `new_request_id()`, `generate(command, is_disconnected=)` and
-            `generate_stream(command, is_disconnected=)`. Looked up with defaults: `start`, `stop`,
-            `start_profile`, `stop_profile`, `flush_cache`, `abort_request`, `has_request`,
-            `tokenizer`, `info`, `state`, `is_healthy`, `stats`, `counters`, `heartbeat_age_s`,
-            `retry_after_s`, `on_abort`.
+            `generate_stream(command, is_disconnected=)`. Missing members, and those that are None,
+            get defaults: `start`, `stop`, `start_profile`, `stop_profile`, `flush_cache`,
+            `abort_request`, `has_request`, `tokenizer`, `info`, `limits`, `state`, `is_healthy`,
+            `stats`, `counters`, `heartbeat_age_s`, `num_inflight`, `retry_after_s`, `on_abort`.
         args: a command line whose options are taken.
         options: fields of `AppOptions`; they win over `args`.
 
@@ -93,26 +101,24 @@ def create_app(frontend: Any, *, args: Any = None, **options: Any) -> FastAPI:
     settings = AppOptions.of(args, options)
     if args is not None:
         args.log_warnings()
-    names = settings.served_model_name or (frontend.model_id,)
-    live = LiveRequests(frontend)
-    context = AppContext(frontend, settings, PromptEncoder(frontend), live)
+    served = completed(frontend)
+    names = settings.served_model_name or (served.model_id,)
+    live = LiveRequests(served)
+    context = AppContext(served, settings, PromptEncoder(served), live)
     if not settings.disable_metrics:
         context.metrics = RequestMetrics(
-            names[0], frontend, live, num_encoding=lambda: context.num_encoding
+            names[0], served, live, num_encoding=lambda: context.num_encoding
         )
     exporter = _start_exporter(context)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
-            start, stop = getattr(frontend, "start", None), getattr(frontend, "stop", None)
-            if start is not None:
-                await maybe_await(start())
+            await maybe_await(served.start())
             try:
                 yield
             finally:
-                if stop is not None:
-                    await maybe_await(stop())
+                await maybe_await(served.stop())
         finally:
             context.encoder.close()
             if exporter is not None:
@@ -132,9 +138,14 @@ def create_app(frontend: Any, *, args: Any = None, **options: Any) -> FastAPI:
     install_error_handlers(app)
     for make_router in (generation_router, tokenizer_router, service_router):
         app.include_router(make_router(context))
+    admin_paths: tuple[str, ...] = ADMIN_PATHS
+    if isinstance(frontend, ReplicaFrontend):
+        admin = not settings.disable_admin_routes
+        app.include_router(replica_router(frontend, has_admin_routes=admin))
+        admin_paths += replica_admin_paths(frontend)
     if not settings.disable_ui:
         mount_ui(app)
-    _add_middleware(app, context)
+    _add_middleware(app, context, admin_paths)
     return app
 
 
@@ -151,8 +162,9 @@ class _Application(FastAPI):
             for name in ("HTTPValidationError", "ValidationError"):
                 document.get("components", {}).get("schemas", {}).pop(name, None)
             _add_limits(document, self.state.context)
-            if self.state.context.options.api_key:
-                _add_security(document)
+            options = self.state.context.options
+            if options.api_key or options.admin_api_key:
+                _add_security(document, only_weights=not options.api_key)
         assert self.openapi_schema is not None
         return self.openapi_schema
 
@@ -166,7 +178,10 @@ def _add_limits(document: dict[str, Any], context: AppContext) -> None:
             for parameter in operation.get("parameters", ()):
                 if parameter["name"] == "model_id":
                     parameter["schema"] = model_id
-    for name, schema in document["components"]["schemas"].items():
+    schemas = document["components"]["schemas"]
+    for name, (low, high) in options.decoding_bounds.items():
+        schemas["Decoding"]["properties"][name]["anyOf"][0] |= {"minimum": low, "maximum": high}
+    for name, schema in schemas.items():
         if not name.endswith("Request"):
             continue
         fields = schema["properties"]
@@ -181,11 +196,11 @@ def _add_limits(document: dict[str, Any], context: AppContext) -> None:
                 form["maxItems"] = options.max_prompts_per_request
 
 
-def _add_security(document: dict[str, Any]) -> None:
+def _add_security(document: dict[str, Any], *, only_weights: bool) -> None:
     schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
     schemes["apiKey"] = {"type": "http", "scheme": "bearer"}
     for path, operations in document["paths"].items():
-        if path not in _OPEN:
+        if path in WEIGHT_PATHS or not (only_weights or path in _OPEN):
             for operation in operations.values():
                 operation["security"] = [{"apiKey": []}]
 
@@ -207,7 +222,7 @@ def _start_exporter(context: AppContext) -> Any:
     return server
 
 
-def _add_middleware(app: FastAPI, context: AppContext) -> None:
+def _add_middleware(app: FastAPI, context: AppContext, admin_paths: tuple[str, ...]) -> None:
     """What is added last comes first."""
     options = context.options
     app.add_middleware(JSONOnly)
@@ -215,11 +230,17 @@ def _add_middleware(app: FastAPI, context: AppContext) -> None:
         LocalOnly,
         hosts=options.allowed_hosts,
         origins=options.allowed_origins,
-        admin_paths=ADMIN_PATHS,
+        admin_paths=admin_paths,
     )
-    if options.api_key:
+    if options.api_key or options.admin_api_key:
         closed = {"/metrics"} if options.metrics_auth else set()
-        app.add_middleware(ApiKeys, keys=options.api_key, open_paths=set(_OPEN) - closed)
+        app.add_middleware(
+            ApiKeys,
+            keys=options.api_key,
+            open_paths=set(_OPEN) - closed,
+            admin_keys=options.admin_api_key,
+            admin_paths=WEIGHT_PATHS,
+        )
     # Around everything that reads a body; a refusal is recorded, and other origins may read it.
     app.add_middleware(BodyLimit, max_bytes=lambda: context.max_body_bytes)
     app.add_middleware(

@@ -16,9 +16,9 @@ from diffulex.server.http.large_bodies import LargeBodies
 from diffulex.server.openai.generation import LiveRequests
 from diffulex.server.openai.prompt_encoder import PromptEncoder
 from diffulex.server.openai.request_schema import MAX_MESSAGES
-from diffulex.serving.frontend_command import num_tokens
 
 if TYPE_CHECKING:
+    from diffulex.server.http.app_frontend import AppFrontend
     from diffulex.server.http.request_metrics import RequestMetrics
     from diffulex.wire.protocol import ServingGenerate
 
@@ -37,6 +37,8 @@ STATE_CODES = {
     "dead": "engine_dead",
     "unresponsive": "engine_unresponsive",
     "stuck": "engine_stuck",
+    # Of /health?all=1 alone.
+    "degraded": "replica_degraded",
 }
 
 
@@ -46,8 +48,9 @@ class AppOptions:
 
     Attributes:
         model: the model as it was given, for `root` in the list of models.
+        has_weight_routes: False: weights cannot be changed, since nothing keeps strangers from it.
         settings: what `/server_info` shows of the command line; no secrets.
-        metrics_port: a port of its own for `/metrics`; None serves it beside the other routes.
+        metrics_port: a separate port for `/metrics`; None serves it beside the other routes.
         ping_interval: seconds after which a stream that is silent sends a comment; 0: never.
     """
 
@@ -56,17 +59,23 @@ class AppOptions:
     accept_any_model: bool = False
     v1_stream_mode: str = "block_append"
     default_max_tokens: int = 512
+    min_accept_threshold: float = 0.0
+    max_accept_threshold: float = 1.0
+    max_request_post_edit_steps: int = 1024
+    max_request_penalty: float = 1000.0
+    max_trajectory_tokens: int = 8192
     max_n: int = 16
     max_prompts_per_request: int = 256
     trust_request_chat_template: bool = False
     api_key: tuple[str, ...] = ()
+    admin_api_key: tuple[str, ...] = ()
+    has_weight_routes: bool = True
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
     max_body_bytes: int = 0
-    request_timeout: float = 0.0
     disable_metrics: bool = False
     metrics_auth: bool = False
     metrics_port: int | None = None
@@ -88,18 +97,26 @@ class AppOptions:
         given = args.app_options() if args is not None else {}
         return cls(**{**given, **options})
 
+    @property
+    def decoding_bounds(self) -> dict[str, tuple[float, float]]:
+        """Least and largest value that a request may set, by name of `decoding`."""
+        return {
+            "accept_threshold": (self.min_accept_threshold, self.max_accept_threshold),
+            "max_post_edit_steps": (0, self.max_request_post_edit_steps),
+            "penalty_lambda": (0, self.max_request_penalty),
+        }
 
-def state_name(frontend: Any) -> str:
-    """The state of a frontend in lower case; one that has none is ready."""
-    state = getattr(frontend, "state", "ready")
-    return str(getattr(state, "value", state)).lower()
+
+def state_name(frontend: AppFrontend) -> str:
+    """The state of a frontend in lower case."""
+    return frontend.state.lower()
 
 
 @dataclass(slots=True)
 class AppContext:
     """What the routes of one application share."""
 
-    frontend: Any
+    frontend: AppFrontend
     options: AppOptions
     encoder: PromptEncoder
     live: LiveRequests
@@ -155,7 +172,7 @@ class AppContext:
     @property
     def retry_after_s(self) -> int:
         """Value of the header `Retry-After`."""
-        return max(1, int(getattr(self.frontend, "retry_after_s", 1) or 1))
+        return self.frontend.retry_after_s
 
     def check_accepting(self) -> None:
         """ApiError 503 while the server takes no requests."""
@@ -172,18 +189,16 @@ class AppContext:
 
     def check_can_run(self, commands: Sequence[ServingGenerate]) -> None:
         """ApiError 400 for more than the queue ever takes, which clients would repeat in vain."""
-        limits = getattr(self.frontend, "limits", None)
-        if limits is None:
-            return
-        most = limits.max_queue_size + int(self.info.get("max_num_reqs", 0))
-        if limits.max_queue_size > 0 and len(commands) > most:
+        limits = self.frontend.limits
+        most = limits.max_inflight(self.info)
+        if most is not None and len(commands) > most:
             raise ApiError(
                 400,
                 f"n: expected at most {most} choices of all prompts together (--max-queue-size"
                 f" and --max-num-reqs), got {len(commands)}",
                 param="n",
             )
-        wanted = sum(map(num_tokens, commands)) if limits.max_queued_tokens > 0 else 0
+        wanted = sum(command.size for command in commands) if limits.max_queued_tokens > 0 else 0
         if wanted > limits.max_queued_tokens:
             raise ApiError(
                 400,

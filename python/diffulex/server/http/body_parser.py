@@ -2,7 +2,7 @@
 """Program that parses the JSON body on its standard input: `body_parser.py LIMITS`.
 
 Parsing holds the interpreter for as long as it takes, and a few bytes of JSON make hundreds of
-bytes of objects, so a large body is parsed in a process of its own. Its result (`marshal`, on
+bytes of objects, so a large body is parsed in a separate process. Its result (`marshal`, on
 standard output) is one of
 
     ("document", value)               the body, within its limits
@@ -64,7 +64,7 @@ def find_excess(document: Mapping[str, Any], limits: Limits) -> tuple[str, str, 
 
 def _excess(value: Any, most: Mapping[str, int]) -> tuple[str, int, int] | None:
     kind = "chars" if isinstance(value, str) else "items" if isinstance(value, list) else None
-    # Whoever sends numbers means token ids.
+    # A list of numbers means token ids.
     if kind == "items" and "ids" in most and value and isinstance(value[0], (int, float)):
         kind = "ids"
     if kind is None or kind not in most or len(value) <= most[kind]:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from diffulex.server.args import ServerArgs
+    from diffulex.serving.frontend import FrontendManager
+    from diffulex.serving.replicas.frontend import ReplicaFrontend
+    from diffulex.serving.replicas.group import ReplicaGroup
     from diffulex.serving.supervisor import Supervisor
 
 __all__ = ["HttpServer"]
@@ -30,13 +33,19 @@ class HttpServer:
     Args:
         app: the application.
         args: the command line.
-        listener: bound already; closed by whoever opened it.
+        listener: bound already; closed by the caller.
         frontend: started before the first request and stopped after the last one.
     """
 
-    def __init__(self, app: Any, args: ServerArgs, listener: socket.socket, frontend: Any) -> None:
+    def __init__(
+        self,
+        app: Any,
+        args: ServerArgs,
+        listener: socket.socket,
+        frontend: FrontendManager | ReplicaFrontend,
+    ) -> None:
         self.exit_code = 0
-        self.supervisor: Supervisor | None = None
+        self.supervisor: Supervisor | ReplicaGroup | None = None
         self._args = args
         self._listener = listener
         self._frontend = frontend
@@ -98,12 +107,12 @@ class HttpServer:
         asyncio.get_running_loop().call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
-        begin = getattr(self._frontend, "begin_drain", None)
-        if begin is None or not self._uvicorn.started:
+        if not self._uvicorn.started:
             self._uvicorn.should_exit = True
             return
         logger.info("draining: %d requests in flight", self._frontend.num_inflight)
-        begin(self._args.drain_timeout).add_done_callback(self._drained)
+        drain = self._frontend.begin_drain(self._args.drain_timeout)
+        drain.add_done_callback(self._drained)
 
     def _drained(self, task: asyncio.Task[None]) -> None:
         self._uvicorn.should_exit = True

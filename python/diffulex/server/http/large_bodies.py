@@ -129,7 +129,7 @@ class LargeBodies:
 
 
 async def _run_parser(file: _File, limits: Mapping[str, Mapping[str, int]]) -> bytes:
-    """The output of the parser's process, which is killed if nobody waits for it any more."""
+    """The output of the parser's process, which is killed if the request that waits for it ends."""
     await asyncio.to_thread(_on_disk, file)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", str(Path(body_parser.__file__)), json.dumps(limits)),

@@ -47,7 +47,7 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 
 class _BodyTooLargeError(Exception):
-    """Raised into whoever reads the body."""
+    """Raised where the body is read."""
 
 
 class BodyLimit:
@@ -174,7 +174,8 @@ def _label(scope: Scope, path: str) -> str:
     make any number of them."""
     if path == "/ui" or path.startswith("/ui/"):
         return "/ui"
-    return str(getattr(scope.get("route"), "path", "other"))
+    route = scope.get("route")
+    return "other" if route is None else str(route.path)
 
 
 class Canonical:
@@ -234,10 +235,10 @@ class LocalOnly:
             return f"{route_path(scope)}: expected no page of another site, got one"
         if not self._hosts:
             return None
-        # HTTP/1.0 clients, which are no browsers, send none.
+        # HTTP/1.0 clients send none, and are not browsers.
         if host and not self._is_known(host):
             return f"Host: expected a name of this machine (--allowed-hosts), got {host!r}"
-        # Other schemes are those of programs, which are no pages of somebody else.
+        # Other schemes are those of programs; only pages of other sites are to be kept out.
         if origin is None or not origin.startswith(("http://", "https://")):
             return None
         if {origin, "*"} & set(self._origins) or self._is_known(origin.partition("://")[2]):
@@ -261,28 +262,51 @@ class LocalOnly:
 
 
 class ApiKeys:
-    """Answers 401 to requests without one of the keys, except on open paths."""
+    """Answers 401 to requests without one of the keys, except on open paths.
 
-    def __init__(self, app: ASGIApp, keys: Collection[str], open_paths: Collection[str]) -> None:
+    Args:
+        keys: of all paths; empty: they need none.
+        open_paths: need no key.
+        admin_keys: of all paths, and the only ones of `admin_paths`; empty: those are as the others.
+        admin_paths: see `admin_keys`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Collection[str],
+        open_paths: Collection[str],
+        admin_keys: Collection[str] = (),
+        admin_paths: Collection[str] = (),
+    ) -> None:
         self._app = app
+        self._admin_keys = [key.encode() for key in admin_keys]
         self._keys = [key.encode() for key in keys]
         self._open_paths = open_paths
+        self._admin_paths = admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
-        if scope["type"] != "http" or self._is_open(route_path(scope)):
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = route_path(scope)
+        is_admin = bool(self._admin_keys) and path.rstrip("/") in self._admin_paths
+        if self._is_open(path) or not (self._keys or is_admin):
             await self._app(scope, receive, send)
             return
         scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
         given = key.strip().encode("latin-1", "replace")
         # Every key is compared, and each in constant time, so that timing tells nothing.
-        matches = [hmac.compare_digest(given, known) for known in self._keys]
+        known_keys = self._admin_keys if is_admin else [*self._keys, *self._admin_keys]
+        matches = [hmac.compare_digest(given, known) for known in known_keys]
         if scheme.lower() == "bearer" and any(matches):
             await self._app(scope, receive, send)
             return
         # No part of it: it may be a right key with a slip.
         logger.warning("%s: refused %s", scope["path"], "a wrong key" if given else "no key")
-        message = "Authorization: expected Bearer with a known API key, got "
+        kind = "an admin key" if is_admin else "a known API key"
+        message = f"Authorization: expected Bearer with {kind}, got "
         failure = ApiError(401, message + ("another key" if given else "none"))
         await error_response(failure, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 

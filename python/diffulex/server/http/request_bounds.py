@@ -43,17 +43,14 @@ def requested_timeout_s(context: AppContext, request: Request) -> float | None:
             f"X-Request-Timeout: expected seconds > 0, got {header!r}",
             param="X-Request-Timeout",
         )
-    limit = context.options.request_timeout
+    limit = context.frontend.limits.request_timeout_s
     return min(seconds, limit) if limit > 0 else seconds
 
 
 def check_queue(context: AppContext) -> None:
     """ApiError 429 while as many requests are encoded or run as the server takes."""
-    limits = getattr(context.frontend, "limits", None)
-    if limits is None or limits.max_queue_size <= 0:
-        return
-    most = limits.max_queue_size + int(context.info.get("max_num_reqs", 0))
-    if getattr(context.frontend, "num_inflight", 0) + context.num_encoding >= most:
+    most = context.frontend.limits.max_inflight(context.info)
+    if most is not None and context.frontend.num_inflight + context.num_encoding >= most:
         raise ApiError(
             429, f"expected at most {most} requests in flight", retry_after_s=context.retry_after_s
         )
@@ -87,9 +84,9 @@ async def run_in_time(
     Raises:
         ApiError: 503 or 504, the time is up.
     """
-    limits = getattr(context.frontend, "limits", None)
-    queue_s = 0.0 if limits is None else limits.queue_timeout_s
-    total_s = requested_timeout_s(context, request) or context.options.request_timeout
+    limits = context.frontend.limits
+    queue_s = limits.queue_timeout_s
+    total_s = requested_timeout_s(context, request) or limits.request_timeout_s
     late = ApiError(504, "request: not complete in time", code="request_timeout")
     if queue_s > 0 and not 0 < total_s < queue_s:
         late = ApiError(503, "request: not scheduled in time", code="queue_timeout")

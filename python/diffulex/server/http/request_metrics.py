@@ -20,6 +20,7 @@ from diffulex.server.http.app_options import state_name
 from diffulex.wire.finish_reasons import openai_finish_reason
 
 if TYPE_CHECKING:
+    from diffulex.server.http.app_frontend import AppFrontend
     from diffulex.server.http.request_record import RequestRecord
     from diffulex.wire.protocol import ServingReply
 
@@ -47,11 +48,18 @@ _BACKEND_HELP = {
     "prefix_cache_queries_total": "Pages looked up in the prefix cache.",
     "prefix_cache_hits_total": "Pages found in the prefix cache.",
     "preemptions_total": "Requests that lost their pages for others.",
+    "replica_state": "1 for the state in which a replica is.",
+    "replica_restarts_total": "Starts of a replica after its first.",
+    "router_requests_total": "Requests sent to a replica.",
+    "router_hit_tokens_total": "Prompt tokens that were cached where the router sent them.",
+    "requests_retried_total": "Requests that started again because their replica was lost.",
+    "requests_lost_total": "Requests that ended because their replica was lost.",
+    "parallel_info": "Sizes of the groups of devices, as labels.",
 }
 
 
 class RequestMetrics:
-    """The metrics of one application, with a registry of their own.
+    """The metrics of one application, in a separate registry.
 
     Args:
         model_name: label of every metric.
@@ -63,7 +71,7 @@ class RequestMetrics:
     def __init__(
         self,
         model_name: str,
-        frontend: Any,
+        frontend: AppFrontend,
         live: Sized = (),
         num_encoding: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -100,9 +108,7 @@ class RequestMetrics:
             )
         }
         self.registry.register(_BackendCollector(model_name, frontend, live, num_encoding))
-        # Called by the frontend when a request ends without an answer.
-        if hasattr(frontend, "on_abort"):
-            frontend.on_abort = self.observe_abort
+        frontend.on_abort = self.observe_abort
 
     def text(self) -> bytes:
         """The text format of Prometheus."""
@@ -164,7 +170,7 @@ class _BackendCollector(Collector):
     """Reads the newest heartbeat of the frontend at each scrape."""
 
     def __init__(
-        self, model_name: str, frontend: Any, live: Sized, num_encoding: Callable[[], int]
+        self, model_name: str, frontend: AppFrontend, live: Sized, num_encoding: Callable[[], int]
     ) -> None:
         self._model = model_name
         self._frontend = frontend
@@ -175,9 +181,9 @@ class _BackendCollector(Collector):
         """The metrics of the backend."""
         frontend = self._frontend
         # A backend that finishes its last requests is up, although no new ones are accepted.
-        is_up = getattr(frontend, "is_healthy", True) or state_name(frontend) == "draining"
-        yield self._gauge("backend_up", "Whether the backend serves.", [({}, float(bool(is_up)))])
-        age = getattr(frontend, "heartbeat_age_s", None)
+        is_up = frontend.is_healthy or state_name(frontend) == "draining"
+        yield self._gauge("backend_up", "Whether the backend serves.", [({}, float(is_up))])
+        age = frontend.heartbeat_age_s
         if age is not None:
             text = "Age of the newest heartbeat."
             yield self._gauge("backend_heartbeat_age_seconds", text, [({}, age)])
@@ -185,24 +191,23 @@ class _BackendCollector(Collector):
         yield self._gauge("requests_live", text, [({}, len(self._live))])
         text = "Requests whose body is parsed or whose prompt is encoded."
         yield self._gauge("requests_encoding", text, [({}, self._num_encoding())])
-        tracked = getattr(frontend, "num_inflight", None)
-        if tracked is not None:
-            text = "Requests the frontend waits for."
-            yield self._gauge("requests_tracked", text, [({}, tracked)])
-        counters = getattr(frontend, "counters", None) or {}
+        text = "Requests the frontend waits for."
+        yield self._gauge("requests_tracked", text, [({}, frontend.num_inflight)])
         for name, text in (
-            ("events_dropped", "Events of the backend that nobody waited for or could read."),
+            ("events_dropped", "Events that had no reader any more, or could not be read."),
             ("snapshots_coalesced", "Snapshots merged for slow clients."),
         ):
-            yield self._counter(f"{name}_total", text, [({}, float(counters.get(name, 0)))])
-        stats = getattr(frontend, "stats", None) or {}
+            yield self._counter(
+                f"{name}_total", text, [({}, float(frontend.counters.get(name, 0)))]
+            )
+        stats = frontend.stats
         for name, value in (stats.get("gauges") or {}).items():
             yield self._gauge(name, _help(name), _samples(value))
         for name, value in (stats.get("counters") or {}).items():
             yield self._counter(name, _help(name), _samples(value))
         for name, series in (stats.get("histograms") or {}).items():
             yield self._histogram(name, series)
-        yield self._info(getattr(frontend, "info", None) or {})
+        yield self._info(frontend.info)
 
     def _gauge(self, name: str, text: str, samples: list[Any]) -> Metric:
         return self._fill(GaugeMetricFamily, name, text, samples)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from diffulex.log import get_logger
+from diffulex.log import get_logger, log_prompt
 from diffulex.server.openai.usage import num_prompt_tokens, usage_of
 from diffulex.wire.protocol import ServingReply
 
@@ -50,15 +50,14 @@ class RequestRecord:
         return time.monotonic() - self.started
 
     def log(self, detail: str) -> None:
-        """Writes the line of a generating request: `summary`, or `full` with the prompt."""
+        """Writes the line of a generating request; `full`: and its prompt, as far as that is allowed."""
         if self.rid is None or detail == "none":
             return
         fields = self._fields()
         line = " ".join(f"{key}={value}" for key, value in fields.items())
+        logger.info("%s", line, extra=fields)
         if detail == "full":
-            logger.info("%s prompt=%r", line, self.prompt, extra=fields)
-        else:
-            logger.info("%s", line, extra=fields)
+            log_prompt(logger, f"rid={self.rid}", lambda: self.prompt)
 
     def _fields(self) -> dict[str, Any]:
         usage = _usage(self.replies, self.generation)

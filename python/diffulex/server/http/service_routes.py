@@ -14,7 +14,7 @@ from diffulex.server.http.api_errors import ApiError, api_error_of
 from diffulex.server.http.app_options import STATE_CODES, state_name
 from diffulex.server.http.json_response import JSONBody
 from diffulex.server.http.large_bodies import BodyRoute
-from diffulex.server.openai.request_schema import AbortRequest, ProfileRequest
+from diffulex.server.openai.request_schema import AbortRequest, ProfileRequest, WeightsRequest
 from diffulex.server.openai.response_schema import (
     AbortResponse,
     ModelCard,
@@ -27,13 +27,20 @@ from diffulex.server.openai.responses_format import RESPONSE_PREFIX
 from diffulex.serving.frontend import OperationFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from diffulex.server.http.app_options import AppContext
+    from diffulex.wire.messages import ControlAction
 
-__all__ = ["ADMIN_PATHS", "package_version", "service_router"]
+__all__ = ["ADMIN_PATHS", "WEIGHT_PATHS", "package_version", "service_router"]
 
+#: Routes that stop the server's work or change what it answers.
+WEIGHT_PATHS = ("/pause", "/resume", "/update_weights", "/load_lora", "/unload_lora")
 #: Routes for operators.
-ADMIN_PATHS = ("/abort", "/flush_cache", "/start_profile", "/stop_profile")
+ADMIN_PATHS = ("/abort", "/flush_cache", "/start_profile", "/stop_profile", *WEIGHT_PATHS)
 
+#: Keys of `/v1/models` that say how many devices serve.
+_SIZES = ("world_size", "tensor_parallel_size", "data_parallel_size")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 #: Prefixes of the ids that clients see.
 _ID_PREFIXES = ("chatcmpl-", "cmpl-", RESPONSE_PREFIX)
@@ -71,6 +78,7 @@ class _ServiceRoutes:
             "owned_by": "diffulex",
             "root": self._context.root,
             "max_model_len": self._context.info.get("max_model_len"),
+            **{name: self._context.info.get(name, 1) for name in _SIZES},
         }
 
     async def server_info(self) -> Response:
@@ -79,8 +87,7 @@ class _ServiceRoutes:
 
     async def get_server_info(self) -> Response:
         """Answers `/get_server_info`, the name that scripts for other servers know."""
-        stats = getattr(self._context.frontend, "stats", None) or {}
-        speed = float(stats.get("last_gen_throughput") or 0.0)
+        speed = float(self._context.frontend.stats.get("last_gen_throughput") or 0.0)
         return JSONBody(self._describe() | {"internal_states": [{"last_gen_throughput": speed}]})
 
     def _describe(self) -> dict[str, Any]:
@@ -106,18 +113,20 @@ class _ServiceRoutes:
 
     # Health.
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         """Answers `/health` and `/ready`: whether requests are served."""
         context = self._context
-        state = state_name(context.frontend)
-        is_healthy = getattr(context.frontend, "is_healthy", state == "ready")
-        if is_healthy:
-            return JSONBody({"status": "ready"})
+        degraded = list(context.frontend.degraded)
+        wants_all = request.query_params.get("all") == "1"
+        if context.frontend.is_healthy and not (degraded and wants_all):
+            return JSONBody({"status": "ready"} | ({"degraded": degraded} if degraded else {}))
+        state = "degraded" if context.frontend.is_healthy else state_name(context.frontend)
         failure = ApiError(
             503, f"server: expected the state ready, got {state}", code=STATE_CODES.get(state)
         )
         headers = {"Retry-After": str(context.retry_after_s)}
-        return JSONBody(failure.body() | {"status": state}, status_code=503, headers=headers)
+        body = failure.body() | {"status": state} | ({"degraded": degraded} if degraded else {})
+        return JSONBody(body, status_code=503, headers=headers)
 
     async def live(self) -> Response:
         """Answers `/health/live`: the HTTP process runs."""
@@ -143,7 +152,7 @@ class _ServiceRoutes:
 
     async def flush_cache(self) -> Response:
         """Answers `/flush_cache`."""
-        data = await self._operate("flush_cache")
+        data = await self._operate("flush_cache", self._context.frontend.flush_cache())
         return JSONBody({"status": "ok", **data})
 
     async def start_profile(
@@ -153,27 +162,56 @@ class _ServiceRoutes:
     ) -> Response:
         """Answers `/start_profile`."""
         prefix = None if payload is None else payload.profile_prefix
-        data = await self._operate("start_profile", prefix)
+        work = self._context.frontend.start_profile(prefix)
+        data = await self._operate("start_profile", work)
         return JSONBody({"status": "ok", **data})
 
     async def stop_profile(self) -> Response:
         """Answers `/stop_profile`."""
-        data = await self._operate("stop_profile")
+        data = await self._operate("stop_profile", self._context.frontend.stop_profile())
         return JSONBody({"status": "ok", **data})
 
-    async def _operate(self, name: str, *arguments: Any) -> dict[str, Any]:
-        """Calls an operation of the frontend: 503 without one, 409 when the engine refuses."""
-        operation = getattr(self._context.frontend, name, None)
-        if operation is None:
-            raise ApiError(503, f"{name}: expected a frontend that can, got one that cannot")
+    async def pause(self) -> Response:
+        """Answers `/pause`: requests keep their place and wait."""
+        return await self._control("pause")
+
+    async def resume(self) -> Response:
+        """Answers `/resume`."""
+        return await self._control("resume")
+
+    async def update_weights(self, payload: WeightsRequest) -> Response:
+        """Answers `/update_weights`: reads a checkpoint into the model that serves."""
+        return await self._control("update_weights", payload.path)
+
+    async def load_lora(self, payload: WeightsRequest) -> Response:
+        """Answers `/load_lora`: merges an adapter into the weights."""
+        return await self._control("load_lora", payload.path)
+
+    async def unload_lora(self) -> Response:
+        """Answers `/unload_lora`."""
+        return await self._control("unload_lora")
+
+    async def no_weights(self, request: Request) -> Response:
+        """Answers the routes of weights where everybody could call them."""
+        raise ApiError(
+            404,
+            f"{request.url.path}: expected --admin-api-key, --api-key or a loopback --host,"
+            " got a server that is open to everybody",
+        )
+
+    async def _control(self, action: ControlAction, path: str | None = None) -> Response:
+        data = await self._operate(action, self._context.frontend.control(action, path))
+        return JSONBody({"status": "ok", **data})
+
+    async def _operate(self, name: str, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+        """What an operation of the frontend answers: 409 when the engine refuses."""
         try:
-            data = await operation(*arguments)
+            return await work
         except OperationFailed as error:
             raise ApiError(409, f"{name}: {error}") from error
         except RuntimeError as error:
             self._context.check_accepting()
             raise api_error_of(error, retry_after_s=self._context.retry_after_s) from error
-        return data if isinstance(data, dict) else {}
 
 
 def package_version() -> str:
@@ -223,4 +261,12 @@ def service_router(context: AppContext) -> APIRouter:
         add("/flush_cache", routes.flush_cache, StatusResponse, "admin", *statuses, **post)
         add("/start_profile", routes.start_profile, StatusResponse, "admin", *statuses, **post)
         add("/stop_profile", routes.stop_profile, StatusResponse, "admin", *statuses, **post)
+        for path in WEIGHT_PATHS:
+            if options.has_weight_routes:
+                route = getattr(routes, path[1:])
+                add(path, route, StatusResponse, "admin", *statuses, **post)
+            else:
+                router.add_api_route(
+                    path, routes.no_weights, include_in_schema=False, methods=["POST"]
+                )
     return router

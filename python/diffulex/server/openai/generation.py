@@ -17,7 +17,7 @@ from collections.abc import (
 )
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diffulex.config.sampling_params import SamplingParams, choice_seed
 from diffulex.log import get_logger
@@ -26,6 +26,7 @@ from diffulex.server.http.disconnect import ClientLeftError
 from diffulex.server.openai.usage import num_prompt_tokens
 from diffulex.serving.frontend import ClientDisconnected
 from diffulex.wire.protocol import (
+    RequestOptions,
     ServingError,
     ServingEvent,
     ServingGenerate,
@@ -33,6 +34,9 @@ from diffulex.wire.protocol import (
     ServingReply,
     StreamMode,
 )
+
+if TYPE_CHECKING:
+    from diffulex.server.http.app_frontend import AppFrontend
 
 __all__ = ["EventMerger", "Generation", "IndexedEvent", "LiveRequests"]
 
@@ -78,7 +82,7 @@ class Generation:
         user: str | None,
         created_time: float,
         strict_max_tokens: bool,
-        denoise_detail: bool,
+        options: RequestOptions,
         timeout_s: float | None,
         info: Mapping[str, Any],
         has_tokens: bool = True,
@@ -87,6 +91,7 @@ class Generation:
 
         Args:
             stream_mode: None for an answer in one piece.
+            options: what the commands pass on as it is.
             info: what the backend said about itself.
         """
         is_fixed = params.temperature == 0
@@ -107,7 +112,7 @@ class Generation:
                 user=user,
                 created_time=created_time,
                 strict_max_tokens=strict_max_tokens,
-                denoise_detail=denoise_detail,
+                **vars(options),
             )
             for index, prompt in enumerate(inputs)
             for choice in range(per_prompt)
@@ -123,7 +128,9 @@ class Generation:
         """The choices that the answer to a command is delivered as."""
         return range(index * self.num_copies, (index + 1) * self.num_copies)
 
-    async def collect(self, frontend: Any, is_disconnected: IsDisconnected) -> list[ServingReply]:
+    async def collect(
+        self, frontend: AppFrontend, is_disconnected: IsDisconnected
+    ) -> list[ServingReply]:
         """The answers to all commands; the first failure ends the others.
 
         Raises:
@@ -145,7 +152,7 @@ class Generation:
 
         return await _all_or_none([answer(command) for command in self.commands])
 
-    def open_streams(self, frontend: Any, is_disconnected: IsDisconnected) -> EventMerger:
+    def open_streams(self, frontend: AppFrontend, is_disconnected: IsDisconnected) -> EventMerger:
         """The events of all commands."""
         keywords = self._keywords(is_disconnected)
         open_stream = frontend.generate_stream if self.has_tokens else _empty_stream
@@ -174,10 +181,10 @@ async def _empty_stream(command: ServingGenerate, **_: Any) -> AsyncIterator[Ser
     yield _empty_reply(command)
 
 
-def _failure(error: RuntimeError, frontend: Any) -> Exception:
+def _failure(error: RuntimeError, frontend: AppFrontend) -> Exception:
     if isinstance(error, ClientDisconnected):
         return ClientLeftError(str(error))
-    return api_error_of(error, retry_after_s=getattr(frontend, "retry_after_s", 1))
+    return api_error_of(error, retry_after_s=frontend.retry_after_s)
 
 
 async def _all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -200,7 +207,10 @@ class EventMerger:
     """
 
     def __init__(
-        self, streams: Sequence[AsyncIterator[ServingEvent]], rids: Sequence[str], frontend: Any
+        self,
+        streams: Sequence[AsyncIterator[ServingEvent]],
+        rids: Sequence[str],
+        frontend: AppFrontend,
     ) -> None:
         self._queue: asyncio.Queue[IndexedEvent | None] = asyncio.Queue(maxsize=len(streams))
         self._num_open = len(streams)
@@ -289,7 +299,7 @@ def _event_of(rid: str, failure: ApiError) -> ServingError:
 class LiveRequests:
     """HTTP requests in progress, by their id."""
 
-    def __init__(self, frontend: Any) -> None:
+    def __init__(self, frontend: AppFrontend) -> None:
         self._frontend = frontend
         self._commands: dict[str, tuple[str, ...]] = {}
         #: Every id of theirs: that of the HTTP request and those of its commands.
@@ -314,8 +324,7 @@ class LiveRequests:
         self._names.update(names)
 
     def _check_unused(self, name: str) -> None:
-        has_request = getattr(self._frontend, "has_request", None)
-        if name in self._names or (has_request is not None and has_request(name)):
+        if name in self._names or self._frontend.has_request(name):
             raise ApiError(
                 409,
                 f"request_id: expected one that is not in use, got {name!r}",
@@ -328,10 +337,7 @@ class LiveRequests:
 
     async def abort(self, rid: str) -> bool:
         """Ends a request, or one choice of it; whether it was in progress."""
-        abort = getattr(self._frontend, "abort_request", None)
-        if abort is None:
-            raise ApiError(503, "abort: expected a frontend that can abort, got one that cannot")
-        is_known = rid in self._commands
+        is_known, abort = rid in self._commands, self._frontend.abort_request
         results = [await abort(name) for name in self._commands.get(rid, (rid,))]
         # A frontend that says nothing has aborted what this application knows to be in progress.
         return any(is_known if result is None else bool(result) for result in results)

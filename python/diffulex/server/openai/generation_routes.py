@@ -23,13 +23,17 @@ from diffulex.server.http.sse import DONE, PING, EventStream, sse
 from diffulex.server.openai.generation import EventMerger, Generation
 from diffulex.server.openai.openai_format import OpenAIFrames, OpenAIRoute, openai_response
 from diffulex.server.openai.prompt_encoder import SHORT_TEXT, ChatOptions, num_chars
+from diffulex.server.openai.request_params import (
+    GeneratingRequest,
+    request_options,
+    sampling_params_from_request,
+)
 from diffulex.server.openai.request_schema import (
     REQUEST_ID,
     ChatCompletionRequest,
+    ChatMessage,
     CompletionRequest,
     GenerateRequest,
-    SamplingFields,
-    sampling_params_from_request,
 )
 from diffulex.server.openai.response_schema import (
     ChatCompletionResponse,
@@ -62,7 +66,7 @@ _RID = re.compile(REQUEST_ID)
 _FEW_ENCODED = 8
 # A stream without comments is given so long to fail with a status.
 _FIRST_EVENT_S = 15.0
-# The engine's side measures the server's own limit from when it hears of a request.
+# The frontend measures the server's own limit from when it gets a request.
 _LONG_ENCODING_S = 0.5
 
 
@@ -169,7 +173,7 @@ class _GenerationRoutes:
             self._check_echo(payload)
         # The engine's parameters have no form of it.
         limit_of = {"max_tokens": 1} if payload.is_echo_only else {}
-        params = sampling_params_from_request(payload.model_copy(update=limit_of))
+        params = self._params(payload.model_copy(update=limit_of))
 
         async def prepare() -> Sequence[ServingInput]:
             prompts = []
@@ -246,21 +250,28 @@ class _GenerationRoutes:
 
     async def _echoes(self, payload: Any, num_choices: int) -> list[str]:
         """The text in front of each choice."""
-        if not getattr(payload, "echo", False):
+        if not isinstance(payload, CompletionRequest) or not payload.echo:
             return []
         encoder = self._context.encoder
-        texts = []
+        texts: list[str] = []
         for item in payload.prompt:
-            text = item
-            if not isinstance(item, str):
-                decode = encoder.tokenizer.decode
-                text = await encoder.run(decode, item, payload.skip_special_tokens)
-            texts.append(text)
+            if isinstance(item, str):
+                texts.append(item)
+            else:
+                decode = encoder.known_tokenizer.decode
+                texts.append(await encoder.run(decode, item, payload.skip_special_tokens))
         return [text for text in texts for _ in range(num_choices)]
 
-    def _params(self, payload: SamplingFields) -> SamplingParams:
-        limit = self._context.options.default_max_tokens
-        return sampling_params_from_request(payload, default_max_tokens=limit)
+    def _params(self, payload: GeneratingRequest) -> SamplingParams:
+        options = self._context.options
+        # Completions have their own, which is that of OpenAI.
+        is_completion = isinstance(payload, CompletionRequest)
+        return sampling_params_from_request(
+            payload,
+            default_max_tokens=None if is_completion else options.default_max_tokens,
+            bounds=options.decoding_bounds,
+            max_trajectory_tokens=options.max_trajectory_tokens,
+        )
 
     async def _openai(
         self,
@@ -317,7 +328,7 @@ class _GenerationRoutes:
     async def _prepare(
         self,
         request: Request,
-        payload: SamplingFields,
+        payload: GeneratingRequest,
         params: SamplingParams,
         prepare: Callable[[], Any],
         mode: StreamMode | None,
@@ -331,13 +342,15 @@ class _GenerationRoutes:
         rid = self._request_id(request, payload)
         context.live.claim(rid)
         record.rid = rid
-        fields = ("prompt", "messages")  # the Responses API has no use for the first
-        record.prompt = next(filter(None, (getattr(payload, name, None) for name in fields)), None)
+        if isinstance(payload, (GenerateRequest, CompletionRequest)):
+            record.prompt = payload.prompt
+        else:
+            record.prompt = payload.messages
         try:
             with context.encoder.counted():
                 inputs = await self._encode(request, payload, prepare)
             if timeout_s is None and record.elapsed_s > _LONG_ENCODING_S:
-                timeout_s = context.options.request_timeout or None
+                timeout_s = context.frontend.limits.request_timeout_s or None
             if timeout_s is not None:
                 timeout_s = max(0.001, timeout_s - record.elapsed_s)
             generation = Generation.expand(
@@ -349,10 +362,10 @@ class _GenerationRoutes:
                 user=payload.user,
                 created_time=time.time(),
                 strict_max_tokens=strict_max_tokens,
-                denoise_detail=payload.denoise_detail,
+                options=request_options(payload),
                 timeout_s=timeout_s,
                 info=context.info,
-                has_tokens=not getattr(payload, "is_echo_only", False),
+                has_tokens=not payload.is_echo_only,
             )
             context.check_can_run(generation.commands)
             context.live.start(generation)
@@ -363,19 +376,20 @@ class _GenerationRoutes:
         return generation
 
     async def _encode(
-        self, request: Request, payload: SamplingFields, prepare: Callable[[], Any]
+        self, request: Request, payload: GeneratingRequest, prepare: Callable[[], Any]
     ) -> Sequence[ServingInput]:
         """The inputs of a request. What may take long ends with its client and with its time."""
         encoder = self._context.encoder
-        names = ("chat_template", "chat_template_kwargs")
-        template = [getattr(payload, name, None) for name in names]
+        template = None
+        if isinstance(payload, (ChatCompletionRequest, ResponsesRequest)):
+            template = [payload.chat_template, payload.chat_template_kwargs]
         size = _num_chars(record_of(request.scope).prompt) + num_chars(template)
         is_brief = encoder.num_open <= _FEW_ENCODED and size <= SHORT_TEXT
         work = prepare() if is_brief else run_bounded(self._context, request, prepare)
         inputs: Sequence[ServingInput] = await work
         return inputs
 
-    def _request_id(self, request: Request, payload: SamplingFields) -> str:
+    def _request_id(self, request: Request, payload: GeneratingRequest) -> str:
         given = payload.request_id
         if given is None:
             # A header comes with many proxies and clients: one of another form is not an error.
@@ -484,7 +498,9 @@ def _num_chars(prompt: Any) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt[:1]):
-        return sum(_num_chars(getattr(item, "content", item)) for item in prompt)
+        return sum(
+            _num_chars(item.content if isinstance(item, ChatMessage) else item) for item in prompt
+        )
     return 0
 
 

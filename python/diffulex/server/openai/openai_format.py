@@ -126,6 +126,7 @@ class OpenAIRoute:
         frame = event.to_dict() | self.head(_DENOISE[self.kind]) | {"choices": []}
         if isinstance(event, ServingReply):
             frame["event"] = "final"
+            frame.pop("trajectory", None)  # it is in the choice
         if index is not None:
             frame["index"] = index
         return frame
@@ -150,6 +151,8 @@ def choice_details(reply: ServingReply) -> Json:
         value = getattr(reply, name)
         if value is not None:
             details[name] = value
+    if reply.trajectory is not None:
+        details["trajectory"] = reply.trajectory
     return details
 
 

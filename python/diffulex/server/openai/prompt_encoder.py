@@ -5,7 +5,7 @@ With a tokenizer on the frontend the command carries token ids, checked against 
 model; without one it carries the text or the messages, and the backend does the same.
 
 A text that cannot fit is not encoded: its length tells, or else the tokens of its pieces, which are
-counted until they are too many. Long texts have threads of their own, where the pieces of several
+counted until they are too many. Long texts have separate threads, where the pieces of several
 take turns, so that a short one never waits for them.
 """
 
@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diffulex.checkpoint.tokenizer import RENDERER_ARGUMENTS
 from diffulex.config.sampling_params import SamplingParams
@@ -24,6 +24,9 @@ from diffulex.server.http.api_errors import ApiError
 from diffulex.server.openai.request_schema import MAX_DECODED, TEMPLATE_FIELDS
 from diffulex.serving.admission import AdmissionError, AdmissionLimits, prompt_too_long
 from diffulex.wire.protocol import ChatInput, PromptInput, ServingInput
+
+if TYPE_CHECKING:
+    from diffulex.server.http.app_frontend import AppFrontend, AppTokenizer
 
 __all__ = ["ChatOptions", "PromptEncoder", "num_chars"]
 
@@ -112,7 +115,7 @@ class PromptEncoder:
         frontend: where the tokenizer and the facts about the model are looked up.
     """
 
-    def __init__(self, frontend: Any) -> None:
+    def __init__(self, frontend: AppFrontend) -> None:
         self._frontend = frontend
         self._short: ThreadPoolExecutor | None = None
         self._long: ThreadPoolExecutor | None = None
@@ -129,22 +132,30 @@ class PromptEncoder:
         self._short = self._long = None
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> AppTokenizer | None:
         """The tokenizer of the frontend, or None."""
-        return getattr(self._frontend, "tokenizer", None)
+        return self._frontend.tokenizer
+
+    @property
+    def known_tokenizer(self) -> AppTokenizer:
+        """The tokenizer, for callers that know that there is one."""
+        assert self.tokenizer is not None
+        return self.tokenizer
 
     @property
     def info(self) -> Mapping[str, Any]:
         """What the backend said about itself; empty before it is ready."""
-        return getattr(self._frontend, "info", None) or {}
+        return self._frontend.info
 
     @property
     def max_chars(self) -> int | None:
         """The most characters that a text of `max_model_len` tokens may have, since no token has
         more than `max_token_chars`; None where one of them is not known."""
-        longest = self.info.get("max_model_len")
-        per_token = getattr(self.tokenizer, "max_token_chars", None)
-        return None if longest is None or per_token is None else int(longest * per_token)
+        longest, tokenizer = self.info.get("max_model_len"), self.tokenizer
+        if longest is None or tokenizer is None:
+            return None
+        per_token = tokenizer.max_token_chars
+        return None if per_token is None else int(longest * per_token)
 
     @property
     def max_listed(self) -> int:
@@ -206,8 +217,7 @@ class PromptEncoder:
         plain = [dict(message) for message in messages]
         # Without a template the backend has a plain rendering.
         has_template = self.tokenizer is not None and (
-            getattr(self.tokenizer, "has_chat_template", True)
-            or "chat_template" in options.variables
+            self.tokenizer.has_chat_template or "chat_template" in options.variables
         )
         if not has_template:
             if options.variables:
@@ -234,7 +244,7 @@ class PromptEncoder:
         """
         self._check_chars(len(text))
         await self._check_pieces(text, is_prompt)
-        encode = self.tokenizer.encode
+        encode = self.known_tokenizer.encode
         ids = await self.run(encode, text, add_special_tokens=add_special_tokens, size=len(text))
         if not is_prompt and len(ids) > self.max_listed:
             raise self._too_many(len(ids), is_prompt)
@@ -248,7 +258,7 @@ class PromptEncoder:
         is_prompt: bool = True,
     ) -> list[int]:
         """Token ids of a conversation; `is_prompt` and errors as for `encode_text`."""
-        tokenizer = self.tokenizer
+        tokenizer = self.known_tokenizer
 
         def encode() -> str | list[int]:
             text: str = tokenizer.render_chat(messages, **options.variables)
@@ -265,9 +275,9 @@ class PromptEncoder:
         return found
 
     def _check_chars(self, num_chars: int) -> None:
-        most = self.max_chars
-        if most is not None and num_chars > most:
-            num_tokens = -(-num_chars // self.tokenizer.max_token_chars)
+        most, per_token = self.max_chars, self.known_tokenizer.max_token_chars
+        if most is not None and per_token is not None and num_chars > most:
+            num_tokens = -(-num_chars // per_token)
             raise _refused(prompt_too_long(self.info["max_model_len"], f"at least {num_tokens}"))
 
     def _too_many(self, num_tokens: int, is_prompt: bool) -> ApiError:
@@ -286,7 +296,7 @@ class PromptEncoder:
         longest = self.info.get("max_model_len") if is_prompt else self.max_listed
         if longest is None or len(text) <= max(SHORT_TEXT, longest * _USUAL_CHARS_PER_TOKEN):
             return
-        encode, num_tokens = self.tokenizer.encode, 0
+        encode, num_tokens = self.known_tokenizer.encode, 0
         for start in range(0, len(text), _PIECE_CHARS):
             piece = text[start : start + _PIECE_CHARS]
             ids = await self.run(encode, piece, add_special_tokens=False, size=len(text))

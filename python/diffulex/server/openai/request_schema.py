@@ -7,8 +7,10 @@ schema that clients see is as narrow as the checks, where JSON schema can say it
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Annotated, Any, Literal
+import typing
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import (
     BaseModel,
@@ -18,24 +20,29 @@ from pydantic import (
     PlainValidator,
     StrictBool,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 
 from diffulex.checkpoint.tokenizer import RENDERER_ARGUMENTS
-from diffulex.config.sampling_params import MAX_STOPS, SamplingParams, decoding_arguments
-from diffulex.server.http.api_errors import ApiError, shown
+from diffulex.config.sampling_params import DECODING_FIELDS, MAX_STOPS, TRAJECTORY_LEVELS
+from diffulex.server.http.api_errors import shown
+from diffulex.wire.protocol import RequestOptions
 
 __all__ = [
     "MAX_DECODED",
     "MAX_MESSAGES",
     "REQUEST_ID",
     "TEMPLATE_FIELDS",
+    "TOOL_CHOICES",
+    "UNUSED_TOOLS",
     "AbortRequest",
     "ChatCompletionRequest",
     "ChatMessage",
     "CompletionRequest",
-    "DetokenizeRequest",
+    "Decoding",
     "GenerateRequest",
+    "Ids",
     "NumTop",
     "Positive",
     "ProfileRequest",
@@ -47,7 +54,7 @@ __all__ = [
     "TokenizeRequest",
     "as_text",
     "only",
-    "sampling_params_from_request",
+    "option_fields",
 ]
 
 #: Most messages of a conversation.
@@ -62,8 +69,6 @@ _RESERVED = (*TEMPLATE_FIELDS, *RENDERER_ARGUMENTS)
 MAX_DECODED = 1 << 16
 _MAX_IDS, _MAX_PROMPTS = 1 << 22, 1 << 16
 _INT31 = 2**31 - 1
-#: A temperature below it is greedy.
-_LEAST_TEMPERATURE = 1e-5
 #: The engine divides by it in 32 bits.
 _LARGEST_TEMPERATURE = 3.4e38
 #: Numbers beyond it count as infinite.
@@ -132,6 +137,13 @@ def _ids(value: Any) -> list[int]:
     return list(map(int, value))
 
 
+def _template(value: Any) -> list[int | None]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"expected a list of token ids and nulls, got {shown(value)}")
+    fixed = iter(_ids([item for item in value if item is not None]))
+    return [None if item is None else next(fixed) for item in value]
+
+
 def _prompt(value: Any) -> str | list[int]:
     if isinstance(value, str):
         return as_text(value)
@@ -165,7 +177,19 @@ def _stop(value: Any) -> list[str]:
     return [as_text(text) for text in texts]
 
 
+def _trajectory_level(value: Any) -> str | bool | None:
+    if value is None or isinstance(value, bool) or value in TRAJECTORY_LEVELS:
+        return value  # type: ignore[no-any-return]
+    levels = ", ".join(TRAJECTORY_LEVELS)
+    raise ValueError(f"expected {levels}, true or false, got {shown(value)}")
+
+
 Ids = Annotated[list[int], PlainValidator(_ids), WithJsonSchema({**_IDS_SCHEMA, "minItems": 0})]
+Template = Annotated[
+    list[int | None],
+    PlainValidator(_template),
+    WithJsonSchema({**_IDS_SCHEMA, "items": {"anyOf": [_ID_SCHEMA, {"type": "null"}]}}),
+]
 Prompt = Annotated[
     str | list[int],
     PlainValidator(_prompt),
@@ -199,6 +223,11 @@ Stop = Annotated[
         }
     ),
 ]
+TrajectoryLevel = Annotated[
+    str | bool | None,
+    PlainValidator(_trajectory_level),
+    WithJsonSchema({"enum": [*TRAJECTORY_LEVELS, True, False, None]}),
+]
 RequestId = Annotated[Text, WithJsonSchema({"type": "string", "pattern": f"^{REQUEST_ID}$"})]
 TemplateVariables = Annotated[
     dict[str, Any],
@@ -211,19 +240,55 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-class Decoding(BaseModel):
-    """Thresholds of the decoding rule for one request."""
+def _decoding_fields() -> dict[str, Any]:
+    """Fields of bodies for what a request may set of the decoding rule."""
+    found = {}
+    for name, limits in DECODING_FIELDS.items():
+        kind = _INTEGRAL if limits.kind is int else _NUMERIC
+        bounded = Annotated[limits.kind, Field(ge=0, le=limits.high), kind]  # type: ignore[name-defined]
+        found[name] = (Union[bounded, None], None)  # noqa: UP007
+    return found
+
+
+if TYPE_CHECKING:
+    _DecodingFields = BaseModel
+else:
+    _DecodingFields = create_model("_DecodingFields", __base__=BaseModel, **_decoding_fields())
+
+
+class Decoding(_DecodingFields):
+    """Settings of the decoding rule for one request."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
 
-    accept_threshold: Unit | None = None
-    edit_threshold: Unit | None = None
-    add_block_threshold: Unit | None = None
-    semi_complete_threshold: Unit | None = None
-    token_stability_threshold: Unit | None = None
+
+#: What a body takes for a type of the wire.
+_WIRE_TYPES: dict[Any, Any] = {
+    bool: StrictBool,
+    int: Annotated[int, Field(ge=-(2**63), le=2**64 - 1), _INTEGRAL],
+    float: Number,
+    str: Text,
+    type(None): None,
+}
 
 
-class SamplingFields(_Body):
+def option_fields(options: type[Any]) -> dict[str, Any]:
+    """Fields of bodies for those of a dataclass: type and default by name."""
+    hints = typing.get_type_hints(options)
+    found = {}
+    for item in dataclasses.fields(options):
+        kinds = typing.get_args(hints[item.name]) or (hints[item.name],)
+        found[item.name] = (Union[tuple(_WIRE_TYPES[kind] for kind in kinds)], item.default)  # noqa: UP007
+    return found
+
+
+if TYPE_CHECKING:
+    _Options = _Body
+else:
+    _Options = create_model("_Options", __base__=_Body, **option_fields(RequestOptions))
+
+
+class SamplingFields(_Options):
     """What all generating requests have in common."""
 
     max_tokens: Positive | None = _DEFAULT_MAX_TOKENS
@@ -238,17 +303,28 @@ class SamplingFields(_Body):
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: StrictBool = False
     min_tokens: Natural | None = None
+    template_token_ids: Template | None = None
     top_p: Annotated[float, Field(gt=0, le=1), _NUMERIC] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_INT31), _INTEGRAL] | None = None
     min_p: Unit | None = None
+    return_trajectory: TrajectoryLevel = None
     decoding: Decoding | None = None
-    denoise_detail: StrictBool = False
     request_id: RequestId | None = None
+
+    @property
+    def wanted_max_tokens(self) -> int | None:
+        """How long the answer may be, if the client itself said so."""
+        return self.max_tokens if "max_tokens" in self.model_fields_set else None
 
     @property
     def wants_max_tokens(self) -> bool:
         """Whether the client itself said how long the answer may be."""
-        return "max_tokens" in self.model_fields_set and self.max_tokens is not None
+        return self.wanted_max_tokens is not None
+
+    @property
+    def is_echo_only(self) -> bool:
+        """Whether the prompt itself is all that is asked for."""
+        return False
 
 
 class GenerateRequest(SamplingFields):
@@ -376,7 +452,7 @@ def _part(part: Any) -> str:
 
 _REFUSED_EXTRA = {
     "^guided_": {"type": "null"},
-    "^functions$": {"enum": [[], None]},
+    "^functions$": {"type": ["array", "null"]},
     "^function_call$": {"enum": ["none", "auto", None]},
 }
 # The document's form of rules on two fields: of both only one, and one only with the other.
@@ -389,24 +465,21 @@ _ONE_END: dict[str, Any] = {
         "required": ["add_generation_prompt", "continue_final_message"],
     }
 }
-_TOP_WITH_LOGPROBS = {
-    "anyOf": [
-        {"properties": {"top_logprobs": {"enum": [0, None]}}},
-        {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]},
-    ]
-}
-_NO_TOKENS_BUT_ECHO = {
-    "anyOf": [
-        {"properties": {"max_tokens": {"not": {"const": 0}}}},
-        {"properties": {"echo": {"const": True}}, "required": ["echo"]},
-    ]
-}
-_NO_TOOLS_BUT_UNUSED = {
-    "anyOf": [
-        {"properties": {"tools": {"enum": [[], None]}}},
-        {"properties": {"tool_choice": {"const": "none"}}, "required": ["tool_choice"]},
-    ]
-}
+#: A choice that can switch the tools off, and the field that it then makes meaningless.
+TOOL_CHOICES = (("tool_choice", "tools"), ("function_call", "functions"))
+
+
+def _only_with(name: str, idle: dict[str, Any], other: str, value: Any) -> dict[str, Any]:
+    """A field asks for something only where another one has a value."""
+    needed = {"properties": {other: {"const": value}}, "required": [other]}
+    return {"anyOf": [{"properties": {name: idle}}, needed]}
+
+
+_TOP_WITH_LOGPROBS = _only_with("top_logprobs", {"enum": [0, None]}, "logprobs", True)
+_NO_TOKENS_BUT_ECHO = _only_with("max_tokens", {"not": {"const": 0}}, "echo", True)
+UNUSED_TOOLS = tuple(
+    _only_with(tools, {"enum": [[], None]}, choice, "none") for choice, tools in TOOL_CHOICES
+)
 _NO_LOGPROBS_OF_ECHO = {
     "not": {
         "properties": {"echo": {"const": True}, "logprobs": {"type": "integer"}},
@@ -419,20 +492,20 @@ def _chat_schema(schema: dict[str, Any]) -> None:
     schema["required"] = [*schema.get("required", []), "messages"]
     best_of = {"type": ["integer", "null"], "minimum": 1}
     schema["patternProperties"] = {**_REFUSED_EXTRA, "^best_of$": best_of}
-    schema["allOf"] = [_ONE_END, _TOP_WITH_LOGPROBS, _NO_TOOLS_BUT_UNUSED]
+    schema["allOf"] = [_ONE_END, _TOP_WITH_LOGPROBS, *UNUSED_TOOLS]
     schema["examples"] = [{"messages": _EXAMPLE_MESSAGES, "max_tokens": 16, "temperature": 0}]
 
 
 def _completion_schema(schema: dict[str, Any]) -> None:
     schema["patternProperties"] = _REFUSED_EXTRA
-    schema["allOf"] = [_NO_LOGPROBS_OF_ECHO, _NO_TOKENS_BUT_ECHO]
+    schema["allOf"] = [_NO_LOGPROBS_OF_ECHO, _NO_TOKENS_BUT_ECHO, UNUSED_TOOLS[1]]
     schema["examples"] = [{"prompt": "1 + 2 =", "max_tokens": 16, "temperature": 0}]
 
 
 class ChatCompletionRequest(_OpenAIFields):
     """Body of `POST /v1/chat/completions`."""
 
-    # Absent messages are refused with a message of their own, so they have a default.
+    # Absent messages are refused with a special error message, so they have a default.
     model_config = ConfigDict(json_schema_extra=_chat_schema)
 
     messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)] = Field(
@@ -449,9 +522,10 @@ class ChatCompletionRequest(_OpenAIFields):
     tool_choice: Annotated[Any, only("none", "auto")] = None
 
     @property
-    def wants_max_tokens(self) -> bool:
-        """Whether the client itself said how long the answer may be, by either name."""
-        return self.max_completion_tokens is not None or super().wants_max_tokens
+    def wanted_max_tokens(self) -> int | None:
+        """How long the answer may be, by either name."""
+        limit = self.max_completion_tokens
+        return super().wanted_max_tokens if limit is None else limit
 
 
 class CompletionRequest(_OpenAIFields):
@@ -477,6 +551,12 @@ class ProfileRequest(_Body):
     """Body of `POST /start_profile`; may be left out."""
 
     profile_prefix: Text | None = None
+
+
+class WeightsRequest(_Body):
+    """Body of `POST /update_weights` and `POST /load_lora`: a directory of the server."""
+
+    path: Text
 
 
 class AbortRequest(_Body):
@@ -514,76 +594,3 @@ class TokenizeRequest(_Body):
     chat_template: Text | None = None
     chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: StrictBool | None = False
-
-
-class DetokenizeRequest(_Body):
-    """Body of `POST /detokenize`."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [1, 2]}]})
-
-    model: Text | None = None
-    tokens: Ids
-    skip_special_tokens: StrictBool = False
-    return_token_strs: StrictBool | None = False
-
-
-def sampling_params_from_request(
-    payload: SamplingFields, *, default_max_tokens: int | None = None
-) -> SamplingParams:
-    """The engine's parameters for a request.
-
-    Args:
-        payload: the body of any generating route.
-        default_max_tokens: for requests that do not say; None takes the default of the route.
-
-    Raises:
-        ApiError: 400, a value is outside its range.
-    """
-    limit = getattr(payload, "max_completion_tokens", None)
-    if limit is None:
-        limit = payload.max_tokens if payload.wants_max_tokens else default_max_tokens
-    if limit is None:
-        limit = type(payload).model_fields["max_tokens"].default
-    temperature = 1.0 if payload.temperature is None else payload.temperature
-    decoding = payload.decoding
-    try:
-        return SamplingParams(
-            temperature=0.0 if temperature < _LEAST_TEMPERATURE else temperature,
-            max_tokens=limit,
-            max_nfe=payload.max_nfe,
-            max_repetition_run=payload.max_repetition_run,
-            ignore_eos=payload.ignore_eos,
-            seed=payload.seed,
-            stop=tuple(payload.stop),
-            stop_token_ids=tuple(payload.stop_token_ids or ()),
-            include_stop_str_in_output=payload.include_stop_str_in_output,
-            min_tokens=payload.min_tokens or 0,
-            top_p=payload.top_p,
-            top_k=payload.top_k,
-            min_p=payload.min_p,
-            skip_special_tokens=getattr(payload, "skip_special_tokens", None),
-            logprobs=_num_logprobs(payload),
-            **_decoding(decoding),
-        )
-    except ValueError as error:
-        raise ApiError.from_value_error(error) from error
-
-
-def _decoding(decoding: Decoding | None) -> dict[str, Any]:
-    if decoding is None:
-        return {}
-    return dict(decoding_arguments(decoding.model_dump(exclude_none=True)))
-
-
-def _num_logprobs(payload: SamplingFields) -> int | None:
-    """How many alternatives per token are wanted; None: no log-probabilities at all."""
-    if isinstance(payload, ChatCompletionRequest):
-        if payload.top_logprobs and not payload.logprobs:
-            raise ApiError(
-                400,
-                f"top_logprobs: expected logprobs=true with it, got {payload.logprobs!r}",
-                param="top_logprobs",
-            )
-        return (payload.top_logprobs or 0) if payload.logprobs else None
-    wanted = getattr(payload, "logprobs", None)
-    return None if wanted is None else int(wanted)

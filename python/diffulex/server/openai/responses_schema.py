@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, PlainValidator, StrictBool, WithJsonSche
 from diffulex.server.http.api_errors import shown
 from diffulex.server.openai.request_schema import (
     MAX_MESSAGES,
+    UNUSED_TOOLS,
     ChatMessage,
     NumTop,
     Positive,
@@ -159,7 +160,7 @@ _RULES: dict[str, Any] = {
         "^use_beam_search$": {"enum": [False, None]},
         "^suffix$": {"enum": ["", None]},
         "^best_of$": {"enum": [1, None]},
-        "^functions$": {"enum": [[], None]},
+        "^functions$": {"type": ["array", "null"]},
         "^function_call$": {"enum": ["none", "auto", None]},
         "^response_format$": _PLAIN_FORMAT,
         "^guided_": {"type": "null"},
@@ -174,12 +175,7 @@ _RULES: dict[str, Any] = {
                 },
             ]
         },
-        {
-            "anyOf": [
-                {"properties": {"tools": {"enum": [[], None]}}},
-                {"properties": {"tool_choice": {"const": "none"}}, "required": ["tool_choice"]},
-            ]
-        },
+        *UNUSED_TOOLS,
     ],
     "examples": [{"input": "1 + 2 =", "max_output_tokens": 16, "temperature": 0}],
 }
@@ -229,16 +225,11 @@ class ResponsesRequest(SamplingFields):
     truncation: Annotated[Any, only("disabled")] = None
 
     @property
-    def wants_max_tokens(self) -> bool:
-        """Whether the client itself said how long the answer may be."""
-        return self.max_output_tokens is not None
+    def wanted_max_tokens(self) -> int | None:
+        """How long the answer may be, if the client itself said so."""
+        return self.max_output_tokens
 
     # What the other routes call by another name, or have as a field.
-
-    @property
-    def max_completion_tokens(self) -> int | None:
-        """Most tokens of the answer."""
-        return self.max_output_tokens
 
     @property
     def logprobs(self) -> int | None:
@@ -247,7 +238,7 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def add_generation_prompt(self) -> bool:
-        """The answer is a turn of its own."""
+        """The answer is a new turn."""
         return True
 
     @property

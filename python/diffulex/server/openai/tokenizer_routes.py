@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, StrictBool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +15,7 @@ from diffulex.server.http.json_response import JSONBody
 from diffulex.server.http.large_bodies import BodyRoute
 from diffulex.server.http.request_bounds import check_queue, run_bounded
 from diffulex.server.openai.prompt_encoder import ChatOptions
-from diffulex.server.openai.request_schema import DetokenizeRequest, TokenizeRequest
+from diffulex.server.openai.request_schema import Ids, Text, TokenizeRequest
 from diffulex.server.openai.response_schema import (
     DetokenizeResponse,
     TokenizeResponse,
@@ -24,7 +25,18 @@ from diffulex.server.openai.response_schema import (
 if TYPE_CHECKING:
     from diffulex.server.http.app_options import AppContext
 
-__all__ = ["tokenizer_router"]
+__all__ = ["DetokenizeRequest", "tokenizer_router"]
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of `POST /detokenize`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [1, 2]}]})
+
+    model: Text | None = None
+    tokens: Ids
+    skip_special_tokens: StrictBool = False
+    return_token_strs: StrictBool | None = False
 
 
 class _TokenizerRoutes:
@@ -91,7 +103,7 @@ class _TokenizerRoutes:
 
     async def _detokenize(self, payload: DetokenizeRequest) -> dict[str, Any]:
         encoder, ids, skip = self._context.encoder, payload.tokens, payload.skip_special_tokens
-        decode = encoder.tokenizer.decode
+        decode = encoder.known_tokenizer.decode
         body: dict[str, Any] = {"prompt": await encoder.run(decode, ids, skip, size=len(ids))}
         if payload.return_token_strs:
             texts = await encoder.run(_token_texts, encoder.tokenizer, ids, size=len(ids))
@@ -120,7 +132,7 @@ def _token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 def _describe(tokenizer: Any, info: Any) -> dict[str, Any]:
-    backend = getattr(tokenizer, "backend", tokenizer)
+    backend = tokenizer.backend
     names = ("eos_token", "bos_token", "pad_token", "mask_token", "unk_token")
     described: dict[str, Any] = {name: _text(getattr(backend, name, None)) for name in names}
     for name in names:

@@ -11,6 +11,7 @@ from typing import Any
 
 from diffulex.server.http.api_errors import ApiError, shown
 from diffulex.server.openai.request_schema import (
+    TOOL_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
     SamplingFields,
@@ -38,8 +39,6 @@ _NEUTRAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "prompt_logprobs": ("null", lambda _: False),
     "structured_outputs": ("null", lambda _: False),
 }
-#: A choice that switches the tools off, and the field it makes meaningless.
-_SWITCHES = (("tool_choice", "tools"), ("function_call", "functions"))
 _PROMPT_LOGPROBS = (
     "log-probabilities of a prompt do not exist for a block-diffusion model: it has no"
     " left-to-right factorisation; a likelihood takes a Monte-Carlo likelihood estimator, which"
@@ -130,10 +129,12 @@ def check_responses(payload: ResponsesRequest) -> None:
 def _check(
     payload: SamplingFields, neutral_values: Mapping[str, tuple[str, Callable[[Any], bool]]]
 ) -> None:
-    asked_nothing = {tools for choice, tools in _SWITCHES if _value(payload, choice) == "none"}
+    asked_nothing = {tools for choice, tools in TOOL_CHOICES if _value(payload, choice) == "none"}
     for name, (neutral, is_neutral) in neutral_values.items():
         value = _value(payload, name)
-        if value is None or is_neutral(value) or name in asked_nothing:
+        if value is None or is_neutral(value):
+            continue
+        if name in asked_nothing and isinstance(value, list):
             continue
         if name == "prompt_logprobs":
             raise _refused(name, _PROMPT_LOGPROBS)

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ASSET_TYPES", "mount_ui", "page_policy", "read_assets", "render_page"]
 
-#: Media type per file ending; files with another ending are no part of the page.
+#: Media type per file ending; files with another ending are no part of the page. HTML beside the page
+#: itself is the frame of a file to be made, not to be shown.
 ASSET_TYPES = {
     ".css": "text/css; charset=utf-8",
+    ".html": "text/plain; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
@@ -59,7 +61,7 @@ def read_assets() -> dict[str, tuple[str, bytes]]:
     for prefix, folder in (("", here), (f"{_VENDOR}/", here.joinpath(_VENDOR))):
         for entry in folder.iterdir():
             media_type = ASSET_TYPES.get("." + entry.name.rpartition(".")[2])
-            if media_type is not None:
+            if media_type is not None and entry.name != _PAGE:
                 assets[prefix + entry.name] = (media_type, entry.read_bytes())
     return assets
 

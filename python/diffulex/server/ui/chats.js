@@ -39,7 +39,7 @@ export class Chats {
     byId("welcome").hidden = chat.exchanges.length > 0;
   }
 
-  /** A conversation of its own that is stored with its first answer. */
+  /** A new conversation, which is stored with its first answer. */
   begin() {
     sessionStorage.removeItem(OPEN_NAME);
     this.conversation.clear();

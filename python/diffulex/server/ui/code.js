@@ -2,12 +2,13 @@
 // The request of the page as a program would send it.
 
 import { codeBlock } from "./markdown.js";
+import { DRAWING_FIELDS } from "./settings.js";
 import { element } from "./view.js";
 
 /** Fields of the request that the OpenAI client takes by name; others go in its `extra_body`. */
 const OPENAI_FIELDS = ["model", "messages", "max_tokens", "temperature", "top_p", "seed", "stop"];
 /** What only a page that draws the blocks needs. */
-const PAGE_FIELDS = ["stream", "stream_options", "stream_mode", "denoise_detail"];
+const PAGE_FIELDS = ["stream", "stream_options", ...Object.keys(DRAWING_FIELDS)];
 
 const KEY_VARIABLE = "DIFFULEX_API_KEY";
 

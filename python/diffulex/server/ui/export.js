@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Recordings as files: JSON, and one HTML file that plays without a server.
 
-/** In the order in which they may be put into one script. */
-const REPLAY_SOURCES = ["recording.js", "view.js", "player.js", "panel.js", "replay.js"];
-const REPLAY_STYLES = ["theme.css", "buffer.css"];
-/** The file may run what is written in it, and load nothing at all. */
-const REPLAY_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'";
+/** The page of a replay. Marks in double braces name the files that are put there. */
+const REPLAY_PAGE = "replay.html";
 
 /** Source of a module without its imports: all of them end up in one script. */
 export function withoutImports(source) {
@@ -22,38 +19,22 @@ function escapeHtml(text) {
   return text.replace(/[&<>"]/g, (char) => entities[char]);
 }
 
-async function readAll(names) {
-  const answers = await Promise.all(names.map((name) => fetch(`ui/${name}`)));
-  for (const answer of answers) {
-    if (!answer.ok) throw new Error(`${answer.url}: expected a file, got ${answer.status}`);
-  }
-  return (await Promise.all(answers.map((answer) => answer.text()))).join("\n");
+async function read(name) {
+  const answer = await fetch(`ui/${name}`);
+  if (!answer.ok) throw new Error(`${answer.url}: expected a file, got ${answer.status}`);
+  return answer.text();
 }
 
 /** One HTML file with the recording, the panel and its styles. */
 export async function replayHtml(recording) {
-  const [source, style] = await Promise.all([readAll(REPLAY_SOURCES), readAll(REPLAY_STYLES)]);
-  const title = escapeHtml(recording.meta.question ?? "Recording");
-  return `<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="${REPLAY_POLICY}">
-<title>${title} · Diffulex replay</title>
-<style>
-${style}
-</style>
-</head>
-<body class="replay">
-<main id="replay"></main>
-<script type="application/json" id="recording">${scriptSafeJson(recording)}</script>
-<script type="module">
-${withoutImports(source)}
-</script>
-</body>
-</html>
-`;
+  const page = await read(REPLAY_PAGE);
+  const names = [...page.matchAll(/\{\{([\w-]+\.(?:js|css))\}\}/g)].map((match) => match[1]);
+  const parts = Object.fromEntries(
+    await Promise.all(names.map(async (name) => [name, withoutImports(await read(name))])),
+  );
+  parts.title = escapeHtml(recording.meta.question ?? "Recording");
+  parts.recording = scriptSafeJson(recording);
+  return page.replace(/\{\{([\w.-]+)\}\}/g, (mark, name) => parts[name]);
 }
 
 /** Hands a text to the browser as a download. */

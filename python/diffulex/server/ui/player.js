@@ -8,7 +8,7 @@ const SLOW_MS = 500;
 const SLOW_TOTAL_MS = 7000;
 /** Drawings cannot follow each other faster on most screens. */
 const DRAW_MS = 1000 / 60;
-/** How far the picture may stay behind the stream: the pace grows with the backlog. */
+/** How far the picture may lag the stream: the pace grows with the backlog. */
 export const MAX_LAG_MS = 1000;
 
 /**
@@ -152,7 +152,7 @@ export class Player {
   }
 
   tickLive(now, last) {
-    // Frames dropped from the front of a long recording move what is behind them.
+    // Frames dropped from the front of a long recording move those that follow.
     this.index = Math.min(this.index, last);
     const behind = last - this.index;
     if (behind === 0) return;

@@ -14,6 +14,12 @@ function numberOf(id) {
   return text === "" ? undefined : Number(text);
 }
 
+/** What only a page that draws the blocks asks for, and where it is set. */
+export const DRAWING_FIELDS = {
+  stream_mode: () => byId("stream-mode").value,
+  denoise_detail: () => byId("denoise-detail").checked,
+};
+
 const stateOf = (field) => (field.type === "checkbox" ? field.checked : field.value);
 
 /**
@@ -108,8 +114,7 @@ export function samplingFields() {
     seed: numberOf("seed"),
     ignore_eos: byId("ignore-eos").checked || undefined,
     stop: stop.length ? stop : undefined,
-    stream_mode: byId("stream-mode").value,
-    denoise_detail: byId("denoise-detail").checked,
+    ...Object.fromEntries(Object.entries(DRAWING_FIELDS).map(([name, read]) => [name, read()])),
   };
   return Object.fromEntries(Object.entries(fields).filter(([, value]) => value !== undefined));
 }

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a server with several replicas: what does not go together, and what each replica gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from diffulex.distributed.layout import (
+    Sizes,
+    check_device_name,
+    rank_devices,
+    replica_devices,
+    replica_settings,
+)
+from diffulex.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from diffulex.server.args import ServerArgs
+    from diffulex.server.server_flags import HttpArgs
+
+__all__ = ["check_replica_args", "num_replicas", "settings_of_replicas"]
+
+#: Settings of the one backend of a server.
+_ONE_BACKEND = ("zmq_command_addr", "zmq_event_addr", "profiler")
+
+
+def num_replicas(args: ServerArgs) -> int:
+    """Replicas of a server; 1 without `--data-parallel-size`."""
+    return int(args.engine_kwargs().get("data_parallel_size") or 1)
+
+
+def check_replica_args(args: HttpArgs, settings: Mapping[str, Any]) -> None:
+    """Checks what can be checked without the model and without the devices.
+
+    Raises:
+        ConfigError: a setting contradicts the number of replicas.
+    """
+    count = int(settings.get("data_parallel_size") or 1)
+    if args.min_ready_replicas > count:
+        raise ConfigError(
+            f"--min-ready-replicas: expected at most data_parallel_size {count},"
+            f" got {args.min_ready_replicas}"
+        )
+    if count == 1:
+        return
+    if args.inproc:
+        raise ConfigError(f"--inproc: expected data_parallel_size 1, got {count}")
+    for name in _ONE_BACKEND:
+        if getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: expected data_parallel_size 1, got {count}")
+    device, sizes = settings.get("device") or "auto", Sizes.of(settings)
+    check_device_name(device, sizes)
+    if device != "cpu":
+        rank_devices(sizes, settings.get("device_ids") or (), settings.get("device_start") or 0)
+
+
+def settings_of_replicas(
+    settings: Mapping[str, Any], num_visible: int | None
+) -> list[dict[str, Any]]:
+    """Engine settings of each replica.
+
+    Args:
+        settings: of all of them, as `ServerArgs.engine_kwargs` gives them.
+        num_visible: CUDA devices there are; None: it is not known, or the replicas do not use them.
+
+    Raises:
+        ConfigError: there are not enough devices.
+    """
+    sizes = Sizes.of(settings)
+    device = settings.get("device") or "auto"
+    if device == "cpu" or (device == "auto" and not num_visible):
+        return [replica_settings(settings, ()) for _ in range(sizes.data)]
+    listed, start = settings.get("device_ids") or (), settings.get("device_start") or 0
+    devices = rank_devices(sizes, listed, start, num_visible)
+    return [replica_settings(settings, own) for own in replica_devices(sizes, devices)]
