@@ -130,16 +130,11 @@ class EvaluationReport:
 
     def to_markdown(self) -> str:
         """A document with the command, the machine and one table per setting."""
-        lines = ["# Evaluation report", "", "```", str(self.environment["command"]), "```", ""]
-        facts = {key: value for key, value in self.environment.items() if key != "command"}
-        lines += [f"- {key}: {value}" for key, value in facts.items()]
-        lines += ["", markdown_row(_SUMMARY_HEADER), markdown_row(["---"] * len(_SUMMARY_HEADER))]
-        lines += [markdown_row(_summary_cells(run)) for run in self.runs]
+        lines = markdown_table([_SUMMARY_HEADER, *map(_summary_cells, self.runs)])
         for run in self.runs:
             lines += ["", f"## {_setting_text(run)}", ""]
-            lines += [markdown_row(_LEVEL_HEADER), markdown_row(["---"] * len(_LEVEL_HEADER))]
-            lines += [markdown_row(_level_cells(score)) for score in (*run.levels, run.total)]
-        return "\n".join([*lines, ""])
+            lines += markdown_table([_LEVEL_HEADER, *map(_level_cells, (*run.levels, run.total))])
+        return markdown_document("Evaluation report", self.environment, lines)
 
     def to_text(self) -> str:
         """Aligned tables for a terminal."""
@@ -205,6 +200,25 @@ def _setting_text(run: RunReport) -> str:
 
 def markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose first row is its header."""
+    header, *body = rows
+    return [*map(markdown_row, (header, ["---"] * len(header), *body))]
+
+
+def markdown_document(title: str, environment: Mapping[str, Any], lines: Sequence[str]) -> str:
+    """A document with the command, the machine and then `lines`.
+
+    Args:
+        title: of the document.
+        environment: of `describe_environment`.
+        lines: what comes after it.
+    """
+    facts = [f"- {key}: {value}" for key, value in environment.items() if key != "command"]
+    head = [f"# {title}", "", "```", str(environment["command"]), "```", "", *facts, ""]
+    return "\n".join([*head, *lines, ""])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -309,7 +323,17 @@ def run_evaluation(
 def run_problems(
     engine: Diffulex, problems: Sequence[Problem], sampling_params: SamplingParams
 ) -> RunReport:
-    """Decodes and grades every problem with the settings of `engine`."""
+    """Decodes and grades every problem with the settings of `engine`.
+
+    An engine with a `profiler_config` records the steps.
+    """
+    return answer_problems(engine, problems, sampling_params)[0]
+
+
+def answer_problems(
+    engine: Diffulex, problems: Sequence[Problem], sampling_params: SamplingParams
+) -> tuple[RunReport, GenerationOutputs]:
+    """`run_problems`, with the answers in the order of the problems."""
     decoding = engine.config.decoding
     shown = {
         "buffer_size": decoding.buffer_size,
@@ -318,8 +342,12 @@ def run_problems(
     }
     logger.info("evaluating %d problems: %s", len(problems), shown)
     prompts = [_encode(engine, problem) for problem in problems]
+    if engine.config.kernel.profiler_config is not None:
+        engine.start_profile("eval")
     result = engine.generate(prompts, sampling_params, use_tqdm=True, summary=False)
-    return grade(shown, problems, result)
+    if engine.is_profiling:
+        engine.stop_profile()
+    return grade(shown, problems, result), result
 
 
 def write_reports(writers: Mapping[Path, Callable[[Path], None]]) -> None:
@@ -376,10 +404,16 @@ def read_problems(data: str | None) -> list[Problem]:
     return problems
 
 
-def checked_output(path: Path) -> Path:
-    """A report file that can be written; ConfigError before the run rather than after it."""
-    if path.suffix not in (".json", ".md"):
-        raise ConfigError(f"output: expected a .json or .md file, got {str(path)!r}")
+def checked_output(path: Path, further: tuple[str, ...] = ()) -> Path:
+    """A report file that can be written; ConfigError before the run rather than after it.
+
+    Args:
+        further: suffixes beside ``.json`` and ``.md``.
+    """
+    *first, last = (".json", ".md", *further)
+    if path.suffix not in (*first, last):
+        names = f"{', '.join(first)} or {last}"
+        raise ConfigError(f"output: expected a {names} file, got {str(path)!r}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"output: expected an existing directory, got {str(path.parent)!r}")
     if path.is_dir():

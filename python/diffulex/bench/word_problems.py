@@ -124,7 +124,7 @@ class _Story:
         (self.thing, self.things), (_, self.other_things) = rng.sample(_THINGS, 2)
         self.container = rng.choice(_CONTAINERS)
         self.value = 0
-        #: Set after a sentence about somebody else, where a pronoun would be ambiguous.
+        #: Set after a sentence about another person, where a pronoun would be ambiguous.
         self.needs_name = False
 
     def number(self, low: int, high: int) -> int:

@@ -3,12 +3,14 @@
 
 A zoo is a directory with `zoo.json`:
 
-    {"data": "heldout.jsonl",
+    {"data": "heldout.jsonl", "validation": "validation.jsonl",
      "curves": [{"name": "d2f", "model": "d2f_llada", "engine": {...}, "sampling": {...},
                  "sweep": {"key": "accept_threshold", "values": [0.95, 0.9]}}]}
 
 A curve is one model with engine settings; the sweep makes one run per value of one key. `model` is
-`demo` or a directory beside `zoo.json`.
+`demo` or a directory beside `zoo.json`. With a validation set the sweep runs on that: of the settings
+within half a point of the best one, the one with the most tokens per forward is chosen, and that one
+alone is run on the held-out problems.
 """
 
 from __future__ import annotations
@@ -26,30 +28,39 @@ from diffulex.bench.evaluate import (
     checked_output,
     describe_environment,
     interval_text,
-    markdown_row,
+    markdown_document,
+    markdown_table,
     percent,
     read_problems,
     run_problems,
     write_reports,
 )
+from diffulex.bench.plots import check_matplotlib, figure_svg
 from diffulex.config.sampling_params import SamplingParams
 from diffulex.config.table import THRESHOLD_KEYS
 from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Curve", "ZooReport", "read_zoo", "run_zoo"]
+    from diffulex.bench.word_problems import Problem
+
+__all__ = ["Curve", "Zoo", "ZooReport", "chosen", "read_zoo", "run_zoo"]
 
 ZOO_FILE = "zoo.json"
 #: Names of the report files, beside which nothing else is written.
 REPORT_STEM = "zoo_results"
+HELDOUT, VALIDATION = "held-out", "validation"
+#: What a chosen setting may lose against the best one on the validation problems.
+MAX_LOSS = 0.005
 _CURVE_KEYS = {"name", "model", "engine", "sampling", "sweep"}
 _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:gray")
 _HEADER = [
     "curve", "strategy", "buffer", "setting", "accuracy", "95 %", "TPF", "NFE", "tokens/s",
     "decode tokens/s",
 ]  # fmt: skip
+#: What a terminal shows of them in one row; the first three stand above the rows that share them.
+_SHORT_HEADER = ["setting", "accuracy", "95 %", "TPF", "NFE", "tok/s", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,9 @@ class ZooRow:
     buffer_size: int
     setting: str
     run: RunReport
+    split: str = HELDOUT
+    #: The operating point of its curve.
+    is_chosen: bool = False
 
     @property
     def nfe(self) -> float:
@@ -113,9 +127,24 @@ class ZooRow:
             "strategy": self.strategy,
             "buffer_size": self.buffer_size,
             "swept": self.setting,
+            "split": self.split,
+            "chosen": self.is_chosen,
             "nfe_per_problem": self.nfe,
             **self.run.as_dict(),
         }
+
+
+def _narrow(rows: Sequence[Sequence[str]]) -> str:
+    """A table for terminals of 80 columns; `decode` is decode tokens per second."""
+    head, *lines = aligned([_SHORT_HEADER, *(row[3:] for row in rows[1:])]).splitlines()
+    shown = [head]
+    common: tuple[str, ...] = ()
+    for (curve, strategy, buffer_size, *_), line in zip(rows[1:], lines, strict=True):
+        if (curve, strategy, buffer_size) != common:
+            common = curve, strategy, buffer_size
+            shown.append(f"{curve} ({strategy}, buffer {buffer_size})")
+        shown.append(line)
+    return "\n".join(shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +154,46 @@ class ZooReport:
     environment: Mapping[str, Any]
     rows: tuple[ZooRow, ...]
 
+    def _tables(self) -> list[tuple[str, list[list[str]]]]:
+        """Title and rows, one table a split; the first are the results."""
+        tables = []
+        for split, title in (
+            (HELDOUT, "Held-out problems"),
+            (VALIDATION, "Validation problems, on which the settings were chosen"),
+        ):
+            rows = [row for row in self.rows if row.split == split]
+            if rows:
+                tables.append((title, [_HEADER, *(self._cells(row) for row in rows)]))
+        return tables
+
+    @staticmethod
+    def _cells(row: ZooRow) -> list[str]:
+        cells = row.cells()
+        if row.is_chosen and row.split == VALIDATION:
+            cells[_HEADER.index("setting")] += " *"
+        return cells
+
     def to_text(self) -> str:
-        """An aligned table for a terminal."""
-        return aligned([_HEADER, *(row.cells() for row in self.rows)])
+        """Aligned tables for a terminal."""
+        tables = self._tables()
+        if len(tables) == 1:
+            return _narrow(tables[0][1])
+        return "\n\n".join(f"{title}\n{_narrow(rows)}" for title, rows in tables)
 
     def write_markdown(self, path: Path) -> None:
-        """A document with the command, the machine and the table."""
-        lines = ["# Results of the zoo", "", "```", str(self.environment["command"]), "```", ""]
-        facts = {key: value for key, value in self.environment.items() if key != "command"}
-        lines += [f"- {key}: {value}" for key, value in facts.items()]
-        lines += ["", markdown_row(_HEADER), markdown_row(["---"] * len(_HEADER))]
-        lines += [markdown_row(row.cells()) for row in self.rows]
-        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        """A document with the command, the machine and the tables."""
+        tables = self._tables()
+        lines = []
+        for title, rows in tables:
+            head = [f"## {title}", ""] if len(tables) > 1 else []
+            lines += [*head, *markdown_table(rows), ""]
+        if len(tables) > 1:
+            lines.append(
+                f"\\* chosen: the most tokens per forward within {100 * MAX_LOSS:g} points of the"
+                " most accurate setting of its curve."
+            )
+        text = markdown_document("Results of the zoo", self.environment, lines)
+        path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
     def write_json(self, path: Path) -> None:
         """One object with ``environment`` and ``runs``."""
@@ -145,33 +202,52 @@ class ZooReport:
         path.write_text(text, encoding="utf-8")
 
     def write_plot(self, path: Path) -> None:
-        """Accuracy against TPF, one curve per name, as SVG."""
-        import matplotlib as mpl  # noqa: PLC0415 (an optional dependency)
-        from cycler import cycler  # noqa: PLC0415 (comes with it)
+        """Accuracy against TPF, one curve per name, as SVG.
 
-        mpl.use("svg")
-        import matplotlib.pyplot as plt  # noqa: PLC0415
+        With a validation set the curve is that of the sweep, and a star is the chosen setting on the
+        held-out problems.
+        """
+        from cycler import cycler  # noqa: PLC0415 (comes with matplotlib)
 
-        # Text stays text and ids do not change from run to run.
-        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "diffulex"}):
-            figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
+        with figure_svg(path, (10, 5)) as (figure, axes):
             # More curves than colours: the marker changes with every round of colours.
             axes.set_prop_cycle(cycler(marker=["o", "s", "^"]) * cycler(color=_COLOURS))
+            is_split = any(row.split == VALIDATION for row in self.rows)
             for name in dict.fromkeys(row.curve for row in self.rows):
-                totals = [row.run.total for row in self.rows if row.curve == name]
-                tpf = [total.tpf for total in totals]
-                accuracy = [100 * total.accuracy for total in totals]
-                axes.plot(tpf, accuracy, markersize=5, label=name)
+                rows = [row for row in self.rows if row.curve == name]
+                swept = [row for row in rows if row.split == VALIDATION] or rows
+                line = axes.plot(*_points(swept), markersize=5, label=name)[0]
+                points = [row for row in rows if is_split and row.split == HELDOUT]
+                axes.plot(
+                    *_points(points), linestyle="none", marker="*", markersize=13,
+                    color=line.get_color(), markeredgecolor="black", markeredgewidth=0.6,
+                )  # fmt: skip
+            if is_split:
+                axes.plot([], [], "k*", markersize=10, label="chosen setting, held-out problems")
             axes.set_xlabel("tokens per forward (TPF)")
             axes.set_ylabel("exact answers, %")
             axes.grid(alpha=0.3)
             figure.legend(fontsize="small", loc="outside right upper")
-            figure.savefig(path, format="svg", metadata={"Date": None})
-            plt.close(figure)
 
 
-def read_zoo(directory: Path) -> tuple[str, list[Curve]]:
-    """The file of problems and the curves of a zoo directory.
+def _points(rows: Sequence[ZooRow]) -> tuple[list[float], list[float]]:
+    """Tokens per forward, and exact answers in percent."""
+    totals = [row.run.total for row in rows]
+    return [total.tpf for total in totals], [100 * total.accuracy for total in totals]
+
+
+@dataclass(frozen=True, slots=True)
+class Zoo:
+    """Files of problems and the curves of a directory; without `validation` all settings are run on
+    `data`."""
+
+    data: str
+    validation: str | None
+    curves: tuple[Curve, ...]
+
+
+def read_zoo(directory: Path) -> Zoo:
+    """The contents of a zoo directory.
 
     Raises:
         ConfigError: `zoo.json` is missing, is not JSON or has unknown or missing keys.
@@ -185,8 +261,12 @@ def read_zoo(directory: Path) -> tuple[str, list[Curve]]:
         raise ConfigError(f"zoo: expected JSON in {path}, got {error}") from error
     if not isinstance(content, dict) or not {"data", "curves"} <= content.keys():
         raise ConfigError(f"zoo: expected an object with data and curves in {path}")
-    curves = [_read_curve(path, directory, item) for item in content["curves"]]
-    return str(directory / content["data"]), curves
+    validation = content.get("validation")
+    return Zoo(
+        data=str(directory / content["data"]),
+        validation=None if validation is None else str(directory / validation),
+        curves=tuple(_read_curve(path, directory, item) for item in content["curves"]),
+    )
 
 
 def _read_curve(path: Path, directory: Path, item: Any) -> Curve:
@@ -232,34 +312,40 @@ def run_zoo(
     Raises:
         ConfigError: an unusable zoo or output; nothing has been run then.
     """
-    data, curves = read_zoo(directory)
-    problems = read_problems(data)[:limit]
+    zoo = read_zoo(directory)
+    problems = {HELDOUT: read_problems(zoo.data)[:limit]}
+    if zoo.validation is not None:
+        problems[VALIDATION] = read_problems(zoo.validation)[:limit]
     paths: dict[str, Path] = {}
     if output_dir is not None:
         if not output_dir.is_dir():
             raise ConfigError(f"output_dir: expected an existing directory, got '{output_dir}'")
-        _check_matplotlib()
+        check_matplotlib("eval --zoo")
         paths = {end: output_dir / f"{REPORT_STEM}.{end}" for end in ("json", "md", "svg")}
         for end in ("json", "md"):
             checked_output(paths[end])
     environment: dict[str, Any] = {}
-    rows: list[ZooRow] = []
-    for curve in curves:
+
+    def run(curve: Curve, settings: Mapping[str, Any], split: str) -> ZooRow:
         params = dataclasses.replace(sampling_params or SamplingParams(), **curve.sampling)
-        for settings in curve.settings():
-            kwargs = {"model": curve.model, **(engine_kwargs or {}), **settings}
-            with diffulex.Diffulex(**kwargs) as engine:
-                if not environment:
-                    environment = describe_environment(engine, command, len(problems))
-                    del environment["model"]
-                run = run_problems(engine, problems, params)
-                decoding = engine.config.decoding
-            strategy = decoding.decoding_strategy
-            if decoding.sampling_mode == "edit" and strategy == "multi_bd":
-                strategy = "multi_bd + edit"
-            value = getattr(decoding, curve.sweep_key)
-            setting = f"{curve.sweep_key.removeprefix('diffusion_gemma_')} {value}"
-            rows.append(ZooRow(curve.name, strategy, decoding.buffer_size, setting, run))
+        kwargs = {"model": curve.model, **(engine_kwargs or {}), **settings}
+        with diffulex.Diffulex(**kwargs) as engine:
+            if not environment:
+                environment.update(describe_environment(engine, command, len(problems[HELDOUT])))
+                del environment["model"]
+            return _run_row(engine, curve, problems[split], params, split)
+
+    rows: list[ZooRow] = []
+    for curve in zoo.curves:
+        settings = curve.settings()
+        split = VALIDATION if VALIDATION in problems and len(settings) > 1 else HELDOUT
+        swept = [run(curve, item, split) for item in settings]
+        if split == VALIDATION:
+            place = chosen(swept)
+            swept[place] = dataclasses.replace(swept[place], is_chosen=True)
+            point = run(curve, settings[place], HELDOUT)
+            rows.append(dataclasses.replace(point, is_chosen=True))
+        rows += swept
     report = ZooReport(environment, tuple(rows))
     if show is not None:
         show(report)
@@ -274,10 +360,25 @@ def run_zoo(
     return report
 
 
-def _check_matplotlib() -> None:
-    try:
-        import matplotlib as mpl  # noqa: F401, PLC0415
-    except ImportError as error:
-        raise ConfigError(
-            "eval --zoo: expected matplotlib for the plot, got none: pip install matplotlib"
-        ) from error
+def chosen(rows: Sequence[ZooRow]) -> int:
+    """The place of the fastest setting, by tokens per forward, that loses at most `MAX_LOSS`."""
+    best = max(row.run.total.accuracy for row in rows)
+    good = [i for i, row in enumerate(rows) if row.run.total.accuracy >= best - MAX_LOSS - 1e-9]
+    return max(good, key=lambda i: rows[i].run.total.tpf)
+
+
+def _run_row(
+    engine: diffulex.Diffulex,
+    curve: Curve,
+    problems: Sequence[Problem],
+    params: SamplingParams,
+    split: str,
+) -> ZooRow:
+    run = run_problems(engine, problems, params)
+    decoding = engine.config.decoding
+    strategy = decoding.decoding_strategy
+    if decoding.sampling_mode == "edit" and not decoding.traits.rewrites_tokens:
+        strategy = f"{strategy} + edit"
+    value = getattr(decoding, curve.sweep_key)
+    setting = f"{curve.sweep_key.removeprefix('diffusion_gemma_')} {value}"
+    return ZooRow(curve.name, strategy, decoding.buffer_size, setting, run, split)

@@ -28,6 +28,7 @@ def run(script: str, *arguments: object, status: int = 0) -> str:
     return result.stdout.decode()
 
 
+@pytest.mark.slow
 def test_decode_step(tmp_path):
     output = tmp_path / "steps.jsonl"
     text = run(
@@ -53,6 +54,7 @@ def test_decode_step(tmp_path):
     assert text.count("|") > 5 * len(lines)
 
 
+@pytest.mark.slow
 def test_decode_step_counts_experts(tmp_path):
     """Of a model with experts the floor reads those that rows were sent to."""
     document = tmp_path / "steps.json"
@@ -88,6 +90,7 @@ def test_step_verdicts(monkeypatch, row, verdict):
     assert import_module("step_targets").judge(row) == verdict
 
 
+@pytest.mark.slow
 def test_cpu_decode(tmp_path):
     """The program itself fails when the tokens of both decoders differ."""
     output = tmp_path / "cpu.json"
@@ -135,6 +138,7 @@ def test_published_shape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_config(shape, device="cpu").decoding.decoding_strategy == strategy
 
 
+@pytest.mark.slow
 def test_families(tmp_path):
     output = tmp_path / "families.json"
     text = run(
@@ -164,6 +168,7 @@ def test_families(tmp_path):
         assert line["floor_ms"] == pytest.approx(1e3 * seconds, rel=0.02, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_families_bytes(tmp_path):
     """Bytes against sums by hand: float32, prompt 64, first block still open."""
     output = tmp_path / "families.json"
@@ -196,6 +201,7 @@ def test_families_bytes(tmp_path):
     assert canvas["read_bytes"]["soft_embedding"] == 300 * 64 * 4
 
 
+@pytest.mark.slow
 def test_families_keep_going(tmp_path):
     """A model that fails is reported, and the others are measured all the same."""
     output = tmp_path / "families.json"
@@ -211,12 +217,13 @@ def test_families_keep_going(tmp_path):
     assert [line["model"] for line in content["results"]] == ["sdar-8b"]
 
 
+@pytest.mark.slow
 def test_kernels(tmp_path):
     output, document = tmp_path / "kernels.json", tmp_path / "kernels.md"
     text = run("bench_kernels.py", "--device", "cpu", "--json", output, "--markdown", document)
     data = json.loads(output.read_text())
     results = data["results"]
-    sections = {"attention", "prefill", "moe", "sampler", "small", "linear"}
+    sections = {"attention", "prefill", "moe", "sampler", "acceptance", "small", "linear"}
     assert {x["section"] for x in results} == sections
     for result in results:
         assert result["is_correct"], result
@@ -236,6 +243,7 @@ def test_kernels(tmp_path):
     assert all(line in report for line in text.splitlines() if line.startswith("| "))
 
 
+@pytest.mark.slow
 def test_kernels_checks_only(tmp_path):
     output = tmp_path / "kernels.json"
     run(
@@ -254,25 +262,30 @@ def test_kernels_checks_only(tmp_path):
     assert all(x["time"] is None and x["is_correct"] for x in results)
 
 
-def test_counters_are_given_to_the_shape_that_launched_the_kernel():
+def test_counters_are_given_to_the_shape_that_launched_the_kernel(monkeypatch):
     """Output of ncu: other lines, names of shapes, then one row a kernel behind a row of units."""
-    program = (
-        "import profile_kernels as p\n"
-        "metrics = [name for name, _ in p.METRICS.values()]\n"
-        "stalls = [p._STALL.format(name) for name in ('wait', 'barrier')]\n"
-        "header = ['ID', 'Kernel Name', 'Push/Pop_Range', *metrics, *stalls]\n"
-        "def row(cells): return ','.join(f'\"{cell}\"' for cell in cells)\n"
-        "def kernel(i, name, case): return row([i, name, f'1:{p.RANGE}{case}:none',\n"
-        "    '2000', *['3'] * (len(metrics) - 1), '1', '3'])\n"
-        "lines = ['==PROF== Connected', 'case 0: small:a: 1', '==PROF== a', 'case 1: moe:b: 2 x 3',\n"
-        "    row(header), row([''] * len(header)), kernel(0, 'void n::<unnamed>::first<int>(A)', 1),\n"
-        "    kernel(1, 'void (anonymous namespace)::second<1>(B)', 0)]\n"
-        "for name, counters in p.read_output(lines): print(f'| {name} {p.table_line(counters)}')\n"
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    profile = import_module("profile_kernels")
+    metrics = [name for name, _ in profile.METRICS.values()]
+    stalls = [profile._STALL.format(name) for name in ("wait", "barrier")]
+    header = ["ID", "Kernel Name", "Push/Pop_Range", *metrics, *stalls]
+
+    def row(*cells):
+        return ",".join(f'"{cell}"' for cell in cells)
+
+    def kernel(index, name, case):
+        counters = ["2000", *["3"] * (len(metrics) - 1), "1", "3"]
+        return row(index, name, f"1:{profile.RANGE}{case}:none", *counters)
+
+    lines = [
+        *("==PROF== Connected", "case 0: small:a: 1", "==PROF== a", "case 1: moe:b: 2 x 3"),
+        *(row(*header), row(*[""] * len(header))),
+        kernel(0, "void n::<unnamed>::first<int>(A)", 1),
+        kernel(1, "void (anonymous namespace)::second<1>(B)", 0),
+    ]
+    first, second = (
+        f"| {name} {profile.table_line(counters)}" for name, counters in profile.read_output(lines)
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=SCRIPTS, capture_output=True, check=True, timeout=120
-    )
-    first, second = done.stdout.decode().splitlines()
     assert first.startswith("| moe:b: 2 x 3 | first | 2 | 3 |")
     assert first.endswith("| barrier 75 % |")
     assert second.startswith("| small:a: 1 | second | 2 | 3 |")

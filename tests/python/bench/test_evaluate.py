@@ -7,13 +7,14 @@ import json
 
 import pytest
 
-from diffulex import CheckpointError, ConfigError, SamplingParams
+from diffulex import CheckpointError, ConfigError, Diffulex, SamplingParams
 from diffulex.bench.evaluate import (
     EvaluationReport,
     Score,
     Setting,
     grade,
     run_evaluation,
+    run_problems,
     wilson_interval,
 )
 from diffulex.bench.word_problems import Problem
@@ -146,3 +147,12 @@ def test_no_report_file_is_left_by_a_check(tmp_path):
 
 def test_score_without_forwards():
     assert Score("x", 1, 0, 0, 0).tpf == 0.0
+
+
+def test_a_run_is_recorded_where_the_engine_has_a_profiler(tmp_path):
+    config = {"torch_profiler_dir": str(tmp_path)}
+    with Diffulex("demo", device="cpu", num_pages=64, profiler_config=config) as engine:
+        run_problems(engine, PROBLEMS[:1], SamplingParams(max_tokens=4))
+        assert not engine.is_profiling
+    (trace,) = tmp_path.glob("eval.engine.trace.json")
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]

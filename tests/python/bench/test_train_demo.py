@@ -409,6 +409,7 @@ def test_bad_prompt_length_is_an_error() -> None:
 # -- tokenizer -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tokenizer_is_deterministic_keeps_digits_apart_and_round_trips_utf8() -> None:
     tokenizer = dataset.build_tokenizer(num_problems=2000)
     assert tokenizer.to_str() == dataset.build_tokenizer(num_problems=2000).to_str()
@@ -427,6 +428,7 @@ def test_tokenizer_is_deterministic_keeps_digits_apart_and_round_trips_utf8() ->
 # -- whole run -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_tiny_run_trains_saves_and_judges(tmp_path: Path) -> None:
     command = [
         sys.executable, str(EXAMPLE / "train.py"), "--out", str(tmp_path / "out"),
@@ -466,6 +468,7 @@ def test_asset_is_an_sdar_checkpoint_of_at_most_nine_megabytes() -> None:
             assert bool(torch.isfinite(tensor).all()), name
 
 
+@pytest.mark.slow
 def test_asset_tokenizer_is_what_the_script_builds() -> None:
     from tokenizers import Tokenizer
 
@@ -511,6 +514,7 @@ def test_held_out_sequences_fit_the_training_lengths_but_for_one() -> None:
     assert sum(length > CLEAN_LEN for length in lengths) == 1
 
 
+@pytest.mark.slow
 def test_batches_do_not_depend_on_the_number_of_workers() -> None:
     spec = dataset.SequenceSpec(
         seed=1, length=144, block_size=8, max_noisy_len=64, excluded=frozenset(),
@@ -534,6 +538,7 @@ def test_batches_do_not_depend_on_the_number_of_workers() -> None:
         assert (one.used_len <= 144).all()
 
 
+@pytest.mark.slow
 def test_asset_solves_held_out_problems_and_several_blocks_are_faster() -> None:
     # Every 50th problem: 20 of them, of all levels.
     from tokenizers import Tokenizer

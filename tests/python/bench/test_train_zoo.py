@@ -127,12 +127,13 @@ def test_llada_checkpoint_equals_llama_of_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(got, stock_logits(oracle, TOKENS, dense), atol=1e-4, rtol=1e-3)
 
 
-def test_fast_dllm_checkpoint_equals_qwen2_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["Fast_dLLM_Qwen", "Dream"])
+def test_qwen2_checkpoints_equal_qwen2_of_transformers(model_type: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import load_file
 
     model = randomise(Transformer(Shape(**BASE, qkv_bias=True)))
-    save_transformer(model, "Fast_dLLM_Qwen", tmp_path)
+    save_transformer(model, model_type, tmp_path)
     state = {n: t.float() for n, t in load_file(tmp_path / "model.safetensors").items()}
     config = transformers.Qwen2Config(**COMMON, layer_types=["full_attention"] * 3)
     oracle = transformers.Qwen2ForCausalLM(config).eval()
@@ -264,6 +265,7 @@ def test_canvas_checkpoint_equals_diffusion_gemma_of_transformers(tmp_path: Path
 # -- whole runs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(judge.OBJECTIVES))
 def test_a_tiny_run_trains_and_saves(name: str, tmp_path: Path) -> None:
     command = [
@@ -284,6 +286,15 @@ def test_a_tiny_run_trains_and_saves(name: str, tmp_path: Path) -> None:
 
 
 # -- the committed checkpoints ---------------------------------------------------------------------
+
+
+def test_validation_problems_are_the_generators_and_not_held_out() -> None:
+    from diffulex.bench import problem_file
+
+    stored = problem_file.load_problems(ZOO / "validation.jsonl")
+    assert stored == judge.validation_problems()
+    held_out = {problem.question for problem in judge.heldout_problems()}
+    assert not held_out & {problem.question for problem in stored}
 
 
 def test_heldout_problems_are_the_generators() -> None:
@@ -314,7 +325,14 @@ def test_checkpoint_is_complete_and_at_most_four_megabytes(directory: str) -> No
     assert generation["eos_token_id"] == list(TokenIds.of(tokenizer).stop_ids)
 
 
-@pytest.mark.parametrize("directory", DIRECTORIES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "directory",
+    [
+        DIRECTORIES[0],
+        *(pytest.param(name, marks=pytest.mark.slow) for name in DIRECTORIES[1:]),
+    ],
+)
 def test_checkpoint_solves_held_out_problems_under_its_own_strategy(directory: str) -> None:
     """Every 25th problem: 40 of them, of all levels. The whole set reaches 90 %."""
     from tokenizers import Tokenizer

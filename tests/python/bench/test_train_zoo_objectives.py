@@ -23,6 +23,7 @@ import dual_cache_decoder  # noqa: E402
 from model import additive_mask  # noqa: E402
 from objective import TokenIds  # noqa: E402
 from objective_d2f import D2F, D2FOnGrid  # noqa: E402
+from objective_d2f_dream import D2FDream  # noqa: E402
 from objective_diffusion_gemma import DiffusionGemma  # noqa: E402
 from objective_dmax import DMax, fill_leftmost  # noqa: E402
 from objective_edit import Edit  # noqa: E402
@@ -94,6 +95,48 @@ def test_d2f_rows_equal_the_decoder(kind: type[D2F]) -> None:
             assert any(torch.allclose(got, want, atol=1e-4) for want in candidates)
             num_checked += 1
     assert num_checked > 2 * BATCH
+
+
+@pytest.mark.slow
+def test_d2f_dream_rows_predict_the_next_position_as_in_the_decoder() -> None:
+    torch.manual_seed(0)
+    objective = D2FDream(IDS, num_layers=2)
+    model = randomise(objective.model)
+    tokens, prompt_len, used_len = sequences(112, 70, 40)
+    rows = objective.make_rows(tokens, prompt_len, used_len)
+    targets, weights = objective.shifted_targets(rows, tokens, prompt_len, used_len)
+    size, num_rows = objective.block_size, objective.max_noisy_len
+    with torch.no_grad():
+        logits = model(rows["tokens"], rows["positions"], additive_mask(rows["visible"]))
+    num_weighted = 0
+    for index in range(BATCH):
+        prompt, groups = int(prompt_len[index]), rows["group"][index].tolist()
+        for block, first in enumerate(groups):
+            # What a decoder runs: everything before the group is settled, the group is noisy.
+            noisy = rows["tokens"][index, first * size : (block + 1) * size]
+            known = torch.cat([tokens[index], torch.full((num_rows,), IDS.end_of_text)])
+            state = torch.cat([known[: prompt + first * size], noisy])
+            place = slice(index, index + 1)
+            row_tokens, positions, visible = block_decoders.prefix_full_rows(
+                state[None], prompt_len[place], prompt_len[place], size, prompt,
+                torch.tensor([False]),
+            )  # fmt: skip
+            with torch.no_grad():
+                decoder = model(row_tokens, positions, additive_mask(visible))[0]
+            for place_in_answer in range(block * size, (block + 1) * size):
+                at_first = place_in_answer == first * size
+                if place_in_answer == 0:
+                    row, want = 2 * num_rows + prompt - 1, decoder[len(state) + prompt - 1]
+                else:
+                    row = place_in_answer - 1 + (num_rows if at_first else 0)
+                    want = decoder[place_in_answer - 1]
+                torch.testing.assert_close(logits[index, row], want, atol=1e-4, rtol=0)
+                assert targets[index, row] == known[prompt + place_in_answer]
+                if not at_first:
+                    assert weights[index, row] == rows["weights"][index, place_in_answer]
+                num_weighted += int(weights[index, row] > 0)
+    # No other row counts.
+    assert num_weighted == int((weights > 0).sum()) > 4 * BATCH
 
 
 def test_d2f_visibility_on_the_grid_is_the_prefix_full_rule() -> None:
@@ -217,6 +260,7 @@ def test_leftmost_fill_takes_the_prefix_or_one() -> None:
     assert accepted.int().tolist() == [[0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0]]
 
 
+@pytest.mark.slow
 def test_gemma_rows_equal_the_decoder() -> None:
     torch.manual_seed(0)
     objective = DiffusionGemma(IDS, num_layers=3)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from diffulex.bench import problem_file
 from diffulex.bench import word_problems as wp
+from fixtures.quick import quick
 
 ASSET = Path(__file__).resolve().parents[3] / "python" / "diffulex" / "assets" / "demo"
 
@@ -155,6 +157,7 @@ def read(question: str) -> int:
     return value
 
 
+@functools.cache
 def problems(count: int, level: int, seed: str = "test") -> list[wp.Problem]:
     rng = random.Random(f"{seed}/{level}")
     return [wp.generate_problem(rng, level) for _ in range(count)]
@@ -163,7 +166,10 @@ def problems(count: int, level: int, seed: str = "test") -> list[wp.Problem]:
 LEVELS = range(wp.MIN_LEVEL, wp.MAX_LEVEL + 1)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level",
+    quick(LEVELS, (3,)),
+)
 def test_answer_is_what_the_story_says(level: int) -> None:
     for problem in problems(1500, level):
         assert read(problem.question) == problem.answer, problem
@@ -185,6 +191,7 @@ def test_solution_has_one_true_line_per_step_and_the_answer_line(level: int) -> 
         assert lines[-1].endswith(f"={problem.answer}")
 
 
+@pytest.mark.slow
 def test_all_operations_forms_and_distractors_occur() -> None:
     drawn = [problem for level in LEVELS for problem in problems(600, level)]
     operators = Counter(re.findall(r"[-+*/]", "".join(problem.solution for problem in drawn)))
@@ -276,6 +283,7 @@ def test_level_weights_are_followed() -> None:
     assert 2.5 < drawn[5] / drawn[2] < 3.6
 
 
+@pytest.mark.slow
 def test_held_out_asset_is_what_the_generator_makes(tmp_path: Path) -> None:
     heldout = wp.heldout_problems()
     assert len({problem.question for problem in heldout}) == 1000

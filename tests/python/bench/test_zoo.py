@@ -7,11 +7,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from diffulex import ConfigError, SamplingParams
-from diffulex.bench.zoo import read_zoo, run_zoo
+from diffulex.bench.evaluate import RunReport, Score
+from diffulex.bench.zoo import ZooReport, ZooRow, chosen, read_zoo, run_zoo
 from diffulex.checkpoint.resolve import demo_dir
 
 pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
@@ -41,7 +43,7 @@ def test_one_command_writes_table_and_plot(zoo, tmp_path):
     report = run_zoo(
         zoo,
         output_dir=tmp_path,
-        engine_kwargs={"device": "cpu", "max_num_reqs": 8},
+        engine_kwargs={"device": "cpu", "num_pages": 256, "max_num_reqs": 8},
         sampling_params=SamplingParams(max_tokens=64),
         show=shown.append,
         command="diffulex eval --zoo",
@@ -61,16 +63,81 @@ def test_one_command_writes_table_and_plot(zoo, tmp_path):
         assert run["swept"] == f"accept_threshold {run['setting']['accept_threshold']}"
     table = (tmp_path / "zoo_results.md").read_text(encoding="utf-8")
     assert table.count("| blocks | multi_bd | 2 |") == 2
+    lines = report.to_text().splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "setting", "blocks", "accept_threshold", "accept_threshold", "one", "accept_threshold",
+    ]  # fmt: skip
+    assert lines[4] == "one block (multi_bd, buffer 1)"
+    assert max(map(len, lines)) <= 80
     plot = (tmp_path / "zoo_results.svg").read_text(encoding="utf-8")
     assert "one block" in plot
     assert "tokens per forward" in plot
 
 
+def test_the_table_of_the_whole_zoo_fits_into_80_columns():
+    """With the cells of the published runs."""
+    text = (Path(__file__).parents[3] / "docs/zoo_results.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = [
+        SimpleNamespace(cells=row.copy, split="held-out", is_chosen=False)
+        for row in cells
+        if row[0] not in ("curve", "---")
+    ]
+    shown = ZooReport({}, tuple(rows)).to_text().splitlines()
+    assert len(shown) > len(rows) > 5
+    assert max(map(len, shown)) <= 80
+
+
+@pytest.mark.slow
 def test_the_same_report_gives_the_same_plot(zoo, tmp_path):
-    report = run_zoo(zoo, engine_kwargs={"device": "cpu"}, limit=1)
+    report = run_zoo(zoo, engine_kwargs={"device": "cpu", "num_pages": 256}, limit=1)
     for name in ("a.svg", "b.svg"):
         report.write_plot(tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.slow
+def test_settings_are_chosen_on_other_problems_than_the_reported_ones(zoo, tmp_path):
+    lines = (demo_dir() / "heldout.jsonl").read_text(encoding="utf-8").splitlines()[6:9]
+    (zoo / "validation.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    content = json.loads((zoo / "zoo.json").read_text(encoding="utf-8"))
+    content["validation"] = "validation.jsonl"
+    (zoo / "zoo.json").write_text(json.dumps(content), encoding="utf-8")
+    report = run_zoo(zoo, output_dir=tmp_path, engine_kwargs={"device": "cpu", "num_pages": 256})
+    found = [(row.curve, row.split, row.run.total.num_problems) for row in report.rows]
+    assert found == [
+        ("blocks", "held-out", 6),
+        ("blocks", "validation", 3),
+        ("blocks", "validation", 3),
+        ("one block", "held-out", 6),  # one setting: there is nothing to choose
+    ]
+    swept = [row for row in report.rows if row.split == "validation"]
+    (point,) = [row for row in swept if row.is_chosen]
+    assert point is swept[chosen(swept)]
+    assert report.rows[0].setting == point.setting
+    text = (tmp_path / "zoo_results.md").read_text(encoding="utf-8")
+    assert f"| {point.setting} * |" in text
+    assert text.index("## Held-out problems") < text.index("## Validation problems")
+    assert "chosen setting, held-out problems" in (tmp_path / "zoo_results.svg").read_text()
+    runs = json.loads((tmp_path / "zoo_results.json").read_text(encoding="utf-8"))["runs"]
+    assert [run["split"] for run in runs if run["chosen"]] == ["held-out", "validation"]
+
+
+@pytest.mark.parametrize(
+    ("points", "place"),
+    [
+        ([(990, 3.0), (986, 3.5), (970, 4.0)], 1),  # 0.4 points less for more tokens per forward
+        ([(990, 3.0), (984, 3.5)], 0),
+        ([(900, 5.0), (990, 3.0), (990, 3.2)], 2),
+    ],
+)
+def test_the_fastest_setting_within_half_a_point_is_chosen(points, place):
+    rows = []
+    for right, tpf in points:
+        score = Score("all", 1000, right, int(1000 * tpf), 1000)
+        rows.append(ZooRow("a", "multi_bd", 1, "s", RunReport({}, score, (), {}, ())))
+    assert chosen(rows) == place
 
 
 @pytest.mark.parametrize(
@@ -115,9 +182,10 @@ def test_the_command_line_refuses_what_the_zoo_decides(zoo):
     assert "expected --zoo" in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_the_table(zoo):
     done = run_command_line("--zoo", zoo, "--device", "cpu", "--limit", "2")
     assert done.returncode == 0
     lines = done.stdout.splitlines()
-    assert lines[0].split()[:3] == ["curve", "strategy", "buffer"]
-    assert len(lines) == 4
+    assert lines[0].split()[:2] == ["setting", "accuracy"]
+    assert len(lines) == 6

@@ -23,14 +23,20 @@ from diffulex.bench.serve.frames import APIS
 from diffulex.bench.serve.http_stream import Endpoint, HttpClient
 from diffulex.bench.serve.load import LoadPlan, LoadRun, RequestSettings, Sender, run_load, warm_up
 from diffulex.bench.serve.report import ReportSettings, ServeReport, pareto_table, summarize
-from diffulex.config.flags import integer, number, numbers, positive_integer
+from diffulex.config.flags import count, integer, number, numbers, positive_integer, share
 from diffulex.env import get_text
 from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
     from diffulex.checkpoint.tokenizer import Tokenizer
 
-__all__ = ["ServeBenchmark", "add_serve_flags", "run_benchmark", "run_serve_command"]
+__all__ = [
+    "ServeBenchmark",
+    "add_serve_flags",
+    "run_benchmark",
+    "run_serve_command",
+    "served_model",
+]
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _SWEEPABLE = ("max-concurrency", "request-rate")
@@ -118,7 +124,7 @@ async def _measure(
     try:
         settings = benchmark.request
         if settings.api != "generate" and settings.model is None:
-            settings = dataclasses.replace(settings, model=await _served_model(client))
+            settings = dataclasses.replace(settings, model=await served_model(client))
 
         def count_tokens(text: str) -> int:
             assert tokenizer is not None
@@ -133,8 +139,8 @@ async def _measure(
         await client.close()
 
 
-async def _served_model(client: HttpClient) -> str:
-    """The first model the server lists."""
+async def served_model(client: HttpClient) -> str:
+    """The first model the server lists; EndpointError where it lists none."""
     try:
         async with client.request("GET", "/v1/models") as response:
             content = await response.read()
@@ -169,87 +175,96 @@ def _load_tokenizer(name: str | None) -> Tokenizer | None:
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Adds every flag of the command."""
-    server = parser.add_argument_group("endpoint")
-    server.add_argument(
+    _add_endpoint_flags(parser.add_argument_group("endpoint"))
+    _add_request_flags(parser.add_argument_group("requests"))
+    _add_load_flags(parser.add_argument_group("load"))
+    _add_result_flags(parser.add_argument_group("result"))
+
+
+def _add_endpoint_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--base-url", default=_DEFAULT_URL, help=f"with or without /v1 [{_DEFAULT_URL}]"
     )
-    server.add_argument("--api", choices=APIS, default="chat", help="route [chat]")
-    server.add_argument("--model", help="model of the requests [the first the server lists]")
-    server.add_argument("--api-key", help="[environment variable OPENAI_API_KEY, if set]")
-    server.add_argument(
-        "--timeout", type=_positive, default=600.0, help="seconds per request [600]"
-    )
-    server.add_argument(
+    group.add_argument("--api", choices=APIS, default="chat", help="route [chat]")
+    group.add_argument("--model", help="model of the requests [the first the server lists]")
+    group.add_argument("--api-key", help="[environment variable OPENAI_API_KEY, if set]")
+    group.add_argument("--timeout", type=_positive, default=600.0, help="seconds per request [600]")
+    group.add_argument(
         "--max-retries",
-        type=_count,
+        type=count,
         default=0,
         help="tries after 429 or 503 [0: they are failures]",
     )
 
-    data = parser.add_argument_group("requests")
-    data.add_argument("--dataset", choices=DATASETS, default=DATASETS[0], help=f"[{DATASETS[0]}]")
-    data.add_argument("--dataset-path", type=Path, metavar="FILE", help="of jsonl and sharegpt")
-    data.add_argument("--num-prompts", type=positive_integer, default=200, help="requests [200]")
-    data.add_argument(
+
+def _add_request_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--dataset", choices=DATASETS, default=DATASETS[0], help=f"[{DATASETS[0]}]")
+    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="of jsonl and sharegpt")
+    group.add_argument("--num-prompts", type=positive_integer, default=200, help="requests [200]")
+    group.add_argument(
         "--input-len", type=positive_integer, default=256, help="random: tokens [256]"
     )
-    data.add_argument("--output-len", type=positive_integer, default=128, help="max_tokens [128]")
-    data.add_argument(
-        "--range-ratio", type=_share, default=0.0, help="random: lengths vary by this share [0]"
+    group.add_argument("--output-len", type=positive_integer, default=128, help="max_tokens [128]")
+    group.add_argument(
+        "--range-ratio", type=share, default=0.0, help="random: lengths vary by this share [0]"
     )
-    data.add_argument(
+    group.add_argument(
         "--token-range", type=_pair, metavar="LOW,HIGH", help="random: ids to draw from"
     )
-    data.add_argument(
+    group.add_argument(
         "--tokenizer", metavar="DIR", help="directory or demo; counts tokens, makes texts"
     )
-    data.add_argument(
+    group.add_argument(
         "--ignore-eos", action="store_true", help="ask for exactly --output-len tokens"
     )
-    data.add_argument("--temperature", type=_temperature, default=0.0, help="number or default [0]")
-    data.add_argument(
+    group.add_argument(
+        "--temperature", type=_temperature, default=0.0, help="number or default [0]"
+    )
+    group.add_argument(
         "--stream-mode", choices=("block_append", "denoise", "both"), help="diffulex only"
     )
-    data.add_argument(
+    group.add_argument(
         "--chunk-usage",
         action="store_true",
         help="ask for usage in every chunk: exact tokens per chunk",
     )
-    data.add_argument(
+    group.add_argument(
         "--extra-body",
         type=_object,
         default={},
         metavar="JSON",
         help="more fields; null removes one",
     )
-    data.add_argument("--seed", type=integer, default=0, help="of data and arrivals [0]")
+    group.add_argument("--seed", type=integer, default=0, help="of data and arrivals [0]")
 
-    load = parser.add_argument_group("load")
-    load.add_argument(
+
+def _add_load_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--request-rate", type=_rate, default=math.inf, help="arrivals per second [inf]"
     )
-    load.add_argument(
+    group.add_argument(
         "--burstiness",
         type=_rate,
         default=1.0,
         help="1 Poisson, less is burstier, inf constant [1]",
     )
-    load.add_argument(
+    group.add_argument(
         "--max-concurrency", type=positive_integer, help="requests in flight [no limit]"
     )
-    load.add_argument("--warmup", type=_count, default=4, help="requests that do not count [4]")
-    load.add_argument(
+    group.add_argument("--warmup", type=count, default=4, help="requests that do not count [4]")
+    group.add_argument(
         "--sweep",
         type=_sweep,
         metavar="NAME=V[,V]",
         help=f"one run per value of {' or '.join(_SWEEPABLE)}",
     )
 
-    result = parser.add_argument_group("result")
-    result.add_argument(
+
+def _add_result_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--percentiles", type=numbers, default=(50.0, 90.0, 95.0, 99.0), help="[50,90,95,99]"
     )
-    result.add_argument(
+    group.add_argument(
         "--goodput",
         nargs="+",
         type=_level,
@@ -257,12 +272,10 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:MS",
         help="ttft, tpot, e2el limits",
     )
-    result.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    result.add_argument(
-        "--save-result", action="store_true", help="write JSON and records as files"
-    )
-    result.add_argument("--result-dir", type=Path, default=Path(), help="where [current directory]")
-    result.add_argument(
+    group.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    group.add_argument("--save-result", action="store_true", help="write JSON and records as files")
+    group.add_argument("--result-dir", type=Path, default=Path(), help="where [current directory]")
+    group.add_argument(
         "--metadata",
         nargs="+",
         type=_pair_of_texts,
@@ -295,7 +308,7 @@ def run_serve_command(options: argparse.Namespace) -> int:
             if not options.json:
                 print(result.report.to_text(), end="\n\n", flush=True)
     finally:
-        # What was measured before the endpoint died or somebody interrupted counts.
+        # What was measured before the endpoint died or the user interrupted counts.
         if results:
             _finish(options, stem, [result.report for result in results])
     return 1 if any(result.report.figures["failed"] for result in results) else 0
@@ -411,20 +424,6 @@ def _rate(text: str) -> float:
     return value
 
 
-def _share(text: str) -> float:
-    value = number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a share in [0, 1), got {text!r}")
-    return value
-
-
-def _count(text: str) -> int:
-    value = integer(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected a count, got {text!r}")
-    return value
-
-
 def _temperature(text: str) -> float | None:
     return None if text == "default" else number(text)
 
@@ -463,7 +462,7 @@ def _sweep(text: str) -> tuple[str, tuple[float, ...]]:
         raise argparse.ArgumentTypeError(f"expected {known} and values, got {text!r}")
     parts = [part for part in values.split(",") if part]
     if not parts:
-        raise argparse.ArgumentTypeError(f"expected values behind {name}=, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected values after {name}=, got {text!r}")
     if name == "max-concurrency":
         return "max_concurrency", tuple(float(positive_integer(part)) for part in parts)
     return "request_rate", tuple(_rate(part) for part in parts)

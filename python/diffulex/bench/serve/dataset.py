@@ -16,7 +16,14 @@ from diffulex.errors import ConfigError
 if TYPE_CHECKING:
     from diffulex.checkpoint.tokenizer import Tokenizer
 
-__all__ = ["DATASETS", "BenchRequest", "DatasetSettings", "make_requests"]
+__all__ = [
+    "DATASETS",
+    "BenchRequest",
+    "DatasetSettings",
+    "drawable_ids",
+    "make_requests",
+    "varied_length",
+]
 
 DATASETS = ("task:word_problems", "random", "jsonl", "sharegpt")
 #: Turns of a ShareGPT conversation that are used: a question and its answer.
@@ -115,21 +122,30 @@ def _word_problems(settings: DatasetSettings) -> list[BenchRequest]:
 
 
 def _random(settings: DatasetSettings, tokenizer: Tokenizer | None) -> list[BenchRequest]:
-    ids = _drawable_ids(settings, tokenizer)
+    ids = drawable_ids(settings, tokenizer)
     rng = random.Random(f"bench serve/{settings.seed}")
-
-    def length(center: int) -> int:
-        spread = int(center * settings.range_ratio)
-        return max(1, rng.randint(center - spread, center + spread))
 
     requests = []
     for _ in range(settings.num_prompts):
-        prompt = rng.choices(ids, k=length(settings.input_len))
-        requests.append(BenchRequest(prompt, None, length(settings.output_len)))
+        length = varied_length(rng, settings.input_len, settings.range_ratio)
+        prompt = rng.choices(ids, k=length)
+        output_len = varied_length(rng, settings.output_len, settings.range_ratio)
+        requests.append(BenchRequest(prompt, None, output_len))
     return requests
 
 
-def _drawable_ids(settings: DatasetSettings, tokenizer: Tokenizer | None) -> list[int]:
+def varied_length(rng: random.Random, center: int, share: float) -> int:
+    """A length between ``center * (1 - share)`` and ``center * (1 + share)``."""
+    spread = int(center * share)
+    return max(1, rng.randint(center - spread, center + spread))
+
+
+def drawable_ids(settings: DatasetSettings, tokenizer: Tokenizer | None) -> list[int]:
+    """Ids that prompts are drawn from: a range, or those of the tokenizer's ordinary tokens.
+
+    Raises:
+        ConfigError: there is neither, or the range is empty.
+    """
     if settings.token_range is not None:
         low, high = settings.token_range
         if not 0 <= low < high:

@@ -147,7 +147,7 @@ def _server_figures(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def _token_semantics(records: Sequence[RequestRecord], is_retokenized: bool) -> str | None:
-    """Who counted: `server_usage`, `retokenized`, `mixed`, or None if nobody did."""
+    """Who counted: `server_usage`, `retokenized`, `mixed`, or None if neither did."""
     counted = [record for record in records if record.completion_tokens is not None]
     if not counted:
         return None

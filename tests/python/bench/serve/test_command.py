@@ -194,7 +194,7 @@ def test_a_server_without_models_must_be_told_one(
         (["--goodput", "itl:3"], "goodput: expected one of ttft, tpot, e2el, got 'itl'"),
         (["--metadata", "gpu"], "expected KEY=VALUE, got 'gpu'"),
         (["--sweep", "seed=1"], "expected max-concurrency or request-rate and values"),
-        (["--sweep", "request-rate="], "expected values behind request-rate="),
+        (["--sweep", "request-rate="], "expected values after request-rate="),
         (["--percentiles", "50,101"], "percentiles: expected values in [0, 100], got 101"),
         (
             ["--save-result", "--result-dir", "/proc/no/such"],

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m diffulex_bench.main``: the same as ``diffulex bench eval``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from diffulex.tools.cli import main as run_command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return run_command(["bench", "eval", *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
