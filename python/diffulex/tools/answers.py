@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffulex.checkpoint.resolve import DEMO_PURPOSE, demo_dir
 from diffulex.config.flags import check_single_model
+from diffulex.engine.template import template_token_ids
 from diffulex.engine.terminal import DenoisePainter, opening_spans, printable, snapshot_spans
 from diffulex.env import get_text
 from diffulex.errors import ConfigError, DiffulexError, PromptError
@@ -23,9 +26,10 @@ from diffulex.tools.request_flags import (
     open_engine,
     sampling_params,
 )
+from diffulex.trace.files import TraceFile, trace_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from diffulex import Diffulex, RequestOutput, StreamEvent
 
@@ -45,10 +49,16 @@ def generate(options: argparse.Namespace) -> int:
         raise ConfigError(
             "--show-denoising: expected one answer as text, got --json, --n or a file"
         )
-    with open_engine(options, max_num_reqs=min(num_answers, _DEFAULT_BATCH)) as engine:
+    with (
+        _trace_file(options) as trace,
+        open_engine(options, max_num_reqs=min(num_answers, _DEFAULT_BATCH)) as engine,
+    ):
         inputs = [_token_ids(engine, prompt, options) for prompt in prompts]
+        if options.template is not None:
+            options.template_ids = template_token_ids(options.template, engine.tokenizer)
         if is_plain:
             output = _answer(engine, inputs[0], options)
+            _trace([output], prompts, engine, trace)
             if options.logprobs is not None:
                 _print_logprobs(output, engine)
             _print_summary(output, engine)
@@ -60,9 +70,32 @@ def generate(options: argparse.Namespace) -> int:
             summary=False,
             n=options.n,
         )
+        questions = [prompt for prompt in prompts for _ in range(options.n)]
+        _trace(outputs, questions, engine, trace)
         for index, output in enumerate(outputs):
             _print_answer(_checked(output), divmod(index, options.n), engine, options)
     return 0
+
+
+def _trace_file(options: argparse.Namespace) -> contextlib.AbstractContextManager[TraceFile | None]:
+    """The file of --trace, opened before the work is done that it is for."""
+    if options.trace is not None:
+        return TraceFile(Path(options.trace))
+    if options.trace_level is not None:
+        raise ConfigError("--trace-level: expected --trace with it, got none")
+    return contextlib.nullcontext()
+
+
+def _trace(
+    outputs: Iterable[RequestOutput],
+    questions: Iterable[str],
+    engine: Diffulex,
+    file: TraceFile | None,
+) -> None:
+    for output, question in zip(outputs, questions, strict=True):
+        if file is not None:
+            name = engine.config.model.model_dir.name
+            file.append(trace_record(output, engine.tokenizer, question=question, model=name))
 
 
 def _token_ids(engine: Diffulex, prompt: str, options: argparse.Namespace) -> list[int]:
@@ -187,8 +220,8 @@ def _paint(
     num_shown = 0
     try:
         decoding = engine.config.decoding
-        # A canvas starts right behind the prompt, blocks at multiples of their size.
-        offset = 0 if decoding.decoding_strategy == "diffusion_gemma" else prompt_len
+        # A canvas starts where the prompt ends, blocks at multiples of their size.
+        offset = 0 if decoding.traits.has_canvas else prompt_len
         shown = opening_spans(offset, decoding.block_size)
         painter.show(shown)
         time.sleep(delay)

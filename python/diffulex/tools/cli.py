@@ -66,6 +66,10 @@ def _run(arguments: list[str]) -> int:
     other = {"serve": _serve, "omni": _omni, "edge": _edge}.get(arguments[0]) if arguments else None
     if other is not None:
         return other(arguments[1:])
+    if asks_for_tasks(arguments):
+        arguments = ["bench", *arguments]
+    if arguments[:2] == ["bench", "lm-eval"]:
+        return _lm_eval(arguments[2:])
     if not arguments or arguments[0] == "help":
         return _help(arguments[1:])
     _check_command(arguments[0])
@@ -103,7 +107,11 @@ def _log_level(options: argparse.Namespace) -> str | None:
         level: str | None = options.log_level
         return level
     # An evaluation takes long; without a terminal there is no bar, only log lines.
-    return "info" if options.name == "eval" and not sys.stderr.isatty() else "warning"
+    is_eval = options.name == "eval" or getattr(options, "benchmark", None) == "eval"
+    return "info" if is_eval and not sys.stderr.isatty() else "warning"
+
+
+_TRACE_HELP = "show in which order the tokens of answers were written"
 
 
 class _Command(NamedTuple):
@@ -183,14 +191,49 @@ def _fill_eval(parser: Parser) -> None:
 
     _add_log_level(parser)
     add_eval_flags(parser)
+    parser.epilog = f"With {', '.join(_OF_TASKS)} it runs tasks instead: diffulex bench eval --help"
     parser.set_defaults(command=evaluate)
 
 
+#: Flags with which `eval` is that of `bench`.
+_OF_TASKS = ("--dataset", "--preset", "--resume")
+
+
+def asks_for_tasks(arguments: Sequence[str]) -> bool:
+    """Whether `diffulex eval` is asked for tasks rather than for word problems."""
+    flags = {item.partition("=")[0] for item in arguments[1:]}
+    return arguments[:1] == ["eval"] and not flags.isdisjoint(_OF_TASKS)
+
+
 def _fill_bench(parser: Parser) -> None:
+    from diffulex.bench.compare import add_compare_flags  # noqa: PLC0415
+    from diffulex.bench.main import add_bench_eval_flags, add_tasks_flags  # noqa: PLC0415
+    from diffulex.bench.report_command import add_report_flags  # noqa: PLC0415
     from diffulex.bench.serve.command import add_serve_flags, run_serve_command  # noqa: PLC0415
+    from diffulex.bench.throughput import add_throughput_flags  # noqa: PLC0415
 
     benchmarks = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK")
     benchmarks.required = True
+    for name, words, text, fill in (
+        ("eval", "", "accuracy and speed on tasks, with a folder of results", add_bench_eval_flags),
+        ("tasks", "", "list, fetch and verify tasks and their data", add_tasks_flags),
+        ("throughput", "", "steps and tokens per second of synthetic load", add_throughput_flags),
+        ("report", "RUN...", "runs as a page or a table, with plots", add_report_flags),
+        ("compare", "BASE CAND", "what changed between two runs; a gate for CI", add_compare_flags),
+    ):
+        child: Parser = benchmarks.add_parser(
+            name,
+            help=text,
+            description=text,
+            allow_abbrev=False,
+            usage=" ".join(filter(None, ("diffulex bench", name, words, "[flags]"))),
+        )
+        if name != "eval":
+            _add_log_level(child)
+        fill(child)
+    # `_lm_eval` parses what is run: the flags are those of another program.
+    text = "the command of lm-eval, with this engine as --model diffulex"
+    benchmarks.add_parser("lm-eval", help=text, description=text, add_help=False)
     text = "load on any server that speaks the OpenAI API"
     serve = benchmarks.add_parser(
         "serve",
@@ -203,6 +246,23 @@ def _fill_bench(parser: Parser) -> None:
     add_config_flag(serve)
     add_serve_flags(serve)
     serve.set_defaults(command=run_serve_command)
+
+    _fill_trace(
+        benchmarks.add_parser(
+            "trace",
+            help=_TRACE_HELP,
+            description=_TRACE_HELP,
+            allow_abbrev=False,
+            usage="diffulex bench trace FILE [flags]",
+        )
+    )
+
+
+def _fill_trace(parser: Parser) -> None:
+    from diffulex.trace.command import add_trace_flags  # noqa: PLC0415
+
+    _add_log_level(parser)
+    add_trace_flags(parser)
 
 
 def _fill_serve(parser: Parser) -> None:
@@ -234,6 +294,14 @@ def _fill_doctor(parser: Parser) -> None:
     parser.set_defaults(command=_doctor)
 
 
+def _fill_verify(parser: Parser) -> None:
+    from diffulex.tools.verification import add_verify_flags, run_verify  # noqa: PLC0415
+
+    _add_log_level(parser)
+    add_verify_flags(parser)
+    parser.set_defaults(command=run_verify)
+
+
 def _fill_completion(parser: Parser) -> None:
     _add_log_level(parser)
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="for which shell")
@@ -245,6 +313,12 @@ def _completion(options: argparse.Namespace) -> int:
 
     print(script(build_parser(), options.shell))
     return 0
+
+
+def _lm_eval(arguments: list[str]) -> int:
+    from diffulex.bench.lm_eval_run import run_command  # noqa: PLC0415 (optional)
+
+    return run_command(arguments)
 
 
 def _serve(arguments: list[str]) -> int:
@@ -293,7 +367,11 @@ _COMMANDS = (
     _Command("run-batch", "answer a file of OpenAI batch requests", _fill_batch, "[MODEL]"),
     _Command("omni", "draw images with diffusion transformers", _fill_omni),
     _Command("edge", "export models to ExecuTorch for small devices", _fill_edge),
-    _Command("bench", "measure a server", _fill_bench),
+    _Command("bench", "evaluate a model on tasks, or measure a server", _fill_bench),
+    _Command("trace", _TRACE_HELP, _fill_trace, "FILE"),
+    _Command(
+        "verify", "whether a checkpoint is computed as its authors mean it", _fill_verify, "[MODEL]"
+    ),
     _Command(
         "doctor",
         "what is installed and whether it works on each device",

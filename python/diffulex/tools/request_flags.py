@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from diffulex.config.flags import (
     positive_integer,
     seconds,
 )
+from diffulex.config.sampling_params import TRAJECTORY_LEVELS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -42,7 +45,18 @@ FRAME_DELAY = 0.2
 _DEFAULT_MAX_TOKENS = 512
 #: What most runs need, in the help of one screen.
 _COMMON = (
-    *("words", "model", "prompt", "prompts_file", "raw", "system", "config", "n", "json"),
+    *(
+        "words",
+        "model",
+        "prompt",
+        "prompts_file",
+        "raw",
+        "system",
+        "template",
+        "config",
+        "n",
+        "json",
+    ),
     *("logprobs", "show_denoising", "max_tokens", "stop", "temperature", "top_p", "top_k", "seed"),
     *("device", "dtype", "decoding_strategy", "block_size", "buffer_size", "accept_threshold"),
     *("data", "limit", "batch", "output", "zoo"),
@@ -68,9 +82,24 @@ def add_generate_flags(parser: Parser) -> None:
         "--logprobs", type=integer, metavar="N", help="log-probabilities, and of N likeliest tokens"
     )
     parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="add a line per answer to FILE: in which order it was written, for diffulex trace",
+    )
+    parser.add_argument(
+        "--trace-level",
+        choices=TRAJECTORY_LEVELS[1:],
+        help="steps and their blocks alone, or every change of a position too [full]",
+    )
+    parser.add_argument(
         "--raw", action="store_true", help="continue the prompt as it is, without chat template"
     )
     parser.add_argument("--system", metavar="TEXT", help="system message of the chat template")
+    parser.add_argument(
+        "--template",
+        metavar="TEXT",
+        help="the answer with gaps: <mask> is a token to fill in, <mask:8> are eight",
+    )
     _add_output_flags(parser)
     add_engine_and_sampling_flags(parser)
 
@@ -155,7 +184,10 @@ def sampling_params(options: argparse.Namespace, **changes: Any) -> SamplingPara
         "stop_token_ids": options.stop_token_ids,
         "stop": options.stop,
         "min_tokens": options.min_tokens,
+        "template_token_ids": getattr(options, "template_ids", ()),
     }
+    if getattr(options, "trace", None) is not None:
+        given["return_trajectory"] = options.trace_level or "full"
     return diffulex.SamplingParams(**{**given, **changes})
 
 
@@ -165,6 +197,24 @@ def is_model(word: str) -> bool:
         return word == DEMO or (Path(word).expanduser() / "config.json").is_file()
     except (OSError, RuntimeError, ValueError):  # too long for a path, no home, a zero byte
         return False
+
+
+def _import_engine() -> None:
+    """Imports what engines need, with the garbage collector off.
+
+    Nothing that imports make is garbage, and looking for it takes a quarter of their time. What is there
+    afterwards stays until the program ends, so that the collector never looks at it again.
+    """
+    if "torch" in sys.modules:
+        return
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        importlib.import_module("diffulex.engine.engine")
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def open_engine(options: argparse.Namespace, **defaults: Any) -> Diffulex:
@@ -180,6 +230,7 @@ def open_engine(options: argparse.Namespace, **defaults: Any) -> Diffulex:
     if is_terminal:
         print(f"loading {name} ...", end="", file=sys.stderr, flush=True)
     try:
+        _import_engine()
         return diffulex.Diffulex(**kwargs)
     finally:
         if is_terminal:

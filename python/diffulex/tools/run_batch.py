@@ -213,7 +213,7 @@ async def _post(app: Any, path: str, body: Any) -> tuple[int, Any]:
     async def receive() -> dict[str, Any]:
         if unread:
             return unread.pop()
-        await is_over.wait()  # nobody leaves before the answer is complete
+        await is_over.wait()  # this client stays until the answer is complete
         return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:

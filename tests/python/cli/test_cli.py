@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line as a user meets it: each test is a process of its own."""
+"""The command line as a user meets it: each test runs a separate process."""
 
 from __future__ import annotations
 
@@ -411,9 +411,30 @@ class TestDoctor:
         result = run_cli("doctor", "--json")
         content = json.loads(result.stdout)
         assert {"python", "build", "torch", "cuda devices"} <= content["facts"].keys()
+        assert {"free memory", "cpu kernels", "cuda driver"} <= content["facts"].keys()
+        assert content["facts"]["packages"]["transformers"][0].isdigit()
+        assert {"executorch", "diffusers"} <= content["facts"]["optional packages"].keys()
+        assert {"xnnpack", "coreml", "qnn"} <= content["facts"]["edge backends"].keys()
         failed = [check for check in content["checks"] if not check["is_ok"]]
         assert content["is_healthy"] is (not failed)
         assert result.returncode == (1 if failed else 0)
+
+    def test_plug_ins_are_listed(self, monkeypatch, tmp_path):
+        from diffulex.tools import doctor
+
+        for name in ("my_model", "another"):
+            info = tmp_path / f"{name}-1.2.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+            (info / "entry_points.txt").write_text(
+                f"[diffulex.plugins]\nAutoSampler.mine = {name}:Mine\n"
+            )
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(doctor, "_self_tests", dict)
+        facts = doctor.examine().facts
+        assert facts["plug-ins"]["AutoSampler.mine"] == (
+            "another:Mine (another 1.2) and my_model:Mine (my_model 1.2)"
+        )
 
     def test_broken_parts_are_reported(self, monkeypatch):
         from diffulex.tools import doctor
@@ -429,3 +450,50 @@ class TestDoctor:
         assert checks["other"].is_ok
         assert "self-test cpu op: FAILED (no luck on cpu)" in report.to_text()
         assert report.to_text().endswith("broken: see the failed self-tests")
+
+    @pytest.mark.parametrize(
+        ("archs", "free", "findings"),
+        [
+            (["90a"], 2, {"kernels": (True, "portable, built for 90a"), "free memory": (True, "2.0 of 8.0 GiB")}),
+            (["80-real"], 2, {"kernels": (False, "a build for compute capability 9.0, got one for 80-real")}),
+            ([], 2, {"kernels": (False, "got one for no device")}),
+            (["80"], 0.5, {"kernels": (True, "built for 80"), "free memory": (False, "at least 1 GiB, got 0.5 of")}),
+        ],
+    )  # fmt: skip
+    def test_devices_that_are_not_here(self, monkeypatch, archs, free, findings):
+        """What it says of a device, by a fake one: the ops are not run."""
+        import torch
+
+        from diffulex.ops import hopper
+        from diffulex.tools import doctor
+
+        gib = 1 << 30
+        for name, value in {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "get_device_name": lambda index: "NVIDIA H200",
+            "get_device_capability": lambda device=None: (9, 0),
+            "mem_get_info": lambda device=None: (int(free * gib), 8 * gib),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(hopper, "has_hopper_kernels", lambda device: False)
+        facts = {"cuda_archs": archs, "version": "0"}
+        monkeypatch.setattr(doctor, "_build_facts", lambda: facts)
+        monkeypatch.setattr(doctor, "_self_tests", dict)
+        report = doctor.examine()
+        text = report.facts["cuda devices"]["cuda:0"]
+        assert text == f"NVIDIA H200, compute capability 9.0, {free:.1f} of 8.0 GiB free"
+        checks = {check.name: check for check in report.checks if check.device == "cuda:0"}
+        for name, (is_ok, detail) in findings.items():
+            assert checks[name].is_ok is is_ok
+            assert detail in checks[name].detail
+        assert report.is_healthy is all(is_ok for is_ok, _ in findings.values())
+
+    def test_memory_of_the_host(self, tmp_path):
+        from diffulex.tools.doctor import _host_memory
+
+        path = tmp_path / "meminfo"
+        path.write_text("MemTotal:  4194304 kB\nMemAvailable: 1048576 kB\nHugePages_Total: 0\n")
+        assert _host_memory(path) == "1.0 of 4.0 GiB"
+        path.write_text("MemTotal: 1 kB\n")
+        assert _host_memory(path) == _host_memory(tmp_path / "none") == "unknown"

@@ -221,6 +221,11 @@ class TestHelp:
         for flag in ("--temperature", "--top-p", "--seed", "--max-tokens", "--stop"):
             assert flag in sampling
 
+    @pytest.mark.parametrize("flag", ["--help", "--help-all"])
+    def test_help_of_eval_says_how_tasks_are_run(self, run, flag):
+        text = " ".join(run("eval", flag)[1].split())
+        assert "With --dataset, --preset, --resume it runs tasks instead: diffulex bench" in text
+
     def test_help_of_a_command_by_name(self, run):
         assert run("help", "chat")[1] == run("chat", "--help")[1]
 
