@@ -5,6 +5,7 @@
 
 The reference recomputes the whole sequence at every step through transformers' Qwen3 with the block
 mask; weights, threads, acceptance rule and prompts are the same, and the tokens must be equal.
+`valid_rows` is the share of the rows of a full buffer that a decode step runs on average.
 `speedup` compares whole generations; `decode_speedup` leaves out the engine's prefill step, for which
 the reference has no counterpart: its every forward is a denoising step.
 """
@@ -230,12 +231,15 @@ def compare(
     # The first call of each pays for lazy initialisation.
     engine.generate([prompts[0]], params, summary=False, progress_log_interval=0)
     ReferenceDecoder(reference, prompts[0], decoding).decode()
+    num_steps, num_rows = -engine.stats().num_decode_steps, -engine.stats().num_rows
     engine_s = decode_s = reference_s = 0.0
     num_tokens = engine_nfe = reference_nfe = 0
     for index, prompt in enumerate(prompts):
         start = time.perf_counter()
-        (output,) = engine.generate([prompt], params, summary=False, progress_log_interval=0)
+        outputs = engine.generate([prompt], params, summary=False, progress_log_interval=0)
         middle = time.perf_counter()
+        (output,) = outputs
+        num_rows -= outputs.stats.prefill_tokens
         decoder = ReferenceDecoder(reference, prompt, decoding)
         expected = decoder.decode()
         reference_s += time.perf_counter() - middle
@@ -249,6 +253,8 @@ def compare(
         num_tokens += len(expected)
         engine_nfe += output.metrics.nfe
         reference_nfe += decoder.num_forwards
+    num_steps += engine.stats().num_decode_steps
+    num_rows += engine.stats().num_rows
     return {
         "model": name,
         "prompts": len(prompts),
@@ -256,6 +262,7 @@ def compare(
         "block_size": decoding.block_size,
         "buffer_size": decoding.buffer_size,
         "accept_threshold": decoding.accept_threshold,
+        "valid_rows": round(num_rows / num_steps / decoding.buffer_size / decoding.block_size, 4),
         "engine_nfe": engine_nfe,
         "reference_nfe": reference_nfe,
         "engine_ms_per_token": round(1e3 * engine_s / num_tokens, 4),

@@ -4,9 +4,10 @@
     python benchmarks/python/bench_decode_step.py --output decode_step.jsonl
     python benchmarks/python/bench_decode_step.py --targets all --json decode_targets.json
 
-A step is a whole engine step as the host sees it: schedule, forward over every row of every running
+A step is a whole engine step as the host sees it: schedule, forward over the rows of every running
 request, sampling, and the copy of the result. Random weights accept one position per block and
-step, so the rows per step stay the same. The floor is the time to read the weights once at the
+step. `rows` is what the blocks in flight could run, `valid` the share of it that blocks do: the host
+packs the rows of a step, the device's own loop runs all of them. The floor is the time to read the weights once at the
 copy bandwidth measured in the same run; of experts, those that rows were sent to. They are counted:
 a second engine without graphs repeats the timed steps. `--targets` runs the cases of
 `step_targets.py` and says which pass.
@@ -41,7 +42,7 @@ from step_timing import (
 from diffulex import Diffulex, SamplingParams
 
 COLUMNS = (
-    "shape", "prompt_len", "buffer", "batch", "rows", "step_ms", "p10_ms", "p90_ms", "floor_ms",
+    "shape", "prompt_len", "buffer", "batch", "rows", "valid", "step_ms", "p10_ms", "p90_ms", "floor_ms",
     "experts", "sm_mhz", "watts", "graph_steps", "peer_ms", "target_ms", "verdict",
 )  # fmt: skip
 
@@ -153,16 +154,22 @@ def measure(
 ) -> dict[str, Any]:
     """One line of the result."""
     with started_engine(model, options, case, has_graphs=not options.enforce_eager) as engine:
-        seconds = timed_steps(engine, case.batch, options.warmup, options.steps)
+        num_valid: list[int] = []
+        seconds = timed_steps(
+            *(engine, case.batch, options.warmup, options.steps),
+            lambda: num_valid.append(engine.stats().num_rows),
+        )
         clocks = clock_facts(options.device)
         graph_steps = engine.run_stats.num_graph_steps
     gc.collect()
     num_bytes, experts = weights_read(model, options, case)
+    num_rows = case.batch * case.buffer_size * options.block_size
     row = {
         "prompt_len": case.prompt_len,
         "buffer": case.buffer_size,
         "batch": case.batch,
-        "rows": case.batch * case.buffer_size * options.block_size,
+        "rows": num_rows,
+        "valid": round((num_valid[-1] - num_valid[0]) / (len(num_valid) - 1) / num_rows, 4),
         **summary(seconds),
         **clocks,
         "graph_steps": graph_steps,

@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 
 import torch
-from kernel_bench import attention, linear, moe, sampler, small_ops
+from kernel_bench import acceptance, attention, linear, moe, sampler, small_ops
 from kernel_bench.ceilings import Ceilings, measure_ceilings
 from kernel_bench.report import Result, fingerprint, write_json
 from kernel_bench.table import HEADER, absences, counts, document, row
@@ -34,6 +34,7 @@ SECTIONS = {
     "prefill": attention.prefill_cases,
     "moe": moe.cases,
     "sampler": sampler.cases,
+    "acceptance": acceptance.cases,
     "small": small_ops.cases,
     "linear": linear.cases,
 }

@@ -15,6 +15,7 @@ from typing import Any
 from diffulex.checkpoint.auto_model import spec_reader
 from diffulex.config.types import ModelFacts
 from diffulex.families.detection import family_of_name
+from diffulex_edge.presets import PRESETS
 
 #: Stands where a checkpoint would be; nothing is read from it.
 NO_DIRECTORY = Path("random")
@@ -142,33 +143,10 @@ _LLADA2_MINI = Shape(
     ),
     {**_TINY_EXPERTS, "n_group": 4, "topk_group": 2},
 )
-_QWEN2_7B = _decoder(
-    *(152064, 3584, 18944, 28, 28, 4), max_position_embeddings=32768, hidden_act="silu"
-)
-_DREAM_7B = Shape("dream", {**_QWEN2_7B, "mask_token_id": 151666}, _TINY_DECODER)
+_DREAM_7B = Shape("dream", PRESETS["dream-7b"].config, _TINY_DECODER)
 _LLADA_8B = Shape(
     "llada",
-    {
-        "d_model": 4096,
-        "n_layers": 32,
-        "n_heads": 32,
-        "n_kv_heads": 32,
-        "mlp_hidden_size": 12288,
-        "vocab_size": 126464,
-        "embedding_size": 126464,
-        "max_sequence_length": 4096,
-        "rope": True,
-        "rope_theta": 500000.0,
-        "layer_norm_type": "rms",
-        "rms_norm_eps": 1e-5,
-        "activation_type": "silu",
-        "block_type": "llama",
-        "block_group_size": 1,
-        "include_bias": False,
-        "include_qkv_bias": False,
-        "weight_tying": False,
-        "mask_token_id": 126336,
-    },
+    PRESETS["llada-8b"].config,
     {
         "d_model": 64,
         "n_layers": 2,
@@ -244,9 +222,7 @@ SHAPES: Mapping[str, Shape] = {
     "sdar-30b-a3b": _SDAR_30B,
     "llada-8b": _LLADA_8B,
     "dream-7b": _DREAM_7B,
-    "fast-dllm-v2-7b": Shape(
-        "fast_dllm_v2", {**_QWEN2_7B, "bd_size": 32, "mask_token_id": 151665}, _TINY_DECODER
-    ),
+    "fast-dllm-v2-7b": Shape("fast_dllm_v2", PRESETS["fast_dllm_v2-7b"].config, _TINY_DECODER),
     "diffusion-gemma-26b-a4b": _GEMMA_26B,
     # The same models decoded otherwise, and the families that share a shape with one of them.
     "llada2.1-mini": _LLADA2_MINI.named("llada2dot1_mini"),

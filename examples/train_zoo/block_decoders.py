@@ -95,11 +95,13 @@ def decode_d2f(
     device: torch.device,
     num_candidates: int,
     max_batch: int = 1024,
+    is_shifted: bool = False,
 ) -> list[Completion]:
     """Block decoding in which every prompt row of the context has seen the whole prompt.
 
     As published the blocks start where the prompt ends; on the grid (``config.starts_at_prompt`` is
-    false) at multiples of the block size, so that a prompt tail is refined with its block.
+    false) at multiples of the block size, so that a prompt tail is refined with its block. With
+    ``is_shifted`` the row of a position predicts the next one.
     """
     size = config.block_size
 
@@ -119,7 +121,11 @@ def decode_d2f(
         tokens, positions, visible = prefix_full_rows(
             batch.to(device), prompt_len, start, size, max_prompt, is_first
         )
-        logits = model(tokens, positions, additive_mask(visible), num_logit_rows=length)
+        num_logits = length + max_prompt if is_shifted else length
+        logits = model(tokens, positions, additive_mask(visible), num_logit_rows=num_logits)
+        if is_shifted:
+            before_first = logits[torch.arange(len(running), device=device), length + start - 1]
+            logits = torch.cat([before_first[:, None], logits[:, : length - 1]], dim=1)
         ids, confidence = choose(logits, config.mask_token_id, num_candidates)
         id_rows, confidence_rows = ids.tolist(), confidence.tolist()
         for request, id_row, confidence_row in zip(running, id_rows, confidence_rows, strict=True):

@@ -150,6 +150,20 @@ def fast_dllm_config(shape: Shape) -> dict[str, Any]:
     }
 
 
+def dream_config(shape: Shape) -> dict[str, Any]:
+    """Qwen2 template; the block size is the one that its D2F training used."""
+    return {
+        "architectures": ["DreamModel"],
+        "model_type": "Dream",
+        **template_fields(shape),
+        "block_size": shape.block_size,
+        "max_window_layers": shape.num_hidden_layers,
+        "sliding_window": None,
+        "use_mrope": False,
+        "use_sliding_window": False,
+    }
+
+
 def llada2_config(shape: Shape) -> dict[str, Any]:
     """Bailing-MoE v2 template."""
     moe = shape.moe
@@ -211,10 +225,9 @@ def read_shape(fields: dict[str, Any]) -> Shape:
         "num_key_value_heads", "head_dim", "max_position_embeddings",
     )  # fmt: skip
     ids |= {name: fields[name] for name in names}
-    if fields["model_type"] == "Fast_dLLM_Qwen":
-        return Shape(
-            **ids, block_size=fields["bd_size"], rotary_dim=fields["head_dim"], qkv_bias=True
-        )
+    if fields["model_type"] in ("Fast_dLLM_Qwen", "Dream"):
+        block_size = fields["bd_size" if "bd_size" in fields else "block_size"]
+        return Shape(**ids, block_size=block_size, rotary_dim=fields["head_dim"], qkv_bias=True)
     moe = MoEShape(
         num_experts=fields["num_experts"],
         top_k=fields["num_experts_per_tok"],
@@ -234,14 +247,19 @@ def read_shape(fields: dict[str, Any]) -> Shape:
     )
 
 
-CONFIGS = {"llada": llada_config, "Fast_dLLM_Qwen": fast_dllm_config, "llada2_moe": llada2_config}
-NAMES = {"llada": LLADA_NAMES, "Fast_dLLM_Qwen": QWEN_NAMES, "llada2_moe": LLADA2_NAMES}
+#: By model type: the fields of config.json, and the names of the tensors.
+FORMATS = {
+    "Dream": (dream_config, QWEN_NAMES),
+    "Fast_dLLM_Qwen": (fast_dllm_config, QWEN_NAMES),
+    "llada": (llada_config, LLADA_NAMES),
+    "llada2_moe": (llada2_config, LLADA2_NAMES),
+}
 EXPERT_TENSORS = ("gate_proj", "up_proj", "down_proj")
 
 
 def to_checkpoint(model: Transformer, model_type: str) -> dict[str, Tensor]:
     """Tensors under their published names; LLaDA2 fuses Q, K, V rows and splits the experts."""
-    table = NAMES[model_type]
+    table = FORMATS[model_type][1]
     tensors: dict[str, Tensor] = {}
     state = model.state_dict()
     for name, tensor in state.items():
@@ -268,7 +286,7 @@ def to_checkpoint(model: Transformer, model_type: str) -> dict[str, Tensor]:
 
 def from_checkpoint(model: Transformer, tensors: dict[str, Tensor], model_type: str) -> None:
     """Fill the model from published names; every tensor must be used."""
-    table, shape = NAMES[model_type], model.shape
+    table, shape = FORMATS[model_type][1], model.shape
     left = dict(tensors)
     state: dict[str, Tensor] = {}
     for name in model.state_dict():
@@ -301,7 +319,7 @@ def from_checkpoint(model: Transformer, tensors: dict[str, Tensor], model_type: 
 
 def save_transformer(model: Transformer, model_type: str, directory: Path) -> None:
     """Write config.json and model.safetensors (bf16)."""
-    fields = CONFIGS[model_type](model.shape)
+    fields = FORMATS[model_type][0](model.shape)
     text = json.dumps(fields, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
     tensors = to_checkpoint(model, model_type)

@@ -7,6 +7,7 @@ PYTHONPATH=python python examples/train_zoo/judge.py examples/zoo/d2f_llada --co
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -14,7 +15,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "train_demo"))
+# Before installed packages: one of them is called `evaluate` as well.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "train_demo"))
 
 import torch
 from tokenizers import Tokenizer
@@ -24,6 +26,7 @@ from diffulex.bench import word_problems
 from evaluate import format_scores, score
 from objective import Objective, TokenIds
 from objective_d2f import D2F, D2FOnGrid
+from objective_d2f_dream import D2FDream
 from objective_diffusion_gemma import DiffusionGemma
 from objective_dmax import DMax
 from objective_edit import Edit
@@ -34,9 +37,10 @@ if TYPE_CHECKING:
 
 OBJECTIVES: dict[str, type[Objective]] = {
     objective.name: objective
-    for objective in (D2F, D2FOnGrid, FastDLLMv2, Edit, DMax, DiffusionGemma)
+    for objective in (D2F, D2FOnGrid, D2FDream, FastDLLMv2, Edit, DMax, DiffusionGemma)
 }
 MAX_LEVEL = 3
+VALIDATION_COUNT = 500
 
 
 def heldout_problems(count: int = word_problems.HELDOUT_COUNT) -> list[word_problems.Problem]:
@@ -44,6 +48,16 @@ def heldout_problems(count: int = word_problems.HELDOUT_COUNT) -> list[word_prob
     cycles = math.ceil(count / MAX_LEVEL)
     drawn = word_problems.heldout_problems(cycles * word_problems.MAX_LEVEL)
     return [problem for problem in drawn if problem.level <= MAX_LEVEL][:count]
+
+
+def validation_problems(count: int = VALIDATION_COUNT) -> list[word_problems.Problem]:
+    """Problems on which settings are chosen: another seed of the generator, none of them held out."""
+    excluded = {problem.question for problem in heldout_problems()}
+    cycles = math.ceil(2 * count / MAX_LEVEL)
+    seed = word_problems.HELDOUT_SEED + 1
+    drawn = word_problems.heldout_problems(cycles * word_problems.MAX_LEVEL, seed)
+    fit = (p for p in drawn if p.level <= MAX_LEVEL and p.question not in excluded)
+    return list(itertools.islice(fit, count))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -91,6 +105,8 @@ def objective_of(directory: Path) -> Objective:
         wanted = "edit"
     if generation["diffulex"].get("d2f_block_grid"):
         wanted = "d2f_grid"
+    if json.loads((directory / "config.json").read_text(encoding="utf-8"))["model_type"] == "Dream":
+        wanted = "d2f_dream"
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     objective = OBJECTIVES[wanted](TokenIds.of(tokenizer))
     objective.load(directory)

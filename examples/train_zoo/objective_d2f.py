@@ -30,6 +30,8 @@ NUM_FILLER_BLOCKS = 3
 #: Share of sequences trained on the very first forward: all masks, and on the grid a prompt tail that
 #: sees the prompt only.
 FIRST_FORWARD_SHARE = 0.15
+#: Buffer size and accept threshold of the judged settings, the model's own first.
+JUDGED = ((4, 0.9), (1, 0.9), (2, 0.9), (4, 0.95), (4, 0.8), (4, 0.6), (4, 0.4))
 
 
 class D2F(TransformerObjective):
@@ -37,6 +39,7 @@ class D2F(TransformerObjective):
 
     name = "d2f"
     on_grid: ClassVar[bool] = False
+    is_shifted: ClassVar[bool] = False
     directory = "d2f_llada"
     model_type = "llada"
     block_size = 8
@@ -139,8 +142,7 @@ class D2F(TransformerObjective):
         }
 
     def settings(self, device: torch.device) -> list[Setting]:
-        points = [(4, 0.9), (1, 0.9), (2, 0.9), (4, 0.95), (4, 0.8), (4, 0.6), (4, 0.4)]
-        own = [self.setting(device, *point, self.on_grid) for point in points]
+        own = [self.setting(device, *point, self.on_grid) for point in JUDGED]
         return [*own, self.setting(device, 4, 0.9, not self.on_grid)]
 
     def setting(
@@ -165,7 +167,12 @@ class D2F(TransformerObjective):
                 "d2f_block_grid": on_grid,
             },
             lambda prompts: decode_d2f(
-                self.model, prompts, config, device=device, num_candidates=self.ids.vocab_size
+                self.model,
+                prompts,
+                config,
+                device=device,
+                num_candidates=self.ids.vocab_size,
+                is_shifted=self.is_shifted,
             ),
         )
 

@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "train_demo"))
+# Before installed packages: one of them is called `evaluate` as well.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "train_demo"))
 
 import torch
 
