@@ -17,6 +17,7 @@ TEXT = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
 COMMANDS = "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)).splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (demo_dir() / "model.safetensors").is_file(), reason="the bundled model is not in this tree"
 )

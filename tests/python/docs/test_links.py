@@ -49,3 +49,11 @@ def test_every_document_is_linked() -> None:
             waiting += [(path.parent / link.partition("#")[0]).resolve() for link in links]
     missing = {path for path in ROOT.glob("docs/*.md") if path not in reached}
     assert missing == set()
+
+
+def test_pictures_are_light() -> None:
+    """Docs are downloaded with the sources; scripts/screenshots.py refuses heavier ones."""
+    text = (ROOT / "docs/pictures.md").read_text(encoding="utf-8")
+    names = re.findall(r"\((images/[^)]+)\)", text)
+    assert len(names) == 4
+    assert all(0 < (ROOT / "docs" / name).stat().st_size <= 150 * 1024 for name in names)

@@ -22,6 +22,7 @@ TEXT = (DOCS / "python_api.md").read_text(encoding="utf-8")
 CODE = "".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
 
 
+@pytest.mark.slow
 def test_samples_run(tmp_path: Path) -> None:
     """All of them in order, as a reader would paste them."""
     result = subprocess.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,7 @@ def test_python_example_answers_its_question(tmp_path: Path) -> None:
     assert "#### 5" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [x for x in "".join(blocks("sh")).splitlines() if x])
 def test_shell_example(line: str, tmp_path: Path) -> None:
     command = line.split("#", maxsplit=1)[0].strip()
@@ -68,6 +70,18 @@ def test_shell_example(line: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_commands_of_a_wheel() -> None:
+    """What scripts/first_answer.py runs and times in a bare environment; here without the first line."""
+    (block,) = blocks("shell")
+    install, answer = block.splitlines()
+    assert install == "pip install diffulex-*.whl"
+    command = [sys.executable, "-m", *shlex.split(answer)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("#### 31\n")
+    assert 'ANSWER = "#### 31"' in (ROOT / "scripts/first_answer.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 def test_cpp_example(tmp_path: Path) -> None:
     (code,) = blocks("cpp")
