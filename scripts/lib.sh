@@ -203,6 +203,10 @@ run_pytest() {
     python -m pytest "$@"
     return
   fi
-  python -m pytest -m alone
+  run_pytest_alone
+  run_pytest_together
+}
+run_pytest_alone() { python -m pytest -m alone; }
+run_pytest_together() {
   OMP_NUM_THREADS=1 python -m pytest -m "not alone" -n "$(num_jobs)" --dist loadfile
 }

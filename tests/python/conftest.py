@@ -8,11 +8,15 @@ devices are missing.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from fixtures.processor_time import pytest_runtest_call  # noqa: F401 (a hook)
 
 #: Tests that measure time, drive a browser or start servers under load: marked `alone`, they run
 #: one after the other, before the rest is spread over processes.
@@ -23,13 +27,30 @@ _ALONE = (
     "server/test_inproc_server.py",
     "server/test_large_bodies.py",
     "server/test_launch.py",
+    "server/test_replica_soak.py",
+    "server/test_replicas.py",
     "server_clients",
     "ui",
+)
+#: Tests that start programs, servers or pages, each for a second or more: marked `slow` together.
+_SLOW = (
+    "cli/test_cli.py",
+    "cli/test_pty.py",
+    "docs/test_readme.py",
+    "docs/test_serving.py",
+    "server/test_launch.py",
+    "server_clients/test_schemathesis.py",
+    "ui/test_conversation.py",
+    "ui/test_page.py",
+    "ui/test_use.py",
 )
 
 
 def pytest_sessionstart() -> None:
     """The compiled package is what the tests are about: without it there is nothing to skip to."""
+    # A shell starts background jobs with SIGINT ignored, and children inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         import diffulex_ext
     except ImportError as error:
@@ -57,12 +78,25 @@ def _num_cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@functools.cache
+def _marks_of(path: Path) -> list[str]:
+    """Marks of all tests of the file at `path`: there are thousands of tests and few files."""
     here = Path(__file__).parent
-    alone = tuple(here / name for name in _ALONE)
+    above = {path, *path.parents}
+    marks = {"alone": _ALONE, "slow": _SLOW}
+    return [mark for mark, names in marks.items() if any(here / name in above for name in names)]
+
+
+def pytest_collection_finish() -> None:
+    """Later collections of garbage leave out thousands of tests and the modules, which stay."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(path in (item.path, *item.path.parents) for path in alone):
-            item.add_marker("alone")
+        for mark in _marks_of(item.path):
+            item.add_marker(mark)
         wants_several = item.get_closest_marker("multi_gpu") is not None
         if not wants_several and item.get_closest_marker("cuda") is None:
             continue

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 _SPEC = importlib.util.spec_from_file_location("measure", ROOT / "tests/house/measure.py")
 measure = importlib.util.module_from_spec(_SPEC)
@@ -22,17 +24,20 @@ SOURCES = {
 }
 
 
-def test_no_import_goes_up() -> None:
-    ties = measure.arrows(SOURCES, measure.ORDER)
+@pytest.fixture(scope="module")
+def ties() -> dict[tuple[str, str], str]:
+    return measure.arrows(SOURCES, measure.ORDER)
+
+
+def test_no_import_goes_up(ties: dict[tuple[str, str], str]) -> None:
     assert len(ties) > 50
     up = {tie: place for tie, place in ties.items() if measure.upward({tie: place}, measure.ORDER)}
     assert up.keys() - EXCEPTIONS == set(), up
     assert EXCEPTIONS - up.keys() == set(), "these are gone: take them out of EXCEPTIONS"
 
 
-def test_only_the_exceptions_make_circles() -> None:
-    ties = measure.arrows(SOURCES, measure.ORDER).keys() - EXCEPTIONS
-    assert measure.circles(ties) == []
+def test_only_the_exceptions_make_circles(ties: dict[tuple[str, str], str]) -> None:
+    assert measure.circles(ties.keys() - EXCEPTIONS) == []
 
 
 def test_every_room_of_the_order_is_there() -> None:

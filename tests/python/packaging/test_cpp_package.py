@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -35,12 +36,17 @@ def output_of(*command: str) -> str:
 
 def test_command_line_prints_the_prefix(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "diffulex_ext", "--cmake-prefix-path"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    # Nothing here needs torch, which takes seconds to import.
+    environment = {**os.environ, "DIFFULEX_NO_TORCH": "1"}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
     prefix = Path(result.stdout.strip())
     assert prefix == Path(diffulex_ext.cmake_prefix_path)
     assert (prefix / "lib" / "cmake" / "diffulex" / "diffulexConfig.cmake").is_file()
 
 
+@pytest.mark.slow
 @needs_cmake
 @pytest.mark.parametrize("component", ["core", "kernels"])
 def test_consumer_project(tmp_path: Path, component: str) -> None:
@@ -54,6 +60,7 @@ def test_consumer_project(tmp_path: Path, component: str) -> None:
     assert f"diffulex {version} {component}" in output_of(str(tmp_path / "consumer"))
 
 
+@pytest.mark.slow
 @needs_cmake
 def test_embedding_example(tmp_path: Path) -> None:
     build(ROOT / "examples" / "cpp_embed", tmp_path)

@@ -13,6 +13,7 @@ tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
 ROOT = Path(__file__).parents[3]
 # Distributions whose module has another name.
 MODULES = {
+    "math-verify": "math_verify",
     "pillow": "PIL",
     "prometheus-client": "prometheus_client",
     "pyyaml": "yaml",

@@ -41,6 +41,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_tree_keeps_its_limits() -> None:
     result = run()
     assert result.returncode == 0, result.stdout + result.stderr

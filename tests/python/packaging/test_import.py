@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import diffulex_ext
 
@@ -53,6 +56,7 @@ print(diffulex_ext.has_ops, diffulex_ext.build_info()["version"])
     assert output == f"False {diffulex_ext.__version__}"
 
 
+@pytest.mark.slow
 def test_both_import_orders_work(tmp_path: Path) -> None:
     for first, second in (("torch", "diffulex_ext"), ("diffulex_ext", "torch")):
         code = f"import {first}, {second}, diffulex_ext; print(diffulex_ext.has_ops)"
@@ -66,3 +70,21 @@ import diffulex
 print([name for name in ("transformers", "fastapi", "diffulex.server") if name in sys.modules])
 """
     assert run_python(code, tmp_path) == "[]"
+
+
+def test_the_engine_has_the_name_that_others_give_it() -> None:
+    code = "import diffulex; assert diffulex.LLM is diffulex.Diffulex"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_torch_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def load_library(path: Path) -> None:
+        raise OSError("undefined symbol: _ZN3c10")
+
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    found = re.escape(torch.__version__)
+    expected = rf"expected a torch >= 2\.11 that can load it, got torch {found}: undefined"
+    with pytest.raises(ImportError, match=expected):
+        diffulex_ext._load_ops()
