@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lm_eval.models  # noqa: F401 (fills the registry, which is only done while it is empty)
 from lm_eval.api.model import LM, hash_args
@@ -38,6 +38,7 @@ from diffulex.trace.files import TraceFile, trace_record
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
+    from diffulex.config.sampling_params import SamplingParams
     from diffulex.engine.output import RequestOutput
     from diffulex.likelihood.scorer import OneScore
 
@@ -86,6 +87,18 @@ def _settings(pretrained: str, arguments: Mapping[str, Any]) -> BenchmarkConfig:
     config = BenchmarkConfig.from_dict({"engine": engine, "eval": evaluation}, origin="flag")
     config.check()
     return config
+
+
+class _Call(NamedTuple):
+    """A question of lm-eval, as the engine gets it."""
+
+    request: Instance
+    prompt: list[int]
+    params: SamplingParams
+
+    @property
+    def is_drawn(self) -> bool:
+        return bool(self.request.args[1].get("do_sample"))
 
 
 @register_model("diffulex")
@@ -210,7 +223,9 @@ class DiffulexLM(LM):  # type: ignore[misc]
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answers, in order; all requests go to the engine at once.
+        """The answers, in order; all greedy requests go to the engine at once, then all drawn ones.
+
+        Apart, because a run that goes on asks the drawn ones again and forgets their time.
 
         Raises:
             EvaluationError: more than 1 % of the requests failed.
@@ -218,53 +233,74 @@ class DiffulexLM(LM):  # type: ignore[misc]
         """
         if not requests:
             return []
-        asked = [request.args for request in requests]
-        params = [request_params(self._config, kwargs) for _, kwargs in asked]
-        prompts = [self.tok_encode(context) for context, _ in asked]
+        params = [request_params(self._config, request.args[1]) for request in requests]
+        prompts = [self.tok_encode(request.args[0]) for request in requests]
         self._warm_up(prompts, params)
+        calls = [_Call(*call) for call in zip(requests, prompts, params, strict=True)]
+        answers: dict[int, str] = {}
+        errors: dict[int, str] = {}
         live = Live("answers", len(prompts), self._style(disable_tqdm), num_right=None)
         try:
-            result = self._runner.run(
-                prompts, params, lambda _, output: live.finished(output, None)
-            )
+            for is_drawn in (False, True):
+                part = {
+                    place: call for place, call in enumerate(calls) if call.is_drawn == is_drawn
+                }
+                if part:
+                    self._answer(part, is_drawn, live, answers, errors)
         finally:
             live.close()
-        answers, last = [], []
-        for place, (output, (context, kwargs)) in enumerate(
-            zip(result.outputs, asked, strict=True)
-        ):
+        if len(errors) > MAX_FAILED * len(calls):
+            raise EvaluationError(
+                f"lm-eval: expected at most {MAX_FAILED:.0%} failed requests, got"
+                f" {len(errors)} of {len(calls)}: {next(iter(errors.values()))}"
+            )
+        return [answers[place] for place in range(len(calls))]
+
+    def _answer(
+        self,
+        calls: Mapping[int, _Call],
+        is_drawn: bool,
+        live: Live,
+        answers: dict[int, str],
+        errors: dict[int, str],
+    ) -> None:
+        """Adds the answers of one batch, and what failed in it, by their places in the call."""
+        result = self._runner.run(
+            [call.prompt for call in calls.values()],
+            [call.params for call in calls.values()],
+            lambda _, output: live.finished(output, None),
+        )
+        failed = {place: result.errors.get(number) for number, place in enumerate(calls)}
+        last = []
+        for (place, call), output in zip(calls.items(), result.outputs, strict=True):
+            context, kwargs = call.request.args
             text = "" if output is None else cut_at(output.text, stop_terms(kwargs.get("until")))
-            answers.append(text)
-            if output is None and place not in result.errors:
+            answers[place], error = text, failed[place]
+            if output is None and error is None:
                 continue  # Ctrl-C came before its end
             last.append(
                 {
                     "prompt_sha256": hashlib.sha256(context.encode()).hexdigest(),
                     "text": text,
                     "reason": "error" if output is None else output.completion_reason,
-                    "error": result.errors.get(place),
+                    "error": error,
                     "metrics": None if output is None else metrics_record(output.metrics),
                     "cache_key": hash_args("generate_until", (context, kwargs)),
                     # lm-eval keeps none of these: a run that goes on asks them again.
-                    "is_drawn": bool(kwargs.get("do_sample")),
+                    "is_drawn": is_drawn,
                 }
             )
-            if output is not None:
+            if output is None:
+                errors[place] = str(error)
+            else:
                 self.cache_hook.add_partial("generate_until", (context, kwargs), text)
         self._records += last
         self._commit_cache()
-        self._save_traces([context for context, _ in asked], result.outputs)
-        is_drawn = all(kwargs.get("do_sample") for _, kwargs in asked)
+        self._save_traces([call.request.args[0] for call in calls.values()], result.outputs)
         self._segments.append({"stats": dataclasses.asdict(result.stats), "is_drawn": is_drawn})
-        self._save(last, result.errors)
+        self._save(last, {place: error for place, error in failed.items() if error is not None})
         if result.is_interrupted:
             raise KeyboardInterrupt
-        if len(result.errors) > MAX_FAILED * len(asked):
-            raise EvaluationError(
-                f"lm-eval: expected at most {MAX_FAILED:.0%} failed requests, got"
-                f" {len(result.errors)} of {len(asked)}: {next(iter(result.errors.values()))}"
-            )
-        return answers
 
     def _warm_up(self, prompts: Sequence[list[int]], params: Sequence[Any]) -> None:
         """Before the first call, a few answers that are not counted."""
@@ -286,20 +322,20 @@ class DiffulexLM(LM):  # type: ignore[misc]
         """What `go_on` takes, for JSON."""
         return {"segments": self._segments, **self._likelihood.stats()}
 
-    def go_on(
-        self, totals: Mapping[str, Any], records: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
+    def go_on(self, totals: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> None:
         """Counts on from an interrupted run: its `totals` and the answers it has saved.
 
-        Returns:
-            The answers that count: those that failed or were drawn are asked again.
+        Those that failed or were drawn are asked again.
         """
-        kept = [record for record in records if not (record["error"] or record.get("is_drawn"))]
         self._segments += [part for part in totals.get("segments", ()) if not part.get("is_drawn")]
-        self._records += kept
+        self._records += filter(self.is_kept, records)
         if "likelihood" in totals:
             self._likelihood.go_on(totals["likelihood"])
-        return kept
+
+    @staticmethod
+    def is_kept(record: Mapping[str, Any]) -> bool:
+        """Whether a run that goes on takes over an answer, rather than asking again."""
+        return not (record["error"] or record.get("is_drawn"))
 
     def _save_traces(
         self, questions: Sequence[str], outputs: Sequence[RequestOutput | None]

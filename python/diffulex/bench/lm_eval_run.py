@@ -183,13 +183,13 @@ def _go_on(directory: RunDirectory, model: Any, totals: dict[str, Any]) -> None:
         with SqliteDict(str(path), autocommit=True) as cache:
             for key in failed:
                 cache.pop(key, None)
-    kept = model.go_on(totals, records)
-    directory.replace_records(SAMPLES, kept)
+    model.go_on(totals, records)
+    directory.replace_records(SAMPLES, list(filter(model.is_kept, records)))
     answered = [record for record in records if not record["error"]]
     traces = list(read_jsonl(directory.path / TRACE))
-    if len(traces) == len(answered) > len(kept):  # a trace for each answer, in their order
+    if len(traces) == len(answered):  # a trace for each answer, in their order
         mates = zip(traces, answered, strict=True)
-        directory.replace_records(TRACE, [trace for trace, record in mates if record in kept])
+        directory.replace_records(TRACE, [trace for trace, mate in mates if model.is_kept(mate)])
 
 
 def _forget(directory: RunDirectory) -> None:

@@ -146,10 +146,14 @@ def test_a_run_that_goes_on_counts_every_answer_once(
         with (run / name).open("a") as file:
             file.write('{"cut": "o')  # by a crash
     assert main(["eval", "--resume", str(run)]) == 0
-    assert asked == [12, 7]
+    assert asked == [6, 6, 1, 6]
     # What a run that goes on is compared with is there before the first answer.
     assert all(manifest["engine"]["family"] == "sdar" for manifest in manifests)
-    assert len(manifests[1]["totals"]["segments"]) == len(manifests[1]["resumed"]) == 1
+    assert len(manifests[2]["resumed"]) == 1
+    # Answers that are drawn anew bring their time with them: that of the first ones is not counted.
+    parts = [manifests[2]["totals"], json.loads((run / "run.json").read_text())["totals"]]
+    drawn = [[segment["is_drawn"] for segment in part["segments"]] for part in parts]
+    assert drawn == [[False], [False, False, True]]
     records = [json.loads(line) for line in samples.read_text().splitlines()]
     assert [bool(record["error"]) for record in records] == [False] * 12
     assert sum(record["is_drawn"] for record in records) == 6
