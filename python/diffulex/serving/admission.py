@@ -76,7 +76,7 @@ class AdmissionLimits:
         self._check_params(params)
         num_prompt, num_output = self.lengths(prompt, params)
         longest, num_template = self.max_model_len, len(prompt) - num_prompt
-        if num_template > params.max_tokens and (is_strict or params.return_trajectory != "none"):
+        if is_strict and num_template > params.max_tokens:
             raise AdmissionError(
                 f"max_tokens: expected at least {num_template}, the tokens of the prompt from its"
                 f" first mask on, got {params.max_tokens}",

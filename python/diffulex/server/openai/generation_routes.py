@@ -25,6 +25,7 @@ from diffulex.server.openai.openai_format import OpenAIFrames, OpenAIRoute, open
 from diffulex.server.openai.prompt_encoder import SHORT_TEXT, ChatOptions, num_chars
 from diffulex.server.openai.request_params import (
     GeneratingRequest,
+    check_trajectory,
     request_options,
     sampling_params_from_request,
 )
@@ -133,7 +134,7 @@ class _GenerationRoutes:
             prompt = await context.encoder.prompt(
                 payload.prompt, add_special_tokens=payload.add_special_tokens
             )
-            context.encoder.check(prompt, params, is_strict=False)
+            self._check(prompt, payload, params)
             return [prompt]
 
         mode = payload.stream_mode if payload.stream else None
@@ -181,7 +182,7 @@ class _GenerationRoutes:
                 prompt = await context.encoder.prompt(
                     item, add_special_tokens=payload.add_special_tokens
                 )
-                context.encoder.check(prompt, params, is_strict=payload.wants_max_tokens)
+                self._check(prompt, payload, params)
                 prompts.append(prompt)
             return prompts
 
@@ -229,7 +230,7 @@ class _GenerationRoutes:
         async def prepare() -> Sequence[ServingInput]:
             messages = [message.to_message() for message in payload.messages]
             prompt = await encoder.chat(messages, chat_options)
-            encoder.check(prompt, params, is_strict=payload.wants_max_tokens)
+            self._check(prompt, payload, params)
             return [prompt]
 
         return prepare
@@ -272,6 +273,17 @@ class _GenerationRoutes:
             bounds=options.decoding_bounds,
             max_trajectory_tokens=options.max_trajectory_tokens,
         )
+
+    def _check(
+        self, prompt: ServingInput, payload: GeneratingRequest, params: SamplingParams
+    ) -> None:
+        """Refuses what can never be served; `/generate` cuts `max_tokens`, but no template."""
+        encoder, wants = self._context.encoder, payload.wants_max_tokens
+        num_template = encoder.num_template(prompt, params)
+        can_cut = isinstance(payload, GenerateRequest) and not num_template
+        encoder.check(prompt, params, is_strict=wants and not can_cut)
+        if num_template and not wants:
+            check_trajectory(params, self._context.options.max_trajectory_tokens, num_template)
 
     async def _openai(
         self,

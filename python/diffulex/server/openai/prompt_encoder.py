@@ -325,6 +325,13 @@ class PromptEncoder:
         except AdmissionError as error:
             raise _refused(error) from error
 
+    def num_template(self, prompt: ServingInput, params: SamplingParams) -> int:
+        """Tokens of a prompt from its first mask on, where these may be: the template of the answer."""
+        limits = self._limits()
+        if limits is None or not isinstance(prompt, PromptInput) or isinstance(prompt.prompt, str):
+            return 0
+        return len(prompt.prompt) - limits.lengths(prompt.prompt, params)[0]
+
     def _limits(self) -> AdmissionLimits | None:
         info = self.info
         if info is not self._limits_source:

@@ -23,7 +23,13 @@ from diffulex.server.openai.request_schema import (
 from diffulex.server.openai.responses_schema import ResponsesRequest
 from diffulex.wire.protocol import RequestOptions
 
-__all__ = ["Bounds", "GeneratingRequest", "request_options", "sampling_params_from_request"]
+__all__ = [
+    "Bounds",
+    "GeneratingRequest",
+    "check_trajectory",
+    "request_options",
+    "sampling_params_from_request",
+]
 
 #: Least and largest value by name.
 Bounds = Mapping[str, tuple[float, float]]
@@ -89,17 +95,28 @@ def sampling_params_from_request(
     except ValueError as error:
         raise ApiError.from_value_error(error) from error
     if max_trajectory_tokens is not None:
-        _check_trajectory(params, max_trajectory_tokens)
+        check_trajectory(params, max_trajectory_tokens)
     return params
 
 
-def _check_trajectory(params: SamplingParams, most: int) -> None:
-    """It grows with the answer and with every step, and is kept until the answer is sent."""
-    if params.return_trajectory != "none" and params.max_tokens > most:
+def check_trajectory(params: SamplingParams, most: int, num_template: int = 0) -> None:
+    """It grows with the answer and with every step, and is kept until the answer is sent.
+
+    Args:
+        params: of the request.
+        most: tokens of an answer whose trajectory is kept.
+        num_template: length of an answer that the prompt gives, by its masks, and not `max_tokens`.
+
+    Raises:
+        ApiError: 400, the answer may be longer and its trajectory is asked for.
+    """
+    limit = num_template or params.max_tokens
+    if params.return_trajectory != "none" and limit > most:
+        name = "the prompt from its first mask on" if num_template else "max_tokens"
         raise ApiError(
             400,
-            f"return_trajectory: expected max_tokens to be at most {most} with it"
-            f" (--max-trajectory-tokens), got {params.max_tokens}",
+            f"return_trajectory: expected {name} to be at most {most} with it"
+            f" (--max-trajectory-tokens), got {limit}",
             param="return_trajectory",
         )
 
