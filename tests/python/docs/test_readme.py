@@ -27,7 +27,12 @@ def blocks(language: str) -> list[str]:
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_example(code: str, tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
@@ -36,7 +41,7 @@ def test_python_example(code: str, tmp_path: Path) -> None:
 def test_python_example_answers_its_question(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", blocks("python")[0]],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert result.stdout.count("#### 36") == 3, result.stdout
     assert "#### 5" in result.stdout
@@ -76,7 +81,7 @@ def test_commands_of_a_wheel() -> None:
     install, answer = block.splitlines()
     assert install == "pip install diffulex-*.whl"
     command = [sys.executable, "-m", *shlex.split(answer)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     assert result.stdout.endswith("#### 31\n")
     assert 'ANSWER = "#### 31"' in (ROOT / "scripts/first_answer.py").read_text(encoding="utf-8")
 
@@ -92,7 +97,7 @@ def test_cpp_example(tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
         ["bash", "-ec", commands], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": path}, timeout=240,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"^done after \d+ steps$", result.stdout, re.MULTILINE)
