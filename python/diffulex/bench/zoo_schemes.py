@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 import diffulex
 from diffulex.bench.evaluate import markdown_table, read_problems, run_problems
 from diffulex.bench.zoo import read_zoo
+from diffulex.config.flags import positive_integer
 from diffulex.config.sampling_params import SamplingParams
+from diffulex.errors import ConfigError, DiffulexError
 from diffulex.quantization.scheme import SCHEMES
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ CURVES = (
 )
 #: Points that a scheme may lose: on the mean of the curves, and on one of them.
 LIMITS = dict.fromkeys(SCHEMES, (0.5, 1.5)) | {"int4": (1.5, 2.5)}
-#: Percent that the tokens per forward may change, and under a sampler that rewrites tokens.
+#: Percent that the tokens per forward may change, and on the curve of `edit`.
 MAX_TPF_CHANGE, MAX_EDIT_TPF_CHANGE = 3.0, 4.0
 _HEADER = ["curve", "scheme", "accuracy", "lost", "gained", "points", "TPF", "change", "accepted"]
 
@@ -132,32 +134,47 @@ def _run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; 2 where its settings cannot be used."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("zoo", type=Path, help="a directory with zoo.json")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
-    parser.add_argument("--limit", type=int, help="only the first problems")
+    parser.add_argument("--limit", type=positive_integer, help="only the first problems")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--batch", type=int, default=32, help="requests at once")
+    parser.add_argument("--batch", type=positive_integer, default=32, help="requests at once")
     parser.add_argument("--output", type=Path, help="file for the table")
     options = parser.parse_args(arguments)
-    zoo = read_zoo(options.zoo)
-    problems = read_problems(zoo.data)[: options.limit]
-    settings = {"device": options.device, "max_num_reqs": options.batch}
-    rows: list[Comparison] = []
-    for curve in zoo.curves:
-        if not curve.name.startswith(CURVES):
-            continue
-        base = _run(curve, "none", problems, settings)
-        for scheme in options.schemes:
-            row = compare(curve.name, scheme, base, _run(curve, scheme, problems, settings))
-            rows.append(row)
-            print(" | ".join(row.cells()), flush=True)
-    text = "\n".join(table(rows)) + "\n"
+    try:
+        text = "\n".join(table(_rows(options))) + "\n"
+    except DiffulexError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if options.output is not None:
         options.output.write_text(text, encoding="utf-8")
     else:
         sys.stdout.write(text)
     return 0
+
+
+def _rows(options: argparse.Namespace) -> list[Comparison]:
+    """Every curve of the table under every scheme, printed as they come.
+
+    Raises:
+        ConfigError: the zoo has no such curve, or cannot be read.
+    """
+    zoo = read_zoo(options.zoo)
+    curves = [curve for curve in zoo.curves if curve.name.startswith(CURVES)]
+    if not curves:
+        raise ConfigError(f"{options.zoo}: expected a curve of {'; '.join(CURVES)}, got none")
+    problems = read_problems(zoo.data)[: options.limit]
+    settings = {"device": options.device, "max_num_reqs": options.batch}
+    rows: list[Comparison] = []
+    for curve in curves:
+        base = _run(curve, "none", problems, settings)
+        for scheme in options.schemes:
+            row = compare(curve.name, scheme, base, _run(curve, scheme, problems, settings))
+            rows.append(row)
+            print(" | ".join(row.cells()), flush=True)
+    return rows
 
 
 if __name__ == "__main__":

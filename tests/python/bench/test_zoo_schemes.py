@@ -10,7 +10,15 @@ import pytest
 
 from diffulex.bench.evaluate import RunReport, Score
 from diffulex.bench.zoo import read_zoo
-from diffulex.bench.zoo_schemes import CURVES, compare, main, table
+from diffulex.bench.zoo_schemes import (
+    CURVES,
+    LIMITS,
+    MAX_EDIT_TPF_CHANGE,
+    MAX_TPF_CHANGE,
+    compare,
+    main,
+    table,
+)
 from diffulex.checkpoint.resolve import demo_dir
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -80,3 +88,24 @@ def test_the_command_runs_every_scheme(tmp_path, capsys: pytest.CaptureFixture[s
     text = output.read_text(encoding="utf-8")
     assert "| multi_bd, 1 block | int8 |" in text
     assert "not in the table" not in text
+
+
+def test_a_zoo_without_these_curves_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve = {"name": "another", "model": "demo", "engine": {}, "sampling": {}}
+    (tmp_path / "zoo.json").write_text(json.dumps({"data": "problems.jsonl", "curves": [curve]}))
+    assert main([str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {tmp_path}: expected a curve of multi_bd, 1 block;")
+    assert not printed.out
+
+
+def test_the_document_has_the_limits() -> None:
+    text = " ".join((ROOT / "docs/quantization.md").read_text(encoding="utf-8").split())
+    (mean, curve), (mean4, curve4) = LIMITS["int8"], LIMITS["int4"]
+    assert (
+        f"loses at most {mean:g} points (`int4`: {mean4:g}), no curve more than {curve:g}"
+        f" (`int4`: {curve4:g}), and the tokens per forward stay within {MAX_TPF_CHANGE:g} %"
+        f" ({MAX_EDIT_TPF_CHANGE:g} % on the curve of `edit`)"
+    ) in text
