@@ -94,6 +94,7 @@ def build_parser() -> Parser:
 
 def _export(options: argparse.Namespace) -> int:
     from diffulex_edge.exporter import ExportConfig, export_model  # noqa: PLC0415
+    from diffulex_edge.recipes import with_searched_scales  # noqa: PLC0415
 
     names = ("compute_unit", "soc")
     result = export_model(
@@ -101,7 +102,7 @@ def _export(options: argparse.Namespace) -> int:
             model=options.model,
             output=Path(options.output).expanduser(),
             backend=options.backend,
-            quant=options.quant,
+            quant=with_searched_scales(options.quant) if options.hqq else options.quant,
             max_model_len=options.max_model_len,
             max_rows=options.max_rows,
             max_logits=options.max_logits,

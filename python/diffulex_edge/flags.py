@@ -97,6 +97,9 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
         help="none, fp16, 8da8w (int8), 8da4w (int4), others [none]",
     )
     parser.add_argument(
+        "--hqq", action="store_true", help="search for the scales of the weights: RECIPE,hqq"
+    )
+    parser.add_argument(
         "--max-model-len",
         type=positive_integer,
         help="tokens of prompt and answer [the model's positions, at most 2048]",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantisation recipes: what each is called, which backend takes it, and how weights become it.
 
-A recipe is `LAYERS[-gN][,head=HEAD][,emb=BITS]`, for example ``8da4w-g32,head=8da8w,emb=8``.
+A recipe is `LAYERS[-gN][,head=HEAD][,emb=BITS][,hqq]`, for example ``8da4w-g32,head=8da8w,emb=8``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "parse_recipe",
     "quantise",
     "split_recipes",
+    "with_searched_scales",
 ]
 
 GROUP_SIZES = (32, 64, 128, 256)
@@ -58,6 +59,8 @@ _GROUPED = ("8da4w", "4w")
 #: Recipes of the whole program: they have no suffixes.
 _WHOLE = ("fp16", "pt2e_dyn8", "static_int8")
 _PT2E = ("pt2e_dyn8", "static_int8")
+#: Suffix of recipes whose scales are searched for (HQQ).
+_SEARCHED = "hqq"
 _DEFAULT_GROUP = 32
 #: Bytes of a scale.
 _SCALE = 4
@@ -76,6 +79,8 @@ class Recipe:
     head: str = "none"
     #: Bits of the embedding table: 32 (float, as the layers), 8 or 4.
     embedding_bits: int = 32
+    #: Scales of the products' weights are those with the least error, not those of the largest weight.
+    is_searched: bool = False
 
     @property
     def is_quantised(self) -> bool:
@@ -125,7 +130,8 @@ class Recipe:
         group = f"-g{self.group_size}" if self.layers in _GROUPED else ""
         head = "" if self.head == self.layers else f",head={self.head}"
         embedding = "" if self.embedding_bits == 32 else f",emb={self.embedding_bits}"
-        return f"{self.layers}{group}{head}{embedding}"
+        searched = f",{_SEARCHED}" if self.is_searched else ""
+        return f"{self.layers}{group}{head}{embedding}{searched}"
 
     def weight_bytes(self, kind: str, rows: int, columns: int) -> float:
         """Bytes of a matrix [rows, columns] under the recipe `kind`."""
@@ -165,7 +171,7 @@ def parse_recipe(text: str) -> Recipe:
                 f"quant: expected a group size of {sizes} with {' or '.join(_GROUPED)},"
                 f" got {first!r}"
             )
-    head, bits = ("8da8w" if layers == "8da4w" else layers), 32
+    head, bits, is_searched = ("8da8w" if layers == "8da4w" else layers), 32, False
     if suffixes and layers in _WHOLE:
         raise ConfigError(f"quant: expected {layers} alone, got {text!r}")
     for suffix in suffixes:
@@ -174,11 +180,19 @@ def parse_recipe(text: str) -> Recipe:
             head = value
         elif key == "emb" and value in ("8", "4"):
             bits = int(value)
+        elif suffix == _SEARCHED and layers != "none":
+            is_searched = True
         else:
             raise ConfigError(
-                f"quant: expected head=none, head=8da8w, emb=8 or emb=4, got {suffix!r}"
+                f"quant: expected head=none, head=8da8w, emb=8, emb=4 or {_SEARCHED} after a recipe"
+                f" of weights, got {suffix!r}"
             )
-    return Recipe(layers, size, head, bits)
+    return Recipe(layers, size, head, bits, is_searched)
+
+
+def with_searched_scales(text: str) -> str:
+    """The recipe of a text with scales that are searched for."""
+    return str(parse_recipe(f"{parse_recipe(text)},{_SEARCHED}"))
 
 
 def check_calibration(recipe: Recipe, path: Path | None) -> None:
@@ -190,10 +204,10 @@ def check_calibration(recipe: Recipe, path: Path | None) -> None:
 
 
 def split_recipes(text: str) -> list[str]:
-    """Recipes of a list: a comma before ``head=`` or ``emb=`` belongs to the recipe."""
+    """Recipes of a list: a comma before ``head=``, ``emb=`` or ``hqq`` belongs to the recipe."""
     recipes: list[str] = []
     for part in text.split(","):
-        if recipes and part.strip().startswith(("head=", "emb=")):
+        if recipes and part.strip().startswith(("head=", "emb=", _SEARCHED)):
             recipes[-1] += f",{part.strip()}"
         else:
             recipes.append(part.strip())
@@ -215,14 +229,21 @@ def quantise(decoder: EdgeDecoder, recipe: Recipe) -> list[str]:
         torchao = require("torchao.quantization")
         api = require("torchao.quantization.quant_api")
 
+    algorithms = api.IntxChooseQParamsAlgorithm
+    scales = {
+        "intx_choose_qparams_algorithm": algorithms.HQQ_SCALE_ONLY
+        if recipe.is_searched
+        else algorithms.AFFINE
+    }
+
     def linear_config(kind: str, group: int) -> Any:
         is_grouped = kind in _GROUPED and group > 0
         dtype = torch.int4 if is_grouped else torch.int8
         shape = torchao.PerGroup(group) if is_grouped else torchao.PerAxis(0)
         if kind in ("8w", "4w"):
-            return api.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=shape)
+            return api.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=shape, **scales)
         return api.Int8DynamicActivationIntxWeightConfig(
-            weight_dtype=dtype, weight_granularity=shape
+            weight_dtype=dtype, weight_granularity=shape, **scales
         )
 
     notices: list[str] = []

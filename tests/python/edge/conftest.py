@@ -21,7 +21,7 @@ PROGRAMS = {
     "shallow-fp16": ("shallow", "fp16"),
     "shallow-pt2e_dyn8": ("shallow", "pt2e_dyn8"),
     "shallow-static_int8": ("shallow", "static_int8"),
-    "shallow-emb=4": ("shallow", "8da8w,emb=4"),
+    "shallow-emb=4": ("shallow", "8da8w,emb=4,hqq"),
 }
 PROBLEMS = Path(__file__).resolve().parents[3] / "examples/zoo/heldout.jsonl"
 

@@ -265,6 +265,10 @@ class TestRefused:
             ),
             (["--quant", "static_int8", "--calibration", "/nowhere.jsonl"], "/nowhere.jsonl"),
             (["--quant", "9bit"], "quant: expected one of"),
+            (
+                ["--hqq"],
+                "quant: expected head=none, head=8da8w, emb=8, emb=4 or hqq after a recipe",
+            ),
             (["--quant", "8da4w-g48"], "expected a group size of 32, 64, 128, 256"),
             (["--max-rows", "2"], "max_rows: expected >= 8, got 2"),
             (["--tolerance", "nan"], "tolerance: expected a finite number > 0, got nan"),

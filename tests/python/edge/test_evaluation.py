@@ -95,6 +95,7 @@ def test_settings_hold_for_the_model_and_its_programs(bundle, monkeypatch, capsy
 def test_lists_of_recipes():
     assert split_recipes("none, 8da8w") == ["none", "8da8w"]
     assert split_recipes("8da4w-g64,head=none,emb=8,none") == ["8da4w-g64,head=none,emb=8", "none"]
+    assert split_recipes("8da4w-g64,hqq,8da8w") == ["8da4w-g64,hqq", "8da8w"]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from diffulex_edge.model import EdgeProgram
 from diffulex_edge.program import PteProgram
 from diffulex_edge.pt2e import calibration_calls
 from diffulex_edge.quant import quantize_model, quantize_with_report
-from diffulex_edge.recipes import parse_recipe
+from diffulex_edge.recipes import parse_recipe, with_searched_scales
 from diffulex_edge.self_check import check_agreement, compare, make_trace
 from fixtures.extras import need_extra
 
@@ -162,6 +162,8 @@ class TestQuantisation:
             ("weight_only_int8", "8da8w"),
             ("pt2e_dyn8", "pt2e_dyn8"),
             ("static_int8", "static_int8"),
+            ("8da4w-g64,hqq", "8da4w-g64,head=8da8w,hqq"),
+            ("8da8w,hqq,emb=8", "8da8w,emb=8,hqq"),
         ],
     )
     def test_names(self, text, canonical):
@@ -169,8 +171,12 @@ class TestQuantisation:
         assert parse_recipe(canonical) == parse_recipe(text)
 
     @pytest.mark.parametrize(
-        "text", ["8da8w,emb=3", "8da8w,tail=8da8w", "8da8w-g32", "none,head=x", "none,head=fp16"]
-    )
+        "text",
+        [
+            "8da8w,emb=3", "8da8w,tail=8da8w", "8da8w-g32", "none,head=x", "none,head=fp16",
+            "none,hqq", "fp16,hqq", "pt2e_dyn8,hqq",
+        ],
+    )  # fmt: skip
     def test_unknown(self, text):
         with pytest.raises(ConfigError, match="quant: expected"):
             parse_recipe(text)
@@ -206,6 +212,17 @@ class TestQuantizeModel:
         assert quantize_model(decoder, "fp16", inplace=True) is decoder
         assert decoder.dtype == torch.float16
         assert quantize_model(decoder, "none", "dynamic") is not decoder
+
+    @pytest.mark.parametrize("recipe", ["8da4w", "8da8w"])
+    def test_searched_scales_are_nearer_to_the_weights(self, decoder, recipe):
+        def error(text):
+            model = quantize_model(decoder, text)
+            layer, exact = model.layers[0], decoder.layers[0]
+            names = ("q", "k", "v", "o", "gate", "up", "down")
+            pairs = [(getattr(layer, name).weight, getattr(exact, name).weight) for name in names]
+            return sum(float((a.dequantize() - b).square().sum()) for a, b in pairs)
+
+        assert error(with_searched_scales(recipe)) < error(recipe)
 
     @pytest.mark.parametrize(
         ("arguments", "text"),
