@@ -190,7 +190,7 @@ BACKENDS: dict[str, EdgeBackend] = {
             "qnn",
             "Snapdragon neural processors, experimental",
             ("none",),
-            EdgeForm(norm="mean"),
+            EdgeForm(norm="mean", layout="static_io"),
             is_static=True,
             is_host=False,
         ),

@@ -47,11 +47,13 @@ from diffulex_edge.self_check import (
     run_trace,
 )
 from diffulex_edge.session_conf import write_session_conf
+from diffulex_edge.static_io import CallerCache, StaticProgram, static_inputs
 
 if TYPE_CHECKING:
     from torch import nn
 
     from diffulex.families.spec import ModelSpec
+    from diffulex_edge.self_check import Caller
 
 __all__ = ["ExportConfig", "ExportResult", "avoided_ids", "export_model", "load_decoder"]
 
@@ -213,14 +215,14 @@ def export_model(config: ExportConfig, *, show_progress: bool = False) -> Export
         constants = _constants(
             config, spec, shape, recipe, length, file_sha256(directory / "config.json")
         )
-        lowered = _lower(config, program, shape, backend, constants, recipe, stage)
+        if backend.form.layout == "static_io":
+            program = StaticProgram(decoder)
+        lowered = _lower(config, program, spec, shape, backend, constants, recipe, stage)
         path = directory / PROGRAM_FILE
         lowered.write(path)
         del program, decoder
         stage("self-check")
-        # The exported graph stands for a program that this machine cannot run.
-        caller = _pte_caller(PteProgram(path)) if backend.is_host else eager_caller(lowered.graph)
-        found = run_trace(caller, calls)
+        found = run_trace(_caller(lowered, path, backend, spec, shape), calls)
         checked, agreement = compare(found, own), compare(found, reference)
         check_agreement(checked, recipe, tolerance=config.tolerance)
         facts = _facts(constants, path, config, checked, agreement)
@@ -267,6 +269,7 @@ def _shape(config: ExportConfig, spec: ModelSpec, backend: EdgeBackend) -> tuple
 def _lower(
     config: ExportConfig,
     program: nn.Module,
+    spec: ModelSpec,
     shape: ProgramShape,
     backend: EdgeBackend,
     constants: dict[str, Any],
@@ -275,9 +278,10 @@ def _lower(
 ) -> Lowered:
     if config.backend_options:
         backend = dataclasses.replace(backend, options=dict(config.backend_options))
+    is_static = backend.form.layout == "static_io"
     return lower(
         program,
-        example_inputs(shape),
+        static_inputs(spec, shape) if is_static else example_inputs(shape),
         shape,
         backend,
         constants,
@@ -286,8 +290,16 @@ def _lower(
     )
 
 
-def _pte_caller(program: PteProgram) -> Any:
-    return lambda call: program(*call)
+def _caller(
+    lowered: Lowered, path: Path, backend: EdgeBackend, spec: ModelSpec, shape: ProgramShape
+) -> Caller:
+    """Runs calls in the program, or in the exported graph where this machine cannot run it."""
+    if backend.is_host:
+        program = PteProgram(path)
+        return lambda call: program(*call)
+    if backend.form.layout == "static_io":
+        return CallerCache(lowered.graph, spec, shape.cache_rows)
+    return eager_caller(lowered.graph)
 
 
 def _constants(
@@ -315,6 +327,7 @@ def _constants(
         "dlx_num_layers": spec.num_layers,
         "dlx_num_kv_heads": spec.num_kv_heads,
         "dlx_head_dim": spec.head_dim,
+        "dlx_layout": backend_of(config.backend).form.layout,
         "dlx_kv_dtype": "float16" if recipe.is_half else "float32",
         "dlx_quant": str(recipe),
         "dlx_backend": config.backend.lower(),

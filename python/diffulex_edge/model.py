@@ -45,6 +45,8 @@ class EdgeForm:
     norm: Literal["linear", "mean"] = "linear"
     #: How rows of K and V enter the cache.
     cache_write: Literal["index_copy", "scatter"] = "index_copy"
+    #: Who holds the cache: the program, or its caller (`diffulex_edge.static_io`).
+    layout: Literal["inplace", "static_io"] = "inplace"
 
 
 class EdgeNorm(nn.Module):
