@@ -12,6 +12,7 @@ from diffulex.families import detection as families
 from diffulex.families.listing import FAMILIES, family_named
 from diffulex.families.spec.reader import read_json_object, read_optional_json
 from diffulex.log import get_logger
+from diffulex.quantization.stored import read_stored
 from diffulex.registry import AutoModelForDiffusionLM
 
 if TYPE_CHECKING:
@@ -24,14 +25,10 @@ if TYPE_CHECKING:
     from diffulex.checkpoint.loader import WeightSink
     from diffulex.checkpoint.projection import Projection
     from diffulex.families.spec import ModelSpec
+    from diffulex.quantization.stored import StoredQuantization
 
 logger = get_logger(__name__)
 
-_QUANTISATION_KEYS = ("quantization_config", "compression_config")
-_QUANTISATION_FILE = "hf_quant_config.json"
-#: Say that the experts alone are in low precision, beside no other key.
-_EXPERT_KEYS = ("use_fp8_experts", "llada_fp8_experts")
-_TEXT_CONFIG = "text_config"
 _BLOCK_SUFFIX = re.compile(r"-b(\d+)$")
 
 
@@ -68,6 +65,8 @@ class CheckpointInfo:
     architecture: str | None
     #: ``generation_config.json``'s ``diffulex`` object: engine options this checkpoint prefers.
     engine_defaults: Mapping[str, Any] = field(default_factory=dict)
+    #: How its weights are in low precision; None: they are not.
+    stored: StoredQuantization | None = None
 
 
 def detect(
@@ -91,8 +90,7 @@ def detect(
     if not config_path.is_file():
         raise CheckpointError(f"checkpoint: {model_dir}: expected a config.json, got none")
     config = read_json_object(config_path)
-    _reject_quantisation(config)
-    _reject_quantisation_file(model_dir)
+    stored = read_stored(model_dir, config)
     name = _registered_name(config, model_dir, model_name)
     spec = spec_reader(name)(config, model_dir, mask_token_id=mask_token_id)
     _warn_about_block_suffix(model_dir, spec)
@@ -101,6 +99,7 @@ def detect(
         family=spec.family,
         architecture=families.first_architecture(config),
         engine_defaults=_engine_defaults(model_dir),
+        stored=stored,
     )
     return name, spec, info
 
@@ -275,39 +274,6 @@ def _tensor_names(model_dir: Path) -> Collection[str]:
     from diffulex.checkpoint.tensor_files import stored_names  # noqa: PLC0415 (imports torch)
 
     return stored_names(model_dir)
-
-
-def _reject_quantisation(config: Mapping[str, Any], where: str = "") -> None:
-    for key in _QUANTISATION_KEYS:
-        value = config.get(key)
-        if value:
-            method = value.get("quant_method", "unknown") if isinstance(value, dict) else value
-            raise CheckpointError(
-                f"config.json: {where}{key}: expected an unquantised checkpoint, "
-                f"got quantisation method {method!r}"
-            )
-    for key in _EXPERT_KEYS:
-        value = config.get(key)
-        if isinstance(value, dict):
-            value = value.get("enabled", True)
-        if value:
-            raise CheckpointError(
-                f"config.json: {where}{key}: expected an unquantised checkpoint, got experts in fp8"
-            )
-    # Multimodal configurations may keep it beside the shapes of the language model.
-    nested = config.get(_TEXT_CONFIG)
-    if isinstance(nested, dict) and not where:
-        _reject_quantisation(nested, f"{_TEXT_CONFIG}.")
-
-
-def _reject_quantisation_file(model_dir: Path) -> None:
-    found = read_optional_json(model_dir / _QUANTISATION_FILE).get("quantization")
-    method = found.get("quant_algo", "unknown") if found and isinstance(found, dict) else found
-    if method:  # without one it is the KV cache alone that the file speaks of
-        raise CheckpointError(
-            f"{_QUANTISATION_FILE}: quantization: expected an unquantised checkpoint, "
-            f"got quantisation method {method!r}"
-        )
 
 
 def _engine_defaults(model_dir: Path) -> Mapping[str, Any]:

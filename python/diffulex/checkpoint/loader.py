@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from diffulex.checkpoint.low_precision import join_matrices
 from diffulex.checkpoint.slices import WeightSlice
 from diffulex.checkpoint.tensor_files import StoredTensor, find_tensors, is_ignored, listed
-from diffulex.checkpoint.tensor_reader import TENSOR_DTYPES, TensorReader
+from diffulex.checkpoint.tensor_reader import TENSOR_DTYPES, TensorReader, is_loadable
 from diffulex.errors import CheckpointError
 from diffulex.log import get_logger
+from diffulex.quantization.stored import read_stored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,6 +61,9 @@ class WeightSink(Protocol):
     def write(self, rows: slice, values: torch.Tensor) -> None:
         """Writes rows of the tensor."""
 
+    def take(self, stored: StoredTensor, reader: TensorReader) -> bool:
+        """Takes a tensor in low precision as it is stored; False, with nothing read, for another."""
+
 
 def weight_table_of(model: LoadableModel, stored: Mapping[str, object]) -> dict[str, Any]:
     """Checkpoint name -> memory to fill, for a checkpoint that holds the names `stored`."""
@@ -69,7 +74,7 @@ def weight_table_of(model: LoadableModel, stored: Mapping[str, object]) -> dict[
 
 def find_stored(model: LoadableModel, model_dir: Path) -> dict[str, StoredTensor]:
     """The checkpoint's tensors under the names of the model's weight table."""
-    stored = find_tensors(model_dir)
+    stored = join_matrices(find_tensors(model_dir), read_stored(model_dir))
     canonical_name = getattr(model, "canonical_name", None)
     if canonical_name is None:
         return stored
@@ -137,10 +142,10 @@ def _check(
             raise CheckpointError(
                 f"checkpoint: {name}: expected shape {list(part.shape)}, got {list(found.shape)}"
             )
-        if found.dtype not in TENSOR_DTYPES:
+        if not is_loadable(found):
             raise CheckpointError(
                 f"checkpoint: {name}: expected one of {', '.join(TENSOR_DTYPES)}, got {found.dtype} "
-                "(quantised checkpoints are not supported)"
+                "(in low precision only as config.json says)"
             )
 
 
@@ -267,6 +272,10 @@ def _copy(
     for name in order:
         target, start = table[name], 0
         columns, sink = slices[name].columns, sinks.get(name)
+        if sink is not None and sink.take(stored[name], reader):
+            if bar is not None:
+                bar.update(target.numel() * target.element_size())
+            continue
         num_rows = None
         if sink is not None and target.dim() == 2:
             whole = reader.rows_per_piece(stored[name]) // sink.row_multiple

@@ -15,8 +15,12 @@ from diffulex.errors import CheckpointError
 from diffulex.families.spec.reader import read_json_object
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
+
+    import torch
+
+    from diffulex.checkpoint.tensor_reader import TensorReader
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -38,6 +42,23 @@ class StoredTensor:
     dtype: str
     #: Where the values start in the file.
     offset: int
+
+
+class CodedTensor(StoredTensor):
+    """A tensor whose values several stored ones make together."""
+
+    __slots__ = ()
+
+    @property
+    def rows_per_piece(self) -> int:
+        """Rows that are read at once."""
+        raise NotImplementedError
+
+    def pieces(
+        self, reader: TensorReader, num_rows: int | None, wanted: slice | None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """As `TensorReader.pieces`, with values in float32."""
+        raise NotImplementedError
 
 
 def _check_file(path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex.checkpoint.tensor_files import CodedTensor
 from diffulex.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from diffulex.checkpoint.tensor_files import StoredTensor
 
-__all__ = ["TENSOR_DTYPES", "TensorReader"]
+__all__ = ["TENSOR_DTYPES", "TensorReader", "is_loadable"]
 
 #: Name in a safetensors header -> dtype, for the types weights are loaded from.
 TENSOR_DTYPES = {
@@ -24,8 +25,21 @@ TENSOR_DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+#: And those of parts of matrices in low precision, which are no values by themselves.
+_PART_DTYPES = {
+    **TENSOR_DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 #: Bytes of a piece, unless a single row is longer.
 _PIECE_BYTES = 32 << 20
+
+
+def is_loadable(stored: StoredTensor) -> bool:
+    """Whether it has values that weights are loaded from."""
+    return stored.dtype in TENSOR_DTYPES or isinstance(stored, CodedTensor)
 
 
 class TensorReader:
@@ -38,6 +52,8 @@ class TensorReader:
     @staticmethod
     def rows_per_piece(stored: StoredTensor) -> int:
         """Rows, that is entries of the first dimension, that are read at once."""
+        if isinstance(stored, CodedTensor):
+            return stored.rows_per_piece
         return max(1, _PIECE_BYTES // max(1, _row_bytes(stored)))
 
     def pieces(
@@ -51,10 +67,13 @@ class TensorReader:
         Raises:
             CheckpointError: the file ends early or cannot be read.
         """
+        if isinstance(stored, CodedTensor):
+            yield from stored.pieces(self, num_rows, wanted)
+            return
         step = num_rows or self.rows_per_piece(stored)
         wanted = slice(0, stored.shape[0] if stored.shape else 1) if wanted is None else wanted
         row_bytes = _row_bytes(stored)
-        dtype, row_shape = TENSOR_DTYPES[stored.dtype], stored.shape[1:]
+        dtype, row_shape = _PART_DTYPES[stored.dtype], stored.shape[1:]
         try:
             with stored.file.open("rb", buffering=0) as file:
                 file.seek(stored.offset + wanted.start * row_bytes)
@@ -80,4 +99,4 @@ class TensorReader:
 
 
 def _row_bytes(stored: StoredTensor) -> int:
-    return math.prod(stored.shape[1:]) * TENSOR_DTYPES[stored.dtype].itemsize
+    return math.prod(stored.shape[1:]) * _PART_DTYPES[stored.dtype].itemsize

@@ -42,6 +42,7 @@ def read_facts(options: Options) -> ModelFacts:
         tokenizer_vocab_size=tokenizer.tokenizer_vocab_size,
         tokenizer=tokenizer,
         generation_config=read_optional_json(model_dir / "generation_config.json"),
+        stored=info.stored,
         program=_exported_program(model_dir, explicit.get("load_format", "auto")),
     )
 

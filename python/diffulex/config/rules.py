@@ -21,10 +21,12 @@ from diffulex.distributed import layout
 from diffulex.distributed.legality import check_model
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger, warn_once
+from diffulex.quantization.scheme import SCHEMES
 from diffulex.strategies.listing import STRATEGIES, owner_of
 
 if TYPE_CHECKING:
     from diffulex.config.types import PartialConfig
+    from diffulex.quantization.stored import StoredQuantization
     from diffulex.strategies.base import Strategy
 
 __all__ = ["Resolver"]
@@ -177,19 +179,61 @@ class Resolver:
             values["dtype"] = dtype_name(self._partial.facts.spec.dtype) if is_cuda else "float32"
 
     def _check_quantization(self, is_cuda: bool) -> None:
-        values = self._partial.values
+        values, stored = self._partial.values, self._partial.facts.stored
+        if stored is not None:
+            self._check_stored(stored)
         scheme = values["quantization"]
+        self._check_choices(None if stored is not None else scheme)
         if scheme in ("auto", "none"):
             return
         if is_cuda:
+            legal, of_stored = ("none", " (the checkpoint's)") if stored else ("auto or none", "")
             raise ConfigError(
-                f"quantization: expected auto or none on {values['device']}, which has no kernels for"
-                f" weights in low precision yet, got {scheme!r}"
+                f"quantization: expected {legal} on {values['device']}, which has no kernels for"
+                f" weights in low precision yet, got {scheme!r}{of_stored}"
             )
         if self._partial.facts.program is not None:
             raise ConfigError(
                 f"quantization: expected auto or none with an exported program, got {scheme!r}"
             )
+
+    def _check_stored(self, stored: StoredQuantization) -> None:
+        """What goes with a checkpoint in low precision; `auto` becomes its scheme."""
+        values = self._partial.values
+        if values["quantization"] not in ("auto", "none", stored.scheme):
+            raise ConfigError(
+                f"quantization: expected auto, none or {stored.scheme}, the scheme of the checkpoint,"
+                f" got {values['quantization']!r}"
+            )
+        if values["use_lora"] and values["pre_merge_lora"]:
+            raise ConfigError(
+                "pre_merge_lora: expected False with a quantised checkpoint, got True"
+            )
+        if values["tensor_parallel_size"] > 1:
+            raise ConfigError(
+                "tensor_parallel_size: expected 1 with a quantised checkpoint, got"
+                f" {values['tensor_parallel_size']}"
+            )
+        if values["quantization"] == "auto":
+            self._partial.change("quantization", stored.scheme, f"as {stored.where} says")
+
+    def _check_choices(self, scheme: str | None) -> None:
+        """Keys that only quantising while loading reads; `scheme` None: the weights are stored so."""
+        for name in ("quantization_group_size", "quantization_ignore", "quantize_head"):
+            value, default = self._partial[name], CONFIG_TABLE[name].default
+            if value == default:
+                continue
+            of_group = name == "quantization_group_size"
+            if scheme is None:
+                raise ConfigError(
+                    f"{name}: expected {default!r} with a quantised checkpoint, got {value!r}"
+                )
+            if scheme in ("auto", "none") or (of_group and scheme != "int4"):
+                legal = "int4" if of_group else ", ".join(SCHEMES)
+                raise ConfigError(
+                    f"{name}: expected {default!r} unless quantization is one of {legal}, got"
+                    f" {value!r} with {scheme!r}"
+                )
 
     def _pick_device(self) -> None:
         values = self._partial.values

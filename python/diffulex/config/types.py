@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         SchedulerConfig,
     )
     from diffulex.families.spec import ModelSpec
+    from diffulex.quantization.stored import StoredQuantization
     from diffulex_edge.bundle import Bundle
 
 __all__ = ["ConfigTree", "ModelFacts", "PartialConfig"]
@@ -50,6 +51,8 @@ class ModelFacts:
     tokenizer: Any = None
     #: `generation_config.json` as a whole; a family may read its own keys from it.
     generation_config: Mapping[str, Any] = field(default_factory=dict)
+    #: How the checkpoint's weights are in low precision; None: they are not.
+    stored: StoredQuantization | None = None
     #: The directory's exported program, if that is to be run.
     program: Bundle | None = None
     #: CUDA devices that are visible.

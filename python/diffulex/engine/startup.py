@@ -19,14 +19,21 @@ from diffulex.strategies.listing import strategy_named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from diffulex.checkpoint.auto_model import Quantizer
     from diffulex.checkpoint.tokenizer import Tokenizer
     from diffulex.config.config import Config
     from diffulex.config.types import ModelFacts
     from diffulex.distributed.executor import Prepared
     from diffulex.profiling.memory import MemoryReport
-    from diffulex.quantization.layers import ModelQuantizer
 
-__all__ = ["check_fast_paths", "import_workers", "load_weights", "log_startup", "startup_lines"]
+__all__ = [
+    "check_fast_paths",
+    "check_given_model",
+    "import_workers",
+    "load_weights",
+    "log_startup",
+    "startup_lines",
+]
 
 logger = get_logger(__name__)
 
@@ -53,7 +60,7 @@ def load_weights(config: Config, facts: ModelFacts, show_progress: bool) -> Any:
 
     model = config.model
     dtype = getattr(torch, model.dtype)
-    quantizer = _quantizer(config)
+    quantizer = _quantizer(config, facts)
     if model.load_format == "dummy":
         return random_model(facts.model_name, facts.spec, dtype, model.device, quantizer=quantizer)
     if model.program is not None:
@@ -73,16 +80,24 @@ def load_weights(config: Config, facts: ModelFacts, show_progress: bool) -> Any:
     )
 
 
-def _quantizer(config: Config) -> ModelQuantizer | None:
-    """What quantises the weights; None: they keep their dtype."""
+def _quantizer(config: Config, facts: ModelFacts) -> Quantizer | None:
+    """What gives the layers weights in low precision; None: they have the dtype of the model."""
     model = config.model
     if model.quantization not in SCHEMES:
         return None
-    from diffulex.quantization.layers import ModelQuantizer  # noqa: PLC0415 (few models need it)
+    from diffulex.quantization.layers import (  # noqa: PLC0415 (few models need it)
+        ModelQuantizer,
+        StoredQuantizer,
+    )
 
     if (model.quantization, model.spec.family) in NOT_ACCEPTED:
         text = "quantization: %s is not accepted for %s (docs/quantization.md)"
         logger.warning(text, model.quantization, model.spec.family)
+    if facts.stored is not None and model.load_format != "dummy":
+        if facts.stored.activations != "dynamic" and model.quantization != "int4":
+            text = 'quantization: activations are scaled per row and 128 columns, not "%s" as the checkpoint says'
+            logger.info(text, facts.stored.activations)
+        return StoredQuantizer(facts.stored, facts.model_dir)
     plan = QuantizationPlan(
         model.quantization,
         model.quantization_group_size,
@@ -90,6 +105,24 @@ def _quantizer(config: Config) -> ModelQuantizer | None:
         model.quantize_head,
     )
     return ModelQuantizer(plan)
+
+
+def check_given_model(config: Config, model: Any) -> None:
+    """Asks whether a model that is not loaded here has the weights that the configuration names.
+
+    Raises:
+        ConfigError: there is a scheme, and the model is in its dtype.
+    """
+    scheme = config.model.quantization
+    if scheme not in SCHEMES:
+        return
+    from diffulex.quantization.layers import has_low_precision  # noqa: PLC0415 (few models need it)
+
+    if not isinstance(model, torch.nn.Module) or not has_low_precision(model):
+        raise ConfigError(
+            f"from_components: expected a model with weights in {scheme} (quantization), got one"
+            " without"
+        )
 
 
 def _weights_text(config: Config) -> str:

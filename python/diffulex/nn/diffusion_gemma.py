@@ -22,12 +22,14 @@ from diffulex.nn.dispatch import LocalDispatch
 from diffulex.nn.embedding import OutputHead, TokenEmbedding
 from diffulex.nn.feed_forward import GatedMLP, MLPScratch
 from diffulex.nn.linear import Linear, MatrixProduct
-from diffulex.nn.moe import MoeScratch
+from diffulex.nn.moe import MoeScratch, table_by_expert
 from diffulex.nn.norm import RMSNorm
 from diffulex.nn.rotary import build_cos_sin_cache
 from diffulex.nn.weights import DenseExperts, weight_device
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from typing_extensions import Self
 
     from diffulex.families.spec.diffusion_gemma import DiffusionGemmaSpec, GemmaLayer
@@ -239,11 +241,18 @@ class GemmaExperts(nn.Module):
         )
         return self.dispatch.receive(product)
 
-    def weight_table(self, prefix: str) -> dict[str, torch.Tensor]:
+    def weight_table(self, prefix: str, stored: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """Checkpoints in low precision have a tensor for each projection of an expert."""
         self._is_folded = False  # whoever fills the table changes the scale
+        experts = prefix + "experts"
+        table: dict[str, torch.Tensor] = {
+            f"{experts}.gate_up_proj": self.w13,
+            f"{experts}.down_proj": self.w2,
+        }
+        if f"{experts}.0.gate_proj.weight" in stored:
+            table = table_by_expert(experts, self.w13, self.w2)
         return {
-            prefix + "experts.gate_up_proj": self.w13,
-            prefix + "experts.down_proj": self.w2,
+            **table,
             prefix + "router.proj.weight": self.router,
             prefix + "router.scale": self.router_scale,
             prefix + "router.per_expert_scale": self.expert_scale,
@@ -331,14 +340,14 @@ class GemmaDecoderLayer(nn.Module):
         norm = cast("RMSNorm", self.norms[name])
         ops.rms_norm_add(x, residual, norm.weight, norm.eps, out=out)
 
-    def weight_table(self, prefix: str) -> dict[str, torch.Tensor]:
+    def weight_table(self, prefix: str, stored: Collection[str]) -> dict[str, torch.Tensor]:
         table: dict[str, torch.Tensor] = {
             f"{prefix}{name}.weight": cast("RMSNorm", norm).weight
             for name, norm in self.norms.items()
         }
         table.update(self.attention.weight_table(prefix + "self_attn."))
         table.update(_mlp_table(self.mlp, prefix + "mlp."))
-        table.update(self.experts.weight_table(prefix))
+        table.update(self.experts.weight_table(prefix, stored))
         return table
 
 
@@ -511,6 +520,10 @@ class DiffusionGemmaForDiffusionLM(nn.Module):
 
         Undoes the packing of CPU weights; the next forward packs them again.
         """
+        return self.weight_table_for(())
+
+    def weight_table_for(self, stored: Collection[str]) -> dict[str, torch.Tensor]:
+        """`weight_table` for a checkpoint that holds the names `stored`."""
         names = self.spec.names
         table: dict[str, torch.Tensor] = {
             names.embedding: self.embedding.weight,
@@ -520,7 +533,7 @@ class DiffusionGemmaForDiffusionLM(nn.Module):
         }
         for index, layer in enumerate(self.decoder_layers):
             prefix = names.layer.format(index)
-            table.update(layer.weight_table(prefix))
+            table.update(layer.weight_table(prefix, stored))
             encoder = f"{_ENCODER_PREFIX}layers.{index}.{_SCALAR}"
             table[encoder] = self.layer_scalars[ENCODER_PASS, index : index + 1]
             table[prefix + _SCALAR] = self.layer_scalars[DECODER_PASS, index : index + 1]

@@ -238,3 +238,6 @@ def pack_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, MatrixProduct):
             module.pack()
+        pack_experts = getattr(getattr(module, "matrices", None), "packed", None)
+        if pack_experts is not None:
+            pack_experts()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from diffulex.nn.dispatch import Dispatch
     from diffulex.nn.weights import ExpertFormat
 
-__all__ = ["MoeFeedForward", "MoeScratch", "valid_rows"]
+__all__ = ["MoeFeedForward", "MoeScratch", "table_by_expert", "valid_rows"]
 
 
 def valid_rows(metadata: AttnMetadata, num_rows: int) -> torch.Tensor:
@@ -158,12 +158,18 @@ class MoeFeedForward(FeedForward):
             }
             if any(name in stored for name in stacked):
                 return stacked
-        table: dict[str, torch.Tensor] = {}
-        for expert in range(self.moe.num_experts):
-            table[f"{prefix}.{expert}.gate_proj.weight"] = self.w13[expert, :width]
-            table[f"{prefix}.{expert}.up_proj.weight"] = self.w13[expert, width:]
-            table[f"{prefix}.{expert}.down_proj.weight"] = self.w2[expert]
-        return table
+        return table_by_expert(prefix, self.w13, self.w2)
+
+
+def table_by_expert(prefix: str, w13: torch.Tensor, w2: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Checkpoint name -> part of w13 [E, 2 I, H] and w2 [E, H, I], one tensor for each projection."""
+    width = w2.size(2)
+    table: dict[str, torch.Tensor] = {}
+    for expert in range(w2.size(0)):
+        table[f"{prefix}.{expert}.gate_proj.weight"] = w13[expert, :width]
+        table[f"{prefix}.{expert}.up_proj.weight"] = w13[expert, width:]
+        table[f"{prefix}.{expert}.down_proj.weight"] = w2[expert]
+    return table
 
 
 def _stored_bias(prefix: str, names: TensorNames, stored: Collection[str]) -> str | None:

@@ -213,6 +213,9 @@ class PackedWeight:
 class ExpertFormat(Protocol):
     """The matrices of L experts in one format."""
 
+    def packed(self) -> ExpertFormat:
+        """The same in the format that products want, once they have their values; perhaps self."""
+
     def new_workspace(self, like: torch.Tensor, top_k: int) -> torch.Tensor:
         """Scratch for `product` of as many rows as `like` [T, H] has."""
 
@@ -236,6 +239,9 @@ class DenseExperts:
 
     def __init__(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
         self.w13, self.w2 = w13, w2
+
+    def packed(self) -> ExpertFormat:
+        return self
 
     def new_workspace(self, like: torch.Tensor, top_k: int) -> torch.Tensor:
         return ops.new_fused_moe_workspace(like, top_k, self.w13)

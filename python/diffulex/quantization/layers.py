@@ -16,20 +16,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from diffulex.errors import ConfigError
+from diffulex.checkpoint.loader import find_stored
+from diffulex.checkpoint.low_precision import StoredMatrix
+from diffulex.errors import CheckpointError, ConfigError
 from diffulex.log import get_logger
 from diffulex.nn.embedding import OutputHead
 from diffulex.nn.linear import MatrixProduct
 from diffulex.nn.weights import DenseExperts, deferred_weights
 from diffulex.ops import WeightScheme
-from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
+from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
+    from diffulex.checkpoint.tensor_files import StoredTensor
+    from diffulex.checkpoint.tensor_reader import TensorReader
     from diffulex.quantization.scheme import QuantizationPlan
+    from diffulex.quantization.stored import StoredQuantization
 
-__all__ = ["ModelQuantizer", "Sink"]
+__all__ = ["ModelQuantizer", "Sink", "StoredQuantizer", "has_low_precision"]
 
 logger = get_logger(__name__)
 
@@ -54,6 +60,18 @@ class Sink:
         for weight, matrix in zip(self.weights[rows], values, strict=True):
             weight.write(self.first_row, matrix)
 
+    def take(self, stored: StoredTensor, reader: TensorReader) -> bool:
+        """Takes the tensor as it is stored, codes with scales; False, with nothing read, if it is not."""
+        if not isinstance(stored, StoredMatrix):
+            return False
+        if len(stored.shape) == 3:
+            for index, codes in stored.stacked(reader, slice(0, stored.shape[0])):
+                self.weights[index].write_codes(self.first_row, codes)
+            return True
+        for rows, codes in stored.coded(reader):
+            self.weights[0].write_codes(self.first_row + rows.start, codes)
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:
@@ -64,7 +82,6 @@ class _Place:
     first_matrix: int
     num_matrices: int
     rows: slice
-    depth: int
 
     @property
     def module(self) -> str:
@@ -73,24 +90,30 @@ class _Place:
     @classmethod
     def of(cls, name: str, target: torch.Tensor, matrix_rows: int) -> _Place:
         """From a view of a matrix [N, K] or of a stack [E, N, K] of `matrix_rows` rows each."""
-        depth = target.size(-1)
-        start = target.storage_offset() // depth
+        start = target.storage_offset() // target.size(-1)
         count = target.size(0) if target.dim() == 3 else 1
         first = start % matrix_rows
-        return cls(name, start // matrix_rows, count, slice(first, first + target.size(-2)), depth)
+        return cls(name, start // matrix_rows, count, slice(first, first + target.size(-2)))
 
 
-class ModelQuantizer:
-    """Applies a plan to models."""
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A large matrix [N, K], or a stack [E, N, K], its layer and the stored tensors that fill it."""
 
-    def __init__(self, plan: QuantizationPlan) -> None:
-        self.plan = plan
-        self._scheme = WeightScheme[plan.scheme.upper()]
+    owner: nn.Module
+    values: torch.Tensor
+    places: list[_Place]
 
     @property
-    def scheme(self) -> str:
-        """Its name in the configuration."""
-        return self.plan.scheme
+    def count(self) -> int:
+        return self.values.size(0) if self.values.dim() == 3 else 1
+
+
+class _Quantizer:
+    """What plans and stored weights have in common."""
+
+    #: Its name in the configuration.
+    scheme: str
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """The model that `make` returns, its large matrices without memory."""
@@ -100,12 +123,11 @@ class ModelQuantizer:
     def saved_bytes(
         self, model: nn.Module, table: Mapping[str, torch.Tensor], dtype: torch.dtype
     ) -> int:
-        """What the plan saves of a model, which may be on the meta device."""
+        """What low precision saves of a model, which may be on the meta device."""
         saved = 0
-        for owner, matrix, places in self._chosen(model, table):
-            count = matrix.size(0) if matrix.dim() == 3 else 1
-            held = self._new_weight(owner, matrix, places, "meta").nbytes
-            saved += matrix.numel() * dtype.itemsize - count * held
+        for matrix in self._chosen(model, table):
+            held = sum(self._new_weight(matrix, i, "meta").nbytes for i in range(matrix.count))
+            saved += matrix.values.numel() * dtype.itemsize - held
         return saved
 
     def apply(
@@ -117,21 +139,38 @@ class ModelQuantizer:
             Name in the checkpoint -> what fills a matrix in low precision.
 
         Raises:
-            ConfigError: `quantization_ignore` names a part of a matrix, one of the two matrices of
-                experts, or nothing, or the plan takes no matrix.
+            ConfigError, CheckpointError: no matrix is in low precision, or a part of one.
         """
         sinks: dict[str, Sink] = {}
         taken: dict[int, list[tuple[QuantizedWeight, ...]]] = {}
-        for owner, matrix, places in self._chosen(model, table):
-            count = matrix.size(0) if matrix.dim() == 3 else 1
-            weights = tuple(self._new_weight(owner, matrix, places, device) for _ in range(count))
-            taken.setdefault(id(owner), []).append(weights)
-            for place in places:
+        for matrix in self._chosen(model, table):
+            weights = tuple(self._new_weight(matrix, i, device) for i in range(matrix.count))
+            taken.setdefault(id(matrix.owner), []).append(weights)
+            for place in matrix.places:
                 chosen = weights[place.first_matrix : place.first_matrix + place.num_matrices]
                 sinks[place.name] = Sink(chosen, place.rows.start)
         for module in model.modules():
             _give_memory(module, taken.get(id(module)), device)
         return sinks
+
+    def _chosen(self, model: nn.Module, table: Mapping[str, torch.Tensor]) -> list[_Matrix]:
+        """The matrices in low precision."""
+        raise NotImplementedError
+
+    def _new_weight(
+        self, matrix: _Matrix, index: int, device: torch.device | str
+    ) -> QuantizedWeight:
+        """For a matrix, or for one of a stack."""
+        raise NotImplementedError
+
+
+class ModelQuantizer(_Quantizer):
+    """Applies a plan to models."""
+
+    def __init__(self, plan: QuantizationPlan) -> None:
+        self.plan = plan
+        self.scheme = plan.scheme
+        self._scheme = WeightScheme[plan.scheme.upper()]
 
     def quantize(self, model: nn.Module, table: Mapping[str, torch.Tensor]) -> None:
         """Quantises a model that has its values."""
@@ -141,24 +180,37 @@ class ModelQuantizer:
             target = values[name]
             sink.write(slice(0, target.size(0)), target)
 
-    def _chosen(
+    def stored_projections(
         self, model: nn.Module, table: Mapping[str, torch.Tensor]
-    ) -> list[tuple[nn.Module, torch.Tensor, list[_Place]]]:
-        """The matrices that the plan takes."""
-        found = list(self._matrices(model, table))
+    ) -> dict[str, tuple[WeightScheme, int, tuple[int, ...]]]:
+        """Stored tensors that the plan takes: scheme, group of int4, and rows of the projections."""
+        found = {}
+        for matrix in self._chosen(model, table):
+            scheme, group = self._scheme_of(matrix.owner), 0
+            if scheme == WeightScheme.INT4:
+                group = self.plan.group_of(matrix.values.size(-1))
+            bounds = _boundaries(matrix)
+            for place in matrix.places:
+                inside = [b for b in bounds if place.rows.start <= b <= place.rows.stop]
+                sizes = tuple(stop - start for start, stop in itertools.pairwise(inside))
+                found[place.name] = scheme, group, sizes
+        return found
+
+    def _chosen(self, model: nn.Module, table: Mapping[str, torch.Tensor]) -> list[_Matrix]:
+        found = list(_matrices(model, table))
         self._check_ignored([name.removesuffix(".weight") for name in table])
-        chosen = [entry for entry in found if self._takes(*entry)]
+        chosen = [matrix for matrix in found if self._takes(matrix)]
         if not chosen:
             raise ConfigError(
                 f"quantization: expected a model with matrices to quantise, got none for"
                 f" {self.plan.scheme}"
             )
-        num_taken = Counter(id(owner) for owner, _, _ in chosen)
-        for owner, _, places in found:
-            if num_taken[id(owner)] not in (0, len(_large(owner))):
+        num_taken = Counter(id(matrix.owner) for matrix in chosen)
+        for matrix in found:
+            if num_taken[id(matrix.owner)] not in (0, len(_large(matrix.owner))):
                 raise ConfigError(
                     f"quantization_ignore: expected all or none of the matrices of the experts of"
-                    f" {places[0].module}, got some"
+                    f" {matrix.places[0].module}, got some"
                 )
         return chosen
 
@@ -170,54 +222,29 @@ class ModelQuantizer:
                     f" {modules[-1]!r}, got {pattern!r}, which matches none"
                 )
 
-    def _matrices(
-        self, model: nn.Module, table: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[nn.Module, torch.Tensor, list[_Place]]]:
-        """Large matrices, their modules and the stored tensors that fill them."""
-        views: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        for name, target in table.items():
-            base = target if target._base is None else target._base
-            views.setdefault(id(base), []).append((name, target))
-        for module in model.modules():
-            for matrix in _large(module):
-                found = views.get(id(matrix), [])
-                places = [_Place.of(name, view, matrix.size(-2)) for name, view in found]
-                if places:
-                    yield module, matrix, places
-
-    def _takes(self, owner: nn.Module, matrix: torch.Tensor, places: list[_Place]) -> bool:
-        plan = self.plan
+    def _takes(self, matrix: _Matrix) -> bool:
+        """Whether a matrix is quantised: no projection is too small, and no pattern names one."""
+        plan, owner, places = self.plan, matrix.owner, matrix.places
         if isinstance(owner, OutputHead) and (not plan.quantize_head or owner.is_shared):
             return False
-        parts = list(itertools.pairwise(_boundaries(owner, matrix, places)))
-        taken = {
-            all(
-                plan.takes(place.module, stop - start, place.depth)
-                for start, stop in parts
-                if place.rows.start <= start < place.rows.stop
-            )
-            for place in places
-        }
-        if len(taken) > 1:
+        named = {plan.names(place.module) for place in places}
+        if len(named) > 1:
             names = ", ".join(place.module for place in places[:4])
             raise ConfigError(
                 f"quantization_ignore: expected all or none of {names}, which are one matrix, got some"
             )
-        return taken == {True}
+        depth = matrix.values.size(-1)
+        sizes = [stop - start for start, stop in itertools.pairwise(_boundaries(matrix))]
+        return named == {False} and all(plan.is_large(size, depth) for size in sizes)
 
     def _new_weight(
-        self,
-        owner: nn.Module,
-        matrix: torch.Tensor,
-        places: list[_Place],
-        device: torch.device | str,
+        self, matrix: _Matrix, index: int, device: torch.device | str
     ) -> QuantizedWeight:
-        """For one matrix, or for one of a stack."""
-        depth, scheme = matrix.size(-1), self._scheme_of(owner)
-        bounds = _boundaries(owner, matrix, places)
-        sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+        depth, scheme = matrix.values.size(-1), self._scheme_of(matrix.owner)
         group = self.plan.group_of(depth) if scheme == WeightScheme.INT4 else 0
-        return QuantizedWeight(sizes, depth, scheme, group, device)
+        bounds = itertools.pairwise(_boundaries(matrix))
+        shapes = [Shape(stop - start, group) for start, stop in bounds]
+        return QuantizedWeight(shapes, depth, scheme, device)
 
     def _scheme_of(self, owner: nn.Module) -> WeightScheme:
         """An output head does not bear 4 bits."""
@@ -225,11 +252,122 @@ class ModelQuantizer:
         return WeightScheme.INT8 if is_int4 and isinstance(owner, OutputHead) else self._scheme
 
 
-def _boundaries(owner: nn.Module, matrix: torch.Tensor, places: list[_Place]) -> list[int]:
+class StoredQuantizer(_Quantizer):
+    """Gives layers the weights that a checkpoint stores in low precision, as they are.
+
+    Args:
+        quantization: what the checkpoint says.
+        model_dir: where its tensors are.
+    """
+
+    def __init__(self, quantization: StoredQuantization, model_dir: Path) -> None:
+        self.scheme = quantization.scheme
+        self._quantization, self._model_dir = quantization, model_dir
+        self._stored: Mapping[str, StoredTensor] = {}
+
+    def quantize(self, model: nn.Module, table: Mapping[str, torch.Tensor]) -> None:
+        raise ValueError("quantize: expected a plan, got weights that are stored")
+
+    def _chosen(self, model: Any, table: Mapping[str, torch.Tensor]) -> list[_Matrix]:
+        self._stored = find_stored(model, self._model_dir)
+        found = list(_matrices(model, table))
+        chosen = [matrix for matrix in found if self._is_coded(matrix)]
+        num_taken = Counter(id(matrix.owner) for matrix in chosen)
+        for matrix in found:
+            if num_taken[id(matrix.owner)] not in (0, len(_large(matrix.owner))):
+                raise CheckpointError(
+                    "checkpoint: expected all or none of the matrices of the experts of"
+                    f" {matrix.places[0].module} in low precision, got some"
+                )
+        return chosen
+
+    def _is_coded(self, matrix: _Matrix) -> bool:
+        if isinstance(matrix.owner, OutputHead) and matrix.owner.is_shared:
+            return False
+        stored = [self._stored[place.name] for place in matrix.places]
+        names = [item.scheme if isinstance(item, StoredMatrix) else item.dtype for item in stored]
+        if len(set(names)) > 1 and any(isinstance(item, StoredMatrix) for item in stored):
+            modules = [place.module for place in matrix.places]
+            other = next(i for i, name in enumerate(names) if name != names[0])
+            raise CheckpointError(
+                f"checkpoint: {_common(modules)}: expected {_listed(modules)} in one format, got"
+                f" {names[0]} and {names[other]}"
+            )
+        if isinstance(stored[0], StoredMatrix):
+            return True
+        for place, item in zip(matrix.places, stored, strict=True):
+            rule = self._quantization.rule_of(place.module)
+            if rule is not None and rule.is_strict:
+                raise CheckpointError(
+                    f"checkpoint: {place.name}: expected {rule.scheme}, as"
+                    f" {self._quantization.where} says, got {item.dtype}"
+                )
+        return False
+
+    def _new_weight(
+        self, matrix: _Matrix, index: int, device: torch.device | str
+    ) -> QuantizedWeight:
+        depth, shapes, scheme = matrix.values.size(-1), [], ""
+        for place in sorted(matrix.places, key=lambda place: place.rows.start):
+            if not place.first_matrix <= index < place.first_matrix + place.num_matrices:
+                continue
+            stored = self._stored[place.name]
+            assert isinstance(stored, StoredMatrix)
+            scheme, is_int4 = stored.scheme, stored.scheme == "int4"
+            shapes.append(
+                Shape(
+                    place.rows.stop - place.rows.start,
+                    stored.group,
+                    has_exact_scale=is_int4 and not stored.keeps_scale,
+                    has_zeros=stored.rule.has_zeros,
+                    has_order=stored.has_order,
+                )
+            )
+        return QuantizedWeight(shapes, depth, WeightScheme[scheme.upper()], device)
+
+
+def _common(modules: Sequence[str]) -> str:
+    """What the names of modules begin with."""
+    parts = zip(*(module.split(".") for module in modules), strict=False)
+    shared = itertools.takewhile(lambda names: len(set(names)) == 1, parts)
+    return ".".join(names[0] for names in shared) or modules[0]
+
+
+def _listed(modules: Sequence[str]) -> str:
+    """Last names of the first few modules."""
+    names = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+
+
+def has_low_precision(model: nn.Module) -> bool:
+    """Whether a layer of a model holds weights in low precision."""
+    held = (QuantizedWeight, QuantizedExperts)
+    return any(
+        isinstance(getattr(module, name, None), held)
+        for module in model.modules()
+        for name in ("format", "matrices")
+    )
+
+
+def _matrices(model: nn.Module, table: Mapping[str, torch.Tensor]) -> Iterator[_Matrix]:
+    """Large matrices, with the stored tensors that fill them."""
+    views: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, target in table.items():
+        base = target if target._base is None else target._base
+        views.setdefault(id(base), []).append((name, target))
+    for module in model.modules():
+        for matrix in _large(module):
+            found = views.get(id(matrix), [])
+            places = [_Place.of(name, view, matrix.size(-2)) for name, view in found]
+            if places:
+                yield _Matrix(module, matrix, places)
+
+
+def _boundaries(matrix: _Matrix) -> list[int]:
     """Where the projections of a matrix begin, and the end of the last."""
-    rows = matrix.size(-2)
-    bounds = {place.rows.start for place in places} | {rows}
-    if matrix is getattr(owner, "w13", None):
+    rows = matrix.values.size(-2)
+    bounds = {place.rows.start for place in matrix.places} | {rows}
+    if matrix.values is getattr(matrix.owner, "w13", None):
         bounds.add(rows // 2)  # gate and up of experts may be one stored tensor
     return sorted(bounds)
 

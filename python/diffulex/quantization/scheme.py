@@ -36,10 +36,17 @@ class QuantizationPlan:
     quantize_head: bool = False
 
     def takes(self, module: str, rows: int, depth: int) -> bool:
-        """Whether the projection [rows, depth] of this name in the checkpoint is quantised."""
-        if min(rows, depth) < _LEAST_SIZE:
-            return False
-        return not any(fnmatch(module, pattern) for pattern in (*_KEPT, *self.ignore))
+        """Whether the projection [rows, depth] of this name in the checkpoint is quantised by itself."""
+        return self.is_large(rows, depth) and not self.names(module)
+
+    @staticmethod
+    def is_large(rows: int, depth: int) -> bool:
+        """Whether a projection is worth it."""
+        return min(rows, depth) >= _LEAST_SIZE
+
+    def names(self, module: str) -> bool:
+        """Whether the module of this name in the checkpoint keeps its dtype."""
+        return any(fnmatch(module, pattern) for pattern in (*_KEPT, *self.ignore))
 
     def group_of(self, depth: int) -> int:
         """Columns that share a scale of int4: the largest legal size that divides the row, else the row."""

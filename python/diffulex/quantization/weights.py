@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,43 +15,98 @@ from diffulex.ops import WeightScheme
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diffulex.nn.weights import WeightFormat
+    from diffulex.checkpoint.low_precision import Codes
+    from diffulex.nn.weights import ExpertFormat, WeightFormat
 
-__all__ = ["QuantizedExperts", "QuantizedWeight"]
+__all__ = ["QuantizedExperts", "QuantizedWeight", "Shape"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How consecutive rows of a weight are held.
+
+    Attributes:
+        group: columns of a scale of int4.
+        has_exact_scale: scales of int4 are float32, which stored ones of float16 need.
+        has_zeros: int4 has zero points.
+        has_order: columns may be in another order than in rows that are multiplied.
+    """
+
+    rows: int
+    group: int = 0
+    has_exact_scale: bool = False
+    has_zeros: bool = False
+    has_order: bool = False
 
 
 class _Part:
     """Consecutive rows of a weight, whose blocks begin with them."""
 
-    __slots__ = ("codes", "depth", "group", "rows", "scale", "scheme")
+    __slots__ = ("_shape", "codes", "depth", "order", "rows", "scale", "scheme", "zeros")
 
     def __init__(
-        self, rows: slice, depth: int, scheme: WeightScheme, group: int, device: torch.device
+        self, start: int, shape: Shape, depth: int, scheme: WeightScheme, device: torch.device
     ) -> None:
-        self.rows, self.depth, self.scheme, self.group = rows, depth, scheme, group
-        codes, scale = ops.weight_parts(rows.stop - rows.start, depth, scheme, group)
+        self.rows, self.depth, self.scheme = slice(start, start + shape.rows), depth, scheme
+        self._shape = shape
+        codes, scale = ops.weight_parts(shape.rows, depth, scheme, shape.group)
         self.codes = torch.empty(codes[0], dtype=codes[1], device=device)
-        self.scale = torch.empty(scale[0], dtype=scale[1], device=device)
+        dtype = torch.float32 if shape.has_exact_scale else scale[1]
+        self.scale = torch.empty(scale[0], dtype=dtype, device=device)
+        self.zeros: torch.Tensor | None = None
+        if shape.has_zeros:
+            self.zeros = torch.empty(scale[0], dtype=torch.uint8, device=device)
+        #: Of the columns; None: as they are.
+        self.order: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        held = (self.codes, self.scale, self.zeros, self.order)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def write(self, first: int, values: torch.Tensor) -> None:
         """Quantises rows [n, K] that begin at `first`; of blocks, whole ones or up to the end."""
         last = first + values.size(0)
-        scale = self.scale[first:last]
-        if self.scheme == WeightScheme.INT4:
-            scale = self.scale[:, first:last]
-        elif self.scheme == WeightScheme.FP8_BLOCK:
-            size = ops.QUANT_GROUP
-            if first % size or (last % size and last != self.codes.size(0)):
-                raise ValueError(f"write: expected blocks of {size} rows, got {first}:{last}")
-            scale = self.scale[first // size : -(-last // size)]
+        if self._is_packed:  # once more, after products
+            self.codes = ops.unpack_int8(self.codes, self._shape.rows, self.depth).contiguous()
         ops.quantize_weight(
-            values, self.scheme, group=self.group, out=self.codes[first:last], scale=scale
+            values,
+            self.scheme,
+            group=self._shape.group,
+            out=self.codes[first:last],
+            scale=self._of_rows(self.scale, first, last),
         )
+
+    def write_codes(self, first: int, stored: Codes) -> None:
+        """Takes codes of rows [n, K] that begin at `first`, as `write` has it."""
+        last = first + stored.codes.size(0)
+        self.codes[first:last] = stored.codes
+        self._of_rows(self.scale, first, last).copy_(stored.scale)
+        if self.zeros is not None and stored.zeros is not None:
+            self._of_rows(self.zeros, first, last).copy_(stored.zeros)
+        if stored.order is not None:
+            self.order = stored.order.to(self.codes.device)
+
+    def _of_rows(self, scale: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        if self.scheme == WeightScheme.INT4:
+            return scale[:, first:last]
+        if self.scheme != WeightScheme.FP8_BLOCK:
+            return scale[first:last]
+        size = ops.QUANT_GROUP
+        if first % size or (last % size and last != self._shape.rows):
+            raise ValueError(f"write: expected blocks of {size} rows, got {first}:{last}")
+        return scale[first // size : -(-last // size)]
+
+    @property
+    def _is_packed(self) -> bool:
+        return self.scheme == WeightScheme.INT8 and self.codes.dtype == torch.uint8
 
     def pack(self) -> None:
         """Gives the codes the form of products."""
         if self.codes.dtype == torch.int8 and self.codes.device.type == "cpu":
             self.codes = ops.pack_int8(self.codes)
+        if self.zeros is not None and bool((self.zeros == ops.INT4_ZERO).all()):
+            self.zeros = None
 
     def product(
         self,
@@ -59,7 +115,9 @@ class _Part:
         out: torch.Tensor,
     ) -> None:
         if isinstance(x, torch.Tensor):
-            ops.linear_w4a16(x, self.codes, self.scale, bias=bias, group=self.group, out=out)
+            rows = x if self.order is None else x.index_select(1, self.order)
+            group, zeros = self._shape.group or self.depth, self.zeros
+            ops.linear_w4a16(rows, self.codes, self.scale, zeros, bias, group=group, out=out)
         else:
             ops.linear_scaled(x, self.codes, self.scale, bias, out=out)
 
@@ -68,35 +126,37 @@ class QuantizedWeight:
     """A matrix W [N, K] as codes with scales.
 
     Args:
-        sizes: rows of the projections that W stacks; those of blocks have blocks of their own.
+        shapes: of the projections that W stacks; those of blocks have blocks of their own.
         depth: K.
-        group: columns of a scale of int4.
     """
 
-    __slots__ = ("_parts", "depth", "num_rows", "scheme")
+    __slots__ = ("_is_ready", "_parts", "depth", "num_rows", "scheme")
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        shapes: Sequence[Shape],
         depth: int,
         scheme: WeightScheme,
-        group: int,
         device: torch.device | str,
     ) -> None:
-        self.scheme, self.depth, self.num_rows = scheme, depth, sum(sizes)
-        is_whole = scheme != WeightScheme.FP8_BLOCK or not any(
-            size % ops.QUANT_GROUP for size in sizes[:-1]
+        self.scheme, self.depth = scheme, depth
+        self.num_rows = sum(shape.rows for shape in shapes)
+        self._is_ready = False
+        first = shapes[0]
+        is_whole = not first.has_order and all(
+            replace(shape, rows=first.rows) == first for shape in shapes
         )
+        if scheme == WeightScheme.FP8_BLOCK:
+            is_whole = not any(shape.rows % ops.QUANT_GROUP for shape in shapes[:-1])
         self._parts: list[_Part] = []
         start = 0
-        for size in [self.num_rows] if is_whole else sizes:
-            rows = slice(start, start + size)
-            self._parts.append(_Part(rows, depth, scheme, group, torch.device(device)))
-            start += size
+        for shape in [replace(first, rows=self.num_rows)] if is_whole else shapes:
+            self._parts.append(_Part(start, shape, depth, scheme, torch.device(device)))
+            start += shape.rows
 
     @property
     def nbytes(self) -> int:
-        return sum(part.codes.nbytes + part.scale.nbytes for part in self._parts)
+        return sum(part.nbytes for part in self._parts)
 
     @property
     def row_multiple(self) -> int:
@@ -107,15 +167,26 @@ class QuantizedWeight:
         """Quantises the rows values [n, K] into the rows from `first` on."""
         if values.dtype == torch.float64:
             values = values.float()
+        self._is_ready = False
         last = first + values.size(0)
         for part in self._parts:
             begin, end = max(first, part.rows.start), min(last, part.rows.stop)
             if begin < end:
                 part.write(begin - part.rows.start, values[begin - first : end - first])
 
-    def packed(self) -> WeightFormat:
+    def write_codes(self, first: int, stored: Codes) -> None:
+        """Takes codes for the rows from `first` on, which are all of one projection."""
+        self._is_ready = False
         for part in self._parts:
-            part.pack()
+            if part.rows.start <= first < part.rows.stop:
+                part.write_codes(first - part.rows.start, stored)
+                return
+
+    def packed(self) -> WeightFormat:
+        if not self._is_ready:
+            for part in self._parts:
+                part.pack()
+            self._is_ready = True
         return self
 
     def row_major(self) -> torch.Tensor:
@@ -161,6 +232,11 @@ class QuantizedExperts:
 
     def __init__(self, w13: Sequence[QuantizedWeight], w2: Sequence[QuantizedWeight]) -> None:
         self.w13, self.w2 = list(w13), list(w2)
+
+    def packed(self) -> ExpertFormat:
+        for weight in (*self.w13, *self.w2):
+            weight.packed()
+        return self
 
     @property
     def nbytes(self) -> int:

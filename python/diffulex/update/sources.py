@@ -9,7 +9,7 @@ import torch
 
 from diffulex.checkpoint.loader import are_equal, check_finite, find_stored
 from diffulex.checkpoint.tensor_files import is_ignored
-from diffulex.checkpoint.tensor_reader import TENSOR_DTYPES, TensorReader
+from diffulex.checkpoint.tensor_reader import TENSOR_DTYPES, TensorReader, is_loadable
 from diffulex.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class FileSource:
 
     def check(self, name: str, dtype: torch.dtype) -> None:
         stored = self._stored[name]
-        if stored.dtype not in TENSOR_DTYPES:
+        if not is_loadable(stored):
             raise CheckpointError(
                 f"update_weights: {name}: expected one of {', '.join(TENSOR_DTYPES)}, got"
                 f" {stored.dtype}"

@@ -166,13 +166,43 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
 ]
 
 
+#: Keys that only go together with others.
+BESIDE = {
+    key: {"quantization": "int4"}
+    for key in ("quantization_group_size", "quantization_ignore", "quantize_head")
+}
+
+
 @pytest.mark.parametrize(("key", "legal", "illegal"), RANGES, ids=[row[0] for row in RANGES])
 def test_range(key: str, legal: list[Any], illegal: list[Any]) -> None:
+    beside = BESIDE.get(key, {})
     for value in legal:
-        resolve(**{key: value})
+        resolve(**{key: value}, **beside)
     for value in illegal:
         with pytest.raises(ConfigError, match=key):
-            resolve(**{key: value})
+            resolve(**{key: value}, **beside)
+
+
+CHOICES = [
+    ("quantization_group_size", 64),
+    ("quantization_ignore", "*.o_proj"),
+    ("quantize_head", True),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), CHOICES)
+def test_choices_of_quantising_need_a_scheme(key: str, value: Any) -> None:
+    for scheme in ("auto", "none"):
+        with pytest.raises(ConfigError, match=rf"{key}: expected .* unless quantization is"):
+            resolve(quantization=scheme, **{key: value})
+        resolve(quantization=scheme, **{key: CONFIG_TABLE[key].default})
+    resolve(quantization="int4", **{key: value})
+
+
+def test_groups_are_those_of_four_bits() -> None:
+    message = "quantization_group_size: expected 128 unless quantization is one of int4, got 64 with 'int8'"
+    with pytest.raises(ConfigError, match=message):
+        resolve(quantization="int8", quantization_group_size=64)
 
 
 def test_every_documented_attention_kernel_exists() -> None:

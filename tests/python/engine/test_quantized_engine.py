@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from diffulex import Diffulex, SamplingParams
+from diffulex.config.config import Config
 from diffulex.errors import ConfigError
 from diffulex.nn.linear import Linear
 from diffulex.quantization.scheme import SCHEMES
 from diffulex.quantization.weights import QuantizedWeight
+from fixtures.quantized import Checked, rows_by_product
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 #: Of the kind that the model was trained on: nothing is decided by the last bits of a product.
@@ -28,51 +30,6 @@ def tokens(engine: Diffulex) -> list[list[int]]:
 
 def model_of(engine: Diffulex) -> Any:
     return engine._executor.runner.model
-
-
-class Checked:
-    """A matrix in low precision whose products are compared with those of dequantised operands.
-
-    Tokens would not do: a last bit moves a code of the next layer, and with it a close decision.
-    """
-
-    def __init__(self, weight: QuantizedWeight, dense: torch.Tensor) -> None:
-        self.weight, self.dense, self.products = weight, dense.double(), 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
-    def packed(self) -> Checked:
-        return self
-
-    def product(self, x, out, bias):
-        out = self.weight.product(x, out, bias)
-        rows = self.weight.rows_of(x)
-        if not isinstance(rows, torch.Tensor):
-            scale = rows.scale[:, : x.size(0)].T.repeat_interleave(128, 1)[:, : x.size(1)]
-            rows = rows.codes.float() * scale
-        want, magnitude = rows.double() @ self.dense.T, rows.double().abs() @ self.dense.abs().T
-        if bias is not None:
-            want, magnitude = want + bias, magnitude + bias.abs()
-        assert ((out - want).abs() <= 2.0**-17 * magnitude).all()
-        self.products += 1
-        return out
-
-    def gated_product(self, x, act, out) -> bool:
-        return False
-
-
-def dequantised(weight: QuantizedWeight) -> torch.Tensor:
-    """The rows that the codes and scales stand for."""
-    identity = torch.eye(weight.depth)
-    rows = weight.rows_of(identity)
-    out = torch.empty(weight.depth, weight.num_rows)
-    if isinstance(rows, torch.Tensor):
-        return weight.multiply(rows, out).T.clone()
-    # Codes of ones with scales of one: the product is the matrix.
-    exact = type(rows)((identity).to(rows.codes.dtype), torch.ones_like(rows.scale))
-    return weight.multiply(exact, out).T.clone()
 
 
 def test_none_changes_no_token() -> None:
@@ -93,7 +50,7 @@ def test_products_are_those_of_dequantised_operands(scheme: str) -> None:
         checked = []
         for layer in layers:
             assert isinstance(layer.format, QuantizedWeight)
-            checked.append(Checked(layer.format, dequantised(layer.format)))
+            checked.append(Checked(layer.format, rows_by_product(layer.format)))
             layer.format = checked[-1]
         assert tokens(engine) == found
     assert len({each.products for each in checked}) == 1
@@ -130,6 +87,24 @@ def test_weights_in_low_precision_cannot_be_replaced() -> None:
             ConfigError, match="update_weights: expected quantization none, got fp8"
         ):
             engine.update_weights({name: torch.zeros(1, 1)})
+
+
+def test_a_given_model_has_the_weights_that_are_named() -> None:
+    with Diffulex("demo", device="cpu") as plain:
+        config, model = (
+            Config.from_kwargs("demo", device="cpu", quantization="int8"),
+            model_of(plain),
+        )
+        message = (
+            r"from_components: expected a model with weights in int8 \(quantization\), got one"
+        )
+        with pytest.raises(ConfigError, match=message):
+            Diffulex.from_components(config, model, None)
+    with (
+        Diffulex("demo", device="cpu", quantization="int8") as engine,
+        Diffulex.from_components(engine.config, model_of(engine), None) as other,
+    ):
+        assert other.config.model.quantization == "int8"
 
 
 def test_unknown_schemes_are_an_error() -> None:

@@ -17,6 +17,7 @@ from diffulex.families.base import Family
 from diffulex.families.detection import detect_family, nearest_family
 from diffulex.families.listing import FAMILIES
 from diffulex.families.spec import ModelSpec
+from diffulex.quantization.stored import read_stored
 from diffulex.registry import AutoModelForDiffusionLM, AutoSampler
 from diffulex.samplers import mask_fill
 from diffulex.samplers.base import MaskFillSampler
@@ -384,43 +385,31 @@ class TestReadingRules:
         with pytest.raises(CheckpointError, match=r"expected a config\.json"):
             detect(tmp_path)
 
-    def test_quantised_checkpoint(self, tmp_path):
-        with pytest.raises(CheckpointError, match=r"quantization_config.*'gptq'"):
-            read(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    def test_checkpoint_in_low_precision(self, tmp_path):
+        found = read_stored(write_config(tmp_path, quantization_config={"quant_method": "fp8"}))
+        assert (found.scheme, found.where) == ("fp8", "config.json: quantization_config")
+        assert detect(tmp_path)[2].stored == found
 
-    def test_quantised_language_model(self, tmp_path):
-        nested = {"quantization_config": {"quant_method": "fp8"}}
-        with pytest.raises(CheckpointError, match=r"text_config\.quantization_config.*'fp8'"):
+    def test_language_model_in_low_precision(self, tmp_path):
+        nested = {"quantization_config": {"quant_method": "quark"}}
+        with pytest.raises(CheckpointError, match=r"text_config\.quantization_config.*'quark'"):
             read(tmp_path, text_config=nested)
-
-    @pytest.mark.parametrize(
-        ("key", "value"),
-        [
-            ("compression_config", {"quant_method": "compressed-tensors"}),
-            ("use_fp8_experts", True),
-            ("llada_fp8_experts", {"enabled": True, "format": "e4m3fn"}),
-            ("llada_fp8_experts", {"format": "e4m3fn"}),
-        ],
-    )
-    def test_other_ways_to_say_quantised(self, tmp_path, key, value):
-        got = "fp8" if "fp8" in key else "quantisation method 'compressed-tensors'"
-        with pytest.raises(CheckpointError, match=rf"config\.json: {key}: expected .*{got}"):
-            read(tmp_path, **{key: value})
 
     @pytest.mark.parametrize("value", [False, None, {"enabled": False}])
     def test_experts_that_are_not_quantised(self, tmp_path, value):
-        assert read(tmp_path, use_fp8_experts=False, llada_fp8_experts=value)
+        read(tmp_path, use_fp8_experts=False, llada_fp8_experts=value)
+        assert detect(tmp_path)[2].stored is None
 
     def test_file_that_says_quantised(self, tmp_path):
         path = write_config(tmp_path) / "hf_quant_config.json"
         path.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
         with pytest.raises(
-            CheckpointError, match=r"hf_quant_config\.json: quantization: .*'NVFP4'"
+            CheckpointError, match=r"hf_quant_config\.json: quantization\.quant_algo: .*'NVFP4'"
         ):
             detect(tmp_path)
         for weights in ({}, {"quant_algo": None, "kv_cache_quant_algo": "FP8"}):
             path.write_text(json.dumps({"quantization": weights}))
-            assert detect(tmp_path)
+            assert detect(tmp_path)[2].stored is None
 
     @pytest.mark.parametrize("key", ["block_size", "bd_size"])
     def test_block_size_names(self, tmp_path, key):

@@ -15,12 +15,14 @@ from diffulex.checkpoint import memory, tensor_reader
 from diffulex.checkpoint.auto_model import detect, load_model, random_model
 from diffulex.checkpoint.loader import weight_table_of
 from diffulex.errors import CheckpointError, ConfigError
+from diffulex.nn.linear import pack_weights
 from diffulex.nn.weights import DenseExperts, DenseWeight, PackedWeight
 from diffulex.ops import WeightScheme
 from diffulex.profiling.memory import tensor_bytes
 from diffulex.quantization.layers import ModelQuantizer
 from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
-from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
+from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight, Shape
+from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.families import DENSE_FAMILIES, family_builder
 from fixtures.moe_families import moe_builder, moe_config
 from reference import quantize as reference
@@ -170,7 +172,7 @@ def test_product_of_a_stacked_layer(scheme: str) -> None:
     sizes, depth = (48, 130, 20), 192
     kind = WeightScheme[scheme.upper()]
     group = 64 if scheme == "int4" else 0
-    weight = QuantizedWeight(sizes, depth, kind, group, "cpu")
+    weight = QuantizedWeight([Shape(size, group) for size in sizes], depth, kind, "cpu")
     w, x, bias = normal(sum(sizes), depth), normal(9, depth, seed=1), normal(sum(sizes), seed=2)
     start = 0
     for size in sizes:
@@ -200,8 +202,9 @@ def test_product_of_a_stacked_layer(scheme: str) -> None:
 def test_experts_quantise_a_row_once_and_the_activation_from_float32(act: ops.Activation) -> None:
     """Against a loop over slots in float64 with the same quantisers; -1 marks rows without a token."""
     num_rows, num_experts, hidden, width, top_k = 11, 4, 64, 40, 2
-    w13 = [QuantizedWeight((width, width), hidden, WeightScheme.INT8, 0, "cpu") for _ in range(4)]
-    w2 = [QuantizedWeight((hidden,), width, WeightScheme.INT8, 0, "cpu") for _ in range(4)]
+    two, one, kind = (Shape(width), Shape(width)), (Shape(hidden),), WeightScheme.INT8
+    w13 = [QuantizedWeight(two, hidden, kind, "cpu") for _ in range(num_experts)]
+    w2 = [QuantizedWeight(one, width, kind, "cpu") for _ in range(num_experts)]
     dense13, dense2 = (
         normal(num_experts, 2 * width, hidden),
         normal(num_experts, hidden, width, seed=1),
@@ -268,6 +271,25 @@ def test_a_part_of_a_matrix_cannot_be_ignored(tmp_path) -> None:
     family_builder("sdar").write(tmp_path)
     with pytest.raises(ConfigError, match=r"quantization_ignore: expected all or none of .*q_proj"):
         load(tmp_path, QuantizationPlan("fp8", ignore=("*.q_proj",)))
+
+
+def test_experts_are_packed_when_the_other_weights_are(tmp_path) -> None:
+    moe_builder("sdar_moe", config=moe_config("sdar_moe", moe_intermediate_size=32)).write(tmp_path)
+    model = load(tmp_path, QuantizationPlan("int8"))
+    experts = [held for held in formats(model).values() if isinstance(held, QuantizedExperts)]
+    parts = [part for held in experts for weight in (*held.w13, *held.w2) for part in weight._parts]
+    assert {part.codes.dtype for part in parts} == {torch.int8}
+    pack_weights(model)
+    assert {part.codes.dtype for part in parts} == {torch.uint8}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_matrix_with_a_small_projection_keeps_its_dtype(tmp_path, scheme: str) -> None:
+    """Keys of 16 rows lie with the queries in one matrix, which has one format."""
+    config = tiny_config(num_key_value_heads=1, head_dim=16)
+    CheckpointBuilder(config).write(tmp_path)
+    held = formats(load(tmp_path, QuantizationPlan(scheme)))
+    assert {name.split(".", 2)[2] for name in held} == {"attention.o", "mlp.gate_up", "mlp.down"}
 
 
 @pytest.mark.parametrize("pattern", ["*.down_proj", "*.gate_proj"])
@@ -370,7 +392,7 @@ def test_the_head_is_quantised_on_request_unless_tied(
 
 
 def test_values_cannot_be_read_back(tmp_path) -> None:
-    weight = QuantizedWeight((32,), 32, WeightScheme.FP8, 0, "cpu")
+    weight = QuantizedWeight((Shape(32),), 32, WeightScheme.FP8, "cpu")
     with pytest.raises(
         ConfigError, match="expected quantization none to read or write them, got fp8"
     ):
@@ -378,6 +400,6 @@ def test_values_cannot_be_read_back(tmp_path) -> None:
 
 
 def test_blocks_are_written_whole() -> None:
-    weight = QuantizedWeight((300,), 64, WeightScheme.FP8_BLOCK, 0, "cpu")
+    weight = QuantizedWeight((Shape(300),), 64, WeightScheme.FP8_BLOCK, "cpu")
     with pytest.raises(ValueError, match="expected blocks of 128 rows, got 128:200"):
         weight.write(128, normal(72, 64))

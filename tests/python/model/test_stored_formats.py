@@ -1,0 +1,471 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in low precision: every format that is read, as codes and as values."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from diffulex import Diffulex, SamplingParams
+from diffulex.checkpoint import low_precision
+from diffulex.checkpoint.auto_model import detect, load_model
+from diffulex.checkpoint.loader import find_stored, weight_table_of
+from diffulex.checkpoint.tensor_reader import TensorReader
+from diffulex.errors import CheckpointError, ConfigError
+from diffulex.nn.linear import Linear, pack_weights
+from diffulex.quantization.layers import StoredQuantizer
+from diffulex.quantization.stored import read_stored
+from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
+from fixtures.checkpoints import CheckpointBuilder, tiny_config
+from fixtures.moe_families import moe_builder, moe_config, stack_experts
+from fixtures.paged_batch import PagedRunner, Rows
+from fixtures.quantized import (
+    EXPERT_FORMATS,
+    FORMATS,
+    Checked,
+    Format,
+    compressed,
+    read_tensors,
+    rows_by_product,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+#: All projections have columns of whole groups, and blocks that end inside of 128 rows.
+CONFIG = tiny_config(intermediate_size=160)
+FP32 = torch.float32
+
+
+def write(directory: Path, stored: Format, config: dict[str, Any] = CONFIG) -> dict[str, Any]:
+    CheckpointBuilder(config).write(directory)
+    return stored.write(directory)
+
+
+def load(directory: Path, as_stored: bool = True) -> Any:
+    name, spec, info = detect(directory)
+    assert info.stored is not None
+    quantizer = StoredQuantizer(info.stored, directory) if as_stored else None
+    return load_model(name, spec, directory, FP32, "cpu", quantizer=quantizer)
+
+
+def meant_rows(meant: dict[str, torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
+    prefix = f"model.layers.{layer}."
+    parts = {
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.o": ("self_attn.o_proj",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+    }
+    return {
+        name: torch.cat([meant[f"{prefix}{part}.weight"] for part in stacked])
+        for name, stacked in parts.items()
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_are_those_of_the_definition(tmp_path, name: str) -> None:
+    meant = write(tmp_path, FORMATS[name])
+    model = load(tmp_path, as_stored=False)
+    table = weight_table_of(model, {})
+    assert table.keys() == meant.keys()
+    for key, target in table.items():
+        assert torch.equal(target, meant[key]), key
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_are_those_of_the_dequantised_matrix(tmp_path, name: str) -> None:
+    """Every row of a matrix in one product, so that a column cannot be exchanged for another."""
+    meant = write(tmp_path, FORMATS[name])
+    model = load(tmp_path)
+    pack_weights(model)
+    for layer in range(model.spec.num_layers):
+        for key, rows in meant_rows(meant, layer).items():
+            held = model.layers[layer].get_submodule(key).format
+            assert isinstance(held, QuantizedWeight)
+            assert held.scheme.name.lower() == FORMATS[name].scheme
+            found = rows_by_product(held)
+            assert torch.allclose(found, rows, rtol=2e-6, atol=0), key
+
+
+def logits(model: Any) -> torch.Tensor:
+    runner = PagedRunner(model, 4)
+    return runner.forward([Rows(runner.sequence([7, 9, 30, 41, 5, 6, 250, 11]), 8, False)])[0]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_forward_multiplies_by_the_dequantised_matrices(tmp_path, name: str) -> None:
+    """Each product within the rounding of its sum; beside 4 bits the logits too.
+
+    Rows of 8 bits would move with the last bits of the product before them.
+    """
+    meant = write(tmp_path, FORMATS[name])
+    model = load(tmp_path)
+    found = logits(model)
+    for layer in range(model.spec.num_layers):
+        for key, rows in meant_rows(meant, layer).items():
+            linear = model.layers[layer].get_submodule(key)
+            linear.format = Checked(linear.format, rows)
+    assert torch.equal(logits(model), found)
+    checked = [m.format for m in model.modules() if isinstance(m, Linear)]
+    assert all(each.products == 1 for each in checked)
+    if FORMATS[name].scheme == "int4":
+        expected = logits(load(tmp_path, as_stored=False))
+        assert torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * expected.abs().max())
+
+
+@pytest.mark.parametrize("name", ["ct_fp8_block", "ct_int8", "ct_int4", "fp8_block"])
+def test_pieces_of_few_rows_give_the_same(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = {**CONFIG, "intermediate_size": 288}
+    write(tmp_path, FORMATS[name], config)
+    whole = load(tmp_path)
+    monkeypatch.setattr(low_precision, "_PIECE_VALUES", 300)
+    cut = load(tmp_path)
+    for one, two in zip(whole.modules(), cut.modules(), strict=True):
+        if isinstance(one, Linear):
+            assert torch.equal(rows_by_product(one.format), rows_by_product(two.format))
+    # Any rows of the values can be asked for.
+    stored = find_stored(whole, tmp_path)["model.layers.0.mlp.gate_proj.weight"]
+    values = [piece.clone() for _, piece in TensorReader("cpu").pieces(stored)]
+    asked = list(TensorReader("cpu").pieces(stored, 7, slice(100, 250)))
+    starts = [rows.start for rows, _ in asked]
+    assert starts[0] == 100
+    assert [*starts[1:], 250] == [rows.stop for rows, _ in asked]
+    assert all(rows.stop - rows.start == len(piece) <= 7 for rows, piece in asked)
+    assert torch.equal(torch.cat([piece for _, piece in asked]), torch.cat(values)[100:250])
+
+
+@pytest.mark.parametrize("name", EXPERT_FORMATS)
+def test_experts_alone(tmp_path, name: str) -> None:
+    """The flags of LLaDA2: blocks of experts, everything else as it is."""
+    config = moe_config("llada2", moe_intermediate_size=144, hidden_size=64)
+    num = config["num_experts"]
+    edit = (lambda tensors: stack_experts(tensors, num, "merged")) if name == "f5" else None
+    moe_builder("llada2", config=config, edit=edit).write(tmp_path)
+    meant = EXPERT_FORMATS[name].write(tmp_path)
+    plain, model = load(tmp_path, as_stored=False), load(tmp_path)
+    stored_names = find_stored(plain, tmp_path)
+    for key, target in weight_table_of(plain, stored_names).items():
+        assert torch.equal(target, meant[key]), key
+    held = [getattr(module, "matrices", None) for module in model.modules()]
+    found = [item for item in held if item is not None]
+    assert len(found) == 2
+    assert all(isinstance(item, QuantizedExperts) for item in found)
+    dense = [module for module in plain.modules() if hasattr(module, "w13")]
+    for experts, module in zip(found, dense, strict=True):
+        for expert in range(num):
+            rows = rows_by_product(experts.w13[expert])
+            assert torch.allclose(rows, module.w13[expert], rtol=2e-6, atol=0)
+            rows = rows_by_product(experts.w2[expert])
+            assert torch.allclose(rows, module.w2[expert], rtol=2e-6, atol=0)
+
+
+def test_experts_of_one_tensor_each(tmp_path) -> None:
+    """compressed-tensors has a tensor for each projection of an expert; routers stay as they are."""
+    config = moe_config("sdar_moe", moe_intermediate_size=32, hidden_size=64)
+    moe_builder("sdar_moe", config=config).write(tmp_path)
+    meant = FORMATS["ct_int8"].write(tmp_path)
+    plain, model = load(tmp_path, as_stored=False), load(tmp_path)
+    for key, target in weight_table_of(plain, {}).items():
+        assert torch.equal(target, meant[key]), key
+    names = [name for name, _ in model.named_parameters() if name.endswith("router")]
+    assert names
+    assert all(
+        torch.equal(dict(model.named_parameters())[name], dict(plain.named_parameters())[name])
+        for name in names
+    )
+
+
+def test_an_engine_runs_what_is_stored(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
+    """`auto` takes the codes; `none` the values, as a plain checkpoint of them gives them."""
+    meant = write(tmp_path / "stored", FORMATS["ct_fp8_channel"])
+    CheckpointBuilder(CONFIG).write(tmp_path / "plain")
+    save_file(meant, tmp_path / "plain" / "model.safetensors")
+    settings = {"device": "cpu", "max_model_len": 128, "max_num_reqs": 2}
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+
+    def tokens(engine: Diffulex) -> list[int]:
+        return list(engine.generate([[5, 6, 7]], params, summary=False)[0].token_ids)
+
+    with Diffulex(str(tmp_path / "plain"), **settings) as engine:
+        expected = tokens(engine)
+    with Diffulex(str(tmp_path / "stored"), quantization="none", **settings) as engine:
+        assert tokens(engine) == expected
+    with (
+        caplog.at_level("INFO", logger="diffulex"),
+        Diffulex(str(tmp_path / "stored"), **settings) as engine,
+    ):
+        assert engine.config.model.quantization == "fp8"
+        layers = [m for m in engine._executor.runner.model.modules() if isinstance(m, Linear)]
+        assert all(isinstance(layer.format, QuantizedWeight) for layer in layers)
+        assert len(tokens(engine)) == 12
+    assert 'not "token" as the checkpoint says' in caplog.text
+
+
+def test_stored_matrices_are_what_new_weights_are_read_from(tmp_path) -> None:
+    """A running engine in its dtype takes a directory in low precision as values."""
+    plain = CheckpointBuilder(CONFIG, seed=3)
+    plain.write(tmp_path / "plain")
+    meant = write(tmp_path / "stored", FORMATS["gptq_v1"])
+    with Diffulex(str(tmp_path / "plain"), device="cpu", max_model_len=128) as engine:
+        engine.update_weights(str(tmp_path / "stored"))
+        table = weight_table_of(engine._executor.runner.model, {})
+        assert all(torch.equal(table[key], values) for key, values in meant.items())
+
+
+ENGINE_ERRORS = [
+    ({"quantization": "int8"}, "quantization: expected auto, none or fp8, the scheme of the checkpoint, got 'int8'"),
+    ({"quantize_head": True}, "quantize_head: expected False with a quantised checkpoint, got True"),
+    (
+        {"use_lora": True, "pre_merge_lora": True, "lora_path": "x"},
+        "pre_merge_lora: expected False with a quantised checkpoint, got True",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "message"), ENGINE_ERRORS)
+def test_settings_against_the_checkpoint(tmp_path, settings, message: str) -> None:
+    write(tmp_path, FORMATS["fp8_tensor"])
+    with pytest.raises(ConfigError) as caught:
+        Diffulex(str(tmp_path), device="cpu", **settings)
+    assert str(caught.value) == message
+
+
+REFUSED = [
+    ({"quant_method": "bitsandbytes"}, "quant_method: expected one of compressed-tensors, fp8, modelopt, gptq, awq, got 'bitsandbytes'"),
+    ({"bits": 4}, "quant_method: expected one of compressed-tensors, fp8, modelopt, gptq, awq, got None"),
+    ({**FORMATS["fp8_block"].config, "weight_block_size": [64, 64]}, r"weight_block_size: expected \[128, 128\] or null, got \[64, 64\]"),
+    ({**FORMATS["fp8_block"].config, "fmt": "e5m2"}, "fmt: expected one of e4m3, .* got 'e5m2'"),
+    ({**FORMATS["awq"].config, "version": "gemv"}, "version: expected gemm, got 'gemv'"),
+    ({**FORMATS["awq"].config, "zero_point": False}, "zero_point: expected True, got False"),
+    ({**FORMATS["awq"].config, "bits": 8}, "bits: expected 4, got 8"),
+    ({**FORMATS["gptq_v1"].config, "bits": 3}, "bits: expected 4, got 3"),
+    ({**FORMATS["gptq_v1"].config, "lm_head": True}, "lm_head: expected False, got True"),
+    ({**FORMATS["gptq_v1"].config, "checkpoint_format": "marlin"}, "checkpoint_format: expected one of gptq, gptq_v2, got 'marlin'"),
+    ({**FORMATS["gptq_v1"].config, "dynamic": {"x": {}}}, "dynamic: expected none"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo: expected FP8, got 'NVFP4'"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo: expected FP8, got 'MIXED_PRECISION'"),
+    (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "format: expected one of float-quantized"),
+    (compressed("int-quantized", num_bits=8, type="int", strategy="group", group_size=128), r"quantization: int8: expected group size 0 in quantization_config\.config_groups\.group_0\.weights, got 128"),
+    (compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False), "symmetric: expected true, got False"),
+    (compressed("pack-quantized", num_bits=8, type="int", strategy="channel"), "num_bits: expected 4, got 8"),
+    (compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, actorder="group"), "actorder: expected null, weight or static, got 'group'"),
+    (compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[1, 128]), "block_structure: expected"),
+    ({**compressed("float-quantized"), "quantization_status": "calibration"}, "quantization_status: expected one of compressed, frozen, got 'calibration'"),
+    ({**compressed("float-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: expected none"),
+    ({**FORMATS["ct_fp8_preset"].config, "config_groups": {"NVFP4": ["Linear"]}}, "NVFP4: expected an object, or one of the schemes"),
+    ({**FORMATS["ct_int8"].config, "ignore": ["re:("]}, "ignore: expected regular expressions"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_what_is_not_read_is_refused_by_name(tmp_path, config, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_stored(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_output_activations_are_refused(tmp_path) -> None:
+    config = compressed("float-quantized", num_bits=8, type="float", strategy="channel")
+    config["config_groups"]["group_0"]["output_activations"] = {"num_bits": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(CheckpointError, match=r"group_0\.output_activations: expected null"):
+        read_stored(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"format": "e5m2"}, "format: expected one of e4m3fn, e4m3, got 'e5m2'"),
+        ({"weight_block_size": [64, 64]}, r"weight_block_size: expected \[128, 128\]"),
+        ({"activation_method": "static"}, "activation_method: expected a dynamic one"),
+        ({"weight_granularity": "per_tensor"}, "weight_granularity: expected per_expert_2d_block"),
+        ([1], "expected an object"),
+    ],
+)
+def test_flags_of_experts_are_refused(tmp_path, value, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"llada_fp8_experts": value}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: llada_fp8_experts.*{message}"):
+        read_stored(tmp_path)
+
+
+def test_two_places_that_disagree(tmp_path) -> None:
+    config = {"quantization_config": FORMATS["ct_int8"].config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    other = {"quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(other))
+    message = r"hf_quant_config\.json: quantization: expected int8 as in config\.json"
+    with pytest.raises(CheckpointError, match=message):
+        read_stored(tmp_path)
+    del other["quantization"]["quant_algo"]  # speaks of the KV cache alone
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(other))
+    assert read_stored(tmp_path).scheme == "int8"
+
+
+LAYER = "model.layers.0.mlp.down_proj"
+#: Format, edit of the tensors, and what is said about it.
+DAMAGES = [
+    ("ct_fp8_channel", lambda t: t.pop(f"{LAYER}.weight_scale"), f"{LAYER}.weight: expected weight_scale beside an F8_E4M3 weight, got none"),
+    ("fp8_block", lambda t: t.pop(f"{LAYER}.weight_scale_inv"), f"{LAYER}.weight: expected weight_scale_inv beside an F8_E4M3 weight, got none"),
+    ("ct_fp8_channel", lambda t: t.update({f"{LAYER}.weight": t[f"{LAYER}.weight"].bfloat16()}), f"{LAYER}.weight: expected F8_E4M3 beside weight_scale, got BF16"),
+    ("ct_fp8_channel", lambda t: t.update({f"{LAYER}.weight_scale": torch.ones(32, 96)}), f"{LAYER}.weight_scale: expected shape [64, 1], [64] or [1], got [32, 96]"),
+    ("ct_fp8_channel", lambda t: t[f"{LAYER}.weight_scale"].__setitem__(17, float("nan")), f"{LAYER}.weight_scale: expected finite scales, got nan at row 17"),
+    ("ct_int8", lambda t: t[f"{LAYER}.weight_scale"].__setitem__(9, 0.0), f"{LAYER}.weight_scale: expected scales other than zero, got 0 at row 9"),
+    ("fp8_block", lambda t: t[f"{LAYER}.weight"].view(torch.uint8).__setitem__(3, 0x7F), f"{LAYER}.weight: expected finite values, got NaN"),
+    ("gptq_v1", lambda t: t.pop(f"{LAYER}.qzeros"), f"{LAYER}.qzeros: expected I32, got none"),
+    ("gptq_v1", lambda t: t.pop(f"{LAYER}.qweight"), f"{LAYER}.qweight: expected I32 beside"),
+    ("gptq_desc_act", lambda t: t[f"{LAYER}.g_idx"].fill_(1), f"{LAYER}.g_idx: expected 32 columns of each of 5 groups, got others"),
+    ("ct_int4", lambda t: t[f"{LAYER}.weight_shape"].fill_(7), f"{LAYER}.weight_shape: expected the shape of 64 rows of 20 words, got [7, 7]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "edit", "message"), DAMAGES)
+def test_damaged_tensors_are_named(tmp_path, name: str, edit, message: str) -> None:
+    write(tmp_path, FORMATS[name])
+    tensors = read_tensors(tmp_path)
+    edit(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert f"checkpoint: {message}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_scale_of_zero_is_legal_where_the_row_is_zero(tmp_path) -> None:
+    write(tmp_path, FORMATS["ct_int8"])
+    tensors = read_tensors(tmp_path)
+    tensors[f"{LAYER}.weight"][9] = 0
+    tensors[f"{LAYER}.weight_scale"][9] = 0
+    save_file(tensors, tmp_path / "model.safetensors")
+    rows = rows_by_product(load(tmp_path).layers[0].mlp.down.format)
+    assert (rows[9] == 0).all()
+    assert (rows[8] != 0).any()
+
+
+def test_parts_of_a_matrix_have_one_format(tmp_path) -> None:
+    meant = write(tmp_path, FORMATS["fp8_block"])
+    tensors, module = read_tensors(tmp_path), "model.layers.1.self_attn.k_proj"
+    del tensors[f"{module}.weight_scale_inv"]
+    tensors[f"{module}.weight"] = meant[f"{module}.weight"].bfloat16()
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = (
+        r"checkpoint: model\.layers\.1\.self_attn: expected q_proj, k_proj and v_proj in one format,"
+        r" got fp8_block and BF16"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_a_matrix_that_should_be_in_low_precision(tmp_path) -> None:
+    meant = write(tmp_path, FORMATS["ct_int8"])
+    tensors = read_tensors(tmp_path)
+    del tensors[f"{LAYER}.weight_scale"]
+    tensors[f"{LAYER}.weight"] = meant[f"{LAYER}.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = rf"checkpoint: {LAYER}\.weight: expected int8, as config\.json: .* got F32"
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_codes_without_a_word_about_them_are_never_values(tmp_path) -> None:
+    write(tmp_path, FORMATS["fp8_tensor"])
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    name, spec, info = detect(tmp_path)
+    assert info.stored is None
+    with pytest.raises(CheckpointError, match=r"expected|got"):
+        load_model(name, spec, tmp_path, FP32, "cpu")
+
+
+def error_of(work: Callable[..., object], *arguments: object) -> str:
+    """What a CheckpointError says; nothing where there is none."""
+    try:
+        work(*arguments)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _mutated(rng: np.random.Generator, tensors: dict[str, torch.Tensor], path: Path) -> str:
+    """One damage that no reader may take for a checkpoint; says which."""
+    coded = [
+        name
+        for name in tensors
+        if name.rpartition(".")[2]
+        in ("weight_scale", "weight_scale_inv", "scales", "qzeros", "qweight", "weight_packed")
+        or tensors[name].dtype in (torch.float8_e4m3fn, torch.int8)
+    ]
+    name = coded[rng.integers(len(coded))]
+    kind = rng.choice(["missing", "dtype", "shape", "cut", "extra", "nan"])
+    tensor = tensors[name]
+    if kind == "missing":
+        del tensors[name]
+    elif kind == "dtype":
+        others = [torch.uint8, torch.int16, torch.float64, torch.bool]
+        tensors[name] = tensor.float().to(others[rng.integers(len(others))])
+    elif kind == "shape":
+        flat = tensor.flatten()
+        tensors[name] = torch.cat([flat, flat[:1]]).reshape(-1, 1, 1)
+    elif kind == "extra":
+        tensors[f"{name}.more"] = torch.zeros(3)
+    elif kind == "nan" and tensor.is_floating_point():
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensor.view(torch.uint8).flatten()[0] = 0x7F
+        else:
+            tensor.flatten()[0] = float("nan")
+    else:
+        kind = "cut"
+    save_file(tensors, path)
+    if kind == "cut":
+        content = path.read_bytes()
+        path.write_bytes(content[: rng.integers(1, len(content))])
+    return f"{kind} {name}"
+
+
+def test_two_hundred_damaged_checkpoints(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gives one line and a CheckpointError, whichever way it is read."""
+    rng = np.random.default_rng(20)
+    names = list(FORMATS)
+    config = {**CONFIG, "num_hidden_layers": 1}
+    for name in names:
+        write(tmp_path / name, FORMATS[name], config)
+    originals = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in names}
+    for number in range(200):
+        directory = tmp_path / names[number % len(names)]
+        path = directory / "model.safetensors"
+        path.write_bytes(originals[directory.name])
+        damage = _mutated(rng, read_tensors(directory), path)
+        message = error_of(load, directory, bool(number % 3))
+        assert message, f"{directory.name}: {damage}: nothing was found"
+        assert "\n" not in message, damage
+
+
+def _damaged_json(rng: np.random.Generator, value: Any) -> Any:
+    """The configuration with one value of another kind."""
+    strange = [None, -1, 3.5, "?", [], {}, [1], {"a": 1}, True, [[128]], "re:["]
+    if isinstance(value, dict) and value:
+        key = list(value)[rng.integers(len(value))]
+        return {**value, key: _damaged_json(rng, value[key])}
+    return strange[rng.integers(len(strange))]
+
+
+def test_damaged_configurations(tmp_path) -> None:
+    """A description with a value of another kind is read or refused in one line."""
+    rng = np.random.default_rng(21)
+    refused = 0
+    for number in range(400):
+        stored = list(FORMATS.values())[number % len(FORMATS)]
+        config = {stored.key or "quantization_config": _damaged_json(rng, stored.config)}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        message = error_of(read_stored, tmp_path)
+        refused += bool(message)
+        assert "\n" not in message
+    assert refused > 100
