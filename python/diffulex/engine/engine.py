@@ -33,6 +33,7 @@ from diffulex.engine.replicas.members import refuse_others
 from diffulex.engine.routing import StepQueue, take_all
 from diffulex.engine.startup import (
     check_fast_paths,
+    check_given_model,
     import_workers,
     load_weights,
     log_startup,
@@ -136,6 +137,7 @@ class Diffulex(LiveControls, Observed):
                 "from_components: expected data_parallel_size 1, got"
                 f" {config.parallel.data_parallel_size}: replicas load the checkpoint themselves"
             )
+        check_given_model(config, model)
         engine = cls.__new__(cls)
         with _memory_back_on_failure(engine):
             engine._assemble(
