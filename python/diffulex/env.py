@@ -109,6 +109,10 @@ ENV_VARIABLES: dict[str, EnvVariable] = {
             "1 makes recordings mark the range that Nsight Systems captures; they see the CPU alone.",
         ),
         EnvVariable(
+            "DIFFUSION_CACHE_BACKEND", "", (), "Cache of image engines; see `cache_backend`."
+        ),
+        EnvVariable("DIFFUSION_CACHE_ADAPTER", "", (), "Its earlier name."),
+        EnvVariable(
             "DIFFULEX_NO_TORCH",
             "0",
             _FLAG,

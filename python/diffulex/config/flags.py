@@ -24,7 +24,7 @@ _FALSE = ("0", "false", "no", "off")
 #: Least similarity of a flag that is offered instead of an unknown one.
 _NEAREST_CUTOFF = 0.75
 #: Kinds a flag can hold; mappings are for Python callers only.
-_FLAG_KINDS = ("str", "int", "float", "bool", "ids", "strs")
+_FLAG_KINDS = ("str", "int", "float", "bool", "ids", "floats", "strs")
 
 
 class UsageError(ConfigError):
@@ -386,6 +386,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "int": integer,
     "float": number,
     "ids": integers,
+    "floats": numbers,
     "strs": texts,
 }
 

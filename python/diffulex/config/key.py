@@ -181,6 +181,10 @@ def _coerce(kind: str, value: Any) -> Any:
             isinstance(i, int) and not isinstance(i, bool) for i in items
         )
         return tuple(items) if is_list else None
+    if kind == "floats":
+        items = value if isinstance(value, (list, tuple)) else ()
+        numbers = [_coerce("float", item) for item in items]
+        return None if not numbers or None in numbers else tuple(numbers)
     if kind == "strs":
         texts = (value,) if isinstance(value, str) else value
         is_list = isinstance(texts, (list, tuple)) and all(isinstance(i, str) for i in texts)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion, Progress
+    from diffulex.omni.cache.selector import AutoCacheBackend, get_cache_backend
     from diffulex.omni.config import OmniDiffusionConfig
     from diffulex.omni.config_table import DiffusionCacheConfig, DiffusionParallelConfig
     from diffulex.omni.diffusion_engine import DiffusionEngine
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         AutoOmniPipeline,
         CfgBranches,
         PipelineSpec,
+        TeaCacheSpec,
         register_pipeline,
     )
     from diffulex.omni.request import OmniDiffusionRequest
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncOmniDiffusion",
+    "AutoCacheBackend",
     "AutoOmniPipeline",
     "CfgBranches",
     "DiffusionCacheConfig",
@@ -66,10 +69,12 @@ __all__ = [
     "RequestTimeout",
     "Scheduler",
     "StepEvent",
+    "TeaCacheSpec",
     "UnsupportedFeatureError",
     "UnsupportedModelError",
     "WorkerDeadError",
     "WorkerError",
+    "get_cache_backend",
     "register_pipeline",
 ]
 
@@ -94,7 +99,14 @@ _MODULES = {
     "message_queue": ("MessageQueue",),
     "omni_diffusion": ("Omni", "OmniDiffusion"),
     "outputs": ("OmniRequestOutput",),
-    "registry": ("AutoOmniPipeline", "CfgBranches", "PipelineSpec", "register_pipeline"),
+    "cache.selector": ("AutoCacheBackend", "get_cache_backend"),
+    "registry": (
+        "AutoOmniPipeline",
+        "CfgBranches",
+        "PipelineSpec",
+        "TeaCacheSpec",
+        "register_pipeline",
+    ),
     "request": ("OmniDiffusionRequest",),
     "scheduler": ("Scheduler",),
     "worker": ("StepEvent",),

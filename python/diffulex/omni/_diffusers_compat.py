@@ -9,24 +9,29 @@ from __future__ import annotations
 import contextlib
 import enum
 import importlib
+import inspect
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffulex.errors import ConfigError
-from diffulex.omni.errors import ModelLoadError
+from diffulex.omni.errors import ModelLoadError, UnsupportedFeatureError
 from diffulex.quiet import quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = [
     "SUPPORTED_DIFFUSERS",
+    "BlockLayout",
+    "block_layout",
     "capturable_text_length",
     "context_name",
+    "forget_child_hooks",
     "import_diffusers",
     "make_context_state",
     "model_hook",
     "register_hook",
+    "remove_hook",
     "set_attention",
 ]
 
@@ -78,6 +83,83 @@ def register_hook(module: Any, hook: Any, name: str) -> None:
     registry.register_hook(hook, name)
     # Its parents keep lists of the registries below them.
     registry.invalidate_child_registries_cache()
+
+
+def remove_hook(module: Any, name: str) -> None:
+    """Takes a hook of the module away, if it is there."""
+    hooks = importlib.import_module("diffusers.hooks.hooks")
+    hooks.HookRegistry.check_if_exists_or_initialize(module).remove_hook(name, recurse=False)
+
+
+def forget_child_hooks(module: Any) -> None:
+    """Makes a model look again for the hooks of its parts, which get the name of the running branch."""
+    hooks = importlib.import_module("diffusers.hooks.hooks")
+    hooks.HookRegistry.check_if_exists_or_initialize(module).invalidate_child_registries_cache()
+
+
+class BlockLayout(NamedTuple):
+    """Where the streams are among the arguments and outputs of a block.
+
+    Attributes:
+        parameters: names of its arguments.
+        image, text: names of the streams; the text is an argument of blocks that do not change it, too.
+        image_index, text_index: of a tuple of outputs; without a text index the output is the image.
+    """
+
+    parameters: tuple[str, ...]
+    image: str
+    text: str
+    image_index: int
+    text_index: int | None
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by their names."""
+        return {**dict(zip(self.parameters, args)), **kwargs}
+
+    def read(self, arguments: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Image and text before the block."""
+        text = None if self.text_index is None else arguments.get(self.text)
+        return arguments[self.image], text
+
+    def split(self, output: Any) -> tuple[Any, Any]:
+        """Image and text after the block."""
+        if not isinstance(output, tuple):
+            return output, None
+        text = None if self.text_index is None else output[self.text_index]
+        return output[self.image_index], text
+
+    def write(self, image: Any, text: Any) -> Any:
+        """What a block with these outputs would return."""
+        if self.text_index is None:
+            return image
+        return (image, text) if self.image_index < self.text_index else (text, image)
+
+
+#: Blocks whose stream has another name than diffusers says.
+_IMAGE_NAMES = {"ZImageTransformerBlock": "x"}
+
+
+def block_layout(block: Any) -> BlockLayout:
+    """What diffusers knows of the class of a block.
+
+    Raises:
+        UnsupportedFeatureError: nothing.
+    """
+    registry = importlib.import_module("diffusers.hooks._helpers").TransformerBlockRegistry
+    cls = type(block)
+    try:
+        known = registry.get(cls)
+    except ValueError:
+        raise UnsupportedFeatureError(
+            f"cache_backend: expected blocks that diffusers describes, got {cls.__name__}"
+        ) from None
+    return BlockLayout(
+        tuple(inspect.signature(cls.forward).parameters)[1:],
+        _IMAGE_NAMES.get(cls.__name__, known.hidden_states_argument_name),
+        known.encoder_hidden_states_argument_name,
+        known.return_hidden_states_index,
+        known.return_encoder_hidden_states_index,
+    )
 
 
 def set_attention(shared: Callable[..., Any]) -> None:

@@ -68,7 +68,7 @@ _SWEPT = {
     "guidance_scale": some(numbers),
 }
 #: Keys that a command sets itself.
-_OWN_KEYS = ("output_type",)
+_OWN_KEYS = ("output_type", "num_inference_steps")
 
 
 def run(arguments: list[str]) -> int:

@@ -12,7 +12,9 @@ from typing import Any
 import diffulex
 from diffulex.config.key import check_key, unknown_key
 from diffulex.config.parse import dtype_name
+from diffulex.env import get_text
 from diffulex.errors import ConfigError
+from diffulex.omni.cache.selector import cache_name
 from diffulex.omni.config_table import (
     OMNI_CONFIG_TABLE,
     OMNI_SECTIONS,
@@ -56,6 +58,11 @@ class OmniDiffusionConfig:
                 flat.update(_section_items(name, value))
             else:
                 flat[name] = value
+        if flat.get("cache_backend") is None:
+            # The second is what it was called before.
+            named = get_text("DIFFUSION_CACHE_BACKEND") or get_text("DIFFUSION_CACHE_ADAPTER")
+            flat["cache_backend"] = named or None
+        flat["cache_backend"] = cache_name(flat["cache_backend"])
         for name, value in flat.items():
             if name not in OMNI_CONFIG_TABLE:
                 known = (*OMNI_CONFIG_TABLE, *_SECTION_KEYWORDS)

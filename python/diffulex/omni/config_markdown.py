@@ -22,7 +22,8 @@ def render_markdown() -> str:
         "Keyword arguments of `diffulex.omni.OmniDiffusion`, and options of `diffulex omni`. An unknown",
         "key is an error. `parallel_config` and `cache_config` may hold the keys of those sections.",
         "",
-        "Column *works*: `yes`; `default only`: any other legal value is an error that says so.",
+        "Column *works*: `yes`; `default only`: any other legal value is an error that says so;",
+        "`accepted, no effect`.",
     ]
     return "\n".join([*lines, *render_sections(OMNI_SECTIONS, OMNI_CONFIG_TABLE)]) + "\n"
 

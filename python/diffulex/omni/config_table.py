@@ -12,11 +12,15 @@ from diffulex.config.key import (
     Range,
     above,
     at_least,
+    between,
     build_table,
+    inert,
     key,
     later,
     one_of,
 )
+from diffulex.omni.cache.scm import SCM_POLICIES
+from diffulex.omni.cache.selector import NO_CACHE, AutoCacheBackend
 from diffulex.omni.grid import Grid
 
 __all__ = [
@@ -32,6 +36,11 @@ __all__ = [
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 _BOOL = one_of(True, False)
+#: Installed packages may add others.
+_CACHES = Range(
+    "one of none, tea_cache, cache_dit",
+    lambda v: v == NO_CACHE or v in AutoCacheBackend.available(),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +134,73 @@ class DiffusionParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class DiffusionCacheConfig:
-    """Caches over denoising steps; none is what works today."""
+    """Caches over denoising steps: faster, and not the same pictures."""
 
-    cache_backend: str = later(
-        "str", "none", one_of("none", "tea_cache", "cache_dit"), "What skips blocks of a step."
+    cache_backend: str = key(
+        "str",
+        NO_CACHE,
+        _CACHES,
+        "What skips blocks of a step; unset: `$DIFFUSION_CACHE_BACKEND`. See omni.md.",
+    )
+    rel_l1_thresh: float | None = key(
+        "float?",
+        None,
+        above(0),
+        "tea_cache: sum of estimated changes at which a step is computed; unset: the model's, or 0.2.",
+    )
+    coefficients: tuple[float, ...] | None = key(
+        "floats?",
+        None,
+        Range("5 numbers", lambda v: len(v) == 5),
+        "tea_cache: polynomial of the change, highest power first; unset: the model's.",
+    )
+    Fn_compute_blocks: int = key(
+        "int", 1, at_least(1), "cache_dit: first blocks, which always run and tell the change."
+    )
+    Bn_compute_blocks: int = key("int", 0, at_least(0), "cache_dit: last blocks, which always run.")
+    block_groups: str = key(
+        "str",
+        "joined",
+        one_of("joined", "separate"),
+        "cache_dit: whether the lists of blocks of one transformer decide together.",
+    )
+    max_warmup_steps: int = key(
+        "int", 4, at_least(0), "cache_dit: steps at the start that are computed."
+    )
+    warmup_interval: int = key("int", 1, at_least(1), "cache_dit: only every so many of them are.")
+    max_cached_steps: int = key(
+        "int", -1, at_least(-1), "cache_dit: steps of a branch that may be skipped; -1: all."
+    )
+    max_continuous_cached_steps: int = key(
+        "int", 3, at_least(-1), "cache_dit: of these, in a row; -1: all."
+    )
+    residual_diff_threshold: float = key(
+        "float", 0.24, at_least(0), "cache_dit: relative change from which on a step is computed."
+    )
+    max_accumulated_residual_diff_threshold: float | None = key(
+        "float?", None, above(0), "cache_dit: sum of all changes from which on every step is."
+    )
+    enable_taylorseer: bool = key(
+        "bool", False, _BOOL, "cache_dit: continue residuals by their differences."
+    )
+    taylorseer_order: int = key("int", 1, between(0, 4), "Differences; 0 repeats the residual.")
+    scm_steps_mask_policy: str | None = key(
+        "str?", None, one_of(*SCM_POLICIES), "cache_dit: which steps are computed by their place."
+    )
+    scm_steps_mask: tuple[int, ...] | None = key(
+        "ids?",
+        None,
+        Range("0 or 1 for each step", lambda v: set(v) <= {0, 1}),
+        "cache_dit: the same, step by step; 1 computes.",
+    )
+    scm_steps_policy: str = key(
+        "str",
+        "dynamic",
+        one_of("dynamic", "static"),
+        "What the other steps do: `dynamic`: what their change says; `static`: skip.",
+    )
+    num_inference_steps: int | None = inert(
+        "int?", None, at_least(1), "Taken for configurations of others; requests have their own."
     )
 
 

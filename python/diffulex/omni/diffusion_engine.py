@@ -14,13 +14,13 @@ from diffulex.omni.loader import find_model, load_pipeline
 from diffulex.omni.outputs import OmniRequestOutput
 from diffulex.omni.request import MODEL_FIELDS, OmniDiffusionRequest
 from diffulex.omni.scheduler import Scheduler
-from diffulex.omni.support import check_parallel
+from diffulex.omni.support import check_cache, check_parallel
 from diffulex.omni.worker import PipelineCall, Worker
 from diffulex.omni.worker_process import import_modules
 
 if TYPE_CHECKING:
     from diffulex.omni.config import OmniDiffusionConfig
-    from diffulex.omni.worker import OnStep, PipelineFacts
+    from diffulex.omni.worker import DrawnCall, OnStep, PipelineFacts
 
 __all__ = ["DiffusionEngine"]
 
@@ -50,13 +50,14 @@ class _Worker(Protocol):
 
     def prompt_tokens(self, prompt: str, values: dict[str, Any]) -> tuple[int, int]: ...
 
-    def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> Iterable[list[Any]]: ...
+    def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> Iterable[DrawnCall]: ...
 
 
 def _make_worker(config: OmniDiffusionConfig) -> _Worker:
+    found = find_model(config)
+    check_cache(config.cache, found)
     if config.parallel.is_inproc:
         return Worker(load_pipeline(config))
-    found = find_model(config)
     check_parallel(config.parallel, found)
     scheduler = Scheduler()
     scheduler.initialize(config, str(found.directory))
@@ -106,12 +107,17 @@ class DiffusionEngine:
         calls, owners = self._make_calls(resolved)
         prepared = time.perf_counter()
         images: list[list[Any]] = [[] for _ in requests]
+        caches: list[list[Any]] = [[] for _ in requests]
         for owner, drawn in zip(owners, worker.run(calls, on_step)):
-            for index, image in zip(owner, drawn):
+            for index, image in zip(owner, drawn.images):
                 images[index].append(image)
+                caches[index].append(drawn.cache)
         executed = time.perf_counter()
         times = {"preprocess_s": prepared - start, "execute_s": executed - prepared}
-        return [self._output(item, drawn, times) for item, drawn in zip(resolved, images)]
+        return [
+            self._output(item, drawn, times, cache)
+            for item, drawn, cache in zip(resolved, images, caches)
+        ]
 
     def close(self) -> None:
         """Ends the workers and gives their memory back; later steps are an error. May be repeated."""
@@ -135,7 +141,7 @@ class DiffusionEngine:
         kwargs: dict[str, Any] | None = None,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """`memory_stats` or `prompt_tokens` of every worker, or of one."""
+        """`cache_summary`, `memory_stats` or `prompt_tokens` of every worker, or of one."""
         return self._processes("collective_rpc").collective_rpc(
             method, timeout, args, kwargs, unique_reply_rank
         )
@@ -276,13 +282,15 @@ class DiffusionEngine:
         return calls, owners
 
     def _output(
-        self, item: _Resolved, drawn: list[Any], times: dict[str, float]
+        self, item: _Resolved, drawn: list[Any], times: dict[str, float], caches: list[Any]
     ) -> OmniRequestOutput:
         start = time.perf_counter()
         is_latent = item.output_type == "latent"
         if self.spec.post_process is not None and not is_latent:
             drawn = self.spec.post_process(item.request, drawn)
+        has_cache = bool(caches) and caches[0] is not None
         metrics = {
+            **({"cache": caches[0], "caches": caches} if has_cache else {}),
             "seed": item.seeds[0],
             "seeds": list(item.seeds),
             **item.values,

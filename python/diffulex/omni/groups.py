@@ -83,18 +83,21 @@ class RankGroups:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
         return bool(flag.item())
 
-    def gather_replicas(self, value: Any) -> list[Any] | None:
-        """Values of the leaders of all replicas, in order, at the first one; others get None."""
-        group = self.group("dp")
+    def gather(self, value: Any, name: str) -> list[Any] | None:
+        """Values of all ranks of `dp` or `mp`, in order, at the first one; others get None.
+
+        The group `dp` is that of the leaders of all replicas.
+        """
+        group = self.group(name)
         if group is None:
             return [value]
         tree, buffers = encode(value)
         sizes = [buffer.nbytes for buffer in buffers]
         packed = b"".join([pack_message({"tree": tree, "sizes": sizes}), *buffers])
-        heads = [torch.zeros(2, dtype=torch.int64) for _ in self.ranks("dp")]
+        heads = [torch.zeros(2, dtype=torch.int64) for _ in self.ranks(name)]
         head = torch.tensor([len(packed) - sum(sizes), len(packed)])
         dist.all_gather(heads, head, group=group)
-        first, *others = self.ranks("dp")
+        first, *others = self.ranks(name)
         if self.rank != first:
             dist.send(torch.frombuffer(bytearray(packed), dtype=torch.uint8), first, group)
             return None

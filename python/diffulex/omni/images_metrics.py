@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from diffulex.omni.outputs import count_blocks
+
 if TYPE_CHECKING:
     from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion
     from diffulex.omni.outputs import OmniRequestOutput
@@ -31,6 +33,11 @@ class ImagesMetrics:
         )
         self._images = Counter("diffulex_images", "Images that were drawn.", **where)
         self._steps = Counter("diffulex_image_steps", "Denoising steps of drawn images.", **where)
+        blocks = "Blocks of transformers in the steps of drawn images"
+        self._blocks = Counter("diffulex_image_blocks", f"{blocks}, cached ones too.", **where)
+        self._cached = Counter(
+            "diffulex_image_cached_blocks", f"{blocks} that a cache stood for.", **where
+        )
         self._seconds = Histogram(
             "diffulex_image_seconds", "Drawing a request.", buckets=_SECONDS, **where
         )
@@ -46,6 +53,10 @@ class ImagesMetrics:
         self._requests.labels("200").inc()
         self._images.inc(output.num_images)
         self._steps.inc(output.num_images * metrics["num_inference_steps"])
+        for cache in metrics.get("caches", ()):
+            num_blocks, num_run = count_blocks(cache)
+            self._blocks.inc(num_blocks)
+            self._cached.inc(num_blocks - num_run)
         self._seconds.observe(metrics["execute_s"])
         self._queue.observe(metrics["queue_s"])
 

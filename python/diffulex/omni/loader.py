@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import time
@@ -11,19 +12,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffulex.log import get_logger
 from diffulex.omni._diffusers_compat import import_diffusers
+from diffulex.omni.cache.selector import NO_CACHE, get_cache_backend
 from diffulex.omni.config import default_model_dir
 from diffulex.omni.errors import ModelLoadError, RequestError, UnsupportedFeatureError
 from diffulex.omni.registry import find_pipeline
 from diffulex.omni.request import make_request
 
 if TYPE_CHECKING:
+    from diffulex.omni.cache.base import CacheBackend
     from diffulex.omni.config import OmniDiffusionConfig
-    from diffulex.omni.config_table import MemoryConfig
+    from diffulex.omni.config_table import DiffusionCacheConfig, MemoryConfig
     from diffulex.omni.registry import PipelineSpec
 
 __all__ = [
     "FoundModel",
     "LoadedPipeline",
+    "cache_settings",
     "find_model",
     "load_pipeline",
     "read_json",
@@ -33,6 +37,8 @@ __all__ = [
 logger = get_logger(__name__)
 
 _INDEX = "model_index.json"
+#: What is known of the bundled model: among it, its coefficients of TeaCache.
+_RECORD = "shapes.json"
 _MAX_NAMES = 10
 _DUMMY_SEED = 0
 
@@ -47,12 +53,17 @@ class FoundModel(NamedTuple):
 
 
 class LoadedPipeline(NamedTuple):
-    """A pipeline on its device, and the request fields its checkpoint has defaults for."""
+    """A pipeline on its device, and the request fields its checkpoint has defaults for.
+
+    Attributes:
+        cache: not enabled yet.
+    """
 
     pipeline: Any
     spec: PipelineSpec
     defaults: dict[str, Any]
     device: str
+    cache: CacheBackend | None = None
 
 
 def find_model(config: OmniDiffusionConfig) -> FoundModel:
@@ -79,7 +90,7 @@ def load_pipeline(config: OmniDiffusionConfig) -> LoadedPipeline:
         ModelLoadError: files are missing, incomplete or do not fit their classes.
         UnsupportedModelError: the pipeline class is not registered.
     """
-    directory, index, name, spec = find_model(config)
+    directory, index, name, spec = found = find_model(config)
     defaults = _checkpoint_defaults(directory, spec)
     diffusers = import_diffusers()
     start = time.perf_counter()
@@ -97,10 +108,35 @@ def load_pipeline(config: OmniDiffusionConfig) -> LoadedPipeline:
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise ModelLoadError(f"{directory}: expected a complete {name}, got {error}") from error
     pipeline.set_progress_bar_config(disable=True)
-    _place(pipeline, modules, spec, config.memory, device)
+    cache = cache_settings(config.cache, found)
+    is_cached = cache.cache_backend != NO_CACHE
+    _place(pipeline, modules, spec, config.memory, device, is_cached=is_cached)
     _set_vae(pipeline, config.memory)
     logger.info("loaded %s on %s in %.1f s", name, device, time.perf_counter() - start)
-    return LoadedPipeline(pipeline, spec, defaults, device)
+    backend = get_cache_backend(cache.cache_backend, cache)
+    return LoadedPipeline(pipeline, spec, defaults, device, backend)
+
+
+def cache_settings(config: DiffusionCacheConfig, found: FoundModel) -> DiffusionCacheConfig:
+    """The settings with what the model's own record says of TeaCache.
+
+    Raises:
+        ModelLoadError: the record cannot be read.
+    """
+    path = found.directory / _RECORD
+    if config.cache_backend != "tea_cache" or config.coefficients or not path.is_file():
+        return config
+    fitted = read_json(path).get("tea_cache")
+    if fitted is None:
+        return config
+    is_complete = isinstance(fitted, dict) and len(fitted.get("coefficients") or ()) == 5
+    if not is_complete:
+        raise ModelLoadError(f"{path}: expected 5 coefficients in tea_cache, got {fitted!r}")
+    return dataclasses.replace(
+        config,
+        coefficients=tuple(float(item) for item in fitted["coefficients"]),
+        rel_l1_thresh=config.rel_l1_thresh or fitted.get("rel_l1_thresh"),
+    )
 
 
 def _find_directory(config: OmniDiffusionConfig) -> Path:
@@ -272,6 +308,8 @@ def _place(
     spec: PipelineSpec,
     memory: MemoryConfig,
     device: str,
+    *,
+    is_cached: bool,
 ) -> None:
     """Moves every component to the device, or attaches what moves its parts when they are used."""
     import torch  # noqa: PLC0415
@@ -293,7 +331,10 @@ def _place(
             offload_device=torch.device("cpu"),
             offload_type=kind,
             num_blocks_per_group=1 if kind == "block_level" else None,
-            use_stream=device != "cpu" and memory.pin_cpu_memory,
+            # A stream loads the block that follows, which a cache may skip.
+            use_stream=device != "cpu"
+            and memory.pin_cpu_memory
+            and not (is_cached and name in spec.transformers),
         )
 
 

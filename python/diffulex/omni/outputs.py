@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["OmniRequestOutput"]
+__all__ = ["OmniRequestOutput", "count_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,9 @@ class OmniRequestOutput:
             Empty for latents.
         latents: one tensor per image when the request asked for them.
         metrics: `seeds`, `seed` (the first), `height`, `width`, `num_inference_steps`, the guidance,
-            and seconds `preprocess_s`, `execute_s`, `postprocess_s`.
+            and seconds `preprocess_s`, `execute_s`, `postprocess_s`. With a cache `cache`, of the first
+            image, and `caches`, of each: transformer -> branch -> `computed` and `cached` steps, `diffs`
+            of steps, `num_blocks` and `num_blocks_run`.
     """
 
     request_id: str
@@ -47,3 +49,10 @@ class OmniRequestOutput:
             "num_images": self.num_images,
             "metrics": dict(self.metrics),
         }
+
+
+def count_blocks(cache: Mapping[str, Any]) -> tuple[int, int]:
+    """Blocks of all steps and those of them that ran, from `metrics["cache"]`."""
+    branches = [branch for found in cache.values() for branch in found.values()]
+    total, run = (sum(b[name] for b in branches) for name in ("num_blocks", "num_blocks_run"))
+    return total, run

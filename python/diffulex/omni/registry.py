@@ -22,6 +22,7 @@ __all__ = [
     "CfgBranches",
     "Guidance",
     "PipelineSpec",
+    "TeaCacheSpec",
     "find_pipeline",
     "register_pipeline",
 ]
@@ -58,6 +59,24 @@ class CfgBranches:
 
 
 @dataclass(frozen=True, slots=True)
+class TeaCacheSpec:
+    """What TeaCache needs to know about a pipeline.
+
+    Attributes:
+        indicator: (first block, arguments of its call) -> what is compared between steps.
+        coefficients: configuration of the transformer -> five numbers, highest power first; None: the
+            caller has to give them.
+        threshold: its default; None: that of TeaCache.
+        first_steps: steps that are always computed.
+    """
+
+    indicator: Callable[[Any, Mapping[str, Any]], Any]
+    coefficients: Callable[[Mapping[str, Any]], tuple[float, ...] | None]
+    threshold: float | None = None
+    first_steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineSpec:
     """What the engine has to know about a pipeline class of diffusers.
 
@@ -80,6 +99,8 @@ class PipelineSpec:
             several inputs side by side, to share its heads; None: it cannot be shared.
         has_own_heads: its attention counts heads by itself, not by the width of its layers.
         cfg: how two ranks can share the branches of guidance; None: they cannot.
+        block_lists: attribute names of a transformer's lists of blocks, in their order, for caches.
+        tea_cache: what TeaCache compares; None: the pipeline cannot have it.
         pre_process: replaces the requests before they are checked.
         post_process: replaces a request's list of images.
     """
@@ -99,6 +120,8 @@ class PipelineSpec:
     tensor_plan: Callable[[Any], dict[str, Any]] | None = None
     has_own_heads: bool = False
     cfg: CfgBranches | None = None
+    block_lists: tuple[str, ...] = ()
+    tea_cache: TeaCacheSpec | None = None
     pre_process: (
         Callable[[Sequence[OmniDiffusionRequest]], Sequence[OmniDiffusionRequest]] | None
     ) = None

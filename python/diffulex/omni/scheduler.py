@@ -25,7 +25,7 @@ from diffulex.omni.errors import (
 )
 from diffulex.omni.loader import resolve_device
 from diffulex.omni.message_queue import Kind, Message, MessageQueue, QueueHandle
-from diffulex.omni.worker import PipelineFacts, StepEvent
+from diffulex.omni.worker import DrawnCall, PipelineFacts, StepEvent
 from diffulex.omni.worker_pool import WorkerPool
 from diffulex.serving.backend_process import describe_exit
 from diffulex.serving.zmq_queue import MessageDecodeError
@@ -45,9 +45,10 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 class DiffusionOutput(NamedTuple):
-    """Images of each call, in order."""
+    """Images of each call, in order, and what its cache has done."""
 
     outputs: list[list[Any]]
+    cache_stats: list[dict[str, Any] | None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -184,11 +185,13 @@ class Scheduler:
         finally:
             self._drawing = frozenset()
             self._aborted.clear()
-        return DiffusionOutput(replies[0]["result"])
+        drawn = [DrawnCall(*item) for item in replies[0]["result"]]
+        return DiffusionOutput([item.images for item in drawn], [item.cache for item in drawn])
 
-    def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> list[list[Any]]:
+    def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> list[DrawnCall]:
         """Images of each call; as `add_req`."""
-        return self.add_req(calls, on_step).outputs
+        output = self.add_req(calls, on_step)
+        return [DrawnCall(*item) for item in zip(output.outputs, output.cache_stats)]
 
     def prompt_tokens(self, prompt: str, values: dict[str, Any]) -> tuple[int, int]:
         """Tokens of a prompt, and the most that the pipeline reads. Raises: as `add_req`."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diffulex.omni.cache.tea_settings import tea_settings
 from diffulex.omni.errors import UnsupportedFeatureError
-from diffulex.omni.loader import read_json
+from diffulex.omni.loader import cache_settings, read_json
 
 if TYPE_CHECKING:
-    from diffulex.omni.config_table import DiffusionParallelConfig
+    from diffulex.omni.config_table import DiffusionCacheConfig, DiffusionParallelConfig
     from diffulex.omni.loader import FoundModel
 
-__all__ = ["check_parallel"]
+__all__ = ["check_cache", "check_parallel"]
 
 
 def check_parallel(parallel: DiffusionParallelConfig, found: FoundModel) -> None:
@@ -33,6 +34,26 @@ def check_parallel(parallel: DiffusionParallelConfig, found: FoundModel) -> None
             raise UnsupportedFeatureError(f"{name}: expected 1 for {found.name}, got {size}")
     if parallel.tensor_parallel_size > 1:
         _check_heads(parallel.tensor_parallel_size, found)
+
+
+def check_cache(config: DiffusionCacheConfig, found: FoundModel) -> None:
+    """Compares the cache with what is known of the model.
+
+    Raises:
+        UnsupportedFeatureError: TeaCache needs to know more.
+    """
+    if config.cache_backend != "tea_cache":
+        return
+    settings = cache_settings(config, found)
+    names = [name for name in found.spec.transformers if _is_there(found, name)]
+    for name in names:
+        transformer = read_json(found.directory / name / "config.json")
+        tea_settings(settings, found.spec, transformer, is_alone=len(names) == 1)
+
+
+def _is_there(found: FoundModel, name: str) -> bool:
+    """Whether the checkpoint has this transformer; some pipelines have one or two."""
+    return None not in (found.components.get(name) or [None])
 
 
 def _check_heads(size: int, found: FoundModel) -> None:

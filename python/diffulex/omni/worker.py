@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from diffulex.omni.groups import RankGroups
     from diffulex.omni.loader import LoadedPipeline
 
-__all__ = ["OnStep", "PipelineCall", "PipelineFacts", "StepEvent", "Worker"]
+__all__ = ["DrawnCall", "OnStep", "PipelineCall", "PipelineFacts", "StepEvent", "Worker"]
 
 #: Arguments of the pipelines that the engine sets itself, or that would bypass seeds and batches.
 _OWN_ARGUMENTS = ("self", "prompt", "negative_prompt", "generator", "latents", "output_type")
@@ -63,6 +63,13 @@ class PipelineCall:
     output_type: str
     arguments: Mapping[str, Any]
     replica: int = 0
+
+
+class DrawnCall(NamedTuple):
+    """What a call gives: its images, and what its cache has done where there is one."""
+
+    images: list[Any]
+    cache: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +118,9 @@ class Worker:
         self.spec = loaded.spec
         self._replica = 0 if groups is None else groups.coords["dp"]
         self._is_leader = groups is None or groups.is_leader
-        self._cfg_hooks: list[CfgHook] = []
-        if groups is not None:
-            self._cfg_hooks = _attach(loaded, groups)
+        self._groups = groups
+        self._cache = loaded.cache
+        self._cfg_hooks = _attach(loaded, groups)
         parameters = inspect.signature(type(loaded.pipeline).__call__).parameters
         #: Of the pipeline.
         self.facts = PipelineFacts(
@@ -147,7 +154,11 @@ class Worker:
             "peak": torch.cuda.max_memory_allocated(device),
         }
 
-    def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> Iterator[list[Any]]:
+    def cache_summary(self) -> dict[str, Any] | None:
+        """What the cache has done in the last call; None without one."""
+        return None if self._cache is None else self._cache.summary()
+
+    def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> Iterator[DrawnCall]:
         """The images of each call of this process's replica, in order.
 
         Ranks that do not lead their replica give latents, which nobody needs.
@@ -161,7 +172,7 @@ class Worker:
 
     def _run_call(
         self, call: PipelineCall, number: int, num_calls: int, on_step: OnStep | None
-    ) -> list[Any]:
+    ) -> DrawnCall:
         import torch  # noqa: PLC0415 (slow; loaded with the model)
 
         arguments = dict(call.arguments)
@@ -171,6 +182,8 @@ class Worker:
             hook.reset_state(None)
             hook.is_active = call.negative_prompts is not None
             hook.batch = len(call.prompts)
+        if self._cache is not None:
+            self._cache.refresh(self.pipeline, call.num_inference_steps)
         watcher = None
         if on_step is not None:
             watcher = _Watcher(self, call, number, num_calls, on_step)
@@ -189,11 +202,31 @@ class Worker:
             )
         if watcher is not None and watcher.is_stopped:
             raise RequestAborted(f"request {', '.join(call.request_ids)}: stopped by its callback")
-        return list(result.frames if self.spec.media == "video" else result.images)
+        images = list(result.frames if self.spec.media == "video" else result.images)
+        return DrawnCall(images, self._shared_summary())
+
+    def _shared_summary(self) -> dict[str, Any] | None:
+        """Of both branches, where two ranks share them; the leader needs it."""
+        summary = self.cache_summary()
+        if summary is None or self._groups is None or self._groups.group("cfg") is None:
+            return summary
+        gathered = self._groups.gather(summary, "mp")
+        for other in gathered or ():
+            for name, branches in other.items():
+                summary[name] = {**branches, **summary[name]}
+        return summary
 
 
-def _attach(loaded: LoadedPipeline, groups: RankGroups) -> list[CfgHook]:
-    """Makes a pipeline one of several ranks'. The hook that is registered last is outermost."""
+def _attach(loaded: LoadedPipeline, groups: RankGroups | None) -> list[CfgHook]:
+    """Attaches the cache, and what makes a pipeline one of several ranks'.
+
+    The hook that is registered last is outermost: the cache sees the tokens of this rank.
+    """
+    cache = loaded.cache
+    if groups is None:
+        if cache is not None:
+            cache.enable(loaded.pipeline)
+        return []
     from diffulex.omni import (  # noqa: PLC0415 (they import diffusers)
         cfg_parallel,
         sequence_parallel,
@@ -202,6 +235,8 @@ def _attach(loaded: LoadedPipeline, groups: RankGroups) -> list[CfgHook]:
 
     if groups.group("tp") is not None:
         tensor_parallel.attach(loaded.pipeline, loaded.spec, groups)
+    if cache is not None:
+        cache.enable(loaded.pipeline, groups)
     if groups.group("sp") is not None:
         sequence_parallel.attach(loaded.pipeline, loaded.spec, groups)
     if groups.group("cfg") is not None:

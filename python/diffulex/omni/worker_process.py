@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 _HEARTBEAT_S = 1.0
 #: Methods of the worker that a message may call.
-_METHODS = ("generate", "memory_stats", "prompt_tokens")
+_METHODS = ("cache_summary", "generate", "memory_stats", "prompt_tokens")
 
 
 def import_modules(names: str | None) -> None:
@@ -193,7 +193,7 @@ class WorkerProc:
             return self._generate(**body["kwargs"]), has_reply
         return getattr(self._worker, method)(*body["args"], **body["kwargs"]), has_reply
 
-    def _generate(self, calls: list[dict[str, Any]], is_watched: bool) -> list[list[Any]]:
+    def _generate(self, calls: list[dict[str, Any]], is_watched: bool) -> list[tuple[Any, ...]]:
         self._is_watched = is_watched and self._groups.is_leader
         outputs, failure = None, None
         try:
@@ -205,10 +205,10 @@ class WorkerProc:
         except Exception as error:
             failure = error
         # Replicas wait for each other, also for one that failed.
-        gathered = self._groups.gather_replicas(outputs) if self._groups.is_leader else None
+        gathered = self._groups.gather(outputs, "dp") if self._groups.is_leader else None
         if failure is not None:
             raise failure
-        return [images for part in gathered or () for images in part or ()]
+        return [drawn for part in gathered or () for drawn in part or ()]
 
     def _on_step(self, event: StepEvent) -> bool:
         self._status = (self._seq, event.step, time.monotonic())

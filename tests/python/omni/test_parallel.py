@@ -55,7 +55,7 @@ def make_call(name, prompts=("a cat",), has_guidance=True, **arguments):
 
 
 def draw_ranks(cases, directory):
-    """Latents of every case, drawn by as many ranks as the first one needs."""
+    """Latents of every case and the account of its cache, by as many ranks as the first one needs."""
     world = 1
     for size in cases[0]["sizes"].values():
         world *= size
@@ -79,22 +79,45 @@ def draw_alone(case):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        ((images),) = Worker(load_pipeline(config)).run([PipelineCall(**case["call"])], None)
+        (drawn,) = Worker(load_pipeline(config)).run([PipelineCall(**case["call"])], None)
     finally:
         torch.set_num_threads(threads)
-    return torch.stack([*images])
+    return torch.stack(drawn.images), drawn.cache
 
 
 def check(cases, tmp_path):
-    for case, got in zip(cases, draw_ranks(cases, tmp_path), strict=True):
-        expected = draw_alone(case)
+    for case, (got, cache) in zip(cases, draw_ranks(cases, tmp_path), strict=True):
+        expected, alone = draw_alone(case)
         where = f"{Path(case['model']).name} {case['sizes']} {case['call']['prompts']}"
         assert torch.isfinite(got).all(), where
+        assert decisions(cache) == decisions(alone), where
+        assert bool(cache) == bool(case["keywords"]), where
         if is_exact(case):
             assert torch.equal(got, expected), where
         else:
             difference = (got - expected).abs().max().item()
             assert difference <= TIGHT, f"{where}: {difference}"
+
+
+def decisions(cache):
+    """Cached steps by branch: the same on every rank, as they would wait for each other otherwise."""
+    branches = (cache or {}).get("transformer", {})
+    assert all(branch["cached"] for branch in branches.values())
+    return {name: branch["cached"] for name, branch in branches.items()}
+
+
+def make_cached(tiny, sizes, names):
+    """Both caches in eight steps, at thresholds that are far from every change."""
+    cached = []
+    for name in names:
+        (case,) = make_cases(tiny, sizes, [(name, make_call(name))])
+        case["call"]["num_inference_steps"] = 8
+        settings = [{"cache_backend": "cache_dit", "residual_diff_threshold": 0.9}]
+        tea = {"cache_backend": "tea_cache", "rel_l1_thresh": 1e9, "coefficients": [0, 0, 0, 1, 0]}
+        if name != "z_image":
+            settings.append(tea)
+        cached += [{**case, "keywords": keywords} for keywords in settings]
+    return cached
 
 
 def make_cases(tiny, sizes, calls):
@@ -135,6 +158,9 @@ def test_two_ranks(tiny, tmp_path):
     cases = make_cases(tiny, {"cfg": 2}, BRANCHES) + make_cases(tiny, {"tp": 2}, HEADS)
     for axis in ("ulysses", "ring"):
         cases += make_cases(tiny, {axis: 2}, TOKENS)
+        cases += make_cached(tiny, {axis: 2}, ("qwen", "wan"))
+    cases += make_cached(tiny, {"cfg": 2}, ("qwen", "wan", "sd3"))
+    cases += make_cached(tiny, {"tp": 2}, ("qwen", "flux"))
     check(cases, tmp_path)
 
 
@@ -149,4 +175,5 @@ def test_four_ranks(tiny, tmp_path):
     cases = make_cases(tiny, {"ulysses": 2, "ring": 2}, TOKENS)
     for sizes in ({"tp": 2, "ulysses": 2}, {"tp": 2, "cfg": 2}, {"ring": 2, "cfg": 2}):
         cases += make_cases(tiny, sizes, BOTH)
+    cases += make_cached(tiny, {"ring": 2, "cfg": 2}, ("qwen",))
     check(cases, tmp_path)

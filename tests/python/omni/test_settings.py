@@ -36,9 +36,27 @@ ROOT = Path(__file__).resolve().parents[3]
             "pipeline_parallel_size: only 1 is supported so far (documented range: >= 1), got 2",
         ),
         (
-            {"cache_backend": "tea_cache"},
-            "cache_backend: only 'none' is supported so far"
-            " (documented range: one of none, tea_cache, cache_dit), got 'tea_cache'",
+            {"cache_backend": "deep_cache"},
+            "cache_backend: expected one of none, tea_cache, cache_dit, got 'deep_cache'",
+        ),
+        (
+            {"coefficients": [1, 2, 3, 4]},
+            "coefficients: expected floats 5 numbers, got [1, 2, 3, 4]",
+        ),
+        ({"rel_l1_thresh": 0}, "rel_l1_thresh: expected float > 0, got 0"),
+        ({"taylorseer_order": 5}, "taylorseer_order: expected int [0, 4], got 5"),
+        (
+            {"scm_steps_mask": [1, 2]},
+            "scm_steps_mask: expected ids 0 or 1 for each step, got [1, 2]",
+        ),
+        (
+            {"scm_steps_mask_policy": "faster"},
+            "scm_steps_mask_policy: expected one of slow, medium, fast, ultra, got 'faster'",
+        ),
+        (
+            {"cache_config": {"Fn_blocks": 1}},
+            "configuration: expected a known key, nearest is 'Fn_compute_blocks',"
+            " got 'cache_config.Fn_blocks'",
         ),
         (
             {"data_parallel_size": 2, "distributed_executor_backend": "inproc"},
@@ -93,7 +111,9 @@ def test_configurations_survive_the_round_trip():
         vae_use_slicing=True,
         max_batch_size=4,
         parallel_config=DiffusionParallelConfig(),
+        cache_config={"cache_backend": "tea_cache", "coefficients": [-1, 2.5, 0, 0, 0]},
     )
+    assert config.cache.coefficients == (-1.0, 2.5, 0.0, 0.0, 0.0)
     assert config.model.dtype == "bfloat16"
     assert config.memory.vae_use_slicing
     assert OmniDiffusionConfig.from_kwargs(**config.to_dict()) == config

@@ -18,7 +18,7 @@ from diffulex.omni.worker_process import WorkerProc  # noqa: E402
 
 WAIT_S = 60
 GROUPS = SimpleNamespace(
-    rank=0, is_leader=True, agree=lambda is_stopped: is_stopped, gather_replicas=lambda own: [own]
+    rank=0, is_leader=True, agree=lambda is_stopped: is_stopped, gather=lambda own, name: [own]
 )
 
 

@@ -98,7 +98,8 @@ def assert_equal(got, expected):
 
 
 def test_one_worker_draws_what_this_process_draws(tiny, plain):
-    with make(tiny) as engine:
+    # A cache that always computes changes nothing; its account comes along with the pictures.
+    with make(tiny, cache_backend="cache_dit", residual_diff_threshold=0) as engine:
         assert_equal(latents(engine), latents(plain))
         for kind in ("pil", "np", "pt"):
             got, expected = (
@@ -111,11 +112,14 @@ def test_one_worker_draws_what_this_process_draws(tiny, plain):
             "a", **SMALL, seed=1, on_step=lambda event: previews.append(event.preview()[0])
         )
         assert len(previews) == 4
+        cache = output.metrics["cache"]["transformer"]
+        assert [branch["computed"] for branch in cache.values()] == [[0, 1, 2, 3]] * 2
+        assert engine.engine.collective_rpc("cache_summary") == [{"transformer": cache}]
         assert np.array_equal(np.asarray(previews[-1]), np.asarray(output.images[0]))
         check_refusals(engine)
         check_stops(engine, plain)
         assert engine.engine.collective_rpc("memory_stats") == [{"allocated": 0, "peak": 0}]
-        with pytest.raises(WorkerError, match="expected one of generate, memory_stats, prompt_tok"):
+        with pytest.raises(WorkerError, match="expected one of cache_summary, generate, memo"):
             engine.engine.collective_rpc("__del__")
         assert_equal(latents(engine), latents(plain))
         health = engine.engine.health()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from diffulex.omni.models.decoding import (
@@ -11,7 +12,7 @@ from diffulex.omni.models.decoding import (
     spatial_multiple,
     tensor_plan,
 )
-from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec
+from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec, TeaCacheSpec
 
 __all__ = ["SPEC"]
 
@@ -19,6 +20,14 @@ __all__ = ["SPEC"]
 def _decode(pipeline: Any, latents: Any, height: int, width: int) -> Any:
     unpacked = pipeline._unpack_latents(latents, height, width, pipeline.vae_scale_factor)
     return decode_scaled(pipeline, unpacked)
+
+
+_COEFFICIENTS = (4.98651651e2, -2.83781631e2, 5.58554382e1, -3.82021401, 2.64230861e-1)
+
+
+def _indicator(block: Any, arguments: Mapping[str, Any]) -> Any:
+    """The image tokens as the first block normalises them."""
+    return block.norm1(arguments["hidden_states"], emb=arguments["temb"])[0]
 
 
 SPEC = PipelineSpec(
@@ -39,4 +48,6 @@ SPEC = PipelineSpec(
     has_sequence_plan=True,
     tensor_plan=tensor_plan,
     cfg=CfgBranches(output_like=like_projection),
+    block_lists=("transformer_blocks", "single_transformer_blocks"),
+    tea_cache=TeaCacheSpec(_indicator, lambda _: _COEFFICIENTS, threshold=0.25),
 )

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from diffulex.omni.models.decoding import decode_scaled
-from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec
+from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec, TeaCacheSpec
 
 __all__ = ["SPEC"]
 
@@ -30,6 +31,11 @@ def _tensor_plan(_transformer: Any) -> dict[str, Any]:
     return plan
 
 
+def _indicator(block: Any, arguments: Mapping[str, Any]) -> Any:
+    """The image tokens as the first block normalises them."""
+    return block.norm1(arguments["hidden_states"], emb=arguments["temb"])[0]
+
+
 SPEC = PipelineSpec(
     name="StableDiffusion3Pipeline",
     media="image",
@@ -49,4 +55,6 @@ SPEC = PipelineSpec(
     cfg=CfgBranches(
         batched=("hidden_states", "timestep", "encoder_hidden_states", "pooled_projections")
     ),
+    block_lists=("transformer_blocks",),
+    tea_cache=TeaCacheSpec(_indicator, lambda _: None),
 )

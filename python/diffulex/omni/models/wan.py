@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec
+from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec, TeaCacheSpec
 
 __all__ = ["SPEC"]
 
@@ -21,6 +21,22 @@ def _size_multiple(pipeline: Any) -> int:
 def _output_like(transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
     batch, _, *cells = arguments["hidden_states"].shape
     return batch, int(transformer.config.out_channels), *cells
+
+
+#: Width of the transformer -> coefficients for text to video and the modulation of the blocks.
+_COEFFICIENTS = {
+    1536: (-5.21862437e4, 9.23041404e3, -5.28275948e2, 1.36987616e1, -4.99875664e-2),
+    5120: (-3.03318725e5, 4.90537029e4, -2.65530556e3, 5.87365115e1, -3.15583525e-1),
+}
+
+
+def _coefficients(config: Mapping[str, Any]) -> tuple[float, ...] | None:
+    return _COEFFICIENTS.get(config["num_attention_heads"] * config["attention_head_dim"])
+
+
+def _indicator(_block: Any, arguments: Mapping[str, Any]) -> Any:
+    """The modulation, which says nothing of the tokens."""
+    return arguments["temb"]
 
 
 SPEC = PipelineSpec(
@@ -42,4 +58,6 @@ SPEC = PipelineSpec(
     frame_multiple=4,
     has_sequence_plan=True,
     cfg=CfgBranches(output_like=_output_like),
+    block_lists=("blocks",),
+    tea_cache=TeaCacheSpec(_indicator, _coefficients, first_steps=5),
 )

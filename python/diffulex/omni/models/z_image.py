@@ -29,4 +29,5 @@ SPEC = PipelineSpec(
     guidance=Guidance("guidance_scale", off=0.0),
     decode=_decode,
     cfg=CfgBranches(batched=("x", "t", "cap_feats")),
+    block_lists=("layers",),
 )
