@@ -24,11 +24,13 @@ from diffulex.config.flags import (
     positive_integer,
     seconds,
     some,
+    texts,
 )
 from diffulex.env import get_text, get_unchecked
 from diffulex.errors import ConfigError
 from diffulex.log import configure
 from diffulex.omni.bench.evaluate import DEFAULT_LIMIT, evaluate_shapes
+from diffulex.omni.cache.selector import cache_name
 from diffulex.omni.config import OmniDiffusionConfig
 from diffulex.omni.config_table import OMNI_CONFIG_TABLE
 from diffulex.omni.half_blocks import PicturePainter
@@ -67,6 +69,8 @@ _SWEPT = {
     "true_cfg_scale": some(numbers),
     "guidance_scale": some(numbers),
 }
+#: Keys that `eval --cache` sets by a number.
+_THRESHOLDS = {"tea_cache": "rel_l1_thresh", "cache_dit": "residual_diff_threshold"}
 #: Keys that a command sets itself.
 _OWN_KEYS = ("output_type", "num_inference_steps")
 
@@ -125,14 +129,19 @@ def _build_parser() -> Parser:
     )
     add_engine_flags(generate, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
 
-    evaluate = add("eval", _eval, "how often a model of shapes draws what a caption says")
-    evaluate.add_argument(
+    _add_eval(add("eval", _eval, "how often a model of shapes draws what a caption says"))
+    _add_serve(add("serve", _serve, "serve the images API of OpenAI"))
+    return parser
+
+
+def _add_eval(parser: Parser) -> None:
+    parser.add_argument(
         "--limit",
         type=positive_integer,
         default=DEFAULT_LIMIT,
         help=f"held-out captions [{DEFAULT_LIMIT}]",
     )
-    evaluate.add_argument(
+    parser.add_argument(
         "--output",
         action="append",
         default=[],
@@ -141,12 +150,17 @@ def _build_parser() -> Parser:
     )
     for name, kind in _SWEPT.items():
         flag = "--" + name.replace("_", "-")
-        evaluate.add_argument(
+        parser.add_argument(
             flag, type=kind, default=(), metavar="X[,X]", help="one run per value"
         )
-    add_engine_flags(evaluate, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
-    _add_serve(add("serve", _serve, "serve the images API of OpenAI"))
-    return parser
+    parser.add_argument(
+        "--cache",
+        type=some(texts),
+        default=(),
+        metavar="NAME[=X][,...]",
+        help="one run per cache, with X as its threshold, compared with the first: none,cache_dit=0.1",
+    )
+    add_engine_flags(parser, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
 
 
 def _add_serve(parser: Parser) -> None:
@@ -312,6 +326,22 @@ def _bar(name: str, total: int) -> Any:
     return tqdm(total=total, desc=name, leave=False)
 
 
+def _cache_kwargs(text: str) -> dict[str, Any]:
+    """Engine keywords of an item of `eval --cache`."""
+    name, has_threshold, threshold = text.partition("=")
+    backend = cache_name(name)
+    if not has_threshold:
+        return {"cache_backend": backend}
+    key = _THRESHOLDS.get(str(backend))
+    if key is None:
+        known = ", ".join(_THRESHOLDS)
+        raise ConfigError(f"--cache: expected one of {known} before a threshold, got {text!r}")
+    try:
+        return {"cache_backend": backend, key: number(threshold)}
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--cache: {error}") from None
+
+
 def _eval(options: argparse.Namespace) -> int:
     settings: list[dict[str, Any]] = [{}]
     for name in _SWEPT:
@@ -321,11 +351,16 @@ def _eval(options: argparse.Namespace) -> int:
     kwargs = _engine_kwargs(options)
     for setting in settings:
         make_request("-", setting)
-    bar = _bar("Drawing", options.limit * len(settings)) if sys.stderr.isatty() else None
+    caches = {name: _cache_kwargs(name) for name in options.cache}
+    for cache in caches.values():
+        OmniDiffusionConfig.from_kwargs(**{**kwargs, **cache})
+    num_images = options.limit * len(settings) * max(1, len(caches))
+    bar = _bar("Drawing", num_images) if sys.stderr.isatty() else None
     try:
         report = evaluate_shapes(
             kwargs,
             settings=settings,
+            caches=caches,
             limit=options.limit,
             outputs=options.output,
             command="diffulex " + " ".join(sys.argv[1:]),

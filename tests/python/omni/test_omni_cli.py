@@ -21,6 +21,7 @@ need_extra("omni", "diffusers", "accelerate", "PIL")
 
 from PIL import Image  # noqa: E402
 
+from diffulex.omni.bench.evaluate import Pairs  # noqa: E402
 from diffulex.omni.half_blocks import PicturePainter, half_blocks  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -108,6 +109,13 @@ def test_a_video_is_a_gif(tiny, tmp_path, capsys):
          "--output: expected a .json or .md file, got 'x.csv'"),
         (["eval", "--num-inference-steps", ""],
          "argument --num-inference-steps: expected one value or more, got ''"),
+        (["eval", "--cache", "none=1"],
+         "--cache: expected one of tea_cache, cache_dit before a threshold, got 'none=1'"),
+        (["eval", "--cache", "tea_cache=x"], "--cache: expected a number, got 'x'"),
+        (["eval", "--cache", "none,deep_cache"],
+         "cache_backend: expected one of none, tea_cache, cache_dit, got 'deep_cache'"),
+        (["generate", "x", "--cache-backend", "tea-cache", "--coefficients=1,2"],
+         "coefficients: expected floats 5 numbers, got (1.0, 2.0)"),
         (["evil"], "argument COMMAND: invalid choice: 'evil'"),
     ],
 )  # fmt: skip
@@ -163,6 +171,31 @@ def test_an_evaluation_writes_its_reports(model, tmp_path, capsys):
         # A random model draws no caption.
         assert len(run["wrong"]) == 5
     assert files[1].read_text().count("| num_inference_steps ") == 2
+
+
+def test_an_evaluation_compares_caches(model, tmp_path, capsys):
+    files = [tmp_path / "r.json", tmp_path / "r.md"]
+    outputs = [part for file in files for part in ("--output", str(file))]
+    caches = ["--cache", "none,cache-dit=1", "--max-warmup-steps", "1"]
+    assert main(["omni", "eval", "--model", str(model), "--limit", "2", *caches, *outputs]) == 0
+    assert "beside the first: 0 lost, 0 gained (p 1), pixels differ by 0." in capsys.readouterr().out
+    first, second = json.loads(files[0].read_text())["runs"]
+    assert first["setting"] == {"cache": "none"}
+    assert second["setting"] == {"cache": "cache-dit=1"}
+    assert "blocks_run" not in first
+    # Of three steps of four blocks the second and third run one block.
+    assert second["blocks_run"] == 0.5
+    assert 0 < second["pixel_change"] < 1
+    table = files[1].read_text()
+    assert "| blocks run | lost, gained (p) | pixel change |" in table
+    assert "| 50.0% | 0, 0 (1) | " in table
+
+
+def test_pairs_of_runs():
+    assert Pairs(0, 0, 0.0).p_value == 1
+    assert Pairs(3, 3, 0.0).p_value == 1
+    assert Pairs(5, 0, 0.0).p_value == pytest.approx(2 / 32)
+    assert Pairs(1, 8, 0.0).p_value == pytest.approx(2 * (1 + 9) / 2**9)
 
 
 def test_a_picture_in_character_cells():
