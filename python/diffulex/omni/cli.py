@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ from diffulex.env import get_text, get_unchecked
 from diffulex.errors import ConfigError
 from diffulex.log import configure
 from diffulex.omni.bench.evaluate import DEFAULT_LIMIT, evaluate_shapes
+from diffulex.omni.bench.fit_teacache import DEFAULT_CAPTIONS, fit_teacache, shape_captions
+from diffulex.omni.bench.speed import measure_speed
 from diffulex.omni.cache.selector import cache_name
 from diffulex.omni.config import OmniDiffusionConfig
 from diffulex.omni.config_table import OMNI_CONFIG_TABLE
@@ -38,7 +41,7 @@ from diffulex.omni.omni_diffusion import OmniDiffusion
 from diffulex.omni.request import make_request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from diffulex.omni.outputs import OmniRequestOutput
     from diffulex.omni.worker import StepEvent
@@ -49,6 +52,7 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _VIDEO_SUFFIX = ".gif"
 _DEFAULT_OUTPUT = "picture.png"
 _FRAME_MILLISECONDS = 62
+_BENCH_PROMPT = "a red circle left of a blue square"
 #: Pictures shown on the way to the result.
 _NUM_PREVIEWS = 10
 #: Fields of a request that are options of `generate`, with their types.
@@ -130,6 +134,7 @@ def _build_parser() -> Parser:
     add_engine_flags(generate, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
 
     _add_eval(add("eval", _eval, "how often a model of shapes draws what a caption says"))
+    _add_bench(add("bench", _bench, "how long a picture takes"))
     _add_serve(add("serve", _serve, "serve the images API of OpenAI"))
     return parser
 
@@ -150,15 +155,59 @@ def _add_eval(parser: Parser) -> None:
     )
     for name, kind in _SWEPT.items():
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(
-            flag, type=kind, default=(), metavar="X[,X]", help="one run per value"
-        )
+        parser.add_argument(flag, type=kind, default=(), metavar="X[,X]", help="one run per value")
+    _add_cache_list(
+        parser,
+        "one run per cache, with X as its threshold, compared with the first: none,cache_dit=0.1",
+    )
+    add_engine_flags(parser, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+
+
+def _add_cache_list(parser: Parser, text: str) -> None:
     parser.add_argument(
-        "--cache",
-        type=some(texts),
-        default=(),
-        metavar="NAME[=X][,...]",
-        help="one run per cache, with X as its threshold, compared with the first: none,cache_dit=0.1",
+        "--cache", type=some(texts), default=(), metavar="NAME[=X][,...]", help=text
+    )
+
+
+def _add_bench(parser: Parser) -> None:
+    parser.add_argument("--prompt", default=_BENCH_PROMPT, help=f"[{_BENCH_PROMPT}]")
+    for name in ("height", "width", "num_frames", "guidance_scale", "true_cfg_scale"):
+        kind, text = _FIELDS[name]
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, help=f"{text} [the model's]")
+    parser.add_argument(
+        "--steps",
+        "--num-inference-steps",
+        dest="steps",
+        type=positive_integer,
+        help="denoising steps [the model's]",
+    )
+    parser.add_argument("-n", type=positive_integer, default=1, help="pictures of a request [1]")
+    parser.add_argument(
+        "--repeat", type=positive_integer, default=5, help="requests after a first one [5]"
+    )
+    _add_cache_list(parser, "one row per cache, with X as its threshold: none,cache_dit=0.1")
+    parser.add_argument(
+        "--fit-teacache",
+        action="store_true",
+        help="instead: find coefficients of tea_cache for the model; --output FILE.json gets them",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="one prompt a line, for --fit-teacache [captions of shapes]",
+    )
+    parser.add_argument(
+        "--limit",
+        type=positive_integer,
+        default=DEFAULT_CAPTIONS,
+        help=f"most prompts of --fit-teacache [{DEFAULT_CAPTIONS}]",
+    )
+    parser.add_argument(
+        "--output",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write a report, .json or .md; may be given more than once",
     )
     add_engine_flags(parser, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
 
@@ -342,6 +391,75 @@ def _cache_kwargs(text: str) -> dict[str, Any]:
         raise ConfigError(f"--cache: {error}") from None
 
 
+def _caches(options: argparse.Namespace, kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Checked engine keywords of every item of `--cache`."""
+    caches = {name: _cache_kwargs(name) for name in options.cache}
+    for cache in caches.values():
+        OmniDiffusionConfig.from_kwargs(**{**kwargs, **cache})
+    return caches
+
+
+def _bench(options: argparse.Namespace) -> int:
+    kwargs = _engine_kwargs(options)
+    names = ("height", "width", "num_frames", "guidance_scale", "true_cfg_scale")
+    fields = {name: getattr(options, name) for name in names}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if options.steps is not None:
+        fields["num_inference_steps"] = options.steps
+    if options.fit_teacache:
+        return _fit(options, kwargs, fields)
+    if options.prompts is not None:
+        raise ConfigError("--prompts: expected --fit-teacache with it, got none")
+    fields["num_outputs_per_prompt"] = options.n
+    make_request(options.prompt, fields)
+    caches = _caches(options, kwargs)
+    with _counting("Drawing", (options.repeat + 1) * max(1, len(caches))) as count:
+        report = measure_speed(
+            kwargs,
+            options.prompt,
+            fields,
+            caches=caches,
+            repeat=options.repeat,
+            outputs=options.output,
+            command="diffulex " + " ".join(sys.argv[1:]),
+            on_request=count,
+        )
+    print(report.to_text())
+    return 0
+
+
+def _fit(options: argparse.Namespace, kwargs: dict[str, Any], fields: dict[str, Any]) -> int:
+    if len(options.output) > 1 or options.cache:
+        raise ConfigError("--fit-teacache: expected one --output at most and no --cache, got more")
+    prompts = shape_captions(options.limit)
+    if options.prompts is not None:
+        try:
+            lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--prompts: expected a readable file of text, got {error}"
+            ) from error
+        prompts = [line for line in lines if line.strip()][: options.limit]
+    with _counting("Drawing", len(prompts)) as count:
+        output = options.output[0] if options.output else None
+        fit = fit_teacache(kwargs, prompts, fields, output=output, on_image=count)
+    print(fit.to_text())
+    return 0
+
+
+@contextmanager
+def _counting(name: str, total: int) -> Iterator[Callable[[], Any] | None]:
+    """What moves a bar by one, in a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    bar = _bar(name, total)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+
+
 def _eval(options: argparse.Namespace) -> int:
     settings: list[dict[str, Any]] = [{}]
     for name in _SWEPT:
@@ -351,12 +469,9 @@ def _eval(options: argparse.Namespace) -> int:
     kwargs = _engine_kwargs(options)
     for setting in settings:
         make_request("-", setting)
-    caches = {name: _cache_kwargs(name) for name in options.cache}
-    for cache in caches.values():
-        OmniDiffusionConfig.from_kwargs(**{**kwargs, **cache})
+    caches = _caches(options, kwargs)
     num_images = options.limit * len(settings) * max(1, len(caches))
-    bar = _bar("Drawing", num_images) if sys.stderr.isatty() else None
-    try:
+    with _counting("Drawing", num_images) as count:
         report = evaluate_shapes(
             kwargs,
             settings=settings,
@@ -364,10 +479,7 @@ def _eval(options: argparse.Namespace) -> int:
             limit=options.limit,
             outputs=options.output,
             command="diffulex " + " ".join(sys.argv[1:]),
-            on_image=None if bar is None else bar.update,
+            on_image=count,
         )
-    finally:
-        if bar is not None:
-            bar.close()
     print(report.to_text())
     return 0

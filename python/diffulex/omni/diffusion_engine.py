@@ -146,6 +146,15 @@ class DiffusionEngine:
             method, timeout, args, kwargs, unique_reply_rank
         )
 
+    def memory_stats(self) -> list[dict[str, int]]:
+        """Bytes on the device of every process: `allocated`, `peak`; zeros on the CPU."""
+        worker = self._open_worker()
+        if isinstance(worker, Scheduler):
+            found: list[dict[str, int]] = worker.collective_rpc("memory_stats")
+            return found
+        assert isinstance(worker, Worker)
+        return [worker.memory_stats()]
+
     def health(self) -> dict[str, Any]:
         """`state` (ready, dead, closed), the processes' `pids`, and for dead ones the `reason`.
 

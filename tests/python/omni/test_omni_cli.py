@@ -21,6 +21,7 @@ need_extra("omni", "diffusers", "accelerate", "PIL")
 
 from PIL import Image  # noqa: E402
 
+from diffulex.omni import OmniDiffusion  # noqa: E402
 from diffulex.omni.bench.evaluate import Pairs  # noqa: E402
 from diffulex.omni.half_blocks import PicturePainter, half_blocks  # noqa: E402
 
@@ -116,6 +117,18 @@ def test_a_video_is_a_gif(tiny, tmp_path, capsys):
          "cache_backend: expected one of none, tea_cache, cache_dit, got 'deep_cache'"),
         (["generate", "x", "--cache-backend", "tea-cache", "--coefficients=1,2"],
          "coefficients: expected floats 5 numbers, got (1.0, 2.0)"),
+        (["bench", "--repeat", "0"],
+         "argument --repeat: expected an integer of at least 1, got '0'"),
+        (["bench", "--output", "x.csv"],
+         "--output: expected a .json or .md file in an existing directory, got 'x.csv'"),
+        (["bench", "--prompts", "x.txt"],
+         "--prompts: expected --fit-teacache with it, got none"),
+        (["bench", "--fit-teacache", "--prompts", "no/x.txt"],
+         "--prompts: expected a readable file of text, got [Errno 2]"),
+        (["bench", "--fit-teacache", "--output", "x.md"],
+         "--output: expected a .json file in an existing directory, got 'x.md'"),
+        (["bench", "--fit-teacache", "--cache", "none"],
+         "--fit-teacache: expected one --output at most and no --cache, got more"),
         (["evil"], "argument COMMAND: invalid choice: 'evil'"),
     ],
 )  # fmt: skip
@@ -178,7 +191,9 @@ def test_an_evaluation_compares_caches(model, tmp_path, capsys):
     outputs = [part for file in files for part in ("--output", str(file))]
     caches = ["--cache", "none,cache-dit=1", "--max-warmup-steps", "1"]
     assert main(["omni", "eval", "--model", str(model), "--limit", "2", *caches, *outputs]) == 0
-    assert "beside the first: 0 lost, 0 gained (p 1), pixels differ by 0." in capsys.readouterr().out
+    assert (
+        "beside the first: 0 lost, 0 gained (p 1), pixels differ by 0." in capsys.readouterr().out
+    )
     first, second = json.loads(files[0].read_text())["runs"]
     assert first["setting"] == {"cache": "none"}
     assert second["setting"] == {"cache": "cache-dit=1"}
@@ -196,6 +211,61 @@ def test_pairs_of_runs():
     assert Pairs(3, 3, 0.0).p_value == 1
     assert Pairs(5, 0, 0.0).p_value == pytest.approx(2 / 32)
     assert Pairs(1, 8, 0.0).p_value == pytest.approx(2 * (1 + 9) / 2**9)
+
+
+def test_a_measurement_of_speed(model, tmp_path, capsys):
+    files = [tmp_path / "r.json", tmp_path / "r.md"]
+    outputs = [part for file in files for part in ("--output", str(file))]
+    arguments = ["--steps", "4", "--repeat", "2", "-n", "2", "--max-warmup-steps", "1"]
+    caches = ["--cache", "none,cache_dit=1"]
+    assert main(["omni", "bench", "--model", str(model), *arguments, *caches, *outputs]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].split()[:3] == ["cache", "request", "s"]
+    assert [line.split()[0] for line in shown[1:]] == ["none", "cache_dit=1"]
+    report = json.loads(files[0].read_text())
+    assert report["environment"]["fields"] == {
+        "num_inference_steps": 4, "num_outputs_per_prompt": 2,
+    }  # fmt: skip
+    for run, blocks in zip(report["runs"], (1, (4 + 3) / 16), strict=True):
+        assert run["num_images"] == 2
+        assert run["blocks_run"] == blocks
+        assert 0 < run["fastest_s"] <= run["request_s"]
+        assert 0 < run["step_s"] < run["request_s"]
+        assert run["decode_s"] > 0
+        assert run["peak_bytes"] > 1 << 20
+    assert files[1].read_text().count("\n| ") == 4
+
+
+def test_coefficients_of_a_model(model, tiny, tmp_path, capsys):
+    target, prompts = tmp_path / "shapes.json", tmp_path / "prompts.txt"
+    target.write_text('{"grammar": 1}')
+    prompts.write_text("a cat\n\na dog\na cow\n")
+    fit = ["bench", "--fit-teacache", "--steps", "6", "--limit", "2"]
+    own = [*fit, "--prompts", str(prompts), "--output", str(target)]
+    assert main(["omni", *own, "--model", str(model)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    # Without guidance there is one branch: five pairs of neighbouring steps for each prompt.
+    assert second.startswith("2 prompts, 6 steps, 10 pairs of steps: mean change 0.")
+    record = json.loads(target.read_text())
+    assert record["grammar"] == 1
+    assert len(record["tea_cache"]["coefficients"]) == 5
+    # What it has found fits what it has seen better than no change, and is read with the model.
+    assert record["tea_cache"]["mean_error"] < record["tea_cache"]["mean_change"]
+    copy = shutil.copytree(model, tmp_path / "model")
+    shutil.copy(target, copy / "shapes.json")
+    with OmniDiffusion(model=str(copy), cache_backend="tea_cache") as engine:
+        used = engine.engine._worker._cache.config
+        assert list(used.coefficients) == record["tea_cache"]["coefficients"]
+    options = ["--cache-backend", "tea_cache", first, "--rel-l1-thresh", "1e9"]
+    picture = ["generate", "x", "--model", str(model), "-o", str(tmp_path / "x.png")]
+    assert main(["omni", *picture, *options]) == 0
+    capsys.readouterr()
+    line = error_of(
+        capsys, *fit, "--model", str(tiny("z_image")), "--height", "64", "--width", "64"
+    )
+    assert "--fit-teacache: expected a pipeline with an indicator, got ZImagePipeline" in line
+    line = error_of(capsys, *fit, "--model", str(model), "--steps", "3", "--limit", "1")
+    assert "--fit-teacache: expected more than 4 pairs of steps, got 2" in line
 
 
 def test_a_picture_in_character_cells():

@@ -30,7 +30,15 @@ if TYPE_CHECKING:
     from diffulex.omni.bench.scenes import Scene
     from diffulex.omni.bench.shapes import Verdict
 
-__all__ = ["DEFAULT_LIMIT", "Pairs", "ShapesReport", "ShapesRun", "evaluate_shapes", "held_out_scenes"]
+__all__ = [
+    "DEFAULT_LIMIT",
+    "Pairs",
+    "ShapesReport",
+    "ShapesRun",
+    "describe_machine",
+    "evaluate_shapes",
+    "held_out_scenes",
+]
 
 DEFAULT_LIMIT = 500
 _SCENES_SEED = 12345
@@ -223,7 +231,10 @@ def evaluate_shapes(
                 runs.append(_as_run(scenes, labels, drawn, first))
                 if caches and first is None:
                     firsts.append(drawn)
-            environment = _environment(engine, command)
+            environment = {
+                **describe_machine(engine, command),
+                "grammar": GRAMMAR_VERSION,
+            }
     report = ShapesReport(environment, tuple(runs))
     for name in outputs:
         text = report.to_json() if Path(name).suffix == ".json" else report.to_markdown()
@@ -295,13 +306,13 @@ def _pairs(drawn: _Drawn, first: _Drawn) -> Pairs:
     )
 
 
-def _environment(engine: OmniDiffusion, command: str) -> dict[str, Any]:
+def describe_machine(engine: OmniDiffusion, command: str) -> dict[str, Any]:
+    """What a report says of its circumstances."""
     return {
         "command": command,
         "model": str(engine.config.model.model or "default"),
         "device": engine.engine.device,
         "defaults": engine.engine.defaults,
-        "grammar": GRAMMAR_VERSION,
         "machine": platform.machine(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         **{package: version(package) for package in _PACKAGES},

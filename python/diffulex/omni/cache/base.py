@@ -208,6 +208,14 @@ class CacheBackend(ABC):
         """What was computed and what was not since the last refresh."""
         return {group.label: group.summary() for group in self._groups}
 
+    def branches(self) -> list[tuple[str, str, Branch]]:
+        """Every branch with the names of its group and of itself."""
+        return [
+            (group.label, name, branch)
+            for group in self._groups
+            for name, branch in group.branches.items()
+        ]
+
     def __str__(self) -> str:
         return type(self).__name__
 

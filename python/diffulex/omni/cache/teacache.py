@@ -63,9 +63,7 @@ class TeaCacheBranch(Branch):
             self._sum = 0.0
         return is_skipped
 
-    def _adds_up(
-        self, before: torch.Tensor | None, now: torch.Tensor, streams: Streams
-    ) -> bool:
+    def _adds_up(self, before: torch.Tensor | None, now: torch.Tensor, streams: Streams) -> bool:
         """Whether the sum stays below the threshold."""
         is_forced = self.step < self._first_steps or self.step == self.course.own - 1
         if is_forced or self._residual is None or not streams.takes(self._residual):
