@@ -16,7 +16,7 @@ from diffulex_edge.errors import require
 from diffulex_edge.model import EdgeForm
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from diffulex_edge.recipes import Recipe
 
@@ -57,6 +57,8 @@ class EdgeBackend:
     is_static: bool = False
     #: A program can be run where it was exported.
     is_host: bool = True
+    #: Names of the options that it takes.
+    option_names: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
 
     def availability(self) -> Availability:
@@ -79,6 +81,14 @@ class EdgeBackend:
                 f"quant: expected a float embedding on the backend {self.name},"
                 f" got emb={recipe.embedding_bits}"
             )
+
+    def check_options(self, names: Iterable[str]) -> None:
+        """Raises ConfigError for an option that this backend would not look at."""
+        for name in names:
+            if name not in self.option_names:
+                takers = [item.name for item in BACKENDS.values() if name in item.option_names]
+                expected = f"the backend {' or '.join(takers)}" if takers else "no such option"
+                raise ConfigError(f"{name}: expected {expected}, got {self.name}")
 
     def check_export(self) -> None:
         """Raises ConfigError unless this machine can export for it."""
@@ -185,6 +195,7 @@ BACKENDS: dict[str, EdgeBackend] = {
             EdgeForm(norm="mean", cache_write="scatter"),
             is_static=True,
             is_host=False,
+            option_names=("compute_unit",),
         ),
         EdgeBackend(
             "qnn",
@@ -193,6 +204,7 @@ BACKENDS: dict[str, EdgeBackend] = {
             EdgeForm(norm="mean", layout="static_io"),
             is_static=True,
             is_host=False,
+            option_names=("soc",),
         ),
         EdgeBackend("portable", "any CPU, slow", ("none",), EdgeForm(norm="mean")),
     )

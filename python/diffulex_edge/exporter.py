@@ -94,7 +94,9 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         recipe = parse_recipe(self.quant)
-        backend_of(self.backend).check_recipe(recipe)
+        backend = backend_of(self.backend)
+        backend.check_recipe(recipe)
+        backend.check_options(self.backend_options)
         check_calibration(recipe, self.calibration)
         for name, low in (("max_rows", 8), ("max_logits", 2), ("max_model_len", 8)):
             value = getattr(self, name)

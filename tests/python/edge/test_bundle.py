@@ -265,6 +265,9 @@ class TestRefused:
             ),
             (["--quant", "static_int8", "--calibration", "/nowhere.jsonl"], "/nowhere.jsonl"),
             (["--quant", "9bit"], "quant: expected one of"),
+            (["--quant", "bf16"], "quant: expected one of"),
+            (["--compute-unit", "all"], "compute_unit: expected the backend coreml, got xnnpack"),
+            (["--soc", "SM8650"], "soc: expected the backend qnn, got xnnpack"),
             (
                 ["--hqq"],
                 "quant: expected head=none, head=8da8w, emb=8, emb=4 or hqq after a recipe",
