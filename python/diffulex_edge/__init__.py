@@ -12,6 +12,14 @@ from typing import Any
 _MODULES = {
     "backends": ("BACKENDS", "BackendRegistry", "EdgeBackend"),
     "bundle": ("Bundle", "read_bundle"),
+    "decoders": (
+        "MODEL_REGISTRY",
+        "DreamEdge",
+        "FastDLLMv2Edge",
+        "FastdLLMV2Edge",
+        "LLaDAEdge",
+        "SDAREdge",
+    ),
     "errors": ("EdgeError", "ProgramError"),
     "exporter": ("ExportConfig", "ExportResult", "export_model", "load_decoder"),
     "model": ("EdgeDecoder", "EdgeForm", "EdgeProgram"),
