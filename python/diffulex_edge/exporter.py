@@ -227,7 +227,7 @@ def export_model(config: ExportConfig, *, show_progress: bool = False) -> Export
         found = run_trace(_caller(lowered, path, backend, spec, shape), calls)
         checked, agreement = compare(found, own), compare(found, reference)
         check_agreement(checked, recipe, tolerance=config.tolerance)
-        facts = _facts(constants, path, config, checked, agreement)
+        facts = _facts(constants, path, config, checked, agreement) | lowered.census()
         text = json.dumps(facts, indent=1, sort_keys=True)
         (directory / EDGE_FILE).write_text(text + "\n", encoding="utf-8")
         _check_detected(directory, spec, config, info.architecture)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Lowered", "ProgramShape", "capture", "example_inputs", "lower"]
 
 METHOD = "forward"
-_OPERATOR = re.compile(r"\b(?:aten|built-in function)[. ](\w+)")
+_OPERATOR = re.compile(r"\b(?:aten|torchao|quantized_decomposed|built-in function)[. ](\w+)")
 # No two sizes of the examples are equal, so that the export does not take them for one.
 _EXAMPLE_ROWS, _EXAMPLE_LOGITS = 24, 12
 
@@ -57,6 +57,10 @@ class Lowered:
     undelegated: Mapping[str, int]
     #: The exported graph as a module, for backends whose programs do not run where they are made.
     graph: Any = None
+
+    def census(self) -> dict[str, Any]:
+        """What the backend took and what it left, as it stands in edge.json."""
+        return {"num_delegates": self.num_delegates, "undelegated_ops": dict(self.undelegated)}
 
     def write(self, path: Path) -> None:
         """Writes the program without holding a second copy of it."""

@@ -207,6 +207,70 @@ class TestParts:
         expected = norm.weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
         torch.testing.assert_close(norm(x), expected)
 
+    @pytest.mark.parametrize("form", [EdgeForm(), EdgeForm(norm="mean")])
+    def test_norm_takes_the_scale_out(self, form):
+        norm = EdgeNorm(32, 0.0, form)
+        nn.init.ones_(norm.weight)
+        x = torch.randn(5, 32)
+        torch.testing.assert_close(norm(100 * x), norm(x))
+        torch.testing.assert_close(norm(x).square().mean(-1), torch.ones(5))
+
+    def test_norm_of_nothing_is_nothing(self):
+        norm = EdgeNorm(32, 1e-6, EdgeForm())
+        nn.init.ones_(norm.weight)
+        assert norm(torch.zeros(2, 32)).eq(0).all()
+
+    def test_norm_keeps_half_precision_and_sums_in_single(self):
+        norm = EdgeNorm(32, 1e-6, EdgeForm())
+        nn.init.ones_(norm.weight)
+        row = norm.mean_row
+        norm.half()
+        norm.mean_row = row
+        x = torch.full((1, 32), 300.0, dtype=torch.float16)  # whose square is infinite in half
+        assert norm(x).dtype == torch.float16
+        torch.testing.assert_close(norm(x), torch.ones_like(x))
+
+    def test_scores_depend_on_the_distance_alone(self, sdar):
+        """What a rotation is for: q at i and k at j meet by i - j."""
+        layer, model = sdar.model.layers[0], sdar.model
+        x = torch.randn(1, 64).expand(ROWS, 64)
+        q, k, _ = layer.project(x, model.cos, model.sin, model.turn)
+        scores = q[0] @ k[0].transpose(0, 1)
+        torch.testing.assert_close(scores[5, 2], scores[45, 42], atol=1e-4, rtol=1e-4)
+        assert abs(float(scores[5, 2] - scores[5, 4])) > 1e-3
+
+    def test_groups_share_their_keys(self, sdar):
+        """Against attention over keys that are repeated for every head."""
+        layer = sdar.model.layers[0]
+        num_q, num_kv, dim = layer.heads
+        q, keys = torch.randn(num_q, 3, dim), torch.randn(num_kv, 7, dim)
+        values, mask = torch.randn(num_kv, 7, dim), visible_mask(torch.tensor([2, 7, 5]), 7)
+        wide = (part.repeat_interleave(num_q // num_kv, dim=0) for part in (keys, values))
+        expected = nn.functional.scaled_dot_product_attention(q, *wide, attn_mask=mask)
+        found = layer.attend(q, keys, values, mask)
+        torch.testing.assert_close(found, expected.transpose(0, 1).reshape(3, -1))
+
+    def test_a_row_that_sees_nothing_is_finite(self, sdar):
+        layer = sdar.model.layers[0]
+        num_q, num_kv, dim = layer.heads
+        keys = torch.randn(num_kv, 7, dim)
+        mask = visible_mask(torch.tensor([0]), 7)
+        assert layer.attend(torch.randn(num_q, 1, dim), keys, keys, mask).isfinite().all()
+
+    def test_feed_forward_is_gated(self, sdar):
+        layer, x = sdar.model.layers[0], torch.randn(3, 64)
+        attended = torch.zeros(3, layer.o.in_features)
+        h = layer.post_norm(x)
+        gate = layer.gate(h)
+        expected = x + layer.down(gate * torch.sigmoid(gate) * layer.up(h))
+        torch.testing.assert_close(layer.finish(x, attended), expected)
+
+    def test_feed_forward_without_a_gate_gives_the_residual(self, sdar):
+        layer, x = sdar.model.layers[0], torch.randn(3, 64)
+        layer.gate.weight.zero_()
+        attended = torch.zeros(3, layer.o.in_features)
+        torch.testing.assert_close(layer.finish(x, attended), x)
+
     def test_turn_matrix_is_the_rotated_half(self, sdar):
         x = torch.randn(3, 32)
         turned = torch.nn.functional.linear(x, sdar.model.turn)

@@ -240,6 +240,15 @@ class TestShift:
         shifted = ShiftLogitsSampler().shift(self.logits, last)
         torch.testing.assert_close(shifted, torch.cat((last[None], self.logits[:-1])))
 
+    def test_no_shift_has_no_use_for_what_came_before(self):
+        last = torch.full((4,), -1.0)
+        assert torch.equal(NoShiftLogitsSampler().shift(self.logits, last), self.logits)
+
+    def test_shift_leaves_its_input(self):
+        before = self.logits.clone()
+        ShiftLogitsSampler().shift(self.logits, self.logits[2])
+        assert torch.equal(self.logits, before)
+
     def test_shift_without_it_never_takes_its_own_last_row(self):
         shifted = ShiftLogitsSampler().shift(self.logits)
         torch.testing.assert_close(shifted[0], self.logits[0])
@@ -312,6 +321,10 @@ class TestSamplers:
 
     def test_sdar_is_not_shifted(self):
         assert not issubclass(SDARSampler, ShiftLogitsSampler)
+
+    def test_registry_gives_every_family_its_own_class(self):
+        assert len(set(SAMPLER_REGISTRY.values())) == len(SAMPLER_REGISTRY)
+        assert all(get_sampler_class(name) is kind for name, kind in SAMPLER_REGISTRY.items())
 
     def test_unknown_family(self):
         with pytest.raises(ValueError, match="expected one of dream, fast_dllm_v2, llada, sdar"):
