@@ -267,7 +267,7 @@ def _copy(
     # In the order in which the bytes lie on disk.
     order = sorted(table, key=lambda name: (stored[name].file, stored[name].offset))
     total = sum(target.numel() * target.element_size() for target in table.values())
-    bar = _progress_bar(total) if progress and sys.stderr.isatty() else None
+    bar = progress_bar(total, "Loading weights") if progress and sys.stderr.isatty() else None
     reader = TensorReader(next((target.device for target in table.values()), "cpu"))
     for name in order:
         target, start = table[name], 0
@@ -324,8 +324,9 @@ def check_finite(values: torch.Tensor, name: str, stored: StoredTensor) -> None:
     )
 
 
-def _progress_bar(total: int) -> Any:
+def progress_bar(total: int, what: str) -> Any:
+    """Counts the bytes of something long."""
     from tqdm import tqdm  # noqa: PLC0415 (only a long load needs it)
 
     # The delay keeps the bar away from loads that finish before anyone wonders.
-    return tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, delay=2.0)
+    return tqdm(total=total, desc=what, unit="B", unit_scale=True, delay=2.0)

@@ -459,11 +459,8 @@ class _Joiner:
         if scheme == "fp8_block":
             shapes = [[*shape[:-2], *blocks]]
         last, scale = self._scales(name, codes, shapes)
-        self._check_size(name, shape)
         parts = {"weight": codes, last: scale}
-        return StoredMatrix(
-            codes.file, shape, codes.dtype, codes.offset, self._module, self._rule, parts, last
-        )
+        return self._matrix(shape, codes, parts, last, 0)
 
     def _packed(self, name: str, codes: StoredTensor) -> StoredMatrix:
         from diffulex.checkpoint.tensor_reader import TensorReader  # noqa: PLC0415 (reads these)
@@ -527,14 +524,15 @@ class _Joiner:
 
     def _matrix(
         self,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         codes: StoredTensor,
         parts: Mapping[str, StoredTensor],
         scales: str,
         group: int,
     ) -> StoredMatrix:
         self._check_size(self._module, shape)
-        where = codes.file, shape, codes.dtype, codes.offset
+        size = sum(part.num_bytes for part in parts.values())
+        where = codes.file, shape, codes.dtype, codes.offset, size
         return StoredMatrix(*where, self._module, self._rule, parts, scales, group)
 
     @staticmethod

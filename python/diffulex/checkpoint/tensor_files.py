@@ -42,6 +42,8 @@ class StoredTensor:
     dtype: str
     #: Where the values start in the file.
     offset: int
+    #: What they take there.
+    num_bytes: int
 
 
 class CodedTensor(StoredTensor):
@@ -112,6 +114,11 @@ def _cut(size: int, needed: int) -> str:
     )
 
 
+def is_weight_file(path: Path) -> bool:
+    """Whether a file has weights, in a format that is read or another."""
+    return any(fnmatch(path.name, pattern) for pattern in ("*.safetensors", *_OTHER_WEIGHTS))
+
+
 def other_weights(model_dir: Path, prefix: str = "") -> str:
     """Weights in formats that are not read, and what to do about them; empty without any."""
     found = [
@@ -138,7 +145,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"checkpoint: {path}: expected tensors, got a file without any")
     return {
         name: StoredTensor(
-            path, tuple(entry["shape"]), entry["dtype"], start + entry["data_offsets"][0]
+            path,
+            tuple(entry["shape"]),
+            entry["dtype"],
+            start + entry["data_offsets"][0],
+            entry["data_offsets"][1] - entry["data_offsets"][0],
         )
         for name, entry in header.items()
         if name != "__metadata__"

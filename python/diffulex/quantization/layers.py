@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from diffulex.quantization.scheme import QuantizationPlan
     from diffulex.quantization.stored import StoredQuantization
 
-__all__ = ["ModelQuantizer", "Sink", "StoredQuantizer", "has_low_precision"]
+__all__ = ["ModelQuantizer", "Projections", "Sink", "StoredQuantizer", "has_low_precision"]
 
 logger = get_logger(__name__)
 
@@ -94,6 +94,14 @@ class _Place:
         count = target.size(0) if target.dim() == 3 else 1
         first = start % matrix_rows
         return cls(name, start // matrix_rows, count, slice(first, first + target.size(-2)))
+
+
+class Projections(NamedTuple):
+    """How a stored tensor is quantised: the group of int4, and the rows of what it stacks."""
+
+    scheme: WeightScheme
+    group: int
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +190,8 @@ class ModelQuantizer(_Quantizer):
 
     def stored_projections(
         self, model: nn.Module, table: Mapping[str, torch.Tensor]
-    ) -> dict[str, tuple[WeightScheme, int, tuple[int, ...]]]:
-        """Stored tensors that the plan takes: scheme, group of int4, and rows of the projections."""
+    ) -> dict[str, Projections]:
+        """What becomes of the stored tensors that the plan takes."""
         found = {}
         for matrix in self._chosen(model, table):
             scheme, group = self._scheme_of(matrix.owner), 0
@@ -193,7 +201,7 @@ class ModelQuantizer(_Quantizer):
             for place in matrix.places:
                 inside = [b for b in bounds if place.rows.start <= b <= place.rows.stop]
                 sizes = tuple(stop - start for start, stop in itertools.pairwise(inside))
-                found[place.name] = scheme, group, sizes
+                found[place.name] = Projections(scheme, group, sizes)
         return found
 
     def _chosen(self, model: nn.Module, table: Mapping[str, torch.Tensor]) -> list[_Matrix]:

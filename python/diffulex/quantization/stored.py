@@ -15,13 +15,21 @@ from diffulex.families.spec.reader import read_optional_json
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["EXPERTS", "LINEAR", "StoredQuantization", "StoredRule", "read_stored"]
+__all__ = [
+    "EXPERTS",
+    "LINEAR",
+    "QUANTIZATION_FILE",
+    "StoredQuantization",
+    "StoredRule",
+    "read_stored",
+]
 
 #: Targets of rules that are no names: every linear layer, and the routed experts.
 LINEAR, EXPERTS = "Linear", "re:.*\\.experts(\\.|$).*"
 BLOCK = [128, 128]
 _KEYS = ("quantization_config", "compression_config")
-_FILE = "hf_quant_config.json"
+#: A file that says it in place of config.json.
+QUANTIZATION_FILE = "hf_quant_config.json"
 _EXPERT_KEYS = ("use_fp8_experts", "llada_fp8_experts")
 _SCALE, _SCALE_INV = "weight_scale", "weight_scale_inv"
 
@@ -105,10 +113,10 @@ def read_stored(
             if values.get(key)
         ]
     # Without an algorithm it is the KV cache alone that the file speaks of.
-    outer = read_optional_json(model_dir / _FILE)
+    outer = read_optional_json(model_dir / QUANTIZATION_FILE)
     inner = outer.get("quantization")
     if inner and not (isinstance(inner, Mapping) and not inner.get("quant_algo")):
-        found.append(_modelopt(_Values(f"{_FILE}: quantization", inner)))
+        found.append(_modelopt(_Values(f"{QUANTIZATION_FILE}: quantization", inner)))
     for prefix, values in (("", config), ("text_config.", nested)):
         for key in _EXPERT_KEYS:
             value = values.get(key) if isinstance(values, Mapping) else None
@@ -218,7 +226,8 @@ def _compressed_tensors(values: _Values) -> StoredQuantization:
         rules.append(_group_rule(group, own_format))
         inputs = group.get("input_activations")
         said = inputs.get("strategy", "tensor") if isinstance(inputs, Mapping) else "none"
-        activations.append(str(said))
+        is_group = said == "group" and inputs.get("group_size") == BLOCK[0]
+        activations.append("dynamic" if is_group else str(said))
     if not rules:
         raise values.fail("config_groups", "at least one group")
     rules.sort(key=lambda rule: LINEAR not in rule.targets)

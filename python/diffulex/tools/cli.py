@@ -302,6 +302,13 @@ def _fill_verify(parser: Parser) -> None:
     parser.set_defaults(command=run_verify)
 
 
+def _fill_quantize(parser: Parser) -> None:
+    from diffulex.quantization.command import add_quantize_flags  # noqa: PLC0415
+
+    _add_log_level(parser)
+    add_quantize_flags(parser)
+
+
 def _fill_completion(parser: Parser) -> None:
     _add_log_level(parser)
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="for which shell")
@@ -371,6 +378,12 @@ _COMMANDS = (
     _Command("trace", _TRACE_HELP, _fill_trace, "FILE"),
     _Command(
         "verify", "whether a checkpoint is computed as its authors mean it", _fill_verify, "[MODEL]"
+    ),
+    _Command(
+        "quantize",
+        "write a checkpoint in low precision (compressed-tensors)",
+        _fill_quantize,
+        "MODEL OUT",
     ),
     _Command(
         "doctor",
