@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from diffulex import Diffulex, SamplingParams
+from diffulex.checkpoint.auto_model import load_model
 from diffulex.config.config import Config
+from diffulex.engine.startup import startup_lines
 from diffulex.errors import ConfigError
 from diffulex.nn.linear import Linear
-from diffulex.quantization.scheme import SCHEMES
-from diffulex.quantization.weights import QuantizedWeight
+from diffulex.quantization.layers import ModelQuantizer
+from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
+from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
 from fixtures.quantized import Checked, rows_by_product
+from tiny_gemma import TinyGemma
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 #: Of the kind that the model was trained on: nothing is decided by the last bits of a product.
@@ -105,6 +109,31 @@ def test_a_given_model_has_the_weights_that_are_named() -> None:
         Diffulex.from_components(engine.config, model_of(engine), None) as other,
     ):
         assert other.config.model.quantization == "int8"
+
+
+def test_stacked_experts_answer_alike_alone_and_again(tmp_path) -> None:
+    """A canvas model whose experts are int8, through its engine."""
+    gemma = TinyGemma(tmp_path, "cpu", moe_intermediate_size=40)
+    facts = gemma.facts
+    quantizer = ModelQuantizer(QuantizationPlan("int8"))
+    gemma.model = load_model(
+        facts.model_name, facts.spec, tmp_path, torch.float32, "cpu", quantizer=quantizer
+    )
+    experts = [layer.experts.matrices for layer in gemma.model.decoder_layers]
+    assert all(isinstance(each, QuantizedExperts) for each in experts)
+    params = SamplingParams(temperature=0.0, max_tokens=12, seed=1, ignore_eos=True)
+    found = []
+    for _ in range(2):
+        with gemma.engine(quantization="int8") as engine:
+            assert "weights int8" in "\n".join(
+                startup_lines(engine.config, engine._prepared, engine.memory_report(), None)
+            )
+            outputs = engine.generate([[7, 9, 11]], params, summary=False)
+            found.append(list(outputs[0].token_ids))
+    assert found[0] == found[1]
+    assert len(found[0]) == 12
+    with gemma.engine() as engine:
+        assert engine.config.model.quantization == "auto"
 
 
 def test_unknown_schemes_are_an_error() -> None:

@@ -24,6 +24,7 @@ from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
 from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight, Shape
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.families import DENSE_FAMILIES, family_builder
+from fixtures.gemma import GemmaOracle
 from fixtures.moe_families import moe_builder, moe_config
 from reference import quantize as reference
 
@@ -271,6 +272,29 @@ def test_a_part_of_a_matrix_cannot_be_ignored(tmp_path) -> None:
     family_builder("sdar").write(tmp_path)
     with pytest.raises(ConfigError, match=r"quantization_ignore: expected all or none of .*q_proj"):
         load(tmp_path, QuantizationPlan("fp8", ignore=("*.q_proj",)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_stacked_experts_of_diffusion_gemma(tmp_path, scheme: str) -> None:
+    """Gate and up are one stored tensor; a product of every expert against that of the values."""
+    GemmaOracle(seed=3, moe_intermediate_size=144).write(tmp_path)
+    plain, model = load(tmp_path, None), load(tmp_path, QuantizationPlan(scheme))
+    names = {name.rpartition(".")[2] for name in formats(model)}
+    assert names == {"experts", "qkv", "o", "gate_up", "down"}
+    assert not any("self_conditioning" in name for name in formats(model))
+    x = normal(16, 64, seed=5)
+    ids = torch.arange(32, dtype=torch.int32).reshape(16, 2) % 8
+    routing = ops.Routing(torch.full((16, 2), 0.5), ids)
+    for layer in range(model.spec.num_layers):
+        results = []
+        for each in (plain, model):
+            experts = each.decoder_layers[layer].experts.matrices
+            out = torch.empty_like(x)
+            workspace = experts.new_workspace(x, 2)
+            experts.product(x, routing, out=out, workspace=workspace, act=ops.Activation.GELU_TANH)
+            results.append(out)
+        error = (results[1] - results[0]).norm() / results[0].norm()
+        assert 1e-4 < error < (0.25 if scheme == "int4" else 0.08)
 
 
 def test_experts_are_packed_when_the_other_weights_are(tmp_path) -> None:
