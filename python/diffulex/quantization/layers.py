@@ -35,7 +35,14 @@ if TYPE_CHECKING:
     from diffulex.quantization.scheme import QuantizationPlan
     from diffulex.quantization.stored import StoredQuantization
 
-__all__ = ["ModelQuantizer", "Projections", "Sink", "StoredQuantizer", "has_low_precision"]
+__all__ = [
+    "ModelQuantizer",
+    "Projections",
+    "Sink",
+    "StoredQuantizer",
+    "has_low_precision",
+    "sinks_of",
+]
 
 logger = get_logger(__name__)
 
@@ -347,6 +354,35 @@ def _listed(modules: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
+def sinks_of(model: nn.Module, table: Mapping[str, torch.Tensor]) -> dict[str, Sink]:
+    """What quantises new values for the weights in low precision of a model that is in use.
+
+    Raises:
+        ConfigError: a weight was stored in a form that quantising does not make.
+    """
+    held: list[tuple[torch.Tensor, tuple[QuantizedWeight, ...]]] = []
+    for module in model.modules():
+        if isinstance(module, MatrixProduct) and isinstance(module.format, QuantizedWeight):
+            held.append((module.row_major(), (module.format,)))
+        experts = getattr(module, "matrices", None)
+        if isinstance(experts, QuantizedExperts):
+            owner: Any = module
+            held += [(owner.w13, tuple(experts.w13)), (owner.w2, tuple(experts.w2))]
+    views = _views(table)
+    sinks: dict[str, Sink] = {}
+    for values, weights in held:
+        for name, view in views.get(id(values), []):
+            place = _Place.of(name, view, values.size(-2))
+            chosen = weights[place.first_matrix : place.first_matrix + place.num_matrices]
+            if not all(weight.can_write for weight in chosen):
+                raise ConfigError(
+                    f"update_weights: expected weights that are quantised while loading, got"
+                    f" {name} as int4 of a checkpoint"
+                )
+            sinks[name] = Sink(chosen, place.rows.start)
+    return sinks
+
+
 def has_low_precision(model: nn.Module) -> bool:
     """Whether a layer of a model holds weights in low precision."""
     held = (QuantizedWeight, QuantizedExperts)
@@ -357,12 +393,18 @@ def has_low_precision(model: nn.Module) -> bool:
     )
 
 
-def _matrices(model: nn.Module, table: Mapping[str, torch.Tensor]) -> Iterator[_Matrix]:
-    """Large matrices, with the stored tensors that fill them."""
+def _views(table: Mapping[str, torch.Tensor]) -> dict[int, list[tuple[str, torch.Tensor]]]:
+    """Names and places in the table, by the matrix that they are in."""
     views: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, target in table.items():
         base = target if target._base is None else target._base
         views.setdefault(id(base), []).append((name, target))
+    return views
+
+
+def _matrices(model: nn.Module, table: Mapping[str, torch.Tensor]) -> Iterator[_Matrix]:
+    """Large matrices, with the stored tensors that fill them."""
+    views = _views(table)
     for module in model.modules():
         for matrix in _large(module):
             found = views.get(id(matrix), [])

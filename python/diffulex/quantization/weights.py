@@ -98,6 +98,12 @@ class _Part:
         return scale[first // size : -(-last // size)]
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether only a checkpoint has this form."""
+        shape = self._shape
+        return shape.has_exact_scale or shape.has_zeros or shape.has_order
+
+    @property
     def _is_packed(self) -> bool:
         return self.scheme == WeightScheme.INT8 and self.codes.dtype == torch.uint8
 
@@ -162,6 +168,11 @@ class QuantizedWeight:
     def row_multiple(self) -> int:
         """Rows that are written at once are as many as this, or a multiple."""
         return ops.QUANT_GROUP if self.scheme == WeightScheme.FP8_BLOCK else 1
+
+    @property
+    def can_write(self) -> bool:
+        """Whether quantising makes this form, zero points and other orders of columns left out."""
+        return not any(part.is_foreign for part in self._parts)
 
     def write(self, first: int, values: torch.Tensor) -> None:
         """Quantises the rows values [n, K] into the rows from `first` on."""

@@ -20,6 +20,7 @@ from diffulex.checkpoint.lora import MergePlan, read_adapter
 from diffulex.checkpoint.tensor_files import listed
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.nn.linear import pack_weights
+from diffulex.quantization.layers import sinks_of
 from diffulex.update.sources import FileSource, TensorSource
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from diffulex.checkpoint.slices import WeightSlice
     from diffulex.config.config import Config
+    from diffulex.quantization.layers import Sink
     from diffulex.update.sources import WeightSource
 
 __all__ = ["LiveWeights"]
@@ -61,7 +63,7 @@ class LiveWeights:
             CheckpointError: names, shapes, types or values do not suit the model. Nothing is changed.
             ConfigError: the weights of this engine cannot be replaced.
         """
-        self._check_plain("update_weights")
+        self._check_open("update_weights")
         if self._base is not None:
             raise ConfigError("update_weights: expected no adapter, got one (unload_lora first)")
         source: WeightSource
@@ -73,12 +75,21 @@ class LiveWeights:
             raise CheckpointError("update_weights: expected at least one tensor, got none")
         with self._change("update_weights", begin) as write:
             table = weight_table_of(self._model, source.shapes)
-            slices = slices_of(self._model, table)
+            slices, sinks = slices_of(self._model, table), sinks_of(self._model, table)
             is_whole = source.is_complete or self.failure is not None
             _check(table, slices, source, is_whole=is_whole)
+            coded = [name for name in source.shapes if name in sinks and source.is_coded(name)]
+            if coded:
+                raise CheckpointError(
+                    "update_weights: expected weights in their dtype for an engine in low precision,"
+                    f" got codes of {listed(coded)}"
+                )
             write()
             for name in source.shapes:
-                _write(table[name], slices[name], name, source)
+                if name in sinks:
+                    _quantize(sinks[name], name, source)
+                else:
+                    _write(table[name], slices[name], name, source)
         return len(source.shapes)
 
     @torch.inference_mode()
@@ -94,7 +105,13 @@ class LiveWeights:
             CheckpointError: the adapter is damaged or does not suit the model. Nothing is changed.
             ConfigError: the weights of this engine cannot be changed, or have an adapter from its start.
         """
-        self._check_plain("load_lora")
+        self._check_open("load_lora")
+        scheme = self._config.model.quantization
+        if scheme not in ("auto", "none"):
+            raise ConfigError(
+                f"load_lora: expected quantization none, got {scheme} (the base of an adapter cannot be"
+                " brought back from low precision)"
+            )
         if self._config.model.use_lora:
             raise ConfigError(
                 "load_lora: expected an engine that started without use_lora, got one with"
@@ -166,16 +183,11 @@ class LiveWeights:
             raise
         self.failure = None
 
-    def _check_plain(self, where: str) -> None:
+    def _check_open(self, where: str) -> None:
         model, config = self._model, self._config.model
         if not hasattr(model, "weight_table"):
             raise ConfigError(
                 f"{where}: expected a model with a weight_table, got {type(model).__name__}"
-            )
-        if config.quantization not in ("auto", "none"):
-            raise ConfigError(
-                f"{where}: expected quantization none, got {config.quantization} (weights in low"
-                " precision cannot be replaced)"
             )
         if config.use_lora and config.pre_merge_lora:
             raise ConfigError(
@@ -242,7 +254,19 @@ def _restore(table: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor]
 
 
 def _place(target: torch.Tensor) -> tuple[int, ...]:
+    """Where a weight is; one in low precision has the place of its stand-in."""
+    if target.is_meta:
+        base = target if target._base is None else target._base
+        return id(base), target.storage_offset(), *target.shape
     return target.data_ptr(), *target.shape
+
+
+def _quantize(sink: Sink, name: str, source: WeightSource) -> None:
+    """Quantises a new weight in place of the old one."""
+    whole = slice(0, source.shapes[name][0])
+    multiple = sink.row_multiple if len(source.shapes[name]) == 2 else 1
+    for rows, values in source.pieces(name, whole, multiple):
+        sink.write(rows, values)
 
 
 def _write(target: torch.Tensor, part: WeightSlice, name: str, source: WeightSource) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from diffulex.checkpoint.loader import are_equal, check_finite, find_stored
-from diffulex.checkpoint.tensor_files import is_ignored
+from diffulex.checkpoint.tensor_files import CodedTensor, is_ignored
 from diffulex.checkpoint.tensor_reader import TENSOR_DTYPES, TensorReader, is_loadable
 from diffulex.errors import CheckpointError
 
@@ -30,8 +30,16 @@ class WeightSource(Protocol):
     def check(self, name: str, dtype: torch.dtype) -> None:
         """Raises CheckpointError for a type that is no weight's, and for values not finite as `dtype`."""
 
-    def pieces(self, name: str, rows: slice) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Ranges of `rows` with their values, valid until the next piece; a scalar is one row."""
+    def is_coded(self, name: str) -> bool:
+        """Whether it is in low precision already."""
+
+    def pieces(
+        self, name: str, rows: slice, multiple: int = 1
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Ranges of `rows` with their values, valid until the next piece; a scalar is one row.
+
+        All but the last range have a multiple of `multiple` rows.
+        """
 
     def has_equal(self, first: str, second: str) -> bool:
         """Whether two tensors have the same values."""
@@ -80,7 +88,12 @@ class TensorSource:
             )
         _check_range(tensor, name, dtype)
 
-    def pieces(self, name: str, rows: slice) -> Iterator[tuple[slice, torch.Tensor]]:
+    def is_coded(self, name: str) -> bool:
+        return False
+
+    def pieces(
+        self, name: str, rows: slice, multiple: int = 1
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
         tensor = self._tensors[name]
         yield rows, tensor[rows] if tensor.dim() else tensor
 
@@ -124,8 +137,15 @@ class FileSource:
             check_finite(values, name, stored)
             _check_range(values, name, dtype)
 
-    def pieces(self, name: str, rows: slice) -> Iterator[tuple[slice, torch.Tensor]]:
-        return self._reader.pieces(self._stored[name], wanted=rows)
+    def is_coded(self, name: str) -> bool:
+        return isinstance(self._stored[name], CodedTensor)
+
+    def pieces(
+        self, name: str, rows: slice, multiple: int = 1
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        stored = self._stored[name]
+        step = max(1, self._reader.rows_per_piece(stored) // multiple) * multiple
+        return self._reader.pieces(stored, step, wanted=rows)
 
     def has_equal(self, first: str, second: str) -> bool:
         return are_equal(self._stored[first], self._stored[second])

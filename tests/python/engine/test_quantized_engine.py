@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from diffulex import Diffulex, SamplingParams
+from diffulex.checkpoint import tensor_reader
 from diffulex.checkpoint.auto_model import load_model
 from diffulex.config.config import Config
 from diffulex.engine.startup import startup_lines
-from diffulex.errors import ConfigError
+from diffulex.errors import CheckpointError, ConfigError
 from diffulex.nn.linear import Linear
 from diffulex.quantization.layers import ModelQuantizer
 from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
 from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
-from fixtures.quantized import Checked, rows_by_product
+from fixtures.checkpoints import CheckpointBuilder, tiny_config
+from fixtures.quantized import FORMATS, Checked, rows_by_product
 from tiny_gemma import TinyGemma
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -84,13 +86,70 @@ def test_random_weights_are_quantised_too() -> None:
         assert tokens(engine) == first
 
 
-def test_weights_in_low_precision_cannot_be_replaced() -> None:
-    with Diffulex("demo", device="cpu", quantization="fp8") as engine:
-        name = "model.layers.0.mlp.down_proj.weight"
-        with pytest.raises(
-            ConfigError, match="update_weights: expected quantization none, got fp8"
-        ):
-            engine.update_weights({name: torch.zeros(1, 1)})
+def codes_of(engine: Diffulex) -> list[torch.Tensor]:
+    """Copies of everything that the layers hold in low precision."""
+    layers = [m.format for m in model_of(engine).modules() if isinstance(m, Linear)]
+    parts = [part for weight in layers for part in weight._parts]
+    held = [tensor for part in parts for tensor in (part.codes, part.scale)]
+    return [tensor.view(torch.uint8).clone() for tensor in held]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_new_weights_are_quantised(tmp_path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """Given tensors and files alike, in small pieces too: as if they had been loaded at first."""
+    monkeypatch.setattr(tensor_reader, "_PIECE_BYTES", 20_000)
+    config = tiny_config(intermediate_size=200)
+    old, new = (CheckpointBuilder(config, seed=seed) for seed in (0, 1))
+    old.write(tmp_path / "old")
+    tensors = new.write(tmp_path / "new")
+    settings = {"device": "cpu", "max_model_len": 64, "quantization": scheme}
+
+    def answer(engine: Diffulex) -> list[int]:
+        return list(engine.generate([[5, 6, 7]], GREEDY, summary=False)[0].token_ids)
+
+    with Diffulex(str(tmp_path / "new"), **settings) as engine:
+        answers = [answer(engine)]
+        expected = codes_of(engine)
+    with Diffulex(str(tmp_path / "old"), **settings) as engine:
+        answers.append(answer(engine))
+        before = codes_of(engine)
+        engine.update_weights(tensors)
+        assert all(map(torch.equal, codes_of(engine), expected))
+        assert answer(engine) == answers[0]
+        engine.update_weights(str(tmp_path / "old"))
+        assert all(map(torch.equal, codes_of(engine), before))
+        assert answer(engine) == answers[1]
+        name = "model.layers.1.self_attn.k_proj.weight"
+        engine.update_weights({name: tensors[name]})
+        assert not all(map(torch.equal, codes_of(engine), before))
+        with pytest.raises(CheckpointError, match=rf"{name}: expected shape \[64, 64\], got"):
+            engine.update_weights({name: torch.zeros(3, 64)})
+    assert not all(map(torch.equal, before, expected))
+
+
+def test_new_weights_for_stored_codes(tmp_path) -> None:
+    """Quantising makes no zero points; codes are not quantised once more."""
+    for name in ("gptq_v1", "ct_int8"):
+        CheckpointBuilder(tiny_config(intermediate_size=160)).write(tmp_path / name)
+        FORMATS[name].write(tmp_path / name)
+    name = "model.layers.0.mlp.down_proj.weight"
+    with (
+        Diffulex(str(tmp_path / "gptq_v1"), device="cpu", max_model_len=64) as engine,
+        pytest.raises(ConfigError, match=r"update_weights: .* quantised while loading, got"),
+    ):
+        engine.update_weights({name: torch.zeros(64, 160)})
+    with Diffulex(str(tmp_path / "ct_int8"), device="cpu", max_model_len=64) as engine:
+        engine.update_weights({name: torch.ones(64, 160)})
+        with pytest.raises(CheckpointError, match="expected weights in their dtype for an engine"):
+            engine.update_weights(str(tmp_path / "ct_int8"))
+
+
+def test_adapters_need_weights_in_their_dtype(tmp_path) -> None:
+    with (
+        Diffulex("demo", device="cpu", quantization="fp8") as engine,
+        pytest.raises(ConfigError, match="load_lora: expected quantization none, got fp8"),
+    ):
+        engine.load_lora(str(tmp_path))
 
 
 def test_a_given_model_has_the_weights_that_are_named() -> None:
