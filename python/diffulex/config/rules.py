@@ -179,7 +179,9 @@ class Resolver:
             values["dtype"] = dtype_name(self._partial.facts.spec.dtype) if is_cuda else "float32"
 
     def _check_quantization(self, is_cuda: bool) -> None:
-        values, stored = self._partial.values, self._partial.facts.stored
+        values, facts = self._partial.values, self._partial.facts
+        # A program has the values that its checkpoint stood for.
+        stored = facts.stored if facts.program is None else None
         if stored is not None:
             self._check_stored(stored)
         scheme = values["quantization"]
@@ -192,7 +194,7 @@ class Resolver:
                 f"quantization: expected {legal} on {values['device']}, which has no kernels for"
                 f" weights in low precision yet, got {scheme!r}{of_stored}"
             )
-        if self._partial.facts.program is not None:
+        if facts.program is not None:
             raise ConfigError(
                 f"quantization: expected auto or none with an exported program, got {scheme!r}"
             )

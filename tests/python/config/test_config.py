@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ from diffulex.config.table import CONFIG_TABLE, THRESHOLD_KEYS, IgnoredConfig, S
 from diffulex.config.types import ModelFacts
 from diffulex.errors import ConfigError
 from diffulex.families.spec import ModelSpec
+from diffulex.quantization.stored import StoredQuantization, StoredRule
 from diffulex.registry import AutoSampler
 
 SPEC: dict[str, Any] = {
@@ -203,6 +205,19 @@ def test_groups_are_those_of_four_bits() -> None:
     message = "quantization_group_size: expected 128 unless quantization is one of int4, got 64 with 'int8'"
     with pytest.raises(ConfigError, match=message):
         resolve(quantization="int8", quantization_group_size=64)
+
+
+def test_a_program_has_the_values_of_its_checkpoint() -> None:
+    """What its config.json says about codes speaks of the weights that were exported."""
+    stored = StoredQuantization("config.json: quantization_config", (StoredRule("fp8"),))
+    given = dataclasses.replace(facts(), stored=stored)
+    assert resolve(given).model.quantization == "fp8"
+    assert resolve(given, quantization="none").model.quantization == "none"
+    program: Any = SimpleNamespace(max_rows=64, max_model_len=64, cache_rows=64, dtype="float32")
+    given = dataclasses.replace(given, program=program)
+    assert resolve(given).model.quantization == "auto"
+    with pytest.raises(ConfigError, match="quantization: expected auto or none with an exported"):
+        resolve(given, quantization="fp8")
 
 
 def test_every_documented_attention_kernel_exists() -> None:
