@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffulex.errors import CheckpointError
 from diffulex.registry import PLUGIN_GROUP
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def examine() -> DoctorReport:
     facts["packages"] = {name: _version(name) for name in _REQUIRED}
     facts["optional packages"] = {name: _version(name) for name in _OPTIONAL}
     facts["plug-ins"] = _plugins()
+    facts["models"] = _attempt(checks, "-", "read the cache of the hub", _models) or {}
     if devices is not None:
         backends = _attempt(checks, "-", "import diffulex_edge", _edge_backends)
         facts["edge backends"] = backends or {}
@@ -107,6 +109,39 @@ def _plugins() -> dict[str, str]:
             package = f"{point.dist.name} {point.dist.version}"
             found.setdefault(point.name, []).append(f"{point.value} ({package})")
     return {name: " and ".join(sorted(added)) for name, added in found.items()}
+
+
+def _models() -> dict[str, str]:
+    """What can be run without a download: the bundled model, and those in the cache of the hub."""
+    from huggingface_hub import constants, scan_cache_dir  # noqa: PLC0415 (slow to import)
+    from huggingface_hub.errors import CacheNotFound  # noqa: PLC0415
+
+    from diffulex.checkpoint.resolve import demo_dir  # noqa: PLC0415
+    from diffulex.families.detection import detect_family  # noqa: PLC0415
+
+    has_demo = (demo_dir() / "model.safetensors").is_file()
+    found = {"demo": "bundled" if has_demo else "not in this installation"}
+    try:
+        repos = [
+            repo
+            for repo in scan_cache_dir(constants.HF_HUB_CACHE).repos
+            if repo.repo_type == "model"
+        ]
+    except CacheNotFound:
+        return found
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        files = {file.file_name: file for part in repo.revisions for file in part.files}
+        if "config.json" not in files:
+            continue
+        try:
+            config = json.loads(files["config.json"].file_path.read_text(encoding="utf-8"))
+            family = detect_family(config, tuple)
+        except (OSError, ValueError, CheckpointError) as error:
+            found[repo.repo_id] = f"not readable: {error}"
+            continue
+        if family is not None:
+            found[repo.repo_id] = f"{family}, {repo.size_on_disk / 1e9:.2f} GB"
+    return found
 
 
 def _self_tests() -> Mapping[str, Callable[[str], str]]:

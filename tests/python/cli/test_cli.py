@@ -436,6 +436,30 @@ class TestDoctor:
             "another:Mine (another 1.2) and my_model:Mine (my_model 1.2)"
         )
 
+    def test_models_at_hand_are_listed(self, monkeypatch, tmp_path):
+        """The bundled one, and those of the hub's cache that an engine can run."""
+        from huggingface_hub import constants
+
+        from diffulex.tools import doctor
+
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "none"))
+        assert list(doctor._models()) == ["demo"]
+        for name, config in (
+            ("mine", '{"model_type": "sdar"}'),
+            ("other", '{"model_type": "bert"}'),
+            ("cut", "{"),
+        ):
+            repo = tmp_path / "hub" / f"models--org--{name}"
+            (repo / "snapshots" / "abc").mkdir(parents=True)
+            (repo / "refs").mkdir()
+            (repo / "refs" / "main").write_text("abc")
+            (repo / "snapshots" / "abc" / "config.json").write_text(config)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        found = doctor._models()
+        assert list(found) == ["demo", "org/cut", "org/mine"]
+        assert found["org/mine"] == "sdar, 0.00 GB"
+        assert found["org/cut"].startswith("not readable: ")
+
     def test_broken_parts_are_reported(self, monkeypatch):
         from diffulex.tools import doctor
 
