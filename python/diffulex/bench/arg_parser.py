@@ -104,6 +104,26 @@ def _ranged(name: str, kind: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
+#: What the flags of the short help are for; the others are named as in docs/evaluation.md.
+_HELP = {
+    "dataset_name": "tasks, with commas between them",
+    "dataset_limit": "only the first items of each",
+    "include_path": "a folder with further task files",
+    "temperature": "0: greedy",
+    "max_tokens": "longest answer",
+    "output_dir": "the folder of the run is made there",
+    "confirm_run_unsafe_code": "run the programs that a model writes",
+    "apply_chat_template": "lm-eval builds prompts from messages",
+    "num_fewshot": "examples before each question",
+    "save_trace": "keep in which order tokens were written",
+    "endpoint": "ask this server, not an engine in this process",
+    "model_path": "directory or hub id, required",
+    "model_name": "family; auto: found from the checkpoint",
+    "decoding_strategy": "auto: that of the family",
+    "max_num_reqs": "requests decoded together",
+}
+
+
 def add_eval_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of ``eval``; `benchmark_config` reads what they give."""
     run = parser.add_argument_group("run")
@@ -157,7 +177,8 @@ def _add_field(group: argparse._ArgumentGroup, item: dataclasses.Field[Any]) -> 
     kinds = str(item.type).split(" | ")
     common: dict[str, Any] = {"dest": item.name, "default": argparse.SUPPRESS}
     default = "unset" if item.default is None else str(item.default).lower()
-    common["help"] = argparse.SUPPRESS if item.name in _HIDDEN else f"[{default}]"
+    text = f"{_HELP.get(item.name, '')} [{default}]".lstrip()
+    common["help"] = argparse.SUPPRESS if item.name in _HIDDEN else text
     if item.name in _ON_ONLY:
         group.add_argument(_flag(name), action="store_true", **common)
     elif "bool" in kinds:

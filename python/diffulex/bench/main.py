@@ -31,10 +31,19 @@ __all__ = ["add_bench_eval_flags", "add_tasks_flags", "run_eval", "run_tasks"]
 
 logger = get_logger(__name__)
 
+#: Flags in the short help.
+_COMMON = (
+    "config_file", "preset", "resume", "engine_arg", "dataset_name", "dataset_limit", "include_path",
+    "temperature", "max_tokens", "output_dir", "confirm_run_unsafe_code", "apply_chat_template",
+    "num_fewshot", "save_trace", "endpoint", "model_path", "model_name", "decoding_strategy",
+    "max_num_reqs", "accept_threshold",
+)  # fmt: skip
+
 
 def add_bench_eval_flags(parser: Parser) -> None:
     """``eval``: settings in, a folder with results out."""
     add_eval_flags(parser)
+    parser.shorten_help(_COMMON)
     parser.set_defaults(command=run_eval)
 
 

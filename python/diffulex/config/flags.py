@@ -23,6 +23,8 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 #: Least similarity of a flag that is offered instead of an unknown one.
 _NEAREST_CUTOFF = 0.75
+#: Longer lists of choices are in the long help alone.
+_MANY_CHOICES = 6
 #: Kinds a flag can hold; mappings are for Python callers only.
 _FLAG_KINDS = ("str", "int", "float", "bool", "ids", "floats", "strs")
 
@@ -32,9 +34,11 @@ class UsageError(ConfigError):
 
 
 def _short(action: argparse.Action) -> argparse.Action:
-    """The same with the help that names neither range nor default, if it has one."""
+    """The same with the help that names neither range nor default, if it has one, and few choices."""
     result = copy.copy(action)
     result.help = getattr(action, "short_help", action.help)
+    if action.choices is not None and len(list(action.choices)) > _MANY_CHOICES:
+        result.metavar = action.metavar or "NAME"
     return result
 
 

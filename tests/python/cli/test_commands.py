@@ -215,6 +215,16 @@ class TestHelp:
         assert "--run-ahead" in full
         assert "--log-level" in full
 
+    @pytest.mark.parametrize("command", ["eval", "throughput"])
+    def test_benchmarks_have_a_screen_too(self, run, command, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        code, short, _ = run("bench", command, "--help")
+        assert (code, len(short.splitlines()) <= 50) == (0, True)
+        assert max(map(len, short.splitlines())) <= 80
+        full = run("bench", command, "--help-all")[1]
+        assert len(full) > 2 * len(short)
+        assert "--page-size" in full
+
     def test_temperature_stands_with_sampling(self, run):
         text = run("generate", "--help")[1]
         sampling = text.split("\nsampling:")[1].split("\nengine options:")[0]
