@@ -76,6 +76,8 @@ def _naming_the_nearest(cls: type[T]) -> type[T]:
             if name not in names:
                 near = difflib.get_close_matches(name, names, n=1)
                 hint = f", nearest is {near[0]!r}" if near else f" ({', '.join(names)})"
+                if name == "n":
+                    hint = " (n is one of generate: generate(prompts, params, n=3))"
                 raise UnknownParameterError(
                     f"SamplingParams: expected a known parameter{hint}, got {name!r}"
                 )

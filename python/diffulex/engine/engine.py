@@ -510,6 +510,12 @@ class Diffulex(LiveControls, Observed):
 
     # Life cycle.
 
+    def __repr__(self) -> str:
+        if (config := vars(self).get("config")) is None:
+            return "<Diffulex that could not be built>"
+        model, strategy = config.model, config.decoding.decoding_strategy
+        return f"<Diffulex {model.model}: {strategy} on {model.device}>"
+
     def close(self) -> None:
         """Ends every request and releases the memory. Idempotent.
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import html
+import reprlib
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -177,6 +178,9 @@ class GenerationOutputs(Sequence[RequestOutput]):
 
     def __len__(self) -> int:
         return len(self._outputs)
+
+    def __repr__(self) -> str:
+        return f"GenerationOutputs({reprlib.repr([output.text for output in self._outputs])})"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: every answer."""

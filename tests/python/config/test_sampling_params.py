@@ -65,7 +65,8 @@ def test_engine_defaults_fill_what_is_unset() -> None:
         ("max_token", "nearest is 'max_tokens'"),
         ("max_new_tokens", "nearest is 'max_tokens'"),
         ("temprature", "nearest is 'temperature'"),
-        ("n", r"\(temperature, max_tokens, .*\)"),
+        ("n", r"\(n is one of generate: generate\(prompts, params, n=3\)\)"),
+        ("beams", r"\(temperature, max_tokens, .*\)"),
     ],
 )
 def test_unknown_names_are_answered_with_the_nearest(name: str, hint: str) -> None:
