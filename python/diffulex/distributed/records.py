@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from diffulex.distributed.comm import LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +55,31 @@ class SharedHead:
         self._widths = tuple(widths)
         #: Token id of this rank's first column.
         self.vocab_start = sum(widths[: comm.rank])
+
+    @classmethod
+    def of(cls, model: Any) -> SharedHead | None:
+        """That of a model, whose ranks all ask for it; None where one rank has all columns."""
+        comm: Comm = getattr(model, "comm", LOCAL)
+        if comm.size == 1:
+            return None
+        widths = torch.empty(comm.size, 1, 1, dtype=torch.int32)
+        comm.gather_records(torch.tensor([[len(model.vocabulary)]], dtype=torch.int32), widths)
+        return cls(comm, widths.flatten().tolist())
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that have columns."""
+        return len(self._widths)
+
+    def is_whole(self, logits: Tensor) -> bool:
+        """Whether rows have the columns of all ranks."""
+        return logits.size(1) == sum(self._widths)
+
+    def send_first(self, logits: Tensor) -> None:
+        """Rows that all ranks have become those of the first."""
+        if self._comm.rank > 0:
+            logits.zero_()
+        self._comm.all_reduce_(logits)
 
     def whole_rows(self, logits: Tensor) -> Tensor:
         """All columns [n, V] of rows of which this rank has some [n, V_t]."""

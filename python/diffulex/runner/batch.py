@@ -19,7 +19,7 @@ import torch
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -153,16 +153,25 @@ class StepBuffers:
         options: fix the capacity of every array.
         device: where the model runs.
         has_mirror: the device gets separate arrays even if it is the CPU.
+        hosts: memory for the plans, that of `num_plans`; None: it is allocated.
     """
 
+    num_plans = _NUM_STAGING
+
     def __init__(
-        self, options: _core.EngineOptions, device: torch.device, *, has_mirror: bool = False
+        self,
+        options: _core.EngineOptions,
+        device: torch.device,
+        *,
+        has_mirror: bool = False,
+        hosts: Sequence[Tensor] | None = None,
     ) -> None:
         self.device = device
         self._is_cuda = device.type == "cuda"
         plan_bytes = _core.StepPlan.arena_bytes(options)
         output_bytes = _core.SamplerOutput.arena_bytes(options)
-        hosts = [host_memory(plan_bytes, self._is_cuda) for _ in range(_NUM_STAGING)]
+        if hosts is None:
+            hosts = [host_memory(plan_bytes, self._is_cuda) for _ in range(_NUM_STAGING)]
         plans = [_core.StepPlan(options, host.data_ptr(), host.numel()) for host in hosts]
         #: Device arena of the plan; None where the device reads the host's.
         self.plan_device: Tensor | None = None
@@ -196,6 +205,15 @@ class StepBuffers:
     def views(self) -> ArenaViews:
         """Device tensors of the plan staged last; static on CUDA."""
         return self._staged[self._next].views
+
+    @property
+    def staged(self) -> int:
+        """Which plan was staged last."""
+        return self._next
+
+    def stage(self, index: int) -> None:
+        """Another rank has filled the plan `index` in memory that both have."""
+        self._next = index
 
     def next_plan(self) -> _core.StepPlan:
         """The plan to fill for the next step; waits until its memory is no longer read."""

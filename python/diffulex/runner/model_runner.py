@@ -19,11 +19,8 @@ from diffulex.likelihood.forward import RowRunner, ScoreForward
 from diffulex.log import get_logger, warn_once
 from diffulex.nn.kv_cache import KVCache, KvLayoutName
 from diffulex.nn.linear import pack_weights, set_batch_invariant
-from diffulex.ops.hopper import has_hopper_kernels
 from diffulex.ops.settled import batch_invariant
-from diffulex.profiling.kernel_choices import KernelChoice, OpShapes, kernel_choices
 from diffulex.profiling.memory import MemoryReport, tensor_bytes
-from diffulex.profiling.platform import Platform
 from diffulex.profiling.scopes import Stage
 from diffulex.runner.attention_workspace import AttentionWorkspace
 from diffulex.runner.batch import ArenaViews, StepBuffers, StepShape
@@ -36,24 +33,26 @@ from diffulex.runner.decode_graphs import (
     packs_rows,
 )
 from diffulex.runner.decode_loop import DecodeLoop, has_graph_of_logits
+from diffulex.runner.kernels import choices_of
 from diffulex.runner.model_call import BlankRows, ModelCall, head_logits
 from diffulex.runner.open_engines import memory_holders, register_open
 from diffulex.runner.row_watch import RowWatch
 from diffulex.runner.sampler_inputs import SamplerInputsBuilder
 from diffulex.runner.step_forward import StepForward
 from diffulex.runner.warm_up import GraphMemory, free_device_bytes, max_logits_rows
-from diffulex.samplers.selection import make_sampler
+from diffulex.samplers.selection import make_sampler, share_rows
 from diffulex.strategies.listing import strategy_named
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from diffulex.config.config import Config
     from diffulex.likelihood.rows import ScoreBatch, Scored
     from diffulex.nn.attention_metadata import AttnMetadata
+    from diffulex.profiling.kernel_choices import KernelChoice
     from diffulex.profiling.ring import StepTimes
     from diffulex.samplers.base import Sampler
     from diffulex.samplers.inputs import SamplerInputs
@@ -123,7 +122,7 @@ class ModelRunner:
         #: Receives when the stages of a step began; None: nobody keeps records.
         self.times: StepTimes | None = None
         #: Looks at logits on the host while a request asks for it; see its file.
-        self.row_watch = RowWatch(config, self.sampler)
+        self.row_watch = RowWatch(config, self.sampler, share_rows(model, self.sampler))
         register_open(self)
 
     def decide_num_pages(self) -> int:
@@ -169,8 +168,16 @@ class ModelRunner:
         fitting = [bucket.num_rows for bucket in shapes if has_graph_of_logits(config, bucket)]
         return GraphMemory(shapes, max(fitting, default=0))
 
-    def prepare(self, config: Config, options: _core.EngineOptions) -> None:
-        """Allocates everything the steps need; `config` has the number of pages."""
+    def prepare(
+        self,
+        config: Config,
+        options: _core.EngineOptions,
+        arenas: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Allocates everything the steps need; `config` has the number of pages.
+
+        `arenas` is memory for the plans that other ranks have as well.
+        """
         self.config = config
         self._check_preemption()
         with self._on_device():
@@ -179,7 +186,7 @@ class ModelRunner:
             # The state machine of the core: another one than the name of a strategy from outside says.
             core_traits = strategy_named(options.strategy).traits
             has_loop = self._has_decode_loop(options, core_traits)
-            self._buffers = StepBuffers(options, self.device, has_mirror=has_loop)
+            self._buffers = StepBuffers(options, self.device, has_mirror=has_loop, hosts=arenas)
             self._inputs_builder = SamplerInputsBuilder(
                 options, core_traits, self._buffers.sampler, self._call.signals
             )
@@ -244,7 +251,7 @@ class ModelRunner:
             traits,
             self.model,
             self.sampler,
-            self._step_buffers,
+            self.step_buffers,
             self._prepared_inputs,
             self._graphs,
             self._step_forward.run_bucket,
@@ -265,7 +272,7 @@ class ModelRunner:
                 f"model_name: expected a sampler with keep_rows for shifted logits, got"
                 f" {type(self.sampler).__name__}"
             )
-        keep_rows(self._step_buffers.max_logits_rows, max_num_reqs)
+        keep_rows(self.step_buffers.max_logits_rows, max_num_reqs)
 
     @property
     def kv_cache(self) -> KVCache:
@@ -318,7 +325,7 @@ class ModelRunner:
             weights=tensor_bytes(self.model),
             kv_pool=self._cache.nbytes,
             workspace=tensor_bytes(scratch),
-            step_buffers=tensor_bytes(self._step_buffers, self._decode_state()),
+            step_buffers=tensor_bytes(self.step_buffers, self._decode_state()),
             graph_pools=self._graph_bytes,
             sampler_state=tensor_bytes(vars(self.sampler)),
             allocated=allocated,
@@ -332,17 +339,7 @@ class ModelRunner:
 
     def kernel_choices(self) -> list[KernelChoice]:
         """Which kernel each op of a step takes, and why."""
-        spec, moe = self.config.model.spec, self.config.model.spec.moe
-        shapes = OpShapes(
-            self.config.model.dtype,
-            tuple(dict.fromkeys(head_dim for *_, head_dim in spec.attention_shapes)),
-            self.config.cache.page_size,
-            None if moe is None else (spec.hidden_size, moe.intermediate_size),
-            self.config.kernel.batch_invariant,
-        )
-        has_hopper = has_hopper_kernels(self.device)
-        index = self.device.index
-        return kernel_choices(Platform.of(self.device.type, index, has_hopper=has_hopper), shapes)
+        return choices_of(self.config, self.device)
 
     def expect_draws(self) -> None:
         """Announces a request that draws its tokens; before its first step, from any thread."""
@@ -351,7 +348,7 @@ class ModelRunner:
 
     def next_plan(self) -> _core.StepPlan:
         """The plan object for the scheduler to fill."""
-        return self._step_buffers.next_plan()
+        return self.step_buffers.next_plan()
 
     @torch.inference_mode()
     def start_loop(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> int | None:
@@ -424,7 +421,7 @@ class ModelRunner:
             self._sample(views, shape, hidden, plan, bucket)
         elif self._inputs_builder is not None:
             self._inputs_builder.skip()
-        output = self._step_buffers.download()
+        output = self.step_buffers.download()
         if self.row_watch.is_active:
             self.row_watch.after_sampling(plan, output)
         return output
@@ -437,7 +434,7 @@ class ModelRunner:
             if forwards is not None:
                 forwards.prepare(bucket)
         shape = StepShape.of(plan)
-        views = self._step_buffers.upload()
+        views = self.step_buffers.upload()
         if self._program is not None:
             ends = torch.from_numpy(_core.visible_ends(plan))
             self._program.begin_step(ends, views.logits_rows[: shape.num_logits_rows])
@@ -461,7 +458,8 @@ class ModelRunner:
         return self._forward(views, shape, plan)
 
     @property
-    def _step_buffers(self) -> StepBuffers:
+    def step_buffers(self) -> StepBuffers:
+        """Plans and outputs; RuntimeError before `prepare`."""
         return _prepared(self._buffers)
 
     @property
@@ -498,7 +496,7 @@ class ModelRunner:
     ) -> None:
         logits = self._logits(views.logits_rows[: shape.num_logits_rows], hidden, bucket)
         if self.row_watch.is_active:
-            self.row_watch.before_sampling(plan, logits)
+            logits = self.row_watch.before_sampling(plan, logits)
         self._decide(self._prepared_inputs.inputs(views, shape, logits))
 
     def _logits(self, rows: Tensor, hidden: Tensor, bucket: Bucket | None) -> Tensor:
@@ -526,8 +524,8 @@ class ModelRunner:
             *(Stage(self, name, "model_runner.rank0", name) for name in _CALLS),
             *(Stage(self, method, area, name) for method, name in own.items()),
             Stage(self._graphs, "replay", area, graph),
-            Stage(self._step_buffers, "upload", area, "prepare.copy_inputs"),
-            Stage(self._step_buffers, "download", area, "wait_for_output"),
+            Stage(self.step_buffers, "upload", area, "prepare.copy_inputs"),
+            Stage(self.step_buffers, "download", area, "wait_for_output"),
             Stage(self._prepared_inputs, "inputs", area, "prepare_sample"),
         ]
         rows = getattr(self.sampler, "rows", None)

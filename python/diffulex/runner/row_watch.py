@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
     from diffulex.config.config import Config
     from diffulex.distributed.executor import Watch
+    from diffulex.distributed.records import SharedHead
     from diffulex_ext import _core
 
-__all__ = ["RowWatch"]
+__all__ = ["FollowedRows", "RowWatch"]
 
 # Far below every logit, and finite: an infinite one makes entropies undefined.
 _NEVER = -3e4
@@ -53,10 +54,31 @@ class _Decided(NamedTuple):
     confidence: float
 
 
+class FollowedRows:
+    """In place of `RowWatch` on the ranks that hand their columns to the first and decide as it does."""
+
+    num_requests = 0
+
+    def __init__(self, head: SharedHead) -> None:
+        self.head = head
+        #: Whether the first rank looks at the rows of this step.
+        self.is_active = False
+
+    def before_sampling(self, plan: object, logits: Tensor) -> Tensor:
+        del plan
+        logits = self.head.whole_rows(logits)
+        self.head.send_first(logits)
+        return logits
+
+    def after_sampling(self, plan: object, output: object) -> None:
+        pass
+
+
 class RowWatch:
     """Watches the requests that ask for it. Belongs to the thread that steps, `add` to any."""
 
-    def __init__(self, config: Config, sampler: object) -> None:
+    def __init__(self, config: Config, sampler: object, head: SharedHead | None = None) -> None:
+        self._head = head
         self._mask_token_id = config.model.mask_token_id
         self._softcap = float(getattr(config.model.spec, "final_logit_softcap", None) or 0.0)
         self._device = torch.device(config.model.device)
@@ -74,6 +96,11 @@ class RowWatch:
     def num_requests(self) -> int:
         """Requests it watches."""
         return len(self._watched)
+
+    @property
+    def head(self) -> SharedHead | None:
+        """The exchange of ranks that have a part of the columns each."""
+        return self._head
 
     def add(self, req_id: int, watch: Watch) -> None:
         """Watches a request until `remove`."""
@@ -93,8 +120,20 @@ class RowWatch:
         first = watched.prompt_len + begin
         return tuple(watched.records[position] for position in range(first, first + count))
 
-    def before_sampling(self, plan: _core.StepPlan, logits: Tensor) -> None:
-        """Keeps the logits of the step for `after_sampling` and pushes stop ids down."""
+    def before_sampling(self, plan: _core.StepPlan, logits: Tensor) -> Tensor:
+        """Keeps the logits of the step for `after_sampling` and pushes stop ids down.
+
+        Returns:
+            What the sampler takes: whole rows, of which this rank may have some columns.
+        """
+        if self._head is not None:
+            logits = self._head.whole_rows(logits)
+        self._look_at(plan, logits)
+        if self._head is not None:
+            self._head.send_first(logits)
+        return logits
+
+    def _look_at(self, plan: _core.StepPlan, logits: Tensor) -> None:
         self._logits, self._pushed = logits, []
         for index, req_id in enumerate(plan.req_ids):
             watched = self._watched.get(int(req_id))

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 import diffulex_ext
-from diffulex.distributed.records import Records, SharedHead
+from diffulex.distributed.records import Records
 from diffulex.families.base import FilterOrder
 from diffulex.ops.workspace import empty_workspace, token_stats_workspace_bytes
 from diffulex.samplers.inputs import RowFilters
 from diffulex.samplers.shift import SavedRows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from diffulex.config.types import ConfigTree
-    from diffulex.distributed.comm import Comm
+    from diffulex.distributed.records import SharedHead
     from diffulex.samplers.inputs import SamplerInputs
 
 __all__ = ["FilterOrder", "RowPenalties", "RowRecords", "RowStage"]
@@ -112,14 +110,9 @@ class RowStage:
         self._saved = SavedRows(first_record, max_num_reqs, self._device)
         self._allocate(self._saved.num_records)
 
-    def share(self, comm: Comm, widths: Sequence[int]) -> None:
-        """Takes logits of which this rank has some columns; every rank runs the same steps.
-
-        Args:
-            comm: with the other ranks.
-            widths: columns of the logits of each rank.
-        """
-        self._head = SharedHead(comm, widths) if comm.size > 1 else None
+    def share(self, head: SharedHead) -> None:
+        """Takes logits of which this rank has some columns; every rank runs the same steps."""
+        self._head = head
 
     @property
     def saved_logits(self) -> Tensor | None:
@@ -145,6 +138,8 @@ class RowStage:
     def run(self, inputs: SamplerInputs, penalties: RowPenalties | None = None) -> RowRecords:
         """Records of the step's rows, valid until the next call."""
         head = self._head
+        if head is not None and head.is_whole(inputs.logits):
+            head = None
         if head is not None and self._wants_logits(inputs):
             inputs, head = replace(inputs, logits=head.whole_rows(inputs.logits)), None
         num_rows, vocab_size = inputs.logits.shape

@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from diffulex.distributed.records import SharedHead
 from diffulex.errors import ConfigError
 from diffulex.families.base import MASK_FILLING
 from diffulex.families.listing import family_named
 from diffulex.registry import AutoSampler
+from diffulex.samplers.row_stage import RowStage
 from diffulex.strategies.listing import STRATEGIES, strategy_named
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from diffulex.families.base import Decoding
     from diffulex.samplers.base import Sampler
 
-__all__ = ["make_sampler", "modes_of", "select_sampler", "strategies_of"]
+__all__ = ["make_sampler", "modes_of", "select_sampler", "share_rows", "strategies_of"]
 
 
 def select_sampler(model_name: str, strategy: str, sampling_mode: str) -> Callable[..., Any]:
@@ -72,6 +74,24 @@ def make_sampler(config: ConfigTree) -> Sampler:
     )
     sampler: Sampler = select(config)
     return sampler
+
+
+def share_rows(model: Any, sampler: Any) -> SharedHead | None:
+    """Lets a sampler decide with the other ranks of a model; None where there are none.
+
+    Raises:
+        ConfigError: the sampler takes whole rows alone.
+    """
+    head = SharedHead.of(model)
+    if head is not None:
+        rows = getattr(sampler, "rows", None)
+        if not isinstance(rows, RowStage):
+            raise ConfigError(
+                "tensor_parallel_size: expected 1 for a sampler without a RowStage as `rows`"
+                f" ({type(sampler).__name__}), got {head.num_ranks}"
+            )
+        rows.share(head)
+    return head
 
 
 def _decodes(row: Decoding, strategy: str) -> bool:

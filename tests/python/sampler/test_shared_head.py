@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 
 from diffulex.config.config import Config
 from diffulex.config.types import ModelFacts
+from diffulex.distributed.comm import LOCAL
+from diffulex.distributed.records import SharedHead
 from diffulex.families.spec import ModelSpec
 from diffulex.samplers.inputs import CarryArrays, RowFilters, SamplerInputs
 from diffulex.samplers.row_stage import RowPenalties, RowRecords, RowStage
@@ -66,7 +69,7 @@ def shared(widths: tuple[int, ...], steps: list[Any], keeps: bool = False, **set
 
     def work(comm: ThreadComm) -> RowRecords:
         stage = stage_of(**settings)
-        stage.share(comm, widths)
+        stage.share(SharedHead(comm, widths))
         if keeps:
             stage.keep_rows(16, 4)
         for inputs, penalties in steps:
@@ -176,6 +179,24 @@ def test_saved_rows(is_sampled: bool) -> None:
 
 
 def test_one_rank_is_not_shared() -> None:
-    stage = stage_of()
-    stage.share(ThreadComm(0, 1, None), (VOCAB,))  # type: ignore[arg-type]
-    assert_same(stage.run(inputs_of(logits())), whole([(inputs_of(logits()), None)]), atol=0.0)
+    assert SharedHead.of(SimpleNamespace()) is None
+    assert SharedHead.of(SimpleNamespace(comm=LOCAL)) is None
+
+
+def test_rows_of_the_first_rank_are_those_of_all() -> None:
+    widths = WIDTHS[0]
+
+    def work(comm: ThreadComm) -> Any:
+        head = SharedHead(comm, widths)
+        own = columns_of(logits(), comm.rank, widths)
+        assert not head.is_whole(own)
+        rows = head.whole_rows(own)
+        if comm.rank == 0:
+            rows[:, 5] = -30000.0
+        head.send_first(rows)
+        return rows
+
+    expected = logits()
+    expected[:, 5] = -30000.0
+    for rows in run_ranks(len(widths), work):
+        torch.testing.assert_close(rows, expected, rtol=0, atol=0, equal_nan=True)
