@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from diffulex.distributed.layout import Sizes
+from diffulex.distributed.legality import check_model_class
+from diffulex.distributed.shard import ONE_RANK, Shard
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.families import detection as families
 from diffulex.families.listing import FAMILIES, family_named
@@ -129,13 +133,14 @@ def load_model(
     lora_path: Path | None = None,
     merge_lora: bool = False,
     quantizer: Quantizer | None = None,
+    shard: Shard = ONE_RANK,
 ) -> nn.Module:
     """Builds the registered model and fills it from the checkpoint; see `loader.load_weights`.
 
     Names, shapes and the memory at hand are checked before any memory is taken. `lora_path` is the
     directory of an adapter; with `merge_lora` its products become part of the weights, otherwise
     they are computed beside them. With a `quantizer` matrices are quantised as they are read, a
-    merged adapter included.
+    merged adapter included. Of several ranks, `shard` says whose part is built and read.
 
     Raises:
         CheckpointError: the files do not fit the description, or the model not the memory.
@@ -150,7 +155,7 @@ def load_model(
     )
     from diffulex.checkpoint.memory import check_memory, reporting_memory  # noqa: PLC0415
 
-    model_class: Any = AutoModelForDiffusionLM.get(model_name)
+    model_class: Any = _class_of(model_name, shard)
     check_num_layers(spec, model_dir)
     adapter = None if lora_path is None else lora.read_adapter(lora_path)
     with reporting_memory(spec, dtype, device):
@@ -187,10 +192,12 @@ def random_model(
     device: torch.device | str,
     seed: int = 0,
     quantizer: Quantizer | None = None,
+    shard: Shard = ONE_RANK,
 ) -> nn.Module:
     """The registered model with weights drawn from a seeded generator where they are.
 
-    A `quantizer` quantises them then: for a moment the model is there in its dtype.
+    A `quantizer` quantises them then: for a moment the model is there in its dtype. Of several ranks
+    each draws the whole model, for a moment, and keeps its part, so that all have parts of the same.
     """
     from diffulex.checkpoint.memory import check_memory, reporting_memory  # noqa: PLC0415
 
@@ -198,12 +205,26 @@ def random_model(
     with reporting_memory(spec, dtype, device):
         check_memory(spec, dtype, device)
         module: nn.Module = model_class(spec, dtype, device).init_random(seed).eval()
+        if shard.size > 1:
+            from diffulex.checkpoint.loader import copy_part  # noqa: PLC0415
+
+            part: nn.Module = copy_part(module, _class_of(model_name, shard)(spec, dtype, device))
+            return part
         if quantizer is not None:
             from diffulex.checkpoint.loader import weight_table_of  # noqa: PLC0415
 
             filled: Any = module
             quantizer.quantize(module, weight_table_of(filled, {}))
     return module
+
+
+def _class_of(model_name: str, shard: Shard) -> Callable[..., Any]:
+    """What builds a model, or the part of it that a rank has."""
+    model_class: Any = AutoModelForDiffusionLM.get(model_name)
+    if shard.size == 1:
+        return cast("Callable[..., Any]", model_class)  # which may know of no shards
+    check_model_class(model_name, model_class, Sizes(shard.size))
+    return partial(model_class, shard=shard)
 
 
 def adaptable_projections(model: nn.Module, model_name: str) -> Mapping[str, Projection]:

@@ -179,6 +179,19 @@ def are_equal(first: StoredTensor, second: StoredTensor) -> bool:
     return all(torch.equal(a, b.to(a.dtype)) for (_, a), (_, b) in pairs)
 
 
+def copy_part(whole: Any, part: Any) -> Any:
+    """Fills the model of a rank from one that has everything; returns it."""
+    if whole.spec.tie_word_embeddings:
+        part.tie_embeddings()
+    values = whole.weight_table()
+    table = part.weight_table()
+    for name, piece in slices_of(part, table).items():
+        rows = [values[name][where] for where in piece.rows] or [values[name]]
+        kept = torch.cat(rows) if len(rows) > 1 else rows[0]
+        table[name].copy_(kept if piece.columns is None else kept[:, piece.columns])
+    return part.eval()
+
+
 def check_headers(model: LoadableModel, model_dir: Path) -> None:
     """Compares a model, which may be on the meta device, with the file headers.
 
