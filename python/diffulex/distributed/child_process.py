@@ -21,13 +21,22 @@ from collections import deque
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, cast
 
+from diffulex import errors
+from diffulex.errors import DiffulexError
 from diffulex.log import is_json_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.connection import Connection
 
-__all__ = ["ChildProcess", "describe_exit", "read_forever", "stop_all"]
+__all__ = [
+    "ChildProcess",
+    "describe_exit",
+    "error_parts",
+    "read_forever",
+    "start_error",
+    "stop_all",
+]
 
 #: Standard library only, until the path is that of the parent. Ctrl-C is for the parent to handle; the
 #: signal is blocked until this says so.
@@ -51,6 +60,28 @@ _STOP_S = 5.0
 _LINES_S = 1.0
 _STOP_POLL_S = 0.02
 _POLL_S = 0.5
+
+
+#: Settings that name what user code registers.
+_REGISTERED = ("model_name", "decoding_strategy", "AutoSampler", "AutoModel")
+
+
+def error_parts(error: BaseException) -> tuple[str, str, str]:
+    """Name of its type, text in one line, traceback."""
+    return type(error).__name__, " ".join(str(error).split()), traceback.format_exc()
+
+
+def start_error(who: str, kind: str, text: str) -> DiffulexError | None:
+    """What a child raised while it started, by its type; None for types that are not this package's."""
+    known = getattr(errors, kind, None)
+    if known is None or not issubclass(known, DiffulexError):
+        return None
+    hint = ""
+    if any(name in text for name in _REGISTERED):
+        hint = " (registered in this process? add its module to worker_imports)"
+    error = known(f"{who}: {text}{hint}")
+    assert isinstance(error, DiffulexError)
+    return error
 
 
 def describe_exit(exitcode: int | None) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from diffulex.config.config import Config
+    from diffulex.errors import DiffulexError
     from diffulex.likelihood.rows import ScoreBatch, Scored
     from diffulex.profiling.kernel_choices import KernelChoice
     from diffulex.profiling.memory import MemoryReport
@@ -200,6 +201,10 @@ class Executor(Protocol):
     @property
     def weights_failure(self) -> str | None:
         """What left the weights a mixture of old and new ones; None: they are whole."""
+
+    @property
+    def death(self) -> DiffulexError | None:
+        """Why no step will ever run again; None: steps do."""
 
     def close(self) -> None:
         """Waits for the device and lets go of every worker; idempotent."""

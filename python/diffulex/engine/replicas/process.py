@@ -13,11 +13,10 @@ from __future__ import annotations
 import dataclasses
 import queue
 import sys
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from diffulex.distributed.child_process import read_forever
+from diffulex.distributed.child_process import error_parts, read_forever
 from diffulex.errors import DiffulexError
 from diffulex.log import configure, name_process
 
@@ -62,11 +61,6 @@ def run_replica(connection: Connection[Any, Any], parent_pid: int) -> None:
         raise
     finally:
         engine.close()
-
-
-def error_parts(error: BaseException) -> tuple[str, str, str]:
-    """Name of its type, text in one line, traceback."""
-    return type(error).__name__, " ".join(str(error).split()), traceback.format_exc()
 
 
 def _check_device(engine: Diffulex) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diffulex import errors
 from diffulex.config.parse import Options
-from diffulex.distributed.child_process import ChildProcess, stop_all
+from diffulex.distributed.child_process import ChildProcess, start_error, stop_all
 from diffulex.distributed.executor import StepCounts
 from diffulex.distributed.layout import (
     Sizes,
@@ -37,8 +37,6 @@ _TARGET = "diffulex.engine.replicas.process:run_replica"
 #: A process that imports torch on a loaded host has been seen to take half a minute.
 _HELLO_S = 120.0
 _POLL_S = 0.1
-#: Settings that name what user code registers.
-_REGISTERED = ("model_name", "decoding_strategy", "AutoSampler", "AutoModel")
 
 
 class Replica:
@@ -149,15 +147,8 @@ class Replica:
 
     def _failure(self, kind: str, text: str, details: str) -> DiffulexError:
         """The error that its constructor raised, with its number in front."""
-        known = getattr(errors, kind, None)
-        if known is None or not issubclass(known, DiffulexError):
-            return self.death(f"could not start: {kind}: {text}")
-        hint = ""
-        if any(name in text for name in _REGISTERED):
-            hint = " (registered in this process? add its module to worker_imports)"
-        error = known(f"replica {self.index}: {text}{hint}")
-        assert isinstance(error, DiffulexError)
-        return error
+        error = start_error(f"replica {self.index}", kind, text)
+        return self.death(f"could not start: {kind}: {text}") if error is None else error
 
     def death(self, how: str) -> EngineDeadError:
         """The error that says how it ended."""
