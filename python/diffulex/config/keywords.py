@@ -84,6 +84,8 @@ class EngineKeywords(TypedDict, total=False):
     device_start: int
     device_ids: int | Sequence[int]
     distributed_timeout_seconds: int
+    collective_timeout_seconds: int
+    check_ranks: bool
     worker_imports: str | Sequence[str]
     enforce_eager: bool
     enable_full_static_runner: bool

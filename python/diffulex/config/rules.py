@@ -61,6 +61,7 @@ class Resolver:
         self._resolve_program()
         self._check_adapter()
         self._resolve_device()
+        self._check_ranks()
         self._resolve_ids()
         self._resolve_lengths()
         self._resolve_cache()
@@ -177,6 +178,44 @@ class Resolver:
         self._check_quantization(is_cuda)
         if values["dtype"] == "auto":
             values["dtype"] = dtype_name(self._partial.facts.spec.dtype) if is_cuda else "float32"
+
+    def _check_ranks(self) -> None:
+        """What several ranks cannot do yet."""
+        partial, spec, size = (
+            self._partial,
+            self._partial.facts.spec,
+            self._partial["tensor_parallel_size"],
+        )
+        if size == 1:
+            return
+        of = f"with tensor_parallel_size {size}"
+        for is_refused, text in (
+            (
+                partial["device"] != "cpu",
+                f"tensor_parallel_size: expected 1 on {partial['device']}",
+            ),
+            (
+                spec.moe is not None,
+                "tensor_parallel_size: expected 1 for a model with routed experts",
+            ),
+            (
+                partial.facts.stored is not None,
+                "tensor_parallel_size: expected 1 for a checkpoint in low precision",
+            ),
+            (
+                partial.facts.program is not None,
+                "tensor_parallel_size: expected 1 for an exported program",
+            ),
+        ):
+            if is_refused:
+                raise ConfigError(f"{text}, got {size}")
+        for name, expected, is_refused in (
+            ("run_ahead", "auto or off", partial["run_ahead"] == "on"),
+            ("quantization", "auto or none", partial["quantization"] not in ("auto", "none")),
+            ("use_lora", "False", partial["use_lora"]),
+        ):
+            if is_refused:
+                raise ConfigError(f"{name}: expected {expected} {of}, got {partial[name]!r}")
 
     def _check_quantization(self, is_cuda: bool) -> None:
         values, facts = self._partial.values, self._partial.facts

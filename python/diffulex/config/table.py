@@ -316,7 +316,9 @@ class CacheConfig:
 class ParallelConfig:
     """Devices and processes."""
 
-    tensor_parallel_size: int = _later("int", 1, _between(1, 8), "Tensor-parallel ranks.")
+    tensor_parallel_size: int = _key(
+        "int", 1, _between(1, 8), "Processes that share the weights of one engine; on CPU so far."
+    )
     data_parallel_size: int = _key(
         "int", 1, _between(1, 1024), "Replicas of the engine, each in a process of its own."
     )
@@ -332,6 +334,12 @@ class ParallelConfig:
     device_ids: tuple[int, ...] = _key("ids", (), _IDS, "CUDA devices; empty: all visible.")
     distributed_timeout_seconds: int = _key(
         "int", 600, _above(0), "Longest time in which a process that is started loads its weights."
+    )
+    collective_timeout_seconds: int = _key(
+        "int", 60, _at_least(0), "Longest wait of a rank for the others within a step; 0: no limit."
+    )
+    check_ranks: bool = _key(
+        "bool", False, _ANY, "Compares what the ranks have decided after every step."
     )
     worker_imports: tuple[str, ...] = _key(
         "strs",

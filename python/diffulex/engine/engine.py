@@ -28,19 +28,19 @@ from diffulex.engine.observed import Observed
 from diffulex.engine.output import GenerationOutputs, RequestOutput, StepOutput, StreamEvent
 from diffulex.engine.progress import Progress, ProgressInfo, adding_bar
 from diffulex.engine.prompt import Prompt, encode_prompt, repeated, split_prompts, spread_params
+from diffulex.engine.ranks.executor import make_executor
 from diffulex.engine.replicas.loop import ReplicaLoop
 from diffulex.engine.replicas.members import refuse_others
 from diffulex.engine.routing import StepQueue, take_all
 from diffulex.engine.startup import (
+    check_components,
     check_fast_paths,
-    check_given_model,
     import_workers,
     load_weights,
     log_startup,
 )
 from diffulex.engine.step_loop import StepLoop
 from diffulex.engine.text_stream import TextStream
-from diffulex.errors import ConfigError
 from diffulex.likelihood.estimator import Estimate
 from diffulex.likelihood.scorer import OneScore, Scorer, Scores
 from diffulex.log import get_logger
@@ -114,9 +114,15 @@ class Diffulex(LiveControls, Observed):
         if config.parallel.data_parallel_size > 1:
             self._assemble_replicas(config, options, facts.tokenizer)
             return
+        executor = self._executor = make_executor(
+            config, facts.model_name
+        )  # closed when the weights do not load
         # No variable holds the model: this frame outlives a failure.
         self._assemble(
-            config, load_weights(config, facts, show_progress), facts.tokenizer, LocalExecutor()
+            config,
+            load_weights(config, facts.model_name, show_progress, stored=facts.stored),
+            facts.tokenizer,
+            executor,
         )
 
     @classmethod
@@ -132,12 +138,7 @@ class Diffulex(LiveControls, Observed):
         Without a tokenizer prompts are token ids and texts are empty. Without an executor the steps
         run in this process; one that is given is the engine's to close, also after a failure here.
         """
-        if config.parallel.data_parallel_size > 1:
-            raise ConfigError(
-                "from_components: expected data_parallel_size 1, got"
-                f" {config.parallel.data_parallel_size}: replicas load the checkpoint themselves"
-            )
-        check_given_model(config, model)
+        check_components(config, model, has_executor=executor is not None)
         engine = cls.__new__(cls)
         with _memory_back_on_failure(engine):
             engine._assemble(
@@ -149,7 +150,7 @@ class Diffulex(LiveControls, Observed):
         self, config: Config, model: Any, tokenizer: Tokenizer | None, executor: Executor
     ) -> None:
         decoding = config.decoding
-        self._executor = executor
+        self._executor: Executor = executor
         check_num_reqs(config)
         self._tokenizer = tokenizer
         if tokenizer is not None and not decoding.traits.has_canvas:

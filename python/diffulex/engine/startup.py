@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import diffulex_ext
+from diffulex.distributed.shard import Shard
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger
 from diffulex.quantization.scheme import NOT_ACCEPTED, SCHEMES, QuantizationPlan
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
     from diffulex.checkpoint.auto_model import Quantizer
     from diffulex.checkpoint.tokenizer import Tokenizer
     from diffulex.config.config import Config
-    from diffulex.config.types import ModelFacts
     from diffulex.distributed.executor import Prepared
     from diffulex.profiling.memory import MemoryReport
+    from diffulex.quantization.stored import StoredQuantization
 
 __all__ = [
+    "check_components",
     "check_fast_paths",
     "check_given_model",
     "import_workers",
@@ -54,33 +56,72 @@ def import_workers(names: Sequence[str]) -> None:
         ) from error
 
 
-def load_weights(config: Config, facts: ModelFacts, show_progress: bool) -> Any:
-    """The model of the checkpoint, or one of its shape."""
+def check_components(config: Config, model: Any, *, has_executor: bool) -> None:
+    """Asks whether an engine can be made over a model that exists already.
+
+    Raises:
+        ConfigError: several processes load their models themselves; see also `check_given_model`.
+    """
+    parallel = config.parallel
+    if parallel.data_parallel_size > 1:
+        raise ConfigError(
+            "from_components: expected data_parallel_size 1, got"
+            f" {parallel.data_parallel_size}: replicas load the checkpoint themselves"
+        )
+    if parallel.tensor_parallel_size > 1 and not has_executor:
+        raise ConfigError(
+            "from_components: expected one rank, got tensor_parallel_size"
+            f" {parallel.tensor_parallel_size}: workers load the checkpoint themselves"
+        )
+    check_given_model(config, model)
+
+
+def load_weights(
+    config: Config,
+    model_name: str,
+    show_progress: bool,
+    *,
+    rank: int = 0,
+    stored: StoredQuantization | None = None,
+) -> Any:
+    """The model of the checkpoint, or one of its shape; of several ranks, the part of one.
+
+    Args:
+        config: the resolved configuration.
+        model_name: in the registry of models.
+        show_progress: a bar on a terminal.
+        rank: whose part.
+        stored: what the checkpoint says of its weights in low precision.
+    """
+    shard = Shard(rank, config.parallel.tensor_parallel_size)
     from diffulex.checkpoint.auto_model import load_model, random_model  # noqa: PLC0415
 
     model = config.model
     dtype = getattr(torch, model.dtype)
-    quantizer = _quantizer(config, facts)
+    quantizer = _quantizer(config, stored)
     if model.load_format == "dummy":
-        return random_model(facts.model_name, facts.spec, dtype, model.device, quantizer=quantizer)
+        return random_model(
+            model_name, model.spec, dtype, model.device, quantizer=quantizer, shard=shard
+        )
     if model.program is not None:
         from diffulex_edge.program import PteModel  # noqa: PLC0415 (exported programs only)
 
-        return PteModel.load(facts.spec, model.program)
+        return PteModel.load(model.spec, model.program)
     return load_model(
-        facts.model_name,
-        facts.spec,
-        facts.model_dir,
+        model_name,
+        model.spec,
+        model.model_dir,
         dtype,
         model.device,
         progress=show_progress and sys.stderr.isatty(),
         lora_path=Path(model.lora_path).expanduser() if model.use_lora else None,
         merge_lora=model.pre_merge_lora,
         quantizer=quantizer,
+        shard=shard,
     )
 
 
-def _quantizer(config: Config, facts: ModelFacts) -> Quantizer | None:
+def _quantizer(config: Config, stored: StoredQuantization | None) -> Quantizer | None:
     """What gives the layers weights in low precision; None: they have the dtype of the model."""
     model = config.model
     if model.quantization not in SCHEMES:
@@ -93,11 +134,11 @@ def _quantizer(config: Config, facts: ModelFacts) -> Quantizer | None:
     if (model.quantization, model.spec.family) in NOT_ACCEPTED:
         text = "quantization: %s is not accepted for %s (docs/quantization.md)"
         logger.warning(text, model.quantization, model.spec.family)
-    if facts.stored is not None and model.load_format != "dummy":
-        if facts.stored.activations != "dynamic" and model.quantization != "int4":
+    if stored is not None and model.load_format != "dummy":
+        if stored.activations != "dynamic" and model.quantization != "int4":
             text = 'quantization: activations are scaled per row and 128 columns, not "%s" as the checkpoint says'
-            logger.info(text, facts.stored.activations)
-        return StoredQuantizer(facts.stored, facts.model_dir)
+            logger.info(text, stored.activations)
+        return StoredQuantizer(stored, model.model_dir)
     plan = QuantizationPlan(
         model.quantization,
         model.quantization_group_size,

@@ -75,9 +75,12 @@ class StepLoop:
         self._idle_output = _core.SamplerOutput(scheduler.options)
 
     def check_open(self) -> None:
-        """RuntimeError after `close`."""
+        """RuntimeError after `close`, EngineDeadError when a rank is gone."""
         if self.is_closed:
             raise RuntimeError("Diffulex: expected an open engine, got a closed one")
+        death = self._executor.death
+        if death is not None:
+            raise death
 
     @property
     def weights_failure(self) -> str | None:
@@ -160,7 +163,7 @@ class StepLoop:
 
     def abandon(self, req_ids: Iterable[int]) -> None:
         """Aborts requests whose caller is gone and, if nothing else runs, frees them at once."""
-        if self.is_closed:
+        if self.is_closed or self._executor.death is not None:
             return
         gone = set(req_ids)
         self.router.abandon(gone)

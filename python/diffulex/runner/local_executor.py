@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from diffulex.config.config import Config
     from diffulex.distributed.executor import StepObserver, TokenLogprob, Watch
+    from diffulex.errors import DiffulexError
     from diffulex.likelihood.rows import ScoreBatch, Scored
     from diffulex.profiling.memory import MemoryReport
     from diffulex.profiling.ring import StepTimes
@@ -31,6 +32,9 @@ __all__ = ["LocalExecutor"]
 class LocalExecutor:
     """See `diffulex.distributed.executor.Executor`."""
 
+    #: Memory for plans that other ranks have as well; None: there are none.
+    _arenas: Sequence[torch.Tensor] | None = None
+
     def __init__(self) -> None:
         self.observer: StepObserver | None = None
         self.times: StepTimes | None = None
@@ -42,6 +46,10 @@ class LocalExecutor:
         #: Place of the result of the next step, if the device runs it already; see DecodeLoop.
         self._ahead: int | None = None
         self._last_counts = StepCounts()
+
+    @property
+    def death(self) -> DiffulexError | None:
+        return None  # a failed step leaves it as it was
 
     @property
     def runner(self) -> ModelRunner:
@@ -63,7 +71,7 @@ class LocalExecutor:
     def start(self, config: Config, scheduler: _core.Scheduler) -> Prepared:
         self._scheduler = scheduler
         runner = self.runner
-        runner.prepare(config, scheduler.options)
+        runner.prepare(config, scheduler.options, self._arenas)
         return Prepared(
             runner.kv_cache.nbytes,
             runner.graph_buckets,

@@ -14,6 +14,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from diffulex import errors
 from diffulex.log import configure, get_logger
 from diffulex.serving.heartbeat import HeartbeatThread, StepStatus
 from diffulex.serving.job_tick import EngineDeadError
@@ -383,7 +384,7 @@ def run_sync_backend_worker(
         if ready_queue is not None:
             text = traceback.format_exc()
             ready_queue.put({"status": "error", "error": _one_line(error), "traceback": text})
-        if isinstance(error, EngineDeadError):
+        if isinstance(error, errors.EngineDeadError):
             logger.error("%s", error)
             sys.exit(ENGINE_DEAD_STATUS)
         raise

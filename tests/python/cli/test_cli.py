@@ -348,7 +348,10 @@ class TestBadInput:
             (["--mask-token-id", "3000", "hi"], "mask token"),
             (["--max-num-batched-tokens", "16", "hi"], "max_num_batched_tokens"),
             (["--num-pages", "1", "--max-tokens", "400", "hi" * 100], "pages"),
-            (["--tensor-parallel-size", "2", "hi"], "tensor_parallel_size"),
+            (
+                ["--tensor-parallel-size", "3", "hi"],
+                "tensor_parallel_size: expected one of 1, 2, 4",
+            ),
         ],
     )
     def test_impossible_configurations(self, run_cli, tiny_model, arguments, message):

@@ -157,7 +157,10 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("check_run_ahead", [True, False], [1]),
     ("data_parallel_size", [1, 4, 1024], [0, 1025, True]),
     ("data_parallel_policy", ["prefix", "least_loaded", "round_robin"], ["random"]),
+    ("tensor_parallel_size", [1], [0, 9, True]),
     ("distributed_timeout_seconds", [1, 7200], [0, 1.5]),
+    ("collective_timeout_seconds", [0, 60], [-1, 1.5]),
+    ("check_ranks", [True, False], [1]),
     ("worker_imports", ["mine", ["mine.models", "os"], ()], ["my-models", [1], "a..b"]),
     ("quantization", ["auto", "none", "fp8", "fp8_block", "int8", "int4"], ["fp4", "", 8]),
     ("quantization_group_size", [32, 64, 128], [0, 16, 256]),
@@ -233,7 +236,6 @@ def test_every_documented_attention_kernel_exists() -> None:
 # (key, value the engine does not have, text of the documented range)
 UNSUPPORTED = [
     ("dmax_force_prefill_active", True, "True, False"),
-    ("tensor_parallel_size", 2, r"\[1, 8\]"),
     ("expert_parallel_size", 2, r"\[1, 32768\]"),
     ("kv_cache_dtype", "fp8_e4m3", "auto, fp8_e4m3"),
     ("greedy_tie_break", "highest", "lowest, highest"),

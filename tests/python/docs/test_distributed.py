@@ -44,16 +44,17 @@ def server() -> Iterator[LiveServer]:
 
 def test_every_kind_of_command_is_covered() -> None:
     assert {command[0] for command in COMMANDS} == {"curl", "diffulex"}
-    assert len(blocks("python")) == 1
+    assert len(blocks("python")) == 2
 
 
-def test_python() -> None:
+@pytest.mark.parametrize(("index", "printed"), [(0, "8 2\n"), (1, "1 2\n")])
+def test_python(index: int, printed: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", blocks("python")[0]],
+        [sys.executable, "-c", blocks("python")[index]],
         cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "8 2\n"
+    assert result.stdout == printed
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that has a part of the model and no scheduler: it runs the steps that it is told of.
+
+Sampling is a function of records that all ranks merge alike, so each rank decides by itself what the
+first one decides, and only the first one's output is read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from diffulex.engine.ranks.step_header import StepHeader
+from diffulex.registry import AutoModelRunner, AutoScheduler
+from diffulex.runner.row_watch import FollowedRows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from diffulex.config.config import Config
+    from diffulex.distributed.comm import Comm
+    from diffulex.runner.model_runner import ModelRunner
+    from diffulex_ext import _core
+
+__all__ = ["Follower", "decisions"]
+
+
+def decisions(output: _core.SamplerOutput, num_blocks: int) -> bytes:
+    """What a step has decided, to compare ranks by: the ids of its blocks, then their flags."""
+    parts = output.write_ids[:num_blocks], output.flags[:num_blocks]
+    return b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
+
+
+class Follower:
+    """The worker of a rank other than the first.
+
+    Args:
+        config: of the engine.
+        model: this rank's part.
+        comm: with the other ranks, which make theirs at the same time.
+    """
+
+    def __init__(self, config: Config, model: Any, comm: Comm) -> None:
+        model.comm = comm
+        self._config = config
+        self._runner: ModelRunner = AutoModelRunner.get(config.decoding.decoding_strategy)(
+            config, model
+        )
+        head = self._runner.row_watch.head
+        assert head is not None
+        self._rows = FollowedRows(head)
+        self._runner.row_watch = cast("Any", self._rows)
+
+    def num_pages(self) -> int:
+        """Pages that this rank has memory for."""
+        return self._runner.decide_num_pages()
+
+    def start(self, num_pages: int, arenas: Sequence[Tensor]) -> None:
+        """Allocates what the steps need.
+
+        Args:
+            num_pages: of every rank.
+            arenas: where the first rank has its plans.
+        """
+        config = self._config.with_num_pages(num_pages)
+        scheduler = AutoScheduler.create(config.decoding.decoding_strategy, config)
+        self._runner.prepare(config, scheduler.options, arenas)
+
+    def execute(self, header: StepHeader) -> bytes | None:
+        """Runs a step; what it has decided, if the configuration asks to compare that."""
+        runner = self._runner
+        if header.has_draws:
+            runner.expect_draws()
+        self._rows.is_active = header.is_watched
+        runner.step_buffers.stage(header.arena)
+        output = runner.execute(cast("Any", header))  # has what the runner asks of a plan
+        is_checked = self._config.parallel.check_ranks
+        return decisions(output, header.num_blocks) if is_checked else None
+
+    def evict(self, request_slots: Sequence[int]) -> None:
+        """Drops what the sampler keeps of requests that left these slots."""
+        self._runner.sampler.evict(request_slots)

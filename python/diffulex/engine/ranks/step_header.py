@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the other ranks are told of a step beside its arrays, which lie in memory that all of them map."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from diffulex_ext import _core
+
+__all__ = ["StepHeader"]
+
+_LAYOUT = struct.Struct("<6B2xQ8I")
+
+
+class StepHeader(NamedTuple):
+    """Sizes of a filled plan, under the names that it has for them; stands for it on other ranks.
+
+    Attributes:
+        arena: which of the shared arenas has the arrays.
+        kind_index: of `kind`.
+        any_sampled: as in the plan, like the numbers below.
+        has_draws: a request that draws is there or was; saved rows hold logits.
+        is_watched: the first rank looks at whole rows of logits.
+        step: its number, for messages.
+    """
+
+    arena: int
+    kind_index: int
+    any_sampled: bool
+    any_penalised: bool
+    has_draws: bool
+    is_watched: bool
+    step: int
+    num_rows: int
+    num_reqs: int
+    num_blocks: int
+    num_logits_rows: int
+    num_filtered_rows: int
+    num_saved_source_rows: int
+    max_seqlen_q: int
+    max_context_len: int
+
+    @classmethod
+    def of(
+        cls, plan: _core.StepPlan, *, arena: int, step: int, has_draws: bool, is_watched: bool
+    ) -> StepHeader:
+        """The header of a filled plan."""
+        return cls(
+            arena,
+            int(plan.kind),
+            plan.any_sampled,
+            plan.any_penalised,
+            has_draws,
+            is_watched,
+            step,
+            *(plan.num_rows, plan.num_reqs, plan.num_blocks, plan.num_logits_rows),
+            *(plan.num_filtered_rows, plan.num_saved_source_rows),
+            *(plan.max_seqlen_q, plan.max_context_len),
+        )
+
+    @property
+    def kind(self) -> _core.PlanKind:
+        """Of the plan."""
+        return _core.PlanKind(self.kind_index)
+
+    def pack(self) -> bytes:
+        """Its message."""
+        return _LAYOUT.pack(*self)
+
+    @classmethod
+    def unpack(cls, message: bytes) -> StepHeader:
+        """The header of a message."""
+        values = _LAYOUT.unpack(message)
+        return cls(*values[:2], *map(bool, values[2:6]), *values[6:])

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as processes: what they decode, how they fail, and that nothing of them stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from diffulex import CheckpointError, ConfigError, Diffulex, SamplingParams
+from diffulex.config.config import read_model_facts
+from diffulex.errors import EngineDeadError
+from fixtures.rank_faults import FAULT
+from fixtures.thread_ranks import Stable
+
+pytestmark = pytest.mark.slow
+
+LIMITS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_pages": 64, "max_num_reqs": 3}
+TEXTS = ["Tom has 3 apples and buys 4 more.", "What is 2 + 2?", "Anna had 9 coins.", "1 + 1 ="]
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8, top_k=30, seed=5)
+PROMPT = list(range(20, 40))
+#: Generous: the host may be loaded. Nothing is measured.
+PATIENCE_S = 120.0
+
+
+def pids(engine: Diffulex) -> list[int]:
+    return [child.pid for child in engine._executor._followers._group._pipes.children]
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in ("Z", "X")
+
+
+def children() -> set[int]:
+    """Processes that this one has started and that run."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(stat.parent.name))
+    return set(filter(is_there, found))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def assert_dead(engine: Diffulex, workers: list[int], error: EngineDeadError) -> None:
+    """Nothing of the workers is left, and every call but `close` says why."""
+    until(lambda: not any(map(is_there, workers)))
+    for call in (
+        engine.step,
+        engine.stats,
+        engine.flush_prefix_cache,
+        lambda: engine.add_request(PROMPT, GREEDY),
+        lambda: engine.abort(0),
+        lambda: engine.generate([PROMPT], GREEDY, summary=False),
+    ):
+        with pytest.raises(EngineDeadError) as again:
+            call()
+        assert str(again.value) == str(error)
+    engine.close()
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Diffulex]:
+    """Two ranks of the bundled model."""
+    with Diffulex("demo", tensor_parallel_size=2, check_ranks=True, **LIMITS) as engine:
+        workers = pids(engine)
+        yield engine
+    assert not any(map(is_there, workers))
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_two_ranks_decode_what_one_does(pair: Diffulex, params: SamplingParams) -> None:
+    directory = read_model_facts("demo", {}).model_dir
+    Stable(directory, TEXTS, params, num_noisy=1, **LIMITS).check(pair)
+    assert not dist.is_initialized()
+    assert pair.stats().num_pages == LIMITS["num_pages"]
+
+
+def test_what_ranks_cannot_do_says_so(pair: Diffulex, tmp_path: Path) -> None:
+    for call in (
+        lambda: pair.score([PROMPT], [(4, 8)]),
+        lambda: pair.update_weights({}),
+        lambda: pair.load_lora(tmp_path),
+        pair.unload_lora,
+    ):
+        with pytest.raises(ConfigError, match=r"\w+: expected tensor_parallel_size 1, got 2"):
+            call()
+
+
+_SCRIPT = """
+import json, sys
+from diffulex import Diffulex, SamplingParams
+limits, prompt = json.loads(sys.argv[1])
+engine = Diffulex("demo", tensor_parallel_size=2, **limits)
+output, = engine.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True), summary=False)
+workers = [child.pid for child in engine._executor._followers._group._pipes.children]
+print(json.dumps([workers, output.token_ids]), flush=True)
+if len(sys.argv) > 2:
+    sys.exit()
+import signal
+signal.pause()
+"""
+
+
+def test_program_from_standard_input_without_guard_that_is_killed() -> None:
+    arguments = [sys.executable, "-", json.dumps([LIMITS, PROMPT])]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        program.stdin.write(_SCRIPT)
+        program.stdin.close()
+        workers, token_ids = json.loads(program.stdout.readline())
+        assert len(token_ids) == 8
+        assert all(map(is_there, workers))
+        program.kill()
+        program.wait()
+        until(lambda: not any(map(is_there, workers)))
+
+
+def test_program_that_forgets_to_close() -> None:
+    arguments = [sys.executable, "-c", _SCRIPT, json.dumps([LIMITS, PROMPT]), "exit"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    workers, _ = json.loads(done.stdout)
+    assert not any(map(is_there, workers))
+    assert done.stderr == ""
+
+
+def test_worker_that_is_killed_while_nothing_runs() -> None:
+    engine = Diffulex("demo", tensor_parallel_size=2, **LIMITS)
+    workers = pids(engine)
+    engine.generate([PROMPT], GREEDY, summary=False)
+    os.kill(workers[0], signal.SIGKILL)
+    until(lambda: engine._executor.death is not None)
+    error = engine._executor.death
+    expected = f"rank 1 (pid {workers[0]}, cpu) was killed by SIGKILL, possibly out of memory"
+    assert str(error) == expected
+    assert (error.rank, error.pid, error.device) == (1, workers[0], "cpu")
+    assert_dead(engine, workers, error)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("kill 2 3", r"rank 2 \(pid \d+, cpu\) was killed by SIGKILL, possibly out of memory"),
+        (
+            "sampler 1 3",
+            r"rank 1 \(pid \d+, cpu\) failed in a step: ValueError: injected in the sam",
+        ),
+        ("stop 1 2", r"rank 0 waited 2 s for rank 1 in all-reduce: .*imed out"),
+        (
+            "disagree 1 4",
+            r"ranks disagree: step 4, rank 1 decided other tokens than rank 0"
+            r" \(first difference: request 0, position \d+\)",
+        ),
+    ],
+)
+def test_rank_that_fails_in_a_step_ends_the_group(
+    monkeypatch: pytest.MonkeyPatch, fault: str, text: str
+) -> None:
+    monkeypatch.setenv(FAULT, fault)
+    size = 4 if fault.startswith("kill") else 2
+    engine = Diffulex(
+        "demo",
+        tensor_parallel_size=size,
+        worker_imports=["fixtures.rank_faults"],
+        check_ranks=fault.startswith("disagree"),
+        collective_timeout_seconds=2 if fault.startswith("stop") else 60,
+        **LIMITS,
+    )
+    workers = pids(engine)
+    with pytest.raises(EngineDeadError, match=text) as dead:
+        engine.generate([PROMPT], GREEDY, summary=False)
+    assert_dead(engine, workers, dead.value)
+
+
+def test_first_rank_that_fails_in_a_step_ends_the_group() -> None:
+    engine = Diffulex("demo", tensor_parallel_size=2, **LIMITS)
+    workers = pids(engine)
+
+    def failing(inputs: object) -> None:
+        raise ValueError("injected here")
+
+    engine._executor.runner.sampler = failing
+    with pytest.raises(
+        EngineDeadError, match="rank 0 failed in step 1: ValueError: injected"
+    ) as dead:
+        engine.generate([PROMPT], GREEDY, summary=False)
+    assert isinstance(dead.value.__cause__, ValueError)
+    assert_dead(engine, workers, dead.value)
+
+
+def test_worker_that_cannot_load_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAULT, "load 1 0")
+    before = children()
+    with pytest.raises(CheckpointError, match=r"^rank 1: checkpoint: injected$"):
+        Diffulex("demo", tensor_parallel_size=2, worker_imports=["fixtures.rank_faults"], **LIMITS)
+    assert children() <= before

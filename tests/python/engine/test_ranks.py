@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose model several ranks share decode what one rank does. Ranks are threads here."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffulex import ConfigError, Diffulex, SamplingParams
+from diffulex.checkpoint.auto_model import detect, random_model
+from diffulex.config.config import Config
+from diffulex.config.facts import read_facts
+from diffulex.config.parse import Options
+from diffulex.distributed.layout import Sizes
+from diffulex.distributed.legality import check_model
+from diffulex.distributed.shard import Shard
+from diffulex.engine.ranks.step_header import StepHeader
+from fixtures.families import DENSE_FAMILIES, family_builder
+from fixtures.moe_families import moe_builder
+from fixtures.thread_ranks import Stable, thread_engine
+
+LIMITS: dict[str, Any] = {"max_model_len": 128, "num_pages": 64, "max_num_reqs": 2}
+HEAD_SCALE = 6.0
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+
+
+def sharpen(tensors: Any) -> None:
+    """Spreads the confidences of random weights over (0, 1)."""
+    for name in tensors:
+        if "lm_head" in name or ("ff_out" in name and "blocks" not in name):
+            tensors[name] *= HEAD_SCALE
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name in DENSE_FAMILIES:
+        found[name] = tmp_path_factory.mktemp(name)
+        family_builder(name, edit=sharpen).write(found[name])
+    return found
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(200) for _ in range(length)] for length in (33, 5, 18, 40)]
+
+
+PROMPTS = prompts_of(0)
+
+
+def legal_sizes(directory: Path) -> list[int]:
+    _, spec, _ = detect(directory)
+    found = []
+    for size in range(2, 9):
+        with contextlib.suppress(ConfigError):
+            check_model(spec, Sizes(size))
+            found.append(size)
+    return found
+
+
+def compare(directory: Path, params: SamplingParams, sizes: Any = (), **settings: Any) -> None:
+    """Compares some numbers of ranks, or every legal one, with one rank."""
+    settings = {**LIMITS, **settings}
+    one = Stable(directory, PROMPTS, params, **settings)
+    sizes = sizes or legal_sizes(directory)
+    assert sizes
+    for size in sizes:
+        with thread_engine(directory, size, **settings) as engine:
+            one.check(engine)
+
+
+@pytest.mark.parametrize("name", DENSE_FAMILIES)
+def test_families_at_every_legal_size(directories: dict[str, Path], name: str) -> None:
+    options = {"model_name": "diffucoder"} if name == "diffucoder" else {}
+    compare(directories[name], GREEDY, **options)
+
+
+@pytest.mark.parametrize("name", ["sdar", "dream", "fast_dllm_v2"])
+def test_draws_and_filters(directories: dict[str, Path], name: str) -> None:
+    params = SamplingParams(
+        max_tokens=10, ignore_eos=True, temperature=0.8, top_k=20, top_p=0.9, seed=11
+    )
+    compare(directories[name], params, [2])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decoding_strategy": "d2f"},
+        {"buffer_size": 4},
+        {"kv_cache_layout": "distinct", "page_size": 4, "num_pages": 128},
+        {"max_num_batched_tokens": 72, "max_model_len": 64, "num_pages": 24, "max_num_reqs": 4},
+        {"mask_suppression": "renormalize", "demote_token_ids": [7], "suppress_token_ids": [3]},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings(directories: dict[str, Path], settings: dict[str, Any]) -> None:
+    compare(directories["sdar"], GREEDY, [2], **settings)
+
+
+def test_preempted_requests_decode_the_same(directories: dict[str, Path]) -> None:
+    def run(size: int) -> list[Any]:
+        with thread_engine(directories["sdar"], size, **LIMITS) as engine:
+            ids = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+            done: dict[int, Any] = {}
+            for step in itertools.count():
+                if not engine.has_unfinished():
+                    break
+                done.update({s.req_id: s.output for s in engine.step() if s.output is not None})
+                for req_id in ids[step % 5 :: 5]:
+                    request = None if req_id in done else engine._scheduler.find_request(req_id)
+                    if request is not None and request.request_slot >= 0:
+                        engine._scheduler.preempt(req_id)
+            assert engine.stats().num_preemptions > 2
+            return [done[req_id].token_ids for req_id in ids]
+
+    one = Stable(directories["sdar"], PROMPTS, GREEDY, **LIMITS)
+    one.check_tokens(run(1))
+    one.check_tokens(run(2))
+
+
+def test_rows_that_the_host_looks_at(directories: dict[str, Path]) -> None:
+    params = SamplingParams(
+        max_tokens=10, logprobs=3, min_tokens=10, stop_token_ids=[*range(0, 200, 7)]
+    )
+
+    def run(size: int) -> list[Any]:
+        with thread_engine(directories["dream"], size, **LIMITS) as engine:
+            asked = [*PROMPTS, PROMPTS[0]]
+            every = [params] * len(PROMPTS) + [GREEDY]
+            return list(engine.generate(asked, every, summary=False))
+
+    one = Stable(directories["dream"], PROMPTS, params, **LIMITS)
+    expected, actual = run(1), run(2)
+    for index in one.kept:
+        assert actual[index].token_ids == expected[index].token_ids
+        for own, other in zip(actual[index].logprobs, expected[index].logprobs, strict=True):
+            assert own.token_id == other.token_id
+            assert own.step == other.step
+            assert own.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def test_ranks_draw_parts_of_the_same_random_weights(directories: dict[str, Path]) -> None:
+    name, spec, _ = detect(directories["sdar"])
+    whole: Any = random_model(name, spec, torch.float32, "cpu")
+    parts: list[Any] = [
+        random_model(name, spec, torch.float32, "cpu", shard=Shard(rank, 2)) for rank in range(2)
+    ]
+    prefix = spec.names.layer.format(1)
+    for key, dim in (
+        (spec.names.q, 0),
+        (spec.names.o, 1),
+        (spec.names.up, 0),
+        (spec.names.down, 1),
+    ):
+        weights = [part.weight_table()[f"{prefix}{key}.weight"] for part in parts]
+        assert torch.equal(torch.cat(weights, dim), whole.weight_table()[f"{prefix}{key}.weight"])
+    heads = [part.weight_table()[spec.names.head] for part in parts]
+    assert torch.equal(torch.cat(heads), whole.weight_table()[spec.names.head])
+    for part in parts:
+        assert torch.equal(part.embedding.weight, whole.embedding.weight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"tensor_parallel_size": 3},
+            "expected one of 1, 2, 4 for sdar (4 query heads, 2 KV heads), got 3",
+        ),
+        (
+            {"run_ahead": "on"},
+            "run_ahead: expected auto or off with tensor_parallel_size 2, got 'on'",
+        ),
+        (
+            {"quantization": "int8"},
+            "quantization: expected auto or none with tensor_parallel_size 2, got",
+        ),
+        (
+            {"use_lora": True, "lora_path": "x"},
+            "use_lora: expected False with tensor_parallel_size 2, got True",
+        ),
+    ],
+)
+def test_what_ranks_cannot_do_yet(
+    directories: dict[str, Path], settings: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        Diffulex(str(directories["sdar"]), device="cpu", **{"tensor_parallel_size": 2, **settings})
+
+
+def test_models_with_experts_and_finished_models_are_refused(
+    directories: dict[str, Path], tmp_path: Path
+) -> None:
+    moe_builder("llada2").write(tmp_path)
+    text = "tensor_parallel_size: expected 1 for a model with routed experts, got 2"
+    with pytest.raises(ConfigError, match=text):
+        Diffulex(str(tmp_path), device="cpu", tensor_parallel_size=2)
+    config = Config.of(*options_of(directories["sdar"]))
+    with pytest.raises(
+        ConfigError, match="from_components: expected one rank, got tensor_parallel"
+    ):
+        Diffulex.from_components(config, object(), None)
+
+
+def options_of(directory: Path) -> tuple[Options, Any]:
+    options = Options.parse(str(directory), {"device": "cpu", "tensor_parallel_size": 2})
+    return options, read_facts(options)
+
+
+def test_header_of_a_step_is_a_small_message() -> None:
+    header = StepHeader(1, 2, True, False, True, False, 2**40, *range(8))
+    assert StepHeader.unpack(header.pack()) == header
+    assert len(header.pack()) <= 64

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server whose engine two processes share: it answers, and comes back when one of them is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[3]
+#: Generous: the host may be loaded.
+PATIENCE_S = 240.0
+FLAGS = ("--max-model-len", "128", "--port", "0", "--restart-backend")
+BODY = {"model": "demo", "prompt": "1 + 1 =", "max_tokens": 8, "temperature": 0}
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    end = time.monotonic() + PATIENCE_S
+    while not (value := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return value
+
+
+def parents() -> dict[int, int]:
+    """The parent of every process that runs."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue  # ended meanwhile
+        if state not in ("Z", "X"):
+            found[int(stat.parent.name)] = int(parent)
+    return found
+
+
+def family_of(pid: int) -> set[int]:
+    """A process and all that it has started, directly or not."""
+    of, found = parents(), {pid}
+    while more := {child for child, parent in of.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def worker_of(pid: int) -> int | None:
+    """The one rank that is not the first; None while it is not there."""
+    for child in family_of(pid):
+        try:
+            line = Path(f"/proc/{child}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"importlib.import_module(module)" in line:
+            return child
+    return None
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    log = tmp_path / "server.log"
+    guide = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    (words,) = re.findall(r"`diffulex (serve .*--tensor-parallel-size 2)`", guide)
+    command = [sys.executable, "-m", "diffulex", *words.split(), *FLAGS]
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=output) as process,
+    ):
+        yield process, log
+        if process.poll() is None:
+            process.kill()
+
+
+def test_server_of_two_ranks(server: tuple[subprocess.Popen[bytes], Path]) -> None:
+    process, log = server
+
+    def url() -> str | None:
+        assert process.poll() is None, log.read_text()
+        found = re.search(r"READY url=(\S+)", log.read_text())
+        return found and found[1]
+
+    base = until(url)
+    card = httpx.get(f"{base}/v1/models").json()["data"][0]
+    assert (card["world_size"], card["tensor_parallel_size"]) == (2, 2)
+    first = httpx.post(f"{base}/v1/completions", json=BODY, timeout=PATIENCE_S)
+    assert first.status_code == 200, first.text
+    worker = until(lambda: worker_of(process.pid))
+    everyone = family_of(process.pid)
+    os.kill(worker, signal.SIGKILL)
+
+    def again() -> bool:
+        assert process.poll() is None, log.read_text()
+        new = worker_of(process.pid)
+        if new in (None, worker):
+            return False
+        answer = httpx.post(f"{base}/v1/completions", json=BODY, timeout=PATIENCE_S)
+        return answer.status_code == 200 and answer.json()["choices"] == first.json()["choices"]
+
+    until(again)
+    assert f"rank 1 (pid {worker}, cpu) was killed by SIGKILL" in log.read_text()
+    everyone |= family_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 0
+    until(lambda: not everyone & parents().keys())
