@@ -76,10 +76,11 @@ def check_metrics(server: Server, url: str) -> None:
     def text() -> str:
         return httpx.get(f"{url}/metrics").text
 
-    server.until(lambda: "diffulex_requests_running{" in text())
+    names = ("0", "1")
+    running = [f'diffulex_requests_running{{model_name="demo",replica="{name}"}}' for name in names]
+    server.until(lambda: all(map(text().__contains__, running)))
     found = text()
-    for replica in ("0", "1"):
-        assert f'diffulex_requests_running{{model_name="demo",replica="{replica}"}}' in found
+    for replica in names:
         sent = re.search(
             rf'diffulex_router_requests_total{{.*policy="prefix",replica="{replica}"}} (\S+)', found
         )
