@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,12 @@ from diffulex.bench.requests import encode_prompt
 from diffulex.bench.results import run_stats
 from diffulex.bench.runner import BatchResult
 from diffulex.bench.serve.command import served_model
-from diffulex.bench.serve.dataset import BenchRequest
+from diffulex.bench.serve.dataset import MAX_STOPS, BenchRequest
 from diffulex.bench.serve.errors import EndpointError
 from diffulex.bench.serve.http_stream import Endpoint, HttpClient
 from diffulex.bench.serve.load import LoadPlan, LoadRun, RequestSettings, Sender, run_load
 from diffulex.bench.serve.record import RequestRecord
+from diffulex.bench.task import template_marker
 from diffulex.engine.metrics import RequestMetrics, RunStats
 from diffulex.engine.output import RequestOutput
 from diffulex.errors import ConfigError
@@ -36,16 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["EndpointRunner", "client_facts", "endpoint_stats"]
 
-#: Of the OpenAI API; the harness cuts answers at further ones.
-_MAX_STOPS = 4
 _MAX_RETRIES = 5
 #: Keys of `usage` that count all forwards of a request, and those that count its decode steps.
 _FORWARDS = ("nfe", "num_forward_steps", "dllm_steps")
 _DECODE_STEPS = ("dllm_decode_steps", "decode_steps")
-#: Tokens by which templates of published models mark roles.
-_CONTROL = re.compile(
-    r"<\|im_(start|end)\|>|<role>|<\|role_end\|>|<\|turn>|<turn\|>|<\|start_header_id\|>|<\|eot_id\|>|\[INST\]"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +190,11 @@ class EndpointRunner:
             ConfigError: it would get two templates, or none although it needs one.
         """
         if self._is_chat:
-            found = _CONTROL.search(text)
-            if found is not None:
+            marker = template_marker(text)
+            if marker is not None:
                 raise ConfigError(
                     f"endpoint_api: expected completions for the task {task.name}, whose prompt is"
-                    f" written with a template ({found[0]}), got chat"
+                    f" written with a template ({marker}), got chat"
                 )
             return text
         if not task.is_chat:
@@ -302,13 +296,13 @@ def _question(prompt: BenchRequest, params: SamplingParams) -> _Question:
         "top_p": params.top_p if params.top_p != 1.0 else None,
         "top_k": params.top_k or None,
         "seed": params.seed,
-        "stop": list(params.stop[:_MAX_STOPS]) or None,
         "ignore_eos": True if params.ignore_eos else None,
         "max_nfe": params.max_nfe,
         "max_repetition_run": params.max_repetition_run,
     }
     given = {name: value for name, value in values.items() if value is not None}
-    return _Question(prompt.prompt, prompt.messages, params.max_tokens, given)
+    stop = params.stop[:MAX_STOPS]  # the harness cuts answers at further ones
+    return _Question(prompt.prompt, prompt.messages, params.max_tokens, stop, given)
 
 
 def _output(record: RequestRecord) -> RequestOutput:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any
 from diffulex.bench.datasets import load_split, read_items
 from diffulex.errors import ConfigError
 
-__all__ = ["BUNDLED", "Task", "read_tasks", "split_tasks", "task_names"]
+__all__ = ["BUNDLED", "Task", "read_tasks", "split_tasks", "task_names", "template_marker"]
 
 BUNDLED = Path(__file__).parent / "tasks"
 _PACKAGE = "diffulex.bench.tasks"
@@ -29,6 +30,10 @@ _KEYS = {
     "filter_list", "generation_kwargs", "metadata", "metric_list", "num_fewshot", "output_type",
     "process_results", "repeats", "tag", "task", "task_alias", "test_split", "unsafe_code",
 }  # fmt: skip
+#: Tokens by which templates of published models mark roles.
+_CONTROL = re.compile(
+    r"<\|im_(start|end)\|>|<role>|<\|role_end\|>|<\|turn>|<turn\|>|<\|start_header_id\|>|<\|eot_id\|>|\[INST\]"
+)
 #: The scores whose programs the harness runs: after all answers, in a sandbox, if that is allowed.
 _CODE_SCORES = ("functions.code", "functions.code_definitions")
 
@@ -94,6 +99,12 @@ def stop_terms(until: Any) -> list[str]:
     """A text or a list as a list without empty entries."""
     terms = [until] if isinstance(until, str) else list(until or [])
     return [str(term) for term in terms if term]
+
+
+def template_marker(prompt: str) -> str | None:
+    """The token by which a prompt shows that it is written with a chat template; None: it is plain."""
+    found = _CONTROL.search(prompt)
+    return None if found is None else found[0]
 
 
 class _Function(str):

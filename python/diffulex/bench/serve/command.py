@@ -198,8 +198,18 @@ def _add_endpoint_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_request_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dataset", choices=DATASETS, default=DATASETS[0], help=f"[{DATASETS[0]}]")
-    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="of jsonl and sharegpt")
+    group.add_argument(
+        "--dataset",
+        metavar="NAME",
+        default=DATASETS[0],
+        help=f"{', '.join(DATASETS[1:])}, or task:NAME of `diffulex bench tasks` [{DATASETS[0]}]",
+    )
+    group.add_argument(
+        "--dataset-path",
+        type=Path,
+        metavar="FILE",
+        help="of jsonl and sharegpt; of a task, in place of its items",
+    )
     group.add_argument("--num-prompts", type=positive_integer, default=200, help="requests [200]")
     group.add_argument(
         "--input-len", type=positive_integer, default=256, help="random: tokens [256]"

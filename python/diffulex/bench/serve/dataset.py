@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked: bundled word problems, a file, or random token ids."""
+"""What is asked: bundled word problems, the items of a task, a file, or random token ids."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffulex.bench.serve.frames import Api
+from diffulex.bench.task import read_tasks, template_marker
 from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
+    from diffulex.bench.task import Task
     from diffulex.checkpoint.tokenizer import Tokenizer
 
 __all__ = [
     "DATASETS",
+    "MAX_STOPS",
     "BenchRequest",
     "DatasetSettings",
     "drawable_ids",
@@ -25,7 +28,11 @@ __all__ = [
     "varied_length",
 ]
 
+#: Beside these, ``task:NAME`` for every bundled task of ``diffulex bench tasks``.
 DATASETS = ("task:word_problems", "random", "jsonl", "sharegpt")
+_TASK = "task:"
+#: Texts that end an answer, as many as the OpenAI API takes.
+MAX_STOPS = 4
 #: Turns of a ShareGPT conversation that are used: a question and its answer.
 _NUM_TURNS = 2
 
@@ -38,12 +45,13 @@ class BenchRequest:
     messages: list[dict[str, Any]] | None
     #: Most tokens of the answer.
     output_len: int
+    #: Texts that end it, at most `MAX_STOPS`.
+    stop: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
         """The part of the body that says what is asked."""
-        if self.messages is not None:
-            return {"messages": self.messages}
-        return {"prompt": self.prompt}
+        asked = {"prompt": self.prompt} if self.messages is None else {"messages": self.messages}
+        return {**asked, "stop": list(self.stop)} if self.stop else asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +59,8 @@ class DatasetSettings:
     """Which requests to make.
 
     Attributes:
-        name: one of `DATASETS`.
-        path: the file of `jsonl` and `sharegpt`.
+        name: one of `DATASETS`, or ``task:NAME``.
+        path: the file of `jsonl` and `sharegpt`; of a task, in place of its items.
         input_len: prompt tokens of `random`.
         output_len: most tokens of an answer, where the data set does not say.
         range_ratio: `random` draws both lengths from `[len * (1 - r), len * (1 + r)]`.
@@ -77,6 +85,8 @@ def make_requests(
     Raises:
         ConfigError: an unknown data set, an unusable file, or one that does not fit the API.
     """
+    if settings.name.startswith(_TASK) and settings.name not in DATASETS:
+        return _repeated(_task(settings, api, tokenizer), settings)
     readers: dict[str, Callable[[], list[BenchRequest]]] = {
         "task:word_problems": lambda: _word_problems(settings),
         "random": lambda: _random(settings, tokenizer),
@@ -84,11 +94,14 @@ def make_requests(
         "sharegpt": lambda: _sharegpt(settings, tokenizer),
     }
     if settings.name not in readers:
-        known = ", ".join(DATASETS)
+        known = ", ".join((*DATASETS, f"{_TASK}NAME"))
         raise ConfigError(f"dataset: expected one of {known}, got {settings.name!r}")
-    requests = readers[settings.name]()
-    repeated = [requests[index % len(requests)] for index in range(settings.num_prompts)]
+    repeated = _repeated(readers[settings.name](), settings)
     return [_for_api(request, api, tokenizer) for request in repeated]
+
+
+def _repeated(requests: Sequence[BenchRequest], settings: DatasetSettings) -> list[BenchRequest]:
+    return [requests[index % len(requests)] for index in range(settings.num_prompts)]
 
 
 def _for_api(request: BenchRequest, api: Api, tokenizer: Tokenizer | None) -> BenchRequest:
@@ -119,6 +132,54 @@ def _word_problems(settings: DatasetSettings) -> list[BenchRequest]:
         BenchRequest(problem.question, None, settings.output_len)
         for problem in problems[: settings.num_prompts]
     ]
+
+
+def _task(settings: DatasetSettings, api: Api, tokenizer: Tokenizer | None) -> list[BenchRequest]:
+    """The items of a task in an order of the seed, as `diffulex eval --endpoint` asks them."""
+    name = settings.name.removeprefix(_TASK)
+    tasks = read_tasks(name) if name.strip() else None
+    if tasks is None or len(tasks) != 1:
+        raise ConfigError(
+            f"dataset: expected {_TASK}NAME with a task of `diffulex bench tasks`,"
+            f" got {settings.name!r}"
+        )
+    (task,) = tasks
+    items = task.items(None if settings.path is None else str(settings.path))
+    if not items:
+        raise ConfigError(f"dataset: expected items of {settings.name}, got none")
+    random.Random(f"bench serve/{settings.seed}").shuffle(items)
+    return [
+        BenchRequest(
+            *_asked(task, task.prompt(item), api, tokenizer),
+            settings.output_len,
+            tuple(task.until[:MAX_STOPS]),
+        )
+        for item in items[: settings.num_prompts]
+    ]
+
+
+def _asked(
+    task: Task, text: str, api: Api, tokenizer: Tokenizer | None
+) -> tuple[str | None, list[dict[str, Any]] | None]:
+    """The prompt of an item, or its messages; ConfigError where it would have two templates, or none
+    although it needs one."""
+    messages = [{"role": "user", "content": text}]
+    if api == "chat":
+        marker = template_marker(text)
+        if marker is not None:
+            raise ConfigError(
+                f"dataset: expected --api completions for {_TASK}{task.name}, whose prompts are"
+                f" written with a template ({marker}), got chat"
+            )
+        return None, messages
+    if not task.is_chat:
+        return text, None
+    if tokenizer is None:
+        raise ConfigError(
+            f"dataset: expected --api chat, or --tokenizer, for {_TASK}{task.name}, whose prompts"
+            f" need the model's template, got {api}"
+        )
+    return str(tokenizer.render_chat(messages)), None
 
 
 def _random(settings: DatasetSettings, tokenizer: Tokenizer | None) -> list[BenchRequest]:

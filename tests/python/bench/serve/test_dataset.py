@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,70 @@ def test_word_problems_are_the_held_out_ones_in_an_order_of_the_seed() -> None:
     assert {request.prompt for request in requests} <= questions
     assert requests == make_requests(_settings("task:word_problems"), "completions", None)
     assert requests != make_requests(_settings("task:word_problems", seed=1), "completions", None)
+
+
+def _gsm8k(folder: Path) -> Path:
+    path = folder / "items.jsonl"
+    items = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(3)]
+    path.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
+    return path
+
+
+def test_a_task_asks_its_items(tmp_path: Path) -> None:
+    settings = _settings("task:gsm8k_diffulex", _gsm8k(tmp_path), output_len=9)
+    requests = make_requests(settings, "completions", None)
+    assert len(requests) == 5
+    assert requests[3:] == requests[:2]  # three items, which repeat
+    for number in range(3):
+        assert sum(f"What is {number} + 1?" in str(r.prompt) for r in requests[:3]) == 1
+    for request in requests:
+        assert str(request.prompt).startswith("<|im_start|>user\n")
+        assert str(request.prompt).endswith("<|im_start|>assistant\n")
+        assert request.output_len == 9
+        assert request.fields() == {"prompt": request.prompt, "stop": ["<|im_end|>", "</s>"]}
+    other = make_requests(_settings("task:gsm8k_diffulex", settings.path, seed=4), "generate", None)
+    assert {r.prompt for r in other} == {r.prompt for r in requests}
+    assert other != requests
+
+
+def test_a_task_without_a_template_is_a_message_or_goes_through_the_tokenizers(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    settings = _settings("task:gsm8k_chat", _gsm8k(tmp_path), num_prompts=1)
+    (asked,) = make_requests(settings, "chat", None)
+    assert asked.messages is not None
+    ((role, text),) = ((m["role"], m["content"]) for m in asked.messages)
+    assert role == "user"
+    assert text.startswith("What is ")
+    assert asked.fields() == {"messages": asked.messages}
+    (rendered,) = make_requests(settings, "completions", tokenizer)
+    assert rendered.prompt == tokenizer.render_chat([{"role": "user", "content": text}])
+
+
+def test_no_item_of_a_task_needs_a_file() -> None:
+    (request,) = make_requests(_settings("task:smoke_code", num_prompts=1), "chat", None)
+    assert request.messages is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "api", "message"),
+    [
+        (
+            "task:gsm8k_diffulex",
+            "chat",
+            r"expected --api completions .*\(<\|im_start\|>\), got chat",
+        ),
+        ("task:gsm8k_chat", "generate", "expected --api chat, or --tokenizer, .* got generate"),
+        ("task:nothing", "chat", "expected task:NAME with a task of `diffulex bench tasks`"),
+        ("task:", "chat", "expected task:NAME with a task of `diffulex bench tasks`"),
+        ("task:smoke_arith,smoke_code", "chat", "expected task:NAME with a task"),
+    ],
+)
+def test_a_task_that_cannot_be_asked_is_refused(
+    name: str, api: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_requests(_settings(name, _gsm8k(tmp_path)), api, None)
 
 
 def test_chat_wraps_prompts_into_messages() -> None:
