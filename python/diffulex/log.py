@@ -28,6 +28,7 @@ __all__ = [
     "format_duration",
     "get_logger",
     "is_json_line",
+    "lead_ranks",
     "log_prompt",
     "log_settings",
     "logged_to",
@@ -63,6 +64,8 @@ class _Process:
 
     name = ""
     rank = 0
+    #: Groups of ranks of which this process is the first.
+    num_groups = 0
 
 
 #: What the running task looks after; it stands for the name of the process.
@@ -94,6 +97,12 @@ def name_process(name: str, rank: int = 0) -> None:
     _Process.name, _Process.rank = name, rank
 
 
+def lead_ranks(num_groups: int) -> None:
+    """Counts groups of ranks of which this process is the first (a negative number: was); its text
+    lines say so while there are any. Those of the other ranks are named by whoever passes them on."""
+    _Process.num_groups += num_groups
+
+
 @contextmanager
 def part_named(name: str) -> Iterator[None]:
     """Names a part of this process in every line that the block, or tasks it starts, log."""
@@ -109,8 +118,8 @@ def _place() -> str:
 
 
 class _TextFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00.123 INFO    engine message`, and `engine[replica 1]` in a named process;
-    colour never enters the record."""
+    """`2026-01-31 12:00:00.123 INFO    engine message`, `engine[replica 1]` in a named process and
+    `engine[rank 0]` in the first one of several ranks; colour never enters the record."""
 
     def __init__(self, color: bool) -> None:
         super().__init__()
@@ -119,9 +128,9 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         component = record.name.removeprefix(_ROOT + ".")
-        place = _place()
-        if place:
-            component = f"{component}[{place}]"
+        places = [_place(), "rank 0" if _Process.num_groups else ""]
+        if any(places):
+            component = f"{component}[{', '.join(filter(None, places))}]"
         head = f"{stamp}.{int(record.msecs):03d} {record.levelname:<7} {component}"
         color = _COLORS.get(record.levelno, "") if self._color else ""
         if color:

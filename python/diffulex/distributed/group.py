@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from diffulex.distributed.child_process import ChildProcess, start_error, stop_all
 from diffulex.errors import DiffulexError, EngineDeadError
-from diffulex.log import get_logger
+from diffulex.log import get_logger, lead_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,6 +53,7 @@ class _Pipes:
         self._woken, self._waker = multiprocessing.Pipe(duplex=False)
         self._reader = threading.Thread(target=self._read, name="diffulex-ranks", daemon=True)
         self._reader.start()
+        lead_ranks(1)
 
     def _read(self) -> None:
         pipes: dict[Any, int] = {c.connection: i for i, c in enumerate(self.children)}
@@ -129,6 +130,7 @@ class _Pipes:
         stop_all(self.children)
         for end in (self._woken, self._waker):
             end.close()
+        lead_ranks(-1)
 
 
 class WorkerGroup:

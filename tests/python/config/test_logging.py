@@ -75,6 +75,24 @@ def test_lines_name_their_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("named")
+def test_the_first_of_several_ranks_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = dlog.get_logger("diffulex.engine")
+    dlog.configure("info", json=False)
+    dlog.lead_ranks(1)
+    dlog.lead_ranks(1)
+    logger.info("two groups")
+    dlog.lead_ranks(-1)
+    dlog.name_process("backend")
+    logger.info("one left")
+    dlog.lead_ranks(-1)
+    logger.info("none")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("INFO ")[1].strip() for line in lines] == [
+        "engine[rank 0] two groups", "engine[backend, rank 0] one left", "engine[backend] none",
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("named")
 def test_further_ranks_are_quiet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
