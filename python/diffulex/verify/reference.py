@@ -2,7 +2,7 @@
 """Stock decoders of transformers that compute what each family computes, given the mask.
 
 They read config.json and the tensors by themselves: nothing of this engine's description of a model is
-used. No code of a checkpoint runs.
+used. No code of a checkpoint runs. The tests of the families compare with the same models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 
     from diffulex.verify.trajectory import Forward, Trajectory
 
-__all__ = ["Reference", "has_reference", "is_canvas", "is_shifted", "load_reference", "sees_prompt"]
+__all__ = [
+    "Reference",
+    "block_mask",
+    "build_model",
+    "has_reference",
+    "is_canvas",
+    "is_shifted",
+    "load_reference",
+    "prompt_mask",
+    "sees_prompt",
+]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -67,7 +77,13 @@ _IGNORED = ("rotary_emb.inv_freq", "vision", "visual")
 
 
 def _picked(config: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: config[name] for name in names if config.get(name) is not None}
+    found = {name: config[name] for name in names if config.get(name) is not None}
+    # Without this key, or with 0, every head has its keys and values; the classes have another number.
+    return {**found, "num_key_value_heads": _num_kv_heads(config)}
+
+
+def _num_kv_heads(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
 
 
 def _qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +94,8 @@ def _qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _llada(config: Mapping[str, Any]) -> dict[str, Any]:
+    if "d_model" not in config:  # stored as a Llama
+        return _named(_LLAMA_KEYS)(config)
     heads = config["n_heads"]
     return {
         "vocab_size": config.get("embedding_size") or config["vocab_size"],
@@ -115,6 +133,8 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _llada_tensors(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
+    if "d_model" not in config:
+        return tensors
     renamed = {}
     for stored, tensor in tensors.items():
         name = stored
@@ -126,9 +146,8 @@ def _llada_tensors(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
 
 def _glm_tensors(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
     """With q, k and v apart, and experts stacked."""
-    num_kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     sizes = [config["num_attention_heads"] * _head_dim(config)]
-    sizes += 2 * [num_kv_heads * _head_dim(config)]
+    sizes += 2 * [_num_kv_heads(config) * _head_dim(config)]
     renamed: Tensors = {}
     for stored, tensor in tensors.items():
         if "attention.query_key_value." in stored:
@@ -227,6 +246,55 @@ def is_canvas(family: str) -> bool:
     return family == _CANVAS
 
 
+def block_mask(num_tokens: int, block_size: int) -> torch.Tensor:
+    """[n, n] bool: row i sees column j when j's block, counted from 0, is not later than i's."""
+    block = torch.arange(num_tokens) // block_size
+    return block[None, :] <= block[:, None]
+
+
+def prompt_mask(num_tokens: int, prompt: int, block_size: int) -> torch.Tensor:
+    """As `block_mask`, but the prompt is one block that comes first; others start at its end."""
+    positions = torch.arange(num_tokens)
+    block = torch.where(positions < prompt, 0, 1 + (positions - prompt) // block_size)
+    return block[None, :] <= block[:, None]
+
+
+def build_model(
+    family: str, config: Mapping[str, Any], tensors: Tensors, dtype: torch.dtype = torch.float32
+) -> Any:
+    """The decoder of transformers for a family that fills masks, on the CPU.
+
+    Args:
+        config: content of config.json.
+        tensors: of the checkpoint, under its names; converted to `dtype`.
+
+    Raises:
+        RuleError: it lacks a tensor, or has one too many.
+    """
+    return _built(_RECIPES[family], config, tensors, dtype)
+
+
+def _built(recipe: _Recipe, config: Mapping[str, Any], tensors: Tensors, dtype: torch.dtype) -> Any:
+    import transformers  # noqa: PLC0415 (slow to import)
+
+    settings = getattr(transformers, f"{recipe.template}Config")(
+        **recipe.keywords(config), attn_implementation="sdpa", use_cache=False
+    )
+    model = getattr(transformers, f"{recipe.template}ForCausalLM")(settings).to(dtype)
+    state = {name: tensor.to(dtype) for name, tensor in recipe.tensors(config, tensors).items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    allowed = {"lm_head.weight"} if settings.tie_word_embeddings else set()
+    # A checkpoint without the vector means zeros.
+    allowed |= {name for name in missing if name.endswith("e_score_correction_bias")}
+    wrong = sorted({*missing} - allowed) + sorted(unexpected)
+    if wrong:
+        raise RuleError(
+            f"expected the tensors of {type(model).__name__}, got another set: {wrong[0]}"
+        )
+    model.tie_weights()
+    return model.eval()
+
+
 class Reference(Protocol):
     """A model of transformers."""
 
@@ -253,26 +321,10 @@ class _MaskReference:
     def __init__(
         self, recipe: _Recipe, directory: Path, dtype: torch.dtype, device: str, block_size: int
     ) -> None:
-        import transformers  # noqa: PLC0415 (slow to import)
-
         self._recipe, self._block_size, self._device = recipe, block_size, device
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        settings = getattr(transformers, f"{recipe.template}Config")(
-            **recipe.keywords(config), attn_implementation="sdpa", use_cache=False
-        )
-        model = getattr(transformers, f"{recipe.template}ForCausalLM")(settings).to(dtype)
-        tensors = recipe.tensors(config, _read(directory, dtype))
-        missing, unexpected = model.load_state_dict(tensors, strict=False)
-        allowed = {"lm_head.weight"} if settings.tie_word_embeddings else set()
-        # A checkpoint without the vector means zeros.
-        allowed |= {name for name in missing if name.endswith("e_score_correction_bias")}
-        wrong = sorted({*missing} - allowed) + sorted(unexpected)
-        if wrong:
-            raise RuleError(
-                f"expected the tensors of {type(model).__name__}, got another set: {wrong[0]}"
-            )
-        model.tie_weights()
-        self._model = model.eval().to(device)
+        model = _built(recipe, config, _read(directory, dtype), dtype)
+        self._model = model.to(device)
 
     @torch.inference_mode()
     def logits(self, trajectory: Trajectory, forward: Forward, tokens: list[int]) -> torch.Tensor:
@@ -285,13 +337,9 @@ class _MaskReference:
         return found[rows].float().cpu()
 
     def _mask(self, num_tokens: int, prompt: int) -> torch.Tensor:
-        """[n, n] bool: row i sees column j when j's block is not later than i's."""
-        positions = torch.arange(num_tokens)
-        block = positions // self._block_size
         if self._recipe.sees_prompt:
-            block = 1 + (positions - prompt) // self._block_size
-            block = torch.where(positions < prompt, 0, block)
-        return block[None, :] <= block[:, None]
+            return prompt_mask(num_tokens, prompt, self._block_size)
+        return block_mask(num_tokens, self._block_size)
 
 
 class _CanvasReference:

@@ -28,7 +28,6 @@ from fixtures.decoder_oracle import DecoderOracle
 from fixtures.families import DENSE_FAMILIES, SHIFTED, family_builder
 from fixtures.gemma import GemmaOracle
 from fixtures.moe_families import MOE_FAMILIES, moe_builder
-from fixtures.moe_oracle import MoeOracle
 
 BIDIRECTIONAL = ("llada", "dream", "diffucoder")
 FILLING = (*DENSE_FAMILIES, *MOE_FAMILIES)
@@ -59,8 +58,7 @@ class Model:
         make = moe_builder if family in MOE_FAMILIES else family_builder
         builder = make(family, edit=edit or _sharpen)
         tensors = builder.write(directory)
-        oracle = MoeOracle if family in MOE_FAMILIES else DecoderOracle
-        self.oracle = oracle(family, builder.config, tensors)
+        self.oracle = DecoderOracle(family, builder.config, tensors)
         self.engine = Diffulex(
             str(directory), model_name=family, num_pages=64,
             **{"device": "cpu", "dtype": "float32", "max_model_len": 64, **settings},

@@ -12,9 +12,8 @@ import torch
 
 from diffulex.checkpoint.auto_model import detect, load_model
 from diffulex.nn.moe import MoeFeedForward
-from fixtures.decoder_oracle import block_mask, full_mask
+from fixtures.decoder_oracle import DecoderOracle, block_mask, full_mask
 from fixtures.moe_families import MOE_FAMILIES, moe_builder, moe_config, stack_experts
-from fixtures.moe_oracle import MoeOracle
 from fixtures.paged_batch import FULL, PagedRunner, Rows
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -54,7 +53,7 @@ class Setup:
         assert name == family
         self.model: Any = load_model(name, self.spec, directory, dtype, device)
         rounded = {key: _rounded(key, tensor, dtype) for key, tensor in kept.items()}
-        self.oracle = MoeOracle(family, builder.config, rounded)
+        self.oracle = DecoderOracle(family, builder.config, rounded)
         self.runner = PagedRunner(self.model, BLOCK, device=device, dtype=dtype)
 
     def one_shot(self, tokens: list[int], **fields: Any) -> torch.Tensor:

@@ -11,8 +11,8 @@ import torch
 
 from diffulex.checkpoint.auto_model import detect, load_model
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
+from fixtures.decoder_oracle import DecoderOracle, block_mask
 from fixtures.paged_batch import PagedRunner, Rows
-from fixtures.qwen3_oracle import Qwen3Oracle
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -38,8 +38,13 @@ class Setup:
         self.model = load_model(name, self.spec, directory, dtype, device)
         rounded = {key: tensor.to(dtype) for key, tensor in tensors.items()}
         block_size = runner.pop("block_size", self.spec.block_size)
-        self.oracle = Qwen3Oracle(builder.config, rounded, block_size)
+        self.oracle = DecoderOracle("sdar", builder.config, rounded)
+        self.block_size = block_size
         self.runner = PagedRunner(self.model, block_size, device=device, **runner)
+
+    def expected(self, tokens: list[int]) -> torch.Tensor:
+        """Logits of the oracle."""
+        return self.oracle.logits(tokens, block_mask(len(tokens), self.block_size))
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +66,7 @@ def test_one_shot(setup, num_tokens):
     tokens = random_tokens(num_tokens, seed=num_tokens)
     sequence = setup.runner.sequence(tokens)
     (logits,) = setup.runner.forward([Rows(sequence, num_tokens, should_store=False)])
-    assert_equal_logits(logits, setup.oracle.logits(tokens))
+    assert_equal_logits(logits, setup.expected(tokens))
 
 
 @pytest.mark.parametrize("num_cached", [4, 8, 20, 40])
@@ -70,7 +75,7 @@ def test_cached_prefix(setup, num_cached):
     sequence = setup.runner.sequence(tokens)
     setup.runner.forward([Rows(sequence, num_cached, should_store=True)])
     (logits,) = setup.runner.forward([Rows(sequence, 44, should_store=False)])
-    assert_equal_logits(logits, setup.oracle.logits(tokens)[num_cached:])
+    assert_equal_logits(logits, setup.expected(tokens)[num_cached:])
 
 
 def test_chunked_prefill(setup):
@@ -80,7 +85,7 @@ def test_chunked_prefill(setup):
         setup.runner.forward([Rows(sequence, end, should_store=True)])[0]
         for end in (4, 16, 24, 44, 52)
     ]
-    assert_equal_logits(torch.cat(parts), setup.oracle.logits(tokens))
+    assert_equal_logits(torch.cat(parts), setup.expected(tokens))
 
 
 def test_rows_without_a_slot_leave_the_cache_unchanged(setup):
@@ -92,10 +97,10 @@ def test_rows_without_a_slot_leave_the_cache_unchanged(setup):
         guess = random_tokens(4, seed)
         rows = Rows(sequence, 16, should_store=False, tokens=guess)
         (logits,) = setup.runner.forward([rows])
-        assert_equal_logits(logits, setup.oracle.logits(tokens[:12] + guess)[12:])
+        assert_equal_logits(logits, setup.expected(tokens[:12] + guess)[12:])
     setup.runner.forward([Rows(sequence, 16, should_store=True)])
     (logits,) = setup.runner.forward([Rows(sequence, 24, should_store=False)])
-    assert_equal_logits(logits, setup.oracle.logits(tokens)[16:])
+    assert_equal_logits(logits, setup.expected(tokens)[16:])
 
 
 def test_batch_of_different_lengths_with_padding(setup):
@@ -106,7 +111,7 @@ def test_batch_of_different_lengths_with_padding(setup):
     starts = [sequence.num_cached for sequence in sequences]
     results = setup.runner.forward(batch, num_dummies=2)
     for tokens, start, logits in zip(texts, starts, results):
-        assert_equal_logits(logits, setup.oracle.logits(tokens)[start:])
+        assert_equal_logits(logits, setup.expected(tokens)[start:])
 
 
 def test_embedding_override_is_used_and_not_modified(setup):
@@ -116,7 +121,8 @@ def test_embedding_override_is_used_and_not_modified(setup):
     sequence = setup.runner.sequence([0] * 12)
     rows = Rows(sequence, 12, should_store=False)
     (logits,) = setup.runner.forward([rows], inputs_embeds=given)
-    assert_equal_logits(logits, setup.oracle.logits(inputs_embeds=embeds[None]))
+    mask = block_mask(12, setup.block_size)
+    assert_equal_logits(logits, setup.oracle.logits(None, mask, inputs_embeds=embeds[None]))
     assert torch.equal(given.cpu(), embeds)
 
 
@@ -140,7 +146,7 @@ def test_variants(tmp_path, variant, device):
     sequence = setup.runner.sequence(tokens)
     setup.runner.forward([Rows(sequence, 16, should_store=True)])
     (logits,) = setup.runner.forward([Rows(sequence, 29, should_store=False)])
-    assert_equal_logits(logits, setup.oracle.logits(tokens)[16:])
+    assert_equal_logits(logits, setup.expected(tokens)[16:])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -150,7 +156,7 @@ def test_distinct_cache_layout(tmp_path, device):
     sequence = setup.runner.sequence(tokens)
     setup.runner.forward([Rows(sequence, 20, should_store=True)])
     (logits,) = setup.runner.forward([Rows(sequence, 30, should_store=False)])
-    assert_equal_logits(logits, setup.oracle.logits(tokens)[20:])
+    assert_equal_logits(logits, setup.expected(tokens)[20:])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -160,7 +166,7 @@ def test_block_size_other_than_the_checkpoint(tmp_path, device):
     sequence = setup.runner.sequence(tokens)
     setup.runner.forward([Rows(sequence, 32, should_store=True)])
     (logits,) = setup.runner.forward([Rows(sequence, 40, should_store=False)])
-    assert_equal_logits(logits, setup.oracle.logits(tokens)[32:])
+    assert_equal_logits(logits, setup.expected(tokens)[32:])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -174,7 +180,7 @@ def test_low_precision(tmp_path, dtype, device):
     setup.runner.forward([Rows(sequence, 32, should_store=True)])
     (logits,) = setup.runner.forward([Rows(sequence, 64, should_store=False)])
     assert logits.dtype == dtype
-    expected = setup.oracle.logits(tokens)[32:]
+    expected = setup.expected(tokens)[32:]
     error = logits.float().cpu() - expected
     assert error.pow(2).mean().sqrt() <= 0.03 * expected.pow(2).mean().sqrt()
 

@@ -13,9 +13,12 @@ from safetensors.torch import load_file
 from diffulex import CheckpointError, ConfigError
 from diffulex.tools.cli import main
 from diffulex.verify.names import RULES
+from diffulex.verify.reference import build_model
 from diffulex.verify.report import Report, RuleError
 from diffulex.verify.run import verify
 from fixtures.adapters import QWEN_TARGETS, AdapterBuilder
+from fixtures.families import family_config, family_tensors
+from fixtures.moe_families import llada2_tensors, moe_config
 from fixtures.quick import quick
 from planted import DEFECTS, FAMILIES, model_name, table, write
 
@@ -166,3 +169,21 @@ def test_a_broken_test_is_a_failure() -> None:
         "FAIL  a: ZeroDivisionError: by zero",
         "FAIL  b: expected one, got two",
     ]
+
+
+def test_llada_may_be_stored_as_a_llama() -> None:
+    config = family_config("stable_diffcoder")
+    model = build_model("llada", config, family_tensors("stable_diffcoder", config))
+    assert model.config.hidden_size == config["hidden_size"]
+
+
+@pytest.mark.parametrize("family", ["dream", "stable_diffcoder", "llada2"])
+def test_a_configuration_may_have_no_number_of_heads_of_keys(family: str) -> None:
+    if family == "llada2":
+        config = moe_config(family, num_key_value_heads=0)
+        tensors = llada2_tensors(config)
+    else:
+        config = {k: v for k, v in family_config(family).items() if k != "num_key_value_heads"}
+        tensors = family_tensors(family, config)
+    model = build_model(family, config, tensors)
+    assert model.config.num_key_value_heads == config["num_attention_heads"]
