@@ -33,6 +33,7 @@ from diffulex.config.flags import (
     positive_integer,
     share,
 )
+from diffulex.config.sampling_params import TRAJECTORY_LEVELS
 from diffulex.errors import ConfigError
 from diffulex.profiling.scopes import Instrument, Stage
 
@@ -69,6 +70,7 @@ class Load:
         input_range: share by which both lengths vary.
         seed: of the prompts.
         num_warmup: requests before the measurement.
+        return_trajectory: what every request records of the order it is written in.
     """
 
     num_prompts: int = 256
@@ -77,6 +79,7 @@ class Load:
     input_range: float = 0.0
     seed: int = 0
     num_warmup: int = 4
+    return_trajectory: str = "none"
 
 
 def fixed_work(settings: Mapping[str, Any], force_tpf: int) -> dict[str, Any]:
@@ -182,13 +185,18 @@ def _ids(engine: Diffulex) -> list[int]:
     return [i for i in ids if i < model.spec.vocab_size and i != model.mask_token_id]
 
 
-def _run(engine: Diffulex, asked: Sequence[tuple[list[int], int]], phases: _Phases) -> None:
+def _run(
+    engine: Diffulex, asked: Sequence[tuple[list[int], int]], phases: _Phases, trajectory: str
+) -> None:
     from diffulex.config.sampling_params import SamplingParams  # noqa: PLC0415
 
     for prompt, length in asked:
         # More forwards than any answer takes: no request ends early.
         most = 4 * (len(prompt) + length) + 64
-        engine.add_request(prompt, SamplingParams(max_tokens=length, ignore_eos=True, max_nfe=most))
+        params = SamplingParams(
+            max_tokens=length, ignore_eos=True, max_nfe=most, return_trajectory=trajectory
+        )
+        engine.add_request(prompt, params)
     while engine.has_unfinished():
         stats = engine.run_stats
         before, decode_s = stats.num_steps, stats.decode_s
@@ -216,7 +224,7 @@ def measure(engine: Diffulex, load: Load) -> dict[str, Any]:
         raise ConfigError(
             f"input_len, output_len: expected at most max_model_len {limit} together, got {longest}"
         )
-    _run(engine, asked[: load.num_warmup], _Phases())
+    _run(engine, asked[: load.num_warmup], _Phases(), load.return_trajectory)
     engine.flush_prefix_cache()
     phases = _Phases()
     before = dataclasses.replace(engine.run_stats)
@@ -232,7 +240,7 @@ def measure(engine: Diffulex, load: Load) -> dict[str, Any]:
     instrument.add(timed)
     try:
         start = time.perf_counter()
-        _run(engine, asked, phases)
+        _run(engine, asked, phases, load.return_trajectory)
         seconds = time.perf_counter() - start
     finally:
         instrument.remove(timed)
@@ -307,6 +315,10 @@ def add_throughput_flags(parser: Parser) -> None:
         "--force-tpf", type=positive_integer, metavar="K",
         help="fixed work: every open block takes K positions a step, whatever the model says",
     )  # fmt: skip
+    load.add_argument(
+        "--return-trajectory", choices=TRAJECTORY_LEVELS, default=TRAJECTORY_LEVELS[0],
+        help="what requests record of the order they are written in: what that costs [none]",
+    )  # fmt: skip
     result = parser.add_argument_group("result")
     result.add_argument("--json", action="store_true", help="print JSON instead of a table")
     result.add_argument("--output", type=Path, metavar="FILE", help="write it as .json")
@@ -340,6 +352,7 @@ def run_throughput(options: argparse.Namespace) -> int:
         input_range=options.input_range,
         seed=options.seed,
         num_warmup=options.warmup,
+        return_trajectory=options.return_trajectory,
     )
     with diffulex.Diffulex(**settings) as engine:
         figures = measure(engine, load)

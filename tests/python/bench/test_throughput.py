@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from diffulex.bench.__main__ import main
 from diffulex.bench.throughput import Load, fixed_work, measure
 from diffulex.checkpoint.resolve import demo_dir
 from diffulex.errors import ConfigError
+from diffulex.trace.trajectory import TraceRecorder
 
 ZOO = Path(__file__).parents[3] / "examples" / "zoo"
 #: Of users' programs that read the file.
@@ -82,6 +84,23 @@ def test_figures_follow_from_the_load() -> None:
     assert [again[key] for key in ("steps", "input_tokens", "output_tokens", "peak_pages")] == [
         figures[key] for key in ("steps", "input_tokens", "output_tokens", "peak_pages")
     ]
+
+
+def test_requests_may_record_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[str] = []
+
+    def recorder(level: str, *arguments: Any) -> TraceRecorder:
+        levels.append(level)
+        return TraceRecorder(level, *arguments)
+
+    monkeypatch.setattr("diffulex.engine.ledger.TraceRecorder", recorder)
+    plain = Load(num_prompts=2, input_len=8, output_len=8, num_warmup=1)
+    traced = dataclasses.replace(plain, return_trajectory="full")
+    with Diffulex(**fixed_work(SETTINGS, 4)) as engine:
+        steps = measure(engine, plain)["steps"]
+        assert levels == []
+        assert measure(engine, traced)["steps"] == steps
+    assert levels == 3 * ["full"]  # the warm-up as well
 
 
 @pytest.mark.parametrize(
