@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -86,6 +87,38 @@ def test_scopes_of_steps_that_run_ahead(tiny: TinyModel, tmp_path: Path) -> None
     names = {scope["name"] for scope in scopes}
     assert "diffulex.multi_block.eager_decode" in names
     assert "diffulex.model_runner.rank0.run_ahead" in names
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("is_eager", "decode"), [(True, "eager_decode"), (False, "full_static_decode")]
+)
+def test_a_recording_on_a_device(
+    is_eager: bool, decode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIFFULEX_CUDA_STAGE_TIMING_PATH", str(tmp_path / "times.csv"))
+    settings: dict[str, Any] = {"run_ahead": "off", "enforce_eager": is_eager}
+    settings |= {"profiler_config": {"torch_profiler_dir": str(tmp_path)}}
+    with Diffulex("demo", device="cuda", num_pages=64, **settings) as engine:
+        for is_recorded in (False, True):
+            if is_recorded:
+                engine.start_profile("run")
+            engine.generate("Tom has 3 apples.", PARAMS, summary=False, progress_log_interval=0)
+        result = engine.stop_profile()
+    text = Path(result["trace"]).read_text(encoding="utf-8")
+    assert any(event.get("cat") == "kernel" for event in json.loads(text)["traceEvents"])
+    rows = json.loads((tmp_path / "run.engine.summary.json").read_text(encoding="utf-8"))
+    assert sum(row["self_cuda_us"] or 0 for row in rows) > 0
+    scopes = scopes_of(result["trace"])
+    assert f"diffulex.multi_block.{decode}" in {scope["name"] for scope in scopes}
+    steps = [scope for scope in scopes if scope["name"] == "diffulex.engine.step"]
+    shares = [sum(c["dur"] for c in children(scopes, step)) / step["dur"] for step in steps]
+    # What lies between the scopes of a replayed graph is much of a step this small.
+    assert sorted(shares)[len(shares) // 2] >= (0.95 if is_eager else 0.8), shares
+    with (tmp_path / "times.rank0.csv").open(encoding="utf-8", newline="") as file:
+        forwards = [row for row in csv.DictReader(file) if row["stage"] == "model_forward"]
+    assert forwards
+    assert all(float(row["cuda_ms"]) > 0 for row in forwards)
 
 
 def test_areas() -> None:
