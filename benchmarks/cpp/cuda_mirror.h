@@ -85,7 +85,34 @@ inline bool has_device(benchmark::State& state) {
   return false;
 }
 
-/// Times `call` and reports median, 10th and 90th percentile in microseconds, and the rates.
+/// What the current device could move and multiply in a second, by its clocks and units; 0:
+/// unknown.
+struct Roof {
+  double bytes;  // of memory
+  double flops;  // of dense 16-bit products in its tensor cores
+};
+
+[[nodiscard]] inline Roof device_roof() {
+  int device = 0;
+  require(cudaGetDevice(&device), "device");
+  const auto property = [&](cudaDeviceAttr name) {
+    int value = 0;
+    require(cudaDeviceGetAttribute(&value, name, device), "attribute");
+    return static_cast<double>(value);
+  };
+  const int major = static_cast<int>(property(cudaDevAttrComputeCapabilityMajor));
+  const int minor = static_cast<int>(property(cudaDevAttrComputeCapabilityMinor));
+  // Per multiprocessor and clock, of the architectures that kernels are written for.
+  const double products = major == 9 ? 4096 : (major == 8 && minor == 0 ? 2048 : 0);
+  const double clock = 1e3 * property(cudaDevAttrClockRate);
+  // Two transfers a clock.
+  const double transfers = 2e3 * property(cudaDevAttrMemoryClockRate);
+  return {transfers * property(cudaDevAttrGlobalMemoryBusWidth) / 8,
+          products * clock * property(cudaDevAttrMultiProcessorCount)};
+}
+
+/// Times `call` and reports median, 10th and 90th percentile in microseconds, the rates, and how
+/// much of the time the device would need at the least.
 inline void measure(benchmark::State& state, int64_t rotations, double bytes, double flops,
                     const std::function<void(int64_t, cudaStream_t)>& call) {
   const int64_t copies = std::max<int64_t>(rotations, 8);
@@ -102,6 +129,11 @@ inline void measure(benchmark::State& state, int64_t rotations, double bytes, do
   state.counters["p90"] = times[times.size() - 1 - times.size() / 10] * 1e6;
   state.counters["GB/s"] = bytes / median * 1e-9;
   state.counters["TFLOP/s"] = flops / median * 1e-12;
+  static const Roof roof = device_roof();
+  if (roof.bytes > 0) {
+    const double least = std::max(bytes / roof.bytes, roof.flops > 0 ? flops / roof.flops : 0.0);
+    state.counters["% of roofline"] = 100 * least / median;
+  }
 }
 
 }  // namespace diffulex::bench
