@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# Stages of .ci/run: their names in the log, their seconds against a budget, and the one that failed.
+# Source it after scripts/lib.sh.
+
+stage_name=""
+stage_start=0
+stage_budget=0
+stage_rows=()
+
+# stage <name> <budget in seconds>: ends the stage before. Budgets are about twice what two idle cores
+# take, so that only growth breaks them; stage_table fails if a stage took longer than its own.
+stage() {
+  finish_stage
+  stage_name="$1"
+  stage_budget="$2"
+  stage_start="$SECONDS"
+  printf '\n==== %s\n' "$stage_name"
+}
+finish_stage() {
+  [ -n "$stage_name" ] || return 0
+  stage_rows+=("$((SECONDS - stage_start))|$stage_budget|$stage_name")
+  stage_name=""
+}
+stage_table() {
+  local row seconds budget name over=()
+  finish_stage
+  printf '\n==== stages\n%8s %8s  %s\n' seconds budget stage
+  for row in "${stage_rows[@]}"; do
+    IFS='|' read -r seconds budget name <<<"$row"
+    printf '%8d %8d  %s\n' "$seconds" "$budget" "$name"
+    [ "$seconds" -le "$budget" ] || over+=("$name")
+  done
+  printf '%8d %8s  %s\n' "$SECONDS" "" "all so far"
+  [ "${#over[@]}" -eq 0 ] || die "stages over their budget: $(printf '%s, ' "${over[@]}" | sed 's/, $//')"
+}
+
+# report_failure <exit code>: for a trap on EXIT, which runs once and only when the run ends. One on ERR
+# also runs in command substitutions whose failure is an answer, as that of dpkg-query is.
+report_failure() {
+  local name="${stage_name:-stages}"
+  [ "$1" -eq 0 ] || printf '==== FAILED in stage: %s (after %d s)\n' "$name" "$SECONDS" >&2
+}

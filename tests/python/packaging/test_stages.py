@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log of continuous integration: what it says of stages, and that it names a failure once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+#: How .ci/run begins.
+HEAD = """set -euo pipefail
+. scripts/lib.sh
+. scripts/stages.sh
+trap 'report_failure "$?"' EXIT
+"""
+#: Failures that are answers: conditions, subshells and substitutions as in scripts/lib.sh.
+ANSWERS = """stage "packages" 60
+no() { return 1; }
+if no; then exit 9; fi
+case "$(no)" in "") ;; esac
+{ no && no; } || [ -e /dev/null ]
+text="$(no || echo yes)"
+if [ "$(no; echo 1)" = 2 ]; then exit 9; fi
+echo '#include <nowhere.h>' | grep -q somewhere || echo no
+"""
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "-c", HEAD + script]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_ci_uses_what_is_tested_here() -> None:
+    text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert ". scripts/stages.sh" in text
+    assert re.findall(r"^\s*trap .*$", text, re.MULTILINE) == [
+        """trap 'report_failure "$?"; rm -rf "$work"' EXIT"""
+    ]
+
+
+def test_a_failure_that_is_an_answer_is_none() -> None:
+    result = run(ANSWERS)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("false", ""),
+        ('text="$(false)"', ""),
+        ("(\n  false\n)", ""),
+        ("die words", r"\[diffulex\] error: words\n"),
+    ],
+)
+def test_a_failure_is_named_once(failure: str, message: str) -> None:
+    result = run(f'{ANSWERS}stage "build" 60\n{failure}\necho unreached\n')
+    assert result.returncode == 1
+    assert "unreached" not in result.stdout
+    line = r"==== FAILED in stage: build \(after \d+ s\)\n"
+    assert re.fullmatch(message + line, result.stderr), result.stderr
+
+
+def test_the_table_has_every_stage() -> None:
+    result = run('stage "one" 60\nstage "two" 60\nstage_table\n')
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith(" ")]
+    assert [row[1:] for row in rows] == [
+        ["budget", "stage"],
+        ["60", "one"],
+        ["60", "two"],
+        ["all", "so", "far"],
+    ]
+
+
+def test_a_stage_over_its_budget_fails() -> None:
+    result = run('stage "one" 60\nstage "two" -1\nstage_table\n')
+    assert result.returncode == 1
+    assert "error: stages over their budget: two\n" in result.stderr
