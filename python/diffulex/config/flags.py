@@ -33,6 +33,13 @@ class UsageError(ConfigError):
     """The command line itself is wrong."""
 
 
+def expected_one_of(name: str, known: Sequence[str]) -> str:
+    """What was expected instead of `name`: the known names, and the nearest one if one is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f", nearest is {near[0]}" if near else ""
+    return f"expected one of {', '.join(known)}{hint}, got {name!r}"
+
+
 def _short(action: argparse.Action) -> argparse.Action:
     """The same with the help that names neither range nor default, if it has one, and few choices."""
     result = copy.copy(action)
@@ -73,6 +80,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse does it, for misspelt commands of commands as well, with the nearest choice."""
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(action, expected_one_of(str(value), known))
 
     def print_help(self, file: Any = None) -> None:
         """Unlike argparse, does not hide that the text cannot be written."""

@@ -8,12 +8,11 @@ line on standard error. Nothing heavy is imported before a command needs it.
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from diffulex.config.flags import Parser, UsageError, add_config_flag
+from diffulex.config.flags import Parser, UsageError, add_config_flag, expected_one_of
 from diffulex.env import get_unchecked
 from diffulex.log import configure
 from diffulex.standard_streams import close_standard_output, open_standard_streams
@@ -70,8 +69,8 @@ def _run(arguments: list[str]) -> int:
         arguments = ["bench", *arguments]
     if arguments[:2] == ["bench", "lm-eval"]:
         return _lm_eval(arguments[2:])
-    if not arguments or arguments[0] == "help":
-        return _help(arguments[1:])
+    if not arguments or arguments[0] == "help" or arguments == ["bench"]:  # as omni and edge do
+        return _help([name for name in arguments if name != "help"])
     _check_command(arguments[0])
     try:
         options = build_parser(arguments[0]).parse_with_file(arguments)
@@ -96,9 +95,7 @@ def _check_command(name: str) -> None:
     known += ["help", "version"]
     if name.startswith("-") or name in known:
         return
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f", nearest is {near[0]}" if near else ""
-    raise UsageError(f"command: expected one of {', '.join(known)}{hint}, got {name!r}")
+    raise UsageError(f"command: {expected_one_of(name, known)}")
 
 
 def _log_level(options: argparse.Namespace) -> str | None:
@@ -374,7 +371,7 @@ _COMMANDS = (
     _Command("run-batch", "answer a file of OpenAI batch requests", _fill_batch, "[MODEL]"),
     _Command("omni", "draw images with diffusion transformers", _fill_omni),
     _Command("edge", "export models to ExecuTorch for small devices", _fill_edge),
-    _Command("bench", "evaluate a model on tasks, or measure a server", _fill_bench),
+    _Command("bench", "evaluate a model on tasks, or measure a server", _fill_bench, "BENCHMARK"),
     _Command("trace", _TRACE_HELP, _fill_trace, "FILE"),
     _Command(
         "verify", "whether a checkpoint is computed as its authors mean it", _fill_verify, "[MODEL]"

@@ -78,6 +78,11 @@ class TestWords:
             (["eval", "a", "--model", "b"], "expected MODEL or --model, got both 'a' and 'b'"),
             (["generate", "demo", "hi", "--prompt", "x"], "got both PROMPT and --prompt"),
             (["complete", "bash"], "nearest is completion, got 'complete'"),
+            (["bench", "srve"], "argument BENCHMARK: expected one of eval, tasks, "),
+            (["bench", "srve"], "nearest is serve, got 'srve'"),
+            (["edge", "exprot"], "nearest is export, got 'exprot'"),
+            (["help", "evla"], "nearest is eval, got 'evla'"),
+            (["generate", "--log-level", "wraning", "x"], "nearest is warning, got 'wraning'"),
         ],
     )
     def test_errors(self, run, words, message):
@@ -238,6 +243,13 @@ class TestHelp:
 
     def test_help_of_a_command_by_name(self, run):
         assert run("help", "chat")[1] == run("chat", "--help")[1]
+
+    def test_commands_of_commands_alone_print_their_help(self, run):
+        for name in ("bench", "edge", "omni"):
+            code, text, errors = run(name)
+            assert (code, errors) == (0, "")
+            assert text == run(name, "--help")[1]
+            assert text.startswith(f"usage: diffulex {name} ")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

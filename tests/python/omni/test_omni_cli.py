@@ -129,7 +129,7 @@ def test_a_video_is_a_gif(tiny, tmp_path, capsys):
          "--output: expected a .json file in an existing directory, got 'x.md'"),
         (["bench", "--fit-teacache", "--cache", "none"],
          "--fit-teacache: expected one --output at most and no --cache, got more"),
-        (["evil"], "argument COMMAND: invalid choice: 'evil'"),
+        (["evil"], "expected one of generate, eval, bench, serve, nearest is eval, got 'evil'"),
     ],
 )  # fmt: skip
 def test_errors_are_one_line(capsys, arguments, message):

@@ -214,7 +214,7 @@ def test_engine_args_are_yaml_and_reach_the_engine():
         ("--allowed-headers [1]", "expected a JSON list of texts, got '[1]'"),
         ("--request-timeout nan", "--request-timeout: expected >= 0, got nan"),
         ("--max-n 0", "--max-n: expected >= 1, got 0"),
-        ("--log-level loud", "invalid choice: 'loud'"),
+        ("--log-level loud", "argument --log-level: expected one of critical, error, warning, "),
         ("--config /nowhere.yaml", "expected a readable YAML file"),
         ("--device-ids 0,x", "expected an integer, got 'x'"),
         ("--inproc --early-bind", "--early-bind: expected two processes, got --inproc"),
