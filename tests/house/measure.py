@@ -165,7 +165,7 @@ LIMITS = {
     "product files": Limit(680, "560", step=10),
     "rooms in circles": Limit(0, "0"),
     "upward arrows": Limit(0, "0"),
-    "long functions": Limit(25, "12"),
+    "long functions": Limit(24, "12"),
 }
 
 

@@ -215,6 +215,26 @@ Status zero_other_rows(const char* where, const FusedExpertsPackedParams& params
   return check_launch(where);
 }
 
+/// What both products of fused_moe share: positions sorted by expert, cut into tiles.
+ExpertGemm sorted_gemm(const FusedMoeParams& params, const MoePermuteParams& permute,
+                       const MoeKernels& kernels, int64_t max_tiles, bool is_sorted_inside) {
+  ExpertGemm gemm{};
+  gemm.tile_expert = permute.tile_expert.as<const int32_t>();
+  gemm.tile_start = permute.tile_start.as<const int32_t>();
+  gemm.counters = permute.counters.as<const int32_t>();
+  gemm.ends = permute.expert_offsets.as<const int32_t>() + 1;
+  gemm.num_positions = params.topk_ids.numel();
+  gemm.max_tiles = static_cast<int32_t>(max_tiles);
+  gemm.tile = kernels.tile;
+  gemm.act = params.act;
+  gemm.is_streamed = kernels.is_streamed;
+  if (is_sorted_inside) {
+    gemm.routes =
+        slot_routes(params.topk_ids, params.expert_map, static_cast<int32_t>(params.w13.size[0]));
+  }
+  return gemm;
+}
+
 }  // namespace
 
 Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
@@ -249,19 +269,7 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
 
   const TensorRef activated = scratch_tensor(context, scratch.activated, dtype, num_slots, width);
   const TensorRef slot_out = scratch_tensor(context, scratch.slot_out, dtype, num_slots, hidden);
-  ExpertGemm gemm{};
-  gemm.tile_expert = permute.tile_expert.as<const int32_t>();
-  gemm.tile_start = permute.tile_start.as<const int32_t>();
-  gemm.counters = permute.counters.as<const int32_t>();
-  gemm.ends = permute.expert_offsets.as<const int32_t>() + 1;
-  gemm.num_positions = num_slots;
-  gemm.max_tiles = static_cast<int32_t>(max_tiles);
-  gemm.tile = kernels.tile;
-  gemm.act = params.act;
-  gemm.is_streamed = kernels.is_streamed;
-  if (is_sorted_inside) {
-    gemm.routes = slot_routes(params.topk_ids, params.expert_map, num_local);
-  }
+  const ExpertGemm gemm = sorted_gemm(params, permute, kernels, max_tiles, is_sorted_inside);
 
   ExpertGemm gate_up = gate_up_gemm(gemm, params.x, params.w13, activated);
   gate_up.gather = permute.sorted_slots.as<const int32_t>();
