@@ -10,18 +10,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from diffulex.distributed.records import SharedHead
 from diffulex.errors import ConfigError
 from diffulex.families.base import MASK_FILLING
 from diffulex.families.listing import family_named
 from diffulex.registry import AutoSampler
-from diffulex.samplers.row_stage import RowStage
 from diffulex.strategies.listing import STRATEGIES, strategy_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from diffulex.config.types import ConfigTree
+    from diffulex.distributed.records import SharedHead
     from diffulex.families.base import Decoding
     from diffulex.samplers.base import Sampler
 
@@ -82,6 +81,10 @@ def share_rows(model: Any, sampler: Any) -> SharedHead | None:
     Raises:
         ConfigError: the sampler takes whole rows alone.
     """
+    # Settings are checked with this module where torch is not installed.
+    from diffulex.distributed.records import SharedHead  # noqa: PLC0415
+    from diffulex.samplers.row_stage import RowStage  # noqa: PLC0415
+
     head = SharedHead.of(model)
     if head is not None:
         rows = getattr(sampler, "rows", None)
