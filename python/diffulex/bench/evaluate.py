@@ -137,8 +137,9 @@ class EvaluationReport:
         return markdown_document("Evaluation report", self.environment, lines)
 
     def to_text(self) -> str:
-        """Aligned tables for a terminal."""
-        blocks = [aligned([_SUMMARY_HEADER, *(_summary_cells(run) for run in self.runs)])]
+        """Aligned tables for a terminal of 80 columns; files have every number of the summary."""
+        cells = [_summary_cells(run) for run in self.runs]
+        blocks = [aligned([list(_SHORT_SUMMARY), *map(_short, cells)])]
         for run in self.runs:
             rows = [_LEVEL_HEADER, *(_level_cells(s) for s in (*run.levels, run.total))]
             blocks.append(f"{_setting_text(run)}\n{aligned(rows)}")
@@ -154,6 +155,11 @@ _SUMMARY_HEADER = [
     "buffer", "accept", "accuracy", "95 %", "tokens", "sum NFE", "TPF", "decode TPF",
     "tokens/s", "decode tokens/s", "engine s",
 ]  # fmt: skip
+#: What a terminal shows of them, by a shorter name; `decode` is decode tokens per second.
+_SHORT_SUMMARY = {
+    "buffer": "buffer", "accept": "accept", "accuracy": "accuracy", "95 %": "95 %", "TPF": "TPF",
+    "NFE": "sum NFE", "tok/s": "tokens/s", "decode": "decode tokens/s", "seconds": "engine s",
+}  # fmt: skip
 _LEVEL_HEADER = ["level", "problems", "correct", "accuracy", "95 %", "TPF"]
 
 
@@ -180,6 +186,11 @@ def _summary_cells(run: RunReport) -> list[str]:
         f"{metrics['decode_throughput_tok_s']:.1f}",
         f"{metrics['engine_time_s']:.2f}",
     ]
+
+
+def _short(cells: Sequence[str]) -> list[str]:
+    """Of the cells of a summary, those that a terminal shows."""
+    return [cells[_SUMMARY_HEADER.index(name)] for name in _SHORT_SUMMARY.values()]
 
 
 def _level_cells(score: Score) -> list[str]:

@@ -124,8 +124,8 @@ class Progress:
         if self._on_progress is not None:
             self._on_progress(info)
         if self._bar is not None:
-            self._bar.set_postfix(
-                tpf=f"{info.tpf:.2f}", dtps=f"{info.decode_tps:.1f}", e2eps=f"{info.e2e_tps:.1f}"
+            self._bar.set_postfix_str(
+                f"TPF {info.tpf:.2f}, {info.e2e_tps:.1f} tokens/s, decoding {info.decode_tps:.1f}"
             )
         elif self._interval > 0:
             logger.info("%s", format_line(info))

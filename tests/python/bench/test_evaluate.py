@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -124,7 +125,25 @@ def test_report_forms_agree(run, tmp_path):
         in document
     )
     assert "| 2 | 2 | 1 | 50.0 % |" in document
-    assert "buffer 4, accept threshold 0.95" in report.to_text()
+    shown = report.to_text().splitlines()
+    assert shown[0].split() == [
+        *("buffer", "accept", "accuracy", "95", "%", "TPF", "NFE", "tok/s", "decode", "seconds")
+    ]
+    assert shown[1].split() == [
+        *("4", "0.95", "50.0", "%", "15.0-85.0", "2.000", "20", "20.0", "25.0", "2.00")
+    ]
+    assert "buffer 4, accept threshold 0.95" in shown
+
+
+def test_the_table_fits_a_terminal(run):
+    """Also where every problem of a benchmark is right and an engine is fast."""
+    level = dataclasses.replace(run.total, num_problems=1319, num_correct=1319)
+    metrics = {
+        **run.metrics, "tpf_aggregate": 12.345, "request_nfe": 123456, "engine_time_s": 12345.67,
+        "e2e_throughput_tok_s": 12345.6, "decode_throughput_tok_s": 23456.7,
+    }  # fmt: skip
+    wide = dataclasses.replace(run, total=level, metrics=metrics)
+    assert max(map(len, EvaluationReport({}, (run, wide)).to_text().splitlines())) <= 80
 
 
 def test_no_report_file_is_left_by_a_check(tmp_path):
