@@ -84,7 +84,7 @@ def _run(arguments: list[str]) -> int:
 def _help(names: list[str]) -> int:
     """`diffulex help` and `diffulex help COMMAND`."""
     if names:
-        return _run([names[0], "--help"])
+        return _run([*names, "--help"])
     build_parser("").print_help()
     return 0
 
