@@ -363,21 +363,9 @@ class KernelConfig:
         "str",
         "auto",
         _one_of("auto", "on", "off"),
-        "Decode steps that the device plans itself, without waiting for the host: those of every"
-        " built-in strategy (dmax: without dmax_store_soft_embeddings). Steps while a"
-        " request has logprobs or min_tokens, and those that auto_max_nfe measures, keep the host"
-        " loop. The first step that draws, where the default does not, waits for its graph (a"
-        " fraction of a second per batch size). auto: on CUDA, but not where products of another shape"
-        " may change a token by their last bits in every step: dmax, diffusion_gemma (a step feeds"
-        " them to the next), fast_dllm_v2 with fdv2_use_block_cache or fdv2_exact_graph_buckets (the"
-        " device runs whole blocks for every request, the host need not), nor while the last 8 steps of"
-        " several blocks in flight ran fewer than 0.8 of the rows that they could, the last could run"
-        " 256 at least, and the void ones cost 4.5e11 products a step (1.3 ms of an H200): the host's"
-        " steps hold the rows of open blocks alone, the device's all."
-        " With one block, other steps have the shape of the host's, except that a step after one in"
-        " which requests end still has room for them."
-        " off: heads of shifted logits and of fast_dllm_v2 run over open positions alone, a product of"
-        " another shape as well.",
+        "Decode steps that the device plans itself, without waiting for the host. auto: on CUDA, where"
+        " it can change no token and costs no time; on: wherever a strategy allows it; see"
+        ' docs/a_step.md, "Running ahead".',
     )
     batch_invariant: bool = _key(
         "bool",
@@ -438,7 +426,10 @@ class SamplerConfig:
     """Row statistics and acceptance rule."""
 
     temperature: float | None = _key(
-        "float?", None, _at_least(0), "Temperature of requests that give none; unset: family's."
+        "float?",
+        None,
+        _at_least(0),
+        "Temperature of requests that give none; unset: that of the family.",
     )
     top_p: float | None = _key(
         "float?", None, _at_least(0), "Nucleus of requests that give none; >= 1: off."

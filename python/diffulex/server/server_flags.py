@@ -166,11 +166,11 @@ class HttpArgs:
     max_body_bytes: int = _flag(
         "int",
         0,
-        "Most bytes of a request body; 0: 256 per token of max_model_len, 4 MiB to 32 MiB.",
+        "Limit of a request body, bytes; 0: 256 per token of max_model_len, 4 MiB to 32 MiB.",
         low=0,
     )
     max_header_bytes: int = _flag(
-        "int", 64 << 10, "Most bytes of the head of a request; 0: no limit.", low=0
+        "int", 64 << 10, "Limit of the head of a request, bytes; 0: no limit.", low=0
     )
     max_connections: int = _flag(
         "int", 0, "Most connections; 0: by the limit of open files.", low=0

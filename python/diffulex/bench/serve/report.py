@@ -297,7 +297,7 @@ _SUMMARY = (
     ("tokens per forward (TPF)", "tpf", ""),
     ("decode TPF", "decode_tpf", ""),
     ("forwards per answer", "nfe_per_request", ""),
-    ("most late sending", "max_send_lag_ms", " ms"),
+    ("latest sending", "max_send_lag_ms", " ms"),
 )
 
 
