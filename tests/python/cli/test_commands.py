@@ -243,6 +243,7 @@ class TestHelp:
 
     def test_help_of_a_command_by_name(self, run):
         assert run("help", "chat")[1] == run("chat", "--help")[1]
+        assert run("help", "bench", "serve")[1] == run("bench", "serve", "--help")[1]
 
     def test_commands_of_commands_alone_print_their_help(self, run):
         for name in ("bench", "edge", "omni"):

@@ -84,6 +84,7 @@ def test_an_answer_takes_little_more_than_torch_takes_to_be_imported():
 
 
 @needs_demo
+@pytest.mark.slow
 def test_the_collector_leaves_the_imports_alone_and_works_afterwards():
     code = (
         "import gc, sys; from diffulex.tools.cli import main; code = main(sys.argv[1:]);"

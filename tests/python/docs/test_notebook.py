@@ -86,6 +86,7 @@ def run_example(*arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_file_of_questions(tmp_path: Path) -> None:
     source, target = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
     source.write_text(f"{QUESTION}\n{QUESTION.replace('8', '9')}\n", encoding="utf-8")
@@ -95,6 +96,7 @@ def test_a_file_of_questions(tmp_path: Path) -> None:
     assert all(row["forwards"] >= 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_answers_as_they_come() -> None:
     lines = run_example("streaming.py", QUESTION)
     pieces = [eval(line.partition(" ")[2]) for line in lines if line.startswith("0: '")]
@@ -103,6 +105,7 @@ def test_answers_as_they_come() -> None:
     assert re.fullmatch(r"0: done after \d+ forwards", lines[-1])
 
 
+@pytest.mark.slow
 def test_an_answer_with_a_form() -> None:
     first, second = map(json.loads, run_example("structured.py"))
     assert first == {"had": 8, "lost": 3, "left": 5, "answer": 5}

@@ -20,6 +20,7 @@ from diffulex.engine.engine import Diffulex
 from diffulex.errors import ConfigError
 from diffulex.runner import model_runner
 from diffulex.runner.model_runner import ModelRunner
+from fixtures.quick import quick
 from run_ahead_cases import STRATEGIES, model_of
 from tiny_engine import TinyModel
 from tiny_gemma import TinyGemma
@@ -98,7 +99,7 @@ def test_close_frees_everything(tiny: TinyModel, run_ahead: str) -> None:
 
 
 @pytest.mark.usefixtures("_no_collector")
-@pytest.mark.parametrize("name", sorted(STRATEGIES))
+@pytest.mark.parametrize("name", quick(sorted(STRATEGIES), ("multi_bd", "dual_cache", "dmax")))
 def test_every_strategy_frees_everything_but_a_shared_model(tiny: TinyModel, name: str) -> None:
     model = model_of(tiny, name)
     with model.engine(**{**SMALL, **STRATEGIES[name][1]}, run_ahead="on") as engine:

@@ -135,7 +135,7 @@ def test_shared_prefixes(tiny: TinyModel, oracle_model: Network, group: int) -> 
 
 
 @pytest.mark.parametrize("group", first_is_quick(2))
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", quick(RULES, ("static", "factor", "hierarchy")))
 def test_acceptance_rules(tiny: TinyModel, oracle_model: Network, rule: str, group: int) -> None:
     for number in range(2 * group, 2 * group + 2):
         rng = random.Random(f"{rule} {number}")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from diffulex import ops
+from fixtures.quick import quick
 from reference import dense as oracles
 from tolerance import assert_accurate, to_numpy
 
@@ -56,8 +57,13 @@ def plain_rotate(x: torch.Tensor, table: torch.Tensor, neox: bool) -> torch.Tens
 @pytest.mark.parametrize(
     ("dim", "rotary_dim"), [(64, 64), (128, 64), (80, 32), (128, 128), (64, 0)]
 )
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize(
+    ("index", "flat"),
+    quick(
+        [(index, flat) for index in (torch.int32, torch.int64) for flat in (True, False)],
+        [(torch.int32, False), (torch.int64, True)],
+    ),
+)
 def test_rotary_embedding(
     device: str,
     dtype: torch.dtype,
