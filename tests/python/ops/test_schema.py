@@ -250,6 +250,7 @@ def test_threads_may_import_both_packages_at_once() -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_wrong_environment_value_is_an_error() -> None:
     done = _python("import diffulex_ext", DIFFULEX_NO_TORCH="yes")
     assert done.returncode != 0
