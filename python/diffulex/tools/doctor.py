@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _OPTIONAL = ("executorch", "torchao", "coremltools", "diffusers", "accelerate", "pillow", "nvtx")
 #: Packages that every part needs, beside torch.
 _REQUIRED = ("transformers", "huggingface_hub", "safetensors", "numpy")
+#: Stands for the version of a package that is missing.
+_ABSENT = "not installed"
 #: Memory that a run of the bundled model takes, with CUDA's own.
 _NEEDED_BYTES = 1 << 30
 
@@ -86,6 +88,8 @@ def examine() -> DoctorReport:
     if devices is not None:
         backends = _attempt(checks, "-", "import diffulex_edge", _edge_backends)
         facts["edge backends"] = backends or {}
+        if _version("executorch") != _ABSENT:
+            _attempt(checks, "cpu", "edge program", _check_edge)
     if build is not None and devices is not None:
         tests = _attempt(checks, "-", "load the ops", _self_tests) or {}
         for device in ("cpu", *devices["cuda devices"]):
@@ -255,7 +259,7 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return _ABSENT
 
 
 def _edge_backends() -> dict[str, str]:
@@ -263,3 +267,10 @@ def _edge_backends() -> dict[str, str]:
     from diffulex_edge.backends import BACKENDS  # noqa: PLC0415 (failing to import it is a finding)
 
     return {name: str(backend.availability()) for name, backend in sorted(BACKENDS.items())}
+
+
+def _check_edge() -> str:
+    """Whether the runtime of exported programs runs one; the backends that it has."""
+    from diffulex_edge.runtime_check import check_runtime  # noqa: PLC0415 (failing is a finding)
+
+    return check_runtime()
