@@ -30,7 +30,7 @@ Answers prompts with a program that `diffulex edge export` wrote. BUNDLE is its 
   --buffer-size N        blocks in flight [the bundle's]
   --threads N            [physical cores]
   --json                 one JSON object an answer
-  --stats                speed and memory on standard error
+  --stats                speed and memory on standard error; an object with --json
   --help, --version
 
 Exit status: 0, 1 failed, 2 bad arguments or files, 130 interrupted.

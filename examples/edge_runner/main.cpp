@@ -68,12 +68,26 @@ struct Totals {
   double first_token_seconds = 0.0;  // of the last request
 };
 
+/// Milliseconds since the start of the program; -1: not reached. Prompt and first token are those
+/// of the first request.
+struct Moments {
+  double load_end = -1.0;
+  double first_begin = -1.0;
+  double prompt_end = -1.0;
+  double first_token = -1.0;
+  double last_end = -1.0;
+};
+
+/// Keeps the first moment that it is told.
+void note(double& moment, double milliseconds) {
+  moment = moment < 0.0 ? milliseconds : moment;
+}
+
 class Runner {
  public:
   explicit Runner(RunArguments arguments) : arguments_(std::move(arguments)) {}
 
   [[nodiscard]] Status open() {
-    const Clock::time_point start = Clock::now();
     std::string directory = arguments_.bundle;
     std::string program = directory + "/model.pte";
     const size_t slash = directory.find_last_of('/');
@@ -99,7 +113,7 @@ class Runner {
         EdgeSession::create(options.value(), std::move(model).value());
     DIFFULEX_RETURN_IF_ERROR(session.status());
     session_ = std::move(session).value();
-    load_seconds_ = seconds_since(start);
+    moments_.load_end = since_start();
     return {};
   }
 
@@ -123,25 +137,48 @@ class Runner {
     return {};
   }
 
+  /// One line on standard error, with --json an object: its counts of tokens and its times up to
+  /// the scaling factor have the names that ExecuTorch's own runner gives them.
   void print_stats() const {
     const EdgeStats& stats = session_->stats();
     rusage usage{};
     getrusage(RUSAGE_SELF, &usage);
+    const double peak_mb = static_cast<double>(usage.ru_maxrss) / 1024;
     const double forwards = stats.num_forwards > 0 ? static_cast<double>(stats.num_forwards) : 1;
     const double seconds = totals_.seconds > 0 ? totals_.seconds : 1;
     const auto tokens = static_cast<double>(totals_.tokens);
-    std::fprintf(
-        stderr,
-        "prompt %lld tokens, answer %lld tokens in %.3f s: %.1f tokens/s, %.2f tokens a "
-        "forward, %.2f ms a forward, sampling %.1f %%, first token %.1f ms, load %.1f ms, "
-        "%d threads, peak memory %.1f MB\n",
-        static_cast<long long>(totals_.prompt_tokens), static_cast<long long>(totals_.tokens),
-        totals_.seconds, tokens / seconds, tokens / forwards, 1e3 * totals_.seconds / forwards,
-        100 * stats.sampling_seconds / seconds, 1e3 * totals_.first_token_seconds,
-        1e3 * load_seconds_, executorch_threads(), static_cast<double>(usage.ru_maxrss) / 1024);
+    if (arguments_.is_json) {
+      std::fprintf(stderr,
+                   "{\"prompt_tokens\": %lld, \"generated_tokens\": %lld, "
+                   "\"model_load_start_ms\": 0, \"model_load_end_ms\": %.3f, "
+                   "\"inference_start_ms\": %.3f, \"prompt_eval_end_ms\": %.3f, "
+                   "\"first_token_ms\": %.3f, \"inference_end_ms\": %.3f, "
+                   "\"aggregate_sampling_time_ms\": %.3f, \"SCALING_FACTOR_UNITS_PER_SECOND\": "
+                   "1000, \"nfe\": %lld, \"model_calls\": %lld, \"tokens_per_second\": %.3f, "
+                   "\"tokens_per_forward\": %.3f, \"threads\": %d, \"peak_rss_mb\": %.3f}\n",
+                   static_cast<long long>(totals_.prompt_tokens),
+                   static_cast<long long>(totals_.tokens), moments_.load_end, moments_.first_begin,
+                   moments_.prompt_end, moments_.first_token, moments_.last_end,
+                   1e3 * stats.sampling_seconds, static_cast<long long>(stats.num_forwards),
+                   static_cast<long long>(stats.num_calls), tokens / seconds, tokens / forwards,
+                   executorch_threads(), peak_mb);
+      return;
+    }
+    std::fprintf(stderr,
+                 "prompt %lld tokens, answer %lld tokens in %.3f s: %.1f tokens/s, %.2f tokens a "
+                 "forward, %.2f ms a forward, sampling %.1f %%, first token %.1f ms, load %.1f ms, "
+                 "%d threads, peak memory %.1f MB\n",
+                 static_cast<long long>(totals_.prompt_tokens),
+                 static_cast<long long>(totals_.tokens), totals_.seconds, tokens / seconds,
+                 tokens / forwards, 1e3 * totals_.seconds / forwards,
+                 100 * stats.sampling_seconds / seconds, 1e3 * totals_.first_token_seconds,
+                 moments_.load_end, executorch_threads(), peak_mb);
   }
 
  private:
+  /// Milliseconds.
+  [[nodiscard]] double since_start() const { return 1e3 * seconds_since(start_); }
+
   [[nodiscard]] Status answer_line(const std::string& line) {
     if (has_text_) {
       return answer_text(line);
@@ -178,11 +215,14 @@ class Runner {
       params.max_tokens = std::max(1, std::min(params.max_tokens, room));
     }
     const Clock::time_point start = Clock::now();
+    note(moments_.first_begin, since_start());
     bool is_first = true;
     const Result<RequestResult> result =
         session_->generate(prompt, params, [&](const EdgeStep& step) {
+          note(moments_.prompt_end, since_start());
           if (!step.tokens.empty() && is_first) {
             totals_.first_token_seconds = seconds_since(start);
+            note(moments_.first_token, since_start());
           }
           if (!arguments_.is_json && !step.tokens.empty()) {
             std::fputs(
@@ -200,6 +240,7 @@ class Runner {
     totals_.prompt_tokens += static_cast<int64_t>(prompt.size());
     totals_.tokens += static_cast<int64_t>(result.value().output_ids.size());
     totals_.seconds += seconds;
+    moments_.last_end = since_start();
     print_end(result.value(), seconds);
     return result.value().finish_reason == FinishReason::kError
                ? make_error(StatusCode::kInternal, "logits: expected finite numbers, got others")
@@ -236,7 +277,8 @@ class Runner {
   std::unique_ptr<EdgeTokenizer> tokenizer_;
   std::unique_ptr<EdgeSession> session_;
   bool has_text_ = false;
-  double load_seconds_ = 0.0;
+  const Clock::time_point start_ = Clock::now();
+  Moments moments_;
   Totals totals_;
 };
 

@@ -114,6 +114,23 @@ def test_stats_are_one_line(runner, bundle):
     assert re.fullmatch(r"prompt \d+ tokens, answer \d+ tokens in .* MB\n", result.stderr)
 
 
+def test_stats_are_an_object_with_json(runner, bundle):
+    flags = ["--ids", "-", "--stats", "--json", "--threads", 1, "--max-tokens", 24]
+    result = run(runner, bundle("demo"), *flags, text=f"{PROMPT}\n{PROMPT}\n")
+    assert (result.returncode, result.stderr.count("\n")) == (0, 1)
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    found = json.loads(result.stderr)
+    assert found["prompt_tokens"] == 2 * len(PROMPT.split())
+    assert found["generated_tokens"] == sum(len(answer["token_ids"]) for answer in answers)
+    assert found["nfe"] == sum(answer["nfe"] for answer in answers)
+    moments = ("model_load_start", "model_load_end", "inference_start", "prompt_eval_end")
+    times = [found[f"{name}_ms"] for name in (*moments, "first_token", "inference_end")]
+    assert times == sorted(times)
+    assert found["SCALING_FACTOR_UNITS_PER_SECOND"] == 1000
+    assert 0 < found["aggregate_sampling_time_ms"] < times[-1]
+    assert found["peak_rss_mb"] > 5
+
+
 def test_errors_are_one_line(runner, bundle, tmp_path):
     path = bundle("demo")
     program = (path / "model.pte").read_bytes()
