@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diffulex import Diffulex, SamplingParams
+    from diffulex.engine.metrics import RequestMetrics
     from diffulex.engine.output import StreamEvent
 
 __all__ = ["DiffusionEngine", "DiffusionGenerationConfig", "GenerationResult", "ModuleProgram"]
@@ -35,6 +36,7 @@ class DiffusionGenerationConfig:
         num_iterations: steps per block, the last of which accepts everything; None: as many as the
             rule needs.
         confidence_threshold: probability above which a position is accepted.
+        eos_token_id: one more stop id beside `stop_token_ids`.
     """
 
     max_new_tokens: int = 128
@@ -50,6 +52,7 @@ class DiffusionGenerationConfig:
     neg_entropy: bool = False
     seed: int | None = None
     ignore_eos: bool = False
+    eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
@@ -66,7 +69,10 @@ class DiffusionGenerationConfig:
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
-            stop_token_ids=self.stop_token_ids,
+            stop_token_ids=(
+                *self.stop_token_ids,
+                *(() if self.eos_token_id is None else (self.eos_token_id,)),
+            ),
             seed=self.seed,
             ignore_eos=self.ignore_eos,
             accept_threshold=self.confidence_threshold,
@@ -99,6 +105,8 @@ class GenerationResult:
     #: stop, length or abort.
     finish_reason: str
     nfe: int
+    #: Forwards, tokens, times; None where nothing was decoded.
+    stats: RequestMetrics | None = None
 
 
 class ModuleProgram:
@@ -214,6 +222,7 @@ class DiffusionEngine:
             text=output.text,
             finish_reason=output.finish_reason,
             nfe=output.metrics.nfe,
+            stats=output.metrics,
         )
 
     def _rebuild(self, settings: dict[str, Any]) -> None:

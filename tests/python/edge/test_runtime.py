@@ -358,7 +358,15 @@ class TestEngine:
         assert result.sequence == (*prompt, *expected.token_ids)
         assert result.text == expected.text
         assert result.finish_reason == "stop"
-        assert result.nfe == expected.metrics.nfe
+        assert result.nfe == result.stats.nfe == expected.metrics.nfe
+        assert result.stats.completion_tokens == len(result.token_ids)
+
+    def test_an_end_of_sequence_id_is_a_stop_id(self, engine, prompt, expected):
+        third = expected.token_ids[2]
+        assert third not in expected.token_ids[:2]
+        config = DiffusionGenerationConfig(max_new_tokens=96, eos_token_id=third)
+        result = engine.generate(prompt, config)
+        assert (result.token_ids, result.finish_reason) == (expected.token_ids[:2], "stop")
 
     def test_from_model_generates_the_same(self, prompt, expected):
         _, spec, _ = detect(DEMO)
