@@ -7,23 +7,32 @@ import importlib.util
 import os
 import platform
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import ConfigError
-from diffulex_edge.errors import require
+from diffulex_edge.errors import ProgramError, require
 from diffulex_edge.model import EdgeForm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from diffulex_edge.exporter import ExportConfig, ExportResult
+    from diffulex_edge.program import PteProgram
     from diffulex_edge.recipes import Recipe
 
 __all__ = ["BACKENDS", "Availability", "BackendRegistry", "EdgeBackend", "backend_of"]
 
 _SDK_VARIABLE = "QNN_SDK_ROOT"
 _SDK_LIBRARY = Path("lib/x86_64-linux-clang/libQnnHtp.so")
+#: Other accepted names.
+_ALIASES = {"reference": "portable"}
+#: Targets that ExecuTorch has elsewhere, and why not here.
+_ABSENT = {
+    "mps": "its Python package has no such backend; coreml runs on Apple's GPUs",
+    "vulkan": "its Python package can write such programs and not run, so not check, them",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,50 @@ class EdgeBackend:
         if missing:
             return Availability(False, False, f"needs {missing[0]} (pip install 'diffulex[edge]')")
         return _AVAILABILITY.get(self.name, _everywhere)()
+
+    def is_available(self) -> bool:
+        """Whether it is of any use on this machine; `availability` says for what, and why not."""
+        return self.availability().ok
+
+    def get_metadata(self) -> dict[str, Any]:
+        """What it is and what it can do here, in the types of JSON."""
+        return {
+            "name": self.name,
+            "target": self.target,
+            **asdict(self.availability()),
+            "recipes": list(self.recipes),
+            "layout": self.form.layout,
+            "is_static": self.is_static,
+            "options": list(self.option_names),
+        }
+
+    def export(self, config: ExportConfig) -> ExportResult:
+        """Writes and checks a bundle for this backend, whatever `config` names; see `export_model`."""
+        from diffulex_edge.exporter import export_model  # noqa: PLC0415 (stands on this module)
+
+        return export_model(replace(config, backend=self.name))
+
+    def load(self, path: Path | str, *, threads: int | None = None) -> PteProgram:
+        """A program of this backend, ready to be called.
+
+        Raises:
+            ConfigError: programs of this backend do not run here, or a package is missing.
+            ProgramError: it cannot be loaded, or is one of another backend.
+        """
+        from diffulex_edge.program import PteProgram  # noqa: PLC0415 (imports torch)
+
+        state = self.availability()
+        if not state.can_run:
+            raise ConfigError(
+                f"backend: expected one that runs here, got {self.name}: {state.reason}"
+            )
+        program = PteProgram(path, threads=threads)
+        found = program.constants["dlx_backend"]
+        if found != self.name:
+            raise ProgramError(
+                f"program: {path}: expected one of the backend {self.name}, got {found}"
+            )
+        return program
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Raises ConfigError for a recipe that this backend would compute wrongly or not at all."""
@@ -239,7 +292,13 @@ def backend_of(name: str) -> EdgeBackend:
     Raises:
         ConfigError: there is none.
     """
-    backend = BACKENDS.get(name.lower())
+    name = _ALIASES.get(name.lower(), name.lower())
+    backend = BACKENDS.get(name)
     if backend is None:
+        if name in _ABSENT:
+            raise ConfigError(
+                f"backend: expected one of {', '.join(sorted(BACKENDS))}, got {name!r}:"
+                f" {_ABSENT[name]}"
+            )
         raise ConfigError(f"backend: expected one of {', '.join(sorted(BACKENDS))}, got {name!r}")
     return backend

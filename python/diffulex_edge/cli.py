@@ -143,16 +143,22 @@ def _export_text(result: ExportResult) -> str:
 
 def _info(options: argparse.Namespace) -> int:
     from diffulex.checkpoint.resolve import resolve_model  # noqa: PLC0415
+    from diffulex_edge.backends import backend_of  # noqa: PLC0415
     from diffulex_edge.bundle import file_sha256, read_bundle  # noqa: PLC0415
     from diffulex_edge.program import PteProgram, check_file  # noqa: PLC0415
 
     bundle = read_bundle(resolve_model(options.bundle))
     check_file(bundle.program_path)
     is_unchanged = file_sha256(bundle.program_path) == bundle.program_sha256
-    # A damaged program is not opened.
-    program = PteProgram(bundle.program_path) if is_unchanged else None
+    state = backend_of(bundle.backend).availability()
+    # A damaged program is not opened, and one of another machine cannot be.
+    program = PteProgram(bundle.program_path) if is_unchanged and state.can_run else None
+    facts = {
+        name: value for name, value in bundle.facts.items() if not isinstance(value, dict | list)
+    }
     report: dict[str, Any] = {
         "bundle": str(bundle.directory),
+        "backend": {"name": bundle.backend, **dataclasses.asdict(state)},
         "constants": program.constants if program else {},
         "inputs": [
             {"name": name, "shape": shape}
@@ -165,22 +171,30 @@ def _info(options: argparse.Namespace) -> int:
         "is_unchanged": is_unchanged,
         "self_check": bundle.facts.get("self_check"),
         "agreement_with_unquantised": bundle.facts.get("agreement_with_unquantised"),
+        "facts": facts,
     }
-    if options.json:
-        print(json.dumps(report))
-        return 0
-    print(
-        f"{report['bundle']}: {report['file_bytes'] / 1e6:.2f} MB"
-        f"{'' if program else ', CHANGED since the export: not opened'}"
-    )
-    if program is None:
-        return 0
-    print(f"  cache        {report['cache_bytes'] / 1e6:.2f} MB, {program.cache_rows} positions")
-    for item in report["inputs"]:
-        print(f"  input        {item['name']} int64 up to {item['shape']}")
-    for name, value in sorted(program.constants.items()):
-        print(f"  {name} = {value!r}")
+    print(json.dumps(report) if options.json else _info_text(report), flush=True)
     return 0
+
+
+def _info_text(report: dict[str, Any]) -> str:
+    backend, constants = report["backend"], report["constants"]
+    lines = [
+        f"{report['bundle']}: {report['file_bytes'] / 1e6:.2f} MB"
+        f"{'' if report['is_unchanged'] else ', CHANGED since the export: not opened'}"
+    ]
+    if not report["is_unchanged"]:
+        return lines[0]
+    if not constants:
+        lines.append(f"  not opened   {backend['name']}: {backend['reason']}; as edge.json says:")
+    else:
+        rows = constants["get_max_context_len"]
+        lines.append(f"  cache        {report['cache_bytes'] / 1e6:.2f} MB, {rows} positions")
+    lines += [
+        f"  input        {item['name']} int64 up to {item['shape']}" for item in report["inputs"]
+    ]
+    shown = constants or report["facts"]
+    return "\n".join([*lines, *(f"  {name} = {value!r}" for name, value in sorted(shown.items()))])
 
 
 def _backends(options: argparse.Namespace) -> int:
@@ -188,16 +202,7 @@ def _backends(options: argparse.Namespace) -> int:
 
     backends = [backend for _, backend in sorted(BACKENDS.items())]
     if options.json:
-        rows = [
-            {
-                "name": backend.name,
-                "target": backend.target,
-                **dataclasses.asdict(backend.availability()),
-                "recipes": backend.recipes,
-            }
-            for backend in backends
-        ]
-        print(json.dumps({"backends": rows}))
+        print(json.dumps({"backends": [backend.get_metadata() for backend in backends]}))
         return 0
     for backend in backends:
         print(f"{backend.name:<9} {backend.availability()}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import diffulex
 from diffulex.checkpoint.auto_model import detect
 from diffulex.checkpoint.loader import check_headers, check_num_layers, load_weights
 from diffulex.checkpoint.resolve import resolve_model
@@ -50,6 +51,8 @@ from diffulex_edge.session_conf import write_session_conf
 from diffulex_edge.static_io import CallerCache, StaticProgram, static_inputs
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
 
     from diffulex.families.spec import ModelSpec
@@ -61,7 +64,8 @@ logger = get_logger(__name__)
 
 #: Positions after the longest request: its last block may be whole.
 _SPARE_ROWS = 32
-_VERSIONED = ("diffulex", "torch", "executorch", "torchao")
+#: Packages whose versions a program carries, beside Diffulex itself.
+_VERSIONED = ("torch", "executorch", "torchao")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,30 @@ class ExportConfig:
             if value is not None and value < low:
                 raise ConfigError(f"{name}: expected >= {low}, got {value}")
         check_tolerance(self.tolerance)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields in the types of JSON, for `from_json`."""
+        found = dataclasses.asdict(self)
+        return {name: str(v) if isinstance(v, Path) else v for name, v in found.items()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> ExportConfig:
+        """The configuration of an object as `to_json` gives it; what is absent has its default.
+
+        Raises:
+            ConfigError: an unknown or missing key, or a value that the constructor refuses.
+        """
+        fields = {item.name: item for item in dataclasses.fields(cls)}
+        unknown = sorted(content.keys() - fields.keys())
+        missing = [name for name in ("model", "output") if name not in content]
+        if unknown or missing:
+            got = f"the unknown {unknown[0]}" if unknown else f"no {missing[0]}"
+            raise ConfigError(f"export: expected the keys {', '.join(fields)}, got {got}")
+        values: dict[str, Any] = dict(content)
+        for name in ("output", "lora", "calibration"):
+            if values.get(name) is not None:
+                values[name] = Path(values[name])
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +340,8 @@ def _constants(
     length: int,
     config_sha256: str,
 ) -> dict[str, Any]:
-    versions = {name: importlib.metadata.version(name) for name in _VERSIONED}
+    versions = {"diffulex": diffulex.__version__}
+    versions |= {name: importlib.metadata.version(name) for name in _VERSIONED}
     return {
         "get_max_seq_len": length,
         "get_max_context_len": shape.cache_rows,
@@ -332,7 +361,7 @@ def _constants(
         "dlx_layout": backend_of(config.backend).form.layout,
         "dlx_kv_dtype": "float16" if recipe.is_half else "float32",
         "dlx_quant": str(recipe),
-        "dlx_backend": config.backend.lower(),
+        "dlx_backend": backend_of(config.backend).name,
         "dlx_requires": "" if recipe.embedding_bits == 32 else "quantized_kernels",
         "dlx_config_sha256": config_sha256,
         "dlx_versions": ";".join(f"{name}={text}" for name, text in versions.items()),

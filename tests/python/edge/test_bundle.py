@@ -17,11 +17,10 @@ from diffulex import Diffulex
 from diffulex.config.config import Config
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.tools.cli import main
-from diffulex_edge.backends import BACKENDS, Availability, BackendRegistry, EdgeBackend, backend_of
+from diffulex_edge.backends import BACKENDS
 from diffulex_edge.bundle import new_directory, read_bundle
 from diffulex_edge.errors import ProgramError, native_reason
 from diffulex_edge.program import PteProgram
-from diffulex_edge.recipes import parse_recipe
 from fixtures.extras import need_extra
 
 need_extra("edge", "executorch", "torchao")
@@ -378,32 +377,6 @@ class TestProgram:
         command = [sys.executable, "-c", code, str(bundle("sdar-8da4w") / "model.pte")]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (result.returncode, result.stderr) == (0, "")
-
-
-class TestBackends:
-    def test_registry(self):
-        backend = EdgeBackend("test", "nothing", ("none",))
-        BackendRegistry.register(backend)
-        try:
-            assert BackendRegistry.get("TEST") is backend
-            with pytest.raises(ConfigError, match="expected a new name, got 'test'"):
-                BackendRegistry.register(backend)
-            BackendRegistry.register(backend, replace=True)
-            assert "test" in BackendRegistry.list_backends()
-        finally:
-            del BACKENDS["test"]
-
-    def test_missing_package(self, monkeypatch):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        state = backend_of("xnnpack").availability()
-        assert state == Availability(
-            False, False, "needs executorch (pip install 'diffulex[edge]')"
-        )
-
-    def test_weight_only_recipes_are_for_coreml(self):
-        backend_of("coreml").check_recipe(parse_recipe("8w"))
-        with pytest.raises(ConfigError, match="expected a float embedding"):
-            backend_of("coreml").check_recipe(parse_recipe("8w,emb=8"))
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ class TestSelfCheck:
 
 
 @pytest.mark.slow
-def test_coreml_takes_the_whole_program(checkpoint, tmp_path):
+def test_coreml_takes_the_whole_program(checkpoint, tmp_path, capsys):
     """Where its compiler is; what it makes runs on Apple's devices only."""
     if not BACKENDS["coreml"].availability().can_export:
         pytest.skip(f"coreml: {BACKENDS['coreml'].availability().reason}")
@@ -298,3 +298,7 @@ def test_coreml_takes_the_whole_program(checkpoint, tmp_path):
     assert read_bundle(tmp_path / "out").backend == "coreml"
     with pytest.raises(ProgramError, match="expected a program for any number of rows"):
         PteProgram(tmp_path / "out/model.pte")
+    assert main(["edge", "info", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "not opened   coreml: runs on Apple devices only" in text
+    assert "quant = '8w'" in text
