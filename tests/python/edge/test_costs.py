@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What programs cost, counted: calls and rows of an answer, what a backend leaves, bytes.
 
-Times are for `diffulex edge bench` and benchmarks/python: a test on a shared host cannot hold them.
+Times beside each other stand in test_latency.py; those in milliseconds are for `diffulex edge bench` and
+benchmarks/python.
 """
 
 from __future__ import annotations
