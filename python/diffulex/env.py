@@ -113,6 +113,12 @@ ENV_VARIABLES: dict[str, EnvVariable] = {
         ),
         EnvVariable("DIFFUSION_CACHE_ADAPTER", "", (), "Its earlier name."),
         EnvVariable(
+            "DIFFUSION_ATTENTION_BACKEND",
+            "",
+            (),
+            "Attention of image engines; see `attention_backend`.",
+        ),
+        EnvVariable(
             "DIFFULEX_NO_TORCH",
             "0",
             _FLAG,

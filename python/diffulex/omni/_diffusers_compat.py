@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SUPPORTED_DIFFUSERS",
     "BlockLayout",
+    "active_attention",
     "block_layout",
     "capturable_text_length",
     "context_name",
@@ -32,7 +33,7 @@ __all__ = [
     "model_hook",
     "register_hook",
     "remove_hook",
-    "set_attention",
+    "set_handle",
 ]
 
 SUPPORTED_DIFFUSERS = "0.42.1"
@@ -162,17 +163,21 @@ def block_layout(block: Any) -> BlockLayout:
     )
 
 
-def set_attention(shared: Callable[..., Any]) -> None:
-    """Makes `shared(query, key, value, mask, scale)` the attention of this process.
+@contextlib.contextmanager
+def active_attention(attend: Callable[..., Any] | None) -> Iterator[None]:
+    """Makes `attend` the attention of this process; None: what it is by default.
 
-    It is called where a processor passes the handle of its parallelism; elsewhere the attention stays
-    what it is by default. Tensors are [B, S, H, D], masks bool [B, S].
+    It is called as `attend(query, key, value, mask, is_causal, scale, enable_gqa, handle)` with
+    tensors [B, S, H, D]; the handle is what `set_handle` has given to the processor, where the
+    attention is over the tokens of the transformer.
     """
+    if attend is None:
+        yield
+        return
     dispatch = importlib.import_module("diffusers.models.attention_dispatch")
     registry = dispatch._AttentionBackendRegistry
-    native = registry._backends[dispatch.AttentionBackendName.NATIVE]
 
-    def attend(
+    def attention(
         query: Any,
         key: Any,
         value: Any,
@@ -183,19 +188,32 @@ def set_attention(shared: Callable[..., Any]) -> None:
         enable_gqa: bool = False,
         _parallel_config: Any = None,
     ) -> Any:
-        if _parallel_config is None:
-            return native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        mask = attn_mask
-        if mask is not None:
-            # [B, 1, 1, S] of the processors.
-            mask = mask.reshape(mask.shape[0], mask.shape[-1])
-        return shared(query, key, value, mask, scale)
+        del dropout_p  # zero in evaluation
+        return attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, _parallel_config)
 
-    class Name(str, enum.Enum):
-        DIFFULEX = "_diffulex"
+    before = registry._active_backend
+    registry.register(_AttentionName.DIFFULEX)(attention)
+    registry.set_active_backend(_AttentionName.DIFFULEX)
+    try:
+        yield
+    finally:
+        registry.set_active_backend(before)
 
-    registry.register(Name.DIFFULEX)(attend)
-    registry.set_active_backend(Name.DIFFULEX)
+
+class _AttentionName(str, enum.Enum):
+    DIFFULEX = "_diffulex"
+
+
+def set_handle(transformer: Any, handle: Any) -> int:
+    """Gives a handle to the processors of a transformer whose attention can be replaced; how many.
+
+    They pass it where the attention is over the tokens of the transformer.
+    """
+    processors = [getattr(module, "processor", None) for module in transformer.modules()]
+    found = [item for item in processors if hasattr(item, "_parallel_config")]
+    for processor in found:
+        processor._parallel_config = handle
+    return len(found)
 
 
 def make_context_state() -> Any:

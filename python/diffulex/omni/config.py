@@ -14,12 +14,14 @@ from diffulex.config.key import check_key, unknown_key
 from diffulex.config.parse import dtype_name
 from diffulex.env import get_text
 from diffulex.errors import ConfigError
-from diffulex.omni.cache.selector import cache_name
+from diffulex.omni.attention.selector import DEFAULT_ATTENTION, attention_name
+from diffulex.omni.cache.selector import NO_CACHE, cache_name
 from diffulex.omni.config_table import (
     OMNI_CONFIG_TABLE,
     OMNI_SECTIONS,
     DiffusionCacheConfig,
     DiffusionParallelConfig,
+    KernelConfig,
     MemoryConfig,
     OmniEngineConfig,
     OmniModelConfig,
@@ -42,6 +44,7 @@ class OmniDiffusionConfig:
     model: OmniModelConfig
     parallel: DiffusionParallelConfig
     cache: DiffusionCacheConfig
+    kernels: KernelConfig
     memory: MemoryConfig
     engine: OmniEngineConfig
 
@@ -63,6 +66,9 @@ class OmniDiffusionConfig:
             named = get_text("DIFFUSION_CACHE_BACKEND") or get_text("DIFFUSION_CACHE_ADAPTER")
             flat["cache_backend"] = named or None
         flat["cache_backend"] = cache_name(flat["cache_backend"])
+        if flat.get("attention_backend") is None:
+            flat["attention_backend"] = get_text("DIFFUSION_ATTENTION_BACKEND") or None
+        flat["attention_backend"] = attention_name(flat["attention_backend"])
         for name, value in flat.items():
             if name not in OMNI_CONFIG_TABLE:
                 known = (*OMNI_CONFIG_TABLE, *_SECTION_KEYWORDS)
@@ -100,12 +106,37 @@ class OmniDiffusionConfig:
             raise ConfigError(
                 f"device: expected cuda or cpu for {world} processes, got {self.model.device!r}"
             )
-        if self.memory.dit_cpu_offload and parallel.tensor_parallel_size > 1:
-            raise ConfigError("dit_cpu_offload: expected tensor_parallel_size 1 with it, got more")
+        self._check_blocks()
         if parallel.is_inproc and self.engine.request_timeout_s is not None:
             raise ConfigError(
                 "request_timeout_s: expected distributed_executor_backend mp with it, got a model in"
                 " the caller's process"
+            )
+
+    def _check_blocks(self) -> None:
+        """What cannot be done to the same blocks."""
+        parallel, kernels = self.parallel, self.kernels
+        if self.memory.dit_cpu_offload:
+            for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+                if getattr(parallel, name) > 1:
+                    raise ConfigError(f"dit_cpu_offload: expected {name} 1 with it, got more")
+            if kernels.enable_torch_compile:
+                raise ConfigError(
+                    "enable_torch_compile: expected dit_cpu_offload false with it, got true"
+                )
+        if parallel.pipeline_parallel_size > 1 and self.cache.cache_backend != NO_CACHE:
+            raise ConfigError(
+                "pipeline_parallel_size: expected cache_backend none with it, got"
+                f" {self.cache.cache_backend}"
+            )
+        if kernels.torch_compile_kwargs and not kernels.enable_torch_compile:
+            raise ConfigError(
+                "torch_compile_kwargs: expected enable_torch_compile with it, got none"
+            )
+        if kernels.attention_backend != DEFAULT_ATTENTION and parallel.ring_degree > 1:
+            raise ConfigError(
+                f"ring_degree: expected 1 with {kernels.attention_backend}, got"
+                f" {parallel.ring_degree}: a ring merges what {DEFAULT_ATTENTION} gives"
             )
 
     def to_dict(self) -> dict[str, Any]:

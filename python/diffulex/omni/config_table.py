@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,9 @@ from diffulex.config.key import (
     build_table,
     inert,
     key,
-    later,
     one_of,
 )
+from diffulex.omni.attention.selector import DEFAULT_ATTENTION, AutoAttentionBackend
 from diffulex.omni.cache.scm import SCM_POLICIES
 from diffulex.omni.cache.selector import NO_CACHE, AutoCacheBackend
 from diffulex.omni.grid import Grid
@@ -29,6 +30,7 @@ __all__ = [
     "OUTPUT_TYPES",
     "DiffusionCacheConfig",
     "DiffusionParallelConfig",
+    "KernelConfig",
     "MemoryConfig",
     "OmniEngineConfig",
     "OmniModelConfig",
@@ -40,6 +42,10 @@ _BOOL = one_of(True, False)
 _CACHES = Range(
     "one of none, tea_cache, cache_dit",
     lambda v: v == NO_CACHE or v in AutoCacheBackend.available(),
+)
+_ATTENTIONS = Range(
+    "one of TORCH_SDPA, MATH, FLASH_ATTN, SAGE_ATTN, SLIDING_TILE_ATTN",
+    lambda v: v in AutoAttentionBackend.available(),
 )
 
 
@@ -85,7 +91,7 @@ class OmniModelConfig:
 class DiffusionParallelConfig:
     """Processes that share the work, on one host."""
 
-    pipeline_parallel_size: int = later("int", 1, at_least(1), "Ranks that share the layers.")
+    pipeline_parallel_size: int = key("int", 1, at_least(1), "Ranks that share the blocks.")
     data_parallel_size: int = key("int", 1, at_least(1), "Replicas that share the images.")
     tensor_parallel_size: int = key("int", 1, at_least(1), "Ranks that share the heads.")
     ulysses_degree: int = key("int", 1, at_least(1), "Ranks that exchange heads for tokens.")
@@ -205,6 +211,45 @@ class DiffusionCacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelConfig:
+    """What computes attention and blocks."""
+
+    attention_backend: str = key(
+        "str",
+        DEFAULT_ATTENTION,
+        _ATTENTIONS,
+        "What computes attention; unset: `$DIFFUSION_ATTENTION_BACKEND`. See omni.md.",
+    )
+    attention_fallback: bool = key(
+        "bool", False, _BOOL, "Where its package is missing: warn, and compute with TORCH_SDPA."
+    )
+    sliding_tile_size: tuple[int, ...] = key(
+        "ids",
+        (6, 8, 8),
+        Range("3 numbers >= 1", lambda v: len(v) == 3 and min(v) >= 1),
+        "SLIDING_TILE_ATTN: frames, rows and columns of latent cells in a tile.",
+    )
+    sliding_tile_window: tuple[int, ...] = key(
+        "ids",
+        (3, 3, 3),
+        Range("3 odd numbers", lambda v: len(v) == 3 and all(n % 2 == 1 for n in v)),
+        "SLIDING_TILE_ATTN: tiles that a tile sees, in each direction.",
+    )
+    sliding_tile_full_steps: int = key(
+        "int", 15, at_least(0), "SLIDING_TILE_ATTN: first steps, which see everything."
+    )
+    enable_torch_compile: bool = key(
+        "bool",
+        False,
+        _BOOL,
+        "Compile the blocks of the transformers; the first request waits for it.",
+    )
+    torch_compile_kwargs: Mapping[str, Any] | None = key(
+        "mapping?", None, ANY, "Keyword arguments of `torch.compile`."
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryConfig:
     """What saves device memory."""
 
@@ -214,6 +259,12 @@ class MemoryConfig:
     )
     text_encoder_cpu_offload: bool = key(
         "bool", False, _BOOL, "Keep the text encoders in host memory between uses."
+    )
+    text_encoder_int8: bool = key(
+        "bool",
+        False,
+        _BOOL,
+        "Hold the linear layers of the text encoders as 8-bit integers; changes pictures a little.",
     )
     vae_cpu_offload: bool = key("bool", False, _BOOL, "Keep the VAE in host memory between uses.")
     dit_cpu_offload: bool = key(
@@ -276,6 +327,7 @@ OMNI_SECTIONS: dict[str, type[Any]] = {
     "model": OmniModelConfig,
     "parallel": DiffusionParallelConfig,
     "cache": DiffusionCacheConfig,
+    "kernels": KernelConfig,
     "memory": MemoryConfig,
     "engine": OmniEngineConfig,
 }

@@ -14,7 +14,7 @@ from diffulex.omni.loader import find_model, load_pipeline
 from diffulex.omni.outputs import OmniRequestOutput
 from diffulex.omni.request import MODEL_FIELDS, OmniDiffusionRequest
 from diffulex.omni.scheduler import Scheduler
-from diffulex.omni.support import check_cache, check_parallel
+from diffulex.omni.support import check_cache, check_kernels, check_parallel
 from diffulex.omni.worker import PipelineCall, Worker
 from diffulex.omni.worker_process import import_modules
 
@@ -56,6 +56,7 @@ class _Worker(Protocol):
 def _make_worker(config: OmniDiffusionConfig) -> _Worker:
     found = find_model(config)
     check_cache(config.cache, found)
+    check_kernels(config, found)
     if config.parallel.is_inproc:
         return Worker(load_pipeline(config))
     check_parallel(config.parallel, found)
@@ -89,6 +90,11 @@ class DiffusionEngine:
     def defaults(self) -> dict[str, Any]:
         """Request fields of this model and what they are when a request leaves them open."""
         return dict(self._defaults)
+
+    @property
+    def size_multiple(self) -> int:
+        """Pixels that height and width are multiples of."""
+        return self._facts.size_multiple
 
     def step(
         self, requests: Sequence[OmniDiffusionRequest], on_step: OnStep | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffulex.log import get_logger
 from diffulex.omni._diffusers_compat import import_diffusers
+from diffulex.omni.attention.selector import DEFAULT_ATTENTION, make_kernel
 from diffulex.omni.cache.selector import NO_CACHE, get_cache_backend
 from diffulex.omni.config import default_model_dir
 from diffulex.omni.errors import ModelLoadError, RequestError, UnsupportedFeatureError
@@ -19,9 +20,10 @@ from diffulex.omni.registry import find_pipeline
 from diffulex.omni.request import make_request
 
 if TYPE_CHECKING:
+    from diffulex.omni.attention.kernels import AttentionKernel
     from diffulex.omni.cache.base import CacheBackend
     from diffulex.omni.config import OmniDiffusionConfig
-    from diffulex.omni.config_table import DiffusionCacheConfig, MemoryConfig
+    from diffulex.omni.config_table import DiffusionCacheConfig, KernelConfig, MemoryConfig
     from diffulex.omni.registry import PipelineSpec
 
 __all__ = [
@@ -57,6 +59,7 @@ class LoadedPipeline(NamedTuple):
 
     Attributes:
         cache: not enabled yet.
+        attention: not attached yet; None: that of diffusers.
     """
 
     pipeline: Any
@@ -64,6 +67,7 @@ class LoadedPipeline(NamedTuple):
     defaults: dict[str, Any]
     device: str
     cache: CacheBackend | None = None
+    attention: AttentionKernel | None = None
 
 
 def find_model(config: OmniDiffusionConfig) -> FoundModel:
@@ -101,6 +105,8 @@ def load_pipeline(config: OmniDiffusionConfig) -> LoadedPipeline:
         for component, entry in index.items()
         if _is_module(entry)
     }
+    if config.memory.text_encoder_int8:
+        _round_text_encoders(modules, spec)
     try:
         pipeline = getattr(diffusers, name).from_pretrained(
             directory, **modules, dtype=dtypes.main, local_files_only=True
@@ -112,9 +118,13 @@ def load_pipeline(config: OmniDiffusionConfig) -> LoadedPipeline:
     is_cached = cache.cache_backend != NO_CACHE
     _place(pipeline, modules, spec, config.memory, device, is_cached=is_cached)
     _set_vae(pipeline, config.memory)
+    if config.kernels.enable_torch_compile:
+        _compile(pipeline, spec, config.kernels)
     logger.info("loaded %s on %s in %.1f s", name, device, time.perf_counter() - start)
     backend = get_cache_backend(cache.cache_backend, cache)
-    return LoadedPipeline(pipeline, spec, defaults, device, backend)
+    kernel = make_kernel(config.kernels)
+    attention = None if config.kernels.attention_backend == DEFAULT_ATTENTION else kernel
+    return LoadedPipeline(pipeline, spec, defaults, device, backend, attention)
 
 
 def cache_settings(config: DiffusionCacheConfig, found: FoundModel) -> DiffusionCacheConfig:
@@ -213,6 +223,14 @@ def resolve_device(name: str, world_size: int = 1) -> str:
 
 def _shown(name: str, world_size: int) -> str:
     return name if world_size == 1 else f"{world_size} processes"
+
+
+def _round_text_encoders(modules: dict[str, Any], spec: PipelineSpec) -> None:
+    from diffulex.omni.int8_linear import hold_as_int8  # noqa: PLC0415 (it imports torch)
+
+    for component in spec.text_encoders:
+        if component in modules:
+            hold_as_int8(modules[component])
 
 
 class _Dtypes:
@@ -336,6 +354,15 @@ def _place(
             and memory.pin_cpu_memory
             and not (is_cached and name in spec.transformers),
         )
+
+
+def _compile(pipeline: Any, spec: PipelineSpec, kernels: KernelConfig) -> None:
+    """Blocks of one class share what is compiled; what is around them is not worth the time."""
+    for name in spec.transformers:
+        transformer = getattr(pipeline, name, None)
+        for list_name in spec.block_lists if transformer is not None else ():
+            for block in getattr(transformer, list_name):
+                block.compile(**(kernels.torch_compile_kwargs or {}))
 
 
 def _set_vae(pipeline: Any, memory: MemoryConfig) -> None:

@@ -97,9 +97,10 @@ class PipelineSpec:
         has_sequence_plan: the transformer says how its tokens can be shared (`_cp_plan`).
         tensor_plan: transformer -> paths of its layers and `colwise`, `rowwise` or an object for
             several inputs side by side, to share its heads; None: it cannot be shared.
+        has_own_attention: its processors compute attention by themselves, so that it stays theirs.
         has_own_heads: its attention counts heads by itself, not by the width of its layers.
         cfg: how two ranks can share the branches of guidance; None: they cannot.
-        block_lists: attribute names of a transformer's lists of blocks, in their order, for caches.
+        block_lists: attribute names of a transformer's lists of blocks, in their order.
         tea_cache: what TeaCache compares; None: the pipeline cannot have it.
         pre_process: replaces the requests before they are checked.
         post_process: replaces a request's list of images.
@@ -118,6 +119,7 @@ class PipelineSpec:
     decode: Callable[[Any, Any, int, int], Any] | None = None
     has_sequence_plan: bool = False
     tensor_plan: Callable[[Any], dict[str, Any]] | None = None
+    has_own_attention: bool = False
     has_own_heads: bool = False
     cfg: CfgBranches | None = None
     block_lists: tuple[str, ...] = ()

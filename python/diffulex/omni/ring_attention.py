@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
+    from diffulex.omni.attention.kernels import AttentionKernel
     from diffulex.omni.groups import RankGroups
 
 __all__ = ["SequenceAttention", "attend_with_lse"]
@@ -48,9 +49,11 @@ class SequenceAttention:
 
     Args:
         groups: of this rank.
+        kernel: of the attention over the whole sequence; a ring has its own.
     """
 
-    def __init__(self, groups: RankGroups) -> None:
+    def __init__(self, groups: RankGroups, kernel: AttentionKernel) -> None:
+        self._kernel = kernel
         self._ulysses, self._ring = (
             _Ring(groups.group(name), groups.ranks(name), groups.coords[name])
             for name in ("ulysses", "ring")
@@ -111,10 +114,7 @@ class SequenceAttention:
     ) -> torch.Tensor:
         if self._ring.size > 1:
             return self._around(query, key, value, mask, scale)
-        q, k, v = (item.transpose(1, 2) for item in (query, key, value))
-        visible = None if mask is None else mask[:, None, None, :]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
-        return out.transpose(1, 2)
+        return self._kernel(query, key, value, mask, scale=scale)
 
     def _around(
         self,

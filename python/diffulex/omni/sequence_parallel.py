@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from diffulex.omni._diffusers_compat import model_hook, register_hook, set_attention
+from diffulex.omni._diffusers_compat import model_hook, register_hook, set_handle
 from diffulex.omni.errors import UnsupportedFeatureError
-from diffulex.omni.ring_attention import SequenceAttention
 
 if TYPE_CHECKING:
     from diffulex.omni.groups import RankGroups
@@ -28,8 +27,7 @@ _ModelHook: Any = model_hook()
 
 
 def attach(pipeline: Any, spec: PipelineSpec, groups: RankGroups) -> None:
-    """Registers the hooks on every transformer and replaces the attention of this process."""
-    set_attention(SequenceAttention(groups))
+    """Registers the hooks on every transformer; its attention gets `groups` as its handle."""
     for name in spec.transformers:
         transformer = getattr(pipeline, name, None)
         if transformer is None:
@@ -40,11 +38,7 @@ def attach(pipeline: Any, spec: PipelineSpec, groups: RankGroups) -> None:
                 hook = _SplitHook(rule, groups) if is_split else _GatherHook(rule, groups)
                 # A module may be named by several paths.
                 register_hook(module, hook, f"diffulex_sequence {path}")
-        for module in transformer.modules():
-            processor: Any = getattr(module, "processor", None)
-            if hasattr(processor, "_parallel_config"):
-                # Attention that is not over the shared tokens is called without it.
-                processor._parallel_config = groups
+        set_handle(transformer, groups)
 
 
 def _modules(transformer: torch.nn.Module, path: str) -> list[torch.nn.Module]:

@@ -5,15 +5,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diffulex.omni.attention.selector import (
+    DEFAULT_ATTENTION,
+    AutoAttentionBackend,
+    usable_kernel,
+)
 from diffulex.omni.cache.tea_settings import tea_settings
 from diffulex.omni.errors import UnsupportedFeatureError
-from diffulex.omni.loader import cache_settings, read_json
+from diffulex.omni.loader import cache_settings, read_json, resolve_device
 
 if TYPE_CHECKING:
+    from diffulex.omni.config import OmniDiffusionConfig
     from diffulex.omni.config_table import DiffusionCacheConfig, DiffusionParallelConfig
     from diffulex.omni.loader import FoundModel
 
-__all__ = ["check_cache", "check_parallel"]
+__all__ = ["check_cache", "check_kernels", "check_parallel"]
 
 
 def check_parallel(parallel: DiffusionParallelConfig, found: FoundModel) -> None:
@@ -28,6 +34,7 @@ def check_parallel(parallel: DiffusionParallelConfig, found: FoundModel) -> None
         ("ulysses_degree", spec.has_sequence_plan),
         ("ring_degree", spec.has_sequence_plan),
         ("tensor_parallel_size", spec.tensor_plan is not None),
+        ("pipeline_parallel_size", bool(spec.block_lists)),
     ):
         size = getattr(parallel, name)
         if size > 1 and not can_do:
@@ -49,6 +56,52 @@ def check_cache(config: DiffusionCacheConfig, found: FoundModel) -> None:
     for name in names:
         transformer = read_json(found.directory / name / "config.json")
         tea_settings(settings, found.spec, transformer, is_alone=len(names) == 1)
+
+
+def check_kernels(config: OmniDiffusionConfig, found: FoundModel) -> None:
+    """Compares kernel and compilation with the model, its device and what is installed.
+
+    Raises:
+        UnsupportedFeatureError: one of them does not fit.
+    """
+    spec, kernels = found.spec, config.kernels
+    if kernels.enable_torch_compile and not spec.block_lists:
+        raise UnsupportedFeatureError(
+            f"enable_torch_compile: expected a pipeline whose blocks are known, got {spec.name}"
+        )
+    name = kernels.attention_backend
+    if name == DEFAULT_ATTENTION:
+        return
+    if spec.has_own_attention:
+        raise UnsupportedFeatureError(
+            f"attention_backend: expected {DEFAULT_ATTENTION} for {spec.name}, got {name}"
+        )
+    cls = AutoAttentionBackend.get(usable_kernel(kernels).attention_backend)
+    if spec.media not in cls.media:
+        kinds = " or ".join(cls.media)
+        raise UnsupportedFeatureError(
+            f"attention_backend: expected a pipeline for {kinds} with {name}, got {spec.name}"
+        )
+    if cls.is_for_tokens and config.parallel.grid.size("sp") > 1:
+        raise UnsupportedFeatureError(
+            f"attention_backend: expected ulysses_degree 1 with {name}, got more"
+        )
+    device = resolve_device(config.model.device, config.parallel.world_size)
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    for part in spec.transformers:
+        if _is_there(found, part):
+            cls.check(name, device, dtype, _head_size(found, part))
+
+
+def _head_size(found: FoundModel, name: str) -> int | None:
+    """Width of a head of a transformer, as far as its configuration says it."""
+    config = read_json(found.directory / name / "config.json")
+    if "attention_head_dim" in config:
+        return int(config["attention_head_dim"])
+    width, heads = config.get("dim"), config.get("n_heads")
+    return int(width) // int(heads) if width and heads else None
 
 
 def _is_there(found: FoundModel, name: str) -> bool:

@@ -120,6 +120,10 @@ class Worker:
         self._is_leader = groups is None or groups.is_leader
         self._groups = groups
         self._cache = loaded.cache
+        # Not at the top: it imports torch and diffusers, which requests can be checked without.
+        from diffulex.omni.attention.seam import make_seam  # noqa: PLC0415
+
+        self._seam = make_seam(loaded, groups)
         self._cfg_hooks = _attach(loaded, groups)
         parameters = inspect.signature(type(loaded.pipeline).__call__).parameters
         #: Of the pipeline.
@@ -175,6 +179,8 @@ class Worker:
     ) -> DrawnCall:
         import torch  # noqa: PLC0415 (slow; loaded with the model)
 
+        from diffulex.omni._diffusers_compat import active_attention  # noqa: PLC0415
+
         arguments = dict(call.arguments)
         if call.negative_prompts is not None:
             arguments["negative_prompt"] = list(call.negative_prompts)
@@ -188,7 +194,7 @@ class Worker:
         if on_step is not None:
             watcher = _Watcher(self, call, number, num_calls, on_step)
             arguments["callback_on_step_end"] = watcher
-        with torch.inference_mode():
+        with torch.inference_mode(), active_attention(self._seam):
             result = self.pipeline(
                 # A new list: some text encoders write into it.
                 prompt=list(call.prompts),
@@ -229,12 +235,14 @@ def _attach(loaded: LoadedPipeline, groups: RankGroups | None) -> list[CfgHook]:
         return []
     from diffulex.omni import (  # noqa: PLC0415 (they import diffusers)
         cfg_parallel,
+        pipeline_parallel,
         sequence_parallel,
         tensor_parallel,
     )
 
-    if groups.group("tp") is not None:
-        tensor_parallel.attach(loaded.pipeline, loaded.spec, groups)
+    for axis, part in (("tp", tensor_parallel), ("pp", pipeline_parallel)):
+        if groups.group(axis) is not None:
+            part.attach(loaded.pipeline, loaded.spec, groups)
     if cache is not None:
         cache.enable(loaded.pipeline, groups)
     if groups.group("sp") is not None:

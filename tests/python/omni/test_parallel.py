@@ -129,8 +129,12 @@ def make_cases(tiny, sizes, calls):
 
 
 def is_exact(case):
-    """Two calls of the transformer are as they were; half a batch is rounded otherwise."""
-    return case["sizes"] == {"cfg": 2} and Path(case["model"]).name in ("qwen", "flux", "wan")
+    """The same products: blocks on several ranks, and two calls of the transformer.
+
+    Half a batch is rounded otherwise.
+    """
+    has_two_calls = Path(case["model"]).name in ("qwen", "flux", "wan")
+    return set(case["sizes"]) <= {"pp"} | ({"cfg"} if has_two_calls else set())
 
 
 #: Guidance by the two pairs of calls, and by halves of a batch; off, and off for some steps.
@@ -151,11 +155,13 @@ TOKENS = [
     ("wan", make_call("wan")),
 ]
 HEADS = [(name, make_call(name)) for name in ("qwen", "flux", "sd3")]
+BLOCKS = [(name, make_call(name)) for name in GUIDED]
 BOTH = [(name, make_call(name)) for name in ("qwen", "flux")]
 
 
 def test_two_ranks(tiny, tmp_path):
     cases = make_cases(tiny, {"cfg": 2}, BRANCHES) + make_cases(tiny, {"tp": 2}, HEADS)
+    cases += make_cases(tiny, {"pp": 2}, BLOCKS)
     for axis in ("ulysses", "ring"):
         cases += make_cases(tiny, {axis: 2}, TOKENS)
         cases += make_cached(tiny, {axis: 2}, ("qwen", "wan"))
@@ -165,15 +171,23 @@ def test_two_ranks(tiny, tmp_path):
 
 
 def test_three_ranks(tiny, tmp_path):
-    """Shares of different lengths, and four heads that three ranks do not divide."""
+    """Shares of different lengths, heads that three ranks do not divide, stages without a block."""
     cases = make_cases(tiny, {"ulysses": 3}, TOKENS) + make_cases(tiny, {"ring": 3}, TOKENS)
+    cases += make_cases(tiny, {"pp": 3}, BOTH)
     check(cases, tmp_path)
 
 
 def test_four_ranks(tiny, tmp_path):
     """Several ways at once."""
     cases = make_cases(tiny, {"ulysses": 2, "ring": 2}, TOKENS)
-    for sizes in ({"tp": 2, "ulysses": 2}, {"tp": 2, "cfg": 2}, {"ring": 2, "cfg": 2}):
+    for sizes in (
+        {"tp": 2, "ulysses": 2},
+        {"tp": 2, "cfg": 2},
+        {"ring": 2, "cfg": 2},
+        {"pp": 2, "cfg": 2},
+        {"pp": 2, "tp": 2},
+        {"pp": 2, "ulysses": 2},
+    ):
         cases += make_cases(tiny, sizes, BOTH)
     cases += make_cached(tiny, {"ring": 2, "cfg": 2}, ("qwen",))
     check(cases, tmp_path)

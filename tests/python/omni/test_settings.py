@@ -32,8 +32,33 @@ ROOT = Path(__file__).resolve().parents[3]
         ({"max_batch_size": 0}, "max_batch_size: expected int >= 1, got 0"),
         ({"device": "tpu"}, "device: expected str auto, cpu, cuda, cuda:N, got 'tpu'"),
         (
-            {"pipeline_parallel_size": 2},
-            "pipeline_parallel_size: only 1 is supported so far (documented range: >= 1), got 2",
+            {"pipeline_parallel_size": 2, "cache_backend": "cache_dit"},
+            "pipeline_parallel_size: expected cache_backend none with it, got cache_dit",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "dit_cpu_offload": True},
+            "dit_cpu_offload: expected pipeline_parallel_size 1 with it, got more",
+        ),
+        (
+            {"enable_torch_compile": True, "dit_cpu_offload": True},
+            "enable_torch_compile: expected dit_cpu_offload false with it, got true",
+        ),
+        (
+            {"torch_compile_kwargs": {"backend": "eager"}},
+            "torch_compile_kwargs: expected enable_torch_compile with it, got none",
+        ),
+        (
+            {"attention_backend": "xformers"},
+            "attention_backend: expected one of TORCH_SDPA, MATH, FLASH_ATTN, SAGE_ATTN,"
+            " SLIDING_TILE_ATTN, got 'XFORMERS'",
+        ),
+        (
+            {"attention_backend": "math", "ring_degree": 2},
+            "ring_degree: expected 1 with MATH, got 2: a ring merges what TORCH_SDPA gives",
+        ),
+        (
+            {"sliding_tile_window": [3, 2, 3]},
+            "sliding_tile_window: expected ids 3 odd numbers, got [3, 2, 3]",
         ),
         (
             {"cache_backend": "deep_cache"},
@@ -215,8 +240,8 @@ def test_missing_packages_are_named_with_their_command(monkeypatch):
 def test_the_engine_for_images_does_not_use_the_one_for_language():
     for path in (ROOT / "python/diffulex/omni").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        # What knows HTTP and no language is shared.
-        text = re.sub(r"from diffulex\.server\.(http|loopback)\b", "", text)
+        # What knows HTTP and pages and no language is shared.
+        text = re.sub(r"from diffulex\.server\.(http|loopback|ui)\b", "", text)
         for name in ("diffulex_ext", "diffulex.engine", "diffulex.samplers", "diffulex.server"):
             assert f"import {name}" not in text, path
             assert f"from {name}" not in text, path

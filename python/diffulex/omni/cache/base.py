@@ -272,6 +272,10 @@ class _Place(NamedTuple):
         return Course(0, high, total) if is_first else Course(high, total - high, total)
 
 
+#: Keeps a method, and all that it calls, out of compiled graphs.
+_not_compiled: Any = torch.compiler.disable
+
+
 class _BlockGroup:
     """Blocks that are skipped together."""
 
@@ -321,7 +325,7 @@ class _BlockGroup:
             for name, branch in self.branches.items()
         }
 
-    # Dynamo goes into the blocks and not into the decisions.
+    # Dynamo goes into the blocks; what decides about them changes from step to step.
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def run(
         self, number: int, name: str, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -331,23 +335,37 @@ class _BlockGroup:
         arguments = layout.arguments(args, kwargs)
         streams = Streams(*layout.read(arguments))
         if number == 0:
-            if name not in self.branches:
-                self.branches[name] = self._make_branch(self._place.course(), self._ranks)
-            self._branch = self.branches[name]
-            self._branch.step += 1
-            self._start = streams.image
+            self._start_step(name, streams)
         if number == self._first:
             self._decide(arguments, streams)
         if self._first <= number < self._last and self._skips:
             if number == self._first:
-                streams = streams.plus(self._branch.recall())
+                streams = self._recall(streams)
             return layout.write(*streams)
         output = forward(*args, **kwargs)
         if number == self._last - 1 and not self._skips and self._before is not None:
-            self._branch.keep(Streams(*layout.split(output)).minus(self._before))
-            self._before = None
+            self._keep(Streams(*layout.split(output)))
         return output
 
+    @_not_compiled
+    def _start_step(self, name: str, streams: Streams) -> None:
+        if name not in self.branches:
+            self.branches[name] = self._make_branch(self._place.course(), self._ranks)
+        self._branch = self.branches[name]
+        self._branch.step += 1
+        self._start = streams.image
+
+    @_not_compiled
+    def _recall(self, streams: Streams) -> Streams:
+        return streams.plus(self._branch.recall())
+
+    @_not_compiled
+    def _keep(self, streams: Streams) -> None:
+        assert self._before is not None
+        self._branch.keep(streams.minus(self._before))
+        self._before = None
+
+    @_not_compiled
     def _decide(self, arguments: Mapping[str, Any], streams: Streams) -> None:
         branch = self._branch
         block = self._blocks[self._first]

@@ -51,6 +51,7 @@ SPEC = PipelineSpec(
     text_encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
     decode=_decode,
     tensor_plan=_tensor_plan,
+    has_own_attention=True,
     has_own_heads=True,
     cfg=CfgBranches(
         batched=("hidden_states", "timestep", "encoder_hidden_states", "pooled_projections")
