@@ -161,7 +161,7 @@ LIMITS = {
     "files of a model family": Limit(1, "1 and a fixture"),
     "files of a configuration option": Limit(3, "3"),
     "files of an HTTP request field": Limit(3, "3"),
-    "product lines": Limit(88_000, "78000", step=1000),
+    "product lines": Limit(90_000, "78000", step=1000),
     "product files": Limit(680, "560", step=10),
     "rooms in circles": Limit(0, "0"),
     "upward arrows": Limit(0, "0"),

@@ -19,9 +19,11 @@ from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion
-from diffulex.omni.config import default_model_dir
+from diffulex.omni.config import OmniDiffusionConfig, default_model_dir
+from diffulex.omni.errors import UnsupportedFeatureError
 from diffulex.omni.images_metrics import ImagesMetrics
 from diffulex.omni.images_routes import create_images_router
+from diffulex.omni.loader import find_model
 from diffulex.server.http.api_errors import install_error_handlers
 from diffulex.server.http.json_response import JSONBody
 from diffulex.server.http.middleware import (
@@ -33,11 +35,14 @@ from diffulex.server.http.middleware import (
     Recorder,
 )
 from diffulex.server.loopback import LOCALHOST, is_loopback
+from diffulex.server.ui import IMAGES_PAGE, mount_ui
 
 __all__ = ["ServeOptions", "create_images_app", "serve"]
 
 _MAX_BODY_BYTES = 1 << 20
-_OPEN_PATHS = ("/health", "/metrics")
+_OPEN_PATHS = ("/health", "/metrics", "/", "/ui")
+#: Beside the weights of a model that draws the captions of shapes.
+_SHAPES_RECORD = "shapes.json"
 
 
 class ServeOptions(NamedTuple):
@@ -84,6 +89,11 @@ def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> Fast
         }
         return JSONBody({"object": "list", "data": [{"id": name, **common} for name in names]})
 
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        """What a page has to know: the pipeline, its defaults, the settings that change pictures."""
+        return JSONBody(_describe(engine, names[0]))
+
     @app.get("/health")
     async def health() -> Response:
         """Whether requests are accepted."""
@@ -98,8 +108,29 @@ def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> Fast
         """Prometheus text."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    mount_ui(app, IMAGES_PAGE)
     _add_middleware(app, options)
     return app
+
+
+def _describe(engine: AsyncOmniDiffusion, name: str) -> dict[str, Any]:
+    config, spec = engine.config, engine.engine.spec
+    directory = Path(config.model.model) if config.model.model else default_model_dir()
+    return {
+        "model": name,
+        "pipeline": spec.name,
+        "media": spec.media,
+        "device": engine.engine.device,
+        "defaults": engine.engine.defaults,
+        "guidance": spec.guidance.argument,
+        "size_multiple": engine.engine.size_multiple,
+        "has_previews": spec.decode is not None,
+        "draws_shapes": (directory / _SHAPES_RECORD).is_file(),
+        "cache_backend": config.cache.cache_backend,
+        "attention_backend": config.kernels.attention_backend,
+        "num_processes": config.parallel.world_size,
+        "max_queue_size": config.engine.max_queue_size,
+    }
 
 
 def _add_middleware(app: FastAPI, options: ServeOptions) -> None:
@@ -126,8 +157,14 @@ def _model_name(engine: AsyncOmniDiffusion) -> str:
 def serve(engine_kwargs: dict[str, Any], options: ServeOptions) -> int:
     """Loads the model and serves it until SIGINT or SIGTERM; returns the exit code.
 
-    Raises: as `OmniDiffusion`, and OSError: the address cannot be listened on.
+    Raises: as `OmniDiffusion`, UnsupportedFeatureError: the model draws videos, and OSError: the
+    address cannot be listened on.
     """
+    spec = find_model(OmniDiffusionConfig.from_kwargs(**engine_kwargs)).spec
+    if spec.media != "image":
+        raise UnsupportedFeatureError(
+            f"omni serve: expected a pipeline for images, got {spec.name}"
+        )
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # Before the model is loaded: an address in use should be answered at once.
     listener = socket.create_server((options.host, options.port), family=family)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live denoising page: its files, and the routes that serve them.
+"""The live denoising pages, for text and for images: their files, and the routes that serve them.
 
-The page is plain HTML, CSS and JavaScript that the browser loads as it is. It talks to the public
+A page is plain HTML, CSS and JavaScript that the browser loads as it is. It talks to the public
 routes of the same server only, so it works behind a path prefix and under a policy that allows
 nothing from elsewhere.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["ASSET_TYPES", "mount_ui", "page_policy", "read_assets", "render_page"]
+__all__ = ["ASSET_TYPES", "IMAGES_PAGE", "mount_ui", "page_policy", "read_assets", "render_page"]
 
 #: Media type per file ending; files with another ending are no part of the page. HTML beside the page
 #: itself is the frame of a file to be made, not to be shown.
@@ -29,6 +29,8 @@ ASSET_TYPES = {
     ".svg": "image/svg+xml",
 }
 _PAGE = "index.html"
+#: The page of a server of images.
+IMAGES_PAGE = "images.html"
 #: Folder of the libraries from elsewhere; its versions.json says what they are.
 _VENDOR = "vendor"
 _NONCE_MARK = "{{nonce}}"
@@ -42,9 +44,13 @@ _HEADERS = {
 
 
 def page_policy(nonce: str) -> str:
-    """Content-Security-Policy of the page: its own files only, scripts and styles by nonce."""
+    """Content-Security-Policy of a page: its own files only, scripts and styles by nonce.
+
+    Pictures may be what its scripts have received.
+    """
     return (
         f"default-src 'self'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; "
+        "img-src 'self' blob:; "
         "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
@@ -55,18 +61,18 @@ def render_page(template: str, nonce: str) -> str:
 
 
 def read_assets() -> dict[str, tuple[str, bytes]]:
-    """Media type and content of every file of the page but the page itself, by path under /ui."""
+    """Media type and content of every file of the pages but the pages themselves, by path under /ui."""
     assets = {}
     here = resources.files(__name__)
     for prefix, folder in (("", here), (f"{_VENDOR}/", here.joinpath(_VENDOR))):
         for entry in folder.iterdir():
             media_type = ASSET_TYPES.get("." + entry.name.rpartition(".")[2])
-            if media_type is not None and entry.name != _PAGE:
+            if media_type is not None and entry.name not in (_PAGE, IMAGES_PAGE):
                 assets[prefix + entry.name] = (media_type, entry.read_bytes())
     return assets
 
 
-def mount_ui(app: FastAPI) -> None:
+def mount_ui(app: FastAPI, page_name: str = _PAGE) -> None:
     """Adds ``GET /ui``, ``GET /ui/<path>`` and ``GET /`` (which leads to the page) to an app.
 
     The routes need no key: the page holds no secret, and what it calls asks for one.
@@ -75,7 +81,7 @@ def mount_ui(app: FastAPI) -> None:
     from starlette.responses import RedirectResponse, Response  # noqa: PLC0415
     from starlette.routing import Route  # noqa: PLC0415
 
-    template = resources.files(__name__).joinpath(_PAGE).read_text(encoding="utf-8")
+    template = resources.files(__name__).joinpath(page_name).read_text(encoding="utf-8")
     assets = read_assets()
     tags = {
         name: f'"{hashlib.sha256(content).hexdigest()[:16]}"'

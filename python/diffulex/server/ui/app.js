@@ -12,10 +12,9 @@ import { Inspector } from "./inspector.js";
 import {
   SettingsDialog, ThresholdKnob, messagesFor, readApiKey, samplingFields,
 } from "./settings.js";
+import { bindTheme } from "./theme.js";
 import { element, prefersCalm } from "./view.js";
 
-const THEMES = ["system", "light", "dark"];
-const THEME_NAME = "diffulex-theme";
 const DEMO_SAMPLES = [
   "Tom has 3 apples. He buys 4 more apples. How many apples does Tom have now?",
   "Tom has 3 bags with 12 marbles each. He gives 5 marbles to Mia. How many marbles does Tom have now?",
@@ -229,28 +228,6 @@ function setBusy(isBusy) {
 
 // --- controls ----------------------------------------------------------------------------------------
 
-function setTheme(theme) {
-  const button = byId("theme");
-  const root = document.documentElement;
-  if (theme === "system") delete root.dataset.theme;
-  else root.dataset.theme = theme;
-  button.textContent = { system: "◐", light: "☼", dark: "☾" }[theme];
-  const name = theme === "system" ? "as the system" : theme;
-  button.setAttribute("aria-label", `Colours: ${name}`);
-  button.title = `Colours: ${name}`;
-  button.dataset.theme = theme;
-}
-
-function bindTheme() {
-  const stored = localStorage.getItem(THEME_NAME);
-  setTheme(THEMES.includes(stored) ? stored : "system");
-  byId("theme").addEventListener("click", () => {
-    const next = THEMES[(THEMES.indexOf(byId("theme").dataset.theme) + 1) % THEMES.length];
-    localStorage.setItem(THEME_NAME, next);
-    setTheme(next);
-  });
-}
-
 function bindDisplay() {
   const { panel } = inspector;
   const bind = (id, show) => {
@@ -322,7 +299,7 @@ async function openCode() {
   }
 }
 
-bindTheme();
+bindTheme(byId("theme"));
 bindDisplay();
 bindComposer();
 byId("new-chat").addEventListener("click", newChat);

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+// The page of a server of images: asks for a picture and shows it after every step.
+
+import { Api, errorOf } from "./api.js";
+import { explainError, stateWords } from "./errors.js";
+import { PictureRecording, PictureView, replayPage } from "./picture.js";
+import { Player } from "./player.js";
+import { readEvents } from "./sse.js";
+import { bindTheme } from "./theme.js";
+import { element } from "./view.js";
+
+const HEALTH_MS = 10_000;
+const KEY_NAME = "diffulex-api-key";
+/** Pictures that stay at hand; older ones are forgotten. */
+const MAX_PICTURES = 24;
+const SHAPE_SAMPLES = [
+  "a red circle left of a blue square",
+  "a small yellow cross above a large purple diamond on black",
+  "a pink square below a green cross",
+];
+
+const byId = (id) => document.getElementById(id);
+const readKey = () => byId("api-key").value.trim();
+
+const api = new Api(readKey);
+const controls = Object.fromEntries(
+  ["slider", "play", "first", "last", "live", "speed", "label"].map((id) => [id, byId(id)]),
+);
+const view = new PictureView(byId("picture"), byId("empty"), byId("caption"));
+const player = new Player(view, controls);
+const recordings = [];
+
+let info = null;
+let running = null;
+
+function showNotice(text) {
+  byId("notice").textContent = text;
+  byId("notice").hidden = text === "";
+}
+
+function setBusy(isBusy) {
+  byId("draw").hidden = isBusy;
+  byId("stop").hidden = !isBusy;
+}
+
+// --- server ------------------------------------------------------------------------------------------
+
+/** Fills in what the model does when nothing is said. */
+async function loadFacts() {
+  info = await api.get("server_info");
+  const { defaults, guidance } = info;
+  byId("model").textContent = ` · ${[info.model, info.device].join(" · ")}`;
+  for (const [id, name] of [
+    ["steps", "num_inference_steps"], ["width", "width"], ["height", "height"], ["guidance", guidance],
+  ]) {
+    byId(id).placeholder = String(defaults[name] ?? "");
+  }
+  for (const id of ["width", "height"]) byId(id).step = String(info.size_multiple);
+  byId("every").disabled = !info.has_previews;
+  const previews = info.has_previews ? "" : " This model has no previews.";
+  byId("facts").textContent = `${info.pipeline}, cache: ${info.cache_backend}.${previews}`;
+  byId("samples").replaceChildren(...(info.draws_shapes ? SHAPE_SAMPLES.map(sample) : []));
+}
+
+function sample(text) {
+  const item = element("li");
+  const button = element("button", "small", text);
+  button.type = "button";
+  button.addEventListener("click", () => {
+    byId("prompt").value = text;
+    draw();
+  });
+  item.append(button);
+  return item;
+}
+
+async function look() {
+  let words = null;
+  try {
+    const response = await fetch("health", { cache: "no-store" });
+    const body = await response.json();
+    if (!response.ok) words = stateWords(body.status) ?? "takes no requests";
+    if (!info) await loadFacts();
+  } catch (error) {
+    words ??= error.status === 401 ? "asks for an API key (Settings)" : "does not answer";
+  }
+  byId("state").textContent = words ?? "ready";
+  byId("health").dataset.state = words ? "down" : "ready";
+  setTimeout(look, HEALTH_MS);
+}
+
+// --- drawing -----------------------------------------------------------------------------------------
+
+const numberOf = (id) => (byId(id).value.trim() === "" ? undefined : Number(byId(id).value));
+
+/** The body of a request; fields that are empty are left to the model. */
+function requestBody(prompt) {
+  const { defaults, guidance } = info;
+  const width = numberOf("width");
+  const height = numberOf("height");
+  const hasSize = width !== undefined || height !== undefined;
+  const body = {
+    prompt,
+    stream: true,
+    // Drawn here: a seed of the server may have more digits than a number of this page.
+    seed: numberOf("seed") ?? Math.floor(Math.random() * 2 ** 32),
+    num_inference_steps: numberOf("steps"),
+    negative_prompt: byId("negative").value.trim() || undefined,
+    size: hasSize ? `${width ?? defaults.width}x${height ?? defaults.height}` : undefined,
+    [guidance]: numberOf("guidance"),
+  };
+  if (info.has_previews) body.diffulex = { preview_every: numberOf("every") ?? 1 };
+  return body;
+}
+
+async function receive(recording, signal, body) {
+  const response = await api.call("v1/images/generations", {
+    method: "POST", body: JSON.stringify(body), signal,
+  });
+  for await (const event of readEvents(response.body)) {
+    if (event.error) throw errorOf(event, response.status);
+    const facts = event.diffulex;
+    if (event.type === "image_generation.completed") {
+      recording.add(recording.numSteps, event.b64_json);
+      recording.meta.isGrowing = false;
+      recording.facts = { seed: body.seed, seconds: facts.execute_s, size: event.size };
+    } else {
+      recording.numSteps = facts.num_steps;
+      recording.add(facts.step, event.b64_json);
+    }
+    player.notify();
+  }
+}
+
+async function draw() {
+  const prompt = byId("prompt").value.trim();
+  if (prompt === "" || running || !info) return;
+  showNotice("");
+  setBusy(true);
+  running = new AbortController();
+  const body = requestBody(prompt);
+  const steps = body.num_inference_steps ?? info.defaults.num_inference_steps;
+  const recording = new PictureRecording(prompt, steps);
+  player.start(recording, () => recording.clock, "newest");
+  try {
+    await receive(recording, running.signal, body);
+    keep(recording);
+    byId("announcer").textContent = `Drawn: ${prompt}, seed ${recording.facts.seed}.`;
+  } catch (error) {
+    recording.meta.isGrowing = false;
+    const isStopped = error.name === "AbortError";
+    if (!isStopped) showNotice(explainError(error));
+    byId("announcer").textContent = isStopped ? "Stopped." : "";
+    byId("caption").textContent = isStopped ? `${prompt} · stopped` : "";
+    player.showControls();
+  } finally {
+    running = null;
+    setBusy(false);
+  }
+}
+
+// --- pictures ----------------------------------------------------------------------------------------
+
+/** Puts a finished picture into the gallery and opens it. */
+function keep(recording) {
+  recordings.unshift(recording);
+  for (const old of recordings.splice(MAX_PICTURES)) {
+    for (const frame of old.frames) URL.revokeObjectURL(frame.url);
+  }
+  open(recording);
+}
+
+function open(recording) {
+  player.open(recording);
+  view.describe(recording);
+  for (const id of ["save-picture", "save-replay", "same-seed"]) byId(id).disabled = false;
+  byId("gallery").replaceChildren(...recordings.map((item) => thumbnail(item, item === recording)));
+}
+
+function thumbnail(recording, isOpen) {
+  const item = element("li");
+  const button = element("button");
+  button.type = "button";
+  button.setAttribute("aria-pressed", String(isOpen));
+  button.setAttribute("aria-label", `${recording.prompt}, seed ${recording.facts.seed}`);
+  button.title = recording.prompt;
+  const image = element("img");
+  image.src = recording.frames.at(-1).url;
+  image.alt = "";
+  button.append(image);
+  button.addEventListener("click", () => {
+    if (!running) open(recording);
+  });
+  item.append(button);
+  return item;
+}
+
+function save(blob, name) {
+  const link = element("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), HEALTH_MS);
+}
+
+function bind() {
+  byId("api-key").value = sessionStorage.getItem(KEY_NAME) ?? "";
+  byId("api-key").addEventListener("change", () => {
+    sessionStorage.setItem(KEY_NAME, readKey());
+    info = null;
+    loadFacts().then(() => showNotice(""), (error) => showNotice(explainError(error)));
+  });
+  byId("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    draw();
+  });
+  byId("prompt").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    draw();
+  });
+  byId("stop").addEventListener("click", () => running?.abort());
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") running?.abort();
+  });
+  byId("save-picture").addEventListener("click", () => {
+    const { recording } = player;
+    save(recording.frames.at(-1).blob, `picture-${recording.facts.seed}.png`);
+  });
+  byId("save-replay").addEventListener("click", () => {
+    const { recording } = player;
+    save(new Blob([replayPage(recording)], { type: "text/html" }), `replay-${recording.facts.seed}.html`);
+  });
+  byId("same-seed").addEventListener("click", () => {
+    byId("seed").value = String(player.recording.facts.seed);
+    byId("more").open = true;
+  });
+}
+
+bindTheme(byId("theme"));
+bind();
+await look();
+byId("prompt").focus({ preventScroll: true });

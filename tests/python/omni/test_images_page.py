@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a server of images in a real browser: drawing, steps, files, keyboard, a narrow screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from fixtures.extras import need_extra
+
+need_extra("omni", "diffusers", "accelerate", "PIL")
+pytest.importorskip("fastapi", reason="pip install 'diffulex[serve]'")
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+from PIL import Image  # noqa: E402
+
+from fixtures.browser import PageWatch, find_chromium, open_browser  # noqa: E402
+
+# A server and a browser, and a host that has time for both.
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+WAIT_MS = 120_000
+CAPTION = "a red circle left of a blue square"
+NUM_STEPS = 6
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+
+
+class Server(NamedTuple):
+    url: str
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[Server]:
+    command = [sys.executable, "-m", "diffulex", "omni", "serve", "--port", "0", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stderr.readline()
+        found = re.findall(r"^serving images on (http://127\.0\.0\.1:\d+)$", line.strip())
+        assert found, line + process.stderr.read()
+        yield Server(found[0])
+    finally:
+        os.kill(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    find_chromium()
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as running:
+        yield running
+
+
+@contextmanager
+def opened(server: Server, browser: Any, is_watched: bool = True, **options: Any) -> Iterator[Any]:
+    """A page; watched, nothing may go wrong on it: the browser reports refused requests as errors."""
+    context = browser.new_context(accept_downloads=True, **options)
+    context.set_default_timeout(WAIT_MS)
+    page = context.new_page()
+    watch = PageWatch(page, server.url)
+    page.goto(f"{server.url}/")
+    page.locator("#model", has_text=" · ").wait_for()
+    yield page
+    if is_watched:
+        watch.check()
+    context.close()
+
+
+@pytest.fixture
+def page(server: Server, browser: Any) -> Iterator[Any]:
+    with opened(server, browser) as found:
+        yield found
+
+
+def draw(page: Any, prompt: str = CAPTION, **fields: str) -> None:
+    page.locator("#more").evaluate("node => { node.open = true; }")
+    for name, value in {"steps": str(NUM_STEPS), "seed": "1", **fields}.items():
+        page.locator(f"#{name}").fill(value)
+    page.locator("#prompt").fill(prompt)
+    page.locator("#prompt").press("Enter")
+
+
+def wait_for_result(page: Any, seed: str = "1") -> None:
+    page.locator("#caption", has_text=f"seed {seed} · 64x64").wait_for()
+
+
+def pixels(page: Any) -> list[int]:
+    """Of the picture that is shown."""
+    found: list[int] = page.locator("#picture").evaluate(
+        """async (image) => {
+          await image.decode();
+          const canvas = document.createElement("canvas");
+          canvas.width = image.naturalWidth;
+          canvas.height = image.naturalHeight;
+          const context = canvas.getContext("2d");
+          context.drawImage(image, 0, 0);
+          return [...context.getImageData(0, 0, canvas.width, canvas.height).data];
+        }"""
+    )
+    return found
+
+
+def test_a_picture_is_drawn_step_by_step(page: Any, tmp_path: Path) -> None:
+    """Every step is shown while it is drawn, and can be gone through afterwards."""
+    page.evaluate(
+        """() => {
+          window.shown = [];
+          new MutationObserver(() => {
+            const { step } = document.getElementById("picture").dataset;
+            if (window.shown.at(-1) !== step) window.shown.push(step);
+          }).observe(document.getElementById("picture"), { attributes: true });
+        }"""
+    )
+    draw(page)
+    wait_for_result(page)
+    shown = [int(step) for step in page.evaluate("window.shown")]
+    assert shown[-1] == NUM_STEPS
+    assert shown == sorted(shown)
+    assert len(shown) >= 3, shown
+    slider = page.locator("#slider")
+    assert slider.get_attribute("max") == str(NUM_STEPS - 1)
+    last = pixels(page)
+    assert len(last) == 64 * 64 * 4
+    slider.focus()
+    page.keyboard.press("Home")
+    assert page.locator("#label").inner_text() == f"step 1 of {NUM_STEPS}"
+    first = pixels(page)
+    mean = sum(abs(a - b) for a, b in zip(first, last)) / len(last)
+    assert mean > 5, "the first step is noise"
+    page.keyboard.press("End")
+    assert pixels(page) == last
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save PNG").click()
+    assert download.value.suggested_filename == "picture-1.png"
+    download.value.save_as(tmp_path / "picture.png")
+    image = Image.open(tmp_path / "picture.png").convert("RGBA")
+    assert [value for cell in image.getdata() for value in cell] == last
+
+
+def test_the_picture_is_that_of_the_api(page: Any) -> None:
+    """Same seed, same picture: what the page draws is what a program gets."""
+    import base64
+    import io
+
+    draw(page, seed="7")
+    wait_for_result(page, "7")
+    answer = page.request.post(
+        f"{page.url.rpartition('/')[0]}/v1/images/generations",
+        data={"prompt": CAPTION, "seed": 7, "num_inference_steps": NUM_STEPS},
+    )
+    data = base64.b64decode(answer.json()["data"][0]["b64_json"])
+    image = Image.open(io.BytesIO(data)).convert("RGBA")
+    assert [value for cell in image.getdata() for value in cell] == pixels(page)
+
+
+def test_the_replay_plays_without_a_server(page: Any, browser: Any, tmp_path: Path) -> None:
+    draw(page, prompt='a <b>pink</b> "circle"')
+    wait_for_result(page)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save replay").click()
+    path = tmp_path / "replay.html"
+    download.value.save_as(path)
+    context = browser.new_context(offline=True)
+    replay = context.new_page()
+    errors: list[str] = []
+    replay.on("pageerror", lambda error: errors.append(str(error)))
+    replay.goto(path.as_uri())
+    assert replay.locator("h1").inner_text() == 'a <b>pink</b> "circle"'
+    assert replay.locator("output").inner_text() == "step 1"
+    before = replay.locator("img").get_attribute("src")
+    replay.locator("input").focus()
+    replay.keyboard.press("End")
+    assert replay.locator("output").inner_text() == f"step {NUM_STEPS}"
+    assert replay.locator("img").get_attribute("src") != before
+    assert errors == []
+    context.close()
+
+
+def test_stop_ends_the_request(page: Any) -> None:
+    draw(page, steps="200")
+    page.locator("#picture").wait_for()
+    page.keyboard.press("Escape")
+    page.locator("#caption", has_text="stopped").wait_for()
+    page.locator("#draw").wait_for()
+    # The next one is drawn at once.
+    draw(page, seed="3")
+    wait_for_result(page, "3")
+
+
+def test_what_is_wrong_is_said(server: Server, browser: Any) -> None:
+    with opened(server, browser, is_watched=False) as page:
+        draw(page, width="65")
+        notice = page.locator("#notice")
+        notice.wait_for()
+        assert "width: expected a multiple of" in notice.inner_text()
+        assert notice.get_attribute("role") == "alert"
+        draw(page, width="", seed="2")
+        wait_for_result(page, "2")
+        assert notice.is_hidden()
+
+
+def test_earlier_pictures_can_be_opened_again(page: Any) -> None:
+    for seed in ("1", "2"):
+        draw(page, seed=seed)
+        wait_for_result(page, seed)
+    gallery = page.locator("#gallery button")
+    assert gallery.count() == 2
+    gallery.nth(1).click()
+    wait_for_result(page, "1")
+    page.locator("#seed").fill("")
+    page.get_by_role("button", name="Use this seed").click()
+    assert page.locator("#seed").input_value() == "1"
+
+
+def test_every_control_has_a_name_and_a_place_in_the_order(page: Any) -> None:
+    draw(page)
+    wait_for_result(page)
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, textarea")]
+          .filter((node) => !node.labels?.length && !node.getAttribute("aria-label")
+            && !node.textContent.trim()).map((node) => node.id)"""
+    )
+    assert nameless == []
+    assert (
+        page.locator("#picture").get_attribute("alt")
+        == f"{CAPTION}, step {NUM_STEPS} of {NUM_STEPS}"
+    )
+    assert page.locator("#announcer").inner_text() == f"Drawn: {CAPTION}, seed 1."
+    page.locator("#prompt").focus()
+    reached = []
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id"))
+    assert {"slider", "play", "save-picture", "save-replay"} <= set(reached)
+
+
+def test_a_narrow_screen_shows_all(server: Server, browser: Any) -> None:
+    with opened(server, browser, **PHONE) as phone:
+        draw(phone)
+        wait_for_result(phone)
+        overflow = phone.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert overflow <= 0
+        box = phone.locator("#picture").bounding_box()
+        assert box["width"] <= 390
+        assert box["x"] >= 0
+
+
+def test_a_key_can_be_entered(browser: Any) -> None:
+    with serving("--api-key", "secret") as locked:
+        context = browser.new_context()
+        context.set_default_timeout(WAIT_MS)
+        page = context.new_page()
+        page.goto(locked.url)
+        page.locator("#state", has_text="asks for an API key").wait_for()
+        page.locator("#more").evaluate("node => { node.open = true; }")
+        page.locator("#api-key").fill("secret")
+        page.locator("#api-key").press("Tab")
+        page.locator("#model", has_text=" · ").wait_for()
+        draw(page)
+        wait_for_result(page)
+        context.close()
+
+
+def test_what_the_page_asks_for(server: Server) -> None:
+    import urllib.request
+
+    with urllib.request.urlopen(f"{server.url}/server_info") as answer:
+        info = json.load(answer)
+    assert info["pipeline"] == "QwenImagePipeline"
+    assert info["guidance"] == "true_cfg_scale"
+    assert info["has_previews"]
+    assert info["draws_shapes"]
+    assert info["defaults"]["num_inference_steps"] == 20
