@@ -7,6 +7,7 @@ Exit codes and errors are those of ``diffulex``: its `main` calls `run` and repo
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from diffulex.omni.cache.selector import cache_name
 from diffulex.omni.config import OmniDiffusionConfig
 from diffulex.omni.config_table import OMNI_CONFIG_TABLE
 from diffulex.omni.half_blocks import PicturePainter
+from diffulex.omni.mp4 import save_video
 from diffulex.omni.omni_diffusion import OmniDiffusion
 from diffulex.omni.request import make_request
 
@@ -49,9 +51,10 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-_VIDEO_SUFFIX = ".gif"
+_VIDEO_SUFFIXES = (".mp4", ".gif")
 _DEFAULT_OUTPUT = "picture.png"
-_FRAME_MILLISECONDS = 62
+#: Frames of a second.
+_DEFAULT_FPS, _MOST_FPS = 16.0, 120
 _BENCH_PROMPT = "a red circle left of a blue square"
 #: Pictures shown on the way to the result.
 _NUM_PREVIEWS = 10
@@ -122,7 +125,14 @@ def _build_parser() -> Parser:
         "--output",
         metavar="FILE",
         default=_DEFAULT_OUTPUT,
-        help=f".png, .jpg or .webp, .gif for a video [{_DEFAULT_OUTPUT}]; several: FILE_0, FILE_1",
+        help=".png, .jpg or .webp, .mp4 or .gif for a video"
+        f" [{_DEFAULT_OUTPUT}]; several: FILE_0, FILE_1",
+    )
+    generate.add_argument(
+        "--fps",
+        type=_frames_a_second,
+        default=_DEFAULT_FPS,
+        help="frames of a second of a video [16]",
     )
     generate.add_argument("-n", type=positive_integer, default=1, help="pictures [1]")
     for name, (kind, text) in _FIELDS.items():
@@ -166,6 +176,14 @@ def _add_eval(parser: Parser) -> None:
 def _add_cache_list(parser: Parser, text: str) -> None:
     parser.add_argument(
         "--cache", type=some(texts), default=(), metavar="NAME[=X][,...]", help=text
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE[,...]",
+        help="one more run with these settings, compared with the first, which has none of them;"
+        " may be given more than once",
     )
 
 
@@ -246,6 +264,13 @@ def _port(text: str) -> int:
     return value
 
 
+def _frames_a_second(text: str) -> float:
+    value = number(text)
+    if not 1 <= value <= _MOST_FPS:
+        raise argparse.ArgumentTypeError(f"expected 1 to {_MOST_FPS} frames, got {text!r}")
+    return value
+
+
 def _serve(options: argparse.Namespace) -> int:
     kwargs = _engine_kwargs(options)
     try:
@@ -286,14 +311,14 @@ def _generate(options: argparse.Namespace) -> int:
     target = _checked_target(options.output)
     with OmniDiffusion(**kwargs) as engine:
         is_video = engine.engine.spec.media == "video"
-        if is_video != (target.suffix.lower() == _VIDEO_SUFFIX):
-            kind = "a .gif file for a video" if is_video else "a .png, .jpg or .webp file"
+        if is_video != (target.suffix.lower() in _VIDEO_SUFFIXES):
+            kind = "an .mp4 or .gif file for a video" if is_video else "a .png, .jpg or .webp file"
             raise ConfigError(f"--output: expected {kind}, got {options.output!r}")
         with _Course(options.show_denoising and not is_video) as course:
             (output,) = engine.generate_requests([request], on_step=course.step)
             if course.painter is not None:
                 course.painter.show(output.images[0], options.prompt)
-    for path in _save(output, target):
+    for path in _save(output, target, options.fps):
         print(path)
     metrics = output.metrics
     print(
@@ -306,28 +331,22 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _checked_target(name: str) -> Path:
     path = Path(name)
-    if path.suffix.lower() not in (*_IMAGE_SUFFIXES, _VIDEO_SUFFIX):
-        kinds = ", ".join((*_IMAGE_SUFFIXES, _VIDEO_SUFFIX))
+    if path.suffix.lower() not in (*_IMAGE_SUFFIXES, *_VIDEO_SUFFIXES):
+        kinds = ", ".join((*_IMAGE_SUFFIXES, *_VIDEO_SUFFIXES))
         raise ConfigError(f"--output: expected a file name that ends in {kinds}, got {name!r}")
     if path.is_dir() or not path.resolve().parent.is_dir():
         raise ConfigError(f"--output: expected a file in an existing directory, got {name!r}")
     return path
 
 
-def _save(output: OmniRequestOutput, target: Path) -> list[Path]:
+def _save(output: OmniRequestOutput, target: Path, fps: float) -> list[Path]:
     paths = []
     for number_, image in enumerate(output.images):
         path = target
         if output.num_images > 1:
             path = target.with_name(f"{target.stem}_{number_}{target.suffix}")
         if isinstance(image, list):
-            image[0].save(
-                path,
-                save_all=True,
-                append_images=image[1:],
-                duration=_FRAME_MILLISECONDS,
-                loop=0,
-            )
+            save_video(path, image, fps)
         else:
             image.save(path)
         paths.append(path)
@@ -399,6 +418,26 @@ def _caches(options: argparse.Namespace, kwargs: dict[str, Any]) -> dict[str, di
     return caches
 
 
+def _varied(options: argparse.Namespace, kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Checked engine keywords of every run: the caches, and the items of `--vary`."""
+    runs = _caches(options, kwargs)
+    if options.vary and not runs:
+        runs["as configured"] = {}
+    for item in options.vary:
+        parser = Parser(prog="--vary", allow_abbrev=False)
+        add_engine_flags(parser, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+        # A comma separates settings where a name and a sign follow it, else numbers of a list.
+        parts = re.split(r",(?=[A-Za-z_]+=)", item)
+        pairs = [part.strip().partition("=") for part in parts]
+        flags = [f"--{name.replace('_', '-')}{sign}{value}" for name, sign, value in pairs]
+        given = engine_kwargs(
+            parser.parse_checked(flags), table=OMNI_CONFIG_TABLE, without=_OWN_KEYS
+        )
+        OmniDiffusionConfig.from_kwargs(**{**kwargs, **given})
+        runs[item] = given
+    return runs
+
+
 def _bench(options: argparse.Namespace) -> int:
     kwargs = _engine_kwargs(options)
     names = ("height", "width", "num_frames", "guidance_scale", "true_cfg_scale")
@@ -412,7 +451,7 @@ def _bench(options: argparse.Namespace) -> int:
         raise ConfigError("--prompts: expected --fit-teacache with it, got none")
     fields["num_outputs_per_prompt"] = options.n
     make_request(options.prompt, fields)
-    caches = _caches(options, kwargs)
+    caches = _varied(options, kwargs)
     with _counting("Drawing", (options.repeat + 1) * max(1, len(caches))) as count:
         report = measure_speed(
             kwargs,
@@ -429,8 +468,10 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _fit(options: argparse.Namespace, kwargs: dict[str, Any], fields: dict[str, Any]) -> int:
-    if len(options.output) > 1 or options.cache:
-        raise ConfigError("--fit-teacache: expected one --output at most and no --cache, got more")
+    if len(options.output) > 1 or options.cache or options.vary:
+        raise ConfigError(
+            "--fit-teacache: expected one --output at most, no --cache and no --vary, got more"
+        )
     prompts = shape_captions(options.limit)
     if options.prompts is not None:
         try:
@@ -469,7 +510,7 @@ def _eval(options: argparse.Namespace) -> int:
     kwargs = _engine_kwargs(options)
     for setting in settings:
         make_request("-", setting)
-    caches = _caches(options, kwargs)
+    caches = _varied(options, kwargs)
     num_images = options.limit * len(settings) * max(1, len(caches))
     with _counting("Drawing", num_images) as count:
         report = evaluate_shapes(

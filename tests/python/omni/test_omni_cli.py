@@ -73,14 +73,18 @@ def test_the_same_seed_writes_the_same_file(model, tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_a_video_is_a_gif(tiny, tmp_path, capsys):
+def test_a_video_is_a_gif_or_an_mp4(tiny, tmp_path, capsys):
     video = ["generate", "x", "--model", str(tiny("wan")), *SMALL, "--num-frames", "5", "-o"]
     assert main(["omni", *video, str(tmp_path / "x.gif")]) == 0
     with Image.open(tmp_path / "x.gif") as image:
         assert (image.size, image.n_frames) == ((64, 64), 5)
+    assert main(["omni", *video, str(tmp_path / "x.mp4"), "--fps", "8"]) == 0
+    data = (tmp_path / "x.mp4").read_bytes()
+    # test_mp4.py has such files played.
+    assert (data[4:8], data.count(b"avcC")) == (b"ftyp", 1)
     capsys.readouterr()
     line = error_of(capsys, *video, str(tmp_path / "x.png"))
-    assert "--output: expected a .gif file for a video, got" in line
+    assert "--output: expected an .mp4 or .gif file for a video, got" in line
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,7 @@ def test_a_video_is_a_gif(tiny, tmp_path, capsys):
         (["generate", "x", "-n", "65"],
          "num_outputs_per_prompt: expected an integer in [1, 64], got 65"),
         (["generate", "x", "-o", "x.bmp"],
-         "--output: expected a file name that ends in .png, .jpg, .jpeg, .webp, .gif, got 'x.bmp'"),
+         "--output: expected a file name that ends in .png, .jpg, .jpeg, .webp, .mp4, .gif, got 'x.bmp'"),
         (["generate", "x", "-o", "no/where.png"],
          "--output: expected a file in an existing directory, got 'no/where.png'"),
         (["generate", "x", "--pipeline-parallel-size", "2"],
@@ -110,6 +114,11 @@ def test_a_video_is_a_gif(tiny, tmp_path, capsys):
          "--output: expected a .json or .md file, got 'x.csv'"),
         (["eval", "--num-inference-steps", ""],
          "argument --num-inference-steps: expected one value or more, got ''"),
+        (["eval", "--vary", "vae_use_slicin=1"],
+         "command line: expected a known argument, nearest is --vae-use-slicing, got"
+         " '--vae-use-slicin=1'"),
+        (["eval", "--vary", "tensor_parallel_size=0"],
+         "tensor_parallel_size: expected int >= 1, got 0"),
         (["eval", "--cache", "none=1"],
          "--cache: expected one of tea_cache, cache_dit before a threshold, got 'none=1'"),
         (["eval", "--cache", "tea_cache=x"], "--cache: expected a number, got 'x'"),
@@ -190,17 +199,21 @@ def test_an_evaluation_compares_caches(model, tmp_path, capsys):
     files = [tmp_path / "r.json", tmp_path / "r.md"]
     outputs = [part for file in files for part in ("--output", str(file))]
     caches = ["--cache", "none,cache-dit=1", "--max-warmup-steps", "1"]
+    caches += ["--vary", "vae_use_slicing=true,vae_cpu_offload=true"]
     assert main(["omni", "eval", "--model", str(model), "--limit", "2", *caches, *outputs]) == 0
     assert (
         "beside the first: 0 lost, 0 gained (p 1), pixels differ by 0." in capsys.readouterr().out
     )
-    first, second = json.loads(files[0].read_text())["runs"]
+    first, second, third = json.loads(files[0].read_text())["runs"]
     assert first["setting"] == {"cache": "none"}
     assert second["setting"] == {"cache": "cache-dit=1"}
     assert "blocks_run" not in first
     # Of three steps of four blocks the second and third run one block.
     assert second["blocks_run"] == 0.5
     assert 0 < second["pixel_change"] < 1
+    assert third["setting"] == {"with": "vae_use_slicing=true,vae_cpu_offload=true"}
+    # Neither changes a picture.
+    assert third["pixel_change"] == 0
     table = files[1].read_text()
     assert "| blocks run | lost, gained (p) | pixel change |" in table
     assert "| 50.0% | 0, 0 (1) | " in table
@@ -220,7 +233,7 @@ def test_a_measurement_of_speed(model, tmp_path, capsys):
     caches = ["--cache", "none,cache_dit=1"]
     assert main(["omni", "bench", "--model", str(model), *arguments, *caches, *outputs]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].split()[:3] == ["cache", "request", "s"]
+    assert shown[0].split()[:3] == ["setting", "request", "s"]
     assert [line.split()[0] for line in shown[1:]] == ["none", "cache_dit=1"]
     report = json.loads(files[0].read_text())
     assert report["environment"]["fields"] == {

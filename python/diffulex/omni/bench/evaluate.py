@@ -201,7 +201,7 @@ def evaluate_shapes(
     command: str = "",
     on_image: Callable[[], None] | None = None,
 ) -> ShapesReport:
-    """Draws the held-out captions, image i with seed i, once per cache and setting; checks them.
+    """Draws the held-out captions, image i with seed i, once per variant and setting; checks them.
 
     Args:
         engine_kwargs: of `OmniDiffusion`.
@@ -226,7 +226,8 @@ def evaluate_shapes(
         with OmniDiffusion(**{**engine_kwargs, **cache}) as engine:
             for number, setting in enumerate(settings):
                 drawn = _draw(engine, scenes, setting, on_image)
-                labels = {"cache": name, **setting} if caches else setting
+                kind = "cache" if "cache_backend" in cache else "with"
+                labels = {kind: name, **setting} if caches else setting
                 first = firsts[number] if len(firsts) == len(settings) else None
                 runs.append(_as_run(scenes, labels, drawn, first))
                 if caches and first is None:

@@ -29,10 +29,10 @@ _SUFFIXES = (".json", ".md")
 
 @dataclass(frozen=True, slots=True)
 class SpeedRun:
-    """One cache; every figure is the median of the repetitions.
+    """One variant; every figure is the median of the repetitions.
 
     Attributes:
-        cache: its name; empty where none was asked for.
+        cache: name of the cache, or the settings; empty where none was asked for.
         load_s: of the engine.
         first_s: of the first request, which is in no other figure.
         request_s, fastest_s: of a request, and of the fastest one.
@@ -56,7 +56,7 @@ class SpeedRun:
 
 
 _COLUMNS: dict[str, Callable[[SpeedRun], str]] = {
-    "cache": lambda run: run.cache or "as configured",
+    "setting": lambda run: run.cache or "as configured",
     "request s": lambda run: f"{run.request_s:.3f}",
     "fastest s": lambda run: f"{run.fastest_s:.3f}",
     "image s": lambda run: f"{run.request_s / run.num_images:.3f}",
