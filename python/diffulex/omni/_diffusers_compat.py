@@ -26,6 +26,7 @@ __all__ = [
     "active_attention",
     "block_layout",
     "capturable_text_length",
+    "check_installation",
     "context_name",
     "forget_child_hooks",
     "import_diffusers",
@@ -70,6 +71,31 @@ def import_diffusers() -> Any:
     with quiet():
         importlib.import_module("diffusers.quantizers")
     return diffusers
+
+
+def check_installation() -> str:
+    """Whether image pipelines can run here, in words; imports diffusers.
+
+    Raises:
+        ModelLoadError, AttributeError, ImportError: the installed diffusers is not what it says.
+    """
+    try:
+        import_diffusers()
+    except ConfigError as error:
+        return str(error)
+    hooks = importlib.import_module("diffusers.hooks.hooks")
+    helpers = importlib.import_module("diffusers.hooks._helpers")
+    attention = importlib.import_module("diffusers.models.attention_dispatch")
+    for module, names in (
+        (hooks, ("ModelHook", "HookRegistry", "StateManager", "BaseState")),
+        (helpers, ("TransformerBlockRegistry",)),
+        (attention, ("_AttentionBackendRegistry", "dispatch_attention_fn")),
+    ):
+        for name in names:
+            getattr(module, name)
+    with capturable_text_length():
+        pass
+    return f"works with diffusers {SUPPORTED_DIFFUSERS}"
 
 
 def model_hook() -> Any:

@@ -90,6 +90,8 @@ def examine() -> DoctorReport:
         facts["edge backends"] = backends or {}
         if _version("executorch") != _ABSENT:
             _attempt(checks, "cpu", "edge program", _check_edge)
+        images = _attempt(checks, "-", "use the installed diffusers", _image_engine)
+        facts["image engine"] = images or "broken: see the self-tests"
     if build is not None and devices is not None:
         tests = _attempt(checks, "-", "load the ops", _self_tests) or {}
         for device in ("cpu", *devices["cuda devices"]):
@@ -260,6 +262,13 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return _ABSENT
+
+
+def _image_engine() -> str:
+    """Whether image pipelines can run; a package that is missing is no fault."""
+    from diffulex.omni._diffusers_compat import check_installation  # noqa: PLC0415 (slow with diffusers)
+
+    return check_installation()
 
 
 def _edge_backends() -> dict[str, str]:

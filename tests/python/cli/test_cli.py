@@ -418,6 +418,7 @@ class TestDoctor:
         assert content["facts"]["packages"]["transformers"][0].isdigit()
         assert {"executorch", "diffusers"} <= content["facts"]["optional packages"].keys()
         assert {"xnnpack", "coreml", "qnn"} <= content["facts"]["edge backends"].keys()
+        assert "diffusers" in content["facts"]["image engine"]
         failed = [check for check in content["checks"] if not check["is_ok"]]
         assert content["is_healthy"] is (not failed)
         assert result.returncode == (1 if failed else 0)

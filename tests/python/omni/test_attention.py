@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from diffulex.errors import ConfigError  # noqa: E402
-from diffulex.omni import OmniDiffusion  # noqa: E402
+from diffulex.omni import OmniDiffusion, _diffusers_compat  # noqa: E402
 from diffulex.omni._diffusers_compat import set_handle  # noqa: E402
 from diffulex.omni.attention.kernels import (  # noqa: E402
     FlashAttention,
@@ -232,6 +232,10 @@ def test_windows_of_tiles_are_those_of_the_rule(grid, tile, window):
     assert torch.allclose(kernel(q, k, v), sdpa(q, k, v, mask), atol=1e-6)
     kernel.start_step(grid, 1)
     assert torch.equal(kernel(q, k, v), sdpa(q, k, v))
+
+
+def test_the_installation_is_what_the_engine_expects():
+    assert _diffusers_compat.check_installation() == "works with diffusers 0.42.1"
 
 
 def test_every_cell_is_in_one_window():
