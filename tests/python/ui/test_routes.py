@@ -17,7 +17,13 @@ fastapi = pytest.importorskip("fastapi", reason="the extra `serve` is not instal
 from fastapi import FastAPI  # noqa: E402
 from fastapi.testclient import TestClient  # noqa: E402
 
-from diffulex.server.ui import ASSET_TYPES, mount_ui, page_policy, read_assets  # noqa: E402
+from diffulex.server.ui import (  # noqa: E402
+    ASSET_TYPES,
+    IMAGES_PAGE,
+    mount_ui,
+    page_policy,
+    read_assets,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = resources.files("diffulex.server.ui")
@@ -71,6 +77,22 @@ def test_referenced_files_are_served(client: TestClient) -> None:
         assert again.status_code == 304
 
 
+def test_the_page_of_images_refers_to_files_that_are_there() -> None:
+    app = FastAPI()
+    mount_ui(app, IMAGES_PAGE)
+    client = TestClient(app)
+    page = client.get("/ui").text
+    names = set(re.findall(r'(?:src|href)="ui/([^"]+)"', page))
+    for name in list(names):
+        if name.endswith(".js"):
+            names |= imported(name, set())
+    assert {"images.js", "images.css", "picture.js", "player.js"} <= names
+    for name in names:
+        assert client.get(f"/ui/{name}").status_code == 200, name
+    for tag in re.findall(r"<(?:script|link rel=\"stylesheet\")[^>]*>", page):
+        assert "nonce=" in tag
+
+
 def imported(name: str, seen: set[str]) -> set[str]:
     """Modules that a module imports, and those they import."""
     text = FILES.joinpath(name).read_text(encoding="utf-8")
@@ -94,7 +116,9 @@ def test_root_keeps_a_path_prefix() -> None:
     assert answer.headers["location"] == "/models/one/ui"
 
 
-@pytest.mark.parametrize("name", ["nothing.js", "__init__.py", "index.html", "..%2f__init__.py"])
+@pytest.mark.parametrize(
+    "name", ["nothing.js", "__init__.py", "index.html", "images.html", "..%2f__init__.py"]
+)
 def test_other_files_are_not_served(client: TestClient, name: str) -> None:
     assert client.get(f"/ui/{name}").status_code == 404
 
@@ -103,7 +127,7 @@ def test_routes_are_not_in_the_document_of_the_api(client: TestClient) -> None:
     assert client.get("/openapi.json").json()["paths"] == {}
 
 
-@pytest.mark.parametrize("name", sorted([*read_assets(), "index.html"]))
+@pytest.mark.parametrize("name", sorted([*read_assets(), "index.html", IMAGES_PAGE]))
 def test_nothing_comes_from_elsewhere(name: str) -> None:
     text = FILES.joinpath(name).read_text(encoding="utf-8")
     text = text.replace("http://www.w3.org/2000/svg", "")
@@ -120,7 +144,7 @@ def test_wheel_contains_every_file() -> None:
     (line,) = re.findall(r'^"diffulex\.server\.ui" = \[(.*)\]$', text, re.MULTILINE)
     patterns = re.findall(r'"([^"]+)"', line)
     vendored = [f"vendor/{entry.name}" for entry in FILES.joinpath("vendor").iterdir()]
-    for name in (*read_assets(), *vendored, "index.html"):
+    for name in (*read_assets(), *vendored, "index.html", IMAGES_PAGE):
         # Patterns of package data are those of a shell: a star ends at a slash.
         same_depth = [pattern for pattern in patterns if pattern.count("/") == name.count("/")]
         assert any(fnmatch(name, pattern) for pattern in same_depth), name
