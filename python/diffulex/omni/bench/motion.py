@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from diffulex.omni.bench.shapes import Found
+
 __all__ = ["DIRECTIONS", "Motion", "MotionVerdict", "check_motion", "draw_motions", "render_motion"]
 
 #: x grows to the right, y downwards.
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-_RADII = (0.17, 0.2)
+_RADII = (0.2, 0.23)
 #: Least way of the centre, as a share of the side, and the most that it strays from the line.
 _LEAST_WAY, _MOST_STRAY = 0.15, 0.12
 _LEAST_OVERLAP = 0.6
@@ -49,14 +51,14 @@ class Motion:
         """What is seen after a share of the time."""
         dx, dy = DIRECTIONS[self.direction]
         moved = share * self.way
-        place = {"x": self.shape.x + dx * moved, "y": self.shape.y + dy * moved}
-        return Scene((replace(self.shape, **place),), "", "")
+        moved_shape = replace(self.shape, x=self.shape.x + dx * moved, y=self.shape.y + dy * moved)
+        return Scene((moved_shape,), "", "")
 
 
 def draw_motions(rng: random.Random, *, held_out: bool) -> Iterator[Motion]:
     """Endless motions inside the picture, of one side of the split by captions."""
     while True:
-        radius, way = rng.uniform(*_RADII), rng.uniform(0.3, 0.5)
+        radius, way = rng.uniform(*_RADII), rng.uniform(0.3, 0.45)
         direction = rng.choice(list(DIRECTIONS))
         low = radius + 0.03
         start, across = rng.uniform(low, 1 - low - way), rng.uniform(low, 1 - low)
@@ -77,7 +79,10 @@ def render_motion(motion: Motion, num_frames: int, side: int) -> NDArray[np.floa
 
 @dataclass(frozen=True, slots=True)
 class MotionVerdict:
-    """What of a caption is right; colour and shape in every frame."""
+    """What of a caption is right; the colour in every frame, the shape in most.
+
+    Between two cells of the picture, the corners of a small diamond look like a circle's.
+    """
 
     count: bool
     color: bool
@@ -88,6 +93,10 @@ class MotionVerdict:
     def all(self) -> bool:
         """Everything is right."""
         return all(astuple(self))
+
+
+def _has_kind(item: Found, kind: str) -> bool:
+    return item.kind == kind and item.overlap >= _LEAST_OVERLAP
 
 
 def check_motion(motion: Motion, frames: NDArray[np.float32]) -> MotionVerdict:
@@ -103,8 +112,6 @@ def check_motion(motion: Motion, frames: NDArray[np.float32]) -> MotionVerdict:
     return MotionVerdict(
         count=True,
         color=all(item.color == motion.shape.color for item in objects),
-        shape=all(
-            item.kind == motion.shape.kind and item.overlap >= _LEAST_OVERLAP for item in objects
-        ),
+        shape=2 * sum(_has_kind(item, motion.shape.kind) for item in objects) > len(objects),
         direction=way >= _LEAST_WAY and stray <= _MOST_STRAY,
     )
