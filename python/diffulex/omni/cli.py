@@ -18,6 +18,7 @@ from diffulex.config.flags import (
     Parser,
     add_config_flag,
     add_engine_flags,
+    boolean,
     engine_kwargs,
     integer,
     integers,
@@ -418,6 +419,19 @@ def _caches(options: argparse.Namespace, kwargs: dict[str, Any]) -> dict[str, di
     return caches
 
 
+def _as_flag(text: str) -> str:
+    """`key=value` as an option of the command line, where truth values are switches."""
+    name, sign, value = text.partition("=")
+    flag = name.replace("_", "-")
+    key = OMNI_CONFIG_TABLE.get(name.replace("-", "_"))
+    if key is None or key.kind != "bool" or not sign:
+        return f"--{flag}{sign}{value}"
+    try:
+        return f"--{flag}" if boolean(value) else f"--no-{flag}"
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--vary {name}: {error}") from None
+
+
 def _varied(options: argparse.Namespace, kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Checked engine keywords of every run: the caches, and the items of `--vary`."""
     runs = _caches(options, kwargs)
@@ -428,8 +442,7 @@ def _varied(options: argparse.Namespace, kwargs: dict[str, Any]) -> dict[str, di
         add_engine_flags(parser, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
         # A comma separates settings where a name and a sign follow it, else numbers of a list.
         parts = re.split(r",(?=[A-Za-z_]+=)", item)
-        pairs = [part.strip().partition("=") for part in parts]
-        flags = [f"--{name.replace('_', '-')}{sign}{value}" for name, sign, value in pairs]
+        flags = [_as_flag(part.strip()) for part in parts]
         given = engine_kwargs(
             parser.parse_checked(flags), table=OMNI_CONFIG_TABLE, without=_OWN_KEYS
         )

@@ -102,8 +102,8 @@ def test_a_video_is_a_gif_or_an_mp4(tiny, tmp_path, capsys):
          "--output: expected a file name that ends in .png, .jpg, .jpeg, .webp, .mp4, .gif, got 'x.bmp'"),
         (["generate", "x", "-o", "no/where.png"],
          "--output: expected a file in an existing directory, got 'no/where.png'"),
-        (["generate", "x", "--pipeline-parallel-size", "2"],
-         "pipeline_parallel_size: only 1 is supported so far (documented range: >= 1), got 2"),
+        (["generate", "x", "--pipeline-parallel-size", "2", "--cache-backend", "cache_dit"],
+         "pipeline_parallel_size: expected cache_backend none with it, got cache_dit"),
         (["generate", "x", "--model", "/no/such"],
          "model: expected a directory with model_index.json or a hub id, got '/no/such'"),
         (["eval", "--limit", "0"],
@@ -117,6 +117,8 @@ def test_a_video_is_a_gif_or_an_mp4(tiny, tmp_path, capsys):
         (["eval", "--vary", "vae_use_slicin=1"],
          "command line: expected a known argument, nearest is --vae-use-slicing, got"
          " '--vae-use-slicin=1'"),
+        (["eval", "--vary", "vae_use_slicing=maybe"],
+         "--vary vae_use_slicing: expected true or false, got 'maybe'"),
         (["eval", "--vary", "tensor_parallel_size=0"],
          "tensor_parallel_size: expected int >= 1, got 0"),
         (["eval", "--cache", "none=1"],
@@ -137,7 +139,7 @@ def test_a_video_is_a_gif_or_an_mp4(tiny, tmp_path, capsys):
         (["bench", "--fit-teacache", "--output", "x.md"],
          "--output: expected a .json file in an existing directory, got 'x.md'"),
         (["bench", "--fit-teacache", "--cache", "none"],
-         "--fit-teacache: expected one --output at most and no --cache, got more"),
+         "--fit-teacache: expected one --output at most, no --cache and no --vary, got more"),
         (["evil"], "expected one of generate, eval, bench, serve, nearest is eval, got 'evil'"),
     ],
 )  # fmt: skip
