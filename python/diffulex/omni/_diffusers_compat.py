@@ -235,7 +235,7 @@ def set_handle(transformer: Any, handle: Any) -> int:
 
     They pass it where the attention is over the tokens of the transformer.
     """
-    processors = [getattr(module, "processor", None) for module in transformer.modules()]
+    processors: list[Any] = [getattr(module, "processor", None) for module in transformer.modules()]
     found = [item for item in processors if hasattr(item, "_parallel_config")]
     for processor in found:
         processor._parallel_config = handle

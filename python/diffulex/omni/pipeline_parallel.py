@@ -84,17 +84,17 @@ class _StageHook(_ModelHook):  # type: ignore[misc]
         if self._following is None:
             after = self._to_all(after)
         elif self._following != self._stage:
-            after = self._to_next(after)
+            after = self._to_next(after, self._following)
         return self._layout.write(*after)
 
-    def _to_next(self, streams: tuple[Any, Any]) -> tuple[Any, Any]:
+    def _to_next(self, streams: tuple[Any, Any], following: int) -> tuple[Any, Any]:
         found = list(streams)
         for number, stream in enumerate(streams):
             if stream is None:
                 continue
             if self._own == self._stage:
-                dist.send(stream.contiguous(), self._ranks[self._following], self._group)
-            elif self._own == self._following:
+                dist.send(stream.contiguous(), self._ranks[following], self._group)
+            elif self._own == following:
                 found[number] = torch.empty_like(stream, memory_format=torch.contiguous_format)
                 dist.recv(found[number], self._ranks[self._stage], self._group)
         return found[0], found[1]

@@ -188,7 +188,8 @@ class _WithoutMasks(TorchSdpa):
             )
         out = self._attend(query, key, value, scale, is_causal)
         # Some versions give the logarithm of the sums as well.
-        return out[0] if isinstance(out, tuple) else out
+        first: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return first
 
     def _attend(self, query: Any, key: Any, value: Any, scale: Any, is_causal: bool) -> Any:
         raise NotImplementedError

@@ -104,7 +104,7 @@ class SlidingTile(TorchSdpa):
             raise UnsupportedFeatureError(
                 f"attention_backend: expected the tokens of {cells} cells, got {tokens}"
             )
-        grid = [item.unflatten(1, cells) for item in (query, key, value)]
+        grid = [item.reshape(batch, *cells, heads, width) for item in (query, key, value)]
         out = torch.empty_like(grid[0])
         config: Sequence[Any] = (
             cells,

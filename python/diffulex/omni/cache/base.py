@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -272,8 +272,13 @@ class _Place(NamedTuple):
         return Course(0, high, total) if is_first else Course(high, total - high, total)
 
 
-#: Keeps a method, and all that it calls, out of compiled graphs.
-_not_compiled: Any = torch.compiler.disable
+_Method = TypeVar("_Method", bound="Callable[..., Any]")
+
+
+def _not_compiled(method: _Method) -> _Method:
+    """Keeps a method, and all that it calls, out of compiled graphs."""
+    kept: _Method = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+    return kept
 
 
 class _BlockGroup:
