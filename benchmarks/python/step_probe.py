@@ -12,7 +12,7 @@ import torch
 from step_timing import weight_bytes
 from torch import nn
 
-from diffulex.nn.diffusion_gemma import GemmaExperts
+from diffulex.nn.gemma_layers import GemmaExperts
 from diffulex.nn.moe import MoeFeedForward
 
 __all__ = ["StepProbe", "StepReads"]

@@ -205,11 +205,10 @@ def random_model(
     with reporting_memory(spec, dtype, device):
         check_memory(spec, dtype, device)
         module: nn.Module = model_class(spec, dtype, device).init_random(seed).eval()
-        if shard.size > 1:
+        if shard != ONE_RANK:
             from diffulex.checkpoint.loader import copy_part  # noqa: PLC0415
 
-            part: nn.Module = copy_part(module, _class_of(model_name, shard)(spec, dtype, device))
-            return part
+            module = copy_part(module, _class_of(model_name, shard)(spec, dtype, device))
         if quantizer is not None:
             from diffulex.checkpoint.loader import weight_table_of  # noqa: PLC0415
 
@@ -221,9 +220,10 @@ def random_model(
 def _class_of(model_name: str, shard: Shard) -> Callable[..., Any]:
     """What builds a model, or the part of it that a rank has."""
     model_class: Any = AutoModelForDiffusionLM.get(model_name)
-    if shard.size == 1:
+    if shard == ONE_RANK:
         return cast("Callable[..., Any]", model_class)  # which may know of no shards
-    check_model_class(model_name, model_class, Sizes(shard.size))
+    experts = 1 if shard.experts is None else shard.experts.size
+    check_model_class(model_name, model_class, Sizes(shard.size, 1, experts))
     return partial(model_class, shard=shard)
 
 

@@ -61,8 +61,13 @@ class WeightSink(Protocol):
     def write(self, rows: slice, values: torch.Tensor) -> None:
         """Writes rows of the tensor."""
 
-    def take(self, stored: StoredTensor, reader: TensorReader) -> bool:
-        """Takes a tensor in low precision as it is stored; False, with nothing read, for another."""
+    def take(self, stored: StoredTensor, reader: TensorReader, part: WeightSlice) -> bool:
+        """Takes a part of a tensor in low precision as it is stored; False, with nothing read, for
+        another.
+
+        Raises:
+            CheckpointError: codes cannot be cut so.
+        """
 
 
 def weight_table_of(model: LoadableModel, stored: Mapping[str, object]) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def _check_slice(name: str, target: torch.Tensor, part: WeightSlice) -> None:
         raise CheckpointError(
             f"checkpoint: {name}: expected a slice of {list(part.shape)} with the shape"
             f" {list(target.shape)} of the layer, got rows {_ranges(part.rows)} and columns"
-            f" {_ranges((part.columns,) if part.columns else ())}"
+            f" {_ranges(part.column_ranges)}"
         )
 
 
@@ -186,9 +191,9 @@ def copy_part(whole: Any, part: Any) -> Any:
     values = whole.weight_table()
     table = part.weight_table()
     for name, piece in slices_of(part, table).items():
-        rows = [values[name][where] for where in piece.rows] or [values[name]]
-        kept = torch.cat(rows) if len(rows) > 1 else rows[0]
-        table[name].copy_(kept if piece.columns is None else kept[:, piece.columns])
+        rows = [values[name][where] for where in piece.rows]
+        if rows:
+            table[name].copy_(piece.cut(torch.cat(rows) if len(rows) > 1 else rows[0]))
     return part.eval()
 
 
@@ -283,43 +288,48 @@ def _copy(
     bar = progress_bar(total, "Loading weights") if progress and sys.stderr.isatty() else None
     reader = TensorReader(next((target.device for target in table.values()), "cpu"))
     for name in order:
-        target, start = table[name], 0
-        columns, sink = slices[name].columns, sinks.get(name)
-        if sink is not None and sink.take(stored[name], reader):
+        target, wanted_part, sink = table[name], slices[name], sinks.get(name)
+        if sink is not None and sink.take(stored[name], reader, wanted_part):
             if bar is not None:
                 bar.update(target.numel() * target.element_size())
             continue
-        num_rows = None
-        if sink is not None and target.dim() == 2:
-            whole = reader.rows_per_piece(stored[name]) // sink.row_multiple
-            num_rows = max(1, whole) * sink.row_multiple
-        for wanted in _joined(slices[name].rows):
-            for rows, values in reader.pieces(stored[name], num_rows, wanted):
-                check_finite(values, name, stored[name])
-                merged = values if merge is None else merge.apply(name, rows, values)
-                stop = start + rows.stop - rows.start
-                part = target[start:stop] if target.dim() else target
-                kept = merged if columns is None else merged[:, columns]
-                if sink is None:
-                    part.copy_(kept)
-                else:
-                    sink.write(slice(start, stop), kept)
-                start = stop
-                if bar is not None:
-                    bar.update(part.numel() * part.element_size())
+        _copy_values(name, stored[name], reader, target, wanted_part, sink, merge)
+        if bar is not None:
+            bar.update(target.numel() * target.element_size())
     if bar is not None:
         bar.close()
 
 
-def _joined(parts: Sequence[slice]) -> list[slice]:
-    """The ranges, those that follow one another as one."""
-    joined: list[slice] = []
-    for part in parts:
-        if joined and joined[-1].stop == part.start:
-            joined[-1] = slice(joined[-1].start, part.stop)
-        else:
-            joined.append(part)
-    return joined
+def _copy_values(
+    name: str,
+    stored: StoredTensor,
+    reader: TensorReader,
+    target: torch.Tensor,
+    wanted: WeightSlice,
+    sink: WeightSink | None,
+    merge: MergePlan | None,
+) -> None:
+    num_rows, blocks, start = None, None, 0
+    if sink is not None and target.dim() == 2:
+        whole = reader.rows_per_piece(stored) // sink.row_multiple
+        num_rows = max(1, whole) * sink.row_multiple
+        if sink.row_multiple > 1 and len(wanted.row_ranges) > 1:
+            blocks = torch.empty(target.shape)  # what is quantised together may lie apart
+    for part in wanted.row_ranges:
+        for rows, values in reader.pieces(stored, num_rows, part):
+            check_finite(values, name, stored)
+            merged = values if merge is None else merge.apply(name, rows, values)
+            stop = start + rows.stop - rows.start
+            kept = wanted.cut(merged)
+            if blocks is not None:
+                blocks[start:stop] = kept
+            elif sink is not None:
+                sink.write(slice(start, stop), kept)
+            else:
+                (target[start:stop] if target.dim() else target).copy_(kept)
+            start = stop
+    if sink is not None and blocks is not None:
+        sink.write(slice(0, start), blocks)
 
 
 def check_finite(values: torch.Tensor, name: str, stored: StoredTensor) -> None:

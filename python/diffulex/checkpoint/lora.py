@@ -183,8 +183,7 @@ def attach(adapter: LoraAdapter, projections: Mapping[str, Projection]) -> None:
     """
     adapter.check(projections)
     for module, pair in adapter.factors.items():
-        projection = projections[module]
-        projection.linear.add_update(projection.rows, pair.a, pair.b, adapter.scale)
+        projections[module].add_update(pair.a, pair.b, adapter.scale)
 
 
 def read_adapter(directory: Path) -> LoraAdapter:

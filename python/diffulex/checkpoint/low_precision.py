@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from diffulex.checkpoint.slices import WeightSlice
 from diffulex.checkpoint.tensor_files import CodedTensor, StoredTensor
 from diffulex.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from diffulex.checkpoint.tensor_reader import TensorReader
     from diffulex.quantization.stored import StoredQuantization, StoredRule
@@ -100,6 +101,60 @@ class StoredMatrix(CodedTensor):
         rows = max(1, _PIECE_VALUES // max(1, values))
         is_block = len(self.shape) == 2 and self.scheme == "fp8_block"
         return max(_BLOCK, rows // _BLOCK * _BLOCK) if is_block else rows
+
+    def check_part(self, part: WeightSlice) -> None:
+        """Asks whether codes can be cut so that every scale stays with whole rows and groups of them.
+
+        Raises:
+            CheckpointError: they cannot.
+        """
+        if len(self.shape) == 3:
+            all_rows, all_columns = (slice(0, size) for size in self.shape[1:])
+            if part.column_ranges != (all_rows,) or part.depth not in (None, all_columns):
+                raise CheckpointError(
+                    f"checkpoint: {self._name('weight')}: expected whole experts on each rank, as they are"
+                    " stored in low precision together (moe_parallel_mode expert), got parts of them"
+                )
+            return
+        depth = self.shape[1]
+        (columns,) = part.column_ranges
+        unit = {"fp8_block": _BLOCK, "int4": math.lcm(self.group or depth, 2)}.get(self.scheme, 1)
+        self._check_cuts("columns", [columns], depth, unit)
+        self._check_cuts(
+            "rows", part.row_ranges, self.shape[0], _BLOCK if self.scheme == "fp8_block" else 1
+        )
+
+    def _check_cuts(self, what: str, parts: Sequence[slice], size: int, unit: int) -> None:
+        for part in parts:
+            is_last = part.stop == size and part is parts[-1]
+            if part.start % unit or (part.stop % unit and not is_last):
+                raise CheckpointError(
+                    f"checkpoint: {self._name('weight')}: expected a multiple of {unit} {what} on each of"
+                    f" several ranks, for whole groups with one scale, got {part.start}:{part.stop}"
+                )
+
+    def columns_of(self, codes: Codes, columns: slice) -> Codes:
+        """The codes of some columns, which `check_part` has looked at.
+
+        Raises:
+            CheckpointError: the columns are in another order, in which no two ranks can share them.
+        """
+        if columns == slice(0, self.shape[1]):
+            return codes
+        if codes.order is not None:
+            raise CheckpointError(
+                f"checkpoint: {self._name('g_idx')}: expected columns in order, which several ranks can"
+                " share, got another one"
+            )
+        start, stop = columns.start, columns.stop
+        if self.scheme == "int4":
+            groups = slice(start // self.group, stop // self.group)
+            zeros = None if codes.zeros is None else codes.zeros[groups]
+            return Codes(codes.codes[:, start // 2 : stop // 2], codes.scale[groups], zeros)
+        scale = codes.scale
+        if self.scheme == "fp8_block":
+            scale = scale[:, start // _BLOCK : -(-stop // _BLOCK)]
+        return Codes(codes.codes[:, columns], scale)
 
     def pieces(
         self, reader: TensorReader, num_rows: int | None, wanted: slice | None

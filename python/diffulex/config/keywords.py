@@ -81,6 +81,7 @@ class EngineKeywords(TypedDict, total=False):
     data_parallel_size: int
     data_parallel_policy: str
     expert_parallel_size: int
+    moe_parallel_mode: str
     device_start: int
     device_ids: int | Sequence[int]
     distributed_timeout_seconds: int

@@ -181,41 +181,19 @@ class Resolver:
 
     def _check_ranks(self) -> None:
         """What several ranks cannot do yet."""
-        partial, spec, size = (
-            self._partial,
-            self._partial.facts.spec,
-            self._partial["tensor_parallel_size"],
-        )
-        if size == 1:
+        partial = self._partial
+        sizes = layout.Sizes.of(partial.values)._replace(data=1)
+        if sizes.world == 1:
             return
-        of = f"with tensor_parallel_size {size}"
-        for is_refused, text in (
-            (
-                partial["device"] != "cpu",
-                f"tensor_parallel_size: expected 1 on {partial['device']}",
-            ),
-            (
-                spec.moe is not None,
-                "tensor_parallel_size: expected 1 for a model with routed experts",
-            ),
-            (
-                partial.facts.stored is not None,
-                "tensor_parallel_size: expected 1 for a checkpoint in low precision",
-            ),
-            (
-                partial.facts.program is not None,
-                "tensor_parallel_size: expected 1 for an exported program",
-            ),
+        key, size = sizes.limiting_key, sizes.world
+        for is_refused, where in (
+            (partial["device"] != "cpu", f"on {partial['device']}"),
+            (partial.facts.program is not None, "for an exported program"),
         ):
             if is_refused:
-                raise ConfigError(f"{text}, got {size}")
-        for name, expected, is_refused in (
-            ("run_ahead", "auto or off", partial["run_ahead"] == "on"),
-            ("quantization", "auto or none", partial["quantization"] not in ("auto", "none")),
-            ("use_lora", "False", partial["use_lora"]),
-        ):
-            if is_refused:
-                raise ConfigError(f"{name}: expected {expected} {of}, got {partial[name]!r}")
+                raise ConfigError(f"{key}: expected 1 {where}, got {size}")
+        if partial["run_ahead"] == "on":
+            raise ConfigError(f"run_ahead: expected auto or off with {key} {size}, got 'on'")
 
     def _check_quantization(self, is_cuda: bool) -> None:
         values, facts = self._partial.values, self._partial.facts
@@ -250,11 +228,6 @@ class Resolver:
             raise ConfigError(
                 "pre_merge_lora: expected False with a quantised checkpoint, got True"
             )
-        if values["tensor_parallel_size"] > 1:
-            raise ConfigError(
-                "tensor_parallel_size: expected 1 with a quantised checkpoint, got"
-                f" {values['tensor_parallel_size']}"
-            )
         if values["quantization"] == "auto":
             self._partial.change("quantization", stored.scheme, f"as {stored.where} says")
 
@@ -283,7 +256,13 @@ class Resolver:
         if wanted == "auto":
             wanted = "cuda" if num_devices else "cpu"
         sizes = layout.Sizes.of(values)
-        check_model(self._partial.facts.spec, sizes)
+        check_model(self._partial.facts.spec, sizes, values["moe_parallel_mode"])
+        if layout.layout_of(sizes) is layout.Layout.GLOBAL_EP:
+            raise ConfigError(
+                f"expert_parallel_size: expected 1 or tensor_parallel_size ({sizes.tensor}) with"
+                f" data_parallel_size {sizes.data}, got {sizes.expert}: experts are not spread over"
+                " replicas yet"
+            )
         if sizes.world > 1:
             layout.check_device_name(values["device"], sizes)
         if wanted == "cpu":

@@ -329,7 +329,20 @@ class ParallelConfig:
         "Which replica gets a request: the one with the least work left, cached prefixes counted"
         " (`prefix`) or not (`least_loaded`), or the next.",
     )
-    expert_parallel_size: int = _later("int", 1, _between(1, 32768), "Expert-parallel ranks.")
+    expert_parallel_size: int = _key(
+        "int",
+        1,
+        _between(1, 32768),
+        "Processes among which whole routed experts are spread: tensor_parallel_size, or with that 1 those"
+        " that share nothing else; on CPU so far.",
+    )
+    moe_parallel_mode: str = _key(
+        "str",
+        "auto",
+        _one_of("auto", "width", "expert"),
+        "What each of several ranks has of the routed experts: a part of the width of all, or some whole"
+        " ones; `auto`: the width, where every part of it is a multiple of 64.",
+    )
     device_start: int = _key("int", 0, _at_least(0), "First CUDA device.")
     device_ids: tuple[int, ...] = _key("ids", (), _IDS, "CUDA devices; empty: all visible.")
     distributed_timeout_seconds: int = _key(

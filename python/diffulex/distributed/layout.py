@@ -52,6 +52,16 @@ class Sizes(NamedTuple):
         """Those that settings name."""
         return cls(*(int(settings.get(f"{name}_parallel_size") or 1) for name in cls._fields))
 
+    @classmethod
+    def of_engine(cls, parallel: Any) -> Sizes:
+        """Those of the ranks of one engine, from the section `parallel` of its configuration."""
+        return cls(parallel.tensor_parallel_size, 1, parallel.expert_parallel_size)
+
+    @property
+    def limiting_key(self) -> str:
+        """The setting by which an engine has several ranks."""
+        return f"{'expert' if self.tensor == 1 < self.expert else 'tensor'}_parallel_size"
+
     def __str__(self) -> str:
         names = ("tensor", "data") if self.tensor * self.data > 1 else ("expert",)
         sizes = [(name, getattr(self, name)) for name in names]

@@ -6,17 +6,30 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from diffulex.distributed.layout import Layout, layout_of
-from diffulex.distributed.shard import FAST_UNIT, Shard, shard_range
+from diffulex.distributed.layout import Layout, Sizes, layout_of
+from diffulex.distributed.shard import (
+    ALL_EXPERTS,
+    FAST_UNIT,
+    ExpertShard,
+    Shard,
+    shard_range,
+)
 from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from diffulex.distributed.layout import Sizes
     from diffulex.families.spec import ModelSpec
 
-__all__ = ["MAX_RANKS", "check_model", "check_model_class", "expert_mode", "legal_heads"]
+__all__ = [
+    "MAX_RANKS",
+    "check_model",
+    "check_model_class",
+    "expert_mode",
+    "expert_shard",
+    "legal_heads",
+    "shard_of",
+]
 
 #: Most ranks that share weights.
 MAX_RANKS = 8
@@ -32,6 +45,11 @@ def check_model(spec: ModelSpec, sizes: Sizes, moe_parallel_mode: str = "auto") 
     if layout is not Layout.BASE and spec.moe is None:
         raise ConfigError(
             f"expert_parallel_size: expected 1 for a model without routed experts, got {sizes.expert}"
+        )
+    if moe_parallel_mode != "auto" and spec.moe is None:
+        raise ConfigError(
+            "moe_parallel_mode: expected auto for a model without routed experts, got"
+            f" {moe_parallel_mode}"
         )
     _check_heads(spec, sizes.tensor)
     for name, size, used in _widths(spec):
@@ -66,7 +84,7 @@ def _check_heads(spec: ModelSpec, num_ranks: int) -> None:
 def _widths(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
     """(name, size, how much of it from its beginning must be on several ranks) of what is cut."""
     moe = spec.moe
-    if moe is None or len(moe.layers) < spec.num_layers:
+    if spec.has_dense_blocks:
         yield "intermediate_size", spec.intermediate_size, spec.intermediate_size
     if moe is not None and moe.shared_size:
         yield "the shared expert's width", moe.shared_size, moe.shared_size
@@ -103,6 +121,11 @@ def expert_mode(spec: ModelSpec, sizes: Sizes, mode: str = "auto") -> str:
     if mode == "auto":
         is_width = sizes.expert == 1 and width % (FAST_UNIT * num_ranks) == 0
         mode = "width" if is_width else "expert"
+    elif mode == "width" and sizes.expert > 1:
+        raise ConfigError(
+            "moe_parallel_mode: expected auto or expert with expert_parallel_size"
+            f" {sizes.expert}, got width"
+        )
     if mode == "width":
         try:
             shard_range(width, Shard(0, num_ranks))
@@ -120,10 +143,28 @@ def expert_mode(spec: ModelSpec, sizes: Sizes, mode: str = "auto") -> str:
     return mode
 
 
+def shard_of(spec: ModelSpec, sizes: Sizes, moe_parallel_mode: str, rank: int) -> Shard:
+    """What a rank of an engine has of a model that `check_model` accepts."""
+    shard, num_ranks = sizes.shard(rank), max(sizes.tensor, sizes.expert)
+    if spec.moe is None or num_ranks == 1:
+        return shard
+    mode = expert_mode(spec, sizes, moe_parallel_mode)
+    return shard._replace(experts=ExpertShard(rank % num_ranks, num_ranks, mode))
+
+
+def expert_shard(spec: ModelSpec, shard: Shard) -> ExpertShard:
+    """What a rank has of the routed experts of a model that has some."""
+    if shard.experts is not None:
+        return shard.experts
+    if shard.size == 1:
+        return ALL_EXPERTS
+    return ExpertShard(shard.rank, shard.size, expert_mode(spec, Sizes(shard.size)))
+
+
 def check_model_class(name: str, model_class: Any, sizes: Sizes) -> None:
     """ConfigError for a model class of which no rank can have a part."""
-    if sizes.tensor > 1 and "shard" not in inspect.signature(model_class).parameters:
+    if sizes.world > 1 and "shard" not in inspect.signature(model_class).parameters:
         raise ConfigError(
-            f"tensor_parallel_size: expected 1 for model {name!r}, whose class takes no shard"
-            f" (docs/extending.md), got {sizes.tensor}"
+            f"{sizes.limiting_key}: expected 1 for model {name!r}, whose class takes no shard"
+            f" (docs/extending.md), got {sizes.world}"
         )

@@ -47,14 +47,14 @@ class SharedHead:
 
     Args:
         comm: with the other ranks.
-        widths: columns of the logits of each rank.
+        widths: columns of the logits of each rank; one number: each has all of them.
     """
 
     def __init__(self, comm: Comm, widths: Sequence[int]) -> None:
         self._comm = comm
         self._widths = tuple(widths)
         #: Token id of this rank's first column.
-        self.vocab_start = sum(widths[: comm.rank])
+        self.vocab_start = sum(widths[: comm.rank]) if len(widths) > 1 else 0
 
     @classmethod
     def of(cls, model: Any) -> SharedHead | None:
@@ -62,14 +62,17 @@ class SharedHead:
         comm: Comm = getattr(model, "comm", LOCAL)
         if comm.size == 1:
             return None
-        widths = torch.empty(comm.size, 1, 1, dtype=torch.int32)
-        comm.gather_records(torch.tensor([[len(model.vocabulary)]], dtype=torch.int32), widths)
-        return cls(comm, widths.flatten().tolist())
+        ids: range = model.vocabulary
+        every = torch.empty(comm.size, 1, 2, dtype=torch.int32)
+        comm.gather_records(torch.tensor([[ids.start, len(ids)]], dtype=torch.int32), every)
+        starts, widths = every.flatten(0, 1).T.tolist()
+        # Ranks that share the experts alone have the whole head.
+        return cls(comm, widths if any(starts) else widths[:1])
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that have columns."""
-        return len(self._widths)
+        """Ranks there are."""
+        return self._comm.size
 
     def is_whole(self, logits: Tensor) -> bool:
         """Whether rows have the columns of all ranks."""
@@ -83,7 +86,13 @@ class SharedHead:
 
     def whole_rows(self, logits: Tensor) -> Tensor:
         """All columns [n, V] of rows of which this rank has some [n, V_t]."""
+        if self.is_whole(logits):
+            return logits
         return self._comm.gather_columns(logits, self._widths)
+
+    def sum_(self, partial: Tensor) -> None:
+        """Partial sums over the columns of each rank become their sum, on all ranks."""
+        self._comm.all_reduce_(partial)
 
     def merge(self, part: Records, out: Records) -> None:
         """Merges the partial records of all ranks, in rank order, so that all ranks have the same."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-__all__ = ["FAST_UNIT", "ONE_RANK", "Shard", "shard_range"]
+__all__ = ["ALL_EXPERTS", "FAST_UNIT", "ONE_RANK", "ExpertShard", "Shard", "shard_range"]
 
 #: Depths and column counts of kernels are multiples of this on the fast paths, of 16 on others.
 FAST_UNIT = 64
@@ -15,11 +15,51 @@ _UNITS = (FAST_UNIT, 16)
 _MAX_SKEW = 1.25
 
 
-class Shard(NamedTuple):
-    """One rank of several that hold parts of the same weights."""
+class ExpertShard(NamedTuple):
+    """What one rank of several has of the routed experts.
+
+    Attributes:
+        mode: `width`, a part of every expert; `expert`, whole ones.
+    """
 
     rank: int = 0
     size: int = 1
+    mode: str = "width"
+
+    def experts(self, num_experts: int, *, is_interleaved: bool) -> range:
+        """Numbers of the experts that the rank has, or has a part of.
+
+        Those of a router with groups are dealt in turn, so that a chosen group lies on all ranks; others
+        are cut into ranges that differ by one expert at most.
+        """
+        if self.size == 1 or self.mode == "width":
+            return range(num_experts)
+        if is_interleaved:
+            return range(self.rank, num_experts, self.size)
+        first, last = (num_experts * rank // self.size for rank in (self.rank, self.rank + 1))
+        return range(first, last)
+
+    def width(self, size: int) -> slice:
+        """The part of the width of each of these experts."""
+        if self.size == 1 or self.mode == "expert":
+            return slice(0, size)
+        return shard_range(size, Shard(self.rank, self.size))
+
+
+#: One rank that has all routed experts.
+ALL_EXPERTS = ExpertShard()
+
+
+class Shard(NamedTuple):
+    """One rank of several that hold parts of the same weights.
+
+    Attributes:
+        experts: what the rank has of the routed experts; None: the description of the model decides.
+    """
+
+    rank: int = 0
+    size: int = 1
+    experts: ExpertShard | None = None
 
 
 #: One rank that has everything.

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import diffulex_ext
-from diffulex.distributed.shard import Shard
+from diffulex.distributed.layout import Sizes
+from diffulex.distributed.legality import shard_of
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger
 from diffulex.quantization.scheme import NOT_ACCEPTED, SCHEMES, QuantizationPlan
@@ -68,10 +69,11 @@ def check_components(config: Config, model: Any, *, has_executor: bool) -> None:
             "from_components: expected data_parallel_size 1, got"
             f" {parallel.data_parallel_size}: replicas load the checkpoint themselves"
         )
-    if parallel.tensor_parallel_size > 1 and not has_executor:
+    sizes = Sizes.of_engine(parallel)
+    if sizes.world > 1 and not has_executor:
         raise ConfigError(
-            "from_components: expected one rank, got tensor_parallel_size"
-            f" {parallel.tensor_parallel_size}: workers load the checkpoint themselves"
+            f"from_components: expected one rank, got {sizes.limiting_key} {sizes.world}: workers"
+            " load the checkpoint themselves"
         )
     check_given_model(config, model)
 
@@ -93,11 +95,11 @@ def load_weights(
         rank: whose part.
         stored: what the checkpoint says of its weights in low precision.
     """
-    shard = Shard(rank, config.parallel.tensor_parallel_size)
     from diffulex.checkpoint.auto_model import load_model, random_model  # noqa: PLC0415
 
-    model = config.model
+    model, parallel = config.model, config.parallel
     dtype = getattr(torch, model.dtype)
+    shard = shard_of(model.spec, Sizes.of_engine(parallel), parallel.moe_parallel_mode, rank)
     quantizer = _quantizer(config, stored)
     if model.load_format == "dummy":
         return random_model(

@@ -154,11 +154,14 @@ class BlockAttention(nn.Module):
         if names.qkv is None:
             return {**named_projections(self.qkv, parts), **table}
         fused = prefix + names.qkv
-        whole = slice(0, self.qkv.num_rows)
-        table[fused] = Projection(self.qkv, whole, f"{fused}.weight", whole)
+        part, tensor, start = self.qkv.stored_part(), f"{fused}.weight", 0
+        every = slice(0, self.qkv.num_rows)
+        table[fused] = Projection(self.qkv, every, tensor, slice(0, part.shape[0]), part)
         for index, name in enumerate(parts):
-            rows = self.qkv.rows_of(index)
-            table[name] = Projection(self.qkv, rows, f"{fused}.weight", rows)
+            part = self.qkv.stored_part(index)
+            stored = slice(start, start + part.shape[0])
+            table[name] = Projection(self.qkv, self.qkv.rows_of(index), tensor, stored, part)
+            start = stored.stop
         return table
 
 

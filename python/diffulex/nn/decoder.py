@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from diffulex.distributed.comm import LOCAL
+from diffulex.distributed.legality import expert_shard
 from diffulex.distributed.shard import ONE_RANK
-from diffulex.errors import ConfigError
 from diffulex.nn.attention import AttentionScratch, BlockAttention
 from diffulex.nn.embedding import OutputHead, TokenEmbedding
 from diffulex.nn.feed_forward import FeedForward, GatedMLP
@@ -45,12 +45,14 @@ def build_feed_forward(
 ) -> FeedForward:
     """The feed-forward block of layer number `layer`, or a rank's part of it."""
     if spec.moe is not None and layer in spec.moe.layers:
-        if shard.size > 1:
-            raise ConfigError(
-                "tensor_parallel_size: expected 1 for a model with routed experts, got"
-                f" {shard.size}"
-            )
-        return MoeFeedForward(spec.hidden_size, spec.moe, dtype=dtype, device=device)
+        return MoeFeedForward(
+            spec.hidden_size,
+            spec.moe,
+            dtype=dtype,
+            device=device,
+            shard=shard,
+            experts=expert_shard(spec, shard),
+        )
     size = spec.intermediate_size
     return GatedMLP(spec.hidden_size, size, dtype=dtype, device=device, shard=shard)
 
@@ -92,12 +94,12 @@ class DecoderForDiffusionLM(nn.Module):
     A family registered from outside is a subclass that adds `read_spec`, the reader of its
     ``config.json``; a built-in one names its reader in its record.
 
-    Of several ranks each has its heads, a part of the widths and of the head, and the whole embedding
-    and norms; hidden states are the same on all of them.
+    Of several ranks each has its heads, a part of the widths, of the experts and of the head, and the
+    whole embedding and norms; hidden states are the same on all of them. Ranks that share the experts
+    alone have all of the rest.
 
     Attributes:
         spec: of the whole model.
-        comm: what exchanges with the other ranks; set before the first forward of more than one.
         local_spec: `spec` with the heads of this rank.
     """
 
@@ -111,7 +113,8 @@ class DecoderForDiffusionLM(nn.Module):
         super().__init__()
         self.spec = spec
         self.local_spec = spec.per_rank(shard.size)
-        self.comm: Comm = LOCAL
+        self._is_cut = shard.size > 1
+        self._comm: Comm = LOCAL
         rows, hidden = spec.embedding_rows, spec.hidden_size
         self.embedding = TokenEmbedding(rows, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
@@ -126,6 +129,17 @@ class DecoderForDiffusionLM(nn.Module):
             build_cos_sin_cache(spec.rotary_rows, spec.rotary_dim, spec.rope_theta, device),
             persistent=False,
         )
+
+    @property
+    def comm(self) -> Comm:
+        """What exchanges with the other ranks; set before the first forward of more than one."""
+        return self._comm
+
+    @comm.setter
+    def comm(self, comm: Comm) -> None:
+        self._comm = comm
+        for layer in self.decoder_layers:
+            layer.mlp.connect(comm)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """A new tensor [T, H]: what the first layer sees for ids [T] (int64)."""
@@ -146,7 +160,7 @@ class DecoderForDiffusionLM(nn.Module):
         slot are stored in `kv_cache`. No synchronisation and no host data: may be graph-captured.
         """
         residual = self.embed(input_ids) if inputs_embeds is None else inputs_embeds.clone()
-        spec, comm = self.local_spec, self.comm
+        spec, comm = self.local_spec, self._comm if self._is_cut else LOCAL
         scratch = AttentionScratch(residual, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
         # Blocks of one class have one size, so that one set of buffers serves all layers.
         block_scratch: dict[type[FeedForward], Any] = {}

@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     import torch
 
     from diffulex import ops
+    from diffulex.distributed.comm import Comm
 
-__all__ = ["Dispatch", "LocalDispatch"]
+__all__ = ["Dispatch", "LocalDispatch", "ReplicatedDispatch"]
 
 
 class Dispatch(Protocol):
@@ -30,7 +31,8 @@ class Dispatch(Protocol):
 
 
 class LocalDispatch:
-    """Every expert is on this rank: rows stay where they are."""
+    """Rows stay where they are: every expert is on this rank, or whoever adds up the outputs of the ranks
+    adds up those of the experts with them."""
 
     __slots__ = ()
 
@@ -40,4 +42,25 @@ class LocalDispatch:
         return x, routing, addend
 
     def receive(self, product: torch.Tensor) -> torch.Tensor:
+        return product
+
+
+class ReplicatedDispatch:
+    """Every rank has all rows and adds its experts' part of the sums; the first one has the addend.
+
+    For ranks that share nothing but the experts.
+    """
+
+    __slots__ = ("_comm",)
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def send(
+        self, x: torch.Tensor, routing: ops.Routing, addend: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ops.Routing, torch.Tensor | None]:
+        return x, routing, addend if self._comm.rank == 0 else None
+
+    def receive(self, product: torch.Tensor) -> torch.Tensor:
+        self._comm.all_reduce_(product)
         return product

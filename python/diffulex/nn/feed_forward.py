@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from diffulex.checkpoint.projection import Projection
     from diffulex.checkpoint.slices import WeightSlice
+    from diffulex.distributed.comm import Comm
     from diffulex.distributed.shard import Shard
     from diffulex.families.spec.names import TensorNames
     from diffulex.nn.attention_metadata import AttnMetadata
@@ -39,6 +40,10 @@ class FeedForward(nn.Module):
     def forward(self, x: torch.Tensor, scratch: Any) -> torch.Tensor:
         """The output of the rows x [T, H]: x itself, or a buffer of the scratch, which keeps x for it."""
         raise NotImplementedError
+
+    def connect(self, comm: Comm) -> None:
+        """Lets a block whose output is more than a part of a sum exchange with other ranks."""
+        del comm
 
     def weight_table(
         self, prefix: str, names: TensorNames, stored: Collection[str]

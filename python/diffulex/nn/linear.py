@@ -164,13 +164,9 @@ class Linear(MatrixProduct):
         """Weight and bias of all projections together; undoes packing."""
         return self.row_major(), self.bias
 
-    def slices(self, name: str, index: int | None = None) -> dict[str, WeightSlice]:
-        """What the layer has of the stored tensors ``name.weight`` and ``name.bias``.
-
-        Args:
-            name: of the module in the checkpoint.
-            index: the projection it stores; None: all of them, one after another.
-        """
+    def stored_part(self, index: int | None = None) -> WeightSlice:
+        """What the layer has of the stored weight of projection `index`; None: of all of them, one after
+        another."""
         num_columns, sizes = self._stored_sizes
         rows, start = [], 0
         for number, size in enumerate(sizes):
@@ -180,10 +176,19 @@ class Linear(MatrixProduct):
                 rows.append(slice(part.start + offset, part.stop + offset))
             start += size
         total = sum(sizes) if index is None else sizes[index]
-        shape = (total, num_columns)
-        table = {f"{name}.weight": WeightSlice(shape, tuple(rows), self.stored_columns)}
+        return WeightSlice((total, num_columns), tuple(rows), self.stored_columns)
+
+    def slices(self, name: str, index: int | None = None) -> dict[str, WeightSlice]:
+        """What the layer has of the stored tensors ``name.weight`` and ``name.bias``.
+
+        Args:
+            name: of the module in the checkpoint.
+            index: the projection it stores; None: all of them, one after another.
+        """
+        part = self.stored_part(index)
+        table = {f"{name}.weight": part}
         if self.bias is not None:
-            table[f"{name}.bias"] = WeightSlice((total,), tuple(rows))
+            table[f"{name}.bias"] = WeightSlice(part.shape[:1], part.rows)
         return table
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -212,11 +217,12 @@ class Linear(MatrixProduct):
 
 def named_projections(linear: Linear, names: Sequence[str]) -> dict[str, Projection]:
     """The projections of a layer that are stored as one tensor each, under their module names."""
-    sizes = linear.out_features
-    return {
-        name: Projection(linear, linear.rows_of(index), f"{name}.weight", slice(0, sizes[index]))
-        for index, name in enumerate(names)
-    }
+    table = {}
+    for index, name in enumerate(names):
+        part = linear.stored_part(index)
+        rows = slice(0, part.shape[0])
+        table[name] = Projection(linear, linear.rows_of(index), f"{name}.weight", rows, part)
+    return table
 
 
 def set_batch_invariant(model: nn.Module, is_invariant: bool) -> None:

@@ -9,20 +9,25 @@ import torch
 from torch import nn
 
 from diffulex import ops
-from diffulex.nn.dispatch import LocalDispatch
+from diffulex.distributed.shard import ALL_EXPERTS, ONE_RANK
+from diffulex.nn.dispatch import LocalDispatch, ReplicatedDispatch
+from diffulex.nn.experts import ExpertPart
 from diffulex.nn.feed_forward import FeedForward, GatedMLP, MLPScratch
 from diffulex.nn.weights import DenseExperts, weight_device
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from diffulex.checkpoint.slices import WeightSlice
+    from diffulex.distributed.comm import Comm
+    from diffulex.distributed.shard import ExpertShard, Shard
     from diffulex.families.spec.moe import MoeSpec
     from diffulex.families.spec.names import TensorNames
     from diffulex.nn.attention_metadata import AttnMetadata
     from diffulex.nn.dispatch import Dispatch
     from diffulex.nn.weights import ExpertFormat
 
-__all__ = ["MoeFeedForward", "MoeScratch", "table_by_expert", "valid_rows"]
+__all__ = ["MoeFeedForward", "MoeScratch", "valid_rows"]
 
 
 def valid_rows(metadata: AttnMetadata, num_rows: int) -> torch.Tensor:
@@ -44,7 +49,12 @@ class MoeScratch:
     __slots__ = ("logits", "out", "routing", "shared", "token_valid", "workspace")
 
     def __init__(
-        self, like: torch.Tensor, metadata: AttnMetadata, moe: MoeSpec, experts: ExpertFormat
+        self,
+        like: torch.Tensor,
+        metadata: AttnMetadata,
+        moe: MoeSpec,
+        experts: ExpertFormat,
+        shared_size: int = 0,
     ) -> None:
         num_rows = like.size(0)
         self.token_valid = valid_rows(metadata, num_rows)
@@ -57,8 +67,8 @@ class MoeScratch:
         self.workspace = experts.new_workspace(like, moe.top_k)
         #: Scratch and output of the shared expert.
         self.shared: tuple[MLPScratch, torch.Tensor] | None = None
-        if moe.shared_size:
-            self.shared = (MLPScratch(like, moe.shared_size), torch.empty_like(like))
+        if shared_size:
+            self.shared = (MLPScratch(like, shared_size), torch.empty_like(like))
 
 
 class MoeFeedForward(FeedForward):
@@ -66,14 +76,28 @@ class MoeFeedForward(FeedForward):
 
     Experts are held as one [E, 2 I, H] and one [E, H, I] tensor; see `ops.fused_moe`. The router
     computes in float32 whatever the dtype of the model.
+
+    Of several ranks each routes all rows and has some of the experts, or a part of all of them. What
+    it computes is a part of a sum, to which its part of the shared expert belongs; ranks that share
+    nothing but experts add it up here.
     """
 
     def __init__(
-        self, hidden_size: int, moe: MoeSpec, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        hidden_size: int,
+        moe: MoeSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard = ONE_RANK,
+        experts: ExpertShard = ALL_EXPERTS,
     ) -> None:
         super().__init__()
         self.moe = moe
-        num_experts, width = moe.num_experts, moe.intermediate_size
+        self._part = ExpertPart(hidden_size, moe, experts)
+        self._is_summed_here = experts.size > shard.size
+        self._expert_map = self._part.map_on(device)
+        num_experts, num_here, width = moe.num_experts, len(self._part.numbers), self._part.width
 
         def weight(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
             # Experts may get another format in place of this memory.
@@ -88,16 +112,23 @@ class MoeFeedForward(FeedForward):
             # Zeros, because a checkpoint without the vector means that.
             zeros = torch.zeros(num_experts, dtype=torch.float32, device=device)
             self.expert_bias = nn.Parameter(zeros, requires_grad=False)
-        self.w13 = weight(num_experts, 2 * width, hidden_size)
-        self.w2 = weight(num_experts, hidden_size, width)
+        self.w13 = weight(num_here, 2 * width, hidden_size)
+        self.w2 = weight(num_here, hidden_size, width)
         self.matrices: ExpertFormat = DenseExperts(self.w13, self.w2)
         self.dispatch: Dispatch = LocalDispatch()
         self.shared: GatedMLP | None = None
         if moe.shared_size:
-            self.shared = GatedMLP(hidden_size, moe.shared_size, dtype=dtype, device=device)
+            self.shared = GatedMLP(
+                hidden_size, moe.shared_size, dtype=dtype, device=device, shard=shard
+            )
+
+    def connect(self, comm: Comm) -> None:
+        if self._is_summed_here:
+            self.dispatch = ReplicatedDispatch(comm)
 
     def new_scratch(self, like: torch.Tensor, metadata: AttnMetadata) -> MoeScratch:
-        return MoeScratch(like, metadata, self.moe, self.matrices)
+        shared_size = 0 if self.shared is None else self.shared.down.in_features
+        return MoeScratch(like, metadata, self.moe, self.matrices, shared_size)
 
     def forward(self, x: torch.Tensor, scratch: MoeScratch) -> torch.Tensor:
         moe = self.moe
@@ -124,7 +155,12 @@ class MoeFeedForward(FeedForward):
             self.shared.project(x, shared_scratch, addend)
         rows, routing, addend = self.dispatch.send(x, scratch.routing, addend)
         product = self.matrices.product(
-            rows, routing, addend=addend, out=scratch.out, workspace=scratch.workspace
+            rows,
+            routing,
+            expert_map=self._expert_map,
+            addend=addend,
+            out=scratch.out,
+            workspace=scratch.workspace,
         )
         scratch.out = self.dispatch.receive(product)
         # The experts read x until the last of them is done; the next block may write it.
@@ -147,7 +183,7 @@ class MoeFeedForward(FeedForward):
 
     def _expert_table(self, prefix: str, stored: Collection[str]) -> dict[str, torch.Tensor]:
         """The experts in the layout that any stored name tells; one tensor each by default."""
-        width = self.moe.intermediate_size
+        width = self._part.width
         if f"{prefix}.gate_up_proj" in stored:
             return {f"{prefix}.gate_up_proj": self.w13, f"{prefix}.down_proj": self.w2}
         for suffix in ("", ".weight"):
@@ -158,18 +194,14 @@ class MoeFeedForward(FeedForward):
             }
             if any(name in stored for name in stacked):
                 return stacked
-        return table_by_expert(prefix, self.w13, self.w2)
+        return self._part.table(prefix, self.w13, self.w2)
 
-
-def table_by_expert(prefix: str, w13: torch.Tensor, w2: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Checkpoint name -> part of w13 [E, 2 I, H] and w2 [E, H, I], one tensor for each projection."""
-    width = w2.size(2)
-    table: dict[str, torch.Tensor] = {}
-    for expert in range(w2.size(0)):
-        table[f"{prefix}.{expert}.gate_proj.weight"] = w13[expert, :width]
-        table[f"{prefix}.{expert}.up_proj.weight"] = w13[expert, width:]
-        table[f"{prefix}.{expert}.down_proj.weight"] = w2[expert]
-    return table
+    def weight_slices(self, prefix: str, names: TensorNames) -> dict[str, WeightSlice]:
+        table = self._part.slices(prefix + names.experts)
+        if self.shared is not None:
+            shared = names.below(names.shared_experts)
+            table.update(self.shared.weight_slices(prefix, shared))
+        return table
 
 
 def _stored_bias(prefix: str, names: TensorNames, stored: Collection[str]) -> str | None:

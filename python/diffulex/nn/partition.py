@@ -58,7 +58,7 @@ class Partition:
         return self._part(size)
 
     def _part(self, size: int) -> slice:
-        rank, num_ranks = self.shard
+        rank, num_ranks = self.shard.rank, self.shard.size
         if num_ranks == 1:
             return slice(0, size)
         if self.head_dim == 0:

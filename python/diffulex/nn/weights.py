@@ -226,6 +226,7 @@ class ExpertFormat(Protocol):
         *,
         out: torch.Tensor,
         workspace: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
         addend: torch.Tensor | None = None,
         act: ops.Activation = ops.Activation.SILU,
     ) -> torch.Tensor:
@@ -253,9 +254,18 @@ class DenseExperts:
         *,
         out: torch.Tensor,
         workspace: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
         addend: torch.Tensor | None = None,
         act: ops.Activation = ops.Activation.SILU,
     ) -> torch.Tensor:
         return ops.fused_moe(
-            x, self.w13, self.w2, *routing, addend=addend, act=act, out=out, workspace=workspace
+            x,
+            self.w13,
+            self.w2,
+            *routing,
+            expert_map=expert_map,
+            addend=addend,
+            act=act,
+            out=out,
+            workspace=workspace,
         )

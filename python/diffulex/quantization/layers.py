@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from diffulex.checkpoint.slices import WeightSlice
     from diffulex.checkpoint.tensor_files import StoredTensor
     from diffulex.checkpoint.tensor_reader import TensorReader
     from diffulex.quantization.scheme import QuantizationPlan
@@ -67,16 +68,22 @@ class Sink:
         for weight, matrix in zip(self.weights[rows], values, strict=True):
             weight.write(self.first_row, matrix)
 
-    def take(self, stored: StoredTensor, reader: TensorReader) -> bool:
-        """Takes the tensor as it is stored, codes with scales; False, with nothing read, if it is not."""
+    def take(self, stored: StoredTensor, reader: TensorReader, part: WeightSlice) -> bool:
+        """Takes a part of the tensor as it is stored, codes with scales; False, with nothing read, if it
+        is not."""
         if not isinstance(stored, StoredMatrix):
             return False
+        stored.check_part(part)
         if len(stored.shape) == 3:
-            for index, codes in stored.stacked(reader, slice(0, stored.shape[0])):
-                self.weights[index].write_codes(self.first_row, codes)
+            matrices = (found for rows in part.row_ranges for found in stored.stacked(reader, rows))
+            for place, (_, codes) in enumerate(matrices):
+                self.weights[place].write_codes(self.first_row, codes)
             return True
-        for rows, codes in stored.coded(reader):
-            self.weights[0].write_codes(self.first_row + rows.start, codes)
+        (columns,), first = part.column_ranges, self.first_row
+        for wanted in part.row_ranges:
+            for rows, codes in stored.coded(reader, wanted):
+                self.weights[0].write_codes(first, stored.columns_of(codes, columns))
+                first += rows.stop - rows.start
         return True
 
 

@@ -264,11 +264,16 @@ class QuantizedExperts:
         *,
         out: torch.Tensor,
         workspace: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
         addend: torch.Tensor | None = None,
         act: ops.Activation = ops.Activation.SILU,
     ) -> torch.Tensor:
         """`ops.fused_moe` with x quantised once a row, and the activation of each slot from float32."""
         del workspace
+        if expert_map is not None:
+            here = expert_map.index_select(0, routing.ids.clamp(min=0).flatten())
+            here = here.view_as(routing.ids).masked_fill_(routing.ids < 0, -1)
+            routing = routing._replace(ids=here)
         top_k = routing.ids.size(1)
         rows = self.w13[0].rows_of(x)
         slot_out = x.new_zeros(x.size(0), top_k, out.size(1))

@@ -152,6 +152,9 @@ class DiffusionGemmaSampler(RowSampler):
         self._reserve_signals(num_rows, vocab_size)
         assert self._weight is not None
         assert self._signal_rows is not None
+        head = self.rows.head_of(inputs.logits)
+        # Of several ranks each sums over the ids of its columns.
+        start = 0 if head is None else head.vocab_start
         block_size = inputs.tokens.size(1)
         rel = torch.arange(block_size, dtype=torch.int64, device=inputs.logits.device)
         place = canvas.request_slots.long()[:, None] * block_size + rel
@@ -168,13 +171,16 @@ class DiffusionGemmaSampler(RowSampler):
             inputs.logits,
             records.stats[:num_rows, _LOGSUMEXP],
             inputs.inv_temperature,
-            self._weight,
+            self._weight[start : start + vocab_size],
             is_valid[:num_rows],
             signals,
             self._workspace,
             normalizer=self._embed_scale,
             softcap=self._softcap,
+            vocab_start=start,
         )
+        if head is not None:
+            head.sum_(signals)
         canvas.signals.index_copy_(0, place_of_row[:num_rows], signals)
 
     def _reserve_signals(self, num_rows: int, vocab_size: int) -> None:

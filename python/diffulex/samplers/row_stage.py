@@ -114,6 +114,11 @@ class RowStage:
         """Takes logits of which this rank has some columns; every rank runs the same steps."""
         self._head = head
 
+    def head_of(self, logits: Tensor) -> SharedHead | None:
+        """The exchange with the ranks that have the other columns of logits; None: there are none."""
+        head = self._head
+        return None if head is None or head.is_whole(logits) else head
+
     @property
     def saved_logits(self) -> Tensor | None:
         """Logits kept per request slot; None while no request has drawn its tokens."""
@@ -137,9 +142,7 @@ class RowStage:
 
     def run(self, inputs: SamplerInputs, penalties: RowPenalties | None = None) -> RowRecords:
         """Records of the step's rows, valid until the next call."""
-        head = self._head
-        if head is not None and head.is_whole(inputs.logits):
-            head = None
+        head = self.head_of(inputs.logits)
         if head is not None and self._wants_logits(inputs):
             inputs, head = replace(inputs, logits=head.whole_rows(inputs.logits)), None
         num_rows, vocab_size = inputs.logits.shape

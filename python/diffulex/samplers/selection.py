@@ -91,7 +91,7 @@ def share_rows(model: Any, sampler: Any) -> SharedHead | None:
         if not isinstance(rows, RowStage):
             raise ConfigError(
                 "tensor_parallel_size: expected 1 for a sampler without a RowStage as `rows`"
-                f" ({type(sampler).__name__}), got {head.num_ranks}"
+                f" ({type(sampler).__name__}), got {head.num_ranks} ranks"
             )
         rows.share(head)
     return head

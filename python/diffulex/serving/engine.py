@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffulex.config.sampling_params import greedy_if_tiny
+from diffulex.distributed.layout import Sizes
 from diffulex.serving.admission import AdmissionLimits
 from diffulex.serving.engine_line import EngineLine
 from diffulex.serving.stats import ServingStats
@@ -171,8 +172,9 @@ class ServingEngine(DiffulexAsyncEngineMixin):
             "eos_token_ids": list(model.eos),
             "device": model.device,
             "dtype": model.dtype,
-            "world_size": config.parallel.tensor_parallel_size,
+            "world_size": Sizes.of_engine(config.parallel).world,
             "tensor_parallel_size": config.parallel.tensor_parallel_size,
+            "expert_parallel_size": config.parallel.expert_parallel_size,
             "data_parallel_size": 1,
             "extension_version": __version__,
             "python_version": platform.python_version(),

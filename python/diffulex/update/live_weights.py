@@ -275,5 +275,5 @@ def _write(target: torch.Tensor, part: WeightSlice, name: str, source: WeightSou
         for rows, values in source.pieces(name, wanted):
             stop = start + rows.stop - rows.start
             into = target[start:stop] if target.dim() else target
-            into.copy_(values if part.columns is None else values[:, part.columns])
+            into.copy_(part.cut(values))
             start = stop

@@ -158,6 +158,8 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("data_parallel_size", [1, 4, 1024], [0, 1025, True]),
     ("data_parallel_policy", ["prefix", "least_loaded", "round_robin"], ["random"]),
     ("tensor_parallel_size", [1], [0, 9, True]),
+    ("expert_parallel_size", [1], [0, 32769, True]),
+    ("moe_parallel_mode", ["auto"], ["both", "", 1]),
     ("distributed_timeout_seconds", [1, 7200], [0, 1.5]),
     ("collective_timeout_seconds", [0, 60], [-1, 1.5]),
     ("check_ranks", [True, False], [1]),
@@ -236,7 +238,6 @@ def test_every_documented_attention_kernel_exists() -> None:
 # (key, value the engine does not have, text of the documented range)
 UNSUPPORTED = [
     ("dmax_force_prefill_active", True, "True, False"),
-    ("expert_parallel_size", 2, r"\[1, 32768\]"),
     ("kv_cache_dtype", "fp8_e4m3", "auto, fp8_e4m3"),
     ("greedy_tie_break", "highest", "lowest, highest"),
     ("filters_at_zero_temperature", True, "True, False"),

@@ -25,6 +25,7 @@ from diffulex.distributed.layout import (
     replica_settings,
 )
 from diffulex.distributed.seeds import derive_request_seed
+from diffulex.distributed.shard import Shard
 from diffulex.errors import ConfigError
 
 
@@ -107,7 +108,7 @@ def test_every_layout_up_to_16_ranks() -> None:
 
 def test_groups_of_two_replicas_of_two_ranks() -> None:
     sizes = Sizes(2, 2)
-    assert (sizes.world, sizes.shard(3)) == (4, (1, 2))
+    assert (sizes.world, sizes.shard(3)) == (4, Shard(1, 2))
     assert [sizes.tensor_group(rank) for rank in (0, 3)] == [(0, 1), (2, 3)]
     assert [sizes.data_group(rank) for rank in (0, 3)] == [(0, 2), (1, 3)]
     assert Sizes(2, 2, 2).expert_group(3) == (2, 3)

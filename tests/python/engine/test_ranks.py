@@ -23,7 +23,7 @@ from diffulex.distributed.legality import check_model
 from diffulex.distributed.shard import Shard
 from diffulex.engine.ranks.step_header import StepHeader
 from fixtures.families import DENSE_FAMILIES, family_builder
-from fixtures.moe_families import moe_builder
+from fixtures.moe_families import moe_builder, moe_config
 from fixtures.thread_ranks import Stable, thread_engine
 
 LIMITS: dict[str, Any] = {"max_model_len": 128, "num_pages": 64, "max_num_reqs": 2}
@@ -80,6 +80,34 @@ def compare(directory: Path, params: SamplingParams, sizes: Any = (), **settings
 def test_families_at_every_legal_size(directories: dict[str, Path], name: str) -> None:
     options = {"model_name": "diffucoder"} if name == "diffucoder" else {}
     compare(directories[name], GREEDY, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("sdar_moe", {"moe_parallel_mode": "width"}),
+        ("sdar_moe", {}),  # auto: whole experts of so narrow ones
+        ("llada2", {"expert_parallel_size": 2}),
+        ("llada2", {"tensor_parallel_size": 1, "expert_parallel_size": 2}),
+    ],
+)
+def test_routed_experts(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
+    config = moe_config(family, moe_intermediate_size=32)
+    moe_builder(family, config=config, edit=sharpen).write(tmp_path)
+    compare(tmp_path, GREEDY, [2], **settings)
+
+
+def test_ranks_that_share_experts_alone_look_at_rows_and_draw(tmp_path: Path) -> None:
+    moe_builder("sdar_moe", edit=sharpen).write(tmp_path)
+    settings = {**LIMITS, "tensor_parallel_size": 1, "expert_parallel_size": 3}
+    stops = [*range(0, 200, 7)]
+    for params in (
+        SamplingParams(max_tokens=10, logprobs=3, min_tokens=10, stop_token_ids=stops),
+        SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.8, top_k=20, seed=11),
+    ):
+        one = Stable(tmp_path, PROMPTS, params, **settings)
+        with thread_engine(tmp_path, 3, **settings) as engine:
+            one.check(engine)
 
 
 @pytest.mark.parametrize("name", ["sdar", "dream", "fast_dllm_v2"])
@@ -180,12 +208,12 @@ def test_ranks_draw_parts_of_the_same_random_weights(directories: dict[str, Path
             "run_ahead: expected auto or off with tensor_parallel_size 2, got 'on'",
         ),
         (
-            {"quantization": "int8"},
-            "quantization: expected auto or none with tensor_parallel_size 2, got",
+            {"expert_parallel_size": 2},
+            "expert_parallel_size: expected 1 for a model without routed experts, got 2",
         ),
         (
-            {"use_lora": True, "lora_path": "x"},
-            "use_lora: expected False with tensor_parallel_size 2, got True",
+            {"moe_parallel_mode": "width"},
+            "moe_parallel_mode: expected auto for a model without routed experts, got width",
         ),
     ],
 )
@@ -196,16 +224,48 @@ def test_what_ranks_cannot_do_yet(
         Diffulex(str(directories["sdar"]), device="cpu", **{"tensor_parallel_size": 2, **settings})
 
 
-def test_models_with_experts_and_finished_models_are_refused(
-    directories: dict[str, Path], tmp_path: Path
-) -> None:
-    moe_builder("llada2").write(tmp_path)
-    text = "tensor_parallel_size: expected 1 for a model with routed experts, got 2"
-    with pytest.raises(ConfigError, match=text):
-        Diffulex(str(tmp_path), device="cpu", tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"tensor_parallel_size": 2, "expert_parallel_size": 4},
+            "expert_parallel_size: expected 1, tensor_parallel_size (2) or tensor_parallel_size *"
+            " data_parallel_size (2), got 4",
+        ),
+        (
+            {"data_parallel_size": 2, "expert_parallel_size": 2},
+            "expert_parallel_size: expected 1 or tensor_parallel_size (1) with data_parallel_size 2,"
+            " got 2: experts are not spread over replicas yet",
+        ),
+        (
+            {"tensor_parallel_size": 2, "moe_parallel_mode": "width"},
+            "moe_parallel_mode: expected expert for an expert width of 12 on 2 ranks, got width",
+        ),
+        (
+            {"expert_parallel_size": 2, "moe_parallel_mode": "width"},
+            "moe_parallel_mode: expected auto or expert with expert_parallel_size 2, got width",
+        ),
+        (
+            {"expert_parallel_size": 2, "run_ahead": "on"},
+            "run_ahead: expected auto or off with expert_parallel_size 2, got 'on'",
+        ),
+        (
+            {"expert_parallel_size": 9},
+            "expert_parallel_size: expected at most 8 ranks for 8 routed experts, got 9",
+        ),
+    ],
+)
+def test_what_experts_cannot_do(tmp_path: Path, settings: dict[str, Any], text: str) -> None:
+    config = moe_config("sdar_moe", moe_intermediate_size=12)
+    moe_builder("sdar_moe", config=config).write(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        Diffulex(str(tmp_path), device="cpu", **settings)
+
+
+def test_finished_models_are_refused(directories: dict[str, Path]) -> None:
     config = Config.of(*options_of(directories["sdar"]))
     with pytest.raises(
-        ConfigError, match="from_components: expected one rank, got tensor_parallel"
+        ConfigError, match="from_components: expected one rank, got tensor_parallel_size 2: workers"
     ):
         Diffulex.from_components(config, object(), None)
 

@@ -12,7 +12,7 @@ import torch
 
 from diffulex import ops
 from diffulex.checkpoint.auto_model import detect, load_model
-from diffulex.nn.diffusion_gemma import GemmaSelfConditioning
+from diffulex.nn.gemma_layers import GemmaSelfConditioning
 from fixtures.gemma import (
     CANVAS,
     FULL_ATTENTION,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 from diffulex.checkpoint.auto_model import detect, load_model
-from diffulex.checkpoint.loader import load_weights
-from diffulex.distributed.shard import Shard
-from diffulex.errors import ConfigError
+from diffulex.checkpoint.loader import load_weights, slices_of
+from diffulex.checkpoint.tensor_files import find_tensors
+from diffulex.checkpoint.tensor_reader import TensorReader
+from diffulex.distributed.shard import ONE_RANK, ExpertShard, Shard, shard_range
+from diffulex.errors import CheckpointError
 from diffulex.nn.decoder import DecoderForDiffusionLM
 from fixtures.families import DENSE_FAMILIES, family_builder, family_config
-from fixtures.moe_families import moe_builder
+from fixtures.moe_families import MOE_FAMILIES, moe_builder, moe_config, stack_experts
 from fixtures.paged_batch import PagedRunner, Rows
 from fixtures.thread_comm import ThreadComm, run_ranks
 
@@ -96,8 +99,119 @@ def test_a_rank_reads_its_part_of_a_tied_table_once(tmp_path: Path) -> None:
     assert torch.equal(head, model.embedding.weight[start:])
 
 
-def test_routed_experts_are_whole(tmp_path: Path) -> None:
+# Routed experts.
+
+
+def assert_experts_agree(
+    directory: Path, shards: list[Shard], expected: list[torch.Tensor] | None = None
+) -> None:
+    name, spec, _ = detect(directory)
+    if expected is None:
+        expected = list(logits_of(load_model(name, spec, directory, torch.float32, "cpu")))
+
+    def work(comm: ThreadComm) -> tuple[torch.Tensor, ...]:
+        shard = shards[comm.rank]
+        model: Any = load_model(name, spec, directory, torch.float32, "cpu", shard=shard)
+        model.comm = comm
+        logits = logits_of(model)
+        if shard.size == 1:
+            return logits
+        widths = [part.stop - part.start for part in parts]
+        return tuple(comm.gather_columns(part, tuple(widths)) for part in logits)
+
+    parts = [shard_range(spec.vocab_size, shard) for shard in shards]
+    results = run_ranks(len(shards), work)
+    for result in results:
+        for actual, other in zip(result, expected, strict=True):
+            torch.testing.assert_close(actual, other, atol=1e-5, rtol=1e-5)
+        for actual, first in zip(result, results[0], strict=True):
+            assert torch.equal(actual, first)
+
+
+def cut(size: int, mode: str) -> list[Shard]:
+    return [Shard(rank, size, ExpertShard(rank, size, mode)) for rank in range(size)]
+
+
+@pytest.mark.parametrize("mode", ["width", "expert"])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_experts_within_a_group(tmp_path: Path, family: str, mode: str) -> None:
+    moe_builder(family, config=moe_config(family, moe_intermediate_size=48)).write(tmp_path)
+    assert_experts_agree(tmp_path, cut(2, mode))
+
+
+@pytest.mark.parametrize("layout", ["merged", "merged_weight", "gate_up"])
+@pytest.mark.parametrize("mode", ["width", "expert"])
+def test_stacked_experts(tmp_path: Path, layout: str, mode: str) -> None:
+    config = moe_config("sdar_moe", moe_intermediate_size=40)
+    moe_builder(
+        "sdar_moe",
+        config=config,
+        edit=lambda tensors: stack_experts(tensors, config["num_experts"], layout),
+    ).write(tmp_path)
+    assert_experts_agree(tmp_path, cut(2, mode))
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_uneven_experts_of_ranks_that_share_nothing_else(tmp_path: Path, family: str) -> None:
+    moe_builder(family, config=moe_config(family)).write(tmp_path)
+    shards = [Shard(0, 1, ExpertShard(rank, 3, "expert")) for rank in range(3)]
+    assert_experts_agree(tmp_path, shards)
+
+
+def test_which_experts_a_rank_has() -> None:
+    def numbers(size: int, is_interleaved: bool) -> list[list[int]]:
+        every = [ExpertShard(rank, size, "expert") for rank in range(size)]
+        return [list(one.experts(8, is_interleaved=is_interleaved)) for one in every]
+
+    assert numbers(3, is_interleaved=False) == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert numbers(3, is_interleaved=True) == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert list(ExpertShard(1, 3, "width").experts(8, is_interleaved=True)) == [*range(8)]
+    assert ExpertShard(1, 3, "width").width(512) == slice(128, 320)
+    assert ExpertShard(1, 3, "expert").width(512) == slice(0, 512)
+
+
+@pytest.mark.parametrize("mode", ["width", "expert"])
+def test_slices_of_all_ranks_cover_the_checkpoint(tmp_path: Path, mode: str) -> None:
+    moe_builder("llada2", config=moe_config("llada2", moe_intermediate_size=48)).write(tmp_path)
+    _, spec, _ = detect(tmp_path)
+    seen = {name: torch.zeros(stored.shape) for name, stored in find_tensors(tmp_path).items()}
+    for shard in cut(2, mode):
+        model = DecoderForDiffusionLM(spec, torch.float32, "meta", shard)
+        for name, part in slices_of(model, model.weight_table_for(seen.keys())).items():
+            for rows in part.rows:
+                into = seen[name][rows]
+                for columns in part.column_ranges or (slice(None),):
+                    (into[:, columns] if into.dim() > 1 else into).add_(1)
+    for name, count in seen.items():
+        assert bool((count >= 1).all()), name
+        if ".experts." in name:
+            assert bool((count == 1).all()), name
+
+
+def test_a_missing_expert_of_another_rank_is_found_out(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.7.up_proj.weight"
+    moe_builder("sdar_moe", edit=lambda tensors: tensors.pop(name)).write(tmp_path)
+    registered, spec, _ = detect(tmp_path)
+    with pytest.raises(CheckpointError, match=f"missing tensors: {re.escape(name)}"):
+        load_model(registered, spec, tmp_path, torch.float32, "cpu", shard=cut(2, "expert")[0])
+
+
+def test_a_rank_reads_its_experts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moe_builder("sdar_moe").write(tmp_path)
-    _, spec, _ = detect(tmp_path, "sdar_moe")
-    with pytest.raises(ConfigError, match=r"expected 1 for a model with routed experts, got 2"):
-        DecoderForDiffusionLM(spec, torch.float32, "meta", Shard(0, 2))
+    name, spec, _ = detect(tmp_path)
+    read: list[int] = []
+    pieces = TensorReader.pieces
+
+    def counting(self: Any, stored: Any, *arguments: Any) -> Any:
+        for rows, values in pieces(self, stored, *arguments):
+            if values.shape[-1:] == (24,):  # down projections of experts
+                read.append(values.numel())
+            yield rows, values
+
+    monkeypatch.setattr(TensorReader, "pieces", counting)
+    sizes = []
+    for shards in ([ONE_RANK], cut(2, "expert")):
+        read.clear()
+        load_model(name, spec, tmp_path, torch.float32, "cpu", shard=shards[0])
+        sizes.append(sum(read))
+    assert sizes[0] == 2 * sizes[1] > 0

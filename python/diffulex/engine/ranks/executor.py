@@ -53,10 +53,10 @@ def make_executor(config: Config, model_name: str) -> LocalExecutor:
     Raises:
         ConfigError: no rank can have a part of the model.
     """
-    size = config.parallel.tensor_parallel_size
-    if size == 1:
+    sizes = Sizes.of_engine(config.parallel)
+    if sizes.world == 1:
         return LocalExecutor()
-    check_model_class(model_name, AutoModelForDiffusionLM.get(model_name), Sizes(size))
+    check_model_class(model_name, AutoModelForDiffusionLM.get(model_name), sizes)
     return GroupExecutor(ProcessFollowers(config, model_name))
 
 
@@ -102,12 +102,13 @@ class ProcessFollowers:
     """Processes, which load their parts of the checkpoint from the moment this is made."""
 
     def __init__(self, config: Config, model_name: str) -> None:
-        parallel, size = config.parallel, config.parallel.tensor_parallel_size
+        parallel, sizes = config.parallel, Sizes.of_engine(config.parallel)
+        size = sizes.world
         self._timeout_s = float(parallel.distributed_timeout_seconds)
         self._limit = f"{self._timeout_s:g} s (distributed_timeout_seconds)"
         self._collective_s = parallel.collective_timeout_seconds
         self._comm: GlooComm | None = None
-        environment = replica_environment(Sizes(size))
+        environment = replica_environment(sizes)
         self._group = WorkerGroup(_TARGET, size, config.model.device, environment)
         logs = log_settings()
         self._group.send_each([(rank, logs) for rank in range(1, size)])
@@ -295,8 +296,8 @@ class GroupExecutor(LocalExecutor):
 
     def _refuse(self, name: str) -> NoReturn:
         """The other ranks would have to do it as well, which they are not told yet."""
-        size = self.runner.config.parallel.tensor_parallel_size
-        raise ConfigError(f"{name}: expected tensor_parallel_size 1, got {size}")
+        sizes = Sizes.of_engine(self.runner.config.parallel)
+        raise ConfigError(f"{name}: expected {sizes.limiting_key} 1, got {sizes.world}")
 
     def close(self) -> None:
         try:

@@ -16,6 +16,7 @@ from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any
 
 from diffulex.distributed.child_process import error_parts, read_forever
+from diffulex.distributed.layout import Sizes
 from diffulex.log import configure, name_process
 
 if TYPE_CHECKING:
@@ -81,15 +82,18 @@ class _Worker:
         from diffulex.distributed.gloo_comm import GlooComm  # noqa: PLC0415 (slow to import)
         from diffulex.engine.ranks.follower import Follower  # noqa: PLC0415
         from diffulex.engine.startup import import_workers, load_weights  # noqa: PLC0415
+        from diffulex.quantization.stored import read_stored  # noqa: PLC0415
 
         config, model_name, rank = self._next("load")
         import_workers(config.parallel.worker_imports)
-        model = load_weights(config, model_name, show_progress=False, rank=rank)
+        # `quantization` none has values of a checkpoint in low precision like any others.
+        stored = read_stored(config.model.model_dir)
+        model = load_weights(config, model_name, show_progress=False, rank=rank, stored=stored)
         self._reply("loaded")
         parallel = config.parallel
         (port,) = self._next("connect")
         limits = parallel.distributed_timeout_seconds, parallel.collective_timeout_seconds
-        comm = GlooComm(rank, parallel.tensor_parallel_size, port, *limits)
+        comm = GlooComm(rank, Sizes.of_engine(parallel).world, port, *limits)
         follower = Follower(config, model, comm)
         del model  # the follower has it
         self._serve(follower)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffulex.errors import CheckpointError
@@ -17,6 +17,8 @@ from diffulex.log import get_logger
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from typing_extensions import Self
 
 __all__ = ["GEMMA_NAMES", "DiffusionGemmaSpec", "GemmaLayer", "GemmaRotary", "read_gemma_spec"]
 
@@ -82,6 +84,20 @@ class DiffusionGemmaSpec(ModelSpec):
     sliding_window: int = 0
     sliding_rotary: GemmaRotary = _NO_ROTARY
     full_rotary: GemmaRotary = _NO_ROTARY
+
+    def per_rank(self, num_ranks: int) -> Self:
+        if num_ranks == 1:
+            return self
+        layers = tuple(
+            replace(layer, num_kv_heads=max(1, layer.num_kv_heads // num_ranks))
+            for layer in self.layers
+        )
+        # A dataclass with slots is another class than the one that `super()` would find.
+        return replace(ModelSpec.per_rank(self, num_ranks), layers=layers)
+
+    @property
+    def has_dense_blocks(self) -> bool:
+        return True  # beside the experts of every layer
 
     @property
     def kv_layers(self) -> tuple[tuple[int, int], ...]:

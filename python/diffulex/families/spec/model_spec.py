@@ -93,6 +93,11 @@ class ModelSpec:
         return tuple((self.num_q_heads, heads, head_dim) for heads, head_dim in shapes)
 
     @property
+    def has_dense_blocks(self) -> bool:
+        """Whether a layer has a feed-forward block of `intermediate_size`."""
+        return self.moe is None or len(self.moe.layers) < self.num_layers
+
+    @property
     def rotary_columns(self) -> int:
         """Float32 entries per position of the rotary tables."""
         return self.rotary_dim

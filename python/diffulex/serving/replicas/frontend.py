@@ -142,7 +142,7 @@ class ReplicaFrontend:
             values = [other[name] for other in known if name in other]
             if values:
                 merged[name] = min(values)
-        count, ranks = len(self.managers), int(info.get("tensor_parallel_size", 1))
+        count, ranks = len(self.managers), int(info.get("world_size", 1))
         merged["max_num_reqs"] = sum(int(other.get("max_num_reqs", 0)) for other in known)
         merged |= {"data_parallel_size": count, "world_size": count * ranks}
         self.info = merged

@@ -54,7 +54,10 @@ def router_stats(frontend: ReplicaFrontend) -> dict[str, dict[str, Any]]:
     """Gauges and counters of the router, of restarts and of retries."""
     router, count = frontend.router, len(frontend.managers)
     states = [*(state.value for state in ServerState)]
-    sizes = {"tp": str(frontend.info.get("tensor_parallel_size", 1)), "dp": str(count), "ep": "1"}
+    tensor, expert = (
+        str(frontend.info.get(f"{name}_parallel_size", 1)) for name in ("tensor", "expert")
+    )
+    sizes = {"tp": tensor, "dp": str(count), "ep": expert}
     sent = _by_replica(router.num_sent(index) for index in range(count))
     for item in sent:
         item["labels"]["policy"] = router.policy

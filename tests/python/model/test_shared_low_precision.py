@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in low precision on several ranks: parts of stored codes, and parts that are quantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffulex.checkpoint.auto_model import detect, load_model, random_model
+from diffulex.distributed.shard import ONE_RANK, ExpertShard, Shard
+from diffulex.errors import CheckpointError
+from diffulex.nn.linear import pack_weights
+from diffulex.quantization.layers import ModelQuantizer, StoredQuantizer
+from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
+from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
+from fixtures.checkpoints import CheckpointBuilder, tiny_config
+from fixtures.moe_families import moe_builder, moe_config
+from fixtures.quantized import EXPERT_FORMATS, FORMATS, rows_by_product
+
+FP32 = torch.float32
+#: Two ranks have blocks of 128 rows and columns of every matrix.
+CONFIG = tiny_config(
+    hidden_size=256,
+    intermediate_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=64,
+    num_hidden_layers=1,
+)
+#: Formats whose scales or columns no two ranks can share.
+UNCUT = {
+    "ct_int4_row": "expected a multiple of 256 columns on each of several ranks",
+    "gptq_desc_act": r"_proj\.g_idx: expected columns in order, which several ranks can share",
+}
+PARTS = {
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.o": ("self_attn.o_proj",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
+
+
+def load(directory: Path, shard: Shard, quantizer: Any = None) -> Any:
+    name, spec, info = detect(directory)
+    if quantizer is None:
+        assert info.stored is not None
+        quantizer = StoredQuantizer(info.stored, directory)
+    model = load_model(name, spec, directory, FP32, "cpu", quantizer=quantizer, shard=shard)
+    pack_weights(model)
+    return model
+
+
+def cut(model: Any, values: dict[str, torch.Tensor], names: tuple[str, ...]) -> torch.Tensor:
+    """The rows that a rank has of some matrices, one after another."""
+    slices, found = model.weight_slices(), []
+    for name in names:
+        key = f"model.layers.0.{name}.weight"
+        part = slices[key]
+        found.append(part.cut(torch.cat([values[key][rows] for rows in part.rows])))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_ranks_have_parts_of_the_stored_codes(tmp_path: Path, name: str) -> None:
+    CheckpointBuilder(CONFIG).write(tmp_path)
+    meant = FORMATS[name].write(tmp_path)
+    if name in UNCUT:
+        with pytest.raises(CheckpointError, match=UNCUT[name]):
+            load(tmp_path, Shard(0, 2))
+        return
+    for rank in range(2):
+        model = load(tmp_path, Shard(rank, 2))
+        for path, names in PARTS.items():
+            held = model.layers[0].get_submodule(path).format
+            assert isinstance(held, QuantizedWeight)
+            expected = cut(model, meant, names)
+            assert expected.numel() < sum(
+                meant[f"model.layers.0.{n}.weight"].numel() for n in names
+            )
+            assert torch.allclose(rows_by_product(held), expected, rtol=2e-6, atol=0), path
+
+
+def test_parts_that_split_a_block_are_refused_by_name(tmp_path: Path) -> None:
+    CheckpointBuilder({**CONFIG, "intermediate_size": 192}).write(tmp_path)
+    FORMATS["fp8_block"].write(tmp_path)
+    text = (
+        r"checkpoint: model\.layers\.0\.mlp\.\w+_proj\.weight: expected a multiple of 128 (rows|columns)"
+        r" on each of several ranks, for whole groups with one scale, got 0:96"
+    )
+    with pytest.raises(CheckpointError, match=text):
+        load(tmp_path, Shard(0, 2))
+    load(tmp_path, ONE_RANK)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_parts_are_quantised_like_the_whole(tmp_path: Path, scheme: str) -> None:
+    """By rows they are the same codes; columns have scales of their own where a scale is a row's."""
+    values = CheckpointBuilder(CONFIG).write(tmp_path)
+    whole = load(tmp_path, ONE_RANK, ModelQuantizer(QuantizationPlan(scheme)))
+    for rank in range(2):
+        model = load(tmp_path, Shard(rank, 2), ModelQuantizer(QuantizationPlan(scheme)))
+        for path, names in PARTS.items():
+            found = rows_by_product(model.layers[0].get_submodule(path).format)
+            exact = cut(model, values, names)
+            rounding = 0.08 if scheme != "int4" else 0.25
+            assert (found - exact).abs().max() <= rounding * exact.abs().max()
+            if path in ("attention.qkv", "mlp.gate_up"):
+                all_rows = rows_by_product(whole.layers[0].get_submodule(path).format)
+                start, table = 0, {}
+                for name in names:
+                    key = f"model.layers.0.{name}.weight"
+                    table[key] = all_rows[start : start + values[key].size(0)]
+                    start += values[key].size(0)
+                assert torch.equal(found, cut(model, table, names)), path
+
+
+@pytest.mark.parametrize("mode", ["expert", "width"])
+@pytest.mark.parametrize("name", EXPERT_FORMATS)
+def test_experts_in_low_precision(tmp_path: Path, name: str, mode: str) -> None:
+    config = moe_config("llada2", moe_intermediate_size=256, hidden_size=128)
+    if name == "f5":
+        pytest.skip("one tensor for all experts is written by another builder")
+    moe_builder("llada2", config=config).write(tmp_path)
+    meant = EXPERT_FORMATS[name].write(tmp_path)
+    model = load(tmp_path, Shard(1, 2, ExpertShard(1, 2, mode)))
+    layer = model.layers[1].mlp
+    assert isinstance(layer.matrices, QuantizedExperts)
+    assert len(layer.matrices.w13) == (8 if mode == "expert" else 16)
+    number = 3 if mode == "expert" else 1  # of a router with groups every second one
+    prefix = f"model.layers.1.mlp.experts.{number}."
+    rows = slice(0, 256) if mode == "expert" else slice(128, 256)
+    gate, up, down = (meant[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down"))
+    found = rows_by_product(layer.matrices.w13[1])
+    assert torch.allclose(found, torch.cat([gate[rows], up[rows]]), rtol=2e-6, atol=0)
+    found = rows_by_product(layer.matrices.w2[1])
+    assert torch.allclose(found, down[:, rows], rtol=2e-6, atol=0)
+
+
+def test_random_weights_are_quantised_on_every_rank(tmp_path: Path) -> None:
+    CheckpointBuilder(CONFIG).write(tmp_path)
+    name, spec, _ = detect(tmp_path)
+    quantizer = ModelQuantizer(QuantizationPlan("int8"))
+    model: Any = random_model(name, spec, FP32, "cpu", quantizer=quantizer, shard=Shard(1, 2))
+    assert isinstance(model.layers[0].mlp.down.format, QuantizedWeight)
