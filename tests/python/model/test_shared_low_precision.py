@@ -33,6 +33,7 @@ CONFIG = tiny_config(
 #: Formats whose scales or columns no two ranks can share.
 UNCUT = {
     "ct_int4_row": "expected a multiple of 256 columns on each of several ranks",
+    "gptq_v2_rows": "expected a multiple of 256 columns on each of several ranks",
     "gptq_desc_act": r"_proj\.g_idx: expected columns in order, which several ranks can share",
 }
 PARTS = {
