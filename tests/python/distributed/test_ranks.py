@@ -222,3 +222,25 @@ def test_worker_that_cannot_load_its_weights(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(CheckpointError, match=r"^rank 1: checkpoint: injected$"):
         Diffulex("demo", tensor_parallel_size=2, worker_imports=["fixtures.rank_faults"], **LIMITS)
     assert children() <= before
+
+
+def test_worker_that_is_killed_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAULT, "load-kill 1 0")
+    before = children()
+    with pytest.raises(EngineDeadError, match=r"^rank 1 \(pid \d+, cpu\) was killed by SIGKILL"):
+        Diffulex("demo", tensor_parallel_size=2, worker_imports=["fixtures.rank_faults"], **LIMITS)
+    assert children() <= before
+
+
+def test_processes_that_share_experts_alone() -> None:
+    zoo = Path(__file__).resolve().parents[3] / "examples" / "zoo" / "edit_llada2"
+    limits = {**LIMITS, "expert_parallel_size": 2}
+    with Diffulex(str(zoo), check_ranks=True, **limits) as engine:
+        workers = pids(engine)
+        assert len(workers) == 1
+        shared = engine.generate([PROMPT], GREEDY, summary=False)[0].token_ids
+        with pytest.raises(ConfigError, match="score: expected expert_parallel_size 1, got 2"):
+            engine.score([PROMPT], [(4, 8)])
+    with Diffulex(str(zoo), **LIMITS) as engine:
+        assert engine.generate([PROMPT], GREEDY, summary=False)[0].token_ids == shared
+    assert not any(map(is_there, workers))
