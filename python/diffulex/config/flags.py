@@ -431,8 +431,14 @@ def add_engine_flags(
             _add_flag(groups[key.section], key, kind)
 
 
+#: Further names of flags, which other servers have.
+_ALIASES = {"distributed_executor": "--distributed-executor-backend"}
+
+
 def _add_flag(group: argparse._ArgumentGroup, key: ConfigKey, kind: str) -> None:
-    flag = "--" + key.name.replace("_", "-")
+    flags = ["--" + key.name.replace("_", "-")]
+    if key.name in _ALIASES:
+        flags.append(_ALIASES[key.name])
     # A percent sign in a help text would be read as a format.
     legal = "" if kind == "bool" or key.legal == "any" else f"{key.legal}; "
     text = f"{help_text(key)} [{legal}default {_shown(key.default)}]".replace("%", "%%")
@@ -440,10 +446,12 @@ def _add_flag(group: argparse._ArgumentGroup, key: ConfigKey, kind: str) -> None
     common: dict[str, Any] = {"dest": key.name, "default": argparse.SUPPRESS}
     if kind != "bool":
         metavar = kind.upper()
-        action = group.add_argument(flag, type=_TYPES[kind], metavar=metavar, help=shown, **common)
+        action = group.add_argument(
+            *flags, type=_TYPES[kind], metavar=metavar, help=shown, **common
+        )
     else:
         switch = argparse.BooleanOptionalAction
-        action = group.add_argument(flag, action=switch, help=shown, **common)
+        action = group.add_argument(*flags, action=switch, help=shown, **common)
     action.short_help = help_text(key).replace("%", "%%")  # type: ignore[attr-defined]
 
 
@@ -451,6 +459,22 @@ def _shown(value: object) -> str:
     if value is None or value == ():
         return "unset"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+#: Kinds that `read_value` knows.
+READABLE_KINDS = ("bool", *_TYPES)
+
+
+def read_value(name: str, kind: str, text: str) -> Any:
+    """The value of a key from a text, as its flag reads it.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return boolean(text) if kind == "bool" else _TYPES[kind](text)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{name}: {error}") from None
 
 
 def engine_kwargs(

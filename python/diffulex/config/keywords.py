@@ -84,6 +84,9 @@ class EngineKeywords(TypedDict, total=False):
     moe_parallel_mode: str
     device_start: int
     device_ids: int | Sequence[int]
+    distributed_executor: str
+    ray_address: str
+    ray_placement_timeout: int
     distributed_timeout_seconds: int
     collective_timeout_seconds: int
     check_ranks: bool

@@ -263,6 +263,11 @@ class Resolver:
                 f" data_parallel_size {sizes.data}, got {sizes.expert}: experts are not spread over"
                 " replicas yet"
             )
+        is_of_cluster = values["distributed_executor"] == "ray"
+        if is_of_cluster:
+            self._check_cluster()
+            if not num_devices:  # nothing of the engine is in this process
+                wanted = "cpu"
         if sizes.world > 1:
             layout.check_device_name(values["device"], sizes)
         if wanted == "cpu":
@@ -272,7 +277,7 @@ class Resolver:
                 )
             values["device"] = "cpu"
             return
-        if num_devices and sizes.world > 1:
+        if num_devices and sizes.world > 1 and not is_of_cluster:
             listed, start = values["device_ids"], values["device_start"]
             layout.rank_devices(sizes, listed, start, num_devices)
         listed = values["device_ids"]
@@ -293,6 +298,19 @@ class Resolver:
                 f" devices), got cuda:{index}"
             )
         values["device"] = f"cuda:{index}"
+
+    def _check_cluster(self) -> None:
+        """The cluster chooses the devices."""
+        values, given = self._partial.values, ", with distributed_executor ray, which chooses them"
+        for name, expected, is_refused in (
+            ("device_ids", "an empty list", bool(values["device_ids"])),
+            ("device_start", "0", values["device_start"] != 0),
+            ("device", "auto, cpu or cuda", ":" in values["device"]),
+        ):
+            if is_refused:
+                value = values[name]
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ConfigError(f"{name}: expected {expected}{given}, got {shown!r}")
 
     def _resolve_ids(self) -> None:
         values, facts, spec = self._partial.values, self._partial.facts, self._partial.facts.spec

@@ -345,6 +345,19 @@ class ParallelConfig:
     )
     device_start: int = _key("int", 0, _at_least(0), "First CUDA device.")
     device_ids: tuple[int, ...] = _key("ids", (), _IDS, "CUDA devices; empty: all visible.")
+    distributed_executor: str = _key(
+        "str",
+        "auto",
+        _one_of("auto", "mp", "ray"),
+        "Where the processes of replicas and ranks are: on this host (`auto`, `mp`), or where a Ray"
+        " cluster has room for them (`ray`).",
+    )
+    ray_address: str = _key(
+        "str", "auto", _ANY, "The Ray cluster: `auto`, `local` to start one, or its address."
+    )
+    ray_placement_timeout: int = _key(
+        "int", 120, _above(0), "Seconds in which the Ray cluster must have room for all ranks."
+    )
     distributed_timeout_seconds: int = _key(
         "int", 600, _above(0), "Longest time in which a process that is started loads its weights."
     )
@@ -362,6 +375,11 @@ class ParallelConfig:
         ),
         "Modules that every process imports first: those that register models, samplers or strategies.",
     )
+
+    @property
+    def is_of_cluster(self) -> bool:
+        """A cluster starts the processes of the engine, which is not in this one."""
+        return self.distributed_executor == "ray"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,10 @@ class SharedArenas:
         #: uint8 [num_bytes] each; they keep the memory.
         self.tensors = [whole[step * index :][:num_bytes] for index in range(count)]
 
+    def fill(self, index: int, content: memoryview) -> None:
+        """Puts these bytes at the beginning of an arena."""
+        self.tensors[index].numpy()[: len(content)] = content
+
     @staticmethod
     def create(num_bytes: int, count: int) -> int:
         """A file for arenas of this size; the number under which this process has it."""

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections import deque
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 from diffulex import errors
 from diffulex.errors import DiffulexError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChildProcess",
+    "Process",
     "describe_exit",
     "error_parts",
     "read_forever",
@@ -96,6 +97,20 @@ def describe_exit(exitcode: int | None) -> str:
     return f"ended with exit code {exitcode}"
 
 
+class Process(Protocol):
+    """What is asked of a process; those of `subprocess.Popen` explain each."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
 class ChildProcess:
     """A process that runs `target(connection, parent_pid)`.
 
@@ -109,12 +124,13 @@ class ChildProcess:
     def __init__(self, target: str, label: str, environment: Mapping[str, str]) -> None:
         self.connection: Connection[Any, Any]
         self.connection, child_end = multiprocessing.Pipe()
+        self.process: Process
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._label = label
         handle = child_end.fileno()
         try:
             with _interrupt_blocked():
-                self.process = subprocess.Popen(
+                process = subprocess.Popen(
                     [sys.executable, "-c", _BOOT, str(handle)],
                     pass_fds=(handle,),
                     stdin=subprocess.DEVNULL,
@@ -126,7 +142,10 @@ class ChildProcess:
         finally:
             # With this end open here, the child's death would not close the pipe.
             child_end.close()
-        self._reader = threading.Thread(target=self._read_lines, name=label, daemon=True)
+        self.process = process
+        self._reader = threading.Thread(
+            target=self._read_lines, args=(process.stderr,), name=label, daemon=True
+        )
         self._reader.start()
         with contextlib.suppress(OSError):  # gone already, which whoever reads will find
             self.connection.send((sys.path, dict(environment), target, os.getpid()))
@@ -136,9 +155,8 @@ class ChildProcess:
         """Its process id."""
         return self.process.pid
 
-    def _read_lines(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as lines:
+    def _read_lines(self, lines: IO[bytes]) -> None:
+        with lines:
             for line in lines:
                 text = line.decode(errors="replace").rstrip()
                 self.last_lines.append(text)
@@ -168,6 +186,10 @@ class ChildProcess:
         """Ends it: waits, then SIGTERM, then SIGKILL. Idempotent."""
         stop_all([self], grace_s)
 
+    def release(self) -> None:
+        """Gives back what is kept for it here, once it has ended. Idempotent."""
+        self.connection.close()
+
 
 def stop_all(children: Sequence[ChildProcess], grace_s: float = _STOP_S) -> None:
     """Ends all of them together: waits, then SIGTERM, then SIGKILL. Idempotent.
@@ -182,7 +204,7 @@ def stop_all(children: Sequence[ChildProcess], grace_s: float = _STOP_S) -> None
                 child.process.send_signal(signalled)
         _drain_until_ended(running, time.monotonic() + seconds)
     for child in children:
-        child.connection.close()
+        child.release()
 
 
 def _drain_until_ended(children: Sequence[ChildProcess], end: float) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 from diffulex.distributed.comm import Norm
+from diffulex.distributed.layout import LOOPBACK
 from diffulex.errors import DiffulexError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ __all__ = ["GlooComm", "PeerError", "make_store"]
 
 #: Much of it is not declared.
 dist: Any = distributed
-_HOST = "127.0.0.1"
 #: Where waiting has no limit.
 _NO_LIMIT_S = 10 * 365 * 86400
 
@@ -31,9 +31,9 @@ class PeerError(DiffulexError, RuntimeError):
     """Another rank did not take part in an exchange: it is gone, or stuck."""
 
 
-def make_store(size: int) -> Any:
+def make_store(size: int, host: str = LOOPBACK) -> Any:
     """The place where ranks find each other, at a free port; it is there as long as the first rank."""
-    return dist.TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False)
+    return dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
 
 
 class GlooComm:
@@ -43,24 +43,31 @@ class GlooComm:
     Args:
         rank: of this process.
         size: ranks there are.
-        store: of `make_store`, or the port of the first rank's.
+        store: of `make_store`, or host and port of the first rank's.
         connect_s: longest time until all ranks are there.
         timeout_s: longest wait of an exchange for the other ranks; 0: without limit.
+        host: the address of this process for the other ranks.
 
     Raises:
         RuntimeError: the others are not there in time.
     """
 
     def __init__(
-        self, rank: int, size: int, store: Any, connect_s: float, timeout_s: float
+        self,
+        rank: int,
+        size: int,
+        store: Any,
+        connect_s: float,
+        timeout_s: float,
+        host: str = LOOPBACK,
     ) -> None:
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
-        if isinstance(store, int):
+        if isinstance(store, tuple):
             limit = datetime.timedelta(seconds=connect_s)
-            store = dist.TCPStore(_HOST, store, size, is_master=False, timeout=limit)
+            store = dist.TCPStore(*store, size, is_master=False, timeout=limit)
         options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = datetime.timedelta(seconds=timeout_s or _NO_LIMIT_S)
         self._store = store
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)

@@ -20,6 +20,7 @@ from multiprocessing.reduction import ForkingPickler, send_handle
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from diffulex.distributed.child_process import ChildProcess, start_error, stop_all
+from diffulex.distributed.start import rank_starter
 from diffulex.errors import DiffulexError, EngineDeadError
 from diffulex.log import get_logger, lead_ranks
 
@@ -145,10 +146,12 @@ class WorkerGroup:
 
     def __init__(self, target: str, size: int, device: str, environment: Mapping[str, str]) -> None:
         children: list[ChildProcess] = []
+        starter = rank_starter()
+        #: As in `RankStarter`.
+        self.host, self.shares_memory = starter.host, starter.shares_memory
         try:
             for rank in range(1, size):
-                child = ChildProcess(target, f"rank {rank}", environment)
-                children.append(child)
+                children.append(starter.start(target, rank, environment))  # noqa: PERF401 (ended below)
         except BaseException:
             stop_all(children, 0.0)
             raise

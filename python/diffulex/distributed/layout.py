@@ -13,6 +13,7 @@ from diffulex.env import get_text
 from diffulex.errors import ConfigError
 
 __all__ = [
+    "LOOPBACK",
     "Layout",
     "Sizes",
     "check_device_name",
@@ -22,6 +23,15 @@ __all__ = [
     "replica_environment",
     "replica_settings",
 ]
+
+
+#: The address of this host for itself.
+LOOPBACK = "127.0.0.1"
+#: Settings that a replica does not have: how many there are, and where.
+_OF_ALL_REPLICAS = (
+    *("data_parallel_size", "data_parallel_policy", "device_ids", "device_start"),
+    *("distributed_executor", "ray_address", "ray_placement_timeout"),
+)
 
 
 class Layout(Enum):
@@ -176,8 +186,7 @@ def replica_settings(settings: Mapping[str, Any], devices: Sequence[int]) -> dic
         settings: keys of the configuration.
         devices: its CUDA devices; empty: it has none.
     """
-    dropped = ("data_parallel_size", "data_parallel_policy", "device_ids", "device_start")
-    own = {name: value for name, value in settings.items() if name not in dropped}
+    own = {name: value for name, value in settings.items() if name not in _OF_ALL_REPLICAS}
     if devices:
         own["device_ids"] = tuple(devices)
     return own

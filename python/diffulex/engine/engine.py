@@ -111,7 +111,8 @@ class Diffulex(LiveControls, Observed):
         import_workers(options.given.get("worker_imports", ()))
         facts = read_facts(options)
         config = Config.of(options, facts)
-        if config.parallel.data_parallel_size > 1:
+        parallel = config.parallel
+        if parallel.data_parallel_size > 1 or parallel.is_of_cluster:
             self._assemble_replicas(config, options, facts.tokenizer)
             return
         executor = self._executor = make_executor(
@@ -184,7 +185,7 @@ class Diffulex(LiveControls, Observed):
         loop = ReplicaLoop(config, options, tokenizer)
         self._loop = cast("StepLoop", loop)  # what this class asks of one
         self.config, self.warm_up_s = loop.config, loop.warm_up_s
-        refuse_others(self, config.parallel.data_parallel_size)
+        refuse_others(self, config.parallel)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from diffulex.errors import CheckpointError, DiffulexError
 from diffulex.log import get_logger, name_process
 from diffulex.server.loopback import is_loopback
-from diffulex.server.replicas.settings import num_replicas
+from diffulex.server.replicas.settings import has_replicas
 from diffulex.serving.backend_process import BackendProcess
 from diffulex.serving.frontend import FrontendLimits, FrontendManager
 from diffulex.serving.supervisor import Supervisor
@@ -31,14 +31,20 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from diffulex.server.args import ServerArgs
+    from diffulex.serving.replicas.frontend import ReplicaFrontend
 
 __all__ = [
     "default_ipc_addr",
     "in_process_frontend",
+    "ipc_directory",
+    "limits_of",
+    "load_tokenizer",
     "main",
+    "replica_frontend",
     "resolve_zmq_addrs",
     "serve",
     "start_backend",
+    "worker_settings",
 ]
 
 logger = get_logger(__name__)
@@ -57,7 +63,7 @@ class _StartupError(RuntimeError):
 # Addresses.
 
 
-def _ipc_directory() -> Path:
+def ipc_directory() -> Path:
     """A directory only this user can enter, with a path short enough for sockets."""
     candidates = [Path(tempfile.gettempdir()), Path("/dev/shm"), Path("/tmp")]
     for parent in candidates:
@@ -96,13 +102,16 @@ def _backend(
     socket_directory: Path | None = None,
 ) -> BackendProcess:
     return BackendProcess(
-        *(args.model, _worker_kwargs(args, engine_factory), command_addr, event_addr),
+        *(args.model, worker_settings(args, engine_factory), command_addr, event_addr),
         engine_factory=engine_factory,
         socket_directory=socket_directory,
     )
 
 
-def _worker_kwargs(args: ServerArgs, engine_factory: Callable[..., Any] | None) -> dict[str, Any]:
+def worker_settings(
+    args: ServerArgs, engine_factory: Callable[..., Any] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of what makes the engine of a backend."""
     kwargs = dict(args.engine_kwargs())
     if engine_factory is None:
         kwargs["detokenize_snapshots"] = False  # the frontend has a tokenizer as well
@@ -150,7 +159,8 @@ def _chat_template(args: ServerArgs) -> str | None:
         raise _StartupError(f"--chat-template: cannot read {given}: {error}") from error
 
 
-def _load_tokenizer(args: ServerArgs) -> Any:
+def load_tokenizer(args: ServerArgs) -> Any:
+    """The tokenizer of a server; RuntimeError where its chat template cannot be used."""
     from diffulex.checkpoint.resolve import resolve_model  # noqa: PLC0415
     from diffulex.checkpoint.tokenizer import Tokenizer  # noqa: PLC0415 (at run time only)
 
@@ -201,7 +211,8 @@ def _url(args: ServerArgs, listener: socket.socket) -> str:
     return f"{scheme}://{host}:{listener.getsockname()[1]}"
 
 
-def _limits(args: ServerArgs) -> FrontendLimits:
+def limits_of(args: ServerArgs) -> FrontendLimits:
+    """Backpressure of a server."""
     return FrontendLimits(
         max_queue_size=args.max_queue_size,
         max_queued_tokens=args.max_queued_tokens,
@@ -265,16 +276,16 @@ def _serve(args: ServerArgs, engine_factory: Any, stack: ExitStack) -> int:
     # Uvicorn replaces the handler for its time only. Before and after it, too, what is on disk is
     # removed and the backend ended.
     stack.enter_context(_terminated_as_interrupt())
-    tokenizer = _load_tokenizer(args)
+    tokenizer = load_tokenizer(args)
     listener = stack.enter_context(_listen(args))
     if args.uds:
         stack.callback(Path(args.uds).unlink, missing_ok=True)
     url, model_id = _url(args, listener), _model_id(args)
     if args.inproc:
         return _serve_in_process(args, listener, tokenizer, url, start, engine_factory)
-    directory = _ipc_directory()
+    directory = ipc_directory()
     stack.callback(shutil.rmtree, directory, ignore_errors=True)
-    if num_replicas(args) > 1:
+    if has_replicas(args):
         name_process("router")
         stack.callback(name_process, "")
         return _serve_replicas(args, listener, tokenizer, url, directory, engine_factory, stack)
@@ -284,7 +295,7 @@ def _serve(args: ServerArgs, engine_factory: Any, stack: ExitStack) -> int:
         command_addr=command_addr,
         event_addr=event_addr,
         tokenizer=tokenizer,
-        limits=_limits(args),
+        limits=limits_of(args),
         step_timeout_s=args.step_timeout,
     )
     stack.callback(frontend.send_backend.stop)
@@ -331,12 +342,9 @@ def _serve_replicas(
     from diffulex.server.replicas import launch as replicas  # noqa: PLC0415
 
     model_id, start = _model_id(args), time.monotonic()
-    frontend = replicas.make_replica_frontend(
-        *(args, lambda name: default_ipc_addr(args, name, directory), stack, _limits(args)),
-        model_id=model_id,
-        tokenizer=tokenizer,
-        step_timeout_s=args.step_timeout,
-    )
+    settings = worker_settings(args, engine_factory)
+    cluster = replicas.joined_cluster(settings)
+    frontend = replica_frontend(args, tokenizer, directory, cluster, stack)
     server = HttpServer(create_app(frontend, args=args), args, listener, frontend)
 
     def on_ready(info: Mapping[str, Any]) -> None:
@@ -346,9 +354,8 @@ def _serve_replicas(
         line = _ready_line(url, model_id, info, start)
         server.announce(line + " replicas={} tp={}".format(*sizes))
 
-    settings = _worker_kwargs(args, engine_factory)
-    options = args, frontend, server, settings, engine_factory, directory
-    server.supervisor = group = replicas.make_replica_group(*options, on_ready)
+    options = args, frontend, settings, engine_factory, directory, on_ready, server.fail, cluster
+    server.supervisor = group = replicas.make_replica_group(*options)
     stack.callback(group.stop_backends, _STOP_GRACE_S)
     group.start_backends()
     if args.early_bind:
@@ -356,6 +363,33 @@ def _serve_replicas(
     else:
         group.wait_ready()
     return server.run()
+
+
+def replica_frontend(
+    args: ServerArgs, tokenizer: Any, directory: Path, cluster: Any, stack: ExitStack
+) -> ReplicaFrontend:
+    """The frontend over all backends.
+
+    Args:
+        args: the command line.
+        tokenizer: of the model.
+        directory: for sockets of this host.
+        cluster: where the backends are, see `joined_cluster`; None: on this host.
+        stack: closes the sockets.
+    """
+    from diffulex.server.replicas import launch as replicas  # noqa: PLC0415
+
+    def address(name: str) -> Any:
+        if cluster is not None:
+            return cluster.new_address()
+        return default_ipc_addr(args, name, directory)
+
+    return replicas.make_replica_frontend(
+        *(args, address, stack, limits_of(args)),
+        model_id=_model_id(args),
+        tokenizer=tokenizer,
+        step_timeout_s=args.step_timeout,
+    )
 
 
 def _stop_backend(supervisor: Supervisor) -> None:
@@ -406,7 +440,7 @@ def in_process_frontend(
     from diffulex.serving.inproc import InprocBackend  # noqa: PLC0415
     from diffulex.serving.inproc_frontend import InprocFrontend  # noqa: PLC0415
 
-    reader = _load_tokenizer(args) if tokenizer is None else tokenizer
+    reader = load_tokenizer(args) if tokenizer is None else tokenizer
 
     def ready(info: Mapping[str, Any]) -> None:
         if info.get("mask_token_id") is not None:
@@ -415,11 +449,11 @@ def in_process_frontend(
 
     return InprocFrontend(
         InprocBackend(
-            args.model, _worker_kwargs(args, engine_factory), engine_factory=engine_factory
+            args.model, worker_settings(args, engine_factory), engine_factory=engine_factory
         ),
         model_id=_model_id(args),
         tokenizer=reader,
-        limits=_limits(args),
+        limits=limits_of(args),
         step_timeout_s=args.step_timeout,
         on_ready=ready,
         on_dead=on_dead,

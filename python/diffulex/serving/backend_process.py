@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from diffulex.wire.codec import JobCodec
 
-__all__ = ["BackendProcess", "ReadyQueue", "describe_exit"]
+__all__ = ["BackendProcess", "ReadyQueue", "describe_exit", "report_info", "run_backend"]
 
 logger = get_logger(__name__)
 
@@ -54,7 +54,7 @@ class ReadyQueue:
             self._connection.send(report)
 
 
-def _run_backend(
+def run_backend(
     ready_queue: ReadyQueue,
     environment: Mapping[str, str] = MappingProxyType({}),
     label: str = LABEL,
@@ -103,7 +103,7 @@ class BackendProcess:
         self._reports, child_end = context.Pipe(duplex=False)
         self._child_end = child_end
         self.process = context.Process(
-            target=_run_backend,
+            target=run_backend,
             name=PROCESS_NAME,
             args=(ReadyQueue(child_end), dict(environment), label),
             kwargs={
@@ -152,7 +152,7 @@ class BackendProcess:
         wait([self._reports, self.process.sentinel], wait_s)
         if self._reports.poll():
             try:
-                return _info(self._reports.recv())
+                return report_info(self._reports.recv())
             except EOFError:
                 self.process.join(_JOIN_S)
         if not self.process.is_alive():
@@ -177,8 +177,8 @@ class BackendProcess:
         self._reports.close()
 
 
-def _info(report: Any) -> dict[str, Any]:
-    """The info of a report, in its present form or that of older workers."""
+def report_info(report: Any) -> dict[str, Any]:
+    """The info of a report, in its present form or that of older workers; RuntimeError for a failure."""
     if isinstance(report, str):
         return {}
     if report.get("error"):

@@ -10,7 +10,7 @@ import functools
 import importlib
 import queue
 import time
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from diffulex.log import get_logger
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "CurveKeys",
     "MessageDecodeError",
+    "SecureAddress",
     "ZmqAsyncPullQueue",
     "ZmqAsyncPushQueue",
     "ZmqPullQueue",
@@ -88,6 +90,53 @@ def unpack_message(packed: bytes) -> Any:
         ) from error
 
 
+class CurveKeys(NamedTuple):
+    """What the two ends of a socket encrypt by. Who does not know `bound_public` cannot connect.
+
+    Attributes:
+        bound_secret: of the end that is bound, which alone has it.
+        own_public: of the end that connects, like the secret.
+    """
+
+    bound_public: bytes
+    bound_secret: bytes | None
+    own_public: bytes
+    own_secret: bytes
+
+    @classmethod
+    def new(cls) -> CurveKeys:
+        """Keys that nobody has."""
+        zmq = _require("pyzmq", "zmq")
+        return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
+
+    def use(self, socket: Any, *, is_bound: bool) -> None:
+        """Encrypts what goes over a socket."""
+        if is_bound:
+            socket.curve_server = True
+            socket.curve_secretkey, socket.curve_publickey = self.bound_secret, self.bound_public
+        else:
+            socket.curve_serverkey = self.bound_public
+            socket.curve_secretkey, socket.curve_publickey = self.own_secret, self.own_public
+
+
+class SecureAddress(str):
+    """The address of a socket that other hosts reach, with the keys of both ends."""
+
+    keys: CurveKeys
+
+    def __new__(cls, address: str, keys: CurveKeys) -> SecureAddress:
+        self = super().__new__(cls, address)
+        self.keys = keys
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SecureAddress, (str(self), self.keys)
+
+    def of_peer(self) -> SecureAddress:
+        """What the end that connects is told."""
+        return SecureAddress(self, self.keys._replace(bound_secret=None))
+
+
 class _Queue(Generic[Item]):
     """A socket of one kind, and its context."""
 
@@ -105,9 +154,16 @@ class _Queue(Generic[Item]):
         # coalescing in the frontend and by the backend's check for orphanhood.
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
+        if isinstance(addr, SecureAddress):
+            addr.keys.use(self.socket, is_bound=create)
         try:
             if create:
                 self.socket.bind(addr)
+                if addr.endswith(":*"):  # any free port
+                    bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+                    self.addr = bound
+                    if isinstance(addr, SecureAddress):
+                        self.addr = SecureAddress(bound, addr.keys)
             else:
                 self.socket.connect(addr)
         except zmq.ZMQError as error:

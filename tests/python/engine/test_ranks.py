@@ -276,6 +276,6 @@ def options_of(directory: Path) -> tuple[Options, Any]:
 
 
 def test_header_of_a_step_is_a_small_message() -> None:
-    header = StepHeader(1, 2, True, False, True, False, 2**40, *range(8))
+    header = StepHeader(1, 2, True, False, True, False, 2**40, *range(9))
     assert StepHeader.unpack(header.pack()) == header
     assert len(header.pack()) <= 64

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import queue
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import pytest
 import zmq
 
 from diffulex.serving.zmq_queue import (
+    CurveKeys,
     MessageDecodeError,
+    SecureAddress,
     ZmqAsyncPullQueue,
     ZmqAsyncPushQueue,
     ZmqPullQueue,
@@ -55,6 +58,25 @@ def test_order_and_emptiness(addr):
     assert receiver.empty()
     sender.stop()
     receiver.stop()
+
+
+def test_a_secure_address_needs_its_keys():
+    """Any free port; the end that connects gets the keys but the secret of the other; others get nothing."""
+    receiver = pull(SecureAddress("tcp://127.0.0.1:*", CurveKeys.new()))
+    told = pickle.loads(pickle.dumps(receiver.addr.of_peer()))
+    assert told == receiver.addr
+    assert not told.endswith("*")
+    assert told.keys.bound_secret is None
+    strangers = [push(str(told)), push(SecureAddress(told, CurveKeys.new()))]
+    for stranger in strangers:
+        stranger.put(ServingAbort("stranger"))
+    with pytest.raises(queue.Empty):
+        receiver.get(0.5)
+    sender = push(told)
+    sender.put(ServingAbort("friend"))
+    assert receiver.get(TIMEOUT_S) == ServingAbort("friend")
+    for end in (sender, receiver, *strangers):
+        end.stop()
 
 
 def test_get_with_a_timeout(addr):

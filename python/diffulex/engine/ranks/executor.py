@@ -16,7 +16,7 @@ from diffulex.distributed.layout import Sizes, replica_environment
 from diffulex.distributed.legality import check_model_class
 from diffulex.engine.ranks.follower import decisions
 from diffulex.engine.ranks.step_header import StepHeader
-from diffulex.engine.ranks.worker import versions
+from diffulex.engine.ranks.worker import checkpoint_digest, versions
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger, log_settings
 from diffulex.registry import AutoModelForDiffusionLM
@@ -108,6 +108,9 @@ class ProcessFollowers:
         self._limit = f"{self._timeout_s:g} s (distributed_timeout_seconds)"
         self._collective_s = parallel.collective_timeout_seconds
         self._comm: GlooComm | None = None
+        self._model_dir = config.model.model_dir
+        #: Those of the plans, for ranks that cannot map them.
+        self._arenas: SharedArenas | None = None
         environment = replica_environment(sizes)
         self._group = WorkerGroup(_TARGET, size, config.model.device, environment)
         logs = log_settings()
@@ -126,10 +129,16 @@ class ProcessFollowers:
         for rank, theirs in enumerate(group.replies("start", _HELLO_S, f"{_HELLO_S:g} s"), 1):
             if theirs != own:
                 raise ConfigError(f"rank {rank}: expected {own} as rank 0 has, got {theirs}")
-        self._replies("load its weights")
-        store = make_store(group.size)
-        group.send(("connect", store.port))
-        arguments = 0, group.size, store, self._timeout_s, float(self._collective_s)
+        own = checkpoint_digest(self._model_dir)
+        for rank, theirs in enumerate(self._replies("load its weights"), 1):
+            if theirs != own:
+                raise ConfigError(
+                    f"rank {rank}: expected the checkpoint of rank 0 (sha256 {own}), got {theirs}"
+                )
+        store = make_store(group.size, group.host)
+        group.send(("connect", (group.host, store.port)))
+        limits = self._timeout_s, float(self._collective_s)
+        arguments = 0, group.size, store, *limits, group.host
         self._comm = comm = self._unless_dead(lambda: GlooComm(*arguments))
         return comm
 
@@ -160,8 +169,12 @@ class ProcessFollowers:
     def arenas(self, num_pages: int, num_bytes: int) -> SharedArenas:
         count = StepBuffers.num_plans
         handle = SharedArenas.create(num_bytes, count)
-        self._group.send(("start", num_pages, num_bytes, count), handle)
-        return SharedArenas(num_bytes, count, handle)
+        if self._group.shares_memory:
+            self._group.send(("start", num_pages, num_bytes, count), handle)
+            return SharedArenas(num_bytes, count, handle)
+        self._group.send(("start_apart", num_pages, num_bytes, count))
+        self._arenas = SharedArenas(num_bytes, count, handle)
+        return self._arenas
 
     def started(self) -> None:
         self._replies("prepare its steps")
@@ -169,7 +182,11 @@ class ProcessFollowers:
 
     def execute(self, header: StepHeader) -> None:
         self._group.check()
-        self._group.send(header.pack())
+        message = header.pack()
+        if self._arenas is not None:
+            arena = self._arenas.tensors[header.arena]
+            message += arena[: header.num_bytes].numpy().tobytes()
+        self._group.send(message)
 
     def decided(self) -> list[bytes]:
         return self._replies("answer")

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from diffulex_ext import _core
 
-__all__ = ["StepHeader"]
+__all__ = ["HEADER_BYTES", "StepHeader"]
 
-_LAYOUT = struct.Struct("<6B2xQ8I")
+_LAYOUT = struct.Struct("<6B2xQ9I")
+#: Of a message; the arrays follow where the ranks do not share memory.
+HEADER_BYTES = _LAYOUT.size
 
 
 class StepHeader(NamedTuple):
@@ -23,6 +25,7 @@ class StepHeader(NamedTuple):
         has_draws: a request that draws is there or was; saved rows hold logits.
         is_watched: the first rank looks at whole rows of logits.
         step: its number, for messages.
+        num_bytes: of the arena that have the arrays.
     """
 
     arena: int
@@ -32,6 +35,7 @@ class StepHeader(NamedTuple):
     has_draws: bool
     is_watched: bool
     step: int
+    num_bytes: int
     num_rows: int
     num_reqs: int
     num_blocks: int
@@ -54,6 +58,7 @@ class StepHeader(NamedTuple):
             has_draws,
             is_watched,
             step,
+            plan.used_bytes(),
             *(plan.num_rows, plan.num_reqs, plan.num_blocks, plan.num_logits_rows),
             *(plan.num_filtered_rows, plan.num_saved_source_rows),
             *(plan.max_seqlen_q, plan.max_context_len),
@@ -70,6 +75,6 @@ class StepHeader(NamedTuple):
 
     @classmethod
     def unpack(cls, message: bytes) -> StepHeader:
-        """The header of a message."""
-        values = _LAYOUT.unpack(message)
+        """The header at the beginning of a message."""
+        values = _LAYOUT.unpack_from(message)
         return cls(*values[:2], *map(bool, values[2:6]), *values[6:])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of one rank other than the first.
 
-    load, connect, measure, start, steps, evict, exit
+    load, connect, measure, start or start_apart, steps, evict, exit
         ──>  follower  ──>  versions, loaded, pages, ready, decisions; or failed
 
 Imports nothing heavy before the pipe is read: a parent that dies while the model loads takes the worker
@@ -10,19 +10,25 @@ with it.
 
 from __future__ import annotations
 
+import hashlib
 import queue
+import socket
 import sys
 from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any
 
 from diffulex.distributed.child_process import error_parts, read_forever
-from diffulex.distributed.layout import Sizes
+from diffulex.distributed.layout import LOOPBACK, Sizes
 from diffulex.log import configure, name_process
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from pathlib import Path
 
-__all__ = ["run_worker", "versions"]
+__all__ = ["checkpoint_digest", "run_worker", "versions"]
+
+#: Files of a checkpoint that tell it from others without reading its weights.
+_DIGESTED = ("config.json", "model.safetensors.index.json")
 
 
 def versions() -> str:
@@ -32,6 +38,24 @@ def versions() -> str:
     import diffulex_ext  # noqa: PLC0415
 
     return f"diffulex_ext {diffulex_ext.__version__} and torch {torch.__version__}"
+
+
+def checkpoint_digest(model_dir: Path) -> str:
+    """A few digits that are those of the same checkpoint on another host."""
+    digest = hashlib.sha256()
+    for name in _DIGESTED:
+        path = model_dir / name
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _own_host(connection: Connection[Any, Any]) -> str:
+    """The address of this host for the one at the other end."""
+    with socket.socket(fileno=socket.dup(connection.fileno())) as end:
+        if end.family in (socket.AF_INET, socket.AF_INET6):
+            return str(end.getsockname()[0])
+    return LOOPBACK
 
 
 def run_worker(connection: Connection[Any, Any], parent_pid: int) -> None:
@@ -89,11 +113,12 @@ class _Worker:
         # `quantization` none has values of a checkpoint in low precision like any others.
         stored = read_stored(config.model.model_dir)
         model = load_weights(config, model_name, show_progress=False, rank=rank, stored=stored)
-        self._reply("loaded")
+        self._reply(checkpoint_digest(config.model.model_dir))
         parallel = config.parallel
-        (port,) = self._next("connect")
+        (store,) = self._next("connect")
         limits = parallel.distributed_timeout_seconds, parallel.collective_timeout_seconds
-        comm = GlooComm(rank, Sizes.of_engine(parallel).world, port, *limits)
+        host = _own_host(self._connection)
+        comm = GlooComm(rank, Sizes.of_engine(parallel).world, store, *limits, host)
         follower = Follower(config, model, comm)
         del model  # the follower has it
         self._serve(follower)
@@ -102,12 +127,16 @@ class _Worker:
 
     def _serve(self, follower: Any) -> None:
         from diffulex.distributed.arenas import SharedArenas  # noqa: PLC0415 (slow to import)
-        from diffulex.engine.ranks.step_header import StepHeader  # noqa: PLC0415
+        from diffulex.engine.ranks.step_header import HEADER_BYTES, StepHeader  # noqa: PLC0415
 
+        arenas: SharedArenas | None = None
         while True:
             message = self._inbox.get()
             if isinstance(message, bytes):
-                decided = follower.execute(StepHeader.unpack(message))
+                header = StepHeader.unpack(message)
+                if arenas is not None:
+                    arenas.fill(header.arena, memoryview(message)[HEADER_BYTES:])
+                decided = follower.execute(header)
                 if decided is not None:
                     self._reply(decided)
                 continue
@@ -117,6 +146,12 @@ class _Worker:
             elif kind == "start":
                 num_pages, num_bytes, count, handle = content
                 follower.start(num_pages, SharedArenas(num_bytes, count, handle).tensors)
+                self._reply("ready")
+            elif kind == "start_apart":
+                num_pages, num_bytes, count = content
+                handle = SharedArenas.create(num_bytes, count)
+                arenas = SharedArenas(num_bytes, count, handle)
+                follower.start(num_pages, arenas.tensors)
                 self._reply("ready")
             elif kind == "evict":
                 follower.evict(*content)

@@ -29,12 +29,21 @@ REPLICATED = frozenset(
 )
 
 
-def refuse_others(engine: Any, num_replicas: int) -> None:
-    """Replaces the methods that need one engine by an error that says so."""
+def refuse_others(engine: Any, parallel: Any) -> None:
+    """Replaces the methods that need an engine in this process by an error that says so.
+
+    Args:
+        engine: whose methods.
+        parallel: its section of the configuration, which says why.
+    """
+    count = parallel.data_parallel_size
+    text = f"expected data_parallel_size 1, got {count}"
+    if count == 1:
+        text = f"expected distributed_executor mp, got {parallel.distributed_executor}"
     for name, _ in inspect.getmembers(type(engine), inspect.isfunction):
         if not name.startswith("_") and name not in REPLICATED:
-            setattr(engine, name, partial(_refuse, name, num_replicas))
+            setattr(engine, name, partial(_refuse, f"{name}: {text}"))
 
 
-def _refuse(name: str, num_replicas: int, *arguments: object, **options: object) -> NoReturn:
-    raise RuntimeError(f"{name}: expected data_parallel_size 1, got {num_replicas}")
+def _refuse(text: str, *arguments: object, **options: object) -> NoReturn:
+    raise RuntimeError(text)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from diffulex.distributed.child_process import error_parts, read_forever
-from diffulex.errors import DiffulexError
+from diffulex.errors import DiffulexError, EngineDeadError
 from diffulex.log import configure, name_process
 
 if TYPE_CHECKING:
@@ -150,6 +150,8 @@ class _Replica:
         loop.ledger.run_stats = stats = RunStats()
         try:
             steps = self._engine.step()
+        except EngineDeadError:
+            raise  # no step will ever run again: the parent has other replicas, or none
         except Exception as error:
             _check_device(self._engine)
             self._is_halted = True

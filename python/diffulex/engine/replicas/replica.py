@@ -13,23 +13,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diffulex import errors
 from diffulex.config.parse import Options
-from diffulex.distributed.child_process import ChildProcess, start_error, stop_all
+from diffulex.distributed.child_process import start_error, stop_all
 from diffulex.distributed.executor import StepCounts
-from diffulex.distributed.layout import (
-    Sizes,
-    rank_devices,
-    replica_devices,
-    replica_environment,
-    replica_settings,
-)
+from diffulex.distributed.layout import replica_settings
+from diffulex.distributed.start import replica_starter
 from diffulex.engine.interrupt import uninterrupted
 from diffulex.errors import DiffulexError, EngineDeadError
 from diffulex.log import log_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from diffulex.config.config import Config
+    from diffulex.distributed.child_process import ChildProcess
 
 __all__ = ["Replica", "start_replicas"]
 
@@ -168,23 +162,20 @@ def start_replicas(config: Config, options: Options) -> list[Replica]:
     Raises:
         DiffulexError: one of them does not; all of them are ended.
     """
-    parallel, is_cuda = config.parallel, config.model.device.startswith("cuda")
-    sizes = Sizes(parallel.tensor_parallel_size, parallel.data_parallel_size)
-    devices: list[Sequence[int]] = [()] * sizes.data
-    if is_cuda:
-        every = rank_devices(sizes, parallel.device_ids, parallel.device_start)
-        devices = replica_devices(sizes, every)
+    parallel, given_device = config.parallel, options.given.get("device", "auto")
+    starter = replica_starter(parallel, config.model.device, given_device)
     replicas: list[Replica] = []
     try:
-        for index, own in enumerate(devices):
-            given = replica_settings(options.given, own)
+        for index in range(parallel.data_parallel_size):
+            child, own = starter.start(index, _TARGET)
             name = ", ".join(f"cuda:{device}" for device in own) or "cpu"
-            child = ChildProcess(_TARGET, f"replica {index}", replica_environment(sizes))
             replicas.append(Replica(index, child, name))
+            given = replica_settings(options.given, own)
             replicas[-1].send((Options(options.model, given), log_settings(), f"replica {index}"))
         _await_all(replicas, parallel.distributed_timeout_seconds)
     except BaseException:
         stop_all([replica.child for replica in replicas], 0.0)
+        starter.close()
         raise
     return replicas
 

@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from diffulex.distributed.layout import Sizes, replica_environment
+from diffulex.distributed.start import executor_module, is_of_cluster
 from diffulex.server.replicas.settings import num_replicas, settings_of_replicas
 from diffulex.serving.backend_process import BackendProcess
 from diffulex.serving.frontend import FrontendManager
@@ -19,10 +20,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from diffulex.server.args import ServerArgs
-    from diffulex.server.http.http_server import HttpServer
     from diffulex.serving.frontend import FrontendLimits
 
-__all__ = ["make_replica_frontend", "make_replica_group"]
+__all__ = ["joined_cluster", "make_replica_frontend", "make_replica_group"]
 
 
 def make_replica_frontend(
@@ -63,14 +63,29 @@ def make_replica_frontend(
     )
 
 
+def joined_cluster(settings: Mapping[str, Any]) -> Any:
+    """The module that starts the backends in a cluster, which this process has joined; None: they are
+    processes of this host.
+
+    Raises:
+        ConfigError: there is no cluster, or what it needs is not installed.
+    """
+    if not is_of_cluster(settings):
+        return None
+    cluster = executor_module(settings["distributed_executor"], "backend")
+    cluster.join_cluster(settings.get("ray_address") or "auto")
+    return cluster
+
+
 def make_replica_group(
     args: ServerArgs,
     frontend: ReplicaFrontend,
-    server: HttpServer,
     settings: Mapping[str, Any],
     engine_factory: Callable[..., Any] | None,
     socket_directory: Path,
     on_ready: Callable[[Mapping[str, Any]], None],
+    on_fatal: Callable[[str], None],
+    cluster: Any = None,
 ) -> ReplicaGroup:
     """The supervisors of all backends.
 
@@ -79,23 +94,32 @@ def make_replica_group(
         engine_factory: replaces the real engine; importable by name.
         socket_directory: a backend removes it when this process dies without doing so.
         on_ready: called once, when the server serves.
+        on_fatal: called when there is no backend any more.
+        cluster: of `joined_cluster`.
 
     Raises:
         ConfigError: there are not enough devices.
     """
-    num_visible = None if engine_factory is not None else _num_visible(settings)
-    each = settings_of_replicas(settings, num_visible)
-    environment = replica_environment(Sizes.of(settings))
+    if cluster is None:
+        num_visible = None if engine_factory is not None else _num_visible(settings)
+        each = settings_of_replicas(settings, num_visible)
+        environment = replica_environment(Sizes.of(settings))
 
     def make_process(index: int) -> BackendProcess:
-        manager = frontend.managers[index]
-        addresses = manager.send_backend.addr, manager.recv_backend.addr  # type: ignore[attr-defined]
+        manager: Any = frontend.managers[index]
+        addresses = manager.send_backend.addr, manager.recv_backend.addr
+        label = replica_label(index)
+        if cluster is not None:
+            backend: BackendProcess = cluster.ray_backend(
+                *(args.model, settings, addresses, engine_factory, label)
+            )
+            return backend
         return BackendProcess(
             *(args.model, each[index], *addresses),
             engine_factory=engine_factory,
             socket_directory=socket_directory,
             environment=environment,
-            label=replica_label(index),
+            label=label,
         )
 
     return ReplicaGroup(
@@ -106,7 +130,7 @@ def make_replica_group(
         drain_timeout_s=args.drain_timeout,
         is_staying=args.keep_alive_on_backend_death,
         kills_stuck=args.kill_stuck_backend,
-        on_fatal=server.fail,
+        on_fatal=on_fatal,
         on_ready=on_ready,
     )
 

@@ -12,6 +12,7 @@ from diffulex.distributed.layout import (
     replica_devices,
     replica_settings,
 )
+from diffulex.distributed.start import is_of_cluster
 from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from diffulex.server.args import ServerArgs
     from diffulex.server.server_flags import HttpArgs
 
-__all__ = ["check_replica_args", "num_replicas", "settings_of_replicas"]
+__all__ = ["check_replica_args", "has_replicas", "num_replicas", "settings_of_replicas"]
 
 #: Settings of the one backend of a server.
 _ONE_BACKEND = ("zmq_command_addr", "zmq_event_addr", "profiler")
@@ -29,6 +30,11 @@ _ONE_BACKEND = ("zmq_command_addr", "zmq_event_addr", "profiler")
 def num_replicas(args: ServerArgs) -> int:
     """Replicas of a server; 1 without `--data-parallel-size`."""
     return int(args.engine_kwargs().get("data_parallel_size") or 1)
+
+
+def has_replicas(args: ServerArgs) -> bool:
+    """Whether the backends of a server are replicas: those of a cluster are, also a single one."""
+    return num_replicas(args) > 1 or is_of_cluster(args.engine_kwargs())
 
 
 def check_replica_args(args: HttpArgs, settings: Mapping[str, Any]) -> None:
@@ -43,14 +49,20 @@ def check_replica_args(args: HttpArgs, settings: Mapping[str, Any]) -> None:
             f"--min-ready-replicas: expected at most data_parallel_size {count},"
             f" got {args.min_ready_replicas}"
         )
-    if count == 1:
+    is_elsewhere = is_of_cluster(settings)
+    if count == 1 and not is_elsewhere:
         return
-    if args.inproc:
-        raise ConfigError(f"--inproc: expected data_parallel_size 1, got {count}")
-    for name in _ONE_BACKEND:
+    if args.inproc and is_elsewhere:
+        raise ConfigError("--inproc: expected one process, got --distributed-executor ray")
+    many = f"expected data_parallel_size 1, got {count}"
+    if count == 1:
+        many = "expected a backend on this host, got --distributed-executor ray"
+    for name in ("inproc", *_ONE_BACKEND):
         if getattr(args, name):
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag}: expected data_parallel_size 1, got {count}")
+            raise ConfigError(f"{flag}: {many}")
+    if is_elsewhere:
+        return  # the cluster chooses the devices
     device, sizes = settings.get("device") or "auto", Sizes.of(settings)
     check_device_name(device, sizes)
     if device != "cpu":
