@@ -50,6 +50,7 @@ CAPABILITIES = (
     "python/diffulex/serving/replicas/",
     "python/diffulex/likelihood/",
     "python/diffulex/omni/",
+    "python/diffulex/ray/",
     "python/diffulex/profiling/",
     "python/diffulex/trace/",
     "python/diffulex_bench/",
@@ -84,7 +85,7 @@ ORDER = (
         "omni",
         "trace.command",
     ),
-    "tools",
+    *("tools", "ray"),
     # Documented import paths that only pass on what is elsewhere; nothing else imports them.
     *("layers", "model", "sampler", "engine.model_runner"),
     *(f"server.{name}" for name in ("api_server", "backend_worker", "engine_loop", "frontend")),

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Diffulex(..., distributed_executor="ray")`: ranks and replicas on several nodes, and their loss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fixtures.extras import need_extra
+
+need_extra("ray", "ray")
+
+from diffulex import Diffulex, SamplingParams  # noqa: E402
+from diffulex.errors import ConfigError, EngineDeadError  # noqa: E402
+from ray_cluster.conftest import PATIENCE_S, is_running, kill, until  # noqa: E402
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_reqs": 3, "num_pages": 15}
+RAY = {**SETTINGS, "distributed_executor": "ray"}
+PROMPTS = [
+    f"Tom has {i} apples. He buys 4 more apples. How many apples does Tom have now?"
+    for i in range(1, 9)
+]
+#: Half of the requests draw, with a seed that follows from their number.
+PARAMS = [SamplingParams(max_tokens=24, temperature=0.8 * (i % 2)) for i in range(len(PROMPTS))]
+
+
+def facts(outputs: Any) -> list[Any]:
+    """What must not depend on where the processes are."""
+    return [(out.token_ids, out.text, out.completion_reason, out.metrics.nfe) for out in outputs]
+
+
+def answers(engine: Diffulex) -> list[Any]:
+    return facts(engine.generate(PROMPTS, PARAMS, summary=False))
+
+
+def places(engine: Diffulex) -> list[Any]:
+    """Of the first rank of each replica."""
+    return [replica.child._place for replica in engine._loop.replicas]  # type: ignore[union-attr]
+
+
+def step_until_it_fails(engine: Diffulex) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        engine.step()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    with Diffulex("demo", **SETTINGS) as engine:
+        return answers(engine)
+
+
+@pytest.fixture(scope="module")
+def expected_of_two() -> list[Any]:
+    with Diffulex("demo", tensor_parallel_size=2, **SETTINGS) as engine:
+        return answers(engine)
+
+
+@pytest.fixture
+def pair(cluster: Any) -> Iterator[Diffulex]:
+    """Two ranks, on the two nodes."""
+    with Diffulex("demo", tensor_parallel_size=2, check_ranks=True, **RAY) as engine:
+        yield engine
+
+
+def test_two_ranks_of_two_nodes_decode_what_those_of_one_host_do(
+    pair: Diffulex, expected_of_two: list[Any]
+) -> None:
+    (replica,) = pair._loop.replicas  # type: ignore[union-attr]
+    nodes = {place.node for place in replica.child.places}
+    assert len(nodes) == 2
+    assert answers(pair) == expected_of_two
+    with pytest.raises(RuntimeError, match="score: expected distributed_executor mp, got ray"):
+        pair.score([[20, 21]], [(0, 1)])
+    # A rank is killed: the group is dead, in time, and nothing of it is left.
+    first, second = (place.pid for place in replica.child.places)
+    pair.add_request(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
+    pair.step()
+    begin = kill(second)
+    with pytest.raises(EngineDeadError, match=rf"rank 1 \(pid {second}, cpu\) was") as death:
+        step_until_it_fails(pair)
+    print(f"a killed rank is an error after {time.monotonic() - begin:.2f} s")
+    assert str(death.value).startswith("replica 0")
+    with pytest.raises(EngineDeadError):
+        pair.generate(PROMPTS[0])
+    until(lambda: not is_running(first))
+
+
+def test_replicas_and_the_loss_of_a_node(cluster: Any, expected: list[Any]) -> None:
+    """The requests of a lost node are decoded on the other one; without any, the error says where."""
+    import ray
+
+    node = cluster.add_node(num_cpus=1, resources={"third": 1})
+    with Diffulex("demo", data_parallel_size=3, **RAY) as engine:
+        assert len({place.node for place in places(engine)}) == 3
+        assert answers(engine) == expected
+        # One process, then one node.
+        index = next(i for i, place in enumerate(places(engine)) if place.node != node.node_id)
+        kill(places(engine)[index].pid)
+        assert answers(engine) == expected
+        for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+            engine.add_request(prompt, params)
+        engine.step()
+        begin = time.monotonic()
+        cluster.remove_node(node, allow_graceful=False)
+        results = {}
+        while engine.has_unfinished():
+            for step in engine.step():
+                if step.output is not None:
+                    results[step.req_id] = step.output
+        print(f"answers of a lost node are there after {time.monotonic() - begin:.2f} s")
+        assert facts([results[key] for key in sorted(results)]) == expected
+        (last,) = (replica for replica in engine._loop.replicas if replica.is_alive)  # type: ignore[union-attr]
+        kill(last.child.pid)
+        with pytest.raises(EngineDeadError, match=r"replica \d \(pid \d+, cpu\) was"):
+            answers(engine)
+    until(lambda: ray.available_resources().get("CPU", 0) == 2)
+
+
+def test_no_room_names_what_was_wanted_and_what_is_there(cluster: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        Diffulex("demo", data_parallel_size=3, ray_placement_timeout=2, **RAY)
+    text = str(error.value)
+    assert text.startswith(
+        "distributed_executor: expected room for 1 x CPU 1 for replica 2 in the Ray cluster within"
+        " 2 s (ray_placement_timeout), got free CPU 0 of CPU 1 on "
+    )
+    assert "\n" not in text
+    settings = {**RAY, "device": "cuda"}
+    with pytest.raises(ConfigError, match=r"expected room for 1 x CPU 1 GPU 1 for replica 0"):
+        Diffulex("demo", data_parallel_size=2, ray_placement_timeout=1, **settings)
