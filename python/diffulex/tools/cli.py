@@ -277,6 +277,14 @@ def _fill_batch(parser: Parser) -> None:
     parser.set_defaults(command=run_batch)
 
 
+def _fill_folder_batch(parser: Parser) -> None:
+    from diffulex.tools.batch import add_folder_batch_flags, run_folder_batch  # noqa: PLC0415
+
+    _add_log_level(parser)
+    add_folder_batch_flags(parser)
+    parser.set_defaults(command=run_folder_batch)
+
+
 def _fill_omni(parser: Parser) -> None:
     """`_omni` parses them: they need further packages."""
 
@@ -369,6 +377,12 @@ _COMMANDS = (
         "serve", "serve a model over HTTP (OpenAI API, live page at /ui)", _fill_serve, "[MODEL]"
     ),
     _Command("run-batch", "answer a file of OpenAI batch requests", _fill_batch, "[MODEL]"),
+    _Command(
+        "batch",
+        "answer a file of prompts on several replicas, into a folder",
+        _fill_folder_batch,
+        "[MODEL]",
+    ),
     _Command("omni", "draw images with diffusion transformers", _fill_omni),
     _Command("edge", "export models to ExecuTorch for small devices", _fill_edge),
     _Command("bench", "evaluate a model on tasks, or measure a server", _fill_bench, "BENCHMARK"),

@@ -11,10 +11,10 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 from diffulex.config.flags import (
     Parser,
@@ -28,7 +28,14 @@ from diffulex.errors import ConfigError
 from diffulex.server.args import INTERNAL_ENGINE_KEYS, ServerArgs
 from diffulex.server.requirements import check_packages
 
-__all__ = ["BatchLine", "add_batch_flags", "answer_lines", "read_lines", "run_batch"]
+__all__ = [
+    "BatchLine",
+    "add_batch_flags",
+    "answer_lines",
+    "parse_line",
+    "read_lines",
+    "run_batch",
+]
 
 _URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 #: Lines in the hands of the engine; the others wait in the file.
@@ -46,6 +53,13 @@ class BatchLine(NamedTuple):
     custom_id: str
     url: str
     body: dict[str, Any]
+
+
+class LineOutput(Protocol):
+    """What answers are written to."""
+
+    def write(self, text: str, /) -> object: ...
+    def flush(self) -> None: ...
 
 
 def add_batch_flags(parser: Parser) -> None:
@@ -72,7 +86,7 @@ def run_batch(options: argparse.Namespace) -> int:
     check_single_model(options)
     if options.input_file is None:
         raise UsageError("command line: expected --input-file, got none")
-    lines = read_lines(options.input_file)
+    lines = read_lines(options.input_file, "--input-file", parse_line)
     given = {name: value for name, value in vars(options).items() if name in CONFIG_TABLE}
     # A line may be many requests of the engine; `_IN_FLIGHT` bounds the lines.
     args = ServerArgs(**given, max_queue_size=0)
@@ -83,8 +97,15 @@ def run_batch(options: argparse.Namespace) -> int:
     return 1 if num_failed else 0
 
 
-def read_lines(name: str) -> list[BatchLine]:
+def read_lines(
+    name: str, flag: str, parse: Callable[[str, str, int], BatchLine]
+) -> list[BatchLine]:
     """The requests of a file, all of which are looked at before anything is loaded.
+
+    Args:
+        name: of the file; `-`: standard input.
+        flag: that gave it.
+        parse: reads a line, given its content, where it stands and its number.
 
     Raises:
         ConfigError: the file cannot be read, or a line is no request.
@@ -93,13 +114,13 @@ def read_lines(name: str) -> list[BatchLine]:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "no UTF-8 text"
-        raise ConfigError(f"--input-file: cannot read {name}: {reason}") from error
+        raise ConfigError(f"{flag}: cannot read {name}: {reason}") from error
     lines: list[BatchLine] = []
     seen: set[str] = set()
     for number, content in enumerate(text.split("\n"), 1):
         if not content.strip():
             continue
-        line = _parsed(content, f"{name}: line {number}")
+        line = parse(content, f"{name}: line {number}", number)
         if line.custom_id in seen:
             raise ConfigError(
                 f"{name}: line {number}: expected another custom_id, got {line.custom_id!r} again"
@@ -107,11 +128,13 @@ def read_lines(name: str) -> list[BatchLine]:
         seen.add(line.custom_id)
         lines.append(line)
     if not lines:
-        raise ConfigError(f"--input-file: expected a request in {name}, got none")
+        raise ConfigError(f"{flag}: expected a request in {name}, got none")
     return lines
 
 
-def _parsed(content: str, where: str) -> BatchLine:
+def parse_line(content: str, where: str, number: int) -> BatchLine:
+    """The request of a line; ConfigError for none."""
+    del number  # a line has its own name
     try:
         item = json.loads(content)
     except ValueError as error:
@@ -155,7 +178,7 @@ async def _run(args: ServerArgs, lines: Sequence[BatchLine], output: TextIO) -> 
     return await answer_lines(app, lines, output)
 
 
-async def answer_lines(app: Any, lines: Sequence[BatchLine], output: TextIO) -> int:
+async def answer_lines(app: Any, lines: Sequence[BatchLine], output: LineOutput) -> int:
     """Answers the lines and writes each answer when it is there; the number of failures.
 
     Args:

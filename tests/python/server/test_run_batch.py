@@ -15,7 +15,7 @@ from diffulex.serving.engine import ServingEngine
 from diffulex.serving.engine_loop import EngineLoop
 from diffulex.serving.inproc_frontend import InprocFrontend
 from diffulex.tools.cli import main
-from diffulex.tools.run_batch import BatchLine, answer_lines, read_lines
+from diffulex.tools.run_batch import BatchLine, answer_lines, parse_line, read_lines
 from engine.tiny_engine import TinyModel
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 6, "temperature": 0}
@@ -47,7 +47,7 @@ def test_every_line_is_answered_as_over_http(tmp_path_factory, tmp_path):
         line("worse", max_tokens=-1),
     ]
     path.write_text("\n".join(map(json.dumps, items)) + "\n\n")
-    num_failed, records = answers(model, read_lines(str(path)))
+    num_failed, records = answers(model, read_lines(str(path), "--input-file", parse_line))
     assert num_failed == 2
     assert records.keys() == {item["custom_id"] for item in items}
     ids = {record["id"] for record in records.values()}
@@ -73,7 +73,8 @@ def test_ids_and_texts_of_any_character(tmp_path_factory, tmp_path):
     texts = [json.dumps(item, ensure_ascii=flag) for item, flag in zip(items, ascii_only)]
     path.write_text("\n".join(texts), encoding="utf-8")
     num_failed, records = answers(
-        TinyModel(tmp_path_factory.mktemp("tiny"), "cpu"), read_lines(str(path))
+        TinyModel(tmp_path_factory.mktemp("tiny"), "cpu"),
+        read_lines(str(path), "--input-file", parse_line),
     )
     assert num_failed == 0
     assert records.keys() == {"\ud800", "\u2028"}
@@ -121,7 +122,7 @@ def test_files_that_are_refused_before_anything_is_loaded(tmp_path, content, mes
     path = tmp_path / "in.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        read_lines(str(path))
+        read_lines(str(path), "--input-file", parse_line)
 
 
 def test_a_missing_file_is_one_line(capsys):
