@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server as an application of Ray Serve: replicas that Serve starts, counts, checks and replaces.
+
+Each replica of the deployment is the application of `diffulex serve` over an engine in a process of the
+same node. Serve's proxies listen, choose a replica, and wait for its answers when it is to go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ray import serve
+
+from diffulex.config.flags import READABLE_KINDS, read_value
+from diffulex.config.table import CONFIG_TABLE
+from diffulex.distributed.child_process import ChildProcess
+from diffulex.errors import ConfigError
+from diffulex.ray.backend import TARGET, ConnectedBackend
+from diffulex.server.args import ServerArgs
+from diffulex.server.http.api_server import create_app
+from diffulex.server.launch import ipc_directory, limits_of, load_tokenizer, worker_settings
+from diffulex.server.server_flags import HttpArgs, http_flags
+from diffulex.serving.frontend import FrontendManager
+from diffulex.serving.supervisor import Supervisor
+
+__all__ = ["build_openai_app", "openai_app"]
+
+_LABEL = "engine"
+_STOP_S = 5.0
+#: Requests that a replica may have, in those that its engine decodes at a time.
+_ONGOING = 2
+_MODEL_KEYS = ("model_loading_config", "engine_kwargs", "accelerator_type", "deployment_config")
+_LOADING_KEYS = ("model_id", "model_source")
+#: Settings of a server of its own, which Serve has in its place.
+_OF_SERVE = (
+    *("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "early_bind", "inproc"),
+    *("config", "zmq_command_addr", "zmq_event_addr", "replica_retries", "min_ready_replicas"),
+    *("metrics_port", "restart_backend", "keep_alive_on_backend_death"),
+)
+
+
+def build_openai_app(args: Mapping[str, Any]) -> Any:
+    """The application of a file of Serve, or of `serve run diffulex.ray.serve:build_openai_app key=value`.
+
+    Args:
+        args: settings of `diffulex serve` by name, `model` among them; or `llm_configs` with one item,
+            see docs/ray.md. `deployment_config` has options of the deployment.
+
+    Raises:
+        ConfigError: a key is unknown, or a setting illegal.
+    """
+    given = dict(args)
+    if "llm_configs" in given:
+        given = _flattened(given)
+    deployment = dict(given.pop("deployment_config", None) or {})
+    accelerator = given.pop("accelerator_type", None)
+    settings = {name: _read(name, value) for name, value in given.items()}
+    return openai_app(settings, deployment, accelerator_type=accelerator)
+
+
+def openai_app(
+    settings: Mapping[str, Any],
+    deployment_config: Mapping[str, Any] | None = None,
+    *,
+    accelerator_type: str | None = None,
+    engine_factory: Callable[..., Any] | None = None,
+) -> Any:
+    """The application of settings that are values of Python already.
+
+    Args:
+        settings: fields of `ServerArgs`.
+        deployment_config: options of `serve.deployment`, such as `autoscaling_config`.
+        accelerator_type: the nodes that replicas may be on.
+        engine_factory: replaces the real engine; importable by name on the nodes.
+
+    Raises:
+        ConfigError: a setting is unknown or illegal.
+    """
+    server = _server_args(settings)
+    options = _deployment_options(server, dict(deployment_config or {}), accelerator_type)
+    try:
+        deployment = serve.deployment(_Replica).options(**options)
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"deployment_config: expected options of Ray Serve, got {reason}"
+        ) from error
+    return deployment.bind(dict(settings), engine_factory)
+
+
+def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the one model of `llm_configs`."""
+    configs, rest = given["llm_configs"], {k: v for k, v in given.items() if k != "llm_configs"}
+    if not isinstance(configs, list) or len(configs) != 1 or not isinstance(configs[0], Mapping):
+        count = len(configs) if isinstance(configs, list) else repr(configs)
+        raise ConfigError(
+            f"llm_configs: expected one model (others are applications of their own), got {count}"
+        )
+    config = configs[0]
+    loading = dict(config.get("model_loading_config") or {})
+    _check_names("llm_configs", config, _MODEL_KEYS)
+    _check_names("model_loading_config", loading, _LOADING_KEYS)
+    source = loading.get("model_source") or loading.get("model_id")
+    if not source:
+        raise ConfigError("model_loading_config: expected model_id or model_source, got neither")
+    result = {**rest, **dict(config.get("engine_kwargs") or {}), "model": source}
+    if loading.get("model_id"):
+        result["served_model_name"] = [loading["model_id"]]
+    names = ("deployment_config", "accelerator_type")
+    return {**result, **{name: config[name] for name in names if config.get(name)}}
+
+
+def _check_names(where: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{where}: expected one of {', '.join(known)}, got {name!r}")
+
+
+def _read(name: str, value: Any) -> Any:
+    """A value of the command line `serve run … key=value`, where all of them are texts."""
+    if isinstance(value, list):
+        return tuple(value)
+    rows = {row.name: row.kind for row in http_flags()}
+    kind = CONFIG_TABLE[name].kind.removesuffix("?") if name in CONFIG_TABLE else rows.get(name)
+    if not isinstance(value, str) or kind not in READABLE_KINDS:
+        return value
+    return read_value(name, kind, value)
+
+
+def _server_args(settings: Mapping[str, Any]) -> ServerArgs:
+    known = {*CONFIG_TABLE, *HttpArgs.__dataclass_fields__}
+    for name in settings:
+        if name in _OF_SERVE:
+            raise ConfigError(f"{name}: expected it as an option of Ray Serve, got it here")
+        if name not in known:
+            raise ConfigError(f"{name}: expected a setting of diffulex serve, got an unknown one")
+    for name, legal in (
+        ("data_parallel_size", (None, 1)),
+        ("distributed_executor", (None, "auto", "mp")),
+    ):
+        if settings.get(name) not in legal:
+            shown = " or ".join(str(item) for item in legal if item is not None)
+            raise ConfigError(
+                f"{name}: expected {shown} under Ray Serve, which has replicas itself, got"
+                f" {settings[name]!r}"
+            )
+    # Proxies pass on requests under the names of their nodes.
+    args = ServerArgs(**{"allowed_hosts": ("*",), **settings})
+    args.check()
+    return args
+
+
+def _deployment_options(
+    args: ServerArgs, given: dict[str, Any], accelerator_type: str | None
+) -> dict[str, Any]:
+    """Options of the deployment: what was given, and what follows from the engine."""
+    engine = args.engine_kwargs()
+    size = int(engine.get("tensor_parallel_size") or 1)
+    actor = dict(given.pop("ray_actor_options", None) or {})
+    if engine.get("device") != "cpu":
+        actor.setdefault("num_gpus", size)
+    else:
+        actor.setdefault("num_cpus", size)
+    if accelerator_type is not None:
+        actor.setdefault("accelerator_type", accelerator_type)
+    max_num_reqs = engine.get("max_num_reqs") or CONFIG_TABLE["max_num_reqs"].default
+    return {
+        "name": "diffulex",
+        "max_ongoing_requests": _ONGOING * int(max_num_reqs),
+        "graceful_shutdown_timeout_s": args.drain_timeout,
+        "ray_actor_options": actor,
+        **given,
+    }
+
+
+@serve.ingress()
+class _Replica:
+    """A replica of the deployment. Serve starts it when its engine is ready."""
+
+    async def __init__(
+        self, settings: Mapping[str, Any], engine_factory: Callable[..., Any] | None
+    ) -> None:
+        self._args = args = _server_args(settings)
+        tokenizer = load_tokenizer(args)
+        self._directory = ipc_directory()
+        addresses = (f"ipc://{self._directory / name}" for name in ("command", "event"))
+        command, event = addresses
+        self._frontend = frontend = FrontendManager.from_zmq(
+            model_id=args.served_names[0],
+            command_addr=command,
+            event_addr=event,
+            tokenizer=tokenizer,
+            limits=limits_of(args),
+            step_timeout_s=args.step_timeout,
+        )
+        given = {
+            "model": args.model,
+            "engine_kwargs": worker_settings(args, engine_factory),
+            "command_addr": command,
+            "event_addr": event,
+            "engine_factory": engine_factory,
+        }
+
+        def on_ready(info: Mapping[str, Any]) -> None:
+            if info.get("mask_token_id") is not None:
+                tokenizer.protect_mask(info["mask_token_id"])
+
+        # Serve replaces the whole replica when its engine is gone.
+        self._supervisor = Supervisor(
+            frontend,
+            lambda: ConnectedBackend(lambda _: ChildProcess(TARGET, _LABEL, {}), given, _LABEL),  # type: ignore[arg-type,return-value]
+            startup_timeout_s=args.startup_timeout,
+            is_staying=True,
+            kills_stuck=args.kill_stuck_backend,
+            on_ready=on_ready,
+        )
+        frontend.backend_starting()
+        self._supervisor.start_backend()
+        await asyncio.get_running_loop().run_in_executor(None, self._supervisor.wait_ready)
+        self._supervisor.watch()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """The application, which Serve starts and stops."""
+        return create_app(self._frontend, args=self._args)
+
+    def check_health(self) -> None:
+        """Raises when the engine is gone: Serve then starts another replica."""
+        if not self._frontend.is_healthy:
+            raise RuntimeError(
+                f"diffulex: expected an engine that serves, got {self._frontend.state}"
+            )
+
+    async def __del__(self) -> None:
+        """After the last request, and after the application has stopped the frontend."""
+        if hasattr(self, "_supervisor"):
+            await self._supervisor.stop()
+            self._supervisor.stop_backend(_STOP_S)
+        if hasattr(self, "_directory"):
+            shutil.rmtree(self._directory, ignore_errors=True)
