@@ -119,18 +119,17 @@ def remove_place(group: Any) -> None:
 
 def _no_room(index: int, bundles: Sequence[Mapping[str, float]], timeout_s: float) -> str:
     """Why a replica has no place."""
-    nodes = [f"{_shown(node.free)} of {_shown(node.total)} on {node.address}" for node in _nodes()]
+    wanted = " ".join(f"{name} {count:g}" for name, count in bundles[0].items())
+    nodes = [f"{_free(node)} on {node.address}" for node in _nodes()]
     return (
-        f"distributed_executor: expected room for {len(bundles)} x {_shown(bundles[0])} for replica"
-        f" {index} in the Ray cluster within {timeout_s:g} s (ray_placement_timeout), got free"
+        f"distributed_executor: expected room for {len(bundles)} x {wanted} for replica {index} in"
+        f" the Ray cluster within {timeout_s:g} s (ray_placement_timeout), got"
         f" {'; '.join(nodes) or 'no node'}"
     )
 
 
-def _shown(resources: Mapping[str, float]) -> str:
-    return (
-        " ".join(
-            f"{name} {resources.get(name, 0):g}" for name in ("CPU", "GPU") if name in resources
-        )
-        or "nothing"
-    )
+def _free(node: _Node) -> str:
+    """What a node has left; Ray leaves out what is zero."""
+    names = [name for name in ("CPU", "GPU") if node.total.get(name)]
+    shown = (f"{name} {node.free.get(name, 0):g} of {node.total[name]:g} free" for name in names)
+    return ", ".join(shown) or "nothing"
