@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["bundle_of", "join_cluster", "place_replicas", "remove_place"]
 
 logger = get_logger(__name__)
+
+_ANSWER_S = 5.0
 
 
 class _Node(NamedTuple):
@@ -45,13 +48,21 @@ def join_cluster(address: str) -> None:
     if ray.is_initialized():
         return
     try:
+        _check_answers(address)
         ray.init(address=address, log_to_driver=True, logging_level="warning")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"ray_address: expected a running Ray cluster (ray start --head), got {address!r}:"
             f" {reason[:200]}"
         ) from error
+
+
+def _check_answers(address: str) -> None:
+    """OSError if nobody listens at a host and port: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), _ANSWER_S).close()
 
 
 def _nodes() -> list[_Node]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -135,3 +137,17 @@ def test_no_room_names_what_was_wanted_and_what_is_there(cluster: Any) -> None:
     settings = {**RAY, "device": "cuda"}
     with pytest.raises(ConfigError, match=r"expected room for 1 x CPU 1 GPU 1 for replica 0"):
         Diffulex("demo", data_parallel_size=2, ray_placement_timeout=1, **settings)
+
+
+def test_no_cluster_is_one_line() -> None:
+    """In a process of its own: this one is in a cluster."""
+    code = (
+        "from diffulex import ConfigError, Diffulex\n"
+        "try: Diffulex('demo', device='cpu', distributed_executor='ray', ray_address='127.0.0.1:9')\n"
+        "except ConfigError as error: print(error)"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    text = "ray_address: expected a running Ray cluster (ray start --head), got '127.0.0.1:9': "
+    assert result.stdout.startswith(text)
+    assert result.stdout.count("\n") == 1
