@@ -180,7 +180,7 @@ def _deployment_options(
 class _Replica:
     """A replica of the deployment. Serve starts it when its engine is ready."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: Mapping[str, Any], engine_factory: Callable[..., Any] | None
     ) -> None:
         self._args = args = _server_args(settings)

@@ -27,8 +27,10 @@ PROMPTS = [
     f"Tom has {i} apples. He buys 4 more apples. How many apples does Tom have now?"
     for i in range(1, 9)
 ]
-#: Half of the requests draw, with a seed that follows from their number.
-PARAMS = [SamplingParams(max_tokens=24, temperature=0.8 * (i % 2)) for i in range(len(PROMPTS))]
+#: Half of the requests draw. Their seeds are given: numbers of requests go on from call to call.
+PARAMS = [
+    SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(len(PROMPTS))
+]
 
 
 def facts(outputs: Any) -> list[Any]:
