@@ -95,15 +95,16 @@ class RankActor:
 
     def run(self, start: _Start, environment: Mapping[str, str]) -> int:
         """Runs the target until it ends; its exit code."""
-        os.environ.update(environment)
+        for name, value in environment.items():
+            os.environ[name] = value
         # Kept for as long as the actor lives: what reads it ends the process when it is closed.
         self._connection = Client(start.address, authkey=start.key)
         _watch_peer(self._connection)
         if start.ranks:
             use_rank_starter(_RayRanks(start.ranks))
-        module, _, name = start.target.partition(":")
+        module, _, function = start.target.partition(":")
         try:
-            getattr(importlib.import_module(module), name)(self._connection, os.getppid())
+            getattr(importlib.import_module(module), function)(self._connection, os.getppid())
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else 1
         return 0
