@@ -111,8 +111,7 @@ class Diffulex(LiveControls, Observed):
         import_workers(options.given.get("worker_imports", ()))
         facts = read_facts(options)
         config = Config.of(options, facts)
-        parallel = config.parallel
-        if parallel.data_parallel_size > 1 or parallel.is_of_cluster:
+        if config.parallel.data_parallel_size > 1 or config.parallel.is_of_cluster:
             self._assemble_replicas(config, options, facts.tokenizer)
             return
         executor = self._executor = make_executor(
