@@ -134,7 +134,9 @@ def test_no_room_names_what_was_wanted_and_what_is_there(cluster: Any) -> None:
         "distributed_executor: expected room for 1 x CPU 1 for replica 2 in the Ray cluster within"
         " 2 s (ray_placement_timeout), got nothing on "
     )
-    assert text.count("; CPU 0 of 1 free on ") == 2
+    assert (
+        text.count("; CPU 0 of 1 free on ") >= 2
+    )  # a node that was lost may be listed a moment longer
     assert "\n" not in text
     settings = {**RAY, "device": "cuda"}
     with pytest.raises(ConfigError, match=r"expected room for 1 x CPU 1 GPU 1 for replica 0"):
