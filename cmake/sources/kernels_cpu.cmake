@@ -10,6 +10,8 @@ set(DIFFULEX_KERNELS_COMMON_SOURCES
   csrc/ops/advance/check.cpp
   csrc/ops/attention/check.cpp
   csrc/ops/attention/config.cpp
+  csrc/ops/comm/check.cpp
+  csrc/ops/comm/config.cpp
   csrc/ops/kv/check.cpp
   csrc/ops/linear/check.cpp
   csrc/ops/linear/config.cpp
@@ -34,6 +36,7 @@ set(DIFFULEX_KERNELS_CPU_SOURCES
   csrc/ops/activation/activation_cpu.cpp
   csrc/ops/advance/advance_decode_cpu.cpp
   csrc/ops/attention/attention_cpu.cpp
+  csrc/ops/comm/sum_add_rms_norm_cpu.cpp
   csrc/ops/dispatch.cpp
   csrc/ops/kv/kv_cache_cpu.cpp
   csrc/ops/kv/pages_cpu.cpp

@@ -17,6 +17,11 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
   csrc/ops/attention/combine.cu
   csrc/ops/attention/generic_bf16.cu
   csrc/ops/attention/generic_f32.cu
+  csrc/ops/comm/all_reduce_bf16.cu
+  csrc/ops/comm/all_reduce_f16.cu
+  csrc/ops/comm/all_reduce_f32.cu
+  csrc/ops/comm/comm_cuda.cu
+  csrc/ops/comm/peer_memory.cu
   csrc/ops/kv/kv_cache_cuda.cu
   csrc/ops/merge/soft_embedding_cuda.cu
   csrc/ops/merge/token_merge_cuda.cu
@@ -109,6 +114,7 @@ set(DIFFULEX_CUDA_SM90_MINIMAL_SOURCES
 set(DIFFULEX_CUDA_HOST_SOURCES
 )
 set(DIFFULEX_CUDA_ABSENT_SOURCES
+  csrc/ops/comm/peer_absent.cpp
   csrc/ops/cuda_absent.cpp
   csrc/ops/warmup_absent.cpp
 )

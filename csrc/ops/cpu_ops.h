@@ -10,6 +10,7 @@ namespace diffulex::cpu {
 
 #define DIFFULEX_OP(name, Params, ...) \
   [[nodiscard]] Status name(const Params& params, const ExecContext& context);
+#define DIFFULEX_CUDA_OP(...)
 #include "ops/ops.def"
 
 }  // namespace diffulex::cpu

@@ -82,20 +82,29 @@ Status not_on_cuda(const char* op) {
                     ": x: expected a CPU tensor, got cuda");
 }
 
+Status not_on_cpu(const char* op) {
+  return make_error(StatusCode::kUnsupported, "diffulex::", op,
+                    ": x: expected a CUDA tensor, got cpu");
+}
+
 }  // namespace
 
-#define DIFFULEX_DISPATCH(name, Params, is_empty, workspace_bytes, on_cuda)                 \
+#define DIFFULEX_DISPATCH(name, Params, is_empty, workspace_bytes, on_cpu, on_cuda)         \
   Status name(const Params& params, const ExecContext& context) {                           \
     return dispatch<Params>(                                                                \
         {#name, check_##name, []([[maybe_unused]] const Params& args) { return is_empty; }, \
-         cpu::name, on_cuda, workspace_bytes},                                              \
+         on_cpu, on_cuda, workspace_bytes},                                                 \
         params, context);                                                                   \
   }
 #define DIFFULEX_OP(name, Params, is_empty, workspace_bytes) \
-  DIFFULEX_DISPATCH(name, Params, is_empty, workspace_bytes, cuda::name)
-#define DIFFULEX_CPU_OP(name, Params, is_empty, workspace_bytes) \
-  DIFFULEX_DISPATCH(name, Params, is_empty, workspace_bytes,     \
+  DIFFULEX_DISPATCH(name, Params, is_empty, workspace_bytes, cpu::name, cuda::name)
+#define DIFFULEX_CPU_OP(name, Params, is_empty, workspace_bytes)        \
+  DIFFULEX_DISPATCH(name, Params, is_empty, workspace_bytes, cpu::name, \
                     ([](const Params&, const ExecContext&) { return not_on_cuda(#name); }))
+#define DIFFULEX_CUDA_OP(name, Params, is_empty, workspace_bytes)                          \
+  DIFFULEX_DISPATCH(name, Params, is_empty, workspace_bytes,                               \
+                    ([](const Params&, const ExecContext&) { return not_on_cpu(#name); }), \
+                    cuda::name)
 #include "ops/ops.def"
 
 }  // namespace diffulex

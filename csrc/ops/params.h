@@ -7,6 +7,7 @@
 #include "diffulex/ops/activation.h"
 #include "diffulex/ops/advance.h"
 #include "diffulex/ops/attention.h"
+#include "diffulex/ops/comm.h"
 #include "diffulex/ops/kv.h"
 #include "diffulex/ops/linear.h"
 #include "diffulex/ops/merge.h"

@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 
 #include "diffulex/ops/attention.h"
+#include "diffulex/ops/comm.h"
 #include "diffulex/ops/merge.h"
 #include "diffulex/ops/moe.h"
 #include "diffulex/ops/sampling.h"
@@ -113,6 +114,29 @@ void def_attention(py::module_& module) {
       "request.");
 }
 
+void def_comm(py::module_& module) {
+  module.attr("MAX_RANKS") = kMaxRanks;
+  module.attr("MAX_RECORD_BYTES") = kMaxRecordBytes;
+  module.attr("COLLECTIVE_STATE_WORDS") = kCollectiveStateWords;
+  module.def(
+      "collective_plan",
+      [](int32_t world, int64_t num_bytes) {
+        if (world < 2 || world > kMaxRanks || num_bytes < 0) {
+          throw py::value_error("collective_plan: expected 2 to 8 ranks and bytes >= 0, got " +
+                                std::to_string(world) + " and " + std::to_string(num_bytes));
+        }
+        return static_cast<int32_t>(collective_plan(world, num_bytes));
+      },
+      py::arg("world"), py::arg("num_bytes"),
+      "How a sum of `num_bytes` of each of `world` ranks of a host is formed: 0 one-shot, 1 "
+      "two-shot, "
+      "2 not by the op all_reduce.");
+  module.def("collective_epoch_bytes", &collective_epoch_bytes, py::arg("world"),
+             "The argument epoch_bytes of the ops of exchange for sums of collective_plan.");
+  module.def("collective_gather_bytes", &collective_gather_bytes, py::arg("world"),
+             "Bytes behind the three epochs in the buffer of a rank.");
+}
+
 void def_experts(py::module_& module) {
   module.def("moe_max_tiles", &moe_max_tiles, py::arg("num_slots"), py::arg("num_local_experts"),
              py::arg("tile"), "Entries of the tile list of the op moe_permute.");
@@ -165,6 +189,7 @@ void bind_kernels(py::module_& module) {
   module.def("build_info", &make_build_info,
              "What this build was made of: version, commit, compiler, flags, CUDA, torch.");
   def_attention(module);
+  def_comm(module);
   def_experts(module);
   def_sampling(module);
 }

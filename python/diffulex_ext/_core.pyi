@@ -641,6 +641,10 @@ class EngineCore:
     def options(self) -> EngineOptions: ...
 
 def arena_bytes(layout: Sequence[int]) -> tuple[int, int, int]: ...
+COLLECTIVE_STATE_WORDS: int
+MAX_RANKS: int
+MAX_RECORD_BYTES: int
+
 def attention_splits(
     num_reqs: int,
     num_q_heads: int,
@@ -668,6 +672,9 @@ def fused_experts_packed_workspace_bytes(
     dtype: str,
     device: str = "cuda",
 ) -> int: ...
+def collective_epoch_bytes(world: int) -> int: ...
+def collective_gather_bytes(world: int) -> int: ...
+def collective_plan(world: int, num_bytes: int) -> int: ...
 def fused_moe_workspace_bytes(
     num_tokens: int,
     top_k: int,

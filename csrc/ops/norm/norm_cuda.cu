@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "ops/cuda_ops.h"
+#include "ops/norm/weight.cuh"
 #include "ops/prepare.h"
 #include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/pdl.cuh"
@@ -39,23 +40,8 @@ constexpr int kElems = 8;
 template <typename T, bool kVec>
 __device__ __forceinline__ void load_weight(const NormArgs& args, int32_t column,
                                             float (&weight)[kVec ? kElems : 1]) {
-  constexpr int kCount = kVec ? kElems : 1;
-  if (args.weight == nullptr) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      weight[i] = 1.0F;
-    }
-    return;
-  }
-  if (args.is_weight_float) {
-    load_floats<kCount, kVec>(static_cast<const float*>(args.weight) + column, weight);
-  } else {
-    load_floats<kCount, kVec>(static_cast<const T*>(args.weight) + column, weight);
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    weight[i] += args.weight_offset;
-  }
+  load_norm_weight<T, kVec ? kElems : 1, kVec>(args.weight, args.is_weight_float,
+                                               args.weight_offset, column, weight);
 }
 
 /// The values whose mean square is taken: x, or x + residual before rounding.

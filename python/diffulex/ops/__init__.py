@@ -31,6 +31,10 @@ from diffulex.ops.attention import MASK_HOLE_BIT as MASK_HOLE_BIT
 from diffulex.ops.attention import KvLayout as KvLayout
 from diffulex.ops.attention import MaskKind as MaskKind
 from diffulex.ops.attention import block_attention as block_attention
+from diffulex.ops.comm import CollectiveAlgorithm as CollectiveAlgorithm
+from diffulex.ops.comm import PeerGroup as PeerGroup
+from diffulex.ops.comm import collective_plan as collective_plan
+from diffulex.ops.comm import sum_add_rms_norm as sum_add_rms_norm
 from diffulex.ops.hopper import has_hopper_kernels as has_hopper_kernels
 from diffulex.ops.kv_cache import copy_kv_pages as copy_kv_pages
 from diffulex.ops.kv_cache import load_kv_cache as load_kv_cache

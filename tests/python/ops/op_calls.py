@@ -115,6 +115,16 @@ def add_rms_norm() -> Call:
     return tensors, {"eps": 1e-6, "weight_offset": 1.0}
 
 
+def sum_add_rms_norm() -> Call:
+    tensors = {
+        "parts": _normal(3, T, D),
+        "residual": _normal(T, D),
+        "weight": _normal(D),
+        "out": torch.zeros(T, D),
+    }
+    return tensors, {"eps": 1e-6, "weight_offset": 1.0}
+
+
 def rms_norm_add() -> Call:
     tensors = {
         "x": _normal(T, D),
@@ -321,6 +331,7 @@ CALLS: dict[str, Callable[[], Call]] = (
             copy_kv_pages,
             rms_norm,
             add_rms_norm,
+            sum_add_rms_norm,
             rms_norm_add,
             rotary_embedding,
             qk_norm_rope,
@@ -352,6 +363,14 @@ CPU_ONLY = {
         "weights in low precision have no CUDA kernels yet",
     ),
 }
+
+
+#: Ops that raise an error for CPU tensors, and why that is right. They need a partner to call them with:
+#: their tests are in test_comm.py.
+CUDA_ONLY = dict.fromkeys(
+    ("all_reduce", "all_reduce_add_rms_norm", "gather_records"),
+    "ranks on CPUs exchange through gloo",
+)
 
 
 def make(op: str, device: str) -> Call:

@@ -18,7 +18,7 @@ RECORD = "tests/data/op_schemas.txt"
 def names(root: Path) -> list[str]:
     """Every op in the order of the list."""
     rows = (root / "csrc/ops/ops.def").read_text("utf-8")
-    return re.findall(r"^DIFFULEX_(?:CPU_|SM90_)?OP\((\w+),", rows, re.MULTILINE)
+    return re.findall(r"^DIFFULEX_(?:CPU_|CUDA_|SM90_)?OP\((\w+),", rows, re.MULTILINE)
 
 
 def text(root: Path) -> str:

@@ -117,6 +117,12 @@ CASES: list[tuple[str, str, Change, str]] = [
     ("add_rms_norm", "residual", longer, "expected"),
     ("add_rms_norm", "weight", wider, "expected shape"),
     ("add_rms_norm", "eps", value(-1.0), "expected a value >= 0, got -1"),
+    ("sum_add_rms_norm", "parts", lambda x: x[0], "expected"),
+    ("sum_add_rms_norm", "parts", lambda x: x[..., :60], "expected"),
+    ("sum_add_rms_norm", "residual", half, "expected dtype float32, got float16"),
+    ("sum_add_rms_norm", "weight", wider, "expected shape"),
+    ("sum_add_rms_norm", "out", longer, "expected"),
+    ("sum_add_rms_norm", "eps", value(-1.0), "expected a value >= 0, got -1"),
     ("rms_norm_add", "residual", longer, "expected"),
     ("rms_norm_add", "out_scale", longer, "expected"),
     ("rms_norm_add", "out", longer, "expected"),
@@ -411,6 +417,7 @@ def test_empty_inputs_are_legal(device: str, op: str) -> None:
         "copy_kv_pages": {"src_dst": 0},
         "rms_norm": {"x": 0, "out": 0},
         "add_rms_norm": {"x": 0, "residual": 0},
+        "sum_add_rms_norm": {"residual": 0, "out": 0},
         "rms_norm_add": {"x": 0, "residual": 0, "out": 0},
         "rotary_embedding": {"positions": 0, "q": 0, "k": 0},
         "qk_norm_rope": {"qkv": 0, "positions": 0},
@@ -458,6 +465,8 @@ def test_empty_inputs_are_legal(device: str, op: str) -> None:
     if op == "merge_token_stats":
         for name, tensor in tensors.items():
             tensors[name] = tensor[:, :0] if name.startswith("part") else tensor[:0]
+    if op == "sum_add_rms_norm":
+        tensors["parts"] = tensors["parts"][:, :0]
     for name, length in empty.get(op, {}).items():
         tensors[name] = tensors[name][:length].contiguous()
     caches = {n: t.clone() for n, t in tensors.items() if n in ("k_cache", "v_cache")}
