@@ -19,6 +19,7 @@ from diffulex.config.facts import read_facts
 from diffulex.config.parse import Options
 from diffulex.config.resolve import resolve_sections
 from diffulex.config.types import ConfigTree, ModelFacts
+from diffulex.distributed.layout import Sizes, rank_devices
 from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +64,17 @@ class Config(ConfigTree):
         if num_pages < 1:
             raise ConfigError(f"num_pages: expected >= 1, got {num_pages}")
         return dataclasses.replace(self, cache=dataclasses.replace(self.cache, num_pages=num_pages))
+
+    def of_rank(self, rank: int) -> Config:
+        """The same configuration with the device of another of the ranks that share the weights."""
+        parallel = self.parallel
+        if self.model.device == "cpu":
+            return self
+        devices = rank_devices(
+            Sizes(parallel.tensor_parallel_size), parallel.device_ids, parallel.device_start
+        )
+        model = dataclasses.replace(self.model, device=f"cuda:{devices[rank]}")
+        return dataclasses.replace(self, model=model)
 
     def to_core(self, strategy: str | None = None) -> _core.EngineOptions:
         """Options of the C++ core; validated there once more.

@@ -89,6 +89,8 @@ class EngineKeywords(TypedDict, total=False):
     ray_placement_timeout: int
     distributed_timeout_seconds: int
     collective_timeout_seconds: int
+    distributed_backend: str
+    custom_all_reduce: str
     check_ranks: bool
     worker_imports: str | Sequence[str]
     enforce_eager: bool
@@ -129,7 +131,6 @@ class EngineKeywords(TypedDict, total=False):
     enable_vectorized_sampler_compile: bool
     master_addr: str
     master_port: int
-    distributed_backend: str
     shm_name: str
     enable_prefill_cudagraph: bool
     prefill_cudagraph_max_len: int

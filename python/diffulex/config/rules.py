@@ -185,15 +185,26 @@ class Resolver:
         sizes = layout.Sizes.of(partial.values)._replace(data=1)
         if sizes.world == 1:
             return
-        key, size = sizes.limiting_key, sizes.world
+        key, size, device = sizes.limiting_key, sizes.world, partial["device"]
+        # Experts, canvases, codes and adapters are shared on CPU alone so far.
+        is_cuda, spec = device != "cpu", partial.facts.spec
+        is_coded = partial.facts.stored is not None
         for is_refused, where in (
-            (partial["device"] != "cpu", f"on {partial['device']}"),
             (partial.facts.program is not None, "for an exported program"),
+            (is_cuda and spec.moe is not None, f"for a model with routed experts on {device}"),
+            (is_cuda and is_coded, f"for a checkpoint in low precision on {device}"),
         ):
             if is_refused:
                 raise ConfigError(f"{key}: expected 1 {where}, got {size}")
-        if partial["run_ahead"] == "on":
-            raise ConfigError(f"run_ahead: expected auto or off with {key} {size}, got 'on'")
+        for name, expected, is_refused in (
+            ("quantization", "auto or none", partial["quantization"] not in ("auto", "none")),
+            ("use_lora", "False", partial["use_lora"]),
+        ):
+            if is_cuda and is_refused:
+                raise ConfigError(
+                    f"{name}: expected {expected} with {key} {size} on {device}, got"
+                    f" {partial[name]!r}"
+                )
 
     def _check_quantization(self, is_cuda: bool) -> None:
         values, facts = self._partial.values, self._partial.facts

@@ -317,7 +317,10 @@ class ParallelConfig:
     """Devices and processes."""
 
     tensor_parallel_size: int = _key(
-        "int", 1, _between(1, 8), "Processes that share the weights of one engine; on CPU so far."
+        "int",
+        1,
+        _between(1, 8),
+        "Processes that share the weights of one engine, with a device each.",
     )
     data_parallel_size: int = _key(
         "int", 1, _between(1, 1024), "Replicas of the engine, each in a process of its own."
@@ -363,6 +366,18 @@ class ParallelConfig:
     )
     collective_timeout_seconds: int = _key(
         "int", 60, _at_least(0), "Longest wait of a rank for the others within a step; 0: no limit."
+    )
+    distributed_backend: str = _key(
+        "str",
+        "auto",
+        _one_of("auto", "nccl", "gloo"),
+        "What large exchanges of ranks on CUDA devices take; auto: nccl. On CPU it is gloo.",
+    )
+    custom_all_reduce: str = _key(
+        "str",
+        "auto",
+        _one_of("auto", "on", "off"),
+        "Small exchanges of ranks on CUDA devices through each other's memory; on: an error without.",
     )
     check_ranks: bool = _key(
         "bool", False, _ANY, "Compares what the ranks have decided after every step."
@@ -560,7 +575,6 @@ class IgnoredConfig:
     )
     master_addr: str = _inert("str", "localhost", _ANY, "Rendezvous host of several ranks.")
     master_port: int = _inert("int", 2333, _between(1, 65535), "Rendezvous port.")
-    distributed_backend: str = _inert("str", "nccl", _ANY, "torch.distributed backend.")
     shm_name: str = _inert("str", "diffulex_shm", _ANY, "No shared segment is used.")
     enable_prefill_cudagraph: bool = _inert(
         "bool", False, _one_of(True, False), "Prefill is eager."

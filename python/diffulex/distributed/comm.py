@@ -9,14 +9,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LOCAL", "Comm", "LocalComm", "Norm"]
+__all__ = ["LOCAL", "Comm", "LocalComm", "Norm", "gather_padded"]
 
 
 class Norm(Protocol):
     """A norm that adds to the residual stream first; see `diffulex.nn.norm.RMSNorm`."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The factors [H]."""
+
+    @property
+    def eps(self) -> float:
+        """What is added to the mean square."""
 
     def add_norm_(self, x: Tensor, residual: Tensor) -> None:
         """In place: residual becomes x + residual, x becomes the norm of that sum."""
@@ -27,6 +37,10 @@ class Comm(Protocol):
 
     rank: int
     size: int
+
+    @property
+    def no_capture_reason(self) -> str | None:
+        """Why the exchanges of a decode step cannot be part of a CUDA graph; None: they can."""
 
     def all_reduce_(self, x: Tensor) -> None:
         """x [.., H] becomes the sum of x over the ranks."""
@@ -45,6 +59,7 @@ class LocalComm:
     """One rank: there is nothing to exchange."""
 
     rank, size = 0, 1
+    no_capture_reason = None
 
     def all_reduce_(self, x: Tensor) -> None:
         pass
@@ -58,6 +73,17 @@ class LocalComm:
     def gather_columns(self, part: Tensor, widths: tuple[int, ...]) -> Tensor:
         del widths  # those of `part`
         return part
+
+
+def gather_padded(comm: Comm, part: Tensor, widths: tuple[int, ...]) -> Tensor:
+    """`Comm.gather_columns` by parts of one size: the columns past the end of a narrow one are not
+    looked at."""
+    padded = part.new_zeros(part.size(0), max(widths))
+    padded[:, : part.size(1)] = part
+    every = part.new_empty(comm.size, *padded.shape)
+    comm.gather_records(padded, every)
+    parts = zip(every.unbind(0), widths, strict=True)
+    return torch.cat([columns[:, :width] for columns, width in parts], dim=1)
 
 
 #: What a model that is not shared exchanges with.

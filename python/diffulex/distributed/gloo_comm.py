@@ -4,36 +4,23 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import distributed
 
-from diffulex.distributed.comm import Norm
+from diffulex.distributed.comm import Norm, gather_padded
 from diffulex.distributed.layout import LOOPBACK
-from diffulex.errors import DiffulexError
+from diffulex.distributed.store import PeerError, join_store, time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-__all__ = ["GlooComm", "PeerError", "make_store"]
+__all__ = ["GlooComm"]
 
 #: Much of it is not declared.
 dist: Any = distributed
-#: Where waiting has no limit.
-_NO_LIMIT_S = 10 * 365 * 86400
-
-
-class PeerError(DiffulexError, RuntimeError):
-    """Another rank did not take part in an exchange: it is gone, or stuck."""
-
-
-def make_store(size: int, host: str = LOOPBACK) -> Any:
-    """The place where ranks find each other, at a free port; it is there as long as the first rank."""
-    return dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
 
 
 class GlooComm:
@@ -63,14 +50,14 @@ class GlooComm:
     ) -> None:
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
-        if isinstance(store, tuple):
-            limit = datetime.timedelta(seconds=connect_s)
-            store = dist.TCPStore(*store, size, is_master=False, timeout=limit)
+        store = join_store(store, size, connect_s)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = datetime.timedelta(seconds=timeout_s or _NO_LIMIT_S)
+        options._timeout = time_limit(timeout_s)
         self._store = store
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
+
+    no_capture_reason = "the ranks exchange on the host"
 
     def all_reduce_(self, x: Tensor) -> None:
         if x.numel() > 0:
@@ -87,13 +74,7 @@ class GlooComm:
                 self._group.allgather([list(out.unbind(0))], [part.contiguous()]).wait()
 
     def gather_columns(self, part: Tensor, widths: tuple[int, ...]) -> Tensor:
-        # Parts of one size are gathered; the columns past the end of a narrow one are not looked at.
-        padded = part.new_zeros(part.size(0), max(widths))
-        padded[:, : part.size(1)] = part
-        every = part.new_empty(self.size, *padded.shape)
-        self.gather_records(padded, every)
-        parts = zip(every.unbind(0), widths, strict=True)
-        return torch.cat([columns[:, :width] for columns, width in parts], dim=1)
+        return gather_padded(self, part, widths)
 
     @contextlib.contextmanager
     def _waiting(self, what: str) -> Iterator[None]:

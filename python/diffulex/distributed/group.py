@@ -25,7 +25,7 @@ from diffulex.errors import DiffulexError, EngineDeadError
 from diffulex.log import get_logger, lead_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["WorkerGroup"]
 
@@ -40,14 +40,16 @@ class _Pipes:
     """The pipes of all workers and a thread that reads them. Belongs to a group, which may be dropped
     without `close`: the thread does not hold it."""
 
-    def __init__(self, children: Sequence[ChildProcess], device: str) -> None:
+    def __init__(self, children: Sequence[ChildProcess], devices: Sequence[str]) -> None:
         self.children = children
-        self.device = device
+        self.devices = devices
         self.has_started = False
         #: Replies of each worker that were not taken yet.
         self.replies: list[deque[Any]] = [deque() for _ in children]
         self.changed = threading.Condition()
         self.death: DiffulexError | None = None
+        #: Called once when the group has died, from any thread.
+        self.on_death: Callable[[], None] | None = None
         self._pid = os.getpid()
         #: What a rank said of another one, and until when that one is given to show its end.
         self._hearsay: tuple[float, DiffulexError] | None = None
@@ -96,10 +98,10 @@ class _Pipes:
         """The error that says what became of a worker."""
         child, rank = self.children[index], index + 1
         return EngineDeadError(
-            f"rank {rank} (pid {child.pid}, {self.device}) {how}",
+            f"rank {rank} (pid {child.pid}, {self.devices[index]}) {how}",
             rank=rank,
             pid=child.pid,
-            device=self.device,
+            device=self.devices[index],
             last_lines=tuple(child.last_lines),
         )
 
@@ -108,6 +110,8 @@ class _Pipes:
         with self.changed:
             if self.death is None:
                 self.death = error
+                if self.on_death is not None:
+                    self.on_death()
                 for child in self.children:
                     child.process.kill()
             self.changed.notify_all()
@@ -140,11 +144,13 @@ class WorkerGroup:
     Args:
         target: `module:function` that each of them runs, see `ChildProcess`.
         size: ranks there are, this process included.
-        device: where they run, as shown in errors.
+        devices: where each of them runs, as shown in errors.
         environment: variables in which they differ from this process.
     """
 
-    def __init__(self, target: str, size: int, device: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, target: str, size: int, devices: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
         children: list[ChildProcess] = []
         starter = rank_starter()
         #: As in `RankStarter`.
@@ -155,7 +161,7 @@ class WorkerGroup:
         except BaseException:
             stop_all(children, 0.0)
             raise
-        self._pipes = _Pipes(children, device)
+        self._pipes = _Pipes(children, devices)
         self._end = weakref.finalize(self, self._pipes.close)
         self._sending = threading.Lock()
 
@@ -168,6 +174,10 @@ class WorkerGroup:
     def death(self) -> DiffulexError | None:
         """Why the group is dead; None: it is alive."""
         return self._pipes.death
+
+    def on_death(self, call: Callable[[], None] | None) -> None:
+        """What lets this rank leave an exchange with ranks that are gone; it must not wait."""
+        self._pipes.on_death = call
 
     def check(self) -> None:
         """Raises `death`, if there is one."""

@@ -188,6 +188,8 @@ class StepBuffers:
                 for p, h in zip(plans, hosts, strict=True)
             ]
         self._next = 0
+        #: Bytes of a plan that another rank has filled.
+        self._filled_bytes = 0
         #: Most logits rows of a step; the records of saved rows follow theirs.
         self.max_logits_rows = plans[0].max_logits_rows
         self._output_host = host_memory(output_bytes, self._is_cuda)
@@ -211,9 +213,9 @@ class StepBuffers:
         """Which plan was staged last."""
         return self._next
 
-    def stage(self, index: int) -> None:
-        """Another rank has filled the plan `index` in memory that both have."""
-        self._next = index
+    def stage(self, index: int, used_bytes: int) -> None:
+        """Another rank has filled that much of the plan `index` in memory that both have."""
+        self._next, self._filled_bytes = index, used_bytes
 
     def next_plan(self) -> _core.StepPlan:
         """The plan to fill for the next step; waits until its memory is no longer read."""
@@ -229,7 +231,7 @@ class StepBuffers:
         """Makes the arrays of the current plan visible to the device; one copy, not awaited."""
         staged = self._staged[self._next]
         if self.plan_device is not None:
-            used = staged.plan.used_bytes()
+            used = self._filled_bytes or staged.plan.used_bytes()
             self.plan_device[:used].copy_(staged.host[:used], non_blocking=True)
             if staged.copied is not None:
                 staged.copied.record(torch.cuda.current_stream(self.device))

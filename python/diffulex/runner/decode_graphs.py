@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from diffulex.log import get_logger, warn_once
+from diffulex.ops.comm import CollectiveAlgorithm, collective_plan
 from diffulex.runner.step_graphs import StepGraphs
+from diffulex_ext import _core
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
     from diffulex.config.config import Config
     from diffulex.runner.context_classes import ContextClasses
-    from diffulex_ext import _core
 
 __all__ = [
     "Bucket",
@@ -31,6 +32,7 @@ __all__ = [
     "ForwardGraphs",
     "decode_buckets",
     "graph_buckets",
+    "max_graph_rows",
     "packed_row_counts",
     "packs_rows",
 ]
@@ -40,6 +42,8 @@ logger = get_logger(__name__)
 _SMALL_BUCKETS = (1, 2, 4, 8)
 _BUCKET_STEP = 16
 _MAX_BUCKET = 512
+# Most rows of a step that ranks share as a graph; fewer where kernels cannot exchange so many.
+_MAX_SHARED_ROWS = 1024
 # Rows of packed steps: these eighths of all rows, in whole tiles of the products.
 _PACKED_EIGHTHS = (2, 3, 4, 6)
 _PACKED_STEP = 32
@@ -58,6 +62,24 @@ class Bucket(NamedTuple):
     def num_rows(self) -> int:
         """Rows of all requests."""
         return self.packed_rows or self.num_reqs * self.rows_per_request
+
+
+def max_graph_rows(config: Config) -> int | None:
+    """Most rows of a step whose exchanges between ranks all go by kernels, as graphs need it.
+
+    None where there is one rank.
+    """
+    num_ranks = config.parallel.tensor_parallel_size
+    if num_ranks == 1:
+        return None
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    row_bytes = config.model.spec.hidden_size * dtype.itemsize
+    # The chosen id and eight statistics, and of each candidate its id and probability.
+    record_words = 2 + 8 + 3 * config.decoding.token_merge_top_k
+    rows = min(_MAX_SHARED_ROWS, _core.MAX_RECORD_BYTES // (4 * record_words))
+    while collective_plan(num_ranks, rows * row_bytes) == CollectiveAlgorithm.LIBRARY:
+        rows //= 2
+    return rows
 
 
 def packs_rows(config: Config) -> bool:
@@ -110,6 +132,7 @@ class DecodeGraphs:
         classes: bounds on the context.
         is_packed: decode plans hold real rows alone.
         is_strict: a decode step that no graph fits is a RuntimeError.
+        max_rows: most rows of a step that may be a graph; None: any.
     """
 
     def __init__(
@@ -119,8 +142,12 @@ class DecodeGraphs:
         *,
         is_packed: bool = False,
         is_strict: bool = False,
+        max_rows: int | None = None,
     ) -> None:
         self._is_strict = is_strict
+        self._max_rows = max_rows
+        #: What the next plan was padded to, where that is decided already.
+        self._padded: tuple[Bucket | None] | None = None
         self.is_packed = is_packed
         self.buckets = dict(buckets)
         self.num_steps = 0
@@ -142,6 +169,38 @@ class DecodeGraphs:
 
     def _packed_counts(self, num_rows: int) -> tuple[int, ...]:
         return packed_row_counts(num_rows) if self.is_packed else ()
+
+    def captured_shapes(self) -> tuple[Bucket, ...]:
+        """Those of `shapes` that may be a graph."""
+        return tuple(shape for shape in self.shapes() if self.can_capture(shape))
+
+    def can_capture(self, bucket: Bucket) -> bool:
+        """Whether all that the ranks exchange in a step of this shape may be part of a graph."""
+        return self._max_rows is None or bucket.num_rows <= self._max_rows
+
+    def forwards_of(self, bucket: Bucket | None) -> ForwardGraphs | None:
+        """The graphs of forwards, if a plan that was padded so has one."""
+        return self.forwards if bucket is not None and self.can_capture(bucket) else None
+
+    def pad(self, plan: _core.StepPlan) -> Bucket | None:
+        """Pads a plan as its step wants it; None: it stays as it is. `take_padded` knows then."""
+        bucket = self.bucket_for(plan)
+        if bucket is not None:
+            plan.pad(bucket.num_reqs, bucket.num_rows)
+        self._padded = (bucket,)
+        return bucket
+
+    def is_padded(self, bucket: Bucket | None) -> None:
+        """Another rank has padded the next plan so."""
+        self._padded = (bucket,)
+
+    def take_padded(self, plan: _core.StepPlan) -> Bucket | None:
+        """What the plan of the next step is padded to, which happens now if it has not yet."""
+        if self._padded is None:
+            self.pad(plan)
+        assert self._padded is not None
+        (bucket,), self._padded = self._padded, None
+        return bucket
 
     def bucket_for(self, plan: _core.StepPlan) -> Bucket | None:
         """Shape a decode plan is padded to; None: run as it is."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -48,7 +48,14 @@ if TYPE_CHECKING:
     from diffulex.runner.sampler_inputs import SamplerInputsBuilder
     from diffulex.strategies.traits import StrategyTraits
 
-__all__ = ["DecodeLoop", "StepVariant", "has_graph_of_logits"]
+__all__ = [
+    "DecodeLoop",
+    "LoopEntry",
+    "LoopListener",
+    "LoopStep",
+    "StepVariant",
+    "has_graph_of_logits",
+]
 
 logger = get_logger(__name__)
 
@@ -87,6 +94,34 @@ class StepVariant(NamedTuple):
     is_drawn: bool  # a request draws its tokens
     is_filtered: bool  # and one narrows its draws
     is_penalised: bool = False  # a request has a penalty
+
+
+class LoopEntry(NamedTuple):
+    """What other ranks are told when the device begins to plan its steps."""
+
+    variant: StepVariant
+    arena: int  # that has the plan
+    used_bytes: int  # of it
+    row_starts: bytes  # int32 [R + 1]: where requests begin in the plan
+    num_page_rows: int  # page tables that are newer than those of the plan
+    batch: bytes  # the arrays of the requests
+
+
+class LoopStep(NamedTuple):
+    """What other ranks are told of each further step."""
+
+    variant: StepVariant
+    pages: bytes  # int32 page tables, of as many requests as changed; empty: they have not
+
+
+class LoopListener(Protocol):
+    """Told of every step of a loop before this rank enqueues it."""
+
+    def entered(self, entry: LoopEntry) -> None:
+        """The loop begins."""
+
+    def went_on(self, step: LoopStep) -> None:
+        """Another step follows the one in flight."""
 
 
 class RowShare:
@@ -190,12 +225,16 @@ class DecodeLoop:
         self._next_output = 0
         #: Requests of the graph that made the result of each place; -1: none did.
         self._graph_buckets = [-1] * _NUM_OUTPUTS
+        self._num_blocks = [0] * _NUM_OUTPUTS
         self._variant = StepVariant(Bucket(0, 0, 0), is_drawn=False, is_filtered=False)
         self._step_graphs: StepGraphs[StepVariant] | None = None
         self._device = device
         self._check = PlanCheck(options, traits) if config.kernel.check_run_ahead else None
         #: Whether the step after the one that `start` enqueued may run; asked early, for its pages.
         self._verdict: _core.RunAhead | None = None
+        #: Told of the steps; None: there are no other ranks.
+        self.listener: LoopListener | None = None
+        self._has_ranks = config.parallel.tensor_parallel_size > 1
         #: Steps that replayed a graph.
         self.num_graph_steps = 0
         #: Steps that were enqueued before the previous step was complete.
@@ -247,25 +286,66 @@ class DecodeLoop:
         self._await_uploads()
         scheduler.start_run_ahead(plan, self._batch)
         batch = self._batch
-        self._variant = StepVariant(
-            bucket, batch.any_drawn, batch.any_filtered, batch.any_penalised
-        )
-        self._prepare_variant()
+        variant = StepVariant(bucket, batch.any_drawn, batch.any_filtered, batch.any_penalised)
         self._verdict = scheduler.reserve_ahead(self._batch)
-        self._buffers.upload()
-        self._spread_rows(plan, bucket)
-        self._upload_pages(self._verdict)
-        for host, device in self._uploads:
-            device[: bucket.num_reqs].copy_(host[: bucket.num_reqs], non_blocking=True)
-        self._record_uploads()
-        self._advance(bucket, is_entry=True)
+        row_starts = np.asarray(plan.cu_seqlens_q)
+        num_page_rows = self._num_page_rows(self._verdict)
+        if self.listener is not None:
+            used_bytes = plan.used_bytes()
+            arrays = self._host.numpy().tobytes()
+            starts = row_starts.astype(np.int32).tobytes()
+            self.listener.entered(
+                LoopEntry(variant, self._buffers.staged, used_bytes, starts, num_page_rows, arrays)
+            )
+        self._enter(variant, row_starts, num_page_rows)
         if self._check is not None:
             self._check.enter(plan)
         return self._launch()
 
+    def _enter(
+        self, variant: StepVariant, row_starts: np.ndarray[Any, Any], num_page_rows: int
+    ) -> None:
+        """Moves the plan that is staged and the arrays of its requests to the device."""
+        bucket = variant.bucket
+        self._variant = variant
+        self._prepare_variant()
+        self._buffers.upload()
+        self._spread_rows(row_starts, bucket)
+        self._upload_pages(num_page_rows)
+        for host, device in self._uploads:
+            device[: bucket.num_reqs].copy_(host[: bucket.num_reqs], non_blocking=True)
+        self._record_uploads()
+        self._advance(bucket, is_entry=True)
+
+    def follow(self, told: LoopEntry | LoopStep) -> int:
+        """Enqueues a step of which another rank has told; returns its result's place."""
+        if isinstance(told, LoopEntry):
+            self._await_uploads()
+            self._host.copy_(torch.frombuffer(bytearray(told.batch), dtype=torch.uint8))
+            self._buffers.stage(told.arena, told.used_bytes)
+            self._enter(told.variant, np.frombuffer(told.row_starts, np.int32), told.num_page_rows)
+        else:
+            if told.pages:
+                self._await_uploads()
+                pages = torch.frombuffer(bytearray(told.pages), dtype=torch.int32)
+                pages = pages.view(-1, self._staged_pages.size(1))
+                self._staged_pages[: len(pages)].copy_(pages)
+                self._upload_pages(len(pages))
+                self._record_uploads()
+            self._variant = told.variant
+        return self._launch()
+
+    def decided(self, place: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Ids and flags of the blocks of a step that the loop runs under `place`; waits for it."""
+        self.await_result(place)
+        output = self._outputs[place].output
+        num_blocks = self._num_blocks[place]
+        return output.write_ids[:num_blocks], output.flags[:num_blocks]
+
     def run_ahead(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> int | None:
         """Enqueues the next step, if that is allowed; returns the place of its result."""
         verdict, self._verdict = self._verdict, None
+        num_page_rows = 0
         if self._leaves_to_the_host(plan):
             return None
         if verdict is None:
@@ -273,7 +353,8 @@ class DecodeLoop:
                 return None
             self._await_uploads()
             verdict = scheduler.reserve_ahead(self._batch)
-            self._upload_pages(verdict)
+            num_page_rows = self._num_page_rows(verdict)
+            self._upload_pages(num_page_rows)
             self._record_uploads()
         if verdict == _core.RunAhead.STOP:
             return None
@@ -281,21 +362,24 @@ class DecodeLoop:
         if self._is_capturing(variant):
             return None  # `start` captures it, with nothing in flight
         self._variant = variant
+        if self.listener is not None:
+            pages = self._staged_pages[:num_page_rows].numpy().tobytes()
+            self.listener.went_on(LoopStep(variant, pages))
         self.num_ahead_steps += 1
         return self._launch()
 
-    def _spread_rows(self, plan: _core.StepPlan, bucket: Bucket) -> None:
+    def _spread_rows(self, starts: np.ndarray[Any, Any], bucket: Bucket) -> None:
         """Gives every request room for all of its rows. The entry writes these anew, but for merge
         descriptors, which only the sampler makes: they move from where the host has packed them."""
         views = self._buffers.views
         views.cu_seqlens_q[: bucket.num_reqs + 1].copy_(self._uniform_ends[: bucket.num_reqs + 1])
         if self._options.token_merge_top_k == 0:
             return
-        starts = np.asarray(plan.cu_seqlens_q)
-        first_rows = np.arange(plan.num_reqs) * self._num_rows - starts[:-1]
-        rows = np.arange(plan.num_rows) + np.repeat(first_rows, np.diff(starts))
+        num_rows = int(starts[-1])
+        first_rows = np.arange(len(starts) - 1) * self._num_rows - starts[:-1]
+        rows = np.arange(num_rows) + np.repeat(first_rows, np.diff(starts))
         places = torch.from_numpy(rows).to(self._buffers.device)
-        packed = {name: getattr(views, name)[: plan.num_rows].clone() for name in _MERGE_ROWS}
+        packed = {name: getattr(views, name)[:num_rows].clone() for name in _MERGE_ROWS}
         views.merge_mask[: bucket.num_rows].zero_()
         for name, values in packed.items():
             getattr(views, name)[places] = values
@@ -313,11 +397,14 @@ class DecodeLoop:
         )
         return self._variant._replace(bucket=bucket._replace(max_context_len=bound))
 
-    def _upload_pages(self, verdict: _core.RunAhead) -> None:
-        if verdict == _core.RunAhead.GO_NEW_PAGES:
-            size = self._batch.size
+    def _num_page_rows(self, verdict: _core.RunAhead) -> int:
+        """Requests whose page tables have changed."""
+        return self._batch.size if verdict == _core.RunAhead.GO_NEW_PAGES else 0
+
+    def _upload_pages(self, num_rows: int) -> None:
+        if num_rows > 0:
             pages = self._buffers.views.page_tables
-            pages[:size].copy_(self._staged_pages[:size], non_blocking=True)
+            pages[:num_rows].copy_(self._staged_pages[:num_rows], non_blocking=True)
 
     def _await_uploads(self) -> None:
         """Waits until the staged arrays are no longer read.
@@ -337,12 +424,17 @@ class DecodeLoop:
     ) -> _core.SamplerOutput:
         """The output of the plan in flight, whose result has `place`; waits for it."""
         result = self._outputs[place]
-        if result.copied is not None:
-            result.copied.synchronize()
+        self.await_result(place)
         if self._check is not None:
             self._check.compare(plan, place, self._graphs)
         scheduler.collect_output(plan, result.output, self._buffers.output)
         return self._buffers.output
+
+    def await_result(self, place: int) -> None:
+        """Waits until the result of a place is there."""
+        copied = self._outputs[place].copied
+        if copied is not None:
+            copied.synchronize()
 
     def capture(self, fill: Callable[[Bucket], None]) -> None:
         """Captures the steps of all shapes: greedy ones, and those of a request that only has the
@@ -371,6 +463,10 @@ class DecodeLoop:
     def _is_capturing(self, variant: StepVariant) -> bool:
         """Whether the variant gets a graph that it has not yet."""
         if self._step_graphs is None or variant in self._step_graphs:
+            return False
+        if self._has_ranks and variant.is_drawn:
+            return False  # draws take whole rows, which ranks exchange outside of graphs
+        if not self._graphs.can_capture(variant.bucket):
             return False
         return has_graph_of_logits(self._config, variant.bucket)
 
@@ -402,6 +498,7 @@ class DecodeLoop:
     def _launch(self) -> int:
         place = self._next_output
         self._next_output = (place + 1) % _NUM_OUTPUTS
+        self._num_blocks[place] = self._variant.bucket.num_reqs * self._options.buffer_size
         if self._check is not None:
             self._check.keep(place, self._buffers.views, self._variant.bucket)
         graphs, variant = self._step_graphs, self._variant

@@ -104,10 +104,14 @@ class LocalExecutor:
         if place is None:
             place = runner.start_loop(scheduler, plan)
         if place is None:
-            self._output = runner.execute(plan)
+            self._output = self._execute(plan)
         else:
             self._output = place
             self._ahead = runner.run_ahead(scheduler, plan)
+
+    def _execute(self, plan: _core.StepPlan) -> _core.SamplerOutput:
+        """Runs a step that the host has planned."""
+        return self.runner.execute(plan)
 
     def collect(self, plan: _core.StepPlan) -> _core.SamplerOutput:
         output, self._output = self._output, None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from diffulex.distributed.comm import LOCAL
 from diffulex.errors import ConfigError
 from diffulex.likelihood.forward import RowRunner, ScoreForward
 from diffulex.log import get_logger, warn_once
@@ -21,7 +22,6 @@ from diffulex.nn.kv_cache import KVCache, KvLayoutName
 from diffulex.nn.linear import pack_weights, set_batch_invariant
 from diffulex.ops.settled import batch_invariant
 from diffulex.profiling.memory import MemoryReport, tensor_bytes
-from diffulex.profiling.scopes import Stage
 from diffulex.runner.attention_workspace import AttentionWorkspace
 from diffulex.runner.batch import ArenaViews, StepBuffers, StepShape
 from diffulex.runner.context_classes import ContextClasses
@@ -30,6 +30,7 @@ from diffulex.runner.decode_graphs import (
     DecodeGraphs,
     ForwardGraphs,
     decode_buckets,
+    max_graph_rows,
     packs_rows,
 )
 from diffulex.runner.decode_loop import DecodeLoop, has_graph_of_logits
@@ -37,6 +38,7 @@ from diffulex.runner.kernels import choices_of
 from diffulex.runner.model_call import BlankRows, ModelCall, head_logits
 from diffulex.runner.open_engines import memory_holders, register_open
 from diffulex.runner.row_watch import RowWatch
+from diffulex.runner.runner_stages import stages_of
 from diffulex.runner.sampler_inputs import SamplerInputsBuilder
 from diffulex.runner.step_forward import StepForward
 from diffulex.runner.warm_up import GraphMemory, free_device_bytes, max_logits_rows
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from diffulex.nn.attention_metadata import AttnMetadata
     from diffulex.profiling.kernel_choices import KernelChoice
     from diffulex.profiling.ring import StepTimes
+    from diffulex.profiling.scopes import Stage
+    from diffulex.runner.decode_loop import LoopEntry, LoopStep
     from diffulex.samplers.base import Sampler
     from diffulex.samplers.inputs import SamplerInputs
     from diffulex.strategies.traits import StrategyTraits
@@ -64,9 +68,6 @@ logger = get_logger(__name__)
 
 
 _Part = TypeVar("_Part")
-
-#: What the executor calls in a step.
-_CALLS = ("execute", "start_loop", "run_ahead", "collect")
 
 
 def _prepared(part: _Part | None) -> _Part:
@@ -107,6 +108,7 @@ class ModelRunner:
             ContextClasses(config),
             is_packed=packs_rows(config),
             is_strict=config.kernel.require_fast_paths,
+            max_rows=max_graph_rows(config),
         )
         #: What the capture of the graphs took at the start.
         self.capture_s, self._graph_bytes = 0.0, 0
@@ -162,7 +164,9 @@ class ModelRunner:
         """What `_capture_graphs` will take; None without graphs."""
         if self.no_graph_reason is not None:
             return None
-        config, shapes = self.config, self._graphs.shapes()
+        config, shapes = self.config, self._graphs.captured_shapes()
+        if not shapes:
+            return None
         if not self._wants_loop(self._strategy.traits):
             return GraphMemory(shapes, 0)
         fitting = [bucket.num_rows for bucket in shapes if has_graph_of_logits(config, bucket)]
@@ -376,6 +380,23 @@ class ModelRunner:
             self.times.graph_bucket = self._decode_loop.graph_bucket(place)
         return self._decode_loop.collect(scheduler, plan, place)
 
+    @property
+    def graphs(self) -> DecodeGraphs:
+        """What decode steps are padded to."""
+        return self._graphs
+
+    @property
+    def loop(self) -> DecodeLoop | None:
+        """What runs decode steps ahead; None: the host plans all of them."""
+        return self._decode_loop
+
+    @torch.inference_mode()
+    def follow(self, told: LoopEntry | LoopStep) -> int:
+        """Enqueues a step of the loop of which another rank has told; the place of its result."""
+        assert self._decode_loop is not None
+        with self._on_device():
+            return self._decode_loop.follow(told)
+
     @torch.inference_mode()
     def execute(self, plan: _core.StepPlan) -> _core.SamplerOutput:
         """Runs the forward and the sampler of the plan handed out by `next_plan`."""
@@ -412,7 +433,7 @@ class ModelRunner:
         times = self.times
         if times is not None:
             times.forward = time.perf_counter()
-            if bucket is not None and self._graphs.forwards is not None:
+            if bucket is not None and self._graphs.forwards_of(bucket) is not None:
                 times.graph_bucket = bucket.num_reqs
         hidden = self._model_forward(views, shape, plan, bucket)
         if times is not None:
@@ -427,12 +448,10 @@ class ModelRunner:
         return output
 
     def _before_forward(self, plan: _core.StepPlan) -> tuple[Bucket | None, StepShape, ArenaViews]:
-        bucket = self._graphs.bucket_for(plan) if self._is_cuda else None
-        forwards = self._graphs.forwards
-        if bucket is not None:
-            plan.pad(bucket.num_reqs, bucket.num_rows)
-            if forwards is not None:
-                forwards.prepare(bucket)
+        bucket = self._graphs.take_padded(plan) if self._is_cuda else None
+        forwards = self._graphs.forwards_of(bucket)
+        if bucket is not None and forwards is not None:
+            forwards.prepare(bucket)
         shape = StepShape.of(plan)
         views = self.step_buffers.upload()
         if self._program is not None:
@@ -443,7 +462,7 @@ class ModelRunner:
     def _model_forward(
         self, views: ArenaViews, shape: StepShape, plan: _core.StepPlan, bucket: Bucket | None
     ) -> Tensor:
-        if bucket is not None and self._graphs.forwards is not None:
+        if bucket is not None and self._graphs.forwards_of(bucket) is not None:
             return self._graphs.replay(bucket)
         if plan.kind == _core.PlanKind.DECODE:
             return self._eager_decode(views, shape, plan, bucket)
@@ -509,31 +528,10 @@ class ModelRunner:
 
     def stages(self) -> list[Stage]:
         """Stages of a step on this rank."""
-        traits = self._strategy.traits
-        area = traits.area
-        own = {
-            "_before_forward": "before_model_forward",
-            "_model_forward": "model_forward",
-            "_eager_prefill": "eager_prefill",
-            "_eager_decode": "eager_decode",
-            "_logits": "compute_logits",
-            "_decide": "sampler",
-        }
-        graph = "cuda_graph_decode" if traits.has_dual_cache else "full_static_decode"
-        stages = [
-            *(Stage(self, name, "model_runner.rank0", name) for name in _CALLS),
-            *(Stage(self, method, area, name) for method, name in own.items()),
-            Stage(self._graphs, "replay", area, graph),
-            Stage(self.step_buffers, "upload", area, "prepare.copy_inputs"),
-            Stage(self.step_buffers, "download", area, "wait_for_output"),
-            Stage(self._prepared_inputs, "inputs", area, "prepare_sample"),
-        ]
-        rows = getattr(self.sampler, "rows", None)
-        if rows is not None:
-            stages.append(Stage(rows, "run", "sampler", "sample_tokens"))
-        if self._decode_loop is not None:
-            stages += self._decode_loop.stages(area, graph)
-        return stages
+        return stages_of(
+            *(self, self._strategy.traits, self._graphs, self.step_buffers),
+            *(self._prepared_inputs, self.sampler, self._decode_loop),
+        )
 
     def _has_loop_logits(self, bucket: Bucket) -> bool:
         """Whether the head runs over all rows of a padded step, as it does where the loop takes it.
@@ -559,13 +557,15 @@ class ModelRunner:
             return "enforce_eager is set"
         if not kernel.enable_full_static_runner:
             return "enable_full_static_runner is off"
-        return None
+        return getattr(self.model, "comm", LOCAL).no_capture_reason
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
         free = torch.cuda.mem_get_info(self.device)[0]
         start = time.perf_counter()
-        shapes = self._graphs.shapes()
+        shapes = self._graphs.captured_shapes()
+        if not shapes:
+            return
         # With a loop these graphs serve the steps it does not take, and are captured on demand.
         forward = self._step_forward
         self._graphs.forwards = ForwardGraphs(

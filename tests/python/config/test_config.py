@@ -162,6 +162,8 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("moe_parallel_mode", ["auto"], ["both", "", 1]),
     ("distributed_timeout_seconds", [1, 7200], [0, 1.5]),
     ("collective_timeout_seconds", [0, 60], [-1, 1.5]),
+    ("distributed_backend", ["auto", "nccl", "gloo"], ["mpi", True]),
+    ("custom_all_reduce", ["auto", "on", "off"], ["maybe", True]),
     ("check_ranks", [True, False], [1]),
     ("distributed_executor", ["auto", "mp", "ray"], ["mpi", 1]),
     ("ray_address", ["auto", "local"], [3]),
@@ -191,6 +193,19 @@ def test_range(key: str, legal: list[Any], illegal: list[Any]) -> None:
     for value in illegal:
         with pytest.raises(ConfigError, match=key):
             resolve(**{key: value}, **beside)
+
+
+def test_every_rank_has_a_device() -> None:
+    four = dataclasses.replace(facts(), num_devices=4)
+    config = resolve(
+        four, device="cuda", dtype="float32", tensor_parallel_size=2, device_ids=[3, 1]
+    )
+    assert [config.of_rank(rank).model.device for rank in range(2)] == ["cuda:3", "cuda:1"]
+    config = resolve(four, device="cuda", dtype="float32", tensor_parallel_size=2, device_start=2)
+    assert [config.of_rank(rank).model.device for rank in range(2)] == ["cuda:2", "cuda:3"]
+    assert resolve(tensor_parallel_size=2).of_rank(1).model.device == "cpu"
+    with pytest.raises(ConfigError, match="device_ids: expected 2 devices for tensor_parallel_si"):
+        resolve(four, device="cuda", tensor_parallel_size=2, device_start=3)
 
 
 CHOICES = [

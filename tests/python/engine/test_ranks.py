@@ -8,6 +8,7 @@ import itertools
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from diffulex.distributed.layout import Sizes
 from diffulex.distributed.legality import check_model
 from diffulex.distributed.shard import Shard
 from diffulex.engine.ranks.step_header import StepHeader
+from diffulex.runner.decode_graphs import max_graph_rows
 from fixtures.families import DENSE_FAMILIES, family_builder
 from fixtures.moe_families import moe_builder, moe_config
 from fixtures.thread_ranks import Stable, thread_engine
@@ -125,6 +127,8 @@ def test_draws_and_filters(directories: dict[str, Path], name: str) -> None:
         {"buffer_size": 4},
         {"kv_cache_layout": "distinct", "page_size": 4, "num_pages": 128},
         {"max_num_batched_tokens": 72, "max_model_len": 64, "num_pages": 24, "max_num_reqs": 4},
+        {"run_ahead": "on"},
+        {"num_pages": 20, "run_ahead": "on", "buffer_size": 2, "page_size": 8},
         {"mask_suppression": "renormalize", "demote_token_ids": [7], "suppress_token_ids": [3]},
     ],
     ids=lambda settings: next(iter(settings)),
@@ -204,10 +208,6 @@ def test_ranks_draw_parts_of_the_same_random_weights(directories: dict[str, Path
             "expected one of 1, 2, 4 for sdar (4 query heads, 2 KV heads), got 3",
         ),
         (
-            {"run_ahead": "on"},
-            "run_ahead: expected auto or off with tensor_parallel_size 2, got 'on'",
-        ),
-        (
             {"expert_parallel_size": 2},
             "expert_parallel_size: expected 1 for a model without routed experts, got 2",
         ),
@@ -246,10 +246,6 @@ def test_what_ranks_cannot_do_yet(
             "moe_parallel_mode: expected auto or expert with expert_parallel_size 2, got width",
         ),
         (
-            {"expert_parallel_size": 2, "run_ahead": "on"},
-            "run_ahead: expected auto or off with expert_parallel_size 2, got 'on'",
-        ),
-        (
             {"expert_parallel_size": 9},
             "expert_parallel_size: expected at most 8 ranks for 8 routed experts, got 9",
         ),
@@ -260,6 +256,26 @@ def test_what_experts_cannot_do(tmp_path: Path, settings: dict[str, Any], text: 
     moe_builder("sdar_moe", config=config).write(tmp_path)
     with pytest.raises(ConfigError, match=re.escape(text)):
         Diffulex(str(tmp_path), device="cpu", **settings)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "hidden_size", "candidates", "rows"),
+    [
+        (1, "float32", 4096, 1, None),
+        (2, "bfloat16", 4096, 1, 1024),
+        (2, "float32", 8192, 1, 512),
+        (8, "bfloat16", 4096, 8, 481),
+    ],
+)
+def test_graphs_hold_what_kernels_can_exchange(
+    num_ranks: int, dtype: str, hidden_size: int, candidates: int, rows: int | None
+) -> None:
+    config: Any = SimpleNamespace(
+        parallel=SimpleNamespace(tensor_parallel_size=num_ranks),
+        model=SimpleNamespace(dtype=dtype, spec=SimpleNamespace(hidden_size=hidden_size)),
+        decoding=SimpleNamespace(token_merge_top_k=candidates),
+    )
+    assert max_graph_rows(config) == rows
 
 
 def test_finished_models_are_refused(directories: dict[str, Path]) -> None:

@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import numpy as np
 
 from diffulex.distributed.arenas import SharedArenas
-from diffulex.distributed.gloo_comm import GlooComm, PeerError, make_store
+from diffulex.distributed.cuda_comm import CudaComm
+from diffulex.distributed.gloo_comm import GlooComm
 from diffulex.distributed.group import WorkerGroup
 from diffulex.distributed.layout import Sizes, replica_environment
 from diffulex.distributed.legality import check_model_class
+from diffulex.distributed.store import PeerError, make_store
 from diffulex.engine.ranks.follower import decisions
 from diffulex.engine.ranks.step_header import StepHeader
-from diffulex.engine.ranks.worker import checkpoint_digest, versions
-from diffulex.errors import ConfigError
+from diffulex.engine.ranks.worker import checkpoint_digest, make_comm, versions
+from diffulex.errors import ConfigError, DiffulexError
 from diffulex.log import get_logger, log_settings
 from diffulex.registry import AutoModelForDiffusionLM
 from diffulex.runner.batch import StepBuffers
+from diffulex.runner.decode_loop import LoopEntry
 from diffulex.runner.local_executor import LocalExecutor
 from diffulex_ext import _core
 
@@ -31,8 +34,8 @@ if TYPE_CHECKING:
     from diffulex.config.config import Config
     from diffulex.distributed.comm import Comm
     from diffulex.distributed.executor import Prepared, Watch
-    from diffulex.errors import DiffulexError
     from diffulex.likelihood.rows import ScoreBatch, Scored
+    from diffulex.runner.decode_loop import LoopStep
 
 __all__ = ["Followers", "GroupExecutor", "make_executor"]
 
@@ -70,8 +73,11 @@ class Followers(Protocol):
     def connect(self) -> Comm:
         """The exchange with them, once they have their parts of the model."""
 
+    def measure(self) -> None:
+        """Lets them find how many pages they have memory for, while this rank does the same."""
+
     def num_pages(self) -> list[int]:
-        """Pages that each of them has memory for."""
+        """What each of them has found."""
 
     def arenas(self, num_pages: int, num_bytes: int) -> SharedArenas:
         """Lets them allocate what steps need; memory for plans that all ranks have."""
@@ -82,8 +88,14 @@ class Followers(Protocol):
     def execute(self, header: StepHeader) -> None:
         """Tells them of a step."""
 
+    def follow(self, told: LoopEntry | LoopStep) -> None:
+        """Tells them of a step that the device has planned."""
+
+    def check(self) -> None:
+        """Raises why they are gone, or why what they exchanged with this rank is void."""
+
     def decided(self) -> list[bytes]:
-        """What each of them has decided in the last step; see `decisions`."""
+        """What each of them has decided in the oldest step not asked for yet; see `decisions`."""
 
     def disagree(self, rank: int, text: str) -> NoReturn:
         """One of them has decided something else."""
@@ -106,16 +118,20 @@ class ProcessFollowers:
         size = sizes.world
         self._timeout_s = float(parallel.distributed_timeout_seconds)
         self._limit = f"{self._timeout_s:g} s (distributed_timeout_seconds)"
-        self._collective_s = parallel.collective_timeout_seconds
-        self._comm: GlooComm | None = None
+        self._parallel, self._device = parallel, config.model.device
+        self._comm: GlooComm | CudaComm | None = None
         self._model_dir = config.model.model_dir
         #: Those of the plans, for ranks that cannot map them.
         self._arenas: SharedArenas | None = None
         environment = replica_environment(sizes)
-        self._group = WorkerGroup(_TARGET, size, config.model.device, environment)
+        configs = [config.of_rank(rank) for rank in range(1, size)]
+        devices = [own.model.device for own in configs]
+        self._group = WorkerGroup(_TARGET, size, devices, environment)
         logs = log_settings()
         self._group.send_each([(rank, logs) for rank in range(1, size)])
-        self._group.send_each([("load", config, model_name, rank) for rank in range(1, size)])
+        self._group.send_each(
+            [("load", own, model_name, rank) for rank, own in enumerate(configs, 1)]
+        )
 
     @property
     def death(self) -> DiffulexError | None:
@@ -135,16 +151,19 @@ class ProcessFollowers:
                 raise ConfigError(
                     f"rank {rank}: expected the checkpoint of rank 0 (sha256 {own}), got {theirs}"
                 )
-        store = make_store(group.size, group.host)
-        group.send(("connect", (group.host, store.port)))
-        limits = self._timeout_s, float(self._collective_s)
-        arguments = 0, group.size, store, *limits, group.host
-        self._comm = comm = self._unless_dead(lambda: GlooComm(*arguments))
+        host = group.host
+        store = make_store(group.size, host)
+        group.send(("connect", (host, store.port)))
+        self._comm = comm = self._unless_dead(
+            lambda: make_comm(self._parallel, self._device, 0, store, host)
+        )
+        if isinstance(comm, CudaComm):
+            group.on_death(comm.abort)
         return comm
 
-    def _unless_dead(self, make: Callable[[], GlooComm]) -> GlooComm:
+    def _unless_dead(self, make: Callable[[], GlooComm | CudaComm]) -> GlooComm | CudaComm:
         """What `make` returns, which would wait for ranks that have died."""
-        made: deque[GlooComm | BaseException] = deque()
+        made: deque[GlooComm | CudaComm | BaseException] = deque()
 
         def run() -> None:
             try:
@@ -158,12 +177,16 @@ class ProcessFollowers:
             self._group.check()
             thread.join(0.02)
         result = made[0]
+        if isinstance(result, ConfigError):
+            raise result
         if isinstance(result, BaseException):
             self._group.fail(result, "the connection of the ranks", is_hearsay=True)
         return result
 
-    def num_pages(self) -> list[int]:
+    def measure(self) -> None:
         self._group.send(("measure",))
+
+    def num_pages(self) -> list[int]:
         return self._replies("measure its memory")
 
     def arenas(self, num_pages: int, num_bytes: int) -> SharedArenas:
@@ -182,11 +205,24 @@ class ProcessFollowers:
 
     def execute(self, header: StepHeader) -> None:
         self._group.check()
-        message = header.pack()
-        if self._arenas is not None:
-            arena = self._arenas.tensors[header.arena]
-            message += arena[: header.num_bytes].numpy().tobytes()
-        self._group.send(message)
+        self._group.send(header.pack() + self._unshared(header.arena, header.num_bytes))
+
+    def _unshared(self, arena: int, num_bytes: int) -> bytes:
+        """What ranks that cannot map the arenas must be sent of one."""
+        if self._arenas is None:
+            return b""
+        return self._arenas.tensors[arena][:num_bytes].numpy().tobytes()
+
+    def follow(self, told: LoopEntry | LoopStep) -> None:
+        self._group.check()
+        is_planned = isinstance(told, LoopEntry)
+        arrays = self._unshared(told.arena, told.used_bytes) if is_planned else b""
+        self._group.send(("follow", told, arrays))
+
+    def check(self) -> None:
+        self._group.check()
+        if isinstance(self._comm, CudaComm):
+            self._comm.check()
 
     def decided(self) -> list[bytes]:
         return self._replies("answer")
@@ -202,6 +238,7 @@ class ProcessFollowers:
 
     def close(self) -> None:
         comm, self._comm = self._comm, None
+        self._group.on_death(None)
         self._group.close(("exit",))
         if comm is not None:
             comm.close()
@@ -238,7 +275,12 @@ class GroupExecutor(LocalExecutor):
             self._followers.fail(error, "the connection of the ranks")
 
     def num_pages(self) -> int:
-        every = [super().num_pages(), *self._followers.num_pages()]
+        self._followers.measure()
+        try:
+            own = super().num_pages()
+        except PeerError as error:
+            self._followers.fail(error, "the measurement of memory")
+        every = [own, *self._followers.num_pages()]
         if min(every) < every[0]:
             rank = every.index(min(every))
             logger.info(
@@ -250,6 +292,8 @@ class GroupExecutor(LocalExecutor):
         num_bytes = _core.StepPlan.arena_bytes(scheduler.options)
         self._arenas = self._followers.arenas(config.cache.num_pages, num_bytes).tensors
         prepared = super().start(config, scheduler)
+        if self.runner.loop is not None:
+            self.runner.loop.listener = _Teller(self._followers)
         self._followers.started()
         return prepared
 
@@ -265,9 +309,22 @@ class GroupExecutor(LocalExecutor):
     def execute(self, plan: _core.StepPlan) -> None:
         while self._wanted:
             self._wanted.popleft()()
-        runner, self._num_steps = self.runner, self._num_steps + 1
+        self._num_steps += 1
+        try:
+            super().execute(plan)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        if error is self._followers.death:
+            raise error
+        self._followers.fail(error, f"step {self._num_steps}")
+
+    def _execute(self, plan: _core.StepPlan) -> _core.SamplerOutput:
+        runner = self.runner
         header = StepHeader.of(
             plan,
+            runner.graphs.pad(plan) if runner.device.type == "cuda" else None,
             arena=runner.step_buffers.staged,
             step=self._num_steps,
             has_draws=self._has_draws,
@@ -276,24 +333,37 @@ class GroupExecutor(LocalExecutor):
         if header.has_draws:
             runner.expect_draws()
         self._followers.execute(header)
-        try:
-            super().execute(plan)
-        except BaseException as error:
-            self._followers.fail(error, f"step {self._num_steps}")
+        return super()._execute(plan)
 
     def collect(self, plan: _core.StepPlan) -> _core.SamplerOutput:
+        output, loop = self._output, self.runner.loop
+        if isinstance(output, int):
+            assert loop is not None
+            ids, flags = loop.decided(output)
+        elif output is not None:
+            ids, flags = output.write_ids[: plan.num_blocks], output.flags[: plan.num_blocks]
+        try:
+            self._followers.check()  # before anything is made of it
+        except DiffulexError as error:
+            self._fail(error)
+        own = decisions(ids, flags) if self._is_checked and output is not None else b""
         output = super().collect(plan)
         if self._is_checked:
-            own = decisions(output, plan.num_blocks)
             for rank, theirs in enumerate(self._followers.decided(), 1):
                 if theirs != own:
-                    text = _difference(plan, output, theirs)
+                    text = _difference(plan, ids, theirs)
                     self._followers.disagree(
                         rank,
                         f"ranks disagree: step {self._num_steps}, rank {rank} decided other tokens than"
                         f" rank 0 (first difference: {text})",
                     )
         return output
+
+    def forget_ahead(self) -> bool:
+        was_ahead = super().forget_ahead()
+        if was_ahead and self._is_checked and self.death is None:
+            self._followers.decided()  # of a step that nothing is made of
+        return was_ahead
 
     def evict(self, request_slots: Sequence[int]) -> None:
         super().evict(request_slots)
@@ -323,13 +393,27 @@ class GroupExecutor(LocalExecutor):
             self._followers.close()
 
 
-def _difference(plan: _core.StepPlan, output: _core.SamplerOutput, theirs: bytes) -> str:
+class _Teller:
+    """See `diffulex.runner.decode_loop.LoopListener`."""
+
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
+
+    def entered(self, entry: LoopEntry) -> None:
+        self._followers.follow(entry)
+
+    def went_on(self, step: LoopStep) -> None:
+        self._followers.follow(step)
+
+
+def _difference(plan: _core.StepPlan, own: np.ndarray[Any, Any], theirs: bytes) -> str:
     """Where the decisions of another rank begin to differ."""
-    own = output.write_ids[: plan.num_blocks]
     other = np.frombuffer(theirs, own.dtype, own.size).reshape(own.shape)
     places = np.argwhere(own != other)
     if len(places) == 0:
         return "flags of a block"
     block, index = places[0]
+    if block >= plan.num_blocks:
+        return f"block {block} of the device"
     req_id = plan.req_ids[plan.blk_req[block]]
     return f"request {req_id}, position {plan.blk_start[block] + index}"

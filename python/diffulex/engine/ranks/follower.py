@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 
+from diffulex.distributed.cuda_comm import CudaComm
 from diffulex.engine.ranks.step_header import StepHeader
 from diffulex.registry import AutoModelRunner, AutoScheduler
 from diffulex.runner.row_watch import FollowedRows
@@ -22,16 +24,15 @@ if TYPE_CHECKING:
 
     from diffulex.config.config import Config
     from diffulex.distributed.comm import Comm
+    from diffulex.runner.decode_loop import LoopEntry, LoopStep
     from diffulex.runner.model_runner import ModelRunner
-    from diffulex_ext import _core
 
 __all__ = ["Follower", "decisions"]
 
 
-def decisions(output: _core.SamplerOutput, num_blocks: int) -> bytes:
+def decisions(ids: np.ndarray[Any, Any], flags: np.ndarray[Any, Any]) -> bytes:
     """What a step has decided, to compare ranks by: the ids of its blocks, then their flags."""
-    parts = output.write_ids[:num_blocks], output.flags[:num_blocks]
-    return b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
+    return b"".join(np.ascontiguousarray(part).tobytes() for part in (ids, flags))
 
 
 class Follower:
@@ -45,6 +46,7 @@ class Follower:
 
     def __init__(self, config: Config, model: Any, comm: Comm) -> None:
         model.comm = comm
+        self._comm = comm
         self._config = config
         self._runner: ModelRunner = AutoModelRunner.get(config.decoding.decoding_strategy)(
             config, model
@@ -75,10 +77,34 @@ class Follower:
         if header.has_draws:
             runner.expect_draws()
         self._rows.is_active = header.is_watched
-        runner.step_buffers.stage(header.arena)
+        runner.step_buffers.stage(header.arena, header.num_bytes)
+        runner.graphs.is_padded(header.bucket)
         output = runner.execute(cast("Any", header))  # has what the runner asks of a plan
-        is_checked = self._config.parallel.check_ranks
-        return decisions(output, header.num_blocks) if is_checked else None
+        if not self._config.parallel.check_ranks:
+            return None
+        num_blocks = header.num_blocks
+        return decisions(output.write_ids[:num_blocks], output.flags[:num_blocks])
+
+    def follow(self, told: LoopEntry | LoopStep) -> bytes | None:
+        """Enqueues a step of the loop; what it has decided, as `execute`."""
+        runner = self._runner
+        if told.variant.is_drawn:
+            runner.expect_draws()
+        place = runner.follow(told)
+        if not self._config.parallel.check_ranks:
+            return None
+        assert runner.loop is not None
+        return decisions(*runner.loop.decided(place))
+
+    def check(self) -> None:
+        """Raises PeerError where a step has waited for another rank in vain."""
+        if isinstance(self._comm, CudaComm):
+            self._comm.check()
+
+    def close(self) -> None:
+        """Waits for the device."""
+        if self._runner.device.type == "cuda":
+            torch.cuda.synchronize(self._runner.device)
 
     def evict(self, request_slots: Sequence[int]) -> None:
         """Drops what the sampler keeps of requests that left these slots."""

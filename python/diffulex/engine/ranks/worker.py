@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of one rank other than the first.
 
-    load, connect, measure, start or start_apart, steps, evict, exit
+    load, connect, measure, start or start_apart, steps of the host and of the loop, evict, exit
         ──>  follower  ──>  versions, loaded, pages, ready, decisions; or failed
 
 Imports nothing heavy before the pipe is read: a parent that dies while the model loads takes the worker
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-__all__ = ["checkpoint_digest", "run_worker", "versions"]
+    from diffulex.config.table import ParallelConfig
+    from diffulex.distributed.cuda_comm import CudaComm
+    from diffulex.distributed.gloo_comm import GlooComm
+
+__all__ = ["checkpoint_digest", "make_comm", "run_worker", "versions"]
 
 #: Files of a checkpoint that tell it from others without reading its weights.
 _DIGESTED = ("config.json", "model.safetensors.index.json")
@@ -58,6 +62,39 @@ def _own_host(connection: Connection[Any, Any]) -> str:
     return LOOPBACK
 
 
+def make_comm(
+    parallel: ParallelConfig, device: str, rank: int, store: Any, host: str
+) -> GlooComm | CudaComm:
+    """The exchange of a rank with the others, which make theirs at the same time.
+
+    Args:
+        parallel: of the engine.
+        device: of the rank.
+        rank: of this process.
+        store: of `diffulex.distributed.store.make_store`, or host and port of the first rank's.
+        host: the address of this process for the other ranks.
+
+    Raises:
+        ConfigError: the ranks cannot exchange as the configuration says.
+    """
+    import torch  # noqa: PLC0415 (slow to import)
+
+    from diffulex.distributed.cuda_comm import CudaComm  # noqa: PLC0415
+    from diffulex.distributed.gloo_comm import GlooComm  # noqa: PLC0415
+
+    where = rank, Sizes.of_engine(parallel).world, store
+    limits = float(parallel.distributed_timeout_seconds), float(parallel.collective_timeout_seconds)
+    if device == "cpu":
+        return GlooComm(*where, *limits, host)
+    return CudaComm(
+        *where,
+        torch.device(device),
+        *limits,
+        backend=parallel.distributed_backend,
+        custom_all_reduce=parallel.custom_all_reduce,
+    )
+
+
 def run_worker(connection: Connection[Any, Any], parent_pid: int) -> None:
     """Target of the process.
 
@@ -80,7 +117,7 @@ def run_worker(connection: Connection[Any, Any], parent_pid: int) -> None:
     try:
         _Worker(connection, inbox).run()
     except Exception as error:
-        from diffulex.distributed.gloo_comm import PeerError  # noqa: PLC0415 (imported by now)
+        from diffulex.distributed.store import PeerError  # noqa: PLC0415 (imported by now)
 
         connection.send(("failed", isinstance(error, PeerError), error_parts(error)))
         sys.exit(1)
@@ -103,27 +140,34 @@ class _Worker:
     def run(self) -> None:
         """From the first message to the last."""
         self._reply(versions())
-        from diffulex.distributed.gloo_comm import GlooComm  # noqa: PLC0415 (slow to import)
-        from diffulex.engine.ranks.follower import Follower  # noqa: PLC0415
+        from diffulex.engine.ranks.follower import Follower  # noqa: PLC0415 (slow to import)
         from diffulex.engine.startup import import_workers, load_weights  # noqa: PLC0415
         from diffulex.quantization.stored import read_stored  # noqa: PLC0415
 
         config, model_name, rank = self._next("load")
+        if config.model.device != "cpu":
+            import torch  # noqa: PLC0415 (slow to import)
+
+            torch.cuda.set_device(config.model.device)  # for whatever names no device
         import_workers(config.parallel.worker_imports)
         # `quantization` none has values of a checkpoint in low precision like any others.
         stored = read_stored(config.model.model_dir)
         model = load_weights(config, model_name, show_progress=False, rank=rank, stored=stored)
         self._reply(checkpoint_digest(config.model.model_dir))
-        parallel = config.parallel
         (store,) = self._next("connect")
-        limits = parallel.distributed_timeout_seconds, parallel.collective_timeout_seconds
         host = _own_host(self._connection)
-        comm = GlooComm(rank, Sizes.of_engine(parallel).world, store, *limits, host)
+        comm = make_comm(config.parallel, config.model.device, rank, store, host)
         follower = Follower(config, model, comm)
         del model  # the follower has it
         self._serve(follower)
+        follower.close()
         del follower
         comm.close()
+
+    def _decided(self, follower: Any, decided: bytes | None) -> None:
+        follower.check()  # before anything is made of it
+        if decided is not None:
+            self._reply(decided)
 
     def _serve(self, follower: Any) -> None:
         from diffulex.distributed.arenas import SharedArenas  # noqa: PLC0415 (slow to import)
@@ -136,9 +180,7 @@ class _Worker:
                 header = StepHeader.unpack(message)
                 if arenas is not None:
                     arenas.fill(header.arena, memoryview(message)[HEADER_BYTES:])
-                decided = follower.execute(header)
-                if decided is not None:
-                    self._reply(decided)
+                self._decided(follower, follower.execute(header))
                 continue
             kind, *content = message
             if kind == "measure":
@@ -153,6 +195,11 @@ class _Worker:
                 arenas = SharedArenas(num_bytes, count, handle)
                 follower.start(num_pages, arenas.tensors)
                 self._reply("ready")
+            elif kind == "follow":
+                told, arrays = content
+                if arenas is not None and arrays:
+                    arenas.fill(told.arena, memoryview(arrays))
+                self._decided(follower, follower.follow(told))
             elif kind == "evict":
                 follower.evict(*content)
             elif kind == "exit":

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchange of ranks with a GPU each on one host.
+
+What decode steps exchange is small, and goes through peer memory: kernels write to each other's buffers,
+inside captured graphs too. The rest, and everything where the GPUs have no access to each other, goes
+through NCCL, or for tests through gloo on the host. All ranks choose alike: the choice depends on shapes
+and on what they have told each other at the start.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import distributed
+
+from diffulex.distributed.comm import Norm, gather_padded
+from diffulex.distributed.gloo_comm import GlooComm
+from diffulex.distributed.store import PeerError, join_store, time_limit
+from diffulex.errors import ConfigError
+from diffulex.log import get_logger
+from diffulex.ops.comm import (
+    MAX_WIDTH,
+    WIDTH_UNIT,
+    CollectiveAlgorithm,
+    PeerGroup,
+    collective_plan,
+)
+from diffulex_ext import _core
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CudaComm"]
+
+logger = get_logger(__name__)
+
+#: Much of it is not declared.
+dist: Any = distributed
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_ALIGNMENT = 16
+#: Longest wait for another rank in the test of the peer memory.
+_TEST_S = 20.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class _Library(Protocol):
+    """What sums and gathers tensors of any size."""
+
+    def all_reduce_(self, x: Tensor) -> None: ...
+
+    def gather_records(self, part: Tensor, out: Tensor) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Nccl:
+    """NCCL without a default group; made by the first exchange, which all ranks make together."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
+        self._make = lambda: _nccl_group(store, rank, size, timeout_s)
+        self._made: Any = None
+
+    @property
+    def _group(self) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def all_reduce_(self, x: Tensor) -> None:
+        self._group.allreduce([x]).wait()
+
+    def gather_records(self, part: Tensor, out: Tensor) -> None:
+        self._group._allgather_base(out.flatten(), part.flatten()).wait()
+
+    def abort(self) -> None:
+        if self._made is not None:
+            self._made.abort()
+
+    def close(self) -> None:
+        group, self._made = self._made, None
+        if group is not None:
+            group.shutdown()
+
+
+def _nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = time_limit(timeout_s)
+    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+
+
+class _Host:
+    """gloo, through copies on the host."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
+        self._gloo = GlooComm(rank, size, store, timeout_s, timeout_s)
+
+    def all_reduce_(self, x: Tensor) -> None:
+        copy = x.cpu()
+        self._gloo.all_reduce_(copy)
+        x.copy_(copy)
+
+    def gather_records(self, part: Tensor, out: Tensor) -> None:
+        copy = torch.empty(out.shape, dtype=out.dtype)
+        self._gloo.gather_records(part.cpu(), copy)
+        out.copy_(copy)
+
+    def abort(self) -> None:
+        pass  # a lost rank is an error of the exchange
+
+    def close(self) -> None:
+        self._gloo.close()
+
+
+class CudaComm:
+    """See `diffulex.distributed.comm.Comm`.
+
+    Args:
+        rank: of this process.
+        size: ranks there are.
+        store: of `make_store`, or host and port of the first rank's.
+        device: of this rank.
+        connect_s: longest time until all ranks are there.
+        timeout_s: longest wait of an exchange for the other ranks; 0: without limit.
+        backend: what large exchanges take: auto or nccl, or gloo.
+        custom_all_reduce: small ones through peer memory: auto, on, which is an error without access to
+            peers, or off.
+
+    Raises:
+        ConfigError: there is no access, and `custom_all_reduce` asks for it.
+        RuntimeError: the others are not there in time.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Any,
+        device: torch.device,
+        connect_s: float,
+        timeout_s: float,
+        *,
+        backend: str = "auto",
+        custom_all_reduce: str = "auto",
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._device, self._timeout_s = device, timeout_s
+        self._store = store = join_store(store, size, connect_s)
+        store.set_timeout(time_limit(connect_s))
+        self._library: _Library
+        if backend == "gloo":
+            self._library = _Host(store, rank, size, timeout_s)
+            if rank == 0:
+                logger.warning(
+                    "distributed_backend gloo: large exchanges go through the host; for tests"
+                )
+        else:
+            self._library = _Nccl(store, rank, size, timeout_s)
+        with torch.cuda.device(device):
+            self._peers: PeerGroup | None = None
+            reason = "custom_all_reduce is off" if custom_all_reduce == "off" else self._connect()
+        if reason and custom_all_reduce == "on":
+            raise ConfigError(f"custom_all_reduce: expected {reason}, got none")
+        if reason and rank == 0:
+            logger.warning(
+                "ranks exchange through %s alone, without graphs: %s",
+                "gloo" if backend == "gloo" else "NCCL",
+                reason if custom_all_reduce == "off" else f"expected {reason}, got none",
+            )
+
+    def _tell(self, key: str, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        self._store.set(f"peers/{key}/{self.rank}", pickle.dumps(value))
+        return [pickle.loads(self._store.get(f"peers/{key}/{r}")) for r in range(self.size)]
+
+    def _agree(self, key: str, reason: str) -> str:
+        """The first reason of a rank against peer memory; empty: there is none."""
+        return next(filter(None, self._tell(key, reason)), "")
+
+    def _connect(self) -> str:
+        """Opens the buffers of the others; what is missing for that, the same on all ranks."""
+        group, handle, reason = None, b"", ""
+        try:
+            group = PeerGroup(self.rank, self._device, self.size, _TEST_S)
+            handle = group.export()
+        except RuntimeError as error:
+            reason = f"memory to share ({error})"
+        host = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
+        every = self._tell("buffers", (host, self._device.index, handle, reason))
+        reason = self._agree("access", reason or self._missing_access(every))
+        if not reason:
+            assert group is not None
+            reason = self._agree("handles", _open_all(group, [entry[2] for entry in every]))
+        if not reason:
+            assert group is not None
+            reason = self._agree("test", self._test(group))
+        if reason:
+            if group is not None:
+                group.close()
+            return reason
+        assert group is not None
+        group.set_timeout(self._timeout_s)
+        self._peers = group
+        return ""
+
+    def _missing_access(self, every: list[tuple[str, int, bytes, str]]) -> str:
+        own_host = every[self.rank][0]
+        for rank, (host, index, _, _) in enumerate(every):
+            if host != own_host:
+                return f"all ranks on the host of rank {self.rank}"
+            own = self._device.index
+            is_other = rank != self.rank and index != own
+            if is_other and not torch.cuda.can_device_access_peer(own, index):
+                return f"peer access between cuda:{own} and cuda:{index}"
+        return ""
+
+    def _test(self, group: PeerGroup) -> str:
+        """Writes 4 KB to every other rank, and reads what they have written; what is missing."""
+        part = _pattern(self.rank, self._device)
+        out = torch.zeros(self.size, *part.shape, dtype=part.dtype, device=self._device)
+        sums = part.to(torch.float32)
+        group.gather_records(part, out)
+        group.all_reduce(sums, CollectiveAlgorithm.ONE_SHOT)
+        torch.cuda.synchronize(self._device)
+        total = torch.zeros_like(sums)
+        for rank in range(self.size):
+            want = _pattern(rank, self._device)
+            total += want.to(torch.float32)
+            if not torch.equal(out[rank], want):
+                return f"what rank {rank} wrote to cuda:{self._device.index}"
+        return "" if torch.equal(sums, total) else "a sum through peer memory"
+
+    @property
+    def no_capture_reason(self) -> str | None:
+        """Why exchanges that peer memory is for cannot be captured; None: they can."""
+        return None if self._peers is not None else "the ranks have no peer memory"
+
+    def _algorithm(self, x: Tensor) -> CollectiveAlgorithm:
+        width = x.size(-1)
+        is_legal = (
+            self._peers is not None
+            and x.dtype in _FLOATS
+            and x.is_contiguous()
+            and x.data_ptr() % _ALIGNMENT == 0
+            and WIDTH_UNIT <= width <= MAX_WIDTH
+            and width % WIDTH_UNIT == 0
+        )
+        return collective_plan(self.size, x.nbytes) if is_legal else CollectiveAlgorithm.LIBRARY
+
+    def all_reduce_(self, x: Tensor) -> None:
+        if x.numel() == 0:
+            return
+        algorithm = self._algorithm(x)
+        if algorithm == CollectiveAlgorithm.LIBRARY:
+            self._library.all_reduce_(x)
+            return
+        assert self._peers is not None
+        self._peers.all_reduce(x, algorithm)
+
+    def add_norm_(self, norm: Norm, x: Tensor, residual: Tensor) -> None:
+        algorithm = self._algorithm(x)
+        if algorithm == CollectiveAlgorithm.LIBRARY or not residual.is_contiguous():
+            self.all_reduce_(x)
+            norm.add_norm_(x, residual)
+            return
+        assert self._peers is not None
+        self._peers.all_reduce_add_rms_norm(x, residual, norm.weight, norm.eps, algorithm)
+
+    def gather_records(self, part: Tensor, out: Tensor) -> None:
+        if part.numel() == 0:
+            return
+        if not part.is_cuda:
+            on_device = torch.empty(out.shape, dtype=out.dtype, device=self._device)
+            self.gather_records(part.to(self._device), on_device)
+            out.copy_(on_device)
+            return
+        part = part.contiguous()
+        if self._peers is None or part.nbytes > _core.MAX_RECORD_BYTES or part.dtype != torch.int32:
+            self._library.gather_records(part, out)
+        else:
+            self._peers.gather_records(part.view(len(part), -1), out.view(self.size, len(part), -1))
+
+    def gather_columns(self, part: Tensor, widths: tuple[int, ...]) -> Tensor:
+        return gather_padded(self, part, widths)
+
+    def check(self) -> None:
+        """Raises what became of exchanges that have ended.
+
+        Raises:
+            PeerError: a kernel has waited for another rank in vain, and what it returned is void.
+        """
+        lost = None if self._peers is None else self._peers.timed_out
+        if lost is not None:
+            peer, number = lost
+            raise PeerError(
+                f"rank {self.rank} waited {self._timeout_s:g} s for rank {peer} in exchange {number}"
+            )
+
+    def abort(self) -> None:
+        """Lets exchanges end that wait for a rank that is gone; from any thread, for good."""
+        if self._peers is not None:
+            self._peers.abort()
+        # It may wait for the device, or never return.
+        threading.Thread(target=self._library.abort, name="diffulex-abort", daemon=True).start()
+
+    def close(self) -> None:
+        """Leaves the group; nothing may be in flight. Idempotent."""
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close()
+        self._library.close()
+        self._store = None
+
+
+def _open_all(group: PeerGroup, handles: list[bytes]) -> str:
+    """Opens the buffers of the other ranks; what is missing."""
+    for rank, handle in enumerate(handles):
+        if rank != group.rank:
+            try:
+                group.open(rank, handle)
+            except RuntimeError as error:
+                return f"the buffer of rank {rank} ({error})"
+    return ""
+
+
+def _pattern(rank: int, device: torch.device) -> Tensor:
+    """4 KB by which a rank is known."""
+    numbers = torch.arange(1024, dtype=torch.int32, device=device)
+    return (numbers * 2 + 1 + rank * 4099).view(4, 256)

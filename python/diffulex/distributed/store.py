@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where ranks find each other."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from torch import distributed
+
+from diffulex.distributed.layout import LOOPBACK
+from diffulex.errors import DiffulexError
+
+__all__ = ["PeerError", "join_store", "make_store", "time_limit"]
+
+#: Much of it is not declared.
+_dist: Any = distributed
+#: Where waiting has no limit.
+_NO_LIMIT_S = 10 * 365 * 86400
+
+
+class PeerError(DiffulexError, RuntimeError):
+    """Another rank did not take part in an exchange: it is gone, or stuck."""
+
+
+def time_limit(seconds: float) -> datetime.timedelta:
+    """A limit of waiting; 0: none."""
+    return datetime.timedelta(seconds=seconds or _NO_LIMIT_S)
+
+
+def make_store(size: int, host: str = LOOPBACK) -> Any:
+    """The place where ranks find each other, at a free port; it is there as long as the first rank."""
+    return _dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+
+
+def join_store(store: Any, size: int, connect_s: float) -> Any:
+    """`store` itself, or that of the first rank at this host and port.
+
+    Raises:
+        RuntimeError: it is not there in time.
+    """
+    if not isinstance(store, tuple):
+        return store
+    limit = time_limit(connect_s)
+    return _dist.TCPStore(*store, size, is_master=False, timeout=limit)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a group on GPUs: makes exchanges of all kinds and checks what it gets.
+
+    python comm_rank.py RANK SIZE PORT DEVICE BACKEND CUSTOM
+
+Prints by what small tensors went: `peers` or `library`. Ends with status 1 and a text if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from diffulex import ops
+from diffulex.distributed.cuda_comm import CudaComm
+from diffulex.nn.norm import RMSNorm
+
+#: (rows, width) of which some are beyond what kernels of this library sum.
+SHAPES = [(1, 64), (32, 4096), (5, 1028), (3, 20_000), (2500, 4096), (0, 64), (129, 2816)]
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def parts_of(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(size, *shape, generator=generator).to(dtype).cuda()
+
+
+def check_sums(comm: CudaComm, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    parts = parts_of(comm.size, shape, dtype)
+    x = parts[comm.rank].clone()
+    comm.all_reduce_(x)
+    torch.testing.assert_close(x, parts.double().sum(0).to(dtype), rtol=2e-2, atol=2e-2)
+    if shape[1] > 16_384:
+        return
+    norm = RMSNorm(shape[1], eps=1e-6, dtype=dtype, device="cuda")
+    norm.weight.fill_(1.5)
+    x, residual = parts[comm.rank].clone(), parts[0].clone()
+    comm.add_norm_(norm, x, residual)
+    want_residual = parts[0].clone()
+    if shape[1] % 8 == 0:
+        want = ops.sum_add_rms_norm(parts, want_residual, norm.weight, norm.eps)
+        torch.testing.assert_close(residual, want_residual, rtol=2e-2, atol=4e-2)
+        torch.testing.assert_close(x, want, rtol=2e-2, atol=4e-2)
+        is_exact = comm.no_capture_reason is None and 0 < parts[0].nbytes <= 1 << 19
+        assert not is_exact or (torch.equal(x, want) and torch.equal(residual, want_residual))
+
+
+def check_gathers(comm: CudaComm) -> None:
+    for rows in (1, 32, 5000):
+        generator = torch.Generator().manual_seed(rows)
+        parts = torch.randint(-(2**31), 2**31 - 1, (comm.size, rows, 10), generator=generator)
+        parts = parts.to(torch.int32).cuda()
+        out = torch.zeros_like(parts)
+        comm.gather_records(parts[comm.rank], out)
+        assert torch.equal(out, parts), rows
+    widths = tuple(64 + 16 * rank for rank in range(comm.size))
+    parts_by_rank = [parts_of(1, (7, width), torch.bfloat16)[0] for width in widths]
+    got = comm.gather_columns(parts_by_rank[comm.rank], widths)
+    assert torch.equal(got, torch.cat(parts_by_rank, dim=1))
+    on_host = torch.zeros(comm.size, 1, 1, dtype=torch.int32)
+    comm.gather_records(torch.tensor([[comm.rank + 5]], dtype=torch.int32), on_host)
+    assert on_host.flatten().tolist() == [5 + rank for rank in range(comm.size)]
+
+
+def check_graph(comm: CudaComm) -> None:
+    parts = parts_of(comm.size, (32, 4096), torch.bfloat16)
+    x = torch.zeros_like(parts[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.copy_(parts[comm.rank])
+        comm.all_reduce_(x)
+    want = parts[0].float()
+    for part in parts[1:]:
+        want = want + part.float()
+    for turn in range(50):
+        if turn % 5 == 0:
+            check_sums(comm, (9, 64), torch.bfloat16)
+        graph.replay()
+        assert torch.equal(x, want.to(torch.bfloat16)), turn
+
+
+def main(arguments: list[str]) -> None:
+    rank, size, port, device = map(int, arguments[:4])
+    backend, custom = arguments[4:]
+    torch.cuda.set_device(device)
+    where = torch.device("cuda", device)
+    comm = CudaComm(rank, size, port, where, 120.0, 60.0, backend=backend, custom_all_reduce=custom)
+    print("peers" if comm.no_capture_reason is None else "library", flush=True)
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            check_sums(comm, shape, dtype)
+    check_gathers(comm)
+    if comm.no_capture_reason is None:
+        check_graph(comm)
+    torch.cuda.synchronize()
+    comm.check()
+    comm.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
