@@ -3,6 +3,7 @@
 
     python benchmarks/python/bench_decode_step.py --output decode_step.jsonl
     python benchmarks/python/bench_decode_step.py --targets all --json decode_targets.json
+    python benchmarks/python/bench_decode_step.py --tp 1,2 --batch 1,8 --buffer-size 1
 
 A step is a whole engine step as the host sees it: schedule, forward over the rows of every running
 request, sampling, and the copy of the result. Random weights accept one position per block and
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 from published_shapes import SDAR_SHAPES, SHAPES
-from random_engine import build_engine, build_model, random_prompts
+from random_engine import build_engine, build_model, build_shared_engine, random_prompts
 from step_probe import StepProbe
 from step_targets import TARGETS, StepCase, judge
 from step_timing import (
@@ -42,7 +43,7 @@ from step_timing import (
 from diffulex import Diffulex, SamplingParams
 
 COLUMNS = (
-    "shape", "prompt_len", "buffer", "batch", "rows", "valid", "step_ms", "p10_ms", "p90_ms", "floor_ms",
+    "shape", "tp", "prompt_len", "buffer", "batch", "rows", "valid", "step_ms", "p10_ms", "p90_ms", "floor_ms",
     "experts", "sm_mhz", "watts", "graph_steps", "peer_ms", "target_ms", "verdict",
 )  # fmt: skip
 
@@ -72,6 +73,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=integers, default=[1, 8, 32], help="requests, 1,8,32")
     parser.add_argument("--buffer-size", type=integers, default=[1, 4], help="blocks, 1,4")
     parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument(
+        "--tp", type=integers, default=[1], help="devices that share the weights, 1"
+    )
     parser.add_argument("--prompt-len", type=integers, default=[256], help="tokens, 256")
     parser.add_argument(
         "--targets", type=target_shapes, help="run the cases of these shapes, or all, instead"
@@ -100,34 +104,37 @@ def cases_of(options: argparse.Namespace) -> list[StepCase]:
 
 
 def started_engine(
-    model: Any, options: argparse.Namespace, case: StepCase, *, has_graphs: bool
+    model: Any, num_ranks: int, options: argparse.Namespace, case: StepCase, *, has_graphs: bool
 ) -> Diffulex:
-    """An engine with all requests of one measurement waiting."""
+    """An engine with all requests of one measurement waiting; with several ranks `model` is not used."""
     # One position per block and step at least, so this many tokens outlast the timed steps.
     steps = options.warmup + options.steps + 2
     new_tokens = steps * case.buffer_size + options.block_size
     window = case.buffer_size * options.block_size
     needed = case.prompt_len + new_tokens + window
     max_model_len = max(options.max_model_len or 0, needed)
-    engine = build_engine(
-        SHAPES[case.shape],
-        model,
-        options.device,
-        decoding_strategy="multi_bd",
-        block_size=options.block_size,
-        buffer_size=case.buffer_size,
-        decoding_thresholds={"accept_threshold": 1.0},
-        max_num_reqs=case.batch,
-        page_size=_PAGE_SIZE,
-        num_pages=case.batch * (max_model_len // _PAGE_SIZE + 3),
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max(4096, max_model_len + 2 * window, case.batch * window),
-        enforce_eager=not has_graphs,
-        enable_prefix_caching=False,
-        run_ahead=options.run_ahead,
-    )
+    settings: dict[str, Any] = {
+        "decoding_strategy": "multi_bd",
+        "block_size": options.block_size,
+        "buffer_size": case.buffer_size,
+        "decoding_thresholds": {"accept_threshold": 1.0},
+        "max_num_reqs": case.batch,
+        "page_size": _PAGE_SIZE,
+        "num_pages": case.batch * (max_model_len // _PAGE_SIZE + 3),
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": max(4096, max_model_len + 2 * window, case.batch * window),
+        "enforce_eager": not has_graphs,
+        "enable_prefix_caching": False,
+        "run_ahead": options.run_ahead,
+    }
+    shape = SHAPES[case.shape]
+    if num_ranks == 1:
+        engine = build_engine(shape, model, options.device, **settings)
+    else:
+        settings["dtype"] = options.dtype
+        engine = build_shared_engine(shape, num_ranks, options.device, **settings)
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    for prompt in random_prompts(model.spec, case.batch, case.prompt_len):
+    for prompt in random_prompts(engine.config.model.spec, case.batch, case.prompt_len):
         engine.add_request(prompt, params)
     return engine
 
@@ -135,10 +142,8 @@ def started_engine(
 def weights_read(
     model: Any, options: argparse.Namespace, case: StepCase
 ) -> tuple[float, float | None]:
-    """Bytes of the weights that a step reads, and experts that a layer of it hits."""
-    if model.spec.moe is None:
-        return float(weight_bytes(model)), None
-    with started_engine(model, options, case, has_graphs=False) as engine:
+    """Bytes of the weights that a step reads, and experts that a layer of it hits; of one rank."""
+    with started_engine(model, 1, options, case, has_graphs=False) as engine:
         probe = StepProbe(model)
         try:
             timed_steps(engine, case.batch, options.warmup, options.steps, probe.keep)
@@ -150,10 +155,14 @@ def weights_read(
 
 
 def measure(
-    model: Any, options: argparse.Namespace, case: StepCase, bandwidth: float
+    model: Any, num_ranks: int, options: argparse.Namespace, case: StepCase, bandwidth: float
 ) -> dict[str, Any]:
     """One line of the result."""
-    with started_engine(model, options, case, has_graphs=not options.enforce_eager) as engine:
+    has_graphs = not options.enforce_eager
+    experts: float | None = None
+    with started_engine(model, num_ranks, options, case, has_graphs=has_graphs) as engine:
+        num_bytes = float(weight_bytes(engine._executor.runner.model))
+        spec = engine.config.model.spec
         num_valid: list[int] = []
         seconds = timed_steps(
             *(engine, case.batch, options.warmup, options.steps),
@@ -162,9 +171,11 @@ def measure(
         clocks = clock_facts(options.device)
         graph_steps = engine.run_stats.num_graph_steps
     gc.collect()
-    num_bytes, experts = weights_read(model, options, case)
+    if spec.moe is not None and num_ranks == 1:
+        num_bytes, experts = weights_read(model, options, case)
     num_rows = case.batch * case.buffer_size * options.block_size
     row = {
+        "tp": num_ranks,
         "prompt_len": case.prompt_len,
         "buffer": case.buffer_size,
         "batch": case.batch,
@@ -178,7 +189,7 @@ def measure(
     }
     if experts is not None:
         row["experts"] = round(experts, 2)
-        row["experts_total"] = model.spec.moe.num_experts
+        row["experts_total"] = spec.moe.num_experts
     known = {"target_ms": case.target_ms, "peer_ms": case.peer_ms}
     row |= {key: round(value, 3) for key, value in known.items() if value is not None}
     if options.targets is not None and (verdict := judge(row)) is not None:
@@ -189,13 +200,17 @@ def measure(
 
 def measured_rows(options: argparse.Namespace, bandwidth: float) -> Iterable[dict[str, Any]]:
     for shape, cases in groupby(cases_of(options), key=lambda case: case.shape):
-        model = build_model(SHAPES[shape], getattr(torch, options.dtype), options.device)
-        for case in cases:
-            yield {"shape": shape, **measure(model, options, case, bandwidth)}
-        del model
-        gc.collect()
-        if options.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        listed = list(cases)
+        for num_ranks in options.tp:
+            model = None
+            if num_ranks == 1:
+                model = build_model(SHAPES[shape], getattr(torch, options.dtype), options.device)
+            for case in listed:
+                yield {"shape": shape, **measure(model, num_ranks, options, case, bandwidth)}
+            del model
+            gc.collect()
+            if options.device.startswith("cuda"):
+                torch.cuda.empty_cache()
 
 
 def main(argv: list[str] | None = None) -> int:

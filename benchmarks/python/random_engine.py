@@ -11,9 +11,17 @@ from published_shapes import Shape
 from diffulex import Diffulex
 from diffulex.checkpoint.auto_model import random_model
 from diffulex.config.config import Config
+from diffulex.engine.ranks.executor import make_executor
+from diffulex.engine.startup import load_weights
 from diffulex.families.spec import ModelSpec
 
-__all__ = ["build_engine", "build_model", "random_prompts", "resolve_config"]
+__all__ = [
+    "build_engine",
+    "build_model",
+    "build_shared_engine",
+    "random_prompts",
+    "resolve_config",
+]
 
 
 def build_model(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Any:
@@ -31,6 +39,20 @@ def build_engine(shape: Shape, model: Any, device: str, **settings: Any) -> Diff
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
     config = resolve_config(shape, device=device, dtype=dtype, **settings)
     return Diffulex.from_components(config, model, None)
+
+
+def build_shared_engine(shape: Shape, num_ranks: int, device: str, **settings: Any) -> Diffulex:
+    """An engine whose random weights several processes share; `settings` as for `Diffulex`."""
+    config = resolve_config(
+        shape, device=device, tensor_parallel_size=num_ranks, load_format="dummy", **settings
+    )
+    executor = make_executor(config, shape.family)
+    try:
+        model = load_weights(config, shape.family, show_progress=False)
+        return Diffulex.from_components(config, model, None, executor)
+    except BaseException:
+        executor.close()
+        raise
 
 
 def random_prompts(spec: ModelSpec, count: int, length: int, seed: int = 0) -> list[list[int]]:
