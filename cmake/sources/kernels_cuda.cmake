@@ -33,7 +33,10 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
   csrc/ops/moe/moe_permute_cuda.cu
   csrc/ops/moe/router_gemm_cuda.cu
   csrc/ops/moe/routing_cuda.cu
+  csrc/ops/moe/scaled_moe_cuda.cu
   csrc/ops/norm/norm_cuda.cu
+  csrc/ops/quant/products_cuda.cu
+  csrc/ops/quant/quantize_cuda.cu
   csrc/ops/rope/rope_cuda.cu
   csrc/ops/rope/stream.cu
   csrc/ops/sampling/merge_token_stats_cuda.cu
@@ -86,6 +89,7 @@ set(DIFFULEX_CUDA_SM90_SOURCES
   csrc/ops/linear/sm90/few_rows.cu
   csrc/ops/moe/sm90/gather_rows.cu
   csrc/ops/moe/sm90/inst_bf16.cu
+  csrc/ops/quant/sm90/linear_scaled.cu
   csrc/ops/sampling/sm90/sample_filtered_cluster.cu
   csrc/ops/sampling/sm90/token_stats_cluster.cu
 )
@@ -126,5 +130,6 @@ set(DIFFULEX_CUDA_SM90_ABSENT_SOURCES
   csrc/ops/attention/sm90/absent.cpp
   csrc/ops/linear/sm90/absent.cpp
   csrc/ops/moe/sm90/absent.cpp
+  csrc/ops/quant/sm90/absent.cpp
   csrc/ops/sampling/sm90/absent.cpp
 )

@@ -143,13 +143,15 @@ void def_experts(py::module_& module) {
   module.def(
       "fused_moe_workspace_bytes",
       [](int64_t num_tokens, int32_t top_k, int32_t num_local_experts, int64_t hidden_size,
-         int64_t intermediate_size, const std::string& dtype, const std::string& device) {
+         int64_t intermediate_size, const std::string& dtype, const std::string& device,
+         bool is_scaled) {
         return fused_moe_workspace_bytes({num_tokens, top_k, num_local_experts, hidden_size,
-                                          intermediate_size, parse_float_dtype(dtype)},
+                                          intermediate_size, parse_float_dtype(dtype), is_scaled},
                                          parse_device(device));
       },
       py::arg("num_tokens"), py::arg("top_k"), py::arg("num_local_experts"), py::arg("hidden_size"),
       py::arg("intermediate_size"), py::arg("dtype"), py::arg("device") = "cuda",
+      py::arg("is_scaled") = false,
       "Bytes of scratch the op fused_moe needs for activations of `dtype`.");
   module.def(
       "fused_experts_packed_workspace_bytes",

@@ -32,18 +32,6 @@ Status check_linear_packed(const LinearPackedParams& params) {
   return {};
 }
 
-namespace {
-
-Status check_act(const char* op, Activation act) {
-  if (act != Activation::kSilu && act != Activation::kGeluTanh && act != Activation::kGeluErf) {
-    return scalar_error(op, "act", "-1 (none), 0 (silu), 1 (gelu tanh) or 2 (gelu erf)",
-                        static_cast<int32_t>(act));
-  }
-  return {};
-}
-
-}  // namespace
-
 Status check_linear_few_rows(const LinearFewRowsParams& params) {
   constexpr const char* kOp = "linear_few_rows";
   constexpr int64_t kAlignedElements = 8;  // 16 bytes

@@ -24,14 +24,16 @@ int64_t plan_cost(int64_t rounds, int64_t depth, int64_t tile_rows, int64_t spli
   return rounds * ((tile_rows + kRowsOfX) * depth / splits + kTile + (splits - 1) * kExchange);
 }
 
-/// The shared memory of a CTA whose tile is `plan->tile_rows` of W and `rows` of x.
-void fit_ring(int32_t rows, int32_t smem_limit, LinearPlan* plan) {
+/// The shared memory of a CTA whose tile is `plan->tile_rows` of W and `rows` of x, in stages of at
+/// most `max_lines` lines with `extra_bytes` beside each line.
+void fit_ring(int32_t rows, int32_t smem_limit, int32_t max_lines, int32_t extra_bytes,
+              LinearPlan* plan) {
   constexpr int32_t kMaxStages = 14;
   constexpr int32_t kBarrierBytes = 384;
   constexpr int32_t kShortTile = 96;  // rows of W whose stages want two lines
   // Enough in flight for the memory bandwidth, and not so much that other reads wait long.
   constexpr int32_t kPacedBytes = 40 * 1024;
-  plan->lines = plan->tile_rows <= kShortTile ? 2 : 1;
+  plan->lines = plan->tile_rows <= kShortTile ? max_lines : 1;
   const int32_t weight_bytes = plan->tile_rows * kLineBytes * plan->lines;
   plan->paced_stages = std::max(2, kPacedBytes / weight_bytes);
   plan->stage_bytes = (plan->tile_rows + rows) * kLineBytes * plan->lines;
@@ -40,8 +42,9 @@ void fit_ring(int32_t rows, int32_t smem_limit, LinearPlan* plan) {
   // The last warpgroup reads 64 rows wherever the tile ends.
   const int32_t overhang = (64 - plan->tile_rows % 64) % 64 * kLineBytes;
   const int32_t fixed = std::max(overhang, plan->partial_bytes + kBarrierBytes);
-  plan->stages = std::min(kMaxStages, (smem_limit - fixed) / plan->stage_bytes);
-  plan->smem_bytes = fixed + plan->stages * plan->stage_bytes;
+  const int32_t bytes = plan->stage_bytes + plan->lines * extra_bytes;
+  plan->stages = std::min(kMaxStages, (smem_limit - fixed) / bytes);
+  plan->smem_bytes = fixed + plan->stages * bytes;
 }
 
 }  // namespace
@@ -70,10 +73,44 @@ LinearPlan linear_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int
       }
     }
   }
-  fit_ring(linear_tile_rows(num_rows), smem_limit, &plan);
+  fit_ring(linear_tile_rows(num_rows), smem_limit, 2, 0, &plan);
   plan.num_tiles = static_cast<int32_t>(divide_up(weight_rows, plan.tile_rows));
   const int64_t rounds = divide_up(plan.num_tiles, num_processors / plan.splits);
   plan.num_clusters = static_cast<int32_t>(divide_up(plan.num_tiles, rounds));
+  return plan;
+}
+
+ScaledPlan scaled_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int32_t num_processors,
+                       int32_t smem_limit) {
+  const int32_t rows = linear_tile_rows(num_rows);
+  ScaledPlan plan;
+  plan.num_lines = static_cast<int32_t>(divide_up(depth, kLineBytes));
+  plan.row_tiles = static_cast<int32_t>(divide_up(num_rows, rows));
+  // A line of codes has the bytes of one of 64 elements of 16 bits.
+  plan.linear = linear_plan(std::min<int64_t>(num_rows, kMaxFewRows), weight_rows,
+                            plan.num_lines * kFewRowsDepth, num_processors, smem_limit);
+  LinearPlan& linear = plan.linear;
+  const bool is_short = rows <= kScaledShortRows;
+  if (!is_short) {
+    int64_t least = 0;
+    for (int32_t tile_rows = kScaledTallTile; tile_rows > 0; tile_rows -= kRowStep) {
+      const int64_t tiles = divide_up(weight_rows, tile_rows) * plan.row_tiles;
+      // Both operands of a tile come from the L2 cache, and its products are of 64 rows at a time.
+      const int64_t cost = divide_up(tiles, num_processors / linear.splits) *
+                           (rows + std::max(tile_rows, kScaledTallTile / 2));
+      if (least == 0 || cost < least) {
+        least = cost;
+        linear.tile_rows = tile_rows;
+      }
+    }
+  }
+  const auto line_scales = static_cast<int32_t>(rows * sizeof(float));
+  fit_ring(rows, smem_limit, is_short ? 2 : 1, line_scales, &linear);
+  plan.scale_bytes = linear.stages * linear.lines * line_scales;
+  linear.num_tiles = static_cast<int32_t>(divide_up(weight_rows, linear.tile_rows));
+  const int64_t tiles = int64_t{linear.num_tiles} * plan.row_tiles;
+  const int64_t rounds = divide_up(tiles, num_processors / linear.splits);
+  linear.num_clusters = static_cast<int32_t>(divide_up(tiles, rounds));
   return plan;
 }
 

@@ -32,4 +32,22 @@ struct LinearPlan final {
 [[nodiscard]] LinearPlan linear_plan(int64_t num_rows, int64_t weight_rows, int64_t depth,
                                      int32_t num_processors, int32_t smem_limit);
 
+/// Rows of x up to which the product of 8-bit codes takes the plan of few rows; above, tiles of
+/// kMaxFewRows rows of x and at most kScaledTallTile of W: the sums and products of a third
+/// warpgroup do not fit the registers.
+inline constexpr int32_t kScaledShortRows = 64;
+inline constexpr int32_t kScaledTallTile = 128;
+
+/// The plan for products of 8-bit codes, whose lines are 128 elements: for `num_rows` rows of x, in
+/// tiles of linear_tile_rows of them. `scale_bytes` counts the scales of the rows of x, which lie
+/// between partial sums and barriers. A row's sums are in the same order for any num_rows.
+struct ScaledPlan final {
+  LinearPlan linear;
+  int32_t row_tiles = 0;  // of x
+  int32_t num_lines = 0;  // of the depth
+  int32_t scale_bytes = 0;
+};
+[[nodiscard]] ScaledPlan scaled_plan(int64_t num_rows, int64_t weight_rows, int64_t depth,
+                                     int32_t num_processors, int32_t smem_limit);
+
 }  // namespace diffulex

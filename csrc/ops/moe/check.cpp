@@ -73,6 +73,42 @@ Status check_experts(const ExpertWeights& weights, DType dtype, int64_t hidden) 
   return {};
 }
 
+int64_t blocks_of(int64_t count) {
+  return (count + kQuantBlock - 1) / kQuantBlock;
+}
+
+/// Scales of experts [L, rows, depth]: one a row, or of e4m3 one a block, `parts` of rows apart.
+Status check_expert_scales(const ArgumentCheck& check, const TensorRef& scale,
+                           const TensorRef& weight, int64_t parts) {
+  const int64_t rows = weight.size[1];
+  if (weight.dtype == DType::kF8E4M3 && scale.rank == 3) {
+    return check.dense({DType::kF32}, {weight.size[0], parts * blocks_of(rows / parts),
+                                       blocks_of(weight.size[2])});
+  }
+  return check.dense({DType::kF32}, {weight.size[0], rows});
+}
+
+/// Experts of fused_moe in low precision.
+Status check_scaled_experts(const ExpertWeights& weights, int64_t hidden) {
+  const char* op = weights.op;
+  const ArgumentCheck w13_check(op, "w13", weights.w13);
+  DIFFULEX_RETURN_IF_ERROR(
+      w13_check.matches({DType::kF8E4M3, DType::kI8}, {kAnyExtent, kAnyExtent, hidden}));
+  DIFFULEX_RETURN_IF_ERROR(check_num_local_experts(op, "w13", weights.w13.size[0]));
+  if (weights.w13.size[1] < 2 || weights.w13.size[1] % 4 != 0) {
+    return w13_check.error(StatusCode::kInvalidArgument, "gate and up rows of an even expert width",
+                           shape_text(weights.w13));
+  }
+  DIFFULEX_RETURN_IF_ERROR(
+      ArgumentCheck(op, "w2", weights.w2)
+          .matches({weights.w13.dtype}, {weights.w13.size[0], hidden, weights.w13.size[1] / 2}));
+  DIFFULEX_RETURN_IF_ERROR(check_expert_scales(ArgumentCheck(op, "w13_scale", weights.w13_scale),
+                                               weights.w13_scale, weights.w13, 2));
+  DIFFULEX_RETURN_IF_ERROR(check_expert_scales(ArgumentCheck(op, "w2_scale", weights.w2_scale),
+                                               weights.w2_scale, weights.w2, 1));
+  return check_act(op, weights.act);
+}
+
 Status check_hidden(const ArgumentCheck& x_check, const TensorRef& x) {
   if (x.last() < 2 || x.last() % 2 != 0) {
     return x_check.error(StatusCode::kInvalidArgument, "an even last dimension >= 2",
@@ -145,9 +181,16 @@ Status check_fused_moe(const FusedMoeParams& params) {
   DIFFULEX_RETURN_IF_ERROR(check_hidden(x_check, params.x));
   const int64_t num_tokens = params.x.size[0];
   const int64_t hidden = params.x.size[1];
-  DIFFULEX_RETURN_IF_ERROR(
-      check_experts({kOp, params.w13, params.w2, params.w13_scale, params.w2_scale, params.act},
-                    params.x.dtype, hidden));
+  const ExpertWeights experts{kOp,       params.w13, params.w2, params.w13_scale, params.w2_scale,
+                              params.act};
+  if (params.w13_scale.present() && params.w2_scale.present()) {
+    DIFFULEX_RETURN_IF_ERROR(check_scaled_experts(experts, hidden));
+    if (params.weight_on_input) {
+      return scalar_error(kOp, "weight_on_input", "false with scales of experts", "true");
+    }
+  } else {
+    DIFFULEX_RETURN_IF_ERROR(check_experts(experts, params.x.dtype, hidden));
+  }
   const ArgumentCheck ids_check(kOp, "topk_ids", params.topk_ids);
   DIFFULEX_RETURN_IF_ERROR(ids_check.matches({DType::kI32}, {num_tokens, kAnyExtent}));
   DIFFULEX_RETURN_IF_ERROR(check_num_slots(ids_check, params.topk_ids));

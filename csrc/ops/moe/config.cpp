@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "diffulex/ops/quantize.h"
+
 namespace diffulex {
 namespace {
 
@@ -102,9 +104,19 @@ MoeScratch fused_moe_scratch(const MoeShape& shape, Device device) {
   scratch.sorted_slots = layout.add(num_slots, sizeof(int32_t));
   scratch.expert_offsets = layout.add(int64_t{shape.num_local_experts} + 1, sizeof(int32_t));
   add_tiles(layout, scratch, num_slots, shape.num_local_experts, device);
+  const DType activated = shape.is_scaled ? DType::kF32 : shape.dtype;
   scratch.activated =
-      layout.add(num_slots * shape.intermediate_size, activated_bytes(shape.dtype, device));
+      layout.add(num_slots * shape.intermediate_size, activated_bytes(activated, device));
   scratch.slot_out = layout.add(num_slots * shape.hidden_size, dtype_bytes(shape.dtype));
+  if (shape.is_scaled) {
+    const auto scales = [](int64_t depth, int64_t rows) {
+      return (depth + kQuantGroup - 1) / kQuantGroup * ((rows + 3) / 4 * 4);
+    };
+    scratch.x_codes = layout.add(shape.num_tokens * shape.hidden_size, 1);
+    scratch.x_scale = layout.add(scales(shape.hidden_size, shape.num_tokens), sizeof(float));
+    scratch.inner_codes = layout.add(num_slots * shape.intermediate_size, 1);
+    scratch.inner_scale = layout.add(scales(shape.intermediate_size, num_slots), sizeof(float));
+  }
   scratch.total = layout.total();
   return scratch;
 }

@@ -65,6 +65,11 @@ struct MoeScratch {
   size_t counters = 0;        // [2] int32
   size_t activated = 0;       // [T K, I] dtype of x; float32 on the CPU
   size_t slot_out = 0;        // [T K, H] dtype of x
+  // With scales: `activated` is float32, and codes with scales of
+  size_t x_codes = 0;      // [T, H]
+  size_t x_scale = 0;      // [ceil(H / 128), T] float32, T padded to 4
+  size_t inner_codes = 0;  // [T K, I]
+  size_t inner_scale = 0;  // [ceil(I / 128), T K] float32, T K padded to 4
   size_t total = 0;
 };
 

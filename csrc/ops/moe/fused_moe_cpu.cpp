@@ -83,6 +83,12 @@ MoeTiles packed_tiles(const FusedExpertsPackedParams& params, char* workspace,
 }  // namespace
 
 Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
+  if (params.w13_scale.present()) {
+    return make_error(
+        StatusCode::kUnsupported,
+        "diffulex::fused_moe: w13_scale: expected none on the CPU, whose experts in low"
+        " precision are products of their own, got a tensor");
+  }
   const auto num_local = static_cast<int32_t>(params.w13.size[0]);
   const MoeRoutes routes(params.topk_ids, params.expert_map, num_local);
   DIFFULEX_RETURN_IF_ERROR(routes.check("fused_moe"));

@@ -241,6 +241,9 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   constexpr const char* kWhere = "diffulex::fused_moe";
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
+  if (params.w13_scale.present()) {
+    return fused_moe_scaled(params, context);
+  }
   const auto num_local = static_cast<int32_t>(params.w13.size[0]);
   const auto top_k = static_cast<int32_t>(params.topk_ids.size[1]);
   const int64_t num_slots = params.topk_ids.numel();

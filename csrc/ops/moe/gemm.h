@@ -10,6 +10,7 @@
 #include "diffulex/export.h"
 #include "diffulex/ops/activation.h"
 #include "diffulex/ops/exec_context.h"
+#include "diffulex/ops/moe.h"
 #include "diffulex/ops/tensor_ref.h"
 
 namespace diffulex::cuda {
@@ -91,6 +92,9 @@ struct ExpertGemm {
 [[nodiscard]] Status check_routes(const char* where, const TensorRef& topk_ids,
                                   const TensorRef& expert_map, int32_t num_local_experts,
                                   const ExecContext& context);
+
+/// fused_moe of experts in low precision.
+[[nodiscard]] Status fused_moe_scaled(const FusedMoeParams& params, const ExecContext& context);
 
 using LaunchExpertGemm = Status (*)(const ExpertGemm& gemm, const ExecContext& context);
 

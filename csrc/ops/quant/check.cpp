@@ -116,7 +116,8 @@ Status check_linear_scaled(const LinearScaledParams& params) {
   DIFFULEX_RETURN_IF_ERROR(
       check_row_scales(kOp, "x_scale", params.x_scale, num_blocks, params.x.size[0]));
   const ArgumentCheck weight_check(kOp, "weight", params.weight);
-  int64_t columns = params.out.rank == 2 ? params.out.size[1] : 0;
+  const int64_t gated = params.act.has_value() ? 2 : 1;
+  int64_t columns = params.out.rank == 2 ? gated * params.out.size[1] : 0;
   if (params.x.dtype == DType::kI8 && params.weight.dtype == DType::kU8) {
     DIFFULEX_RETURN_IF_ERROR(weight_check.dense(
         {DType::kU8}, {ceil_div(columns, kInt8PanelColumns), ceil_div(depth, kInt8PanelDepth),
@@ -132,7 +133,22 @@ Status check_linear_scaled(const LinearScaledParams& params) {
   } else {
     DIFFULEX_RETURN_IF_ERROR(scale_check.dense({DType::kF32}, {columns}));
   }
-  return check_result(kOp, params.x, params.bias, params.out, columns);
+  if (!params.act.has_value()) {
+    return check_result(kOp, params.x, params.bias, params.out, columns);
+  }
+  DIFFULEX_RETURN_IF_ERROR(check_act(kOp, *params.act));
+  if (columns % 2 != 0) {
+    return weight_check.error(StatusCode::kInvalidArgument, "rows of gate and as many of up",
+                              shape_text(params.weight));
+  }
+  if (params.weight_scale.rank == 2 && columns % (2 * kQuantBlock) != 0) {
+    return weight_check.error(StatusCode::kInvalidArgument,
+                              "rows of gate and of up in whole blocks of 128",
+                              shape_text(params.weight));
+  }
+  DIFFULEX_RETURN_IF_ERROR(
+      ArgumentCheck(kOp, "bias", params.bias).absent("a gated product has no bias"));
+  return check_result(kOp, params.x, params.bias, params.out, columns / 2);
 }
 
 Status check_linear_w4a16(const LinearW4a16Params& params) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "diffulex/export.h"
 #include "ops/shared/half.h"
 
 namespace diffulex {
@@ -13,7 +14,7 @@ inline constexpr float kE4m3Max = 448.0F;
 inline constexpr float kInt8Max = 127.0F;
 
 /// Nearest float8_e4m3fn, ties to even, saturated at +-448; NaN 0x7F.
-inline uint8_t float_to_e4m3(float value) {
+DIFFULEX_HOST_DEVICE inline uint8_t float_to_e4m3(float value) {
   const uint32_t bits = float_bits(value);
   const uint32_t sign = (bits >> 24) & 0x80U;
   const uint32_t magnitude = bits & 0x7FFFFFFFU;
@@ -32,7 +33,7 @@ inline uint8_t float_to_e4m3(float value) {
 }
 
 /// Value of a float8_e4m3fn code.
-inline float e4m3_to_float(uint8_t code) {
+DIFFULEX_HOST_DEVICE inline float e4m3_to_float(uint8_t code) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80U) << 24;
   const uint32_t magnitude = code & 0x7FU;
   if (magnitude == 0x7FU) {
@@ -43,7 +44,7 @@ inline float e4m3_to_float(uint8_t code) {
 }
 
 /// clamp(rint(value), -127, 127), ties to even; NaN 0.
-inline int8_t float_to_int8(float value) {
+DIFFULEX_HOST_DEVICE inline int8_t float_to_int8(float value) {
   if (!(value == value)) {
     return 0;
   }
@@ -59,7 +60,7 @@ struct CodeScale {
 };
 
 /// For the largest magnitude of a group and the largest code.
-inline CodeScale code_scale(float largest, float max_code) {
+DIFFULEX_HOST_DEVICE inline CodeScale code_scale(float largest, float max_code) {
   constexpr float kInfinity = __builtin_inff();
   if (largest == kInfinity) {
     return {1.0F, 1.0F};

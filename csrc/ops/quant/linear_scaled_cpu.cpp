@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "ops/cpu_ops.h"
 #include "ops/quant/codec.h"
@@ -230,9 +231,7 @@ class CodeRows final {
   const KernelTable& kernels_;
 };
 
-}  // namespace
-
-Status linear_scaled(const LinearScaledParams& params, const ExecContext& context) {
+void multiply(const LinearScaledParams& params, const ExecContext& context) {
   for_row_blocks(params.x.size[0], [&](int64_t first_row, int64_t num_rows) {
     const auto run = [&](const auto& rows) {
       for_panels(context, params.out.size[1], num_rows, params.x.size[1],
@@ -242,6 +241,33 @@ Status linear_scaled(const LinearScaledParams& params, const ExecContext& contex
       run(Int8Rows(params, int8_kernels(), first_row, num_rows));
     } else {
       run(CodeRows(params, first_row, num_rows));
+    }
+  });
+}
+
+}  // namespace
+
+Status linear_scaled(const LinearScaledParams& params, const ExecContext& context) {
+  if (!params.act.has_value()) {
+    multiply(params, context);
+    return {};
+  }
+  const int64_t num_rows = params.x.size[0];
+  const int64_t width = params.out.size[1];
+  std::vector<float> gate_up(static_cast<size_t>(num_rows * 2 * width));
+  LinearScaledParams whole = params;
+  whole.out.data = gate_up.data();
+  whole.out.dtype = DType::kF32;
+  whole.out.size[1] = 2 * width;
+  whole.out.stride[0] = 2 * width;
+  multiply(whole, context);
+  parallel_ranges(context, num_rows, row_grain(width), [&](int64_t begin, int64_t end) {
+    float* gate = gate_up.data() + begin * 2 * width;
+    for (int64_t row = begin; row < end; ++row, gate += 2 * width) {
+      // In place: a result takes the place of its gate.
+      kernel_table().act_row(ActRowArgs{gate, gate + width, gate, width, DType::kF32, *params.act});
+      kernel_table().store(gate, params.out.dtype,
+                           element_at(params.out, row * params.out.stride[0]), width);
     }
   });
   return {};

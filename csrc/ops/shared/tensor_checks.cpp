@@ -144,6 +144,14 @@ Status ArgumentCheck::same_shape(const char* other_name, const TensorRef& other)
   return {};
 }
 
+Status check_act(const char* op, Activation act) {
+  if (act != Activation::kSilu && act != Activation::kGeluTanh && act != Activation::kGeluErf) {
+    return scalar_error(op, "act", "-1 (none), 0 (silu), 1 (gelu tanh) or 2 (gelu erf)",
+                        static_cast<int32_t>(act));
+  }
+  return {};
+}
+
 Status check_workspace(const char* op, const ExecContext& context, size_t needed) {
   if (needed == 0) {
     return {};

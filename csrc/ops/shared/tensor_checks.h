@@ -6,6 +6,7 @@
 #include <string>
 
 #include "diffulex/core/status.h"
+#include "diffulex/ops/activation.h"
 #include "diffulex/ops/exec_context.h"
 #include "diffulex/ops/tensor_ref.h"
 
@@ -63,6 +64,9 @@ template <typename T>
   return make_error(StatusCode::kInvalidArgument, "diffulex::", op, ": ", argument, ": expected ",
                     expected, ", got ", got);
 }
+
+/// The activation of a product that has one.
+[[nodiscard]] Status check_act(const char* op, Activation act);
 
 /// The scratch of `context` holds at least `needed` bytes and is 256-byte aligned.
 [[nodiscard]] Status check_workspace(const char* op, const ExecContext& context, size_t needed);

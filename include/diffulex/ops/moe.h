@@ -47,6 +47,7 @@ struct MoeShape {
   int64_t hidden_size = 0;
   int64_t intermediate_size = 0;
   DType dtype = DType::kBF16;  // of x
+  bool is_scaled = false;      // the experts are codes with scales
 };
 
 /// Scratch of fused_moe in bytes; 0 on the CPU.
@@ -60,15 +61,21 @@ struct MoeShape {
 /// the weighted sum runs in float32 in ascending k, then the addend, with one rounding at the end.
 /// With weight_on_input (K must be 1) the weight multiplies x instead, applied to the float32 gate
 /// and up sums.
+///
+/// With scales x is quantised as quantize_rows does, once a row, products are those of
+/// linear_scaled, and the activated product is quantised from float32, a scale per slot and 128
+/// columns.
 struct FusedMoeParams {
   TensorRef x;             // [T, H] float, any row stride
-  TensorRef w13;           // [L, 2 I, H] dtype of x, gate rows first, last dimension contiguous
+  TensorRef w13;           // [L, 2 I, H] dtype of x, gate rows first, last dimension contiguous;
+                           // with scales float8_e4m3fn or int8, and w2 as well
   TensorRef w2;            // [L, H, I] dtype of x, last dimension contiguous
   TensorRef topk_weights;  // [T, K] float32, any row stride
   TensorRef topk_ids;      // [T, K] int32, any row stride
   TensorRef expert_map;    // [E] int32, optional
-  TensorRef w13_scale;     // reserved for quantised weights, must be absent
-  TensorRef w2_scale;      // reserved for quantised weights, must be absent
+  TensorRef w13_scale;     // CUDA only: [L, 2 I] float32; e4m3 alone: or [L, 2 ceil(I / 128),
+                           // ceil(H / 128)], blocks of gate, then those of up
+  TensorRef w2_scale;      // with w13_scale: [L, H] or [L, ceil(H / 128), ceil(I / 128)]
   TensorRef addend;        // [T, H] dtype of x or float32, optional
   TensorRef out;           // [T, H] dtype of x, memory of its own
   Activation act = Activation::kSilu;

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "diffulex/core/status.h"
 #include "diffulex/export.h"
+#include "diffulex/ops/activation.h"
 #include "diffulex/ops/exec_context.h"
 #include "diffulex/ops/tensor_ref.h"
 
@@ -56,16 +58,23 @@ struct QuantizeWeightParams {
 
 /// Arguments of `diffulex::linear_scaled`. With blocks b of 128 of the depth and P_b the product of
 /// the codes of a block: out = sum over ascending b of x_scale[b] * weight_scale * P_b, + bias, the
-/// sums float32 by fused multiply-adds. Every P_b of int8 is exact, so that all instruction sets
-/// and both forms of an int8 weight give the same bits.
+/// sums float32 by fused multiply-adds; with an activation act(gate) * up of those in float32,
+/// where W holds the rows of gate, then those of up. Every P_b of int8 is exact, so that all
+/// instruction sets, both forms of an int8 weight, and the CPU and CUDA give the same bits without
+/// activation. For e4m3 the products of a block are exact and their sums float32; on compute
+/// capability 9.0, for bfloat16 results of aligned rows, those of its tensor cores, and two halves
+/// of the blocks may be summed apart. With ExecContext::weights_settled the weight is read before
+/// the launches in front have ended: none of them may then write it.
 struct LinearScaledParams {
   TensorRef x;        // [T, K] float8_e4m3fn or int8, any row stride
   TensorRef x_scale;  // [ceil(K / 128), at least T] float32, any row stride
   TensorRef weight;   // [N, K] of the type of x; on the CPU, for int8: or panels [ceil(N / 32),
                       // ceil(K / 4), 32, 4] uint8 of W + 128, padded with 128
   TensorRef weight_scale;  // [N] float32; e4m3 alone: or [ceil(N / 128), ceil(K / 128)]
-  TensorRef bias;          // absent or [N] float32
-  TensorRef out;           // [T, N] float, any row stride, memory of its own
+  TensorRef bias;          // absent or [N] float32; absent with an activation
+  TensorRef out;           // [T, N], or [T, N / 2] with an activation, float, any row stride,
+                           // memory of its own
+  std::optional<Activation> act;
 };
 
 [[nodiscard]] DIFFULEX_API Status linear_scaled(const LinearScaledParams& params,

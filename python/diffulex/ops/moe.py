@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_CODES = (torch.float8_e4m3fn, torch.int8)
+
+
 class MoePermutation(NamedTuple):
     """Result of `moe_permute`."""
 
@@ -69,7 +72,7 @@ def moe_permute(
 
 
 def new_fused_moe_workspace(x: Tensor, top_k: int, w13: Tensor) -> Tensor:
-    """Scratch for `fused_moe` of rows x [T, H] and experts w13 [L, 2 I, H]."""
+    """Scratch for `fused_moe` of rows x [T, H] and experts w13 [L, 2 I, H], codes or of the dtype of x."""
     needed = fused_moe_workspace_bytes(
         x.shape[0],
         top_k,
@@ -78,6 +81,7 @@ def new_fused_moe_workspace(x: Tensor, top_k: int, w13: Tensor) -> Tensor:
         w13.shape[1] // 2,
         str(x.dtype).removeprefix("torch."),
         x.device.type,
+        w13.dtype in _CODES,
     )
     return _workspace(needed, x.device)
 
@@ -97,6 +101,8 @@ def fused_moe(
     topk_ids: Tensor,
     *,
     expert_map: Tensor | None = None,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
     addend: Tensor | None = None,
     act: int = Activation.SILU,
     weight_on_input: bool = False,
@@ -110,6 +116,9 @@ def fused_moe(
         w13: [L, 2 I, H], gate rows first; w2: [L, H, I]; both in the dtype of x.
         topk_weights: [T, K] float32; topk_ids: [T, K] int32.
         expert_map: [E] int32 global id -> local id or -1; None = identity.
+        w13_scale, w2_scale: float32, for experts of codes (float8_e4m3fn or int8; CUDA only), whose rows
+            are quantised as `quantize_rows` does: [L, 2 I] and [L, H], or of float8 [L, 2 ceil(I / 128),
+            ceil(H / 128)], blocks of gate first, and [L, ceil(H / 128), ceil(I / 128)].
         addend: [T, H] in the dtype of x or float32, added before the one rounding at the end.
         weight_on_input: the weight multiplies x instead of the result; K must be 1.
         out: memory of its own; None allocates it.
@@ -126,8 +135,8 @@ def fused_moe(
         topk_weights,
         topk_ids,
         expert_map,
-        None,
-        None,
+        w13_scale,
+        w2_scale,
         addend,
         out,
         workspace,
@@ -266,12 +275,43 @@ def _check_experts(arguments: FakeArguments, x: Tensor, w13: Tensor) -> None:
     arguments.choice("act", 2)
 
 
+def _check_scaled_experts(
+    arguments: FakeArguments, x: Tensor, w13: Tensor, w13_scale: Tensor, w2_scale: Tensor
+) -> None:
+    hidden = x.shape[-1]
+    arguments.check("w13", _CODES, (None, None, hidden))
+    num_experts, rows = w13.shape[:2]
+    _check_local_experts(arguments, "w13", num_experts)
+    expected = "gate and up rows of an even expert width"
+    arguments.require("w13", rows >= 2 and rows % 4 == 0, expected, list(w13.shape))
+    arguments.check("w2", (w13.dtype,), (num_experts, hidden, rows // 2))
+    blocks, inner = -(-hidden // 128), -(-rows // 2 // 128)
+    has_blocks = w13.dtype != torch.int8
+    of_rows = (2 * inner, blocks) if has_blocks and w13_scale.dim() == 3 else (rows,)
+    arguments.check("w13_scale", FLOAT32, (num_experts, *of_rows))
+    of_rows = (blocks, inner) if has_blocks and w2_scale.dim() == 3 else (hidden,)
+    arguments.check("w2_scale", FLOAT32, (num_experts, *of_rows))
+    arguments.choice("act", 2)
+
+
 @fake("fused_moe")
 def _fused_moe(
-    arguments: FakeArguments, x: Tensor, w13: Tensor, topk_ids: Tensor, weight_on_input: bool
+    arguments: FakeArguments,
+    x: Tensor,
+    w13: Tensor,
+    topk_ids: Tensor,
+    w13_scale: Tensor | None,
+    w2_scale: Tensor | None,
+    weight_on_input: bool,
 ) -> None:
     arguments.check("x", FLOATS, (None, None))
-    _check_experts(arguments, x, w13)
+    if w13_scale is not None and w2_scale is not None:
+        _check_scaled_experts(arguments, x, w13, w13_scale, w2_scale)
+        arguments.require(
+            "weight_on_input", not weight_on_input, "false with scales of experts", "true"
+        )
+    else:
+        _check_experts(arguments, x, w13)
     arguments.check("topk_ids", INT32, (x.shape[0], None))
     top_k = topk_ids.shape[1]
     arguments.require("topk_ids", top_k >= 1, "at least one column", top_k)

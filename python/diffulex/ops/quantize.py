@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and activations in low precision: quantisers and products. CPU tensors only as yet."""
+"""Weights and activations in low precision: quantisers and products."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from diffulex.ops.activation import Activation
 from diffulex.ops.fakes import FLOAT32, FLOATS, UINT8, FakeArguments, fake
 from diffulex.ops.linear import PANEL_COLUMNS
 
@@ -120,14 +121,18 @@ def linear_scaled(
     weight_scale: Tensor,
     bias: Tensor | None = None,
     *,
+    act: Activation | None = None,
     out: Tensor,
 ) -> Tensor:
     """out [T, N] = x W^T + bias (float32 [N]) of rows and a weight of 8 bits.
 
     `weight` [N, K] is row-major, with a scale a row [N] or, of e4m3, a block [ceil(N / 128),
-    ceil(K / 128)]; or what `pack_int8` makes of one, of which the result has the same bits.
+    ceil(K / 128)]; or, on the CPU, what `pack_int8` makes of one, of which the result has the same bits.
+    With `act` and no bias out [T, N / 2] = act(gate) * up, where W holds the rows of gate, then those of up,
+    in whole blocks.
     """
-    torch.ops.diffulex.linear_scaled(x.codes, x.scale, weight, weight_scale, bias, out)
+    number = -1 if act is None else int(act)
+    torch.ops.diffulex.linear_scaled(x.codes, x.scale, weight, weight_scale, bias, out, act=number)
     return out
 
 
@@ -182,7 +187,9 @@ def _linear_scaled(
     x_scale: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
+    bias: Tensor | None,
     out: Tensor,
+    act: int,
 ) -> None:
     arguments.check("x", _CODES, (None, None))
     num_rows, depth = x.shape
@@ -190,7 +197,7 @@ def _linear_scaled(
     num_blocks = _ceil(depth, QUANT_GROUP)
     _check_row_scales(arguments, "x_scale", x_scale, num_blocks, num_rows)
     if x.dtype == torch.int8 and weight.dtype == torch.uint8:
-        columns = out.shape[1] if out.dim() == 2 else 0
+        columns = out.shape[1] * (1 if act == -1 else 2) if out.dim() == 2 else 0
         panels = _ceil(columns, PANEL_COLUMNS), _ceil(depth, _PANEL_DEPTH)
         arguments.check("weight", UINT8, (*panels, PANEL_COLUMNS, _PANEL_DEPTH))
     else:
@@ -200,6 +207,17 @@ def _linear_scaled(
         arguments.check("weight_scale", FLOAT32, (_ceil(columns, QUANT_GROUP), num_blocks))
     else:
         arguments.check("weight_scale", FLOAT32, (columns,))
+    if act != -1:
+        acts = "-1 (none), 0 (silu), 1 (gelu tanh) or 2 (gelu erf)"
+        arguments.require("act", act in (0, 1, 2), acts, act)
+        shape = list(weight.shape)
+        arguments.require("weight", columns % 2 == 0, "rows of gate and as many of up", shape)
+        is_whole = weight_scale.dim() == 1 or columns % (2 * QUANT_GROUP) == 0
+        arguments.require(
+            "weight", is_whole, f"rows of gate and of up in whole blocks of {QUANT_GROUP}", shape
+        )
+        arguments.require("bias", bias is None, "none with an activation", "a tensor")
+        columns //= 2
     arguments.check("out", FLOATS, (num_rows, columns))
     arguments.check("bias", FLOAT32, (columns,))
 

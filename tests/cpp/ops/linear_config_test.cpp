@@ -51,6 +51,36 @@ TEST(LinearConfigTest, TileRowsHoldTheRows) {
   }
 }
 
+/// Tiles of codes fit beside their scales; how the depth is shared does not depend on the rows of
+/// x.
+TEST(LinearConfigTest, PlansOfCodesAreSoundAndSumInOneOrder) {
+  for (const int32_t processors : {1, 78, 132}) {
+    for (const int64_t weight_rows : {16, 48, 512, 3072, 4096, 6144, 24576, 151936}) {
+      for (const int64_t depth : {16, 128, 384, 704, 4096, 12288}) {
+        const ScaledPlan first = scaled_plan(1, weight_rows, depth, processors, kSmemLimit);
+        for (const int64_t rows : {1, 16, 33, 64, 65, 128, 129, 300, 8192}) {
+          const ScaledPlan plan = scaled_plan(rows, weight_rows, depth, processors, kSmemLimit);
+          const LinearPlan& linear = plan.linear;
+          EXPECT_EQ(linear.splits, first.linear.splits);
+          EXPECT_EQ(plan.num_lines, (depth + 127) / 128);
+          EXPECT_LE(linear.splits, (plan.num_lines + 1) / 2);
+          EXPECT_EQ(plan.row_tiles, (rows + linear_tile_rows(rows) - 1) / linear_tile_rows(rows));
+          EXPECT_GE(int64_t{linear.num_tiles} * linear.tile_rows, weight_rows);
+          EXPECT_LE(linear.num_clusters * linear.splits, processors);
+          EXPECT_TRUE(rows <= kScaledShortRows ||
+                      (linear.lines == 1 && linear.tile_rows <= kScaledTallTile));
+          EXPECT_GE(linear.stages, 2);
+          EXPECT_EQ(plan.scale_bytes, linear.stages * linear.lines * linear_tile_rows(rows) * 4);
+          const int32_t barriers = (3 * linear.stages + 3) * 8;
+          EXPECT_GE(linear.smem_bytes, linear.stages * linear.stage_bytes + linear.partial_bytes +
+                                           plan.scale_bytes + barriers);
+          EXPECT_LE(linear.smem_bytes, kSmemLimit);
+        }
+      }
+    }
+  }
+}
+
 TEST(LinearConfigTest, PlansAreSoundAndSumInOneOrder) {
   for (const int32_t processors : {1, 8, 78, 132}) {
     for (int64_t weight_rows = 16; weight_rows < 300'000;

@@ -226,7 +226,7 @@ def linear_scaled() -> Call:
         "bias": _normal(V),
         "out": torch.zeros(T, V),
     }
-    return tensors, {}
+    return tensors, {"act": -1}
 
 
 def linear_w4a16() -> Call:
@@ -356,13 +356,7 @@ CALLS: dict[str, Callable[[], Call]] = (
 
 
 #: Ops that raise an error for CUDA tensors, and why that is right.
-CPU_ONLY = {
-    "linear_packed": "dense products on CUDA are cuBLAS through torch",
-    **dict.fromkeys(
-        ("quantize_rows", "quantize_weight", "linear_scaled", "linear_w4a16"),
-        "weights in low precision have no CUDA kernels yet",
-    ),
-}
+CPU_ONLY = {"linear_packed": "dense products on CUDA are cuBLAS through torch"}
 
 
 #: Ops that raise an error for CPU tensors, and why that is right. They need a partner to call them with:

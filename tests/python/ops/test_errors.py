@@ -185,6 +185,7 @@ CASES: list[tuple[str, str, Change, str]] = [
     ("linear_scaled", "weight", wider, "expected shape"),
     ("linear_scaled", "weight_scale", longer, "expected shape"),
     ("linear_scaled", "bias", longer, "expected shape"),
+    ("linear_scaled", "act", value(3), r"expected -1 \(none\), 0 \(silu\), 1"),
     ("linear_scaled", "out", longer, "expected shape"),
     ("linear_scaled", "out", double, "expected dtype"),
     ("linear_w4a16", "x", double, "expected dtype"),

@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-import op_calls
 from diffulex import ops
 from diffulex.ops import WeightScheme
 from reference import quantize as reference
 
 CODES = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=["e4m3", "int8"])
-OPS = ("quantize_rows", "quantize_weight", "linear_scaled", "linear_w4a16")
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -215,12 +213,25 @@ def test_panels_hold_the_codes(rows: int, depth: int) -> None:
     assert int((panels != 128).sum()) == int((codes != 0).sum())
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("op", OPS)
-def test_cuda_tensors_are_an_error(op: str) -> None:
-    tensors, numbers = op_calls.CALLS[op]()
-    moved = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}
-    with pytest.raises(
-        RuntimeError, match=rf"^diffulex::{op}: \w+: expected a CPU tensor, got cuda"
-    ):
-        op_calls.run(op, moved, numbers)
+@pytest.mark.parametrize("scheme", [WeightScheme.FP8, WeightScheme.FP8_BLOCK, WeightScheme.INT8])
+@pytest.mark.parametrize("act", list(ops.Activation))
+def test_gated_product(scheme: WeightScheme, act: ops.Activation) -> None:
+    """The activation of the float32 sums of gate and up, one rounding."""
+    is_int8 = scheme == WeightScheme.INT8
+    x = ops.quantize_rows(normal(9, 200), torch.int8 if is_int8 else torch.float8_e4m3fn)
+    codes, scale = ops.quantize_weight(normal(512, 200, seed=5), scheme)
+    weight = ops.pack_int8(codes) if is_int8 else codes
+    both = ops.linear_scaled(x, weight, scale, out=torch.empty(9, 512))
+    out = torch.full((9, 256), torch.nan)
+    ops.linear_scaled(x, weight, scale, act=act, out=out)
+    assert torch.equal(out, ops.act_and_mul(both, act))
+    half = torch.full((9, 256), torch.nan, dtype=torch.bfloat16)
+    ops.linear_scaled(x, weight, scale, act=act, out=half)
+    assert torch.equal(half, out.bfloat16())
+
+
+def test_gate_and_up_are_whole_blocks() -> None:
+    x = ops.quantize_rows(normal(2, 64), torch.float8_e4m3fn)
+    codes, scale = ops.quantize_weight(normal(320, 64), WeightScheme.FP8_BLOCK)
+    with pytest.raises(RuntimeError, match=r"weight: expected rows of gate and of up in whole"):
+        ops.linear_scaled(x, codes, scale, act=ops.Activation.SILU, out=torch.empty(2, 160))

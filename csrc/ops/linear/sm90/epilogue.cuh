@@ -46,12 +46,11 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, __half* /*t
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+/// Two shares of the depth meet: each adds what the other has of one half of the sums.
 template <typename Traits>
-class LinearEpilogue final {
+class LinearExchange {
  public:
-  using T = typename Traits::T;
-
-  __device__ __forceinline__ LinearEpilogue(const LinearArgs& args, uint32_t partials,
+  __device__ __forceinline__ LinearExchange(const LinearArgs& args, uint32_t partials,
                                             uint32_t full, uint32_t empty, int32_t split)
       : args_(args),
         partials_(partials),
@@ -61,29 +60,23 @@ class LinearEpilogue final {
         warp_(static_cast<int32_t>(threadIdx.x) / 32),
         lane_(static_cast<int32_t>(threadIdx.x) % 32) {}
 
-  /// Whole warps; those past the tile have nothing to write.
-  __device__ __forceinline__ void finish(float (&sums)[Traits::kGroups][4], int32_t tile,
-                                         bool is_last) {
-    if (warp_ >= args_.warps) {
-      return;
-    }
+  /// Whole warps that hold sums.
+  __device__ __forceinline__ void exchange(float (&sums)[Traits::kGroups][4], bool is_last) {
     if (args_.splits > 1) {
       send(sums);
       receive(sums, is_last);
     }
-#pragma unroll
-    for (int32_t group = 0; group < Traits::kGroups; ++group) {
-      if (is_mine(group)) {
-        write(sums[group], group, tile);
-      }
-    }
   }
 
- private:
+ protected:
   /// Whether this share of the depth writes accumulator group `group` of this warp.
   __device__ __forceinline__ bool is_mine(int32_t group) const {
     return args_.splits == 1 || ((group + warp_) & 1) == split_;
   }
+
+  const LinearArgs& args_;
+
+ private:
   /// Place of this lane's part of a group in the memory of the share that writes it.
   __device__ __forceinline__ uint32_t place(int32_t group) const {
     return partials_ + (warp_ * (Traits::kGroups / 2) + group / 2) * 512 + lane_ * 16;
@@ -129,6 +122,45 @@ class LinearEpilogue final {
     }
   }
 
+  const uint32_t partials_;
+  const uint32_t full_;
+  const uint32_t empty_;
+  const int32_t split_;
+
+ protected:
+  const int32_t warp_;
+  const int32_t lane_;
+
+ private:
+  uint32_t phase_ = 0;
+};
+
+template <typename Traits>
+class LinearEpilogue final : public LinearExchange<Traits> {
+ public:
+  using T = typename Traits::T;
+  using LinearExchange<Traits>::LinearExchange;
+
+  /// Whole warps; those past the tile have nothing to write.
+  __device__ __forceinline__ void finish(float (&sums)[Traits::kGroups][4], int32_t tile,
+                                         bool is_last) {
+    if (warp_ >= args_.warps) {
+      return;
+    }
+    this->exchange(sums, is_last);
+#pragma unroll
+    for (int32_t group = 0; group < Traits::kGroups; ++group) {
+      if (this->is_mine(group)) {
+        write(sums[group], group, tile);
+      }
+    }
+  }
+
+ private:
+  using LinearExchange<Traits>::args_;
+  using LinearExchange<Traits>::warp_;
+  using LinearExchange<Traits>::lane_;
+
   /// Rows lane / 4 and 8 below of W (or gate and up) times two rows of x: bias or gate, rounding.
   __device__ __forceinline__ void write(const float (&sum)[4], int32_t group, int32_t tile) {
     if (group * 8 >= args_.num_rows) {
@@ -161,15 +193,6 @@ class LinearEpilogue final {
       *reinterpret_cast<uint32_t*>(target) = pair;
     }
   }
-
-  const LinearArgs& args_;
-  const uint32_t partials_;
-  const uint32_t full_;
-  const uint32_t empty_;
-  const int32_t split_;
-  const int32_t warp_;
-  const int32_t lane_;
-  uint32_t phase_ = 0;
 };
 
 }  // namespace diffulex::cuda::sm90

@@ -80,6 +80,16 @@ __device__ __forceinline__ float4 shared_load4(uint32_t address) {
   return value;
 }
 
+/// ld.shared of 8 bytes.
+__device__ __forceinline__ float2 shared_load2(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
 /// movmatrix (PTX 7.8, sm_75): an 8x8 matrix of 16-bit elements held by a warp, transposed.
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t fragment) {
   uint32_t result;

@@ -32,6 +32,8 @@ CUtensorMapDataType data_type(DType dtype) {
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     case DType::kF16:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::kF8E4M3:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     default:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   }

@@ -53,6 +53,16 @@ __device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap* map
       : "memory");
 }
 
+/// cp.async.bulk: `bytes`, a multiple of 16, between addresses that are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t target, const void* source, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::
+          "r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 /// createpolicy: what the L2 cache does with the lines of a hinted load.
 __device__ __forceinline__ uint64_t policy_evict_first() {
   uint64_t policy;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Warpgroup matrix products (PTX 8.0, sm_90a): one wrapper per instruction. 16-bit operands, fp32
-// accumulators: c[j] holds columns 8j .. 8j + 7 of the 64 rows of a warpgroup, with the register
-// layout of mma.m16n8 in each warp (rows 16 * warp + lane / 4 and 8 below).
+// Warpgroup matrix products (PTX 8.0, sm_90a): one wrapper per instruction. 16-bit or e4m3
+// operands, fp32 accumulators: c[j] holds columns 8j .. 8j + 7 of the 64 rows of a warpgroup, with
+// the register layout of mma.m16n8 in each warp (rows 16 * warp + lane / 4 and 8 below).
 
 #include <cstdint>
 #include <type_traits>
@@ -114,6 +114,14 @@ __device__ __forceinline__ void wgmma_hold(float (&c)[kGroups][4]) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                             \
                  "r"(static_cast<int>(accumulate)), "n"(kTransposeB))
 
+// e4m3 operands, both K-major.
+#define DIFFULEX_WGMMA_E4M3(groups, n, a_op, b_op, flag)                                         \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " flag ", 0;\n"                                \
+               "wgmma.mma_async.sync.aligned.m64n" n "k32.f32.e4m3.e4m3 {"                       \
+               DIFFULEX_REGS_##groups "}, " a_op ", " b_op ", p, 1, 1;\n}\n"                     \
+               : DIFFULEX_ACC_##groups(0)                                                        \
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
+
 #define DIFFULEX_SS_1(type) \
   DIFFULEX_WGMMA_SS(1, "8", type, "%4", "%5", "%6", "%7", "%8")
 #define DIFFULEX_RS_1(type) \
@@ -178,6 +186,24 @@ __device__ __forceinline__ void wgmma_ss(float (&c)[kGroups][4], uint64_t a, uin
   DIFFULEX_WGMMA_CASE(SS, 32)
 }
 
+/// c (+)= A B of e4m3 codes for 64 rows, 8 * kGroups columns and one 32-element step of K, both
+/// operands in shared memory and K-major. The unit keeps about 14 bits of a sum: few steps only.
+template <int kGroups>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[kGroups][4], uint64_t a, uint64_t b,
+                                           bool accumulate) {
+  static_assert(kGroups == 2 || kGroups == 4 || kGroups == 8 || kGroups == 16,
+                "16, 32, 64 or 128 columns");
+  if constexpr (kGroups == 2) {
+    DIFFULEX_WGMMA_E4M3(2, "16", "%8", "%9", "%10");
+  } else if constexpr (kGroups == 4) {
+    DIFFULEX_WGMMA_E4M3(4, "32", "%16", "%17", "%18");
+  } else if constexpr (kGroups == 8) {
+    DIFFULEX_WGMMA_E4M3(8, "64", "%32", "%33", "%34");
+  } else {
+    DIFFULEX_WGMMA_E4M3(16, "128", "%64", "%65", "%66");
+  }
+}
+
 /// As above with A (the fragment layout of mma.m16n8k16) in registers, which must stay untouched
 /// until the batch has been waited for.
 template <typename T, int kTransposeB = 0, int kGroups>
@@ -197,6 +223,7 @@ __device__ __forceinline__ void wgmma_rs(float (&c)[kGroups][4], const uint32_t 
 #undef DIFFULEX_WGMMA_CASE
 #undef DIFFULEX_WGMMA_SS
 #undef DIFFULEX_WGMMA_RS
+#undef DIFFULEX_WGMMA_E4M3
 #undef DIFFULEX_ACC_1
 #undef DIFFULEX_ACC_2
 #undef DIFFULEX_ACC_4

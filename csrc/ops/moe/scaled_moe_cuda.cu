@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// fused_moe of experts in low precision: sort the slots, quantise the rows once, gate-up product
+// with activation in float32, quantise the slots, down product, weighted sum.
+#include <cstdint>
+
+#include "ops/cuda_ops.h"
+#include "ops/moe/combine.h"
+#include "ops/moe/config.h"
+#include "ops/moe/gemm.h"
+#include "ops/quant/scaled_experts.h"
+#include "ops/shared/cuda/launch.cuh"
+
+namespace diffulex::cuda {
+namespace {
+
+constexpr const char* kWhere = "diffulex::fused_moe";
+constexpr int32_t kShortTile = 16;
+constexpr int32_t kTallTile = 64;
+
+TensorRef matrix(const ExecContext& context, size_t offset, DType dtype, int64_t rows,
+                 int64_t width) {
+  TensorRef ref;
+  ref.data = static_cast<uint8_t*>(context.workspace) + offset;
+  ref.dtype = dtype;
+  ref.rank = 2;
+  ref.size[0] = rows;
+  ref.size[1] = width;
+  ref.stride[0] = width;
+  ref.stride[1] = 1;
+  return ref;
+}
+
+TensorRef vector(const ExecContext& context, size_t offset, int64_t count) {
+  TensorRef ref = matrix(context, offset, DType::kI32, count, 1);
+  ref.rank = 1;
+  return ref;
+}
+
+/// Rows as codes with scales of 128 columns, in the scratch of the call.
+struct CodedRows {
+  TensorRef codes;
+  TensorRef scale;
+};
+
+CodedRows coded_rows(const ExecContext& context, size_t codes, size_t scale, DType dtype,
+                     int64_t rows, int64_t depth) {
+  return {matrix(context, codes, dtype, rows, depth),
+          matrix(context, scale, DType::kF32, ceil_div(depth, kQuantGroup), ceil_div(rows, 4) * 4)};
+}
+
+Status quantize(const TensorRef& x, const CodedRows& rows, const ExecContext& context) {
+  QuantizeRowsParams params;
+  params.x = x;
+  params.out = rows.codes;
+  params.scale = rows.scale;
+  return cuda::quantize_rows(params, context);
+}
+
+MoePermuteParams permute_into_scratch(const FusedMoeParams& params, const MoeScratch& scratch,
+                                      int32_t tile, int64_t max_tiles, const ExecContext& context) {
+  MoePermuteParams permute;
+  permute.num_local_experts = static_cast<int32_t>(params.w13.size[0]);
+  permute.tile = tile;
+  permute.topk_ids = params.topk_ids;
+  permute.expert_map = params.expert_map;
+  permute.sorted_slots = vector(context, scratch.sorted_slots, params.topk_ids.numel());
+  permute.expert_offsets =
+      vector(context, scratch.expert_offsets, int64_t{permute.num_local_experts} + 1);
+  permute.tile_expert = vector(context, scratch.tile_expert, max_tiles);
+  permute.tile_start = vector(context, scratch.tile_start, max_tiles);
+  permute.counters = vector(context, scratch.counters, 2);
+  return permute;
+}
+
+/// The product of coded rows with experts [L, N, K].
+ScaledArgs expert_args(const CodedRows& rows, const TensorRef& weight, const TensorRef& scale,
+                       const TensorRef& out, const MoePermuteParams& permute, int32_t top_k) {
+  ScaledArgs args{};
+  args.x = rows.codes.as<const uint8_t>();
+  args.x_scale = rows.scale.as<const float>();
+  args.weight = weight.as<const uint8_t>();
+  args.weight_scale = scale.as<const float>();
+  args.out = out.data;
+  args.x_stride = rows.codes.stride[0];
+  args.x_scale_stride = rows.scale.stride[0];
+  args.weight_stride = weight.stride[1];
+  args.block_stride = scale.rank == 3 ? scale.stride[1] : 0;
+  args.out_stride = out.stride[0];
+  args.num_rows = static_cast<int32_t>(rows.codes.size[0]);
+  args.depth = static_cast<int32_t>(weight.size[2]);
+  args.width = static_cast<int32_t>(out.size[1]);
+  args.up_blocks = static_cast<int32_t>(ceil_div(args.width, kQuantBlock));
+  args.act = -1;
+  args.experts.tile_expert = permute.tile_expert.as<const int32_t>();
+  args.experts.tile_start = permute.tile_start.as<const int32_t>();
+  args.experts.counters = permute.counters.as<const int32_t>();
+  args.experts.ends = permute.expert_offsets.as<const int32_t>() + 1;
+  args.experts.slots = permute.sorted_slots.as<const int32_t>();
+  args.experts.weight_stride = weight.stride[0];
+  args.experts.scale_stride = scale.stride[0];
+  args.experts.top_k = top_k;
+  return args;
+}
+
+}  // namespace
+
+Status fused_moe_scaled(const FusedMoeParams& params, const ExecContext& context) {
+  const auto num_local = static_cast<int32_t>(params.w13.size[0]);
+  const auto top_k = static_cast<int32_t>(params.topk_ids.size[1]);
+  const int64_t num_tokens = params.x.size[0];
+  const int64_t num_slots = params.topk_ids.numel();
+  const int64_t num_experts = params.expert_map.present() ? params.expert_map.size[0] : num_local;
+  const int64_t hidden = params.x.size[1];
+  const int64_t width = params.w2.size[2];
+  const DType codes = params.w13.dtype;
+  const MoeScratch scratch = fused_moe_scratch(
+      {num_tokens, top_k, num_local, hidden, width, params.x.dtype, true}, Device::kCuda);
+  const int32_t tile =
+      expected_local_slots(num_slots, num_experts, num_local) <= int64_t{kShortTile} * num_local
+          ? kShortTile
+          : kTallTile;
+  const int64_t max_tiles = moe_max_tiles(num_slots, num_local, tile);
+  const MoePermuteParams permute = permute_into_scratch(params, scratch, tile, max_tiles, context);
+  DIFFULEX_RETURN_IF_ERROR(cuda::moe_permute(permute, context));
+
+  const CodedRows x =
+      coded_rows(context, scratch.x_codes, scratch.x_scale, codes, num_tokens, hidden);
+  DIFFULEX_RETURN_IF_ERROR(quantize(params.x, x, context));
+  const TensorRef activated = matrix(context, scratch.activated, DType::kF32, num_slots, width);
+  ScaledArgs gate_up = expert_args(x, params.w13, params.w13_scale, activated, permute, top_k);
+  gate_up.act = static_cast<int32_t>(params.act);
+  DIFFULEX_RETURN_IF_ERROR(
+      launch_scaled_experts(gate_up, codes, DType::kF32, tile, max_tiles, context));
+
+  const CodedRows inner =
+      coded_rows(context, scratch.inner_codes, scratch.inner_scale, codes, num_slots, width);
+  DIFFULEX_RETURN_IF_ERROR(quantize(activated, inner, context));
+  const TensorRef slot_out = matrix(context, scratch.slot_out, params.x.dtype, num_slots, hidden);
+  const ScaledArgs down = expert_args(inner, params.w2, params.w2_scale, slot_out, permute, 1);
+  DIFFULEX_RETURN_IF_ERROR(
+      launch_scaled_experts(down, codes, params.x.dtype, tile, max_tiles, context));
+  return launch_slot_sum(kWhere,
+                         {slot_out, &params.topk_weights, params.topk_ids, params.expert_map,
+                          num_experts, num_local, params.addend, params.out, false},
+                         context);
+}
+
+}  // namespace diffulex::cuda

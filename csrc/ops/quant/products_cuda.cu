@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// linear_scaled and linear_w4a16: the choice of kernels, and the portable ones.
+#include <cstdint>
+
+#include "ops/cuda_ops.h"
+#include "ops/prepare.h"
+#include "ops/quant/nibble_tile.cuh"
+#include "ops/quant/scaled_experts.h"
+#include "ops/quant/scaled_product.h"
+#include "ops/quant/scaled_tile.cuh"
+#include "ops/shared/cuda/launch.cuh"
+
+namespace diffulex::cuda {
+namespace {
+
+constexpr const char* kScaled = "diffulex::linear_scaled";
+constexpr const char* kNibbles = "diffulex::linear_w4a16";
+/// Rows of x up to which a tile of 16 is enough.
+constexpr int64_t kShortRows = 16;
+
+template <typename T, typename Sum, int kTiles, bool kIsWide>
+Status launch_tile(const ScaledArgs& args, cudaStream_t stream) {
+  const int64_t row_tiles = ceil_div(args.num_rows, 16 * kTiles);
+  const int64_t columns = args.act < 0 ? kScaledWeightRows : kScaledWeightRows / 2;
+  const int64_t grid = row_tiles * ceil_div(args.width, columns);
+  scaled_kernel<T, Sum, kTiles, kIsWide>
+      <<<static_cast<unsigned>(grid), kScaledThreads, 0, stream>>>(args,
+                                                                   static_cast<int32_t>(row_tiles));
+  return check_launch(kScaled);
+}
+
+template <typename T, typename Sum>
+Status launch_scaled(const ScaledArgs& args, bool is_wide, cudaStream_t stream) {
+  if (args.num_rows <= kShortRows) {
+    return is_wide ? launch_tile<T, Sum, 1, true>(args, stream)
+                   : launch_tile<T, Sum, 1, false>(args, stream);
+  }
+  return is_wide ? launch_tile<T, Sum, 4, true>(args, stream)
+                 : launch_tile<T, Sum, 4, false>(args, stream);
+}
+
+ScaledArgs scaled_args(const LinearScaledParams& params) {
+  ScaledArgs args{};
+  args.x = params.x.as<const uint8_t>();
+  args.x_scale = params.x_scale.as<const float>();
+  args.weight = params.weight.as<const uint8_t>();
+  args.weight_scale = params.weight_scale.as<const float>();
+  args.bias = params.bias.present() ? params.bias.as<const float>() : nullptr;
+  args.out = params.out.data;
+  args.x_stride = params.x.stride[0];
+  args.x_scale_stride = params.x_scale.stride[0];
+  args.weight_stride = params.weight.stride[0];
+  args.block_stride = params.weight_scale.rank == 2 ? params.weight_scale.stride[0] : 0;
+  args.out_stride = params.out.stride[0];
+  args.num_rows = static_cast<int32_t>(params.x.size[0]);
+  args.depth = static_cast<int32_t>(params.x.size[1]);
+  args.width = static_cast<int32_t>(params.out.size[1]);
+  args.up_blocks = static_cast<int32_t>(ceil_div(args.width, kQuantBlock));
+  args.act = params.act.has_value() ? static_cast<int32_t>(*params.act) : -1;
+  return args;
+}
+
+NibbleArgs nibble_args(const LinearW4a16Params& params) {
+  NibbleArgs args{};
+  args.x = params.x.data;
+  args.weight = params.weight.as<const uint8_t>();
+  args.scales = params.scales.data;
+  args.zeros = params.zeros.present() ? params.zeros.as<const uint8_t>() : nullptr;
+  args.bias = params.bias.present() ? params.bias.as<const float>() : nullptr;
+  args.out = params.out.data;
+  args.x_stride = params.x.stride[0];
+  args.weight_stride = params.weight.stride[0];
+  args.scale_stride = params.scales.stride[0];
+  args.zero_stride = params.zeros.present() ? params.zeros.stride[0] : 0;
+  args.out_stride = params.out.stride[0];
+  args.num_rows = static_cast<int32_t>(params.x.size[0]);
+  args.depth = static_cast<int32_t>(params.x.size[1]);
+  args.width = static_cast<int32_t>(params.out.size[1]);
+  args.group = params.group;
+  args.has_float_scales = params.scales.dtype == DType::kF32;
+  return args;
+}
+
+template <typename Out, int kTiles>
+void launch_nibbles(const NibbleArgs& args, cudaStream_t stream) {
+  const int64_t row_tiles = ceil_div(args.num_rows, 16 * kTiles);
+  const int64_t grid = row_tiles * ceil_div(args.width, kScaledWeightRows);
+  nibble_kernel<Out, kTiles><<<static_cast<unsigned>(grid), kScaledThreads, 0, stream>>>(
+      args, static_cast<int32_t>(row_tiles));
+}
+
+/// Whether the tensor cores can take the call: bfloat16 rows and nibbles in runs of 16 bytes, and
+/// sixteen columns with one scale.
+bool is_regular(const LinearW4a16Params& params) {
+  return params.x.dtype == DType::kBF16 && params.group % 16 == 0 && params.x.size[1] % 32 == 0 &&
+         params.x.stride[0] % 8 == 0 && is_aligned16(params.x.data) &&
+         params.weight.stride[0] % 16 == 0 && is_aligned16(params.weight.data);
+}
+
+template <typename T, typename Out>
+void launch_plain_nibbles(const NibbleArgs& args, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(ceil_div(args.width, kPlainColumns)),
+                  static_cast<unsigned>(ceil_div(args.num_rows, kPlainRows)));
+  plain_nibble_kernel<T, Out><<<grid, kPlainThreads, 0, stream>>>(args);
+}
+
+template <typename T, typename Sum>
+Status launch_experts(const ScaledArgs& args, int32_t tile, int64_t max_tiles, bool is_wide,
+                      cudaStream_t stream) {
+  const int64_t columns = args.act < 0 ? kScaledWeightRows : kScaledWeightRows / 2;
+  const auto grid = static_cast<unsigned>(max_tiles * ceil_div(args.width, columns));
+  const auto row_tiles = static_cast<int32_t>(max_tiles);
+  if (tile == kShortRows) {
+    is_wide ? scaled_kernel<T, Sum, 1, true><<<grid, kScaledThreads, 0, stream>>>(args, row_tiles)
+            : scaled_kernel<T, Sum, 1, false><<<grid, kScaledThreads, 0, stream>>>(args, row_tiles);
+  } else {
+    is_wide ? scaled_kernel<T, Sum, 4, true><<<grid, kScaledThreads, 0, stream>>>(args, row_tiles)
+            : scaled_kernel<T, Sum, 4, false><<<grid, kScaledThreads, 0, stream>>>(args, row_tiles);
+  }
+  return check_launch("diffulex::fused_moe");
+}
+
+/// Whether codes come in runs of 16 bytes.
+bool is_wide_call(const ScaledArgs& args) {
+  return args.depth % 16 == 0 && args.x_stride % 16 == 0 && args.weight_stride % 16 == 0 &&
+         args.experts.weight_stride % 16 == 0 && is_aligned16(args.x) && is_aligned16(args.weight);
+}
+
+}  // namespace
+
+Status launch_scaled_experts(const ScaledArgs& args, DType codes, DType out, int32_t tile,
+                             int64_t max_tiles, const ExecContext& context) {
+  const bool is_wide = is_wide_call(args);
+  return dispatch_dtype("diffulex::fused_moe", out, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const cudaStream_t stream = stream_of(context);
+    return codes == DType::kI8 ? launch_experts<T, int32_t>(args, tile, max_tiles, is_wide, stream)
+                               : launch_experts<T, float>(args, tile, max_tiles, is_wide, stream);
+  });
+}
+
+Status linear_scaled(const LinearScaledParams& params, const ExecContext& context) {
+  DeviceGuard guard(context);
+  DIFFULEX_RETURN_IF_ERROR(guard.status(kScaled));
+  if (params.weight.dtype == DType::kU8) {
+    return make_error(StatusCode::kUnsupported, kScaled,
+                      ": weight: expected row-major codes on cuda, got panels of the CPU");
+  }
+  if (has_wgmma_product(params, context.device_index)) {
+    return launch_wgmma_product(params, context);
+  }
+  const ScaledArgs args = scaled_args(params);
+  const bool is_wide = is_wide_call(args);
+  return dispatch_dtype(kScaled, params.out.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return params.x.dtype == DType::kI8
+               ? launch_scaled<T, int32_t>(args, is_wide, stream_of(context))
+               : launch_scaled<T, float>(args, is_wide, stream_of(context));
+  });
+}
+
+Status linear_w4a16(const LinearW4a16Params& params, const ExecContext& context) {
+  DeviceGuard guard(context);
+  DIFFULEX_RETURN_IF_ERROR(guard.status(kNibbles));
+  const NibbleArgs args = nibble_args(params);
+  return dispatch_dtype(kNibbles, params.out.dtype, [&](auto out_tag) {
+    using Out = typename decltype(out_tag)::type;
+    if (is_regular(params)) {
+      args.num_rows <= kShortRows ? launch_nibbles<Out, 1>(args, stream_of(context))
+                                  : launch_nibbles<Out, 4>(args, stream_of(context));
+      return check_launch(kNibbles);
+    }
+    return dispatch_dtype(kNibbles, params.x.dtype, [&](auto tag) {
+      launch_plain_nibbles<typename decltype(tag)::type, Out>(args, stream_of(context));
+      return check_launch(kNibbles);
+    });
+  });
+}
+
+namespace {
+
+template <typename T, typename Sum>
+Status touch_scaled() {
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kScaled, scaled_kernel<T, Sum, 1, true>));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kScaled, scaled_kernel<T, Sum, 1, false>));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kScaled, scaled_kernel<T, Sum, 4, true>));
+  return touch_kernel(kScaled, scaled_kernel<T, Sum, 4, false>);
+}
+
+}  // namespace
+
+Status prepare_quantized_products(const ExecContext& context) {
+  DIFFULEX_RETURN_IF_ERROR(for_each_dtype(kScaled, [](auto tag) {
+    using T = typename decltype(tag)::type;
+    DIFFULEX_RETURN_IF_ERROR((touch_scaled<T, float>()));
+    DIFFULEX_RETURN_IF_ERROR((touch_scaled<T, int32_t>()));
+    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kNibbles, nibble_kernel<T, 1>));
+    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kNibbles, nibble_kernel<T, 4>));
+    return for_each_dtype(kNibbles, [](auto x_tag) {
+      return touch_kernel(kNibbles, plain_nibble_kernel<typename decltype(x_tag)::type, T>);
+    });
+  }));
+  return prepare_wgmma_product(context.device_index);
+}
+
+}  // namespace diffulex::cuda

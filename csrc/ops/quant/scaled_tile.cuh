@@ -1,0 +1,360 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The portable product of rows and a weight of 8 bits on the tensor cores of the sm_80 class. e4m3
+// codes are widened to float16, which holds them exactly; int8 codes are multiplied as they are.
+//
+//   CTA    16 or 64 rows of x times 64 rows of W; four warps with 16 rows of W each
+//   step   128 columns: the codes of one scale, then their product goes to the float32 sums
+//   depth  two steps are in shared memory, the next one on its way
+//
+// With an activation the rows of W of a warp are eight of gate and the eight of up that match.
+
+#include <cstdint>
+
+#include "ops/activation/gate.cuh"
+#include "ops/quant/code.cuh"
+#include "ops/quant/scaled_tile.h"
+#include "ops/shared/cuda/ptx.cuh"
+#include "ops/shared/cuda/vec.cuh"
+
+namespace diffulex::cuda {
+
+inline constexpr int kScaledWarps = 4;
+inline constexpr int kScaledThreads = 32 * kScaledWarps;
+inline constexpr int kScaledWeightRows = 64;
+inline constexpr int kScaledStep = 128;  // bytes, and columns
+/// Padded so that eight rows lie in different banks.
+inline constexpr int kScaledLine = kScaledStep + 16;
+
+/// mma.m16n8k32 (PTX 7.0, sm_80) of int8: c += a b, exact.
+__device__ __forceinline__ void mma_16832(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                          uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// Where a CTA works.
+struct ScaledPlace final {
+  int32_t expert = 0;
+  int32_t first = 0;  // row of x, or position
+  int32_t count = 0;  // of rows that exist
+};
+
+template <int kRows>
+__device__ __forceinline__ ScaledPlace scaled_place(const ScaledArgs& args, int32_t index) {
+  const ExpertTiles& experts = args.experts;
+  ScaledPlace place;
+  if (experts.tile_expert == nullptr) {
+    place.first = index * kRows;
+    place.count = args.num_rows - place.first;
+  } else if (index < experts.counters[0]) {
+    place.expert = experts.tile_expert[index];
+    place.first = experts.tile_start[index];
+    place.count = experts.ends[place.expert] - place.first;
+  }
+  place.count = place.count < kRows ? place.count : kRows;
+  return place;
+}
+
+/// The rows of one CTA and where their codes are copied to.
+template <int kTiles, bool kIsWide>
+class ScaledLoader final {
+ public:
+  static constexpr int kRows = 16 * kTiles;
+  static constexpr int kStageBytes = (kRows + kScaledWeightRows) * kScaledLine;
+
+  __device__ __forceinline__ ScaledLoader(const ScaledArgs& args, const ScaledPlace& place,
+                                          int32_t column)
+      : depth_(args.depth) {
+#pragma unroll
+    for (int i = 0; i < kRowChunks; ++i) {
+      const int32_t row = (i * kScaledThreads + static_cast<int32_t>(threadIdx.x)) / 8;
+      rows_[i] = nullptr;
+      if (row < kRows && row < place.count) {
+        rows_[i] = args.x + source_row(args, place.first + row) * args.x_stride;
+      }
+    }
+    const uint8_t* weight = args.weight + place.expert * args.experts.weight_stride;
+#pragma unroll
+    for (int i = 0; i < kWeightChunks; ++i) {
+      const int32_t row = (i * kScaledThreads + static_cast<int32_t>(threadIdx.x)) / 8;
+      const int32_t source = weight_row(args, column, row);
+      weights_[i] = source < 0 ? nullptr : weight + source * args.weight_stride;
+    }
+  }
+
+  /// Row of x of a position.
+  __device__ __forceinline__ static int64_t source_row(const ScaledArgs& args, int32_t position) {
+    const ExpertTiles& experts = args.experts;
+    return experts.slots == nullptr ? position : experts.slots[position] / experts.top_k;
+  }
+
+  /// Row of W of row `row` of a tile that begins at result `column`; -1 past the end.
+  __device__ __forceinline__ static int32_t weight_row(const ScaledArgs& args, int32_t column,
+                                                       int32_t row) {
+    if (args.act < 0) {
+      return column + row < args.width ? column + row : -1;
+    }
+    const int32_t result = column + row / 16 * 8 + row % 8;
+    return result < args.width ? (row % 16 < 8 ? 0 : args.width) + result : -1;
+  }
+
+  /// Starts the copy of the columns from `start` on.
+  __device__ __forceinline__ void load(uint8_t* stage, int32_t start) const {
+#pragma unroll
+    for (int i = 0; i < kRowChunks; ++i) {
+      const int chunk = i * kScaledThreads + static_cast<int>(threadIdx.x);
+      if (chunk / 8 < kRows) {
+        copy(stage + chunk / 8 * kScaledLine + chunk % 8 * 16, rows_[i], start + chunk % 8 * 16);
+      }
+    }
+    uint8_t* weights = stage + kRows * kScaledLine;
+#pragma unroll
+    for (int i = 0; i < kWeightChunks; ++i) {
+      const int chunk = i * kScaledThreads + static_cast<int>(threadIdx.x);
+      copy(weights + chunk / 8 * kScaledLine + chunk % 8 * 16, weights_[i], start + chunk % 8 * 16);
+    }
+    ptx::cp_async_commit();
+  }
+
+ private:
+  static constexpr int kRowChunks = (kRows * 8 + kScaledThreads - 1) / kScaledThreads;
+  static constexpr int kWeightChunks = kScaledWeightRows * 8 / kScaledThreads;
+
+  /// 16 codes of a row, 0 past its end. A valid address is read from in any case.
+  __device__ __forceinline__ void copy(uint8_t* target, const uint8_t* row, int32_t column) const {
+    if constexpr (kIsWide) {
+      const bool is_inside = row != nullptr && column < depth_;
+      const uint8_t* source = is_inside ? row + column : weights_[0];
+      if (source == nullptr) {
+        *reinterpret_cast<uint4*>(target) = uint4{};
+        return;
+      }
+      ptx::cp_async16(ptx::smem_address(target), source, is_inside);
+    } else {
+#pragma unroll 4
+      for (int i = 0; i < 16; ++i) {
+        target[i] = row != nullptr && column + i < depth_ ? row[column + i] : uint8_t{0};
+      }
+    }
+  }
+
+  const uint8_t* rows_[kRowChunks];
+  const uint8_t* weights_[kWeightChunks];
+  int32_t depth_;
+};
+
+/// Four codes of a line: those of step `step` of 16 columns that this lane multiplies. Which lane
+/// has which column is free, as x and W agree.
+__device__ __forceinline__ uint32_t scaled_word(const uint8_t* line, int step) {
+  return *reinterpret_cast<const uint32_t*>(line + 16 * step + threadIdx.x % 4 * 4);
+}
+
+/// The products of the codes of one step: c[tile of x][gate or up, or left or right][4].
+template <int kTiles>
+__device__ __forceinline__ void multiply_step(const uint8_t* rows, const uint8_t* weights,
+                                              float (&c)[kTiles][2][4]) {
+#pragma unroll
+  for (int step = 0; step < kScaledStep / 16; ++step) {
+    uint32_t b[2][2];
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const uint32_t word = scaled_word(weights + side * 8 * kScaledLine, step);
+      b[side][0] = e4m3_pair(word & 0xFFFFU);
+      b[side][1] = e4m3_pair(word >> 16);
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const uint32_t above = scaled_word(rows + tile * 16 * kScaledLine, step);
+      const uint32_t below = scaled_word(rows + (tile * 16 + 8) * kScaledLine, step);
+      const uint32_t a[4] = {e4m3_pair(above & 0xFFFFU), e4m3_pair(below & 0xFFFFU),
+                             e4m3_pair(above >> 16), e4m3_pair(below >> 16)};
+      ptx::mma_16816<__half>(c[tile][0], a, b[0][0], b[0][1]);
+      ptx::mma_16816<__half>(c[tile][1], a, b[1][0], b[1][1]);
+    }
+  }
+}
+
+template <int kTiles>
+__device__ __forceinline__ void multiply_step(const uint8_t* rows, const uint8_t* weights,
+                                              int32_t (&c)[kTiles][2][4]) {
+#pragma unroll
+  for (int step = 0; step < kScaledStep / 16; step += 2) {
+    uint32_t b[2][2];
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      b[side][0] = scaled_word(weights + side * 8 * kScaledLine, step);
+      b[side][1] = scaled_word(weights + side * 8 * kScaledLine, step + 1);
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const uint8_t* above = rows + tile * 16 * kScaledLine;
+      const uint8_t* below = above + 8 * kScaledLine;
+      const uint32_t a[4] = {scaled_word(above, step), scaled_word(below, step),
+                             scaled_word(above, step + 1), scaled_word(below, step + 1)};
+      mma_16832(c[tile][0], a, b[0][0], b[0][1]);
+      mma_16832(c[tile][1], a, b[1][0], b[1][1]);
+    }
+  }
+}
+
+/// The float32 sums of a thread: rows lane / 4 and 8 below of each tile, two neighbouring rows of W
+/// in each of the two sides.
+template <int kTiles>
+class ScaledSums final {
+ public:
+  __device__ __forceinline__ ScaledSums(const ScaledArgs& args, const ScaledPlace& place,
+                                        int32_t column)
+      : args_(args),
+        place_(place),
+        row_(static_cast<int32_t>(threadIdx.x) % 32 / 4),
+        scale_(args.weight_scale + place.expert * args.experts.scale_stride) {
+    const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
+    const int32_t pair = static_cast<int32_t>(threadIdx.x) % 4 * 2;
+    column_ = column + (args.act < 0 ? warp * 16 : warp * 8) + pair;
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      const int32_t row = row_ + 8 * i;
+      sources_[i] =
+          row < place.count ? ScaledLoader<kTiles, true>::source_row(args, place.first + row) : -1;
+    }
+  }
+
+  template <typename Sum>
+  __device__ __forceinline__ void add(const Sum (&products)[kTiles][2][4], int32_t block) {
+    const float* x_scale = args_.x_scale + block * args_.x_scale_stride;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+#pragma unroll
+      for (int next = 0; next < 2; ++next) {
+        const bool has_blocks = args_.block_stride != 0;
+        const float weight = has_blocks ? block_scale(side, next, block) : 1.0F;
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i) {
+          const float factor = __fmul_rn(sources_[i] < 0 ? 0.0F : x_scale[sources_[i]], weight);
+          float& sum = sums_[i / 2][side][i % 2 * 2 + next];
+          sum = fmaf(factor, static_cast<float>(products[i / 2][side][i % 2 * 2 + next]), sum);
+        }
+      }
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void store() {
+    finish();
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      const int32_t row = row_ + 8 * i;
+      if (row >= place_.count) {
+        continue;
+      }
+      const ExpertTiles& experts = args_.experts;
+      const int32_t position = place_.first + row;
+      const int64_t target = experts.slots == nullptr ? position : experts.slots[position];
+      T* out = static_cast<T*>(args_.out) + target * args_.out_stride;
+#pragma unroll
+      for (int next = 0; next < 2; ++next) {
+        const float left = sums_[i / 2][0][i % 2 * 2 + next];
+        const float right = sums_[i / 2][1][i % 2 * 2 + next];
+        if (args_.act >= 0) {
+          put(out, 0, next, activate(static_cast<Activation>(args_.act), left) * right);
+        } else {
+          put(out, 0, next, left);
+          put(out, 8, next, right);
+        }
+      }
+    }
+  }
+
+ private:
+  /// Row of W of one of the two neighbours of a side; it may not exist.
+  __device__ __forceinline__ int32_t weight_row(int side, int next) const {
+    return column_ + next + (args_.act < 0 ? side * 8 : side * args_.width);
+  }
+  __device__ __forceinline__ bool exists(int side, int next) const {
+    return column_ + next + (args_.act < 0 ? side * 8 : 0) < args_.width;
+  }
+  __device__ __forceinline__ float block_scale(int side, int next, int32_t block) const {
+    if (!exists(side, next)) {
+      return 0.0F;
+    }
+    const bool is_up = args_.act >= 0 && side == 1;
+    const int32_t row = (is_up ? column_ + next : weight_row(side, next)) / 128;
+    return scale_[(row + (is_up ? args_.up_blocks : 0)) * args_.block_stride + block];
+  }
+
+  /// Scales of rows of W, and the bias.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+#pragma unroll
+      for (int next = 0; next < 2; ++next) {
+        const bool is_read = exists(side, next);
+        const int32_t row = weight_row(side, next);
+        const float scale = is_read && args_.block_stride == 0 ? scale_[row] : 1.0F;
+        const float bias = is_read && args_.bias != nullptr ? args_.bias[row] : 0.0F;
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i) {
+          float& sum = sums_[i / 2][side][i % 2 * 2 + next];
+          sum = fmaf(sum, scale, bias);
+        }
+      }
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void put(T* out, int offset, int next, float value) const {
+    if (column_ + offset + next < args_.width) {
+      out[column_ + offset + next] = from_float<T>(value);
+    }
+  }
+
+  const ScaledArgs& args_;
+  const ScaledPlace place_;
+  const int32_t row_;
+  const float* scale_;
+  int32_t column_;
+  int64_t sources_[2 * kTiles];
+  float sums_[kTiles][2][4] = {};
+};
+
+/// Sum is float for e4m3 and int32_t for int8. CTAs of neighbouring rows of x follow each other.
+template <typename T, typename Sum, int kTiles, bool kIsWide>
+__global__ void __launch_bounds__(kScaledThreads)
+    scaled_kernel(const __grid_constant__ ScaledArgs args, int32_t row_tiles) {
+  using Loader = ScaledLoader<kTiles, kIsWide>;
+  __shared__ __align__(16) uint8_t stages[2][Loader::kStageBytes];
+  const auto index = static_cast<int32_t>(blockIdx.x) % row_tiles;
+  const int32_t column = static_cast<int32_t>(blockIdx.x) / row_tiles *
+                         (args.act < 0 ? kScaledWeightRows : kScaledWeightRows / 2);
+  const ScaledPlace place = scaled_place<Loader::kRows>(args, index);
+  if (place.count <= 0) {
+    return;
+  }
+  const Loader loader(args, place, column);
+  ScaledSums<kTiles> sums(args, place, column);
+  const int lane_row = static_cast<int>(threadIdx.x) % 32 / 4;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int32_t num_steps = (args.depth + kScaledStep - 1) / kScaledStep;
+  loader.load(stages[0], 0);
+  for (int32_t step = 0; step < num_steps; ++step) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    if (step + 1 < num_steps) {
+      loader.load(stages[(step + 1) % 2], (step + 1) * kScaledStep);
+    }
+    const uint8_t* rows = stages[step % 2] + lane_row * kScaledLine;
+    const uint8_t* weights =
+        stages[step % 2] + (Loader::kRows + warp * 16 + lane_row) * kScaledLine;
+    Sum products[kTiles][2][4] = {};
+    multiply_step<kTiles>(rows, weights, products);
+    sums.add(products, step);
+  }
+  sums.template store<T>();
+}
+
+}  // namespace diffulex::cuda

@@ -1,0 +1,453 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// out = x W^T of e4m3 codes. The pipeline is that of csrc/ops/linear/sm90/product.cuh: a copying
+// warp streams W ahead of the kernels in front, warpgroups multiply 64 rows of W each, two CTAs may
+// share the depth. What differs:
+//
+//   line    the product of 128 columns starts at 0 and goes to the float32 sums times its scales:
+//           the tensor cores keep too few bits of long sums
+//   scales  of the rows of x lie beside the stages; those of W come from memory, a line ahead
+//   tiles   of W times tiles of up to 128 rows of x, for any number of rows
+//
+// The order of the sums does not depend on the number of rows, of x or of a tile.
+
+#include <cstdint>
+
+#include <cuda.h>
+
+#include "ops/linear/sm90/product.cuh"
+#include "ops/quant/sm90/traits.cuh"
+
+namespace diffulex::cuda::sm90 {
+
+/// Shared addresses of a CTA.
+struct ScaledSmem final {
+  uint32_t stages;
+  uint32_t partials;
+  uint32_t scales;
+  uint32_t full;
+  uint32_t empty;
+  uint32_t landed;  // a barrier for the first W of each stage
+  uint32_t partials_full;
+  uint32_t partials_empty;
+  uint32_t released;  // a barrier: the kernels in front have ended
+
+  __device__ __forceinline__ ScaledSmem(const uint8_t* raw, const ScaledLinearArgs& args) {
+    stages = ptx::smem_address(raw);
+    partials = stages + args.stages * args.stage_bytes;
+    scales = partials + args.partial_bytes;
+    full = scales + args.scale_bytes;
+    empty = full + 8 * args.stages;
+    landed = empty + 8 * args.stages;
+    partials_full = landed + 8 * args.stages;
+    partials_empty = partials_full + 8;
+    released = partials_empty + 8;
+  }
+};
+
+/// What this CTA does.
+struct ScaledWork final {
+  int32_t tile;    // first one, of W and x
+  int32_t stride;  // to the next one
+  int32_t tiles;   // of all CTAs
+  int32_t split;
+  int32_t begin;  // lines of the depth
+  int32_t count;  // steps
+  int32_t early;  // of them, those whose W comes while the kernels in front run
+
+  /// Shares of the depth end at an even line whatever a step has. A line past the depth is all
+  /// zeros.
+  __device__ __forceinline__ explicit ScaledWork(const ScaledLinearArgs& args) {
+    const int32_t bits = args.splits - 1;  // log2
+    const auto block = static_cast<int32_t>(blockIdx.x);
+    tile = block >> bits;
+    stride = static_cast<int32_t>(gridDim.x) >> bits;
+    tiles = args.num_tiles * args.row_tiles;
+    split = block & bits;
+    const int32_t pairs = (args.num_lines + 1) / 2;
+    begin = 2 * ((pairs * split) >> bits);
+    const int32_t end = min(2 * ((pairs * (split + 1)) >> bits), args.num_lines);
+    count = (end - begin + args.lines - 1) / args.lines;
+    early = count < args.stages ? count : args.stages;
+  }
+};
+
+/// Starts the copies of a CTA: W and later rows by one thread, the first rows by another.
+template <typename Traits>
+class ScaledProducer final {
+ public:
+  __device__ __forceinline__ ScaledProducer(const ScaledLinearArgs& args, const ScaledSmem& smem,
+                                            const CUtensorMap* weight_map,
+                                            const CUtensorMap* row_map)
+      : args_(args),
+        smem_(smem),
+        weight_map_(weight_map),
+        row_map_(row_map),
+        work_(args),
+        policy_(args.row_tiles > 1 ? ptx::policy_evict_normal() : ptx::policy_evict_first()) {}
+
+  /// Weights, which nothing in front writes, fill the stages. Until the kernels in front have ended
+  /// few are on their way at a time.
+  __device__ __forceinline__ void start() {
+    for (int32_t step = 0; step < work_.early; ++step) {
+      if (step >= args_.paced_stages) {
+        const uint32_t landed = smem_.landed + 8 * (step - args_.paced_stages);
+        while (!ptx::mbarrier_test(smem_.released, 0) && !ptx::mbarrier_test(landed, 0)) {
+        }
+      }
+      const uint32_t landed = smem_.landed + 8 * step;
+      ptx::mbarrier_arrive_expect(landed, static_cast<uint32_t>(Traits::kLines * weight_bytes()));
+      load_weights(step, work_.tile, step, landed);
+    }
+  }
+
+  /// The rows that belong to these weights, once the kernels in front have ended.
+  __device__ __forceinline__ void release() {
+    ptx::mbarrier_arrive(smem_.released);
+    for (int32_t step = 0; step < work_.early; ++step) {
+      const uint32_t full = smem_.full + 8 * step;
+      ptx::mbarrier_arrive_expect(full,
+                                  static_cast<uint32_t>(Traits::kLines * row_bytes(work_.tile)));
+      load_rows(step, work_.tile, step, full);
+    }
+  }
+
+  /// All that follows.
+  __device__ __forceinline__ void run() {
+    LinearCursor cursor;
+    for (int32_t step = 0; step < work_.early; ++step) {
+      cursor.advance(args_.stages);
+    }
+    int32_t first = work_.early;
+    for (int32_t tile = work_.tile; tile < work_.tiles; tile += work_.stride) {
+      for (int32_t step = first; step < work_.count; ++step, cursor.advance(args_.stages)) {
+        const uint32_t full = smem_.full + 8 * cursor.stage;
+        ptx::mbarrier_wait(smem_.empty + 8 * cursor.stage, cursor.parity ^ 1);
+        const int32_t bytes = weight_bytes() + row_bytes(tile);
+        ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(Traits::kLines * bytes));
+        load_weights(cursor.stage, tile, step, full);
+        load_rows(cursor.stage, tile, step, full);
+      }
+      first = 0;
+    }
+  }
+
+ private:
+  /// Of one line.
+  __device__ __forceinline__ int32_t weight_bytes() const {
+    return args_.tile_rows * Traits::kLineBytes;
+  }
+  /// Scales of the rows of a tile of x, in whole runs of 16 bytes.
+  __device__ __forceinline__ int32_t row_scale_bytes(int32_t tile) const {
+    const int32_t rows = args_.num_rows - tile % args_.row_tiles * Traits::kRows;
+    return (min(rows, Traits::kRows) + 3) / 4 * 16;
+  }
+  /// Of one line, its scales included.
+  __device__ __forceinline__ int32_t row_bytes(int32_t tile) const {
+    return args_.box_rows * Traits::kLineBytes + row_scale_bytes(tile);
+  }
+  __device__ __forceinline__ void load_weights(int32_t stage, int32_t tile, int32_t step,
+                                               uint32_t barrier) {
+    uint32_t target = smem_.stages + stage * args_.stage_bytes;
+    const int32_t first = work_.begin + step * Traits::kLines;
+#pragma unroll
+    for (int32_t line = 0; line < Traits::kLines; ++line) {
+      // Depth, 8 rows, two runs of them, pairs of runs.
+      ptx::tma_load_hinted(target, weight_map_, barrier, policy_,
+                           (first + line) * Traits::kLineBytes, 0, 0,
+                           tile / args_.row_tiles * (args_.tile_rows / 16));
+      target += weight_bytes();
+    }
+  }
+  __device__ __forceinline__ void load_rows(int32_t stage, int32_t tile, int32_t step,
+                                            uint32_t barrier) {
+    uint32_t target = smem_.stages + stage * args_.stage_bytes + Traits::kLines * weight_bytes();
+    uint32_t scales = smem_.scales + stage * Traits::kLines * Traits::kLineScales;
+    const int32_t row = tile % args_.row_tiles * Traits::kRows;
+    const int32_t first = work_.begin + step * Traits::kLines;
+#pragma unroll
+    for (int32_t line = 0; line < Traits::kLines; ++line) {
+      ptx::tma_load(target, row_map_, barrier, (first + line) * Traits::kLineBytes, row);
+      // Of a line past the depth any scale will do.
+      const int32_t block = min(first + line, args_.num_lines - 1);
+      ptx::bulk_load(scales, args_.x_scale + block * args_.x_scale_stride + row,
+                     static_cast<uint32_t>(row_scale_bytes(tile)), barrier);
+      target += Traits::kRows * Traits::kLineBytes;
+      scales += Traits::kLineScales;
+    }
+  }
+
+  const ScaledLinearArgs& args_;
+  const ScaledSmem& smem_;
+  const CUtensorMap* weight_map_;
+  const CUtensorMap* row_map_;
+  const ScaledWork work_;
+  const uint64_t policy_;
+};
+
+/// Scales of the rows of W of a warp: its upper and its lower eight, or gate and up.
+class WeightScales final {
+ public:
+  __device__ __forceinline__ explicit WeightScales(const ScaledLinearArgs& args) : args_(args) {}
+
+  /// First column of the result of this warp, and the rows of W of its two runs.
+  __device__ __forceinline__ void begin_tile(int32_t tile) {
+    const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
+    const int32_t weight_tile = tile / args_.row_tiles;
+    if (args_.act >= 0) {
+      column_ = weight_tile * (args_.tile_rows / 2) + warp * 8;
+      above_ = column_;
+      below_ = args_.num_columns + column_;
+    } else {
+      column_ = weight_tile * args_.tile_rows + warp * 16;
+      above_ = column_;
+      below_ = column_ + 8;
+    }
+  }
+  /// Of one line of blocks, 0 for rows that do not exist.
+  __device__ __forceinline__ float2 of_line(int32_t line) const {
+    return make_float2(block(above_, line), block(below_, line));
+  }
+  /// Of the row of this lane in each run.
+  __device__ __forceinline__ float2 of_rows(const float* values, float missing) const {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32 / 4;
+    return make_float2(above_ + lane < args_.weight_rows ? values[above_ + lane] : missing,
+                       below_ + lane < args_.weight_rows ? values[below_ + lane] : missing);
+  }
+  __device__ __forceinline__ int32_t column() const { return column_; }
+
+ private:
+  __device__ __forceinline__ float block(int32_t row, int32_t line) const {
+    constexpr int32_t kBlock = 128;
+    return row < args_.weight_rows
+               ? __ldg(args_.weight_scale + row / kBlock * args_.block_stride + line)
+               : 0.0F;
+  }
+
+  const ScaledLinearArgs& args_;
+  int32_t column_ = 0;
+  int32_t above_ = 0;
+  int32_t below_ = 0;
+};
+
+/// Sums of a tile on their way out: the other share, scales of rows of W and bias, or gate, one
+/// rounding, the transpose to rows of x.
+template <typename Traits>
+class ScaledEpilogue final : public LinearExchange<Traits> {
+ public:
+  __device__ __forceinline__ ScaledEpilogue(const ScaledLinearArgs& args, const ScaledSmem& smem,
+                                            int32_t split)
+      : LinearExchange<Traits>(args, smem.partials, smem.partials_full, smem.partials_empty, split),
+        scaled_(args) {}
+
+  __device__ __forceinline__ void finish(float (&sums)[Traits::kGroups][4], int32_t tile,
+                                         const WeightScales& scales, bool is_last) {
+    if (warp_ >= scaled_.warps) {
+      return;
+    }
+    this->exchange(sums, is_last);
+    float2 factor = make_float2(1.0F, 1.0F);
+    float2 bias = make_float2(0.0F, 0.0F);
+    if (scaled_.block_stride == 0) {
+      factor = scales.of_rows(scaled_.weight_scale, 1.0F);
+    }
+    if (scaled_.bias != nullptr) {
+      bias = scales.of_rows(static_cast<const float*>(scaled_.bias), 0.0F);
+    }
+    const int32_t first_row = tile % scaled_.row_tiles * Traits::kRows;
+#pragma unroll
+    for (int32_t group = 0; group < Traits::kGroups; ++group) {
+      if (this->is_mine(group) && first_row + group * 8 < scaled_.num_rows) {
+        float (&sum)[4] = sums[group];
+        sum[0] = fmaf(sum[0], factor.x, bias.x);
+        sum[1] = fmaf(sum[1], factor.x, bias.x);
+        sum[2] = fmaf(sum[2], factor.y, bias.y);
+        sum[3] = fmaf(sum[3], factor.y, bias.y);
+        write(sum, first_row + group * 8 + lane_ / 4, scales.column() + lane_ % 4 * 2);
+      }
+    }
+  }
+
+ private:
+  using LinearExchange<Traits>::warp_;
+  using LinearExchange<Traits>::lane_;
+
+  __device__ __forceinline__ void write(const float (&sum)[4], int32_t row, int32_t column) {
+    typename Traits::T* type = nullptr;
+    if (scaled_.act >= 0) {
+      const auto act = static_cast<Activation>(scaled_.act);
+      put(row, column,
+          ptx::transpose_8x8(
+              pack_pair(activate(act, sum[0]) * sum[2], activate(act, sum[1]) * sum[3], type)));
+      return;
+    }
+    put(row, column, ptx::transpose_8x8(pack_pair(sum[0], sum[1], type)));
+    put(row, column + 8, ptx::transpose_8x8(pack_pair(sum[2], sum[3], type)));
+  }
+  __device__ __forceinline__ void put(int32_t row, int32_t column, uint32_t pair) {
+    if (row < scaled_.num_rows && column < scaled_.num_columns) {
+      auto* out = static_cast<typename Traits::T*>(scaled_.out);
+      *reinterpret_cast<uint32_t*>(out + row * scaled_.out_stride + column) = pair;
+    }
+  }
+
+  const ScaledLinearArgs& scaled_;
+};
+
+/// 128 columns: 64 rows of W at `weights` times the rows at `rows`.
+template <int kGroups>
+__device__ __forceinline__ void issue_codes(float (&product)[kGroups][4], uint32_t weights,
+                                            uint32_t rows) {
+  const uint64_t a = ptx::swizzle128_descriptor(weights, 0, 1024);
+  const uint64_t b = ptx::swizzle128_descriptor(rows, 0, 1024);
+#pragma unroll
+  for (int32_t k = 0; k < 4; ++k) {
+    // A step of 32 codes is 32 bytes; descriptors count 16.
+    ptx::wgmma_e4m3(product, a + 2 * k, b + 2 * k, k > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+/// sums += scales of x, which begin at `scales`, and of W times a product.
+template <int kGroups>
+__device__ __forceinline__ void promote(float (&sums)[kGroups][4],
+                                        const float (&product)[kGroups][4], uint32_t scales,
+                                        bool has_blocks, float2 weight) {
+  const uint32_t mine = scales + threadIdx.x % 4 * 8;
+#pragma unroll
+  for (int32_t group = 0; group < kGroups; ++group) {
+    const float2 x = ptx::shared_load2(mine + group * 32);
+    float factor[4] = {x.x, x.y, x.x, x.y};
+    if (has_blocks) {
+      factor[0] = __fmul_rn(x.x, weight.x);
+      factor[1] = __fmul_rn(x.y, weight.x);
+      factor[2] = __fmul_rn(x.x, weight.y);
+      factor[3] = __fmul_rn(x.y, weight.y);
+    }
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      sums[group][i] = fmaf(factor[i], product[group][i], sums[group][i]);
+    }
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void consume_codes(const ScaledLinearArgs& args,
+                                              const ScaledSmem& smem) {
+  const ScaledWork work(args);
+  const auto group = static_cast<int32_t>(threadIdx.x) / 128;
+  const bool is_signaller = threadIdx.x % 32 == 0;
+  const bool has_blocks = args.block_stride != 0;
+  const int32_t weight_bytes = args.tile_rows * Traits::kLineBytes;
+  ScaledEpilogue<Traits> epilogue(args, smem, work.split);
+  WeightScales weight_scales(args);
+  LinearCursor cursor;
+  for (int32_t tile = work.tile; tile < work.tiles; tile += work.stride) {
+    weight_scales.begin_tile(tile);
+    float sums[Traits::kGroups][4] = {};
+    for (int32_t step = 0; step < work.count; ++step, cursor.advance(args.stages)) {
+      float2 weight[Traits::kLines] = {};
+      if (has_blocks) {
+#pragma unroll
+        for (int32_t line = 0; line < Traits::kLines; ++line) {
+          weight[line] = weight_scales.of_line(
+              min(work.begin + step * Traits::kLines + line, args.num_lines - 1));
+        }
+      }
+      if (tile == work.tile && step < work.early) {
+        ptx::mbarrier_wait(smem.landed + 8 * cursor.stage, 0);
+      }
+      ptx::mbarrier_wait(smem.full + 8 * cursor.stage, cursor.parity);
+      const uint32_t weights = smem.stages + cursor.stage * args.stage_bytes;
+      const uint32_t rows = weights + Traits::kLines * weight_bytes;
+      const uint32_t scales = smem.scales + cursor.stage * Traits::kLines * Traits::kLineScales;
+      float products[Traits::kLines][Traits::kGroups][4];
+#pragma unroll
+      for (int32_t line = 0; line < Traits::kLines; ++line) {
+        ptx::wgmma_hold(products[line]);
+      }
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int32_t line = 0; line < Traits::kLines; ++line) {
+        issue_codes(products[line], weights + line * weight_bytes + group * 64 * Traits::kLineBytes,
+                    rows + line * Traits::kRows * Traits::kLineBytes);
+      }
+      ptx::wgmma_wait<Traits::kLines - 1>();
+      ptx::wgmma_hold(products[0]);
+      promote(sums, products[0], scales, has_blocks, weight[0]);
+      if constexpr (Traits::kLines > 1) {
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_hold(products[1]);
+        promote(sums, products[1], scales + Traits::kLineScales, has_blocks, weight[1]);
+      }
+      __syncwarp();  // every lane has read the scales
+      if (is_signaller) {
+        ptx::mbarrier_arrive(smem.empty + 8 * cursor.stage);
+      }
+    }
+    epilogue.finish(sums, tile, weight_scales, tile + work.stride >= work.tiles);
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kMaxThreads, 1)
+    scaled_linear_kernel(const __grid_constant__ CUtensorMap weight_map,
+                         const __grid_constant__ CUtensorMap row_map,
+                         const __grid_constant__ ScaledLinearArgs args) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  const ScaledSmem smem(raw, args);
+  // The copying warp is the last one.
+  const bool is_producer = threadIdx.x + 32 >= blockDim.x;
+  if (threadIdx.x + 32 == blockDim.x) {
+    ptx::tma_prefetch_map(&weight_map);
+    ptx::tma_prefetch_map(&row_map);
+    for (int32_t stage = 0; stage < args.stages; ++stage) {
+      ptx::mbarrier_init(smem.full + 8 * stage, 1);
+      ptx::mbarrier_init(smem.empty + 8 * stage, blockDim.x / 32 - 1);
+      ptx::mbarrier_init(smem.landed + 8 * stage, 1);
+    }
+    if (args.splits > 1) {
+      ptx::mbarrier_init(smem.partials_full, 1);
+      ptx::mbarrier_init(smem.partials_empty, static_cast<uint32_t>(args.warps));
+    }
+    ptx::mbarrier_init(smem.released, 1);
+    ptx::mbarrier_init_fence();
+    if (args.splits > 1) {
+      ptx::mbarrier_arrive_expect(smem.partials_full, static_cast<uint32_t>(args.partial_bytes));
+    }
+  }
+  __syncthreads();
+  pdl_launch_dependents();
+  if (args.splits > 1) {
+    ptx::cluster_arrive_relaxed();
+  }
+  ScaledProducer<Traits> producer(args, smem, &weight_map, &row_map);
+  if (is_producer) {
+    const bool is_chosen = ptx::elect_one();
+    if (is_chosen) {
+      producer.start();
+    }
+    __syncwarp();
+    pdl_wait();
+    if (is_chosen) {
+      producer.run();
+    }
+    __syncwarp();
+  } else {
+    // Results may overwrite what kernels in front still read.
+    pdl_wait();
+    if (threadIdx.x == 0) {
+      producer.release();
+    }
+    __syncwarp();
+  }
+  if (args.splits > 1) {
+    ptx::cluster_wait();  // the barriers of the other one are ready
+  }
+  if (!is_producer) {
+    consume_codes<Traits>(args, smem);
+  }
+}
+
+}  // namespace diffulex::cuda::sm90
