@@ -175,9 +175,9 @@ class Resolver:
                 f"attn_impl: expected auto or the device of the model ({values['device']}),"
                 f" got {values['attn_impl']!r}"
             )
-        self._check_quantization(is_cuda)
         if values["dtype"] == "auto":
             values["dtype"] = dtype_name(self._partial.facts.spec.dtype) if is_cuda else "float32"
+        self._check_quantization(is_cuda)
 
     def _check_ranks(self) -> None:
         """What several ranks cannot do yet."""
@@ -216,11 +216,17 @@ class Resolver:
         self._check_choices(None if stored is not None else scheme)
         if scheme in ("auto", "none"):
             return
-        if is_cuda:
-            legal, of_stored = ("none", " (the checkpoint's)") if stored else ("auto or none", "")
+        of_stored = " (the checkpoint's)" if stored is not None else ""
+        if is_cuda and facts.spec.moe is not None and scheme == "int4":
+            legal = "none" if of_stored else "auto, none, fp8, fp8_block or int8"
             raise ConfigError(
-                f"quantization: expected {legal} on {values['device']}, which has no kernels for"
-                f" weights in low precision yet, got {scheme!r}{of_stored}"
+                f"quantization: expected {legal} for routed experts on {values['device']}, which has no"
+                f" kernels for them in 4 bits yet, got {scheme!r}{of_stored}"
+            )
+        if is_cuda and values["dtype"] == "float32":
+            raise ConfigError(
+                f"dtype: expected bfloat16 or float16 with weights in low precision on"
+                f" {values['device']}, got float32"
             )
         if facts.program is not None:
             raise ConfigError(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,6 +14,8 @@ from diffulex.ops import WeightScheme
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from typing_extensions import Self
 
     from diffulex.checkpoint.low_precision import Codes
     from diffulex.nn.weights import ExpertFormat, WeightFormat
@@ -70,7 +72,7 @@ class _Part:
         if self._is_packed:  # once more, after products
             self.codes = ops.unpack_int8(self.codes, self._shape.rows, self.depth).contiguous()
         ops.quantize_weight(
-            values,
+            values.to(self.codes.device),
             self.scheme,
             group=self._shape.group,
             out=self.codes[first:last],
@@ -86,6 +88,10 @@ class _Part:
             self._of_rows(self.zeros, first, last).copy_(stored.zeros)
         if stored.order is not None:
             self.order = stored.order.to(self.codes.device)
+
+    def place_in(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Takes other memory for what will be written."""
+        self.codes, self.scale = codes, scale
 
     def _of_rows(self, scale: torch.Tensor, first: int, last: int) -> torch.Tensor:
         if self.scheme == WeightScheme.INT4:
@@ -107,12 +113,23 @@ class _Part:
     def _is_packed(self) -> bool:
         return self.scheme == WeightScheme.INT8 and self.codes.dtype == torch.uint8
 
+    @property
+    def can_gate(self) -> bool:
+        """Whether one kernel multiplies gate and up, which are halves of the rows."""
+        if self.codes.device.type == "cpu" or self.scheme == WeightScheme.INT4:
+            return False
+        half = self._shape.rows // 2
+        return self.scheme != WeightScheme.FP8_BLOCK or half % ops.QUANT_GROUP == 0
+
     def pack(self) -> None:
         """Gives the codes the form of products."""
         if self.codes.dtype == torch.int8 and self.codes.device.type == "cpu":
             self.codes = ops.pack_int8(self.codes)
         if self.zeros is not None and bool((self.zeros == ops.INT4_ZERO).all()):
             self.zeros = None
+
+    def gated_product(self, x: ops.QuantizedRows, act: ops.Activation, out: torch.Tensor) -> None:
+        ops.linear_scaled(x, self.codes, self.scale, act=act, out=out)
 
     def product(
         self,
@@ -163,6 +180,11 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts)
+
+    @property
+    def parts(self) -> Sequence[_Part]:
+        """Rows of W that are held alike, in their order."""
+        return self._parts
 
     @property
     def row_multiple(self) -> int:
@@ -233,16 +255,48 @@ class QuantizedWeight:
         return self.multiply(self.rows_of(x), out, None if bias is None else bias.float())
 
     def gated_product(self, x: torch.Tensor, act: ops.Activation, out: torch.Tensor) -> bool:
-        return False
+        self.packed()
+        if len(self._parts) > 1 or not self._parts[0].can_gate:
+            return False
+        rows = self.rows_of(x)
+        assert isinstance(rows, ops.QuantizedRows)
+        self._parts[0].gated_product(rows, act, out)
+        return True
+
+
+class _Stack(NamedTuple):
+    """Codes [L, N, K] and scales of the matrices of L experts, which are views of them."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def of(cls, weights: Sequence[QuantizedWeight]) -> Self:
+        """New memory for matrices of 8 bits that have no values yet."""
+        parts = weights[0].parts
+        rows = [len(part.scale) for part in parts]
+        first = parts[0]
+        codes = first.codes.new_empty(len(weights), weights[0].num_rows, weights[0].depth)
+        scale = first.scale.new_empty(len(weights), sum(rows), *first.scale.shape[1:])
+        for weight, its_codes, its_scale in zip(weights, codes, scale, strict=True):
+            for part, of_part in zip(weight.parts, its_scale.split(rows), strict=True):
+                part.place_in(its_codes[part.rows], of_part)
+        return cls(codes, scale)
 
 
 class QuantizedExperts:
-    """The matrices of L experts: gate and up [2 I, H], and down [H, I], of each."""
+    """The matrices of L experts: gate and up [2 I, H], and down [H, I], of each.
 
-    __slots__ = ("w2", "w13")
+    On CUDA they have 8 bits and lie in one stack for each of the two.
+    """
+
+    __slots__ = ("_stacks", "w2", "w13")
 
     def __init__(self, w13: Sequence[QuantizedWeight], w2: Sequence[QuantizedWeight]) -> None:
         self.w13, self.w2 = list(w13), list(w2)
+        self._stacks: tuple[_Stack, _Stack] | None = None
+        if self.w13[0].parts[0].codes.device.type == "cuda":
+            self._stacks = _Stack.of(self.w13), _Stack.of(self.w2)
 
     def packed(self) -> ExpertFormat:
         for weight in (*self.w13, *self.w2):
@@ -254,7 +308,8 @@ class QuantizedExperts:
         return sum(weight.nbytes for weight in (*self.w13, *self.w2))
 
     def new_workspace(self, like: torch.Tensor, top_k: int) -> torch.Tensor:
-        del top_k
+        if self._stacks is not None:
+            return ops.new_fused_moe_workspace(like, top_k, self._stacks[0].codes)
         return like.new_empty(0, dtype=torch.uint8)
 
     def product(
@@ -269,11 +324,25 @@ class QuantizedExperts:
         act: ops.Activation = ops.Activation.SILU,
     ) -> torch.Tensor:
         """`ops.fused_moe` with x quantised once a row, and the activation of each slot from float32."""
-        del workspace
         if expert_map is not None:
             here = expert_map.index_select(0, routing.ids.clamp(min=0).flatten())
             here = here.view_as(routing.ids).masked_fill_(routing.ids < 0, -1)
             routing = routing._replace(ids=here)
+        if self._stacks is not None:
+            w13, w2 = self._stacks
+            return ops.fused_moe(
+                x,
+                w13.codes,
+                w2.codes,
+                *routing,
+                w13_scale=w13.scale,
+                w2_scale=w2.scale,
+                addend=addend,
+                act=act,
+                out=out,
+                workspace=workspace,
+            )
+        del workspace
         top_k = routing.ids.size(1)
         rows = self.w13[0].rows_of(x)
         slot_out = x.new_zeros(x.size(0), top_k, out.size(1))

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from diffulex import Diffulex, SamplingParams
+from diffulex.bench.evaluate import read_problems
+from diffulex.bench.word_problems import Problem, heldout_problems, is_correct
 from diffulex.checkpoint import tensor_reader
 from diffulex.checkpoint.auto_model import load_model
 from diffulex.config.config import Config
+from diffulex.config.facts import read_facts
+from diffulex.config.parse import Options
 from diffulex.engine.startup import startup_lines
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.nn.linear import Linear
@@ -22,6 +27,7 @@ from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.quantized import FORMATS, Checked, rows_by_product
 from tiny_gemma import TinyGemma
 
+ZOO = Path(__file__).parents[3] / "examples" / "zoo"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 #: Of the kind that the model was trained on: nothing is decided by the last bits of a product.
 PROMPTS = [
@@ -61,6 +67,94 @@ def test_products_are_those_of_dequantised_operands(scheme: str) -> None:
         assert tokens(engine) == found
     assert len({each.products for each in checked}) == 1
     assert checked[0].products > 0
+
+
+def num_right(engine: Diffulex, problems: list[Problem]) -> int:
+    """How many an engine answers rightly."""
+    params = SamplingParams(temperature=0.0, max_tokens=128)
+    prompts: list[Any] = [p.question for p in problems]
+    tokenizer = engine.tokenizer
+    if tokenizer is not None and tokenizer.has_chat_template:
+        turns = ([{"role": "user", "content": question}] for question in prompts)
+        prompts = [tokenizer.apply_chat_template(turn) for turn in turns]
+    answers = engine.generate(prompts, params, summary=False)
+    return sum(is_correct(p, o.text) for p, o in zip(problems, answers, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_cuda_answers_as_well_as_the_cpu(scheme: str) -> None:
+    """Some problems turn on the last bits; the host's loop, the device's own and steps without graphs
+    give the same tokens."""
+    right = {}
+    for device in ("cpu", "cuda"):
+        with Diffulex("demo", device=device, quantization=scheme) as engine:
+            layers = [m for m in model_of(engine).modules() if isinstance(m, Linear)]
+            assert all(isinstance(layer.format, QuantizedWeight) for layer in layers)
+            right[device] = num_right(engine, heldout_problems(100))
+            assert device == "cpu" or engine.run_stats.num_graph_steps > 0
+            found = tokens(engine)
+    assert right["cpu"] >= 90
+    assert abs(right["cuda"] - right["cpu"]) <= 4
+    settings: dict[str, Any]
+    for settings in ({"run_ahead": "off"}, {"enforce_eager": True}):
+        with Diffulex("demo", device="cuda", quantization=scheme, **settings) as engine:
+            assert tokens(engine) == found
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8"])
+def test_experts_on_cuda_answer_as_well_as_on_the_cpu(scheme: str) -> None:
+    """A model of the zoo with routed experts; graphs change no token."""
+    problems = read_problems(str(ZOO / "heldout.jsonl"))[:32]
+    model = str(ZOO / "edit_llada2")
+    right = {}
+    for device in ("cpu", "cuda"):
+        with Diffulex(model, device=device, quantization=scheme) as engine:
+            held = [getattr(m, "matrices", None) for m in model_of(engine).modules()]
+            assert any(isinstance(each, QuantizedExperts) for each in held)
+            right[device] = num_right(engine, problems)
+            found = tokens(engine)
+    assert right["cpu"] >= 25
+    assert abs(right["cuda"] - right["cpu"]) <= 4
+    with Diffulex(model, device="cuda", quantization=scheme, enforce_eager=True) as engine:
+        assert tokens(engine) == found
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_codes_on_cuda_are_those_of_the_cpu(tmp_path, scheme: str) -> None:
+    """A checkpoint in pieces; the device holds no matrix beside its codes."""
+    CheckpointBuilder(tiny_config(intermediate_size=200)).write(tmp_path)
+    settings = {"max_model_len": 64, "quantization": scheme, "dtype": "bfloat16"}
+    held = []
+    for device in ("cpu", "cuda"):
+        with Diffulex(str(tmp_path), device=device, **settings) as engine:
+            held.append([tensor.cpu() for tensor in codes_of(engine)])
+    if scheme != "int8":  # of which the CPU has panels
+        assert all(map(torch.equal, *held))
+    else:
+        assert [codes.numel() for codes in held[0]] != []
+
+
+@pytest.mark.cuda
+def test_no_matrix_is_whole_on_the_device(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading takes the codes and pieces of what is read, not the matrices in their dtype."""
+    monkeypatch.setattr(tensor_reader, "_PIECE_BYTES", 1 << 18)
+    config = tiny_config(hidden_size=512, intermediate_size=4096, num_hidden_layers=2)
+    CheckpointBuilder(config).write(tmp_path)
+    facts = read_facts(Options.parse(str(tmp_path), {}))
+    plan = ModelQuantizer(QuantizationPlan("fp8"))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model = load_model(
+        facts.model_name, facts.spec, tmp_path, torch.bfloat16, "cuda", quantizer=plan
+    )
+    held = torch.cuda.memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before
+    del model
+    assert peak <= held + (4 << 20)
 
 
 def test_the_report_counts_the_weights_that_are_there() -> None:
@@ -202,6 +296,18 @@ def test_unknown_schemes_are_an_error() -> None:
 
 
 @pytest.mark.cuda
-def test_cuda_has_no_kernels_yet() -> None:
-    with pytest.raises(ConfigError, match="quantization: expected auto or none on cuda"):
-        Diffulex("demo", device="cuda", quantization="int8")
+def test_float32_on_cuda_is_an_error() -> None:
+    message = "dtype: expected bfloat16 or float16 with weights in low precision on cuda"
+    with pytest.raises(ConfigError, match=message):
+        Diffulex("demo", device="cuda", quantization="int8", dtype="float32")
+
+
+@pytest.mark.cuda
+def test_routed_experts_of_four_bits_on_cuda_have_no_kernels_yet() -> None:
+    message = "quantization: expected auto, none, fp8, fp8_block or int8 for routed experts on cuda"
+    with pytest.raises(ConfigError, match=message):
+        Diffulex(
+            str(ZOO / "edit_llada2"),
+            device="cuda",
+            quantization="int4",
+        )
