@@ -2,6 +2,7 @@
 """Milliseconds per decode step of a random model, by batch and buffer size.
 
     python benchmarks/python/bench_decode_step.py --output decode_step.jsonl
+    python benchmarks/python/bench_decode_step.py --quantization fp8 --batch 1,8 --buffer-size 1
     python benchmarks/python/bench_decode_step.py --targets all --json decode_targets.json
     python benchmarks/python/bench_decode_step.py --tp 1,2 --batch 1,8 --buffer-size 1
 
@@ -41,6 +42,7 @@ from step_timing import (
 )
 
 from diffulex import Diffulex, SamplingParams
+from diffulex.quantization.scheme import SCHEMES
 
 COLUMNS = (
     "shape", "tp", "prompt_len", "buffer", "batch", "rows", "valid", "step_ms", "p10_ms", "p90_ms", "floor_ms",
@@ -87,6 +89,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=64, help="timed decode steps")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--run-ahead", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument(
+        "--quantization", choices=("none", *SCHEMES), default="none", help="of weights [none]"
+    )
     parser.add_argument("--output", type=Path, help="also append the JSON lines to this file")
     parser.add_argument("--json", type=Path, help="write facts and rows as one JSON document")
     return parser.parse_args(argv)
@@ -126,6 +131,7 @@ def started_engine(
         "enforce_eager": not has_graphs,
         "enable_prefix_caching": False,
         "run_ahead": options.run_ahead,
+        "quantization": options.quantization,
     }
     shape = SHAPES[case.shape]
     if num_ranks == 1:
@@ -201,10 +207,11 @@ def measure(
 def measured_rows(options: argparse.Namespace, bandwidth: float) -> Iterable[dict[str, Any]]:
     for shape, cases in groupby(cases_of(options), key=lambda case: case.shape):
         listed = list(cases)
+        dtype, quantization = getattr(torch, options.dtype), options.quantization
         for num_ranks in options.tp:
             model = None
             if num_ranks == 1:
-                model = build_model(SHAPES[shape], getattr(torch, options.dtype), options.device)
+                model = build_model(SHAPES[shape], dtype, options.device, quantization=quantization)
             for case in listed:
                 yield {"shape": shape, **measure(model, num_ranks, options, case, bandwidth)}
             del model
@@ -220,6 +227,7 @@ def main(argv: list[str] | None = None) -> int:
         "benchmark": "decode_step",
         "block": options.block_size,
         "dtype": options.dtype,
+        "quantization": options.quantization,
         **machine_facts(options.device),
         "copy_gb_per_s": round(bandwidth / 1e9, 1),
     }

@@ -14,6 +14,8 @@ from diffulex.config.config import Config
 from diffulex.engine.ranks.executor import make_executor
 from diffulex.engine.startup import load_weights
 from diffulex.families.spec import ModelSpec
+from diffulex.quantization.layers import ModelQuantizer
+from diffulex.quantization.scheme import QuantizationPlan
 
 __all__ = [
     "build_engine",
@@ -24,9 +26,12 @@ __all__ = [
 ]
 
 
-def build_model(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Any:
-    """A model of this shape, its weights drawn where they are."""
-    return random_model(shape.family, shape.facts().spec, dtype, device, seed)
+def build_model(
+    shape: Shape, dtype: torch.dtype, device: str, seed: int = 0, quantization: str = "none"
+) -> Any:
+    """A model of this shape, its weights drawn where they are and then quantised if wanted."""
+    quantizer = None if quantization == "none" else ModelQuantizer(QuantizationPlan(quantization))
+    return random_model(shape.family, shape.facts().spec, dtype, device, seed, quantizer)
 
 
 def resolve_config(shape: Shape, **settings: Any) -> Config:
