@@ -51,6 +51,7 @@ class OpShapes(NamedTuple):
         page_size: tokens of a page.
         experts: hidden and intermediate size of routed experts; None: there are none.
         is_batch_invariant: no kernel is chosen by the number of rows.
+        scheme: of weights in low precision; None: they have the dtype.
     """
 
     dtype: str
@@ -58,6 +59,7 @@ class OpShapes(NamedTuple):
     page_size: int
     experts: tuple[int, int] | None = None
     is_batch_invariant: bool = False
+    scheme: str | None = None
 
 
 def kernel_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
@@ -66,7 +68,11 @@ def kernel_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
         return _cpu_choices(platform, shapes)
     choices = [_attention(platform, shapes, head_dim) for head_dim in shapes.head_dims]
     choices.append(_products(platform, shapes))
-    if shapes.experts is not None:
+    if shapes.scheme is not None:
+        choices.append(_scaled_products(platform, shapes.dtype, shapes.scheme))
+    if shapes.experts is not None and shapes.scheme is not None:
+        choices.append(KernelChoice("fused_moe", "portable", f"weights {shapes.scheme}"))
+    elif shapes.experts is not None:
         choices.append(_experts(platform, shapes.dtype, shapes.experts))
     choices.append(KernelChoice("other ops", "CUDA", "one kernel each"))
     return choices
@@ -143,6 +149,21 @@ def _products(platform: Platform, shapes: OpShapes) -> KernelChoice:
         reason = f"linear_few_rows is for {' and '.join(_HALF)}, got {shapes.dtype}"
         return KernelChoice("dense products", "cuBLAS", reason, is_fast=False)
     return KernelChoice("dense products", "cuBLAS", reason, not _misses_hopper(platform))
+
+
+def _scaled_products(platform: Platform, dtype: str, scheme: str) -> KernelChoice:
+    """Of the matrices in low precision."""
+    if scheme == "int4":
+        return KernelChoice("products in low precision", "linear_w4a16, portable", "weights int4")
+    op, kernel = "products in low precision", "linear_scaled"
+    if scheme == "int8":
+        return KernelChoice(op, f"{kernel}, portable", "weights int8")
+    if platform.has_hopper and dtype == "bfloat16":
+        return KernelChoice(op, f"{kernel}, Hopper sm_90", _hopper_reason(platform))
+    reason = _hopper_reason(platform)
+    if platform.has_hopper:
+        reason = f"the Hopper product is for bfloat16, got {dtype}"
+    return KernelChoice(op, f"{kernel}, portable", reason, platform.capability != (9, 0))
 
 
 def _experts(platform: Platform, dtype: str, sizes: tuple[int, int]) -> KernelChoice:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from diffulex.ops.hopper import has_hopper_kernels
 from diffulex.profiling.kernel_choices import KernelChoice, OpShapes, kernel_choices
 from diffulex.profiling.platform import Platform
+from diffulex.quantization.scheme import SCHEMES
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,7 @@ def choices_of(config: Config, device: torch.device) -> list[KernelChoice]:
         config.cache.page_size,
         None if moe is None else (spec.hidden_size, moe.intermediate_size),
         config.kernel.batch_invariant,
+        config.model.quantization if config.model.quantization in SCHEMES else None,
     )
     has_hopper = has_hopper_kernels(device)
     return kernel_choices(Platform.of(device.type, device.index, has_hopper=has_hopper), shapes)

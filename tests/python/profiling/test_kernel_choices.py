@@ -34,6 +34,28 @@ def test_a_hopper_device() -> None:
     assert "fused_moe" not in said(H200, BF16._replace(experts=None))
 
 
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "kernel", "is_fast"),
+    [
+        ("fp8", "bfloat16", "linear_scaled, Hopper sm_90", True),
+        ("fp8_block", "float16", "linear_scaled, portable", False),
+        ("int8", "bfloat16", "linear_scaled, portable", True),
+        ("int4", "bfloat16", "linear_w4a16, portable", True),
+    ],
+)
+def test_weights_in_low_precision(scheme: str, dtype: str, kernel: str, is_fast: bool) -> None:
+    shapes = BF16._replace(scheme=scheme, dtype=dtype)
+    choice = kernel_choices(H200, shapes)[2]
+    assert (choice.op, choice.kernel, choice.is_fast) == (
+        "products in low precision",
+        kernel,
+        is_fast,
+    )
+    assert said(H200, shapes)["fused_moe"] == ("portable", f"weights {scheme}", True)
+    there = said(A100, BF16._replace(scheme="fp8"))["products in low precision"]
+    assert there == ("linear_scaled, portable", "compute capability 8.0", True)
+
+
 def test_an_ampere_device_has_nothing_faster() -> None:
     choices = kernel_choices(A100, BF16)
     assert all(choice.is_fast for choice in choices)
