@@ -641,6 +641,7 @@ class EngineCore:
     def options(self) -> EngineOptions: ...
 
 def arena_bytes(layout: Sequence[int]) -> tuple[int, int, int]: ...
+
 COLLECTIVE_STATE_WORDS: int
 MAX_RANKS: int
 MAX_RECORD_BYTES: int

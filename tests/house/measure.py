@@ -42,7 +42,10 @@ CAPABILITIES = (
     "python/diffulex/quantization/",
     "python/diffulex/checkpoint/low_precision.py",
     "python/diffulex/bench/",
-    # Several devices: replicas and their router, ranks of one engine.
+    # Several devices: replicas and their router, ranks of one engine, what GPUs exchange.
+    "csrc/ops/comm/",
+    "include/diffulex/ops/comm.h",
+    "python/diffulex/ops/comm.py",
     "python/diffulex/distributed/",
     "python/diffulex/engine/ranks/",
     "python/diffulex/engine/replicas/",

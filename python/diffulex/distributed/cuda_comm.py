@@ -9,6 +9,7 @@ and on what they have told each other at the start.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import threading
 from pathlib import Path
@@ -63,7 +64,7 @@ class _Nccl:
     """NCCL without a default group; made by the first exchange, which all ranks make together."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
-        self._make = lambda: _nccl_group(store, rank, size, timeout_s)
+        self._make = functools.partial(_nccl_group, store, rank, size, timeout_s)
         self._made: Any = None
 
     @property

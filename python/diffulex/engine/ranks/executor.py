@@ -215,8 +215,9 @@ class ProcessFollowers:
 
     def follow(self, told: LoopEntry | LoopStep) -> None:
         self._group.check()
-        is_planned = isinstance(told, LoopEntry)
-        arrays = self._unshared(told.arena, told.used_bytes) if is_planned else b""
+        arrays = b""
+        if isinstance(told, LoopEntry):
+            arrays = self._unshared(told.arena, told.used_bytes)
         self._group.send(("follow", told, arrays))
 
     def check(self) -> None:
