@@ -14,6 +14,7 @@ import torch
 
 from diffulex import ops
 from diffulex.distributed.cuda_comm import CudaComm
+from diffulex.distributed.layout import LOOPBACK
 from diffulex.nn.norm import RMSNorm
 
 #: (rows, width) of which some are beyond what kernels of this library sum.
@@ -86,7 +87,10 @@ def main(arguments: list[str]) -> None:
     backend, custom = arguments[4:]
     torch.cuda.set_device(device)
     where = torch.device("cuda", device)
-    comm = CudaComm(rank, size, port, where, 120.0, 60.0, backend=backend, custom_all_reduce=custom)
+    store = LOOPBACK, port
+    comm = CudaComm(
+        rank, size, store, where, 120.0, 60.0, backend=backend, custom_all_reduce=custom
+    )
     print("peers" if comm.no_capture_reason is None else "library", flush=True)
     for shape in SHAPES:
         for dtype in DTYPES:
