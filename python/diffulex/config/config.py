@@ -71,7 +71,7 @@ class Config(ConfigTree):
         if self.model.device == "cpu":
             return self
         devices = rank_devices(
-            Sizes(parallel.tensor_parallel_size), parallel.device_ids, parallel.device_start
+            Sizes.of_engine(parallel), parallel.device_ids, parallel.device_start
         )
         model = dataclasses.replace(self.model, device=f"cuda:{devices[rank]}")
         return dataclasses.replace(self, model=model)

@@ -186,12 +186,10 @@ class Resolver:
         if sizes.world == 1:
             return
         key, size, device = sizes.limiting_key, sizes.world, partial["device"]
-        # Experts, canvases, codes and adapters are shared on CPU alone so far.
-        is_cuda, spec = device != "cpu", partial.facts.spec
-        is_coded = partial.facts.stored is not None
+        # Codes and adapters are shared on CPU alone so far.
+        is_cuda, is_coded = device != "cpu", partial.facts.stored is not None
         for is_refused, where in (
             (partial.facts.program is not None, "for an exported program"),
-            (is_cuda and spec.moe is not None, f"for a model with routed experts on {device}"),
             (is_cuda and is_coded, f"for a checkpoint in low precision on {device}"),
         ):
             if is_refused:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from diffulex.distributed.layout import Sizes
 from diffulex.log import get_logger, warn_once
 from diffulex.ops.comm import CollectiveAlgorithm, collective_plan
 from diffulex.runner.step_graphs import StepGraphs
@@ -69,7 +70,7 @@ def max_graph_rows(config: Config) -> int | None:
 
     None where there is one rank.
     """
-    num_ranks = config.parallel.tensor_parallel_size
+    num_ranks = Sizes.of_engine(config.parallel).world
     if num_ranks == 1:
         return None
     dtype: torch.dtype = getattr(torch, config.model.dtype)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from diffulex.distributed.layout import Sizes
 from diffulex.log import get_logger
 from diffulex.profiling.scopes import Stage
 from diffulex.runner.batch import (
@@ -234,7 +235,7 @@ class DecodeLoop:
         self._verdict: _core.RunAhead | None = None
         #: Told of the steps; None: there are no other ranks.
         self.listener: LoopListener | None = None
-        self._has_ranks = config.parallel.tensor_parallel_size > 1
+        self._has_ranks = Sizes.of_engine(config.parallel).world > 1
         #: Steps that replayed a graph.
         self.num_graph_steps = 0
         #: Steps that were enqueued before the previous step was complete.
