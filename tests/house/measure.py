@@ -40,6 +40,7 @@ CAPABILITIES = (
     "include/diffulex/ops/quantize.h",
     "python/diffulex/ops/quantize.py",
     "python/diffulex/quantization/",
+    "python/diffulex/checkpoint/join_matrices.py",
     "python/diffulex/checkpoint/low_precision.py",
     "python/diffulex/bench/",
     # Several devices: replicas and their router, ranks of one engine, what GPUs exchange.
@@ -72,7 +73,8 @@ ORDER = (
     *("distributed.shard", "distributed.layout", "distributed.router", "likelihood.rows"),
     *("distributed.legality", "distributed.comm", "distributed.records", "quantization.scheme"),
     "quantization.stored",
-    *("config.key", "strategies.traits", "config.table", "config.sampling_params", "config.types"),
+    *("config.key", "config.parallel", "strategies.traits", "config.table"),
+    *("config.sampling_params", "config.types"),
     *("wire", "strategies", "checkpoint", "ops", "nn"),
     *("quantization", "samplers", "config", "distributed"),
     *(

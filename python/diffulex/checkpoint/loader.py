@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from diffulex.checkpoint.low_precision import join_matrices
+from diffulex.checkpoint.join_matrices import join_matrices
 from diffulex.checkpoint.slices import WeightSlice
 from diffulex.checkpoint.tensor_files import StoredTensor, find_tensors, is_ignored, listed
 from diffulex.checkpoint.tensor_reader import TENSOR_DTYPES, TensorReader, is_loadable
