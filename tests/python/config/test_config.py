@@ -11,10 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from diffulex.config import parse
 from diffulex.config.config import Config
-from diffulex.config.docs import render_markdown
-from diffulex.config.table import CONFIG_TABLE, THRESHOLD_KEYS, IgnoredConfig, Support, check_value
+from diffulex.config.table import CONFIG_TABLE, THRESHOLD_KEYS, IgnoredConfig, Support
 from diffulex.config.types import ModelFacts
 from diffulex.errors import ConfigError
 from diffulex.families.spec import ModelSpec
@@ -576,25 +574,6 @@ def test_core_options_carry_every_value() -> None:
 def test_core_refusals_are_config_errors() -> None:
     with pytest.raises(ConfigError, match=r"expected rows, slots and page entries below 2\^31"):
         resolve(max_num_reqs=2**31 - 1, num_pages=10).to_core()
-
-
-def test_documentation_is_current() -> None:
-    path = Path(__file__).parents[3] / "docs" / "configuration.md"
-    assert path.read_text(encoding="utf-8") == render_markdown(), (
-        "run: python -m diffulex.config.docs > docs/configuration.md"
-    )
-
-
-def test_an_option_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[str] = []
-
-    def check(name: str, value: Any) -> Any:
-        checked.append(name)
-        return check_value(name, value)
-
-    monkeypatch.setattr(parse, "check_value", check)
-    assert Config.from_kwargs("demo", device="cpu", max_num_reqs=3).scheduler.max_num_reqs == 3
-    assert checked.count("max_num_reqs") == checked.count("device") == 1
 
 
 def test_keys_without_effect_are_one_section() -> None:
