@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from diffulex.checkpoint.low_precision import Codes
     from diffulex.nn.weights import ExpertFormat, WeightFormat
 
-__all__ = ["QuantizedExperts", "QuantizedWeight", "Shape"]
+__all__ = ["QuantizedExperts", "QuantizedWeight", "Shape", "check_stackable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +284,24 @@ class _Stack(NamedTuple):
         return cls(codes, scale)
 
 
+def check_stackable(w13: Sequence[QuantizedWeight], w2: Sequence[QuantizedWeight]) -> None:
+    """Refuses experts that the kernels of stacks cannot multiply."""
+    schemes = {weight.scheme for weight in (*w13, *w2)}
+    if len(schemes) > 1 or WeightScheme.INT4 in schemes:
+        names = ", ".join(sorted(scheme.name.lower() for scheme in schemes))
+        raise ConfigError(
+            f"quantization: expected routed experts in one scheme of 8 bits on cuda, got {names}"
+        )
+    # Blocks of gate and up that are stored as one matrix begin at its first row; the kernels begin
+    # those of up at its own.
+    if len(w13[0].parts) == 1 and not w13[0].parts[0].can_gate:
+        raise ConfigError(
+            f"quantization: expected gate and up of stacked experts in whole blocks of"
+            f" {ops.QUANT_GROUP} rows on cuda, got {w13[0].num_rows // 2} rows (quantization none"
+            " takes the values)"
+        )
+
+
 class QuantizedExperts:
     """The matrices of L experts: gate and up [2 I, H], and down [H, I], of each.
 
@@ -296,6 +314,7 @@ class QuantizedExperts:
         self.w13, self.w2 = list(w13), list(w2)
         self._stacks: tuple[_Stack, _Stack] | None = None
         if self.w13[0].parts[0].codes.device.type == "cuda":
+            check_stackable(self.w13, self.w2)
             self._stacks = _Stack.of(self.w13), _Stack.of(self.w2)
 
     def packed(self) -> ExpertFormat:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from diffulex.ops import WeightScheme
 from diffulex.profiling.memory import tensor_bytes
 from diffulex.quantization.layers import ModelQuantizer
 from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
-from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight, Shape
+from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight, Shape, check_stackable
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.families import DENSE_FAMILIES, family_builder
 from fixtures.gemma import GemmaOracle
@@ -427,3 +428,29 @@ def test_blocks_are_written_whole() -> None:
     weight = QuantizedWeight((Shape(300),), 64, WeightScheme.FP8_BLOCK, "cpu")
     with pytest.raises(ValueError, match="expected blocks of 128 rows, got 128:200"):
         weight.write(128, normal(72, 64))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "other", "width", "text"),
+    [
+        (
+            "fp8_block",
+            "fp8_block",
+            96,
+            "expected gate and up of stacked experts in whole blocks of 128",
+        ),
+        ("fp8_block", "fp8_block", 128, ""),
+        ("fp8", "int8", 128, "in one scheme of 8 bits on cuda, got fp8, int8"),
+        ("int4", "int4", 128, "in one scheme of 8 bits on cuda, got int4"),
+    ],
+)
+def test_experts_that_cannot_be_stacked(scheme: str, other: str, width: int, text: str) -> None:
+    """On a device, where both matrices of an expert are stored as they are multiplied."""
+    first, second = WeightScheme[scheme.upper()], WeightScheme[other.upper()]
+    w13 = [QuantizedWeight((Shape(2 * width, 64),), 256, first, "meta")]
+    w2 = [QuantizedWeight((Shape(256, 64),), width, second, "meta")]
+    if not text:
+        check_stackable(w13, w2)
+        return
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        check_stackable(w13, w2)

@@ -27,7 +27,9 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def moved(rows: ops.QuantizedRows) -> ops.QuantizedRows:
     """On the device, what pads the scales poisoned."""
-    return ops.QuantizedRows(rows.codes.cuda(), rows.scale.cuda())
+    scale = rows.scale.cuda()
+    scale[:, rows.codes.size(0) :] = torch.nan
+    return ops.QuantizedRows(rows.codes.cuda(), scale)
 
 
 def poisoned(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
