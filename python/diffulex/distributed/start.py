@@ -127,7 +127,7 @@ def replica_starter(parallel: Any, device: str, given_device: str) -> ReplicaSta
     Raises:
         ConfigError: what starts them is not installed, or has no place for them.
     """
-    sizes = Sizes(parallel.tensor_parallel_size, parallel.data_parallel_size)
+    sizes = Sizes(Sizes.of_engine(parallel).world, parallel.data_parallel_size)
     name = parallel.distributed_executor
     if name in _EXECUTORS:
         starter: ReplicaStarter = executor_module(name, "executor").Replicas(

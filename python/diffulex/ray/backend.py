@@ -124,7 +124,7 @@ class ConnectedBackend:
         self._thread.start()
 
     def _run(self) -> None:
-        code = _KILLED
+        code, child = _KILLED, None
         try:
             child = self._make_child(self._settings)
             with self._changed:
@@ -137,13 +137,14 @@ class ConnectedBackend:
             code = _KILLED if returned is None else returned
             if not self._is_over and code != 0:
                 logger.warning("%s: the process (pid %d) %s", self._label, child.pid, how)
-            child.stop(0.0)
         except DiffulexError as error:
             self._report({"error": str(error)})
         except Exception as error:
             logger.debug("%s", error, exc_info=True)
             self._report({"error": f"{type(error).__name__}: {error}"})
         finally:
+            if child is not None:
+                child.stop(0.0)
             with self._changed:
                 self.process.end(code)
                 self._changed.notify_all()
@@ -219,7 +220,7 @@ def ray_backend(
         engine_factory: replaces the real engine; importable by name on the nodes.
         label: stands in log lines.
     """
-    sizes = Sizes(int(settings.get("tensor_parallel_size") or 1))
+    sizes = Sizes(Sizes.of(settings)._replace(data=1).world)
     place = (
         settings.get("device") or "auto",
         settings.get("ray_address") or "auto",
@@ -227,7 +228,11 @@ def ray_backend(
     )
 
     def make_child(given: dict[str, Any]) -> ChildProcess:
-        child, devices = Replicas(sizes, *place).start(0, TARGET)
+        replicas = Replicas(sizes, *place)
+        try:
+            child, devices = replicas.start(0, TARGET)
+        finally:
+            replicas.close()  # of what has not been started
         if devices:
             given["engine_kwargs"]["device_ids"] = list(devices)
         return child

@@ -60,9 +60,11 @@ def join_cluster(address: str) -> None:
 
 def _check_answers(address: str) -> None:
     """OSError if nobody listens at a host and port: Ray would try for minutes."""
+    if "://" in address:
+        raise ValueError("a client of a cluster (ray://) cannot be connected to, only a cluster")
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
-        socket.create_connection((host, int(port)), _ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
 
 
 def _nodes() -> list[_Node]:
@@ -103,6 +105,11 @@ def place_replicas(sizes: Sizes, bundle: Mapping[str, float], timeout_s: float) 
     """
     bundles = [dict(bundle) for _ in range(sizes.tensor)]
     is_packed = any(_fits(bundles, node) for node in _nodes())
+    if not is_packed and sizes.tensor > 1 and "GPU" in bundle:
+        raise ConfigError(
+            f"distributed_executor: expected a node with {sizes.tensor} GPUs for the ranks of a replica,"
+            " got none: ranks on GPUs are on one node so far"
+        )
     if not is_packed and sizes.tensor > 1:
         text = "no node has room for %d ranks: those of a replica are spread over several"
         logger.warning(text, sizes.tensor)

@@ -67,6 +67,8 @@ class Generator:
             ConfigError: it has neither column, or both; or the settings of the engine are bad.
             EngineDeadError: the engine is gone. Ray then starts another actor.
         """
+        if not any(len(column) for column in batch.values()):
+            return dict(batch)
         given = [name for name in (_PROMPT, _MESSAGES) if name in batch]
         if len(given) != 1:
             names = ", ".join(batch) or "none"

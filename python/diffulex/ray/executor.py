@@ -13,6 +13,7 @@ import importlib
 import os
 import secrets
 import socket
+import struct
 import subprocess
 import time
 from collections import deque
@@ -40,6 +41,8 @@ __all__ = ["RankActor", "RayChild", "Replicas"]
 
 #: A process that imports this package on a loaded host.
 _CONNECT_S = 120.0
+#: Longest wait for the key of whoever connects.
+_CHALLENGE_S = 10
 _ACCEPT_POLL_S = 0.2
 #: For Ray to say how a process has ended whose connection has.
 _CAUSE_S = 1.0
@@ -99,7 +102,7 @@ class RankActor:
             os.environ[name] = value
         # Kept for as long as the actor lives: what reads it ends the process when it is closed.
         self._connection = Client(start.address, authkey=start.key)
-        _watch_peer(self._connection)
+        _watch_peer(self._connection, is_always_read=False)
         if start.ranks:
             use_rank_starter(_RayRanks(start.ranks))
         module, _, function = start.target.partition(":")
@@ -110,16 +113,28 @@ class RankActor:
         return 0
 
 
-def _watch_peer(connection: Any) -> None:
-    """Has the kernel close a connection whose host is gone, and send small messages at once."""
+def _watch_peer(connection: Any, *, is_always_read: bool) -> None:
+    """Has the kernel close a connection whose host is gone, and send small messages at once.
+
+    Args:
+        connection: over TCP.
+        is_always_read: the other end reads at once whatever comes. Elsewhere what waits there unread
+            must not end the connection.
+    """
     with socket.socket(fileno=socket.dup(connection.fileno())) as end:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
             if hasattr(socket, name):
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
+        if is_always_read and hasattr(socket, "TCP_USER_TIMEOUT"):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+
+
+def _limit_reads(connection: Any, seconds: int) -> None:
+    """OSError where a read waits for longer than this; 0: without limit."""
+    with socket.socket(fileno=socket.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 class _ActorProcess:
@@ -206,7 +221,7 @@ class RayChild(ChildProcess):
             self._process = _ActorProcess(actor, place, run)
             self.process = self._process
             self.connection = self._accept(door, key)
-        _watch_peer(self.connection)
+        _watch_peer(self.connection, is_always_read=True)
 
     def _accept(self, door: socket.socket, key: bytes) -> Connection[Any, Any]:
         door.settimeout(_ACCEPT_POLL_S)
@@ -221,8 +236,10 @@ class RayChild(ChildProcess):
             peer.setblocking(True)
             connection: Connection[Any, Any] = Connection(peer.detach())
             try:
+                _limit_reads(connection, _CHALLENGE_S)  # a stranger may say nothing
                 deliver_challenge(connection, key)
                 answer_challenge(connection, key)
+                _limit_reads(connection, 0)
             except (AuthenticationError, EOFError, OSError):  # somebody else
                 connection.close()
                 continue

@@ -17,6 +17,7 @@ from ray import serve
 from diffulex.config.flags import READABLE_KINDS, read_value
 from diffulex.config.table import CONFIG_TABLE
 from diffulex.distributed.child_process import ChildProcess
+from diffulex.distributed.layout import Sizes
 from diffulex.errors import ConfigError
 from diffulex.ray.backend import TARGET, ConnectedBackend
 from diffulex.server.args import ServerArgs
@@ -158,7 +159,7 @@ def _deployment_options(
 ) -> dict[str, Any]:
     """Options of the deployment: what was given, and what follows from the engine."""
     engine = args.engine_kwargs()
-    size = int(engine.get("tensor_parallel_size") or 1)
+    size = Sizes.of(engine)._replace(data=1).world
     actor = dict(given.pop("ray_actor_options", None) or {})
     if engine.get("device") != "cpu":
         actor.setdefault("num_gpus", size)

@@ -40,7 +40,10 @@ WEIGHT_PATHS = ("/pause", "/resume", "/update_weights", "/load_lora", "/unload_l
 ADMIN_PATHS = ("/abort", "/flush_cache", "/start_profile", "/stop_profile", *WEIGHT_PATHS)
 
 #: Keys of `/v1/models` that say how many devices serve.
-_SIZES = ("world_size", "tensor_parallel_size", "data_parallel_size")
+_SIZES = (
+    *("world_size", "tensor_parallel_size", "data_parallel_size"),
+    "expert_parallel_size",
+)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 #: Prefixes of the ids that clients see.
 _ID_PREFIXES = ("chatcmpl-", "cmpl-", RESPONSE_PREFIX)

@@ -62,11 +62,24 @@ def check_replica_args(args: HttpArgs, settings: Mapping[str, Any]) -> None:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag}: {many}")
     if is_elsewhere:
-        return  # the cluster chooses the devices
+        _check_devices_elsewhere(settings)
+        return
     device, sizes = settings.get("device") or "auto", Sizes.of(settings)
     check_device_name(device, sizes)
     if device != "cpu":
         rank_devices(sizes, settings.get("device_ids") or (), settings.get("device_start") or 0)
+
+
+def _check_devices_elsewhere(settings: Mapping[str, Any]) -> None:
+    """Refuses devices by number, since the cluster chooses them."""
+    given = "with --distributed-executor ray, which chooses the devices"
+    for name in ("device_ids", "device_start"):
+        if settings.get(name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: expected none {given}, got {settings[name]!r}")
+    device = settings.get("device") or "auto"
+    if ":" in device:
+        raise ConfigError(f"--device: expected auto, cpu or cuda {given}, got {device!r}")
 
 
 def settings_of_replicas(
