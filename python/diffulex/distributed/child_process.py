@@ -236,8 +236,9 @@ def read_forever(
 ) -> None:
     """Passes on what the parent sends, in a daemon thread; ends this process when the parent is gone.
 
-    It ends as well, with a traceback, when a message cannot be read or passed on. The pipe says so, unless another process holds its other end as well, such as a fork of the parent:
-    therefore the parent's id is looked at too.
+    The pipe says so, unless another process holds its other end as well, such as a fork of the parent:
+    therefore the parent's id is looked at too. This process ends as well, with a traceback, when a
+    message cannot be read or passed on.
     """
 
     def read() -> None:

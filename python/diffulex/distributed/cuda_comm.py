@@ -9,8 +9,9 @@ and on what they have told each other at the start.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import pickle
+import json
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -151,6 +152,7 @@ class CudaComm:
     ) -> None:
         self.rank, self.size = rank, size
         self._device, self._timeout_s = device, timeout_s
+        self._is_aborted = False
         self._store = store = join_store(store, size, connect_s)
         store.set_timeout(time_limit(connect_s))
         self._library: _Library
@@ -176,8 +178,8 @@ class CudaComm:
 
     def _tell(self, key: str, value: Any) -> list[Any]:
         """The values of all ranks."""
-        self._store.set(f"peers/{key}/{self.rank}", pickle.dumps(value))
-        return [pickle.loads(self._store.get(f"peers/{key}/{r}")) for r in range(self.size)]
+        self._store.set(f"peers/{key}/{self.rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"peers/{key}/{r}")) for r in range(self.size)]
 
     def _agree(self, key: str, reason: str) -> str:
         """The first reason of a rank against peer memory; empty: there is none."""
@@ -192,11 +194,13 @@ class CudaComm:
         except RuntimeError as error:
             reason = f"memory to share ({error})"
         host = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
-        every = self._tell("buffers", (host, self._device.index, handle, reason))
+        every = self._tell("buffers", (host, self._device.index, handle.hex(), reason))
         reason = self._agree("access", reason or self._missing_access(every))
         if not reason:
             assert group is not None
-            reason = self._agree("handles", _open_all(group, [entry[2] for entry in every]))
+            reason = self._agree(
+                "handles", _open_all(group, [bytes.fromhex(entry[2]) for entry in every])
+            )
         if not reason:
             assert group is not None
             reason = self._agree("test", self._test(group))
@@ -209,7 +213,7 @@ class CudaComm:
         self._peers = group
         return ""
 
-    def _missing_access(self, every: list[tuple[str, int, bytes, str]]) -> str:
+    def _missing_access(self, every: list[tuple[str, int, str, str]]) -> str:
         own_host = every[self.rank][0]
         for rank, (host, index, _, _) in enumerate(every):
             if host != own_host:
@@ -304,6 +308,7 @@ class CudaComm:
 
     def abort(self) -> None:
         """Lets exchanges end that wait for a rank that is gone; from any thread, for good."""
+        self._is_aborted = True
         if self._peers is not None:
             self._peers.abort()
         # It may wait for the device, or never return.
@@ -312,9 +317,11 @@ class CudaComm:
     def close(self) -> None:
         """Leaves the group; nothing may be in flight. Idempotent."""
         peers, self._peers = self._peers, None
-        if peers is not None:
-            peers.close()
-        self._library.close()
+        with contextlib.suppress(RuntimeError):  # a device that has failed frees nothing
+            if peers is not None:
+                peers.close()
+        if not self._is_aborted:  # else another thread may hold it for good
+            self._library.close()
         self._store = None
 
 

@@ -69,6 +69,11 @@ def check_components(config: Config, model: Any, *, has_executor: bool) -> None:
             "from_components: expected data_parallel_size 1, got"
             f" {parallel.data_parallel_size}: replicas load the checkpoint themselves"
         )
+    if parallel.is_of_cluster and not has_executor:
+        raise ConfigError(
+            "from_components: expected distributed_executor mp, got"
+            f" {parallel.distributed_executor}: processes of a cluster load the checkpoint themselves"
+        )
     sizes = Sizes.of_engine(parallel)
     if sizes.world > 1 and not has_executor:
         raise ConfigError(

@@ -74,7 +74,9 @@ def max_graph_rows(config: Config) -> int | None:
     if num_ranks == 1:
         return None
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    row_bytes = config.model.spec.hidden_size * dtype.itemsize
+    # DiffusionGemma adds up both branches of a layer at once.
+    branches = 2 if config.model.spec.family == "diffusion_gemma" else 1
+    row_bytes = branches * config.model.spec.hidden_size * dtype.itemsize
     # The chosen id and eight statistics, and of each candidate its id and probability.
     record_words = 2 + 8 + 3 * config.decoding.token_merge_top_k
     rows = min(_MAX_SHARED_ROWS, _core.MAX_RECORD_BYTES // (4 * record_words))

@@ -46,9 +46,12 @@ def tokens(**settings: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{}, {"run_ahead": "on"}, {"run_ahead": "on", "buffer_size": 4}]
+)
 @pytest.mark.usefixtures("_apart")
-def test_ranks_that_share_no_memory_get_the_arrays_of_each_step() -> None:
-    assert tokens(tensor_parallel_size=2, check_ranks=True) == tokens()
+def test_ranks_that_share_no_memory_get_the_arrays_of_each_step(settings: dict[str, Any]) -> None:
+    assert tokens(tensor_parallel_size=2, check_ranks=True, **settings) == tokens(**settings)
 
 
 def without_ray(code: str) -> subprocess.CompletedProcess[str]:

@@ -272,7 +272,9 @@ def test_graphs_hold_what_kernels_can_exchange(
 ) -> None:
     config: Any = SimpleNamespace(
         parallel=SimpleNamespace(tensor_parallel_size=num_ranks, expert_parallel_size=1),
-        model=SimpleNamespace(dtype=dtype, spec=SimpleNamespace(hidden_size=hidden_size)),
+        model=SimpleNamespace(
+            dtype=dtype, spec=SimpleNamespace(hidden_size=hidden_size, family="sdar")
+        ),
         decoding=SimpleNamespace(token_merge_top_k=candidates),
     )
     assert max_graph_rows(config) == rows
@@ -292,6 +294,6 @@ def options_of(directory: Path) -> tuple[Options, Any]:
 
 
 def test_header_of_a_step_is_a_small_message() -> None:
-    header = StepHeader(1, 2, True, False, True, False, 2**40, *range(9))
+    header = StepHeader(1, 2, True, False, True, False, 3, 4, 2**40, *range(11))
     assert StepHeader.unpack(header.pack()) == header
     assert len(header.pack()) <= 64

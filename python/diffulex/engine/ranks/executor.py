@@ -159,6 +159,7 @@ class ProcessFollowers:
         )
         if isinstance(comm, CudaComm):
             group.on_death(comm.abort)
+            group.check()  # it may have died before it knew whom to tell
         return comm
 
     def _unless_dead(self, make: Callable[[], GlooComm | CudaComm]) -> GlooComm | CudaComm:
@@ -292,7 +293,10 @@ class GroupExecutor(LocalExecutor):
     def start(self, config: Config, scheduler: _core.Scheduler) -> Prepared:
         num_bytes = _core.StepPlan.arena_bytes(scheduler.options)
         self._arenas = self._followers.arenas(config.cache.num_pages, num_bytes).tensors
-        prepared = super().start(config, scheduler)
+        try:
+            prepared = super().start(config, scheduler)
+        except PeerError as error:
+            self._followers.fail(error, "the preparation of steps")
         if self.runner.loop is not None:
             self.runner.loop.listener = _Teller(self._followers)
         self._followers.started()
