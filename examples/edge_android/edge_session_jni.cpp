@@ -95,9 +95,12 @@ JNIEXPORT jlong JNICALL Java_org_diffulex_edge_EdgeSession_create(JNIEnv* env, j
     // The runtime reports what it does on standard error; failures come back as values.
     executorch::runtime::register_pal(PalImpl::create([](auto...) {}, "diffulex_edge_jni"));
   });
-  const char* text = bundle == nullptr ? nullptr : env->GetStringUTFChars(bundle, nullptr);
-  if (text == nullptr || threads < 0) {
+  if (bundle == nullptr || threads < 0) {
     env->ThrowNew(env->FindClass(kBadArgument), "session: expected a directory and threads >= 0");
+    return 0;
+  }
+  const char* text = env->GetStringUTFChars(bundle, nullptr);
+  if (text == nullptr) {  // an exception is pending
     return 0;
   }
   const std::string directory = text;

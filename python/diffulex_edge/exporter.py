@@ -66,6 +66,26 @@ logger = get_logger(__name__)
 _SPARE_ROWS = 32
 #: Packages whose versions a program carries, beside Diffulex itself.
 _VERSIONED = ("torch", "executorch", "torchao")
+#: What the fields of `ExportConfig` are in JSON.
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "dict[str, str]": (dict,),
+    "None": (type(None),),
+}
+
+
+def _check_json(name: str, value: object, annotation: str) -> None:
+    """Raises ConfigError unless a value of JSON is of the type of its field."""
+    names = annotation.replace("Path", "str").split(" | ")
+    # A bool is an int for isinstance.
+    is_right = any(type(value) in _JSON_TYPES[item] for item in names)
+    if is_right and isinstance(value, dict):
+        is_right = all(isinstance(item, str) for item in value.values())
+    if not is_right:
+        raise ConfigError(f"{name}: expected {' or '.join(names)}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +146,8 @@ class ExportConfig:
         if unknown or missing:
             got = f"the unknown {unknown[0]}" if unknown else f"no {missing[0]}"
             raise ConfigError(f"export: expected the keys {', '.join(fields)}, got {got}")
+        for name, value in content.items():
+            _check_json(name, value, str(fields[name].type))
         values: dict[str, Any] = dict(content)
         for name in ("output", "lora", "calibration"):
             if values.get(name) is not None:

@@ -92,6 +92,17 @@ class TestExportConfig:
             ({"model": "demo", "output": "x", "quantt": "none"}, "got the unknown quantt"),
             ({"model": "demo", "output": "x", "quant": "int3"}, "quant: expected one of"),
             ({"model": "demo", "output": "x", "max_rows": 1}, "max_rows: expected >= 8"),
+            ({"model": "demo", "output": 5}, "output: expected str, got 5"),
+            (
+                {"model": "demo", "output": "x", "max_rows": "16"},
+                "max_rows: expected int, got '16'",
+            ),
+            (
+                {"model": "demo", "output": "x", "max_rows": True},
+                "max_rows: expected int, got True",
+            ),
+            ({"model": "demo", "output": "x", "lora": 5}, "lora: expected str or None, got 5"),
+            ({"model": "demo", "output": "x", "backend_options": {"soc": 5}}, "backend_options: "),
         ],
     )
     def test_refuses(self, content, text):

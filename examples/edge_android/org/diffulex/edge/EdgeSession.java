@@ -21,7 +21,7 @@ public final class EdgeSession implements AutoCloseable {
     boolean onTokens(int[] tokens);
   }
 
-  private long handle;
+  private volatile long handle;
 
   /**
    * Loads a bundle.
@@ -49,13 +49,16 @@ public final class EdgeSession implements AutoCloseable {
   }
 
   /** Asks for the end of the running request; does nothing where none runs. */
-  public void cancel() {
-    cancel(opened());
+  public synchronized void cancel() {
+    // The lock keeps the session from being freed meanwhile. generate, which takes long, has none.
+    if (handle != 0) {
+      cancel(handle);
+    }
   }
 
   /** Frees the program. A session that is closed already stays so. */
   @Override
-  public void close() {
+  public synchronized void close() {
     if (handle != 0) {
       destroy(handle);
       handle = 0;
