@@ -37,6 +37,9 @@ __all__ = ["add_folder_batch_flags", "answered_ids", "read_prompt", "run_folder_
 #: Lines whose answers are in one file.
 _SHARD_LINES = 10_000
 _STOP_S = 10.0
+_OK = 200
+#: The first status code that is not the request's own fault.
+_SERVER_FAILED = 500
 _COMMON = (
     *("words", "input", "output", "executor", "resume", "config", "device", "dtype", "revision"),
     *("data_parallel_size", "tensor_parallel_size", "max_num_reqs", "ray_address"),
@@ -70,6 +73,8 @@ def add_folder_batch_flags(parser: Parser) -> None:
 def run_folder_batch(options: argparse.Namespace) -> int:
     """Answers every line of the input file; 0 if all of them were answered, else 1.
 
+    What an earlier run left as refused counts as it did then.
+
     Raises:
         ConfigError: the input is no file of requests, or the output is no folder for their answers.
     """
@@ -82,6 +87,7 @@ def run_folder_batch(options: argparse.Namespace) -> int:
     folder = _folder(Path(options.output), is_resumed=options.resume)
     done = answered_ids(folder)
     left = [line for line in lines if line.custom_id not in done]
+    num_refused = sum(done.get(line.custom_id, _OK) != _OK for line in lines)
     given = {name: value for name, value in vars(options).items() if name in CONFIG_TABLE}
     executor = _EXECUTORS[options.executor]
     # A line may be many requests of the engine; what is in flight is bounded by lines.
@@ -92,8 +98,10 @@ def run_folder_batch(options: argparse.Namespace) -> int:
         with _shards(folder, options.shard_lines) as output:
             num_failed = _answer(args, left, output)
     kept = f", {len(lines) - len(left)} kept" if options.resume else ""
+    if num_refused:
+        kept += f" of which {num_refused} failed"
     print(f"[{len(left) - num_failed} answered, {num_failed} failed{kept}]", file=sys.stderr)
-    return 1 if num_failed else 0
+    return 1 if num_failed or num_refused else 0
 
 
 def read_prompt(content: str, where: str, number: int) -> BatchLine:
@@ -134,27 +142,41 @@ def _folder(path: Path, *, is_resumed: bool) -> Path:
     return path
 
 
-def answered_ids(folder: Path) -> set[str]:
-    """Ids of the requests whose answers are in a folder. A line that was cut off is taken out.
+def answered_ids(folder: Path) -> dict[str, int]:
+    """Ids of the requests whose answers are in a folder, with their status codes.
+
+    Lines that were cut off, or say that the server failed, are taken out: they are to be asked again.
 
     Raises:
         ConfigError: a file is none of answers.
     """
-    found: set[str] = set()
+    found: dict[str, int] = {}
     for path in sorted(folder.glob("answers-*.jsonl")):
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             with path.open("r+b") as file:
                 file.truncate(whole)
-        for number, text in enumerate(content[:whole].splitlines(), 1):
-            found.add(_id_of(text, f"{path}: line {number}"))
+        lines = content[:whole].splitlines(keepends=True)
+        kept: list[bytes] = []
+        for number, text in enumerate(lines, 1):
+            custom_id, status = _outcome(text, f"{path}: line {number}")
+            if status < _SERVER_FAILED:
+                found[custom_id] = status
+                kept.append(text)
+        if len(kept) < len(lines):
+            # No answer is lost if this is interrupted.
+            new = path.with_suffix(".tmp")
+            new.write_bytes(b"".join(kept))
+            new.replace(path)
     return found
 
 
-def _id_of(text: bytes, where: str) -> str:
+def _outcome(text: bytes, where: str) -> tuple[str, int]:
+    """Id and status code of an answer."""
     try:
-        return str(json.loads(text)["custom_id"])
+        item = json.loads(text)
+        return str(item["custom_id"]), int(item["response"]["status_code"])
     except (ValueError, KeyError, TypeError) as error:
         shown = text[:80].decode(errors="replace")
         raise ConfigError(f"{where}: expected an answer, got {shown!r}") from error

@@ -11,7 +11,7 @@ import pytest
 from diffulex.errors import ConfigError
 from diffulex.tools.batch import answered_ids, read_prompt
 from diffulex.tools.cli import main
-from diffulex.tools.run_batch import read_lines
+from diffulex.tools.run_batch import BatchLine, read_lines
 
 PROMPT = "Tom has 3 apples. He buys 4 more apples. How many apples does Tom have now?"
 CHAT = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
@@ -20,6 +20,10 @@ CHAT = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
 def write(path: Path, *items: object) -> Path:
     path.write_text("".join(json.dumps(item) + "\n" for item in items))
     return path
+
+
+def outcome(custom_id: str, status: int) -> dict:
+    return {"custom_id": custom_id, "response": {"status_code": status, "body": {}}}
 
 
 def answers(folder: Path) -> dict[str, dict]:
@@ -63,11 +67,15 @@ def test_a_folder_is_filled_and_then_resumed(
     last = folder / "answers-00001.jsonl"
     last.write_text(last.read_text() + '{"custom_id": "hal')
     write(source, *items, {"custom_id": "new", "prompt": PROMPT, "max_tokens": 4})
-    assert main([*command, "--resume"]) == 0
-    assert "[1 answered, 0 failed, 4 kept]" in capfd.readouterr().err
+    # What was refused stays so.
+    assert main([*command, "--resume"]) == 1
+    assert "[1 answered, 0 failed, 4 kept of which 1 failed]" in capfd.readouterr().err
     assert answers(folder).keys() == {*found, "new"}
+    assert main([*command, "--resume"]) == 1
+    assert "[0 answered, 0 failed, 5 kept of which 1 failed]" in capfd.readouterr().err
+    source.write_text("".join(line for line in source.open() if '"bad"' not in line))
     assert main([*command, "--resume"]) == 0
-    assert "[0 answered, 0 failed, 5 kept]" in capfd.readouterr().err
+    assert "[0 answered, 0 failed, 4 kept]" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -91,9 +99,37 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, content: str, text: s
 
 
 def test_a_folder_with_other_files_is_named(tmp_path: Path) -> None:
-    (tmp_path / "answers-00000.jsonl").write_text('{"custom_id": "a"}\n{"id": 1}\n')
+    write(tmp_path / "answers-00000.jsonl", outcome("a", 200), {"id": 1})
     with pytest.raises(ConfigError, match=r"answers-00000\.jsonl: line 2: expected an answer, got"):
         answered_ids(tmp_path)
+
+
+def test_what_the_server_failed_at_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", *({"custom_id": i, "prompt": i} for i in "abcd"))
+    folder = tmp_path / "out"
+    folder.mkdir()
+    path = folder / "answers-00000.jsonl"
+    lost = [outcome("b", 500), outcome("d", 503)]
+    write(path, outcome("a", 200), *lost, outcome("c", 400))
+    asked: list[str] = []
+
+    def answer(args: object, lines: list[BatchLine], output: object) -> int:
+        asked.extend(line.custom_id for line in lines)
+        return 0
+
+    monkeypatch.setattr("diffulex.tools.batch._answer", answer)
+    command = ["batch", "demo", "--device", "cpu", "-i", str(source), "-o", str(folder)]
+    assert main([*command, "--resume"]) == 1
+    assert "[2 answered, 0 failed, 2 kept of which 1 failed]" in capsys.readouterr().err
+    assert asked == ["b", "d"]
+    assert [json.loads(line) for line in path.open()] == [outcome("a", 200), outcome("c", 400)]
+    assert list(folder.iterdir()) == [path]
+    write(path, outcome("a", 200), outcome("b", 500))
+    write(source, {"custom_id": "a", "prompt": "a"})
+    assert main([*command, "--resume"]) == 0
+    assert "[0 answered, 0 failed, 1 kept]" in capsys.readouterr().err
 
 
 def test_missing_flags_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
