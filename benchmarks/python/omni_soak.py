@@ -18,8 +18,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ _IN_FLIGHT = 4
 #: The allocator of the host and caches of PyTorch reach their size in the first requests.
 _WARM_UP = 20
 _MOST_GROWTH_MIB = 48
+_STOP_S = 60
 _WRONG: tuple[dict[str, Any], ...] = (
     {"prompt": ""},
     {"prompt": "a", "size": "65x64"},
@@ -132,6 +134,16 @@ def is_as_before(report: dict[str, Any]) -> bool:
     )
 
 
+def stop(server: subprocess.Popen[str]) -> int:
+    """Ends the server, by force if it does not end by itself; returns its exit code."""
+    server.send_signal(signal.SIGTERM)
+    try:
+        return server.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        return server.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=500)
@@ -150,10 +162,11 @@ def main() -> int:
         if found is None:
             print(line + server.stderr.read(), file=sys.stderr)
             return 1
+        # A pipe that nobody reads fills up, and then the server waits.
+        threading.Thread(target=deque, args=(server.stderr, 0), daemon=True).start()
         report = asyncio.run(soak(found[0], server.pid, options))
     finally:
-        server.send_signal(signal.SIGTERM)
-        code = server.wait(60)
+        code = stop(server)
     report["exit_code"] = code
     is_good = is_as_before(report) and code == 0
     print(json.dumps({**report, "is_as_before": is_good}, indent=2))
