@@ -22,17 +22,20 @@ class Int8Linear(torch.nn.Module):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         exact = layer.weight.detach().float()
-        scale = exact.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        scale = scale / _LARGEST
-        self.register_buffer("weight", (exact / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale.to(layer.weight.dtype))
+        scale = (exact.abs().amax(1, keepdim=True) / _LARGEST).to(layer.weight.dtype)
+        # Codes are multiples of the scale that is kept, which is rounded to the dtype of the weight.
+        steps = scale.float().clamp(min=torch.finfo(torch.float32).tiny)
+        codes = (exact / steps).round().clamp(-_LARGEST, _LARGEST)
+        self.register_buffer("weight", codes.to(torch.int8))
+        self.register_buffer("scale", scale)
         self.bias = layer.bias
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
         scale = self.get_buffer("scale")
         weight = self.get_buffer("weight").to(scale.dtype) * scale
-        return F.linear(hidden_states, weight, self.bias)
+        # T5 keeps `wo` in float32 beside float16, and does not cast its inputs for 8-bit weights.
+        return F.linear(hidden_states.to(scale.dtype), weight, self.bias)
 
 
 def hold_as_int8(module: torch.nn.Module) -> None:

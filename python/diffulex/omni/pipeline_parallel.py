@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that each keep a part of the blocks of a transformer: less memory, the same pictures, no speed.
+"""Ranks that each keep a part of the blocks of a transformer: the same pictures, no speed.
 
+They need less memory once the model is loaded: until then every device has the whole of it.
 Every rank runs what is around the blocks. A block runs on the rank that has it; the others pass its
 inputs through. Where the next block is another rank's, the streams are sent to it, and what the last
 block of a list gives is sent to all.

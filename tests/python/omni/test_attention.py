@@ -114,6 +114,10 @@ def test_a_missing_package_can_be_replaced_with_a_warning(tiny, caplog):
     expected = draw(tiny("qwen"), {})
     got = draw(tiny("qwen"), {}, attention_backend="FLASH_ATTN", attention_fallback=True)
     assert torch.equal(got, expected)
+    assert (
+        "attention_backend: expected the package flash_attn for FLASH_ATTN, got none;"
+        " computing with TORCH_SDPA"
+    ) in caplog.text
 
 
 def test_the_environment_names_a_kernel(monkeypatch):
@@ -286,6 +290,25 @@ def test_compiled_blocks_can_be_cached(tiny):
         patch.setitem(REQUEST, "num_inference_steps", 8)
         expected = draw(tiny("qwen"), {}, **keywords)
         assert torch.equal(draw(tiny("qwen"), {}, **keywords, **compiled), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_8_bit_weights_are_within_half_a_step_of_the_scale_that_is_kept(dtype):
+    from diffulex.omni.int8_linear import Int8Linear
+
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 64, dtype=dtype)
+    rounded = Int8Linear(layer)
+    steps = rounded.scale.float()
+    assert ((rounded.weight * steps - layer.weight.float()).abs() <= 0.501 * steps).all()
+
+
+def test_8_bit_layers_in_float32_take_the_float16_that_t5_gives_them():
+    from diffulex.omni.int8_linear import Int8Linear
+
+    layer = torch.nn.Linear(8, 4)
+    inputs = torch.randn(3, 8).half()
+    assert torch.equal(Int8Linear(layer)(inputs), Int8Linear(layer)(inputs.float()))
 
 
 def test_8_bit_text_encoders_are_nearly_the_same(tiny):

@@ -192,14 +192,31 @@ def test_the_replay_plays_without_a_server(page: Any, browser: Any, tmp_path: Pa
 
 
 def test_stop_ends_the_request(page: Any) -> None:
+    page.evaluate(
+        """() => {
+          window.revoked = [];
+          const revoke = URL.revokeObjectURL;
+          URL.revokeObjectURL = (url) => { window.revoked.push(url); revoke.call(URL, url); };
+        }"""
+    )
+    draw(page)
+    wait_for_result(page)
+    buttons = page.locator("#save-picture, #save-replay, #same-seed")
+    states = "nodes => nodes.map((node) => node.disabled)"
+    assert buttons.evaluate_all(states) == [False] * 3
     draw(page, steps="200")
     page.locator("#picture").wait_for()
     page.keyboard.press("Escape")
     page.locator("#caption", has_text="stopped").wait_for()
     page.locator("#draw").wait_for()
+    # What was stopped has no result that could be kept.
+    assert buttons.evaluate_all(states) == [True] * 3
+    stopped = page.locator("#picture").get_attribute("src")
     # The next one is drawn at once.
     draw(page, seed="3")
     wait_for_result(page, "3")
+    assert buttons.evaluate_all(states) == [False] * 3
+    assert stopped in page.evaluate("window.revoked")
 
 
 def test_what_is_wrong_is_said(server: Server, browser: Any) -> None:

@@ -141,6 +141,8 @@ async function draw() {
   const body = requestBody(prompt);
   const steps = body.num_inference_steps ?? info.defaults.num_inference_steps;
   const recording = new PictureRecording(prompt, steps);
+  leaveStopped();
+  setSavable(false);
   player.start(recording, () => recording.clock, "newest");
   try {
     await receive(recording, running.signal, body);
@@ -164,16 +166,30 @@ async function draw() {
 /** Puts a finished picture into the gallery and opens it. */
 function keep(recording) {
   recordings.unshift(recording);
-  for (const old of recordings.splice(MAX_PICTURES)) {
-    for (const frame of old.frames) URL.revokeObjectURL(frame.url);
-  }
+  for (const old of recordings.splice(MAX_PICTURES)) forget(old);
   open(recording);
 }
 
+function forget(recording) {
+  for (const frame of recording.frames) URL.revokeObjectURL(frame.url);
+}
+
+/** Forgets what the player shows if it is not in the gallery: its drawing was stopped or failed. */
+function leaveStopped() {
+  const { recording } = player;
+  if (recording && !recordings.includes(recording)) forget(recording);
+}
+
+/** Buttons for what only a finished picture has. */
+function setSavable(isSavable) {
+  for (const id of ["save-picture", "save-replay", "same-seed"]) byId(id).disabled = !isSavable;
+}
+
 function open(recording) {
+  leaveStopped();
   player.open(recording);
   view.describe(recording);
-  for (const id of ["save-picture", "save-replay", "same-seed"]) byId(id).disabled = false;
+  setSavable(true);
   byId("gallery").replaceChildren(...recordings.map((item) => thumbnail(item, item === recording)));
 }
 
