@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from diffulex import Diffulex, SamplingParams
-from diffulex.distributed import child_process
+from diffulex.distributed import child_process, start
 from diffulex.distributed.executor import StepCounts
 from diffulex.engine.interrupt import uninterrupted
 from diffulex.engine.metrics import RequestMetrics, RunStats
@@ -53,6 +53,9 @@ class FakeChild:
         self.returncode = -number
 
     def stop(self, grace_s: float = 0.0) -> None:
+        self.release()
+
+    def release(self) -> None:
         self.connection.close()
 
     def describe_end(self) -> str:
@@ -333,7 +336,7 @@ def test_a_child_is_stopped_when_its_options_cannot_be_sent(
         children.append(FakeChild())
         return children[-1]
 
-    monkeypatch.setattr(replica_module, "ChildProcess", child)
+    monkeypatch.setattr(start, "ChildProcess", child)
     given = {"x": Unsendable("x")}
     parallel = dataclasses.replace(alone.config.parallel, data_parallel_size=2)
     config = dataclasses.replace(alone.config, parallel=parallel)

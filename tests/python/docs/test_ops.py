@@ -17,6 +17,8 @@ ROWS = re.findall(
     r"^\| `(\w+)` \| ([\w ]+) \| \S", (ROOT / "docs/ops.md").read_text("utf-8"), re.MULTILINE
 )
 CALLERS = dict(ROWS)
+#: Ops that exchange between devices are methods of a `PeerGroup`.
+CALL = r"\b(?:ops\.(?:diffulex\.)?|_peers\.)(\w+)\("
 # Neither the wrappers, nor what checks or measures an installation, make an op one that is in use.
 OUTSIDE = ("ops/", "bench/", "self_test.py")
 
@@ -31,7 +33,7 @@ def called() -> set[str]:
     names: set[str] = set()
     for path in package.rglob("*.py"):
         if not path.relative_to(package).as_posix().startswith(OUTSIDE):
-            names |= set(re.findall(r"\bops\.(?:diffulex\.)?(\w+)\(", path.read_text("utf-8")))
+            names |= set(re.findall(CALL, path.read_text("utf-8")))
     return names
 
 
@@ -50,4 +52,5 @@ def test_the_engine_calls_what_it_is_said_to_call() -> None:
 def test_every_op_has_its_three_forms(name: str) -> None:
     headers = (ROOT / "include/diffulex").rglob("*.h")
     assert any(re.search(rf"\bStatus {name}\(", header.read_text("utf-8")) for header in headers)
-    assert hasattr(ops, name) == (name != "advance_decode")
+    has_wrapper = hasattr(ops, name) or hasattr(ops.PeerGroup, name)
+    assert has_wrapper == (name != "advance_decode")
