@@ -74,8 +74,8 @@ def max_graph_rows(config: Config) -> int | None:
     if num_ranks == 1:
         return None
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    # DiffusionGemma adds up both branches of a layer at once.
-    branches = 2 if config.model.spec.family == "diffusion_gemma" else 1
+    # Models of canvases add up both branches of a layer at once.
+    branches = 2 if config.decoding.traits.has_canvas else 1
     row_bytes = branches * config.model.spec.hidden_size * dtype.itemsize
     # The chosen id and eight statistics, and of each candidate its id and probability.
     record_words = 2 + 8 + 3 * config.decoding.token_merge_top_k

@@ -272,10 +272,10 @@ def test_graphs_hold_what_kernels_can_exchange(
 ) -> None:
     config: Any = SimpleNamespace(
         parallel=SimpleNamespace(tensor_parallel_size=num_ranks, expert_parallel_size=1),
-        model=SimpleNamespace(
-            dtype=dtype, spec=SimpleNamespace(hidden_size=hidden_size, family="sdar")
+        model=SimpleNamespace(dtype=dtype, spec=SimpleNamespace(hidden_size=hidden_size)),
+        decoding=SimpleNamespace(
+            token_merge_top_k=candidates, traits=SimpleNamespace(has_canvas=False)
         ),
-        decoding=SimpleNamespace(token_merge_top_k=candidates),
     )
     assert max_graph_rows(config) == rows
 
