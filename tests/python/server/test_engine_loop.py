@@ -86,7 +86,7 @@ class Harness:
         await self.loop.stop()
 
 
-async def until(condition, timeout_s=5.0):
+async def until(condition, timeout_s=20.0):
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "expected it in time"
