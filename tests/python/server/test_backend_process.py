@@ -399,7 +399,7 @@ def test_failures_are_told_once(monkeypatch, caplog, reports, is_logged):
     monkeypatch.setattr(backend_process, "run_sync_backend_worker", fail)
     parent_end, child_end = multiprocessing.Pipe(duplex=False)
     with pytest.raises(SystemExit) as caught, parent_end, child_end:
-        backend_process._run_backend(ready_queue=ReadyQueue(child_end))
+        backend_process.run_backend(ready_queue=ReadyQueue(child_end))
     assert caught.value.code == 1
     assert ("no luck" in caplog.text) == is_logged
 

@@ -353,7 +353,7 @@ class TestCheapChecks:
         assert addr == f"ipc://@diffulex-{os.getpid()}-8000-command"
 
     def test_private_directory(self):
-        directory = launch._ipc_directory()
+        directory = launch.ipc_directory()
         try:
             assert directory.stat().st_mode & 0o777 == 0o700
         finally:
