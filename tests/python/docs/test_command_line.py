@@ -42,10 +42,10 @@ def test_settings_are_flags(tmp_path: Path) -> None:
 
 def test_the_batch_file_is_one(tmp_path: Path) -> None:
     pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
-    from diffulex.tools.run_batch import read_lines
+    from diffulex.tools.run_batch import parse_line, read_lines
 
     (content,) = re.findall(r"```jsonl\n(.*?)```", TEXT, re.DOTALL)
     path = tmp_path / "requests.jsonl"
     path.write_text(content)
-    (line,) = read_lines(str(path))
+    (line,) = read_lines(str(path), "--input-file", parse_line)
     assert line.custom_id == "a"

@@ -70,7 +70,7 @@ def worker_of(pid: int) -> int | None:
 def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     log = tmp_path / "server.log"
     guide = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-    (words,) = re.findall(r"`diffulex (serve .*--tensor-parallel-size 2)`", guide)
+    (words,) = re.findall(r"`diffulex (serve demo [^`]*--tensor-parallel-size 2)`", guide)
     command = [sys.executable, "-m", "diffulex", *words.split(), *FLAGS]
     with (
         log.open("wb") as output,
