@@ -56,9 +56,6 @@ class Quantizer(Protocol):
     ) -> Mapping[str, WeightSink]:
         """Gives the matrices memory; returns what fills those in low precision."""
 
-    def quantize(self, model: nn.Module, table: Mapping[str, torch.Tensor]) -> None:
-        """Quantises a model that has its values."""
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
@@ -194,26 +191,36 @@ def random_model(
     quantizer: Quantizer | None = None,
     shard: Shard = ONE_RANK,
 ) -> nn.Module:
-    """The registered model with weights drawn from a seeded generator where they are.
+    """The registered model, or the part of one that a rank has, with drawn weights.
 
-    A `quantizer` quantises them then: for a moment the model is there in its dtype. Of several ranks
-    each draws the whole model, for a moment, and keeps its part, so that all have parts of the same.
+    With a `quantizer` matrices are quantised as they are drawn; see `random_weights`.
     """
+    from diffulex.checkpoint.loader import weight_table_of  # noqa: PLC0415 (imports torch)
     from diffulex.checkpoint.memory import check_memory, reporting_memory  # noqa: PLC0415
+    from diffulex.checkpoint.random_weights import draw_weights  # noqa: PLC0415
 
-    model_class: Any = AutoModelForDiffusionLM.get(model_name)
+    model_class: Any = _class_of(model_name, shard)
+
+    def tied(model: Any) -> Any:
+        if spec.tie_word_embeddings:
+            model.tie_embeddings()
+        return model
+
     with reporting_memory(spec, dtype, device):
-        check_memory(spec, dtype, device)
-        module: nn.Module = model_class(spec, dtype, device).init_random(seed).eval()
-        if shard != ONE_RANK:
-            from diffulex.checkpoint.loader import copy_part  # noqa: PLC0415
-
-            module = copy_part(module, _class_of(model_name, shard)(spec, dtype, device))
+        saved, scheme, sinks = 0, "", None
         if quantizer is not None:
-            from diffulex.checkpoint.loader import weight_table_of  # noqa: PLC0415
-
-            filled: Any = module
-            quantizer.quantize(module, weight_table_of(filled, {}))
+            on_meta = tied(model_class(spec, dtype, "meta"))
+            table = weight_table_of(on_meta, {})
+            saved, scheme = quantizer.saved_bytes(on_meta, table, dtype), quantizer.scheme
+    with reporting_memory(spec, dtype, device, saved, scheme):
+        check_memory(spec, dtype, device, saved, scheme)
+        if quantizer is None:
+            model: Any = model_class(spec, dtype, device)
+        else:
+            model = tied(quantizer.build(lambda: model_class(spec, dtype, device)))
+            sinks = quantizer.apply(model, weight_table_of(model, {}), device)
+        draw_weights(model, seed, sinks=sinks)
+    module: nn.Module = model.eval()
     return module
 
 

@@ -184,19 +184,6 @@ def are_equal(first: StoredTensor, second: StoredTensor) -> bool:
     return all(torch.equal(a, b.to(a.dtype)) for (_, a), (_, b) in pairs)
 
 
-def copy_part(whole: Any, part: Any) -> Any:
-    """Fills the model of a rank from one that has everything; returns it."""
-    if whole.spec.tie_word_embeddings:
-        part.tie_embeddings()
-    values = whole.weight_table()
-    table = part.weight_table()
-    for name, piece in slices_of(part, table).items():
-        rows = [values[name][where] for where in piece.rows]
-        if rows:
-            table[name].copy_(piece.cut(torch.cat(rows) if len(rows) > 1 else rows[0]))
-    return part.eval()
-
-
 def check_headers(model: LoadableModel, model_dir: Path) -> None:
     """Compares a model, which may be on the meta device, with the file headers.
 
@@ -293,22 +280,28 @@ def _copy(
             if bar is not None:
                 bar.update(target.numel() * target.element_size())
             continue
-        _copy_values(name, stored[name], reader, target, wanted_part, sink, merge)
+        copy_values(name, stored[name], reader, target, wanted_part, sink, merge)
         if bar is not None:
             bar.update(target.numel() * target.element_size())
     if bar is not None:
         bar.close()
 
 
-def _copy_values(
+def copy_values(
     name: str,
     stored: StoredTensor,
     reader: TensorReader,
     target: torch.Tensor,
     wanted: WeightSlice,
     sink: WeightSink | None,
-    merge: MergePlan | None,
+    merge: MergePlan | None = None,
 ) -> None:
+    """Reads the part `wanted` of a tensor into `target`, or into a sink where there is one, whose target
+    may be on the meta device.
+
+    Raises:
+        CheckpointError: a value is not finite.
+    """
     num_rows, blocks, start = None, None, 0
     if sink is not None and target.dim() == 2:
         whole = reader.rows_per_piece(stored) // sink.row_multiple

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from diffulex.checkpoint.random_weights import draw_weights
 from diffulex.distributed.comm import LOCAL
 from diffulex.distributed.legality import expert_shard
 from diffulex.distributed.shard import ONE_RANK
 from diffulex.nn.attention import AttentionScratch, BlockAttention
 from diffulex.nn.embedding import OutputHead, TokenEmbedding
 from diffulex.nn.feed_forward import FeedForward, GatedMLP
-from diffulex.nn.linear import MatrixProduct
 from diffulex.nn.moe import MoeFeedForward
 from diffulex.nn.norm import RMSNorm
 from diffulex.nn.partition import Cut, Partition
@@ -256,20 +256,6 @@ class DecoderForDiffusionLM(nn.Module):
         self.head.tie(self.embedding)
 
     def init_random(self, seed: int, std: float = 0.02) -> Self:
-        """Fills every weight from a seeded generator: matrices N(0, std^2), norms 1 + N(0, 0.1^2).
-
-        For tests and benchmarks. Ties the head when the description says so; returns self.
-        """
-        if self.spec.tie_word_embeddings:
-            self.tie_embeddings()
-        for module in self.modules():
-            if isinstance(module, MatrixProduct):
-                module.row_major()
-        generator = torch.Generator(device=self.embedding.weight.device).manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            is_norm = name.endswith("norm.weight") or name.endswith(("q_norm", "k_norm"))
-            if is_norm:
-                parameter.normal_(1.0, 0.1, generator=generator)
-            else:
-                parameter.normal_(0.0, std, generator=generator)
+        """Draws every weight, for tests and benchmarks; see `draw_weights`. Returns self."""
+        draw_weights(self, seed, std)
         return self

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from diffulex import ops
+from diffulex.checkpoint.random_weights import draw_weights
 from diffulex.distributed.comm import LOCAL
 from diffulex.distributed.shard import ONE_RANK
 from diffulex.families.spec.diffusion_gemma import GemmaRotary
@@ -27,7 +28,6 @@ from diffulex.nn.gemma_layers import (
     GemmaSelfConditioning,
     new_parameter,
 )
-from diffulex.nn.linear import MatrixProduct
 from diffulex.nn.norm import RMSNorm
 from diffulex.nn.partition import Cut, Partition
 from diffulex.nn.rotary import build_cos_sin_cache
@@ -264,23 +264,8 @@ class DiffusionGemmaForDiffusionLM(nn.Module):
         self.head.tie(self.embedding)
 
     def init_random(self, seed: int, std: float = 0.02) -> Self:
-        """Fills every weight from a seeded generator, for tests and benchmarks; returns self.
-
-        Matrices N(0, std^2); norms, scales and layer scalars 1 + N(0, 0.1^2).
-        """
-        self.tie_embeddings()
-        for module in self.modules():
-            if isinstance(module, MatrixProduct):
-                module.row_major()
-            if isinstance(module, GemmaExperts):
-                module.weight_table("")
-        generator = torch.Generator(device=self.embedding.weight.device).manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            is_matrix = name.endswith((".router", ".w13", ".w2")) or (
-                parameter.dim() > 1 and name != "layer_scalars"
-            )
-            mean, deviation = (0.0, std) if is_matrix else (1.0, 0.1)
-            parameter.normal_(mean, deviation, generator=generator)
+        """Draws every weight, for tests and benchmarks; see `draw_weights`. Returns self."""
+        draw_weights(self, seed, std)
         return self
 
 

@@ -165,8 +165,10 @@ class _Quantizer:
         """
         sinks: dict[str, Sink] = {}
         taken: dict[int, list[tuple[QuantizedWeight, ...]]] = {}
+        is_stacked = QuantizedExperts.are_stacked(device)
         for matrix in self._chosen(model, table):
-            weights = tuple(self._new_weight(matrix, i, device) for i in range(matrix.count))
+            where = "meta" if is_stacked and matrix.values.dim() == 3 else device
+            weights = tuple(self._new_weight(matrix, i, where) for i in range(matrix.count))
             taken.setdefault(id(matrix.owner), []).append(weights)
             for place in matrix.places:
                 chosen = weights[place.first_matrix : place.first_matrix + place.num_matrices]
@@ -193,14 +195,6 @@ class ModelQuantizer(_Quantizer):
         self.plan = plan
         self.scheme = plan.scheme
         self._scheme = WeightScheme[plan.scheme.upper()]
-
-    def quantize(self, model: nn.Module, table: Mapping[str, torch.Tensor]) -> None:
-        """Quantises a model that has its values."""
-        values = dict(table)
-        device = next(iter(values.values())).device
-        for name, sink in self.apply(model, values, device).items():
-            target = values[name]
-            sink.write(slice(0, target.size(0)), target)
 
     def stored_projections(
         self, model: nn.Module, table: Mapping[str, torch.Tensor]
@@ -286,9 +280,6 @@ class StoredQuantizer(_Quantizer):
         self.scheme = quantization.scheme
         self._quantization, self._model_dir = quantization, model_dir
         self._stored: Mapping[str, StoredTensor] = {}
-
-    def quantize(self, model: nn.Module, table: Mapping[str, torch.Tensor]) -> None:
-        raise ValueError("quantize: expected a plan, got weights that are stored")
 
     def _chosen(self, model: Any, table: Mapping[str, torch.Tensor]) -> list[_Matrix]:
         self._stored = find_stored(model, self._model_dir)
@@ -452,7 +443,7 @@ def _give_memory(
         if weights is not None:
             w13, w2 = weights
             module.w13, module.w2 = _stand_in(module.w13), _stand_in(module.w2)
-            module.matrices = QuantizedExperts(w13, w2)
+            module.matrices = QuantizedExperts(w13, w2, device)
         elif module.w13.is_meta:
             for name in ("w13", "w2"):
                 matrix = torch.empty_like(getattr(module, name), device=device)

@@ -271,13 +271,14 @@ class _Stack(NamedTuple):
     scale: torch.Tensor
 
     @classmethod
-    def of(cls, weights: Sequence[QuantizedWeight]) -> Self:
-        """New memory for matrices of 8 bits that have no values yet."""
+    def of(cls, weights: Sequence[QuantizedWeight], device: torch.device | str) -> Self:
+        """Memory for matrices of 8 bits that have none, or no values yet."""
         parts = weights[0].parts
         rows = [len(part.scale) for part in parts]
-        first = parts[0]
-        codes = first.codes.new_empty(len(weights), weights[0].num_rows, weights[0].depth)
-        scale = first.scale.new_empty(len(weights), sum(rows), *first.scale.shape[1:])
+        first, count = parts[0], len(weights)
+        shape = (count, weights[0].num_rows, weights[0].depth)
+        codes = first.codes.new_empty(shape, device=device)
+        scale = first.scale.new_empty((count, sum(rows), *first.scale.shape[1:]), device=device)
         for weight, its_codes, its_scale in zip(weights, codes, scale, strict=True):
             for part, of_part in zip(weight.parts, its_scale.split(rows), strict=True):
                 part.place_in(its_codes[part.rows], of_part)
@@ -305,17 +306,31 @@ def check_stackable(w13: Sequence[QuantizedWeight], w2: Sequence[QuantizedWeight
 class QuantizedExperts:
     """The matrices of L experts: gate and up [2 I, H], and down [H, I], of each.
 
-    On CUDA they have 8 bits and lie in one stack for each of the two.
+    Args:
+        w13, w2: matrices of the experts; those of stacks have their memory from here, and are made on
+            the meta device.
+        device: where they lie; where `are_stacked`, they have 8 bits and are one stack for each of the
+            two.
     """
 
     __slots__ = ("_stacks", "w2", "w13")
 
-    def __init__(self, w13: Sequence[QuantizedWeight], w2: Sequence[QuantizedWeight]) -> None:
+    def __init__(
+        self,
+        w13: Sequence[QuantizedWeight],
+        w2: Sequence[QuantizedWeight],
+        device: torch.device | str,
+    ) -> None:
         self.w13, self.w2 = list(w13), list(w2)
         self._stacks: tuple[_Stack, _Stack] | None = None
-        if self.w13[0].parts[0].codes.device.type == "cuda":
+        if self.are_stacked(device):
             check_stackable(self.w13, self.w2)
-            self._stacks = _Stack.of(self.w13), _Stack.of(self.w2)
+            self._stacks = _Stack.of(self.w13, device), _Stack.of(self.w2, device)
+
+    @staticmethod
+    def are_stacked(device: torch.device | str) -> bool:
+        """Whether the kernels of a device take stacks."""
+        return torch.device(device).type == "cuda"
 
     def packed(self) -> ExpertFormat:
         for weight in (*self.w13, *self.w2):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diffulex import ops
-from diffulex.checkpoint import memory, tensor_reader
+from diffulex.checkpoint import memory, random_weights, tensor_reader
 from diffulex.checkpoint.auto_model import detect, load_model, random_model
 from diffulex.checkpoint.loader import weight_table_of
 from diffulex.errors import CheckpointError, ConfigError
@@ -27,6 +27,7 @@ from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.families import DENSE_FAMILIES, family_builder
 from fixtures.gemma import GemmaOracle
 from fixtures.moe_families import moe_builder, moe_config
+from fixtures.quantized import quantize_in_place
 from reference import quantize as reference
 
 EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES)
@@ -63,6 +64,24 @@ def codes_of(weight: QuantizedWeight) -> tuple[torch.Tensor, list[torch.Tensor]]
         by_row = ops.unpack_int8(part.codes, rows, weight.depth) if is_packed else part.codes
         codes.append(by_row.contiguous().view(torch.uint8))
     return torch.cat(codes), [part.scale for part in parts]
+
+
+def same_codes(one: Any, two: Any) -> int:
+    """Compares all weights in low precision of two models; returns how many experts have them."""
+    first, second = formats(one), formats(two)
+    assert first.keys() == second.keys() != set()
+    num_experts = 0
+    for name, held in first.items():
+        pairs = [(held, second[name])]
+        if isinstance(held, QuantizedExperts):
+            num_experts += len(held.w13)
+            other = second[name]
+            pairs = list(zip((*held.w13, *held.w2), (*other.w13, *other.w2), strict=True))
+        for a, b in pairs:
+            assert torch.equal(codes_of(a)[0], codes_of(b)[0]), name
+            for scale, expected in zip(codes_of(a)[1], codes_of(b)[1], strict=True):
+                assert torch.equal(scale, expected), name
+    return num_experts
 
 
 PLAN_CASES = [
@@ -113,23 +132,10 @@ def test_pieces_and_whole_matrices_give_the_same_codes(
         moe_builder(family, config=moe_config(family, **wide)).write(tmp_path)
     plan = QuantizationPlan(scheme)
     whole: Any = load(tmp_path, None)
-    ModelQuantizer(plan).quantize(whole, weight_table_of(whole, {}))
+    quantize_in_place(whole, plan)
     monkeypatch.setattr(tensor_reader, "_PIECE_BYTES", 5000)
     streamed = load(tmp_path, plan)
-    first, second = formats(whole), formats(streamed)
-    assert first.keys() == second.keys() != set()
-    num_experts = 0
-    for name, held in first.items():
-        pairs = [(held, second[name])]
-        if isinstance(held, QuantizedExperts):
-            num_experts += len(held.w13)
-            other = second[name]
-            pairs = list(zip((*held.w13, *held.w2), (*other.w13, *other.w2), strict=True))
-        for one, two in pairs:
-            assert torch.equal(codes_of(one)[0], codes_of(two)[0]), name
-            for a, b in zip(codes_of(one)[1], codes_of(two)[1], strict=True):
-                assert torch.equal(a, b), name
-    assert (num_experts > 0) == (family != "llada")
+    assert (same_codes(whole, streamed) > 0) == (family != "llada")
 
 
 def test_codes_are_those_of_the_stored_matrix(tmp_path) -> None:
@@ -220,7 +226,7 @@ def test_experts_quantise_a_row_once_and_the_activation_from_float32(act: ops.Ac
     ids[5] = -1
     weights = torch.rand(num_rows, top_k, generator=generator)
     out = torch.empty_like(x)
-    experts = QuantizedExperts(w13, w2)
+    experts = QuantizedExperts(w13, w2, "cpu")
     routing = ops.Routing(weights, ids)
     workspace = experts.new_workspace(x, top_k)
     experts.product(x, routing, out=out, workspace=workspace, addend=addend, act=act)
@@ -362,6 +368,59 @@ def test_the_memory_that_is_asked_for_is_the_memory_that_is_taken(
     plan = QuantizationPlan(scheme)
     saved = ModelQuantizer(plan).saved_bytes(dense, weight_table_of(dense, {}), FP32)
     assert tensor_bytes(load(tmp_path, plan)) == tensor_bytes(dense) - saved
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_block"])
+def test_stacked_experts_have_one_memory(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """Codes and scales are written where the kernels of stacks read them, and lie nowhere else."""
+    moe_builder("llada2", config=moe_config("llada2", moe_intermediate_size=128)).write(tmp_path)
+    plan = QuantizationPlan(scheme)
+    apart = load(tmp_path, plan)
+    monkeypatch.setattr(QuantizedExperts, "are_stacked", staticmethod(lambda device: True))
+    made: list[torch.device] = []
+    new_part = QuantizedWeight.__init__
+
+    def watched(self, shapes, depth, scheme, device):
+        new_part(self, shapes, depth, scheme, device)
+        made.append(self.parts[0].codes.device)
+
+    monkeypatch.setattr(QuantizedWeight, "__init__", watched)
+    stacked = load(tmp_path, plan)
+    found = [held for held in formats(stacked).values() if isinstance(held, QuantizedExperts)]
+    assert found
+    num_experts = sum(len(held.w13) + len(held.w2) for held in found)
+    assert sum(device.type == "meta" for device in made) >= num_experts
+    for held in found:
+        for stack, weights in zip(held._stacks, (held.w13, held.w2), strict=True):
+            for index, weight in enumerate(weights):
+                codes, scales = codes_of(weight)
+                assert weight.parts[0].codes.data_ptr() == stack.codes[index].data_ptr()
+                assert torch.equal(stack.codes[index].view(torch.uint8), codes)
+                assert torch.equal(torch.cat(scales), stack.scale[index])
+    assert same_codes(stacked, apart) == num_experts // 2
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_drawn_weights_are_quantised_as_they_are_drawn(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, scheme: str, family: str
+) -> None:
+    """The values are those of a model in its dtype, whose large matrices never are there whole."""
+    monkeypatch.setattr(random_weights, "_CHUNK_VALUES", 2000)
+    if family == "sdar":
+        CheckpointBuilder(tiny_config(intermediate_size=200)).write(tmp_path)
+    else:
+        moe_builder(family, config=moe_config(family, moe_intermediate_size=144)).write(tmp_path)
+    name, spec, _ = detect(tmp_path)
+    plan = QuantizationPlan(scheme)
+    whole: Any = random_model(name, spec, FP32, "cpu")
+    quantize_in_place(whole, plan)
+    drawn = random_model(name, spec, FP32, "cpu", quantizer=ModelQuantizer(plan))
+    assert (same_codes(whole, drawn) > 0) == (family != "sdar")
+    for (key, value), other in zip(whole.named_parameters(), drawn.parameters(), strict=True):
+        assert value.is_meta or torch.equal(value, other), key
 
 
 def test_a_model_that_does_not_fit_is_refused_with_its_scheme(

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from diffulex.checkpoint.auto_model import random_model
-from diffulex.checkpoint.loader import weight_table_of
-from diffulex.quantization.layers import ModelQuantizer
 from diffulex.quantization.scheme import QuantizationPlan
 from fixtures.paged_batch import PagedRunner, Rows
+from fixtures.quantized import quantize_in_place
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks" / "python"))
 
@@ -52,7 +51,7 @@ def logits(scheme: str | None) -> torch.Tensor:
     for values in norms:
         values.data[torch.randperm(HIDDEN, generator=generator)[:NUM_OUTLIERS]] *= OUTLIER
     if scheme is not None:
-        ModelQuantizer(QuantizationPlan(scheme)).quantize(model, weight_table_of(model, {}))
+        quantize_in_place(model, QuantizationPlan(scheme))
     tokens = torch.randint(0, 16000, (CACHED + BLOCK,), generator=generator).tolist()
     runner = PagedRunner(model, BLOCK)
     sequence = runner.sequence(tokens)
