@@ -138,6 +138,12 @@ def publication_rows(runs: Sequence[Run]) -> list[list[str]]:
     return rows
 
 
+def _figures_by_run(runs: Sequence[Run]) -> str:
+    """A line a figure that a run has, a column a run: narrow enough for a terminal."""
+    columns = zip(*publication_rows(runs), strict=True)
+    return aligned([column for column in columns if any(column[1:])])
+
+
 def _markdown(runs: Sequence[Run], path: Path) -> str:
     """The table, and pictures in files beside `path`."""
     lines = ["# Runs", "", *markdown_table(publication_rows(runs)), ""]
@@ -166,7 +172,7 @@ _WRITERS: dict[str, Callable[[Sequence[Run], Path], str]] = {
     ".html": _html,
     ".md": _markdown,
     ".csv": lambda runs, _: _csv([_row(run) for run in runs]),
-    ".txt": lambda runs, _: aligned(publication_rows(runs)) + "\n",
+    ".txt": lambda runs, _: _figures_by_run(runs) + "\n",
 }
 _WITH_PLOTS = (".html", ".md")
 
@@ -202,7 +208,7 @@ def run_report(options: argparse.Namespace) -> int:
         if path.suffix in _WITH_PLOTS:
             check_matplotlib("bench report")
     runs = [read_run(path) for path in options.runs]
-    print(generate_report(runs[0].path) if len(runs) == 1 else aligned(publication_rows(runs)))
+    print(generate_report(runs[0].path) if len(runs) == 1 else _figures_by_run(runs))
     for path in options.output:
         _write(path, _WRITERS[path.suffix](runs, path))
     return 0

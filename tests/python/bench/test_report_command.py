@@ -109,6 +109,20 @@ def test_a_report_of_one_run(tmp_path: Path) -> None:
     assert "ttft_s" in text.partition("Metrics")[2]
 
 
+def test_several_runs_fit_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each figure that a run has."""
+    runs = [str(write_run(tmp_path / name, tpf, 0.5)) for name, tpf in (("a", 3.0), ("b", 4.0))]
+    path = tmp_path / "report.txt"
+    assert main(["report", *runs, "--output", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert path.read_text() == printed
+    lines = [line.split() for line in printed.splitlines()]
+    assert ["TPF", "3", "4"] in lines
+    assert ["Engine/config", "a", "b"] in lines
+    assert "Wall time" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
 def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(write_run(tmp_path / "a", 3.0, 0.5))
     assert main(["report", run, "--output", str(tmp_path / "a.pdf")]) == 2
