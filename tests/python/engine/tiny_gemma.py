@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from diffulex.checkpoint.auto_model import detect, load_model
 from diffulex.config.config import Config
@@ -53,4 +52,4 @@ class TinyGemma:
 
     def forget(self) -> None:
         """Empties the oracle's cache for the next request."""
-        self.oracle.cache = DynamicCache(config=self.oracle.model.config.text_config)
+        self.oracle.forget()

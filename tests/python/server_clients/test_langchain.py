@@ -10,11 +10,15 @@ import pytest
 from fixtures.expected_answers import MAX_TOKENS, Expected
 from fixtures.live_server import LiveServer
 
-langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+
+@pytest.fixture(scope="module")
+def langchain() -> Any:
+    """The package, imported by those that run these tests: it takes seconds."""
+    return pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
 
 
 @pytest.fixture(scope="module")
-def chat(server: LiveServer) -> Any:
+def chat(langchain: Any, server: LiveServer) -> Any:
     return langchain.ChatOpenAI(
         base_url=f"{server.url}/v1",
         api_key="none",

@@ -14,7 +14,6 @@ import pytest
 from fixtures.live_server import LiveServer
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 _NUM_EXAMPLES = 16
 #: Least share of the requests of legal form that must succeed. What is left contradicts itself in
@@ -78,6 +77,12 @@ _BODIES = (
     "ResponsesRequest",
     "TokenizeRequest",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemathesis() -> Any:
+    """The package, imported by those that run these tests: it takes seconds."""
+    return pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +166,8 @@ def _limit_token_ids(node: Any, highest: int) -> None:
 
 
 def _operations(document: dict[str, Any], server: LiveServer) -> dict[str, Any]:
+    import schemathesis
+
     schema = schemathesis.openapi.from_dict(document)
     schema.config.update(base_url=server.url)
     found = [result.ok() for result in schema.get_all_operations()]
@@ -193,6 +200,7 @@ def test_legal_requests_succeed_as_the_document_says(
     served_operations: dict[str, Any], server: LiveServer, name: str
 ) -> None:
     """Declared statuses, content types and bodies, and few of them are refusals."""
+    from schemathesis import GenerationMode
     from schemathesis.specs.openapi.checks import positive_data_acceptance
 
     statuses: Counter[int] = Counter()
@@ -205,7 +213,7 @@ def test_legal_requests_succeed_as_the_document_says(
         if response.status_code >= 300:
             refusals.append(response.text)
 
-    _run(served_operations[name], schemathesis.GenerationMode.POSITIVE, check)
+    _run(served_operations[name], GenerationMode.POSITIVE, check)
     httpx.post(f"{server.url}/resume", timeout=60).raise_for_status()  # it may be paused
     if name in _CONFLICTS:
         assert set(statuses) == {409}
@@ -216,6 +224,7 @@ def test_legal_requests_succeed_as_the_document_says(
 @pytest.mark.parametrize("name", sorted(_WITH_BODY))
 def test_illegal_requests_are_refused(operations: dict[str, Any], name: str) -> None:
     """4xx with the body of every failure, for what the document does not allow."""
+    from schemathesis import GenerationMode
     from schemathesis.specs.openapi.checks import negative_data_rejection
 
     num_cases = 0
@@ -233,7 +242,7 @@ def test_illegal_requests_are_refused(operations: dict[str, Any], name: str) -> 
         assert set(body["error"]) == {"message", "type", "param", "code"}
         assert body["detail"] == body["error"]["message"] != ""
 
-    _run(operations[name], schemathesis.GenerationMode.NEGATIVE, check)
+    _run(operations[name], GenerationMode.NEGATIVE, check)
     assert num_cases >= _NUM_EXAMPLES
 
 

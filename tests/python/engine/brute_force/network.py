@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from brute_force.settings import LOGIT_ERROR
 
@@ -45,6 +44,9 @@ class Network:
     """Forwards over explicit rows, keys and masks."""
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        # Seconds of imports, which files that are only collected do not pay.
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
         self.model = Qwen3ForCausalLM(
             Qwen3Config(**{k: config[k] for k in _KEYS}, attn_implementation="sdpa")
         ).eval()
@@ -74,6 +76,8 @@ class Network:
             past: K and V of earlier positions, rotated already, in any order.
             embeddings: row -> embedding in the place of that of its token.
         """
+        from transformers import DynamicCache
+
         cache = DynamicCache()
         num_past = 0
         if past is not None:
