@@ -36,6 +36,7 @@ _ALONE = (
 _SLOW = (
     "cli/test_cli.py",
     "cli/test_pty.py",
+    "docs/test_metrics.py",
     "docs/test_readme.py",
     "docs/test_serving.py",
     "server/test_backend_process.py",

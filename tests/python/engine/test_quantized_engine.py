@@ -25,6 +25,7 @@ from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
 from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.quantized import FORMATS, Checked, rows_by_product
+from fixtures.quick import quick
 from tiny_gemma import TinyGemma
 
 ZOO = Path(__file__).parents[3] / "examples" / "zoo"
@@ -52,7 +53,7 @@ def test_none_changes_no_token() -> None:
         assert tokens(plain) == tokens(none)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", quick(SCHEMES, ["fp8_block", "int4"]))
 def test_products_are_those_of_dequantised_operands(scheme: str) -> None:
     with Diffulex("demo", device="cpu", quantization=scheme) as engine:
         found = tokens(engine)
@@ -265,6 +266,7 @@ def test_a_given_model_has_the_weights_that_are_named() -> None:
         assert other.config.model.quantization == "int8"
 
 
+@pytest.mark.slow
 def test_stacked_experts_answer_alike_alone_and_again(tmp_path) -> None:
     """A canvas model whose experts are int8, through its engine."""
     gemma = TinyGemma(tmp_path, "cpu", moe_intermediate_size=40)

@@ -26,6 +26,7 @@ from diffulex.engine.ranks.step_header import StepHeader
 from diffulex.runner.decode_graphs import max_graph_rows
 from fixtures.families import DENSE_FAMILIES, family_builder
 from fixtures.moe_families import moe_builder, moe_config
+from fixtures.quick import quick
 from fixtures.thread_ranks import Stable, thread_engine
 
 LIMITS: dict[str, Any] = {"max_model_len": 128, "num_pages": 64, "max_num_reqs": 2}
@@ -78,7 +79,7 @@ def compare(directory: Path, params: SamplingParams, sizes: Any = (), **settings
             one.check(engine)
 
 
-@pytest.mark.parametrize("name", DENSE_FAMILIES)
+@pytest.mark.parametrize("name", quick(DENSE_FAMILIES, ["sdar", "llada"]))
 def test_families_at_every_legal_size(directories: dict[str, Path], name: str) -> None:
     options = {"model_name": "diffucoder"} if name == "diffucoder" else {}
     compare(directories[name], GREEDY, **options)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from diffulex import SamplingParams
+from fixtures.quick import quick
 from fixtures.thread_ranks import Stable, thread_engine
 
 ZOO = Path(__file__).resolve().parents[3] / "examples" / "zoo"
@@ -41,12 +42,14 @@ def compare(name: str, count: int, **settings: Any) -> None:
         one.check(engine)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, ["d2f_llada", "edit_llada2", "diffusion_gemma"]))
 def test_three_ranks(name: str) -> None:
     compare(name, 3)
 
 
-@pytest.mark.parametrize("name", ["dmax_llada2", "edit_llada2", "diffusion_gemma"])
+@pytest.mark.parametrize(
+    "name", quick(["dmax_llada2", "edit_llada2", "diffusion_gemma"], ["edit_llada2"])
+)
 def test_three_ranks_that_share_experts_alone(name: str) -> None:
     compare(name, 2, tensor_parallel_size=1, expert_parallel_size=3)
 
