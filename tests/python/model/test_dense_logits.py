@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,15 +41,19 @@ def assert_equal_logits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 class Setup:
     def __init__(self, family: str, directory: Path, device: str = "cpu", **fields) -> None:
-        dtype = fields.pop("run_dtype", torch.float32)
+        self.device, self.dtype = device, fields.pop("run_dtype", torch.float32)
         self.builder = family_builder(family, **fields)
         self.tensors = self.builder.write(directory)
         name, self.spec, _ = detect(directory, family)
         assert name == self.spec.family == family
-        self.model = load_model(name, self.spec, directory, dtype, device)
-        rounded = {key: tensor.to(dtype) for key, tensor in self.tensors.items()}
+        self.model = load_model(name, self.spec, directory, self.dtype, device)
+        rounded = {key: tensor.to(self.dtype) for key, tensor in self.tensors.items()}
         self.oracle = DecoderOracle(family, self.builder.config, rounded)
-        self.runner = PagedRunner(self.model, BLOCK, device=device, dtype=dtype)
+        self.forget()
+
+    def forget(self) -> None:
+        """Gives the model pages that nobody wrote."""
+        self.runner = PagedRunner(self.model, BLOCK, device=self.device, dtype=self.dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +70,19 @@ def device(request) -> str:
     return request.param
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Callable[[str, str], Setup]:
+    """Setups by family and device: a checkpoint is written and loaded once."""
+    return functools.cache(
+        lambda family, device: Setup(family, tmp_path_factory.mktemp("model"), device)
+    )
+
+
 @pytest.fixture(params=DENSE_FAMILIES)
-def setup(request, tmp_path, device) -> Setup:
-    return Setup(request.param, tmp_path / "model", device)
+def setup(request, built, device) -> Setup:
+    found: Setup = built(request.param, device)
+    found.forget()
+    return found
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 45])
