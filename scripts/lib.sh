@@ -208,5 +208,5 @@ run_pytest() {
 }
 run_pytest_alone() { python -m pytest -m alone; }
 run_pytest_together() {
-  OMP_NUM_THREADS=1 python -m pytest -m "not alone" -n "$(num_jobs)" --dist loadfile
+  OMP_NUM_THREADS=1 python -m pytest -m "not alone" -n "$(num_jobs)" --dist loadfile --no-loadscope-reorder
 }

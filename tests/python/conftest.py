@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,6 +112,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             reason = f"needs two CUDA devices, torch sees {_num_cuda_devices()}"
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _put_slow_files_first(items)
+
+
+def _put_slow_files_first(items: list[pytest.Item]) -> None:
+    """Workers that take file after file end at about the same time: what they take last is short.
+
+    Needs `--no-loadscope-reorder`: pytest-xdist would put files of many tests first, quick ones mostly.
+    """
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow") is not None)
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
