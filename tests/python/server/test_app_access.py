@@ -244,9 +244,17 @@ def test_allowed_origins_and_programs_are_let_in(local):
     assert AppClient(create_app(FakeFrontend())).get("/v1/models").status_code == 200
 
 
+@pytest.fixture(scope="module")
+def of_all_operators():
+    """Clients of a server without allowed origins, and of one with."""
+    allowed = ("https://page",)
+    apps = create_app(FakeFrontend()), create_app(FakeFrontend(), allowed_origins=allowed)
+    return [AppClient(app) for app in apps]
+
+
 @pytest.mark.parametrize("path", ADMIN_PATHS)
-def test_operators_do_not_come_from_other_sites(path):
-    client = AppClient(create_app(FakeFrontend()))
+def test_operators_do_not_come_from_other_sites(path, of_all_operators):
+    client, with_origins = of_all_operators
     for address in (path, path + "/"):
         response = client.request("POST", address, headers={"Sec-Fetch-Site": "cross-site"})
         check_error(response, 403, "permission_error", "forbidden")
@@ -258,9 +266,8 @@ def test_operators_do_not_come_from_other_sites(path):
     same = {"Sec-Fetch-Site": "same-origin", "Host": "here", "Origin": "https://proxy"}
     for headers in (same, {"Host": "here", "Origin": "https://Here"}):
         assert client.request("POST", path, headers=headers).status_code != 403
-    client = AppClient(create_app(FakeFrontend(), allowed_origins=("https://page",)))
     headers = {"Host": "here", "Origin": "https://page"}
-    assert client.request("POST", path, headers=headers).status_code != 403
+    assert with_origins.request("POST", path, headers=headers).status_code != 403
 
 
 def test_origins(guarded):
