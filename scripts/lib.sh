@@ -64,6 +64,7 @@ has_gtest() {
     [ -e .deps/googletest/CMakeLists.txt ] || [ -e /usr/src/googletest/CMakeLists.txt ]
 }
 has_benchmark() { compiles benchmark/benchmark.h; }
+has_tokenizer_libraries() { compiles re2/re2.h && compiles pcre2posix.h; }
 has_python_venv() { "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; }
 has_python_headers() {
   "$PYTHON" -c 'import os, sys, sysconfig as s

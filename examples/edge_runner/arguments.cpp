@@ -19,6 +19,7 @@ Answers prompts with a program that `diffulex edge export` wrote. BUNDLE is its 
   --raw                  continue text as it is, without the template
   --ids IDS              the prompt as token ids, with commas or spaces between them; the answer is
                          ids as well. -: one prompt of ids a line of standard input
+  --tokenize             print the ids of prompts, a line each, that --ids takes; do not answer
   --max-tokens N         most generated tokens [512, or what fits]
   --max-nfe N            forwards of a request [no limit]
   --temperature X        0 is greedy [the bundle's]
@@ -80,6 +81,7 @@ std::vector<Flag> flags_of(RunArguments& arguments) {
       {"--prompt", "a text", set_prompt},
       {"--ids", "token ids, or -", set_ids},
       {"--raw", nullptr, truth(arguments.is_raw)},
+      {"--tokenize", nullptr, truth(arguments.only_tokenizes)},
       {"--max-tokens", "an integer", number(arguments.max_tokens)},
       {"--max-nfe", "an integer", number(arguments.max_nfe)},
       {"--temperature", "a number", number(arguments.temperature)},
@@ -109,6 +111,11 @@ Status check(const RunArguments& arguments) {
   }
   if (arguments.prompt && (arguments.token_ids || arguments.reads_ids)) {
     return make_error(StatusCode::kInvalidArgument, "--prompt: expected a text or --ids, got both");
+  }
+  if (arguments.only_tokenizes &&
+      (arguments.token_ids || arguments.reads_ids || arguments.is_json || arguments.has_stats)) {
+    return make_error(StatusCode::kInvalidArgument,
+                      "--tokenize: expected texts, got it with --ids, --json or --stats");
   }
   return {};
 }

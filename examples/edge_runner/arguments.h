@@ -18,6 +18,7 @@ struct RunArguments {
   std::optional<std::vector<int32_t>> token_ids;
   bool reads_ids = false;  // standard input: token ids, one prompt a line
   bool is_raw = false;
+  bool only_tokenizes = false;
   bool is_json = false;
   bool has_stats = false;
   bool has_help = false;

@@ -107,6 +107,10 @@ class Runner {
       DIFFULEX_RETURN_IF_ERROR(tokenizer.status());
       tokenizer_ = std::move(tokenizer).value();
     }
+    around_ = options.value().prompt;
+    if (arguments_.only_tokenizes) {
+      return {};
+    }
     Result<std::unique_ptr<EdgeModel>> model = load_executorch_model(program, arguments_.threads);
     DIFFULEX_RETURN_IF_ERROR(model.status());
     Result<std::unique_ptr<EdgeSession>> session =
@@ -189,21 +193,24 @@ class Runner {
   }
 
   [[nodiscard]] Status answer_text(const std::string& text) {
-    const EdgePrompt& around = session_->options().prompt;
     std::vector<int32_t> ids;
     std::string whole = text;
-    if (arguments_.is_raw || !around.has_template) {
-      ids = around.begin_token_ids;
-    } else if (around.before.empty() && around.after.empty()) {
+    if (arguments_.is_raw || !around_.has_template) {
+      ids = around_.begin_token_ids;
+    } else if (around_.before.empty() && around_.after.empty()) {
       return make_error(StatusCode::kUnsupported,
                         "prompt: expected a chat template that is text around the message, got "
                         "another one (use --raw or --ids)");
     } else {
-      whole = around.before + text + around.after;
+      whole = around_.before + text + around_.after;
     }
     const Result<std::vector<int32_t>> encoded = tokenizer_->encode(whole);
     DIFFULEX_RETURN_IF_ERROR(encoded.status());
     ids.insert(ids.end(), encoded.value().begin(), encoded.value().end());
+    if (arguments_.only_tokenizes) {
+      std::puts(joined(ids, " ").c_str());
+      return {};
+    }
     return answer(ids);
   }
 
@@ -276,6 +283,7 @@ class Runner {
   RunArguments arguments_;
   std::unique_ptr<EdgeTokenizer> tokenizer_;
   std::unique_ptr<EdgeSession> session_;
+  EdgePrompt around_;
   bool has_text_ = false;
   const Clock::time_point start_ = Clock::now();
   Moments moments_;

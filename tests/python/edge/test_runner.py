@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""diffulex-edge-run: answers of the engine over the same bundle, bad input, an interrupt."""
+"""diffulex-edge-run: answers and ids of the engine over the same bundle, bad input, an interrupt."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from diffulex import Diffulex, SamplingParams
+from diffulex.checkpoint.tokenizer import Tokenizer
 from fixtures.edge import DEMO, questions
 from fixtures.extras import need_extra
 
@@ -46,6 +47,18 @@ def runner() -> Path:
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
     return found[-1]
+
+
+@pytest.fixture(scope="session")
+def text_runner(runner, bundle) -> Path:
+    """The program, if it was built with the tokenizers library."""
+    result = run(runner, bundle("demo"), "--tokenize", "--prompt", "a")
+    if "expected a build with the tokenizers library" in result.stderr:
+        reason = "diffulex-edge-run takes no text: scripts/build_tokenizers.sh, then build it again"
+        if "edge" in os.environ.get("DIFFULEX_REQUIRE_EXTRAS", "").split(","):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    return runner
 
 
 def run(runner: Path, *arguments: Any, text: str = "") -> subprocess.CompletedProcess[str]:
@@ -160,6 +173,62 @@ def test_errors_are_one_line(runner, bundle, tmp_path):
         ([path, "--ids", " ".join(["1"] * 600)], "max_model_len"),
     ):
         result = run(runner, *arguments)
+        assert (result.returncode, result.stdout) == (2, ""), result.stderr
+        assert result.stderr.startswith("diffulex-edge-run: ")
+        assert result.stderr.count("\n") == 1
+        assert expected in result.stderr
+
+
+#: What byte-level vocabularies, their splits and the library below have trouble with.
+TEXTS = (
+    "!", "!?!?...---", "a!", "Don't we'll I'VE it's", "a  b   c\td", "   leading and trailing   ",
+    "x=1234567*3.14; if(a<b){return -1;}", "naïve café — “quotes” …", "日本語のテキスト 数字１２３",
+    "🙂👩\u200d👧 emoji", "مرحبا", "a\u0301 \u00bd \u2167 \u200b", "no\u00a0break and\u2003em",
+)  # fmt: skip
+
+
+def test_text_is_tokenised_as_in_python(text_runner, bundle):
+    tokenizer = Tokenizer.from_dir(bundle("demo"))
+    texts = [*TEXTS, *questions(DEMO, 100)]
+    raw = run(text_runner, bundle("demo"), "--tokenize", "--raw", text="\n".join(texts))
+    assert (raw.returncode, raw.stderr) == (0, "")
+    found = [[int(word) for word in line.split()] for line in raw.stdout.splitlines()]
+    assert found == [tokenizer.encode(text) for text in texts]
+    chat = run(text_runner, bundle("demo"), "--tokenize", text="\n".join(texts))
+    found = [[int(word) for word in line.split()] for line in chat.stdout.splitlines()]
+    assert found == [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts
+    ]
+
+
+def test_text_is_answered_as_by_the_engine(text_runner, bundle):
+    texts = questions(DEMO, NUM_PROBLEMS)
+    with Diffulex(str(bundle("demo"))) as engine:
+        params = SamplingParams(max_tokens=96)
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        expected = [engine.chat(chat, params, summary=False) for chat in chats]
+    flags = ["--max-tokens", 96, "--threads", 1]
+    result = run(text_runner, bundle("demo"), "--json", *flags, text="\n".join(texts))
+    assert (result.returncode, result.stderr) == (0, "")
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(answer["text"], answer["token_ids"]) for answer in found] == [
+        (answer.text, list(answer.token_ids)) for answer in expected
+    ]
+    one = run(text_runner, bundle("demo"), "--prompt", texts[0], *flags)
+    assert (one.returncode, one.stdout) == (0, expected[0].text + "\n")
+
+
+def test_wrong_texts_are_one_line(text_runner, bundle, tmp_path):
+    (tmp_path / "session.conf").write_bytes((bundle("demo") / "session.conf").read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    path = bundle("demo")
+    for arguments, expected in (
+        ([path, "--prompt", "word " * 600], "max_model_len"),
+        ([path, "--raw", "--prompt", ""], "expected at least one prompt token, got 0"),
+        ([tmp_path, "--prompt", "a"], "tokenizer.json: expected a byte-pair tokenizer"),
+        ([path, "--tokenize", "--ids", "1"], "--tokenize: expected texts"),
+    ):
+        result = run(text_runner, *arguments)
         assert (result.returncode, result.stdout) == (2, ""), result.stderr
         assert result.stderr.startswith("diffulex-edge-run: ")
         assert result.stderr.count("\n") == 1
