@@ -10,14 +10,17 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 from diffulex.checkpoint.auto_model import detect
 from diffulex.ops.acceptance import accept_mask_fill
 from diffulex.ops.sampling import AcceptRule, ConfidenceKind, token_stats
+from diffulex.quiet import quiet
 from diffulex_edge.backends import BACKENDS
 from diffulex_edge.exporter import load_decoder
 from diffulex_edge.model import EdgeProgram
 from diffulex_edge.program import PteProgram
+from diffulex_edge.quant import quantize_model
 from fixtures.edge import DEMO
 from fixtures.extras import need_extra
 
@@ -108,3 +111,40 @@ def test_a_step_is_the_model_and_hardly_the_sampling(program):
         )
 
     assert ratio(sample, call_over(program, rows)) < 0.25
+
+
+def lowered_products(decoder, path):
+    """The decoder's products of one width, as XNNPACK runs them, over the rows of a block."""
+    from executorch import exir
+    from executorch.extension.pybindings import portable_lib
+
+    class Products(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(
+                part for layer in decoder.layers[:2] for part in (layer.gate, layer.up)
+            )
+
+        def forward(self, x):
+            return tuple(part(x) for part in self.parts)
+
+    module = Products().eval()
+    x = torch.randn(BLOCK, module.parts[0].in_features)
+    with quiet():
+        exported = torch.export.export(module, (x,), strict=False)
+        partitioners = BACKENDS["xnnpack"].partitioners()
+        edge = exir.to_edge_transform_and_lower(exported, partitioner=partitioners)
+        path.write_bytes(edge.to_executorch().buffer)
+        portable_lib._unsafe_reset_threadpool(1)
+        program = portable_lib._load_for_executorch(str(path))
+    return lambda: program.forward((x,))
+
+
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+def test_quantised_products_take_less(tmp_path):
+    decoder = load_decoder(DEMO, detect(DEMO)[1], 64, BACKENDS["xnnpack"])
+    whole = lowered_products(decoder, tmp_path / "whole.pte")
+    small = lowered_products(quantize_model(decoder, "8da8w"), tmp_path / "small.pte")
+    assert ratio(small, whole) < 0.9
