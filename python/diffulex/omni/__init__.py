@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from diffulex.omni.registry import (
         AutoOmniPipeline,
         CfgBranches,
+        ImageInput,
         PipelineSpec,
         TeaCacheSpec,
         register_pipeline,
@@ -53,6 +54,7 @@ __all__ = [
     "DiffusionEngine",
     "DiffusionParallelConfig",
     "EngineDeadError",
+    "ImageInput",
     "MessageQueue",
     "ModelLoadError",
     "Omni",
@@ -103,6 +105,7 @@ _MODULES = {
     "registry": (
         "AutoOmniPipeline",
         "CfgBranches",
+        "ImageInput",
         "PipelineSpec",
         "TeaCacheSpec",
         "register_pipeline",

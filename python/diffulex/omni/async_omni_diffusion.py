@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,20 @@ class AsyncOmniDiffusion:
                 as the result follows; None: no previews.
             kwargs: as for `generate`.
         """
-        job = self._accept(make_request(prompt, kwargs), preview_every)
+        async with aclosing(self.start(prompt, preview_every=preview_every, **kwargs)) as events:
+            async for event in events:
+                yield event
+
+    def start(
+        self, prompt: str, *, preview_every: int | None = None, **kwargs: Any
+    ) -> AsyncGenerator[Progress | OmniRequestOutput, None]:
+        """As `generate_stream`, but the request is in line, or refused, when this returns.
+
+        What it returns has to be iterated, or the request stopped by `abort`.
+        """
+        return self._events(self._accept(make_request(prompt, kwargs), preview_every))
+
+    async def _events(self, job: _Job) -> AsyncGenerator[Progress | OmniRequestOutput, None]:
         try:
             while True:
                 event = await job.events.get()

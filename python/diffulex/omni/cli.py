@@ -41,6 +41,7 @@ from diffulex.omni.config_table import OMNI_CONFIG_TABLE
 from diffulex.omni.half_blocks import PicturePainter
 from diffulex.omni.mp4 import save_video
 from diffulex.omni.omni_diffusion import OmniDiffusion
+from diffulex.omni.pictures import read_picture
 from diffulex.omni.request import make_request
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ _FIELDS: dict[str, tuple[Any, str]] = {
     "num_inference_steps": (positive_integer, "denoising steps"),
     "guidance_scale": (number, "weight of the prompt; models with one guidance scale"),
     "true_cfg_scale": (number, "weight of the prompt; models with a branch for the negative one"),
+    "strength": (number, "how much of --image is given up, up to 1; models that go on from it"),
     "max_sequence_length": (positive_integer, "tokens of the prompt"),
     "seed": (integer, "of the first picture, the next ones count on [drawn]"),
 }
@@ -134,6 +136,13 @@ def _build_parser() -> Parser:
         type=_frames_a_second,
         default=_DEFAULT_FPS,
         help="frames of a second of a video [16]",
+    )
+    generate.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a picture to change, for models that do it; may be given more than once",
     )
     generate.add_argument("-n", type=positive_integer, default=1, help="pictures [1]")
     for name, (kind, text) in _FIELDS.items():
@@ -308,7 +317,10 @@ def _engine_kwargs(options: argparse.Namespace) -> dict[str, Any]:
 def _generate(options: argparse.Namespace) -> int:
     kwargs = _engine_kwargs(options)
     fields = {name: getattr(options, name) for name in _FIELDS}
-    request = make_request(options.prompt, {**fields, "num_outputs_per_prompt": options.n})
+    most = OmniDiffusionConfig.from_kwargs(**kwargs).engine.max_pixels
+    pictures = [read_picture(path, f"--image {path}", most) for path in options.image]
+    more = {"num_outputs_per_prompt": options.n, "pil_image": pictures or None}
+    request = make_request(options.prompt, {**fields, **more})
     target = _checked_target(options.output)
     with OmniDiffusion(**kwargs) as engine:
         is_video = engine.engine.spec.media == "video"

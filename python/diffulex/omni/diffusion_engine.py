@@ -12,6 +12,7 @@ from diffulex.config.key import unknown_key
 from diffulex.omni.errors import RequestError, UnsupportedFeatureError
 from diffulex.omni.loader import find_model, load_pipeline
 from diffulex.omni.outputs import OmniRequestOutput
+from diffulex.omni.pictures import size_like, steps_run
 from diffulex.omni.request import MODEL_FIELDS, OmniDiffusionRequest
 from diffulex.omni.scheduler import Scheduler
 from diffulex.omni.support import check_cache, check_kernels, check_parallel
@@ -96,6 +97,14 @@ class DiffusionEngine:
         """Pixels that height and width are multiples of."""
         return self._facts.size_multiple
 
+    def check(self, request: OmniDiffusionRequest) -> None:
+        """Compares a request with the model, as far as it takes no tokenizer; from any thread.
+
+        Raises:
+            RequestError: it does not fit.
+        """
+        self._resolve(request)
+
     def step(
         self, requests: Sequence[OmniDiffusionRequest], on_step: OnStep | None = None
     ) -> list[OmniRequestOutput]:
@@ -110,6 +119,9 @@ class DiffusionEngine:
         if self.spec.pre_process is not None:
             requests = self.spec.pre_process(requests)
         resolved = [self._resolve(request) for request in requests]
+        for item in resolved:
+            self._check_length("prompt", item.request.prompt, item.values)
+            self._check_length("negative_prompt", item.negative_prompt or "", item.values)
         calls, owners = self._make_calls(resolved)
         prepared = time.perf_counter()
         images: list[list[Any]] = [[] for _ in requests]
@@ -193,6 +205,7 @@ class DiffusionEngine:
 
     def _resolve(self, request: OmniDiffusionRequest) -> _Resolved:
         values = {}
+        defaults = {**self._defaults, **self._picture_size(request)}
         for name in MODEL_FIELDS:
             given = getattr(request, name)
             if given is not None and name not in self._defaults:
@@ -200,7 +213,7 @@ class DiffusionEngine:
                 raise RequestError(
                     f"{name}: expected one of {fields} for {self.spec.name}, got {given}"
                 )
-            value = self._defaults.get(name) if given is None else given
+            value = defaults.get(name) if given is None else given
             if value is not None:
                 values[name] = value
         self._check_values(values)
@@ -211,8 +224,6 @@ class DiffusionEngine:
                 )
                 raise RequestError(f"extra: {text}; {self.spec.name} takes {self._shown_extra()}")
         negative_prompt = self._negative_prompt(request, values)
-        self._check_length("prompt", request.prompt, values)
-        self._check_length("negative_prompt", negative_prompt or "", values)
         return _Resolved(
             request,
             request.sample_seeds(),
@@ -220,6 +231,20 @@ class DiffusionEngine:
             values,
             request.output_type or self.config.engine.output_type,
         )
+
+    def _picture_size(self, request: OmniDiffusionRequest) -> dict[str, int]:
+        """Height and width that follow from the first picture when the request says none of them."""
+        takes, pictures = self.spec.image_input, request.pictures
+        least, most = (0, 0) if takes is None else (takes.least, takes.most)
+        if not least <= len(pictures) <= most:
+            expected = f"{least}" if least == most else f"{least} to {most}"
+            raise RequestError(
+                f"pil_image: expected {expected} pictures for {self.spec.name}, got {len(pictures)}"
+            )
+        if takes is None or not pictures or request.height or request.width:
+            return {}
+        area = self._defaults["height"] * self._defaults["width"]
+        return size_like(pictures[0].size, area, takes.side_multiple, self.size_multiple)
 
     def _check_length(self, name: str, prompt: str, values: dict[str, Any]) -> None:
         if self.spec.prompt_tokens is None:
@@ -238,6 +263,10 @@ class DiffusionEngine:
         if steps < least:
             raise RequestError(
                 f"num_inference_steps: expected at least {least} for the model's schedule, got {steps}"
+            )
+        if steps_run(steps, values.get("strength")) < 1:
+            raise RequestError(
+                f"strength: expected at least 1 step of {steps} to be run, got {values['strength']:g}"
             )
         multiple = self._facts.size_multiple
         for name in ("height", "width"):
@@ -280,7 +309,9 @@ class DiffusionEngine:
         def shared(sample: _Sample) -> str:
             item = resolved[sample.owner]
             has_negative = item.negative_prompt is not None
-            return repr((item.values, item.output_type, dict(item.request.extra), has_negative))
+            pictures = [id(picture) for picture in item.request.pictures]
+            settings = (item.values, item.output_type, dict(item.request.extra))
+            return repr((settings, has_negative, pictures))
 
         calls, owners = [], []
         size, replicas = self.config.engine.max_batch_size, self.config.parallel.data_parallel_size
@@ -290,8 +321,11 @@ class DiffusionEngine:
             share = list(islice(parts, least + (replica < more)))
             for _, run in groupby(share, key=shared):
                 group = list(run)
-                for start in range(0, len(group), size):
-                    batch = group[start : start + size]
+                # Pipelines draw the noise of a picture's code from the first generator alone.
+                has_pictures = resolved[group[0].owner].request.pictures
+                most = 1 if has_pictures else size
+                for start in range(0, len(group), most):
+                    batch = group[start : start + most]
                     calls.append(_make_call(batch, resolved, replica))
                     owners.append(tuple(sample.owner for sample in batch))
         return calls, owners
@@ -338,5 +372,6 @@ def _make_call(
         num_inference_steps=values.pop("num_inference_steps"),
         output_type=item.output_type,
         arguments={**values, **item.request.extra},
+        pictures=item.request.pictures,
         replica=replica,
     )

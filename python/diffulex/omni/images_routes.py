@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images API of OpenAI over the image engine: pictures, and previews as they are drawn."""
+"""The images API of OpenAI over the image engine: pictures, and previews as they are drawn.
+
+Edits take the same fields, in a form with the pictures.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import base64
 import io
 import time
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,18 +23,28 @@ from diffulex.omni.errors import (
     OmniError,
     QueueFull,
     RequestAborted,
+    RequestError,
     RequestTimeout,
     WorkerDeadError,
 )
+from diffulex.omni.forms import read_form
 from diffulex.omni.images_metrics import ImagesMetrics
 from diffulex.omni.outputs import OmniRequestOutput
+from diffulex.omni.pictures import read_picture
 from diffulex.omni.request import MAX_SEED
 from diffulex.server.http.api_errors import ApiError
 from diffulex.server.http.disconnect import ClientLeftError, run_while_connected
 from diffulex.server.http.json_response import JSONBody
 from diffulex.server.http.sse import DONE, EventStream, sse
 
-__all__ = ["ImageRequest", "create_images_router"]
+__all__ = [
+    "EditRequest",
+    "ImageRequest",
+    "as_failure",
+    "check_model",
+    "create_images_router",
+    "parse_size",
+]
 
 logger = get_logger(__name__)
 
@@ -40,6 +53,7 @@ _MAX_SIZE_DIGITS = 6
 _MAX_STEPS = 200
 _SCALE = Field(default=None, ge=0, le=20)
 _CLIENT_CLOSED = 499
+_FORM_BODY = {"required": True, "content": {"multipart/form-data": {"schema": {"type": "object"}}}}
 #: What an error of the engine means for its client; the first that fits.
 _STATUS: tuple[tuple[type[BaseException], int], ...] = (
     (QueueFull, 429),
@@ -95,24 +109,58 @@ class ImageRequest(BaseModel):
             "seed",
         )
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.size not in (None, "auto"):
-            width, separator, height = str(self.size).partition("x")
-            is_number = all(
-                part.isascii() and part.isdecimal() and len(part) <= _MAX_SIZE_DIGITS
-                for part in (width, height)
-            )
-            if not (separator and is_number and int(width) and int(height)):
-                raise ApiError(
-                    400, f"size: expected WIDTHxHEIGHT or auto, got {self.size!r}", param="size"
-                )
-            given |= {"width": int(width), "height": int(height)}
+        given |= parse_size(self.size)
         return {**given, "num_outputs_per_prompt": self.n, "output_type": "pil"}
+
+
+class EditRequest(ImageRequest):
+    """Fields of a form for edits, beside the pictures."""
+
+    strength: float | None = Field(default=None, gt=0, le=1)
+
+    def fields(self) -> dict[str, Any]:
+        given = super().fields()
+        return given if self.strength is None else {**given, "strength": self.strength}
+
+
+def parse_size(size: str | None) -> dict[str, int]:
+    """`width` and `height` of WIDTHxHEIGHT; of auto and None nothing.
+
+    Raises:
+        ApiError: it is none of these.
+    """
+    if size is None or size == "auto":
+        return {}
+    width, separator, height = size.partition("x")
+    is_number = all(
+        part.isascii() and part.isdecimal() and len(part) <= _MAX_SIZE_DIGITS
+        for part in (width, height)
+    )
+    if not (separator and is_number and int(width) and int(height)):
+        raise ApiError(400, f"size: expected WIDTHxHEIGHT or auto, got {size!r}", param="size")
+    return {"width": int(width), "height": int(height)}
+
+
+def check_model(model: str | None, served_names: tuple[str, ...]) -> None:
+    """Raises ApiError 404 where a request names another model."""
+    if model is not None and model not in served_names:
+        names = ", ".join(served_names)
+        message = f"model: expected one of {names}, got {model!r}"
+        raise ApiError(404, message, code="model_not_found", param="model")
+
+
+class _Draw(NamedTuple):
+    """A request on its way to the engine. `kind`: of the events of its stream."""
+
+    body: ImageRequest
+    fields: dict[str, Any]
+    kind: str
 
 
 def create_images_router(
     engine: AsyncOmniDiffusion, served_names: tuple[str, ...], metrics: ImagesMetrics
 ) -> APIRouter:
-    """`/v1/images/generations` over an engine.
+    """`/v1/images/generations` and `/v1/images/edits` over an engine.
 
     Args:
         engine: draws images.
@@ -124,54 +172,91 @@ def create_images_router(
     @router.post("/v1/images/generations")
     async def generate(body: ImageRequest, request: Request) -> Response:
         """Draws a prompt; with `stream` its previews come as events."""
-        if body.model is not None and body.model not in served_names:
-            names = ", ".join(served_names)
-            message = f"model: expected one of {names}, got {body.model!r}"
-            raise ApiError(404, message, code="model_not_found", param="model")
-        is_stream = bool(body.stream)
-        if not is_stream and (body.partial_images or body.diffulex.preview_every):
-            message = "partial_images: expected stream true with previews, got false"
-            raise ApiError(400, message, param="partial_images")
-        if is_stream and body.n > 1:
-            raise ApiError(400, f"n: expected 1 with stream, got {body.n}", param="n")
-        if is_stream:
-            return await _stream(engine, body, request, metrics)
-        try:
-            output = await run_while_connected(
-                request.receive, lambda _: engine.generate(body.prompt, **body.fields())
-            )
-        except ClientLeftError:
-            metrics.failed(_CLIENT_CLOSED)
-            return Response(status_code=_CLIENT_CLOSED)
-        except Exception as error:
-            raise _failure(error, metrics) from error
-        metrics.succeeded(output)
-        data = await asyncio.to_thread(
-            lambda: [_encode(image, body.output_format) for image in output.images]
-        )
-        return JSONBody(
-            {
-                "created": int(time.time()),
-                "data": [{"b64_json": text} for text in data],
-                "output_format": body.output_format,
-                "size": _size(output),
-                "diffulex": dict(output.metrics),
-            }
-        )
+        check_model(body.model, served_names)
+        draw = _Draw(body, body.fields(), "image_generation")
+        return await _answer(engine, draw, request, metrics)
+
+    @router.post("/v1/images/edits", openapi_extra={"requestBody": _FORM_BODY})
+    async def edit(request: Request) -> Response:
+        """Changes pictures as a prompt says; with `stream` its previews come as events."""
+        body, pictures = await _read_edit(engine, request, metrics)
+        check_model(body.model, served_names)
+        draw = _Draw(body, {**body.fields(), "pil_image": pictures}, "image_edit")
+        return await _answer(engine, draw, request, metrics)
 
     return router
 
 
+async def _read_edit(
+    engine: AsyncOmniDiffusion, request: Request, metrics: ImagesMetrics
+) -> tuple[EditRequest, list[Any]]:
+    """The fields and the pictures of a form."""
+    takes = engine.engine.spec.image_input
+    if takes is None:
+        name = engine.engine.spec.name
+        raise ApiError(400, f"edits: expected a pipeline that changes pictures, got {name}")
+    body, files = await read_form(request, EditRequest, {"image": takes.most})
+    most = engine.config.engine.max_pixels
+
+    def read() -> list[Any]:
+        return [read_picture(data, "image", most) for data in files.get("image", ())]
+
+    try:
+        pictures = await asyncio.to_thread(read)
+    except RequestError as error:
+        raise as_failure(error, metrics) from error
+    if not pictures:
+        raise ApiError(400, "image: expected a picture, got none", param="image")
+    return body, pictures
+
+
+async def _answer(
+    engine: AsyncOmniDiffusion, draw: _Draw, request: Request, metrics: ImagesMetrics
+) -> Response:
+    """The images, in one piece or as a stream."""
+    body = draw.body
+    is_stream = bool(body.stream)
+    if not is_stream and (body.partial_images or body.diffulex.preview_every):
+        message = "partial_images: expected stream true with previews, got false"
+        raise ApiError(400, message, param="partial_images")
+    if is_stream and body.n > 1:
+        raise ApiError(400, f"n: expected 1 with stream, got {body.n}", param="n")
+    if is_stream:
+        return await _stream(engine, draw, request, metrics)
+    try:
+        output = await run_while_connected(
+            request.receive, lambda _: engine.generate(body.prompt, **draw.fields)
+        )
+    except ClientLeftError:
+        metrics.failed(_CLIENT_CLOSED)
+        return Response(status_code=_CLIENT_CLOSED)
+    except Exception as error:
+        raise as_failure(error, metrics) from error
+    metrics.succeeded(output)
+    data = await asyncio.to_thread(
+        lambda: [_encode(image, body.output_format) for image in output.images]
+    )
+    return JSONBody(
+        {
+            "created": int(time.time()),
+            "data": [{"b64_json": text} for text in data],
+            "output_format": body.output_format,
+            "size": _size(output),
+            "diffulex": dict(output.metrics),
+        }
+    )
+
+
 async def _stream(
-    engine: AsyncOmniDiffusion, body: ImageRequest, request: Request, metrics: ImagesMetrics
+    engine: AsyncOmniDiffusion, draw: _Draw, request: Request, metrics: ImagesMetrics
 ) -> Response:
     """The events; what fails before the first step is an ordinary answer."""
-    fields = body.fields()
+    body = draw.body
     num_steps = body.num_inference_steps or engine.engine.defaults["num_inference_steps"]
     every, most = body.diffulex.preview_every, None
     if every is None and body.partial_images:
         every, most = -(-num_steps // (body.partial_images + 1)), body.partial_images
-    events = engine.generate_stream(body.prompt, preview_every=every, **fields)
+    events = engine.generate_stream(body.prompt, preview_every=every, **draw.fields)
 
     async def first_event(_: Any) -> Progress | OmniRequestOutput:
         return await anext(events)
@@ -182,8 +267,8 @@ async def _stream(
         metrics.failed(_CLIENT_CLOSED)
         return Response(status_code=_CLIENT_CLOSED)
     except Exception as error:
-        raise _failure(error, metrics) from error
-    frames = _frames(first, events, body, most, metrics)
+        raise as_failure(error, metrics) from error
+    frames = _frames(first, events, draw, most, metrics)
 
     def count(is_sent: bool) -> None:
         if not is_sent:
@@ -195,34 +280,34 @@ async def _stream(
 async def _frames(
     first: Progress | OmniRequestOutput,
     events: AsyncGenerator[Progress | OmniRequestOutput, None],
-    body: ImageRequest,
+    draw: _Draw,
     most: int | None,
     metrics: ImagesMetrics,
 ) -> AsyncGenerator[bytes, None]:
-    number = 0
-    common = {"background": "opaque", "quality": "auto", "output_format": body.output_format}
+    number, output_format = 0, draw.body.output_format
+    common = {"background": "opaque", "quality": "auto", "output_format": output_format}
     try:
         event: Progress | OmniRequestOutput | None = first
         while event is not None:
             if isinstance(event, OmniRequestOutput):
-                picture, kind = event.images[0], "image_generation.completed"
+                picture, kind = event.images[0], f"{draw.kind}.completed"
                 more: dict[str, Any] = {"diffulex": dict(event.metrics)}
                 metrics.succeeded(event)
             elif event.previews and (most is None or number < most):
-                picture, kind = event.previews[0], "image_generation.partial_image"
+                picture, kind = event.previews[0], f"{draw.kind}.partial_image"
                 steps = {"step": event.step, "num_steps": event.num_steps}
                 more = {"partial_image_index": number, "diffulex": steps}
                 number += 1
             else:
                 event = await anext(events, None)
                 continue
-            text = await asyncio.to_thread(_encode, picture, body.output_format)
+            text = await asyncio.to_thread(_encode, picture, output_format)
             size = "x".join(map(str, picture.size))
             shown = {"type": kind, "b64_json": text, "created_at": int(time.time()), "size": size}
             yield sse({**shown, **common, **more}, event=kind)
             event = await anext(events, None)
     except Exception as error:
-        yield sse(_failure(error, metrics).body(), event="error")
+        yield sse(as_failure(error, metrics).body(), event="error")
     finally:
         # A client that has left takes its request along.
         await events.aclose()
@@ -240,7 +325,8 @@ def _size(output: OmniRequestOutput) -> str:
     return f"{output.metrics['width']}x{output.metrics['height']}"
 
 
-def _failure(error: Exception, metrics: ImagesMetrics) -> ApiError:
+def as_failure(error: Exception, metrics: ImagesMetrics) -> ApiError:
+    """What an error of the engine is for its client; it is counted."""
     failure = _as_api_error(error)
     metrics.failed(failure.status)
     return failure

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from diffulex.errors import ConfigError
 from diffulex.log import get_logger
 from diffulex.omni._diffusers_compat import import_diffusers
 from diffulex.omni.attention.selector import DEFAULT_ATTENTION, make_kernel
@@ -83,7 +85,9 @@ def find_model(config: OmniDiffusionConfig) -> FoundModel:
     name = config.model.model_class_name or index.get("_class_name")
     if not isinstance(name, str):
         raise ModelLoadError(f"{directory / _INDEX}: expected a class of diffusers, got {name!r}")
-    return FoundModel(directory, index, name, find_pipeline(name))
+    spec = find_pipeline(name)
+    _check_packages(spec)
+    return FoundModel(directory, index, name, spec)
 
 
 def load_pipeline(config: OmniDiffusionConfig) -> LoadedPipeline:
@@ -125,6 +129,12 @@ def load_pipeline(config: OmniDiffusionConfig) -> LoadedPipeline:
     kernel = make_kernel(config.kernels)
     attention = None if config.kernels.attention_backend == DEFAULT_ATTENTION else kernel
     return LoadedPipeline(pipeline, spec, defaults, device, backend, attention)
+
+
+def _check_packages(spec: PipelineSpec) -> None:
+    for package in spec.packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{spec.name}: expected the package {package}, got none")
 
 
 def cache_settings(config: DiffusionCacheConfig, found: FoundModel) -> DiffusionCacheConfig:

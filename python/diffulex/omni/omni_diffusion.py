@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import ConfigError
 from diffulex.omni.config import OmniDiffusionConfig
 from diffulex.omni.diffusion_engine import DiffusionEngine
 from diffulex.omni.errors import RequestError
+from diffulex.omni.pictures import read_picture
 from diffulex.omni.request import make_request
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ class OmniDiffusion:
             prompt: a text or a list of texts.
             on_step: called after every denoising step; returning False stops all of it.
             kwargs: fields of `OmniDiffusionRequest`, for every prompt. `negative_prompt` may be a
-                list as long as the prompts.
+                list as long as the prompts; `image_path`, a file or a list of them, stands for
+                `pil_image`.
 
         Raises:
             RequestError: a prompt or a field is not legal for this model.
@@ -70,6 +73,10 @@ class OmniDiffusion:
             raise RequestError(f"prompt: expected a text or a list of texts, got {prompt!r}")
         if "request_id" in kwargs and len(prompts) != 1:
             raise RequestError("request_id: expected one prompt with it, got several")
+        if "image_path" in kwargs:
+            if kwargs.get("pil_image") is not None:
+                raise RequestError("image_path: expected no pil_image beside it, got both")
+            kwargs["pil_image"] = self.read_pictures(kwargs.pop("image_path"))
         negatives = kwargs.pop("negative_prompt", None)
         if not isinstance(negatives, (list, tuple)):
             negatives = [negatives] * len(prompts)
@@ -82,6 +89,16 @@ class OmniDiffusion:
             for text, negative in zip(prompts, negatives)
         ]
         return self.generate_requests(requests, on_step=on_step)
+
+    def read_pictures(self, paths: str | Path | Sequence[str | Path]) -> list[Any]:
+        """Files as `pil_image` of a request.
+
+        Raises:
+            RequestError: one of them is no picture, or is larger than `max_pixels`.
+        """
+        given = [paths] if isinstance(paths, (str, Path)) else paths
+        most = self.config.engine.max_pixels
+        return [read_picture(path, f"image {path}", most) for path in given]
 
     def generate_requests(
         self, requests: Sequence[OmniDiffusionRequest], *, on_step: OnStep | None = None

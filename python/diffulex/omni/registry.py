@@ -21,6 +21,7 @@ __all__ = [
     "AutoOmniPipeline",
     "CfgBranches",
     "Guidance",
+    "ImageInput",
     "PipelineSpec",
     "TeaCacheSpec",
     "find_pipeline",
@@ -77,6 +78,22 @@ class TeaCacheSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageInput:
+    """Pictures that a pipeline takes beside the prompt.
+
+    Attributes:
+        least, most: how many of a request.
+        side_multiple: height and width that follow from the first picture are rounded to it.
+        arguments: (height, width) -> further arguments of the call, which the engine sets itself.
+    """
+
+    least: int = 1
+    most: int = 1
+    side_multiple: int = 1
+    arguments: Callable[[int, int], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineSpec:
     """What the engine has to know about a pipeline class of diffusers.
 
@@ -102,6 +119,8 @@ class PipelineSpec:
         cfg: how two ranks can share the branches of guidance; None: they cannot.
         block_lists: attribute names of a transformer's lists of blocks, in their order.
         tea_cache: what TeaCache compares; None: the pipeline cannot have it.
+        image_input: which pictures it takes; None: none.
+        packages: that its components import beside those of the extra.
         pre_process: replaces the requests before they are checked.
         post_process: replaces a request's list of images.
     """
@@ -124,6 +143,8 @@ class PipelineSpec:
     cfg: CfgBranches | None = None
     block_lists: tuple[str, ...] = ()
     tea_cache: TeaCacheSpec | None = None
+    image_input: ImageInput | None = None
+    packages: tuple[str, ...] = ()
     pre_process: (
         Callable[[Sequence[OmniDiffusionRequest]], Sequence[OmniDiffusionRequest]] | None
     ) = None
@@ -139,7 +160,12 @@ def _class_name(config: Any) -> str:
 AutoOmniPipeline: Registry[PipelineSpec] = Registry(
     "AutoOmniPipeline",
     {
+        "FluxImg2ImgPipeline": "diffulex.omni.models.edits:FLUX_IMG2IMG",
+        "FluxKontextPipeline": "diffulex.omni.models.edits:FLUX_KONTEXT",
         "FluxPipeline": "diffulex.omni.models.flux:SPEC",
+        "QwenImageEditPipeline": "diffulex.omni.models.edits:QWEN_EDIT",
+        "QwenImageEditPlusPipeline": "diffulex.omni.models.edits:QWEN_EDIT_PLUS",
+        "QwenImageImg2ImgPipeline": "diffulex.omni.models.edits:QWEN_IMG2IMG",
         "QwenImagePipeline": "diffulex.omni.models.qwen_image:SPEC",
         "StableDiffusion3Pipeline": "diffulex.omni.models.stable_diffusion_3:SPEC",
         "WanPipeline": "diffulex.omni.models.wan:SPEC",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ MODEL_FIELDS = (
     "guidance_scale",
     "guidance_scale_2",
     "true_cfg_scale",
+    "strength",
     "max_sequence_length",
 )
 
@@ -51,6 +53,8 @@ class OmniDiffusionRequest:
         num_outputs_per_prompt: images of the prompt, 1 to 64.
         seed: image j is drawn with `(seed + j) % 2**63`; None: drawn, see the result's metrics.
         seeds: one seed per image, instead of `seed`.
+        pil_image: a picture of PIL, or a list of them, for pipelines that change pictures.
+        strength: how much of the picture is given up, above 0 and up to 1; 1: all of it.
         output_type: pil, np ([H, W, 3] float32), pt ([3, H, W] float32) or latent.
         extra: further arguments of the pipeline's call, by name.
     """
@@ -67,6 +71,8 @@ class OmniDiffusionRequest:
     num_outputs_per_prompt: int = 1
     seed: int | None = None
     seeds: tuple[int, ...] | None = None
+    pil_image: Any = None
+    strength: float | None = None
     max_sequence_length: int | None = None
     output_type: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -88,17 +94,28 @@ class OmniDiffusionRequest:
             ("num_outputs_per_prompt", MAX_OUTPUTS),
         ):
             _check_count(name, getattr(self, name), high)
-        for name in ("guidance_scale", "guidance_scale_2", "true_cfg_scale"):
+        for name in ("guidance_scale", "guidance_scale_2", "true_cfg_scale", "strength"):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (is_number and math.isfinite(value) and value >= 0):
                 raise RequestError(f"{name}: expected a number >= 0, got {value!r}")
+        if self.strength is not None and not 0 < self.strength <= 1:
+            raise RequestError(f"strength: expected a number in (0, 1], got {self.strength!r}")
+        _check_pictures(self.pictures)
         if self.output_type is not None and self.output_type not in OUTPUT_TYPES:
             kinds = ", ".join(OUTPUT_TYPES)
             raise RequestError(f"output_type: expected one of {kinds}, got {self.output_type!r}")
         if not isinstance(self.extra, Mapping):
             raise RequestError(f"extra: expected a mapping, got {self.extra!r}")
         _check_seeds(self)
+
+    @property
+    def pictures(self) -> tuple[Any, ...]:
+        """What `pil_image` holds; none: empty."""
+        given = self.pil_image
+        if given is None:
+            return ()
+        return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
     def sample_seeds(self) -> tuple[int, ...]:
         """One seed per image; draws the first one when the request has none."""
@@ -127,6 +144,14 @@ def _check_prompts(request: OmniDiffusionRequest) -> None:
         raise RequestError(f"prompt: expected some text, got {request.prompt!r}")
     if request.negative_prompt is not None and not isinstance(request.negative_prompt, str):
         raise RequestError(f"negative_prompt: expected text, got {request.negative_prompt!r}")
+
+
+def _check_pictures(pictures: tuple[Any, ...]) -> None:
+    for picture in pictures:
+        # One that was made has imported what it is.
+        images = sys.modules.get("PIL.Image")
+        if images is None or not isinstance(picture, images.Image):
+            raise RequestError(f"pil_image: expected pictures of PIL, got {picture!r:.100}")
 
 
 def _check_count(name: str, value: object, high: int | None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`diffulex omni serve`: an image model behind HTTP."""
+"""`diffulex omni serve`: a model of images or videos behind HTTP."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion
 from diffulex.omni.config import OmniDiffusionConfig, default_model_dir
-from diffulex.omni.errors import UnsupportedFeatureError
 from diffulex.omni.images_metrics import ImagesMetrics
 from diffulex.omni.images_routes import create_images_router
 from diffulex.omni.loader import find_model
+from diffulex.omni.videos_routes import VideoJobs, create_videos_router
 from diffulex.server.http.api_errors import install_error_handlers
 from diffulex.server.http.json_response import JSONBody
 from diffulex.server.http.middleware import (
@@ -39,7 +39,10 @@ from diffulex.server.ui import IMAGES_PAGE, mount_ui
 
 __all__ = ["ServeOptions", "create_images_app", "serve"]
 
-_MAX_BODY_BYTES = 1 << 20
+#: Without pictures, and with them.
+_MAX_BODY_BYTES, _MAX_FORM_BYTES = 1 << 20, 50 << 20
+#: Paths that read forms.
+_FORMS = ("/v1/images/edits", "/v1/videos")
 _OPEN_PATHS = ("/health", "/metrics", "/", "/ui")
 #: Beside the weights of a model that draws the captions of shapes.
 _SHAPES_RECORD = "shapes.json"
@@ -62,21 +65,28 @@ class ServeOptions(NamedTuple):
 
 
 def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> FastAPI:
-    """The application over an engine, which it closes at its end."""
+    """The application over an engine of images or videos, which it closes at its end."""
     names = options.served_names or (_model_name(engine),)
     created = int(time.time())
     metrics = ImagesMetrics(engine)
+    spec = engine.engine.spec
+    videos = VideoJobs(engine, metrics) if spec.media == "video" else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
             yield
         finally:
+            if videos is not None:
+                await videos.close()
             await engine.close()
 
     app = FastAPI(title="Diffulex images", docs_url=None, redoc_url=None, lifespan=lifespan)
     install_error_handlers(app)
-    app.include_router(create_images_router(engine, names, metrics))
+    if videos is None:
+        app.include_router(create_images_router(engine, names, metrics))
+    else:
+        app.include_router(create_videos_router(engine, names, videos))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -108,8 +118,10 @@ def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> Fast
         """Prometheus text."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    mount_ui(app, IMAGES_PAGE)
-    _add_middleware(app, options)
+    needs_picture = spec.image_input is not None and spec.image_input.least > 0
+    if videos is None and not needs_picture:
+        mount_ui(app, IMAGES_PAGE)
+    _add_middleware(app, options, _MAX_BODY_BYTES if spec.image_input is None else _MAX_FORM_BYTES)
     return app
 
 
@@ -120,6 +132,7 @@ def _describe(engine: AsyncOmniDiffusion, name: str) -> dict[str, Any]:
         "model": name,
         "pipeline": spec.name,
         "media": spec.media,
+        "edits": spec.image_input is not None,
         "device": engine.engine.device,
         "defaults": engine.engine.defaults,
         "guidance": spec.guidance.argument,
@@ -133,16 +146,16 @@ def _describe(engine: AsyncOmniDiffusion, name: str) -> dict[str, Any]:
     }
 
 
-def _add_middleware(app: FastAPI, options: ServeOptions) -> None:
+def _add_middleware(app: FastAPI, options: ServeOptions, max_bytes: int) -> None:
     """What is added last comes first."""
-    app.add_middleware(JSONOnly)
+    app.add_middleware(JSONOnly, forms=_FORMS)
     # Without keys, pages of other sites must not reach a server of this machine.
     is_local = is_loopback(options.host) and not options.api_keys
     hosts = (LOCALHOST,) if is_local else ()
-    app.add_middleware(LocalOnly, hosts=hosts, origins=(), admin_paths=())
+    app.add_middleware(LocalOnly, hosts=hosts, origins=(), admin_paths=_FORMS)
     if options.api_keys:
         app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=set(_OPEN_PATHS))
-    app.add_middleware(BodyLimit, max_bytes=lambda: _MAX_BODY_BYTES)
+    app.add_middleware(BodyLimit, max_bytes=lambda: max_bytes)
     app.add_middleware(Recorder, metrics=None, generating=(), log_requests="none")
     app.add_middleware(Canonical)
 
@@ -157,14 +170,9 @@ def _model_name(engine: AsyncOmniDiffusion) -> str:
 def serve(engine_kwargs: dict[str, Any], options: ServeOptions) -> int:
     """Loads the model and serves it until SIGINT or SIGTERM; returns the exit code.
 
-    Raises: as `OmniDiffusion`, UnsupportedFeatureError: the model draws videos, and OSError: the
-    address cannot be listened on.
+    Raises: as `OmniDiffusion`, and OSError: the address cannot be listened on.
     """
-    spec = find_model(OmniDiffusionConfig.from_kwargs(**engine_kwargs)).spec
-    if spec.media != "image":
-        raise UnsupportedFeatureError(
-            f"omni serve: expected a pipeline for images, got {spec.name}"
-        )
+    media = find_model(OmniDiffusionConfig.from_kwargs(**engine_kwargs)).spec.media
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # Before the model is loaded: an address in use should be answered at once.
     listener = socket.create_server((options.host, options.port), family=family)
@@ -176,7 +184,7 @@ def serve(engine_kwargs: dict[str, Any], options: ServeOptions) -> int:
             timeout_graceful_shutdown=max(1, int(options.drain_s)),
         )
         port = listener.getsockname()[1]
-        print(f"serving images on http://{options.host}:{port}", file=sys.stderr, flush=True)
+        print(f"serving {media}s on http://{options.host}:{port}", file=sys.stderr, flush=True)
         server = _Server(config)
         asyncio.run(server.serve(sockets=[listener]))
     finally:

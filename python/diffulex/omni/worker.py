@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 __all__ = ["DrawnCall", "OnStep", "PipelineCall", "PipelineFacts", "StepEvent", "Worker"]
 
 #: Arguments of the pipelines that the engine sets itself, or that would bypass seeds and batches.
-_OWN_ARGUMENTS = ("self", "prompt", "negative_prompt", "generator", "latents", "output_type")
+_OWN_ARGUMENTS = (
+    "self",
+    "prompt",
+    "negative_prompt",
+    "generator",
+    "latents",
+    "output_type",
+    "max_area",
+)
 _OWN_PARTS = ("embeds", "callback", "num_images", "num_videos", "return_dict", "image")
 
 
@@ -50,6 +58,7 @@ class PipelineCall:
     Attributes:
         request_ids: request of each image.
         arguments: the pipeline's further keyword arguments.
+        pictures: that are changed, for every image the same.
         replica: who draws it.
     """
 
@@ -62,6 +71,7 @@ class PipelineCall:
     num_inference_steps: int
     output_type: str
     arguments: Mapping[str, Any]
+    pictures: tuple[Any, ...] = ()
     replica: int = 0
 
 
@@ -184,6 +194,11 @@ class Worker:
         arguments = dict(call.arguments)
         if call.negative_prompts is not None:
             arguments["negative_prompt"] = list(call.negative_prompts)
+        if call.pictures:
+            several = list(call.pictures)
+            arguments["image"] = several if len(several) > 1 else several[0]
+        if self.spec.image_input is not None and self.spec.image_input.arguments is not None:
+            arguments |= self.spec.image_input.arguments(call.height, call.width)
         for hook in self._cfg_hooks:
             hook.reset_state(None)
             hook.is_active = call.negative_prompts is not None
@@ -274,7 +289,7 @@ class _Watcher:
             self._call.request_ids,
             step + 1,
             # Schedulers of a higher order take more steps than the request asks for.
-            len(pipeline.scheduler.timesteps),
+            len(pipeline.scheduler.timesteps) - self._first_step(),
             self._number,
             self._num_calls,
             lambda: self._decode(step, before, latents),
@@ -285,6 +300,10 @@ class _Watcher:
             self.is_stopped = True
             pipeline._interrupt = True
         return {}
+
+    def _first_step(self) -> int:
+        """Steps of the schedule that are left out, as its noise has been added to a picture."""
+        return getattr(self._worker.pipeline.scheduler, "begin_index", None) or 0
 
     def _decode(self, step: int, before: Any, latents: Any) -> list[Any]:
         import torch  # noqa: PLC0415
@@ -297,7 +316,8 @@ class _Watcher:
         sigmas = getattr(pipeline.scheduler, "sigmas", None)
         if before is not None and sigmas is not None:
             # Along a straight path the result is where this step's direction leads at sigma 0.
-            now, after = float(sigmas[step]), float(sigmas[step + 1])
+            place = self._first_step() + step
+            now, after = float(sigmas[place]), float(sigmas[place + 1])
             latents = latents - after * (latents - before) / (after - now)
         with torch.inference_mode():
             decoded = spec.decode(pipeline, latents, self._call.height, self._call.width)

@@ -23,7 +23,6 @@ from fixtures.extras import need_extra
 need_extra("omni", "diffusers", "accelerate", "PIL")
 pytest.importorskip("fastapi", reason="pip install 'diffulex[serve]'")
 
-import httpx  # noqa: E402
 import openai  # noqa: E402
 from PIL import Image  # noqa: E402
 
@@ -31,6 +30,7 @@ from diffulex.errors import ConfigError  # noqa: E402
 from diffulex.omni import AsyncOmniDiffusion, OmniDiffusion, WorkerDeadError  # noqa: E402
 from diffulex.omni.serve import ServeOptions, create_images_app  # noqa: E402
 from diffulex.tools.cli import main  # noqa: E402
+from fixtures.omni_http import WAIT_S, ask  # noqa: E402
 
 PATH = "/v1/images/generations"
 SMALL = {
@@ -40,7 +40,6 @@ SMALL = {
     "num_inference_steps": 4,
     "true_cfg_scale": 1,
 }
-WAIT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +48,6 @@ def model(tiny, tmp_path_factory):
     defaults = {"height": 64, "width": 64, "num_inference_steps": 4, "true_cfg_scale": 1.0}
     (path / "generation_config.json").write_text(json.dumps({"diffulex": defaults}))
     return path
-
-
-def ask(model, body, options=None, headers=None, **keywords):
-    """Runs `body(client, engine)` with a client of an application over a new engine."""
-
-    async def whole():
-        engine = AsyncOmniDiffusion(model=str(model), **keywords)
-        app = create_images_app(engine, options or ServeOptions())
-        transport = httpx.ASGITransport(app)
-        try:
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://localhost", headers=headers
-            ) as client:
-                return await asyncio.wait_for(body(client, engine), WAIT_S)
-        finally:
-            await engine.close()
-
-    return asyncio.run(whole())
 
 
 def picture(text):

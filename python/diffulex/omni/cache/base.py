@@ -261,7 +261,9 @@ class _Place(NamedTuple):
 
     def course(self) -> Course:
         """The steps it is called at; the pipeline has set its schedule."""
-        timesteps = self.pipeline.scheduler.timesteps
+        scheduler = self.pipeline.scheduler
+        # The first ones are left out where the noise of theirs has been added to a picture.
+        timesteps = scheduler.timesteps[getattr(scheduler, "begin_index", None) or 0 :]
         total = len(timesteps)
         ratio = self.pipeline.config.get("boundary_ratio")
         if ratio is None or len(self.spec.transformers) == 1:

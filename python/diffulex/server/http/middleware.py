@@ -315,10 +315,16 @@ class ApiKeys:
 
 
 class JSONOnly:
-    """Answers 415 to a body of another type."""
+    """Answers 415 to a body of another type.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Args:
+        forms: paths that read `multipart/form-data` as well. Browsers send it to other sites unasked:
+            such paths are also for `LocalOnly.admin_paths`.
+    """
+
+    def __init__(self, app: ASGIApp, forms: Collection[str] = ()) -> None:
         self._app = app
+        self._forms = forms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
@@ -329,6 +335,9 @@ class JSONOnly:
         if kind == "application/json" or (
             kind.startswith("application/") and kind.endswith("+json")
         ):
+            await self._app(scope, receive, send)
+            return
+        if kind == "multipart/form-data" and route_path(scope) in self._forms:
             await self._app(scope, receive, send)
             return
         message = f"Content-Type: expected application/json, got {kind or 'none'!r}"

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures that come in: read from files and uploads, and the sizes that follow from them."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+from diffulex.omni.errors import RequestError
+
+__all__ = ["read_picture", "size_like", "steps_run"]
+
+_FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+def read_picture(source: str | Path | bytes, name: str, max_pixels: int) -> Any:
+    """A PIL image, RGB, upright.
+
+    Args:
+        source: a file, or its content.
+        name: of it, for errors.
+        max_pixels: its size is looked at before anything is decoded.
+
+    Raises:
+        RequestError: it is no PNG, JPEG or WebP file, cannot be read, or is larger.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError  # noqa: PLC0415 (of the extra)
+
+    kinds = "expected a readable PNG, JPEG or WebP file"
+    try:
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height > max_pixels:
+                raise RequestError(
+                    f"{name}: expected at most {max_pixels} pixels (max_pixels), got {width}x{height}"
+                )
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except RequestError:
+        raise
+    except UnidentifiedImageError:
+        raise RequestError(f"{name}: {kinds}, got another") from None
+    except Image.DecompressionBombError as error:
+        raise RequestError(f"{name}: expected at most {max_pixels} pixels, got {error}") from None
+    # Decoders of broken files raise nearly anything.
+    except Exception as error:
+        raise RequestError(f"{name}: {kinds}, got {error}") from error
+
+
+def size_like(
+    size: tuple[int, int], area: int, side_multiple: int, multiple: int
+) -> dict[str, int]:
+    """Height and width of the shape of a picture and about an area, in pixels.
+
+    Args:
+        size: width and height of the picture.
+        area: of the result.
+        side_multiple: what the sides are rounded to first.
+        multiple: what they are a multiple of in the end, at least once.
+    """
+    ratio = size[0] / size[1]
+    sides = {"height": math.sqrt(area / ratio), "width": math.sqrt(area * ratio)}
+    rounded = {name: round(side / side_multiple) * side_multiple for name, side in sides.items()}
+    return {name: max(1, side // multiple) * multiple for name, side in rounded.items()}
+
+
+def steps_run(num_steps: int, strength: float | None) -> int:
+    """How many of the denoising steps are left for a picture that was made noisy up to `strength`."""
+    if strength is None:
+        return num_steps
+    return num_steps - int(max(num_steps - min(num_steps * strength, num_steps), 0))

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The videos API of OpenAI over the engine: jobs that are started, looked at, downloaded and deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion, Progress
+from diffulex.omni.forms import read_form
+from diffulex.omni.images_metrics import ImagesMetrics
+from diffulex.omni.images_routes import as_failure, check_model, parse_size
+from diffulex.omni.mp4 import save_video
+from diffulex.omni.outputs import OmniRequestOutput
+from diffulex.omni.request import MAX_SEED, make_request
+from diffulex.server.http.api_errors import CLIENT_CLOSED, ApiError
+from diffulex.server.http.json_response import JSONBody
+
+__all__ = ["VideoJobs", "VideoRequest", "create_videos_router"]
+
+_MAX_FRAMES = 1025
+_MAX_STEPS = 200
+_SCALE = Field(default=None, ge=0, le=20)
+#: Finished videos that are kept, and for how long.
+_MAX_KEPT, _KEPT_S = 32, 3600
+
+
+class VideoRequest(BaseModel):
+    """Fields of a request for a video; what is left open takes the model's default."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompt: str = Field(min_length=1, max_length=32_000)
+    model: str | None = None
+    size: str | None = Field(default=None, description="WIDTHxHEIGHT, or auto.")
+    seconds: float | None = Field(default=None, gt=0, le=600)
+    fps: float = Field(default=16, ge=1, le=120)
+    num_frames: int | None = Field(default=None, ge=1, le=_MAX_FRAMES)
+    negative_prompt: str | None = None
+    num_inference_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS)
+    guidance_scale: Annotated[float | None, _SCALE] = None
+    guidance_scale_2: Annotated[float | None, _SCALE] = None
+    seed: int | None = Field(default=None, ge=0, lt=MAX_SEED)
+
+    def fields(self, frame_multiple: int) -> dict[str, Any]:
+        """Fields of the engine's request.
+
+        Args:
+            frame_multiple: a video has a multiple of it plus 1 frames; `seconds` is rounded to that.
+
+        Raises:
+            ApiError: the size is none, or the video is too long.
+        """
+        own = {"prompt", "model", "size", "seconds", "fps"}
+        given = self.model_dump(exclude=own, exclude_none=True)
+        if self.seconds is not None:
+            if self.num_frames is not None:
+                raise ApiError(
+                    400, "seconds: expected no num_frames with it, got both", param="seconds"
+                )
+            frames = round(self.seconds * self.fps / frame_multiple) * frame_multiple + 1
+            if frames > _MAX_FRAMES:
+                message = f"seconds: expected at most {_MAX_FRAMES} frames, got {frames}"
+                raise ApiError(400, message, param="seconds")
+            given["num_frames"] = frames
+        return {**given, **parse_size(self.size), "output_type": "pil"}
+
+
+@dataclass(eq=False)
+class _Job:
+    """A video, before, while and after it is drawn."""
+
+    body: VideoRequest
+    values: dict[str, Any]
+    id: str = field(default_factory=lambda: f"video_{secrets.token_hex(12)}")
+    created_at: int = field(default_factory=lambda: int(time.time()))
+    status: Literal["queued", "in_progress", "completed", "failed"] = "queued"
+    progress: int = 0
+    completed_at: int | None = None
+    error: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in ("completed", "failed")
+
+    def shown(self, model: str) -> dict[str, Any]:
+        """The object of the API."""
+        values, ended = self.values, self.completed_at
+        return {
+            "id": self.id,
+            "object": "video",
+            "created_at": self.created_at,
+            "completed_at": ended,
+            "expires_at": None if ended is None else ended + _KEPT_S,
+            "status": self.status,
+            "progress": self.progress,
+            "model": self.body.model or model,
+            "prompt": self.body.prompt,
+            "seconds": f"{values['num_frames'] / self.body.fps:g}",
+            "size": f"{values['width']}x{values['height']}",
+            "error": self.error,
+            "remixed_from_video_id": None,
+            "diffulex": self.metrics,
+        }
+
+
+class VideoJobs:
+    """The videos of a server; their files are in a directory of its own, which `close` removes."""
+
+    def __init__(self, engine: AsyncOmniDiffusion, metrics: ImagesMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._directory = tempfile.TemporaryDirectory(prefix="diffulex-videos-")
+        self._jobs: dict[str, _Job] = {}
+
+    def start(self, body: VideoRequest) -> _Job:
+        """Puts a request in line.
+
+        Raises:
+            ApiError: it does not fit the model, or too many wait.
+        """
+        engine = self._engine.engine
+        fields = body.fields(engine.spec.frame_multiple)
+        job = _Job(body, {**engine.defaults, **fields})
+        try:
+            engine.check(make_request(body.prompt, fields))
+            events = self._engine.start(body.prompt, request_id=job.id, **fields)
+        except Exception as error:
+            raise as_failure(error, self._metrics) from error
+        self._forget()
+        self._jobs[job.id] = job
+        job.task = asyncio.create_task(self._draw(job, events))
+        return job
+
+    def all(self) -> list[_Job]:
+        """The oldest first."""
+        self._forget()
+        return list(self._jobs.values())
+
+    def get(self, video_id: str) -> _Job:
+        """Raises ApiError 404 where there is none."""
+        self._forget()
+        if video_id not in self._jobs:
+            raise ApiError(404, f"video: expected a known one, got {video_id!r}", param="video_id")
+        return self._jobs[video_id]
+
+    def path(self, job: _Job) -> Path:
+        """Its file, once it is completed."""
+        return Path(self._directory.name, f"{job.id}.mp4")
+
+    async def remove(self, video_id: str) -> None:
+        """Stops a video that is not over, and forgets it. Raises: as `get`."""
+        job = self.get(video_id)
+        del self._jobs[video_id]
+        await self._stop(job)
+        self.path(job).unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        """Stops all and removes their files. May be called again."""
+        for job in self._jobs.values():
+            await self._stop(job)
+        self._jobs.clear()
+        self._directory.cleanup()
+
+    async def _stop(self, job: _Job) -> None:
+        assert job.task is not None
+        if not job.is_over:
+            self._metrics.failed(CLIENT_CLOSED)
+            # Also of a task that has not begun yet, which would not do it itself.
+            await self._engine.abort(job.id)
+        job.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await job.task
+
+    def _forget(self) -> None:
+        """Those that are too old or too many."""
+        over = [job for job in self._jobs.values() if job.is_over]
+        now = time.time()
+        for number, job in enumerate(over):
+            is_old = job.completed_at is not None and job.completed_at + _KEPT_S <= now
+            if is_old or number < len(over) - _MAX_KEPT:
+                del self._jobs[job.id]
+                self.path(job).unlink(missing_ok=True)
+
+    async def _draw(
+        self, job: _Job, events: AsyncGenerator[Progress | OmniRequestOutput, None]
+    ) -> None:
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, Progress):
+                        job.status = "in_progress"
+                        job.progress = min(99, 100 * event.step // event.num_steps)
+                        continue
+                    frames, path = event.images[0], self.path(job)
+                    await asyncio.to_thread(save_video, path, frames, job.body.fps)
+                    self._metrics.succeeded(event)
+                    job.metrics = dict(event.metrics)
+            job.status, job.progress = "completed", 100
+        except Exception as error:
+            failure = as_failure(error, self._metrics)
+            job.error = {"code": failure.body()["error"]["code"], "message": str(failure)}
+            job.status = "failed"
+        job.completed_at = int(time.time())
+
+
+def create_videos_router(
+    engine: AsyncOmniDiffusion, served_names: tuple[str, ...], jobs: VideoJobs
+) -> APIRouter:
+    """`/v1/videos` over an engine.
+
+    Args:
+        engine: draws videos.
+        served_names: what `model` may be.
+        jobs: keeps them.
+    """
+    router = APIRouter()
+
+    @router.post("/v1/videos", openapi_extra={"requestBody": _body_schema()})
+    async def create(request: Request) -> Response:
+        """Starts a video; a form, as clients of OpenAI send it, or JSON."""
+        kind = request.headers.get("content-type", "")
+        if kind.partition(";")[0].strip().lower() == "multipart/form-data":
+            body, _ = await read_form(request, VideoRequest, {})
+        else:
+            body = await _read_json(request)
+        check_model(body.model, served_names)
+        return JSONBody(jobs.start(body).shown(served_names[0]))
+
+    @router.get("/v1/videos")
+    async def list_all(
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """The videos that are kept."""
+        found = jobs.all()
+        if order == "desc":
+            found.reverse()
+        if after is not None:
+            found = found[found.index(jobs.get(after)) + 1 :]
+        data = [job.shown(served_names[0]) for job in found[:limit]]
+        ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+        return JSONBody({"object": "list", "data": data, "has_more": len(found) > limit, **ids})
+
+    @router.get("/v1/videos/{video_id}")
+    async def retrieve(video_id: str) -> Response:
+        """How far a video is."""
+        return JSONBody(jobs.get(video_id).shown(served_names[0]))
+
+    @router.delete("/v1/videos/{video_id}")
+    async def delete(video_id: str) -> Response:
+        """Stops a video, or forgets a finished one."""
+        await jobs.remove(video_id)
+        return JSONBody({"id": video_id, "object": "video.deleted", "deleted": True})
+
+    @router.get("/v1/videos/{video_id}/content")
+    async def content(video_id: str, variant: Literal["video"] = "video") -> Response:
+        """The file of a completed video."""
+        job = jobs.get(video_id)
+        if job.status != "completed":
+            raise ApiError(409, f"video: expected a completed one, got one that is {job.status}")
+        return FileResponse(jobs.path(job), media_type="video/mp4", filename=f"{job.id}.mp4")
+
+    return router
+
+
+def _body_schema() -> dict[str, Any]:
+    kinds = ("application/json", "multipart/form-data")
+    schema = VideoRequest.model_json_schema()
+    return {"required": True, "content": {kind: {"schema": schema} for kind in kinds}}
+
+
+async def _read_json(request: Request) -> VideoRequest:
+    try:
+        return VideoRequest.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits over HTTP: what the client of OpenAI gets, limits of uploads, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+
+import numpy as np
+import pytest
+
+from fixtures.extras import need_extra
+
+need_extra("omni", "diffusers", "accelerate", "PIL")
+pytest.importorskip("fastapi", reason="pip install 'diffulex[serve]'")
+
+import openai  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from diffulex.omni import OmniDiffusion  # noqa: E402
+from diffulex.omni import serve as omni_serve  # noqa: E402
+from fixtures.omni_http import ask  # noqa: E402
+
+PATH = "/v1/images/edits"
+FIELDS = {"prompt": "a cat", "size": "64x48", "seed": "1", "num_inference_steps": "4"}
+
+
+def png(width=40, height=30, kind="PNG"):
+    """A file."""
+    pixels = np.linspace(0, 255, width * height * 3, dtype=np.uint8).reshape(height, width, 3)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
+
+
+def pixels(text):
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"))
+
+
+def test_the_client_of_openai_gets_edits_and_previews(tiny):
+    fields = {"height": 48, "width": 64, "num_inference_steps": 4, "strength": 0.8}
+    with (
+        Image.open(io.BytesIO(png())) as opened,
+        OmniDiffusion(model=str(tiny("flux_img2img"))) as engine,
+    ):
+        (plain,) = engine.generate(
+            "a cat", **fields, seed=1, num_outputs_per_prompt=2, pil_image=opened
+        )
+
+    async def body(http, _engine):
+        client = openai.AsyncOpenAI(api_key="-", base_url="http://localhost/v1", http_client=http)
+        call = {"prompt": "a cat", "size": "64x48"}
+        more = {"seed": 1, "num_inference_steps": 4, "strength": 0.8}
+        answer = await client.images.edit(image=io.BytesIO(png()), n=2, **call, extra_body=more)
+        stream = await client.images.edit(
+            image=[png()],
+            stream=True,
+            partial_images=1,
+            output_format="webp",
+            **call,
+            extra_body=more,
+        )
+        return answer, [event async for event in stream]
+
+    answer, events = ask(tiny("flux_img2img"), body)
+    assert answer.size == "64x48"
+    assert answer.model_extra["diffulex"]["seeds"] == [1, 2]
+    for item, expected in zip(answer.data, plain.images, strict=True):
+        assert np.array_equal(pixels(item.b64_json), np.asarray(expected))
+    kinds = [event.type for event in events]
+    assert kinds == ["image_edit.partial_image", "image_edit.completed"]
+    assert events[0].diffulex == {"step": 2, "num_steps": 4}
+
+
+def test_what_is_refused(tiny, monkeypatch):
+    # A body may be as large as this, with its fields.
+    monkeypatch.setattr(omni_serve, "_MAX_FORM_BYTES", 20_000)
+    cases = [
+        ({"data": FIELDS}, 415, "Content-Type: expected application/json, got"),
+        ({"json": FIELDS}, 415, "Content-Type: expected multipart/form-data, got"),
+        ({"files": {"other": png()}}, 400, "other: expected no file, got 1"),
+        ({"files": {"image": b"GIF89a"}}, 400, "image: expected a readable PNG, JPEG or WebP"),
+        ({"files": {"image": png()[:70]}}, 400, "image: expected a readable PNG, JPEG or WebP"),
+        (
+            {"files": {"image": png(101, 50)}},
+            400,
+            "image: expected at most 5000 pixels (max_pixels)",
+        ),
+        ({"files": {"image": png(), "mask": png()}}, 400, "mask: expected no file, got 1"),
+        (
+            {"files": [("image[]", png()), ("image[]", png())]},
+            400,
+            "image: expected at most 1 files",
+        ),
+        ({"files": {"note": (None, "1")}}, 400, "note: "),
+        ({"files": {"image": png(), "strength": (None, "2")}}, 400, "strength: "),
+        ({"files": {"image": png(), "stream": (None, "so")}}, 400, "stream: "),
+        ({"files": {"image": png(), "n": (None, "11")}}, 400, "n: "),
+        ({"files": {"image": png(), "model": (None, "other")}}, 404, "model: expected one of"),
+        ({"files": {"seed": (None, "2")}}, 400, "seed: expected it once, got it again"),
+        ({"files": {"background": (None, "auto")}}, 400, "image: expected a picture, got none"),
+        ({"files": {"image": b"x" * 30_000}}, 413, "body: expected at most 20000 bytes"),
+    ]
+
+    async def body(client, engine):
+        found = []
+        for case, _, _ in cases:
+            fields = {} if "json" in case else {"data": FIELDS}
+            found.append(await client.post(PATH, **{**fields, **case}))
+        headers = {"Sec-Fetch-Site": "cross-site"}
+        other = await client.post(PATH, data=FIELDS, files={"image": png()}, headers=headers)
+        return found, other, await client.get("/health"), engine.num_waiting
+
+    found, other, health, waiting = ask(tiny("flux_img2img"), body, max_pixels=5000)
+    for (case, status, expected), answer in zip(cases, found, strict=True):
+        assert answer.status_code == status, (case, answer.text)
+        message = answer.json()["error"]["message"]
+        assert message.startswith(expected), message
+        assert "\n" not in message
+    assert other.status_code == 403
+    assert (health.status_code, waiting) == (200, 0)
+
+
+def test_other_pipelines_refuse_edits(tiny):
+    async def body(client, _engine):
+        answer = await client.post(PATH, data=FIELDS, files={"image": png()})
+        facts = await client.get("/server_info")
+        page = await client.get("/")
+        return answer, facts.json()["edits"], page.status_code
+
+    answer, edits, page = ask(tiny("flux"), body)
+    assert answer.status_code == 400
+    expected = "edits: expected a pipeline that changes pictures, got FluxPipeline"
+    assert answer.json()["error"]["message"] == expected
+    assert (edits, page) == (False, 307)
+
+
+def test_a_pipeline_of_edits_needs_a_picture_and_a_client_may_leave(tiny):
+    async def body(client, engine):
+        plain = await client.post("/v1/images/generations", json={"prompt": "a cat"})
+        page = await client.get("/ui")
+        fields = {**FIELDS, "num_inference_steps": "200", "strength": "1"}
+        task = asyncio.create_task(client.post(PATH, data=fields, files={"image": png()}))
+        while engine._current is None:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        while engine._live:
+            await asyncio.sleep(0.01)
+        return plain, page.status_code
+
+    plain, page = ask(tiny("flux_img2img"), body)
+    assert plain.status_code == 400
+    expected = "pil_image: expected 1 pictures for FluxImg2ImgPipeline, got 0"
+    assert plain.json()["error"]["message"] == expected
+    assert page == 404
