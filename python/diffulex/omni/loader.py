@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from safetensors import SafetensorError
+
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger
 from diffulex.omni._diffusers_compat import import_diffusers
@@ -20,6 +22,7 @@ from diffulex.omni.config import default_model_dir
 from diffulex.omni.errors import ModelLoadError, RequestError, UnsupportedFeatureError
 from diffulex.omni.registry import find_pipeline
 from diffulex.omni.request import make_request
+from diffulex.omni.stage_loader import drop_foreign, load_stage
 
 if TYPE_CHECKING:
     from diffulex.omni.attention.kernels import AttentionKernel
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from diffulex.omni.config import OmniDiffusionConfig
     from diffulex.omni.config_table import DiffusionCacheConfig, KernelConfig, MemoryConfig
     from diffulex.omni.registry import PipelineSpec
+    from diffulex.omni.stage_loader import Stage
 
 __all__ = [
     "FoundModel",
@@ -90,8 +94,12 @@ def find_model(config: OmniDiffusionConfig) -> FoundModel:
     return FoundModel(directory, index, name, spec)
 
 
-def load_pipeline(config: OmniDiffusionConfig) -> LoadedPipeline:
+def load_pipeline(config: OmniDiffusionConfig, stage: Stage | None = None) -> LoadedPipeline:
     """Loads what the configuration names.
+
+    Args:
+        config: of the engine.
+        stage: which blocks of the transformers this process keeps; None: all.
 
     Raises:
         ConfigError: a package is missing, or the pipeline cannot do what is configured.
@@ -104,8 +112,11 @@ def load_pipeline(config: OmniDiffusionConfig) -> LoadedPipeline:
     start = time.perf_counter()
     device = resolve_device(config.model.device)
     dtypes = _Dtypes(config.model.dtype, device, spec)
+    stages = dict.fromkeys(spec.transformers, stage)
     modules = {
-        component: _load_module(config, directory, component, entry, dtypes)
+        component: _load_module(
+            config, found, component, entry, dtypes.of(component), stages.get(component)
+        )
         for component, entry in index.items()
         if _is_module(entry)
     }
@@ -282,26 +293,37 @@ def _class_of(entry: list[str]) -> Any:
 
 
 def _load_module(
-    config: OmniDiffusionConfig, directory: Path, component: str, entry: list[str], dtypes: _Dtypes
+    config: OmniDiffusionConfig,
+    found: FoundModel,
+    component: str,
+    entry: list[str],
+    dtype: Any,
+    stage: Stage | None,
 ) -> Any:
-    """One network with all of its tensors, in evaluation mode."""
-    cls, library, dtype = _class_of(entry), entry[0], dtypes.of(component)
-    where = directory / component
+    """One network with all tensors of its stage, in evaluation mode."""
+    cls, library = _class_of(entry), entry[0]
+    where, lists = found.directory / component, found.spec.block_lists
     if not (where / "config.json").is_file():
         raise ModelLoadError(f"model: expected the file {where / 'config.json'}, got none")
     try:
         if config.model.load_format == "dummy":
             module = _dummy(cls, library, where).to(dtype)
+            if stage is not None:
+                drop_foreign(module, lists, stage)
+        elif stage is not None:
+            module, info = load_stage(cls, where, dtype, lists, stage)
+            _check_complete(where, info)
         else:
             module, info = cls.from_pretrained(
                 where, output_loading_info=True, use_safetensors=True, dtype=dtype
             )
             _check_complete(where, info)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         if isinstance(error, ModelLoadError):
             raise
         raise ModelLoadError(f"{where}: expected complete weights, got {error}") from error
-    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+    whole = stage is None
+    if whole and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         raise ModelLoadError(f"{where}: expected every tensor to have data, got a meta tensor")
     return module.eval().requires_grad_(False)
 
@@ -351,7 +373,8 @@ def _place(
     for name, module in modules.items():
         kind, is_offloaded = kinds.get(name, ("", False))
         if not is_offloaded:
-            module.to(device)
+            # What another rank has stays without data.
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
             continue
         apply_group_offloading(
             module,

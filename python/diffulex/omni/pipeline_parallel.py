@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that each keep a part of the blocks of a transformer: the same pictures, no speed.
 
-They need less memory once the model is loaded: until then every device has the whole of it.
+They need less memory: what other ranks have is not even read, see `stage_loader`.
 Every rank runs what is around the blocks. A block runs on the rank that has it; the others pass its
 inputs through. Where the next block is another rank's, the streams are sent to it, and what the last
 block of a list gives is sent to all.
@@ -15,27 +15,22 @@ import torch
 import torch.distributed as dist
 
 from diffulex.omni._diffusers_compat import block_layout, model_hook, register_hook
+from diffulex.omni.stage_loader import stage_of
 
 if TYPE_CHECKING:
     from diffulex.omni._diffusers_compat import BlockLayout
     from diffulex.omni.groups import RankGroups
     from diffulex.omni.registry import PipelineSpec
 
-__all__ = ["attach", "stage_of"]
+__all__ = ["attach"]
 
 _NAME = "diffulex_stage"
 _ModelHook: Any = model_hook()
 
 
-def stage_of(block: int, num_blocks: int, num_stages: int) -> int:
-    """Which stage has a block: the last one whose first block is not after it."""
-    return max(s for s in range(num_stages) if num_blocks * s // num_stages <= block)
-
-
 def attach(pipeline: Any, spec: PipelineSpec, groups: RankGroups) -> None:
-    """Registers hooks on all blocks and releases the weights of those that other ranks have."""
+    """Registers hooks on all blocks; the weights of those that other ranks have are not needed."""
     ranks = groups.ranks("pp")
-    own = ranks.index(groups.rank)
     for name in spec.transformers:
         transformer = getattr(pipeline, name, None)
         if transformer is None:
@@ -45,8 +40,6 @@ def attach(pipeline: Any, spec: PipelineSpec, groups: RankGroups) -> None:
             stages = [stage_of(number, len(blocks), len(ranks)) for number in range(len(blocks))]
             for number, block in enumerate(blocks):
                 layout = block_layout(block)
-                if stages[number] != own:
-                    block.to("meta")
                 following = stages[number + 1] if number + 1 < len(blocks) else None
                 hook = _StageHook(layout, groups, stages[number], following)
                 register_hook(block, hook, _NAME)

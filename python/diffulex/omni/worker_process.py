@@ -76,6 +76,7 @@ def _make_worker(settings: Mapping[str, Any]) -> tuple[Worker, RankGroups]:
     from diffulex.omni.config import OmniDiffusionConfig  # noqa: PLC0415
     from diffulex.omni.groups import RankGroups  # noqa: PLC0415
     from diffulex.omni.loader import load_pipeline  # noqa: PLC0415
+    from diffulex.omni.stage_loader import Stage  # noqa: PLC0415
 
     torch.set_num_threads(int(get_text("OMP_NUM_THREADS")))
     config = OmniDiffusionConfig.from_kwargs(**settings["config"])
@@ -86,7 +87,11 @@ def _make_worker(settings: Mapping[str, Any]) -> tuple[Worker, RankGroups]:
     store = Path(settings["handle"][0]) / "store"
     timeout_s = config.engine.dist_timeout_s
     groups = RankGroups(config.parallel.grid, settings["rank"], store, device, timeout_s)
-    return Worker(load_pipeline(config), groups), groups
+    stage = None
+    if groups.group("pp") is not None:
+        stages = groups.ranks("pp")
+        stage = Stage(stages.index(groups.rank), len(stages))
+    return Worker(load_pipeline(config, stage), groups), groups
 
 
 def _watch_parent(parent: int, directory: str) -> None:

@@ -358,7 +358,7 @@ def test_directories_that_are_no_models(tiny, tmp_path):
     with pytest.raises(ModelLoadError, match="expected readable JSON"):
         OmniDiffusion(model=str(tmp_path))
     index.write_text('{"_class_name": "KandinskyPipeline"}')
-    with pytest.raises(UnsupportedModelError, match="expected one of .*FluxPipeline"):
+    with pytest.raises(UnsupportedModelError, match=r"expected one of .*FluxPipeline"):
         OmniDiffusion(model=str(tmp_path))
     index.write_text('{"_class_name": ["mine", "MyPipeline"]}')
     with pytest.raises(ModelLoadError, match="expected a class of diffusers"):

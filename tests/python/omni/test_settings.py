@@ -199,7 +199,7 @@ def test_errors_have_their_place_in_the_tree():
     assert issubclass(ModelLoadError, CheckpointError)
     assert issubclass(UnsupportedModelError, ConfigError)
     with pytest.raises(
-        UnsupportedModelError, match="expected one of .*FluxPipeline, .*QwenImagePipeline"
+        UnsupportedModelError, match=r"expected one of .*FluxPipeline, .*QwenImagePipeline"
     ):
         find_pipeline("StableCascadePipeline")
 
