@@ -4,7 +4,8 @@
     python benchmarks/python/omni_shapes.py --out build/wan_1_3b --time --steps 8
 
 writes a directory for `--load-format dummy` (Wan 2.1 T2V 1.3B: transformer and VAE as published; the text
-encoder has one layer of the published width). `--time` loads it, as the engine does, and calls the
+encoder has one layer of the published width; with `--tiny` everything is narrow, which only shows the
+way). `--time` loads it, as the engine does, and calls the
 pipeline of diffusers itself; the engine's figures for the same request come from
 
     diffulex omni bench --model build/wan_1_3b --load-format dummy --vary ulysses_degree=2
@@ -13,8 +14,11 @@ pipeline of diffusers itself; the engine's figures for the same request come fro
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,14 @@ _TRANSFORMER = {
     "rope_max_seq_len": 1024,
 }
 _TEXT_WIDTH = 4096
+_TINY = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 24,
+    "text_dim": 64,
+    "ffn_dim": 64,
+    "num_layers": 4,
+}
+_TINY_VAE = {"base_dim": 8}
 
 
 def _tokenizer() -> Any:
@@ -49,28 +61,32 @@ def _tokenizer() -> Any:
     return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
 
 
-def build(out: Path) -> None:
+def build(out: Path, is_tiny: bool = False) -> None:
     """Writes `model_index.json`, configurations and the tokenizer."""
     diffusers = import_diffusers()
     from transformers import UMT5Config  # noqa: PLC0415
 
+    transformer, vae = dict(_TRANSFORMER), {}
+    if is_tiny:
+        transformer, vae = {**transformer, **_TINY}, _TINY_VAE
+    width = _TINY["text_dim"] if is_tiny else _TEXT_WIDTH
     tokenizer = _tokenizer()
     scheduler = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
     text = UMT5Config(
-        d_model=_TEXT_WIDTH,
+        d_model=width,
         d_kv=64,
-        d_ff=10240,
-        num_heads=64,
+        d_ff=width * 5 // 2,
+        num_heads=width // 64,
         num_layers=1,
         vocab_size=len(tokenizer),
         feed_forward_proj="gated-gelu",
         is_encoder_decoder=False,
     )
     for name, config in (
-        ("transformer", {"_class_name": "WanTransformer3DModel", **_TRANSFORMER}),
-        ("vae", {"_class_name": "AutoencoderKLWan"}),
+        ("transformer", {"_class_name": "WanTransformer3DModel", **transformer}),
+        ("vae", {"_class_name": "AutoencoderKLWan", **vae}),
     ):
         (out / name).mkdir(parents=True, exist_ok=True)
         (out / name / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -123,7 +139,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "first_s": seconds[0],
         "peak_MiB": torch.cuda.max_memory_allocated() / 2**20 if is_cuda else None,
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
+        "command": shlex.join(sys.argv),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     }
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+    return value
 
 
 def main() -> None:
@@ -132,14 +157,19 @@ def main() -> None:
     parser.add_argument("--time", action="store_true", help="call the pipeline of diffusers itself")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--prompt", default="a red circle left of a blue square")
-    parser.add_argument("--height", type=int, default=480)
-    parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--num-frames", type=int, default=33)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("-n", type=int, default=1, help="videos of a request")
+    parser.add_argument("--tiny", action="store_true", help="narrow: only shows the way")
+    parser.add_argument("--height", type=_count, default=480)
+    parser.add_argument("--width", type=_count, default=832)
+    parser.add_argument("--num-frames", type=_count, default=33)
+    parser.add_argument("--steps", type=_count, default=8)
+    parser.add_argument("--repeat", type=_count, default=1)
+    parser.add_argument("-n", type=_count, default=1, help="videos of a request")
     options = parser.parse_args()
-    build(options.out)
+    if options.height % 16 or options.width % 16 or (options.num_frames - 1) % 4:
+        parser.error(
+            "expected height and width in multiples of 16, frames in multiples of 4 plus 1"
+        )
+    build(options.out, options.tiny)
     if options.time:
         print(json.dumps(measure(options)), flush=True)
 

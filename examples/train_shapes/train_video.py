@@ -50,7 +50,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vae-batch", type=int, default=16)
     parser.add_argument("--eval", type=int, default=100, help="videos of held-out captions")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for name in ("vae_seconds", "seconds", "bank", "batch", "vae_batch"):
+        if not getattr(options, name) > 0:
+            parser.error(f"--{name.replace('_', '-')}: expected a number above 0")
+    if options.eval < 0:
+        parser.error("--eval: expected a number of at least 0")
+    # What would fail after minutes of training.
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out: expected a directory, got the file {options.out}")
+    if not next(path for path in options.out.absolute().parents if path.exists()).is_dir():
+        parser.error(f"--out: expected a directory that can be made, got {options.out}")
+    try:
+        torch.zeros(1, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device: expected one that is here, got {options.device}: {error}")
+    return options
 
 
 def tokenizer() -> T5Tokenizer:

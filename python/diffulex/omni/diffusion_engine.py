@@ -15,7 +15,7 @@ from diffulex.omni.outputs import OmniRequestOutput
 from diffulex.omni.pictures import size_like, steps_run
 from diffulex.omni.request import MODEL_FIELDS, OmniDiffusionRequest
 from diffulex.omni.scheduler import Scheduler
-from diffulex.omni.support import check_cache, check_kernels, check_parallel
+from diffulex.omni.support import check_engine
 from diffulex.omni.worker import PipelineCall, Worker
 from diffulex.omni.worker_process import import_modules
 
@@ -55,12 +55,9 @@ class _Worker(Protocol):
 
 
 def _make_worker(config: OmniDiffusionConfig) -> _Worker:
-    found = find_model(config)
-    check_cache(config.cache, found)
-    check_kernels(config, found)
+    found = check_engine(config)
     if config.parallel.is_inproc:
         return Worker(load_pipeline(config))
-    check_parallel(config.parallel, found)
     scheduler = Scheduler()
     scheduler.initialize(config, str(found.directory))
     return scheduler

@@ -12,14 +12,30 @@ from diffulex.omni.attention.selector import (
 )
 from diffulex.omni.cache.tea_settings import tea_settings
 from diffulex.omni.errors import UnsupportedFeatureError
-from diffulex.omni.loader import cache_settings, read_json, resolve_device
+from diffulex.omni.loader import cache_settings, find_model, read_json, resolve_device
 
 if TYPE_CHECKING:
     from diffulex.omni.config import OmniDiffusionConfig
     from diffulex.omni.config_table import DiffusionCacheConfig, DiffusionParallelConfig
     from diffulex.omni.loader import FoundModel
 
-__all__ = ["check_cache", "check_kernels", "check_parallel"]
+__all__ = ["check_cache", "check_engine", "check_kernels", "check_parallel"]
+
+
+def check_engine(config: OmniDiffusionConfig) -> FoundModel:
+    """Compares all settings with the model and this host, before anything is loaded; the model.
+
+    Raises:
+        UnsupportedFeatureError: they do not fit.
+        ConfigError, ModelLoadError, UnsupportedModelError: as `find_model`.
+    """
+    found = find_model(config)
+    check_cache(config.cache, found)
+    check_kernels(config, found)
+    if not config.parallel.is_inproc:
+        check_parallel(config.parallel, found)
+    resolve_device(config.model.device, config.parallel.world_size)
+    return found
 
 
 def check_parallel(parallel: DiffusionParallelConfig, found: FoundModel) -> None:

@@ -13,18 +13,21 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from diffulex.bench.evaluate import wilson_interval
 from diffulex.errors import ConfigError
 from diffulex.omni.bench.scenes import GRAMMAR_VERSION, draw_scenes
 from diffulex.omni.bench.shapes import ATTRIBUTES, check
+from diffulex.omni.config import OmniDiffusionConfig
 from diffulex.omni.omni_diffusion import OmniDiffusion
 from diffulex.omni.outputs import count_blocks
 from diffulex.omni.request import OmniDiffusionRequest
+from diffulex.omni.support import check_engine
+from diffulex.omni.worker_process import import_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from diffulex.bench.evaluate import Interval
     from diffulex.omni.bench.scenes import Scene
@@ -213,16 +216,19 @@ def evaluate_shapes(
 
     Raises:
         ConfigError: a report of an unknown kind, or in a directory that does not exist.
+        OmniError, ConfigError: the model or this host cannot do one of the runs; none has begun.
     """
     for name in outputs:
         if Path(name).suffix not in _SUFFIXES:
             raise ConfigError(f"--output: expected a .json or .md file, got {name!r}")
         if not Path(name).resolve().parent.is_dir():
             raise ConfigError(f"--output: expected a file in an existing directory, got {name!r}")
+    variants = caches or {"": {}}
+    check_variants(engine_kwargs, variants.values())
     scenes = held_out_scenes(limit)
     runs: list[ShapesRun] = []
     firsts: list[_Drawn] = []
-    for name, cache in (caches or {"": {}}).items():
+    for name, cache in variants.items():
         with OmniDiffusion(**{**engine_kwargs, **cache}) as engine:
             for number, setting in enumerate(settings):
                 drawn = _draw(engine, scenes, setting, on_image)
@@ -236,11 +242,31 @@ def evaluate_shapes(
                 **describe_machine(engine, command),
                 "grammar": GRAMMAR_VERSION,
             }
-    report = ShapesReport(environment, tuple(runs))
+        report = ShapesReport(environment, tuple(runs))
+        # After every run: a later one may fail.
+        write_report(report, outputs)
+    return report
+
+
+def check_variants(engine_kwargs: Mapping[str, Any], variants: Iterable[Mapping[str, Any]]) -> None:
+    """Compares the settings of every run with the model and this host. Raises: as `check_engine`."""
+    for variant in variants:
+        config = OmniDiffusionConfig.from_kwargs(**{**engine_kwargs, **variant})
+        import_modules(config.engine.worker_imports)
+        check_engine(config)
+
+
+class _Report(Protocol):
+    def to_json(self) -> str: ...
+
+    def to_markdown(self) -> str: ...
+
+
+def write_report(report: _Report, outputs: Sequence[str]) -> None:
+    """Writes the files of a report, by their suffixes."""
     for name in outputs:
         text = report.to_json() if Path(name).suffix == ".json" else report.to_markdown()
         Path(name).write_text(text, encoding="utf-8")
-    return report
 
 
 class _Drawn(NamedTuple):

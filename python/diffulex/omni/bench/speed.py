@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import ConfigError
-from diffulex.omni.bench.evaluate import describe_machine
+from diffulex.omni.bench.evaluate import check_variants, describe_machine, write_report
 from diffulex.omni.omni_diffusion import OmniDiffusion
 from diffulex.omni.outputs import count_blocks
 from diffulex.omni.request import make_request
@@ -127,14 +127,17 @@ def measure_speed(
 
     Raises:
         ConfigError: a report of an unknown kind, or in a directory that does not exist.
+        OmniError, ConfigError: the model or this host cannot do one of the runs; none has begun.
     """
     for name in outputs:
         if Path(name).suffix not in _SUFFIXES or not Path(name).resolve().parent.is_dir():
             raise ConfigError(
                 f"--output: expected a .json or .md file in an existing directory, got {name!r}"
             )
-    runs, environment = [], {}
-    for name, cache in (caches or {"": {}}).items():
+    variants = caches or {"": {}}
+    check_variants(engine_kwargs, variants.values())
+    runs: list[SpeedRun] = []
+    for name, cache in variants.items():
         start = time.perf_counter()
         with OmniDiffusion(**{**engine_kwargs, **cache}) as engine:
             load_s = time.perf_counter() - start
@@ -150,10 +153,9 @@ def measure_speed(
                 "repeat": repeat,
             }
         runs.append(_as_run(name, load_s, courses, peak))
-    report = SpeedReport(environment, tuple(runs))
-    for output in outputs:
-        text = report.to_json() if Path(output).suffix == ".json" else report.to_markdown()
-        Path(output).write_text(text, encoding="utf-8")
+        report = SpeedReport(environment, tuple(runs))
+        # After every run: a later one may fail.
+        write_report(report, outputs)
     return report
 
 

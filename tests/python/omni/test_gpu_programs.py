@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs for GPUs that run unattended: no command of theirs fails late, endings are told apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fixtures.extras import need_extra
+
+need_extra("omni", "diffusers", "accelerate", "PIL")
+
+from diffulex.errors import ConfigError  # noqa: E402
+from diffulex.omni import UnsupportedFeatureError, cli  # noqa: E402
+from diffulex.omni.bench.evaluate import evaluate_shapes  # noqa: E402
+from diffulex.omni.bench.speed import measure_speed  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAMS = ROOT / "benchmarks/python"
+VIDEO = ROOT / "examples/train_shapes/train_video.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+
+
+@pytest.fixture
+def omni_gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(PROGRAMS))
+    import omni_gpu
+
+    return omni_gpu
+
+
+def run(*words):
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        capture_output=True, text=True, check=False, env=ENVIRONMENT,
+    )  # fmt: skip
+
+
+def test_every_command_is_legal(omni_gpu, tmp_path):
+    found = omni_gpu.stages(tmp_path)
+    assert sum(stage.limit_s for stage in found) <= 3720
+    seen = 0
+    for stage in found:
+        if stage.command[1:4] != ["-m", "diffulex", "omni"]:
+            assert Path(stage.command[1]).is_file()
+            continue
+        for more in ([], stage.smoke):
+            options = cli._build_parser().parse_with_file([*stage.command[4:], *more])
+            runs = cli._varied(options, cli._engine_kwargs(options))
+            assert len(runs) >= 5, stage.name
+            assert [Path(name).parent for name in options.output] == [tmp_path, tmp_path]
+            seen += 1
+    assert seen == 10
+
+
+@pytest.mark.slow
+def test_a_stage_runs_and_a_broken_one_is_told(omni_gpu, tmp_path, monkeypatch):
+    done = run(PROGRAMS / "omni_gpu.py", "--out", tmp_path, "--smoke", "--stage", "diffusers_alone")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| diffusers_alone | done |" in (tmp_path / "summary.md").read_text()
+    row = json.loads((tmp_path / "diffusers_alone.log").read_text().splitlines()[-1])
+    assert row["setting"] == "diffusers alone"
+    assert row["device"] == "cpu"
+    assert row["request_s"] > 0
+    assert {"command", "date"} <= set(row)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    endings = [
+        omni_gpu.run(omni_gpu.Stage("x", limit, command, []), tmp_path, False)[0]
+        for limit, command in ((1, sleeper), (60, [sys.executable, "-c", "raise SystemExit(3)"]))
+    ]
+    assert endings == ["ended after its 1 s", "exit code 3"]
+
+
+def test_what_a_model_cannot_do_is_said_before_the_first_run(tiny, tmp_path):
+    report = tmp_path / "x.json"
+    kwargs = {"model": str(tiny("wan")), "device": "cpu"}
+    variants = {"plain": {}, "heads": {"tensor_parallel_size": 2}}
+    for measure in (
+        lambda: evaluate_shapes(kwargs, caches=variants, limit=1, outputs=[str(report)]),
+        lambda: measure_speed(kwargs, "x", {}, caches=variants, outputs=[str(report)]),
+    ):
+        with pytest.raises(
+            UnsupportedFeatureError, match="tensor_parallel_size: expected 1 for Wan"
+        ):
+            measure()
+    assert not report.exists()
+
+
+def test_a_later_run_that_fails_leaves_the_rows_before_it(tiny, tmp_path):
+    report = tmp_path / "x.json"
+    fields = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2}
+    count = []
+
+    def fail():
+        count.append(1)
+        if len(count) == 4:
+            raise ConfigError("the second run")
+
+    with pytest.raises(ConfigError, match="the second run"):
+        measure_speed(
+            {"model": str(tiny("wan")), "device": "cpu"}, "x", fields,
+            caches={"one": {}, "two": {}}, repeat=1, outputs=[str(report)], on_request=fail,
+        )  # fmt: skip
+    assert [row["cache"] for row in json.loads(report.read_text())["runs"]] == ["one"]
+
+
+@pytest.mark.slow
+def test_a_video_model_is_trained_and_draws_an_mp4(tmp_path):
+    (tmp_path / "file").write_text("")
+    bad = [
+        (["--seconds", "0"], "--seconds: expected a number above 0"),
+        (["--bank", "-1"], "--bank: expected a number above 0"),
+        (["--eval", "-1"], "--eval: expected a number of at least 0"),
+        (["--device", "cuda:77"], "--device: expected one that is here, got cuda:77"),
+        (["--out", str(tmp_path / "file")], "--out: expected a directory, got the file"),
+        (["--out", str(tmp_path / "file/x")], "--out: expected a directory that can be made"),
+    ]
+    sys.path.insert(0, str(VIDEO.parent))
+    try:
+        import train_video
+    finally:
+        sys.path.remove(str(VIDEO.parent))
+    good = ["--out", str(tmp_path / "m"), "--device", "cpu"]
+    for words, expected in bad:
+        with pytest.raises(SystemExit) as raised:
+            train_video.parse([*good, *words])
+        assert raised.value.code == 2, expected
+    train_video.main(
+        [*good, "--bank", "8", "--batch", "2", "--vae-batch", "2", "--vae-seconds", "0.2",
+         "--seconds", "0.2", "--eval", "1"]
+    )  # fmt: skip
+    record = json.loads((tmp_path / "m/motion.json").read_text())
+    assert record["captions"] == 1
+    assert set(record["right"]) == {"count", "color", "shape", "direction", "all"}
+    target = tmp_path / "circle.mp4"
+    words = ["a red circle moving right", "--model", str(tmp_path / "m"), "--device", "cpu"]
+    assert cli.run(["generate", *words, "--num-inference-steps", "2", "-o", str(target)]) == 0
+    assert target.read_bytes()[4:8] == b"ftyp"
