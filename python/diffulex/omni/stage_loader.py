@@ -21,10 +21,10 @@ _WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 class Stage(NamedTuple):
-    """Which part of the blocks a rank keeps: number `index` of `count`."""
+    """Which part of the blocks a rank keeps: `place`, from 0, of `total`."""
 
-    index: int
-    count: int
+    place: int
+    total: int
 
 
 def stage_of(block: int, num_blocks: int, num_stages: int) -> int:
@@ -77,7 +77,7 @@ def _foreign(module: Any, block_lists: Sequence[str], stage: Stage) -> Iterator[
     for name in block_lists:
         blocks = getattr(module, name)
         for number, block in enumerate(blocks):
-            if stage_of(number, len(blocks), stage.count) != stage.index:
+            if stage_of(number, len(blocks), stage.total) != stage.place:
                 yield f"{name}.{number}", block
 
 
