@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-__all__ = ["LOCAL", "Comm", "LocalComm", "Norm", "gather_padded"]
+__all__ = ["LOCAL", "Comm", "LocalComm", "Norm", "RowComm", "gather_padded"]
 
 
 class Norm(Protocol):
@@ -53,6 +55,23 @@ class Comm(Protocol):
 
     def gather_columns(self, part: Tensor, widths: tuple[int, ...]) -> Tensor:
         """The columns [n, sum of widths] of all ranks, of which rank r has `part` [n, widths[r]]."""
+
+
+class RowComm(Protocol):
+    """The exchange of ranks that have different rows; every rank makes the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def gather_rows(self, part: Tensor, out: Tensor) -> None:
+        """`out` [P, C, W] becomes the `part` [C, W] of every rank, in rank order."""
+
+    def send_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Sends `sent[q]` of the rows [sum of sent, W] to rank q, in their order.
+
+        Returns:
+            [sum of received, W]: `received[q]` rows of rank q, in rank order. Any number may be 0.
+        """
 
 
 class LocalComm:

@@ -13,7 +13,7 @@ from diffulex.distributed.layout import LOOPBACK
 from diffulex.distributed.store import PeerError, join_store, time_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -69,9 +69,23 @@ class GlooComm:
         norm.add_norm_(x, residual)
 
     def gather_records(self, part: Tensor, out: Tensor) -> None:
+        self.gather_rows(part, out)
+
+    def gather_rows(self, part: Tensor, out: Tensor) -> None:
+        """See `diffulex.distributed.comm.RowComm`."""
         if part.numel() > 0:
             with self._waiting("gather"):
                 self._group.allgather([list(out.unbind(0))], [part.contiguous()]).wait()
+
+    def send_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """See `diffulex.distributed.comm.RowComm`."""
+        out = rows.new_empty(sum(received), rows.size(1))
+        with self._waiting("all-to-all"):
+            splits = list(received), list(sent)
+            self._group.alltoall_base(
+                out, rows.contiguous(), *splits, dist.AllToAllOptions()
+            ).wait()
+        return out
 
     def gather_columns(self, part: Tensor, widths: tuple[int, ...]) -> Tensor:
         return gather_padded(self, part, widths)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which routed experts of a layer a rank has, and where checkpoints store them."""
+"""The routed experts of a layer that a rank has: which, where checkpoints store them, their products."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex import ops
 from diffulex.checkpoint.slices import WeightSlice
 
 if TYPE_CHECKING:
     from diffulex.distributed.shard import ExpertShard
     from diffulex.families.spec.moe import MoeSpec
+    from diffulex.nn.dispatch import Dispatch
+    from diffulex.nn.weights import ExpertFormat
 
-__all__ = ["ExpertPart"]
+__all__ = ["ExpertPart", "RoutedExperts"]
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -90,3 +93,61 @@ class ExpertPart:
                 (count, hidden, width), matrices, all_columns, own
             )
         return table
+
+
+class RoutedExperts:
+    """Base of the modules that have the experts of a layer.
+
+    Attributes:
+        dispatch: where rows are computed.
+        matrices: of the experts here.
+        top_k: experts of a row.
+        act: between their products.
+    """
+
+    dispatch: Dispatch
+    matrices: ExpertFormat
+    top_k: int
+    act = ops.Activation.SILU
+    _expert_map: torch.Tensor | None
+
+    def routed(
+        self,
+        x: torch.Tensor,
+        routing: ops.Routing,
+        addend: torch.Tensor | None,
+        out: torch.Tensor,
+        workspace: torch.Tensor,
+    ) -> torch.Tensor:
+        """Weighted sums [T, H] of the chosen experts of rows x [T, H], and what is added to them.
+
+        Args:
+            x: the rows.
+            routing: [T, K].
+            addend: [T, H].
+            out: [T, H], where the result is unless other ranks have other rows.
+            workspace: of `matrices` for so many rows.
+        """
+        rows, routing, addend = self.dispatch.send(x, routing, addend)
+        if rows is not x:
+            out, workspace = torch.empty_like(rows), self.matrices.new_workspace(rows, self.top_k)
+        if rows.size(0) > 0:
+            out = self.matrices.product(
+                rows,
+                routing,
+                expert_map=self._expert_map,
+                addend=addend,
+                act=self.act,
+                out=out,
+                workspace=workspace,
+            )
+        return self.dispatch.receive(out)
+
+    def take_part(self, nothing: torch.Tensor) -> None:
+        """The part of a rank without rows in a forward that others have rows in; `nothing` [0, H] has the
+        dtype of the model."""
+        routing = ops.Routing(
+            nothing.new_empty(0, self.top_k, dtype=torch.float32),
+            nothing.new_empty(0, self.top_k, dtype=torch.int32),
+        )
+        self.routed(nothing, routing, None, nothing, nothing)

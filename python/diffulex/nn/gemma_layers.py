@@ -18,7 +18,7 @@ from diffulex.distributed.legality import expert_shard
 from diffulex.distributed.shard import ONE_RANK
 from diffulex.nn.activation import GeluTanhAndMul
 from diffulex.nn.dispatch import LocalDispatch, ReplicatedDispatch
-from diffulex.nn.experts import ExpertPart
+from diffulex.nn.experts import ExpertPart, RoutedExperts
 from diffulex.nn.feed_forward import GatedMLP, MLPScratch
 from diffulex.nn.linear import Linear
 from diffulex.nn.moe import MoeScratch
@@ -178,7 +178,7 @@ class GemmaAttention(nn.Module):
         return table
 
 
-class GemmaExperts(nn.Module):
+class GemmaExperts(RoutedExperts, nn.Module):
     """Router and the experts of one rank. The router looks at the residual stream itself, not at its
     norm."""
 
@@ -197,7 +197,7 @@ class GemmaExperts(nn.Module):
         self._part = ExpertPart(hidden, moe, experts)
         self._is_summed_here = experts.size > shard.size
         self._expert_map = self._part.map_on(device)
-        self.top_k = moe.top_k
+        self.top_k, self.act = moe.top_k, ops.Activation.GELU_TANH
         self.eps = spec.rms_norm_eps
         # The router kernel takes weights that lose nothing in float32 sums.
         router_dtype = dtype if dtype == torch.bfloat16 else torch.float32
@@ -254,16 +254,7 @@ class GemmaExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, scratch: MoeScratch) -> torch.Tensor:
         """Weighted sum of the routed experts of rows x [T, H], in the scratch."""
-        rows, routing, _ = self.dispatch.send(x, scratch.routing, None)
-        product = self.matrices.product(
-            rows,
-            routing,
-            expert_map=self._expert_map,
-            act=ops.Activation.GELU_TANH,
-            out=scratch.out,
-            workspace=scratch.workspace,
-        )
-        return self.dispatch.receive(product)
+        return self.routed(x, scratch.routing, None, scratch.out, scratch.workspace)
 
     def weight_table(self, prefix: str, stored: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Checkpoints in low precision have a tensor for each projection of an expert."""

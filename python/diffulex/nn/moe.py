@@ -11,7 +11,7 @@ from torch import nn
 from diffulex import ops
 from diffulex.distributed.shard import ALL_EXPERTS, ONE_RANK
 from diffulex.nn.dispatch import LocalDispatch, ReplicatedDispatch
-from diffulex.nn.experts import ExpertPart
+from diffulex.nn.experts import ExpertPart, RoutedExperts
 from diffulex.nn.feed_forward import FeedForward, GatedMLP, MLPScratch
 from diffulex.nn.weights import DenseExperts, weight_device
 
@@ -71,7 +71,7 @@ class MoeScratch:
             self.shared = (MLPScratch(like, shared_size), torch.empty_like(like))
 
 
-class MoeFeedForward(FeedForward):
+class MoeFeedForward(RoutedExperts, FeedForward):
     """``sum of w_k expert_k(x)`` over the chosen experts, plus the shared expert of x.
 
     Experts are held as one [E, 2 I, H] and one [E, H, I] tensor; see `ops.fused_moe`. The router
@@ -93,7 +93,7 @@ class MoeFeedForward(FeedForward):
         experts: ExpertShard = ALL_EXPERTS,
     ) -> None:
         super().__init__()
-        self.moe = moe
+        self.moe, self.top_k = moe, moe.top_k
         self._part = ExpertPart(hidden_size, moe, experts)
         self._is_summed_here = experts.size > shard.size
         self._expert_map = self._part.map_on(device)
@@ -153,18 +153,9 @@ class MoeFeedForward(FeedForward):
         if self.shared is not None and scratch.shared is not None:
             shared_scratch, addend = scratch.shared
             self.shared.project(x, shared_scratch, addend)
-        rows, routing, addend = self.dispatch.send(x, scratch.routing, addend)
-        product = self.matrices.product(
-            rows,
-            routing,
-            expert_map=self._expert_map,
-            addend=addend,
-            out=scratch.out,
-            workspace=scratch.workspace,
-        )
-        scratch.out = self.dispatch.receive(product)
+        out = self.routed(x, scratch.routing, addend, scratch.out, scratch.workspace)
         # The experts read x until the last of them is done; the next block may write it.
-        out, scratch.out = scratch.out, x
+        scratch.out = x
         return out
 
     def weight_table(
