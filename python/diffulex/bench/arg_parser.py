@@ -40,7 +40,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "moe_gemm_impl": (
         "triton", "vllm", "vllm_modular", "naive", "grouped", "reference", "auto", "cuda", "cpu",
     ),
-    "moe_dispatcher_backend": ("standard", "naive", "deepep"),
+    "moe_dispatcher_backend": ("standard", "allgather", "naive", "deepep"),
     "deepep_mode": ("normal", "low_latency", "auto"),
     "page_size": (*PAGE_SIZES, *CANVAS_PAGE_SIZES),
     "save_trace": TRAJECTORY_LEVELS,

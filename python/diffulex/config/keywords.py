@@ -82,6 +82,7 @@ class EngineKeywords(TypedDict, total=False):
     data_parallel_policy: str
     expert_parallel_size: int
     moe_parallel_mode: str
+    moe_dispatcher_backend: str
     device_start: int
     device_ids: int | Sequence[int]
     distributed_executor: str
@@ -99,7 +100,6 @@ class EngineKeywords(TypedDict, total=False):
     batch_invariant: bool
     check_run_ahead: bool
     attn_impl: str
-    moe_dispatcher_backend: str
     moe_gemm_impl: str
     deepep_mode: str
     deepep_num_max_dispatch_tokens_per_rank: int

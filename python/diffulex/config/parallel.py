@@ -43,7 +43,7 @@ class ParallelConfig:
         1,
         _between(1, 32768),
         "Processes among which whole routed experts are spread: tensor_parallel_size, or with that 1 those"
-        " that share nothing else.",
+        " that share nothing else, or data_parallel_size: replicas that share the experts, on the CPU.",
     )
     moe_parallel_mode: str = _key(
         "str",
@@ -51,6 +51,13 @@ class ParallelConfig:
         _one_of("auto", "width", "expert"),
         "What each of several ranks has of the routed experts: a part of the width of all, or some whole"
         " ones; `auto`: the width, where every part of it is a multiple of 64.",
+    )
+    moe_dispatcher_backend: str = _key(
+        "str",
+        "standard",
+        _one_of("standard", "allgather", "naive", "deepep"),
+        "How rows reach experts that replicas share: every replica gets all of them (`allgather`, which"
+        " `standard` becomes there), or those that need one of its experts (`naive`); deepep is an error.",
     )
     device_start: int = _key("int", 0, _at_least(0), "First CUDA device.")
     device_ids: tuple[int, ...] = _key("ids", (), _IDS, "CUDA devices; empty: all visible.")

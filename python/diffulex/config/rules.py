@@ -272,12 +272,7 @@ class Resolver:
             wanted = "cuda" if num_devices else "cpu"
         sizes = layout.Sizes.of(values)
         check_model(self._partial.facts.spec, sizes, values["moe_parallel_mode"])
-        if layout.layout_of(sizes) is layout.Layout.GLOBAL_EP:
-            raise ConfigError(
-                f"expert_parallel_size: expected 1 or tensor_parallel_size ({sizes.tensor}) with"
-                f" data_parallel_size {sizes.data}, got {sizes.expert}: experts are not spread over"
-                " replicas yet"
-            )
+        self._check_coupled(sizes, wanted)
         is_of_cluster = values["distributed_executor"] == "ray"
         if is_of_cluster:
             self._check_cluster()
@@ -313,6 +308,40 @@ class Resolver:
                 f" devices), got cuda:{index}"
             )
         values["device"] = f"cuda:{index}"
+
+    def _check_coupled(self, sizes: layout.Sizes, device: str) -> None:
+        """What replicas that share the experts cannot do, and how rows reach these."""
+        values, name = self._partial.values, "moe_dispatcher_backend"
+        backend = values[name]
+        if backend == "deepep":
+            raise ConfigError(
+                f"{name}: deepep is not supported: expert groups of at most 8 ranks of one host use"
+                " allgather"
+            )
+        if not sizes.is_coupled:
+            if backend != "standard":
+                raise ConfigError(
+                    f"{name}: expected standard unless replicas share the experts"
+                    f" (expert_parallel_size), got {backend}"
+                )
+            return
+        if device != "cpu" or sizes.tensor > 1:
+            where = f"{sizes} on {device}" if sizes.tensor == 1 else str(sizes)
+            raise ConfigError(
+                f"expert_parallel_size: expected {_legal_experts(sizes)} with {where}, got"
+                f" {sizes.expert}: experts are spread over replicas of one rank on cpu alone so far"
+            )
+        for key, expected, is_refused in (
+            ("distributed_executor", "mp", values["distributed_executor"] == "ray"),
+            ("run_ahead", "auto or off", values["run_ahead"] == "on"),
+        ):
+            if is_refused:
+                raise ConfigError(
+                    f"{key}: expected {expected} with experts over data-parallel shards, got"
+                    f" {values[key]!r}"
+                )
+        if backend == "standard":
+            self._partial.change(name, "allgather", "replicas share the experts")
 
     def _check_cluster(self) -> None:
         """The cluster chooses the devices."""
@@ -447,6 +476,11 @@ class Resolver:
                 values[name] = default
         if values["temperature"] is None:
             values["temperature"] = 0.0
+
+
+def _legal_experts(sizes: layout.Sizes) -> str:
+    """Numbers of ranks that may share experts within a replica."""
+    return "1" if sizes.tensor == 1 else f"1 or tensor_parallel_size ({sizes.tensor})"
 
 
 def _keys_of(section: str) -> list[ConfigKey]:

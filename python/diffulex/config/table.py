@@ -349,9 +349,6 @@ class KernelConfig:
         _one_of("auto", "cuda", "cpu", "triton_grouped", "triton"),
         "Attention kernels; the triton names of older files mean `auto`.",
     )
-    moe_dispatcher_backend: str = _later(
-        "str", "standard", _one_of("standard", "naive", "deepep"), "Expert dispatch."
-    )
     moe_gemm_impl: str = _later(
         "str", "auto", _one_of("auto", "cuda", "cpu", "naive"), "Expert GEMM."
     )

@@ -145,6 +145,21 @@ class Executor(Protocol):
     def collect(self, plan: _core.StepPlan) -> _core.SamplerOutput:
         """The output of the step that `execute` was called with; waits for it."""
 
+    def call(self, number: int) -> None:
+        """Another engine with which this one makes its forwards has a request, or this one will have; see
+        `diffulex.distributed.lockstep`."""
+
+    @property
+    def is_called(self) -> bool:
+        """Whether other engines wait for `execute` or `rest`."""
+
+    def rest(self, *, has_more: bool) -> None:
+        """A step of this engine for which nothing is planned: others may have one.
+
+        Args:
+            has_more: there are requests.
+        """
+
     @property
     def counts(self) -> StepCounts:
         """Decode steps since `load`; after `close`, those until then."""

@@ -65,7 +65,27 @@ class Sizes(NamedTuple):
     @classmethod
     def of_engine(cls, parallel: Any) -> Sizes:
         """Those of the ranks of one engine, from the section `parallel` of its configuration."""
-        return cls(parallel.tensor_parallel_size, 1, parallel.expert_parallel_size)
+        return cls.of_weights(parallel).each
+
+    @classmethod
+    def of_weights(cls, parallel: Any) -> Sizes:
+        """Those of all ranks among which one model is spread: of an engine, or of coupled replicas."""
+        sizes = cls(
+            parallel.tensor_parallel_size,
+            parallel.data_parallel_size,
+            parallel.expert_parallel_size,
+        )
+        return sizes if sizes.is_coupled else sizes._replace(data=1)
+
+    @property
+    def each(self) -> Sizes:
+        """Those of the ranks of one replica."""
+        return Sizes(self.tensor) if self.is_coupled else self._replace(data=1)
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether replicas share the routed experts, so that their steps are in step."""
+        return self.data > 1 and self.expert == self.tensor * self.data
 
     @property
     def limiting_key(self) -> str:
@@ -187,6 +207,8 @@ def replica_settings(settings: Mapping[str, Any], devices: Sequence[int]) -> dic
         devices: its CUDA devices; empty: it has none.
     """
     own = {name: value for name, value in settings.items() if name not in _OF_ALL_REPLICAS}
+    if Sizes.of(settings).is_coupled:
+        own["data_parallel_size"] = settings["data_parallel_size"]
     if devices:
         own["device_ids"] = tuple(devices)
     return own

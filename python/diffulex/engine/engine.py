@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from diffulex.checkpoint.tokenizer import Tokenizer
     from diffulex.config.keywords import EngineKeywords, SamplingKeywords
     from diffulex.distributed.executor import Executor
+    from diffulex.engine.replicas.coupled import Coupling
     from diffulex.profiling.ring import StepRing
 
 __all__ = ["LLM", "Diffulex"]
@@ -97,30 +98,30 @@ class Diffulex(LiveControls, Observed):
         **settings: Unpack[EngineKeywords],
     ) -> None:
         with _memory_back_on_failure(self):
-            self._build(Options.parse(model, settings), show_progress)
+            self._build(Options.parse(model, settings), show_progress, None)
 
     @classmethod
-    def from_options(cls, options: Options) -> Diffulex:
-        """An engine of options that are parsed already; raises as the constructor does."""
+    def from_options(cls, options: Options, coupling: Coupling | None = None) -> Diffulex:
+        """An engine of options that are parsed already, perhaps a replica that shares its experts."""
         engine = cls.__new__(cls)
         with _memory_back_on_failure(engine):
-            engine._build(options, show_progress=False)
+            engine._build(options, False, coupling)
         return engine
 
-    def _build(self, options: Options, show_progress: bool) -> None:
+    def _build(self, options: Options, show_progress: bool, coupling: Coupling | None) -> None:
         import_workers(options.given.get("worker_imports", ()))
         facts = read_facts(options)
         config = Config.of(options, facts)
-        if config.parallel.data_parallel_size > 1 or config.parallel.is_of_cluster:
+        parallel, rank = config.parallel, 0 if coupling is None else coupling.rank
+        if coupling is None and (parallel.data_parallel_size > 1 or parallel.is_of_cluster):
             self._assemble_replicas(config, options, facts.tokenizer)
             return
-        executor = self._executor = make_executor(
-            config, facts.model_name
-        )  # closed when the weights do not load
+        # Closed when the weights do not load.
+        executor = self._executor = make_executor(config, facts.model_name, coupling)
         # No variable holds the model: this frame outlives a failure.
         self._assemble(
             config,
-            load_weights(config, facts.model_name, show_progress, stored=facts.stored),
+            load_weights(config, facts.model_name, show_progress, rank=rank, stored=facts.stored),
             facts.tokenizer,
             executor,
         )

@@ -64,7 +64,8 @@ def check_components(config: Config, model: Any, *, has_executor: bool) -> None:
         ConfigError: several processes load their models themselves; see also `check_given_model`.
     """
     parallel = config.parallel
-    if parallel.data_parallel_size > 1:
+    is_coupled = Sizes.of_weights(parallel).is_coupled and has_executor
+    if parallel.data_parallel_size > 1 and not is_coupled:
         raise ConfigError(
             "from_components: expected data_parallel_size 1, got"
             f" {parallel.data_parallel_size}: replicas load the checkpoint themselves"
@@ -97,14 +98,14 @@ def load_weights(
         config: the resolved configuration.
         model_name: in the registry of models.
         show_progress: a bar on a terminal.
-        rank: whose part.
+        rank: whose part, of all ranks that share weights.
         stored: what the checkpoint says of its weights in low precision.
     """
     from diffulex.checkpoint.auto_model import load_model, random_model  # noqa: PLC0415
 
     model, parallel = config.model, config.parallel
     dtype = getattr(torch, model.dtype)
-    shard = shard_of(model.spec, Sizes.of_engine(parallel), parallel.moe_parallel_mode, rank)
+    shard = shard_of(model.spec, Sizes.of_weights(parallel), parallel.moe_parallel_mode, rank)
     quantizer = _quantizer(config, stored)
     if model.load_format == "dummy":
         return random_model(

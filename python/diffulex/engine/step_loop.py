@@ -177,7 +177,8 @@ class StepLoop:
         """Whether `step` has anything to do or to return."""
         if self.is_closed:
             return False
-        return bool(self.router.unclaimed) or self._scheduler.has_unfinished()
+        has_own = bool(self.router.unclaimed) or self._scheduler.has_unfinished()
+        return has_own or self._executor.is_called
 
     def run(self) -> None:
         """One step; its outputs are in the queues of their owners afterwards.
@@ -234,9 +235,11 @@ class StepLoop:
     def _run_whole(self) -> None:
         self.check_weights()
         num_steps = self.ledger.run_stats.num_steps
-        self._run()
+        kind = self._run()
         if self.ledger.is_settling:
             self._run()  # without a forward: gives their pages back
+        if kind == _core.PlanKind.IDLE:
+            self._executor.rest(has_more=self._scheduler.has_unfinished())
         observer = self._executor.observer
         if observer is not None and self.ledger.run_stats.num_steps > num_steps:
             observer.after_step()
@@ -296,7 +299,7 @@ class StepLoop:
         for req_id in reversed(self._scheduler.running_ids()):
             self._scheduler.preempt(req_id)
 
-    def _run(self) -> None:
+    def _run(self) -> _core.PlanKind:
         executor, ledger = self._executor, self.ledger
         plan = executor.next_plan()
         start = time.perf_counter()
@@ -330,7 +333,7 @@ class StepLoop:
             raise
         if kind == _core.PlanKind.IDLE:
             self.router.push(ledger.book(plan, output, events, 0.0))
-            return
+            return kind
         seconds = time.perf_counter() - start
         stats, is_decode = ledger.run_stats, kind == _core.PlanKind.DECODE
         stats.add_step(seconds, is_decode, num_reqs, num_rows)
@@ -342,6 +345,7 @@ class StepLoop:
                 *(ledger.num_used_pages, stats.decided_tokens - decided),
                 *(len(events.committed), len(events.preempted)),
             )
+        return kind
 
     def _forward(self, plan: _core.StepPlan) -> _core.SamplerOutput:
         self._executor.execute(plan)

@@ -122,6 +122,16 @@ class LocalExecutor:
             output = self.runner.collect(self._scheduler, plan, output)
         return output
 
+    def call(self, number: int) -> None:
+        del number  # it makes its forwards alone
+
+    @property
+    def is_called(self) -> bool:
+        return False
+
+    def rest(self, *, has_more: bool) -> None:
+        del has_more  # as `call`
+
     @property
     def counts(self) -> StepCounts:
         self._save_counts()

@@ -158,6 +158,7 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("tensor_parallel_size", [1], [0, 9, True]),
     ("expert_parallel_size", [1], [0, 32769, True]),
     ("moe_parallel_mode", ["auto"], ["both", "", 1]),
+    ("moe_dispatcher_backend", ["standard"], ["deepep", "naive", "both", 1]),
     ("distributed_timeout_seconds", [1, 7200], [0, 1.5]),
     ("collective_timeout_seconds", [0, 60], [-1, 1.5]),
     ("distributed_backend", ["auto", "nccl", "gloo"], ["mpi", True]),
@@ -257,7 +258,6 @@ UNSUPPORTED = [
     ("kv_cache_dtype", "fp8_e4m3", "auto, fp8_e4m3"),
     ("greedy_tie_break", "highest", "lowest, highest"),
     ("filters_at_zero_temperature", True, "True, False"),
-    ("moe_dispatcher_backend", "deepep", "standard, naive, deepep"),
     ("moe_gemm_impl", "naive", "auto, cuda, cpu, naive"),
 ]
 

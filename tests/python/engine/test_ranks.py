@@ -234,11 +234,6 @@ def test_what_ranks_cannot_do_yet(
             " data_parallel_size (2), got 4",
         ),
         (
-            {"data_parallel_size": 2, "expert_parallel_size": 2},
-            "expert_parallel_size: expected 1 or tensor_parallel_size (1) with data_parallel_size 2,"
-            " got 2: experts are not spread over replicas yet",
-        ),
-        (
             {"tensor_parallel_size": 2, "moe_parallel_mode": "width"},
             "moe_parallel_mode: expected expert for an expert width of 12 on 2 ranks, got width",
         ),

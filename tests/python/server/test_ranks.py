@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server whose engine two processes share: it answers, and comes back when one of them is lost."""
+"""A server whose model two processes share: it answers, and comes back when one of them is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ ROOT = Path(__file__).resolve().parents[3]
 #: Generous: the host may be loaded.
 PATIENCE_S = 240.0
 FLAGS = ("--max-model-len", "128", "--port", "0", "--restart-backend")
-BODY = {"model": "demo", "prompt": "1 + 1 =", "max_tokens": 8, "temperature": 0}
+BODY = {"prompt": "1 + 1 =", "max_tokens": 8, "temperature": 0}
+#: Model, flag of the guide's command, what its processes are called, tensor-parallel size.
+CASES = [
+    ("demo", "--tensor-parallel-size 2", "rank", 2),
+    ("examples/zoo/edit_llada2", "--expert-parallel-size 2", "replica", 1),
+]
 
 
 def until(condition: Callable[[], Any]) -> Any:
@@ -55,7 +60,7 @@ def family_of(pid: int) -> set[int]:
 
 
 def worker_of(pid: int) -> int | None:
-    """The one rank that is not the first; None while it is not there."""
+    """One of the processes that the backend has started; None while there is none."""
     for child in family_of(pid):
         try:
             line = Path(f"/proc/{child}/cmdline").read_bytes()
@@ -66,23 +71,31 @@ def worker_of(pid: int) -> int | None:
     return None
 
 
+@pytest.fixture(params=CASES, ids=[case[2] for case in CASES])
+def case(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def server(tmp_path: Path, case: Any) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     log = tmp_path / "server.log"
+    model, flag, *_ = case
     guide = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-    (words,) = re.findall(r"`diffulex (serve demo [^`]*--tensor-parallel-size 2)`", guide)
+    (words,) = re.findall(rf"[`\n]diffulex (serve {model} [^`\n]*{flag})[`\n]", guide)
     command = [sys.executable, "-m", "diffulex", *words.split(), *FLAGS]
     with (
         log.open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=output) as process,
+        subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output) as process,
     ):
         yield process, log
         if process.poll() is None:
             process.kill()
 
 
-def test_server_of_two_ranks(server: tuple[subprocess.Popen[bytes], Path]) -> None:
+def test_server_of_two(server: tuple[subprocess.Popen[bytes], Path], case: Any) -> None:
     process, log = server
+    model, _, kind, tensor_size = case
+    body = {"model": Path(model).name, **BODY}
 
     def url() -> str | None:
         assert process.poll() is None, log.read_text()
@@ -91,8 +104,8 @@ def test_server_of_two_ranks(server: tuple[subprocess.Popen[bytes], Path]) -> No
 
     base = until(url)
     card = httpx.get(f"{base}/v1/models").json()["data"][0]
-    assert (card["world_size"], card["tensor_parallel_size"]) == (2, 2)
-    first = httpx.post(f"{base}/v1/completions", json=BODY, timeout=PATIENCE_S)
+    assert (card["world_size"], card["tensor_parallel_size"]) == (2, tensor_size)
+    first = httpx.post(f"{base}/v1/completions", json=body, timeout=PATIENCE_S)
     assert first.status_code == 200, first.text
     worker = until(lambda: worker_of(process.pid))
     everyone = family_of(process.pid)
@@ -103,11 +116,11 @@ def test_server_of_two_ranks(server: tuple[subprocess.Popen[bytes], Path]) -> No
         new = worker_of(process.pid)
         if new in (None, worker):
             return False
-        answer = httpx.post(f"{base}/v1/completions", json=BODY, timeout=PATIENCE_S)
+        answer = httpx.post(f"{base}/v1/completions", json=body, timeout=PATIENCE_S)
         return answer.status_code == 200 and answer.json()["choices"] == first.json()["choices"]
 
     until(again)
-    assert f"rank 1 (pid {worker}, cpu) was killed by SIGKILL" in log.read_text()
+    assert re.search(rf"{kind} \d \(pid {worker}, cpu\) was killed by SIGKILL", log.read_text())
     everyone |= family_of(process.pid)
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0

@@ -19,6 +19,7 @@ from diffulex.distributed.store import PeerError, make_store
 from diffulex.engine.ranks.follower import decisions
 from diffulex.engine.ranks.step_header import StepHeader
 from diffulex.engine.ranks.worker import checkpoint_digest, make_comm, versions
+from diffulex.engine.replicas.coupled import CoupledExecutor
 from diffulex.errors import ConfigError, DiffulexError
 from diffulex.log import get_logger, log_settings
 from diffulex.registry import AutoModelForDiffusionLM
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from diffulex.config.config import Config
     from diffulex.distributed.comm import Comm
     from diffulex.distributed.executor import Prepared, Watch
+    from diffulex.engine.replicas.coupled import Coupling
     from diffulex.likelihood.rows import ScoreBatch, Scored
     from diffulex.runner.decode_loop import LoopStep
 
@@ -46,16 +48,21 @@ _TARGET = "diffulex.engine.ranks.worker:run_worker"
 _HELLO_S = 120.0
 
 
-def make_executor(config: Config, model_name: str) -> LocalExecutor:
+def make_executor(
+    config: Config, model_name: str, coupling: Coupling | None = None
+) -> LocalExecutor:
     """What runs the steps of an engine that loads its checkpoint; starts the other ranks.
 
     Args:
         config: the resolved configuration.
         model_name: in the registry of models.
+        coupling: other replicas share their experts with this one, and start at the same time.
 
     Raises:
         ConfigError: no rank can have a part of the model.
     """
+    if coupling is not None:
+        return CoupledExecutor(coupling.connect(config))
     sizes = Sizes.of_engine(config.parallel)
     if sizes.world == 1:
         return LocalExecutor()

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, cast
 from diffulex.distributed.child_process import stop_all
 from diffulex.distributed.executor import StepCounts
 from diffulex.distributed.router import ReplicaState, Router, token_chunks
-from diffulex.engine.interrupt import deferred_interrupt
+from diffulex.engine.interrupt import deferred_interrupt, uninterrupted
 from diffulex.engine.metrics import RequestRecord, RunStats
+from diffulex.engine.replicas.coupled import make_meeting_place
 from diffulex.engine.replicas.replica import Replica, start_replicas
 from diffulex.engine.replicas.requests import Admission, ReplicaRequest, plain_params
 from diffulex.engine.routing import StepQueue, StepRouter
@@ -46,6 +47,8 @@ logger = get_logger(__name__)
 #: Requests that a replica has at a time, in those that it runs.
 _FED = 2
 _POLL_S = 0.5
+#: A replica that lost another one says so before the end of that one is seen.
+_CAUSE_S = 1.0
 
 
 class ReplicaLedger:
@@ -115,9 +118,15 @@ class ReplicaLoop:
         #: Those of replicas cannot be changed.
         self.weights_failure: str | None = None
         self.router = StepRouter()
-        self.replicas = start_replicas(config, options)
+        store = make_meeting_place(config)
+        #: They share the experts: they run and end together.
+        self._is_coupled = store is not None
+        self.replicas = start_replicas(config, options, store)
+        self._num_calls = 0
         self._pid = os.getpid()
-        self._end = weakref.finalize(self, _end_all, self.replicas, self._pid)
+        self._end = weakref.finalize(
+            self, _end_all, self.replicas, self._pid, is_at_once=self._is_coupled
+        )
         num_pages = min(replica.num_pages for replica in self.replicas)
         #: With the pages of the smallest replica.
         self.config = config.with_num_pages(num_pages)
@@ -239,11 +248,21 @@ class ReplicaLoop:
         index = self._choice.choose(request.chunks, num_tokens, among)
         request.ticket = self._choice.sent(index, request.chunks, num_tokens)
         item = request.req_id, request.token_ids, request.params, request.options
-        try:
-            self.replicas[index].send(("add", *item))
-        except Exception as error:  # a parameter that does not pickle
-            text = f"request {request.req_id}: cannot be sent: {type(error).__name__}: {error}"
-            self._deliver(request.failed(text))
+        with uninterrupted():  # a replica that is told waits for the others
+            try:
+                self.replicas[index].send(("add", *item))
+            except Exception as error:  # a parameter that does not pickle
+                text = f"request {request.req_id}: cannot be sent: {type(error).__name__}: {error}"
+                self._deliver(request.failed(text))
+                return
+            self._call_all()
+
+    def _call_all(self) -> None:
+        """Lets replicas that share the experts run when one of them has something to run."""
+        if self._is_coupled:
+            self._num_calls += 1
+            for replica in self.replicas:
+                replica.send(("call", self._num_calls))
 
     # Steps.
 
@@ -317,8 +336,9 @@ class ReplicaLoop:
             req_id, text = content
             self._deliver(self.open[req_id].failed(text))
         else:
-            ((name, text, _),) = content
-            self._lost(replica, f"failed: {name}: {text}")
+            (name, text, _), is_hearsay = content
+            how = f"failed: {name}: {text}"
+            self._lost(*(self._cause(replica, how) if is_hearsay else (replica, how)))
 
     def _book(
         self,
@@ -355,18 +375,42 @@ class ReplicaLoop:
                 self._choice.finished(ticket)
         self.router.push([step])
 
+    def _cause(self, replica: Replica, how: str) -> tuple[Replica, str]:
+        """Of replicas that end together, which one was the first, and how it ended.
+
+        Args:
+            replica: it has lost another one, by its own account.
+            how: that account.
+        """
+        others = {r.child.connection: r for r in self._alive() if r is not replica}
+        end = time.monotonic() + _CAUSE_S
+        while others and (left := end - time.monotonic()) > 0:
+            for source in wait(others, left):
+                other = others[cast("Any", source)]
+                try:
+                    kind, *content = other.receive()
+                except EOFError as gone:
+                    return other, str(gone) or other.child.describe_end()
+                if kind == "died":  # else nothing that is waited for any more
+                    (name, text, _), is_hearsay = content
+                    if not is_hearsay:
+                        return other, f"failed: {name}: {text}"
+                    del others[cast("Any", source)]
+        return replica, how
+
     def _lost(self, replica: Replica, how: str) -> None:
         """Starts the requests of a replica again on the others.
 
         Raises:
-            EngineDeadError: there are no others.
+            EngineDeadError: there are no others, or they cannot run without it.
         """
         if not replica.is_alive:
             return
-        replica.is_alive = False
-        replica.num_watched = replica.num_active_blocks = 0
-        replica.child.stop(0.0)
-        self._choice.set_state(replica.index, ReplicaState.LOST)
+        for gone in self._alive() if self._is_coupled else [replica]:
+            gone.is_alive = False
+            gone.num_watched = gone.num_active_blocks = 0
+            gone.child.stop(0.0)
+            self._choice.set_state(gone.index, ReplicaState.LOST)
         death = replica.death(how)
         if not self._alive():
             self._death = death
@@ -434,7 +478,7 @@ class ReplicaLoop:
         self.router.clear()
         try:
             with deferred_interrupt():
-                _end_all(self.replicas, self._pid)
+                _end_all(self.replicas, self._pid, is_at_once=self._is_coupled)
                 self._end.detach()
         except BaseException:
             self.is_closed = not self._end.alive
@@ -449,17 +493,23 @@ class _Sums:
             setattr(self, name, sum(part[name] for part in parts))
 
 
-def _end_all(replicas: list[Replica], pid: int) -> None:
+def _end_all(replicas: list[Replica], pid: int, *, is_at_once: bool = False) -> None:
     """Tells all of them to leave, and waits until they have.
 
     Args:
+        replicas: those that are gone are left alone.
         pid: whose they are; in a fork of that process nothing happens.
+        is_at_once: ends them instead: one that leaves looks to the others as if it were lost.
     """
     if os.getpid() != pid:
         return
-    for replica in replicas:
+    for replica in replicas if not is_at_once else ():
         if replica.is_alive:
             replica.send(("exit",))
-    stop_all([replica.child for replica in replicas])
+    children = [replica.child for replica in replicas]
+    if is_at_once:
+        stop_all(children, 0.0)
+    else:
+        stop_all(children)
     for replica in replicas:
         replica.is_alive = False

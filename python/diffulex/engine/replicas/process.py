@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One replica: an ordinary engine that is told over a pipe what to decode, and tells what it did.
 
-    add, abort, watch, observe, ask, go_on, exit
+    add, abort, call, watch, observe, ask, go_on, exit
         ──>  engine  ──>  hello, ready or failed, step, step_failed, refused, answer, died
 
 Imports nothing heavy before the pipe is read: a parent that dies while the model loads takes the
@@ -38,7 +38,7 @@ def run_replica(connection: Connection[Any, Any], parent_pid: int) -> None:
     """
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     read_forever(connection, parent_pid, inbox.put)
-    options, logs, name = inbox.get()
+    options, logs, name, coupling = inbox.get()
     if logs is not None:
         # In JSON the parent cannot put the name before a line.
         name_process(name if logs.json else "")
@@ -47,17 +47,22 @@ def run_replica(connection: Connection[Any, Any], parent_pid: int) -> None:
     try:
         from diffulex.engine.engine import Diffulex  # noqa: PLC0415 (slow to import)
 
-        engine = Diffulex.from_options(options)
+        engine = Diffulex.from_options(options, coupling)
     except Exception as error:
         connection.send(("failed", error_parts(error)))
         sys.exit(1)
     connection.send(("ready", engine.config.cache.num_pages, engine.warm_up_s))
-    replica = _Replica(engine, connection)
+    replica = _Replica(engine, connection, is_coupled=coupling is not None)
     try:
         while replica.serve(inbox):
             pass
     except Exception as error:
-        connection.send(("died", error_parts(error)))
+        from diffulex.distributed.store import PeerError  # noqa: PLC0415 (imported by now)
+
+        is_hearsay = isinstance(error, PeerError)
+        connection.send(("died", error_parts(error), is_hearsay))
+        if is_hearsay:
+            sys.exit(1)  # whoever has ended tells why
         raise
     finally:
         engine.close()
@@ -75,8 +80,11 @@ def _check_device(engine: Diffulex) -> None:
 class _Replica:
     """The engine with the parent's ids of its requests."""
 
-    def __init__(self, engine: Diffulex, connection: Connection[Any, Any]) -> None:
+    def __init__(
+        self, engine: Diffulex, connection: Connection[Any, Any], *, is_coupled: bool = False
+    ) -> None:
         self._engine = engine
+        self._is_coupled = is_coupled
         self._connection = connection
         #: The parent's id of each request that is open, and the other way round.
         self._outer: dict[int, int] = {}
@@ -87,6 +95,7 @@ class _Replica:
         self._actions: dict[str, Callable[..., None]] = {
             "add": self._add,
             "abort": self._abort,
+            "call": self._call,
             "watch": self._watch,
             "observe": self._observe,
             "ask": self._ask,
@@ -122,6 +131,9 @@ class _Replica:
         if outer in self._inner:
             self._engine.abort(self._inner[outer])
 
+    def _call(self, number: int) -> None:
+        self._engine._executor.call(number)
+
     def _watch(self, outer: int) -> None:
         if outer in self._inner:
             self._engine.watch_buffer(self._inner[outer])
@@ -153,10 +165,14 @@ class _Replica:
         except EngineDeadError:
             raise  # no step will ever run again: the parent has other replicas, or none
         except Exception as error:
+            if self._is_coupled:
+                raise  # others wait for the rest of this step
             _check_device(self._engine)
             self._is_halted = True
             self._connection.send(("step_failed", error_parts(error)))
             return
+        if not steps and stats.num_steps == 0 and self._is_coupled:
+            return  # it was a step of others
         outputs = [self._named(output) for output in steps]
         # The parent counts them itself.
         stats.num_graph_steps = stats.num_graph_fallbacks = 0

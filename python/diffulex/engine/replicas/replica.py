@@ -15,9 +15,10 @@ from diffulex import errors
 from diffulex.config.parse import Options
 from diffulex.distributed.child_process import start_error, stop_all
 from diffulex.distributed.executor import StepCounts
-from diffulex.distributed.layout import replica_settings
+from diffulex.distributed.layout import LOOPBACK, replica_settings
 from diffulex.distributed.start import replica_starter
 from diffulex.engine.interrupt import uninterrupted
+from diffulex.engine.replicas.coupled import Coupling
 from diffulex.errors import DiffulexError, EngineDeadError
 from diffulex.log import log_settings
 
@@ -156,8 +157,13 @@ class Replica:
         )
 
 
-def start_replicas(config: Config, options: Options) -> list[Replica]:
+def start_replicas(config: Config, options: Options, store: Any = None) -> list[Replica]:
     """Starts every replica and waits until all of them serve.
+
+    Args:
+        config: of the engine.
+        options: from which each replica makes its own.
+        store: where replicas that share the experts find each other; None: they share nothing.
 
     Raises:
         DiffulexError: one of them does not; all of them are ended.
@@ -171,7 +177,9 @@ def start_replicas(config: Config, options: Options) -> list[Replica]:
             name = ", ".join(f"cuda:{device}" for device in own) or "cpu"
             replicas.append(Replica(index, child, name))
             given = replica_settings(options.given, own)
-            replicas[-1].send((Options(options.model, given), log_settings(), f"replica {index}"))
+            coupling = None if store is None else Coupling(index, (LOOPBACK, store.port))
+            told = Options(options.model, given), log_settings(), f"replica {index}", coupling
+            replicas[-1].send(told)
         _await_all(replicas, parallel.distributed_timeout_seconds)
     except BaseException:
         stop_all([replica.child for replica in replicas], 0.0)

@@ -28,8 +28,10 @@ _ONE_BACKEND = ("zmq_command_addr", "zmq_event_addr", "profiler")
 
 
 def num_replicas(args: ServerArgs) -> int:
-    """Replicas of a server; 1 without `--data-parallel-size`."""
-    return int(args.engine_kwargs().get("data_parallel_size") or 1)
+    """Backends of a server; 1 without `--data-parallel-size`, and where replicas share their experts: the
+    backend starts them all, since they run and end together."""
+    sizes = Sizes.of(args.engine_kwargs())
+    return 1 if sizes.is_coupled else sizes.data
 
 
 def has_replicas(args: ServerArgs) -> bool:
@@ -57,14 +59,15 @@ def check_replica_args(args: HttpArgs, settings: Mapping[str, Any]) -> None:
     many = f"expected data_parallel_size 1, got {count}"
     if count == 1:
         many = "expected a backend on this host, got --distributed-executor ray"
+    sizes = Sizes.of(settings)
     for name in ("inproc", *_ONE_BACKEND):
-        if getattr(args, name):
+        if getattr(args, name) and not (sizes.is_coupled and name.startswith("zmq")):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag}: {many}")
     if is_elsewhere:
         _check_devices_elsewhere(settings)
         return
-    device, sizes = settings.get("device") or "auto", Sizes.of(settings)
+    device = settings.get("device") or "auto"
     check_device_name(device, sizes)
     if device != "cpu":
         rank_devices(sizes, settings.get("device_ids") or (), settings.get("device_start") or 0)
