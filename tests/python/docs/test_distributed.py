@@ -44,10 +44,12 @@ def server() -> Iterator[LiveServer]:
 
 def test_every_kind_of_command_is_covered() -> None:
     assert {command[0] for command in COMMANDS} == {"curl", "diffulex"}
-    assert len(blocks("python")) == 3
+    assert len(blocks("python")) == 4
 
 
-@pytest.mark.parametrize(("index", "printed"), [(0, "8 2\n"), (1, "1 2\n"), (2, "2\n")])
+@pytest.mark.parametrize(
+    ("index", "printed"), [(0, "8 2\n"), (1, "1 2\n"), (2, "2\n"), (3, "1 2\n")]
+)
 def test_python(index: int, printed: str) -> None:
     result = subprocess.run(
         [sys.executable, "-c", blocks("python")[index]],

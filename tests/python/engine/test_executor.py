@@ -137,6 +137,8 @@ def test_an_engine_needs_of_its_executor_what_the_protocol_has(tiny: TinyModel) 
     with Diffulex.from_components(config, tiny.model, tiny.facts.tokenizer, executor) as engine:
         outputs = engine.generate([[1, 2, 3], [4, 5]], params, summary=False)
         assert engine.num_watched_requests == 0
+        assert not engine.has_unfinished()
+        assert engine.step() == []
         assert engine.update_weights(tiny.model.weight_table()) > 20
         assert len(engine.score([[1, 2, 3]], [(1, 3)], mc_num=2)) == 1
     for output, other in zip(outputs, expected, strict=True):
@@ -144,8 +146,9 @@ def test_an_engine_needs_of_its_executor_what_the_protocol_has(tiny: TinyModel) 
         assert output.logprobs == other.logprobs
     assert outputs.stats.num_graph_steps == expected.stats.num_graph_steps == 0
     members = {name for name in vars(Executor) if not name.startswith("_")}
-    # The pages are given, no adapter is loaded, nothing is recorded, and `close` is not passed on.
-    unused = {"close", "num_pages", "load_adapter", "unload_adapter", "stages"}
+    # No other engine calls, the pages are given, no adapter is loaded, nothing is recorded, and `close`
+    # is not passed on.
+    unused = {"close", "num_pages", "load_adapter", "unload_adapter", "stages", "call"}
     assert executor.asked - set(Executor.__annotations__) == members - unused
     assert executor.is_closed
 

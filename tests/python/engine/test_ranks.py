@@ -267,7 +267,9 @@ def test_graphs_hold_what_kernels_can_exchange(
     num_ranks: int, dtype: str, hidden_size: int, candidates: int, rows: int | None
 ) -> None:
     config: Any = SimpleNamespace(
-        parallel=SimpleNamespace(tensor_parallel_size=num_ranks, expert_parallel_size=1),
+        parallel=SimpleNamespace(
+            tensor_parallel_size=num_ranks, data_parallel_size=1, expert_parallel_size=1
+        ),
         model=SimpleNamespace(dtype=dtype, spec=SimpleNamespace(hidden_size=hidden_size)),
         decoding=SimpleNamespace(
             token_merge_top_k=candidates, traits=SimpleNamespace(has_canvas=False)
