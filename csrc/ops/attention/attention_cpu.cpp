@@ -15,6 +15,7 @@
 #include "ops/cpu_ops.h"
 #include "ops/kv/check.h"
 #include "ops/kv/pages_cpu.h"
+#include "ops/kv/store_cpu.h"
 #include "ops/shared/cpu_isa/kernel_table.h"
 #include "ops/shared/data_checks_cpu.h"
 #include "ops/shared/parallel.h"
@@ -28,6 +29,7 @@ constexpr int32_t kRowsPerItem = 64;
 constexpr int64_t kSerialWork = int64_t{1} << 18;
 
 struct AttentionTag;
+struct RoundTag;
 
 struct Request {
   RequestMask mask;
@@ -226,6 +228,30 @@ void load_key(const Problem& problem, const HeadVector& k, const HeadVector& v,
                buffers.values + offset);
 }
 
+/// One head of a cached key or value: codes are numbers of the dtype of q, as in a cache of it.
+void load_codes(const Problem& problem, const KvPages& pages, const SlotHead& place, float* out) {
+  decode_head(pages.at(place.page_id, place.offset, place.head).data,
+              *pages.scale_at(place.page_id, place.offset, place.head), problem.head_dim, out);
+  if (problem.params.q.dtype == DType::kF16) {  // the others hold every value
+    const int64_t dim = problem.head_dim;
+    float* half = thread_floats<RoundTag>(dim);
+    kernel_table().store(out, DType::kF16, half, dim);
+    kernel_table().load(GatherArgs{half, DType::kF16, dim, dim, dim}, out);
+  }
+}
+
+void load_cached(const Problem& problem, const SlotHead& place, const Buffers& buffers,
+                 int32_t slot) {
+  if (!problem.k_pages.has_scales()) {
+    load_key(problem, problem.k_pages.at(place.page_id, place.offset, place.head),
+             problem.v_pages.at(place.page_id, place.offset, place.head), buffers, slot);
+    return;
+  }
+  const int64_t offset = int64_t{slot} * problem.padded_dim;
+  load_codes(problem, problem.k_pages, place, buffers.key_rows + offset);
+  load_codes(problem, problem.v_pages, place, buffers.values + offset);
+}
+
 /// Gathers up to kKeyBlock visible keys from `key` on; returns the key to go on with.
 int32_t gather_block(const Problem& problem, const WorkItem& item, const Buffers& buffers,
                      KeyRange rest, KeyBlock* block) {
@@ -260,8 +286,7 @@ int32_t gather_block(const Problem& problem, const WorkItem& item, const Buffers
       key = min_i32(page_start + page_size, mask.context_len);
       continue;
     }
-    load_key(problem, problem.k_pages.at(page_id, key - page_start, item.head),
-             problem.v_pages.at(page_id, key - page_start, item.head), buffers, block->count);
+    load_cached(problem, SlotHead{page_id, key - page_start, item.head}, buffers, block->count);
     block->ids[block->count++] = key++;
   }
   return key;
@@ -377,15 +402,16 @@ Status block_attention(const BlockAttentionParams& params, const ExecContext& co
       kv_cache_geometry(params.k_cache, params.kv_layout, params.q.size[2]);
   DIFFULEX_RETURN_IF_ERROR(read_requests(params, geometry, &requests));
   const AttentionShape shape = attention_shape(params);
-  const Problem problem{params,
-                        KvPages::keys(params.k_cache, params.kv_layout, shape.head_dim),
-                        KvPages::values(params.v_cache, params.kv_layout, shape.head_dim),
-                        geometry,
-                        shape.num_kv_heads,
-                        shape.num_q_heads / shape.num_kv_heads,
-                        shape.head_dim,
-                        (shape.head_dim + kDimPad - 1) / kDimPad * kDimPad,
-                        requests};
+  const Problem problem{
+      params,
+      KvPages::keys(params.k_cache, params.k_scale, params.kv_layout, shape.head_dim),
+      KvPages::values(params.v_cache, params.v_scale, params.kv_layout, shape.head_dim),
+      geometry,
+      shape.num_kv_heads,
+      shape.num_q_heads / shape.num_kv_heads,
+      shape.head_dim,
+      (shape.head_dim + kDimPad - 1) / kDimPad * kDimPad,
+      requests};
   const int64_t work = list_items(problem, &items);
   clear_padding(problem);
   const auto num_items = static_cast<int64_t>(items.size());

@@ -13,6 +13,7 @@
 #include "ops/attention/sm90/table.h"
 #include "ops/attention/table.h"
 #include "ops/cuda_ops.h"
+#include "ops/kv/check.h"
 #include "ops/prepare.h"
 #include "ops/shared/cuda/check_data.h"
 #include "ops/shared/cuda/device_facts.h"
@@ -298,6 +299,7 @@ Status launch_paths(const BlockAttentionParams& params, const AttentionShape& sh
 }  // namespace
 
 Status block_attention(const BlockAttentionParams& params, const ExecContext& context) {
+  DIFFULEX_RETURN_IF_ERROR(check_unscaled("block_attention", params.k_scale, params.v_scale));
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
   const AttentionShape shape = attention_shape(params);

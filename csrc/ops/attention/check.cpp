@@ -116,7 +116,9 @@ Status check_block_attention(const BlockAttentionParams& params) {
   DIFFULEX_RETURN_IF_ERROR(
       check_kv_cache({kOp, params.k_cache, params.v_cache, params.k_scale, params.v_scale,
                       params.kv_layout, params.k.size[1], params.q.size[2]}));
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "k_cache", params.k_cache).dtype({params.q.dtype}));
+  if (!params.k_scale.present()) {
+    DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "k_cache", params.k_cache).dtype({params.q.dtype}));
+  }
   return check_metadata(params);
 }
 

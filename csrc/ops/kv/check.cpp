@@ -9,20 +9,53 @@
 namespace diffulex {
 namespace {
 
-constexpr const char* kNoQuantised = "quantised caches are not supported";
-
 bool is_page_size(int64_t page_size) {
   return page_size >= 4 && page_size <= 256 && (page_size & (page_size - 1)) == 0;
 }
 
-Status check_cache_dtype(const char* op, const char* name, const TensorRef& cache) {
+Status check_cache_dtype(const char* op, const char* name, const TensorRef& cache,
+                         bool has_scales) {
   const ArgumentCheck check(op, name, cache);
   DIFFULEX_RETURN_IF_ERROR(check.present());
+  if (has_scales) {
+    return check.dtype({DType::kF8E4M3});
+  }
   if (cache.dtype == DType::kF8E4M3) {
-    return check.error(StatusCode::kUnsupported, "dtype float32, float16 or bfloat16",
-                       std::string("float8_e4m3fn (") + kNoQuantised + ")");
+    return check.error(StatusCode::kInvalidArgument,
+                       "dtype float32, float16 or bfloat16 without k_scale", "float8_e4m3fn");
   }
   return check.dtype({DType::kF32, DType::kF16, DType::kBF16});
+}
+
+/// Both scales or none, of bytes.
+Status check_scale_pair(const char* op, const TensorRef& k_scale, const TensorRef& v_scale) {
+  const ArgumentCheck v_check(op, "v_scale", v_scale);
+  if (!k_scale.present()) {
+    return v_scale.present() ? v_check.error(StatusCode::kInvalidArgument, "none without k_scale",
+                                             "a tensor of shape " + shape_text(v_scale))
+                             : Status{};
+  }
+  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "k_scale", k_scale).dtype({DType::kU8}));
+  if (!v_scale.present()) {
+    return v_check.error(StatusCode::kInvalidArgument, "a tensor with k_scale", "none");
+  }
+  return v_check.dtype({DType::kU8});
+}
+
+/// The scales of checked unified caches: [num_pages, Hc, page_size].
+Status check_scale_shapes(const KvCacheArguments& arguments) {
+  const struct {
+    const char* name;
+    const TensorRef& scale;
+    const TensorRef& cache;
+  } sides[] = {{"k_scale", arguments.k_scale, arguments.k_cache},
+               {"v_scale", arguments.v_scale, arguments.v_cache}};
+  for (const auto& side : sides) {
+    DIFFULEX_RETURN_IF_ERROR(
+        ArgumentCheck(arguments.op, side.name, side.scale)
+            .matches({DType::kU8}, {side.cache.size[0], side.cache.size[2], side.cache.size[1]}));
+  }
+  return {};
 }
 
 Status check_page_size(const char* op, const TensorRef& k_cache, int64_t page_size) {
@@ -98,20 +131,29 @@ Status check_rows(const char* op, const char* k_name, const TensorRef& k, const 
 
 Status check_kv_cache(const KvCacheArguments& arguments) {
   const char* op = arguments.op;
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "k_scale", arguments.k_scale).absent(kNoQuantised));
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "v_scale", arguments.v_scale).absent(kNoQuantised));
-  DIFFULEX_RETURN_IF_ERROR(check_cache_dtype(op, "k_cache", arguments.k_cache));
-  DIFFULEX_RETURN_IF_ERROR(check_cache_dtype(op, "v_cache", arguments.v_cache));
+  const bool has_scales = arguments.k_scale.present();
+  DIFFULEX_RETURN_IF_ERROR(check_scale_pair(op, arguments.k_scale, arguments.v_scale));
+  DIFFULEX_RETURN_IF_ERROR(check_cache_dtype(op, "k_cache", arguments.k_cache, has_scales));
+  DIFFULEX_RETURN_IF_ERROR(check_cache_dtype(op, "v_cache", arguments.v_cache, has_scales));
   DIFFULEX_RETURN_IF_ERROR(
       ArgumentCheck(op, "v_cache", arguments.v_cache).dtype({arguments.k_cache.dtype}));
   switch (arguments.layout) {
     case KvLayout::kUnified:
-      return check_unified(arguments);
+      DIFFULEX_RETURN_IF_ERROR(check_unified(arguments));
+      return has_scales ? check_scale_shapes(arguments) : Status{};
     case KvLayout::kDistinct:
-      return check_distinct(arguments);
+      return has_scales ? scalar_error(op, "kv_layout", "0 (unified) with k_scale",
+                                       static_cast<int32_t>(arguments.layout))
+                        : check_distinct(arguments);
   }
   return scalar_error(op, "kv_layout", "0 (unified) or 1 (distinct)",
                       static_cast<int32_t>(arguments.layout));
+}
+
+Status check_unscaled(const char* op, const TensorRef& k_scale, const TensorRef& v_scale) {
+  constexpr const char* kNoKernel = "no kernel on cuda reads scaled caches";
+  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "k_scale", k_scale).absent(kNoKernel));
+  return ArgumentCheck(op, "v_scale", v_scale).absent(kNoKernel);
 }
 
 KvCacheGeometry kv_cache_geometry(const TensorRef& k_cache, KvLayout layout, int64_t head_dim) {
@@ -161,8 +203,10 @@ Status check_load_kv_cache(const LoadKvCacheParams& params) {
 
 Status check_copy_kv_pages(const CopyKvPagesParams& params) {
   constexpr const char* kOp = "copy_kv_pages";
-  DIFFULEX_RETURN_IF_ERROR(check_cache_dtype(kOp, "k_cache", params.k_cache));
-  DIFFULEX_RETURN_IF_ERROR(check_cache_dtype(kOp, "v_cache", params.v_cache));
+  const bool has_scales = params.k_scale.present();
+  DIFFULEX_RETURN_IF_ERROR(check_scale_pair(kOp, params.k_scale, params.v_scale));
+  DIFFULEX_RETURN_IF_ERROR(check_cache_dtype(kOp, "k_cache", params.k_cache, has_scales));
+  DIFFULEX_RETURN_IF_ERROR(check_cache_dtype(kOp, "v_cache", params.v_cache, has_scales));
   const ArgumentCheck v_check(kOp, "v_cache", params.v_cache);
   DIFFULEX_RETURN_IF_ERROR(v_check.dtype({params.k_cache.dtype}));
   for (const TensorRef* cache : {&params.k_cache, &params.v_cache}) {
@@ -177,6 +221,24 @@ Status check_copy_kv_pages(const CopyKvPagesParams& params) {
     return v_check.error(StatusCode::kInvalidArgument,
                          std::to_string(params.k_cache.size[0]) + " pages as k_cache",
                          shape_text(params.v_cache));
+  }
+  if (has_scales) {
+    if (params.k_cache.rank != 4) {
+      return ArgumentCheck(kOp, "k_cache", params.k_cache)
+          .error(StatusCode::kInvalidArgument, "a cache of rank 4 with k_scale",
+                 shape_text(params.k_cache));
+    }
+    if (params.v_cache.rank != 4) {
+      return v_check.error(StatusCode::kInvalidArgument, "a cache of rank 4 with k_scale",
+                           shape_text(params.v_cache));
+    }
+    DIFFULEX_RETURN_IF_ERROR(
+        check_scale_shapes({kOp, params.k_cache, params.v_cache, params.k_scale, params.v_scale}));
+    for (const TensorRef* scale : {&params.k_scale, &params.v_scale}) {
+      DIFFULEX_RETURN_IF_ERROR(
+          ArgumentCheck(kOp, scale == &params.k_scale ? "k_scale" : "v_scale", *scale)
+              .last_contiguous());
+    }
   }
   return ArgumentCheck(kOp, "src_dst", params.src_dst).matches({DType::kI32}, {kAnyExtent, 2});
 }

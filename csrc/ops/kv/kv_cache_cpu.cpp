@@ -17,6 +17,7 @@ namespace {
 
 struct LoadTag;
 struct ConvertTag;
+struct CodeTag;
 
 /// Copies one head vector into contiguous memory of another float type.
 void load_converted(const HeadVector& from, DType from_dtype, char* out, DType out_dtype,
@@ -58,7 +59,12 @@ void load_row(const LoadSide& side, const RowSource& source, int64_t out_row) {
   for (int64_t head = 0; head < heads; ++head) {
     char* target = out + head * head_dim * bytes;
     const HeadVector from = side.pages.at(source.page_id, source.offset, head);
-    if (side.pages.dtype() == side.out.dtype) {
+    if (side.pages.has_scales()) {
+      float* wide = thread_floats<CodeTag>(head_dim);
+      decode_head(from.data, *side.pages.scale_at(source.page_id, source.offset, head), head_dim,
+                  wide);
+      kernel_table().store(wide, side.out.dtype, target, head_dim);
+    } else if (side.pages.dtype() == side.out.dtype) {
       copy_head_vector(from, HeadVector{target, head_dim, head_dim}, head_dim, bytes);
     } else {
       load_converted(from, side.pages.dtype(), target, side.out.dtype, head_dim);
@@ -135,9 +141,27 @@ Status validate_copy(const CopyKvPagesParams& params) {
   return {};
 }
 
+/// Writes one head as codes; see store_head.
+void store_codes(const KvPages& pages, const KvRow& row, const SlotHead& target) {
+  float* wide = thread_floats<CodeTag>(row.head_dim);
+  const KernelTable& kernels = kernel_table();
+  kernels.load(GatherArgs{row.data, row.dtype, row.head_dim, row.head_dim, row.head_dim}, wide);
+  char* codes = pages.at(target.page_id, target.offset, target.head).data;
+  const uint8_t scale = encode_head(wide, row.head_dim, codes);
+  *pages.scale_at(target.page_id, target.offset, target.head) = scale;
+  if (row.write_back != nullptr) {
+    decode_head(codes, scale, row.head_dim, wide);
+    kernels.store(wide, row.dtype, row.write_back, row.head_dim);
+  }
+}
+
 }  // namespace
 
 void store_head(const KvPages& pages, const KvRow& row, const SlotHead& target) {
+  if (pages.has_scales()) {
+    store_codes(pages, row, target);
+    return;
+  }
   const char* source = row.data;
   if (row.dtype != pages.dtype()) {
     // fp32 in the first half of the buffer, the converted head in the second.
@@ -155,7 +179,8 @@ void store_head(const KvPages& pages, const KvRow& row, const SlotHead& target) 
 void store_row(const KvPages& pages, const KvRow& row, int64_t page_id, int64_t offset) {
   const int64_t head_bytes = row.head_dim * dtype_bytes(row.dtype);
   for (int64_t head = 0; head < row.heads; ++head) {
-    store_head(pages, KvRow{row.data + head * head_bytes, row.dtype, 1, row.head_dim},
+    char* back = row.write_back == nullptr ? nullptr : row.write_back + head * head_bytes;
+    store_head(pages, KvRow{row.data + head * head_bytes, row.dtype, 1, row.head_dim, back},
                SlotHead{page_id, offset, head});
   }
 }
@@ -167,8 +192,9 @@ Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& conte
   const KvCacheGeometry geometry = kv_cache_geometry(params.k_cache, params.kv_layout, head_dim);
   DIFFULEX_RETURN_IF_ERROR(
       check_slots("store_kv_cache", params.slot_mapping, geometry.num_pages * geometry.page_size));
-  const KvPages k_pages = KvPages::keys(params.k_cache, params.kv_layout, head_dim);
-  const KvPages v_pages = KvPages::values(params.v_cache, params.kv_layout, head_dim);
+  const KvPages k_pages = KvPages::keys(params.k_cache, params.k_scale, params.kv_layout, head_dim);
+  const KvPages v_pages =
+      KvPages::values(params.v_cache, params.v_scale, params.kv_layout, head_dim);
   parallel_ranges(context, num_tokens, row_grain(2 * heads * head_dim),
                   [&](int64_t begin, int64_t end) {
                     for (int64_t row = begin; row < end; ++row) {
@@ -180,11 +206,11 @@ Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& conte
                       const int64_t offset = slot % geometry.page_size;
                       store_row(k_pages,
                                 KvRow{element_at(params.k, row * params.k.stride[0]),
-                                      params.k.dtype, heads, head_dim},
+                                      params.k.dtype, heads, head_dim, nullptr},
                                 page_id, offset);
                       store_row(v_pages,
                                 KvRow{element_at(params.v, row * params.v.stride[0]),
-                                      params.v.dtype, heads, head_dim},
+                                      params.v.dtype, heads, head_dim, nullptr},
                                 page_id, offset);
                     }
                   });
@@ -196,8 +222,10 @@ Status load_kv_cache(const LoadKvCacheParams& params, const ExecContext& context
   const int64_t head_dim = params.k_new.size[2];
   const KvCacheGeometry geometry = kv_cache_geometry(params.k_cache, params.kv_layout, head_dim);
   const LoadSide sides[] = {
-      {KvPages::keys(params.k_cache, params.kv_layout, head_dim), params.k_new, params.k_out},
-      {KvPages::values(params.v_cache, params.kv_layout, head_dim), params.v_new, params.v_out}};
+      {KvPages::keys(params.k_cache, params.k_scale, params.kv_layout, head_dim), params.k_new,
+       params.k_out},
+      {KvPages::values(params.v_cache, params.v_scale, params.kv_layout, head_dim), params.v_new,
+       params.v_out}};
   const int64_t num_reqs = params.page_table.size[0];
   const int64_t rows_out = params.k_out.size[0];
   const int32_t* pages = params.page_table.as<const int32_t>();
@@ -238,9 +266,12 @@ Status copy_kv_pages(const CopyKvPagesParams& params, const ExecContext& context
       if (source < 0 || target < 0) {
         continue;
       }
-      for (const TensorRef* cache : {&params.k_cache, &params.v_cache}) {
-        copy_page(*cache, 1, element_at(*cache, source * cache->stride[0]),
-                  element_at(*cache, target * cache->stride[0]));
+      for (const TensorRef* part :
+           {&params.k_cache, &params.v_cache, &params.k_scale, &params.v_scale}) {
+        if (part->present()) {
+          copy_page(*part, 1, element_at(*part, source * part->stride[0]),
+                    element_at(*part, target * part->stride[0]));
+        }
       }
     }
   });

@@ -6,6 +6,7 @@
 
 #include "ops/cuda_ops.h"
 #include "ops/kv/cache_view.cuh"
+#include "ops/kv/check.h"
 #include "ops/prepare.h"
 #include "ops/shared/cuda/check_data.h"
 #include "ops/shared/cuda/launch.cuh"
@@ -233,6 +234,7 @@ cudaError_t launch_store(const StoreArgs& args, const ExecContext& context) {
 
 Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& context) {
   constexpr const char* kWhere = "diffulex::store_kv_cache";
+  DIFFULEX_RETURN_IF_ERROR(check_unscaled("store_kv_cache", params.k_scale, params.v_scale));
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
   StoreArgs args{};
@@ -273,6 +275,7 @@ Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& conte
 
 Status load_kv_cache(const LoadKvCacheParams& params, const ExecContext& context) {
   constexpr const char* kWhere = "diffulex::load_kv_cache";
+  DIFFULEX_RETURN_IF_ERROR(check_unscaled("load_kv_cache", params.k_scale, params.v_scale));
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
   LoadArgs args{};
@@ -320,6 +323,7 @@ Status load_kv_cache(const LoadKvCacheParams& params, const ExecContext& context
 
 Status copy_kv_pages(const CopyKvPagesParams& params, const ExecContext& context) {
   constexpr const char* kWhere = "diffulex::copy_kv_pages";
+  DIFFULEX_RETURN_IF_ERROR(check_unscaled("copy_kv_pages", params.k_scale, params.v_scale));
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
   CopyArgs args{};

@@ -2,7 +2,10 @@
 #include "ops/kv/pages_cpu.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+
+#include "ops/kv/scaled_code.h"
 
 namespace diffulex::cpu {
 namespace {
@@ -19,7 +22,8 @@ void copy_scattered(const HeadVector& from, const HeadVector& to, int64_t count)
 
 }  // namespace
 
-KvPages KvPages::keys(const TensorRef& cache, KvLayout layout, int64_t head_dim) {
+KvPages KvPages::keys(const TensorRef& cache, const TensorRef& scale, KvLayout layout,
+                      int64_t head_dim) {
   KvPages pages;
   pages.data_ = cache.as<char>();
   pages.dtype_ = cache.dtype;
@@ -35,12 +39,17 @@ KvPages KvPages::keys(const TensorRef& cache, KvLayout layout, int64_t head_dim)
     pages.group_ = head_dim;
     pages.group_stride_ = head_dim;
   }
+  if (scale.present()) {
+    pages.scales_ = scale.as<uint8_t>();
+    std::copy_n(scale.stride, 3, pages.scale_stride_);
+  }
   return pages;
 }
 
-KvPages KvPages::values(const TensorRef& cache, KvLayout layout, int64_t head_dim) {
+KvPages KvPages::values(const TensorRef& cache, const TensorRef& scale, KvLayout layout,
+                        int64_t head_dim) {
   if (layout != KvLayout::kDistinct) {
-    return keys(cache, layout, head_dim);
+    return keys(cache, scale, layout, head_dim);
   }
   KvPages pages;
   pages.data_ = cache.as<char>();
@@ -51,6 +60,30 @@ KvPages KvPages::values(const TensorRef& cache, KvLayout layout, int64_t head_di
   pages.slot_stride_ = 1;
   pages.group_ = 1;
   return pages;
+}
+
+void decode_head(const char* codes, uint8_t scale, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = kv_value(static_cast<uint8_t>(codes[i]), scale);
+  }
+}
+
+uint8_t encode_head(const float* values, int64_t count, char* codes) {
+  float largest = 0.0F;
+  bool has_nan = false;
+  for (int64_t i = 0; i < count; ++i) {
+    has_nan = has_nan || std::isnan(values[i]);
+    largest = std::max(largest, std::fabs(values[i]));
+  }
+  if (has_nan) {
+    std::memset(codes, 0, static_cast<size_t>(count));
+    return kNanKvScale;
+  }
+  const uint8_t scale = kv_scale(largest);
+  for (int64_t i = 0; i < count; ++i) {
+    codes[i] = static_cast<char>(kv_code(values[i], scale));
+  }
+  return scale;
 }
 
 void copy_head_vector(const HeadVector& from, const HeadVector& to, int64_t count,

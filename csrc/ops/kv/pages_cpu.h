@@ -18,14 +18,24 @@ struct HeadVector {
 /// One of the two caches with its layout resolved to strides.
 class KvPages final {
  public:
-  [[nodiscard]] static KvPages keys(const TensorRef& cache, KvLayout layout, int64_t head_dim);
-  [[nodiscard]] static KvPages values(const TensorRef& cache, KvLayout layout, int64_t head_dim);
+  /// `scale` is absent, or the scale bytes of a unified cache of codes.
+  [[nodiscard]] static KvPages keys(const TensorRef& cache, const TensorRef& scale, KvLayout layout,
+                                    int64_t head_dim);
+  [[nodiscard]] static KvPages values(const TensorRef& cache, const TensorRef& scale,
+                                      KvLayout layout, int64_t head_dim);
 
   [[nodiscard]] HeadVector at(int64_t page_id, int64_t offset, int64_t head) const {
     const int64_t element = page_id * page_stride_ + offset * slot_stride_ + head * head_stride_;
     return HeadVector{data_ + element * dtype_bytes(dtype_), group_, group_stride_};
   }
   [[nodiscard]] DType dtype() const noexcept { return dtype_; }
+  /// Whether a slot holds codes with a scale byte per head.
+  [[nodiscard]] bool has_scales() const noexcept { return scales_ != nullptr; }
+  /// Scale byte of one head of a slot, only with has_scales.
+  [[nodiscard]] uint8_t* scale_at(int64_t page_id, int64_t offset, int64_t head) const {
+    return scales_ + page_id * scale_stride_[0] + head * scale_stride_[1] +
+           offset * scale_stride_[2];
+  }
 
  private:
   KvPages() = default;
@@ -37,7 +47,14 @@ class KvPages final {
   int64_t head_stride_ = 0;
   int64_t group_ = 0;
   int64_t group_stride_ = 0;
+  uint8_t* scales_ = nullptr;  // owner: the caller of the op
+  int64_t scale_stride_[3] = {};
 };
+
+/// Values of `count` codes below one scale byte.
+void decode_head(const char* codes, uint8_t scale, int64_t count, float* out);
+/// Codes of `count` values, and their scale byte.
+[[nodiscard]] uint8_t encode_head(const float* values, int64_t count, char* codes);
 
 /// Copies `count` elements of `element_bytes` between two group layouts.
 void copy_head_vector(const HeadVector& from, const HeadVector& to, int64_t count,

@@ -13,6 +13,7 @@ struct KvRow {
   DType dtype = DType::kF32;
   int64_t heads = 0;
   int64_t head_dim = 0;
+  char* write_back = nullptr;  // takes the stored values of codes in `dtype`; may be `data`
 };
 
 /// One head of one slot.
@@ -22,7 +23,8 @@ struct SlotHead {
   int64_t head = 0;
 };
 
-/// Writes the first head of `row` into one head of a slot, converting to the cache's dtype.
+/// Writes the first head of `row` into one head of a slot, converting to the cache's dtype or to
+/// codes, whose values `write_back` takes.
 void store_head(const KvPages& pages, const KvRow& row, const SlotHead& target);
 
 /// Writes one row into a slot, converting to the cache's dtype.

@@ -83,13 +83,14 @@ void store_values(const QkNormRopeParams& params, const KvPages& pages, char* v,
   const int64_t head_stride =
       params.v_from_raw_k ? params.v_out.stride[1] : int64_t{params.head_dim};
   if (head_stride == params.head_dim) {
-    store_row(pages, KvRow{v, dtype, params.num_kv_heads, params.head_dim}, slot / page_size,
+    store_row(pages, KvRow{v, dtype, params.num_kv_heads, params.head_dim, v}, slot / page_size,
               slot % page_size);
     return;
   }
   // v_out may have gaps between heads: one head at a time, addressed through the page.
   for (int64_t head = 0; head < params.num_kv_heads; ++head) {
-    store_head(pages, KvRow{v + head * head_stride * dtype_bytes(dtype), dtype, 1, params.head_dim},
+    char* source = v + head * head_stride * dtype_bytes(dtype);
+    store_head(pages, KvRow{source, dtype, 1, params.head_dim, source},
                SlotHead{slot / page_size, slot % page_size, head});
   }
 }
@@ -116,7 +117,7 @@ Status run_fused(const QkNormRopeParams& params, const ExecContext& context,
           const int64_t slot = target.k_pages != nullptr ? index_at(params.slot_mapping, row) : -1;
           if (slot >= 0) {
             store_row(*target.k_pages,
-                      KvRow{k, params.qkv.dtype, params.num_kv_heads, params.head_dim},
+                      KvRow{k, params.qkv.dtype, params.num_kv_heads, params.head_dim, k},
                       slot / target.page_size, slot % target.page_size);
             store_values(params, *target.v_pages, v, slot, target.page_size);
           }
@@ -159,8 +160,10 @@ Status qk_norm_rope_store(const QkNormRopeParams& params, const ExecContext& con
       kv_cache_geometry(params.k_cache, params.kv_layout, params.head_dim);
   DIFFULEX_RETURN_IF_ERROR(
       check_slots(kOp, params.slot_mapping, geometry.num_pages * geometry.page_size));
-  const KvPages k_pages = KvPages::keys(params.k_cache, params.kv_layout, params.head_dim);
-  const KvPages v_pages = KvPages::values(params.v_cache, params.kv_layout, params.head_dim);
+  const KvPages k_pages =
+      KvPages::keys(params.k_cache, params.k_scale, params.kv_layout, params.head_dim);
+  const KvPages v_pages =
+      KvPages::values(params.v_cache, params.v_scale, params.kv_layout, params.head_dim);
   return run_fused(params, context, StoreTarget{&k_pages, &v_pages, geometry.page_size});
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "ops/cuda_ops.h"
+#include "ops/kv/check.h"
 #include "ops/prepare.h"
 #include "ops/rope/args.cuh"
 #include "ops/rope/stream.h"
@@ -467,6 +468,7 @@ Status qk_norm_rope(const QkNormRopeParams& params, const ExecContext& context) 
 
 Status qk_norm_rope_store(const QkNormRopeParams& params, const ExecContext& context) {
   constexpr const char* kWhere = "diffulex::qk_norm_rope_store";
+  DIFFULEX_RETURN_IF_ERROR(check_unscaled("qk_norm_rope_store", params.k_scale, params.v_scale));
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
   RopeArgs args = fused_args(params);

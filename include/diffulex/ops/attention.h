@@ -46,8 +46,9 @@ struct BlockAttentionParams {
   TensorRef prefix_lens;   // [R] int32 or absent (= 0)
   TensorRef padded_prefix_lens;  // [R] int32 or absent (= 0); where blocks of the mask start
   TensorRef q_starts;            // [R] int32 or absent (= context_lens)
-  TensorRef k_scale;             // absent until quantised caches exist
-  TensorRef v_scale;             // absent until quantised caches exist
+  TensorRef k_scale;             // absent, or [num_pages, Hc, page_size] uint8 beside float8_e4m3fn
+                                 // codes in unified caches: the exponent e of a head, as e + 127
+  TensorRef v_scale;             // as k_scale
   TensorRef out;                 // [T, Hq, D] dtype of q, written in full
   TensorRef lse;                 // [T, Hq] float32 or absent, natural log
   float scale = 1.0F;            // > 0, finite

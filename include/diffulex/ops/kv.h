@@ -13,10 +13,10 @@ namespace diffulex {
 struct StoreKvCacheParams {
   TensorRef k;        // [N, Hkv, D] float, heads and dims contiguous
   TensorRef v;        // [N, Hkv, D] dtype of k
-  TensorRef k_cache;  // layout as in BlockAttentionParams, float; converts from k's dtype
+  TensorRef k_cache;  // as in BlockAttentionParams; converts from k's dtype
   TensorRef v_cache;
   TensorRef slot_mapping;  // [N] int32 or int64, negative = skip the row
-  TensorRef k_scale;       // absent until quantised caches exist
+  TensorRef k_scale;       // as in BlockAttentionParams, written
   TensorRef v_scale;
   KvLayout kv_layout = KvLayout::kUnified;
 };
@@ -31,7 +31,7 @@ struct LoadKvCacheParams {
   TensorRef context_lens;  // [R] int32
   TensorRef cu_seqlens_q;  // [R + 1] int32
   TensorRef cu_seqlens_k;  // [R + 1] int32, difference = context + rows
-  TensorRef k_scale;
+  TensorRef k_scale;       // as in BlockAttentionParams
   TensorRef v_scale;
   TensorRef k_out;  // [N_out, Hkv, D] dtype of k_new, written in full
   TensorRef v_out;
@@ -43,6 +43,8 @@ struct CopyKvPagesParams {
   TensorRef k_cache;
   TensorRef v_cache;
   TensorRef src_dst;  // [n, 2] int32; pairs with a negative id are skipped; sets are disjoint
+  TensorRef k_scale;  // [num_pages, ...] uint8 or absent, copied along with the codes
+  TensorRef v_scale;
 };
 
 /// Writes K and V rows with a non-negative slot into their page slots; others stay untouched.

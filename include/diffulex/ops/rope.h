@@ -34,7 +34,7 @@ struct QkNormRopeParams {
   TensorRef k_cache;        // store variant only, as in StoreKvCacheParams
   TensorRef v_cache;
   TensorRef slot_mapping;  // [T] int32 or int64, store variant only
-  TensorRef k_scale;
+  TensorRef k_scale;       // as in StoreKvCacheParams
   TensorRef v_scale;
   int32_t num_q_heads = 0;
   int32_t num_kv_heads = 0;
@@ -51,7 +51,9 @@ struct QkNormRopeParams {
                                                    const ExecContext& context);
 [[nodiscard]] DIFFULEX_API Status qk_norm_rope(const QkNormRopeParams& params,
                                                const ExecContext& context);
-/// qk_norm_rope, then the finished K and V of rows with slot >= 0 go into the cache.
+/// qk_norm_rope, then the finished K and V of rows with slot >= 0 go into the cache. With scales
+/// these rows then hold the stored values in `qkv` and `v_out` too: a key is the same number in
+/// flight and in the cache.
 [[nodiscard]] DIFFULEX_API Status qk_norm_rope_store(const QkNormRopeParams& params,
                                                      const ExecContext& context);
 

@@ -421,8 +421,23 @@ class Resolver:
                 f" got {split}"
             )
         is_cuda = partial["device"].startswith("cuda")
+        self._check_kv_dtype(is_cuda)
         if partial["skip_warmup"] and is_cuda and partial["num_pages"] == -1:
             raise ConfigError("skip_warmup: expected num_pages to be given, got num_pages -1")
+
+    def _check_kv_dtype(self, is_cuda: bool) -> None:
+        """Where a cache cannot hold codes."""
+        partial = self._partial
+        if partial["kv_cache_dtype"] == "auto":
+            return
+        for is_refused, where in (
+            (partial.facts.program is not None, "with an exported program"),
+            (is_cuda, f"on {partial['device']}, which has no kernels for codes yet"),
+            (partial["kv_cache_layout"] == "distinct", "with kv_cache_layout distinct"),
+        ):
+            if is_refused:
+                got = partial["kv_cache_dtype"]
+                raise ConfigError(f"kv_cache_dtype: expected auto {where}, got {got}")
 
     def _resolve_invariance(self) -> None:
         """What would let other requests, or when they came, into the sums of a request."""

@@ -304,8 +304,12 @@ class CacheConfig:
     k_cache_hdim_split_factor_x: int = _key(
         "int", 8, _at_least(1), "Layout `distinct`: divides the head size."
     )
-    kv_cache_dtype: str = _later(
-        "str", "auto", _one_of("auto", "fp8_e4m3"), "KV dtype; `auto`: the compute dtype."
+    kv_cache_dtype: str = _key(
+        "str",
+        "auto",
+        _one_of("auto", "fp8_e4m3"),
+        "What cached keys and values are held as; `auto`: the compute dtype; `fp8_e4m3`: codes with a"
+        " scale per token and head, on CPU in layout `unified`.",
     )
     cpu_kv_cache_bytes: int = _key(
         "int", 1 << 30, _at_least(1), "Byte budget of the KV cache on CPU when num_pages is -1."

@@ -71,15 +71,17 @@ class BlockAttention(nn.Module):
         positions: torch.Tensor,
         cos_sin_cache: torch.Tensor,
         metadata: AttnMetadata,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: tuple[torch.Tensor, ...],
         scratch: AttentionScratch,
     ) -> None:
         """Replaces x [T, H] by the attention output of its rows.
 
-        Rows with a slot also write their keys and values to `cache`; attention reads those rows
-        from the step itself, so the order of store and attention does not matter.
+        Rows with a slot also write their keys and values to `cache`, see `KVCache.layer`; attention
+        reads those rows from the step itself. Where the cache holds codes, the store leaves their
+        values in these rows.
         """
         self.qkv(x, scratch.qkv)
+        k_scale, v_scale = cache[2:] or (None, None)
         ops.qk_norm_rope_store(
             scratch.qkv,
             positions,
@@ -93,6 +95,8 @@ class BlockAttention(nn.Module):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             eps=self.eps,
+            k_scale=k_scale,
+            v_scale=v_scale,
             kv_layout=metadata.kv_layout,
         )
         ops.block_attention(
@@ -116,6 +120,8 @@ class BlockAttention(nn.Module):
             max_seqlen_q=metadata.max_seqlen_q,
             max_context_len=metadata.max_context_len,
             num_splits=metadata.num_splits,
+            k_scale=k_scale,
+            v_scale=v_scale,
             kv_layout=metadata.kv_layout,
         )
         self.o(scratch.out_rows, x)

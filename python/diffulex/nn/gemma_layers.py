@@ -116,11 +116,12 @@ class GemmaAttention(nn.Module):
         positions: torch.Tensor,
         cos_sin_cache: torch.Tensor,
         metadata: AttnMetadata,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: tuple[torch.Tensor, ...],
         scratch: _HeadScratch,
     ) -> None:
         """Replaces x [T, H] by the attention output of its rows; stores rows that have a slot."""
         self.qkv(x, scratch.qkv)
+        k_scale, v_scale = cache[2:] or (None, None)
         ops.qk_norm_rope_store(
             scratch.qkv,
             positions,
@@ -137,6 +138,8 @@ class GemmaAttention(nn.Module):
             norm_v=True,
             v_from_raw_k=scratch.v_out is not None,
             v_out=scratch.v_out,
+            k_scale=k_scale,
+            v_scale=v_scale,
             kv_layout=metadata.kv_layout,
         )
         ops.block_attention(
@@ -159,6 +162,8 @@ class GemmaAttention(nn.Module):
             max_seqlen_q=metadata.max_seqlen_q,
             max_context_len=metadata.max_context_len,
             num_splits=metadata.num_splits,
+            k_scale=k_scale,
+            v_scale=v_scale,
             kv_layout=metadata.kv_layout,
         )
         self.o(scratch.out_rows, x)
@@ -327,7 +332,7 @@ class GemmaDecoderLayer(nn.Module):
         positions: torch.Tensor,
         cos_sin_cache: torch.Tensor,
         metadata: AttnMetadata,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: tuple[torch.Tensor, ...],
         scratch: GemmaScratch,
         comm: Comm,
     ) -> None:

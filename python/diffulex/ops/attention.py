@@ -71,6 +71,8 @@ def block_attention(
     prefix_lens: Tensor | None = None,
     padded_prefix_lens: Tensor | None = None,
     q_starts: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     num_splits: int = 0,
     kv_layout: int = KvLayout.UNIFIED,
     out: Tensor | None = None,
@@ -83,6 +85,9 @@ def block_attention(
         scale: factor of the scores; None = 1 / sqrt(D).
         padded_prefix_lens: [R] int32; blocks of the mask start at multiples of `block_size` counted
             from here. None = 0.
+        k_scale: [num_pages, Hc, page_size] uint8 beside caches of float8_e4m3fn codes, as in
+            `store_kv_cache`; so is `v_scale`. The result has the bits of the one for caches of the
+            values.
         out: [T, Hq, D] to fill; None allocates it.
         lse: [T, Hq] float32 to fill with the natural log-sum-exp of the scores; None skips it.
         workspace: scratch of `attention_workspace_bytes`; None allocates it.
@@ -118,8 +123,8 @@ def block_attention(
         prefix_lens,
         padded_prefix_lens,
         q_starts,
-        None,
-        None,
+        k_scale,
+        v_scale,
         out,
         lse,
         workspace,
@@ -156,8 +161,6 @@ def _block_attention(
         num_kv_heads,
     )
     arguments.check("v", (q.dtype,), k.shape)
-    arguments.unsupported("k_scale", "caches")
-    arguments.unsupported("v_scale", "caches")
     check_caches(arguments, num_kv_heads, head_dim, (q.dtype,))
     arguments.check("page_table", INT32, (None, None))
     num_reqs = page_table.shape[0]

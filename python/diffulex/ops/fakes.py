@@ -28,6 +28,7 @@ INDEX = (torch.int32, torch.int64)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
 UINT8 = (torch.uint8,)
+CODES = (torch.float8_e4m3fn,)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -135,13 +136,36 @@ def _check_page_size(arguments: FakeArguments, page_size: int) -> None:
     arguments.require("k_cache", page_size in _PAGE_SIZES, expected, page_size)
 
 
+def check_scale_pair(arguments: FakeArguments) -> None:
+    """Both scales of a cache or none, of bytes."""
+    k_scale: Tensor | None = arguments["k_scale"]
+    if k_scale is not None:
+        arguments.check("k_scale", UINT8, (None,) * k_scale.dim())
+    arguments.paired("v_scale", "k_scale", k_scale is not None)
+    if k_scale is not None:
+        arguments.check("v_scale", UINT8, (None,) * arguments["v_scale"].dim())
+
+
+def check_scale_shapes(arguments: FakeArguments) -> None:
+    """Scales [num_pages, Hc, page_size] of checked unified caches."""
+    for name, cache in (("k_scale", arguments["k_cache"]), ("v_scale", arguments["v_cache"])):
+        num_pages, page_size, heads, _ = cache.shape
+        arguments.check(name, UINT8, (num_pages, heads, page_size))
+
+
 def check_caches(
     arguments: FakeArguments, num_kv_heads: int, head_dim: int, dtypes: Sequence[torch.dtype]
 ) -> None:
-    """Checks k_cache, v_cache and kv_layout."""
+    """Checks k_cache, v_cache, their scales and kv_layout; `dtypes` are those without scales."""
     k_cache: Tensor = arguments["k_cache"]
     v_cache: Tensor = arguments["v_cache"]
+    check_scale_pair(arguments)
+    has_scales = arguments["k_scale"] is not None
     arguments.choice("kv_layout", 1)
+    if has_scales:
+        layout = arguments["kv_layout"]
+        arguments.require("kv_layout", layout == 0, "0 (unified) with k_scale", layout)
+        dtypes = CODES
     if arguments["kv_layout"] == 0:
         arguments.check("k_cache", dtypes, (None,) * 4)
         arguments.check("v_cache", (k_cache.dtype,), (*k_cache.shape[:2], None, None))
@@ -157,6 +181,8 @@ def check_caches(
                 name, cache.shape[3] >= head_dim, f"room for head_dim {head_dim}", cache.shape[3]
             )
         _check_page_size(arguments, page_size)
+        if has_scales:
+            check_scale_shapes(arguments)
         return
     arguments.check("k_cache", dtypes, (None, num_kv_heads, None, None, None))
     num_pages, _, groups, page_size, width = k_cache.shape

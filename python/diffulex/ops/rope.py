@@ -100,9 +100,15 @@ def qk_norm_rope_store(
     norm_v: bool = False,
     v_from_raw_k: bool = False,
     v_out: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     kv_layout: int = KvLayout.UNIFIED,
 ) -> None:
-    """`qk_norm_rope`, then the finished K and V of rows with slot >= 0 go into the cache."""
+    """`qk_norm_rope`, then the finished K and V of rows with slot >= 0 go into the cache.
+
+    With scales, as in `store_kv_cache`, these rows then hold the stored values in `qkv` and `v_out`
+    too: attention sees the same numbers whether a key is in flight or cached.
+    """
     torch.ops.diffulex.qk_norm_rope_store(
         qkv,
         positions,
@@ -113,8 +119,8 @@ def qk_norm_rope_store(
         k_cache,
         v_cache,
         slot_mapping,
-        None,
-        None,
+        k_scale,
+        v_scale,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -197,7 +203,5 @@ def _qk_norm_rope_store(
     v_from_raw_k: bool,
 ) -> None:
     _check_qk_norm_rope(arguments, qkv, num_q_heads, num_kv_heads, head_dim, v_from_raw_k)
-    arguments.unsupported("k_scale", "caches")
-    arguments.unsupported("v_scale", "caches")
     check_caches(arguments, num_kv_heads, head_dim, FLOATS)
     arguments.check("slot_mapping", INDEX, (qkv.shape[0],))

@@ -18,7 +18,7 @@ from diffulex.distributed.comm import LOCAL
 from diffulex.errors import ConfigError
 from diffulex.likelihood.forward import RowRunner, ScoreForward
 from diffulex.log import get_logger, warn_once
-from diffulex.nn.kv_cache import KVCache, KvLayoutName
+from diffulex.nn.kv_cache import KVCache, KvLayoutName, kv_dtype
 from diffulex.nn.linear import pack_weights, set_batch_invariant
 from diffulex.ops.settled import batch_invariant
 from diffulex.profiling.memory import MemoryReport, tensor_bytes
@@ -585,7 +585,7 @@ class ModelRunner:
             self.config.local_spec.kv_layers if self._program is None else (),
             num_pages,
             cache.page_size,
-            self.dtype,
+            kv_dtype(cache.kv_cache_dtype, self.dtype),
             self.device,
             cast("KvLayoutName", cache.kv_cache_layout),
             cache.k_cache_hdim_split_factor_x,
@@ -593,4 +593,5 @@ class ModelRunner:
 
     def _page_bytes(self) -> int:
         spec, page_size = self.config.local_spec, self.config.cache.page_size
-        return KVCache.page_bytes(spec.kv_layers, page_size, self.dtype)
+        dtype = kv_dtype(self.config.cache.kv_cache_dtype, self.dtype)
+        return KVCache.page_bytes(spec.kv_layers, page_size, dtype)

@@ -83,13 +83,9 @@ TEST(KernelErrors, BlockAttention) {
        {[](P* p) { p->kv_layout = static_cast<KvLayout>(2); },
         "kv_layout: expected 0 (unified) or 1 (distinct), got 2"},
        {[](P* p) { p->k_cache.dtype = DType::kF8E4M3; },
-        "k_cache: expected dtype float32, float16 or bfloat16, got float8_e4m3fn (quantised",
-        StatusCode::kUnsupported},
-       {[&](P* p) { p->k_scale = other.ref(); },
-        "k_scale: expected none (quantised caches are not supported), got a tensor",
-        StatusCode::kUnsupported},
-       {[&](P* p) { p->v_scale = other.ref(); }, "v_scale: expected none",
-        StatusCode::kUnsupported},
+        "k_cache: expected dtype float32, float16 or bfloat16 without k_scale, got float8_e4m3fn"},
+       {[&](P* p) { p->k_scale = other.ref(); }, "k_scale: expected dtype uint8, got float32"},
+       {[&](P* p) { p->v_scale = other.ref(); }, "v_scale: expected none without k_scale, got"},
        {[](P* p) {
           p->k_cache.dtype = DType::kF16;
           p->v_cache.dtype = DType::kF16;

@@ -255,7 +255,6 @@ def test_every_documented_attention_kernel_exists() -> None:
 # (key, value the engine does not have, text of the documented range)
 UNSUPPORTED = [
     ("dmax_force_prefill_active", True, "True, False"),
-    ("kv_cache_dtype", "fp8_e4m3", "auto, fp8_e4m3"),
     ("greedy_tie_break", "highest", "lowest, highest"),
     ("filters_at_zero_temperature", True, "True, False"),
     ("moe_gemm_impl", "naive", "auto, cuda, cpu, naive"),

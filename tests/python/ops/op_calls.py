@@ -102,7 +102,8 @@ def load_kv_cache() -> Call:
 
 
 def copy_kv_pages() -> Call:
-    return {**_caches(), "src_dst": _ints([0, 1], [-1, 2], [3, 4])}, {}
+    tensors = {**_caches(), "src_dst": _ints([0, 1], [-1, 2], [3, 4])}
+    return {**tensors, "k_scale": None, "v_scale": None}, {}
 
 
 def rms_norm() -> Call:

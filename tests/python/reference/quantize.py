@@ -87,3 +87,29 @@ def int4_group(values: np.ndarray) -> tuple[np.ndarray, np.float32]:
             best = (error, q.astype(np.int64), scale)
     assert best is not None
     return best[1], best[2]
+
+
+def kv_head(values: np.ndarray) -> tuple[np.ndarray, int]:
+    """e4m3 codes of one head of K or V, and its scale byte e + 127.
+
+    e = clamp(ceil(log2(a / 448)), -100, 7) for the largest magnitude a; 0 for zeros; 255 with codes 0
+    where a value is NaN.
+    """
+    wide = values.astype(np.float64)
+    if np.isnan(wide).any():
+        return np.zeros(wide.shape, np.uint8), 255
+    largest = np.abs(wide).max(initial=0)
+    if largest == 0:
+        return np.zeros(wide.shape, np.uint8), 0
+    exponent = 7
+    if np.isfinite(largest):
+        fraction, power = np.frexp(largest / 448)
+        exponent = int(np.clip(power - 1 if fraction == 0.5 else power, -100, 7))
+    return e4m3_codes(wide * 2.0**-exponent), exponent + 127
+
+
+def kv_values(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Values of codes [..., D] below scale bytes [...], in float64."""
+    exponents = scales.astype(np.int64)[..., None] - 127
+    values = e4m3_values(codes) * np.where(exponents == -127, 0.0, 2.0**exponents)
+    return np.where(scales[..., None] == 255, np.nan, values)
