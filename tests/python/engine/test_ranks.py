@@ -127,6 +127,7 @@ def test_draws_and_filters(directories: dict[str, Path], name: str) -> None:
         {"decoding_strategy": "d2f"},
         {"buffer_size": 4},
         {"kv_cache_layout": "distinct", "page_size": 4, "num_pages": 128},
+        {"kv_cache_dtype": "fp8_e4m3"},
         {"max_num_batched_tokens": 72, "max_model_len": 64, "num_pages": 24, "max_num_reqs": 4},
         {"run_ahead": "on"},
         {"num_pages": 20, "run_ahead": "on", "buffer_size": 2, "page_size": 8},

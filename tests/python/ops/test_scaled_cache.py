@@ -21,7 +21,7 @@ CODED = torch.float8_e4m3fn
 NEVER = 0xFF
 
 
-def coded_caches(num_pages: int, page_size: int, heads: int, dim: int) -> dict[str, torch.Tensor]:
+def coded_caches(num_pages: int, page_size: int, heads: int, dim: int) -> dict[str, Any]:
     """Caches whose codes and scales were never written."""
     codes = torch.full((2, num_pages, page_size, heads, dim), NEVER, dtype=torch.uint8)
     scales = torch.full((2, num_pages, heads, page_size), NEVER, dtype=torch.uint8)
