@@ -296,6 +296,11 @@ def _fill_edge(parser: Parser) -> None:
 def _fill_doctor(parser: Parser) -> None:
     _add_log_level(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="test instead what several ranks need: devices, peer access, ports, exchanges",
+    )
     parser.set_defaults(command=_doctor)
 
 
@@ -355,6 +360,13 @@ def _edge(arguments: list[str]) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.distributed:
+        from diffulex.tools.distributed_doctor import examine_distributed  # noqa: PLC0415
+
+        text, is_healthy = examine_distributed(options.json)
+        print(text)
+        return 0 if is_healthy else 1
+
     from diffulex.tools.doctor import examine  # noqa: PLC0415 (must run where the rest cannot)
 
     report = examine()
