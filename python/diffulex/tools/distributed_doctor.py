@@ -36,8 +36,8 @@ __all__ = ["Finding", "examine_distributed", "run_rank"]
 
 _MAX_RANKS = 8
 #: A rank imports torch, which takes a busy host long.
-_START_S = 120.0
-_EXCHANGE_S = 30.0
+_START_S = 120
+_EXCHANGE_S = 30
 #: 256 KB of fp32.
 _SHAPE = (64, 1024)
 _ROUNDS = 20
