@@ -19,6 +19,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from diffulex.distributed.router import POLICIES
 from diffulex.server.args import build_arg_parser, parse_args
+from diffulex.tools.cli import build_parser
 from fixtures.live_server import LiveServer, running_server
 
 pytestmark = pytest.mark.slow
@@ -114,8 +115,11 @@ def post(server: LiveServer, path: str, body: object) -> str:
         return str(json.load(answer)["choices"][0]["message"]["content"])
 
 
-def test_names_exist() -> None:
+def test_names_exist(capsys: pytest.CaptureFixture[str]) -> None:
     known = {flag for action in build_arg_parser()._actions for flag in action.option_strings}
+    with pytest.raises(SystemExit):
+        build_parser("doctor").parse_args(["doctor", "--help"])
+    known |= set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out))
     prose = re.sub(r"^```.*?^```", "", GUIDE, flags=re.DOTALL | re.MULTILINE)
     assert set(re.findall(r"--[a-z][\w-]+", prose)) <= known
     assert all(policy in GUIDE for policy in POLICIES[1:])
