@@ -90,6 +90,7 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("page_size", [4, 8, 16, 32], [1, 2, 12, 64]),
     ("enable_prefix_caching", [True, False], [1, "yes"]),
     ("kv_cache_layout", ["unified", "distinct"], ["split"]),
+    ("kv_cache_dtype", ["auto", "fp8_e4m3"], ["fp8", "float16", 1]),
     ("k_cache_hdim_split_factor_x", [1, 4, 8], [0]),
     ("cpu_kv_cache_bytes", [1, 1 << 31], [0]),
     ("require_fast_paths", [True, False], [1, "on"]),
