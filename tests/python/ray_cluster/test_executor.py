@@ -119,8 +119,13 @@ def test_replicas_and_the_loss_of_a_node(cluster: Any, expected: list[Any]) -> N
                     results[step.req_id] = step.output
         print(f"answers of a lost node are there after {time.monotonic() - begin:.2f} s")
         assert facts([results[key] for key in sorted(results)]) == expected
-        (last,) = (replica for replica in engine._loop.replicas if replica.is_alive)  # type: ignore[union-attr]
-        kill(last.child.pid)
+
+        def alive() -> list[Any]:
+            return [replica for replica in engine._loop.replicas if replica.is_alive]  # type: ignore[union-attr]
+
+        # Its requests may have been answered before it was lost, which the next ones find out.
+        until(lambda: answers(engine) == expected and len(alive()) == 1)
+        kill(alive()[0].child.pid)
         with pytest.raises(EngineDeadError, match=r"replica \d \(pid \d+, cpu\) was"):
             answers(engine)
     until(lambda: ray.available_resources().get("CPU", 0) == 2)
