@@ -348,14 +348,7 @@ def test_a_client_that_left_ends_its_stream(monkeypatch):
 
 def test_what_nobody_waits_for_is_not_admitted():
     async def test(harness):
-        is_blocked, gate = threading.Event(), threading.Event()
-
-        def block():
-            is_blocked.set()
-            gate.wait()
-
-        blocked = asyncio.create_task(harness.loop.call_engine(block))
-        await until(is_blocked.is_set)  # or the loop may take both commands at once
+        gate, blocked = await until_held(harness)  # or both commands are taken at once
         task = asyncio.create_task(harness.loop.generate("x", PARAMS))
         await asyncio.sleep(0)
         task.cancel()
