@@ -150,7 +150,7 @@ def load_model(
         load_weights,
         tied_weight_table,
     )
-    from diffulex.checkpoint.memory import check_memory, reporting_memory  # noqa: PLC0415
+    from diffulex.checkpoint.memory import reporting_memory  # noqa: PLC0415
 
     model_class: Any = _class_of(model_name, shard)
     check_num_layers(spec, model_dir)
@@ -160,18 +160,14 @@ def load_model(
         check_headers(on_meta, model_dir)
         if adapter is not None:
             adapter.check(adaptable_projections(on_meta, model_name))
-        saved, scheme, sinks = 0, "", None
-        if quantizer is not None:
-            table = tied_weight_table(on_meta, model_dir)
-            saved, scheme = quantizer.saved_bytes(on_meta, table, dtype), quantizer.scheme
-    with reporting_memory(spec, dtype, device, saved, scheme):
-        check_memory(spec, dtype, device, saved, scheme)
-        if quantizer is None:
-            model: Any = model_class(spec, dtype, device)
-        else:
-            model = quantizer.build(lambda: model_class(spec, dtype, device))
-            table = tied_weight_table(model, model_dir)
-            sinks = quantizer.apply(model, table, device)
+    model, sinks = _build(
+        model_class,
+        spec,
+        dtype,
+        device,
+        quantizer,
+        lambda model: tied_weight_table(model, model_dir),
+    )
     merge = None
     if adapter is not None and merge_lora:
         merge = lora.MergePlan(adapter, adaptable_projections(model, model_name))
@@ -196,32 +192,52 @@ def random_model(
     With a `quantizer` matrices are quantised as they are drawn; see `random_weights`.
     """
     from diffulex.checkpoint.loader import weight_table_of  # noqa: PLC0415 (imports torch)
-    from diffulex.checkpoint.memory import check_memory, reporting_memory  # noqa: PLC0415
     from diffulex.checkpoint.random_weights import draw_weights  # noqa: PLC0415
 
-    model_class: Any = _class_of(model_name, shard)
-
-    def tied(model: Any) -> Any:
+    def tied_table(model: Any) -> Mapping[str, torch.Tensor]:
         if spec.tie_word_embeddings:
             model.tie_embeddings()
-        return model
+        return weight_table_of(model, {})
 
-    with reporting_memory(spec, dtype, device):
-        saved, scheme, sinks = 0, "", None
-        if quantizer is not None:
-            on_meta = tied(model_class(spec, dtype, "meta"))
-            table = weight_table_of(on_meta, {})
-            saved, scheme = quantizer.saved_bytes(on_meta, table, dtype), quantizer.scheme
+    model_class = _class_of(model_name, shard)
+    model, sinks = _build(model_class, spec, dtype, device, quantizer, tied_table)
+    draw_weights(model, seed, sinks=sinks)
+    module: nn.Module = model.eval()
+    return module
+
+
+def _build(
+    model_class: Callable[..., Any],
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    quantizer: Quantizer | None,
+    table_of: Callable[[Any], Mapping[str, torch.Tensor]],
+) -> tuple[Any, Mapping[str, WeightSink] | None]:
+    """A model without values, and what fills its matrices in low precision.
+
+    Args:
+        table_of: its weight table, once the head is tied if it will be.
+
+    Raises:
+        CheckpointError: it does not fit the memory.
+    """
+    from diffulex.checkpoint.memory import check_memory, reporting_memory  # noqa: PLC0415
+
+    saved, scheme = 0, ""
+    if quantizer is not None:
+        with reporting_memory(spec, dtype, device):
+            on_meta = model_class(spec, dtype, "meta")
+            saved, scheme = (
+                quantizer.saved_bytes(on_meta, table_of(on_meta), dtype),
+                quantizer.scheme,
+            )
     with reporting_memory(spec, dtype, device, saved, scheme):
         check_memory(spec, dtype, device, saved, scheme)
         if quantizer is None:
-            model: Any = model_class(spec, dtype, device)
-        else:
-            model = tied(quantizer.build(lambda: model_class(spec, dtype, device)))
-            sinks = quantizer.apply(model, weight_table_of(model, {}), device)
-        draw_weights(model, seed, sinks=sinks)
-    module: nn.Module = model.eval()
-    return module
+            return model_class(spec, dtype, device), None
+        model = quantizer.build(lambda: model_class(spec, dtype, device))
+        return model, quantizer.apply(model, table_of(model), device)
 
 
 def _class_of(model_name: str, shard: Shard) -> Callable[..., Any]:
