@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import random
+import time
 
 import httpx
 import pytest
 
+from diffulex.server.http import multipart
 from diffulex.server.http.api_errors import ApiError
 from diffulex.server.http.multipart import FormPart, parse_form
 
@@ -66,6 +68,37 @@ def test_other_bodies_are_refused(kind: str, body: bytes, status: int, expected:
     assert raised.value.status == status
     assert expected in raised.value.message
     assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize("parameter", ["a*" + "1" * 5000 + "=x", "filename*=a\0b''x"])
+def test_parameters_that_are_none_are_refused(parameter: str) -> None:
+    """The parser of the library takes them for numbers or names of files, and raises other errors."""
+    head = f'Content-Disposition: form-data; name="a"; {parameter}'
+    body = b"--xx\r\n" + head.encode() + b"\r\n\r\n1\r\n--xx--"
+    with pytest.raises(ApiError) as raised:
+        parse_form(KIND, body, 2)
+    assert raised.value.status == 400
+    assert raised.value.message.startswith("body: expected ")
+
+
+def test_a_type_with_parameters_that_are_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = KIND + "; a*" + "1" * 5000 + "=x"
+    with pytest.raises(ApiError, match="Content-Type: expected at most 1024 characters, got more"):
+        parse_form(kind, HEAD + b"1\r\n--xx--", 2)
+    monkeypatch.setattr(multipart, "_MOST_HEAD", 1 << 14)
+    with pytest.raises(ApiError, match="Content-Type: expected parameters, got others"):
+        parse_form(kind, HEAD + b"1\r\n--xx--", 2)
+
+
+def test_many_semicolons_take_no_time() -> None:
+    part = b'--xx\r\nContent-Disposition: form-data; name="a"; b="' + b";" * 900 + b'"\r\n\r\n1\r\n'
+    begin = time.process_time()
+    assert len(parse_form(KIND, part * 64 + b"--xx--", 64)) == 64
+    assert time.process_time() - begin < 1
+    with pytest.raises(ApiError, match="expected lines and an empty one"):
+        parse_form(KIND, part.replace(b";" * 900, b";" * 8000) + b"--xx--", 64)
+    with pytest.raises(ApiError, match="Content-Type: expected at most 1024 characters"):
+        parse_form(f'{KIND}; a="' + ";" * 60_000, HEAD + b"1\r\n--xx--", 64)
 
 
 def test_a_field_is_text() -> None:

@@ -12,8 +12,10 @@ from diffulex.server.http.api_errors import ApiError
 __all__ = ["FormPart", "parse_form"]
 
 _FORM = "multipart/form-data"
-#: Of a boundary, as RFC 2046 says, and of the lines before the content of a part.
-_MOST_BOUNDARY, _MOST_HEAD = 70, 8 << 10
+#: Of a boundary, as RFC 2046 says.
+_MOST_BOUNDARY = 70
+#: Of a header with parameters, whose parser takes the square of its length.
+_MOST_HEAD = 1 << 10
 
 
 class FormPart(NamedTuple):
@@ -42,11 +44,16 @@ def parse_form(content_type: str, body: bytes, max_parts: int) -> list[FormPart]
     Raises:
         ApiError: 415 for another type of content, 400 for a body that is not of this form.
     """
+    if len(content_type) > _MOST_HEAD:
+        raise ApiError(400, f"Content-Type: expected at most {_MOST_HEAD} characters, got more")
     head = Message()
-    head["content-type"] = content_type
-    boundary = head.get_param("boundary")
-    if head.get_content_type() != _FORM:
-        raise ApiError(415, f"Content-Type: expected {_FORM}, got {head.get_content_type()!r}")
+    try:
+        head["content-type"] = content_type
+        kind, boundary = head.get_content_type(), head.get_param("boundary")
+    except ValueError:
+        raise ApiError(400, "Content-Type: expected parameters, got others") from None
+    if kind != _FORM:
+        raise ApiError(415, f"Content-Type: expected {_FORM}, got {kind!r}")
     if not isinstance(boundary, str) or not 0 < len(boundary) <= _MOST_BOUNDARY:
         raise ApiError(400, f"Content-Type: expected a boundary, got {content_type[:100]!r}")
     mark = b"\r\n--" + boundary.encode("latin-1", "replace")
@@ -68,7 +75,11 @@ def _part(raw: bytes) -> FormPart:
         raise ApiError(400, "body: expected lines and an empty one before every part, got none")
     data = raw[len(lines) + 4 :]
     head = BytesHeaderParser().parsebytes(lines[2:] + b"\r\n\r\n")
-    name = head.get_param("name", header="content-disposition")
-    if head.get_content_disposition() != "form-data" or not isinstance(name, str) or not name:
+    try:
+        kind, filename = head.get_content_disposition(), head.get_filename()
+        name = head.get_param("name", header="content-disposition")
+    except ValueError:
+        kind = name = filename = None
+    if kind != "form-data" or not isinstance(name, str) or not name:
         raise ApiError(400, "body: expected parts of form-data with a name, got another")
-    return FormPart(name, head.get_filename(), data)
+    return FormPart(name, filename, data)
