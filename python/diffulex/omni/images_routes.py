@@ -30,7 +30,7 @@ from diffulex.omni.errors import (
 from diffulex.omni.forms import read_form
 from diffulex.omni.images_metrics import ImagesMetrics
 from diffulex.omni.outputs import OmniRequestOutput
-from diffulex.omni.pictures import read_picture
+from diffulex.omni.pictures import read_picture, steps_run
 from diffulex.omni.request import MAX_SEED
 from diffulex.server.http.api_errors import ApiError
 from diffulex.server.http.disconnect import ClientLeftError, run_while_connected
@@ -252,7 +252,8 @@ async def _stream(
 ) -> Response:
     """The events; what fails before the first step is an ordinary answer."""
     body = draw.body
-    num_steps = body.num_inference_steps or engine.engine.defaults["num_inference_steps"]
+    values = {**engine.engine.defaults, **draw.fields}
+    num_steps = max(1, steps_run(values["num_inference_steps"], values.get("strength")))
     every, most = body.diffulex.preview_every, None
     if every is None and body.partial_images:
         every, most = -(-num_steps // (body.partial_images + 1)), body.partial_images

@@ -16,7 +16,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 def read_picture(source: str | Path | bytes, name: str, max_pixels: int) -> Any:
-    """A PIL image, RGB, upright.
+    """A PIL image, RGB, upright, without transparency.
 
     Args:
         source: a file, or its content.
@@ -37,7 +37,11 @@ def read_picture(source: str | Path | bytes, name: str, max_pixels: int) -> Any:
                 raise RequestError(
                     f"{name}: expected at most {max_pixels} pixels (max_pixels), got {width}x{height}"
                 )
-            return ImageOps.exif_transpose(image).convert("RGB")
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I"):  # 16 bits, which a conversion clips to 8
+                upright = upright.convert("I").point(lambda value: value * (1 / 257) + 0.5)
+                upright = upright.convert("L")
+            return upright.convert("RGB")
     except RequestError:
         raise
     except UnidentifiedImageError:

@@ -77,9 +77,11 @@ def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> Fast
         try:
             yield
         finally:
-            if videos is not None:
-                await videos.close()
-            await engine.close()
+            try:
+                if videos is not None:
+                    await videos.close()
+            finally:
+                await engine.close()
 
     app = FastAPI(title="Diffulex images", docs_url=None, redoc_url=None, lifespan=lifespan)
     install_error_handlers(app)

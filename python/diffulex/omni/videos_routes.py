@@ -7,7 +7,7 @@ import asyncio
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,9 +170,8 @@ class VideoJobs:
 
     async def close(self) -> None:
         """Stops all and removes their files. May be called again."""
-        for job in self._jobs.values():
-            await self._stop(job)
-        self._jobs.clear()
+        while self._jobs:  # a request that comes meanwhile may add one
+            await self._stop(self._jobs.popitem()[1])
         self._directory.cleanup()
 
     async def _stop(self, job: _Job) -> None:
@@ -206,7 +205,7 @@ class VideoJobs:
                         job.progress = min(99, 100 * event.step // event.num_steps)
                         continue
                     frames, path = event.images[0], self.path(job)
-                    await asyncio.to_thread(save_video, path, frames, job.body.fps)
+                    await _finished(asyncio.to_thread(save_video, path, frames, job.body.fps))
                     self._metrics.succeeded(event)
                     job.metrics = dict(event.metrics)
             job.status, job.progress = "completed", 100
@@ -215,6 +214,16 @@ class VideoJobs:
             job.error = {"code": failure.body()["error"]["code"], "message": str(failure)}
             job.status = "failed"
         job.completed_at = int(time.time())
+
+
+async def _finished(work: Coroutine[Any, Any, None]) -> None:
+    """Waits for it also when this task is cancelled: a file is whole before it is removed."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 def create_videos_router(

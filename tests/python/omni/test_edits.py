@@ -157,6 +157,10 @@ def test_files_are_read_upright_and_refused_in_one_line(tmp_path):
     assert read_picture(tmp_path / "turned.jpg", "image", 5000).size == (60, 80)
     photo().convert("RGBA").save(tmp_path / "clear.png")
     assert read_picture(str(tmp_path / "clear.png"), "image", 5000).mode == "RGB"
+    deep = np.linspace(0, 65535, 4800).astype(np.uint16).reshape(60, 80)
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    read = np.asarray(read_picture(tmp_path / "deep.png", "image", 5000), dtype=np.float64)
+    assert np.abs(read - deep[..., None] / 257).max() <= 1
     file = io.BytesIO()
     photo().save(file, "PNG")
     for source, most, expected in (

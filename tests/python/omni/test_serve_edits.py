@@ -73,6 +73,20 @@ def test_the_client_of_openai_gets_edits_and_previews(tiny):
     assert events[0].diffulex == {"step": 2, "num_steps": 4}
 
 
+def test_previews_are_counted_in_the_steps_that_run(tiny):
+    """Of ten steps at a strength of 0.3 three run."""
+
+    async def body(http, _engine):
+        client = openai.AsyncOpenAI(api_key="-", base_url="http://localhost/v1", http_client=http)
+        stream = await client.images.edit(
+            image=png(), prompt="a cat", size="64x48", stream=True, partial_images=2,
+            extra_body={"num_inference_steps": 10, "strength": 0.3},
+        )  # fmt: skip
+        return [event.type.rpartition(".")[2] async for event in stream]
+
+    assert ask(tiny("flux_img2img"), body) == ["partial_image", "partial_image", "completed"]
+
+
 def test_what_is_refused(tiny, monkeypatch):
     # A body may be as large as this, with its fields.
     monkeypatch.setattr(omni_serve, "_MAX_FORM_BYTES", 20_000)

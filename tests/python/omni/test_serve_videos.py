@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ pytest.importorskip("fastapi", reason="pip install 'diffulex[serve]'")
 import openai  # noqa: E402
 
 from diffulex.omni import OmniDiffusion, videos_routes  # noqa: E402
-from diffulex.omni.mp4 import write_mp4  # noqa: E402
+from diffulex.omni.mp4 import save_video, write_mp4  # noqa: E402
 from diffulex.omni.serve import ServeOptions  # noqa: E402
 from fixtures.omni_http import ask  # noqa: E402
 
@@ -124,6 +125,30 @@ def test_finished_videos_are_forgotten_in_turn_and_nothing_is_left(tiny, monkeyp
     assert files == [f"{jobs[1]['id']}.mp4"]
     assert empty == {"object": "list", "data": [], "has_more": False}
     assert not Path(directories[0].name).exists()
+
+
+def test_a_video_that_is_deleted_while_it_is_written_leaves_no_file(tiny, monkeypatch):
+    is_writing, may_write = threading.Event(), threading.Event()
+    paths = []
+
+    def slowly(path, frames, fps):
+        paths.append(path)
+        is_writing.set()
+        assert may_write.wait(60)
+        save_video(path, frames, fps)
+
+    monkeypatch.setattr(videos_routes, "save_video", slowly)
+
+    async def body(client, _engine):
+        job = (await client.post(PATH, json=SMALL)).json()
+        await asyncio.to_thread(is_writing.wait, 60)
+        deletion = asyncio.create_task(client.delete(f"{PATH}/{job['id']}"))
+        await asyncio.sleep(0.1)
+        may_write.set()
+        assert (await deletion).status_code == 200
+        return [path.exists() for path in paths]
+
+    assert ask(tiny("wan"), body) == [False]
 
 
 BAD = [
