@@ -71,8 +71,10 @@ def served(cluster: Any, tmp_path: Path) -> Iterator[Path]:
         },
         engine_factory=slow_engine.make_slow,
     )  # fmt: skip
-    serve.start(http_options={"host": "127.0.0.1", "port": 8123})
+    # One proxy: those of several nodes would share the port of this host.
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": 8123})
     serve.run(app, route_prefix="/")
+    until(is_routed)  # the proxy hears of the application later than `run` returns
     yield log
     serve.shutdown()
     cluster.remove_node(node)
@@ -88,8 +90,7 @@ def test_an_application_serves_heals_and_scales(served: Path) -> None:
         json.loads(line[6:])["choices"][0]["delta"].get("content") or "" for line in lines[:-1]
     )
     assert text == answer["choices"][0]["message"]["content"]
-    with urllib.request.urlopen(f"{URL}/health", timeout=60) as health:
-        assert json.load(health)["status"] == "ready"
+    assert is_routed()
     with pytest.raises(urllib.error.HTTPError, match="400"):
         post({**CHAT, "max_tokens": -1})
 
@@ -118,6 +119,15 @@ def test_an_application_serves_heals_and_scales(served: Path) -> None:
             is_busy = False
     until(lambda: num_running() == 1)
     assert is_answered()
+
+
+def is_routed() -> bool:
+    with (
+        suppress(urllib.error.URLError, ConnectionError),
+        urllib.request.urlopen(f"{URL}/health", timeout=60) as health,
+    ):
+        return bool(json.load(health)["status"] == "ready")
+    return False
 
 
 def is_answered() -> bool:
