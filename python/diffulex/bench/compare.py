@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffulex.bench.evaluate import aligned, percent
+from diffulex.bench.evaluate import TERMINAL_COLUMNS, aligned, percent
 from diffulex.bench.runs import Run, main_score, read_run
 from diffulex.config.flags import Parser, number, positive_integer
 from diffulex.errors import ConfigError
@@ -160,7 +161,11 @@ class Comparison:
                 ids = self.groups[name]
                 more = ", ..." if len(ids) > _SHOWN_IDS else ""
                 lines.append(f"  {name:10} {len(ids):5}  {', '.join(ids[:_SHOWN_IDS])}{more}")
-        return "\n".join(lines)
+        indent = " " * 20  # where the ids begin
+        return "\n".join(
+            textwrap.fill(line, TERMINAL_COLUMNS, subsequent_indent=indent, break_on_hyphens=False)
+            for line in lines
+        )
 
     def examples(self, count: int, chars: int) -> str:
         """The first answers that changed sides, cut to a number of characters."""

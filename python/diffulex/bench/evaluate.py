@@ -12,6 +12,7 @@ import json
 import math
 import platform
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -238,6 +239,56 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     )
+
+
+#: Columns of the terminals that tables are written for, and the least that a broken text gets.
+TERMINAL_COLUMNS = 80
+_LEAST_COLUMNS = 18
+
+
+def fitted(rows: Sequence[Sequence[str]]) -> str:
+    """`aligned` in 80 columns, for names of any length and any number of columns.
+
+    Args:
+        rows: cells; the first of a row is its label.
+
+    Returns:
+        The table. Long cells go on in the next line, columns that have no place beside the others
+        in a further table, which begins with the labels again.
+    """
+    labels = [row[0] for row in rows]
+    left = TERMINAL_COLUMNS - max(map(len, labels))
+    limit = max(_LEAST_COLUMNS, left // max(1, len(rows[0]) - 1) - 2)
+    tables: list[list[list[list[str]]]] = []
+    room = 0
+    for column in zip(*(row[1:] for row in rows), strict=True):
+        cells = [_broken(cell, limit) for cell in column]
+        width = 2 + max(len(piece) for pieces in cells for piece in pieces)
+        if room < width:
+            tables.append([])
+            room = left
+        tables[-1].append(cells)
+        room -= width
+    return "\n\n".join(aligned(_lines_of(labels, columns)) for columns in tables)
+
+
+def _lines_of(labels: Sequence[str], columns: Sequence[Sequence[list[str]]]) -> list[list[str]]:
+    """Rows of a table whose cells are lists of lines."""
+    rows = []
+    for label, *cells in zip(labels, *columns, strict=True):
+        for place, pieces in enumerate(zip_longest(*cells, fillvalue="")):
+            rows.append([label if place == 0 else "", *pieces])
+    return rows
+
+
+def _broken(text: str, limit: int) -> list[str]:
+    """`text` in pieces of at most `limit` characters, which end at a separator where one is near."""
+    pieces = []
+    while len(text) > limit:
+        end = max(text.rfind(mark, limit // 2, limit) for mark in "/_-,. ") + 1 or limit
+        pieces.append(text[:end].rstrip())
+        text = text[end:]
+    return [*pieces, text]
 
 
 def grade(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffulex.bench.evaluate import aligned, markdown_table, percent
+from diffulex.bench.evaluate import fitted, markdown_table, percent
 from diffulex.bench.plots import check_matplotlib, plots_of
 from diffulex.bench.runs import Run, read_run
 from diffulex.config.flags import Parser
@@ -87,7 +87,7 @@ def generate_report(results_file: str | Path, output_file: str | Path | None = N
     for column, value in row.items():
         names = [name for name, section, _ in _COLUMNS if section]
         sections["Configuration" if column in names else "Metrics"].append([column, _text(value)])
-    blocks = [f"{title}\n{aligned(rows)}" for title, rows in sections.items()]
+    blocks = [f"{title}\n{fitted(rows)}" for title, rows in sections.items()]
     text = "\n\n".join(blocks) + "\n"
     if output_file is not None:
         _write(Path(output_file), text)
@@ -141,7 +141,7 @@ def publication_rows(runs: Sequence[Run]) -> list[list[str]]:
 def _figures_by_run(runs: Sequence[Run]) -> str:
     """A line a figure that a run has, a column a run: narrow enough for a terminal."""
     columns = zip(*publication_rows(runs), strict=True)
-    return aligned([column for column in columns if any(column[1:])])
+    return fitted([column for column in columns if any(column[1:])])
 
 
 def _markdown(runs: Sequence[Run], path: Path) -> str:

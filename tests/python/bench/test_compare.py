@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from diffulex.bench.__main__ import main
-from diffulex.bench.compare import compare_runs, mcnemar
+from diffulex.bench.compare import _SHOWN_IDS, compare_runs, mcnemar
 from diffulex.bench.runs import read_run
 from diffulex.errors import ConfigError
 
@@ -68,6 +68,15 @@ def test_answers_are_paired(tmp_path: Path) -> None:
     assert result.p_value == 1.0
     assert "McNemar p = 1" in result.to_text()
     assert "answer 1" in result.examples(1, 900)
+
+
+def test_many_answers_fit_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base, candidate = (read_run(write_run(Path(name), "1" * 40)) for name in ("base", "cand"))
+    text = compare_runs(base, candidate).to_text()
+    assert max(map(len, text.splitlines())) <= 80
+    ids = text.partition("both right")[2].partition("regress")[0].split()[1:]
+    assert ids == [*(f"t/{n}/0/0," for n in range(_SHOWN_IDS)), "..."]
 
 
 def test_the_gate_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

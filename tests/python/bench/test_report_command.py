@@ -123,6 +123,48 @@ def test_several_runs_fit_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert max(map(len, printed.splitlines())) <= 80
 
 
+def test_long_names_and_many_runs_fit_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is cut off, and nothing is wider than 80 columns."""
+    names = [f"a_run_with_four_blocks_in_flight_and_threshold_0.{n}" for n in range(6)]
+    runs = [str(write_run(tmp_path / name, 3.0, 0.5)) for name in names]
+    for path in map(Path, runs):
+        manifest = json.loads((path / "run.json").read_text())
+        manifest["config"]["engine"]["model_path"] = "/models/" + "deep/" * 20 + "end"
+        (path / "run.json").write_text(json.dumps(manifest))
+    assert main(["report", *runs]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    tables = printed.split("\n\n")
+    assert len(tables) > 1
+    assert all("Engine/config" in table and "Samples" in table for table in tables)
+    columns = [
+        "".join(pieces)
+        for table in tables
+        for pieces in zip(*_cells_of("Engine/config", table), strict=True)
+    ]
+    assert columns == names
+    assert main(["report", runs[0]]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    path = "".join(piece for (piece,) in _cells_of("model_path", printed.split("\n\n")[0]))
+    assert path == "/models/" + "deep/" * 20 + "end"
+
+
+def _cells_of(label: str, table: str) -> list[list[str]]:
+    """The cells of a row: those of its line, and of the lines without a label that follow it."""
+    lines = [line.split() for line in table.splitlines()]
+    (begin,) = (place for place, line in enumerate(lines) if line[:1] == [label])
+    width = len(lines[begin]) - 1
+    found = [lines[begin][1:]]
+    for line in lines[begin + 1 :]:
+        if len(line) != width:
+            break
+        found.append(line)
+    return found
+
+
 def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(write_run(tmp_path / "a", 3.0, 0.5))
     assert main(["report", run, "--output", str(tmp_path / "a.pdf")]) == 2
