@@ -66,8 +66,16 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
     commands.required = True
 
-    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> Parser:
-        child: Parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    def add(
+        name: str, command: Callable[[argparse.Namespace], int], text: str, words: str = ""
+    ) -> Parser:
+        child: Parser = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            allow_abbrev=False,
+            usage=" ".join(filter(None, ("diffulex edge", name, words, "[flags]"))),
+        )
         child.set_defaults(command=command)
         child.add_argument(
             "--log-level",
@@ -78,17 +86,19 @@ def build_parser() -> Parser:
         return child
 
     add_export_flags(
-        add("export", _export, "write a bundle: a program beside the checkpoint's files")
+        add("export", _export, "write a bundle: a program beside the checkpoint's files", "-o DIR")
     )
-    info = add("info", _info, "what a bundle holds")
+    info = add("info", _info, "what a bundle holds", "BUNDLE")
     info.add_argument("bundle", metavar="BUNDLE")
     add_estimate_flags(add("estimate", _estimate, "memory of a program, without exporting it"))
     add("backends", _backends, "which backends export and run on this machine")
-    add_eval_flags(add("eval", _eval, "accuracy, size and time of programs beside their model"))
+    add_eval_flags(
+        add("eval", _eval, "accuracy, size and time of programs beside their model", "[BUNDLE...]")
+    )
     text = "compare a program with its checkpoint and with transformers"
-    add_verify_flags(add("verify", _verify, text))
+    add_verify_flags(add("verify", _verify, text, "BUNDLE"))
     text = "time and memory of programs, each in a process of its own"
-    add_bench_flags(add("bench", _bench, text))
+    add_bench_flags(add("bench", _bench, text, "BUNDLE..."))
     return parser
 
 

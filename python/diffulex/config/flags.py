@@ -49,6 +49,17 @@ def _short(action: argparse.Action) -> argparse.Action:
     return result
 
 
+def _with_listed_choices(action: argparse.Action) -> argparse.Action:
+    """The same with its choices in the help, if they are too many for a name of the value."""
+    choices = [] if action.choices is None else [str(choice) for choice in action.choices]
+    if len(choices) <= _MANY_CHOICES or action.metavar is not None:
+        return action
+    result = copy.copy(action)
+    result.metavar = "NAME"
+    result.help = f"{action.help or ''} [one of {', '.join(choices)}]".strip()
+    return result
+
+
 class _HelpAll(argparse.Action):
     """Prints every flag and leaves."""
 
@@ -62,21 +73,27 @@ class Parser(argparse.ArgumentParser):
     """Raises UsageError instead of printing its usage and leaving.
 
     A parser with many flags names the common ones: its help is one screen of these, and
-    ``--help-all`` prints the rest.
+    ``--help-all`` prints the rest. Every parser takes it: where nothing is left out, it is ``--help``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _Formatter)
         super().__init__(*args, **kwargs)
         self._common: frozenset[str] = frozenset()
+        if self.add_help:
+            self._help_all = self.add_argument(
+                "--help-all", action=_HelpAll, nargs=0, dest="help_all", default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )  # fmt: skip
 
     def shorten_help(self, common: Iterable[str]) -> None:
         """Lists only the arguments with these destinations in ``--help``."""
         self._common = frozenset((*common, "help", "help_all"))
-        self.add_argument(
-            "--help-all", action=_HelpAll, nargs=0, dest="help_all", default=argparse.SUPPRESS,
-            help="list all flags and exit",
-        )  # fmt: skip
+        self._help_all.help = "list all flags and exit"
+
+    def names(self) -> list[str]:
+        """Destinations of the arguments that the parser has so far."""
+        return [action.dest for action in self._actions]
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -193,6 +210,10 @@ class _Formatter(argparse.HelpFormatter):
 
     def __init__(self, prog: str, **kwargs: Any) -> None:
         super().__init__(prog, **{"max_help_position": 30, **kwargs})
+
+    def _format_action(self, action: argparse.Action) -> str:
+        """Many choices stand in the help, where lines are broken, and not in place of the value."""
+        return super()._format_action(_with_listed_choices(action))
 
 
 # Files of `--config`: every key becomes the flag of the same name.

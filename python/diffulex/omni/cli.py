@@ -83,6 +83,8 @@ _SWEPT = {
 _THRESHOLDS = {"tea_cache": "rel_l1_thresh", "cache_dit": "residual_diff_threshold"}
 #: Keys that a command sets itself.
 _OWN_KEYS = ("output_type", "num_inference_steps")
+#: Keys of the engine in the short help.
+_COMMON_KEYS = ("model", "device", "cache_backend")
 
 
 def run(arguments: list[str]) -> int:
@@ -110,8 +112,14 @@ def _build_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
     commands.required = True
 
-    def add(name: str, command: Any, text: str) -> Parser:
-        child: Parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    def add(name: str, command: Any, text: str, words: str = "") -> Parser:
+        child: Parser = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            allow_abbrev=False,
+            usage=" ".join(filter(None, ("diffulex omni", name, words, "[flags]"))),
+        )
         child.set_defaults(command=command)
         child.add_argument(
             "--log-level",
@@ -121,9 +129,16 @@ def _build_parser() -> Parser:
         add_config_flag(child)
         return child
 
-    generate = add("generate", _generate, "draw a prompt")
-    generate.add_argument("prompt", metavar="PROMPT")
-    generate.add_argument(
+    _add_generate(add("generate", _generate, "draw a prompt", "PROMPT"))
+    _add_eval(add("eval", _eval, "how often a model of shapes draws what a caption says"))
+    _add_bench(add("bench", _bench, "how long a picture takes"))
+    _add_serve(add("serve", _serve, "serve the images API of OpenAI"))
+    return parser
+
+
+def _add_generate(parser: Parser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT")
+    parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",
@@ -131,32 +146,34 @@ def _build_parser() -> Parser:
         help=".png, .jpg or .webp, .mp4 or .gif for a video"
         f" [{_DEFAULT_OUTPUT}]; several: FILE_0, FILE_1",
     )
-    generate.add_argument(
+    parser.add_argument(
         "--fps",
         type=_frames_a_second,
         default=_DEFAULT_FPS,
         help="frames of a second of a video [16]",
     )
-    generate.add_argument(
+    parser.add_argument(
         "--image",
         action="append",
         default=[],
         metavar="FILE",
         help="a picture to change, for models that do it; may be given more than once",
     )
-    generate.add_argument("-n", type=positive_integer, default=1, help="pictures [1]")
+    parser.add_argument("-n", type=positive_integer, default=1, help="pictures [1]")
     for name, (kind, text) in _FIELDS.items():
         shown = text if text.endswith("]") else f"{text} [the model's]"
-        generate.add_argument("--" + name.replace("_", "-"), type=kind, help=shown)
-    generate.add_argument(
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, help=shown)
+    parser.add_argument(
         "--show-denoising", action="store_true", help="show the picture on the way, in a terminal"
     )
-    add_engine_flags(generate, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+    _add_engine_keys(parser)
 
-    _add_eval(add("eval", _eval, "how often a model of shapes draws what a caption says"))
-    _add_bench(add("bench", _bench, "how long a picture takes"))
-    _add_serve(add("serve", _serve, "serve the images API of OpenAI"))
-    return parser
+
+def _add_engine_keys(parser: Parser) -> None:
+    """All of them, after the command's own flags, which fill the short help."""
+    own = parser.names()
+    add_engine_flags(parser, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+    parser.shorten_help((*own, *_COMMON_KEYS))
 
 
 def _add_eval(parser: Parser) -> None:
@@ -180,7 +197,7 @@ def _add_eval(parser: Parser) -> None:
         parser,
         "one run per cache, with X as its threshold, compared with the first: none,cache_dit=0.1",
     )
-    add_engine_flags(parser, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+    _add_engine_keys(parser)
 
 
 def _add_cache_list(parser: Parser, text: str) -> None:
@@ -237,7 +254,7 @@ def _add_bench(parser: Parser) -> None:
         metavar="FILE",
         help="write a report, .json or .md; may be given more than once",
     )
-    add_engine_flags(parser, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+    _add_engine_keys(parser)
 
 
 def _add_serve(parser: Parser) -> None:
@@ -264,7 +281,7 @@ def _add_serve(parser: Parser) -> None:
         metavar="SECONDS",
         help="what running requests get when the server is told to stop [30]",
     )
-    add_engine_flags(parser, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+    _add_engine_keys(parser)
 
 
 def _port(text: str) -> int:
@@ -451,7 +468,7 @@ def _varied(options: argparse.Namespace, kwargs: dict[str, Any]) -> dict[str, di
         runs["as configured"] = {}
     for item in options.vary:
         parser = Parser(prog="--vary", allow_abbrev=False)
-        add_engine_flags(parser, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+        _add_engine_keys(parser)
         # A comma separates settings where a name and a sign follow it, else numbers of a list.
         parts = re.split(r",(?=[A-Za-z_]+=)", item)
         flags = [_as_flag(part.strip()) for part in parts]

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
-from diffulex.config.flags import UsageError
+from diffulex.config.flags import Parser, UsageError
+from diffulex.omni.cli import _build_parser as omni_parser
 from diffulex.tools.cli import build_parser, main
 from diffulex.tools.completion import script
 from diffulex.tools.prompts import read_prompts
+from diffulex_edge.cli import build_parser as edge_parser
 
 
 @pytest.fixture
@@ -205,7 +209,56 @@ class TestConfigFile:
             build_parser("doctor").parse_with_file(["doctor", "--config", "x"])
 
 
+def parsers_of(parser: Parser) -> Iterator[Parser]:
+    """A parser that has help, and those of the commands below it."""
+    if not parser.add_help:
+        return
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in dict.fromkeys(action.choices.values()):
+                yield from parsers_of(child)
+
+
+#: `diffulex COMMAND ...` -> its parser; those of `omni` and `edge` are made by these.
+PARSERS = {
+    parser.prog: parser
+    for root in (build_parser(), omni_parser(), edge_parser())
+    for parser in parsers_of(root)
+}
+
+
 class TestHelp:
+    @pytest.mark.parametrize("command", PARSERS)
+    def test_every_command_fits_a_screen(self, command, monkeypatch):
+        """Also the long help has no line that a terminal would break."""
+        monkeypatch.setenv("COLUMNS", "80")
+        parser = PARSERS[command]
+        short, full = parser.format_help(), parser.format_help_all()
+        assert len(short.splitlines()) <= 50
+        assert max(map(len, (short + full).splitlines())) <= 80
+        assert ("--help-all" in short) is (short != full)
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            (),
+            ("doctor",),
+            ("trace",),
+            ("quantize",),
+            ("bench", "compare"),
+            ("omni",),
+            ("edge", "info"),
+        ],
+    )
+    def test_commands_without_more_flags_take_the_long_form_as_well(self, run, words):
+        assert run(*words, "--help-all") == run(*words, "--help")
+
+    def test_many_choices_stand_in_the_long_help(self, run):
+        text = " ".join(run("bench", "eval", "--help-all")[1].split())
+        assert "--moe-gemm-impl NAME [triton] [one of triton, vllm, " in text
+        assert "--page-size NAME [32] [one of 4, 8, 16, " in text
+
     @pytest.mark.parametrize("command", ["generate", "chat", "eval", "serve"])
     def test_one_screen_and_the_rest_on_request(self, run, command, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")

@@ -29,6 +29,7 @@ from diffulex.errors import ConfigError
 
 if TYPE_CHECKING:
     from diffulex.checkpoint.tokenizer import Tokenizer
+    from diffulex.config.flags import Parser
 
 __all__ = [
     "ServeBenchmark",
@@ -173,12 +174,21 @@ def _load_tokenizer(name: str | None) -> Tokenizer | None:
 # Command line.
 
 
-def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+#: Flags in the short help.
+_COMMON = (
+    "log_level", "config", "base_url", "api", "model", "api_key", "dataset", "dataset_path",
+    "num_prompts", "input_len", "output_len", "tokenizer", "temperature", "seed", "request_rate",
+    "max_concurrency", "warmup", "sweep", "goodput", "json", "save_result", "result_dir",
+)  # fmt: skip
+
+
+def add_serve_flags(parser: Parser) -> None:
     """Adds every flag of the command."""
     _add_endpoint_flags(parser.add_argument_group("endpoint"))
     _add_request_flags(parser.add_argument_group("requests"))
     _add_load_flags(parser.add_argument_group("load"))
     _add_result_flags(parser.add_argument_group("result"))
+    parser.shorten_help(_COMMON)
 
 
 def _add_endpoint_flags(group: argparse._ArgumentGroup) -> None:
