@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from diffulex.bench.harness import ERRORS, check_same
 from diffulex.bench.manifest import engine_facts, new_manifest, utc_now
 from diffulex.bench.report import bound_name, report_markdown, report_text
 from diffulex.bench.run_directory import MANIFEST, SAMPLES, TRACE, RunDirectory, read_jsonl
+from diffulex.bench.task import task_names
 from diffulex.errors import ConfigError
 from diffulex.log import logged_to
 
@@ -23,12 +25,12 @@ __all__ = ["check_lm_eval", "run_command", "run_lm_eval"]
 _CACHE = "lm_eval_cache"
 
 
-def _need_lm_eval(what: str) -> None:
+def _need_lm_eval(what: str, instead: str = "") -> None:
     try:
         import lm_eval.evaluator  # noqa: PLC0415 (optional)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{what}: expected the package lm_eval (pip install 'diffulex[eval]'), got none:"
+            f"{what}: expected {instead}the package lm_eval (pip install 'diffulex[eval]'), got none:"
             f" {error}"
         ) from error
     del lm_eval
@@ -57,7 +59,7 @@ def check_lm_eval(config: BenchmarkConfig) -> Any:
     Raises:
         ConfigError: lm-eval is missing, does not know a task, or settings mean nothing to it.
     """
-    _need_lm_eval(f"dataset {config.eval.dataset_name}")
+    _need_lm_eval(f"dataset {config.eval.dataset_name}", _bundled_instead(config))
     _refuse_settings(config)
     from lm_eval.tasks import TaskManager  # noqa: PLC0415 (optional)
 
@@ -68,6 +70,17 @@ def check_lm_eval(config: BenchmarkConfig) -> Any:
             f"dataset: expected a bundled task or one of lm-eval, got {', '.join(missing)!r}"
         )
     return manager
+
+
+def _bundled_instead(config: BenchmarkConfig) -> str:
+    """What an unknown name may have meant, for whoever has no lm-eval."""
+    known = task_names(config.eval.include_path)
+    unknown = [name for name in _names(config) if name not in known]
+    if not unknown:
+        return ""
+    near = difflib.get_close_matches(unknown[0], known, n=1)
+    hint = f", nearest is {near[0]}" if near else ""
+    return f"a task of `diffulex bench tasks`{hint}, or "
 
 
 def _names(config: BenchmarkConfig) -> list[str]:

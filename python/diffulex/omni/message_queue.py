@@ -29,13 +29,15 @@ from enum import IntEnum
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import zmq
-
+from diffulex.errors import ConfigError
 from diffulex.log import get_logger
 from diffulex.omni.message_codec import Buffer, decode, encode
 from diffulex.serving.zmq_queue import MessageDecodeError, pack_message, unpack_message
+
+if TYPE_CHECKING:
+    import zmq
 
 __all__ = ["Kind", "Message", "MessageQueue", "QueueHandle"]
 
@@ -45,6 +47,17 @@ _HEADER = struct.Struct("<4sHHQQI")
 _SOCKET = "queue.sock"
 
 logger = get_logger(__name__)
+
+
+def _import_zmq() -> Any:
+    """The module, which an installation without the extra lacks: help and errors need none."""
+    try:
+        import zmq  # noqa: PLC0415 (optional)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "omni: expected the package pyzmq (pip install 'diffulex[omni]'), got none"
+        ) from error
+    return zmq
 
 
 class Kind(IntEnum):
@@ -121,18 +134,20 @@ class MessageQueue:
     def _open(self, handle: QueueHandle, identity: str | None) -> None:
         self.handle = handle
         self._is_reader = identity is not None
-        self._context = zmq.Context()
+        package = _import_zmq()
+        self._refusal: type[zmq.ZMQError] = package.ZMQError
+        self._context: zmq.Context[zmq.Socket[bytes]] = package.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(
-            zmq.DEALER if self._is_reader else zmq.ROUTER
+            package.DEALER if self._is_reader else package.ROUTER
         )
-        for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
+        for option in (package.LINGER, package.SNDHWM, package.RCVHWM):
             self._socket.setsockopt(option, 0)
         address = f"ipc://{Path(handle.directory) / _SOCKET}"
         if identity is None:
-            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._socket.setsockopt(package.ROUTER_MANDATORY, 1)
             self._socket.bind(address)
         else:
-            self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+            self._socket.setsockopt(package.IDENTITY, identity.encode())
             self._socket.connect(address)
 
     def enqueue(
@@ -158,7 +173,7 @@ class MessageQueue:
     def _send(self, rank: int, frames: list[Any]) -> None:
         try:
             self._socket.send_multipart([str(rank).encode(), *frames])
-        except zmq.ZMQError as error:
+        except self._refusal as error:
             self.forget(rank)
             raise ConnectionError(
                 f"message queue: expected a connected reader {rank}, got {error}"

@@ -93,7 +93,7 @@ def _check_command(name: str) -> None:
     """Answers a misspelt command with the nearest one."""
     known = [name for row in _COMMANDS for name in (row.name, *row.aliases)]
     known += ["help", "version"]
-    if name.startswith("-") or name in known:
+    if name in ("-h", "--help", "--help-all", *known):
         return
     raise UsageError(f"command: {expected_one_of(name, known)}")
 

@@ -87,6 +87,7 @@ class TestWords:
             (["edge", "exprot"], "nearest is export, got 'exprot'"),
             (["help", "evla"], "nearest is eval, got 'evla'"),
             (["generate", "--log-level", "wraning", "x"], "nearest is warning, got 'wraning'"),
+            (["--versoin"], "command: expected one of generate, chat, "),
         ],
     )
     def test_errors(self, run, words, message):
@@ -293,6 +294,30 @@ class TestHelp:
     def test_help_of_eval_says_how_tasks_are_run(self, run, flag):
         text = " ".join(run("eval", flag)[1].split())
         assert "With --dataset, --preset, --resume it runs tasks instead: diffulex bench" in text
+
+    @pytest.mark.parametrize("command", ["serve", "omni", "edge", "bench"])
+    def test_help_needs_no_extra(self, run, command):
+        """In a process in which no package of an extra can be imported."""
+        names = (
+            "zmq msgpack msgspec fastapi uvicorn pydantic diffusers accelerate PIL executorch yaml"
+        )
+        code = (
+            f"import sys; sys.modules.update(dict.fromkeys({names.split()!r}))\n"
+            "from diffulex.tools.cli import main; sys.exit(main(sys.argv[1:]))"
+        )
+        words = [command, "generate", "--help"] if command == "omni" else [command, "--help"]
+        result = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.startswith(f"usage: diffulex {command} ")
+
+    def test_a_misspelt_task_does_not_only_ask_for_a_package(self, run, monkeypatch):
+        monkeypatch.setitem(sys.modules, "lm_eval", None)
+        monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
+        code, _, errors = run("eval", "--dataset", "smoke_arit", "--model-path", "demo")
+        assert (code, errors.count("\n")) == (2, 1)
+        assert "a task of `diffulex bench tasks`, nearest is smoke_arith, or the package" in errors
 
     def test_help_of_a_command_by_name(self, run):
         assert run("help", "chat")[1] == run("chat", "--help")[1]
