@@ -68,7 +68,7 @@ MAX_FUNCTION_LINES = 60
 #: The rooms of python/diffulex from bottom to top: packages, modules beside them, and modules that
 #: stand lower or higher than their package. A room imports only rooms before it.
 ORDER = (
-    *("errors", "env", "log", "quiet", "registry", "standard_streams", "profiling"),
+    *("errors", "env", "log", "quiet", "registry", "standard_streams", "interruption", "profiling"),
     "families",
     *("distributed.shard", "distributed.layout", "distributed.router", "likelihood.rows"),
     *("distributed.legality", "distributed.comm", "distributed.records", "quantization.scheme"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from diffulex.tools.cli import main as run_command
+from diffulex.interruption import ending_at_once
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,6 +14,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0].startswith("--") and arguments[0] != "--help":
         arguments.insert(0, "eval")
+    with ending_at_once():
+        from diffulex.tools.cli import main as run_command  # noqa: PLC0415 (Ctrl-C meanwhile)
     return run_command(["bench", *(arguments or ["--help"])])
 
 

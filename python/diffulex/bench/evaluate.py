@@ -22,6 +22,7 @@ from diffulex.bench.word_problems import Problem, is_correct
 from diffulex.checkpoint.resolve import demo_dir
 from diffulex.config.table import check_value
 from diffulex.errors import ConfigError
+from diffulex.interruption import import_at_once
 from diffulex.log import get_logger
 
 if TYPE_CHECKING:
@@ -371,6 +372,7 @@ def run_evaluation(
     paths = [checked_output(Path(name)) for name in outputs]
     environment: dict[str, Any] = {}
     runs = []
+    import_at_once("diffulex.engine.engine")
     for setting in settings:
         with diffulex.Diffulex(**_with_setting(engine_kwargs, setting)) as engine:
             environment = environment or describe_environment(engine, command, len(problems))

@@ -15,6 +15,7 @@ from diffulex.bench.requests import encode_prompt
 from diffulex.engine.metrics import RunStats
 from diffulex.engine.output import GenerationOutputs, RequestOutput, decode_token_ids_robust
 from diffulex.errors import OutOfPagesError, PromptError
+from diffulex.interruption import import_at_once
 
 if TYPE_CHECKING:
     from diffulex import SamplingParams
@@ -90,6 +91,7 @@ class BenchmarkRunner:
         if engine_kwargs.get("use_lora"):
             adapter = local_folder("lora_path", engine_kwargs["lora_path"])
             engine_kwargs["lora_path"] = str(adapter)
+        import_at_once("diffulex.engine.engine")
         self.engine = diffulex.Diffulex(model_path, **engine_kwargs)
         self.tokenizer: Any = self.engine.tokenizer
         self._has_other_tokenizer = tokenizer_path not in (None, model_path)

@@ -35,6 +35,7 @@ from diffulex.config.flags import (
 )
 from diffulex.config.sampling_params import TRAJECTORY_LEVELS
 from diffulex.errors import ConfigError
+from diffulex.interruption import import_at_once
 from diffulex.profiling.scopes import Instrument, Stage
 
 if TYPE_CHECKING:
@@ -354,6 +355,7 @@ def run_throughput(options: argparse.Namespace) -> int:
         num_warmup=options.warmup,
         return_trajectory=options.return_trajectory,
     )
+    import_at_once("diffulex.engine.engine")
     with diffulex.Diffulex(**settings) as engine:
         figures = measure(engine, load)
         facts = {

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from diffulex.config.flags import Parser, UsageError, add_config_flag, expected_one_of
 from diffulex.env import get_unchecked
+from diffulex.interruption import INTERRUPTED, ending_at_once
 from diffulex.log import configure
 from diffulex.standard_streams import close_standard_output, open_standard_streams
 from diffulex.tools.error_line import report_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        code = _INTERRUPTED
+        code = INTERRUPTED
     except BrokenPipeError:  # the reader left and wants no more
         code = 1
     except Exception as error:  # the last line of defence: never a traceback for a user
@@ -73,7 +72,8 @@ def _run(arguments: list[str]) -> int:
         return _help([name for name in arguments if name != "help"])
     _check_command(arguments[0])
     try:
-        options = build_parser(arguments[0]).parse_with_file(arguments)
+        with ending_at_once():
+            options = build_parser(arguments[0]).parse_with_file(arguments)
     except SystemExit:  # after the help of a command
         return 0
     configure(level=_log_level(options))
@@ -328,7 +328,9 @@ def _fill_completion(parser: Parser) -> None:
 def _completion(options: argparse.Namespace) -> int:
     from diffulex.tools.completion import script  # noqa: PLC0415
 
-    print(script(build_parser(), options.shell))
+    with ending_at_once():
+        text = script(build_parser(), options.shell)
+    print(text)
     return 0
 
 
@@ -339,7 +341,8 @@ def _lm_eval(arguments: list[str]) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    from diffulex.server.__main__ import main as serve  # noqa: PLC0415
+    with ending_at_once():
+        from diffulex.server.__main__ import main as serve  # noqa: PLC0415
 
     try:
         return serve(arguments)
@@ -348,13 +351,15 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _omni(arguments: list[str]) -> int:
-    from diffulex.omni.cli import run  # noqa: PLC0415
+    with ending_at_once():
+        from diffulex.omni.cli import run  # noqa: PLC0415
 
     return run(arguments)
 
 
 def _edge(arguments: list[str]) -> int:
-    from diffulex_edge.cli import run  # noqa: PLC0415
+    with ending_at_once():
+        from diffulex_edge.cli import run  # noqa: PLC0415
 
     return run(arguments)
 
@@ -367,9 +372,10 @@ def _doctor(options: argparse.Namespace) -> int:
         print(text)
         return 0 if is_healthy else 1
 
-    from diffulex.tools.doctor import examine  # noqa: PLC0415 (must run where the rest cannot)
+    with ending_at_once():
+        from diffulex.tools.doctor import examine  # noqa: PLC0415 (must run where the rest cannot)
 
-    report = examine()
+        report = examine()
     print(report.to_json() if options.json else report.to_text())
     return 0 if report.is_healthy else 1
 

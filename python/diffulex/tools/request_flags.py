@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from diffulex.config.flags import (
     seconds,
 )
 from diffulex.config.sampling_params import TRAJECTORY_LEVELS
+from diffulex.interruption import import_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -210,7 +210,7 @@ def _import_engine() -> None:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        importlib.import_module("diffulex.engine.engine")
+        import_at_once("diffulex.engine.engine")
     finally:
         gc.freeze()
         if was_enabled:

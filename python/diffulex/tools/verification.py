@@ -11,6 +11,7 @@ from diffulex.config.flags import (
     check_single_model,
     engine_kwargs,
 )
+from diffulex.interruption import ending_at_once
 from diffulex.tools.request_flags import add_words
 from diffulex.verify.names import RULES
 
@@ -46,7 +47,8 @@ def add_verify_flags(parser: Parser) -> None:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Prints a line per rule; 0 if all hold."""
-    from diffulex.verify.run import verify  # noqa: PLC0415 (slow to import)
+    with ending_at_once():
+        from diffulex.verify.run import verify  # noqa: PLC0415 (slow to import)
 
     check_single_model(options)
     settings = engine_kwargs(options)
