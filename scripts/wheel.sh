@@ -18,6 +18,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/lib.sh
 
+usage() {
+  echo "usage: bash scripts/wheel.sh [--sdist] [--cuda] PYTHON... (what it does: head of this file)"
+  exit "$1"
+}
+
 OUT="$(realpath -m "${OUT:-dist}")"
 with_sdist=0
 with_cuda=0
@@ -25,11 +30,15 @@ while [ "$#" -gt 0 ]; do
   case "$1" in
     --sdist) with_sdist=1 ;;
     --cuda) with_cuda=1 ;;
+    -h | --help) usage 0 ;;
     *) break ;;
   esac
   shift
 done
-[[ "$#" -gt 0 && "$1" != -* ]] || die "usage: bash scripts/wheel.sh [--sdist] [--cuda] PYTHON..."
+[[ "$#" -gt 0 && "$1" != -* ]] || usage 2 >&2
+for python in "$@"; do
+  is_supported_python "$python" || die "PYTHON: expected Python 3.10 or newer, got $python"
+done
 
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
@@ -38,14 +47,14 @@ mkdir -p "$OUT"
 version="$(cat VERSION)"
 if [ "$with_cuda" = 1 ]; then
   nvcc="${CUDACXX:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}"
-  release="$("$nvcc" --version | sed -n 's/.*release \([0-9]*\)\.\([0-9]*\).*/\1\2/p')"
+  release="$({ "$nvcc" --version 2>/dev/null || true; } | sed -n 's/.*release \([0-9]*\)\.\([0-9]*\).*/\1\2/p')"
   [ -n "$release" ] || die "--cuda: expected a working nvcc (CUDACXX, PATH or /usr/local/cuda/bin), got none"
   version="$version+cu$release"
   unset DIFFULEX_DEVICE
   export CUDACXX="$nvcc" CMAKE_ARGS="-DDIFFULEX_WITH_CUDA=ON ${CMAKE_ARGS:-}"
   export TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-8.0+PTX;9.0}"
   export DIFFULEX_LOCAL_VERSION="cu$release"
-  minutes="an hour or more: set MAX_JOBS"
+  minutes="CUDA for $TORCH_CUDA_ARCH_LIST; an hour or more: set MAX_JOBS"
 else
   export DIFFULEX_DEVICE=cpu
   minutes="3 to 10 minutes"
@@ -80,7 +89,8 @@ build() {
 check() {
   local python="$1" tag wheel venv torch_dir
   tag="$(tag_of "$python")"
-  wheel="$(ls "$OUT/diffulex-$version-$tag-"*manylinux*.whl)"
+  wheel="$(compgen -G "$OUT/diffulex-$version-$tag-*manylinux*.whl")" ||
+    die "$OUT: expected a wheel diffulex-$version-$tag, got none"
   venv="$work/test-$tag"
   "$python" -m venv "$venv"
   "$venv/bin/python" -m pip install -q --no-deps "$wheel"
