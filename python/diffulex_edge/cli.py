@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from diffulex_edge.exporter import ExportResult
 
-__all__ = ["run"]
+__all__ = ["add_edge_commands", "build_parser", "run"]
 
 #: Recipes that `eval` compares by itself.
 _EVALUATED = ("none", "8da8w", "8da4w")
@@ -63,6 +63,12 @@ def build_parser() -> Parser:
         description="Exports models to ExecuTorch programs, for phones and small computers.",
         allow_abbrev=False,
     )
+    add_edge_commands(parser)
+    return parser
+
+
+def add_edge_commands(parser: Parser) -> None:
+    """Adds the commands and their flags."""
     commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
     commands.required = True
 
@@ -99,7 +105,6 @@ def build_parser() -> Parser:
     add_verify_flags(add("verify", _verify, text, "BUNDLE"))
     text = "time and memory of programs, each in a process of its own"
     add_bench_flags(add("bench", _bench, text, "BUNDLE..."))
-    return parser
 
 
 def _export(options: argparse.Namespace) -> int:

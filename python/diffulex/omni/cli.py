@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from diffulex.omni.outputs import OmniRequestOutput
     from diffulex.omni.worker import StepEvent
 
-__all__ = ["run"]
+__all__ = ["add_omni_commands", "build_parser", "run"]
 
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _VIDEO_SUFFIXES = (".mp4", ".gif")
@@ -89,7 +89,7 @@ _COMMON_KEYS = ("model", "device", "cache_backend")
 
 def run(arguments: list[str]) -> int:
     """Runs ``diffulex omni`` with these arguments and returns its exit code."""
-    parser = _build_parser()
+    parser = build_parser()
     if not arguments:
         parser.print_help()
         return 0
@@ -103,12 +103,19 @@ def run(arguments: list[str]) -> int:
     return code
 
 
-def _build_parser() -> Parser:
+def build_parser() -> Parser:
+    """The parser of all commands of images."""
     parser = Parser(
         prog="diffulex omni",
         description="Draws images and videos with diffusion transformers.",
         allow_abbrev=False,
     )
+    add_omni_commands(parser)
+    return parser
+
+
+def add_omni_commands(parser: Parser) -> None:
+    """Adds the commands and their flags."""
     commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
     commands.required = True
 
@@ -133,7 +140,6 @@ def _build_parser() -> Parser:
     _add_eval(add("eval", _eval, "how often a model of shapes draws what a caption says"))
     _add_bench(add("bench", _bench, "how long a picture takes"))
     _add_serve(add("serve", _serve, "serve the images API of OpenAI"))
-    return parser
 
 
 def _add_generate(parser: Parser) -> None:

@@ -286,11 +286,17 @@ def _fill_folder_batch(parser: Parser) -> None:
 
 
 def _fill_omni(parser: Parser) -> None:
-    """`_omni` parses them: they need further packages."""
+    """For completion; `_omni` parses what is run."""
+    from diffulex.omni.cli import add_omni_commands  # noqa: PLC0415
+
+    add_omni_commands(parser)
 
 
 def _fill_edge(parser: Parser) -> None:
-    """`_edge` parses them: they need further packages."""
+    """For completion; `_edge` parses what is run."""
+    from diffulex_edge.cli import add_edge_commands  # noqa: PLC0415
+
+    add_edge_commands(parser)
 
 
 def _fill_doctor(parser: Parser) -> None:

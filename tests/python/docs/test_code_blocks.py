@@ -25,7 +25,7 @@ import pytest
 from diffulex.bench.arg_parser import benchmark_config
 from diffulex.bench.model_args import decode_model_arg_value
 from diffulex.config.table import CONFIG_TABLE
-from diffulex.omni.cli import _build_parser as omni_parser
+from diffulex.omni.cli import build_parser as omni_parser
 from diffulex.server.args import parse_args
 from diffulex.tools.cli import asks_for_tasks, build_parser
 from diffulex_edge.cli import build_parser as edge_parser

@@ -50,7 +50,7 @@ def test_every_command_is_legal(omni_gpu, tmp_path):
             assert Path(stage.command[1]).is_file()
             continue
         for more in ([], stage.smoke):
-            options = cli._build_parser().parse_with_file([*stage.command[4:], *more])
+            options = cli.build_parser().parse_with_file([*stage.command[4:], *more])
             runs = cli._varied(options, cli._engine_kwargs(options))
             assert len(runs) >= 5, stage.name
             assert [Path(name).parent for name in options.output] == [tmp_path, tmp_path]
