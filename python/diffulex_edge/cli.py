@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffulex.checkpoint.resolve import DEMO
-from diffulex.config.flags import Parser, engine_kwargs
+from diffulex.config.flags import Parser, add_config_flag, engine_kwargs
 from diffulex.env import get_unchecked
 from diffulex.log import configure
 from diffulex_edge.flags import (
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
         parser.print_help()
         return 0
     try:
-        options = parser.parse_checked(arguments)
+        options = parser.parse_with_file(arguments)
     except SystemExit:  # after the help
         return 0
     has_level = options.log_level is not None or get_unchecked("DIFFULEX_LOG_LEVEL")
@@ -89,6 +89,8 @@ def add_edge_commands(parser: Parser) -> None:
             help="least severe log line on standard error [warning; export into a file: info]",
         )
         child.add_argument("--json", action="store_true", help="print one JSON object")
+        if name not in ("info", "backends"):
+            add_config_flag(child)
         return child
 
     add_export_flags(

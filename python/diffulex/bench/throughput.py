@@ -26,6 +26,7 @@ from diffulex.bench.serve.dataset import DatasetSettings, drawable_ids, varied_l
 from diffulex.config.flags import (
     Parser,
     UsageError,
+    add_config_flag,
     add_engine_flags,
     count,
     engine_kwargs,
@@ -323,11 +324,12 @@ def add_throughput_flags(parser: Parser) -> None:
     result = parser.add_argument_group("result")
     result.add_argument("--json", action="store_true", help="print JSON instead of a table")
     result.add_argument("--output", type=Path, metavar="FILE", help="write it as .json")
+    add_config_flag(parser)
     add_engine_flags(parser, without=_OWN_KEYS)
     own = ("num_prompts", "input_len", "output_len", "input_range", "seed", "warmup", "force_tpf")
     engine = ("model", "device", "dtype", "load_format", "decoding_strategy", "block_size",
               "buffer_size", "max_num_reqs", "max_model_len", "quantization")  # fmt: skip
-    parser.shorten_help((*own, "json", "output", *engine))
+    parser.shorten_help((*own, "config", "json", "output", *engine))
     parser.set_defaults(command=run_throughput)
 
 

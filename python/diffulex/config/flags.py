@@ -172,7 +172,15 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: as for `parse_checked`, and the file cannot be used.
         """
-        options = self.parse_checked(argv)
+        has_file = any(item.partition("=")[0] == "--config" for item in argv)
+        required = [action for action in self._flags() if action.required] if has_file else []
+        for action in required:  # may be in the file
+            action.required = False
+        try:
+            options = self.parse_checked(argv)
+        finally:
+            for action in required:
+                action.required = True
         path = getattr(options, "config", None)
         if path is None:
             options.from_file = frozenset()
@@ -190,6 +198,15 @@ class Parser(argparse.ArgumentParser):
         }
         result.from_file = frozenset(flags[item.partition("=")[0]] for item in settings)
         return result
+
+    def _flags(self) -> Iterator[argparse.Action]:
+        """The flags of the parser and of the commands below it."""
+        for action in self._actions:
+            if action.option_strings:
+                yield action
+            if isinstance(action, argparse._SubParsersAction):
+                for child in dict.fromkeys(action.choices.values()):
+                    yield from child._flags()
 
     def _command_parser(
         self, options: argparse.Namespace, argv: Sequence[str]

@@ -322,6 +322,7 @@ def _fill_quantize(parser: Parser) -> None:
     from diffulex.quantization.command import add_quantize_flags  # noqa: PLC0415
 
     _add_log_level(parser)
+    add_config_flag(parser)
     add_quantize_flags(parser)
 
 

@@ -203,6 +203,26 @@ class TestConfigFile:
         options = build_parser("bench").parse_with_file(line)
         assert (options.num_prompts, options.seed) == (3, 5)
 
+    def test_what_a_command_requires_may_be_there(self, tmp_path):
+        path = tmp_path / "c.yaml"
+        path.write_text("quantization: int8\n")
+        words = ["quantize", "demo", "out", "--config", str(path)]
+        assert build_parser("quantize").parse_with_file(words).quantization == "int8"
+        path.write_text("ignore: [x]\n")
+        with pytest.raises(UsageError, match="required: --quantization"):
+            build_parser("quantize").parse_with_file(words)
+
+    def test_every_command_with_settings_takes_a_file(self):
+        without = {
+            name
+            for name, parser in PARSERS.items()
+            if not {"config", "config_file"} & set(parser.names())
+        }
+        groups = {"", "bench", "edge", "omni"}
+        shown = {"doctor", "info", "completion", "trace", "edge info", "edge backends"}
+        of_runs = {"bench tasks", "bench report", "bench compare", "bench trace"}
+        assert without == groups | shown | of_runs
+
     def test_commands_without_settings_refuse_it(self):
         with pytest.raises(UsageError, match="got '--config'"):
             build_parser("doctor").parse_with_file(["doctor", "--config", "x"])
