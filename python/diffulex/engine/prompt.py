@@ -30,8 +30,9 @@ Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
 
 
 def _is_int(value: object) -> bool:
-    # numpy integers index like ints; bools do not mean token ids.
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    # numpy integers index like ints; bools do not mean token ids, and arrays have the method too.
+    is_index = hasattr(value, "__index__") and not isinstance(value, bool)
+    return is_index and getattr(value, "ndim", 0) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,13 @@ class PromptLimits:
 
     Attributes:
         longest_whole_prompt: most tokens of a prompt where an exported program must hold it whole.
+        refused_mask: the mask's id, where prompts may not have it: a model would overwrite the position.
     """
 
     max_model_len: int
     vocab_size: int
     longest_whole_prompt: int | None = None
+    refused_mask: int | None = None
 
     def check(self, token_ids: Sequence[int]) -> None:
         """Raises PromptError for token ids that are no prompt of this engine."""
@@ -65,6 +68,12 @@ class PromptLimits:
                 f"prompt: expected token ids in [0, {self.vocab_size}),"
                 f" got {low if low < 0 else high}",
                 code="token_out_of_range",
+            )
+        if self.refused_mask is not None and self.refused_mask in token_ids:
+            raise PromptError(
+                f"prompt: expected no mask token, got id {self.refused_mask}"
+                " (allow_mask_in_prompt takes it as a position to fill in)",
+                code="mask_token_in_prompt",
             )
 
 
@@ -88,7 +97,8 @@ def split_prompts(prompts: Any) -> list[Prompt]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+    is_scalar = getattr(prompts, "ndim", 1) == 0
+    if isinstance(prompts, (bytes, Mapping)) or is_scalar or not isinstance(prompts, Iterable):
         raise PromptError(
             "prompts: expected a text, token ids, chat messages or a list of these,"
             f" got {prompts!r}"
@@ -151,11 +161,16 @@ def encode_prompt(
     """Checked token ids of a prompt.
 
     Raises:
-        PromptError: empty, too long, ids outside the vocabulary, or text without a tokenizer.
+        PromptError: empty, too long, ids outside the vocabulary or of the mask, or text without a
+            tokenizer.
     """
     token_ids = _token_ids(prompt, tokenizer, use_chat_template)
+    takes_mask = config.decoding.traits.has_canvas or config.decoding.allow_mask_in_prompt
     limits = PromptLimits(
-        config.scheduler.max_model_len, config.model.spec.vocab_size, config.longest_whole_prompt
+        config.scheduler.max_model_len,
+        config.model.spec.vocab_size,
+        config.longest_whole_prompt,
+        refused_mask=None if takes_mask else config.model.mask_token_id,
     )
     limits.check(token_ids)
     return token_ids

@@ -103,17 +103,14 @@ class AdmissionLimits:
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         longest = self.max_model_len
         try:
-            PromptLimits(longest, self.vocab_size, self.longest_whole_prompt).check(prompt)
+            PromptLimits(
+                longest,
+                self.vocab_size,
+                self.longest_whole_prompt,
+                refused_mask=None if self.allows_mask_in_prompt else self.mask_token_id,
+            ).check(prompt)
         except PromptError as error:
             raise _refused(error, longest if len(prompt) >= longest else None) from error
-        if self.allows_mask_in_prompt or self.mask_token_id is None:
-            return
-        if self.mask_token_id in prompt:
-            raise AdmissionError(
-                f"prompt: expected no mask token, got id {self.mask_token_id}",
-                code="mask_token_in_prompt",
-                param="prompt",
-            )
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.top_p is not None and not 0 < params.top_p <= 1:

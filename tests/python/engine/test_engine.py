@@ -339,8 +339,18 @@ def test_sampling_parameters_as_keywords(tiny: TinyModel) -> None:
 
 def test_prompt_of_two_dimensions(tiny: TinyModel) -> None:
     message = r"one dimension of token ids, got the shape \[1, 3\]"
-    with tiny.engine() as engine, pytest.raises(PromptError, match=message):
-        engine.add_request(torch.tensor([[1, 2, 3]]))
+    with tiny.engine() as engine:
+        with pytest.raises(PromptError, match=message):
+            engine.add_request(torch.tensor([[1, 2, 3]]))
+        with pytest.raises(PromptError, match=r"expected a text, token ids, .* got tensor"):
+            engine.generate(torch.tensor(3))
+        with pytest.raises(PromptError, match=r"token ids, got tensor\(\[1, 2, 3\]\)"):
+            engine.generate([[1], [torch.tensor([1, 2, 3])]])
+        # Of many prompts a row is one.
+        rows = torch.tensor([[1, 2, 3], [4, 5, 6]])
+        expected = engine.generate(rows.tolist(), max_tokens=4, summary=False)
+        given = engine.generate(rows, max_tokens=4, summary=False)
+        assert [row.token_ids for row in given] == [row.token_ids for row in expected]
 
 
 def test_step_belongs_to_one_thread_at_a_time(tiny: TinyModel) -> None:

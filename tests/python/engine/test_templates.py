@@ -134,6 +134,13 @@ def test_masks_in_a_prompt(tiny: TinyModel) -> None:
             engine.generate([[mask, *PROMPT]], summary=False)
 
 
+def test_masks_in_a_prompt_need_the_key(engine: Diffulex) -> None:
+    mask = engine.config.model.mask_token_id
+    with pytest.raises(PromptError, match=f"expected no mask token, got id {mask}") as caught:
+        engine.generate([[*PROMPT, mask]], summary=False)
+    assert caught.value.code == "mask_token_in_prompt"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
