@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diffulex.bench.evaluate import read_problems
 from diffulex.bench.problem_file import load_problems, save_problems
 from diffulex.bench.word_problems import Problem, is_correct
 from diffulex.errors import ConfigError
@@ -57,5 +58,6 @@ def test_malformed_lines_are_named_with_what_is_expected(tmp_path: Path, line: s
 def test_other_encodings_are_named(tmp_path: Path) -> None:
     path = tmp_path / "binary.jsonl"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"binary\.jsonl: expected UTF-8 text, got byte 0"):
-        load_problems(path)
+    for read in (load_problems, read_problems):
+        with pytest.raises(ConfigError, match=r"^data: [^:]*binary\.jsonl: .*, got byte 0"):
+            read(path)
