@@ -393,7 +393,7 @@ _COMMANDS = (
     ),
     _Command(
         "chat",
-        "converse; /help, /reset forgets the conversation, /quit ends it",
+        "converse; /help lists its own commands",
         _fill_chat,
         "[MODEL]",
     ),
