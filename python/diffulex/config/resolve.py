@@ -153,8 +153,10 @@ def check_strategy_name(strategy: str) -> None:
     """Raises ConfigError unless a strategy is registered under this name."""
     available = AutoScheduler.available()
     if strategy not in available:
+        is_mode = any(strategy in strategy_named(name).sampling_modes for name in available)
+        hint = f" ({strategy} is a sampling_mode)" if is_mode else ""
         raise ConfigError(
-            f"decoding_strategy: expected one of {', '.join(available)}, got {strategy!r}"
+            f"decoding_strategy: expected one of {', '.join(available)}{hint}, got {strategy!r}"
         )
 
 

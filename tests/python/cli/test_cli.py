@@ -309,6 +309,7 @@ class TestBadInput:
                 ["generate", "--decoding-strategy", "d3f", "hi"],
                 "decoding_strategy: expected one of block_diffusion, d2f, diffusion_gemma, dmax",
             ),
+            (["generate", "--decoding-strategy", "edit", "hi"], "(edit is a sampling_mode), got"),
             (
                 ["generate", "--sampling-mode", "edit", "hi"],
                 "sampling_mode: expected naive for the model sdar under decoding_strategy multi_bd",

@@ -268,6 +268,23 @@ def test_backend_that_does_not_start(start):
     assert list(server.temporary.iterdir()) == []
 
 
+def test_backend_for_the_front_end_of_another_program(tmp_path, monkeypatch):
+    log = tmp_path / "engine.log"
+    monkeypatch.setenv("DIFFULEX_TEST_LOG", str(log))
+    args = parse_args(["--model", "demo"])
+    addresses = [f"ipc://{tmp_path}/{name}.ipc" for name in ("command", "event")]
+    process = launch.start_backend(args, *addresses, slow_engine.make_slow)
+    try:
+        assert process.is_alive()
+        assert "start" in log.read_text()
+    finally:
+        process.terminate()
+        process.join(TIMEOUT_S)
+    assert process.exitcode is not None
+    with pytest.raises(RuntimeError, match="failed to start: ValueError: checkpoint: expected"):
+        launch.start_backend(args, *addresses, slow_engine.make_broken)
+
+
 def test_early_bind(start):
     server = start("--early-bind", factory="make_never")
     server.until(lambda: server.logged("start") and "startup complete" in server.text())
