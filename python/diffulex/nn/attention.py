@@ -13,6 +13,7 @@ from diffulex.checkpoint.projection import Projection
 from diffulex.distributed.shard import ONE_RANK
 from diffulex.nn.linear import Linear, named_projections
 from diffulex.nn.partition import Cut, Partition
+from diffulex.nn.weights import new_parameter
 
 if TYPE_CHECKING:
     from diffulex.checkpoint.slices import WeightSlice
@@ -21,11 +22,18 @@ if TYPE_CHECKING:
     from diffulex.nn.attention_metadata import AttnMetadata
 
 
-class BlockAttention(nn.Module):
+class PagedAttention(nn.Module):
     """Grouped-query attention with rotary embedding over a paged cache, with the heads of one rank.
 
-    One call is four launches: projection; norm of the q and k heads where the family has it,
-    rotation and cache store; attention; output projection.
+    One call is four launches: projection; norm of the heads where the family has it, rotation and
+    cache store; attention; output projection.
+
+    Args:
+        scale: of the scores; None: head_dim^-0.5.
+        has_values: the values are projected; else V is the unit-norm, unrotated K projection.
+        window: positions that a row sees before itself, 0 for all.
+        norm_v: the values get a norm without weights.
+        has_prefix_mask: some strategy of the family masks a prefix apart.
     """
 
     def __init__(
@@ -36,25 +44,32 @@ class BlockAttention(nn.Module):
         head_dim: int,
         *,
         eps: float,
+        scale: float | None = None,
         qkv_bias: bool = False,
         o_bias: bool = False,
         qk_norm: bool = True,
+        norm_v: bool = False,
+        has_values: bool = True,
+        window: int = 0,
+        has_prefix_mask: bool = True,
         dtype: torch.dtype,
         device: torch.device | str,
         shard: Shard = ONE_RANK,
     ) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.eps = eps
-        self.scale = head_dim**-0.5
-        heads = (num_q_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+        self.head_dim, self.eps = head_dim, eps
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.norm_v, self.has_values = norm_v, has_values
+        self.window, self.has_prefix_mask = window, has_prefix_mask
+        q_size, kv_size = num_q_heads * head_dim, num_kv_heads * head_dim
+        heads = (q_size, kv_size, kv_size) if has_values else (q_size, kv_size)
         cut = Partition(Cut.HEADS, shard, head_dim)
         self.qkv = Linear(
             hidden_size, heads, bias=qkv_bias, dtype=dtype, device=device, partition=cut
         )
         cut = Partition(Cut.HEAD_COLUMNS, shard, head_dim)
         self.o = Linear(
-            heads[0], (hidden_size,), bias=o_bias, dtype=dtype, device=device, partition=cut
+            q_size, (hidden_size,), bias=o_bias, dtype=dtype, device=device, partition=cut
         )
         #: Heads of this rank.
         self.num_q_heads = self.qkv.out_features[0] // head_dim
@@ -62,8 +77,13 @@ class BlockAttention(nn.Module):
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
         if qk_norm:
-            self.q_norm = _norm_weight(head_dim, dtype, device)
-            self.k_norm = _norm_weight(head_dim, dtype, device)
+            self.q_norm = new_parameter(head_dim, dtype=dtype, device=device)
+            self.k_norm = new_parameter(head_dim, dtype=dtype, device=device)
+
+    def scratch(self, like: torch.Tensor) -> AttentionScratch:
+        """Buffers of a forward of as many rows as `like` [T, ...] has."""
+        heads = (self.num_q_heads, self.num_kv_heads, self.head_dim)
+        return AttentionScratch(like, *heads, has_values=self.has_values)
 
     def forward(
         self,
@@ -95,6 +115,9 @@ class BlockAttention(nn.Module):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             eps=self.eps,
+            norm_v=self.norm_v,
+            v_from_raw_k=scratch.v_out is not None,
+            v_out=scratch.v_out,
             k_scale=k_scale,
             v_scale=v_scale,
             kv_layout=metadata.kv_layout,
@@ -111,12 +134,13 @@ class BlockAttention(nn.Module):
             metadata.valid_slices,
             metadata.mask_kinds,
             out=scratch.out,
-            prefix_lens=metadata.prefix_lens,
-            padded_prefix_lens=metadata.padded_prefix_lens,
+            prefix_lens=metadata.prefix_lens if self.has_prefix_mask else None,
+            padded_prefix_lens=metadata.padded_prefix_lens if self.has_prefix_mask else None,
             q_starts=metadata.q_starts,
             workspace=metadata.workspace,
             scale=self.scale,
             block_size=metadata.block_size,
+            sliding_window=self.window,
             max_seqlen_q=metadata.max_seqlen_q,
             max_context_len=metadata.max_context_len,
             num_splits=metadata.num_splits,
@@ -125,6 +149,10 @@ class BlockAttention(nn.Module):
             kv_layout=metadata.kv_layout,
         )
         self.o(scratch.out_rows, x)
+
+
+class BlockAttention(PagedAttention):
+    """Attention of the families that name their tensors in `TensorNames`."""
 
     def weight_table(self, prefix: str, names: TensorNames) -> dict[str, torch.Tensor]:
         """Checkpoint name -> memory to fill, for the tensors of this layer below `prefix`."""
@@ -171,24 +199,28 @@ class BlockAttention(nn.Module):
         return table
 
 
-def _norm_weight(size: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    return nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
-
-
 class AttentionScratch:
-    """Buffers of one forward of T rows, shared by all layers, with the views the ops take."""
+    """Buffers of one forward of T rows, shared by the layers of one kind, with the views the ops take."""
 
-    __slots__ = ("k", "out", "out_rows", "q", "qkv", "v")
+    __slots__ = ("k", "out", "out_rows", "q", "qkv", "v", "v_out")
 
     def __init__(
-        self, like: torch.Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int
+        self,
+        like: torch.Tensor,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        has_values: bool = True,
     ) -> None:
         num_rows = like.size(0)
-        heads = num_q_heads + 2 * num_kv_heads
+        heads = num_q_heads + num_kv_heads * (2 if has_values else 1)
         self.qkv = like.new_empty(num_rows, heads * head_dim)
         by_head = self.qkv.view(num_rows, heads, head_dim)
         self.q = by_head[:, :num_q_heads]
         self.k = by_head[:, num_q_heads : num_q_heads + num_kv_heads]
-        self.v = by_head[:, num_q_heads + num_kv_heads :]
+        #: Values that the projection does not have.
+        self.v_out = None if has_values else like.new_empty(num_rows, num_kv_heads, head_dim)
+        self.v = by_head[:, num_q_heads + num_kv_heads :] if self.v_out is None else self.v_out
         self.out_rows = like.new_empty(num_rows, num_q_heads * head_dim)
         self.out = self.out_rows.view(num_rows, num_q_heads, head_dim)

@@ -12,7 +12,7 @@ from diffulex.checkpoint.random_weights import draw_weights
 from diffulex.distributed.comm import LOCAL
 from diffulex.distributed.legality import expert_shard
 from diffulex.distributed.shard import ONE_RANK
-from diffulex.nn.attention import AttentionScratch, BlockAttention
+from diffulex.nn.attention import BlockAttention
 from diffulex.nn.embedding import OutputHead, TokenEmbedding
 from diffulex.nn.feed_forward import FeedForward, GatedMLP
 from diffulex.nn.moe import MoeFeedForward
@@ -160,8 +160,8 @@ class DecoderForDiffusionLM(nn.Module):
         slot are stored in `kv_cache`. No synchronisation and no host data: may be graph-captured.
         """
         residual = self.embed(input_ids) if inputs_embeds is None else inputs_embeds.clone()
-        spec, comm = self.local_spec, self._comm if self._is_cut else LOCAL
-        scratch = AttentionScratch(residual, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
+        comm = self._comm if self._is_cut else LOCAL
+        scratch = self.decoder_layers[0].attention.scratch(residual)
         # Blocks of one class have one size, so that one set of buffers serves all layers.
         block_scratch: dict[type[FeedForward], Any] = {}
         x = torch.empty_like(residual)

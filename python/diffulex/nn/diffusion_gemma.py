@@ -26,11 +26,11 @@ from diffulex.nn.gemma_layers import (
     GemmaExperts,
     GemmaScratch,
     GemmaSelfConditioning,
-    new_parameter,
 )
 from diffulex.nn.norm import RMSNorm
 from diffulex.nn.partition import Cut, Partition
 from diffulex.nn.rotary import build_cos_sin_cache
+from diffulex.nn.weights import new_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -17,14 +17,13 @@ from diffulex.distributed.comm import LOCAL
 from diffulex.distributed.legality import expert_shard
 from diffulex.distributed.shard import ONE_RANK
 from diffulex.nn.activation import GeluTanhAndMul
+from diffulex.nn.attention import PagedAttention
 from diffulex.nn.dispatch import LocalDispatch, ReplicatedDispatch
 from diffulex.nn.experts import ExpertPart, RoutedExperts
 from diffulex.nn.feed_forward import GatedMLP, MLPScratch
-from diffulex.nn.linear import Linear
 from diffulex.nn.moe import MoeScratch
 from diffulex.nn.norm import RMSNorm
-from diffulex.nn.partition import Cut, Partition
-from diffulex.nn.weights import DenseExperts, weight_device
+from diffulex.nn.weights import DenseExperts, new_parameter, weight_device
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -42,7 +41,6 @@ __all__ = [
     "GemmaExperts",
     "GemmaScratch",
     "GemmaSelfConditioning",
-    "new_parameter",
 ]
 
 _NORMS = (
@@ -57,29 +55,7 @@ _NORMS = (
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 
-def new_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
-
-
-class _HeadScratch:
-    """Attention buffers of the layers of one kind, with the views the ops take."""
-
-    def __init__(self, like: torch.Tensor, attention: GemmaAttention) -> None:
-        layer, num_q_heads = attention.layer, attention.num_q_heads
-        num_rows, heads, size = like.size(0), attention.num_kv_heads, layer.head_dim
-        # Layers that derive V from K have no V in the projection, but a buffer of its own.
-        projected = num_q_heads + heads * (2 if layer.is_sliding else 1)
-        self.qkv = like.new_empty(num_rows, projected * size)
-        by_head = self.qkv.view(num_rows, projected, size)
-        self.q = by_head[:, :num_q_heads]
-        self.k = by_head[:, num_q_heads : num_q_heads + heads]
-        self.v_out = None if layer.is_sliding else like.new_empty(num_rows, heads, size)
-        self.v = by_head[:, num_q_heads + heads :] if self.v_out is None else self.v_out
-        self.out_rows = like.new_empty(num_rows, num_q_heads * size)
-        self.out = self.out_rows.view(num_rows, num_q_heads, size)
-
-
-class GemmaAttention(nn.Module):
+class GemmaAttention(PagedAttention):
     """Attention of one layer with the heads of one rank: norms on q, k and v heads, scale 1.
 
     Full-attention layers project no values: V is the unit-norm, unrotated K projection.
@@ -93,85 +69,28 @@ class GemmaAttention(nn.Module):
         device: torch.device | str,
         shard: Shard,
     ) -> None:
-        super().__init__()
-        self.layer = layer
-        self.eps = spec.rms_norm_eps
-        self.window = spec.sliding_window if layer.is_sliding else 0
-        kv_size = layer.num_kv_heads * layer.head_dim
-        sizes = [spec.num_q_heads * layer.head_dim, kv_size]
-        if layer.is_sliding:
-            sizes.append(kv_size)
-        cut = Partition(Cut.HEADS, shard, layer.head_dim)
-        self.qkv = Linear(spec.hidden_size, sizes, dtype=dtype, device=device, partition=cut)
-        cut = Partition(Cut.HEAD_COLUMNS, shard, layer.head_dim)
-        self.o = Linear(sizes[0], (spec.hidden_size,), dtype=dtype, device=device, partition=cut)
-        self.num_q_heads = self.qkv.out_features[0] // layer.head_dim
-        self.num_kv_heads = self.qkv.out_features[1] // layer.head_dim
-        self.q_norm = new_parameter(layer.head_dim, dtype=dtype, device=device)
-        self.k_norm = new_parameter(layer.head_dim, dtype=dtype, device=device)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
-        metadata: AttnMetadata,
-        cache: tuple[torch.Tensor, ...],
-        scratch: _HeadScratch,
-    ) -> None:
-        """Replaces x [T, H] by the attention output of its rows; stores rows that have a slot."""
-        self.qkv(x, scratch.qkv)
-        k_scale, v_scale = cache[2:] or (None, None)
-        ops.qk_norm_rope_store(
-            scratch.qkv,
-            positions,
-            cos_sin_cache,
-            self.q_norm,
-            self.k_norm,
-            cache[0],
-            cache[1],
-            metadata.slot_mapping,
-            num_q_heads=self.num_q_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.layer.head_dim,
-            eps=self.eps,
-            norm_v=True,
-            v_from_raw_k=scratch.v_out is not None,
-            v_out=scratch.v_out,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            kv_layout=metadata.kv_layout,
-        )
-        ops.block_attention(
-            scratch.q,
-            scratch.k,
-            scratch.v,
-            cache[0],
-            cache[1],
-            metadata.page_tables,
-            metadata.cu_seqlens_q,
-            metadata.context_lens,
-            metadata.valid_slices,
-            metadata.mask_kinds,
-            out=scratch.out,
-            q_starts=metadata.q_starts,
-            workspace=metadata.workspace,
+        super().__init__(
+            spec.hidden_size,
+            spec.num_q_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            eps=spec.rms_norm_eps,
             scale=1.0,
-            block_size=metadata.block_size,
-            sliding_window=self.window,
-            max_seqlen_q=metadata.max_seqlen_q,
-            max_context_len=metadata.max_context_len,
-            num_splits=metadata.num_splits,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            kv_layout=metadata.kv_layout,
+            norm_v=True,
+            has_values=layer.is_sliding,
+            window=spec.sliding_window if layer.is_sliding else 0,
+            has_prefix_mask=False,
+            dtype=dtype,
+            device=device,
+            shard=shard,
         )
-        self.o(scratch.out_rows, x)
 
     def weight_table(self, prefix: str) -> dict[str, torch.Tensor]:
         names = _QKV[: len(self.qkv.out_features)]
         table = {f"{prefix}{name}.weight": self.qkv.part(i)[0] for i, name in enumerate(names)}
         table[prefix + "o_proj.weight"] = self.o.part(0)[0]
+        assert self.q_norm is not None
+        assert self.k_norm is not None
         table[prefix + "q_norm.weight"] = self.q_norm
         table[prefix + "k_norm.weight"] = self.k_norm
         return table
@@ -295,7 +214,7 @@ class GemmaScratch:
         if spec.moe is None:
             raise ValueError("DiffusionGemma: spec.moe: expected a description, got None")
         by_kind = {layer.is_sliding: layer.attention for layer in layers}
-        self.heads = {kind: _HeadScratch(x, attention) for kind, attention in by_kind.items()}
+        self.heads = {kind: attention.scratch(x) for kind, attention in by_kind.items()}
         self.mlp = MLPScratch(x, layers[0].mlp.down.in_features)
         self.moe = MoeScratch(x, metadata, spec.moe, layers[0].experts.matrices)
         #: [2, T, H]: outputs of the dense block and of the experts, which ranks add up together.

@@ -12,7 +12,7 @@ from diffulex.checkpoint.projection import Projection
 from diffulex.checkpoint.slices import WeightSlice
 from diffulex.nn.low_rank import LowRankUpdates
 from diffulex.nn.partition import WHOLE
-from diffulex.nn.weights import DenseWeight, InvariantWeight, weight_device
+from diffulex.nn.weights import DenseWeight, InvariantWeight, new_parameter, weight_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,9 +145,7 @@ class Linear(MatrixProduct):
         self._adds_bias = not partition.has_partial_sums or partition.shard.rank == 0
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = nn.Parameter(
-                torch.empty(rows, dtype=dtype, device=device), requires_grad=False
-            )
+            self.bias = new_parameter(rows, dtype=dtype, device=device)
         self.updates: LowRankUpdates | None = None
 
     def rows_of(self, index: int) -> slice:

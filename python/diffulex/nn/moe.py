@@ -13,7 +13,7 @@ from diffulex.distributed.shard import ALL_EXPERTS, ONE_RANK
 from diffulex.nn.dispatch import LocalDispatch, ReplicatedDispatch
 from diffulex.nn.experts import ExpertPart, RoutedExperts
 from diffulex.nn.feed_forward import FeedForward, GatedMLP, MLPScratch
-from diffulex.nn.weights import DenseExperts, weight_device
+from diffulex.nn.weights import DenseExperts, new_parameter, weight_device
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -102,7 +102,7 @@ class MoeFeedForward(RoutedExperts, FeedForward):
         def weight(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
             # Experts may get another format in place of this memory.
             place = weight_device(device) if len(shape) == 3 else device
-            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=place), requires_grad=False)
+            return new_parameter(*shape, dtype=dtype, device=place)
 
         # The router kernel takes weights that lose nothing in float32 sums; float16 is none of them.
         router_dtype = dtype if dtype == torch.bfloat16 else torch.float32

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from diffulex import ops
+from diffulex.nn.weights import new_parameter
 
 
 class RMSNorm(nn.Module):
@@ -17,9 +18,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(
-            torch.empty(size, dtype=dtype, device=device), requires_grad=False
-        )
+        self.weight = new_parameter(size, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Writes the normalised rows of x to `out`."""

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import nn
 
 from diffulex import ops
 from diffulex.errors import ConfigError
@@ -29,6 +30,7 @@ __all__ = [
     "PackedWeight",
     "WeightFormat",
     "deferred_weights",
+    "new_parameter",
     "weight_device",
 ]
 
@@ -43,6 +45,11 @@ def deferred_weights() -> Iterator[None]:
         yield
     finally:
         _is_deferred.reset(token)
+
+
+def new_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    """Memory of a weight, not filled."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
 
 
 def weight_device(device: torch.device | str) -> torch.device | str:
