@@ -34,14 +34,17 @@ _ALONE = (
     "server_clients",
     "ui",
 )
-#: Tests that start programs, servers or pages, each for a second or more: marked `slow` together.
+#: Tests that start programs, ranks, servers or pages, most for a second or more: marked `slow` together.
 _SLOW = (
     "cli/test_cli.py",
     "cli/test_pty.py",
+    "distributed/test_coupled.py",
     "docs/test_metrics.py",
     "docs/test_readme.py",
     "docs/test_serving.py",
+    "engine/test_ranks.py",
     "server/test_backend_process.py",
+    "server/test_large_bodies.py",
     "server/test_launch.py",
     "server_clients/test_langchain.py",
     "server_clients/test_lm_eval.py",
