@@ -17,6 +17,7 @@ set(DIFFULEX_TESTS_CORE_SOURCES
     tests/cpp/core/early_store_test.cpp
     tests/cpp/core/fast_dllm_v2_property_test.cpp
     tests/cpp/core/kv_cache_manager_test.cpp
+    tests/cpp/core/mixed_step_test.cpp
     tests/cpp/core/options_test.cpp
     tests/cpp/core/page_pool_test.cpp
     tests/cpp/core/philox_test.cpp

@@ -298,8 +298,13 @@ Status EngineOptions::validate() const {
                       "EngineOptions.auto_max_nfe_tpf_floor: ", "expected a finite value > 0, got ",
                       auto_max_nfe_tpf_floor);
   }
-  return expect_at_least("EngineOptions.max_consecutive_prefill_batches",
-                         max_consecutive_prefill_batches, 0);
+  DIFFULEX_RETURN_IF_ERROR(expect_at_least("EngineOptions.max_consecutive_prefill_batches",
+                                           max_consecutive_prefill_batches, 0));
+  if (mixed_step_rows < 0 || mixed_step_rows > max_num_batched_tokens) {
+    return make_error(StatusCode::kInvalidArgument, "EngineOptions.mixed_step_rows: expected 0 to ",
+                      "max_num_batched_tokens ", max_num_batched_tokens, ", got ", mixed_step_rows);
+  }
+  return {};
 }
 
 }  // namespace diffulex

@@ -26,6 +26,7 @@ class EngineOptionFields:
     auto_max_nfe_warmup_steps: int
     auto_max_nfe_tpf_floor: float
     max_consecutive_prefill_batches: int
+    mixed_step_rows: int
     cache_salt: int
     seed: int
     masked_rows_only: bool

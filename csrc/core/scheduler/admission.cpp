@@ -116,25 +116,25 @@ Status Scheduler::validate_request(const Request& request) const {
   return {};
 }
 
-void Scheduler::plan_prefill(StepPlan& plan) {
-  plan_continuing(plan);
+void Scheduler::plan_prefill(StepPlan& plan, int32_t max_rows) {
+  plan_continuing(plan, max_rows);
   const auto max_reqs = static_cast<size_t>(options_.max_num_reqs);
   while (waiting_->head() != nullptr && plan_requests_.size() < max_reqs &&
          running_.size() < max_reqs) {
-    if (!try_admit(plan, *waiting_->head())) {
+    if (!try_admit(plan, *waiting_->head(), max_rows)) {
       break;
     }
   }
+  plan.set_prefill_end();
 }
 
-void Scheduler::plan_continuing(StepPlan& plan) {
+void Scheduler::plan_continuing(StepPlan& plan, int32_t max_rows) {
   decode_order_.assign(running_.begin(), running_.end());
   for (Request* request : decode_order_) {
     if (request->status != RequestStatus::kPrefilling) {
       continue;
     }
-    const StepQuery query{request->context_len(),
-                          options_.max_num_batched_tokens - plan.num_rows()};
+    const StepQuery query{request->context_len(), max_rows - plan.num_rows()};
     const StepNeed need = strategy_->pages_needed(*request, query);
     if (need.is_prefill && need.num_rows > 0 && reserve_pages(*request, need.page_len)) {
       enter_plan(plan, *request, need);
@@ -142,14 +142,13 @@ void Scheduler::plan_continuing(StepPlan& plan) {
   }
 }
 
-bool Scheduler::try_admit(StepPlan& plan, Request& request) {
+bool Scheduler::try_admit(StepPlan& plan, Request& request, int32_t max_rows) {
   if (!running_.empty() && next_step_id_ < request.blocked_until_step &&
       kv_cache_.num_free_pages() <= request.blocked_free_pages) {
     return false;
   }
   const PrefixHit hit = kv_cache_.lookup_prefix(request.tokens(), request.prefix_limit);
-  const StepNeed need = strategy_->pages_needed(
-      request, {hit.len, options_.max_num_batched_tokens - plan.num_rows()});
+  const StepNeed need = strategy_->pages_needed(request, {hit.len, max_rows - plan.num_rows()});
   if (need.is_prefill && need.num_rows == 0) {
     return false;
   }

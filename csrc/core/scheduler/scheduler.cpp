@@ -18,6 +18,9 @@ namespace {
   return options;
 }
 
+/// Prompts run beside decoding requests where these leave them at least this part of the rows.
+constexpr int32_t kLeastShare = 4;
+
 [[nodiscard]] std::unique_ptr<Strategy> checked(Result<std::unique_ptr<Strategy>> strategy) {
   DIFFULEX_CHECK(strategy.ok(), "Scheduler: ", strategy.status().message());
   return std::move(strategy).value();
@@ -149,10 +152,11 @@ PlanKind Scheduler::schedule(StepPlan& plan) {
   apply_aborts();
   plan_requests_.clear();
   device_batch_->clear();
-  const bool is_decode_first = must_decode();
-  if (!is_decode_first) {
+  const bool is_mixed = plan_mixed(plan);
+  const bool is_decode_first = !is_mixed && must_decode();
+  if (!is_mixed && !is_decode_first) {
     plan.reset(PlanKind::kPrefill, next_step_id_);
-    plan_prefill(plan);
+    plan_prefill(plan, options_.max_num_batched_tokens);
   }
   if (plan_requests_.empty()) {
     plan.reset(PlanKind::kDecode, next_step_id_);
@@ -160,7 +164,7 @@ PlanKind Scheduler::schedule(StepPlan& plan) {
   }
   if (plan_requests_.empty() && is_decode_first) {
     plan.reset(PlanKind::kPrefill, next_step_id_);
-    plan_prefill(plan);
+    plan_prefill(plan, options_.max_num_batched_tokens);
   }
   if (plan_requests_.empty()) {
     DIFFULEX_CHECK(running_.empty() && waiting_->size() == 0,
@@ -172,7 +176,7 @@ PlanKind Scheduler::schedule(StepPlan& plan) {
     return PlanKind::kIdle;
   }
   plan.seal();
-  prefill_streak_ = plan.kind() == PlanKind::kPrefill ? prefill_streak_ + 1 : 0;
+  prefill_streak_ = plan.kind() == PlanKind::kPrefill && !is_mixed ? prefill_streak_ + 1 : 0;
   ++next_step_id_;
   in_flight_ = plan.identity();
   publish_stats();
@@ -189,6 +193,36 @@ bool Scheduler::must_decode() const {
                 ->pages_needed(*request, {request->context_len(), options_.max_num_batched_tokens})
                 .is_prefill;
   });
+}
+
+bool Scheduler::plan_mixed(StepPlan& plan) {
+  const int32_t max_rows = rows_beside_decode();
+  if (max_rows < options_.block_size) {
+    return false;
+  }
+  // Prompts come first, since their rows are bounded here, and decoding requests fit behind them.
+  plan.reset(PlanKind::kPrefill, next_step_id_);
+  plan_prefill(plan, max_rows);
+  if (plan_requests_.empty()) {
+    return false;
+  }
+  plan_decode(plan);
+  return true;
+}
+
+int32_t Scheduler::rows_beside_decode() const {
+  if (options_.mixed_step_rows == 0) {
+    return 0;
+  }
+  int32_t num_rows = 0;
+  for (const Request* request : running_) {
+    const StepNeed need = strategy_->pages_needed(
+        *request, {request->context_len(), options_.max_num_batched_tokens});
+    num_rows += need.is_prefill ? 0 : need.num_rows;
+  }
+  const int32_t left = options_.mixed_step_rows - num_rows;
+  // A prompt that got a few rows a step only would take its pages for long: it runs alone.
+  return num_rows == 0 || left < options_.mixed_step_rows / kLeastShare ? 0 : left;
 }
 
 int32_t Scheduler::pick_decode_group() const {
@@ -221,10 +255,10 @@ void Scheduler::plan_decode(StepPlan& plan) {
   decode_order_.insert(decode_order_.end(), running_.begin(), pivot);
   first_id = -1;
   // A batch has room for all that its requests might run, so that what each runs changes no batch.
-  int32_t budget = options_.max_num_batched_tokens;
+  int32_t budget = options_.max_num_batched_tokens - plan.num_rows();
   for (Request* request : decode_order_) {
-    if (request->status == RequestStatus::kWaiting) {
-      continue;  // preempted for a request before it
+    if (request->status == RequestStatus::kWaiting || request->is_in_plan) {
+      continue;  // preempted for a request before it, or runs its prompt beside this batch
     }
     const StepNeed need = strategy_->pages_needed(*request, {request->context_len(), budget});
     if (need.is_prefill) {

@@ -167,11 +167,16 @@ class DIFFULEX_API Scheduler final {
   [[nodiscard]] bool must_decode() const;
 
   // Phase A and B of schedule(), in admission.cpp and scheduler.cpp.
-  void plan_prefill(StepPlan& plan);
-  void plan_continuing(StepPlan& plan);
-  [[nodiscard]] bool try_admit(StepPlan& plan, Request& request);
+  void plan_prefill(StepPlan& plan, int32_t max_rows);
+  void plan_continuing(StepPlan& plan, int32_t max_rows);
+  [[nodiscard]] bool try_admit(StepPlan& plan, Request& request, int32_t max_rows);
   [[nodiscard]] int32_t headroom_pages() const noexcept;
   void plan_decode(StepPlan& plan);
+  /// Prompts beside all that decode, as far as options().mixed_step_rows goes: whether there is
+  /// one.
+  [[nodiscard]] bool plan_mixed(StepPlan& plan);
+  /// Rows that the next step leaves to prompts; 0 where they run in steps of their own.
+  [[nodiscard]] int32_t rows_beside_decode() const;
   /// Row count of the next decode batch when batches have one: that put off last time, else that of
   /// the oldest request. Two row counts exist at most, so taking turns is round-robin.
   [[nodiscard]] int32_t pick_decode_group() const;

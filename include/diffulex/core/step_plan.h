@@ -61,6 +61,8 @@ class DIFFULEX_API StepPlan final {
   [[nodiscard]] int32_t num_rows() const noexcept { return num_rows_; }           // T
   [[nodiscard]] int32_t num_reqs() const noexcept { return num_reqs_; }           // R
   [[nodiscard]] int32_t num_padded_reqs() const noexcept { return num_padded_; }  // of R, dummies
+  /// Requests at the front of the plan that run rows of their prompts.
+  [[nodiscard]] int32_t num_prefill_reqs() const noexcept { return num_prefill_reqs_; }
   [[nodiscard]] int32_t num_request_ends() const noexcept { return num_reqs_ + 1; }
   [[nodiscard]] int32_t num_blocks() const noexcept { return num_blocks_; }            // Nb
   [[nodiscard]] int32_t num_logits_rows() const noexcept { return num_logits_rows_; }  // n
@@ -121,6 +123,8 @@ class DIFFULEX_API StepPlan final {
 
   /// Empties the plan.
   void reset(PlanKind kind, int64_t step_id);
+  /// All requests so far run rows of their prompts, those that follow decode.
+  void set_prefill_end() noexcept { num_prefill_reqs_ = num_reqs_; }
   /// Appends a request with `num_rows` rows; returns its index r. The caller fills the rows.
   int32_t append_request(int64_t req_id, int32_t request_slot, int32_t num_rows);
   /// Appends an ACTIVE block of the request appended last, `req_idx`, that starts at position
@@ -178,6 +182,7 @@ class DIFFULEX_API StepPlan final {
   int32_t num_rows_ = 0;
   int32_t num_reqs_ = 0;
   int32_t num_padded_ = 0;
+  int32_t num_prefill_reqs_ = 0;
   int32_t num_blocks_ = 0;
   int32_t num_logits_rows_ = 0;
   int32_t num_sampled_rows_ = 0;

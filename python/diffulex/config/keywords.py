@@ -68,6 +68,7 @@ class EngineKeywords(TypedDict, total=False):
     enable_chunked_prefill: bool
     decode_headroom: bool
     max_consecutive_prefill_batches: int
+    mixed_step_rows: int
     skip_warmup: bool
     gpu_memory_utilization: float
     num_pages: int

@@ -401,11 +401,17 @@ class Resolver:
             need, rule = rows, "the rows of one decoding request"
         need = max(need, rows)
         budget = partial["max_num_batched_tokens"]
-        if budget >= need:
-            return
-        if partial.is_given("max_num_batched_tokens"):
-            raise ConfigError(f"max_num_batched_tokens: expected >= {need} ({rule}), got {budget}")
-        partial.change("max_num_batched_tokens", need, rule)
+        if budget < need:
+            if partial.is_given("max_num_batched_tokens"):
+                raise ConfigError(
+                    f"max_num_batched_tokens: expected >= {need} ({rule}), got {budget}"
+                )
+            partial.change("max_num_batched_tokens", need, rule)
+        budget, mixed = partial["max_num_batched_tokens"], partial["mixed_step_rows"]
+        if mixed > budget:
+            raise ConfigError(
+                f"mixed_step_rows: expected at most max_num_batched_tokens {budget}, got {mixed}"
+            )
 
     def _resolve_cache(self) -> None:
         partial = self._partial

@@ -271,6 +271,13 @@ class SchedulerConfig:
     max_consecutive_prefill_batches: int = _key(
         "int", 0, _at_least(0), "Force a decode batch after so many prefills; 0: never."
     )
+    mixed_step_rows: int = _key(
+        "int",
+        0,
+        _at_least(0),
+        "Rows of a step up to which prompts, or chunks of them, run beside decoding requests; 0:"
+        " prompts run in steps of their own.",
+    )
     skip_warmup: bool = _key(
         "bool", False, _one_of(True, False), "No warm-up forward (CUDA: needs explicit num_pages)."
     )

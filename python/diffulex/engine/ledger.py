@@ -158,7 +158,7 @@ class Ledger:
     ) -> list[StepOutput]:
         """Books a completed step and turns its events into outputs."""
         with self._lock:
-            if events.kind == _core.PlanKind.PREFILL:
+            if plan.num_prefill_reqs > 0:
                 self._book_prefill_writes(plan, output)
             self.num_active_blocks = 0 if events.kind == _core.PlanKind.IDLE else plan.num_blocks
             if self.on_block is not None:
@@ -209,10 +209,11 @@ class Ledger:
 
     def _book_prefill_writes(self, plan: _core.StepPlan, output: _core.SamplerOutput) -> None:
         # The first token after a prompt that fills its last fast_dllm_v2 block.
-        for index in np.flatnonzero(output.pending_next_token[: plan.num_reqs] >= 0):
+        num_reqs = plan.num_prefill_reqs
+        for index in np.flatnonzero(output.pending_next_token[:num_reqs] >= 0):
             record = self._records[int(plan.req_ids[index])]
             record.prefill_positions.append(len(record.prompt_token_ids))
-        num_blocks = plan.num_blocks
+        num_blocks = plan.first_block(num_reqs)
         if num_blocks == 0:
             return
         blocks, offsets = np.nonzero(output.write_ids[:num_blocks] >= 0)

@@ -241,17 +241,16 @@ class RunStats:
     wall_s: float = 0.0
     num_replicas: int = 1
 
-    def add_step(self, seconds: float, is_decode: bool, num_reqs: int, num_rows: int) -> None:
-        """Counts one engine step. Batches have one role, so no time is mixed."""
+    def add_step(self, seconds: float, num_reqs: int, num_rows: int, num_prefill_rows: int) -> None:
+        """Counts one engine step. Prompts and decoding requests that share one share its time by rows."""
         self.num_steps += 1
         self.num_forwards += num_reqs
         self.total_s += seconds
         self.max_concurrency = max(self.max_concurrency, num_reqs)
-        if is_decode:
-            self.decode_s += seconds
-        else:
-            self.prefill_s += seconds
-            self.prefill_tokens += num_rows
+        prefill_s = seconds * num_prefill_rows / num_rows
+        self.prefill_s += prefill_s
+        self.decode_s += seconds - prefill_s
+        self.prefill_tokens += num_prefill_rows
 
     def merged(self, other: RunStats) -> RunStats:
         """Totals of two runs together."""

@@ -79,6 +79,8 @@ TEST(EngineOptions, EveryRuleNamesFieldAndValue) {
       {[](auto& o) { o.auto_max_nfe_tpf_floor = 0.0; }, "auto_max_nfe_tpf_floor", "got 0"},
       {[](auto& o) { o.max_consecutive_prefill_batches = -1; }, "max_consecutive_prefill_batches",
        "got -1"},
+      {[](auto& o) { o.mixed_step_rows = o.max_num_batched_tokens + 1; }, "mixed_step_rows",
+       "got "},
       {[](auto& o) { o.num_pages = 1 << 30; }, "slots", "below 2^31"},
       {[](auto& o) {
          o.strategy = "d2f";

@@ -111,6 +111,7 @@ class PropertyScript {
     options_.decode_headroom = uniform(0, 1) == 0;
     options_.max_consecutive_prefill_batches = uniform(0, 2);
     options_.max_num_batched_tokens = least_rows + uniform(0, 3) * options_.decode_rows();
+    options_.mixed_step_rows = uniform(0, 2) * options_.max_num_batched_tokens / 2;
     options_.num_pages = longest_pages + uniform(0, longest_pages * 2);
     // A forward cap cuts where the count of forwards says, so it can be compared with the oracle
     // only where nothing adds or saves forwards.

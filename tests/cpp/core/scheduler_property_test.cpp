@@ -49,6 +49,7 @@ class Script {
                               ? options_.decode_rows()
                               : std::max(padded + options_.block_size, options_.decode_rows());
     options_.max_num_batched_tokens = least + uniform(0, 3) * options_.block_size;
+    options_.mixed_step_rows = uniform(0, 2) * options_.max_num_batched_tokens / 2;
     const int32_t one = options_.num_pages_for(options_.max_model_len);
     options_.num_pages = one + uniform(0, one * 2);
     // A forward cap cuts where the count of forwards says, so it can be compared with the brute

@@ -102,6 +102,7 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("allow_mask_in_prompt", [True, False], [None.__class__]),
     ("decode_headroom", [True, False], [None.__class__]),
     ("max_consecutive_prefill_batches", [0, 3], [-1]),
+    ("mixed_step_rows", [0, 64], [-1, 1 << 20]),
     ("skip_warmup", [True, False], [2]),
     ("mask_token_id", [0, 259], [-1, 300, 1.0]),
     ("tokenizer_vocab_size", [1, 260], [0]),
@@ -551,6 +552,7 @@ def test_core_options_carry_every_value() -> None:
         auto_max_nfe_warmup_steps=3,
         auto_max_nfe_tpf_floor=0.5,
         max_consecutive_prefill_batches=2,
+        mixed_step_rows=96,
         seed=11,
     )
     options = config.to_core()
@@ -568,6 +570,7 @@ def test_core_options_carry_every_value() -> None:
     assert (options.auto_max_nfe, options.auto_max_nfe_warmup_steps) == (True, 3)
     assert options.auto_max_nfe_tpf_floor == 0.5
     assert options.max_consecutive_prefill_batches == 2
+    assert options.mixed_step_rows == 96
     assert options.seed == 11
 
 

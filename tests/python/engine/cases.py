@@ -237,6 +237,26 @@ def run_case(model: TinyModel, case: Case) -> None:
             check_steps(case, outputs)
 
 
+def run_mixed(model: Any, case: Any) -> tuple[list[Any], int]:
+    """The outputs of a case, in steps that prompts and decoding requests may share, and how many did."""
+    settings = {
+        **case.settings,
+        "max_num_reqs": 2,
+        "mixed_step_rows": 96,
+        "max_num_batched_tokens": 256,
+        "step_records": 1024,
+    }
+    with model.engine(**settings) as engine:
+        outputs = engine.generate(case.prompts, case.params, summary=False)
+        steps = engine.step_stats()
+        rows = steps["query_rows"][(steps["n_prefill"] > 0) & (steps["n_decode"] > 0)]
+        assert rows.max(initial=0) <= 96
+        stats, totals = engine.stats(), outputs.stats
+        assert stats.num_free_pages == stats.num_pages
+        assert totals.decode_s + totals.prefill_s == pytest.approx(totals.total_s)
+        return outputs, len(rows)
+
+
 def run_with_preemptions(model: TinyModel, case: Case, rng: random.Random) -> int:
     """Decodes the case while requests are preempted at random; returns how many were."""
     with model.engine(**case.settings) as engine:

@@ -13,7 +13,7 @@ import pytest
 
 from brute_force import Outcome, RequestSettings, Settings
 from brute_force.canvas import CanvasRun, CanvasSettings
-from cases import first_is_quick
+from cases import first_is_quick, run_mixed
 from diffulex import SamplingParams
 from diffulex.samplers.inputs import SamplerInputs
 from fixtures.gemma import CANVAS, VOCAB
@@ -157,6 +157,21 @@ def test_chunked_prefill(gemma: TinyGemma) -> None:
                 check(case, outputs)
             num_chunked += any(output.metrics.prefill_steps > 1 for output in outputs)
     assert num_chunked > 0
+
+
+@pytest.mark.slow
+def test_prompts_beside_decoding_requests(gemma: TinyGemma) -> None:
+    num_mixed = 0
+    for number in range(4):
+        rng = random.Random(f"mixed {number}")
+        settings = {**random_settings(rng), "enable_chunked_prefill": number % 2 == 0}
+        case = CanvasCase(settings)
+        for _ in range(4):
+            add_request(gemma, case, rng, [])
+        outputs, count = run_mixed(gemma, case)
+        check(case, outputs)
+        num_mixed += count
+    assert num_mixed > 0
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from cases import (
     random_prompt,
     random_settings,
     run_case,
+    run_mixed,
     run_with_preemptions,
 )
 from diffulex import Diffulex, SamplingParams
@@ -183,7 +184,11 @@ def strategy_thresholds(variant: Variant, rng: random.Random) -> dict[str, float
 
 
 def random_case(
-    network: Network, name: str, rng: random.Random, **settings: Any
+    network: Network,
+    name: str,
+    rng: random.Random,
+    num_reqs: int | None = None,
+    **settings: Any,
 ) -> tuple[Variant, Case]:
     variant = VARIANTS[name]
     case = make_case(
@@ -194,6 +199,7 @@ def random_case(
         family=variant.family,
         settings={**strategy_settings(variant, rng), **settings},
         thresholds=strategy_thresholds(variant, rng),
+        num_reqs=num_reqs,
     )
     return variant, case
 
@@ -286,6 +292,23 @@ def test_chunked_prefill(tiny: TinyModel, network: Network, name: str) -> None:
             check(case, outputs)
             num_chunked_cases += any(output.metrics.prefill_steps > 1 for output in outputs)
     assert num_chunked_cases > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_beside_decoding_requests(tiny: TinyModel, network: Network, name: str) -> None:
+    num_mixed = 0
+    for number in range(CASES_PER_TEST):
+        rng = random.Random(f"mixed {name} {number}")
+        is_chunked = number % 2 == 0 and VARIANTS[name].oracle != "d2f"
+        settings = {"enable_chunked_prefill": is_chunked, "num_pages": 128}
+        variant, case = random_case(network, name, rng, **settings, num_reqs=4)
+        if case.settings["block_size"] * case.settings["buffer_size"] > 64:
+            continue  # one of them alone fills a step
+        outputs, count = run_mixed(model_of(tiny, variant), case)
+        check(case, outputs)
+        num_mixed += count
+    assert num_mixed > 0
 
 
 @pytest.mark.slow

@@ -31,7 +31,8 @@ def times(start: float, bucket: int = -1) -> StepTimes:
 
 def fill(ring: StepRing, count: int, first: int = 0) -> None:
     for step in range(first, first + count):
-        ring.add(times(float(step), step % 3), step + 15e-3, step % 2 == 1, 4, 32, step, 5, 6, 7)
+        reqs = (0, 4) if step % 2 else (4, 0)
+        ring.add(times(float(step), step % 3), step + 15e-3, *reqs, 32, step, 5, 6, 7)
 
 
 def test_a_record() -> None:
@@ -51,7 +52,7 @@ def test_stages_that_are_not_told_belong_to_the_forward() -> None:
     ring, step = StepRing(1), StepTimes()
     step.start(1.0)
     step.scheduled, step.collected = 2.0, 5.0
-    ring.add(step, 6.0, True, 1, 1, 1, 1, 1, 0)
+    ring.add(step, 6.0, 0, 1, 1, 1, 1, 1, 0)
     (record,) = ring.last()
     assert [record[name] for name in STAGES] == [1e6, 0, 3e6, 0, 1e6]
     assert record["graph_bucket"] == -1

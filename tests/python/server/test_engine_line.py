@@ -47,7 +47,7 @@ def run(engine: Engine, line: EngineLine, first: int, last: int, step_s: float =
     """Steps that end at the given halves of seconds; one in five is a prefill of 100 rows."""
     for index in range(first, last):
         is_decode = index % 5 != 0
-        engine.run_stats.add_step(step_s, is_decode, 4, 100)
+        engine.run_stats.add_step(step_s, 4, 100, 0 if is_decode else 100)
         engine.run_stats.decided_tokens += 8
         engine.run_stats.committed_tokens += 6
         engine.counts.num_decode_steps += is_decode
@@ -130,7 +130,7 @@ def test_a_long_step_is_not_silent(engine: Engine, caplog: pytest.LogCaptureFixt
     ]
     assert engine.num_asked == 1
     caplog.clear()
-    engine.run_stats.add_step(44.5, True, 4, 100)
+    engine.run_stats.add_step(44.5, 4, 100, 0)
     line.after_step(46.0)
     (text,) = messages(caplog)
     # Not a pause: the time of the step counts.

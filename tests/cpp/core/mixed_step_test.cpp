@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// Prompts that run in the steps of decoding requests.
+
+#include <cstdint>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "core/brute_force_decoder.h"
+#include "core/engine_simulator.h"
+
+namespace diffulex {
+namespace {
+
+using test::BruteForceDecoder;
+using test::EngineSimulator;
+
+EngineOptions mixed_options(int32_t mixed_step_rows) {
+  EngineOptions options;
+  options.block_size = 4;
+  options.buffer_size = 1;
+  options.page_size = 4;
+  options.num_pages = 64;
+  options.max_num_reqs = 3;
+  options.max_model_len = 64;
+  options.max_num_batched_tokens = 72;
+  options.mask_token_id = 0;
+  options.vocab_size = 60;
+  options.stop_token_ids = {1};
+  options.enable_chunked_prefill = true;
+  options.mixed_step_rows = mixed_step_rows;
+  return options;
+}
+
+std::vector<int32_t> prompt_of(int32_t len, int32_t first) {
+  std::vector<int32_t> prompt;
+  for (int32_t i = 0; i < len; ++i) {
+    prompt.push_back(2 + (first + i) % 50);
+  }
+  return prompt;
+}
+
+SamplingParams tokens_of(int32_t max_tokens) {
+  SamplingParams params;
+  params.max_tokens = max_tokens;
+  params.ignore_eos = true;
+  return params;
+}
+
+/// One request that decodes: its prompt has run.
+int64_t start_decoding(EngineSimulator& sim, int32_t first = 0) {
+  const int64_t id = sim.add(prompt_of(4, first), tokens_of(40));
+  EXPECT_NE(sim.forward(), PlanKind::kIdle);
+  sim.complete();
+  return id;
+}
+
+std::vector<int64_t> ids_of(EngineSimulator& sim) {
+  const Span<int64_t> ids = sim.plan().req_ids();
+  return {ids.begin(), ids.end()};
+}
+
+TEST(MixedSteps, ChunksTakeWhatDecodingLeaves) {
+  const EngineOptions options = mixed_options(20);
+  EngineSimulator sim(options);
+  const int64_t first = start_decoding(sim);
+  const std::vector<int32_t> prompt = prompt_of(39, 20);
+  const int64_t second = sim.add(prompt, tokens_of(9));
+  for (const int32_t num_rows : {16, 16, 8}) {  // of 39 and the rest of their block; 20 less 4
+    ASSERT_EQ(sim.forward(), PlanKind::kPrefill);
+    EXPECT_EQ(ids_of(sim), (std::vector<int64_t>{second, first}));
+    EXPECT_EQ(sim.plan().num_prefill_reqs(), 1);
+    EXPECT_EQ(sim.plan().cu_seqlens_q()[1], num_rows);
+    EXPECT_EQ(sim.plan().num_rows(), num_rows + 4);
+    sim.complete();
+  }
+  ASSERT_EQ(sim.forward(), PlanKind::kDecode);
+  EXPECT_EQ(sim.plan().num_prefill_reqs(), 0);
+  EXPECT_EQ(sim.plan().num_reqs(), 2);
+  sim.complete();
+  sim.drain();
+  EXPECT_EQ(sim.core().take_result(second).value().output_ids,
+            BruteForceDecoder(options, prompt, tokens_of(9)).decode().output);
+  EXPECT_EQ(sim.core().take_result(first).value().output_ids,
+            BruteForceDecoder(options, prompt_of(4, 0), tokens_of(40)).decode().output);
+}
+
+TEST(MixedSteps, APromptThatWouldGetFewRowsRunsAlone) {
+  EngineSimulator sim(mixed_options(10));  // two decode with eight rows
+  start_decoding(sim);
+  start_decoding(sim, 9);
+  const int64_t id = sim.add(prompt_of(20, 20), tokens_of(8));
+  ASSERT_EQ(sim.forward(), PlanKind::kPrefill);
+  EXPECT_EQ(ids_of(sim), std::vector<int64_t>{id});
+  EXPECT_EQ(sim.plan().num_prefill_reqs(), 1);
+  sim.complete();
+  sim.drain();
+}
+
+TEST(MixedSteps, APromptThatDoesNotFitWholeRunsAlone) {
+  for (const bool is_short : {false, true}) {
+    EngineOptions options = mixed_options(20);
+    options.enable_chunked_prefill = false;
+    EngineSimulator sim(options);
+    start_decoding(sim);
+    sim.add(prompt_of(is_short ? 12 : 20, 20), tokens_of(8));
+    ASSERT_EQ(sim.forward(), PlanKind::kPrefill);
+    EXPECT_EQ(sim.plan().num_reqs(), is_short ? 2 : 1);
+    sim.complete();
+    sim.drain();
+  }
+}
+
+TEST(MixedSteps, AStepWithDecodingRequestsEndsARunOfPrefills) {
+  EngineOptions options = mixed_options(40);
+  options.max_consecutive_prefill_batches = 1;
+  EngineSimulator sim(options);
+  start_decoding(sim);
+  sim.add(prompt_of(60, 20), tokens_of(4));
+  for (int32_t i = 0; i < 2; ++i) {
+    ASSERT_EQ(sim.forward(), PlanKind::kPrefill);
+    EXPECT_EQ(sim.plan().num_reqs(), 2);
+    sim.complete();
+  }
+  sim.drain();
+}
+
+}  // namespace
+}  // namespace diffulex
