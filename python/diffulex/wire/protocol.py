@@ -104,7 +104,7 @@ ServingInput: TypeAlias = PromptInput | ChatInput
 
 @dataclass(kw_only=True)
 class RequestOptions:
-    """Fields of a request that nothing looks at between the client and the events it gets.
+    """Fields of a request that the engine side reads and nothing looks at on the way there.
 
     Bodies of HTTP requests have them and commands carry them because they are declared here: numbers,
     texts and flags with a default.

@@ -14,6 +14,7 @@ import torch
 from diffulex import SamplingParams
 from diffulex.errors import ConfigError
 from diffulex.families.listing import FAMILIES
+from diffulex.strategies.listing import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT / "benchmarks" / "python"))
@@ -54,8 +55,9 @@ def column(strategy: str, mode: str) -> str:
     return "edit" if (strategy, mode) == ("multi_bd", "edit") else strategy
 
 
-def test_table_has_every_family() -> None:
+def test_table_has_every_family_and_strategy() -> None:
     assert {family.name for family in FAMILIES} <= TABLE.keys()
+    assert all(row.keys() == {*STRATEGIES, "edit"} for row in TABLE.values())
 
 
 @pytest.mark.parametrize("family", TABLE)

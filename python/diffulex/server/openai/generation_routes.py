@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diffulex.config.sampling_params import SamplingParams
-from diffulex.server.http.api_errors import CLIENT_CLOSED, ApiError, error_response
+from diffulex.server.http.api_errors import CLIENT_CLOSED, ApiError, error_response, shown
 from diffulex.server.http.disconnect import ClientLeftError, DisconnectFlag, run_while_connected
 from diffulex.server.http.json_response import JSONBody
 from diffulex.server.http.large_bodies import BodyRoute
@@ -107,15 +107,15 @@ class _GenerateFrames:
         """The body of a response in one piece."""
         prompts = self._generation.inputs
         usage = usage_of([reply], prompts, has_dllm=self._has_dllm, elapsed_s=elapsed_s)
-        shown = reply.to_dict() | {
+        answer = reply.to_dict() | {
             "finish_detail": reply.finish_detail or reply.finish_reason,
             "usage": usage,
         }
         if self._with_prompt_ids:
             prompt = prompts[0]
             is_encoded = isinstance(prompt, PromptInput) and not isinstance(prompt.prompt, str)
-            shown["prompt_token_ids"] = cast(PromptInput, prompt).prompt if is_encoded else None
-        return shown
+            answer["prompt_token_ids"] = cast(PromptInput, prompt).prompt if is_encoded else None
+        return answer
 
 
 class _GenerationRoutes:
@@ -410,7 +410,7 @@ class _GenerationRoutes:
         elif not _RID.fullmatch(given):
             raise ApiError(
                 400,
-                f"request_id: expected 1 to 64 of A-Z a-z 0-9 . _ -, got {given!r}",
+                f"request_id: expected 1 to 64 of A-Z a-z 0-9 . _ -, got {shown(given)}",
                 param="request_id",
             )
         if given is None:

@@ -101,7 +101,8 @@ def as_text(value: Any) -> str:
     return value.encode("utf-8", "replace").decode("utf-8")
 
 
-# Bounds come before these validators in an annotation: after them JSON schema loses them.
+# Bounds come before these validators in an annotation: after them JSON schema loses those of numbers, and
+# messages call characters items.
 _INTEGRAL = BeforeValidator(_integral)
 _NUMERIC = BeforeValidator(_numeric)
 AtLeastOne = Annotated[int, Field(ge=1), _INTEGRAL]
