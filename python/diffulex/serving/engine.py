@@ -168,7 +168,8 @@ class ServingEngine(DiffulexAsyncEngineMixin):
             "sampling_mode": decoding.sampling_mode,
             "draws_at_zero": decoding.traits.draws_at_zero,
             "seed": config.sampler.seed,
-            "max_num_reqs": config.scheduler.max_num_reqs,
+            # Of all its replicas, where this engine is several.
+            "max_num_reqs": config.scheduler.max_num_reqs * config.parallel.data_parallel_size,
             "eos_token_ids": list(model.eos),
             "device": model.device,
             "dtype": model.dtype,

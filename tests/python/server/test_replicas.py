@@ -271,6 +271,16 @@ REFUSED = [
         "--min-ready-replicas: expected at most data_parallel_size 1, got 2",
     ),
     (
+        "--data-parallel-size 2 --expert-parallel-size 2 --min-ready-replicas 1",
+        "--min-ready-replicas: expected 0 with expert_parallel_size 2, whose replicas run and end"
+        " together, got 1",
+    ),
+    (
+        "--data-parallel-size 2 --expert-parallel-size 2 --replica-retries 1",
+        "--replica-retries: expected 2 with expert_parallel_size 2, whose replicas run and end"
+        " together, got 1",
+    ),
+    (
         "--data-parallel-size 2 --device cuda:1",
         "device: expected cuda with data_parallel_size 2 (device_ids chooses), got 'cuda:1'",
     ),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from diffulex.distributed.layout import (
@@ -25,6 +26,8 @@ __all__ = ["check_replica_args", "has_replicas", "num_replicas", "settings_of_re
 
 #: Settings of the one backend of a server.
 _ONE_BACKEND = ("zmq_command_addr", "zmq_event_addr", "profiler")
+#: What becomes of one replica alone.
+_OF_ONE_REPLICA = ("min_ready_replicas", "replica_retries")
 
 
 def num_replicas(args: ServerArgs) -> int:
@@ -64,6 +67,8 @@ def check_replica_args(args: HttpArgs, settings: Mapping[str, Any]) -> None:
         if getattr(args, name) and not (sizes.is_coupled and name.startswith("zmq")):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag}: {many}")
+    if sizes.is_coupled:
+        _check_coupled(args, sizes)
     if is_elsewhere:
         _check_devices_elsewhere(settings)
         return
@@ -71,6 +76,19 @@ def check_replica_args(args: HttpArgs, settings: Mapping[str, Any]) -> None:
     check_device_name(device, sizes)
     if device != "cpu":
         rank_devices(sizes, settings.get("device_ids") or (), settings.get("device_start") or 0)
+
+
+def _check_coupled(args: HttpArgs, sizes: Sizes) -> None:
+    """Refuses what is about a replica alone, of those that run and end together."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for name in _OF_ONE_REPLICA:
+        value, default = getattr(args, name), defaults[name]
+        if value != default:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag}: expected {default} with expert_parallel_size {sizes.expert}, whose replicas"
+                f" run and end together, got {value}"
+            )
 
 
 def _check_devices_elsewhere(settings: Mapping[str, Any]) -> None:
