@@ -13,22 +13,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from diffulex import Diffulex, SamplingParams
 from diffulex.distributed import child_process, start
 from diffulex.distributed.executor import StepCounts
+from diffulex.distributed.outbox import Outbox
 from diffulex.engine.interrupt import uninterrupted
 from diffulex.engine.metrics import RequestMetrics, RunStats
 from diffulex.engine.output import RequestOutput, StepOutput
 from diffulex.engine.replicas import loop as loop_module
 from diffulex.engine.replicas import replica as replica_module
 from diffulex.engine.replicas.loop import ReplicaLoop
-from diffulex.engine.replicas.process import _Replica
+from diffulex.engine.replicas.process import ReplicaServer
 from diffulex.engine.replicas.replica import Replica
 from diffulex.errors import EngineDeadError, OutOfPagesError
+from fixtures.gate import Gate
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=64)
@@ -238,7 +240,9 @@ class FailingEngine:
 def test_a_replica_outlives_a_step_that_fails() -> None:
     connection, end = multiprocessing.Pipe()
     engine: Any = FailingEngine()
-    replica, inbox = _Replica(engine, connection), queue.SimpleQueue[Any]()
+    inbox = queue.SimpleQueue[Any]()
+    outbox = Outbox(connection, lambda: None)
+    replica = ReplicaServer(engine, outbox)
     assert replica.serve(inbox)
     kind, (name, text, _) = end.recv()
     assert (kind, name, text) == ("step_failed", "ValueError", "bad step")
@@ -246,6 +250,24 @@ def test_a_replica_outlives_a_step_that_fails() -> None:
     assert replica.serve(inbox)
     assert end.recv()[0] == "step"
     assert engine.num_steps == 2
+    outbox.close()
+
+
+def test_a_replica_that_nobody_reads_makes_no_steps_until_there_is_room() -> None:
+    gate, inbox, engine = Gate(), queue.SimpleQueue[Any](), FailingEngine()
+    engine.num_steps = 1
+    outbox = Outbox(gate, lambda: inbox.put(("room",)), max_bytes=1)
+    replica = ReplicaServer(cast("Any", engine), outbox)
+    assert replica.serve(inbox)
+    assert outbox.is_full
+    inbox.put(("exit",))
+    assert not replica.serve(inbox)  # without a step before
+    gate.let_through(1)
+    assert inbox.get(timeout=120.0) == ("room",)
+    assert replica.serve(inbox)
+    assert engine.num_steps == 3
+    gate.let_through(1)
+    outbox.close()
 
 
 def test_a_request_is_not_the_end_of_every_replica(make: Any) -> None:

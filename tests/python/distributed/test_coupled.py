@@ -17,9 +17,11 @@ import torch
 from diffulex import ConfigError, Diffulex, EngineDeadError, SamplingParams, ops
 from diffulex.config.config import Config, read_model_facts
 from diffulex.distributed.lockstep import Lockstep
+from diffulex.distributed.outbox import Outbox
 from diffulex.distributed.shard import ExpertShard
 from diffulex.nn.dispatch import CountedDispatch, GatheredDispatch, RowDispatch
 from fixtures.coupled_threads import CoupledThreads
+from fixtures.gate import Gate
 from fixtures.moe_families import moe_builder
 from fixtures.thread_comm import ThreadComm, run_ranks
 from fixtures.thread_ranks import Stable
@@ -207,6 +209,31 @@ def test_one_has_requests_the_others_never(tmp_path: Path, backend: str) -> None
                 found += group.results(1)
             one.check_tokens(found)
         assert [engine.stats().num_finished for engine in group.engines] == [3, 3, 3]
+
+
+def test_a_reader_that_stops_keeps_only_its_own_requests_waiting(tmp_path: Path) -> None:
+    """What a replica tells is not read: its requests wait, its experts serve the others."""
+    moe_builder("sdar_moe", edit=sharpen).write(tmp_path)
+    one = Stable(tmp_path, PROMPTS, GREEDY, num_noisy=1, **LIMITS)
+    gate = Gate()
+    outbox = Outbox(gate, lambda: group.tell(0, ("room",)), max_bytes=1)
+    with CoupledThreads(tmp_path, 2, outboxes={0: outbox}, **LIMITS) as group:
+        for index in range(3):
+            group.add(index, 0, PROMPTS[index], GREEDY)
+        group.add(3, 1, PROMPTS[3], GREEDY)
+        found = group.results(1)
+        assert outbox.is_full  # of its first step
+        assert group.engines[0].stats().num_finished == 0
+        for index in (4, 5):  # the others are awake all the time
+            group.add(index, 1, PROMPTS[index], GREEDY)
+            found += group.results(1)
+        own: dict[int, tuple[int, ...]] = {}
+        while len(own) < 3:
+            gate.let_through(1)
+            _, outputs, *_ = gate.next()
+            own |= {step.req_id: step.output.token_ids for step in outputs if step.is_finished}
+        one.check_tokens([own[0], own[1], own[2], *found])
+    outbox.close()
 
 
 def test_prefills_meet_decodes_and_aborts(tmp_path: Path) -> None:

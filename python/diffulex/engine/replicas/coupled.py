@@ -105,15 +105,30 @@ class CoupledExecutor(LocalExecutor):
     def is_called(self) -> bool:
         return self._lockstep.is_called
 
-    @torch.inference_mode()
     def rest(self, *, has_more: bool) -> None:
-        if not self.is_called:
-            return
+        if self.is_called:
+            self._take_part(has_more)
+
+    def stand_aside(self, *, has_more: bool) -> bool:
+        """Takes part in a forward of others, if they have one, while this engine's requests wait.
+
+        Args:
+            has_more: there are requests, for which the others must stay awake.
+
+        Returns:
+            Whether another one had rows.
+        """
+        return self._take_part(has_more)
+
+    @torch.inference_mode()
+    def _take_part(self, has_more: bool) -> bool:
         counts = self._lockstep.agree(0, has_more=has_more)
-        if any(counts):
-            assert self._experts is not None
-            self._experts.expect(counts)
-            self._experts.take_part()
+        if not any(counts):
+            return False
+        assert self._experts is not None
+        self._experts.expect(counts)
+        self._experts.take_part()
+        return True
 
     def score(self, batch: ScoreBatch) -> Scored:
         self._refuse("score")

@@ -4,19 +4,24 @@
     add, abort, call, watch, observe, ask, go_on, exit
         ──>  engine  ──>  hello, ready or failed, step, step_failed, refused, answer, died
 
+A parent that reads too slowly stops the steps of this engine's requests, and nothing else: others that
+share its experts have theirs.
+
 Imports nothing heavy before the pipe is read: a parent that dies while the model loads takes the
 replica with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from diffulex.distributed.child_process import error_parts, read_forever
+from diffulex.distributed.outbox import Outbox
 from diffulex.errors import DiffulexError, EngineDeadError
 from diffulex.log import configure, name_process
 
@@ -24,9 +29,14 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from diffulex.engine.engine import Diffulex
+    from diffulex.engine.metrics import RunStats
     from diffulex.engine.output import StepOutput
+    from diffulex.engine.replicas.coupled import CoupledExecutor
 
-__all__ = ["run_replica"]
+__all__ = ["CoupledReplica", "ReplicaServer", "run_replica"]
+
+#: How long others wait, when none has rows, for one that nobody reads: for them this is a pause.
+_ASIDE_S = 0.05
 
 
 def run_replica(connection: Connection[Any, Any], parent_pid: int) -> None:
@@ -43,16 +53,19 @@ def run_replica(connection: Connection[Any, Any], parent_pid: int) -> None:
         # In JSON the parent cannot put the name before a line.
         name_process(name if logs.json else "")
         configure(logs.level, file="", json=logs.json)
-    connection.send(("hello",))
+    outbox = Outbox(connection, lambda: inbox.put(("room",)))
+    outbox.put(("hello",))
     try:
         from diffulex.engine.engine import Diffulex  # noqa: PLC0415 (slow to import)
 
         engine = Diffulex.from_options(options, coupling)
     except Exception as error:
-        connection.send(("failed", error_parts(error)))
+        outbox.put(("failed", error_parts(error)))
+        outbox.close()
         sys.exit(1)
-    connection.send(("ready", engine.config.cache.num_pages, engine.warm_up_s))
-    replica = _Replica(engine, connection, is_coupled=coupling is not None)
+    outbox.put(("ready", engine.config.cache.num_pages, engine.warm_up_s))
+    server = ReplicaServer if coupling is None else CoupledReplica
+    replica = server(engine, outbox)
     try:
         while replica.serve(inbox):
             pass
@@ -60,12 +73,13 @@ def run_replica(connection: Connection[Any, Any], parent_pid: int) -> None:
         from diffulex.distributed.store import PeerError  # noqa: PLC0415 (imported by now)
 
         is_hearsay = isinstance(error, PeerError)
-        connection.send(("died", error_parts(error), is_hearsay))
+        outbox.put(("died", error_parts(error), is_hearsay))
         if is_hearsay:
             sys.exit(1)  # whoever has ended tells why
         raise
     finally:
-        engine.close()
+        engine.close()  # at once, for those that wait for it; the parent may read late
+        outbox.close()
 
 
 def _check_device(engine: Diffulex) -> None:
@@ -77,15 +91,17 @@ def _check_device(engine: Diffulex) -> None:
         torch.cuda.synchronize(device)
 
 
-class _Replica:
-    """The engine with the parent's ids of its requests."""
+class ReplicaServer:
+    """The engine with the parent's ids of its requests.
 
-    def __init__(
-        self, engine: Diffulex, connection: Connection[Any, Any], *, is_coupled: bool = False
-    ) -> None:
+    Args:
+        engine: closed by whoever made it.
+        outbox: to the parent.
+    """
+
+    def __init__(self, engine: Diffulex, outbox: Outbox) -> None:
         self._engine = engine
-        self._is_coupled = is_coupled
-        self._connection = connection
+        self._outbox = outbox
         #: The parent's id of each request that is open, and the other way round.
         self._outer: dict[int, int] = {}
         self._inner: dict[int, int] = {}
@@ -100,6 +116,7 @@ class _Replica:
             "observe": self._observe,
             "ask": self._ask,
             "go_on": self._go_on,
+            "room": self._look_again,
         }
 
     def serve(self, inbox: queue.SimpleQueue[Any]) -> bool:
@@ -108,22 +125,33 @@ class _Replica:
         Returns:
             Whether to go on.
         """
-        while not self._is_busy() or not inbox.empty():
-            action, *arguments = inbox.get()
+        while (message := self._next(inbox)) is not None:
+            action, *arguments = message
             if action == "exit":
                 return False
             self._actions[action](*arguments)
         self._step()
         return True
 
-    def _is_busy(self) -> bool:
-        return not self._is_halted and self._engine.has_unfinished()
+    def _next(self, inbox: queue.SimpleQueue[Any]) -> Any:
+        """The next message; None: there is none, and a step to make."""
+        seconds = self._patience()
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(block=seconds != 0.0, timeout=seconds)
+        return None
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for a message before the next step; None: there is no step to make."""
+        return 0.0 if self._can_step() and self._engine.has_unfinished() else None
+
+    def _can_step(self) -> bool:
+        return not self._is_halted and not self._outbox.is_full
 
     def _add(self, outer: int, token_ids: Any, params: Any, options: dict[str, bool]) -> None:
         try:
             inner = self._engine.add_request(token_ids, params, **options)
         except (DiffulexError, ValueError) as error:
-            self._connection.send(("refused", outer, error_parts(error)[1]))
+            self._outbox.put(("refused", outer, error_parts(error)[1]))
             return
         self._inner[outer], self._outer[inner] = inner, outer
 
@@ -144,12 +172,15 @@ class _Replica:
     def _go_on(self) -> None:
         self._is_halted = False
 
+    def _look_again(self) -> None:
+        """The parent has read: `_patience` is asked after every message."""
+
     def _ask(self, number: int, what: str) -> None:
         answers: dict[str, Callable[[], Any]] = {
             "flush_prefix_cache": self._engine.flush_prefix_cache,
             "stats": self._stats,
         }
-        self._connection.send(("answer", number, answers[what]()))
+        self._outbox.put(("answer", number, answers[what]()))
 
     def _stats(self) -> dict[str, int]:
         stats = self._engine.stats()
@@ -165,20 +196,29 @@ class _Replica:
         except EngineDeadError:
             raise  # no step will ever run again: the parent has other replicas, or none
         except Exception as error:
-            if self._is_coupled:
-                raise  # others wait for the rest of this step
-            _check_device(self._engine)
-            self._is_halted = True
-            self._connection.send(("step_failed", error_parts(error)))
+            self._step_failed(error)
             return
-        if not steps and stats.num_steps == 0 and self._is_coupled:
-            return  # it was a step of others
+        if self._is_worth_telling(steps, stats):
+            self._tell(steps, stats)
+
+    def _step_failed(self, error: Exception) -> None:
+        """Tells of a step after which there may be others."""
+        _check_device(self._engine)
+        self._is_halted = True
+        self._outbox.put(("step_failed", error_parts(error)))
+
+    def _is_worth_telling(self, steps: list[StepOutput], stats: RunStats) -> bool:
+        del steps, stats
+        return True
+
+    def _tell(self, steps: list[StepOutput], stats: RunStats) -> None:
+        loop = self._engine._loop
         outputs = [self._named(output) for output in steps]
         # The parent counts them itself.
         stats.num_graph_steps = stats.num_graph_fallbacks = 0
         blocks, self._blocks[:] = tuple(self._blocks), ()
         gauges = (loop.counts, loop.num_watched, loop.ledger.num_active_blocks)
-        self._connection.send(("step", outputs, stats, gauges, blocks))
+        self._outbox.put(("step", outputs, stats, gauges, blocks))
 
     def _named(self, output: StepOutput) -> StepOutput:
         """The output under the parent's id of its request."""
@@ -192,3 +232,35 @@ class _Replica:
             output=None if result is None else dataclasses.replace(result, req_id=outer),
             snapshot=None if snapshot is None else dataclasses.replace(snapshot, req_id=outer),
         )
+
+
+class CoupledReplica(ReplicaServer):
+    """One that others wait for in every step: it takes part in theirs also when nobody reads of its own."""
+
+    #: No other one had rows when they last met.
+    _is_quiet = False
+
+    def _patience(self) -> float | None:
+        if self._can_step() or not self._executor.is_called:
+            return super()._patience()
+        return _ASIDE_S if self._is_quiet else 0.0
+
+    def _call(self, number: int) -> None:
+        self._is_quiet = False
+        super()._call(number)
+
+    def _step(self) -> None:
+        if self._can_step():
+            super()._step()
+        else:
+            self._is_quiet = not self._executor.stand_aside(has_more=bool(self._inner))
+
+    def _step_failed(self, error: Exception) -> None:
+        raise error  # others wait for the rest of this step
+
+    def _is_worth_telling(self, steps: list[StepOutput], stats: RunStats) -> bool:
+        return bool(steps) or stats.num_steps > 0  # else it was a step of others
+
+    @property
+    def _executor(self) -> CoupledExecutor:
+        return cast("CoupledExecutor", self._engine._executor)
