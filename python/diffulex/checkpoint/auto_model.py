@@ -150,12 +150,12 @@ def load_model(
         load_weights,
         tied_weight_table,
     )
-    from diffulex.checkpoint.memory import reporting_memory  # noqa: PLC0415
+    from diffulex.checkpoint.memory import model_bytes, reporting_memory  # noqa: PLC0415
 
     model_class: Any = _class_of(model_name, shard)
     check_num_layers(spec, model_dir)
     adapter = None if lora_path is None else lora.read_adapter(lora_path)
-    with reporting_memory(spec, dtype, device):
+    with reporting_memory(model_bytes(spec, dtype), device):
         on_meta = model_class(spec, dtype, "meta")
         check_headers(on_meta, model_dir)
         if adapter is not None:
@@ -222,18 +222,17 @@ def _build(
     Raises:
         CheckpointError: it does not fit the memory.
     """
-    from diffulex.checkpoint.memory import check_memory, reporting_memory  # noqa: PLC0415
+    from diffulex.checkpoint import memory  # noqa: PLC0415
 
-    saved, scheme = 0, ""
-    if quantizer is not None:
-        with reporting_memory(spec, dtype, device):
-            on_meta = model_class(spec, dtype, "meta")
-            saved, scheme = (
-                quantizer.saved_bytes(on_meta, table_of(on_meta), dtype),
-                quantizer.scheme,
-            )
-    with reporting_memory(spec, dtype, device, saved, scheme):
-        check_memory(spec, dtype, device, saved, scheme)
+    scheme = "" if quantizer is None else quantizer.scheme
+    with memory.reporting_memory(memory.model_bytes(spec, dtype), device):
+        on_meta = model_class(spec, dtype, "meta")
+        table = table_of(on_meta)
+        needed = memory.built_bytes(on_meta)
+        if quantizer is not None:
+            needed -= quantizer.saved_bytes(on_meta, table, dtype)
+    with memory.reporting_memory(needed, device, scheme):
+        memory.check_memory(needed, device, scheme)
         if quantizer is None:
             return model_class(spec, dtype, device), None
         model = quantizer.build(lambda: model_class(spec, dtype, device))

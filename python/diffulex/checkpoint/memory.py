@@ -14,6 +14,8 @@ from diffulex.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import nn
+
     from diffulex.config.types import ConfigTree
     from diffulex.families.spec import ModelSpec
 
@@ -26,8 +28,15 @@ _ALLOCATION_TEXTS = ("allocate", "out of memory", "Storage size calculation over
 
 
 def model_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Memory of the weights and of the rotary table."""
+    """Memory of the weights and of the rotary table of a whole model."""
     return spec.num_parameters * dtype.itemsize + 4 * spec.rotary_rows * spec.rotary_columns
+
+
+def built_bytes(model: nn.Module) -> int:
+    """Memory of the parameters and tables of a model as it was built, on whatever device; views of one
+    another count once. Of several ranks that is the part of one."""
+    storages = [each.untyped_storage() for each in (*model.parameters(), *model.buffers())]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def available_bytes(device: torch.device | str) -> int | None:
@@ -44,25 +53,23 @@ def available_bytes(device: torch.device | str) -> int | None:
     return sizes["MemAvailable"] + sizes.get("SwapFree", 0)
 
 
-def check_memory(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    saved: int = 0,
-    scheme: str = "",
-) -> None:
+def check_memory(needed: int, device: torch.device | str, scheme: str = "") -> None:
     """Asks the CPU, whose system hands out memory it does not have and ends who uses it.
 
     A CUDA allocation fails by itself, and may succeed with more than the driver calls free: the
-    allocator of torch keeps some. `saved` are bytes that matrices in low precision do without, and
-    `scheme` is the name of it.
+    allocator of torch keeps some.
+
+    Args:
+        needed: bytes of what is built on this device.
+        device: for it.
+        scheme: name of the low precision of its matrices; empty: they have none.
 
     Raises:
         CheckpointError: the model needs more memory than there is.
     """
     if torch.device(device).type != "cpu":
         return
-    needed, available = model_bytes(spec, dtype) - saved, available_bytes(device)
+    available = available_bytes(device)
     if available is not None and needed > available:
         raise _too_large(needed, available, scheme)
 
@@ -93,15 +100,11 @@ def check_num_reqs(config: ConfigTree) -> None:
 
 @contextmanager
 def reporting_memory(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    saved: int = 0,
-    scheme: str = "",
+    needed: int, device: torch.device | str, scheme: str = ""
 ) -> Iterator[None]:
     """A block that builds a model; a failed allocation becomes one clear error.
 
-    `saved` and `scheme` as for `check_memory`.
+    Arguments as for `check_memory`.
 
     Raises:
         CheckpointError: an allocation failed.
@@ -112,7 +115,6 @@ def reporting_memory(
         is_failure = isinstance(error, MemoryError)
         if not is_failure and not any(text in str(error) for text in _ALLOCATION_TEXTS):
             raise
-        needed = model_bytes(spec, dtype) - saved
         raise _too_large(needed, available_bytes(device), scheme) from error
 
 

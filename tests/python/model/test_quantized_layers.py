@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -441,12 +440,11 @@ def test_a_model_that_does_not_fit_is_refused_with_its_scheme(
 
 
 def test_a_failed_allocation_tells_what_the_scheme_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SimpleNamespace(num_parameters=5 << 30, rotary_rows=0, rotary_columns=0)
     monkeypatch.setattr(memory, "available_bytes", lambda device: 3 << 29)
     text = r"model: needs 4\.0 GiB of weights \(int4\), 1\.5 GiB available"
     with (
         pytest.raises(CheckpointError, match=text),
-        memory.reporting_memory(spec, torch.bfloat16, "cpu", 6 << 30, "int4"),
+        memory.reporting_memory(4 << 30, "cpu", "int4"),
     ):
         raise MemoryError
 

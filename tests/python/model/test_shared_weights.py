@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from diffulex.checkpoint.auto_model import detect, load_model
+from diffulex.checkpoint import memory
+from diffulex.checkpoint.auto_model import detect, load_model, random_model
 from diffulex.checkpoint.loader import load_weights, slices_of
 from diffulex.checkpoint.tensor_files import find_tensors
 from diffulex.checkpoint.tensor_reader import TensorReader
@@ -215,3 +216,31 @@ def test_a_rank_reads_its_experts_alone(tmp_path: Path, monkeypatch: pytest.Monk
         load_model(name, spec, tmp_path, torch.float32, "cpu", shard=shards[0])
         sizes.append(sum(read))
     assert sizes[0] == 2 * sizes[1] > 0
+
+
+@pytest.mark.parametrize("family", ["sdar", "sdar_moe"])
+def test_a_rank_asks_for_the_memory_of_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    builder = family_builder if family in DENSE_FAMILIES else moe_builder
+    builder(family).write(tmp_path)
+    name, spec, _ = detect(tmp_path, family)
+    experts = None if spec.moe is None else ExpertShard(1, 2, "expert")
+    shard = Shard(1, 2, experts)
+    at_hand = 0
+    monkeypatch.setattr(memory, "available_bytes", lambda device: at_hand)
+
+    def load(shard: Shard) -> Any:
+        return load_model(name, spec, tmp_path, torch.float32, "cpu", shard=shard)
+
+    with pytest.raises(CheckpointError, match=r"needs 0\.0 GiB, 0\.0 GiB available"):
+        load(shard)
+    at_hand = memory.model_bytes(spec, torch.float32)
+    part, whole = load(shard), load(ONE_RANK)
+    assert memory.built_bytes(whole) == at_hand
+    at_hand = memory.built_bytes(part)
+    assert at_hand < memory.built_bytes(whole)
+    load(shard)
+    random_model(name, spec, torch.float32, "cpu", shard=shard)
+    with pytest.raises(CheckpointError, match=r"needs 0\.0 GiB, 0\.0 GiB available"):
+        load(ONE_RANK)
