@@ -13,6 +13,8 @@ import queue
 import shutil
 import socket
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +26,7 @@ from diffulex.distributed.child_process import ChildProcess, error_parts, read_f
 from diffulex.distributed.layout import LOOPBACK
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
     from pathlib import Path
 
@@ -44,6 +46,22 @@ _ROUNDS = 20
 #: What NCCL shares between the processes of a host; containers have 64 MB unless told.
 _SHARED_BYTES = 1 << 30
 _SHARED_DIR = "/dev/shm"
+_RAY_S = 120.0
+#: Prints the nodes of the cluster that `ray_address=auto` means.
+_RAY_NODES = """\
+import ray
+try:
+    ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+except ConnectionError:
+    print("no cluster runs: start one with ray start --head")
+else:
+    nodes = []
+    for node in ray.nodes():
+        has = [f"{name} {node['Resources'].get(name, 0):g}" for name in ("CPU", "GPU")]
+        what = ", ".join(has) if node["Alive"] else "lost"
+        nodes.append(f"{node['NodeManagerAddress']} ({what})")
+    print(f"nodes {len(nodes)}: {', '.join(nodes)}")
+"""
 _CHILD = "diffulex.tools.distributed_doctor:run_rank"
 
 
@@ -65,11 +83,14 @@ def examine_distributed(as_json: bool) -> tuple[str, bool]:
     Returns:
         The report, and whether ranks can run here.
     """
-    import torch  # noqa: PLC0415 (slow to import)
-
-    num_devices = torch.cuda.device_count()
-    findings = [_devices(), _peer_access(num_devices), _libraries(num_devices), _arenas()]
-    findings += [_shared_memory(_SHARED_DIR, num_devices), _ports(), _ray()]
+    num_devices, failure = _count_devices()
+    findings = [
+        failure or _attempt("devices", _devices),
+        _attempt("peer access", lambda: _peer_access(num_devices)),
+        _attempt("libraries", lambda: _libraries(num_devices)),
+        *(_arenas(), _shared_memory(_SHARED_DIR, num_devices), _ports()),
+        _attempt("ray", _ray),
+    ]
     if num_devices > 1:
         devices = [f"cuda:{index}" for index in range(min(num_devices, _MAX_RANKS))]
     else:
@@ -81,6 +102,30 @@ def examine_distributed(as_json: bool) -> tuple[str, bool]:
         return json.dumps(content, indent=2), is_healthy
     end = "healthy" if is_healthy else "broken: see what is missing"
     return "\n".join([*map(str, findings), end]), is_healthy
+
+
+def _attempt(name: str, look: Callable[[], Finding]) -> Finding:
+    """What it finds; a line about whatever it raises instead, as a broken driver does anywhere."""
+    try:
+        return look()
+    except Exception as error:
+        kind, text, _ = error_parts(error)
+        return Finding(name, "missing", f"{kind}: {text}")
+
+
+def _count_devices() -> tuple[int, Finding | None]:
+    """CUDA devices, and why there are none to look at, if that is an error."""
+    import torch  # noqa: PLC0415 (slow to import)
+
+    count = 0
+
+    def look() -> Finding:
+        nonlocal count
+        count = torch.cuda.device_count()
+        return Finding("devices", "ok", str(count))
+
+    found = _attempt("devices", look)
+    return count, None if found.state == "ok" else found
 
 
 def _devices() -> Finding:
@@ -168,9 +213,22 @@ def _ports() -> Finding:
 
 def _ray() -> Finding:
     try:
-        return Finding("ray", "ok", version("ray"))
+        release = version("ray")
     except PackageNotFoundError:
         return Finding("ray", "ok", "not installed; only several hosts need the extra ray")
+    # In a process of its own: this one is not to join a cluster.
+    command = [sys.executable, "-c", _RAY_NODES]
+    try:
+        asked = subprocess.run(
+            command, capture_output=True, text=True, timeout=_RAY_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("ray", "slow", f"{release}, no answer within {_RAY_S:g} s: see ray status")
+    *_, last = asked.stdout.splitlines() or [""]
+    if asked.returncode != 0:
+        *_, last = asked.stderr.splitlines() or ["no output"]
+        return Finding("ray", "slow", f"{release}, ended with {asked.returncode}: {last}")
+    return Finding("ray", "ok", f"{release}, {last}")
 
 
 def _ranks(devices: Sequence[str]) -> list[Finding]:

@@ -40,6 +40,60 @@ def test_a_rank_that_cannot_start_is_one_line(monkeypatch, without_devices):
     assert "No module named 'no_such_module'" in lines[-2]
 
 
+def test_a_broken_driver_is_one_line_for_each_thing(monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("Unexpected error from cudaGetDeviceCount().\nError 804: forward compat")
+
+    monkeypatch.setattr(doctor, "_ranks", lambda devices: [doctor.Finding("ranks", "ok", "none")])
+    for name in ("device_count", "get_device_name", "can_device_access_peer"):
+        monkeypatch.setattr(torch.cuda, name, broken)
+        text, is_healthy = doctor.examine_distributed(as_json=False)
+        monkeypatch.undo()
+        monkeypatch.setattr(doctor, "_ranks", lambda devices: [])
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "card")
+        assert not is_healthy
+        what = "peer access" if name == "can_device_access_peer" else "devices"
+        wanted = f"{what}: missing (RuntimeError: Unexpected error from cudaGetDeviceCount()."
+        assert f"{wanted} Error 804: forward compat)" in text.splitlines()
+
+
+FAKE_RAY = """\
+def init(address, **options):
+    assert address == "auto"
+    {init}
+def nodes():
+    return [
+        dict(NodeManagerAddress="10.0.0.1", Alive=True, Resources=dict(CPU=8.0, GPU=1.0)),
+        dict(NodeManagerAddress="10.0.0.2", Alive=False, Resources={{}}),
+    ]
+"""
+
+
+@pytest.mark.parametrize(
+    ("init", "state", "detail"),
+    [
+        ("print('joined')", "ok", "9.9, nodes 2: 10.0.0.1 (CPU 8, GPU 1), 10.0.0.2 (lost)"),
+        ("raise ConnectionError", "ok", "9.9, no cluster runs: start one with ray start --head"),
+        ("raise ValueError('odd')", "slow", "9.9, ended with 1: ValueError: odd"),
+    ],
+)
+def test_nodes_of_a_ray_cluster(tmp_path, monkeypatch, init, state, detail):
+    (tmp_path / "ray.py").write_text(FAKE_RAY.format(init=init))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "version", lambda name: "9.9")
+    assert doctor._ray() == doctor.Finding("ray", state, detail)
+
+
+def test_a_ray_cluster_that_does_not_answer(tmp_path, monkeypatch):
+    (tmp_path / "ray.py").write_text("import threading; threading.Event().wait()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "version", lambda name: "9.9")
+    monkeypatch.setattr(doctor, "_RAY_S", 0.5)
+    detail = "9.9, no answer within 0.5 s: see ray status"
+    assert doctor._ray() == doctor.Finding("ray", "slow", detail)
+
+
 def test_a_silent_rank_is_late():
     class Silent:
         connection, other = multiprocessing.Pipe()
