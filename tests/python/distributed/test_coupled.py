@@ -20,8 +20,10 @@ from diffulex.distributed.lockstep import Lockstep
 from diffulex.distributed.outbox import Outbox
 from diffulex.distributed.shard import ExpertShard
 from diffulex.nn.dispatch import CountedDispatch, GatheredDispatch, RowDispatch
+from diffulex.serving.engine import ServingEngine
 from fixtures.coupled_threads import CoupledThreads
 from fixtures.gate import Gate
+from fixtures.gloo_threads import run_gloo_ranks
 from fixtures.moe_families import moe_builder
 from fixtures.thread_comm import ThreadComm, run_ranks
 from fixtures.thread_ranks import Stable
@@ -114,8 +116,9 @@ def routed(x: torch.Tensor, routing: ops.Routing, w: torch.Tensor) -> torch.Tens
 
 @pytest.mark.parametrize("counts", [(5, 2, 9), (0, 4, 0), (1, 0, 1), (0, 0, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("run_on_ranks", [run_ranks, run_gloo_ranks])
 def test_rows_reach_their_experts_and_come_back(
-    counts: tuple[int, ...], dtype: torch.dtype
+    run_on_ranks: Any, counts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """Both ways give the sums of all experts; padding of the step itself (id -1) stays out."""
     generator = torch.Generator().manual_seed(sum(counts))
@@ -134,7 +137,7 @@ def test_rows_reach_their_experts_and_come_back(
             list(ExpertShard(rank, size, "expert").experts(num_experts, is_interleaved=False))
         ] = rank
 
-    def run(comm: ThreadComm) -> list[torch.Tensor]:
+    def run(comm: Any) -> list[torch.Tensor]:
         own = w * (owners == comm.rank)[:, None, None]
         found = []
         dispatches: list[RowDispatch] = [GatheredDispatch(comm), CountedDispatch(comm, owners)]
@@ -148,7 +151,7 @@ def test_rows_reach_their_experts_and_come_back(
                 found.append(dispatch.receive(routed(rows.float(), sent, own).to(dtype)))
         return found
 
-    for (x, routing, ones), found in zip(inputs, run_ranks(size, run), strict=True):
+    for (x, routing, ones), found in zip(inputs, run_on_ranks(size, run), strict=True):
         expected = routed(x.float(), routing, w)  # small integers: exact in both dtypes
         for got, addend in zip(found, (0, ones, 0, ones), strict=True):
             assert got.dtype == dtype
@@ -295,12 +298,17 @@ def run_on(engine: Diffulex) -> None:
         engine.step()
 
 
-def check_dead(engine: Diffulex, pids: list[int], text: str) -> None:
-    """Within a moment everything is over, for good."""
-    start = time.monotonic()
+#: A loss is seen by itself, not because an exchange took too long: that would be later than the bound.
+BOUND_S, COLLECTIVE_S = 60.0, 600
+
+
+def check_dead(engine: Diffulex, pids: list[int], text: str, start: float) -> None:
+    """Soon after `start` everything is over, for good; `pytest -rP` shows how soon."""
     with pytest.raises(EngineDeadError, match=text):
         run_on(engine)
-    assert time.monotonic() - start < 20.0  # 1 or 2 where the host is idle
+    seconds = time.monotonic() - start
+    print(f"error after {seconds:.3f} s")  # below 2 where the host is idle
+    assert seconds < BOUND_S
     for call in (engine.step, lambda: engine.generate(["x"])):
         with pytest.raises(EngineDeadError, match=text):
             call()
@@ -313,7 +321,9 @@ def test_processes_and_one_that_is_killed() -> None:
     texts, params = questions(5), SamplingParams(max_tokens=32)
     with Diffulex(MODEL, **SERVED) as engine:
         expected = [o.token_ids for o in engine.generate(texts, params, summary=False)]
-    with Diffulex(MODEL, **SERVED, **TWO) as engine:
+    patient = {**SERVED, **TWO, "collective_timeout_seconds": COLLECTIVE_S}
+    with Diffulex(MODEL, **patient) as engine:
+        assert ServingEngine(engine).serving_info()["max_num_reqs"] == 2 * SERVED["max_num_reqs"]
         pids = processes(engine)
         for count in (5, 1, 1):  # with uneven rows, and with none: in turn on both
             outputs = engine.generate(texts[:count], params, summary=False)
@@ -328,20 +338,24 @@ def test_processes_and_one_that_is_killed() -> None:
         for text in texts:
             engine.add_request(text, SamplingParams(max_tokens=100, ignore_eos=True))
         engine.step()
+        start = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
-        check_dead(engine, pids, rf"^replica 1 \(pid {pids[1]}, cpu\) was killed by SIGKILL")
+        text = rf"^replica 1 \(pid {pids[1]}, cpu\) was killed by SIGKILL"
+        check_dead(engine, pids, text, start)
 
 
 @pytest.mark.slow
 def test_one_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COUPLED_FAULT", "1")
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1]))
-    with Diffulex(MODEL, **SERVED, **TWO, worker_imports=("fixtures.coupled_faults",)) as engine:
+    faulty = {"worker_imports": ("fixtures.coupled_faults",), "moe_dispatcher_backend": "naive"}
+    patient = {**SERVED, **TWO, **faulty, "collective_timeout_seconds": COLLECTIVE_S}
+    with Diffulex(MODEL, **patient) as engine:
         pids = processes(engine)
         for text in questions(4):
             engine.add_request(text, SamplingParams(max_tokens=100, ignore_eos=True))
         expected = rf"^replica 1 \(pid {pids[1]}, cpu\) failed: ValueError: injected"
-        check_dead(engine, pids, expected)
+        check_dead(engine, pids, expected, time.monotonic())
 
 
 # What is refused, before any process starts.
