@@ -24,6 +24,7 @@ from diffulex.distributed.outbox import Outbox
 from diffulex.engine.interrupt import uninterrupted
 from diffulex.engine.metrics import RequestMetrics, RunStats
 from diffulex.engine.output import RequestOutput, StepOutput
+from diffulex.engine.replicas import bond
 from diffulex.engine.replicas import loop as loop_module
 from diffulex.engine.replicas import replica as replica_module
 from diffulex.engine.replicas.loop import ReplicaLoop
@@ -409,7 +410,7 @@ def test_a_fork_leaves_the_replicas_alone(make: Any) -> None:
     loop, (child,) = make(1)
     loop._pid, parent = 1, loop._pid
     end, (function, arguments, _) = loop._end, loop._end.peek()[1:]
-    function(arguments[0], 1)
+    function(arguments[0], 1, arguments[2])
     assert child.received() == []
     assert child.signals == []
     loop._pid = parent
@@ -424,7 +425,7 @@ def test_close_after_an_interrupt_goes_on(make: Any, monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "stop_all", interrupt)
+        patch.setattr(bond, "stop_all", interrupt)
         with pytest.raises(KeyboardInterrupt):
             loop.close()
     assert not loop.is_closed

@@ -17,11 +17,11 @@ from collections import deque
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, cast
 
-from diffulex.distributed.child_process import stop_all
 from diffulex.distributed.executor import StepCounts
 from diffulex.distributed.router import ReplicaState, Router, token_chunks
 from diffulex.engine.interrupt import deferred_interrupt, uninterrupted
 from diffulex.engine.metrics import RequestRecord, RunStats
+from diffulex.engine.replicas.bond import CoupledBond, NoBond
 from diffulex.engine.replicas.coupled import make_meeting_place
 from diffulex.engine.replicas.replica import Replica, start_replicas
 from diffulex.engine.replicas.requests import Admission, ReplicaRequest, plain_params
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from diffulex.config.parse import Options
     from diffulex.config.sampling_params import SamplingParams
     from diffulex.engine.output import StepOutput
+    from diffulex.engine.replicas.bond import Bond
     from diffulex_ext import _core
 
 __all__ = ["ReplicaLedger", "ReplicaLoop"]
@@ -47,8 +48,6 @@ logger = get_logger(__name__)
 #: Requests that a replica has at a time, in those that it runs.
 _FED = 2
 _POLL_S = 0.5
-#: A replica that lost another one says so before the end of that one is seen.
-_CAUSE_S = 1.0
 
 
 class ReplicaLedger:
@@ -119,14 +118,10 @@ class ReplicaLoop:
         self.weights_failure: str | None = None
         self.router = StepRouter()
         store = make_meeting_place(config)
-        #: They share the experts: they run and end together.
-        self._is_coupled = store is not None
+        self._bond: Bond = NoBond() if store is None else CoupledBond()
         self.replicas = start_replicas(config, options, store)
-        self._num_calls = 0
         self._pid = os.getpid()
-        self._end = weakref.finalize(
-            self, _end_all, self.replicas, self._pid, is_at_once=self._is_coupled
-        )
+        self._end = weakref.finalize(self, _end_all, self.replicas, self._pid, self._bond)
         num_pages = min(replica.num_pages for replica in self.replicas)
         #: With the pages of the smallest replica.
         self.config = config.with_num_pages(num_pages)
@@ -255,14 +250,7 @@ class ReplicaLoop:
                 text = f"request {request.req_id}: cannot be sent: {type(error).__name__}: {error}"
                 self._deliver(request.failed(text))
                 return
-            self._call_all()
-
-    def _call_all(self) -> None:
-        """Lets replicas that share the experts run when one of them has something to run."""
-        if self._is_coupled:
-            self._num_calls += 1
-            for replica in self.replicas:
-                replica.send(("call", self._num_calls))
+            self._bond.wake(self.replicas)
 
     # Steps.
 
@@ -338,7 +326,9 @@ class ReplicaLoop:
         else:
             (name, text, _), is_hearsay = content
             how = f"failed: {name}: {text}"
-            self._lost(*(self._cause(replica, how) if is_hearsay else (replica, how)))
+            if is_hearsay:
+                replica, how = self._bond.cause(replica, how, self._alive())
+            self._lost(replica, how)
 
     def _book(
         self,
@@ -375,29 +365,6 @@ class ReplicaLoop:
                 self._choice.finished(ticket)
         self.router.push([step])
 
-    def _cause(self, replica: Replica, how: str) -> tuple[Replica, str]:
-        """Of replicas that end together, which one was the first, and how it ended.
-
-        Args:
-            replica: it has lost another one, by its own account.
-            how: that account.
-        """
-        others = {r.child.connection: r for r in self._alive() if r is not replica}
-        end = time.monotonic() + _CAUSE_S
-        while others and (left := end - time.monotonic()) > 0:
-            for source in wait(others, left):
-                other = others[cast("Any", source)]
-                try:
-                    kind, *content = other.receive()
-                except EOFError as gone:
-                    return other, str(gone) or other.child.describe_end()
-                if kind == "died":  # else nothing that is waited for any more
-                    (name, text, _), is_hearsay = content
-                    if not is_hearsay:
-                        return other, f"failed: {name}: {text}"
-                    del others[cast("Any", source)]
-        return replica, how
-
     def _lost(self, replica: Replica, how: str) -> None:
         """Starts the requests of a replica again on the others.
 
@@ -406,7 +373,7 @@ class ReplicaLoop:
         """
         if not replica.is_alive:
             return
-        for gone in self._alive() if self._is_coupled else [replica]:
+        for gone in self._bond.lost_with(replica, self._alive()):
             gone.is_alive = False
             gone.num_watched = gone.num_active_blocks = 0
             gone.child.stop(0.0)
@@ -478,7 +445,7 @@ class ReplicaLoop:
         self.router.clear()
         try:
             with deferred_interrupt():
-                _end_all(self.replicas, self._pid, is_at_once=self._is_coupled)
+                _end_all(self.replicas, self._pid, self._bond)
                 self._end.detach()
         except BaseException:
             self.is_closed = not self._end.alive
@@ -493,23 +460,16 @@ class _Sums:
             setattr(self, name, sum(part[name] for part in parts))
 
 
-def _end_all(replicas: list[Replica], pid: int, *, is_at_once: bool = False) -> None:
-    """Tells all of them to leave, and waits until they have.
+def _end_all(replicas: list[Replica], pid: int, bond: Bond) -> None:
+    """Ends all of them, as `bond` says, and waits until they have.
 
     Args:
         replicas: those that are gone are left alone.
         pid: whose they are; in a fork of that process nothing happens.
-        is_at_once: ends them instead: one that leaves looks to the others as if it were lost.
+        bond: between them.
     """
     if os.getpid() != pid:
         return
-    for replica in replicas if not is_at_once else ():
-        if replica.is_alive:
-            replica.send(("exit",))
-    children = [replica.child for replica in replicas]
-    if is_at_once:
-        stop_all(children, 0.0)
-    else:
-        stop_all(children)
+    bond.end(replicas)
     for replica in replicas:
         replica.is_alive = False
