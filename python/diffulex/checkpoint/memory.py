@@ -99,9 +99,7 @@ def check_num_reqs(config: ConfigTree) -> None:
 
 
 @contextmanager
-def reporting_memory(
-    needed: int, device: torch.device | str, scheme: str = ""
-) -> Iterator[None]:
+def reporting_memory(needed: int, device: torch.device | str, scheme: str = "") -> Iterator[None]:
     """A block that builds a model; a failed allocation becomes one clear error.
 
     Arguments as for `check_memory`.

@@ -219,9 +219,7 @@ def _ray() -> Finding:
     # In a process of its own: this one is not to join a cluster.
     command = [sys.executable, "-c", _RAY_NODES]
     try:
-        asked = subprocess.run(
-            command, capture_output=True, text=True, timeout=_RAY_S, check=False
-        )
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_RAY_S, check=False)
     except subprocess.TimeoutExpired:
         return Finding("ray", "slow", f"{release}, no answer within {_RAY_S:g} s: see ray status")
     *_, last = asked.stdout.splitlines() or [""]
