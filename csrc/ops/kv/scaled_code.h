@@ -40,13 +40,13 @@ DIFFULEX_HOST_DEVICE inline uint8_t kv_code(float value, uint8_t scale) {
   return float_to_e4m3(value * bits_float((254U - scale) << 23));  // 2^-e
 }
 
-/// Value of a code: its bits lie 2^120 too low in a float32, and 2^(120 + e) lifts them. NaN for
-/// code 0 below kNanKvScale.
+/// Value of a code, also in a thread that flushes subnormal numbers. NaN for code 0 below
+/// kNanKvScale.
 DIFFULEX_HOST_DEVICE inline float kv_value(uint8_t code, uint8_t scale) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80U) << 24;
-  const uint32_t lifted = scale + 120U;
-  const float multiplier = bits_float((lifted > 255U ? 255U : lifted) << 23);
-  return bits_float(sign | static_cast<uint32_t>(code & 0x7FU) << 20) * multiplier;
+  const uint32_t exponent = scale > kMaxKvExponent + 127 ? 255U : scale;
+  const float magnitude = e4m3_magnitude(code & 0x7FU);
+  return bits_float(float_bits(magnitude) | sign) * bits_float(exponent << 23);
 }
 
 }  // namespace diffulex

@@ -32,6 +32,15 @@ DIFFULEX_HOST_DEVICE inline uint8_t float_to_e4m3(float value) {
   return static_cast<uint8_t>(code | sign);
 }
 
+/// Value of a float8_e4m3fn code without its sign, and without NaN: 0x7F is 480. No step of it has
+/// a subnormal operand or result, which a thread may flush to zero.
+DIFFULEX_HOST_DEVICE inline float e4m3_magnitude(uint32_t code) {
+  if (code < 8U) {  // multiples of 2^-9
+    return static_cast<float>(static_cast<int32_t>(code)) * bits_float(118U << 23);
+  }
+  return bits_float((code << 20) + (120U << 23));  // moves the exponent bias from 7 to 127
+}
+
 /// Value of a float8_e4m3fn code.
 DIFFULEX_HOST_DEVICE inline float e4m3_to_float(uint8_t code) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80U) << 24;
@@ -39,8 +48,7 @@ DIFFULEX_HOST_DEVICE inline float e4m3_to_float(uint8_t code) {
   if (magnitude == 0x7FU) {
     return bits_float(0x7FC00000U | sign);
   }
-  // Scaling by 2^120 moves the exponent bias from 7 to 127 and normalises subnormals exactly.
-  return bits_float(float_bits(bits_float(magnitude << 20) * bits_float(247U << 23)) | sign);
+  return bits_float(float_bits(e4m3_magnitude(magnitude)) | sign);
 }
 
 /// clamp(rint(value), -127, 127), ties to even; NaN 0.
