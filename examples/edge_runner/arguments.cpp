@@ -19,7 +19,8 @@ Answers prompts with a program that `diffulex edge export` wrote. BUNDLE is its 
   --raw                  continue text as it is, without the template
   --ids IDS              the prompt as token ids, with commas or spaces between them; the answer is
                          ids as well. -: one prompt of ids a line of standard input
-  --tokenize             print the ids of prompts, a line each, that --ids takes; do not answer
+  --tokenize             print the ids of prompts, a line each, that --ids takes; do not answer.
+                         A blank line of standard input is a prompt as well
   --max-tokens N         most generated tokens [512, or what fits]
   --max-nfe N            forwards of a request [no limit]
   --temperature X        0 is greedy [the bundle's]

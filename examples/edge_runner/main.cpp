@@ -130,7 +130,8 @@ class Runner {
     }
     std::string line;
     for (int64_t number = 1; is_interrupted == 0 && std::getline(std::cin, line); ++number) {
-      if (line.find_first_not_of(" \t\r") == std::string::npos) {
+      // A line of ids for every line of text, so that both can be read side by side.
+      if (!arguments_.only_tokenizes && line.find_first_not_of(" \t\r") == std::string::npos) {
         continue;
       }
       const Status status = answer_line(line);

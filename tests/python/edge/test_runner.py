@@ -201,6 +201,21 @@ def test_text_is_tokenised_as_in_python(text_runner, bundle):
     ]
 
 
+def test_blank_lines_are_tokenised_as_empty_and_blank_texts(text_runner, bundle):
+    tokenizer = Tokenizer.from_dir(bundle("demo"))
+    texts = ["", "Tom has 3 apples.", "", " ", " \t", "Tom"]
+    raw = run(text_runner, bundle("demo"), "--tokenize", "--raw", text="\n".join(texts))
+    assert (raw.returncode, raw.stderr) == (0, "")
+    found = [[int(word) for word in line.split()] for line in raw.stdout.splitlines()]
+    assert found == [tokenizer.encode(text) for text in texts]
+    assert (found[0], found[2]) == ([], [])
+    chat = run(text_runner, bundle("demo"), "--tokenize", text="\n".join(texts) + "\n\n")
+    found = [[int(word) for word in line.split()] for line in chat.stdout.splitlines()]
+    assert found == [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in [*texts, ""]
+    ]
+
+
 def test_text_is_answered_as_by_the_engine(text_runner, bundle):
     texts = questions(DEMO, NUM_PROBLEMS)
     with Diffulex(str(bundle("demo"))) as engine:
