@@ -161,7 +161,13 @@ class DiffusionBlockManager:
         block_size: int,
         accept_threshold: float = 0.95,
     ) -> list[int]:
-        """Blocks on the absolute grid: the first one begins with the prompt's tail."""
+        """Blocks on the absolute grid: the first one begins with the prompt's tail.
+
+        Raises:
+            ValueError: blocks of less than one token.
+        """
+        if block_size < 1:
+            raise ValueError(f"block_size: expected >= 1, got {block_size}")
         start = len(prompt) // block_size * block_size
         end = len(prompt) + max_new_tokens
         numbers = []
@@ -177,8 +183,7 @@ class DiffusionBlockManager:
                     accept_threshold=accept_threshold,
                 )
             )
-        if self._blocks:
-            self._blocks[0].activate()
+        self._open_next()
         return numbers
 
     def follow(self, snapshot: DenoiseSnapshot) -> None:
@@ -219,8 +224,14 @@ class DiffusionBlockManager:
         return bool(self.get_active_blocks())
 
     def update_block(self, block_id: int, positions: Sequence[int], tokens: Sequence[int]) -> None:
-        """Accepts several tokens at positions of a block; ValueError as `accept_token`."""
+        """Accepts several tokens at positions of a block; errors as `accept_token`.
+
+        Raises:
+            ValueError: not a token for every position; nothing is accepted then.
+        """
         block = self.get_block(block_id)
+        if len(positions) != len(tokens):
+            raise ValueError(f"tokens: expected {len(positions)}, got {len(tokens)}")
         for position, token in zip(positions, tokens, strict=True):
             block.accept_token(position, token)
 
@@ -232,10 +243,13 @@ class DiffusionBlockManager:
             block.confirm()
             break
         self.update_pre_block_complete()
+        self._open_next()
+        return any(block.status is not BlockStatus.CONFIRMED for block in self._blocks)
+
+    def _open_next(self) -> None:
         waiting = [block for block in self._blocks if block.status is BlockStatus.PENDING]
         if waiting and not self.has_active_blocks:
             waiting[0].activate()
-        return any(block.status is not BlockStatus.CONFIRMED for block in self._blocks)
 
     def update_pre_block_complete(self) -> None:
         """Recomputes, for every block, whether the one before it has no open position."""

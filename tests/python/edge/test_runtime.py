@@ -8,6 +8,7 @@ import torch
 
 from diffulex import ConfigError, Diffulex, PromptError
 from diffulex.checkpoint.auto_model import detect
+from diffulex.engine.output import BlockSnapshot, DenoiseSnapshot
 from diffulex_edge.backends import BACKENDS
 from diffulex_edge.exporter import load_decoder
 from diffulex_edge.runtime import (
@@ -101,6 +102,27 @@ class TestBlock:
         with pytest.raises(ValueError, match="complete block, got 4 masks"):
             block().confirm()
 
+    def test_complete_blocks_take_nothing(self):
+        item = block(tokens=[1, 2, 3, MASK], editable_start=3)
+        item.activate()
+        item.accept_token(3, 4)
+        with pytest.raises(ValueError, match="active block, got complete"):
+            item.accept_token(3, 5)
+        assert item.tokens == [1, 2, 3, 4]
+
+    def test_a_mask_of_the_prompt_is_not_open(self):
+        item = block(tokens=[1, MASK, MASK, MASK], editable_start=2)
+        item.activate()
+        assert item.local_mask_token_ids == [2, 3]
+        with pytest.raises(ValueError, match="open position, got 1"):
+            item.accept_token(1, 5)
+
+    def test_a_block_without_masks_is_complete_as_soon_as_it_is_active(self):
+        item = block(tokens=[1, 2, 3, 4])
+        item.activate()
+        assert item.status is BlockStatus.COMPLETE
+        assert not item.is_active
+
 
 class TestManager:
     @pytest.fixture
@@ -149,6 +171,51 @@ class TestManager:
         manager.reset()
         assert len(manager) == 0
         assert manager.get_active_block() is None
+
+    def test_a_prompt_of_whole_blocks_leaves_the_first_one_open(self):
+        manager = DiffusionBlockManager(MASK)
+        manager.create_blocks([1, 2, 3, 4], 4, 4)
+        assert len(manager) == 1
+        assert manager.get_block(0).start_pos == 4
+        assert manager.get_block(0).tokens == [MASK] * 4
+
+    @pytest.mark.parametrize("size", [0, -4])
+    def test_blocks_have_tokens(self, size):
+        with pytest.raises(ValueError, match=f"block_size: expected >= 1, got {size}"):
+            DiffusionBlockManager(MASK).create_blocks([1], 4, size)
+
+    def test_more_blocks_are_appended_and_wait(self, manager):
+        numbers = manager.create_blocks(range(12), 4, 4)
+        assert numbers == [2]
+        assert manager.get_block(2).status is BlockStatus.PENDING
+        assert manager.get_active_blocks() == [manager.get_block(0)]
+
+    def test_a_token_for_every_position_or_none(self, manager):
+        with pytest.raises(ValueError, match="tokens: expected 2, got 1"):
+            manager.update_block(0, [1, 2], [6])
+        assert manager.get_block(0).tokens == [5, MASK, MASK, MASK]
+
+    def test_follows_the_blocks_of_a_snapshot(self):
+        def seen(*blocks):
+            items = [
+                BlockSnapshot(number, start, status, tokens, (), (0.0,) * len(tokens))
+                for number, (start, status, tokens) in enumerate(blocks)
+            ]
+            return DenoiseSnapshot(0, MASK, 5, (), tuple(items))
+
+        manager = DiffusionBlockManager(MASK)
+        manager.follow(seen((4, "ACTIVE", (7, MASK, 6, MASK)), (8, "DUMMY", (MASK,) * 4)))
+        first, second = map(manager.get_block, range(2))
+        assert (first.status, second.status) == (BlockStatus.ACTIVE, BlockStatus.PENDING)
+        assert (first.editable_start, second.editable_start) == (1, 0)
+        assert (first.pre_block_complete, second.pre_block_complete) == (True, False)
+        manager.follow(seen((4, "TO_CACHE", (7, 5, 6, 4)), (8, "ACTIVE", (MASK,) * 4)))
+        assert (first.status, second.status) == (BlockStatus.COMPLETE, BlockStatus.ACTIVE)
+        assert second.pre_block_complete
+        manager.follow(seen((8, "ACTIVE", (3, MASK, MASK, MASK))))
+        assert first.status is BlockStatus.CONFIRMED
+        assert len(manager) == 2
+        assert manager.build_sequence([0, 0, 0, 0, 7]) == [0, 0, 0, 0, 7, 5, 6, 4, 3] + [MASK] * 3
 
 
 class TestFilters:
