@@ -16,6 +16,7 @@ from torch import nn
 
 from diffulex.checkpoint.auto_model import detect
 from diffulex.checkpoint.resolve import resolve_model
+from diffulex.errors import ConfigError
 from diffulex.families.spec.names import LLAMA_NAMES
 from diffulex.quiet import quiet
 from diffulex_edge.backends import backend_of
@@ -51,11 +52,14 @@ __all__ = [
     "InputReport",
     "stock_model",
     "verify_bundle",
+    "verify_model",
     "verify_numerical_equivalence",
 ]
 
 #: Largest difference from transformers, as a share of the largest logit.
 _TOLERANCE = 1e-4
+#: Ids of a random input.
+_INPUT_LENGTH = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +174,11 @@ def verify_numerical_equivalence(
         attention_mode: as `EdgeDecoder.forward`.
 
     Raises:
-        ConfigError: the tolerance is no positive number.
+        ConfigError: the tolerance is no positive number, or there is no input.
     """
     check_tolerance(tolerance)
+    if not test_inputs:
+        raise ConfigError("test_inputs: expected one input or more, got none")
     spec = edge_model.spec
     model = hf_model_path
     if not isinstance(model, nn.Module):
@@ -196,6 +202,33 @@ def verify_numerical_equivalence(
             other = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0]
         reports.append(_report(own.float(), other.float()[:, : own.size(1)]))
     return EquivalenceReport(tuple(reports), tolerance)
+
+
+def verify_model(
+    path: Path | str, tolerance: float = 1e-5, *, num_inputs: int = 4
+) -> EquivalenceReport:
+    """Compares the decoder of a checkpoint with the Hugging Face model, on random ids.
+
+    Args:
+        path: directory or name of a checkpoint of a family that can be exported.
+        tolerance: as `verify_numerical_equivalence`.
+        num_inputs: inputs of 48 ids, or of the positions of a shorter model.
+
+    Raises:
+        ConfigError: another family, the tolerance is no positive number, or there is no input.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    directory = resolve_model(path)
+    spec = detect(directory)[1]
+    length = min(_INPUT_LENGTH, spec.max_positions)
+    decoder = load_decoder(directory, spec, length, backend_of("xnnpack"))
+    inputs = _random_inputs(spec, length, num_inputs)
+    return verify_numerical_equivalence(stock_model(spec, decoder), decoder, inputs, tolerance)
+
+
+def _random_inputs(spec: ModelSpec, length: int, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, spec.vocab_size, (length,), generator=generator) for _ in range(count)]
 
 
 def _report(found: Tensor, reference: Tensor) -> InputReport:
@@ -288,11 +321,7 @@ def verify_bundle(
             f"verify: expected a reference of family, vocabulary and layers {found}, got {expected}"
         )
     decoder = load_decoder(directory, spec, bundle.cache_rows, backend_of("xnnpack"), lora)
-    generator = torch.Generator().manual_seed(0)
-    length = min(48, bundle.max_model_len)
-    inputs = [
-        torch.randint(0, spec.vocab_size, (length,), generator=generator) for _ in range(num_inputs)
-    ]
+    inputs = _random_inputs(spec, min(_INPUT_LENGTH, bundle.max_model_len), num_inputs)
     link = verify_numerical_equivalence(
         stock_model(spec, decoder), decoder, inputs, _TOLERANCE if tolerance is None else tolerance
     )

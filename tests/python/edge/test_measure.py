@@ -24,6 +24,7 @@ from diffulex_edge.verify import (
     EquivalenceReport,
     stock_model,
     verify_bundle,
+    verify_model,
     verify_numerical_equivalence,
 )
 from fixtures.edge import DEMO
@@ -57,6 +58,19 @@ class TestEquivalence:
         spec = detect(path)[1]
         model = load_decoder(path, spec, 64, BACKENDS["xnnpack"])
         assert verify_numerical_equivalence(stock_model(spec, model), model, inputs(1))
+
+    @pytest.mark.parametrize("family", ["sdar", "dream", "llada", "fast_dllm_v2"])
+    def test_a_checkpoint_by_its_path(self, checkpoint, family):
+        report = verify_model(checkpoint(family), num_inputs=2)
+        assert report, str(report)
+        assert len(report.inputs) == 2
+        assert not verify_model(checkpoint(family), 1e-12, num_inputs=1)
+
+    def test_nothing_to_compare_is_no_equality(self, checkpoint):
+        with pytest.raises(ConfigError, match="test_inputs: expected one input or more, got none"):
+            verify_model(checkpoint("sdar"), num_inputs=0)
+        with pytest.raises(ConfigError, match="tolerance: expected a finite number > 0"):
+            verify_model(checkpoint("sdar"), 0.0)
 
     def test_finds_a_changed_weight(self, checkpoint):
         path = checkpoint("sdar")
