@@ -16,7 +16,7 @@ from diffulex_edge.errors import ProgramError, require
 from diffulex_edge.model import EdgeForm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from diffulex_edge.exporter import ExportConfig, ExportResult
     from diffulex_edge.program import PteProgram
@@ -26,6 +26,8 @@ __all__ = ["BACKENDS", "Availability", "BackendRegistry", "EdgeBackend", "backen
 
 _SDK_VARIABLE = "QNN_SDK_ROOT"
 _SDK_LIBRARY = Path("lib/x86_64-linux-clang/libQnnHtp.so")
+#: What options may be whose values are known without the backend's own package.
+_VALUES = {"compute_unit": ("all", "cpu_only", "cpu_and_gpu", "cpu_and_ne")}
 #: Other accepted names.
 _ALIASES = {"reference": "portable"}
 #: Targets that ExecuTorch has elsewhere, and why not here.
@@ -135,13 +137,17 @@ class EdgeBackend:
                 f" got emb={recipe.embedding_bits}"
             )
 
-    def check_options(self, names: Iterable[str]) -> None:
-        """Raises ConfigError for an option that this backend would not look at."""
-        for name in names:
+    def check_options(self, options: Mapping[str, str]) -> None:
+        """Raises ConfigError for an option that this backend would not look at, or has no such value."""
+        for name, value in options.items():
             if name not in self.option_names:
                 takers = [item.name for item in BACKENDS.values() if name in item.option_names]
                 expected = f"the backend {' or '.join(takers)}" if takers else "no such option"
                 raise ConfigError(f"{name}: expected {expected}, got {self.name}")
+            if value not in _VALUES.get(name, (value,)):
+                raise ConfigError(
+                    f"{name}: expected one of {', '.join(_VALUES[name])}, got {value!r}"
+                )
 
     def check_export(self) -> None:
         """Raises ConfigError unless this machine can export for it."""
@@ -191,17 +197,9 @@ def _coreml_partitioners(options: dict[str, str]) -> list[Any]:
     tools = require("coremltools")
     partition = require("executorch.backends.apple.coreml.partition")
     compiler = require("executorch.backends.apple.coreml.compiler")
-    units = {
-        "all": tools.ComputeUnit.ALL,
-        "cpu_only": tools.ComputeUnit.CPU_ONLY,
-        "cpu_and_gpu": tools.ComputeUnit.CPU_AND_GPU,
-        "cpu_and_ne": tools.ComputeUnit.CPU_AND_NE,
-    }
     unit = options.get("compute_unit", "cpu_and_ne")
-    if unit not in units:
-        raise ConfigError(f"compute_unit: expected one of {', '.join(units)}, got {unit!r}")
     specs = compiler.CoreMLBackend.generate_compile_specs(
-        compute_unit=units[unit],
+        compute_unit=tools.ComputeUnit[unit.upper()],
         # The first release with state, which the cache is.
         minimum_deployment_target=tools.target.iOS18,
         compute_precision=tools.precision.FLOAT16,

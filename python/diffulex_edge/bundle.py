@@ -8,6 +8,7 @@ executorch.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import CheckpointError, ConfigError
+from diffulex_edge.errors import EdgeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -52,6 +54,8 @@ _COPIED = (
     "chat_template.json",
 )
 _CHUNK = 1 << 20
+#: Of writes: no space, beyond a quota, or beyond the size that a file may have.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: Of all programs: what is quantised is so inside of them.
 _DTYPE = "float32"
 
@@ -146,6 +150,8 @@ def _value(facts: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
     value = facts.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise CheckpointError(f"{where}: {name}: expected {kind.__name__}, got {value!r:.60}")
+    if kind is int and value < 1:
+        raise CheckpointError(f"{where}: {name}: expected >= 1, got {value}")
     return value
 
 
@@ -185,14 +191,23 @@ def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A hidden directory beside `path` that becomes `path` at the end, or disappears.
 
     Raises:
-        ConfigError: `path` exists and may not be replaced.
+        ConfigError: `path` exists and may not be replaced, or cannot be made.
+        EdgeError: the disk is full while it is written.
     """
     path = path.expanduser().resolve()  # a link is not replaced by what it points at
     check_target(path, overwrite=overwrite)
     working = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    working.mkdir()
     try:
-        yield working
+        working.mkdir()
+    except OSError as error:
+        raise ConfigError(f"output: cannot make {path}: {error.strerror}") from error
+    try:
+        try:
+            yield working
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise EdgeError(f"output: cannot write {path}: {error.strerror}") from error
         old = None
         if path.exists():
             old = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")

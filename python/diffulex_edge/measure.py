@@ -171,6 +171,7 @@ def bench_bundle(bundle: Path, threads: int, *, rows: int, repeat: int) -> StepT
     """`step_times` in a process of its own: thread pool and memory are those of one program.
 
     Raises:
+        ConfigError: a number below 1, or more rows than the program takes.
         ProgramError: it is not the program that was exported.
         EdgeError: the process failed.
     """
@@ -180,7 +181,10 @@ def bench_bundle(bundle: Path, threads: int, *, rows: int, repeat: int) -> StepT
     for name, value in (("rows", rows), ("repeat", repeat), ("threads", threads)):
         if value < 1:
             raise ConfigError(f"{name}: expected >= 1, got {value}")
-    check_program(read_bundle(bundle))
+    found = read_bundle(bundle)
+    if rows > found.max_rows:
+        raise ConfigError(f"rows: expected at most {found.max_rows} for {bundle}, got {rows}")
+    check_program(found)
     code = (
         "import json, sys; from dataclasses import asdict; from pathlib import Path\n"
         "from diffulex_edge.measure import step_times\n"

@@ -70,7 +70,8 @@ def _is_program(path: Path) -> bool:
 
 def _checked(path: Path) -> Path:
     if not path.is_dir():
-        raise CheckpointError(f"model: expected a directory, got the file {path}")
+        what = "a directory, or model.pte in one" if path.suffix == ".pte" else "a directory"
+        raise CheckpointError(f"model: expected {what}, got the file {path}")
     try:
         is_there = (path / "config.json").is_file()
     except OSError as error:

@@ -94,6 +94,15 @@ class TestExportConfig:
             ({"model": "demo", "output": "x", "max_rows": 1}, "max_rows: expected >= 8"),
             ({"model": "demo", "output": 5}, "output: expected str, got 5"),
             (
+                {
+                    "model": "demo",
+                    "output": "x",
+                    "backend": "coreml",
+                    "backend_options": {"compute_unit": "ane"},
+                },
+                "compute_unit: expected one of all, cpu_only, cpu_and_gpu, cpu_and_ne, got 'ane'",
+            ),
+            (
                 {"model": "demo", "output": "x", "max_rows": "16"},
                 "max_rows: expected int, got '16'",
             ),

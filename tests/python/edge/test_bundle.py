@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from diffulex.errors import CheckpointError, ConfigError
 from diffulex.tools.cli import main
 from diffulex_edge.backends import BACKENDS
 from diffulex_edge.bundle import new_directory, read_bundle
-from diffulex_edge.errors import ProgramError, native_reason
+from diffulex_edge.errors import EdgeError, ProgramError, native_reason
 from diffulex_edge.program import PteProgram
 from fixtures.extras import need_extra
 
@@ -127,6 +128,14 @@ def test_weights_beside_a_program_win(bundle, tmp_path):
 
 
 class TestRefused:
+    def test_program_without_its_directory(self, bundle, tmp_path, capsys):
+        shutil.copy(bundle("demo") / "model.pte", tmp_path / "x.pte")
+        line = error_of(capsys, "generate", "--model", tmp_path / "x.pte", "hi")
+        assert f"expected a directory, or model.pte in one, got the file {tmp_path}/x.pte" in line
+        shutil.copy(bundle("demo") / "model.pte", tmp_path)
+        line = error_of(capsys, "edge", "info", tmp_path / "model.pte")
+        assert f"{tmp_path}: expected a config.json, got none" in line
+
     def test_pte_without_a_program(self, capsys):
         line = error_of(capsys, "generate", "--load-format", "pte", "hi")
         assert "expected a file model.pte" in line
@@ -151,6 +160,8 @@ class TestRefused:
         ("changes", "text"),
         [
             ({"dtype": "float99"}, "dtype: expected float32, got 'float99'"),
+            ({"max_rows": 0}, "max_rows: expected >= 1, got 0"),
+            ({"cache_rows": -544}, "cache_rows: expected >= 1, got -544"),
             ({"program": {"sha256": "0", "bytes": "many"}}, "bytes: expected int, got 'many'"),
             ({"program": {"bytes": 1}}, "sha256: expected str, got None"),
         ],
@@ -400,6 +411,29 @@ class TestNewDirectory:
 
         with pytest.raises(KeyError), new_directory(tmp_path / "out") as path:
             fail(path)
+        assert not list(tmp_path.iterdir())
+
+    def test_a_place_where_nothing_can_be_made(self):
+        """A directory that nobody may write to, whoever runs this."""
+        refused = pytest.raises(ConfigError, match=r"output: cannot make /proc/.*/out: ")
+        with refused, new_directory(Path("/proc/self/out")):
+            pass
+
+    def test_a_full_disk_is_one_line_and_leaves_nothing(self, tmp_path):
+        """As a limit on the size of files, which the system reports in the same way."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        full = pytest.raises(EdgeError, match=rf"^output: cannot write {tmp_path}/out: .* large$")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            with full, new_directory(tmp_path / "out") as path:
+                (path / "model.pte").write_bytes(bytes(10_000))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert not list(tmp_path.iterdir())
+
+    def test_other_failures_of_the_body_are_its_own(self, tmp_path):
+        with pytest.raises(FileNotFoundError), new_directory(tmp_path / "out"):
+            (tmp_path / "weights").read_bytes()
         assert not list(tmp_path.iterdir())
 
     def test_a_link_keeps_pointing_at_the_bundle(self, tmp_path):

@@ -195,6 +195,12 @@ def test_bench_refuses_threads(capsys, threads):
     assert f"threads: expected >= 1, got {threads}" in capsys.readouterr().err
 
 
+def test_bench_refuses_more_rows_than_a_program_takes(bundle, capsys):
+    path = bundle("demo")
+    assert main(["edge", "bench", str(path), "--rows", "257"]) == 2
+    assert capsys.readouterr().err == f"error: rows: expected at most 256 for {path}, got 257\n"
+
+
 class TestPresets:
     @pytest.mark.parametrize(
         ("name", "parameters"),
