@@ -34,6 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.edge)
+            # Whichever test asks first exports, or waits for the process that does: up to a minute of one
+            # core, which may be shared by ten.
+            item.add_marker(pytest.mark.timeout(1800))
 
 
 def built_once(path: Path, build: Callable[[Path], object]) -> Path:
