@@ -150,7 +150,7 @@ def _value(facts: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
     value = facts.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise CheckpointError(f"{where}: {name}: expected {kind.__name__}, got {value!r:.60}")
-    if kind is int and value < 1:
+    if isinstance(value, int) and value < 1:
         raise CheckpointError(f"{where}: {name}: expected >= 1, got {value}")
     return value
 
