@@ -78,11 +78,24 @@ class DiffusionEngine:
             self._warm_up()
 
     def _warm_up(self) -> None:
+        request = OmniDiffusionRequest(
+            "warm-up", num_inference_steps=2, seed=0, pil_image=self._blank_pictures()
+        )
         try:
-            self.step([OmniDiffusionRequest("warm-up", num_inference_steps=2, seed=0)])
+            self.step([request])
         except BaseException:
             self.close()
             raise
+
+    def _blank_pictures(self) -> list[Any] | None:
+        """As many of the default size as the pipeline cannot do without."""
+        takes = self.spec.image_input
+        if takes is None or not takes.least:
+            return None
+        from PIL import Image  # noqa: PLC0415 (of the extra)
+
+        size = (self._defaults["width"], self._defaults["height"])
+        return [Image.new("RGB", size, "white") for _ in range(takes.least)]
 
     @property
     def defaults(self) -> dict[str, Any]:

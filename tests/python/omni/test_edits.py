@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -95,6 +97,24 @@ def test_a_size_follows_from_the_picture(tiny):
         assert output.images[0].size == (80, 32)
         (output,) = engine.generate("a cat", pil_image=photo(96, 48), height=32, **fields)
         assert output.images[0].size == (64, 32)
+
+
+@pytest.mark.parametrize("name", list(DIRECT))
+def test_the_warm_up_has_the_picture_that_a_pipeline_needs(tiny, tmp_path, monkeypatch, name):
+    from diffulex.omni.worker import Worker
+
+    model = shutil.copytree(tiny(name), tmp_path / "model")
+    size = {"height": 48, "width": 64}
+    (model / "generation_config.json").write_text(json.dumps({"diffulex": size}))
+    drawn = []
+    run = Worker.run
+    monkeypatch.setattr(Worker, "run", lambda *a: drawn.extend(a[1]) or run(*a))
+    with OmniDiffusion(model=str(model), warmup=True):
+        pass
+    (call,) = drawn
+    assert (call.width, call.height, call.num_inference_steps) == (64, 48, 2)
+    needed = [] if name == "flux_kontext" else [(64, 48)]
+    assert [picture.size for picture in call.pictures] == needed
 
 
 def test_sizes_and_steps_by_hand():
@@ -193,7 +213,6 @@ def test_the_command_changes_a_picture_of_the_bundled_model(tmp_path, monkeypatc
 def test_edits_of_qwen_need_a_package_or_are_what_diffusers_does(tiny, tmp_path):
     """Without torchvision its processor cannot be made, which is said before anything is loaded."""
     import importlib.util
-    import json
 
     from diffulex.errors import ConfigError
 
