@@ -110,10 +110,13 @@ class DiffusionEngine:
     def check(self, request: OmniDiffusionRequest) -> None:
         """Compares a request with the model, as far as it takes no tokenizer; from any thread.
 
+        The pipeline's `pre_process` is applied before, as in `step`.
+
         Raises:
             RequestError: it does not fit.
         """
-        self._resolve(request)
+        for prepared in self._prepared([request]):
+            self._resolve(prepared)
 
     def step(
         self, requests: Sequence[OmniDiffusionRequest], on_step: OnStep | None = None
@@ -126,8 +129,7 @@ class DiffusionEngine:
         """
         worker = self._open_worker()
         start = time.perf_counter()
-        if self.spec.pre_process is not None:
-            requests = self.spec.pre_process(requests)
+        requests = self._prepared(requests)
         resolved = [self._resolve(request) for request in requests]
         for item in resolved:
             self._check_length("prompt", item.request.prompt, item.values)
@@ -212,6 +214,12 @@ class DiffusionEngine:
         if self._worker is None:
             raise RuntimeError("image engine: expected an open engine, got a closed one")
         return self._worker
+
+    def _prepared(
+        self, requests: Sequence[OmniDiffusionRequest]
+    ) -> Sequence[OmniDiffusionRequest]:
+        hook = self.spec.pre_process
+        return requests if hook is None else hook(requests)
 
     def _resolve(self, request: OmniDiffusionRequest) -> _Resolved:
         values = {}

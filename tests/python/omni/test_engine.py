@@ -436,6 +436,25 @@ def test_a_pipeline_of_a_program(tiny):
         assert np.array_equal(got, 255 - pixels(engine, "CAT"))
 
 
+def test_a_check_applies_the_hook_of_a_pipeline(tiny):
+    """A request that only the hook makes legal is legal, and one that it spoils is not."""
+    import dataclasses
+
+    from diffulex.omni import OmniDiffusionRequest
+
+    def halve(requests):
+        return [dataclasses.replace(r, height=r.height // 2) for r in requests]
+
+    register_pipeline(dataclasses.replace(QWEN, pre_process=halve), exist_ok=True)
+    try:
+        with OmniDiffusion(model=str(tiny("qwen")), max_pixels=64 * 64) as engine:
+            engine.engine.check(OmniDiffusionRequest("a", height=128, width=64))
+            with pytest.raises(RequestError, match="height: expected a multiple of 16, got 24"):
+                engine.engine.check(OmniDiffusionRequest("a", height=48, width=64))
+    finally:
+        register_pipeline(QWEN, exist_ok=True)
+
+
 def test_the_replacement_of_a_function_of_diffusers_is_exact():
     from diffusers.models.transformers import transformer_qwenimage as module
 
