@@ -168,9 +168,12 @@ def is_ignored(name: str, further: tuple[str, ...] = ()) -> bool:
     return any(fnmatch(name, pattern) for pattern in (*_IGNORED, *further))
 
 
-def _read_index(model_dir: Path) -> dict[str, Path]:
-    """Tensor name -> shard, from the index file."""
-    path = model_dir / INDEX_FILE
+def read_index(path: Path) -> dict[str, Path]:
+    """Tensor name -> shard beside it, from an index file.
+
+    Raises:
+        CheckpointError: it is no index, or names files elsewhere.
+    """
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"checkpoint: {path}: weight_map: expected names, got {weight_map!r}")
@@ -186,7 +189,7 @@ def _read_index(model_dir: Path) -> dict[str, Path]:
                 f"checkpoint: {path}: {name}: expected a file name of 1 to {_LONGEST_NAME} bytes,"
                 f" got {file_name[:20]!r}..."
             )
-        shards[name] = model_dir / file_name
+        shards[name] = path.parent / file_name
     return shards
 
 
@@ -215,7 +218,7 @@ def stored_names(model_dir: Path) -> Collection[str]:
     Empty when the directory has no weights, which loading reports.
     """
     if (model_dir / INDEX_FILE).is_file():
-        return _read_index(model_dir).keys()
+        return read_index(model_dir / INDEX_FILE).keys()
     if not any(model_dir.glob("*.safetensors")):
         return ()
     return read_header(_single_file(model_dir)).keys()
@@ -232,7 +235,7 @@ def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     """
     if not (model_dir / INDEX_FILE).is_file():
         return read_header(_single_file(model_dir))
-    shards = _read_index(model_dir)
+    shards = read_index(model_dir / INDEX_FILE)
     headers: dict[Path, dict[str, StoredTensor]] = {}
     for shard in sorted(set(shards.values())):
         if not shard.is_file():

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from diffulex.errors import ConfigError
+from diffulex.checkpoint.tensor_files import read_index
+from diffulex.errors import CheckpointError, ConfigError
 from diffulex.log import get_logger
 from diffulex.omni._diffusers_compat import import_diffusers
 from diffulex.omni.attention.selector import DEFAULT_ATTENTION, make_kernel
@@ -305,8 +306,12 @@ def _load_module(
     where, lists = found.directory / component, found.spec.block_lists
     if not (where / "config.json").is_file():
         raise ModelLoadError(f"model: expected the file {where / 'config.json'}, got none")
+    is_dummy = config.model.load_format == "dummy"
     try:
-        if config.model.load_format == "dummy":
+        # The libraries take for granted what an index says.
+        for index in () if is_dummy else sorted(where.glob("*.safetensors.index.json")):
+            read_index(index)
+        if is_dummy:
             module = _dummy(cls, library, where).to(dtype)
             if stage is not None:
                 drop_foreign(module, lists, stage)
@@ -318,9 +323,9 @@ def _load_module(
                 where, output_loading_info=True, use_safetensors=True, dtype=dtype
             )
             _check_complete(where, info)
+    except CheckpointError as error:
+        raise ModelLoadError(str(error)) from error
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, ModelLoadError):
-            raise
         raise ModelLoadError(f"{where}: expected complete weights, got {error}") from error
     whole = stage is None
     if whole and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):

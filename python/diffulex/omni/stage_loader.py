@@ -6,12 +6,13 @@ They stay on the device `meta`, where tensors have a shape and no data.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from diffulex.checkpoint.tensor_files import read_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     import torch
 
@@ -54,6 +55,7 @@ def load_stage(
         The module, and `missing_keys` and `unexpected_keys` of all stages.
 
     Raises:
+        CheckpointError: an index is none.
         OSError, ValueError, RuntimeError, SafetensorError: files are missing, broken or do not fit.
     """
     from accelerate import init_empty_weights  # noqa: PLC0415 (it imports torch)
@@ -85,8 +87,7 @@ def _weight_files(where: Path) -> list[Path]:
     index = where / f"{_WEIGHTS}.index.json"
     if not index.is_file():
         return [where / _WEIGHTS]
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return [where / str(name) for name in sorted(names)]
+    return sorted(set(read_index(index).values()))
 
 
 def _read(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors import safe_open
 
+from diffulex.checkpoint.tensor_files import INDEX_FILE, SINGLE_FILE, read_index
 from diffulex.verify.report import RuleError
 
 if TYPE_CHECKING:
@@ -371,13 +372,12 @@ class _CanvasReference:
 
 def _read(directory: Path, dtype: torch.dtype) -> Tensors:
     tensors: Tensors = {}
-    index = directory / "model.safetensors.index.json"
-    names = ["model.safetensors"]
+    index = directory / INDEX_FILE
+    files = {directory / SINGLE_FILE}
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    for name in names:
-        with safe_open(directory / name, framework="pt") as file:
+        files = set(read_index(index).values())
+    for path in sorted(files):
+        with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (no mapping)
                 if not any(part in key for part in _IGNORED):
                     tensors[key] = file.get_tensor(key).to(dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,32 @@ def test_stages_are_parts_of_the_whole(tiny, tmp_path, dtype, shard):
                 seen.add(name)
         assert not any(buffer.is_meta for buffer in part.buffers())
     assert seen == set(whole)
+
+
+@pytest.mark.parametrize("stage", [None, Stage(0, 2)])
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}', "["])
+def test_a_broken_index_is_an_error_that_names_it(tiny, tmp_path, content, stage):
+    model = shutil.copytree(tiny("wan"), tmp_path / "model")
+    index = model / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    (index.parent / "diffusion_pytorch_model.safetensors").unlink()
+    index.write_text(content)
+    config = OmniDiffusionConfig.from_kwargs(model=str(model), device="cpu")
+    with pytest.raises(ModelLoadError) as raised:
+        load_pipeline(config, stage)
+    assert str(raised.value).startswith(f"checkpoint: {index}")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_broken_index_of_a_text_encoder_is_an_error_that_names_it(tiny, tmp_path):
+    model = shutil.copytree(tiny("wan"), tmp_path / "model")
+    index = model / "text_encoder" / "model.safetensors.index.json"
+    (index.parent / "model.safetensors").unlink()
+    index.write_text('{"metadata": {}}')
+    config = OmniDiffusionConfig.from_kwargs(model=str(model), device="cpu")
+    with pytest.raises(ModelLoadError) as raised:
+        load_pipeline(config)
+    expected = f"checkpoint: {index}: weight_map: expected names, got None"
+    assert str(raised.value) == expected
 
 
 @pytest.mark.parametrize("name", ["qwen", "flux"])
