@@ -476,7 +476,7 @@ def _varied(options: argparse.Namespace, kwargs: dict[str, Any]) -> dict[str, di
         parser = Parser(prog="--vary", allow_abbrev=False)
         _add_engine_keys(parser)
         # A comma separates settings where a name and a sign follow it, else numbers of a list.
-        parts = re.split(r",(?=[A-Za-z_]+=)", item)
+        parts = re.split(r",(?=[A-Za-z_]\w*=)", item)
         flags = [_as_flag(part.strip()) for part in parts]
         given = engine_kwargs(
             parser.parse_checked(flags), table=OMNI_CONFIG_TABLE, without=_OWN_KEYS
