@@ -8,8 +8,8 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,7 @@ class AsyncOmniDiffusion:
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._live: dict[str, _Job] = {}
         self._current: _Job | None = None
+        self._num_reserved = 0
         self._is_closed = False
         self._thread = threading.Thread(target=self._draw, name="diffulex-omni", daemon=True)
         self._thread.start()
@@ -131,6 +132,26 @@ class AsyncOmniDiffusion:
         """
         return self._events(self._accept(make_request(prompt, kwargs), preview_every))
 
+    def check_room(self, num_more: int = 0) -> None:
+        """Raises QueueFull where `max_queue_size` requests wait, or would with `num_more`."""
+        most = self.config.engine.max_queue_size
+        if self.num_waiting + num_more >= most:
+            raise QueueFull(f"queue: expected at most {most} waiting requests (max_queue_size)")
+
+    @contextmanager
+    def reserve(self) -> Iterator[None]:
+        """Counts as a waiting request for others that reserve, while its pictures are decoded.
+
+        Raises:
+            QueueFull: `max_queue_size` requests wait already, or are prepared.
+        """
+        self.check_room(self._num_reserved)
+        self._num_reserved += 1
+        try:
+            yield
+        finally:
+            self._num_reserved -= 1
+
     async def _events(self, job: _Job) -> AsyncGenerator[Progress | OmniRequestOutput, None]:
         try:
             while True:
@@ -167,9 +188,7 @@ class AsyncOmniDiffusion:
             raise RequestError(
                 f"request_id: expected a new one, got {request.request_id!r}, which is being drawn"
             )
-        most = self.config.engine.max_queue_size
-        if self.num_waiting >= most:
-            raise QueueFull(f"queue: expected at most {most} waiting requests (max_queue_size)")
+        self.check_room()
         job = _Job(request, preview_every, asyncio.get_running_loop())
         self._live[request.request_id] = job
         self._jobs.put(job)

@@ -23,7 +23,6 @@ from diffulex.omni.errors import (
     OmniError,
     QueueFull,
     RequestAborted,
-    RequestError,
     RequestTimeout,
     WorkerDeadError,
 )
@@ -172,39 +171,51 @@ def create_images_router(
     @router.post("/v1/images/generations")
     async def generate(body: ImageRequest, request: Request) -> Response:
         """Draws a prompt; with `stream` its previews come as events."""
-        check_model(body.model, served_names)
+        _check_body(body, served_names)
         draw = _Draw(body, body.fields(), "image_generation")
         return await _answer(engine, draw, request, metrics)
 
     @router.post("/v1/images/edits", openapi_extra={"requestBody": _FORM_BODY})
     async def edit(request: Request) -> Response:
         """Changes pictures as a prompt says; with `stream` its previews come as events."""
-        body, pictures = await _read_edit(engine, request, metrics)
-        check_model(body.model, served_names)
+        try:
+            body, pictures = await _read_edit(engine, request, served_names)
+        except OmniError as error:
+            raise as_failure(error, metrics) from error
         draw = _Draw(body, {**body.fields(), "pil_image": pictures}, "image_edit")
         return await _answer(engine, draw, request, metrics)
 
     return router
 
 
+def _check_body(body: ImageRequest, served_names: tuple[str, ...]) -> None:
+    """What takes neither the pictures nor the engine. Raises ApiError."""
+    check_model(body.model, served_names)
+    if not body.stream and (body.partial_images or body.diffulex.preview_every):
+        message = "partial_images: expected stream true with previews, got false"
+        raise ApiError(400, message, param="partial_images")
+    if body.stream and body.n > 1:
+        raise ApiError(400, f"n: expected 1 with stream, got {body.n}", param="n")
+
+
 async def _read_edit(
-    engine: AsyncOmniDiffusion, request: Request, metrics: ImagesMetrics
+    engine: AsyncOmniDiffusion, request: Request, served_names: tuple[str, ...]
 ) -> tuple[EditRequest, list[Any]]:
-    """The fields and the pictures of a form."""
+    """The fields and the pictures of a form. Raises: ApiError, QueueFull, RequestError."""
     takes = engine.engine.spec.image_input
     if takes is None:
         name = engine.engine.spec.name
         raise ApiError(400, f"edits: expected a pipeline that changes pictures, got {name}")
+    engine.check_room()  # a full server reads no upload
     body, files = await read_form(request, EditRequest, {"image": takes.most})
+    _check_body(body, served_names)
     most = engine.config.engine.max_pixels
 
     def read() -> list[Any]:
         return [read_picture(data, "image", most) for data in files.get("image", ())]
 
-    try:
+    with engine.reserve():
         pictures = await asyncio.to_thread(read)
-    except RequestError as error:
-        raise as_failure(error, metrics) from error
     if not pictures:
         raise ApiError(400, "image: expected a picture, got none", param="image")
     return body, pictures
@@ -215,13 +226,7 @@ async def _answer(
 ) -> Response:
     """The images, in one piece or as a stream."""
     body = draw.body
-    is_stream = bool(body.stream)
-    if not is_stream and (body.partial_images or body.diffulex.preview_every):
-        message = "partial_images: expected stream true with previews, got false"
-        raise ApiError(400, message, param="partial_images")
-    if is_stream and body.n > 1:
-        raise ApiError(400, f"n: expected 1 with stream, got {body.n}", param="n")
-    if is_stream:
+    if body.stream:
         return await _stream(engine, draw, request, metrics)
     try:
         output = await run_while_connected(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import threading
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ pytest.importorskip("fastapi", reason="pip install 'diffulex[serve]'")
 import openai  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from diffulex.omni import OmniDiffusion  # noqa: E402
+from diffulex.omni import OmniDiffusion, images_routes  # noqa: E402
 from diffulex.omni import serve as omni_serve  # noqa: E402
 from fixtures.omni_http import ask  # noqa: E402
 
@@ -168,3 +169,55 @@ def test_a_pipeline_of_edits_needs_a_picture_and_a_client_may_leave(tiny):
     expected = "pil_image: expected 1 pictures for FluxImg2ImgPipeline, got 0"
     assert plain.json()["error"]["message"] == expected
     assert page == 404
+
+
+def test_a_full_server_decodes_nothing(tiny, monkeypatch):
+    decoded = []
+    read = images_routes.read_picture
+    monkeypatch.setattr(
+        images_routes, "read_picture", lambda *args: decoded.append(args) or read(*args)
+    )
+
+    async def body(client, engine):
+        fields = {**FIELDS, "num_inference_steps": "200", "strength": "1"}
+        tasks = []
+        for is_there in (lambda: engine._current is not None, lambda: engine.num_waiting):
+            tasks.append(asyncio.create_task(client.post(PATH, data=fields, files={"image": png()})))
+            while not is_there():
+                await asyncio.sleep(0.01)
+        before = len(decoded)
+        refused = await client.post(PATH, data=FIELDS, files={"image": png()})
+        # What is wrong with it is not even looked at.
+        broken = await client.post(PATH, data=FIELDS, files={"image": b"GIF89a"})
+        after = len(decoded)
+        for task in tasks:
+            task.cancel()
+        return before, after, refused, broken
+
+    before, after, *refused = ask(tiny("flux_img2img"), body, max_queue_size=1)
+    assert before == after == 2
+    for answer in refused:
+        assert answer.status_code == 429
+        expected = "queue: expected at most 1 waiting requests (max_queue_size)"
+        assert answer.json()["error"]["message"] == expected
+
+
+def test_no_more_pictures_are_decoded_than_may_wait(tiny, monkeypatch):
+    is_reading, may_read = threading.Event(), threading.Event()
+    read = images_routes.read_picture
+
+    def slowly(*args):
+        is_reading.set()
+        assert may_read.wait(60)
+        return read(*args)
+
+    monkeypatch.setattr(images_routes, "read_picture", slowly)
+
+    async def body(client, _engine):
+        first = asyncio.create_task(client.post(PATH, data=FIELDS, files={"image": png()}))
+        await asyncio.to_thread(is_reading.wait, 60)
+        second = await client.post(PATH, data=FIELDS, files={"image": png()})
+        may_read.set()
+        return (await first).status_code, second.status_code
+
+    assert ask(tiny("flux_img2img"), body, max_queue_size=1) == (200, 429)
