@@ -128,9 +128,13 @@ class AsyncOmniDiffusion:
     ) -> AsyncGenerator[Progress | OmniRequestOutput, None]:
         """As `generate_stream`, but the request is in line, or refused, when this returns.
 
-        What it returns has to be iterated, or the request stopped by `abort`.
+        Every request comes this way. It is compared with the model here, as far as it takes no
+        tokenizer: one that does not fit waits for nothing. What this returns has to be iterated, or the
+        request stopped by `abort`.
         """
-        return self._events(self._accept(make_request(prompt, kwargs), preview_every))
+        request = make_request(prompt, kwargs)
+        self.engine.check(request)
+        return self._events(self._accept(request, preview_every))
 
     def check_room(self, num_more: int = 0) -> None:
         """Raises QueueFull where `max_queue_size` requests wait, or would with `num_more`."""

@@ -24,7 +24,7 @@ from diffulex.omni.images_metrics import ImagesMetrics
 from diffulex.omni.images_routes import as_failure, check_model, parse_size
 from diffulex.omni.mp4 import save_video
 from diffulex.omni.outputs import OmniRequestOutput
-from diffulex.omni.request import MAX_SEED, make_request
+from diffulex.omni.request import MAX_SEED
 from diffulex.server.http.api_errors import CLIENT_CLOSED, ApiError
 from diffulex.server.http.json_response import JSONBody
 
@@ -136,7 +136,6 @@ class VideoJobs:
         fields = body.fields(engine.spec.frame_multiple)
         job = _Job(body, {**engine.defaults, **fields})
         try:
-            engine.check(make_request(body.prompt, fields))
             events = self._engine.start(body.prompt, request_id=job.id, **fields)
         except Exception as error:
             raise as_failure(error, self._metrics) from error

@@ -57,6 +57,22 @@ def test_results_are_those_of_the_plain_engine(tiny):
         assert output.metrics["queue_s"] >= 0
 
 
+def test_what_does_not_fit_the_model_waits_for_nothing(tiny):
+    async def body(engine):
+        long = asyncio.create_task(engine.generate("a", **{**SMALL, "num_inference_steps": 1000}))
+        while engine._current is None:
+            await asyncio.sleep(0.01)
+        drawn = engine._current
+        for make in (engine.generate, engine.start):
+            with pytest.raises(RequestError, match="height: expected a multiple of 16, got 30"):
+                await make("b", **{**SMALL, "height": 30})
+        is_drawn_still = engine._current is drawn
+        long.cancel()
+        return is_drawn_still
+
+    assert run(tiny, body)
+
+
 def test_steps_and_previews_come_before_the_result(tiny):
     async def body(engine):
         return [
