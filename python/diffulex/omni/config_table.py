@@ -290,6 +290,12 @@ class OmniEngineConfig:
     max_queue_size: int = key(
         "int", 64, at_least(1), "Requests of `AsyncOmniDiffusion` that may wait; more are refused."
     )
+    max_video_bytes: int = key(
+        "int",
+        2 << 30,
+        at_least(1),
+        "Server of videos: bytes of the finished ones that are kept; the oldest make room.",
+    )
     worker_imports: str | None = key(
         "str?",
         None,

@@ -90,7 +90,9 @@ class _Job:
     completed_at: int | None = None
     error: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
+    num_bytes: int = 0
     task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
 
     @property
     def is_over(self) -> bool:
@@ -118,13 +120,20 @@ class _Job:
 
 
 class VideoJobs:
-    """The videos of a server; their files are in a directory of its own, which `close` removes."""
+    """The videos of a server; their files are in a directory of its own, which `close` removes.
+
+    Args:
+        engine: draws them.
+        metrics: counts what happens.
+    """
 
     def __init__(self, engine: AsyncOmniDiffusion, metrics: ImagesMetrics) -> None:
         self._engine = engine
         self._metrics = metrics
         self._directory = tempfile.TemporaryDirectory(prefix="diffulex-videos-")
         self._jobs: dict[str, _Job] = {}
+        #: Those of them that are over; who ended first comes first.
+        self._kept: list[_Job] = []
 
     def start(self, body: VideoRequest) -> _Job:
         """Puts a request in line.
@@ -139,19 +148,16 @@ class VideoJobs:
             events = self._engine.start(body.prompt, request_id=job.id, **fields)
         except Exception as error:
             raise as_failure(error, self._metrics) from error
-        self._forget()
         self._jobs[job.id] = job
         job.task = asyncio.create_task(self._draw(job, events))
         return job
 
     def all(self) -> list[_Job]:
         """The oldest first."""
-        self._forget()
         return list(self._jobs.values())
 
     def get(self, video_id: str) -> _Job:
         """Raises ApiError 404 where there is none."""
-        self._forget()
         if video_id not in self._jobs:
             raise ApiError(404, f"video: expected a known one, got {video_id!r}", param="video_id")
         return self._jobs[video_id]
@@ -165,12 +171,14 @@ class VideoJobs:
         job = self.get(video_id)
         del self._jobs[video_id]
         await self._stop(job)
-        self.path(job).unlink(missing_ok=True)
+        self._drop(job)
 
     async def close(self) -> None:
         """Stops all and removes their files. May be called again."""
         while self._jobs:  # a request that comes meanwhile may add one
-            await self._stop(self._jobs.popitem()[1])
+            job = self._jobs.popitem()[1]
+            await self._stop(job)
+            self._drop(job)
         self._directory.cleanup()
 
     async def _stop(self, job: _Job) -> None:
@@ -183,15 +191,24 @@ class VideoJobs:
         with suppress(asyncio.CancelledError):
             await job.task
 
-    def _forget(self) -> None:
-        """Those that are too old or too many."""
-        over = [job for job in self._jobs.values() if job.is_over]
-        now = time.time()
-        for number, job in enumerate(over):
-            is_old = job.completed_at is not None and job.completed_at + _KEPT_S <= now
-            if is_old or number < len(over) - _MAX_KEPT:
-                del self._jobs[job.id]
-                self.path(job).unlink(missing_ok=True)
+    def _keep(self, job: _Job) -> None:
+        """Of a job that is over: until its time is up, or newer ones need its place."""
+        job.timer = asyncio.get_running_loop().call_later(_KEPT_S, self._forget, job)
+        self._kept.append(job)
+        most = self._engine.config.engine.max_video_bytes
+        while len(self._kept) > _MAX_KEPT or sum(kept.num_bytes for kept in self._kept) > most:
+            self._forget(self._kept[0])
+
+    def _forget(self, job: _Job) -> None:
+        self._jobs.pop(job.id, None)
+        self._drop(job)
+
+    def _drop(self, job: _Job) -> None:
+        """Of a job that is not listed any more."""
+        if job.timer is not None:
+            job.timer.cancel()
+            self._kept.remove(job)
+        self.path(job).unlink(missing_ok=True)
 
     async def _draw(
         self, job: _Job, events: AsyncGenerator[Progress | OmniRequestOutput, None]
@@ -205,14 +222,26 @@ class VideoJobs:
                         continue
                     frames, path = event.images[0], self.path(job)
                     await _finished(asyncio.to_thread(save_video, path, frames, job.body.fps))
+                    self._check_bytes(job)
                     self._metrics.succeeded(event)
                     job.metrics = dict(event.metrics)
             job.status, job.progress = "completed", 100
         except Exception as error:
             failure = as_failure(error, self._metrics)
             job.error = {"code": failure.body()["error"]["code"], "message": str(failure)}
-            job.status = "failed"
+            job.status, job.num_bytes = "failed", 0
+            self.path(job).unlink(missing_ok=True)
         job.completed_at = int(time.time())
+        self._keep(job)
+
+    def _check_bytes(self, job: _Job) -> None:
+        """Raises ApiError 507 where its file alone is more than may be kept."""
+        most = self._engine.config.engine.max_video_bytes
+        job.num_bytes = self.path(job).stat().st_size
+        if job.num_bytes > most:
+            raise ApiError(
+                507, f"video: expected at most {most} bytes (max_video_bytes), got {job.num_bytes}"
+            )
 
 
 async def _finished(work: Coroutine[Any, Any, None]) -> None:

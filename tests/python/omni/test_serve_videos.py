@@ -116,7 +116,7 @@ def test_finished_videos_are_forgotten_in_turn_and_nothing_is_left(tiny, monkeyp
         jobs = [await ended(client, (await client.post(PATH, json=SMALL)).json()) for _ in range(2)]
         listed = (await client.get(PATH, params={"order": "asc"})).json()
         files = [path.name for path in Path(directories[0].name).iterdir()]
-        monkeypatch.setattr(videos_routes, "_KEPT_S", -1)
+        await client.delete(f"{PATH}/{jobs[1]['id']}")
         return jobs, listed, files, (await client.get(PATH)).json()
 
     jobs, listed, files, empty = ask(tiny("wan"), body)
@@ -125,6 +125,54 @@ def test_finished_videos_are_forgotten_in_turn_and_nothing_is_left(tiny, monkeyp
     assert files == [f"{jobs[1]['id']}.mp4"]
     assert empty == {"object": "list", "data": [], "has_more": False}
     assert not Path(directories[0].name).exists()
+
+
+def test_finished_videos_leave_when_their_time_is_up_without_a_request(tiny, monkeypatch):
+    monkeypatch.setattr(videos_routes, "_KEPT_S", 0)
+    paths = []
+
+    def noting(path, frames, fps):
+        save_video(path, frames, fps)
+        assert path.exists()
+        paths.append(path)
+
+    monkeypatch.setattr(videos_routes, "save_video", noting)
+
+    async def body(client, _engine):
+        await client.post(PATH, json=SMALL)
+        while not paths or paths[0].exists():
+            await asyncio.sleep(0.01)
+        return (await client.get(PATH)).json()["data"]
+
+    assert ask(tiny("wan"), body) == []
+
+
+def test_finished_videos_have_a_limit_of_bytes(tiny, monkeypatch):
+    sizes, paths = [1000, 1000, 1000, 2501], []
+
+    def plain(path, _frames, _fps):
+        paths.append(path)
+        path.write_bytes(bytes(sizes[len(paths) - 1]))
+
+    monkeypatch.setattr(videos_routes, "save_video", plain)
+
+    async def body(client, _engine):
+        jobs = [await ended(client, (await client.post(PATH, json=SMALL)).json())]
+        for _ in sizes[1:]:
+            jobs.append(await ended(client, (await client.post(PATH, json=SMALL)).json()))
+        listed = (await client.get(PATH, params={"order": "asc"})).json()["data"]
+        oldest = await client.get(f"{PATH}/{jobs[0]['id']}/content")
+        metrics = (await client.get("/metrics")).text
+        return jobs, listed, oldest.status_code, [path.exists() for path in paths], metrics
+
+    jobs, listed, status, are_there, metrics = ask(tiny("wan"), body, max_video_bytes=2500)
+    assert [job["id"] for job in listed] == [job["id"] for job in jobs[1:]]
+    assert [job["status"] for job in listed] == ["completed", "completed", "failed"]
+    expected = "video: expected at most 2500 bytes (max_video_bytes), got 2501"
+    assert jobs[3]["error"]["message"] == expected
+    assert status == 404
+    assert are_there == [False, True, True, False]
+    assert 'diffulex_image_requests_total{status="507"} 1.0' in metrics
 
 
 def test_a_video_that_is_deleted_while_it_is_written_leaves_no_file(tiny, monkeypatch):
