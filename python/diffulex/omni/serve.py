@@ -37,7 +37,7 @@ from diffulex.server.http.middleware import (
 from diffulex.server.loopback import LOCALHOST, is_loopback
 from diffulex.server.ui import IMAGES_PAGE, mount_ui
 
-__all__ = ["ServeOptions", "create_images_app", "serve"]
+__all__ = ["ImagesServer", "ServeOptions", "create_images_app", "serve"]
 
 #: Without pictures, and with them.
 _MAX_BODY_BYTES, _MAX_FORM_BYTES = 1 << 20, 50 << 20
@@ -84,6 +84,7 @@ def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> Fast
                 await engine.close()
 
     app = FastAPI(title="Diffulex images", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.videos = videos
     install_error_handlers(app)
     if videos is None:
         app.include_router(create_images_router(engine, names, metrics))
@@ -109,10 +110,11 @@ def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> Fast
     @app.get("/health")
     async def health() -> Response:
         """Whether requests are accepted."""
-        found = engine.engine.health()
+        is_ending = videos is not None and videos.is_ending
+        state = "draining" if is_ending else engine.engine.health()["state"]
         return JSONBody(
-            {"status": found["state"], "waiting": engine.num_waiting},
-            status_code=200 if engine.is_running else 503,
+            {"status": state, "waiting": engine.num_waiting},
+            status_code=200 if engine.is_running and not is_ending else 503,
         )
 
     @app.get("/metrics")
@@ -180,27 +182,48 @@ def serve(engine_kwargs: dict[str, Any], options: ServeOptions) -> int:
     listener = socket.create_server((options.host, options.port), family=family)
     try:
         engine = AsyncOmniDiffusion(**engine_kwargs)
-        config = uvicorn.Config(
-            create_images_app(engine, options),
-            log_level="warning",
-            timeout_graceful_shutdown=max(1, int(options.drain_s)),
-        )
+        server = ImagesServer(create_images_app(engine, options), options.drain_s)
         port = listener.getsockname()[1]
         print(f"serving {media}s on http://{options.host}:{port}", file=sys.stderr, flush=True)
-        server = _Server(config)
         asyncio.run(server.serve(sockets=[listener]))
     finally:
         listener.close()
     return server.exit_code
 
 
-class _Server(uvicorn.Server):
-    """The first signal lets running requests end, a second one does not."""
+class ImagesServer(uvicorn.Server):
+    """The first signal lets what was asked for end, a second one does not.
+
+    Args:
+        app: of `create_images_app`.
+        drain_s: seconds that it may take after the first signal. Requests that run are answered. A
+            server of videos goes on until those that are not over then have been fetched, too.
+    """
 
     exit_code = 0
 
+    def __init__(self, app: FastAPI, drain_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, log_level="warning", timeout_graceful_shutdown=max(1, int(drain_s))
+            )
+        )
+        self._videos: VideoJobs | None = app.state.videos
+        self._drain_s = drain_s
+        self._deadline: float | None = None
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            self.force_exit = True
+        if self._deadline is not None:
+            self.should_exit = self.force_exit = True
             self.exit_code = 130 if sig == signal.SIGINT else 0
-        self.should_exit = True
+            return
+        self._deadline = time.monotonic() + self._drain_s
+        self.should_exit = self._videos is None
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._deadline is not None and self._videos is not None and not self.should_exit:
+            self._videos.end()
+            left = self._deadline - time.monotonic()
+            self.should_exit = self._videos.has_ended or left <= 0
+            self.config.timeout_graceful_shutdown = max(1, int(left))
+        return await super().on_tick(counter)

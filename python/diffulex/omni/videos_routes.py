@@ -17,6 +17,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.types import Receive, Scope, Send
 
 from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion, Progress
 from diffulex.omni.forms import read_form
@@ -35,6 +36,7 @@ _MAX_STEPS = 200
 _SCALE = Field(default=None, ge=0, le=20)
 #: Finished videos that are kept, and for how long.
 _MAX_KEPT, _KEPT_S = 32, 3600
+_STOPPING = "videos: expected a running server, got one that ends"
 
 
 class VideoRequest(BaseModel):
@@ -91,6 +93,7 @@ class _Job:
     error: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
     num_bytes: int = 0
+    is_fetched: bool = False
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
 
@@ -130,6 +133,8 @@ class VideoJobs:
     def __init__(self, engine: AsyncOmniDiffusion, metrics: ImagesMetrics) -> None:
         self._engine = engine
         self._metrics = metrics
+        #: That are still waited for when the server ends; None before it is told to.
+        self._last: list[_Job] | None = None
         self._directory = tempfile.TemporaryDirectory(prefix="diffulex-videos-")
         self._jobs: dict[str, _Job] = {}
         #: Those of them that are over; who ended first comes first.
@@ -139,8 +144,10 @@ class VideoJobs:
         """Puts a request in line.
 
         Raises:
-            ApiError: it does not fit the model, or too many wait.
+            ApiError: it does not fit the model, too many wait, or the server ends.
         """
+        if self._last is not None:
+            raise ApiError(503, _STOPPING)
         engine = self._engine.engine
         fields = body.fields(engine.spec.frame_multiple)
         job = _Job(body, {**engine.defaults, **fields})
@@ -172,6 +179,24 @@ class VideoJobs:
         del self._jobs[video_id]
         await self._stop(job)
         self._drop(job)
+
+    def end(self) -> None:
+        """From now on none is started; those that are not over are waited for."""
+        if self._last is None:
+            self._last = [job for job in self._jobs.values() if not job.is_over]
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether `end` was called."""
+        return self._last is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether those that `end` waits for have failed, were fetched, or are forgotten."""
+        return self._last is not None and all(
+            job.id not in self._jobs or job.status == "failed" or job.is_fetched
+            for job in self._last
+        )
 
     async def close(self) -> None:
         """Stops all and removes their files. May be called again."""
@@ -310,9 +335,21 @@ def create_videos_router(
         job = jobs.get(video_id)
         if job.status != "completed":
             raise ApiError(409, f"video: expected a completed one, got one that is {job.status}")
-        return FileResponse(jobs.path(job), media_type="video/mp4", filename=f"{job.id}.mp4")
+        return _Content(job, jobs.path(job))
 
     return router
+
+
+class _Content(FileResponse):
+    """A file that counts as fetched when all of it was sent."""
+
+    def __init__(self, job: _Job, path: Path) -> None:
+        super().__init__(path, media_type="video/mp4", filename=f"{job.id}.mp4")
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(scope, receive, send)
+        self._job.is_fetched = True
 
 
 def _body_schema() -> dict[str, Any]:

@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +19,18 @@ from fixtures.extras import need_extra
 need_extra("omni", "diffusers", "accelerate", "PIL")
 pytest.importorskip("fastapi", reason="pip install 'diffulex[serve]'")
 
+import httpx  # noqa: E402
 import openai  # noqa: E402
 
-from diffulex.omni import OmniDiffusion, videos_routes  # noqa: E402
+from diffulex.omni import (  # noqa: E402
+    AsyncOmniDiffusion,
+    OmniDiffusion,
+    RequestAborted,
+    videos_routes,
+)
 from diffulex.omni.mp4 import save_video, write_mp4  # noqa: E402
-from diffulex.omni.serve import ServeOptions  # noqa: E402
-from fixtures.omni_http import ask  # noqa: E402
+from diffulex.omni.serve import ImagesServer, ServeOptions, create_images_app  # noqa: E402
+from fixtures.omni_http import WAIT_S, ask  # noqa: E402
 
 PATH = "/v1/videos"
 SMALL = {"prompt": "a cat", "size": "32x32", "num_frames": 5, "num_inference_steps": 2, "seed": 1}
@@ -173,6 +183,81 @@ def test_finished_videos_have_a_limit_of_bytes(tiny, monkeypatch):
     assert status == 404
     assert are_there == [False, True, True, False]
     assert 'diffulex_image_requests_total{status="507"} 1.0' in metrics
+
+
+def serving(model, drain_s, body):
+    """Runs `body(client, engine)` with a client of a server with a socket, which ends by itself."""
+
+    async def whole():
+        engine = AsyncOmniDiffusion(model=str(model))
+        server = ImagesServer(create_images_app(engine, ServeOptions()), drain_s)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            running = asyncio.create_task(server.serve([listener]))
+            async with httpx.AsyncClient(base_url=address, timeout=WAIT_S) as client:
+                found = await asyncio.wait_for(body(client, engine), WAIT_S)
+            await asyncio.wait_for(running, WAIT_S)
+        assert server.exit_code == 0
+        return found
+
+    return asyncio.run(whole())
+
+
+def test_a_server_that_is_told_to_end_finishes_its_videos(tiny, monkeypatch):
+    may_draw = threading.Event()
+
+    async def body(client, engine):
+        step = engine.engine.step
+
+        def gated(*args, **keywords):
+            assert may_draw.wait(WAIT_S)
+            return step(*args, **keywords)
+
+        monkeypatch.setattr(engine.engine, "step", gated)
+        job = (await client.post(PATH, json=SMALL)).json()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while (health := await client.get("/health")).status_code == 200:
+            await asyncio.sleep(0.01)
+        refused = await client.post(PATH, json=SMALL)
+        may_draw.set()
+        last = await ended(client, job)
+        content = await client.get(f"{PATH}/{job['id']}/content")
+        return health, refused, last, content
+
+    health, refused, last, content = serving(tiny("wan"), 2 * WAIT_S, body)
+    assert health.json()["status"] == "draining"
+    assert refused.status_code == 503
+    expected = "videos: expected a running server, got one that ends"
+    assert refused.json()["error"]["message"] == expected
+    assert last["status"] == "completed"
+    assert content.status_code == 200
+    assert content.content[4:8] == b"ftyp"
+
+
+def test_a_server_whose_time_to_end_is_over_stops_its_videos(tiny, monkeypatch):
+    outcomes = []
+
+    async def body(client, engine):
+        step = engine.engine.step
+
+        def until_stopped(*args, **keywords):
+            while not engine._current.is_aborted:
+                time.sleep(0.01)
+            try:
+                return step(*args, **keywords)
+            except RequestAborted as error:
+                outcomes.append(str(error))
+                raise
+
+        monkeypatch.setattr(engine.engine, "step", until_stopped)
+        await client.post(PATH, json=SMALL)
+        while engine._current is None:
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    serving(tiny("wan"), 0.0, body)
+    (text,) = outcomes
+    assert text.endswith("stopped by its callback")
 
 
 def test_a_video_that_is_deleted_while_it_is_written_leaves_no_file(tiny, monkeypatch):
