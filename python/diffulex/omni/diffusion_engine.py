@@ -12,7 +12,7 @@ from diffulex.config.key import unknown_key
 from diffulex.omni.errors import RequestError, UnsupportedFeatureError
 from diffulex.omni.loader import find_model, load_pipeline
 from diffulex.omni.outputs import OmniRequestOutput
-from diffulex.omni.pictures import size_like, steps_run
+from diffulex.omni.pictures import as_rgb, size_like, steps_run
 from diffulex.omni.request import MODEL_FIELDS, OmniDiffusionRequest
 from diffulex.omni.scheduler import Scheduler
 from diffulex.omni.support import check_engine
@@ -390,6 +390,6 @@ def _make_call(
         num_inference_steps=values.pop("num_inference_steps"),
         output_type=item.output_type,
         arguments={**values, **item.request.extra},
-        pictures=item.request.pictures,
+        pictures=tuple(map(as_rgb, item.request.pictures)),
         replica=replica,
     )

@@ -10,13 +10,13 @@ from typing import Any
 
 from diffulex.omni.errors import RequestError
 
-__all__ = ["read_picture", "size_like", "steps_run"]
+__all__ = ["as_rgb", "read_picture", "size_like", "steps_run"]
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 def read_picture(source: str | Path | bytes, name: str, max_pixels: int) -> Any:
-    """A PIL image, RGB, upright, without transparency.
+    """A PIL image, upright, as `as_rgb` makes it.
 
     Args:
         source: a file, or its content.
@@ -37,11 +37,7 @@ def read_picture(source: str | Path | bytes, name: str, max_pixels: int) -> Any:
                 raise RequestError(
                     f"{name}: expected at most {max_pixels} pixels (max_pixels), got {width}x{height}"
                 )
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):  # 16 bits, which a conversion clips to 8
-                upright = upright.convert("I").point(lambda value: value * (1 / 257) + 0.5)
-                upright = upright.convert("L")
-            return upright.convert("RGB")
+            return as_rgb(ImageOps.exif_transpose(image))
     except RequestError:
         raise
     except UnidentifiedImageError:
@@ -51,6 +47,25 @@ def read_picture(source: str | Path | bytes, name: str, max_pixels: int) -> Any:
     # Decoders of broken files raise nearly anything.
     except Exception as error:
         raise RequestError(f"{name}: {kinds}, got {error}") from error
+
+
+def as_rgb(image: Any) -> Any:
+    """A PIL image of any mode as RGB; what is transparent shows white behind it.
+
+    As OpenAI documents its edits, only a mask says by its transparency what is to be changed, and no
+    pipeline here takes one: the transparency of a picture is how it looks.
+    """
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I"):  # 16 bits, which a conversion clips to 8
+        image = image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    from PIL import Image  # noqa: PLC0415 (of the extra)
+
+    clear = image.convert("RGBA")
+    white = Image.new("RGBA", clear.size, "white")
+    return Image.alpha_composite(white, clear).convert("RGB")
 
 
 def size_like(

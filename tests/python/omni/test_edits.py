@@ -175,8 +175,6 @@ def test_files_are_read_upright_and_refused_in_one_line(tmp_path):
     exif[0x0112] = 6
     photo(80, 60).save(tmp_path / "turned.jpg", exif=exif)
     assert read_picture(tmp_path / "turned.jpg", "image", 5000).size == (60, 80)
-    photo().convert("RGBA").save(tmp_path / "clear.png")
-    assert read_picture(str(tmp_path / "clear.png"), "image", 5000).mode == "RGB"
     deep = np.linspace(0, 65535, 4800).astype(np.uint16).reshape(60, 80)
     Image.fromarray(deep).save(tmp_path / "deep.png")
     read = np.asarray(read_picture(tmp_path / "deep.png", "image", 5000), dtype=np.float64)
@@ -193,6 +191,46 @@ def test_files_are_read_upright_and_refused_in_one_line(tmp_path):
             read_picture(source, "image", most)
         assert str(raised.value).startswith(expected)
         assert "\n" not in str(raised.value)
+
+
+def shades():
+    """A black picture, transparent at the left, half of it in the middle, and opaque at the right."""
+    alpha = np.repeat(np.uint8([[0, 128, 255]]), 10, axis=1).repeat(20, axis=0)
+    clear = Image.new("RGBA", (30, 20), "black")
+    clear.putalpha(Image.fromarray(alpha))
+    return clear
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB"])
+def test_what_is_transparent_shows_white(mode):
+    clear = shades()
+    if mode in ("P", "RGB"):
+        # One colour stands for what is transparent.
+        clear = Image.new(mode, (30, 20), 0)
+        clear.paste(1 if mode == "P" else (1, 1, 1), (10, 0, 30, 20))
+        if mode == "P":
+            clear.putpalette([0, 0, 0, 90, 90, 90])
+        file = io.BytesIO()
+        clear.save(file, "PNG", transparency=0 if mode == "P" else (0, 0, 0))
+        right, middle = (90, 90) if mode == "P" else (1, 1)
+    else:
+        file = io.BytesIO()
+        clear.convert(mode).save(file, "PNG")
+        right, middle = 0, 127
+    read = np.asarray(read_picture(file.getvalue(), "image", 5000))
+    assert [read[5, place].tolist() for place in (5, 15, 25)] == [
+        [255] * 3, [middle] * 3, [right] * 3,
+    ]  # fmt: skip
+
+
+def test_a_transparent_picture_of_a_program_is_the_one_on_white(tiny):
+    white = Image.new("RGB", (30, 20), "white")
+    white.paste(shades(), mask=shades().getchannel("A"))
+    fields = {**SMALL, "seed": 2, "output_type": "pt"}
+    with OmniDiffusion(model=str(tiny("flux_img2img"))) as engine:
+        (clear,) = engine.generate("a cat", pil_image=shades(), **fields)
+        (plain,) = engine.generate("a cat", pil_image=white, **fields)
+    assert torch.equal(clear.images[0], plain.images[0])
 
 
 @pytest.mark.slow  # the bundled model on one core
