@@ -215,9 +215,7 @@ class DiffusionEngine:
             raise RuntimeError("image engine: expected an open engine, got a closed one")
         return self._worker
 
-    def _prepared(
-        self, requests: Sequence[OmniDiffusionRequest]
-    ) -> Sequence[OmniDiffusionRequest]:
+    def _prepared(self, requests: Sequence[OmniDiffusionRequest]) -> Sequence[OmniDiffusionRequest]:
         hook = self.spec.pre_process
         return requests if hook is None else hook(requests)
 

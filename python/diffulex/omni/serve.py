@@ -204,9 +204,7 @@ class ImagesServer(uvicorn.Server):
 
     def __init__(self, app: FastAPI, drain_s: float) -> None:
         super().__init__(
-            uvicorn.Config(
-                app, log_level="warning", timeout_graceful_shutdown=max(1, int(drain_s))
-            )
+            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=max(1, int(drain_s)))
         )
         self._videos: VideoJobs | None = app.state.videos
         self._drain_s = drain_s

@@ -182,7 +182,9 @@ def test_a_full_server_decodes_nothing(tiny, monkeypatch):
         fields = {**FIELDS, "num_inference_steps": "200", "strength": "1"}
         tasks = []
         for is_there in (lambda: engine._current is not None, lambda: engine.num_waiting):
-            tasks.append(asyncio.create_task(client.post(PATH, data=fields, files={"image": png()})))
+            tasks.append(
+                asyncio.create_task(client.post(PATH, data=fields, files={"image": png()}))
+            )
             while not is_there():
                 await asyncio.sleep(0.01)
         before = len(decoded)

@@ -167,9 +167,7 @@ def test_finished_videos_have_a_limit_of_bytes(tiny, monkeypatch):
     monkeypatch.setattr(videos_routes, "save_video", plain)
 
     async def body(client, _engine):
-        jobs = [await ended(client, (await client.post(PATH, json=SMALL)).json())]
-        for _ in sizes[1:]:
-            jobs.append(await ended(client, (await client.post(PATH, json=SMALL)).json()))
+        jobs = [await ended(client, (await client.post(PATH, json=SMALL)).json()) for _ in sizes]
         listed = (await client.get(PATH, params={"order": "asc"})).json()["data"]
         oldest = await client.get(f"{PATH}/{jobs[0]['id']}/content")
         metrics = (await client.get("/metrics")).text

@@ -65,7 +65,9 @@ def test_stages_are_parts_of_the_whole(tiny, tmp_path, dtype, shard):
 
 
 @pytest.mark.parametrize("stage", [None, Stage(0, 2)])
-@pytest.mark.parametrize("content", ["{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}', "["])
+@pytest.mark.parametrize(
+    "content", ["{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}', "["]
+)
 def test_a_broken_index_is_an_error_that_names_it(tiny, tmp_path, content, stage):
     model = shutil.copytree(tiny("wan"), tmp_path / "model")
     index = model / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
