@@ -110,12 +110,7 @@ def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> Fast
     @app.get("/health")
     async def health() -> Response:
         """Whether requests are accepted."""
-        is_ending = videos is not None and videos.is_ending
-        state = "draining" if is_ending else engine.engine.health()["state"]
-        return JSONBody(
-            {"status": state, "waiting": engine.num_waiting},
-            status_code=200 if engine.is_running and not is_ending else 503,
-        )
+        return _health(engine, videos)
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
@@ -127,6 +122,14 @@ def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> Fast
         mount_ui(app, IMAGES_PAGE)
     _add_middleware(app, options, _MAX_BODY_BYTES if spec.image_input is None else _MAX_FORM_BYTES)
     return app
+
+
+def _health(engine: AsyncOmniDiffusion, videos: VideoJobs | None) -> Response:
+    is_ending = videos is not None and videos.is_ending
+    state = "draining" if is_ending else engine.engine.health()["state"]
+    is_ready = engine.is_running and not is_ending
+    shown = {"status": state, "waiting": engine.num_waiting}
+    return JSONBody(shown, status_code=200 if is_ready else 503)
 
 
 def _describe(engine: AsyncOmniDiffusion, name: str) -> dict[str, Any]:
