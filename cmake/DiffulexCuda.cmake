@@ -33,6 +33,7 @@ macro(_diffulex_enable_cuda)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     enable_language(CUDA)
+    diffulex_check_nvcc("${CMAKE_CUDA_COMPILER_VERSION}")
     # enable_language writes the cache entry; remember that it is not the user's.
     set(DIFFULEX_INTERNAL_CUDA_ARCHITECTURES ON CACHE INTERNAL "")
     find_package(CUDAToolkit REQUIRED)

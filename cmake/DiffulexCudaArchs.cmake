@@ -8,6 +8,18 @@
 #   8.0;9.0                        80-real;90a-real              90a-real
 #   X+PTX                          adds X-virtual (never 90a)    never
 
+# The oldest CUDA whose compiler and headers the sources were written for.
+set(DIFFULEX_CUDA_LEAST 12.4)
+
+# diffulex_check_nvcc(<version>): an error for an older compiler, which would stop in the middle of a build.
+function(diffulex_check_nvcc version)
+  if(version VERSION_LESS DIFFULEX_CUDA_LEAST)
+    message(FATAL_ERROR
+      "CUDA: expected nvcc ${DIFFULEX_CUDA_LEAST} or newer (CUDACXX names another one, "
+      "-DDIFFULEX_WITH_CUDA=OFF builds without), got ${version}")
+  endif()
+endfunction()
+
 # diffulex_parse_cuda_archs(<list>): sets DIFFULEX_CUDA_ARCHS_PORTABLE, _SM80 and _SM90 in the caller.
 function(diffulex_parse_cuda_archs requested)
   string(REGEX REPLACE "[ ,;\t\n]+" ";" entries "${requested}")

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The mapping of requested CUDA architectures to source groups. The rejected requests are tried in a
+# The mapping of requested CUDA architectures to source groups, and the oldest compiler. The rejected requests are tried in a
 # child process, because an error ends the script.
 cmake_minimum_required(VERSION 3.25)
 
 include("${SOURCE_DIR}/cmake/DiffulexCudaArchs.cmake")
 
 if(DEFINED REQUEST)
-  diffulex_parse_cuda_archs("${REQUEST}")
+  if(REQUEST MATCHES "^nvcc (.*)$")
+    diffulex_check_nvcc("${CMAKE_MATCH_1}")
+  else()
+    diffulex_parse_cuda_archs("${REQUEST}")
+  endif()
   return()
 endif()
 
@@ -49,6 +53,10 @@ expect_archs("8.0+PTX" "80-real;80-virtual" "")
 expect_archs("9.0+PTX" "90a-real;90-virtual" "90a-real")
 expect_archs("8.0;9.0;9.0+PTX" "80-real;90a-real;90-virtual" "90a-real")
 expect_archs("8.0+PTX;9.0" "80-real;90a-real;80-virtual" "90a-real")
+diffulex_check_nvcc("12.4.99")
+diffulex_check_nvcc("13.0.48")
+expect_rejected("nvcc 12.3.107" "expected nvcc 12.4 or newer")
+expect_rejected("nvcc 12.3.107" "DIFFULEX_WITH_CUDA=OFF builds without), got 12.3.107")
 expect_rejected("7.5" "expected 8.0 or newer, got \"7.5\"")
 expect_rejected("7.5 8.0+PTX" "expected 8.0 or newer, got \"7.5\"")
 expect_rejected("80" "expected entries like 8.0, 9.0 or 9.0+PTX, got \"80\"")
