@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from diffulex.config.sampling_params import SamplingParams
     from diffulex.engine.async_llm import AsyncLLM
     from diffulex.engine.denoising import DenoisingPicture, denoising
-    from diffulex.engine.engine import LLM, Diffulex
+    from diffulex.engine.engine import LLM, Diffulex, DiffulexEngine
     from diffulex.engine.output import (
         DenoiseSnapshot,
         GenerationOutputs,
@@ -43,6 +43,7 @@ __all__ = [
     "DenoiseSnapshot",
     "DenoisingPicture",
     "Diffulex",
+    "DiffulexEngine",
     "DiffulexError",
     "EngineDeadError",
     "GenerationOutputs",
@@ -61,6 +62,7 @@ _MODULES = {
     "AsyncLLM": "diffulex.engine.async_llm",
     "Config": "diffulex.config.config",
     "Diffulex": "diffulex.engine.engine",
+    "DiffulexEngine": "diffulex.engine.engine",
     "LLM": "diffulex.engine.engine",
     "SamplingParams": "diffulex.config.sampling_params",
     "__version__": "diffulex_ext",

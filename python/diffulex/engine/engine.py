@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from diffulex.engine.replicas.coupled import Coupling
     from diffulex.profiling.ring import StepRing
 
-__all__ = ["LLM", "Diffulex"]
+__all__ = ["LLM", "Diffulex", "DiffulexEngine"]
 
 logger = get_logger(__name__)
 
@@ -552,8 +552,8 @@ class Diffulex(LiveControls, Observed):
         return encode_prompt(prompt, self.config, self._tokenizer, use_chat_template)
 
 
-#: The name that other engines have for it.
-LLM = Diffulex
+#: The names that other engines, and earlier versions, have for it.
+LLM = DiffulexEngine = Diffulex
 
 
 @contextlib.contextmanager

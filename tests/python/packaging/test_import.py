@@ -72,8 +72,8 @@ print([name for name in ("transformers", "fastapi", "diffulex.server") if name i
     assert run_python(code, tmp_path) == "[]"
 
 
-def test_the_engine_has_the_name_that_others_give_it() -> None:
-    code = "import diffulex; assert diffulex.LLM is diffulex.Diffulex"
+def test_the_engine_has_the_names_that_others_give_it() -> None:
+    code = "from diffulex import LLM, Diffulex, DiffulexEngine; assert LLM is Diffulex is DiffulexEngine"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
