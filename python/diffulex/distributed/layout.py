@@ -17,6 +17,7 @@ __all__ = [
     "Layout",
     "Sizes",
     "check_device_name",
+    "describe_ranks",
     "layout_of",
     "rank_devices",
     "replica_devices",
@@ -192,6 +193,43 @@ def rank_devices(
         found = max(0, num_visible - device_start)
         raise ConfigError(f"device_ids: expected {count} devices for {sizes}, got {found}")
     return tuple(range(device_start, device_start + count))
+
+
+def describe_ranks(parallel: Any, device: str) -> dict[str, Any]:
+    """What `Diffulex.parallel_info` answers.
+
+    Args:
+        parallel: the section of the configuration.
+        device: of the model; of several CUDA ranks each has its own.
+    """
+    sizes = Sizes(
+        parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.expert_parallel_size
+    )
+    devices = [device] * sizes.world
+    if sizes.world > 1 and device != "cpu":
+        numbers = rank_devices(sizes, parallel.device_ids, parallel.device_start)
+        devices = [f"cuda:{number}" for number in numbers]
+    executor = parallel.distributed_executor
+    if sizes.world == 1:
+        executor = "local"
+    elif executor == "auto":
+        executor = "mp"
+    return {
+        **{f"{name}_parallel_size": size for name, size in sizes._asdict().items()},
+        "layout": layout_of(sizes).value,
+        "executor": executor,
+        "ranks": [
+            {
+                "rank": rank,
+                "replica": sizes.data_group(rank).index(rank),
+                # Ray gives its own numbers to devices.
+                "device": None if executor == "ray" and device != "cpu" else devices[rank],
+                "tensor_group": list(sizes.tensor_group(rank)),
+                "expert_group": list(sizes.expert_group(rank)),
+            }
+            for rank in range(sizes.world)
+        ],
+    }
 
 
 def replica_devices(sizes: Sizes, devices: Sequence[int]) -> list[Sequence[int]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from diffulex.distributed.layout import describe_ranks
 from diffulex.profiling.profiler import Profiler
 from diffulex.profiling.ring import StepRing, StepTimes
 from diffulex.profiling.scopes import Instrument, Stage
@@ -24,6 +25,7 @@ __all__ = ["Observed"]
 class Observed:
     """Part of `Diffulex`."""
 
+    config: Config
     _executor: Executor
     _loop: StepLoop
     #: None for several replicas.
@@ -56,6 +58,17 @@ class Observed:
         if self._prepared is None:
             raise RuntimeError("prepared: expected data_parallel_size 1, got several replicas")
         return self._prepared
+
+    def parallel_info(self) -> dict[str, Any]:
+        """How the model is spread over processes and devices; also after `close`.
+
+        Returns:
+            `tensor_parallel_size`, `data_parallel_size` and `expert_parallel_size`; their `layout`
+            (docs/distributed.md); `executor`: local (no other process), mp or ray; and of each of `ranks` its
+            `rank`, `replica` and `device` (None where Ray chooses it), and the ranks, itself among them, that
+            have parts of the same weights (`tensor_group`) and of the same experts (`expert_group`).
+        """
+        return describe_ranks(self.config.parallel, self.config.model.device)
 
     def memory_report(self) -> MemoryReport:
         """Where the memory of the engine is now; RuntimeError after `close`."""

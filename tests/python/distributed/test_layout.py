@@ -13,11 +13,13 @@ import pytest
 
 from diffulex.config.config import Config
 from diffulex.config.facts import read_facts
+from diffulex.config.parallel import ParallelConfig
 from diffulex.config.parse import Options
 from diffulex.distributed.layout import (
     Layout,
     Sizes,
     check_device_name,
+    describe_ranks,
     layout_of,
     rank_devices,
     replica_devices,
@@ -79,6 +81,31 @@ def test_a_device_of_several_ranks_has_no_number() -> None:
         "device: expected cuda with tensor_parallel_size 2 (device_ids chooses), got 'cuda:1'"
     )
     assert str(caught.value) == expected
+
+
+def test_ranks_are_described() -> None:
+    alone = describe_ranks(ParallelConfig(), "cuda:3")
+    assert (alone["executor"], alone["layout"]) == ("local", "base")
+    (row,) = alone["ranks"]
+    assert row == {
+        "rank": 0, "replica": 0, "device": "cuda:3", "tensor_group": [0], "expert_group": [0],
+    }  # fmt: skip
+    parallel = ParallelConfig(
+        tensor_parallel_size=2,
+        data_parallel_size=2,
+        expert_parallel_size=4,
+        device_ids=(5, 4, 1, 0),
+    )
+    several = describe_ranks(parallel, "cuda:5")
+    assert (several["executor"], several["layout"]) == ("mp", "global_ep")
+    assert several["expert_parallel_size"] == 4
+    assert [row["device"] for row in several["ranks"]] == ["cuda:5", "cuda:4", "cuda:1", "cuda:0"]
+    assert [row["replica"] for row in several["ranks"]] == [0, 0, 1, 1]
+    assert [row["tensor_group"] for row in several["ranks"]] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert all(row["expert_group"] == [0, 1, 2, 3] for row in several["ranks"])
+    on_ray = dataclasses.replace(parallel, distributed_executor="ray")
+    assert {row["device"] for row in describe_ranks(on_ray, "cuda:0")["ranks"]} == {None}
+    assert {row["device"] for row in describe_ranks(on_ray, "cpu")["ranks"]} == {"cpu"}
 
 
 def test_every_layout_up_to_16_ranks() -> None:

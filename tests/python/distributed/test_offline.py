@@ -87,6 +87,10 @@ def test_two_replicas_do_as_one_engine(alone: Diffulex, expected: list[Any]) -> 
         sent = [engine._loop._choice.num_sent(i) for i in range(2)]  # type: ignore[union-attr]
         assert min(sent) >= 8
         assert outputs.as_dict()["dp"] == 2
+        info = engine.parallel_info()
+        assert (info["executor"], info["data_parallel_size"]) == ("mp", 2)
+        assert [row["replica"] for row in info["ranks"]] == [0, 1]
+        assert alone.parallel_info()["executor"] == "local"
         assert outputs.stats.num_steps > max(out.metrics.nfe for out in outputs)
         assert engine.stats().num_finished == len(PROMPTS)
         check_streams(engine, alone)

@@ -20,6 +20,7 @@ REPLICATED = frozenset(
         "generate",
         "has_unfinished",
         "observe_blocks",
+        "parallel_info",
         "record",
         "stats",
         "step",
