@@ -37,7 +37,7 @@ def make_outputs() -> GenerationOutputs:
         (0.5, True, (2, [11, 12, 13]), (1, [7])),
     ]
     for seconds, is_decode, one, two in script:
-        stats.add_step(seconds, is_decode, 2, 12)
+        stats.add_step(seconds, 2, 12, 0 if is_decode else 12)
         for record, (new, appended) in ((first, one), (second, two)):
             record.start_step(3.0)
             record.add_step(seconds, is_decode, new, appended)
@@ -177,7 +177,7 @@ def test_progress_reports_first_interval_and_last(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO, "diffulex"):
         for record in records:
             record.add_step(0.5, True, 2, [1, 2])
-        stats.add_step(0.5, True, 10, 40)
+        stats.add_step(0.5, 10, 40, 0)
         stats.decode_tokens = 20
         progress.step(0.5)
         progress.step(0.5)
@@ -242,7 +242,7 @@ def test_two_calls_pooled_are_one_call() -> None:
     def output(req_id: int, tokens: int) -> tuple[RequestOutput, RunStats]:
         record, stats = RequestRecord(req_id, (1, 2, 3), 9, added_at=0.0), RunStats()
         for is_decode in (False, True):
-            stats.add_step(0.25, is_decode, 1, 8)
+            stats.add_step(0.25, 1, 8, 0 if is_decode else 8)
             record.add_step(0.25, is_decode, tokens, [4] * tokens)
         stats.wall_s = 1.0
         metrics = record.metrics(2 * tokens, 0, 0)

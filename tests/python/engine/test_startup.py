@@ -127,7 +127,7 @@ def test_a_step_without_a_graph_is_an_error_where_only_graphs_will_do() -> None:
 
 def test_graphs_of_runs() -> None:
     first = RunStats(num_graphs=4, num_graph_steps=10, num_graph_fallbacks=1)
-    first.add_step(0.5, True, 3, 24)
+    first.add_step(0.5, 3, 24, 0)
     total = first.merged(RunStats(num_graphs=6, num_graph_steps=5))
     assert (total.num_graphs, total.num_graph_steps, total.num_graph_fallbacks) == (6, 15, 1)
     assert total.num_forwards == 3
