@@ -41,7 +41,7 @@ class PromptLimits:
 
     Attributes:
         longest_whole_prompt: most tokens of a prompt where an exported program must hold it whole.
-        refused_mask: the mask's id, where prompts may not have it: a model would overwrite the position.
+        refused_mask: the mask's id, where prompts may not have it: texts of clients may spell it.
     """
 
     max_model_len: int
@@ -161,16 +161,12 @@ def encode_prompt(
     """Checked token ids of a prompt.
 
     Raises:
-        PromptError: empty, too long, ids outside the vocabulary or of the mask, or text without a
-            tokenizer.
+        PromptError: empty, too long, ids outside the vocabulary, or text without a tokenizer.
     """
     token_ids = _token_ids(prompt, tokenizer, use_chat_template)
-    takes_mask = config.decoding.traits.has_canvas or config.decoding.allow_mask_in_prompt
+    # The id of the mask is one like others in a prompt: its positions are never opened.
     limits = PromptLimits(
-        config.scheduler.max_model_len,
-        config.model.spec.vocab_size,
-        config.longest_whole_prompt,
-        refused_mask=None if takes_mask else config.model.mask_token_id,
+        config.scheduler.max_model_len, config.model.spec.vocab_size, config.longest_whole_prompt
     )
     limits.check(token_ids)
     return token_ids

@@ -134,11 +134,12 @@ def test_masks_in_a_prompt(tiny: TinyModel) -> None:
             engine.generate([[mask, *PROMPT]], summary=False)
 
 
-def test_masks_in_a_prompt_need_the_key(engine: Diffulex) -> None:
+def test_without_the_key_a_mask_in_a_prompt_is_a_token(engine: Diffulex) -> None:
     mask = engine.config.model.mask_token_id
-    with pytest.raises(PromptError, match=f"expected no mask token, got id {mask}") as caught:
-        engine.generate([[*PROMPT, mask]], summary=False)
-    assert caught.value.code == "mask_token_in_prompt"
+    prompt = [*PROMPT, mask, *PROMPT]
+    (output,) = engine.generate([prompt], max_tokens=4, summary=False)
+    assert list(output.prompt_token_ids) == prompt
+    assert len(output.token_ids) == 4
 
 
 @pytest.mark.parametrize(
