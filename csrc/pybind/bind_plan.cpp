@@ -103,7 +103,7 @@ void def_plan_scalars(py::class_<StepPlan>& type) {
       .def_property_readonly("num_rows", &StepPlan::num_rows)
       .def_property_readonly("num_reqs", &StepPlan::num_reqs)
       .def_property_readonly("num_padded_reqs", &StepPlan::num_padded_reqs)
-      .def_property_readonly("num_prefill_reqs", &StepPlan::num_prefill_reqs)
+      .def_property_readonly("num_decode_reqs", &StepPlan::num_decode_reqs)
       .def_property_readonly("num_blocks", &StepPlan::num_blocks)
       .def_property_readonly("num_logits_rows", &StepPlan::num_logits_rows)
       .def_property_readonly("num_sampled_rows", &StepPlan::num_sampled_rows)

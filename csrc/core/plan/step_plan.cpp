@@ -89,7 +89,7 @@ void StepPlan::reset(PlanKind kind, int64_t step_id) {
   num_rows_ = 0;
   num_reqs_ = 0;
   num_padded_ = 0;
-  num_prefill_reqs_ = 0;
+  num_decode_reqs_ = 0;
   num_blocks_ = 0;
   num_logits_rows_ = 0;
   num_sampled_rows_ = 0;

@@ -117,7 +117,9 @@ Status Scheduler::validate_request(const Request& request) const {
 }
 
 void Scheduler::plan_prefill(StepPlan& plan, int32_t max_rows) {
-  plan_continuing(plan, max_rows);
+  if (!plan_continuing(plan, max_rows)) {
+    return;  // pages that get free are for the prompts under way
+  }
   const auto max_reqs = static_cast<size_t>(options_.max_num_reqs);
   while (waiting_->head() != nullptr && plan_requests_.size() < max_reqs &&
          running_.size() < max_reqs) {
@@ -125,10 +127,10 @@ void Scheduler::plan_prefill(StepPlan& plan, int32_t max_rows) {
       break;
     }
   }
-  plan.set_prefill_end();
 }
 
-void Scheduler::plan_continuing(StepPlan& plan, int32_t max_rows) {
+bool Scheduler::plan_continuing(StepPlan& plan, int32_t max_rows) {
+  bool has_all = true;
   decode_order_.assign(running_.begin(), running_.end());
   for (Request* request : decode_order_) {
     if (request->status != RequestStatus::kPrefilling) {
@@ -136,10 +138,16 @@ void Scheduler::plan_continuing(StepPlan& plan, int32_t max_rows) {
     }
     const StepQuery query{request->context_len(), max_rows - plan.num_rows()};
     const StepNeed need = strategy_->pages_needed(*request, query);
-    if (need.is_prefill && need.num_rows > 0 && reserve_pages(*request, need.page_len)) {
+    if (!need.is_prefill || need.num_rows == 0) {
+      continue;
+    }
+    if (take_pages(*request, need.page_len)) {
       enter_plan(plan, *request, need);
+    } else {
+      has_all = false;  // keeps its place, and waits for older requests to end
     }
   }
+  return has_all;
 }
 
 bool Scheduler::try_admit(StepPlan& plan, Request& request, int32_t max_rows) {

@@ -145,6 +145,7 @@ PlanKind Scheduler::schedule_ahead(StepPlan& plan) {
     publish_stats();
     return PlanKind::kIdle;
   }
+  plan.set_decode_end();
   plan.seal();
   prefill_streak_ = 0;
   ++next_step_id_;

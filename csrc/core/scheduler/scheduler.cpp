@@ -18,8 +18,8 @@ namespace {
   return options;
 }
 
-/// Prompts run beside decoding requests where these leave them at least this part of the rows.
-constexpr int32_t kLeastShare = 4;
+/// Prompts run beside decoding requests where these leave them at least one such part of the rows.
+constexpr int32_t kPromptShare = 4;
 
 [[nodiscard]] std::unique_ptr<Strategy> checked(Result<std::unique_ptr<Strategy>> strategy) {
   DIFFULEX_CHECK(strategy.ok(), "Scheduler: ", strategy.status().message());
@@ -152,9 +152,12 @@ PlanKind Scheduler::schedule(StepPlan& plan) {
   apply_aborts();
   plan_requests_.clear();
   device_batch_->clear();
-  const bool is_mixed = plan_mixed(plan);
+  const bool is_mixed = can_mix();
   const bool is_decode_first = !is_mixed && must_decode();
-  if (!is_mixed && !is_decode_first) {
+  is_prompt_due_ = false;
+  if (is_mixed) {
+    plan_mixed(plan);
+  } else if (!is_decode_first) {
     plan.reset(PlanKind::kPrefill, next_step_id_);
     plan_prefill(plan, options_.max_num_batched_tokens);
   }
@@ -176,7 +179,7 @@ PlanKind Scheduler::schedule(StepPlan& plan) {
     return PlanKind::kIdle;
   }
   plan.seal();
-  prefill_streak_ = plan.kind() == PlanKind::kPrefill && !is_mixed ? prefill_streak_ + 1 : 0;
+  prefill_streak_ = plan.num_decode_reqs() == 0 ? prefill_streak_ + 1 : 0;
   ++next_step_id_;
   in_flight_ = plan.identity();
   publish_stats();
@@ -195,24 +198,9 @@ bool Scheduler::must_decode() const {
   });
 }
 
-bool Scheduler::plan_mixed(StepPlan& plan) {
-  const int32_t max_rows = rows_beside_decode();
-  if (max_rows < options_.block_size) {
+bool Scheduler::can_mix() const {
+  if (options_.mixed_step_rows == 0 || is_prompt_due_) {
     return false;
-  }
-  // Prompts come first, since their rows are bounded here, and decoding requests fit behind them.
-  plan.reset(PlanKind::kPrefill, next_step_id_);
-  plan_prefill(plan, max_rows);
-  if (plan_requests_.empty()) {
-    return false;
-  }
-  plan_decode(plan);
-  return true;
-}
-
-int32_t Scheduler::rows_beside_decode() const {
-  if (options_.mixed_step_rows == 0) {
-    return 0;
   }
   int32_t num_rows = 0;
   for (const Request* request : running_) {
@@ -220,9 +208,25 @@ int32_t Scheduler::rows_beside_decode() const {
         *request, {request->context_len(), options_.max_num_batched_tokens});
     num_rows += need.is_prefill ? 0 : need.num_rows;
   }
+  // A prompt that got a few rows a step only would keep its pages for long: it runs alone.
   const int32_t left = options_.mixed_step_rows - num_rows;
-  // A prompt that got a few rows a step only would take its pages for long: it runs alone.
-  return num_rows == 0 || left < options_.mixed_step_rows / kLeastShare ? 0 : left;
+  const int32_t least = std::max(options_.block_size, options_.mixed_step_rows / kPromptShare);
+  return num_rows > 0 && left >= least;
+}
+
+void Scheduler::plan_mixed(StepPlan& plan) {
+  plan.reset(PlanKind::kPrefill, next_step_id_);
+  plan_decode(plan);
+  // Requests that decode are in the plan by now, and keep their pages.
+  plan_prefill(plan, options_.mixed_step_rows);
+  if (plan.num_reqs() > plan.num_decode_reqs()) {
+    return;
+  }
+  plan.set_kind(PlanKind::kDecode);
+  is_prompt_due_ = waiting_->head() != nullptr ||
+                   std::any_of(running_.begin(), running_.end(), [](const Request* request) {
+                     return request->status == RequestStatus::kPrefilling;
+                   });
 }
 
 int32_t Scheduler::pick_decode_group() const {
@@ -255,10 +259,10 @@ void Scheduler::plan_decode(StepPlan& plan) {
   decode_order_.insert(decode_order_.end(), running_.begin(), pivot);
   first_id = -1;
   // A batch has room for all that its requests might run, so that what each runs changes no batch.
-  int32_t budget = options_.max_num_batched_tokens - plan.num_rows();
+  int32_t budget = options_.max_num_batched_tokens;
   for (Request* request : decode_order_) {
-    if (request->status == RequestStatus::kWaiting || request->is_in_plan) {
-      continue;  // preempted for a request before it, or runs its prompt beside this batch
+    if (request->status == RequestStatus::kWaiting) {
+      continue;  // preempted for a request before it
     }
     const StepNeed need = strategy_->pages_needed(*request, {request->context_len(), budget});
     if (need.is_prefill) {
@@ -277,6 +281,7 @@ void Scheduler::plan_decode(StepPlan& plan) {
       budget -= need.num_rows;
     }
   }
+  plan.set_decode_end();
 }
 
 bool Scheduler::reserve_pages(Request& request, int32_t page_len) {
@@ -289,6 +294,19 @@ bool Scheduler::reserve_pages(Request& request, int32_t page_len) {
     if (&victim == &request) {
       return false;
     }
+  }
+  return true;
+}
+
+bool Scheduler::take_pages(Request& request, int32_t page_len) {
+  while (!kv_cache_.try_grow(request.page_table, page_len)) {
+    const auto newest = std::find_if(
+        running_.rbegin(), running_.rend(),
+        [&request](const Request* other) { return !other->is_in_plan || other == &request; });
+    if (*newest == &request) {
+      return false;
+    }
+    preempt_request(**newest);
   }
   return true;
 }

@@ -168,19 +168,22 @@ class DIFFULEX_API Scheduler final {
 
   // Phase A and B of schedule(), in admission.cpp and scheduler.cpp.
   void plan_prefill(StepPlan& plan, int32_t max_rows);
-  void plan_continuing(StepPlan& plan, int32_t max_rows);
+  /// Whether every chunked prompt that is under way got what it needs.
+  [[nodiscard]] bool plan_continuing(StepPlan& plan, int32_t max_rows);
   [[nodiscard]] bool try_admit(StepPlan& plan, Request& request, int32_t max_rows);
   [[nodiscard]] int32_t headroom_pages() const noexcept;
   void plan_decode(StepPlan& plan);
-  /// Prompts beside all that decode, as far as options().mixed_step_rows goes: whether there is
-  /// one.
-  [[nodiscard]] bool plan_mixed(StepPlan& plan);
-  /// Rows that the next step leaves to prompts; 0 where they run in steps of their own.
-  [[nodiscard]] int32_t rows_beside_decode() const;
+  /// All that decode, and prompts beside them as far as options().mixed_step_rows goes.
+  void plan_mixed(StepPlan& plan);
+  /// Whether the next step has room for prompts beside all that decode.
+  [[nodiscard]] bool can_mix() const;
   /// Row count of the next decode batch when batches have one: that put off last time, else that of
   /// the oldest request. Two row counts exist at most, so taking turns is round-robin.
   [[nodiscard]] int32_t pick_decode_group() const;
   [[nodiscard]] bool reserve_pages(Request& request, int32_t page_len);
+  /// Pages for a chunk of a prompt, from newer requests if need be: were older ones to give theirs
+  /// up, two requests could take turns in starting over. Without them the chunk waits.
+  [[nodiscard]] bool take_pages(Request& request, int32_t page_len);
   void enter_plan(StepPlan& plan, Request& request, const StepNeed& need);
 
   [[nodiscard]] bool could_admit() const;
@@ -215,6 +218,7 @@ class DIFFULEX_API Scheduler final {
   uint64_t in_flight_ = 0;    // identity of the plan in flight, 0 = none
   int64_t next_step_id_ = 0;
   int32_t prefill_streak_ = 0;  // consecutive prefill batches
+  bool is_prompt_due_ = false;  // the last mixed step had no place for one that waits
   StepEvents events_;
   bool events_delivered_ = true;  // the next boundary starts fresh lists
   SchedulerStats counters_;

@@ -61,8 +61,8 @@ class DIFFULEX_API StepPlan final {
   [[nodiscard]] int32_t num_rows() const noexcept { return num_rows_; }           // T
   [[nodiscard]] int32_t num_reqs() const noexcept { return num_reqs_; }           // R
   [[nodiscard]] int32_t num_padded_reqs() const noexcept { return num_padded_; }  // of R, dummies
-  /// Requests at the front of the plan that run rows of their prompts.
-  [[nodiscard]] int32_t num_prefill_reqs() const noexcept { return num_prefill_reqs_; }
+  /// Requests at the front of the plan that decode; those that follow run rows of their prompts.
+  [[nodiscard]] int32_t num_decode_reqs() const noexcept { return num_decode_reqs_; }
   [[nodiscard]] int32_t num_request_ends() const noexcept { return num_reqs_ + 1; }
   [[nodiscard]] int32_t num_blocks() const noexcept { return num_blocks_; }            // Nb
   [[nodiscard]] int32_t num_logits_rows() const noexcept { return num_logits_rows_; }  // n
@@ -123,8 +123,10 @@ class DIFFULEX_API StepPlan final {
 
   /// Empties the plan.
   void reset(PlanKind kind, int64_t step_id);
-  /// All requests so far run rows of their prompts, those that follow decode.
-  void set_prefill_end() noexcept { num_prefill_reqs_ = num_reqs_; }
+  /// All requests so far decode, those that follow run rows of their prompts.
+  void set_decode_end() noexcept { num_decode_reqs_ = num_reqs_; }
+  /// Says what the plan is, where that is known only once it has requests.
+  void set_kind(PlanKind kind) noexcept { kind_ = kind; }
   /// Appends a request with `num_rows` rows; returns its index r. The caller fills the rows.
   int32_t append_request(int64_t req_id, int32_t request_slot, int32_t num_rows);
   /// Appends an ACTIVE block of the request appended last, `req_idx`, that starts at position
@@ -182,7 +184,7 @@ class DIFFULEX_API StepPlan final {
   int32_t num_rows_ = 0;
   int32_t num_reqs_ = 0;
   int32_t num_padded_ = 0;
-  int32_t num_prefill_reqs_ = 0;
+  int32_t num_decode_reqs_ = 0;
   int32_t num_blocks_ = 0;
   int32_t num_logits_rows_ = 0;
   int32_t num_sampled_rows_ = 0;

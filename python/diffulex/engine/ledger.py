@@ -158,7 +158,7 @@ class Ledger:
     ) -> list[StepOutput]:
         """Books a completed step and turns its events into outputs."""
         with self._lock:
-            if plan.num_prefill_reqs > 0:
+            if events.kind == _core.PlanKind.PREFILL:
                 self._book_prefill_writes(plan, output)
             self.num_active_blocks = 0 if events.kind == _core.PlanKind.IDLE else plan.num_blocks
             if self.on_block is not None:
@@ -209,14 +209,15 @@ class Ledger:
 
     def _book_prefill_writes(self, plan: _core.StepPlan, output: _core.SamplerOutput) -> None:
         # The first token after a prompt that fills its last fast_dllm_v2 block.
-        num_reqs = plan.num_prefill_reqs
-        for index in np.flatnonzero(output.pending_next_token[:num_reqs] >= 0):
-            record = self._records[int(plan.req_ids[index])]
+        first = plan.num_decode_reqs
+        for index in np.flatnonzero(output.pending_next_token[first : plan.num_reqs] >= 0):
+            record = self._records[int(plan.req_ids[first + index])]
             record.prefill_positions.append(len(record.prompt_token_ids))
-        num_blocks = plan.first_block(num_reqs)
-        if num_blocks == 0:
+        first_block, num_blocks = plan.first_block(first), plan.num_blocks
+        if num_blocks == first_block:
             return
-        blocks, offsets = np.nonzero(output.write_ids[:num_blocks] >= 0)
+        blocks, offsets = np.nonzero(output.write_ids[first_block:num_blocks] >= 0)
+        blocks += first_block
         positions = plan.blk_start[blocks] + offsets
         req_ids = plan.req_ids[plan.blk_req[blocks]]
         for req_id, position in zip(req_ids, positions, strict=True):

@@ -310,7 +310,7 @@ class StepLoop:
             kind = self._schedule(plan)
             if times is not None:
                 times.scheduled = time.perf_counter()
-            num_rows, num_reqs, num_prefill = plan.num_rows, plan.num_reqs, plan.num_prefill_reqs
+            num_rows, num_reqs, num_decode = plan.num_rows, plan.num_reqs, plan.num_decode_reqs
             if kind == _core.PlanKind.IDLE:
                 output = self._idle_output
             else:
@@ -336,13 +336,15 @@ class StepLoop:
             return kind
         seconds = time.perf_counter() - start
         stats = ledger.run_stats
-        num_prefill_rows = int(plan.cu_seqlens_q[num_prefill]) if num_prefill else 0
+        num_prefill_rows = (
+            num_rows - int(plan.cu_seqlens_q[num_decode]) if num_decode < num_reqs else 0
+        )
         stats.add_step(seconds, num_reqs, num_rows, num_prefill_rows)
         decided = stats.decided_tokens
         self.router.push(ledger.book(plan, output, events, seconds))
         if times is not None and self.ring is not None:
             self.ring.add(
-                *(times, time.perf_counter(), num_prefill, num_reqs - num_prefill, num_rows),
+                *(times, time.perf_counter(), num_reqs - num_decode, num_decode, num_rows),
                 *(ledger.num_used_pages, stats.decided_tokens - decided),
                 *(len(events.committed), len(events.preempted)),
             )

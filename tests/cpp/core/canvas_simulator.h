@@ -37,7 +37,7 @@ class CanvasSimulator final : public PlanSimulator {
     num_valid_ = plan.valid_slices()[index] - row0_;
     context_len_ = plan.context_lens()[index];
     ASSERT_GT(num_valid_, 0) << "an empty forward";
-    EXPECT_TRUE(r < plan.num_prefill_reqs() || num_rows_ == options_.block_size);
+    EXPECT_TRUE(r >= plan.num_decode_reqs() || num_rows_ == options_.block_size);
     for (int32_t i = 0; i < num_valid_; ++i) {
       ASSERT_EQ(plan.positions()[static_cast<size_t>(row0_ + i)], context_len_ + i);
     }
@@ -77,7 +77,7 @@ class CanvasSimulator final : public PlanSimulator {
 
   void denoise(int32_t r) {
     StepPlan& plan = this->plan();
-    EXPECT_GE(r, plan.num_prefill_reqs());
+    EXPECT_LT(r, plan.num_decode_reqs());
     EXPECT_EQ(plan.mask_kinds()[static_cast<size_t>(r)], 2);  // full
     ASSERT_EQ(plan.first_block(r + 1), plan.first_block(r) + 1);
     const auto blk = static_cast<size_t>(plan.first_block(r));

@@ -84,7 +84,7 @@ class DualCacheSimulator final : public PlanSimulator {
     }
     std::vector<ToyKey> keys;
     outputs_ = toy_forward(read_cache(r, first), tokens, visible, keys);
-    const bool is_decode = r >= plan.num_prefill_reqs();
+    const bool is_decode = r < plan.num_decode_reqs();
     EXPECT_EQ(static_cast<RowMode>(plan.row_mode()[index]),
               is_decode ? RowMode::kDecodeBlockCausal : RowMode::kPrefillBlockCausal);
     EXPECT_TRUE(!is_decode || count == len_);

@@ -68,14 +68,14 @@ TEST(MixedSteps, ChunksTakeWhatDecodingLeaves) {
   const int64_t second = sim.add(prompt, tokens_of(9));
   for (const int32_t num_rows : {16, 16, 8}) {  // of 39 and the rest of their block; 20 less 4
     ASSERT_EQ(sim.forward(), PlanKind::kPrefill);
-    EXPECT_EQ(ids_of(sim), (std::vector<int64_t>{second, first}));
-    EXPECT_EQ(sim.plan().num_prefill_reqs(), 1);
-    EXPECT_EQ(sim.plan().cu_seqlens_q()[1], num_rows);
+    EXPECT_EQ(ids_of(sim), (std::vector<int64_t>{first, second}));
+    EXPECT_EQ(sim.plan().num_decode_reqs(), 1);
+    EXPECT_EQ(sim.plan().cu_seqlens_q()[1], 4);
     EXPECT_EQ(sim.plan().num_rows(), num_rows + 4);
     sim.complete();
   }
   ASSERT_EQ(sim.forward(), PlanKind::kDecode);
-  EXPECT_EQ(sim.plan().num_prefill_reqs(), 0);
+  EXPECT_EQ(sim.plan().num_decode_reqs(), 2);
   EXPECT_EQ(sim.plan().num_reqs(), 2);
   sim.complete();
   sim.drain();
@@ -92,7 +92,7 @@ TEST(MixedSteps, APromptThatWouldGetFewRowsRunsAlone) {
   const int64_t id = sim.add(prompt_of(20, 20), tokens_of(8));
   ASSERT_EQ(sim.forward(), PlanKind::kPrefill);
   EXPECT_EQ(ids_of(sim), std::vector<int64_t>{id});
-  EXPECT_EQ(sim.plan().num_prefill_reqs(), 1);
+  EXPECT_EQ(sim.plan().num_decode_reqs(), 0);
   sim.complete();
   sim.drain();
 }
@@ -104,6 +104,10 @@ TEST(MixedSteps, APromptThatDoesNotFitWholeRunsAlone) {
     EngineSimulator sim(options);
     start_decoding(sim);
     sim.add(prompt_of(is_short ? 12 : 20, 20), tokens_of(8));
+    if (!is_short) {  // a decode step first, then the turn of the prompt
+      ASSERT_EQ(sim.forward(), PlanKind::kDecode);
+      sim.complete();
+    }
     ASSERT_EQ(sim.forward(), PlanKind::kPrefill);
     EXPECT_EQ(sim.plan().num_reqs(), is_short ? 2 : 1);
     sim.complete();
@@ -123,6 +127,34 @@ TEST(MixedSteps, AStepWithDecodingRequestsEndsARunOfPrefills) {
     sim.complete();
   }
   sim.drain();
+}
+
+/// Prompts that do not fit beside each other, in few pages and many chunks.
+TEST(MixedSteps, RequestsDoNotTakeTurnsInStartingOver) {
+  for (const int32_t mixed_step_rows : {0, 16}) {
+    for (const int32_t max_consecutive : {0, 1, 2}) {
+      EngineOptions options = mixed_options(mixed_step_rows);
+      options.num_pages = 16;
+      options.max_num_batched_tokens = 16;
+      options.enable_prefix_caching = false;
+      options.max_consecutive_prefill_batches = max_consecutive;
+      EngineSimulator sim(options);
+      std::vector<int64_t> ids;
+      for (int32_t i = 0; i < 3; ++i) {
+        ids.push_back(sim.add(prompt_of(40, 10 * i), tokens_of(10)));
+      }
+      int32_t num_steps = 0;
+      for (; sim.core().has_unfinished() && num_steps < 400; ++num_steps) {
+        ASSERT_NE(sim.forward(), PlanKind::kIdle);
+        sim.complete();
+      }
+      EXPECT_LT(num_steps, 400) << mixed_step_rows << " rows, " << max_consecutive << " batches";
+      for (int32_t i = 0; i < 3 && num_steps < 400; ++i) {
+        EXPECT_EQ(sim.core().take_result(ids[static_cast<size_t>(i)]).value().output_ids,
+                  BruteForceDecoder(options, prompt_of(40, 10 * i), tokens_of(10)).decode().output);
+      }
+    }
+  }
 }
 
 }  // namespace

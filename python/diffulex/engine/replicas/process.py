@@ -78,8 +78,10 @@ def run_replica(connection: Connection[Any, Any], parent_pid: int) -> None:
             sys.exit(1)  # whoever has ended tells why
         raise
     finally:
-        engine.close()  # at once, for those that wait for it; the parent may read late
-        outbox.close()
+        try:
+            engine.close()  # at once, for those that wait for it; the parent may read late
+        finally:
+            outbox.close()
 
 
 def _check_device(engine: Diffulex) -> None:
