@@ -51,7 +51,7 @@ COLUMNS = (
 
 
 _PAGE_SIZE = 32
-MOE_SHAPES = ("llada2-mini", "sdar-30b-a3b-b32", "tiny-moe")
+MOE_SHAPES = ("llada2-mini", "llada2-flash", "sdar-30b-a3b-b32", "tiny-moe")
 
 
 def integers(text: str) -> list[int]:

@@ -119,30 +119,32 @@ _SDAR_30B = Shape(
     ),
     _TINY_EXPERTS,
 )
-_LLADA2_MINI = Shape(
-    "llada2",
-    _decoder(
-        *(157184, 2048, 5120, 20, 16, 4),
-        max_position_embeddings=32768,
-        rope_theta=600000.0,
-        partial_rotary_factor=0.5,
-        use_bias=False,
-        use_qkv_bias=False,
-        first_k_dense_replace=1,
-        num_experts=256,
-        num_experts_per_tok=8,
-        num_shared_experts=1,
-        moe_intermediate_size=512,
-        n_group=8,
-        topk_group=4,
-        routed_scaling_factor=2.5,
-        norm_topk_prob=True,
-        score_function="sigmoid",
-        router_dtype="fp32",
-        moe_router_enable_expert_bias=True,
-    ),
-    {**_TINY_EXPERTS, "n_group": 4, "topk_group": 2},
-)
+
+
+def _llada2(hidden: int, inner: int, layers: int, q_heads: int, expert_inner: int) -> Shape:
+    config = _decoder(157184, hidden, inner, layers, q_heads, 4, max_position_embeddings=32768)
+    experts: dict[str, Any] = {
+        "rope_theta": 600000.0,
+        "partial_rotary_factor": 0.5,
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "first_k_dense_replace": 1,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": expert_inner,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "score_function": "sigmoid",
+        "router_dtype": "fp32",
+        "moe_router_enable_expert_bias": True,
+    }
+    return Shape("llada2", {**config, **experts}, {**_TINY_EXPERTS, "n_group": 4, "topk_group": 2})
+
+
+_LLADA2_MINI = _llada2(2048, 5120, 20, 16, 512)
 _DREAM_7B = Shape("dream", PRESETS["dream-7b"].config, _TINY_DECODER)
 _LLADA_8B = Shape(
     "llada",
@@ -224,6 +226,8 @@ SHAPES: Mapping[str, Shape] = {
     "dream-7b": _DREAM_7B,
     "fast-dllm-v2-7b": Shape("fast_dllm_v2", PRESETS["fast_dllm_v2-7b"].config, _TINY_DECODER),
     "diffusion-gemma-26b-a4b": _GEMMA_26B,
+    # 103 billion parameters: on one GPU in 8 bits only.
+    "llada2-flash": _llada2(4096, 9216, 32, 32, 1024),
     # The same models decoded otherwise, and the families that share a shape with one of them.
     "llada2.1-mini": _LLADA2_MINI.named("llada2dot1_mini"),
     "dmax-mini": _LLADA2_MINI.named("llada2_mini_dmax"),
