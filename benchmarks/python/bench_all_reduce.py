@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from diffulex import ops
 from diffulex.distributed.cuda_comm import CudaComm
+from diffulex.distributed.layout import LOOPBACK
 from diffulex.distributed.store import make_store
 from diffulex.nn.norm import RMSNorm
 from diffulex.ops.settled import settled_weights
@@ -139,8 +140,10 @@ def run_rank(arguments: argparse.Namespace) -> None:
     rank, world = arguments.rank, arguments.world
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    comm = CudaComm(rank, world, arguments.port, device, 120.0, 60.0, custom_all_reduce="on")
-    store = dist.TCPStore("127.0.0.1", arguments.port, world, is_master=False)
+    comm = CudaComm(
+        rank, world, (LOOPBACK, arguments.port), device, 120.0, 60.0, custom_all_reduce="on"
+    )
+    store = dist.TCPStore(LOOPBACK, arguments.port, world, is_master=False)
     dist.init_process_group(
         "nccl", store=dist.PrefixStore("bench", store), rank=rank, world_size=world
     )

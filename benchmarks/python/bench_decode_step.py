@@ -146,11 +146,11 @@ def started_engine(
 
 
 def weights_read(
-    model: Any, options: argparse.Namespace, case: StepCase
+    model: Any, num_ranks: int, options: argparse.Namespace, case: StepCase
 ) -> tuple[float, float | None]:
-    """Bytes of the weights that a step reads, and experts that a layer of it hits; of one rank."""
-    with started_engine(model, 1, options, case, has_graphs=False) as engine:
-        probe = StepProbe(model)
+    """Bytes of the weights that the first rank reads in a step, and experts that a layer of it hits."""
+    with started_engine(model, num_ranks, options, case, has_graphs=False) as engine:
+        probe = StepProbe(engine._executor.runner.model)
         try:
             timed_steps(engine, case.batch, options.warmup, options.steps, probe.keep)
         finally:
@@ -177,8 +177,8 @@ def measure(
         clocks = clock_facts(options.device)
         graph_steps = engine.run_stats.num_graph_steps
     gc.collect()
-    if spec.moe is not None and num_ranks == 1:
-        num_bytes, experts = weights_read(model, options, case)
+    if spec.moe is not None:
+        num_bytes, experts = weights_read(model, num_ranks, options, case)
     num_rows = case.batch * case.buffer_size * options.block_size
     row = {
         "tp": num_ranks,

@@ -9,11 +9,8 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from step_timing import weight_bytes
+from step_timing import expert_modules, weight_bytes
 from torch import nn
-
-from diffulex.nn.gemma_layers import GemmaExperts
-from diffulex.nn.moe import MoeFeedForward
 
 __all__ = ["StepProbe", "StepReads"]
 
@@ -52,11 +49,7 @@ class StepProbe:
         self._model = model
         self._latest: _Forward | None = None
         self._kept: list[_Forward] = []
-        self._expert_modules = [
-            module
-            for module in model.modules()
-            if isinstance(module, MoeFeedForward | GemmaExperts)
-        ]
+        self._expert_modules = expert_modules(model)
         self._compute_logits = model.compute_logits
         model.compute_logits = self._count_logits
         self._hooks = [model.register_forward_pre_hook(self._count_rows)]
@@ -109,9 +102,9 @@ class StepProbe:
         hits = [[int(count) for count in forward.experts] for forward in kept]
         experts = fmean(fmean(counts) for counts in hits) if self._expert_modules else None
         expert_bytes = 0.0
-        all_experts = sum(m.w13.nbytes + m.w2.nbytes for m in self._expert_modules)
+        all_experts = sum(module.matrices.nbytes for module in self._expert_modules)
         for index, module in enumerate(self._expert_modules):
-            one = (module.w13.nbytes + module.w2.nbytes) / module.w13.size(0)
+            one = module.matrices.nbytes / module.w13.size(0)
             expert_bytes += one * fmean(counts[index] for counts in hits)
         head = self._model.head.nbytes
         parts = {

@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 from diffulex import Diffulex
+from diffulex.nn.gemma_layers import GemmaExperts
 from diffulex.nn.linear import MatrixProduct
+from diffulex.nn.moe import MoeFeedForward
 
 __all__ = [
     "clock_facts",
     "copy_bandwidth",
+    "expert_modules",
     "machine_facts",
     "markdown_table",
     "summary",
@@ -30,11 +33,19 @@ __all__ = [
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights but an embedding table that only a few rows are taken from."""
     products = [module for module in model.modules() if isinstance(module, MatrixProduct)]
-    # A packed matrix is no parameter; the matrices are counted by their layers.
-    embedding = model.get_parameter("embedding.weight")
-    matrices = {id(product.weight) for product in products} | {id(embedding)}
-    rest = sum(part.nbytes for part in model.parameters() if id(part) not in matrices)
-    return rest + sum(product.nbytes for product in products)
+    experts = expert_modules(model)
+    # Matrices that are packed or quantised are no parameters; their layers count them.
+    counted = {id(model.get_parameter("embedding.weight"))}
+    counted |= {id(product.weight) for product in products}
+    counted |= {id(weight) for module in experts for weight in (module.w13, module.w2)}
+    rest = sum(part.nbytes for part in model.parameters() if id(part) not in counted)
+    held = sum(product.nbytes for product in products)
+    return rest + held + sum(module.matrices.nbytes for module in experts)
+
+
+def expert_modules(model: nn.Module) -> list[Any]:
+    """The layers of routed experts."""
+    return [m for m in model.modules() if isinstance(m, MoeFeedForward | GemmaExperts)]
 
 
 def copy_bandwidth(device: str) -> float:

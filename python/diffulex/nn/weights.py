@@ -220,6 +220,10 @@ class PackedWeight:
 class ExpertFormat(Protocol):
     """The matrices of L experts in one format."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that products with all of them read."""
+
     def packed(self) -> ExpertFormat:
         """The same in the format that products want, once they have their values; perhaps self."""
 
@@ -247,6 +251,10 @@ class DenseExperts:
 
     def __init__(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
         self.w13, self.w2 = w13, w2
+
+    @property
+    def nbytes(self) -> int:
+        return self.w13.nbytes + self.w2.nbytes
 
     def packed(self) -> ExpertFormat:
         return self

@@ -127,7 +127,7 @@ def test_experts_on_cuda_answer_as_well_as_on_the_cpu(scheme: str) -> None:
 def test_codes_on_cuda_are_those_of_the_cpu(tmp_path, scheme: str) -> None:
     """A checkpoint in pieces; the device holds no matrix beside its codes."""
     CheckpointBuilder(tiny_config(intermediate_size=200)).write(tmp_path)
-    settings = {"max_model_len": 64, "quantization": scheme, "dtype": "bfloat16"}
+    settings = {"max_model_len": 64, "num_pages": 8, "quantization": scheme, "dtype": "bfloat16"}
     held = []
     for device in ("cpu", "cuda"):
         with Diffulex(str(tmp_path), device=device, **settings) as engine:
