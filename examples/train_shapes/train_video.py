@@ -31,6 +31,8 @@ _TEXT_TOKENS = 16
 _STEPS, _GUIDANCE = 20, 3.0
 _EMPTY_SHARE, _KL_WEIGHT = 0.1, 1e-5
 _ENCODE_BATCH = 64
+#: Added to the scores of positions that are not there.
+_HIDDEN = torch.finfo(torch.float32).min
 _HELD_OUT_SEED = 54321
 _START = time.monotonic()
 
@@ -136,7 +138,7 @@ def train_vae(vae: Any, pixels: torch.Tensor, options: argparse.Namespace) -> No
         divergence = (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
         return error.abs().mean() + error.square().mean() + _KL_WEIGHT * divergence
 
-    stepper = Stepper(list(vae.parameters()), 2e-3, loss, weight_decay=0.0, captures=False)
+    stepper = Stepper(list(vae.parameters()), 2e-3, loss, weight_decay=0.0)
     stepper.run(options.vae_seconds, "autoencoder", log)
     vae.eval().requires_grad_(False)
 
@@ -165,6 +167,9 @@ def train_transformer(
         [*captions, ""], padding="max_length", max_length=_TEXT_TOKENS, return_tensors="pt"
     )
     ids, mask = encoded.input_ids.to(device), encoded.attention_mask.to(device)
+    # A prepared mask: of another one transformers asks the device something, which no graph can have.
+    hidden = torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask == 0, _HIDDEN)
+    hidden = hidden[:, None, None, :]
     empty = torch.tensor(len(captions), device=device)
 
     def loss() -> torch.Tensor:
@@ -174,7 +179,7 @@ def train_transformer(
         noise = torch.randn_like(video)
         sigma = torch.sigmoid(torch.randn(batch, device=device) + 0.3)
         share = sigma.view(-1, 1, 1, 1, 1)
-        states = pipe.text_encoder(ids[rows], attention_mask=mask[rows]).last_hidden_state
+        states = pipe.text_encoder(ids[rows], attention_mask=hidden[rows]).last_hidden_state
         velocity = pipe.transformer(
             hidden_states=(1 - share) * video + share * noise,
             timestep=sigma * 1000,
@@ -185,7 +190,7 @@ def train_transformer(
         return (velocity - (noise - video)).square().mean()
 
     parameters = [*pipe.transformer.parameters(), *pipe.text_encoder.parameters()]
-    stepper = Stepper(parameters, 2e-3, loss, captures=False)
+    stepper = Stepper(parameters, 2e-3, loss)
     stepper.run(options.seconds, "transformer", log)
     return stepper.num_steps
 
