@@ -162,7 +162,7 @@ class GemmaExperts(RoutedExperts, nn.Module):
             self.fold()
         assert self._norm_weight is not None
         ops.rms_norm(residual, self._norm_weight, self.eps, out=scaled)
-        ops.router_gemm(scaled, self.router, out=scratch.logits)
+        self.router_logits(scaled, self.router, scratch.logits)
         ops.moe_topk(
             scratch.logits,
             self.top_k,

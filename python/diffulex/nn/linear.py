@@ -10,6 +10,7 @@ from torch import nn
 
 from diffulex.checkpoint.projection import Projection
 from diffulex.checkpoint.slices import WeightSlice
+from diffulex.nn.experts import RoutedExperts
 from diffulex.nn.low_rank import LowRankUpdates
 from diffulex.nn.partition import WHOLE
 from diffulex.nn.weights import DenseWeight, InvariantWeight, new_parameter, weight_device
@@ -232,6 +233,8 @@ def set_batch_invariant(model: nn.Module, is_invariant: bool) -> None:
     for module in model.modules():
         if isinstance(module, MatrixProduct):
             module.set_batch_invariant(is_invariant)
+        elif isinstance(module, RoutedExperts):
+            module.is_batch_invariant = is_invariant
 
 
 def pack_weights(model: nn.Module) -> None:

@@ -132,7 +132,7 @@ class MoeFeedForward(RoutedExperts, FeedForward):
 
     def forward(self, x: torch.Tensor, scratch: MoeScratch) -> torch.Tensor:
         moe = self.moe
-        ops.router_gemm(x, self.router, out=scratch.logits)
+        self.router_logits(x, self.router, scratch.logits)
         ops.moe_topk(
             scratch.logits,
             moe.top_k,

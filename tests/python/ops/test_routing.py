@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from diffulex import ops
+from diffulex.nn.experts import RoutedExperts
 from reference import experts as moe_oracles
 from tolerance import assert_accurate, to_numpy
 
@@ -291,6 +292,21 @@ def test_router_rows_do_not_depend_on_the_batch(
     for rows in (2, 3, 5, 31, 33, 70):
         assert torch.equal(ops.router_gemm(x[:rows], w), alone[:rows])
     assert torch.equal(ops.router_gemm(x[:70], w[:7]), alone[:, :7])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_logits_of_many_rows(device: str, dtype: torch.dtype, is_invariant: bool) -> None:
+    layer = RoutedExperts()
+    layer.is_batch_invariant = is_invariant
+    x, w = normal(700, 512).to(device, dtype), normal(48, 512, seed=1).to(device, dtype)
+    out = torch.full((700, 48), NAN, device=device)
+    layer.router_logits(x, w, out)
+    expected = to_numpy(x) @ to_numpy(w).T
+    slack = 2e-7 * 512 * float(x.float().abs().max() * w.float().abs().max())
+    assert_accurate(out, expected, x.cpu().float() @ w.cpu().float().t(), slack=slack)
+    if is_invariant or dtype == torch.float32:
+        assert torch.equal(out, ops.router_gemm(x, w))
 
 
 def test_router_strides(device: str) -> None:
