@@ -108,6 +108,25 @@ def test_cpu_decode(tmp_path):
     assert content["threads"] == 1
 
 
+@pytest.mark.slow
+def test_mixed_steps(tmp_path):
+    output = tmp_path / "mixed.json"
+    text = run(
+        "bench_mixed_steps.py",
+        *("--tiny", "--device", "cpu", "--dtype", "float32", "--requests", 2, "--prompt-len", 16),
+        *("--output-len", 8, "--long-len", 100, "--every", 0.5, "--seconds", 2, "--chunk", 32),
+        *("--block-size", 4, "--mixed", 48, "--json", output),
+    )
+    rows = json.loads(output.read_text())["results"]
+    assert [row["steps"] for row in rows] == ["whole", "chunks", "48"]
+    assert text.count("\n|") == len(rows) + 1
+    for row in rows:
+        assert row["long_prompts"] > 0
+        assert 0 < row["p50_ms"] <= row["p99_ms"] <= row["most_ms"]
+        assert row["alone_ms"] > 0
+        assert row["tok_s"] > 0
+
+
 #: Name of a shape -> strategy and number of parameters of the published model.
 PUBLISHED = {
     "llada2-mini": ("multi_bd", 16_255_643_392),
@@ -118,6 +137,7 @@ PUBLISHED = {
     "fast-dllm-v2-7b": ("fast_dllm_v2", 7_615_616_512),
     # 25,250,986,782 and the encoder's scalar of each layer.
     "diffusion-gemma-26b-a4b": ("diffusion_gemma", 25_250_986_812),
+    "llada2-flash": ("multi_bd", 102_889_705_216),
     "llada2.1-mini": ("multi_bd", 16_255_643_392),
     "dmax-mini": ("dmax", 16_255_643_392),
     "diffucoder-7b": ("d2f", 7_615_616_512),
