@@ -127,6 +127,22 @@ def test_mixed_steps(tmp_path):
         assert row["tok_s"] > 0
 
 
+@pytest.mark.slow
+def test_prefill(tmp_path):
+    output = tmp_path / "prefill.json"
+    run(
+        "bench_prefill.py",
+        *("--tiny", "--device", "cpu", "--dtype", "float32", "--tp", "1,2", "--tokens", "40,80"),
+        *("--block-size", 4, "--warmup", 1, "--repeat", 3, "--json", output),
+    )
+    rows = json.loads(output.read_text())["results"]
+    assert [(row["tp"], row["tokens"]) for row in rows] == [(1, 40), (1, 80), (2, 40), (2, 80)]
+    assert [row["speedup"] for row in rows[:2]] == [1, 1]
+    for row in rows:
+        assert row["steps"] == 3
+        assert row["tok_s"] == pytest.approx(1e3 * row["tokens"] / row["step_ms"], rel=1e-3)
+
+
 #: Name of a shape -> strategy and number of parameters of the published model.
 PUBLISHED = {
     "llada2-mini": ("multi_bd", 16_255_643_392),

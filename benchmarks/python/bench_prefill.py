@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Milliseconds to read a prompt, by its length and the number of GPUs that share the weights.
+
+    python benchmarks/python/bench_prefill.py --tp 1,2 --json prefill.json
+    python benchmarks/python/bench_prefill.py --quantization fp8
+
+A prompt is read in one step, without graphs, as the host sees it; random weights, no prefix cache.
+`speedup` is over the first of `--tp`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_decode_step import integers
+from published_shapes import SHAPES, Shape
+from random_engine import build_engine, build_model, build_shared_engine, random_prompts
+from step_timing import clock_facts, machine_facts, markdown_table, summary
+
+from diffulex import Diffulex, SamplingParams
+from diffulex.quantization.scheme import SCHEMES
+
+COLUMNS = (
+    "shape", "quantization", "tp", "tokens", "step_ms", "p10_ms", "p90_ms", "tok_s", "sm_mhz", "watts",
+    "speedup",
+)  # fmt: skip
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    is_cuda = torch.cuda.is_available()
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="sdar-8b")
+    parser.add_argument("--tiny", action="store_true", help="the family in a few kilobytes")
+    parser.add_argument("--device", default="cuda" if is_cuda else "cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--quantization", choices=("none", *SCHEMES), default="none")
+    parser.add_argument("--tp", type=integers, default=[1], help="devices that share the weights")
+    parser.add_argument("--tokens", type=integers, default=[8192], help="of the prompt, 8192")
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--warmup", type=int, default=2, help="prompts before timing")
+    parser.add_argument("--repeat", type=int, default=7, help="timed prompts")
+    parser.add_argument("--json", type=Path, help="write facts and rows as one JSON document")
+    return parser.parse_args(argv)
+
+
+def started(shape: Shape, num_ranks: int, length: int, options: argparse.Namespace) -> Diffulex:
+    needed = length + 2 * options.block_size
+    settings: dict[str, Any] = {
+        "decoding_strategy": "multi_bd",
+        "block_size": options.block_size,
+        "max_num_reqs": 1,
+        "num_pages": needed // 32 + 4,
+        "page_size": 32,
+        "max_model_len": needed,
+        "max_num_batched_tokens": needed + options.block_size,
+        "enable_prefix_caching": False,
+        "quantization": options.quantization,
+    }
+    if num_ranks > 1:
+        return build_shared_engine(
+            shape, num_ranks, options.device, dtype=options.dtype, **settings
+        )
+    dtype = getattr(torch, options.dtype)
+    model = build_model(shape, dtype, options.device, quantization=options.quantization)
+    return build_engine(shape, model, options.device, **settings)
+
+
+def measure(engine: Diffulex, length: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One row."""
+    seconds = []
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    prompts = random_prompts(
+        engine.config.model.spec, options.warmup + options.repeat, length, seed=length
+    )
+    for index, prompt in enumerate(prompts):
+        engine.add_request(prompt, params)
+        before = engine.run_stats.prefill_s
+        start = time.perf_counter()
+        engine.step()
+        duration = time.perf_counter() - start
+        if engine.run_stats.prefill_s <= before:
+            raise RuntimeError(f"expected a step that reads {length} tokens, got another")
+        if index >= options.warmup:
+            seconds.append(duration)
+        while engine.has_unfinished():
+            engine.step()
+    row = {"tokens": length, **summary(seconds), **clock_facts(options.device)}
+    row["tok_s"] = round(1e3 * length / row["step_ms"])
+    return row
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    shape = SHAPES[options.shape].tiny() if options.tiny else SHAPES[options.shape]
+    rows: list[dict[str, Any]] = []
+    for num_ranks in options.tp:
+        for length in options.tokens:
+            with started(shape, num_ranks, length, options) as engine:
+                row = measure(engine, length, options)
+            del engine
+            gc.collect()
+            named = {"shape": options.shape, "quantization": options.quantization, "tp": num_ranks}
+            rows.append({**named, **row})
+            first = next(other for other in rows if other["tokens"] == length)
+            rows[-1]["speedup"] = round(first["step_ms"] / row["step_ms"], 3)
+    facts = {
+        "command": shlex.join(["python", *sys.argv]),
+        "dtype": options.dtype,
+        "block": options.block_size,
+        **machine_facts(options.device),
+    }
+    if options.json is not None:
+        text = json.dumps({**facts, "results": rows}, indent=2)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    print(markdown_table([name for name in COLUMNS if name in rows[0]], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
