@@ -29,7 +29,6 @@ class Stepper:
         rate: highest learning rate.
         loss_fn: draws its own batch, without a host synchronisation.
         after: called at the end of every step, inside the graph.
-        captures: on CUDA; false for models that ask the device something in a step.
     """
 
     def __init__(
@@ -40,10 +39,8 @@ class Stepper:
         *,
         weight_decay: float = 0.01,
         after: Callable[[], None] | None = None,
-        captures: bool = True,
     ) -> None:
         device = parameters[0].device
-        self._captures = captures
         self._is_cuda = device.type == "cuda"
         self._parameters = parameters
         self._rate = rate
@@ -64,7 +61,7 @@ class Stepper:
 
     def run(self, seconds: float, name: str, log: Callable[[str], None], every: int = 1000) -> None:
         """Trains for so long; the first step is not counted, it may be a capture."""
-        if self._is_cuda and self._captures:
+        if self._is_cuda:
             self._capture()
         else:
             self._step()

@@ -26,7 +26,7 @@ from diffulex.omni.bench.motion import DIRECTIONS, check_motion, draw_motions, r
 from diffulex.omni.bench.scenes import COLORS, KINDS
 from stepper import Stepper
 
-_FRAMES, _SIDE, _CHANNELS = 9, 32, 8
+_FRAMES, _SIDE, _CHANNELS = 9, 32, 16
 _TEXT_TOKENS = 16
 _STEPS, _GUIDANCE = 20, 3.0
 _EMPTY_SHARE, _KL_WEIGHT = 0.1, 1e-5
@@ -45,8 +45,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for the model")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--vae-seconds", type=float, default=40)
-    parser.add_argument("--seconds", type=float, default=90, help="of the transformer")
+    parser.add_argument("--vae-seconds", type=float, default=150)
+    parser.add_argument("--seconds", type=float, default=150, help="of the transformer")
     parser.add_argument("--bank", type=int, default=8000, help="training videos")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--vae-batch", type=int, default=16)
@@ -112,7 +112,7 @@ def pipeline(seed: int) -> Any:
             rope_max_seq_len=64,
         ),
         vae=diffusers.AutoencoderKLWan(
-            base_dim=16,
+            base_dim=24,
             z_dim=_CHANNELS,
             dim_mult=[1, 2, 2],
             num_res_blocks=1,
@@ -138,6 +138,7 @@ def train_vae(vae: Any, pixels: torch.Tensor, options: argparse.Namespace) -> No
         divergence = (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
         return error.abs().mean() + error.square().mean() + _KL_WEIGHT * divergence
 
+    torch.backends.cudnn.benchmark = True  # every step has the same shapes
     stepper = Stepper(list(vae.parameters()), 2e-3, loss, weight_decay=0.0)
     stepper.run(options.vae_seconds, "autoencoder", log)
     vae.eval().requires_grad_(False)
