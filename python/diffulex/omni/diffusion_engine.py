@@ -53,6 +53,8 @@ class _Worker(Protocol):
 
     def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> Iterable[DrawnCall]: ...
 
+    def close(self) -> None: ...
+
 
 def _make_worker(config: OmniDiffusionConfig) -> _Worker:
     found = check_engine(config)
@@ -151,7 +153,7 @@ class DiffusionEngine:
 
     def close(self) -> None:
         """Ends the workers and gives their memory back; later steps are an error. May be repeated."""
-        if isinstance(self._worker, Scheduler):
+        if self._worker is not None:
             self._worker.close()
         self._worker = None
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,9 +131,13 @@ class Worker:
         self._is_leader = groups is None or groups.is_leader
         self._groups = groups
         self._cache = loaded.cache
-        # Not at the top: it imports torch and diffusers, which requests can be checked without.
+        # Not at the top: they import torch and diffusers, which requests can be checked without.
+        import torch  # noqa: PLC0415
+
         from diffulex.omni.attention.seam import make_seam  # noqa: PLC0415
 
+        if loaded.device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats(loaded.device)  # perhaps of an earlier model here
         self._seam = make_seam(loaded, groups)
         self._cfg_hooks = _attach(loaded, groups)
         parameters = inspect.signature(type(loaded.pipeline).__call__).parameters
@@ -167,6 +172,16 @@ class Worker:
             "allocated": torch.cuda.memory_allocated(device),
             "peak": torch.cuda.max_memory_allocated(device),
         }
+
+    def close(self) -> None:
+        """Gives the memory of the model back; nothing can be drawn afterwards."""
+        import torch  # noqa: PLC0415
+
+        is_cuda = self.facts.device.startswith("cuda")
+        del self.pipeline, self._seam, self._cfg_hooks, self._cache
+        gc.collect()  # hooks and the modules around which they are know each other
+        if is_cuda:
+            torch.cuda.empty_cache()
 
     def cache_summary(self) -> dict[str, Any] | None:
         """What the cache has done in the last call; None without one."""

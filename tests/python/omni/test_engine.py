@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 
 import numpy as np
 import pytest
@@ -404,6 +405,14 @@ def test_a_closed_engine_says_so(tiny):
     config = OmniDiffusionConfig.from_kwargs(model=str(tiny("qwen")))
     with pytest.raises(ConfigError, match="od_config: expected no keywords beside it, got dtype"):
         OmniDiffusion(config, dtype="float32")
+
+
+def test_a_closed_engine_gives_the_weights_back(tiny):
+    with OmniDiffusion(model=str(tiny("qwen"))) as engine:
+        engine.generate("a", **SMALL)
+        transformer = weakref.ref(engine.engine._worker.pipeline.transformer)
+    is_held = transformer() is not None  # an assertion would hold it too
+    assert not is_held
 
 
 def test_a_pipeline_of_a_program(tiny):
