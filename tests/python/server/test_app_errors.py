@@ -344,9 +344,17 @@ def test_bodies_that_are_no_request(client, content):
         (b"[" * 100_000, "body: expected JSON, got maximum recursion depth"),
         (b'{"prompt": "\xff"}', "body: expected JSON, got 'utf-8' codec"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "body: expected JSON, got Exceeds the limit"),
-        (b"{}", "prompt: Field required"),
-        (b'{"prompt": "x", "max_tokens": -7}', "equal to 1, got -7"),
-        (b'{"prompt": "x", "stream": "yes"}', "got 'yes'"),
+        (b"{}", "prompt: expected a value, got none"),
+        (b'{"prompt": "x", "max_tokens": -7}', "max_tokens: expected at least 1, got -7"),
+        (b'{"prompt": "x", "stream": "yes"}', "stream: expected true or false, got 'yes'"),
+        (
+            b'{"prompt": "x", "stream_mode": "x"}',
+            "expected 'block_append', 'denoise' or 'both', got",
+        ),
+        (
+            b'{"prompt": "x", "user": "' + b"y" * 1025 + b'"}',
+            "user: expected at most 1024 characters",
+        ),
         (b'{"prompt": "x", "seed": "' + b"9" * 500 + b'"}', "seed: expected an integer, got '99"),
     ],
 )

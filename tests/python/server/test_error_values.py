@@ -3,9 +3,17 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
 
-from diffulex.server.http.api_errors import ApiError, _first_invalid, shown
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from diffulex.omni import images_routes, videos_routes
+from diffulex.server.http.api_errors import _EXPECTED, ApiError, _first_invalid, shown
+from diffulex.server.openai import request_schema, responses_schema, tokenizer_routes
 from diffulex.server.openai.request_schema import CompletionRequest
 from diffulex.server.openai.unsupported_fields import check_supported
 
@@ -40,3 +48,40 @@ def test_of_a_large_value_only_the_beginning_is_written(value):
 @pytest.mark.parametrize("value", [{}, [], {"a": [1, {"b": None}], "c": "d'"}, "x\n", 1.5, None])
 def test_of_a_small_value_all_is_written(value):
     assert shown(value) == repr(value)
+
+
+#: Values of every kind, some of them out of every bound.
+_VALUES = (
+    *(None, True, 1, -1, 1.5, 10**30, float("inf"), "", "x", "nan", "9" * 5000, "y" * 40_000),
+    *([], [1.5], ["x"] * 5000, [{}], {}, {"a": 1}, {str(number): "x" for number in range(100)}),
+)
+_SCHEMAS = (request_schema, responses_schema, tokenizer_routes, images_routes, videos_routes)
+
+
+def _bodies(base: type[BaseModel] = BaseModel) -> Iterator[type[BaseModel]]:
+    for body in base.__subclasses__():
+        if body.__module__ in {module.__name__ for module in _SCHEMAS}:
+            yield body
+        yield from _bodies(body)
+
+
+def _errors_of(body: type[BaseModel], field: str, value: object) -> list[Any]:
+    try:
+        body.model_validate({field: value})
+    except ValidationError as error:
+        return error.errors()
+    return []
+
+
+def test_all_that_a_schema_rejects_is_told_in_the_same_words():
+    kinds = set()
+    for body in set(_bodies()):
+        for error in itertools.chain.from_iterable(
+            _errors_of(body, field, value)
+            for field, value in itertools.product(body.model_fields, _VALUES)
+        ):
+            message = _first_invalid([error]).message
+            where = str((*error["loc"], "body")[0])
+            assert re.match(rf"{where}\b.*: expected .*, got ", message), message
+            kinds.add(error["type"])
+    assert kinds - {"missing", "too_long", "model_type", "value_error"} == set(_EXPECTED)

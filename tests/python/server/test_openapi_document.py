@@ -69,8 +69,8 @@ def test_options_narrow_the_requests():
     assert chat["chat_template"] == {"type": "null"}
     options = {"accept_any_model": True, "trust_request_chat_template": True}
     chat = properties("ChatCompletionRequest", **options)
-    for name in ("model", "chat_template"):
-        assert chat[name]["anyOf"] == [{"type": "string"}, {"type": "null"}]
+    assert chat["model"]["anyOf"] == [{"type": "string", "maxLength": 1024}, {"type": "null"}]
+    assert chat["chat_template"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
     decoding = properties("Decoding", min_accept_threshold=0.25, max_request_penalty=2.5)
     for name, bounds in {"accept_threshold": (0.25, 1), "penalty_lambda": (0, 2.5)}.items():
         form = decoding[name]["anyOf"][0]

@@ -160,16 +160,53 @@ def _first_invalid(errors: Any) -> ApiError:
     """The 400 for what the schema rejected, telling the first of it."""
     for error in errors:
         location = [str(part) for part in error.get("loc", ()) if part != "body"]
-        text = str(error.get("msg", "invalid")).removeprefix("Value error, ")
         if error.get("type") == "json_invalid":
-            return ApiError(400, f"body: expected JSON, got {text}: {_shown(error)}")
+            text = f"{error['msg']}: {(error.get('ctx') or {}).get('error', '')}"
+            return ApiError(400, f"body: expected JSON, got {text}")
         where = ".".join(location)
-        if not where and error.get("type") == "model_attributes_type":
-            text = "expected a JSON object"
-        if error.get("type") != "missing" and ", got " not in text:
-            text += f", got {shown(error.get('input'), 100)}"
+        text = _expected(error, "an object" if where else "a JSON object")
         return ApiError(400, f"{where or 'body'}: {text}", param=where or None)
     return ApiError(400, "body: expected a request of the documented form, got another")
+
+
+#: What was expected, by the kind of error that pydantic reports; in braces what it says of it.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer of fewer digits",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "string_too_short": "at least {min_length} characters",
+    "string_too_long": "at most {max_length} characters",
+    "extra_forbidden": "a documented field",
+}
+
+
+def _expected(error: Mapping[str, Any], an_object: str) -> str:
+    """What a field should have been, and what came, as all errors here say it."""
+    kind, context = str(error.get("type")), error.get("ctx") or {}
+    if kind == "missing":
+        return "expected a value, got none"
+    if kind == "too_long":
+        return f"expected at most {context['max_length']} entries, got {context['actual_length']}"
+    text = str(error.get("msg", "invalid")).removeprefix("Value error, ")
+    if kind in ("model_type", "model_attributes_type"):
+        text = f"expected {an_object}"
+    elif kind in _EXPECTED:
+        text = f"expected {_EXPECTED[kind].format(**context)}"
+    return text if ", got " in text else f"{text}, got {shown(error.get('input'), 100)}"
 
 
 def shown(value: object, most: int = 60) -> str:
@@ -206,7 +243,3 @@ def _pieces(value: object, most: int) -> Iterator[str]:
 def _one_line(value: object) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= 100 else text[:97] + "..."
-
-
-def _shown(error: Mapping[str, Any]) -> str:
-    return str((error.get("ctx") or {}).get("error", ""))

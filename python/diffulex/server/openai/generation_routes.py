@@ -20,6 +20,7 @@ from diffulex.server.http.large_bodies import BodyRoute
 from diffulex.server.http.request_bounds import check_queue, requested_timeout_s, run_bounded
 from diffulex.server.http.request_record import record_of
 from diffulex.server.http.sse import DONE, PING, EventStream, sse
+from diffulex.server.openai.field_types import REQUEST_ID
 from diffulex.server.openai.generation import EventMerger, Generation
 from diffulex.server.openai.openai_format import OpenAIFrames, OpenAIRoute, openai_response
 from diffulex.server.openai.prompt_encoder import SHORT_TEXT, ChatOptions, num_chars
@@ -30,7 +31,6 @@ from diffulex.server.openai.request_params import (
     sampling_params_from_request,
 )
 from diffulex.server.openai.request_schema import (
-    REQUEST_ID,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from diffulex.checkpoint.tokenizer import RENDERER_ARGUMENTS
 from diffulex.config.sampling_params import SamplingParams
 from diffulex.server.http.api_errors import ApiError
-from diffulex.server.openai.request_schema import MAX_DECODED, TEMPLATE_FIELDS
+from diffulex.server.openai.field_types import TEMPLATE_FIELDS
+from diffulex.server.openai.request_schema import MAX_DECODED
 from diffulex.serving.admission import AdmissionError, AdmissionLimits, prompt_too_long
 from diffulex.wire.protocol import ChatInput, PromptInput, ServingInput
 

@@ -1,39 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of the requests.
 
-Numbers, texts and flags are never converted from one another; unknown keys are ignored. The JSON
-schema that clients see is as narrow as the checks, where JSON schema can say it.
+The types of their fields are in `field_types.py`. Unknown keys are ignored.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainValidator,
     StrictBool,
     WithJsonSchema,
     create_model,
     model_validator,
 )
 
-from diffulex.checkpoint.tokenizer import RENDERER_ARGUMENTS
-from diffulex.config.sampling_params import DECODING_FIELDS, MAX_STOPS, TRAJECTORY_LEVELS
+from diffulex.config.sampling_params import DECODING_FIELDS
 from diffulex.server.http.api_errors import shown
+from diffulex.server.openai.field_types import (
+    INT31,
+    INTEGRAL,
+    NUMERIC,
+    AtLeastOne,
+    Ids,
+    Name,
+    Natural,
+    Number,
+    NumTop,
+    PathText,
+    Positive,
+    Prompt,
+    Prompts,
+    RequestId,
+    Stop,
+    StreamModeName,
+    Template,
+    TemplateVariables,
+    Text,
+    TrajectoryLevel,
+    Unit,
+    as_text,
+    only,
+)
 from diffulex.wire.protocol import RequestOptions
 
 __all__ = [
     "MAX_DECODED",
     "MAX_MESSAGES",
-    "REQUEST_ID",
-    "TEMPLATE_FIELDS",
     "TOOL_CHOICES",
     "UNUSED_TOOLS",
     "AbortRequest",
@@ -42,199 +61,20 @@ __all__ = [
     "CompletionRequest",
     "Decoding",
     "GenerateRequest",
-    "Ids",
-    "NumTop",
-    "Positive",
     "ProfileRequest",
     "SamplingFields",
-    "StreamModeName",
     "StreamOptions",
-    "TemplateVariables",
-    "Text",
     "TokenizeRequest",
-    "as_text",
-    "only",
     "option_fields",
 ]
 
 #: Most messages of a conversation.
 MAX_MESSAGES = 4096
-#: Form of the ids that clients give to requests.
-REQUEST_ID = "[A-Za-z0-9._-]{1,64}"
-#: Fields of a conversation that are no variables of its template.
-TEMPLATE_FIELDS = ("messages", "chat_template", "add_generation_prompt", "continue_final_message")
-#: Names that no variable of a template may have.
-_RESERVED = (*TEMPLATE_FIELDS, *RENDERER_ARGUMENTS)
 #: Most ids that `/detokenize` takes where the model is not longer.
 MAX_DECODED = 1 << 16
-_MAX_IDS, _MAX_PROMPTS = 1 << 22, 1 << 16
-_INT31 = 2**31 - 1
 #: The engine divides by it in 32 bits.
 _LARGEST_TEMPERATURE = 3.4e38
-#: Numbers beyond it count as infinite.
-_LARGEST = 1e308
 _DEFAULT_MAX_TOKENS = 512
-
-
-def _integral(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"expected an integer, got {shown(value)}")
-    if isinstance(value, float):
-        if not math.isfinite(value) or not value.is_integer():
-            raise ValueError(f"expected an integer, got {value!r}")
-        return int(value)
-    return value
-
-
-def _numeric(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"expected a number, got {shown(value)}")
-    if abs(value) > _LARGEST or not math.isfinite(value):
-        raise ValueError(f"expected a finite number, got {shown(value)}")
-    return value
-
-
-def as_text(value: Any) -> str:
-    """A text that UTF-8 can hold: JSON may spell unpaired surrogates."""
-    if not isinstance(value, str):
-        raise ValueError(f"expected a text, got {shown(value)}")
-    return value.encode("utf-8", "replace").decode("utf-8")
-
-
-# Bounds come before these validators in an annotation: after them JSON schema loses those of numbers, and
-# messages call characters items.
-_INTEGRAL = BeforeValidator(_integral)
-_NUMERIC = BeforeValidator(_numeric)
-AtLeastOne = Annotated[int, Field(ge=1), _INTEGRAL]
-Positive = Annotated[int, Field(ge=1, le=_INT31), _INTEGRAL]
-Natural = Annotated[int, Field(ge=0, le=_INT31), _INTEGRAL]
-NumTop = Annotated[int, Field(ge=0, le=20), _INTEGRAL]
-Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST), _NUMERIC]
-Unit = Annotated[float, Field(ge=0, le=1), _NUMERIC]
-Text = Annotated[str, BeforeValidator(as_text)]
-
-_ID_SCHEMA = {"type": "integer", "minimum": 0, "maximum": _INT31}
-_IDS_SCHEMA = {"type": "array", "items": _ID_SCHEMA, "minItems": 1, "maxItems": _MAX_IDS}
-_TEXT_SCHEMA = {"type": "string"}
-
-
-def _is_id(item: Any) -> bool:
-    # 5.0 is an integer to JSON schema.
-    return type(item) is int or (type(item) is float and item.is_integer())
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_id, value))
-
-
-def _ids(value: Any) -> list[int]:
-    if isinstance(value, list) and len(value) > _MAX_IDS:
-        raise ValueError(f"expected at most {_MAX_IDS} token ids, got {len(value)}")
-    if not _is_ids(value):
-        raise ValueError(f"expected a list of token ids, got {shown(value)}")
-    for item in value:
-        if not 0 <= item <= _INT31:
-            raise ValueError(f"expected token ids in [0, {_INT31}], got {item}")
-    return list(map(int, value))
-
-
-def _template(value: Any) -> list[int | None]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"expected a list of token ids and nulls, got {shown(value)}")
-    fixed = iter(_ids([item for item in value if item is not None]))
-    return [None if item is None else next(fixed) for item in value]
-
-
-def _prompt(value: Any) -> str | list[int]:
-    if isinstance(value, str):
-        return as_text(value)
-    if not isinstance(value, list):
-        raise ValueError(f"expected a text or a list of token ids, got {shown(value)}")
-    return _ids(value)
-
-
-def _prompts(value: Any) -> list[str | list[int]]:
-    """Every form of a prompt as a list of prompts."""
-    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
-        return [_prompt(value)]
-    if isinstance(value, list) and len(value) > _MAX_PROMPTS:
-        raise ValueError(f"expected at most {_MAX_PROMPTS} prompts, got {len(value)}")
-    if not isinstance(value, list) or not value:
-        raise ValueError(
-            "expected a text, a list of token ids, or a list of either with at least one entry,"
-            f" got {shown(value)}"
-        )
-    return [_prompt(item) for item in value]
-
-
-def _stop(value: Any) -> list[str]:
-    if value is None or value == "":  # which is what an empty field of a form sends
-        return []
-    texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, list) and len(texts) > MAX_STOPS:
-        raise ValueError(f"expected at most {MAX_STOPS} texts, got {len(texts)}")
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"expected a text or a list of texts, got {shown(value)}")
-    return [as_text(text) for text in texts]
-
-
-def _trajectory_level(value: Any) -> str | bool | None:
-    if value is None or isinstance(value, bool) or value in TRAJECTORY_LEVELS:
-        return value  # type: ignore[no-any-return]
-    levels = ", ".join(TRAJECTORY_LEVELS)
-    raise ValueError(f"expected {levels}, true or false, got {shown(value)}")
-
-
-Ids = Annotated[list[int], PlainValidator(_ids), WithJsonSchema({**_IDS_SCHEMA, "minItems": 0})]
-Template = Annotated[
-    list[int | None],
-    PlainValidator(_template),
-    WithJsonSchema({**_IDS_SCHEMA, "items": {"anyOf": [_ID_SCHEMA, {"type": "null"}]}}),
-]
-Prompt = Annotated[
-    str | list[int],
-    PlainValidator(_prompt),
-    WithJsonSchema({"anyOf": [{**_TEXT_SCHEMA, "minLength": 1}, _IDS_SCHEMA]}),
-]
-Prompts = Annotated[
-    list[str | list[int]],
-    PlainValidator(_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {**_TEXT_SCHEMA, "minLength": 1},
-                _IDS_SCHEMA,
-                {"type": "array", "items": {**_TEXT_SCHEMA, "minLength": 1}, "minItems": 1},
-                {"type": "array", "items": _IDS_SCHEMA, "minItems": 1},
-            ]
-        }
-    ),
-]
-_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 256}
-Stop = Annotated[
-    list[str],
-    PlainValidator(_stop),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "maxLength": 256},
-                {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOPS},
-                {"type": "null"},
-            ]
-        }
-    ),
-]
-TrajectoryLevel = Annotated[
-    str | bool | None,
-    PlainValidator(_trajectory_level),
-    WithJsonSchema({"enum": [*TRAJECTORY_LEVELS, True, False, None]}),
-]
-RequestId = Annotated[Text, WithJsonSchema({"type": "string", "pattern": f"^{REQUEST_ID}$"})]
-TemplateVariables = Annotated[
-    dict[str, Any],
-    WithJsonSchema({"type": "object", "propertyNames": {"not": {"enum": list(_RESERVED)}}}),
-]
-StreamModeName = Literal["block_append", "denoise", "both"]
 
 
 class _Body(BaseModel):
@@ -245,7 +85,7 @@ def _decoding_fields() -> dict[str, Any]:
     """Fields of bodies for what a request may set of the decoding rule."""
     found = {}
     for name, limits in DECODING_FIELDS.items():
-        kind = _INTEGRAL if limits.kind is int else _NUMERIC
+        kind = INTEGRAL if limits.kind is int else NUMERIC
         bounded = Annotated[limits.kind, Field(ge=0, le=limits.high), kind]  # type: ignore[name-defined]
         found[name] = (Union[bounded, None], None)  # noqa: UP007
     return found
@@ -266,7 +106,7 @@ class Decoding(_DecodingFields):
 #: What a body takes for a type of the wire.
 _WIRE_TYPES: dict[Any, Any] = {
     bool: StrictBool,
-    int: Annotated[int, Field(ge=-(2**63), le=2**64 - 1), _INTEGRAL],
+    int: Annotated[int, Field(ge=-(2**63), le=2**64 - 1), INTEGRAL],
     float: Number,
     str: Text,
     type(None): None,
@@ -293,20 +133,20 @@ class SamplingFields(_Options):
     """What all generating requests have in common."""
 
     max_tokens: Positive | None = _DEFAULT_MAX_TOKENS
-    temperature: Annotated[float, Field(ge=0, le=_LARGEST_TEMPERATURE), _NUMERIC] | None = 1.0
+    temperature: Annotated[float, Field(ge=0, le=_LARGEST_TEMPERATURE), NUMERIC] | None = 1.0
     max_nfe: Positive | None = None
     max_repetition_run: Positive | None = None
     ignore_eos: StrictBool = False
     stream: StrictBool | None = False
-    user: Text | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1), _INTEGRAL] | None = None
+    user: Name | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1), INTEGRAL] | None = None
     stop: Stop = Field(default_factory=list)
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: StrictBool = False
     min_tokens: Natural | None = None
     template_token_ids: Template | None = None
-    top_p: Annotated[float, Field(gt=0, le=1), _NUMERIC] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_INT31), _INTEGRAL] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1), NUMERIC] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT31), INTEGRAL] | None = None
     min_p: Unit | None = None
     return_trajectory: TrajectoryLevel = None
     decoding: Decoding | None = None
@@ -350,11 +190,6 @@ class StreamOptions(_Body):
     continuous_usage_stats: StrictBool | None = False
 
 
-def only(*values: Any) -> WithJsonSchema:
-    """For a field that may be there but ask nothing."""
-    return WithJsonSchema({"enum": [*values, None]})
-
-
 _RESPONSE_FORMAT_SCHEMA = {
     "anyOf": [
         {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
@@ -369,7 +204,7 @@ class _OpenAIFields(SamplingFields):
     # Everything the client sent is kept, so that refused families of keys are found.
     model_config = ConfigDict(extra="allow")
 
-    model: Text | None = None
+    model: Name | None = None
     n: AtLeastOne | None = 1
     stream_mode: StreamModeName | None = None
     stream_options: StreamOptions | None = None
@@ -401,7 +236,7 @@ class ChatMessage(_Body):
 
     model_config = ConfigDict(json_schema_extra=_message_schema)
 
-    role: Annotated[Text, Field(min_length=1, examples=["user"])]
+    role: Annotated[str, Field(min_length=1, examples=["user"]), BeforeValidator(as_text)]
     content: Annotated[
         str,
         WithJsonSchema(
@@ -551,19 +386,19 @@ class CompletionRequest(_OpenAIFields):
 class ProfileRequest(_Body):
     """Body of `POST /start_profile`; may be left out."""
 
-    profile_prefix: Text | None = None
+    profile_prefix: Name | None = None
 
 
 class WeightsRequest(_Body):
     """Body of `POST /update_weights` and `POST /load_lora`: a directory of the server."""
 
-    path: Text
+    path: PathText
 
 
 class AbortRequest(_Body):
     """Body of `POST /abort`."""
 
-    rid: Text
+    rid: Name
 
 
 class TokenizeRequest(_Body):
@@ -580,7 +415,7 @@ class TokenizeRequest(_Body):
         }
     )
 
-    model: Text | None = None
+    model: Name | None = None
     prompt: Text | None = None
     messages: (
         Annotated[

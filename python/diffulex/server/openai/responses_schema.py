@@ -4,23 +4,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PlainValidator, StrictBool, WithJsonSchema
 
 from diffulex.server.http.api_errors import shown
-from diffulex.server.openai.request_schema import (
-    MAX_MESSAGES,
-    UNUSED_TOOLS,
-    ChatMessage,
+from diffulex.server.openai.field_types import (
+    Name,
     NumTop,
     Positive,
-    SamplingFields,
     StreamModeName,
     TemplateVariables,
     Text,
     as_text,
     only,
+    text_of,
+)
+from diffulex.server.openai.request_schema import (
+    MAX_MESSAGES,
+    UNUSED_TOOLS,
+    ChatMessage,
+    SamplingFields,
 )
 
 __all__ = ["ResponsesRequest"]
@@ -179,8 +183,11 @@ _RULES: dict[str, Any] = {
     ],
     "examples": [{"input": "1 + 2 =", "max_output_tokens": 16, "temperature": 0}],
 }
-_Key = Annotated[Text, Field(max_length=_MAX_KEY_CHARS)]
-_Value = Annotated[Text, Field(max_length=_MAX_VALUE_CHARS)]
+if TYPE_CHECKING:
+    _Key = str
+    _Value = str
+else:
+    _Key, _Value = text_of(_MAX_KEY_CHARS), text_of(_MAX_VALUE_CHARS)
 
 
 class ResponsesRequest(SamplingFields):
@@ -193,7 +200,7 @@ class ResponsesRequest(SamplingFields):
     # Everything the client sent is kept, so that refused families of keys are found.
     model_config = ConfigDict(extra="allow", json_schema_extra=lambda schema: schema.update(_RULES))
 
-    model: Text | None = None
+    model: Name | None = None
     # Absent input is refused by the schema's own message.
     input: Annotated[list[ChatMessage], PlainValidator(_input), WithJsonSchema(_INPUT_SCHEMA)]
     instructions: Text | None = None
@@ -209,8 +216,8 @@ class ResponsesRequest(SamplingFields):
     # Accepted for what it says about the client; nothing is kept.
     store: StrictBool | None = None
     parallel_tool_calls: StrictBool | None = None
-    prompt_cache_key: Text | None = None
-    safety_identifier: Text | None = None
+    prompt_cache_key: Name | None = None
+    safety_identifier: Name | None = None
     # Refused when they ask for something.
     background: Annotated[StrictBool | None, only(False)] = None
     conversation: Annotated[Any, only()] = None

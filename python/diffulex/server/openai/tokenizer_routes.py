@@ -14,8 +14,9 @@ from diffulex.server.http.api_errors import ApiError
 from diffulex.server.http.json_response import JSONBody
 from diffulex.server.http.large_bodies import BodyRoute
 from diffulex.server.http.request_bounds import check_queue, run_bounded
+from diffulex.server.openai.field_types import Ids, Name
 from diffulex.server.openai.prompt_encoder import ChatOptions
-from diffulex.server.openai.request_schema import Ids, Text, TokenizeRequest
+from diffulex.server.openai.request_schema import TokenizeRequest
 from diffulex.server.openai.response_schema import (
     DetokenizeResponse,
     TokenizeResponse,
@@ -33,7 +34,7 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [1, 2]}]})
 
-    model: Text | None = None
+    model: Name | None = None
     tokens: Ids
     skip_special_tokens: StrictBool = False
     return_token_strs: StrictBool | None = False
