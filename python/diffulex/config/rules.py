@@ -57,6 +57,7 @@ class Resolver:
             "the decoding strategy decides",
         )
         self._strategy.resolve(partial)
+        self._notice_forced_keys()
         self._check_shape()
         self._resolve_program()
         self._check_adapter()
@@ -91,14 +92,30 @@ class Resolver:
                 text = "%s: accepted and ignored (%s), got %r"
                 warn_once(logger, f"inert {name}", text, name, key.help, value)
             elif owner_of(name) not in (None, strategy) or name in ignored:
-                text = "%s: without effect under decoding_strategy %s, got %r"
-                warn_once(logger, f"foreign {name} {strategy}", text, name, strategy, value)
+                self._notice_foreign(name, value)
             elif name in unused and value != key.default:
                 raise ConfigError(
                     f"{name}: expected it unset under decoding_strategy {strategy} with"
                     f" sampling_mode {partial['sampling_mode']}, which does not read it,"
                     f" got {value!r}"
                 )
+            elif name in self._strategy.unread_params and value != key.default:
+                self._notice_foreign(name, value)
+
+    def _notice_foreign(self, name: str, value: Any) -> None:
+        strategy = self._partial["decoding_strategy"]
+        text = "%s: without effect under decoding_strategy %s, got %r"
+        warn_once(logger, f"foreign {name} {strategy}", text, name, strategy, value)
+
+    def _notice_forced_keys(self) -> None:
+        """A warning of every explicit key for which the strategy has a value of its own."""
+        partial, strategy = self._partial, self._partial["decoding_strategy"]
+        for name in self._strategy.unread_keys:
+            forced = partial[name]
+            value = partial.explicit.get(name, forced)
+            if value != forced:
+                text = "%s: expected %r, which decoding_strategy %s sets, got %r"
+                warn_once(logger, f"forced {name} {strategy}", text, name, forced, strategy, value)
 
     def _check_adapter(self) -> None:
         values = self._partial.values

@@ -47,6 +47,7 @@ class Strategy:
         keys: configuration keys, or beginnings of them, that this strategy alone reads.
         unread_params: fields of `SamplingParams` it has no use for, beside those that only a
             sampling mode that rewrites tokens reads.
+        unread_keys: configuration keys that `resolve` sets itself, whatever the caller wants.
         resolve: forces and checks keys.
         core_fields: fields of the core's options beyond the common ones.
         has_other_host_shapes: whether the host runs decode steps of other shapes than a device that
@@ -60,6 +61,7 @@ class Strategy:
     sampling_modes: tuple[str, ...] = ("naive",)
     keys: tuple[str, ...] = ()
     unread_params: tuple[str, ...] = ()
+    unread_keys: tuple[str, ...] = ()
     resolve: Callable[[PartialConfig], None] = _resolve_nothing
     core_fields: Callable[[ConfigTree], Mapping[str, Any]] = _no_fields
     has_other_host_shapes: Callable[[ConfigTree], bool] = _same_shapes

@@ -41,6 +41,7 @@ STRATEGY = Strategy(
     "d2f",
     traits=StrategyTraits(fills_masks=True, has_prefix_full=True, is_exportable=True),
     keys=("d2f_",),
+    unread_keys=("enable_prefix_caching",),
     resolve=_resolve,
     core_fields=_core_fields,
 )

@@ -69,6 +69,7 @@ STRATEGY = Strategy(
     traits=StrategyTraits(has_canvas=True, feeds_back=True, draws_at_zero=True),
     keys=("diffusion_gemma_",),
     unread_params=_UNREAD_PARAMS,
+    unread_keys=("block_size", "buffer_size"),
     resolve=_resolve,
     core_fields=_core_fields,
     # It leaves out the rows of encoded canvases.

@@ -16,6 +16,7 @@ import pytest
 from diffulex import SamplingParams, strategies
 from diffulex.config.config import Config
 from diffulex.config.sampling_params import DECODING_FIELDS
+from diffulex.config.table import CONFIG_TABLE
 from diffulex.config.types import ModelFacts
 from diffulex.errors import ConfigError
 from diffulex.families.listing import family_named
@@ -423,6 +424,48 @@ def test_thresholds_of_a_request_that_nothing_reads_are_noticed_once(
         f" {decoding.decoding_strategy} with sampling_mode {decoding.sampling_mode}, got {given[key]!r}"
         for key in unread
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "flat", "message"),
+    [
+        (
+            "diffusion_gemma",
+            {"buffer_size": 4},
+            "buffer_size: expected 1, which decoding_strategy diffusion_gemma sets, got 4",
+        ),
+        (
+            "dream",
+            {"enable_prefix_caching": True},
+            "enable_prefix_caching: expected False, which decoding_strategy d2f sets, got True",
+        ),
+        (
+            "fast_dllm_v2",
+            {"add_block_threshold": 0.625},
+            "add_block_threshold: without effect under decoding_strategy fast_dllm_v2, got 0.625",
+        ),
+    ],
+)
+def test_keys_that_the_strategy_decides_are_noticed(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    flat: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.setattr("diffulex.log._warned", set())
+    with caplog.at_level(logging.WARNING, "diffulex"):
+        resolve(name, **flat)
+    assert message in caplog.messages
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "diffulex"):
+        resolve(name)
+    assert caplog.messages == []
+
+
+def test_every_key_that_a_strategy_decides_is_one() -> None:
+    for strategy in STRATEGIES.values():
+        assert set(strategy.unread_keys) <= set(CONFIG_TABLE)
 
 
 def test_mask_suppression_off_is_refused() -> None:
