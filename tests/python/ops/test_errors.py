@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -389,80 +391,129 @@ def test_small_workspace_names_the_needed_bytes() -> None:
         ops.token_stats(logits, workspace=workspace)
 
 
+#: Lengths of the first dimensions with which a call of an op has no rows.
+EMPTY: dict[str, dict[str, int]] = {
+    "block_attention": dict.fromkeys(("q", "k", "v", "out", "lse"), 0)
+    | dict.fromkeys(
+        (
+            "page_table",
+            "context_lens",
+            "valid_slices",
+            "mask_kinds",
+            "prefix_lens",
+            "padded_prefix_lens",
+        ),
+        0,
+    )
+    | {"cu_seqlens_q": 1},
+    "store_kv_cache": {"k": 0, "v": 0, "slot_mapping": 0},
+    "load_kv_cache": {
+        "k_new": 0,
+        "v_new": 0,
+        "page_table": 0,
+        "context_lens": 0,
+        "cu_seqlens_q": 1,
+        "cu_seqlens_k": 1,
+        "k_out": 0,
+        "v_out": 0,
+    },
+    "copy_kv_pages": {"src_dst": 0},
+    "rms_norm": {"x": 0, "out": 0},
+    "add_rms_norm": {"x": 0, "residual": 0},
+    "sum_add_rms_norm": {"residual": 0, "out": 0},
+    "rms_norm_add": {"x": 0, "residual": 0, "out": 0},
+    "rotary_embedding": {"positions": 0, "q": 0, "k": 0},
+    "qk_norm_rope": {"qkv": 0, "positions": 0},
+    "qk_norm_rope_store": {"qkv": 0, "positions": 0, "slot_mapping": 0},
+    "act_and_mul": {"x": 0, "out": 0},
+    "linear_packed": {"x": 0, "out": 0},
+    "quantize_rows": {"x": 0, "out": 0},
+    "quantize_weight": {"w": 0, "out": 0, "scale": 0},
+    "linear_scaled": {"x": 0, "out": 0},
+    "linear_w4a16": {"x": 0, "out": 0},
+    "token_stats": dict.fromkeys(
+        (
+            "row_index",
+            "inv_temperature",
+            "uniforms",
+            "penalty_ids",
+            "penalties",
+            "ids",
+            "stats",
+            "topk_ids",
+            "topk_probs",
+        ),
+        0,
+    ),
+    "accept_mask_fill": dict.fromkeys(
+        (
+            "tokens",
+            "row_index",
+            "editable_start",
+            "valid_len",
+            "gate",
+            "accept_threshold",
+            "open_steps",
+            "write_ids",
+            "confidence",
+            "masks_left",
+            "flags",
+        ),
+        0,
+    ),
+    # Emptied in other dimensions, or by `num_reqs`.
+    "merge_token_stats": {},
+    "advance_decode": {},
+    "linear_few_rows": {"x": 0, "out": 0},
+    "router_gemm": {"x": 0, "logits": 0},
+    "moe_topk": {"logits": 0, "token_valid": 0, "weights": 0, "ids": 0},
+    "moe_permute": {"topk_ids": 0, "sorted_slots": 0, "tile_expert": 0, "tile_start": 0},
+    "moe_combine": {"slot_out": 0, "topk_weights": 0, "topk_ids": 0, "addend": 0, "out": 0},
+    "fused_moe": {"x": 0, "topk_weights": 0, "topk_ids": 0, "addend": 0, "out": 0},
+    "fused_experts_packed": {"x": 0, "row_weights": 0, "out": 0},
+    "soft_embedding": dict.fromkeys(("logits", "lse", "inv_temperature", "row_valid", "out"), 0),
+    "token_merge_embed": dict.fromkeys(
+        ("hidden", "merge_mask", "topk_ids", "topk_probs", "residual_probs"), 0
+    ),
+    "token_merge_partial": dict.fromkeys(
+        ("merge_mask", "topk_ids", "topk_probs", "residual_probs", "partial"), 0
+    ),
+    "token_merge_finalize": {"partial": 0, "merge_mask": 0, "hidden": 0},
+} | acceptance_calls.EMPTY
+
+
+#: Ops whose errors are in another file, which calls them by name.
+_ELSEWHERE = {
+    "advance_decode": "test_advance_errors.py",
+    "moe_topk": "test_routing.py",
+    "router_gemm": "test_routing.py",
+    "sample_filtered": "test_acceptance_errors.py",
+    **dict.fromkeys(
+        ("accept_dmax", "accept_edit", "accept_gemma", "entropy_bound_mask"),
+        "test_acceptance_errors.py",
+    ),
+    **dict.fromkeys(
+        ("fused_experts_packed", "fused_moe", "moe_combine", "moe_permute"), "test_moe_errors.py"
+    ),
+    **dict.fromkeys(
+        ("soft_embedding", "token_merge_embed", "token_merge_finalize", "token_merge_partial"),
+        "test_merge_errors.py",
+    ),
+}
+
+
+def test_every_op_has_errors_and_an_empty_call() -> None:
+    assert {op for op, *_ in CASES} | _ELSEWHERE.keys() == op_calls.CALLS.keys()
+    for op, name in _ELSEWHERE.items():
+        text = (Path(__file__).parent / name).read_text()
+        assert "pytest.raises(" in text
+        assert re.search(rf"\b{op}\b", text), f"{name}: expected errors of {op}, got none"
+    assert op_calls.CALLS.keys() == EMPTY.keys()
+
+
 @pytest.mark.parametrize("op", sorted(op_calls.CALLS))
 def test_empty_inputs_are_legal(device: str, op: str) -> None:
     tensors, numbers = op_calls.make(op, device)
-    empty: dict[str, Any] = {
-        "block_attention": dict.fromkeys(("q", "k", "v", "out", "lse"), 0)
-        | dict.fromkeys(
-            (
-                "page_table",
-                "context_lens",
-                "valid_slices",
-                "mask_kinds",
-                "prefix_lens",
-                "padded_prefix_lens",
-            ),
-            0,
-        )
-        | {"cu_seqlens_q": 1},
-        "store_kv_cache": {"k": 0, "v": 0, "slot_mapping": 0},
-        "load_kv_cache": {
-            "k_new": 0,
-            "v_new": 0,
-            "page_table": 0,
-            "context_lens": 0,
-            "cu_seqlens_q": 1,
-            "cu_seqlens_k": 1,
-            "k_out": 0,
-            "v_out": 0,
-        },
-        "copy_kv_pages": {"src_dst": 0},
-        "rms_norm": {"x": 0, "out": 0},
-        "add_rms_norm": {"x": 0, "residual": 0},
-        "sum_add_rms_norm": {"residual": 0, "out": 0},
-        "rms_norm_add": {"x": 0, "residual": 0, "out": 0},
-        "rotary_embedding": {"positions": 0, "q": 0, "k": 0},
-        "qk_norm_rope": {"qkv": 0, "positions": 0},
-        "qk_norm_rope_store": {"qkv": 0, "positions": 0, "slot_mapping": 0},
-        "act_and_mul": {"x": 0, "out": 0},
-        "linear_packed": {"x": 0, "out": 0},
-        "quantize_rows": {"x": 0, "out": 0},
-        "quantize_weight": {"w": 0, "out": 0, "scale": 0},
-        "linear_scaled": {"x": 0, "out": 0},
-        "linear_w4a16": {"x": 0, "out": 0},
-        "token_stats": dict.fromkeys(
-            (
-                "row_index",
-                "inv_temperature",
-                "uniforms",
-                "penalty_ids",
-                "penalties",
-                "ids",
-                "stats",
-                "topk_ids",
-                "topk_probs",
-            ),
-            0,
-        ),
-        "accept_mask_fill": dict.fromkeys(
-            (
-                "tokens",
-                "row_index",
-                "editable_start",
-                "valid_len",
-                "gate",
-                "accept_threshold",
-                "open_steps",
-                "write_ids",
-                "confidence",
-                "masks_left",
-                "flags",
-            ),
-            0,
-        ),
-    }
-    empty |= acceptance_calls.EMPTY
     if "num_reqs" in numbers:
         numbers["num_reqs"] = 0
     if op == "merge_token_stats":
@@ -470,7 +521,9 @@ def test_empty_inputs_are_legal(device: str, op: str) -> None:
             tensors[name] = tensor[:, :0] if name.startswith("part") else tensor[:0]
     if op == "sum_add_rms_norm":
         tensors["parts"] = tensors["parts"][:, :0]
-    for name, length in empty.get(op, {}).items():
+    if op == "fused_experts_packed":
+        tensors["expert_offsets"].zero_()
+    for name, length in EMPTY[op].items():
         tensors[name] = tensors[name][:length].contiguous()
     caches = {n: t.clone() for n, t in tensors.items() if n in ("k_cache", "v_cache")}
     op_calls.run(op, tensors, numbers)
