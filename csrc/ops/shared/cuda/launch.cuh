@@ -101,7 +101,7 @@ template <typename Kernel>
   return (value + divisor - 1) / divisor;
 }
 
-/// True when `pointer` and every stride, in bytes, are multiples of 16.
+/// True when the address in `pointer` is a multiple of 16 bytes.
 [[nodiscard]] inline bool is_aligned16(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
