@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffulex.checkpoint.resolve import DEMO
-from diffulex.config.flags import Parser, add_config_flag, engine_kwargs
+from diffulex.config.flags import (
+    Commands,
+    Parser,
+    add_config_flag,
+    add_log_level,
+    engine_kwargs,
+)
 from diffulex.env import get_unchecked
 from diffulex.log import configure
 from diffulex_edge.flags import (
@@ -69,25 +75,14 @@ def build_parser() -> Parser:
 
 def add_edge_commands(parser: Parser) -> None:
     """Adds the commands and their flags."""
-    commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
-    commands.required = True
+    commands = Commands(parser, "diffulex edge")
 
     def add(
         name: str, command: Callable[[argparse.Namespace], int], text: str, words: str = ""
     ) -> Parser:
-        child: Parser = commands.add_parser(
-            name,
-            help=text,
-            description=text,
-            allow_abbrev=False,
-            usage=" ".join(filter(None, ("diffulex edge", name, words, "[flags]"))),
-        )
+        child = commands.add(name, text, words)
         child.set_defaults(command=command)
-        child.add_argument(
-            "--log-level",
-            choices=("debug", "info", "warning", "error"),
-            help="least severe log line on standard error [warning; export into a file: info]",
-        )
+        add_log_level(child, "warning; export into a file: info")
         child.add_argument("--json", action="store_true", help="print one JSON object")
         if name not in ("info", "backends"):
             add_config_flag(child)

@@ -233,6 +233,57 @@ class _Formatter(argparse.HelpFormatter):
         return super()._format_action(_with_listed_choices(action))
 
 
+class Commands:
+    """The commands below a parser, of which a line has to name one.
+
+    Args:
+        parser: of the program.
+        program: what the usage of every command begins with.
+        dest: where the name of the chosen one is stored.
+        kind: what the commands are called in the help.
+    """
+
+    def __init__(
+        self, parser: Parser, program: str, dest: str = "name", kind: str = "command"
+    ) -> None:
+        self._program = program
+        self._parsers: argparse._SubParsersAction[Parser] = parser.add_subparsers(
+            title=f"{kind}s", dest=dest, metavar=kind.upper(), required=True
+        )
+
+    def add(self, name: str, text: str, words: str = "", aliases: Sequence[str] = ()) -> Parser:
+        """The parser of one command.
+
+        Args:
+            name: the command.
+            text: its help.
+            words: its positional arguments, as the usage names them.
+            aliases: other names.
+        """
+        return self._parsers.add_parser(
+            name,
+            help=text,
+            description=text,
+            aliases=list(aliases),
+            allow_abbrev=False,
+            # One flag per key would fill two screens before the first one is explained.
+            usage=" ".join(filter(None, (self._program, name, words, "[flags]"))),
+        )
+
+    def add_foreign(self, name: str, text: str) -> None:
+        """A command whose flags are those of another program, which reads them."""
+        self._parsers.add_parser(name, help=text, description=text, add_help=False)
+
+
+def add_log_level(parser: argparse.ArgumentParser, usual: str = "warning") -> None:
+    """The flag for the log of a command; `usual` is what applies without it."""
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        help=f"least severe log line on standard error [{usual}]",
+    )
+
+
 # Files of `--config`: every key becomes the flag of the same name.
 
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffulex.config.flags import (
+    Commands,
     Parser,
     add_config_flag,
     add_engine_flags,
+    add_log_level,
     boolean,
     engine_kwargs,
     integer,
@@ -116,23 +118,12 @@ def build_parser() -> Parser:
 
 def add_omni_commands(parser: Parser) -> None:
     """Adds the commands and their flags."""
-    commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
-    commands.required = True
+    commands = Commands(parser, "diffulex omni")
 
     def add(name: str, command: Any, text: str, words: str = "") -> Parser:
-        child: Parser = commands.add_parser(
-            name,
-            help=text,
-            description=text,
-            allow_abbrev=False,
-            usage=" ".join(filter(None, ("diffulex omni", name, words, "[flags]"))),
-        )
+        child = commands.add(name, text, words)
         child.set_defaults(command=command)
-        child.add_argument(
-            "--log-level",
-            choices=("debug", "info", "warning", "error"),
-            help="least severe log line on standard error [warning]",
-        )
+        add_log_level(child)
         add_config_flag(child)
         return child
 

@@ -12,7 +12,14 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from diffulex.config.flags import Parser, UsageError, add_config_flag, expected_one_of
+from diffulex.config.flags import (
+    Commands,
+    Parser,
+    UsageError,
+    add_config_flag,
+    add_log_level,
+    expected_one_of,
+)
 from diffulex.env import get_unchecked
 from diffulex.interruption import INTERRUPTED, ending_at_once
 from diffulex.log import configure
@@ -130,29 +137,16 @@ def build_parser(name: str | None = None) -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("-V", "--version", action="store_true", help="print the version and exit")
-    commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
-    commands.required = True
+    commands = Commands(parser, "diffulex")
     for row in _COMMANDS:
-        child: Parser = commands.add_parser(
-            row.name,
-            help=row.help,
-            description=row.help,
-            aliases=list(row.aliases),
-            allow_abbrev=False,
-            # One flag per key would fill two screens before the first one is explained.
-            usage=" ".join(filter(None, ("diffulex", row.name, row.words, "[flags]"))),
-        )
+        child = commands.add(row.name, row.help, row.words, row.aliases)
         if name is None or name in (row.name, *row.aliases):
             row.fill(child)
     return parser
 
 
 def _add_log_level(parser: Parser) -> None:
-    parser.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        help="least severe log line on standard error [warning; eval into a file: info]",
-    )
+    add_log_level(parser, "warning; eval into a file: info")
 
 
 def _fill_generate(parser: Parser) -> None:
@@ -209,8 +203,7 @@ def _fill_bench(parser: Parser) -> None:
     from diffulex.bench.serve.command import add_serve_flags, run_serve_command  # noqa: PLC0415
     from diffulex.bench.throughput import add_throughput_flags  # noqa: PLC0415
 
-    benchmarks = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK")
-    benchmarks.required = True
+    benchmarks = Commands(parser, "diffulex bench", "benchmark", "benchmark")
     for name, words, text, fill in (
         ("eval", "", "accuracy and speed on tasks, with a folder of results", add_bench_eval_flags),
         ("tasks", "", "list, fetch and verify tasks and their data", add_tasks_flags),
@@ -218,41 +211,20 @@ def _fill_bench(parser: Parser) -> None:
         ("report", "RUN...", "runs as a page or a table, with plots", add_report_flags),
         ("compare", "BASE CAND", "what changed between two runs; a gate for CI", add_compare_flags),
     ):
-        child: Parser = benchmarks.add_parser(
-            name,
-            help=text,
-            description=text,
-            allow_abbrev=False,
-            usage=" ".join(filter(None, ("diffulex bench", name, words, "[flags]"))),
-        )
+        child = benchmarks.add(name, text, words)
         if name != "eval":
             _add_log_level(child)
         fill(child)
     # `_lm_eval` parses what is run: the flags are those of another program.
     text = "the command of lm-eval, with this engine as --model diffulex"
-    benchmarks.add_parser("lm-eval", help=text, description=text, add_help=False)
-    text = "load on any server that speaks the OpenAI API"
-    serve = benchmarks.add_parser(
-        "serve",
-        help=text,
-        description=text,
-        allow_abbrev=False,
-        usage="diffulex bench serve [flags]",
-    )
+    benchmarks.add_foreign("lm-eval", text)
+    serve = benchmarks.add("serve", "load on any server that speaks the OpenAI API")
     _add_log_level(serve)
     add_config_flag(serve)
     add_serve_flags(serve)
     serve.set_defaults(command=run_serve_command)
 
-    _fill_trace(
-        benchmarks.add_parser(
-            "trace",
-            help=_TRACE_HELP,
-            description=_TRACE_HELP,
-            allow_abbrev=False,
-            usage="diffulex bench trace FILE [flags]",
-        )
-    )
+    _fill_trace(benchmarks.add("trace", _TRACE_HELP, "FILE"))
 
 
 def _fill_trace(parser: Parser) -> None:
