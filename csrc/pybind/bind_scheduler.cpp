@@ -101,6 +101,7 @@ void bind_stats(py::module_& module) {
       .def_readonly("num_aborted", &SchedulerStats::num_aborted)
       .def_readonly("num_failed", &SchedulerStats::num_failed)
       .def_readonly("num_prefill_steps", &SchedulerStats::num_prefill_steps)
+      .def_readonly("num_mixed_steps", &SchedulerStats::num_mixed_steps)
       .def_readonly("num_decode_steps", &SchedulerStats::num_decode_steps)
       .def_readonly("num_rows", &SchedulerStats::num_rows)
       .def_readonly("num_new_tokens", &SchedulerStats::num_new_tokens)

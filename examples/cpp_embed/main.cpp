@@ -209,11 +209,11 @@ int main() {
   expect(stats.num_finished == 4, "four finished requests");
   expect(core.kv_cache().num_free_pages() == options.num_pages, "every page returned");
   std::printf(
-      "%lld prefill and %lld decode steps, %lld rows, %lld prefix tokens hit, "
+      "%lld prefill, %lld mixed and %lld decode steps, %lld rows, %lld prefix tokens hit, "
       "%lld preemptions, %d of %d pages free\n",
       static_cast<long long>(stats.num_prefill_steps),
-      static_cast<long long>(stats.num_decode_steps), static_cast<long long>(stats.num_rows),
-      static_cast<long long>(stats.num_prefix_hit_tokens),
+      static_cast<long long>(stats.num_mixed_steps), static_cast<long long>(stats.num_decode_steps),
+      static_cast<long long>(stats.num_rows), static_cast<long long>(stats.num_prefix_hit_tokens),
       static_cast<long long>(stats.num_preemptions), stats.num_free_pages, stats.num_pages);
   std::printf("%s\n", g_num_errors == 0 ? "ok" : "FAILED");
   return g_num_errors == 0 ? 0 : 1;

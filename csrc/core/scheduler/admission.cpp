@@ -141,7 +141,7 @@ bool Scheduler::plan_continuing(StepPlan& plan, int32_t max_rows) {
     if (!need.is_prefill || need.num_rows == 0) {
       continue;
     }
-    if (take_pages(*request, need.page_len)) {
+    if (take_pages(*request, need.page_len, Yields::kNewer)) {
       enter_plan(plan, *request, need);
     } else {
       has_all = false;  // keeps its place, and waits for older requests to end

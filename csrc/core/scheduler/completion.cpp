@@ -34,8 +34,9 @@ Result<const StepEvents*> Scheduler::complete_step(StepPlan& plan, const Sampler
     }
     // Requests that only pad the plan to a graph bucket come after the real ones.
     counters_.num_rows += plan.cu_seqlens_q()[plan_requests_.size()];
-    ++(plan.kind() == PlanKind::kPrefill ? counters_.num_prefill_steps
-                                         : counters_.num_decode_steps);
+    ++(plan.kind() == PlanKind::kDecode ? counters_.num_decode_steps
+       : plan.num_decode_reqs() > 0     ? counters_.num_mixed_steps
+                                        : counters_.num_prefill_steps);
     in_flight_ = 0;
     plan_requests_.clear();
     publish_stats();

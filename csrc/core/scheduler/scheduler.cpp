@@ -276,7 +276,7 @@ void Scheduler::plan_decode(StepPlan& plan) {
       first_id = request->req_id;
       break;
     }
-    if (reserve_pages(*request, need.page_len)) {
+    if (take_pages(*request, need.page_len, Yields::kAll)) {
       enter_plan(plan, *request, need);
       budget -= need.num_rows;
     }
@@ -284,25 +284,15 @@ void Scheduler::plan_decode(StepPlan& plan) {
   plan.set_decode_end();
 }
 
-bool Scheduler::reserve_pages(Request& request, int32_t page_len) {
+bool Scheduler::take_pages(Request& request, int32_t page_len, Yields yields) {
   while (!kv_cache_.try_grow(request.page_table, page_len)) {
-    const auto newest = std::find_if(
-        running_.rbegin(), running_.rend(),
-        [&request](const Request* other) { return !other->is_in_plan && other != &request; });
-    Request& victim = newest == running_.rend() ? request : **newest;
-    preempt_request(victim);
-    if (&victim == &request) {
+    const auto newest = std::find_if(running_.rbegin(), running_.rend(), [&](const Request* other) {
+      return other == &request ? yields == Yields::kNewer : !other->is_in_plan;
+    });
+    if (newest == running_.rend()) {
+      preempt_request(request);
       return false;
     }
-  }
-  return true;
-}
-
-bool Scheduler::take_pages(Request& request, int32_t page_len) {
-  while (!kv_cache_.try_grow(request.page_table, page_len)) {
-    const auto newest = std::find_if(
-        running_.rbegin(), running_.rend(),
-        [&request](const Request* other) { return !other->is_in_plan || other == &request; });
     if (*newest == &request) {
       return false;
     }

@@ -35,11 +35,12 @@ struct SchedulerStats {
   int64_t num_rejected = 0;
   int64_t num_finished = 0;  // aborted and failed ones included
   int64_t num_aborted = 0;
-  int64_t num_failed = 0;  // finish reason error
-  int64_t num_prefill_steps = 0;
-  int64_t num_decode_steps = 0;
-  int64_t num_rows = 0;        // rows of all completed forwards, without padding requests
-  int64_t num_new_tokens = 0;  // masks filled
+  int64_t num_failed = 0;         // finish reason error
+  int64_t num_prefill_steps = 0;  // completed steps: of prompts alone,
+  int64_t num_mixed_steps = 0;    // of prompts beside decoding requests,
+  int64_t num_decode_steps = 0;   // without prompts
+  int64_t num_rows = 0;           // rows of all completed forwards, without padding requests
+  int64_t num_new_tokens = 0;     // masks filled
   int64_t num_preemptions = 0;
   int64_t num_cancelled_steps = 0;
   int64_t num_prefix_query_tokens = 0;  // tokens that prefix lookups could have hit
@@ -180,10 +181,15 @@ class DIFFULEX_API Scheduler final {
   /// Row count of the next decode batch when batches have one: that put off last time, else that of
   /// the oldest request. Two row counts exist at most, so taking turns is round-robin.
   [[nodiscard]] int32_t pick_decode_group() const;
-  [[nodiscard]] bool reserve_pages(Request& request, int32_t page_len);
-  /// Pages for a chunk of a prompt, from newer requests if need be: were older ones to give theirs
-  /// up, two requests could take turns in starting over. Without them the chunk waits.
-  [[nodiscard]] bool take_pages(Request& request, int32_t page_len);
+  /// Requests that give up their pages when too few are free, the newest first; never those of the
+  /// plan that is being made.
+  enum class Yields {
+    kAll,    // for a decoding request: all others, and without them the request itself
+    kNewer,  // for a chunk of a prompt, which else waits: were older ones to yield, two requests
+             // could take turns in starting over
+  };
+  /// Whether `request` has pages for `page_len` tokens, those of requests that yield included.
+  [[nodiscard]] bool take_pages(Request& request, int32_t page_len, Yields yields);
   void enter_plan(StepPlan& plan, Request& request, const StepNeed& need);
 
   [[nodiscard]] bool could_admit() const;

@@ -102,8 +102,8 @@ class ServingEngine(DiffulexAsyncEngineMixin):
         end = time.perf_counter()
         seconds = end - start
         num_tokens = sum(output.new_tokens for output in outputs)
-        is_prefill = any(record.is_prefilling for record in records)
-        self._stats.add_step(seconds, len(outputs), num_tokens, is_prefill=is_prefill)
+        num_prefilling = sum(record.is_prefilling for record in records)
+        self._stats.add_step(seconds, len(outputs), num_tokens, num_prefilling=num_prefilling)
         self._line.after_step(end)
         return outputs
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ServingStats"]
 
+#: Steps of prompts alone, of prompts beside decoding requests, and without prompts.
+_PHASES = ("prefill", "mixed", "decode")
 _STEP_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _DENOISE_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -48,7 +50,7 @@ class ServingStats:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self._times = {phase: _Histogram(_STEP_BOUNDS) for phase in ("prefill", "decode")}
+        self._times = {phase: _Histogram(_STEP_BOUNDS) for phase in _PHASES}
         self._batch = _Histogram(_BATCH_BOUNDS)
         self._denoise = _Histogram(_DENOISE_BOUNDS)
         self._window_start = time.perf_counter()
@@ -56,13 +58,14 @@ class ServingStats:
         self._throughput = 0.0
 
     def add_step(
-        self, seconds: float, num_requests: int, num_tokens: int, *, is_prefill: bool
+        self, seconds: float, num_requests: int, num_tokens: int, *, num_prefilling: int
     ) -> None:
-        """Counts one step of so many requests, which decided so many tokens."""
+        """Counts one step of so many requests, those with prompts in it, and tokens that it decided."""
         self.num_steps += 1
         if num_requests == 0:
             return
-        self._times["prefill" if is_prefill else "decode"].add(seconds)
+        with_prompts = "prefill" if num_prefilling == num_requests else "mixed"
+        self._times[with_prompts if num_prefilling else "decode"].add(seconds)
         self._batch.add(num_requests)
         self._window_tokens += num_tokens
 
@@ -85,7 +88,11 @@ class ServingStats:
             self._throughput = self._window_tokens / (now - self._window_start)
             self._window_start, self._window_tokens = now, 0
         used = stats.num_pages - stats.num_free_pages
-        steps = {"prefill": stats.num_prefill_steps, "decode": stats.num_decode_steps}
+        steps = {
+            "prefill": stats.num_prefill_steps,
+            "mixed": stats.num_mixed_steps,
+            "decode": stats.num_decode_steps,
+        }
         return {
             "gauges": {
                 "requests_running": stats.num_running,

@@ -8,48 +8,29 @@
 
 #include "core/brute_force_decoder.h"
 #include "core/engine_simulator.h"
+#include "core/scheduler_requests.h"
 
 namespace diffulex {
 namespace {
 
 using test::BruteForceDecoder;
 using test::EngineSimulator;
+using test::fixed_len;
+using test::prompt_of;
+using test::scheduler_options;
 
 EngineOptions mixed_options(int32_t mixed_step_rows) {
-  EngineOptions options;
-  options.block_size = 4;
+  EngineOptions options = scheduler_options();
   options.buffer_size = 1;
-  options.page_size = 4;
-  options.num_pages = 64;
-  options.max_num_reqs = 3;
-  options.max_model_len = 64;
   options.max_num_batched_tokens = 72;
-  options.mask_token_id = 0;
-  options.vocab_size = 60;
-  options.stop_token_ids = {1};
   options.enable_chunked_prefill = true;
   options.mixed_step_rows = mixed_step_rows;
   return options;
 }
 
-std::vector<int32_t> prompt_of(int32_t len, int32_t first) {
-  std::vector<int32_t> prompt;
-  for (int32_t i = 0; i < len; ++i) {
-    prompt.push_back(2 + (first + i) % 50);
-  }
-  return prompt;
-}
-
-SamplingParams tokens_of(int32_t max_tokens) {
-  SamplingParams params;
-  params.max_tokens = max_tokens;
-  params.ignore_eos = true;
-  return params;
-}
-
 /// One request that decodes: its prompt has run.
 int64_t start_decoding(EngineSimulator& sim, int32_t first = 0) {
-  const int64_t id = sim.add(prompt_of(4, first), tokens_of(40));
+  const int64_t id = sim.add(prompt_of(4, first), fixed_len(40));
   EXPECT_NE(sim.forward(), PlanKind::kIdle);
   sim.complete();
   return id;
@@ -65,7 +46,7 @@ TEST(MixedSteps, ChunksTakeWhatDecodingLeaves) {
   EngineSimulator sim(options);
   const int64_t first = start_decoding(sim);
   const std::vector<int32_t> prompt = prompt_of(39, 20);
-  const int64_t second = sim.add(prompt, tokens_of(9));
+  const int64_t second = sim.add(prompt, fixed_len(9));
   for (const int32_t num_rows : {16, 16, 8}) {  // of 39 and the rest of their block; 20 less 4
     ASSERT_EQ(sim.forward(), PlanKind::kPrefill);
     EXPECT_EQ(ids_of(sim), (std::vector<int64_t>{first, second}));
@@ -74,22 +55,26 @@ TEST(MixedSteps, ChunksTakeWhatDecodingLeaves) {
     EXPECT_EQ(sim.plan().num_rows(), num_rows + 4);
     sim.complete();
   }
+  const SchedulerStats stats = sim.core().stats();
+  EXPECT_EQ(stats.num_prefill_steps, 1);
+  EXPECT_EQ(stats.num_mixed_steps, 3);
+  EXPECT_EQ(stats.num_decode_steps, 0);
   ASSERT_EQ(sim.forward(), PlanKind::kDecode);
   EXPECT_EQ(sim.plan().num_decode_reqs(), 2);
   EXPECT_EQ(sim.plan().num_reqs(), 2);
   sim.complete();
   sim.drain();
   EXPECT_EQ(sim.core().take_result(second).value().output_ids,
-            BruteForceDecoder(options, prompt, tokens_of(9)).decode().output);
+            BruteForceDecoder(options, prompt, fixed_len(9)).decode().output);
   EXPECT_EQ(sim.core().take_result(first).value().output_ids,
-            BruteForceDecoder(options, prompt_of(4, 0), tokens_of(40)).decode().output);
+            BruteForceDecoder(options, prompt_of(4, 0), fixed_len(40)).decode().output);
 }
 
 TEST(MixedSteps, APromptThatWouldGetFewRowsRunsAlone) {
   EngineSimulator sim(mixed_options(10));  // two decode with eight rows
   start_decoding(sim);
   start_decoding(sim, 9);
-  const int64_t id = sim.add(prompt_of(20, 20), tokens_of(8));
+  const int64_t id = sim.add(prompt_of(20, 20), fixed_len(8));
   ASSERT_EQ(sim.forward(), PlanKind::kPrefill);
   EXPECT_EQ(ids_of(sim), std::vector<int64_t>{id});
   EXPECT_EQ(sim.plan().num_decode_reqs(), 0);
@@ -103,7 +88,7 @@ TEST(MixedSteps, APromptThatDoesNotFitWholeRunsAlone) {
     options.enable_chunked_prefill = false;
     EngineSimulator sim(options);
     start_decoding(sim);
-    sim.add(prompt_of(is_short ? 12 : 20, 20), tokens_of(8));
+    sim.add(prompt_of(is_short ? 12 : 20, 20), fixed_len(8));
     if (!is_short) {  // a decode step first, then the turn of the prompt
       ASSERT_EQ(sim.forward(), PlanKind::kDecode);
       sim.complete();
@@ -120,7 +105,7 @@ TEST(MixedSteps, AStepWithDecodingRequestsEndsARunOfPrefills) {
   options.max_consecutive_prefill_batches = 1;
   EngineSimulator sim(options);
   start_decoding(sim);
-  sim.add(prompt_of(60, 20), tokens_of(4));
+  sim.add(prompt_of(60, 20), fixed_len(4));
   for (int32_t i = 0; i < 2; ++i) {
     ASSERT_EQ(sim.forward(), PlanKind::kPrefill);
     EXPECT_EQ(sim.plan().num_reqs(), 2);
@@ -141,7 +126,7 @@ TEST(MixedSteps, RequestsDoNotTakeTurnsInStartingOver) {
       EngineSimulator sim(options);
       std::vector<int64_t> ids;
       for (int32_t i = 0; i < 3; ++i) {
-        ids.push_back(sim.add(prompt_of(40, 10 * i), tokens_of(10)));
+        ids.push_back(sim.add(prompt_of(40, 10 * i), fixed_len(10)));
       }
       int32_t num_steps = 0;
       for (; sim.core().has_unfinished() && num_steps < 400; ++num_steps) {
@@ -151,7 +136,7 @@ TEST(MixedSteps, RequestsDoNotTakeTurnsInStartingOver) {
       EXPECT_LT(num_steps, 400) << mixed_step_rows << " rows, " << max_consecutive << " batches";
       for (int32_t i = 0; i < 3 && num_steps < 400; ++i) {
         EXPECT_EQ(sim.core().take_result(ids[static_cast<size_t>(i)]).value().output_ids,
-                  BruteForceDecoder(options, prompt_of(40, 10 * i), tokens_of(10)).decode().output);
+                  BruteForceDecoder(options, prompt_of(40, 10 * i), fixed_len(10)).decode().output);
       }
     }
   }

@@ -10,42 +10,17 @@
 
 #include "core/brute_force_decoder.h"
 #include "core/engine_simulator.h"
+#include "core/scheduler_requests.h"
 
 namespace diffulex {
 namespace {
 
 using test::BruteForceDecoder;
 using test::EngineSimulator;
+using test::fixed_len;
+using test::prompt_of;
+using test::scheduler_options;
 using testing::HasSubstr;
-
-EngineOptions small_options() {
-  EngineOptions options;
-  options.block_size = 4;
-  options.buffer_size = 2;
-  options.page_size = 4;
-  options.num_pages = 64;
-  options.max_num_reqs = 4;
-  options.max_model_len = 64;
-  options.max_num_batched_tokens = 256;
-  options.vocab_size = 50;
-  options.stop_token_ids = {1};
-  return options;
-}
-
-std::vector<int32_t> prompt_of(int32_t len, int32_t first = 2) {
-  std::vector<int32_t> prompt;
-  for (int32_t i = 0; i < len; ++i) {
-    prompt.push_back(2 + (first + i * 7) % 47);
-  }
-  return prompt;
-}
-
-SamplingParams tokens_of(int32_t max_tokens) {
-  SamplingParams params;
-  params.max_tokens = max_tokens;
-  params.ignore_eos = true;
-  return params;
-}
 
 /// Fills the first open position of every block whose gate is open.
 void accept_first(StepPlan& plan, SamplerOutput& output, int32_t token) {
@@ -65,7 +40,7 @@ void accept_first(StepPlan& plan, SamplerOutput& output, int32_t token) {
 }
 
 TEST(SchedulerIntegrity, ASharedPageAheadOfTheContextIsReported) {
-  const EngineOptions options = small_options();
+  const EngineOptions options = scheduler_options();
   KVCacheManager kv_cache(options);
   Scheduler scheduler(options, kv_cache);
   StepPlan plan(options);
@@ -73,7 +48,7 @@ TEST(SchedulerIntegrity, ASharedPageAheadOfTheContextIsReported) {
   const std::vector<int32_t> prompt = prompt_of(6);
   const int64_t id = scheduler
                          .add_request(std::make_unique<Request>(Span<const int32_t>(prompt),
-                                                                tokens_of(20), options))
+                                                                fixed_len(20), options))
                          .value();
   ASSERT_EQ(scheduler.schedule(plan), PlanKind::kPrefill);
   ASSERT_TRUE(scheduler.complete_step(plan, output).ok());
@@ -97,7 +72,7 @@ TEST(SchedulerIntegrity, ASharedPageAheadOfTheContextIsReported) {
 // --- add_request --------------------------------------------------------------------------------
 
 TEST(SchedulerAdd, EveryRejectionHasCodeAndMessage) {
-  EngineOptions options = small_options();
+  EngineOptions options = scheduler_options();
   options.num_pages = 8;
   EngineCore core(options);
   SamplingParams bad_params;
@@ -131,9 +106,9 @@ TEST(SchedulerAdd, EveryRejectionHasCodeAndMessage) {
   refuses({3}, mask_stop, StatusCode::kInvalidArgument, "expected no mask token, got 0");
   refuses({3}, far_stop, StatusCode::kInvalidArgument, "SamplingParams.stop_token_ids");
   refuses({3}, many_stops, StatusCode::kInvalidArgument, "got 33");
-  refuses(prompt_of(20), tokens_of(13), StatusCode::kOutOfPages,
+  refuses(prompt_of(20), fixed_len(13), StatusCode::kOutOfPages,
           "add_request: expected a request of at most 8 pages, got 9 pages for 33 tokens");
-  SamplingParams filled = tokens_of(4);
+  SamplingParams filled = fixed_len(4);
   const auto refuses_template = [&](const std::vector<int32_t>& ids, StatusCode code,
                                     const std::string& message) {
     filled.template_token_ids = ids;
@@ -153,14 +128,14 @@ TEST(SchedulerAdd, EveryRejectionHasCodeAndMessage) {
   EXPECT_EQ(core.stats().num_requests, 0);
   EXPECT_FALSE(core.has_unfinished());
   // The largest request that fits is accepted.
-  EXPECT_TRUE(core.add_request(Span<const int32_t>(prompt_of(20)), tokens_of(12)).ok());
+  EXPECT_TRUE(core.add_request(Span<const int32_t>(prompt_of(20)), fixed_len(12)).ok());
 }
 
 TEST(SchedulerAdd, RefusesATemplateWhereTokensAreRewritten) {
-  EngineOptions options = small_options();
+  EngineOptions options = scheduler_options();
   options.is_editing = true;
   EngineCore core(options);
-  SamplingParams params = tokens_of(4);
+  SamplingParams params = fixed_len(4);
   params.template_token_ids = {-1, 5};
   const Result<int64_t> id = core.add_request(Span<const int32_t>(prompt_of(3)), params);
   EXPECT_EQ(id.status().code(), StatusCode::kUnsupported);
@@ -169,7 +144,7 @@ TEST(SchedulerAdd, RefusesATemplateWhereTokensAreRewritten) {
 }
 
 TEST(SchedulerAdd, RefusesARequestOfOtherOptions) {
-  const EngineOptions options = small_options();
+  const EngineOptions options = scheduler_options();
   EngineCore core(options);
   EngineOptions other = options;
   other.block_size = 8;
@@ -184,7 +159,7 @@ TEST(SchedulerAdd, RefusesARequestOfOtherOptions) {
 class Limits : public testing::TestWithParam<int32_t> {};
 
 TEST_P(Limits, ExactNumberOfTokens) {
-  EngineOptions options = small_options();
+  EngineOptions options = scheduler_options();
   options.buffer_size = GetParam();
   const int32_t rows = options.decode_rows();
   const int32_t block = options.block_size;
@@ -192,7 +167,7 @@ TEST_P(Limits, ExactNumberOfTokens) {
     for (const int32_t prompt_len : {1, block - 1, block, block + 1, 2 * block, 13}) {
       SCOPED_TRACE(std::to_string(prompt_len) + " + " + std::to_string(max_tokens));
       EngineSimulator sim(options);
-      const int64_t id = sim.add(prompt_of(prompt_len), tokens_of(max_tokens));
+      const int64_t id = sim.add(prompt_of(prompt_len), fixed_len(max_tokens));
       sim.drain();
       const RequestResult result = sim.core().take_result(id).value();
       const int32_t room = options.max_model_len - prompt_len;
@@ -204,7 +179,7 @@ TEST_P(Limits, ExactNumberOfTokens) {
 }
 
 TEST_P(Limits, EveryPromptLengthUpToTheModelLength) {
-  EngineOptions options = small_options();
+  EngineOptions options = scheduler_options();
   options.buffer_size = GetParam();
   options.max_model_len = 46;  // neither a multiple of the block nor of the page
   options.page_size = 8;
@@ -212,13 +187,13 @@ TEST_P(Limits, EveryPromptLengthUpToTheModelLength) {
     SCOPED_TRACE(prompt_len);
     EngineSimulator sim(options);
     const std::vector<int32_t> prompt = prompt_of(prompt_len);
-    const int64_t id = sim.add(prompt, tokens_of(1000));
+    const int64_t id = sim.add(prompt, fixed_len(1000));
     sim.drain();
     const RequestResult result = sim.core().take_result(id).value();
     EXPECT_EQ(result.finish_reason, FinishReason::kMaxModelLenReached);
     EXPECT_EQ(static_cast<int32_t>(result.output_ids.size()), options.max_model_len - prompt_len);
     EXPECT_EQ(result.output_ids,
-              BruteForceDecoder(options, prompt, tokens_of(1000)).decode().output);
+              BruteForceDecoder(options, prompt, fixed_len(1000)).decode().output);
   }
 }
 
@@ -229,7 +204,7 @@ TEST(SchedulerEquivalence, OneBlockAtATimeIsSingleBlockDecoding) {
     for (int32_t prompt_len = 1; prompt_len < 20; ++prompt_len) {
       std::vector<int32_t> outputs[2];
       for (int32_t k = 0; k < 2; ++k) {
-        EngineOptions options = small_options();
+        EngineOptions options = scheduler_options();
         options.buffer_size = k == 0 ? 1 : buffer_size;
         options.thresholds.add_block = 1.0F;
         EngineSimulator sim(options);
@@ -243,8 +218,8 @@ TEST(SchedulerEquivalence, OneBlockAtATimeIsSingleBlockDecoding) {
 }
 
 TEST(SchedulerLimits, MaxNfeAndRepetitionRun) {
-  EngineSimulator sim(small_options());
-  SamplingParams params = tokens_of(30);
+  EngineSimulator sim(scheduler_options());
+  SamplingParams params = fixed_len(30);
   params.max_nfe = 4;
   const int64_t capped = sim.add(prompt_of(6), params);
   sim.drain();
@@ -253,7 +228,7 @@ TEST(SchedulerLimits, MaxNfeAndRepetitionRun) {
   EXPECT_EQ(result.nfe, 4);
   EXPECT_FALSE(result.is_auto_nfe_cap);
 
-  params = tokens_of(30);
+  params = fixed_len(30);
   params.max_repetition_run = 3;
   const int64_t repeated = sim.add(prompt_of(4), params);
   while (sim.core().has_unfinished()) {
@@ -267,12 +242,12 @@ TEST(SchedulerLimits, MaxNfeAndRepetitionRun) {
 }
 
 TEST(SchedulerLimits, AutomaticCapIsComputedOnceAfterTheWarmUp) {
-  EngineOptions options = small_options();
+  EngineOptions options = scheduler_options();
   options.buffer_size = 1;
   options.auto_max_nfe = true;
   options.auto_max_nfe_warmup_steps = 8;
   EngineSimulator sim(options);
-  const int64_t id = sim.add(prompt_of(4), tokens_of(20));
+  const int64_t id = sim.add(prompt_of(4), fixed_len(20));
   while (sim.core().has_unfinished()) {
     sim.forward();
     accept_first(sim.plan(), sim.output(), 9);
@@ -290,8 +265,8 @@ TEST(SchedulerLimits, AutomaticCapIsComputedOnceAfterTheWarmUp) {
 // --- failures -----------------------------------------------------------------------------------
 
 TEST(SchedulerFailures, NoProgressIsAnErrorOfTheRequest) {
-  EngineSimulator sim(small_options());
-  const int64_t id = sim.add(prompt_of(4), tokens_of(8));
+  EngineSimulator sim(scheduler_options());
+  const int64_t id = sim.add(prompt_of(4), fixed_len(8));
   sim.forward();
   sim.complete();
   sim.forward();
@@ -302,9 +277,9 @@ TEST(SchedulerFailures, NoProgressIsAnErrorOfTheRequest) {
 }
 
 TEST(SchedulerFailures, BadLogitsFailTheRequestAlone) {
-  EngineSimulator sim(small_options());
-  const int64_t bad = sim.add(prompt_of(6), tokens_of(8));
-  const int64_t good = sim.add(prompt_of(6, 3), tokens_of(8));
+  EngineSimulator sim(scheduler_options());
+  const int64_t bad = sim.add(prompt_of(6), fixed_len(8));
+  const int64_t good = sim.add(prompt_of(6, 3), fixed_len(8));
   sim.forward();
   ASSERT_EQ(sim.plan().num_reqs(), 2);
   sim.output().flags()[0] |= kSamplerBadLogits;
@@ -315,8 +290,8 @@ TEST(SchedulerFailures, BadLogitsFailTheRequestAlone) {
 }
 
 TEST(SchedulerFailures, IllegalWritesAreRefusedAndNothingIsApplied) {
-  EngineSimulator sim(small_options());
-  const int64_t id = sim.add(prompt_of(6), tokens_of(8));
+  EngineSimulator sim(scheduler_options());
+  const int64_t id = sim.add(prompt_of(6), fixed_len(8));
   sim.forward();
   const struct {
     size_t rel;
@@ -346,9 +321,9 @@ TEST(SchedulerFailures, IllegalWritesAreRefusedAndNothingIsApplied) {
 }
 
 TEST(SchedulerFailures, CallsInTheWrongOrder) {
-  const EngineOptions options = small_options();
+  const EngineOptions options = scheduler_options();
   EngineSimulator sim(options);
-  const int64_t id = sim.add(prompt_of(6), tokens_of(8));
+  const int64_t id = sim.add(prompt_of(6), fixed_len(8));
   StepPlan other(options);
   EXPECT_EQ(sim.core().preempt(id).code(), StatusCode::kNotFound);  // still in the mailbox
   EXPECT_EQ(sim.core().take_result(id).status().code(), StatusCode::kNotFound);
@@ -370,9 +345,9 @@ TEST(SchedulerFailures, CallsInTheWrongOrder) {
 
 TEST(SchedulerFailures, CancelledStepsChangeNoToken) {
   for (const int32_t prompt_len : {3, 4, 9}) {
-    EngineSimulator sim(small_options());
+    EngineSimulator sim(scheduler_options());
     const std::vector<int32_t> prompt = prompt_of(prompt_len);
-    const int64_t id = sim.add(prompt, tokens_of(20));
+    const int64_t id = sim.add(prompt, fixed_len(20));
     bool cancels = true;
     while (sim.core().has_unfinished()) {
       sim.forward();
@@ -388,19 +363,19 @@ TEST(SchedulerFailures, CancelledStepsChangeNoToken) {
       cancels = !cancels;
     }
     EXPECT_EQ(sim.core().take_result(id).value().output_ids,
-              BruteForceDecoder(small_options(), prompt, tokens_of(20)).decode().output);
+              BruteForceDecoder(scheduler_options(), prompt, fixed_len(20)).decode().output);
   }
 }
 
 // --- abort and release --------------------------------------------------------------------------
 
 TEST(SchedulerAbort, WaitingRunningAndInFlight) {
-  EngineOptions options = small_options();
+  EngineOptions options = scheduler_options();
   options.max_num_reqs = 1;
   EngineSimulator sim(options);
-  const int64_t first = sim.add(prompt_of(6), tokens_of(20));
-  const int64_t second = sim.add(prompt_of(6, 5), tokens_of(20));
-  const int64_t third = sim.add(prompt_of(6, 9), tokens_of(20));
+  const int64_t first = sim.add(prompt_of(6), fixed_len(20));
+  const int64_t second = sim.add(prompt_of(6, 5), fixed_len(20));
+  const int64_t third = sim.add(prompt_of(6, 9), fixed_len(20));
   sim.forward();
   EXPECT_TRUE(sim.core().abort(first));   // in flight: its result is dropped
   EXPECT_TRUE(sim.core().abort(second));  // waiting
@@ -425,14 +400,14 @@ TEST(SchedulerAbort, WaitingRunningAndInFlight) {
 }
 
 TEST(SchedulerAbort, ReleaseAllEndsEverything) {
-  EngineOptions options = small_options();
+  EngineOptions options = scheduler_options();
   options.max_num_reqs = 2;
   EngineSimulator sim(options);
   for (int32_t i = 0; i < 4; ++i) {
-    sim.add(prompt_of(6, i), tokens_of(20));
+    sim.add(prompt_of(6, i), fixed_len(20));
   }
   sim.forward();  // in flight
-  sim.add(prompt_of(6, 9), tokens_of(20));
+  sim.add(prompt_of(6, 9), fixed_len(20));
   sim.core().release_all();
   EXPECT_FALSE(sim.core().has_unfinished());
   EXPECT_EQ(sim.core().kv_cache().num_free_pages(), options.num_pages);
@@ -444,14 +419,14 @@ TEST(SchedulerAbort, ReleaseAllEndsEverything) {
 // --- budgets ------------------------------------------------------------------------------------
 
 TEST(SchedulerBudgets, DecodeRowBudgetRotates) {
-  EngineOptions options = small_options();
+  EngineOptions options = scheduler_options();
   options.buffer_size = 1;
   options.enable_chunked_prefill = true;
   options.max_num_batched_tokens = 8;  // two requests of four rows
   options.max_num_reqs = 3;
   EngineSimulator sim(options);
   for (int32_t i = 0; i < 3; ++i) {
-    sim.add(prompt_of(3, i), tokens_of(20));
+    sim.add(prompt_of(3, i), fixed_len(20));
   }
   while (sim.core().stats().num_prefill_steps < 2) {
     sim.forward();
@@ -468,13 +443,13 @@ TEST(SchedulerBudgets, DecodeRowBudgetRotates) {
 }
 
 TEST(SchedulerBudgets, ChunkedPrefillSplitsAtBlocksAndSamplesLast) {
-  EngineOptions options = small_options();
+  EngineOptions options = scheduler_options();
   options.buffer_size = 2;
   options.enable_chunked_prefill = true;
   options.max_num_batched_tokens = 10;
   EngineSimulator sim(options);
   const std::vector<int32_t> prompt = prompt_of(18);
-  const int64_t id = sim.add(prompt, tokens_of(9));
+  const int64_t id = sim.add(prompt, fixed_len(9));
   const std::vector<int32_t> expected_rows = {8, 8, 8};  // 0..7, 8..15, 16..23 with activation
   const std::vector<int32_t> expected_blocks = {0, 0, 2};
   for (size_t i = 0; i < expected_rows.size(); ++i) {
@@ -488,16 +463,16 @@ TEST(SchedulerBudgets, ChunkedPrefillSplitsAtBlocksAndSamplesLast) {
   sim.complete();
   sim.drain();
   EXPECT_EQ(sim.core().take_result(id).value().output_ids,
-            BruteForceDecoder(options, prompt, tokens_of(9)).decode().output);
+            BruteForceDecoder(options, prompt, fixed_len(9)).decode().output);
 }
 
 TEST(SchedulerBudgets, ForcedDecodeBatchesBoundPrefill) {
-  EngineOptions options = small_options();
+  EngineOptions options = scheduler_options();
   options.max_num_batched_tokens = 68;
   options.max_consecutive_prefill_batches = 1;
   EngineSimulator sim(options);
   for (int32_t i = 0; i < 3; ++i) {
-    sim.add(prompt_of(40, i), tokens_of(8));  // one prompt per batch
+    sim.add(prompt_of(40, i), fixed_len(8));  // one prompt per batch
   }
   EXPECT_EQ(sim.forward(), PlanKind::kPrefill);
   sim.complete();
@@ -512,14 +487,14 @@ TEST(SchedulerBudgets, HeadroomDelaysAdmissionWithoutChangingOutput) {
   std::vector<int32_t> outputs[2];
   int64_t preemptions[2];
   for (int32_t k = 0; k < 2; ++k) {
-    EngineOptions options = small_options();
+    EngineOptions options = scheduler_options();
     options.num_pages = 16;
     options.enable_prefix_caching = false;
     options.decode_headroom = k == 1;
     EngineSimulator sim(options);
     std::vector<int64_t> ids;
     for (int32_t i = 0; i < 4; ++i) {
-      ids.push_back(sim.add(prompt_of(16, i), tokens_of(32)));
+      ids.push_back(sim.add(prompt_of(16, i), fixed_len(32)));
     }
     sim.drain();
     for (const int64_t id : ids) {
@@ -534,10 +509,10 @@ TEST(SchedulerBudgets, HeadroomDelaysAdmissionWithoutChangingOutput) {
 }
 
 TEST(SchedulerBudgets, PreemptionTakesTheNewestAndKeepsOrder) {
-  EngineOptions options = small_options();
+  EngineOptions options = scheduler_options();
   EngineSimulator sim(options);
   for (int32_t i = 0; i < 3; ++i) {
-    sim.add(prompt_of(6, i), tokens_of(20));
+    sim.add(prompt_of(6, i), fixed_len(20));
   }
   sim.forward();
   sim.cancel();  // all three go back, the oldest first
@@ -550,8 +525,8 @@ TEST(SchedulerBudgets, PreemptionTakesTheNewestAndKeepsOrder) {
 }
 
 TEST(SchedulerSnapshot, ShowsBlocksAndLastWrites) {
-  EngineSimulator sim(small_options());
-  const int64_t id = sim.add(prompt_of(6), tokens_of(20));
+  EngineSimulator sim(scheduler_options());
+  const int64_t id = sim.add(prompt_of(6), fixed_len(20));
   sim.forward();
   sim.output().clear(sim.plan().num_blocks());
   sim.output().write_ids()[3] = 7;
@@ -572,8 +547,8 @@ TEST(SchedulerSnapshot, ShowsBlocksAndLastWrites) {
 }
 
 TEST(SchedulerSampling, RowsCarryTemperatureAndUniforms) {
-  EngineSimulator sim(small_options());
-  SamplingParams params = tokens_of(8);
+  EngineSimulator sim(scheduler_options());
+  SamplingParams params = fixed_len(8);
   params.temperature = 0.5F;
   params.seed = 123;
   params.accept_threshold = 0.25F;

@@ -8,21 +8,13 @@
 #include <gtest/gtest.h>
 
 #include "core/engine_simulator.h"
+#include "core/scheduler_requests.h"
 
 namespace diffulex {
 namespace {
 
 TEST(SchedulerThreads, AddAbortAndStatsWhileStepping) {
-  EngineOptions options;
-  options.block_size = 4;
-  options.buffer_size = 2;
-  options.page_size = 4;
-  options.num_pages = 64;
-  options.max_num_reqs = 4;
-  options.max_model_len = 64;
-  options.max_num_batched_tokens = 128;
-  options.vocab_size = 50;
-  options.stop_token_ids = {1};
+  const EngineOptions options = test::scheduler_options();
   test::EngineSimulator sim(options);
   constexpr int kThreads = 3;
   constexpr int kRequestsPerThread = 40;

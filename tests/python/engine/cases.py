@@ -252,6 +252,7 @@ def run_mixed(model: Any, case: Any) -> tuple[list[Any], int]:
         rows = steps["query_rows"][(steps["n_prefill"] > 0) & (steps["n_decode"] > 0)]
         assert rows.max(initial=0) <= 96
         stats, totals = engine.stats(), outputs.stats
+        assert stats.num_mixed_steps == len(rows)
         assert stats.num_free_pages == stats.num_pages
         assert totals.decode_s + totals.prefill_s == pytest.approx(totals.total_s)
         return outputs, len(rows)

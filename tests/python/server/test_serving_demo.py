@@ -306,6 +306,22 @@ def test_counters(engine):
     assert steps["decode"] > 0
 
 
+def test_steps_of_prompts_beside_decoding_requests_are_a_kind():
+    engine = default_engine_factory("demo", max_num_reqs=2, num_pages=64, mixed_step_rows=128)
+    try:
+        engine.run_serving_tick([generate("first")])
+        engine.run_serving_tick([generate("second", PromptInput([5] * 20))])
+        run(engine)
+        stats = engine.serving_stats()
+    finally:
+        engine.exit()
+    steps = {x["labels"]["phase"]: x["value"] for x in stats["counters"]["forward_steps_total"]}
+    assert (steps["prefill"], steps["mixed"]) == (1, 1)
+    assert steps["decode"] > 0
+    times = stats["histograms"]["step_time_seconds"]
+    assert {x["labels"]["phase"]: sum(x["counts"]) for x in times} == steps
+
+
 def test_a_request_is_counted_once(engine):
     engine.run_serving_tick([generate(), generate("b")])
     gauges = engine.serving_stats()["gauges"]
