@@ -3,17 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from diffulex.families.base import Family, FilterOrder
-from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
-from diffulex.families.spec.reader import ConfigReader
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from diffulex.families.spec import ModelSpec
+from diffulex.families.spec.decoder import FamilyTokens, decoder_reader
 
 __all__ = ["FAMILY"]
 
@@ -23,28 +14,9 @@ _TOKENS = FamilyTokens(
     turn_end_ids=(151645, 151643),
 )
 
-
-def read_dream_reasoner_spec(
-    config: Mapping[str, Any], model_dir: Path, *, mask_token_id: int | None = None
-) -> ModelSpec:
-    """Description of a Dream-reasoner checkpoint; see `read_decoder_spec` for the errors."""
-    reader = ConfigReader(config)
-    has_bias = reader.flag("attention_bias", False)
-    return read_decoder_spec(
-        reader,
-        model_dir,
-        family="dream_reasoner",
-        tokens=_TOKENS,
-        mask_token_id=mask_token_id,
-        block_size=32,
-        qkv_bias=has_bias,
-        o_bias=has_bias,
-    )
-
-
 FAMILY = Family(
     "dream_reasoner",
-    read_dream_reasoner_spec,
+    decoder_reader("dream_reasoner", _TOKENS, block_size=32, reads_bias=True),
     defaults={
         "accept_threshold": 0.9,
         "acceptance_rule": "dynamic",

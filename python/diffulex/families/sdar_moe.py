@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from diffulex.families.base import Family, FilterOrder, Layout
 from diffulex.families.sdar import FAMILY as SDAR
-from diffulex.families.spec.decoder import DENSE_KEYS, FamilyTokens, read_decoder_spec
+from diffulex.families.sdar import SDAR_KEYS, SDAR_TOKENS
+from diffulex.families.spec.decoder import DENSE_KEYS, read_decoder_spec
 from diffulex.families.spec.moe import MoeSpec, read_moe_layers, read_num_experts
 from diffulex.families.spec.reader import ConfigReader
 
@@ -19,18 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILY"]
 
-_TOKENS = FamilyTokens(
-    mask_id=151669,
-    turn_end_texts=("<|im_end|>", "<|endoftext|>"),
-    turn_end_ids=(151645, 151643),
-)
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 _REQUIRED: Mapping[str, tuple[object, ...]] = {
     **{key: allowed for key, allowed in DENSE_KEYS.items() if key not in _EXPERT_KEYS},
-    # Switches of a fork: attention that is causal inside the block, or over the prompt.
-    "use_regular_causal": (None, False),
-    "block_causal_prompt": (None, True),
-    "use_qk_norm": (None, True),
+    **SDAR_KEYS,
     "num_shared_experts": (None, 0),
     "n_shared_experts": (None, 0),
     "shared_expert_intermediate_size": (None, 0),
@@ -51,7 +44,7 @@ def read_sdar_moe_spec(
         reader,
         model_dir,
         family="sdar_moe",
-        tokens=_TOKENS,
+        tokens=SDAR_TOKENS,
         mask_token_id=mask_token_id,
         block_size=4,
         required=_REQUIRED,

@@ -6,14 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from diffulex.families.base import Family, Layout
-from diffulex.families.spec.decoder import FamilyTokens, read_decoder_spec
-from diffulex.families.spec.reader import ConfigReader
+from diffulex.families.spec.decoder import FamilyTokens, decoder_reader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
-
-    from diffulex.families.spec import ModelSpec
 
 __all__ = ["FAMILY"]
 
@@ -22,26 +18,6 @@ _TOKENS = FamilyTokens(
     turn_end_texts=("<[end\u2581of\u2581sentence]>",),
     turn_end_ids=(2,),
 )
-
-
-def read_stable_diffcoder_spec(
-    config: Mapping[str, Any], model_dir: Path, *, mask_token_id: int | None = None
-) -> ModelSpec:
-    """Description of a Stable-DiffCoder checkpoint; see `read_decoder_spec` for the errors."""
-    reader = ConfigReader(config)
-    has_bias = reader.flag("attention_bias", False)
-    return read_decoder_spec(
-        reader,
-        model_dir,
-        family="stable_diffcoder",
-        tokens=_TOKENS,
-        mask_token_id=mask_token_id,
-        block_size=4,
-        max_positions=8192,
-        qkv_bias=has_bias,
-        o_bias=has_bias,
-        qk_norm=False,
-    )
 
 
 _MARKS = ("stable_diffcoder", "seed_diffcoder", "stablediffcoder", "seeddiffcoder")
@@ -57,7 +33,14 @@ def _is_diffcoder(config: Mapping[str, Any]) -> bool:
 
 FAMILY = Family(
     "stable_diffcoder",
-    read_stable_diffcoder_spec,
+    decoder_reader(
+        "stable_diffcoder",
+        _TOKENS,
+        block_size=4,
+        max_positions=8192,
+        reads_bias=True,
+        qk_norm=False,
+    ),
     defaults={
         "accept_threshold": 0.95,
         "acceptance_rule": "static",

@@ -15,10 +15,17 @@ from diffulex.families.spec.token_ids import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-__all__ = ["DENSE_KEYS", "FamilyTokens", "read_decoder_spec", "require_all", "resolve_token_ids"]
+__all__ = [
+    "DENSE_KEYS",
+    "FamilyTokens",
+    "decoder_reader",
+    "read_decoder_spec",
+    "require_all",
+    "resolve_token_ids",
+]
 
 #: Keys of other decoders that change the math, with the values under which they do not. No family
 #: implements them.
@@ -164,3 +171,29 @@ def read_decoder_spec(
         "stop_token_ids": stops,
     }
     return ModelSpec(**{**values, **fields})
+
+
+def decoder_reader(
+    family: str, tokens: FamilyTokens, *, reads_bias: bool = False, **settings: Any
+) -> Callable[..., ModelSpec]:
+    """The `read_spec` of a family whose checkpoints differ from the template in values alone.
+
+    Args:
+        family: name of the family.
+        tokens: for checkpoints that do not name them.
+        reads_bias: the key ``attention_bias`` says whether the products of attention have one.
+        settings: of `read_decoder_spec`, whose errors it has.
+    """
+
+    def read_spec(
+        config: Mapping[str, Any], model_dir: Path, *, mask_token_id: int | None = None
+    ) -> ModelSpec:
+        reader = ConfigReader(config)
+        fields = dict(settings)
+        if reads_bias:
+            fields["qkv_bias"] = fields["o_bias"] = reader.flag("attention_bias", False)
+        return read_decoder_spec(
+            reader, model_dir, family=family, tokens=tokens, mask_token_id=mask_token_id, **fields
+        )
+
+    return read_spec
