@@ -10,8 +10,9 @@ of either is held back:
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffulex.checkpoint.detokenizer import IncrementalDecoder
 
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diffulex.checkpoint.detokenizer import Decode
+    from diffulex.config.sampling_params import SamplingParams
 
-__all__ = ["AnswerText", "Piece"]
+__all__ = ["AnswerText", "Piece", "special_stops"]
 
 
 class Piece(NamedTuple):
@@ -196,3 +198,19 @@ class AnswerText:
         self._num_released = max(self._num_released, num_tokens)
         self._num_released_chars = max(self._num_released_chars, num_chars)
         return Piece(token_ids, text)
+
+
+def special_stops(tokenizer: Any, params: SamplingParams) -> tuple[SamplingParams, dict[int, str]]:
+    """Parameters in which stop texts that are one special token are stop ids as well; texts by id.
+
+    Special tokens may not be in the text that is searched, so the text alone would not end there.
+    """
+    if not params.stop or tokenizer is None:
+        return params, {}
+    backend = getattr(tokenizer, "backend", tokenizer)
+    added: Any = getattr(backend, "get_added_vocab", dict)()
+    found = {added[text]: text for text in params.stop if text in added}
+    if not found:
+        return params, {}
+    stop_ids = dict.fromkeys((*params.stop_token_ids, *found))
+    return dataclasses.replace(params, stop_token_ids=tuple(stop_ids)), found

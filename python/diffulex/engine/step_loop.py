@@ -11,9 +11,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from diffulex.engine.answer_text import special_stops
 from diffulex.engine.interrupt import deferred_interrupt
 from diffulex.engine.routing import StepQueue, StepRouter
-from diffulex.engine.stop_tokens import special_stops
 from diffulex.engine.template import split_masked_prompt
 from diffulex.errors import OutOfPagesError, SamplingParamsError
 from diffulex.log import PROMPT_CHARS, get_logger, prompt_to_log

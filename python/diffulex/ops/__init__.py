@@ -35,7 +35,8 @@ from diffulex.ops.comm import CollectiveAlgorithm as CollectiveAlgorithm
 from diffulex.ops.comm import PeerGroup as PeerGroup
 from diffulex.ops.comm import collective_plan as collective_plan
 from diffulex.ops.comm import sum_add_rms_norm as sum_add_rms_norm
-from diffulex.ops.hopper import has_hopper_kernels as has_hopper_kernels
+from diffulex.ops.device import has_hopper_kernels as has_hopper_kernels
+from diffulex.ops.device import warmup as warmup
 from diffulex.ops.kv_cache import copy_kv_pages as copy_kv_pages
 from diffulex.ops.kv_cache import load_kv_cache as load_kv_cache
 from diffulex.ops.kv_cache import store_kv_cache as store_kv_cache
@@ -94,7 +95,6 @@ from diffulex.ops.token_merge import MergeKind as MergeKind
 from diffulex.ops.token_merge import token_merge_embed as token_merge_embed
 from diffulex.ops.token_merge import token_merge_finalize as token_merge_finalize
 from diffulex.ops.token_merge import token_merge_partial as token_merge_partial
-from diffulex.ops.warmup import warmup as warmup
 from diffulex.ops.workspace import attention_workspace_bytes as attention_workspace_bytes
 from diffulex.ops.workspace import empty_workspace as empty_workspace
 from diffulex.ops.workspace import (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diffulex.ops.hopper import has_hopper_kernels
+from diffulex.ops.device import has_hopper_kernels
 from diffulex.ops.workspace import attention_splits
 
 if TYPE_CHECKING:

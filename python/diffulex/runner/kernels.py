@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diffulex.ops.hopper import has_hopper_kernels
+from diffulex.ops.device import has_hopper_kernels
 from diffulex.profiling.kernel_choices import KernelChoice, OpShapes, kernel_choices
 from diffulex.profiling.platform import Platform
 from diffulex.quantization.scheme import SCHEMES

@@ -232,7 +232,7 @@ def _check_kernels(device: str, archs: tuple[str, ...]) -> str:
     """Whether the build has kernels for the device; which ones it takes."""
     import torch  # noqa: PLC0415
 
-    from diffulex.ops.hopper import has_hopper_kernels  # noqa: PLC0415
+    from diffulex.ops.device import has_hopper_kernels  # noqa: PLC0415
     from diffulex.profiling.platform import runs_on  # noqa: PLC0415
 
     capability = torch.cuda.get_device_capability(device)

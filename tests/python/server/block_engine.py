@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from byte_tokenizer import EOS, MASK, ByteTokenizer
 from diffulex.checkpoint.detokenizer import robust_decode
+from diffulex.engine.answer_text import special_stops
 from diffulex.engine.answers import RequestEnd, close, deliver, open_record
 from diffulex.engine.metrics import RequestRecord
 from diffulex.engine.output import BlockSnapshot, DenoiseSnapshot, StepOutput
-from diffulex.engine.stop_tokens import special_stops
 from diffulex.serving.tick import DiffulexAsyncEngineMixin
 
 BLOCK, BUFFER = 4, 3

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from diffulex.checkpoint.detokenizer import robust_decode
 from diffulex.config.sampling_params import SamplingParams, greedy_if_tiny
 from diffulex.distributed.seeds import derive_request_seed
+from diffulex.engine.answer_text import special_stops
 from diffulex.engine.answers import RequestEnd, close
 from diffulex.engine.metrics import RequestRecord
 from diffulex.engine.output import StepOutput
-from diffulex.engine.stop_tokens import special_stops
 from diffulex.errors import OutOfPagesError, SamplingParamsError
 from diffulex.registry import AutoReq, AutoScheduler
 from diffulex_ext import _core
