@@ -79,6 +79,27 @@ Status check_argmax_ids(const char* op, const TensorRef& argmax_ids, int64_t num
   return {};
 }
 
+/// What the rules that decide masked positions have in common, and the vectors [Nb] of one of them.
+template <typename Params>
+Status check_block_arguments(const char* op, const BlockShape& shape, const Params& params,
+                             std::initializer_list<Argument> vectors) {
+  DIFFULEX_RETURN_IF_ERROR(check_grids(op, shape, {{"row_index", params.row_index, DType::kI32}}));
+  DIFFULEX_RETURN_IF_ERROR(check_valid_len(op, shape, params.valid_len));
+  DIFFULEX_RETURN_IF_ERROR(
+      check_vectors(op, shape,
+                    {{"editable_start", params.editable_start, DType::kI32},
+                     {"gate", params.gate, DType::kU8},
+                     {"accept_threshold", params.accept_threshold, DType::kF32},
+                     {"open_steps", params.open_steps, DType::kI32},
+                     {"masks_left", params.masks_left, DType::kI32},
+                     {"flags", params.flags, DType::kI32}}));
+  DIFFULEX_RETURN_IF_ERROR(check_vectors(op, shape, vectors));
+  DIFFULEX_RETURN_IF_ERROR(check_rows(op, params.ids, params.stats));
+  return check_grids(op, shape,
+                     {{"write_ids", params.write_ids, DType::kI64},
+                      {"confidence", params.confidence, DType::kF32}});
+}
+
 Status check_mask_token(const char* op, int64_t mask_token_id) {
   return mask_token_id < 0 ? scalar_error(op, "mask_token_id", "a value >= 0", mask_token_id)
                            : Status::ok_status();
@@ -198,20 +219,7 @@ Status check_accept_mask_fill(const AcceptMaskFillParams& params) {
     return tokens_check.error(StatusCode::kInvalidArgument, "at least one position per block",
                               shape_text(params.tokens));
   }
-  DIFFULEX_RETURN_IF_ERROR(check_grids(kOp, shape, {{"row_index", params.row_index, DType::kI32}}));
-  DIFFULEX_RETURN_IF_ERROR(check_valid_len(kOp, shape, params.valid_len));
-  DIFFULEX_RETURN_IF_ERROR(
-      check_vectors(kOp, shape,
-                    {{"editable_start", params.editable_start, DType::kI32},
-                     {"gate", params.gate, DType::kU8},
-                     {"accept_threshold", params.accept_threshold, DType::kF32},
-                     {"open_steps", params.open_steps, DType::kI32},
-                     {"masks_left", params.masks_left, DType::kI32},
-                     {"flags", params.flags, DType::kI32}}));
-  DIFFULEX_RETURN_IF_ERROR(check_rows(kOp, params.ids, params.stats));
-  DIFFULEX_RETURN_IF_ERROR(check_grids(kOp, shape,
-                                       {{"write_ids", params.write_ids, DType::kI64},
-                                        {"confidence", params.confidence, DType::kF32}}));
+  DIFFULEX_RETURN_IF_ERROR(check_block_arguments(kOp, shape, params, {}));
   return check_mask_fill_scalars(kOp, params);
 }
 
@@ -219,24 +227,12 @@ Status check_accept_edit(const AcceptEditParams& params) {
   constexpr const char* kOp = "accept_edit";
   BlockShape shape;
   DIFFULEX_RETURN_IF_ERROR(check_tokens(kOp, params.tokens, &shape));
-  DIFFULEX_RETURN_IF_ERROR(check_grids(kOp, shape, {{"row_index", params.row_index, DType::kI32}}));
-  DIFFULEX_RETURN_IF_ERROR(check_valid_len(kOp, shape, params.valid_len));
   DIFFULEX_RETURN_IF_ERROR(
-      check_vectors(kOp, shape,
-                    {{"editable_start", params.editable_start, DType::kI32},
-                     {"gate", params.gate, DType::kU8},
-                     {"accept_threshold", params.accept_threshold, DType::kF32},
-                     {"edit_threshold", params.edit_threshold, DType::kF32},
-                     {"open_steps", params.open_steps, DType::kI32},
-                     {"post_edit_steps", params.post_edit_steps, DType::kI32},
-                     {"max_post_edit_steps", params.max_post_edit_steps, DType::kI32},
-                     {"masks_left", params.masks_left, DType::kI32},
-                     {"flags", params.flags, DType::kI32},
-                     {"same_token_ratio", params.same_token_ratio, DType::kF32}}));
-  DIFFULEX_RETURN_IF_ERROR(check_rows(kOp, params.ids, params.stats));
-  DIFFULEX_RETURN_IF_ERROR(check_grids(kOp, shape,
-                                       {{"write_ids", params.write_ids, DType::kI64},
-                                        {"confidence", params.confidence, DType::kF32}}));
+      check_block_arguments(kOp, shape, params,
+                            {{"edit_threshold", params.edit_threshold, DType::kF32},
+                             {"post_edit_steps", params.post_edit_steps, DType::kI32},
+                             {"max_post_edit_steps", params.max_post_edit_steps, DType::kI32},
+                             {"same_token_ratio", params.same_token_ratio, DType::kF32}}));
   DIFFULEX_RETURN_IF_ERROR(check_mask_token(kOp, params.mask_token_id));
   return check_confidence_kind(kOp, params.confidence_kind);
 }
@@ -245,22 +241,9 @@ Status check_accept_dmax(const AcceptDmaxParams& params) {
   constexpr const char* kOp = "accept_dmax";
   BlockShape shape;
   DIFFULEX_RETURN_IF_ERROR(check_tokens(kOp, params.tokens, &shape));
-  DIFFULEX_RETURN_IF_ERROR(check_grids(kOp, shape, {{"row_index", params.row_index, DType::kI32}}));
-  DIFFULEX_RETURN_IF_ERROR(check_valid_len(kOp, shape, params.valid_len));
-  DIFFULEX_RETURN_IF_ERROR(
-      check_vectors(kOp, shape,
-                    {{"editable_start", params.editable_start, DType::kI32},
-                     {"gate", params.gate, DType::kU8},
-                     {"accept_threshold", params.accept_threshold, DType::kF32},
-                     {"open_steps", params.open_steps, DType::kI32},
-                     {"masks_left", params.masks_left, DType::kI32},
-                     {"flags", params.flags, DType::kI32},
-                     {"same_token_ratio", params.same_token_ratio, DType::kF32}}));
-  DIFFULEX_RETURN_IF_ERROR(check_rows(kOp, params.ids, params.stats));
+  DIFFULEX_RETURN_IF_ERROR(check_block_arguments(
+      kOp, shape, params, {{"same_token_ratio", params.same_token_ratio, DType::kF32}}));
   DIFFULEX_RETURN_IF_ERROR(check_dmax_lists(kOp, params));
-  DIFFULEX_RETURN_IF_ERROR(check_grids(kOp, shape,
-                                       {{"write_ids", params.write_ids, DType::kI64},
-                                        {"confidence", params.confidence, DType::kF32}}));
   DIFFULEX_RETURN_IF_ERROR(check_dmax_merge(kOp, params, shape));
   return check_mask_token(kOp, params.mask_token_id);
 }
