@@ -234,13 +234,9 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Commands:
-    """The commands below a parser, of which a line has to name one.
+    """The commands below a parser, of which a line has to name one: the name is stored as `dest`.
 
-    Args:
-        parser: of the program.
-        program: what the usage of every command begins with.
-        dest: where the name of the chosen one is stored.
-        kind: what the commands are called in the help.
+    The usage of each begins with `program`; the help calls them by their `kind`.
     """
 
     def __init__(
@@ -252,14 +248,7 @@ class Commands:
         )
 
     def add(self, name: str, text: str, words: str = "", aliases: Sequence[str] = ()) -> Parser:
-        """The parser of one command.
-
-        Args:
-            name: the command.
-            text: its help.
-            words: its positional arguments, as the usage names them.
-            aliases: other names.
-        """
+        """The parser of a command with the help `text`; the usage names its arguments, `words`."""
         return self._parsers.add_parser(
             name,
             help=text,
