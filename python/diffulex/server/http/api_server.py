@@ -48,6 +48,7 @@ from diffulex.server.openai.request_schema import (
     GenerateRequest,
     ProfileRequest,
 )
+from diffulex.server.openai.response_schema import add_error_schema
 from diffulex.server.openai.tokenizer_routes import tokenizer_router
 from diffulex.server.replicas.routes import replica_admin_paths, replica_router
 from diffulex.server.ui import mount_ui
@@ -161,6 +162,7 @@ class _Application(FastAPI):
                     operation["responses"].pop("422", None)
             for name in ("HTTPValidationError", "ValidationError"):
                 document.get("components", {}).get("schemas", {}).pop(name, None)
+            add_error_schema(document)
             _add_limits(document, self.state.context)
             options = self.state.context.options
             if options.api_key or options.admin_api_key:

@@ -16,6 +16,7 @@ __all__ = [
     "ErrorResponse",
     "GenerateResponse",
     "ResponsesResponse",
+    "add_error_schema",
     "error_responses",
     "generation_responses",
 ]
@@ -258,10 +259,26 @@ _ERRORS = {
 }
 
 
+_SCHEMAS = "#/components/schemas/{model}"
+
+
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Entries of the OpenAPI document for failures; 401, 405 and 500 are always among them."""
+    """Entries of the OpenAPI document for failures; 401, 405 and 500 are always among them.
+
+    They name the schema that `add_error_schema` puts into the document: for each `model` of each route
+    FastAPI would make a field, which took half the time of making the application.
+    """
+    body = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model="ErrorResponse")}}}
     wanted = sorted({*statuses, 401, 405, 500})
-    return {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in wanted}
+    return {status: {"description": _ERRORS[status], "content": body} for status in wanted}
+
+
+def add_error_schema(document: dict[str, Any]) -> None:
+    """Defines the body of failures in an OpenAPI document."""
+    schema = ErrorResponse.model_json_schema(mode="serialization", ref_template=_SCHEMAS)
+    parts = schema.pop("$defs")
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    schemas.update(parts | {"ErrorResponse": schema})
 
 
 def generation_responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
