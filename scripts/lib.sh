@@ -175,6 +175,22 @@ num_jobs() { echo "${MAX_JOBS:-$(nproc)}"; }
 
 build_dir() { python -c 'import sys; print("build/cp%d%d" % sys.version_info[:2])'; }
 
+# with_progress <command>...: runs it, and says every half minute how much of the build is done.
+with_progress() {
+  local status=0 watcher marker
+  marker="$(mktemp)"
+  # Its sleep may outlive it, so that it must not hold the output open; nor does it outlive the script.
+  while sleep "${PROGRESS_SECONDS:-30}" >/dev/null 2>&1 </dev/null && kill -0 $$ 2>/dev/null; do
+    say "$(find "$(build_dir)" -name '*.o' -newer "$marker" 2>/dev/null | wc -l) sources compiled," \
+      "$((SECONDS / 60)) minutes so far"
+  done &
+  watcher=$!
+  "$@" || status=$?
+  kill "$watcher" 2>/dev/null || true
+  rm -f "$marker"
+  return "$status"
+}
+
 # build_editable <cmake argument>...: the package in place, with its C++ tests, in one build tree.
 build_editable() {
   local cmake_args="-DDIFFULEX_BUILD_TESTS=ON $*"

@@ -32,12 +32,11 @@ need "a C++ compiler" has_compiler g++
 find_python
 setup_venv
 install_torch
-say "building and installing Diffulex (3 to 10 minutes the first time, silent until it is done;"
-say "2 GB of disk with torch)"
+say "building and installing Diffulex (3 to 10 minutes the first time; 2 GB of disk with torch)"
 if [ "$OFFLINE" = 1 ]; then
-  pip install -q --no-build-isolation --no-deps .
+  with_progress pip install -q --no-build-isolation --no-deps .
 else
-  pip install -q .
+  with_progress pip install -q .
 fi
 say "generating"
 exec python -m diffulex generate --model demo --device auto "--prompt=$prompt" "$@"

@@ -80,3 +80,21 @@ def test_a_stage_over_its_budget_fails() -> None:
     result = run('stage "one" 60\nstage "two" -1\nstage_table\n')
     assert result.returncode == 1
     assert "error: stages over their budget: two\n" in result.stderr
+
+
+def test_a_long_build_says_how_far_it_is(tmp_path: Path) -> None:
+    """The command ends once it was told of, however long that takes; what it returns is kept."""
+    log = tmp_path / "log"
+    script = f"""
+    build_dir() {{ echo {tmp_path}; }}
+    build() {{
+      touch -d '+1 minute' {tmp_path}/a.o
+      until grep -q '1 sources compiled, [0-9]* minutes so far' {log}; do sleep 0.05; done
+      return 3
+    }}
+    PROGRESS_SECONDS=0.05 with_progress build > {log} || exit "$?"
+    """
+    result = run(script)
+    assert result.returncode == 3, result.stderr
+    quickstart = (ROOT / "scripts" / "quickstart.sh").read_text(encoding="utf-8")
+    assert quickstart.count("with_progress pip install") == 2
