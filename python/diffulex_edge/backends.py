@@ -76,7 +76,9 @@ class EdgeBackend:
         """What it can do on this machine; imports nothing."""
         missing = [p for p in ("executorch", "torchao") if importlib.util.find_spec(p) is None]
         if missing:
-            return Availability(False, False, f"needs {missing[0]} (pip install 'diffulex[edge]')")
+            return Availability(
+                False, False, f"needs {missing[0]} (pip install '.[edge]' in the source directory)"
+            )
         return _AVAILABILITY.get(self.name, _everywhere)()
 
     def is_available(self) -> bool:

@@ -55,5 +55,5 @@ def require(package: str, *, why: str = "edge") -> ModuleType:
     except ImportError as error:
         name = package.partition(".")[0]
         raise ConfigError(
-            f"{why}: expected the package {name} (pip install 'diffulex[edge]'), got none"
+            f"{why}: expected the package {name} (pip install '.[edge]' in the source directory), got none"
         ) from error

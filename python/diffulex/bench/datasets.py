@@ -119,7 +119,7 @@ def fetch(name: str) -> Path:
         from datasets import load_dataset  # noqa: PLC0415 (optional)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"data set {name}: expected the package datasets (pip install 'diffulex[eval]') or"
+            f"data set {name}: expected the package datasets (pip install '.[eval]' in the source directory) or"
             " data_files, got neither"
         ) from error
     logger.info("fetching %s from %s", name, source["dataset"])

@@ -30,7 +30,7 @@ def _need_lm_eval(what: str, instead: str = "") -> None:
         import lm_eval.evaluator  # noqa: PLC0415 (optional)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{what}: expected {instead}the package lm_eval (pip install 'diffulex[eval]'), got none:"
+            f"{what}: expected {instead}the package lm_eval (pip install '.[eval]' in the source directory), got none:"
             f" {error}"
         ) from error
     del lm_eval

@@ -112,7 +112,7 @@ def executor_module(name: str, part: str) -> Any:
             raise
         raise ConfigError(
             f"distributed_executor: expected {name} to be installed (pip install"
-            f" 'diffulex[{name}]'), got ModuleNotFoundError"
+            f" '.[{name}]' in the source directory), got ModuleNotFoundError"
         ) from error
 
 

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 SUPPORTED_DIFFUSERS = "0.42.1"
-_INSTALL = "pip install 'diffulex[omni]'"
+_INSTALL = "pip install '.[omni]' in the source directory"
 _QWEN = "diffusers.models.transformers.transformer_qwenimage"
 _TEXT_LENGTH = "compute_text_seq_len_from_mask"
 

@@ -301,7 +301,8 @@ def _serve(options: argparse.Namespace) -> int:
         from diffulex.omni.serve import ServeOptions, serve  # noqa: PLC0415 (needs an extra)
     except ImportError as error:
         raise ConfigError(
-            f"omni serve: expected the package {error.name} (pip install 'diffulex[serve]'), got none"
+            f"omni serve: expected the package {error.name} (pip install '.[serve]' in the source"
+            " directory), got none"
         ) from error
     keys = options.api_key or get_text("DIFFULEX_API_KEY").split(",")
     try:

@@ -55,7 +55,7 @@ def _import_zmq() -> Any:
         import zmq  # noqa: PLC0415 (optional)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "omni: expected the package pyzmq (pip install 'diffulex[omni]'), got none"
+            "omni: expected the package pyzmq (pip install '.[omni]' in the source directory), got none"
         ) from error
     return zmq
 

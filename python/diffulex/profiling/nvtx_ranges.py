@@ -46,7 +46,8 @@ class NvtxRanges:
         package = nvtx_package()
         if package is None:
             raise ConfigError(
-                "DIFFULEX_NVTX: expected the package nvtx (pip install 'diffulex[profile]'), got none"
+                "DIFFULEX_NVTX: expected the package nvtx (pip install '.[profile]' in the source"
+                " directory), got none"
             )
         self._domain = package.get_domain(_DOMAIN)
         self._attributes: dict[str, Any] = {}

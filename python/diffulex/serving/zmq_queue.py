@@ -54,7 +54,8 @@ def _require(package: str, module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise RuntimeError(
-            f"zmq_queue: expected the package {package} (pip install 'diffulex[serve]'), got none"
+            f"zmq_queue: expected the package {package} (pip install '.[serve]' in the source"
+            " directory), got none"
         ) from error
 
 

@@ -75,7 +75,7 @@ except ConfigError as error:
 sys.exit(main(["serve", "demo", "--device", "cpu", "--distributed-executor", "ray", "--port", "0"]))
 """)
     text = (
-        "distributed_executor: expected ray to be installed (pip install 'diffulex[ray]'),"
+        "distributed_executor: expected ray to be installed (pip install '.[ray]' in the source directory),"
         " got ModuleNotFoundError"
     )
     assert result.stdout.strip() == text

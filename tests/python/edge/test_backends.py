@@ -67,7 +67,7 @@ class TestBackends:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         state = backend_of("xnnpack").availability()
         assert state == Availability(
-            False, False, "needs executorch (pip install 'diffulex[edge]')"
+            False, False, "needs executorch (pip install '.[edge]' in the source directory)"
         )
 
     def test_weight_only_recipes_are_for_coreml(self):

@@ -230,7 +230,7 @@ def test_missing_packages_are_named_with_their_command(monkeypatch):
     monkeypatch.setattr(compat, "version", missing)
     with pytest.raises(ConfigError) as raised:
         compat.import_diffusers()
-    expected = "omni: expected the package diffusers (pip install 'diffulex[omni]'), got none"
+    expected = "omni: expected the package diffusers (pip install '.[omni]' in the source directory), got none"
     assert str(raised.value) == expected
     monkeypatch.setattr(compat, "version", lambda _: "0.1.0")
     with pytest.raises(ConfigError, match=r"expected diffusers 0\.42\.1 .*, got 0\.1\.0"):
