@@ -114,7 +114,7 @@ def test_a_head_below_the_limit_is_accepted(url):
 
 def test_a_head_behind_a_large_body_is_counted_alone(url, frontend):
     with connect(url) as client:
-        client.sendall(chat(user="x" * 5000) + head("/health", HOST, "A: " + "x" * 1800))
+        client.sendall(chat(unknown="x" * 5000) + head("/health", HOST, "A: " + "x" * 1800))
         status, _ = read_response(client)
         assert status == 200
         status, body = read_response(client)
