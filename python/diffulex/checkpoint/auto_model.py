@@ -131,13 +131,15 @@ def load_model(
     merge_lora: bool = False,
     quantizer: Quantizer | None = None,
     shard: Shard = ONE_RANK,
+    num_ranks: int = 1,
 ) -> nn.Module:
     """Builds the registered model and fills it from the checkpoint; see `loader.load_weights`.
 
     Names, shapes and the memory at hand are checked before any memory is taken. `lora_path` is the
     directory of an adapter; with `merge_lora` its products become part of the weights, otherwise
     they are computed beside them. With a `quantizer` matrices are quantised as they are read, a
-    merged adapter included. Of several ranks, `shard` says whose part is built and read.
+    merged adapter included. Of several ranks, `shard` says whose part is built and read, and
+    `num_ranks` how many of them `memory.check_memory` asks memory for.
 
     Raises:
         CheckpointError: the files do not fit the description, or the model not the memory.
@@ -161,12 +163,13 @@ def load_model(
         if adapter is not None:
             adapter.check(adaptable_projections(on_meta, model_name))
     model, sinks = _build(
-        model_class,
-        spec,
+        partial(model_class, spec, dtype),
+        on_meta,
         dtype,
         device,
         quantizer,
         lambda model: tied_weight_table(model, model_dir),
+        num_ranks,
     )
     merge = None
     if adapter is not None and merge_lora:
@@ -186,12 +189,15 @@ def random_model(
     seed: int = 0,
     quantizer: Quantizer | None = None,
     shard: Shard = ONE_RANK,
+    num_ranks: int = 1,
 ) -> nn.Module:
     """The registered model, or the part of one that a rank has, with drawn weights.
 
-    With a `quantizer` matrices are quantised as they are drawn; see `random_weights`.
+    With a `quantizer` matrices are quantised as they are drawn; see `random_weights`. `num_ranks` as for
+    `load_model`.
     """
     from diffulex.checkpoint.loader import weight_table_of  # noqa: PLC0415 (imports torch)
+    from diffulex.checkpoint.memory import model_bytes, reporting_memory  # noqa: PLC0415
     from diffulex.checkpoint.random_weights import draw_weights  # noqa: PLC0415
 
     def tied_table(model: Any) -> Mapping[str, torch.Tensor]:
@@ -199,25 +205,31 @@ def random_model(
             model.tie_embeddings()
         return weight_table_of(model, {})
 
-    model_class = _class_of(model_name, shard)
-    model, sinks = _build(model_class, spec, dtype, device, quantizer, tied_table)
+    make = partial(_class_of(model_name, shard), spec, dtype)
+    with reporting_memory(model_bytes(spec, dtype), device):
+        on_meta = make("meta")
+    model, sinks = _build(make, on_meta, dtype, device, quantizer, tied_table, num_ranks)
     draw_weights(model, seed, sinks=sinks)
     module: nn.Module = model.eval()
     return module
 
 
 def _build(
-    model_class: Callable[..., Any],
-    spec: ModelSpec,
+    make: Callable[[torch.device | str], Any],
+    on_meta: Any,
     dtype: torch.dtype,
     device: torch.device | str,
     quantizer: Quantizer | None,
     table_of: Callable[[Any], Mapping[str, torch.Tensor]],
+    num_ranks: int,
 ) -> tuple[Any, Mapping[str, WeightSink] | None]:
     """A model without values, and what fills its matrices in low precision.
 
     Args:
+        make: builds it on a device.
+        on_meta: what it built on that one.
         table_of: its weight table, once the head is tied if it will be.
+        num_ranks: as for `load_model`.
 
     Raises:
         CheckpointError: it does not fit the memory.
@@ -225,17 +237,15 @@ def _build(
     from diffulex.checkpoint import memory  # noqa: PLC0415
 
     scheme = "" if quantizer is None else quantizer.scheme
-    with memory.reporting_memory(memory.model_bytes(spec, dtype), device):
-        on_meta = model_class(spec, dtype, "meta")
-        table = table_of(on_meta)
-        needed = memory.built_bytes(on_meta)
-        if quantizer is not None:
-            needed -= quantizer.saved_bytes(on_meta, table, dtype)
+    table = table_of(on_meta)
+    needed = memory.built_bytes(on_meta)
+    if quantizer is not None:
+        needed -= quantizer.saved_bytes(on_meta, table, dtype)
     with memory.reporting_memory(needed, device, scheme):
-        memory.check_memory(needed, device, scheme)
+        memory.check_memory(needed, device, scheme, num_ranks)
         if quantizer is None:
-            return model_class(spec, dtype, device), None
-        model = quantizer.build(lambda: model_class(spec, dtype, device))
+            return make(device), None
+        model = quantizer.build(lambda: make(device))
         return model, quantizer.apply(model, table_of(model), device)
 
 

@@ -53,7 +53,9 @@ def available_bytes(device: torch.device | str) -> int | None:
     return sizes["MemAvailable"] + sizes.get("SwapFree", 0)
 
 
-def check_memory(needed: int, device: torch.device | str, scheme: str = "") -> None:
+def check_memory(
+    needed: int, device: torch.device | str, scheme: str = "", num_ranks: int = 1
+) -> None:
     """Asks the CPU, whose system hands out memory it does not have and ends who uses it.
 
     A CUDA allocation fails by itself, and may succeed with more than the driver calls free: the
@@ -63,6 +65,7 @@ def check_memory(needed: int, device: torch.device | str, scheme: str = "") -> N
         needed: bytes of what is built on this device.
         device: for it.
         scheme: name of the low precision of its matrices; empty: they have none.
+        num_ranks: processes of this host that each build as much, of which none has begun.
 
     Raises:
         CheckpointError: the model needs more memory than there is.
@@ -70,8 +73,8 @@ def check_memory(needed: int, device: torch.device | str, scheme: str = "") -> N
     if torch.device(device).type != "cpu":
         return
     available = available_bytes(device)
-    if available is not None and needed > available:
-        raise _too_large(needed, available, scheme)
+    if available is not None and needed * num_ranks > available:
+        raise _too_large(needed * num_ranks, available, scheme, num_ranks)
 
 
 def request_bytes(config: ConfigTree) -> int:
@@ -102,7 +105,10 @@ def check_num_reqs(config: ConfigTree) -> None:
 def reporting_memory(needed: int, device: torch.device | str, scheme: str = "") -> Iterator[None]:
     """A block that builds a model; a failed allocation becomes one clear error.
 
-    Arguments as for `check_memory`.
+    Args:
+        needed: bytes of what is built.
+        device: for it.
+        scheme: as for `check_memory`.
 
     Raises:
         CheckpointError: an allocation failed.
@@ -116,7 +122,12 @@ def reporting_memory(needed: int, device: torch.device | str, scheme: str = "") 
         raise _too_large(needed, available_bytes(device), scheme) from error
 
 
-def _too_large(needed: int, available: int | None, scheme: str) -> CheckpointError:
+def _too_large(
+    needed: int, available: int | None, scheme: str, num_ranks: int = 1
+) -> CheckpointError:
     at_hand = "an unknown amount is" if available is None else f"{available / _GIB:.1f} GiB"
     of_what = f" of weights ({scheme})" if scheme else ""
-    return CheckpointError(f"model: needs {needed / _GIB:.1f} GiB{of_what}, {at_hand} available")
+    of_whom = f" for {num_ranks} ranks of this host" if num_ranks > 1 else ""
+    return CheckpointError(
+        f"model: needs {needed / _GIB:.1f} GiB{of_what}{of_whom}, {at_hand} available"
+    )

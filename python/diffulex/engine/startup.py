@@ -13,6 +13,7 @@ import torch
 import diffulex_ext
 from diffulex.distributed.layout import Sizes
 from diffulex.distributed.legality import shard_of
+from diffulex.distributed.start import rank_starter
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger
 from diffulex.quantization.scheme import NOT_ACCEPTED, SCHEMES, QuantizationPlan
@@ -106,10 +107,16 @@ def load_weights(
     model, parallel = config.model, config.parallel
     dtype = getattr(torch, model.dtype)
     shard = shard_of(model.spec, Sizes.of_weights(parallel), parallel.moe_parallel_mode, rank)
-    quantizer = _quantizer(config, stored)
+    quantizer, num_ranks = _quantizer(config, stored), _ranks_to_come(config, rank)
     if model.load_format == "dummy":
         return random_model(
-            model_name, model.spec, dtype, model.device, quantizer=quantizer, shard=shard
+            model_name,
+            model.spec,
+            dtype,
+            model.device,
+            quantizer=quantizer,
+            shard=shard,
+            num_ranks=num_ranks,
         )
     if model.program is not None:
         from diffulex_edge.program import PteModel  # noqa: PLC0415 (exported programs only)
@@ -126,7 +133,19 @@ def load_weights(
         merge_lora=model.pre_merge_lora,
         quantizer=quantizer,
         shard=shard,
+        num_ranks=num_ranks,
     )
+
+
+def _ranks_to_come(config: Config, rank: int) -> int:
+    """Ranks of this host that take memory while or after `rank` does, itself included.
+
+    The first one speaks for all, whose processes have only just begun; to the others the memory that it
+    has taken by then is gone already. Those of a cluster may be on other hosts: each asks for itself.
+    """
+    if rank > 0 or not rank_starter().shares_memory:
+        return 1
+    return Sizes.of_weights(config.parallel).world
 
 
 def _quantizer(config: Config, stored: StoredQuantization | None) -> Quantizer | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from diffulex.checkpoint.auto_model import detect, load_model, random_model
 from diffulex.checkpoint.loader import load_weights, slices_of
 from diffulex.checkpoint.tensor_files import find_tensors
 from diffulex.checkpoint.tensor_reader import TensorReader
+from diffulex.config.config import Config, read_model_facts
 from diffulex.distributed.shard import ONE_RANK, ExpertShard, Shard, shard_range
+from diffulex.engine import startup
 from diffulex.errors import CheckpointError
 from diffulex.nn.decoder import DecoderForDiffusionLM
+from diffulex.registry import AutoModelForDiffusionLM
 from fixtures.families import DENSE_FAMILIES, family_builder, family_config
 from fixtures.moe_families import MOE_FAMILIES, moe_builder, moe_config, stack_experts
 from fixtures.paged_batch import PagedRunner, Rows
@@ -244,3 +248,47 @@ def test_a_rank_asks_for_the_memory_of_its_part(
     random_model(name, spec, torch.float32, "cpu", shard=shard)
     with pytest.raises(CheckpointError, match=r"needs 0\.0 GiB, 0\.0 GiB available"):
         load(ONE_RANK)
+
+
+def test_the_first_rank_asks_for_the_memory_of_all_on_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part alone would fit. The others, whose memory it has taken then, ask for their own."""
+    family_builder("sdar").write(tmp_path)
+    settings = {"device": "cpu", "dtype": "float32", "tensor_parallel_size": 2}
+    facts = read_model_facts(str(tmp_path), settings)
+    config = Config.resolve(str(tmp_path), facts, settings)
+    at_hand = 1 << 40
+    monkeypatch.setattr(memory, "available_bytes", lambda device: at_hand)
+
+    def load(rank: int) -> Any:
+        return startup.load_weights(config, facts.model_name, show_progress=False, rank=rank)
+
+    part = memory.built_bytes(load(0))
+    at_hand = 2 * part - 1
+    with pytest.raises(CheckpointError, match=r"needs 0\.0 GiB for 2 ranks of this host, 0\.0 GiB"):
+        load(0)
+    load(1)
+    at_hand = 2 * part
+    load(0)
+    at_hand = part
+    # Processes of a cluster: the other one may be on another host.
+    monkeypatch.setattr("diffulex.distributed.start._ranks", SimpleNamespace(shares_memory=False))
+    load(0)
+
+
+def test_a_model_is_built_once_without_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family_builder("sdar").write(tmp_path)
+    name, spec, _ = detect(tmp_path, "sdar")
+    model_class, devices = AutoModelForDiffusionLM.get(name), []
+
+    def build(spec: Any, dtype: Any, device: Any) -> Any:
+        devices.append(str(device))
+        return model_class(spec, dtype, device)
+
+    monkeypatch.setattr(AutoModelForDiffusionLM, "get", lambda name: build)
+    load_model(name, spec, tmp_path, torch.float32, "cpu")
+    random_model(name, spec, torch.float32, "cpu")
+    assert devices == ["meta", "cpu"] * 2
