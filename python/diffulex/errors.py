@@ -56,6 +56,7 @@ class EngineDeadError(DiffulexError, RuntimeError):
         pid: its process id.
         device: where it ran.
         last_lines: what it last wrote to its standard error.
+        is_hearsay: an exchange with another process failed, of which that one may know the cause.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class EngineDeadError(DiffulexError, RuntimeError):
         pid: int | None = None,
         device: str = "",
         last_lines: tuple[str, ...] = (),
+        is_hearsay: bool = False,
     ) -> None:
         super().__init__(cause)
         self.cause = cause
@@ -73,6 +75,7 @@ class EngineDeadError(DiffulexError, RuntimeError):
         self.pid = pid
         self.device = device
         self.last_lines = last_lines
+        self.is_hearsay = is_hearsay
 
 
 class OutOfPagesError(DiffulexError, RuntimeError):

@@ -66,12 +66,13 @@ class Config(ConfigTree):
         return dataclasses.replace(self, cache=dataclasses.replace(self.cache, num_pages=num_pages))
 
     def of_rank(self, rank: int) -> Config:
-        """The same configuration with the device of another of the ranks that share the weights."""
+        """The same configuration with the device of another of the ranks that share weights, among which
+        are those of replicas that share the experts."""
         parallel = self.parallel
         if self.model.device == "cpu":
             return self
         devices = rank_devices(
-            Sizes.of_engine(parallel), parallel.device_ids, parallel.device_start
+            Sizes.of_weights(parallel), parallel.device_ids, parallel.device_start
         )
         model = dataclasses.replace(self.model, device=f"cuda:{devices[rank]}")
         return dataclasses.replace(self, model=model)

@@ -342,12 +342,6 @@ class Resolver:
                     f" (expert_parallel_size), got {backend}"
                 )
             return
-        if device != "cpu" or sizes.tensor > 1:
-            where = f"{sizes} on {device}" if sizes.tensor == 1 else str(sizes)
-            raise ConfigError(
-                f"expert_parallel_size: expected {_legal_experts(sizes)} with {where}, got"
-                f" {sizes.expert}: experts are spread over replicas of one rank on cpu alone so far"
-            )
         for key, expected, is_refused in (
             ("distributed_executor", "mp", values["distributed_executor"] == "ray"),
             ("run_ahead", "auto or off", values["run_ahead"] == "on"),
@@ -357,8 +351,14 @@ class Resolver:
                     f"{key}: expected {expected} with experts over data-parallel shards, got"
                     f" {values[key]!r}"
                 )
+        reason = "replicas share the experts"
         if backend == "standard":
-            self._partial.change(name, "allgather", "replicas share the experts")
+            self._partial.change(name, "allgather", reason)
+        self._partial.change("run_ahead", "off", reason)
+        if device != "cpu":
+            self._partial.change(
+                "enforce_eager", True, f"{reason}, whose rows change with each step"
+            )
 
     def _check_cluster(self) -> None:
         """The cluster chooses the devices."""
@@ -514,11 +514,6 @@ class Resolver:
                 values[name] = default
         if values["temperature"] is None:
             values["temperature"] = 0.0
-
-
-def _legal_experts(sizes: layout.Sizes) -> str:
-    """Numbers of ranks that may share experts within a replica."""
-    return "1" if sizes.tensor == 1 else f"1 or tensor_parallel_size ({sizes.tensor})"
 
 
 def _keys_of(section: str) -> list[ConfigKey]:

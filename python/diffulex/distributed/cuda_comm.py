@@ -34,6 +34,8 @@ from diffulex.ops.comm import (
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 __all__ = ["CudaComm"]
@@ -55,6 +57,8 @@ class _Library(Protocol):
     def all_reduce_(self, x: Tensor) -> None: ...
 
     def gather_records(self, part: Tensor, out: Tensor) -> None: ...
+
+    def send_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor: ...
 
     def abort(self) -> None: ...
 
@@ -79,6 +83,12 @@ class _Nccl:
 
     def gather_records(self, part: Tensor, out: Tensor) -> None:
         self._group._allgather_base(out.flatten(), part.flatten()).wait()
+
+    def send_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        out = rows.new_empty(sum(received), rows.size(1))
+        splits, options = (list(received), list(sent)), dist.AllToAllOptions()
+        self._group.alltoall_base(out, rows.contiguous(), *splits, options).wait()
+        return out
 
     def abort(self) -> None:
         if self._made is not None:
@@ -112,11 +122,60 @@ class _Host:
         self._gloo.gather_records(part.cpu(), copy)
         out.copy_(copy)
 
+    def send_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return self._gloo.send_rows(rows.cpu(), sent, received).to(rows.device)
+
     def abort(self) -> None:
         pass  # a lost rank is an error of the exchange
 
     def close(self) -> None:
         self._gloo.close()
+
+
+def _library(store: Any, rank: int, size: int, timeout_s: float, backend: str) -> _Library:
+    """What large exchanges take; `backend` as for `CudaComm`."""
+    if backend == "gloo":
+        return _Host(store, rank, size, timeout_s)
+    return _Nccl(store, rank, size, timeout_s)
+
+
+class CudaRowComm:
+    """The exchange of ranks that have different rows on their GPUs, through NCCL or on the host; see
+    `diffulex.distributed.comm.RowComm`.
+
+    Args:
+        rank: of this process.
+        size: ranks there are.
+        store: of `diffulex.distributed.store.part_of_store`, for these ranks alone.
+        timeout_s: longest wait of an exchange for the other ranks; 0: without limit.
+        backend: auto or nccl, or gloo.
+    """
+
+    def __init__(
+        self, rank: int, size: int, store: Any, timeout_s: float, *, backend: str = "auto"
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._library = _library(store, rank, size, timeout_s, backend)
+
+    def gather_rows(self, part: Tensor, out: Tensor) -> None:
+        if part.numel() > 0:
+            self._library.gather_records(part.contiguous(), out)
+
+    def send_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return self._library.send_rows(rows, sent, received)
+
+    def abort(self) -> None:
+        """Lets exchanges end that wait for a rank that is gone; from any thread, for good."""
+        _abort(self._library)
+
+    def close(self) -> None:
+        """Leaves the group; nothing may be in flight."""
+        self._library.close()
+
+
+def _abort(library: _Library) -> None:
+    # It may wait for the device, or never return.
+    threading.Thread(target=library.abort, name="diffulex-abort", daemon=True).start()
 
 
 class CudaComm:
@@ -155,15 +214,11 @@ class CudaComm:
         self._is_aborted = False
         self._store = store = join_store(store, size, connect_s)
         store.set_timeout(time_limit(connect_s))
-        self._library: _Library
-        if backend == "gloo":
-            self._library = _Host(store, rank, size, timeout_s)
-            if rank == 0:
-                logger.warning(
-                    "distributed_backend gloo: large exchanges go through the host; for tests"
-                )
-        else:
-            self._library = _Nccl(store, rank, size, timeout_s)
+        self._library = _library(store, rank, size, timeout_s, backend)
+        if backend == "gloo" and rank == 0:
+            logger.warning(
+                "distributed_backend gloo: large exchanges go through the host; for tests"
+            )
         with torch.cuda.device(device):
             self._peers: PeerGroup | None = None
             reason = "custom_all_reduce is off" if custom_all_reduce == "off" else self._connect()
@@ -311,8 +366,7 @@ class CudaComm:
         self._is_aborted = True
         if self._peers is not None:
             self._peers.abort()
-        # It may wait for the device, or never return.
-        threading.Thread(target=self._library.abort, name="diffulex-abort", daemon=True).start()
+        _abort(self._library)
 
     def close(self) -> None:
         """Leaves the group; nothing may be in flight. Idempotent."""

@@ -221,5 +221,8 @@ class Executor(Protocol):
     def death(self) -> DiffulexError | None:
         """Why no step will ever run again; None: steps do."""
 
+    def on_death(self, call: Callable[[DiffulexError], None]) -> None:
+        """Has `death` told as soon as it is known, also while nothing runs, from any thread; after `load`."""
+
     def close(self) -> None:
         """Waits for the device and lets go of every worker; idempotent."""

@@ -49,7 +49,7 @@ class _Pipes:
         self.changed = threading.Condition()
         self.death: DiffulexError | None = None
         #: Called once when the group has died, from any thread.
-        self.on_death: Callable[[], None] | None = None
+        self.on_death: Callable[[DiffulexError], None] | None = None
         self._pid = os.getpid()
         #: What a rank said of another one, and until when that one is given to show its end.
         self._hearsay: tuple[float, DiffulexError] | None = None
@@ -88,13 +88,14 @@ class _Pipes:
         logger.debug("rank %d: %s", index + 1, details)
         if is_hearsay:
             if self._hearsay is None:
-                self._hearsay = time.monotonic() + _CAUSE_S, self.error(index, text)
+                error = self.error(index, text, is_hearsay=True)
+                self._hearsay = time.monotonic() + _CAUSE_S, error
             return
         own = None if self.has_started else start_error(f"rank {index + 1}", name, text)
         what = "failed in a step" if self.has_started else "could not start"
         self.die(own or self.error(index, f"{what}: {name}: {text}"))
 
-    def error(self, index: int, how: str) -> EngineDeadError:
+    def error(self, index: int, how: str, *, is_hearsay: bool = False) -> EngineDeadError:
         """The error that says what became of a worker."""
         child, rank = self.children[index], index + 1
         return EngineDeadError(
@@ -103,6 +104,7 @@ class _Pipes:
             pid=child.pid,
             device=self.devices[index],
             last_lines=tuple(child.last_lines),
+            is_hearsay=is_hearsay,
         )
 
     def die(self, error: DiffulexError) -> DiffulexError:
@@ -111,7 +113,7 @@ class _Pipes:
             if self.death is None:
                 self.death = error
                 if self.on_death is not None:
-                    self.on_death()
+                    self.on_death(error)
                 for child in self.children:
                     child.process.kill()
             self.changed.notify_all()
@@ -175,8 +177,9 @@ class WorkerGroup:
         """Why the group is dead; None: it is alive."""
         return self._pipes.death
 
-    def on_death(self, call: Callable[[], None] | None) -> None:
-        """What lets this rank leave an exchange with ranks that are gone; it must not wait."""
+    def on_death(self, call: Callable[[DiffulexError], None] | None) -> None:
+        """What is called with `death`, for example to leave an exchange with ranks that are gone; it
+        must not wait."""
         self._pipes.on_death = call
 
     def check(self) -> None:
@@ -238,7 +241,8 @@ class WorkerGroup:
             with pipes.changed:
                 pipes.changed.wait_for(lambda: pipes.death is not None, _CAUSE_S)
         kind = "" if is_hearsay else f"rank 0 failed in {what}: {type(error).__name__}: "
-        death = pipes.die(EngineDeadError(kind + " ".join(str(error).split()), pid=os.getpid()))
+        text = kind + " ".join(str(error).split())
+        death = pipes.die(EngineDeadError(text, pid=os.getpid(), is_hearsay=is_hearsay))
         if not isinstance(error, Exception):
             raise error
         raise death from error

@@ -246,8 +246,10 @@ def replica_settings(settings: Mapping[str, Any], devices: Sequence[int]) -> dic
     """
     own = {name: value for name, value in settings.items() if name not in _OF_ALL_REPLICAS}
     if Sizes.of(settings).is_coupled:
-        own["data_parallel_size"] = settings["data_parallel_size"]
-    if devices:
+        # It finds its place among all of them, devices included.
+        shared = ("data_parallel_size", "device_ids", "device_start")
+        own |= {name: settings[name] for name in shared if name in settings}
+    elif devices:
         own["device_ids"] = tuple(devices)
     return own
 

@@ -11,7 +11,7 @@ from torch import distributed
 from diffulex.distributed.layout import LOOPBACK
 from diffulex.errors import DiffulexError
 
-__all__ = ["PeerError", "join_store", "make_store", "time_limit"]
+__all__ = ["PeerError", "join_store", "make_store", "part_of_store", "time_limit"]
 
 #: Much of it is not declared.
 _dist: Any = distributed
@@ -43,3 +43,8 @@ def join_store(store: Any, size: int, connect_s: float) -> Any:
         return store
     limit = time_limit(connect_s)
     return _dist.TCPStore(*store, size, is_master=False, timeout=limit)
+
+
+def part_of_store(store: Any, name: str) -> Any:
+    """A part of a store for the ranks of one group."""
+    return _dist.PrefixStore(name, store)

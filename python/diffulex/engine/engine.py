@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 
     from diffulex.checkpoint.tokenizer import Tokenizer
     from diffulex.config.keywords import EngineKeywords, SamplingKeywords
+    from diffulex.distributed.coupling import Coupling
     from diffulex.distributed.executor import Executor
-    from diffulex.engine.replicas.coupled import Coupling
     from diffulex.profiling.ring import StepRing
 
 __all__ = ["LLM", "Diffulex", "DiffulexEngine"]
@@ -112,13 +112,13 @@ class Diffulex(LiveControls, Observed):
         import_workers(options.given.get("worker_imports", ()))
         facts = read_facts(options)
         config = Config.of(options, facts)
-        parallel, rank = config.parallel, 0 if coupling is None else coupling.rank
+        parallel, rank = config.parallel, 0 if coupling is None else coupling.rank(config)
         if coupling is None and (parallel.data_parallel_size > 1 or parallel.is_of_cluster):
             self._assemble_replicas(config, options, facts.tokenizer)
             return
-        # Closed when the weights do not load.
+        config = config.of_rank(rank)
         executor = self._executor = make_executor(config, facts.model_name, coupling)
-        # No variable holds the model: this frame outlives a failure.
+        # Closed when the weights do not load. No variable holds the model: this frame outlives a failure.
         self._assemble(
             config,
             load_weights(config, facts.model_name, show_progress, rank=rank, stored=facts.stored),

@@ -27,10 +27,11 @@ class CoupledExperts:
     """Lets the experts of a model take part in the forwards of others.
 
     Args:
-        model: a rank's part.
+        model: a rank's part, on its device. Ranks that have other experts of the same rows add up their
+            results with those of the rest of the layer.
         shard: which part.
         dtype: of hidden states.
-        comm: with the other ranks.
+        comm: with ranks that have other rows, each of them one of those that share a replica.
         backend: `allgather` or `naive`; see docs/distributed.md.
 
     Raises:
@@ -41,7 +42,8 @@ class CoupledExperts:
         self, model: Any, shard: Shard, dtype: torch.dtype, comm: RowComm, backend: str
     ) -> None:
         spec: ModelSpec = model.spec
-        self._nothing = torch.empty(0, spec.hidden_size, dtype=dtype)
+        device = next(model.parameters()).device
+        self._nothing = torch.empty(0, spec.hidden_size, dtype=dtype, device=device)
         self._blocks = [module for module in model.modules() if isinstance(module, RoutedExperts)]
         if not self._blocks:
             raise ConfigError(
@@ -50,7 +52,7 @@ class CoupledExperts:
             )
         self._dispatch: RowDispatch = GatheredDispatch(comm)
         if backend == "naive":
-            self._dispatch = CountedDispatch(comm, _owners(spec, shard))
+            self._dispatch = CountedDispatch(comm, _owners(spec, shard, comm.size).to(device))
         for block in self._blocks:
             block.dispatch = self._dispatch
 
@@ -64,12 +66,13 @@ class CoupledExperts:
             block.take_part(self._nothing)
 
 
-def _owners(spec: ModelSpec, shard: Shard) -> torch.Tensor:
-    """[E] int64: the rank that has each expert."""
+def _owners(spec: ModelSpec, shard: Shard, num_replicas: int) -> torch.Tensor:
+    """[E] int64: the replica whose rank of this number has each expert; -1: ranks of other numbers."""
     assert spec.moe is not None
     own, moe = expert_shard(spec, shard), spec.moe
-    owners = torch.empty(moe.num_experts, dtype=torch.int64)
-    for rank in range(own.size):
-        numbers = own._replace(rank=rank).experts(moe.num_experts, is_interleaved=moe.n_group > 1)
-        owners[list(numbers)] = rank
+    owners = torch.full((moe.num_experts,), -1, dtype=torch.int64)
+    for replica in range(num_replicas):
+        other = own._replace(rank=replica * shard.size + shard.rank)
+        numbers = other.experts(moe.num_experts, is_interleaved=moe.n_group > 1)
+        owners[list(numbers)] = replica
     return owners

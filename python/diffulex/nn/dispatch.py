@@ -88,8 +88,9 @@ class RowDispatch:
 
     def __init__(self, comm: RowComm) -> None:
         self._comm = comm
-        #: Rows of each rank in this forward.
+        #: Rows of each rank in this forward; empty: all have as many, as in a measurement.
         self.counts: Sequence[int] = ()
+        self._counts: Sequence[int] = ()
         self._addend: torch.Tensor | None = None
 
     def send(
@@ -97,6 +98,7 @@ class RowDispatch:
     ) -> tuple[torch.Tensor, ops.Routing, torch.Tensor | None]:
         """See `Dispatch`."""
         self._addend = addend
+        self._counts = self.counts or [x.size(0)] * self._comm.size
         fields = x, *routing
         rows = self._send(torch.cat([field.view(torch.uint8) for field in fields], 1), routing)
         widths = [field.view(torch.uint8).size(1) for field in fields]
@@ -131,16 +133,16 @@ class GatheredDispatch(RowDispatch):
 
     def _send(self, rows: torch.Tensor, routing: ops.Routing) -> torch.Tensor:
         del routing  # all ranks get all rows
-        padded = rows.new_zeros(max(self.counts), rows.size(1))
+        padded = rows.new_zeros(max(self._counts), rows.size(1))
         padded[: rows.size(0)] = rows
         every = rows.new_empty(self._comm.size, *padded.shape)
         self._comm.gather_rows(padded, every)
-        parts = zip(every.unbind(0), self.counts, strict=True)
+        parts = zip(every.unbind(0), self._counts, strict=True)
         return torch.cat([part[:count] for part, count in parts])
 
     def _receive(self, product: torch.Tensor) -> torch.Tensor:
-        size, count = self._comm.size, self.counts[self._comm.rank]
-        parts = self._comm.send_rows(product, self.counts, [count] * size)
+        size, count = self._comm.size, self._counts[self._comm.rank]
+        parts = self._comm.send_rows(product, self._counts, [count] * size)
         return parts.view(size, count, product.size(1)).sum(0, dtype=torch.float32)
 
 
@@ -151,7 +153,7 @@ class CountedDispatch(RowDispatch):
 
     Args:
         comm: with the other ranks.
-        owners: [E] int64: the rank of each expert.
+        owners: [E] int64: the rank of each expert, -1 for those of none of these ranks.
     """
 
     def __init__(self, comm: RowComm, owners: torch.Tensor) -> None:
@@ -173,5 +175,5 @@ class CountedDispatch(RowDispatch):
 
     def _receive(self, product: torch.Tensor) -> torch.Tensor:
         parts = self._comm.send_rows(product, self._received, self._sent)
-        total = parts.new_zeros(self.counts[self._comm.rank], product.size(1), dtype=torch.float32)
+        total = parts.new_zeros(self._counts[self._comm.rank], product.size(1), dtype=torch.float32)
         return total.index_add_(0, self._index, parts.float())

@@ -51,6 +51,9 @@ class LocalExecutor:
     def death(self) -> DiffulexError | None:
         return None  # a failed step leaves it as it was
 
+    def on_death(self, call: Callable[[DiffulexError], None]) -> None:
+        del call  # there is none
+
     @property
     def runner(self) -> ModelRunner:
         """The worker; RuntimeError before `load` and after `close`."""

@@ -13,8 +13,9 @@ import sys
 import torch
 
 from diffulex import ops
-from diffulex.distributed.cuda_comm import CudaComm
+from diffulex.distributed.cuda_comm import CudaComm, CudaRowComm
 from diffulex.distributed.layout import LOOPBACK
+from diffulex.distributed.store import join_store, part_of_store
 from diffulex.nn.norm import RMSNorm
 
 #: (rows, width) of which some are beyond what kernels of this library sum.
@@ -65,6 +66,25 @@ def check_gathers(comm: CudaComm) -> None:
     assert on_host.flatten().tolist() == [5 + rank for rank in range(comm.size)]
 
 
+def check_rows(comm: CudaRowComm) -> None:
+    """Rows of different numbers, and none at all, by both exchanges."""
+    for dtype in (*DTYPES, torch.uint8, torch.int64):
+        for most in (0, 1, 37):
+            counts = [most * (rank + 1) % 41 for rank in range(comm.size)]
+            parts = [torch.full((count, 6), rank + 1) for rank, count in enumerate(counts)]
+            own = parts[comm.rank].to("cuda", dtype)
+            got = comm.send_rows(own.repeat(comm.size, 1), [len(own)] * comm.size, counts)
+            assert torch.equal(got.cpu(), torch.cat(parts).to(dtype)), (dtype, counts)
+            out = torch.zeros(comm.size, most, 6, dtype=dtype, device="cuda")
+            comm.gather_rows(torch.full((most, 6), comm.rank + 1).to("cuda", dtype), out)
+            assert out[..., :1].flatten().tolist() == [
+                rank + 1 for rank in range(comm.size) for _ in range(most)
+            ]
+    only = [int(rank == comm.size - 1) * 3 for rank in range(comm.size)]  # to the last one alone
+    received = [3] * comm.size if comm.rank == comm.size - 1 else [0] * comm.size
+    assert comm.send_rows(torch.ones(3, 4, device="cuda"), only, received).size(0) == sum(received)
+
+
 def check_graph(comm: CudaComm) -> None:
     parts = parts_of(comm.size, (32, 4096), torch.bfloat16)
     x = torch.zeros_like(parts[0])
@@ -98,6 +118,12 @@ def main(arguments: list[str]) -> None:
     check_gathers(comm)
     if comm.no_capture_reason is None:
         check_graph(comm)
+    if backend == "gloo" or torch.cuda.device_count() >= size:  # else NCCL refuses
+        part = part_of_store(join_store(store, size, 120.0), "rows")
+        rows = CudaRowComm(rank, size, part, 60.0, backend=backend)
+        check_rows(rows)
+        torch.cuda.synchronize()
+        rows.close()
     torch.cuda.synchronize()
     comm.check()
     comm.close()

@@ -25,6 +25,7 @@ from fixtures.coupled_threads import CoupledThreads
 from fixtures.gate import Gate
 from fixtures.gloo_threads import run_gloo_ranks
 from fixtures.moe_families import moe_builder
+from fixtures.processes import children_of, is_there, until
 from fixtures.thread_comm import ThreadComm, run_ranks
 from fixtures.thread_ranks import Stable
 
@@ -184,12 +185,15 @@ def test_counted_rows_are_sent_once_and_only_where_they_are_needed() -> None:
         ("sdar_moe", 3, {"moe_dispatcher_backend": "naive"}),
         ("llada2", 2, {}),
         ("llada2", 3, {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}),
+        ("llada2", 2, {"num_ranks": 2}),
+        ("sdar_moe", 2, {"num_ranks": 2, "moe_dispatcher_backend": "naive", "check_ranks": True}),
     ],
 )
 def test_random_models(tmp_path: Path, family: str, size: int, settings: dict[str, Any]) -> None:
     """Uneven: the first replica has most requests, the last one none for a while."""
+    of_several = ("moe_dispatcher_backend", "num_ranks", "check_ranks")
     moe_builder(family, edit=sharpen).write(tmp_path)
-    own = {name: value for name, value in settings.items() if name != "moe_dispatcher_backend"}
+    own = {name: value for name, value in settings.items() if name not in of_several}
     one = Stable(tmp_path, PROMPTS, GREEDY, num_noisy=1, **LIMITS, **own)
     with CoupledThreads(tmp_path, size, **LIMITS, **settings) as group:
         for index, prompt in enumerate(PROMPTS[:5]):
@@ -345,6 +349,33 @@ def test_processes_and_one_that_is_killed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["allgather", "naive"])
+def test_processes_of_several_ranks_and_one_that_is_killed(backend: str) -> None:
+    """Two replicas of three ranks, each with some experts: six parts of 8 experts."""
+    texts, params = questions(5), SamplingParams(max_tokens=32)
+    with Diffulex(MODEL, **SERVED) as engine:
+        expected = [o.token_ids for o in engine.generate(texts, params, summary=False)]
+    patient = {**SERVED, "data_parallel_size": 2, "tensor_parallel_size": 3}
+    patient |= {"expert_parallel_size": 6, "moe_dispatcher_backend": backend, "check_ranks": True}
+    with Diffulex(MODEL, **patient, collective_timeout_seconds=COLLECTIVE_S) as engine:
+        assert len(engine.parallel_info()["ranks"]) == 6
+        pids = processes(engine)
+        workers = [worker for pid in pids for worker in children_of(pid)]
+        assert len(workers) == 4
+        for count in (5, 1, 1):  # with uneven rows, and with none: in turn on both
+            outputs = engine.generate(texts[:count], params, summary=False)
+            assert [o.token_ids for o in outputs] == expected[:count]
+        for text in texts:
+            engine.add_request(text, SamplingParams(max_tokens=100, ignore_eos=True))
+        engine.step()
+        start = time.monotonic()
+        os.kill(workers[2], signal.SIGKILL)
+        text = rf"^replica 1 \(pid {pids[1]}, cpu\) failed: EngineDeadError: rank 1 \(pid {workers[2]}, cpu\)"
+        check_dead(engine, pids, text + " was killed by SIGKILL", start)
+        until(lambda: not any(map(is_there, workers)))
+
+
+@pytest.mark.slow
 def test_one_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COUPLED_FAULT", "1")
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1]))
@@ -365,15 +396,8 @@ def test_one_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "text"),
     [
         (
-            {"num_devices": 2, "device": "cuda"},
-            "expert_parallel_size: expected 1 with data_parallel_size 2 on cuda, got 2: experts are"
-            " spread over replicas of one rank on cpu alone so far",
-        ),
-        (
-            {"tensor_parallel_size": 3, "expert_parallel_size": 6},
-            "expert_parallel_size: expected 1 or tensor_parallel_size (3) with tensor_parallel_size 3"
-            " and data_parallel_size 2, got 6: experts are spread over replicas of one rank on cpu"
-            " alone so far",
+            {"num_devices": 1, "device": "cuda"},
+            "device_ids: expected 2 devices for data_parallel_size 2, got 1",
         ),
         (
             {"distributed_executor": "ray"},

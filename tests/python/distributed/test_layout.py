@@ -30,6 +30,9 @@ from diffulex.distributed.seeds import derive_request_seed
 from diffulex.distributed.shard import Shard
 from diffulex.errors import ConfigError
 
+ZOO = Path(__file__).resolve().parents[3] / "examples" / "zoo"
+TWO = {"data_parallel_size": 2, "expert_parallel_size": 2}
+
 
 def test_devices() -> None:
     two = Sizes(data=2)
@@ -188,6 +191,18 @@ def test_settings_of_one_replica() -> None:
     assert replica_settings({"data_parallel_policy": "prefix", "device": "cpu"}, ()) == {
         "device": "cpu"
     }
+
+
+def test_a_replica_that_shares_experts_knows_of_all() -> None:
+    given = {"tensor_parallel_size": 2, "data_parallel_size": 2, "expert_parallel_size": 4}
+    placed = {**given, "device_ids": (4, 2, 1, 0)}
+    assert replica_settings({**placed, "data_parallel_policy": "prefix"}, (1, 0)) == placed
+    assert replica_settings(given, (2, 3)) == given
+    options = Options.parse(str(ZOO / "edit_llada2"), {**placed, "tensor_parallel_size": 1} | TWO)
+    facts = dataclasses.replace(read_facts(options), num_devices=5)
+    config = Config.of(options, facts)
+    assert [config.of_rank(rank).model.device for rank in range(2)] == ["cuda:4", "cuda:2"]
+    assert (config.kernel.run_ahead, config.kernel.enforce_eager) == ("off", True)
 
 
 def test_replicas_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from diffulex import CheckpointError, ConfigError, Diffulex, SamplingParams
 from diffulex.config.config import read_model_facts
 from diffulex.errors import EngineDeadError
+from fixtures.processes import PATIENCE_S, children_of, is_there, until
 from fixtures.rank_faults import FAULT
 from fixtures.thread_ranks import Stable
 
@@ -31,38 +30,14 @@ TEXTS = ["Tom has 3 apples and buys 4 more.", "What is 2 + 2?", "Anna had 9 coin
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8, top_k=30, seed=5)
 PROMPT = list(range(20, 40))
-#: Generous: the host may be loaded. Nothing is measured.
-PATIENCE_S = 120.0
 
 
 def pids(engine: Diffulex) -> list[int]:
     return [child.pid for child in engine._executor._followers._group._pipes.children]
 
 
-def is_there(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in ("Z", "X")
-
-
 def children() -> set[int]:
-    """Processes that this one has started and that run."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(int(stat.parent.name))
-    return set(filter(is_there, found))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    return set(children_of(os.getpid()))
 
 
 def assert_dead(engine: Diffulex, workers: list[int], error: EngineDeadError) -> None:

@@ -19,7 +19,7 @@ from diffulex.distributed.store import PeerError, make_store
 from diffulex.engine.ranks.follower import decisions
 from diffulex.engine.ranks.step_header import StepHeader
 from diffulex.engine.ranks.worker import checkpoint_digest, make_comm, versions
-from diffulex.engine.replicas.coupled import CoupledExecutor
+from diffulex.engine.replicas.coupled import CoupledExecutor, connect_rows
 from diffulex.errors import ConfigError, DiffulexError
 from diffulex.log import get_logger, log_settings
 from diffulex.registry import AutoModelForDiffusionLM
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
     from diffulex.config.config import Config
     from diffulex.distributed.comm import Comm
+    from diffulex.distributed.coupling import Coupling
     from diffulex.distributed.executor import Prepared, Watch
-    from diffulex.engine.replicas.coupled import Coupling
     from diffulex.likelihood.rows import ScoreBatch, Scored
     from diffulex.runner.decode_loop import LoopStep
 
-__all__ = ["Followers", "GroupExecutor", "make_executor"]
+__all__ = ["CoupledGroupExecutor", "Followers", "GroupExecutor", "make_executor"]
 
 logger = get_logger(__name__)
 
@@ -61,13 +61,18 @@ def make_executor(
     Raises:
         ConfigError: no rank can have a part of the model.
     """
-    if coupling is not None:
-        return CoupledExecutor(coupling.connect(config))
     sizes = Sizes.of_engine(config.parallel)
-    if sizes.world == 1:
+    if sizes.world > 1:
+        check_model_class(model_name, AutoModelForDiffusionLM.get(model_name), sizes)
+        followers = ProcessFollowers(config, model_name, coupling)
+        if coupling is None:
+            return GroupExecutor(followers)
+        return CoupledGroupExecutor(
+            connect_rows(coupling, config), coupling.rank(config), followers
+        )
+    if coupling is None:
         return LocalExecutor()
-    check_model_class(model_name, AutoModelForDiffusionLM.get(model_name), sizes)
-    return GroupExecutor(ProcessFollowers(config, model_name))
+    return CoupledExecutor(connect_rows(coupling, config), coupling.rank(config))
 
 
 class Followers(Protocol):
@@ -110,6 +115,15 @@ class Followers(Protocol):
     def evict(self, request_slots: Sequence[int]) -> None:
         """Requests left these slots."""
 
+    def expect(self, counts: Sequence[int]) -> None:
+        """Tells them how many rows each of the replicas that share the experts has in the next step."""
+
+    def take_part(self, counts: Sequence[int]) -> None:
+        """Tells them of a forward in which other replicas have rows, so many, and this one none."""
+
+    def on_death(self, call: Callable[[DiffulexError], None]) -> None:
+        """As in `diffulex.distributed.executor.Executor`."""
+
     def fail(self, error: BaseException, what: str) -> NoReturn:
         """This rank has failed, and with it all; raises the cause."""
 
@@ -120,7 +134,7 @@ class Followers(Protocol):
 class ProcessFollowers:
     """Processes, which load their parts of the checkpoint from the moment this is made."""
 
-    def __init__(self, config: Config, model_name: str) -> None:
+    def __init__(self, config: Config, model_name: str, coupling: Coupling | None = None) -> None:
         parallel, sizes = config.parallel, Sizes.of_engine(config.parallel)
         size = sizes.world
         self._timeout_s = float(parallel.distributed_timeout_seconds)
@@ -131,13 +145,14 @@ class ProcessFollowers:
         #: Those of the plans, for ranks that cannot map them.
         self._arenas: SharedArenas | None = None
         environment = replica_environment(sizes)
-        configs = [config.of_rank(rank) for rank in range(1, size)]
+        first = 0 if coupling is None else coupling.rank(config)
+        configs = [config.of_rank(first + rank) for rank in range(1, size)]
         devices = [own.model.device for own in configs]
         self._group = WorkerGroup(_TARGET, size, devices, environment)
         logs = log_settings()
         self._group.send_each([(rank, logs) for rank in range(1, size)])
         self._group.send_each(
-            [("load", own, model_name, rank) for rank, own in enumerate(configs, 1)]
+            [("load", own, model_name, rank, coupling) for rank, own in enumerate(configs, 1)]
         )
 
     @property
@@ -165,9 +180,14 @@ class ProcessFollowers:
             lambda: make_comm(self._parallel, self._device, 0, store, host)
         )
         if isinstance(comm, CudaComm):
-            group.on_death(comm.abort)
+            group.on_death(_leaving(comm))
             group.check()  # it may have died before it knew whom to tell
         return comm
+
+    def on_death(self, call: Callable[[DiffulexError], None]) -> None:
+        self._group.on_death(_leaving(self._comm, call))
+        if self.death is not None:  # it may have been too early for that
+            call(self.death)
 
     def _unless_dead(self, make: Callable[[], GlooComm | CudaComm]) -> GlooComm | CudaComm:
         """What `make` returns, which would wait for ranks that have died."""
@@ -242,6 +262,13 @@ class ProcessFollowers:
     def evict(self, request_slots: Sequence[int]) -> None:
         self._group.send(("evict", list(request_slots)))
 
+    def expect(self, counts: Sequence[int]) -> None:
+        self._group.send(("expect", tuple(counts)))
+
+    def take_part(self, counts: Sequence[int]) -> None:
+        self._group.check()
+        self._group.send(("take_part", tuple(counts)))
+
     def fail(self, error: BaseException, what: str) -> NoReturn:
         self._group.fail(error, what, is_hearsay=isinstance(error, PeerError))
 
@@ -251,6 +278,20 @@ class ProcessFollowers:
         self._group.close(("exit",))
         if comm is not None:
             comm.close()
+
+
+def _leaving(
+    comm: GlooComm | CudaComm | None, call: Callable[[DiffulexError], None] | None = None
+) -> Callable[[DiffulexError], None]:
+    """What is done when the group dies; keeps nothing of the group alive."""
+
+    def leave(error: DiffulexError) -> None:
+        if isinstance(comm, CudaComm):
+            comm.abort()
+        if call is not None:
+            call(error)
+
+    return leave
 
 
 class GroupExecutor(LocalExecutor):
@@ -274,6 +315,9 @@ class GroupExecutor(LocalExecutor):
     @property
     def death(self) -> DiffulexError | None:
         return self._followers.death
+
+    def on_death(self, call: Callable[[DiffulexError], None]) -> None:
+        self._followers.on_death(call)
 
     def load(self, config: Config, model: Any) -> None:
         self._is_checked = config.parallel.check_ranks
@@ -403,6 +447,29 @@ class GroupExecutor(LocalExecutor):
             super().close()
         finally:
             self._followers.close()
+
+
+class CoupledGroupExecutor(CoupledExecutor, GroupExecutor):
+    """See `diffulex.distributed.executor.Executor`: a replica of several ranks that shares the experts with
+    others. Its first rank agrees with theirs, and tells its followers."""
+
+    def _agree(self, num_rows: int, *, has_more: bool) -> tuple[int, ...]:
+        self._followers.check()
+        try:
+            return super()._agree(num_rows, has_more=has_more)
+        except PeerError as error:
+            self._fail(error)
+
+    def _expect(self, counts: Sequence[int]) -> None:
+        self._followers.expect(counts)
+        super()._expect(counts)
+
+    def _enter(self, counts: Sequence[int]) -> None:
+        self._followers.take_part(counts)
+        try:
+            super()._enter(counts)
+        except BaseException as error:
+            self._fail(error)
 
 
 class _Teller:

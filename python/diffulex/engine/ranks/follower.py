@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from diffulex.config.config import Config
     from diffulex.distributed.comm import Comm
+    from diffulex.nn.coupled import CoupledExperts
     from diffulex.runner.decode_loop import LoopEntry, LoopStep
     from diffulex.runner.model_runner import ModelRunner
 
@@ -48,6 +49,8 @@ class Follower:
         model.comm = comm
         self._comm = comm
         self._config = config
+        #: Where replicas share the experts.
+        self._experts: CoupledExperts | None = None
         self._runner: ModelRunner = AutoModelRunner.get(config.decoding.decoding_strategy)(
             config, model
         )
@@ -55,6 +58,22 @@ class Follower:
         assert head is not None
         self._rows = FollowedRows(head)
         self._runner.row_watch = cast("Any", self._rows)
+
+    def couple(self, experts: CoupledExperts) -> None:
+        """Has the experts of this rank take part in the forwards of other replicas."""
+        self._experts = experts
+
+    def expect(self, counts: Sequence[int]) -> None:
+        """Rows of each replica in the next step."""
+        assert self._experts is not None
+        self._experts.expect(counts)
+
+    @torch.inference_mode()
+    def take_part(self, counts: Sequence[int]) -> None:
+        """A forward in which other replicas have rows, so many, and this one none."""
+        self.expect(counts)
+        assert self._experts is not None
+        self._experts.take_part()
 
     def num_pages(self) -> int:
         """Pages that this rank has memory for."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of one rank other than the first.
 
-    load, connect, measure, start or start_apart, steps of the host and of the loop, evict, exit
+    load, connect, measure, start or start_apart, steps of the host and of the loop, evict, exit;
+    expect and take_part where replicas share the experts
         ──>  follower  ──>  versions, loaded, pages, ready, decisions; or failed
 
 Imports nothing heavy before the pipe is read: a parent that dies while the model loads takes the worker
@@ -141,10 +142,14 @@ class _Worker:
         """From the first message to the last."""
         self._reply(versions())
         from diffulex.engine.ranks.follower import Follower  # noqa: PLC0415 (slow to import)
+        from diffulex.engine.replicas.coupled import (  # noqa: PLC0415 (slow to import)
+            connect_rows,
+            couple_experts,
+        )
         from diffulex.engine.startup import import_workers, load_weights  # noqa: PLC0415
         from diffulex.quantization.stored import read_stored  # noqa: PLC0415
 
-        config, model_name, rank = self._next("load")
+        config, model_name, rank, coupling = self._next("load")
         if config.model.device != "cpu":
             import torch  # noqa: PLC0415 (slow to import)
 
@@ -152,12 +157,16 @@ class _Worker:
         import_workers(config.parallel.worker_imports)
         # `quantization` none has values of a checkpoint in low precision like any others.
         stored = read_stored(config.model.model_dir)
-        model = load_weights(config, model_name, show_progress=False, rank=rank, stored=stored)
+        place = rank if coupling is None else coupling.rank(config, rank)
+        links = None if coupling is None else connect_rows(coupling, config, rank)
+        model = load_weights(config, model_name, show_progress=False, rank=place, stored=stored)
         self._reply(checkpoint_digest(config.model.model_dir))
         (store,) = self._next("connect")
         host = _own_host(self._connection)
         comm = make_comm(config.parallel, config.model.device, rank, store, host)
         follower = Follower(config, model, comm)
+        if links is not None:
+            follower.couple(couple_experts(config, model, place, links.rows))
         del model  # the follower has it
         self._serve(follower)
         follower.close()
@@ -200,8 +209,8 @@ class _Worker:
                 if arenas is not None and arrays:
                     arenas.fill(told.arena, memoryview(arrays))
                 self._decided(follower, follower.follow(told))
-            elif kind == "evict":
-                follower.evict(*content)
+            elif kind in ("evict", "expect", "take_part"):
+                getattr(follower, kind)(*content)
             elif kind == "exit":
                 return
             else:

@@ -2,7 +2,9 @@
 """The executor of a replica that has some of the routed experts, and other replicas the rest.
 
 Its scheduler, requests and cache are its own. Every forward is made by all replicas together, with their
-own rows or with none, since each of them needs the experts of the others.
+own rows or with none, since each of them needs the experts of the others. Where a replica has several
+ranks, ranks of one number exchange rows with each other; what the ranks of a replica make of its rows is
+added up with the rest of the layer.
 """
 
 from __future__ import annotations
@@ -11,23 +13,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
+from diffulex.distributed.cuda_comm import CudaRowComm
 from diffulex.distributed.gloo_comm import GlooComm
 from diffulex.distributed.layout import Sizes
 from diffulex.distributed.legality import check_model_class, shard_of
 from diffulex.distributed.lockstep import Lockstep
-from diffulex.distributed.store import make_store
+from diffulex.distributed.store import join_store, make_store, part_of_store
 from diffulex.errors import ConfigError
 from diffulex.nn.coupled import CoupledExperts
 from diffulex.registry import AutoModelForDiffusionLM
 from diffulex.runner.local_executor import LocalExecutor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from diffulex.config.config import Config
     from diffulex.distributed.comm import RowComm
+    from diffulex.distributed.coupling import Coupling
     from diffulex.likelihood.rows import ScoreBatch, Scored
     from diffulex_ext import _core
 
-__all__ = ["CoupledExecutor", "Coupling", "make_meeting_place"]
+__all__ = [
+    "CoupledExecutor",
+    "RowLinks",
+    "connect_rows",
+    "couple_experts",
+    "make_meeting_place",
+]
 
 
 def make_meeting_place(config: Config) -> Any:
@@ -43,31 +55,58 @@ def make_meeting_place(config: Config) -> Any:
     return make_store(sizes.world)
 
 
-class Coupling(NamedTuple):
-    """Where a replica finds those with which it shares the experts.
+class RowLinks(NamedTuple):
+    """The exchange of one rank with those of its number in other replicas.
 
     Attributes:
-        rank: of the replica.
-        store: host and port of `diffulex.distributed.store.make_store`.
+        counts: on the host, of the first ranks, who agree on the next forward; None for others.
+        rows: what the experts get.
     """
 
-    rank: int
-    store: tuple[str, int]
+    counts: RowComm | None
+    rows: RowComm
 
-    def connect(self, config: Config) -> GlooComm:
-        """The exchange with the others, which make theirs at the same time.
 
-        Raises:
-            RuntimeError: the others are not there in time.
-        """
-        parallel = config.parallel
-        return GlooComm(
-            self.rank,
-            Sizes.of_weights(parallel).world,
-            self.store,
-            float(parallel.distributed_timeout_seconds),
-            float(parallel.collective_timeout_seconds),
-        )
+def connect_rows(coupling: Coupling, config: Config, own: int = 0) -> RowLinks:
+    """The exchange of rank `own` of a replica, on the device that the configuration has; the others make
+    theirs at the same time.
+
+    Raises:
+        RuntimeError: the others are not there in time.
+    """
+    parallel, sizes = config.parallel, Sizes.of_weights(config.parallel)
+    connect_s = float(parallel.distributed_timeout_seconds)
+    timeout_s = float(parallel.collective_timeout_seconds)
+    is_on_cpu = config.model.device == "cpu"
+    store = join_store(coupling.store, sizes.world, connect_s)
+    where = coupling.replica, sizes.data
+    on_host = None
+    if own == 0 or is_on_cpu:
+        on_host = GlooComm(*where, part_of_store(store, f"host {own}"), connect_s, timeout_s)
+    rows: RowComm | None = on_host
+    if not is_on_cpu:
+        torch.cuda.set_device(config.model.device)  # for whatever names no device
+        backend = parallel.distributed_backend
+        store = part_of_store(store, f"rows {own}")
+        rows = CudaRowComm(*where, store, timeout_s, backend=backend)
+    assert rows is not None
+    return RowLinks(on_host if own == 0 else None, rows)
+
+
+def couple_experts(config: Config, model: Any, rank: int, comm: RowComm) -> CoupledExperts:
+    """Lets the experts of a rank's part of the model take part in the forwards of all replicas.
+
+    Args:
+        config: of one of them.
+        model: connected with the other ranks of its replica, if there are some.
+        rank: among those of all replicas.
+        comm: with ranks of the same number.
+    """
+    parallel = config.parallel
+    sizes = Sizes.of_weights(parallel)
+    shard = shard_of(config.model.spec, sizes, parallel.moe_parallel_mode, rank)
+    dtype = getattr(torch, config.model.dtype)
+    return CoupledExperts(model, shard, dtype, comm, parallel.moe_dispatcher_backend)
 
 
 class CoupledExecutor(LocalExecutor):
@@ -75,28 +114,34 @@ class CoupledExecutor(LocalExecutor):
     exchanges cannot be known to be at one place any more.
 
     Args:
-        comm: with the other replicas.
+        links: of this rank.
+        rank: its number among those of all replicas.
+        others: what the next class is made of, where this one stands before another executor.
     """
 
-    def __init__(self, comm: RowComm) -> None:
-        super().__init__()
-        self._comm = comm
-        self._lockstep = Lockstep(comm)
+    def __init__(self, links: RowLinks, rank: int, *others: Any) -> None:
+        super().__init__(*others)
+        assert links.counts is not None
+        self._links, self._rank, self._num_ranks = links, rank, 0
+        self._lockstep = Lockstep(links.counts)
         self._experts: CoupledExperts | None = None
 
     def load(self, config: Config, model: Any) -> None:
-        parallel = config.parallel
-        sizes, rank = Sizes.of_weights(parallel), self._comm.rank
-        shard = shard_of(config.model.spec, sizes, parallel.moe_parallel_mode, rank)
-        backend = parallel.moe_dispatcher_backend
-        dtype = getattr(torch, config.model.dtype)
-        self._experts = CoupledExperts(model, shard, dtype, self._comm, backend)
         super().load(config, model)
+        self._num_ranks = Sizes.of_weights(config.parallel).world
+        self._experts = couple_experts(config, model, self._rank, self._links.rows)
 
     def execute(self, plan: _core.StepPlan) -> None:
-        assert self._experts is not None
-        self._experts.expect(self._lockstep.agree(plan.num_rows, has_more=True))
+        self._expect(self._agree(plan.num_rows, has_more=True))
         super().execute(plan)
+
+    def _agree(self, num_rows: int, *, has_more: bool) -> tuple[int, ...]:
+        return self._lockstep.agree(num_rows, has_more=has_more)
+
+    def _expect(self, counts: Sequence[int]) -> None:
+        """Rows of each replica in the next forward, of this rank and those with which it shares them."""
+        assert self._experts is not None
+        self._experts.expect(counts)
 
     def call(self, number: int) -> None:
         self._lockstep.call(number)
@@ -120,15 +165,19 @@ class CoupledExecutor(LocalExecutor):
         """
         return self._take_part(has_more)
 
-    @torch.inference_mode()
     def _take_part(self, has_more: bool) -> bool:
-        counts = self._lockstep.agree(0, has_more=has_more)
+        counts = self._agree(0, has_more=has_more)
         if not any(counts):
             return False
-        assert self._experts is not None
-        self._experts.expect(counts)
-        self._experts.take_part()
+        self._enter(counts)
         return True
+
+    @torch.inference_mode()
+    def _enter(self, counts: Sequence[int]) -> None:
+        """A forward that others have rows in."""
+        self._expect(counts)
+        assert self._experts is not None
+        self._experts.take_part()
 
     def score(self, batch: ScoreBatch) -> Scored:
         self._refuse("score")
@@ -143,4 +192,4 @@ class CoupledExecutor(LocalExecutor):
         self._refuse("unload_lora")
 
     def _refuse(self, name: str) -> NoReturn:
-        raise ConfigError(f"{name}: expected expert_parallel_size 1, got {self._comm.size}")
+        raise ConfigError(f"{name}: expected expert_parallel_size 1, got {self._num_ranks}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import sys
 from collections.abc import Callable
@@ -64,6 +65,8 @@ def run_replica(connection: Connection[Any, Any], parent_pid: int) -> None:
         outbox.close()
         sys.exit(1)
     outbox.put(("ready", engine.config.cache.num_pages, engine.warm_up_s))
+    if coupling is not None:  # others wait for the ranks of this one, perhaps with this thread
+        engine._executor.on_death(functools.partial(_tell_death, outbox))
     server = ReplicaServer if coupling is None else CoupledReplica
     replica = server(engine, outbox)
     try:
@@ -72,16 +75,24 @@ def run_replica(connection: Connection[Any, Any], parent_pid: int) -> None:
     except Exception as error:
         from diffulex.distributed.store import PeerError  # noqa: PLC0415 (imported by now)
 
-        is_hearsay = isinstance(error, PeerError)
-        outbox.put(("died", error_parts(error), is_hearsay))
-        if is_hearsay:
+        if isinstance(error, PeerError) or (
+            isinstance(error, EngineDeadError) and error.is_hearsay
+        ):
+            outbox.put(("died", error_parts(error), True))
             sys.exit(1)  # whoever has ended tells why
+        outbox.put(("died", error_parts(error), False))
         raise
     finally:
         try:
             engine.close()  # at once, for those that wait for it; the parent may read late
         finally:
             outbox.close()
+
+
+def _tell_death(outbox: Outbox, error: DiffulexError) -> None:
+    """Has the parent know at once that the ranks of this replica are gone."""
+    is_hearsay = isinstance(error, EngineDeadError) and error.is_hearsay
+    outbox.put(("died", error_parts(error), is_hearsay))
 
 
 def _check_device(engine: Diffulex) -> None:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 from diffulex import errors
 from diffulex.config.parse import Options
 from diffulex.distributed.child_process import start_error, stop_all
+from diffulex.distributed.coupling import Coupling
 from diffulex.distributed.executor import StepCounts
 from diffulex.distributed.layout import LOOPBACK, replica_settings
 from diffulex.distributed.start import replica_starter
 from diffulex.engine.interrupt import uninterrupted
-from diffulex.engine.replicas.coupled import Coupling
 from diffulex.errors import DiffulexError, EngineDeadError
 from diffulex.log import log_settings
 
