@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import threading
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,7 +36,7 @@ from diffulex.ops.comm import (
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -44,10 +46,17 @@ logger = get_logger(__name__)
 
 #: Much of it is not declared.
 dist: Any = distributed
+_c10d: Any = torch._C._distributed_c10d
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _ALIGNMENT = 16
 #: Longest wait for another rank in the test of the peer memory.
 _TEST_S = 20.0
+#: What lets the watch of a group end its exchanges at the time limit, and not this process with them.
+_SURVIVES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -60,6 +69,8 @@ class _Library(Protocol):
 
     def send_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor: ...
 
+    def check(self) -> None: ...
+
     def abort(self) -> None: ...
 
     def close(self) -> None: ...
@@ -71,6 +82,10 @@ class _Nccl:
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         self._make = functools.partial(_nccl_group, store, rank, size, timeout_s)
         self._made: Any = None
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+        #: Number and result of the exchanges that are not known to have ended.
+        self._pending: deque[tuple[int, Any]] = deque()
+        self._count = 0
 
     @property
     def _group(self) -> Any:
@@ -79,16 +94,41 @@ class _Nccl:
         return self._made
 
     def all_reduce_(self, x: Tensor) -> None:
-        self._group.allreduce([x]).wait()
+        self._enqueue(lambda: self._group.allreduce([x]))
 
     def gather_records(self, part: Tensor, out: Tensor) -> None:
-        self._group._allgather_base(out.flatten(), part.flatten()).wait()
+        self._enqueue(lambda: self._group._allgather_base(out.flatten(), part.flatten()))
 
     def send_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         out = rows.new_empty(sum(received), rows.size(1))
         splits, options = (list(received), list(sent)), dist.AllToAllOptions()
-        self._group.alltoall_base(out, rows.contiguous(), *splits, options).wait()
+        self._enqueue(lambda: self._group.alltoall_base(out, rows.contiguous(), *splits, options))
         return out
+
+    def _enqueue(self, begin: Callable[[], Any]) -> None:
+        """Lets the stream wait for an exchange, of whose end `check` asks."""
+        number, self._count = self._count, self._count + 1
+        try:
+            work = begin()
+            self._pending.append((number, work.get_future_result()))
+            work.wait()
+        except RuntimeError as error:
+            self.check()  # an earlier one has ended the group
+            text = " ".join(str(error).split())
+            raise PeerError(f"{self._lost('lost', number)}: {text}") from error
+
+    def check(self) -> None:
+        while self._pending and self._pending[0][1].done():
+            number, result = self._pending.popleft()
+            end = _c10d.WorkResult(result.value())
+            if end != _c10d.WorkResult.SUCCESS:
+                is_late = end == _c10d.WorkResult.TIMEOUT
+                how = f"waited {self._timeout_s:g} s for" if is_late else "lost"
+                raise PeerError(self._lost(how, number))
+
+    def _lost(self, how: str, number: int) -> str:
+        others = f"rank {1 - self._rank}" if self._size == 2 else "the other ranks"
+        return f"rank {self._rank} {how} {others} in exchange {number} of NCCL"
 
     def abort(self) -> None:
         if self._made is not None:
@@ -103,7 +143,23 @@ class _Nccl:
 def _nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = time_limit(timeout_s)
-    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+    with _read_once(_SURVIVES):
+        return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+
+
+@contextlib.contextmanager
+def _read_once(variables: Mapping[str, str]) -> Iterator[None]:
+    """A block that reads variables of the environment, of which others that read them later know nothing."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class _Host:
@@ -124,6 +180,9 @@ class _Host:
 
     def send_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return self._gloo.send_rows(rows.cpu(), sent, received).to(rows.device)
+
+    def check(self) -> None:
+        pass  # as `abort`
 
     def abort(self) -> None:
         pass  # a lost rank is an error of the exchange
@@ -163,6 +222,10 @@ class CudaRowComm:
 
     def send_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return self._library.send_rows(rows, sent, received)
+
+    def check(self) -> None:
+        """As `CudaComm.check`."""
+        self._library.check()
 
     def abort(self) -> None:
         """Lets exchanges end that wait for a rank that is gone; from any thread, for good."""
@@ -352,8 +415,9 @@ class CudaComm:
         """Raises what became of exchanges that have ended.
 
         Raises:
-            PeerError: a kernel has waited for another rank in vain, and what it returned is void.
+            PeerError: one has waited for another rank in vain, or lost it; what it returned is void.
         """
+        self._library.check()
         lost = None if self._peers is None else self._peers.timed_out
         if lost is not None:
             peer, number = lost

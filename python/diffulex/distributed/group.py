@@ -240,8 +240,11 @@ class WorkerGroup:
         if is_hearsay:
             with pipes.changed:
                 pipes.changed.wait_for(lambda: pipes.death is not None, _CAUSE_S)
-        kind = "" if is_hearsay else f"rank 0 failed in {what}: {type(error).__name__}: "
-        text = kind + " ".join(str(error).split())
+        text = " ".join(str(error).split())
+        if is_hearsay:
+            text = f"{text} ({what})"
+        else:
+            text = f"rank 0 failed in {what}: {type(error).__name__}: {text}"
         death = pipes.die(EngineDeadError(text, pid=os.getpid(), is_hearsay=is_hearsay))
         if not isinstance(error, Exception):
             raise error

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from diffulex.distributed.store import make_store
+from diffulex.distributed import cuda_comm
+from diffulex.distributed.store import PeerError, make_store
 
 _PROGRAM = str(Path(__file__).with_name("comm_rank.py"))
 
@@ -37,6 +43,62 @@ def run_ranks(size: int, *, backend: str, custom: str, num_devices: int) -> list
     for rank, (_, errors) in zip(ranks, ends):
         assert rank.returncode == 0, errors[-2000:]
     return [out.strip() for out, _ in ends]
+
+
+class Exchanges:
+    """Stands for a group of NCCL: each exchange ends as the test says, as the watch of a group tells."""
+
+    def __init__(self, *ends: Any) -> None:
+        self._ends = deque(ends)
+
+    def allreduce(self, tensors: Any) -> Any:
+        end = self._ends.popleft()
+        if isinstance(end, Exception):
+            raise end
+        result: Any = torch.futures.Future()
+        if end is not None:
+            result.set_result(int(end))
+        return SimpleNamespace(get_future_result=lambda: result, wait=lambda: True)
+
+
+def nccl_of(*ends: Any) -> Any:
+    nccl = cuda_comm._Nccl(None, 1, 2, 5.0)
+    nccl._made = Exchanges(*ends)
+    return nccl
+
+
+def test_ends_of_exchanges_name_their_rank_and_number() -> None:
+    results: Any = torch._C._distributed_c10d.WorkResult  # type: ignore[attr-defined]
+    fine, late, failed = results.SUCCESS, results.TIMEOUT, results.COMM_ERROR
+    x, refused = torch.ones(1), RuntimeError("communicator was\naborted")
+    nccl = nccl_of(fine, fine, None, fine)
+    for _ in range(4):
+        nccl.all_reduce_(x)
+        nccl.check()
+    assert [number for number, _ in nccl._pending] == [2, 3]  # behind the one that goes on
+    for ends, text in (
+        ((fine, late), "rank 1 waited 5 s for rank 0 in exchange 1 of NCCL"),
+        ((failed,), "rank 1 lost rank 0 in exchange 0 of NCCL"),
+        ((fine, refused), "rank 1 lost rank 0 in exchange 1 of NCCL: communicator was aborted"),
+        ((late, refused), "rank 1 waited 5 s for rank 0 in exchange 0 of NCCL"),
+    ):
+        nccl = nccl_of(*ends)
+
+        def run(nccl: Any = nccl, count: int = len(ends)) -> None:
+            for _ in range(count):
+                nccl.all_reduce_(x)
+            nccl.check()
+
+        with pytest.raises(PeerError) as caught:
+            run()
+        assert str(caught.value) == text
+
+
+def test_variables_that_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFULEX_ONE", "mine")
+    with cuda_comm._read_once({"DIFFULEX_ONE": "1", "DIFFULEX_TWO": "2"}):
+        assert (os.environ["DIFFULEX_ONE"], os.environ["DIFFULEX_TWO"]) == ("1", "2")
+    assert (os.environ["DIFFULEX_ONE"], os.environ.get("DIFFULEX_TWO")) == ("mine", None)
 
 
 @pytest.mark.cuda

@@ -15,11 +15,14 @@ import pytest
 
 from diffulex import ConfigError, Diffulex, SamplingParams
 from diffulex.errors import EngineDeadError
+from fixtures.families import family_builder, family_config
 from fixtures.moe_families import moe_builder, moe_config
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.slow]
 
 ZOO = Path(__file__).resolve().parents[3] / "examples" / "zoo"
+#: Generous: how soon an error comes is printed.
+BOUND_S = 60.0
 SIZES: dict[str, Any] = {"max_model_len": 256, "num_pages": 128, "max_num_reqs": 4}
 SHARED: dict[str, Any] = {
     "device": "cuda",
@@ -192,8 +195,11 @@ def test_more_gpus_than_ranks_of_a_replica_share_experts(tmp_path: Path) -> None
     assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 3
 
 
-def test_a_killed_rank_ends_the_steps_of_the_others() -> None:
-    with Diffulex("demo", **SHARED | {"check_ranks": False}) as engine:
+@pytest.mark.parametrize("custom", ["on", "off"])
+def test_a_killed_rank_ends_the_steps_of_the_others(custom: str) -> None:
+    """Through peer memory, in graphs, and through NCCL."""
+    settings = SHARED | {"check_ranks": False, "custom_all_reduce": custom}
+    with Diffulex("demo", **settings) as engine:
         worker = engine._executor._followers._group._pipes.children[0].pid
         for text in TEXTS[:4]:
             engine.add_request(text, SamplingParams(max_tokens=200, ignore_eos=True))
@@ -203,11 +209,15 @@ def test_a_killed_rank_ends_the_steps_of_the_others() -> None:
         begin = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"rank 1 \(pid \d+, cuda:1\)"):
             step_forever(engine)
-        assert time.monotonic() - begin < 2.0
+        seconds = time.monotonic() - begin
+        print(f"custom_all_reduce {custom}: error after {seconds:.3f} s")
+        assert seconds < BOUND_S
 
 
-def test_a_stopped_rank_is_waited_for_as_long_as_asked() -> None:
+@pytest.mark.parametrize(("custom", "where"), [("on", ""), ("off", " of NCCL")])
+def test_a_stopped_rank_is_waited_for_as_long_as_asked(custom: str, where: str) -> None:
     settings = SHARED | {"collective_timeout_seconds": 2, "check_ranks": False}
+    settings["custom_all_reduce"] = custom
     with Diffulex("demo", **settings) as engine:
         worker = engine._executor._followers._group._pipes.children[0].pid
         engine.add_request(TEXTS[0], SamplingParams(max_tokens=200, ignore_eos=True))
@@ -215,9 +225,49 @@ def test_a_stopped_rank_is_waited_for_as_long_as_asked() -> None:
             engine.step()
         os.kill(worker, signal.SIGSTOP)
         begin = time.monotonic()
-        with pytest.raises(EngineDeadError, match="rank 0 waited 2 s for rank 1 in exchange"):
+        text = rf"rank 0 waited 2 s for rank 1 in exchange \d+{where} \(step \d+\)"
+        with pytest.raises(EngineDeadError, match=text):
             step_forever(engine)
-        assert 1.0 < time.monotonic() - begin < 10.0
+        seconds = time.monotonic() - begin
+        print(f"custom_all_reduce {custom}: error after {seconds:.3f} s")
+        assert 1.0 < seconds < BOUND_S
+
+
+def test_two_thousand_steps_take_no_further_memory() -> None:
+    import torch
+
+    with Diffulex("demo", **SHARED | {"check_ranks": False}) as engine:
+        used, num_steps = [], 0
+        for count in (200, 2000):
+            for index in range(count):
+                if not engine.has_unfinished():
+                    engine.add_request(TEXTS[index % len(TEXTS)], GREEDY)
+                engine.step()
+                num_steps += 1
+            while engine.has_unfinished():
+                engine.step()
+            torch.cuda.synchronize()
+            used.append(torch.cuda.memory_allocated())
+            stats = engine.stats()
+            assert stats.num_free_pages == stats.num_pages
+        assert used[1] <= used[0], used
+
+
+def test_a_long_prompt_in_chunks(tmp_path: Path) -> None:
+    config = family_config("sdar", max_position_embeddings=16384)
+    family_builder("sdar", config=config, edit=sharpen).write(tmp_path)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(200) for _ in range(length)] for length in (8000, 3000, 30, 8111)]
+    settings = {"device": "cuda", "dtype": "float32", "max_model_len": 8192, "max_num_reqs": 4}
+    settings |= {"max_num_batched_tokens": 2048, "enable_chunked_prefill": True}
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    with Diffulex(str(tmp_path), **settings, gpu_memory_utilization=0.2) as engine:
+        expected = tokens(engine, prompts, params)
+    ranks = {"tensor_parallel_size": 2, "check_ranks": True, "gpu_memory_utilization": 0.2}
+    with Diffulex(str(tmp_path), **settings, **ranks) as engine:
+        found = tokens(engine, prompts, params)
+    # A decision of random weights may hang on the last bits of a sum; most do not.
+    assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 3
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:

@@ -460,6 +460,12 @@ class CoupledGroupExecutor(CoupledExecutor, GroupExecutor):
         except PeerError as error:
             self._fail(error)
 
+    def collect(self, plan: _core.StepPlan) -> _core.SamplerOutput:
+        try:
+            return super().collect(plan)
+        except PeerError as error:
+            self._fail(error)
+
     def _expect(self, counts: Sequence[int]) -> None:
         self._followers.expect(counts)
         super()._expect(counts)

@@ -135,6 +135,12 @@ class CoupledExecutor(LocalExecutor):
         self._expect(self._agree(plan.num_rows, has_more=True))
         super().execute(plan)
 
+    def collect(self, plan: _core.StepPlan) -> _core.SamplerOutput:
+        output = super().collect(plan)
+        if isinstance(self._links.rows, CudaRowComm):
+            self._links.rows.check()
+        return output
+
     def _agree(self, num_rows: int, *, has_more: bool) -> tuple[int, ...]:
         return self._lockstep.agree(num_rows, has_more=has_more)
 
