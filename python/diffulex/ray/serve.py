@@ -8,7 +8,6 @@ same node. Serve's proxies listen, choose a replica, and wait for its answers wh
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +21,13 @@ from diffulex.errors import ConfigError
 from diffulex.ray.backend import TARGET, ConnectedBackend
 from diffulex.server.args import ServerArgs
 from diffulex.server.http.api_server import create_app
-from diffulex.server.launch import ipc_directory, limits_of, load_tokenizer, worker_settings
+from diffulex.server.launch import (
+    ipc_directory,
+    limits_of,
+    load_tokenizer,
+    remove_ipc_directory,
+    worker_settings,
+)
 from diffulex.server.server_flags import HttpArgs, http_flags
 from diffulex.serving.frontend import FrontendManager
 from diffulex.serving.supervisor import Supervisor
@@ -240,4 +245,5 @@ class _Replica:
             await self._supervisor.stop()
             self._supervisor.stop_backend(_STOP_S)
         if hasattr(self, "_directory"):
-            shutil.rmtree(self._directory, ignore_errors=True)
+            remove_ipc_directory(self._directory)
+            del self._directory

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -40,6 +42,7 @@ __all__ = [
     "limits_of",
     "load_tokenizer",
     "main",
+    "remove_ipc_directory",
     "replica_frontend",
     "resolve_zmq_addrs",
     "serve",
@@ -54,6 +57,9 @@ _MAX_IPC_PATH = 107
 _BACKLOG = 2048
 _USAGE_ERROR = 2
 _STOP_GRACE_S = 10.0
+_DIRECTORY_PREFIX, _OWNER_FILE = "diffulex-", "owner"
+#: Directories of this process, with the lock by which others know that it lives.
+_owned: dict[Path, int] = {}
 
 
 class _StartupError(RuntimeError):
@@ -64,12 +70,41 @@ class _StartupError(RuntimeError):
 
 
 def ipc_directory() -> Path:
-    """A directory only this user can enter, with a path short enough for sockets."""
+    """A directory only this user can enter, with a path short enough for sockets; for
+    `remove_ipc_directory`. Those of processes that were killed are removed."""
     candidates = [Path(tempfile.gettempdir()), Path("/dev/shm"), Path("/tmp")]
     for parent in candidates:
         if parent.is_dir() and len(str(parent)) + 40 <= _MAX_IPC_PATH:
-            return Path(tempfile.mkdtemp(prefix="diffulex-", dir=parent))
+            _remove_ownerless(parent)
+            directory = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=parent))
+            # Locked before it has the name by which others find it.
+            lock = os.open(directory / "new", os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (directory / "new").rename(directory / _OWNER_FILE)
+            _owned[directory] = lock
+            return directory
     raise _StartupError(f"ipc: expected a short temporary directory, got {candidates[0]}")
+
+
+def remove_ipc_directory(directory: Path) -> None:
+    """Removes what `ipc_directory` has made."""
+    shutil.rmtree(directory, ignore_errors=True)
+    os.close(_owned.pop(directory))
+
+
+def _remove_ownerless(parent: Path) -> None:
+    """Removes directories for sockets whose process has ended without doing so.
+
+    A process that lives holds the lock of its file, whatever its number or container.
+    """
+    for path in parent.glob(f"{_DIRECTORY_PREFIX}*/{_OWNER_FILE}"):
+        with contextlib.suppress(OSError):  # of another user, or gone by now
+            lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def default_ipc_addr(args: ServerArgs, name: str, directory: Path | None = None) -> str:
@@ -284,7 +319,7 @@ def _serve(args: ServerArgs, engine_factory: Any, stack: ExitStack) -> int:
     if args.inproc:
         return _serve_in_process(args, listener, tokenizer, url, start, engine_factory)
     directory = ipc_directory()
-    stack.callback(shutil.rmtree, directory, ignore_errors=True)
+    stack.callback(remove_ipc_directory, directory)
     if has_replicas(args):
         name_process("router")
         stack.callback(name_process, "")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -245,6 +244,7 @@ def _replicas(args: ServerArgs, stack: ExitStack) -> tuple[Any, Any]:
     from diffulex.server.launch import (  # noqa: PLC0415 (optional packages)
         ipc_directory,
         load_tokenizer,
+        remove_ipc_directory,
         replica_frontend,
         worker_settings,
     )
@@ -252,7 +252,7 @@ def _replicas(args: ServerArgs, stack: ExitStack) -> tuple[Any, Any]:
 
     tokenizer, settings = load_tokenizer(args), worker_settings(args)
     directory = ipc_directory()
-    stack.callback(shutil.rmtree, directory, ignore_errors=True)
+    stack.callback(remove_ipc_directory, directory)
     cluster = replicas.joined_cluster(settings)
     frontend = replica_frontend(args, tokenizer, directory, cluster, stack)
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -374,4 +375,45 @@ class TestCheapChecks:
         try:
             assert directory.stat().st_mode & 0o777 == 0o700
         finally:
-            directory.rmdir()
+            launch.remove_ipc_directory(directory)
+        assert not directory.exists()
+
+    def test_directories_of_killed_processes_are_removed(self, tmp_path, monkeypatch):
+        """One that lives keeps its own, and what nobody has claimed yet is left alone."""
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        program = """
+import sys
+from diffulex.server.launch import ipc_directory
+print(ipc_directory(), flush=True)
+sys.stdin.read()
+"""
+        unclaimed = tmp_path / "diffulex-unclaimed"
+        unclaimed.mkdir()
+        owners = [
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "TMPDIR": str(tmp_path)},
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        try:
+            killed, alive = (Path(owner.stdout.readline().strip()) for owner in owners)
+            (killed / "diffulex-1-2-command.ipc").touch()
+            owners[0].kill()
+            owners[0].wait()
+            own = launch.ipc_directory()
+            assert not killed.exists()
+            assert {path.name for path in tmp_path.iterdir()} == {
+                *(unclaimed.name, alive.name, own.name)
+            }
+            again = launch.ipc_directory()
+            assert own.exists()
+            for directory in (own, again):
+                launch.remove_ipc_directory(directory)
+        finally:
+            for owner in owners:
+                owner.kill()
+                owner.communicate()
