@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of several ranks that die at any point, or just start and end, leave nothing behind.
+
+`python tests/python/distributed/test_wear.py 20 50` does more of it: so many deaths, and so many starts.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffulex import Diffulex, SamplingParams
+from diffulex.errors import EngineDeadError
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fixtures.processes import children_of, is_there, until
+
+pytestmark = pytest.mark.slow
+
+LIMITS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_pages": 64, "max_num_reqs": 3}
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+PROMPTS = [list(range(20, 20 + length)) for length in (20, 7, 33)]
+
+
+def held() -> tuple[int, int, list[int]]:
+    """Files, threads and processes of this process."""
+    files = len(os.listdir("/proc/self/fd"))
+    return files, threading.active_count(), children_of(os.getpid())
+
+
+def step_forever(engine: Diffulex) -> None:
+    while True:
+        if not engine.has_unfinished():
+            for prompt in PROMPTS:
+                engine.add_request(prompt, GREEDY)
+        engine.step()
+
+
+def die_at_random(rng: random.Random, rank: int, *, is_idle: bool = False) -> float:
+    """Kills a rank of four while steps run, or between them; seconds until an error says so."""
+    before = held()
+    engine = Diffulex("demo", tensor_parallel_size=4, **LIMITS)
+    workers = [child.pid for child in engine._executor._followers._group._pipes.children]
+    victim, killed_at = workers[rank - 1], 0.0
+
+    def kill() -> None:
+        nonlocal killed_at
+        time.sleep(rng.random() * 0.03)  # wherever it is by then
+        killed_at = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+
+    for prompt in PROMPTS:
+        engine.add_request(prompt, GREEDY)
+    for _ in range(rng.randrange(8)):
+        engine.step()
+    killer = threading.Thread(target=kill)
+    killer.start()
+    if is_idle:
+        killer.join()
+        until(lambda: not any(map(is_there, workers)))
+    with pytest.raises(EngineDeadError) as dead:
+        step_forever(engine)
+    seconds = time.monotonic() - killed_at
+    killer.join()
+    text = f"rank {rank} (pid {victim}, cpu) was killed by SIGKILL, possibly out of memory"
+    assert str(dead.value) == text
+    engine.close()
+    engine.close()
+    until(lambda: not any(map(is_there, workers)))
+    del engine, dead
+    check_left(before)
+    return seconds
+
+
+def check_left(before: tuple[int, int, list[int]]) -> None:
+    """Threads that wait for an end that has come may take a moment."""
+
+    def is_left() -> bool:
+        gc.collect()  # an error and the frames that it has gone through refer to each other
+        return all(now <= then for now, then in zip(held()[:2], before[:2], strict=True))
+
+    until(is_left)
+    assert held()[2] == before[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    """What the first engine of a process keeps for good."""
+    start_and_stop()
+
+
+def start_and_stop() -> None:
+    with Diffulex("demo", tensor_parallel_size=2, **LIMITS) as engine:
+        engine.generate(PROMPTS[:1], GREEDY, summary=False)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_rank_of_four_dies_at_any_point(rank: int) -> None:
+    die_at_random(random.Random(rank), rank, is_idle=rank == 2)
+
+
+def test_starts_and_stops_leave_nothing() -> None:
+    before = held()
+    for _ in range(3):
+        start_and_stop()
+        check_left(before)
+
+
+def main() -> None:
+    num_deaths, num_starts = map(int, sys.argv[1:3])
+    start_and_stop()
+    before, begin = held(), time.monotonic()
+    seconds = [
+        die_at_random(random.Random(index), 1 + index % 3, is_idle=index % 4 == 3)
+        for index in range(num_deaths)
+    ]
+    print(
+        f"{num_deaths} deaths: errors after {min(seconds):.3f} to {max(seconds):.3f} s", flush=True
+    )
+    for _ in range(num_starts):
+        start_and_stop()
+    check_left(before)
+    print(f"{num_starts} starts: {held()[:2]} files and threads, as before", flush=True)
+    print(f"{time.monotonic() - begin:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
