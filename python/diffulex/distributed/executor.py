@@ -218,6 +218,11 @@ class Executor(Protocol):
         """What left the weights a mixture of old and new ones; None: they are whole."""
 
     @property
+    def rank_skew_s(self) -> float | None:
+        """How long after it was told of a step the last rank began it, in the step that was last looked
+        at; None: there are no other ranks, or their clocks are others."""
+
+    @property
     def death(self) -> DiffulexError | None:
         """Why no step will ever run again; None: steps do."""
 

@@ -46,6 +46,8 @@ class _Pipes:
         self.has_started = False
         #: Replies of each worker that were not taken yet.
         self.replies: list[deque[Any]] = [deque() for _ in children]
+        #: When each worker began the step that was last looked at.
+        self.began = [0.0] * len(children)
         self.changed = threading.Condition()
         self.death: DiffulexError | None = None
         #: Called once when the group has died, from any thread.
@@ -78,6 +80,9 @@ class _Pipes:
             kind, *content = child.connection.recv()
         except (EOFError, OSError):
             self.die(self.error(index, child.describe_end()))
+            return
+        if kind == "began":
+            self.began[index] = content[0]
             return
         if kind == "reply":
             with self.changed:
@@ -223,6 +228,13 @@ class WorkerGroup:
                 pipes.changed.wait(left)
             self.check()
             return [got.popleft() for got in pipes.replies]
+
+    def skew_s(self, told: float) -> float | None:
+        """Seconds from `told`, a time of `time.monotonic`, to the last worker that has said when it began
+        what it was told of then; None: one has not said it yet, or may have another clock."""
+        began = min(self._pipes.began)
+        is_known = self.shares_memory and began >= told
+        return max(self._pipes.began) - told if is_known else None
 
     def started(self) -> None:
         """Every rank is ready: errors of workers are those of steps from now on."""

@@ -153,6 +153,11 @@ class StepLoop:
         """Requests whose logits are looked at on the host."""
         return self._executor.num_watched
 
+    @property
+    def rank_skew_s(self) -> float | None:
+        """See `Executor.rank_skew_s`."""
+        return self._executor.rank_skew_s
+
     def stats(self) -> _core.SchedulerStats:
         """Counters of the scheduler."""
         return self._scheduler.stats()

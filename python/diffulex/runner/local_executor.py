@@ -55,6 +55,10 @@ class LocalExecutor:
         del call  # there is none
 
     @property
+    def rank_skew_s(self) -> float | None:
+        return None
+
+    @property
     def runner(self) -> ModelRunner:
         """The worker; RuntimeError before `load` and after `close`."""
         if self._runner is None:

@@ -199,6 +199,7 @@ class ServingEngine(DiffulexAsyncEngineMixin):
 
     def serving_stats(self) -> dict[str, Any]:
         """Gauges and counters for heartbeats; cheap, and safe to call between steps only."""
+        skew = self.engine._loop.rank_skew_s
         return self._stats.report(
             self.engine.stats(),
             self._limits.page_size,
@@ -210,6 +211,7 @@ class ServingEngine(DiffulexAsyncEngineMixin):
                     self._live.keys() | self.init_serving_state().requests.keys()
                 ),
                 "sampler_states": self.engine.num_watched_requests,
+                **({} if skew is None else {"rank_step_skew_seconds": skew}),
             },
         )
 

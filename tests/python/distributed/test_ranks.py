@@ -19,6 +19,7 @@ import torch.distributed as dist
 from diffulex import CheckpointError, ConfigError, Diffulex, SamplingParams
 from diffulex.config.config import read_model_facts
 from diffulex.errors import EngineDeadError
+from diffulex.serving.engine import ServingEngine
 from fixtures.processes import PATIENCE_S, children_of, is_there, until
 from fixtures.rank_faults import FAULT
 from fixtures.thread_ranks import Stable
@@ -84,6 +85,23 @@ def test_what_ranks_cannot_do_says_so(pair: Diffulex, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=r"\w+: expected tensor_parallel_size 1, got 2"):
             call()
+
+
+def test_how_late_ranks_begin_a_step() -> None:
+    """It is known of the first step, once the others have said when they began, and again later."""
+    with Diffulex("demo", tensor_parallel_size=2, **LIMITS) as engine:
+        serving = ServingEngine(engine)
+        assert "rank_step_skew_seconds" not in serving.serving_stats()["gauges"]
+        seen = set()
+        while len(seen) < 2:
+            engine.generate([PROMPT], GREEDY, summary=False)
+            skew = serving.serving_stats()["gauges"].get("rank_step_skew_seconds")
+            if skew is not None:
+                assert 0.0 < skew < PATIENCE_S
+                seen.add(skew)
+    with Diffulex("demo", **LIMITS) as engine:
+        engine.generate([PROMPT], GREEDY, summary=False)
+        assert "rank_step_skew_seconds" not in ServingEngine(engine).serving_stats()["gauges"]
 
 
 _SCRIPT = """

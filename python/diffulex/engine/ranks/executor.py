@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -17,7 +18,7 @@ from diffulex.distributed.layout import Sizes, replica_environment
 from diffulex.distributed.legality import check_model_class
 from diffulex.distributed.store import PeerError, make_store
 from diffulex.engine.ranks.follower import decisions
-from diffulex.engine.ranks.step_header import StepHeader
+from diffulex.engine.ranks.step_header import StepHeader, is_looked_at
 from diffulex.engine.ranks.worker import checkpoint_digest, make_comm, versions
 from diffulex.engine.replicas.coupled import CoupledExecutor, connect_rows
 from diffulex.errors import ConfigError, DiffulexError
@@ -82,6 +83,10 @@ class Followers(Protocol):
     def death(self) -> DiffulexError | None:
         """Why they are gone; None: they are there."""
 
+    @property
+    def skew_s(self) -> float | None:
+        """As `rank_skew_s` in `diffulex.distributed.executor.Executor`."""
+
     def connect(self) -> Comm:
         """The exchange with them, once they have their parts of the model."""
 
@@ -142,6 +147,10 @@ class ProcessFollowers:
         self._parallel, self._device = parallel, config.model.device
         self._comm: GlooComm | CudaComm | None = None
         self._model_dir = config.model.model_dir
+        self._num_told = 0
+        #: Of the step that was last looked at.
+        self._told_at: float | None = None
+        self._skew_s: float | None = None
         #: Those of the plans, for ranks that cannot map them.
         self._arenas: SharedArenas | None = None
         environment = replica_environment(sizes)
@@ -231,8 +240,23 @@ class ProcessFollowers:
         self._replies("prepare its steps")
         self._group.started()
 
+    @property
+    def skew_s(self) -> float | None:
+        skew = None if self._told_at is None else self._group.skew_s(self._told_at)
+        if skew is not None:
+            self._skew_s = skew
+        return self._skew_s
+
+    def _tell(self) -> None:
+        """They are told of a step."""
+        if is_looked_at(self._num_told):
+            self._skew_s = self.skew_s  # of the step before this one
+            self._told_at = time.monotonic()
+        self._num_told += 1
+
     def execute(self, header: StepHeader) -> None:
         self._group.check()
+        self._tell()
         self._group.send(header.pack() + self._unshared(header.arena, header.num_bytes))
 
     def _unshared(self, arena: int, num_bytes: int) -> bytes:
@@ -243,6 +267,7 @@ class ProcessFollowers:
 
     def follow(self, told: LoopEntry | LoopStep) -> None:
         self._group.check()
+        self._tell()
         arrays = b""
         if isinstance(told, LoopEntry):
             arrays = self._unshared(told.arena, told.used_bytes)
@@ -315,6 +340,10 @@ class GroupExecutor(LocalExecutor):
     @property
     def death(self) -> DiffulexError | None:
         return self._followers.death
+
+    @property
+    def rank_skew_s(self) -> float | None:
+        return self._followers.skew_s
 
     def on_death(self, call: Callable[[DiffulexError], None]) -> None:
         self._followers.on_death(call)

@@ -9,11 +9,20 @@ from typing import NamedTuple
 from diffulex.runner.decode_graphs import Bucket
 from diffulex_ext import _core
 
-__all__ = ["HEADER_BYTES", "StepHeader"]
+__all__ = ["HEADER_BYTES", "StepHeader", "is_looked_at"]
 
 _LAYOUT = struct.Struct("<6B2H2xQ11I")
 #: Of a message; the arrays follow where the ranks do not share memory.
 HEADER_BYTES = _LAYOUT.size
+
+
+#: Looking at a step costs a message of each rank.
+_LOOK_EVERY = 64
+
+
+def is_looked_at(number: int) -> bool:
+    """Whether ranks tell when they begin the step of this number, counted by what they are told."""
+    return number % _LOOK_EVERY == 0
 
 
 class StepHeader(NamedTuple):

@@ -15,6 +15,7 @@ import hashlib
 import queue
 import socket
 import sys
+import time
 from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,7 @@ class _Worker:
     def __init__(self, connection: Connection[Any, Any], inbox: queue.SimpleQueue[Any]) -> None:
         self._connection = connection
         self._inbox = inbox
+        self._num_told = 0
 
     def _reply(self, value: Any) -> None:
         self._connection.send(("reply", value))
@@ -173,6 +175,14 @@ class _Worker:
         del follower
         comm.close()
 
+    def _begin(self) -> None:
+        """A step that the first rank has told of begins."""
+        from diffulex.engine.ranks.step_header import is_looked_at  # noqa: PLC0415 (imported by now)
+
+        if is_looked_at(self._num_told):
+            self._connection.send(("began", time.monotonic()))
+        self._num_told += 1
+
     def _decided(self, follower: Any, decided: bytes | None) -> None:
         follower.check()  # before anything is made of it
         if decided is not None:
@@ -186,6 +196,7 @@ class _Worker:
         while True:
             message = self._inbox.get()
             if isinstance(message, bytes):
+                self._begin()
                 header = StepHeader.unpack(message)
                 if arenas is not None:
                     arenas.fill(header.arena, memoryview(message)[HEADER_BYTES:])
@@ -205,6 +216,7 @@ class _Worker:
                 follower.start(num_pages, arenas.tensors)
                 self._reply("ready")
             elif kind == "follow":
+                self._begin()
                 told, arrays = content
                 if arenas is not None and arrays:
                     arenas.fill(told.arena, memoryview(arrays))

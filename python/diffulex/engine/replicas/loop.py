@@ -114,6 +114,8 @@ class ReplicaLoop:
 
     def __init__(self, config: Config, options: Options, tokenizer: Tokenizer) -> None:
         self.is_closed = self.is_paused = False
+        #: That of each replica is not told.
+        self.rank_skew_s: float | None = None
         #: Those of replicas cannot be changed.
         self.weights_failure: str | None = None
         self.router = StepRouter()
