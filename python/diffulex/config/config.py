@@ -69,7 +69,7 @@ class Config(ConfigTree):
         """The same configuration with the device of another of the ranks that share weights, among which
         are those of replicas that share the experts."""
         parallel = self.parallel
-        if self.model.device == "cpu":
+        if rank == 0 or self.model.device == "cpu":
             return self
         devices = rank_devices(
             Sizes.of_weights(parallel), parallel.device_ids, parallel.device_start

@@ -205,6 +205,7 @@ def test_every_rank_has_a_device() -> None:
     config = resolve(four, device="cuda", dtype="float32", tensor_parallel_size=2, device_start=2)
     assert [config.of_rank(rank).model.device for rank in range(2)] == ["cuda:2", "cuda:3"]
     assert resolve(tensor_parallel_size=2).of_rank(1).model.device == "cpu"
+    assert resolve(four, device="cuda:2").of_rank(0).model.device == "cuda:2"  # the only one
     with pytest.raises(ConfigError, match="device_ids: expected 2 devices for tensor_parallel_si"):
         resolve(four, device="cuda", tensor_parallel_size=2, device_start=3)
 
