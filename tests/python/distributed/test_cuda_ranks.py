@@ -15,11 +15,8 @@ import pytest
 
 from diffulex import ConfigError, Diffulex, SamplingParams
 from diffulex.errors import EngineDeadError
-from fixtures.adapters import QWEN_TARGETS, AdapterBuilder
-from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.families import family_builder, family_config
 from fixtures.moe_families import moe_builder, moe_config
-from fixtures.quantized import FORMATS
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.slow]
 
@@ -36,13 +33,6 @@ SHARED: dict[str, Any] = {
 }
 TEXTS = ["Tom has 3 apples and buys 4 more.", "What is 2 + 2?", "Anna had 9 coins.", "1 + 1 ="]
 TEXTS += [f"{index} + {index * 3} =" for index in range(12)]
-#: Of `FORMATS`, one of each scheme.
-STORED = {
-    "fp8": "ct_fp8_channel",
-    "fp8_block": "fp8_block",
-    "int8": "ct_int8",
-    "int4": "ct_int4",
-}
 GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.8, top_k=30, seed=5)
 
@@ -241,54 +231,6 @@ def test_a_stopped_rank_is_waited_for_as_long_as_asked(custom: str, where: str) 
         seconds = time.monotonic() - begin
         print(f"custom_all_reduce {custom}: error after {seconds:.3f} s")
         assert 1.0 < seconds < BOUND_S
-
-
-@pytest.mark.parametrize("is_merged", [True, False], ids=["merged", "beside"])
-def test_an_adapter(tmp_path: Path, is_merged: bool) -> None:
-    base = family_builder("sdar", edit=sharpen).write(tmp_path / "base")
-    AdapterBuilder((*QWEN_TARGETS, "gate_proj", "up_proj", "down_proj")).write(
-        tmp_path / "adapter", base
-    )
-    prompts, params = prompts_of(0), SamplingParams(max_tokens=16, ignore_eos=True)
-    limits = {**SIZES, "max_model_len": 128, "device": "cuda", "dtype": "float32"}
-    adapter = {"use_lora": True, "lora_path": str(tmp_path / "adapter")}
-    adapter["pre_merge_lora"] = is_merged
-    found = []
-    for settings in ({}, adapter, {**adapter, "tensor_parallel_size": 2, "check_ranks": True}):
-        with Diffulex(str(tmp_path / "base"), **limits, **settings) as engine:
-            found.append(tokens(engine, prompts, params))
-    plain, expected, shared = found
-    assert plain != expected
-    # A decision of random weights may hang on the last bits of a sum; most do not.
-    assert sum(a == b for a, b in zip(shared, expected, strict=True)) >= 3
-
-
-@pytest.mark.parametrize("form", ["loaded", "stored"])
-@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8", "int4"])
-def test_weights_in_low_precision(tmp_path: Path, scheme: str, form: str) -> None:
-    """In the dtype that such products have, rounding decides much: the first tokens are compared."""
-    config = tiny_config(
-        hidden_size=256,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=64,
-    )
-    CheckpointBuilder(config, edit=sharpen).write(tmp_path)
-    settings: dict[str, Any] = {**SIZES, "max_model_len": 128, "device": "cuda"}
-    if form == "stored":
-        FORMATS[STORED[scheme]].write(tmp_path)
-    else:
-        settings["quantization"] = scheme
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    found = []
-    for ranks in ({}, {"tensor_parallel_size": 2, "check_ranks": True}):
-        with Diffulex(str(tmp_path), **settings, **ranks) as engine:
-            found.append(tokens(engine, prompts_of(0) + prompts_of(1), params))
-    first = [[answer[0] for answer in answers] for answers in found]
-    print(scheme, form, first)
-    # Columns that are quantised by a rank have scales of their own.
-    assert sum(a == b for a, b in zip(*first, strict=True)) >= (5 if form == "stored" else 2)
 
 
 def test_two_thousand_steps_take_no_further_memory() -> None:
