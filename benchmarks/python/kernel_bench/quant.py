@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with weights of 8 bits, behind the quantiser of their rows, beside those of bfloat16."""
+"""Products with weights of 8 bits, and experts of e4m3 codes, beside those of bfloat16."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.nn import functional
 from diffulex import ops
 from kernel_bench.agreement import Agreement, Tolerance
 from kernel_bench.linear import CHECKED_COLUMNS, MODELS, ROWS, Product
+from kernel_bench.moe import MODELS as EXPERT_MODELS
+from kernel_bench.moe import TOKENS, Experts, Layer, uniform_routes
 from kernel_bench.report import Case
 from kernel_bench.timing import num_rotations
 
@@ -24,6 +26,8 @@ SCHEMES = {
 }
 #: A bfloat16 result of sums that keep about 14 bits of 128 products.
 TOLERANCE = Tolerance(2.0**-6, 0.02)
+#: Beside that, codes of activated values that are one apart.
+EXPERT_TOLERANCE = Tolerance(2.0**-6, 0.1)
 
 
 def _case(scheme: str, model: str, product: Product, rows: int, device: str) -> Case:
@@ -84,8 +88,88 @@ def _case(scheme: str, model: str, product: Product, rows: int, device: str) -> 
     )  # fmt: skip
 
 
+class _CodedExperts:
+    """The experts of a layer as e4m3 codes, with a scale a row."""
+
+    def __init__(self, layer: Layer) -> None:
+        def coded(stack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            codes, scale = ops.quantize_weight(stack.flatten(0, 1), ops.WeightScheme.FP8)
+            return codes.view(stack.shape), scale.view(stack.shape[:2])
+
+        self.w13, self.w13_scale = coded(layer.w13)
+        self.w2, self.w2_scale = coded(layer.w2)
+
+    def values(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        both = self.w13[expert].double() * self.w13_scale[expert].double()[:, None]
+        return both, self.w2[expert].double() * self.w2_scale[expert].double()[:, None]
+
+
+def _rounded(rows: torch.Tensor) -> torch.Tensor:
+    """Rows as their codes say, in float64."""
+    coded = ops.quantize_rows(rows, torch.float8_e4m3fn)
+    scale = coded.scale[:, : rows.shape[0]].double().T.repeat_interleave(128, 1)
+    return coded.codes.double() * scale[:, : rows.shape[1]]
+
+
+def _experts_case(layer: Layer, coded: _CodedExperts, tokens: int, device: str) -> Case:
+    """Bytes are those of the experts hit; a few routings in turn, as in the rows of bfloat16."""
+    model = layer.model
+    routes = [uniform_routes(tokens, model, device) for _ in range(4 if tokens <= 128 else 1)]
+    weights = torch.rand(tokens, model.top_k, device=device)
+    x = torch.randn(tokens, model.hidden, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(x)
+    space = ops.new_fused_moe_workspace(x, model.top_k, coded.w13)
+
+    def call(ids: torch.Tensor) -> None:
+        ops.fused_moe(
+            x, coded.w13, coded.w2, weights, ids, w13_scale=coded.w13_scale,
+            w2_scale=coded.w2_scale, out=out, workspace=space,
+        )  # fmt: skip
+
+    def peer(ids: torch.Tensor) -> None:
+        ops.fused_moe(x, layer.w13, layer.w2, weights, ids, out=out, workspace=space)
+
+    def check() -> Agreement:
+        out.fill_(torch.nan)
+        call(routes[0])
+        rows = _rounded(x)
+        exact = torch.zeros(x.shape, dtype=torch.float64, device=device)
+        for expert in routes[0].unique().tolist():
+            mine, slots = (routes[0] == expert).nonzero(as_tuple=True)
+            both, down = coded.values(expert)
+            gate, up = (rows[mine] @ both.T).chunk(2, 1)
+            part = _rounded((functional.silu(gate) * up).float()) @ down.T
+            exact.index_add_(0, mine, part * weights[mine, slots].double()[:, None])
+        agreement = Agreement(out.numel(), EXPERT_TOLERANCE)
+        agreement.add(out, exact)
+        return agreement
+
+    hit = sum(int(ids.unique().numel()) for ids in routes) / len(routes)
+    one_expert = 3.0 * model.inner * model.hidden
+    touched = int(torch.cat(routes).unique().numel()) * one_expert
+    return Case(
+        "quant", "fused_moe fp8", f"{model.name}, {tokens} tokens",
+        [lambda ids=ids: call(ids) for ids in routes], check, hit * one_expert + x.nbytes,
+        float(out.nbytes), 6.0 * tokens * model.top_k * model.hidden * model.inner,
+        touched + x.nbytes + out.nbytes,
+        peers={PEER: [lambda ids=ids: peer(ids) for ids in routes]}, judges=(),
+        note=f"{hit:.1f} experts hit",
+    )  # fmt: skip
+
+
 def cases(device: str, is_small: bool) -> Iterator[Case]:
-    """e4m3 products of two models, and int8 ones of a layer of the larger."""
+    """e4m3 products of two models, int8 ones of a layer of the larger, and experts of e4m3 codes."""
+    if device != "cpu":  # where experts of codes have no kernel
+        for model in (Experts("tiny", 8, 2, 64, 32),) if is_small else EXPERT_MODELS[:2]:
+            layer = Layer(model, device)
+            coded = _CodedExperts(layer)
+            for tokens in (3,) if is_small else TOKENS:
+                yield _experts_case(layer, coded, tokens, device)
+            del layer, coded
+    yield from _product_cases(device, is_small)
+
+
+def _product_cases(device: str, is_small: bool) -> Iterator[Case]:
     if is_small:
         for scheme in SCHEMES:
             yield _case(

@@ -83,6 +83,11 @@ int32_t choose_moe_wgmma_tile(int64_t num_rows, int64_t max_expert_rows, int32_t
   return mean <= 88 ? 128 : (mean <= 132 ? 160 : kMoePairTile);
 }
 
+bool is_streamed_once(int32_t tile, int64_t num_rows, int64_t max_expert_rows,
+                      int32_t num_local_experts) {
+  return max_expert_rows <= tile || 10 * num_rows <= int64_t{9} * tile * num_local_experts;
+}
+
 int64_t expected_local_slots(int64_t num_slots, int64_t num_experts, int32_t num_local_experts) {
   if (num_experts <= num_local_experts) {
     return num_slots;

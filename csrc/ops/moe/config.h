@@ -51,6 +51,11 @@ struct MoePathQuery {
 [[nodiscard]] int32_t choose_moe_wgmma_tile(int64_t num_rows, int64_t max_expert_rows,
                                             int32_t num_local_experts, bool is_batch_invariant);
 
+/// Whether tiles of `tile` positions read nearly every weight once, of `num_rows` expected rows and
+/// at most `max_expert_rows` of one expert.
+[[nodiscard]] bool is_streamed_once(int32_t tile, int64_t num_rows, int64_t max_expert_rows,
+                                    int32_t num_local_experts);
+
 /// Slots that reach the experts held here, of `num_slots` of all `num_experts`, if routing is even;
 /// what a tile is chosen for.
 [[nodiscard]] int64_t expected_local_slots(int64_t num_slots, int64_t num_experts,

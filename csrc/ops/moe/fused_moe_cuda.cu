@@ -85,15 +85,6 @@ TensorRef scratch_tensor(const ExecContext& context, size_t offset, DType dtype,
   return ref;
 }
 
-/// Base address and leading strides are multiples of 16 bytes.
-bool is_row_aligned(const TensorRef& tensor) {
-  bool is_aligned = is_aligned16(tensor.data);
-  for (int32_t dim = 0; dim + 1 < tensor.rank; ++dim) {
-    is_aligned = is_aligned && tensor.stride[dim] * dtype_bytes(tensor.dtype) % 16 == 0;
-  }
-  return is_aligned;
-}
-
 /// The kernels of one call.
 struct MoeKernels {
   MoePath path;
@@ -112,7 +103,7 @@ MoeKernels choose_kernels(const MoePathQuery& query, int64_t num_rows, int64_t m
       path == MoePath::kWgmma
           ? choose_moe_wgmma_tile(num_rows, max_expert_rows, num_local, context.batch_invariant)
           : choose_moe_tile(num_rows, num_local, context.batch_invariant);
-  return {path, tile, max_expert_rows <= tile || 10 * num_rows <= int64_t{9} * tile * num_local};
+  return {path, tile, is_streamed_once(tile, num_rows, max_expert_rows, num_local)};
 }
 
 Status launch_gemm(MoePath path, DType dtype, const ExpertGemm& gemm, const ExecContext& context) {

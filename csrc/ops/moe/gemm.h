@@ -50,6 +50,16 @@ struct SlotRoutes {
   int32_t num_local;    // map entries from here on are none
 };
 
+/// Scales of a product of codes, a line being 128 columns.
+struct ExpertScales {
+  const float* rows;    // [lines, rows of the operand], padded
+  const float* weight;  // [L, N], or in blocks [L, blocks of rows, lines]; null: no codes
+  int64_t row_stride;   // between lines
+  int64_t expert_stride;
+  int64_t block_stride;  // between rows of blocks; 0: one scale a row of W
+  int32_t up_blocks;     // rows of blocks before those of up
+};
+
 /// A grouped product out[row] = rows[row] weight[expert]^T, with the activation of the gate-up
 /// product. Positions are those of the tile list.
 struct ExpertGemm {
@@ -83,8 +93,18 @@ struct ExpertGemm {
   int32_t tile;  // positions per tile
   Activation act;
   bool is_gate_up;
-  bool is_streamed;  // every weight is read about once: keep it out of the way in the L2 cache
+  bool is_streamed;     // every weight is read about once: keep it out of the way in the L2 cache
+  ExpertScales scales;  // of codes
 };
+
+/// Base address and leading strides are multiples of 16 bytes.
+[[nodiscard]] inline bool is_row_aligned(const TensorRef& tensor) {
+  bool is_aligned = reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+  for (int32_t dim = 0; dim + 1 < tensor.rank; ++dim) {
+    is_aligned = is_aligned && tensor.stride[dim] * dtype_bytes(tensor.dtype) % 16 == 0;
+  }
+  return is_aligned;
+}
 
 /// The routes of a call, and the check of their ids and map in debug mode.
 [[nodiscard]] SlotRoutes slot_routes(const TensorRef& topk_ids, const TensorRef& expert_map,

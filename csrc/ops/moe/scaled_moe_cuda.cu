@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // fused_moe of experts in low precision: sort the slots, quantise the rows once, gate-up product
-// with activation in float32, quantise the slots, down product, weighted sum.
+// with activation in float32, quantise the slots, down product, weighted sum. On Hopper products of
+// e4m3 codes sort few slots themselves, and each launch may start before the one in front of it has
+// ended.
+#include <algorithm>
 #include <cstdint>
 
 #include "ops/cuda_ops.h"
 #include "ops/moe/combine.h"
 #include "ops/moe/config.h"
 #include "ops/moe/gemm.h"
+#include "ops/moe/sm90/launch.h"
 #include "ops/quant/scaled_experts.h"
 #include "ops/shared/cuda/launch.cuh"
 
@@ -103,47 +107,154 @@ ScaledArgs expert_args(const CodedRows& rows, const TensorRef& weight, const Ten
   return args;
 }
 
-}  // namespace
+/// The buffers of a call, in its scratch.
+struct ScaledCall {
+  const FusedMoeParams& params;
+  MoePermuteParams permute;
+  int64_t max_tiles;
+  CodedRows x;
+  TensorRef activated;  // float32
+  CodedRows inner;
+  TensorRef slot_out;
+};
 
-Status fused_moe_scaled(const FusedMoeParams& params, const ExecContext& context) {
+ScaledCall scaled_call(const FusedMoeParams& params, int32_t tile, const ExecContext& context) {
   const auto num_local = static_cast<int32_t>(params.w13.size[0]);
   const auto top_k = static_cast<int32_t>(params.topk_ids.size[1]);
   const int64_t num_tokens = params.x.size[0];
   const int64_t num_slots = params.topk_ids.numel();
-  const int64_t num_experts = params.expert_map.present() ? params.expert_map.size[0] : num_local;
   const int64_t hidden = params.x.size[1];
   const int64_t width = params.w2.size[2];
   const DType codes = params.w13.dtype;
   const MoeScratch scratch = fused_moe_scratch(
       {num_tokens, top_k, num_local, hidden, width, params.x.dtype, true}, Device::kCuda);
-  const int32_t tile =
-      expected_local_slots(num_slots, num_experts, num_local) <= int64_t{kShortTile} * num_local
-          ? kShortTile
-          : kTallTile;
   const int64_t max_tiles = moe_max_tiles(num_slots, num_local, tile);
-  const MoePermuteParams permute = permute_into_scratch(params, scratch, tile, max_tiles, context);
-  DIFFULEX_RETURN_IF_ERROR(cuda::moe_permute(permute, context));
+  return {params,
+          permute_into_scratch(params, scratch, tile, max_tiles, context),
+          max_tiles,
+          coded_rows(context, scratch.x_codes, scratch.x_scale, codes, num_tokens, hidden),
+          matrix(context, scratch.activated, DType::kF32, num_slots, width),
+          coded_rows(context, scratch.inner_codes, scratch.inner_scale, codes, num_slots, width),
+          matrix(context, scratch.slot_out, params.x.dtype, num_slots, hidden)};
+}
 
-  const CodedRows x =
-      coded_rows(context, scratch.x_codes, scratch.x_scale, codes, num_tokens, hidden);
-  DIFFULEX_RETURN_IF_ERROR(quantize(params.x, x, context));
-  const TensorRef activated = matrix(context, scratch.activated, DType::kF32, num_slots, width);
-  ScaledArgs gate_up = expert_args(x, params.w13, params.w13_scale, activated, permute, top_k);
+int64_t num_experts_of(const FusedMoeParams& params) {
+  return params.expert_map.present() ? params.expert_map.size[0] : params.w13.size[0];
+}
+
+Status sum_slots(const ScaledCall& call, bool is_routed_before, const ExecContext& context) {
+  const FusedMoeParams& params = call.params;
+  return launch_slot_sum(
+      kWhere,
+      {call.slot_out, &params.topk_weights, params.topk_ids, params.expert_map,
+       num_experts_of(params), params.w13.size[0], params.addend, params.out, is_routed_before},
+      context);
+}
+
+Status portable_experts(const ScaledCall& call, const ExecContext& context) {
+  const FusedMoeParams& params = call.params;
+  const DType codes = params.w13.dtype;
+  const int32_t tile = call.permute.tile;
+  const auto top_k = static_cast<int32_t>(params.topk_ids.size[1]);
+  DIFFULEX_RETURN_IF_ERROR(cuda::moe_permute(call.permute, context));
+  DIFFULEX_RETURN_IF_ERROR(quantize(params.x, call.x, context));
+  ScaledArgs gate_up =
+      expert_args(call.x, params.w13, params.w13_scale, call.activated, call.permute, top_k);
   gate_up.act = static_cast<int32_t>(params.act);
   DIFFULEX_RETURN_IF_ERROR(
-      launch_scaled_experts(gate_up, codes, DType::kF32, tile, max_tiles, context));
-
-  const CodedRows inner =
-      coded_rows(context, scratch.inner_codes, scratch.inner_scale, codes, num_slots, width);
-  DIFFULEX_RETURN_IF_ERROR(quantize(activated, inner, context));
-  const TensorRef slot_out = matrix(context, scratch.slot_out, params.x.dtype, num_slots, hidden);
-  const ScaledArgs down = expert_args(inner, params.w2, params.w2_scale, slot_out, permute, 1);
+      launch_scaled_experts(gate_up, codes, DType::kF32, tile, call.max_tiles, context));
+  DIFFULEX_RETURN_IF_ERROR(quantize(call.activated, call.inner, context));
+  const ScaledArgs down =
+      expert_args(call.inner, params.w2, params.w2_scale, call.slot_out, call.permute, 1);
   DIFFULEX_RETURN_IF_ERROR(
-      launch_scaled_experts(down, codes, params.x.dtype, tile, max_tiles, context));
-  return launch_slot_sum(kWhere,
-                         {slot_out, &params.topk_weights, params.topk_ids, params.expert_map,
-                          num_experts, num_local, params.addend, params.out, false},
-                         context);
+      launch_scaled_experts(down, codes, params.x.dtype, tile, call.max_tiles, context));
+  return sum_slots(call, false, context);
+}
+
+/// Whether Hopper's products of codes take the call.
+bool has_wgmma_experts(const FusedMoeParams& params, const ExecContext& context) {
+  constexpr int64_t kAligned = 16;
+  return params.w13.dtype == DType::kF8E4M3 && params.x.dtype == DType::kBF16 &&
+         params.x.size[1] % kAligned == 0 && params.w2.size[2] % kAligned == 0 &&
+         is_row_aligned(params.w13) && is_row_aligned(params.w2) &&
+         has_moe_wgmma(DType::kF8E4M3, context.device_index);
+}
+
+/// `gemm` as the product of coded rows with experts [L, N, K].
+ExpertGemm coded_gemm(ExpertGemm gemm, const CodedRows& rows, const TensorRef& weight,
+                      const TensorRef& scale, const TensorRef& out) {
+  gemm.rows = rows.codes.data;
+  gemm.row_map = RowMap::of(rows.codes);
+  gemm.weight = weight.data;
+  gemm.expert_stride = weight.stride[0];
+  gemm.weight_stride = weight.stride[1];
+  gemm.num_experts = static_cast<int32_t>(weight.size[0]);
+  gemm.depth = static_cast<int32_t>(weight.size[2]);
+  gemm.width = static_cast<int32_t>(out.size[1]);
+  gemm.out = out.data;
+  gemm.out_map = RowMap::of(out);
+  gemm.scales.rows = rows.scale.as<const float>();
+  gemm.scales.weight = scale.as<const float>();
+  gemm.scales.row_stride = rows.scale.stride[0];
+  gemm.scales.expert_stride = scale.stride[0];
+  gemm.scales.block_stride = scale.rank == 3 ? scale.stride[1] : 0;
+  gemm.scales.up_blocks = static_cast<int32_t>(ceil_div(gemm.width, kQuantBlock));
+  return gemm;
+}
+
+/// Positions in the order of the experts: activated rows are those of positions, not of slots.
+Status wgmma_experts(const ScaledCall& call, int64_t num_rows, const ExecContext& context) {
+  const FusedMoeParams& params = call.params;
+  const MoePermuteParams& permute = call.permute;
+  const int32_t num_local = permute.num_local_experts;
+  const int64_t num_slots = params.topk_ids.numel();
+  const bool is_sorted_inside = permute.tile <= kMoeMaxSortingTile &&
+                                num_slots <= kMoeMaxSortedSlots &&
+                                num_local <= kMoeMaxSortedExperts;
+  DIFFULEX_RETURN_IF_ERROR(is_sorted_inside ? check_routes(kWhere, params.topk_ids,
+                                                           params.expert_map, num_local, context)
+                                            : cuda::moe_permute(permute, context));
+  DIFFULEX_RETURN_IF_ERROR(quantize(params.x, call.x, context));
+  ExpertGemm gemm{};
+  gemm.tile_expert = permute.tile_expert.as<const int32_t>();
+  gemm.tile_start = permute.tile_start.as<const int32_t>();
+  gemm.counters = permute.counters.as<const int32_t>();
+  gemm.ends = permute.expert_offsets.as<const int32_t>() + 1;
+  gemm.num_positions = num_slots;
+  gemm.max_tiles = static_cast<int32_t>(call.max_tiles);
+  gemm.tile = permute.tile;
+  gemm.act = params.act;
+  gemm.is_streamed = is_streamed_once(permute.tile, num_rows, params.x.size[0], num_local);
+  if (is_sorted_inside) {
+    gemm.routes = slot_routes(params.topk_ids, params.expert_map, num_local);
+  }
+  ExpertGemm gate_up = coded_gemm(gemm, call.x, params.w13, params.w13_scale, call.activated);
+  gate_up.is_gate_up = true;
+  gate_up.gather = permute.sorted_slots.as<const int32_t>();
+  gate_up.top_k = static_cast<int32_t>(params.topk_ids.size[1]);
+  DIFFULEX_RETURN_IF_ERROR(launch_moe_wgmma(gate_up, DType::kF8E4M3, context));
+  DIFFULEX_RETURN_IF_ERROR(quantize(call.activated, call.inner, context));
+  ExpertGemm down = coded_gemm(gemm, call.inner, params.w2, params.w2_scale, call.slot_out);
+  down.scatter = permute.sorted_slots.as<const int32_t>();
+  down.top_k = 1;
+  DIFFULEX_RETURN_IF_ERROR(launch_moe_wgmma(down, DType::kF8E4M3, context));
+  return sum_slots(call, true, context);
+}
+
+}  // namespace
+
+Status fused_moe_scaled(const FusedMoeParams& params, const ExecContext& context) {
+  const auto num_local = static_cast<int32_t>(params.w13.size[0]);
+  const int64_t num_rows =
+      expected_local_slots(params.topk_ids.numel(), num_experts_of(params), num_local);
+  if (has_wgmma_experts(params, context)) {
+    const int32_t tile = std::min(
+        kMoeMaxScaledTile,
+        choose_moe_wgmma_tile(num_rows, params.x.size[0], num_local, context.batch_invariant));
+    return wgmma_experts(scaled_call(params, tile, context), num_rows, context);
+  }
+  const int32_t tile = num_rows <= int64_t{kShortTile} * num_local ? kShortTile : kTallTile;
+  return portable_experts(scaled_call(params, tile, context), context);
 }
 
 }  // namespace diffulex::cuda

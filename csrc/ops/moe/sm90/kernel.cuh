@@ -15,6 +15,10 @@
 //   or warps 1-3  gathered  empty .... 16 bytes a thread; each of 96 threads arrives .... full
 //   warps 4-11    products  full ..... multiplies; once the next stage's are issued ..... empty
 //
+// Products of codes (scaled_item.cuh) have 128 columns in a stage and wait for their own: warps 1-3
+// bring the scales of the rows beside them, and a stage ends when each of the warps 4-11 has added
+// its product, times the scales, to float32 sums.
+//
 // With clusters of two, a consumer arrives on `empty` of both CTAs, since each brings half of the
 // weights for both. Gathering threads agree on the sources of a tile through the named barrier
 // 1 + kConsumers. The gate-up product waits for the kernel before it at once, the down product only
@@ -27,7 +31,8 @@
 
 #include "ops/moe/gemm.h"
 #include "ops/moe/sm90/epilogue.cuh"
-#include "ops/moe/sm90/pair_tile.cuh"
+#include "ops/moe/sm90/pipeline.cuh"
+#include "ops/moe/sm90/scaled_item.cuh"
 #include "ops/moe/sm90/sort_slots.cuh"
 #include "ops/moe/sm90/traits.cuh"
 #include "ops/moe/sm90/warp_epilogue.cuh"
@@ -42,150 +47,6 @@
 #include "ops/shared/cuda/wgmma.cuh"
 
 namespace diffulex::cuda::sm90 {
-
-/// Both operands as the copy engine sees them.
-struct MoeMaps {
-  CUtensorMap weight;
-  CUtensorMap rows;
-};
-
-inline constexpr int kRowThreads = 96;  // producer threads of gathered rows
-inline constexpr int kChunks = 8;       // 16-byte pieces of a line
-
-/// Position in the ring of stages.
-template <typename Traits>
-struct StageCursor {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == Traits::kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-/// Shared addresses of a CTA.
-template <typename Traits>
-struct MoeSmem {
-  uint32_t stages;
-  uint32_t staged;
-  uint32_t full;
-  uint32_t empty;
-  uint8_t* tables;
-
-  __device__ __forceinline__ explicit MoeSmem(uint8_t* raw) {
-    const uint32_t base = ptx::smem_address(raw);
-    const uint32_t shift = (Traits::kAlignment - base % Traits::kAlignment) % Traits::kAlignment;
-    stages = base + shift;
-    staged = stages + Traits::kStages * Traits::kStageBytes;
-    full = staged + Traits::kConsumers * Traits::kStagedBytes;
-    empty = full + Traits::kStages * 8;
-    tables = raw + (full - base) + Traits::kBarrierBytes;
-  }
-  __device__ __forceinline__ uint32_t weights(int stage) const {
-    return stages + stage * Traits::kStageBytes;
-  }
-  __device__ __forceinline__ uint32_t rows(int stage) const {
-    return weights(stage) + Traits::kWeightBytes;
-  }
-  /// Per consumer; before them lies what the epilogue keeps about the positions.
-  __device__ __forceinline__ MoeTile* tiles(int group) const {
-    return reinterpret_cast<MoeTile*>(tables + Traits::kPositionBytes) +
-           group * Traits::kTilesAhead;
-  }
-  /// Rows that positions are gathered from, after the tiles.
-  __device__ __forceinline__ uint32_t* sources() const {
-    return reinterpret_cast<uint32_t*>(tiles(Traits::kConsumers));
-  }
-  /// After the tables; only with kSorts.
-  __device__ __forceinline__ SortedSlots* sorted() const {
-    return reinterpret_cast<SortedSlots*>(tables + Traits::kTableBytes);
-  }
-};
-
-/// The items of this CTA, or of its cluster.
-template <typename Traits>
-struct MoeWork {
-  int32_t items;
-  int32_t parts;  // weight tiles of an expert
-  int32_t first;
-  int32_t stride;
-
-  __device__ __forceinline__ MoeWork(const ExpertGemm& gemm, int32_t num_tiles) {
-    parts = (gemm.width + Traits::kOutColumns - 1) / Traits::kOutColumns;
-    items = num_tiles * parts;
-    first = static_cast<int32_t>(blockIdx.x) / Traits::kCtas;
-    stride = static_cast<int32_t>(gridDim.x) / Traits::kCtas;
-  }
-  __device__ __forceinline__ int32_t tile(int32_t item) const { return item / parts; }
-  /// First result column.
-  __device__ __forceinline__ int32_t column(int32_t item) const {
-    return item % parts * Traits::kOutColumns;
-  }
-};
-
-/// What this CTA computes of tile `index` of the list.
-template <typename Traits>
-__device__ __forceinline__ MoeTile own_tile(const MoeList<Traits::kSorts>& list, int32_t index) {
-  if constexpr (Traits::kCtas > 1) {
-    return pair_tile(list.gemm, index);
-  } else {
-    return list.tile(index, Traits::kColumns);
-  }
-}
-
-/// What a producer warp brings, item by item: looked up 32 at a time, one a lane, so that the
-/// pipeline seldom waits for the list. The whole warp constructs and advances.
-template <typename Traits>
-class MoeWalk final {
- public:
-  __device__ __forceinline__ explicit MoeWalk(const MoeList<Traits::kSorts>& list)
-      : list_(list), work_(list.gemm, list.num_tiles()), item_(work_.first) {
-    set_tile();
-  }
-  __device__ __forceinline__ bool has_item() const { return item_ < work_.items; }
-  __device__ __forceinline__ const MoeTile& tile() const { return tile_; }
-  __device__ __forceinline__ int column() const { return work_.column(item_); }
-  __device__ __forceinline__ void advance() {
-    item_ += work_.stride;
-    ++index_;
-    set_tile();
-  }
-
- private:
-  __device__ __forceinline__ void set_tile() {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    if (index_ % 32 == 0) {
-      const int64_t own = item_ + int64_t{lane} * work_.stride;
-      held_ = own < work_.items ? own_tile<Traits>(list_, work_.tile(static_cast<int>(own)))
-                                : MoeTile{0, 0, 0};
-    }
-    tile_ = {__shfl_sync(kFullWarp, held_.expert, index_ % 32),
-             __shfl_sync(kFullWarp, held_.start, index_ % 32),
-             __shfl_sync(kFullWarp, held_.count, index_ % 32)};
-  }
-
-  const MoeList<Traits::kSorts>& list_;
-  const MoeWork<Traits> work_;
-  MoeTile held_ = {0, 0, 0};  // of this lane
-  MoeTile tile_;
-  int item_;
-  int index_ = 0;
-};
-
-template <typename Traits>
-__device__ __forceinline__ bool is_gathered(const ExpertGemm& gemm) {
-  return Traits::kGathers && gemm.gather != nullptr;
-}
-
-/// Bytes of the positions' rows of one stage that the copy engine brings.
-template <typename Traits>
-__device__ __forceinline__ int row_bytes(const ExpertGemm& gemm, int count) {
-  const int boxes = (count + Traits::kBoxRows - 1) / Traits::kBoxRows;
-  return is_gathered<Traits>(gemm) ? 0 : boxes * Traits::kBoxRows * Traits::kRowBytes;
-}
 
 /// The weight rows of a stage, the 128 of one consumer at a time, where warps own rows that lie
 /// together; a CTA of a pair brings one half for both.
@@ -224,7 +85,7 @@ __device__ __forceinline__ void produce_weights(const MoeList<Traits::kSorts>& l
                                                 const MoeMaps& maps, const MoeSmem<Traits>& smem) {
   const ExpertGemm& gemm = list.gemm;
   const uint64_t policy = gemm.is_streamed ? ptx::policy_evict_first() : ptx::policy_evict_normal();
-  const int steps = gemm.depth / Traits::kDepth;
+  const int steps = depth_steps<Traits>(gemm);
   StageCursor<Traits> cursor;
   for (MoeWalk<Traits> walk(list); walk.has_item(); walk.advance()) {
     const MoeTile tile = walk.tile();
@@ -259,7 +120,7 @@ __device__ __forceinline__ void produce_dense_rows(const MoeList<Traits::kSorts>
                                                    const MoeMaps& maps,
                                                    const MoeSmem<Traits>& smem) {
   const ExpertGemm& gemm = list.gemm;
-  const int steps = gemm.depth / Traits::kDepth;
+  const int steps = depth_steps<Traits>(gemm);
   StageCursor<Traits> cursor;
   for (MoeWalk<Traits> walk(list); walk.has_item(); walk.advance()) {
     const MoeTile tile = walk.tile();
@@ -291,7 +152,7 @@ __device__ __forceinline__ void produce_gathered_rows(const MoeList<Traits::kSor
   const auto row_bytes = static_cast<uint64_t>(gemm.row_map.inner_stride * 2);
   uint32_t* sources = smem.sources();
   const MoeWork<Traits> work(gemm, list.num_tiles());
-  const int steps = gemm.depth / Traits::kDepth;
+  const int steps = depth_steps<Traits>(gemm);
   StageCursor<Traits> cursor;
   for (int item = work.first; item < work.items; item += work.stride) {
     const MoeTile tile = own_tile<Traits>(list, work.tile(item));
@@ -379,6 +240,13 @@ __device__ __forceinline__ void multiply_item(const MoeSmem<Traits>& smem, int s
   }
 }
 
+/// What a consumer does with its sums.
+template <typename Traits>
+using ConsumerEpilogue =
+    std::conditional_t<Traits::kWarpsWrite, WarpEpilogue<Traits>,
+                       std::conditional_t<Traits::kIsScaled && Traits::kGateUp,
+                                          FloatEpilogue<Traits>, MoeEpilogue<Traits>>>;
+
 /// A consumer warpgroup: looks up its tiles kTilesAhead at a time, so that none waits for its own.
 template <typename Traits>
 class MoeConsumer final {
@@ -446,14 +314,18 @@ class MoeConsumer final {
   __device__ __forceinline__ void multiply_groups(const MoeTile& tile, int first) {
     // Zeros, since an undefined value would keep its registers allocated throughout the loop.
     float sums[Traits::kBlocks][kGroups][4] = {};
-    multiply_item<Traits>(smem_, list_.gemm.depth / Traits::kDepth, group_, cursor_, sums);
+    if constexpr (Traits::kIsScaled) {
+      multiply_scaled_item<Traits>(smem_, {list_.gemm, tile.expert, first, group_}, cursor_, sums);
+    } else {
+      multiply_item<Traits>(smem_, list_.gemm.depth / Traits::kDepth, group_, cursor_, sums);
+    }
     epilogue_.finish(tile, first, sums);
   }
 
   const MoeList<Traits::kSorts>& list_;
   const MoeSmem<Traits>& smem_;
   MoeWork<Traits> work_;
-  std::conditional_t<Traits::kWarpsWrite, WarpEpilogue<Traits>, MoeEpilogue<Traits>> epilogue_;
+  ConsumerEpilogue<Traits> epilogue_;
   StageCursor<Traits> cursor_;
   MoeTile* tiles_;
   int group_;
@@ -468,8 +340,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
     ptx::tma_prefetch_map(&maps.weight);
     ptx::tma_prefetch_map(&maps.rows);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
-      ptx::mbarrier_init(smem.full + stage * 8, is_gathered<Traits>(gemm) ? 1 + kRowThreads : 1);
-      ptx::mbarrier_init(smem.empty + stage * 8, Traits::kConsumers * Traits::kCtas);
+      ptx::mbarrier_init(smem.full + stage * 8, full_arrivals<Traits>(gemm));
+      ptx::mbarrier_init(smem.empty + stage * 8, kEmptyArrivals<Traits>);
     }
     ptx::mbarrier_init_fence();
   }
@@ -505,7 +377,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
       pdl_wait();
     } else {
       pdl_wait();
-      if (is_gathered<Traits>(gemm)) {
+      if constexpr (Traits::kIsScaled) {
+        produce_scaled_rows<Traits>(list, maps, smem, static_cast<int>(threadIdx.x) - 32);
+      } else if (is_gathered<Traits>(gemm)) {
         if constexpr (Traits::kGathers) {
           produce_gathered_rows<Traits>(list, smem, static_cast<int>(threadIdx.x) - 32);
         }

@@ -85,8 +85,9 @@ Status prepare_moe_tile(int32_t device_index) {
 
 template <typename Traits>
 Status launch_moe_tile(const ExpertGemm& gemm, const ExecContext& context) {
-  constexpr DType kDType =
-      std::is_same_v<typename Traits::Element, __half> ? DType::kF16 : DType::kBF16;
+  constexpr DType kDType = Traits::kIsScaled                                  ? DType::kF8E4M3
+                           : std::is_same_v<typename Traits::Element, __half> ? DType::kF16
+                                                                              : DType::kBF16;
   if (Traits::kGateUp && !Traits::kGathers && gemm.gather != nullptr) {
     return make_error(StatusCode::kNoKernel, kMoeWhere, ": tile: expected at most ",
                       kMoeMaxGatherTile, " with gathered rows, got ", gemm.tile);

@@ -16,12 +16,18 @@ inline constexpr int32_t kMoeMaxGatherTile = 128;
 /// Largest tile whose products sort the slots themselves.
 inline constexpr int32_t kMoeMaxSortingTile = 64;
 
+/// Largest tile of products of e4m3 codes.
+inline constexpr int32_t kMoeMaxScaledTile = 128;
+
 /// True when this library holds the Hopper products of `dtype` and the device runs them.
 [[nodiscard]] bool has_moe_wgmma(DType dtype, int32_t device_index);
 
 /// One product on warpgroup instructions; tile is 16, 32, 64, 96, 128, 160 or kMoePairTile, depth
 /// and width are multiples of 64, every row is aligned to 16 bytes; tiles above kMoeMaxGatherTile
-/// take no gather. May start before the launch in front of it has ended.
+/// take no gather. With e4m3 codes: tile is at most kMoeMaxScaledTile, depth and width are
+/// multiples of 16, gate-up gathers rows of a matrix and writes float32 by position, down reads
+/// those of its positions and writes bfloat16. May start before the launch in front of it has
+/// ended.
 [[nodiscard]] Status launch_moe_wgmma(const ExpertGemm& gemm, DType dtype,
                                       const ExecContext& context);
 
@@ -44,11 +50,13 @@ struct GatherRows {
 
 namespace sm90 {
 
-/// The instances of one element type.
+/// The instances of one element type, or of codes.
 [[nodiscard]] Status launch_moe_bf16(const ExpertGemm& gemm, const ExecContext& context);
 [[nodiscard]] Status launch_moe_f16(const ExpertGemm& gemm, const ExecContext& context);
+[[nodiscard]] Status launch_moe_e4m3(const ExpertGemm& gemm, const ExecContext& context);
 [[nodiscard]] Status prepare_moe_bf16(int32_t device_index);
 [[nodiscard]] Status prepare_moe_f16(int32_t device_index);
+[[nodiscard]] Status prepare_moe_e4m3(int32_t device_index);
 
 }  // namespace sm90
 }  // namespace diffulex::cuda

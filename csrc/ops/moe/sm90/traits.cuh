@@ -19,6 +19,7 @@ template <typename T, int kColumnCount, bool kIsGateUp>
 struct MoeTraits {
   using Element = T;
   static constexpr bool kGateUp = kIsGateUp;
+  static constexpr bool kIsScaled = false;       // see scaled_traits.cuh
   static constexpr int kCtas = 1;                // of a cluster
   static constexpr int kColumns = kColumnCount;  // positions of a tile
   /// Blocks of 64 weight rows of a consumer. Two halve how often the positions' rows are read; the
@@ -51,6 +52,7 @@ struct MoeTraits {
 
   static constexpr int kWeightBytes = kWeightRows * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kColumns * kRowBytes;
+  static constexpr int kScaleBytes = 0;  // of a stage
   /// Results of a warpgroup on their way out, some positions at a time.
   static constexpr int kGroupColumns = kOutColumns / kConsumers;
   static constexpr int kMaxStagedRows = 64 / kBlocks;
@@ -91,6 +93,7 @@ template <typename T, bool kIsGateUp>
 struct MoePairTraits {
   using Element = T;
   static constexpr bool kGateUp = kIsGateUp;
+  static constexpr bool kIsScaled = false;
   static constexpr int kCtas = 2;
   static constexpr int kColumns = kMoePairTile / kCtas;  // most positions of a CTA
   static constexpr int kBlocks = 2;
@@ -113,6 +116,7 @@ struct MoePairTraits {
 
   static constexpr int kWeightBytes = kWeightRows * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kColumns * kRowBytes;
+  static constexpr int kScaleBytes = 0;  // of a stage
   static constexpr int kGroupColumns = kOutColumns / kConsumers;
   /// Of a warp: buffers of 32 pieces of 16 bytes.
   static constexpr int kWarpStagedBytes = 2048;

@@ -28,6 +28,11 @@ __device__ __forceinline__ void cp_async16(uint32_t target, const void* source, 
                : "memory");
 }
 
+/// cp.async of 4 bytes (PTX 7.0, sm_80).
+__device__ __forceinline__ void cp_async4(uint32_t target, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(target), "l"(source) : "memory");
+}
+
 /// cp.async.commit_group (PTX 7.0, sm_80).
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");

@@ -191,14 +191,16 @@ __device__ __forceinline__ void wgmma_ss(float (&c)[kGroups][4], uint64_t a, uin
 template <int kGroups>
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[kGroups][4], uint64_t a, uint64_t b,
                                            bool accumulate) {
-  static_assert(kGroups == 2 || kGroups == 4 || kGroups == 8 || kGroups == 16,
-                "16, 32, 64 or 128 columns");
+  static_assert(kGroups == 2 || kGroups == 4 || kGroups == 8 || kGroups == 12 || kGroups == 16,
+                "16, 32, 64, 96 or 128 columns");
   if constexpr (kGroups == 2) {
     DIFFULEX_WGMMA_E4M3(2, "16", "%8", "%9", "%10");
   } else if constexpr (kGroups == 4) {
     DIFFULEX_WGMMA_E4M3(4, "32", "%16", "%17", "%18");
   } else if constexpr (kGroups == 8) {
     DIFFULEX_WGMMA_E4M3(8, "64", "%32", "%33", "%34");
+  } else if constexpr (kGroups == 12) {
+    DIFFULEX_WGMMA_E4M3(12, "96", "%48", "%49", "%50");
   } else {
     DIFFULEX_WGMMA_E4M3(16, "128", "%64", "%65", "%66");
   }
