@@ -124,6 +124,18 @@ class ExpertWeightScales final {
   int column_;  // first one of this warpgroup
 };
 
+/// sums times the scales of their rows of W, one rounding.
+template <int kGroups>
+__device__ __forceinline__ void scale_rows(float (&sums)[kGroups][4], float2 factor) {
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums[group][i] = fmaf(sums[group][i], i < 2 ? factor.x : factor.y, 0.0F);
+    }
+  }
+}
+
 /// Sums of one item, in float32 and with all scales.
 template <typename Traits, int kGroups>
 __device__ __forceinline__ void multiply_scaled_item(const MoeSmem<Traits>& smem,
@@ -179,14 +191,7 @@ __device__ __forceinline__ void multiply_scaled_item(const MoeSmem<Traits>& smem
   if (!has_blocks) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float factor = i < 2 ? of_rows[block].x : of_rows[block].y;
-          sums[block][group][i] = fmaf(sums[block][group][i], factor, 0.0F);
-        }
-      }
+      scale_rows(sums[block], of_rows[block]);
     }
   }
 }
