@@ -143,10 +143,15 @@ def routes(tokens: int, num_experts: int, top_k: int) -> tuple[torch.Tensor, tor
 
 
 def assert_near(found: torch.Tensor, want: torch.Tensor) -> None:
-    """Every row: codes of activated values that a sum of 14 bits rounds otherwise are one apart."""
+    """Codes of activated values that a sum of 14 bits rounds otherwise are one apart.
+
+    That is an eighth of a value at most, which may be most of a row; all rows together are close.
+    """
     assert found.isfinite().all()
     distance = (found.double() - want).norm(dim=1)
-    assert (distance <= 0.02 * want.norm(dim=1)).all()
+    assert (distance <= 0.15 * want.norm(dim=1)).all()
+    if len(found) > 10:
+        assert distance.norm() <= 0.015 * want.norm()
 
 
 @FP8
