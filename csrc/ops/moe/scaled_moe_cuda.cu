@@ -2,8 +2,8 @@
 //
 // fused_moe of experts in low precision: sort the slots, quantise the rows once, gate-up product
 // with activation in float32, quantise the slots, down product, weighted sum. On Hopper products of
-// e4m3 codes sort few slots themselves, those of small tiles quantise the rows that they read, and
-// each launch may start before the one in front of it has ended.
+// e4m3 codes sort few slots themselves, and each launch may start before the one in front of it has
+// ended.
 #include <algorithm>
 #include <cstdint>
 
@@ -176,7 +176,7 @@ bool has_wgmma_experts(const FusedMoeParams& params, const ExecContext& context)
   constexpr int64_t kAligned = 16;
   return params.w13.dtype == DType::kF8E4M3 && params.x.dtype == DType::kBF16 &&
          params.x.size[1] % kAligned == 0 && params.w2.size[2] % kAligned == 0 &&
-         is_row_aligned(params.x) && is_row_aligned(params.w13) && is_row_aligned(params.w2) &&
+         is_row_aligned(params.w13) && is_row_aligned(params.w2) &&
          has_moe_wgmma(DType::kF8E4M3, context.device_index);
 }
 
@@ -202,13 +202,6 @@ ExpertGemm coded_gemm(ExpertGemm gemm, const CodedRows& rows, const TensorRef& w
   return gemm;
 }
 
-/// `gemm` with rows that the product quantises.
-void read_rows(const TensorRef& rows, ExpertGemm* gemm) {
-  gemm->rows = rows.data;
-  gemm->row_map = RowMap::of(rows);
-  gemm->scales.rows = nullptr;
-}
-
 /// Positions in the order of the experts: activated rows are those of positions, not of slots.
 Status wgmma_experts(const ScaledCall& call, int64_t num_rows, const ExecContext& context) {
   const FusedMoeParams& params = call.params;
@@ -221,10 +214,7 @@ Status wgmma_experts(const ScaledCall& call, int64_t num_rows, const ExecContext
   DIFFULEX_RETURN_IF_ERROR(is_sorted_inside ? check_routes(kWhere, params.topk_ids,
                                                            params.expert_map, num_local, context)
                                             : cuda::moe_permute(permute, context));
-  const bool is_quantised_inside = permute.tile <= kMoeMaxQuantisingTile;
-  if (!is_quantised_inside) {
-    DIFFULEX_RETURN_IF_ERROR(quantize(params.x, call.x, context));
-  }
+  DIFFULEX_RETURN_IF_ERROR(quantize(params.x, call.x, context));
   ExpertGemm gemm{};
   gemm.tile_expert = permute.tile_expert.as<const int32_t>();
   gemm.tile_start = permute.tile_start.as<const int32_t>();
@@ -239,20 +229,12 @@ Status wgmma_experts(const ScaledCall& call, int64_t num_rows, const ExecContext
     gemm.routes = slot_routes(params.topk_ids, params.expert_map, num_local);
   }
   ExpertGemm gate_up = coded_gemm(gemm, call.x, params.w13, params.w13_scale, call.activated);
-  if (is_quantised_inside) {
-    read_rows(params.x, &gate_up);
-  }
   gate_up.is_gate_up = true;
   gate_up.gather = permute.sorted_slots.as<const int32_t>();
   gate_up.top_k = static_cast<int32_t>(params.topk_ids.size[1]);
   DIFFULEX_RETURN_IF_ERROR(launch_moe_wgmma(gate_up, DType::kF8E4M3, context));
-  if (!is_quantised_inside) {
-    DIFFULEX_RETURN_IF_ERROR(quantize(call.activated, call.inner, context));
-  }
+  DIFFULEX_RETURN_IF_ERROR(quantize(call.activated, call.inner, context));
   ExpertGemm down = coded_gemm(gemm, call.inner, params.w2, params.w2_scale, call.slot_out);
-  if (is_quantised_inside) {
-    read_rows(call.activated, &down);
-  }
   down.scatter = permute.sorted_slots.as<const int32_t>();
   down.top_k = 1;
   DIFFULEX_RETURN_IF_ERROR(launch_moe_wgmma(down, DType::kF8E4M3, context));

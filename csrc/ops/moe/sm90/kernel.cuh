@@ -16,8 +16,8 @@
 //   warps 4-11    products  full ..... multiplies; once the next stage's are issued ..... empty
 //
 // Products of codes (scaled_item.cuh) have 128 columns in a stage and wait for their own: warps 1-3
-// bring the scales of the rows beside them, or each makes codes of every third stage, and a stage
-// ends when each of the warps 4-11 has added its product, times the scales, to float32 sums.
+// bring the scales of the rows beside them, and a stage ends when each of the warps 4-11 has added
+// its product, times the scales, to float32 sums.
 //
 // With clusters of two, a consumer arrives on `empty` of both CTAs, since each brings half of the
 // weights for both. Gathering threads agree on the sources of a tile through the named barrier
@@ -377,9 +377,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
       pdl_wait();
     } else {
       pdl_wait();
-      if constexpr (Traits::kQuantises) {
-        RowQuantiser<Traits>(list, smem).run(warp - 1);
-      } else if constexpr (Traits::kIsScaled) {
+      if constexpr (Traits::kIsScaled) {
         produce_scaled_rows<Traits>(list, maps, smem, static_cast<int>(threadIdx.x) - 32);
       } else if (is_gathered<Traits>(gemm)) {
         if constexpr (Traits::kGathers) {

@@ -96,11 +96,8 @@ Status launch_moe_tile(const ExpertGemm& gemm, const ExecContext& context) {
   MoeMaps maps;
   DIFFULEX_RETURN_IF_ERROR(
       encode_tensor_map(kMoeWhere, weight_shape<Traits>(gemm), kDType, &maps.weight));
-  maps.rows = maps.weight;  // not read where rows are quantised
-  if constexpr (!Traits::kQuantises) {
-    DIFFULEX_RETURN_IF_ERROR(
-        encode_tensor_map(kMoeWhere, row_shape<Traits>(gemm), kDType, &maps.rows));
-  }
+  DIFFULEX_RETURN_IF_ERROR(
+      encode_tensor_map(kMoeWhere, row_shape<Traits>(gemm), kDType, &maps.rows));
   int processors = 0;
   DIFFULEX_RETURN_IF_ERROR(cuda_status(
       kMoeWhere,

@@ -19,19 +19,15 @@ inline constexpr int32_t kMoeMaxSortingTile = 64;
 /// Largest tile of products of e4m3 codes.
 inline constexpr int32_t kMoeMaxScaledTile = 128;
 
-/// Largest of them whose rows are quantised during the product.
-inline constexpr int32_t kMoeMaxQuantisingTile = 64;
-
 /// True when this library holds the Hopper products of `dtype` and the device runs them.
 [[nodiscard]] bool has_moe_wgmma(DType dtype, int32_t device_index);
 
 /// One product on warpgroup instructions; tile is 16, 32, 64, 96, 128, 160 or kMoePairTile, depth
 /// and width are multiples of 64, every row is aligned to 16 bytes; tiles above kMoeMaxGatherTile
 /// take no gather. With e4m3 codes: tile is at most kMoeMaxScaledTile, depth and width are
-/// multiples of 16; gate-up gathers rows of a matrix and writes float32 by position, down reads
-/// those of its positions and writes bfloat16; up to kMoeMaxQuantisingTile gate-up reads bfloat16
-/// and down float32, and quantises them, above they read codes and scales. May start before the
-/// launch in front of it has ended.
+/// multiples of 16, gate-up gathers rows of a matrix and writes float32 by position, down reads
+/// those of its positions and writes bfloat16. May start before the launch in front of it has
+/// ended.
 [[nodiscard]] Status launch_moe_wgmma(const ExpertGemm& gemm, DType dtype,
                                       const ExecContext& context);
 

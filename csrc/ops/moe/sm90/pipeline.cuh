@@ -163,9 +163,7 @@ __device__ __forceinline__ bool is_gathered(const ExpertGemm& gemm) {
 template <typename Traits>
 __device__ __forceinline__ int row_bytes(const ExpertGemm& gemm, int count) {
   const int boxes = (count + Traits::kBoxRows - 1) / Traits::kBoxRows;
-  return Traits::kQuantises || is_gathered<Traits>(gemm)
-             ? 0
-             : boxes * Traits::kBoxRows * Traits::kRowBytes;
+  return is_gathered<Traits>(gemm) ? 0 : boxes * Traits::kBoxRows * Traits::kRowBytes;
 }
 
 /// Stages of an item. Past the depth codes are zeros.
@@ -177,9 +175,6 @@ __device__ __forceinline__ int depth_steps(const ExpertGemm& gemm) {
 /// Arrivals that fill a stage.
 template <typename Traits>
 __device__ __forceinline__ int full_arrivals(const ExpertGemm& gemm) {
-  if constexpr (Traits::kQuantises) {
-    return 2;
-  }
   return Traits::kIsScaled || is_gathered<Traits>(gemm) ? 1 + kRowThreads : 1;
 }
 

@@ -10,7 +10,6 @@
 #include "ops/moe/gemm.h"
 #include "ops/moe/sm90/epilogue.cuh"
 #include "ops/moe/sm90/pipeline.cuh"
-#include "ops/moe/sm90/scaled_rows.cuh"
 #include "ops/moe/sm90/scaled_traits.cuh"
 #include "ops/quant/sm90/line.cuh"
 #include "ops/shared/cuda/mbarrier.cuh"
@@ -161,7 +160,7 @@ __device__ __forceinline__ void multiply_scaled_item(const MoeSmem<Traits>& smem
   for (int step = 0; step < steps; ++step, cursor.advance()) {
     const float2 next = has_blocks && step + 1 < steps ? scales.of_line(step + 1) : of_line;
     ptx::mbarrier_wait(smem.full + cursor.stage * 8, cursor.parity);
-    if constexpr (Traits::kGathers && !Traits::kQuantises) {
+    if constexpr (Traits::kGathers) {
       ptx::fence_proxy_async();  // gathered rows were written by ordinary copies
     }
     const uint32_t weights = smem.weights(cursor.stage) + part.group * kBlocks * kBlockBytes;

@@ -34,15 +34,11 @@ struct MoeScaledTraits {
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr bool kGathers = kGateUp;
-  /// Whether rows come as they are, bfloat16 or float32, and become codes on the way.
-  static constexpr bool kQuantises = kColumns <= kMoeMaxQuantisingTile;
-  /// Rows of a producer warp that are loaded at a time: what the registers hold, twice.
-  static constexpr int kRowsTogether = kColumns == 64 ? (kGateUp ? 8 : 5) : kColumns == 32 ? 3 : 4;
   static constexpr int kBoxRows = kColumns <= 96 ? 16 : 32;
 
   static constexpr bool kMovesRegisters = kCtasPerSm == 1;
-  static constexpr int kProducerRegisters = kQuantises ? 104 : 56;
-  static constexpr int kConsumerRegisters = kQuantises ? 200 : 224;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
 
   static constexpr int kWeightBytes = kWeightRows * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kColumns * kRowBytes;

@@ -19,8 +19,7 @@ template <typename T, int kColumnCount, bool kIsGateUp>
 struct MoeTraits {
   using Element = T;
   static constexpr bool kGateUp = kIsGateUp;
-  static constexpr bool kIsScaled = false;  // see scaled_traits.cuh
-  static constexpr bool kQuantises = false;
+  static constexpr bool kIsScaled = false;       // see scaled_traits.cuh
   static constexpr int kCtas = 1;                // of a cluster
   static constexpr int kColumns = kColumnCount;  // positions of a tile
   /// Blocks of 64 weight rows of a consumer. Two halve how often the positions' rows are read; the
@@ -95,7 +94,6 @@ struct MoePairTraits {
   using Element = T;
   static constexpr bool kGateUp = kIsGateUp;
   static constexpr bool kIsScaled = false;
-  static constexpr bool kQuantises = false;
   static constexpr int kCtas = 2;
   static constexpr int kColumns = kMoePairTile / kCtas;  // most positions of a CTA
   static constexpr int kBlocks = 2;

@@ -95,11 +95,6 @@ __device__ __forceinline__ float2 shared_load2(uint32_t address) {
   return value;
 }
 
-/// st.shared of 4 bytes.
-__device__ __forceinline__ void shared_store(uint32_t address, uint32_t value) {
-  asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(address), "r"(value) : "memory");
-}
-
 /// movmatrix (PTX 7.8, sm_75): an 8x8 matrix of 16-bit elements held by a warp, transposed.
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t fragment) {
   uint32_t result;
