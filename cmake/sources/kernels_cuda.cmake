@@ -23,6 +23,7 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
   csrc/ops/comm/comm_cuda.cu
   csrc/ops/comm/peer_memory.cu
   csrc/ops/kv/kv_cache_cuda.cu
+  csrc/ops/kv/store_codes.cu
   csrc/ops/merge/soft_embedding_cuda.cu
   csrc/ops/merge/token_merge_cuda.cu
   csrc/ops/moe/fused_moe_cuda.cu

@@ -3,10 +3,12 @@
 // Paged KV cache: store, load and page copy.
 // N rows, Hkv heads, D head dim; slot = page_id * page_size + offset.
 #include <cstdint>
+#include <type_traits>
 
 #include "ops/cuda_ops.h"
 #include "ops/kv/cache_view.cuh"
-#include "ops/kv/check.h"
+#include "ops/kv/codes.cuh"
+#include "ops/kv/store_codes.h"
 #include "ops/prepare.h"
 #include "ops/shared/cuda/check_data.h"
 #include "ops/shared/cuda/launch.cuh"
@@ -71,6 +73,7 @@ __global__ void __launch_bounds__(kThreads) store_kernel(const __grid_constant__
 
 struct LoadArgs {
   CacheView cache[2];
+  KvScales scales[2];
   const void* fresh[2];  // k_new, v_new: [T, Hkv, D]
   int64_t fresh_stride[2][3];
   void* out[2];  // [N_out, Hkv, D]
@@ -145,7 +148,12 @@ __global__ void __launch_bounds__(kThreads) load_kernel(const __grid_constant__ 
     const int32_t dim = elem - head * args.head_dim;
     T value = from_float<T>(0.0F);
     if (page >= 0) {
-      value = from_float<T>(to_float(cached[cache.offset(page, token, head, dim)]));
+      const Cached raw = cached[cache.offset(page, token, head, dim)];
+      if constexpr (std::is_same_v<Cached, KvCode>) {
+        value = from_float<T>(kv_value(raw.bits, *args.scales[side].at(page, token, head)));
+      } else {
+        value = from_float<T>(to_float(raw));
+      }
     } else if (fresh_row >= 0) {
       value = fresh[fresh_row * args.fresh_stride[side][0] + head * args.fresh_stride[side][1] +
                     dim * args.fresh_stride[side][2]];
@@ -230,11 +238,60 @@ cudaError_t launch_store(const StoreArgs& args, const ExecContext& context) {
                           can_launch_dependent(context.device_index), args);
 }
 
+StoreCodesArgs code_args(const StoreKvCacheParams& params, const StoreArgs& args) {
+  StoreCodesArgs coded{};
+  const TensorRef* rows[2] = {&params.k, &params.v};
+  for (int side = 0; side < 2; ++side) {
+    coded.rows[side] = rows[side]->data;
+    coded.row_stride[side] = args.row_stride[side];
+    coded.head_stride[side] = args.head_dim;
+    coded.cache[side] = args.cache[side];
+  }
+  coded.scales[0] = KvScales::of(params.k_scale);
+  coded.scales[1] = KvScales::of(params.v_scale);
+  coded.slots = args.slots;
+  coded.is_slot_int64 = args.is_slot_int64;
+  coded.num_rows = args.num_rows;
+  coded.num_heads = args.num_heads;
+  coded.head_dim = args.head_dim;
+  return coded;
+}
+
+template <typename T, typename Cached>
+void launch_load(const LoadArgs& args, const ExecContext& context) {
+  const dim3 grid(static_cast<unsigned>(ceil_div(args.num_out, kWarps)), 2);
+  load_kernel<T, Cached><<<grid, kThreads, 0, stream_of(context)>>>(args);
+}
+
+/// Copies the pages of two tensors, of whose `k` and `v` an element is a Unit.
+template <typename Unit>
+void launch_copy(const TensorRef& k, const TensorRef& v, const TensorRef& src_dst,
+                 const ExecContext& context) {
+  CopyArgs args{};
+  fill_copy_side(args, 0, k);
+  fill_copy_side(args, 1, v);
+  args.pair_stride = src_dst.stride[0];
+  args.id_stride = src_dst.stride[1];
+  const int64_t page_elems =
+      args.page_elems[0] > args.page_elems[1] ? args.page_elems[0] : args.page_elems[1];
+  if (page_elems == 0 || k.size[0] == 0) {
+    return;
+  }
+  const int64_t pieces = ceil_div(page_elems, 8 * kThreads);
+  // The y extent of a grid is limited to 65,535.
+  for (int64_t first = 0; first < src_dst.size[0]; first += 65535) {
+    const int64_t rest = src_dst.size[0] - first;
+    const dim3 grid(static_cast<unsigned>(pieces < 64 ? pieces : 64),
+                    static_cast<unsigned>(rest < 65535 ? rest : 65535), 2);
+    args.src_dst = src_dst.as<const int32_t>() + first * args.pair_stride;
+    copy_kernel<Unit><<<grid, kThreads, 0, stream_of(context)>>>(args);
+  }
+}
+
 }  // namespace
 
 Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& context) {
   constexpr const char* kWhere = "diffulex::store_kv_cache";
-  DIFFULEX_RETURN_IF_ERROR(check_unscaled("store_kv_cache", params.k_scale, params.v_scale));
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
   StoreArgs args{};
@@ -255,6 +312,9 @@ Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& conte
   DIFFULEX_RETURN_IF_ERROR(check_range(
       kWhere, "slot_mapping", params.slot_mapping, INT64_MIN,
       static_cast<int64_t>(args.cache[0].num_pages) * args.cache[0].page_size, context));
+  if (params.k_scale.present()) {
+    return store_codes(kWhere, code_args(params, args), params.k.dtype, context);
+  }
   const int64_t bytes = dtype_bytes(params.k.dtype);
   const bool is_vec =
       params.k.dtype == params.k_cache.dtype && is_aligned16(params.k.data) &&
@@ -275,7 +335,6 @@ Status store_kv_cache(const StoreKvCacheParams& params, const ExecContext& conte
 
 Status load_kv_cache(const LoadKvCacheParams& params, const ExecContext& context) {
   constexpr const char* kWhere = "diffulex::load_kv_cache";
-  DIFFULEX_RETURN_IF_ERROR(check_unscaled("load_kv_cache", params.k_scale, params.v_scale));
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
   LoadArgs args{};
@@ -309,12 +368,16 @@ Status load_kv_cache(const LoadKvCacheParams& params, const ExecContext& context
       check_offsets(kWhere, "cu_seqlens_k", params.cu_seqlens_k, args.num_out, context));
   DIFFULEX_RETURN_IF_ERROR(check_range(kWhere, "page_table", params.page_table, INT64_MIN,
                                        args.cache[0].num_pages, context));
-  const dim3 grid(static_cast<unsigned>(ceil_div(args.num_out, kWarps)), 2);
+  args.scales[0] = KvScales::of(params.k_scale);
+  args.scales[1] = KvScales::of(params.v_scale);
   DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(kWhere, params.k_out.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    if (params.k_scale.present()) {
+      launch_load<T, KvCode>(args, context);
+      return Status::ok_status();
+    }
     return dispatch_dtype(kWhere, params.k_cache.dtype, [&](auto cached_tag) {
-      using Cached = typename decltype(cached_tag)::type;
-      load_kernel<T, Cached><<<grid, kThreads, 0, stream_of(context)>>>(args);
+      launch_load<T, typename decltype(cached_tag)::type>(args, context);
       return Status::ok_status();
     });
   }));
@@ -323,35 +386,17 @@ Status load_kv_cache(const LoadKvCacheParams& params, const ExecContext& context
 
 Status copy_kv_pages(const CopyKvPagesParams& params, const ExecContext& context) {
   constexpr const char* kWhere = "diffulex::copy_kv_pages";
-  DIFFULEX_RETURN_IF_ERROR(check_unscaled("copy_kv_pages", params.k_scale, params.v_scale));
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
-  CopyArgs args{};
-  fill_copy_side(args, 0, params.k_cache);
-  fill_copy_side(args, 1, params.v_cache);
-  args.src_dst = params.src_dst.as<const int32_t>();
-  args.pair_stride = params.src_dst.stride[0];
-  args.id_stride = params.src_dst.stride[1];
-  const int64_t num_pages = params.k_cache.size[0];
   DIFFULEX_RETURN_IF_ERROR(
-      check_range(kWhere, "src_dst", params.src_dst, INT64_MIN, num_pages, context));
-  const int64_t page_elems =
-      args.page_elems[0] > args.page_elems[1] ? args.page_elems[0] : args.page_elems[1];
-  if (page_elems == 0 || num_pages == 0) {
-    return Status::ok_status();
-  }
-  const int64_t pieces = ceil_div(page_elems, 8 * kThreads);
-  // The y extent of a grid is limited to 65,535.
-  for (int64_t first = 0; first < params.src_dst.size[0]; first += 65535) {
-    const int64_t rest = params.src_dst.size[0] - first;
-    const dim3 grid(static_cast<unsigned>(pieces < 64 ? pieces : 64),
-                    static_cast<unsigned>(rest < 65535 ? rest : 65535), 2);
-    args.src_dst = params.src_dst.as<const int32_t>() + first * args.pair_stride;
-    if (dtype_bytes(params.k_cache.dtype) == 4) {
-      copy_kernel<uint32_t><<<grid, kThreads, 0, stream_of(context)>>>(args);
-    } else {
-      copy_kernel<uint16_t><<<grid, kThreads, 0, stream_of(context)>>>(args);
-    }
+      check_range(kWhere, "src_dst", params.src_dst, INT64_MIN, params.k_cache.size[0], context));
+  if (params.k_scale.present()) {
+    launch_copy<uint8_t>(params.k_cache, params.v_cache, params.src_dst, context);
+    launch_copy<uint8_t>(params.k_scale, params.v_scale, params.src_dst, context);
+  } else if (dtype_bytes(params.k_cache.dtype) == 4) {
+    launch_copy<uint32_t>(params.k_cache, params.v_cache, params.src_dst, context);
+  } else {
+    launch_copy<uint16_t>(params.k_cache, params.v_cache, params.src_dst, context);
   }
   return check_launch(kWhere);
 }
@@ -360,9 +405,12 @@ Status prepare_kv_cache(const ExecContext& /*context*/) {
   constexpr const char* kWhere = "diffulex::store_kv_cache";
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, copy_kernel<uint32_t>));
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, copy_kernel<uint16_t>));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, copy_kernel<uint8_t>));
+  DIFFULEX_RETURN_IF_ERROR(prepare_store_codes(kWhere));
   return for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;
     DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, store_kernel<T, T, true>));
+    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, load_kernel<T, KvCode>));
     return for_each_dtype(kWhere, [](auto cached_tag) {
       using Cached = typename decltype(cached_tag)::type;
       DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, store_kernel<T, Cached, false>));

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "ops/cuda_ops.h"
-#include "ops/kv/check.h"
+#include "ops/kv/store_codes.h"
 #include "ops/prepare.h"
 #include "ops/rope/args.cuh"
 #include "ops/rope/stream.h"
@@ -438,6 +438,28 @@ RopeArgs fused_args(const QkNormRopeParams& params) {
   return args;
 }
 
+/// The finished K and V of a call with caches of codes.
+StoreCodesArgs code_args(const QkNormRopeParams& params, const RopeArgs& args) {
+  StoreCodesArgs coded{};
+  const HeadGroup* groups[2] = {&args.k, &args.v};
+  for (int side = 0; side < 2; ++side) {
+    coded.rows[side] = groups[side]->data;
+    coded.row_stride[side] = groups[side]->token_stride;
+    coded.head_stride[side] = groups[side]->head_stride;
+  }
+  coded.cache[0] = args.k_cache;
+  coded.cache[1] = args.v_cache;
+  coded.scales[0] = KvScales::of(params.k_scale);
+  coded.scales[1] = KvScales::of(params.v_scale);
+  coded.slots = params.slot_mapping.data;
+  coded.is_slot_int64 = params.slot_mapping.dtype == DType::kI64;
+  coded.has_write_back = true;
+  coded.num_rows = args.num_tokens;
+  coded.num_heads = params.num_kv_heads;
+  coded.head_dim = params.head_dim;
+  return coded;
+}
+
 }  // namespace
 
 Status rotary_embedding(const RotaryParams& params, const ExecContext& context) {
@@ -468,7 +490,6 @@ Status qk_norm_rope(const QkNormRopeParams& params, const ExecContext& context) 
 
 Status qk_norm_rope_store(const QkNormRopeParams& params, const ExecContext& context) {
   constexpr const char* kWhere = "diffulex::qk_norm_rope_store";
-  DIFFULEX_RETURN_IF_ERROR(check_unscaled("qk_norm_rope_store", params.k_scale, params.v_scale));
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
   RopeArgs args = fused_args(params);
@@ -480,14 +501,23 @@ Status qk_norm_rope_store(const QkNormRopeParams& params, const ExecContext& con
   args.is_cache_plain = params.k_cache.dtype == params.qkv.dtype &&
                         args.k_cache.is_row_aligned16(bytes) &&
                         args.v_cache.is_row_aligned16(bytes);
-  if (args.k_cache.num_pages > 0) {
+  if (args.k_cache.num_pages > 0 && !params.k_scale.present()) {
     args.slots = params.slot_mapping.data;
     args.is_slot_int64 = params.slot_mapping.dtype == DType::kI64;
   }
   DIFFULEX_RETURN_IF_ERROR(
       check_range(kWhere, "slot_mapping", params.slot_mapping, INT64_MIN,
                   static_cast<int64_t>(args.k_cache.num_pages) * args.k_cache.page_size, context));
-  return run_rope(kWhere, params.qkv.dtype, args, params.positions, context);
+  if (!params.k_scale.present()) {
+    return run_rope(kWhere, params.qkv.dtype, args, params.positions, context);
+  }
+  const StoreCodesArgs coded = code_args(params, args);
+  args.v.num_heads = params.norm_v ? args.v.num_heads : 0;
+  DIFFULEX_RETURN_IF_ERROR(run_rope(kWhere, params.qkv.dtype, args, params.positions, context));
+  if (args.k_cache.num_pages == 0) {
+    return Status::ok_status();
+  }
+  return store_codes(kWhere, coded, params.qkv.dtype, context);
 }
 
 Status prepare_rope(const ExecContext& /*context*/) {

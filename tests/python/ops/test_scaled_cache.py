@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,36 +10,18 @@ import pytest
 import torch
 
 import op_calls
-from attention_cases import AttentionCase, poison, random_case
+from attention_cases import poison, random_case
 from diffulex import ops
 from reference import quantize as reference
+from scaled_caches import CODED, NEVER, OPS, coded, coded_caches, oracle, with_scales
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-CODED = torch.float8_e4m3fn
-#: What no reader may see: a code that stands for NaN, and a scale beyond every finite one.
-NEVER = 0xFF
-
-
-def coded_caches(num_pages: int, page_size: int, heads: int, dim: int) -> dict[str, Any]:
-    """Caches whose codes and scales were never written."""
-    codes = torch.full((2, num_pages, page_size, heads, dim), NEVER, dtype=torch.uint8)
-    scales = torch.full((2, num_pages, heads, page_size), NEVER, dtype=torch.uint8)
-    k, v = codes.view(CODED)
-    return {"k_cache": k, "v_cache": v, "k_scale": scales[0], "v_scale": scales[1]}
 
 
 def slots_of(cache: torch.Tensor, scale: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Codes [slots, heads, D] and scale bytes [slots, heads]."""
     codes = cache.view(torch.uint8).flatten(0, 1).numpy()
     return codes, scale.permute(0, 2, 1).flatten(0, 1).numpy()
-
-
-def oracle(rows: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scale bytes of rows [..., D]."""
-    flat = rows.float().numpy().reshape(-1, rows.shape[-1])
-    heads = [reference.kv_head(head) for head in flat]
-    codes = np.stack([codes for codes, _ in heads]).reshape(rows.shape)
-    return codes, np.array([scale for _, scale in heads], np.uint8).reshape(rows.shape[:-1])
 
 
 def store(rows: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -208,26 +189,6 @@ def test_rows_that_are_stored_hold_the_stored_values(dtype: torch.dtype, from_ra
             assert np.array_equal(after[row].double().numpy(), stored)
 
 
-def coded(case: AttentionCase) -> tuple[AttentionCase, AttentionCase]:
-    """The case with its caches as codes, and with caches of their values."""
-    codes, values = dict(case.tensors), dict(case.tensors)
-    for name in ("k", "v"):
-        rows, cache = case.tensors[name], case.tensors[f"{name}_cache"]
-        assert rows is not None
-        assert cache is not None
-        # Caches may have room for longer heads.
-        raw = np.full(cache.shape, NEVER, np.uint8)
-        raw[..., : rows.shape[2]], scales = oracle(cache[..., : rows.shape[2]])
-        codes[f"{name}_cache"] = torch.from_numpy(raw).view(CODED)
-        codes[f"{name}_scale"] = torch.from_numpy(scales).permute(0, 2, 1).contiguous()
-        read = torch.from_numpy(reference.kv_values(raw, scales))
-        values[f"{name}_cache"] = read.to(cache.dtype)
-    return (
-        dataclasses.replace(case, tensors=codes),
-        dataclasses.replace(case, tensors=values),
-    )
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_attention_has_the_bits_of_the_dequantised_cache(seed: int) -> None:
     case = random_case(seed, "cpu", layout=0)
@@ -259,18 +220,6 @@ def test_pages_are_copied_with_their_scales() -> None:
         assert torch.equal(part.view(torch.uint8), before[name][[0, 5, 2, 0, 4, 5]])
 
 
-def with_scales(op: str, device: str) -> op_calls.Call:
-    """A call of `op` with caches of codes."""
-    tensors, numbers = op_calls.make(op, device)
-    cache = tensors["k_cache"]
-    assert cache is not None
-    num_pages, page_size, heads, dim = cache.shape
-    for name, part in coded_caches(num_pages, page_size, heads, dim).items():
-        tensors[name] = part.to(device)
-    return tensors, numbers
-
-
-OPS = ["block_attention", "store_kv_cache", "load_kv_cache", "copy_kv_pages", "qk_norm_rope_store"]
 BAD: list[tuple[str, Any, str]] = [
     ("k_scale", lambda s: s.float(), "k_scale: expected dtype uint8, got float32"),
     ("v_scale", lambda s: s.float(), "v_scale: expected dtype uint8, got float32"),
@@ -297,10 +246,3 @@ def test_legal_and_illegal_scales(op: str, device: str) -> None:
             RuntimeError, match=r"kv_layout: expected 0 \(unified\) with k_scale, got 1"
         ):
             op_calls.run(op, tensors, {**numbers, "kv_layout": 1})
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("op", OPS)
-def test_cuda_refuses_scales(op: str) -> None:
-    with pytest.raises((RuntimeError, NotImplementedError), match="no kernel on cuda reads scaled"):
-        op_calls.run(op, *with_scales(op, "cuda"))
