@@ -16,6 +16,8 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
   csrc/ops/attention/attention_cuda.cu
   csrc/ops/attention/combine.cu
   csrc/ops/attention/generic_bf16.cu
+  csrc/ops/attention/generic_codes_bf16.cu
+  csrc/ops/attention/generic_codes_f32.cu
   csrc/ops/attention/generic_f32.cu
   csrc/ops/comm/all_reduce_bf16.cu
   csrc/ops/comm/all_reduce_f16.cu
@@ -47,6 +49,7 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
   csrc/ops/warmup_cuda.cu
 )
 set(DIFFULEX_CUDA_PORTABLE_FULL_SOURCES
+  csrc/ops/attention/generic_codes_f16.cu
   csrc/ops/attention/generic_f16.cu
   csrc/ops/attention/table_full.cu
 )
@@ -62,12 +65,22 @@ set(DIFFULEX_CUDA_SM80_SOURCES
   csrc/ops/attention/sm80/inst_bf16_d128_m64_s2.cu
   csrc/ops/attention/sm80/inst_bf16_d64_m128.cu
   csrc/ops/attention/sm80/inst_bf16_d64_m64.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d128_m128.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d128_m128_s2.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d128_m64.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d128_m64_s2.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d64_m128.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d64_m64.cu
 )
 set(DIFFULEX_CUDA_SM80_FULL_SOURCES
   csrc/ops/attention/sm80/inst_bf16_d256_m128.cu
   csrc/ops/attention/sm80/inst_bf16_d256_m64.cu
   csrc/ops/attention/sm80/inst_bf16_d512_m32.cu
   csrc/ops/attention/sm80/inst_bf16_d512_m64.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d256_m128.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d256_m64.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d512_m32.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d512_m64.cu
   csrc/ops/attention/sm80/inst_f16_d128_m128.cu
   csrc/ops/attention/sm80/inst_f16_d128_m128_s2.cu
   csrc/ops/attention/sm80/inst_f16_d128_m64.cu

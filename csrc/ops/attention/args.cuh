@@ -5,14 +5,16 @@
 // T packed rows, R requests, Hq / Hkv heads, G = Hq / Hkv, D head dim, S split bound.
 
 #include <cstdint>
+#include <type_traits>
 
 #include "diffulex/ops/row_interval.h"
 #include "ops/kv/cache_view.cuh"
+#include "ops/kv/codes.cuh"
 #include "ops/shared/fast_div.h"
 
 namespace diffulex::cuda {
 
-struct AttentionArgs final {
+struct AttentionArgs {
   const void* q;        // [T, Hq, D]
   const void* k;        // [T, Hkv, D]
   const void* v;        // [T, Hkv, D]
@@ -62,6 +64,17 @@ struct AttentionArgs final {
   FastDiv by_tile_tokens;
   int32_t cluster_size;  // CTAs that share a unit as splits; 1 = each split is a unit
 };
+
+/// A call whose caches hold codes; its kernels cast to it what they are handed.
+struct CodedAttentionArgs final : AttentionArgs {
+  KvScales k_scales;
+  KvScales v_scales;
+};
+
+/// What the kernels for cached elements of type Cached are told: KvCode, or the type of the rows.
+template <typename Cached>
+using AttentionArgsOf =
+    std::conditional_t<std::is_same_v<Cached, KvCode>, CodedAttentionArgs, AttentionArgs>;
 
 /// One request as the kernels see it: lengths clamped so that bad data cannot leave the buffers.
 struct RequestView final {

@@ -13,7 +13,6 @@
 #include "ops/attention/sm90/table.h"
 #include "ops/attention/table.h"
 #include "ops/cuda_ops.h"
-#include "ops/kv/check.h"
 #include "ops/prepare.h"
 #include "ops/shared/cuda/check_data.h"
 #include "ops/shared/cuda/device_facts.h"
@@ -46,8 +45,8 @@ int32_t log2_or_none(int32_t value) {
   return (1 << shift) == value ? shift : -1;
 }
 
-AttentionArgs make_args(const BlockAttentionParams& params, const AttentionShape& shape) {
-  AttentionArgs args{};
+CodedAttentionArgs make_args(const BlockAttentionParams& params, const AttentionShape& shape) {
+  CodedAttentionArgs args{};
   args.q = params.q.data;
   args.k = params.k.data;
   args.v = params.v.data;
@@ -62,6 +61,8 @@ AttentionArgs make_args(const BlockAttentionParams& params, const AttentionShape
   }
   args.k_cache = CacheView::of_keys(params.k_cache, params.kv_layout);
   args.v_cache = CacheView::of_values(params.v_cache, params.kv_layout);
+  args.k_scales = KvScales::of(params.k_scale);
+  args.v_scales = KvScales::of(params.v_scale);
   if (args.k_cache.page_size < 1) {  // an empty cache may have no page size
     args.k_cache.page_size = 1;
     args.v_cache.page_size = 1;
@@ -105,19 +106,20 @@ bool has_aligned_rows(const TensorRef& tensor) {
 /// True when every row can move in 16-byte pieces and pages are found by shifts.
 bool is_tensor_core_ready(const BlockAttentionParams& params, const AttentionArgs& args) {
   const int32_t page_size = args.k_cache.page_size;
-  const int64_t bytes = dtype_bytes(params.q.dtype);
+  const int64_t bytes = dtype_bytes(params.k_cache.dtype);
+  const int64_t piece = params.k_scale.present() ? 8 : 16;  // bytes of a cached head in one access
   const bool is_cache_ready =
       args.k_cache.num_pages == 0 ||
-      (args.k_cache.is_row_aligned16(bytes) && args.v_cache.is_row_aligned16(bytes));
+      (args.k_cache.is_row_aligned(piece, bytes) && args.v_cache.is_row_aligned(piece, bytes));
   return params.kv_layout == KvLayout::kUnified && (page_size & (page_size - 1)) == 0 &&
          has_aligned_rows(params.q) && has_aligned_rows(params.k) && has_aligned_rows(params.v) &&
          has_aligned_rows(params.out) && is_cache_ready;
 }
 
-const TensorCoreEntry* find_tensor_core(DType dtype, int32_t head_dim,
+const TensorCoreEntry* find_tensor_core(DType dtype, bool is_coded, int32_t head_dim,
                                         const AttentionConfig& config) {
   for (const TensorCoreEntry& entry : tensor_core_kernels()) {
-    if (entry.dtype == dtype && entry.tile.head_dim == head_dim &&
+    if (entry.dtype == dtype && entry.is_coded == is_coded && entry.tile.head_dim == head_dim &&
         entry.tile.rows == config.rows_per_tile && entry.tile.stages == config.stages) {
       return &entry;
     }
@@ -250,11 +252,13 @@ Status add_up_splits(const AttentionArgs& args, DType dtype, const ExecContext& 
 }
 
 Status launch_paths(const BlockAttentionParams& params, const AttentionShape& shape,
-                    AttentionArgs& args, const ExecContext& context) {
+                    CodedAttentionArgs& args, const ExecContext& context) {
+  const bool is_coded = params.k_scale.present();
   const AttentionDevice device = attention_device(context);
   const AttentionConfig hopper = hopper_attention_config(shape, context.batch_invariant, device);
-  if (args.group <= hopper.rows_per_tile && device.shared_memory >= kLargeSharedMemory &&
-      is_hopper_device(context.device_index) && is_copy_engine_ready(params, args)) {
+  if (!is_coded && args.group <= hopper.rows_per_tile &&
+      device.shared_memory >= kLargeSharedMemory && is_hopper_device(context.device_index) &&
+      is_copy_engine_ready(params, args)) {
     const sm90::AttentionEntry* entry =
         find_hopper(params.q.dtype, shape.head_dim, hopper.rows_per_tile);
     if (entry != nullptr) {
@@ -271,7 +275,7 @@ Status launch_paths(const BlockAttentionParams& params, const AttentionShape& sh
   const TensorCoreEntry* entry = nullptr;
   // A tile must hold at least one token.
   if (args.group <= config.rows_per_tile && is_tensor_core_ready(params, args)) {
-    entry = find_tensor_core(params.q.dtype, shape.head_dim, config);
+    entry = find_tensor_core(params.q.dtype, is_coded, shape.head_dim, config);
   }
   if (entry != nullptr) {
     apply_config(args, config);
@@ -279,7 +283,7 @@ Status launch_paths(const BlockAttentionParams& params, const AttentionShape& sh
     DIFFULEX_RETURN_IF_ERROR(entry->kernel.launch(args, context.device_index, context.stream));
     return add_up_splits(args, params.q.dtype, context);
   }
-  const GenericKernel generic = generic_kernel_of(params.q.dtype);
+  const GenericKernel generic = generic_kernel_of(params.q.dtype, is_coded);
   if (generic.launch == nullptr) {
     return make_error(StatusCode::kNoKernel, kWhere, ": q: expected a dtype of this build, got ",
                       to_string(params.q.dtype));
@@ -299,11 +303,10 @@ Status launch_paths(const BlockAttentionParams& params, const AttentionShape& sh
 }  // namespace
 
 Status block_attention(const BlockAttentionParams& params, const ExecContext& context) {
-  DIFFULEX_RETURN_IF_ERROR(check_unscaled("block_attention", params.k_scale, params.v_scale));
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
   const AttentionShape shape = attention_shape(params);
-  AttentionArgs args = make_args(params, shape);
+  CodedAttentionArgs args = make_args(params, shape);
   DIFFULEX_RETURN_IF_ERROR(check_indices(params, args, context));
   return launch_paths(params, shape, args, context);
 }
@@ -321,9 +324,11 @@ Status prepare_attention_kernels(const ExecContext& context) {
     }
   }
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
-    const GenericKernel generic = generic_kernel_of(dtype);
-    if (generic.prepare != nullptr) {
-      DIFFULEX_RETURN_IF_ERROR(generic.prepare(context.device_index));
+    for (const bool is_coded : {false, true}) {
+      const GenericKernel generic = generic_kernel_of(dtype, is_coded);
+      if (generic.prepare != nullptr) {
+        DIFFULEX_RETURN_IF_ERROR(generic.prepare(context.device_index));
+      }
     }
   }
   return prepare_attention_combine();

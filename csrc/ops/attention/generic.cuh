@@ -31,14 +31,16 @@ __host__ __device__ constexpr int generic_stride(int head_dim) {
 struct GenericKey final {
   int64_t k_offset;  // in elements, from the in-flight or cached base
   int64_t v_offset;
-  int32_t source;  // 0 = invisible to every row, 1 = in flight, 2 = cached
+  int32_t source;   // 0 = invisible to every row, 1 = in flight, 2 = cached
+  uint8_t k_scale;  // of a cached key, with codes
+  uint8_t v_scale;
 };
 
-template <int kTile>
-__device__ GenericKey find_key(const AttentionArgs& args, const RequestView& view,
+template <typename Cached, int kTile>
+__device__ GenericKey find_key(const AttentionArgsOf<Cached>& args, const RequestView& view,
                                const AttentionWork& work, const TileWalk& walk, int32_t index,
                                int32_t key) {
-  GenericKey found{0, 0, 0};
+  GenericKey found{0, 0, 0, 0, 0};
   if (!contains(walk.bounds<kTile>(index), key)) {
     return found;
   }
@@ -61,6 +63,10 @@ __device__ GenericKey find_key(const AttentionArgs& args, const RequestView& vie
   found.k_offset = args.k_cache.offset(page, offset, work.kv_head, 0);
   found.v_offset = args.v_cache.offset(page, offset, work.kv_head, 0);
   found.source = 2;
+  if constexpr (std::is_same_v<Cached, KvCode>) {
+    found.k_scale = *args.k_scales.at(page, offset, work.kv_head);
+    found.v_scale = *args.v_scales.at(page, offset, work.kv_head);
+  }
   return found;
 }
 
@@ -71,13 +77,13 @@ __device__ __forceinline__ int64_t dim_offset(const CacheView& cache, int32_t di
 }
 
 /// Copies the K (or V) rows of a tile to shared memory as fp32; invisible keys become zeros.
-template <typename T, int kTile>
+template <typename T, typename Cached, int kTile>
 __device__ void load_tile(const AttentionArgs& args, const GenericKey* keys, bool is_value,
                           float* tile, int stride) {
   const CacheView& cache = is_value ? args.v_cache : args.k_cache;
   const T* fresh = static_cast<const T*>(is_value ? args.v : args.k);
   const int64_t fresh_stride = is_value ? args.v_stride[2] : args.k_stride[2];
-  const T* cached = static_cast<const T*>(cache.data);
+  const Cached* cached = static_cast<const Cached*>(cache.data);
   for (int key = threadIdx.x / 32; key < kTile; key += kTile * kGenericLanes / 32) {
     const GenericKey& found = keys[key];
     const int64_t base = is_value ? found.v_offset : found.k_offset;
@@ -86,7 +92,13 @@ __device__ void load_tile(const AttentionArgs& args, const GenericKey* keys, boo
       if (found.source == 1) {
         value = to_float(fresh[base + dim * fresh_stride]);
       } else if (found.source == 2) {
-        value = to_float(cached[base + dim_offset(cache, dim)]);
+        const Cached raw = cached[base + dim_offset(cache, dim)];
+        if constexpr (std::is_same_v<Cached, KvCode>) {
+          const float exact = kv_value(raw.bits, is_value ? found.v_scale : found.k_scale);
+          value = to_float(from_float<T>(exact));
+        } else {
+          value = to_float(raw);
+        }
       }
       tile[key * stride + dim] = value;
     }
@@ -226,8 +238,8 @@ __device__ void store_row(const AttentionArgs& args, const RequestView& view,
   }
 }
 
-template <typename T, int kMaxDim, int kTile>
-__device__ void process_generic(const AttentionArgs& args, const RequestView& view,
+template <typename T, typename Cached, int kMaxDim, int kTile>
+__device__ void process_generic(const AttentionArgsOf<Cached>& args, const RequestView& view,
                                 const AttentionWork& work, float* smem, GenericKey* found) {
   const int stride = generic_stride(args.head_dim);
   float* queries = smem;
@@ -268,15 +280,16 @@ __device__ void process_generic(const AttentionArgs& args, const RequestView& vi
     const int32_t base = walk.base<kTile>(index);
     __syncthreads();
     if (threadIdx.x < kTile) {
-      found[threadIdx.x] = find_key<kTile>(args, view, work, walk, index, base + threadIdx.x);
+      found[threadIdx.x] =
+          find_key<Cached, kTile>(args, view, work, walk, index, base + threadIdx.x);
     }
     __syncthreads();
-    load_tile<T, kTile>(args, found, false, tile, stride);
+    load_tile<T, Cached, kTile>(args, found, false, tile, stride);
     __syncthreads();
     score_tile<kTile>(args, row, queries + row_idx * stride, tile, found, base, row_probabilities,
                       stride);
     __syncthreads();
-    load_tile<T, kTile>(args, found, true, tile, stride);
+    load_tile<T, Cached, kTile>(args, found, true, tile, stride);
     __syncthreads();
     add_values<kTile>(args, row, tile, row_probabilities, stride);
   }
@@ -286,9 +299,9 @@ __device__ void process_generic(const AttentionArgs& args, const RequestView& vi
   }
 }
 
-template <typename T, int kMaxDim, int kTile>
+template <typename T, typename Cached, int kMaxDim, int kTile>
 __global__ void __launch_bounds__(kTile* kGenericLanes, 1)
-    generic_kernel(const __grid_constant__ AttentionArgs args) {
+    generic_kernel(const __grid_constant__ AttentionArgsOf<Cached> args) {
   extern __shared__ __align__(16) float generic_smem[];
   __shared__ GenericKey found[kTile];
   const int64_t count = num_work(args);
@@ -304,7 +317,7 @@ __global__ void __launch_bounds__(kTile* kGenericLanes, 1)
       continue;
     }
     __syncthreads();
-    process_generic<T, kMaxDim, kTile>(args, view, work, generic_smem, found);
+    process_generic<T, Cached, kMaxDim, kTile>(args, view, work, generic_smem, found);
   }
 }
 
@@ -335,50 +348,51 @@ static_assert(generic_attention_bytes(kGenericMaxDim, kSmallGenericTile) <= kSma
               "every head dim has a tile that fits every device");
 
 /// Allows one kernel the shared memory of the largest head dim it serves, or all of the device.
-template <typename T, int kMaxDim, int kTile>
+template <typename T, typename Cached, int kMaxDim, int kTile>
 Status prepare_generic_tile(int32_t device_index) {
   constexpr int32_t kMost = generic_attention_bytes(kMaxDim, kTile);
   const int32_t offered = device_shared_memory(device_index);
   const int32_t bytes = (kMost <= offered ? kMost : offered) - kStaticBytes<kTile>;
-  return allow_shared_memory<generic_kernel<T, kMaxDim, kTile>>("diffulex::block_attention",
-                                                                device_index, bytes);
+  return allow_shared_memory<generic_kernel<T, Cached, kMaxDim, kTile>>("diffulex::block_attention",
+                                                                        device_index, bytes);
 }
 
-template <typename T>
+template <typename T, typename Cached>
 Status prepare_generic(int32_t device_index) {
   for (const int32_t dim : {64, 128, 256, kGenericMaxDim}) {
     DIFFULEX_RETURN_IF_ERROR(dispatch_generic_dim(dim, [&](auto max_dim) {
       constexpr int kMaxDim = decltype(max_dim)::value;
-      return prepare_generic_tile<T, kMaxDim, kGenericTile>(device_index);
+      return prepare_generic_tile<T, Cached, kMaxDim, kGenericTile>(device_index);
     }));
   }
-  return prepare_generic_tile<T, kGenericMaxDim, kSmallGenericTile>(device_index);
+  return prepare_generic_tile<T, Cached, kGenericMaxDim, kSmallGenericTile>(device_index);
 }
 
-template <typename T, int kMaxDim, int kTile>
+template <typename T, typename Cached, int kMaxDim, int kTile>
 Status launch_generic_tile(const AttentionArgs& args, int32_t device_index, void* stream) {
   constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
-  DIFFULEX_RETURN_IF_ERROR((prepare_generic_tile<T, kMaxDim, kTile>(device_index)));
+  DIFFULEX_RETURN_IF_ERROR((prepare_generic_tile<T, Cached, kMaxDim, kTile>(device_index)));
   const int64_t grid =
       int64_t{args.num_reqs} * args.num_kv_heads * args.num_splits * args.tiles_per_request +
       int64_t{args.num_reqs + 1} * args.tiles_per_request;
-  generic_kernel<T, kMaxDim, kTile>
+  generic_kernel<T, Cached, kMaxDim, kTile>
       <<<static_cast<unsigned>(grid < kMaxGrid ? grid : kMaxGrid), kTile * kGenericLanes,
          generic_attention_bytes(args.head_dim, kTile) - kStaticBytes<kTile>,
-         static_cast<cudaStream_t>(stream)>>>(args);
+         static_cast<cudaStream_t>(stream)>>>(static_cast<const AttentionArgsOf<Cached>&>(args));
   return check_launch("diffulex::block_attention");
 }
 
-template <typename T>
+template <typename T, typename Cached>
 Status launch_generic(const AttentionArgs& args, int32_t device_index, void* stream) {
   // Only head dims above 256 can need the small tile.
   static_assert(generic_attention_tile(256, kSmallSharedMemory) == kGenericTile, "");
   if (args.rows_per_tile == kSmallGenericTile) {
-    return launch_generic_tile<T, kGenericMaxDim, kSmallGenericTile>(args, device_index, stream);
+    return launch_generic_tile<T, Cached, kGenericMaxDim, kSmallGenericTile>(args, device_index,
+                                                                             stream);
   }
   return dispatch_generic_dim(args.head_dim, [&](auto max_dim) {
-    return launch_generic_tile<T, decltype(max_dim)::value, kGenericTile>(args, device_index,
-                                                                          stream);
+    return launch_generic_tile<T, Cached, decltype(max_dim)::value, kGenericTile>(
+        args, device_index, stream);
   });
 }
 

@@ -15,9 +15,11 @@ struct TensorCoreEntry final {
   DType dtype = DType::kBF16;
   AttentionTile tile;
   sm80::AttentionKernel kernel;
+  bool is_coded = false;  // caches of codes
 };
 
-/// The generic kernel of one dtype; null members when the profile leaves it out.
+/// The generic kernel of one dtype of rows and kind of caches; null members when the profile leaves
+/// it out.
 struct GenericKernel final {
   Status (*launch)(const AttentionArgs& args, int32_t device_index, void* stream) = nullptr;
   Status (*prepare)(int32_t device_index) = nullptr;
@@ -34,6 +36,6 @@ struct TensorCoreKernels final {
 
 /// Instantiations of the build profile (attention_table_full.cu or attention_table_minimal.cu).
 [[nodiscard]] TensorCoreKernels tensor_core_kernels();
-[[nodiscard]] GenericKernel generic_kernel_of(DType dtype);
+[[nodiscard]] GenericKernel generic_kernel_of(DType dtype, bool is_coded);
 
 }  // namespace diffulex::cuda

@@ -59,11 +59,17 @@ struct CacheView final {
            static_cast<int64_t>(dim / chunk) * chunk_stride + (dim % chunk) * dim_stride;
   }
 
-  /// True when the dims of a head are contiguous and every head starts at a multiple of 16 bytes.
+  /// True when the dims of a head are contiguous and every head starts at a multiple of
+  /// `alignment` bytes.
+  [[nodiscard]] bool is_row_aligned(int64_t alignment, int64_t element_bytes) const {
+    return chunk == 1 << 30 && dim_stride == 1 &&
+           reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(alignment) == 0 &&
+           page_stride * element_bytes % alignment == 0 &&
+           token_stride * element_bytes % alignment == 0 &&
+           head_stride * element_bytes % alignment == 0;
+  }
   [[nodiscard]] bool is_row_aligned16(int64_t element_bytes) const {
-    return chunk == 1 << 30 && dim_stride == 1 && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
-           page_stride * element_bytes % 16 == 0 && token_stride * element_bytes % 16 == 0 &&
-           head_stride * element_bytes % 16 == 0;
+    return is_row_aligned(16, element_bytes);
   }
 
  private:

@@ -150,12 +150,6 @@ Status check_kv_cache(const KvCacheArguments& arguments) {
                       static_cast<int32_t>(arguments.layout));
 }
 
-Status check_unscaled(const char* op, const TensorRef& k_scale, const TensorRef& v_scale) {
-  constexpr const char* kNoKernel = "no kernel on cuda reads scaled caches";
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "k_scale", k_scale).absent(kNoKernel));
-  return ArgumentCheck(op, "v_scale", v_scale).absent(kNoKernel);
-}
-
 KvCacheGeometry kv_cache_geometry(const TensorRef& k_cache, KvLayout layout, int64_t head_dim) {
   if (layout == KvLayout::kDistinct) {
     return KvCacheGeometry{k_cache.size[0], k_cache.size[3], k_cache.size[4]};

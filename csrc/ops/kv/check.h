@@ -27,9 +27,6 @@ struct KvCacheGeometry {
 
 /// Shape, dtype and layout of a cache pair; unified caches may have more heads and dims.
 [[nodiscard]] Status check_kv_cache(const KvCacheArguments& arguments);
-/// What the CUDA launchers answer to scales, which their kernels do not read.
-[[nodiscard]] Status check_unscaled(const char* op, const TensorRef& k_scale,
-                                    const TensorRef& v_scale);
 /// Geometry of a cache that passed check_kv_cache.
 [[nodiscard]] KvCacheGeometry kv_cache_geometry(const TensorRef& k_cache, KvLayout layout,
                                                 int64_t head_dim);

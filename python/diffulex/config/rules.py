@@ -444,18 +444,17 @@ class Resolver:
                 f" got {split}"
             )
         is_cuda = partial["device"].startswith("cuda")
-        self._check_kv_dtype(is_cuda)
+        self._check_kv_dtype()
         if partial["skip_warmup"] and is_cuda and partial["num_pages"] == -1:
             raise ConfigError("skip_warmup: expected num_pages to be given, got num_pages -1")
 
-    def _check_kv_dtype(self, is_cuda: bool) -> None:
+    def _check_kv_dtype(self) -> None:
         """Where a cache cannot hold codes."""
         partial = self._partial
         if partial["kv_cache_dtype"] == "auto":
             return
         for is_refused, where in (
             (partial.facts.program is not None, "with an exported program"),
-            (is_cuda, f"on {partial['device']}, which has no kernels for codes yet"),
             (partial["kv_cache_layout"] == "distinct", "with kv_cache_layout distinct"),
         ):
             if is_refused:

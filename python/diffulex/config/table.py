@@ -316,7 +316,7 @@ class CacheConfig:
         "auto",
         _one_of("auto", "fp8_e4m3"),
         "What cached keys and values are held as; `auto`: the compute dtype; `fp8_e4m3`: codes with a"
-        " scale per token and head, on CPU in layout `unified`.",
+        " scale per token and head, in layout `unified`.",
     )
     cpu_kv_cache_bytes: int = _key(
         "int", 1 << 30, _at_least(1), "Byte budget of the KV cache on CPU when num_pages is -1."

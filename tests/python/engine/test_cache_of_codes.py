@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from diffulex import Diffulex, SamplingParams
-from diffulex.config.config import Config
 from diffulex.errors import ConfigError
 from diffulex.nn.kv_cache import KVCache
 from tiny_engine import TinyModel
@@ -149,12 +147,3 @@ def test_codes_have_one_layout(tiny: TinyModel) -> None:
         tiny.config(**SETTINGS, kv_cache_layout="distinct")
     with pytest.raises(ValueError, match=r"expected layout unified for torch\.float8_e4m3fn"):
         KVCache([(1, 16)], 1, 4, torch.float8_e4m3fn, "cpu", "distinct")
-
-
-def test_cuda_has_no_kernels_for_codes(tiny: TinyModel) -> None:
-    facts = dataclasses.replace(tiny.facts, num_devices=1)
-    message = (
-        "^kv_cache_dtype: expected auto on cuda.*, which has no kernels for codes yet, got fp8"
-    )
-    with pytest.raises(ConfigError, match=message):
-        Config.resolve(str(tiny.directory), facts, {"device": "cuda", "kv_cache_dtype": "fp8_e4m3"})

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
+import op_calls
+from attention_cases import AttentionCase, poison, random_case
 from diffulex import ops
-from scaled_caches import CODED, coded_caches
+from scaled_caches import CODED, OPS, coded, coded_caches, with_scales
 
 pytestmark = pytest.mark.cuda
 
@@ -186,3 +189,50 @@ def test_no_pages_take_nothing() -> None:
     caches = moved(coded_caches(0, 4, 1, 64))
     ops.store_kv_cache(rows, rows.clone(), slot_mapping=torch.full((3,), -1).cuda(), **caches)
     assert caches["k_cache"].dtype == CODED
+
+
+def on_device(case: AttentionCase) -> AttentionCase:
+    return dataclasses.replace(case, tensors=moved(case.tensors))
+
+
+def has_bits(case: AttentionCase) -> bool:
+    """Whether one kernel reads codes and plain values: no other one reads codes beside float32.
+
+    Beside float16 only the portable kernel reads them, beside bfloat16 none of Hopper's.
+    """
+    q, cache = case.tensors["q"], case.tensors["k_cache"]
+    assert q is not None
+    assert cache is not None
+    if q.dtype == torch.bfloat16:
+        return cache.shape[1] == 4 or not ops.has_hopper_kernels(torch.device("cuda"))
+    return q.dtype == torch.float32
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_attention_has_the_bits_of_the_dequantised_cache(seed: int) -> None:
+    dtype = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float16][seed % 4]
+    case = random_case(seed, "cpu", layout=0, dtype=dtype)
+    codes, values = (on_device(each) for each in coded(case))
+    for found, want in zip(codes.run(), values.run()):
+        if has_bits(case):
+            assert torch.equal(found, want)
+        else:
+            torch.testing.assert_close(found, want, rtol=1.6e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_unseen_codes_and_scales_do_not_matter(seed: int) -> None:
+    case = random_case(seed, "cpu", layout=0)
+    clean = on_device(coded(poison(case, 0.5))[0])
+    poisoned = on_device(coded(poison(case, torch.nan))[0])
+    scales = poisoned.tensors["k_scale"]
+    assert scales is not None
+    for found, want in zip(poisoned.run(), clean.run()):
+        assert torch.equal(found, want)
+        assert not torch.isnan(found).any()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ops_take_scales(op: str) -> None:
+    op_calls.run(op, *with_scales(op, "cuda"))
+    torch.cuda.synchronize()

@@ -52,8 +52,9 @@ __device__ __forceinline__ TileSetup<Traits> make_setup(const AttentionArgs& arg
 }
 
 template <typename Traits>
-__device__ __forceinline__ void process_tile(const AttentionArgs& args, const RequestView& view,
-                                             const AttentionWork& work, uint8_t* smem) {
+__device__ __forceinline__ void process_tile(const typename Traits::Args& args,
+                                             const RequestView& view, const AttentionWork& work,
+                                             uint8_t* smem) {
   constexpr int kStages = Traits::kStages;
   constexpr int kTileKeys = Traits::kTileKeys;
   const TileSetup<Traits> setup = make_setup<Traits>(args, view, work);
@@ -141,7 +142,7 @@ __device__ __forceinline__ void process_tile(const AttentionArgs& args, const Re
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_kernel(const __grid_constant__ AttentionArgs args) {
+    attention_kernel(const __grid_constant__ typename Traits::Args args) {
   extern __shared__ __align__(128) uint8_t smem[];
   const int64_t count = num_work(args);
   const int64_t total = count + num_zero_work(args);

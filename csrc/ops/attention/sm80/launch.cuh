@@ -54,13 +54,14 @@ Status launch_attention(const AttentionArgs& args, int32_t device_index, void* s
   constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
   attention_kernel<Traits>
       <<<static_cast<unsigned>(grid < kMaxGrid ? grid : kMaxGrid), Traits::kThreads,
-         Traits::kSmemBytes, static_cast<cudaStream_t>(stream)>>>(args);
+         Traits::kSmemBytes, static_cast<cudaStream_t>(stream)>>>(
+          static_cast<const typename Traits::Args&>(args));
   return check_launch(kAttentionWhere);
 }
 
-template <typename T, int kDim, int kRows, int kStages>
+template <typename T, int kDim, int kRows, int kStages, typename Cached>
 AttentionKernel attention_instance() {
-  using Traits = AttentionTraits<T, kDim, kRows, kStages>;
+  using Traits = AttentionTraits<T, kDim, kRows, kStages, Cached>;
   return AttentionKernel{&launch_attention<Traits>, &prepare_attention<Traits>};
 }
 

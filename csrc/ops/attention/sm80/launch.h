@@ -20,8 +20,9 @@ struct AttentionKernel final {
 
 /// Explicit instantiations, one per inst_*.cu: dtype T (__nv_bfloat16, __half) and an entry of
 /// kAttentionTiles (head dim, row tile, stages; a file name with s2 has fewer stages than its
-/// twin).
-template <typename T, int kDim, int kRows, int kStages>
+/// twin). Cached elements are of type Cached, T or KvCode; with KvCode the arguments are
+/// CodedAttentionArgs.
+template <typename T, int kDim, int kRows, int kStages, typename Cached = T>
 AttentionKernel attention_instance();
 
 }  // namespace diffulex::cuda::sm80

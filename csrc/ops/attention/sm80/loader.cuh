@@ -43,7 +43,7 @@ class KeyLoader final {
  public:
   using T = typename Traits::Element;
 
-  __device__ KeyLoader(const AttentionArgs& args, const RequestView& view, int32_t request,
+  __device__ KeyLoader(const typename Traits::Args& args, const RequestView& view, int32_t request,
                        int32_t kv_head, const TileWalk& walk)
       : args_(args),
         walk_(walk),
@@ -73,6 +73,11 @@ class KeyLoader final {
   /// cores. Returns false if this thread met an unmapped page; `flags` then holds 0 for its key.
   __device__ __forceinline__ bool issue(int32_t index, uint32_t keys, uint32_t values,
                                         uint8_t* flags) {
+    if constexpr (Traits::kIsCoded) {
+      if (!walk_.is_in_flight(index)) {
+        return decode(index, keys, values, flags);
+      }
+    }
     const int32_t base = walk_.template base<Traits::kTileKeys>(index);
     const KeyRange bounds = walk_.template bounds<Traits::kTileKeys>(index);
     const bool is_in_flight = walk_.is_in_flight(index);
@@ -92,7 +97,7 @@ class KeyLoader final {
           v = static_cast<const T*>(args_.v) + token * args_.v_stride[0] +
               kv_head_ * args_.v_stride[1] + chunk_ * 8;
         }
-      } else {
+      } else if constexpr (!Traits::kIsCoded) {
         is_read = is_read && !contains(hole_, key);
         const int32_t page = page_[pass];
         const bool is_page = page >= 0 && page < args_.k_cache.num_pages;
@@ -119,7 +124,50 @@ class KeyLoader final {
   }
 
  private:
-  const AttentionArgs& args_;
+  /// As issue(), for a tile of codes: reads them and writes their values, at once.
+  __device__ __forceinline__ bool decode(int32_t index, uint32_t keys, uint32_t values,
+                                         uint8_t* flags) {
+    const int32_t base = walk_.template base<Traits::kTileKeys>(index);
+    const KeyRange bounds = walk_.template bounds<Traits::kTileKeys>(index);
+    bool is_mapped = true;
+    uint2 codes[2][Traits::kPasses];
+    uint8_t scales[2][Traits::kPasses];
+#pragma unroll
+    for (int pass = 0; pass < Traits::kPasses; ++pass) {
+      const int row = row_ + pass * Traits::kRowsPerPass;
+      const int32_t key = base + row;
+      const int32_t page = page_[pass];
+      const bool is_page = page >= 0 && page < args_.k_cache.num_pages;
+      const bool is_seen = contains(bounds, key) && !contains(hole_, key);
+      is_mapped = is_mapped && (!is_seen || is_page);
+      if (chunk_ == 0) {
+        flags[row] = is_page;
+      }
+      const int64_t offset = key & (args_.k_cache.page_size - 1);
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const CacheView& cache = side == 0 ? args_.k_cache : args_.v_cache;
+        const KvScales& bytes = side == 0 ? args_.k_scales : args_.v_scales;
+        codes[side][pass] = make_uint2(0, 0);
+        scales[side][pass] = kZeroKvScale;
+        if (is_seen && is_page) {
+          codes[side][pass] = *reinterpret_cast<const uint2*>(
+              static_cast<const uint8_t*>(cache.data) + page * cache.page_stride +
+              offset * cache.token_stride + kv_head_ * cache.head_stride + chunk_ * 8);
+          scales[side][pass] = *bytes.at(page, offset, kv_head_);
+        }
+      }
+    }
+#pragma unroll
+    for (int pass = 0; pass < Traits::kPasses; ++pass) {
+      const uint32_t target = swizzled<Traits::kChunks>(row_ + pass * Traits::kRowsPerPass, chunk_);
+      ptx::store_shared16(keys + target, decode_eight<T>(codes[0][pass], scales[0][pass]));
+      ptx::store_shared16(values + target, decode_eight<T>(codes[1][pass], scales[1][pass]));
+    }
+    return is_mapped;
+  }
+
+  const typename Traits::Args& args_;
   const TileWalk& walk_;
   const KeyRange hole_;
   const int32_t* table_;

@@ -5,15 +5,19 @@
 
 #include <cstdint>
 
+#include "ops/attention/args.cuh"
 #include "ops/attention/config.h"
 
 namespace diffulex::cuda::sm80 {
 
 /// T element type, kDim head dim D, kRows packed query rows M of a tile, kStageCount stages of K
-/// and V: an entry of kAttentionTiles.
-template <typename T, int kDim, int kRows, int kStageCount>
+/// and V: an entry of kAttentionTiles. Cached elements are of type Cached_, T or KvCode.
+template <typename T, int kDim, int kRows, int kStageCount, typename Cached_ = T>
 struct AttentionTraits final {
   using Element = T;
+  using Cached = Cached_;
+  using Args = AttentionArgsOf<Cached>;
+  static constexpr bool kIsCoded = std::is_same_v<Cached, KvCode>;
   static constexpr int kHeadDim = kDim;
   static constexpr int kTileRows = kRows;
   static constexpr AttentionTile kTile{kDim, kRows, kStageCount};

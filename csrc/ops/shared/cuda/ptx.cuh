@@ -33,6 +33,13 @@ __device__ __forceinline__ void cp_async4(uint32_t target, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(target), "l"(source) : "memory");
 }
 
+/// st.shared: 16 bytes.
+__device__ __forceinline__ void store_shared16(uint32_t target, const uint4& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(target), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
 /// cp.async.commit_group (PTX 7.0, sm_80).
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");
