@@ -66,21 +66,16 @@ set(DIFFULEX_CUDA_SM80_SOURCES
   csrc/ops/attention/sm80/inst_bf16_d64_m128.cu
   csrc/ops/attention/sm80/inst_bf16_d64_m64.cu
   csrc/ops/attention/sm80/inst_codes_bf16_d128_m128.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d128_m128_s2.cu
   csrc/ops/attention/sm80/inst_codes_bf16_d128_m64.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d128_m64_s2.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d64_m128.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d64_m64.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d64.cu
 )
 set(DIFFULEX_CUDA_SM80_FULL_SOURCES
   csrc/ops/attention/sm80/inst_bf16_d256_m128.cu
   csrc/ops/attention/sm80/inst_bf16_d256_m64.cu
   csrc/ops/attention/sm80/inst_bf16_d512_m32.cu
   csrc/ops/attention/sm80/inst_bf16_d512_m64.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d256_m128.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d256_m64.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d512_m32.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d512_m64.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d256.cu
+  csrc/ops/attention/sm80/inst_codes_bf16_d512.cu
   csrc/ops/attention/sm80/inst_f16_d128_m128.cu
   csrc/ops/attention/sm80/inst_f16_d128_m128_s2.cu
   csrc/ops/attention/sm80/inst_f16_d128_m64.cu

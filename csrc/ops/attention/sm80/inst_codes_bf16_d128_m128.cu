@@ -4,5 +4,6 @@
 namespace diffulex::cuda::sm80 {
 
 template AttentionKernel attention_instance<__nv_bfloat16, 128, 128, 3, KvCode>();
+template AttentionKernel attention_instance<__nv_bfloat16, 128, 128, 2, KvCode>();
 
 }  // namespace diffulex::cuda::sm80

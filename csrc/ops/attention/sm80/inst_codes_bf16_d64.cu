@@ -4,5 +4,6 @@
 namespace diffulex::cuda::sm80 {
 
 template AttentionKernel attention_instance<__nv_bfloat16, 64, 128, 3, KvCode>();
+template AttentionKernel attention_instance<__nv_bfloat16, 64, 64, 3, KvCode>();
 
 }  // namespace diffulex::cuda::sm80

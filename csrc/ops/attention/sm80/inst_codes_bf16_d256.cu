@@ -3,6 +3,7 @@
 
 namespace diffulex::cuda::sm80 {
 
+template AttentionKernel attention_instance<__nv_bfloat16, 256, 128, 2, KvCode>();
 template AttentionKernel attention_instance<__nv_bfloat16, 256, 64, 2, KvCode>();
 
 }  // namespace diffulex::cuda::sm80
