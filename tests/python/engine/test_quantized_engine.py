@@ -29,6 +29,8 @@ from fixtures.quick import quick
 from tiny_gemma import TinyGemma
 
 ZOO = Path(__file__).parents[3] / "examples" / "zoo"
+#: So that an engine does not take the memory of a GPU from the tests that run beside it.
+PAGES: dict[str, Any] = {"num_pages": 2048}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 #: Of the kind that the model was trained on: nothing is decided by the last bits of a product.
 PROMPTS = [
@@ -89,7 +91,7 @@ def test_cuda_answers_as_well_as_the_cpu(scheme: str) -> None:
     give the same tokens."""
     right = {}
     for device in ("cpu", "cuda"):
-        with Diffulex("demo", device=device, quantization=scheme) as engine:
+        with Diffulex("demo", device=device, quantization=scheme, **PAGES) as engine:
             layers = [m for m in model_of(engine).modules() if isinstance(m, Linear)]
             assert all(isinstance(layer.format, QuantizedWeight) for layer in layers)
             right[device] = num_right(engine, heldout_problems(100))
@@ -99,7 +101,7 @@ def test_cuda_answers_as_well_as_the_cpu(scheme: str) -> None:
     assert abs(right["cuda"] - right["cpu"]) <= 4
     settings: dict[str, Any]
     for settings in ({"run_ahead": "off"}, {"enforce_eager": True}):
-        with Diffulex("demo", device="cuda", quantization=scheme, **settings) as engine:
+        with Diffulex("demo", device="cuda", quantization=scheme, **PAGES, **settings) as engine:
             assert tokens(engine) == found
 
 
@@ -111,14 +113,14 @@ def test_experts_on_cuda_answer_as_well_as_on_the_cpu(scheme: str) -> None:
     model = str(ZOO / "edit_llada2")
     right = {}
     for device in ("cpu", "cuda"):
-        with Diffulex(model, device=device, quantization=scheme) as engine:
+        with Diffulex(model, device=device, quantization=scheme, **PAGES) as engine:
             held = [getattr(m, "matrices", None) for m in model_of(engine).modules()]
             assert any(isinstance(each, QuantizedExperts) for each in held)
             right[device] = num_right(engine, problems)
             found = tokens(engine)
     assert right["cpu"] >= 25
     assert abs(right["cuda"] - right["cpu"]) <= 4
-    with Diffulex(model, device="cuda", quantization=scheme, enforce_eager=True) as engine:
+    with Diffulex(model, device="cuda", quantization=scheme, enforce_eager=True, **PAGES) as engine:
         assert tokens(engine) == found
 
 
