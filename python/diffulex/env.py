@@ -8,11 +8,24 @@ it, read theirs themselves; a test compares both with the table.
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from diffulex.errors import ConfigError
 
-__all__ = ["ENV_VARIABLES", "EnvVariable", "get_choice", "get_flag", "get_text", "get_unchecked"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = [
+    "ENV_VARIABLES",
+    "EnvVariable",
+    "get_choice",
+    "get_flag",
+    "get_text",
+    "get_unchecked",
+    "set_meanwhile",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +169,18 @@ def get_choice(name: str) -> str:
 def get_flag(name: str) -> bool:
     """Value of a 0/1 variable."""
     return get_text(name) == "1"
+
+
+@contextmanager
+def set_meanwhile(variables: Mapping[str, str]) -> Iterator[None]:
+    """A block in which variables of other libraries have these values; then what they had before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

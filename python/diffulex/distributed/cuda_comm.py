@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import threading
 from collections import deque
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import distributed
 from diffulex.distributed.comm import Norm, gather_padded
 from diffulex.distributed.gloo_comm import GlooComm
 from diffulex.distributed.store import PeerError, join_store, time_limit
+from diffulex.env import set_meanwhile
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger
 from diffulex.ops.comm import (
@@ -36,7 +36,7 @@ from diffulex.ops.comm import (
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -143,23 +143,8 @@ class _Nccl:
 def _nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = time_limit(timeout_s)
-    with _read_once(_SURVIVES):
+    with set_meanwhile(_SURVIVES):
         return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-
-
-@contextlib.contextmanager
-def _read_once(variables: Mapping[str, str]) -> Iterator[None]:
-    """A block that reads variables of the environment, of which others that read them later know nothing."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 class _Host:

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from diffulex.env import ENV_VARIABLES, get_choice, get_flag, get_text, get_unchecked
+from diffulex.env import (
+    ENV_VARIABLES,
+    get_choice,
+    get_flag,
+    get_text,
+    get_unchecked,
+    set_meanwhile,
+)
 from diffulex.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -120,3 +127,10 @@ def test_bad_values_do_not_reach_the_kernels() -> None:
     )
     assert done.returncode == 1
     assert f"environment: {name}: expected 0 or 1, got maybe" in done.stderr
+
+
+def test_variables_that_are_set_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFULEX_ONE", "mine")
+    with set_meanwhile({"DIFFULEX_ONE": "1", "DIFFULEX_TWO": "2"}):
+        assert (os.environ["DIFFULEX_ONE"], os.environ["DIFFULEX_TWO"]) == ("1", "2")
+    assert (os.environ["DIFFULEX_ONE"], os.environ.get("DIFFULEX_TWO")) == ("mine", None)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections import deque
@@ -92,13 +91,6 @@ def test_ends_of_exchanges_name_their_rank_and_number() -> None:
         with pytest.raises(PeerError) as caught:
             run()
         assert str(caught.value) == text
-
-
-def test_variables_that_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIFFULEX_ONE", "mine")
-    with cuda_comm._read_once({"DIFFULEX_ONE": "1", "DIFFULEX_TWO": "2"}):
-        assert (os.environ["DIFFULEX_ONE"], os.environ["DIFFULEX_TWO"]) == ("1", "2")
-    assert (os.environ["DIFFULEX_ONE"], os.environ.get("DIFFULEX_TWO")) == ("mine", None)
 
 
 @pytest.mark.cuda
