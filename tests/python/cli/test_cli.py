@@ -493,7 +493,7 @@ class TestDoctor:
         """What it says of a device, by a fake one: the ops are not run."""
         import torch
 
-        from diffulex.ops import hopper
+        from diffulex.ops import device
         from diffulex.tools import doctor
 
         gib = 1 << 30
@@ -505,7 +505,7 @@ class TestDoctor:
             "mem_get_info": lambda device=None: (int(free * gib), 8 * gib),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(hopper, "has_hopper_kernels", lambda device: False)
+        monkeypatch.setattr(device, "has_hopper_kernels", lambda _: False)
         facts = {"cuda_archs": archs, "version": "0"}
         monkeypatch.setattr(doctor, "_build_facts", lambda: facts)
         monkeypatch.setattr(doctor, "_self_tests", dict)
