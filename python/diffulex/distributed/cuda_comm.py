@@ -94,24 +94,28 @@ class _Nccl:
         return self._made
 
     def all_reduce_(self, x: Tensor) -> None:
-        self._enqueue(lambda: self._group.allreduce([x]))
+        self._enqueue(lambda group: group.allreduce([x]))
 
     def gather_records(self, part: Tensor, out: Tensor) -> None:
-        self._enqueue(lambda: self._group._allgather_base(out.flatten(), part.flatten()))
+        self._enqueue(lambda group: group._allgather_base(out.flatten(), part.flatten()))
 
     def send_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         out = rows.new_empty(sum(received), rows.size(1))
         splits, options = (list(received), list(sent)), dist.AllToAllOptions()
-        self._enqueue(lambda: self._group.alltoall_base(out, rows.contiguous(), *splits, options))
+        part = rows.contiguous()
+        self._enqueue(lambda group: group.alltoall_base(out, part, *splits, options))
         return out
 
-    def _enqueue(self, begin: Callable[[], Any]) -> None:
-        """Lets the stream wait for an exchange, of whose end `check` asks."""
-        number, self._count = self._count, self._count + 1
+    def _enqueue(self, begin: Callable[[Any], Any]) -> None:
+        """Lets the stream wait for an exchange of the group, of whose end `check` asks."""
+        self.check()  # those that have ended are not kept, whoever asks for them
+        group, number, self._count = self._group, self._count, self._count + 1
         try:
-            work = begin()
+            work = begin(group)
             self._pending.append((number, work.get_future_result()))
             work.wait()
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # of this rank, not of another
         except RuntimeError as error:
             self.check()  # an earlier one has ended the group
             text = " ".join(str(error).split())

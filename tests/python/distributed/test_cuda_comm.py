@@ -93,6 +93,21 @@ def test_ends_of_exchanges_name_their_rank_and_number() -> None:
         assert str(caught.value) == text
 
 
+def test_exchanges_that_nobody_asks_for_are_not_kept() -> None:
+    """Ranks that only take part in the forwards of others look after none."""
+    fine: Any = torch._C._distributed_c10d.WorkResult.SUCCESS  # type: ignore[attr-defined]
+    nccl = nccl_of(*[fine] * 100)
+    for _ in range(100):
+        nccl.all_reduce_(torch.ones(1))
+    assert len(nccl._pending) == 1
+
+
+def test_what_fails_in_this_rank_is_not_blamed_on_another() -> None:
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("fault", 1)):
+        with pytest.raises(type(error)):
+            nccl_of(error).all_reduce_(torch.ones(1))
+
+
 @pytest.mark.cuda
 def test_processes_that_share_a_gpu_open_each_others_memory() -> None:
     assert run_ranks(2, backend="gloo", custom="on", num_devices=1) == ["peers"] * 2
