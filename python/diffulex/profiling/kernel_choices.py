@@ -18,7 +18,7 @@ _HALF = ("bfloat16", "float16")
 #: Head sizes with tensor-core kernels, by build profile.
 _HEAD_DIMS = {"full": (64, 128, 256, 512), "minimal": (64, 128)}
 _HOPPER_PAGES = (8, 256)
-_MMA_MULTIPLE, _WGMMA_MULTIPLE = 8, 64
+_MMA_MULTIPLE, _WGMMA_MULTIPLE, _E4M3_MULTIPLE = 8, 64, 16
 _ISA_NAMES = {"base": "portable", "v3": "AVX2", "v4": "AVX-512"}
 _ISA_ORDER = tuple(_ISA_NAMES)
 
@@ -52,6 +52,7 @@ class OpShapes(NamedTuple):
         experts: hidden and intermediate size of routed experts; None: there are none.
         is_batch_invariant: no kernel is chosen by the number of rows.
         scheme: of weights in low precision; None: they have the dtype.
+        has_cached_codes: keys and values are cached as e4m3 codes.
     """
 
     dtype: str
@@ -60,6 +61,7 @@ class OpShapes(NamedTuple):
     experts: tuple[int, int] | None = None
     is_batch_invariant: bool = False
     scheme: str | None = None
+    has_cached_codes: bool = False
 
 
 def kernel_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
@@ -71,7 +73,7 @@ def kernel_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
     if shapes.scheme is not None:
         choices.append(_scaled_products(platform, shapes.dtype, shapes.scheme))
     if shapes.experts is not None and shapes.scheme is not None:
-        choices.append(KernelChoice("fused_moe", "portable", f"weights {shapes.scheme}"))
+        choices.append(_scaled_experts(platform, shapes.dtype, shapes.scheme, shapes.experts))
     elif shapes.experts is not None:
         choices.append(_experts(platform, shapes.dtype, shapes.experts))
     choices.append(KernelChoice("other ops", "CUDA", "one kernel each"))
@@ -121,12 +123,17 @@ def _attention(platform: Platform, shapes: OpShapes, head_dim: int) -> KernelCho
     dtypes = _HALF if platform.profile == "full" else _HALF[:1]
     if shapes.dtype not in dtypes:
         return KernelChoice(op, "portable", _lacks("dtypes", dtypes, shapes.dtype), is_fast=False)
+    lacking = ""
     if head_dim not in head_dims:
-        reason = _lacks("head sizes", [str(item) for item in head_dims], str(head_dim))
-        return KernelChoice(op, "portable", reason, is_fast=False)
-    if platform.capability < (8, 0):
-        reason = "tensor-core kernels need compute capability 8.0"
-        return KernelChoice(op, "portable", reason, is_fast=False)
+        lacking = _lacks("head sizes", [str(item) for item in head_dims], str(head_dim))
+    elif platform.capability < (8, 0):
+        lacking = "tensor-core kernels need compute capability 8.0"
+    if lacking:
+        return KernelChoice(op, "portable", lacking, is_fast=False)
+    if shapes.has_cached_codes:
+        is_fast = shapes.dtype == "bfloat16"
+        kernel = "tensor cores sm_80" if is_fast else "portable"
+        return KernelChoice(op, kernel, f"the cache holds codes, rows {shapes.dtype}", is_fast)
     low, high = _HOPPER_PAGES
     if platform.has_hopper and not low <= shapes.page_size <= high:
         reason = f"Hopper kernels take pages of {low} to {high} tokens, got {shapes.page_size}"
@@ -164,6 +171,15 @@ def _scaled_products(platform: Platform, dtype: str, scheme: str) -> KernelChoic
     if platform.has_hopper:
         reason = f"the Hopper product is for bfloat16, got {dtype}"
     return KernelChoice(op, f"{kernel}, portable", reason, platform.capability != (9, 0))
+
+
+def _scaled_experts(
+    platform: Platform, dtype: str, scheme: str, sizes: tuple[int, int]
+) -> KernelChoice:
+    is_e4m3 = scheme.startswith("fp8") and dtype == "bfloat16"
+    if platform.has_hopper and is_e4m3 and not any(size % _E4M3_MULTIPLE for size in sizes):
+        return KernelChoice("fused_moe", "Hopper sm_90", f"weights {scheme}")
+    return KernelChoice("fused_moe", "portable", f"weights {scheme}")
 
 
 def _experts(platform: Platform, dtype: str, sizes: tuple[int, int]) -> KernelChoice:

@@ -28,6 +28,7 @@ def choices_of(config: Config, device: torch.device) -> list[KernelChoice]:
         None if moe is None else (spec.hidden_size, moe.intermediate_size),
         config.kernel.batch_invariant,
         config.model.quantization if config.model.quantization in SCHEMES else None,
+        config.cache.kv_cache_dtype != "auto",
     )
     has_hopper = has_hopper_kernels(device)
     return kernel_choices(Platform.of(device.type, device.index, has_hopper=has_hopper), shapes)

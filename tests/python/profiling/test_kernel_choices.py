@@ -51,9 +51,19 @@ def test_weights_in_low_precision(scheme: str, dtype: str, kernel: str, is_fast:
         kernel,
         is_fast,
     )
-    assert said(H200, shapes)["fused_moe"] == ("portable", f"weights {scheme}", True)
+    experts = "Hopper sm_90" if scheme == "fp8" else "portable"
+    assert said(H200, shapes)["fused_moe"] == (experts, f"weights {scheme}", True)
+    assert said(A100, shapes)["fused_moe"] == ("portable", f"weights {scheme}", True)
     there = said(A100, BF16._replace(scheme="fp8"))["products in low precision"]
     assert there == ("linear_scaled, portable", "compute capability 8.0", True)
+
+
+def test_attention_over_cached_codes() -> None:
+    shapes = BF16._replace(has_cached_codes=True)
+    (attention,) = (said(H200, shapes)[op] for op in said(H200, shapes) if "attention" in op)
+    assert attention == ("tensor cores sm_80", "the cache holds codes, rows bfloat16", True)
+    choice = kernel_choices(H200, shapes._replace(dtype="float16"))[0]
+    assert (choice.kernel, choice.is_fast) == ("portable", False)
 
 
 def test_an_ampere_device_has_nothing_faster() -> None:
