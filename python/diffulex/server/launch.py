@@ -79,7 +79,12 @@ def ipc_directory() -> Path:
             directory = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=parent))
             # Locked before it has the name by which others find it.
             lock = os.open(directory / "new", os.O_CREAT | os.O_RDWR, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:  # a file system without locks
+                os.close(lock)
+                shutil.rmtree(directory, ignore_errors=True)
+                continue
             (directory / "new").rename(directory / _OWNER_FILE)
             _owned[directory] = lock
             return directory

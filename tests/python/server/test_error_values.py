@@ -85,3 +85,11 @@ def test_all_that_a_schema_rejects_is_told_in_the_same_words():
             assert re.match(rf"{where}\b.*: expected .*, got ", message), message
             kinds.add(error["type"])
     assert kinds - {"missing", "too_long", "model_type", "value_error"} == set(_EXPECTED)
+
+
+def test_an_object_with_too_many_entries() -> None:
+    body = {"model": "m", "input": "a", "metadata": {str(index): "x" for index in range(20)}}
+    with pytest.raises(ValidationError) as caught:
+        responses_schema.ResponsesRequest.model_validate(body)
+    found = _first_invalid(caught.value.errors())
+    assert "expected at most 16 entries, got 20" in str(found)

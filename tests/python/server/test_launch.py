@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -377,6 +378,18 @@ class TestCheapChecks:
         finally:
             launch.remove_ipc_directory(directory)
         assert not directory.exists()
+
+    def test_a_file_system_without_locks_is_passed_over(self, tmp_path, monkeypatch):
+        def flock(file, operation):
+            if str(tmp_path) in os.readlink(f"/proc/self/fd/{file}"):
+                raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(launch.fcntl, "flock", flock)
+        directory = launch.ipc_directory()
+        launch.remove_ipc_directory(directory)
+        assert tmp_path not in directory.parents
+        assert not list(tmp_path.iterdir())
 
     def test_directories_of_killed_processes_are_removed(self, tmp_path, monkeypatch):
         """One that lives keeps its own, and what nobody has claimed yet is left alone."""

@@ -200,7 +200,9 @@ def _expected(error: Mapping[str, Any], an_object: str) -> str:
     if kind == "missing":
         return "expected a value, got none"
     if kind == "too_long":
-        return f"expected at most {context['max_length']} entries, got {context['actual_length']}"
+        # An object has no length there.
+        count = context.get("actual_length") or len(error["input"])
+        return f"expected at most {context['max_length']} entries, got {count}"
     text = str(error.get("msg", "invalid")).removeprefix("Value error, ")
     if kind in ("model_type", "model_attributes_type"):
         text = f"expected {an_object}"
