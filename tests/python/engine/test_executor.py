@@ -137,6 +137,7 @@ def test_an_engine_needs_of_its_executor_what_the_protocol_has(tiny: TinyModel) 
     with Diffulex.from_components(config, tiny.model, tiny.facts.tokenizer, executor) as engine:
         outputs = engine.generate([[1, 2, 3], [4, 5]], params, summary=False)
         assert engine.num_watched_requests == 0
+        assert engine._loop.rank_skew_s is None
         assert not engine.has_unfinished()
         assert engine.step() == []
         assert engine.update_weights(tiny.model.weight_table()) > 20
@@ -146,9 +147,9 @@ def test_an_engine_needs_of_its_executor_what_the_protocol_has(tiny: TinyModel) 
         assert output.logprobs == other.logprobs
     assert outputs.stats.num_graph_steps == expected.stats.num_graph_steps == 0
     members = {name for name in vars(Executor) if not name.startswith("_")}
-    # No other engine calls, the pages are given, no adapter is loaded, nothing is recorded, and `close`
-    # is not passed on.
-    unused = {"close", "num_pages", "load_adapter", "unload_adapter", "stages", "call"}
+    # No other engine calls, no replica listens, the pages are given, no adapter is loaded, nothing is
+    # recorded, and `close` is not passed on.
+    unused = {"close", "num_pages", "load_adapter", "unload_adapter", "stages", "call", "on_death"}
     assert executor.asked - set(Executor.__annotations__) == members - unused
     assert executor.is_closed
 
