@@ -19,7 +19,7 @@ import pytest
 from fixtures.extras import need_extra
 
 need_extra("omni", "diffusers", "accelerate", "PIL")
-pytest.importorskip("fastapi", reason="pip install 'diffulex[serve]'")
+pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 from PIL import Image  # noqa: E402

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-zmq = pytest.importorskip("zmq", reason="pip install 'diffulex[omni]'")
+zmq = pytest.importorskip("zmq", reason="pip install '.[omni]'")
 
 from diffulex.omni.message_codec import decode, encode  # noqa: E402
 from diffulex.omni.message_queue import Kind, MessageQueue  # noqa: E402
@@ -81,7 +81,7 @@ def test_what_is_no_data_is_refused(value, message):
 
 
 def test_pictures_keep_their_pixels():
-    pictures = pytest.importorskip("PIL.Image", reason="pip install 'diffulex[omni]'")
+    pictures = pytest.importorskip("PIL.Image", reason="pip install '.[omni]'")
     pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
     tree, buffers = encode((pictures.fromarray(pixels),))
     (got,) = decode(tree, buffers)
@@ -90,7 +90,7 @@ def test_pictures_keep_their_pixels():
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])
 def test_pictures_keep_their_palette(mode):
-    pictures = pytest.importorskip("PIL.Image", reason="pip install 'diffulex[omni]'")
+    pictures = pytest.importorskip("PIL.Image", reason="pip install '.[omni]'")
     picture = pictures.new("P", (2, 1))
     picture.putpalette(bytes(range(10, 10 + 2 * len(mode))), mode)
     picture.putdata([0, 1])

@@ -21,7 +21,7 @@ import pytest
 from fixtures.extras import need_extra
 
 need_extra("omni", "diffusers", "accelerate", "PIL")
-pytest.importorskip("fastapi", reason="pip install 'diffulex[serve]'")
+pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
 import openai  # noqa: E402
 from PIL import Image  # noqa: E402
@@ -272,5 +272,5 @@ def test_a_missing_package_is_named(monkeypatch):
     from diffulex.omni import cli
 
     monkeypatch.setitem(sys.modules, "diffulex.omni.serve", None)
-    with pytest.raises(ConfigError, match=r"pip install 'diffulex\[serve\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[serve\]'"):
         cli.run(["serve"])

@@ -14,7 +14,7 @@ import pytest
 from fixtures.extras import need_extra
 
 need_extra("omni", "diffusers", "accelerate", "PIL")
-pytest.importorskip("fastapi", reason="pip install 'diffulex[serve]'")
+pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
 import openai  # noqa: E402
 from PIL import Image  # noqa: E402

@@ -17,7 +17,7 @@ import pytest
 from fixtures.extras import need_extra
 
 need_extra("omni", "diffusers", "accelerate", "PIL")
-pytest.importorskip("fastapi", reason="pip install 'diffulex[serve]'")
+pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
 import httpx  # noqa: E402
 import openai  # noqa: E402
