@@ -52,6 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vae-batch", type=int, default=16)
     parser.add_argument("--eval", type=int, default=100, help="videos of held-out captions")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--judge", action="store_true", help="only judge the model of --out, again")
     options = parser.parse_args(argv)
     for name in ("vae_seconds", "seconds", "bank", "batch", "vae_batch"):
         if not getattr(options, name) > 0:
@@ -208,9 +209,8 @@ def judge(options: argparse.Namespace) -> dict[str, float]:
     return {name: sum(getattr(v, name) for v in verdicts) / len(verdicts) for name in names}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    options = parse(argv)
-    import_diffusers()  # checks the version, turns its bars off
+def train(options: argparse.Namespace) -> None:
+    """Writes the model to the directory."""
     motions = list(islice(draw_motions(random.Random(options.seed), held_out=False), options.bank))
     videos = np.stack([render_motion(motion, _FRAMES, _SIDE) for motion in motions])
     pixels = torch.from_numpy((videos * 255).round().astype(np.uint8)).permute(0, 4, 1, 2, 3)
@@ -235,6 +235,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         json.dumps({"diffulex": defaults}, indent=2) + "\n", encoding="utf-8"
     )
     log(f"saved {options.out} after {steps} steps")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    import_diffusers()  # checks the version, turns its bars off
+    if not options.judge:
+        train(options)
     record = {"captions": options.eval, "right": judge(options) if options.eval else None}
     (options.out / "motion.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     log(json.dumps(record))
