@@ -24,12 +24,10 @@ from typing import Any
 
 import torch
 from bench_decode_step import integers
-from published_shapes import SHAPES
-from random_engine import build_engine, build_model, random_prompts
+from random_engine import add_model_flags, build_engine, build_model, random_prompts, shape_of
 from step_timing import machine_facts, markdown_table
 
 from diffulex import Diffulex, SamplingParams
-from diffulex.quantization.scheme import SCHEMES
 
 COLUMNS = (
     "steps", "long_prompts", "alone_ms", "p50_ms", "p99_ms", "most_ms", "p99_ratio", "ttft_ms",
@@ -40,13 +38,7 @@ _PAGE_SIZE = 32
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    is_cuda = torch.cuda.is_available()
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="sdar-8b")
-    parser.add_argument("--tiny", action="store_true", help="the family in a few kilobytes")
-    parser.add_argument("--device", default="cuda" if is_cuda else "cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--quantization", choices=("none", *SCHEMES), default="none")
-    parser.add_argument("--block-size", type=int, default=32)
+    add_model_flags(parser)
     parser.add_argument("--requests", type=int, default=16, help="short ones in flight [16]")
     parser.add_argument("--prompt-len", type=int, default=256, help="of the short ones [256]")
     parser.add_argument("--output-len", type=int, default=64, help="of the short ones [64]")
@@ -121,7 +113,7 @@ class Traffic:
 
 def measure(model: Any, options: argparse.Namespace, steps: str) -> dict[str, Any]:
     """One row."""
-    shape = SHAPES[options.shape].tiny() if options.tiny else SHAPES[options.shape]
+    shape = shape_of(options)
     engine = build_engine(shape, model, options.device, **settings_of(options, steps))
     alone: list[float] = []
     beside: list[float] = []
@@ -162,7 +154,7 @@ def measure(model: Any, options: argparse.Namespace, steps: str) -> dict[str, An
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    shape = SHAPES[options.shape].tiny() if options.tiny else SHAPES[options.shape]
+    shape = shape_of(options)
     dtype = getattr(torch, options.dtype)
     model = build_model(shape, dtype, options.device, quantization=options.quantization)
     rows = []

@@ -21,12 +21,18 @@ from typing import Any
 
 import torch
 from bench_decode_step import integers
-from published_shapes import SHAPES, Shape
-from random_engine import build_engine, build_model, build_shared_engine, random_prompts
+from published_shapes import Shape
+from random_engine import (
+    add_model_flags,
+    build_engine,
+    build_model,
+    build_shared_engine,
+    random_prompts,
+    shape_of,
+)
 from step_timing import clock_facts, machine_facts, markdown_table, summary
 
 from diffulex import Diffulex, SamplingParams
-from diffulex.quantization.scheme import SCHEMES
 
 COLUMNS = (
     "shape", "quantization", "tp", "tokens", "step_ms", "p10_ms", "p90_ms", "tok_s", "sm_mhz", "watts",
@@ -36,15 +42,9 @@ COLUMNS = (
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    is_cuda = torch.cuda.is_available()
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="sdar-8b")
-    parser.add_argument("--tiny", action="store_true", help="the family in a few kilobytes")
-    parser.add_argument("--device", default="cuda" if is_cuda else "cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--quantization", choices=("none", *SCHEMES), default="none")
+    add_model_flags(parser)
     parser.add_argument("--tp", type=integers, default=[1], help="devices that share the weights")
     parser.add_argument("--tokens", type=integers, default=[8192], help="of the prompt, 8192")
-    parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--warmup", type=int, default=2, help="prompts before timing")
     parser.add_argument("--repeat", type=int, default=7, help="timed prompts")
     parser.add_argument("--json", type=Path, help="write facts and rows as one JSON document")
@@ -99,7 +99,7 @@ def measure(engine: Diffulex, length: int, options: argparse.Namespace) -> dict[
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    shape = SHAPES[options.shape].tiny() if options.tiny else SHAPES[options.shape]
+    shape = shape_of(options)
     rows: list[dict[str, Any]] = []
     for num_ranks in options.tp:
         for length in options.tokens:

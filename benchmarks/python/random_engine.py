@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import torch
-from published_shapes import Shape
+from published_shapes import SHAPES, Shape
 
 from diffulex import Diffulex
 from diffulex.checkpoint.auto_model import random_model
@@ -15,15 +16,34 @@ from diffulex.engine.ranks.executor import make_executor
 from diffulex.engine.startup import load_weights
 from diffulex.families.spec import ModelSpec
 from diffulex.quantization.layers import ModelQuantizer
-from diffulex.quantization.scheme import QuantizationPlan
+from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
 
 __all__ = [
+    "add_model_flags",
     "build_engine",
     "build_model",
     "build_shared_engine",
     "random_prompts",
     "resolve_config",
+    "shape_of",
 ]
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Which random model, where, and as what."""
+    is_cuda = torch.cuda.is_available()
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="sdar-8b")
+    parser.add_argument("--tiny", action="store_true", help="the family in a few kilobytes")
+    parser.add_argument("--device", default="cuda" if is_cuda else "cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--quantization", choices=("none", *SCHEMES), default="none")
+    parser.add_argument("--block-size", type=int, default=32)
+
+
+def shape_of(options: argparse.Namespace) -> Shape:
+    """What `add_model_flags` has read."""
+    shape = SHAPES[options.shape]
+    return shape.tiny() if options.tiny else shape
 
 
 def build_model(
