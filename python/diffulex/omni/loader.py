@@ -95,12 +95,15 @@ def find_model(config: OmniDiffusionConfig) -> FoundModel:
     return FoundModel(directory, index, name, spec)
 
 
-def load_pipeline(config: OmniDiffusionConfig, stage: Stage | None = None) -> LoadedPipeline:
+def load_pipeline(
+    config: OmniDiffusionConfig, stage: Stage | None = None, device: str | None = None
+) -> LoadedPipeline:
     """Loads what the configuration names.
 
     Args:
         config: of the engine.
         stage: which blocks of the transformers this process keeps; None: all.
+        device: of this process, where there are several; None: the one that is configured.
 
     Raises:
         ConfigError: a package is missing, or the pipeline cannot do what is configured.
@@ -111,7 +114,7 @@ def load_pipeline(config: OmniDiffusionConfig, stage: Stage | None = None) -> Lo
     defaults = _checkpoint_defaults(directory, spec)
     diffusers = import_diffusers()
     start = time.perf_counter()
-    device = resolve_device(config.model.device)
+    device = device or resolve_device(config.model.device)
     dtypes = _Dtypes(config.model.dtype, device, spec)
     stages = dict.fromkeys(spec.transformers, stage)
     modules = {

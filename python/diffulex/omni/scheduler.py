@@ -443,11 +443,11 @@ def _settings(
     level = logging.getLevelName(get_logger().getEffectiveLevel()).lower()
     keywords = {**config.to_dict(), "model": directory, "revision": None}
     world = config.parallel.world_size
-    keywords["device"] = resolve_device(config.model.device, world)
-    is_cuda = keywords["device"] == "cuda"
+    device = keywords["device"] = resolve_device(config.model.device, world)
     return [
         {
-            "config": {**keywords, **({"device": f"cuda:{rank}"} if is_cuda else {})},
+            "config": keywords,
+            "device": f"cuda:{rank}" if device == "cuda" else device,
             "handle": list(handle),
             "rank": rank,
             "world": world,

@@ -81,7 +81,7 @@ def _make_worker(settings: Mapping[str, Any]) -> tuple[Worker, RankGroups]:
     torch.set_num_threads(int(get_text("OMP_NUM_THREADS")))
     config = OmniDiffusionConfig.from_kwargs(**settings["config"])
     import_modules(config.engine.worker_imports)
-    device = config.model.device
+    device = settings["device"]
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     store = Path(settings["handle"][0]) / "store"
@@ -91,7 +91,7 @@ def _make_worker(settings: Mapping[str, Any]) -> tuple[Worker, RankGroups]:
     if groups.group("pp") is not None:
         stages = groups.ranks("pp")
         stage = Stage(stages.index(groups.rank), len(stages))
-    return Worker(load_pipeline(config, stage), groups), groups
+    return Worker(load_pipeline(config, stage, device), groups), groups
 
 
 def _watch_parent(parent: int, directory: str) -> None:

@@ -33,7 +33,10 @@ from diffulex.omni import (  # noqa: E402
     WorkerDeadError,
     WorkerError,
 )
+from diffulex.omni import scheduler as scheduling  # noqa: E402
 from diffulex.omni.bench.evaluate import evaluate_shapes  # noqa: E402
+from diffulex.omni.config import OmniDiffusionConfig  # noqa: E402
+from diffulex.omni.message_queue import QueueHandle  # noqa: E402
 
 # Every worker imports torch and diffusers.
 pytestmark = pytest.mark.slow
@@ -285,6 +288,37 @@ def test_failed_starts_leave_no_process(tiny, tmp_path):
         with pytest.raises(UnsupportedFeatureError, match="expected one of 0 CUDA devices"):
             make(tiny, device="cuda")
     assert leftovers() == set()
+
+
+def test_ranks_are_told_their_own_devices(tiny, monkeypatch):
+    monkeypatch.setattr(scheduling, "resolve_device", lambda name, world: "cuda")
+    config = OmniDiffusionConfig.from_kwargs(
+        model=str(tiny("qwen")), device="cuda", cfg_parallel_size=2
+    )
+    told = scheduling._settings(config, config.model.model, QueueHandle("somewhere", 2))
+    assert [settings["device"] for settings in told] == ["cuda:0", "cuda:1"]
+    for settings in told:
+        assert OmniDiffusionConfig.from_kwargs(**settings["config"]).model.device == "cuda"
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(
+    "axis",
+    [
+        "cfg_parallel_size", "data_parallel_size", "ulysses_degree", "ring_degree",
+        "pipeline_parallel_size", "tensor_parallel_size",
+    ],
+)  # fmt: skip
+def test_two_gpus_draw_what_one_draws(tiny, axis):
+    settings = {"model": str(tiny("qwen")), "device": "cuda", "dtype": "float32"}
+    with OmniDiffusion(**settings) as engine:
+        expected = latents(engine)
+    with OmniDiffusion(**settings, **{axis: 2}) as engine:
+        got = latents(engine)
+    assert len(got) == len(expected)
+    for mine, other in zip(got, expected, strict=True):
+        assert torch.isfinite(other).all()
+        assert torch.allclose(mine.cpu(), other.cpu(), atol=1e-3, rtol=1e-3)
 
 
 def test_replicas_draw_the_shapes_that_one_process_draws(monkeypatch):
