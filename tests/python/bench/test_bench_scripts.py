@@ -143,6 +143,22 @@ def test_prefill(tmp_path):
         assert row["tok_s"] == pytest.approx(1e3 * row["tokens"] / row["step_ms"], rel=1e-3)
 
 
+@pytest.mark.slow
+def test_replicas(tmp_path):
+    output = tmp_path / "replicas.json"
+    run(
+        "bench_replicas.py",
+        *("--replicas", 2, "--prompts", 12, "--concurrency", 4, "--waves", 1, "--repeat", 1),
+        *("--output-len", 16, "--output", output),
+    )
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["replicas"] == 2
+    assert row["failed"] == 0
+    assert row["offline_tokens"] > 12
+    assert row["server_tokens"] > 8
+    assert row["offline_tok_s"] == pytest.approx(row["offline_tokens"] / row["offline_s"], rel=1e-2)
+
+
 #: Name of a shape -> strategy and number of parameters of the published model.
 PUBLISHED = {
     "llada2-mini": ("multi_bd", 16_255_643_392),
