@@ -28,6 +28,7 @@ from step_timing import machine_facts, markdown_table, summary, timed_steps
 from torch.profiler import ProfilerActivity, profile
 
 from diffulex import SamplingParams
+from diffulex.quantization.scheme import SCHEMES
 
 _DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -44,6 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="sdar-8b")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--quantization", choices=("none", *SCHEMES), default="none")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--buffer-size", type=int, default=1)
@@ -98,7 +100,8 @@ def kernel_rows(work: Sequence[Work], steps: int, top: int) -> list[dict[str, An
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    model = build_model(SHAPES[options.shape], getattr(torch, options.dtype), "cuda")
+    dtype = getattr(torch, options.dtype)
+    model = build_model(SHAPES[options.shape], dtype, "cuda", quantization=options.quantization)
     window = options.buffer_size * options.block_size
     all_steps = options.warmup + 2 * options.steps + 4
     new_tokens = all_steps * options.buffer_size + options.block_size
@@ -146,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     line = {
         "benchmark": "profile_decode",
         "shape": options.shape,
+        "quantization": options.quantization,
         "batch": options.batch,
         "buffer": options.buffer_size,
         "prompt_len": options.prompt_len,
