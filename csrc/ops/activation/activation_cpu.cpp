@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/cpu_ops.h"
+#include "ops/quant/code_rows.h"
 #include "ops/shared/cpu_isa/kernel_table.h"
 #include "ops/shared/parallel.h"
 
@@ -16,7 +17,9 @@ Status act_and_mul(const ActAndMulParams& params, const ExecContext& context) {
                                  params.x.dtype, params.act});
     }
   });
-  return {};
+  return params.codes.present()
+             ? cpu::quantize_rows(code_rows_of(params.out, params.codes, params.scale), context)
+             : Status{};
 }
 
 }  // namespace diffulex::cpu

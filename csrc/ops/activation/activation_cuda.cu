@@ -7,6 +7,7 @@
 #include "ops/activation/gate.cuh"
 #include "ops/cuda_ops.h"
 #include "ops/prepare.h"
+#include "ops/quant/code_rows.cuh"
 #include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/pdl.cuh"
 #include "ops/shared/cuda/row_layout.cuh"
@@ -18,13 +19,16 @@ namespace {
 
 constexpr int kThreads = 256;
 /// Columns of a piece where rows are aligned; one elsewhere.
-constexpr int kWide = 8;
+constexpr int kWide = kCodePiece;
+/// Columns of the widest rows that become codes in the same launch.
+constexpr int64_t kMaxHeld = 16384;
 
 struct ActArgs {
   const void* x;  // [rows, 2 I], gate first
   void* out;      // [rows, I]
   RowLayout x_rows;
   RowLayout out_rows;
+  CodeRows code_rows;
   int64_t num_pieces;  // of all rows
   FastDiv row_pieces;  // of one row
   int32_t width;       // I
@@ -67,9 +71,55 @@ cudaError_t launch_pieces(ActArgs args, int64_t num_rows, const ExecContext& con
                           can_launch_dependent(context.device_index), args);
 }
 
+/// A CTA for each row, whose values stay in registers until they are codes.
+template <typename T, Activation kAct, int kWarps, int kHeld>
+__global__ void __launch_bounds__(32 * kWarps)
+    act_codes_kernel(const __grid_constant__ ActArgs args) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int64_t row = blockIdx.x;
+  const auto thread = static_cast<int>(threadIdx.x);
+  const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row);
+  T* out = static_cast<T*>(args.out) + args.out_rows.offset(row);
+  float held[kHeld][kWide] = {};
+  float up[kHeld][kWide];
+#pragma unroll
+  for (int piece = 0; piece < kHeld; ++piece) {
+    const int32_t column = (piece * 32 * kWarps + thread) * kWide;
+    if (column < args.width) {
+      load_floats<kWide, true>(x + column, held[piece]);
+      load_floats<kWide, true>(x + args.width + column, up[piece]);
+    }
+  }
+#pragma unroll
+  for (int piece = 0; piece < kHeld; ++piece) {
+    const int32_t column = (piece * 32 * kWarps + thread) * kWide;
+    if (column < args.width) {
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) {
+        held[piece][i] = activate<kAct>(held[piece][i]) * up[piece][i];
+      }
+      store_floats<kWide, true>(out + column, held[piece]);
+      round_to<T>(held[piece]);
+    }
+  }
+  write_codes<kWarps>(args.code_rows, row, thread, args.width, held);
+}
+
+template <typename T, Activation kAct, int kWarps, int kHeld>
+cudaError_t launch_codes(const ActArgs& args, int64_t num_rows, const ExecContext& context) {
+  const LaunchShape shape{static_cast<unsigned>(num_rows), 32 * kWarps, 0, stream_of(context)};
+  return launch_dependent(act_codes_kernel<T, kAct, kWarps, kHeld>, shape,
+                          can_launch_dependent(context.device_index), args);
+}
+
 template <typename T, Activation kAct>
 cudaError_t launch_act(const ActArgs& args, int64_t num_rows, bool is_wide,
                        const ExecContext& context) {
+  if (args.code_rows.codes != nullptr) {
+    return args.width <= kMaxHeld / 8 ? launch_codes<T, kAct, 4, 2>(args, num_rows, context)
+                                      : launch_codes<T, kAct, 16, 4>(args, num_rows, context);
+  }
   return is_wide ? launch_pieces<T, kAct, kWide>(args, num_rows, context)
                  : launch_pieces<T, kAct, 1>(args, num_rows, context);
 }
@@ -90,7 +140,12 @@ Status act_and_mul(const ActAndMulParams& params, const ExecContext& context) {
   const int64_t rows = num_rows(params.out);
   const bool is_wide = args.width % kWide == 0 && is_aligned16(args.x) && is_aligned16(args.out) &&
                        args.x_rows.is_aligned16(bytes) && args.out_rows.is_aligned16(bytes);
-  return dispatch_dtype(kWhere, params.x.dtype, [&](auto tag) {
+  const bool has_codes = params.codes.present();
+  const CodeRows code_rows = has_codes ? CodeRows::of(params.codes, params.scale) : CodeRows{};
+  if (is_wide && args.width <= kMaxHeld && has_codes && code_rows.has_pieces(args.width)) {
+    args.code_rows = code_rows;
+  }
+  DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(kWhere, params.x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     switch (params.act) {
       case Activation::kSilu:
@@ -104,7 +159,10 @@ Status act_and_mul(const ActAndMulParams& params, const ExecContext& context) {
     }
     return make_error(StatusCode::kInvalidArgument, kWhere, ": act: expected 0, 1 or 2, got ",
                       static_cast<int32_t>(params.act));
-  });
+  }));
+  return !has_codes || args.code_rows.codes != nullptr
+             ? Status{}
+             : cuda::quantize_rows(code_rows_of(params.out, params.codes, params.scale), context);
 }
 
 namespace {
@@ -112,6 +170,8 @@ namespace {
 template <typename T, Activation kAct>
 Status touch_both(const char* where) {
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_kernel<T, kAct, kWide>));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_codes_kernel<T, kAct, 4, 2>));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_codes_kernel<T, kAct, 16, 4>));
   return touch_kernel(where, act_kernel<T, kAct, 1>);
 }
 

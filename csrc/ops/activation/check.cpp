@@ -2,6 +2,7 @@
 #include <string>
 
 #include "ops/checks.h"
+#include "ops/quant/code_rows.h"
 #include "ops/shared/tensor_checks.h"
 
 namespace diffulex {
@@ -32,7 +33,7 @@ Status check_act_and_mul(const ActAndMulParams& params) {
     return scalar_error(kOp, "act", "0 (silu), 1 (gelu tanh) or 2 (gelu erf)",
                         static_cast<int32_t>(params.act));
   }
-  return {};
+  return check_code_rows(kOp, "out", params.out, params.codes, params.scale);
 }
 
 }  // namespace diffulex

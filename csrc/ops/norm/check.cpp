@@ -2,6 +2,7 @@
 #include <string>
 
 #include "ops/checks.h"
+#include "ops/quant/code_rows.h"
 #include "ops/shared/tensor_checks.h"
 
 namespace diffulex {
@@ -39,7 +40,8 @@ Status check_like_x(const char* op, const char* name, const TensorRef& tensor, c
 Status check_rms_norm(const RmsNormParams& params) {
   constexpr const char* kOp = "rms_norm";
   DIFFULEX_RETURN_IF_ERROR(check_common(kOp, params));
-  return check_like_x(kOp, "out", params.out, params.x);
+  DIFFULEX_RETURN_IF_ERROR(check_like_x(kOp, "out", params.out, params.x));
+  return check_code_rows(kOp, "x", params.x, params.codes, params.scale);
 }
 
 Status check_add_rms_norm(const RmsNormParams& params) {
@@ -50,7 +52,7 @@ Status check_add_rms_norm(const RmsNormParams& params) {
     return ArgumentCheck(kOp, "residual", params.residual)
         .error(StatusCode::kInvalidArgument, "memory of its own", "the memory of x");
   }
-  return {};
+  return check_code_rows(kOp, "x", params.x, params.codes, params.scale);
 }
 
 Status check_rms_norm_add(const RmsNormParams& params) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/cpu_ops.h"
+#include "ops/quant/code_rows.h"
 #include "ops/shared/cpu_isa/kernel_table.h"
 #include "ops/shared/half.h"
 #include "ops/shared/parallel.h"
@@ -45,7 +46,9 @@ Status run(const RmsNormParams& params, const ExecContext& context, NormKind kin
       kernels.norm_row(args);
     }
   });
-  return {};
+  return params.codes.present()
+             ? cpu::quantize_rows(code_rows_of(out, params.codes, params.scale), context)
+             : Status{};
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "ops/cuda_ops.h"
 #include "ops/norm/weight.cuh"
 #include "ops/prepare.h"
+#include "ops/quant/code_rows.cuh"
 #include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/pdl.cuh"
 #include "ops/shared/cuda/reduce.cuh"
@@ -27,6 +28,7 @@ struct NormArgs {
   RowLayout x_rows;
   RowLayout out_rows;
   RowLayout residual_rows;
+  CodeRows code_rows;
   int64_t num_rows;
   int32_t width;  // H
   float eps;
@@ -35,7 +37,9 @@ struct NormArgs {
   bool is_scale_float;
 };
 
-constexpr int kElems = 8;
+constexpr int kElems = kCodePiece;
+/// Columns of the widest rows that stay in registers.
+constexpr int64_t kMaxHeld = 16384;
 
 template <typename T, bool kVec>
 __device__ __forceinline__ void load_weight(const NormArgs& args, int32_t column,
@@ -86,8 +90,9 @@ __device__ __forceinline__ void finish_piece(T* out, T* residual, int32_t column
 }
 
 /// kWarps warps share a row; kRows rows per CTA (kWarps == 1 only). kHeld pieces per thread stay in
-/// registers between the two phases; 0 = the row is read twice (any width, any alignment).
-template <typename T, NormKind kKind, int kWarps, int kRows, int kHeld>
+/// registers between the two phases; 0 = the row is read twice (any width, any alignment). kCodes:
+/// what is written becomes codes too.
+template <typename T, NormKind kKind, int kWarps, int kRows, int kHeld, bool kCodes>
 __global__ void __launch_bounds__(32 * kWarps * kRows)
     norm_kernel(const __grid_constant__ NormArgs args) {
   constexpr bool kVec = kHeld > 0;
@@ -158,6 +163,16 @@ __global__ void __launch_bounds__(32 * kWarps * kRows)
         finish_piece<T, kKind, kVec>(out, residual, column, scale, out_scale, weights[piece],
                                      held[piece]);
       }
+      if constexpr (kCodes) {
+#pragma unroll
+        for (int i = 0; i < kElems; ++i) {
+          held[piece][i] = column < args.width ? held[piece][i] : 0.0F;
+        }
+        round_to<T>(held[piece]);
+      }
+    }
+    if constexpr (kCodes) {
+      write_codes<kWarps>(args.code_rows, row, thread, args.width, held);
     }
   } else {
     for (int32_t column = thread; column < args.width; column += kThreads) {
@@ -168,26 +183,35 @@ __global__ void __launch_bounds__(32 * kWarps * kRows)
   }
 }
 
-template <typename T, NormKind kKind, int kWarps, int kRows, int kHeld>
+template <typename T, NormKind kKind, int kWarps, int kRows, int kHeld, bool kCodes>
 cudaError_t launch_norm(const NormArgs& args, const ExecContext& context) {
   const auto blocks = static_cast<unsigned>(ceil_div(args.num_rows, kRows));
-  return launch_dependent(norm_kernel<T, kKind, kWarps, kRows, kHeld>,
+  return launch_dependent(norm_kernel<T, kKind, kWarps, kRows, kHeld, kCodes>,
                           LaunchShape{blocks, 32 * kWarps * kRows, 0, stream_of(context)},
                           can_read_ahead(context), args);
 }
 
+/// Of rows that stay in registers.
+template <typename T, NormKind kKind, bool kCodes>
+cudaError_t launch_held(const NormArgs& args, const ExecContext& context) {
+  if (args.width <= 1024) {
+    return launch_norm<T, kKind, 1, 8, 4, kCodes>(args, context);
+  }
+  if (args.width <= 4096) {
+    return launch_norm<T, kKind, 8, 1, 2, kCodes>(args, context);
+  }
+  return launch_norm<T, kKind, 16, 1, 4, kCodes>(args, context);
+}
+
 template <typename T, NormKind kKind>
-cudaError_t launch_width(const NormArgs& args, bool is_vec, const ExecContext& context) {
-  if (is_vec && args.width <= 1024) {
-    return launch_norm<T, kKind, 1, 8, 4>(args, context);
+cudaError_t launch_width(const NormArgs& args, bool is_held, const ExecContext& context) {
+  if constexpr (kKind != NormKind::kAddAfter) {
+    if (args.code_rows.codes != nullptr) {
+      return launch_held<T, kKind, true>(args, context);
+    }
   }
-  if (is_vec && args.width <= 4096) {
-    return launch_norm<T, kKind, 8, 1, 2>(args, context);
-  }
-  if (is_vec && args.width <= 16384) {
-    return launch_norm<T, kKind, 16, 1, 4>(args, context);
-  }
-  return launch_norm<T, kKind, 8, 1, 0>(args, context);
+  return is_held ? launch_held<T, kKind, false>(args, context)
+                 : launch_norm<T, kKind, 8, 1, 0, false>(args, context);
 }
 
 template <NormKind kKind>
@@ -218,10 +242,19 @@ Status run_norm(const char* where, const RmsNormParams& params, const TensorRef&
     args.residual_rows = RowLayout::of(residual);
     is_vec = is_vec && is_aligned16(residual.data) && args.residual_rows.is_aligned16(bytes);
   }
-  return dispatch_dtype(where, params.x.dtype, [&](auto tag) {
+  const bool is_held = is_vec && args.width <= kMaxHeld;
+  const bool has_codes = params.codes.present();
+  const CodeRows code_rows = has_codes ? CodeRows::of(params.codes, params.scale) : CodeRows{};
+  if (is_held && has_codes && code_rows.has_pieces(args.width)) {
+    args.code_rows = code_rows;
+  }
+  DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(where, params.x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return cuda_status(where, launch_width<T, kKind>(args, is_vec, context));
-  });
+    return cuda_status(where, launch_width<T, kKind>(args, is_held, context));
+  }));
+  return !has_codes || args.code_rows.codes != nullptr
+             ? Status{}
+             : cuda::quantize_rows(code_rows_of(out, params.codes, params.scale), context);
 }
 
 }  // namespace
@@ -240,12 +273,20 @@ Status rms_norm_add(const RmsNormParams& params, const ExecContext& context) {
 
 namespace {
 
+template <typename T, NormKind kKind, bool kCodes>
+Status touch_held(const char* where) {
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, norm_kernel<T, kKind, 1, 8, 4, kCodes>));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, norm_kernel<T, kKind, 8, 1, 2, kCodes>));
+  return touch_kernel(where, norm_kernel<T, kKind, 16, 1, 4, kCodes>);
+}
+
 template <typename T, NormKind kKind>
 Status touch_widths(const char* where) {
-  DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, norm_kernel<T, kKind, 1, 8, 4>));
-  DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, norm_kernel<T, kKind, 8, 1, 2>));
-  DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, norm_kernel<T, kKind, 16, 1, 4>));
-  return touch_kernel(where, norm_kernel<T, kKind, 8, 1, 0>);
+  DIFFULEX_RETURN_IF_ERROR((touch_held<T, kKind, false>(where)));
+  if constexpr (kKind != NormKind::kAddAfter) {
+    DIFFULEX_RETURN_IF_ERROR((touch_held<T, kKind, true>(where)));
+  }
+  return touch_kernel(where, norm_kernel<T, kKind, 8, 1, 0, false>);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include <string>
 
 #include "ops/checks.h"
+#include "ops/quant/code_rows.h"
 #include "ops/shared/tensor_checks.h"
 
 namespace diffulex {
@@ -54,6 +55,24 @@ Status check_group(const char* op, int32_t group, int64_t depth) {
 }
 
 }  // namespace
+
+Status check_code_rows(const char* op, const char* rows_name, const TensorRef& rows,
+                       const TensorRef& codes, const TensorRef& scale) {
+  if (!codes.present() && !scale.present()) {
+    return {};
+  }
+  if (rows.rank != 2) {
+    return ArgumentCheck(op, rows_name, rows)
+        .error(StatusCode::kInvalidArgument, "2 dimensions with codes", shape_text(rows));
+  }
+  const int64_t num_rows = rows.size[0];
+  const int64_t depth = rows.size[1];
+  DIFFULEX_RETURN_IF_ERROR(
+      ArgumentCheck(op, "codes", codes).matches({DType::kF8E4M3, DType::kI8}, {num_rows, depth}));
+  const bool is_whole = scale.rank == 2 && scale.size[0] == 1;
+  return check_row_scales(op, "scale", scale, is_whole ? 1 : ceil_div(depth, kQuantGroup),
+                          num_rows);
+}
 
 Status check_quantize_rows(const QuantizeRowsParams& params) {
   constexpr const char* kOp = "quantize_rows";

@@ -12,6 +12,7 @@ namespace diffulex {
 /// rms_norm:      out = norm(x) * (weight + weight_offset); out may alias x.
 /// add_rms_norm:  residual <- round(x + residual); x <- norm of the unrounded sum (in place).
 /// rms_norm_add:  out = (norm(x) + residual) * out_scale[0].
+/// With `codes` the first two also write what quantize_rows makes of the result, the same bits.
 /// With ExecContext::weights_settled `weight` is read before the launches in front have ended: none
 /// of them may then write it.
 struct RmsNormParams {
@@ -20,6 +21,8 @@ struct RmsNormParams {
   TensorRef weight;     // [H] dtype of x or float32; absent = 1
   TensorRef out_scale;  // [1] float32 or dtype of x; rms_norm_add only; absent = 1
   TensorRef out;        // [..., H] dtype of x; absent for add_rms_norm
+  TensorRef codes;      // absent, or [T, H] float8_e4m3fn or int8 of x [T, H]; not rms_norm_add
+  TensorRef scale;      // with codes: [ceil(H / 128) or, for one of a row, 1, at least T] float32
   float eps = 1e-6F;    // >= 0
   float weight_offset = 0.0F;
 };

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from diffulex.ops.fakes import FLOATS, FakeArguments, fake
+from diffulex.ops.quantize import check_code_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,20 +26,34 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
     out: Tensor | None = None,
+    rows: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) * (weight + weight_offset); `out` may be x."""
+    """x * rsqrt(mean(x^2) + eps) * (weight + weight_offset); `out` may be x.
+
+    `rows`, if given, get the codes of the result [T, H], those of `quantize_rows_into`.
+    """
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.ops.diffulex.rms_norm(x, weight, out, eps=eps, weight_offset=weight_offset)
+    codes, scale = rows or (None, None)
+    torch.ops.diffulex.rms_norm(x, weight, out, codes, scale, eps=eps, weight_offset=weight_offset)
     return out
 
 
 @torch.no_grad()
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, *, weight_offset: float = 0.0
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    weight_offset: float = 0.0,
+    rows: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """In place: residual <- x + residual, x <- norm of the unrounded sum."""
-    torch.ops.diffulex.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset)
+    """In place: residual <- x + residual, x <- norm of the unrounded sum; for `rows` see `rms_norm`."""
+    codes, scale = rows or (None, None)
+    torch.ops.diffulex.add_rms_norm(
+        x, residual, weight, codes, scale, eps=eps, weight_offset=weight_offset
+    )
 
 
 @torch.no_grad()
@@ -71,15 +86,21 @@ def _check_norm(arguments: FakeArguments, x: Tensor) -> None:
 
 
 @fake("rms_norm")
-def _rms_norm(arguments: FakeArguments, x: Tensor) -> None:
+def _rms_norm(
+    arguments: FakeArguments, x: Tensor, codes: Tensor | None, scale: Tensor | None
+) -> None:
     _check_norm(arguments, x)
     arguments.check("out", (x.dtype,), x.shape)
+    check_code_rows(arguments, "x", x, codes, scale)
 
 
 @fake("add_rms_norm")
-def _add_rms_norm(arguments: FakeArguments, x: Tensor) -> None:
+def _add_rms_norm(
+    arguments: FakeArguments, x: Tensor, codes: Tensor | None, scale: Tensor | None
+) -> None:
     _check_norm(arguments, x)
     arguments.check("residual", (x.dtype,), x.shape)
+    check_code_rows(arguments, "x", x, codes, scale)
 
 
 @fake("rms_norm_add")

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from diffulex.ops.activation import Activation
 from diffulex.ops.fakes import FLOAT32, FLOATS, UINT8, FakeArguments, fake
 from diffulex.ops.linear import PANEL_COLUMNS
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from diffulex.ops.activation import Activation
 
 #: Columns of a row that share a scale; rows and columns of a block of a weight.
 QUANT_GROUP = 128
@@ -46,13 +47,30 @@ def _ceil(value: int, divisor: int) -> int:
 @torch.no_grad()
 def quantize_rows(x: Tensor, dtype: torch.dtype, *, group: int = QUANT_GROUP) -> QuantizedRows:
     """Codes of `dtype` (float8_e4m3fn or int8) of rows x [T, K] with a scale for each `group` columns."""
-    num_rows, depth = x.shape
-    codes = torch.empty(num_rows, depth, dtype=dtype, device=x.device)
-    scale = torch.empty(
-        _ceil(depth, group), _ceil(num_rows, 4) * 4, dtype=torch.float32, device=x.device
-    )
-    torch.ops.diffulex.quantize_rows(x, codes, scale, group=group)
-    return QuantizedRows(codes, scale)
+    rows = new_quantized_rows(x.shape[0], x.shape[1], dtype, x.device, group=group)
+    torch.ops.diffulex.quantize_rows(x, *rows, group=group)
+    return rows
+
+
+def new_quantized_rows(
+    num_rows: int,
+    depth: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    group: int = QUANT_GROUP,
+) -> QuantizedRows:
+    """Memory for the codes of rows [num_rows, depth], not filled."""
+    codes = torch.empty(num_rows, depth, dtype=dtype, device=device)
+    shape = _ceil(depth, group), _ceil(num_rows, 4) * 4
+    return QuantizedRows(codes, torch.empty(shape, dtype=torch.float32, device=device))
+
+
+@torch.no_grad()
+def quantize_rows_into(x: Tensor, rows: tuple[Tensor, Tensor]) -> None:
+    """Fills `rows`, whose scales are of groups of 128 columns or, if there is one, of a row, from x [T, K]."""
+    group = x.shape[1] if rows[1].shape[0] == 1 else QUANT_GROUP
+    torch.ops.diffulex.quantize_rows(x, *rows, group=group)
 
 
 def weight_parts(
@@ -234,6 +252,21 @@ def _linear_w4a16(arguments: FakeArguments, x: Tensor, weight: Tensor, group: in
     arguments.check("zeros", UINT8, (depth // group, columns))
     arguments.check("out", FLOATS, (num_rows, columns))
     arguments.check("bias", FLOAT32, (columns,))
+
+
+def check_code_rows(
+    arguments: FakeArguments, name: str, rows: Tensor, codes: Tensor | None, scale: Tensor | None
+) -> None:
+    """What an op checks of the codes that it may write of its result `rows`, the argument `name`."""
+    arguments.paired("scale", "codes", codes is not None)
+    if scale is None:
+        return
+    arguments.require(name, rows.dim() == 2, "2 dimensions with codes", list(rows.shape))
+    num_rows, depth = rows.shape
+    arguments.check("codes", _CODES, (num_rows, depth))
+    is_whole = scale.dim() == 2 and scale.shape[0] == 1
+    num_groups = 1 if is_whole else _ceil(depth, QUANT_GROUP)
+    _check_row_scales(arguments, "scale", scale, num_groups, num_rows)
 
 
 def _check_group(arguments: FakeArguments, group: int, depth: int) -> None:

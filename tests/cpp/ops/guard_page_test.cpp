@@ -39,6 +39,14 @@ TEST(GuardPage, RowOps) {
       norm.weight = guarded_weight.ref();
       norm.out = guarded_out.ref();
       ASSERT_TRUE(rms_norm(norm, ExecContext{}).ok());
+      TestTensor codes(DType::kI8, {3, 2 * width});
+      TestTensor code_scale(DType::kF32, {(2 * width + 127) / 128, 3});
+      const GuardedTensor guarded_codes(codes.ref());
+      const GuardedTensor guarded_scale(code_scale.ref());
+      RmsNormParams coded = norm;
+      coded.codes = guarded_codes.ref();
+      coded.scale = guarded_scale.ref();
+      ASSERT_TRUE(rms_norm(coded, ExecContext{}).ok());
       norm.residual = guarded_residual.ref();
       ASSERT_TRUE(rms_norm_add(norm, ExecContext{}).ok());
       ASSERT_TRUE(add_rms_norm(norm, ExecContext{}).ok());

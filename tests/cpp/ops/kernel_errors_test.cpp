@@ -208,6 +208,26 @@ TEST(KernelErrors, Norm) {
        {[](P* p) { p->x.size[1] = 0; }, "x: expected a last dimension >= 1, got [2, 0]"},
        {[](P* p) { p->out.dtype = DType::kF32; }, "out: expected dtype bfloat16, got float32"},
        {[](P* p) { p->out.size[0] = 3; }, "out: expected the shape of x [2, 8], got [3, 8]"}});
+  TestTensor codes(DType::kI8, {2, 8});
+  TestTensor code_scale(DType::kF32, {1, 2});
+  params.codes = codes.ref();
+  params.scale = code_scale.ref();
+  expect_all<P>(
+      "rms_norm", params, rms_norm,
+      {{[](P* p) { p->scale = TensorRef{}; }, "scale: expected a tensor, got none"},
+       {[](P* p) { p->codes = TensorRef{}; }, "codes: expected a tensor, got none"},
+       {[](P* p) { p->scale.size[1] = 1; }, "scale: expected at least 2 columns, got [1, 1]"},
+       {[](P* p) { p->codes.size[1] = 7; }, "codes: expected shape [2, 8], got [2, 7]"},
+       {[](P* p) {
+          for (TensorRef* rows : {&p->x, &p->out}) {
+            rows->rank = 3;
+            rows->size[1] = 1;
+            rows->size[2] = 8;
+            rows->stride[2] = 1;
+          }
+        },
+        "x: expected 2 dimensions with codes, got [2, 1, 8]"}});
+  params.codes = params.scale = TensorRef{};
   params.residual = residual.ref();
   expect_all<P>("add_rms_norm", params, add_rms_norm,
                 {{[](P* p) { p->residual = TensorRef{}; }, "residual: expected a tensor, got none"},

@@ -106,14 +106,18 @@ def copy_kv_pages() -> Call:
     return {**tensors, "k_scale": None, "v_scale": None}, {}
 
 
+def _code_rows() -> Arguments:
+    return {"codes": torch.zeros(T, D, dtype=torch.int8), "scale": torch.zeros(1, T)}
+
+
 def rms_norm() -> Call:
-    tensors = {"x": _normal(T, D), "weight": _normal(D), "out": torch.zeros(T, D)}
+    tensors = {"x": _normal(T, D), "weight": _normal(D), "out": torch.zeros(T, D), **_code_rows()}
     return tensors, {"eps": 1e-6, "weight_offset": 0.0}
 
 
 def add_rms_norm() -> Call:
     tensors = {"x": _normal(T, D), "residual": _normal(T, D + 0) * 2, "weight": _normal(D)}
-    return tensors, {"eps": 1e-6, "weight_offset": 1.0}
+    return tensors | _code_rows(), {"eps": 1e-6, "weight_offset": 1.0}
 
 
 def sum_add_rms_norm() -> Call:
@@ -184,7 +188,7 @@ def qk_norm_rope_store() -> Call:
 
 
 def act_and_mul() -> Call:
-    return {"x": _normal(T, 2 * D), "out": torch.zeros(T, D)}, {"act": 0}
+    return {"x": _normal(T, 2 * D), "out": torch.zeros(T, D), **_code_rows()}, {"act": 0}
 
 
 def linear_few_rows() -> Call:
