@@ -30,8 +30,13 @@ class Norm(Protocol):
     def eps(self) -> float:
         """What is added to the mean square."""
 
-    def add_norm_(self, x: Tensor, residual: Tensor) -> None:
-        """In place: residual becomes x + residual, x becomes the norm of that sum."""
+    def add_norm_(
+        self, x: Tensor, residual: Tensor, rows: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """In place: residual becomes x + residual, x the norm of that sum.
+
+        `rows`, if given, get its codes and their scales.
+        """
 
 
 class Comm(Protocol):
@@ -47,7 +52,9 @@ class Comm(Protocol):
     def all_reduce_(self, x: Tensor) -> None:
         """x [.., H] becomes the sum of x over the ranks."""
 
-    def add_norm_(self, norm: Norm, x: Tensor, residual: Tensor) -> None:
+    def add_norm_(
+        self, norm: Norm, x: Tensor, residual: Tensor, rows: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         """`norm.add_norm_` of the sum of x [T, H] over the ranks; residual [T, H] is the same on all."""
 
     def gather_records(self, part: Tensor, out: Tensor) -> None:
@@ -83,8 +90,10 @@ class LocalComm:
     def all_reduce_(self, x: Tensor) -> None:
         pass
 
-    def add_norm_(self, norm: Norm, x: Tensor, residual: Tensor) -> None:
-        norm.add_norm_(x, residual)
+    def add_norm_(
+        self, norm: Norm, x: Tensor, residual: Tensor, rows: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        norm.add_norm_(x, residual, rows)
 
     def gather_records(self, part: Tensor, out: Tensor) -> None:
         out.copy_(part[None])

@@ -33,6 +33,7 @@ from diffulex.ops.comm import (
     PeerGroup,
     collective_plan,
 )
+from diffulex.ops.quantize import quantize_rows_into
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
@@ -374,14 +375,18 @@ class CudaComm:
         assert self._peers is not None
         self._peers.all_reduce(x, algorithm)
 
-    def add_norm_(self, norm: Norm, x: Tensor, residual: Tensor) -> None:
+    def add_norm_(
+        self, norm: Norm, x: Tensor, residual: Tensor, rows: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         algorithm = self._algorithm(x)
         if algorithm == CollectiveAlgorithm.LIBRARY or not residual.is_contiguous():
             self.all_reduce_(x)
-            norm.add_norm_(x, residual)
+            norm.add_norm_(x, residual, rows)
             return
         assert self._peers is not None
         self._peers.all_reduce_add_rms_norm(x, residual, norm.weight, norm.eps, algorithm)
+        if rows is not None:
+            quantize_rows_into(x, rows)
 
     def gather_records(self, part: Tensor, out: Tensor) -> None:
         if part.numel() == 0:

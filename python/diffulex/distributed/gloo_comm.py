@@ -64,9 +64,11 @@ class GlooComm:
             with self._waiting("all-reduce"):
                 self._group.allreduce([x]).wait()
 
-    def add_norm_(self, norm: Norm, x: Tensor, residual: Tensor) -> None:
+    def add_norm_(
+        self, norm: Norm, x: Tensor, residual: Tensor, rows: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         self.all_reduce_(x)
-        norm.add_norm_(x, residual)
+        norm.add_norm_(x, residual, rows)
 
     def gather_records(self, part: Tensor, out: Tensor) -> None:
         self.gather_rows(part, out)

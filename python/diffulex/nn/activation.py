@@ -18,9 +18,11 @@ class GatedActivation(nn.Module):
 
     kind: ops.Activation
 
-    def forward(self, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """gate_up [T, 2 I] to `out` [T, I]."""
-        return ops.act_and_mul(gate_up, self.kind, out=out)
+    def forward(
+        self, gate_up: torch.Tensor, out: torch.Tensor, rows: ops.QuantizedRows | None = None
+    ) -> torch.Tensor:
+        """gate_up [T, 2 I] to `out` [T, I], whose codes `rows` get if given."""
+        return ops.act_and_mul(gate_up, self.kind, out=out, rows=rows)
 
 
 class SiluAndMul(GatedActivation):

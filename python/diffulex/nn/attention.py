@@ -93,14 +93,15 @@ class PagedAttention(nn.Module):
         metadata: AttnMetadata,
         cache: tuple[torch.Tensor, ...],
         scratch: AttentionScratch,
+        rows: ops.QuantizedRows | None = None,
     ) -> None:
-        """Replaces x [T, H] by the attention output of its rows.
+        """Replaces x [T, H] by the attention output of its rows; for `rows` see `MatrixProduct.multiply`.
 
         Rows with a slot also write their keys and values to `cache`, see `KVCache.layer`; attention
         reads those rows from the step itself. Where the cache holds codes, the store leaves their
         values in these rows.
         """
-        self.qkv(x, scratch.qkv)
+        self.qkv(x, scratch.qkv, rows)
         k_scale, v_scale = cache[2:] or (None, None)
         ops.qk_norm_rope_store(
             scratch.qkv,

@@ -167,17 +167,20 @@ class DecoderForDiffusionLM(nn.Module):
         x = torch.empty_like(residual)
         cos_sin_cache = self.cos_sin_cache
         for index, layer in enumerate(self.decoder_layers):
+            attention, block = layer.attention, layer.mlp
+            rows = attention.qkv.new_rows(x)
             if index == 0:
-                layer.input_norm(residual, x)
+                layer.input_norm(residual, x, rows)
             else:
-                comm.add_norm_(layer.input_norm, x, residual)
-            layer.attention(x, positions, cos_sin_cache, metadata, kv_cache.layer(index), scratch)
-            comm.add_norm_(layer.post_norm, x, residual)
-            block = layer.mlp
+                comm.add_norm_(layer.input_norm, x, residual, rows)
+            cache = kv_cache.layer(index)
+            attention(x, positions, cos_sin_cache, metadata, cache, scratch, rows)
+            rows = block.new_rows(x)
+            comm.add_norm_(layer.post_norm, x, residual, rows)
             kind = type(block)
             if kind not in block_scratch:
                 block_scratch[kind] = block.new_scratch(x, metadata)
-            x = block(x, block_scratch[kind])
+            x = block(x, block_scratch[kind], rows)
         comm.add_norm_(self.norm, x, residual)
         return x
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from diffulex.distributed.shard import Shard
     from diffulex.families.spec.names import TensorNames
     from diffulex.nn.attention_metadata import AttnMetadata
+    from diffulex.ops import QuantizedRows
 
 __all__ = ["FeedForward", "GatedMLP", "MLPScratch"]
 
@@ -37,8 +38,18 @@ class FeedForward(nn.Module):
         """Buffers for a forward of the rows of `like` [T, H], which `metadata` describes."""
         raise NotImplementedError
 
-    def forward(self, x: torch.Tensor, scratch: Any) -> torch.Tensor:
-        """The output of the rows x [T, H]: x itself, or a buffer of the scratch, which keeps x for it."""
+    def new_rows(self, x: torch.Tensor) -> QuantizedRows | None:
+        """Memory for the codes of x [T, H] that `forward` takes beside it; None: it takes none."""
+        del x
+        return None
+
+    def forward(
+        self, x: torch.Tensor, scratch: Any, rows: QuantizedRows | None = None
+    ) -> torch.Tensor:
+        """The output of the rows x [T, H]: x itself, or a buffer of the scratch, which keeps x for it.
+
+        `rows`: those of `new_rows` with the codes of x, where whoever made x has them.
+        """
         raise NotImplementedError
 
     def connect(self, comm: Comm) -> None:
@@ -103,16 +114,29 @@ class GatedMLP(FeedForward):
         del metadata  # every row is computed on its own
         return MLPScratch(like, self.down.in_features)
 
-    def forward(self, x: torch.Tensor, scratch: MLPScratch) -> torch.Tensor:
-        self.project(x, scratch, x)
+    def new_rows(self, x: torch.Tensor) -> QuantizedRows | None:
+        return self.gate_up.new_rows(x)
+
+    def forward(
+        self, x: torch.Tensor, scratch: MLPScratch, rows: QuantizedRows | None = None
+    ) -> torch.Tensor:
+        self.project(x, scratch, x, rows)
         return x
 
-    def project(self, x: torch.Tensor, scratch: MLPScratch, out: torch.Tensor) -> None:
-        """Writes the output of the rows x [T, H] to `out`, which may be x."""
-        if not self.gate_up.forward_gated(x, self.act.kind, scratch.inner):
-            self.gate_up(x, scratch.gate_up)
-            self.act(scratch.gate_up, scratch.inner)
-        self.down(scratch.inner, out)
+    def project(
+        self,
+        x: torch.Tensor,
+        scratch: MLPScratch,
+        out: torch.Tensor,
+        rows: QuantizedRows | None = None,
+    ) -> None:
+        """Writes the output of the rows x [T, H] to `out`, which may be x; for `rows` see `forward`."""
+        inner: QuantizedRows | None = None
+        if not self.gate_up.forward_gated(x, self.act.kind, scratch.inner, rows):
+            self.gate_up(x, scratch.gate_up, rows)
+            inner = self.down.new_rows(scratch.inner)
+            self.act(scratch.gate_up, scratch.inner, inner)
+        self.down(scratch.inner, out, inner)
 
     def weight_table(
         self, prefix: str, names: TensorNames, stored: Collection[str]

@@ -257,14 +257,15 @@ class GemmaDecoderLayer(nn.Module):
     ) -> None:
         """Updates the residual stream x [T, H]; `scalars` [T, 1] multiply the result."""
         normed, dense = scratch.normed, scratch.dense
-        self._norm("input_layernorm", x, normed)
-        self.attention(
-            normed, positions, cos_sin_cache, metadata, cache, scratch.heads[self.is_sliding]
-        )
+        heads = scratch.heads[self.is_sliding]
+        rows = self.attention.qkv.new_rows(normed)
+        self._norm("input_layernorm", x, normed, rows)
+        self.attention(normed, positions, cos_sin_cache, metadata, cache, heads, rows)
         comm.all_reduce_(normed)
         self._norm_add("post_attention_layernorm", normed, x, x)
-        self._norm("pre_feedforward_layernorm", x, normed)
-        self.mlp.project(normed, scratch.mlp, dense)
+        rows = self.mlp.new_rows(normed)
+        self._norm("pre_feedforward_layernorm", x, normed, rows)
+        self.mlp.project(normed, scratch.mlp, dense, rows)
         self.experts.route(x, normed, scratch.moe)
         self._norm("pre_feedforward_layernorm_2", x, normed)
         routed = self.experts(normed, scratch.moe)
@@ -274,8 +275,10 @@ class GemmaDecoderLayer(nn.Module):
         self._norm_add("post_feedforward_layernorm", dense, x, x)
         x.mul_(scalars)
 
-    def _norm(self, name: str, x: torch.Tensor, out: torch.Tensor) -> None:
-        self.norms[name](x, out)
+    def _norm(
+        self, name: str, x: torch.Tensor, out: torch.Tensor, rows: ops.QuantizedRows | None = None
+    ) -> None:
+        self.norms[name](x, out, rows)
 
     def _norm_add(
         self, name: str, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor

@@ -77,6 +77,7 @@ class MatrixProduct(nn.Module):
         assert self.weight is not None
         self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
         self.format, self._is_stand_in = quantized, True
+        quantized.is_batch_invariant = self._dense is InvariantWeight
 
     def row_major(self) -> nn.Parameter:
         """The matrix [N, K], for reading and writing; drops every other format of it.
@@ -106,13 +107,26 @@ class MatrixProduct(nn.Module):
         if dense is not self._dense:
             self._dense = dense
             self.row_major()
+        if self._is_stand_in:
+            self.format.is_batch_invariant = is_invariant
+
+    def new_rows(self, x: torch.Tensor) -> ops.QuantizedRows | None:
+        """Memory for the codes of x [T, K] that products take beside it; None: they take none."""
+        return self.format.new_rows(x)
 
     def multiply(
-        self, x: torch.Tensor, out: torch.Tensor | None = None, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        rows: ops.QuantizedRows | None = None,
     ) -> torch.Tensor:
-        """x W^T + bias of x [T, K], in `out` [T, N] if given."""
+        """x W^T + bias of x [T, K], in `out` [T, N] if given.
+
+        `rows`: those of `new_rows` with the codes of x, where whoever made x has them.
+        """
         self.pack()
-        return self.format.product(x, out, bias)
+        return self.format.product(x, out, bias, rows)
 
 
 class Linear(MatrixProduct):
@@ -190,21 +204,31 @@ class Linear(MatrixProduct):
             table[f"{name}.bias"] = WeightSlice(part.shape[:1], part.rows)
         return table
 
-    def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Writes the product of x [T, in] to `out` [T, sum of out_features] and returns it."""
-        self.multiply(x, out, self.bias if self._adds_bias else None)
+    def forward(
+        self, x: torch.Tensor, out: torch.Tensor, rows: ops.QuantizedRows | None = None
+    ) -> torch.Tensor:
+        """Writes the product of x [T, in] to `out` [T, sum of out_features] and returns it; for `rows`
+        see `multiply`."""
+        self.multiply(x, out, self.bias if self._adds_bias else None, rows)
         if self.updates is not None:
             self.updates(x, out)
         return out
 
-    def forward_gated(self, x: torch.Tensor, act: ops.Activation, out: torch.Tensor) -> bool:
+    def forward_gated(
+        self,
+        x: torch.Tensor,
+        act: ops.Activation,
+        out: torch.Tensor,
+        rows: ops.QuantizedRows | None = None,
+    ) -> bool:
         """Writes ``act(gate) * up`` of x [T, in] to `out` [T, I] where one kernel computes both.
 
-        The layer holds gate, then up. False, with nothing written, where it takes two kernels.
+        The layer holds gate, then up. False, with nothing written, where it takes two kernels; for
+        `rows` see `multiply`.
         """
         if self.bias is not None or self.updates is not None:
             return False
-        return self.format.gated_product(x, act, out)
+        return self.format.gated_product(x, act, out, rows)
 
     def add_update(self, rows: slice, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
         """Lets the output columns `rows` gain ``scale * (x a^T) b^T``; the weight stays."""

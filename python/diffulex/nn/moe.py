@@ -130,7 +130,13 @@ class MoeFeedForward(RoutedExperts, FeedForward):
         shared_size = 0 if self.shared is None else self.shared.down.in_features
         return MoeScratch(like, metadata, self.moe, self.matrices, shared_size)
 
-    def forward(self, x: torch.Tensor, scratch: MoeScratch) -> torch.Tensor:
+    def new_rows(self, x: torch.Tensor) -> ops.QuantizedRows | None:
+        # Of the shared expert: the router and the experts take the rows themselves.
+        return None if self.shared is None else self.shared.new_rows(x)
+
+    def forward(
+        self, x: torch.Tensor, scratch: MoeScratch, rows: ops.QuantizedRows | None = None
+    ) -> torch.Tensor:
         moe = self.moe
         self.router_logits(x, self.router, scratch.logits)
         ops.moe_topk(
@@ -152,7 +158,7 @@ class MoeFeedForward(RoutedExperts, FeedForward):
         addend: torch.Tensor | None = None
         if self.shared is not None and scratch.shared is not None:
             shared_scratch, addend = scratch.shared
-            self.shared.project(x, shared_scratch, addend)
+            self.shared.project(x, shared_scratch, addend, rows)
         out = self.routed(x, scratch.routing, addend, scratch.out, scratch.workspace)
         # The experts read x until the last of them is done; the next block may write it.
         scratch.out = x

@@ -20,10 +20,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = new_parameter(size, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Writes the normalised rows of x to `out`."""
-        return ops.rms_norm(x, self.weight, self.eps, out=out)
+    def forward(
+        self, x: torch.Tensor, out: torch.Tensor, rows: ops.QuantizedRows | None = None
+    ) -> torch.Tensor:
+        """Writes the normalised rows of x to `out`, and their codes to `rows` if given."""
+        return ops.rms_norm(x, self.weight, self.eps, out=out, rows=rows)
 
-    def add_norm_(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-        """In place: residual becomes x + residual, x becomes the norm of that sum."""
-        ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def add_norm_(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """In place: residual becomes x + residual, x the norm of that sum, and `rows` its codes if given."""
+        ops.add_rms_norm(x, residual, self.weight, self.eps, rows=rows)

@@ -60,6 +60,9 @@ def weight_device(device: torch.device | str) -> torch.device | str:
 class WeightFormat(Protocol):
     """A weight matrix W [N, K] in one format."""
 
+    #: A row of a product may depend on no other row, nor on how many there are.
+    is_batch_invariant: bool
+
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads."""
@@ -70,12 +73,28 @@ class WeightFormat(Protocol):
     def row_major(self) -> torch.Tensor:
         """W [N, K]: the matrix itself where it is held so, else a new one."""
 
-    def product(
-        self, x: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """x W^T + bias of x [T, K], in `out` [T, N] if given."""
+    def new_rows(self, x: torch.Tensor) -> ops.QuantizedRows | None:
+        """Memory for the codes of x [T, K] that products take in its place; None: they take x."""
 
-    def gated_product(self, x: torch.Tensor, act: ops.Activation, out: torch.Tensor) -> bool:
+    def product(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        rows: ops.QuantizedRows | None = None,
+    ) -> torch.Tensor:
+        """x W^T + bias of x [T, K], in `out` [T, N] if given.
+
+        `rows`: those of `new_rows` with the codes of x; None: they are made here.
+        """
+
+    def gated_product(
+        self,
+        x: torch.Tensor,
+        act: ops.Activation,
+        out: torch.Tensor,
+        rows: ops.QuantizedRows | None = None,
+    ) -> bool:
         """Writes ``act(gate) * up`` of x [T, K] to `out` [T, N / 2] where one kernel computes both.
 
         W holds the rows of gate, then those of up. False, with nothing written, where it takes two
@@ -83,7 +102,18 @@ class WeightFormat(Protocol):
         """
 
 
-class DenseWeight:
+class _PlainRows:
+    """Of the formats whose products take the rows as they are."""
+
+    __slots__ = ("is_batch_invariant",)
+
+    is_batch_invariant: bool
+
+    def new_rows(self, x: torch.Tensor) -> None:
+        del x
+
+
+class DenseWeight(_PlainRows):
     """The row-major matrix as it was loaded."""
 
     __slots__ = ("_has_few_rows", "_is_packable", "matrix")
@@ -105,7 +135,11 @@ class DenseWeight:
         return self.matrix
 
     def product(
-        self, x: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        rows: ops.QuantizedRows | None = None,
     ) -> torch.Tensor:
         matrix = self.matrix
         if self._takes_few_rows(x):
@@ -114,7 +148,13 @@ class DenseWeight:
             return torch.mm(x, matrix.t(), out=out)
         return torch.addmm(bias, x, matrix.t(), out=out)
 
-    def gated_product(self, x: torch.Tensor, act: ops.Activation, out: torch.Tensor) -> bool:
+    def gated_product(
+        self,
+        x: torch.Tensor,
+        act: ops.Activation,
+        out: torch.Tensor,
+        rows: ops.QuantizedRows | None = None,
+    ) -> bool:
         can = self._takes_few_rows(x)
         if can:
             ops.linear_few_rows(x, self.matrix, act=act, out=out)
@@ -156,7 +196,11 @@ class InvariantWeight(DenseWeight):
         return PackedWeight.of(self.matrix) if self.matrix.device.type == "cpu" else self
 
     def product(
-        self, x: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        rows: ops.QuantizedRows | None = None,
     ) -> torch.Tensor:
         if out is None:
             out = x.new_empty(x.size(0), self.matrix.size(0))
@@ -164,7 +208,13 @@ class InvariantWeight(DenseWeight):
             ops.linear_few_rows(x[part], self.matrix, bias, out=out[part])
         return out
 
-    def gated_product(self, x: torch.Tensor, act: ops.Activation, out: torch.Tensor) -> bool:
+    def gated_product(
+        self,
+        x: torch.Tensor,
+        act: ops.Activation,
+        out: torch.Tensor,
+        rows: ops.QuantizedRows | None = None,
+    ) -> bool:
         if self.matrix.device.type == "cpu":
             return False
         for part in _few_rows_parts(x.size(0)):
@@ -177,7 +227,7 @@ def _few_rows_parts(num_rows: int) -> list[slice]:
     return [slice(start, start + ops.FEW_ROWS) for start in starts]
 
 
-class PackedWeight:
+class PackedWeight(_PlainRows):
     """Panels of `ops.linear_packed`, for the CPU; sums are float32 in every dtype, rounded once."""
 
     __slots__ = ("_dtype", "_num_rows", "_panels")
@@ -201,7 +251,11 @@ class PackedWeight:
         return ops.unpack_weight(self._panels, self._num_rows).to(self._dtype)
 
     def product(
-        self, x: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        rows: ops.QuantizedRows | None = None,
     ) -> torch.Tensor:
         is_whole = self._dtype == torch.float32
         product = ops.linear_packed(
@@ -213,7 +267,13 @@ class PackedWeight:
             return product
         return product.to(self._dtype) if out is None else out.copy_(product)
 
-    def gated_product(self, x: torch.Tensor, act: ops.Activation, out: torch.Tensor) -> bool:
+    def gated_product(
+        self,
+        x: torch.Tensor,
+        act: ops.Activation,
+        out: torch.Tensor,
+        rows: ops.QuantizedRows | None = None,
+    ) -> bool:
         return False
 
 

@@ -153,7 +153,14 @@ class QuantizedWeight:
         depth: K.
     """
 
-    __slots__ = ("_is_ready", "_parts", "depth", "num_rows", "scheme")
+    __slots__ = (
+        "_is_ready",
+        "_parts",
+        "depth",
+        "is_batch_invariant",
+        "num_rows",
+        "scheme",
+    )
 
     def __init__(
         self,
@@ -176,6 +183,7 @@ class QuantizedWeight:
         for shape in [replace(first, rows=self.num_rows)] if is_whole else shapes:
             self._parts.append(_Part(start, shape, depth, scheme, torch.device(device)))
             start += shape.rows
+        self.is_batch_invariant = False
 
     @property
     def nbytes(self) -> int:
@@ -227,12 +235,23 @@ class QuantizedWeight:
             f"weights: expected quantization none to read or write them, got {self.scheme.name.lower()}"
         )
 
+    def new_rows(self, x: torch.Tensor) -> ops.QuantizedRows | None:
+        if self.scheme == WeightScheme.INT4:
+            return None
+        return ops.new_quantized_rows(
+            x.size(0),
+            self.depth,
+            torch.int8 if self.scheme == WeightScheme.INT8 else torch.float8_e4m3fn,
+            x.device,
+        )
+
     def rows_of(self, x: torch.Tensor) -> ops.QuantizedRows | torch.Tensor:
         """Rows x [T, K] as `multiply` takes them."""
-        if self.scheme == WeightScheme.INT4:
+        rows = self.new_rows(x)
+        if rows is None:
             return x
-        is_int8 = self.scheme == WeightScheme.INT8
-        return ops.quantize_rows(x, torch.int8 if is_int8 else torch.float8_e4m3fn)
+        ops.quantize_rows_into(x, rows)
+        return rows
 
     def multiply(
         self,
@@ -248,19 +267,30 @@ class QuantizedWeight:
         return out
 
     def product(
-        self, x: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        rows: ops.QuantizedRows | None = None,
     ) -> torch.Tensor:
         if out is None:
             out = x.new_empty(x.size(0), self.num_rows)
-        return self.multiply(self.rows_of(x), out, None if bias is None else bias.float())
+        taken = self.rows_of(x) if rows is None else rows
+        return self.multiply(taken, out, None if bias is None else bias.float())
 
-    def gated_product(self, x: torch.Tensor, act: ops.Activation, out: torch.Tensor) -> bool:
+    def gated_product(
+        self,
+        x: torch.Tensor,
+        act: ops.Activation,
+        out: torch.Tensor,
+        rows: ops.QuantizedRows | None = None,
+    ) -> bool:
         self.packed()
         if len(self._parts) > 1 or not self._parts[0].can_gate:
             return False
-        rows = self.rows_of(x)
-        assert isinstance(rows, ops.QuantizedRows)
-        self._parts[0].gated_product(rows, act, out)
+        taken = self.rows_of(x) if rows is None else rows
+        assert isinstance(taken, ops.QuantizedRows)
+        self._parts[0].gated_product(taken, act, out)
         return True
 
 

@@ -42,12 +42,15 @@ class HalvedWeight:
     def row_major(self) -> torch.Tensor:
         return self.halves * 2
 
-    def product(self, x, out, bias):
+    def new_rows(self, x) -> None:
+        return None
+
+    def product(self, x, out, bias, rows=None):
         self.num_products += 1
         product = torch.mm(x, self.row_major().t(), out=out)
         return product if bias is None else product.add_(bias)
 
-    def gated_product(self, x, act, out) -> bool:
+    def gated_product(self, x, act, out, rows=None) -> bool:
         gate, up = self.product(x, None, None).chunk(2, dim=1)
         out.copy_(torch.nn.functional.silu(gate) * up)
         return True
