@@ -17,8 +17,9 @@ ROWS = re.findall(
     r"^\| `(\w+)` \| ([\w ]+) \| \S", (ROOT / "docs/ops.md").read_text("utf-8"), re.MULTILINE
 )
 CALLERS = dict(ROWS)
-#: Ops that exchange between devices are methods of a `PeerGroup`.
-CALL = r"\b(?:ops\.(?:diffulex\.)?|_peers\.)(\w+)\("
+#: Ops that exchange between devices are methods of a `PeerGroup`; a wrapper that writes memory of its
+#: caller may say so.
+CALL = r"\b(?:ops\.(?:diffulex\.)?|_peers\.)(\w+?)(?:_into)?\("
 # Neither the wrappers, nor what checks or measures an installation, make an op one that is in use.
 OUTSIDE = ("ops/", "bench/", "self_test.py")
 
