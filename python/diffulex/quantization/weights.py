@@ -11,6 +11,7 @@ import torch
 from diffulex import ops
 from diffulex.errors import ConfigError
 from diffulex.ops import WeightScheme
+from diffulex.quantization import vendor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,6 +155,7 @@ class QuantizedWeight:
     """
 
     __slots__ = (
+        "_has_vendor",
         "_is_ready",
         "_parts",
         "depth",
@@ -184,6 +186,9 @@ class QuantizedWeight:
             self._parts.append(_Part(start, shape, depth, scheme, torch.device(device)))
             start += shape.rows
         self.is_batch_invariant = False
+        self._has_vendor = len(self._parts) == 1 and vendor.takes_weight(
+            scheme, self._parts[0].codes
+        )
 
     @property
     def nbytes(self) -> int:
@@ -235,14 +240,22 @@ class QuantizedWeight:
             f"weights: expected quantization none to read or write them, got {self.scheme.name.lower()}"
         )
 
+    def _takes_vendor(self, x: torch.Tensor) -> bool:
+        """Whether the vendor's library multiplies the rows x [T, K]."""
+        may = self._has_vendor and not self.is_batch_invariant
+        return may and vendor.takes_rows(self.scheme, x)
+
     def new_rows(self, x: torch.Tensor) -> ops.QuantizedRows | None:
         if self.scheme == WeightScheme.INT4:
             return None
+        # Of a row, and of a row of W, the vendor's library takes one scale each.
+        is_whole = self.scheme == WeightScheme.FP8 and self._takes_vendor(x)
         return ops.new_quantized_rows(
             x.size(0),
             self.depth,
             torch.int8 if self.scheme == WeightScheme.INT8 else torch.float8_e4m3fn,
             x.device,
+            group=self.depth if is_whole else ops.QUANT_GROUP,
         )
 
     def rows_of(self, x: torch.Tensor) -> ops.QuantizedRows | torch.Tensor:
@@ -276,6 +289,10 @@ class QuantizedWeight:
         if out is None:
             out = x.new_empty(x.size(0), self.num_rows)
         taken = self.rows_of(x) if rows is None else rows
+        is_plain = bias is None or self.scheme == WeightScheme.FP8
+        if is_plain and isinstance(taken, ops.QuantizedRows) and self._takes_vendor(x):
+            part = self._parts[0]
+            return vendor.multiply(taken, part.codes, part.scale, bias, out)
         return self.multiply(taken, out, None if bias is None else bias.float())
 
     def gated_product(
@@ -286,7 +303,7 @@ class QuantizedWeight:
         rows: ops.QuantizedRows | None = None,
     ) -> bool:
         self.packed()
-        if len(self._parts) > 1 or not self._parts[0].can_gate:
+        if len(self._parts) > 1 or not self._parts[0].can_gate or self._takes_vendor(x):
             return False
         taken = self.rows_of(x) if rows is None else rows
         assert isinstance(taken, ops.QuantizedRows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose rows come as codes."""
+"""Layers whose rows come as codes, and products of many e4m3 rows by the library of the vendor."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from diffulex import ops
 from diffulex.nn.feed_forward import GatedMLP, MLPScratch
-from diffulex.nn.linear import Linear
+from diffulex.nn.linear import Linear, set_batch_invariant
 from diffulex.nn.norm import RMSNorm
 from diffulex.ops import WeightScheme
+from diffulex.quantization import vendor
 from diffulex.quantization.weights import QuantizedWeight, Shape
 
 SCHEMES = pytest.mark.parametrize("scheme", list(WeightScheme), ids=lambda scheme: scheme.name)
+FP8 = pytest.mark.parametrize("scheme", [WeightScheme.FP8, WeightScheme.FP8_BLOCK])
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 
 
@@ -29,6 +32,11 @@ def quantized(layer: Linear, scheme: WeightScheme, seed: int) -> QuantizedWeight
     weight.write(0, (normal(rows, depth, seed=seed) * 0.05).to(layer.device))
     layer.quantize(weight)
     return weight
+
+
+def needs_hopper() -> None:
+    if not ops.has_hopper_kernels(torch.device("cuda")):
+        pytest.skip("the products need compute capability 9.0")
 
 
 @DEVICES
@@ -58,3 +66,100 @@ def test_codes_of_the_norm_give_the_bits_of_its_rows(
         assert torch.equal(sums, total)
         want = mlp(plain, MLPScratch(plain, 384))
         assert torch.equal(mlp(coded, MLPScratch(coded, 384), rows), want)
+
+
+def test_what_the_vendor_takes() -> None:
+    def takes(scheme: WeightScheme, num_rows: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return vendor.takes_rows(scheme, torch.empty(num_rows, 64, dtype=dtype))
+
+    assert [takes(WeightScheme.FP8, rows) for rows in (1, 128, 129, 8192)] == [0, 0, 1, 1]
+    assert [takes(WeightScheme.FP8_BLOCK, rows) for rows in (128, 129, 130, 132)] == [0, 0, 0, 1]
+    assert not takes(WeightScheme.FP8, 256, torch.float16)
+    codes = torch.empty(1024, 1024, dtype=torch.float8_e4m3fn)
+    assert not any(vendor.takes_weight(scheme, codes) for scheme in WeightScheme)
+
+
+@pytest.mark.cuda
+def test_weights_that_the_vendor_takes() -> None:
+    needs_hopper()
+
+    def takes(scheme: WeightScheme, columns: int, depth: int) -> bool:
+        codes = torch.empty(columns, depth, dtype=torch.float8_e4m3fn, device="cuda")
+        return vendor.takes_weight(scheme, codes)
+
+    assert takes(WeightScheme.FP8, 48, 80)
+    assert not takes(WeightScheme.FP8, 40, 80)
+    assert not takes(WeightScheme.FP8, 48, 72)
+    assert takes(WeightScheme.FP8_BLOCK, 384, 1024)
+    assert not takes(WeightScheme.FP8_BLOCK, 320, 1024)
+    assert not takes(WeightScheme.FP8_BLOCK, 384, 640)
+    assert not takes(WeightScheme.INT8, 1024, 1024)
+
+
+@pytest.mark.cuda
+@FP8
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [129, 132, 256, 1001])
+def test_products_of_many_rows(scheme: WeightScheme, has_bias: bool, num_rows: int) -> None:
+    """Those of the vendor are near the exact ones; where a row may not depend on others there are none."""
+    needs_hopper()
+    layer = Linear(1024, (512,), bias=has_bias, dtype=torch.bfloat16, device="cuda")
+    weight = quantized(layer, scheme, num_rows)
+    if layer.bias is not None:
+        layer.bias.copy_(normal(512, seed=5))
+    x = normal(num_rows, 1024, seed=6).cuda().bfloat16()
+    out = torch.full((num_rows, 512), torch.nan, dtype=torch.bfloat16, device="cuda")
+    (part,) = weight.parts
+    scale = part.scale
+    if scheme == WeightScheme.FP8_BLOCK:
+        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    dense = part.codes.double() * (scale if scale.dim() == 2 else scale[:, None]).double()
+
+    def error() -> float:
+        rows = layer.new_rows(x)
+        assert rows is not None
+        ops.quantize_rows_into(x, rows)
+        factors = rows.scale[:, :num_rows].T.double().repeat_interleave(1024 // len(rows.scale), 1)
+        want = rows.codes.double() * factors @ dense.T
+        if layer.bias is not None:
+            want += layer.bias
+        with_codes = layer(x, out, rows).clone()
+        assert torch.equal(layer(x, out.fill_(torch.nan)), with_codes)
+        return float((out - want).norm() / want.norm())
+
+    assert error() <= 4e-3
+    set_batch_invariant(layer, True)
+    assert error() <= 4e-3
+    alone = torch.empty(1, 512, dtype=torch.bfloat16, device="cuda")
+    assert torch.equal(layer(x[-1:].clone(), alone)[0], out[-1])
+
+
+@pytest.mark.cuda
+@FP8
+def test_a_captured_graph_of_many_rows(scheme: WeightScheme) -> None:
+    needs_hopper()
+    mlp = GatedMLP(512, 1024, dtype=torch.bfloat16, device="cuda")
+    norm = RMSNorm(512, eps=1e-6, dtype=torch.bfloat16, device="cuda")
+    norm.weight.fill_(1)
+    quantized(mlp.gate_up, scheme, 1)
+    quantized(mlp.down, scheme, 2)
+    x = normal(160, 512).cuda().bfloat16()
+
+    def chain() -> torch.Tensor:
+        out, residual = x.clone(), torch.zeros_like(x)
+        scratch = MLPScratch(out, 1024)
+        with ops.settled_weights():
+            for _ in range(3):
+                rows = mlp.new_rows(out)
+                norm.add_norm_(out, residual, rows)
+                mlp(out, scratch, rows)
+        return out
+
+    want = chain().clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(5):
+        graph.replay()
+        assert torch.equal(found, want)

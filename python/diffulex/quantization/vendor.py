@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of many e4m3 rows by the library of the vendor, through torch.
+
+Its sums are in another order than those of `ops.linear_scaled`, and may depend on the number of rows. Which
+calls it takes is a function of shapes and of the device, so that a captured graph keeps the choice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diffulex import ops
+from diffulex.ops import WeightScheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FEW_ROWS", "multiply", "takes_rows", "takes_weight"]
+
+#: Rows up to which `ops.linear_scaled` is faster.
+FEW_ROWS = 128
+#: By scheme: what divides the number of rows, that of columns of the result, and the depth. Scales of
+#: blocks are read in fours, along rows of x and along the depth of W.
+_MULTIPLES = {
+    WeightScheme.FP8: (1, 16, 16),
+    WeightScheme.FP8_BLOCK: (4, ops.QUANT_GROUP, 4 * ops.QUANT_GROUP),
+}
+#: The first CUDA whose library has scales of blocks.
+_CUDA_OF_BLOCKS = (12, 9)
+_scaled_mm: Any = torch._scaled_mm
+
+
+def takes_weight(scheme: WeightScheme, weight: Tensor) -> bool:
+    """Whether `multiply` may take codes [N, K] on their device."""
+    if scheme not in _MULTIPLES or not ops.has_hopper_kernels(weight.device):
+        return False
+    if scheme == WeightScheme.FP8_BLOCK:
+        version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+        if version < _CUDA_OF_BLOCKS:
+            return False
+    _, columns, depth = _MULTIPLES[scheme]
+    return weight.size(0) % columns == 0 and weight.size(1) % depth == 0
+
+
+def takes_rows(scheme: WeightScheme, x: Tensor) -> bool:
+    """Whether `multiply` takes x [T, K] and a weight that `takes_weight`, and is faster."""
+    num_rows = x.size(0)
+    is_many = num_rows > FEW_ROWS and num_rows % _MULTIPLES[scheme][0] == 0
+    return is_many and x.dtype == torch.bfloat16
+
+
+def multiply(
+    rows: ops.QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
+) -> Tensor:
+    """x W^T + bias of rows [T, K] and codes [N, K], in bfloat16.
+
+    Scales are of a row, of rows and of W alike; or of 128 columns and of blocks, without a bias. The result
+    is `out` [T, N], or copied to it where the library does not write such memory.
+    """
+    num_rows = rows.codes.size(0)
+    is_blocks = scale.dim() == 2
+    can_write = out.dtype == torch.bfloat16 and out.is_contiguous()
+    result = out if can_write else out.new_empty(out.shape, dtype=torch.bfloat16)
+    _scaled_mm(
+        rows.codes,
+        weight.t(),
+        scale_a=rows.scale.t() if is_blocks else rows.scale[0, :num_rows, None],
+        scale_b=scale.t() if is_blocks else scale[None],
+        bias=None if bias is None else bias.to(torch.bfloat16),
+        out_dtype=torch.bfloat16,
+        out=result,
+    )
+    return out if can_write else out.copy_(result)
