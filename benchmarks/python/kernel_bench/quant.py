@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with weights of 8 bits, and experts of e4m3 codes, beside those of bfloat16."""
+"""Products with weights of 8 bits, and experts of e4m3 codes, beside those of bfloat16; and ops that write
+codes of their result, beside the two launches whose place they take."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from diffulex import ops
+from diffulex.quantization import vendor
 from kernel_bench.agreement import Agreement, Tolerance
 from kernel_bench.linear import CHECKED_COLUMNS, MODELS, ROWS, Product
 from kernel_bench.moe import MODELS as EXPERT_MODELS
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PEER = "bfloat16"
+#: What the layers take in place of `linear_scaled` for many rows of codes.
+VENDOR = "vendor's library"
+TWO_LAUNCHES = "and quantize_rows"
+EPS = 1e-6
 SCHEMES = {
     "fp8": (ops.WeightScheme.FP8, torch.float8_e4m3fn),
     "int8": (ops.WeightScheme.INT8, torch.int8),
@@ -28,6 +34,8 @@ SCHEMES = {
 TOLERANCE = Tolerance(2.0**-6, 0.02)
 #: Beside that, codes of activated values that are one apart.
 EXPERT_TOLERANCE = Tolerance(2.0**-6, 0.1)
+#: Rounding to e4m3, half a unit in the last of 4 places, and to multiples of 2^-9 of the scale.
+CODES = Tolerance(2.0**-4, 0.005)
 
 
 def _case(scheme: str, model: str, product: Product, rows: int, device: str) -> Case:
@@ -60,6 +68,16 @@ def _case(scheme: str, model: str, product: Product, rows: int, device: str) -> 
     def call(weight: tuple[torch.Tensor, torch.Tensor]) -> None:
         ops.linear_scaled(codes, *weight, act=act, out=out)
 
+    def many(weight: tuple[torch.Tensor, torch.Tensor]) -> None:
+        vendor.multiply(whole, *weight, None, both if product.is_gated else out)
+        if product.is_gated:
+            ops.act_and_mul(both, out=out)
+
+    whole = ops.quantize_rows(x, code, group=depth)
+    peers = {PEER: [lambda w=w: peer(w) for w in plain]}
+    if vendor.takes_weight(kind, weights[0][0]) and vendor.takes_rows(kind, x):
+        peers[VENDOR] = [lambda w=w: many(w) for w in weights]
+
     def values(part: slice) -> torch.Tensor:
         return weights[0][0][part].double() * weights[0][1][part].double()[:, None]
 
@@ -84,7 +102,7 @@ def _case(scheme: str, model: str, product: Product, rows: int, device: str) -> 
         [lambda w=w: call(w) for w in weights], check, num_bytes + codes.codes.nbytes,
         float(out.nbytes), 2.0 * rows * columns * depth,
         float(len(weights) * num_bytes + x.nbytes + out.nbytes),
-        peers={PEER: [lambda w=w: peer(w) for w in plain]}, judges=(),
+        peers=peers, judges=(),
     )  # fmt: skip
 
 
@@ -104,11 +122,22 @@ class _CodedExperts:
         return both, self.w2[expert].double() * self.w2_scale[expert].double()[:, None]
 
 
+def _values(coded: ops.QuantizedRows) -> torch.Tensor:
+    """What rows of codes say, in float64."""
+    num_rows, depth = coded.codes.shape
+    scale = coded.scale[:, :num_rows].double().T.repeat_interleave(ops.QUANT_GROUP, 1)
+    return coded.codes.double() * scale[:, :depth]
+
+
 def _rounded(rows: torch.Tensor) -> torch.Tensor:
     """Rows as their codes say, in float64."""
-    coded = ops.quantize_rows(rows, torch.float8_e4m3fn)
-    scale = coded.scale[:, : rows.shape[0]].double().T.repeat_interleave(128, 1)
-    return coded.codes.double() * scale[:, : rows.shape[1]]
+    return _values(ops.quantize_rows(rows, torch.float8_e4m3fn))
+
+
+def _codes_agreement(coded: ops.QuantizedRows, exact: torch.Tensor) -> Agreement:
+    agreement = Agreement(coded.codes.numel(), CODES)
+    agreement.add(_values(coded), exact)
+    return agreement
 
 
 def _experts_case(layer: Layer, coded: _CodedExperts, tokens: int, device: str) -> Case:
@@ -157,8 +186,64 @@ def _experts_case(layer: Layer, coded: _CodedExperts, tokens: int, device: str) 
     )  # fmt: skip
 
 
+def _norm_case(rows: int, hidden: int, device: str) -> Case:
+    sets = [
+        torch.randn(2, rows, hidden, dtype=torch.bfloat16, device=device)
+        for _ in range(num_rotations(9.0 * rows * hidden))
+    ]
+    weight = torch.randn(hidden, dtype=torch.bfloat16, device=device)
+    coded = ops.new_quantized_rows(rows, hidden, torch.float8_e4m3fn, sets[0].device)
+
+    def check() -> Agreement:
+        x, residual = sets[0].clone()
+        total = x.double() + residual.double()
+        exact = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
+        ops.add_rms_norm(x, residual, weight, EPS, rows=coded)
+        return _codes_agreement(coded, exact)
+
+    def peer(x: torch.Tensor, residual: torch.Tensor) -> None:
+        ops.add_rms_norm(x, residual, weight, EPS)
+        ops.quantize_rows_into(x, coded)
+
+    num_bytes = float(rows * hidden)
+    return Case(
+        "quant", "add_rms_norm with codes", f"{rows} x {hidden}",
+        [lambda s=s: ops.add_rms_norm(*s, weight, EPS, rows=coded) for s in sets], check,
+        4.0 * num_bytes, 5.0 * num_bytes, rotated_bytes=len(sets) * 4.0 * num_bytes,
+        peers={TWO_LAUNCHES: [lambda s=s: peer(*s) for s in sets]}, judges=(TWO_LAUNCHES,),
+    )  # fmt: skip
+
+
+def _activation_case(rows: int, inner: int, device: str) -> Case:
+    sets = [
+        torch.randn(rows, 2 * inner, dtype=torch.bfloat16, device=device)
+        for _ in range(num_rotations(7.0 * rows * inner))
+    ]
+    out = torch.empty(rows, inner, dtype=torch.bfloat16, device=device)
+    coded = ops.new_quantized_rows(rows, inner, torch.float8_e4m3fn, out.device)
+
+    def check() -> Agreement:
+        gate, up = sets[0].double().chunk(2, -1)
+        ops.act_and_mul(sets[0], out=out, rows=coded)
+        return _codes_agreement(coded, functional.silu(gate) * up)
+
+    num_bytes = float(rows * inner)
+    return Case(
+        "quant", "act_and_mul with codes", f"{rows} x {inner}",
+        [lambda x=x: ops.act_and_mul(x, out=out, rows=coded) for x in sets], check,
+        4.0 * num_bytes, 3.0 * num_bytes, rotated_bytes=len(sets) * 4.0 * num_bytes,
+        peers={TWO_LAUNCHES: [
+            lambda x=x: ops.quantize_rows_into(ops.act_and_mul(x, out=out), coded) for x in sets
+        ]}, judges=(TWO_LAUNCHES,),
+    )  # fmt: skip
+
+
 def cases(device: str, is_small: bool) -> Iterator[Case]:
-    """e4m3 products of two models, int8 ones of a layer of the larger, and experts of e4m3 codes."""
+    """e4m3 products of two models, int8 ones of a layer of the larger, experts of e4m3 codes, and rows that
+    become codes."""
+    for rows in (3,) if is_small else (32, 256, 8192):
+        yield _norm_case(rows, 192 if is_small else 4096, device)
+        yield _activation_case(rows, 192 if is_small else 12288, device)
     if device != "cpu":  # where experts of codes have no kernel
         for model in (Experts("tiny", 8, 2, 64, 32),) if is_small else EXPERT_MODELS[:2]:
             layer = Layer(model, device)
