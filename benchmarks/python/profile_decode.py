@@ -119,6 +119,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         max_num_batched_tokens=max(4096, max_model_len + 2 * window, options.batch * window),
         enable_prefix_caching=False,
         run_ahead=options.run_ahead,
+        quantization=options.quantization,
     )
     with engine, tempfile.TemporaryDirectory() as folder:
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
