@@ -118,7 +118,8 @@ struct CanvasDecode {
                                        : -1;
     write_draws(args, row, request, forward.first_pos + i, is_sampled);
     args.plan.blk_tokens[row] = is_sampled ? scratch.window[1 + i] : request.rules.mask_token_id;
-    args.plan.blk_row_index[row] = is_sampled ? static_cast<int32_t>(row) : -1;
+    args.plan.logits_rows[row] = is_sampled ? static_cast<int32_t>(row) : -1;
+    args.plan.blk_row_index[row] = args.plan.logits_rows[row];
   }
 
   /// What `row` draws for `position`: its token, and the random id should that not be accepted.

@@ -7,7 +7,8 @@
 #include "ops/advance/row.h"
 
 // advance_decode with a dual cache (core/dual_cache_rules.h). The forward runs the first
-// dual_step.num_rows of the Q rows of a request; its row i decides the next position.
+// dual_step.num_rows of the Q rows of a request; its row i decides the next position. Of them at
+// most the B that decide the current sub-block have logits, or the one that seeds the next D-block.
 
 namespace diffulex {
 
@@ -101,13 +102,37 @@ struct DualCacheDecode {
     args.plan.positions[row] = is_valid ? position : 0;
     args.plan.slot_mapping[row] = is_valid && step.is_stored ? cache_slot(args, r, position) : -1;
 
-    const int32_t base = tokens.begin + 1;
-    const bool is_wanted = is_open(request, tokens, base + i);
-    args.plan.blk_tokens[row] = tokens[base + i];
-    args.plan.blk_row_index[row] = is_wanted ? r * num_rows + dual_logits_row(step, base + i) : -1;
-    const bool is_drawn =
-        request.inv_temperature > 0.0F && is_valid && is_open(request, tokens, position + 1);
-    write_draw(args, row, request, request.state.blocks[step.sub_idx], position + 1, is_drawn);
+    args.plan.blk_tokens[row] = tokens[tokens.begin + 1 + i];
+    args.plan.blk_row_index[row] = -1;
+    if (i / args.block_size == step.sub_idx) {
+      write_logits_row(args, r, i, request, tokens);
+    }
+  }
+
+  /// The logits row of position i, which lies in the current sub-block, or the row of the seed.
+  DIFFULEX_HOST_DEVICE static void write_logits_row(const AdvanceArgs& args, int32_t r, int32_t i,
+                                                    const DecodeRequest& request,
+                                                    const TokenWindow& tokens) {
+    const DualCacheStep& step = request.dual_step;
+    const int32_t first_row = r * args.block_size * args.buffer_size;
+    const int32_t rel = i % args.block_size;
+    const int32_t index = r * args.block_size + rel;
+    const int32_t position = tokens.begin + 1 + i;
+    const bool is_wanted = is_open(request, tokens, position);
+    // The head takes all of these rows: one that nothing reads is the first of the request.
+    int32_t source = rel == 0 && is_seeding(request) ? step.num_rows - 1 : 0;
+    if (is_wanted) {
+      source = dual_logits_row(step, position);
+      args.plan.blk_row_index[first_row + i] = index;
+    }
+    args.plan.logits_rows[index] = first_row + source;
+    write_draw(args, index, request, request.state.blocks[step.sub_idx], position,
+               is_wanted && request.inv_temperature > 0.0F);
+  }
+
+  /// Whether the last row of the forward decides the first token of the next D-block.
+  [[nodiscard]] DIFFULEX_HOST_DEVICE static bool is_seeding(const DecodeRequest& request) {
+    return request.is_running && request.dual_step.mode == DualCacheMode::kFinalCommit;
   }
 
   /// Whether the forward samples `position`.
@@ -135,11 +160,10 @@ struct DualCacheDecode {
                                                  const DecodeRequest& request) {
     const int32_t first_row = r * args.block_size * args.buffer_size;
     const DualCacheStep& step = request.dual_step;
-    const bool is_commit = request.is_running && step.mode == DualCacheMode::kFinalCommit;
     const bool is_cache_only = request.is_running && step.is_cache_only;
     args.plan.context_lens[r] = request.is_running ? step.context_len : 0;
     args.plan.valid_slices[r] = first_row + (request.is_running ? step.num_rows : 0);
-    args.plan.seed_row[r] = is_commit ? first_row + step.num_rows - 1 : -1;
+    args.plan.seed_row[r] = is_seeding(request) ? r * args.block_size : -1;
     args.plan.mask_kinds[r] =
         static_cast<int32_t>(is_cache_only ? MaskKind::kCacheOnly : MaskKind::kBlockCausal);
   }

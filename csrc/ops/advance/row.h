@@ -175,6 +175,16 @@ DIFFULEX_HOST_DEVICE inline void write_row(const AdvanceArgs& args, int32_t r, i
       is_valid && position < forward.store_end ? cache_slot(args, r, position) : -1;
 }
 
+/// Logits row of request r that its slot keeps for a later step, -1 = none.
+DIFFULEX_HOST_DEVICE inline int32_t saved_logits_row(const AdvanceArgs& args, int32_t r,
+                                                     const DecodeRequest& request) {
+  const int32_t position =
+      args.is_shifted() && request.is_running ? last_stored_pos(request.forward) : -1;
+  return position < 0
+             ? -1
+             : r * args.block_size * args.buffer_size + position - request.forward.first_pos;
+}
+
 /// What `row` draws with; it decides `position`, which lies in `block`.
 DIFFULEX_HOST_DEVICE inline void write_draw(const AdvanceArgs& args, int64_t row,
                                             const DecodeRequest& request, const Block& block,
@@ -195,7 +205,7 @@ DIFFULEX_HOST_DEVICE inline void write_sampler_row(const AdvanceArgs& args, int3
   const Block& block = request.state.blocks[i / args.block_size];
   const int32_t rel = i % args.block_size;
   const int32_t num_rows = args.block_size * args.buffer_size;
-  const int64_t place = int64_t{r} * num_rows + i;
+  const int32_t place = r * num_rows + i;
   const int32_t token = scratch.window[1 + i];
   const bool is_sampled_block =
       request.is_running && request.forward.has_sampling && block.status == BlockStatus::kActive;
@@ -205,15 +215,17 @@ DIFFULEX_HOST_DEVICE inline void write_sampler_row(const AdvanceArgs& args, int3
                          is_row_wanted(args, request.rules, block, rel, token) &&
                          (!is_carried || request.carry_pos == request.forward.first_pos - 1);
   const bool is_drawn = is_wanted && request.inv_temperature > 0.0F;
-  // Positions and rows correspond one to one here.
-  const int64_t row = is_shifted ? (is_carried ? place + num_rows : place) - 1 : place;
+  const bool is_recorded = is_carried && !is_drawn;  // the slot has the record
+  // Positions and rows correspond one to one here, and logits rows are the rows themselves.
+  const int32_t row = is_shifted ? (is_carried ? place + num_rows : place) - 1 : place;
   args.plan.blk_tokens[place] = token;
   args.plan.blk_row_index[place] = -1;
   if (is_wanted) {
-    args.plan.blk_row_index[place] = is_carried && !is_drawn
-                                         ? args.first_saved_row + request.request_slot
-                                         : static_cast<int32_t>(row);
+    args.plan.blk_row_index[place] =
+        is_recorded ? args.first_saved_row + request.request_slot : row;
   }
+  const bool is_read = is_wanted && !is_recorded;
+  args.plan.logits_rows[row] = is_read || row == saved_logits_row(args, r, request) ? row : -1;
   if (is_shifted) {
     args.plan.logits_source[row] = is_carried && is_drawn ? request.request_slot : -1;
   }
@@ -311,8 +323,7 @@ struct BufferDecode {
     args.plan.context_lens[r] = request.is_running ? request.state.context_len : 0;
     args.plan.valid_slices[r] = first_row + (request.is_running ? forward.num_valid_rows : 0);
     if (args.is_shifted()) {
-      const int32_t saved_pos = request.is_running ? last_stored_pos(forward) : -1;
-      args.plan.last_row_index[r] = saved_pos >= 0 ? first_row + saved_pos - forward.first_pos : -1;
+      args.plan.last_row_index[r] = saved_logits_row(args, r, request);
     }
   }
 };

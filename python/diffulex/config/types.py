@@ -119,6 +119,13 @@ class ConfigTree:
         return self.decoding.block_size * self.decoding.buffer_size
 
     @property
+    def decode_logits_rows(self) -> int:
+        """Most rows of one request in a decode step that the head takes: of a dual cache those of the
+        current sub-block."""
+        decoding = self.decoding
+        return decoding.block_size if decoding.traits.has_dual_cache else self.decode_rows
+
+    @property
     def pages_per_request(self) -> int:
         """Pages that cover max_model_len positions; a dual cache stores whole blocks."""
         return -(-self.max_context_len // self.cache.page_size)

@@ -9,7 +9,7 @@ last one applies the sampler's decisions by the rules of the core and writes the
 step, so that the host only enqueues. The scheduler stays the authority: it completes every step
 from the sampler's output, which comes back in one copy, one step late at most.
 
-Symbols: R requests (dummies included), Q rows each, N blocks of B positions, T = R Q.
+Symbols: R requests (dummies included), Q rows each, N blocks of B positions, T = R Q; n logits rows.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ __all__ = [
     "LoopStep",
     "StepVariant",
     "has_graph_of_logits",
+    "num_loop_logits",
 ]
 
 logger = get_logger(__name__)
@@ -75,10 +76,16 @@ _LEAST_PACKED_ROWS = 256
 _LEAST_VOID_PRODUCTS = 4.5e11
 
 
+def num_loop_logits(config: Config, bucket: Bucket) -> int:
+    """Rows of a step of this shape that the head takes on the device, which alone knows how many it
+    samples: all that it might."""
+    return bucket.packed_rows or bucket.num_reqs * config.decode_logits_rows
+
+
 def has_graph_of_logits(config: Config, bucket: Bucket) -> bool:
     """Whether a step of this shape, its logits included, may be a graph."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    num_bytes = bucket.num_rows * config.model.spec.vocab_size * dtype.itemsize
+    num_bytes = num_loop_logits(config, bucket) * config.model.spec.vocab_size * dtype.itemsize
     return num_bytes <= _MAX_GRAPH_LOGITS_BYTES
 
 
@@ -479,6 +486,7 @@ class DecodeLoop:
             # Requests that do not run: the rules then change nothing. Nor does the sampler what it
             # keeps of others.
             self._requests.zero_()
+            self._buffers.views.logits_rows.zero_()
             self._buffers.views.blk_row_index.fill_(-1)
             self._buffers.views.blk_valid_len.zero_()
 
@@ -537,20 +545,26 @@ class DecodeLoop:
     def _enqueue(self, variant: StepVariant) -> None:
         bucket = variant.bucket
         num_reqs, num_rows = bucket.num_reqs, bucket.num_rows
-        logits = head_logits(self._model, self._forward(bucket))
+        num_logits = num_loop_logits(self._config, bucket)
+        hidden, views = self._forward(bucket), self._buffers.views
+        rows: Tensor | None = views.first("logits_rows", num_logits)
+        if num_logits < num_rows:
+            assert rows is not None
+            hidden, rows = hidden.index_select(0, rows), None
+        logits = head_logits(self._model, hidden)
         shape = StepShape(
             num_rows=num_rows,
             num_reqs=num_reqs,
             num_blocks=num_reqs * self._options.buffer_size,
-            num_logits_rows=num_rows,
+            num_logits_rows=num_logits,
             any_sampled=variant.is_drawn,
-            num_filtered_rows=num_rows if variant.is_filtered else 0,
+            num_filtered_rows=num_logits if variant.is_filtered else 0,
             num_saved_source_rows=num_reqs
             if variant.is_drawn and self._inputs_builder.has_carry
             else 0,
             any_penalised=variant.is_penalised,
         )
-        self._sampler(self._inputs_builder.inputs(self._buffers.views, shape, logits))
+        self._sampler(self._inputs_builder.inputs(views, shape, logits, rows))
         self._advance(bucket, is_entry=False)
 
     def _advance(self, bucket: Bucket, *, is_entry: bool) -> None:

@@ -33,7 +33,7 @@ from diffulex.runner.decode_graphs import (
     max_graph_rows,
     packs_rows,
 )
-from diffulex.runner.decode_loop import DecodeLoop, has_graph_of_logits
+from diffulex.runner.decode_loop import DecodeLoop, has_graph_of_logits, num_loop_logits
 from diffulex.runner.kernels import choices_of
 from diffulex.runner.model_call import BlankRows, ModelCall, head_logits
 from diffulex.runner.open_engines import memory_holders, register_open
@@ -167,10 +167,9 @@ class ModelRunner:
         config, shapes = self.config, self._graphs.captured_shapes()
         if not shapes:
             return None
-        if not self._wants_loop(self._strategy.traits):
-            return GraphMemory(shapes, 0)
-        fitting = [bucket.num_rows for bucket in shapes if has_graph_of_logits(config, bucket)]
-        return GraphMemory(shapes, max(fitting, default=0))
+        fitting = [num_loop_logits(config, b) for b in shapes if has_graph_of_logits(config, b)]
+        has_logits = self._wants_loop(self._strategy.traits)
+        return GraphMemory(shapes, max(fitting, default=0) if has_logits else 0)
 
     def prepare(
         self,
@@ -519,9 +518,13 @@ class ModelRunner:
         self._decide(self._prepared_inputs.inputs(views, shape, logits))
 
     def _logits(self, rows: Tensor, hidden: Tensor, bucket: Bucket | None) -> Tensor:
-        if bucket is not None and self._has_loop_logits(bucket):
+        if bucket is None or not self._has_loop_logits(bucket):
+            return head_logits(self.model, hidden.index_select(0, rows))
+        count = num_loop_logits(self.config, bucket)
+        if count == hidden.size(0):
             return head_logits(self.model, hidden).index_select(0, rows)
-        return head_logits(self.model, hidden.index_select(0, rows))
+        padded = torch.nn.functional.pad(rows, (0, count - rows.size(0)))
+        return head_logits(self.model, hidden.index_select(0, padded))[: rows.size(0)]
 
     def _decide(self, inputs: SamplerInputs) -> None:
         self.sampler(inputs)
@@ -534,7 +537,7 @@ class ModelRunner:
         )
 
     def _has_loop_logits(self, bucket: Bucket) -> bool:
-        """Whether the head runs over all rows of a padded step, as it does where the loop takes it.
+        """Whether the head runs over as many rows of a padded step as it does where the loop takes it.
 
         A product of fewer rows may round differently, and both loops must decide alike. With shifted
         logits and a dual cache this matters only to engines that run ahead; others leave out the

@@ -17,16 +17,19 @@ if TYPE_CHECKING:
 __all__ = ["PlanCheck", "PlanMismatchError"]
 
 #: Where the scheduler put rows and blocks in its plan: the device has places of its own.
-_PLACES = frozenset(("logits_rows", "blk_req", "blk_id", "blk_start", "blk_row0", "blk_prev_row"))
+_PLACES = frozenset(("blk_req", "blk_id", "blk_start", "blk_row0", "blk_prev_row"))
 #: What no step on the device reads or writes: it is in the request that the device keeps.
 _UNUSED = frozenset(
     ("row_mode", "prefix_lens", "padded_prefix_lens", "req_ids", "request_slots", "blk_step")
 )
 #: First dimensions of the arrays that are compared; ends of requests are places.
 _EXTENTS = ("rows", "reqs", "blocks", "logits_rows")
-#: Indices of such places, and page tables: translated before they are compared.
+#: Such places, their indices, and page tables: translated before they are compared.
 _TRANSLATED = frozenset(
-    ("valid_slices", "last_row_index", "seed_row", "page_tables", "blk_row_index", "logits_source")
+    (
+        *("valid_slices", "last_row_index", "seed_row", "page_tables"),
+        *("blk_row_index", "logits_source", "logits_rows"),
+    )
 )
 
 _Arrays = dict[str, np.ndarray[Any, Any]]
@@ -140,20 +143,43 @@ class PlanCheck:
                 offset = int(plan.blk_start[blk]) % q  # D-blocks are aligned
             place = row * self._buffer_size + offset // self._block_size
             places.add(place)
-            self._compare_block(plan, device, int(blk), place, first, row * q)
+            self._compare_block(plan, device, int(blk), place, first)
         own = range(row * self._buffer_size, (row + 1) * self._buffer_size)
         for place in set(own) - places:
             self._expect(plan, row, "blk_valid_len", device["blk_valid_len"][place], 0)
+        if not self._has_dual_cache:  # whose rows without a reader repeat another
+            rows, read = np.arange(row * q, (row + 1) * q), device["blk_row_index"][own]
+            read = np.append(read, device["last_row_index"][row] if self._is_shifted else -1)
+            wanted = np.where(np.isin(rows, read), rows, -1)
+            self._expect(plan, row, "logits_rows", device["logits_rows"][rows], wanted)
 
     def _compare_row(
         self, plan: _core.StepPlan, device: _Arrays, name: str, index: int, row: int
     ) -> None:
         """Compares a logits row of the request, -1 = none."""
         wanted = int(getattr(plan, name)[index])
-        if wanted >= 0:
-            offset = int(plan.logits_rows[wanted]) - int(plan.cu_seqlens_q[index])
-            wanted = row * self._num_rows + offset
-        self._expect(plan, row, name, device[name][row], wanted)
+        if wanted < 0:
+            self._expect(plan, row, name, device[name][row], wanted)
+            return
+        offset = int(plan.logits_rows[wanted]) - int(plan.cu_seqlens_q[index])
+        self._compare_logits(plan, device, name, row, device[name][row], 0, offset)
+
+    def _compare_logits(
+        self,
+        plan: _core.StepPlan,
+        device: _Arrays,
+        name: str,
+        row: int,
+        have: Any,
+        rel: Any,
+        offset: Any,
+    ) -> None:
+        """Compares logits rows `have` of the request with those of its rows `offset`: there they are
+        themselves, or with a dual cache entries `rel` of the request."""
+        hidden = row * self._num_rows + offset
+        wanted = row * self._block_size + rel if self._has_dual_cache else hidden
+        self._expect(plan, row, name, have, wanted)
+        self._expect(plan, row, "logits_rows", device["logits_rows"][wanted], hidden)
 
     def _compare_block(
         self,
@@ -162,7 +188,6 @@ class PlanCheck:
         blk: int,
         place: int,
         first: int,
-        device_first: int,
     ) -> None:
         for name in self._equal["blocks"]:
             self._expect(plan, place, name, device[name][place], getattr(plan, name)[blk])
@@ -172,13 +197,14 @@ class PlanCheck:
         is_record = indices >= plan.max_logits_rows
         self._expect(plan, place, "blk_row_index", rows[is_record], indices[is_record])
         used = np.flatnonzero((indices >= 0) & ~is_record)
-        expected = plan.logits_rows[indices[used]] - first + device_first
+        offset = plan.logits_rows[indices[used]] - first
         if self._is_shifted:
             source = plan.logits_source[indices[used]]
             self._expect(plan, place, "logits_source", device["logits_source"][rows[used]], source)
             # The last row of the request takes the logits of its slot.
-            expected[source >= 0] = device_first + self._num_rows - 1
-        self._expect(plan, place, "blk_row_index", rows[used], expected)
+            offset[source >= 0] = self._num_rows - 1
+        row = place // self._buffer_size
+        self._compare_logits(plan, device, "blk_row_index", row, rows[used], used, offset)
         for name in self._equal["logits_rows"]:
             have, want = device[name][rows[used]], getattr(plan, name)[indices[used]]
             self._expect(plan, place, name, have, want)

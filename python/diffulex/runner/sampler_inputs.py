@@ -52,12 +52,15 @@ class SamplerInputsBuilder:
         #: A request that draws is or was there: saved rows must hold logits from now on.
         self.has_sampled_requests = False
 
-    def inputs(self, views: ArenaViews, shape: StepShape, logits: Tensor) -> SamplerInputs:
-        """Inputs over the used parts of the arrays."""
+    def inputs(
+        self, views: ArenaViews, shape: StepShape, logits: Tensor, rows: Tensor | None = None
+    ) -> SamplerInputs:
+        """Inputs over the used parts of the arrays; `rows` as in `SamplerInputs`."""
         n, num_blocks, out = shape.num_logits_rows, shape.num_blocks, self._outputs
         self.has_sampled_requests = self.has_sampled_requests or shape.any_sampled
         return SamplerInputs(
             logits=logits,
+            rows=rows,
             inv_temperature=views.first("row_inv_temperature", n) if shape.any_sampled else None,
             uniforms=views.first("row_uniforms", n) if shape.any_sampled else None,
             tokens=views.first("blk_tokens", num_blocks),

@@ -34,7 +34,8 @@ _POOL_ROUNDING_BYTES = 128 << 20
 def max_logits_rows(config: Config) -> int:
     """Most logits rows of a step, prefill or decode."""
     scheduler = config.scheduler
-    most = min(scheduler.max_num_batched_tokens, scheduler.max_num_reqs * config.decode_rows)
+    num_rows = scheduler.max_num_reqs * config.decode_logits_rows
+    most = min(scheduler.max_num_batched_tokens, num_rows)
     # With shifted logits every request may save a row that no position of its blocks needs.
     return most + (scheduler.max_num_reqs if config.model.spec.shift else 0)
 

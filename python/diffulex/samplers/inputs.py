@@ -110,6 +110,7 @@ class SamplerInputs:
     confidence: Tensor  # [Nb, B] float32
     masks_left: Tensor  # [Nb] int32
     flags: Tensor  # [Nb] int32, AcceptFlag bits
+    rows: Tensor | None = None  # [n] int32 row of `logits`, -1 = nothing reads it; None = in order
     same_token_ratio: Tensor | None = None  # [Nb] float32 out of samplers that rewrite tokens
     filters: RowFilters | None = None
     carry: CarryArrays | None = None

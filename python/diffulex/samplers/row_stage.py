@@ -189,8 +189,8 @@ class RowStage:
 
     def _sources(self, inputs: SamplerInputs) -> tuple[Tensor | None, Tensor | None]:
         if self._saved is None or inputs.carry is None:
-            return None, None
-        return self._saved.sources(inputs.carry, inputs.logits)
+            return None, inputs.rows
+        return self._saved.sources(inputs.carry, inputs.logits, inputs.rows)
 
     def _token_stats(
         self,

@@ -36,16 +36,20 @@ class SavedRows:
         #: [max_num_reqs + 1, V]; None while no request has drawn its tokens.
         self.logits: Tensor | None = None
 
-    def sources(self, carry: CarryArrays, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(extra logits rows, source of every row) as `token_stats` takes them; None: as it is."""
+    def sources(
+        self, carry: CarryArrays, logits: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(extra logits rows, source of every row) as `token_stats` takes them; None: as it is. Rows
+        that are not saved ones come from `rows`."""
         if carry.has_sampled_requests:
             self._allocate_logits(logits)
         if carry.num_saved_sources == 0 or self.logits is None:
-            return None, None
+            return None, rows
         num_rows = logits.size(0)
-        own = torch.arange(num_rows, dtype=torch.int32, device=self._device)
+        if rows is None:
+            rows = torch.arange(num_rows, dtype=torch.int32, device=self._device)
         source = carry.logits_source
-        return self.logits, torch.where(source >= 0, source + num_rows, own)
+        return self.logits, torch.where(source >= 0, source + num_rows, rows)
 
     def save(self, carry: CarryArrays, logits: Tensor, ids: Tensor, stats: Tensor) -> None:
         """Copies the last row of every request that has one to the place of its slot."""

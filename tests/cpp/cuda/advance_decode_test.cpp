@@ -344,6 +344,26 @@ class Decode final {
     }
   }
 
+  /// What decides a position, is saved or seeds a D-block is a row of the request that has logits.
+  void check_logits_rows() {
+    const int32_t per_request = is_dual_ ? block_size_ : num_rows();
+    const auto expect_own = [&](int32_t r, int32_t index) {
+      if (index < 0 || index >= layout_.max_logits_rows()) {
+        return;  // none, or the record of a slot
+      }
+      EXPECT_EQ(index / per_request, r);
+      EXPECT_GE(slab_.plan.logits_rows[index], r * num_rows()) << index;
+      EXPECT_LT(slab_.plan.logits_rows[index], (r + 1) * num_rows()) << index;
+    };
+    for (int32_t r = 0; r < num_reqs_; ++r) {
+      for (int32_t i = 0; i < num_rows(); ++i) {
+        expect_own(r, slab_.plan.blk_row_index[r * num_rows() + i]);
+      }
+      expect_own(r, is_dual_ ? slab_.plan.seed_row[r] : -1);
+      expect_own(r, layout_.has_saved_rows ? slab_.plan.last_row_index[r] : -1);
+    }
+  }
+
   void advance_both(int step) {
     answer();
     slab_.poison_plan();
@@ -369,6 +389,7 @@ class Decode final {
     status = advance_decode(params_, ExecContext{});
     ASSERT_TRUE(status.ok()) << status.message();
     const auto offset = static_cast<size_t>(slab_.batch.requests - host.data());
+    check_logits_rows();
     clear_padding(&got, offset, num_reqs_);
     clear_padding(&host, offset, num_reqs_);
     const auto place = std::mismatch(host.begin(), host.end(), got.begin());

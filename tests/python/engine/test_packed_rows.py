@@ -21,8 +21,9 @@ from diffulex.checkpoint.resolve import demo_dir
 from diffulex.engine.engine import Diffulex
 from diffulex.runner import decode_loop
 from diffulex.runner.decode_graphs import Bucket, DecodeGraphs, packed_row_counts
-from diffulex.runner.decode_loop import RowShare
+from diffulex.runner.decode_loop import DecodeLoop, RowShare
 from diffulex.runner.model_runner import ModelRunner
+from diffulex.runner.sampler_inputs import SamplerInputsBuilder
 from diffulex_ext import _core
 from fixtures.quick import quick
 from run_ahead_cases import FILL, STRATEGIES, answers, model_of, requests
@@ -88,6 +89,71 @@ def test_packed_steps_decide_bit_for_bit_what_whole_ones_do(
     capacity = sum(count for *_, count in watched.rows) * block_size * buffer_size
     held = sum(held for _, held, _ in watched.rows)
     assert held < capacity if buffer_size > 1 else held == capacity
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_heads_run_over_rows_that_decide_nothing_only_to_equal_the_loop(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Shifted logits and a dual cache have many such rows; a head of fewer rounds otherwise."""
+    is_dual = name.startswith("dual")
+    for run_ahead, buffer_size in [("on", 1), ("off", 1), ("on", 2), ("off", 2)]:
+        if is_dual and buffer_size == 1:
+            continue
+        settings = {**STRATEGIES[name][1], "run_ahead": run_ahead, "buffer_size": buffer_size}
+        with model_of(tiny, name).engine(**settings) as engine:
+            runner = engine._executor.runner
+            bucket = runner._graphs.shapes()[0]
+            block_size, heads = engine.config.decoding.block_size, []
+            monkeypatch.setattr(
+                runner.model, "compute_logits", lambda h, heads=heads: heads.append(len(h)) or h
+            )
+            hidden = torch.arange(bucket.num_rows).view(-1, 1)
+            rows = torch.tensor([3, 0, 2], dtype=torch.int32)
+            assert runner._logits(rows, hidden, bucket).flatten().tolist() == rows.tolist()
+        is_packed = buffer_size > 1 and not is_dual  # other rows than the loop's anyway
+        is_spared = run_ahead == "off" and (name.endswith("_shifted") or name == "dual_blocks")
+        has_all = not is_spared and not is_packed and name != "dual_cache"
+        # Of two sub-blocks one is sampled.
+        num_loop = bucket.num_reqs * block_size if is_dual else bucket.num_rows
+        assert heads == [num_loop if has_all else 3]
+
+
+@pytest.mark.parametrize("name", [*PACKING, "dual_cache"])
+def test_the_loop_has_logits_of_rows_that_a_step_may_sample(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """And statistics of those that it does: `check_run_ahead` says that they are the scheduler's."""
+    heads: list[tuple[int, int, int | None]] = []
+    is_loop = False
+    enqueue, inputs = DecodeLoop._enqueue, SamplerInputsBuilder.inputs
+
+    def enqueued(self: DecodeLoop, variant: Any) -> None:
+        nonlocal is_loop
+        is_loop = True
+        enqueue(self, variant)
+        is_loop = False
+
+    def watched(self: Any, views: Any, shape: Any, logits: Any, rows: Any = None) -> Any:
+        if is_loop:
+            num_read = None if rows is None else int((rows >= 0).sum())
+            heads.append((logits.size(0), shape.num_reqs, num_read))
+        return inputs(self, views, shape, logits, rows)
+
+    monkeypatch.setattr(DecodeLoop, "_enqueue", enqueued)
+    monkeypatch.setattr(SamplerInputsBuilder, "inputs", watched)
+    settings = {**STRATEGIES[name][1], "block_size": 4, "buffer_size": 3, "max_num_reqs": 4}
+    prompts, params = requests(random.Random(2), 9)
+    with model_of(tiny, name).engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
+        engine.generate(prompts, params, summary=False)
+        assert len(heads) >= engine._executor.runner.num_ahead_steps > 3
+    per_request = 4 if name == "dual_cache" else 12
+    assert all(num_logits == num_reqs * per_request for num_logits, num_reqs, _ in heads)
+    if name == "dual_cache":
+        assert all(num_read is None for *_, num_read in heads)
+    else:
+        num_read = sum(read for *_, read in heads if read is not None)
+        assert 0 < num_read < sum(num_logits for num_logits, *_ in heads)
 
 
 def test_a_batch_has_room_for_all_that_its_requests_might_run(tiny: TinyModel) -> None:

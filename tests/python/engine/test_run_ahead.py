@@ -440,7 +440,7 @@ def test_check_notices_a_wrong_plan(
 
 #: Arrays that say where the scheduler put rows and blocks, and those that no step on a device uses.
 NOT_COMPARED = {
-    *("cu_seqlens_q", "cu_seqlens_k", "logits_rows"),
+    *("cu_seqlens_q", "cu_seqlens_k"),
     *("blk_req", "blk_id", "blk_start", "blk_row0", "blk_prev_row", "blk_request_slot", "blk_step"),
     *("row_mode", "prefix_lens", "padded_prefix_lens", "req_ids", "request_slots"),
 }
@@ -496,25 +496,6 @@ def test_auto_runs_ahead_unless_every_step_rounds_otherwise(
         monkeypatch.setattr(runner, "_is_cuda", True)
         assert runner._wants_loop(traits) == (name not in ROUNDED)
         monkeypatch.undo()
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_heads_run_over_rows_that_decide_nothing_only_to_equal_the_loop(
-    tiny: TinyModel, name: str
-) -> None:
-    """Shifted logits and a dual cache have many such rows; a head of fewer rounds otherwise."""
-    is_dual = name.startswith("dual")
-    for run_ahead, buffer_size in [("on", 1), ("off", 1), ("on", 2), ("off", 2)]:
-        if is_dual and buffer_size == 1:
-            continue
-        settings = {**STRATEGIES[name][1], "run_ahead": run_ahead, "buffer_size": buffer_size}
-        with model_of(tiny, name).engine(**settings) as engine:
-            runner = engine._executor.runner
-            bucket = runner._graphs.shapes()[0]
-            has_all = runner._has_loop_logits(bucket)
-        is_packed = buffer_size > 1 and not is_dual  # other rows than the loop's anyway
-        is_spared = run_ahead == "off" and (name.endswith("_shifted") or name == "dual_blocks")
-        assert has_all == (not is_spared and not is_packed and name != "dual_cache")
 
 
 def test_end_of_all_requests_leaves_nothing_in_flight(tiny: TinyModel) -> None:

@@ -48,12 +48,12 @@ def logits() -> torch.Tensor:
     return rows
 
 
-def inputs_of(rows: torch.Tensor, **parts: Any) -> SamplerInputs:
+def inputs_of(values: torch.Tensor, **parts: Any) -> SamplerInputs:
     """Only what concerns rows; the blocks are not looked at."""
     names = ("inv_temperature", "uniforms", "tokens", "row_index", "editable_start", "valid_len")
     names += ("gate", "accept_threshold", "open_steps", "total_steps", "write_ids", "confidence")
     names += ("masks_left", "flags")
-    return SamplerInputs(logits=rows, **(dict.fromkeys(names) | parts))  # type: ignore[arg-type]
+    return SamplerInputs(logits=values, **(dict.fromkeys(names) | parts))  # type: ignore[arg-type]
 
 
 def columns_of(rows: torch.Tensor, rank: int, widths: tuple[int, ...]) -> torch.Tensor:
@@ -118,6 +118,18 @@ def test_merged_records(widths: tuple[int, ...], settings: dict[str, Any]) -> No
     for actual in results:
         assert_same(actual, expected, atol=4e-6)
         assert torch.equal(actual.stats, results[0].stats)
+
+
+def test_rows_that_nothing_reads_have_no_record() -> None:
+    rows = torch.arange(ROWS, dtype=torch.int32)
+    is_read = rows % 3 != 1
+    expected = whole([(inputs_of(logits()), None)], top_k=TOP_K)
+    steps = [(inputs_of(logits(), rows=torch.where(is_read, rows, -1)), None)]
+    for actual in (whole(steps, top_k=TOP_K), *shared(WIDTHS[2], steps, top_k=TOP_K)):
+        assert actual.ids[~is_read].eq(-1).all()
+        parts = (None if part is None else part[is_read] for part in actual)
+        wanted = (None if part is None else part[is_read] for part in expected)
+        assert_same(RowRecords(*parts), RowRecords(*wanted), atol=4e-6)
 
 
 def test_penalties_name_ids_of_the_whole_vocabulary() -> None:
