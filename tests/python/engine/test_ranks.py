@@ -113,12 +113,13 @@ def test_ranks_that_share_experts_alone_look_at_rows_and_draw(tmp_path: Path) ->
             one.check(engine)
 
 
+@pytest.mark.parametrize("run_ahead", ["off", "on"])
 @pytest.mark.parametrize("name", ["sdar", "dream", "fast_dllm_v2"])
-def test_draws_and_filters(directories: dict[str, Path], name: str) -> None:
+def test_draws_and_filters(directories: dict[str, Path], name: str, run_ahead: str) -> None:
     params = SamplingParams(
         max_tokens=10, ignore_eos=True, temperature=0.8, top_k=20, top_p=0.9, seed=11
     )
-    compare(directories[name], params, [2])
+    compare(directories[name], params, [2], run_ahead=run_ahead)
 
 
 @pytest.mark.parametrize(
