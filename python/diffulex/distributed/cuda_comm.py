@@ -13,6 +13,8 @@ import contextlib
 import functools
 import json
 import threading
+import time
+import weakref
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -52,12 +54,16 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _ALIGNMENT = 16
 #: Longest wait for another rank in the test of the peer memory.
 _TEST_S = 20.0
-#: What lets the watch of a group end its exchanges at the time limit, and not this process with them.
+#: What lets the watch of a group end its exchanges, at once and not with this process.
 _SURVIVES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
+#: How often exchanges are looked at that may wait in vain, and how much later torch's own watch ends them.
+_LOOK_S = 0.1
+_SPARE_S = 10.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -78,7 +84,11 @@ class _Library(Protocol):
 
 
 class _Nccl:
-    """NCCL without a default group; made by the first exchange, which all ranks make together."""
+    """NCCL without a default group; made by the first exchange, which all ranks make together.
+
+    The thread of the steps may be inside a call of CUDA that waits for an exchange, so another one keeps
+    the time limit: it ends all exchanges once one has waited too long behind those before it.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         self._make = functools.partial(_nccl_group, store, rank, size, timeout_s)
@@ -87,12 +97,35 @@ class _Nccl:
         #: Number and result of the exchanges that are not known to have ended.
         self._pending: deque[tuple[int, Any]] = deque()
         self._count = 0
+        #: The exchange that has waited in vain.
+        self._late: int | None = None
+        #: The first one that waits, and since when.
+        self._oldest: tuple[int | None, float] = (None, 0.0)
+        self._has_ended = threading.Event()
 
     @property
     def _group(self) -> Any:
         if self._made is None:
             self._made = self._make()
+            if self._timeout_s > 0:
+                watched = weakref.ref(self), self._has_ended
+                threading.Thread(
+                    target=_watch, args=watched, name="diffulex-exchanges", daemon=True
+                ).start()
         return self._made
+
+    def end_late(self) -> bool:
+        """Ends all exchanges if one has waited too long, and returns whether; from the watch alone."""
+        waiting = (number for number, result in tuple(self._pending) if not result.done())
+        oldest, now = next(waiting, None), time.monotonic()
+        if oldest is None or oldest != self._oldest[0]:
+            self._oldest = oldest, now
+            return False
+        if now - self._oldest[1] < self._timeout_s:
+            return False
+        self._late = oldest  # before what waits for it goes on
+        self.abort()
+        return True
 
     def all_reduce_(self, x: Tensor) -> None:
         self._enqueue(lambda group: group.allreduce([x]))
@@ -123,6 +156,8 @@ class _Nccl:
             raise PeerError(f"{self._lost('lost', number)}: {text}") from error
 
     def check(self) -> None:
+        if self._late is not None:
+            raise PeerError(self._lost(f"waited {self._timeout_s:g} s for", self._late))
         while self._pending and self._pending[0][1].done():
             number, result = self._pending.popleft()
             end = _c10d.WorkResult(result.value())
@@ -136,18 +171,28 @@ class _Nccl:
         return f"rank {self._rank} {how} {others} in exchange {number} of NCCL"
 
     def abort(self) -> None:
+        self._has_ended.set()
         if self._made is not None:
             self._made.abort()
 
     def close(self) -> None:
+        self._has_ended.set()
         group, self._made = self._made, None
         if group is not None:
             group.shutdown()
 
 
+def _watch(watched: weakref.ref[_Nccl], has_ended: threading.Event) -> None:
+    while not has_ended.wait(_LOOK_S):
+        nccl = watched()
+        if nccl is None or nccl.end_late():
+            return
+        del nccl
+
+
 def _nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = time_limit(timeout_s)
+    options._timeout = time_limit(timeout_s + _SPARE_S if timeout_s > 0 else 0.0)
     with set_meanwhile(_SURVIVES):
         return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
 

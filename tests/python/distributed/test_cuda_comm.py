@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import torch
 
 from diffulex.distributed import cuda_comm
 from diffulex.distributed.store import PeerError, make_store
+from fixtures.processes import PATIENCE_S, until
 
 _PROGRAM = str(Path(__file__).with_name("comm_rank.py"))
 
@@ -49,6 +52,7 @@ class Exchanges:
 
     def __init__(self, *ends: Any) -> None:
         self._ends = deque(ends)
+        self.is_aborted = threading.Event()
 
     def allreduce(self, tensors: Any) -> Any:
         end = self._ends.popleft()
@@ -58,6 +62,9 @@ class Exchanges:
         if end is not None:
             result.set_result(int(end))
         return SimpleNamespace(get_future_result=lambda: result, wait=lambda: True)
+
+    def abort(self) -> None:
+        self.is_aborted.set()
 
 
 def nccl_of(*ends: Any) -> Any:
@@ -91,6 +98,41 @@ def test_ends_of_exchanges_name_their_rank_and_number() -> None:
         with pytest.raises(PeerError) as caught:
             run()
         assert str(caught.value) == text
+
+
+def test_an_exchange_that_waits_too_long_is_ended_whatever_the_host_does() -> None:
+    """And those that have ended before it are not late, nor one that ends in time."""
+    fine: Any = torch._C._distributed_c10d.WorkResult.SUCCESS  # type: ignore[attr-defined]
+    made = Exchanges(fine, None, None)
+    nccl = cuda_comm._Nccl(None, 1, 2, 0.3)
+    nccl._make = lambda: made  # type: ignore[assignment]
+    for _ in range(3):
+        nccl.all_reduce_(torch.ones(1))
+    assert made.is_aborted.wait(PATIENCE_S)  # nothing asks meanwhile
+    with pytest.raises(PeerError, match=r"^rank 1 waited 0\.3 s for rank 0 in exchange 1 of NCCL$"):
+        nccl.check()
+
+    patient = nccl_of(fine, None)
+    for _ in range(2):
+        patient.all_reduce_(torch.ones(1))
+    assert not patient.end_late()
+    assert not patient.end_late()
+    patient._oldest = 1, time.monotonic() - 5.0
+    assert patient.end_late()
+
+
+def test_a_watch_ends_with_its_group() -> None:
+    for end in (cuda_comm._Nccl.abort, cuda_comm._Nccl.close, None):
+        nccl = cuda_comm._Nccl(None, 1, 2, 5.0)
+        nccl._make = lambda: SimpleNamespace(  # type: ignore[assignment]
+            abort=lambda: None, shutdown=lambda: None
+        )
+        assert nccl._group is not None
+        watches = [t for t in threading.enumerate() if t.name == "diffulex-exchanges"]
+        if end is not None:
+            end(nccl)
+        del nccl
+        until(lambda watches=watches: not any(t.is_alive() for t in watches))
 
 
 def test_exchanges_that_nobody_asks_for_are_not_kept() -> None:
