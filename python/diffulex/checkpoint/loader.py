@@ -61,6 +61,15 @@ class WeightSink(Protocol):
     def write(self, rows: slice, values: torch.Tensor) -> None:
         """Writes rows of the tensor."""
 
+    def write_part(self, part: WeightSlice, first: int, values: torch.Tensor, kept: slice) -> None:
+        """Takes what a part has of whole rows of the tensor, quantised as those of the whole one are.
+
+        Args:
+            first: its row from which on they are written.
+            values: rows; of a matrix they begin at a multiple of `row_multiple`.
+            kept: which of them the part has.
+        """
+
     def take(self, stored: StoredTensor, reader: TensorReader, part: WeightSlice) -> bool:
         """Takes a part of a tensor in low precision as it is stored; False, with nothing read, for
         another.
@@ -302,27 +311,27 @@ def copy_values(
     Raises:
         CheckpointError: a value is not finite.
     """
-    num_rows, blocks, start = None, None, 0
+    num_rows, start, unit = None, 0, 1
     if sink is not None and target.dim() == 2:
-        whole = reader.rows_per_piece(stored) // sink.row_multiple
-        num_rows = max(1, whole) * sink.row_multiple
-        if sink.row_multiple > 1 and len(wanted.row_ranges) > 1:
-            blocks = torch.empty(target.shape)  # what is quantised together may lie apart
+        unit = sink.row_multiple
+        num_rows = max(1, reader.rows_per_piece(stored) // unit) * unit
+    size = wanted.shape[0] if wanted.shape else 1
+    is_whole = unit == 1 or wanted.row_ranges == (slice(0, size),)
     for part in wanted.row_ranges:
-        for rows, values in reader.pieces(stored, num_rows, part):
+        # Rows that share a scale are read together.
+        span = slice(part.start // unit * unit, min(-(-part.stop // unit) * unit, size))
+        for rows, values in reader.pieces(stored, num_rows, span):
             check_finite(values, name, stored)
             merged = values if merge is None else merge.apply(name, rows, values)
-            stop = start + rows.stop - rows.start
-            kept = wanted.cut(merged)
-            if blocks is not None:
-                blocks[start:stop] = kept
-            elif sink is not None:
-                sink.write(slice(start, stop), kept)
+            kept = slice(max(0, part.start - rows.start), min(rows.stop, part.stop) - rows.start)
+            stop = start + kept.stop - kept.start
+            if sink is None:
+                (target[start:stop] if target.dim() else target).copy_(wanted.cut(merged))
+            elif is_whole and wanted.has_whole_rows:
+                sink.write(slice(start, stop), merged)
             else:
-                (target[start:stop] if target.dim() else target).copy_(kept)
+                sink.write_part(wanted, start, merged, kept)
             start = stop
-    if sink is not None and blocks is not None:
-        sink.write(slice(0, start), blocks)
 
 
 def check_finite(values: torch.Tensor, name: str, stored: StoredTensor) -> None:

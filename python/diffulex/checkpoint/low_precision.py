@@ -18,7 +18,7 @@ from diffulex.checkpoint.tensor_files import CodedTensor, StoredTensor
 from diffulex.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from diffulex.checkpoint.tensor_reader import TensorReader
     from diffulex.quantization.stored import StoredRule
@@ -47,6 +47,33 @@ class Codes(NamedTuple):
     zeros: torch.Tensor | None = None
     order: torch.Tensor | None = None
 
+    @property
+    def _is_block(self) -> bool:
+        return self.codes.dtype != torch.uint8 and self.scale.dim() == 2
+
+    def of_rows(self, kept: slice) -> Codes:
+        """Those of some of the rows, of which the first one begins a block."""
+        codes, scale, zeros, order = self
+        if codes.dtype == torch.uint8:
+            zeros = None if zeros is None else zeros[:, kept]
+            return Codes(codes[kept], scale[:, kept], zeros, order)
+        if self._is_block:
+            return Codes(codes[kept], scale[kept.start // BLOCK : -(-kept.stop // BLOCK)])
+        return Codes(codes[kept], scale[kept])
+
+    def of_columns(self, kept: slice, group: int) -> Codes:
+        """Those of some columns: of blocks, or groups of int4, whole ones."""
+        codes, scale, zeros, order = self
+        if codes.dtype == torch.uint8:
+            groups = slice(kept.start // group, kept.stop // group)
+            zeros = None if zeros is None else zeros[groups]
+            return Codes(
+                codes[:, kept.start // 2 : -(-kept.stop // 2)], scale[groups], zeros, order
+            )
+        if self._is_block:
+            scale = scale[:, kept.start // BLOCK : -(-kept.stop // BLOCK)]
+        return Codes(codes[:, kept], scale)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix(CodedTensor):
@@ -56,7 +83,7 @@ class StoredMatrix(CodedTensor):
         module: whose weight it is.
         parts: its tensors by their last names.
         scales: which of them are the scales.
-        group: columns that share a scale of int4.
+        group: columns that share a scale of int4; 0: it is not int4.
     """
 
     module: str
@@ -89,14 +116,13 @@ class StoredMatrix(CodedTensor):
         return max(BLOCK, rows // BLOCK * BLOCK) if is_block else rows
 
     def check_part(self, part: WeightSlice) -> None:
-        """Asks whether codes can be cut so that every scale stays with whole rows and groups of them.
+        """Asks whether codes can be cut so that every scale of columns stays with whole groups of them.
 
         Raises:
             CheckpointError: they cannot.
         """
         if len(self.shape) == 3:
-            all_rows, all_columns = (slice(0, size) for size in self.shape[1:])
-            if part.column_ranges != (all_rows,) or part.depth not in (None, all_columns):
+            if not part.has_whole_rows:
                 raise CheckpointError(
                     f"checkpoint: {self._name('weight')}: expected whole experts on each rank, as they are"
                     " stored in low precision together (moe_parallel_mode expert), got parts of them"
@@ -105,42 +131,31 @@ class StoredMatrix(CodedTensor):
         depth = self.shape[1]
         (columns,) = part.column_ranges
         unit = {"fp8_block": BLOCK, "int4": math.lcm(self.group or depth, 2)}.get(self.scheme, 1)
-        self._check_cuts("columns", [columns], depth, unit)
-        self._check_cuts(
-            "rows", part.row_ranges, self.shape[0], BLOCK if self.scheme == "fp8_block" else 1
-        )
+        if columns.start % unit or (columns.stop % unit and columns.stop != depth):
+            raise CheckpointError(
+                f"checkpoint: {self._name('weight')}: expected a multiple of {unit} columns on each of"
+                f" several ranks, for whole groups with one scale, got {columns.start}:{columns.stop}"
+            )
 
-    def _check_cuts(self, what: str, parts: Sequence[slice], size: int, unit: int) -> None:
-        for part in parts:
-            is_last = part.stop == size and part is parts[-1]
-            if part.start % unit or (part.stop % unit and not is_last):
-                raise CheckpointError(
-                    f"checkpoint: {self._name('weight')}: expected a multiple of {unit} {what} on each of"
-                    f" several ranks, for whole groups with one scale, got {part.start}:{part.stop}"
-                )
-
-    def columns_of(self, codes: Codes, columns: slice) -> Codes:
-        """The codes of some columns, which `check_part` has looked at.
+    def parts_of(self, reader: TensorReader, part: WeightSlice) -> Iterator[tuple[slice, Codes]]:
+        """Codes with the columns of a part that `check_part` has looked at, and which of their rows it has.
 
         Raises:
-            CheckpointError: the columns are in another order, in which no two ranks can share them.
+            CheckpointError: the columns are in another order, in which no two ranks can share them; or
+                as `coded`.
         """
-        if columns == slice(0, self.shape[1]):
-            return codes
-        if codes.order is not None:
-            raise CheckpointError(
-                f"checkpoint: {self._name('g_idx')}: expected columns in order, which several ranks can"
-                " share, got another one"
-            )
-        start, stop = columns.start, columns.stop
-        if self.scheme == "int4":
-            groups = slice(start // self.group, stop // self.group)
-            zeros = None if codes.zeros is None else codes.zeros[groups]
-            return Codes(codes.codes[:, start // 2 : stop // 2], codes.scale[groups], zeros)
-        scale = codes.scale
-        if self.scheme == "fp8_block":
-            scale = scale[:, start // BLOCK : -(-stop // BLOCK)]
-        return Codes(codes.codes[:, columns], scale)
+        (columns,) = part.column_ranges
+        for wanted in part.row_ranges:
+            for rows, codes in self.coded(reader, wanted):
+                found = codes
+                if not part.has_whole_rows:
+                    if codes.order is not None:
+                        raise CheckpointError(
+                            f"checkpoint: {self._name('g_idx')}: expected columns in order, which several"
+                            " ranks can share, got another one"
+                        )
+                    found = codes.of_columns(columns, self.group)
+                yield slice(max(0, wanted.start - rows.start), rows.stop - rows.start), found
 
     def pieces(
         self, reader: TensorReader, num_rows: int | None, wanted: slice | None

@@ -41,6 +41,14 @@ class WeightSlice:
         return cls(tuple(shape), (rows,), slice(0, shape[1]) if len(shape) > 1 else None)
 
     @property
+    def has_whole_rows(self) -> bool:
+        """Whether it has all that comes after the first dimension."""
+        everything = [(columns, self.shape[1]) for columns in self.column_ranges]
+        if self.depth is not None:
+            everything.append((self.depth, self.shape[2]))
+        return all(part == slice(0, size) for part, size in everything)
+
+    @property
     def row_ranges(self) -> tuple[slice, ...]:
         """`rows`, those that follow one another in the stored tensor as one."""
         return _joined(self.rows)

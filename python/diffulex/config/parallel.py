@@ -50,7 +50,8 @@ class ParallelConfig:
         "auto",
         _one_of("auto", "width", "expert"),
         "What each of several ranks has of the routed experts: a part of the width of all, or some whole"
-        " ones; `auto`: the width, where every part of it is a multiple of 64.",
+        " ones; `auto`: the width, where every part of it is a multiple of 64,"
+        " in low precision of 128.",
     )
     moe_dispatcher_backend: str = _key(
         "str",

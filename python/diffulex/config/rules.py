@@ -18,10 +18,10 @@ from diffulex.config.table import (
     Support,
 )
 from diffulex.distributed import layout
-from diffulex.distributed.legality import check_model
+from diffulex.distributed.legality import check_groups, check_model
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger, warn_once
-from diffulex.quantization.scheme import SCHEMES
+from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
 from diffulex.strategies.listing import STRATEGIES, owner_of
 
 if TYPE_CHECKING:
@@ -197,29 +197,20 @@ class Resolver:
         self._check_quantization(is_cuda)
 
     def _check_ranks(self) -> None:
-        """What several ranks cannot do yet."""
+        """What several ranks cannot do."""
         partial = self._partial
         sizes = layout.Sizes.of(partial.values)._replace(data=1)
         if sizes.world == 1:
             return
-        key, size, device = sizes.limiting_key, sizes.world, partial["device"]
-        # Codes and adapters are shared on CPU alone so far.
-        is_cuda, is_coded = device != "cpu", partial.facts.stored is not None
-        for is_refused, where in (
-            (partial.facts.program is not None, "for an exported program"),
-            (is_cuda and is_coded, f"for a checkpoint in low precision on {device}"),
-        ):
-            if is_refused:
-                raise ConfigError(f"{key}: expected 1 {where}, got {size}")
-        for name, expected, is_refused in (
-            ("quantization", "auto or none", partial["quantization"] not in ("auto", "none")),
-            ("use_lora", "False", partial["use_lora"]),
-        ):
-            if is_cuda and is_refused:
-                raise ConfigError(
-                    f"{name}: expected {expected} with {key} {size} on {device}, got"
-                    f" {partial[name]!r}"
-                )
+        if partial.facts.program is not None:
+            raise ConfigError(
+                f"{sizes.limiting_key}: expected 1 for an exported program, got {sizes.world}"
+            )
+        scheme = partial["quantization"]
+        # Groups of stored codes are those of the files, and looked at with them.
+        if scheme in SCHEMES and not (scheme == "int4" and partial.facts.stored is not None):
+            plan = QuantizationPlan(scheme, partial["quantization_group_size"])
+            check_groups(partial.facts.spec, sizes, partial["moe_parallel_mode"], plan)
 
     def _check_quantization(self, is_cuda: bool) -> None:
         values, facts = self._partial.values, self._partial.facts

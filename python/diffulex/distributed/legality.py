@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from diffulex.families.spec import ModelSpec
+    from diffulex.quantization.scheme import QuantizationPlan
 
 __all__ = [
     "MAX_RANKS",
+    "check_groups",
     "check_model",
     "check_model_class",
     "expert_mode",
@@ -33,6 +35,54 @@ __all__ = [
 
 #: Most ranks that share weights.
 MAX_RANKS = 8
+
+
+def check_groups(
+    spec: ModelSpec, sizes: Sizes, moe_parallel_mode: str, plan: QuantizationPlan
+) -> None:
+    """Asks whether each rank can have whole groups of the columns that share a scale in low precision.
+
+    Raises:
+        ConfigError: it cannot, of a model that `check_model` accepts.
+    """
+    num_ranks, moe = max(sizes.tensor, sizes.expert), spec.moe
+    if moe is not None and expert_mode(spec, sizes, moe_parallel_mode, plan) == "width":
+        width = moe.intermediate_size
+        if _splits(width, num_ranks, plan):
+            raise ConfigError(
+                f"moe_parallel_mode: expected expert for groups of {plan.shared_columns(width)} of an"
+                f" expert width of {width} on {num_ranks} ranks, got width"
+            )
+    found = _split_group(spec, sizes.tensor, plan)
+    if found is not None:
+        name, depth = found
+        legal = [n for n in legal_heads(spec) if _split_group(spec, n, plan) is None]
+        raise ConfigError(
+            f"tensor_parallel_size: expected {', '.join(map(str, legal))} for groups of"
+            f" {plan.shared_columns(depth)} of {name} (K {depth}), got {sizes.tensor}"
+        )
+
+
+def _split_group(spec: ModelSpec, num_ranks: int, plan: QuantizationPlan) -> tuple[str, int] | None:
+    """The first input of products, and its size, of which ranks would have parts of groups."""
+    for num_q, _, head_dim in spec.attention_shapes:
+        part = num_q * head_dim // num_ranks
+        if num_ranks > 1 and part % plan.shared_columns(num_q * head_dim):
+            return "attention outputs", num_q * head_dim
+    *widths, _ = _widths(spec)
+    for name, size, _ in widths:
+        if _splits(size, num_ranks, plan):
+            return name, size
+    return None
+
+
+def _splits(size: int, num_ranks: int, plan: QuantizationPlan) -> bool:
+    """Whether a width is too small for ranks, or they have parts of its groups."""
+    try:
+        cuts = [shard_range(size, Shard(r, num_ranks, unit=plan.unit)) for r in range(num_ranks)]
+    except ValueError:
+        return True
+    return any(cut.start % plan.shared_columns(size) for cut in cuts)
 
 
 def check_model(spec: ModelSpec, sizes: Sizes, moe_parallel_mode: str = "auto") -> None:
@@ -105,13 +155,16 @@ def _check_width(name: str, size: int, used: int, num_ranks: int) -> None:
         )
 
 
-def expert_mode(spec: ModelSpec, sizes: Sizes, mode: str = "auto") -> str:
+def expert_mode(
+    spec: ModelSpec, sizes: Sizes, mode: str = "auto", plan: QuantizationPlan | None = None
+) -> str:
     """How the routed experts of a model are spread: `width`, a part of each; `expert`, whole ones.
 
     Args:
         spec: of a model that has some.
         sizes: more than one rank.
         mode: `auto`: the width, where every part of it suits the fast products.
+        plan: of weights in low precision; None: they have the dtype of the model.
 
     Raises:
         ConfigError: the model has too few experts, or experts too narrow, for `mode`.
@@ -119,7 +172,7 @@ def expert_mode(spec: ModelSpec, sizes: Sizes, mode: str = "auto") -> str:
     assert spec.moe is not None
     num_ranks, width = max(sizes.tensor, sizes.expert), spec.moe.intermediate_size
     if mode == "auto":
-        is_width = sizes.expert == 1 and width % (FAST_UNIT * num_ranks) == 0
+        is_width = sizes.expert == 1 and width % (_unit(plan) * num_ranks) == 0
         mode = "width" if is_width else "expert"
     elif mode == "width" and sizes.expert > 1:
         raise ConfigError(
@@ -143,13 +196,27 @@ def expert_mode(spec: ModelSpec, sizes: Sizes, mode: str = "auto") -> str:
     return mode
 
 
-def shard_of(spec: ModelSpec, sizes: Sizes, moe_parallel_mode: str, rank: int) -> Shard:
-    """What a rank of an engine has of a model that `check_model` accepts."""
+def _unit(plan: QuantizationPlan | None) -> int:
+    return FAST_UNIT if plan is None else plan.unit
+
+
+def shard_of(
+    spec: ModelSpec,
+    sizes: Sizes,
+    moe_parallel_mode: str,
+    rank: int,
+    plan: QuantizationPlan | None = None,
+) -> Shard:
+    """What a rank of an engine has of a model that `check_model` accepts, and with a `plan` of weights in
+    low precision `check_groups`."""
     shard, num_ranks = sizes.shard(rank), max(sizes.tensor, sizes.expert)
-    if spec.moe is None or num_ranks == 1:
+    if num_ranks == 1:
         return shard
-    mode = expert_mode(spec, sizes, moe_parallel_mode)
-    return shard._replace(experts=ExpertShard(rank % num_ranks, num_ranks, mode))
+    shard = shard._replace(unit=_unit(plan))
+    if spec.moe is None:
+        return shard
+    mode = expert_mode(spec, sizes, moe_parallel_mode, plan)
+    return shard._replace(experts=ExpertShard(rank % num_ranks, num_ranks, mode, shard.unit))
 
 
 def expert_shard(spec: ModelSpec, shard: Shard) -> ExpertShard:
@@ -158,7 +225,8 @@ def expert_shard(spec: ModelSpec, shard: Shard) -> ExpertShard:
         return shard.experts
     if shard.size == 1:
         return ALL_EXPERTS
-    return ExpertShard(shard.rank, shard.size, expert_mode(spec, Sizes(shard.size)))
+    mode = expert_mode(spec, Sizes(shard.size))
+    return ExpertShard(shard.rank, shard.size, mode, shard.unit)
 
 
 def check_model_class(name: str, model_class: Any, sizes: Sizes) -> None:

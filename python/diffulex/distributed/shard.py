@@ -20,11 +20,13 @@ class ExpertShard(NamedTuple):
 
     Attributes:
         mode: `width`, a part of every expert; `expert`, whole ones.
+        unit: as in `Shard`.
     """
 
     rank: int = 0
     size: int = 1
     mode: str = "width"
+    unit: int = FAST_UNIT
 
     def experts(self, num_experts: int, *, is_interleaved: bool) -> range:
         """Numbers of the experts that the rank has, or has a part of.
@@ -43,7 +45,7 @@ class ExpertShard(NamedTuple):
         """The part of the width of each of these experts."""
         if self.size == 1 or self.mode == "expert":
             return slice(0, size)
-        return shard_range(size, Shard(self.rank, self.size))
+        return shard_range(size, Shard(self.rank, self.size, unit=self.unit))
 
 
 #: One rank that has all routed experts.
@@ -55,11 +57,13 @@ class Shard(NamedTuple):
 
     Attributes:
         experts: what the rank has of the routed experts; None: the description of the model decides.
+        unit: widths are cut at multiples of this where there are enough for all ranks.
     """
 
     rank: int = 0
     size: int = 1
     experts: ExpertShard | None = None
+    unit: int = FAST_UNIT
 
 
 #: One rank that has everything.
@@ -72,13 +76,13 @@ def shard_range(size: int, shard: Shard) -> slice:
     Raises:
         ValueError: there are more ranks than units of 16.
     """
-    for unit in _UNITS:
+    for unit in dict.fromkeys((shard.unit, *_UNITS)):
         num_units = -(-size // unit)
         if num_units < shard.size:
             continue
         ends = [min(size, unit * (num_units * i // shard.size)) for i in range(shard.size + 1)]
         most = max(b - a for a, b in itertools.pairwise(ends))
-        if unit == _UNITS[-1] or most * shard.size <= _MAX_SKEW * size:
+        if unit != FAST_UNIT or most * shard.size <= _MAX_SKEW * size:
             return slice(ends[shard.rank], ends[shard.rank + 1])
     raise ValueError(
         f"shard_range: expected at most {-(-size // _UNITS[-1])} shards of {size}, got {shard.size}"

@@ -106,8 +106,9 @@ def load_weights(
 
     model, parallel = config.model, config.parallel
     dtype = getattr(torch, model.dtype)
-    shard = shard_of(model.spec, Sizes.of_weights(parallel), parallel.moe_parallel_mode, rank)
-    quantizer, num_ranks = _quantizer(config, stored), _ranks_to_come(config, rank)
+    plan = QuantizationPlan.of(model)
+    shard = shard_of(model.spec, Sizes.of_weights(parallel), parallel.moe_parallel_mode, rank, plan)
+    quantizer, num_ranks = _quantizer(config, plan, stored), _ranks_to_come(config, rank)
     if model.load_format == "dummy":
         return random_model(
             model_name,
@@ -148,10 +149,12 @@ def _ranks_to_come(config: Config, rank: int) -> int:
     return Sizes.of_weights(config.parallel).world
 
 
-def _quantizer(config: Config, stored: StoredQuantization | None) -> Quantizer | None:
+def _quantizer(
+    config: Config, plan: QuantizationPlan | None, stored: StoredQuantization | None
+) -> Quantizer | None:
     """What gives the layers weights in low precision; None: they have the dtype of the model."""
     model = config.model
-    if model.quantization not in SCHEMES:
+    if plan is None:
         return None
     from diffulex.quantization.layers import (  # noqa: PLC0415 (few models need it)
         ModelQuantizer,
@@ -166,12 +169,6 @@ def _quantizer(config: Config, stored: StoredQuantization | None) -> Quantizer |
             text = 'quantization: activations are scaled per row and 128 columns, not "%s" as the checkpoint says'
             logger.info(text, stored.activations)
         return StoredQuantizer(stored, model.model_dir)
-    plan = QuantizationPlan(
-        model.quantization,
-        model.quantization_group_size,
-        model.quantization_ignore,
-        model.quantize_head,
-    )
     return ModelQuantizer(plan)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from diffulex.distributed.shard import ONE_RANK, Shard, shard_range
+from diffulex.distributed.shard import FAST_UNIT, ONE_RANK, Shard, shard_range
 
 __all__ = ["WHOLE", "Cut", "Partition"]
 
@@ -61,6 +61,8 @@ class Partition:
         rank, num_ranks = self.shard.rank, self.shard.size
         if num_ranks == 1:
             return slice(0, size)
+        if self.cut is Cut.VOCABULARY:
+            return shard_range(size, self.shard._replace(unit=FAST_UNIT))
         if self.head_dim == 0:
             return shard_range(size, self.shard)
         heads = size // self.head_dim

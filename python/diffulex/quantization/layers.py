@@ -11,13 +11,15 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from diffulex.checkpoint.loader import find_stored
-from diffulex.checkpoint.low_precision import StoredMatrix
+from diffulex.checkpoint.loader import find_stored, slices_of
+from diffulex.checkpoint.low_precision import BLOCK, StoredMatrix
+from diffulex.checkpoint.slices import WeightSlice
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.log import get_logger
 from diffulex.nn.embedding import OutputHead
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from diffulex.checkpoint.slices import WeightSlice
     from diffulex.checkpoint.tensor_files import StoredTensor
     from diffulex.checkpoint.tensor_reader import TensorReader
     from diffulex.quantization.scheme import QuantizationPlan
@@ -68,6 +69,24 @@ class Sink:
         for weight, matrix in zip(self.weights[rows], values, strict=True):
             weight.write(self.first_row, matrix)
 
+    def write_part(self, part: WeightSlice, first: int, values: torch.Tensor, kept: slice) -> None:
+        """Takes what a part has of whole rows [n, K], or matrices [n, N, K]; see `WeightSink`."""
+        if values.dim() == 2:
+            weight = self.weights[0]
+            codes = weight.quantized(values)
+            if not part.has_whole_rows:
+                codes = codes.of_columns(part.column_ranges[0], weight.group)
+            weight.write_codes(self.first_row + first, codes, kept)
+            return
+        for weight, matrix in zip(self.weights[first:][: len(values)], values, strict=True):
+            place = self.first_row
+            for rows in part.column_ranges:  # of one projection each, and whole blocks of it
+                codes = weight.quantized(matrix[rows])
+                if part.depth is not None:
+                    codes = codes.of_columns(part.depth, weight.group)
+                weight.write_codes(place, codes, slice(0, rows.stop - rows.start))
+                place += rows.stop - rows.start
+
     def take(self, stored: StoredTensor, reader: TensorReader, part: WeightSlice) -> bool:
         """Takes a part of the tensor as it is stored, codes with scales; False, with nothing read, if it
         is not."""
@@ -77,13 +96,12 @@ class Sink:
         if len(stored.shape) == 3:
             matrices = (found for rows in part.row_ranges for found in stored.stacked(reader, rows))
             for place, (_, codes) in enumerate(matrices):
-                self.weights[place].write_codes(self.first_row, codes)
+                self.weights[place].write_codes(self.first_row, codes, slice(0, len(codes.codes)))
             return True
-        (columns,), first = part.column_ranges, self.first_row
-        for wanted in part.row_ranges:
-            for rows, codes in stored.coded(reader, wanted):
-                self.weights[0].write_codes(first, stored.columns_of(codes, columns))
-                first += rows.stop - rows.start
+        first = self.first_row
+        for kept, codes in stored.parts_of(reader, part):
+            self.weights[0].write_codes(first, codes, kept)
+            first += kept.stop - kept.start
         return True
 
 
@@ -96,18 +114,21 @@ class _Place:
     first_matrix: int
     num_matrices: int
     rows: slice
+    #: What the layer has of the tensor.
+    part: WeightSlice
 
     @property
     def module(self) -> str:
         return self.name.removesuffix(".weight")
 
     @classmethod
-    def of(cls, name: str, target: torch.Tensor, matrix_rows: int) -> _Place:
+    def of(cls, name: str, target: torch.Tensor, matrix_rows: int, part: WeightSlice) -> _Place:
         """From a view of a matrix [N, K] or of a stack [E, N, K] of `matrix_rows` rows each."""
         start = target.storage_offset() // target.size(-1)
         count = target.size(0) if target.dim() == 3 else 1
         first = start % matrix_rows
-        return cls(name, start // matrix_rows, count, slice(first, first + target.size(-2)))
+        rows = slice(first, first + target.size(-2))
+        return cls(name, start // matrix_rows, count, rows, part)
 
 
 class Projections(NamedTuple):
@@ -118,7 +139,7 @@ class Projections(NamedTuple):
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Matrix:
     """A large matrix [N, K], or a stack [E, N, K], its layer and the stored tensors that fill it."""
 
@@ -129,6 +150,37 @@ class _Matrix:
     @property
     def count(self) -> int:
         return self.values.size(0) if self.values.dim() == 3 else 1
+
+    @property
+    def depth(self) -> int:
+        """Columns of the whole matrix, of which the layer may have a part."""
+        return self.places[0].part.shape[-1]
+
+    @cached_property
+    def places_of(self) -> list[list[_Place]]:
+        """The places in each matrix of a stack, in the order of their rows."""
+        found: list[list[_Place]] = [[] for _ in range(self.count)]
+        for place in sorted(self.places, key=lambda place: place.rows.start):
+            for index in range(place.first_matrix, place.first_matrix + place.num_matrices):
+                found[index].append(place)
+        return found
+
+    def segments(
+        self, index: int, bounds: Sequence[int], scheme: WeightScheme
+    ) -> Iterator[tuple[_Place, int]]:
+        """Rows of one matrix that are held alike, and the tensor that fills them: projections that end at
+        `bounds` or with their tensor; and of blocks, what a rank has of one that begins on another."""
+        for place in self.places_of[index]:
+            rows = place.rows
+            ends = [rows.start, *(b for b in bounds if rows.start < b < rows.stop), rows.stop]
+            sizes = [stop - start for start, stop in itertools.pairwise(ends)]
+            if scheme == WeightScheme.FP8_BLOCK and len(place.part.shape) == 2:
+                sizes = []
+                for part in place.part.row_ranges:
+                    size = part.stop - part.start
+                    rest = min(-part.start % BLOCK, size)
+                    sizes += [rest, size - rest]
+            yield from ((place, size) for size in sizes if size)
 
 
 class _Quantizer:
@@ -204,7 +256,7 @@ class ModelQuantizer(_Quantizer):
         for matrix in self._chosen(model, table):
             scheme, group = self._scheme_of(matrix.owner), 0
             if scheme == WeightScheme.INT4:
-                group = self.plan.group_of(matrix.values.size(-1))
+                group = self.plan.group_of(matrix.depth)
             bounds = _boundaries(matrix)
             for place in matrix.places:
                 inside = [b for b in bounds if place.rows.start <= b <= place.rows.stop]
@@ -249,18 +301,22 @@ class ModelQuantizer(_Quantizer):
             raise ConfigError(
                 f"quantization_ignore: expected all or none of {names}, which are one matrix, got some"
             )
-        depth = matrix.values.size(-1)
-        sizes = [stop - start for start, stop in itertools.pairwise(_boundaries(matrix))]
-        return named == {False} and all(plan.is_large(size, depth) for size in sizes)
+        bounds = _boundaries(matrix)[:-1]
+        # Of whole projections, so that all ranks take the same.
+        sizes = {
+            place.part.shape[-2] // sum(place.rows.start <= b < place.rows.stop for b in bounds)
+            for place in places
+        }
+        return named == {False} and all(plan.is_large(size, matrix.depth) for size in sizes)
 
     def _new_weight(
         self, matrix: _Matrix, index: int, device: torch.device | str
     ) -> QuantizedWeight:
-        depth, scheme = matrix.values.size(-1), self._scheme_of(matrix.owner)
-        group = self.plan.group_of(depth) if scheme == WeightScheme.INT4 else 0
-        bounds = itertools.pairwise(_boundaries(matrix))
-        shapes = [Shape(stop - start, group) for start, stop in bounds]
-        return QuantizedWeight(shapes, depth, scheme, device)
+        scheme = self._scheme_of(matrix.owner)
+        group = self.plan.group_of(matrix.depth) if scheme == WeightScheme.INT4 else 0
+        segments = matrix.segments(index, _boundaries(matrix), scheme)
+        shapes = [Shape(rows, group) for _, rows in segments]
+        return QuantizedWeight(shapes, matrix.values.size(-1), scheme, device)
 
     def _scheme_of(self, owner: nn.Module) -> WeightScheme:
         """An output head does not bear 4 bits."""
@@ -320,23 +376,22 @@ class StoredQuantizer(_Quantizer):
     def _new_weight(
         self, matrix: _Matrix, index: int, device: torch.device | str
     ) -> QuantizedWeight:
-        depth, shapes, scheme = matrix.values.size(-1), [], ""
-        for place in sorted(matrix.places, key=lambda place: place.rows.start):
-            if not place.first_matrix <= index < place.first_matrix + place.num_matrices:
-                continue
+        first = self._stored[matrix.places_of[index][0].name]
+        assert isinstance(first, StoredMatrix)
+        scheme, shapes = WeightScheme[first.scheme.upper()], []
+        for place, rows in matrix.segments(index, (), scheme):
             stored = self._stored[place.name]
             assert isinstance(stored, StoredMatrix)
-            scheme, is_int4 = stored.scheme, stored.scheme == "int4"
             shapes.append(
                 Shape(
-                    place.rows.stop - place.rows.start,
+                    rows,
                     stored.group,
-                    has_exact_scale=is_int4 and not stored.keeps_scale,
+                    has_exact_scale=scheme == WeightScheme.INT4 and not stored.keeps_scale,
                     has_zeros=stored.rule.has_zeros,
                     has_order=stored.has_order,
                 )
             )
-        return QuantizedWeight(shapes, depth, WeightScheme[scheme.upper()], device)
+        return QuantizedWeight(shapes, matrix.values.size(-1), scheme, device)
 
 
 def _common(modules: Sequence[str]) -> str:
@@ -370,7 +425,7 @@ def sinks_of(model: nn.Module, table: Mapping[str, torch.Tensor]) -> dict[str, S
     sinks: dict[str, Sink] = {}
     for values, weights in held:
         for name, view in views.get(id(values), []):
-            place = _Place.of(name, view, values.size(-2))
+            place = _Place.of(name, view, values.size(-2), WeightSlice.whole(view.shape))
             chosen = weights[place.first_matrix : place.first_matrix + place.num_matrices]
             if not all(weight.can_write for weight in chosen):
                 raise ConfigError(
@@ -400,13 +455,13 @@ def _views(table: Mapping[str, torch.Tensor]) -> dict[int, list[tuple[str, torch
     return views
 
 
-def _matrices(model: nn.Module, table: Mapping[str, torch.Tensor]) -> Iterator[_Matrix]:
+def _matrices(model: Any, table: Mapping[str, torch.Tensor]) -> Iterator[_Matrix]:
     """Large matrices, with the stored tensors that fill them."""
-    views = _views(table)
+    views, parts = _views(table), slices_of(model, table)
     for module in model.modules():
         for matrix in _large(module):
             found = views.get(id(matrix), [])
-            places = [_Place.of(name, view, matrix.size(-2)) for name, view in found]
+            places = [_Place.of(name, view, matrix.size(-2), parts[name]) for name, view in found]
             if places:
                 yield _Matrix(module, matrix, places)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from typing import Any
 
 __all__ = ["GROUP_SIZES", "NOT_ACCEPTED", "SCHEMES", "QuantizationPlan"]
 
@@ -13,6 +14,8 @@ SCHEMES = ("fp8", "fp8_block", "int8", "int4")
 GROUP_SIZES = (32, 64, 128)
 #: Schemes and families whose answers lose more than docs/quantization.md allows.
 NOT_ACCEPTED = frozenset({("int4", "diffusion_gemma")})
+#: Columns of rows that are multiplied that share a scale in 8 bits.
+_ROW_GROUP = 128
 #: The smallest matrix worth it.
 _LEAST_SIZE = 32
 #: Layers of the generic form that keep their dtype, as published checkpoints in low precision do.
@@ -34,6 +37,27 @@ class QuantizationPlan:
     group_size: int = 128
     ignore: tuple[str, ...] = ()
     quantize_head: bool = False
+
+    @classmethod
+    def of(cls, model: Any) -> QuantizationPlan | None:
+        """What the section `model` of a configuration asks for; None: nothing."""
+        if model.quantization not in SCHEMES:
+            return None
+        return cls(
+            model.quantization,
+            model.quantization_group_size,
+            model.quantization_ignore,
+            model.quantize_head,
+        )
+
+    @property
+    def unit(self) -> int:
+        """At multiples of this ranks cut the widths of a model, to have whole groups of columns."""
+        return max(64, self.group_size) if self.scheme == "int4" else _ROW_GROUP
+
+    def shared_columns(self, depth: int) -> int:
+        """Columns that share a scale, of a matrix with rows of `depth` or of what it multiplies."""
+        return self.group_of(depth) if self.scheme == "int4" else _ROW_GROUP
 
     def takes(self, module: str, rows: int, depth: int) -> bool:
         """Whether the projection [rows, depth] of this name in the checkpoint is quantised by itself."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from diffulex import ops
+from diffulex.checkpoint.low_precision import Codes
 from diffulex.errors import ConfigError
 from diffulex.ops import WeightScheme
 from diffulex.quantization import vendor
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from diffulex.checkpoint.low_precision import Codes
     from diffulex.nn.weights import ExpertFormat, WeightFormat
 
 __all__ = ["QuantizedExperts", "QuantizedWeight", "Shape", "check_stackable"]
@@ -103,6 +103,10 @@ class _Part:
         if first % size or (last % size and last != self._shape.rows):
             raise ValueError(f"write: expected blocks of {size} rows, got {first}:{last}")
         return scale[first // size : -(-last // size)]
+
+    @property
+    def group(self) -> int:
+        return self._shape.group
 
     @property
     def is_foreign(self) -> bool:
@@ -200,6 +204,11 @@ class QuantizedWeight:
         return self._parts
 
     @property
+    def group(self) -> int:
+        """Columns that share a scale of int4; 0: all of a row, or it is not int4."""
+        return self._parts[0].group
+
+    @property
     def row_multiple(self) -> int:
         """Rows that are written at once are as many as this, or a multiple."""
         return ops.QUANT_GROUP if self.scheme == WeightScheme.FP8_BLOCK else 1
@@ -220,13 +229,21 @@ class QuantizedWeight:
             if begin < end:
                 part.write(begin - part.rows.start, values[begin - first : end - first])
 
-    def write_codes(self, first: int, stored: Codes) -> None:
-        """Takes codes for the rows from `first` on, which are all of one projection."""
+    def quantized(self, values: torch.Tensor) -> Codes:
+        """Rows values [n, K], or of more columns than W has, as codes."""
+        device = self._parts[0].codes.device
+        values = (values.float() if values.dtype == torch.float64 else values).to(device)
+        return Codes(*ops.quantize_weight(values, self.scheme, group=self.group))
+
+    def write_codes(self, first: int, stored: Codes, kept: slice) -> None:
+        """Takes some rows of codes for the rows from `first` on."""
         self._is_ready = False
+        last, shift = first + kept.stop - kept.start, kept.start - first
         for part in self._parts:
-            if part.rows.start <= first < part.rows.stop:
-                part.write_codes(first - part.rows.start, stored)
-                return
+            begin, end = max(first, part.rows.start), min(last, part.rows.stop)
+            if begin < end:
+                of_part = stored.of_rows(slice(begin + shift, end + shift))
+                part.write_codes(begin - part.rows.start, of_part)
 
     def packed(self) -> WeightFormat:
         if not self._is_ready:
@@ -342,7 +359,8 @@ def check_stackable(w13: Sequence[QuantizedWeight], w2: Sequence[QuantizedWeight
         )
     # Blocks of gate and up that are stored as one matrix begin at its first row; the kernels begin
     # those of up at its own.
-    if len(w13[0].parts) == 1 and not w13[0].parts[0].can_gate:
+    parts = w13[0].parts
+    if len(parts) > 2 or (len(parts) == 1 and not parts[0].can_gate):
         raise ConfigError(
             f"quantization: expected gate and up of stacked experts in whole blocks of"
             f" {ops.QUANT_GROUP} rows on cuda, got {w13[0].num_rows // 2} rows (quantization none"

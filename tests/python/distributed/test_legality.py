@@ -12,16 +12,19 @@ import pytest
 
 from diffulex.distributed.layout import Sizes
 from diffulex.distributed.legality import (
+    check_groups,
     check_model,
     check_model_class,
     expert_mode,
     legal_heads,
+    shard_of,
 )
-from diffulex.distributed.shard import Shard, shard_range
+from diffulex.distributed.shard import ExpertShard, Shard, shard_range
 from diffulex.errors import ConfigError
 from diffulex.families.spec import ModelSpec
 from diffulex.families.spec.diffusion_gemma import DiffusionGemmaSpec, GemmaLayer
 from diffulex.families.spec.moe import MoeSpec
+from diffulex.quantization.scheme import QuantizationPlan
 
 
 def spec(num_q_heads: int, num_kv_heads: int, **fields: Any) -> ModelSpec:
@@ -135,6 +138,60 @@ def test_how_experts_are_spread() -> None:
     assert mode(704, Sizes(2)) == "expert"
     assert mode(512, Sizes(2, 1, 2)) == "expert"
     assert expert_mode(spec(16, 4, moe=moe(64, 96)), Sizes(2), "width") == "width"
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "plan", "mode", "text"),
+    [
+        (
+            spec(4, 2, head_dim=64), 4, ("fp8",), "auto",
+            "tensor_parallel_size: expected 1, 2 for groups of 128 of attention outputs (K 256), got 4",
+        ),
+        (
+            spec(32, 8, intermediate_size=384), 8, ("int8",), "auto",
+            "tensor_parallel_size: expected 1, 2 for groups of 128 of intermediate_size (K 384), got 8",
+        ),
+        (
+            spec(32, 8, intermediate_size=336), 2, ("int4", 32), "auto",
+            "tensor_parallel_size: expected 1 for groups of 336 of intermediate_size (K 336), got 2",
+        ),
+        (
+            spec(32, 8, moe=moe(8, 192)), 2, ("fp8_block",), "width",
+            "",
+        ),
+        (
+            spec(32, 8, moe=moe(8, 192)), 4, ("fp8_block",), "width",
+            "moe_parallel_mode: expected expert for groups of 128 of an expert width of 192 on 4 ranks,"
+            " got width",
+        ),
+        (spec(3, 1, head_dim=64, intermediate_size=320), 3, ("int4",), "auto", ""),
+        (spec(32, 32, intermediate_size=12288), 8, ("fp8",), "auto", ""),
+        (spec(4, 2, head_dim=64, intermediate_size=640), 2, ("int8",), "auto", ""),
+    ],
+)  # fmt: skip
+def test_groups_of_low_precision(
+    model: ModelSpec, num_ranks: int, plan: tuple[Any, ...], mode: str, text: str
+) -> None:
+    if not text:
+        check_groups(model, Sizes(num_ranks), mode, QuantizationPlan(*plan))
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_groups(model, Sizes(num_ranks), mode, QuantizationPlan(*plan))
+    assert str(caught.value) == text
+
+
+def test_parts_in_low_precision_are_whole_groups() -> None:
+    for scheme, cuts in (("fp8", [0, 256, 640]), ("int4", [0, 256, 640]), (None, [0, 320, 640])):
+        plan = None if scheme is None else QuantizationPlan(scheme)
+        shards = [shard_of(spec(4, 2), Sizes(2), "auto", rank, plan) for rank in range(2)]
+        parts = [shard_range(640, shard) for shard in shards]
+        assert [parts[0].start, *(part.stop for part in parts)] == cuts
+    routing = spec(4, 2, moe=moe(8, 384))
+    modes = [
+        shard_of(routing, Sizes(2), "auto", 1, plan).experts
+        for plan in (None, QuantizationPlan("fp8"))
+    ]
+    assert modes == [ExpertShard(1, 2, "width"), ExpertShard(1, 2, "expert", 128)]
 
 
 def test_a_class_without_a_shard() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from diffulex import SamplingParams
+from diffulex.quantization.scheme import SCHEMES
 from fixtures.adapters import QWEN_TARGETS, AdapterBuilder
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.families import family_builder
@@ -50,6 +51,22 @@ def test_stored_codes(tmp_path: Path, name: str) -> None:
     CheckpointBuilder(CONFIG, edit=sharpen).write(tmp_path)
     FORMATS[name].write(tmp_path)
     check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"quantization": scheme} for scheme in SCHEMES),
+        {"quantization": "fp8", "quantize_head": True, "kv_cache_dtype": "fp8_e4m3"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_quantised_while_loading(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """With a width that two ranks cut into one and two groups of 128, and half a block of each KV head."""
+    config = {**CONFIG, "intermediate_size": 384, "num_key_value_heads": 2}
+    CheckpointBuilder(config, edit=sharpen).write(tmp_path)
+    check(tmp_path, **settings)
 
 
 @pytest.mark.parametrize("is_merged", [True, False], ids=["merged", "beside"])

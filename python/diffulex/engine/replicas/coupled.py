@@ -21,6 +21,7 @@ from diffulex.distributed.lockstep import Lockstep
 from diffulex.distributed.store import join_store, make_store, part_of_store
 from diffulex.errors import ConfigError
 from diffulex.nn.coupled import CoupledExperts
+from diffulex.quantization.scheme import QuantizationPlan
 from diffulex.registry import AutoModelForDiffusionLM
 from diffulex.runner.local_executor import LocalExecutor
 
@@ -104,7 +105,8 @@ def couple_experts(config: Config, model: Any, rank: int, comm: RowComm) -> Coup
     """
     parallel = config.parallel
     sizes = Sizes.of_weights(parallel)
-    shard = shard_of(config.model.spec, sizes, parallel.moe_parallel_mode, rank)
+    plan = QuantizationPlan.of(config.model)
+    shard = shard_of(config.model.spec, sizes, parallel.moe_parallel_mode, rank, plan)
     dtype = getattr(torch, config.model.dtype)
     return CoupledExperts(model, shard, dtype, comm, parallel.moe_dispatcher_backend)
 
@@ -181,8 +183,8 @@ class CoupledExecutor(LocalExecutor):
     @torch.inference_mode()
     def _enter(self, counts: Sequence[int]) -> None:
         """A forward that others have rows in."""
-        self._expect(counts)
         assert self._experts is not None
+        self._expect(counts)
         self._experts.take_part()
 
     def score(self, batch: ScoreBatch) -> Scored:
