@@ -184,7 +184,7 @@ class CoupledExecutor(LocalExecutor):
     def _enter(self, counts: Sequence[int]) -> None:
         """A forward that others have rows in."""
         assert self._experts is not None
-        self._expect(counts)
+        self._experts.expect(counts)  # followers are told so with the forward
         self._experts.take_part()
 
     def score(self, batch: ScoreBatch) -> Scored:
