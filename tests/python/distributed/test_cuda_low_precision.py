@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ ALONE: dict[str, Any] = {
     "max_num_reqs": 4,
 }
 SHARED: dict[str, Any] = {**ALONE, "tensor_parallel_size": 2, "check_ranks": True}
-TEXTS = ["Tom has 3 apples and buys 4 more.", "What is 2 + 2?", "Anna had 9 coins.", "1 + 1 ="]
-TEXTS += [f"Mia has {index} stones and finds {index * 3} more." for index in range(12)]
-GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
+_QUESTIONS = (ZOO / "heldout.jsonl").read_text(encoding="utf-8").splitlines()[:16]
+TEXTS = [json.loads(line)["question"] for line in _QUESTIONS]
+GREEDY = SamplingParams(max_tokens=48)
 RANDOM = [[7 * index % 200 + 1 for index in range(length)] for length in (33, 5, 18, 40)]
 
 
@@ -83,7 +84,8 @@ def test_experts_that_ranks_have_parts_of(
     tmp_path: Path, family: str, mode: str, scheme: str
 ) -> None:
     """Random weights, so that only the ranks and the ways of running a step are compared."""
-    config = moe_config(family, moe_intermediate_size=256, hidden_size=128)
+    sizes = {"intermediate_size": 256, "moe_intermediate_size": 256, "hidden_size": 128}
+    config = moe_config(family, head_dim=64, rotary_dim=..., **sizes)
     moe_builder(family, config=config).write(tmp_path)
     settings = {**SHARED, "max_model_len": 128, "quantization": scheme, "moe_parallel_mode": mode}
     params = SamplingParams(max_tokens=16, ignore_eos=True)

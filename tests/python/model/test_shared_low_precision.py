@@ -126,6 +126,21 @@ def test_parts_are_quantised_as_the_whole_is(tmp_path: Path, scheme: str, heads:
             assert torch.equal(found, expected), name
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_sums_of_products_are_those_of_the_whole(tmp_path: Path, scheme: str) -> None:
+    """Rows are scaled alike: ranks have whole groups of the columns that share a scale."""
+    CheckpointBuilder({**CONFIG, "intermediate_size": 384}).write(tmp_path)
+    quantizer = ModelQuantizer(QuantizationPlan(scheme))
+    whole = load(tmp_path, ONE_RANK, quantizer).layers[0]
+    layers = [load(tmp_path, Shard(r, 2, unit=128), quantizer).layers[0] for r in range(2)]
+    for path in ("attention.o", "mlp.down"):
+        products = [layer.get_submodule(path) for layer in layers]
+        expected = whole.get_submodule(path)
+        x = torch.randn(9, expected.in_features, generator=torch.Generator().manual_seed(1))
+        found = sum(p.multiply(x[:, p.stored_columns].contiguous()) for p in products)
+        torch.testing.assert_close(found, expected.multiply(x), rtol=1e-5, atol=1e-6)
+
+
 def test_stored_blocks_that_begin_on_another_rank(tmp_path: Path) -> None:
     CheckpointBuilder({**CONFIG, "num_key_value_heads": 2}).write(tmp_path)
     meant = FORMATS["fp8_block"].write(tmp_path)
