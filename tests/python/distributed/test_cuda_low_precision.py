@@ -42,11 +42,13 @@ RANDOM = [[7 * index % 200 + 1 for index in range(length)] for length in (33, 5,
 
 def tokens(model: Any, prompts: Any = TEXTS, params: Any = GREEDY, **settings: Any) -> Any:
     with Diffulex(str(model), **settings) as engine:
-        return [list(o.token_ids) for o in engine.generate(prompts, params, summary=False)]
+        is_chat = isinstance(prompts[0], str)
+        outputs = engine.generate(prompts, params, summary=False, use_chat_template=is_chat)
+        return [list(o.token_ids) for o in outputs]
 
 
-def check_most(found: list[Any], expected: list[Any], share: float = 0.0) -> None:
-    """Partial sums are rounded to bfloat16, which a trained model bears for most prompts."""
+def check_most(found: list[Any], expected: list[Any], share: float = 0.8) -> None:
+    """Partial sums are rounded to bfloat16, which a trained model bears for most questions."""
     num_equal = sum(a == b for a, b in zip(found, expected, strict=True))
     print(f"{num_equal} of {len(expected)} equal")
     assert num_equal >= share * len(expected)

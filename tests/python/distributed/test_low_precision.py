@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import diffulex
 from diffulex import SamplingParams
 from diffulex.quantization.scheme import SCHEMES
 from fixtures.adapters import QWEN_TARGETS, AdapterBuilder
@@ -17,6 +19,13 @@ from fixtures.families import family_builder
 from fixtures.quantized import FORMATS
 from fixtures.thread_ranks import answers, thread_engine
 
+ZOO = Path(__file__).resolve().parents[3] / "examples" / "zoo"
+DEMO = Path(diffulex.__file__).parent / "assets" / "demo"
+QUESTIONS = [
+    json.loads(line)["question"]
+    for line in (ZOO / "heldout.jsonl").read_text(encoding="utf-8").splitlines()[:12]
+]
+EXPERTS_ALONE = {"tensor_parallel_size": 1, "expert_parallel_size": 2}
 LIMITS: dict[str, Any] = {"max_model_len": 128, "num_pages": 64, "max_num_reqs": 4}
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[random.Random(length).randrange(200) for _ in range(length)] for length in (33, 5, 18)]
@@ -54,19 +63,29 @@ def test_stored_codes(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("model", "size", "settings"),
     [
-        *({"quantization": scheme} for scheme in SCHEMES),
-        {"quantization": "fp8", "quantize_head": True, "kv_cache_dtype": "fp8_e4m3"},
-        {"kv_cache_dtype": "fp8_e4m3"},
+        *((DEMO, 2, {"quantization": scheme}) for scheme in SCHEMES),
+        (DEMO, 2, {"quantization": "fp8", "quantize_head": True, "kv_cache_dtype": "fp8_e4m3"}),
+        (DEMO, 2, {"kv_cache_dtype": "fp8_e4m3"}),
+        (ZOO / "d2f_llada", 3, {"quantization": "int4"}),
+        *(
+            (ZOO / "edit_llada2", 2, {"quantization": scheme, **EXPERTS_ALONE})
+            for scheme in SCHEMES
+        ),
     ],
-    ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_quantised_while_loading(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """With a width that two ranks cut into one and two groups of 128, and half a block of each KV head."""
-    config = {**CONFIG, "intermediate_size": 384, "num_key_value_heads": 2}
-    CheckpointBuilder(config, edit=sharpen).write(tmp_path)
-    check(tmp_path, **settings)
+def test_trained_models_in_low_precision(model: Path, size: int, settings: dict[str, Any]) -> None:
+    """Widths of 640 are cut into two and three groups, a KV head is half a block, and groups of int4 are
+    narrower than those of 8 bits."""
+    found = []
+    for count in (1, size):
+        with thread_engine(model, count, max_model_len=256, **settings) as engine:
+            outputs = engine.generate(
+                QUESTIONS, SamplingParams(max_tokens=64), summary=False, use_chat_template=True
+            )
+        found.append([list(o.token_ids) for o in outputs])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("is_merged", [True, False], ids=["merged", "beside"])
