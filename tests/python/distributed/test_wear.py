@@ -32,8 +32,10 @@ pytestmark = pytest.mark.slow
 
 LIMITS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_pages": 64, "max_num_reqs": 3}
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
-#: Of ten processes, in which a driver may keep a little more: what ranks exchange through would be more.
-_SLACK_BYTES = 10 * (16 << 20)
+#: Processes that start three engines each on two GPUs.
+_NUM_PROGRAMS = 17
+#: A driver may keep a little more in each: what ranks exchange through would be more.
+_SLACK_BYTES = _NUM_PROGRAMS * (16 << 20)
 PROMPTS = [list(range(20, 20 + length)) for length in (20, 7, 33)]
 
 
@@ -105,7 +107,10 @@ def _warm() -> None:
 
 
 def start_and_stop(device: str = "cpu") -> None:
-    with Diffulex("demo", tensor_parallel_size=2, **LIMITS | {"device": device}) as engine:
+    settings = LIMITS | {"device": device}
+    if device == "cuda":
+        settings |= {"max_num_reqs": 1}  # few graphs
+    with Diffulex("demo", tensor_parallel_size=2, **settings) as engine:
         engine.generate(PROMPTS[:1], GREEDY, summary=False)
 
 
@@ -129,12 +134,12 @@ def free_bytes() -> list[int]:
 @pytest.mark.alone
 @pytest.mark.multi_gpu
 def test_fifty_starts_on_two_gpus_leave_no_memory() -> None:
-    """In ten processes at once; all of them wait without an engine while memory is looked at."""
+    """In several processes at once; all of them wait without an engine while memory is looked at."""
     shared = set(os.listdir("/dev/shm"))
-    command = [sys.executable, __file__, "gpus", "4"]
+    command = [sys.executable, __file__, "gpus", "2"]
     programs = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(10)
+        for _ in range(_NUM_PROGRAMS)
     ]
     try:
         free = []
@@ -152,7 +157,7 @@ def test_fifty_starts_on_two_gpus_leave_no_memory() -> None:
         for program in programs:
             program.kill()
             program.communicate()
-    print(f"free after 10 and after 50 starts: {free}")
+    print(f"free after the first starts, and after all: {free}")
     assert all(now >= then - _SLACK_BYTES for then, now in zip(*free, strict=True)), free
     assert set(os.listdir("/dev/shm")) <= shared
 
