@@ -100,7 +100,7 @@ def check_left(before: tuple[int, int, list[int]]) -> None:
     assert set(held()[2]) <= set(before[2])  # one of an earlier test may end meanwhile
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def _warm() -> None:
     """What the first engine of a process keeps for good."""
     start_and_stop()
@@ -114,11 +114,13 @@ def start_and_stop(device: str = "cpu") -> None:
         engine.generate(PROMPTS[:1], GREEDY, summary=False)
 
 
+@pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_a_rank_of_four_dies_at_any_point(rank: int) -> None:
     die_at_random(random.Random(rank), rank, is_idle=rank == 2)
 
 
+@pytest.mark.usefixtures("_warm")
 def test_starts_and_stops_leave_nothing() -> None:
     before = held()
     for _ in range(3):
