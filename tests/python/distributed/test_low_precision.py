@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import diffulex
-from diffulex import SamplingParams
+from diffulex import Diffulex, SamplingParams
 from diffulex.quantization.scheme import SCHEMES
 from fixtures.adapters import QWEN_TARGETS, AdapterBuilder
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
@@ -81,6 +81,21 @@ def test_trained_models_in_low_precision(model: Path, size: int, settings: dict[
     found = []
     for count in (1, size):
         with thread_engine(model, count, max_model_len=256, **settings) as engine:
+            outputs = engine.generate(
+                QUESTIONS, SamplingParams(max_tokens=64), summary=False, use_chat_template=True
+            )
+        found.append([list(o.token_ids) for o in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8", "fp8_block", "int4"])
+def test_processes_in_low_precision(scheme: str) -> None:
+    """Each loads its part by itself: scales of rows, blocks of which it has a half, and groups."""
+    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "quantization": scheme}
+    found = []
+    for sizes in ({}, {"tensor_parallel_size": 2, "check_ranks": True}):
+        with Diffulex("demo", **settings, **sizes) as engine:
             outputs = engine.generate(
                 QUESTIONS, SamplingParams(max_tokens=64), summary=False, use_chat_template=True
             )
