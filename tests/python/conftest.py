@@ -107,13 +107,23 @@ def pytest_collection_finish() -> None:
     _let_records_propagate()
 
 
+#: Loggers of the process when `_let_records_propagate` last saw them.
+_num_loggers = 0
+
+
 def _let_records_propagate() -> None:
     """Loggers below torch's hand their records to it, instead of writing them as it does.
 
     pytest adds a handler to every logger that keeps its records to itself, and removes it, three times
-    for every test: torch has forty of them, and that took a millisecond of each test.
+    for every test: torch has forty of them, and that took a millisecond of each test. The modules of
+    torch that some tests import make more.
     """
-    for name, logger in logging.root.manager.loggerDict.items():
+    global _num_loggers  # noqa: PLW0603
+    loggers = logging.root.manager.loggerDict
+    if len(loggers) == _num_loggers:
+        return
+    _num_loggers = len(loggers)
+    for name, logger in loggers.items():
         if isinstance(logger, logging.Logger) and name.startswith("torch."):
             logger.propagate = True
             for handler in list(logger.handlers):
@@ -157,6 +167,7 @@ def _unchanged_log() -> Iterator[None]:
     """Commands run inside the test process set up its log: later tests must not see that."""
     from diffulex.log import _OwnedHandler
 
+    _let_records_propagate()
     logger = logging.getLogger("diffulex")
     before = list(logger.handlers), logger.level, _OwnedHandler.handlers
     yield

@@ -22,7 +22,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unwanted = [item for item in items if _is_cpu_only_on_cuda(item)]
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
-        items[:] = [item for item in items if item not in unwanted]
+        dropped = set(unwanted)
+        items[:] = [item for item in items if item not in dropped]
 
 
 def _is_cpu_only_on_cuda(item: pytest.Item) -> bool:

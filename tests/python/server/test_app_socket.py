@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import pytest
 
 from app_server import AppServer
@@ -125,6 +124,8 @@ def test_leaving_several_choices_aborts_each():
 
 
 def test_a_finished_stream_is_not_aborted():
+    import openai
+
     with serving(is_endless=False) as (url, backend, frontend):
         client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
         stream = client.chat.completions.create(model="fake", messages=USER, stream=True)

@@ -13,9 +13,15 @@ import pytest
 from fixtures.expected_answers import MAX_TOKENS, Expected
 from fixtures.live_server import LiveServer
 
-openai = pytest.importorskip("openai", reason="openai is not installed")
-
+openai: Any
 _GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": MAX_TOKENS}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported_openai() -> None:
+    """Where its tests run: each process that collects them would take a second to import it."""
+    global openai  # noqa: PLW0603
+    openai = pytest.importorskip("openai", reason="openai is not installed")
 
 
 @pytest.fixture(scope="module")
