@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar, cast
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from prometheus_client import start_http_server
 from starlette.middleware.cors import CORSMiddleware
 
@@ -138,16 +138,21 @@ def create_app(frontend: MinimalFrontend, *, args: Any = None, **options: Any) -
     app.state.context = context
     install_error_handlers(app)
     for make_router in (generation_router, tokenizer_router, service_router):
-        app.include_router(make_router(context))
+        _add_routes(app, make_router(context))
     admin_paths: tuple[str, ...] = ADMIN_PATHS
     if isinstance(frontend, ReplicaFrontend):
         admin = not settings.disable_admin_routes
-        app.include_router(replica_router(frontend, has_admin_routes=admin))
+        _add_routes(app, replica_router(frontend, has_admin_routes=admin))
         admin_paths += replica_admin_paths(frontend)
     if not settings.disable_ui:
         mount_ui(app)
     _add_middleware(app, context, admin_paths)
     return app
+
+
+def _add_routes(app: FastAPI, router: APIRouter) -> None:
+    """The routes as they are: `include_router` would make each of them again."""
+    app.router.routes.extend(router.routes)
 
 
 class _Application(FastAPI):
