@@ -132,9 +132,15 @@ def _let_records_propagate() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    numbers: Counter[str] = Counter()
     for item in items:
         for mark in _marks_of(item.path):
             item.add_marker(mark)
+        if (every := item.get_closest_marker("every")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if numbers[test] % every.args[0]:
+                item.add_marker("slow")
+            numbers[test] += 1
         wants_several = item.get_closest_marker("multi_gpu") is not None
         if not wants_several and item.get_closest_marker("cuda") is None:
             continue
@@ -150,10 +156,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _put_slow_files_first(items: list[pytest.Item]) -> None:
     """Workers that take file after file end at about the same time: what they take last is short.
 
+    Those that start programs and servers come before all others; tests of many parameters do not count.
     Needs `--no-loadscope-reorder`: pytest-xdist would put files of many tests first, quick ones mostly.
     """
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow") is not None)
-    items.sort(key=lambda item: -slow[item.path])
+    slow = Counter(
+        item.path
+        for item in items
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("every") is None
+    )
+    items.sort(key=lambda item: ("slow" not in _marks_of(item.path), -slow[item.path]))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -62,6 +62,7 @@ def test_families_are_the_dense_ones():
     assert set(EDGE_FAMILIES) == set(DENSE_FAMILIES)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("mode", ["full", "block_causal", "d2f"])
 def test_logits_are_those_of_transformers(loaded, mode):
     ids = tokens(18)

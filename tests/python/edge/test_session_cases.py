@@ -27,6 +27,7 @@ def resolved(**settings: object) -> Config:
     return Config.resolve("demo", read_model_facts("demo", {}), {"device": "cpu", **settings})
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_engine_answers_as_recorded(case: Case) -> None:
     assert run_case(case) == RECORDED[case.name]

@@ -89,6 +89,7 @@ def test_codes_change_what_is_decoded(tiny: TinyModel) -> None:
     assert decode(tiny, 1)[0] != plain
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("seed", range(4))
 def test_chunked_and_whole_prefill(tiny: TinyModel, seed: int) -> None:
     whole = decode(tiny, seed)[0]
@@ -99,6 +100,7 @@ def test_chunked_and_whole_prefill(tiny: TinyModel, seed: int) -> None:
     assert chunked == whole
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("seed", range(4))
 def test_prefix_hits_and_misses(tiny: TinyModel, seed: int) -> None:
     missed = decode(tiny, seed)[0]
@@ -109,6 +111,7 @@ def test_prefix_hits_and_misses(tiny: TinyModel, seed: int) -> None:
     assert answers(outputs) == missed
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_preempted_and_not(tiny: TinyModel, name: str) -> None:
     model, settings = of_strategy(tiny, name)

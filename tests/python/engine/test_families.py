@@ -47,6 +47,7 @@ def generate(directory: Path, params: SamplingParams = GREEDY, **settings: Any) 
         return [strategy, engine.config.decoding.sampling_mode, *(o.token_ids for o in outputs)]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_defaults(directories: dict[str, Path], name: str) -> None:
     options = {"model_name": "diffucoder"} if name == "diffucoder" else {}

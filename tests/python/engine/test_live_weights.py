@@ -394,6 +394,7 @@ def test_a_tied_head_needs_one_value(tmp_path: Path) -> None:
         assert tokens(engine) == expected
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_adapter_comes_and_goes(tmp_path: Path, dtype: str) -> None:
     base = family_builder("dream", dtype=getattr(torch, dtype)).write(tmp_path / "base")

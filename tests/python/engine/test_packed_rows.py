@@ -214,6 +214,7 @@ def test_row_counts_of_packed_steps() -> None:
     assert bucket(1, 160, 160) is None  # a custom strategy that runs more
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", PACKING)
 def test_padding_to_a_bucket_changes_no_result(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, name: str

@@ -64,6 +64,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_nan_in_pages_under_every_strategy(model: TinyModel, name: str) -> None:
     """fast_dllm_v2 reads rows of a block that it stored provisionally, and no others."""

@@ -121,6 +121,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("is_shifted", [False, True])
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_equals_the_host_loop(gemma: TinyGemma, num_steps: int, max_num_reqs: in
     assert sum(compare(gemma, settings, seed, 7, canvas_requests) for seed in range(3)) > 5
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("count", range(1, 6))
 def test_every_batch_size(gemma: TinyGemma, count: int) -> None:
     assert compare(gemma, rules(5, max_num_reqs=5), 30 + count, count, canvas_requests) > 0

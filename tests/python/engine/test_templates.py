@@ -60,6 +60,7 @@ def test_a_sentence_of_the_bundled_model(demo: Diffulex) -> None:
     assert "".join(event.text for event in events) == output.text
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize(
     "settings",

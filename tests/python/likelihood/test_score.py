@@ -101,6 +101,7 @@ def sdar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         yield model
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", FILLING)
 def test_scores_are_those_of_the_rules(family: str, tmp_path: Path) -> None:
     """Sample by sample, with the same draws; and the flag of greedy decoding."""
@@ -336,6 +337,7 @@ def test_small_budgets_take_more_forwards_and_give_the_same(
         assert len(progress) > 1
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("family", "guidance"),
     [("llada", 0.0), ("llada", 0.5), ("dream", 0.0), ("sdar", 0.0), ("fast_dllm_v2", 0.0)],

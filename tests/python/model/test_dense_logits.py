@@ -85,6 +85,7 @@ def setup(request, built, device) -> Setup:
     return found
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("num_tokens", [1, 7, 45])
 def test_full_mask_in_one_shot(setup, num_tokens):
     tokens = random_tokens(num_tokens, seed=num_tokens)
@@ -258,6 +259,7 @@ def test_number_of_parameters(tmp_path, family):
     assert setup.spec.num_parameters == total
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(tmp_path, family, dtype, device):
@@ -284,6 +286,7 @@ KERNEL_SHAPES = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("shape", KERNEL_SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_of_kernel_shapes(tmp_path, shape, dtype, device):

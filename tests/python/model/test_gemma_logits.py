@@ -140,6 +140,7 @@ class Engine:
         )
 
 
+@pytest.mark.every(5)
 @DEVICES
 @pytest.mark.parametrize(
     ("prompt_len", "canvas_len", "layout"),

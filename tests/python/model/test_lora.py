@@ -108,6 +108,7 @@ def test_other_targets(tmp_path, family, targets, merge):
     assert_close(block_logits(setup.load(merge), tokens), expected)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize(
     "form",

@@ -84,6 +84,7 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_tokens", [1, 4, 7, 45])
 def test_one_shot(family: str, tmp_path: Path, device: str, num_tokens: int) -> None:

@@ -84,6 +84,7 @@ def write_model(directory: Path, family: str) -> None:
 MODELS = ("sdar", "sdar_moe", "llada2/gate_up", "llada2/merged", "diffusion_gemma")
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [("sdar", scheme) for scheme in SCHEMES]

@@ -118,6 +118,7 @@ def test_loading_quantises_every_projection_and_nothing_else(tmp_path, family: s
     assert all(parameter.isfinite().all() for parameter in values)
 
 
+@pytest.mark.every(5)
 @EVERY_SCHEME
 @pytest.mark.parametrize("family", ["llada", "sdar_moe", "llada2"])
 def test_pieces_and_whole_matrices_give_the_same_codes(
@@ -280,6 +281,7 @@ def test_a_part_of_a_matrix_cannot_be_ignored(tmp_path) -> None:
         load(tmp_path, QuantizationPlan("fp8", ignore=("*.q_proj",)))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_stacked_experts_of_diffusion_gemma(tmp_path, scheme: str) -> None:
     """Gate and up are one stored tensor; a product of every expert against that of the values."""
@@ -352,6 +354,7 @@ def test_an_embedding_that_is_stored_as_the_head_is_read(tmp_path) -> None:
         assert model.head.is_shared
 
 
+@pytest.mark.every(5)
 @EVERY_SCHEME
 @pytest.mark.parametrize("family", ["sdar", "sdar_moe", "llada2"])
 def test_the_memory_that_is_asked_for_is_the_memory_that_is_taken(
@@ -401,6 +404,7 @@ def test_stacked_experts_have_one_memory(
     assert same_codes(stacked, apart) == num_experts // 2
 
 
+@pytest.mark.every(3)
 @EVERY_SCHEME
 @pytest.mark.parametrize("family", ["sdar", "llada2"])
 def test_drawn_weights_are_quantised_as_they_are_drawn(

@@ -40,6 +40,7 @@ def logits_of(model: Any) -> torch.Tensor:
     return runner.forward([Rows(runner.sequence(tokens), 16, should_store=False)])[0]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("is_merged", [True, False], ids=["merged", "beside"])
 @pytest.mark.parametrize("family", TARGETS)
 def test_ranks_compute_what_one_computes(tmp_path: Path, family: str, is_merged: bool) -> None:

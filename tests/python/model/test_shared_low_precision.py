@@ -65,6 +65,7 @@ def cut(model: Any, values: dict[str, torch.Tensor], names: tuple[str, ...]) -> 
     return torch.cat(found)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_ranks_have_parts_of_the_stored_codes(tmp_path: Path, name: str) -> None:
     CheckpointBuilder(CONFIG).write(tmp_path)

@@ -68,6 +68,7 @@ def assert_ranks_agree(family: str, directory: Path, num_ranks: int, **fields: A
             torch.testing.assert_close(actual, other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
 @pytest.mark.parametrize("num_ranks", [2, 4])  # of two KV heads each of four ranks has a copy
 def test_logits_of_a_family(tmp_path: Path, family: str, num_ranks: int) -> None:

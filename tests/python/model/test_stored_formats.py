@@ -79,6 +79,7 @@ def test_values_are_those_of_the_definition(tmp_path, name: str) -> None:
         assert torch.equal(target, meant[key]), key
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_are_those_of_the_dequantised_matrix(tmp_path, name: str) -> None:
     """Every row of a matrix in one product, so that a column cannot be exchanged for another."""
@@ -99,6 +100,7 @@ def logits(model: Any) -> torch.Tensor:
     return runner.forward([Rows(runner.sequence([7, 9, 30, 41, 5, 6, 250, 11]), 8, False)])[0]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_forward_multiplies_by_the_dequantised_matrices(tmp_path, name: str) -> None:
     """Each product within the rounding of its sum; beside 4 bits the logits too.

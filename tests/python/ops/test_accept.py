@@ -421,6 +421,7 @@ def expected_block(
     return {o.index: o.id for o in positions if o.index in taken}, confidence, left, flags
 
 
+@pytest.mark.every(9)
 @pytest.mark.parametrize("seed", range(100))
 def test_random_blocks(device: str, seed: int) -> None:
     tensors, numbers = random_blocks(seed, device)

@@ -202,6 +202,7 @@ def random_edit(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, numbers
 
 
+@pytest.mark.every(9)
 @pytest.mark.parametrize("seed", range(150))
 def test_random_blocks(device: str, seed: int) -> None:
     tensors, numbers = random_edit(seed)

@@ -227,6 +227,7 @@ def random_canvases(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
     return tensors, numbers
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_canvases(device: str, seed: int) -> None:
     tensors, numbers = random_canvases(seed)

@@ -32,6 +32,7 @@ def check(case: AttentionCase) -> None:
     np.testing.assert_allclose(to_numpy(lse), expected_lse, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_random_masks(device: str, seed: int) -> None:
     check(random_case(seed, device))
@@ -43,6 +44,7 @@ def test_random_masks_more(seed: int) -> None:
     check(random_case(seed, "cuda"))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("seed", range(12))
 def test_unseen_values_do_not_matter(device: str, seed: int, value: float) -> None:

@@ -208,6 +208,7 @@ FEW_ROWS_SHAPES = [
 FEW_ROWS_COUNTS = [1, 7, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("weight_rows", "depth"), FEW_ROWS_SHAPES)
 @pytest.mark.parametrize("kind", ["plain", "bias", "silu", "gelu_tanh", "gelu_erf"])

@@ -110,6 +110,7 @@ def test_activations(device: str, dtype: torch.dtype, act: int) -> None:
     Case(11, 4, 2, 64, 32, dtype, device=device).check(act=act)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("top_k", range(1, 9))
 @pytest.mark.parametrize("num_experts", [8, 64, 512])
 def test_choices(device: str, num_experts: int, top_k: int) -> None:
@@ -273,6 +274,7 @@ def check_permutation(ids: torch.Tensor, num_local: int, tile: int, expert_map: 
     assert (tiles[num_tiles:] == -1).all()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("num_local", [1, 5, 64, 256, 512, 1500, 4096])
 @pytest.mark.parametrize("num_tokens", [0, 1, 17, 300, 1025])
 def test_permute(device: str, num_tokens: int, num_local: int) -> None:

@@ -52,6 +52,7 @@ def plain_rotate(x: torch.Tensor, table: torch.Tensor, neox: bool) -> torch.Tens
     return out
 
 
+@pytest.mark.every(7)
 @DTYPES
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize(
@@ -139,6 +140,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.every(7)
 @DTYPES
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("layout", [None, 0, 1])

@@ -53,6 +53,7 @@ def check(logits: torch.Tensor, top_k: int, exact_ties: bool = False, **options:
     return result
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scoring", [0, 1])
 @pytest.mark.parametrize("num_experts", [1, 2, 8, 31, 32, 33, 64, 128, 129, 256, 257, 512, 1024])

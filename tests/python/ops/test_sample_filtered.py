@@ -254,6 +254,7 @@ def random_rows(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return tensors, numbers
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("seed", range(120))
 def test_random_rows(device: str, seed: int) -> None:
     tensors, numbers = random_rows(seed)

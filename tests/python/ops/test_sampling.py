@@ -247,6 +247,7 @@ def away_from_edges(expected: oracles.RowStats, uniform: float) -> bool:
     return bool(np.abs(expected.cdf - uniform).min() > 1e-5)
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("seed", range(80))
 def test_random_rows(device: str, seed: int) -> None:
     logits, arguments, per_row = random_call(seed, device)

@@ -189,6 +189,7 @@ def test_rows_that_are_stored_hold_the_stored_values(dtype: torch.dtype, from_ra
             assert np.array_equal(after[row].double().numpy(), stored)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("seed", range(40))
 def test_attention_has_the_bits_of_the_dequantised_cache(seed: int) -> None:
     case = random_case(seed, "cpu", layout=0)
@@ -197,6 +198,7 @@ def test_attention_has_the_bits_of_the_dequantised_cache(seed: int) -> None:
         assert torch.equal(found, want)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_unseen_codes_and_scales_do_not_matter(seed: int) -> None:
     case = random_case(seed, "cpu", layout=0)

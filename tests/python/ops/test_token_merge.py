@@ -107,6 +107,7 @@ def plain(case: Case, kind: int, renormalize: bool, weight: float) -> torch.Tens
     return out
 
 
+@pytest.mark.every(7)
 @DTYPES
 @WIDTHS
 @KINDS
