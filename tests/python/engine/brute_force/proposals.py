@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -32,9 +33,20 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def candidates_of(size: int, settings: Settings) -> np.ndarray:
-    is_candidate = np.arange(size) < settings.candidate_limit
-    is_candidate[[settings.mask_id, *settings.suppressed]] = False
+    excluded = settings.suppressed | {settings.mask_id}
+    return _candidates(size, settings.candidate_limit, excluded)
+
+
+@functools.cache
+def _candidates(size: int, limit: int, excluded: frozenset[int]) -> np.ndarray:
+    is_candidate = np.arange(size) < limit
+    is_candidate[list(excluded)] = False
     return np.flatnonzero(is_candidate)
+
+
+def descending(values: np.ndarray) -> np.ndarray:
+    """Places of the values from the largest on; of equal ones the first comes first."""
+    return np.argsort(-values, kind="stable")
 
 
 def propose(row: np.ndarray, settings: Settings, request: RequestSettings, draw: float) -> Proposal:
@@ -64,7 +76,7 @@ def propose(row: np.ndarray, settings: Settings, request: RequestSettings, draw:
         above = np.flatnonzero(cumulative > draw * cumulative[-1])
         token = int(kept[above[0]] if len(above) else kept[-1])
         distances = np.abs(cumulative[:-1] / cumulative[-1] - draw)
-        margin = min([margin, *(distances / PROBABILITY_ERROR)])
+        margin = min(margin, float(distances.min(initial=math.inf)) / PROBABILITY_ERROR)
     space = {"processed": processed, "tempered": tempered, "raw": raw}[settings.confidence_space]
     positive = processed[processed > 0]
     entropy = -float((positive * np.log(positive)).sum())
@@ -74,7 +86,7 @@ def propose(row: np.ndarray, settings: Settings, request: RequestSettings, draw:
         "margin_confidence": float(best - second),
         "neg_entropy": -entropy,
     }[settings.ranking]
-    order = sorted(candidates, key=lambda i: (-raw[i], i))[: max(settings.merge_top_k, 1)]
+    order = candidates[descending(raw[candidates])[: max(settings.merge_top_k, 1)]]
     proposal = Proposal(
         token,
         np.float32(space[token]),
@@ -116,17 +128,13 @@ def _everything(probabilities: np.ndarray) -> tuple[np.ndarray, float]:
 def _top_p(probabilities: np.ndarray, request: RequestSettings) -> tuple[np.ndarray, float]:
     if request.top_p >= 1:
         return _everything(probabilities)
-    order = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i], i))
+    order = descending(probabilities)
     keep = np.zeros(len(probabilities), bool)
-    before, distance = 0.0, math.inf
     bound = float(np.float32(request.top_p))
-    for rank, index in enumerate(order):
-        if rank > 0:
-            distance = min(distance, abs(before - bound))
-        if rank == 0 or before <= bound:
-            keep[index] = probabilities[index] > 0
-        before += probabilities[index]
-    return keep, distance
+    before = np.cumsum(probabilities[order])[:-1]  # of all but the first
+    keep[order[0]] = True
+    keep[order[1:][before <= bound]] = True
+    return keep & (probabilities > 0), float(np.abs(before - bound).min(initial=math.inf))
 
 
 def _top_k(probabilities: np.ndarray, request: RequestSettings) -> tuple[np.ndarray, float]:
