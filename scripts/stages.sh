@@ -9,7 +9,8 @@ stage_budget=0
 stage_rows=()
 
 # stage <name> <budget in seconds>: ends the stage before. Budgets are about twice what two idle cores
-# take, so that only growth breaks them; stage_table fails if a stage took longer than its own.
+# take, so that only growth breaks them; stage_table fails if a stage took longer than its own. Its table
+# is printed again with the last stage by tests/python/fixtures/stage_table.py.
 stage() {
   finish_stage
   stage_name="$1"
@@ -23,15 +24,20 @@ finish_stage() {
   stage_name=""
 }
 stage_table() {
-  local row seconds budget name over=()
+  local row seconds budget name over=() lines=()
   finish_stage
-  printf '\n==== stages\n%8s %8s  %s\n' seconds budget stage
+  lines+=("$(printf '%8s %8s  %s' seconds budget stage)")
   for row in "${stage_rows[@]}"; do
     IFS='|' read -r seconds budget name <<<"$row"
-    printf '%8d %8d  %s\n' "$seconds" "$budget" "$name"
+    lines+=("$(printf '%8d %8d  %s' "$seconds" "$budget" "$name")")
     [ "$seconds" -le "$budget" ] || over+=("$name")
   done
-  printf '%8d %8s  %s\n' "$SECONDS" "" "all so far"
+  printf '\n==== stages\n'
+  printf '%s\n' "${lines[@]}" "$(printf '%8d %8s  %s' "$SECONDS" "" "all so far")"
+  # For the last stage, whose pytest ends the table above its closing line.
+  DIFFULEX_STAGES="$(printf '%s\n' "${lines[@]}")"
+  DIFFULEX_STAGES_START="$((EPOCHSECONDS - SECONDS))"
+  export DIFFULEX_STAGES DIFFULEX_STAGES_START
   [ "${#over[@]}" -eq 0 ] || die "stages over their budget: $(printf '%s, ' "${over[@]}" | sed 's/, $//')"
 }
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.processor_time import pytest_runtest_call  # noqa: F401 (a hook)
+from fixtures.stage_table import pytest_terminal_summary  # noqa: F401 (a hook)
 
 #: Tests that measure time, drive a browser or start servers under load: marked `alone`, they run
 #: one after the other, before the rest is spread over processes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,21 @@ def test_the_table_has_every_stage() -> None:
         ["60", "two"],
         ["all", "so", "far"],
     ]
+
+
+def test_the_last_stage_ends_the_table_above_the_closing_line(tmp_path: Path) -> None:
+    (tmp_path / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    pytest_of_ci = f"{sys.executable} -m pytest -p fixtures.stage_table -q {tmp_path}"
+    environment = f"PYTHONPATH={ROOT / 'tests/python'}"
+    result = run(f'stage "one" 60\nstage_table\n{environment} {pytest_of_ci}\n')
+    assert result.returncode == 0, result.stdout + result.stderr
+    *_, head, first, last, total, closing = result.stdout.splitlines()
+    assert head.split() == ["seconds", "budget", "stage"]
+    assert first.split()[1:] == ["60", "one"]
+    assert last.split()[1:] == ["Python", "tests"]
+    assert total.split()[1:] == ["all"]
+    assert closing.startswith("1 passed in ")
 
 
 def test_a_stage_over_its_budget_fails() -> None:
