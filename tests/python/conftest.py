@@ -21,19 +21,18 @@ import pytest
 from fixtures.processor_time import pytest_runtest_call  # noqa: F401 (a hook)
 from fixtures.stage_table import pytest_terminal_summary  # noqa: F401 (a hook)
 
-#: Tests that measure time, drive a browser or start servers under load: marked `alone`, they run
-#: one after the other, before the rest is spread over processes.
+#: Tests that measure time: marked `alone`, they run one after the other, before the rest is spread
+#: over processes.
 _ALONE = (
     "cli/test_pty.py",
     "packaging/test_import.py",
-    "server/test_backend_process.py",
-    "server/test_inproc_server.py",
     "server/test_large_bodies.py",
-    "server/test_launch.py",
     "server/test_replica_soak.py",
-    "server/test_replicas.py",
-    "server_clients",
-    "ui",
+    "server_clients/test_curl.py",
+    "server_clients/test_hostile_clients.py",
+    "server_clients/test_serving_overhead.py",
+    "server_clients/test_soak.py",
+    "ui/test_modules.py",
 )
 #: Tests that start programs, ranks, servers or pages, most for a second or more: marked `slow` together.
 _SLOW = (
@@ -49,6 +48,8 @@ _SLOW = (
     "server/test_backend_process.py",
     "server/test_large_bodies.py",
     "server/test_launch.py",
+    "server/test_replica_soak.py",
+    "server/test_replicas.py",
     "server_clients",
     "ui/test_conversation.py",
     "ui/test_page.py",

@@ -202,7 +202,7 @@ def test_killed_backend(start):
         assert stream.error()["code"] == "engine_dead"
     assert httpx.get(f"{url}/health").status_code == 503
     # The bound is two seconds, and the server ends two seconds later; loaded machines get more.
-    assert time.monotonic() - killed_at < 10
+    assert time.monotonic() - killed_at < 30
     assert server.wait() == 1
     assert "error: the process was killed by SIGKILL" in server.text()
     assert list(server.temporary.iterdir()) == []

@@ -147,10 +147,11 @@ def test_stop_ends_the_request_on_the_server(page: Any, server: LiveServer, way:
         page.keyboard.press("Escape")
     page.locator(".message.assistant .foot", has_text="stopped").wait_for()
     assert page.get_by_role("button", name="Send").is_visible()
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + 60
     while read_metric(server, "diffulex_requests_inflight_http") != 0:
         assert time.monotonic() < deadline, "the server still works on a request that was stopped"
         time.sleep(0.02)
+    # Stopped, not over: that would not count.
     aborted = read_metric(server, "diffulex_request_aborted_total", reason="disconnect")
     assert aborted == num_aborted + 1
 
