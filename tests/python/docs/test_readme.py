@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -24,25 +25,29 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python_example(code: str, tmp_path: Path) -> None:
-    result = subprocess.run(
+@functools.cache
+def result_of(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Of a program, which is run once for all that is asked of it."""
+    return subprocess.run(
         [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+        cwd=directory, capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_example(code: str, directory: Path) -> None:
+    result = result_of(code, directory)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
 
 
-def test_python_example_answers_its_question(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", blocks("python")[0]],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+def test_python_example_answers_its_question(directory: Path) -> None:
+    result = result_of(blocks("python")[0], directory)
     assert result.stdout.count("#### 36") == 3, result.stdout
     assert "#### 5" in result.stdout
 
