@@ -68,6 +68,23 @@ __device__ __forceinline__ LaneWeights load_weights(const CombineArgs& args, int
   return {weight, __ballot_sync(kFullWarp, is_active(args, id))};
 }
 
+/// Adds the columns of a row that is no expert's.
+template <typename T, int kCount>
+__device__ __forceinline__ void add_addend(const CombineArgs& args, int64_t token, int64_t column,
+                                           float (&sum)[kCount]) {
+  float term[kCount];
+  const int64_t offset = token * args.addend_stride + column;
+  if (args.is_addend_f32) {
+    load_floats<kCount, kCount != 1>(static_cast<const float*>(args.addend) + offset, term);
+  } else {
+    load_floats<kCount, kCount != 1>(static_cast<const T*>(args.addend) + offset, term);
+  }
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    sum[j] += term[j];
+  }
+}
+
 template <typename T, bool kVec>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 8 : 4)
     combine_kernel(const __grid_constant__ CombineArgs args) {
@@ -118,17 +135,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 8 : 4)
     return;
   }
   if (args.addend != nullptr) {
-    float term[kCount];
-    const int64_t offset = token * args.addend_stride + column;
-    if (args.is_addend_f32) {
-      load_floats<kCount, kVec>(static_cast<const float*>(args.addend) + offset, term);
-    } else {
-      load_floats<kCount, kVec>(static_cast<const T*>(args.addend) + offset, term);
-    }
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      sum[j] += term[j];
-    }
+    add_addend<T>(args, token, column, sum);
   }
   store_floats<kCount, kVec>(static_cast<T*>(args.out) + token * args.out_stride + column, sum);
 }
