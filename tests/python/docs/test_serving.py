@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -80,6 +81,12 @@ def run(command: list[str], server: LiveServer) -> str:
     return result.stdout
 
 
+@functools.cache
+def output_of(code: str, server: LiveServer) -> str:
+    """What a program prints, which is run once for all that is asked of it."""
+    return run([sys.executable, "-c", code], server)
+
+
 def test_every_kind_of_command_is_covered() -> None:
     """A command that no test of this file knows would not be tested."""
     known = {"curl", "python", "diffulex", "docker", "pip", "sudo"}
@@ -113,20 +120,20 @@ def test_python(code: str, server: LiveServer) -> None:
     for module in ("openai", "langchain_openai"):
         if module in code:
             pytest.importorskip(module, reason=f"{module} is not installed")
-    assert run([sys.executable, "-c", code], server).strip()
+    assert output_of(code, server).strip()
 
 
 def test_python_examples_answer(server: LiveServer) -> None:
     pytest.importorskip("openai", reason="openai is not installed")
-    output = run([sys.executable, "-c", blocks("python")[0]], server)
+    output = output_of(blocks("python")[0], server)
     assert output.count("#### 36") == 2
     assert "tokens per forward" in output
-    output = run([sys.executable, "-c", blocks("python")[2]], server)
+    output = output_of(blocks("python")[2], server)
     assert output.startswith("completed ")
     assert "#### 36" in output
     slow, fast = sorted(
         int(line.split()[1])
-        for line in run([sys.executable, "-c", blocks("python")[4]], server).splitlines()
+        for line in output_of(blocks("python")[4], server).splitlines()
     )[::-1]
     assert slow > fast
 
