@@ -100,6 +100,20 @@ def _marks_of(path: Path) -> list[str]:
     return [mark for mark, names in marks.items() if any(here / name in above for name in names)]
 
 
+@functools.cache
+def _may_be_alone(path: Path) -> bool:
+    """Whether a file says that tests of it are marked `alone`."""
+    return "alone" in _marks_of(path) or "mark.alone" in path.read_text(encoding="utf-8")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m alone` reads the few files that have such tests: all of them take ten seconds."""
+    is_file = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.option.markexpr != "alone" or not is_file or _may_be_alone(collection_path):
+        return None
+    return True
+
+
 def pytest_collection_finish() -> None:
     """Later collections of garbage leave out thousands of tests and the modules, which stay."""
     gc.collect()
@@ -138,6 +152,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in _marks_of(item.path):
             item.add_marker(mark)
+        if item.get_closest_marker("alone") is not None and not _may_be_alone(item.path):
+            raise pytest.UsageError(
+                f"{item.nodeid}: expected `mark.alone` in its file, got it elsewhere"
+            )
         if (every := item.get_closest_marker("every")) is not None:
             test = item.nodeid.partition("[")[0]
             if numbers[test] % every.args[0]:
