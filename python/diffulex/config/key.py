@@ -33,6 +33,7 @@ __all__ = [
     "key",
     "later",
     "one_of",
+    "switch",
     "unknown_key",
 ]
 
@@ -109,6 +110,11 @@ def key(
 ) -> Any:
     rule = _Rule(kind, legal.text, help_text, legal.test, support, is_decoding)
     return field(default=default, metadata={"rule": rule})
+
+
+def switch(default: bool, help_text: str) -> Any:
+    """A key that is on or off."""
+    return key("bool", default, one_of(True, False), help_text)
 
 
 def later(kind: str, default: Any, legal: Range, help_text: str) -> Any:

@@ -23,6 +23,7 @@ from diffulex.config.key import inert as _inert
 from diffulex.config.key import key as _key
 from diffulex.config.key import later as _later
 from diffulex.config.key import one_of as _one_of
+from diffulex.config.key import switch as _switch
 from diffulex.config.parallel import ParallelConfig
 from diffulex.families.spec.model_spec import MAX_CANVAS
 from diffulex.quantization.scheme import GROUP_SIZES, SCHEMES
@@ -103,11 +104,9 @@ class ModelConfig:
         "`dummy`: random weights in the checkpoint's shape, for measurements; reads no weights. `pte`:"
         " the program of `diffulex edge export`, chosen by `auto` where there is one and no weights.",
     )
-    use_lora: bool = _key("bool", False, _one_of(True, False), "Load a LoRA adapter.")
+    use_lora: bool = _switch(False, "Load a LoRA adapter.")
     lora_path: str = _key("str", "", _ANY, "Directory of the LoRA adapter.")
-    pre_merge_lora: bool = _key(
-        "bool", False, _one_of(True, False), "Merge the adapter into the weights."
-    )
+    pre_merge_lora: bool = _switch(False, "Merge the adapter into the weights.")
     quantization: str = _key(
         "str",
         "auto",
@@ -120,9 +119,7 @@ class ModelConfig:
     quantization_ignore: tuple[str, ...] = _key(
         "strs", (), _ANY, "Patterns of module names in the checkpoint that keep the compute dtype."
     )
-    quantize_head: bool = _key(
-        "bool", False, _one_of(True, False), "Quantise an output head that is not the embedding."
-    )
+    quantize_head: bool = _switch(False, "Quantise an output head that is not the embedding.")
     # Results of the resolution, not keys.
     model_dir: Path = field(default=None, metadata={})  # type: ignore[assignment]
     spec: ModelSpec = field(default=None, metadata={})  # type: ignore[assignment]
@@ -152,14 +149,9 @@ class DecodingConfig:
         _between(1, 32),
         "Blocks in flight per request (N); fast_dllm_v2: sub-blocks, at least 2.",
     )
-    multi_block_prefix_full: bool = _key(
-        "bool", False, _one_of(True, False), "Bidirectional prompt; forced by the strategy."
-    )
-    allow_mask_in_prompt: bool = _key(
-        "bool",
-        False,
-        _one_of(True, False),
-        "Token ids of a prompt from the first mask on are the template of the answer.",
+    multi_block_prefix_full: bool = _switch(False, "Bidirectional prompt; forced by the strategy.")
+    allow_mask_in_prompt: bool = _switch(
+        False, "Token ids of a prompt from the first mask on are the template of the answer."
     )
     add_block_threshold: float = _key(
         "float", 0.1, _UNIT, "Progress of the last block that opens the next one."
@@ -189,39 +181,25 @@ class DecodingConfig:
         "str", "dmax_topk", _one_of("dmax_topk", "iter_smooth_topk"), "Merge rule."
     )
     token_merge_top_k: int = _key("int", 1, _between(1, 8), "Merged candidates.")
-    token_merge_renormalize: bool = _key(
-        "bool", True, _one_of(True, False), "Keep the norm of a merged embedding."
-    )
+    token_merge_renormalize: bool = _switch(True, "Keep the norm of a merged embedding.")
     token_merge_weight: float = _key(
         "float", 1.0, _at_least(0), "Weight of iter_smooth_topk; 0 turns merging off."
     )
-    dmax_sampler_fast_path: bool = _key(
-        "bool", False, _one_of(True, False), "Exact confidence only at masks."
-    )
+    dmax_sampler_fast_path: bool = _switch(False, "Exact confidence only at masks.")
     dmax_force_prefill_active: bool = _later(
         "bool", False, _one_of(True, False), "Debugging aid of older engines."
     )
-    dmax_store_soft_embeddings: bool = _key(
-        "bool",
-        False,
-        _one_of(True, False),
-        "Cache merged embeddings instead of tokens; turns prefix caching off.",
+    dmax_store_soft_embeddings: bool = _switch(
+        False, "Cache merged embeddings instead of tokens; turns prefix caching off."
     )
-    d2f_block_grid: bool = _key(
-        "bool",
+    d2f_block_grid: bool = _switch(
         False,
-        _one_of(True, False),
         "Blocks start at multiples of block_size and rerun the end of the prompt, instead of starting"
         " where the prompt ends, as published.",
     )
-    fdv2_use_block_cache: bool = _key(
-        "bool", True, _one_of(True, False), "Refine sub-blocks over cached rows."
-    )
-    fdv2_exact_graph_buckets: bool = _key(
-        "bool",
-        True,
-        _one_of(True, False),
-        "A CUDA graph for every number of requests, so that none is padded.",
+    fdv2_use_block_cache: bool = _switch(True, "Refine sub-blocks over cached rows.")
+    fdv2_exact_graph_buckets: bool = _switch(
+        True, "A CUDA graph for every number of requests, so that none is padded."
     )
     diffusion_gemma_max_denoising_steps: int = _key(
         "int", 48, _at_least(1), "Most steps of a canvas."
@@ -259,15 +237,11 @@ class SchedulerConfig:
     max_model_len: int = _key(
         "int", 2048, _at_least(2), "Prompt plus generated tokens; at most the model's positions."
     )
-    auto_max_nfe: bool = _key(
-        "bool", False, _one_of(True, False), "Cap forwards from early throughput."
-    )
+    auto_max_nfe: bool = _switch(False, "Cap forwards from early throughput.")
     auto_max_nfe_warmup_steps: int = _key("int", 8, _above(0), "Forwards before the cap is set.")
     auto_max_nfe_tpf_floor: float = _key("float", 1.0, _above(0), "Least throughput assumed.")
-    enable_chunked_prefill: bool = _key("bool", False, _one_of(True, False), "Split long prompts.")
-    decode_headroom: bool = _key(
-        "bool", True, _one_of(True, False), "Keep pages free for running requests at admission."
-    )
+    enable_chunked_prefill: bool = _switch(False, "Split long prompts.")
+    decode_headroom: bool = _switch(True, "Keep pages free for running requests at admission.")
     max_consecutive_prefill_batches: int = _key(
         "int", 0, _at_least(0), "Force a decode batch after so many prefills; 0: never."
     )
@@ -278,9 +252,7 @@ class SchedulerConfig:
         "Rows of a step up to which prompts, or chunks of them, run beside decoding requests; 0:"
         " prompts run in steps of their own.",
     )
-    skip_warmup: bool = _key(
-        "bool", False, _one_of(True, False), "No warm-up forward (CUDA: needs explicit num_pages)."
-    )
+    skip_warmup: bool = _switch(False, "No warm-up forward (CUDA: needs explicit num_pages).")
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,9 +274,7 @@ class CacheConfig:
         ),
         "Tokens per KV page.",
     )
-    enable_prefix_caching: bool = _key(
-        "bool", True, _one_of(True, False), "Share pages of equal prefixes."
-    )
+    enable_prefix_caching: bool = _switch(True, "Share pages of equal prefixes.")
     kv_cache_layout: str = _key(
         "str", "unified", _one_of("unified", "distinct"), "Memory layout of K and V."
     )
@@ -327,10 +297,8 @@ class CacheConfig:
 class KernelConfig:
     """Choice of kernels and graphs."""
 
-    enforce_eager: bool = _key("bool", False, _one_of(True, False), "No CUDA graphs.")
-    enable_full_static_runner: bool = _key(
-        "bool", True, _one_of(True, False), "CUDA graphs for decode steps."
-    )
+    enforce_eager: bool = _switch(False, "No CUDA graphs.")
+    enable_full_static_runner: bool = _switch(True, "CUDA graphs for decode steps.")
     run_ahead: str = _key(
         "str",
         "auto",
@@ -339,20 +307,15 @@ class KernelConfig:
         " it can change no token and costs no time; on: wherever a strategy allows it; see"
         ' docs/a_step.md, "Running ahead".',
     )
-    batch_invariant: bool = _key(
-        "bool",
+    batch_invariant: bool = _switch(
         False,
-        _one_of(True, False),
         "The tokens and logits of a request are the same bits whichever requests share its steps: no"
         " product, division or tile depends on the batch. Slower. On the CPU, and with bfloat16 or"
         " float16 on compute capability 9.0; without prefix caching, chunked prefill and an adapter that"
         " is not merged, and with pages for max_num_reqs requests of max_model_len.",
     )
-    check_run_ahead: bool = _key(
-        "bool",
-        False,
-        _one_of(True, False),
-        "Compares every plan the device makes with the scheduler's; slow, for tests.",
+    check_run_ahead: bool = _switch(
+        False, "Compares every plan the device makes with the scheduler's; slow, for tests."
     )
     attn_impl: str = _key(
         "str",
@@ -375,10 +338,8 @@ class KernelConfig:
         " torch_profiler_dir, record_shapes, profile_memory, with_stack, with_modules, use_cuda,"
         " delay_iterations, max_iterations, run_id; see docs/profiling.md.",
     )
-    require_fast_paths: bool = _key(
-        "bool",
+    require_fast_paths: bool = _switch(
         False,
-        _one_of(True, False),
         "An engine in which an op or a decode step would take a slower path than the device has"
         " refuses to start, and a later decode step that no graph fits fails.",
     )
@@ -450,9 +411,7 @@ class SamplerConfig:
     denoising_steps: int | None = _key(
         "int?", None, _at_least(1), "Steps per block of the static rules; unset: block_size."
     )
-    force_accept_last_step: bool = _key(
-        "bool", False, _one_of(True, False), "The last scheduled step accepts every position."
-    )
+    force_accept_last_step: bool = _switch(False, "The last scheduled step accepts every position.")
     confidence_type: str = _key(
         "str",
         "max_prob",
