@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,13 @@ SHAPE = SHAPES["sdar-8b"].with_keys(
 NUM_OUTLIERS, OUTLIER = 6, 20.0
 
 
-def logits(scheme: str | None) -> torch.Tensor:
-    """Logits [32, V] of a block behind 64 cached tokens."""
+#: A model, and tokens.
+Drawn = tuple[Any, list[int]]
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Drawn:
+    """Drawn once, which takes longer than the products: a test quantises a copy."""
     model: Any = random_model("sdar", SHAPE.facts().spec, torch.float32, "cpu", seed=3)
     generator = torch.Generator().manual_seed(1)
     norms = [
@@ -50,9 +56,14 @@ def logits(scheme: str | None) -> torch.Tensor:
     assert len(norms) == 12
     for values in norms:
         values.data[torch.randperm(HIDDEN, generator=generator)[:NUM_OUTLIERS]] *= OUTLIER
+    return model, torch.randint(0, 16000, (CACHED + BLOCK,), generator=generator).tolist()
+
+
+def logits(drawn: Drawn, scheme: str | None) -> torch.Tensor:
+    """Logits [32, V] of a block behind 64 cached tokens."""
+    model, tokens = copy.deepcopy(drawn[0]), drawn[1]
     if scheme is not None:
         quantize_in_place(model, QuantizationPlan(scheme))
-    tokens = torch.randint(0, 16000, (CACHED + BLOCK,), generator=generator).tolist()
     runner = PagedRunner(model, BLOCK)
     sequence = runner.sequence(tokens)
     with torch.inference_mode():
@@ -61,8 +72,8 @@ def logits(scheme: str | None) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def dense() -> torch.Tensor:
-    return logits(None)
+def dense(drawn: Drawn) -> torch.Tensor:
+    return logits(drawn, None)
 
 
 # A scheme that changes nothing is as wrong as one that changes too much.
@@ -71,7 +82,7 @@ def dense() -> torch.Tensor:
     [("fp8", 0.15, 0.27), ("fp8_block", 0.15, 0.27), ("int8", 0.06, 0.14), ("int4", 0.35, 0.75)],
 )
 def test_relative_error_of_the_logits(
-    dense: torch.Tensor, scheme: str, least: float, most: float
+    drawn: Drawn, dense: torch.Tensor, scheme: str, least: float, most: float
 ) -> None:
-    error = (logits(scheme) - dense).norm() / dense.norm()
+    error = (logits(drawn, scheme) - dense).norm() / dense.norm()
     assert least < error.item() <= most
