@@ -132,8 +132,7 @@ def test_python_examples_answer(server: LiveServer) -> None:
     assert output.startswith("completed ")
     assert "#### 36" in output
     slow, fast = sorted(
-        int(line.split()[1])
-        for line in output_of(blocks("python")[4], server).splitlines()
+        int(line.split()[1]) for line in output_of(blocks("python")[4], server).splitlines()
     )[::-1]
     assert slow > fast
 
