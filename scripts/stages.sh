@@ -41,6 +41,21 @@ stage_table() {
   [ "${#over[@]}" -eq 0 ] || die "stages over their budget: $(printf '%s, ' "${over[@]}" | sed 's/, $//')"
 }
 
+# beside <log> <command>...: runs a command of one core while the stage goes on, with what it says in a
+# file; beside_end waits for it, shows what it said, and fails if it did.
+beside() {
+  beside_log="$1"
+  shift
+  ("$@") >"$beside_log" 2>&1 &
+  beside_pid=$!
+}
+beside_end() {
+  local status=0
+  wait "$beside_pid" || status=$?
+  cat "$beside_log"
+  return "$status"
+}
+
 # report_failure <exit code>: for a trap on EXIT, which runs once and only when the run ends. One on ERR
 # also runs in command substitutions whose failure is an answer, as that of dpkg-query is.
 report_failure() {

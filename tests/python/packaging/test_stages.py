@@ -92,6 +92,24 @@ def test_the_last_stage_ends_the_table_above_the_closing_line(tmp_path: Path) ->
     assert closing.startswith("1 passed in ")
 
 
+def test_what_runs_beside_a_stage_is_shown_and_fails_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = f"""stage "two" 60
+both() {{ until [ -e {tmp_path}/there ]; do sleep 0.05; done; echo told; false; echo unreached; }}
+beside {log} both
+touch {tmp_path}/there  # while the other waits for it
+beside_end
+echo unreached
+"""
+    result = run(script)
+    assert result.returncode == 1
+    assert result.stdout.splitlines()[-1] == "told"
+    assert "FAILED in stage: two" in result.stderr
+    result = run(script.replace("false; ", ""))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-3:] == ["told", "unreached", "unreached"]
+
+
 def test_a_stage_over_its_budget_fails() -> None:
     result = run('stage "one" 60\nstage "two" -1\nstage_table\n')
     assert result.returncode == 1
