@@ -435,7 +435,7 @@ def test_a_tiny_run_trains_saves_and_judges(tmp_path: Path) -> None:
         "--steps", "24", "--batch", "8", "--hidden", "64", "--intermediate", "128",
         "--layers", "1", "--device", "cpu", "--workers", "1", "--warmup", "5", "--eval", "4",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "remaining" in result.stdout
