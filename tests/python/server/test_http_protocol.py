@@ -48,16 +48,19 @@ def read_all(client):
 
 
 def read_response(client):
-    """The status and the body of a response with a length."""
+    """The status and the body of a response with a length; what comes behind it stays to be read."""
     received = b""
-    while b"\r\n\r\n" not in received:
-        data = client.recv(65536)
+    while not received.endswith(b"\r\n\r\n"):
+        data = client.recv(1)
         assert data, f"expected a response, got {received!r}"
         received += data
-    start, _, body = received.partition(b"\r\n\r\n")
+    start = received.removesuffix(b"\r\n\r\n")
     fields = dict(line.lower().split(b": ", 1) for line in start.split(b"\r\n")[1:])
-    while len(body) < int(fields[b"content-length"]):
-        body += client.recv(65536)
+    body, length = b"", int(fields[b"content-length"])
+    while len(body) < length:
+        data = client.recv(length - len(body))
+        assert data, f"expected {length} bytes, got {body!r}"
+        body += data
     return int(start.split()[1]), body
 
 
