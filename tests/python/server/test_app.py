@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from fastapi.routing import APIRoute
 
 from diffulex.server.http.api_server import (
     ChatCompletionRequest,
@@ -587,3 +588,10 @@ def test_the_page_is_served_unless_turned_off(frontend):
     assert client.get("/").headers["location"] == "/ui"
     client = AppClient(create_app(frontend, disable_ui=True))
     assert client.get("/ui").status_code == client.get("/").status_code == 404
+
+
+def test_the_routes_are_those_that_were_made():
+    """Not made anew at the first request, which would wait for it."""
+    routes = {getattr(route, "path", None): route for route in create_app(FakeFrontend()).routes}
+    for path in ("/generate", "/tokenize", "/health", "/v1/chat/completions"):
+        assert isinstance(routes[path], APIRoute)
