@@ -166,7 +166,7 @@ def _quantizer(
         logger.warning(text, model.quantization, model.spec.family)
     if stored is not None and model.load_format != "dummy":
         if stored.activations != "dynamic" and model.quantization != "int4":
-            text = 'quantization: activations are scaled per row and 128 columns, not "%s" as the checkpoint says'
+            text = 'quantization: scales of activations are found in every step, not "%s" as the checkpoint says'
             logger.info(text, stored.activations)
         return StoredQuantizer(stored, model.model_dir)
     return ModelQuantizer(plan)

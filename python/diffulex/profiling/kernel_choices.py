@@ -71,7 +71,7 @@ def kernel_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
     choices = [_attention(platform, shapes, head_dim) for head_dim in shapes.head_dims]
     choices.append(_products(platform, shapes))
     if shapes.scheme is not None:
-        choices.append(_scaled_products(platform, shapes.dtype, shapes.scheme))
+        choices.append(_scaled_products(platform, shapes, shapes.scheme))
     if shapes.experts is not None and shapes.scheme is not None:
         choices.append(_scaled_experts(platform, shapes.dtype, shapes.scheme, shapes.experts))
     elif shapes.experts is not None:
@@ -158,18 +158,20 @@ def _products(platform: Platform, shapes: OpShapes) -> KernelChoice:
     return KernelChoice("dense products", "cuBLAS", reason, not _misses_hopper(platform))
 
 
-def _scaled_products(platform: Platform, dtype: str, scheme: str) -> KernelChoice:
+def _scaled_products(platform: Platform, shapes: OpShapes, scheme: str) -> KernelChoice:
     """Of the matrices in low precision."""
     if scheme == "int4":
         return KernelChoice("products in low precision", "linear_w4a16, portable", "weights int4")
     op, kernel = "products in low precision", "linear_scaled"
     if scheme == "int8":
         return KernelChoice(op, f"{kernel}, portable", "weights int8")
-    if platform.has_hopper and dtype == "bfloat16":
-        return KernelChoice(op, f"{kernel}, Hopper sm_90", _hopper_reason(platform))
+    if platform.has_hopper and shapes.dtype == "bfloat16":
+        if shapes.is_batch_invariant:
+            return KernelChoice(op, f"{kernel}, Hopper sm_90", "batch_invariant is set")
+        return KernelChoice(op, f"{kernel}, Hopper sm_90; cuBLAS", "by rows and size")
     reason = _hopper_reason(platform)
     if platform.has_hopper:
-        reason = f"the Hopper product is for bfloat16, got {dtype}"
+        reason = f"the Hopper product is for bfloat16, got {shapes.dtype}"
     return KernelChoice(op, f"{kernel}, portable", reason, platform.capability != (9, 0))
 
 

@@ -96,13 +96,54 @@ def test_weights_that_the_vendor_takes() -> None:
     assert not takes(WeightScheme.INT8, 1024, 1024)
 
 
+@FP8
+def test_layers_send_many_rows_to_the_vendor(
+    scheme: WeightScheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, with a product in its place that counts its calls: by rows, bias and invariance."""
+    calls: list[int] = []
+
+    def multiply(rows: Any, weight: Any, scale: Any, bias: Any, out: torch.Tensor) -> torch.Tensor:
+        count, depth = rows.codes.shape
+        calls.append(count)
+        factors = rows.scale[:, :count].T.repeat_interleave(depth // len(rows.scale), 1)
+        if scale.dim() == 2:
+            scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        dense = weight.float() * (scale if scale.dim() == 2 else scale[:, None])
+        return out.copy_(torch.nn.functional.linear(rows.codes.float() * factors, dense, bias))
+
+    monkeypatch.setattr(vendor, "takes_weight", lambda scheme, weight: True)
+    monkeypatch.setattr(vendor, "multiply", multiply)
+    place: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
+    mlp = GatedMLP(512, 512, **place)
+    quantized(mlp.gate_up, scheme, 1)
+    quantized(mlp.down, scheme, 2)
+    for num_rows in (0, 1, 128, 129, 132, 160):
+        x = normal(num_rows, 512, seed=num_rows).bfloat16()
+        set_batch_invariant(mlp, True)
+        want = mlp(x.clone(), MLPScratch(x, 512)).float()
+        assert not calls
+        set_batch_invariant(mlp, False)
+        got = mlp(x.clone(), MLPScratch(x, 512)).float()
+        is_taken = num_rows > 128 and (scheme == WeightScheme.FP8 or num_rows % 4 == 0)
+        assert calls == [num_rows] * (2 if is_taken else 0)
+        assert is_taken or torch.equal(got, want)
+        assert (got - want).norm() <= 0.1 * want.norm()
+        calls.clear()
+
+
 @pytest.mark.cuda
 @FP8
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [129, 132, 256, 1001])
-def test_products_of_many_rows(scheme: WeightScheme, has_bias: bool, num_rows: int) -> None:
+def test_products_of_many_rows(
+    scheme: WeightScheme, has_bias: bool, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of the vendor are near the exact ones; where a row may not depend on others there are none."""
     needs_hopper()
+    calls: list[int] = []
+    library = vendor.multiply
+    monkeypatch.setattr(vendor, "multiply", lambda *a: calls.append(1) or library(*a))
     layer = Linear(1024, (512,), bias=has_bias, dtype=torch.bfloat16, device="cuda")
     weight = quantized(layer, scheme, num_rows)
     if layer.bias is not None:
@@ -128,8 +169,12 @@ def test_products_of_many_rows(scheme: WeightScheme, has_bias: bool, num_rows: i
         return float((out - want).norm() / want.norm())
 
     assert error() <= 4e-3
+    is_taken = scheme == WeightScheme.FP8 or (num_rows % 4 == 0 and not has_bias)
+    assert len(calls) == (2 if is_taken else 0)
     set_batch_invariant(layer, True)
+    calls.clear()
     assert error() <= 4e-3
+    assert not calls
     alone = torch.empty(1, 512, dtype=torch.bfloat16, device="cuda")
     assert torch.equal(layer(x[-1:].clone(), alone)[0], out[-1])
 

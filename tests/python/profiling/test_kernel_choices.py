@@ -37,7 +37,7 @@ def test_a_hopper_device() -> None:
 @pytest.mark.parametrize(
     ("scheme", "dtype", "kernel", "is_fast"),
     [
-        ("fp8", "bfloat16", "linear_scaled, Hopper sm_90", True),
+        ("fp8", "bfloat16", "linear_scaled, Hopper sm_90; cuBLAS", True),
         ("fp8_block", "float16", "linear_scaled, portable", False),
         ("int8", "bfloat16", "linear_scaled, portable", True),
         ("int4", "bfloat16", "linear_w4a16, portable", True),
@@ -54,6 +54,8 @@ def test_weights_in_low_precision(scheme: str, dtype: str, kernel: str, is_fast:
     experts = "Hopper sm_90" if scheme == "fp8" else "portable"
     assert said(H200, shapes)["fused_moe"] == (experts, f"weights {scheme}", True)
     assert said(A100, shapes)["fused_moe"] == ("portable", f"weights {scheme}", True)
+    invariant = said(H200, shapes._replace(is_batch_invariant=True))["products in low precision"]
+    assert "cuBLAS" not in invariant[0]
     there = said(A100, BF16._replace(scheme="fp8"))["products in low precision"]
     assert there == ("linear_scaled, portable", "compute capability 8.0", True)
 
