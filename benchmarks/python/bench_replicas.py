@@ -4,8 +4,8 @@
     python benchmarks/python/bench_replicas.py --shape sdar-8b --device cuda --replicas 1,2
 
 Offline is `Diffulex(..., data_parallel_size=N).generate` over `--prompts` prompts at once; a server gets
-`--concurrency` requests in flight over HTTP. Every engine is in processes of its own and warms up first;
-of `--repeat` runs the best one counts. `speedup` is over the first of `--replicas`. Flags, prompts and
+`--concurrency` requests in flight over HTTP, of `--repeat` runs the best one. Every engine is in processes
+of its own and warms up first. `speedup` is over the first of `--replicas`. Flags, prompts and
 checkpoints are those of `bench_serving_overhead.py`.
 """
 
@@ -41,6 +41,8 @@ def main() -> int:
     if not any(word.startswith("--concurrency") for word in others):
         others += ["--concurrency", "64"]
     options = serving.parse(others)
+    if len(options.concurrency) != 1:
+        parser.error(f"--concurrency: expected one number, got {options.concurrency}")
     if options.engine_part is not None:
         print(json.dumps(_generate(options, own.prompts)))
         return 0
@@ -94,6 +96,7 @@ def _generate(options: argparse.Namespace, count: int) -> dict[str, Any]:
     prompts = serving.make_prompts(options, count)
     with Diffulex(**settings) as engine:
         engine.generate(prompts[: 2 * max(options.concurrency)], params, use_tqdm=False)
+        engine.flush_prefix_cache()
         start = time.perf_counter()
         outputs = engine.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start

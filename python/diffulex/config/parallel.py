@@ -43,7 +43,7 @@ class ParallelConfig:
         1,
         _between(1, 32768),
         "Processes among which whole routed experts are spread: tensor_parallel_size, or with that 1 those"
-        " that share nothing else, or data_parallel_size: replicas that share the experts, on the CPU.",
+        " that share nothing else, or data_parallel_size: replicas that share the experts.",
     )
     moe_parallel_mode: str = _key(
         "str",
@@ -51,7 +51,7 @@ class ParallelConfig:
         _one_of("auto", "width", "expert"),
         "What each of several ranks has of the routed experts: a part of the width of all, or some whole"
         " ones; `auto`: the width, where every part of it is a multiple of 64,"
-        " in low precision of 128.",
+        " in low precision of 128 (`int4`: of its groups, at least 64).",
     )
     moe_dispatcher_backend: str = _key(
         "str",

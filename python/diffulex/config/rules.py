@@ -208,9 +208,12 @@ class Resolver:
             )
         scheme = partial["quantization"]
         # Groups of stored codes are those of the files, and looked at with them.
-        if scheme in SCHEMES and not (scheme == "int4" and partial.facts.stored is not None):
+        stored = partial.facts.stored
+        if scheme in SCHEMES and not (scheme == "int4" and stored is not None):
             plan = QuantizationPlan(scheme, partial["quantization_group_size"])
-            check_groups(partial.facts.spec, sizes, partial["moe_parallel_mode"], plan)
+            alone = stored is not None and stored.has_experts_alone
+            mode = partial["moe_parallel_mode"]
+            check_groups(partial.facts.spec, sizes, mode, plan, of_experts_alone=alone)
 
     def _check_quantization(self, is_cuda: bool) -> None:
         values, facts = self._partial.values, self._partial.facts

@@ -64,6 +64,8 @@ _SURVIVES = {
 #: How often exchanges are looked at that may wait in vain, and how much later torch's own watch ends them.
 _LOOK_S = 0.1
 _SPARE_S = 10.0
+#: More than this between two looks is a time in which the process did not run.
+_PAUSE_S = 1.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -99,8 +101,8 @@ class _Nccl:
         self._count = 0
         #: The exchange that has waited in vain.
         self._late: int | None = None
-        #: The first one that waits, and since when.
-        self._oldest: tuple[int | None, float] = (None, 0.0)
+        #: The first one that waits, for how long the watch has seen it, and when it looked last.
+        self._oldest: tuple[int | None, float, float] = (None, 0.0, 0.0)
         self._has_ended = threading.Event()
 
     @property
@@ -115,13 +117,19 @@ class _Nccl:
         return self._made
 
     def end_late(self) -> bool:
-        """Ends all exchanges if one has waited too long, and returns whether; from the watch alone."""
-        waiting = (number for number, result in tuple(self._pending) if not result.done())
-        oldest, now = next(waiting, None), time.monotonic()
-        if oldest is None or oldest != self._oldest[0]:
-            self._oldest = oldest, now
+        """Ends all exchanges if one has waited too long, and returns whether; from the watch alone.
+
+        Of a time in which the process did not run, only a second counts.
+        """
+        try:
+            waiting = [number for number, result in self._pending if not result.done()]
+        except RuntimeError:  # the steps have changed the list meanwhile
             return False
-        if now - self._oldest[1] < self._timeout_s:
+        now, (before, seconds, looked) = time.monotonic(), self._oldest
+        oldest = waiting[0] if waiting else None
+        seconds = seconds + min(now - looked, _PAUSE_S) if oldest == before else 0.0
+        self._oldest = oldest, seconds, now
+        if oldest is None or seconds < self._timeout_s:
             return False
         self._late = oldest  # before what waits for it goes on
         self.abort()
@@ -172,8 +180,9 @@ class _Nccl:
 
     def abort(self) -> None:
         self._has_ended.set()
-        if self._made is not None:
-            self._made.abort()
+        made = self._made  # `close` of another thread may take it
+        if made is not None:
+            made.abort()
 
     def close(self) -> None:
         self._has_ended.set()

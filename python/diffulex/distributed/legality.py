@@ -38,9 +38,16 @@ MAX_RANKS = 8
 
 
 def check_groups(
-    spec: ModelSpec, sizes: Sizes, moe_parallel_mode: str, plan: QuantizationPlan
+    spec: ModelSpec,
+    sizes: Sizes,
+    moe_parallel_mode: str,
+    plan: QuantizationPlan,
+    *,
+    of_experts_alone: bool = False,
 ) -> None:
     """Asks whether each rank can have whole groups of the columns that share a scale in low precision.
+
+    `of_experts_alone`: nothing else than routed experts is in low precision.
 
     Raises:
         ConfigError: it cannot, of a model that `check_model` accepts.
@@ -53,7 +60,7 @@ def check_groups(
                 f"moe_parallel_mode: expected expert for groups of {plan.shared_columns(width)} of an"
                 f" expert width of {width} on {num_ranks} ranks, got width"
             )
-    found = _split_group(spec, sizes.tensor, plan)
+    found = None if of_experts_alone else _split_group(spec, sizes.tensor, plan)
     if found is not None:
         name, depth = found
         legal = [n for n in legal_heads(spec) if _split_group(spec, n, plan) is None]

@@ -80,6 +80,11 @@ class StoredQuantization:
         """The scheme of most matrices."""
         return self.rules[0].scheme
 
+    @property
+    def has_experts_alone(self) -> bool:
+        """Whether no other matrices than those of routed experts are in low precision."""
+        return all(rule.targets == (EXPERTS,) for rule in self.rules)
+
     def rule_of(self, module: str) -> StoredRule | None:
         """How a module of this name in the checkpoint is stored; None: in its dtype."""
         if any(_matches(pattern, module) for pattern in self.ignore):

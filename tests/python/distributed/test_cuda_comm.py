@@ -100,7 +100,9 @@ def test_ends_of_exchanges_name_their_rank_and_number() -> None:
         assert str(caught.value) == text
 
 
-def test_an_exchange_that_waits_too_long_is_ended_whatever_the_host_does() -> None:
+def test_an_exchange_that_waits_too_long_is_ended_whatever_the_host_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And those that have ended before it are not late, nor one that ends in time."""
     fine: Any = torch._C._distributed_c10d.WorkResult.SUCCESS  # type: ignore[attr-defined]
     made = Exchanges(fine, None, None)
@@ -117,8 +119,15 @@ def test_an_exchange_that_waits_too_long_is_ended_whatever_the_host_does() -> No
         patient.all_reduce_(torch.ones(1))
     assert not patient.end_late()
     assert not patient.end_late()
-    patient._oldest = 1, time.monotonic() - 5.0
-    assert patient.end_late()
+    now = [time.monotonic()]
+    monkeypatch.setattr(cuda_comm.time, "monotonic", lambda: now[0])
+    assert not patient.end_late()
+    now[0] += 1000.0  # the process was stopped
+    assert not patient.end_late()
+    for _ in range(5):
+        now[0] += 1.0
+        is_late = patient.end_late()
+    assert is_late
 
 
 def test_a_watch_ends_with_its_group() -> None:
@@ -129,6 +138,7 @@ def test_a_watch_ends_with_its_group() -> None:
         )
         assert nccl._group is not None
         watches = [t for t in threading.enumerate() if t.name == "diffulex-exchanges"]
+        assert watches
         if end is not None:
             end(nccl)
         del nccl

@@ -180,6 +180,17 @@ def test_groups_of_low_precision(
     assert str(caught.value) == text
 
 
+def test_groups_of_experts_alone() -> None:
+    """Attention in its dtype may be cut anywhere; experts in parts may not."""
+    model = spec(4, 2, head_dim=16, rotary_dim=16, moe=moe(8, 192))
+    plan = QuantizationPlan("fp8_block")
+    with pytest.raises(ConfigError, match=r"for groups of 128 of attention outputs \(K "):
+        check_groups(model, Sizes(2), "expert", plan)
+    check_groups(model, Sizes(2), "expert", plan, of_experts_alone=True)
+    with pytest.raises(ConfigError, match=r"^moe_parallel_mode: expected expert"):
+        check_groups(model, Sizes(4), "width", plan, of_experts_alone=True)
+
+
 def test_parts_in_low_precision_are_whole_groups() -> None:
     for scheme, cuts in (("fp8", [0, 256, 640]), ("int4", [0, 256, 640]), (None, [0, 320, 640])):
         plan = None if scheme is None else QuantizationPlan(scheme)
