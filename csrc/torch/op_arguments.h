@@ -23,6 +23,8 @@ enum class Access { kRead, kWrite };
 
 /// Type of a row: an optional tensor of uint8, or of bool, which is stored the same way.
 struct OptionalFlags {};
+/// Type of a row: an optional tensor that callers may leave out.
+struct OmittableTensor {};
 
 template <typename Type, typename... Choices>
 inline constexpr bool kIsOneOf = (std::is_same_v<Type, Choices> || ...);
@@ -38,11 +40,14 @@ class SchemaText final {
  public:
   explicit SchemaText(const char* op) : text_(std::string(op) + "(") {}
 
-  /// `type` is that of torch: Tensor or OptionalTensor.
+  /// `Type` is that of a row.
   template <typename Type>
   void tensor(const char* name, Access access) {
     constexpr bool kIsOptional = !std::is_same_v<Type, Tensor>;
     add_tensor(name, kIsOptional, access);
+    if (std::is_same_v<Type, OmittableTensor>) {
+      text_ += "=None";
+    }
   }
   /// `type` is that of torch; no default where `default_value` is null.
   void scalar(const char* name, const char* type, const char* default_value);
@@ -61,8 +66,9 @@ class SchemaText final {
 /// DIFFULEX_TENSOR: fills a TensorRef.
 template <typename Params, typename Type, Access kAccess>
 struct TensorArgument {
-  static_assert(kIsOneOf<Type, Tensor, OptionalTensor, OptionalFlags>,
-                "DIFFULEX_TENSOR: expected Tensor, OptionalTensor or OptionalFlags");
+  static_assert(
+      kIsOneOf<Type, Tensor, OptionalTensor, OmittableTensor, OptionalFlags>,
+      "DIFFULEX_TENSOR: expected Tensor, OptionalTensor, OmittableTensor or OptionalFlags");
   static_assert(kAccess == Access::kRead || !std::is_same_v<Type, OptionalFlags>,
                 "DIFFULEX_TENSOR: expected OptionalFlags that the op only reads");
   using Value = std::conditional_t<std::is_same_v<Type, Tensor>, Tensor, OptionalTensor>;
@@ -70,7 +76,7 @@ struct TensorArgument {
   const char* name;
   TensorRef Params::* field;
 
-  void declare(SchemaText& schema) const { schema.tensor<Value>(name, kAccess); }
+  void declare(SchemaText& schema) const { schema.tensor<Type>(name, kAccess); }
   void assign(const Value& value, OpArguments& arguments, Params& params) const {
     if constexpr (std::is_same_v<Type, OptionalFlags>) {
       params.*field = arguments.flags(name, value);

@@ -21,13 +21,14 @@ import pytest
 from fixtures.processor_time import pytest_runtest_call  # noqa: F401 (a hook)
 from fixtures.stage_table import pytest_terminal_summary  # noqa: F401 (a hook)
 
-#: Tests that measure time: marked `alone`, they run one after the other, before the rest is spread
-#: over processes.
+#: Tests that measure time or wait for what a busy host is slow to do: marked `alone`, they run one after
+#: the other, before the rest is spread over processes.
 _ALONE = (
     "cli/test_pty.py",
     "packaging/test_import.py",
     "server/test_large_bodies.py",
     "server/test_replica_soak.py",
+    "server/test_replicas.py",
     "server_clients/test_curl.py",
     "server_clients/test_hostile_clients.py",
     "server_clients/test_serving_overhead.py",

@@ -330,6 +330,13 @@ def test_sigterm_between_ready_and_serving(tmp_path, monkeypatch):
     assert is_gone(int((tmp_path / "log").read_text().split()[1]))
 
 
+@pytest.fixture
+def short_path():
+    """Short enough for sockets, which `tmp_path` is not in each of several processes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
 class TestCheapChecks:
     """What ends with one line before anything is loaded."""
 
@@ -391,23 +398,23 @@ class TestCheapChecks:
         assert tmp_path not in directory.parents
         assert not list(tmp_path.iterdir())
 
-    def test_directories_of_killed_processes_are_removed(self, tmp_path, monkeypatch):
+    def test_directories_of_killed_processes_are_removed(self, short_path, monkeypatch):
         """One that lives keeps its own, and what nobody has claimed yet is left alone."""
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(tempfile, "tempdir", str(short_path))
         program = """
 import sys
 from diffulex.server.launch import ipc_directory
 print(ipc_directory(), flush=True)
 sys.stdin.read()
 """
-        unclaimed = tmp_path / "diffulex-unclaimed"
+        unclaimed = short_path / "diffulex-unclaimed"
         unclaimed.mkdir()
         owners = [
             subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "TMPDIR": str(tmp_path)},
+                env={**os.environ, "TMPDIR": str(short_path)},
                 text=True,
             )
             for _ in range(2)
@@ -419,7 +426,7 @@ sys.stdin.read()
             owners[0].wait()
             own = launch.ipc_directory()
             assert not killed.exists()
-            assert {path.name for path in tmp_path.iterdir()} == {
+            assert {path.name for path in short_path.iterdir()} == {
                 *(unclaimed.name, alive.name, own.name)
             }
             again = launch.ipc_directory()
