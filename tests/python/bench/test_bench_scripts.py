@@ -279,7 +279,8 @@ def test_kernels(tmp_path):
     assert {x["section"] for x in results} == sections
     for result in results:
         assert result["is_correct"], result
-        assert 0 <= result["error"] <= 1e-2
+        # A code has three bits behind the point.
+        assert 0 <= result["error"] <= (4e-2 if "with codes" in result["op"] else 1e-2)
         assert 0 <= result["worst"] <= 1
         assert result["compared"] > 0
         assert 0 < result["time"]["p10"] <= result["time"]["median"] <= result["time"]["p90"]
