@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from diffulex import ops
     from diffulex.nn.partition import Partition
-    from diffulex.nn.weights import WeightFormat
+    from diffulex.nn.weights import LowPrecisionFormat, WeightFormat
 
 
 class MatrixProduct(nn.Module):
@@ -51,7 +51,7 @@ class MatrixProduct(nn.Module):
         self.dtype, self.device = dtype, torch.device(device)
         #: The matrix is that of another layer.
         self.is_shared = False
-        self._is_stand_in = False
+        self._stand_in: LowPrecisionFormat | None = None
 
     @property
     def nbytes(self) -> int:
@@ -70,13 +70,13 @@ class MatrixProduct(nn.Module):
     def fill(self, matrix: torch.Tensor) -> None:
         """Takes the row-major matrix [N, K] in place of any other format."""
         self.weight = nn.Parameter(matrix, requires_grad=False)
-        self.format, self._is_stand_in = self._dense(self.weight), False
+        self.format, self._stand_in = self._dense(self.weight), None
 
-    def quantize(self, quantized: WeightFormat) -> None:
+    def quantize(self, quantized: LowPrecisionFormat) -> None:
         """Takes a format that only its own writer fills; `weight` tells the shape and has no values."""
         assert self.weight is not None
         self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
-        self.format, self._is_stand_in = quantized, True
+        self.format = self._stand_in = quantized
         quantized.is_batch_invariant = self._dense is InvariantWeight
 
     def row_major(self) -> nn.Parameter:
@@ -84,7 +84,7 @@ class MatrixProduct(nn.Module):
 
         Of a layer in low precision, what has its shape.
         """
-        if self._is_stand_in and self.weight is not None:
+        if self._stand_in is not None and self.weight is not None:
             return self.weight
         if self.weight is None:
             self.weight = nn.Parameter(self.format.row_major(), requires_grad=False)
@@ -95,7 +95,7 @@ class MatrixProduct(nn.Module):
         """Uses the row-major matrix of another layer from now on; packing leaves it alone."""
         self.weight = weight
         self.format = self._dense(weight)
-        self.is_shared, self._is_stand_in = True, False
+        self.is_shared, self._stand_in = True, None
 
     def set_batch_invariant(self, is_invariant: bool) -> None:
         """Says whether a row of a product may depend on the other rows, as it may at first.
@@ -107,8 +107,8 @@ class MatrixProduct(nn.Module):
         if dense is not self._dense:
             self._dense = dense
             self.row_major()
-        if self._is_stand_in:
-            self.format.is_batch_invariant = is_invariant
+        if self._stand_in is not None:
+            self._stand_in.is_batch_invariant = is_invariant
 
     def new_rows(self, x: torch.Tensor) -> ops.QuantizedRows | None:
         """Memory for the codes of x [T, K] that products take beside it; None: they take none."""

@@ -27,6 +27,7 @@ __all__ = [
     "DenseWeight",
     "ExpertFormat",
     "InvariantWeight",
+    "LowPrecisionFormat",
     "PackedWeight",
     "WeightFormat",
     "deferred_weights",
@@ -59,9 +60,6 @@ def weight_device(device: torch.device | str) -> torch.device | str:
 
 class WeightFormat(Protocol):
     """A weight matrix W [N, K] in one format."""
-
-    #: A row of a product may depend on no other row, nor on how many there are.
-    is_batch_invariant: bool
 
     @property
     def nbytes(self) -> int:
@@ -102,12 +100,17 @@ class WeightFormat(Protocol):
         """
 
 
+class LowPrecisionFormat(WeightFormat, Protocol):
+    """A weight matrix as codes, whose products may take other kernels for many rows."""
+
+    #: A row of a product may depend on no other row, nor on how many there are.
+    is_batch_invariant: bool
+
+
 class _PlainRows:
     """Of the formats whose products take the rows as they are."""
 
-    __slots__ = ("is_batch_invariant",)
-
-    is_batch_invariant: bool
+    __slots__ = ()
 
     def new_rows(self, x: torch.Tensor) -> None:
         del x
