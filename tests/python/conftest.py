@@ -196,13 +196,14 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _unchanged_log() -> Iterator[None]:
-    """Commands run inside the test process set up its log: later tests must not see that."""
-    from diffulex.log import _OwnedHandler
+    """Commands run inside the test process set up its log and name it: later tests must not see that."""
+    from diffulex.log import _OwnedHandler, name_process
 
     _let_records_propagate()
     logger = logging.getLogger("diffulex")
     before = list(logger.handlers), logger.level, _OwnedHandler.handlers
     yield
+    name_process("")
     logger.handlers[:], level, _OwnedHandler.handlers = before
     if logger.level != level:  # every change of a level empties the caches of all loggers
         logger.setLevel(level)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,14 +42,6 @@ def test_json_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert record["logger"] == "diffulex.bench"
 
 
-@pytest.fixture
-def named() -> Iterator[None]:
-    yield
-    dlog.name_process("")
-    dlog.configure("info")
-
-
-@pytest.mark.usefixtures("named")
 def test_lines_name_their_process(capsys: pytest.CaptureFixture[str]) -> None:
     logger = dlog.get_logger("diffulex.engine")
     dlog.configure("info", json=False)
@@ -74,7 +65,6 @@ def test_lines_name_their_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert dlog.log_settings() == ("info", True)
 
 
-@pytest.mark.usefixtures("named")
 def test_the_first_of_several_ranks_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     logger = dlog.get_logger("diffulex.engine")
     dlog.configure("info", json=False)
@@ -92,7 +82,13 @@ def test_the_first_of_several_ranks_says_so(capsys: pytest.CaptureFixture[str]) 
     ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("name", ["one", "another"])
+def test_names_end_with_their_test(name: str) -> None:
+    """What runs in the test process names it as its own would be, and the next test must not see that."""
+    assert dlog._Process.name == ""
+    dlog.name_process(name, 1)
+
+
 def test_further_ranks_are_quiet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
