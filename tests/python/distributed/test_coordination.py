@@ -254,6 +254,27 @@ def test_a_replica_outlives_a_step_that_fails() -> None:
     outbox.close()
 
 
+def test_a_dead_engine_refuses_no_request() -> None:
+    """It ends, and the parent asks another one."""
+    connection, end = multiprocessing.Pipe()
+    outbox, inbox = Outbox(connection, lambda: None), queue.SimpleQueue[Any]()
+    replica = ReplicaServer(cast("Any", DeadEngine()), outbox)
+    for message in (("add", 0, PROMPT, PARAMS, {}), ("exit",)):
+        inbox.put(message)
+    with pytest.raises(EngineDeadError, match="rank 1 is gone"):
+        replica.serve(inbox)
+    outbox.close()
+    assert not end.poll()
+
+
+class DeadEngine:
+    def has_unfinished(self) -> bool:
+        return False
+
+    def add_request(self, *_: Any) -> int:
+        raise EngineDeadError("rank 1 is gone")
+
+
 def test_a_replica_that_nobody_reads_makes_no_steps_until_there_is_room() -> None:
     gate, inbox, engine = Gate(), queue.SimpleQueue[Any](), FailingEngine()
     engine.num_steps = 1

@@ -24,12 +24,14 @@ from diffulex.engine.replicas.requests import ReplicaRequest
 from diffulex.engine.routing import StepQueue
 from diffulex.errors import CheckpointError, ConfigError, EngineDeadError, OutOfPagesError
 from diffulex.log import is_json_line
+from fixtures.processes import children_of, is_there, until
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_reqs": 3, "num_pages": 15}
 PROMPTS = [
     f"Tom has {i} apples. He buys 4 more apples. How many apples does Tom have now?"
     for i in range(1, 25)
 ]
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 #: Half of the requests draw, with a seed that follows from their number.
 PARAMS = [
     SamplingParams(max_tokens=48, temperature=0.8 * (i % 2), ignore_eos=i % 3 == 0)
@@ -192,6 +194,25 @@ def test_a_replica_that_is_killed_loses_nothing(
         assert len(victims) == 1
         check_death_of_the_last(engine, victims[0])
     wait_gone(pids)
+
+
+@pytest.mark.slow
+def test_a_replica_that_has_lost_a_rank_gets_nothing_more() -> None:
+    """It has the least to do of all, and would refuse everything."""
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2}
+    with Diffulex("demo", **sizes, **SETTINGS) as engine:
+        pids = children(engine)
+        workers = [children_of(pid) for pid in pids]
+        assert [len(of) for of in workers] == [1, 1]
+        os.kill(workers[0][0], signal.SIGKILL)
+        until(engine._loop.replicas[0].child.connection.poll)  # type: ignore[attr-defined]
+        outputs = engine.generate(PROMPTS[:4], GREEDY, summary=False)
+        assert [out.completion_reason for out in outputs] == ["max_new_tokens_reached"] * 4
+        assert [replica.is_alive for replica in engine._loop.replicas] == [False, True]  # type: ignore[attr-defined]
+        os.kill(workers[1][0], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=rf"^replica 1 .*rank 1 \(pid {workers[1][0]}, cpu"):
+            engine.generate(PROMPTS[:4], GREEDY, summary=False)
+    until(lambda: not any(map(is_there, [*pids, *workers[0], *workers[1]])))
 
 
 def check_death_of_the_last(engine: Diffulex, pid: int) -> None:

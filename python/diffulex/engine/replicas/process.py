@@ -65,8 +65,8 @@ def run_replica(connection: Connection[Any, Any], parent_pid: int) -> None:
         outbox.close()
         sys.exit(1)
     outbox.put(("ready", engine.config.cache.num_pages, engine.warm_up_s))
-    if coupling is not None:  # others wait for the ranks of this one, perhaps with this thread
-        engine._executor.on_death(functools.partial(_tell_death, outbox))
+    # Also while this thread waits: for a request, or for replicas that wait for the ranks of this one.
+    engine._executor.on_death(functools.partial(_tell_death, outbox))
     server = ReplicaServer if coupling is None else CoupledReplica
     replica = server(engine, outbox)
     try:
@@ -163,6 +163,8 @@ class ReplicaServer:
     def _add(self, outer: int, token_ids: Any, params: Any, options: dict[str, bool]) -> None:
         try:
             inner = self._engine.add_request(token_ids, params, **options)
+        except EngineDeadError:
+            raise  # another replica can have it
         except (DiffulexError, ValueError) as error:
             self._outbox.put(("refused", outer, error_parts(error)[1]))
             return
