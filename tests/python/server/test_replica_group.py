@@ -14,7 +14,7 @@ from diffulex.log import configure
 from diffulex.serving.frontend import FrontendManager
 from diffulex.serving.replicas import group as group_module
 from diffulex.serving.replicas.frontend import ReplicaFrontend
-from diffulex.serving.replicas.group import ReplicaGroup
+from diffulex.serving.replicas.group import GroupBusyError, ReplicaGroup
 from diffulex.wire.protocol import PromptInput, ServingGenerate
 from scripted_backend import FakeBackend, until
 
@@ -247,7 +247,7 @@ def test_a_replica_that_is_taken_out_stays_out_after_a_restart(run):
     async def scenario(fleet):
         held = fleet.frontend.held
         fleet.group.hold(0)
-        await fleet.group.roll([0, 1])
+        await fleet.group.roll([0])
         assert held == {0}
         fleet.group.release(0)
         rolling = fleet.group.roll([0, 1])
@@ -258,8 +258,28 @@ def test_a_replica_that_is_taken_out_stays_out_after_a_restart(run):
         assert held == {0, 1}
         fleet.group.release(0)
         assert held == {1}
-        await fleet.group.roll([0])
+        await fleet.group.roll([1])
         assert held == {1}
-        assert [len(owners) for owners in fleet.backends] == [4, 3]
+        assert [len(owners) for owners in fleet.backends] == [3, 3]
 
     run(scenario, count=2)
+
+
+def test_the_last_one_in_service_is_not_restarted(run):
+    """The other one has been taken out. Where there is no other one, nothing else can be done."""
+
+    async def scenario(fleet):
+        fleet.group.hold(0)
+        with pytest.raises(GroupBusyError, match="expected another one in service, got none"):
+            fleet.group.roll([1])
+        await fleet.group.roll([0, 1])
+        assert [len(owners) for owners in fleet.backends] == [2, 1]
+        assert fleet.frontend.is_serving(1)
+
+    run(scenario, count=2)
+
+    async def alone(fleet):
+        await fleet.group.roll([0])
+        assert [len(owners) for owners in fleet.backends] == [2]
+
+    run(alone)

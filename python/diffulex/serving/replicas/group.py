@@ -44,7 +44,7 @@ def replica_label(index: int) -> str:
 
 
 class GroupBusyError(RuntimeError):
-    """Replicas are being restarted already, or the one that is meant is the last that serves."""
+    """Replicas are being restarted already, or the one that is meant is the last one in service."""
 
 
 class ReplicaSupervisor(Supervisor):
@@ -304,23 +304,40 @@ class ReplicaGroup:
         """Restarts replicas one after the other: each is drained, restarted, and ready before the next.
 
         Raises:
-            GroupBusyError: a restart is under way.
+            GroupBusyError: a restart is under way, or no other one serves meanwhile.
         """
         if self._rolling is not None and not self._rolling.done():
             raise GroupBusyError("replicas: expected no restart under way, got one")
+        if len(indices) == 1:
+            self._others(indices[0])
         self._rolling = asyncio.create_task(self._roll(list(indices)), name="diffulex-rolling")
         return self._rolling
 
     async def _roll(self, indices: list[int]) -> None:
         for index in indices:
-            others = [i for i in range(len(self.supervisors)) if i != index]
-            others = [i for i in others if i not in self._frontend.held and i not in self._failed]
+            try:
+                others = self._others(index)
+            except GroupBusyError as error:
+                logger.error("replica %d is not restarted: %s", index, error)
+                return
             if not await self._until(partial(self._all_serve, others)):
                 logger.error("replica %d is not restarted: another one does not get ready", index)
                 return
             if not await self._restart(index):
                 logger.error("replica %d does not get ready: the others keep running", index)
                 return
+
+    def _others(self, index: int) -> list[int]:
+        """Those that serve while one is restarted.
+
+        Raises:
+            GroupBusyError: there are none, but the server has others than this one, which serves.
+        """
+        every = range(len(self.supervisors))
+        in_service = [i for i in every if i not in self._frontend.held and i not in self._failed]
+        if in_service == [index] and len(every) > 1:
+            raise GroupBusyError("replicas: expected another one in service, got none")
+        return [i for i in in_service if i != index]
 
     async def _restart(self, index: int) -> bool:
         """Whether it serves again."""
