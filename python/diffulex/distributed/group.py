@@ -128,6 +128,11 @@ class _Pipes:
         """Ends the workers, which get this last message first. Idempotent."""
         if os.getpid() != self._pid:  # a fork: they are not its own
             return
+        if (
+            threading.current_thread() is self._reader
+        ):  # where a group was collected; it has to end first
+            threading.Thread(target=self.close, name="diffulex-ranks-end").start()
+            return
         with contextlib.suppress(OSError):
             self._waker.send(None)
         self._reader.join()

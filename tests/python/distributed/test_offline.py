@@ -210,7 +210,9 @@ def test_a_replica_that_has_lost_a_rank_gets_nothing_more() -> None:
         assert [out.completion_reason for out in outputs] == ["max_new_tokens_reached"] * 4
         assert [replica.is_alive for replica in engine._loop.replicas] == [False, True]  # type: ignore[attr-defined]
         os.kill(workers[1][0], signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match=rf"^replica 1 .*rank 1 \(pid {workers[1][0]}, cpu"):
+        with pytest.raises(
+            EngineDeadError, match=rf"^replica 1 .*rank 1 \(pid {workers[1][0]}, cpu"
+        ):
             engine.generate(PROMPTS[:4], GREEDY, summary=False)
     until(lambda: not any(map(is_there, [*pids, *workers[0], *workers[1]])))
 
