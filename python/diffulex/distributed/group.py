@@ -61,6 +61,13 @@ class _Pipes:
         lead_ranks(1)
 
     def _read(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # of a cluster that does not answer
+            text = " ".join(str(error).split())
+            self.die(EngineDeadError(f"ranks cannot be watched: {type(error).__name__}: {text}"))
+
+    def _watch(self) -> None:
         pipes: dict[Any, int] = {c.connection: i for i, c in enumerate(self.children)}
         while self.death is None:
             seconds = _POLL_S if self._hearsay is None else self._hearsay[0] - time.monotonic()
@@ -117,12 +124,20 @@ class _Pipes:
         with self.changed:
             if self.death is None:
                 self.death = error
-                if self.on_death is not None:
-                    self.on_death(error)
-                for child in self.children:
-                    child.process.kill()
+                try:
+                    if self.on_death is not None:
+                        self.on_death(error)
+                finally:
+                    self._kill_all()
             self.changed.notify_all()
             return self.death
+
+    def _kill_all(self) -> None:
+        for rank, child in enumerate(self.children, 1):
+            try:
+                child.process.kill()
+            except Exception as failure:  # noqa: PERF203 (of a cluster; the others end all the same)
+                logger.warning("rank %d cannot be killed: %s", rank, failure)
 
     def close(self, message: bytes | None = None) -> None:
         """Ends the workers, which get this last message first. Idempotent."""
@@ -141,9 +156,7 @@ class _Pipes:
             with contextlib.suppress(OSError):
                 child.connection.send_bytes(message or b"")
         if not is_graceful:
-            for child in self.children:
-                if child.process.poll() is None:
-                    child.process.kill()
+            self._kill_all()
         stop_all(self.children)
         for end in (self._woken, self._waker):
             end.close()
