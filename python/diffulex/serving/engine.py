@@ -172,6 +172,7 @@ class ServingEngine(DiffulexAsyncEngineMixin):
             "max_num_reqs": config.scheduler.max_num_reqs * config.parallel.data_parallel_size,
             "eos_token_ids": list(model.eos),
             "device": model.device,
+            "devices": [rank["device"] for rank in self.engine.parallel_info()["ranks"]],
             "dtype": model.dtype,
             "world_size": Sizes.of_weights(config.parallel).world,
             "tensor_parallel_size": config.parallel.tensor_parallel_size,

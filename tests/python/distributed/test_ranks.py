@@ -76,6 +76,10 @@ def test_two_ranks_decode_what_one_does(pair: Diffulex, params: SamplingParams) 
     assert pair.stats().num_pages == LIMITS["num_pages"]
 
 
+def test_a_server_is_told_of_every_device(pair: Diffulex) -> None:
+    assert ServingEngine(pair).serving_info()["devices"] == ["cpu", "cpu"]
+
+
 def test_what_ranks_cannot_do_says_so(pair: Diffulex, tmp_path: Path) -> None:
     for call in (
         lambda: pair.score([PROMPT], [(4, 8)]),

@@ -23,7 +23,14 @@ from diffulex.wire.protocol import (
 )
 from scripted_backend import TIMEOUT_S, FakeBackend, until
 
-INFO = {"max_num_reqs": 2, "num_pages": 10, "page_size": 32, "max_model_len": 100, "device": "cpu"}
+DEVICES = ["cuda:2", "cuda:3"]
+INFO = {
+    "num_pages": 10,
+    "page_size": 32,
+    "max_model_len": 100,
+    "max_num_reqs": 2,
+    "devices": DEVICES,
+}
 
 
 def command(rid: str, prompt: list[int] | None = None) -> ServingGenerate:
@@ -107,7 +114,8 @@ def test_a_request_of_a_lost_replica_starts_again_with_its_seed():
         assert (frontend.num_retried, frontend.num_lost) == (1, 0)
         assert frontend.state is ServerState.READY
         assert frontend.degraded == [0]
-        assert frontend.rows()[0]["state"] == "dead"
+        assert [row["state"] for row in frontend.rows()] == ["dead", "ready"]
+        assert frontend.rows()[1]["devices"] == DEVICES
 
     run(scenario, stay_silent, serve)
 

@@ -87,13 +87,12 @@ def _restarts(frontend: ReplicaFrontend) -> list[int]:
 
 
 def replica_rows(frontend: ReplicaFrontend) -> list[dict[str, Any]]:
-    """One map for each replica: state, load, pages, cache hits, restarts, device."""
+    """One map for each replica: state, load, pages, cache hits, restarts, devices."""
     rows = []
     for index, manager in enumerate(frontend.managers):
         gauges, counters = (manager.stats.get(group) or {} for group in ("gauges", "counters"))
         queries = counters.get("prefix_cache_queries_total", 0)
         hits = counters.get("prefix_cache_hits_total", 0)
-        device = manager.info.get("device")
         rows.append(
             {
                 "replica": index,
@@ -104,7 +103,7 @@ def replica_rows(frontend: ReplicaFrontend) -> list[dict[str, Any]]:
                 "pages_free": gauges.get("kv_pages_free", 0),
                 "prefix_hit_rate": hits / queries if queries else None,
                 "restarts": _restarts(frontend)[index],
-                "devices": [] if device is None else [device],
+                "devices": manager.info.get("devices", []),
             }
         )
     return rows
