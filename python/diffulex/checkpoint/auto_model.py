@@ -132,6 +132,7 @@ def load_model(
     quantizer: Quantizer | None = None,
     shard: Shard = ONE_RANK,
     num_ranks: int = 1,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> nn.Module:
     """Builds the registered model and fills it from the checkpoint; see `loader.load_weights`.
 
@@ -139,7 +140,8 @@ def load_model(
     directory of an adapter; with `merge_lora` its products become part of the weights, otherwise
     they are computed beside them. With a `quantizer` matrices are quantised as they are read, a
     merged adapter included. Of several ranks, `shard` says whose part is built and read, and
-    `num_ranks` how many of them `memory.check_memory` asks memory for.
+    `num_ranks` how many of them `memory.check_memory` asks memory for. `on_piece` is called as by
+    `TensorReader`.
 
     Raises:
         CheckpointError: the files do not fit the description, or the model not the memory.
@@ -174,7 +176,7 @@ def load_model(
     merge = None
     if adapter is not None and merge_lora:
         merge = lora.MergePlan(adapter, adaptable_projections(model, model_name))
-    load_weights(model, model_dir, progress=progress, merge=merge, sinks=sinks)
+    load_weights(model, model_dir, progress=progress, merge=merge, sinks=sinks, on_piece=on_piece)
     if adapter is not None and not merge_lora:
         lora.attach(adapter, adaptable_projections(model, model_name))
     module: nn.Module = model.eval()
@@ -190,11 +192,12 @@ def random_model(
     quantizer: Quantizer | None = None,
     shard: Shard = ONE_RANK,
     num_ranks: int = 1,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> nn.Module:
     """The registered model, or the part of one that a rank has, with drawn weights.
 
-    With a `quantizer` matrices are quantised as they are drawn; see `random_weights`. `num_ranks` as for
-    `load_model`.
+    With a `quantizer` matrices are quantised as they are drawn; see `random_weights`. `num_ranks` and
+    `on_piece` as for `load_model`.
     """
     from diffulex.checkpoint.loader import weight_table_of  # noqa: PLC0415 (imports torch)
     from diffulex.checkpoint.memory import model_bytes, reporting_memory  # noqa: PLC0415
@@ -209,7 +212,7 @@ def random_model(
     with reporting_memory(model_bytes(spec, dtype), device):
         on_meta = make("meta")
     model, sinks = _build(make, on_meta, dtype, device, quantizer, tied_table, num_ranks)
-    draw_weights(model, seed, sinks=sinks)
+    draw_weights(model, seed, sinks=sinks, on_piece=on_piece)
     module: nn.Module = model.eval()
     return module
 

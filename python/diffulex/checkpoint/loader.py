@@ -20,7 +20,7 @@ from diffulex.log import get_logger
 from diffulex.quantization.stored import read_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from diffulex.checkpoint.lora import MergePlan
@@ -232,6 +232,7 @@ def load_weights(
     progress: bool = False,
     merge: MergePlan | None = None,
     sinks: Mapping[str, WeightSink] | None = None,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> None:
     """Copies the checkpoint in `model_dir` into `model`, converting to its dtype and device.
 
@@ -243,6 +244,7 @@ def load_weights(
         progress: show a bar on standard error if that is a terminal and loading takes long.
         merge: low-rank products to add to the weights before they are rounded.
         sinks: name -> what takes the values instead of the tensor in the weight table.
+        on_piece: as for `TensorReader`.
 
     Raises:
         CheckpointError: missing, unknown or misshapen tensors, or damaged files. Nothing has been
@@ -263,13 +265,15 @@ def load_weights(
     _check(table, slices, stored, names.ignored)
     if is_tied:
         model.tie_embeddings()
-    _copy(table, slices, stored, progress=progress, merge=merge, sinks=sinks or {})
+    reader = TensorReader(next((target.device for target in table.values()), "cpu"), on_piece)
+    _copy(reader, table, slices, stored, progress=progress, merge=merge, sinks=sinks or {})
     finish = getattr(model, "finish_loading", None)
     if finish is not None:
         finish()
 
 
 def _copy(
+    reader: TensorReader,
     table: Mapping[str, torch.Tensor],
     slices: Mapping[str, WeightSlice],
     stored: Mapping[str, StoredTensor],
@@ -282,7 +286,6 @@ def _copy(
     order = sorted(table, key=lambda name: (stored[name].file, stored[name].offset))
     total = sum(target.numel() * target.element_size() for target in table.values())
     bar = progress_bar(total, "Loading weights") if progress and sys.stderr.isatty() else None
-    reader = TensorReader(next((target.device for target in table.values()), "cpu"))
     for name in order:
         target, wanted_part, sink = table[name], slices[name], sinks.get(name)
         if sink is not None and sink.take(stored[name], reader, wanted_part):

@@ -20,7 +20,7 @@ from diffulex.checkpoint.tensor_files import CodedTensor
 from diffulex.checkpoint.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from typing import Final
 
     from diffulex.checkpoint.loader import WeightSink
@@ -93,7 +93,11 @@ class _DrawnTensor(CodedTensor):
 
 
 def draw_weights(
-    model: Any, seed: int, std: float = 0.02, sinks: Mapping[str, WeightSink] | None = None
+    model: Any,
+    seed: int,
+    std: float = 0.02,
+    sinks: Mapping[str, WeightSink] | None = None,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> None:
     """Fills a model, or the part of one that a rank has, as `loader.load_weights` does.
 
@@ -103,6 +107,7 @@ def draw_weights(
     Args:
         model: a `LoadableModel`.
         sinks: name -> what takes the values instead of the tensor in the weight table.
+        on_piece: as for `TensorReader`.
     """
     sinks = sinks or {}
     if model.spec.tie_word_embeddings:
@@ -111,7 +116,7 @@ def draw_weights(
     if model.spec.tie_word_embeddings:
         table.pop(model.spec.names.head, None)
     device = next(target.device for target in table.values() if not target.is_meta)
-    generator, reader = torch.Generator(device=device), TensorReader("cpu")
+    generator, reader = torch.Generator(device=device), TensorReader("cpu", on_piece)
     for name, part in slices_of(model, table).items():
         target = table[name]
         drawn = _DrawnTensor(

@@ -12,7 +12,7 @@ from diffulex.checkpoint.tensor_files import CodedTensor
 from diffulex.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from diffulex.checkpoint.tensor_files import StoredTensor
 
@@ -43,9 +43,17 @@ def is_loadable(stored: StoredTensor) -> bool:
 
 
 class TensorReader:
-    """Reads rows into one staging buffer, which is pinned when they go on to a CUDA device."""
+    """Reads rows into one staging buffer, which is pinned when they go on to a CUDA device.
 
-    def __init__(self, device: torch.device | str) -> None:
+    Args:
+        device: where they go.
+        on_piece: called before each piece; ends the reading by what it raises.
+    """
+
+    def __init__(
+        self, device: torch.device | str, on_piece: Callable[[], None] = lambda: None
+    ) -> None:
+        self._on_piece = on_piece
         self._is_pinned = torch.device(device).type == "cuda"
         self._staging = torch.empty(0, dtype=torch.uint8)
 
@@ -67,6 +75,13 @@ class TensorReader:
         Raises:
             CheckpointError: the file ends early or cannot be read.
         """
+        for piece in self._pieces(stored, num_rows, wanted):
+            self._on_piece()
+            yield piece
+
+    def _pieces(
+        self, stored: StoredTensor, num_rows: int | None, wanted: slice | None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
         if isinstance(stored, CodedTensor):
             yield from stored.pieces(self, num_rows, wanted)
             return

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -119,11 +120,9 @@ class Diffulex(LiveControls, Observed):
         config = config.of_rank(rank)
         executor = self._executor = make_executor(config, facts.model_name, coupling)
         # Closed when the weights do not load. No variable holds the model: this frame outlives a failure.
+        load = partial(load_weights, rank=rank, stored=facts.stored, on_piece=executor.check)
         self._assemble(
-            config,
-            load_weights(config, facts.model_name, show_progress, rank=rank, stored=facts.stored),
-            facts.tokenizer,
-            executor,
+            config, load(config, facts.model_name, show_progress), facts.tokenizer, executor
         )
 
     @classmethod

@@ -20,7 +20,7 @@ from diffulex.quantization.scheme import NOT_ACCEPTED, SCHEMES, QuantizationPlan
 from diffulex.strategies.listing import strategy_named
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from diffulex.checkpoint.auto_model import Quantizer
     from diffulex.checkpoint.tokenizer import Tokenizer
@@ -92,6 +92,7 @@ def load_weights(
     *,
     rank: int = 0,
     stored: StoredQuantization | None = None,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> Any:
     """The model of the checkpoint, or one of its shape; of several ranks, the part of one.
 
@@ -101,6 +102,7 @@ def load_weights(
         show_progress: a bar on a terminal.
         rank: whose part, of all ranks that share weights.
         stored: what the checkpoint says of its weights in low precision.
+        on_piece: called again and again meanwhile; ends it by what it raises.
     """
     from diffulex.checkpoint.auto_model import load_model, random_model  # noqa: PLC0415
 
@@ -118,6 +120,7 @@ def load_weights(
             quantizer=quantizer,
             shard=shard,
             num_ranks=num_ranks,
+            on_piece=on_piece,
         )
     if model.program is not None:
         from diffulex_edge.program import PteModel  # noqa: PLC0415 (exported programs only)
@@ -135,6 +138,7 @@ def load_weights(
         quantizer=quantizer,
         shard=shard,
         num_ranks=num_ranks,
+        on_piece=on_piece,
     )
 
 

@@ -51,6 +51,11 @@ class LocalExecutor:
     def death(self) -> DiffulexError | None:
         return None  # a failed step leaves it as it was
 
+    def check(self) -> None:
+        """Raises `death`, if there is one."""
+        if self.death is not None:
+            raise self.death
+
     def on_death(self, call: Callable[[DiffulexError], None]) -> None:
         del call  # there is none
 

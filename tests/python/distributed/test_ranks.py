@@ -17,7 +17,10 @@ import pytest
 import torch.distributed as dist
 
 from diffulex import CheckpointError, ConfigError, Diffulex, SamplingParams
+from diffulex.checkpoint import loader, random_weights
 from diffulex.config.config import read_model_facts
+from diffulex.distributed.group import WorkerGroup
+from diffulex.engine.ranks import executor
 from diffulex.errors import EngineDeadError
 from diffulex.serving.engine import ServingEngine
 from fixtures.processes import PATIENCE_S, children_of, is_there, until
@@ -213,19 +216,37 @@ def test_first_rank_that_fails_in_a_step_ends_the_group() -> None:
     assert_dead(engine, workers, dead.value)
 
 
-def test_worker_that_cannot_load_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FAULT, "load 1 0")
-    before = children()
-    with pytest.raises(CheckpointError, match=r"^rank 1: checkpoint: injected$"):
-        Diffulex("demo", tensor_parallel_size=2, worker_imports=["fixtures.rank_faults"], **LIMITS)
-    assert children() <= before
+@pytest.mark.parametrize(
+    ("fault", "error", "text"),
+    [
+        ("load 1 0", CheckpointError, r"^rank 1: checkpoint: injected$"),
+        ("load-kill 1 0", EngineDeadError, r"^rank 1 \(pid \d+, cpu\) was killed by SIGKILL"),
+    ],
+)
+@pytest.mark.parametrize("settings", [{}, {"load_format": "dummy"}], ids=["stored", "drawn"])
+def test_worker_that_cannot_load_its_weights(
+    monkeypatch: pytest.MonkeyPatch, fault: str, error: Any, text: str, settings: dict[str, Any]
+) -> None:
+    """The first rank, which is slower, loads no further then."""
+    monkeypatch.setenv(FAULT, fault)
+    groups, names, copy_values = [], [], loader.copy_values
 
+    def group(*arguments: Any) -> WorkerGroup:
+        groups.append(WorkerGroup(*arguments))
+        return groups[-1]
 
-def test_worker_that_is_killed_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FAULT, "load-kill 1 0")
-    before = children()
-    with pytest.raises(EngineDeadError, match=r"^rank 1 \(pid \d+, cpu\) was killed by SIGKILL"):
-        Diffulex("demo", tensor_parallel_size=2, worker_imports=["fixtures.rank_faults"], **LIMITS)
+    def slow(name: str, *arguments: Any) -> None:
+        names.append(name)
+        until(lambda: groups[0].death is not None)
+        copy_values(name, *arguments)
+
+    monkeypatch.setattr(executor, "WorkerGroup", group)
+    for module in (loader, random_weights):
+        monkeypatch.setattr(module, "copy_values", slow)
+    before, faults = children(), ["fixtures.rank_faults"]
+    with pytest.raises(error, match=text):
+        Diffulex("demo", tensor_parallel_size=2, worker_imports=faults, **settings, **LIMITS)
+    assert len(names) == 1
     assert children() <= before
 
 
