@@ -24,7 +24,7 @@ from torch import distributed
 
 from diffulex.distributed.comm import Norm, gather_padded
 from diffulex.distributed.gloo_comm import GlooComm
-from diffulex.distributed.store import PeerError, join_store, time_limit
+from diffulex.distributed.store import PeerError, join_store, meet, time_limit
 from diffulex.env import set_meanwhile
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger
@@ -209,8 +209,10 @@ def _nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
 class _Host:
     """gloo, through copies on the host."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
-        self._gloo = GlooComm(rank, size, store, timeout_s, timeout_s)
+    def __init__(
+        self, store: Any, rank: int, size: int, connect_s: float, timeout_s: float
+    ) -> None:
+        self._gloo = GlooComm(rank, size, store, connect_s, timeout_s)
 
     def all_reduce_(self, x: Tensor) -> None:
         copy = x.cpu()
@@ -235,10 +237,14 @@ class _Host:
         self._gloo.close()
 
 
-def _library(store: Any, rank: int, size: int, timeout_s: float, backend: str) -> _Library:
-    """What large exchanges take; `backend` as for `CudaComm`."""
+def _library(
+    store: Any, rank: int, size: int, connect_s: float, timeout_s: float, backend: str
+) -> _Library:
+    """What large exchanges take, once all ranks are there; arguments as for `CudaComm`."""
+    store.set_timeout(time_limit(connect_s))  # of whatever the ranks ask it while they connect
     if backend == "gloo":
-        return _Host(store, rank, size, timeout_s)
+        return _Host(store, rank, size, connect_s, timeout_s)
+    meet(store, rank, size, connect_s)
     return _Nccl(store, rank, size, timeout_s)
 
 
@@ -250,15 +256,26 @@ class CudaRowComm:
         rank: of this process.
         size: ranks there are.
         store: of `diffulex.distributed.store.part_of_store`, for these ranks alone.
+        connect_s: longest time until all ranks are there.
         timeout_s: longest wait of an exchange for the other ranks; 0: without limit.
         backend: auto or nccl, or gloo.
+
+    Raises:
+        PeerError: another one is not there in time.
     """
 
     def __init__(
-        self, rank: int, size: int, store: Any, timeout_s: float, *, backend: str = "auto"
+        self,
+        rank: int,
+        size: int,
+        store: Any,
+        connect_s: float,
+        timeout_s: float,
+        *,
+        backend: str = "auto",
     ) -> None:
         self.rank, self.size = rank, size
-        self._library = _library(store, rank, size, timeout_s, backend)
+        self._library = _library(store, rank, size, connect_s, timeout_s, backend)
 
     def gather_rows(self, part: Tensor, out: Tensor) -> None:
         if part.numel() > 0:
@@ -320,8 +337,7 @@ class CudaComm:
         self._device, self._timeout_s = device, timeout_s
         self._is_aborted = False
         self._store = store = join_store(store, size, connect_s)
-        store.set_timeout(time_limit(connect_s))
-        self._library = _library(store, rank, size, timeout_s, backend)
+        self._library = _library(store, rank, size, connect_s, timeout_s, backend)
         if backend == "gloo" and rank == 0:
             logger.warning(
                 "distributed_backend gloo: large exchanges go through the host; for tests"

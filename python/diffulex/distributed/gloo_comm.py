@@ -10,7 +10,7 @@ from torch import distributed
 
 from diffulex.distributed.comm import Norm, gather_padded
 from diffulex.distributed.layout import LOOPBACK
-from diffulex.distributed.store import PeerError, join_store, time_limit
+from diffulex.distributed.store import PeerError, join_store, meet, time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ class GlooComm:
         host: the address of this process for the other ranks.
 
     Raises:
-        RuntimeError: the others are not there in time.
+        PeerError: another one is not there in time.
     """
 
     def __init__(
@@ -51,11 +51,13 @@ class GlooComm:
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
         store = join_store(store, size, connect_s)
+        meet(store, rank, size, connect_s)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = time_limit(timeout_s)
+        options._timeout = time_limit(connect_s)
         self._store = store
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
+        self._group._set_default_timeout(time_limit(timeout_s))
 
     no_capture_reason = "the ranks exchange on the host"
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from typing import Any
 
 from torch import distributed
@@ -11,7 +12,7 @@ from torch import distributed
 from diffulex.distributed.layout import LOOPBACK
 from diffulex.errors import DiffulexError
 
-__all__ = ["PeerError", "join_store", "make_store", "part_of_store", "time_limit"]
+__all__ = ["PeerError", "join_store", "make_store", "meet", "part_of_store", "time_limit"]
 
 #: Much of it is not declared.
 _dist: Any = distributed
@@ -43,6 +44,23 @@ def join_store(store: Any, size: int, connect_s: float) -> Any:
         return store
     limit = time_limit(connect_s)
     return _dist.TCPStore(*store, size, is_master=False, timeout=limit)
+
+
+def meet(store: Any, rank: int, size: int, connect_s: float) -> None:
+    """Waits until all ranks are here; where they meet again, each time needs its part of the store.
+
+    Raises:
+        PeerError: one of them is not there in time.
+    """
+    store.set(f"rank {rank}", "")
+    end = time.monotonic() + connect_s
+    for other in range(size):
+        seconds = max(0.001, end - time.monotonic()) if connect_s else 0.0
+        try:
+            store.wait([f"rank {other}"], time_limit(seconds))
+        except RuntimeError as error:
+            text = f"rank {rank} waited {connect_s:g} s for rank {other} to connect"
+            raise PeerError(f"{text} (distributed_timeout_seconds)") from error
 
 
 def part_of_store(store: Any, name: str) -> Any:

@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> None:
         check_graph(comm)
     if backend == "gloo" or torch.cuda.device_count() >= size:  # else NCCL refuses
         part = part_of_store(join_store(store, size, 120.0), "rows")
-        rows = CudaRowComm(rank, size, part, 60.0, backend=backend)
+        rows = CudaRowComm(rank, size, part, 60.0, 60.0, backend=backend)
         check_rows(rows)
         torch.cuda.synchronize()
         rows.close()

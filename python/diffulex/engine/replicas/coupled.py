@@ -73,7 +73,7 @@ def connect_rows(coupling: Coupling, config: Config, own: int = 0) -> RowLinks:
     theirs at the same time.
 
     Raises:
-        RuntimeError: the others are not there in time.
+        RuntimeError: the others are not there in time; PeerError says who is missing.
     """
     parallel, sizes = config.parallel, Sizes.of_weights(config.parallel)
     connect_s = float(parallel.distributed_timeout_seconds)
@@ -89,7 +89,7 @@ def connect_rows(coupling: Coupling, config: Config, own: int = 0) -> RowLinks:
         torch.cuda.set_device(config.model.device)  # for whatever names no device
         backend = parallel.distributed_backend
         store = part_of_store(store, f"rows {own}")
-        rows = CudaRowComm(*where, store, timeout_s, backend=backend)
+        rows = CudaRowComm(*where, store, connect_s, timeout_s, backend=backend)
     assert rows is not None
     return RowLinks(on_host if own == 0 else None, rows)
 
