@@ -63,11 +63,21 @@ class Outbox:
             self._changed.notify()
         self._thread.join()
 
+    def drop(self) -> None:
+        """Ends without waiting; what is not sent yet is lost."""
+        with self._changed:
+            self._is_closed = True
+            self._waiting.clear()
+            self._changed.notify()
+
     def _send(self) -> None:
         while (content := self._next()) is not None:
             try:
                 self._connection.send_bytes(content)
-            except OSError:  # whoever reads from the same pipe learns it too
+            except (
+                OSError,
+                TypeError,
+            ):  # gone or, within a message, closed: its reader learns it too
                 is_gone = True
             else:
                 is_gone = False

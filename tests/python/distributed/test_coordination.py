@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,7 +25,6 @@ from diffulex.distributed.outbox import Outbox
 from diffulex.engine.interrupt import uninterrupted
 from diffulex.engine.metrics import RequestMetrics, RunStats
 from diffulex.engine.output import RequestOutput, StepOutput
-from diffulex.engine.replicas import bond
 from diffulex.engine.replicas import loop as loop_module
 from diffulex.engine.replicas import replica as replica_module
 from diffulex.engine.replicas.loop import ReplicaLoop
@@ -32,6 +32,7 @@ from diffulex.engine.replicas.process import ReplicaServer
 from diffulex.engine.replicas.replica import Replica
 from diffulex.errors import EngineDeadError, OutOfPagesError
 from fixtures.gate import Gate
+from fixtures.processes import PATIENCE_S, is_there, until
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=64)
@@ -43,6 +44,7 @@ class FakeChild:
 
     def __init__(self, pid: int = 4711) -> None:
         self.connection, self.end = multiprocessing.Pipe()
+        self.outbox: Any = None
         self.pid = pid
         self.last_lines: deque[str] = deque()
         self.returncode: int | None = None
@@ -67,6 +69,7 @@ class FakeChild:
     def received(self) -> list[Any]:
         """What it was sent so far."""
         messages = []
+        until(lambda: not self.outbox._num_bytes)
         while self.end.poll():
             messages.append(self.end.recv())
         return messages
@@ -95,6 +98,7 @@ def make(alone: Diffulex, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         replicas = [Replica(i, child, "cpu") for i, child in enumerate(children)]
         for replica in replicas:
             replica.num_pages = 15
+            replica.child.outbox = replica.outbox  # type: ignore[attr-defined]
         monkeypatch.setattr(loop_module, "start_replicas", lambda *_: replicas)
         options: Any = None
         loops.append(ReplicaLoop(alone.config, options, alone.tokenizer))
@@ -178,6 +182,36 @@ def test_threads_do_not_mix_their_messages(make: Any) -> None:
     assert all(child.end.recv() == message for _ in range(16))
     for sender in senders:
         sender.join()
+
+
+@pytest.mark.slow
+def test_a_stopped_replica_keeps_nobody_waiting(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads nothing, so that its pipe fills; the other one decodes."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    loop, (first, _) = make(2)
+    child = child_process.ChildProcess("children:sleeps", "sleeps", {})
+    os.kill(child.pid, signal.SIGSTOP)
+    loop.replicas[1] = stuck = Replica(1, child, "cpu")
+    prompt = (5,) * 100_000
+
+    def add_all() -> None:
+        for _ in range(4):
+            loop.abort(loop.add(PROMPT, PARAMS))
+            for req_id in loop.open:
+                stuck.send(("add", req_id, prompt))
+
+    adding = threading.Thread(target=add_all, daemon=True)
+    adding.start()
+    adding.join(PATIENCE_S)
+    assert not adding.is_alive()
+    (req_id, *_) = [i for i, request in loop.open.items() if request.ticket.replica == 0]
+    first.step(final(req_id, 9))
+    loop.run()
+    assert [output.token_ids for output in results(loop)] == [(9,)]
+    replica_module.end_replicas([stuck], 0.0)
+    stuck.is_alive = False
+    until(lambda: not stuck.outbox._thread.is_alive())
+    assert not is_there(child.pid)
 
 
 def test_a_death_is_seen_while_others_hold_the_pipe(make: Any) -> None:
@@ -446,7 +480,7 @@ def test_close_after_an_interrupt_goes_on(make: Any, monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(bond, "stop_all", interrupt)
+        patch.setattr(replica_module, "stop_all", interrupt)
         with pytest.raises(KeyboardInterrupt):
             loop.close()
     assert not loop.is_closed

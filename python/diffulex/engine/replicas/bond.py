@@ -7,7 +7,7 @@ import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from diffulex.distributed.child_process import stop_all
+from diffulex.engine.replicas.replica import end_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ class NoBond:
         for replica in replicas:
             if replica.is_alive:
                 replica.send(("exit",))
-        stop_all([replica.child for replica in replicas])
+        end_replicas(replicas)
 
 
 class CoupledBond:
@@ -94,4 +94,4 @@ class CoupledBond:
 
     def end(self, replicas: Sequence[Replica]) -> None:
         # At once: one that leaves looks to the others as if it were lost.
-        stop_all([replica.child for replica in replicas], 0.0)
+        end_replicas(replicas, 0.0)

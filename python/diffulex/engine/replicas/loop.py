@@ -23,7 +23,7 @@ from diffulex.engine.interrupt import deferred_interrupt, uninterrupted
 from diffulex.engine.metrics import RequestRecord, RunStats
 from diffulex.engine.replicas.bond import CoupledBond, NoBond
 from diffulex.engine.replicas.coupled import make_meeting_place
-from diffulex.engine.replicas.replica import Replica, start_replicas
+from diffulex.engine.replicas.replica import Replica, end_replicas, start_replicas
 from diffulex.engine.replicas.requests import Admission, ReplicaRequest, plain_params
 from diffulex.engine.routing import StepQueue, StepRouter
 from diffulex.engine.template import split_masked_prompt
@@ -378,7 +378,7 @@ class ReplicaLoop:
         for gone in self._bond.lost_with(replica, self._alive()):
             gone.is_alive = False
             gone.num_watched = gone.num_active_blocks = 0
-            gone.child.stop(0.0)
+            end_replicas([gone], 0.0)
             self._choice.set_state(gone.index, ReplicaState.LOST)
         death = replica.death(how)
         if not self._alive():

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import threading
 import time
 from multiprocessing.connection import wait
-from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, cast
 
 from diffulex import errors
@@ -17,16 +15,19 @@ from diffulex.distributed.child_process import start_error, stop_all
 from diffulex.distributed.coupling import Coupling
 from diffulex.distributed.executor import StepCounts
 from diffulex.distributed.layout import LOOPBACK, replica_settings
+from diffulex.distributed.outbox import Outbox
 from diffulex.distributed.start import replica_starter
 from diffulex.engine.interrupt import uninterrupted
 from diffulex.errors import DiffulexError, EngineDeadError
 from diffulex.log import log_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from diffulex.config.config import Config
     from diffulex.distributed.child_process import ChildProcess
 
-__all__ = ["Replica", "start_replicas"]
+__all__ = ["Replica", "end_replicas", "start_replicas"]
 
 _TARGET = "diffulex.engine.replicas.process:run_replica"
 #: A process that imports torch on a loaded host has been seen to take half a minute.
@@ -58,16 +59,15 @@ class Replica:
         self.answer: Any = None
         self.child = child
         self._num_asked = 0
-        self._sending = threading.Lock()
+        self.outbox = Outbox(child.connection, lambda: None)
         #: What it is to do next, until when, and how its time is named.
         self._stage = ("start", time.monotonic() + _HELLO_S, f"{_HELLO_S:g} s")
 
     def send(self, message: Any) -> None:
-        """Sends it, from any thread; what a process that is gone would have read is lost, as
-        `receive` will tell. Raises whatever the pickling of the message does."""
-        content = ForkingPickler.dumps(message)
-        with uninterrupted(), self._sending, contextlib.suppress(OSError):
-            self.child.connection.send_bytes(content)
+        """Sends it, from any thread, and waits for nobody; what a process that is gone would have read is
+        lost, as `receive` will tell. Raises whatever the pickling of the message does."""
+        with uninterrupted():
+            self.outbox.put(message)
 
     def ask(self, what: str) -> None:
         """Asks a question; `answer` is None until it comes."""
@@ -157,6 +157,13 @@ class Replica:
         )
 
 
+def end_replicas(replicas: Sequence[Replica], *grace_s: float) -> None:
+    """Ends the processes of all of them, as `stop_all`."""
+    stop_all([replica.child for replica in replicas], *grace_s)
+    for replica in replicas:
+        replica.outbox.drop()
+
+
 def start_replicas(config: Config, options: Options, store: Any = None) -> list[Replica]:
     """Starts every replica and waits until all of them serve.
 
@@ -182,7 +189,7 @@ def start_replicas(config: Config, options: Options, store: Any = None) -> list[
             replicas[-1].send(told)
         _await_all(replicas, parallel.distributed_timeout_seconds)
     except BaseException:
-        stop_all([replica.child for replica in replicas], 0.0)
+        end_replicas(replicas, 0.0)
         starter.close()
         raise
     return replicas
