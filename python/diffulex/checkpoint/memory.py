@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model fits the memory of its device."""
+"""Whether a model, and what it runs on, fits the memory of its device."""
 
 from __future__ import annotations
 
@@ -98,6 +98,23 @@ def check_num_reqs(config: ConfigTree) -> None:
         raise ConfigError(
             f"max_num_reqs: expected at most {min(found) // each} ({each} bytes each,"
             f" {min(found) / _GIB:.1f} GiB available), got {wanted}"
+        )
+
+
+def check_num_pages(config: ConfigTree, page_bytes: int) -> None:
+    """Asks before the pages of one rank are allocated, of whose memory nobody else may have known.
+
+    Raises:
+        ConfigError: there are more of them than there is memory for.
+    """
+    device, wanted = config.model.device, config.cache.num_pages
+    available = available_bytes(device)
+    if available is not None and device.startswith("cuda"):  # and what the allocator of torch keeps
+        available += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if available is not None and wanted * page_bytes > available:
+        raise ConfigError(
+            f"num_pages: expected at most {available // page_bytes} ({page_bytes} bytes each,"
+            f" {available / _GIB:.1f} GiB available on {device}), got {wanted}"
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from diffulex.checkpoint.memory import check_num_pages
 from diffulex.distributed.comm import LOCAL
 from diffulex.errors import ConfigError
 from diffulex.likelihood.forward import RowRunner, ScoreForward
@@ -139,14 +140,8 @@ class ModelRunner:
         page_bytes = self._page_bytes()
         if self._is_cuda:
             with self._on_device():
-                budget = free_device_bytes(
-                    self.config,
-                    self._call,
-                    self._cache,
-                    self._workspace,
-                    self.sampler,
-                    self._graph_memory(),
-                )
+                parts = self.config, self._call, self._cache, self._workspace, self.sampler
+                budget = free_device_bytes(*parts, self._graph_memory())
             num_pages = budget // page_bytes
         else:
             budget = self.config.cache.cpu_kv_cache_bytes
@@ -185,6 +180,8 @@ class ModelRunner:
         self._check_preemption()
         with self._on_device():
             pack_weights(self.model)
+            if self._program is None:
+                check_num_pages(config, self._page_bytes())
             self._cache = self._make_cache(config.cache.num_pages)
             # The state machine of the core: another one than the name of a strategy from outside says.
             core_traits = strategy_named(options.strategy).traits

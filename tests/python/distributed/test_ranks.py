@@ -250,6 +250,17 @@ def test_worker_that_cannot_load_its_weights(
     assert children() <= before
 
 
+def test_pages_that_another_rank_has_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAULT, "pages 1 0")
+    before, settings = children(), {**LIMITS, "worker_imports": ["fixtures.rank_faults"]}
+    text = (
+        r"^rank 1: num_pages: expected at most \d+ \(\d+ bytes each, 0.0 GiB .* on cpu\), got 640$"
+    )
+    with pytest.raises(ConfigError, match=text):
+        Diffulex("demo", tensor_parallel_size=2, **{**settings, "num_pages": 640})
+    assert children() <= before
+
+
 def test_processes_that_share_experts_alone() -> None:
     zoo = Path(__file__).resolve().parents[3] / "examples" / "zoo" / "edit_llada2"
     limits = {**LIMITS, "expert_parallel_size": 2}

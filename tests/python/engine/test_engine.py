@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import signal
 import threading
 from typing import Any
@@ -296,6 +297,15 @@ def test_more_requests_than_memory(tiny: TinyModel, monkeypatch: pytest.MonkeyPa
     assert 10_000 < fits < 10**6
     monkeypatch.setattr(memory, "available_bytes", lambda device: None)
     tiny.engine(max_num_reqs=256).close()
+
+
+def test_more_pages_than_memory(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 30)
+    text = r"^num_pages: expected at most (\d+) \((\d+) bytes each, 1\.0 GiB available on cpu\), got 10{7}$"
+    with pytest.raises(ConfigError, match=text) as caught:
+        tiny.engine(num_pages=10**7)
+    fits, each = map(int, re.findall(r"most (\d+) \((\d+)", str(caught.value))[0])
+    assert 0 <= (1 << 30) - fits * each < each
 
 
 def test_sampling_parameters_as_keywords(tiny: TinyModel) -> None:
