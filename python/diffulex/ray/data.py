@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +19,11 @@ import numpy as np
 from diffulex.config.sampling_params import SamplingParams
 from diffulex.engine.async_llm import AsyncLLM
 from diffulex.errors import ConfigError, EngineDeadError, PromptError, SamplingParamsError
+from diffulex.log import get_logger
 
 __all__ = ["Generator"]
+
+logger = get_logger(__name__)
 
 #: Columns that a row may have its prompt in.
 _PROMPT, _MESSAGES = "prompt", "messages"
@@ -65,7 +70,8 @@ class Generator:
 
         Raises:
             ConfigError: it has neither column, or both; or the settings of the engine are bad.
-            EngineDeadError: the engine is gone. Ray then starts another actor.
+            EngineDeadError: the engine is gone, and this is no actor. An actor ends instead, and Ray starts
+                another one, which gets its batches.
         """
         if not any(len(column) for column in batch.values()):
             return dict(batch)
@@ -79,7 +85,19 @@ class Generator:
         rows = [
             self._answer(given[0], value, more) for value, more in zip(column, own, strict=True)
         ]
-        answers = await asyncio.gather(*rows)
+        try:
+            answers = await asyncio.gather(*rows)
+        except EngineDeadError as death:
+            ray = sys.modules.get("ray")  # has been imported, where this is an actor
+            if (
+                ray is None
+                or not ray.is_initialized()
+                or ray.get_runtime_context().get_actor_id() is None
+            ):
+                raise
+            # Raised, it would end the data set: Ray replaces actors, and tries tasks again, that are gone.
+            logger.error("the actor ends with its engine: %s", death)
+            os._exit(1)
         return {**batch, **{name: _column([row[name] for row in answers]) for name in answers[0]}}
 
     async def close(self) -> None:

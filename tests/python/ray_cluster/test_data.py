@@ -17,6 +17,7 @@ need_extra("ray", "ray", "pyarrow")
 from diffulex import Diffulex  # noqa: E402
 from diffulex.errors import ConfigError  # noqa: E402
 from diffulex.ray.data import Generator  # noqa: E402
+from ray_cluster.conftest import kill  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -29,7 +30,7 @@ def prompt(index: int) -> str:
 
 
 class Mortal(Generator):
-    """Its first actor ends in its third batch."""
+    """Its first actor loses a rank of its engine in its third batch, or ends if there is but one."""
 
     def __init__(self, marker: str, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -41,22 +42,29 @@ class Mortal(Generator):
         if self._num_batches == 3:
             try:
                 os.close(os.open(self._marker, os.O_CREAT | os.O_EXCL))
-                os._exit(1)
+                await self._open()
+                executor: Any = self._engine._worker.engine._executor
+                if not hasattr(executor, "_followers"):
+                    os._exit(1)
+                kill(executor._followers._group._pipes.children[0].pid)
             except FileExistsError:
                 pass
         return await super().__call__(batch)
 
 
-def test_every_row_is_answered_although_an_actor_dies(cluster: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("ranks", "count"), [(1, 200), (2, 80)])
+def test_every_row_is_answered_although_an_actor_dies(
+    cluster: Any, tmp_path: Any, ranks: int, count: int
+) -> None:
     """Batches of one actor are decoded together; a row that cannot be served does not stop others."""
     import ray
 
     node = cluster.add_node(num_cpus=4)
-    rows = [{"id": i, "prompt": prompt(i) if i % 50 else ""} for i in range(200)]
+    rows = [{"id": i, "prompt": prompt(i) if i % 50 else ""} for i in range(count)]
     dataset = ray.data.from_items(rows).map_batches(
         Mortal,
         fn_constructor_args=(str(tmp_path / "died"), "demo", SAMPLING),
-        fn_constructor_kwargs=SETTINGS,
+        fn_constructor_kwargs={**SETTINGS, "tensor_parallel_size": ranks},
         batch_size=20,
         compute=ray.data.ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=4),
         max_concurrency=4,
@@ -64,8 +72,8 @@ def test_every_row_is_answered_although_an_actor_dies(cluster: Any, tmp_path: An
     )
     found = {row["id"]: row for row in dataset.take_all()}
     assert (tmp_path / "died").exists()
-    assert sorted(found) == list(range(200))
-    with Diffulex("demo", **SETTINGS) as engine:
+    assert sorted(found) == list(range(count))
+    with Diffulex("demo", tensor_parallel_size=ranks, **SETTINGS) as engine:
         outputs = engine.generate([prompt(i) for i in range(9)], **SAMPLING, summary=False)
     for index, row in found.items():
         if index % 50 == 0:
