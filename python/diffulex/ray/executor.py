@@ -315,8 +315,10 @@ class Replicas:
             for index, members in actors.items():
                 places = ray.get([actor.place.remote() for actor in members], timeout=_CONNECT_S)
                 self._ranks[index] = list(zip(members, places, strict=True))
-        except RayError as error:
+        except BaseException as error:  # also Ctrl-C, which nobody above can answer yet
             self.close()
+            if not isinstance(error, RayError):
+                raise
             reason = " ".join(str(error).split())
             raise EngineDeadError(f"the actors of a replica could not start: {reason}") from error
 

@@ -149,6 +149,22 @@ def test_no_room_names_what_was_wanted_and_what_is_there(cluster: Any) -> None:
         Diffulex("demo", data_parallel_size=2, ray_placement_timeout=1, **settings)
 
 
+def test_the_places_of_actors_that_start_are_given_back_after_ctrl_c(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    until(lambda: ray.available_resources().get("CPU", 0) == 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("diffulex.ray.executor.ray.get", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            Diffulex("demo", data_parallel_size=2, **RAY)
+    until(lambda: ray.available_resources().get("CPU", 0) == 2)
+
+
 def test_no_cluster_is_one_line() -> None:
     """In a process of its own: this one is in a cluster."""
     code = (
