@@ -89,6 +89,8 @@ class EngineKeywords(TypedDict, total=False):
     distributed_executor: str
     ray_address: str
     ray_placement_timeout: int
+    master_addr: str
+    master_port: int
     distributed_timeout_seconds: int
     collective_timeout_seconds: int
     distributed_backend: str
@@ -130,8 +132,6 @@ class EngineKeywords(TypedDict, total=False):
     remask_threshold: float
     enable_vectorized_sampler: bool
     enable_vectorized_sampler_compile: bool
-    master_addr: str
-    master_port: int
     shm_name: str
     enable_prefill_cudagraph: bool
     prefill_cudagraph_max_len: int

@@ -75,6 +75,18 @@ class ParallelConfig:
     ray_placement_timeout: int = _key(
         "int", 120, _above(0), "Seconds in which the Ray cluster must have room for all ranks."
     )
+    master_addr: str = _key(
+        "str",
+        "localhost",
+        _ANY,
+        "Address of the first rank for the others of its engine; `localhost`: the one they know already.",
+    )
+    master_port: int = _key(
+        "int",
+        0,
+        _between(0, 65535),
+        "Port there, of replica i this one + i; 0: any free one.",
+    )
     distributed_timeout_seconds: int = _key(
         "int", 600, _above(0), "Longest time in which a process that is started loads its weights."
     )

@@ -455,8 +455,6 @@ class IgnoredConfig:
     enable_vectorized_sampler_compile: bool = _inert(
         "bool", False, _one_of(True, False), "The sampler is always batched.", is_decoding=True
     )
-    master_addr: str = _inert("str", "localhost", _ANY, "Rendezvous host of several ranks.")
-    master_port: int = _inert("int", 2333, _between(1, 65535), "Rendezvous port.")
     shm_name: str = _inert("str", "diffulex_shm", _ANY, "No shared segment is used.")
     enable_prefill_cudagraph: bool = _inert(
         "bool", False, _one_of(True, False), "Prefill is eager."

@@ -237,19 +237,26 @@ def replica_devices(sizes: Sizes, devices: Sequence[int]) -> list[Sequence[int]]
     return [devices[first : first + sizes.tensor] for first in range(0, sizes.world, sizes.tensor)]
 
 
-def replica_settings(settings: Mapping[str, Any], devices: Sequence[int]) -> dict[str, Any]:
+def replica_settings(
+    settings: Mapping[str, Any], devices: Sequence[int], index: int = 0
+) -> dict[str, Any]:
     """Settings of the engine of one replica, from those of all of them.
 
     Args:
         settings: keys of the configuration.
         devices: its CUDA devices; empty: it has none.
+        index: its number.
     """
     own = {name: value for name, value in settings.items() if name not in _OF_ALL_REPLICAS}
     if Sizes.of(settings).is_coupled:
         # It finds its place among all of them, devices included.
         shared = ("data_parallel_size", "device_ids", "device_start")
         own |= {name: settings[name] for name in shared if name in settings}
-    elif devices:
+        own.pop("master_port", None)  # where all of them meet
+        return own
+    if own.get("master_port"):
+        own["master_port"] += index
+    if devices:
         own["device_ids"] = tuple(devices)
     return own
 

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import datetime
+import errno
+import socket
 import time
 from typing import Any
 
 from torch import distributed
 
 from diffulex.distributed.layout import LOOPBACK
-from diffulex.errors import DiffulexError
+from diffulex.errors import ConfigError, DiffulexError
 
 __all__ = ["PeerError", "join_store", "make_store", "meet", "part_of_store", "time_limit"]
 
@@ -29,9 +31,33 @@ def time_limit(seconds: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=seconds or _NO_LIMIT_S)
 
 
-def make_store(size: int, host: str = LOOPBACK) -> Any:
-    """The place where ranks find each other, at a free port; it is there as long as the first rank."""
-    return _dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+def make_store(size: int, host: str = LOOPBACK, parallel: Any = None) -> Any:
+    """The place where ranks find each other, for as long as the first rank, this one, is there.
+
+    Args:
+        size: ranks there are.
+        host: the address of this process for the others.
+        parallel: the section of the configuration, which may name another one, and a port.
+
+    Raises:
+        ConfigError: it cannot be there.
+    """
+    port = 0 if parallel is None else parallel.master_port
+    if parallel is not None and parallel.master_addr != "localhost":
+        host = parallel.master_addr
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        door = socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            text = f"master_port: {port} is in use; leave it unset for a free one"
+        else:
+            got = f"{host!r} and port {port}: {error.strerror}"
+            text = f"master_addr: expected an address of this host, got {got}"
+        raise ConfigError(text) from error
+    port = door.getsockname()[1]
+    limits = {"is_master": True, "wait_for_workers": False}
+    return _dist.TCPStore(host, port, size, **limits, master_listen_fd=door.detach())
 
 
 def join_store(store: Any, size: int, connect_s: float) -> Any:

@@ -188,6 +188,8 @@ def test_illegal_devices(settings: dict[str, Any], num_devices: int, text: str) 
 def test_settings_of_one_replica() -> None:
     given = {"data_parallel_size": 2, "device_ids": (3, 1), "device_start": 1, "max_num_reqs": 4}
     assert replica_settings(given, (3,)) == {"max_num_reqs": 4, "device_ids": (3,)}
+    assert replica_settings({"master_port": 2333}, (), 2) == {"master_port": 2335}
+    assert replica_settings({"master_port": 0}, (), 2) == {"master_port": 0}
     assert replica_settings({"data_parallel_policy": "prefix", "device": "cpu"}, ()) == {
         "device": "cpu"
     }
@@ -196,7 +198,8 @@ def test_settings_of_one_replica() -> None:
 def test_a_replica_that_shares_experts_knows_of_all() -> None:
     given = {"tensor_parallel_size": 2, "data_parallel_size": 2, "expert_parallel_size": 4}
     placed = {**given, "device_ids": (4, 2, 1, 0)}
-    assert replica_settings({**placed, "data_parallel_policy": "prefix"}, (1, 0)) == placed
+    others = {"data_parallel_policy": "prefix", "master_port": 2333}
+    assert replica_settings({**placed, **others}, (1, 0), 1) == placed
     assert replica_settings(given, (2, 3)) == given
     options = Options.parse(str(ZOO / "edit_llada2"), {**placed, "tensor_parallel_size": 1} | TWO)
     facts = dataclasses.replace(read_facts(options), num_devices=5)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from diffulex import CheckpointError, ConfigError, Diffulex, SamplingParams
 from diffulex.checkpoint import loader, random_weights
 from diffulex.config.config import read_model_facts
 from diffulex.distributed.group import WorkerGroup
+from diffulex.distributed.layout import LOOPBACK
 from diffulex.engine.ranks import executor
 from diffulex.errors import EngineDeadError
 from diffulex.serving.engine import ServingEngine
@@ -259,6 +261,24 @@ def test_pages_that_another_rank_has_no_memory_for(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=text):
         Diffulex("demo", tensor_parallel_size=2, **{**settings, "num_pages": 640})
     assert children() <= before
+
+
+def test_where_ranks_meet() -> None:
+    """At the port that was asked for, or at none; no process has started then."""
+    before = children()
+    with socket.create_server((LOOPBACK, 0)) as door:
+        port = door.getsockname()[1]
+        limits = {"tensor_parallel_size": 2, "master_port": port, **LIMITS}
+        with pytest.raises(ConfigError) as error:
+            Diffulex("demo", **limits)
+    assert str(error.value) == f"master_port: {port} is in use; leave it unset for a free one"
+    text = rf"^master_addr: expected an address of this host, got '192.0.2.1' and port {port}: \S"
+    with pytest.raises(ConfigError, match=text):
+        Diffulex("demo", master_addr="192.0.2.1", **limits)
+    assert children() <= before
+    with Diffulex("demo", master_addr=LOOPBACK, **limits) as engine:
+        assert engine._executor._followers._store.port == port  # type: ignore[attr-defined]
+        assert engine.generate([PROMPT], GREEDY, summary=False)[0].token_ids
 
 
 def test_processes_that_share_experts_alone() -> None:

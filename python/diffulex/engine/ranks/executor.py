@@ -16,6 +16,7 @@ from diffulex.distributed.gloo_comm import GlooComm
 from diffulex.distributed.group import WorkerGroup
 from diffulex.distributed.layout import Sizes, replica_environment
 from diffulex.distributed.legality import check_model_class
+from diffulex.distributed.start import rank_starter
 from diffulex.distributed.store import PeerError, make_store
 from diffulex.engine.ranks.follower import decisions
 from diffulex.engine.ranks.step_header import StepHeader, is_looked_at
@@ -157,6 +158,7 @@ class ProcessFollowers:
         first = 0 if coupling is None else coupling.rank(config)
         configs = [config.of_rank(first + rank) for rank in range(1, size)]
         devices = [own.model.device for own in configs]
+        self._store = make_store(size, rank_starter().host, parallel)
         self._group = WorkerGroup(_TARGET, size, devices, environment)
         logs = log_settings()
         self._group.send_each([(rank, logs) for rank in range(1, size)])
@@ -182,9 +184,8 @@ class ProcessFollowers:
                 raise ConfigError(
                     f"rank {rank}: expected the checkpoint of rank 0 (sha256 {own}), got {theirs}"
                 )
-        host = group.host
-        store = make_store(group.size, host)
-        group.send(("connect", (host, store.port)))
+        store, host = self._store, group.host
+        group.send(("connect", (store.host, store.port)))
         self._comm = comm = self._unless_dead(
             lambda: make_comm(self._parallel, self._device, 0, store, host)
         )

@@ -53,7 +53,7 @@ def make_meeting_place(config: Config) -> Any:
     if not sizes.is_coupled:
         return None
     check_model_class(name, AutoModelForDiffusionLM.get(name), sizes)
-    return make_store(sizes.world)
+    return make_store(sizes.world, parallel=config.parallel)
 
 
 class RowLinks(NamedTuple):

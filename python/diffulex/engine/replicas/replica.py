@@ -14,7 +14,7 @@ from diffulex.config.parse import Options
 from diffulex.distributed.child_process import start_error, stop_all
 from diffulex.distributed.coupling import Coupling
 from diffulex.distributed.executor import StepCounts
-from diffulex.distributed.layout import LOOPBACK, replica_settings
+from diffulex.distributed.layout import replica_settings
 from diffulex.distributed.outbox import Outbox
 from diffulex.distributed.start import replica_starter
 from diffulex.engine.interrupt import uninterrupted
@@ -183,8 +183,8 @@ def start_replicas(config: Config, options: Options, store: Any = None) -> list[
             child, own = starter.start(index, _TARGET)
             name = ", ".join(f"cuda:{device}" for device in own) or "cpu"
             replicas.append(Replica(index, child, name))
-            given = replica_settings(options.given, own)
-            coupling = None if store is None else Coupling(index, (LOOPBACK, store.port))
+            given = replica_settings(options.given, own, index)
+            coupling = None if store is None else Coupling(index, (store.host, store.port))
             told = Options(options.model, given), log_settings(), f"replica {index}", coupling
             replicas[-1].send(told)
         _await_all(replicas, parallel.distributed_timeout_seconds)

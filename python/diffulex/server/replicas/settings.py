@@ -118,7 +118,8 @@ def settings_of_replicas(
     sizes = Sizes.of(settings)
     device = settings.get("device") or "auto"
     if device == "cpu" or (device == "auto" and not num_visible):
-        return [replica_settings(settings, ()) for _ in range(sizes.data)]
+        return [replica_settings(settings, (), index) for index in range(sizes.data)]
     listed, start = settings.get("device_ids") or (), settings.get("device_start") or 0
     devices = rank_devices(sizes, listed, start, num_visible)
-    return [replica_settings(settings, own) for own in replica_devices(sizes, devices)]
+    each = enumerate(replica_devices(sizes, devices))
+    return [replica_settings(settings, own, index) for index, own in each]
