@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from diffulex.likelihood.rows import ScoreBatch, Scored
     from diffulex.profiling.kernel_choices import KernelChoice
     from diffulex.profiling.memory import MemoryReport
+    from diffulex.profiling.profiler import Recorded
     from diffulex.profiling.ring import StepTimes
     from diffulex.profiling.scopes import Stage
     from diffulex_ext import _core
@@ -166,6 +167,12 @@ class Executor(Protocol):
 
     def stages(self) -> Sequence[Stage]:
         """Methods of the workers in this process that scopes may stand around."""
+
+    def start_recording(self, name: str) -> None:
+        """See `diffulex.profiling.profiler.OtherRanks`; between steps, like the next one."""
+
+    def stop_recording(self) -> Sequence[Recorded]:
+        """See `diffulex.profiling.profiler.OtherRanks`."""
 
     def evict(self, request_slots: Sequence[int]) -> None:
         """Drops what samplers keep of requests that left these slots."""

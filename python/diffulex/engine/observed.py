@@ -42,7 +42,8 @@ class Observed:
             held = engine()
             return [] if held is None else held._stages()
 
-        self._profiler = Profiler(config.kernel.profiler_config, Instrument(stages))
+        ranks = weakref.proxy(executor)  # which may hold the profiler
+        self._profiler = Profiler(config.kernel.profiler_config, Instrument(stages), ranks)
         if config.kernel.profiler_config is not None:
             executor.observer = self._profiler
         self._ring = StepRing.of(config.kernel.step_records)

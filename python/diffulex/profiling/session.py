@@ -66,6 +66,11 @@ class TorchProfileSession:
         #: Sessions that share the recording of this one.
         self._guests: list[TorchProfileSession] = []
 
+    @property
+    def run_id(self) -> str:
+        """How the names of the files begin."""
+        return self._run_id
+
     def start(self, prefix: str | None = None, max_iterations: int | None = None) -> None:
         """Starts a recording; ignored while one is active.
 

@@ -70,7 +70,7 @@ class CudaStageTimer:
         self._step = -1
 
     @classmethod
-    def of_environment(cls, device: str) -> CudaStageTimer | None:
+    def of_environment(cls, device: str, rank: int = 0) -> CudaStageTimer | None:
         """The timer that the environment asks for; None: it asks for none.
 
         Raises:
@@ -84,7 +84,7 @@ class CudaStageTimer:
             raise ConfigError(
                 f"DIFFULEX_CUDA_STAGE_TIMING_MAX_STEPS: expected an int >= 1, got {count!r}"
             )
-        return cls(Path(path).expanduser(), int(count), device)
+        return cls(Path(path).expanduser(), int(count), device, rank)
 
     @property
     def is_over(self) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from diffulex.errors import DiffulexError
     from diffulex.likelihood.rows import ScoreBatch, Scored
     from diffulex.profiling.memory import MemoryReport
+    from diffulex.profiling.profiler import Recorded
     from diffulex.profiling.ring import StepTimes
     from diffulex.runner.model_runner import ModelRunner
     from diffulex_ext import _core
@@ -162,6 +163,12 @@ class LocalExecutor:
 
     def stages(self) -> list[Stage]:
         return [Stage(self, "evict", "engine", "evict_sampler_state"), *self.runner.stages()]
+
+    def start_recording(self, name: str) -> None:
+        del name  # there are no other ranks
+
+    def stop_recording(self) -> Sequence[Recorded]:
+        return ()
 
     def evict(self, request_slots: Sequence[int]) -> None:
         self.runner.sampler.evict(request_slots)

@@ -263,6 +263,36 @@ def test_pages_that_another_rank_has_no_memory_for(monkeypatch: pytest.MonkeyPat
     assert children() <= before
 
 
+@pytest.mark.parametrize("run_ahead", ["off", "on"])
+def test_recordings_of_every_rank(
+    tmp_path: Path, run_ahead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank writes its own files of the steps that rank 0 records, and its times of stages."""
+    monkeypatch.setenv("DIFFULEX_CUDA_STAGE_TIMING_PATH", str(tmp_path / "times.csv"))
+    recordings = {"torch_profiler_dir": str(tmp_path), "delay_iterations": 1}
+    settings = {**LIMITS, "run_ahead": run_ahead, "profiler_config": recordings}
+    with Diffulex("demo", tensor_parallel_size=2, check_ranks=True, **settings) as engine:
+        for run_id, most in (("apples", 3), ("apples-2", 0)):
+            engine.start_profile("apples", max_iterations=most)
+            engine.generate([PROMPT], GREEDY, summary=False)
+            result = engine.stop_profile()
+            assert result["steps"] == 3 if most else result["steps"] > 3
+            begin = str(tmp_path / f"{run_id}.model_runner.rank1.")
+            paths = [path for path in result["files"] if path.startswith(begin)]
+            assert len(paths) == 4 == len(result["files"]) - 4
+            with open(f"{begin}trace.json", encoding="utf-8") as file:
+                events = json.load(file)["traceEvents"]
+            names = [event.get("name") for event in events]
+            # A step that runs ahead may be told before the recording begins, or before it ends.
+            num_ahead = int(run_ahead == "on")
+            assert abs(names.count("diffulex.engine.step") - result["steps"]) <= num_ahead
+            assert "diffulex.multi_block.model_forward" in names
+    for rank in (0, 1):
+        lines = (tmp_path / f"times.rank{rank}.csv").read_text().splitlines()[1:]
+        assert {line.split(",")[1] for line in lines} == {str(rank)}
+        assert any(line.split(",")[4] == "total" for line in lines)
+
+
 def test_where_ranks_meet() -> None:
     """At the port that was asked for, or at none; no process has started then."""
     before = children()

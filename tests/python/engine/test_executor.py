@@ -150,6 +150,7 @@ def test_an_engine_needs_of_its_executor_what_the_protocol_has(tiny: TinyModel) 
     # No other engine calls, no replica listens, the pages are given, no adapter is loaded, nothing is
     # recorded, and `close` is not passed on.
     unused = {"close", "num_pages", "load_adapter", "unload_adapter", "stages", "call", "on_death"}
+    unused |= {"start_recording", "stop_recording"}
     assert executor.asked - set(Executor.__annotations__) == members - unused
     assert executor.is_closed
 

@@ -15,6 +15,7 @@ import torch
 
 from diffulex.errors import ConfigError
 from diffulex.profiling.nvtx_ranges import NvtxRanges, nvtx_package
+from diffulex.profiling.profiler import Profiler, Recorded
 from diffulex.profiling.scopes import Instrument, Stage
 from diffulex.profiling.stage_timer import COLUMNS, CudaStageTimer
 
@@ -221,3 +222,41 @@ def test_bad_environment(
     monkeypatch.setenv("DIFFULEX_CUDA_STAGE_TIMING_PATH", str(tmp_path / path))
     with pytest.raises(ConfigError, match=message):
         CudaStageTimer.of_environment("cpu")
+
+
+class Others:
+    """Ranks whose recordings are texts."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.answer = Recorded(("a",))
+
+    def start_recording(self, name: str) -> None:
+        self.told.append(name)
+
+    def stop_recording(self) -> list[Recorded]:
+        self.told.append("stop")
+        return [self.answer]
+
+
+def test_other_ranks_record_the_same_steps(tmp_path: Path) -> None:
+    others = Others()
+    config = {"torch_profiler_dir": str(tmp_path), "delay_iterations": 2}
+    profiler = Profiler(config, Instrument(list), others)
+    profiler.start("run", 1)
+    profiler.after_step()
+    assert others.told == []
+    profiler.after_step()
+    assert others.told == ["run"]
+    profiler.after_step()
+    assert others.told == ["run", "stop"]
+    assert profiler.stop()["files"][-1] == "a"
+    others.answer = Recorded(error="no space")
+    profiler.start("run", 0)
+    profiler.after_step()
+    profiler.after_step()
+    with pytest.raises(RuntimeError, match="the recording is lost: rank 1: no space"):
+        profiler.stop()
+    profiler.start("run", 0)
+    assert "files" in profiler.stop()  # it ended before it began
+    profiler.close()

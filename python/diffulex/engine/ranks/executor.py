@@ -24,6 +24,7 @@ from diffulex.engine.ranks.worker import checkpoint_digest, make_comm, versions
 from diffulex.engine.replicas.coupled import CoupledExecutor, connect_rows
 from diffulex.errors import ConfigError, DiffulexError
 from diffulex.log import get_logger, log_settings
+from diffulex.profiling.profiler import Recorded
 from diffulex.registry import AutoModelForDiffusionLM
 from diffulex.runner.batch import StepBuffers
 from diffulex.runner.decode_loop import LoopEntry
@@ -118,6 +119,12 @@ class Followers(Protocol):
     def disagree(self, rank: int, text: str) -> NoReturn:
         """One of them has decided something else."""
 
+    def start_recording(self, name: str) -> None:
+        """See `diffulex.profiling.profiler.OtherRanks`."""
+
+    def stop_recording(self) -> Sequence[Recorded]:
+        """See `diffulex.profiling.profiler.OtherRanks`."""
+
     def evict(self, request_slots: Sequence[int]) -> None:
         """Requests left these slots."""
 
@@ -152,6 +159,8 @@ class ProcessFollowers:
         #: Of the step that was last looked at.
         self._told_at: float | None = None
         self._skew_s: float | None = None
+        #: What was decided in steps that run ahead, and came before the end of a recording.
+        self._early: deque[list[bytes]] = deque()
         #: Those of the plans, for ranks that cannot map them.
         self._arenas: SharedArenas | None = None
         environment = replica_environment(sizes)
@@ -280,7 +289,21 @@ class ProcessFollowers:
             self._comm.check()
 
     def decided(self) -> list[bytes]:
-        return self._replies("answer")
+        return self._early.popleft() if self._early else self._replies("answer")
+
+    def start_recording(self, name: str) -> None:
+        self._group.send(("start_recording", name))
+
+    def stop_recording(self) -> Sequence[Recorded]:
+        self._group.send(("stop_recording",))
+        while True:
+            try:
+                answers = self._replies("write its recording")
+            except DiffulexError as error:  # which the next step will raise
+                return [Recorded(error=str(error))]
+            if isinstance(answers[0], Recorded):
+                return answers
+            self._early.append(answers)
 
     def disagree(self, rank: int, text: str) -> NoReturn:
         self._group.disagree(rank, text)
@@ -450,6 +473,12 @@ class GroupExecutor(LocalExecutor):
         if was_ahead and self._is_checked and self.death is None:
             self._followers.decided()  # of a step that nothing is made of
         return was_ahead
+
+    def start_recording(self, name: str) -> None:
+        self._followers.start_recording(name)
+
+    def stop_recording(self) -> Sequence[Recorded]:
+        return self._followers.stop_recording()
 
     def evict(self, request_slots: Sequence[int]) -> None:
         super().evict(request_slots)

@@ -7,6 +7,7 @@ first one decides, and only the first one's output is read.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -14,6 +15,9 @@ import torch
 
 from diffulex.distributed.cuda_comm import CudaComm
 from diffulex.engine.ranks.step_header import StepHeader
+from diffulex.profiling.config import ProfilerConfig
+from diffulex.profiling.profiler import Profiler, Recorded
+from diffulex.profiling.scopes import Instrument, Stage
 from diffulex.registry import AutoModelRunner, AutoScheduler
 from diffulex.runner.row_watch import FollowedRows
 
@@ -58,6 +62,30 @@ class Follower:
         assert head is not None
         self._rows = FollowedRows(head)
         self._runner.row_watch = cast("Any", self._rows)
+        recordings = ProfilerConfig.of(config.kernel.profiler_config)
+        # The first rank says when they begin and end.
+        recordings = dataclasses.replace(recordings, delay_iterations=0, max_iterations=0)
+        self._profiler = Profiler(recordings, Instrument(self._stages), rank=comm.rank)
+        self._lost: str | None = None
+
+    def _stages(self) -> list[Stage]:
+        own = [Stage(self, method, "engine", "step") for method in ("execute", "follow")]
+        return [*own, *self._runner.stages()]
+
+    def start_recording(self, name: str) -> None:
+        """Records the steps from here on; see `diffulex.profiling.profiler.OtherRanks`."""
+        self._lost = None
+        try:
+            self._profiler.start(name)
+        except RuntimeError as error:
+            self._lost = str(error)
+
+    def stop_recording(self) -> Recorded:
+        """Ends it and writes its files."""
+        try:
+            return Recorded(tuple(self._profiler.stop()["files"]))
+        except RuntimeError as error:
+            return Recorded(error=self._lost or str(error))
 
     def couple(self, experts: CoupledExperts) -> None:
         """Has the experts of this rank take part in the forwards of other replicas."""
@@ -89,6 +117,7 @@ class Follower:
         config = self._config.with_num_pages(num_pages)
         scheduler = AutoScheduler.create(config.decoding.decoding_strategy, config)
         self._runner.prepare(config, scheduler.options, arenas)
+        self._profiler.listen(config.model.device)
 
     def execute(self, header: StepHeader) -> bytes | None:
         """Runs a step; what it has decided, if the configuration asks to compare that."""
@@ -121,7 +150,9 @@ class Follower:
             self._comm.check()
 
     def close(self) -> None:
-        """Waits for the device."""
+        """Waits for the device; nothing but the caller holds it afterwards."""
+        self._profiler.close()
+        del self._profiler
         if self._runner.device.type == "cuda":
             torch.cuda.synchronize(self._runner.device)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of one rank other than the first.
 
-    load, connect, measure, start or start_apart, steps of the host and of the loop, evict, exit;
-    expect and take_part where replicas share the experts
-        ──>  follower  ──>  versions, loaded, pages, ready, decisions; or failed
+    load, connect, measure, start or start_apart, steps of the host and of the loop, evict,
+    start_recording, stop_recording, exit; expect and take_part where replicas share the experts
+        ──>  follower  ──>  versions, loaded, pages, ready, decisions, recordings; or failed
 
 Imports nothing heavy before the pipe is read: a parent that dies while the model loads takes the worker
 with it.
@@ -221,7 +221,9 @@ class _Worker:
                 if arenas is not None and arrays:
                     arenas.fill(told.arena, memoryview(arrays))
                 self._decided(follower, follower.follow(told))
-            elif kind in ("evict", "expect", "take_part"):
+            elif kind == "stop_recording":
+                self._reply(follower.stop_recording())
+            elif kind in ("evict", "expect", "take_part", "start_recording"):
                 getattr(follower, kind)(*content)
             elif kind == "exit":
                 return
