@@ -106,7 +106,10 @@ class ParallelConfig:
         "Small exchanges of ranks on CUDA devices through each other's memory; on: an error without.",
     )
     check_ranks: bool = _key(
-        "bool", False, _ANY, "Compares what the ranks have decided after every step."
+        "bool",
+        False,
+        _ANY,
+        "Compares what the ranks have decided after every step, in some also their hidden states.",
     )
     worker_imports: tuple[str, ...] = _key(
         "strs",

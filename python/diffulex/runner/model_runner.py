@@ -48,7 +48,7 @@ from diffulex.strategies.listing import strategy_named
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -124,6 +124,8 @@ class ModelRunner:
         self._decode_loop: DecodeLoop | None = None
         #: Receives when the stages of a step began; None: nobody keeps records.
         self.times: StepTimes | None = None
+        #: Is given the hidden states [T, H] of every step that the host has planned.
+        self.on_hidden: Callable[[Tensor], None] | None = None
         #: Looks at logits on the host while a request asks for it; see its file.
         self.row_watch = RowWatch(config, self.sampler, share_rows(model, self.sampler))
         register_open(self)
@@ -432,6 +434,8 @@ class ModelRunner:
             if bucket is not None and self._graphs.forwards_of(bucket) is not None:
                 times.graph_bucket = bucket.num_reqs
         hidden = self._model_forward(views, shape, plan, bucket)
+        if self.on_hidden is not None:
+            self.on_hidden(hidden[: shape.num_rows])
         if times is not None:
             times.sample = time.perf_counter()
         if shape.num_blocks > 0 or shape.num_logits_rows > 0:

@@ -181,6 +181,10 @@ def test_worker_that_is_killed_while_nothing_runs() -> None:
             r"ranks disagree: step 4, rank 1 decided other tokens than rank 0"
             r" \(first difference: request 0, position \d+\)",
         ),
+        (
+            "hidden 1 1",
+            r"ranks disagree: step 1, rank 1 has other hidden states than rank 0$",
+        ),
     ],
 )
 def test_rank_that_fails_in_a_step_ends_the_group(
@@ -192,7 +196,7 @@ def test_rank_that_fails_in_a_step_ends_the_group(
         "demo",
         tensor_parallel_size=size,
         worker_imports=["fixtures.rank_faults"],
-        check_ranks=fault.startswith("disagree"),
+        check_ranks=fault.startswith(("disagree", "hidden")),
         collective_timeout_seconds=5 if fault.startswith("stop") else 60,
         **LIMITS,
     )

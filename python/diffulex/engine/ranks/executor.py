@@ -18,7 +18,7 @@ from diffulex.distributed.layout import Sizes, replica_environment
 from diffulex.distributed.legality import check_model_class
 from diffulex.distributed.start import rank_starter
 from diffulex.distributed.store import PeerError, make_store
-from diffulex.engine.ranks.follower import decisions
+from diffulex.engine.ranks.follower import HiddenDigest, decisions
 from diffulex.engine.ranks.step_header import StepHeader, is_looked_at
 from diffulex.engine.ranks.worker import checkpoint_digest, make_comm, versions
 from diffulex.engine.replicas.coupled import CoupledExecutor, connect_rows
@@ -355,6 +355,7 @@ class GroupExecutor(LocalExecutor):
         super().__init__()
         self._followers = followers
         self._is_checked = False
+        self._digest: HiddenDigest | None = None
         self._num_steps = 0
         self._has_draws = False
         #: What other threads want of the rows that are looked at; from one step to the next all ranks
@@ -379,6 +380,8 @@ class GroupExecutor(LocalExecutor):
             super().load(config, model)
         except PeerError as error:
             self._followers.fail(error, "the connection of the ranks")
+        if self._is_checked:
+            self._digest = HiddenDigest(self.runner)
 
     def num_pages(self) -> int:
         self._followers.measure()
@@ -456,16 +459,19 @@ class GroupExecutor(LocalExecutor):
         except DiffulexError as error:
             self._fail(error)
         own = decisions(ids, flags) if self._is_checked and output is not None else b""
+        size = len(own)
+        if self._digest is not None:
+            own += self._digest.take()
         output = super().collect(plan)
         if self._is_checked:
             for rank, theirs in enumerate(self._followers.decided(), 1):
                 if theirs != own:
-                    text = _difference(plan, ids, theirs)
-                    self._followers.disagree(
-                        rank,
-                        f"ranks disagree: step {self._num_steps}, rank {rank} decided other tokens than"
-                        f" rank 0 (first difference: {text})",
-                    )
+                    what = "has other hidden states than rank 0"
+                    if theirs[:size] != own[:size]:
+                        place = _difference(plan, ids, theirs)
+                        what = f"decided other tokens than rank 0 (first difference: {place})"
+                    where = f"step {self._num_steps}, rank {rank}"
+                    self._followers.disagree(rank, f"ranks disagree: {where} {what}")
         return output
 
     def forget_ahead(self) -> bool:

@@ -8,13 +8,14 @@ first one decides, and only the first one's output is read.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from diffulex.distributed.cuda_comm import CudaComm
-from diffulex.engine.ranks.step_header import StepHeader
+from diffulex.engine.ranks.step_header import StepHeader, is_looked_at
 from diffulex.profiling.config import ProfilerConfig
 from diffulex.profiling.profiler import Profiler, Recorded
 from diffulex.profiling.scopes import Instrument, Stage
@@ -32,12 +33,35 @@ if TYPE_CHECKING:
     from diffulex.runner.decode_loop import LoopEntry, LoopStep
     from diffulex.runner.model_runner import ModelRunner
 
-__all__ = ["Follower", "decisions"]
+__all__ = ["Follower", "HiddenDigest", "decisions"]
 
 
 def decisions(ids: np.ndarray[Any, Any], flags: np.ndarray[Any, Any]) -> bytes:
     """What a step has decided, to compare ranks by: the ids of its blocks, then their flags."""
     return b"".join(np.ascontiguousarray(part).tobytes() for part in (ids, flags))
+
+
+class HiddenDigest:
+    """Digests of the hidden states of every 64th step that the host has planned, to compare ranks by.
+
+    Args:
+        runner: of this rank.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._num_steps, self._digest = 0, b""
+        runner.on_hidden = self
+
+    def __call__(self, hidden: Tensor) -> None:
+        if is_looked_at(self._num_steps):
+            values = hidden.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+            self._digest = hashlib.blake2b(values, digest_size=8).digest()
+        self._num_steps += 1
+
+    def take(self) -> bytes:
+        """That of the last step; empty where it is not looked at."""
+        digest, self._digest = self._digest, b""
+        return digest
 
 
 class Follower:
@@ -62,6 +86,7 @@ class Follower:
         assert head is not None
         self._rows = FollowedRows(head)
         self._runner.row_watch = cast("Any", self._rows)
+        self._digest = HiddenDigest(self._runner) if config.parallel.check_ranks else None
         recordings = ProfilerConfig.of(config.kernel.profiler_config)
         # The first rank says when they begin and end.
         recordings = dataclasses.replace(recordings, delay_iterations=0, max_iterations=0)
@@ -128,10 +153,11 @@ class Follower:
         runner.step_buffers.stage(header.arena, header.num_bytes)
         runner.graphs.is_padded(header.bucket)
         output = runner.execute(cast("Any", header))  # has what the runner asks of a plan
-        if not self._config.parallel.check_ranks:
+        if self._digest is None:
             return None
         num_blocks = header.num_blocks
-        return decisions(output.write_ids[:num_blocks], output.flags[:num_blocks])
+        decided = decisions(output.write_ids[:num_blocks], output.flags[:num_blocks])
+        return decided + self._digest.take()
 
     def follow(self, told: LoopEntry | LoopStep) -> bytes | None:
         """Enqueues a step of the loop; what it has decided, as `execute`."""
