@@ -297,10 +297,14 @@ class Resolver:
                     f"device_ids: expected an empty list on cpu, got {list(values['device_ids'])}"
                 )
             values["device"] = "cpu"
+            if sizes.world > 1 and values["distributed_backend"] == "nccl":
+                self._partial.change("distributed_backend", "gloo", "the ranks are on the CPU")
             return
         if num_devices and sizes.world > 1 and not is_of_cluster:
             listed, start = values["device_ids"], values["device_start"]
             layout.rank_devices(sizes, listed, start, num_devices)
+        used = values["device_ids"][: sizes.world]
+        self._partial.change("device_ids", used, "each rank has one device, the rest is not used")
         listed = values["device_ids"]
         index = listed[0] if listed else values["device_start"]
         if ":" in wanted:

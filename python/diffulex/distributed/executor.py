@@ -39,6 +39,7 @@ class Prepared(NamedTuple):
         no_graphs: why there are no graphs; empty where there are.
         capture_s: seconds that their capture took.
         kernels: which kernel each op takes.
+        ranks: how many share the model, where, and what they exchange through; empty: one has all of it.
     """
 
     kv_cache_bytes: int
@@ -46,6 +47,7 @@ class Prepared(NamedTuple):
     no_graphs: str = ""
     capture_s: float = 0.0
     kernels: tuple[KernelChoice, ...] = ()
+    ranks: str = ""
 
 
 class StepCounts(NamedTuple):

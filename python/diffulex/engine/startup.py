@@ -231,6 +231,7 @@ def startup_lines(
     return [
         f"Diffulex {_build_text()}",
         f"  device       {model.device}, dtype {model.dtype}{_weights_text(config)}",
+        *((f"  ranks        {prepared.ranks}",) if prepared.ranks else ()),
         f"  model        {model.model_name} from {model.model_dir}: {spec.num_layers} layers,"
         f" hidden {spec.hidden_size}, heads {spec.num_q_heads}/{spec.num_kv_heads} x"
         f" {spec.head_dim}, vocabulary {spec.vocab_size}",

@@ -196,10 +196,17 @@ def test_range(key: str, legal: list[Any], illegal: list[Any]) -> None:
             resolve(**{key: value}, **beside)
 
 
-def test_every_rank_has_a_device() -> None:
+def test_every_rank_has_a_device(caplog: pytest.LogCaptureFixture) -> None:
     four = dataclasses.replace(facts(), num_devices=4)
-    config = resolve(
-        four, device="cuda", dtype="float32", tensor_parallel_size=2, device_ids=[3, 1]
+    with caplog.at_level(logging.INFO, "diffulex"):
+        config = resolve(
+            four, device="cuda", dtype="float32", tensor_parallel_size=2, device_ids=[3, 1, 0]
+        )
+    assert (
+        caplog.messages.count(
+            "device_ids: changed from (3, 1, 0) to (3, 1): each rank has one device, the rest is not used"
+        )
+        == 1
     )
     assert [config.of_rank(rank).model.device for rank in range(2)] == ["cuda:3", "cuda:1"]
     config = resolve(four, device="cuda", dtype="float32", tensor_parallel_size=2, device_start=2)

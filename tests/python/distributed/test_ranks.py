@@ -297,6 +297,17 @@ def test_recordings_of_every_rank(
         assert any(line.split(",")[4] == "total" for line in lines)
 
 
+def test_the_block_at_the_start_tells_of_the_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    settings = {**LIMITS, "tensor_parallel_size": 2, "distributed_backend": "nccl"}
+    with caplog.at_level("INFO", "diffulex"), Diffulex("demo", **settings) as engine:
+        assert engine.config.parallel.distributed_backend == "gloo"
+    text = "distributed_backend: changed from 'nccl' to 'gloo': the ranks are on the CPU"
+    assert caplog.messages.count(text) == 1
+    (block,) = (text for text in caplog.messages if text.startswith("Diffulex "))
+    ready = r"^  ranks        TP 2 on cpu, workers ready in \d+\.\d s; the ranks exchange on the host; on a CPU"
+    assert re.search(ready, block, re.MULTILINE)
+
+
 def test_where_ranks_meet() -> None:
     """At the port that was asked for, or at none; no process has started then."""
     before = children()

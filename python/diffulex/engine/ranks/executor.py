@@ -14,7 +14,7 @@ from diffulex.distributed.arenas import SharedArenas
 from diffulex.distributed.cuda_comm import CudaComm
 from diffulex.distributed.gloo_comm import GlooComm
 from diffulex.distributed.group import WorkerGroup
-from diffulex.distributed.layout import Sizes, replica_environment
+from diffulex.distributed.layout import Sizes, describe_ranks, replica_environment
 from diffulex.distributed.legality import check_model_class
 from diffulex.distributed.start import rank_starter
 from diffulex.distributed.store import PeerError, make_store
@@ -353,7 +353,7 @@ class GroupExecutor(LocalExecutor):
 
     def __init__(self, followers: Followers) -> None:
         super().__init__()
-        self._followers = followers
+        self._followers, self._begin = followers, time.perf_counter()
         self._is_checked = False
         self._digest: HiddenDigest | None = None
         self._num_steps = 0
@@ -407,7 +407,19 @@ class GroupExecutor(LocalExecutor):
         if self.runner.loop is not None:
             self.runner.loop.listener = _Teller(self._followers)
         self._followers.started()
-        return prepared
+        return prepared._replace(ranks=self._ranks_text(config))
+
+    def _ranks_text(self, config: Config) -> str:
+        parallel, device = config.parallel, config.model.device
+        sizes, ranks = Sizes.of_engine(parallel), describe_ranks(parallel, device)["ranks"]
+        own = next((rank["replica"] for rank in ranks if rank["device"] == device), 0)
+        devices = dict.fromkeys(rank["device"] for rank in ranks if rank["replica"] == own)
+        kind = "TP" if sizes.tensor > 1 else "EP"
+        how = self.runner.model.comm.no_capture_reason or "they exchange through peer memory"
+        slow = "; on a CPU slower than one process" if device == "cpu" else ""
+        seconds = time.perf_counter() - self._begin
+        names = ", ".join(devices)
+        return f"{kind} {sizes.world} on {names}, workers ready in {seconds:.1f} s; {how}{slow}"
 
     def expect_draws(self) -> None:
         self._has_draws = True  # the header of the next step tells every rank
