@@ -140,7 +140,28 @@ def expressions(node: Any) -> Iterator[str]:
             yield from expressions(item)
 
 
-QUERIES = [text for text in expressions(DASHBOARD) if "diffulex_" in text]
+#: name -> labels of what only a server of several replicas has.
+OF_REPLICAS = {
+    f"diffulex_{name}": set(re.findall(r"`(\w+)`", labels))
+    for name, labels in re.findall(
+        r"^\| `(\w+)` \| (?:gauge|counter) \|([^|]*)\|",
+        (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+}
+_EVERY = [text for text in expressions(DASHBOARD) if "diffulex_" in text]
+REPLICA_QUERIES = [text for text in _EVERY if any(name in text for name in OF_REPLICAS)]
+QUERIES = [text for text in _EVERY if text not in REPLICA_QUERIES]
+
+
+def test_dashboard_shows_the_replicas() -> None:
+    shown = set()
+    for query in REPLICA_QUERIES:
+        (name,) = re.findall(r"diffulex_\w+", query)
+        for group in re.findall(r"by \(([^)]*)\)", query):
+            assert {part.strip() for part in group.split(",")} <= OF_REPLICAS[name]
+        shown.add(name)
+    assert shown == OF_REPLICAS.keys() - {"diffulex_parallel_info"}
 
 
 @pytest.mark.parametrize("query", QUERIES)

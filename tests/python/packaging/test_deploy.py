@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
 UNIT = (ROOT / "deploy" / "diffulex.service").read_text(encoding="utf-8")
+COMPOSE = (ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 
 
@@ -108,6 +112,42 @@ def test_unit_is_valid(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     ours = [line for line in result.stderr.splitlines() if "diffulex.service" in line]
     assert ours == []
+
+
+def test_reload_is_for_replicas() -> None:
+    """What the unit runs tells the server, unless that would end it."""
+    (command,) = re.findall(r"^ExecReload=(.+)$", UNIT, re.MULTILINE)
+    for flags, is_told in (("--model m --data-parallel-size 2", True), ("--model m", False)):
+        with subprocess.Popen(["sleep", "600"]) as server:
+            variables = {"DIFFULEX_FLAGS": flags, "MAINPID": str(server.pid), "PATH": os.defpath}
+            result = subprocess.run(
+                shlex.split(command), env=variables, capture_output=True, text=True, check=False
+            )
+            if not is_told:
+                server.kill()
+        assert (result.returncode == 0) is is_told
+        assert result.stderr.startswith(
+            "" if is_told else "reload: expected --data-parallel-size in"
+        )
+        assert server.returncode == -(signal.SIGHUP if is_told else signal.SIGKILL)
+
+
+def test_composed_server_has_two_replicas() -> None:
+    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    from diffulex.server.args import parse_args
+
+    (service,) = yaml.safe_load(COMPOSE)["services"].values()
+    words = [word.replace("/models/SDAR-8B-Chat", "demo") for word in service["command"]]
+    args = parse_args(words)
+    assert args.engine_kwargs()["data_parallel_size"] == 2
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 2, "capabilities": ["gpu"]}
+    assert int(service["stop_grace_period"].removesuffix("s")) >= args.drain_timeout + 10
+    (port,) = of_kind("EXPOSE")
+    assert service["ports"] == [f"{port}:{port}"]
+    tag = service["image"]
+    assert f"-t {tag}" in DOCKERFILE
+    assert f"-t {tag}" in GUIDE
 
 
 def test_unit_restarts_what_a_restart_can_help() -> None:
