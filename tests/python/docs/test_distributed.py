@@ -44,8 +44,19 @@ def server() -> Iterator[LiveServer]:
 
 
 def test_every_kind_of_command_is_covered() -> None:
-    assert {command[0] for command in COMMANDS} == {"curl", "diffulex"}
+    assert {command[0] for command in COMMANDS} == {"curl", "diffulex", "python"}
     assert len(blocks("python")) == 4
+
+
+def test_memory_of_ranks_is_what_the_program_finds() -> None:
+    (command,) = (command for command in COMMANDS if command[0] == "python")
+    result = subprocess.run(
+        [sys.executable, *command[1:]],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\n") > 8
+    assert result.stdout in GUIDE
 
 
 @pytest.mark.parametrize(
