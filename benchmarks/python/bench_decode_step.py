@@ -4,6 +4,7 @@
     python benchmarks/python/bench_decode_step.py --output decode_step.jsonl
     python benchmarks/python/bench_decode_step.py --quantization fp8 --batch 1,8 --buffer-size 1
     python benchmarks/python/bench_decode_step.py --targets all --json decode_targets.json
+    python benchmarks/python/bench_decode_step.py --targets sdar-8b --quantization fp8
     python benchmarks/python/bench_decode_step.py --tp 1,2 --batch 1,8 --buffer-size 1
 
 A step is a whole engine step as the host sees it: schedule, forward over the rows of every running
@@ -11,8 +12,8 @@ request, sampling, and the copy of the result. Random weights accept one positio
 step. `rows` is what the blocks in flight could run, `valid` the share of it that blocks do: the host
 packs the rows of a step, the device's own loop runs all of them. The floor is the time to read the weights once at the
 copy bandwidth measured in the same run; of experts, those that rows were sent to. They are counted:
-a second engine without graphs repeats the timed steps. `--targets` runs the cases of
-`step_targets.py` and says which pass.
+a second engine without graphs repeats the timed steps. `--targets` runs the cases that `step_targets.py`
+has for the weights and the cache asked for, and says which pass.
 """
 
 from __future__ import annotations
@@ -92,16 +93,34 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--quantization", choices=("none", *SCHEMES), default="none", help="of weights [none]"
     )
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of keys and values"
+    )
     parser.add_argument("--output", type=Path, help="also append the JSON lines to this file")
     parser.add_argument("--json", type=Path, help="write facts and rows as one JSON document")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.targets is not None and not (options.tp == [1] and cases_of(options)):
+        precision = (
+            f"--quantization {options.quantization} --kv-cache-dtype {options.kv_cache_dtype}"
+        )
+        parser.error(
+            f"--targets: nothing is asked of {','.join(options.targets)} with {precision}"
+            f" --tp {','.join(map(str, options.tp))}"
+        )
+    return options
 
 
 def cases_of(options: argparse.Namespace) -> list[StepCase]:
+    precision = (options.quantization, options.kv_cache_dtype)
     if options.targets is not None:
-        return [case for case in TARGETS if case.shape in options.targets]
+        return [
+            case
+            for case in TARGETS
+            if case.shape in options.targets
+            and (case.quantization, case.kv_cache_dtype) == precision
+        ]
     return [
-        StepCase(options.shape, buffer_size, prompt_len, batch)
+        StepCase(options.shape, buffer_size, prompt_len, batch, options.block_size, *precision)
         for prompt_len in options.prompt_len
         for buffer_size in options.buffer_size
         for batch in options.batch
@@ -114,13 +133,13 @@ def started_engine(
     """An engine with all requests of one measurement waiting; with several ranks `model` is not used."""
     # One position per block and step at least, so this many tokens outlast the timed steps.
     steps = options.warmup + options.steps + 2
-    new_tokens = steps * case.buffer_size + options.block_size
-    window = case.buffer_size * options.block_size
+    new_tokens = steps * case.buffer_size + case.block_size
+    window = case.buffer_size * case.block_size
     needed = case.prompt_len + new_tokens + window
     max_model_len = max(options.max_model_len or 0, needed)
     settings: dict[str, Any] = {
         "decoding_strategy": "multi_bd",
-        "block_size": options.block_size,
+        "block_size": case.block_size,
         "buffer_size": case.buffer_size,
         "decoding_thresholds": {"accept_threshold": 1.0},
         "max_num_reqs": case.batch,
@@ -131,7 +150,8 @@ def started_engine(
         "enforce_eager": not has_graphs,
         "enable_prefix_caching": False,
         "run_ahead": options.run_ahead,
-        "quantization": options.quantization,
+        "quantization": case.quantization,
+        "kv_cache_dtype": case.kv_cache_dtype,
     }
     shape = SHAPES[case.shape]
     if num_ranks == 1:
@@ -179,10 +199,11 @@ def measure(
     gc.collect()
     if spec.moe is not None:
         num_bytes, experts = weights_read(model, num_ranks, options, case)
-    num_rows = case.batch * case.buffer_size * options.block_size
+    num_rows = case.batch * case.buffer_size * case.block_size
     row = {
         "tp": num_ranks,
         "prompt_len": case.prompt_len,
+        "block": case.block_size,
         "buffer": case.buffer_size,
         "batch": case.batch,
         "rows": num_rows,
@@ -225,9 +246,9 @@ def main(argv: list[str] | None = None) -> int:
     bandwidth = copy_bandwidth(options.device)
     facts = {
         "benchmark": "decode_step",
-        "block": options.block_size,
         "dtype": options.dtype,
         "quantization": options.quantization,
+        "kv_cache_dtype": options.kv_cache_dtype,
         **machine_facts(options.device),
         "copy_gb_per_s": round(bandwidth / 1e9, 1),
     }

@@ -90,6 +90,35 @@ def test_step_verdicts(monkeypatch, row, verdict):
     assert import_module("step_targets").judge(row) == verdict
 
 
+def test_steps_are_judged_by_the_targets_of_their_scheme(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    bench = import_module("bench_decode_step")
+    targets = import_module("step_targets").TARGETS
+    assert len({case[:7] for case in targets}) == len(targets)
+
+    def asked(*flags):
+        return bench.cases_of(bench.parse(["--targets", *flags]))
+
+    by_scheme = {}
+    for scheme in ("none", "fp8", "int4"):
+        cases = asked("all", "--quantization", scheme)
+        assert {(case.quantization, case.kv_cache_dtype) for case in cases} == {(scheme, "auto")}
+        by_scheme[scheme] = {case[:4]: case.target_ms for case in cases}
+    batch_1 = ("sdar-8b", 1, 256, 1)
+    assert [each[batch_1] for each in by_scheme.values()] == [4.4, 2.85, 2.15]
+    # Steps of the host run valid rows alone, so that four blocks have nothing for the others.
+    assert by_scheme["none"][("sdar-8b", 4, 256, 8)] == 8.6
+    judged = {"step_ms": 3.28, "floor_ms": 1.99}
+    verdicts = [bench.judge({**judged, "target_ms": each[batch_1]}) for each in by_scheme.values()]
+    assert verdicts == ["pass", "miss", "miss"]
+    coded = asked("sdar-8b", "--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3")
+    assert [case.target_ms for case in coded] == [5.3]
+    for flags in (["--quantization", "int8"], ["--kv-cache-dtype", "fp8_e4m3"], ["--tp", "2"]):
+        with pytest.raises(SystemExit):
+            asked("all", *flags)
+        assert "--targets: nothing is asked of" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_cpu_decode(tmp_path):
     """The program itself fails when the tokens of both decoders differ."""
