@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
@@ -128,10 +128,14 @@ def read_stored(
             if value and not (isinstance(value, Mapping) and value.get("enabled", True) is False):
                 found.append(_experts(f"config.json: {prefix}{key}", value))
     for other in found[1:]:
+        where = f"as in {found[0].where}"
         if other.rules != found[0].rules:
             raise CheckpointError(
-                f"{other.where}: expected {found[0].scheme} as in {found[0].where}, got"
-                f" {other.scheme} in another form"
+                f"{other.where}: expected {found[0].scheme} {where}, got {other.scheme} in another form"
+            )
+        if kept := sorted(set(other.ignore) ^ set(found[0].ignore)):
+            raise CheckpointError(
+                f"{other.where}: expected modules to be left out {where}, got a difference in {kept[0]}"
             )
     return found[0] if found else None
 
@@ -235,6 +239,12 @@ def _compressed_tensors(values: _Values) -> StoredQuantization:
         activations.append("dynamic" if is_group else str(said))
     if not rules:
         raise values.fail("config_groups", "at least one group")
+    forms: dict[str, StoredRule] = {}
+    for rule in rules:
+        for target in rule.targets:
+            form = replace(rule, targets=(target,))
+            if forms.setdefault(target, form) != form:
+                raise CheckpointError(f"{groups.where}: expected one form of {target}, got two")
     rules.sort(key=lambda rule: LINEAR not in rule.targets)
     ignore = values.names("ignore")
     return StoredQuantization(values.where, tuple(rules), ignore, activations[0])

@@ -313,6 +313,50 @@ def test_two_places_that_disagree(tmp_path) -> None:
     assert read_stored(tmp_path).scheme == "int8"
 
 
+@pytest.mark.parametrize("kept", [["a", "b"], ["b", "a"], ["a"], ["a", "b", "c"]])
+def test_two_places_that_leave_out_other_modules(tmp_path, kept: list[str]) -> None:
+    config = {
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "ignore": ["a", "b"],
+        }
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    other = {"quantization": {"quant_algo": "FP8", "exclude_modules": kept}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(other))
+    if set(kept) == {"a", "b"}:
+        assert read_stored(tmp_path).ignore == ("a", "b")
+        return
+    message = rf"hf_quant_config\.json: quantization: expected modules to be left out as in config\.json: quantization_config, got a difference in {'c' if 'c' in kept else 'b'}$"
+    with pytest.raises(CheckpointError, match=message):
+        read_stored(tmp_path)
+
+
+def test_two_groups_of_one_target(tmp_path) -> None:
+    """Of the same form they are one; in two forms neither can be meant."""
+    config = compressed("float-quantized", num_bits=8, type="float", strategy="channel")
+    groups = config["config_groups"]
+    groups["group_1"] = dict(groups["group_0"])
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    assert read_stored(tmp_path).scheme == "fp8"
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+    groups["group_1"]["weights"] = weights
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(
+        CheckpointError,
+        match=r"quantization_config\.config_groups: expected one form of Linear, got two",
+    ):
+        read_stored(tmp_path)
+    groups["group_1"]["targets"] = ["re:.*down_proj$"]
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    found = read_stored(tmp_path)
+    assert [found.rule_of(name).scheme for name in ("x.up_proj", "x.down_proj")] == [
+        "fp8",
+        "fp8_block",
+    ]
+
+
 LAYER = "model.layers.0.mlp.down_proj"
 #: Format, edit of the tensors, and what is said about it.
 DAMAGES = [
