@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from diffulex import Diffulex, SamplingParams
 from diffulex.checkpoint import low_precision
 from diffulex.checkpoint.auto_model import detect, load_model
+from diffulex.checkpoint.join_matrices import join_matrices
 from diffulex.checkpoint.loader import find_stored, weight_table_of
+from diffulex.checkpoint.tensor_files import find_tensors
 from diffulex.checkpoint.tensor_reader import TensorReader
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.nn.linear import Linear, pack_weights
@@ -355,6 +357,22 @@ def test_two_groups_of_one_target(tmp_path) -> None:
         "fp8",
         "fp8_block",
     ]
+
+
+@pytest.mark.parametrize("depth", [16_384, 16_392])
+def test_rows_of_gptq_without_groups_have_a_bound(tmp_path, depth: int) -> None:
+    tensors = {
+        "m.qweight": torch.zeros(depth // 8, 8, dtype=torch.int32),
+        "m.qzeros": torch.zeros(1, 1, dtype=torch.int32),
+        "m.scales": torch.ones(1, 8, dtype=torch.float16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"quantization_config": FORMATS["gptq_v2_rows"].config})
+    )
+    message = "checkpoint: m.qweight: expected at most 16384 columns with group_size -1, got 16392"
+    said = error_of(lambda: join_matrices(find_tensors(tmp_path), read_stored(tmp_path)))
+    assert said == ("" if depth == 16_384 else message)
 
 
 LAYER = "model.layers.0.mlp.down_proj"
