@@ -319,7 +319,7 @@ class OmniEngineConfig:
         5.0,
         above(0),
         "Worker processes: seconds without a step, after an error of one rank or a timeout, until"
-        " all are ended.",
+        " all are ended; after an abort ten times its longest step is added.",
     )
     shm_threshold_bytes: int = key(
         "int", 1 << 20, at_least(1), "Arrays of requests from which on shared memory carries them."

@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -59,8 +60,9 @@ class _Running:
         replies: by rank.
         failure: raised when all workers are done, instead of what they say.
         limit_s, deadline: seconds it may take, and when they have passed.
-        is_impatient: one rank has failed: the others may not be silent for long any more.
-        moved: when a worker last made a step or replied.
+        moved: when a worker last made a step or replied, or all were told to stop.
+        slowest: longest time between steps; None before the first.
+        later: steps of other leaders that came while one was asked for a preview.
         steps: where each rank is.
         heard: when each rank last said anything.
     """
@@ -73,8 +75,9 @@ class _Running:
     replies: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     failure: BaseException | None = None
     is_stopping: bool = False
-    is_impatient: bool = False
-    moved: float = dataclasses.field(default_factory=time.monotonic)
+    moved: float = 0.0
+    slowest: float | None = None
+    later: deque[Message] = dataclasses.field(default_factory=deque)
     steps: dict[int, int] = dataclasses.field(default_factory=dict)
     heard: dict[int, float] = dataclasses.field(default_factory=dict)
 
@@ -307,15 +310,21 @@ class Scheduler:
         return replies
 
     def _wait_done(self, running: _Running) -> None:
+        running.moved = time.monotonic()
         running.heard = dict.fromkeys(range(self._world), running.moved)
         while len(running.replies) < self._world:
-            message = self._receive()
-            if message is not None and message.seq == running.seq:
+            message = running.later.popleft() if running.later else self._next(running)
+            if message is not None:
                 self._handle(message, running)
-            self.check_alive()
-            self._check_time(running)
-            if running.request_ids & self._aborted and not running.is_stopping:
-                self._stop(running, RequestAborted("request: expected to go on, got an abort"))
+
+    def _next(self, running: _Running) -> Message | None:
+        """The next message of the call, if one comes soon, after a look at all that may end it."""
+        message = self._receive()
+        self.check_alive()
+        self._check_time(running)
+        if running.request_ids & self._aborted and not running.is_stopping:
+            self._stop(running, RequestAborted("request: expected to go on, got an abort"))
+        return message if message is not None and message.seq == running.seq else None
 
     def _handle(self, message: Message, running: _Running) -> None:
         now = time.monotonic()
@@ -324,15 +333,16 @@ class Scheduler:
             running.replies[message.rank] = message.value
             running.moved = now
             if "error" in message.value and not running.is_stopping:
-                running.is_impatient = True
                 self._stop(running, None)
         elif message.kind == Kind.HEARTBEAT:
             step = message.value["step"]
             if running.steps.get(message.rank) != step:
                 running.steps[message.rank] = step
+                if step:
+                    running.slowest = max(running.slowest or 0.0, now - running.moved)
                 running.moved = now
         elif message.kind == Kind.PROGRESS and "event" in message.value:
-            running.moved = now
+            running.slowest = max(running.slowest or 0.0, now - running.moved)
             self._answer(message, running)
 
     def _answer(self, message: Message, running: _Running) -> None:
@@ -343,33 +353,40 @@ class Scheduler:
             try:
                 event = StepEvent(**message.value["event"], _preview=preview)
                 answer = "stop" if running.on_step(event) is False else "go"
-                if answer == "stop":
+                if answer == "stop" and not running.is_stopping:
                     self._stop(running, None, but=message.rank)
             except WorkerDeadError:
                 raise
             except BaseException as error:
-                self._stop(running, error, but=message.rank)
+                if not running.is_stopping:
+                    self._stop(running, error, but=message.rank)
         running.moved = time.monotonic()
         self._queue.enqueue(Kind.ANSWER, answer, seq=running.seq, ranks=(message.rank,))
 
     def _preview(self, rank: int, running: _Running) -> list[Any]:
         self._queue.enqueue(Kind.ANSWER, "preview", seq=running.seq, ranks=(rank,))
-        while True:
-            message = self._receive()
-            if message is not None and message.seq == running.seq:
-                if (message.kind, message.rank) != (Kind.PROGRESS, rank):
-                    self._handle(message, running)
-                elif "error" in message.value:
-                    raise _as_error(message.value["error"], rank)
-                else:
-                    images: list[Any] = message.value["preview"]
-                    return images
-            self.check_alive()
+        while not running.is_stopping:
+            message = self._next(running)
+            if message is None:
+                continue
+            if message.kind != Kind.PROGRESS:
+                self._handle(message, running)
+            elif message.rank != rank:
+                running.later.append(message)
+            elif "error" in message.value:
+                raise _as_error(message.value["error"], rank)
+            else:
+                images: list[Any] = message.value["preview"]
+                return images
+        raise running.failure or RequestAborted(
+            "preview: expected a request that goes on, got none"
+        )
 
     def _stop(self, running: _Running, failure: BaseException | None, but: int = -1) -> None:
         """Stops all ranks at their next step, except for one that is answered anyway."""
         running.is_stopping = True
         running.failure = failure
+        running.moved = time.monotonic()
         others = tuple(r for r in range(self._world) if r != but and r not in running.replies)
         self._queue.enqueue(Kind.ABORT, seq=running.seq, ranks=others)
 
@@ -386,20 +403,33 @@ class Scheduler:
             text = f"request: expected an end within {limit}, got none"
             self._stop(running, RequestTimeout(text))
             running.deadline = now + engine.error_grace_s
-        if running.is_impatient and now - running.moved > engine.error_grace_s:
-            rank, reply = next((r, v) for r, v in running.replies.items() if "error" in v)
-            silent = sorted(set(range(self._world)) - set(running.replies))
-            error = reply["error"]
-            self._die(
-                f"worker {rank}: expected the same course as workers {silent}, got"
-                f" {error['kind']}: {error['message']}",
-                rank,
-                None,
-            )
+        elif running.is_stopping and not isinstance(running.failure, RequestTimeout):
+            self._check_stop(running, now)
         for rank, heard in running.heard.items():
             if rank not in running.replies and now - heard > _SILENT_S:
                 running.heard[rank] = now
                 logger.warning("image worker %d: no sign of life for %g s", rank, _SILENT_S)
+
+    def _check_stop(self, running: _Running, now: float) -> None:
+        """Ends workers that were told to stop and go on for longer than their steps explain."""
+        engine = self._config.engine
+        said = [(r, v["error"]) for r, v in running.replies.items() if "error" in v]
+        failed = [(r, error) for r, error in said if error["kind"] != RequestAborted.__name__]
+        if failed:
+            patience = engine.error_grace_s
+        elif running.slowest is None:
+            patience = engine.dist_timeout_s
+        else:
+            patience = engine.error_grace_s + 10 * running.slowest
+        if now - running.moved <= patience:
+            return
+        silent = sorted(set(range(self._world)) - set(running.replies))
+        if not failed:
+            text = f"expected them to stop within {patience:.3g} s of an abort, got no end"
+            self._die(f"workers {silent}: {text}", silent[0], None)
+        rank, error = failed[0]
+        text = f"expected the same course as workers {silent}, got {error['kind']}"
+        self._die(f"worker {rank}: {text}: {error['message']}", rank, None)
 
     def _abandon(self, running: _Running) -> None:
         """The caller does not wait any more: the workers get a moment to stop."""

@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+from collections import deque
+from queue import Empty
+from types import SimpleNamespace
+
 import pytest
 
 from fixtures.extras import need_extra
 
 need_extra("omni", "diffusers", "accelerate", "PIL")
 
-from diffulex.omni import WorkerDeadError  # noqa: E402
+from diffulex.omni import RequestAborted, RequestTimeout, WorkerDeadError  # noqa: E402
+from diffulex.omni import scheduler as scheduling  # noqa: E402
+from diffulex.omni.config import OmniDiffusionConfig  # noqa: E402
 from diffulex.omni.diffusion_engine import DiffusionEngine  # noqa: E402
-from diffulex.omni.message_queue import MessageQueue  # noqa: E402
+from diffulex.omni.message_queue import Kind, Message, MessageQueue  # noqa: E402
 from diffulex.omni.scheduler import Scheduler  # noqa: E402
+from diffulex.omni.worker import PipelineCall  # noqa: E402
 from diffulex.omni.worker_pool import ExitedWorker  # noqa: E402
 
 
@@ -83,3 +90,116 @@ def test_workers_that_were_told_to_leave_have_not_died(scheduler):
     for state in ("closing", "closed"):
         scheduler.state = state
         assert scheduler.death() is None
+
+
+class Workers:
+    """Ranks by what they say; every time the engine waits in vain, a second passes."""
+
+    def __init__(self, answer):
+        self.now, self.said = 0.0, deque()
+        self.answer, self.closed = answer, False
+
+    def enqueue(self, kind, value=None, *, seq=0, ranks=None):
+        for rank in range(2) if ranks is None else ranks:
+            for word, told in self.answer(kind, value, rank):
+                self.said.append(Message(word, seq, told, rank))
+
+    def dequeue(self, _timeout_s):
+        if self.said:
+            return self.said.popleft()
+        self.now += 1
+        assert self.now < 100, "waits for ever"
+        raise Empty
+
+    def close(self):
+        self.closed = True
+
+
+def event(rank):
+    names = {"request_ids": (str(rank),), "step": 1, "num_steps": 1, "call": rank, "num_calls": 2}
+    return Kind.PROGRESS, {"event": names}
+
+
+ABORTED = Kind.DONE, {"error": {"kind": "RequestAborted", "message": "stopped", "trace": ""}}
+CALLS = [PipelineCall((str(r),), ("a",), None, (0,), 64, 64, 1, "pil", {}) for r in range(2)]
+
+
+@pytest.fixture
+def draw(monkeypatch):
+    """Draws with two replicas that answer by a function; gives the scheduler and what came of it."""
+
+    def run(answer, on_step, **keywords):
+        queue, scheduler = Workers(answer), Scheduler()
+        monkeypatch.setattr(scheduling, "time", SimpleNamespace(monotonic=lambda: queue.now))
+        scheduler._config = OmniDiffusionConfig.from_kwargs(
+            model="none", data_parallel_size=2, **keywords
+        )
+        scheduler._queue, scheduler._world, scheduler.state = queue, 2, "ready"
+        scheduler._pool = SimpleNamespace(exited=list, kill=lambda: None)
+        try:
+            found = scheduler.add_req(CALLS, on_step and (lambda item: on_step(item, scheduler)))
+        except Exception as error:
+            found = error
+        return found, scheduler
+
+    return run
+
+
+def test_replicas_step_while_one_is_asked_for_a_preview(draw):
+    def answer(kind, value, rank):
+        if kind == Kind.RPC:
+            return [event(rank)]
+        if value == "preview":
+            return [(Kind.PROGRESS, {"preview": [f"of {rank}"]})]
+        return [(Kind.DONE, {"result": [[["drawn"], None]] * 2})] if value == "go" else []
+
+    seen = []
+    found, _ = draw(answer, lambda item, _: seen.append((item.call, item.preview())))
+    assert found.outputs == [["drawn"]] * 2
+    assert seen == [(0, ["of 0"]), (1, ["of 1"])]
+
+
+@pytest.mark.parametrize("how", ["abort", "timeout"])
+def test_a_request_ends_while_a_preview_does_not_come(draw, how):
+    def answer(kind, value, rank):
+        if kind == Kind.RPC:
+            return [event(rank)]
+        return [ABORTED] if kind == Kind.ABORT else []
+
+    def ask(item, scheduler):
+        if how == "abort":
+            scheduler.abort(["1"])
+        item.preview()
+
+    found, scheduler = draw(answer, ask, request_timeout_s=2.0)
+    assert isinstance(found, RequestAborted if how == "abort" else RequestTimeout)
+    assert "got an abort" in str(found) if how == "abort" else "within 2 s" in str(found)
+    assert scheduler.state == "ready"
+    assert scheduler._queue.now < 10
+
+
+@pytest.mark.parametrize(("step_s", "patience_s"), [(None, 7), (3, 35)])
+def test_workers_that_do_not_stop_are_ended(draw, monkeypatch, step_s, patience_s):
+    """Before its first step a rank gets as long as in a collective; later, ten of its steps more."""
+    told, beats = [], [Message(Kind.HEARTBEAT, 1, {"step": 1}, 0)]
+
+    def answer(kind, _value, rank):
+        if kind == Kind.ABORT:
+            told.append(rank)
+            return [ABORTED] if rank else []
+        return []
+
+    receive = Scheduler._receive
+
+    def watch(scheduler):
+        now = scheduler._queue.now
+        if now == (step_s or 0) + 1:
+            scheduler.abort(["0"])
+        return beats.pop() if beats and now == step_s else receive(scheduler)
+
+    monkeypatch.setattr(Scheduler, "_receive", watch)
+    found, scheduler = draw(answer, None, dist_timeout_s=7.0, error_grace_s=5.0)
+    assert isinstance(found, WorkerDeadError)
+    assert f"workers [0]: expected them to stop within {patience_s} s of an abort" in str(found)
+    assert (scheduler.state, found.rank, scheduler._queue.closed) == ("dead", 0, True)
+    assert told == [0, 1]
