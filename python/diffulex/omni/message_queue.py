@@ -45,6 +45,8 @@ _MAGIC = b"DXOM"
 _VERSION = 1
 _HEADER = struct.Struct("<4sHHQQI")
 _SOCKET = "queue.sock"
+#: Bytes of a body that no limit of its readers concerns.
+_LIKELY_READ = 1 << 20
 
 logger = get_logger(__name__)
 
@@ -104,11 +106,18 @@ class MessageQueue:
     Args:
         num_readers: ranks 0 to num_readers - 1 will connect.
         shm_threshold: bytes from which on a broadcast buffer goes through shared memory.
+
+    Raises:
+        ConfigError: without pyzmq, or in a temporary directory whose name is too long for a socket.
     """
 
     def __init__(self, num_readers: int, shm_threshold: int = 1 << 20) -> None:
         directory = tempfile.mkdtemp(prefix="dxom-")
-        self._open(QueueHandle(directory, num_readers), None)
+        try:
+            self._open(QueueHandle(directory, num_readers), None)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
         self._threshold = shm_threshold
         self._is_full = False
         self._connected: set[int] = set()
@@ -135,6 +144,11 @@ class MessageQueue:
         self.handle = handle
         self._is_reader = identity is not None
         package = _import_zmq()
+        path = Path(handle.directory) / _SOCKET
+        size, most = len(os.fsencode(path)), package.IPC_PATH_MAX_LEN
+        if size > most:
+            text = f"expected a socket in it to have a path of at most {most} bytes, got {size}"
+            raise ConfigError(f"TMPDIR: {text}: {path}")
         self._refusal: type[zmq.ZMQError] = package.ZMQError
         self._context: zmq.Context[zmq.Socket[bytes]] = package.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(
@@ -142,7 +156,7 @@ class MessageQueue:
         )
         for option in (package.LINGER, package.SNDHWM, package.RCVHWM):
             self._socket.setsockopt(option, 0)
-        address = f"ipc://{Path(handle.directory) / _SOCKET}"
+        address = f"ipc://{path}"
         if identity is None:
             self._socket.setsockopt(package.ROUTER_MANDATORY, 1)
             self._socket.bind(address)
@@ -157,6 +171,7 @@ class MessageQueue:
 
         Raises:
             TypeError: the value is not data.
+            ValueError: it is more than the other end reads.
             ConnectionError: a reader is not connected.
         """
         tree, buffers = encode(value)
@@ -166,7 +181,12 @@ class MessageQueue:
         targets = tuple(range(self.handle.num_readers)) if ranks is None else ranks
         large = [len(targets) > 1 and b.nbytes >= self._threshold for b in buffers]
         ticket, table = self._share(buffers, large, targets) if any(large) else (0, None)
-        frames = _frames(kind, seq, tree, buffers, table, ticket)
+        try:
+            frames = _frames(kind, seq, tree, buffers, table, ticket)
+        except ValueError:
+            if ticket:
+                _unlink(self._tickets.pop(ticket))
+            raise
         for rank in targets:
             self._send(rank, frames)
 
@@ -299,6 +319,8 @@ def _frames(
     ticket: int = 0,
 ) -> list[Any]:
     body = pack_message({"value": tree, "table": table, "ticket": ticket})
+    if len(body) > _LIKELY_READ:
+        unpack_message(body)  # a reader that fails at it would end
     header = _HEADER.pack(_MAGIC, _VERSION, kind, seq, len(body), len(buffers))
     inline = [b for index, b in enumerate(buffers) if table is None or table[index] is None]
     return [header, body, *inline]

@@ -8,6 +8,7 @@ import queue
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -16,8 +17,10 @@ import pytest
 
 zmq = pytest.importorskip("zmq", reason="pip install '.[omni]'")
 
+from diffulex.errors import ConfigError  # noqa: E402
 from diffulex.omni.message_codec import decode, encode  # noqa: E402
 from diffulex.omni.message_queue import Kind, MessageQueue  # noqa: E402
+from diffulex.serving import zmq_queue  # noqa: E402
 from diffulex.serving.zmq_queue import MessageDecodeError  # noqa: E402
 
 WAIT_S = 60
@@ -337,3 +340,35 @@ def test_the_end_of_a_fork_is_not_the_end_of_the_engine():
         [sys.executable, "-c", _FORK], capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_socket_whose_name_is_too_long_is_an_error_and_leaves_nothing(monkeypatch, tmp_path):
+    for length in (107, 108):
+        base = tmp_path / (
+            "x" * (length - len(os.fsencode(tmp_path)) - len("//dxom-12345678/queue.sock"))
+        )
+        base.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(base))
+        if length == 107:
+            MessageQueue(1).close()
+        else:
+            with pytest.raises(ConfigError, match=r"^TMPDIR: .* at most 107 bytes, got 108: /"):
+                MessageQueue(1)
+        assert list(base.iterdir()) == []
+
+
+def test_what_no_reader_takes_is_an_error_of_its_writer(monkeypatch):
+    monkeypatch.setattr(zmq_queue, "_MAX_TEXT_BYTES", 1 << 20)
+    writer = MessageQueue(2)
+    readers = [MessageQueue.create_from_handle(writer.export_handle(), rank) for rank in range(2)]
+    writer.wait_connected(WAIT_S)
+    large = np.zeros(1 << 20, np.uint8)
+    for text in ("x" * ((1 << 20) + 1), "\udcff"):
+        with pytest.raises(ValueError, match=r"exceeds max_str_len|surrogates"):
+            writer.enqueue(Kind.RPC, [large, text])
+        assert blocks() == []
+    writer.enqueue(Kind.RPC, "x" * (1 << 20))
+    for reader in readers:
+        assert len(reader.dequeue(WAIT_S).value) == 1 << 20
+        reader.close()
+    writer.close()
