@@ -10,7 +10,7 @@ Tensors are [B, S, H, D] with the S of a rank; masks are bool [B, S], true where
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +26,16 @@ __all__ = ["SequenceAttention", "attend_with_lse"]
 
 @dataclass(frozen=True)
 class _Ring:
-    """A group in the order of its ranks; alone without a group."""
+    """A group in the order of its ranks; alone without a group.
+
+    Attributes:
+        known: tokens of every rank by those of this one, in the forward that runs.
+    """
 
     group: Any
     ranks: list[int]
     place: int
+    known: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -38,14 +43,18 @@ class _Ring:
 
     def lengths(self, length: int, device: torch.device) -> list[int]:
         """Tokens of every rank."""
-        own = torch.tensor([length], device=device)
-        found = [torch.empty_like(own) for _ in self.ranks]
-        dist.all_gather(found, own, group=self.group)
-        return [int(item) for item in found]
+        if length not in self.known:
+            own = torch.tensor([length], device=device)
+            found = [torch.empty_like(own) for _ in self.ranks]
+            dist.all_gather(found, own, group=self.group)
+            self.known[length] = [int(item) for item in found]
+        return self.known[length]
 
 
 class SequenceAttention:
     """Joint attention of one rank with the others of its sequence.
+
+    Sequences of one forward that are equally long here are so on every rank.
 
     Args:
         groups: of this rank.
@@ -58,6 +67,11 @@ class SequenceAttention:
             _Ring(groups.group(name), groups.ranks(name), groups.coords[name])
             for name in ("ulysses", "ring")
         )
+
+    def begin(self) -> None:
+        """A forward begins: other lengths than this rank's may differ from the last one's."""
+        self._ulysses.known.clear()
+        self._ring.known.clear()
 
     def __call__(
         self,

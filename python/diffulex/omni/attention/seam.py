@@ -70,5 +70,11 @@ def make_seam(loaded: LoadedPipeline, groups: RankGroups | None) -> AttentionSea
             if transformer is not None and not is_shared:
                 set_handle(transformer, kernel)
     used = kernel or TorchSdpa(KernelConfig())
-    shared = SequenceAttention(groups, used) if groups is not None and is_shared else None
+    if groups is None or not is_shared:
+        return AttentionSeam(used, None)
+    shared = SequenceAttention(groups, used)
+    for name in spec.transformers:
+        transformer = getattr(pipeline, name, None)
+        if transformer is not None:
+            transformer.register_forward_pre_hook(lambda *_: shared.begin())
     return AttentionSeam(used, shared)
