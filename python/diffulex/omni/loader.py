@@ -119,7 +119,7 @@ def load_pipeline(
     stages = dict.fromkeys(spec.transformers, stage)
     modules = {
         component: _load_module(
-            config, found, component, entry, dtypes.of(component), stages.get(component)
+            config, found, component, entry, dtypes.of(component), stages.get(component), device
         )
         for component, entry in index.items()
         if _is_module(entry)
@@ -303,8 +303,9 @@ def _load_module(
     entry: list[str],
     dtype: Any,
     stage: Stage | None,
+    device: str,
 ) -> Any:
-    """One network with all tensors of its stage, in evaluation mode."""
+    """One network with all tensors of its stage, in evaluation mode, in the memory of the host."""
     cls, library = _class_of(entry), entry[0]
     where, lists = found.directory / component, found.spec.block_lists
     if not (where / "config.json").is_file():
@@ -315,7 +316,7 @@ def _load_module(
         for index in () if is_dummy else sorted(where.glob("*.safetensors.index.json")):
             read_index(index)
         if is_dummy:
-            module = _dummy(cls, library, where).to(dtype)
+            module = _dummy(cls, library, where, device).to(dtype).cpu()
             if stage is not None:
                 drop_foreign(module, lists, stage)
         elif stage is not None:
@@ -336,13 +337,15 @@ def _load_module(
     return module.eval().requires_grad_(False)
 
 
-def _dummy(cls: Any, library: str, where: Path) -> Any:
+def _dummy(cls: Any, library: str, where: Path, device: str) -> Any:
+    """Random weights, drawn by the device: a host takes a minute for some billions."""
     import torch  # noqa: PLC0415
 
     torch.manual_seed(_DUMMY_SEED)
-    if library == "diffusers":
-        return cls.from_config(cls.load_config(where))
-    return cls(cls.config_class.from_pretrained(where))
+    with torch.device(device):
+        if library == "diffusers":
+            return cls.from_config(cls.load_config(where))
+        return cls(cls.config_class.from_pretrained(where))
 
 
 def _check_complete(where: Path, info: dict[str, Any]) -> None:
