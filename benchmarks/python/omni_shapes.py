@@ -116,6 +116,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         model=str(options.out), load_format="dummy", device=options.device
     )
     pipeline = load_pipeline(config).pipeline
+    is_cuda = options.device != "cpu"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(options.repeat + 1):
         start = time.perf_counter()
@@ -129,10 +132,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 num_inference_steps=options.steps,
                 generator=torch.Generator().manual_seed(number),
             )
-        if options.device != "cpu":
+        if is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    is_cuda = options.device != "cpu"
     return {
         "setting": "diffusers alone",
         "request_s": statistics.median(seconds[1:]),

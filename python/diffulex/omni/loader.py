@@ -305,7 +305,7 @@ def _load_module(
     stage: Stage | None,
     device: str,
 ) -> Any:
-    """One network with all tensors of its stage, in evaluation mode, in the memory of the host."""
+    """One network with all tensors of its stage, in evaluation mode; of the host if it is read."""
     cls, library = _class_of(entry), entry[0]
     where, lists = found.directory / component, found.spec.block_lists
     if not (where / "config.json").is_file():
@@ -316,7 +316,7 @@ def _load_module(
         for index in () if is_dummy else sorted(where.glob("*.safetensors.index.json")):
             read_index(index)
         if is_dummy:
-            module = _dummy(cls, library, where, device).to(dtype).cpu()
+            module = _dummy(cls, library, where, device).to(dtype)
             if stage is not None:
                 drop_foreign(module, lists, stage)
         elif stage is not None:
@@ -387,6 +387,7 @@ def _place(
             # What another rank has stays without data.
             module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
             continue
+        module.cpu()  # random weights come from the device
         apply_group_offloading(
             module,
             onload_device=torch.device(device),
