@@ -9,6 +9,7 @@
 #include <string>
 
 #include "diffulex/core/block_rules.h"
+#include "diffulex/core/canvas_rules.h"
 #include "diffulex/core/strategy.h"
 
 namespace diffulex {
@@ -16,7 +17,6 @@ namespace {
 
 constexpr std::array<int32_t, 4> kBlockSizes = {4, 8, 16, 32};
 constexpr std::array<int32_t, 3> kCanvasPageSizes = {64, 128, 256};
-constexpr int32_t kLongestCanvas = 1024;
 
 template <typename T>
 [[nodiscard]] Status expect_at_least(const char* where, T value, T least) {
@@ -126,9 +126,9 @@ template <typename T>
 }
 
 [[nodiscard]] Status check_canvas_sizes(const EngineOptions& options) {
-  if (options.block_size < 1 || options.block_size > kLongestCanvas) {
+  if (options.block_size < 1 || options.block_size > kMaxCanvasLen) {
     return make_error(StatusCode::kInvalidArgument, "EngineOptions.block_size: expected a canvas ",
-                      "length in [1, ", kLongestCanvas, "] with diffusion_gemma, got ",
+                      "length in [1, ", kMaxCanvasLen, "] with diffusion_gemma, got ",
                       options.block_size);
   }
   if (options.vocab_size < 1) {

@@ -31,9 +31,6 @@
 
 namespace diffulex {
 
-/// Largest sub-block whose open positions fit into DualCacheState::open_at_init.
-inline constexpr int32_t kMaxSubBlockLen = 32;
-
 /// What a decode forward of the D-block is.
 enum class DualCacheMode : int32_t {
   kFullBufferInit = 0,

@@ -56,9 +56,4 @@ enum class Device : int32_t { kCpu, kCuda };
   return "unknown";
 }
 
-/// True for the compute types of activations: float32, float16, bfloat16.
-[[nodiscard]] constexpr bool is_float_activation(DType dtype) noexcept {
-  return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
-}
-
 }  // namespace diffulex

@@ -145,12 +145,6 @@ DIFFULEX_HOST_DEVICE constexpr bool contains(const KeyRange& range, int32_t key)
   return key >= range.begin && key < range.end;
 }
 
-/// True if a row with interval `interval` sees `key` (page-table entries aside).
-DIFFULEX_HOST_DEVICE constexpr bool key_visible(const KeyRange& interval, const KeyRange& hole,
-                                                int32_t key) {
-  return contains(interval, key) && !contains(hole, key);
-}
-
 /// Keys that some row of [first, last] may see, hole included: [lo of first, hi of last).
 DIFFULEX_HOST_DEVICE constexpr KeyRange tile_key_range(const KeyRange& first,
                                                        const KeyRange& last) {

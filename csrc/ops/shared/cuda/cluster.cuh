@@ -40,15 +40,7 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t r
   return result;
 }
 
-/// ld.shared::cluster of 8 or 4 bytes.
-__device__ __forceinline__ float2 cluster_load2(uint32_t address) {
-  float2 value;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];\n"
-               : "=f"(value.x), "=f"(value.y)
-               : "r"(address)
-               : "memory");
-  return value;
-}
+/// ld.shared::cluster of 4 bytes.
 __device__ __forceinline__ int32_t cluster_load(uint32_t address) {
   int32_t value;
   asm volatile("ld.shared::cluster.s32 %0, [%1];\n" : "=r"(value) : "r"(address) : "memory");
