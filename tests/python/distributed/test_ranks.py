@@ -96,6 +96,29 @@ def test_what_ranks_cannot_do_says_so(pair: Diffulex, tmp_path: Path) -> None:
             call()
 
 
+def test_ctrl_c_ends_the_call_and_no_rank(pair: Diffulex) -> None:
+    """A terminal sends it to all of them."""
+    params, workers = SamplingParams(max_tokens=64, ignore_eos=True), pids(pair)
+    full = pair.generate([PROMPT], params, summary=False)[0].token_ids
+    events: list[object] = []
+
+    def interrupt(event: object) -> None:
+        events.append(event)
+        for pid in (*workers, os.getpid()) if len(events) == 1 else ():
+            os.kill(pid, signal.SIGINT)
+
+    settings: Any = {"stream_callback": interrupt, "summary": False}
+    outputs = pair.generate([PROMPT] * 2, params, on_interrupt="return", **settings)
+    assert {output.completion_reason for output in outputs} == {"aborted"}
+    assert all(output.token_ids == full[: len(output.token_ids)] for output in outputs)
+    events.clear()
+    with pytest.raises(KeyboardInterrupt):
+        pair.generate([PROMPT] * 2, params, **settings)
+    assert not pair.has_unfinished()
+    assert pair.generate([PROMPT], params, summary=False)[0].token_ids == full
+    assert all(map(is_there, workers))
+
+
 def test_how_late_ranks_begin_a_step() -> None:
     """It is known of the first step, once the others have said when they began, and again later."""
     with Diffulex("demo", tensor_parallel_size=2, **LIMITS) as engine:
@@ -123,12 +146,16 @@ workers = [child.pid for child in engine._executor._followers._group._pipes.chil
 print(json.dumps([workers, output.token_ids]), flush=True)
 if len(sys.argv) > 2:
     sys.exit()
-import signal
+import os, signal
+fork = os.fork()
+if fork:
+    print(fork, flush=True)
 signal.pause()
 """
 
 
 def test_program_from_standard_input_without_guard_that_is_killed() -> None:
+    """While a fork of it holds the pipes."""
     arguments = [sys.executable, "-", json.dumps([LIMITS, PROMPT])]
     with subprocess.Popen(
         arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -139,10 +166,15 @@ def test_program_from_standard_input_without_guard_that_is_killed() -> None:
         program.stdin.close()
         workers, token_ids = json.loads(program.stdout.readline())
         assert len(token_ids) == 8
-        assert all(map(is_there, workers))
+        fork = int(program.stdout.readline())
+        assert all(map(is_there, [*workers, fork]))
         program.kill()
         program.wait()
-        until(lambda: not any(map(is_there, workers)))
+        try:
+            until(lambda: not any(map(is_there, workers)))
+            assert is_there(fork)
+        finally:
+            os.kill(fork, signal.SIGKILL)
 
 
 def test_program_that_forgets_to_close() -> None:
