@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -49,6 +50,13 @@ def floods(connection: Any, parent_pid: int) -> None:
 
 def sleeps(connection: Any, parent_pid: int) -> None:
     """Says nothing."""
+    time.sleep(60)
+
+
+def answers(connection: Any, parent_pid: int) -> None:
+    """Replies what the variable ANSWERS says, whatever it is told, and nothing more."""
+    for answer in json.loads(os.environ["ANSWERS"]):
+        connection.send(("reply", answer))
     time.sleep(60)
 
 
