@@ -24,6 +24,7 @@ from diffulex.distributed.legality import check_model
 from diffulex.distributed.shard import Shard
 from diffulex.engine.ranks.step_header import StepHeader
 from diffulex.runner.decode_graphs import max_graph_rows
+from diffulex.runner.model_runner import ModelRunner
 from fixtures.families import DENSE_FAMILIES, family_builder
 from fixtures.moe_families import moe_builder, moe_config
 from fixtures.quick import quick
@@ -138,6 +139,31 @@ def test_draws_and_filters(directories: dict[str, Path], name: str, run_ahead: s
 )
 def test_settings(directories: dict[str, Path], settings: dict[str, Any]) -> None:
     compare(directories["sdar"], GREEDY, [2], **settings)
+
+
+def test_ranks_have_the_pages_of_the_smallest(
+    directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decide, prepare, found = ModelRunner.decide_num_pages, ModelRunner.prepare, {}
+
+    def decided(runner: Any) -> int:
+        return 5 if runner.model.comm.rank == 1 else decide(runner)
+
+    def prepared(runner: Any, *arguments: Any) -> None:
+        prepare(runner, *arguments)
+        found[runner.model.comm.rank] = runner.kv_cache.num_pages
+
+    monkeypatch.setattr(ModelRunner, "decide_num_pages", decided)
+    monkeypatch.setattr(ModelRunner, "prepare", prepared)
+    settings = {**LIMITS, "num_pages": -1}
+    one = Stable(directories["sdar"], PROMPTS, GREEDY, num_noisy=1, **settings)
+    caplog.set_level("INFO", "diffulex")
+    with thread_engine(directories["sdar"], 4, **settings) as engine:
+        assert engine.config.cache.num_pages == engine.stats().num_pages == 5
+        assert found == dict.fromkeys(range(4), 5)
+        one.check(engine)
+    (line,) = [r.message for r in caplog.records if r.message.startswith("pages: ")]
+    assert re.fullmatch(r"pages: 5 \(rank 1 limits: rank 0 could hold \d+\)", line)
 
 
 def test_preempted_requests_decode_the_same(directories: dict[str, Path]) -> None:
