@@ -92,17 +92,20 @@ def server(tmp_path: Path, case: Any) -> Iterator[tuple[subprocess.Popen[bytes],
             process.kill()
 
 
-def test_server_of_two(server: tuple[subprocess.Popen[bytes], Path], case: Any) -> None:
-    process, log = server
-    model, _, kind, tensor_size = case
-    body = {"model": Path(model).name, **BODY}
-
+def url_of(process: subprocess.Popen[bytes], log: Path) -> str:
     def url() -> str | None:
         assert process.poll() is None, log.read_text()
         found = re.search(r"READY url=(\S+)", log.read_text())
         return found and found[1]
 
-    base = until(url)
+    return str(until(url))
+
+
+def test_server_of_two(server: tuple[subprocess.Popen[bytes], Path], case: Any) -> None:
+    process, log = server
+    model, _, kind, tensor_size = case
+    body = {"model": Path(model).name, **BODY}
+    base = url_of(process, log)
     card = httpx.get(f"{base}/v1/models").json()["data"][0]
     assert (card["world_size"], card["tensor_parallel_size"]) == (2, tensor_size)
     first = httpx.post(f"{base}/v1/completions", json=body, timeout=PATIENCE_S)
@@ -124,4 +127,23 @@ def test_server_of_two(server: tuple[subprocess.Popen[bytes], Path], case: Any) 
     everyone |= family_of(process.pid)
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0
+    until(lambda: not everyone & parents().keys())
+
+
+@pytest.mark.parametrize("case", CASES[:1], indirect=True, ids=["rank"])
+def test_workers_end_with_the_backend_and_with_the_server(
+    server: tuple[subprocess.Popen[bytes], Path], case: Any
+) -> None:
+    """Both are killed, one after the other."""
+    process, log = server
+    url_of(process, log)
+    worker = until(lambda: worker_of(process.pid))
+    backend = parents()[worker]
+    assert backend != process.pid
+    os.kill(backend, signal.SIGKILL)
+    until(lambda: not {backend, worker} & parents().keys())
+    until(lambda: worker_of(process.pid))
+    everyone = family_of(process.pid)
+    process.kill()
+    process.wait()
     until(lambda: not everyone & parents().keys())
