@@ -47,6 +47,12 @@ Status check_depth(const char* op, const TensorRef& x) {
   return {};
 }
 
+/// A weight [columns, bytes] in panels.
+Status check_panels(const ArgumentCheck& weight, int64_t columns, int64_t bytes, int64_t step) {
+  return weight.dense({DType::kU8}, {ceil_div(columns, kQuantPanelColumns), ceil_div(bytes, step),
+                                     kQuantPanelColumns, step});
+}
+
 Status check_group(const char* op, int32_t group, int64_t depth) {
   if (group < 1 || depth % group != 0) {
     return scalar_error(op, "group", ("a divisor of " + std::to_string(depth)).c_str(), group);
@@ -137,10 +143,9 @@ Status check_linear_scaled(const LinearScaledParams& params) {
   const ArgumentCheck weight_check(kOp, "weight", params.weight);
   const int64_t gated = params.act.has_value() ? 2 : 1;
   int64_t columns = params.out.rank == 2 ? gated * params.out.size[1] : 0;
-  if (params.x.dtype == DType::kI8 && params.weight.dtype == DType::kU8) {
-    DIFFULEX_RETURN_IF_ERROR(weight_check.dense(
-        {DType::kU8}, {ceil_div(columns, kInt8PanelColumns), ceil_div(depth, kInt8PanelDepth),
-                       kInt8PanelColumns, kInt8PanelDepth}));
+  if (params.weight.rank == 4) {
+    const int64_t step = params.x.dtype == DType::kI8 ? kInt8PanelDepth : 1;
+    DIFFULEX_RETURN_IF_ERROR(check_panels(weight_check, columns, depth, step));
   } else {
     DIFFULEX_RETURN_IF_ERROR(weight_check.matches({params.x.dtype}, {kAnyExtent, depth}));
     columns = params.weight.size[0];
@@ -178,9 +183,14 @@ Status check_linear_w4a16(const LinearW4a16Params& params) {
   DIFFULEX_RETURN_IF_ERROR(check_depth(kOp, params.x));
   const int64_t depth = params.x.size[1];
   DIFFULEX_RETURN_IF_ERROR(check_group(kOp, params.group, depth));
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "weight", params.weight)
-                               .matches({DType::kU8}, {kAnyExtent, ceil_div(depth, 2)}));
-  const int64_t columns = params.weight.size[0];
+  const ArgumentCheck weight_check(kOp, "weight", params.weight);
+  int64_t columns = params.out.rank == 2 ? params.out.size[1] : 0;
+  if (params.weight.rank == 4) {
+    DIFFULEX_RETURN_IF_ERROR(check_panels(weight_check, columns, ceil_div(depth, 2), 1));
+  } else {
+    DIFFULEX_RETURN_IF_ERROR(weight_check.matches({DType::kU8}, {kAnyExtent, ceil_div(depth, 2)}));
+    columns = params.weight.size[0];
+  }
   DIFFULEX_RETURN_IF_ERROR(
       ArgumentCheck(kOp, "scales", params.scales)
           .matches({DType::kBF16, DType::kF32}, {depth / params.group, columns}));

@@ -3,8 +3,6 @@
 // linear_w4a16: a block of the depth of a panel is dequantised to float32 for the tiles of
 // linear_packed.
 
-#include <cstring>
-
 #include "ops/cpu_ops.h"
 #include "ops/quant/product_cpu.h"
 #include "ops/shared/half.h"
@@ -47,16 +45,13 @@ class NibbleRows final {
     for (int64_t block = 0; block < num_blocks(); ++block) {
       args.depth = static_cast<int32_t>(block_depth(block));
       args.accumulate = block > 0;
-      std::memset(wide, 0, static_cast<size_t>(args.depth * kLinearPanelColumns) * sizeof(float));
-      for (int64_t c = 0; c < columns; ++c) {
-        dequantize(first + c, block * kLinearDepthBlock, args.depth, wide + c);
-      }
-      for (int64_t row = 0; row < rows_; row += kernels_.linear_tile_rows) {
-        args.rows = static_cast<int32_t>(std::min<int64_t>(kernels_.linear_tile_rows, rows_ - row));
+      widen(panel, block * kLinearDepthBlock, args.depth, wide);
+      for_row_tiles(rows_, kernels_.linear_tile_rows, [&](int64_t row, int64_t rows) {
+        args.rows = static_cast<int32_t>(rows);
         args.x = x_at(block, row);
         args.out = sums + row * kLinearPanelColumns;
         kernels_.linear_tile(args);
-      }
+      });
     }
     if (params_.bias.present()) {
       const float* bias = params_.bias.as<const float>() + first;
@@ -80,25 +75,35 @@ class NibbleRows final {
     return x_ + (block * rows_ + row) * kLinearRowStride;
   }
 
-  /// W[column][start + i] at wide[32 i].
-  void dequantize(int64_t column, int64_t start, int64_t count, float* wide) const {
-    const uint8_t* nibbles = params_.weight.as<const uint8_t>() + column * params_.weight.stride[0];
-    float scale = 0.0F;
-    int32_t zero = kInt4Zero;
-    for (int64_t k = start; k < start + count; ++k) {
-      if (k == start || k % params_.group == 0) {
-        const int64_t group = k / params_.group;
-        const int64_t offset = group * params_.scales.stride[0] + column;
-        scale = params_.scales.dtype == DType::kF32
-                    ? params_.scales.as<const float>()[offset]
-                    : bf16_to_float(params_.scales.as<const uint16_t>()[offset]);
-        if (params_.zeros.present()) {
-          zero = params_.zeros.as<const uint8_t>()[group * params_.zeros.stride[0] + column];
-        }
+  /// Rows [start, start + count) of the panel as float32 [count, 32].
+  void widen(int64_t panel, int64_t start, int64_t count, float* wide) const {
+    const int64_t first = panel * kLinearPanelColumns;
+    const int64_t columns = std::min(kLinearPanelColumns, params_.out.size[1] - first);
+    float scales[kLinearPanelColumns] = {};
+    float zeros[kLinearPanelColumns] = {};
+    NibbleArgs args;
+    // A block begins with a byte.
+    args.codes =
+        panel_bytes<1>(params_.weight, (depth_ + 1) / 2, panel, start / 2, (count + 1) / 2);
+    args.scale = scales;
+    args.zero = zeros;
+    for (int64_t k = start; k < start + count; k = start + args.last) {
+      const int64_t group = k / params_.group;
+      const int64_t at = group * params_.scales.stride[0] + first;
+      const int64_t zeros_at = group * params_.zeros.stride[0] + first;
+      for (int64_t c = 0; c < columns; ++c) {
+        const float scale = params_.scales.dtype == DType::kF32
+                                ? params_.scales.as<const float>()[at + c]
+                                : bf16_to_float(params_.scales.as<const uint16_t>()[at + c]);
+        scales[c] = scale == scale ? scale : bits_float(0x7FC00000U);
+        const int32_t zero =
+            params_.zeros.present() ? params_.zeros.as<const uint8_t>()[zeros_at + c] : kInt4Zero;
+        zeros[c] = static_cast<float>(zero);
       }
-      const int32_t nibble = nibbles[k / 2] >> (k % 2 == 0 ? 0 : 4) & 15;
-      const float value = static_cast<float>(nibble - zero) * scale;
-      wide[(k - start) * kLinearPanelColumns] = bf16_to_float(float_to_bf16(value));
+      args.first = static_cast<int32_t>(k - start);
+      args.last = static_cast<int32_t>(std::min(count, (group + 1) * params_.group - start));
+      args.out = wide + args.first * kLinearPanelColumns;
+      kernels_.widen_nibbles(args);
     }
   }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "ops/shared/cpu_isa/kernel_table.h"
 #include "ops/shared/parallel.h"
@@ -39,6 +40,40 @@ void for_panels(const ExecContext& context, int64_t columns, int64_t rows, int64
       body(panel);
     }
   });
+}
+
+/// Bytes [first, first + count) of the rows of `panel` of a weight with `row_bytes` a row, as
+/// panels [bytes / kStep, 32, kStep] have them: those of panels, or rows [N, bytes] put together
+/// and padded. int8, whose steps are 4, has its highest bit flipped.
+template <int64_t kStep>
+const uint8_t* panel_bytes(const TensorRef& weight, int64_t row_bytes, int64_t panel, int64_t first,
+                           int64_t count) {
+  struct Panel;
+  constexpr uint8_t kFlipped = kStep == 4 ? 0x80 : 0;
+  if (weight.rank == 4) {
+    return weight.as<const uint8_t>() +
+           (panel * weight.size[1] * kStep + first) * kLinearPanelColumns;
+  }
+  // A whole number of floats, as a panel has 32 rows.
+  auto* bytes = reinterpret_cast<uint8_t*>(thread_floats<Panel>(count * kLinearPanelColumns / 4));
+  std::memset(bytes, kFlipped, static_cast<size_t>(count * kLinearPanelColumns));
+  const int64_t row = panel * kLinearPanelColumns;
+  for (int64_t c = 0; c < std::min(kLinearPanelColumns, weight.size[0] - row); ++c) {
+    const uint8_t* source = weight.as<const uint8_t>() + (row + c) * weight.stride[0] + first;
+    for (int64_t i = 0; i < std::min(count, row_bytes - first); ++i) {
+      bytes[(i / kStep * kLinearPanelColumns + c) * kStep + i % kStep] = source[i] ^ kFlipped;
+    }
+  }
+  return bytes;
+}
+
+/// Calls body(row, rows) for tiles of about equal height: a nearly empty last one costs much.
+template <typename Body>
+void for_row_tiles(int64_t num_rows, int64_t tile_rows, const Body& body) {
+  const int64_t height = (num_rows - 1) / ((num_rows - 1) / tile_rows + 1) + 1;
+  for (int64_t row = 0; row < num_rows; row += height) {
+    body(row, std::min(height, num_rows - row));
+  }
 }
 
 /// Copies `sums` [rows, 32] to the columns of `panel` of out [T, N], rounding to its type.

@@ -127,6 +127,13 @@ bool is_wide_call(const ScaledArgs& args) {
          args.experts.weight_stride % 16 == 0 && is_aligned16(args.x) && is_aligned16(args.weight);
 }
 
+Status check_row_major(const char* op, const TensorRef& weight) {
+  return weight.rank == 2
+             ? Status{}
+             : make_error(StatusCode::kUnsupported, op,
+                          ": weight: expected row-major codes on cuda, got panels of the CPU");
+}
+
 }  // namespace
 
 Status launch_scaled_experts(const ScaledArgs& args, DType codes, DType out, int32_t tile,
@@ -143,10 +150,7 @@ Status launch_scaled_experts(const ScaledArgs& args, DType codes, DType out, int
 Status linear_scaled(const LinearScaledParams& params, const ExecContext& context) {
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kScaled));
-  if (params.weight.dtype == DType::kU8) {
-    return make_error(StatusCode::kUnsupported, kScaled,
-                      ": weight: expected row-major codes on cuda, got panels of the CPU");
-  }
+  DIFFULEX_RETURN_IF_ERROR(check_row_major(kScaled, params.weight));
   if (has_wgmma_product(params, context.device_index)) {
     return launch_wgmma_product(params, context);
   }
@@ -163,6 +167,7 @@ Status linear_scaled(const LinearScaledParams& params, const ExecContext& contex
 Status linear_w4a16(const LinearW4a16Params& params, const ExecContext& context) {
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kNibbles));
+  DIFFULEX_RETURN_IF_ERROR(check_row_major(kNibbles, params.weight));
   const NibbleArgs args = nibble_args(params);
   return dispatch_dtype(kNibbles, params.out.dtype, [&](auto out_tag) {
     using Out = typename decltype(out_tag)::type;

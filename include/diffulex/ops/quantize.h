@@ -16,8 +16,8 @@ namespace diffulex {
 inline constexpr int64_t kQuantGroup = 128;
 /// Rows and columns of one scale of a weight in blocks.
 inline constexpr int64_t kQuantBlock = 128;
-/// Columns per panel and depth per step of the int8 weights of the CPU.
-inline constexpr int64_t kInt8PanelColumns = 32;
+/// Columns per panel of the weights of the CPU, and depth per step of those of int8.
+inline constexpr int64_t kQuantPanelColumns = 32;
 inline constexpr int64_t kInt8PanelDepth = 4;
 /// The stored nibble of a symmetric 4-bit weight whose value is 0.
 inline constexpr int32_t kInt4Zero = 8;
@@ -60,16 +60,18 @@ struct QuantizeWeightParams {
 /// the codes of a block: out = sum over ascending b of x_scale[b] * weight_scale * P_b, + bias, the
 /// sums float32 by fused multiply-adds; with an activation act(gate) * up of those in float32,
 /// where W holds the rows of gate, then those of up. Every P_b of int8 is exact, so that all
-/// instruction sets, both forms of an int8 weight, and the CPU and CUDA give the same bits without
-/// activation. For e4m3 the products of a block are exact and their sums float32; on compute
-/// capability 9.0, for bfloat16 results of aligned rows, those of its tensor cores, and two halves
-/// of the blocks may be summed apart. With ExecContext::weights_settled the weight is read before
-/// the launches in front have ended: none of them may then write it.
+/// instruction sets, and the CPU and CUDA give the same bits without activation; so do both forms
+/// of a weight, and for e4m3 all instruction sets. For e4m3 the products of a block are exact and
+/// their sums float32; on compute capability 9.0, for bfloat16 results of aligned rows, those of
+/// its tensor cores, and two halves of the blocks may be summed apart. With
+/// ExecContext::weights_settled the weight is read before the launches in front have ended: none of
+/// them may then write it.
 struct LinearScaledParams {
   TensorRef x;        // [T, K] float8_e4m3fn or int8, any row stride
   TensorRef x_scale;  // [ceil(K / 128), at least T] float32, any row stride
-  TensorRef weight;   // [N, K] of the type of x; on the CPU, for int8: or panels [ceil(N / 32),
-                      // ceil(K / 4), 32, 4] uint8 of W + 128, padded with 128
+  TensorRef weight;   // [N, K] of the type of x; on the CPU: or panels, uint8 [ceil(N / 32), K,
+                      // 32, 1] of codes of e4m3, padded with 0, or [ceil(N / 32), ceil(K / 4), 32,
+                      // 4] of int8 W + 128, padded with 128
   TensorRef weight_scale;  // [N] float32; e4m3 alone: or [ceil(N / 128), ceil(K / 128)]
   TensorRef bias;          // absent or [N] float32; absent with an activation
   TensorRef out;           // [T, N], or [T, N / 2] with an activation, float, any row stride,
@@ -84,7 +86,8 @@ struct LinearScaledParams {
 /// scale), sums float32 over ascending depth. A zero is 8 without `zeros`.
 struct LinearW4a16Params {
   TensorRef x;        // [T, K] float, any row stride
-  TensorRef weight;   // [N, ceil(K / 2)] uint8, low nibble first
+  TensorRef weight;   // [N, ceil(K / 2)] uint8, low nibble first; on the CPU: or the same bytes in
+                      // panels [ceil(N / 32), ceil(K / 2), 32, 1]
   TensorRef scales;   // [K / group, N] bfloat16 or float32
   TensorRef zeros;    // absent or [K / group, N] uint8
   TensorRef bias;     // absent or [N] float32

@@ -64,11 +64,11 @@ from diffulex.ops.quantize import WeightScheme as WeightScheme
 from diffulex.ops.quantize import linear_scaled as linear_scaled
 from diffulex.ops.quantize import linear_w4a16 as linear_w4a16
 from diffulex.ops.quantize import new_quantized_rows as new_quantized_rows
-from diffulex.ops.quantize import pack_int8 as pack_int8
+from diffulex.ops.quantize import pack_panels as pack_panels
 from diffulex.ops.quantize import quantize_rows as quantize_rows
 from diffulex.ops.quantize import quantize_rows_into as quantize_rows_into
 from diffulex.ops.quantize import quantize_weight as quantize_weight
-from diffulex.ops.quantize import unpack_int8 as unpack_int8
+from diffulex.ops.quantize import unpack_panels as unpack_panels
 from diffulex.ops.quantize import weight_parts as weight_parts
 from diffulex.ops.rope import qk_norm_rope as qk_norm_rope
 from diffulex.ops.rope import qk_norm_rope_store as qk_norm_rope_store

@@ -111,25 +111,29 @@ def quantize_weight(
 
 
 @torch.no_grad()
-def pack_int8(codes: Tensor) -> Tensor:
-    """Panels [ceil(N / 32), ceil(K / 4), 32, 4] uint8 of int8 codes [N, K]: code + 128, padded with 128."""
-    rows, depth = codes.shape
-    num_panels, num_steps = _ceil(rows, PANEL_COLUMNS), _ceil(depth, _PANEL_DEPTH)
+def pack_panels(codes: Tensor) -> Tensor:
+    """Codes [N, C] in the form that products of the CPU take fastest.
+
+    Panels [ceil(N / 32), C, 32, 1] uint8 of e4m3 codes or pairs of nibbles, padded with 0; of int8
+    [ceil(N / 32), ceil(C / 4), 32, 4] of code + 128, padded with 128.
+    """
+    rows, width = codes.shape
+    step = _PANEL_DEPTH if codes.dtype == torch.int8 else 1
+    num_panels, num_steps = _ceil(rows, PANEL_COLUMNS), _ceil(width, step)
     padded = torch.zeros(
-        num_panels * PANEL_COLUMNS, num_steps * _PANEL_DEPTH, dtype=torch.int8, device=codes.device
+        num_panels * PANEL_COLUMNS, num_steps * step, dtype=torch.uint8, device=codes.device
     )
-    padded[:rows, :depth] = codes
-    panels = padded.view(num_panels, PANEL_COLUMNS, num_steps, _PANEL_DEPTH).transpose(1, 2)
+    padded[:rows, :width] = codes.view(torch.uint8)
+    panels = padded.view(num_panels, PANEL_COLUMNS, num_steps, step).transpose(1, 2).contiguous()
     # Flipping the highest bit of two's complement adds 128.
-    return panels.contiguous().view(torch.uint8).bitwise_xor_(0x80)
+    return panels.bitwise_xor_(0x80) if codes.dtype == torch.int8 else panels
 
 
 @torch.no_grad()
-def unpack_int8(panels: Tensor, rows: int, depth: int) -> Tensor:
-    """The int8 codes [N, K] that `pack_int8` was given."""
-    num_panels, num_steps = panels.shape[:2]
-    codes = panels.bitwise_xor(0x80).view(torch.int8).transpose(1, 2)
-    return codes.reshape(num_panels * PANEL_COLUMNS, num_steps * _PANEL_DEPTH)[:rows, :depth]
+def unpack_panels(panels: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """The codes [N, C] of `dtype` that `pack_panels` was given."""
+    codes = panels.transpose(1, 2).reshape(panels.shape[0] * PANEL_COLUMNS, -1)[:rows, :width]
+    return (codes.bitwise_xor(0x80) if dtype == torch.int8 else codes.contiguous()).view(dtype)
 
 
 @torch.no_grad()
@@ -145,7 +149,7 @@ def linear_scaled(
     """out [T, N] = x W^T + bias (float32 [N]) of rows and a weight of 8 bits.
 
     `weight` [N, K] is row-major, with a scale a row [N] or, of e4m3, a block [ceil(N / 128),
-    ceil(K / 128)]; or, on the CPU, what `pack_int8` makes of one, of which the result has the same bits.
+    ceil(K / 128)]; or, on the CPU, what `pack_panels` makes of one, of which the result has the same bits.
     With `act` and no bias out [T, N / 2] = act(gate) * up, where W holds the rows of gate, then those of up,
     in whole blocks.
     """
@@ -167,6 +171,7 @@ def linear_w4a16(
 ) -> Tensor:
     """out [T, N] = x W^T + bias (float32 [N]) of rows x [T, K] and nibbles [N, ceil(K / 2)], low first.
 
+    On the CPU, the nibbles may be what `pack_panels` makes of them.
     W = bf16((nibble - zero) * scale) with scales (bfloat16 or float32) and zeros (uint8; 8 without) of
     [K / group, N].
     """
@@ -214,10 +219,9 @@ def _linear_scaled(
     arguments.require("x", depth >= 1, "a last dimension >= 1", list(x.shape))
     num_blocks = _ceil(depth, QUANT_GROUP)
     _check_row_scales(arguments, "x_scale", x_scale, num_blocks, num_rows)
-    if x.dtype == torch.int8 and weight.dtype == torch.uint8:
+    if weight.dim() == 4:
         columns = out.shape[1] * (1 if act == -1 else 2) if out.dim() == 2 else 0
-        panels = _ceil(columns, PANEL_COLUMNS), _ceil(depth, _PANEL_DEPTH)
-        arguments.check("weight", UINT8, (*panels, PANEL_COLUMNS, _PANEL_DEPTH))
+        _check_panels(arguments, columns, depth, _PANEL_DEPTH if x.dtype == torch.int8 else 1)
     else:
         arguments.check("weight", (x.dtype,), (None, depth))
         columns = weight.shape[0]
@@ -241,13 +245,19 @@ def _linear_scaled(
 
 
 @fake("linear_w4a16")
-def _linear_w4a16(arguments: FakeArguments, x: Tensor, weight: Tensor, group: int) -> None:
+def _linear_w4a16(
+    arguments: FakeArguments, x: Tensor, weight: Tensor, out: Tensor, group: int
+) -> None:
     arguments.check("x", FLOATS, (None, None))
     num_rows, depth = x.shape
     arguments.require("x", depth >= 1, "a last dimension >= 1", list(x.shape))
     _check_group(arguments, group, depth)
-    arguments.check("weight", UINT8, (None, _ceil(depth, 2)))
-    columns = weight.shape[0]
+    columns = out.shape[1] if out.dim() == 2 else 0
+    if weight.dim() == 4:
+        _check_panels(arguments, columns, _ceil(depth, 2), 1)
+    else:
+        arguments.check("weight", UINT8, (None, _ceil(depth, 2)))
+        columns = weight.shape[0]
     arguments.check("scales", (torch.bfloat16, torch.float32), (depth // group, columns))
     arguments.check("zeros", UINT8, (depth // group, columns))
     arguments.check("out", FLOATS, (num_rows, columns))
@@ -267,6 +277,11 @@ def check_code_rows(
     is_whole = scale.dim() == 2 and scale.shape[0] == 1
     num_groups = 1 if is_whole else _ceil(depth, QUANT_GROUP)
     _check_row_scales(arguments, "scale", scale, num_groups, num_rows)
+
+
+def _check_panels(arguments: FakeArguments, columns: int, width: int, step: int) -> None:
+    shape = _ceil(columns, PANEL_COLUMNS), _ceil(width, step), PANEL_COLUMNS, step
+    arguments.check("weight", UINT8, shape)
 
 
 def _check_group(arguments: FakeArguments, group: int, depth: int) -> None:

@@ -70,8 +70,7 @@ class _Part:
     def write(self, first: int, values: torch.Tensor) -> None:
         """Quantises rows [n, K] that begin at `first`; of blocks, whole ones or up to the end."""
         last = first + values.size(0)
-        if self._is_packed:  # once more, after products
-            self.codes = ops.unpack_int8(self.codes, self._shape.rows, self.depth).contiguous()
+        self.codes = self.row_major()  # once more, after products
         ops.quantize_weight(
             values.to(self.codes.device),
             self.scheme,
@@ -83,6 +82,7 @@ class _Part:
     def write_codes(self, first: int, stored: Codes) -> None:
         """Takes codes of rows [n, K] that begin at `first`, as `write` has it."""
         last = first + stored.codes.size(0)
+        self.codes = self.row_major()
         self.codes[first:last] = stored.codes
         self._of_rows(self.scale, first, last).copy_(stored.scale)
         if self.zeros is not None and stored.zeros is not None:
@@ -114,9 +114,13 @@ class _Part:
         shape = self._shape
         return shape.has_exact_scale or shape.has_zeros or shape.has_order
 
-    @property
-    def _is_packed(self) -> bool:
-        return self.scheme == WeightScheme.INT8 and self.codes.dtype == torch.uint8
+    def row_major(self) -> torch.Tensor:
+        """The codes by row, whatever form they have."""
+        if self.codes.dim() == 2:
+            return self.codes
+        num_rows = self._shape.rows
+        shape, dtype = ops.weight_parts(num_rows, self.depth, self.scheme, self.group)[0]
+        return ops.unpack_panels(self.codes, num_rows, shape[1], dtype)
 
     @property
     def can_gate(self) -> bool:
@@ -128,8 +132,8 @@ class _Part:
 
     def pack(self) -> None:
         """Gives the codes the form of products."""
-        if self.codes.dtype == torch.int8 and self.codes.device.type == "cpu":
-            self.codes = ops.pack_int8(self.codes)
+        if self.codes.dim() == 2 and self.codes.device.type == "cpu":
+            self.codes = ops.pack_panels(self.codes)
         if self.zeros is not None and bool((self.zeros == ops.INT4_ZERO).all()):
             self.zeros = None
 

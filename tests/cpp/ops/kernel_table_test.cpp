@@ -4,8 +4,17 @@
 
 #include "ops/shared/cpu_isa/kernel_table.h"
 
-#include <gtest/gtest.h>
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <numeric>
 
+#include <gtest/gtest.h>
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+
+#include "ops/quant/codec.h"
 #include "ops/shared/half.h"
 #include "ops/test_tensor.h"
 
@@ -131,6 +140,120 @@ TEST_P(KernelTableTest, ExponentialWithinTwoUlp) {
   EXPECT_EQ(edges[1], 0.0F);
   EXPECT_EQ(edges[2], 0.0F);
   EXPECT_EQ(edges[3], 1.0F);
+}
+
+TEST_P(KernelTableTest, WidensEveryCode) {
+  // Every code at every place of a vector and of what follows the last one, NaN there or not.
+  for (int32_t first = 0; first < 256; ++first) {
+    for (const int32_t count : {1, 15, 47, 129}) {
+      std::vector<uint8_t> codes(static_cast<size_t>(count));
+      for (int32_t i = 0; i < count; ++i) {
+        codes[static_cast<size_t>(i)] = static_cast<uint8_t>(first + i);
+      }
+      std::vector<float> values(codes.size() + 1, -3.0F);
+      table().widen_e4m3(codes.data(), values.data(), count);
+      EXPECT_EQ(values.back(), -3.0F);
+      for (size_t i = 0; i < codes.size(); ++i) {
+        const float want = e4m3_to_float(codes[i]);
+        ASSERT_TRUE(std::isnan(want) ? std::isnan(values[i])
+                                     : float_bits(values[i]) == float_bits(want))
+            << int{codes[i]};
+      }
+    }
+  }
+}
+
+#ifdef __SSE__
+TEST_P(KernelTableTest, WidensEveryCodeWhereSubnormalsAreFlushed) {
+  const uint32_t before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040U);
+  std::array<uint8_t, 127> codes = {};
+  std::iota(codes.begin(), codes.end(), uint8_t{0});
+  std::array<float, 127> values = {};
+  table().widen_e4m3(codes.data(), values.data(), 127);
+  _mm_setcsr(before);
+  for (size_t i = 0; i < codes.size(); ++i) {
+    EXPECT_EQ(values[i], e4m3_to_float(codes[i])) << i;
+  }
+}
+#endif
+
+TEST_P(KernelTableTest, WidensNibblesToBfloat16) {
+  std::mt19937 random(2);
+  constexpr size_t kColumns = kLinearPanelColumns;
+  constexpr float kLarge = std::numeric_limits<float>::infinity();
+  const std::array<float, 8> odd = {
+      1e-40F, 3e38F, -2e-38F, kLarge, -kLarge, bits_float(0x7FC00000U), 0.0F, -1.0F};
+  for (int32_t trial = 0; trial < 400; ++trial) {
+    const auto first = static_cast<size_t>(trial % 5);
+    const size_t last = first + 1 + static_cast<size_t>(trial % 7);
+    std::vector<uint8_t> codes((last + 1) / 2 * kColumns);
+    std::vector<float> scale(kColumns);
+    std::vector<float> zero(kColumns, 8.0F);
+    std::vector<float> out((last - first) * kColumns);
+    for (auto& code : codes) {
+      code = static_cast<uint8_t>(random());
+    }
+    for (size_t c = 0; c < kColumns; ++c) {
+      // bfloat16, whose products have ties, or float32.
+      const auto bits = static_cast<uint32_t>(random());
+      scale[c] = bits_float((bits & (trial % 2 == 0 ? 0x83FF0000U : 0x83FFFFFFU)) | 0x3C000000U);
+      scale[c] = trial % 8 == 0 && c < odd.size() ? odd[c] : scale[c];
+      zero[c] = trial % 3 == 0 ? static_cast<float>(random() % 256) : zero[c];
+    }
+    table().widen_nibbles(cpu::NibbleArgs{codes.data(), scale.data(), zero.data(), out.data(),
+                                          static_cast<int32_t>(first), static_cast<int32_t>(last)});
+    for (size_t k = first; k < last; ++k) {
+      for (size_t c = 0; c < kColumns; ++c) {
+        const uint8_t byte = codes[k / 2 * kColumns + c];
+        const auto nibble = static_cast<float>(k % 2 == 0 ? byte & 15 : byte >> 4);
+        const float want = bf16_to_float(float_to_bf16((nibble - zero[c]) * scale[c]));
+        const float found = out[(k - first) * kColumns + c];
+        ASSERT_TRUE(std::isnan(want) ? std::isnan(found) : float_bits(found) == float_bits(want))
+            << found << ", expected " << want << ", scale " << scale[c];
+      }
+    }
+  }
+}
+
+TEST_P(KernelTableTest, PromotesByOneRounding) {
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  constexpr size_t kColumns = kLinearPanelColumns;
+  constexpr size_t kRows = 3;
+  std::array<float, kRows> row_scale = {};
+  std::array<float, kColumns> column_scale = {};
+  std::array<float, kColumns> bias = {};
+  std::array<float, kRows * kColumns> products = {};
+  std::array<float, kRows * kColumns> sums = {};
+  for (int32_t trial = 0; trial < 40; ++trial) {
+    const auto fill = [&](auto& values) {
+      std::generate(values.begin(), values.end(), [&] { return normal(random); });
+    };
+    fill(row_scale);
+    fill(column_scale);
+    fill(bias);
+    fill(products);
+    fill(sums);
+    cpu::PromoteArgs args;
+    args.products = products.data();
+    args.row_scale = row_scale.data();
+    args.column_scale = trial % 2 == 0 ? column_scale.data() : nullptr;
+    args.bias = bias.data();
+    args.sums = sums.data();
+    args.factor = trial % 3 == 0 ? 1.0F : normal(random);
+    args.rows = kRows;
+    args.accumulate = trial % 4 < 2;
+    auto want = sums;
+    for (size_t i = 0; i < want.size(); ++i) {
+      const size_t c = i % kColumns;
+      want[i] = std::fma(row_scale[i / kColumns] * args.factor, products[i],
+                         args.accumulate ? sums[i] : 0.0F);
+      want[i] = trial % 2 == 0 ? std::fma(want[i], column_scale[c], bias[c]) : want[i];
+    }
+    table().promote(args);
+    ASSERT_EQ(sums, want);
+  }
 }
 
 TEST_P(KernelTableTest, PackTransposes) {

@@ -56,12 +56,7 @@ def formats(model: Any) -> dict[str, Any]:
 def codes_of(weight: QuantizedWeight) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Codes by row, packed or not, and the scales of every part."""
     parts = weight._parts
-    codes = []
-    for part in parts:
-        rows = part.rows.stop - part.rows.start
-        is_packed = weight.scheme == WeightScheme.INT8 and part.codes.dtype == torch.uint8
-        by_row = ops.unpack_int8(part.codes, rows, weight.depth) if is_packed else part.codes
-        codes.append(by_row.contiguous().view(torch.uint8))
+    codes = [part.row_major().view(torch.uint8) for part in parts]
     return torch.cat(codes), [part.scale for part in parts]
 
 

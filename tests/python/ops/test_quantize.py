@@ -104,7 +104,7 @@ def exact_product(rows: ops.QuantizedRows, codes: torch.Tensor, scale: torch.Ten
     return result
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 1), (7, 64, 33), (40, 704, 96), (200, 260, 70)])
+@pytest.mark.parametrize("shape", [(1, 4, 1), (7, 64, 33), (40, 704, 96), (200, 261, 70)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_int8_product(shape: tuple[int, int, int], has_bias: bool) -> None:
     """Exact sums, one float32 rounding a block: the same bits by panels and by row-major codes."""
@@ -114,7 +114,7 @@ def test_int8_product(shape: tuple[int, int, int], has_bias: bool) -> None:
     codes[0] = -128  # occurs in stored weights
     bias = normal(columns) if has_bias else None
     out = torch.full((num_rows, columns), torch.nan)
-    ops.linear_scaled(x, ops.pack_int8(codes), scale, bias, out=out)
+    ops.linear_scaled(x, ops.pack_panels(codes), scale, bias, out=out)
     row_major = torch.full_like(out, torch.nan)
     ops.linear_scaled(x, codes, scale, bias, out=row_major)
     assert torch.equal(out, row_major)
@@ -122,12 +122,12 @@ def test_int8_product(shape: tuple[int, int, int], has_bias: bool) -> None:
     magnitude = np.abs(want) + np.abs(out.numpy()).max() / 8
     assert (np.abs(out.numpy() - want) <= 2.0**-22 * (2 + depth // 128) * magnitude).all()
     half = torch.empty(num_rows, columns, dtype=torch.bfloat16)
-    ops.linear_scaled(x, ops.pack_int8(codes), scale, bias, out=half)
+    ops.linear_scaled(x, ops.pack_panels(codes), scale, bias, out=half)
     assert torch.equal(half, out.bfloat16())
 
 
 @pytest.mark.parametrize("scheme", [WeightScheme.FP8, WeightScheme.FP8_BLOCK])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 64, 33), (33, 704, 300), (200, 192, 70)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 64, 33), (33, 704, 300), (200, 193, 70)])
 def test_fp8_product(scheme: WeightScheme, shape: tuple[int, int, int]) -> None:
     num_rows, depth, columns = shape
     x = ops.quantize_rows(normal(num_rows, depth), torch.float8_e4m3fn)
@@ -136,12 +136,41 @@ def test_fp8_product(scheme: WeightScheme, shape: tuple[int, int, int]) -> None:
     bias = normal(columns)
     out = torch.full((num_rows, columns), torch.nan)
     ops.linear_scaled(x, codes, scale, bias, out=out)
+    panels = torch.full_like(out, torch.nan)
+    ops.linear_scaled(x, ops.pack_panels(codes), scale, bias, out=panels)
+    assert torch.equal(panels, out)
     want = exact_product(x, codes, scale) + bias.numpy()
     terms = np.abs(reference.values_of(x.codes)).max() * np.abs(reference.values_of(codes)).max()
     row_scale = x.scale[:, :num_rows].max().item()  # what follows is padding, as it was allocated
     slack = 2.0**-24 * depth * terms * row_scale * np.ones(columns)
     slack *= (scale if scale.dim() == 1 else scale.amax(1).repeat_interleave(128)[:columns]).numpy()
     assert (np.abs(out.numpy() - want) <= slack + 2.0**-22 * np.abs(want)).all()
+
+
+@pytest.mark.parametrize("form", ["rows", "panels"])
+def test_codes_of_nan_reach_their_columns_alone(form: str) -> None:
+    """So do scales of int4 that are NaN, whatever their bits, and infinite ones."""
+    pack = ops.pack_panels if form == "panels" else torch.clone
+    x = ops.quantize_rows(normal(3, 300), torch.float8_e4m3fn)
+    codes, scale = ops.quantize_weight(normal(40, 300), WeightScheme.FP8)
+    want = ops.linear_scaled(x, pack(codes), scale, out=torch.empty(3, 40))
+    codes.view(torch.uint8)[[7, 39], [299, 3]] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8)
+    found = ops.linear_scaled(x, pack(codes), scale, out=torch.empty(3, 40))
+    is_nan = torch.zeros(40, dtype=torch.bool)
+    is_nan[[7, 39]] = True
+    assert found[:, is_nan].isnan().all()
+    assert torch.equal(found[:, ~is_nan], want[:, ~is_nan])
+
+    rows = normal(3, 64)
+    nibbles, scales = ops.quantize_weight(normal(40, 64), WeightScheme.INT4, group=32)
+    scales = scales.float()
+    want = ops.linear_w4a16(rows, pack(nibbles), scales, group=32, out=torch.empty(3, 40))
+    scales.view(torch.int32)[1, [7, 39]] = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32)
+    scales[0, 8] = torch.inf
+    found = ops.linear_w4a16(rows, pack(nibbles), scales, group=32, out=torch.empty(3, 40))
+    is_nan[8] = True
+    assert not found[:, is_nan].isfinite().any()
+    assert torch.equal(found[:, ~is_nan], want[:, ~is_nan])
 
 
 def test_small_products_beside_a_large_one_are_kept() -> None:
@@ -158,7 +187,9 @@ def test_small_products_beside_a_large_one_are_kept() -> None:
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])
-@pytest.mark.parametrize(("depth", "group"), [(64, 32), (512, 128), (48, 48), (33, 33)])
+@pytest.mark.parametrize(
+    ("depth", "group"), [(64, 32), (512, 128), (48, 48), (33, 33), (1029, 343), (90, 3)]
+)
 def test_int4_product(depth: int, group: int, has_zeros: bool) -> None:
     w, x = normal(70, depth), normal(20, depth, seed=4)
     packed, scales = ops.quantize_weight(w, WeightScheme.INT4, group=group)
@@ -174,11 +205,12 @@ def test_int4_product(depth: int, group: int, has_zeros: bool) -> None:
     want = x.double() @ values.double().T + bias.double()
     slack = 1e-7 * depth * float(x.abs().max() * values.float().abs().max())
     assert (out - want).abs().max() <= slack
-    float32 = torch.empty_like(out)
-    ops.linear_w4a16(
-        x, packed, scales.float(), zeros if has_zeros else None, bias, group=group, out=float32
-    )
-    assert torch.equal(float32, out)
+    panels = ops.pack_panels(packed)
+    for weight, stored in ((packed, scales.float()), (panels, scales), (panels, scales.float())):
+        other = torch.full_like(out, torch.nan)
+        shifts = zeros if has_zeros else None
+        ops.linear_w4a16(x, weight, stored, shifts, bias, group=group, out=other)
+        assert torch.equal(other, out)
 
 
 @CODES
@@ -186,7 +218,7 @@ def test_a_row_does_not_depend_on_the_batch_nor_on_threads(dtype: torch.dtype) -
     x = normal(230, 300)
     scheme = WeightScheme.INT8 if dtype == torch.int8 else WeightScheme.FP8
     codes, scale = ops.quantize_weight(normal(200, 300, seed=1), scheme)
-    weight = ops.pack_int8(codes) if dtype == torch.int8 else codes
+    weight = ops.pack_panels(codes)
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         out = torch.empty(rows.shape[0], 200)
@@ -203,14 +235,18 @@ def test_a_row_does_not_depend_on_the_batch_nor_on_threads(dtype: torch.dtype) -
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("rows", "depth"), [(1, 1), (32, 4), (33, 7), (100, 130)])
-def test_panels_hold_the_codes(rows: int, depth: int) -> None:
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (32, 4), (33, 7), (100, 130)])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_panels_hold_the_codes(rows: int, width: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows)
-    codes = torch.randint(-128, 128, (rows, depth), generator=generator).to(torch.int8)
-    panels = ops.pack_int8(codes)
-    assert panels.shape == (-(-rows // 32), -(-depth // 4), 32, 4)
-    assert torch.equal(ops.unpack_int8(panels, rows, depth), codes)
-    assert int((panels != 128).sum()) == int((codes != 0).sum())
+    codes = torch.randint(0, 256, (rows, width), generator=generator).to(torch.uint8).view(dtype)
+    panels = ops.pack_panels(codes)
+    step, padding = (4, 128) if dtype == torch.int8 else (1, 0)
+    assert panels.shape == (-(-rows // 32), -(-width // step), 32, step)
+    found = ops.unpack_panels(panels, rows, width, dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8))
+    assert int((panels != padding).sum()) == int((codes.view(torch.uint8) != 0).sum())
 
 
 @pytest.mark.parametrize("scheme", [WeightScheme.FP8, WeightScheme.FP8_BLOCK, WeightScheme.INT8])
@@ -220,7 +256,7 @@ def test_gated_product(scheme: WeightScheme, act: ops.Activation) -> None:
     is_int8 = scheme == WeightScheme.INT8
     x = ops.quantize_rows(normal(9, 200), torch.int8 if is_int8 else torch.float8_e4m3fn)
     codes, scale = ops.quantize_weight(normal(512, 200, seed=5), scheme)
-    weight = ops.pack_int8(codes) if is_int8 else codes
+    weight = ops.pack_panels(codes)
     both = ops.linear_scaled(x, weight, scale, out=torch.empty(9, 512))
     out = torch.full((9, 256), torch.nan)
     ops.linear_scaled(x, weight, scale, act=act, out=out)

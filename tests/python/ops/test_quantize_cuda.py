@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -283,13 +286,16 @@ def test_products_of_a_captured_graph(dtype: torch.dtype) -> None:
         assert torch.equal(found, want)
 
 
-def test_panels_of_the_cpu_are_an_error() -> None:
-    x = ops.quantize_rows(normal(2, 64).cuda(), torch.int8)
-    codes, scale = ops.quantize_weight(normal(32, 64), WeightScheme.INT8)
+@pytest.mark.parametrize("scheme", list(WeightScheme))
+def test_panels_of_the_cpu_are_an_error(scheme: WeightScheme) -> None:
+    x, out = normal(2, 64).cuda(), torch.empty(2, 32, device="cuda")
+    codes, scale = ops.quantize_weight(normal(32, 64), scheme)
+    panels, scale = ops.pack_panels(codes).cuda(), scale.cuda()
+    product: Any = partial(ops.linear_w4a16, x, group=64)
+    if scheme != WeightScheme.INT4:
+        product = partial(ops.linear_scaled, ops.quantize_rows(x, codes.dtype))
     with pytest.raises(RuntimeError, match="weight: expected row-major codes on cuda, got panels"):
-        ops.linear_scaled(
-            x, ops.pack_int8(codes).cuda(), scale.cuda(), out=torch.empty(2, 32, device="cuda")
-        )
+        product(panels, scale, out=out)
 
 
 @pytest.mark.parametrize("scheme", [WeightScheme.FP8, WeightScheme.FP8_BLOCK, WeightScheme.INT8])

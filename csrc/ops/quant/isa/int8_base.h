@@ -21,14 +21,6 @@ struct Int8Factor {
 constexpr int32_t kInt8Parts = 1;
 constexpr int32_t kInt8TileRows = 4;
 
-/// Rounded once: no instruction of the baseline does that.
-DIFFULEX_ISA_INLINE VecF fused_multiply_add(VecF a, VecF b, VecF c) {
-  for (int32_t lane = 0; lane < kWidth; ++lane) {
-    c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
-  }
-  return c;
-}
-
 DIFFULEX_ISA_INLINE Int8Columns load_int8(const uint8_t* panel) {
   Int8Columns columns;
   for (int32_t k = 0; k < 4; ++k) {

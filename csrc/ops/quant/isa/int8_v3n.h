@@ -15,10 +15,6 @@ using Int8Factor = __m256i;
 constexpr int32_t kInt8Parts = 1;
 constexpr int32_t kInt8TileRows = 6;
 
-DIFFULEX_ISA_INLINE VecF fused_multiply_add(VecF a, VecF b, VecF c) {
-  return multiply_add(a, b, c);
-}
-
 DIFFULEX_ISA_INLINE Int8Columns load_int8(const uint8_t* panel) {
   Int8Columns bytes;
   __builtin_memcpy(&bytes, panel, sizeof(bytes));

@@ -16,10 +16,6 @@ using Int8Factor = __m512i;
 constexpr int32_t kInt8Parts = 2;
 constexpr int32_t kInt8TileRows = 12;
 
-DIFFULEX_ISA_INLINE VecF fused_multiply_add(VecF a, VecF b, VecF c) {
-  return multiply_add(a, b, c);
-}
-
 DIFFULEX_ISA_INLINE Int8Columns load_int8(const uint8_t* panel) {
   __m256i bytes;
   __builtin_memcpy(&bytes, panel, sizeof(bytes));

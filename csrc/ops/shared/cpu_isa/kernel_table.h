@@ -108,6 +108,28 @@ struct LinearTileArgs {
   bool accumulate = false;  // start from `out` instead of 0
 };
 
+/// Rows [first, last) of the depth of one panel of nibbles, which share scales and zeros.
+struct NibbleArgs {
+  const uint8_t* codes = nullptr;  // [ceil(last / 2), kLinearPanelColumns], low nibble first
+  const float* scale = nullptr;    // [kLinearPanelColumns], a NaN without payload
+  const float* zero = nullptr;     // [kLinearPanelColumns] integers up to 255
+  float* out = nullptr;            // [last - first, kLinearPanelColumns]
+  int32_t first = 0;
+  int32_t last = 0;
+};
+
+/// sums (+)= (row_scale * factor) products, for rows of kLinearPanelColumns.
+struct PromoteArgs {
+  const float* products = nullptr;
+  const float* row_scale = nullptr;
+  const float* column_scale = nullptr;  // given with `bias`: sums = sums * scale + bias
+  const float* bias = nullptr;
+  float* sums = nullptr;
+  float factor = 1.0F;
+  int32_t rows = 0;
+  bool accumulate = false;  // start from `sums` instead of 0
+};
+
 /// out[r][c] = sum over k of x[r][k] weight[c][k], in float32.
 struct DotRowsArgs {
   const float* const* x = nullptr;  // [rows] rows of `depth` floats
@@ -182,6 +204,12 @@ struct KernelTable {
   void (*exp_shifted)(float* values, float factor, float shift, int64_t n);
   /// First index in [from, n) with values[index] >= threshold, or n.
   int64_t (*find_at_least)(const float* values, int64_t from, int64_t n, float threshold);
+  /// Values of n codes of float8_e4m3fn.
+  void (*widen_e4m3)(const uint8_t* codes, float* out, int64_t n);
+  /// bfloat16((nibble - zero) * scale).
+  void (*widen_nibbles)(const NibbleArgs& args);
+  /// One rounding for each multiply-add.
+  void (*promote)(const PromoteArgs& args);
 };
 
 /// The best table this machine can run; chosen once, thread-safe.

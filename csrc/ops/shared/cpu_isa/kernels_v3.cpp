@@ -5,6 +5,7 @@
 #include "ops/shared/cpu_isa/vector_math.h"
 #include "ops/shared/cpu_isa/matmul_kernels.h"
 #include "ops/shared/cpu_isa/linear_kernels.h"
+#include "ops/shared/cpu_isa/code_kernels.h"
 #include "ops/shared/cpu_isa/moe_kernels.h"
 #include "ops/shared/cpu_isa/row_kernels.h"
 #include "ops/shared/cpu_isa/stats_kernels.h"

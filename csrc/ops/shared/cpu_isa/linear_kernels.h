@@ -2,7 +2,7 @@
 #pragma once
 
 // One tile of linear_packed: up to kLinearTileRows rows times one depth block of one panel, in
-// register tiles of that many rows by two vectors of columns.
+// register tiles of that many rows by two or four vectors of columns.
 
 #include "ops/shared/cpu_isa/kernel_table.h"
 
@@ -22,14 +22,13 @@ DIFFULEX_ISA_INLINE VecF load_columns(const uint16_t* values) {
   return (VecF)(__builtin_convertvector(halves, VecU) << 16);
 }
 
-/// `panel` and `out` start at the first of the 2 kWidth columns.
-template <int32_t kRows, typename T>
+/// `panel` and `out` start at the first of the kVectors kWidth columns.
+template <int32_t kRows, int32_t kVectors, typename T>
 DIFFULEX_ISA_INLINE void linear_columns(const LinearTileArgs& args, const T* panel, float* out) {
-  constexpr int32_t kVectors = 2;
   VecF sums[kRows][kVectors];
 #pragma GCC unroll 16
   for (int32_t row = 0; row < kRows; ++row) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int32_t v = 0; v < kVectors; ++v) {
       sums[row][v] =
           args.accumulate ? load_floats(out + row * args.out_stride + v * kWidth) : VecF{};
@@ -38,19 +37,19 @@ DIFFULEX_ISA_INLINE void linear_columns(const LinearTileArgs& args, const T* pan
   const float* x = args.x;
   for (int32_t k = 0; k < args.depth; ++k) {
     VecF columns[kVectors];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int32_t v = 0; v < kVectors; ++v) {
       columns[v] = load_columns(panel + v * kWidth);
     }
     // May point past the panel, and past the matrix: a prefetch never faults.
     __builtin_prefetch(panel + kPrefetchRows * kLinearPanelColumns);
     if constexpr (kVectors * kWidth * sizeof(T) > 64) {
-      __builtin_prefetch(panel + kPrefetchRows * kLinearPanelColumns + kWidth);
+      __builtin_prefetch(panel + kPrefetchRows * kLinearPanelColumns + kVectors * kWidth / 2);
     }
 #pragma GCC unroll 16
     for (int32_t row = 0; row < kRows; ++row) {
       const VecF factor = broadcast(x + row * kLinearRowStride);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int32_t v = 0; v < kVectors; ++v) {
         sums[row][v] = multiply_add(factor, columns[v], sums[row][v]);
       }
@@ -60,7 +59,7 @@ DIFFULEX_ISA_INLINE void linear_columns(const LinearTileArgs& args, const T* pan
   }
 #pragma GCC unroll 16
   for (int32_t row = 0; row < kRows; ++row) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int32_t v = 0; v < kVectors; ++v) {
       store_floats(out + row * args.out_stride + v * kWidth, sums[row][v]);
     }
@@ -70,8 +69,10 @@ DIFFULEX_ISA_INLINE void linear_columns(const LinearTileArgs& args, const T* pan
 template <int32_t kRows, typename T>
 void linear_rows(const LinearTileArgs& args) {
   const T* panel = static_cast<const T*>(args.panel);
-  for (int32_t column = 0; column < kLinearPanelColumns; column += 2 * kWidth) {
-    linear_columns<kRows>(args, panel + column, args.out + column);
+  // A sum waits for the one before it: few rows need more of them side by side.
+  constexpr int32_t kVectors = kRows <= 2 && 4 * kWidth <= kLinearPanelColumns ? 4 : 2;
+  for (int32_t column = 0; column < kLinearPanelColumns; column += kVectors * kWidth) {
+    linear_columns<kRows, kVectors>(args, panel + column, args.out + column);
   }
 }
 

@@ -28,6 +28,18 @@ DIFFULEX_ISA_INLINE VecF multiply_add(VecF a, VecF b, VecF c) {
   return a * b + c;
 }
 
+/// a * b + c, rounded once: no instruction of the baseline does that.
+DIFFULEX_ISA_INLINE VecF fused_multiply_add(VecF a, VecF b, VecF c) {
+  for (int32_t lane = 0; lane < kWidth; ++lane) {
+    c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+  }
+  return c;
+}
+
+DIFFULEX_ISA_INLINE VecU load_bytes(const uint8_t* bytes) {
+  return VecU{bytes[0], bytes[1], bytes[2], bytes[3]};
+}
+
 /// binary16 -> float. Scaling by 2^112 moves the exponent bias and normalises subnormals exactly.
 DIFFULEX_ISA_INLINE VecF f16_to_floats(VecH halves) {
   const VecU bits = __builtin_convertvector(halves, VecU);

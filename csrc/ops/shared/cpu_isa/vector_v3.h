@@ -30,6 +30,18 @@ DIFFULEX_ISA_INLINE VecF multiply_add(VecF a, VecF b, VecF c) {
   return (VecF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
 
+DIFFULEX_ISA_INLINE VecF fused_multiply_add(VecF a, VecF b, VecF c) {
+  return multiply_add(a, b, c);
+}
+
+DIFFULEX_ISA_INLINE VecU load_bytes(const uint8_t* bytes) {
+  return (VecU)_mm256_cvtepu8_epi32(_mm_loadu_si64(bytes));
+}
+
+DIFFULEX_ISA_INLINE VecH load_signed_bytes(const uint8_t* bytes) {
+  return (VecH)_mm_cvtepi8_epi16(_mm_loadu_si64(bytes));
+}
+
 DIFFULEX_ISA_INLINE VecF f16_to_floats(VecH halves) {
   return (VecF)_mm256_cvtph_ps((__m128i)halves);
 }

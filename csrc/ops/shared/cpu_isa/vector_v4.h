@@ -30,8 +30,20 @@ DIFFULEX_ISA_INLINE VecF multiply_add(VecF a, VecF b, VecF c) {
   return (VecF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
 
+DIFFULEX_ISA_INLINE VecF fused_multiply_add(VecF a, VecF b, VecF c) {
+  return multiply_add(a, b, c);
+}
+
 // The unmasked intrinsics read an undefined register in GCC's header, which -Wall reports.
 constexpr __mmask16 kAllLanes = 0xFFFF;
+
+DIFFULEX_ISA_INLINE VecU load_bytes(const uint8_t* bytes) {
+  return (VecU)_mm512_maskz_cvtepu8_epi32(kAllLanes, _mm_loadu_si128((const __m128i*)bytes));
+}
+
+DIFFULEX_ISA_INLINE VecH load_signed_bytes(const uint8_t* bytes) {
+  return (VecH)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)bytes));
+}
 
 DIFFULEX_ISA_INLINE VecF f16_to_floats(VecH halves) {
   return (VecF)_mm512_maskz_cvtph_ps(kAllLanes, (__m256i)halves);
