@@ -8,6 +8,12 @@ mask; weights, threads, acceptance rule and prompts are the same, and the tokens
 `valid_rows` is the share of the rows of a full buffer that a decode step runs on average.
 `speedup` compares whole generations; `decode_speedup` leaves out the engine's prefill step, for which
 the reference has no counterpart: its every forward is a denoising step.
+
+    python benchmarks/python/bench_cpu_decode.py --quantization none,int8,fp8,int4
+
+also runs engines whose weights have low precision, and gives what they take beside the first row of their
+model; they have no reference, as their activations are rounded too. `of_first` compares times of decode
+forwards, since other weights accept other tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +25,9 @@ import json
 import platform
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,12 +216,15 @@ class ReferenceDecoder:
 def compare(
     name: str,
     engine: Diffulex,
-    model: DecoderForDiffusionLM,
+    model: DecoderForDiffusionLM | None,
     prompts: list[list[int]],
     max_tokens: int,
 ) -> dict[str, Any]:
-    """Times both on the same prompts, one at a time; unequal tokens are an error."""
+    """Times both on the same prompts, one at a time; unequal tokens are an error. Without a model there
+    is no reference."""
     config = engine.config
+    vocab_limit = config.model.tokenizer_vocab_size
+    assert vocab_limit is not None
     decoding = Decoding(
         block_size=config.decoding.block_size,
         buffer_size=config.decoding.buffer_size,
@@ -223,14 +233,15 @@ def compare(
         accept_threshold=config.decoding.accept_threshold,
         mask_token_id=config.model.mask_token_id,
         stop_token_ids=frozenset(config.model.eos),
-        vocab_limit=config.model.tokenizer_vocab_size or model.spec.vocab_size,
+        vocab_limit=vocab_limit,
         max_tokens=max_tokens,
     )
-    reference = reference_model(model)
+    reference = None if model is None else reference_model(model)
     params = SamplingParams(max_tokens=max_tokens)
     # The first call of each pays for lazy initialisation.
     engine.generate([prompts[0]], params, summary=False, progress_log_interval=0)
-    ReferenceDecoder(reference, prompts[0], decoding).decode()
+    if reference is not None:
+        ReferenceDecoder(reference, prompts[0], replace(decoding, max_tokens=1)).decode()
     num_steps, num_rows = -engine.stats().num_decode_steps, -engine.stats().num_rows
     engine_s = decode_s = reference_s = 0.0
     num_tokens = engine_nfe = reference_nfe = 0
@@ -240,60 +251,76 @@ def compare(
         middle = time.perf_counter()
         (output,) = outputs
         num_rows -= outputs.stats.prefill_tokens
+        engine_s += middle - start
+        decode_s += output.metrics.decode_s
+        num_tokens += len(output.token_ids)
+        engine_nfe += output.metrics.nfe
+        if reference is None:
+            continue
         decoder = ReferenceDecoder(reference, prompt, decoding)
         expected = decoder.decode()
         reference_s += time.perf_counter() - middle
-        engine_s += middle - start
-        decode_s += output.metrics.decode_s
         if list(output.token_ids) != expected:
             raise RuntimeError(
                 f"{name}: prompt {index}: expected the tokens of the reference {expected}, "
                 f"got {list(output.token_ids)}"
             )
-        num_tokens += len(expected)
-        engine_nfe += output.metrics.nfe
         reference_nfe += decoder.num_forwards
     num_steps += engine.stats().num_decode_steps
     num_rows += engine.stats().num_rows
-    return {
+    found = {
         "model": name,
+        "quantization": config.model.quantization,
         "prompts": len(prompts),
         "tokens": num_tokens,
         "block_size": decoding.block_size,
         "buffer_size": decoding.buffer_size,
         "accept_threshold": decoding.accept_threshold,
         "valid_rows": round(num_rows / num_steps / decoding.buffer_size / decoding.block_size, 4),
+        "weight_bytes": engine.memory_report().weights,
         "engine_nfe": engine_nfe,
-        "reference_nfe": reference_nfe,
         "engine_ms_per_token": round(1e3 * engine_s / num_tokens, 4),
-        "reference_ms_per_token": round(1e3 * reference_s / num_tokens, 4),
         "engine_decode_ms_per_token": round(1e3 * decode_s / num_tokens, 4),
+        "decode_ms_per_forward": round(1e3 * decode_s / num_steps, 4),
+    }
+    if reference is None:
+        return found
+    return found | {
+        "reference_nfe": reference_nfe,
+        "reference_ms_per_token": round(1e3 * reference_s / num_tokens, 4),
         "speedup": round(reference_s / engine_s, 3),
         "decode_speedup": round(reference_s / decode_s, 3),
     }
 
 
-def run_demo(options: argparse.Namespace, buffer_size: int) -> dict[str, Any]:
+def run_demo(options: argparse.Namespace, buffer_size: int, scheme: str) -> dict[str, Any]:
     problems = load_problems(demo_dir() / "heldout.jsonl")[: options.prompts]
     settings = {
         "device": "cpu",
         "dtype": "float32",
         "buffer_size": buffer_size,
         "enable_prefix_caching": False,
+        "quantization": scheme,
     }
     facts = read_model_facts("demo", settings)
-    model = load_model(facts.model_name, facts.spec, facts.model_dir, torch.float32, "cpu")
-    config = Config.resolve("demo", facts, settings)
     prompts = [
         facts.tokenizer.apply_chat_template([{"role": "user", "content": problem.question}])
         for problem in problems
     ]
+    max_tokens = options.max_tokens or 512
+    if scheme != "none":
+        with Diffulex("demo", **settings) as engine:
+            return compare("demo", engine, None, prompts, max_tokens)
+    model = load_model(facts.model_name, facts.spec, facts.model_dir, torch.float32, "cpu")
+    config = Config.resolve("demo", facts, settings)
     with Diffulex.from_components(config, model, facts.tokenizer) as engine:
-        return compare("demo", engine, model, prompts, options.max_tokens or 512)
+        return compare("demo", engine, model, prompts, max_tokens)
 
 
-def run_random(options: argparse.Namespace, shape: str, buffer_size: int) -> dict[str, Any]:
-    model = build_model(SHAPES[shape], torch.float32, "cpu")
+def run_random(
+    options: argparse.Namespace, shape: str, buffer_size: int, scheme: str
+) -> dict[str, Any]:
+    model = build_model(SHAPES[shape], torch.float32, "cpu", quantization=scheme)
     max_tokens = options.max_tokens or 32
     prompts = random_prompts(model.spec, options.random_prompts, options.prompt_len)
     with build_engine(
@@ -305,8 +332,9 @@ def run_random(options: argparse.Namespace, shape: str, buffer_size: int) -> dic
         max_num_reqs=1,
         max_model_len=options.prompt_len + max_tokens + 2 * buffer_size * options.block_size,
         enable_prefix_caching=False,
+        quantization=scheme,
     ) as engine:
-        return compare(shape, engine, model, prompts, max_tokens)
+        return compare(shape, engine, model if scheme == "none" else None, prompts, max_tokens)
 
 
 def integers(text: str) -> list[int]:
@@ -319,6 +347,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--model", action="append", choices=["demo", *SDAR_SHAPES], help="[demo, sdar-0.6b]"
     )
     parser.add_argument("--buffer-size", type=integers, default=[1, 4], help="blocks, 1,4")
+    parser.add_argument(
+        "--quantization", type=lambda text: text.split(","), default=["none"], help="none"
+    )
     parser.add_argument("--threads", type=int, help="threads of both [torch's choice]")
     parser.add_argument("--prompts", type=int, default=20, help="held-out problems [20]")
     parser.add_argument("--random-prompts", type=int, default=1, help="random prompts [1]")
@@ -337,18 +368,15 @@ def main(argv: list[str] | None = None) -> int:
     for name, buffer_size in itertools.product(
         options.model or ["demo", "sdar-0.6b"], options.buffer_size
     ):
-        if name == "demo":
-            result = run_demo(options, buffer_size)
-        else:
-            result = run_random(options, name, buffer_size)
-        results.append(result)
-        print(
-            f"{name}, buffer {buffer_size}: engine {result['engine_ms_per_token']} ms per token, without a cache "
-            f"{result['reference_ms_per_token']} ms per token, {result['speedup']} times faster "
-            f"({result['decode_speedup']} without the prefill)",
-            file=sys.stderr,
-            flush=True,
-        )
+        first: dict[str, Any] = {}
+        for scheme in options.quantization:
+            run = run_demo if name == "demo" else partial(run_random, shape=name)
+            result = run(options, buffer_size=buffer_size, scheme=scheme)
+            first = first or result
+            for key in ("weight_bytes", "decode_ms_per_forward"):
+                result[f"{key}_of_first"] = round(result[key] / first[key], 3)
+            results.append(result)
+            print(json.dumps(result), file=sys.stderr, flush=True)
     content = {
         "benchmark": "cpu_decode",
         "machine": platform.machine(),

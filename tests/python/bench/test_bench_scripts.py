@@ -127,13 +127,16 @@ def test_cpu_decode(tmp_path):
         "bench_cpu_decode.py",
         *("--model", "tiny", "--prompt-len", 18, "--block-size", 4, "--max-tokens", 11),
         *("--random-prompts", 3, "--threads", 1, "--buffer-size", "1,3", "--output", output),
+        *("--quantization", "none,fp8"),
     )
     content = json.loads(output.read_text())
     assert json.loads(text) == content
-    assert [result["buffer_size"] for result in content["results"]] == [1, 3]
+    found = [(result["buffer_size"], result["quantization"]) for result in content["results"]]
+    assert found == [(1, "none"), (1, "fp8"), (3, "none"), (3, "fp8")]
     for result in content["results"]:
         assert result["tokens"] == 3 * 11
-        assert result["speedup"] > 0
+        assert ("speedup" in result) == (result["quantization"] == "none")
+        assert (result["weight_bytes_of_first"] == 1) == (result["quantization"] == "none")
     assert content["threads"] == 1
 
 
