@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What weights in low precision cost: the curves of a zoo under every scheme, problem by problem.
+"""What weights and caches in low precision cost: the curves of a zoo under every scheme, problem by problem.
 
     python -m diffulex.bench.zoo_schemes examples/zoo --output schemes.md
 
 Every curve runs at its default settings with the weights as stored and with each scheme, on the same
-problems. A row tells how many answers were lost and gained, and the standard error of the difference.
+problems; `kv` is a cache of 8 bits, alone or with a scheme. A row tells how many answers were lost and gained, and the standard error of the difference.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ CURVES = (
     *("fast_dllm_v2", "edit (LLaDA2)", "dmax, 2 blocks", "diffusion_gemma"),
 )
 #: Points that a scheme may lose: on the mean of the curves, and on one of them.
-LIMITS = dict.fromkeys(SCHEMES, (0.5, 1.5)) | {"int4": (1.5, 2.5)}
+LIMITS = dict.fromkeys(SCHEMES, (0.5, 1.5)) | {
+    "int4": (1.5, 2.5),
+    "kv": (0.5, 0.7),
+    "fp8+kv": (1.5, 1.5),
+}
 #: Percent that the tokens per forward may change, and on the curve of `edit`.
 MAX_TPF_CHANGE, MAX_EDIT_TPF_CHANGE = 3.0, 4.0
 _HEADER = ["curve", "scheme", "accuracy", "lost", "gained", "points", "TPF", "change", "accepted"]
@@ -128,7 +132,11 @@ def table(rows: Sequence[Comparison]) -> list[str]:
 def _run(
     curve: Curve, scheme: str, problems: Sequence[Any], settings: Mapping[str, Any]
 ) -> RunReport:
-    kwargs = {"model": curve.model, **settings, **curve.engine, "quantization": scheme}
+    kwargs = {"model": curve.model, **settings, **curve.engine}
+    parts = scheme.split("+")
+    if parts[-1] == "kv":
+        kwargs["kv_cache_dtype"] = "fp8_e4m3"
+    kwargs["quantization"] = "none" if parts[0] == "kv" else parts[0]
     with diffulex.Diffulex(**kwargs) as engine:
         return run_problems(engine, problems, SamplingParams(**curve.sampling))
 
@@ -137,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; 2 where its settings cannot be used."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("zoo", type=Path, help="a directory with zoo.json")
-    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--schemes", nargs="+", default=list(LIMITS), choices=LIMITS)
     parser.add_argument("--limit", type=positive_integer, help="only the first problems")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=positive_integer, default=32, help="requests at once")

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import diffulex
+from diffulex import Diffulex
 from diffulex.bench.evaluate import RunReport, Score
 from diffulex.bench.zoo import read_zoo
 from diffulex.bench.zoo_schemes import (
@@ -46,6 +49,10 @@ def test_a_row_pairs_the_answers_of_two_runs() -> None:
         ("one", "int8", 2, 3000, False),
         ("one", "int4", 2, 3000, True),
         ("one", "int4", 3, 3000, False),
+        ("one", "kv", 0, 3000, True),
+        ("one", "kv", 1, 3000, False),
+        ("one", "fp8+kv", 1, 3000, True),
+        ("one", "fp8+kv", 2, 3000, False),
         ("one", "fp8", 0, 3089, True),
         ("one", "fp8", 0, 3100, False),
         ("one", "fp8", 0, 2900, False),
@@ -74,7 +81,9 @@ def test_the_curves_are_seven_of_the_zoo() -> None:
     assert sum(name.startswith(CURVES) for name in names) == len(CURVES) == 7
 
 
-def test_the_command_runs_every_scheme(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_runs_every_scheme(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = (demo_dir() / "heldout.jsonl").read_text(encoding="utf-8").splitlines()[:3]
     (tmp_path / "problems.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     curves = [
@@ -83,10 +92,20 @@ def test_the_command_runs_every_scheme(tmp_path, capsys: pytest.CaptureFixture[s
     ]
     (tmp_path / "zoo.json").write_text(json.dumps({"data": "problems.jsonl", "curves": curves}))
     output = tmp_path / "table.md"
-    assert main([str(tmp_path), "--schemes", "int8", "--output", str(output)]) == 0
-    assert capsys.readouterr().out.count("\n") == 1
+    seen = []
+
+    def engine(**settings: Any) -> diffulex.Diffulex:
+        made = Diffulex(**settings)
+        seen.append((made.config.model.quantization, made.config.cache.kv_cache_dtype))
+        return made
+
+    monkeypatch.setattr(diffulex, "Diffulex", engine)
+    schemes = ("int8", "kv", "fp8+kv")
+    assert main([str(tmp_path), "--schemes", *schemes, "--output", str(output)]) == 0
+    assert seen == [("none", "auto"), ("int8", "auto"), ("none", "fp8_e4m3"), ("fp8", "fp8_e4m3")]
+    assert capsys.readouterr().out.count("\n") == 3
     text = output.read_text(encoding="utf-8")
-    assert "| multi_bd, 1 block | int8 |" in text
+    assert all(f"| multi_bd, 1 block | {scheme} |" in text for scheme in schemes)
     assert "not in the table" not in text
 
 
@@ -104,8 +123,10 @@ def test_a_zoo_without_these_curves_is_an_error(
 def test_the_document_has_the_limits() -> None:
     text = " ".join((ROOT / "docs/quantization.md").read_text(encoding="utf-8").split())
     (mean, curve), (mean4, curve4) = LIMITS["int8"], LIMITS["int4"]
+    assert LIMITS["kv"][0] == mean
+    assert LIMITS["fp8+kv"] == (curve, curve)
     assert (
         f"loses at most {mean:g} points (`int4`: {mean4:g}), no curve more than {curve:g}"
-        f" (`int4`: {curve4:g}), and the tokens per forward stay within {MAX_TPF_CHANGE:g} %"
+        f" (`int4`: {curve4:g}, a cache of 8 bits alone: {LIMITS['kv'][1]:g}), and the tokens per forward stay within {MAX_TPF_CHANGE:g} %"
         f" ({MAX_EDIT_TPF_CHANGE:g} % on the curve of `edit`)"
     ) in text
