@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -32,12 +31,12 @@ from fixtures.quantized import (
     Checked,
     Format,
     compressed,
+    error_of,
     read_tensors,
     rows_by_product,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 #: All projections have columns of whole groups, and blocks that end inside of 128 rows.
@@ -447,89 +446,3 @@ def test_codes_without_a_word_about_them_are_never_values(tmp_path) -> None:
     assert info.stored is None
     with pytest.raises(CheckpointError, match=r"expected|got"):
         load_model(name, spec, tmp_path, FP32, "cpu")
-
-
-def error_of(work: Callable[..., object], *arguments: object) -> str:
-    """What a CheckpointError says; nothing where there is none."""
-    try:
-        work(*arguments)
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-def _mutated(rng: np.random.Generator, tensors: dict[str, torch.Tensor], path: Path) -> str:
-    """One damage that no reader may take for a checkpoint; says which."""
-    coded = [
-        name
-        for name in tensors
-        if name.rpartition(".")[2]
-        in ("weight_scale", "weight_scale_inv", "scales", "qzeros", "qweight", "weight_packed")
-        or tensors[name].dtype in (torch.float8_e4m3fn, torch.int8)
-    ]
-    name = coded[rng.integers(len(coded))]
-    kind = rng.choice(["missing", "dtype", "shape", "cut", "extra", "nan"])
-    tensor = tensors[name]
-    if kind == "missing":
-        del tensors[name]
-    elif kind == "dtype":
-        others = [torch.uint8, torch.int16, torch.float64, torch.bool]
-        tensors[name] = tensor.float().to(others[rng.integers(len(others))])
-    elif kind == "shape":
-        flat = tensor.flatten()
-        tensors[name] = torch.cat([flat, flat[:1]]).reshape(-1, 1, 1)
-    elif kind == "extra":
-        tensors[f"{name}.more"] = torch.zeros(3)
-    elif kind == "nan" and tensor.is_floating_point():
-        if tensor.dtype == torch.float8_e4m3fn:
-            tensor.view(torch.uint8).flatten()[0] = 0x7F
-        else:
-            tensor.flatten()[0] = float("nan")
-    else:
-        kind = "cut"
-    save_file(tensors, path)
-    if kind == "cut":
-        content = path.read_bytes()
-        path.write_bytes(content[: rng.integers(1, len(content))])
-    return f"{kind} {name}"
-
-
-def test_two_hundred_damaged_checkpoints(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each gives one line and a CheckpointError, whichever way it is read."""
-    rng = np.random.default_rng(20)
-    names = list(FORMATS)
-    config = {**CONFIG, "num_hidden_layers": 1}
-    for name in names:
-        write(tmp_path / name, FORMATS[name], config)
-    originals = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in names}
-    for number in range(200):
-        directory = tmp_path / names[number % len(names)]
-        path = directory / "model.safetensors"
-        path.write_bytes(originals[directory.name])
-        damage = _mutated(rng, read_tensors(directory), path)
-        message = error_of(load, directory, bool(number % 3))
-        assert message, f"{directory.name}: {damage}: nothing was found"
-        assert "\n" not in message, damage
-
-
-def _damaged_json(rng: np.random.Generator, value: Any) -> Any:
-    """The configuration with one value of another kind."""
-    strange = [None, -1, 3.5, "?", [], {}, [1], {"a": 1}, True, [[128]], "re:["]
-    if isinstance(value, dict) and value:
-        key = list(value)[rng.integers(len(value))]
-        return {**value, key: _damaged_json(rng, value[key])}
-    return strange[rng.integers(len(strange))]
-
-
-def test_damaged_configurations(tmp_path) -> None:
-    """A description with a value of another kind is read or refused in one line."""
-    rng = np.random.default_rng(21)
-    refused = 0
-    for number in range(400):
-        stored = list(FORMATS.values())[number % len(FORMATS)]
-        config = {stored.key or "quantization_config": _damaged_json(rng, stored.config)}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        message = error_of(read_stored, tmp_path)
-        refused += bool(message)
-        assert "\n" not in message
-    assert refused > 100
