@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from diffulex.checkpoint.auto_model import random_model
-from diffulex.quantization.scheme import QuantizationPlan
+from diffulex.nn.kv_cache import kv_dtype
+from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
 from fixtures.paged_batch import PagedRunner, Rows
 from fixtures.quantized import quantize_in_place
 
@@ -60,11 +61,12 @@ def drawn() -> Drawn:
 
 
 def logits(drawn: Drawn, scheme: str | None) -> torch.Tensor:
-    """Logits [32, V] of a block behind 64 cached tokens."""
-    model, tokens = copy.deepcopy(drawn[0]), drawn[1]
-    if scheme is not None:
+    """Logits [32, V] of a block behind 64 cached tokens, weights or else the cache in `scheme`."""
+    model, tokens = drawn
+    if scheme in SCHEMES:
+        model = copy.deepcopy(model)
         quantize_in_place(model, QuantizationPlan(scheme))
-    runner = PagedRunner(model, BLOCK)
+    runner = PagedRunner(model, BLOCK, kv_dtype=kv_dtype(scheme or "auto", torch.float32))
     sequence = runner.sequence(tokens)
     with torch.inference_mode():
         runner.forward([Rows(sequence, CACHED, should_store=True)])
@@ -79,7 +81,13 @@ def dense(drawn: Drawn) -> torch.Tensor:
 # A scheme that changes nothing is as wrong as one that changes too much.
 @pytest.mark.parametrize(
     ("scheme", "least", "most"),
-    [("fp8", 0.15, 0.27), ("fp8_block", 0.15, 0.27), ("int8", 0.06, 0.14), ("int4", 0.35, 0.75)],
+    [
+        ("fp8", 0.15, 0.27),
+        ("fp8_block", 0.15, 0.27),
+        ("int8", 0.06, 0.14),
+        ("int4", 0.35, 0.7),
+        ("fp8_e4m3", 0.03, 0.075),
+    ],
 )
 def test_relative_error_of_the_logits(
     drawn: Drawn, dense: torch.Tensor, scheme: str, least: float, most: float
