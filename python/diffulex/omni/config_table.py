@@ -85,6 +85,19 @@ class OmniModelConfig:
         one_of("auto", "dummy"),
         "`dummy`: random weights of the configured shapes, for measurements; reads no weights.",
     )
+    flow_shift: float | None = key(
+        "float?",
+        None,
+        above(0),
+        "Wan: stretches the schedule towards noise, more for more pixels; unset: the checkpoint's.",
+    )
+    boundary_ratio: float | None = key(
+        "float?",
+        None,
+        between(0, 1),
+        "Wan with two transformers: share of the noise from which on the first one draws; unset: the"
+        " checkpoint's.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     from diffulex.omni.attention.kernels import AttentionKernel
     from diffulex.omni.cache.base import CacheBackend
     from diffulex.omni.config import OmniDiffusionConfig
-    from diffulex.omni.config_table import DiffusionCacheConfig, KernelConfig, MemoryConfig
+    from diffulex.omni.config_table import (
+        DiffusionCacheConfig,
+        KernelConfig,
+        MemoryConfig,
+        OmniModelConfig,
+    )
     from diffulex.omni.registry import PipelineSpec
     from diffulex.omni.stage_loader import Stage
 
@@ -133,6 +138,7 @@ def load_pipeline(
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise ModelLoadError(f"{directory}: expected a complete {name}, got {error}") from error
     pipeline.set_progress_bar_config(disable=True)
+    _set_schedule(pipeline, config.model)
     cache = cache_settings(config.cache, found)
     is_cached = cache.cache_backend != NO_CACHE
     _place(pipeline, modules, spec, config.memory, device, is_cached=is_cached)
@@ -408,6 +414,23 @@ def _compile(pipeline: Any, spec: PipelineSpec, kernels: KernelConfig) -> None:
         for list_name in spec.block_lists if transformer is not None else ():
             for block in getattr(transformer, list_name):
                 block.compile(**(kernels.torch_compile_kwargs or {}))
+
+
+def _set_schedule(pipeline: Any, model: OmniModelConfig) -> None:
+    """Replaces the scheduler, whose configuration is frozen, by one with the shift."""
+    if model.boundary_ratio is not None:
+        pipeline.register_to_config(boundary_ratio=model.boundary_ratio)
+    if model.flow_shift is None:
+        return
+    old = pipeline.scheduler
+    # Schedulers of several steps shift by one name, and the simplest one by another.
+    name = "flow_shift" if old.config.get("use_flow_sigmas") else "shift"
+    if name not in old.config or old.config.get("use_dynamic_shifting"):
+        kind = type(old).__name__
+        raise ModelLoadError(f"flow_shift: expected a schedule with a fixed shift, got {kind}")
+    pipeline.register_modules(
+        scheduler=type(old).from_config(old.config, **{name: model.flow_shift})
+    )
 
 
 def _set_vae(pipeline: Any, memory: MemoryConfig) -> None:

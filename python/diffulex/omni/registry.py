@@ -105,6 +105,7 @@ class PipelineSpec:
         guidance: which scale decides whether the negative prompt is used.
         transformers: attribute names of the denoisers, for offloading.
         text_encoders: attribute names of the text encoders, for offloading.
+        schedule_keys: `flow_shift`, `boundary_ratio`: keys of the engine that change its schedule.
         float32_components: components that keep float32 whatever the dtype.
         frame_multiple: num_frames - 1 is a multiple of it; videos only.
         prompt_tokens: (pipeline, prompt, field values) -> its tokens and the most that the pipeline
@@ -132,6 +133,7 @@ class PipelineSpec:
     guidance: Guidance
     transformers: tuple[str, ...] = ("transformer",)
     text_encoders: tuple[str, ...] = ("text_encoder",)
+    schedule_keys: tuple[str, ...] = ()
     float32_components: tuple[str, ...] = ()
     frame_multiple: int = 1
     prompt_tokens: Callable[[Any, str, dict[str, Any]], tuple[int, int]] | None = None

@@ -16,10 +16,14 @@ from diffulex.omni.loader import cache_settings, find_model, read_json, resolve_
 
 if TYPE_CHECKING:
     from diffulex.omni.config import OmniDiffusionConfig
-    from diffulex.omni.config_table import DiffusionCacheConfig, DiffusionParallelConfig
+    from diffulex.omni.config_table import (
+        DiffusionCacheConfig,
+        DiffusionParallelConfig,
+        OmniModelConfig,
+    )
     from diffulex.omni.loader import FoundModel
 
-__all__ = ["check_cache", "check_engine", "check_kernels", "check_parallel"]
+__all__ = ["check_cache", "check_engine", "check_kernels", "check_parallel", "check_schedule"]
 
 
 def check_engine(config: OmniDiffusionConfig) -> FoundModel:
@@ -30,12 +34,32 @@ def check_engine(config: OmniDiffusionConfig) -> FoundModel:
         ConfigError, ModelLoadError, UnsupportedModelError: as `find_model`.
     """
     found = find_model(config)
+    check_schedule(config.model, found)
     check_cache(config.cache, found)
     check_kernels(config, found)
     if not config.parallel.is_inproc:
         check_parallel(config.parallel, found)
     resolve_device(config.model.device, config.parallel.world_size)
     return found
+
+
+def check_schedule(config: OmniModelConfig, found: FoundModel) -> None:
+    """Compares what changes the schedule with the model's pipeline.
+
+    Raises:
+        UnsupportedFeatureError: it has no such thing.
+    """
+    for name in ("flow_shift", "boundary_ratio"):
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if name not in found.spec.schedule_keys:
+            raise UnsupportedFeatureError(f"{name}: expected none for {found.name}, got {value:g}")
+        names = [part for part in found.spec.transformers if _is_there(found, part)]
+        if name == "boundary_ratio" and len(names) < 2:
+            raise UnsupportedFeatureError(
+                f"{name}: expected a model with two transformers, got {' and '.join(names)}"
+            )
 
 
 def check_parallel(parallel: DiffusionParallelConfig, found: FoundModel) -> None:

@@ -54,6 +54,7 @@ SPEC = PipelineSpec(
     },
     guidance=Guidance("guidance_scale"),
     transformers=("transformer", "transformer_2"),
+    schedule_keys=("flow_shift", "boundary_ratio"),
     float32_components=("vae",),
     frame_multiple=4,
     has_sequence_plan=True,
