@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import omni_shapes
+
 ROOT = Path(__file__).resolve().parents[2]
 _CACHES = (
     "none,cache_dit=0.06,cache_dit=0.12,cache_dit=0.24,tea_cache=0.05,tea_cache=0.1,tea_cache=0.2"
@@ -220,6 +222,7 @@ def main() -> int:
         parser.error(f"expected two GPUs, got {len(devices)}; --smoke needs none")
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
+    omni_shapes.build(out / "wan_1_3b", options.smoke)
     rows: list[tuple[Stage, str, float]] = []
     for stage in stages(out):
         if options.stage and stage.name not in options.stage:

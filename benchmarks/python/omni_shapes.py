@@ -153,10 +153,9 @@ def _count(text: str) -> int:
     return value
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line with the options of a request and of its model."""
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--time", action="store_true", help="call the pipeline of diffusers itself")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--prompt", default="a red circle left of a blue square")
     parser.add_argument("--tiny", action="store_true", help="narrow: only shows the way")
@@ -165,12 +164,19 @@ def main() -> None:
     parser.add_argument("--num-frames", type=_count, default=33)
     parser.add_argument("--steps", type=_count, default=8)
     parser.add_argument("--repeat", type=_count, default=1)
-    parser.add_argument("-n", type=_count, default=1, help="videos of a request")
     options = parser.parse_args()
     if options.height % 16 or options.width % 16 or (options.num_frames - 1) % 4:
         parser.error(
             "expected height and width in multiples of 16, frames in multiples of 4 plus 1"
         )
+    return options
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--time", action="store_true", help="call the pipeline of diffusers itself")
+    parser.add_argument("-n", type=_count, default=1, help="videos of a request")
+    options = parse(parser)
     build(options.out, options.tiny)
     if options.time:
         print(json.dumps(measure(options)), flush=True)

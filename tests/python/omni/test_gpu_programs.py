@@ -23,7 +23,7 @@ from diffulex.omni.bench.speed import measure_speed  # noqa: E402
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = ROOT / "benchmarks/python"
 VIDEO = ROOT / "examples/train_shapes/train_video.py"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.fixture
@@ -56,6 +56,52 @@ def test_every_command_is_legal(omni_gpu, tmp_path):
             assert [Path(name).parent for name in options.output] == [tmp_path, tmp_path]
             seen += 1
     assert seen == 10
+
+
+@pytest.mark.parametrize("name", ["two_gpus", "memory"])
+def test_the_model_is_there_for_a_stage_that_runs_alone(omni_gpu, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sys, "argv", ["x", "--out", str(tmp_path), "--smoke", "--stage", name])
+    ran = []
+
+    def look(stage, out, _is_smoke):
+        ran.append(stage.name)
+        assert (
+            Path(stage.command[stage.command.index("--model") + 1]) / "model_index.json"
+        ).is_file()
+        return "done", 0.0
+
+    monkeypatch.setattr(omni_gpu, "run", look)
+    assert omni_gpu.main() == 0
+    assert ran == [name]
+
+
+@pytest.mark.slow
+def test_ranks_measure_one_setting_after_the_other(tmp_path):
+    done = run(
+        PROGRAMS / "omni_parallel.py", "--out", tmp_path, "--tiny", "--device", "cpu", "--height", 32,
+        "--width", 32, "--num-frames", 5, "--steps", 3, "--first", 2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "parallel.json").read_text())
+    assert [row["setting"] for row in report["runs"]] == ["diffusers alone", "one process", "cfg 2"]
+    for row in report["runs"]:
+        assert row["difference"] < 1e-5
+        assert row["request_s"] > row["step_s"] > 0
+        assert row["request_s"] > row["decode_s"] > 0
+        assert f"| {row['setting']} | {row['request_s']:.2f} |" in done.stdout
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_settings_share_as_many_gpus_as_there_are(omni_gpu, gpus):
+    import omni_parallel
+
+    from diffulex.omni.grid import AXES, Grid
+
+    alone, *settings = omni_parallel.SETTINGS[gpus]
+    assert alone == {}
+    for sizes in settings:
+        assert set(sizes) <= set(AXES)
+        assert Grid(sizes).size("world") == gpus
 
 
 @pytest.mark.slow
