@@ -13,7 +13,7 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from diffulex.omni.errors import QueueFull, RequestAborted, RequestError
+from diffulex.omni.errors import QueueFull, RequestAborted, RequestError, RequestTimeout
 from diffulex.omni.omni_diffusion import OmniDiffusion
 from diffulex.omni.request import make_request
 
@@ -101,6 +101,7 @@ class AsyncOmniDiffusion:
             RequestError: the prompt or a field is not legal for this model.
             QueueFull: `max_queue_size` requests wait already.
             RequestAborted: `abort` or `close` was called.
+            RequestTimeout: its `timeout_s` has passed since it was accepted.
             OmniError: as `OmniDiffusion.generate`.
         """
         async for event in self.generate_stream(prompt, **kwargs):
@@ -159,7 +160,14 @@ class AsyncOmniDiffusion:
     async def _events(self, job: _Job) -> AsyncGenerator[Progress | OmniRequestOutput, None]:
         try:
             while True:
-                event = await job.events.get()
+                limit = job.request.timeout_s
+                # Waiting in line counts.
+                left = None if limit is None else limit - (time.perf_counter() - job.arrived)
+                try:
+                    event = await asyncio.wait_for(job.events.get(), left)
+                except asyncio.TimeoutError:
+                    assert limit is not None
+                    raise RequestTimeout.after(limit, "timeout_s") from None
                 if isinstance(event, BaseException):
                     raise event
                 yield event

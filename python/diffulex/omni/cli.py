@@ -73,6 +73,7 @@ _FIELDS: dict[str, tuple[Any, str]] = {
     "true_cfg_scale": (number, "weight of the prompt; models with a branch for the negative one"),
     "strength": (number, "how much of --image is given up, up to 1; models that go on from it"),
     "max_sequence_length": (positive_integer, "tokens of the prompt"),
+    "timeout_s": (number, "seconds until it is stopped [never]"),
     "seed": (integer, "of the first picture, the next ones count on [drawn]"),
 }
 #: Fields that `eval` takes as lists, one run per combination.

@@ -51,7 +51,9 @@ class _Worker(Protocol):
 
     def prompt_tokens(self, prompt: str, values: dict[str, Any]) -> tuple[int, int]: ...
 
-    def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> Iterable[DrawnCall]: ...
+    def run(
+        self, calls: Sequence[PipelineCall], on_step: OnStep | None, timeout_s: float | None = None
+    ) -> Iterable[DrawnCall]: ...
 
     def close(self) -> None: ...
 
@@ -128,6 +130,7 @@ class DiffusionEngine:
         Raises:
             RequestError: a request does not fit the model; none has started.
             RequestAborted: the callback returned False.
+            RequestTimeout: the least `timeout_s` has passed.
         """
         worker = self._open_worker()
         start = time.perf_counter()
@@ -140,7 +143,8 @@ class DiffusionEngine:
         prepared = time.perf_counter()
         images: list[list[Any]] = [[] for _ in requests]
         caches: list[list[Any]] = [[] for _ in requests]
-        for owner, drawn in zip(owners, worker.run(calls, on_step)):
+        limit = min((r.timeout_s for r in requests if r.timeout_s is not None), default=None)
+        for owner, drawn in zip(owners, worker.run(calls, on_step, limit)):
             for index, image in zip(owner, drawn.images):
                 images[index].append(image)
                 caches[index].append(drawn.cache)

@@ -45,7 +45,12 @@ class ModelLoadError(OmniError, CheckpointError):
 
 
 class RequestTimeout(OmniError):  # noqa: N818 (as its neighbours)
-    """A request took longer than `request_timeout_s` and was stopped."""
+    """A request took longer than its `timeout_s`, or `request_timeout_s`, and was stopped."""
+
+    @classmethod
+    def after(cls, seconds: float, name: str) -> RequestTimeout:
+        """The error of a limit of so many seconds."""
+        return cls(f"request: expected an end within {seconds:g} s ({name}), got none")
 
 
 class QueueFull(OmniError):  # noqa: N818

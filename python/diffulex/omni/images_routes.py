@@ -92,6 +92,7 @@ class ImageRequest(BaseModel):
     guidance_scale: Annotated[float | None, _SCALE] = None
     true_cfg_scale: Annotated[float | None, _SCALE] = None
     seed: int | None = Field(default=None, ge=0, lt=MAX_SEED)
+    timeout_s: float | None = Field(default=None, gt=0)
     diffulex: PreviewOptions = PreviewOptions()
 
     def fields(self) -> dict[str, Any]:
@@ -106,6 +107,7 @@ class ImageRequest(BaseModel):
             "guidance_scale",
             "true_cfg_scale",
             "seed",
+            "timeout_s",
         )
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         given |= parse_size(self.size)

@@ -55,6 +55,8 @@ class OmniDiffusionRequest:
         seeds: one seed per image, instead of `seed`.
         pil_image: a picture of PIL, or a list of them, for pipelines that change pictures.
         strength: how much of the picture is given up, above 0 and up to 1; 1: all of it.
+        timeout_s: until it is stopped with RequestTimeout; of requests that are drawn together the least
+            counts, and in the caller's process only the end of a step is looked at.
         output_type: pil, np ([H, W, 3] float32), pt ([3, H, W] float32) or latent.
         extra: further arguments of the pipeline's call, by name.
     """
@@ -74,6 +76,7 @@ class OmniDiffusionRequest:
     pil_image: Any = None
     strength: float | None = None
     max_sequence_length: int | None = None
+    timeout_s: float | None = None
     output_type: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     request_id: str = field(default_factory=_new_id)
@@ -94,13 +97,21 @@ class OmniDiffusionRequest:
             ("num_outputs_per_prompt", MAX_OUTPUTS),
         ):
             _check_count(name, getattr(self, name), high)
-        for name in ("guidance_scale", "guidance_scale_2", "true_cfg_scale", "strength"):
+        for name in (
+            "guidance_scale",
+            "guidance_scale_2",
+            "true_cfg_scale",
+            "strength",
+            "timeout_s",
+        ):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (is_number and math.isfinite(value) and value >= 0):
                 raise RequestError(f"{name}: expected a number >= 0, got {value!r}")
         if self.strength is not None and not 0 < self.strength <= 1:
             raise RequestError(f"strength: expected a number in (0, 1], got {self.strength!r}")
+        if self.timeout_s == 0:
+            raise RequestError(f"timeout_s: expected a number > 0, got {self.timeout_s!r}")
         _check_pictures(self.pictures)
         if self.output_type is not None and self.output_type not in OUTPUT_TYPES:
             kinds = ", ".join(OUTPUT_TYPES)

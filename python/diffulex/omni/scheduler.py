@@ -59,7 +59,7 @@ class _Running:
     Attributes:
         replies: by rank.
         failure: raised when all workers are done, instead of what they say.
-        limit_s, deadline: seconds it may take, and when they have passed.
+        limit_s, limit_name, deadline: seconds it may take, by what, and when they have passed.
         moved: when a worker last made a step or replied, or all were told to stop.
         slowest: longest time between steps; None before the first.
         later: steps of other leaders that came while one was asked for a preview.
@@ -71,6 +71,7 @@ class _Running:
     on_step: OnStep | None = None
     request_ids: frozenset[str] = frozenset()
     limit_s: float = 0.0
+    limit_name: str = "timeout"
     deadline: float | None = None
     replies: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     failure: BaseException | None = None
@@ -164,25 +165,32 @@ class Scheduler:
             raise error
 
     def add_req(
-        self, calls: Sequence[PipelineCall], on_step: OnStep | None = None
+        self,
+        calls: Sequence[PipelineCall],
+        on_step: OnStep | None = None,
+        timeout_s: float | None = None,
     ) -> DiffusionOutput:
         """Runs the calls on all workers.
 
         Raises:
             RequestAborted: the callback returned False, or `abort` named one of the requests.
-            RequestTimeout: `request_timeout_s` has passed.
+            RequestTimeout: `timeout_s` or the engine's `request_timeout_s` has passed.
             WorkerError, OmniError: the workers could not do it; they stay usable.
             WorkerDeadError: a worker is gone or out of step.
         """
         ids = frozenset(name for call in calls for name in call.request_ids)
         self._drawing = ids
-        limit = self._config.engine.request_timeout_s
+        limit, name = self._config.engine.request_timeout_s, "request_timeout_s"
+        if timeout_s is not None and (limit is None or timeout_s < limit):
+            limit, name = timeout_s, "timeout_s"
         kwargs = {
             "calls": [_as_dict(call) for call in calls],
             "is_watched": on_step is not None,
         }
         body = {"method": "generate", "output_rank": 0, "exec_all_ranks": True, "kwargs": kwargs}
-        make_running = functools.partial(_Running, on_step=on_step, request_ids=ids)
+        make_running = functools.partial(
+            _Running, on_step=on_step, request_ids=ids, limit_name=name
+        )
         try:
             replies = self._call(body, make_running, limit)
         finally:
@@ -191,9 +199,11 @@ class Scheduler:
         drawn = [DrawnCall(*item) for item in replies[0]["result"]]
         return DiffusionOutput([item.images for item in drawn], [item.cache for item in drawn])
 
-    def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> list[DrawnCall]:
+    def run(
+        self, calls: Sequence[PipelineCall], on_step: OnStep | None, timeout_s: float | None = None
+    ) -> list[DrawnCall]:
         """Images of each call; as `add_req`."""
-        output = self.add_req(calls, on_step)
+        output = self.add_req(calls, on_step, timeout_s)
         return [DrawnCall(*item) for item in zip(output.outputs, output.cache_stats)]
 
     def prompt_tokens(self, prompt: str, values: dict[str, Any]) -> tuple[int, int]:
@@ -397,11 +407,7 @@ class Scheduler:
                 text = f"{running.failure}; the workers did not stop and were ended"
                 self._end_dead(WorkerDeadError(text))
                 raise RequestTimeout(text)
-            limit = f"{running.limit_s:g} s"
-            if running.limit_s == engine.request_timeout_s:
-                limit += " (request_timeout_s)"
-            text = f"request: expected an end within {limit}, got none"
-            self._stop(running, RequestTimeout(text))
+            self._stop(running, RequestTimeout.after(running.limit_s, running.limit_name))
             running.deadline = now + engine.error_grace_s
         elif running.is_stopping and not isinstance(running.failure, RequestTimeout):
             self._check_stop(running, now)

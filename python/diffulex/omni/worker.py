@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import gc
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diffulex.omni.errors import RequestAborted, UnsupportedFeatureError
+from diffulex.omni.errors import RequestAborted, RequestTimeout, UnsupportedFeatureError
 from diffulex.omni.request import MODEL_FIELDS
 
 if TYPE_CHECKING:
@@ -187,14 +188,19 @@ class Worker:
         """What the cache has done in the last call; None without one."""
         return None if self._cache is None else self._cache.summary()
 
-    def run(self, calls: Sequence[PipelineCall], on_step: OnStep | None) -> Iterator[DrawnCall]:
+    def run(
+        self, calls: Sequence[PipelineCall], on_step: OnStep | None, timeout_s: float | None = None
+    ) -> Iterator[DrawnCall]:
         """The images of each call of this process's replica, in order.
 
         Ranks that do not lead their replica give latents, which nobody needs.
 
         Raises:
             RequestAborted: the callback returned False.
+            RequestTimeout: `timeout_s` has passed at the end of a step.
         """
+        if timeout_s is not None:
+            on_step = _limited(on_step, timeout_s)
         for number, call in enumerate(calls):
             if call.replica == self._replica:
                 yield self._run_call(call, number, len(calls), on_step)
@@ -251,6 +257,17 @@ class Worker:
             for name, branches in other.items():
                 summary[name] = {**branches, **summary[name]}
         return summary
+
+
+def _limited(on_step: OnStep | None, timeout_s: float) -> OnStep:
+    end = time.monotonic() + timeout_s
+
+    def look(event: StepEvent) -> bool | None:
+        if time.monotonic() > end:
+            raise RequestTimeout.after(timeout_s, "timeout_s")
+        return None if on_step is None else on_step(event)
+
+    return look
 
 
 def _attach(loaded: LoadedPipeline, groups: RankGroups | None) -> list[CfgHook]:

@@ -19,6 +19,7 @@ from diffulex.omni import (  # noqa: E402
     QueueFull,
     RequestAborted,
     RequestError,
+    RequestTimeout,
 )
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 3, "true_cfg_scale": 1.0}
@@ -181,3 +182,25 @@ def test_a_loop_that_is_closed_while_it_is_told_something_ends_no_thread(tiny, m
         return output
 
     assert run(tiny, body).num_images == 1
+
+
+def test_a_request_that_takes_too_long_is_stopped(tiny):
+    """Also one that waits in line, whose limit is told at once."""
+
+    async def body():
+        engine = AsyncOmniDiffusion(model=str(tiny("qwen")))
+        try:
+            first = engine.start("a", **{**SMALL, "num_inference_steps": 1000})
+            await anext(first)
+            expected = r"request: expected an end within 0.1 s \(timeout_s\), got none"
+            with pytest.raises(RequestTimeout, match=expected):
+                await engine.generate("b", **SMALL, timeout_s=0.1)
+            assert engine.num_waiting == 0
+            await first.aclose()
+            with pytest.raises(RequestTimeout, match=expected):
+                await engine.generate("c", **{**SMALL, "num_inference_steps": 1000}, timeout_s=0.1)
+            (await engine.generate("d", **SMALL, timeout_s=WAIT_S)).images[0].load()
+        finally:
+            await engine.close()
+
+    asyncio.run(body())

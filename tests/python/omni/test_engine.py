@@ -25,6 +25,7 @@ from diffulex.omni import (  # noqa: E402
     PipelineSpec,
     RequestAborted,
     RequestError,
+    RequestTimeout,
     UnsupportedFeatureError,
     UnsupportedModelError,
     register_pipeline,
@@ -189,6 +190,8 @@ def test_a_callback_stops_the_request_and_nothing_else(qwen):
 
     with pytest.raises(RequestAborted, match="stopped by its callback"):
         qwen.generate("a cat", **SMALL, seed=1, num_outputs_per_prompt=2, on_step=stop)
+    with pytest.raises(RequestTimeout, match=r"within 1e-06 s \(timeout_s\), got none"):
+        qwen.generate("a cat", **SMALL, timeout_s=1e-6)
     assert steps == [1, 2]
     assert np.array_equal(pixels(qwen), before)
 

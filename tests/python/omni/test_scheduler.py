@@ -128,7 +128,7 @@ CALLS = [PipelineCall((str(r),), ("a",), None, (0,), 64, 64, 1, "pil", {}) for r
 def draw(monkeypatch):
     """Draws with two replicas that answer by a function; gives the scheduler and what came of it."""
 
-    def run(answer, on_step, **keywords):
+    def run(answer, on_step, timeout_s=None, **keywords):
         queue, scheduler = Workers(answer), Scheduler()
         monkeypatch.setattr(scheduling, "time", SimpleNamespace(monotonic=lambda: queue.now))
         scheduler._config = OmniDiffusionConfig.from_kwargs(
@@ -137,7 +137,9 @@ def draw(monkeypatch):
         scheduler._queue, scheduler._world, scheduler.state = queue, 2, "ready"
         scheduler._pool = SimpleNamespace(exited=list, kill=lambda: None)
         try:
-            found = scheduler.add_req(CALLS, on_step and (lambda item: on_step(item, scheduler)))
+            found = scheduler.add_req(
+                CALLS, on_step and (lambda item: on_step(item, scheduler)), timeout_s
+            )
         except Exception as error:
             found = error
         return found, scheduler
@@ -159,7 +161,7 @@ def test_replicas_step_while_one_is_asked_for_a_preview(draw):
     assert seen == [(0, ["of 0"]), (1, ["of 1"])]
 
 
-@pytest.mark.parametrize("how", ["abort", "timeout"])
+@pytest.mark.parametrize("how", ["abort", "request_timeout_s", "timeout_s"])
 def test_a_request_ends_while_a_preview_does_not_come(draw, how):
     def answer(kind, value, rank):
         if kind == Kind.RPC:
@@ -171,9 +173,10 @@ def test_a_request_ends_while_a_preview_does_not_come(draw, how):
             scheduler.abort(["1"])
         item.preview()
 
-    found, scheduler = draw(answer, ask, request_timeout_s=2.0)
+    engine_s, own_s = (9.0, 2.0) if how == "timeout_s" else (2.0, 3.0)
+    found, scheduler = draw(answer, ask, own_s, request_timeout_s=engine_s)
     assert isinstance(found, RequestAborted if how == "abort" else RequestTimeout)
-    assert "got an abort" in str(found) if how == "abort" else "within 2 s" in str(found)
+    assert ("got an abort" if how == "abort" else f"within 2 s ({how})") in str(found)
     assert scheduler.state == "ready"
     assert scheduler._queue.now < 10
 

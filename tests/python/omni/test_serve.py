@@ -99,7 +99,22 @@ def test_more_previews_than_three(model):
     assert steps == [{"step": step, "num_steps": 7} for step in range(1, 7)]
 
 
+def test_a_request_that_takes_too_long_is_a_gateway_timeout(model):
+    async def body(client, _engine):
+        long = {**SMALL, "num_inference_steps": 200, "timeout_s": 0.05}
+        streamed = await client.post(PATH, json={**long, "stream": True})
+        return await client.post(PATH, json=long), streamed, await client.post(PATH, json=SMALL)
+
+    late, streamed, after = ask(model, body)
+    message = "request: expected an end within 0.05 s (timeout_s), got none"
+    assert late.status_code == 504
+    assert late.json()["error"]["message"] == message
+    assert message in streamed.text
+    assert after.status_code == 200
+
+
 BAD = [
+    ({"timeout_s": 0}, 400, "timeout_s"),
     ({"prompt": ""}, 400, "prompt"),
     ({"model": "other"}, 404, "model: expected one of painter, got 'other'"),
     ({"n": 11}, 400, "n"),

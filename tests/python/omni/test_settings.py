@@ -173,6 +173,7 @@ def test_the_table_in_the_documentation_is_current():
         ("a", {"negative_prompt": 5}, "negative_prompt: expected text, got 5"),
         ("a", {"output_type": "jpeg"}, "output_type: expected one of pil, np, pt, latent, got 'jpeg'"),
         ("a", {"extra": 1}, "extra: expected a mapping, got 1"),
+        ("a", {"timeout_s": 0}, "timeout_s: expected a number > 0, got 0"),
     ],
 )  # fmt: skip
 def test_illegal_requests(prompt, fields, message):
