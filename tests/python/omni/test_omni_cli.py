@@ -21,7 +21,7 @@ need_extra("omni", "diffusers", "accelerate", "PIL")
 
 from PIL import Image  # noqa: E402
 
-from diffulex.omni import OmniDiffusion  # noqa: E402
+from diffulex.omni import OmniDiffusion, cli  # noqa: E402
 from diffulex.omni.bench.evaluate import Pairs  # noqa: E402
 from diffulex.omni.half_blocks import PicturePainter, half_blocks  # noqa: E402
 
@@ -353,3 +353,14 @@ def test_training_runs_from_scenes_to_a_model(tmp_path):
                  "-o", str(tmp_path / "x.png")]) == 0  # fmt: skip
     with Image.open(tmp_path / "x.png") as image:
         assert image.size == (64, 64)
+
+
+@pytest.mark.parametrize("words", [["generate", "a"], ["serve"], ["eval"], ["bench"]])
+def test_flags_have_short_names_where_a_command_has_no_such_flag(words):
+    given = ["--cache", "cache_dit", "--cfg-parallel", "2", "--ulysses", "2", "--ring", "2"]
+    options = cli.build_parser().parse_with_file([*words, *given])
+    kwargs = cli._engine_kwargs(options)
+    assert {kwargs[name] for name in ("cfg_parallel_size", "ulysses_degree", "ring_degree")} == {2}
+    has_list = words[0] in ("eval", "bench")
+    assert kwargs.get("cache_backend") == (None if has_list else "cache_dit")
+    assert getattr(options, "cache", None) == (("cache_dit",) if has_list else None)
