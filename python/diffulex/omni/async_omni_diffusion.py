@@ -13,6 +13,7 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from diffulex.log import get_logger
 from diffulex.omni.errors import QueueFull, RequestAborted, RequestError, RequestTimeout
 from diffulex.omni.omni_diffusion import OmniDiffusion
 from diffulex.omni.request import make_request
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
     from diffulex.omni.worker import StepEvent
 
 __all__ = ["AsyncOmniDiffusion", "Progress"]
+
+logger = get_logger(__name__)
+
+#: Between two looks at idle workers.
+_WATCH_S = 1.0
+#: After the first start that fails, and after many.
+_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +70,22 @@ class _Job:
 class AsyncOmniDiffusion:
     """Draws for an event loop, one request after the other. Takes what `OmniDiffusion` takes.
 
+    Args:
+        restarts: whether workers that have died are replaced, also while none is asked for anything.
+
     Raises: as `OmniDiffusion`; loading the model blocks.
     """
 
     def __init__(
-        self, od_config: OmniDiffusionConfig | Mapping[str, Any] | None = None, **kwargs: Any
+        self,
+        od_config: OmniDiffusionConfig | Mapping[str, Any] | None = None,
+        *,
+        restarts: bool = False,
+        **kwargs: Any,
     ) -> None:
+        self._restarts = restarts
+        #: Earliest time of the next try, and what is added to it when that fails.
+        self._retry_at, self._retry_s = 0.0, _RETRY_S
         self._omni = OmniDiffusion(od_config, **kwargs)
         self.config = self._omni.config
         self.engine = self._omni.engine
@@ -214,7 +232,15 @@ class AsyncOmniDiffusion:
 
     def _draw(self) -> None:
         """The thread that owns the engine."""
-        while (job := self._jobs.get()) is not None:
+        while True:
+            self._replace_dead()
+            try:
+                job = self._jobs.get(timeout=_WATCH_S if self._restarts else None)
+            except queue.Empty:
+                continue
+            if job is None:
+                break
+            self._replace_dead()
             self._current = job
             try:
                 result: Any = self._run(job)
@@ -224,6 +250,21 @@ class AsyncOmniDiffusion:
             self._current = None
             job.tell(result)
         self._omni.close()
+
+    def _replace_dead(self) -> None:
+        if not self._restarts or self._is_closed or time.monotonic() < self._retry_at:
+            return
+        health = self.engine.health()
+        if health["state"] != "dead":
+            return
+        logger.error("image workers: %s; others are started", health["reason"])
+        try:
+            self.engine.restart()
+            self._retry_s = _RETRY_S
+        except Exception as error:  # whatever it is, requests get the error of dead workers
+            logger.error("image workers: expected a start, got: %s", error)
+            self._retry_at = time.monotonic() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _MOST_RETRY_S)
 
     def _run(self, job: _Job) -> OmniRequestOutput:
         if job.is_aborted:

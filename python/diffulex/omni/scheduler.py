@@ -243,7 +243,12 @@ class Scheduler:
     def restart(self) -> PipelineFacts:
         """Ends what is left of the workers and starts new ones. Raises: as `initialize`."""
         self.close()
-        return self.initialize(self._config, self._directory)
+        try:
+            return self.initialize(self._config, self._directory)
+        except BaseException as error:
+            self._death = WorkerDeadError(f"workers: expected them to start again, got: {error}")
+            self.state = "dead"
+            raise
 
     def close(self) -> None:
         """Ends the workers and removes what they shared. May be called again, in any state."""

@@ -184,7 +184,7 @@ def serve(engine_kwargs: dict[str, Any], options: ServeOptions) -> int:
     # Before the model is loaded: an address in use should be answered at once.
     listener = socket.create_server((options.host, options.port), family=family)
     try:
-        engine = AsyncOmniDiffusion(**engine_kwargs)
+        engine = AsyncOmniDiffusion(restarts=True, **engine_kwargs)
         server = ImagesServer(create_images_app(engine, options), options.drain_s)
         port = listener.getsockname()[1]
         print(f"serving {media}s on http://{options.host}:{port}", file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from diffulex.omni import (  # noqa: E402
     RequestAborted,
     RequestError,
     RequestTimeout,
+    async_omni_diffusion,
 )
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 3, "true_cfg_scale": 1.0}
@@ -204,3 +205,33 @@ def test_a_request_that_takes_too_long_is_stopped(tiny):
             await engine.close()
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_dead_workers_are_replaced_where_that_is_wanted(tiny, monkeypatch, restarts):
+    monkeypatch.setattr(async_omni_diffusion, "_WATCH_S", 0.01)
+    monkeypatch.setattr(async_omni_diffusion, "_RETRY_S", 0.01)
+
+    async def body():
+        engine, starts = AsyncOmniDiffusion(model=str(tiny("qwen")), restarts=restarts), []
+        health = {"state": "ready", "pids": [], "reason": "worker 0: gone"}
+
+        def restart():
+            starts.append(1)
+            if len(starts) == 2:
+                raise OSError("no memory")
+            health["state"] = "ready"
+
+        monkeypatch.setattr(engine.engine, "restart", restart)
+        monkeypatch.setattr(engine.engine, "health", lambda: health)
+        try:
+            for num_starts in (1, 3):  # the second time one fails
+                health["state"] = "dead"
+                while restarts and not engine.is_running:
+                    await asyncio.sleep(0.005)
+                assert len(starts) == (num_starts if restarts else 0)
+                (await engine.generate("a", **SMALL)).images[0].load()
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(body(), WAIT_S))

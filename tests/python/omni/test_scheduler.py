@@ -206,3 +206,16 @@ def test_workers_that_do_not_stop_are_ended(draw, monkeypatch, step_s, patience_
     assert f"workers [0]: expected them to stop within {patience_s} s of an abort" in str(found)
     assert (scheduler.state, found.rank, scheduler._queue.closed) == ("dead", 0, True)
     assert told == [0, 1]
+
+
+def test_workers_that_do_not_start_again_are_dead(scheduler, monkeypatch):
+    def fail(*_given):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(scheduler, "initialize", fail)
+    scheduler._config = scheduler._directory = None
+    scheduler.state = "dead"
+    with pytest.raises(OSError, match="no memory"):
+        scheduler.restart()
+    reason = "workers: expected them to start again, got: no memory"
+    assert make_engine(scheduler).health() == {"state": "dead", "pids": [], "reason": reason}
