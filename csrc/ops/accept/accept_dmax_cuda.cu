@@ -67,6 +67,21 @@ __device__ void write_descriptor(const DmaxArgs& args, int64_t block, int32_t in
   args.merge_residual[block * args.merge_residual_stride + index] = residual;
 }
 
+/// Probabilities of the proposal and of the most probable token of a position; 0 without a
+/// proposal.
+__device__ __forceinline__ DmaxProbabilities read_probabilities(const DmaxArgs& args,
+                                                                const AcceptPosition& position,
+                                                                bool is_certain) {
+  if (!position.is_ready) {
+    return {};
+  }
+  const float* listed = nullptr;
+  if (args.topk_probs != nullptr) {
+    listed = args.topk_probs + position.row * args.topk_probs_stride;
+  }
+  return dmax_probabilities(position.stats, listed, is_certain);
+}
+
 __global__ void __launch_bounds__(kMaxAcceptThreads)
     dmax_kernel(const __grid_constant__ DmaxArgs args) {
   __shared__ uint32_t scratch[2][kMaxAcceptWarps];
@@ -78,17 +93,7 @@ __global__ void __launch_bounds__(kMaxAcceptThreads)
   const bool is_decoded = position.is_editable && !is_open;
   const bool is_certain = args.rules.fast_path && is_decoded;
   const bool gate = args.gate[block] != 0;
-  float probability = 0.0F;
-  float argmax_probability = 0.0F;
-  if (position.is_ready) {
-    const float* listed = nullptr;
-    if (args.topk_probs != nullptr) {
-      listed = args.topk_probs + position.row * args.topk_probs_stride;
-    }
-    const DmaxProbabilities probabilities = dmax_probabilities(position.stats, listed, is_certain);
-    probability = probabilities.proposal;
-    argmax_probability = probabilities.argmax;
-  }
+  const auto [probability, argmax_probability] = read_probabilities(args, position, is_certain);
   const bool is_passing =
       is_open && position.is_ready && passes_dmax(probability, args.accept_threshold[block]);
   const bool is_skipped = __syncthreads_or(position.is_missing) != 0;
@@ -115,8 +120,7 @@ __global__ void __launch_bounds__(kMaxAcceptThreads)
   const bool has_changed = __syncthreads_or(is_changed) != 0;
   const bool has_filled = __syncthreads_or(is_changed && is_open) != 0;
   if (index < inputs.block_size) {
-    inputs.write_ids[block * inputs.write_ids_stride + index] = is_changed ? position.id : -1;
-    inputs.confidence[block * inputs.confidence_stride + index] = probability;
+    write_position(inputs, block, index, is_changed, position.id, probability);
     if (args.merge_valid != nullptr) {
       write_descriptor(args, block, index, position, position.is_ready && !is_skipped && !is_mask,
                        is_certain, argmax_probability);
@@ -132,9 +136,7 @@ __global__ void __launch_bounds__(kMaxAcceptThreads)
     summary.timed_out = timed_out;
     summary.has_bad = has_bad;
     summary.is_skipped = is_skipped;
-    inputs.flags[block] = accept_flags(summary);
-    args.masks_left[block] = left;
-    args.same_token_ratio[block] = same_token_share(num_same, num_decoded);
+    write_summary(args, block, summary, num_same, num_decoded);
   }
 }
 

@@ -27,6 +27,27 @@ struct EditArgs {
   EditRules rules;
 };
 
+/// How probable the proposal of a position is, and its place among those of open positions; both 0
+/// without one.
+struct EditProposal {
+  float probability = 0.0F;
+  uint64_t entry = 0;
+};
+
+__device__ __forceinline__ EditProposal read_proposal(const EditRules& rules,
+                                                      const AcceptPosition& position, int32_t index,
+                                                      bool is_open) {
+  EditProposal proposal;
+  if (position.is_ready) {
+    proposal.probability = proposal_probability(position.stats, rules.raw_confidence);
+    if (is_open) {
+      proposal.entry = ranked(
+          ranking_confidence(rules.confidence_kind, position.stats, proposal.probability), index);
+    }
+  }
+  return proposal;
+}
+
 __global__ void __launch_bounds__(kMaxAcceptThreads)
     edit_kernel(const __grid_constant__ EditArgs args) {
   __shared__ uint64_t scratch[kMaxAcceptWarps];
@@ -38,15 +59,7 @@ __global__ void __launch_bounds__(kMaxAcceptThreads)
   const bool is_decoded = position.is_editable && !is_open;
   const float accept_threshold = args.accept_threshold[block];
   const bool gate = args.gate[block] != 0;
-  float probability = 0.0F;
-  uint64_t entry = 0;
-  if (position.is_ready) {
-    probability = proposal_probability(position.stats, args.rules.raw_confidence);
-    if (is_open) {
-      entry = ranked(ranking_confidence(args.rules.confidence_kind, position.stats, probability),
-                     index);
-    }
-  }
+  const auto [probability, entry] = read_proposal(args.rules, position, index, is_open);
   const bool is_passing =
       is_open && position.is_ready && passes_edit_mask(probability, accept_threshold);
   const int32_t num_open = __syncthreads_count(is_open);
@@ -80,8 +93,7 @@ __global__ void __launch_bounds__(kMaxAcceptThreads)
   const bool has_changed = __syncthreads_or(is_changed) != 0;
   const bool has_filled = __syncthreads_or(is_changed && is_open) != 0;
   if (index < inputs.block_size) {
-    inputs.write_ids[block * inputs.write_ids_stride + index] = is_changed ? position.id : -1;
-    inputs.confidence[block * inputs.confidence_stride + index] = probability;
+    write_position(inputs, block, index, is_changed, position.id, probability);
   }
   if (index == 0) {
     AcceptSummary summary;
@@ -93,9 +105,7 @@ __global__ void __launch_bounds__(kMaxAcceptThreads)
     summary.timed_out = phase.timed_out;
     summary.has_bad = has_bad;
     summary.is_skipped = is_skipped;
-    inputs.flags[block] = accept_flags(summary);
-    args.masks_left[block] = left;
-    args.same_token_ratio[block] = same_token_share(num_same, num_decoded);
+    write_summary(args, block, summary, num_same, num_decoded);
   }
 }
 

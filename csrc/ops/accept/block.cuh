@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "diffulex/core/accept_rules.h"
 #include "diffulex/ops/sampling.h"
 #include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/ordered_key.cuh"
@@ -98,6 +99,26 @@ __device__ __forceinline__ uint32_t cta_min(uint32_t value, uint32_t* scratch) {
     result = scratch[warp] < result ? scratch[warp] : result;
   }
   return result;
+}
+
+/// Writes what position `index` of a block decided: the id it changes to, if it does, and how
+/// probable its proposal is.
+__device__ __forceinline__ void write_position(const AcceptInputs& inputs, int64_t block,
+                                               int32_t index, bool is_changed, int64_t id,
+                                               float probability) {
+  inputs.write_ids[block * inputs.write_ids_stride + index] = is_changed ? id : -1;
+  inputs.confidence[block * inputs.confidence_stride + index] = probability;
+}
+
+/// Writes what a block decided, of which `num_same` of `num_decoded` tokens are what they were. One
+/// thread; `Args` names the outputs.
+template <typename Args>
+__device__ __forceinline__ void write_summary(const Args& args, int64_t block,
+                                              const AcceptSummary& summary, int32_t num_same,
+                                              int32_t num_decoded) {
+  args.inputs.flags[block] = accept_flags(summary);
+  args.masks_left[block] = summary.masks_left;
+  args.same_token_ratio[block] = same_token_share(num_same, num_decoded);
 }
 
 template <typename Params>

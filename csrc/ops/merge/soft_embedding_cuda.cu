@@ -229,14 +229,42 @@ __global__ void __launch_bounds__(kProductThreads, 2)
   }
 }
 
-/// Any table: 16 x 16 threads, each 8 rows x 8 columns, elements widened on the way to shared
-/// memory.
+constexpr int kPlainDepth = 16;
+
+/// Copies kPlainDepth columns of probabilities and rows of the table to shared memory, widened;
+/// what lies outside the matrices becomes 0.
+template <typename T>
+__device__ __forceinline__ void load_plain_tiles(const ProductArgs& args, int32_t row0,
+                                                 int32_t column0, int64_t depth0,
+                                                 float (&rows)[kPlainDepth][kTileRows + 1],
+                                                 float (&table)[kPlainDepth][kTileColumns]) {
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int index = thread; index < kTileRows * kPlainDepth; index += kProductThreads) {
+    const int row = index / kPlainDepth;
+    const int depth = index % kPlainDepth;
+    rows[depth][row] =
+        row0 + row < args.num_rows
+            ? to_float(static_cast<const T*>(
+                  args.probabilities)[(row0 + row) * args.chunk_columns + depth0 + depth])
+            : 0.0F;
+  }
+  for (int index = thread; index < kTileColumns * kPlainDepth; index += kProductThreads) {
+    const int depth = index / kTileColumns;
+    const int column = index % kTileColumns;
+    const bool exists = depth0 + depth < args.num_table_rows && column0 + column < args.width;
+    table[depth][column] =
+        exists ? to_float(static_cast<const T*>(
+                     args.table)[(depth0 + depth) * args.table_stride + column0 + column])
+               : 0.0F;
+  }
+}
+
+/// Any table: 16 x 16 threads, each 8 rows x 8 columns.
 template <typename T>
 __global__ void __launch_bounds__(kProductThreads)
     product_plain_kernel(const __grid_constant__ ProductArgs args) {
-  constexpr int kDepth = 16;
-  __shared__ float rows[kDepth][kTileRows + 1];
-  __shared__ float table[kDepth][kTileColumns];
+  __shared__ float rows[kPlainDepth][kTileRows + 1];
+  __shared__ float table[kPlainDepth][kTileColumns];
   const int thread = static_cast<int>(threadIdx.x);
   const int thread_row = thread >> 4;
   const int thread_column = thread & 15;
@@ -253,28 +281,11 @@ __global__ void __launch_bounds__(kProductThreads)
       sums[i][j] = 0.0F;
     }
   }
-  for (int64_t depth0 = first; depth0 < last; depth0 += kDepth) {
-    for (int index = thread; index < kTileRows * kDepth; index += kProductThreads) {
-      const int row = index / kDepth;
-      const int depth = index % kDepth;
-      rows[depth][row] =
-          row0 + row < args.num_rows
-              ? to_float(static_cast<const T*>(
-                    args.probabilities)[(row0 + row) * args.chunk_columns + depth0 + depth])
-              : 0.0F;
-    }
-    for (int index = thread; index < kTileColumns * kDepth; index += kProductThreads) {
-      const int depth = index / kTileColumns;
-      const int column = index % kTileColumns;
-      const bool exists = depth0 + depth < args.num_table_rows && column0 + column < args.width;
-      table[depth][column] =
-          exists ? to_float(static_cast<const T*>(
-                       args.table)[(depth0 + depth) * args.table_stride + column0 + column])
-                 : 0.0F;
-    }
+  for (int64_t depth0 = first; depth0 < last; depth0 += kPlainDepth) {
+    load_plain_tiles<T>(args, row0, column0, depth0, rows, table);
     __syncthreads();
 #pragma unroll
-    for (int depth = 0; depth < kDepth; ++depth) {
+    for (int depth = 0; depth < kPlainDepth; ++depth) {
       float a[8];
       float b[8];
 #pragma unroll

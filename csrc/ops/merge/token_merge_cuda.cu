@@ -74,7 +74,53 @@ struct MergeRow final {
     });
     return squares;
   }
+
+  /// Writes the row into row `row` of the hidden states, or adds it; `scratch` has an entry a warp.
+  __device__ __forceinline__ void finish(const MergeArgs& args, int64_t row, float norm_sum,
+                                         float* scratch) {
+    float scale = 1.0F;
+    if (args.renormalize && !args.is_smooth) {
+      float squares = 0.0F;
+      for_pieces(args.width, [&](int piece, int32_t /*column*/) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          squares += held[piece][i] * held[piece][i];
+        }
+      });
+      scale = norm_sum / (sqrtf(block_sum<kWarps>(squares, scratch)) + kNormEpsilon);
+    }
+    T* hidden = static_cast<T*>(args.hidden) + row * args.hidden_stride;
+    for_pieces(args.width, [&](int piece, int32_t column) {
+      float values[kCount];
+      if (args.is_smooth) {
+        load_floats<kCount, kVec>(hidden + column, values);
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        values[i] =
+            args.is_smooth ? values[i] + args.weight * held[piece][i] : held[piece][i] * scale;
+      }
+      store_floats<kCount, kVec>(hidden + column, values);
+    });
+  }
 };
+
+/// sum p_k |E[i_k]| + r |E[M]| from the squared norms of the terms, a part for each warp.
+template <int kWarps, typename Probability>
+__device__ __forceinline__ float sum_norms(const float (&norms)[kMaxTerms][kWarps], int terms,
+                                           const Probability& probability_of) {
+  float norm_sum = 0.0F;
+  for (int term = 0; term < terms; ++term) {
+    float squares = 0.0F;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      squares += norms[term][warp];
+    }
+    // Skipped terms have left 0 here; their probability must not be looked at.
+    norm_sum += squares == 0.0F ? 0.0F : probability_of(term) * sqrtf(squares);
+  }
+  return norm_sum;
+}
 
 /// kWarps warps share a row; a thread holds kHeld pieces of kCount columns.
 template <typename T, int kWarps, int kCount, int kHeld>
@@ -93,14 +139,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
   __shared__ float norms[kMaxTerms][kWarps];
   __shared__ float scratch[kWarps];
-  Row sums;
-#pragma unroll
-  for (int piece = 0; piece < kHeld; ++piece) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      sums.held[piece][i] = 0.0F;
-    }
-  }
+  Row sums{};
   const int terms = args.top_k + (args.is_smooth ? 0 : 1);
   const auto probability_of = [&](int term) {
     return term < args.top_k ? args.probs[row * args.probs_stride + term] : args.residual[row];
@@ -125,16 +164,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     }
   }
   __syncthreads();
-  float norm_sum = 0.0F;  // sum p_k |E[i_k]| + r |E[M]|
-  for (int term = 0; term < terms; ++term) {
-    float squares = 0.0F;
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-      squares += norms[term][warp];
-    }
-    // Skipped terms have left 0 here; their probability must not be looked at.
-    norm_sum += squares == 0.0F ? 0.0F : probability_of(term) * sqrtf(squares);
-  }
+  const float norm_sum = sum_norms(norms, terms, probability_of);
   if (partial != nullptr) {
     Row::for_pieces(args.width, [&](int piece, int32_t column) {
 #pragma unroll
@@ -147,30 +177,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     }
     return;
   }
-  float scale = 1.0F;
-  if (args.renormalize && !args.is_smooth) {
-    float squares = 0.0F;
-    Row::for_pieces(args.width, [&](int piece, int32_t /*column*/) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        squares += sums.held[piece][i] * sums.held[piece][i];
-      }
-    });
-    scale = norm_sum / (sqrtf(block_sum<kWarps>(squares, scratch)) + kNormEpsilon);
-  }
-  T* hidden = static_cast<T*>(args.hidden) + row * args.hidden_stride;
-  Row::for_pieces(args.width, [&](int piece, int32_t column) {
-    float values[kCount];
-    if (args.is_smooth) {
-      load_floats<kCount, Row::kVec>(hidden + column, values);
-    }
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      values[i] = args.is_smooth ? values[i] + args.weight * sums.held[piece][i]
-                                 : sums.held[piece][i] * scale;
-    }
-    store_floats<kCount, Row::kVec>(hidden + column, values);
-  });
+  sums.finish(args, row, norm_sum, scratch);
 }
 
 struct FinalizeArgs {

@@ -37,6 +37,40 @@ __device__ __forceinline__ int32_t weight_row(const ExpertGemm& gemm, int32_t fi
   }
 }
 
+/// Writes the results of a thread: of `count` rows at `start`, those at its place.
+template <typename T, bool kGateUp>
+__device__ __forceinline__ void store_results(const ExpertGemm& gemm, int32_t start, int32_t count,
+                                              int32_t first, const float (&sums)[kRows][kColumns]) {
+  const int lane_n = threadIdx.x % kLanes;
+  const int lane_m = threadIdx.x / kLanes;
+  T* out = static_cast<T*>(gemm.out);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = lane_m + r * (kTileRows / 2);
+    if (row >= count) {
+      continue;
+    }
+    const int64_t position = int64_t{start} + row;
+    const int64_t slot = moe_target(gemm.weight_slots, position);
+    const float factor =
+        gemm.row_weights == nullptr ? 1.0F : gemm.row_weights[slot * gemm.row_weight_stride];
+    T* target = out + gemm.out_map.offset(moe_target(gemm.scatter, position));
+    // Of the gate-up product a thread holds two gate columns and then their two up columns.
+    constexpr int kResults = kGateUp ? kColumns / 2 : kColumns;
+#pragma unroll
+    for (int c = 0; c < kResults; ++c) {
+      const int32_t column = first + lane_n + c * kLanes;
+      float value = sums[r][c] * factor;
+      if constexpr (kGateUp) {
+        value = activate(gemm.act, value) * (sums[r][c + 2] * factor);
+      }
+      if (column < gemm.width) {
+        target[column] = from_float<T>(value);
+      }
+    }
+  }
+}
+
 template <typename T, bool kGateUp>
 __global__ void __launch_bounds__(kThreads)
     generic_kernel(const __grid_constant__ ExpertGemm gemm) {
@@ -93,32 +127,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
   }
-  T* out = static_cast<T*>(gemm.out);
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = lane_m + r * (kTileRows / 2);
-    if (row >= count) {
-      continue;
-    }
-    const int64_t position = int64_t{start} + row;
-    const int64_t slot = moe_target(gemm.weight_slots, position);
-    const float factor =
-        gemm.row_weights == nullptr ? 1.0F : gemm.row_weights[slot * gemm.row_weight_stride];
-    T* target = out + gemm.out_map.offset(moe_target(gemm.scatter, position));
-    // Of the gate-up product a thread holds two gate columns and then their two up columns.
-    constexpr int kResults = kGateUp ? kColumns / 2 : kColumns;
-#pragma unroll
-    for (int c = 0; c < kResults; ++c) {
-      const int32_t column = first + lane_n + c * kLanes;
-      float value = sums[r][c] * factor;
-      if constexpr (kGateUp) {
-        value = activate(gemm.act, value) * (sums[r][c + 2] * factor);
-      }
-      if (column < gemm.width) {
-        target[column] = from_float<T>(value);
-      }
-    }
-  }
+  store_results<T, kGateUp>(gemm, start, count, first, sums);
 }
 
 }  // namespace

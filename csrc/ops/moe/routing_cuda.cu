@@ -147,6 +147,24 @@ __device__ __forceinline__ void keep_best_groups(const TopkArgs& args, RowSmem<k
   __syncwarp();
 }
 
+/// Writes the choice of rank `lane` of a token, for lanes below top_k, and its weight.
+__device__ __forceinline__ void write_choice(const TopkArgs& args, const float* scores, int lane,
+                                             int32_t chosen, int32_t* ids, float* weights) {
+  float weight = scores[chosen];
+  if (args.renormalize && args.top_k > 1) {
+    float sum = 0.0F;
+    for (int k = 0; k < args.top_k; ++k) {
+      sum += __shfl_sync(kFullWarp, weight, k);
+    }
+    weight /= sum + kTinySum;
+  }
+  if (lane < args.top_k) {
+    weight *= args.routed_scaling;
+    weights[lane] = args.expert_scale == nullptr ? weight : weight * args.expert_scale[chosen];
+    ids[lane] = chosen;
+  }
+}
+
 template <typename T, int kItems>
 __global__ void __launch_bounds__(kThreads) topk_kernel(const __grid_constant__ TopkArgs args) {
   __shared__ RowSmem<kItems> rows[kWarps];
@@ -205,19 +223,7 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(const __grid_constant__ 
       keys[i] = keys[i] == best ? 0 : keys[i];
     }
   }
-  float weight = smem.scores[chosen];
-  if (args.renormalize && args.top_k > 1) {
-    float sum = 0.0F;
-    for (int k = 0; k < args.top_k; ++k) {
-      sum += __shfl_sync(kFullWarp, weight, k);
-    }
-    weight /= sum + kTinySum;
-  }
-  if (lane < args.top_k) {
-    weight *= args.routed_scaling;
-    weights[lane] = args.expert_scale == nullptr ? weight : weight * args.expert_scale[chosen];
-    ids[lane] = chosen;
-  }
+  write_choice(args, smem.scores, lane, chosen, ids, weights);
 }
 
 template <typename T>

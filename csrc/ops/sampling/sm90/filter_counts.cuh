@@ -25,6 +25,35 @@ struct MiddleSums final {
   }
 };
 
+/// Reports what the threads of this CTA have found.
+__device__ __forceinline__ void report_counts(ClusterShared& shared, float largest, float best,
+                                              int32_t bad, int32_t counted,
+                                              const MiddleSums& middle) {
+  const auto key = [](float value) { return value == -INFINITY ? 0U : ordered_bits(value); };
+  const WarpCounts mine{__reduce_max_sync(kFullWarp, key(largest)),
+                        __reduce_max_sync(kFullWarp, key(best)),
+                        __reduce_add_sync(kFullWarp, bad),
+                        __reduce_add_sync(kFullWarp, counted),
+                        warp_sum(middle.powers),
+                        warp_sum(middle.tempered)};
+  if ((threadIdx.x & 31) == 0) {
+    shared.warp_counts[threadIdx.x >> 5] = mine;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    CtaReport& report = shared.report;
+    report = {};
+    for (const WarpCounts& part : shared.warp_counts) {
+      report.largest = max(report.largest, part.largest);
+      report.best = max(report.best, part.best);
+      report.bad_count += part.bad_count;
+      report.num_counted += part.num_counted;
+      report.middle_powers += part.middle_powers;
+      report.middle_tempered += part.middle_tempered;
+    }
+  }
+}
+
 /// Counts this CTA's columns and reports its maxima.
 __device__ inline void count_columns(const FilterArgs& args, ClusterShared& shared,
                                      const RowView& view) {
@@ -82,29 +111,7 @@ __device__ inline void count_columns(const FilterArgs& args, ClusterShared& shar
                          best = is_choice ? fmaxf(best, x) : best;
                        });
   }
-  const auto key = [](float value) { return value == -INFINITY ? 0U : ordered_bits(value); };
-  const WarpCounts mine{__reduce_max_sync(kFullWarp, key(largest)),
-                        __reduce_max_sync(kFullWarp, key(best)),
-                        __reduce_add_sync(kFullWarp, bad),
-                        __reduce_add_sync(kFullWarp, counted),
-                        warp_sum(middle.powers),
-                        warp_sum(middle.tempered)};
-  if ((threadIdx.x & 31) == 0) {
-    shared.warp_counts[threadIdx.x >> 5] = mine;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    CtaReport& report = shared.report;
-    report = {};
-    for (const WarpCounts& part : shared.warp_counts) {
-      report.largest = max(report.largest, part.largest);
-      report.best = max(report.best, part.best);
-      report.bad_count += part.bad_count;
-      report.num_counted += part.num_counted;
-      report.middle_powers += part.middle_powers;
-      report.middle_tempered += part.middle_tempered;
-    }
-  }
+  report_counts(shared, largest, best, bad, counted, middle);
 }
 
 /// Adds the counts and reports of all CTAs; the same in each of them. Each adds a share of the bins

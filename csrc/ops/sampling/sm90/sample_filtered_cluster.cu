@@ -57,6 +57,19 @@ __device__ __forceinline__ float bin_mass(const RowView& view, int32_t bin, bool
                            : view.state.mass(view.state.transform.tempered(bin_value(bin)));
 }
 
+/// Number of ties of this CTA that stay if `kept` of the row do, as find_last_tie takes it: -1 for
+/// none, INT64_MAX for all. Slices are in id order, ties before this CTA's come first.
+__device__ __forceinline__ int64_t ties_that_stay(ClusterShared& shared, const RowView& view,
+                                                  double kept) {
+  int64_t left = static_cast<int64_t>(kept < 1.0 ? 1.0 : kept);
+  const uint32_t rank = ptx::cluster_rank();
+  for (uint32_t other = 0; other < rank; ++other) {
+    left -= *ptx::cluster_pointer(&shared.counts[view.cut_bin], other);
+  }
+  const auto own = static_cast<int64_t>(shared.counts[view.cut_bin]);
+  return left <= 0 ? -1 : (left >= own ? INT64_MAX : -2 - left);
+}
+
 /// Sets the top-p cut; false when the counts do not determine it.
 __device__ bool find_top_p(const FilterArgs& args, ClusterShared& shared, RowView& view,
                            float top_p) {
@@ -110,16 +123,26 @@ __device__ bool find_top_p(const FilterArgs& args, ClusterShared& shared, RowVie
   const double kept = mass > 0.0 ? floor((limit - shared.above) / mass) + 1.0 : ties;
   view.state.last_tie = INT64_MAX;
   if (kept < ties) {
-    // Ties before this CTA's in id order; the slices are in id order too.
-    int64_t left = static_cast<int64_t>(kept < 1.0 ? 1.0 : kept);
-    const uint32_t rank = ptx::cluster_rank();
-    for (uint32_t other = 0; other < rank; ++other) {
-      left -= *ptx::cluster_pointer(&shared.counts[view.cut_bin], other);
-    }
-    const auto own = static_cast<int64_t>(shared.counts[view.cut_bin]);
-    view.state.last_tie = left <= 0 ? -1 : (left >= own ? INT64_MAX : -2 - left);
+    view.state.last_tie = ties_that_stay(shared, view, kept);
   }
   return true;
+}
+
+/// The first column at `place` at which the running sum passes `target`; one has to.
+template <typename Walk, typename Weight>
+__device__ __forceinline__ int32_t column_in_piece(int32_t place, double sum, double target,
+                                                   const Walk& walk, const Weight& weight) {
+  int32_t found = -1;
+  bool is_found = false;
+  walk(place, [&](uint32_t bits, float x, int32_t column, bool is_choice) {
+    const double own = weight(bits, x, column, is_choice);
+    sum += own;
+    if (own > 0.0 && !is_found) {
+      found = column;
+      is_found = sum > target;
+    }
+  });
+  return found;
 }
 
 /// The column of this CTA at which the running sum of weight(bits, x, column, is_candidate), in id
@@ -176,18 +199,8 @@ __device__ int32_t find_passing(const FilterArgs& args, ClusterShared& shared, c
         continue;
       }
       if (lane == __ffs(static_cast<int>(passed)) - 1) {
-        double sum = running + (inclusive - part);
-        int32_t found = -1;
-        bool is_found = false;
-        walk(place, [&](uint32_t bits, float x, int32_t column, bool is_choice) {
-          const double own = weight(bits, x, column, is_choice);
-          sum += own;
-          if (own > 0.0 && !is_found) {
-            found = column;
-            is_found = sum > target;
-          }
-        });
-        shared.filter.column = found;
+        shared.filter.column =
+            column_in_piece(place, running + (inclusive - part), target, walk, weight);
       }
       break;
     }
