@@ -109,6 +109,30 @@ __device__ __forceinline__ void finish_part(const RopeArgs& args, const HeadGrou
   part.high = round_floats<T>(halves[1]);
 }
 
+/// Where the cache keeps dimension `low` of a head, null where it does not, and how far the head is
+/// from it that the warp writes next, `step` heads on.
+template <typename T>
+struct CachedHead {
+  T* data = nullptr;
+  int64_t step = 0;
+};
+
+template <typename T>
+__device__ __forceinline__ CachedHead<T> find_cached(const RopeArgs& args, const HeadRun& run,
+                                                     int32_t head, int32_t low, int32_t step) {
+  CachedHead<T> cached;
+  if (run.part > 0 && args.slots != nullptr) {
+    const CacheView& cache = run.part == 1 ? args.k_cache : args.v_cache;
+    const SlotPlace slot = find_slot(args, run.token);
+    if (slot.page >= 0) {
+      cached.data = static_cast<T*>(cache.data) + slot.page * cache.page_stride +
+                    slot.offset * cache.token_stride + head * cache.head_stride + low;
+      cached.step = step * cache.head_stride;
+    }
+  }
+  return cached;
+}
+
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     stream_kernel(const __grid_constant__ RopeArgs args) {
@@ -137,17 +161,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (has_dims && head < end) {
     next.load_once(data, gap);
   }
-  T* cached = nullptr;
-  int64_t cache_step = 0;
-  if (run.part > 0 && args.slots != nullptr) {
-    const CacheView& cache = run.part == 1 ? args.k_cache : args.v_cache;
-    const SlotPlace slot = find_slot(args, run.token);
-    if (slot.page >= 0) {
-      cached = static_cast<T*>(cache.data) + slot.page * cache.page_stride +
-               slot.offset * cache.token_stride + head * cache.head_stride + low;
-      cache_step = kHeads * cache.head_stride;
-    }
-  }
+  auto [cached, cache_step] = find_cached<T>(args, run, head, low, kHeads);
   float cosine[kHalf] = {};
   float sine[kHalf] = {};
   if (is_rotary) {
