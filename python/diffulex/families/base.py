@@ -15,10 +15,13 @@ __all__ = ["MASK_FILLING", "Decoding", "Family", "FilterOrder", "Layout"]
 
 
 class FilterOrder(IntEnum):
-    """Order in which a family applies its filters; each renormalises for the next."""
+    """Order in which a family applies its filters, that of `sample_filtered`; each renormalises for the
+    next."""
 
     TOP_P_FIRST = 0
+    """top_p, min_p, top_k."""
     TOP_K_FIRST = 1
+    """top_k, min_p, top_p."""
 
 
 class Layout(NamedTuple):

@@ -15,6 +15,7 @@ if not diffulex_ext.has_ops:
         "and a torch that loads it, got neither or DIFFULEX_NO_TORCH=1"
     )
 
+from diffulex.families.base import FilterOrder as FilterOrder
 from diffulex.ops import advance as advance  # a fake without a wrapper
 from diffulex.ops.acceptance import AcceptResult as AcceptResult
 from diffulex.ops.acceptance import DmaxResult as DmaxResult
@@ -83,7 +84,6 @@ from diffulex.ops.sampling import AcceptRule as AcceptRule
 from diffulex.ops.sampling import ConfidenceKind as ConfidenceKind
 from diffulex.ops.sampling import ConfidenceSpace as ConfidenceSpace
 from diffulex.ops.sampling import ExclusionMode as ExclusionMode
-from diffulex.ops.sampling import FilterOrder as FilterOrder
 from diffulex.ops.sampling import StatsColumn as StatsColumn
 from diffulex.ops.sampling import TokenStats as TokenStats
 from diffulex.ops.sampling import entropy_bound_mask as entropy_bound_mask

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from diffulex.families.base import FilterOrder
 from diffulex.ops.fakes import (
     FLOAT32,
     FLOAT64,
@@ -48,15 +49,6 @@ class StatsColumn(IntEnum):
     MAX_LOGIT = 5
     RAW_CONFIDENCE = 6
     BAD_COUNT = 7
-
-
-class FilterOrder(IntEnum):
-    """Order of the filters of `sample_filtered`; each renormalises before the next."""
-
-    TOP_P_FIRST = 0
-    """top_p, min_p, top_k."""
-    TOP_K_FIRST = 1
-    """top_k, min_p, top_p."""
 
 
 class ConfidenceSpace(IntEnum):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
+from diffulex.ops.sampling import AcceptRule, ConfidenceKind
 from diffulex.samplers.inputs import SamplerInputs
 from diffulex.samplers.row_stage import FilterOrder, RowRecords, RowStage
 
@@ -17,19 +18,13 @@ if TYPE_CHECKING:
 
 __all__ = ["FilterOrder", "MaskFillSampler", "Sampler", "SamplerInputs"]
 
-RULES = {
-    "threshold": 0,
-    "threshold_non_strict": 1,
-    "static": 2,
-    "dynamic": 3,
-    "sequential": 4,
-    "factor": 5,
-    "entropy_bound": 6,
-    "leftmost_prefix": 7,
-    "hierarchy": 8,
-}
+RULES = {rule.name.lower(): rule.value for rule in AcceptRule}
 _STEP_METHODS = frozenset({"__call__", "gate", "seed"})
-CONFIDENCE_KINDS = {"max_prob": 0, "margin_confidence": 1, "neg_entropy": 2}
+CONFIDENCE_KINDS = {
+    "max_prob": ConfidenceKind.MAX_PROB.value,
+    "margin_confidence": ConfidenceKind.MARGIN.value,
+    "neg_entropy": ConfidenceKind.NEG_ENTROPY.value,
+}
 
 
 class Sampler(Protocol):

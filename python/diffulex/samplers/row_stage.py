@@ -14,6 +14,7 @@ import torch
 import diffulex_ext
 from diffulex.distributed.records import Records
 from diffulex.families.base import FilterOrder
+from diffulex.ops.sampling import ExclusionMode
 from diffulex.ops.workspace import empty_workspace, token_stats_workspace_bytes
 from diffulex.samplers.inputs import RowFilters
 from diffulex.samplers.shift import SavedRows
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FilterOrder", "RowPenalties", "RowRecords", "RowStage"]
 
-_EXCLUDE, _RENORMALIZE, _OFF = 0, 1, 2
-EXCLUSIONS = {"exclude": _EXCLUDE, "renormalize": _RENORMALIZE}
+EXCLUSIONS = {
+    mode.name.lower(): mode.value for mode in (ExclusionMode.EXCLUDE, ExclusionMode.RENORMALIZE)
+}
 # Columns of the records; include/diffulex/ops/sampling.h.
 _NUM_STATS = 8
 _CONFIDENCE, _SECOND_PROB, _ENTROPY, _RAW_CONFIDENCE = 0, 2, 3, 6
@@ -88,7 +90,7 @@ class RowStage:
         self._vocab_limit = model.tokenizer_vocab_size if is_masked else -1
         self._exclusion = EXCLUSIONS[sampler.mask_suppression]
         if not is_masked and self._forbidden is None:
-            self._exclusion = _OFF
+            self._exclusion = ExclusionMode.OFF.value
         self._filter_order = filter_order
         self._is_tempered = is_tempered
         self._top_k = top_k

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from diffulex.ops.sampling import FilterOrder
+from diffulex.families.base import FilterOrder
 
 
 def kept_ids(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from diffulex.families.base import FilterOrder
 from diffulex.ops.acceptance import accept_mask_fill
 from diffulex.ops.sampling import (
     AcceptRule,
     ConfidenceKind,
-    FilterOrder,
     StatsColumn,
     token_stats,
 )
