@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from diffulex import ops
 from diffulex.ops.settled import settled_weights
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from diffulex.runner.batch import ArenaViews
 
 __all__ = ["BlankRows", "ModelCall", "head_logits"]
-
-_MERGE_KINDS = {"dmax_topk": 0, "iter_smooth_topk": 1}
 
 
 @dataclass(slots=True)
@@ -79,7 +78,7 @@ class ModelCall:
         decoding = config.decoding
         traits = decoding.traits
         self._has_merges = traits.merges_embeddings and decoding.token_merge_weight > 0
-        self._merge_kind = _MERGE_KINDS[decoding.token_merge_mode]
+        self._merge_kind = ops.MergeKind[decoding.token_merge_mode.upper()]
         self._renormalize = decoding.token_merge_renormalize
         self._merge_weight = decoding.token_merge_weight
         self._mask_token_id = config.model.mask_token_id
@@ -132,7 +131,7 @@ class ModelCall:
     def _merged_embeddings(self, views: ArenaViews | BlankRows, ids: Tensor) -> Tensor:
         num_rows = ids.size(0)
         embeds: Tensor = self.model.embed(ids)
-        torch.ops.diffulex.token_merge_embed(
+        ops.token_merge_embed(
             embeds,
             self.model.embedding.weight,
             views.merge_mask[:num_rows],

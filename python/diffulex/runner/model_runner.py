@@ -43,6 +43,7 @@ from diffulex.runner.runner_stages import stages_of
 from diffulex.runner.sampler_inputs import SamplerInputsBuilder
 from diffulex.runner.step_forward import StepForward
 from diffulex.runner.warm_up import GraphMemory, free_device_bytes, max_logits_rows
+from diffulex.samplers.base import RowSampler, Sampler
 from diffulex.samplers.selection import make_sampler, share_rows
 from diffulex.strategies.listing import strategy_named
 from diffulex_ext import _core
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from diffulex.profiling.ring import StepTimes
     from diffulex.profiling.scopes import Stage
     from diffulex.runner.decode_loop import LoopEntry, LoopStep
-    from diffulex.samplers.base import Sampler
     from diffulex.samplers.inputs import SamplerInputs
     from diffulex.strategies.traits import StrategyTraits
 
@@ -97,9 +97,8 @@ class ModelRunner:
         self.device = torch.device(config.model.device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.sampler: Sampler = make_sampler(config)
-        bind_model = getattr(self.sampler, "bind_model", None)
-        if bind_model is not None:
-            bind_model(model)
+        if isinstance(self.sampler, RowSampler):
+            self.sampler.bind_model(model)
         self._is_cuda = self.device.type == "cuda"
         #: An exported program keeps K and V itself and is told what each row sees.
         self._program = model if getattr(model, "owns_kv", False) else None
@@ -222,7 +221,7 @@ class ModelRunner:
     def _has_decode_loop(self, options: _core.EngineOptions, traits: StrategyTraits) -> bool:
         if type(self).execute is not ModelRunner.execute:
             return False  # a custom runner must see every step
-        if not getattr(self.sampler, "is_capturable", False):
+        if not (isinstance(self.sampler, RowSampler) and self.sampler.is_capturable):
             return False  # and so must a custom sampler
         if options.token_merge_top_k > 0 and options.dmax_store_soft_embeddings:
             return False  # the loop could take no step: graphs serve the host's
@@ -242,11 +241,10 @@ class ModelRunner:
 
     def _make_decode_loop(self, options: _core.EngineOptions, traits: StrategyTraits) -> None:
         config = self.config
-        reserve = getattr(self.sampler, "reserve", None)
-        if reserve is not None:
+        if isinstance(self.sampler, RowSampler):
             # Graphs keep the addresses of the sampler's buffers: no later step may replace them, not
             # even one larger than every graph (a prefill, a batch beyond the buckets).
-            reserve(max_logits_rows(config), config.model.spec.vocab_size)
+            self.sampler.reserve(max_logits_rows(config), config.model.spec.vocab_size)
         self._decode_loop = DecodeLoop(
             config,
             options,
@@ -268,13 +266,12 @@ class ModelRunner:
         return _invariant_on(device) if self.config.kernel.batch_invariant else device
 
     def _keep_rows(self, max_num_reqs: int) -> None:
-        keep_rows = getattr(self.sampler, "keep_rows", None)
-        if keep_rows is None:
+        if not isinstance(self.sampler, RowSampler):
             raise ConfigError(
-                f"model_name: expected a sampler with keep_rows for shifted logits, got"
+                f"model_name: expected a RowSampler for shifted logits, got"
                 f" {type(self.sampler).__name__}"
             )
-        keep_rows(self.step_buffers.max_logits_rows, max_num_reqs)
+        self.sampler.keep_rows(self.step_buffers.max_logits_rows, max_num_reqs)
 
     @property
     def kv_cache(self) -> KVCache:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from diffulex.profiling.scopes import Stage
+from diffulex.samplers.base import RowSampler
 
 if TYPE_CHECKING:
     from diffulex.runner.batch import StepBuffers
@@ -48,9 +49,8 @@ def stages_of(
         Stage(buffers, "download", area, "wait_for_output"),
         Stage(inputs, "inputs", area, "prepare_sample"),
     ]
-    rows = getattr(sampler, "rows", None)
-    if rows is not None:
-        stages.append(Stage(rows, "run", "sampler", "sample_tokens"))
+    if isinstance(sampler, RowSampler):
+        stages.append(Stage(sampler.rows, "run", "sampler", "sample_tokens"))
     if loop is not None:
         stages += loop.stages(area, graph)
     return stages

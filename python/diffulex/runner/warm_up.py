@@ -12,6 +12,7 @@ from diffulex.nn.attention_metadata import AttnMetadata
 from diffulex.ops.attention import MaskKind
 from diffulex.runner.attention_workspace import decode_workspace_bytes
 from diffulex.runner.model_call import BlankRows
+from diffulex.samplers.base import RowSampler, Sampler
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from diffulex.runner.attention_workspace import AttentionWorkspace
     from diffulex.runner.decode_graphs import Bucket
     from diffulex.runner.model_call import ModelCall
-    from diffulex.samplers.base import Sampler
 
 __all__ = ["GraphMemory", "free_device_bytes", "max_logits_rows"]
 
@@ -121,9 +121,8 @@ def _run_largest_prefill(
     hidden = _blank_forward(config, call, kv_cache, workspace, num_rows, length)
     num_logits = max_logits_rows(config)
     logits = call.model.compute_logits(hidden[:num_logits])
-    reserve = getattr(sampler, "reserve", None)
-    if reserve is not None:
-        reserve(num_logits, logits.size(1))
+    if isinstance(sampler, RowSampler):
+        sampler.reserve(num_logits, logits.size(1))
 
 
 def _blank_forward(

@@ -61,6 +61,9 @@ class RowSampler:
         self._mask_token_id = config.model.mask_token_id
         self._is_gated = config.sampler.forced_gate == "prev_semi_complete"
 
+    def bind_model(self, model: Any) -> None:
+        """Takes what the step needs of the model; most samplers need nothing."""
+
     def keep_rows(self, first_record: int, max_num_reqs: int) -> None:
         """For models whose logits predict the next position; see `RowStage.keep_rows`."""
         self.rows.keep_rows(first_record, max_num_reqs)
