@@ -246,7 +246,7 @@ class TraceReplay {
     EXPECT_EQ(ends, row.at("visible_end").as_ints());
   }
 
-  // Strategies.md 1.9 and 5.3: where the logits for relative position 0 of a block stand.
+  // Where the logits for relative position 0 of a block stand.
   void check_previous_rows(StepPlan& plan, int32_t r, const Json& row) {
     const auto index = static_cast<size_t>(r);
     const int32_t last_row = plan.last_row_index()[index];

@@ -246,7 +246,7 @@ class TraceReplay:
         self.output.flags[blk] = CONVERGED if canvas["converged"] else 0
 
     def check_fixed_fields(self, plan: _core.StepPlan, r: int) -> None:
-        """What strategies.md 1.9 and 5.3 say of every forward of a block buffer."""
+        """What holds of every forward of a block buffer."""
         begin, end = plan.cu_seqlens_q[r : r + 2].tolist()
         is_dual = self.options.strategy == "fast_dllm_v2"
         is_canvas = self.options.strategy == "diffusion_gemma"
