@@ -61,6 +61,27 @@ CAPABILITIES = (
     "python/diffulex/update/",
     "python/diffulex/verify/",
     "python/diffulex_edge/",
+    # The same and more in folders that are counted: codes in the cache and in routed experts, parts
+    # of layers and checkpoints, asyncio, responses, files of requests, pages and uploads of images.
+    "csrc/ops/attention/generic_codes_",
+    "csrc/ops/attention/sm80/inst_codes_",
+    "csrc/ops/kv/codes.cuh",
+    "csrc/ops/kv/scaled_code.h",
+    "csrc/ops/kv/store_codes.",
+    "csrc/ops/moe/scaled_moe_cuda.cu",
+    "csrc/ops/moe/sm90/scaled_",
+    "python/diffulex/checkpoint/random_weights.py",
+    "python/diffulex/checkpoint/slices.py",
+    "python/diffulex/engine/async_llm.py",
+    "python/diffulex/engine/live.py",
+    "python/diffulex/nn/coupled.py",
+    "python/diffulex/nn/dispatch.py",
+    "python/diffulex/nn/partition.py",
+    "python/diffulex/server/http/multipart.py",
+    "python/diffulex/server/openai/responses_",
+    "python/diffulex/server/ui/images.",
+    "python/diffulex/tools/distributed_doctor.py",
+    "python/diffulex/tools/run_batch.py",
 )
 MAX_FUNCTION_LINES = 60
 
@@ -107,6 +128,8 @@ class Change:
     what: str
     example: str
     pattern: str
+    #: A larger one of the kind, by its pattern; printed with all files that name it, without a limit.
+    larger: str
     #: Files that use the thing without being part of it, as a pattern of paths.
     users: str = "^$"
 
@@ -116,12 +139,14 @@ CHANGES = (
         "an op",
         "act_and_mul",
         "act_and_mul|ActAndMul",
+        "token_stats",
         users=r"^python/diffulex/((nn|layers|quantization|tools)/|ops/moe\.py|self_test\.py)",
     ),
     Change(
         "a strategy",
         "d2f",
         r"\bd2f\b|D2f|_d2f",
+        "fast_dllm_v2",
         # Families, and files of benchmarks, that are decoded by it unless something else is said; the
         # verification, which decodes by it what it compares.
         users=r"^python/diffulex/(families/|bench/(config|zoo_schemes)\.py|verify/)",
@@ -130,6 +155,7 @@ CHANGES = (
         "a model family",
         "stable_diffcoder",
         "stable_diffcoder|StableDiffcoder",
+        "diffusion_gemma",
         # How transformers computes it: an oracle, like a fixture.
         users=r"^python/diffulex/verify/reference\.py",
     ),
@@ -137,10 +163,16 @@ CHANGES = (
         "a configuration option",
         "decode_headroom",
         "decode_headroom",
+        "token_merge_mode",
         # A session for one request sets options of the core.
         users=r"^csrc/edge/",
     ),
-    Change("an HTTP request field", "denoise_detail", "denoise_detail|denoiseDetail"),
+    Change(
+        "an HTTP request field",
+        "denoise_detail",
+        "denoise_detail|denoiseDetail",
+        "stop_token_ids",
+    ),
 )
 
 
@@ -168,11 +200,11 @@ LIMITS = {
     "files of a model family": Limit(1, "1 and a fixture"),
     "files of a configuration option": Limit(3, "3"),
     "files of an HTTP request field": Limit(3, "3"),
-    "product lines": Limit(93_000, "78000", step=1000),
-    "product files": Limit(710, "560", step=10),
+    "product lines": Limit(90_000, "78000", step=1000),
+    "product files": Limit(680, "517", step=10),
     "rooms in circles": Limit(0, "0"),
     "upward arrows": Limit(0, "0"),
-    "long functions": Limit(23, "12"),
+    "long functions": Limit(13, "12"),
 }
 
 
@@ -373,15 +405,21 @@ def measure(root: Path, order: Sequence[str] = ORDER) -> dict[str, tuple[int, li
     files = product_files(root)
     text = {name: (root / name).read_text(encoding="utf-8") for name in files}
     rows: dict[str, tuple[int, list[str]]] = {}
-    for change in CHANGES:
-        places = [
+
+    def files_with(pattern: str, users: str = "^$") -> list[str]:
+        return [
             name
             for name in files
-            if re.search(change.pattern, text[name])
-            and re.search(change.pattern, code_of(name, text[name]))
-            and not re.search(change.users, name)
+            if re.search(pattern, text[name])
+            and re.search(pattern, code_of(name, text[name]))
+            and not re.search(users, name)
         ]
+
+    for change in CHANGES:
+        places = files_with(change.pattern, change.users)
         rows[f"files of {change.what}"] = len(places), places
+        places = files_with(change.larger)
+        rows[f"files that name {change.larger}"] = len(places), places
     counted = [name for name in files if not name.startswith(CAPABILITIES)]
     lines = sum(text[name].count("\n") for name in counted)
     ties = arrows({name: text[name] for name in files if name.endswith(".py")}, order)
@@ -418,6 +456,10 @@ def main() -> int:
         if rounded(row, value) > limit.today:
             failures.append(f"measure.py: {row}: expected at most {limit.today}, got {value}")
             failures += [f"    {place}" for place in places]
+    for change in CHANGES:
+        print(
+            f"{f'files that name {change.larger}':32} {rows[f'files that name {change.larger}'][0]:7}"
+        )
     print(*failures, sep="\n", end="", file=sys.stderr)
     return 1 if failures else 0
 

@@ -48,6 +48,15 @@ def test_tree_keeps_its_limits() -> None:
     assert [line for line in measure.LIMITS if line not in result.stdout] == []
 
 
+def test_document_has_the_goals_and_keeps_the_limits() -> None:
+    text = (Path(__file__).parents[3] / "docs/architecture.md").read_text(encoding="utf-8")
+    _, table = text.split("| To add or to read |")
+    rows = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[2:]]
+    assert [row[-1].replace(",", "") for row in rows] == [x.goal for x in measure.LIMITS.values()]
+    for (name, limit), row in zip(measure.LIMITS.items(), rows, strict=True):
+        assert int(row[-2].replace(",", "")) <= limit.today, name
+
+
 def test_counts_code_and_not_comments(tree: Path) -> None:
     rows = measure.measure(tree)
     assert rows["files of an op"] == (1, ["csrc/b.cpp"])
