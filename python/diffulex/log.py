@@ -73,7 +73,7 @@ _part: ContextVar[str] = ContextVar("diffulex_log_part", default="")
 
 
 def get_logger(name: str = _ROOT) -> logging.Logger:
-    """Logger of a module; it has no handlers of its own."""
+    """Logger of a module; it has no handlers."""
     return logging.getLogger(name)
 
 

@@ -108,7 +108,7 @@ class Resolver:
         warn_once(logger, f"foreign {name} {strategy}", text, name, strategy, value)
 
     def _notice_forced_keys(self) -> None:
-        """A warning of every explicit key for which the strategy has a value of its own."""
+        """A warning of every explicit key for which the strategy sets the value."""
         partial, strategy = self._partial, self._partial["decoding_strategy"]
         for name in self._strategy.unread_keys:
             forced = partial[name]
@@ -150,7 +150,7 @@ class Resolver:
                 )
 
     def _resolve_program(self) -> None:
-        """What an exported program decides: it is one sequence on the CPU with a cache of its own."""
+        """What an exported program decides: it is one sequence on the CPU with its cache inside."""
         partial, program = self._partial, self._partial.facts.program
         if program is None:
             return

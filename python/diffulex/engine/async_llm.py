@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine for asyncio: requests of many tasks, decoded together in a thread of its own."""
+"""An engine for asyncio: requests of many tasks, decoded together in a separate thread."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class AsyncLLM:
 class _EngineThread:
     """The thread that makes an engine, runs its steps and closes it.
 
-    It does not hold its AsyncLLM, so that one that nobody uses any more ends it.
+    It does not hold its AsyncLLM, so that an AsyncLLM without users ends it.
     """
 
     def __init__(self, make: Callable[[], Diffulex]) -> None:
@@ -266,7 +266,7 @@ class _EngineThread:
         return req_id, queue
 
     def leave(self, req_id: int) -> None:
-        """Aborts a request that nobody waits for any more, if it is open."""
+        """Aborts a request whose caller no longer waits, if it is open."""
         with self._changed:
             is_open = self.queues.pop(req_id, None) is not None
             if is_open and not self._is_ending:

@@ -175,7 +175,7 @@ class Diffulex(LiveControls, Observed):
         self._profiler.listen(config.model.device)
 
     def _assemble_replicas(self, config: Config, options: Options, tokenizer: Tokenizer) -> None:
-        """Several engines in processes of their own, which do what this one is asked for."""
+        """Several engines in separate processes, which do what this one is asked for."""
         check_num_reqs(config)
         self._tokenizer = tokenizer
         if not config.decoding.traits.has_canvas:
@@ -583,7 +583,7 @@ def _memory_back_on_failure(engine: Diffulex) -> Iterator[None]:
 
 
 def _close_after_failure(executor: Executor) -> None:
-    """Closes it; an error of its own is logged, since raised it would hide why the engine failed."""
+    """Closes it; an error while closing is logged, since raised it would hide why the engine failed."""
     try:
         executor.close()
     except Exception:

@@ -58,7 +58,7 @@ class StepLoop:
         ring: StepRing | None = None,
     ) -> None:
         self.ledger = ledger
-        #: Keeps a record of every step; None: nobody does.
+        #: Keeps a record of every step; None: no records.
         self.ring = ring
         self.router = StepRouter()
         self.is_closed = False

@@ -2,7 +2,7 @@
 """A record of every step, in a ring: what it did and where its time went.
 
 Records are packed into preallocated memory by the one thread that steps; readers copy them and drop
-those that were overwritten meanwhile, so that nobody waits for a lock.
+those that were overwritten meanwhile, so that no thread waits for a lock.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Bucket(NamedTuple):
     num_reqs: int
     rows_per_request: int
     max_context_len: int
-    #: Rows of the step where requests have their real rows alone; 0: every request has all of its own.
+    #: Rows of the step where requests have their real rows alone; 0: every request has all its rows.
     packed_rows: int = 0
 
     @property

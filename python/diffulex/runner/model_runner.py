@@ -121,7 +121,7 @@ class ModelRunner:
         self._inputs_builder: SamplerInputsBuilder | None = None
         self._prepared_forward: StepForward | None = None
         self._decode_loop: DecodeLoop | None = None
-        #: Receives when the stages of a step began; None: nobody keeps records.
+        #: Receives when the stages of a step began; None: no records are kept.
         self.times: StepTimes | None = None
         #: Is given the hidden states [T, H] of every step that the host has planned.
         self.on_hidden: Callable[[Tensor], None] | None = None

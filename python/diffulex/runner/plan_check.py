@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanCheck", "PlanMismatchError"]
 
-#: Where the scheduler put rows and blocks in its plan: the device has places of its own.
+#: Where the scheduler put rows and blocks in its plan: the device has other places.
 _PLACES = frozenset(("blk_req", "blk_id", "blk_start", "blk_row0", "blk_prev_row"))
 #: What no step on the device reads or writes: it is in the request that the device keeps.
 _UNUSED = frozenset(

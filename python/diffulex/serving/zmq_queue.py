@@ -106,7 +106,7 @@ class CurveKeys(NamedTuple):
 
     @classmethod
     def new(cls) -> CurveKeys:
-        """Keys that nobody has."""
+        """New keys, which no process has yet."""
         zmq = _require("pyzmq", "zmq")
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
 

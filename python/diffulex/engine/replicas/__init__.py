@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines in processes of their own that serve as one."""
+"""Several engines in separate processes that serve as one."""
