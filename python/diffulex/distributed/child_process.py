@@ -37,6 +37,7 @@ __all__ = [
     "read_forever",
     "start_error",
     "stop_all",
+    "with_hint",
 ]
 
 #: Standard library only, until the path is that of the parent. Ctrl-C is for the parent to handle; the
@@ -77,12 +78,15 @@ def start_error(who: str, kind: str, text: str) -> DiffulexError | None:
     known = getattr(errors, kind, None)
     if known is None or not issubclass(known, DiffulexError):
         return None
-    hint = ""
-    if any(name in text for name in _REGISTERED):
-        hint = " (registered in this process? add its module to worker_imports)"
-    error = known(f"{who}: {text}{hint}")
+    error = known(f"{who}: {with_hint(text)}")
     assert isinstance(error, DiffulexError)
     return error
+
+
+def with_hint(text: str) -> str:
+    """What a child raised while it started, and what to do where it may know less than its parent."""
+    is_unknown = any(name in text for name in _REGISTERED)
+    return text + " (registered in this process? add its module to worker_imports)" * is_unknown
 
 
 def describe_exit(exitcode: int | None) -> str:

@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler, send_handle
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from diffulex.distributed.child_process import ChildProcess, start_error, stop_all
+from diffulex.distributed.child_process import ChildProcess, start_error, stop_all, with_hint
 from diffulex.distributed.start import rank_starter
 from diffulex.errors import DiffulexError, EngineDeadError
 from diffulex.log import get_logger, lead_ranks
@@ -105,6 +105,7 @@ class _Pipes:
             return
         own = None if self.has_started else start_error(f"rank {index + 1}", name, text)
         what = "failed in a step" if self.has_started else "could not start"
+        text = text if self.has_started else with_hint(text)
         self.die(own or self.error(index, f"{what}: {name}: {text}"))
 
     def error(self, index: int, how: str, *, is_hearsay: bool = False) -> EngineDeadError:

@@ -358,6 +358,32 @@ def test_where_ranks_meet() -> None:
         assert engine.generate([PROMPT], GREEDY, summary=False)[0].token_ids
 
 
+def test_a_model_that_is_registered_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank has it by `worker_imports`; without, the error of the one that has not says what to do."""
+    from fixtures import own_model
+
+    monkeypatch.setenv(own_model.MARKS, str(tmp_path))
+    settings = {**LIMITS, "tensor_parallel_size": 2}
+    with Diffulex("demo", **settings) as engine:
+        expected = engine.generate([PROMPT], GREEDY, summary=False)[0].token_ids
+    settings["model_name"] = "own"
+    try:
+        imports = {"worker_imports": ["fixtures.own_model"]}
+        with Diffulex("demo", check_ranks=True, **settings, **imports) as engine:
+            assert type(engine._executor.runner.model) is own_model.OwnModel
+            assert engine.generate([PROMPT], GREEDY, summary=False)[0].token_ids == expected
+            assert {path.name for path in tmp_path.iterdir()} == {
+                str(pid) for pid in (os.getpid(), *pids(engine))
+            }
+        hint = r"got 'own' \(registered in this process\? add its module to worker_imports\)$"
+        with pytest.raises(EngineDeadError, match=rf"^rank 1\b.*{hint}"):
+            Diffulex("demo", **settings)
+    finally:
+        own_model.unregister()
+
+
 def test_processes_that_share_experts_alone() -> None:
     zoo = Path(__file__).resolve().parents[3] / "examples" / "zoo" / "edit_llada2"
     limits = {**LIMITS, "expert_parallel_size": 2}
