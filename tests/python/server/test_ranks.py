@@ -59,16 +59,17 @@ def family_of(pid: int) -> set[int]:
     return found
 
 
+def is_worker(pid: int) -> bool:
+    """Whether a backend has started it as a rank or a replica."""
+    try:
+        return b"importlib.import_module(module)" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def worker_of(pid: int) -> int | None:
     """One of the processes that the backend has started; None while there is none."""
-    for child in family_of(pid):
-        try:
-            line = Path(f"/proc/{child}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"importlib.import_module(module)" in line:
-            return child
-    return None
+    return next(filter(is_worker, family_of(pid)), None)
 
 
 @pytest.fixture(params=CASES, ids=[case[2] for case in CASES])
@@ -146,4 +147,56 @@ def test_workers_end_with_the_backend_and_with_the_server(
     everyone = family_of(process.pid)
     process.kill()
     process.wait()
+    until(lambda: not everyone & parents().keys())
+
+
+def test_replicas_of_two_ranks_answer_an_openai_client(tmp_path: Path) -> None:
+    """Two times two processes: answers and streams of both, and nothing left after SIGTERM."""
+    openai = pytest.importorskip("openai", reason="the extra `test` is not installed")
+    log = tmp_path / "server.log"
+    sizes = ("--data-parallel-size", "2", "--tensor-parallel-size", "2")
+    command = [sys.executable, "-m", "diffulex", "serve", "demo", "--device", "cpu", *sizes]
+    flags = ("--max-model-len", "128", "--port", "0", "--data-parallel-policy", "round_robin")
+    with (
+        log.open("wb") as output,
+        subprocess.Popen([*command, *flags], cwd=ROOT, stdout=output, stderr=output) as process,
+    ):
+        try:
+            _ask_as_openai_does(openai, process, log)
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def _ask_as_openai_does(openai: Any, process: subprocess.Popen[bytes], log: Path) -> None:
+    def url() -> str | None:
+        assert process.poll() is None, log.read_text()
+        found = re.search(r"READY url=(\S+) .*replicas=2 tp=2$", log.read_text(), re.MULTILINE)
+        return found and found[1]
+
+    base = until(url)
+    everyone = family_of(process.pid)
+    workers = [pid for pid in everyone if is_worker(pid)]
+    assert len(workers) == 2
+    client = openai.OpenAI(base_url=f"{base}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0)
+    asked = {"model": "demo", "temperature": 0, "max_tokens": 24}
+    messages = [{"role": "user", "content": "Tom has 3 apples. He buys 4 more apples. How many?"}]
+    answers = []
+    for _ in range(4):  # in turns: two from each replica
+        chunks = client.chat.completions.create(messages=messages, stream=True, **asked)
+        answers.append("".join(c.choices[0].delta.content or "" for c in chunks if c.choices))
+        whole = client.chat.completions.create(messages=messages, **asked)
+        answers.append(whole.choices[0].message.content)
+        one = client.completions.create(prompt="1 + 1 =", **asked)
+        assert one.choices[0].finish_reason in ("stop", "length")
+    assert len(set(answers)) == 1 != len(answers[0])
+    text = httpx.get(f"{base}/metrics").text
+    for index in "01":
+        sent = re.search(
+            rf'^diffulex_router_requests_total{{.*replica="{index}".*}} (\S+)', text, re.M
+        )
+        assert sent
+        assert float(sent[1]) == 6
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 0
     until(lambda: not everyone & parents().keys())
