@@ -2,6 +2,7 @@
 """Milliseconds per decode step of every model family, and the bandwidth that makes.
 
     python benchmarks/python/bench_families.py --output families.json
+    python benchmarks/python/bench_families.py --quantization fp8
 
 Random weights in the published shapes, each family under its default strategy and settings, batch 1
 and 8. A step is a whole engine step as the host sees it: schedule, forward, sampling, copy of the
@@ -38,6 +39,7 @@ from step_timing import (
 )
 
 from diffulex import Diffulex, SamplingParams
+from diffulex.quantization.scheme import SCHEMES
 
 COLUMNS = (
     "model", "strategy", "batch", "rows", "rows_run", "step_ms", "p10_ms", "p90_ms", "read_gb",
@@ -67,6 +69,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, help="tokens [1024, tiny: 64]")
     parser.add_argument("--device", help="[cuda where there is one, tiny: cpu]")
     parser.add_argument("--dtype", help="[bfloat16, tiny: float32]")
+    parser.add_argument(
+        "--quantization", choices=("none", *SCHEMES), default="none", help="of weights [none]"
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="shrunken models, to try the program")
     parser.add_argument("--output", type=Path, help="write the JSON to this file")
@@ -92,6 +97,7 @@ def engine_settings(shape: Shape, options: argparse.Namespace, batch: int) -> di
         "max_num_batched_tokens": max(length + 2 * rows, batch * max(options.prompt_len, rows)),
         "enable_prefix_caching": False,
         "skip_warmup": True,
+        "quantization": options.quantization,
     }
     config = resolve_config(shape, device=options.device, num_pages=1, **settings)
     return {**settings, "num_pages": batch * (config.pages_per_request + 2)}
@@ -184,7 +190,8 @@ def run_shape(name: str, options: argparse.Namespace, bandwidth: float) -> list[
     """The lines of one model."""
     shape = SHAPES[name].tiny() if options.tiny else SHAPES[name]
     start = time.perf_counter()
-    model = build_model(shape, getattr(torch, options.dtype), options.device)
+    dtype, scheme = getattr(torch, options.dtype), options.quantization
+    model = build_model(shape, dtype, options.device, quantization=scheme)
     rows = []
     for batch in options.batch:
         row = measure(shape, model, options, batch, bandwidth)
@@ -211,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         "is_tiny": options.tiny,
         **machine_facts(options.device),
         "dtype": options.dtype,
+        "quantization": options.quantization,
         "prompt_len": options.prompt_len,
         "copy_gb_per_s": round(bandwidth / 1e9, 1),
         "experts_counted": "distinct experts of the routing ids, mean over layers and timed steps",

@@ -294,11 +294,17 @@ def test_families_keep_going(tmp_path):
         "bench_families.py",
         *("--tiny", "--families", "diffusion-gemma-26b-a4b,sdar-8b", "--batch", 1),
         *("--warmup", 0, "--steps", 2, "--prompt-len", 600, "--output", output),
+        *("--quantization", "int8"),
         status=1,
     )
     content = json.loads(output.read_text())
     assert list(content["errors"]) == ["diffusion-gemma-26b-a4b"]
-    assert [line["model"] for line in content["results"]] == ["sdar-8b"]
+    assert "max_model_len" in content["errors"]["diffusion-gemma-26b-a4b"]
+    (line,) = content["results"]
+    assert (line["model"], content["quantization"]) == ("sdar-8b", "int8")
+    # A byte for every weight of the projections of two layers, and little beside them.
+    codes = 2 * (64 * 32 * (4 + 2 * 2 + 4) + 3 * 64 * 112)
+    assert codes <= line["read_bytes"]["dense"] < 1.1 * codes
 
 
 @pytest.mark.slow
