@@ -36,6 +36,39 @@ def test_codec_of_random_bit_patterns(dtype: torch.dtype) -> None:
         assert np.array_equal(raw(result.codes), code(x.numpy()))
 
 
+@pytest.mark.slow
+@CODES
+def test_codec_of_all_bit_patterns(dtype: torch.dtype) -> None:
+    """Codes rise with the magnitude: where each begins follows from the values halfway to the next."""
+    is_int8 = dtype == torch.int8
+    values = np.arange(128.0) if is_int8 else reference.E4M3
+    halfway = ((values[:-1] + values[1:]) / 2).astype(np.float32)
+    # Halfway is the even code's. The last range is that of NaN.
+    begins = halfway.view(np.uint32).astype(np.int64) + (np.arange(halfway.size) % 2 == 0)
+    begins = np.append(begins, 0x7F800001)
+    codes = np.append(np.arange(len(values)), 0 if is_int8 else 0x7F).astype(np.uint8)
+    size = 1 << 12
+    x = torch.full((size, size + 1), torch.inf)  # the scale of every row is 1
+    for first in range(0, 1 << 31, size * size):
+        last = first + size * size
+        bounds = np.concatenate(([first], begins.clip(first, last), [last]))
+        magnitude = (
+            np.repeat(codes, np.diff(bounds))
+            .reshape(size, size)
+            .view(np.int8 if is_int8 else np.uint8)
+        )
+        bits = np.arange(first, last, dtype=np.uint32).reshape(size, size)
+        for sign in (0, 1 << 31):
+            x[:, 1:] = torch.from_numpy((bits | np.uint32(sign)).view(np.float32))
+            found = raw(ops.quantize_rows(x, dtype, group=size + 1).codes)[:, 1:]
+            want = magnitude
+            if sign:
+                want = (
+                    -magnitude if is_int8 else np.where(magnitude == 0x7F, 0x7F, magnitude | 0x80)
+                )
+            assert np.array_equal(found, want), f"from {first | sign:#x} on"
+
+
 @CODES
 @pytest.mark.parametrize("depth", [1, 64, 192, 704])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
@@ -233,6 +266,42 @@ def test_a_row_does_not_depend_on_the_batch_nor_on_threads(dtype: torch.dtype) -
                 assert torch.equal(product(x[:rows]), alone[:rows])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("scheme", [WeightScheme.FP8, WeightScheme.FP8_BLOCK, WeightScheme.INT8])
+def test_powers_of_two_of_scales_are_those_of_products(scheme: WeightScheme) -> None:
+    """From 2^-60 to 2^60 nothing is rounded otherwise."""
+    is_int8 = scheme == WeightScheme.INT8
+    x = ops.quantize_rows(normal(9, 300), torch.int8 if is_int8 else torch.float8_e4m3fn)
+    codes, scale = ops.quantize_weight(normal(200, 300, seed=5), scheme)
+    weight = ops.pack_panels(codes)
+    generator = torch.Generator().manual_seed(1)
+    of_rows = 2.0 ** torch.randint(-30, 31, (x.scale.size(1),), generator=generator)
+    of_weight = 2.0 ** torch.randint(-30, 31, (scale.size(0),), generator=generator)
+    wide = of_weight if scale.dim() == 1 else of_weight.repeat_interleave(128)[:200]
+    plain, scaled = torch.empty(9, 200), torch.empty(9, 200)
+    ops.linear_scaled(x, weight, scale, out=plain)
+    moved = of_weight if scale.dim() == 1 else of_weight[:, None]
+    ops.linear_scaled(x._replace(scale=x.scale * of_rows), weight, scale * moved, out=scaled)
+    assert torch.equal(scaled, plain * of_rows[:9, None] * wide)
+    assert plain.count_nonzero() == plain.numel()
+
+
+@pytest.mark.parametrize("num_rows", [2047, 2048, 2049])
+@pytest.mark.parametrize("scheme", list(WeightScheme))
+def test_many_rows_are_those_of_few(scheme: WeightScheme, num_rows: int) -> None:
+    x = normal(num_rows, 64)
+    codes, scale = ops.quantize_weight(normal(33, 64, seed=5), scheme, group=32)
+    weight = ops.pack_panels(codes)
+    dtype = torch.int8 if scheme == WeightScheme.INT8 else torch.float8_e4m3fn
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        out = torch.full((rows.size(0), 33), torch.nan)
+        if scheme == WeightScheme.INT4:
+            return ops.linear_w4a16(rows, weight, scale, group=32, out=out)
+        return ops.linear_scaled(ops.quantize_rows(rows, dtype), weight, scale, out=out)
+
+    assert torch.equal(product(x), torch.cat([product(part) for part in x.split(100)]))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (32, 4), (33, 7), (100, 130)])
