@@ -510,22 +510,13 @@ def add_engine_flags(
 
 
 #: Further names of flags, which other servers have.
-_ALIASES = {
-    "distributed_executor": "--distributed-executor-backend",
-    "cache_backend": "--cache",
-    "cfg_parallel_size": "--cfg-parallel",
-    "ulysses_degree": "--ulysses",
-    "ring_degree": "--ring",
-}
+_ALIASES = {"distributed_executor": "--distributed-executor-backend"}
 
 
 def _add_flag(group: argparse._ArgumentGroup, key: ConfigKey, kind: str) -> None:
     flags = ["--" + key.name.replace("_", "-")]
-    alias = _ALIASES.get(key.name)
-    if (
-        alias is not None and alias not in group._option_string_actions
-    ):  # a command's own comes first
-        flags.append(alias)
+    if key.name in _ALIASES:
+        flags.append(_ALIASES[key.name])
     # A percent sign in a help text would be read as a format.
     legal = "" if kind == "bool" or key.legal == "any" else f"{key.legal}; "
     text = f"{help_text(key)} [{legal}default {_shown(key.default)}]".replace("%", "%%")

@@ -86,6 +86,13 @@ _SWEPT = {
 _THRESHOLDS = {"tea_cache": "rel_l1_thresh", "cache_dit": "residual_diff_threshold"}
 #: Keys that a command sets itself.
 _OWN_KEYS = ("output_type", "num_inference_steps")
+#: Short names of keys, unless a command has a flag that is called so.
+_SHORT: dict[str, tuple[str, Any]] = {
+    "--cache": ("cache_backend", str),
+    "--cfg-parallel": ("cfg_parallel_size", positive_integer),
+    "--ulysses": ("ulysses_degree", positive_integer),
+    "--ring": ("ring_degree", positive_integer),
+}
 #: Keys of the engine in the short help.
 _COMMON_KEYS = ("model", "device", "cache_backend")
 
@@ -171,6 +178,10 @@ def _add_engine_keys(parser: Parser) -> None:
     """All of them, after the command's own flags, which fill the short help."""
     own = parser.names()
     add_engine_flags(parser, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+    for flag, (key, kind) in _SHORT.items():
+        if flag.strip("-").replace("-", "_") not in own:
+            text = f"short for --{key.replace('_', '-')}"
+            parser.add_argument(flag, dest=key, type=kind, default=argparse.SUPPRESS, help=text)
     parser.shorten_help((*own, *_COMMON_KEYS))
 
 
