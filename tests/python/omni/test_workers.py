@@ -244,6 +244,12 @@ def test_two_branches_of_guidance(tiny, plain):
         assert_gone(pids)
         with pytest.raises(WorkerDeadError):
             latents(engine)
+        # One is gone while the other waits for it in a collective.
+        engine.engine.restart()
+        pids = engine.engine.health()["pids"]
+        with pytest.raises(WorkerDeadError):
+            latents(engine, ["fault kill 1"])
+        assert_gone(pids)
 
 
 def test_a_rank_that_hangs_is_ended(tiny):
@@ -351,10 +357,22 @@ def test_replicas_draw_the_shapes_that_one_process_draws(monkeypatch):
 
 
 _ENGINE = """
-import os, signal, sys
+import gc, os, signal, sys, time
 from diffulex.omni import OmniDiffusion
-engine = OmniDiffusion(model=sys.argv[1], distributed_executor_backend="mp")
-print(*engine.engine.health()["pids"], engine.engine._worker.get_broadcast_handle()[0], flush=True)
+def make():
+    engine = OmniDiffusion(model=sys.argv[1], distributed_executor_backend="mp")
+    (pid,) = engine.engine.health()["pids"]
+    return engine, pid, engine.engine._worker.get_broadcast_handle()[0]
+engine, pid, directory = make()
+if sys.argv[2] == "forget":  # first in a process that lives on
+    del engine
+    gc.collect()
+    end = time.monotonic() + 60
+    while os.path.exists(f"/proc/{pid}") or os.path.exists(directory):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    engine, pid, directory = make()
+print(pid, directory, flush=True)
 if sys.argv[2] == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 """
