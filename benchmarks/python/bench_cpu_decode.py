@@ -12,8 +12,9 @@ the reference has no counterpart: its every forward is a denoising step.
     python benchmarks/python/bench_cpu_decode.py --quantization none,int8,fp8,int4
 
 also runs engines whose weights have low precision, and gives what they take beside the first row of their
-model; they have no reference, as their activations are rounded too. `of_first` compares times of decode
-forwards, since other weights accept other tokens.
+model; they have no reference, as their activations are rounded too. `of_first` compares forwards, since
+other weights accept other tokens. `cpu_ms` are those of all threads of the process, prefill included: what
+can be compared where the host does other things as well.
 """
 
 from __future__ import annotations
@@ -243,15 +244,16 @@ def compare(
     if reference is not None:
         ReferenceDecoder(reference, prompts[0], replace(decoding, max_tokens=1)).decode()
     num_steps, num_rows = -engine.stats().num_decode_steps, -engine.stats().num_rows
-    engine_s = decode_s = reference_s = 0.0
+    engine_s = cpu_s = decode_s = reference_s = 0.0
     num_tokens = engine_nfe = reference_nfe = 0
     for index, prompt in enumerate(prompts):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         outputs = engine.generate([prompt], params, summary=False, progress_log_interval=0)
         middle = time.perf_counter()
         (output,) = outputs
         num_rows -= outputs.stats.prefill_tokens
         engine_s += middle - start
+        cpu_s += time.process_time() - cpu_start
         decode_s += output.metrics.decode_s
         num_tokens += len(output.token_ids)
         engine_nfe += output.metrics.nfe
@@ -282,6 +284,7 @@ def compare(
         "engine_ms_per_token": round(1e3 * engine_s / num_tokens, 4),
         "engine_decode_ms_per_token": round(1e3 * decode_s / num_tokens, 4),
         "decode_ms_per_forward": round(1e3 * decode_s / num_steps, 4),
+        "cpu_ms_per_forward": round(1e3 * cpu_s / engine_nfe, 4),
     }
     if reference is None:
         return found
@@ -373,7 +376,7 @@ def main(argv: list[str] | None = None) -> int:
             run = run_demo if name == "demo" else partial(run_random, shape=name)
             result = run(options, buffer_size=buffer_size, scheme=scheme)
             first = first or result
-            for key in ("weight_bytes", "decode_ms_per_forward"):
+            for key in ("weight_bytes", "decode_ms_per_forward", "cpu_ms_per_forward"):
                 result[f"{key}_of_first"] = round(result[key] / first[key], 3)
             results.append(result)
             print(json.dumps(result), file=sys.stderr, flush=True)
