@@ -380,3 +380,18 @@ def test_counters_are_given_to_the_shape_that_launched_the_kernel(monkeypatch):
     assert first.startswith("| moe:b: 2 x 3 | first | 2 | 3 |")
     assert first.endswith("| barrier 75 % |")
     assert second.startswith("| small:a: 1 | second | 2 | 3 |")
+
+
+@pytest.mark.slow
+def test_failures(tmp_path):
+    """A failure that the program makes itself, and one that a worker makes which imports it."""
+    path = tmp_path / "failures.jsonl"
+    text = run("bench_failures.py", "--rows", "F1,F10", "--repeats", 1, "--json", path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["row"] for line in lines] == ["F1", "F10"]
+    assert all(0 < line["times_s"][0] < 240 for line in lines)
+    assert text.count("worker killed, idle") == 2
+
+
+def test_failures_that_are_not_known():
+    run("bench_failures.py", "--rows", "F1,F99", status=2)
