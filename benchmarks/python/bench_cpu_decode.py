@@ -298,7 +298,7 @@ def compare(
 
 def run_demo(options: argparse.Namespace, buffer_size: int, scheme: str) -> dict[str, Any]:
     problems = load_problems(demo_dir() / "heldout.jsonl")[: options.prompts]
-    settings = {
+    settings: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
         "buffer_size": buffer_size,
