@@ -331,8 +331,8 @@ class OmniEngineConfig:
         "float",
         5.0,
         above(0),
-        "Worker processes: seconds without a step, after an error of one rank or a timeout, until"
-        " all are ended; after an abort ten times its longest step is added.",
+        "Worker processes: seconds until all are ended, after an error of one rank or request_timeout_s;"
+        " where a request is stopped otherwise, ten times its longest step more.",
     )
     shm_threshold_bytes: int = key(
         "int", 1 << 20, at_least(1), "Arrays of requests from which on shared memory carries them."

@@ -64,6 +64,7 @@ class _Running:
         slowest: longest time between steps; None before the first.
         later: steps of other leaders that came while one was asked for a preview.
         steps: where each rank is.
+        stepping: ranks that were last seen between the steps of a call, not before or after all of them.
         heard: when each rank last said anything.
     """
 
@@ -80,7 +81,12 @@ class _Running:
     slowest: float | None = None
     later: deque[Message] = dataclasses.field(default_factory=deque)
     steps: dict[int, int] = dataclasses.field(default_factory=dict)
+    stepping: set[int] = dataclasses.field(default_factory=set)
     heard: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def note(self, rank: int, is_stepping: bool) -> None:
+        """Where a rank is."""
+        (self.stepping.add if is_stepping else self.stepping.discard)(rank)
 
 
 class Scheduler:
@@ -351,6 +357,7 @@ class Scheduler:
                 self._stop(running, None)
         elif message.kind == Kind.HEARTBEAT:
             step = message.value["step"]
+            running.note(message.rank, message.value["is_stepping"])
             if running.steps.get(message.rank) != step:
                 running.steps[message.rank] = step
                 if step:
@@ -358,6 +365,8 @@ class Scheduler:
                 running.moved = now
         elif message.kind == Kind.PROGRESS and "event" in message.value:
             running.slowest = max(running.slowest or 0.0, now - running.moved)
+            event = message.value["event"]
+            running.note(message.rank, event["step"] < event["num_steps"])
             self._answer(message, running)
 
     def _answer(self, message: Message, running: _Running) -> None:
@@ -413,8 +422,12 @@ class Scheduler:
                 self._end_dead(WorkerDeadError(text))
                 raise RequestTimeout(text)
             self._stop(running, RequestTimeout.after(running.limit_s, running.limit_name))
-            running.deadline = now + engine.error_grace_s
-        elif running.is_stopping and not isinstance(running.failure, RequestTimeout):
+            # A limit that a client sets ends its request, not the workers of all.
+            is_own = running.limit_name == "timeout_s"
+            running.deadline = None if is_own else now + engine.error_grace_s
+        elif running.is_stopping and (
+            running.deadline is None or not isinstance(running.failure, RequestTimeout)
+        ):
             self._check_stop(running, now)
         for rank, heard in running.heard.items():
             if rank not in running.replies and now - heard > _SILENT_S:
@@ -426,17 +439,18 @@ class Scheduler:
         engine = self._config.engine
         said = [(r, v["error"]) for r, v in running.replies.items() if "error" in v]
         failed = [(r, error) for r, error in said if error["kind"] != RequestAborted.__name__]
-        if failed:
-            patience = engine.error_grace_s
-        elif running.slowest is None:
-            patience = engine.dist_timeout_s
-        else:
-            patience = engine.error_grace_s + 10 * running.slowest
+        silent = sorted(set(range(self._world)) - set(running.replies))
+        patience = engine.error_grace_s
+        if not failed:
+            # How long it takes to read the prompt, or to decode what was drawn, is not known.
+            if running.slowest is not None and running.stepping.issuperset(silent):
+                patience += 10 * running.slowest
+            else:
+                patience = engine.dist_timeout_s
         if now - running.moved <= patience:
             return
-        silent = sorted(set(range(self._world)) - set(running.replies))
         if not failed:
-            text = f"expected them to stop within {patience:.3g} s of an abort, got no end"
+            text = f"expected them to stop within {patience:.3g} s of being told to, got no end"
             self._die(f"workers {silent}: {text}", silent[0], None)
         rank, error = failed[0]
         text = f"expected the same course as workers {silent}, got {error['kind']}"

@@ -149,8 +149,9 @@ class WorkerProc:
         self._rank = groups.rank
         self._seq = 0
         self._is_watched = False
-        #: (sequence number, step of the running call, when it was done), for the heartbeat.
-        self._status: tuple[int, int, float] | None = None
+        #: (sequence number, step of the running call, whether others follow, when it was done), for
+        #: the heartbeat.
+        self._status: tuple[int, int, bool, float] | None = None
         threading.Thread(target=self._beat, name="diffulex-heartbeat", daemon=True).start()
 
     def run(self) -> None:
@@ -163,7 +164,7 @@ class WorkerProc:
             if message.kind != Kind.RPC:
                 continue
             self._seq = message.seq
-            self._status = (message.seq, 0, time.monotonic())
+            self._status = (message.seq, 0, False, time.monotonic())
             try:
                 result, has_reply = self.execute_rpc(message.value)
                 reply = {"result": result if has_reply else None}
@@ -216,7 +217,7 @@ class WorkerProc:
         return [drawn for part in gathered or () for drawn in part or ()]
 
     def _on_step(self, event: StepEvent) -> bool:
-        self._status = (self._seq, event.step, time.monotonic())
+        self._status = (self._seq, event.step, event.step < event.num_steps, time.monotonic())
         is_stopped = not self._ask(event) if self._is_watched else self._is_stopped()
         return not self._groups.agree(is_stopped)
 
@@ -262,7 +263,8 @@ class WorkerProc:
         while True:
             status = self._status
             if status is not None:
-                seq, step, since = status
-                value = {"step": step, "step_age_s": time.monotonic() - since}
+                seq, step, is_stepping, since = status
+                age_s = time.monotonic() - since
+                value = {"step": step, "is_stepping": is_stepping, "step_age_s": age_s}
                 second.enqueue(Kind.HEARTBEAT, value, seq=seq)
             time.sleep(_HEARTBEAT_S)

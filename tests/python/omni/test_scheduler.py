@@ -181,10 +181,17 @@ def test_a_request_ends_while_a_preview_does_not_come(draw, how):
     assert scheduler._queue.now < 10
 
 
-@pytest.mark.parametrize(("step_s", "patience_s"), [(None, 7), (3, 35)])
-def test_workers_that_do_not_stop_are_ended(draw, monkeypatch, step_s, patience_s):
-    """Before its first step a rank gets as long as in a collective; later, ten of its steps more."""
-    told, beats = [], [Message(Kind.HEARTBEAT, 1, {"step": 1}, 0)]
+def beat(is_stepping):
+    return Message(Kind.HEARTBEAT, 1, {"step": 1, "is_stepping": is_stepping}, 0)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "is_stepping", "patience_s"), [(None, False, 7), (3, True, 35), (3, False, 7)]
+)
+def test_workers_that_do_not_stop_are_ended(draw, monkeypatch, step_s, is_stepping, patience_s):
+    """Before its first step, and after the last, a rank gets as long as in a collective; between them,
+    ten of its steps more than the grace."""
+    told, beats = [], [beat(is_stepping)]
 
     def answer(kind, _value, rank):
         if kind == Kind.ABORT:
@@ -203,9 +210,32 @@ def test_workers_that_do_not_stop_are_ended(draw, monkeypatch, step_s, patience_
     monkeypatch.setattr(Scheduler, "_receive", watch)
     found, scheduler = draw(answer, None, dist_timeout_s=7.0, error_grace_s=5.0)
     assert isinstance(found, WorkerDeadError)
-    assert f"workers [0]: expected them to stop within {patience_s} s of an abort" in str(found)
+    assert f"workers [0]: expected them to stop within {patience_s} s of being told to" in str(
+        found
+    )
     assert (scheduler.state, found.rank, scheduler._queue.closed) == ("dead", 0, True)
     assert told == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "request_timeout_s"])
+def test_a_limit_of_one_request_ends_no_workers(draw, monkeypatch, name):
+    """They may take as long for their step as after an abort; the limit of all requests ends them."""
+    receive = Scheduler._receive
+
+    def watch(scheduler):
+        now = scheduler._queue.now
+        if now == 20:
+            scheduler._queue.said.extend(Message(*ABORTED[:1], 1, ABORTED[1], r) for r in range(2))
+        return receive(scheduler)
+
+    monkeypatch.setattr(Scheduler, "_receive", watch)
+    engine_s = 2.0 if name == "request_timeout_s" else 60.0
+    found, scheduler = draw(
+        lambda *_: [], None, 2.0 if name == "timeout_s" else None, request_timeout_s=engine_s
+    )
+    assert isinstance(found, RequestTimeout)
+    assert f"within 2 s ({name})" in str(found)
+    assert scheduler.state == ("ready" if name == "timeout_s" else "dead")
 
 
 def test_workers_that_do_not_start_again_are_dead(scheduler, monkeypatch):
