@@ -71,7 +71,8 @@ class AsyncOmniDiffusion:
     """Draws for an event loop, one request after the other. Takes what `OmniDiffusion` takes.
 
     Args:
-        restarts: whether workers that have died are replaced, also while none is asked for anything.
+        restarts: whether workers that have died are replaced, also while none is asked for anything;
+            `is_restarting` while that is done.
 
     Raises: as `OmniDiffusion`; loading the model blocks.
     """
@@ -93,14 +94,15 @@ class AsyncOmniDiffusion:
         self._live: dict[str, _Job] = {}
         self._current: _Job | None = None
         self._num_reserved = 0
-        self._is_closed = False
+        self._is_closed = self.is_restarting = False
         self._thread = threading.Thread(target=self._draw, name="diffulex-omni", daemon=True)
         self._thread.start()
 
     @property
     def is_running(self) -> bool:
         """Whether requests are accepted."""
-        return not self._is_closed and self.engine.health()["state"] == "ready"
+        is_up = not (self._is_closed or self.is_restarting)
+        return is_up and self.engine.health()["state"] == "ready"
 
     @property
     def num_waiting(self) -> int:
@@ -258,6 +260,7 @@ class AsyncOmniDiffusion:
         if health["state"] != "dead":
             return
         logger.error("image workers: %s; others are started", health["reason"])
+        self.is_restarting = True
         try:
             self.engine.restart()
             self._retry_s = _RETRY_S
@@ -265,6 +268,8 @@ class AsyncOmniDiffusion:
             logger.error("image workers: expected a start, got: %s", error)
             self._retry_at = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, _MOST_RETRY_S)
+        finally:
+            self.is_restarting = False
 
     def _run(self, job: _Job) -> OmniRequestOutput:
         if job.is_aborted:

@@ -126,7 +126,8 @@ def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> Fast
 
 def _health(engine: AsyncOmniDiffusion, videos: VideoJobs | None) -> Response:
     is_ending = videos is not None and videos.is_ending
-    state = "draining" if is_ending else engine.engine.health()["state"]
+    state = "starting" if engine.is_restarting else engine.engine.health()["state"]
+    state = "draining" if is_ending else state
     is_ready = engine.is_running and not is_ending
     shown = {"status": state, "waiting": engine.num_waiting}
     return JSONBody(shown, status_code=200 if is_ready else 503)

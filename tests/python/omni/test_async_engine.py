@@ -214,13 +214,15 @@ def test_dead_workers_are_replaced_where_that_is_wanted(tiny, monkeypatch, resta
 
     async def body():
         engine, starts = AsyncOmniDiffusion(model=str(tiny("qwen")), restarts=restarts), []
+        early = []
         health = {"state": "ready", "pids": [], "reason": "worker 0: gone"}
 
         def restart():
             starts.append(1)
             if len(starts) == 2:
                 raise OSError("no memory")
-            health["state"] = "ready"
+            health["state"] = "ready"  # of processes that load
+            early.append(engine.is_running)
 
         monkeypatch.setattr(engine.engine, "restart", restart)
         monkeypatch.setattr(engine.engine, "health", lambda: health)
@@ -231,6 +233,7 @@ def test_dead_workers_are_replaced_where_that_is_wanted(tiny, monkeypatch, resta
                     await asyncio.sleep(0.005)
                 assert len(starts) == (num_starts if restarts else 0)
                 (await engine.generate("a", **SMALL)).images[0].load()
+            assert not any(early)
         finally:
             await engine.close()
 
