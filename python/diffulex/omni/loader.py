@@ -322,7 +322,9 @@ def _load_module(
         for index in () if is_dummy else sorted(where.glob("*.safetensors.index.json")):
             read_index(index)
         if is_dummy:
-            module = _dummy(cls, library, where, device).to(dtype)
+            # A device may have no room for all of what is cut or offloaded.
+            is_part = stage is not None or _offloading(found.spec, config.memory).get(component)
+            module = _dummy(cls, library, where, "cpu" if is_part else device).to(dtype)
             if stage is not None:
                 drop_foreign(module, lists, stage)
         elif stage is not None:
@@ -382,18 +384,13 @@ def _place(
     import torch  # noqa: PLC0415
     from diffusers.hooks.group_offloading import apply_group_offloading  # noqa: PLC0415
 
-    kinds = {
-        **dict.fromkeys(spec.transformers, ("block_level", memory.dit_cpu_offload)),
-        **dict.fromkeys(spec.text_encoders, ("leaf_level", memory.text_encoder_cpu_offload)),
-        "vae": ("leaf_level", memory.vae_cpu_offload),
-    }
+    kinds = _offloading(spec, memory)
     for name, module in modules.items():
-        kind, is_offloaded = kinds.get(name, ("", False))
-        if not is_offloaded:
+        kind = kinds.get(name)
+        if kind is None:
             # What another rank has stays without data.
             module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
             continue
-        module.cpu()  # random weights come from the device
         apply_group_offloading(
             module,
             onload_device=torch.device(device),
@@ -405,6 +402,18 @@ def _place(
             and memory.pin_cpu_memory
             and not (is_cached and name in spec.transformers),
         )
+
+
+def _offloading(spec: PipelineSpec, memory: MemoryConfig) -> dict[str, str]:
+    """How components that are kept in host memory come to the device: as blocks, or as single layers."""
+    kinds = {
+        "block_level": spec.transformers if memory.dit_cpu_offload else (),
+        "leaf_level": (
+            *(spec.text_encoders if memory.text_encoder_cpu_offload else ()),
+            *(("vae",) if memory.vae_cpu_offload else ()),
+        ),
+    }
+    return {name: kind for kind, names in kinds.items() for name in names}
 
 
 def _compile(pipeline: Any, spec: PipelineSpec, kernels: KernelConfig) -> None:
