@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from diffulex.config.types import ConfigTree
 
-__all__ = ["FilterOrder", "MaskFillSampler", "Sampler", "SamplerInputs"]
+__all__ = ["FilterOrder", "MaskFillSampler", "RowSampler", "Sampler", "SamplerInputs"]
 
 RULES = {rule.name.lower(): rule.value for rule in AcceptRule}
 _STEP_METHODS = frozenset({"__call__", "gate", "seed"})
