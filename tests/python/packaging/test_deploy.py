@@ -117,7 +117,14 @@ def test_unit_is_valid(tmp_path: Path) -> None:
 def test_reload_is_for_replicas() -> None:
     """What the unit runs tells the server, unless that would end it."""
     (command,) = re.findall(r"^ExecReload=(.+)$", UNIT, re.MULTILINE)
-    for flags, is_told in (("--model m --data-parallel-size 2", True), ("--model m", False)):
+    for flags, text in (
+        ("--model m --data-parallel-size 2", ""),
+        ("--data-parallel-size 16 --model m", ""),
+        ("--model m", "expected --data-parallel-size in DIFFULEX_FLAGS, got none"),
+        ("--model m --data-parallel-size 1", "expected several replicas, got one"),
+        ("--data-parallel-size=1 --model m", "expected several replicas, got one"),
+    ):
+        is_told = not text
         with subprocess.Popen(["sleep", "600"]) as server:
             variables = {"DIFFULEX_FLAGS": flags, "MAINPID": str(server.pid), "PATH": os.defpath}
             result = subprocess.run(
@@ -126,9 +133,7 @@ def test_reload_is_for_replicas() -> None:
             if not is_told:
                 server.kill()
         assert (result.returncode == 0) is is_told
-        assert result.stderr.startswith(
-            "" if is_told else "reload: expected --data-parallel-size in"
-        )
+        assert result.stderr == (f"reload: {text}\n" if text else "")
         assert server.returncode == -(signal.SIGHUP if is_told else signal.SIGKILL)
 
 

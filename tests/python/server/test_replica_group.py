@@ -275,6 +275,10 @@ def test_the_last_one_in_service_is_not_restarted(run):
         await fleet.group.roll([0, 1])
         assert [len(owners) for owners in fleet.backends] == [2, 1]
         assert fleet.frontend.is_serving(1)
+        fleet.group.release(0)
+        fleet.group.hold(1)
+        await fleet.group.roll([0, 1])
+        assert [len(owners) for owners in fleet.backends] == [2, 2]
 
     run(scenario, count=2)
 

@@ -319,7 +319,7 @@ class ReplicaGroup:
                 others = self._others(index)
             except GroupBusyError as error:
                 logger.error("replica %d is not restarted: %s", index, error)
-                return
+                continue
             if not await self._until(partial(self._all_serve, others)):
                 logger.error("replica %d is not restarted: another one does not get ready", index)
                 return
