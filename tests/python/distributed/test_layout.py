@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -183,6 +184,18 @@ def test_illegal_devices(settings: dict[str, Any], num_devices: int, text: str) 
     with pytest.raises(ConfigError) as caught:
         Config.of(options, facts)
     assert str(caught.value) == text
+
+
+def test_every_replica_has_a_port() -> None:
+    facts = read_facts(Options.parse("demo", {}))
+    for port in (65534, 65535):
+        options = Options.parse("demo", {"data_parallel_size": 2, "master_port": port})
+        with pytest.raises(ConfigError) if port == 65535 else contextlib.nullcontext() as caught:
+            Config.of(options, facts)
+    assert (
+        str(caught.value)
+        == "master_port: expected at most 65534 for data_parallel_size 2, got 65535"
+    )
 
 
 def test_settings_of_one_replica() -> None:
