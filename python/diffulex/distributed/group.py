@@ -130,7 +130,7 @@ class _Pipes:
                         self.on_death(error)
                 finally:
                     self._kill_all()
-            self.changed.notify_all()
+                    self.changed.notify_all()
             return self.death
 
     def _kill_all(self) -> None:

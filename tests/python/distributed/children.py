@@ -49,8 +49,8 @@ def floods(connection: Any, parent_pid: int) -> None:
 
 
 def sleeps(connection: Any, parent_pid: int) -> None:
-    """Says nothing."""
-    time.sleep(60)
+    """Says nothing, for longer than a test waits."""
+    time.sleep(600)
 
 
 def answers(connection: Any, parent_pid: int) -> None:

@@ -41,7 +41,7 @@ def test_a_group_that_its_own_thread_collects_ends_whole() -> None:
     os.kill(workers[0], signal.SIGKILL)
     until(lambda: pipes._waker.closed and all(child.connection.closed for child in pipes.children))
     assert in_reader == ["diffulex-ranks"]
-    until(lambda: log._Process.num_groups == before and threading.active_count() == threads)
+    until(lambda: log._Process.num_groups <= before and threading.active_count() <= threads)
     assert not any(map(is_there, workers))
 
 
