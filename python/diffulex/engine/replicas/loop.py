@@ -119,9 +119,10 @@ class ReplicaLoop:
         #: Those of replicas cannot be changed.
         self.weights_failure: str | None = None
         self.router = StepRouter()
-        store = make_meeting_place(config)
-        self._bond: Bond = NoBond() if store is None else CoupledBond()
-        self.replicas = start_replicas(config, options, store)
+        #: NCCL asks it in the first exchange of the ranks, which may be that of the first step.
+        self._store = make_meeting_place(config)
+        self._bond: Bond = NoBond() if self._store is None else CoupledBond()
+        self.replicas = start_replicas(config, options, self._store)
         self._pid = os.getpid()
         self._end = weakref.finalize(self, _end_all, self.replicas, self._pid, self._bond)
         num_pages = min(replica.num_pages for replica in self.replicas)
@@ -449,6 +450,7 @@ class ReplicaLoop:
             with deferred_interrupt():
                 _end_all(self.replicas, self._pid, self._bond)
                 self._end.detach()
+                self._store = None  # gives its port back
         except BaseException:
             self.is_closed = not self._end.alive
             raise
