@@ -18,6 +18,7 @@ from diffulex.distributed.layout import Sizes, describe_ranks, replica_environme
 from diffulex.distributed.legality import check_model_class
 from diffulex.distributed.start import rank_starter
 from diffulex.distributed.store import PeerError, make_store
+from diffulex.engine.interrupt import deferred_interrupt
 from diffulex.engine.ranks.follower import HiddenDigest, decisions
 from diffulex.engine.ranks.step_header import StepHeader, is_looked_at
 from diffulex.engine.ranks.worker import checkpoint_digest, make_comm, versions
@@ -295,15 +296,16 @@ class ProcessFollowers:
         self._group.send(("start_recording", name))
 
     def stop_recording(self) -> Sequence[Recorded]:
-        self._group.send(("stop_recording",))
-        while True:
-            try:
-                answers = self._replies("write its recording")
-            except DiffulexError as error:  # which the next step will raise
-                return [Recorded(error=str(error))]
-            if isinstance(answers[0], Recorded):
-                return answers
-            self._early.append(answers)
+        with deferred_interrupt():  # the answers would be taken for those to something else
+            self._group.send(("stop_recording",))
+            while True:
+                try:
+                    answers = self._replies("write its recording")
+                except DiffulexError as error:  # which the next step will raise
+                    return [Recorded(error=str(error))]
+                if isinstance(answers[0], Recorded):
+                    return answers
+                self._early.append(answers)
 
     def disagree(self, rank: int, text: str) -> NoReturn:
         self._group.disagree(rank, text)
@@ -327,6 +329,7 @@ class ProcessFollowers:
         self._group.close(("exit",))
         if comm is not None:
             comm.close()
+        self._store = None  # gives its port back
 
 
 def _leaving(
