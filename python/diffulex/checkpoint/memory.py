@@ -53,6 +53,12 @@ def available_bytes(device: torch.device | str) -> int | None:
     return sizes["MemAvailable"] + sizes.get("SwapFree", 0)
 
 
+def at_most_available(wanted: int) -> int:
+    """Bytes of host memory, at most those that can be taken without harm."""
+    available = available_bytes("cpu")
+    return wanted if available is None else min(wanted, available)
+
+
 def check_memory(
     needed: int, device: torch.device | str, scheme: str = "", num_ranks: int = 1
 ) -> None:

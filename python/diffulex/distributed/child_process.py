@@ -85,7 +85,7 @@ def start_error(who: str, kind: str, text: str) -> DiffulexError | None:
 
 def with_hint(text: str) -> str:
     """What a child raised while it started, and what to do where it may know less than its parent."""
-    is_unknown = any(name in text for name in _REGISTERED)
+    is_unknown = "worker_imports)" not in text and any(name in text for name in _REGISTERED)
     return text + " (registered in this process? add its module to worker_imports)" * is_unknown
 
 

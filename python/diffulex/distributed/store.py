@@ -81,6 +81,8 @@ def meet(store: Any, rank: int, size: int, connect_s: float) -> None:
     store.set(f"rank {rank}", "")
     end = time.monotonic() + connect_s
     for other in range(size):
+        if other == rank:
+            continue
         seconds = max(0.001, end - time.monotonic()) if connect_s else 0.0
         try:
             store.wait([f"rank {other}"], time_limit(seconds))

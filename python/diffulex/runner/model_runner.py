@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from diffulex.checkpoint.memory import check_num_pages
+from diffulex.checkpoint.memory import at_most_available, check_num_pages
 from diffulex.distributed.comm import LOCAL
 from diffulex.errors import ConfigError
 from diffulex.likelihood.forward import RowRunner, ScoreForward
@@ -145,7 +145,7 @@ class ModelRunner:
                 budget = free_device_bytes(*parts, self._graph_memory())
             num_pages = budget // page_bytes
         else:
-            budget = self.config.cache.cpu_kv_cache_bytes
+            budget = at_most_available(self.config.cache.cpu_kv_cache_bytes)
             most = per_request * self.config.scheduler.max_num_reqs
             num_pages = min(budget // page_bytes, most)
         if num_pages < per_request:

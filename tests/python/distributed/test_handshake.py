@@ -78,8 +78,10 @@ def test_other_versions_are_refused(make: Any) -> None:
 
 def test_another_checkpoint_is_refused(make: Any) -> None:
     own = worker.checkpoint_digest(read_model_facts("demo", {}).model_dir)
+    followers = make(OWN, "cafe0123")
+    followers._timeout_s = 120.0
     with pytest.raises(ConfigError) as other:
-        make(OWN, "cafe0123").connect()
+        followers.connect()
     text = f"rank 1: expected the checkpoint of rank 0 (sha256 {own}), got cafe0123"
     assert str(other.value) == text
 
