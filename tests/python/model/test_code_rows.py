@@ -109,6 +109,8 @@ def test_layers_send_many_rows_to_the_vendor(
         factors = rows.scale[:, :count].T.repeat_interleave(depth // len(rows.scale), 1)
         if scale.dim() == 2:
             scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        # On the CPU, layers keep codes in panels.
+        weight = ops.unpack_panels(weight, out.size(-1), depth, torch.float8_e4m3fn)
         dense = weight.float() * (scale if scale.dim() == 2 else scale[:, None])
         return out.copy_(torch.nn.functional.linear(rows.codes.float() * factors, dense, bias))
 
