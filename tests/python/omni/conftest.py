@@ -23,3 +23,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return built[name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def wan22(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tiny Wan 2.2: two transformers, with a boundary of 0.875."""
+    import torch
+
+    from diffulex.omni._diffusers_compat import import_diffusers
+
+    diffusers = import_diffusers()
+    pipeline = diffusers.WanPipeline.from_pretrained(tiny("wan"))
+    torch.manual_seed(1)
+    second = diffusers.WanTransformer3DModel.from_config(pipeline.transformer.config)
+    pipeline.register_modules(transformer_2=second)
+    pipeline.register_to_config(boundary_ratio=0.875)
+    directory = tmp_path_factory.mktemp("wan22")
+    pipeline.save_pretrained(directory)
+    return directory

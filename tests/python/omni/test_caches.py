@@ -448,22 +448,15 @@ def test_the_first_block_cache_of_diffusers_decides_alike(tiny, threshold, is_ca
         assert torch.equal(latents, direct), metrics["cache"]
 
 
-def test_text_and_image_residuals_of_two_experts(tiny, tmp_path):
+def test_text_and_image_residuals_of_two_experts(wan22):
     """Two transformers, each with its share of the steps; the second one starts empty."""
-    diffusers = import_diffusers()
-    pipeline = diffusers.WanPipeline.from_pretrained(tiny("wan"))
-    torch.manual_seed(1)
-    second = diffusers.WanTransformer3DModel.from_config(pipeline.transformer.config)
-    pipeline.register_modules(transformer_2=second)
-    pipeline.register_to_config(boundary_ratio=0.875)
-    pipeline.save_pretrained(tmp_path / "wan22")
-    with OmniDiffusion(model=str(tmp_path / "wan22"), device="cpu") as engine:
+    with OmniDiffusion(model=str(wan22), device="cpu") as engine:
         expected, _ = draw(engine, "wan")
         timesteps = engine.engine._worker.pipeline.scheduler.timesteps
         high = int((timesteps >= 875).sum())
     keywords = {"cache_backend": "cache_dit", "max_warmup_steps": 1}
     with OmniDiffusion(
-        model=str(tmp_path / "wan22"), device="cpu", residual_diff_threshold=0, **keywords
+        model=str(wan22), device="cpu", residual_diff_threshold=0, **keywords
     ) as engine:
         latents, metrics = draw(engine, "wan")
         assert torch.equal(latents, expected)
@@ -472,14 +465,14 @@ def test_text_and_image_residuals_of_two_experts(tiny, tmp_path):
         assert 0 < high < 12
     mask = [1] * high + [1, 0, 0] + [1] * (12 - high - 3)
     with OmniDiffusion(
-        model=str(tmp_path / "wan22"), device="cpu", scm_steps_mask=mask,
+        model=str(wan22), device="cpu", scm_steps_mask=mask,
         scm_steps_policy="static", **keywords,
     ) as engine:  # fmt: skip
         _, metrics = draw(engine, "wan")
         cached = {n: b["uncond"]["cached"] for n, b in metrics["cache"].items()}
         assert cached == {"transformer": [], "transformer_2": [1, 2]}
     with pytest.raises(UnsupportedFeatureError, match="coefficients: expected 5 numbers"):
-        OmniDiffusion(model=str(tmp_path / "wan22"), device="cpu", cache_backend="tea_cache")
+        OmniDiffusion(model=str(wan22), device="cpu", cache_backend="tea_cache")
 
 
 def test_offloaded_blocks_can_be_skipped(tiny):

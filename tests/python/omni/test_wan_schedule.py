@@ -23,17 +23,9 @@ SCALES = {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
 
 
 @pytest.fixture(scope="module")
-def two_experts(tiny, tmp_path_factory):
-    """(pipeline of diffusers, its directory): Wan 2.2 with a boundary of 0.875."""
-    diffusers = import_diffusers()
-    pipeline = diffusers.WanPipeline.from_pretrained(tiny("wan"))
-    torch.manual_seed(1)
-    second = diffusers.WanTransformer3DModel.from_config(pipeline.transformer.config)
-    pipeline.register_modules(transformer_2=second)
-    pipeline.register_to_config(boundary_ratio=0.875)
-    directory = tmp_path_factory.mktemp("wan22")
-    pipeline.save_pretrained(directory)
-    return diffusers.WanPipeline.from_pretrained(directory), directory
+def two_experts(wan22):
+    """(pipeline of diffusers, its directory)."""
+    return import_diffusers().WanPipeline.from_pretrained(wan22), wan22
 
 
 @pytest.mark.parametrize(
