@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -138,6 +139,17 @@ def test_cpu_decode(tmp_path):
         assert ("speedup" in result) == (result["quantization"] == "none")
         assert (result["weight_bytes_of_first"] == 1) == (result["quantization"] == "none")
     assert content["threads"] == 1
+
+
+@pytest.mark.slow
+def test_cpu_products():
+    """A row for each shape and number of rows; every format has a time and its ratio."""
+    head, _, *lines = run("bench_cpu_products.py", "--seconds", "0").splitlines()
+    names = [cell.strip() for cell in head.strip("|").split("|")]
+    assert names[2:] == ["bfloat16", "float32", "fp8", "fp8_block", "int8", "int4"]
+    assert len(lines) == 6
+    for line in lines:
+        assert len(re.findall(r"\d \(\d+\.\d\dx\)", line)) == 6
 
 
 @pytest.mark.slow
