@@ -102,8 +102,8 @@ def on_ranks(monkeypatch):
 
 
 def draw(tokens, heads=3, batch=2, dtype=torch.float32):
-    torch.manual_seed(tokens)
-    return [torch.randn(batch, tokens, heads, 8, dtype=dtype) for _ in range(3)]
+    own = torch.Generator().manual_seed(tokens)  # ranks are threads, and draw at one time
+    return [torch.randn(batch, tokens, heads, 8, dtype=dtype, generator=own) for _ in range(3)]
 
 
 def pieces(items, lengths, rank):
