@@ -12,6 +12,9 @@ import uvicorn
 
 from diffulex.server.http.http_protocol import ConnectionLimits, bounded_protocol
 
+#: Generous: the host may be busy.
+_PATIENCE_S = 120.0
+
 
 class AppServer:
     """Serves between entry and exit, as `diffulex serve` does; `url` says where."""
@@ -34,7 +37,7 @@ class AppServer:
 
     def __enter__(self) -> AppServer:
         self._thread.start()
-        end = time.monotonic() + 30
+        end = time.monotonic() + _PATIENCE_S
         while not self._server.started:
             assert time.monotonic() < end, "the server does not start"
             assert self._thread.is_alive(), "the server ended"
@@ -51,5 +54,5 @@ class AppServer:
         trace: TracebackType | None,
     ) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(_PATIENCE_S)
         assert not self._thread.is_alive()

@@ -78,8 +78,12 @@ def serving(*, is_endless: bool) -> Iterator[tuple[str, ScriptedBackend, Fronten
         yield server.url, backend, frontend
 
 
-def until(condition, timeout_s=3.0):
-    end = time.monotonic() + timeout_s
+#: Generous: the host may be busy. Nothing is measured.
+PATIENCE_S = 120.0
+
+
+def until(condition):
+    end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, "expected it in time"
         time.sleep(0.005)
@@ -91,23 +95,27 @@ def test_leaving_a_stream_is_one_abort(path, mode):
     body = {"messages": USER} if path == CHAT else {"prompt": "x"}
     with serving(is_endless=True) as (url, backend, frontend):
         request = {**body, "stream": True, "stream_mode": mode}
-        with httpx.stream("POST", url + path, json=request, timeout=10) as response:
+        with httpx.stream("POST", url + path, json=request, timeout=PATIENCE_S) as response:
             next(response.iter_raw())
         until(lambda: not frontend.rid_to_state)
         until(lambda: backend.aborts)
         time.sleep(0.05)
         assert backend.aborts == [backend.commands[0].rid]
-        text = httpx.get(url + "/metrics").text
+        ended = f'requests_total{{model_name="fake",route="{path}",status="499"}} 1.0'
+        until(lambda: ended in httpx.get(url + "/metrics", timeout=PATIENCE_S).text)
+        text = httpx.get(url + "/metrics", timeout=PATIENCE_S).text
         assert 'request_aborted_total{model_name="fake",reason="disconnect"} 1.0' in text
-        assert f'requests_total{{model_name="fake",route="{path}",status="499"}} 1.0' in text
         assert 'diffulex_requests_live{model_name="fake"} 0.0' in text
         assert 'diffulex_requests_inflight_http{model_name="fake"} 0.0' in text
 
 
 def test_leaving_before_the_answer_is_one_abort():
     with serving(is_endless=True) as (url, backend, frontend):
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url + "/generate", json={"prompt": "x"}, timeout=0.3)
+        host, _, port = url.removeprefix("http://").partition(":")
+        head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((host, int(port)), PATIENCE_S) as client:
+            client.sendall(f'{head}Content-Length: 15\r\n\r\n{{"prompt": "x"}}'.encode())
+            until(lambda: backend.commands)
         until(lambda: not frontend.rid_to_state)
         until(lambda: backend.aborts)
         assert backend.aborts == [backend.commands[0].rid]
@@ -116,7 +124,7 @@ def test_leaving_before_the_answer_is_one_abort():
 def test_leaving_several_choices_aborts_each():
     with serving(is_endless=True) as (url, backend, frontend):
         body = {"messages": USER, "n": 3, "stream": True}
-        with httpx.stream("POST", url + CHAT, json=body, timeout=10) as response:
+        with httpx.stream("POST", url + CHAT, json=body, timeout=PATIENCE_S) as response:
             next(response.iter_raw())
         until(lambda: len(backend.aborts) == 3)
         assert sorted(backend.aborts) == sorted(command.rid for command in backend.commands)
@@ -141,7 +149,7 @@ def test_a_finished_stream_is_not_aborted():
 def test_abort_by_id_ends_the_stream_with_an_error():
     with serving(is_endless=True) as (url, backend, _):
         body = {"messages": USER, "stream": True, "request_id": "me"}
-        with httpx.stream("POST", url + CHAT, json=body, timeout=10) as response:
+        with httpx.stream("POST", url + CHAT, json=body, timeout=PATIENCE_S) as response:
             lines = response.iter_lines()
             first = json.loads(next(lines).removeprefix("data: "))
             # An id is the server's; the bare one that was chosen is none.
@@ -160,7 +168,9 @@ def test_abort_by_id_ends_a_waiting_request_with_499(num_choices):
     with serving(is_endless=True) as (url, backend, _), ThreadPoolExecutor(1) as pool:
         body = {"messages": USER, "n": num_choices, "temperature": 1}
         headers = {"X-Request-Id": "me"}
-        waiting = pool.submit(httpx.post, url + CHAT, json=body, headers=headers, timeout=10)
+        waiting = pool.submit(
+            httpx.post, url + CHAT, json=body, headers=headers, timeout=PATIENCE_S
+        )
         until(lambda: len(backend.commands) == num_choices)
         assert httpx.post(url + "/abort", json={"rid": "diffulex-me"}).json() == {"aborted": True}
         response = waiting.result()

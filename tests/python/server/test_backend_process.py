@@ -34,7 +34,8 @@ from diffulex.wire.protocol import (
     serving_event_from_dict,
 )
 
-TIMEOUT_S = 60.0
+#: Generous: a process that starts may take twenty seconds on a busy host. Nothing is measured.
+TIMEOUT_S = 120.0
 
 
 class Service:
@@ -104,7 +105,7 @@ def serve(tmp_path, monkeypatch):
             service = Service(tmp_path, factory, log, **options)
             try:
                 await service.start()
-                await asyncio.wait_for(scenario(service), TIMEOUT_S)
+                await asyncio.wait_for(scenario(service), 2 * TIMEOUT_S)
             finally:
                 await service.stop()
             assert service.supervisor.backend.process.exitcode is not None
@@ -293,12 +294,18 @@ def test_stuck_step_is_reported_and_ended(serve, caplog):
 
 async def frozen(service, monkeypatch):
     """A stopped backend with a request in flight, as soon as that is noticed."""
-    monkeypatch.setattr(frontend_module, "_HEARTBEAT_LIMIT_S", 2.0)
     waiting = asyncio.ensure_future(service.events(service.command("a", max_tokens=4000)))
     await service.until(lambda: service.logged("add"))
     os.kill(service.pid, signal.SIGSTOP)
+    # Only now: one that runs may be late as well on a busy host.
+    monkeypatch.setattr(frontend_module, "_HEARTBEAT_LIMIT_S", 2.0)
     await service.until(lambda: service.frontend.state is not ServerState.READY)
     return waiting
+
+
+def be_patient(monkeypatch):
+    """Nothing is frozen any more."""
+    monkeypatch.setattr(frontend_module, "_HEARTBEAT_LIMIT_S", TIMEOUT_S)
 
 
 def test_a_frozen_backend_is_killed_and_replaced(serve, caplog, monkeypatch):
@@ -307,6 +314,7 @@ def test_a_frozen_backend_is_killed_and_replaced(serve, caplog, monkeypatch):
         waiting = await frozen(service, monkeypatch)
         assert (await waiting)[-1].code in ("engine_dead", "engine_unresponsive")
         await service.until(lambda: service.pid != frozen_pid)
+        be_patient(monkeypatch)
         await service.until(lambda: service.frontend.state is ServerState.READY)
         reply = await service.frontend.generate(service.command("b", max_tokens=3))
         assert reply.text == "ABC"
@@ -328,6 +336,7 @@ def test_a_frozen_backend_that_is_left_alone_refuses_and_may_come_back(serve, ca
         assert (last.code, last.http_status) == ("engine_unresponsive", 500)
         os.kill(service.pid, signal.SIGCONT)
         await service.until(lambda: service.frontend.state is ServerState.READY)
+        be_patient(monkeypatch)
         reply = await service.frontend.generate(service.command("c", max_tokens=3))
         assert reply.text == "ABC"
         await service.until(lambda: service.logged("abort"))
@@ -340,13 +349,13 @@ def test_a_frozen_backend_that_is_left_alone_refuses_and_may_come_back(serve, ca
 def test_a_restart_tells_when_to_come_back(serve):
     async def scenario(service):
         assert service.frontend.retry_after_s == 1
-        service.frontend._load_s = 7.0
+        service.frontend._load_s = 700.0
         os.kill(service.pid, signal.SIGKILL)
         await service.until(lambda: service.frontend.state is not ServerState.READY)
-        assert 5 <= service.frontend.retry_after_s <= 7
+        assert 500 <= service.frontend.retry_after_s <= 700
         await service.until(lambda: service.frontend.state is ServerState.READY)
         # Measured with this start.
-        assert service.frontend._load_s != 7.0
+        assert service.frontend._load_s != 700.0
         assert service.frontend.retry_after_s == 1
 
     serve(scenario, is_restarting=True)
