@@ -166,6 +166,8 @@ def test_server_that_is_away_is_said_in_words(server: LiveServer, browser: Any) 
     away.wait_for()
     assert away.get_attribute("role") == "status"
     assert page.locator("#state").inner_text() == "not ready"
+    # The page may have found that out by itself, before the question.
+    page.locator("#notice", has_text="cannot be reached").wait_for()
     assert page.locator("#notice").inner_text() == "The server cannot be reached."
     assert page.locator("#question").input_value() == LONG_QUESTION
     assert page.locator(".message.assistant").count() == 1
@@ -338,6 +340,8 @@ def test_stop_before_the_first_text_takes_a_new_question_back(
 def test_chats_outlive_a_reload(page: Any) -> None:
     ask(page, QUESTION)
     wait_for_end(page)
+    # The last that is kept of an answer is which chat it belongs to.
+    page.wait_for_function("sessionStorage.getItem('diffulex-chat') !== null")
     page.reload()
     text = page.locator(".message.assistant .text")
     text.wait_for()
@@ -359,6 +363,7 @@ def test_several_chats_are_listed_opened_and_deleted(page: Any) -> None:
     assert page.locator(".message").count() == 0
     assert page.locator("#welcome").is_visible()
     ask(page, LONG_QUESTION)
+    wait_for_stored(page, {"chats": 2, "recordings": 2})
     page.get_by_role("button", name="Chats").click()
     titles = page.locator(".chat-title")
     titles.nth(1).wait_for()
@@ -403,7 +408,7 @@ def count_stored(page: Any) -> dict[str, int]:
 
 def wait_for_stored(page: Any, counts: dict[str, int]) -> None:
     """Waits until `count_stored` says so: an answer is shown shortly before it is stored."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (stored := count_stored(page)) != counts:
         assert time.monotonic() < deadline, stored
         page.wait_for_timeout(20)
@@ -419,7 +424,7 @@ def test_replaced_answers_leave_no_recording(page: Any) -> None:
     page.get_by_role("button", name="Regenerate").wait_for()
     page.wait_for_function("document.querySelectorAll('.message').length === 2")
     page.wait_for_timeout(300)
-    assert count_stored(page) == {"chats": 1, "recordings": 1}
+    wait_for_stored(page, {"chats": 1, "recordings": 1})
 
 
 def open_chat(page: Any, question: str) -> None:
@@ -476,6 +481,7 @@ def test_question_and_title_are_text(page: Any) -> None:
     set_settings(page, max_tokens="4")
     ask(page, _ATTACK)
     assert page.locator(".message.user .text").inner_text() == _ATTACK
+    wait_for_stored(page, {"chats": 1, "recordings": 1})
     page.get_by_role("button", name="Chats").click()
     assert page.locator(".chat-title").inner_text() == _ATTACK[:80]
     page.get_by_role("button", name="Close").click()

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def test_programs_of_the_page_run(page: Any, server: LiveServer) -> None:
     curl, python = page.locator("#snippets pre").all_inner_texts()
     page.locator("#routes", has_text="POST /v1/chat/completions").wait_for()
 
-    result = subprocess.run(["bash", "-c", curl], capture_output=True, check=True, timeout=60)
+    result = subprocess.run(["bash", "-c", curl], capture_output=True, check=True, timeout=240)
     assert json.loads(result.stdout)["choices"][0]["message"]["content"] == "3+4=7\n#### 7"
     body = json.loads(curl[curl.index("-d '") + 4 : -1].replace("'\\''", "'"))
     assert body["stop"] == ["it's", '"so"']
@@ -110,7 +111,7 @@ def test_programs_of_the_page_run(page: Any, server: LiveServer) -> None:
     environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-c", python]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=60, env=environment
+        command, capture_output=True, text=True, check=True, timeout=240, env=environment
     )
     assert done.stdout == "3+4=7\n#### 7\n"
     assert "extra_body" in python
@@ -191,6 +192,14 @@ def in_view(page: Any, selector: str) -> bool:
     )
 
 
+def wait_until_in_view(page: Any, selector: str) -> None:
+    """The page goes there once an answer is stored."""
+    deadline = time.monotonic() + 60
+    while not in_view(page, selector):
+        assert time.monotonic() < deadline, selector
+        page.wait_for_timeout(20)
+
+
 @pytest.mark.parametrize("size", [(390, 844), (320, 640), (844, 390)])
 def test_newest_answer_is_in_view_on_a_phone(
     server: LiveServer, browser: Any, size: tuple[int, int]
@@ -202,10 +211,8 @@ def test_newest_answer_is_in_view_on_a_phone(
             ask(page, question)
             # Folded on a low screen.
             page.locator(".summary", has_text="End:").wait_for(state="attached")
-            page.wait_for_timeout(50)
-            assert in_view(page, ".message.assistant .foot")
-            last_line = ".message.assistant .text h4"
-            assert in_view(page, last_line)
+            wait_until_in_view(page, ".message.assistant .foot")
+            wait_until_in_view(page, ".message.assistant .text h4")
         assert page.locator("#send").is_visible()
         assert page.evaluate("document.scrollingElement.scrollHeight") <= height
         assert page.evaluate("document.scrollingElement.scrollWidth") <= width
