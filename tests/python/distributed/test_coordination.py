@@ -386,12 +386,12 @@ def test_replicas_are_waited_for_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     fails = Replica(1, greeting(("hello",), ("failed", ("ConfigError", "bad", ""))), "cpu")  # type: ignore[arg-type]
     with pytest.raises(Exception, match=r"^replica 1: bad$"):
         replica_module._await_all([loads, fails], 60.0)
-    slow = [Replica(i, greeting(("hello",)), "cpu") for i in range(4)]  # type: ignore[arg-type]
+    slow = [Replica(i, greeting(("hello",)), "cpu") for i in range(8)]  # type: ignore[arg-type]
     begin = time.monotonic()
     message = r"did not load its weights within 0.5 s \(distributed_timeout_seconds\)"
     with pytest.raises(EngineDeadError, match=message):
         replica_module._await_all(slow, 0.5)
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 3.5
     ready = [Replica(i, greeting(("hello",), ("ready", 7, 0.5)), "cpu") for i in range(2)]  # type: ignore[arg-type]
     replica_module._await_all(ready, 60.0)
     assert [(replica.num_pages, replica.warm_up_s) for replica in ready] == [(7, 0.5)] * 2

@@ -106,10 +106,11 @@ def test_an_exchange_that_waits_too_long_is_ended_whatever_the_host_does(
     """And those that have ended before it are not late, nor one that ends in time."""
     fine: Any = torch._C._distributed_c10d.WorkResult.SUCCESS  # type: ignore[attr-defined]
     made = Exchanges(fine, None, None)
-    nccl = cuda_comm._Nccl(None, 1, 2, 0.3)
+    nccl = cuda_comm._Nccl(None, 1, 2, 1000.0)
     nccl._make = lambda: made  # type: ignore[assignment]
     for _ in range(3):
         nccl.all_reduce_(torch.ones(1))
+    nccl._timeout_s = 0.3  # not before all are begun, however slow the host is
     assert made.is_aborted.wait(PATIENCE_S)  # nothing asks meanwhile
     with pytest.raises(PeerError, match=r"^rank 1 waited 0\.3 s for rank 0 in exchange 1 of NCCL$"):
         nccl.check()
@@ -132,12 +133,14 @@ def test_an_exchange_that_waits_too_long_is_ended_whatever_the_host_does(
 
 def test_a_watch_ends_with_its_group() -> None:
     for end in (cuda_comm._Nccl.abort, cuda_comm._Nccl.close, None):
+        before = set(threading.enumerate())
         nccl = cuda_comm._Nccl(None, 1, 2, 5.0)
         nccl._make = lambda: SimpleNamespace(  # type: ignore[assignment]
             abort=lambda: None, shutdown=lambda: None
         )
         assert nccl._group is not None
         watches = [t for t in threading.enumerate() if t.name == "diffulex-exchanges"]
+        watches = [watch for watch in watches if watch not in before]
         assert watches
         if end is not None:
             end(nccl)

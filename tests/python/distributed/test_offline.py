@@ -24,7 +24,7 @@ from diffulex.engine.replicas.requests import ReplicaRequest
 from diffulex.engine.routing import StepQueue
 from diffulex.errors import CheckpointError, ConfigError, EngineDeadError, OutOfPagesError
 from diffulex.log import is_json_line
-from fixtures.processes import children_of, is_there, until
+from fixtures.processes import PATIENCE_S, children_of, is_there, until
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_reqs": 3, "num_pages": 15}
 PROMPTS = [
@@ -62,7 +62,7 @@ def children(engine: Diffulex) -> list[int]:
     return [replica.child.pid for replica in engine._loop.replicas]  # type: ignore[union-attr]
 
 
-def wait_gone(pids: list[int], seconds: float = 10.0) -> None:
+def wait_gone(pids: list[int], seconds: float = PATIENCE_S) -> None:
     """Zombies of this process do not count: they hold nothing."""
     end = time.monotonic() + seconds
     while any(is_running(pid) for pid in pids):

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,15 @@ def test_unit_is_valid(tmp_path: Path) -> None:
     assert ours == []
 
 
+@pytest.fixture
+def _hang_up() -> Iterator[None]:
+    """Below `nohup` the signal is ignored, also by what is started here."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_hang_up")
 def test_reload_is_for_replicas() -> None:
     """What the unit runs tells the server, unless that would end it."""
     (command,) = re.findall(r"^ExecReload=(.+)$", UNIT, re.MULTILINE)

@@ -283,17 +283,21 @@ def test_drafts_are_a_legal_stream(client: Any, model: str, expected: list[Expec
 
 def test_both_streams_at_once(client: Any, model: str, expected: list[Expected]) -> None:
     item = expected[0]
-    text, num_drafts = "", 0
-    for chunk in client.chat.completions.create(
-        model=model,
-        messages=_user(item.question),
-        stream=True,
-        extra_body={"stream_mode": "both"},
-        **_GREEDY,
-    ):
-        num_drafts += not chunk.choices
-        text += "".join(choice.delta.content or "" for choice in chunk.choices)
-    assert text == item.text
+    # A reader that is slow, as on a busy host, gets fewer drafts: it may be that they come as one.
+    for _ in range(10):
+        text, num_drafts = "", 0
+        for chunk in client.chat.completions.create(
+            model=model,
+            messages=_user(item.question),
+            stream=True,
+            extra_body={"stream_mode": "both"},
+            **_GREEDY,
+        ):
+            num_drafts += not chunk.choices
+            text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        assert text == item.text
+        if num_drafts > 1:
+            break
     assert num_drafts > 1
 
 
@@ -398,7 +402,9 @@ def test_a_full_queue_is_a_rate_limit_that_retries_overcome(strict_server: LiveS
         model = impatient.models.list().data[0].id
         fields: dict[str, Any] = {
             "model": model, "messages": _user("a"), "temperature": 0,
-            "max_tokens": 256, "extra_body": {"ignore_eos": True},
+            "max_tokens": 256,
+            # Many forwards: six requests are there before the first one is answered.
+            "extra_body": {"ignore_eos": True, "decoding": {"accept_threshold": 1.0}},
         }  # fmt: skip
 
         def ask(client: openai.OpenAI) -> Any:
