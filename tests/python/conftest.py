@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,6 +173,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
     if "PYTEST_XDIST_WORKER" in os.environ:
         _put_slow_files_first(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test or its fixtures draw from torch's own generator does not depend on the tests before."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(0)
 
 
 def _put_slow_files_first(items: list[pytest.Item]) -> None:

@@ -42,6 +42,13 @@ def test_json_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert record["logger"] == "diffulex.bench"
 
 
+@pytest.fixture
+def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of an earlier test may not be collected yet."""
+    monkeypatch.setattr(dlog._Process, "num_groups", 0)
+
+
+@pytest.mark.usefixtures("_no_ranks")
 def test_lines_name_their_process(capsys: pytest.CaptureFixture[str]) -> None:
     logger = dlog.get_logger("diffulex.engine")
     dlog.configure("info", json=False)
@@ -65,6 +72,7 @@ def test_lines_name_their_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert dlog.log_settings() == ("info", True)
 
 
+@pytest.mark.usefixtures("_no_ranks")
 def test_the_first_of_several_ranks_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     logger = dlog.get_logger("diffulex.engine")
     dlog.configure("info", json=False)

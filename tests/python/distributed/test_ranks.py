@@ -29,7 +29,8 @@ from fixtures.processes import PATIENCE_S, children_of, is_there, until
 from fixtures.rank_faults import FAULT
 from fixtures.thread_ranks import Stable
 
-pytestmark = pytest.mark.slow
+# Several processes import torch, and the host may do other work.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LIMITS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_pages": 64, "max_num_reqs": 3}
 TEXTS = ["Tom has 3 apples and buys 4 more.", "What is 2 + 2?", "Anna had 9 coins.", "1 + 1 ="]

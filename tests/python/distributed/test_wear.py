@@ -28,7 +28,8 @@ if __name__ == "__main__":
 
 from fixtures.processes import PATIENCE_S, children_of, is_there, until
 
-pytestmark = pytest.mark.slow
+# Engines of four processes start again and again, and the host may do other work.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LIMITS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_pages": 64, "max_num_reqs": 3}
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)

@@ -22,7 +22,7 @@ from diffulex.server.args import build_arg_parser, parse_args
 from diffulex.tools.cli import build_parser
 from fixtures.live_server import LiveServer, running_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # longer than that of what it starts
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def test_curl(server: LiveServer) -> None:
     for command in COMMANDS:
         if command[0] == "curl":
             words = [word.replace("http://127.0.0.1:8000", server.url) for word in command]
-            result = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+            result = subprocess.run(words, capture_output=True, text=True, check=True, timeout=240)
             answers.append(json.loads(result.stdout))
     assert [row["state"] for row in answers[0]["replicas"]] == ["ready", "ready"]
     assert answers[1]["state"] == "draining"

@@ -23,8 +23,8 @@ from diffulex.omni.loader import load_pipeline  # noqa: E402
 from diffulex.omni.worker import Worker  # noqa: E402
 from fixtures.omni_rank import make_calls  # noqa: E402
 
-# Every rank imports torch and diffusers.
-pytestmark = pytest.mark.slow
+# Every rank imports torch and diffusers and draws dozens of cases; the host may do other work.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 RANK = Path(__file__).resolve().parents[1] / "fixtures/omni_rank.py"
 TIGHT = 1e-5

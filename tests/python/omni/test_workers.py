@@ -39,8 +39,8 @@ from diffulex.omni.bench.evaluate import evaluate_shapes  # noqa: E402
 from diffulex.omni.config import OmniDiffusionConfig  # noqa: E402
 from diffulex.omni.message_queue import QueueHandle  # noqa: E402
 
-# Every worker imports torch and diffusers.
-pytestmark = pytest.mark.slow
+# Every worker imports torch and diffusers, and the host may do other work.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 4}
 PROMPTS = ["a cat", "two dogs", "three birds"]
@@ -169,10 +169,20 @@ def check_stops(engine, plain):
         latents(engine, on_step=fail)
     # Without a callback: from another thread, and by Ctrl-C.
     long = {"num_inference_steps": 900, "true_cfg_scale": 1.0}
-    timer = threading.Timer(1.0, engine.engine.abort, [["long"]])
-    timer.start()
-    with pytest.raises(RequestAborted, match="got an abort"):
-        latents(engine, ["a"], request_id="long", **long)
+    has_ended = threading.Event()
+
+    def abort():  # again and again: it may not be drawn yet
+        while not has_ended.wait(0.5):
+            engine.engine.abort(["long"])
+
+    aborting = threading.Thread(target=abort)
+    aborting.start()
+    try:
+        with pytest.raises(RequestAborted, match="got an abort"):
+            latents(engine, ["a"], request_id="long", **long)
+    finally:
+        has_ended.set()
+        aborting.join()
     timer = threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT])
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer.start()

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = pytest.mark.slow
+# Up to five processes import torch one after the other, and the host may do other work.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[3]
 #: Generous: the host may be loaded.
