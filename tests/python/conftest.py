@@ -64,6 +64,7 @@ def pytest_sessionstart() -> None:
     # A shell starts background jobs with SIGINT ignored, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _draw_the_same_examples()
     # A fifth of the time in which tests are collected went into looking for garbage among them.
     gc.disable()
     try:
@@ -72,6 +73,20 @@ def pytest_sessionstart() -> None:
         raise pytest.UsageError(f"diffulex_ext: expected a built package, got {error}") from error
     if not diffulex_ext.has_ops:
         raise pytest.UsageError("diffulex_ext: expected the op library, got none (torch missing?)")
+
+
+def _draw_the_same_examples() -> None:
+    """Hypothesis tries the same in every run, however long a busy host takes for each."""
+    try:
+        from hypothesis import HealthCheck, settings
+    except ImportError:
+        return  # of the extra `test`
+    slow = [HealthCheck.too_slow]
+    name = "diffulex"
+    settings.register_profile(
+        name, derandomize=True, database=None, deadline=None, suppress_health_check=slow
+    )
+    settings.load_profile(name)
 
 
 @functools.cache

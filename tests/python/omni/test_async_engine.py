@@ -24,7 +24,7 @@ from diffulex.omni import (  # noqa: E402
 )
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 3, "true_cfg_scale": 1.0}
-WAIT_S = 60
+WAIT_S = 120
 
 
 def run(tiny, body, **keywords):

@@ -24,7 +24,7 @@ from diffulex.omni.message_queue import Kind, MessageQueue  # noqa: E402
 from diffulex.serving import zmq_queue  # noqa: E402
 from diffulex.serving.zmq_queue import MessageDecodeError  # noqa: E402
 
-WAIT_S = 60
+WAIT_S = 120
 
 
 def blocks():

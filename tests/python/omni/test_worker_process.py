@@ -16,7 +16,7 @@ from diffulex.omni.message_queue import Kind, MessageQueue  # noqa: E402
 from diffulex.omni.worker import StepEvent  # noqa: E402
 from diffulex.omni.worker_process import WorkerProc  # noqa: E402
 
-WAIT_S = 60
+WAIT_S = 120
 GROUPS = SimpleNamespace(
     rank=0, is_leader=True, agree=lambda is_stopped: is_stopped, gather=lambda own, name: [own]
 )
