@@ -52,7 +52,8 @@ def read_response(client):
     received = b""
     while not received.endswith(b"\r\n\r\n"):
         data = client.recv(1)
-        assert data, f"expected a response, got {received!r}"
+        if not data:
+            raise EOFError(f"expected a response, got {received!r}")
         received += data
     start = received.removesuffix(b"\r\n\r\n")
     fields = dict(line.lower().split(b": ", 1) for line in start.split(b"\r\n")[1:])
@@ -99,8 +100,9 @@ def test_a_large_head_is_refused(url, request_head):
                 time.sleep(0.0005)
         try:
             status, body = read_response(client)
-        except ConnectionResetError:
-            # More was sent than the server read: the kernel may drop its answer.
+        except (ConnectionResetError, EOFError):
+            # More was sent than the server read: the kernel may drop its answer. It says so once, to
+            # whatever is sent or else to the reader.
             assert len(request_head) > 50_000
         else:
             assert status == 431
