@@ -37,6 +37,7 @@ def test_codec_of_random_bit_patterns(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # fifteen seconds of a core, which others may use
 @CODES
 def test_codec_of_all_bit_patterns(dtype: torch.dtype) -> None:
     """Codes rise with the magnitude: where each begins follows from the values halfway to the next."""
