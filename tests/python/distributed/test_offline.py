@@ -223,7 +223,7 @@ def check_death_of_the_last(engine: Diffulex, pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError) as caught:
         step_forever(engine)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     text = f"replica 0 (pid {pid}, cpu) was killed by SIGKILL, possibly out of memory"
     assert str(caught.value) == text
     assert (caught.value.rank, caught.value.pid, caught.value.device) == (0, pid, "cpu")

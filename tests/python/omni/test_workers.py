@@ -216,7 +216,7 @@ def test_two_replicas_share_the_images(tiny, plain):
         start = time.monotonic()
         while engine.engine.health()["state"] != "dead":
             time.sleep(0.01)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 10
         with pytest.raises(EngineDeadError) as raised:
             latents(engine)
         expected = (
