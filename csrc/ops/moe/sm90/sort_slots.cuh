@@ -49,27 +49,11 @@ __device__ __forceinline__ void clear_masks(const SlotRoutes& routes, SortScratc
   __syncthreads();
 }
 
-/// Sorts the slots into tiles of `height` positions. The whole CTA, after clear_masks; afterwards
-/// the copy engine may write over the scratch.
+/// Gives each expert the positions of its slots and its tiles, from the masks. The whole CTA.
 template <int kThreads>
-__device__ __forceinline__ void sort_slots(const SlotRoutes& routes, int height,
+__device__ __forceinline__ void list_tiles(const SlotRoutes& routes, int height,
                                            SortScratch& scratch, SortedSlots& sorted) {
-  constexpr int kHeld = (kMoeMaxSortedSlots + kThreads - 1) / kThreads;
   const int words = mask_words(routes);
-  int experts[kHeld];
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int slot = i * kThreads + static_cast<int>(threadIdx.x);
-    experts[i] = slot < routes.num_slots ? local_expert(routes, slot) : -1;
-  }
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int slot = i * kThreads + static_cast<int>(threadIdx.x);
-    if (experts[i] >= 0) {
-      atomicOr(&scratch.masks[experts[i] * words + slot / 32], 1U << slot % 32);
-    }
-  }
-  __syncthreads();
   uint64_t done = 0;  // slots in the low half, tiles in the high half
   for (int base = 0; base < routes.num_local; base += kThreads) {
     const int expert = base + static_cast<int>(threadIdx.x);
@@ -100,6 +84,30 @@ __device__ __forceinline__ void sort_slots(const SlotRoutes& routes, int height,
   if (threadIdx.x == 0) {
     sorted.num_tiles = static_cast<int32_t>(done >> 32);
   }
+}
+
+/// Sorts the slots into tiles of `height` positions. The whole CTA, after clear_masks; afterwards
+/// the copy engine may write over the scratch.
+template <int kThreads>
+__device__ __forceinline__ void sort_slots(const SlotRoutes& routes, int height,
+                                           SortScratch& scratch, SortedSlots& sorted) {
+  constexpr int kHeld = (kMoeMaxSortedSlots + kThreads - 1) / kThreads;
+  const int words = mask_words(routes);
+  int experts[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int slot = i * kThreads + static_cast<int>(threadIdx.x);
+    experts[i] = slot < routes.num_slots ? local_expert(routes, slot) : -1;
+  }
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int slot = i * kThreads + static_cast<int>(threadIdx.x);
+    if (experts[i] >= 0) {
+      atomicOr(&scratch.masks[experts[i] * words + slot / 32], 1U << slot % 32);
+    }
+  }
+  __syncthreads();
+  list_tiles<kThreads>(routes, height, scratch, sorted);
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
