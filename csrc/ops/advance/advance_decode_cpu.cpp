@@ -10,6 +10,7 @@
 #include "ops/advance/canvas_row.h"
 #include "ops/advance/check.h"
 #include "ops/advance/dual_row.h"
+#include "ops/advance/packed_row.h"
 #include "ops/cpu_ops.h"
 
 namespace diffulex::cpu {
@@ -19,6 +20,7 @@ struct SingleLane {
   [[nodiscard]] int32_t lane() const noexcept { return 0; }
   [[nodiscard]] int32_t size() const noexcept { return 1; }
   void sync() const noexcept {}
+  [[nodiscard]] int32_t count(bool value) const noexcept { return value ? 1 : 0; }
 };
 
 /// What the slot of the request keeps between steps has int32 indices.
@@ -64,6 +66,42 @@ Status check_request(const AdvanceArgs& args, int32_t r, int64_t num_entries) {
                     store_end, " in request ", r);
 }
 
+/// Memory of a row function of one lane.
+class Scratch final {
+ public:
+  explicit Scratch(const AdvanceArgs& args)
+      : args_(args),
+        num_rows_(args.block_size * args.buffer_size),
+        writes_(static_cast<size_t>(num_rows_), -1) {}
+
+  [[nodiscard]] RowScratch of(int32_t r) {
+    return RowScratch{args_.requests + r, args_.windows + int64_t{r} * window_len(num_rows_),
+                      writes_.data(), &shift_, marks_.data()};
+  }
+
+ private:
+  const AdvanceArgs& args_;
+  int32_t num_rows_;
+  std::vector<int32_t> writes_;
+  int32_t shift_ = 0;
+  std::array<int32_t, kNumMarks> marks_ = {};
+};
+
+void advance_packed(const AdvanceArgs& args, int32_t num_reqs) {
+  Scratch scratch(args);
+  PackedSums sums{};
+  for (int32_t r = 0; r < num_reqs; ++r) {
+    count_packed_row(args, r, scratch.of(r), SingleLane{});
+    sums.num_rows += args.num_rows[r];
+    sums.num_logits_rows += args.num_logits_rows[r];
+  }
+  for (int32_t r = 0; r < num_reqs; ++r) {
+    write_packed_row(args, r, scratch.of(r), sums, SingleLane{});
+    sums.rows_before += args.num_rows[r];
+    sums.logits_rows_before += args.num_logits_rows[r];
+  }
+}
+
 }  // namespace
 
 Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& /*context*/) {
@@ -74,19 +112,18 @@ Status advance_decode(const AdvanceDecodeParams& params, const ExecContext& /*co
   } else if (args.plan.blk_prev_argmax != nullptr) {
     advance = advance_row<CanvasDecode, SingleLane>;
   }
-  const int32_t num_rows = args.block_size * args.buffer_size;
   const int32_t num_reqs = params.num_reqs;
   for (int32_t r = 0; r < num_reqs; ++r) {
     DIFFULEX_RETURN_IF_ERROR(check_request(args, r, args.max_pages_per_req));
     DIFFULEX_RETURN_IF_ERROR(check_slot(args, r));
   }
-  std::vector<int32_t> writes(static_cast<size_t>(num_rows), -1);
+  if (params.packs_rows) {
+    advance_packed(args, num_reqs);
+    return {};
+  }
+  Scratch scratch(args);
   for (int32_t r = 0; r < num_reqs; ++r) {
-    int32_t shift = 0;
-    std::array<int32_t, kNumMarks> marks = {};
-    const RowScratch scratch{args.requests + r, args.windows + int64_t{r} * window_len(num_rows),
-                             writes.data(), &shift, marks.data()};
-    advance(args, r, scratch, SingleLane{});
+    advance(args, r, scratch.of(r), SingleLane{});
   }
   return {};
 }

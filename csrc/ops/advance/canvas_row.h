@@ -109,7 +109,7 @@ struct CanvasDecode {
       scratch.window[1 + i] =
           initial_canvas_id(request.canvas_rules, request.seed, forward.first_pos + i);
     }
-    write_row(args, r, i, scratch);
+    write_row(args, r, i, scratch, whole_rows(args, r));
     const int64_t row = int64_t{r} * args.block_size + i;
     const bool is_decoder = request.is_running && forward.has_sampling;
     args.plan.row_pass_kind[row] = is_decoder ? 1 : 0;

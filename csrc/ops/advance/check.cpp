@@ -65,6 +65,9 @@ Status check_advance_decode(const AdvanceDecodeParams& params) {
   }
   const PlanLayout& layout = parsed.value();
   DIFFULEX_RETURN_IF_ERROR(check_layout(layout));
+  if (params.packs_rows && (layout.has_dual_cache || layout.has_canvas)) {
+    return layout_error("block buffers alone with packs_rows", layout);
+  }
   DIFFULEX_RETURN_IF_ERROR(check_arena("plan", params.plan, PlanArrays::fields(layout)));
   DIFFULEX_RETURN_IF_ERROR(check_arena("output", params.output, OutputArrays::fields(layout)));
   DIFFULEX_RETURN_IF_ERROR(check_arena("batch", params.batch, BatchArrays::fields(layout)));
@@ -83,6 +86,9 @@ AdvanceArgs make_advance_args(const AdvanceDecodeParams& params) {
   args.output = OutputArrays::at(params.output.data, OutputArrays::fields(layout));
   args.requests = reinterpret_cast<DecodeRequest*>(batch.requests);
   args.windows = batch.windows;
+  args.num_rows = batch.num_rows;
+  args.num_logits_rows = batch.num_logits_rows;
+  args.shifts = batch.shifts;
   args.merge_top_k = layout.merge_top_k;
   args.block_size = layout.block_size;
   args.buffer_size = layout.buffer_size;

@@ -18,9 +18,12 @@ struct AdvanceArgs {
   OutputArrays output;  // read only
   DecodeRequest* requests;
   int32_t* windows;
-  int32_t merge_top_k;  // K
-  int32_t block_size;   // B
-  int32_t buffer_size;  // N
+  int32_t* num_rows;         // [R] as below with packed rows
+  int32_t* num_logits_rows;  // [R]
+  int32_t* shifts;           // [R]
+  int32_t merge_top_k;       // K
+  int32_t block_size;        // B
+  int32_t buffer_size;       // N
   int32_t page_size;
   int32_t max_pages_per_req;
   int32_t first_saved_row;  // record saved for slot 0
@@ -38,7 +41,8 @@ struct AdvanceArgs {
 struct RowScratch {
   DecodeRequest* request;
   int32_t* window;  // [window_len(Q)]
-  int32_t* writes;  // [Q] token to write, -1 = none, kBadWrite = not a token
+  int32_t* writes;  // [Q] token to write, -1 = none, kBadWrite = not a token; with packed rows the
+                    // ranks of PackedRows afterwards
   int32_t* shift;   // [1] positions the buffer slid over
   int32_t* marks;   // [kNumMarks] set by any lane before the rules run
 };
@@ -158,12 +162,62 @@ DIFFULEX_HOST_DEVICE inline int32_t cache_slot(const AdvanceArgs& args, int32_t 
   return page >= 0 ? page * args.page_size + position % args.page_size : -1;
 }
 
-/// The arrays of a forward at row i of request r.
+/// Rows of the next forward that are those of positions of `request`.
+DIFFULEX_HOST_DEVICE inline int32_t num_valid_rows(const DecodeRequest& request) {
+  return request.is_running ? request.forward.num_valid_rows : 0;
+}
+
+/// Where the rows of a request are that has all Q of them: its logits rows are the rows themselves.
+struct WholeRows {
+  static constexpr bool kIsPacked = false;
+
+  int32_t first;  // r Q
+
+  [[nodiscard]] DIFFULEX_HOST_DEVICE int32_t row(int32_t i) const { return first + i; }
+  /// The entry of the logits rows for row i.
+  [[nodiscard]] DIFFULEX_HOST_DEVICE int32_t entry(int32_t i) const { return first + i; }
+  /// What that entry has.
+  [[nodiscard]] DIFFULEX_HOST_DEVICE int32_t source(int32_t i, bool is_read) const {
+    return is_read ? first + i : -1;
+  }
+};
+
+DIFFULEX_HOST_DEVICE inline WholeRows whole_rows(const AdvanceArgs& args, int32_t r) {
+  return WholeRows{r * args.block_size * args.buffer_size};
+}
+
+/// Where they are if every request has its valid rows alone, and void rows follow those of all. Of
+/// the Q entries for logits those that something reads come first, in the same way.
+struct PackedRows {
+  static constexpr bool kIsPacked = true;
+
+  int32_t first;             // of its valid rows
+  int32_t num_valid;         // of them
+  int32_t first_void;        // of its void rows
+  int32_t first_entry;       // of its entries that are read
+  int32_t first_void_entry;  // of the others
+  const int32_t* ranks;      // [Q] for each row, how many such are before: read x, others -1 - x
+
+  [[nodiscard]] DIFFULEX_HOST_DEVICE int32_t row(int32_t i) const {
+    return i < num_valid ? first + i : first_void + i - num_valid;
+  }
+  [[nodiscard]] DIFFULEX_HOST_DEVICE int32_t entry(int32_t i) const {
+    return ranks[i] >= 0 ? first_entry + ranks[i] : first_void_entry - 1 - ranks[i];
+  }
+  /// The head takes these rows: an entry without one of its own has another's.
+  [[nodiscard]] DIFFULEX_HOST_DEVICE int32_t source(int32_t i, bool is_read) const {
+    const int32_t own = i < num_valid ? first + i : first;
+    return is_read ? own : 0;
+  }
+};
+
+/// The arrays of a forward at row i of the request at `places`.
+template <typename Places>
 DIFFULEX_HOST_DEVICE inline void write_row(const AdvanceArgs& args, int32_t r, int32_t i,
-                                           const RowScratch& scratch) {
+                                           const RowScratch& scratch, const Places& places) {
   const DecodeRequest& request = *scratch.request;
   const BufferForward& forward = request.forward;
-  const int64_t row = int64_t{r} * args.block_size * args.buffer_size + i;
+  const int64_t row = places.row(i);
   const bool is_valid = request.is_running && i < forward.num_valid_rows;
   const int32_t position = forward.first_pos + i;
   args.plan.input_ids[row] = request.is_running ? request.rules.mask_token_id : 0;
@@ -175,14 +229,12 @@ DIFFULEX_HOST_DEVICE inline void write_row(const AdvanceArgs& args, int32_t r, i
       is_valid && position < forward.store_end ? cache_slot(args, r, position) : -1;
 }
 
-/// Logits row of request r that its slot keeps for a later step, -1 = none.
-DIFFULEX_HOST_DEVICE inline int32_t saved_logits_row(const AdvanceArgs& args, int32_t r,
-                                                     const DecodeRequest& request) {
+/// Row of the request whose logits its slot keeps for a later step, -1 = none.
+DIFFULEX_HOST_DEVICE inline int32_t saved_row(const AdvanceArgs& args,
+                                              const DecodeRequest& request) {
   const int32_t position =
       args.is_shifted() && request.is_running ? last_stored_pos(request.forward) : -1;
-  return position < 0
-             ? -1
-             : r * args.block_size * args.buffer_size + position - request.forward.first_pos;
+  return position < 0 ? -1 : position - request.forward.first_pos;
 }
 
 /// What `row` draws with; it decides `position`, which lies in `block`.
@@ -198,48 +250,75 @@ DIFFULEX_HOST_DEVICE inline void write_draw(const AdvanceArgs& args, int64_t row
   args.plan.row_min_p[row] = is_drawn ? request.min_p : 0.0F;
 }
 
-/// The arrays of the sampler at position i of the buffer of request r.
-DIFFULEX_HOST_DEVICE inline void write_sampler_row(const AdvanceArgs& args, int32_t r, int32_t i,
-                                                   const RowScratch& scratch) {
+/// What the next forward samples at a position of the buffer.
+struct SampledPosition {
+  int32_t source;    // row of the request that predicts it; Q - 1 where none of the buffer does
+  bool is_carried;   // the row of a step before predicts it
+  bool is_wanted;    // it is sampled
+  bool is_drawn;     // by a draw
+  bool is_recorded;  // and by the record that the slot has
+  bool is_read;      // something reads the logits of `source`
+};
+
+/// Position i of the buffer of the request in `scratch`.
+DIFFULEX_HOST_DEVICE inline SampledPosition sampled_position(const AdvanceArgs& args, int32_t i,
+                                                             const RowScratch& scratch) {
   const DecodeRequest& request = *scratch.request;
   const Block& block = request.state.blocks[i / args.block_size];
-  const int32_t rel = i % args.block_size;
-  const int32_t num_rows = args.block_size * args.buffer_size;
-  const int32_t place = r * num_rows + i;
-  const int32_t token = scratch.window[1 + i];
   const bool is_sampled_block =
       request.is_running && request.forward.has_sampling && block.status == BlockStatus::kActive;
-  const bool is_shifted = args.is_shifted();
-  const bool is_carried = is_shifted && i == 0;
-  const bool is_wanted = is_sampled_block &&
-                         is_row_wanted(args, request.rules, block, rel, token) &&
-                         (!is_carried || request.carry_pos == request.forward.first_pos - 1);
-  const bool is_drawn = is_wanted && request.inv_temperature > 0.0F;
-  const bool is_recorded = is_carried && !is_drawn;  // the slot has the record
-  // Positions and rows correspond one to one here, and logits rows are the rows themselves.
-  const int32_t row = is_shifted ? (is_carried ? place + num_rows : place) - 1 : place;
-  args.plan.blk_tokens[place] = token;
+  SampledPosition result{};
+  result.is_carried = args.is_shifted() && i == 0;
+  result.is_wanted =
+      is_sampled_block &&
+      is_row_wanted(args, request.rules, block, i % args.block_size, scratch.window[1 + i]) &&
+      (!result.is_carried || request.carry_pos == request.forward.first_pos - 1);
+  result.is_drawn = result.is_wanted && request.inv_temperature > 0.0F;
+  result.is_recorded = result.is_carried && !result.is_drawn;
+  // Positions and rows correspond one to one here.
+  result.source = args.is_shifted() ? i - 1 : i;
+  if (result.is_carried) {
+    result.source = args.block_size * args.buffer_size - 1;
+  }
+  result.is_read =
+      (result.is_wanted && !result.is_recorded) || result.source == saved_row(args, request);
+  return result;
+}
+
+/// The arrays of the sampler at position i of the buffer of request r.
+template <typename Places>
+DIFFULEX_HOST_DEVICE inline void write_sampler_row(const AdvanceArgs& args, int32_t r, int32_t i,
+                                                   const RowScratch& scratch,
+                                                   const Places& places) {
+  const DecodeRequest& request = *scratch.request;
+  const SampledPosition sampled = sampled_position(args, i, scratch);
+  const int32_t place = r * args.block_size * args.buffer_size + i;
+  const int32_t entry = places.entry(sampled.source);
+  args.plan.blk_tokens[place] = scratch.window[1 + i];
   args.plan.blk_row_index[place] = -1;
-  if (is_wanted) {
+  if (sampled.is_wanted) {
     args.plan.blk_row_index[place] =
-        is_recorded ? args.first_saved_row + request.request_slot : row;
+        sampled.is_recorded ? args.first_saved_row + request.request_slot : entry;
   }
-  const bool is_read = is_wanted && !is_recorded;
-  args.plan.logits_rows[row] = is_read || row == saved_logits_row(args, r, request) ? row : -1;
-  if (is_shifted) {
-    args.plan.logits_source[row] = is_carried && is_drawn ? request.request_slot : -1;
+  args.plan.logits_rows[entry] = places.source(sampled.source, sampled.is_read);
+  if (args.is_shifted()) {
+    args.plan.logits_source[entry] =
+        sampled.is_carried && sampled.is_drawn ? request.request_slot : -1;
   }
-  write_draw(args, row, request, block, request.forward.first_pos + i, is_drawn);
+  write_draw(args, entry, request, request.state.blocks[i / args.block_size],
+             request.forward.first_pos + i, sampled.is_drawn);
 }
 
 /// The merge descriptor of row i of request r: what the sampler said about the position in the step
 /// before, while its block may still change. `from` is the position's place in that step.
+template <typename Places>
 DIFFULEX_HOST_DEVICE inline void write_merge_row(const AdvanceArgs& args, int32_t r, int32_t i,
-                                                 int32_t shift, const RowScratch& scratch) {
+                                                 const RowScratch& scratch, const Places& places) {
   const DecodeRequest& request = *scratch.request;
   const int32_t num_rows = args.block_size * args.buffer_size;
-  const int64_t row = int64_t{r} * num_rows + i;
-  const int64_t from = row + shift;
+  const int32_t shift = *scratch.shift;
+  const int64_t row = places.row(i);
+  const int64_t from = int64_t{r} * num_rows + i + shift;
   const int64_t top_k = args.merge_top_k;
   const bool is_known = request.is_running && i < request.forward.num_valid_rows &&
                         i + shift < num_rows && args.output.merge_valid[from] != 0 &&
@@ -301,10 +380,18 @@ struct BufferDecode {
   /// The arrays at row and position i of the buffer.
   DIFFULEX_HOST_DEVICE static void write(const AdvanceArgs& args, int32_t r, int32_t i,
                                          const RowScratch& scratch) {
-    write_row(args, r, i, scratch);
-    write_sampler_row(args, r, i, scratch);
-    if (args.output.merge_valid != nullptr && !args.is_entry) {
-      write_merge_row(args, r, i, *scratch.shift, scratch);
+    write_at(args, r, i, scratch, whole_rows(args, r));
+  }
+  /// The same for rows at `places`.
+  template <typename Places>
+  DIFFULEX_HOST_DEVICE static void write_at(const AdvanceArgs& args, int32_t r, int32_t i,
+                                            const RowScratch& scratch, const Places& places) {
+    write_row(args, r, i, scratch, places);
+    write_sampler_row(args, r, i, scratch, places);
+    const bool is_stale =
+        !args.is_entry || (Places::kIsPacked && i >= num_valid_rows(*scratch.request));
+    if (args.output.merge_valid != nullptr && is_stale) {
+      write_merge_row(args, r, i, scratch, places);
     }
   }
   /// The arrays of buffer block i.
@@ -318,29 +405,35 @@ struct BufferDecode {
   /// The arrays with one entry per request.
   DIFFULEX_HOST_DEVICE static void write_request(const AdvanceArgs& args, int32_t r,
                                                  const DecodeRequest& request) {
-    const int32_t first_row = r * args.block_size * args.buffer_size;
-    const BufferForward& forward = request.forward;
+    write_request_at(args, r, request, whole_rows(args, r));
+  }
+  /// The same for rows at `places`.
+  template <typename Places>
+  DIFFULEX_HOST_DEVICE static void write_request_at(const AdvanceArgs& args, int32_t r,
+                                                    const DecodeRequest& request,
+                                                    const Places& places) {
     args.plan.context_lens[r] = request.is_running ? request.state.context_len : 0;
-    args.plan.valid_slices[r] = first_row + (request.is_running ? forward.num_valid_rows : 0);
+    args.plan.valid_slices[r] = places.first + num_valid_rows(request);
     if (args.is_shifted()) {
-      args.plan.last_row_index[r] = saved_logits_row(args, r, request);
+      const int32_t saved = saved_row(args, request);
+      args.plan.last_row_index[r] = saved < 0 ? -1 : places.entry(saved);
     }
   }
 };
 
-/// Advances request r, whose state and window `scratch` holds, by the rules of `Decode`.
+/// Ends the step in flight of request r, whose state and window `scratch` holds, by the rules of
+/// `Decode`, and enters its next forward; at an entry it is in flight already.
 template <typename Decode, typename Team>
-DIFFULEX_HOST_DEVICE inline void advance_row(const AdvanceArgs& args, int32_t r,
+DIFFULEX_HOST_DEVICE inline void apply_rules(const AdvanceArgs& args, int32_t r,
                                              const RowScratch& scratch, const Team& team) {
   const int32_t num_rows = args.block_size * args.buffer_size;
-  DecodeRequest& request = *scratch.request;
   if (team.lane() == 0) {
     *scratch.shift = 0;
     scratch.marks[kOtherArgmax] = 0;
     scratch.marks[kIllegalId] = 0;
   }
   team.sync();
-  const bool ends_step = !args.is_entry && request.is_running;
+  const bool ends_step = !args.is_entry && scratch.request->is_running;
   if (ends_step) {
     for (int32_t i = team.lane(); i < num_rows; i += team.size()) {
       Decode::gather(args, r, i, scratch);
@@ -356,7 +449,15 @@ DIFFULEX_HOST_DEVICE inline void advance_row(const AdvanceArgs& args, int32_t r,
     Decode::settle(args, r, scratch);
   }
   team.sync();
-  for (int32_t i = team.lane(); i < num_rows; i += team.size()) {
+}
+
+/// Advances request r, whose state and window `scratch` holds, by the rules of `Decode`.
+template <typename Decode, typename Team>
+DIFFULEX_HOST_DEVICE inline void advance_row(const AdvanceArgs& args, int32_t r,
+                                             const RowScratch& scratch, const Team& team) {
+  const DecodeRequest& request = *scratch.request;
+  apply_rules<Decode>(args, r, scratch, team);
+  for (int32_t i = team.lane(); i < args.block_size * args.buffer_size; i += team.size()) {
     Decode::write(args, r, i, scratch);
   }
   for (int32_t i = team.lane(); i < args.buffer_size; i += team.size()) {

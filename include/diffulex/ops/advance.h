@@ -23,6 +23,12 @@ namespace diffulex {
 /// buffer block i, with valid_len 0 unless it is ACTIVE and run. Logits rows are the rows
 /// themselves.
 ///
+/// With packs_rows request r owns its valid rows alone, one request after another: cu_seqlens_q
+/// says which, and num_rows of the batch how many. The void rows of all requests follow, up to R Q
+/// of both. Logits rows are packed in the same way: num_logits_rows of a request, which something
+/// reads, then entries of row 0. Blocks stay where they are. That is for block buffers alone; merge
+/// descriptors of an entry stand at the packed rows already.
+///
 /// The arrays are those of core/plan_arrays.def and output_arrays.def. Of the plan all are written
 /// that the next forward and its sampling read, but for page_tables (pages of everything that may
 /// be stored, read) and blk_prev_argmax (read too); merge descriptors unless is_entry. Of the
@@ -45,6 +51,7 @@ struct AdvanceDecodeParams {
   bool masked_rows_only = true;  // sample open positions only, unless the rules edit
   bool has_block_cache = true;   // with a dual cache: a sub-block is refined over cached keys alone
   bool is_entry = false;
+  bool packs_rows = false;  // requests own their valid rows alone
 };
 
 /// Ends a decode step and prepares the next one where the sampler's decisions are.

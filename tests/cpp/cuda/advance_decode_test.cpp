@@ -96,6 +96,7 @@ class Decode final {
     params_.num_reqs = num_reqs_;
     params_.masked_rows_only = uniform(&random_, 0, 1) == 0;
     params_.has_block_cache = uniform(&random_, 0, 3) > 0;
+    params_.packs_rows = !is_dual_ && !is_canvas_ && uniform(&random_, 0, 1) == 0;
     for (int32_t r = 0; r < num_reqs_; ++r) {
       begin(r);
     }
@@ -115,6 +116,7 @@ class Decode final {
   [[nodiscard]] int num_failed() const { return num_failed_; }
   [[nodiscard]] int num_saved() const { return num_saved_; }
   [[nodiscard]] int num_seeded() const { return num_seeded_; }
+  [[nodiscard]] int num_packed() const { return num_packed_; }
 
  private:
   [[nodiscard]] int32_t num_rows() const { return block_size_ * buffer_size_; }
@@ -344,6 +346,40 @@ class Decode final {
     }
   }
 
+  /// Packed requests lie one after another, and so do the logits rows of those that are read.
+  void check_packed_rows() {
+    int32_t row = 0;
+    int32_t num_read = 0;
+    for (int32_t r = 0; r < num_reqs_; ++r) {
+      EXPECT_EQ(slab_.plan.cu_seqlens_q[r], row);
+      row += slab_.batch.num_rows[r];
+      EXPECT_EQ(slab_.plan.cu_seqlens_q[r + 1], row);
+      EXPECT_EQ(slab_.plan.valid_slices[r], row);
+      num_read += slab_.batch.num_logits_rows[r];
+    }
+    std::vector<int32_t> read;
+    const auto note = [&](int32_t index) {
+      if (index >= 0 && index < layout_.max_logits_rows()) {
+        read.push_back(index);
+      }
+    };
+    for (int64_t i = 0; i < num_places(); ++i) {
+      note(slab_.plan.blk_row_index[i]);
+      EXPECT_GE(slab_.plan.logits_rows[i], 0);
+      EXPECT_LT(slab_.plan.logits_rows[i], std::max(row, 1));
+    }
+    for (int32_t r = 0; layout_.has_saved_rows && r < num_reqs_; ++r) {
+      note(slab_.plan.last_row_index[r]);
+    }
+    std::sort(read.begin(), read.end());
+    read.erase(std::unique(read.begin(), read.end()), read.end());
+    ASSERT_EQ(static_cast<int32_t>(read.size()), num_read);
+    for (int32_t i = 0; i < num_read; ++i) {
+      EXPECT_EQ(read[static_cast<size_t>(i)], i);
+    }
+    num_packed_ += row < num_places() && num_read > 0 ? 1 : 0;
+  }
+
   /// What decides a position, is saved or seeds a D-block is a row of the request that has logits.
   void check_logits_rows() {
     const int32_t per_request = is_dual_ ? block_size_ : num_rows();
@@ -389,7 +425,11 @@ class Decode final {
     status = advance_decode(params_, ExecContext{});
     ASSERT_TRUE(status.ok()) << status.message();
     const auto offset = static_cast<size_t>(slab_.batch.requests - host.data());
-    check_logits_rows();
+    if (params_.packs_rows) {
+      check_packed_rows();
+    } else {
+      check_logits_rows();
+    }
     clear_padding(&got, offset, num_reqs_);
     clear_padding(&host, offset, num_reqs_);
     const auto place = std::mismatch(host.begin(), host.end(), got.begin());
@@ -421,6 +461,7 @@ class Decode final {
   int num_failed_ = 0;
   int num_seeded_ = 0;  // steps that seed a D-block
   int num_saved_ = 0;   // steps that save the row of a request
+  int num_packed_ = 0;  // steps that leave out void rows
 };
 
 TEST(CudaAdvanceDecodeTest, LeavesTheBytesOfTheCpuTwin) {
@@ -431,6 +472,7 @@ TEST(CudaAdvanceDecodeTest, LeavesTheBytesOfTheCpuTwin) {
   int num_failed = 0;
   int num_saved = 0;
   int num_seeded = 0;
+  int num_packed = 0;
   for (uint64_t seed = 0; seed < seeds; ++seed) {
     SCOPED_TRACE(seed);
     Decode decode(seed);
@@ -441,6 +483,7 @@ TEST(CudaAdvanceDecodeTest, LeavesTheBytesOfTheCpuTwin) {
     num_failed += decode.num_failed();
     num_saved += decode.num_saved();
     num_seeded += decode.num_seeded();
+    num_packed += decode.num_packed();
   }
   if (seeds == 120) {  // the scripts reach what they are for
     EXPECT_GT(num_slid, 100);
@@ -449,6 +492,7 @@ TEST(CudaAdvanceDecodeTest, LeavesTheBytesOfTheCpuTwin) {
     EXPECT_LT(num_failed, num_ended);
     EXPECT_GT(num_saved, 50);
     EXPECT_GT(num_seeded, 10);
+    EXPECT_GT(num_packed, 50);
   }
 }
 
