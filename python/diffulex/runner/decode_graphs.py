@@ -147,11 +147,10 @@ class DecodeGraphs:
         is_strict: bool = False,
         max_rows: int | None = None,
     ) -> None:
-        self._is_strict = is_strict
         self._max_rows = max_rows
         #: What the next plan was padded to, where that is decided already.
         self._padded: tuple[Bucket | None] | None = None
-        self.is_packed = is_packed
+        self.is_packed, self.is_strict = is_packed, is_strict
         self.buckets = dict(buckets)
         self.num_steps = 0
         self.num_fallbacks = 0
@@ -165,12 +164,13 @@ class DecodeGraphs:
             Bucket(num_reqs, rows, bound, packed)
             for rows, counts in self.buckets.items()
             for num_reqs in reversed(counts)
-            for packed in (0, *self._packed_counts(num_reqs * rows))
+            for packed in (0, *self.packed_counts(num_reqs * rows))
             for bound in reversed(self._classes.bounds(num_reqs, rows))
         ]
         return tuple(sorted(shapes, key=lambda bucket: -bucket.num_rows))
 
-    def _packed_counts(self, num_rows: int) -> tuple[int, ...]:
+    def packed_counts(self, num_rows: int) -> tuple[int, ...]:
+        """Ascending row counts of packed steps that could have `num_rows` rows, fewer than these."""
         return packed_row_counts(num_rows) if self.is_packed else ()
 
     def captured_shapes(self) -> tuple[Bucket, ...]:
@@ -230,7 +230,7 @@ class DecodeGraphs:
         return next((rows for rows in self.buckets if plan.max_seqlen_q <= rows), 0)
 
     def _packed(self, bucket: Bucket, plan: _core.StepPlan) -> Bucket:
-        counts = self._packed_counts(bucket.num_rows)
+        counts = self.packed_counts(bucket.num_rows)
         return bucket._replace(packed_rows=next((n for n in counts if n >= plan.num_rows), 0))
 
     def bucket_of_rows(self, plan: _core.StepPlan, rows: int) -> Bucket | None:
@@ -246,7 +246,7 @@ class DecodeGraphs:
 
     def _count_fallback(self, reason: str) -> None:
         """A decode step runs without a graph although there are graphs."""
-        if self._is_strict:
+        if self.is_strict:
             raise RuntimeError(
                 f"require_fast_paths: expected a graph for every decode step, {reason}"
             )
@@ -293,6 +293,14 @@ class ForwardGraphs:
     def num_captured(self) -> int:
         """How many those are."""
         return len(self._graphs)
+
+    @property
+    def hidden(self) -> Tensor:
+        """Where replays leave their rows: [most rows, H]."""
+        return self._hidden
+
+    def __contains__(self, bucket: Bucket) -> bool:
+        return bucket in self._graphs
 
     def capture(self, shapes: tuple[Bucket, ...]) -> None:
         """Captures these shapes; nothing may be in flight. Others follow when they are needed."""

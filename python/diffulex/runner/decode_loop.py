@@ -15,8 +15,7 @@ Symbols: R requests (dummies included), Q rows each, N blocks of B positions, T 
 from __future__ import annotations
 
 import time
-from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,13 +31,16 @@ from diffulex.runner.batch import (
     new_event,
 )
 from diffulex.runner.decode_graphs import Bucket
+from diffulex.runner.loop_steps import LoopEntry, LoopListener, LoopStep, StepVariant
 from diffulex.runner.model_call import head_logits
+from diffulex.runner.packed_steps import PackedSteps
 from diffulex.runner.plan_check import PlanCheck
+from diffulex.runner.row_share import HOST_LIMITS, RowShare
 from diffulex.runner.step_graphs import StepGraphs
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -49,15 +51,7 @@ if TYPE_CHECKING:
     from diffulex.runner.sampler_inputs import SamplerInputsBuilder
     from diffulex.strategies.traits import StrategyTraits
 
-__all__ = [
-    "DecodeLoop",
-    "LoopEntry",
-    "LoopListener",
-    "LoopStep",
-    "StepVariant",
-    "has_graph_of_logits",
-    "num_loop_logits",
-]
+__all__ = ["DecodeLoop", "has_graph_of_logits", "num_loop_logits"]
 
 logger = get_logger(__name__)
 
@@ -66,14 +60,6 @@ _NUM_OUTPUTS = 2
 _MERGE_ROWS = ("merge_mask", "merge_topk_ids", "merge_topk_probs", "merge_residual")
 # A graph keeps its logits; larger steps run without one, and their launches vanish beside the work.
 _MAX_GRAPH_LOGITS_BYTES = 1 << 30
-# The host takes over where its steps, packed, save more than the device idles between them: where the
-# last steps ran less than this share of at least so many rows, and the products of the void ones take
-# about as long as a step of the host, 1.3 ms at 700 TFLOP/s. A count, as a time would change choices
-# from run to run, and with them the last bits of products.
-_SHARE_STEPS = 8
-_LOW_SHARE = 0.8
-_LEAST_PACKED_ROWS = 256
-_LEAST_VOID_PRODUCTS = 4.5e11
 
 
 def num_loop_logits(config: Config, bucket: Bucket) -> int:
@@ -84,8 +70,12 @@ def num_loop_logits(config: Config, bucket: Bucket) -> int:
 
 def has_graph_of_logits(config: Config, bucket: Bucket) -> bool:
     """Whether a step of this shape, its logits included, may be a graph."""
+    return _has_graph_of_rows(config, num_loop_logits(config, bucket))
+
+
+def _has_graph_of_rows(config: Config, num_logits: int) -> bool:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    num_bytes = num_loop_logits(config, bucket) * config.model.spec.vocab_size * dtype.itemsize
+    num_bytes = num_logits * config.model.spec.vocab_size * dtype.itemsize
     return num_bytes <= _MAX_GRAPH_LOGITS_BYTES
 
 
@@ -93,73 +83,6 @@ def _narrows_draws(sampler: SamplerConfig) -> bool:
     """Whether a request that draws with default settings draws from a part of the vocabulary."""
     top_p = 1.0 if sampler.top_p is None else sampler.top_p
     return (sampler.top_k or 0) > 0 or top_p < 1.0 or (sampler.min_p or 0.0) > 0.0
-
-
-class StepVariant(NamedTuple):
-    """What a captured step depends on beside the arrays it reads."""
-
-    bucket: Bucket
-    is_drawn: bool  # a request draws its tokens
-    is_filtered: bool  # and one narrows its draws
-    is_penalised: bool = False  # a request has a penalty
-
-
-class LoopEntry(NamedTuple):
-    """What other ranks are told when the device begins to plan its steps."""
-
-    variant: StepVariant
-    arena: int  # that has the plan
-    used_bytes: int  # of it
-    row_starts: bytes  # int32 [R + 1]: where requests begin in the plan
-    num_page_rows: int  # page tables that are newer than those of the plan
-    batch: bytes  # the arrays of the requests
-
-
-class LoopStep(NamedTuple):
-    """What other ranks are told of each further step."""
-
-    variant: StepVariant
-    pages: bytes  # int32 page tables, of as many requests as changed; empty: they have not
-
-
-class LoopListener(Protocol):
-    """Told of every step of a loop before this rank enqueues it."""
-
-    def entered(self, entry: LoopEntry) -> None:
-        """The loop begins."""
-
-    def went_on(self, step: LoopStep) -> None:
-        """Another step follows the one in flight."""
-
-
-class RowShare:
-    """Which share of the rows that requests may have their last decode steps ran.
-
-    Args:
-        rows_per_request: most rows of a request.
-        products_per_row: weights that a row is multiplied by.
-    """
-
-    def __init__(self, rows_per_request: int, products_per_row: int) -> None:
-        self._rows_per_request, self._products_per_row = rows_per_request, products_per_row
-        self._last_id = -1
-        #: Real rows and all rows of each step.
-        self._steps: deque[tuple[int, int]] = deque(maxlen=_SHARE_STEPS)
-
-    def is_low(self, plan: _core.StepPlan) -> bool:
-        """Whether the device had better run real rows alone; `plan`, unpadded, is the last step."""
-        if plan.kind != _core.PlanKind.DECODE:
-            return False
-        if plan.step_id != self._last_id:
-            self._last_id = plan.step_id
-            self._steps.append((plan.num_rows, plan.num_reqs * self._rows_per_request))
-        num_real, num_all = (sum(counts) for counts in zip(*self._steps, strict=True))
-        num_void = (num_all - num_real) / len(self._steps)
-        return (
-            self._steps[-1][1] >= _LEAST_PACKED_ROWS
-            and num_real < _LOW_SHARE * num_all
-            and num_void * self._products_per_row >= _LEAST_VOID_PRODUCTS
-        )
 
 
 class _Output:
@@ -212,9 +135,6 @@ class DecodeLoop:
         self._uniform_ends = ends * self._num_rows
         # The host's plans hold fewer rows than the device's; see _spread_rows.
         self._is_ragged = self._has_dual_cache or graphs.is_packed
-        is_free = graphs.is_packed and config.kernel.run_ahead == "auto"
-        products = config.model.spec.products_per_row
-        self._row_share = RowShare(self._num_rows, products) if is_free else None
         self._layout = _core.plan_layout(options)
         num_bytes = _core.DecodeBatch.arena_bytes(options)
         self._host = host_memory(num_bytes, is_cuda)
@@ -243,10 +163,24 @@ class DecodeLoop:
         #: Told of the steps; None: there are no other ranks.
         self.listener: LoopListener | None = None
         self._has_ranks = Sizes.of_engine(config.parallel).world > 1
+        # Other ranks would have to wait for the counts of the first: there the host packs.
+        self._packed: PackedSteps | None = None
+        self._host_share: RowShare | None = None
+        if graphs.is_packed and not self._has_ranks:
+            self._packed = PackedSteps(config, graphs, self._batch.fields(), self._state)
+        elif graphs.is_packed and config.kernel.run_ahead == "auto":
+            products = config.model.spec.products_per_row
+            self._host_share = RowShare(self._num_rows, products, HOST_LIMITS)
+        #: Whether the steps in flight hold valid rows alone.
+        self._is_packing = False
+        #: Variants whose capture failed.
+        self._uncaptured: set[StepVariant] = set()
         #: Steps that replayed a graph.
         self.num_graph_steps = 0
-        #: Steps that were enqueued before the previous step was complete.
+        #: Steps that were enqueued before the host had completed the previous one.
         self.num_ahead_steps = 0
+        #: Steps that held valid rows alone.
+        self.num_packed_steps = 0
 
     @property
     def graph_buckets(self) -> tuple[int, ...]:
@@ -262,7 +196,9 @@ class DecodeLoop:
     @property
     def arrays(self) -> object:
         """Tensors of the loop beside those of the step buffers."""
-        return self._host, self._state, self._uniform_ends, [o.host for o in self._outputs]
+        packed = None if self._packed is None else self._packed.arrays
+        outputs = [o.host for o in self._outputs]
+        return self._host, self._state, self._uniform_ends, outputs, packed
 
     def graph_bucket(self, place: int) -> int:
         """Requests of the graph that made the result of a place; -1: no graph did."""
@@ -277,8 +213,12 @@ class DecodeLoop:
         )
 
     def _leaves_to_the_host(self, plan: _core.StepPlan) -> bool:
-        """Whether the steps around `plan` are so empty that packing them pays for the wait."""
-        return self._row_share is not None and self._row_share.is_low(plan)
+        """Whether the steps around `plan` are so empty that packing them on the host pays for the wait."""
+        return self._host_share is not None and self._host_share.is_low(plan)
+
+    def _wants_packed(self, plan: _core.StepPlan, bucket: Bucket) -> bool:
+        """Whether a step of this shape behind `plan`, or of it, is to hold valid rows alone."""
+        return self._packed is not None and self._packed.wants(plan, bucket)
 
     def _bucket_for(self, plan: _core.StepPlan) -> Bucket | None:
         if plan.kind != _core.PlanKind.DECODE:
@@ -291,6 +231,7 @@ class DecodeLoop:
         """Hands the plan in flight to the device and enqueues its step; returns its result's place."""
         bucket = self._bucket_for(plan)
         assert bucket is not None
+        self._is_packing = self._wants_packed(plan, bucket)
         self._await_uploads()
         scheduler.start_run_ahead(plan, self._batch)
         batch = self._batch
@@ -318,12 +259,16 @@ class DecodeLoop:
         self._variant = variant
         self._prepare_variant()
         self._buffers.upload()
-        self._spread_rows(row_starts, bucket)
+        if not self._is_packing:
+            self._spread_rows(row_starts, bucket)
         self._upload_pages(num_page_rows)
         for host, device in self._uploads:
             device[: bucket.num_reqs].copy_(host[: bucket.num_reqs], non_blocking=True)
         self._record_uploads()
-        self._advance(bucket, is_entry=True)
+        self._advance(bucket, is_entry=True, is_packed=self._is_packing)
+        if self._is_packing:
+            assert self._packed is not None
+            self._packed.count()
 
     def follow(self, told: LoopEntry | LoopStep) -> int:
         """Enqueues a step of which another rank has told; returns its result's place."""
@@ -367,7 +312,9 @@ class DecodeLoop:
         if verdict == _core.RunAhead.STOP:
             return None
         variant = self._variant_ahead(scheduler)
-        if self._is_capturing(variant):
+        if self._wants_packed(plan, variant.bucket) != self._is_packing:
+            return None  # `start` changes that
+        if not self._is_packing and self._is_capturing(variant):
             return None  # `start` captures it, with nothing in flight
         self._variant = variant
         if self.listener is not None:
@@ -403,7 +350,7 @@ class DecodeLoop:
         bound = self._graphs.bound(
             bucket.num_reqs, bucket.rows_per_request, scheduler.context_len_ahead()
         )
-        return self._variant._replace(bucket=bucket._replace(max_context_len=bound))
+        return self._variant._replace(bucket=bucket._replace(max_context_len=bound, packed_rows=0))
 
     def _num_page_rows(self, verdict: _core.RunAhead) -> int:
         """Requests whose page tables have changed."""
@@ -460,23 +407,33 @@ class DecodeLoop:
         is_penalised = self._options.is_editing and self._options.penalty_lambda > 0
         for bucket in self._graphs.shapes():
             if bucket.num_rows != bucket.num_reqs * self._num_rows:
-                continue  # a shape of the host's loop
+                continue  # a shape of the host's loop, or of forwards alone
             for is_drawn, is_filtered in kinds:
                 variant = StepVariant(bucket, is_drawn, is_filtered, is_penalised)
                 if self._is_capturing(variant):
                     self._capture(variant)
+        forwards = self._graphs.forwards
+        if self._packed is not None and forwards is not None:
+            for bucket in self._packed.capture(forwards, is_strict=self._graphs.is_strict):
+                for is_drawn, is_filtered in kinds:
+                    variant = StepVariant(bucket, is_drawn, is_filtered, is_penalised)
+                    self._capture_missing(self._packed.heads(variant))
         seconds = time.perf_counter() - start
         logger.info("captured %d CUDA graphs in %.1f s", len(self._step_graphs), seconds)
 
     def _is_capturing(self, variant: StepVariant) -> bool:
         """Whether the variant gets a graph that it has not yet."""
-        if self._step_graphs is None or variant in self._step_graphs:
+        graphs, key = self._step_graphs, variant.key
+        if graphs is None or key in graphs or key in self._uncaptured:
             return False
         if self._has_ranks and variant.is_drawn:
             return False  # draws take whole rows, which ranks exchange outside of graphs
         if not self._graphs.can_capture(variant.bucket):
             return False
-        return has_graph_of_logits(self._config, variant.bucket)
+        return _has_graph_of_rows(self._config, self._num_logits(variant))
+
+    def _num_logits(self, variant: StepVariant) -> int:
+        return variant.head_rows or num_loop_logits(self._config, variant.bucket)
 
     def _capture(self, variant: StepVariant) -> None:
         assert self._step_graphs is not None
@@ -490,12 +447,35 @@ class DecodeLoop:
             self._buffers.views.blk_row_index.fill_(-1)
             self._buffers.views.blk_valid_len.zero_()
 
-        self._step_graphs.capture(variant, fill, lambda: self._enqueue(variant))
+        forwards = self._graphs.forwards
+        if variant.head_rows:
+            assert forwards is not None
+            hidden = forwards.hidden
+            self._step_graphs.capture(variant.key, fill, lambda: self._decide(variant, hidden))
+        else:
+            self._step_graphs.capture(variant.key, fill, lambda: self._enqueue(variant))
+
+    def _capture_missing(self, variants: Iterable[StepVariant]) -> None:
+        """Captures variants that have no graph yet; nothing is in flight. Steps of one whose capture
+        fails, for want of memory say, run without."""
+        for variant in variants:
+            if not self._is_capturing(variant):
+                continue
+            try:
+                self._capture(variant)
+            except RuntimeError as error:
+                if self._graphs.is_strict:
+                    raise
+                self._uncaptured.add(variant.key)
+                logger.warning("no graph of %s: %s", variant.key, error)
 
     def _prepare_variant(self) -> None:
         """Captures a variant that is needed for the first time; the device is idle now."""
-        if self._is_capturing(self._variant):
-            self._capture(self._variant)
+        if self._is_packing:
+            assert self._packed is not None
+            self._capture_missing(self._packed.heads(self._variant))
+        else:
+            self._capture_missing((self._variant,))
 
     def _has_smaller_bucket(self, plan: _core.StepPlan) -> bool:
         num_reqs = plan.num_reqs - plan.num_padded_reqs
@@ -505,18 +485,26 @@ class DecodeLoop:
         )
 
     def _launch(self) -> int:
+        if self._is_packing:
+            assert self._packed is not None
+            self._variant = self._packed.counted(self._variant)
+            self.num_packed_steps += 1
         place = self._next_output
         self._next_output = (place + 1) % _NUM_OUTPUTS
-        self._num_blocks[place] = self._variant.bucket.num_reqs * self._options.buffer_size
+        variant = self._variant
+        self._num_blocks[place] = variant.bucket.num_reqs * self._options.buffer_size
         if self._check is not None:
-            self._check.keep(place, self._buffers.views, self._variant.bucket)
-        graphs, variant = self._step_graphs, self._variant
-        if graphs is not None and variant in graphs:
+            self._check.keep(place, self._buffers.views, variant.bucket, self._is_packing)
+        graphs = self._step_graphs
+        if graphs is not None and variant.key in graphs:
             self._graph_buckets[place] = variant.bucket.num_reqs
             self._replay(graphs, variant)
         else:
             self._graph_buckets[place] = -1
             self._enqueue(variant)
+        if self._is_packing:
+            assert self._packed is not None
+            self._packed.count()
         result = self._outputs[place]
         result.host.copy_(self._buffers.output_device, non_blocking=True)
         if result.copied is not None:
@@ -524,7 +512,9 @@ class DecodeLoop:
         return place
 
     def _replay(self, graphs: StepGraphs[StepVariant], variant: StepVariant) -> None:
-        graphs.replay(variant)
+        if variant.head_rows:
+            self._hidden_of(variant)
+        graphs.replay(variant.key)
         self.num_graph_steps += 1
 
     def stages(self, area: str, graph: str) -> list[Stage]:
@@ -543,12 +533,22 @@ class DecodeLoop:
         return [Stage(self, method, area, name) for method, name in names.items()]
 
     def _enqueue(self, variant: StepVariant) -> None:
-        bucket = variant.bucket
+        self._decide(variant, self._hidden_of(variant))
+
+    def _hidden_of(self, variant: StepVariant) -> Tensor:
+        """Hidden states of the rows; those of a packed step have a graph of their own."""
+        forwards, bucket = self._graphs.forwards, variant.bucket
+        if variant.head_rows and forwards is not None and bucket in forwards:
+            return forwards.replay(bucket)
+        return self._forward(bucket)
+
+    def _decide(self, variant: StepVariant, hidden: Tensor) -> None:
+        """The step behind its forward: head, sampler, and the plan of the next one."""
+        bucket, views = variant.bucket, self._buffers.views
         num_reqs, num_rows = bucket.num_reqs, bucket.num_rows
-        num_logits = num_loop_logits(self._config, bucket)
-        hidden, views = self._forward(bucket), self._buffers.views
+        num_logits = self._num_logits(variant)
         rows: Tensor | None = views.first("logits_rows", num_logits)
-        if num_logits < num_rows:
+        if variant.head_rows or num_logits < num_rows:
             assert rows is not None
             hidden, rows = hidden.index_select(0, rows), None
         logits = head_logits(self._model, hidden)
@@ -565,9 +565,9 @@ class DecodeLoop:
             any_penalised=variant.is_penalised,
         )
         self._sampler(self._inputs_builder.inputs(views, shape, logits, rows))
-        self._advance(bucket, is_entry=False)
+        self._advance(bucket, is_entry=False, is_packed=variant.head_rows > 0)
 
-    def _advance(self, bucket: Bucket, *, is_entry: bool) -> None:
+    def _advance(self, bucket: Bucket, *, is_entry: bool, is_packed: bool) -> None:
         assert self._buffers.plan_device is not None  # there is a mirror
         torch.ops.diffulex.advance_decode(
             self._buffers.plan_device,
@@ -578,4 +578,5 @@ class DecodeLoop:
             masked_rows_only=self._options.masked_rows_only,
             has_block_cache=self._options.fdv2_use_block_cache,
             is_entry=is_entry,
+            packs_rows=is_packed,
         )

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from diffulex.profiling.kernel_choices import KernelChoice
     from diffulex.profiling.ring import StepTimes
     from diffulex.profiling.scopes import Stage
-    from diffulex.runner.decode_loop import LoopEntry, LoopStep
+    from diffulex.runner.loop_steps import LoopEntry, LoopStep
     from diffulex.samplers.inputs import SamplerInputs
     from diffulex.strategies.traits import StrategyTraits
 

@@ -35,6 +35,44 @@ _TRANSLATED = frozenset(
 _Arrays = dict[str, np.ndarray[Any, Any]]
 
 
+class _WholeRows:
+    """Every request has all of its rows."""
+
+    is_packed = False
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+
+    def first(self, row: int) -> int:
+        """The first row of the request."""
+        return row * self._num_rows
+
+    def num_rows(self, row: int) -> int:
+        """How many it has."""
+        del row  # all have the same
+        return self._num_rows
+
+
+class _PackedRows:
+    """Requests have their valid rows alone."""
+
+    is_packed = True
+
+    def __init__(self, starts: np.ndarray[Any, Any]) -> None:
+        self._starts = starts
+
+    def first(self, row: int) -> int:
+        """The first row of the request."""
+        return int(self._starts[row])
+
+    def num_rows(self, row: int) -> int:
+        """How many it has."""
+        return int(self._starts[row + 1] - self._starts[row])
+
+
+_Rows = _WholeRows | _PackedRows
+
+
 class PlanMismatchError(RuntimeError):
     """The device planned a step otherwise than the scheduler."""
 
@@ -64,6 +102,8 @@ class PlanCheck:
         # The context of the next step is a bound: only the device knows its mode.
         self._has_block_cache = self._has_dual_cache and options.fdv2_use_block_cache
         self._kept: dict[int, tuple[Bucket, _Arrays]] = {}
+        #: Where requests begin in the packed steps that are kept.
+        self._starts: dict[int, np.ndarray[Any, Any]] = {}
         # Requests of the plan compared last; fewer ones in the next ended meanwhile.
         self._num_live = 0
         #: Steps compared so far.
@@ -75,27 +115,38 @@ class PlanCheck:
         self._req_ids = [int(req_id) for req_id in plan.req_ids[:num_reqs]]
         self._num_live = num_reqs
 
-    def keep(self, place: int, views: ArenaViews, bucket: Bucket) -> None:
+    def keep(self, place: int, views: ArenaViews, bucket: Bucket, is_packed: bool) -> None:
         """Copies the arrays of the step that is enqueued next, of this shape; waits for the device."""
         arrays = {name: getattr(views, name).detach().cpu().numpy().copy() for name in self._names}
         self._kept[place] = bucket, arrays
+        self._starts.pop(place, None)
+        if is_packed:
+            starts = views.cu_seqlens_q.detach().cpu().numpy()
+            self._starts[place] = starts[: bucket.num_reqs + 1].copy()
 
     def compare(self, plan: _core.StepPlan, place: int, graphs: DecodeGraphs) -> None:
         """Raises PlanMismatchError unless the step kept under `place` is that of `plan`."""
         bucket, device = self._kept.pop(place)
+        starts = self._starts.get(place)
         self.num_compared += 1
         self._compare_shape(plan, bucket, graphs)
+        layout: _Rows = _WholeRows(self._num_rows)
+        if starts is not None:
+            layout = _PackedRows(starts)
+            void = device["slot_mapping"][starts[-1] : bucket.num_rows]
+            self._expect(plan, 0, "slot_mapping", void, -1)
+            self._expect(plan, 0, "cu_seqlens_q", starts[-1] <= bucket.num_rows, True)
         seen = set()
         for index in range(plan.num_reqs - plan.num_padded_reqs):
             row = self._req_ids.index(int(plan.req_ids[index]))
             seen.add(row)
-            self._compare_request(plan, device, index, row)
+            self._compare_request(plan, device, index, row, layout)
         for row in set(range(len(self._req_ids))) - seen:
-            if device["valid_slices"][row] != row * self._num_rows:
+            if device["valid_slices"][row] != layout.first(row):
                 # The request was removed on the host only; the device's result is not used.
                 continue
             blocks = slice(row * self._buffer_size, (row + 1) * self._buffer_size)
-            rows = slice(row * self._num_rows, (row + 1) * self._num_rows)
+            rows = slice(layout.first(row), layout.first(row) + layout.num_rows(row))
             self._expect(plan, row, "blk_valid_len", device["blk_valid_len"][blocks], 0)
             self._expect(plan, row, "slot_mapping", device["slot_mapping"][rows], -1)
 
@@ -106,7 +157,9 @@ class PlanCheck:
         has_ended, self._num_live = num_live < self._num_live, num_live
         wanted = graphs.bucket_of_rows(plan, self._num_rows)
         assert wanted is not None
-        num_reqs, rows, bound, _ = bucket
+        num_reqs, rows, bound, packed_rows = bucket
+        # Void rows of requests that the host alone has removed may be what makes it larger.
+        wanted = wanted._replace(packed_rows=packed_rows)
         if has_ended and num_reqs > wanted.num_reqs:
             least = graphs.bound(num_reqs, rows, plan.max_context_len)
             wanted = wanted._replace(num_reqs=num_reqs, max_context_len=least)
@@ -114,14 +167,18 @@ class PlanCheck:
             wanted = wanted._replace(max_context_len=bound)
         self._expect(plan, 0, "bucket", bucket, wanted)
 
-    def _compare_request(self, plan: _core.StepPlan, device: _Arrays, index: int, row: int) -> None:
+    def _compare_request(
+        self, plan: _core.StepPlan, device: _Arrays, index: int, row: int, layout: _Rows
+    ) -> None:
         q = self._num_rows
-        first = int(plan.cu_seqlens_q[index])
+        first, begin = int(plan.cu_seqlens_q[index]), layout.first(row)
         num_rows = int(plan.cu_seqlens_q[index + 1]) - first  # Q, or fewer with a dual cache
         mine = slice(first, first + num_rows)
-        theirs = slice(row * q, row * q + num_rows)
-        padding = device["slot_mapping"][row * q + num_rows : (row + 1) * q]
+        theirs = slice(begin, begin + num_rows)
+        padding = device["slot_mapping"][begin + num_rows : begin + layout.num_rows(row)]
         self._expect(plan, row, "slot_mapping", padding, -1)
+        if layout.is_packed:
+            self._expect(plan, row, "cu_seqlens_q", layout.num_rows(row), num_rows)
         for name in self._equal["rows"]:
             self._expect(plan, row, name, device[name][theirs], getattr(plan, name)[mine])
         for name in self._equal["reqs"]:
@@ -130,11 +187,11 @@ class PlanCheck:
         pages, wanted = device["page_tables"][row], plan.page_tables[index]
         self._expect(plan, row, "page_tables", pages[wanted >= 0], wanted[wanted >= 0])
         num_valid = int(plan.valid_slices[index]) - first
-        self._expect(plan, row, "valid_slices", device["valid_slices"][row] - row * q, num_valid)
+        self._expect(plan, row, "valid_slices", device["valid_slices"][row] - begin, num_valid)
         if self._is_shifted:
-            self._compare_row(plan, device, "last_row_index", index, row)
+            self._compare_row(plan, device, "last_row_index", index, row, layout)
         if self._has_dual_cache:
-            self._compare_row(plan, device, "seed_row", index, row)
+            self._compare_row(plan, device, "seed_row", index, row, layout)
         blocks = np.flatnonzero(plan.blk_req[: plan.num_blocks] == index)
         places = set()
         for blk in blocks:
@@ -143,18 +200,36 @@ class PlanCheck:
                 offset = int(plan.blk_start[blk]) % q  # D-blocks are aligned
             place = row * self._buffer_size + offset // self._block_size
             places.add(place)
-            self._compare_block(plan, device, int(blk), place, first)
+            self._compare_block(plan, device, int(blk), place, first, layout)
         own = range(row * self._buffer_size, (row + 1) * self._buffer_size)
         for place in set(own) - places:
             self._expect(plan, row, "blk_valid_len", device["blk_valid_len"][place], 0)
         if not self._has_dual_cache:  # whose rows without a reader repeat another
-            rows, read = np.arange(row * q, (row + 1) * q), device["blk_row_index"][own]
-            read = np.append(read, device["last_row_index"][row] if self._is_shifted else -1)
-            wanted = np.where(np.isin(rows, read), rows, -1)
-            self._expect(plan, row, "logits_rows", device["logits_rows"][rows], wanted)
+            self._compare_readers(plan, device, own, row, layout)
+
+    def _compare_readers(
+        self, plan: _core.StepPlan, device: _Arrays, own: range, row: int, layout: _Rows
+    ) -> None:
+        """Logits rows are those that something reads: alone, one after another, if steps are packed."""
+        read = device["blk_row_index"][own]
+        read = np.append(read, device["last_row_index"][row] if self._is_shifted else -1)
+        read = np.unique(read[(read >= 0) & (read < plan.max_logits_rows)])
+        if layout.is_packed:
+            dense = np.arange(len(read)) + (read[0] if len(read) else 0)
+            self._expect(plan, row, "blk_row_index", read, dense)
+            return
+        rows = np.arange(layout.first(row), layout.first(row) + layout.num_rows(row))
+        wanted = np.where(np.isin(rows, read), rows, -1)
+        self._expect(plan, row, "logits_rows", device["logits_rows"][rows], wanted)
 
     def _compare_row(
-        self, plan: _core.StepPlan, device: _Arrays, name: str, index: int, row: int
+        self,
+        plan: _core.StepPlan,
+        device: _Arrays,
+        name: str,
+        index: int,
+        row: int,
+        layout: _Rows,
     ) -> None:
         """Compares a logits row of the request, -1 = none."""
         wanted = int(getattr(plan, name)[index])
@@ -162,7 +237,7 @@ class PlanCheck:
             self._expect(plan, row, name, device[name][row], wanted)
             return
         offset = int(plan.logits_rows[wanted]) - int(plan.cu_seqlens_q[index])
-        self._compare_logits(plan, device, name, row, device[name][row], 0, offset)
+        self._compare_logits(plan, device, name, row, device[name][row], 0, offset, layout)
 
     def _compare_logits(
         self,
@@ -173,13 +248,15 @@ class PlanCheck:
         have: Any,
         rel: Any,
         offset: Any,
+        layout: _Rows,
     ) -> None:
         """Compares logits rows `have` of the request with those of its rows `offset`: there they are
-        themselves, or with a dual cache entries `rel` of the request."""
-        hidden = row * self._num_rows + offset
-        wanted = row * self._block_size + rel if self._has_dual_cache else hidden
-        self._expect(plan, row, name, have, wanted)
-        self._expect(plan, row, "logits_rows", device["logits_rows"][wanted], hidden)
+        themselves, with a dual cache entries `rel` of the request, and in packed steps anywhere."""
+        hidden = layout.first(row) + offset
+        if not layout.is_packed:
+            wanted = row * self._block_size + rel if self._has_dual_cache else hidden
+            self._expect(plan, row, name, have, wanted)
+        self._expect(plan, row, "logits_rows", device["logits_rows"][have], hidden)
 
     def _compare_block(
         self,
@@ -188,6 +265,7 @@ class PlanCheck:
         blk: int,
         place: int,
         first: int,
+        layout: _Rows,
     ) -> None:
         for name in self._equal["blocks"]:
             self._expect(plan, place, name, device[name][place], getattr(plan, name)[blk])
@@ -201,10 +279,11 @@ class PlanCheck:
         if self._is_shifted:
             source = plan.logits_source[indices[used]]
             self._expect(plan, place, "logits_source", device["logits_source"][rows[used]], source)
-            # The last row of the request takes the logits of its slot.
-            offset[source >= 0] = self._num_rows - 1
+            # The last row of the request takes the logits of its slot, or its first if it runs fewer.
+            last, num_rows = self._num_rows - 1, layout.num_rows(place // self._buffer_size)
+            offset[source >= 0] = last if num_rows > last else 0
         row = place // self._buffer_size
-        self._compare_logits(plan, device, "blk_row_index", row, rows[used], used, offset)
+        self._compare_logits(plan, device, "blk_row_index", row, rows[used], used, offset, layout)
         for name in self._equal["logits_rows"]:
             have, want = device[name][rows[used]], getattr(plan, name)[indices[used]]
             self._expect(plan, place, name, have, want)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ for folder in (Path(__file__).parent, Path(__file__).parent.parent):
 
 import torch  # noqa: E402
 
+from diffulex.engine.engine import Diffulex  # noqa: E402
+from diffulex.runner import decode_graphs, decode_loop  # noqa: E402
 from diffulex.runner.context_classes import ContextClasses  # noqa: E402
+from replayed_graphs import BOUNDS, Replayed  # noqa: E402
 from tiny_engine import TinyModel  # noqa: E402
 
 
@@ -65,3 +69,21 @@ def small_classes(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.node.get_closest_marker("cuda") is None:
             patch.setattr(ContextClasses, "_find_bounds", bounds)
         yield
+
+
+@pytest.fixture
+def as_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Diffulex], Diffulex]:
+    """Gives an engine of the CPU the graphs and the padding that it would have on CUDA."""
+    monkeypatch.setattr(decode_loop, "StepGraphs", Replayed)
+    monkeypatch.setattr(decode_graphs, "StepGraphs", Replayed)
+    monkeypatch.setattr(ContextClasses, "_find_bounds", lambda *_: BOUNDS)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
+
+    def change(engine: Diffulex) -> Diffulex:
+        runner = engine._executor.runner
+        runner._capture_graphs()
+        monkeypatch.setattr(runner, "_is_cuda", True)
+        monkeypatch.setattr(runner, "_on_device", contextlib.nullcontext)
+        return engine
+
+    return change

@@ -14,6 +14,7 @@ import torch
 from diffulex import SamplingParams
 from diffulex.engine.engine import Diffulex
 from diffulex.engine.output import RequestOutput
+from diffulex.runner import row_share
 from fixtures.families import SHIFTED
 from tiny_engine import TinyModel
 from tiny_gemma import TinyGemma
@@ -211,3 +212,11 @@ def check_aborts_and_arrivals(
         else:
             assert answers([output]) == answers([expected[index]])
     return len(done)
+
+
+def pack_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the loop of a small model hold valid rows alone, however many are void."""
+    monkeypatch.setattr(row_share.LOOP_LIMITS, "rows", 0)
+    monkeypatch.setattr(row_share.LOOP_LIMITS, "products", 0.0)
+    monkeypatch.setattr(row_share, "LOW_SHARE", 2.0)
+    monkeypatch.setattr(row_share, "_HIGH_SHARE", 2.0)

@@ -15,7 +15,8 @@ from diffulex.engine.engine import Diffulex
 from diffulex.ops.workspace import attention_splits
 from diffulex.runner.context_classes import ContextClasses
 from diffulex.runner.decode_graphs import Bucket
-from diffulex.runner.decode_loop import DecodeLoop, StepVariant
+from diffulex.runner.decode_loop import DecodeLoop
+from diffulex.runner.loop_steps import StepVariant
 from fixtures.quick import quick
 from tiny_engine import TinyModel
 

@@ -11,7 +11,6 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,49 +18,25 @@ from diffulex import SamplingParams
 from diffulex.bench.problem_file import load_problems
 from diffulex.checkpoint.resolve import demo_dir
 from diffulex.engine.engine import Diffulex
-from diffulex.runner import decode_loop
 from diffulex.runner.decode_graphs import Bucket, DecodeGraphs, packed_row_counts
-from diffulex.runner.decode_loop import DecodeLoop, RowShare
+from diffulex.runner.decode_loop import DecodeLoop
 from diffulex.runner.model_runner import ModelRunner
+from diffulex.runner.row_share import HOST_LIMITS, LOOP_LIMITS, RowShare
 from diffulex.runner.sampler_inputs import SamplerInputsBuilder
 from diffulex_ext import _core
 from fixtures.quick import quick
-from run_ahead_cases import FILL, STRATEGIES, answers, model_of, requests
+from run_ahead_cases import FILL, STRATEGIES, answers, model_of, pack_every_step, requests
+from step_watch import Watched
 from tiny_engine import TinyModel
 
 #: Strategies with a block buffer: a dual cache runs no block that is not open.
 PACKING = [name for name in STRATEGIES if not name.startswith("dual")]
 
 
-class Watched:
-    """Rows of every decode plan, and the confidence of every position that a step decided."""
-
-    def __init__(self, engine: Diffulex, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows: list[tuple[int, int, int]] = []
-        self.decided: dict[tuple[int, int, int, int], tuple[int, float]] = {}
-        self._nfe: dict[int, int] = {}
-        self._scheduler = engine._scheduler
-        self._complete = engine._scheduler.complete_step
-        monkeypatch.setattr(engine._loop, "_scheduler", self)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
-
-    def complete_step(self, plan: _core.StepPlan, output: _core.SamplerOutput) -> Any:
-        count = plan.num_reqs - plan.num_padded_reqs
-        if plan.kind == _core.PlanKind.DECODE:
-            starts = plan.cu_seqlens_q[: count + 1]
-            real = int(np.sum(plan.valid_slices[:count] - starts[:-1]))
-            self.rows.append((real, int(starts[-1]), count))
-        for req_id in plan.req_ids[:count].tolist():
-            self._nfe[req_id] = self._nfe.get(req_id, 0) + 1
-        ids, values = output.write_ids, output.confidence
-        for blk in range(plan.num_blocks):
-            req_id = int(plan.req_ids[plan.blk_req[blk]])
-            for rel in np.flatnonzero(ids[blk] >= 0).tolist():
-                key = req_id, self._nfe[req_id], int(plan.blk_start[blk]), rel
-                self.decided[key] = int(ids[blk, rel]), float(values[blk, rel])
-        return self._complete(plan, output)
+def loop_of(engine: Diffulex) -> DecodeLoop:
+    loop = engine._executor.runner._decode_loop
+    assert loop is not None
+    return loop
 
 
 @pytest.mark.parametrize("name", PACKING)
@@ -252,7 +227,7 @@ def plan_of(step_id: int, num_reqs: int, num_rows: int) -> Any:
 
 
 def test_the_host_takes_over_where_most_rows_are_void() -> None:
-    share = RowShare(128, 10**11)
+    share = RowShare(128, 10**11, HOST_LIMITS)
     assert not share.is_low(SimpleNamespace(kind=_core.PlanKind.PREFILL))  # type: ignore[arg-type]
     assert not share.is_low(plan_of(0, 1, 32))  # too few to gain anything
     assert share.is_low(plan_of(1, 2, 64))
@@ -269,39 +244,71 @@ def test_the_host_takes_over_where_most_rows_are_void() -> None:
 
 def test_a_small_model_stays_on_the_device() -> None:
     """Its void rows cost less than the host."""
-    assert not RowShare(128, 10**9).is_low(plan_of(0, 8, 1024 - 449))
-    assert RowShare(128, 10**9).is_low(plan_of(0, 8, 1024 - 450))
+    assert not RowShare(128, 10**9, HOST_LIMITS).is_low(plan_of(0, 8, 1024 - 449))
+    assert RowShare(128, 10**9, HOST_LIMITS).is_low(plan_of(0, 8, 1024 - 450))
+    # The device does without the wait for the host.
+    assert not RowShare(128, 10**9, LOOP_LIMITS).is_low(plan_of(0, 1, 128 - 49))
+    assert RowShare(128, 10**9, LOOP_LIMITS).is_low(plan_of(0, 1, 128 - 50))
+    assert not RowShare(64, 10**12, LOOP_LIMITS).is_low(plan_of(0, 1, 16))
+
+
+def test_steps_that_fill_up_are_packed_a_while() -> None:
+    """So that a share around the limit does not change how steps are run again and again."""
+    share = RowShare(100, 10**11, LOOP_LIMITS)
+    assert not share.is_low(plan_of(0, 2, 2 * 80))
+    assert share.is_low(plan_of(1, 2, 2 * 79))
+    for step_id in range(2, 20):
+        assert share.is_low(plan_of(step_id, 2, 2 * 89))
+    for step_id in range(20, 28):
+        is_low = share.is_low(plan_of(step_id, 2, 2 * 90))
+    assert not is_low
+    assert not share.is_low(plan_of(28, 2, 2 * 85))
 
 
 @pytest.mark.parametrize(("accept", "is_full"), [(0.9999, False), (0.0, True)])
-def test_auto_chooses_the_loop_by_the_rows_it_would_waste(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, accept: float, is_full: bool
+@pytest.mark.parametrize("packer", ["loop", "host"])
+def test_void_rows_are_left_out_where_there_are_many(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, packer: str, accept: float, is_full: bool
 ) -> None:
-    """As on CUDA, with the CPU as the device: the same tokens, whoever runs a step."""
+    """As on CUDA, with the CPU as the device: the same tokens, whoever packs a step. The host does it
+    where ranks share a model."""
     settings: dict[str, Any] = {
         **{"block_size": 8, "buffer_size": 4, "max_num_reqs": 8},
         "decoding_thresholds": {"accept_threshold": accept, "add_block_threshold": 0.75},
     }
-    monkeypatch.setattr(decode_loop, "_LEAST_VOID_PRODUCTS", 0)
+    for limits in (LOOP_LIMITS, HOST_LIMITS):
+        monkeypatch.setattr(limits, "products", 0.0)
     prompts, _ = requests(random.Random(2), 8)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     with tiny.engine(**settings) as engine:
         expected = engine.generate(prompts, params, summary=False)
-    monkeypatch.setattr(ModelRunner, "_wants_loop", lambda *_: True)
-    with tiny.engine(**settings, check_run_ahead=True) as engine:
-        actual = engine.generate(prompts, params, summary=False)
-        num_ahead = engine._executor.runner.num_ahead_steps
-        num_steps = engine.stats().num_decode_steps
-        alone = engine.generate(prompts[:1], params, summary=False)
-        ahead_alone = engine._executor.runner.num_ahead_steps - num_ahead
     with tiny.engine(**settings, run_ahead="on", check_run_ahead=True) as engine:
+        monkeypatch.setattr(loop_of(engine), "_packed", None)
         whole = engine.generate(prompts, params, summary=False)
         num_whole = engine._executor.runner.num_ahead_steps
+    monkeypatch.setattr(ModelRunner, "_wants_loop", lambda *_: True)
+    with tiny.engine(**settings, check_run_ahead=True) as engine:
+        loop = loop_of(engine)
+        if packer == "host":
+            share = RowShare(32, 1, HOST_LIMITS)
+            monkeypatch.setattr(loop, "_packed", None)
+            monkeypatch.setattr(loop, "_host_share", share)
+        actual = engine.generate(prompts, params, summary=False)
+        num_ahead = engine._executor.runner.num_ahead_steps
+        num_steps, num_packed = engine.stats().num_decode_steps, loop.num_packed_steps
+        alone = engine.generate(prompts[:1], params, summary=False)
+        ahead_alone = engine._executor.runner.num_ahead_steps - num_ahead
+        assert loop.num_packed_steps == num_packed  # 32 rows: nothing to gain
     assert answers(actual) == answers(expected) == answers(whole)
     assert answers(alone) == answers(expected[:1])
-    assert ahead_alone > 3  # 32 rows: nothing to gain
+    assert ahead_alone > 3
     assert num_whole > 3
-    assert 2 * num_ahead < num_steps if not is_full else num_ahead > 0
+    if packer == "host":
+        assert num_packed == 0
+        assert 2 * num_ahead < num_steps if not is_full else num_ahead > 0
+    else:
+        assert num_ahead > 3
+        assert is_full or 2 * num_packed > num_steps
 
 
 @pytest.mark.slow
@@ -326,7 +333,6 @@ def test_packed_graphs_are_captured_once(
     tiny_cuda: TinyModel, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
 ) -> None:
     """A second run captures no graph and takes no memory; none of its steps lacks a graph."""
-    monkeypatch.setattr(decode_loop, "_LEAST_VOID_PRODUCTS", 0)
     torch.backends.cuda.matmul.allow_tf32 = False
     settings: dict[str, Any] = {
         **FILL,
@@ -337,6 +343,7 @@ def test_packed_graphs_are_captured_once(
     params = SamplingParams(max_tokens=48, ignore_eos=True)
     with tiny_cuda.engine(**settings, run_ahead="on") as engine:
         whole = engine.generate(prompts, params, summary=False)
+    pack_every_step(monkeypatch)
     for run_ahead in ("off", "auto"):
         with tiny_cuda.engine(**settings, run_ahead=run_ahead) as engine:
             runner = engine._executor.runner

@@ -37,6 +37,7 @@ from run_ahead_cases import (
     compare,
     model_of,
     num_compared,
+    pack_every_step,
     requests,
     tokens_with_interrupts,
 )
@@ -425,8 +426,8 @@ def test_check_notices_a_wrong_plan(
 ) -> None:
     keep = PlanCheck.keep
 
-    def wrong(self: PlanCheck, place: int, views: Any, bucket: Bucket) -> None:
-        keep(self, place, views, bucket._replace(**change))
+    def wrong(self: PlanCheck, place: int, views: Any, bucket: Bucket, is_packed: bool) -> None:
+        keep(self, place, views, bucket._replace(**change), is_packed)
         if name == "positions":
             self._kept[place][1][name][0] += 1
 
@@ -446,11 +447,19 @@ NOT_COMPARED = {
 }
 
 
-@pytest.mark.parametrize("name", ["edit", "d2f_shifted", "dual_cache", "dmax"])
+@pytest.mark.parametrize(
+    ("name", "is_packed"),
+    [
+        *((name, False) for name in ("edit", "d2f_shifted", "dual_cache", "dmax")),
+        *((name, True) for name in ("edit", "d2f_shifted", "dmax")),
+    ],
+)
 def test_check_compares_every_array_of_the_list(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, name: str
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, name: str, is_packed: bool
 ) -> None:
     """Of those that the strategy uses; one that is added to the list is compared as well."""
+    if is_packed:
+        pack_every_step(monkeypatch)
     compare_plans = PlanCheck.compare
     present, noticed = set[str](), set[str]()
 

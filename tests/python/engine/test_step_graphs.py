@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
 from collections.abc import Callable
@@ -14,9 +13,9 @@ import torch
 
 from diffulex import SamplingParams
 from diffulex.engine.engine import Diffulex
-from diffulex.runner import decode_graphs, decode_loop, step_graphs
-from diffulex.runner.context_classes import ContextClasses
-from diffulex.runner.decode_loop import StepVariant
+from diffulex.runner import step_graphs
+from diffulex.runner.loop_steps import StepVariant
+from replayed_graphs import BOUNDS, Replayed
 from tiny_engine import TinyModel
 
 SETTINGS: dict[str, Any] = {
@@ -26,54 +25,6 @@ SETTINGS: dict[str, Any] = {
     "max_num_reqs": 4,
     "decoding_thresholds": {"accept_threshold": 0.8},
 }
-BOUNDS = (32, 64, 128)
-
-
-class Replayed:
-    """As StepGraphs, for a device without graphs."""
-
-    def __init__(self, device: torch.device) -> None:
-        assert device.type == "cpu"
-        self._runs: dict[Any, Callable[[], None]] = {}
-
-    @property
-    def keys(self) -> tuple[Any, ...]:
-        return tuple(self._runs)
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._runs
-
-    def capture(self, key: Any, fill: Callable[[], None], run: Callable[[], None]) -> None:
-        assert key not in self._runs
-        for _ in range(2):
-            fill()
-            run()
-        fill()
-        self._runs[key] = run
-
-    def replay(self, key: Any) -> None:
-        self._runs[key]()
-
-
-@pytest.fixture
-def as_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Diffulex], Diffulex]:
-    """Gives an engine of the CPU the graphs and the padding that it would have on CUDA."""
-    monkeypatch.setattr(decode_loop, "StepGraphs", Replayed)
-    monkeypatch.setattr(decode_graphs, "StepGraphs", Replayed)
-    monkeypatch.setattr(ContextClasses, "_find_bounds", lambda *_: BOUNDS)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
-
-    def change(engine: Diffulex) -> Diffulex:
-        runner = engine._executor.runner
-        runner._capture_graphs()
-        monkeypatch.setattr(runner, "_is_cuda", True)
-        monkeypatch.setattr(runner, "_on_device", contextlib.nullcontext)
-        return engine
-
-    return change
 
 
 def requests(seed: int, count: int, **params: Any) -> tuple[list[list[int]], list[SamplingParams]]:

@@ -28,8 +28,8 @@ from diffulex.log import get_logger, log_settings
 from diffulex.profiling.profiler import Recorded
 from diffulex.registry import AutoModelForDiffusionLM
 from diffulex.runner.batch import StepBuffers
-from diffulex.runner.decode_loop import LoopEntry
 from diffulex.runner.local_executor import LocalExecutor
+from diffulex.runner.loop_steps import LoopEntry
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from diffulex.distributed.coupling import Coupling
     from diffulex.distributed.executor import Prepared, Watch
     from diffulex.likelihood.rows import ScoreBatch, Scored
-    from diffulex.runner.decode_loop import LoopStep
+    from diffulex.runner.loop_steps import LoopStep
 
 __all__ = ["CoupledGroupExecutor", "Followers", "GroupExecutor", "make_executor"]
 
@@ -559,7 +559,7 @@ class CoupledGroupExecutor(CoupledExecutor, GroupExecutor):
 
 
 class _Teller:
-    """See `diffulex.runner.decode_loop.LoopListener`."""
+    """See `diffulex.runner.loop_steps.LoopListener`."""
 
     def __init__(self, followers: Followers) -> None:
         self._followers = followers

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from diffulex.config.config import Config
     from diffulex.distributed.comm import Comm
     from diffulex.nn.coupled import CoupledExperts
-    from diffulex.runner.decode_loop import LoopEntry, LoopStep
+    from diffulex.runner.loop_steps import LoopEntry, LoopStep
     from diffulex.runner.model_runner import ModelRunner
 
 __all__ = ["Follower", "HiddenDigest", "decisions"]
