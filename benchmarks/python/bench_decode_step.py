@@ -6,11 +6,12 @@
     python benchmarks/python/bench_decode_step.py --targets all --json decode_targets.json
     python benchmarks/python/bench_decode_step.py --targets sdar-8b --quantization fp8
     python benchmarks/python/bench_decode_step.py --tp 1,2 --batch 1,8 --buffer-size 1
+    python benchmarks/python/bench_decode_step.py --packing on,off --batch 8 --buffer-size 4
 
 A step is a whole engine step as the host sees it: schedule, forward over the rows of every running
 request, sampling, and the copy of the result. Random weights accept one position per block and
-step. `rows` is what the blocks in flight could run, `valid` the share of it that blocks do: the host
-packs the rows of a step, the device's own loop runs all of them. The floor is the time to read the weights once at the
+step. `rows` is what the blocks in flight could run, `valid` the share of it that blocks do. `packed` steps held these
+rows alone, by the device's own count; `--packing off` has the device run all of them. The floor is the time to read the weights once at the
 copy bandwidth measured in the same run; of experts, those that rows were sent to. They are counted:
 a second engine without graphs repeats the timed steps. `--targets` runs the cases that `step_targets.py`
 has for the weights and the cache asked for, and says which pass.
@@ -23,7 +24,7 @@ import gc
 import json
 import sys
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from diffulex.quantization.scheme import SCHEMES
 
 COLUMNS = (
     "shape", "tp", "prompt_len", "buffer", "batch", "rows", "valid", "step_ms", "p10_ms", "p90_ms", "floor_ms",
-    "experts", "sm_mhz", "watts", "graph_steps", "peer_ms", "target_ms", "verdict",
+    "experts", "sm_mhz", "watts", "graph_steps", "packing", "packed", "peer_ms", "target_ms", "verdict",
 )  # fmt: skip
 
 
@@ -89,6 +90,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=8, help="decode steps before timing")
     parser.add_argument("--steps", type=int, default=64, help="timed decode steps")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--packing",
+        type=lambda text: text.split(","),
+        default=["on"],
+        help="whether the device leaves out void rows: on, off or on,off [on]",
+    )
     parser.add_argument("--run-ahead", choices=("auto", "on", "off"), default="auto")
     parser.add_argument(
         "--quantization", choices=("none", *SCHEMES), default="none", help="of weights [none]"
@@ -99,6 +106,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="also append the JSON lines to this file")
     parser.add_argument("--json", type=Path, help="write facts and rows as one JSON document")
     options = parser.parse_args(argv)
+    if not set(options.packing) <= {"on", "off"}:
+        parser.error(f"--packing: expected on, off or on,off, got {','.join(options.packing)}")
     if options.targets is not None and not (options.tp == [1] and cases_of(options)):
         precision = (
             f"--quantization {options.quantization} --kv-cache-dtype {options.kv_cache_dtype}"
@@ -180,13 +189,28 @@ def weights_read(
     return parts["dense"] + parts["experts"] + parts["head"], reads.experts
 
 
+def pack_no_step(engine: Diffulex) -> None:
+    """Has the loop of the device, and with it the host's, run all rows."""
+    loop = engine._executor.runner.loop
+    if loop is not None:
+        loop._packed = loop._host_share = None
+
+
 def measure(
-    model: Any, num_ranks: int, options: argparse.Namespace, case: StepCase, bandwidth: float
+    model: Any,
+    num_ranks: int,
+    options: argparse.Namespace,
+    case: StepCase,
+    bandwidth: float,
+    *,
+    is_packing: bool = True,
 ) -> dict[str, Any]:
     """One line of the result."""
     has_graphs = not options.enforce_eager
     experts: float | None = None
     with started_engine(model, num_ranks, options, case, has_graphs=has_graphs) as engine:
+        if not is_packing:
+            pack_no_step(engine)
         num_bytes = float(weight_bytes(engine._executor.runner.model))
         spec = engine.config.model.spec
         num_valid: list[int] = []
@@ -196,6 +220,8 @@ def measure(
         )
         clocks = clock_facts(options.device)
         graph_steps = engine.run_stats.num_graph_steps
+        loop = engine._executor.runner.loop
+        num_packed = 0 if loop is None else loop.num_packed_steps
     gc.collect()
     if spec.moe is not None:
         num_bytes, experts = weights_read(model, num_ranks, options, case)
@@ -211,6 +237,8 @@ def measure(
         **summary(seconds),
         **clocks,
         "graph_steps": graph_steps,
+        "packing": "on" if is_packing else "off",
+        "packed": num_packed,
         "weight_bytes": round(num_bytes),
         "floor_ms": round(1e3 * num_bytes / bandwidth, 4),
     }
@@ -233,8 +261,9 @@ def measured_rows(options: argparse.Namespace, bandwidth: float) -> Iterable[dic
             model = None
             if num_ranks == 1:
                 model = build_model(SHAPES[shape], dtype, options.device, quantization=quantization)
-            for case in listed:
-                yield {"shape": shape, **measure(model, num_ranks, options, case, bandwidth)}
+            for case, packing in product(listed, options.packing):
+                given = model, num_ranks, options, case, bandwidth
+                yield {"shape": shape, **measure(*given, is_packing=packing == "on")}
             del model
             gc.collect()
             if options.device.startswith("cuda"):

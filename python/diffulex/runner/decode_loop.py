@@ -165,10 +165,10 @@ class DecodeLoop:
         self._has_ranks = Sizes.of_engine(config.parallel).world > 1
         # Other ranks would have to wait for the counts of the first: there the host packs.
         self._packed: PackedSteps | None = None
-        self._host_share: RowShare | None = None
         if graphs.is_packed and not self._has_ranks:
             self._packed = PackedSteps(config, graphs, self._batch.fields(), self._state)
-        elif graphs.is_packed and config.kernel.run_ahead == "auto":
+        self._host_share: RowShare | None = None
+        if graphs.is_packed and config.kernel.run_ahead == "auto":
             products = config.model.spec.products_per_row
             self._host_share = RowShare(self._num_rows, products, HOST_LIMITS)
         #: Whether the steps in flight hold valid rows alone.
@@ -206,15 +206,18 @@ class DecodeLoop:
 
     def takes(self, scheduler: _core.Scheduler, plan: _core.StepPlan) -> bool:
         """Whether the plan in flight is a step for this loop."""
+        bucket = self._bucket_for(plan)
         return (
-            not self._leaves_to_the_host(plan)
-            and self._bucket_for(plan) is not None
+            bucket is not None
+            and not self._leaves_to_the_host(plan, bucket)
             and scheduler.can_run_ahead(plan)
         )
 
-    def _leaves_to_the_host(self, plan: _core.StepPlan) -> bool:
-        """Whether the steps around `plan` are so empty that packing them on the host pays for the wait."""
-        return self._host_share is not None and self._host_share.is_low(plan)
+    def _leaves_to_the_host(self, plan: _core.StepPlan, bucket: Bucket) -> bool:
+        """Whether the steps around `plan` are so empty that the host had better pack them, where the
+        device does not."""
+        share = self._host_share
+        return share is not None and share.is_low(plan) and not self._wants_packed(plan, bucket)
 
     def _wants_packed(self, plan: _core.StepPlan, bucket: Bucket) -> bool:
         """Whether a step of this shape behind `plan`, or of it, is to hold valid rows alone."""
@@ -299,8 +302,11 @@ class DecodeLoop:
         """Enqueues the next step, if that is allowed; returns the place of its result."""
         verdict, self._verdict = self._verdict, None
         num_page_rows = 0
-        if self._leaves_to_the_host(plan):
+        variant = self._variant_ahead(scheduler)
+        if self._leaves_to_the_host(plan, variant.bucket):
             return None
+        if self._wants_packed(plan, variant.bucket) != self._is_packing:
+            return None  # `start` changes that
         if verdict is None:
             if self._has_smaller_bucket(plan):
                 return None
@@ -311,9 +317,6 @@ class DecodeLoop:
             self._record_uploads()
         if verdict == _core.RunAhead.STOP:
             return None
-        variant = self._variant_ahead(scheduler)
-        if self._wants_packed(plan, variant.bucket) != self._is_packing:
-            return None  # `start` changes that
         if not self._is_packing and self._is_capturing(variant):
             return None  # `start` captures it, with nothing in flight
         self._variant = variant

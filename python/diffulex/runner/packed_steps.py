@@ -130,6 +130,8 @@ class PackedSteps:
         Where one fails, those of its shape are not packed, unless `is_strict`.
         """
         shapes = [b for b in self._graphs.captured_shapes() if self._pays(self._whole(b))]
+        if len(shapes) > _MAX_FORWARDS:
+            shapes = [b for b in shapes if self._is_coarse(b)]
         try:
             forwards.capture(tuple(shapes[:_MAX_FORWARDS]))
         except RuntimeError as error:
@@ -137,3 +139,8 @@ class PackedSteps:
                 raise
             logger.warning("steps of the device are packed in part: %s", error)
         return tuple(b for b in shapes if not b.packed_rows and b in forwards)
+
+    def _is_coarse(self, bucket: Bucket) -> bool:
+        """Whether every other of the row counts has this one."""
+        counts = self._graphs.packed_counts(self._whole(bucket).num_rows)
+        return bucket.packed_rows == 0 or bucket.packed_rows in counts[::2]

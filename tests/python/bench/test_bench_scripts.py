@@ -40,14 +40,14 @@ def test_decode_step(tmp_path):
         *("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1,3"),
         *("--buffer-size", "1,2", "--block-size", 4, "--prompt-len", 16),
         *("--warmup", 2, "--steps", 6, "--output", output),
+        *("--run-ahead", "on", "--packing", "on,off"),
     )
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [(x["batch"], x["buffer"], x["rows"]) for x in lines] == [
-        (1, 1, 4),
-        (3, 1, 12),
-        (1, 2, 8),
-        (3, 2, 24),
+    shapes = [(1, 1, 4), (3, 1, 12), (1, 2, 8), (3, 2, 24)]
+    assert [(x["batch"], x["buffer"], x["rows"], x["packing"]) for x in lines] == [
+        (*shape, packing) for shape in shapes for packing in ("on", "off")
     ]
+    assert all(x["packed"] == 0 for x in lines)  # it would not pay
     for line in lines:
         assert line["steps"] == 6
         assert 0 < line["p10_ms"] <= line["step_ms"] <= line["p90_ms"]
@@ -110,7 +110,7 @@ def test_steps_are_judged_by_the_targets_of_their_scheme(monkeypatch, capsys):
         by_scheme[scheme] = {case[:4]: case.target_ms for case in cases}
     batch_1 = ("sdar-8b", 1, 256, 1)
     assert [each[batch_1] for each in by_scheme.values()] == [4.4, 2.85, 2.15]
-    # Steps of the host run valid rows alone, so that four blocks have nothing for the others.
+    # Steps run valid rows alone, so that four blocks have nothing for the others.
     assert by_scheme["none"][("sdar-8b", 4, 256, 8)] == 8.6
     judged = {"step_ms": 3.28, "floor_ms": 1.99}
     verdicts = [bench.judge({**judged, "target_ms": each[batch_1]}) for each in by_scheme.values()]
