@@ -45,10 +45,14 @@ def captured_graph(
         stream: idle, not the default stream.
     """
     graph = torch.cuda.CUDAGraph()
-    with (
-        _no_collection(),
-        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        settled_weights(),
-    ):
-        run()
+    before = torch.cuda.current_stream()
+    try:
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            settled_weights(),
+        ):
+            run()
+    finally:
+        torch.cuda.set_stream(before)  # the end of a capture that has failed may raise before it
     return graph

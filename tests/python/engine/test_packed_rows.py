@@ -317,14 +317,21 @@ def test_held_out_problems_in_whole_and_packed_steps(monkeypatch: pytest.MonkeyP
     problems = load_problems(demo_dir() / "heldout.jsonl")[:400]
     settings = {"device": "cpu", "dtype": "float32", "buffer_size": 4, "max_num_reqs": 16}
     seen = []
-    for run_ahead in ("off", "on"):
+    for kind in ("host", "whole", "packed"):
+        if kind == "packed":
+            pack_every_step(monkeypatch)
+        run_ahead = "off" if kind == "host" else "on"
         with Diffulex("demo", **settings, run_ahead=run_ahead) as engine:
+            if kind == "whole":
+                monkeypatch.setattr(loop_of(engine), "_packed", None)
             watched = Watched(engine, monkeypatch)
             chats = [[{"role": "user", "content": p.question}] for p in problems]
             prompts = [engine.tokenizer.apply_chat_template(chat) for chat in chats]
             outputs = engine.generate(prompts, SamplingParams(max_tokens=96), summary=False)
+            if kind == "packed":
+                assert loop_of(engine).num_packed_steps > 100
         seen.append((answers(outputs), watched.decided))
-    assert seen[0] == seen[1]
+    assert seen[0] == seen[1] == seen[2]
 
 
 @pytest.mark.cuda
