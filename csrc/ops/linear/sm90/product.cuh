@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
   const LinearSmem smem(raw, args);
   // The copying warp is the last one.
   const bool is_producer = threadIdx.x + 32 >= blockDim.x;
-  if (threadIdx.x + 32 == blockDim.x) {
+  if (is_producer && ptx::elect_one()) {
     ptx::tma_prefetch_map(&weight_map);
     ptx::tma_prefetch_map(&row_map);
     for (int32_t stage = 0; stage < args.stages; ++stage) {
@@ -275,10 +275,12 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
   } else {
     // Results may overwrite what kernels in front still read.
     pdl_wait();
-    if (threadIdx.x == 0) {
-      producer.release();
+    if (threadIdx.x < 32) {
+      if (ptx::elect_one()) {
+        producer.release();
+      }
+      __syncwarp();
     }
-    __syncwarp();
   }
   if (args.splits > 1) {
     ptx::cluster_wait();  // the barriers of the other one are ready

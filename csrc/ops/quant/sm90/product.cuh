@@ -91,6 +91,7 @@ class ScaledProducer final {
   /// Weights, which nothing in front writes, fill the stages. Until the kernels in front have ended
   /// few are on their way at a time.
   __device__ __forceinline__ void start() {
+    const Place place = place_of(work_.tile);
     for (int32_t step = 0; step < work_.early; ++step) {
       if (step >= args_.paced_stages) {
         const uint32_t landed = smem_.landed + 8 * (step - args_.paced_stages);
@@ -99,18 +100,19 @@ class ScaledProducer final {
       }
       const uint32_t landed = smem_.landed + 8 * step;
       ptx::mbarrier_arrive_expect(landed, static_cast<uint32_t>(Traits::kLines * weight_bytes()));
-      load_weights(step, work_.tile, step, landed);
+      load_weights(step, place, step, landed);
     }
   }
 
   /// The rows that belong to these weights, once the kernels in front have ended.
   __device__ __forceinline__ void release() {
     ptx::mbarrier_arrive(smem_.released);
+    const Place place = place_of(work_.tile);
+    const auto bytes = static_cast<uint32_t>(Traits::kLines * row_bytes(place));
     for (int32_t step = 0; step < work_.early; ++step) {
       const uint32_t full = smem_.full + 8 * step;
-      ptx::mbarrier_arrive_expect(full,
-                                  static_cast<uint32_t>(Traits::kLines * row_bytes(work_.tile)));
-      load_rows(step, work_.tile, step, full);
+      ptx::mbarrier_arrive_expect(full, bytes);
+      load_rows(step, place, step, full);
     }
   }
 
@@ -122,33 +124,43 @@ class ScaledProducer final {
     }
     int32_t first = work_.early;
     for (int32_t tile = work_.tile; tile < work_.tiles; tile += work_.stride) {
+      const Place place = place_of(tile);
+      const auto bytes =
+          static_cast<uint32_t>(Traits::kLines * (weight_bytes() + row_bytes(place)));
       for (int32_t step = first; step < work_.count; ++step, cursor.advance(args_.stages)) {
         const uint32_t full = smem_.full + 8 * cursor.stage;
         ptx::mbarrier_wait(smem_.empty + 8 * cursor.stage, cursor.parity ^ 1);
-        const int32_t bytes = weight_bytes() + row_bytes(tile);
-        ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(Traits::kLines * bytes));
-        load_weights(cursor.stage, tile, step, full);
-        load_rows(cursor.stage, tile, step, full);
+        ptx::mbarrier_arrive_expect(full, bytes);
+        load_weights(cursor.stage, place, step, full);
+        load_rows(cursor.stage, place, step, full);
       }
       first = 0;
     }
   }
 
  private:
+  /// Where a tile lies, found once: the divisions take longer than the copies of a stage.
+  struct Place final {
+    int32_t weights;      // pairs of runs of W
+    int32_t row;          // of x
+    int32_t scale_bytes;  // of its rows, in whole runs of 16
+  };
+  __device__ __forceinline__ Place place_of(int32_t tile) const {
+    const int32_t weight_tile = tile / args_.row_tiles;
+    const int32_t row = (tile - weight_tile * args_.row_tiles) * Traits::kRows;
+    const int32_t rows = min(args_.num_rows - row, Traits::kRows);
+    return {weight_tile * (args_.tile_rows / 16), row, (rows + 3) / 4 * 16};
+  }
+
   /// Of one line.
   __device__ __forceinline__ int32_t weight_bytes() const {
     return args_.tile_rows * Traits::kLineBytes;
   }
-  /// Scales of the rows of a tile of x, in whole runs of 16 bytes.
-  __device__ __forceinline__ int32_t row_scale_bytes(int32_t tile) const {
-    const int32_t rows = args_.num_rows - tile % args_.row_tiles * Traits::kRows;
-    return (min(rows, Traits::kRows) + 3) / 4 * 16;
-  }
   /// Of one line, its scales included.
-  __device__ __forceinline__ int32_t row_bytes(int32_t tile) const {
-    return args_.box_rows * Traits::kLineBytes + row_scale_bytes(tile);
+  __device__ __forceinline__ int32_t row_bytes(const Place& place) const {
+    return args_.box_rows * Traits::kLineBytes + place.scale_bytes;
   }
-  __device__ __forceinline__ void load_weights(int32_t stage, int32_t tile, int32_t step,
+  __device__ __forceinline__ void load_weights(int32_t stage, const Place& place, int32_t step,
                                                uint32_t barrier) {
     uint32_t target = smem_.stages + stage * args_.stage_bytes;
     const int32_t first = work_.begin + step * Traits::kLines;
@@ -156,24 +168,22 @@ class ScaledProducer final {
     for (int32_t line = 0; line < Traits::kLines; ++line) {
       // Depth, 8 rows, two runs of them, pairs of runs.
       ptx::tma_load_hinted(target, weight_map_, barrier, policy_,
-                           (first + line) * Traits::kLineBytes, 0, 0,
-                           tile / args_.row_tiles * (args_.tile_rows / 16));
+                           (first + line) * Traits::kLineBytes, 0, 0, place.weights);
       target += weight_bytes();
     }
   }
-  __device__ __forceinline__ void load_rows(int32_t stage, int32_t tile, int32_t step,
+  __device__ __forceinline__ void load_rows(int32_t stage, const Place& place, int32_t step,
                                             uint32_t barrier) {
     uint32_t target = smem_.stages + stage * args_.stage_bytes + Traits::kLines * weight_bytes();
     uint32_t scales = smem_.scales + stage * Traits::kLines * Traits::kLineScales;
-    const int32_t row = tile % args_.row_tiles * Traits::kRows;
     const int32_t first = work_.begin + step * Traits::kLines;
 #pragma unroll
     for (int32_t line = 0; line < Traits::kLines; ++line) {
-      ptx::tma_load(target, row_map_, barrier, (first + line) * Traits::kLineBytes, row);
+      ptx::tma_load(target, row_map_, barrier, (first + line) * Traits::kLineBytes, place.row);
       // Of a line past the depth any scale will do.
       const int32_t block = min(first + line, args_.num_lines - 1);
-      ptx::bulk_load(scales, args_.x_scale + block * args_.x_scale_stride + row,
-                     static_cast<uint32_t>(row_scale_bytes(tile)), barrier);
+      ptx::bulk_load(scales, args_.x_scale + block * args_.x_scale_stride + place.row,
+                     static_cast<uint32_t>(place.scale_bytes), barrier);
       target += Traits::kRows * Traits::kLineBytes;
       scales += Traits::kLineScales;
     }
@@ -363,7 +373,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
   const ScaledSmem smem(raw, args);
   // The copying warp is the last one.
   const bool is_producer = threadIdx.x + 32 >= blockDim.x;
-  if (threadIdx.x + 32 == blockDim.x) {
+  if (is_producer && ptx::elect_one()) {
     ptx::tma_prefetch_map(&weight_map);
     ptx::tma_prefetch_map(&row_map);
     for (int32_t stage = 0; stage < args.stages; ++stage) {
@@ -401,10 +411,12 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
   } else {
     // Results may overwrite what kernels in front still read.
     pdl_wait();
-    if (threadIdx.x == 0) {
-      producer.release();
+    if (threadIdx.x < 32) {
+      if (ptx::elect_one()) {
+        producer.release();
+      }
+      __syncwarp();
     }
-    __syncwarp();
   }
   if (args.splits > 1) {
     ptx::cluster_wait();  // the barriers of the other one are ready
