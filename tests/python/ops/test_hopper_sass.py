@@ -35,14 +35,52 @@ def _functions(kernel: str) -> dict[str, str]:
     return functions
 
 
+_COPIES = re.compile(r"UTMALDG|UBLKCP|SYNCS\.ARRIVE")
+
+
+def _loops_over_lanes(body: str) -> list[str]:
+    """The instructions of each loop that an operand which all lanes must share makes of one instruction."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", body)
+    places = {int(address, 16): index for index, (address, _) in enumerate(lines)}
+    loops = []
+    for index, (_, text) in enumerate(lines):
+        target = re.search(r"BRA\.U\.ANY\b.*?0x([0-9a-f]+)", text)
+        if target is not None:
+            first = places[int(target[1], 16)]
+            loops.append("\n".join(instruction for _, instruction in lines[first : index + 1]))
+    return loops
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["attention_kernel", "moe_kernel", "linear_kernel"])
 def test_products_use_the_tensor_cores_and_the_copy_engine(kernel: str) -> None:
     for name, body in _functions(kernel).items():
-        assert "HGMMA" in body, name
+        # Of 16 bits, or of e4m3 codes.
+        assert "HGMMA" in body or "QGMMA" in body, name
         assert "UTMALDG" in body, name
         # Copies from several lanes become a loop over lanes, a hundred cycles each.
-        assert "BRA.U.ANY" not in body, name
+        assert not [loop for loop in _loops_over_lanes(body) if _COPIES.search(loop)], name
+
+
+@pytest.mark.slow
+def test_sums_of_codes_are_promoted_during_products() -> None:
+    """One piece of a line is multiplied while the sums of the other are promoted.
+
+    Where a compiler cannot follow that, it waits after each instruction, and says so in a line of its own.
+    """
+    functions = _functions("scaled_linear_kernel")
+    found = {name: body for name, body in functions.items() if "ScaledTraitsILi128E" in name}
+    assert found
+    for name, body in found.items():
+        listed = re.findall(r"QGMMA|WARPGROUP\.DEPBAR|FFMA", body)
+        assert listed.count("QGMMA") >= 3 * listed.count("WARPGROUP.DEPBAR"), name
+        during, is_multiplying = 0, False
+        for instruction in listed:
+            if instruction == "FFMA":
+                during += is_multiplying
+            else:
+                is_multiplying = instruction == "QGMMA"
+        assert during >= 32, f"{name}: {during}"
 
 
 # Kernels whose registers must be enough. What a compiler version spills of single words between loops

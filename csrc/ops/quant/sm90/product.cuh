@@ -306,61 +306,116 @@ class ScaledEpilogue final : public LinearExchange<Traits> {
   const ScaledLinearArgs& scaled_;
 };
 
+/// The stages of a consumer, in turn.
+template <typename Traits>
+class StageFeed final {
+ public:
+  __device__ __forceinline__ StageFeed(const ScaledLinearArgs& args, const ScaledSmem& smem,
+                                       const ScaledWork& work)
+      : args_(args),
+        smem_(smem),
+        work_(work),
+        scales_(args),
+        own_weights_(static_cast<uint32_t>(threadIdx.x) / 128 * 64 * Traits::kLineBytes),
+        rows_(static_cast<uint32_t>(Traits::kLines * args.tile_rows * Traits::kLineBytes)) {}
+
+  __device__ __forceinline__ void begin_tile(int32_t tile) {
+    early_ = tile == work_.tile ? work_.early : 0;
+    scales_.begin_tile(tile);
+  }
+  [[nodiscard]] __device__ __forceinline__ const WeightScales& scales() const { return scales_; }
+
+  /// Waits for a stage, the next one. The lines of its operands follow each other.
+  __device__ __forceinline__ LineOperands wait(int32_t step) {
+    if (step < early_) {
+      ptx::mbarrier_wait(smem_.landed + 8 * cursor_.stage, 0);
+    }
+    ptx::mbarrier_wait(smem_.full + 8 * cursor_.stage, cursor_.parity);
+    const uint32_t stage = smem_.stages + cursor_.stage * args_.stage_bytes;
+    const LineOperands line{stage + own_weights_, stage + rows_,
+                            smem_.scales + cursor_.stage * Traits::kLines * Traits::kLineScales,
+                            smem_.empty + 8 * cursor_.stage};
+    cursor_.advance(args_.stages);
+    return line;
+  }
+  /// Scales of the rows of W in blocks; of a line past the depth any will do.
+  [[nodiscard]] __device__ __forceinline__ float2 weight(int32_t step, int32_t line = 0) const {
+    return scales_.of_line(min(work_.begin + step * Traits::kLines + line, args_.num_lines - 1));
+  }
+
+ private:
+  const ScaledLinearArgs& args_;
+  const ScaledSmem& smem_;
+  const ScaledWork& work_;
+  WeightScales scales_;
+  const uint32_t own_weights_;  // of this warpgroup in a line
+  const uint32_t rows_;         // in a stage
+  LinearCursor cursor_;
+  int32_t early_ = 0;  // steps of this tile whose W has a barrier of its own
+};
+
+/// Each stage waited for, multiplied and promoted before the next one.
+template <typename Traits>
+__device__ __forceinline__ void multiply_stages(StageFeed<Traits>& feed, int32_t count,
+                                                bool has_blocks, int32_t weight_bytes,
+                                                float (&sums)[Traits::kGroups][4]) {
+  for (int32_t step = 0; step < count; ++step) {
+    float2 weight[Traits::kLines] = {};
+    if (has_blocks) {
+#pragma unroll
+      for (int32_t line = 0; line < Traits::kLines; ++line) {
+        weight[line] = feed.weight(step, line);
+      }
+    }
+    const LineOperands stage = feed.wait(step);
+    float products[Traits::kLines][Traits::kGroups][4];
+#pragma unroll
+    for (int32_t line = 0; line < Traits::kLines; ++line) {
+      ptx::wgmma_hold(products[line]);
+    }
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int32_t line = 0; line < Traits::kLines; ++line) {
+      issue_codes(products[line], stage.weights + line * weight_bytes,
+                  stage.rows + line * Traits::kRows * Traits::kLineBytes);
+    }
+    ptx::wgmma_wait<Traits::kLines - 1>();
+    ptx::wgmma_hold(products[0]);
+    promote(sums, products[0], stage.scales, has_blocks, weight[0]);
+    if constexpr (Traits::kLines > 1) {
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_hold(products[1]);
+      promote(sums, products[1], stage.scales + Traits::kLineScales, has_blocks, weight[1]);
+    }
+    release_line(stage.empty);
+  }
+}
+
+/// Sums of a tile.
+template <typename Traits>
+__device__ __forceinline__ void sum_up(StageFeed<Traits>& feed, int32_t count, bool has_blocks,
+                                       int32_t weight_bytes, float (&sums)[Traits::kGroups][4]) {
+  if constexpr (Traits::kOverlaps) {
+    if (!has_blocks) {
+      multiply_lines(feed, count, sums);
+      return;
+    }
+  }
+  multiply_stages(feed, count, has_blocks, weight_bytes, sums);
+}
+
 template <typename Traits>
 __device__ __forceinline__ void consume_codes(const ScaledLinearArgs& args,
                                               const ScaledSmem& smem) {
   const ScaledWork work(args);
-  const auto group = static_cast<int32_t>(threadIdx.x) / 128;
-  const bool is_signaller = threadIdx.x % 32 == 0;
   const bool has_blocks = args.block_stride != 0;
-  const int32_t weight_bytes = args.tile_rows * Traits::kLineBytes;
   ScaledEpilogue<Traits> epilogue(args, smem, work.split);
-  WeightScales weight_scales(args);
-  LinearCursor cursor;
+  StageFeed<Traits> feed(args, smem, work);
   for (int32_t tile = work.tile; tile < work.tiles; tile += work.stride) {
-    weight_scales.begin_tile(tile);
+    feed.begin_tile(tile);
     float sums[Traits::kGroups][4] = {};
-    for (int32_t step = 0; step < work.count; ++step, cursor.advance(args.stages)) {
-      float2 weight[Traits::kLines] = {};
-      if (has_blocks) {
-#pragma unroll
-        for (int32_t line = 0; line < Traits::kLines; ++line) {
-          weight[line] = weight_scales.of_line(
-              min(work.begin + step * Traits::kLines + line, args.num_lines - 1));
-        }
-      }
-      if (tile == work.tile && step < work.early) {
-        ptx::mbarrier_wait(smem.landed + 8 * cursor.stage, 0);
-      }
-      ptx::mbarrier_wait(smem.full + 8 * cursor.stage, cursor.parity);
-      const uint32_t weights = smem.stages + cursor.stage * args.stage_bytes;
-      const uint32_t rows = weights + Traits::kLines * weight_bytes;
-      const uint32_t scales = smem.scales + cursor.stage * Traits::kLines * Traits::kLineScales;
-      float products[Traits::kLines][Traits::kGroups][4];
-#pragma unroll
-      for (int32_t line = 0; line < Traits::kLines; ++line) {
-        ptx::wgmma_hold(products[line]);
-      }
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int32_t line = 0; line < Traits::kLines; ++line) {
-        issue_codes(products[line], weights + line * weight_bytes + group * 64 * Traits::kLineBytes,
-                    rows + line * Traits::kRows * Traits::kLineBytes);
-      }
-      ptx::wgmma_wait<Traits::kLines - 1>();
-      ptx::wgmma_hold(products[0]);
-      promote(sums, products[0], scales, has_blocks, weight[0]);
-      if constexpr (Traits::kLines > 1) {
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_hold(products[1]);
-        promote(sums, products[1], scales + Traits::kLineScales, has_blocks, weight[1]);
-      }
-      __syncwarp();  // every lane has read the scales
-      if (is_signaller) {
-        ptx::mbarrier_arrive(smem.empty + 8 * cursor.stage);
-      }
-    }
-    epilogue.finish(sums, tile, weight_scales, tile + work.stride >= work.tiles);
+    sum_up(feed, work.count, has_blocks, args.tile_rows * Traits::kLineBytes, sums);
+    epilogue.finish(sums, tile, feed.scales(), tile + work.stride >= work.tiles);
   }
 }
 
