@@ -19,13 +19,16 @@ from kernel_bench.report import Case
 from kernel_bench.timing import num_rotations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 PEER = "bfloat16"
 #: What the layers take in place of `linear_scaled` for many rows of codes.
 VENDOR = "vendor's library"
 TWO_LAUNCHES = "and quantize_rows"
 EPS = 1e-6
+#: The products of a layer, and the rows for which either kind of them may be faster.
+LAYER = ("qkv", "o", "gate and up, silu", "down", "shared gate and up, silu", "shared down")
+LAYER_ROWS = (128, 160, 192, 256, 512)
 SCHEMES = {
     "fp8": (ops.WeightScheme.FP8, torch.float8_e4m3fn),
     "int8": (ops.WeightScheme.INT8, torch.int8),
@@ -36,6 +39,29 @@ TOLERANCE = Tolerance(2.0**-6, 0.02)
 EXPERT_TOLERANCE = Tolerance(2.0**-6, 0.1)
 #: Rounding to e4m3, half a unit in the last of 4 places, and to multiples of 2^-9 of the scale.
 CODES = Tolerance(2.0**-4, 0.005)
+
+
+def _compare(
+    agreement: Agreement,
+    product: Product,
+    coded: ops.QuantizedRows,
+    weight: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """Adds a product of codes with scales a row of W, a part of its columns at a time."""
+    rows = _values(coded)
+
+    def exact(start: int, stop: int) -> torch.Tensor:
+        part = slice(start, stop)
+        return rows @ (weight[0][part].double() * weight[1][part].double()[:, None]).t()
+
+    num_results = out.size(1)
+    for start in range(0, num_results, CHECKED_COLUMNS):
+        stop = min(num_results, start + CHECKED_COLUMNS)
+        want = exact(start, stop)
+        if product.is_gated:
+            want = functional.silu(want) * exact(num_results + start, num_results + stop)
+        agreement.add(out[:, start:stop], want)
 
 
 def _case(scheme: str, model: str, product: Product, rows: int, device: str) -> Case:
@@ -78,22 +104,11 @@ def _case(scheme: str, model: str, product: Product, rows: int, device: str) -> 
     if vendor.takes_weight(kind, weights[0][0]) and vendor.takes_rows(kind, x):
         peers[VENDOR] = [lambda w=w: many(w) for w in weights]
 
-    def values(part: slice) -> torch.Tensor:
-        return weights[0][0][part].double() * weights[0][1][part].double()[:, None]
-
     def check() -> Agreement:
         out.fill_(torch.nan)
         call(weights[0])
         agreement = Agreement(out.numel(), TOLERANCE)
-        scales = codes.scale[:, :rows].double().T.repeat_interleave(128, 1)[:, :depth]
-        exact_x = codes.codes.double() * scales
-        for start in range(0, num_results, CHECKED_COLUMNS):
-            stop = min(num_results, start + CHECKED_COLUMNS)
-            exact = exact_x @ values(slice(start, stop)).t()
-            if product.is_gated:
-                up = exact_x @ values(slice(num_results + start, num_results + stop)).t()
-                exact = functional.silu(exact) * up
-            agreement.add(out[:, start:stop], exact)
+        _compare(agreement, product, codes, weights[0], out)
         return agreement
 
     num_bytes = float(weights[0][0].nbytes)
@@ -138,6 +153,63 @@ def _codes_agreement(coded: ops.QuantizedRows, exact: torch.Tensor) -> Agreement
     agreement = Agreement(coded.codes.numel(), CODES)
     agreement.add(_values(coded), exact)
     return agreement
+
+
+def _layer_case(model: str, products: Sequence[Product], rows: int, device: str) -> Case:
+    """All products of a layer in turn, with what the layers do beside them: codes of their rows are there,
+    those behind the activation are made."""
+    kind, code = SCHEMES["fp8"]
+    sizes = [product.columns * product.depth for product in products]
+    sets = [
+        [
+            ops.quantize_weight(
+                torch.empty(p.columns, p.depth, dtype=torch.bfloat16, device=device).normal_(), kind
+            )
+            for p in products
+        ]
+        for _ in range(num_rotations(sum(sizes)))
+    ]
+
+    def memory(columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+
+    plain = [torch.randn(rows, p.depth, dtype=torch.bfloat16, device=device) for p in products]
+    grouped = [ops.quantize_rows(x, code) for x in plain]
+    whole = [ops.quantize_rows(x, code, group=x.size(1)) for x in plain]
+    outs = [memory(p.columns // 2 if p.is_gated else p.columns) for p in products]
+    both = [memory(p.columns) if p.is_gated else None for p in products]
+
+    def own(weights: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for index, (product, weight) in enumerate(zip(products, weights, strict=True)):
+            act = ops.Activation.SILU if product.is_gated else None
+            ops.linear_scaled(grouped[index], *weight, act=act, out=outs[index])
+            if product.is_gated:
+                ops.quantize_rows_into(outs[index], grouped[index + 1])
+
+    def many(weights: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for index, weight in enumerate(weights):
+            pair = both[index]
+            vendor.multiply(whole[index], *weight, None, outs[index] if pair is None else pair)
+            if pair is not None:
+                ops.act_and_mul(pair, out=outs[index], rows=whole[index + 1])
+
+    def check() -> Agreement:
+        agreement = Agreement(sum(out.numel() for out in outs), TOLERANCE)
+        for out in outs:
+            out.fill_(torch.nan)
+        own(sets[0])
+        for product, coded, weight, out in zip(products, grouped, sets[0], outs, strict=True):
+            _compare(agreement, product, coded, weight, out)
+        return agreement
+
+    read = float(sum(sizes) + sum(rows * product.depth for product in products))
+    written = float(sum(out.nbytes for out in outs))
+    return Case(
+        "quant", "linear_scaled of a layer", f"{model}, {rows} rows",
+        [lambda s=s: own(s) for s in sets], check, read, written,
+        2.0 * rows * sum(sizes), len(sets) * float(sum(sizes)) + written,
+        peers={VENDOR: [lambda s=s: many(s) for s in sets]}, judges=(),
+    )  # fmt: skip
 
 
 def _experts_case(layer: Layer, coded: _CodedExperts, tokens: int, device: str) -> Case:
@@ -266,6 +338,10 @@ def _product_cases(device: str, is_small: bool) -> Iterator[Case]:
         for product in products:
             for rows in ROWS:
                 yield _case("fp8", model, product, rows, device)
+    if device != "cpu" and ops.has_hopper_kernels(torch.device(device)):
+        for model, products in MODELS.items():
+            for rows in LAYER_ROWS:
+                yield _layer_case(model, [p for p in products if p.name in LAYER], rows, device)
     for product in MODELS["SDAR-8B"][:-1]:
         for rows in (32, 256):
             yield _case("int8", "SDAR-8B", product, rows, device)
