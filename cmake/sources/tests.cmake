@@ -45,6 +45,7 @@ set(DIFFULEX_TESTS_OPS_SOURCES
   tests/cpp/ops/linear_config_test.cpp
   tests/cpp/ops/linear_test.cpp
   tests/cpp/ops/moe_test.cpp
+  tests/cpp/ops/nibble_plan_test.cpp
   tests/cpp/ops/norm_test.cpp
   tests/cpp/ops/quantize_test.cpp
   tests/cpp/ops/rope_test.cpp

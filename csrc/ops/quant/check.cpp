@@ -53,6 +53,29 @@ Status check_panels(const ArgumentCheck& weight, int64_t columns, int64_t bytes,
                                      kQuantPanelColumns, step});
 }
 
+/// A weight of 4 bits in tiles, and what goes with one.
+Status check_tiles(const char* op, const LinearW4a16Params& params, int64_t columns) {
+  const ArgumentCheck weight(op, "weight", params.weight);
+  const int64_t depth = params.x.size[1];
+  if (columns % 16 != 0 || depth % 128 != 0) {
+    return weight.error(StatusCode::kInvalidArgument,
+                        "tiles of a multiple of 16 rows and 128 columns",
+                        std::to_string(columns) + " x " + std::to_string(depth));
+  }
+  if (params.group != 32 && params.group != 64 && params.group != 128) {
+    return scalar_error(op, "group", "32, 64 or 128 with tiles", params.group);
+  }
+  DIFFULEX_RETURN_IF_ERROR(weight.dense(
+      {DType::kU8},
+      {columns / kNibbleTileRows, depth / kNibbleTileDepth, kNibbleTileLanes, kNibbleLaneBytes}));
+  DIFFULEX_RETURN_IF_ERROR(
+      ArgumentCheck(op, "x", params.x).matches({DType::kBF16}, {kAnyExtent, depth}));
+  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "scales", params.scales)
+                               .matches({DType::kBF16}, {depth / params.group, columns}));
+  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "zeros", params.zeros).absent("tiles are symmetric"));
+  return ArgumentCheck(op, "out", params.out).matches({DType::kBF16}, {kAnyExtent, kAnyExtent});
+}
+
 Status check_group(const char* op, int32_t group, int64_t depth) {
   if (group < 1 || depth % group != 0) {
     return scalar_error(op, "group", ("a divisor of " + std::to_string(depth)).c_str(), group);
@@ -184,8 +207,11 @@ Status check_linear_w4a16(const LinearW4a16Params& params) {
   const int64_t depth = params.x.size[1];
   DIFFULEX_RETURN_IF_ERROR(check_group(kOp, params.group, depth));
   const ArgumentCheck weight_check(kOp, "weight", params.weight);
-  int64_t columns = params.out.rank == 2 ? params.out.size[1] : 0;
-  if (params.weight.rank == 4) {
+  const int64_t gated = params.act.has_value() ? 2 : 1;
+  int64_t columns = params.out.rank == 2 ? gated * params.out.size[1] : 0;
+  if (is_nibble_tiles(params.weight)) {
+    DIFFULEX_RETURN_IF_ERROR(check_tiles(kOp, params, columns));
+  } else if (params.weight.rank == 4) {
     DIFFULEX_RETURN_IF_ERROR(check_panels(weight_check, columns, ceil_div(depth, 2), 1));
   } else {
     DIFFULEX_RETURN_IF_ERROR(weight_check.matches({DType::kU8}, {kAnyExtent, ceil_div(depth, 2)}));
@@ -198,7 +224,17 @@ Status check_linear_w4a16(const LinearW4a16Params& params) {
     DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "zeros", params.zeros)
                                  .matches({DType::kU8}, {depth / params.group, columns}));
   }
-  return check_result(kOp, params.x, params.bias, params.out, columns);
+  if (!params.act.has_value()) {
+    return check_result(kOp, params.x, params.bias, params.out, columns);
+  }
+  DIFFULEX_RETURN_IF_ERROR(check_act(kOp, *params.act));
+  if (columns % 2 != 0) {
+    return weight_check.error(StatusCode::kInvalidArgument, "rows of gate and as many of up",
+                              shape_text(params.weight));
+  }
+  DIFFULEX_RETURN_IF_ERROR(
+      ArgumentCheck(kOp, "bias", params.bias).absent("a gated product has no bias"));
+  return check_result(kOp, params.x, params.bias, params.out, columns / 2);
 }
 
 }  // namespace diffulex

@@ -4,7 +4,6 @@
 // linear_packed. Rows of codes are put together to panels as they are needed.
 
 #include <cstring>
-#include <vector>
 
 #include "ops/cpu_ops.h"
 #include "ops/quant/isa/int8_kernels.h"
@@ -224,24 +223,8 @@ Status linear_scaled(const LinearScaledParams& params, const ExecContext& contex
     multiply(params, context);
     return {};
   }
-  const int64_t num_rows = params.x.size[0];
-  const int64_t width = params.out.size[1];
-  std::vector<float> gate_up(static_cast<size_t>(num_rows * 2 * width));
-  LinearScaledParams whole = params;
-  whole.out.data = gate_up.data();
-  whole.out.dtype = DType::kF32;
-  whole.out.size[1] = 2 * width;
-  whole.out.stride[0] = 2 * width;
-  multiply(whole, context);
-  parallel_ranges(context, num_rows, row_grain(width), [&](int64_t begin, int64_t end) {
-    float* gate = gate_up.data() + begin * 2 * width;
-    for (int64_t row = begin; row < end; ++row, gate += 2 * width) {
-      // In place: a result takes the place of its gate.
-      kernel_table().act_row(ActRowArgs{gate, gate + width, gate, width, DType::kF32, *params.act});
-      kernel_table().store(gate, params.out.dtype,
-                           element_at(params.out, row * params.out.stride[0]), width);
-    }
-  });
+  multiply_gated(params, *params.act, context,
+                 [&context](const LinearScaledParams& whole) { multiply(whole, context); });
   return {};
 }
 

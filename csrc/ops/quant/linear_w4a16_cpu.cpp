@@ -115,14 +115,27 @@ class NibbleRows final {
   const KernelTable& kernels_;
 };
 
-}  // namespace
-
-Status linear_w4a16(const LinearW4a16Params& params, const ExecContext& context) {
+void multiply(const LinearW4a16Params& params, const ExecContext& context) {
   for_row_blocks(params.x.size[0], [&](int64_t first_row, int64_t num_rows) {
     const NibbleRows rows(params, first_row, num_rows);
     for_panels(context, params.out.size[1], num_rows, params.x.size[1],
                [&rows](int64_t panel) { rows.multiply_panel(panel); });
   });
+}
+
+}  // namespace
+
+Status linear_w4a16(const LinearW4a16Params& params, const ExecContext& context) {
+  if (is_nibble_tiles(params.weight)) {
+    return make_error(StatusCode::kUnsupported, "diffulex::linear_w4a16",
+                      ": weight: expected row-major codes or panels on the CPU, got tiles");
+  }
+  if (!params.act.has_value()) {
+    multiply(params, context);
+    return {};
+  }
+  multiply_gated(params, *params.act, context,
+                 [&context](const LinearW4a16Params& whole) { multiply(whole, context); });
   return {};
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "ops/shared/cpu_isa/kernel_table.h"
 #include "ops/shared/parallel.h"
@@ -85,6 +86,31 @@ inline void store_panel(const float* sums, const TensorRef& out, int64_t first_r
     kernel_table().store(sums + row * kLinearPanelColumns, out.dtype,
                          element_at(out, (first_row + row) * out.stride[0] + column), columns);
   }
+}
+
+/// act(gate) * up in float32, one rounding, of the product that `multiply` makes of `params` with
+/// an `out` of float32 for both.
+template <typename Params, typename Multiply>
+void multiply_gated(const Params& params, Activation act, const ExecContext& context,
+                    const Multiply& multiply) {
+  const int64_t num_rows = params.x.size[0];
+  const int64_t width = params.out.size[1];
+  std::vector<float> gate_up(static_cast<size_t>(num_rows * 2 * width));
+  Params whole = params;
+  whole.out.data = gate_up.data();
+  whole.out.dtype = DType::kF32;
+  whole.out.size[1] = 2 * width;
+  whole.out.stride[0] = 2 * width;
+  multiply(whole);
+  parallel_ranges(context, num_rows, row_grain(width), [&](int64_t begin, int64_t end) {
+    float* gate = gate_up.data() + begin * 2 * width;
+    for (int64_t row = begin; row < end; ++row, gate += 2 * width) {
+      // In place: a result takes the place of its gate.
+      kernel_table().act_row(ActRowArgs{gate, gate + width, gate, width, DType::kF32, act});
+      kernel_table().store(gate, params.out.dtype,
+                           element_at(params.out, row * params.out.stride[0]), width);
+    }
+  });
 }
 
 }  // namespace diffulex::cpu

@@ -5,6 +5,7 @@
 
 #include "ops/cuda_ops.h"
 #include "ops/prepare.h"
+#include "ops/quant/nibble_product.h"
 #include "ops/quant/nibble_tile.cuh"
 #include "ops/quant/scaled_experts.h"
 #include "ops/quant/scaled_product.h"
@@ -167,7 +168,14 @@ Status linear_scaled(const LinearScaledParams& params, const ExecContext& contex
 Status linear_w4a16(const LinearW4a16Params& params, const ExecContext& context) {
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kNibbles));
+  if (is_nibble_tiles(params.weight)) {
+    return launch_nibble_tiles(params, context);
+  }
   DIFFULEX_RETURN_IF_ERROR(check_row_major(kNibbles, params.weight));
+  if (params.act.has_value()) {
+    return make_error(StatusCode::kUnsupported, kNibbles,
+                      ": act: expected none beside row-major codes on cuda, got an activation");
+  }
   const NibbleArgs args = nibble_args(params);
   return dispatch_dtype(kNibbles, params.out.dtype, [&](auto out_tag) {
     using Out = typename decltype(out_tag)::type;
@@ -206,6 +214,7 @@ Status prepare_quantized_products(const ExecContext& context) {
       return touch_kernel(kNibbles, plain_nibble_kernel<typename decltype(x_tag)::type, T>);
     });
   }));
+  DIFFULEX_RETURN_IF_ERROR(prepare_nibble_tiles(context.device_index));
   return prepare_wgmma_product(context.device_index);
 }
 

@@ -82,18 +82,38 @@ struct LinearScaledParams {
 [[nodiscard]] DIFFULEX_API Status linear_scaled(const LinearScaledParams& params,
                                                 const ExecContext& context);
 
+/// Extents of a tile of a weight of 4 bits: eight rows and 64 columns, 32 lanes of eight bytes.
+/// Lane l has row l / 4. Its nibbles, the low one of the first byte first: of 32 columns, then of
+/// the others, of each 16 those at 2 (l % 4) and eight behind, then those one after all these.
+inline constexpr int64_t kNibbleTileRows = 8;
+inline constexpr int64_t kNibbleTileDepth = 64;
+inline constexpr int64_t kNibbleTileLanes = 32;
+inline constexpr int64_t kNibbleLaneBytes = 8;
+
 /// Arguments of `diffulex::linear_w4a16`: out = x W^T + bias with W = bf16((nibble - zero) *
-/// scale), sums float32 over ascending depth. A zero is 8 without `zeros`.
+/// scale), sums float32 over ascending depth, of tiles those of up to eight parts of it; with an
+/// activation act(gate) * up of those in float32, where W holds the rows of gate, then those of up.
+/// A zero is 8 without `zeros`. With ExecContext::weights_settled tiles and scales are read before
+/// the launches in front have ended: none of them may then write those.
 struct LinearW4a16Params {
   TensorRef x;        // [T, K] float, any row stride
   TensorRef weight;   // [N, ceil(K / 2)] uint8, low nibble first; on the CPU: or the same bytes in
-                      // panels [ceil(N / 32), ceil(K / 2), 32, 1]
+                      // panels [ceil(N / 32), ceil(K / 2), 32, 1]; on compute capability 9.0: or in
+                      // tiles [N / 8, K / 64, 32, 8], N a multiple of 16, K of 128 and group a
+                      // divisor of 128 from 32 on, x, scales and out bfloat16, no zeros
   TensorRef scales;   // [K / group, N] bfloat16 or float32
   TensorRef zeros;    // absent or [K / group, N] uint8
-  TensorRef bias;     // absent or [N] float32
-  TensorRef out;      // [T, N] float, any row stride, memory of its own
+  TensorRef bias;     // absent or [N] float32; absent with an activation
+  TensorRef out;      // [T, N], or [T, N / 2] with an activation, float, any row stride, memory of
+                      // its own
   int32_t group = 0;  // columns that share a scale, a divisor of K
+  std::optional<Activation> act;  // on CUDA: of tiles alone
 };
+
+/// Whether a weight of 4 bits is in tiles.
+[[nodiscard]] inline bool is_nibble_tiles(const TensorRef& weight) {
+  return weight.rank == 4 && weight.size[3] == kNibbleLaneBytes;
+}
 
 [[nodiscard]] DIFFULEX_API Status linear_w4a16(const LinearW4a16Params& params,
                                                const ExecContext& context);

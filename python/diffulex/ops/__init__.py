@@ -62,6 +62,8 @@ from diffulex.ops.quantize import INT4_ZERO as INT4_ZERO
 from diffulex.ops.quantize import QUANT_GROUP as QUANT_GROUP
 from diffulex.ops.quantize import QuantizedRows as QuantizedRows
 from diffulex.ops.quantize import WeightScheme as WeightScheme
+from diffulex.ops.quantize import from_nibble_tiles as from_nibble_tiles
+from diffulex.ops.quantize import is_tileable as is_tileable
 from diffulex.ops.quantize import linear_scaled as linear_scaled
 from diffulex.ops.quantize import linear_w4a16 as linear_w4a16
 from diffulex.ops.quantize import new_quantized_rows as new_quantized_rows
@@ -69,6 +71,7 @@ from diffulex.ops.quantize import pack_panels as pack_panels
 from diffulex.ops.quantize import quantize_rows as quantize_rows
 from diffulex.ops.quantize import quantize_rows_into as quantize_rows_into
 from diffulex.ops.quantize import quantize_weight as quantize_weight
+from diffulex.ops.quantize import to_nibble_tiles as to_nibble_tiles
 from diffulex.ops.quantize import unpack_panels as unpack_panels
 from diffulex.ops.quantize import weight_parts as weight_parts
 from diffulex.ops.rope import qk_norm_rope as qk_norm_rope

@@ -21,6 +21,14 @@ QUANT_GROUP = 128
 #: The stored nibble of a symmetric 4-bit weight whose value is 0.
 INT4_ZERO = 8
 _PANEL_DEPTH = 4
+#: Of a weight of 4 bits: rows and columns of a tile, what a weight in tiles has multiples of, and the
+#: columns that may share a scale.
+_TILE_ROWS, _TILE_DEPTH = 8, 64
+_TILED_ROWS, _TILED_DEPTH = 16, 128
+_TILED_GROUPS = (32, 64, 128)
+_TILE_LANES, _LANE_BYTES = 32, 8
+#: Bytes of codes that change their form at a time.
+_PIECE_BYTES = 1 << 25
 _CODES = (torch.float8_e4m3fn, torch.int8)
 
 
@@ -136,6 +144,53 @@ def unpack_panels(panels: Tensor, rows: int, width: int, dtype: torch.dtype) -> 
     return (codes.bitwise_xor(0x80) if dtype == torch.int8 else codes.contiguous()).view(dtype)
 
 
+def is_tileable(rows: int, depth: int, group: int) -> bool:
+    """Whether nibbles of a weight [rows, depth] with a scale for `group` columns may be in tiles."""
+    is_whole = rows % _TILED_ROWS == 0 and depth % _TILED_DEPTH == 0
+    return is_whole and group in _TILED_GROUPS
+
+
+def _row_pieces(codes: Tensor) -> range:
+    """Where pieces of whole tiles of rows [N, C] begin; the step is their height."""
+    height = max(1, _PIECE_BYTES // (_TILE_ROWS * codes.shape[1])) * _TILE_ROWS
+    return range(0, codes.shape[0], height)
+
+
+@torch.no_grad()
+def to_nibble_tiles(codes: Tensor) -> Tensor:
+    """Nibbles [N, K / 2] as the tiles [N / 8, K / 64, 32, 8] of the product of compute capability 9.0.
+
+    In place: the tiles take the memory of `codes`, which is contiguous.
+    """
+    rows, width = codes.shape
+    depth = 2 * width // _TILE_DEPTH
+    shape = (rows // _TILE_ROWS, depth, _TILE_LANES, _LANE_BYTES)
+    pieces = _row_pieces(codes)
+    for first in pieces:
+        piece = codes[first : first + pieces.step]
+        # Rows, tiles of columns, two words, two halves of a word, two pairs, four lanes.
+        pairs = piece.view(-1, _TILE_ROWS, depth, 2, 2, 2, 4)
+        both = torch.stack((pairs & 15, pairs >> 4), -1)
+        low, high = both.unbind(5)
+        tiled = (low | high << 4).permute(0, 2, 1, 5, 3, 6, 4)
+        piece.copy_(tiled.reshape(piece.shape))
+    return codes.view(shape)
+
+
+@torch.no_grad()
+def from_nibble_tiles(tiles: Tensor) -> Tensor:
+    """The nibbles [N, K / 2] that `to_nibble_tiles` was given, in the memory of the tiles."""
+    rows, depth = tiles.shape[0] * _TILE_ROWS, tiles.shape[1]
+    codes = tiles.view(rows, depth * _TILE_DEPTH // 2)
+    pieces = _row_pieces(codes)
+    for first in pieces:
+        piece = codes[first : first + pieces.step]
+        lanes = piece.view(-1, depth, _TILE_ROWS, 4, 2, 2, 2).permute(0, 2, 1, 4, 6, 3, 5)
+        both = torch.stack((lanes & 15, lanes >> 4), 5)
+        piece.copy_((both[..., 0] | both[..., 1] << 4).reshape(piece.shape))
+    return codes
+
+
 @torch.no_grad()
 def linear_scaled(
     x: QuantizedRows,
@@ -167,15 +222,19 @@ def linear_w4a16(
     bias: Tensor | None = None,
     *,
     group: int,
+    act: Activation | None = None,
     out: Tensor,
 ) -> Tensor:
     """out [T, N] = x W^T + bias (float32 [N]) of rows x [T, K] and nibbles [N, ceil(K / 2)], low first.
 
-    On the CPU, the nibbles may be what `pack_panels` makes of them.
+    On the CPU, the nibbles may be what `pack_panels` makes of them; on compute capability 9.0, where
+    `is_tileable` and x, scales and `out` are bfloat16 without zeros, what `to_nibble_tiles` does.
     W = bf16((nibble - zero) * scale) with scales (bfloat16 or float32) and zeros (uint8; 8 without) of
-    [K / group, N].
+    [K / group, N]. With `act` (on CUDA: and tiles) and no bias out [T, N / 2] = act(gate) * up, where W holds
+    the rows of gate, then those of up.
     """
-    torch.ops.diffulex.linear_w4a16(x, weight, scales, zeros, bias, out, group=group)
+    number = -1 if act is None else int(act)
+    torch.ops.diffulex.linear_w4a16(x, weight, scales, zeros, bias, out, group=group, act=number)
     return out
 
 
@@ -230,15 +289,12 @@ def _linear_scaled(
     else:
         arguments.check("weight_scale", FLOAT32, (columns,))
     if act != -1:
-        acts = "-1 (none), 0 (silu), 1 (gelu tanh) or 2 (gelu erf)"
-        arguments.require("act", act in (0, 1, 2), acts, act)
+        _check_gate(arguments, weight, bias, columns, act)
         shape = list(weight.shape)
-        arguments.require("weight", columns % 2 == 0, "rows of gate and as many of up", shape)
         is_whole = weight_scale.dim() == 1 or columns % (2 * QUANT_GROUP) == 0
         arguments.require(
             "weight", is_whole, f"rows of gate and of up in whole blocks of {QUANT_GROUP}", shape
         )
-        arguments.require("bias", bias is None, "none with an activation", "a tensor")
         columns //= 2
     arguments.check("out", FLOATS, (num_rows, columns))
     arguments.check("bias", FLOAT32, (columns,))
@@ -246,20 +302,31 @@ def _linear_scaled(
 
 @fake("linear_w4a16")
 def _linear_w4a16(
-    arguments: FakeArguments, x: Tensor, weight: Tensor, out: Tensor, group: int
+    arguments: FakeArguments,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    group: int,
+    act: int,
 ) -> None:
     arguments.check("x", FLOATS, (None, None))
     num_rows, depth = x.shape
     arguments.require("x", depth >= 1, "a last dimension >= 1", list(x.shape))
     _check_group(arguments, group, depth)
-    columns = out.shape[1] if out.dim() == 2 else 0
-    if weight.dim() == 4:
+    columns = out.shape[1] * (1 if act == -1 else 2) if out.dim() == 2 else 0
+    if weight.dim() == 4 and weight.shape[3] == _LANE_BYTES:
+        _check_tiles(arguments, columns, depth, group)
+    elif weight.dim() == 4:
         _check_panels(arguments, columns, _ceil(depth, 2), 1)
     else:
         arguments.check("weight", UINT8, (None, _ceil(depth, 2)))
         columns = weight.shape[0]
     arguments.check("scales", (torch.bfloat16, torch.float32), (depth // group, columns))
     arguments.check("zeros", UINT8, (depth // group, columns))
+    if act != -1:
+        _check_gate(arguments, weight, bias, columns, act)
+        columns //= 2
     arguments.check("out", FLOATS, (num_rows, columns))
     arguments.check("bias", FLOAT32, (columns,))
 
@@ -282,6 +349,30 @@ def check_code_rows(
 def _check_panels(arguments: FakeArguments, columns: int, width: int, step: int) -> None:
     shape = _ceil(columns, PANEL_COLUMNS), _ceil(width, step), PANEL_COLUMNS, step
     arguments.check("weight", UINT8, shape)
+
+
+def _check_tiles(arguments: FakeArguments, columns: int, depth: int, group: int) -> None:
+    is_whole = columns % _TILED_ROWS == 0 and depth % _TILED_DEPTH == 0
+    wanted = f"tiles of a multiple of {_TILED_ROWS} rows and {_TILED_DEPTH} columns"
+    arguments.require("weight", is_whole, wanted, f"{columns} x {depth}")
+    arguments.require("group", group in _TILED_GROUPS, "32, 64 or 128 with tiles", group)
+    shape = columns // _TILE_ROWS, depth // _TILE_DEPTH, _TILE_LANES, _LANE_BYTES
+    arguments.check("weight", UINT8, shape)
+    arguments.check("x", (torch.bfloat16,), (None, depth))
+    arguments.check("scales", (torch.bfloat16,), (depth // group, columns))
+    is_symmetric = arguments["zeros"] is None
+    arguments.require("zeros", is_symmetric, "none (tiles are symmetric)", "a tensor")
+    arguments.check("out", (torch.bfloat16,), (None, None))
+
+
+def _check_gate(
+    arguments: FakeArguments, weight: Tensor, bias: Tensor | None, columns: int, act: int
+) -> None:
+    acts = "-1 (none), 0 (silu), 1 (gelu tanh) or 2 (gelu erf)"
+    arguments.require("act", act in (0, 1, 2), acts, act)
+    is_even = columns % 2 == 0
+    arguments.require("weight", is_even, "rows of gate and as many of up", list(weight.shape))
+    arguments.require("bias", bias is None, "none with an activation", "a tensor")
 
 
 def _check_group(arguments: FakeArguments, group: int, depth: int) -> None:

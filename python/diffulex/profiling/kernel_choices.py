@@ -161,7 +161,7 @@ def _products(platform: Platform, shapes: OpShapes) -> KernelChoice:
 def _scaled_products(platform: Platform, shapes: OpShapes, scheme: str) -> KernelChoice:
     """Of the matrices in low precision."""
     if scheme == "int4":
-        return KernelChoice("products in low precision", "linear_w4a16, portable", "weights int4")
+        return _nibble_products(platform, shapes.dtype)
     op, kernel = "products in low precision", "linear_scaled"
     if scheme == "int8":
         return KernelChoice(op, f"{kernel}, portable", "weights int8")
@@ -172,6 +172,17 @@ def _scaled_products(platform: Platform, shapes: OpShapes, scheme: str) -> Kerne
     reason = _hopper_reason(platform)
     if platform.has_hopper:
         reason = f"the Hopper product is for bfloat16, got {shapes.dtype}"
+    return KernelChoice(op, f"{kernel}, portable", reason, platform.capability != (9, 0))
+
+
+def _nibble_products(platform: Platform, dtype: str) -> KernelChoice:
+    """Of the matrices of 4 bits."""
+    op, kernel = "products in low precision", "linear_w4a16"
+    if platform.has_hopper and dtype == "bfloat16":
+        return KernelChoice(op, f"{kernel}, Hopper sm_90; portable", "by size and scales")
+    reason = _hopper_reason(platform)
+    if platform.has_hopper:
+        reason = f"the Hopper product is for bfloat16, got {dtype}"
     return KernelChoice(op, f"{kernel}, portable", reason, platform.capability != (9, 0))
 
 

@@ -316,7 +316,7 @@ class ModelQuantizer(_Quantizer):
         group = self.plan.group_of(matrix.depth) if scheme == WeightScheme.INT4 else 0
         segments = matrix.segments(index, _boundaries(matrix), scheme)
         shapes = [Shape(rows, group) for _, rows in segments]
-        return QuantizedWeight(shapes, matrix.values.size(-1), scheme, device)
+        return QuantizedWeight(shapes, matrix.values.size(-1), scheme, device, matrix.values.dtype)
 
     def _scheme_of(self, owner: nn.Module) -> WeightScheme:
         """An output head does not bear 4 bits."""
@@ -391,7 +391,7 @@ class StoredQuantizer(_Quantizer):
                     has_order=stored.has_order,
                 )
             )
-        return QuantizedWeight(shapes, matrix.values.size(-1), scheme, device)
+        return QuantizedWeight(shapes, matrix.values.size(-1), scheme, device, matrix.values.dtype)
 
 
 def _common(modules: Sequence[str]) -> str:

@@ -45,22 +45,42 @@ class Shape:
 class _Part:
     """Consecutive rows of a weight, whose blocks begin with them."""
 
-    __slots__ = ("_shape", "codes", "depth", "order", "rows", "scale", "scheme", "zeros")
+    __slots__ = (
+        "_has_tiles",
+        "_shape",
+        "codes",
+        "depth",
+        "order",
+        "rows",
+        "scale",
+        "scheme",
+        "zeros",
+    )
 
     def __init__(
-        self, start: int, shape: Shape, depth: int, scheme: WeightScheme, device: torch.device
+        self,
+        start: int,
+        shape: Shape,
+        depth: int,
+        scheme: WeightScheme,
+        device: torch.device,
+        dtype: torch.dtype | None,
     ) -> None:
         self.rows, self.depth, self.scheme = slice(start, start + shape.rows), depth, scheme
         self._shape = shape
         codes, scale = ops.weight_parts(shape.rows, depth, scheme, shape.group)
         self.codes = torch.empty(codes[0], dtype=codes[1], device=device)
-        dtype = torch.float32 if shape.has_exact_scale else scale[1]
-        self.scale = torch.empty(scale[0], dtype=dtype, device=device)
+        of_scale = torch.float32 if shape.has_exact_scale else scale[1]
+        self.scale = torch.empty(scale[0], dtype=of_scale, device=device)
         self.zeros: torch.Tensor | None = None
         if shape.has_zeros:
             self.zeros = torch.empty(scale[0], dtype=torch.uint8, device=device)
         #: Of the columns; None: as they are.
         self.order: torch.Tensor | None = None
+        is_tileable = scheme == WeightScheme.INT4 and dtype == torch.bfloat16
+        is_tileable &= ops.is_tileable(shape.rows, depth, shape.group)
+        is_tileable &= not shape.has_exact_scale and not shape.has_order
+        self._has_tiles = is_tileable and ops.has_hopper_kernels(device)
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +90,7 @@ class _Part:
     def write(self, first: int, values: torch.Tensor) -> None:
         """Quantises rows [n, K] that begin at `first`; of blocks, whole ones or up to the end."""
         last = first + values.size(0)
-        self.codes = self.row_major()  # once more, after products
+        self._unpack()
         ops.quantize_weight(
             values.to(self.codes.device),
             self.scheme,
@@ -82,7 +102,7 @@ class _Part:
     def write_codes(self, first: int, stored: Codes) -> None:
         """Takes codes of rows [n, K] that begin at `first`, as `write` has it."""
         last = first + stored.codes.size(0)
-        self.codes = self.row_major()
+        self._unpack()
         self.codes[first:last] = stored.codes
         self._of_rows(self.scale, first, last).copy_(stored.scale)
         if self.zeros is not None and stored.zeros is not None:
@@ -118,14 +138,24 @@ class _Part:
         """The codes by row, whatever form they have."""
         if self.codes.dim() == 2:
             return self.codes
+        if self._has_tiles:
+            return ops.from_nibble_tiles(self.codes.clone())
         num_rows = self._shape.rows
         shape, dtype = ops.weight_parts(num_rows, self.depth, self.scheme, self.group)[0]
         return ops.unpack_panels(self.codes, num_rows, shape[1], dtype)
 
+    def _unpack(self) -> None:
+        """Gives the codes the form of rows once more, after products; tiles keep their memory, which
+        captured graphs read."""
+        is_tiled = self._has_tiles and self.codes.dim() == 4
+        self.codes = ops.from_nibble_tiles(self.codes) if is_tiled else self.row_major()
+
     @property
     def can_gate(self) -> bool:
         """Whether one kernel multiplies gate and up, which are halves of the rows."""
-        if self.codes.device.type == "cpu" or self.scheme == WeightScheme.INT4:
+        if self.scheme == WeightScheme.INT4:
+            return self._has_tiles and self.codes.dim() == 4
+        if self.codes.device.type == "cpu":
             return False
         half = self._shape.rows // 2
         return self.scheme != WeightScheme.FP8_BLOCK or half % ops.QUANT_GROUP == 0
@@ -136,9 +166,16 @@ class _Part:
             self.codes = ops.pack_panels(self.codes)
         if self.zeros is not None and bool((self.zeros == ops.INT4_ZERO).all()):
             self.zeros = None
+        if self._has_tiles and self.codes.dim() == 2 and self.zeros is None:
+            self.codes = ops.to_nibble_tiles(self.codes)
 
-    def gated_product(self, x: ops.QuantizedRows, act: ops.Activation, out: torch.Tensor) -> None:
-        ops.linear_scaled(x, self.codes, self.scale, act=act, out=out)
+    def gated_product(
+        self, x: ops.QuantizedRows | torch.Tensor, act: ops.Activation, out: torch.Tensor
+    ) -> None:
+        if isinstance(x, torch.Tensor):
+            ops.linear_w4a16(x, self.codes, self.scale, group=self.group, act=act, out=out)
+        else:
+            ops.linear_scaled(x, self.codes, self.scale, act=act, out=out)
 
     def product(
         self,
@@ -160,6 +197,7 @@ class QuantizedWeight:
     Args:
         shapes: of the projections that W stacks; those of blocks have blocks of their own.
         depth: K.
+        dtype: of the rows that are multiplied; None: any.
     """
 
     __slots__ = (
@@ -178,6 +216,7 @@ class QuantizedWeight:
         depth: int,
         scheme: WeightScheme,
         device: torch.device | str,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.scheme, self.depth = scheme, depth
         self.num_rows = sum(shape.rows for shape in shapes)
@@ -191,7 +230,7 @@ class QuantizedWeight:
         self._parts: list[_Part] = []
         start = 0
         for shape in [replace(first, rows=self.num_rows)] if is_whole else shapes:
-            self._parts.append(_Part(start, shape, depth, scheme, torch.device(device)))
+            self._parts.append(_Part(start, shape, depth, scheme, torch.device(device), dtype))
             start += shape.rows
         self.is_batch_invariant = False
         self._has_vendor = len(self._parts) == 1 and vendor.takes_weight(
@@ -326,9 +365,7 @@ class QuantizedWeight:
         self.packed()
         if len(self._parts) > 1 or not self._parts[0].can_gate or self._takes_vendor(x):
             return False
-        taken = self.rows_of(x) if rows is None else rows
-        assert isinstance(taken, ops.QuantizedRows)
-        self._parts[0].gated_product(taken, act, out)
+        self._parts[0].gated_product(self.rows_of(x) if rows is None else rows, act, out)
         return True
 
 

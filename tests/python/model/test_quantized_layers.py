@@ -379,8 +379,8 @@ def test_stacked_experts_have_one_memory(
     made: list[torch.device] = []
     new_part = QuantizedWeight.__init__
 
-    def watched(self, shapes, depth, scheme, device):
-        new_part(self, shapes, depth, scheme, device)
+    def watched(self, shapes, depth, scheme, device, dtype):
+        new_part(self, shapes, depth, scheme, device, dtype)
         made.append(self.parts[0].codes.device)
 
     monkeypatch.setattr(QuantizedWeight, "__init__", watched)

@@ -52,7 +52,9 @@ def _loops_over_lanes(body: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["attention_kernel", "moe_kernel", "linear_kernel"])
+@pytest.mark.parametrize(
+    "kernel", ["attention_kernel", "moe_kernel", "linear_kernel", "nibble_linear_kernel"]
+)
 def test_products_use_the_tensor_cores_and_the_copy_engine(kernel: str) -> None:
     for name, body in _functions(kernel).items():
         # Of 16 bits, or of e4m3 codes.
@@ -92,7 +94,14 @@ _MOST_LOCAL_ACCESSES = 12
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel",
-    ["attention_kernel", "moe_kernel", "linear_kernel", "cluster_kernel", "cluster_filter_kernel"],
+    [
+        "attention_kernel",
+        "moe_kernel",
+        "linear_kernel",
+        "nibble_linear_kernel",
+        "cluster_kernel",
+        "cluster_filter_kernel",
+    ],
 )
 def test_nothing_of_weight_lives_in_local_memory(kernel: str) -> None:
     for name, body in _functions(kernel).items():

@@ -40,7 +40,8 @@ def test_a_hopper_device() -> None:
         ("fp8", "bfloat16", "linear_scaled, Hopper sm_90; cuBLAS", True),
         ("fp8_block", "float16", "linear_scaled, portable", False),
         ("int8", "bfloat16", "linear_scaled, portable", True),
-        ("int4", "bfloat16", "linear_w4a16, portable", True),
+        ("int4", "bfloat16", "linear_w4a16, Hopper sm_90; portable", True),
+        ("int4", "float16", "linear_w4a16, portable", False),
     ],
 )
 def test_weights_in_low_precision(scheme: str, dtype: str, kernel: str, is_fast: bool) -> None:

@@ -102,6 +102,30 @@ __device__ __forceinline__ float2 shared_load2(uint32_t address) {
   return value;
 }
 
+/// ld.shared of two words.
+__device__ __forceinline__ uint2 shared_load_pair(uint32_t address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+/// ld.shared of a bfloat16.
+__device__ __forceinline__ __nv_bfloat16 shared_load_bf16(uint32_t address) {
+  uint16_t bits;
+  asm volatile("ld.shared.b16 %0, [%1];\n" : "=h"(bits) : "r"(address) : "memory");
+  return __ushort_as_bfloat16(bits);
+}
+
+/// lop3: (value & mask) | bits in one instruction.
+__device__ __forceinline__ uint32_t and_or(uint32_t value, uint32_t mask, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;\n" : "=r"(result) : "r"(value), "r"(mask), "r"(bits));
+  return result;
+}
+
 /// movmatrix (PTX 7.8, sm_75): an 8x8 matrix of 16-bit elements held by a warp, transposed.
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t fragment) {
   uint32_t result;

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "ops/linear/config.h"
+
+namespace diffulex {
+
+/// Columns of a weight of 4 bits that a stage of the ring holds.
+inline constexpr int32_t kNibbleStageDepth = 128;
+/// Most rows of x of a tile: more sums do not fit the registers of so many warps.
+inline constexpr int32_t kNibbleMaxRows = 64;
+/// Most warpgroups of a CTA that multiply.
+inline constexpr int32_t kNibbleWarpgroups = 4;
+
+/// How the Hopper product of a weight of 4 bits is dealt out: as LinearPlan, whose lines do not
+/// count here. Warpgroups of 64 rows of W stand side by side in `blocks`; where that leaves some
+/// over, `phases` of them take the stages of a tile in turn and their sums are added in ascending
+/// order. Behind the partial sums of the other share, `share_bytes` hold those of a phase, then
+/// `scale_bytes` the scales of all stages.
+struct NibblePlan final {
+  LinearPlan linear;
+  int32_t tile_rows = 0;  // of x: 16, 32 or 64
+  int32_t row_tiles = 0;  // of x
+  int32_t num_steps = 0;  // of the depth
+  int32_t blocks = 0;
+  int32_t phases = 0;
+  int32_t share_bytes = 0;
+  int32_t scale_bytes = 0;
+};
+
+/// The plan for `num_rows` rows of x and W [weight_rows, depth] with a scale for `group` columns, a
+/// divisor of kNibbleStageDepth. What decides the order of sums does not depend on num_rows.
+[[nodiscard]] NibblePlan nibble_plan(int64_t num_rows, int64_t weight_rows, int64_t depth,
+                                     int32_t group, int32_t num_processors, int32_t smem_limit);
+
+}  // namespace diffulex

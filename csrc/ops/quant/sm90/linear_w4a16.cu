@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// linear_w4a16 of tiles on Hopper: tensor maps, clusters and launches.
+#include <algorithm>
+#include <cstdint>
+
+#include "ops/quant/nibble_plan.h"
+#include "ops/quant/nibble_product.h"
+#include "ops/quant/sm90/nibble_product.cuh"
+#include "ops/shared/cuda/hopper.h"
+#include "ops/shared/cuda/launch.cuh"
+#include "ops/shared/cuda/shared_memory.cuh"
+#include "ops/shared/cuda/tensor_map.h"
+
+namespace diffulex::cuda {
+namespace {
+
+constexpr const char* kWhere = "diffulex::linear_w4a16";
+/// Shared memory of a CTA, alone on its processor.
+constexpr int32_t kSmemLimit = 227 * 1024;
+constexpr int32_t kLine = 128;  // bytes
+
+using sm90::NibbleLinearArgs;
+using sm90::NibbleTraits;
+using sm90::TensorMapShape;
+
+/// W as runs of eight rows: neighbouring runs, or a gate and an up run, lie side by side in a tile.
+TensorMapShape weight_shape(const LinearW4a16Params& params, int32_t box_rows) {
+  const int64_t runs = params.weight.size[0];
+  const int64_t run = params.x.size[1] * 8 / 2;  // bytes
+  const bool has_gate = params.act.has_value();
+  TensorMapShape shape;
+  shape.rank = 4;
+  shape.data = params.weight.data;
+  const int64_t sizes[] = {kLine, run / kLine, 2, runs / 2};
+  const int64_t strides[] = {1, kLine, has_gate ? runs / 2 * run : run, has_gate ? run : 2 * run};
+  const int32_t boxes[] = {kLine, kNibbleStageDepth * 8 / 2 / kLine, 2, box_rows / 16};
+  std::copy_n(sizes, 4, shape.size);
+  std::copy_n(strides, 4, shape.stride);
+  std::copy_n(boxes, 4, shape.box);
+  return shape;
+}
+
+TensorMapShape row_shape(const LinearW4a16Params& params, int32_t box_rows) {
+  TensorMapShape shape;
+  shape.rank = 2;
+  shape.data = params.x.data;
+  shape.size[0] = params.x.size[1];
+  shape.size[1] = params.x.size[0];
+  shape.stride[0] = 1;
+  shape.stride[1] = params.x.stride[0];
+  shape.box[0] = kLine / 2;
+  shape.box[1] = box_rows;
+  return shape;
+}
+
+template <typename Traits>
+Status prepare_tile(int32_t device_index) {
+  return allow_shared_memory<sm90::nibble_linear_kernel<Traits>>(kWhere, device_index, kSmemLimit);
+}
+
+NibbleLinearArgs nibble_args(const LinearW4a16Params& params, const NibblePlan& plan) {
+  const LinearPlan& linear = plan.linear;
+  NibbleLinearArgs args{};
+  args.out = params.out.data;
+  args.bias = params.bias.data;
+  args.out_stride = params.out.stride[0];
+  args.num_rows = static_cast<int32_t>(params.x.size[0]);
+  args.num_columns = static_cast<int32_t>(params.out.size[1]);
+  args.tile_rows = linear.tile_rows;
+  args.num_tiles = linear.num_tiles;
+  args.num_steps = plan.num_steps;
+  args.splits = linear.splits;
+  args.stages = linear.stages;
+  args.paced_stages = linear.paced_stages;
+  args.stage_bytes = linear.stage_bytes;
+  args.partial_bytes = linear.partial_bytes;
+  args.warps = linear.tile_rows / 16;
+  args.act = params.act.has_value() ? static_cast<int32_t>(*params.act) : -1;
+  args.scales = params.scales.as<const __nv_bfloat16>();
+  args.scale_stride = params.scales.stride[0];
+  args.row_tiles = plan.row_tiles;
+  args.scale_bytes = plan.scale_bytes;
+  args.stripe_scales = args.act >= 0 ? 16 : 32;
+  args.below_scales = args.act >= 0 ? args.tile_rows : 16;
+  args.share_bytes = plan.share_bytes;
+  args.blocks = plan.blocks;
+  args.phases = plan.phases;
+  return args;
+}
+
+template <int kRows, int kScaleRows>
+Status launch(const LinearW4a16Params& params, const NibblePlan& plan, const ExecContext& context) {
+  using Traits = NibbleTraits<kRows, kScaleRows>;
+  DIFFULEX_RETURN_IF_ERROR(prepare_tile<Traits>(context.device_index));
+  NibbleLinearArgs args = nibble_args(params, plan);
+  args.box_rows = std::min(args.num_rows, kRows);
+  CUtensorMap weight_map;
+  CUtensorMap row_map;
+  DIFFULEX_RETURN_IF_ERROR(sm90::encode_tensor_map(kWhere, weight_shape(params, args.tile_rows),
+                                                   DType::kF8E4M3, &weight_map));
+  DIFFULEX_RETURN_IF_ERROR(
+      sm90::encode_tensor_map(kWhere, row_shape(params, args.box_rows), DType::kBF16, &row_map));
+  LaunchShape shape;
+  shape.cluster = static_cast<unsigned>(args.splits);
+  shape.grid = dim3(static_cast<unsigned>(plan.linear.num_clusters) * shape.cluster);
+  shape.block = dim3(static_cast<unsigned>(plan.blocks * plan.phases * 128 + 32));
+  shape.smem_bytes = static_cast<size_t>(plan.linear.smem_bytes);
+  shape.stream = stream_of(context);
+  return cuda_status(kWhere, launch_dependent(sm90::nibble_linear_kernel<Traits>, shape,
+                                              context.weights_settled, weight_map, row_map, args));
+}
+
+template <int kRows>
+Status launch_rows(const LinearW4a16Params& params, const NibblePlan& plan,
+                   const ExecContext& context) {
+  switch (kNibbleStageDepth / params.group) {
+    case 1:
+      return launch<kRows, 1>(params, plan, context);
+    case 2:
+      return launch<kRows, 2>(params, plan, context);
+    default:
+      return launch<kRows, 4>(params, plan, context);
+  }
+}
+
+template <int kRows>
+Status prepare_rows(int32_t device_index) {
+  DIFFULEX_RETURN_IF_ERROR((prepare_tile<NibbleTraits<kRows, 1>>(device_index)));
+  DIFFULEX_RETURN_IF_ERROR((prepare_tile<NibbleTraits<kRows, 2>>(device_index)));
+  return prepare_tile<NibbleTraits<kRows, 4>>(device_index);
+}
+
+/// Whether the copies can address the rows and the scales, and results are written in pairs.
+bool is_aligned_call(const LinearW4a16Params& params) {
+  return params.x.stride[0] % 8 == 0 && is_aligned16(params.x.data) &&
+         is_aligned16(params.weight.data) && params.scales.stride[0] % 8 == 0 &&
+         is_aligned16(params.scales.data) && params.out.stride[0] % 2 == 0 &&
+         reinterpret_cast<uintptr_t>(params.out.data) % 4 == 0;
+}
+
+}  // namespace
+
+Status launch_nibble_tiles(const LinearW4a16Params& params, const ExecContext& context) {
+  if (!is_hopper_device(context.device_index)) {
+    return make_error(StatusCode::kNoKernel, kWhere,
+                      ": weight: expected row-major codes on a device of another compute capability"
+                      " than 9.0, got tiles");
+  }
+  if (!is_aligned_call(params)) {
+    return make_error(StatusCode::kUnsupported, kWhere,
+                      ": weight: expected row-major codes beside rows or scales that do not begin"
+                      " at multiples of 16 bytes, got tiles");
+  }
+  int processors = 0;
+  DIFFULEX_RETURN_IF_ERROR(cuda_status(
+      kWhere,
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, context.device_index)));
+  const int64_t weight_rows = params.out.size[1] * (params.act.has_value() ? 2 : 1);
+  const NibblePlan plan = nibble_plan(params.x.size[0], weight_rows, params.x.size[1], params.group,
+                                      processors, kSmemLimit);
+  switch (plan.tile_rows) {
+    case 16:
+      return launch_rows<16>(params, plan, context);
+    case 32:
+      return launch_rows<32>(params, plan, context);
+    default:
+      return launch_rows<kNibbleMaxRows>(params, plan, context);
+  }
+}
+
+Status prepare_nibble_tiles(int32_t device_index) {
+  if (!is_hopper_device(device_index)) {
+    return Status::ok_status();
+  }
+  DIFFULEX_RETURN_IF_ERROR(prepare_rows<16>(device_index));
+  DIFFULEX_RETURN_IF_ERROR(prepare_rows<32>(device_index));
+  return prepare_rows<kNibbleMaxRows>(device_index);
+}
+
+}  // namespace diffulex::cuda

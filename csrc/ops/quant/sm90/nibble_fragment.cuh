@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Nibbles of a stage to the left operands of warpgroup products.
+//
+// W lies as [N / 8, K / 64, 32, 8] bytes: 32 lanes with eight bytes each for eight rows and 64
+// columns. Lane l has row l / 4, and of each 16 columns those at 2 (l % 4), one after, and eight
+// behind both: the pairs that it owns of a fragment. Each of its two words has 32 columns, nibble i
+// the first and nibble 4 + i the second value of pair i.
+
+#include <cstdint>
+
+#include <cuda_bf16.h>
+
+#include "diffulex/ops/quantize.h"
+#include "ops/quant/sm90/nibble_traits.cuh"
+#include "ops/shared/cuda/ptx.cuh"
+
+namespace diffulex::cuda::sm90 {
+
+/// (nibble - 8) * scale, rounded once, of the four pairs of a word.
+__device__ __forceinline__ void widen_pairs(uint32_t word, __nv_bfloat162 scale,
+                                            uint32_t (&pairs)[4]) {
+  constexpr uint32_t kBias = 0x43004300;  // 128 with room for a nibble in the last places
+  const __nv_bfloat162 zero = __float2bfloat162_rn(128.0F + static_cast<float>(kInt4Zero));
+#pragma unroll
+  for (int32_t i = 0; i < 4; ++i) {
+    const uint32_t bits = ptx::and_or(word >> (4 * i), 0x000F000FU, kBias);
+    const __nv_bfloat162 value =
+        __hmul2(__hsub2(*reinterpret_cast<const __nv_bfloat162*>(&bits), zero), scale);
+    pairs[i] = *reinterpret_cast<const uint32_t*>(&value);
+  }
+}
+
+/// Where one lane finds its nibbles and scales in a stage.
+template <typename Traits>
+class NibbleLane final {
+ public:
+  /// `stripe`: of 16 rows of W in the tile, those of this warp; it may lie behind the tile.
+  __device__ __forceinline__ NibbleLane(const NibbleLinearArgs& args, int32_t stripe)
+      : args_(args), is_inside_(stripe < args.warps) {
+    const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
+    const int32_t half = lane / 16;
+    // Lines of 128 bytes, whose runs of 16 are swizzled by the number of the line.
+    swizzled_ = half * 128 + ((lane / 2 % 8) ^ half) * 16 + lane % 2 * 8;
+    stripe_ = stripe * kStripeBytes;
+    above_ = stripe * args.stripe_scales + lane / 4 * 2;
+  }
+
+  /// Reads the scales of a stage.
+  __device__ __forceinline__ void begin_stage(uint32_t scales) {
+    if (is_inside_) {
+#pragma unroll
+      for (int32_t row = 0; row < Traits::kScaleRows; ++row) {
+        const uint32_t mine = scales + row * args_.tile_rows * 2 + above_;
+        scales_[row][0] = __bfloat162bfloat162(ptx::shared_load_bf16(mine));
+        scales_[row][1] = __bfloat162bfloat162(ptx::shared_load_bf16(mine + args_.below_scales));
+      }
+    }
+  }
+
+  /// Fragments of four times 16 columns: rows lane / 4 and eight below, or gate and up. Those of a
+  /// warp behind the tile stay as they are.
+  __device__ __forceinline__ void fragments_of(uint32_t weights, int32_t line,
+                                               uint32_t (&fragments)[4][4]) const {
+    if (!is_inside_) {
+      return;
+    }
+    const uint2 above = words_of(weights, 2 * line);
+    const uint2 below = words_of(weights, 4 + 2 * line);
+    widen_half(above.x, below.x, 2 * line, fragments[0], fragments[1]);
+    widen_half(above.y, below.y, 2 * line + 1, fragments[2], fragments[3]);
+  }
+
+ private:
+  static constexpr int32_t kStripeBytes = 16 * kNibbleStageDepth / 2;
+
+  /// 64 columns of a row, whose lines of 128 bytes begin with `line` of the stripe.
+  __device__ __forceinline__ uint2 words_of(uint32_t weights, int32_t line) const {
+    return ptx::shared_load_pair(weights + stripe_ + line * 128 + (swizzled_ ^ (line * 16)));
+  }
+  /// 32 columns, number `quarter` of the stage.
+  __device__ __forceinline__ void widen_half(uint32_t above, uint32_t below, int32_t quarter,
+                                             uint32_t (&first)[4], uint32_t (&second)[4]) const {
+    const __nv_bfloat162(&scale)[2] = scales_[quarter * Traits::kScaleRows / 4];
+    uint32_t upper[4];
+    uint32_t lower[4];
+    widen_pairs(above, scale[0], upper);
+    widen_pairs(below, scale[1], lower);
+#pragma unroll
+    for (int32_t k = 0; k < 2; ++k) {
+      first[2 * k] = upper[k];
+      first[2 * k + 1] = lower[k];
+      second[2 * k] = upper[2 + k];
+      second[2 * k + 1] = lower[2 + k];
+    }
+  }
+
+  const NibbleLinearArgs& args_;
+  const bool is_inside_;
+  int32_t swizzled_;
+  int32_t stripe_;
+  int32_t above_;
+  __nv_bfloat162 scales_[Traits::kScaleRows][2];
+};
+
+}  // namespace diffulex::cuda::sm90

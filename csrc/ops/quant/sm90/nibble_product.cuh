@@ -1,0 +1,378 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// out = x W^T with W of 4 bits. The pipeline is that of csrc/ops/linear/sm90/product.cuh: a copying
+// warp streams W ahead of the kernels in front, warpgroups multiply 64 rows of W each, two CTAs may
+// share the depth. What differs:
+//
+//   weights  lie in global memory in the order of the fragments of the products: a lane reads the
+//            nibbles of its rows, 64 columns at a time, with one load each, and makes the left
+//            operand in registers while the products of the 64 columns in front run, of another
+//            warpgroup if not of its own
+//   scales   come with the nibbles of a stage
+//   phases   beside a low tile the warpgroups that have no rows of their own take every second or
+//            fourth stage: making fragments takes more than one warp on each scheduler
+//   tiles    of W times tiles of up to 64 rows of x, for any number of rows
+//
+//   copying warp --full--> warpgroups of a phase --empty--> copying warp      (a stage)
+//   phase p --named barrier--> phase 0, p ascending --> the other share       (a tile)
+//
+// The order of the sums does not depend on the number of rows.
+
+#include <cstdint>
+
+#include <cuda.h>
+
+#include "ops/linear/sm90/product.cuh"
+#include "ops/quant/sm90/nibble_epilogue.cuh"
+#include "ops/quant/sm90/nibble_fragment.cuh"
+#include "ops/quant/sm90/nibble_traits.cuh"
+
+namespace diffulex::cuda::sm90 {
+
+/// Shared addresses of a CTA.
+struct NibbleSmem final {
+  uint32_t stages;
+  uint32_t partials;
+  uint32_t shares;
+  uint32_t scales;
+  uint32_t full;
+  uint32_t empty;
+  uint32_t landed;  // a barrier for the first W of each stage
+  uint32_t partials_full;
+  uint32_t partials_empty;
+  uint32_t released;  // a barrier: the kernels in front have ended
+
+  __device__ __forceinline__ NibbleSmem(const uint8_t* raw, const NibbleLinearArgs& args) {
+    stages = ptx::smem_address(raw);
+    partials = stages + args.stages * args.stage_bytes;
+    shares = partials + args.partial_bytes;
+    scales = shares + args.share_bytes;
+    full = scales + args.scale_bytes;
+    empty = full + 8 * args.stages;
+    landed = empty + 8 * args.stages;
+    partials_full = landed + 8 * args.stages;
+    partials_empty = partials_full + 8;
+    released = partials_empty + 8;
+  }
+};
+
+/// What this CTA does.
+struct NibbleWork final {
+  int32_t tile;    // first one, of W and x
+  int32_t stride;  // to the next one
+  int32_t tiles;   // of all CTAs
+  int32_t split;
+  int32_t begin;  // steps of the depth
+  int32_t count;
+  int32_t early;  // of them, those whose W comes while the kernels in front run
+
+  __device__ __forceinline__ explicit NibbleWork(const NibbleLinearArgs& args) {
+    const int32_t bits = args.splits - 1;  // log2
+    const auto block = static_cast<int32_t>(blockIdx.x);
+    tile = block >> bits;
+    stride = static_cast<int32_t>(gridDim.x) >> bits;
+    tiles = args.num_tiles * args.row_tiles;
+    split = block & bits;
+    begin = (args.num_steps * split) >> bits;
+    count = ((args.num_steps * (split + 1)) >> bits) - begin;
+    early = count < args.stages ? count : args.stages;
+  }
+};
+
+/// Starts the copies of a CTA: W and later rows by one thread, the first rows by another.
+template <typename Traits>
+class NibbleProducer final {
+ public:
+  __device__ __forceinline__ NibbleProducer(const NibbleLinearArgs& args, const NibbleSmem& smem,
+                                            const CUtensorMap* weight_map,
+                                            const CUtensorMap* row_map)
+      : args_(args),
+        smem_(smem),
+        weight_map_(weight_map),
+        row_map_(row_map),
+        work_(args),
+        policy_(args.row_tiles > 1 ? ptx::policy_evict_normal() : ptx::policy_evict_first()) {}
+
+  /// Weights, which nothing in front writes, fill the stages. Until the kernels in front have ended
+  /// few are on their way at a time.
+  __device__ __forceinline__ void start() {
+    for (int32_t step = 0; step < work_.early; ++step) {
+      if (step >= args_.paced_stages) {
+        const uint32_t landed = smem_.landed + 8 * (step - args_.paced_stages);
+        while (!ptx::mbarrier_test(smem_.released, 0) && !ptx::mbarrier_test(landed, 0)) {
+        }
+      }
+      const uint32_t landed = smem_.landed + 8 * step;
+      ptx::mbarrier_arrive_expect(landed, weight_bytes() + scale_bytes(work_.tile));
+      load_weights(step, work_.tile, step, landed);
+    }
+  }
+
+  /// The rows that belong to these weights, once the kernels in front have ended.
+  __device__ __forceinline__ void release() {
+    ptx::mbarrier_arrive(smem_.released);
+    for (int32_t step = 0; step < work_.early; ++step) {
+      const uint32_t full = smem_.full + 8 * step;
+      ptx::mbarrier_arrive_expect(full, row_bytes());
+      load_rows(step, work_.tile, step, full);
+    }
+  }
+
+  /// All that follows.
+  __device__ __forceinline__ void run() {
+    LinearCursor cursor;
+    for (int32_t step = 0; step < work_.early; ++step) {
+      cursor.advance(args_.stages);
+    }
+    int32_t first = work_.early;
+    for (int32_t tile = work_.tile; tile < work_.tiles; tile += work_.stride) {
+      for (int32_t step = first; step < work_.count; ++step, cursor.advance(args_.stages)) {
+        const uint32_t full = smem_.full + 8 * cursor.stage;
+        ptx::mbarrier_wait(smem_.empty + 8 * cursor.stage, cursor.parity ^ 1);
+        ptx::mbarrier_arrive_expect(full, weight_bytes() + scale_bytes(tile) + row_bytes());
+        load_weights(cursor.stage, tile, step, full);
+        load_rows(cursor.stage, tile, step, full);
+      }
+      first = 0;
+    }
+  }
+
+ private:
+  /// Of a stage.
+  __device__ __forceinline__ uint32_t weight_bytes() const {
+    return static_cast<uint32_t>(args_.tile_rows * (kNibbleStageDepth / 2));
+  }
+  __device__ __forceinline__ uint32_t row_bytes() const {
+    return static_cast<uint32_t>(args_.box_rows * Traits::kLines * Traits::kLineBytes);
+  }
+  __device__ __forceinline__ bool has_gate() const { return args_.act >= 0; }
+  /// Bytes of the scales of one run of rows of W of a tile: all of it, or its gate or up.
+  __device__ __forceinline__ uint32_t run_bytes(int32_t tile) const {
+    const int32_t height = has_gate() ? args_.tile_rows / 2 : args_.tile_rows;
+    return static_cast<uint32_t>(2 *
+                                 min(height, args_.num_columns - tile / args_.row_tiles * height));
+  }
+  __device__ __forceinline__ uint32_t scale_bytes(int32_t tile) const {
+    return Traits::kScaleRows * run_bytes(tile) * (has_gate() ? 2 : 1);
+  }
+
+  __device__ __forceinline__ void load_weights(int32_t stage, int32_t tile, int32_t step,
+                                               uint32_t barrier) {
+    const int32_t weight_tile = tile / args_.row_tiles;
+    const int32_t depth = work_.begin + step;
+    // 128 bytes of a run of eight rows, four of those, two runs, pairs of runs.
+    ptx::tma_load_hinted(smem_.stages + stage * args_.stage_bytes, weight_map_, barrier, policy_, 0,
+                         depth * 4, 0, weight_tile * (args_.tile_rows / 16));
+    const uint32_t bytes = run_bytes(tile);
+    const int32_t height = has_gate() ? args_.tile_rows / 2 : args_.tile_rows;
+    uint32_t target = smem_.scales + stage * Traits::kScaleRows * args_.tile_rows * 2;
+    const __nv_bfloat16* source =
+        args_.scales + depth * Traits::kScaleRows * args_.scale_stride + weight_tile * height;
+    for (int32_t row = 0; row < Traits::kScaleRows; ++row) {
+      ptx::bulk_load(target, source, bytes, barrier);
+      if (has_gate()) {
+        ptx::bulk_load(target + args_.tile_rows, source + args_.num_columns, bytes, barrier);
+      }
+      target += args_.tile_rows * 2;
+      source += args_.scale_stride;
+    }
+  }
+  __device__ __forceinline__ void load_rows(int32_t stage, int32_t tile, int32_t step,
+                                            uint32_t barrier) {
+    uint32_t target =
+        smem_.stages + stage * args_.stage_bytes + static_cast<int32_t>(weight_bytes());
+    const int32_t row = tile % args_.row_tiles * Traits::kRows;
+    const int32_t column = (work_.begin + step) * kNibbleStageDepth;
+#pragma unroll
+    for (int32_t line = 0; line < Traits::kLines; ++line) {
+      ptx::tma_load(target, row_map_, barrier, column + line * (Traits::kLineBytes / 2), row);
+      target += Traits::kRows * Traits::kLineBytes;
+    }
+  }
+
+  const NibbleLinearArgs& args_;
+  const NibbleSmem& smem_;
+  const CUtensorMap* weight_map_;
+  const CUtensorMap* row_map_;
+  const NibbleWork work_;
+  const uint64_t policy_;
+};
+
+/// `steps` stages on.
+__device__ __forceinline__ void skip_stages(LinearCursor& cursor, int32_t steps, int32_t stages) {
+  cursor.stage += steps;
+  while (cursor.stage >= stages) {
+    cursor.stage -= stages;
+    cursor.parity ^= 1;
+  }
+}
+
+/// A descriptor whose address is `units` of 16 bytes on; the sum stays within the address.
+__device__ __forceinline__ uint64_t move_descriptor(uint64_t descriptor, uint32_t units) {
+  return (descriptor & 0xFFFFFFFF00000000U) | (static_cast<uint32_t>(descriptor) + units);
+}
+
+/// The same in all lanes, as the compiler knows.
+__device__ __forceinline__ int32_t uniform(int32_t value) {
+  return __shfl_sync(0xFFFFFFFFU, value, 0);
+}
+
+/// Adds the sums of all phases of a tile to those of phase 0, in ascending order. All consumers.
+template <typename Traits>
+__device__ __forceinline__ void add_phases(const NibbleLinearArgs& args, uint32_t shares,
+                                           int32_t phase, int32_t stripe,
+                                           float (&sums)[Traits::kGroups][4]) {
+  constexpr uint32_t kBarrier = 1;
+  const auto threads = static_cast<uint32_t>(args.blocks * args.phases * 128);
+  const uint32_t mine =
+      shares + stripe * Traits::kGroups * 512 + static_cast<uint32_t>(threadIdx.x) % 32 * 16;
+  for (int32_t other = 1; other < args.phases; ++other) {
+    if (phase == other) {
+#pragma unroll
+      for (int32_t group = 0; group < Traits::kGroups; ++group) {
+        ptx::store_shared16(
+            mine + group * 512,
+            make_uint4(__float_as_uint(sums[group][0]), __float_as_uint(sums[group][1]),
+                       __float_as_uint(sums[group][2]), __float_as_uint(sums[group][3])));
+      }
+    }
+    ptx::named_barrier_sync(kBarrier, threads);
+    if (phase == 0) {
+#pragma unroll
+      for (int32_t group = 0; group < Traits::kGroups; ++group) {
+        const float4 part = ptx::shared_load4(mine + group * 512);
+        sums[group][0] += part.x;
+        sums[group][1] += part.y;
+        sums[group][2] += part.z;
+        sums[group][3] += part.w;
+      }
+    }
+    ptx::named_barrier_sync(kBarrier, threads);  // read: the next phase may write
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
+                                                const NibbleSmem& smem) {
+  const NibbleWork work(args);
+  const int32_t warp = uniform(static_cast<int32_t>(threadIdx.x) / 32);
+  const int32_t phase = warp / (4 * args.blocks);
+  const int32_t stripe = warp - phase * 4 * args.blocks;  // of 16 rows of W
+  const bool is_signaller = threadIdx.x % 32 == 0;
+  const int32_t weight_bytes = args.tile_rows * (kNibbleStageDepth / 2);
+  const int32_t stage_scales = Traits::kScaleRows * args.tile_rows * 2;
+  NibbleLane<Traits> lane(args, stripe);
+  NibbleEpilogue<Traits> epilogue(args, smem.partials, smem.partials_full, smem.partials_empty,
+                                  work.split);
+  LinearCursor first;  // of a tile
+  uint32_t fragments[Traits::kIsOverlapped ? Traits::kLines : 1][4][4] = {};
+  for (int32_t tile = work.tile; tile < work.tiles; tile += work.stride) {
+    LinearCursor cursor = first;
+    skip_stages(cursor, phase, args.stages);
+    float sums[Traits::kGroups][4] = {};
+    for (int32_t step = phase; step < work.count; step += args.phases) {
+      if (tile == work.tile && step < work.early) {
+        ptx::mbarrier_wait(smem.landed + 8 * cursor.stage, 0);
+      }
+      ptx::mbarrier_wait(smem.full + 8 * cursor.stage, cursor.parity);
+      const uint32_t weights = smem.stages + cursor.stage * args.stage_bytes;
+      lane.begin_stage(smem.scales + cursor.stage * stage_scales);
+      ptx::wgmma_hold(sums);
+#pragma unroll
+      for (int32_t line = 0; line < Traits::kLines; ++line) {
+        const int32_t buffer = Traits::kIsOverlapped ? line : 0;
+        if (!Traits::kIsOverlapped && line > 0) {
+          ptx::wgmma_wait<0>();
+          ptx::wgmma_hold(sums);
+        }
+        lane.fragments_of(weights, line, fragments[buffer]);
+        const uint64_t rows = ptx::swizzle128_descriptor(
+            weights + weight_bytes + line * Traits::kRows * Traits::kLineBytes, 0, 1024);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int32_t k = 0; k < 4; ++k) {
+          // A step of 16 elements is 32 bytes; descriptors count 16.
+          ptx::wgmma_rs<typename Traits::T>(sums, fragments[buffer][k],
+                                            move_descriptor(rows, 2 * k), true);
+        }
+        ptx::wgmma_commit();
+      }
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_hold(sums);
+      __syncwarp();  // every lane has read its nibbles and scales
+      if (is_signaller) {
+        ptx::mbarrier_arrive(smem.empty + 8 * cursor.stage);
+      }
+      skip_stages(cursor, args.phases, args.stages);
+    }
+    skip_stages(first, work.count, args.stages);
+    add_phases<Traits>(args, smem.shares, phase, stripe, sums);
+    if (phase == 0 && stripe < args.warps) {
+      epilogue.finish(sums, tile, tile + work.stride >= work.tiles);
+    }
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kMaxThreads, 1)
+    nibble_linear_kernel(const __grid_constant__ CUtensorMap weight_map,
+                         const __grid_constant__ CUtensorMap row_map,
+                         const __grid_constant__ NibbleLinearArgs args) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  const NibbleSmem smem(raw, args);
+  // The copying warp is the last one.
+  const bool is_producer = threadIdx.x + 32 >= blockDim.x;
+  if (threadIdx.x + 32 == blockDim.x) {
+    ptx::tma_prefetch_map(&weight_map);
+    ptx::tma_prefetch_map(&row_map);
+    for (int32_t stage = 0; stage < args.stages; ++stage) {
+      ptx::mbarrier_init(smem.full + 8 * stage, 1);
+      // The warps of one phase.
+      ptx::mbarrier_init(smem.empty + 8 * stage, static_cast<uint32_t>(4 * args.blocks));
+      ptx::mbarrier_init(smem.landed + 8 * stage, 1);
+    }
+    if (args.splits > 1) {
+      ptx::mbarrier_init(smem.partials_full, 1);
+      ptx::mbarrier_init(smem.partials_empty, static_cast<uint32_t>(args.warps));
+    }
+    ptx::mbarrier_init(smem.released, 1);
+    ptx::mbarrier_init_fence();
+    if (args.splits > 1) {
+      ptx::mbarrier_arrive_expect(smem.partials_full, static_cast<uint32_t>(args.partial_bytes));
+    }
+  }
+  __syncthreads();
+  pdl_launch_dependents();
+  if (args.splits > 1) {
+    ptx::cluster_arrive_relaxed();
+  }
+  NibbleProducer<Traits> producer(args, smem, &weight_map, &row_map);
+  if (is_producer) {
+    const bool is_chosen = ptx::elect_one();
+    if (is_chosen) {
+      producer.start();
+    }
+    __syncwarp();
+    pdl_wait();
+    if (is_chosen) {
+      producer.run();
+    }
+    __syncwarp();
+  } else {
+    // Results may overwrite what kernels in front still read.
+    pdl_wait();
+    if (threadIdx.x < 32 && ptx::elect_one()) {
+      producer.release();
+    }
+    __syncwarp();
+  }
+  if (args.splits > 1) {
+    ptx::cluster_wait();  // the barriers of the other one are ready
+  }
+  if (!is_producer) {
+    consume_nibbles<Traits>(args, smem);
+  }
+}
+
+}  // namespace diffulex::cuda::sm90

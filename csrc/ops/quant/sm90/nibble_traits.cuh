@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Shapes of the product of a weight of 4 bits: as LinearTraits, of which it shares the tiles of W,
+// the ring and the exchange of partial sums. A stage is 128 columns: two lines of x.
+
+#include <cstdint>
+
+#include <cuda_bf16.h>
+
+#include "ops/linear/sm90/epilogue.cuh"
+#include "ops/quant/nibble_plan.h"
+
+namespace diffulex::cuda::sm90 {
+
+template <int kRowCount, int kScaleCount>
+struct NibbleTraits final {
+  using T = __nv_bfloat16;                        // of x and of the result
+  static constexpr int kRows = kRowCount;         // of x
+  static constexpr int kScaleRows = kScaleCount;  // of a stage: 128 / group
+  static constexpr int kGroups = kRows / 8;       // accumulators of a thread, four floats each
+  static constexpr int kLineBytes = 128;          // of a row of x: the swizzle
+  static constexpr int kLines = 2 * kNibbleStageDepth / kLineBytes;
+  static constexpr int kMaxThreads = kNibbleWarpgroups * 128 + 32;
+  /// Fragments of the next line are made while the products of one run, where registers suffice.
+  static constexpr bool kIsOverlapped = kRows < kNibbleMaxRows;
+
+  static_assert(kRows <= kNibbleMaxRows, "the registers do not hold more sums");
+};
+
+struct NibbleLinearArgs final : LinearArgs {
+  const __nv_bfloat16* scales;  // [K / group, rows of W]
+  int64_t scale_stride;
+  int32_t row_tiles;      // of x; those of one tile of W follow each other
+  int32_t box_rows;       // of x that a copy brings
+  int32_t scale_bytes;    // of all stages
+  int32_t stripe_scales;  // bytes from the scales of a warp to those of the next one
+  int32_t below_scales;   // bytes from the scales of its first to those of its second eight rows
+  int32_t share_bytes;    // of the sums of a phase
+  int32_t blocks;         // warpgroups side by side
+  int32_t phases;         // warpgroups that take stages in turn
+};
+
+}  // namespace diffulex::cuda::sm90

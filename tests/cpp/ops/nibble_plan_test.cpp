@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/quant/nibble_plan.h"
+
+#include <cstdint>
+
+#include <gtest/gtest.h>
+
+namespace diffulex::test {
+namespace {
+
+constexpr int32_t kSmemLimit = 227 * 1024;
+
+/// Tiles cover W and x, no share of the depth is empty, all CTAs run at once and fit; the order of
+/// sums does not depend on the rows of x.
+TEST(NibblePlanTest, PlansAreSoundAndSumInOneOrder) {
+  for (const int32_t processors : {1, 78, 132}) {
+    for (const int64_t weight_rows : {16, 48, 512, 3072, 4096, 6144, 24576, 151936}) {
+      for (const int64_t depth : {128, 256, 384, 4096, 12288}) {
+        for (const int32_t group : {32, 64, 128}) {
+          const NibblePlan first =
+              nibble_plan(1, weight_rows, depth, group, processors, kSmemLimit);
+          for (const int64_t rows : {1, 16, 17, 32, 33, 64, 65, 128, 129, 300, 8192}) {
+            const NibblePlan plan =
+                nibble_plan(rows, weight_rows, depth, group, processors, kSmemLimit);
+            const LinearPlan& linear = plan.linear;
+            EXPECT_EQ(linear.splits, first.linear.splits);
+            EXPECT_EQ(plan.phases, first.phases);
+            EXPECT_EQ(plan.num_steps * kNibbleStageDepth, depth);
+            EXPECT_LE(linear.splits, plan.num_steps);
+            EXPECT_GE(int64_t{plan.row_tiles} * plan.tile_rows, rows);
+            EXPECT_LE(plan.tile_rows, kNibbleMaxRows);
+            EXPECT_GE(int64_t{linear.num_tiles} * linear.tile_rows, weight_rows);
+            EXPECT_LE(linear.num_clusters * linear.splits, processors);
+            EXPECT_GE(plan.blocks * 64, linear.tile_rows);
+            EXPECT_LE(plan.blocks * plan.phases, kNibbleWarpgroups);
+            EXPECT_GE(linear.stages, plan.phases);
+            EXPECT_GE(linear.stages, 3);
+            EXPECT_EQ(linear.stage_bytes % 1024, 0);
+            // What the last warps read of a stage that W does not have lies in it.
+            EXPECT_GE(linear.stage_bytes, plan.blocks * 64 * kNibbleStageDepth / 2);
+            EXPECT_EQ(plan.scale_bytes % 16, 0);
+            EXPECT_EQ(plan.scale_bytes,
+                      linear.stages * linear.tile_rows * 2 * kNibbleStageDepth / group);
+            EXPECT_EQ(plan.share_bytes,
+                      plan.phases > 1 ? plan.blocks * 64 * plan.tile_rows * 4 : 0);
+            const int32_t barriers = (3 * linear.stages + 3) * 8;
+            EXPECT_GE(linear.smem_bytes, linear.stages * linear.stage_bytes + linear.partial_bytes +
+                                             plan.share_bytes + plan.scale_bytes + barriers);
+            EXPECT_LE(linear.smem_bytes, kSmemLimit);
+          }
+        }
+      }
+    }
+  }
+}
+
+/// The products of SDAR-8B: tiles of whole warpgroups for nearly all processors.
+TEST(NibblePlanTest, ProductsOfAModel) {
+  const NibblePlan gate_up = nibble_plan(32, 24576, 4096, 128, 132, kSmemLimit);
+  EXPECT_EQ(gate_up.linear.tile_rows, 192);
+  EXPECT_EQ(gate_up.linear.splits, 1);
+  EXPECT_EQ(gate_up.phases, 1);
+  const NibblePlan down = nibble_plan(32, 4096, 12288, 128, 132, kSmemLimit);
+  EXPECT_EQ(down.linear.tile_rows, 64);
+  EXPECT_EQ(down.linear.splits, 2);
+  EXPECT_EQ(down.phases, 4);
+}
+
+}  // namespace
+}  // namespace diffulex::test
