@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with weights of 8 bits, and experts of e4m3 codes, beside those of bfloat16; and ops that write
+"""Products with weights of 8 and 4 bits, and experts of e4m3 codes, beside those of bfloat16; and ops that write
 codes of their result, beside the two launches whose place they take."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from kernel_bench.agreement import Agreement, Tolerance
 from kernel_bench.linear import CHECKED_COLUMNS, MODELS, ROWS, Product
 from kernel_bench.moe import MODELS as EXPERT_MODELS
 from kernel_bench.moe import TOKENS, Experts, Layer, uniform_routes
+from kernel_bench.nibbles import nibble_cases
 from kernel_bench.report import Case
 from kernel_bench.timing import num_rotations
 
@@ -311,8 +312,8 @@ def _activation_case(rows: int, inner: int, device: str) -> Case:
 
 
 def cases(device: str, is_small: bool) -> Iterator[Case]:
-    """e4m3 products of two models, int8 ones of a layer of the larger, experts of e4m3 codes, and rows that
-    become codes."""
+    """Products of e4m3 codes and of 4 bits of two models, int8 ones of a layer of the larger, experts of e4m3
+    codes, and rows that become codes."""
     for rows in (3,) if is_small else (32, 256, 8192):
         yield _norm_case(rows, 192 if is_small else 4096, device)
         yield _activation_case(rows, 192 if is_small else 12288, device)
@@ -324,6 +325,7 @@ def cases(device: str, is_small: bool) -> Iterator[Case]:
                 yield _experts_case(layer, coded, tokens, device)
             del layer, coded
     yield from _product_cases(device, is_small)
+    yield from nibble_cases(device, is_small)
 
 
 def _product_cases(device: str, is_small: bool) -> Iterator[Case]:
