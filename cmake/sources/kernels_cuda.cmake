@@ -94,6 +94,7 @@ set(DIFFULEX_CUDA_SM80_MINIMAL_SOURCES
 set(DIFFULEX_CUDA_SM90_SOURCES
   csrc/ops/attention/sm90/inst_bf16_d128_m128.cu
   csrc/ops/attention/sm90/inst_bf16_d128_m64.cu
+  csrc/ops/attention/sm90/inst_codes_bf16_d128.cu
   csrc/ops/attention/sm90/maps.cu
   csrc/ops/linear/sm90/few_rows.cu
   csrc/ops/moe/sm90/gather_rows.cu
@@ -110,6 +111,9 @@ set(DIFFULEX_CUDA_SM90_FULL_SOURCES
   csrc/ops/attention/sm90/inst_bf16_d512_m64.cu
   csrc/ops/attention/sm90/inst_bf16_d64_m128.cu
   csrc/ops/attention/sm90/inst_bf16_d64_m64.cu
+  csrc/ops/attention/sm90/inst_codes_bf16_d256.cu
+  csrc/ops/attention/sm90/inst_codes_bf16_d512.cu
+  csrc/ops/attention/sm90/inst_codes_bf16_d64.cu
   csrc/ops/attention/sm90/inst_f16_d128_m128.cu
   csrc/ops/attention/sm90/inst_f16_d128_m64.cu
   csrc/ops/attention/sm90/inst_f16_d256_m128.cu

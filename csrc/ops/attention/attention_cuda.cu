@@ -138,26 +138,43 @@ AttentionDevice attention_device(const ExecContext& context) {
   return device;
 }
 
-/// True when the copy engine can fetch every operand: pages of 8 to 256 tokens fill whole rows of
-/// the shared-memory swizzle, and strides are positive.
-bool is_copy_engine_ready(const BlockAttentionParams& params, const AttentionArgs& args) {
+/// True when scale bytes can move four at a time.
+bool has_aligned_scales(const KvScales& scales) {
+  return reinterpret_cast<uintptr_t>(scales.data) % 4 == 0 && scales.token_stride == 1 &&
+         scales.page_stride % 4 == 0 && scales.head_stride % 4 == 0;
+}
+
+/// True when the copy engine can fetch the caches: pages of 8 to 256 tokens fill whole rows of the
+/// shared-memory swizzle, strides are positive, and heads, also of codes, lie at multiples of 16
+/// bytes.
+bool is_copied_cache(const BlockAttentionParams& params, const CodedAttentionArgs& args) {
   const int32_t page_size = args.k_cache.page_size;
+  const int64_t bytes = dtype_bytes(params.k_cache.dtype);
+  const auto is_ready = [bytes](const CacheView& cache) {
+    return cache.page_stride > 0 && cache.token_stride > 0 && cache.head_stride > 0 &&
+           cache.is_row_aligned16(bytes);
+  };
+  if (args.k_cache.num_pages == 0) {
+    return true;
+  }
+  return page_size >= 8 && page_size <= 256 && is_ready(args.k_cache) && is_ready(args.v_cache) &&
+         (!params.k_scale.present() ||
+          (has_aligned_scales(args.k_scales) && has_aligned_scales(args.v_scales)));
+}
+
+/// True when the copy engine can fetch every operand.
+bool is_copy_engine_ready(const BlockAttentionParams& params, const CodedAttentionArgs& args) {
   const auto has_steps = [](const TensorRef& tensor) {
     return tensor.stride[0] > 0 && tensor.stride[1] > 0;
   };
-  const auto has_cache_steps = [](const CacheView& cache) {
-    return cache.page_stride > 0 && cache.token_stride > 0 && cache.head_stride > 0;
-  };
-  const bool is_cache_ready = args.k_cache.num_pages == 0 ||
-                              (page_size >= 8 && page_size <= 256 &&
-                               has_cache_steps(args.k_cache) && has_cache_steps(args.v_cache));
-  return is_tensor_core_ready(params, args) && is_cache_ready && has_steps(params.q) &&
-         has_steps(params.k) && has_steps(params.v) && args.num_tokens > 0;
+  return is_tensor_core_ready(params, args) && is_copied_cache(params, args) &&
+         has_steps(params.q) && has_steps(params.k) && has_steps(params.v) && args.num_tokens > 0;
 }
 
-const sm90::AttentionEntry* find_hopper(DType dtype, int32_t head_dim, int32_t rows_per_tile) {
+const sm90::AttentionEntry* find_hopper(DType dtype, bool is_coded, int32_t head_dim,
+                                        int32_t rows_per_tile) {
   for (const sm90::AttentionEntry& entry : sm90::attention_entries()) {
-    if (entry.dtype == dtype && entry.head_dim == head_dim &&
+    if (entry.dtype == dtype && entry.is_coded == is_coded && entry.head_dim == head_dim &&
         entry.rows_per_tile == rows_per_tile) {
       return &entry;
     }
@@ -256,11 +273,10 @@ Status launch_paths(const BlockAttentionParams& params, const AttentionShape& sh
   const bool is_coded = params.k_scale.present();
   const AttentionDevice device = attention_device(context);
   const AttentionConfig hopper = hopper_attention_config(shape, context.batch_invariant, device);
-  if (!is_coded && args.group <= hopper.rows_per_tile &&
-      device.shared_memory >= kLargeSharedMemory && is_hopper_device(context.device_index) &&
-      is_copy_engine_ready(params, args)) {
+  if (args.group <= hopper.rows_per_tile && device.shared_memory >= kLargeSharedMemory &&
+      is_hopper_device(context.device_index) && is_copy_engine_ready(params, args)) {
     const sm90::AttentionEntry* entry =
-        find_hopper(params.q.dtype, shape.head_dim, hopper.rows_per_tile);
+        find_hopper(params.q.dtype, is_coded, shape.head_dim, hopper.rows_per_tile);
     if (entry != nullptr) {
       apply_config(args, hopper);
       if (args.k_cache.num_pages == 0) {  // no page is ever found; whole tiles keep boxes aligned

@@ -59,23 +59,29 @@ __device__ __forceinline__ uint8_t scaled_kv_code(float value, uint8_t scale) {
   return scale == kNanKvScale ? 0 : kv_code(value, scale);
 }
 
-/// Values of the codes in the bytes 2 * `pair` and 2 * `pair` + 1 of `codes`, in bfloat16:
-/// `multiplier` is scale_multiplier() of their scale.
-__device__ __forceinline__ uint32_t decode_pair(uint32_t codes, int pair, uint32_t multiplier) {
-  // Codes shifted into place are their values times 2^-120, with the sign where it belongs.
-  const uint32_t high = __byte_perm(codes, 0, pair == 0 ? 0x1404 : 0x3424);
-  const uint32_t shifted = (high & 0x80008000U) | ((high >> 4) & 0x07F007F0U);
-  const __nv_bfloat162 value = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&shifted),
-                                       *reinterpret_cast<const __nv_bfloat162*>(&multiplier));
-  return *reinterpret_cast<const uint32_t*>(&value);
+/// Values of the four codes in `codes`, in bfloat16: `multiplier` is scale_multiplier() of their
+/// scale.
+__device__ __forceinline__ uint2 decode_four(uint32_t codes, uint32_t multiplier) {
+  // Codes shifted into place are their values times 2^-120, with the sign where it belongs: the
+  // upper bytes of all four, their lower bytes, then one beside the other.
+  const uint32_t high = (codes & 0x80808080U) | ((codes >> 4) & 0x07070707U);
+  const uint32_t low = (codes << 4) & 0xF0F0F0F0U;
+  const uint32_t pairs[] = {__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362)};
+  uint32_t values[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const __nv_bfloat162 value = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pairs[i]),
+                                         *reinterpret_cast<const __nv_bfloat162*>(&multiplier));
+    values[i] = *reinterpret_cast<const uint32_t*>(&value);
+  }
+  return make_uint2(values[0], values[1]);
 }
 
 /// Twice 2^(120 + e) in bfloat16, where e belongs to the scale byte; infinity for kNanKvScale,
 /// whose codes are 0 and so become NaN.
 __device__ __forceinline__ uint32_t scale_multiplier(uint8_t scale) {
   const uint32_t exponent = static_cast<uint32_t>(scale) + 120U;
-  const uint32_t half = (exponent < 255U ? exponent : 255U) << 7;
-  return half | (half << 16);
+  return (exponent < 255U ? exponent : 255U) * 0x00800080U;
 }
 
 /// Values of eight codes, in T: exact in bfloat16, rounded in float16.
@@ -84,8 +90,9 @@ __device__ __forceinline__ uint4 decode_eight(uint2 codes, uint8_t scale) {
   static_assert(sizeof(T) == 2, "eight values fill 16 bytes");
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     const uint32_t multiplier = scale_multiplier(scale);
-    return make_uint4(decode_pair(codes.x, 0, multiplier), decode_pair(codes.x, 1, multiplier),
-                      decode_pair(codes.y, 0, multiplier), decode_pair(codes.y, 1, multiplier));
+    const uint2 first = decode_four(codes.x, multiplier);
+    const uint2 last = decode_four(codes.y, multiplier);
+    return make_uint4(first.x, first.y, last.x, last.y);
   } else {
     float values[8];
 #pragma unroll

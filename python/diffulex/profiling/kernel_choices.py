@@ -130,10 +130,9 @@ def _attention(platform: Platform, shapes: OpShapes, head_dim: int) -> KernelCho
         lacking = "tensor-core kernels need compute capability 8.0"
     if lacking:
         return KernelChoice(op, "portable", lacking, is_fast=False)
-    if shapes.has_cached_codes:
-        is_fast = shapes.dtype == "bfloat16"
-        kernel = "tensor cores sm_80" if is_fast else "portable"
-        return KernelChoice(op, kernel, f"the cache holds codes, rows {shapes.dtype}", is_fast)
+    if shapes.has_cached_codes and shapes.dtype != "bfloat16":
+        reason = f"the cache holds codes, rows {shapes.dtype}"
+        return KernelChoice(op, "portable", reason, is_fast=False)
     low, high = _HOPPER_PAGES
     if platform.has_hopper and not low <= shapes.page_size <= high:
         reason = f"Hopper kernels take pages of {low} to {high} tokens, got {shapes.page_size}"

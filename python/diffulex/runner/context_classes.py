@@ -34,10 +34,10 @@ class ContextClasses:
         device = torch.device(config.model.device)
         # On the CPU, and where nothing may depend on the batch, there is no automatic division.
         self._is_dividing = device.type == "cuda" and not config.kernel.batch_invariant
-        is_half = config.model.dtype in ("bfloat16", "float16")
-        # The Hopper kernels do not read codes.
-        is_half = is_half and config.cache.kv_cache_dtype == "auto"
-        self._is_hopper = self._is_dividing and is_half and has_hopper_kernels(device)
+        # Codes are read beside rows of bfloat16 alone.
+        is_plain = config.cache.kv_cache_dtype == "auto"
+        is_served = config.model.dtype in (("bfloat16", "float16") if is_plain else ("bfloat16",))
+        self._is_hopper = self._is_dividing and is_served and has_hopper_kernels(device)
         self._bounds: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def bounds(self, num_reqs: int, rows: int) -> tuple[int, ...]:

@@ -64,7 +64,8 @@ def test_weights_in_low_precision(scheme: str, dtype: str, kernel: str, is_fast:
 def test_attention_over_cached_codes() -> None:
     shapes = BF16._replace(has_cached_codes=True)
     (attention,) = (said(H200, shapes)[op] for op in said(H200, shapes) if "attention" in op)
-    assert attention == ("tensor cores sm_80", "the cache holds codes, rows bfloat16", True)
+    assert attention == ("Hopper sm_90", "compute capability 9.0", True)
+    assert kernel_choices(A100, shapes)[0].kernel == "tensor cores sm_80"
     choice = kernel_choices(H200, shapes._replace(dtype="float16"))[0]
     assert (choice.kernel, choice.is_fast) == ("portable", False)
 

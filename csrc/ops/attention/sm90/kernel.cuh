@@ -18,11 +18,32 @@
 //           products  value_full, then value_clean if the tile has unseen rows .... value_empty
 //           end       after the last scores ....................................... query_empty
 //
+// Beside caches of codes the consumers and the cleaner are the same. A copier of codes and a
+// converter take the place of the copiers, with a ring of kPieces pieces of codes between them:
+//
+//   warp 0  queries   as above
+//           codes     per piece of a cached tile: piece_empty  copies codes, scales  piece_full
+//   last    cached    per piece, K then V: piece_full ........ reads it ............ piece_empty
+//   four              before the first of K, of V: key_empty, value_empty
+//                     after the last ......................... has written values .. key_full,
+//                                                                                    value_full
+//           in flight per tile: key_empty, value_empty ....... copies K, V ......... as above
+//
+// Nobody waits in a circle: the converter waits for stages whose tiles it filled two tiles before,
+// and which consumers and cleaner leave without more of it than the tile after; it reads pieces in
+// the order in which they are issued, and the copier waits for a piece that the converter reads
+// next, or for the end of a unit all of whose pieces it has issued. Copier and converter count
+// pieces, and converter, cleaner and consumers tiles, from the same record, so that everyone meets
+// every phase of a barrier; tiles in flight have no pieces. Every piece that is issued is read, so
+// that no copy outlives its CTA. The last four warps also arrive at the barrier of a cluster.
+//
 // The products of a tile run under the softmax of the next. Two groups of rows take turns on the
 // tensor cores through the named barriers 1 and 2. Every reader releases a unit by unit_empty.
 
 #include <cstdint>
 
+#include "ops/attention/sm90/code_copier.cuh"
+#include "ops/attention/sm90/converter.cuh"
 #include "ops/attention/sm90/epilogue.cuh"
 #include "ops/attention/sm90/mainloop.cuh"
 #include "ops/attention/sm90/producer.cuh"
@@ -35,19 +56,27 @@ namespace diffulex::cuda::sm90 {
 template <typename Traits>
 __device__ __forceinline__ void init_barriers(const Barriers<Traits>& barriers) {
   constexpr uint32_t kConsumerWarps = Traits::kConsumers * 4;
+  // Beside the consumers a cleaner reads units, and two copiers or one and the converter.
+  constexpr uint32_t kUnitReaders = kConsumerWarps + 1 + (Traits::kIsCoded ? 5 : 2);
+  constexpr uint32_t kFillers = Traits::kIsCoded ? 4 : 1;  // warps that fill a stage together
   ptx::mbarrier_init(barriers.query_full(), 1);
   ptx::mbarrier_init(barriers.query_empty(), kConsumerWarps);
   for (uint32_t slot = 0; slot < 2; ++slot) {
     ptx::mbarrier_init(barriers.unit_full(slot), 32);
-    ptx::mbarrier_init(barriers.unit_empty(slot),
-                       (kConsumerWarps + 3) * 32);  // and copiers, cleaner
+    ptx::mbarrier_init(barriers.unit_empty(slot), kUnitReaders * 32);
   }
   for (uint32_t stage = 0; stage < Traits::kStages; ++stage) {
-    ptx::mbarrier_init(barriers.key_full(stage), 1);
+    ptx::mbarrier_init(barriers.key_full(stage), kFillers);
     ptx::mbarrier_init(barriers.key_empty(stage), kConsumerWarps);
-    ptx::mbarrier_init(barriers.value_full(stage), 1);
+    ptx::mbarrier_init(barriers.value_full(stage), kFillers);
     ptx::mbarrier_init(barriers.value_empty(stage), kConsumerWarps + 1);  // and the cleaner
     ptx::mbarrier_init(barriers.value_clean(stage), 1);
+  }
+  if constexpr (Traits::kIsCoded) {
+    for (uint32_t piece = 0; piece < Traits::kPieces; ++piece) {
+      ptx::mbarrier_init(barriers.piece_full(piece), 1 + 32);  // codes, and scales of every lane
+      ptx::mbarrier_init(barriers.piece_empty(piece), kFillers);
+    }
   }
   ptx::mbarrier_init_fence();
 }
@@ -131,17 +160,51 @@ __device__ __forceinline__ void prefetch_metadata(const AttentionArgs& args) {
 
 /// Brings the arguments into the constant cache, a line a warp: read one after the other, when they
 /// are needed, every line costs a miss.
-__device__ __forceinline__ void warm_arguments(const AttentionArgs& args, int warp) {
+template <typename Traits>
+__device__ __forceinline__ void warm_arguments(const typename Traits::Args& args, int warp) {
   constexpr int kLine = 16;  // words
-  static_assert(sizeof(AttentionArgs) <= 8 * 4 * kLine, "a line for each of eight warps");
+  using Args = typename Traits::Args;
+  static_assert(sizeof(Args) <= Traits::kThreads / 32 * 4 * kLine, "a line for each warp");
   const uint32_t* const words = reinterpret_cast<const uint32_t*>(&args);
-  const int last = static_cast<int>(sizeof(AttentionArgs) / 4) - 1;
+  const int last = static_cast<int>(sizeof(Args) / 4) - 1;
   asm volatile("" ::"r"(words[min_i32(warp * kLine, last)]));
+}
+
+/// The warps of the producer.
+template <typename Traits>
+__device__ __forceinline__ void produce(const typename Traits::Args& args,
+                                        const AttentionMaps& maps, uint8_t* smem,
+                                        const Barriers<Traits>& barriers, int warp) {
+  if (warp == 0) {
+    if constexpr (Traits::kIsCoded) {
+      copy_coded_units<Traits>(args, maps, smem, barriers);
+    } else {
+      copy_units<Traits, false>(args, maps, smem, barriers);
+    }
+  } else if (warp == 1) {
+    clean_units<Traits>(smem, barriers);
+  } else if (warp == 2) {
+    if constexpr (!Traits::kIsCoded) {
+      copy_units<Traits, true>(args, maps, smem, barriers);
+    }
+  } else {
+    schedule_units<Traits>(args, smem, barriers);
+    zero_units<Traits>(args);
+  }
+}
+
+/// What warps that add up nothing do at the end: the cluster's barrier counts every warp.
+__device__ __forceinline__ void leave_cluster(const AttentionArgs& args) {
+  if (args.cluster_size > 1) {
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
 }
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_kernel(const __grid_constant__ AttentionArgs args,
+    attention_kernel(const __grid_constant__ typename Traits::Args args,
                      const __grid_constant__ AttentionMaps maps) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const Barriers<Traits> barriers{ptx::smem_address(smem + Traits::kBarrierOffset)};
@@ -157,35 +220,26 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warp == 1) {
     prefetch_metadata(args);
   }
-  warm_arguments(args, warp);
+  warm_arguments<Traits>(args, warp);
   __syncthreads();
   if (warp != 3) {
     pdl_wait();  // the scheduler waits later
   }
   if (warp < 4) {
-    if constexpr (Traits::kConsumers == 2) {
-      ptx::registers_decrease<Traits::kProducerRegisters>();
+    if constexpr (Traits::kMovesRegisters) {
+      ptx::registers_decrease<Traits::kRegisters.producer>();
     }
-    if (warp == 0) {
-      copy_units<Traits, false>(args, maps, smem, barriers);
-    } else if (warp == 1) {
-      clean_units<Traits>(smem, barriers);
-    } else if (warp == 2) {
-      copy_units<Traits, true>(args, maps, smem, barriers);
-    } else {
-      schedule_units<Traits>(args, smem, barriers);
-      zero_units<Traits>(args);
-    }
-    if (args.cluster_size > 1) {
-      __syncwarp();
-      ptx::cluster_arrive();  // the barrier counts every warp of the cluster
-      ptx::cluster_wait();
-    }
-  } else {
-    if constexpr (Traits::kConsumers == 2) {
-      ptx::registers_increase<Traits::kConsumerRegisters>();
+    produce<Traits>(args, maps, smem, barriers, warp);
+    leave_cluster(args);
+  } else if (warp < 4 + 4 * Traits::kConsumers) {
+    if constexpr (Traits::kMovesRegisters) {
+      ptx::registers_increase<Traits::kRegisters.consumer>();
     }
     consume_units<Traits>(args, smem, barriers, warp / 4 - 1);
+  } else if constexpr (Traits::kIsCoded) {
+    ptx::registers_decrease<Traits::kRegisters.converter>();
+    convert_units<Traits>(args, maps, smem, barriers);
+    leave_cluster(args);
   }
 }
 

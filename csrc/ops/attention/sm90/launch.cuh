@@ -75,7 +75,10 @@ Status launch_attention(const AttentionArgs& args, int32_t device_index, void* s
   AttentionMaps maps;
   constexpr DType kDtype =
       std::is_same_v<typename Traits::Element, __half> ? DType::kF16 : DType::kBF16;
-  DIFFULEX_RETURN_IF_ERROR(make_attention_maps(args, kDtype, Traits::kTileKeys, &maps));
+  constexpr CacheBox kCacheBox =
+      Traits::kIsCoded ? CacheBox{DType::kF8E4M3, Traits::kCodeLineBytes, Traits::kPieceKeys}
+                       : CacheBox{kDtype, 64, Traits::kTileKeys};
+  DIFFULEX_RETURN_IF_ERROR(make_attention_maps(args, kDtype, Traits::kTileKeys, kCacheBox, &maps));
   const int64_t tiles = int64_t{args.num_reqs} * args.num_kv_heads * args.tiles_per_request;
   constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
   if (tiles * args.num_splits > kMaxGrid) {
@@ -97,7 +100,8 @@ Status launch_attention(const AttentionArgs& args, int32_t device_index, void* s
   config.attrs = attributes;
   config.numAttrs = args.cluster_size > 1 ? 2 : 1;
   DIFFULEX_RETURN_IF_ERROR(cuda_status(
-      kAttentionWhere, cudaLaunchKernelEx(&config, attention_kernel<Traits>, args, maps)));
+      kAttentionWhere, cudaLaunchKernelEx(&config, attention_kernel<Traits>,
+                                          static_cast<const typename Traits::Args&>(args), maps)));
   if (args.num_splits == 1 || args.cluster_size > 1 || tiles == 0) {
     return Status::ok_status();
   }
@@ -108,9 +112,9 @@ Status launch_attention(const AttentionArgs& args, int32_t device_index, void* s
   return cuda_status(kAttentionWhere, launch_dependent(reduce_kernel<Traits>, shape, true, args));
 }
 
-template <typename T, int kDim, int kRows>
+template <typename T, int kDim, int kRows, typename Cached>
 AttentionKernel attention_instance() {
-  using Traits = AttentionTraits<T, kDim, kRows>;
+  using Traits = AttentionTraits<T, kDim, kRows, Cached>;
   return AttentionKernel{&launch_attention<Traits>, &prepare_attention<Traits>};
 }
 

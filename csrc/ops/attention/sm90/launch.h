@@ -19,8 +19,9 @@ struct AttentionKernel final {
   Status (*prepare)(int32_t device_index) = nullptr;
 };
 
-/// Explicit instantiations, one per inst_*.cu: dtype T (__nv_bfloat16, __half), head dim, row tile.
-template <typename T, int kDim, int kRows>
+/// Explicit instantiations, one per inst_*.cu: dtype T (__nv_bfloat16, __half), head dim, row tile,
+/// type of cached elements (T or KvCode).
+template <typename T, int kDim, int kRows, typename Cached = T>
 AttentionKernel attention_instance();
 
 }  // namespace diffulex::cuda::sm90

@@ -267,7 +267,13 @@ class Consumer final {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      ptx::wgmma_rs<T, 1>(values, probabilities[step], rows + ((step * 16 * 128) >> 4), true);
+#pragma unroll
+      for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
+        constexpr int kGroups = Traits::kValueDims / 8 / Traits::kValueSlices;
+        auto& part = reinterpret_cast<float (&)[kGroups][4]>(values[slice * kGroups]);
+        const int offset = step * 16 * 128 + slice * (kGroups / 8) * Traits::kKeyChunkBytes;
+        ptx::wgmma_rs<T, 1>(part, probabilities[step], rows + (offset >> 4), true);
+      }
     }
     ptx::wgmma_commit();
   }

@@ -40,18 +40,19 @@ TensorMapShape in_flight_shape(const AttentionArgs& args, const void* data,
   return shape;
 }
 
-TensorMapShape cache_shape(const AttentionArgs& args, const CacheView& cache, int tile_keys) {
+TensorMapShape cache_shape(const AttentionArgs& args, const CacheView& cache, const CacheBox& box) {
   TensorMapShape shape;
   shape.rank = 4;
   // An empty cache: one page of any memory, which no coordinate reaches (missing_page()).
   const bool is_empty = cache.num_pages == 0;
   shape.data = is_empty ? args.k : cache.data;
+  const int64_t ratio = 2 / dtype_bytes(box.dtype);  // cached elements in the room of one of K
   const int64_t sizes[] = {args.head_dim, args.num_kv_heads, is_empty ? 1 : cache.page_size,
                            is_empty ? 1 : cache.num_pages};
-  const int64_t strides[] = {1, is_empty ? args.k_stride[1] : cache.head_stride,
-                             is_empty ? args.k_stride[0] : cache.token_stride,
-                             is_empty ? args.k_stride[0] : cache.page_stride};
-  const int32_t boxes[] = {kChunkDims, 1, min_i32(cache.page_size, tile_keys), 1};
+  const int64_t strides[] = {1, is_empty ? args.k_stride[1] * ratio : cache.head_stride,
+                             is_empty ? args.k_stride[0] * ratio : cache.token_stride,
+                             is_empty ? args.k_stride[0] * ratio : cache.page_stride};
+  const int32_t boxes[] = {box.dims, 1, min_i32(cache.page_size, box.keys), 1};
   for (int dim = 0; dim < shape.rank; ++dim) {
     shape.size[dim] = sizes[dim];
     shape.stride[dim] = strides[dim];
@@ -63,7 +64,7 @@ TensorMapShape cache_shape(const AttentionArgs& args, const CacheView& cache, in
 }  // namespace
 
 Status make_attention_maps(const AttentionArgs& args, DType dtype, int tile_keys,
-                           AttentionMaps* maps) {
+                           const CacheBox& cache_box, AttentionMaps* maps) {
   DIFFULEX_RETURN_IF_ERROR(encode_tensor_map(kWhere, query_shape(args), dtype, &maps->q));
   const struct {
     CUtensorMap* map;
@@ -78,9 +79,9 @@ Status make_attention_maps(const AttentionArgs& args, DType dtype, int tile_keys
     DIFFULEX_RETURN_IF_ERROR(encode_tensor_map(
         kWhere, in_flight_shape(args, entry.data, entry.stride, entry.rows), dtype, entry.map));
   }
-  DIFFULEX_RETURN_IF_ERROR(
-      encode_tensor_map(kWhere, cache_shape(args, args.k_cache, tile_keys), dtype, &maps->k_cache));
-  return encode_tensor_map(kWhere, cache_shape(args, args.v_cache, tile_keys), dtype,
+  DIFFULEX_RETURN_IF_ERROR(encode_tensor_map(kWhere, cache_shape(args, args.k_cache, cache_box),
+                                             cache_box.dtype, &maps->k_cache));
+  return encode_tensor_map(kWhere, cache_shape(args, args.v_cache, cache_box), cache_box.dtype,
                            &maps->v_cache);
 }
 

@@ -54,32 +54,17 @@ class TileCopier final {
                : Traits::kKeyBytes;
   }
 
+  /// Starts the copies of tile `index`; by the whole warp.
   __device__ __forceinline__ void issue(int32_t index, int32_t page, uint32_t target,
                                         uint32_t barrier, const CUtensorMap* piece,
                                         const CUtensorMap* tile, const CUtensorMap* cache) const {
-    const int32_t base = setup_.walk.template base<kTileKeys>(index);
-    const int32_t head = setup_.work.kv_head;
     if (setup_.walk.is_in_flight(index)) {
-      const int32_t token = setup_.view.first_token + base - setup_.walk.context_len;
-      // Few large boxes are issued much faster than many small ones.
-      const int boxes = in_flight_boxes(index);
-      const bool is_whole = boxes * kInFlightBox == kTileKeys;
-      const CUtensorMap* map = is_whole ? tile : piece;
-#pragma unroll 1
-      for (int box = 0; box < (is_whole ? 1 : boxes); ++box) {
-        if (ptx::elect_one()) {
-#pragma unroll
-          for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-            ptx::tma_load(target + chunk * Traits::kKeyChunkBytes + box * (kInFlightBox * 128), map,
-                          barrier, chunk * 64, head, token + box * kInFlightBox);
-          }
-        }
-      }
+      issue_in_flight(index, target, barrier, piece, tile);
       return;
     }
-    // A coordinate past the last page: the box is filled with zeros.
-    const int32_t found = is_page(page) ? page : max_i32(args_.k_cache.num_pages, 1);
-    const int32_t offset = base & (args_.k_cache.page_size - 1);
+    const int32_t found = found_page(page);
+    const int32_t offset =
+        setup_.walk.template base<kTileKeys>(index) & (args_.k_cache.page_size - 1);
     const int boxes = kTileKeys / box_rows_;
 #pragma unroll 4
     for (int box = 0; box < boxes; ++box) {
@@ -88,16 +73,47 @@ class TileCopier final {
 #pragma unroll
         for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
           ptx::tma_load(target + chunk * Traits::kKeyChunkBytes + box * box_rows_ * 128, cache,
-                        barrier, chunk * 64, head, offset, mine);
+                        barrier, chunk * 64, setup_.work.kv_head, offset, mine);
         }
       }
     }
   }
 
- private:
+  /// As issue(), for a tile of keys in flight.
+  __device__ __forceinline__ void issue_in_flight(int32_t index, uint32_t target, uint32_t barrier,
+                                                  const CUtensorMap* piece,
+                                                  const CUtensorMap* tile) const {
+    const int32_t token = setup_.view.first_token + setup_.walk.template base<kTileKeys>(index) -
+                          setup_.walk.context_len;
+    // Few large boxes are issued much faster than many small ones.
+    const int boxes = in_flight_boxes(index);
+    const bool is_whole = boxes * kInFlightBox == kTileKeys;
+    const CUtensorMap* map = is_whole ? tile : piece;
+#pragma unroll 1
+    for (int box = 0; box < (is_whole ? 1 : boxes); ++box) {
+      if (ptx::elect_one()) {
+#pragma unroll
+        for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+          ptx::tma_load(target + chunk * Traits::kKeyChunkBytes + box * (kInFlightBox * 128), map,
+                        barrier, chunk * 64, setup_.work.kv_head, token + box * kInFlightBox);
+        }
+      }
+    }
+  }
+
+  /// The page to copy; for none a coordinate past the last, where boxes are filled with zeros.
+  __device__ __forceinline__ int32_t found_page(int32_t page) const {
+    return is_page(page) ? page : max_i32(args_.k_cache.num_pages, 1);
+  }
   __device__ __forceinline__ bool is_page(int32_t page) const {
     return page >= 0 && page < args_.k_cache.num_pages;
   }
+  /// The lane that holds the page of key `offset` of a tile.
+  __device__ __forceinline__ int owner(int32_t offset) const {
+    return offset >> (__ffs(box_rows_) - 1);
+  }
+
+ private:
   __device__ __forceinline__ int32_t in_flight_boxes(int32_t index) const {
     const KeyRange bounds = setup_.walk.template bounds<kTileKeys>(index);
     return ceil_div_i32(bounds.end - setup_.walk.template base<kTileKeys>(index), kInFlightBox);

@@ -155,20 +155,21 @@ struct TileSetup final {
   KeyRange full_in_flight;  // indices of tiles all of whose keys all rows see (page ids aside)
   KeyRange full_cached;
 
-  /// The unit `work` of request `view`; false for splits and tiles that hold nothing. Called by a
-  /// warp, which also writes the intervals of the tokens to `rows`.
+  /// The unit `work` of request `view`, of which `request` is a copy; false for splits and tiles
+  /// that hold nothing. Called by a warp, which also writes the intervals of the tokens to `rows`.
   template <int kTileKeys>
-  __device__ __forceinline__ bool make(const AttentionArgs& args, KeyRange* rows) {
+  __device__ __forceinline__ bool make(const AttentionArgs& args, const RequestView& request,
+                                       KeyRange* rows) {
     first_row = work.tile * args.tokens_per_tile;
-    first_token = view.first_token + first_row;
-    num_tokens = min_i32(args.tokens_per_tile, view.mask.num_valid - first_row);
-    if (work.split >= view.splits || num_tokens <= 0) {
+    first_token = request.first_token + first_row;
+    num_tokens = min_i32(args.tokens_per_tile, request.mask.num_valid - first_row);
+    if (work.split >= request.splits || num_tokens <= 0) {
       return false;
     }
     KeyRange mine;
 #pragma unroll 1
     for (int32_t token = threadIdx.x & 31; token < num_tokens; token += 32) {
-      mine = row_interval(view.mask, first_row + token);
+      mine = row_interval(request.mask, first_row + token);
       rows[token] = mine;
     }
     __syncwarp();
@@ -176,11 +177,23 @@ struct TileSetup final {
     last = rows[num_tokens - 1];
     __syncwarp();  // the next unit may write `rows` again
     walk = TileWalk::make<kTileKeys>(
-        split_key_range(tile_key_range(first, last), view.mask.context_len, view.splits, work.split,
-                        kTileKeys),
-        view.mask.context_len);
-    find_full<kTileKeys>();
+        split_key_range(tile_key_range(first, last), request.mask.context_len, request.splits,
+                        work.split, kTileKeys),
+        request.mask.context_len);
+    find_full<kTileKeys>(request.mask.hole);
     return true;
+  }
+
+  /// Hands what make() found to another setup of the unit.
+  __device__ __forceinline__ void copy_plan(TileSetup& other) const {
+    other.first_row = first_row;
+    other.first_token = first_token;
+    other.num_tokens = num_tokens;
+    other.first = first;
+    other.last = last;
+    other.walk = walk;
+    other.full_in_flight = full_in_flight;
+    other.full_cached = full_cached;
   }
 
   __device__ __forceinline__ bool is_full(int32_t index) const {
@@ -219,13 +232,12 @@ struct TileSetup final {
  private:
   /// Index ranges of full tiles; below a hole none counts, which costs time only.
   template <int kTileKeys>
-  __device__ __forceinline__ void find_full() {
+  __device__ __forceinline__ void find_full(const KeyRange& hole) {
     const int32_t low = max_i32(walk.piece.begin, last.begin);
     const int32_t high = min_i32(walk.piece.end, first.end);
     const int32_t base = max_i32(walk.piece.begin, walk.context_len);
     full_in_flight.begin = low > base ? ceil_div_i32(low - base, kTileKeys) : 0;
     full_in_flight.end = high > base ? (high - base) / kTileKeys : 0;
-    const KeyRange& hole = view.mask.hole;
     const int32_t cached_low = hole.begin < hole.end ? max_i32(low, hole.end) : low;
     const int32_t top = walk.num_in_flight + walk.last_cached;  // the index of tile 0
     full_cached.begin = top + 1 - min_i32(high, walk.context_len) / kTileKeys;
@@ -295,14 +307,30 @@ __device__ __forceinline__ void schedule_units(const AttentionArgs& args, uint8_
   bool has_waited = false;
   UnitList units(args);
   Ring<2> ring;
-  TileSetup setup;
   bool is_unit = true;
   while (is_unit) {
+    TileSetup setup;
     is_unit = units.next(setup.work, setup.view);
     ptx::mbarrier_wait(barriers.unit_empty(ring.stage), ring.phase ^ 1);
     uint8_t* slot = smem + Traits::kUnitOffset + ring.stage * Traits::kUnitBytes;
-    const bool is_live =
-        is_unit && setup.make<Traits::kTileKeys>(args, reinterpret_cast<KeyRange*>(slot + 256));
+    UnitRecord* record = reinterpret_cast<UnitRecord*>(slot);
+    // Written in two parts, and whether or not it is published: registers are few. With a converter
+    // they do not hold the request either.
+    if (lane == 0) {
+      record->setup.view = setup.view;
+      record->setup.work = setup.work;
+    }
+    __syncwarp();
+    const RequestView& request = Traits::kIsCoded ? record->setup.view : setup.view;
+    const bool is_live = is_unit && setup.make<Traits::kTileKeys>(
+                                        args, request, reinterpret_cast<KeyRange*>(slot + 256));
+    if (lane == 0) {
+      setup.copy_plan(record->setup);
+      record->is_unit = is_unit ? 1 : 0;
+      record->is_live = is_live ? 1 : 0;
+      const int32_t first_split = static_cast<int32_t>(blockIdx.y) * args.cluster_size;
+      record->is_shared = is_unit && request.splits > 1 && first_split < request.splits ? 1 : 0;
+    }
     if (!has_waited) {
       has_waited = true;
       wait_for_kernels_ahead();
@@ -314,15 +342,6 @@ __device__ __forceinline__ void schedule_units(const AttentionArgs& args, uint8_
     }
     if (is_unit && !is_live && args.num_splits == 1) {
       continue;
-    }
-    if (lane == 0) {
-      UnitRecord* record = reinterpret_cast<UnitRecord*>(slot);
-      record->setup = setup;
-      record->is_unit = is_unit ? 1 : 0;
-      record->is_live = is_live ? 1 : 0;
-      const int32_t first_split = static_cast<int32_t>(blockIdx.y) * args.cluster_size;
-      record->is_shared =
-          is_unit && setup.view.splits > 1 && first_split < setup.view.splits ? 1 : 0;
     }
     ptx::mbarrier_arrive(barriers.unit_full(ring.stage));  // every lane has written
     ring.advance();

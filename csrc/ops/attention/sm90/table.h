@@ -14,6 +14,7 @@ struct AttentionEntry final {
   int32_t head_dim = 0;
   int32_t rows_per_tile = 0;
   AttentionKernel kernel;
+  bool is_coded = false;  // caches of codes
 };
 
 /// The instantiations, for range-based loops.
@@ -25,8 +26,8 @@ struct AttentionEntries final {
   [[nodiscard]] const AttentionEntry* end() const { return entries + count; }
 };
 
-/// Kernels of this build: none without the sm90 group, bf16 with head dim 128 in the minimal
-/// profile.
+/// Kernels of this build: none without the sm90 group, rows of bf16 with head dim 128 in the
+/// minimal profile.
 [[nodiscard]] AttentionEntries attention_entries();
 
 }  // namespace diffulex::cuda::sm90

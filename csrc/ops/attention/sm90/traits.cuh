@@ -4,14 +4,42 @@
 // Tile shapes and the shared-memory plan of the sm_90a attention kernel.
 
 #include <cstdint>
+#include <type_traits>
+
+#include "ops/attention/args.cuh"
 
 namespace diffulex::cuda::sm90 {
 
-/// T element type, kDim head dim D, kRows packed query rows M of a tile. Q, K and V lie in shared
-/// memory as chunks of 64 dims: [chunk][row][64], rows of 128 bytes with the 128-byte swizzle.
-template <typename T, int kDim, int kRows>
+/// Registers of a thread of each warpgroup, multiples of 8.
+struct AttentionRegisters final {
+  uint32_t producer;
+  uint32_t consumer;
+  uint32_t converter;
+};
+
+/// Three warpgroups share 504 of them, four 512. D = 256 needs the accumulators most; of the splits
+/// with a converter these spill least.
+constexpr AttentionRegisters attention_registers(bool is_coded, int consumers, int head_dim) {
+  if (!is_coded) {
+    return head_dim == 256 ? AttentionRegisters{88, 208, 0} : AttentionRegisters{104, 200, 0};
+  }
+  if (consumers == 1) {
+    return {128, 240, 128};
+  }
+  if (head_dim > 256) {
+    return {72, 192, 56};
+  }
+  return head_dim == 256 ? AttentionRegisters{56, 208, 40} : AttentionRegisters{56, 200, 56};
+}
+
+/// T element type, kDim head dim D, kRows packed query rows M of a tile; cached elements are of
+/// type Cached, T or KvCode. Q, K and V lie in shared memory as chunks of 64 dims:
+/// [chunk][row][64], rows of 128 bytes with the 128-byte swizzle.
+template <typename T, int kDim, int kRows, typename Cached = T>
 struct AttentionTraits final {
   using Element = T;
+  using Args = AttentionArgsOf<Cached>;
+  static constexpr bool kIsCoded = std::is_same_v<Cached, KvCode>;
   static constexpr int kHeadDim = kDim;
   static constexpr int kTileRows = kRows;
   // hopper_keys_per_tile() of ops/attention/config.h
@@ -22,13 +50,21 @@ struct AttentionTraits final {
   static constexpr int kRowGroups = kRows / 64;
   static constexpr int kConsumers = kRowGroups * kValueParts;  // warpgroups
   static constexpr int kConsumerThreads = 128 * kConsumers;
-  static constexpr int kThreads = kConsumerThreads + 128;
+  // Warpgroups: the producer, the consumers, and last the converter.
+  static constexpr int kThreads = 128 + kConsumerThreads + (kIsCoded ? 128 : 0);
   static constexpr int kValueDims = kDim / kValueParts;
   static constexpr int kChunks = kDim / 64;
+  // Products of 256 value dims need more registers than a thread of 512 starts with; two of 128 add
+  // up the same.
+  static constexpr int kValueSlices = kThreads == 512 && kValueDims > 128 ? 2 : 1;
 
-  // With two consumer warpgroups; together 64,512 registers. D = 256 needs the accumulators most.
-  static constexpr uint32_t kProducerRegisters = kDim == 256 ? 88 : 104;
-  static constexpr uint32_t kConsumerRegisters = kDim == 256 ? 208 : 200;
+  // One consumer without a converter has enough.
+  static constexpr bool kMovesRegisters = kThreads > 256;
+  static constexpr AttentionRegisters kRegisters = attention_registers(kIsCoded, kConsumers, kDim);
+  static_assert(kRegisters.producer + kConsumers * kRegisters.consumer +
+                        (kIsCoded ? kRegisters.converter : 0) <=
+                    65536 / kThreads / 8 * 8 * (kThreads / 128),
+                "what the threads start with");
 
   static constexpr int kQueryChunkBytes = kRows * 128;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
@@ -40,19 +76,41 @@ struct AttentionTraits final {
   static constexpr int kUnitBytes = 256 + kRows * 8;
   static constexpr int kControlBytes = kBarrierBytes + 2 * kUnitBytes;
   static constexpr int kFitting = (kMaxSmem - kControlBytes - kQueryBytes) / (2 * kKeyBytes);
-  static constexpr int kStages = kFitting < 4 ? kFitting : 4;
+  // Beside codes two stages of their values: what else is on its way waits as codes.
+  static constexpr int kMostStages = kIsCoded ? 2 : 4;
+  static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
+  static constexpr int kStageBytes = kStages * 2 * kKeyBytes;
+
+  // Codes come in pieces of 8 KB, K or V of kPieceKeys keys: [row][D] with D = 64, else
+  // [D / 128][row][128] with the 128-byte swizzle. Beside a piece lie its scale bytes, two barriers
+  // and a word.
+  static constexpr int kPieceBytes = 8192;
+  static constexpr int kPieceKeys = kPieceBytes / kDim;
+  static constexpr int kTilePieces = kTileKeys / kPieceKeys;  // of K, and of V
+  static constexpr int kCodeLineBytes = kDim < 128 ? kDim : 128;
+  static constexpr int kCodeLines = kDim / kCodeLineBytes;  // of a key
+  static constexpr int kPieceMarkBytes = kPieceKeys + 16 + 4;
+  static constexpr int kFittingPieces =
+      (kMaxSmem - kControlBytes - kQueryBytes - kStageBytes) / (kPieceBytes + kPieceMarkBytes);
+  static constexpr int kPieces = !kIsCoded ? 0 : (kFittingPieces < 12 ? kFittingPieces : 12);
 
   static constexpr int kKeyOffset = kQueryBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * kKeyBytes;
-  static constexpr int kBarrierOffset = kValueOffset + kStages * kKeyBytes;
+  static constexpr int kPieceOffset = kValueOffset + kStages * kKeyBytes;
+  static constexpr int kBarrierOffset = kPieceOffset + kPieces * kPieceBytes;
   static constexpr int kUnitOffset = kBarrierOffset + kBarrierBytes;
-  static constexpr int kSmemBytes = kUnitOffset + 2 * kUnitBytes;
+  static constexpr int kPieceBarrierOffset = kUnitOffset + 2 * kUnitBytes;
+  static constexpr int kPieceScaleOffset = kPieceBarrierOffset + kPieces * 16;
+  static constexpr int kPieceWordOffset = kPieceScaleOffset + kPieces * kPieceKeys;
+  static constexpr int kSmemBytes = kPieceWordOffset + kPieces * 4;
 
   static_assert(kStages >= 2, "the pipeline needs two stages");
+  static_assert(!kIsCoded || kPieces >= 3, "one piece is read while others are on their way");
+  static_assert(kSmemBytes <= kMaxSmem, "what a CTA may have");
 };
 
-/// Addresses of the barriers. Every stage of K and of V has its own pair; `clean` completes after
-/// invisible rows of a V stage were zeroed.
+/// Addresses of the barriers. Every stage of K and of V has its own pair, and so has every piece of
+/// codes; `clean` completes after invisible rows of a V stage were zeroed.
 template <typename Traits>
 struct Barriers final {
   static constexpr int kStages = Traits::kStages;
@@ -67,6 +125,12 @@ struct Barriers final {
   __device__ uint32_t value_full(uint32_t stage) const { return key_full(stage + 2 * kStages); }
   __device__ uint32_t value_empty(uint32_t stage) const { return key_full(stage + 3 * kStages); }
   __device__ uint32_t value_clean(uint32_t stage) const { return key_full(stage + 4 * kStages); }
+  __device__ uint32_t piece_full(uint32_t piece) const {
+    return base + (Traits::kPieceBarrierOffset - Traits::kBarrierOffset) + piece * 8;
+  }
+  __device__ uint32_t piece_empty(uint32_t piece) const {
+    return piece_full(piece + Traits::kPieces);
+  }
   /// Byte offset in shared memory of the unmapped-page bits of a stage.
   __device__ static constexpr int unmapped_offset(uint32_t stage) {
     return Traits::kBarrierOffset + 48 + 5 * kStages * 8 + static_cast<int>(stage) * 4;

@@ -40,6 +40,14 @@ __device__ __forceinline__ void store_shared16(uint32_t target, const uint4& val
                : "memory");
 }
 
+/// As above, or zeros when `is_read` is false; the source must be a valid address in both cases.
+__device__ __forceinline__ void cp_async4(uint32_t target, const void* source, bool is_read) {
+  const int bytes = is_read ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(target), "l"(source),
+               "r"(bytes)
+               : "memory");
+}
+
 /// cp.async.commit_group (PTX 7.0, sm_80).
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");

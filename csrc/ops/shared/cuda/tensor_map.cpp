@@ -60,9 +60,12 @@ Status encode_tensor_map(const char* where, const TensorMapShape& shape, DType d
       strides[dim - 1] = static_cast<cuuint64_t>(shape.stride[dim] * dtype_bytes(dtype));
     }
   }
+  constexpr int64_t kSwizzledBytes = 128;
+  const bool is_swizzled = shape.box[0] * dtype_bytes(dtype) == kSwizzledBytes;
   const CUresult result = encode(
       map, data_type(dtype), static_cast<cuuint32_t>(shape.rank), const_cast<void*>(shape.data),
-      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      is_swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return make_error(StatusCode::kCudaError, where,

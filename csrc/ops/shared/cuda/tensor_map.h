@@ -11,7 +11,7 @@
 namespace diffulex::cuda::sm90 {
 
 /// A tensor as the copy engine sees it, innermost dimension first. The innermost stride is one
-/// element; the box's innermost extent must span 128 bytes (the swizzle).
+/// element; the box's innermost extent must span 128 bytes, to be swizzled, or 64, which are not.
 struct TensorMapShape final {
   static constexpr int kMaxRank = 5;
   int32_t rank = 0;
@@ -21,7 +21,8 @@ struct TensorMapShape final {
   int32_t box[kMaxRank] = {};     // elements, <= 256
 };
 
-/// Encodes a tiled map with the 128-byte swizzle and zero fill; `where` names the op in errors.
+/// Encodes a tiled map with zero fill, and the 128-byte swizzle if rows are that long; `where`
+/// names the op in errors.
 [[nodiscard]] Status encode_tensor_map(const char* where, const TensorMapShape& shape, DType dtype,
                                        CUtensorMap* map);
 

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The converter warpgroup: it fills the stages of K and V that the consumers multiply, cached tiles
+// from pieces of codes and tiles in flight through the copy engine.
+
+#include <cstdint>
+
+#include "ops/attention/sm90/maps.h"
+#include "ops/attention/sm90/producer.cuh"
+#include "ops/attention/sm90/traits.cuh"
+#include "ops/kv/codes.cuh"
+#include "ops/shared/cuda/mbarrier.cuh"
+#include "ops/shared/cuda/ptx.cuh"
+
+namespace diffulex::cuda::sm90 {
+
+/// One thread of the converter. Threads side by side take eight codes each of a row, so that they
+/// read and write all banks at once; the row modulo 8, that is the swizzle, stays the same.
+template <typename Traits>
+class Converter final {
+ public:
+  using T = typename Traits::Element;
+
+  __device__ Converter(const CodedAttentionArgs& args, const AttentionMaps& maps, uint8_t* smem,
+                       const Barriers<Traits>& barriers)
+      : args_(args), maps_(maps), smem_(smem), barriers_(barriers), lane_(threadIdx.x & 31) {
+    const uint32_t thread = threadIdx.x % 128;
+    const uint32_t eight = thread % kThreadsPerRow;
+    row_ = thread / kThreadsPerRow;
+    const uint32_t swizzle = row_ & 7;
+    const uint32_t line_offset = Traits::kCodeLineBytes == 128
+                                     ? (((eight >> 1) ^ swizzle) << 4) + (eight & 1) * 8
+                                     : eight * 8;
+    code_offset_ = row_ * Traits::kCodeLineBytes + line_offset;
+    value_offset_ = eight / 8 * Traits::kKeyChunkBytes + row_ * 128 + ((eight % 8 ^ swizzle) << 4);
+  }
+
+  /// Fills the stages of the tiles of one unit.
+  __device__ __forceinline__ void run(const TileSetup& setup) {
+    const int32_t count = setup.walk.num_tiles;
+    const int32_t num_in_flight = setup.walk.num_in_flight;
+    for (int32_t index = 0; index < count; ++index, tile_.advance()) {
+      if (index < num_in_flight) {
+        copy<false>(setup, index);
+        copy<true>(setup, index);
+      } else {
+        convert<false>();
+        convert<true>();
+      }
+    }
+  }
+
+ private:
+  static constexpr int kThreadsPerRow = Traits::kCodeLineBytes / 8;
+  static constexpr int kRowsPerPass = 128 / kThreadsPerRow;
+  static constexpr int kPasses = Traits::kPieceKeys / kRowsPerPass;
+  // With few registers a piece is read in two halves.
+  static constexpr int kBatches = Traits::kRegisters.converter < 48 ? 2 : 1;
+  static constexpr int kBatchPasses = kPasses / kBatches;
+  static_assert(kRowsPerPass % 8 == 0, "the swizzle of a thread is that of all its rows");
+  static_assert(kPasses * kRowsPerPass == Traits::kPieceKeys, "every thread takes as many rows");
+
+  template <bool kIsValues>
+  __device__ __forceinline__ uint32_t full() const {
+    return kIsValues ? barriers_.value_full(tile_.stage) : barriers_.key_full(tile_.stage);
+  }
+  template <bool kIsValues>
+  __device__ __forceinline__ uint32_t stage_offset() const {
+    return (kIsValues ? Traits::kValueOffset : Traits::kKeyOffset) +
+           tile_.stage * Traits::kKeyBytes;
+  }
+  /// Waits until every consumer, and of values the cleaner, has left the stage of the tile.
+  template <bool kIsValues>
+  __device__ __forceinline__ void wait_empty() const {
+    ptx::mbarrier_wait(
+        kIsValues ? barriers_.value_empty(tile_.stage) : barriers_.key_empty(tile_.stage),
+        tile_.phase ^ 1);
+  }
+  __device__ __forceinline__ void set_unmapped(uint32_t bits) {
+    *reinterpret_cast<uint32_t*>(smem_ + Barriers<Traits>::unmapped_offset(tile_.stage)) = bits;
+  }
+
+  /// K or V of a tile in flight. All four warps arrive, the first with what the copies deliver.
+  template <bool kIsValues>
+  __device__ __forceinline__ void copy(const TileSetup& setup, int32_t index) {
+    wait_empty<kIsValues>();
+    if (warp() > 0) {
+      arrive(full<kIsValues>());
+      return;
+    }
+    const TileCopier<Traits> tiles(args_, setup);
+    if (lane_ == 0) {
+      if constexpr (!kIsValues) {
+        set_unmapped(0);
+      }
+      ptx::mbarrier_arrive_expect(full<kIsValues>(), tiles.bytes(index));
+    }
+    __syncwarp();
+    tiles.issue_in_flight(index, ptx::smem_address(smem_) + stage_offset<kIsValues>(),
+                          full<kIsValues>(), kIsValues ? &maps_.v : &maps_.k,
+                          kIsValues ? &maps_.v_tile : &maps_.k_tile);
+  }
+
+  /// K or V of a cached tile.
+  template <bool kIsValues>
+  __device__ __forceinline__ void convert() {
+#pragma unroll 1
+    for (int part = 0; part < Traits::kTilePieces; ++part, piece_.advance()) {
+      ptx::mbarrier_wait(barriers_.piece_full(piece_.stage), piece_.phase);
+      const uint8_t* codes = smem_ + Traits::kPieceOffset + piece_.stage * Traits::kPieceBytes;
+      const uint8_t* scales = smem_ + Traits::kPieceScaleOffset + piece_.stage * Traits::kPieceKeys;
+      uint8_t* rows =
+          smem_ + stage_offset<kIsValues>() + value_offset_ + part * (Traits::kPieceKeys * 128);
+#pragma unroll
+      for (int batch = 0; batch < kBatches; ++batch) {
+        uint2 raw[kBatchPasses][Traits::kCodeLines];
+        uint8_t scale[kBatchPasses];
+#pragma unroll
+        for (int pass = 0; pass < kBatchPasses; ++pass) {
+          const int row = (batch * kBatchPasses + pass) * kRowsPerPass;
+          scale[pass] = scales[row_ + row];
+#pragma unroll
+          for (int line = 0; line < Traits::kCodeLines; ++line) {
+            raw[pass][line] = *reinterpret_cast<const uint2*>(
+                codes + code_offset_ + (line * Traits::kPieceKeys + row) * Traits::kCodeLineBytes);
+          }
+        }
+        if (batch == 0 && part == 0) {
+          uint32_t unmapped = 0;
+          if (!kIsValues && is_first()) {
+            unmapped = *reinterpret_cast<const uint32_t*>(smem_ + Traits::kPieceWordOffset +
+                                                          piece_.stage * 4);
+          }
+          wait_empty<kIsValues>();
+          if (!kIsValues && is_first()) {
+            set_unmapped(unmapped);
+          }
+        }
+        if (batch == kBatches - 1) {
+          arrive(barriers_.piece_empty(piece_.stage));
+        }
+#pragma unroll
+        for (int pass = 0; pass < kBatchPasses; ++pass) {
+          const int row = (batch * kBatchPasses + pass) * kRowsPerPass;
+#pragma unroll
+          for (int line = 0; line < Traits::kCodeLines; ++line) {
+            *reinterpret_cast<uint4*>(rows + line * 2 * Traits::kKeyChunkBytes + row * 128) =
+                decode_eight<T>(raw[pass][line], scale[pass]);
+          }
+        }
+      }
+    }
+    ptx::fence_proxy_async();  // the consumers' products read what these stores wrote
+    arrive(full<kIsValues>());
+  }
+
+  __device__ __forceinline__ bool is_first() const { return threadIdx.x % 128 == 0; }
+  /// Arrives for this warp, after all of its lanes.
+  __device__ __forceinline__ void arrive(uint32_t barrier) const {
+    __syncwarp();
+    if (lane_ == 0) {
+      ptx::mbarrier_arrive(barrier);
+    }
+  }
+  __device__ __forceinline__ int warp() const {
+    return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x % 128) >> 5, 0);
+  }
+
+  const CodedAttentionArgs& args_;
+  const AttentionMaps& maps_;
+  uint8_t* smem_;
+  const Barriers<Traits>& barriers_;
+  const int lane_;
+  uint32_t row_;
+  uint32_t code_offset_;   // of this thread's first eight codes in a piece
+  uint32_t value_offset_;  // and of their values in a stage
+  Ring<Traits::kStages> tile_;
+  Ring<Traits::kPieces> piece_;
+};
+
+/// Converts the units of this CTA.
+template <typename Traits>
+__device__ __forceinline__ void convert_units(const CodedAttentionArgs& args,
+                                              const AttentionMaps& maps, uint8_t* smem,
+                                              const Barriers<Traits>& barriers) {
+  Converter<Traits> converter(args, maps, smem, barriers);
+  UnitReader<Traits> units(smem, barriers);
+  while (const UnitRecord* record = units.next()) {
+    if (record->is_live != 0) {
+      converter.run(record->setup);
+    }
+    units.release();
+  }
+}
+
+}  // namespace diffulex::cuda::sm90
