@@ -22,7 +22,16 @@ import traceback
 from pathlib import Path
 
 import torch
-from kernel_bench import acceptance, attention, linear, moe, quant, sampler, small_ops
+from kernel_bench import (
+    acceptance,
+    attention,
+    coded_attention,
+    linear,
+    moe,
+    quant,
+    sampler,
+    small_ops,
+)
 from kernel_bench.ceilings import Ceilings, measure_ceilings
 from kernel_bench.report import Result, fingerprint, write_json
 from kernel_bench.table import HEADER, absences, counts, document, row
@@ -38,6 +47,7 @@ SECTIONS = {
     "small": small_ops.cases,
     "linear": linear.cases,
     "quant": quant.cases,
+    "coded": coded_attention.cases,
 }
 
 

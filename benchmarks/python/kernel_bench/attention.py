@@ -126,10 +126,13 @@ class Buffers:
             slots.append(
                 pages[positions // shape.page].long() * shape.page + positions % shape.page
             )
-        flat = (-1, shape.kv_heads, shape.head_dim)
-        self.k = self.k_cache.view(flat)[torch.cat(slots)]
-        self.v = self.v_cache.view(flat)[torch.cat(slots)]
+        self.slots = torch.cat(slots)
+        self.k, self.v = self.step_rows()
         self.out = torch.empty_like(self.q)
+
+    def step_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the step, as the cache holds them."""
+        return self.k_cache.flatten(0, 1)[self.slots], self.v_cache.flatten(0, 1)[self.slots]
 
 
 class Problem:

@@ -52,6 +52,8 @@ class Case:
     absent: Mapping[str, str] = field(default_factory=dict)
     #: Peers of which the fastest is a target.
     judges: Sequence[str] = ()
+    #: Of the fastest judge's time, what the op may take.
+    share: float = 1.0
     #: Targets in microseconds on TARGET_GPU; None = no such target.
     formula_us: float | None = None
     goal_us: float | None = None
@@ -80,7 +82,7 @@ class Case:
     def _set_targets(self, result: Result, gpu: str) -> None:
         times = [result.peers[name].median for name in self.judges if name in result.peers]
         if times:
-            result.targets["peer"] = min(times)
+            result.targets["peer"] = self.share * min(times)
         if TARGET_GPU not in gpu:
             return
         if self.formula_us is not None:
