@@ -141,6 +141,7 @@ class ModelRunner:
         page_bytes = self._page_bytes()
         if self._is_cuda:
             with self._on_device():
+                pack_weights(self.model)  # their last form is what the rest is measured beside
                 parts = self.config, self._call, self._cache, self._workspace, self.sampler
                 budget = free_device_bytes(*parts, self._graph_memory())
             num_pages = budget // page_bytes

@@ -131,12 +131,21 @@ Status prepare_rows(int32_t device_index) {
   return prepare_tile<NibbleTraits<kRows, 4>>(device_index);
 }
 
-/// Whether the copies can address the rows and the scales, and results are written in pairs.
-bool is_aligned_call(const LinearW4a16Params& params) {
-  return params.x.stride[0] % 8 == 0 && is_aligned16(params.x.data) &&
-         is_aligned16(params.weight.data) && params.scales.stride[0] % 8 == 0 &&
-         is_aligned16(params.scales.data) && params.out.stride[0] % 2 == 0 &&
-         reinterpret_cast<uintptr_t>(params.out.data) % 4 == 0;
+/// What the copies cannot address, or results not be written to in pairs; nullptr: nothing.
+const char* unaligned_part(const LinearW4a16Params& params) {
+  if (params.x.stride[0] % 8 != 0 || !is_aligned16(params.x.data)) {
+    return "x: expected rows that begin at multiples of 16 bytes";
+  }
+  if (!is_aligned16(params.weight.data)) {
+    return "weight: expected tiles that begin at a multiple of 16 bytes";
+  }
+  if (params.scales.stride[0] % 8 != 0 || !is_aligned16(params.scales.data)) {
+    return "scales: expected groups that begin at multiples of 16 bytes";
+  }
+  if (params.out.stride[0] % 2 != 0 || reinterpret_cast<uintptr_t>(params.out.data) % 4 != 0) {
+    return "out: expected rows that begin at multiples of 4 bytes";
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -147,10 +156,8 @@ Status launch_nibble_tiles(const LinearW4a16Params& params, const ExecContext& c
                       ": weight: expected row-major codes on a device of another compute capability"
                       " than 9.0, got tiles");
   }
-  if (!is_aligned_call(params)) {
-    return make_error(StatusCode::kUnsupported, kWhere,
-                      ": weight: expected row-major codes beside rows or scales that do not begin"
-                      " at multiples of 16 bytes, got tiles");
+  if (const char* part = unaligned_part(params)) {
+    return make_error(StatusCode::kUnsupported, kWhere, ": ", part, " beside tiles, got others");
   }
   int processors = 0;
   DIFFULEX_RETURN_IF_ERROR(cuda_status(

@@ -97,6 +97,7 @@ class NibbleProducer final {
   /// Weights, which nothing in front writes, fill the stages. Until the kernels in front have ended
   /// few are on their way at a time.
   __device__ __forceinline__ void start() {
+    const Place place = place_of(work_.tile);
     for (int32_t step = 0; step < work_.early; ++step) {
       if (step >= args_.paced_stages) {
         const uint32_t landed = smem_.landed + 8 * (step - args_.paced_stages);
@@ -104,18 +105,19 @@ class NibbleProducer final {
         }
       }
       const uint32_t landed = smem_.landed + 8 * step;
-      ptx::mbarrier_arrive_expect(landed, weight_bytes() + scale_bytes(work_.tile));
-      load_weights(step, work_.tile, step, landed);
+      ptx::mbarrier_arrive_expect(landed, weight_bytes() + scale_bytes(place));
+      load_weights(step, place, step, landed);
     }
   }
 
   /// The rows that belong to these weights, once the kernels in front have ended.
   __device__ __forceinline__ void release() {
     ptx::mbarrier_arrive(smem_.released);
+    const Place place = place_of(work_.tile);
     for (int32_t step = 0; step < work_.early; ++step) {
       const uint32_t full = smem_.full + 8 * step;
       ptx::mbarrier_arrive_expect(full, row_bytes());
-      load_rows(step, work_.tile, step, full);
+      load_rows(step, place, step, full);
     }
   }
 
@@ -127,18 +129,35 @@ class NibbleProducer final {
     }
     int32_t first = work_.early;
     for (int32_t tile = work_.tile; tile < work_.tiles; tile += work_.stride) {
+      const Place place = place_of(tile);
       for (int32_t step = first; step < work_.count; ++step, cursor.advance(args_.stages)) {
         const uint32_t full = smem_.full + 8 * cursor.stage;
         ptx::mbarrier_wait(smem_.empty + 8 * cursor.stage, cursor.parity ^ 1);
-        ptx::mbarrier_arrive_expect(full, weight_bytes() + scale_bytes(tile) + row_bytes());
-        load_weights(cursor.stage, tile, step, full);
-        load_rows(cursor.stage, tile, step, full);
+        ptx::mbarrier_arrive_expect(full, weight_bytes() + scale_bytes(place) + row_bytes());
+        load_weights(cursor.stage, place, step, full);
+        load_rows(cursor.stage, place, step, full);
       }
       first = 0;
     }
   }
 
  private:
+  /// Where the operands of a tile are. Found once for its stages: the divisions take longer than
+  /// the copies of one.
+  struct Place final {
+    int32_t weight_tile;
+    int32_t first_row;   // of x
+    uint32_t run_bytes;  // of the scales of one run of rows of W: all of it, or its gate or up
+  };
+  __device__ __forceinline__ Place place_of(int32_t tile) const {
+    const int32_t weight_tile = tile / args_.row_tiles;
+    const int32_t left = args_.num_columns - weight_tile * run_height();
+    return {weight_tile, (tile - weight_tile * args_.row_tiles) * Traits::kRows,
+            static_cast<uint32_t>(2 * min(run_height(), left))};
+  }
+  __device__ __forceinline__ int32_t run_height() const {
+    return has_gate() ? args_.tile_rows / 2 : args_.tile_rows;
+  }
   /// Of a stage.
   __device__ __forceinline__ uint32_t weight_bytes() const {
     return static_cast<uint32_t>(args_.tile_rows * (kNibbleStageDepth / 2));
@@ -147,46 +166,37 @@ class NibbleProducer final {
     return static_cast<uint32_t>(args_.box_rows * Traits::kLines * Traits::kLineBytes);
   }
   __device__ __forceinline__ bool has_gate() const { return args_.act >= 0; }
-  /// Bytes of the scales of one run of rows of W of a tile: all of it, or its gate or up.
-  __device__ __forceinline__ uint32_t run_bytes(int32_t tile) const {
-    const int32_t height = has_gate() ? args_.tile_rows / 2 : args_.tile_rows;
-    return static_cast<uint32_t>(2 *
-                                 min(height, args_.num_columns - tile / args_.row_tiles * height));
-  }
-  __device__ __forceinline__ uint32_t scale_bytes(int32_t tile) const {
-    return Traits::kScaleRows * run_bytes(tile) * (has_gate() ? 2 : 1);
+  __device__ __forceinline__ uint32_t scale_bytes(const Place& place) const {
+    return Traits::kScaleRows * place.run_bytes * (has_gate() ? 2 : 1);
   }
 
-  __device__ __forceinline__ void load_weights(int32_t stage, int32_t tile, int32_t step,
+  __device__ __forceinline__ void load_weights(int32_t stage, const Place& place, int32_t step,
                                                uint32_t barrier) {
-    const int32_t weight_tile = tile / args_.row_tiles;
     const int32_t depth = work_.begin + step;
     // 128 bytes of a run of eight rows, four of those, two runs, pairs of runs.
     ptx::tma_load_hinted(smem_.stages + stage * args_.stage_bytes, weight_map_, barrier, policy_, 0,
-                         depth * 4, 0, weight_tile * (args_.tile_rows / 16));
-    const uint32_t bytes = run_bytes(tile);
-    const int32_t height = has_gate() ? args_.tile_rows / 2 : args_.tile_rows;
+                         depth * 4, 0, place.weight_tile * (args_.tile_rows / 16));
     uint32_t target = smem_.scales + stage * Traits::kScaleRows * args_.tile_rows * 2;
     const __nv_bfloat16* source =
-        args_.scales + depth * Traits::kScaleRows * args_.scale_stride + weight_tile * height;
+        args_.scales + depth * Traits::kScaleRows * args_.scale_stride + place.weight_tile * run_height();
     for (int32_t row = 0; row < Traits::kScaleRows; ++row) {
-      ptx::bulk_load(target, source, bytes, barrier);
+      ptx::bulk_load(target, source, place.run_bytes, barrier);
       if (has_gate()) {
-        ptx::bulk_load(target + args_.tile_rows, source + args_.num_columns, bytes, barrier);
+        ptx::bulk_load(target + args_.tile_rows, source + args_.num_columns, place.run_bytes, barrier);
       }
       target += args_.tile_rows * 2;
       source += args_.scale_stride;
     }
   }
-  __device__ __forceinline__ void load_rows(int32_t stage, int32_t tile, int32_t step,
+  __device__ __forceinline__ void load_rows(int32_t stage, const Place& place, int32_t step,
                                             uint32_t barrier) {
     uint32_t target =
         smem_.stages + stage * args_.stage_bytes + static_cast<int32_t>(weight_bytes());
-    const int32_t row = tile % args_.row_tiles * Traits::kRows;
     const int32_t column = (work_.begin + step) * kNibbleStageDepth;
 #pragma unroll
     for (int32_t line = 0; line < Traits::kLines; ++line) {
-      ptx::tma_load(target, row_map_, barrier, column + line * (Traits::kLineBytes / 2), row);
+      ptx::tma_load(target, row_map_, barrier, column + line * (Traits::kLineBytes / 2),
+                    place.first_row);
       target += Traits::kRows * Traits::kLineBytes;
     }
   }
@@ -323,7 +333,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
   const NibbleSmem smem(raw, args);
   // The copying warp is the last one.
   const bool is_producer = threadIdx.x + 32 >= blockDim.x;
-  if (threadIdx.x + 32 == blockDim.x) {
+  if (is_producer && ptx::elect_one()) {
     ptx::tma_prefetch_map(&weight_map);
     ptx::tma_prefetch_map(&row_map);
     for (int32_t stage = 0; stage < args.stages; ++stage) {
