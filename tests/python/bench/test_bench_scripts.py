@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -121,6 +122,55 @@ def test_steps_are_judged_by_the_targets_of_their_scheme(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             asked("all", *flags)
         assert "--targets: nothing is asked of" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "which", [["--model", "demo", "--block-size", 8], ["--shape", "tiny", "--block-size", 4]]
+)
+def test_profile_of_two_ranks(tmp_path, which):
+    """Both ranks exchange a sum twice a layer and the records once, and wait for each other."""
+    num_layers, steps, output = (6 if "demo" in which else 2), 8, tmp_path / "profile.jsonl"
+    text = run(
+        "profile_decode.py",
+        *which,
+        *("--device", "cpu", "--dtype", "float32", "--tp", 2, "--batch", 2, "--prompt-len", 16),
+        *("--warmup", 2, "--steps", steps, "--run-ahead", "off", "--output", output),
+    )
+    line, *table = text.splitlines()
+    found = json.loads(line)
+    assert json.loads(output.read_text()) == found
+    assert (found["tp"], found["batch"], found["device"]) == (2, 2, platform.machine())
+    assert [each["rank"] for each in found["ranks"]] == [0, 1]
+    for each in found["ranks"]:
+        # What comes before the first step that samples, and after the last begins, is left out.
+        assert found["ranks"][0]["steps"] == each["steps"]
+        assert 1 <= each["steps"] <= steps - 2
+        # Some steps store a block and sample nothing.
+        assert 2 * num_layers <= each["exchanges"] <= 2 * num_layers + 1
+        assert 0 < each["exchange_us"] < 1e3 * each["step_ms"]
+        assert 0 < each["exchange_percent"] < 100
+        assert each["busy_percent"] is None
+    late = [each["late_us"] for each in found["ranks"]]
+    assert min(late) >= 0
+    assert 0 < found["first_exchange_skew_us"] < 1e6
+    names = [row.split("|")[-2].strip() for row in table if row.count("|") == 5]
+    assert {"name", "gloo:all_reduce", "diffulex::add_rms_norm"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--device", "cpu"], "--tp: expected several ranks with --device cpu or --model, got 1"),
+        (["--model", "demo"], "--tp: expected several ranks with --device cpu or --model, got 1"),
+        (["--tp", "2", "--target", "97"], "--target: expected --tp 1"),
+    ],
+)
+def test_profiles_that_are_refused(monkeypatch, capsys, flags, text):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    with pytest.raises(SystemExit):
+        import_module("profile_decode").parse(flags)
+    assert capsys.readouterr().err.strip().endswith(text)
 
 
 @pytest.mark.slow

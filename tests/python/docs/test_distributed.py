@@ -131,8 +131,9 @@ def test_names_exist(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build_parser("doctor").parse_args(["doctor", "--help"])
     known |= set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out))
-    program = (ROOT / "benchmarks/python/rank_memory.py").read_text(encoding="utf-8")
-    known |= set(re.findall(r'add_argument\("(--[a-z][\w-]+)"', program))
+    for path in set(re.findall(r"benchmarks/python/\w+\.py", GUIDE)):
+        program = (ROOT / path).read_text(encoding="utf-8")
+        known |= set(re.findall(r'add_argument\("(--[a-z][\w-]+)"', program))
     prose = re.sub(r"^```.*?^```", "", GUIDE, flags=re.DOTALL | re.MULTILINE)
     assert set(re.findall(r"--[a-z][\w-]+", prose)) <= known
     assert all(policy in GUIDE for policy in POLICIES[1:])
