@@ -13,6 +13,7 @@ from diffulex.config.key import at_least as _at_least
 from diffulex.config.key import between as _between
 from diffulex.config.key import key as _key
 from diffulex.config.key import one_of as _one_of
+from diffulex.distributed.layout import MAX_PORT
 from diffulex.distributed.router import POLICIES
 
 __all__ = ["ParallelConfig"]
@@ -84,7 +85,7 @@ class ParallelConfig:
     master_port: int = _key(
         "int",
         0,
-        _between(0, 65535),
+        _between(0, MAX_PORT),
         "Port there, of replica i this one + i; 0: any free one.",
     )
     distributed_timeout_seconds: int = _key(

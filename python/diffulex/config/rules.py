@@ -333,10 +333,8 @@ class Resolver:
                 f"{name}: deepep is not supported: expert groups of at most 8 ranks of one host use"
                 " allgather"
             )
+        layout.check_port(values["master_port"], sizes)
         if not sizes.is_coupled:
-            if values["master_port"] + sizes.data - 1 > 65535:  # each replica has its own
-                most, got = 65536 - sizes.data, values["master_port"]
-                raise ConfigError(f"master_port: expected at most {most} for {sizes}, got {got}")
             if backend != "standard":
                 raise ConfigError(
                     f"{name}: expected standard unless replicas share the experts"

@@ -17,11 +17,11 @@ class Coupling(NamedTuple):
 
     Attributes:
         replica: its number.
-        store: host and port of `diffulex.distributed.store.make_store`.
+        store: of `diffulex.distributed.store.place_of`.
     """
 
     replica: int
-    store: tuple[str, int]
+    store: tuple[str, int, str]
 
     def rank(self, config: Config, own: int = 0) -> int:
         """The number of rank `own` of this replica among those of all."""

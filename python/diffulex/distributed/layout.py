@@ -14,20 +14,24 @@ from diffulex.errors import ConfigError
 
 __all__ = [
     "LOOPBACK",
+    "MAX_PORT",
     "Layout",
     "Sizes",
     "check_device_name",
+    "check_port",
     "describe_ranks",
     "layout_of",
     "rank_devices",
     "replica_devices",
     "replica_environment",
     "replica_settings",
+    "with_own_port",
 ]
 
 
 #: The address of this host for itself.
 LOOPBACK = "127.0.0.1"
+MAX_PORT = 65535
 #: Settings that a replica does not have: how many there are, and where.
 _OF_ALL_REPLICAS = (
     *("data_parallel_size", "data_parallel_policy", "device_ids", "device_start"),
@@ -160,6 +164,13 @@ def check_device_name(device: str, sizes: Sizes) -> None:
         )
 
 
+def check_port(port: int, sizes: Sizes) -> None:
+    """ConfigError for a `master_port` from which not every replica that shares nothing can have its own."""
+    if port and not sizes.is_coupled and port + sizes.data - 1 > MAX_PORT:
+        most = MAX_PORT + 1 - sizes.data
+        raise ConfigError(f"master_port: expected at most {most} for {sizes}, got {port}")
+
+
 def rank_devices(
     sizes: Sizes,
     device_ids: Sequence[int] = (),
@@ -254,11 +265,16 @@ def replica_settings(
         own |= {name: settings[name] for name in shared if name in settings}
         own.pop("master_port", None)  # where all of them meet
         return own
-    if own.get("master_port"):
-        own["master_port"] += index
+    own = with_own_port(own, index)
     if devices:
         own["device_ids"] = tuple(devices)
     return own
+
+
+def with_own_port(settings: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The settings with the `master_port` of replica `index` in place of the first one's."""
+    port = settings.get("master_port")
+    return {**settings, "master_port": port + index} if port else dict(settings)
 
 
 def replica_environment(sizes: Sizes) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import secrets
 import socket
 import time
 from typing import Any
@@ -14,7 +15,15 @@ from torch import distributed
 from diffulex.distributed.layout import LOOPBACK
 from diffulex.errors import ConfigError, DiffulexError
 
-__all__ = ["PeerError", "join_store", "make_store", "meet", "part_of_store", "time_limit"]
+__all__ = [
+    "PeerError",
+    "join_store",
+    "make_store",
+    "meet",
+    "part_of_store",
+    "place_of",
+    "time_limit",
+]
 
 #: Much of it is not declared.
 _dist: Any = distributed
@@ -60,16 +69,27 @@ def make_store(size: int, host: str = LOOPBACK, parallel: Any = None) -> Any:
     return _dist.TCPStore(host, port, size, **limits, master_listen_fd=door.detach())
 
 
+def place_of(store: Any) -> tuple[str, int, str]:
+    """Where other ranks find a store of `make_store`: host, port, and a name of the part that is theirs.
+
+    It is there until `store` is dropped, which also ends the waiting of those that have joined. The name is
+    a new one each time: ranks of an attempt that failed may still look for this port, which can be another
+    attempt's by then.
+    """
+    return store.host, store.port, secrets.token_hex(8)
+
+
 def join_store(store: Any, size: int, connect_s: float) -> Any:
-    """`store` itself, or that of the first rank at this host and port.
+    """`store` itself, or that at a host and port, or at a place of `place_of`.
 
     Raises:
         RuntimeError: it is not there in time.
     """
     if not isinstance(store, tuple):
         return store
-    limit = time_limit(connect_s)
-    return _dist.TCPStore(*store, size, is_master=False, timeout=limit)
+    (host, port, *name), limit = store, time_limit(connect_s)
+    found = _dist.TCPStore(host, port, size, is_master=False, timeout=limit)
+    return part_of_store(found, name[0]) if name else found
 
 
 def meet(store: Any, rank: int, size: int, connect_s: float) -> None:

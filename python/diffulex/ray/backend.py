@@ -210,6 +210,7 @@ def ray_backend(
     addresses: tuple[SecureAddress, SecureAddress],
     engine_factory: Callable[..., Any] | None,
     label: str,
+    index: int = 0,
 ) -> ConnectedBackend:
     """A backend in an actor, on a node that has room for its ranks.
 
@@ -219,6 +220,7 @@ def ray_backend(
         addresses: of the frontend's sockets: commands, events.
         engine_factory: replaces the real engine; importable by name on the nodes.
         label: stands in log lines.
+        index: number of the replica.
     """
     sizes = Sizes(Sizes.of(settings)._replace(data=1).world)
     place = (
@@ -240,7 +242,7 @@ def ray_backend(
     command, event = (address.of_peer() for address in addresses)
     given = {
         "model": model,
-        "engine_kwargs": replica_settings(settings, ()),
+        "engine_kwargs": replica_settings(settings, (), index),
         "command_addr": command,
         "event_addr": event,
         "engine_factory": engine_factory,

@@ -16,7 +16,7 @@ from ray import serve
 from diffulex.config.flags import READABLE_KINDS, read_value
 from diffulex.config.table import CONFIG_TABLE
 from diffulex.distributed.child_process import ChildProcess
-from diffulex.distributed.layout import Sizes
+from diffulex.distributed.layout import Sizes, with_own_port
 from diffulex.errors import ConfigError
 from diffulex.ray.backend import TARGET, ConnectedBackend
 from diffulex.server.args import ServerArgs
@@ -202,9 +202,11 @@ class _Replica:
             limits=limits_of(args),
             step_timeout_s=args.step_timeout,
         )
+        # Several replicas may be on one host.
+        index = serve.get_replica_context().rank.rank
         given = {
             "model": args.model,
-            "engine_kwargs": worker_settings(args, engine_factory),
+            "engine_kwargs": with_own_port(worker_settings(args, engine_factory), index),
             "command_addr": command,
             "event_addr": event,
             "engine_factory": engine_factory,

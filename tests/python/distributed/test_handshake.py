@@ -4,8 +4,14 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import random
+import signal
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,8 @@ import pytest
 from diffulex import ConfigError
 from diffulex.config.config import Config, read_model_facts
 from diffulex.distributed.group import WorkerGroup
+from diffulex.distributed.layout import LOOPBACK
+from diffulex.distributed.store import PeerError, join_store, make_store, meet, place_of
 from diffulex.engine.ranks import executor, worker
 from diffulex.engine.ranks.executor import ProcessFollowers
 from diffulex.errors import EngineDeadError
@@ -28,11 +36,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessFollo
     monkeypatch.syspath_prepend(Path(__file__).parent)
     monkeypatch.setattr(executor, "_TARGET", "children:answers")
     made: list[ProcessFollowers] = []
-    values = {"device": "cpu", "tensor_parallel_size": 2, "distributed_timeout_seconds": 1}
-    facts = read_model_facts("demo", values)
-    config = Config.resolve("demo", facts, values)
+    limits = {"device": "cpu", "tensor_parallel_size": 2, "distributed_timeout_seconds": 1}
+    facts = read_model_facts("demo", limits)
 
-    def followers(*answers: str) -> ProcessFollowers:
+    def followers(*answers: str, **settings: Any) -> ProcessFollowers:
+        config = Config.resolve("demo", facts, {**limits, **settings})
         monkeypatch.setenv("ANSWERS", json.dumps(answers))
         made.append(ProcessFollowers(config, facts.model_name))
         return made[-1]
@@ -116,3 +124,56 @@ def test_a_message_that_nobody_knows_is_refused() -> None:
     process: Any = worker._Worker(None, inbox)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^worker: expected a known message, got 'capture'$"):
         process._serve(None)
+
+
+def free_port() -> int:
+    """One that no program gets by asking for any."""
+    ports = random.Random(os.getpid())
+    while True:
+        port = ports.randrange(20000, 30000)
+        try:
+            socket.create_server((LOOPBACK, port)).close()
+        except OSError:
+            continue
+        return port
+
+
+def connecting() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "diffulex-connect"]
+
+
+def test_the_port_is_free_again_when_a_rank_has_died_while_others_connect(make: Any) -> None:
+    """Another attempt gets it, and the ranks of the first one wait there no longer."""
+    digest = worker.checkpoint_digest(read_model_facts("demo", {}).model_dir)
+    settings = {"master_port": free_port(), "distributed_timeout_seconds": 600}
+    before = connecting()
+
+    def fail_to_connect() -> None:
+        followers = make(OWN, digest, **settings)
+        (pid,) = [child.pid for child in followers._group._pipes.children]
+        with ThreadPoolExecutor(1) as pool:
+            connected = pool.submit(followers.connect)
+            until(lambda: connecting() != before or connected.done())
+            assert not connected.done()
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match=rf"^rank 1 \(pid {pid}, cpu\) was killed by"):
+                connected.result()
+        followers.close()
+
+    fail_to_connect()
+    fail_to_connect()
+    socket.create_server((LOOPBACK, settings["master_port"])).close()
+    until(lambda: connecting() == before)
+
+
+def test_ranks_of_an_attempt_that_failed_do_not_meet_those_of_the_next() -> None:
+    """They may still look for its port, where the store of the next one is by then."""
+    store = make_store(2)
+    first, second = (place_of(store) for _ in range(2))
+    assert first[:2] == second[:2]
+    old, new = (join_store(place, 2, 60.0) for place in (first, second))
+    old.set("rank 1", "")
+    with pytest.raises(PeerError, match=r"^rank 0 waited 0.05 s for rank 1 to connect"):
+        meet(new, 0, 2, 0.05)
+    join_store(second, 2, 60.0).set("rank 1", "")
+    meet(new, 0, 2, 60.0)

@@ -26,6 +26,7 @@ from diffulex.distributed.layout import (
     replica_devices,
     replica_environment,
     replica_settings,
+    with_own_port,
 )
 from diffulex.distributed.seeds import derive_request_seed
 from diffulex.distributed.shard import Shard
@@ -203,6 +204,11 @@ def test_settings_of_one_replica() -> None:
     assert replica_settings(given, (3,)) == {"max_num_reqs": 4, "device_ids": (3,)}
     assert replica_settings({"master_port": 2333}, (), 2) == {"master_port": 2335}
     assert replica_settings({"master_port": 0}, (), 2) == {"master_port": 0}
+    assert with_own_port({"master_port": 2333, "device_ids": (1,)}, 2) == {
+        "master_port": 2335,
+        "device_ids": (1,),
+    }
+    assert with_own_port({"device": "cpu"}, 2) == {"device": "cpu"}
     assert replica_settings({"data_parallel_policy": "prefix", "device": "cpu"}, ()) == {
         "device": "cpu"
     }

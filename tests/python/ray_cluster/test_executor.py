@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +20,7 @@ need_extra("ray", "ray")
 
 from diffulex import Diffulex, SamplingParams  # noqa: E402
 from diffulex.errors import ConfigError, EngineDeadError  # noqa: E402
+from diffulex.ray.backend import new_address, ray_backend  # noqa: E402
 from ray_cluster.conftest import PATIENCE_S, is_running, kill, until  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -93,6 +97,40 @@ def test_two_ranks_of_two_nodes_decode_what_those_of_one_host_do(
     with pytest.raises(EngineDeadError):
         pair.generate(PROMPTS[0])
     until(lambda: not is_running(first))
+
+
+def free_ports(count: int) -> int:
+    """The first of some that follow each other."""
+    for port in range(21000 + os.getpid() % 5000, 30000):
+        with contextlib.ExitStack() as doors:
+            try:
+                for index in range(count):
+                    doors.enter_context(socket.create_server(("", port + index)))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("expected free ports, got none")
+
+
+def test_replicas_of_one_node_have_a_port_each(cluster: Any, expected_of_two: list[Any]) -> None:
+    node = cluster.add_node(num_cpus=4)
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2, "master_port": free_ports(2)}
+    try:
+        with Diffulex("demo", **sizes, **RAY) as engine:
+            assert {place.node for place in places(engine)} == {node.node_id}
+            assert answers(engine) == expected_of_two
+    finally:
+        cluster.remove_node(node)
+
+
+def test_every_backend_of_a_server_has_a_port() -> None:
+    given = {"data_parallel_size": 2, "distributed_executor": "ray", "master_port": 2333}
+    address = new_address()
+    found = [
+        ray_backend("demo", given, (address, address), None, "", index)._settings["engine_kwargs"]
+        for index in range(2)
+    ]
+    assert found == [{"master_port": 2333}, {"master_port": 2334}]
 
 
 def test_replicas_and_the_loss_of_a_node(cluster: Any, expected: list[Any]) -> None:

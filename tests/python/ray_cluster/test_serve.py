@@ -30,6 +30,8 @@ from ray_cluster.conftest import kill, until  # noqa: E402
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 URL = "http://127.0.0.1:8123"
+#: Of no use to an engine of one rank, which is told of it all the same.
+PORT = 2333
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 24}
 
 
@@ -57,7 +59,10 @@ def served(cluster: Any, tmp_path: Path) -> Iterator[Path]:
     node = cluster.add_node(num_cpus=4)
     log = tmp_path / "engines.log"
     app = openai_app(
-        {"model": "demo", "device": "cpu", "served_model_name": ("fake",), "max_num_reqs": 8},
+        {
+            "model": "demo", "device": "cpu", "served_model_name": ("fake",), "max_num_reqs": 8,
+            "master_port": PORT,
+        },
         {
             "autoscaling_config": {
                 "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2,
@@ -115,6 +120,9 @@ def test_an_application_serves_heals_and_scales(served: Path) -> None:
             pool.submit(ask)
         try:
             until(lambda: num_running() == 2)
+            # Both are on one node, where the first one has taken over from the one that was lost.
+            ports = [line.split()[1] for line in served.read_text().splitlines() if "port" in line]
+            assert ports == [str(PORT), str(PORT), str(PORT + 1)]
         finally:
             is_busy = False
     until(lambda: num_running() == 1)

@@ -293,6 +293,10 @@ REFUSED = [
         "device_ids: expected 3 devices for data_parallel_size 3, got [1, 0]",
     ),
     (
+        "--data-parallel-size 3 --master-port 65534",
+        "master_port: expected at most 65533 for data_parallel_size 3, got 65534",
+    ),
+    (
         "--data-parallel-size 2 --data-parallel-policy random",
         "data_parallel_policy: expected one of prefix, least_loaded, round_robin, got 'random'",
     ),

@@ -17,7 +17,7 @@ from diffulex.distributed.group import WorkerGroup
 from diffulex.distributed.layout import Sizes, describe_ranks, replica_environment
 from diffulex.distributed.legality import check_model_class
 from diffulex.distributed.start import rank_starter
-from diffulex.distributed.store import PeerError, make_store
+from diffulex.distributed.store import PeerError, make_store, place_of
 from diffulex.engine.interrupt import deferred_interrupt
 from diffulex.engine.ranks.follower import HiddenDigest, decisions
 from diffulex.engine.ranks.step_header import StepHeader, is_looked_at
@@ -194,11 +194,10 @@ class ProcessFollowers:
                 raise ConfigError(
                     f"rank {rank}: expected the checkpoint of rank 0 (sha256 {own}), got {theirs}"
                 )
-        store, host = self._store, group.host
-        group.send(("connect", (store.host, store.port)))
-        self._comm = comm = self._unless_dead(
-            lambda: make_comm(self._parallel, self._device, 0, store, host)
-        )
+        # The thread that connects must not hold the store: its port is free as soon as this is closed.
+        where = self._parallel, self._device, 0, place_of(self._store), group.host
+        group.send(("connect", where[3]))
+        self._comm = comm = self._unless_dead(lambda: make_comm(*where))
         if isinstance(comm, CudaComm):
             group.on_death(_leaving(comm))
             group.check()  # it may have died before it knew whom to tell
@@ -326,10 +325,12 @@ class ProcessFollowers:
     def close(self) -> None:
         comm, self._comm = self._comm, None
         self._group.on_death(None)
-        self._group.close(("exit",))
-        if comm is not None:
-            comm.close()
-        self._store = None  # gives its port back
+        try:
+            self._group.close(("exit",))
+            if comm is not None:
+                comm.close()
+        finally:
+            self._store = None  # gives its port back
 
 
 def _leaving(

@@ -73,7 +73,7 @@ def make_comm(
         parallel: of the engine.
         device: of the rank.
         rank: of this process.
-        store: of `diffulex.distributed.store.make_store`, or host and port of the first rank's.
+        store: of the first rank, or its place, as for `diffulex.distributed.store.join_store`.
         host: the address of this process for the other ranks.
 
     Raises:

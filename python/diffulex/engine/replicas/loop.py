@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diffulex.distributed.executor import StepCounts
 from diffulex.distributed.router import ReplicaState, Router, token_chunks
+from diffulex.distributed.store import place_of
 from diffulex.engine.interrupt import deferred_interrupt, uninterrupted
 from diffulex.engine.metrics import RequestRecord, RunStats
 from diffulex.engine.replicas.bond import CoupledBond, NoBond
@@ -122,7 +123,8 @@ class ReplicaLoop:
         #: NCCL asks it in the first exchange of the ranks, which may be that of the first step.
         self._store = make_meeting_place(config)
         self._bond: Bond = NoBond() if self._store is None else CoupledBond()
-        self.replicas = start_replicas(config, options, self._store)
+        place = None if self._store is None else place_of(self._store)
+        self.replicas = start_replicas(config, options, place)
         self._pid = os.getpid()
         self._end = weakref.finalize(self, _end_all, self.replicas, self._pid, self._bond)
         num_pages = min(replica.num_pages for replica in self.replicas)

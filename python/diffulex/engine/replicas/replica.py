@@ -164,13 +164,15 @@ def end_replicas(replicas: Sequence[Replica], *grace_s: float) -> None:
         replica.outbox.drop()
 
 
-def start_replicas(config: Config, options: Options, store: Any = None) -> list[Replica]:
+def start_replicas(
+    config: Config, options: Options, place: tuple[str, int, str] | None = None
+) -> list[Replica]:
     """Starts every replica and waits until all of them serve.
 
     Args:
         config: of the engine.
         options: from which each replica makes its own.
-        store: where replicas that share the experts find each other; None: they share nothing.
+        place: where replicas that share the experts find each other; None: they share nothing.
 
     Raises:
         DiffulexError: one of them does not; all of them are ended.
@@ -184,7 +186,7 @@ def start_replicas(config: Config, options: Options, store: Any = None) -> list[
             name = ", ".join(f"cuda:{device}" for device in own) or "cpu"
             replicas.append(Replica(index, child, name))
             given = replica_settings(options.given, own, index)
-            coupling = None if store is None else Coupling(index, (store.host, store.port))
+            coupling = None if place is None else Coupling(index, place)
             told = Options(options.model, given), log_settings(), f"replica {index}", coupling
             replicas[-1].send(told)
         _await_all(replicas, parallel.distributed_timeout_seconds)

@@ -111,7 +111,7 @@ def make_replica_group(
         label = replica_label(index)
         if cluster is not None:
             backend: BackendProcess = cluster.ray_backend(
-                *(args.model, settings, addresses, engine_factory, label)
+                *(args.model, settings, addresses, engine_factory, label, index)
             )
             return backend
         return BackendProcess(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from diffulex.distributed.layout import (
     Sizes,
     check_device_name,
+    check_port,
     rank_devices,
     replica_devices,
     replica_settings,
@@ -69,6 +70,7 @@ def check_replica_args(args: HttpArgs, settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"{flag}: {many}")
     if sizes.is_coupled:
         _check_coupled(args, sizes)
+    check_port(int(settings.get("master_port") or 0), sizes)
     if is_elsewhere:
         _check_devices_elsewhere(settings)
         return
