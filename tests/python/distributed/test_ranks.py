@@ -289,6 +289,24 @@ def test_worker_that_cannot_load_its_weights(
     assert children() <= before
 
 
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("prepare 1 0", r"could not start: ValueError: injected before the first step$"),
+        ("prepare-kill 1 0", r"was killed by SIGKILL, possibly out of memory$"),
+    ],
+)
+def test_worker_that_cannot_prepare_its_steps(
+    monkeypatch: pytest.MonkeyPatch, fault: str, text: str
+) -> None:
+    """Where a GPU would capture graphs."""
+    monkeypatch.setenv(FAULT, fault)
+    before, faults = children(), ["fixtures.rank_faults"]
+    with pytest.raises(EngineDeadError, match=rf"^rank 1 \(pid \d+, cpu\) {text}"):
+        Diffulex("demo", tensor_parallel_size=2, worker_imports=faults, **LIMITS)
+    assert children() <= before
+
+
 def test_pages_that_another_rank_has_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAULT, "pages 1 0")
     before, settings = children(), {**LIMITS, "worker_imports": ["fixtures.rank_faults"]}
