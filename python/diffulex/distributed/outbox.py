@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages that a thread sends, so that a reader who is slow or stops keeps nobody else waiting."""
+"""Messages that keep nobody waiting, whatever their reader does: what does not fit the pipe a thread sends."""
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
+import struct
 import threading
 from collections import deque
 from multiprocessing.reduction import ForkingPickler
@@ -15,10 +19,44 @@ if TYPE_CHECKING:
 __all__ = ["Outbox"]
 
 _MAX_BYTES = 16 << 20
+#: A larger message is not copied to stand behind its length.
+_AT_ONCE_BYTES = 1 << 16
+#: Before a message, as `multiprocessing.connection.Connection` has it.
+_LENGTH = struct.Struct("!i")
+
+
+class _Rest(bytes):
+    """The end of a message whose beginning, with its length, is sent."""
+
+
+def _is_socket(connection: Connection[Any, Any]) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(connection.fileno()).st_mode)
+    except OSError:  # closed
+        return False
+
+
+def _send_without_waiting(handle: int, content: bytes) -> int:
+    """Bytes that there was room for; BlockingIOError where there was none."""
+    # The socket has the connection's handle and leaves it open. Given its kind, which sending does not look
+    # at, making it asks the system for nothing.
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, handle)
+    try:
+        return end.send(content, socket.MSG_DONTWAIT)
+    finally:
+        end.detach()
+
+
+def _send_all(handle: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(handle, content) :]
 
 
 class Outbox:
     """The sending end of a pipe. Never refuses a message: whoever makes them looks at `is_full`.
+
+    A small message that the pipe has room for is sent by whoever puts it, when none waits before it. It is in
+    the pipe then, so that it neither counts as waiting nor is lost when this process ends.
 
     Args:
         connection: to the reader; no other thread may send there.
@@ -35,6 +73,7 @@ class Outbox:
         self._connection = connection
         self._on_room = on_room
         self._max_bytes = max_bytes
+        self._is_socket = _is_socket(connection)
         self._waiting: deque[bytes] = deque()
         self._num_bytes = 0
         self._is_full = self._is_closed = False
@@ -43,13 +82,28 @@ class Outbox:
         self._thread.start()
 
     def put(self, message: Any) -> None:
-        """Sends it as soon as those before it are read. Raises whatever its pickling does."""
+        """Sends it, at once or as soon as those before it are read. Raises whatever its pickling does."""
         content = bytes(ForkingPickler.dumps(message))
         with self._changed:
+            if self._num_bytes == 0 and self._is_socket and len(content) <= _AT_ONCE_BYTES:
+                content = self._sent_at_once(content)
+                if not content:
+                    return
             self._waiting.append(content)
             self._num_bytes += len(content)
             self._is_full = self._is_full or self._num_bytes >= self._max_bytes
             self._changed.notify()
+
+    def _sent_at_once(self, content: bytes) -> bytes:
+        """What the thread has to send of a message that none waits before."""
+        framed = _LENGTH.pack(len(content)) + content
+        try:
+            count = _send_without_waiting(self._connection.fileno(), framed)
+        except BlockingIOError:
+            return content
+        except OSError:  # gone, or closed: its reader learns it too
+            return b""
+        return _Rest(framed[count:])
 
     @property
     def is_full(self) -> bool:
@@ -73,7 +127,10 @@ class Outbox:
     def _send(self) -> None:
         while (content := self._next()) is not None:
             try:
-                self._connection.send_bytes(content)
+                if isinstance(content, _Rest):
+                    _send_all(self._connection.fileno(), content)
+                else:
+                    self._connection.send_bytes(content)
             except (
                 OSError,
                 TypeError,

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages that a thread sends: in order, all of them, and none waits for the reader but the thread."""
+"""Messages are sent in order, all of them, and nobody waits for the reader but the thread of the outbox."""
 
 from __future__ import annotations
 
 import multiprocessing
 import pickle
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,8 +17,13 @@ from fixtures.gate import Gate
 _TIMEOUT_S = 120.0
 
 
-def test_everything_arrives_in_order_and_before_the_end() -> None:
-    reader, writer = multiprocessing.Pipe(duplex=False)
+#: Processes have sockets; whatever else can be sent to takes a message whole.
+KINDS = pytest.mark.parametrize("is_socket", [True, False], ids=["socket", "pipe"])
+
+
+@KINDS
+def test_everything_arrives_in_order_and_before_the_end(is_socket: bool) -> None:
+    reader, writer = multiprocessing.Pipe(duplex=is_socket)
     outbox = Outbox(writer, lambda: None)
     messages = [(number, "x" * 4096) for number in range(500)]  # more than a pipe holds
     for message in messages:
@@ -29,6 +36,52 @@ def test_everything_arrives_in_order_and_before_the_end() -> None:
     writer.close()
     with pytest.raises(EOFError):
         reader.recv()
+
+
+def test_whoever_puts_a_small_message_sends_it() -> None:
+    """It is there at once, and does not wait in the outbox."""
+    reader, writer = multiprocessing.Pipe()
+    outbox = Outbox(writer, lambda: None, max_bytes=1)
+    for number in range(20):
+        outbox.put(("message", number))
+        assert reader.poll(0)
+        assert not outbox.is_full
+        assert reader.recv() == ("message", number)
+    outbox.put("x" * (1 << 20))  # for the thread
+    assert outbox.is_full
+    outbox.put("after it")
+    assert len(reader.recv()) == 1 << 20
+    assert reader.recv() == "after it"
+    outbox.close()
+    assert not outbox.is_full
+
+
+def test_messages_that_the_pipe_has_room_for_in_part() -> None:
+    """Of all lengths, and from several threads; the reader is slow at first and fast later."""
+    reader, writer = multiprocessing.Pipe()
+    with socket.socket(fileno=socket.dup(writer.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    outbox = Outbox(writer, lambda: None)
+    lengths = [1, 100, 5000, 20_000, 65_000, 65_529, 65_536, 70_000, 300_000]
+    count, threads = 20, 3
+
+    def put(which: int) -> None:
+        for number in range(count):
+            length = lengths[(which + number) % len(lengths)]
+            outbox.put((which, number, bytes([number]) * length))
+
+    with ThreadPoolExecutor(threads) as pool:
+        done = [pool.submit(put, which) for which in range(threads)]
+        for each in done:
+            each.result(_TIMEOUT_S)  # though nobody has read
+    seen: dict[int, list[int]] = {which: [] for which in range(threads)}
+    for _ in range(threads * count):
+        which, number, content = reader.recv()
+        assert content == bytes([number]) * lengths[(which + number) % len(lengths)]
+        seen[which].append(number)
+    assert all(numbers == list(range(count)) for numbers in seen.values())
+    outbox.close()
+    assert not reader.poll(0)
 
 
 def test_full_until_half_of_it_is_read() -> None:
@@ -54,16 +107,19 @@ def test_full_until_half_of_it_is_read() -> None:
     assert [gate.next()[1] for _ in range(3)] == [2, 3, 4]
 
 
-def test_a_reader_that_is_gone_is_not_waited_for() -> None:
-    reader, writer = multiprocessing.Pipe()
+@KINDS
+def test_a_reader_that_is_gone_is_not_waited_for(is_socket: bool) -> None:
+    reader, writer = multiprocessing.Pipe(duplex=is_socket)
     has_room = threading.Event()
     outbox = Outbox(writer, has_room.set, max_bytes=1)
     reader.close()
-    outbox.put(("lost",))
+    outbox.put("x" * (1 << 20))
     assert has_room.wait(_TIMEOUT_S)
     outbox.put(("lost too",))
     outbox.close()
     assert not outbox.is_full
+    writer.close()
+    outbox.put(("after the end",))
 
 
 def test_what_does_not_pickle_is_the_error_of_whoever_sends_it() -> None:
