@@ -4,7 +4,8 @@
     python benchmarks/python/bench_failures.py --repeats 5
 
 Each row makes its engine or server anew and kills, stops or breaks one of its processes; the times are those of
-docs/distributed.md. `--rows` takes some of them. `ray` needs Ray and makes a cluster on this host.
+docs/distributed.md. `--rows` takes some of them, `--rows ray` those that need Ray: they make a cluster of several
+nodes on this host, each of which has a node manager and processes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from server_process import running_server
 from step_timing import machine_facts, markdown_table
 
 from diffulex import Diffulex, SamplingParams
-from diffulex.errors import CheckpointError, EngineDeadError
+from diffulex.errors import CheckpointError, ConfigError, EngineDeadError
 
 _FAULT, _MARK = "BENCH_FAILURES_FAULT", "BENCH_FAILURES_MARK"
 _SETTINGS: dict[str, Any] = {"device": "cpu", "num_pages": 64, "max_num_reqs": 4}
@@ -222,13 +223,67 @@ def all_replicas_killed() -> float:
     return seconds
 
 
-def ray_actor_killed() -> float:
-    ray = {"distributed_executor": "ray", "ray_address": "local"}
-    with Diffulex("demo", tensor_parallel_size=2, **ray, **_SETTINGS) as engine:
+@contextlib.contextmanager
+def _cluster() -> Iterator[Any]:
+    """A head without room for ranks, and two nodes with room for one each."""
+    import ray  # noqa: PLC0415 (of these rows alone)
+    from ray.cluster_utils import Cluster  # noqa: PLC0415
+
+    head = {"num_cpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@contextlib.contextmanager
+def _pair_of_nodes() -> Iterator[tuple[Any, Diffulex, Any]]:
+    """The cluster, an engine whose ranks are on its nodes, and where the second rank is."""
+    ray = {"distributed_executor": "ray", "tensor_parallel_size": 2}
+    with _cluster() as cluster, Diffulex("demo", **ray, **_SETTINGS) as engine:
         engine.generate(_TEXT, max_tokens=8, summary=False)
         loop: Any = engine._loop
-        sent = _signal_later(loop.replicas[0].child.places[1].pid, signal.SIGKILL)
+        yield cluster, engine, loop.replicas[0].child.places[1]
+
+
+def ray_actor_killed() -> float:
+    with _pair_of_nodes() as (_, engine, place):
+        sent = _signal_later(place.pid, signal.SIGKILL)
         return _step_until_dead(engine) - sent[0]
+
+
+def ray_node_lost() -> float:
+    with _pair_of_nodes() as (cluster, engine, place):
+        (node,) = [each for each in cluster.worker_nodes if each.node_id == place.node]
+        begin: list[float] = []
+
+        def lose() -> None:
+            begin.append(time.monotonic())
+            cluster.remove_node(node, allow_graceful=False)
+
+        timer = threading.Timer(0.2, lose)
+        timer.start()
+        known = _step_until_dead(engine)
+        timer.join()
+        return known - begin[0]
+
+
+def ray_has_no_room() -> float:
+    ray = {"distributed_executor": "ray", "data_parallel_size": 3, "ray_placement_timeout": 2}
+    with _cluster():
+        begin = time.monotonic()
+        try:
+            Diffulex("demo", **ray, **_SETTINGS).close()
+        except ConfigError as error:
+            if "expected room for" in str(error):
+                return time.monotonic() - begin
+            raise
+    raise RuntimeError("bench_failures: expected no room, got an engine")
 
 
 @contextlib.contextmanager
@@ -280,15 +335,18 @@ _ROWS: dict[str, tuple[Callable[[], float], str, str]] = {
     "F15": (replica_killed, "replica killed, offline", "the warning; its requests start again"),
     "F16": (replica_of_a_stream_killed, "replica of a stream killed", "event `replica_lost`"),
     "F17": (all_replicas_killed, "all replicas of a server killed", "`/health` 503"),
-    "ray": (ray_actor_killed, "actor of a rank killed (Ray)", "`step`"),
+    "F19": (ray_actor_killed, "actor of a rank killed (Ray)", "`step`"),
+    "F19 node": (ray_node_lost, "node of a rank lost (Ray)", "`step`"),
+    "F20": (ray_has_no_room, "no room in the cluster, limit 2 s (Ray)", "the constructor"),
 }
+_OF_RAY = ("F19", "F19 node", "F20")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rows", default=",".join(name for name in _ROWS if name != "ray"))
-    parser.add_argument("--json", type=Path, help="also write the lines to this file")
+    parser.add_argument("--rows", default=",".join(name for name in _ROWS if name not in _OF_RAY))
+    parser.add_argument("--json", type=Path, help="also append the lines to this file")
     parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.hold:
@@ -296,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
             print(_worker(engine), flush=True)
             while True:
                 time.sleep(1)
-    names = options.rows.split(",")
+    names = list(_OF_RAY) if options.rows == "ray" else options.rows.split(",")
     if not set(names) <= _ROWS.keys():
         parser.error(f"--rows: expected some of {','.join(_ROWS)}, got {options.rows}")
     lines: list[dict[str, Any]] = []
@@ -308,7 +366,8 @@ def main(argv: list[str] | None = None) -> int:
         lines.append({**facts, **dict(zip(_COLUMNS, shown, strict=True)), "times_s": times})
         print(json.dumps(lines[-1]), flush=True)
     if options.json is not None:
-        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with options.json.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
     print(markdown_table(_COLUMNS, lines))
     return 0
 

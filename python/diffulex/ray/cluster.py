@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray._private.state import available_resources_per_node, total_resources_per_node
-from ray.util import placement_group, remove_placement_group
+from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from diffulex.errors import ConfigError
@@ -26,6 +26,7 @@ __all__ = ["bundle_of", "join_cluster", "place_replicas", "remove_place"]
 logger = get_logger(__name__)
 
 _ANSWER_S = 5.0
+_POLL_S = 0.05
 
 
 class _Node(NamedTuple):
@@ -120,13 +121,19 @@ def place_replicas(sizes: Sizes, bundle: Mapping[str, float], timeout_s: float) 
         for _ in range(sizes.data):
             groups.append(placement_group(bundles, strategy=strategy))  # noqa: PERF401 (removed below)
         for index, group in enumerate(groups):
-            if not group.wait(max(0.0, end - time.monotonic())):
-                raise ConfigError(_no_room(index, bundles, timeout_s))
+            while not _is_placed(group):  # `wait` of a group takes whole seconds
+                if time.monotonic() >= end:
+                    raise ConfigError(_no_room(index, bundles, timeout_s))
+                time.sleep(_POLL_S)
     except BaseException:
         for group in groups:
             remove_place(group)
         raise
     return groups
+
+
+def _is_placed(group: PlacementGroup) -> bool:
+    return bool(placement_group_table(group).get("state") == "CREATED")
 
 
 def remove_place(group: Any) -> None:

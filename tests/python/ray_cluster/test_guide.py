@@ -122,6 +122,17 @@ def test_a_server_answers_from_the_cluster_and_gets_a_lost_backend_back(cluster:
     until(lambda: pids() <= others)
 
 
+def test_failures_are_measured() -> None:
+    """In clusters of its own: the loss of a process, which is known soon after."""
+    program = str(ROOT / "benchmarks" / "python" / "bench_failures.py")
+    result = run(program, "--rows", "F19", "--repeats", "1", OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stderr
+    (line,) = (json.loads(each) for each in result.stdout.splitlines() if each.startswith("{"))
+    assert (line["row"], line["failure"]) == ("F19", "actor of a rank killed (Ray)")
+    assert len(line["times_s"]) == 1
+    assert line["times_s"][0] > 0
+
+
 def test_the_file_of_an_application_is_one() -> None:
     document = yaml.safe_load((ROOT / "deploy" / "ray_serve.yaml").read_text())
     (application,) = document["applications"]
