@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,20 @@ import torch
 
 from diffulex import ConfigError, Diffulex, EngineDeadError, SamplingParams, ops
 from diffulex.config.config import Config, read_model_facts
+from diffulex.distributed import store as store_module
+from diffulex.distributed.gloo_comm import GlooComm
 from diffulex.distributed.lockstep import Lockstep
 from diffulex.distributed.outbox import Outbox
 from diffulex.distributed.shard import ExpertShard
+from diffulex.engine.ranks import executor
+from diffulex.engine.replicas import loop
 from diffulex.nn.dispatch import CountedDispatch, GatheredDispatch, RowDispatch
 from diffulex.serving.engine import ServingEngine
 from fixtures.coupled_threads import CoupledThreads
 from fixtures.gate import Gate
 from fixtures.gloo_threads import run_gloo_ranks
 from fixtures.moe_families import moe_builder
-from fixtures.processes import children_of, is_there, until
+from fixtures.processes import PATIENCE_S, children_of, is_there, until
 from fixtures.thread_comm import ThreadComm, run_ranks
 from fixtures.thread_ranks import Stable
 
@@ -346,6 +352,38 @@ def test_processes_and_one_that_is_killed() -> None:
         os.kill(pids[1], signal.SIGKILL)
         text = rf"^replica 1 \(pid {pids[1]}, cpu\) was killed by SIGKILL"
         check_dead(engine, pids, text, start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("maker", [loop, executor], ids=["replicas", "ranks"])
+def test_the_place_where_they_meet_is_there_until_the_end(
+    monkeypatch: pytest.MonkeyPatch, maker: Any
+) -> None:
+    """A library may look there as late as in an exchange of the first step, as NCCL does. Here two ranks
+    more meet there after it, and exchange through gloo, which they could not had the store gone."""
+    places = []
+
+    def place_of(store: Any) -> Any:
+        places.append(store_module.place_of(store))
+        return places[-1]
+
+    monkeypatch.setattr(maker, "place_of", place_of)
+    model, sizes = (MODEL, TWO) if maker is loop else ("demo", {"tensor_parallel_size": 2})
+    with Diffulex(model, **SERVED, **sizes) as engine:
+        engine.generate(questions(1), SamplingParams(max_tokens=8), summary=False)
+        gc.collect()
+        ((host, port, _),) = places
+
+        def late(rank: int) -> float:
+            comm = GlooComm(rank, 2, (host, port, "late"), PATIENCE_S, PATIENCE_S)
+            x = torch.full((3,), 1.0 + rank)
+            comm.all_reduce_(x)
+            comm.close()
+            return float(x[0])
+
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(late, range(2))) == [3.0, 3.0]
+        engine.generate(questions(1), SamplingParams(max_tokens=8), summary=False)
 
 
 @pytest.mark.slow
