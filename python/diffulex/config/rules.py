@@ -292,13 +292,7 @@ class Resolver:
         if sizes.world > 1:
             layout.check_device_name(values["device"], sizes)
         if wanted == "cpu":
-            if values["device_ids"]:
-                raise ConfigError(
-                    f"device_ids: expected an empty list on cpu, got {list(values['device_ids'])}"
-                )
-            values["device"] = "cpu"
-            if sizes.world > 1 and values["distributed_backend"] == "nccl":
-                self._partial.change("distributed_backend", "gloo", "the ranks are on the CPU")
+            self._pick_cpu(sizes)
             return
         if num_devices and sizes.world > 1 and not is_of_cluster:
             listed, start = values["device_ids"], values["device_start"]
@@ -323,6 +317,21 @@ class Resolver:
                 f" devices), got cuda:{index}"
             )
         values["device"] = f"cuda:{index}"
+
+    def _pick_cpu(self, sizes: layout.Sizes) -> None:
+        values = self._partial.values
+        if values["device_ids"]:
+            raise ConfigError(
+                f"device_ids: expected an empty list on cpu, got {list(values['device_ids'])}"
+            )
+        if max(sizes.tensor, sizes.expert) > 1 and values["custom_all_reduce"] == "on":
+            raise ConfigError(
+                "custom_all_reduce: expected auto or off on cpu, where ranks have no peer access,"
+                " got on"
+            )
+        values["device"] = "cpu"
+        if sizes.world > 1 and values["distributed_backend"] == "nccl":
+            self._partial.change("distributed_backend", "gloo", "the ranks are on the CPU")
 
     def _check_coupled(self, sizes: layout.Sizes, device: str) -> None:
         """What replicas that share the experts cannot do, and how rows reach these."""

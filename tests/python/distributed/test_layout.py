@@ -175,6 +175,10 @@ ILLEGAL = [
     ),
     ({"device": "cuda"}, 0, "device: no CUDA device is visible, got 'cuda'"),
     ({"device": "cpu", "device_ids": [1]}, 2, "device_ids: expected an empty list on cpu, got [1]"),
+    (
+        {"device": "cpu", "tensor_parallel_size": 2, "custom_all_reduce": "on"}, 2,
+        "custom_all_reduce: expected auto or off on cpu, where ranks have no peer access, got on",
+    ),
 ]  # fmt: skip
 
 
