@@ -208,6 +208,14 @@ def test_worker_that_is_killed_while_nothing_runs() -> None:
             "sampler 1 3",
             r"rank 1 \(pid \d+, cpu\) failed in a step: ValueError: injected in the sam",
         ),
+        (
+            "before 1 3",
+            r"rank 1 \(pid \d+, cpu\) failed in a step: ValueError: injected before the forward$",
+        ),
+        (
+            "after 1 3",
+            r"rank 1 \(pid \d+, cpu\) failed in a step: ValueError: injected after the step$",
+        ),
         ("stop 1 2", r"rank 0 waited 5 s for rank 1 in all-reduce: .*imed out.* \(step \d+\)$"),
         (
             "disagree 1 4",
