@@ -66,7 +66,8 @@ def test_python(cluster: Any, index: int, printed: str) -> None:
     code = code.replace("ray.init(include_dashboard=False)", 'ray.init("auto")')
     result = run("-c", code, RAY_ADDRESS=cluster.address)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines(keepends=True)[-1] == printed
+    # Of nodes that earlier tests have taken away Ray tells this program as well, on the same stream.
+    assert printed in result.stdout.splitlines(keepends=True), result.stdout
 
 
 def test_batch(cluster: Any, tmp_path: Path) -> None:
