@@ -110,11 +110,11 @@ class AsyncOmniDiffusion:
         jobs = tuple(self._live.values())
         return sum(job is not self._current and not job.is_aborted for job in jobs)
 
-    async def generate(self, prompt: str, **kwargs: Any) -> OmniRequestOutput:
+    async def generate(self, prompt: str | None, **kwargs: Any) -> OmniRequestOutput:
         """The images of a prompt. Cancelling the task aborts the request.
 
         Args:
-            prompt: a text.
+            prompt: a text; None with `prompt_embeds`.
             kwargs: fields of `OmniDiffusionRequest`.
 
         Raises:
@@ -130,7 +130,7 @@ class AsyncOmniDiffusion:
         raise AssertionError
 
     async def generate_stream(
-        self, prompt: str, *, preview_every: int | None = None, **kwargs: Any
+        self, prompt: str | None, *, preview_every: int | None = None, **kwargs: Any
     ) -> AsyncGenerator[Progress | OmniRequestOutput, None]:
         """`Progress` after every step, and at the end the result. Raises: as `generate`.
 
@@ -145,7 +145,7 @@ class AsyncOmniDiffusion:
                 yield event
 
     def start(
-        self, prompt: str, *, preview_every: int | None = None, **kwargs: Any
+        self, prompt: str | None, *, preview_every: int | None = None, **kwargs: Any
     ) -> AsyncGenerator[Progress | OmniRequestOutput, None]:
         """As `generate_stream`, but the request is in line, or refused, when this returns.
 

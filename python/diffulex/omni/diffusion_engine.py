@@ -37,10 +37,11 @@ class _Resolved(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """One image of one request."""
+    """One image of one request: its `number`-th, from 0."""
 
     owner: int
-    prompt: str
+    number: int
+    prompt: str | None
     seed: int
 
 
@@ -50,6 +51,8 @@ class _Worker(Protocol):
     facts: PipelineFacts
 
     def prompt_tokens(self, prompt: str, values: dict[str, Any]) -> tuple[int, int]: ...
+
+    def latents_shape(self, arguments: dict[str, Any]) -> tuple[int, ...]: ...
 
     def run(
         self, calls: Sequence[PipelineCall], on_step: OnStep | None, timeout_s: float | None = None
@@ -137,8 +140,9 @@ class DiffusionEngine:
         requests = self._prepared(requests)
         resolved = [self._resolve(request) for request in requests]
         for item in resolved:
-            self._check_length("prompt", item.request.prompt, item.values)
+            self._check_length("prompt", item.request.prompt or "", item.values)
             self._check_length("negative_prompt", item.negative_prompt or "", item.values)
+            self._check_latents(item)
         calls, owners = self._make_calls(resolved)
         prepared = time.perf_counter()
         images: list[list[Any]] = [[] for _ in requests]
@@ -177,7 +181,7 @@ class DiffusionEngine:
         kwargs: dict[str, Any] | None = None,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """`cache_summary`, `memory_stats` or `prompt_tokens` of every worker, or of one."""
+        """`cache_summary`, `latents_shape`, `memory_stats` or `prompt_tokens` of every worker, or of one."""
         return self._processes("collective_rpc").collective_rpc(
             method, timeout, args, kwargs, unique_reply_rank
         )
@@ -238,7 +242,10 @@ class DiffusionEngine:
             value = defaults.get(name) if given is None else given
             if value is not None:
                 values[name] = value
+        if request.sigmas is not None:
+            values["num_inference_steps"] = len(request.sigmas)
         self._check_values(values)
+        self._check_inputs(request, values)
         for name in request.extra:
             if name not in self._facts.extra_names:
                 text = unknown_key(name, name, self._facts.extra_names).removeprefix(
@@ -253,6 +260,53 @@ class DiffusionEngine:
             values,
             request.output_type or self.config.engine.output_type,
         )
+
+    def _check_inputs(self, request: OmniDiffusionRequest, values: dict[str, Any]) -> None:
+        """Noise, sigmas and embeddings, as far as it takes no pipeline."""
+        inputs, embeds = self._facts.inputs, request.embeds
+        for name in ("latents", "sigmas"):
+            if getattr(request, name) is not None and name not in inputs:
+                raise RequestError(f"{name}: expected none for {self.spec.name}, got some")
+        for name, value in embeds.items():
+            known = [item for item in inputs if "prompt_embeds" in item]
+            if name not in known:
+                text = ", ".join(known) or "none"
+                raise RequestError(
+                    f"prompt_embeds: expected {text} for {self.spec.name}, got {name!r}"
+                )
+            main = "negative_prompt_embeds" if name.startswith("negative") else "prompt_embeds"
+            pooled = main.replace("prompt", "pooled_prompt")
+            for other in {main, *({pooled} & set(inputs))} - set(embeds):
+                raise RequestError(f"{other}: expected it beside {name}, got none")
+            self._check_embeds(name, value, list(embeds[main].shape), values)
+
+    def _check_embeds(self, name: str, value: Any, main: list[int], values: dict[str, Any]) -> None:
+        """Shapes: [1, tokens, width], [1, width] of what is pooled, [1, tokens] of masks."""
+        length, width = main[1], self._facts.inputs[name] or value.shape[-1]
+        expected = [1, length, width]
+        if name.endswith("mask"):
+            expected = [1, length]
+        elif "pooled" in name:
+            expected = [1, width]
+        if list(value.shape) != expected:
+            raise RequestError(f"{name}: expected the shape {expected}, got {list(value.shape)}")
+        # Where a prompt is not cut, they are not either.
+        most = values.get("max_sequence_length")
+        if self.spec.prompt_tokens is not None and most is not None and length > most:
+            raise RequestError(
+                f"{name}: expected at most {most} tokens (max_sequence_length), got {length}"
+            )
+
+    def _check_latents(self, item: _Resolved) -> None:
+        given = item.request.latents
+        if given is None:
+            return
+        arguments = {**item.request.extra, **item.values}
+        expected = list(self._open_worker().latents_shape(arguments))
+        if list(given.shape[1:]) != expected:
+            raise RequestError(
+                f"latents: expected the shape {[len(item.seeds), *expected]}, got {list(given.shape)}"
+            )
 
     def _picture_size(self, request: OmniDiffusionRequest) -> dict[str, int]:
         """Height and width that follow from the first picture when the request says none of them."""
@@ -305,15 +359,21 @@ class DiffusionEngine:
     def _negative_prompt(self, request: OmniDiffusionRequest, values: dict[str, Any]) -> str | None:
         guidance = self.spec.guidance
         scale = values[guidance.argument]
-        if scale > guidance.off:
-            given = request.negative_prompt
-            return guidance.negative_prompt if given is None else given
-        if request.negative_prompt is not None:
+        name, is_embedded = "negative_prompt", "negative_prompt_embeds" in request.embeds
+        if scale <= guidance.off:
+            if request.negative_prompt is None and not is_embedded:
+                return None
+            name += "_embeds" if is_embedded else ""
             raise RequestError(
-                f"negative_prompt: expected {guidance.argument} above {guidance.off:g} with it,"
-                f" got {scale:g}"
+                f"{name}: expected {guidance.argument} above {guidance.off:g} with it, got {scale:g}"
             )
-        return None
+        if is_embedded:
+            return None
+        if request.prompt is None and self.spec.lists_embeds:
+            # It counts its prompts by their texts.
+            raise RequestError("negative_prompt_embeds: expected it beside prompt_embeds, got none")
+        given = request.negative_prompt
+        return guidance.negative_prompt if given is None else given
 
     def _make_calls(
         self, resolved: Sequence[_Resolved]
@@ -323,17 +383,18 @@ class DiffusionEngine:
         Every replica draws a run of neighbours.
         """
         samples = [
-            _Sample(index, item.request.prompt, seed)
-            for index, item in enumerate(resolved)
-            for seed in item.seeds
+            _Sample(owner, number, item.request.prompt, seed)
+            for owner, item in enumerate(resolved)
+            for number, seed in enumerate(item.seeds)
         ]
 
         def shared(sample: _Sample) -> str:
             item = resolved[sample.owner]
             has_negative = item.negative_prompt is not None
-            pictures = [id(picture) for picture in item.request.pictures]
-            settings = (item.values, item.output_type, dict(item.request.extra))
-            return repr((settings, has_negative, pictures))
+            request = item.request
+            objects = [id(given) for given in (*request.pictures, *request.embeds.values())]
+            settings = (item.values, item.output_type, dict(request.extra), request.sigmas)
+            return repr((settings, has_negative, objects, request.latents is None))
 
         calls, owners = [], []
         size, replicas = self.config.engine.max_batch_size, self.config.parallel.data_parallel_size
@@ -383,7 +444,9 @@ def _make_call(
 ) -> PipelineCall:
     item = resolved[batch[0].owner]
     negatives = [resolved[sample.owner].negative_prompt for sample in batch]
-    values = dict(item.values)
+    values, request = dict(item.values), item.request
+    sigmas = {} if request.sigmas is None else {"sigmas": list(request.sigmas)}
+    rows = [(resolved[sample.owner].request.latents, sample.number) for sample in batch]
     return PipelineCall(
         request_ids=tuple(resolved[sample.owner].request.request_id for sample in batch),
         prompts=tuple(sample.prompt for sample in batch),
@@ -393,7 +456,9 @@ def _make_call(
         width=values.pop("width"),
         num_inference_steps=values.pop("num_inference_steps"),
         output_type=item.output_type,
-        arguments={**values, **item.request.extra},
-        pictures=tuple(map(as_rgb, item.request.pictures)),
+        arguments={**values, **sigmas, **request.extra},
+        latents=() if request.latents is None else tuple(given[i : i + 1] for given, i in rows),
+        embeds=request.embeds,
+        pictures=tuple(map(as_rgb, request.pictures)),
         replica=replica,
     )

@@ -50,12 +50,16 @@ class OmniDiffusion:
         self.engine = DiffusionEngine(config)
 
     def generate(
-        self, prompt: str | Sequence[str], *, on_step: OnStep | None = None, **kwargs: Any
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        on_step: OnStep | None = None,
+        **kwargs: Any,
     ) -> list[OmniRequestOutput]:
         """Draws the images of one prompt or of several; one result per prompt, in order.
 
         Args:
-            prompt: a text or a list of texts.
+            prompt: a text or a list of texts; None with `prompt_embeds`.
             on_step: called after every denoising step; returning False stops all of it.
             kwargs: fields of `OmniDiffusionRequest`, for every prompt. `negative_prompt` may be a
                 list as long as the prompts; `image_path`, a file or a list of them, stands for
@@ -65,7 +69,7 @@ class OmniDiffusion:
             RequestError: a prompt or a field is not legal for this model.
             RequestAborted: the callback returned False.
         """
-        if isinstance(prompt, str):
+        if prompt is None or isinstance(prompt, str):
             prompts: list[Any] = [prompt]
         elif isinstance(prompt, Sequence):
             prompts = list(prompt)

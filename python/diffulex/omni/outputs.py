@@ -28,7 +28,7 @@ class OmniRequestOutput:
     """
 
     request_id: str
-    prompt: str
+    prompt: str | None
     final_output_type: str
     images: tuple[Any, ...]
     latents: tuple[Any, ...]

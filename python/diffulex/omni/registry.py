@@ -110,6 +110,10 @@ class PipelineSpec:
         frame_multiple: num_frames - 1 is a multiple of it; videos only.
         prompt_tokens: (pipeline, prompt, field values) -> its tokens and the most that the pipeline
             reads, so that a longer prompt is an error; None: the pipeline cuts it.
+        latents_shape: (pipeline, arguments of its call) -> shape of the latents of one image, which a
+            request may bring; None: it may not.
+        has_embeds: whether requests may bring embeddings, where its call has arguments for them.
+        lists_embeds: it takes embeddings as a list of tensors, one per prompt.
         decode: (pipeline, latents, height, width) -> pictures [B, 3, H, W] in -1..1, for previews;
             None: no previews.
         has_sequence_plan: the transformer says how its tokens can be shared (`_cp_plan`).
@@ -137,6 +141,9 @@ class PipelineSpec:
     float32_components: tuple[str, ...] = ()
     frame_multiple: int = 1
     prompt_tokens: Callable[[Any, str, dict[str, Any]], tuple[int, int]] | None = None
+    latents_shape: Callable[[Any, Mapping[str, Any]], tuple[int, ...]] | None = None
+    has_embeds: bool = True
+    lists_embeds: bool = False
     decode: Callable[[Any, Any, int, int], Any] | None = None
     has_sequence_plan: bool = False
     tensor_plan: Callable[[Any], dict[str, Any]] | None = None

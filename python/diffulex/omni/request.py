@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import secrets
 import sys
@@ -50,9 +51,17 @@ class OmniDiffusionRequest:
     """One prompt and how to draw it; None means the model's default.
 
     Attributes:
+        prompt: a text; None with embeddings in its place.
         num_outputs_per_prompt: images of the prompt, 1 to 64.
         seed: image j is drawn with `(seed + j) % 2**63`; None: drawn, see the result's metrics.
         seeds: one seed per image, instead of `seed`.
+        latents: noise to start from in place of the seeds', one row per image, each of the shape that
+            `output_type` latent gives.
+        prompt_embeds: what the text encoders would give: names of the pipeline's arguments
+            (`prompt_embeds`, `prompt_embeds_mask`, `negative_prompt_embeds`, ...) and tensors whose first
+            axis is 1. A tensor alone is `prompt_embeds`.
+        sigmas: noise that is left before each step, falling, in (0, 1], in place of
+            `num_inference_steps`.
         pil_image: a picture of PIL, or a list of them, for pipelines that change pictures.
         strength: how much of the picture is given up, above 0 and up to 1; 1: all of it.
         timeout_s: until it is stopped with RequestTimeout; of requests that are drawn together the least
@@ -61,7 +70,7 @@ class OmniDiffusionRequest:
         extra: further arguments of the pipeline's call, by name.
     """
 
-    prompt: str
+    prompt: str | None = None
     negative_prompt: str | None = None
     height: int | None = None
     width: int | None = None
@@ -73,6 +82,9 @@ class OmniDiffusionRequest:
     num_outputs_per_prompt: int = 1
     seed: int | None = None
     seeds: tuple[int, ...] | None = None
+    latents: Any = None
+    prompt_embeds: Any = None
+    sigmas: Sequence[float] | None = None
     pil_image: Any = None
     strength: float | None = None
     max_sequence_length: int | None = None
@@ -119,6 +131,17 @@ class OmniDiffusionRequest:
         if not isinstance(self.extra, Mapping):
             raise RequestError(f"extra: expected a mapping, got {self.extra!r}")
         _check_seeds(self)
+        _check_sigmas(self)
+        if self.latents is not None:
+            _check_tensor("latents", self.latents, self.num_outputs_per_prompt)
+
+    @property
+    def embeds(self) -> dict[str, Any]:
+        """What `prompt_embeds` holds, by the names of the pipeline's arguments."""
+        given = self.prompt_embeds
+        if given is None:
+            return {}
+        return dict(given) if isinstance(given, Mapping) else {"prompt_embeds": given}
 
     @property
     def pictures(self) -> tuple[Any, ...]:
@@ -151,10 +174,45 @@ def make_request(prompt: object, arguments: Mapping[str, Any]) -> OmniDiffusionR
 
 
 def _check_prompts(request: OmniDiffusionRequest) -> None:
-    if not isinstance(request.prompt, str) or not request.prompt.strip():
+    embeds = request.embeds
+    for name, value in embeds.items():
+        _check_tensor(name, value, 1)
+    is_text = isinstance(request.prompt, str) and bool(request.prompt.strip())
+    if not is_text and not (request.prompt is None and "prompt_embeds" in embeds):
         raise RequestError(f"prompt: expected some text, got {request.prompt!r}")
     if request.negative_prompt is not None and not isinstance(request.negative_prompt, str):
         raise RequestError(f"negative_prompt: expected text, got {request.negative_prompt!r}")
+    for name in ("prompt", "negative_prompt"):
+        if getattr(request, name) is not None and f"{name}_embeds" in embeds:
+            raise RequestError(f"{name}_embeds: expected no {name} beside it, got both")
+
+
+def _check_tensor(name: object, value: object, rows: int) -> None:
+    """Of numbers, with so many rows."""
+    torch = sys.modules.get("torch")  # one that was made has imported what it is
+    is_tensor = torch is not None and isinstance(value, torch.Tensor)
+    if not is_tensor or value.dim() < 2 or value.shape[0] != rows:  # type: ignore[attr-defined]
+        found = list(value.shape) if is_tensor else type(value).__name__  # type: ignore[attr-defined]
+        raise RequestError(f"{name}: expected a tensor with {rows} rows, got {found}")
+
+
+def _check_sigmas(request: OmniDiffusionRequest) -> None:
+    sigmas = request.sigmas
+    if sigmas is None:
+        return
+    is_list = isinstance(sigmas, (list, tuple)) and all(
+        isinstance(item, (int, float)) and not isinstance(item, bool) for item in sigmas
+    )
+    falls = is_list and all(now > after for now, after in itertools.pairwise(sigmas))
+    if not falls or not 1 <= len(sigmas) <= MAX_STEPS or not (sigmas[0] <= 1 and sigmas[-1] > 0):
+        raise RequestError(
+            f"sigmas: expected 1 to {MAX_STEPS} falling numbers in (0, 1], got {sigmas!r:.100}"
+        )
+    if request.num_inference_steps not in (None, len(sigmas)):
+        raise RequestError(
+            f"num_inference_steps: expected {len(sigmas)} with so many sigmas, got"
+            f" {request.num_inference_steps}"
+        )
 
 
 def _check_pictures(pictures: tuple[Any, ...]) -> None:

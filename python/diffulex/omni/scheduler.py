@@ -219,6 +219,11 @@ class Scheduler:
         )
         return count, most
 
+    def latents_shape(self, arguments: dict[str, Any]) -> tuple[int, ...]:
+        """Shape of the latents of one image. Raises: as `add_req`."""
+        shape = self.collective_rpc("latents_shape", args=(arguments,), unique_reply_rank=0)
+        return tuple(shape)
+
     def collective_rpc(
         self,
         method: str,

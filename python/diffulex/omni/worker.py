@@ -29,9 +29,14 @@ _OWN_ARGUMENTS = (
     "negative_prompt",
     "generator",
     "latents",
+    "sigmas",
     "output_type",
     "max_area",
 )
+#: Arguments that hold embeddings of prompts, and masks of them.
+_EMBEDS = ("prompt_embeds", "prompt_embeds_mask")
+#: Keys of transformers for the width of embeddings.
+_WIDTHS = ("joint_attention_dim", "text_dim", "cap_feat_dim")
 _OWN_PARTS = ("embeds", "callback", "num_images", "num_videos", "return_dict", "image")
 
 
@@ -43,6 +48,8 @@ class PipelineFacts(NamedTuple):
         defaults: request fields its checkpoint has defaults for.
         size_multiple: pixels that height and width are multiples of.
         least_steps: denoising steps that its schedule needs.
+        inputs: noise, sigmas and embeddings that requests may bring, by the names of its arguments, and
+            how wide they have to be where that is known.
         extra_names: further arguments of its call.
     """
 
@@ -50,6 +57,7 @@ class PipelineFacts(NamedTuple):
     defaults: dict[str, Any]
     size_multiple: int
     least_steps: int
+    inputs: dict[str, int | None]
     extra_names: tuple[str, ...]
 
 
@@ -59,13 +67,16 @@ class PipelineCall:
 
     Attributes:
         request_ids: request of each image.
+        prompts: None in place of each where there are embeddings.
         arguments: the pipeline's further keyword arguments.
+        latents: noise of each image, [1, ...]; empty: drawn from the seeds.
+        embeds: of one prompt, for every image the same.
         pictures: that are changed, for every image the same.
         replica: who draws it.
     """
 
     request_ids: tuple[str, ...]
-    prompts: tuple[str, ...]
+    prompts: tuple[str | None, ...]
     negative_prompts: tuple[str, ...] | None
     seeds: tuple[int, ...]
     height: int
@@ -73,8 +84,15 @@ class PipelineCall:
     num_inference_steps: int
     output_type: str
     arguments: Mapping[str, Any]
+    latents: tuple[Any, ...] = ()
+    embeds: Mapping[str, Any] = field(default_factory=dict)
     pictures: tuple[Any, ...] = ()
     replica: int = 0
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether both branches of guidance are drawn."""
+        return self.negative_prompts is not None or "negative_prompt_embeds" in self.embeds
 
 
 class DrawnCall(NamedTuple):
@@ -149,6 +167,7 @@ class Worker:
             loaded.spec.size_multiple(loaded.pipeline),
             # Stretching a schedule to its last value divides by the distance between its ends.
             2 if loaded.pipeline.scheduler.config.get("shift_terminal") else 1,
+            self._inputs(parameters),
             tuple(
                 name
                 for name in parameters
@@ -161,6 +180,11 @@ class Worker:
         """Tokens of a prompt, and the most that the pipeline reads."""
         assert self.spec.prompt_tokens is not None
         return self.spec.prompt_tokens(self.pipeline, prompt, values)
+
+    def latents_shape(self, arguments: dict[str, Any]) -> tuple[int, ...]:
+        """Shape of the latents of one image."""
+        assert self.spec.latents_shape is not None
+        return self.spec.latents_shape(self.pipeline, arguments)
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes on the device: `allocated`, `peak`; zeros on the CPU."""
@@ -215,6 +239,7 @@ class Worker:
         arguments = dict(call.arguments)
         if call.negative_prompts is not None:
             arguments["negative_prompt"] = list(call.negative_prompts)
+        arguments |= self._given(call)
         if call.pictures:
             several = list(call.pictures)
             arguments["image"] = several if len(several) > 1 else several[0]
@@ -222,8 +247,8 @@ class Worker:
             arguments |= self.spec.image_input.arguments(call.height, call.width)
         for hook in self._cfg_hooks:
             hook.reset_state(None)
-            hook.is_active = call.negative_prompts is not None
-            hook.batch = len(call.prompts)
+            hook.is_active = call.is_guided
+            hook.batch = len(call.seeds)
         if self._cache is not None:
             self._cache.refresh(self.pipeline, call.num_inference_steps)
         watcher = None
@@ -233,7 +258,7 @@ class Worker:
         with torch.inference_mode(), active_attention(self._seam):
             result = self.pipeline(
                 # A new list: some text encoders write into it.
-                prompt=list(call.prompts),
+                prompt=None if None in call.prompts else list(call.prompts),
                 # On the CPU, one per image: an image depends on its seed alone.
                 generator=[torch.Generator().manual_seed(seed) for seed in call.seeds],
                 height=call.height,
@@ -246,6 +271,43 @@ class Worker:
             raise RequestAborted(f"request {', '.join(call.request_ids)}: stopped by its callback")
         images = list(result.frames if self.spec.media == "video" else result.images)
         return DrawnCall(images, self._shared_summary())
+
+    def _inputs(self, parameters: Mapping[str, Any]) -> dict[str, int | None]:
+        config, scheduler = self._transformer.config, self.pipeline.scheduler
+        width = next((config[name] for name in _WIDTHS if config.get(name)), None)
+        found: dict[str, int | None] = {}
+        for name in parameters if self.spec.has_embeds else ():
+            if name.endswith(_EMBEDS):
+                pooled = config.get("pooled_projection_dim") if "pooled" in name else width
+                found[name] = None if name.endswith("mask") else pooled
+        if self.spec.latents_shape is not None:
+            found["latents"] = None
+        # Some schedulers take no sigmas, and pipelines do not hand them to others.
+        takes = inspect.signature(scheduler.set_timesteps).parameters
+        is_fixed = "sigmas" not in takes or scheduler.config.get("use_flow_sigmas")
+        if "sigmas" in parameters and not is_fixed:
+            found["sigmas"] = None
+        return found
+
+    @property
+    def _transformer(self) -> Any:
+        """The first that there is."""
+        parts = (getattr(self.pipeline, name, None) for name in self.spec.transformers)
+        return next(part for part in parts if part is not None)
+
+    def _given(self, call: PipelineCall) -> dict[str, Any]:
+        """Noise and embeddings that the requests bring, on the device, for all images of the call."""
+        import torch  # noqa: PLC0415
+
+        count, device, dtype = len(call.seeds), self.facts.device, self._transformer.dtype
+        given: dict[str, Any] = {}
+        for name, value in call.embeds.items():
+            row = value.to(device, dtype if value.is_floating_point() else value.dtype)
+            repeats = (count, *[1] * (row.dim() - 1))
+            given[name] = [row[0]] * count if self.spec.lists_embeds else row.repeat(repeats)
+        if call.latents:
+            given["latents"] = torch.cat(call.latents).to(device)
+        return given
 
     def _shared_summary(self) -> dict[str, Any] | None:
         """Of both branches, where two ranks share them; the leader needs it."""

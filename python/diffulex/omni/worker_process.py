@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 _HEARTBEAT_S = 1.0
 #: Methods of the worker that a message may call.
-_METHODS = ("cache_summary", "generate", "memory_stats", "prompt_tokens")
+_METHODS = ("cache_summary", "generate", "latents_shape", "memory_stats", "prompt_tokens")
 
 
 def import_modules(names: str | None) -> None:

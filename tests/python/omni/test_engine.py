@@ -219,11 +219,11 @@ def test_a_callback_stops_the_request_and_nothing_else(qwen):
          "num_frames: expected one of height, width, num_inference_steps, true_cfg_scale,"
          " max_sequence_length for QwenImagePipeline, got 5"),
         ({"extra": {"generator": 1}},
-         "extra: expected a known key, got 'generator'; QwenImagePipeline takes sigmas,"
+         "extra: expected a known key, got 'generator'; QwenImagePipeline takes"
          " attention_kwargs"),
-        ({"extra": {"sigma": [1.0]}},
-         "extra: expected a known key, nearest is 'sigmas', got 'sigma'; QwenImagePipeline takes"
-         " sigmas, attention_kwargs"),
+        ({"extra": {"attention_kwarg": {}}},
+         "extra: expected a known key, nearest is 'attention_kwargs', got 'attention_kwarg';"
+         " QwenImagePipeline takes attention_kwargs"),
     ],
 )  # fmt: skip
 def test_requests_that_the_model_cannot_serve(qwen, fields, message):
@@ -258,9 +258,12 @@ def test_frames_are_not_rounded(tiny):
     assert str(raised.value) == "num_frames: expected a multiple of 4 plus 1, got 6"
 
 
-def test_extra_arguments_reach_the_pipeline(qwen):
-    plain = pixels(qwen)
-    assert not np.array_equal(pixels(qwen, extra={"sigmas": [1.0, 0.9, 0.8]}), plain)
+def test_extra_arguments_reach_the_pipeline(tiny):
+    fields = {**SMALL, "seed": 1, "output_type": "latent"}
+    with OmniDiffusion(model=str(tiny("z_image"))) as engine:
+        (plain,) = engine.generate("a cat", **fields)
+        (other,) = engine.generate("a cat", **fields, extra={"cfg_normalization": True})
+    assert not torch.equal(plain.latents[0], other.latents[0])
 
 
 @pytest.mark.parametrize(

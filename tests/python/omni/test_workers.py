@@ -140,10 +140,10 @@ def check_refusals(engine):
         latents(engine, height=72)
     with pytest.raises(RequestError, match="prompt: expected at most 512 tokens"):
         latents(engine, ["b " * 600])
-    with pytest.raises(RequestError, match=r"extra: .*nearest is 'sigmas'"):
-        latents(engine, extra={"sigma": 1})
+    with pytest.raises(RequestError, match=r"extra: .*nearest is 'attention_kwargs'"):
+        latents(engine, extra={"attention_kwarg": 1})
     with pytest.raises(TypeError, match="expected numbers, texts, lists, maps or arrays, got a o"):
-        latents(engine, extra={"sigmas": object()})
+        latents(engine, extra={"attention_kwargs": object()})
     with pytest.raises(WorkerError) as raised:
         latents(engine, ["fault raise 0"])
     assert str(raised.value) == "worker 0: expected no error, got ValueError: as the prompt says"

@@ -6,12 +6,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["decode_scaled", "like_projection", "spatial_multiple", "tensor_plan"]
+__all__ = [
+    "cell_latents",
+    "decode_scaled",
+    "like_projection",
+    "packed_latents",
+    "spatial_multiple",
+    "tensor_plan",
+]
 
 
 def spatial_multiple(pipeline: Any) -> int:
     """Latent cells are packed two by two."""
     return int(pipeline.vae_scale_factor) * 2
+
+
+def packed_latents(pipeline: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    """[tokens, channels]: a token is two by two cells."""
+    side = spatial_multiple(pipeline)
+    tokens = (arguments["height"] // side) * (arguments["width"] // side)
+    return tokens, int(pipeline.transformer.config.in_channels)
+
+
+def cell_latents(pipeline: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    """[channels, rows, columns] of cells."""
+    factor = int(pipeline.vae_scale_factor)
+    rows, columns = arguments["height"] // factor, arguments["width"] // factor
+    return int(pipeline.transformer.config.in_channels), rows, columns
 
 
 def decode_scaled(pipeline: Any, latents: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from diffulex.omni.models.decoding import (
     decode_scaled,
     like_projection,
+    packed_latents,
     spatial_multiple,
     tensor_plan,
 )
@@ -44,6 +45,7 @@ SPEC = PipelineSpec(
     },
     guidance=Guidance("true_cfg_scale"),
     text_encoders=("text_encoder", "text_encoder_2"),
+    latents_shape=packed_latents,
     decode=_decode,
     has_sequence_plan=True,
     tensor_plan=tensor_plan,

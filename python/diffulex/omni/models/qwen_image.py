@@ -6,7 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diffulex.omni.models.decoding import like_projection, spatial_multiple, tensor_plan
+from diffulex.omni.models.decoding import (
+    like_projection,
+    packed_latents,
+    spatial_multiple,
+    tensor_plan,
+)
 from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec, TeaCacheSpec
 
 __all__ = ["SPEC"]
@@ -60,5 +65,6 @@ SPEC = PipelineSpec(
     cfg=CfgBranches(output_like=like_projection),
     block_lists=("transformer_blocks",),
     tea_cache=TeaCacheSpec(_indicator, lambda _: _COEFFICIENTS, threshold=0.2),
+    latents_shape=packed_latents,
     decode=_decode,
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diffulex.omni.models.decoding import decode_scaled
+from diffulex.omni.models.decoding import cell_latents, decode_scaled
 from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec, TeaCacheSpec
 
 __all__ = ["SPEC"]
@@ -49,6 +49,7 @@ SPEC = PipelineSpec(
     },
     guidance=Guidance("guidance_scale"),
     text_encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
+    latents_shape=cell_latents,
     decode=_decode,
     tensor_plan=_tensor_plan,
     has_own_attention=True,

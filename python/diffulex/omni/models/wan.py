@@ -23,6 +23,12 @@ def _output_like(transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, .
     return batch, int(transformer.config.out_channels), *cells
 
 
+def _latents_shape(pipeline: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    side, step = pipeline.vae_scale_factor_spatial, pipeline.vae_scale_factor_temporal
+    cells = (arguments["height"] // side, arguments["width"] // side)
+    return int(pipeline.vae.config.z_dim), (arguments["num_frames"] - 1) // step + 1, *cells
+
+
 #: Width of the transformer -> coefficients for text to video and the modulation of the blocks.
 _COEFFICIENTS = {
     1536: (-5.21862437e4, 9.23041404e3, -5.28275948e2, 1.36987616e1, -4.99875664e-2),
@@ -57,6 +63,7 @@ SPEC = PipelineSpec(
     schedule_keys=("flow_shift", "boundary_ratio"),
     float32_components=("vae",),
     frame_multiple=4,
+    latents_shape=_latents_shape,
     has_sequence_plan=True,
     cfg=CfgBranches(output_like=_output_like),
     block_lists=("blocks",),

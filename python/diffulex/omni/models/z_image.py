@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffulex.omni.models.decoding import decode_scaled, spatial_multiple
+from diffulex.omni.models.decoding import cell_latents, decode_scaled, spatial_multiple
 from diffulex.omni.registry import CfgBranches, Guidance, PipelineSpec
 
 __all__ = ["SPEC"]
@@ -27,6 +27,8 @@ SPEC = PipelineSpec(
         "max_sequence_length": None,
     },
     guidance=Guidance("guidance_scale", off=0.0),
+    latents_shape=cell_latents,
+    lists_embeds=True,
     decode=_decode,
     cfg=CfgBranches(batched=("x", "t", "cap_feats")),
     block_lists=("layers",),
