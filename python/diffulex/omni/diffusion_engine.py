@@ -114,6 +114,11 @@ class DiffusionEngine:
         """Pixels that height and width are multiples of."""
         return self._facts.size_multiple
 
+    @property
+    def least_steps(self) -> int:
+        """Denoising steps that the model's schedule needs."""
+        return self._facts.least_steps
+
     def check(self, request: OmniDiffusionRequest) -> None:
         """Compares a request with the model, as far as it takes no tokenizer; from any thread.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
+from diffulex.omni.api_schema import FORM
 from diffulex.server.http.api_errors import ApiError
 from diffulex.server.http.multipart import FormPart, parse_form
 
@@ -51,7 +52,7 @@ async def read_form(
             kind = "no file" if most == 0 else f"at most {most} files"
             raise ApiError(400, f"{name}: expected {kind}, got {len(found[name])}", param=name)
     try:
-        return schema.model_validate(fields), found
+        return schema.model_validate_strings(fields, context=FORM), found
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from None
 

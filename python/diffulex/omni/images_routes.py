@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import re
 import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger
+from diffulex.omni.api_schema import SIZE_PATTERN, TEXT_PATTERN, WHOLE, form_body, image_responses
 from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion, Progress
 from diffulex.omni.errors import (
     OmniError,
@@ -39,6 +41,7 @@ from diffulex.server.http.sse import DONE, EventStream, sse
 __all__ = [
     "EditRequest",
     "ImageRequest",
+    "Size",
     "as_failure",
     "check_model",
     "create_images_router",
@@ -48,11 +51,24 @@ __all__ = [
 logger = get_logger(__name__)
 
 _MAX_N = 10
-_MAX_SIZE_DIGITS = 6
 _MAX_STEPS = 200
 _SCALE = Field(default=None, ge=0, le=20)
 _CLIENT_CLOSED = 499
-_FORM_BODY = {"required": True, "content": {"multipart/form-data": {"schema": {"type": "object"}}}}
+Size = Annotated[
+    str | None,
+    Field(description="WIDTHxHEIGHT, or auto.", json_schema_extra={"pattern": SIZE_PATTERN}),
+]
+#: Streams draw one image, and nothing else has previews.
+_STREAM_RULE: list[JsonValue] = [
+    {"properties": {"stream": {"const": True}, "n": {"const": 1}}, "required": ["stream"]},
+    {
+        "properties": {
+            "stream": {"enum": [False, None]},
+            "partial_images": {"enum": [0, None]},
+            "diffulex": {"properties": {"preview_every": {"type": "null"}}},
+        }
+    },
+]
 #: What an error of the engine means for its client; the first that fits.
 _STATUS: tuple[tuple[type[BaseException], int], ...] = (
     (QueueFull, 429),
@@ -68,30 +84,34 @@ _STATUS: tuple[tuple[type[BaseException], int], ...] = (
 class PreviewOptions(BaseModel):
     """Extension: previews of a stream without the limit of three."""
 
-    model_config = ConfigDict(extra="forbid")
-    preview_every: int | None = Field(default=None, ge=1, description="Steps between previews.")
+    model_config = ConfigDict(extra="forbid", strict=True)
+    preview_every: Annotated[
+        Annotated[int, Field(ge=1), WHOLE] | None, Field(description="Steps between previews.")
+    ] = None
 
 
 class ImageRequest(BaseModel):
     """Body of a request for images; what is left open takes the model's default."""
 
-    model_config = ConfigDict(extra="forbid")
-    prompt: str = Field(min_length=1, max_length=32_000)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, json_schema_extra={"anyOf": _STREAM_RULE}
+    )
+    prompt: str = Field(max_length=32_000, pattern=TEXT_PATTERN)
     model: str | None = None
-    n: int = Field(default=1, ge=1, le=_MAX_N)
-    size: str | None = Field(default=None, description="WIDTHxHEIGHT, or auto.")
+    n: Annotated[int, Field(ge=1, le=_MAX_N), WHOLE] = 1
+    size: Size = None
     response_format: Literal["b64_json"] | None = None
     output_format: Literal["png", "jpeg", "webp"] = "png"
     quality: Literal["auto"] | None = None
     background: Literal["auto", "opaque"] | None = None
     user: str | None = None
     stream: bool | None = None
-    partial_images: int | None = Field(default=None, ge=0, le=3)
+    partial_images: Annotated[int, Field(ge=0, le=3), WHOLE] | None = None
     negative_prompt: str | None = None
-    num_inference_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS)
+    num_inference_steps: Annotated[int, Field(ge=1, le=_MAX_STEPS), WHOLE] | None = None
     guidance_scale: Annotated[float | None, _SCALE] = None
     true_cfg_scale: Annotated[float | None, _SCALE] = None
-    seed: int | None = Field(default=None, ge=0, lt=MAX_SEED)
+    seed: Annotated[int, Field(ge=0, lt=MAX_SEED), WHOLE] | None = None
     timeout_s: float | None = Field(default=None, gt=0)
     diffulex: PreviewOptions = PreviewOptions()
 
@@ -132,13 +152,9 @@ def parse_size(size: str | None) -> dict[str, int]:
     """
     if size is None or size == "auto":
         return {}
-    width, separator, height = size.partition("x")
-    is_number = all(
-        part.isascii() and part.isdecimal() and len(part) <= _MAX_SIZE_DIGITS
-        for part in (width, height)
-    )
-    if not (separator and is_number and int(width) and int(height)):
+    if re.fullmatch(SIZE_PATTERN, size) is None:
         raise ApiError(400, f"size: expected WIDTHxHEIGHT or auto, got {size!r}", param="size")
+    width, _, height = size.partition("x")
     return {"width": int(width), "height": int(height)}
 
 
@@ -169,15 +185,21 @@ def create_images_router(
         metrics: counts what happens.
     """
     router = APIRouter()
+    takes = engine.engine.spec.image_input
+    form = form_body(EditRequest, {"image": 0 if takes is None else takes.most})
 
-    @router.post("/v1/images/generations")
+    @router.post("/v1/images/generations", responses=image_responses("image_generation"))
     async def generate(body: ImageRequest, request: Request) -> Response:
         """Draws a prompt; with `stream` its previews come as events."""
         _check_body(body, served_names)
         draw = _Draw(body, body.fields(), "image_generation")
         return await _answer(engine, draw, request, metrics)
 
-    @router.post("/v1/images/edits", openapi_extra={"requestBody": _FORM_BODY})
+    @router.post(
+        "/v1/images/edits",
+        responses=image_responses("image_edit"),
+        openapi_extra={"requestBody": form},
+    )
     async def edit(request: Request) -> Response:
         """Changes pictures as a prompt says; with `stream` its previews come as events."""
         try:

@@ -18,6 +18,13 @@ import uvicorn
 from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from diffulex.omni.api_schema import (
+    DiffusionModelList,
+    HealthResponse,
+    ServerInfoResponse,
+    declare_security,
+    limit_requests,
+)
 from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion
 from diffulex.omni.config import OmniDiffusionConfig, default_model_dir
 from diffulex.omni.images_metrics import ImagesMetrics
@@ -35,6 +42,7 @@ from diffulex.server.http.middleware import (
     Recorder,
 )
 from diffulex.server.loopback import LOCALHOST, is_loopback
+from diffulex.server.openai.response_schema import error_responses
 from diffulex.server.ui import IMAGES_PAGE, mount_ui
 
 __all__ = ["ImagesServer", "ServeOptions", "create_images_app", "serve"]
@@ -67,7 +75,6 @@ class ServeOptions(NamedTuple):
 def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> FastAPI:
     """The application over an engine of images or videos, which it closes at its end."""
     names = options.served_names or (_model_name(engine),)
-    created = int(time.time())
     metrics = ImagesMetrics(engine)
     spec = engine.engine.spec
     videos = VideoJobs(engine, metrics) if spec.media == "video" else None
@@ -83,15 +90,29 @@ def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> Fast
             finally:
                 await engine.close()
 
-    app = FastAPI(title="Diffulex images", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = _Application(title="Diffulex images", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.videos = videos
+    app.state.limits = (engine, names, bool(options.api_keys))
     install_error_handlers(app)
     if videos is None:
         app.include_router(create_images_router(engine, names, metrics))
     else:
         app.include_router(create_videos_router(engine, names, videos))
+    _add_service_routes(app, engine, names, metrics)
+    needs_picture = spec.image_input is not None and spec.image_input.least > 0
+    if videos is None and not needs_picture:
+        mount_ui(app, IMAGES_PAGE)
+    _add_middleware(app, options, _MAX_BODY_BYTES if spec.image_input is None else _MAX_FORM_BYTES)
+    return app
 
-    @app.get("/v1/models")
+
+def _add_service_routes(
+    app: FastAPI, engine: AsyncOmniDiffusion, names: tuple[str, ...], metrics: ImagesMetrics
+) -> None:
+    """What a server tells of itself."""
+    created = int(time.time())
+
+    @app.get("/v1/models", responses={200: {"model": DiffusionModelList}, **error_responses()})
     async def models() -> Response:
         """The names of the model."""
         common = {
@@ -102,26 +123,43 @@ def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> Fast
         }
         return JSONBody({"object": "list", "data": [{"id": name, **common} for name in names]})
 
-    @app.get("/server_info")
+    @app.get("/server_info", responses={200: {"model": ServerInfoResponse}, **error_responses()})
     async def server_info() -> Response:
         """What a page has to know: the pipeline, its defaults, the settings that change pictures."""
         return JSONBody(_describe(engine, names[0]))
 
-    @app.get("/health")
+    health_body: dict[int | str, dict[str, Any]] = {
+        status: {"model": HealthResponse} for status in (200, 503)
+    }
+
+    @app.get("/health", responses={**error_responses(), **health_body})
     async def health() -> Response:
         """Whether requests are accepted."""
-        return _health(engine, videos)
+        return _health(engine, app.state.videos)
 
-    @app.get("/metrics")
+    @app.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {}}}, **error_responses()},
+    )
     async def show_metrics() -> Response:
         """Prometheus text."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    needs_picture = spec.image_input is not None and spec.image_input.least > 0
-    if videos is None and not needs_picture:
-        mount_ui(app, IMAGES_PAGE)
-    _add_middleware(app, options, _MAX_BODY_BYTES if spec.image_input is None else _MAX_FORM_BYTES)
-    return app
+
+class _Application(FastAPI):
+    """FastAPI, with a document that tells what the application really takes and answers."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document."""
+        if self.openapi_schema is None:
+            document = super().openapi()
+            engine, names, has_keys = self.state.limits
+            limit_requests(document, names, engine.engine.defaults, engine.engine.least_steps)
+            if has_keys:
+                declare_security(document, _OPEN_PATHS)
+        assert self.openapi_schema is not None
+        return self.openapi_schema
 
 
 def _health(engine: AsyncOmniDiffusion, videos: VideoJobs | None) -> Response:

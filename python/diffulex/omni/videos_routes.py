@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import tempfile
 import time
@@ -16,18 +17,27 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from starlette.types import Receive, Scope, Send
 
+from diffulex.omni.api_schema import (
+    TEXT_PATTERN,
+    WHOLE,
+    VideoDeletedResponse,
+    VideoListResponse,
+    VideoResponse,
+    form_body,
+)
 from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion, Progress
 from diffulex.omni.forms import read_form
 from diffulex.omni.images_metrics import ImagesMetrics
-from diffulex.omni.images_routes import as_failure, check_model, parse_size
+from diffulex.omni.images_routes import Size, as_failure, check_model, parse_size
 from diffulex.omni.mp4 import save_video
 from diffulex.omni.outputs import OmniRequestOutput
 from diffulex.omni.request import MAX_SEED
 from diffulex.server.http.api_errors import CLIENT_CLOSED, ApiError
 from diffulex.server.http.json_response import JSONBody
+from diffulex.server.openai.response_schema import error_responses
 
 __all__ = ["VideoJobs", "VideoRequest", "create_videos_router"]
 
@@ -36,24 +46,57 @@ _MAX_STEPS = 200
 _SCALE = Field(default=None, ge=0, le=20)
 #: Finished videos that are kept, and for how long.
 _MAX_KEPT, _KEPT_S = 32, 3600
+#: OpenAI's clients write seconds as a text.
+_SECONDS_PATTERN = (
+    r"^(0\.[0-9]{0,5}[1-9]|[1-9][0-9]?(\.[0-9]{1,6})?|[1-5][0-9]{2}(\.[0-9]{1,6})?|600)$"
+)
+_MAX_SECONDS = 600
+
+
+def _as_number(value: object) -> object:
+    is_text = isinstance(value, str) and re.fullmatch(_SECONDS_PATTERN, value) is not None
+    return float(value) if is_text else value  # type: ignore[arg-type]
+
+
+_Seconds = Annotated[
+    float,
+    Field(gt=0, le=_MAX_SECONDS),
+    BeforeValidator(_as_number),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0, "maximum": _MAX_SECONDS},
+                {"type": "string", "pattern": _SECONDS_PATTERN},
+            ]
+        }
+    ),
+]
 _STOPPING = "videos: expected a running server, got one that ends"
 
 
 class VideoRequest(BaseModel):
     """Fields of a request for a video; what is left open takes the model's default."""
 
-    model_config = ConfigDict(extra="forbid")
-    prompt: str = Field(min_length=1, max_length=32_000)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {name: {"type": "null"}}} for name in ("seconds", "num_frames")
+            ]
+        },
+    )
+    prompt: str = Field(max_length=32_000, pattern=TEXT_PATTERN)
     model: str | None = None
-    size: str | None = Field(default=None, description="WIDTHxHEIGHT, or auto.")
-    seconds: float | None = Field(default=None, gt=0, le=600)
+    size: Size = None
+    seconds: _Seconds | None = None
     fps: float = Field(default=16, ge=1, le=120)
-    num_frames: int | None = Field(default=None, ge=1, le=_MAX_FRAMES)
+    num_frames: Annotated[int, Field(ge=1, le=_MAX_FRAMES), WHOLE] | None = None
     negative_prompt: str | None = None
-    num_inference_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS)
+    num_inference_steps: Annotated[int, Field(ge=1, le=_MAX_STEPS), WHOLE] | None = None
     guidance_scale: Annotated[float | None, _SCALE] = None
     guidance_scale_2: Annotated[float | None, _SCALE] = None
-    seed: int | None = Field(default=None, ge=0, lt=MAX_SEED)
+    seed: Annotated[int, Field(ge=0, lt=MAX_SEED), WHOLE] | None = None
 
     def fields(self, frame_multiple: int) -> dict[str, Any]:
         """Fields of the engine's request.
@@ -291,7 +334,11 @@ def create_videos_router(
     """
     router = APIRouter()
 
-    @router.post("/v1/videos", openapi_extra={"requestBody": _body_schema()})
+    @router.post(
+        "/v1/videos",
+        responses=_responses(VideoResponse, 400, 404, 413, 415, 429, 503),
+        openapi_extra={"requestBody": _body_schema()},
+    )
     async def create(request: Request) -> Response:
         """Starts a video; a form, as clients of OpenAI send it, or JSON."""
         kind = request.headers.get("content-type", "")
@@ -302,7 +349,7 @@ def create_videos_router(
         check_model(body.model, served_names)
         return JSONBody(jobs.start(body).shown(served_names[0]))
 
-    @router.get("/v1/videos")
+    @router.get("/v1/videos", responses=_responses(VideoListResponse, 400, 404))
     async def list_all(
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
@@ -318,18 +365,22 @@ def create_videos_router(
         ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
         return JSONBody({"object": "list", "data": data, "has_more": len(found) > limit, **ids})
 
-    @router.get("/v1/videos/{video_id}")
+    @router.get("/v1/videos/{video_id}", responses=_responses(VideoResponse, 404))
     async def retrieve(video_id: str) -> Response:
         """How far a video is."""
         return JSONBody(jobs.get(video_id).shown(served_names[0]))
 
-    @router.delete("/v1/videos/{video_id}")
+    @router.delete("/v1/videos/{video_id}", responses=_responses(VideoDeletedResponse, 404))
     async def delete(video_id: str) -> Response:
         """Stops a video, or forgets a finished one."""
         await jobs.remove(video_id)
         return JSONBody({"id": video_id, "object": "video.deleted", "deleted": True})
 
-    @router.get("/v1/videos/{video_id}/content")
+    @router.get(
+        "/v1/videos/{video_id}/content",
+        response_class=FileResponse,
+        responses={200: {"content": {"video/mp4": {}}}, **error_responses(400, 404, 409)},
+    )
     async def content(video_id: str, variant: Literal["video"] = "video") -> Response:
         """The file of a completed video."""
         job = jobs.get(video_id)
@@ -352,10 +403,14 @@ class _Content(FileResponse):
         self._job.is_fetched = True
 
 
+def _responses(model: type[BaseModel], *failures: int) -> dict[int | str, dict[str, Any]]:
+    return {200: {"model": model}, **error_responses(*failures)}
+
+
 def _body_schema() -> dict[str, Any]:
-    kinds = ("application/json", "multipart/form-data")
-    schema = VideoRequest.model_json_schema()
-    return {"required": True, "content": {kind: {"schema": schema} for kind in kinds}}
+    body = form_body(VideoRequest, {})
+    body["content"]["application/json"] = {"schema": VideoRequest.model_json_schema()}
+    return body
 
 
 async def _read_json(request: Request) -> VideoRequest:

@@ -48,7 +48,7 @@ from diffulex.server.openai.request_schema import (
     GenerateRequest,
     ProfileRequest,
 )
-from diffulex.server.openai.response_schema import add_error_schema
+from diffulex.server.openai.response_schema import declare_errors
 from diffulex.server.openai.tokenizer_routes import tokenizer_router
 from diffulex.server.replicas.routes import replica_admin_paths, replica_router
 from diffulex.server.ui import mount_ui
@@ -159,15 +159,10 @@ class _Application(FastAPI):
     """FastAPI, with a document that tells what the application really answers."""
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document: invalid requests are 400, never 422."""
+        """The OpenAPI document."""
         if self.openapi_schema is None:
             document = super().openapi()
-            for operations in document["paths"].values():
-                for operation in operations.values():
-                    operation["responses"].pop("422", None)
-            for name in ("HTTPValidationError", "ValidationError"):
-                document.get("components", {}).get("schemas", {}).pop(name, None)
-            add_error_schema(document)
+            declare_errors(document)
             _add_limits(document, self.state.context)
             options = self.state.context.options
             if options.api_key or options.admin_api_key:

@@ -16,7 +16,7 @@ __all__ = [
     "ErrorResponse",
     "GenerateResponse",
     "ResponsesResponse",
-    "add_error_schema",
+    "declare_errors",
     "error_responses",
     "generation_responses",
 ]
@@ -265,7 +265,7 @@ _SCHEMAS = "#/components/schemas/{model}"
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Entries of the OpenAPI document for failures; 401, 405 and 500 are always among them.
 
-    They name the schema that `add_error_schema` puts into the document: for each `model` of each route
+    They name the schema that `declare_errors` puts into the document: for each `model` of each route
     FastAPI would make a field, which took half the time of making the application.
     """
     body = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model="ErrorResponse")}}}
@@ -273,8 +273,13 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": _ERRORS[status], "content": body} for status in wanted}
 
 
-def add_error_schema(document: dict[str, Any]) -> None:
-    """Defines the body of failures in an OpenAPI document."""
+def declare_errors(document: dict[str, Any]) -> None:
+    """Defines the body of failures in an OpenAPI document: invalid requests are 400, never 422."""
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document.get("components", {}).get("schemas", {}).pop(name, None)
     schema = ErrorResponse.model_json_schema(mode="serialization", ref_template=_SCHEMAS)
     parts = schema.pop("$defs")
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
