@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -12,8 +12,8 @@ from diffulex.config.key import unknown_key
 from diffulex.omni.errors import RequestError, UnsupportedFeatureError
 from diffulex.omni.loader import find_model, load_pipeline
 from diffulex.omni.outputs import OmniRequestOutput
-from diffulex.omni.pictures import as_rgb, size_like, steps_run
-from diffulex.omni.request import MODEL_FIELDS, OmniDiffusionRequest
+from diffulex.omni.pictures import as_mode, size_like, steps_run
+from diffulex.omni.request import MODEL_FIELDS, OmniDiffusionRequest, make_request
 from diffulex.omni.scheduler import Scheduler
 from diffulex.omni.support import check_engine
 from diffulex.omni.worker import PipelineCall, Worker
@@ -118,6 +118,14 @@ class DiffusionEngine:
     def least_steps(self) -> int:
         """Denoising steps that the model's schedule needs."""
         return self._facts.least_steps
+
+    def size_of(self, fields: Mapping[str, Any]) -> dict[str, int]:
+        """Height and width that follow from the pictures of a request; empty where none do.
+
+        Raises:
+            RequestError: the fields are none of a request, or too many pictures.
+        """
+        return self._picture_size(make_request("-", dict(fields)))
 
     def check(self, request: OmniDiffusionRequest) -> None:
         """Compares a request with the model, as far as it takes no tokenizer; from any thread.
@@ -322,7 +330,16 @@ class DiffusionEngine:
             raise RequestError(
                 f"pil_image: expected {expected} pictures for {self.spec.name}, got {len(pictures)}"
             )
-        if takes is None or not pictures or request.height or request.width:
+        if takes is None or not pictures:
+            return {}
+        if takes.own_size is not None:
+            for name in ("height", "width"):
+                if getattr(request, name) is not None:
+                    raise RequestError(
+                        f"{name}: expected none for {self.spec.name}, which takes it from the picture"
+                    )
+            return takes.own_size(pictures[0].size, request.extra)
+        if request.height or request.width:
             return {}
         area = self._defaults["height"] * self._defaults["width"]
         return size_like(pictures[0].size, area, takes.side_multiple, self.size_multiple)
@@ -402,6 +419,7 @@ class DiffusionEngine:
             return repr((settings, has_negative, objects, request.latents is None))
 
         calls, owners = [], []
+        mode = "RGB" if self.spec.image_input is None else self.spec.image_input.mode
         size, replicas = self.config.engine.max_batch_size, self.config.parallel.data_parallel_size
         least, more = divmod(len(samples), replicas)
         parts = iter(samples)
@@ -414,7 +432,7 @@ class DiffusionEngine:
                 most = 1 if has_pictures else size
                 for start in range(0, len(group), most):
                     batch = group[start : start + most]
-                    calls.append(_make_call(batch, resolved, replica))
+                    calls.append(_make_call(batch, resolved, replica, mode))
                     owners.append(tuple(sample.owner for sample in batch))
         return calls, owners
 
@@ -445,7 +463,7 @@ class DiffusionEngine:
 
 
 def _make_call(
-    batch: Sequence[_Sample], resolved: Sequence[_Resolved], replica: int
+    batch: Sequence[_Sample], resolved: Sequence[_Resolved], replica: int, mode: str
 ) -> PipelineCall:
     item = resolved[batch[0].owner]
     negatives = [resolved[sample.owner].negative_prompt for sample in batch]
@@ -464,6 +482,6 @@ def _make_call(
         arguments={**values, **sigmas, **request.extra},
         latents=() if request.latents is None else tuple(given[i : i + 1] for given, i in rows),
         embeds=request.embeds,
-        pictures=tuple(map(as_rgb, request.pictures)),
+        pictures=tuple(as_mode(picture, mode) for picture in request.pictures),
         replica=replica,
     )

@@ -31,7 +31,7 @@ from diffulex.omni.errors import (
 from diffulex.omni.forms import read_form
 from diffulex.omni.images_metrics import ImagesMetrics
 from diffulex.omni.outputs import OmniRequestOutput
-from diffulex.omni.pictures import read_picture, steps_run
+from diffulex.omni.pictures import as_rgb, read_picture, steps_run
 from diffulex.omni.request import MAX_SEED
 from diffulex.server.http.api_errors import ApiError
 from diffulex.server.http.disconnect import ClientLeftError, run_while_connected
@@ -320,21 +320,23 @@ async def _frames(
         event: Progress | OmniRequestOutput | None = first
         while event is not None:
             if isinstance(event, OmniRequestOutput):
-                picture, kind = event.images[0], f"{draw.kind}.completed"
+                # Several of the one image where it has layers.
+                pictures, kind = event.images, f"{draw.kind}.completed"
                 more: dict[str, Any] = {"diffulex": dict(event.metrics)}
                 metrics.succeeded(event)
             elif event.previews and (most is None or number < most):
-                picture, kind = event.previews[0], f"{draw.kind}.partial_image"
+                pictures, kind = event.previews[:1], f"{draw.kind}.partial_image"
                 steps = {"step": event.step, "num_steps": event.num_steps}
                 more = {"partial_image_index": number, "diffulex": steps}
                 number += 1
             else:
                 event = await anext(events, None)
                 continue
-            text = await asyncio.to_thread(_encode, picture, output_format)
-            size = "x".join(map(str, picture.size))
-            shown = {"type": kind, "b64_json": text, "created_at": int(time.time()), "size": size}
-            yield sse({**shown, **common, **more}, event=kind)
+            for picture in pictures:
+                text, size = await asyncio.to_thread(_encode, picture, output_format), picture.size
+                shown = {"type": kind, "b64_json": text, "created_at": int(time.time())}
+                shown["size"] = "x".join(map(str, size))
+                yield sse({**shown, **common, **more}, event=kind)
             event = await anext(events, None)
     except Exception as error:
         yield sse(as_failure(error, metrics).body(), event="error")
@@ -346,6 +348,8 @@ async def _frames(
 
 def _encode(picture: Any, output_format: str) -> str:
     """A PIL image as base64 of a file."""
+    if output_format == "jpeg":
+        picture = as_rgb(picture)
     file = io.BytesIO()
     picture.save(file, output_format.upper())
     return base64.b64encode(file.getvalue()).decode("ascii")

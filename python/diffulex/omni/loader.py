@@ -96,7 +96,7 @@ def find_model(config: OmniDiffusionConfig) -> FoundModel:
     if not isinstance(name, str):
         raise ModelLoadError(f"{directory / _INDEX}: expected a class of diffusers, got {name!r}")
     spec = find_pipeline(name)
-    _check_packages(spec)
+    _check_packages(spec, index)
     return FoundModel(directory, index, name, spec)
 
 
@@ -131,9 +131,13 @@ def load_pipeline(
     }
     if config.memory.text_encoder_int8:
         _round_text_encoders(modules, spec)
+    # What a checkpoint says it lacks is not asked for again.
+    absent = {
+        part: None for part, entry in index.items() if isinstance(entry, list) and None in entry
+    }
     try:
         pipeline = getattr(diffusers, name).from_pretrained(
-            directory, **modules, dtype=dtypes.main, local_files_only=True
+            directory, **modules, **absent, dtype=dtypes.main, local_files_only=True
         )
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise ModelLoadError(f"{directory}: expected a complete {name}, got {error}") from error
@@ -152,9 +156,10 @@ def load_pipeline(
     return LoadedPipeline(pipeline, spec, defaults, device, backend, attention)
 
 
-def _check_packages(spec: PipelineSpec) -> None:
-    for package in spec.packages:
-        if importlib.util.find_spec(package) is None:
+def _check_packages(spec: PipelineSpec, index: dict[str, Any]) -> None:
+    for component, package in spec.packages.items():
+        is_there = None not in (index.get(component) or [None])
+        if is_there and importlib.util.find_spec(package) is None:
             raise ConfigError(f"{spec.name}: expected the package {package}, got none")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from diffulex.omni.errors import RequestError
 
-__all__ = ["as_rgb", "read_picture", "size_like", "steps_run"]
+__all__ = ["as_mode", "as_rgb", "read_picture", "size_like", "steps_run"]
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
@@ -66,6 +66,11 @@ def as_rgb(image: Any) -> Any:
     clear = image.convert("RGBA")
     white = Image.new("RGBA", clear.size, "white")
     return Image.alpha_composite(white, clear).convert("RGB")
+
+
+def as_mode(image: Any, mode: str) -> Any:
+    """A PIL image as `RGB`, as `as_rgb` makes it, or as `RGBA`, with its transparency."""
+    return as_rgb(image) if mode == "RGB" else image.convert(mode)
 
 
 def size_like(

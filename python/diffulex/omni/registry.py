@@ -8,7 +8,7 @@ An installed package adds its own as an entry point `AutoOmniPipeline.<class nam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from diffulex.omni.errors import UnsupportedModelError
@@ -85,12 +85,17 @@ class ImageInput:
         least, most: how many of a request.
         side_multiple: height and width that follow from the first picture are rounded to it.
         arguments: (height, width) -> further arguments of the call, which the engine sets itself.
+        own_size: (width and height of the first picture, further arguments of the request) -> `height`
+            and `width` that the pipeline gives the result, where requests may not say them.
+        mode: of PIL, in which the pipeline takes them.
     """
 
     least: int = 1
     most: int = 1
     side_multiple: int = 1
     arguments: Callable[[int, int], dict[str, Any]] | None = None
+    own_size: Callable[[tuple[int, int], Mapping[str, Any]], dict[str, int]] | None = None
+    mode: str = "RGB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,7 @@ class PipelineSpec:
         block_lists: attribute names of a transformer's lists of blocks, in their order.
         tea_cache: what TeaCache compares; None: the pipeline cannot have it.
         image_input: which pictures it takes; None: none.
-        packages: that its components import beside those of the extra.
+        packages: components and what they import beside the packages of the extra.
         pre_process: replaces the requests before they are checked.
         post_process: replaces a request's list of images.
     """
@@ -153,7 +158,7 @@ class PipelineSpec:
     block_lists: tuple[str, ...] = ()
     tea_cache: TeaCacheSpec | None = None
     image_input: ImageInput | None = None
-    packages: tuple[str, ...] = ()
+    packages: Mapping[str, str] = field(default_factory=dict)
     pre_process: (
         Callable[[Sequence[OmniDiffusionRequest]], Sequence[OmniDiffusionRequest]] | None
     ) = None
@@ -172,11 +177,16 @@ AutoOmniPipeline: Registry[PipelineSpec] = Registry(
         "FluxImg2ImgPipeline": "diffulex.omni.models.edits:FLUX_IMG2IMG",
         "FluxKontextPipeline": "diffulex.omni.models.edits:FLUX_KONTEXT",
         "FluxPipeline": "diffulex.omni.models.flux:SPEC",
+        "LongCatImageEditPipeline": "diffulex.omni.models.flux_like:LONGCAT_EDIT",
+        "LongCatImagePipeline": "diffulex.omni.models.flux_like:LONGCAT",
+        "OvisImagePipeline": "diffulex.omni.models.flux_like:OVIS",
         "QwenImageEditPipeline": "diffulex.omni.models.edits:QWEN_EDIT",
         "QwenImageEditPlusPipeline": "diffulex.omni.models.edits:QWEN_EDIT_PLUS",
         "QwenImageImg2ImgPipeline": "diffulex.omni.models.edits:QWEN_IMG2IMG",
+        "QwenImageLayeredPipeline": "diffulex.omni.models.edits:QWEN_LAYERED",
         "QwenImagePipeline": "diffulex.omni.models.qwen_image:SPEC",
         "StableDiffusion3Pipeline": "diffulex.omni.models.stable_diffusion_3:SPEC",
+        "WanImageToVideoPipeline": "diffulex.omni.models.edits:WAN_I2V",
         "WanPipeline": "diffulex.omni.models.wan:SPEC",
         "ZImagePipeline": "diffulex.omni.models.z_image:SPEC",
     },

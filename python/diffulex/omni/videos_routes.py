@@ -8,7 +8,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +29,13 @@ from diffulex.omni.api_schema import (
     form_body,
 )
 from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion, Progress
+from diffulex.omni.errors import OmniError
 from diffulex.omni.forms import read_form
 from diffulex.omni.images_metrics import ImagesMetrics
 from diffulex.omni.images_routes import Size, as_failure, check_model, parse_size
 from diffulex.omni.mp4 import save_video
 from diffulex.omni.outputs import OmniRequestOutput
+from diffulex.omni.pictures import read_picture
 from diffulex.omni.request import MAX_SEED
 from diffulex.server.http.api_errors import CLIENT_CLOSED, ApiError
 from diffulex.server.http.json_response import JSONBody
@@ -71,6 +73,8 @@ _Seconds = Annotated[
         }
     ),
 ]
+#: OpenAI's name of the file that a video begins with.
+_PICTURE = "input_reference"
 _STOPPING = "videos: expected a running server, got one that ends"
 
 
@@ -175,7 +179,7 @@ class VideoJobs:
 
     def __init__(self, engine: AsyncOmniDiffusion, metrics: ImagesMetrics) -> None:
         self._engine = engine
-        self._metrics = metrics
+        self.metrics = metrics
         #: That are still waited for when the server ends; None before it is told to.
         self._last: list[_Job] | None = None
         self._directory = tempfile.TemporaryDirectory(prefix="diffulex-videos-")
@@ -183,8 +187,12 @@ class VideoJobs:
         #: Those of them that are over; who ended first comes first.
         self._kept: list[_Job] = []
 
-    def start(self, body: VideoRequest) -> _Job:
+    def start(self, body: VideoRequest, pictures: Sequence[Any] = ()) -> _Job:
         """Puts a request in line.
+
+        Args:
+            body: of the request.
+            pictures: that the video begins with.
 
         Raises:
             ApiError: it does not fit the model, too many wait, or the server ends.
@@ -193,11 +201,13 @@ class VideoJobs:
             raise ApiError(503, _STOPPING)
         engine = self._engine.engine
         fields = body.fields(engine.spec.frame_multiple)
-        job = _Job(body, {**engine.defaults, **fields})
+        if pictures:
+            fields["pil_image"] = list(pictures)
         try:
+            job = _Job(body, {**engine.defaults, **engine.size_of(fields), **fields})
             events = self._engine.start(body.prompt, request_id=job.id, **fields)
         except Exception as error:
-            raise as_failure(error, self._metrics) from error
+            raise as_failure(error, self.metrics) from error
         self._jobs[job.id] = job
         job.task = asyncio.create_task(self._draw(job, events))
         return job
@@ -252,7 +262,7 @@ class VideoJobs:
     async def _stop(self, job: _Job) -> None:
         assert job.task is not None
         if not job.is_over:
-            self._metrics.failed(CLIENT_CLOSED)
+            self.metrics.failed(CLIENT_CLOSED)
             # Also of a task that has not begun yet, which would not do it itself.
             await self._engine.abort(job.id)
         job.task.cancel()
@@ -291,11 +301,11 @@ class VideoJobs:
                     frames, path = event.images[0], self.path(job)
                     await _finished(asyncio.to_thread(save_video, path, frames, job.body.fps))
                     self._check_bytes(job)
-                    self._metrics.succeeded(event)
+                    self.metrics.succeeded(event)
                     job.metrics = dict(event.metrics)
             job.status, job.progress = "completed", 100
         except Exception as error:
-            failure = as_failure(error, self._metrics)
+            failure = as_failure(error, self.metrics)
             job.error = {"code": failure.body()["error"]["code"], "message": str(failure)}
             job.status, job.num_bytes = "failed", 0
             self.path(job).unlink(missing_ok=True)
@@ -337,17 +347,17 @@ def create_videos_router(
     @router.post(
         "/v1/videos",
         responses=_responses(VideoResponse, 400, 404, 413, 415, 429, 503),
-        openapi_extra={"requestBody": _body_schema()},
+        openapi_extra={"requestBody": _body_schema(_files(engine))},
     )
     async def create(request: Request) -> Response:
         """Starts a video; a form, as clients of OpenAI send it, or JSON."""
         kind = request.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() == "multipart/form-data":
-            body, _ = await read_form(request, VideoRequest, {})
+            body, pictures = await _read_video(engine, request, jobs)
         else:
-            body = await _read_json(request)
+            body, pictures = await _read_json(request), []
         check_model(body.model, served_names)
-        return JSONBody(jobs.start(body).shown(served_names[0]))
+        return JSONBody(jobs.start(body, pictures).shown(served_names[0]))
 
     @router.get("/v1/videos", responses=_responses(VideoListResponse, 400, 404))
     async def list_all(
@@ -407,8 +417,35 @@ def _responses(model: type[BaseModel], *failures: int) -> dict[int | str, dict[s
     return {200: {"model": model}, **error_responses(*failures)}
 
 
-def _body_schema() -> dict[str, Any]:
-    body = form_body(VideoRequest, {})
+def _files(engine: AsyncOmniDiffusion) -> dict[str, int]:
+    """Files of a form: the picture that a video begins with, where the pipeline takes one."""
+    takes = engine.engine.spec.image_input
+    return {} if takes is None else {_PICTURE: takes.most}
+
+
+async def _read_video(
+    engine: AsyncOmniDiffusion, request: Request, jobs: VideoJobs
+) -> tuple[VideoRequest, list[Any]]:
+    """The fields and the pictures of a form. Raises: ApiError."""
+    files = _files(engine)
+    if not files:
+        return (await read_form(request, VideoRequest, files))[0], []
+    try:
+        engine.check_room()  # a full server reads no upload
+        body, found = await read_form(request, VideoRequest, files)
+        most = engine.config.engine.max_pixels
+        with engine.reserve():
+            pictures = [
+                await asyncio.to_thread(read_picture, data, _PICTURE, most)
+                for data in found.get(_PICTURE, ())
+            ]
+    except OmniError as error:
+        raise as_failure(error, jobs.metrics) from error
+    return body, pictures
+
+
+def _body_schema(files: dict[str, int]) -> dict[str, Any]:
+    body = form_body(VideoRequest, files)
     body["content"]["application/json"] = {"schema": VideoRequest.model_json_schema()}
     return body
 

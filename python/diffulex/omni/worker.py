@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,6 +162,7 @@ class Worker:
         self._seam = make_seam(loaded, groups)
         self._cfg_hooks = _attach(loaded, groups)
         parameters = inspect.signature(type(loaded.pipeline).__call__).parameters
+        self._parameters = frozenset(parameters)
         #: Of the pipeline.
         self.facts = PipelineFacts(
             loaded.device,
@@ -251,18 +254,22 @@ class Worker:
             hook.batch = len(call.seeds)
         if self._cache is not None:
             self._cache.refresh(self.pipeline, call.num_inference_steps)
+        size = {"height": call.height, "width": call.width}
+        arguments |= {name: size[name] for name in size if name in self._parameters}
         watcher = None
+        watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if on_step is not None:
             watcher = _Watcher(self, call, number, num_calls, on_step)
-            arguments["callback_on_step_end"] = watcher
-        with torch.inference_mode(), active_attention(self._seam):
+            if "callback_on_step_end" in self._parameters:
+                arguments["callback_on_step_end"] = watcher
+            else:
+                watching = _watched_steps(self.pipeline, watcher)
+        with torch.inference_mode(), active_attention(self._seam), watching:
             result = self.pipeline(
                 # A new list: some text encoders write into it.
                 prompt=None if None in call.prompts else list(call.prompts),
                 # On the CPU, one per image: an image depends on its seed alone.
                 generator=[torch.Generator().manual_seed(seed) for seed in call.seeds],
-                height=call.height,
-                width=call.width,
                 num_inference_steps=call.num_inference_steps,
                 output_type=call.output_type if self._is_leader else "latent",
                 **arguments,
@@ -300,7 +307,10 @@ class Worker:
         import torch  # noqa: PLC0415
 
         count, device, dtype = len(call.seeds), self.facts.device, self._transformer.dtype
-        given: dict[str, Any] = {}
+        # One pipeline has a negative prompt by default, which it then refuses.
+        given: dict[str, Any] = (
+            {"negative_prompt": None} if "negative_prompt_embeds" in call.embeds else {}
+        )
         for name, value in call.embeds.items():
             row = value.to(device, dtype if value.is_floating_point() else value.dtype)
             repeats = (count, *[1] * (row.dim() - 1))
@@ -319,6 +329,24 @@ class Worker:
             for name, branches in other.items():
                 summary[name] = {**branches, **summary[name]}
         return summary
+
+
+@contextlib.contextmanager
+def _watched_steps(pipeline: Any, watcher: _Watcher) -> Iterator[None]:
+    """Calls the watcher after every step of the schedule, for pipelines that have no callback."""
+    scheduler, numbers = pipeline.scheduler, itertools.count()
+    step = scheduler.step
+
+    def watched(output: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
+        result = step(output, timestep, *args, **kwargs)
+        watcher(pipeline, next(numbers), timestep, {"latents": result[0]})
+        return result
+
+    scheduler.step = watched
+    try:
+        yield
+    finally:
+        del scheduler.step
 
 
 def _limited(on_step: OnStep | None, timeout_s: float) -> OnStep:

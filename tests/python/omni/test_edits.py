@@ -256,7 +256,12 @@ def test_edits_of_qwen_need_a_package_or_are_what_diffusers_does(tiny, tmp_path)
 
     if importlib.util.find_spec("torchvision") is None:
         (tmp_path / "model_index.json").write_text(
-            json.dumps({"_class_name": "QwenImageEditPipeline"})
+            json.dumps(
+                {
+                    "_class_name": "QwenImageEditPipeline",
+                    "processor": ["transformers", "Qwen2VLProcessor"],
+                }
+            )
         )
         with pytest.raises(ConfigError) as raised:
             OmniDiffusion(model=str(tmp_path))
