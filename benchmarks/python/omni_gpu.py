@@ -104,10 +104,10 @@ def stages(out: Path) -> list[Stage]:
             tiny_eval,
         ),
         Stage(
-            "diffusers_alone",
+            "diffusers_and_ways_to_share",
             300,
-            [sys.executable, str(python / "omni_shapes.py"), "--out", wan, "--time", "-n", "2"],
-            ["--tiny", *tiny_video],
+            [sys.executable, str(python / "omni_parallel.py"), "--out", str(out / "parallel")],
+            ["--tiny", "--first", "1", *tiny_video],
         ),
         Stage("two_gpus", 900, _omni("two_gpus", out, *bench, "-n", "2", *_vary(*two)), tiny_video),
         Stage(

@@ -223,12 +223,37 @@ def _run_rank(options: argparse.Namespace) -> None:
         _write(options, rows)
 
 
-def main() -> int:
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+    return value
+
+
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, choices=SETTINGS, default=2)
     parser.add_argument("--rank", type=int, help="of this process; none: starts all")
     parser.add_argument("--first", type=int, help="only so many settings [all]")
-    options = omni_shapes.parse(parser)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--prompt", default="a red circle left of a blue square")
+    parser.add_argument("--tiny", action="store_true", help="narrow: only shows the way")
+    parser.add_argument("--height", type=_count, default=480)
+    parser.add_argument("--width", type=_count, default=832)
+    parser.add_argument("--num-frames", type=_count, default=33)
+    parser.add_argument("--steps", type=_count, default=8)
+    parser.add_argument("--repeat", type=_count, default=1)
+    options = parser.parse_args()
+    if options.height % 16 or options.width % 16 or (options.num_frames - 1) % 4:
+        parser.error(
+            "expected height and width in multiples of 16, frames in multiples of 4 plus 1"
+        )
+    return options
+
+
+def main() -> int:
+    options = _parse()
     options.out = options.out.absolute()
     if options.rank is not None:
         _run_rank(options)

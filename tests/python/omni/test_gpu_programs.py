@@ -106,14 +106,14 @@ def test_settings_share_as_many_gpus_as_there_are(omni_gpu, gpus):
 
 @pytest.mark.slow
 def test_a_stage_runs_and_a_broken_one_is_told(omni_gpu, tmp_path, monkeypatch):
-    done = run(PROGRAMS / "omni_gpu.py", "--out", tmp_path, "--smoke", "--stage", "diffusers_alone")
+    stage = "diffusers_and_ways_to_share"
+    done = run(PROGRAMS / "omni_gpu.py", "--out", tmp_path, "--smoke", "--stage", stage)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "| diffusers_alone | done |" in (tmp_path / "summary.md").read_text()
-    row = json.loads((tmp_path / "diffusers_alone.log").read_text().splitlines()[-1])
-    assert row["setting"] == "diffusers alone"
-    assert row["device"] == "cpu"
-    assert row["request_s"] > 0
-    assert {"command", "date"} <= set(row)
+    assert f"| {stage} | done |" in (tmp_path / "summary.md").read_text()
+    report = json.loads((tmp_path / "parallel/parallel.json").read_text())
+    assert [row["setting"] for row in report["runs"]] == ["diffusers alone", "one process"]
+    assert report["environment"]["device"] == "cpu"
+    assert {"command", "date"} <= set(report["environment"])
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
     endings = [
         omni_gpu.run(omni_gpu.Stage("x", limit, command, []), tmp_path, False)[0]
