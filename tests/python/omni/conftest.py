@@ -39,6 +39,6 @@ def wan22(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory)
         second = diffusers.WanTransformer3DModel.from_config(pipeline.transformer.config)
     pipeline.register_modules(transformer_2=second)
     pipeline.register_to_config(boundary_ratio=0.875)
-    directory = tmp_path_factory.mktemp("wan22")
+    directory = tmp_path_factory.mktemp("experts") / "wan22"
     pipeline.save_pretrained(directory)
     return directory

@@ -113,7 +113,7 @@ def test_three_readers_get_all_messages_in_order():
 
     def read(rank):
         reader = MessageQueue.create_from_handle(writer.export_handle(), rank)
-        got[rank] = [reader.dequeue(WAIT_S).value for _ in range(3000)]
+        got[rank] = [reader.dequeue(WAIT_S).value for _ in range(10_000)]
         reader.enqueue(Kind.DONE, rank, seq=9)
         reader.close()
 
@@ -121,7 +121,7 @@ def test_three_readers_get_all_messages_in_order():
     for thread in threads:
         thread.start()
     writer.wait_connected(WAIT_S)
-    for number in range(3000):
+    for number in range(10_000):
         writer.enqueue(Kind.RPC, number, seq=number)
     answers = [writer.dequeue(WAIT_S) for _ in range(3)]
     assert sorted((m.rank, m.value, m.seq, m.kind) for m in answers) == [
@@ -129,7 +129,7 @@ def test_three_readers_get_all_messages_in_order():
     ]
     for thread in threads:
         thread.join(WAIT_S)
-    assert got == {rank: list(range(3000)) for rank in range(3)}
+    assert got == {rank: list(range(10_000)) for rank in range(3)}
     with pytest.raises(ConnectionError, match="expected a connected reader 0"):
         writer.enqueue(Kind.RPC)
     writer.close()

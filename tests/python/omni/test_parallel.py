@@ -38,6 +38,7 @@ GUIDED = {
     "sd3": {"guidance_scale": 7.0},
     "z_image": {"guidance_scale": 5.0},
     "wan": {"guidance_scale": 5.0, "num_frames": 5},
+    "wan22": {"guidance_scale": 5.0, "guidance_scale_2": 3.0, "num_frames": 5},
 }
 
 
@@ -145,7 +146,7 @@ def is_exact(case):
 
     Half a batch is rounded otherwise.
     """
-    has_two_calls = Path(case["model"]).name in ("qwen", "flux", "wan")
+    has_two_calls = Path(case["model"]).name in ("qwen", "flux", "wan", "wan22")
     return set(case["sizes"]) <= {"pp", "dp"} | ({"cfg"} if has_two_calls else set())
 
 
@@ -165,37 +166,51 @@ TOKENS = [
     ("qwen", make_call("qwen", ("a cat", "two very long dogs"))),
     ("flux", make_call("flux")),
     ("wan", make_call("wan")),
+    ("wan22", make_call("wan22")),
 ]
 HEADS = [(name, make_call(name)) for name in ("qwen", "flux", "sd3")]
 BLOCKS = [(name, make_call(name)) for name in GUIDED]
 BOTH = [(name, make_call(name)) for name in ("qwen", "flux")]
 
 
-def test_two_ranks(tiny, tmp_path):
-    cases = make_cases(tiny, {"cfg": 2}, BRANCHES) + make_cases(tiny, {"tp": 2}, HEADS)
-    cases += make_cases(tiny, {"pp": 2}, BLOCKS)
+@pytest.fixture
+def models(tiny, wan22):
+    """Of all tests here: Wan 2.2 is one of the pipelines."""
+    return lambda name: wan22 if name == "wan22" else tiny(name)
+
+
+def test_two_ranks(models, tmp_path):
+    cases = make_cases(models, {"cfg": 2}, BRANCHES) + make_cases(models, {"tp": 2}, HEADS)
+    cases += make_cases(models, {"pp": 2}, BLOCKS)
     for axis in ("ulysses", "ring"):
-        cases += make_cases(tiny, {axis: 2}, TOKENS)
-        cases += make_cached(tiny, {axis: 2}, ("qwen", "wan"))
-    cases += make_cached(tiny, {"cfg": 2}, ("qwen", "wan", "sd3"))
-    cases += make_cached(tiny, {"tp": 2}, ("qwen", "flux"))
+        cases += make_cases(models, {axis: 2}, TOKENS)
+        cases += make_cached(models, {axis: 2}, ("qwen", "wan"))
+    cases += make_cached(models, {"cfg": 2}, ("qwen", "wan", "sd3"))
+    cases += make_cached(models, {"tp": 2}, ("qwen", "flux"))
     for axis in ("cfg", "tp", "pp", "ulysses", "ring"):
-        cases += make_half(tiny, {axis: 2}, ("qwen", "wan") if axis == "ulysses" else ("qwen",))
+        cases += make_half(models, {axis: 2}, ("qwen", "wan") if axis == "ulysses" else ("qwen",))
     check(cases, tmp_path)
 
 
-def test_three_ranks(tiny, tmp_path):
-    """Shares of different lengths, uneven heads, stages without a block, a replica without a picture."""
-    cases = make_cases(tiny, {"ulysses": 3}, TOKENS) + make_cases(tiny, {"ring": 3}, TOKENS)
-    cases += make_cases(tiny, {"pp": 3}, BOTH)
-    cases += make_cases(tiny, {"dp": 3}, [("qwen", make_call("qwen", ("a cat", "two dogs")))])
+def test_three_ranks(models, tmp_path):
+    """Shares of different lengths, uneven heads, stages without a block, replicas without a picture."""
+    cases = make_cases(models, {"ulysses": 3}, TOKENS) + make_cases(models, {"ring": 3}, TOKENS)
+    cases += make_cases(models, {"pp": 3}, BOTH)
+    prompts = ("a cat", "two dogs", "a bird", "b", "c")
+    cases += make_cases(
+        models, {"dp": 3}, [("qwen", make_call("qwen", prompts[:count])) for count in (1, 2, 5)]
+    )
     check(cases, tmp_path)
 
 
-def test_four_ranks(tiny, tmp_path):
+def test_four_ranks(models, tmp_path):
     """Several ways at once."""
-    cases = make_cases(tiny, {"ulysses": 2, "ring": 2}, TOKENS)
+    cases = make_cases(models, {"ulysses": 2, "ring": 2}, TOKENS)
+    for sizes in ({"ulysses": 4}, {"ring": 4}):
+        cases += make_cases(models, sizes, TOKENS)
+    cases += make_cases(models, {"ulysses": 2, "cfg": 2}, [("wan22", make_call("wan22"))])
     for sizes in (
+        {"ulysses": 2, "cfg": 2},
         {"tp": 2, "ulysses": 2},
         {"tp": 2, "cfg": 2},
         {"ring": 2, "cfg": 2},
@@ -203,7 +218,9 @@ def test_four_ranks(tiny, tmp_path):
         {"pp": 2, "tp": 2},
         {"pp": 2, "ulysses": 2},
     ):
-        cases += make_cases(tiny, sizes, BOTH)
-    cases += make_cases(tiny, {"dp": 2, "cfg": 2}, [("qwen", make_call("qwen", ("a", "two dogs")))])
-    cases += make_cached(tiny, {"ring": 2, "cfg": 2}, ("qwen",))
+        cases += make_cases(models, sizes, BOTH)
+    cases += make_cases(
+        models, {"dp": 2, "cfg": 2}, [("qwen", make_call("qwen", ("a", "two dogs")))]
+    )
+    cases += make_cached(models, {"ring": 2, "cfg": 2}, ("qwen",))
     check(cases, tmp_path)

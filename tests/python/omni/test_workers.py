@@ -123,7 +123,7 @@ def test_one_worker_draws_what_this_process_draws(tiny, plain):
         check_refusals(engine)
         check_stops(engine, plain)
         assert engine.engine.collective_rpc("memory_stats") == [{"allocated": 0, "peak": 0}]
-        with pytest.raises(WorkerError, match="expected one of cache_summary, generate, memo"):
+        with pytest.raises(WorkerError, match="expected one of cache_summary, generate, lat"):
             engine.engine.collective_rpc("__del__")
         assert_equal(latents(engine), latents(plain))
         health = engine.engine.health()
@@ -194,9 +194,18 @@ def check_stops(engine, plain):
     assert_equal(latents(engine), latents(plain))
 
 
+def test_two_engines_of_a_process_know_nothing_of_each_other(tiny, plain):
+    with make(tiny) as first, make(tiny) as second:
+        assert_equal(latents(first), latents(plain))
+        assert_equal(latents(second), latents(plain))
+        assert not {*first.engine.health()["pids"]} & {*second.engine.health()["pids"]}
+        first.close()
+        assert_equal(latents(second), latents(plain))
+
+
 def test_two_replicas_share_the_images(tiny, plain):
     with make(tiny, data_parallel_size=2) as engine:
-        for prompts in (PROMPTS, PROMPTS[:1], []):
+        for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[:2], [*PROMPTS, "d", "e"], []):
             assert_equal(latents(engine, prompts), latents(plain, prompts))
         fields = {"num_outputs_per_prompt": 3}
         assert_equal(latents(engine, ["a"], **fields), latents(plain, ["a"], **fields))
