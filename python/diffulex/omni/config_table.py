@@ -279,6 +279,9 @@ class MemoryConfig:
         _BOOL,
         "Hold the linear layers of the text encoders as 8-bit integers; changes pictures a little.",
     )
+    image_encoder_cpu_offload: bool = key(
+        "bool", False, _BOOL, "Keep the encoder of pictures in host memory between uses."
+    )
     vae_cpu_offload: bool = key("bool", False, _BOOL, "Keep the VAE in host memory between uses.")
     dit_cpu_offload: bool = key(
         "bool", False, _BOOL, "Keep the transformer in host memory, one block on the device."

@@ -415,6 +415,7 @@ def _offloading(spec: PipelineSpec, memory: MemoryConfig) -> dict[str, str]:
         "block_level": spec.transformers if memory.dit_cpu_offload else (),
         "leaf_level": (
             *(spec.text_encoders if memory.text_encoder_cpu_offload else ()),
+            *(spec.image_encoders if memory.image_encoder_cpu_offload else ()),
             *(("vae",) if memory.vae_cpu_offload else ()),
         ),
     }

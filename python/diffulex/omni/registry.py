@@ -110,6 +110,7 @@ class PipelineSpec:
         guidance: which scale decides whether the negative prompt is used.
         transformers: attribute names of the denoisers, for offloading.
         text_encoders: attribute names of the text encoders, for offloading.
+        image_encoders: of those that see pictures beside the VAE; a checkpoint may lack them.
         schedule_keys: `flow_shift`, `boundary_ratio`: keys of the engine that change its schedule.
         float32_components: components that keep float32 whatever the dtype.
         frame_multiple: num_frames - 1 is a multiple of it; videos only.
@@ -142,6 +143,7 @@ class PipelineSpec:
     guidance: Guidance
     transformers: tuple[str, ...] = ("transformer",)
     text_encoders: tuple[str, ...] = ("text_encoder",)
+    image_encoders: tuple[str, ...] = ()
     schedule_keys: tuple[str, ...] = ()
     float32_components: tuple[str, ...] = ()
     frame_multiple: int = 1

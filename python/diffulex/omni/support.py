@@ -35,6 +35,10 @@ def check_engine(config: OmniDiffusionConfig) -> FoundModel:
     """
     found = find_model(config)
     check_schedule(config.model, found)
+    if config.memory.image_encoder_cpu_offload and not found.spec.image_encoders:
+        raise UnsupportedFeatureError(
+            f"image_encoder_cpu_offload: expected a pipeline with such an encoder, got {found.name}"
+        )
     check_cache(config.cache, found)
     check_kernels(config, found)
     if not config.parallel.is_inproc:

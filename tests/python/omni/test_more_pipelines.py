@@ -198,6 +198,23 @@ def test_a_cache_and_the_default_size_of_videos_with_a_picture(tiny):
         assert engine.engine.size_of({"pil_image": photo(60, 30)}) == {"height": 432, "width": 880}
 
 
+def test_the_encoder_of_pictures_can_stay_in_host_memory(tiny):
+    fields = {**CASES["wan_i2v"][0], "seed": 1, "output_type": "latent"}
+    drawn = []
+    for keeps in (False, True):
+        settings = {"image_encoder_cpu_offload": keeps}
+        with OmniDiffusion(model=str(tiny("wan_i2v")), **settings) as engine:
+            encoder = engine.engine._worker.pipeline.image_encoder
+            has_hooks = any(hasattr(part, "_diffusers_hook") for part in encoder.modules())
+            assert has_hooks is keeps
+            drawn.append(engine.generate("a cat", **fields)[0].latents[0])
+    assert torch.equal(*drawn)
+    with pytest.raises(UnsupportedFeatureError) as raised:
+        OmniDiffusion(model=str(tiny("ovis")), image_encoder_cpu_offload=True)
+    expected = "image_encoder_cpu_offload: expected a pipeline with such an encoder, got "
+    assert str(raised.value) == expected + "OvisImagePipeline"
+
+
 def test_sizes_are_those_that_the_pipelines_choose():
     from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit as longcat
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_layered as layered

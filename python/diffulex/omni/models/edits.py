@@ -110,6 +110,7 @@ WAN_I2V = replace(
     wan.SPEC,
     name="WanImageToVideoPipeline",
     defaults={**wan.SPEC.defaults, "height": 480, "width": 832},
+    image_encoders=("image_encoder",),
     float32_components=("vae", "image_encoder"),
     has_sequence_plan=False,
     # Those that are published depend on the size of the video.
