@@ -90,3 +90,48 @@ def test_every_pipeline_and_every_field_is_named():
     }
     for field in dataclasses.fields(OmniDiffusionRequest):
         assert field.name in ("prompt", "request_id") or f"`{field.name}`" in TEXT, field.name
+
+
+#: Reports of `diffulex omni eval` behind tables of the document.
+REPORTS = sorted(ROOT.glob("benchmarks/results/cpu_omni_*.json"))
+
+
+def cells_of(run):
+    """What a row of the document says of a run."""
+
+    def percent(value):
+        return "100 %" if value == 1 else f"{100 * value:.1f} %"
+
+    accuracy = run["accuracy"]
+    cells = [percent(accuracy[name]) for name in ("all", "shape", "size", "relation")]
+    if "blocks_run" in run:
+        cells += [percent(run["blocks_run"]), f"{run['num_lost']}, {run['num_gained']} ("]
+        change = run["pixel_change"]
+        cells.append(f"{change:.4f} |" if change else "0 |")
+    return cells
+
+
+def check_rows(report):
+    rows = [line for line in TEXT.splitlines() if line.startswith("| ")]
+    for run in report["runs"]:
+        cells = cells_of(run)
+        assert any(all(cell in row for cell in cells) for row in rows), (run["setting"], cells)
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_tables_are_those_of_their_reports(path):
+    assert f"`benchmarks/results/{path.name}`" in TEXT
+    report = json.loads(path.read_text())
+    assert {"command", "date", "torch", "diffusers"} <= set(report["environment"])
+    if "parallel" in path.stem or "settings" in path.stem:
+        # Sentences, not a table: the same verdicts with each of them.
+        first, *others = report["runs"]
+        assert f"{first['num_images']} captions" in TEXT
+        assert all((run["num_lost"], run["num_gained"]) == (0, 0) for run in others)
+        assert max(run["pixel_change"] for run in others) < 1.5e-4
+        return
+    check_rows(report)
+    wrong = json.loads(path.read_text())
+    wrong["runs"][-1]["accuracy"]["all"] -= 0.013
+    with pytest.raises(AssertionError):
+        check_rows(wrong)
