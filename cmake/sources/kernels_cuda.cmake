@@ -90,12 +90,11 @@ set(DIFFULEX_CUDA_SM80_FULL_SOURCES
 set(DIFFULEX_CUDA_SM80_MINIMAL_SOURCES
 )
 
-# csrc/ops/*/sm90: compiled for 90a only, never together with another architecture.
+# csrc/ops/*/sm90: compiled for 90a only, never together with another architecture. The kernels of
+# attention/sm90/instances.def come on top (DiffulexInstances).
 set(DIFFULEX_CUDA_SM90_SOURCES
-  csrc/ops/attention/sm90/inst_bf16_d128_m128.cu
-  csrc/ops/attention/sm90/inst_bf16_d128_m64.cu
-  csrc/ops/attention/sm90/inst_codes_bf16_d128.cu
   csrc/ops/attention/sm90/maps.cu
+  csrc/ops/attention/sm90/table.cu
   csrc/ops/linear/sm90/few_rows.cu
   csrc/ops/moe/sm90/gather_rows.cu
   csrc/ops/moe/sm90/inst_bf16.cu
@@ -106,26 +105,9 @@ set(DIFFULEX_CUDA_SM90_SOURCES
   csrc/ops/sampling/sm90/token_stats_cluster.cu
 )
 set(DIFFULEX_CUDA_SM90_FULL_SOURCES
-  csrc/ops/attention/sm90/inst_bf16_d256_m128.cu
-  csrc/ops/attention/sm90/inst_bf16_d256_m64.cu
-  csrc/ops/attention/sm90/inst_bf16_d512_m64.cu
-  csrc/ops/attention/sm90/inst_bf16_d64_m128.cu
-  csrc/ops/attention/sm90/inst_bf16_d64_m64.cu
-  csrc/ops/attention/sm90/inst_codes_bf16_d256.cu
-  csrc/ops/attention/sm90/inst_codes_bf16_d512.cu
-  csrc/ops/attention/sm90/inst_codes_bf16_d64.cu
-  csrc/ops/attention/sm90/inst_f16_d128_m128.cu
-  csrc/ops/attention/sm90/inst_f16_d128_m64.cu
-  csrc/ops/attention/sm90/inst_f16_d256_m128.cu
-  csrc/ops/attention/sm90/inst_f16_d256_m64.cu
-  csrc/ops/attention/sm90/inst_f16_d512_m64.cu
-  csrc/ops/attention/sm90/inst_f16_d64_m128.cu
-  csrc/ops/attention/sm90/inst_f16_d64_m64.cu
-  csrc/ops/attention/sm90/table_full.cu
   csrc/ops/moe/sm90/inst_f16.cu
 )
 set(DIFFULEX_CUDA_SM90_MINIMAL_SOURCES
-  csrc/ops/attention/sm90/table_minimal.cu
 )
 
 # Host-only .cpp files of diffulex_kernels: the first list when CUDA is built, the second when it is

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Every source file stands in exactly one list of cmake/sources, and every listed file exists: a file
-# that nobody compiles, or a test that nobody runs, is noticed.
+# that nobody compiles, or a test that nobody runs, is noticed. No two rows of a list of attention
+# kernels are one unit, and the minimal profile has some of those of the full one.
 cmake_minimum_required(VERSION 3.25)
 
 file(GLOB lists "${SOURCE_DIR}/cmake/sources/*.cmake")
@@ -40,3 +41,26 @@ endif()
 if(NOT unique STREQUAL listed)
   message(SEND_ERROR "a file is listed twice in cmake/sources: ${listed}")
 endif()
+
+include("${SOURCE_DIR}/cmake/DiffulexInstances.cmake")
+file(GLOB tables "${SOURCE_DIR}/csrc/ops/attention/*/instances.def")
+if(NOT tables)
+  message(SEND_ERROR "expected instances.def in a folder of csrc/ops/attention")
+endif()
+foreach(table IN LISTS tables)
+  diffulex_read_instances(full arguments "${table}" full)
+  diffulex_read_instances(minimal arguments "${table}" minimal)
+  file(STRINGS "${table}" rows REGEX "^ *DIFFULEX_(FULL_)?INSTANCE\\(")
+  list(LENGTH rows num_rows)
+  set(unique ${full})
+  list(REMOVE_DUPLICATES unique)
+  list(LENGTH unique num_units)
+  if(NOT num_units EQUAL num_rows)
+    message(SEND_ERROR "${table}: expected a unit a row, got ${num_units} of ${num_rows} rows: ${full}")
+  endif()
+  set(foreign ${minimal})
+  list(REMOVE_ITEM foreign ${full})
+  if(foreign OR NOT minimal OR minimal STREQUAL full)
+    message(SEND_ERROR "${table}: expected a part of the full profile in the minimal one, got ${minimal}")
+  endif()
+endforeach()

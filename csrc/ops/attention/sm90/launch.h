@@ -19,8 +19,8 @@ struct AttentionKernel final {
   Status (*prepare)(int32_t device_index) = nullptr;
 };
 
-/// Explicit instantiations, one per inst_*.cu: dtype T (__nv_bfloat16, __half), head dim, row tile,
-/// type of cached elements (T or KvCode).
+/// Explicit instantiations, one a row of instances.def: dtype T (__nv_bfloat16, __half), head dim,
+/// row tile, type of cached elements (T or KvCode).
 template <typename T, int kDim, int kRows, typename Cached = T>
 AttentionKernel attention_instance();
 

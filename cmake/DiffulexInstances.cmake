@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# The attention kernels of an architecture: csrc/ops/attention/<group>/instances.def lists them, and
+# each is a translation unit of its own in the build tree.
+
+# diffulex_read_instances(<names> <arguments> <file> <profile>): of every row of the profile, full or
+# minimal, the name of its unit without the ending and the arguments of the template, in two lists.
+function(diffulex_read_instances names_variable arguments_variable file profile)
+  set(short___nv_bfloat16 bf16)
+  set(short___half f16)
+  set(names "")
+  set(arguments "")
+  file(STRINGS "${file}" rows REGEX "^DIFFULEX_")
+  foreach(row IN LISTS rows)
+    if(NOT row MATCHES "^DIFFULEX_(FULL_)?INSTANCE\\((([a-z0-9_]+), ([0-9]+), ([0-9]+), ([A-Za-z0-9_]+))\\)$")
+      message(FATAL_ERROR "${file}: expected a row as its head describes, got ${row}")
+    endif()
+    set(is_full "${CMAKE_MATCH_1}")
+    set(row_arguments "${CMAKE_MATCH_2}")
+    set(element "${CMAKE_MATCH_3}")
+    set(tile "d${CMAKE_MATCH_4}_m${CMAKE_MATCH_5}")
+    set(cached "${CMAKE_MATCH_6}")
+    if(cached STREQUAL element)
+      set(codes "")
+    elseif(cached STREQUAL "KvCode")
+      set(codes "codes_")
+    else()
+      message(FATAL_ERROR "${file}: expected caches of ${element} or KvCode, got ${row}")
+    endif()
+    if(NOT DEFINED short_${element})
+      message(FATAL_ERROR "${file}: expected elements of __nv_bfloat16 or __half, got ${row}")
+    endif()
+    if(profile STREQUAL "full" OR NOT is_full)
+      list(APPEND names "inst_${codes}${short_${element}}_${tile}")
+      list(APPEND arguments "${row_arguments}")
+    endif()
+  endforeach()
+  set(${names_variable} "${names}" PARENT_SCOPE)
+  set(${arguments_variable} "${arguments}" PARENT_SCOPE)
+endfunction()
+
+# diffulex_attention_units(<variable> <group> <profile>): writes the units of csrc/ops/attention/<group>
+# and lists them. A unit whose row has not changed stays as it is.
+function(diffulex_attention_units variable group profile)
+  set(folder "csrc/ops/attention/${group}")
+  set(rows "${PROJECT_SOURCE_DIR}/${folder}/instances.def")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${rows}")
+  diffulex_read_instances(names all_arguments "${rows}" "${profile}")
+  set(units "")
+  foreach(name arguments IN ZIP_LISTS names all_arguments)
+    set(unit "${PROJECT_BINARY_DIR}/${folder}/${name}.cu")
+    configure_file("${PROJECT_SOURCE_DIR}/csrc/ops/attention/instance.cu.in" "${unit}" @ONLY)
+    list(APPEND units "${unit}")
+  endforeach()
+  set(${variable} "${units}" PARENT_SCOPE)
+endfunction()
