@@ -3,8 +3,8 @@
 # The attention kernels of an architecture: csrc/ops/attention/<group>/instances.def lists them, and
 # each is a translation unit of its own in the build tree.
 
-# diffulex_read_instances(<names> <arguments> <file> <profile>): of every row of the profile, full or
-# minimal, the name of its unit without the ending and the arguments of the template, in two lists.
+# diffulex_read_instances(<names> <arguments> <file> <profile>): of every row of the profile, full
+# or minimal, the name of its unit without the ending and the arguments of the template, in two lists.
 function(diffulex_read_instances names_variable arguments_variable file profile)
   set(short___nv_bfloat16 bf16)
   set(short___half f16)
@@ -12,14 +12,18 @@ function(diffulex_read_instances names_variable arguments_variable file profile)
   set(arguments "")
   file(STRINGS "${file}" rows REGEX "^DIFFULEX_")
   foreach(row IN LISTS rows)
-    if(NOT row MATCHES "^DIFFULEX_(FULL_)?INSTANCE\\((([a-z0-9_]+), ([0-9]+), ([0-9]+), ([A-Za-z0-9_]+))\\)$")
+    if(NOT row MATCHES
+       "^DIFFULEX_(FULL_)?INSTANCE\\((([a-z0-9_]+), ([0-9]+), ([0-9]+), (([0-9]+), )?([A-Za-z0-9_]+))\\)$")
       message(FATAL_ERROR "${file}: expected a row as its head describes, got ${row}")
     endif()
     set(is_full "${CMAKE_MATCH_1}")
     set(row_arguments "${CMAKE_MATCH_2}")
     set(element "${CMAKE_MATCH_3}")
     set(tile "d${CMAKE_MATCH_4}_m${CMAKE_MATCH_5}")
-    set(cached "${CMAKE_MATCH_6}")
+    if(CMAKE_MATCH_7)
+      string(APPEND tile "_s${CMAKE_MATCH_7}")
+    endif()
+    set(cached "${CMAKE_MATCH_8}")
     if(cached STREQUAL element)
       set(codes "")
     elseif(cached STREQUAL "KvCode")
@@ -39,8 +43,8 @@ function(diffulex_read_instances names_variable arguments_variable file profile)
   set(${arguments_variable} "${arguments}" PARENT_SCOPE)
 endfunction()
 
-# diffulex_attention_units(<variable> <group> <profile>): writes the units of csrc/ops/attention/<group>
-# and lists them. A unit whose row has not changed stays as it is.
+# diffulex_attention_units(<variable> <group> <profile>): writes the units of
+# csrc/ops/attention/<group> and lists them. A unit whose row has not changed stays as it is.
 function(diffulex_attention_units variable group profile)
   set(folder "csrc/ops/attention/${group}")
   set(rows "${PROJECT_SOURCE_DIR}/${folder}/instances.def")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # CUDA groups of diffulex_kernels. Paths are relative to the repository root, one per line, sorted.
-# A group's list without suffix is always compiled; _FULL only with DIFFULEX_CUDA_PROFILE=full,
-# _MINIMAL only with DIFFULEX_CUDA_PROFILE=minimal (for example a dispatch table with fewer entries).
+# A group's list without suffix is always compiled; _FULL only with DIFFULEX_CUDA_PROFILE=full.
 
 # Any architecture from sm_80 on.
 set(DIFFULEX_CUDA_PORTABLE_SOURCES
@@ -19,6 +18,7 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
   csrc/ops/attention/generic_codes_bf16.cu
   csrc/ops/attention/generic_codes_f32.cu
   csrc/ops/attention/generic_f32.cu
+  csrc/ops/attention/table.cu
   csrc/ops/comm/all_reduce_bf16.cu
   csrc/ops/comm/all_reduce_f16.cu
   csrc/ops/comm/all_reduce_f32.cu
@@ -51,47 +51,14 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
 set(DIFFULEX_CUDA_PORTABLE_FULL_SOURCES
   csrc/ops/attention/generic_codes_f16.cu
   csrc/ops/attention/generic_f16.cu
-  csrc/ops/attention/table_full.cu
-)
-set(DIFFULEX_CUDA_PORTABLE_MINIMAL_SOURCES
-  csrc/ops/attention/table_minimal.cu
 )
 
-# csrc/ops/*/sm80: tensor-core kernels of the sm_80 class.
+# csrc/ops/*/sm80: tensor-core kernels of the sm_80 class. To this group and the next come the kernels
+# of csrc/ops/attention/<group>/instances.def (DiffulexInstances).
 set(DIFFULEX_CUDA_SM80_SOURCES
-  csrc/ops/attention/sm80/inst_bf16_d128_m128.cu
-  csrc/ops/attention/sm80/inst_bf16_d128_m128_s2.cu
-  csrc/ops/attention/sm80/inst_bf16_d128_m64.cu
-  csrc/ops/attention/sm80/inst_bf16_d128_m64_s2.cu
-  csrc/ops/attention/sm80/inst_bf16_d64_m128.cu
-  csrc/ops/attention/sm80/inst_bf16_d64_m64.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d128_m128.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d128_m64.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d64.cu
-)
-set(DIFFULEX_CUDA_SM80_FULL_SOURCES
-  csrc/ops/attention/sm80/inst_bf16_d256_m128.cu
-  csrc/ops/attention/sm80/inst_bf16_d256_m64.cu
-  csrc/ops/attention/sm80/inst_bf16_d512_m32.cu
-  csrc/ops/attention/sm80/inst_bf16_d512_m64.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d256.cu
-  csrc/ops/attention/sm80/inst_codes_bf16_d512.cu
-  csrc/ops/attention/sm80/inst_f16_d128_m128.cu
-  csrc/ops/attention/sm80/inst_f16_d128_m128_s2.cu
-  csrc/ops/attention/sm80/inst_f16_d128_m64.cu
-  csrc/ops/attention/sm80/inst_f16_d128_m64_s2.cu
-  csrc/ops/attention/sm80/inst_f16_d256_m128.cu
-  csrc/ops/attention/sm80/inst_f16_d256_m64.cu
-  csrc/ops/attention/sm80/inst_f16_d512_m32.cu
-  csrc/ops/attention/sm80/inst_f16_d512_m64.cu
-  csrc/ops/attention/sm80/inst_f16_d64_m128.cu
-  csrc/ops/attention/sm80/inst_f16_d64_m64.cu
-)
-set(DIFFULEX_CUDA_SM80_MINIMAL_SOURCES
 )
 
-# csrc/ops/*/sm90: compiled for 90a only, never together with another architecture. The kernels of
-# attention/sm90/instances.def come on top (DiffulexInstances).
+# csrc/ops/*/sm90: compiled for 90a only, never together with another architecture.
 set(DIFFULEX_CUDA_SM90_SOURCES
   csrc/ops/attention/sm90/maps.cu
   csrc/ops/attention/sm90/table.cu
@@ -106,8 +73,6 @@ set(DIFFULEX_CUDA_SM90_SOURCES
 )
 set(DIFFULEX_CUDA_SM90_FULL_SOURCES
   csrc/ops/moe/sm90/inst_f16.cu
-)
-set(DIFFULEX_CUDA_SM90_MINIMAL_SOURCES
 )
 
 # Host-only .cpp files of diffulex_kernels: the first list when CUDA is built, the second when it is

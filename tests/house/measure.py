@@ -64,7 +64,6 @@ CAPABILITIES = (
     # The same and more in folders that are counted: codes in the cache and in routed experts, parts
     # of layers and checkpoints, asyncio, responses, files of requests, pages and uploads of images.
     "csrc/ops/attention/generic_codes_",
-    "csrc/ops/attention/sm80/inst_codes_",
     "csrc/ops/kv/codes.cuh",
     "csrc/ops/kv/scaled_code.h",
     "csrc/ops/kv/store_codes.",

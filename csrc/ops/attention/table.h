@@ -34,7 +34,7 @@ struct TensorCoreKernels final {
   [[nodiscard]] const TensorCoreEntry* end() const { return entries + count; }
 };
 
-/// Instantiations of the build profile (attention_table_full.cu or attention_table_minimal.cu).
+/// Instantiations of the build profile (table.cu).
 [[nodiscard]] TensorCoreKernels tensor_core_kernels();
 [[nodiscard]] GenericKernel generic_kernel_of(DType dtype, bool is_coded);
 

@@ -18,10 +18,9 @@ struct AttentionKernel final {
   Status (*prepare)(int32_t device_index) = nullptr;
 };
 
-/// Explicit instantiations, one per inst_*.cu: dtype T (__nv_bfloat16, __half) and an entry of
-/// kAttentionTiles (head dim, row tile, stages; a file name with s2 has fewer stages than its
-/// twin). Cached elements are of type Cached, T or KvCode; with KvCode the arguments are
-/// CodedAttentionArgs.
+/// Explicit instantiations, one a row of instances.def: dtype T (__nv_bfloat16, __half) and an
+/// entry of kAttentionTiles (head dim, row tile, stages). Cached elements are of type Cached, T or
+/// KvCode; with KvCode the arguments are CodedAttentionArgs.
 template <typename T, int kDim, int kRows, int kStages, typename Cached = T>
 AttentionKernel attention_instance();
 

@@ -1,8 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "ops/attention/sm80/launch.cuh"
-
-namespace diffulex::cuda::sm80 {
-
-template AttentionKernel attention_instance<__nv_bfloat16, 128, 128, 2>();
-
-}  // namespace diffulex::cuda::sm80
