@@ -151,7 +151,12 @@ class Converter final {
         }
       }
     }
-    ptx::fence_proxy_async();  // the consumers' products read what these stores wrote
+    // The consumers' products read what these stores wrote. The cleaner's stores to the same rows
+    // follow them by value_full, and the next tile's follow the cleaner's by value_empty; pieces
+    // and their scale bytes are written and read in turns by piece_full and piece_empty. All are
+    // mbarriers, which release and acquire, and which compute-sanitizer's racecheck does not
+    // follow.
+    ptx::fence_proxy_async();
     arrive(full<kIsValues>());
   }
 
