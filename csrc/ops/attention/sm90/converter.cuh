@@ -5,6 +5,7 @@
 // from pieces of codes and tiles in flight through the copy engine.
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ops/attention/sm90/maps.h"
 #include "ops/attention/sm90/producer.cuh"
@@ -38,17 +39,15 @@ class Converter final {
 
   /// Fills the stages of the tiles of one unit.
   __device__ __forceinline__ void run(const TileSetup& setup) {
-    const int32_t count = setup.walk.num_tiles;
     const int32_t num_in_flight = setup.walk.num_in_flight;
-    for (int32_t index = 0; index < count; ++index, tile_.advance()) {
-      if (index < num_in_flight) {
-        copy<false>(setup, index);
-        copy<true>(setup, index);
-      } else {
-        convert<false>();
-        convert<true>();
-      }
-    }
+    walk(0, num_in_flight, [&](auto is_values, int32_t index, const Place& place) {
+      copy<decltype(is_values)::value>(setup, index, place);
+    });
+    // Not before V of the last copied tile is on its way: converting takes longer than starting a
+    // copy.
+    walk(num_in_flight, setup.walk.num_tiles, [&](auto is_values, int32_t, const Place& place) {
+      convert<decltype(is_values)::value>(place);
+    });
   }
 
  private:
@@ -61,57 +60,76 @@ class Converter final {
   static_assert(kRowsPerPass % 8 == 0, "the swizzle of a thread is that of all its rows");
   static_assert(kPasses * kRowsPerPass == Traits::kPieceKeys, "every thread takes as many rows");
 
-  template <bool kIsValues>
-  __device__ __forceinline__ uint32_t full() const {
-    return kIsValues ? barriers_.value_full(tile_.stage) : barriers_.key_full(tile_.stage);
+  using Place = Ring<Traits::kStages>;
+
+  /// Calls `fill` for K and V (a std::bool_constant) of the tiles [first, end), K a tile ahead of
+  /// V: consumers leave V of a tile only after they have met K of the tile after next.
+  template <typename Fill>
+  __device__ __forceinline__ void walk(int32_t first, int32_t end, const Fill& fill) {
+#pragma unroll 1
+    for (int32_t index = first; index <= end; ++index) {
+      if (index < end) {
+        fill(std::false_type(), index, tile_);
+      }
+      if (index > first) {
+        fill(std::true_type(), index - 1, tile_.before());
+      }
+      if (index < end) {
+        tile_.advance();
+      }
+    }
   }
   template <bool kIsValues>
-  __device__ __forceinline__ uint32_t stage_offset() const {
+  __device__ __forceinline__ uint32_t full(const Place& place) const {
+    return kIsValues ? barriers_.value_full(place.stage) : barriers_.key_full(place.stage);
+  }
+  template <bool kIsValues>
+  __device__ __forceinline__ uint32_t stage_offset(const Place& place) const {
     return (kIsValues ? Traits::kValueOffset : Traits::kKeyOffset) +
-           tile_.stage * Traits::kKeyBytes;
+           place.stage * Traits::kKeyBytes;
   }
   /// Waits until every consumer, and of values the cleaner, has left the stage of the tile.
   template <bool kIsValues>
-  __device__ __forceinline__ void wait_empty() const {
+  __device__ __forceinline__ void wait_empty(const Place& place) const {
     ptx::mbarrier_wait(
-        kIsValues ? barriers_.value_empty(tile_.stage) : barriers_.key_empty(tile_.stage),
-        tile_.phase ^ 1);
+        kIsValues ? barriers_.value_empty(place.stage) : barriers_.key_empty(place.stage),
+        place.phase ^ 1);
   }
-  __device__ __forceinline__ void set_unmapped(uint32_t bits) {
-    *reinterpret_cast<uint32_t*>(smem_ + Barriers<Traits>::unmapped_offset(tile_.stage)) = bits;
+  __device__ __forceinline__ void set_unmapped(const Place& place, uint32_t bits) {
+    *reinterpret_cast<uint32_t*>(smem_ + Barriers<Traits>::unmapped_offset(place.stage)) = bits;
   }
 
   /// K or V of a tile in flight. All four warps arrive, the first with what the copies deliver.
   template <bool kIsValues>
-  __device__ __forceinline__ void copy(const TileSetup& setup, int32_t index) {
-    wait_empty<kIsValues>();
+  __device__ __forceinline__ void copy(const TileSetup& setup, int32_t index, const Place& place) {
+    wait_empty<kIsValues>(place);
     if (warp() > 0) {
-      arrive(full<kIsValues>());
+      arrive(full<kIsValues>(place));
       return;
     }
     const TileCopier<Traits> tiles(args_, setup);
     if (lane_ == 0) {
       if constexpr (!kIsValues) {
-        set_unmapped(0);
+        set_unmapped(place, 0);
       }
-      ptx::mbarrier_arrive_expect(full<kIsValues>(), tiles.bytes(index));
+      ptx::mbarrier_arrive_expect(full<kIsValues>(place), tiles.bytes(index));
     }
     __syncwarp();
-    tiles.issue_in_flight(index, ptx::smem_address(smem_) + stage_offset<kIsValues>(),
-                          full<kIsValues>(), kIsValues ? &maps_.v : &maps_.k,
+    tiles.issue_in_flight(index, ptx::smem_address(smem_) + stage_offset<kIsValues>(place),
+                          full<kIsValues>(place), kIsValues ? &maps_.v : &maps_.k,
                           kIsValues ? &maps_.v_tile : &maps_.k_tile);
   }
 
   /// K or V of a cached tile.
   template <bool kIsValues>
-  __device__ __forceinline__ void convert() {
+  __device__ __forceinline__ void convert(const Place& place) {
 #pragma unroll 1
     for (int part = 0; part < Traits::kTilePieces; ++part, piece_.advance()) {
       ptx::mbarrier_wait(barriers_.piece_full(piece_.stage), piece_.phase);
       const uint8_t* codes = smem_ + Traits::kPieceOffset + piece_.stage * Traits::kPieceBytes;
       const uint8_t* scales = smem_ + Traits::kPieceScaleOffset + piece_.stage * Traits::kPieceKeys;
-      uint8_t* rows =
-          smem_ + stage_offset<kIsValues>() + value_offset_ + part * (Traits::kPieceKeys * 128);
+      uint8_t* rows = smem_ + stage_offset<kIsValues>(place) + value_offset_ +
+                      part * (Traits::kPieceKeys * 128);
 #pragma unroll
       for (int batch = 0; batch < kBatches; ++batch) {
         uint2 raw[kBatchPasses][Traits::kCodeLines];
@@ -132,9 +150,9 @@ class Converter final {
             unmapped = *reinterpret_cast<const uint32_t*>(smem_ + Traits::kPieceWordOffset +
                                                           piece_.stage * 4);
           }
-          wait_empty<kIsValues>();
+          wait_empty<kIsValues>(place);
           if (!kIsValues && is_first()) {
-            set_unmapped(unmapped);
+            set_unmapped(place, unmapped);
           }
         }
         if (batch == kBatches - 1) {
@@ -157,7 +175,7 @@ class Converter final {
     // mbarriers, which release and acquire, and which compute-sanitizer's racecheck does not
     // follow.
     ptx::fence_proxy_async();
-    arrive(full<kIsValues>());
+    arrive(full<kIsValues>(place));
   }
 
   __device__ __forceinline__ bool is_first() const { return threadIdx.x % 128 == 0; }
@@ -180,7 +198,7 @@ class Converter final {
   uint32_t row_;
   uint32_t code_offset_;   // of this thread's first eight codes in a piece
   uint32_t value_offset_;  // and of their values in a stage
-  Ring<Traits::kStages> tile_;
+  Place tile_;             // of the next K
   Ring<Traits::kPieces> piece_;
 };
 

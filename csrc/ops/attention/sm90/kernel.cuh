@@ -18,24 +18,31 @@
 //           products  value_full, then value_clean if the tile has unseen rows .... value_empty
 //           end       after the last scores ....................................... query_empty
 //
-// Beside caches of codes the consumers and the cleaner are the same. A copier of codes and a
-// converter take the place of the copiers, with a ring of kPieces pieces of codes between them:
+// Beside caches of codes the consumers and the cleaner are the same. Copiers of codes and of scale
+// bytes and a converter take the place of the copiers, with a ring of kPieces pieces of codes
+// between them, in the order K 0, K 1, V 0, K 2, V 1 ... of the cached tiles. In the same order,
+// but apart, the converter fetches the tiles in flight before:
 //
 //   warp 0  queries   as above
-//           codes     per piece of a cached tile: piece_empty  copies codes, scales  piece_full
-//   last    cached    per piece, K then V: piece_full ........ reads it ............ piece_empty
+//           codes     per piece of a cached tile: piece_empty  copies codes ........ piece_full
+//   warp 2  scales    the same: unit_full, piece_empty ....... copies scale bytes .. piece_full
+//   last    cached    per piece: piece_full .................. reads it ............ piece_empty
 //   four              before the first of K, of V: key_empty, value_empty
 //                     after the last ......................... has written values .. key_full,
 //                                                                                    value_full
 //           in flight per tile: key_empty, value_empty ....... copies K, V ......... as above
 //
-// Nobody waits in a circle: the converter waits for stages whose tiles it filled two tiles before,
-// and which consumers and cleaner leave without more of it than the tile after; it reads pieces in
-// the order in which they are issued, and the copier waits for a piece that the converter reads
-// next, or for the end of a unit all of whose pieces it has issued. Copier and converter count
-// pieces, and converter, cleaner and consumers tiles, from the same record, so that everyone meets
-// every phase of a barrier; tiles in flight have no pieces. Every piece that is issued is read, so
-// that no copy outlives its CTA. The last four warps also arrive at the barrier of a cluster.
+// Nobody waits in a circle: before K of a tile the converter waits for the scores of the tile two
+// before, for which consumers need K up to that tile and V up to the one before it; before V of a
+// tile it waits for the products of the tile two before, for which they need V up to that tile and
+// K up to the tile after it, and the next K at most before they say so: all of it filled earlier.
+// It reads pieces in the order in which they are issued, and a copier waits for a piece that the
+// converter reads next, or for the end of a unit all of whose pieces it has issued. No copier is a
+// pass of the ring ahead of the other, since a piece is read only after both. Copiers and converter
+// count pieces, and converter, cleaner and consumers tiles, from the same record, so that everyone
+// meets every phase of a barrier; tiles in flight have no pieces. Every piece that is issued is
+// read, so that no copy outlives its CTA. The last four warps also arrive at the barrier of a
+// cluster.
 //
 // The products of a tile run under the softmax of the next. Two groups of rows take turns on the
 // tensor cores through the named barriers 1 and 2. Every reader releases a unit by unit_empty.
@@ -56,8 +63,8 @@ namespace diffulex::cuda::sm90 {
 template <typename Traits>
 __device__ __forceinline__ void init_barriers(const Barriers<Traits>& barriers) {
   constexpr uint32_t kConsumerWarps = Traits::kConsumers * 4;
-  // Beside the consumers a cleaner reads units, and two copiers or one and the converter.
-  constexpr uint32_t kUnitReaders = kConsumerWarps + 1 + (Traits::kIsCoded ? 5 : 2);
+  // Beside the consumers a cleaner and two copiers read units, and the converter if there is one.
+  constexpr uint32_t kUnitReaders = kConsumerWarps + 3 + (Traits::kIsCoded ? 4 : 0);
   constexpr uint32_t kFillers = Traits::kIsCoded ? 4 : 1;  // warps that fill a stage together
   ptx::mbarrier_init(barriers.query_full(), 1);
   ptx::mbarrier_init(barriers.query_empty(), kConsumerWarps);
@@ -184,7 +191,9 @@ __device__ __forceinline__ void produce(const typename Traits::Args& args,
   } else if (warp == 1) {
     clean_units<Traits>(smem, barriers);
   } else if (warp == 2) {
-    if constexpr (!Traits::kIsCoded) {
+    if constexpr (Traits::kIsCoded) {
+      copy_unit_scales<Traits>(args, smem, barriers);
+    } else {
       copy_units<Traits, true>(args, maps, smem, barriers);
     }
   } else {

@@ -154,6 +154,10 @@ struct Ring final {
       phase ^= 1;
     }
   }
+  /// The place in front of this one.
+  [[nodiscard]] __device__ __forceinline__ Ring before() const {
+    return stage == 0 ? Ring{kStages - 1, phase ^ 1} : Ring{stage - 1, phase};
+  }
 };
 
 }  // namespace diffulex::cuda::sm90
