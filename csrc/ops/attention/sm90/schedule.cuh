@@ -316,6 +316,7 @@ __device__ __forceinline__ void schedule_units(const AttentionArgs& args, uint8_
     UnitRecord* record = reinterpret_cast<UnitRecord*>(slot);
     // Written in two parts, and whether or not it is published: registers are few. With a converter
     // they do not hold the request either.
+    __syncwarp();  // all lanes have read what a unit that was not published left here
     if (lane == 0) {
       record->setup.view = setup.view;
       record->setup.work = setup.work;

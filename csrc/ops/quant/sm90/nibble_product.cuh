@@ -177,12 +177,13 @@ class NibbleProducer final {
     ptx::tma_load_hinted(smem_.stages + stage * args_.stage_bytes, weight_map_, barrier, policy_, 0,
                          depth * 4, 0, place.weight_tile * (args_.tile_rows / 16));
     uint32_t target = smem_.scales + stage * Traits::kScaleRows * args_.tile_rows * 2;
-    const __nv_bfloat16* source =
-        args_.scales + depth * Traits::kScaleRows * args_.scale_stride + place.weight_tile * run_height();
+    const __nv_bfloat16* source = args_.scales + depth * Traits::kScaleRows * args_.scale_stride +
+                                  place.weight_tile * run_height();
     for (int32_t row = 0; row < Traits::kScaleRows; ++row) {
       ptx::bulk_load(target, source, place.run_bytes, barrier);
       if (has_gate()) {
-        ptx::bulk_load(target + args_.tile_rows, source + args_.num_columns, place.run_bytes, barrier);
+        ptx::bulk_load(target + args_.tile_rows, source + args_.num_columns, place.run_bytes,
+                       barrier);
       }
       target += args_.tile_rows * 2;
       source += args_.scale_stride;
