@@ -388,9 +388,10 @@ struct BufferDecode {
                                             const RowScratch& scratch, const Places& places) {
     write_row(args, r, i, scratch, places);
     write_sampler_row(args, r, i, scratch, places);
-    const bool is_stale =
-        !args.is_entry || (Places::kIsPacked && i >= num_valid_rows(*scratch.request));
-    if (args.output.merge_valid != nullptr && is_stale) {
+    // The descriptors of an entry come from the host, those of packed void rows excepted.
+    const bool is_uploaded =
+        args.is_entry && (!Places::kIsPacked || i < num_valid_rows(*scratch.request));
+    if (args.output.merge_valid != nullptr && !is_uploaded) {
       write_merge_row(args, r, i, scratch, places);
     }
   }

@@ -8,6 +8,7 @@ the real ones alone, one request after another, and are padded to a share of all
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from diffulex.distributed.layout import Sizes
 from diffulex.log import get_logger, warn_once
 from diffulex.ops.comm import CollectiveAlgorithm, collective_plan
-from diffulex.runner.step_graphs import StepGraphs
+from diffulex.runner.step_graphs import NUM_WARMUPS, StepGraphs
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def packs_rows(config: Config) -> bool:
     return decoding.buffer_size > 1 and not decoding.traits.has_dual_cache
 
 
+@functools.cache
 def packed_row_counts(num_rows: int) -> tuple[int, ...]:
     """Ascending row counts to which packed steps are padded that could have `num_rows` rows."""
     unit = 8 * _PACKED_STEP
@@ -303,10 +305,11 @@ class ForwardGraphs:
         return bucket in self._graphs
 
     def capture(self, shapes: tuple[Bucket, ...]) -> None:
-        """Captures these shapes; nothing may be in flight. Others follow when they are needed."""
+        """Captures these shapes, and the largest of all first; nothing may be in flight. Others follow
+        when they are needed."""
         start = time.perf_counter()
         for bucket in shapes:
-            self._capture(bucket)
+            self.prepare(bucket)
         seconds = time.perf_counter() - start
         logger.info("captured %d CUDA graphs of decode forwards in %.1f s", len(shapes), seconds)
 
@@ -322,8 +325,13 @@ class ForwardGraphs:
 
     def _capture(self, bucket: Bucket) -> None:
         hidden = self._hidden[: bucket.num_rows]
+        # What the stream has of libraries it has since the first one.
+        num_warmups = 1 if self._graphs.keys else NUM_WARMUPS
         self._graphs.capture(
-            bucket, lambda: self._fill(bucket), lambda: _copy(hidden, self._forward(bucket))
+            bucket,
+            lambda: self._fill(bucket),
+            lambda: _copy(hidden, self._forward(bucket)),
+            num_warmups,
         )
 
     def replay(self, bucket: Bucket) -> Tensor:

@@ -14,6 +14,7 @@ Symbols: R requests (dummies included), Q rows each, N blocks of B positions, T 
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +34,10 @@ from diffulex.runner.batch import (
 from diffulex.runner.decode_graphs import Bucket
 from diffulex.runner.loop_steps import LoopEntry, LoopListener, LoopStep, StepVariant
 from diffulex.runner.model_call import head_logits
-from diffulex.runner.packed_steps import PackedSteps
+from diffulex.runner.packed_steps import PackedSteps, packs_on_device
 from diffulex.runner.plan_check import PlanCheck
 from diffulex.runner.row_share import HOST_LIMITS, RowShare
-from diffulex.runner.step_graphs import StepGraphs
+from diffulex.runner.step_graphs import NUM_WARMUPS, StepGraphs
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
@@ -163,17 +164,17 @@ class DecodeLoop:
         #: Told of the steps; None: there are no other ranks.
         self.listener: LoopListener | None = None
         self._has_ranks = Sizes.of_engine(config.parallel).world > 1
-        # Other ranks would have to wait for the counts of the first: there the host packs.
+        #: None: only the host packs.
         self._packed: PackedSteps | None = None
-        if graphs.is_packed and not self._has_ranks:
+        if packs_on_device(config, graphs):
             self._packed = PackedSteps(config, graphs, self._batch.fields(), self._state)
         self._host_share: RowShare | None = None
         if graphs.is_packed and config.kernel.run_ahead == "auto":
             products = config.model.spec.products_per_row
             self._host_share = RowShare(self._num_rows, products, HOST_LIMITS)
-        #: Whether the steps in flight hold valid rows alone.
-        self._is_packing = False
-        #: Variants whose capture failed.
+        #: Launches the steps in flight, where they hold valid rows alone.
+        self._packing: PackedSteps | None = None
+        #: What follows the forward of packed steps, where there was no memory to capture it.
         self._uncaptured: set[StepVariant] = set()
         #: Steps that replayed a graph.
         self.num_graph_steps = 0
@@ -234,7 +235,7 @@ class DecodeLoop:
         """Hands the plan in flight to the device and enqueues its step; returns its result's place."""
         bucket = self._bucket_for(plan)
         assert bucket is not None
-        self._is_packing = self._wants_packed(plan, bucket)
+        self._packing = self._packed if self._wants_packed(plan, bucket) else None
         self._await_uploads()
         scheduler.start_run_ahead(plan, self._batch)
         batch = self._batch
@@ -262,16 +263,15 @@ class DecodeLoop:
         self._variant = variant
         self._prepare_variant()
         self._buffers.upload()
-        if not self._is_packing:
+        if self._packing is None:
             self._spread_rows(row_starts, bucket)
         self._upload_pages(num_page_rows)
         for host, device in self._uploads:
             device[: bucket.num_reqs].copy_(host[: bucket.num_reqs], non_blocking=True)
         self._record_uploads()
-        self._advance(bucket, is_entry=True, is_packed=self._is_packing)
-        if self._is_packing:
-            assert self._packed is not None
-            self._packed.count()
+        self._advance(bucket, is_entry=True, is_packed=self._packing is not None)
+        if self._packing is not None:
+            self._packing.fetch_counts()
 
     def follow(self, told: LoopEntry | LoopStep) -> int:
         """Enqueues a step of which another rank has told; returns its result's place."""
@@ -305,7 +305,7 @@ class DecodeLoop:
         variant = self._variant_ahead(scheduler)
         if self._leaves_to_the_host(plan, variant.bucket):
             return None
-        if self._wants_packed(plan, variant.bucket) != self._is_packing:
+        if self._wants_packed(plan, variant.bucket) != (self._packing is not None):
             return None  # `start` changes that
         if verdict is None:
             if self._has_smaller_bucket(plan):
@@ -317,7 +317,7 @@ class DecodeLoop:
             self._record_uploads()
         if verdict == _core.RunAhead.STOP:
             return None
-        if not self._is_packing and self._is_capturing(variant):
+        if self._packing is None and self._is_capturing(variant):
             return None  # `start` captures it, with nothing in flight
         self._variant = variant
         if self.listener is not None:
@@ -420,7 +420,7 @@ class DecodeLoop:
             for bucket in self._packed.capture(forwards, is_strict=self._graphs.is_strict):
                 for is_drawn, is_filtered in kinds:
                     variant = StepVariant(bucket, is_drawn, is_filtered, is_penalised)
-                    self._capture_missing(self._packed.heads(variant))
+                    self._capture_heads(self._packed.heads(variant))
         seconds = time.perf_counter() - start
         logger.info("captured %d CUDA graphs in %.1f s", len(self._step_graphs), seconds)
 
@@ -450,23 +450,23 @@ class DecodeLoop:
             self._buffers.views.blk_row_index.fill_(-1)
             self._buffers.views.blk_valid_len.zero_()
 
-        forwards = self._graphs.forwards
+        run, num_warmups = functools.partial(self._enqueue, variant), NUM_WARMUPS
         if variant.head_rows:
+            forwards = self._graphs.forwards
             assert forwards is not None
-            hidden = forwards.hidden
-            self._step_graphs.capture(variant.key, fill, lambda: self._decide(variant, hidden))
-        else:
-            self._step_graphs.capture(variant.key, fill, lambda: self._enqueue(variant))
+            run = functools.partial(self._decide, variant, forwards.hidden)
+            num_warmups = 1 if len(self._step_graphs) else NUM_WARMUPS
+        self._step_graphs.capture(variant.key, fill, run, num_warmups)
 
-    def _capture_missing(self, variants: Iterable[StepVariant]) -> None:
-        """Captures variants that have no graph yet; nothing is in flight. Steps of one whose capture
-        fails, for want of memory say, run without."""
-        for variant in variants:
+    def _capture_heads(self, heads: Iterable[StepVariant]) -> None:
+        """Captures what follows the forwards of packed steps; nothing is in flight. Where there is no
+        memory for a graph, it runs without."""
+        for variant in heads:
             if not self._is_capturing(variant):
                 continue
             try:
                 self._capture(variant)
-            except RuntimeError as error:
+            except torch.OutOfMemoryError as error:
                 if self._graphs.is_strict:
                     raise
                 self._uncaptured.add(variant.key)
@@ -474,11 +474,10 @@ class DecodeLoop:
 
     def _prepare_variant(self) -> None:
         """Captures a variant that is needed for the first time; the device is idle now."""
-        if self._is_packing:
-            assert self._packed is not None
-            self._capture_missing(self._packed.heads(self._variant))
-        else:
-            self._capture_missing((self._variant,))
+        if self._packing is not None:
+            self._capture_heads(self._packing.heads(self._variant))
+        elif self._is_capturing(self._variant):
+            self._capture(self._variant)
 
     def _has_smaller_bucket(self, plan: _core.StepPlan) -> bool:
         num_reqs = plan.num_reqs - plan.num_padded_reqs
@@ -488,36 +487,36 @@ class DecodeLoop:
         )
 
     def _launch(self) -> int:
-        if self._is_packing:
-            assert self._packed is not None
-            self._variant = self._packed.counted(self._variant)
+        if self._packing is not None:
+            self._variant = self._packing.fitted(self._variant)
             self.num_packed_steps += 1
         place = self._next_output
         self._next_output = (place + 1) % _NUM_OUTPUTS
-        variant = self._variant
-        self._num_blocks[place] = variant.bucket.num_reqs * self._options.buffer_size
+        variant, num_reqs = self._variant, self._variant.bucket.num_reqs
+        self._num_blocks[place] = num_reqs * self._options.buffer_size
         if self._check is not None:
-            self._check.keep(place, self._buffers.views, variant.bucket, self._is_packing)
-        graphs = self._step_graphs
-        if graphs is not None and variant.key in graphs:
-            self._graph_buckets[place] = variant.bucket.num_reqs
-            self._replay(graphs, variant)
+            self._check.keep(place, self._buffers.views, variant)
+        graphs, key = self._step_graphs, variant.key
+        if graphs is not None and key in graphs:
+            self._replay(graphs, variant, key)
+            self._graph_buckets[place] = num_reqs
         else:
-            self._graph_buckets[place] = -1
             self._enqueue(variant)
-        if self._is_packing:
-            assert self._packed is not None
-            self._packed.count()
+            self._graph_buckets[place] = -1
+        if self._packing is not None:
+            self._packing.fetch_counts()
         result = self._outputs[place]
         result.host.copy_(self._buffers.output_device, non_blocking=True)
         if result.copied is not None:
             result.copied.record()
         return place
 
-    def _replay(self, graphs: StepGraphs[StepVariant], variant: StepVariant) -> None:
+    def _replay(
+        self, graphs: StepGraphs[StepVariant], variant: StepVariant, key: StepVariant
+    ) -> None:
         if variant.head_rows:
             self._hidden_of(variant)
-        graphs.replay(variant.key)
+        graphs.replay(key)
         self.num_graph_steps += 1
 
     def stages(self, area: str, graph: str) -> list[Stage]:

@@ -43,6 +43,9 @@ def captured_graph(
         run: must have run before on `stream`, so that no library initialises itself in the capture.
         pool: memory pool of `torch.cuda.graph_pool_handle`.
         stream: idle, not the default stream.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for what `run` allocates.
     """
     graph = torch.cuda.CUDAGraph()
     before = torch.cuda.current_stream()
@@ -53,6 +56,11 @@ def captured_graph(
             settled_weights(),
         ):
             run()
+    except RuntimeError as error:
+        # The end of a capture that has failed may raise in place of what made it fail.
+        if isinstance(error.__context__, torch.OutOfMemoryError):
+            raise error.__context__ from None
+        raise
     finally:
         torch.cuda.set_stream(before)  # the end of a capture that has failed may raise before it
     return graph

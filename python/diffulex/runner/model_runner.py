@@ -38,6 +38,7 @@ from diffulex.runner.decode_loop import DecodeLoop, has_graph_of_logits, num_loo
 from diffulex.runner.kernels import choices_of
 from diffulex.runner.model_call import BlankRows, ModelCall, head_logits
 from diffulex.runner.open_engines import memory_holders, register_open
+from diffulex.runner.packed_steps import num_head_graphs
 from diffulex.runner.row_watch import RowWatch
 from diffulex.runner.runner_stages import stages_of
 from diffulex.runner.sampler_inputs import SamplerInputsBuilder
@@ -166,7 +167,8 @@ class ModelRunner:
             return None
         fitting = [num_loop_logits(config, b) for b in shapes if has_graph_of_logits(config, b)]
         has_logits = self._wants_loop(self._strategy.traits)
-        return GraphMemory(shapes, max(fitting, default=0) if has_logits else 0)
+        num_heads = num_head_graphs(config, self._graphs) if has_logits else 0
+        return GraphMemory(shapes, max(fitting, default=0) if has_logits else 0, num_heads)
 
     def prepare(
         self,

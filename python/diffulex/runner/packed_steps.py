@@ -8,10 +8,13 @@ that launch, so that steps are packed where it loses less than the void rows wou
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import torch
 
+from diffulex.distributed.layout import Sizes
 from diffulex.log import get_logger
 from diffulex.runner.batch import host_memory, new_event
 from diffulex.runner.decode_graphs import Bucket
@@ -25,15 +28,16 @@ if TYPE_CHECKING:
     from diffulex.runner.loop_steps import StepVariant
     from diffulex_ext import _core
 
-__all__ = ["PackedSteps", "head_row_counts"]
+__all__ = ["PackedSteps", "head_row_counts", "num_head_graphs", "packs_on_device"]
 
 logger = get_logger(__name__)
 
 _LEAST_HEAD_ROWS = 64
-#: Forwards that are captured at the start at most: a fifth of a second and a few MiB each.
+#: Forwards that are captured at the start at most: a tenth of a second and a few MiB each.
 _MAX_FORWARDS = 64
 
 
+@functools.cache
 def head_row_counts(num_rows: int) -> tuple[int, ...]:
     """Ascending row counts of the head of packed steps that could have `num_rows` rows."""
     counts = []
@@ -42,6 +46,54 @@ def head_row_counts(num_rows: int) -> tuple[int, ...]:
         counts.append(count)
         count *= 2
     return (*counts, num_rows)
+
+
+def packs_on_device(config: Config, graphs: DecodeGraphs) -> bool:
+    """Whether there may be packed steps: other ranks would have to wait for the counts of the first."""
+    return graphs.is_packed and Sizes.of_engine(config.parallel).world == 1
+
+
+def num_head_graphs(config: Config, graphs: DecodeGraphs) -> int:
+    """Graphs of what follows the forward of packed steps, of one kind of draws."""
+    if not packs_on_device(config, graphs):
+        return 0
+    shapes = _captured(_paying(config, graphs), graphs)
+    totals = {(b.num_reqs, b.rows_per_request) for b in shapes}
+    return sum(len(head_row_counts(num_reqs * rows)) for num_reqs, rows in totals)
+
+
+def _paying(config: Config, graphs: DecodeGraphs) -> list[Bucket]:
+    """Shapes that may be graphs and whose steps can be worth packing, the largest first."""
+    products = config.model.spec.products_per_row
+
+    def pays(bucket: Bucket) -> bool:
+        num_rows = _whole(bucket).num_rows
+        least = min(graphs.packed_counts(num_rows), default=num_rows)
+        return LOOP_LIMITS.is_worth(num_rows, (num_rows - least) * products)
+
+    return [bucket for bucket in graphs.captured_shapes() if pays(bucket)]
+
+
+def _captured(shapes: list[Bucket], graphs: DecodeGraphs) -> list[Bucket]:
+    """Those of `shapes` that are captured at the start: of too many every other row count, and those
+    of the fewest requests, which are the usual ones."""
+    if len(shapes) <= _MAX_FORWARDS:
+        return shapes
+    kinds: dict[Bucket, list[Bucket]] = {}
+    for bucket in shapes:
+        counts = graphs.packed_counts(_whole(bucket).num_rows)
+        if bucket.packed_rows == 0 or bucket.packed_rows in counts[::2]:
+            kinds.setdefault(_whole(bucket), []).append(bucket)
+    captured: set[Bucket] = set()
+    for whole in sorted(kinds, key=lambda bucket: (bucket.num_rows, bucket.max_context_len)):
+        if len(captured) + len(kinds[whole]) > _MAX_FORWARDS:
+            break
+        captured.update(kinds[whole])
+    return [bucket for bucket in shapes if bucket in captured]
+
+
+def _whole(bucket: Bucket) -> Bucket:
+    return bucket._replace(packed_rows=0)
 
 
 class PackedSteps:
@@ -61,8 +113,12 @@ class PackedSteps:
         fields: list[_core.ArenaField],
         state: Tensor,
     ) -> None:
-        self._graphs = graphs
-        self._share = RowShare(config.decode_rows, config.model.spec.products_per_row, LOOP_LIMITS)
+        self._config, self._graphs = config, graphs
+        products = config.model.spec.products_per_row
+        self._products_per_row = products
+        self._share = RowShare(config.decode_rows, products, LOOP_LIMITS)
+        #: Ascending shapes of packed steps, the whole one last, which is the key.
+        self._ladders: dict[Bucket, tuple[Bucket, ...]] = {}
         places = {field.name: field for field in fields}
         rows, logits = places["num_rows"], places["num_logits_rows"]
         # They are neighbours: one copy brings both.
@@ -80,67 +136,65 @@ class PackedSteps:
         return self._host
 
     def wants(self, plan: _core.StepPlan, bucket: Bucket) -> bool:
-        """Whether a step of this shape is to be packed; `plan`, unpadded, is the last one."""
-        return self._share.is_low(plan) and self._pays(bucket) and self._has_forward(bucket)
+        """Whether a step of this whole shape is to be packed; `plan`, unpadded, is the last one."""
+        return self._share.is_low(plan) and self._pays(bucket)
 
     def _pays(self, bucket: Bucket) -> bool:
-        """Whether it ever can be worth it for steps of this shape."""
-        num_rows = bucket.num_rows
-        least = min(self._graphs.packed_counts(num_rows), default=num_rows)
-        return self._share.is_worth(num_rows, num_rows - least)
+        """Whether it ever can be worth it for steps of this shape; only with a forward for all rows."""
+        shapes = self._shapes(bucket)
+        if not shapes or shapes[-1] != bucket:
+            return False
+        num_void = bucket.num_rows - shapes[0].num_rows
+        return LOOP_LIMITS.is_worth(bucket.num_rows, num_void * self._products_per_row)
 
-    def _has_forward(self, bucket: Bucket) -> bool:
+    def _shapes(self, bucket: Bucket) -> tuple[Bucket, ...]:
+        """Ascending shapes that steps of this whole one may be launched for."""
+        ladder = self._ladders.get(bucket)
+        if ladder is None:
+            counts = self._graphs.packed_counts(bucket.num_rows)
+            ladder = (*(bucket._replace(packed_rows=count) for count in counts), bucket)
+            self._ladders[bucket] = ladder
         forwards = self._graphs.forwards
-        return forwards is None or bucket in forwards
+        return ladder if forwards is None else tuple(b for b in ladder if b in forwards)
 
-    def count(self) -> None:
+    def fetch_counts(self) -> None:
         """Copies the counts of the step that was planned last to the host, behind its plan."""
         self._host.copy_(self._device, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
-    def counted(self, variant: StepVariant) -> StepVariant:
-        """The variant that holds the rows which the device has counted; waits for it."""
+    def fitted(self, variant: StepVariant) -> StepVariant:
+        """The variant for as many rows as the device has counted, of a whole one; waits for it."""
+        bucket = variant.bucket
+        shapes, heads = self._shapes(bucket), head_row_counts(bucket.num_rows)
+        rows, logits = self._rows[: bucket.num_reqs], self._logits[: bucket.num_reqs]
         if self._copied is not None:
             self._copied.synchronize()
-        bucket = self._whole(variant.bucket)
-        num_rows = int(self._rows[: bucket.num_reqs].sum())
-        num_logits = int(self._logits[: bucket.num_reqs].sum())
-        head_rows = next(n for n in head_row_counts(bucket.num_rows) if n >= num_logits)
-        return variant._replace(bucket=self._packed(bucket, num_rows), head_rows=head_rows)
-
-    def _whole(self, bucket: Bucket) -> Bucket:
-        return bucket._replace(packed_rows=0)
-
-    def _packed(self, bucket: Bucket, num_rows: int) -> Bucket:
-        """The least shape with a forward that holds so many rows."""
-        counts = [n for n in self._graphs.packed_counts(bucket.num_rows) if n >= num_rows]
-        shapes = [*(bucket._replace(packed_rows=count) for count in counts), bucket]
-        return next(shape for shape in shapes if self._has_forward(shape))
+        # The device is idle from here on to the launch.
+        num_rows = int(rows.sum())
+        shape = next(shape for shape in shapes if shape.num_rows >= num_rows)
+        head_rows = heads[bisect_left(heads, int(logits.sum()))]
+        return variant._replace(bucket=shape, head_rows=head_rows)
 
     def heads(self, variant: StepVariant) -> tuple[StepVariant, ...]:
-        """Everything behind the forward that packed steps of this variant might need, the largest first."""
-        bucket = self._whole(variant.bucket)
-        counts = head_row_counts(bucket.num_rows)
-        return tuple(variant._replace(bucket=bucket, head_rows=n) for n in reversed(counts))
+        """Everything behind the forward that packed steps of this whole variant might need, the largest
+        first."""
+        counts = head_row_counts(variant.bucket.num_rows)
+        return tuple(variant._replace(head_rows=count) for count in reversed(counts))
 
     def capture(self, forwards: ForwardGraphs, *, is_strict: bool) -> tuple[Bucket, ...]:
-        """Captures the forwards of packed steps; returns the shapes whose steps may be packed.
+        """Captures the forwards of packed steps; returns the whole shapes whose steps may be packed.
 
-        Where one fails, those of its shape are not packed, unless `is_strict`.
+        Where there is no memory for one, those of its shape are not packed, unless `is_strict`.
         """
-        shapes = [b for b in self._graphs.captured_shapes() if self._pays(self._whole(b))]
-        if len(shapes) > _MAX_FORWARDS:
-            shapes = [b for b in shapes if self._is_coarse(b)]
+        paying = _paying(self._config, self._graphs)
+        shapes = _captured(paying, self._graphs)
+        if len(shapes) < len(paying):
+            logger.info("no graph of %d forwards of packed steps", len(paying) - len(shapes))
         try:
-            forwards.capture(tuple(shapes[:_MAX_FORWARDS]))
-        except RuntimeError as error:
+            forwards.capture(tuple(shapes))
+        except torch.OutOfMemoryError as error:
             if is_strict:
                 raise
             logger.warning("steps of the device are packed in part: %s", error)
         return tuple(b for b in shapes if not b.packed_rows and b in forwards)
-
-    def _is_coarse(self, bucket: Bucket) -> bool:
-        """Whether every other of the row counts has this one."""
-        counts = self._graphs.packed_counts(self._whole(bucket).num_rows)
-        return bucket.packed_rows == 0 or bucket.packed_rows in counts[::2]

@@ -12,6 +12,7 @@ from diffulex_ext import _core
 if TYPE_CHECKING:
     from diffulex.runner.batch import ArenaViews
     from diffulex.runner.decode_graphs import Bucket, DecodeGraphs
+    from diffulex.runner.loop_steps import StepVariant
     from diffulex.strategies.traits import StrategyTraits
 
 __all__ = ["PlanCheck", "PlanMismatchError"]
@@ -35,31 +36,18 @@ _TRANSLATED = frozenset(
 _Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-class _WholeRows:
-    """Every request has all of its rows."""
+class _Rows:
+    """Where the requests of a step have their rows.
 
-    is_packed = False
+    Args:
+        starts: [R + 1], of the requests one after another, and their end.
+        head_rows: of the head of a packed step; 0: every request has all of its rows.
+    """
 
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-
-    def first(self, row: int) -> int:
-        """The first row of the request."""
-        return row * self._num_rows
-
-    def num_rows(self, row: int) -> int:
-        """How many it has."""
-        del row  # all have the same
-        return self._num_rows
-
-
-class _PackedRows:
-    """Requests have their valid rows alone."""
-
-    is_packed = True
-
-    def __init__(self, starts: np.ndarray[Any, Any]) -> None:
+    def __init__(self, starts: np.ndarray[Any, Any], head_rows: int) -> None:
         self._starts = starts
+        self.head_rows, self.is_packed = head_rows, head_rows > 0
+        self.end = int(starts[-1])
 
     def first(self, row: int) -> int:
         """The first row of the request."""
@@ -68,9 +56,6 @@ class _PackedRows:
     def num_rows(self, row: int) -> int:
         """How many it has."""
         return int(self._starts[row + 1] - self._starts[row])
-
-
-_Rows = _WholeRows | _PackedRows
 
 
 class PlanMismatchError(RuntimeError):
@@ -101,9 +86,7 @@ class PlanCheck:
         self._req_ids: list[int] = []
         # The context of the next step is a bound: only the device knows its mode.
         self._has_block_cache = self._has_dual_cache and options.fdv2_use_block_cache
-        self._kept: dict[int, tuple[Bucket, _Arrays]] = {}
-        #: Where requests begin in the packed steps that are kept.
-        self._starts: dict[int, np.ndarray[Any, Any]] = {}
+        self._kept: dict[int, tuple[Bucket, _Arrays, _Rows]] = {}
         # Requests of the plan compared last; fewer ones in the next ended meanwhile.
         self._num_live = 0
         #: Steps compared so far.
@@ -115,27 +98,23 @@ class PlanCheck:
         self._req_ids = [int(req_id) for req_id in plan.req_ids[:num_reqs]]
         self._num_live = num_reqs
 
-    def keep(self, place: int, views: ArenaViews, bucket: Bucket, is_packed: bool) -> None:
-        """Copies the arrays of the step that is enqueued next, of this shape; waits for the device."""
+    def keep(self, place: int, views: ArenaViews, variant: StepVariant) -> None:
+        """Copies the arrays of the step that is enqueued next; waits for the device."""
         arrays = {name: getattr(views, name).detach().cpu().numpy().copy() for name in self._names}
-        self._kept[place] = bucket, arrays
-        self._starts.pop(place, None)
-        if is_packed:
-            starts = views.cu_seqlens_q.detach().cpu().numpy()
-            self._starts[place] = starts[: bucket.num_reqs + 1].copy()
+        num_reqs, head_rows = variant.bucket.num_reqs, variant.head_rows
+        starts = np.arange(num_reqs + 1) * self._num_rows
+        if head_rows:
+            starts = views.cu_seqlens_q.detach().cpu().numpy()[: num_reqs + 1].copy()
+        self._kept[place] = variant.bucket, arrays, _Rows(starts, head_rows)
 
     def compare(self, plan: _core.StepPlan, place: int, graphs: DecodeGraphs) -> None:
         """Raises PlanMismatchError unless the step kept under `place` is that of `plan`."""
-        bucket, device = self._kept.pop(place)
-        starts = self._starts.get(place)
+        bucket, device, layout = self._kept.pop(place)
         self.num_compared += 1
         self._compare_shape(plan, bucket, graphs)
-        layout: _Rows = _WholeRows(self._num_rows)
-        if starts is not None:
-            layout = _PackedRows(starts)
-            void = device["slot_mapping"][starts[-1] : bucket.num_rows]
-            self._expect(plan, 0, "slot_mapping", void, -1)
-            self._expect(plan, 0, "cu_seqlens_q", starts[-1] <= bucket.num_rows, True)
+        void = device["slot_mapping"][layout.end : bucket.num_rows]
+        self._expect(plan, 0, "slot_mapping", void, -1)
+        self._expect(plan, 0, "cu_seqlens_q", layout.end <= bucket.num_rows, True)
         seen = set()
         for index in range(plan.num_reqs - plan.num_padded_reqs):
             row = self._req_ids.index(int(plan.req_ids[index]))
@@ -217,6 +196,7 @@ class PlanCheck:
         if layout.is_packed:
             dense = np.arange(len(read)) + (read[0] if len(read) else 0)
             self._expect(plan, row, "blk_row_index", read, dense)
+            self._expect(plan, row, "head_rows", read[-1:] < layout.head_rows, True)
             return
         rows = np.arange(layout.first(row), layout.first(row) + layout.num_rows(row))
         wanted = np.where(np.isin(rows, read), rows, -1)

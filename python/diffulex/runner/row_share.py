@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["HOST_LIMITS", "LOOP_LIMITS", "LOW_SHARE", "RowShare", "ShareLimits"]
 
 _NUM_STEPS = 8
-#: Void rows are left out where the last steps ran less than this share of theirs ...
+#: Void rows are left out where the last steps ran less than this share of theirs.
 LOW_SHARE = 0.8
-# ... until they run more than this one: to change how steps are run costs a step of the host.
-_HIGH_SHARE = 0.9
 
 
 class ShareLimits:
@@ -27,16 +25,22 @@ class ShareLimits:
     Args:
         rows: that the requests of a step may have.
         products: of the void rows of a step.
+        upper_share: of their rows that steps must run until void rows are no longer left out.
     """
 
-    def __init__(self, rows: int, products: float) -> None:
-        self.rows, self.products = rows, products
+    def __init__(self, rows: int, products: float, upper_share: float) -> None:
+        self.rows, self.products, self.upper_share = rows, products, upper_share
+
+    def is_worth(self, num_rows: int, num_products: float) -> bool:
+        """Whether steps that might have `num_rows` rows gain by leaving out so many products."""
+        return num_rows >= self.rows and num_products >= self.products
 
 
 #: To have the host pack a step, for which the device waits: 1.3 ms at 700 TFLOP/s.
-HOST_LIMITS: Final = ShareLimits(256, 4.5e11)
-#: To have the device pack it, and the host launch as much as that are: a tenth of a millisecond.
-LOOP_LIMITS: Final = ShareLimits(128, 5e10)
+HOST_LIMITS: Final = ShareLimits(256, 4.5e11, LOW_SHARE)
+#: To have the device pack it, and the host launch as much as that are: a tenth of a millisecond. To
+#: change how the device runs steps costs one of the host.
+LOOP_LIMITS: Final = ShareLimits(128, 5e10, 0.9)
 
 
 class RowShare:
@@ -66,13 +70,9 @@ class RowShare:
             self._is_low = self._find()
         return self._is_low
 
-    def is_worth(self, num_rows: int, num_void: float) -> bool:
-        """Whether steps that might have `num_rows` rows gain by leaving out so many."""
-        limits = self._limits
-        return num_rows >= limits.rows and num_void * self._products_per_row >= limits.products
-
     def _find(self) -> bool:
         num_real, num_all = (sum(counts) for counts in zip(*self._steps, strict=True))
-        share = _HIGH_SHARE if self._is_low else LOW_SHARE
+        share = self._limits.upper_share if self._is_low else LOW_SHARE
         num_void = (num_all - num_real) / len(self._steps)
-        return num_real < share * num_all and self.is_worth(self._steps[-1][1], num_void)
+        is_worth = self._limits.is_worth(self._steps[-1][1], num_void * self._products_per_row)
+        return is_worth and num_real < share * num_all

@@ -19,12 +19,14 @@ from diffulex.runner.graph_capture import captured_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Final
 
-__all__ = ["StepGraphs"]
+__all__ = ["NUM_WARMUPS", "StepGraphs"]
 
 logger = get_logger(__name__)
 
-_NUM_WARMUPS = 2
+#: Steps in front of a capture that load kernels and let libraries initialise themselves.
+NUM_WARMUPS: Final = 2
 
 Key = TypeVar("Key")
 
@@ -65,19 +67,26 @@ class StepGraphs(Generic[Key]):
     def __contains__(self, key: Key) -> bool:
         return key in self._graphs
 
-    def capture(self, key: Key, fill: Callable[[], None], run: Callable[[], None]) -> None:
+    def capture(
+        self,
+        key: Key,
+        fill: Callable[[], None],
+        run: Callable[[], None],
+        num_warmups: int = NUM_WARMUPS,
+    ) -> None:
         """Captures `run`; nothing may be in flight.
 
         Args:
             key: what is captured.
             fill: puts legal values into the arrays that `run` reads.
             run: enqueues one step; not kept.
+            num_warmups: steps in front of the capture, at least 1.
         """
         start = time.perf_counter()
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for _ in range(_NUM_WARMUPS):
+            for _ in range(num_warmups):
                 fill()
                 run()
             fill()

@@ -27,6 +27,8 @@ __all__ = ["GraphMemory", "free_device_bytes", "max_logits_rows"]
 
 # The driver's share of a graph of a few hundred kernels.
 _BYTES_PER_GRAPH = 4 << 20
+# The same of a few tens, of a head and its sampler; their logits lie in the pool of larger steps.
+_BYTES_PER_HEAD = 1 << 20
 # The segments of two pools, which are larger than what lies in them, and the scratch of cuBLAS.
 _POOL_ROUNDING_BYTES = 128 << 20
 
@@ -78,10 +80,12 @@ class GraphMemory:
     Args:
         shapes: every padded step that gets a graph, the largest first.
         logits_rows: most rows whose logits a graph keeps; 0 where graphs are forwards alone.
+        num_heads: graphs of what follows the forward of packed steps.
     """
 
     shapes: tuple[Bucket, ...]
     logits_rows: int
+    num_heads: int
 
     @torch.inference_mode()
     def measure(
@@ -103,7 +107,8 @@ class GraphMemory:
         scratch = decode_workspace_bytes(config.local_spec, self.shapes, device.type)
         # Steps of the loop and forwards of the host have a pool each; the latter's results are static.
         num_bytes = step_peak + forward_peak - 2 * before + num_hidden + scratch
-        return num_bytes + len(self.shapes) * _BYTES_PER_GRAPH + _POOL_ROUNDING_BYTES
+        num_bytes += len(self.shapes) * _BYTES_PER_GRAPH + self.num_heads * _BYTES_PER_HEAD
+        return num_bytes + _POOL_ROUNDING_BYTES
 
 
 @torch.inference_mode()

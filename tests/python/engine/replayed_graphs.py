@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from diffulex.runner.step_graphs import NUM_WARMUPS
+
 #: Bounds on the context of engines that have such graphs.
 BOUNDS = (32, 64, 128)
 
@@ -29,9 +31,16 @@ class Replayed:
     def __contains__(self, key: Any) -> bool:
         return key in self._runs
 
-    def capture(self, key: Any, fill: Callable[[], None], run: Callable[[], None]) -> None:
+    def capture(
+        self,
+        key: Any,
+        fill: Callable[[], None],
+        run: Callable[[], None],
+        num_warmups: int = NUM_WARMUPS,
+    ) -> None:
         assert key not in self._runs
-        for _ in range(2):
+        assert num_warmups == NUM_WARMUPS or (num_warmups == 1 and self._runs)
+        for _ in range(num_warmups):
             fill()
             run()
         fill()

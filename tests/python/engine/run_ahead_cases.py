@@ -15,6 +15,7 @@ from diffulex import SamplingParams
 from diffulex.engine.engine import Diffulex
 from diffulex.engine.output import RequestOutput
 from diffulex.runner import row_share
+from diffulex.runner.decode_loop import DecodeLoop
 from fixtures.families import SHIFTED
 from tiny_engine import TinyModel
 from tiny_gemma import TinyGemma
@@ -47,6 +48,10 @@ STRATEGIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "dmax": ("llada2_mini_dmax", {"decoding_strategy": "dmax", "token_merge_top_k": 3}),
 }
+
+
+#: Those with a block buffer: a dual cache runs no block that is not open.
+PACKING = [name for name in STRATEGIES if not name.startswith("dual")]
 
 
 def model_of(tiny: TinyModel, name: str) -> TinyModel:
@@ -102,11 +107,16 @@ def answers(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
     return [(o.token_ids, o.completion_reason, o.metrics.nfe) for o in outputs]
 
 
-def num_compared(engine: Diffulex) -> int:
+def loop_of(engine: Diffulex) -> DecodeLoop:
     loop = engine._executor.runner._decode_loop
     assert loop is not None
-    assert loop._check is not None
-    return loop._check.num_compared
+    return loop
+
+
+def num_compared(engine: Diffulex) -> int:
+    check = loop_of(engine)._check
+    assert check is not None
+    return check.num_compared
 
 
 def compare(
@@ -219,4 +229,4 @@ def pack_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_share.LOOP_LIMITS, "rows", 0)
     monkeypatch.setattr(row_share.LOOP_LIMITS, "products", 0.0)
     monkeypatch.setattr(row_share, "LOW_SHARE", 2.0)
-    monkeypatch.setattr(row_share, "_HIGH_SHARE", 2.0)
+    monkeypatch.setattr(row_share.LOOP_LIMITS, "upper_share", 2.0)

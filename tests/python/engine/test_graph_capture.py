@@ -11,9 +11,8 @@ import torch
 
 from diffulex.runner.graph_capture import captured_graph
 
-pytestmark = pytest.mark.cuda
 
-
+@pytest.mark.cuda
 def test_garbage_with_a_graph_does_not_break_the_next_capture() -> None:
     device = torch.device("cuda")
     stream = torch.cuda.Stream(device)
@@ -49,3 +48,35 @@ def test_garbage_with_a_graph_does_not_break_the_next_capture() -> None:
     graph.replay()
     torch.cuda.synchronize(device)
     assert counter.tolist() == [1.0] * 4
+
+
+def test_want_of_memory_is_what_a_broken_capture_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end may raise something else, and leave another stream behind."""
+    streams = ["before"]
+
+    class Broken:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            streams.append("captured")
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Broken)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    for error, kind in [
+        (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError),
+        (RuntimeError("no kernel"), RuntimeError),
+    ]:
+        with pytest.raises(kind) as raised:
+            captured_graph(lambda error=error: fails(error), (0, 1), None)  # type: ignore[misc, arg-type]
+        assert (raised.value is error) == (kind is torch.OutOfMemoryError)
+        assert streams[-1] == "before"

@@ -25,18 +25,18 @@ from diffulex.runner.row_share import HOST_LIMITS, LOOP_LIMITS, RowShare
 from diffulex.runner.sampler_inputs import SamplerInputsBuilder
 from diffulex_ext import _core
 from fixtures.quick import quick
-from run_ahead_cases import FILL, STRATEGIES, answers, model_of, pack_every_step, requests
+from run_ahead_cases import (
+    FILL,
+    PACKING,
+    STRATEGIES,
+    answers,
+    loop_of,
+    model_of,
+    pack_every_step,
+    requests,
+)
 from step_watch import Watched
 from tiny_engine import TinyModel
-
-#: Strategies with a block buffer: a dual cache runs no block that is not open.
-PACKING = [name for name in STRATEGIES if not name.startswith("dual")]
-
-
-def loop_of(engine: Diffulex) -> DecodeLoop:
-    loop = engine._executor.runner._decode_loop
-    assert loop is not None
-    return loop
 
 
 @pytest.mark.parametrize("name", PACKING)
@@ -263,6 +263,11 @@ def test_steps_that_fill_up_are_packed_a_while() -> None:
         is_low = share.is_low(plan_of(step_id, 2, 2 * 90))
     assert not is_low
     assert not share.is_low(plan_of(28, 2, 2 * 85))
+    share = RowShare(200, 10**11, HOST_LIMITS)  # the host packs as long as it gains
+    assert share.is_low(plan_of(0, 2, 2 * 158))
+    for step_id in range(1, 9):
+        is_low = share.is_low(plan_of(step_id, 2, 2 * 162))
+    assert not is_low
 
 
 @pytest.mark.parametrize(("accept", "is_full"), [(0.9999, False), (0.0, True)])

@@ -16,18 +16,21 @@ import torch
 
 from diffulex import SamplingParams
 from diffulex.engine.engine import Diffulex
-from diffulex.runner import row_share
+from diffulex.runner import packed_steps, row_share
 from diffulex.runner.decode_loop import DecodeLoop
 from diffulex.runner.loop_steps import StepVariant
-from diffulex.runner.packed_steps import head_row_counts
+from diffulex.runner.packed_steps import head_row_counts, num_head_graphs
+from diffulex.runner.plan_check import PlanCheck, PlanMismatchError
 from fixtures.quick import quick
 from run_ahead_cases import (
     FILL,
+    PACKING,
     ROUNDED,
     STRATEGIES,
     Place,
     answers,
     check_aborts_and_arrivals,
+    loop_of,
     model_of,
     pack_every_step,
     requests,
@@ -35,15 +38,6 @@ from run_ahead_cases import (
 )
 from step_watch import Watched
 from tiny_engine import TinyModel
-
-#: Strategies with a block buffer: a dual cache runs no block that is not open.
-PACKING = [name for name in STRATEGIES if not name.startswith("dual")]
-
-
-def loop_of(engine: Diffulex) -> DecodeLoop:
-    loop = engine._executor.runner._decode_loop
-    assert loop is not None
-    return loop
 
 
 @pytest.fixture
@@ -112,7 +106,7 @@ def test_steps_change_between_whole_and_packed_ones(
         actual = []
         for low in (2.0, 0.0, 0.8, 2.0):
             monkeypatch.setattr(row_share, "LOW_SHARE", low)
-            monkeypatch.setattr(row_share, "_HIGH_SHARE", max(low, 0.1))
+            monkeypatch.setattr(row_share.LOOP_LIMITS, "upper_share", max(low, 0.1))
             actual.append(engine.generate(prompts, params, summary=False))
             counts.append(loop_of(engine).num_packed_steps)
     assert all(answers(outputs) == answers(expected) for outputs in actual)
@@ -213,6 +207,7 @@ def test_graphs_of_packed_steps_are_captured_at_the_start(
         assert {key.head_rows for key in heads if key.bucket.num_reqs == 4} == {64, 128}
         assert {b.packed_rows for b in forwards.captured if b.num_reqs == 4} == {0, 32, 64, 96}
         assert forwards.captured[0] == runner._graphs.shapes()[0]
+        assert num_head_graphs(engine.config, runner._graphs) == len(heads)
         launched.clear()
         first, second = run_twice(engine, [(prompts, params)])
         assert first == second == expected
@@ -220,6 +215,42 @@ def test_graphs_of_packed_steps_are_captured_at_the_start(
         assert loop_of(engine).num_packed_steps > 10
         assert launched == []
         assert runner.num_graph_steps >= engine.stats().num_decode_steps
+
+
+@pytest.mark.parametrize(("most", "num_reqs"), [(3, [1]), (9, [1, 2]), (15, [1, 2, 4])])
+def test_of_too_many_forwards_those_of_few_requests_are_captured(
+    tiny: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    as_cuda: Change,
+    caplog: pytest.LogCaptureFixture,
+    most: int,
+    num_reqs: list[int],
+) -> None:
+    """The largest of all comes first, so that the others share its memory. Steps are packed where
+    fewer rows have a forward, and whole elsewhere."""
+    pack_every_step(monkeypatch)
+    monkeypatch.setattr(packed_steps, "_MAX_FORWARDS", most)
+    prompts, params = requests(random.Random(1), 9)
+    params = [dataclasses.replace(p, temperature=0.0) for p in params]
+    with tiny.engine(**GRAPHS, run_ahead="off") as engine:
+        expected = answers(engine.generate(prompts, params, summary=False))
+    with tiny.engine(**GRAPHS, run_ahead="on", check_run_ahead=True) as engine:
+        with caplog.at_level("INFO", logger="diffulex"):
+            runner = as_cuda(engine)._executor.runner
+        forwards, graphs = runner._graphs.forwards, loop_of(engine)._step_graphs
+        assert forwards is not None
+        assert graphs is not None
+        shapes = runner._graphs.shapes()
+        assert forwards.captured[0] == shapes[0]
+        kept = forwards.captured[1:]
+        assert len(kept) == most
+        assert sorted({b.num_reqs for b in kept}) == num_reqs
+        heads = [key for key in graphs.keys if key.head_rows]
+        assert {key.bucket.num_reqs for key in heads} == set(num_reqs)
+        assert num_head_graphs(engine.config, runner._graphs) == len(heads)
+        assert f"no graph of {len(shapes) - len(kept)} forwards" in caplog.text
+        assert run_twice(engine, [(prompts, params)]) == [expected, expected]
+        assert loop_of(engine).num_packed_steps > 3
 
 
 def test_draws_get_their_graphs_at_their_first_step(
@@ -281,6 +312,41 @@ def test_a_capture_that_fails_leaves_steps_without_its_graph(
         assert answers(engine.generate(*asked, summary=False)) == first == expected
         assert len([r for r in caplog.records if "no graph of" in r.message]) == num_warnings
         assert loop.num_packed_steps > 10
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_only_want_of_memory_leaves_a_graph_out(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, as_cuda: Change, is_packed: bool
+) -> None:
+    """Every other failure of a capture is one of the step, and of whole steps that one as well."""
+    if is_packed:
+        pack_every_step(monkeypatch)
+    asked = requests(random.Random(2), 9)
+    with tiny.engine(**GRAPHS, run_ahead="on") as engine:
+        graphs = loop_of(as_cuda(engine))._step_graphs
+        assert graphs is not None
+        kind = RuntimeError if is_packed else torch.OutOfMemoryError
+
+        def fail(*_: object) -> None:
+            raise kind("the capture failed")
+
+        monkeypatch.setattr(graphs, "capture", fail)
+        with pytest.raises(kind, match="the capture failed"):
+            engine.generate(*asked, summary=False)
+
+
+def test_a_head_of_too_few_rows_is_found(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_every_step(monkeypatch)
+    keep = PlanCheck.keep
+
+    def keep_less(self: PlanCheck, place: int, views: Any, variant: StepVariant) -> None:
+        assert variant.head_rows > 0
+        keep(self, place, views, variant._replace(head_rows=1))
+
+    monkeypatch.setattr(PlanCheck, "keep", keep_less)
+    settings = {**GRAPHS, "run_ahead": "on", "check_run_ahead": True}
+    with tiny.engine(**settings) as engine, pytest.raises(PlanMismatchError, match="head_rows"):
+        engine.generate(*requests(random.Random(2), 9), summary=False)
 
 
 def test_without_a_forward_for_all_rows_steps_are_whole(

@@ -19,7 +19,7 @@ import torch
 from diffulex import ConfigError, SamplingParams
 from diffulex.engine.output import RequestOutput
 from diffulex.registry import AutoSampler
-from diffulex.runner.decode_graphs import Bucket
+from diffulex.runner.loop_steps import StepVariant
 from diffulex.runner.plan_check import PlanCheck, PlanMismatchError
 from diffulex.runner.step_graphs import StepGraphs
 from diffulex.samplers.base import MaskFillSampler
@@ -426,8 +426,9 @@ def test_check_notices_a_wrong_plan(
 ) -> None:
     keep = PlanCheck.keep
 
-    def wrong(self: PlanCheck, place: int, views: Any, bucket: Bucket, is_packed: bool) -> None:
-        keep(self, place, views, bucket._replace(**change), is_packed)
+    def wrong(self: PlanCheck, place: int, views: Any, variant: StepVariant) -> None:
+        bucket = variant.bucket._replace(**change)
+        keep(self, place, views, variant._replace(bucket=bucket))
         if name == "positions":
             self._kept[place][1][name][0] += 1
 
@@ -465,10 +466,10 @@ def test_check_compares_every_array_of_the_list(
 
     def compare_changed(self: PlanCheck, plan: _core.StepPlan, place: int, graphs: Any) -> None:
         present.update(field.name for field in plan.fields() if field.nbytes)
-        before = bucket, arrays = self._kept[place]
+        before = bucket, arrays, layout = self._kept[place]
         num_live, num_compared = self._num_live, self.num_compared
         for array in arrays.keys() - noticed:
-            self._kept[place] = bucket, {**arrays, array: arrays[array] + 1}
+            self._kept[place] = bucket, {**arrays, array: arrays[array] + 1}, layout
             try:  # none of its entries may be used in this step
                 compare_plans(self, plan, place, graphs)
             except PlanMismatchError as error:
