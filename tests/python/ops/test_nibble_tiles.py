@@ -311,8 +311,11 @@ def test_what_a_device_does_not_take(hopper: torch.device) -> None:
 
 
 @pytest.mark.cuda
-def test_weights_of_layers_are_in_tiles_where_there_is_a_kernel(hopper: torch.device) -> None:
+def test_weights_of_layers_are_in_tiles_where_there_is_a_kernel(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """New values take the memory of those that a captured graph reads."""
+    monkeypatch.setenv("DIFFULEX_INT4_TILES", "1")
     values, x = normal(96, 256).bfloat16(), normal(5, 256, seed=1).to(hopper).bfloat16()
     shapes = [Shape(48, 64), Shape(48, 64)]
 

@@ -40,8 +40,8 @@ def test_a_hopper_device() -> None:
         ("fp8", "bfloat16", "linear_scaled, Hopper sm_90; cuBLAS", True),
         ("fp8_block", "float16", "linear_scaled, portable", False),
         ("int8", "bfloat16", "linear_scaled, portable", True),
-        ("int4", "bfloat16", "linear_w4a16, Hopper sm_90; portable", True),
-        ("int4", "float16", "linear_w4a16, portable", False),
+        ("int4", "bfloat16", "linear_w4a16, portable", True),
+        ("int4", "float16", "linear_w4a16, portable", True),
     ],
 )
 def test_weights_in_low_precision(scheme: str, dtype: str, kernel: str, is_fast: bool) -> None:
@@ -59,6 +59,14 @@ def test_weights_in_low_precision(scheme: str, dtype: str, kernel: str, is_fast:
     assert "cuBLAS" not in invariant[0]
     there = said(A100, BF16._replace(scheme="fp8"))["products in low precision"]
     assert there == ("linear_scaled, portable", "compute capability 8.0", True)
+
+
+def test_weights_of_4_bits_in_tiles() -> None:
+    machine = dataclasses.replace(H200, has_nibbles=True)
+    op, shapes = "products in low precision", BF16._replace(scheme="int4")
+    assert said(machine, shapes)[op][0] == "linear_w4a16, Hopper sm_90; portable"
+    half = shapes._replace(dtype="float16")
+    assert said(machine, half)[op] == ("linear_w4a16, portable", "weights int4", True)
 
 
 def test_attention_over_cached_codes() -> None:
