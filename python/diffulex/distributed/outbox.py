@@ -38,18 +38,19 @@ def _is_socket(connection: Connection[Any, Any]) -> bool:
 
 def _send_without_waiting(handle: int, content: bytes) -> int:
     """Bytes that there was room for; BlockingIOError where there was none."""
-    # The socket has the connection's handle and leaves it open. Given its kind, which sending does not look
-    # at, making it asks the system for nothing.
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, handle)
+    # The socket has the connection's handle and leaves it open. Sending does not look at the kind; where it
+    # says that the handle does not block, `socket.setdefaulttimeout` does not make the handle so.
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, 0, handle)
     try:
         return end.send(content, socket.MSG_DONTWAIT)
     finally:
         end.detach()
 
 
-def _send_all(handle: int, content: bytes) -> None:
+def _send_all(connection: Connection[Any, Any], content: bytes) -> None:
+    """OSError when the connection is closed meanwhile: its handle may be another file's then."""
     while content:
-        content = content[os.write(handle, content) :]
+        content = content[os.write(connection.fileno(), content) :]
 
 
 class Outbox:
@@ -82,9 +83,14 @@ class Outbox:
         self._thread.start()
 
     def put(self, message: Any) -> None:
-        """Sends it, at once or as soon as those before it are read. Raises whatever its pickling does."""
+        """Sends it, at once or as soon as those before it are read; after the end it is lost.
+
+        Raises whatever its pickling does.
+        """
         content = bytes(ForkingPickler.dumps(message))
         with self._changed:
+            if self._is_closed:
+                return
             if self._num_bytes == 0 and self._is_socket and len(content) <= _AT_ONCE_BYTES:
                 content = self._sent_at_once(content)
                 if not content:
@@ -128,7 +134,7 @@ class Outbox:
         while (content := self._next()) is not None:
             try:
                 if isinstance(content, _Rest):
-                    _send_all(self._connection.fileno(), content)
+                    _send_all(self._connection, content)
                 else:
                     self._connection.send_bytes(content)
             except (

@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import socket
 import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from diffulex.distributed import outbox as module
 from diffulex.distributed.outbox import Outbox
 from fixtures.gate import Gate
 
@@ -82,6 +88,78 @@ def test_messages_that_the_pipe_has_room_for_in_part() -> None:
     assert all(numbers == list(range(count)) for numbers in seen.values())
     outbox.close()
     assert not reader.poll(0)
+
+
+@pytest.fixture(params=[0.0, 30.0])
+def default_timeout_s(request: pytest.FixtureRequest) -> Iterator[float]:
+    """That of new sockets of this process, which a program may set for connections of its own."""
+    socket.setdefaulttimeout(request.param)
+    yield request.param
+    socket.setdefaulttimeout(None)
+
+
+@pytest.mark.usefixtures("default_timeout_s")
+def test_a_default_timeout_of_sockets_is_none_of_the_pipe() -> None:
+    reader, writer = multiprocessing.Pipe()
+    outbox = Outbox(writer, lambda: None)
+    messages = [(number, "x" * 50_000) for number in range(20)]  # more than a pipe holds
+    messages.append((20, "x" * 1_000_000))
+    begin = time.monotonic()
+    for message in messages:
+        outbox.put(message)
+        assert os.get_blocking(writer.fileno())
+    assert time.monotonic() - begin < 20  # nobody reads
+    assert [reader.recv() for _ in messages] == messages
+    outbox.close()
+    assert os.get_blocking(writer.fileno())
+
+
+def test_the_rest_of_a_message_goes_to_no_other_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which has the handle of the connection as soon as that is closed."""
+    reader, writer = multiprocessing.Pipe()
+    handle, taken = writer.fileno(), threading.Event()
+
+    def write(to: int, content: bytes) -> int:
+        """Sends a part, as where a signal interrupts it. Then the connection's handle is another file's."""
+        count = os.write(to, content[:100])
+        if not taken.is_set():
+            writer.close()
+            other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+            if other != handle:
+                os.dup2(other, handle)
+                os.close(other)
+            taken.set()
+        return count
+
+    monkeypatch.setattr(module, "os", SimpleNamespace(write=write, fstat=os.fstat))
+    with socket.socket(fileno=socket.dup(handle)) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    outbox = Outbox(writer, lambda: None)
+    outbox.put("x" * 60_000)  # for most of which there is no room
+    received = os.read(reader.fileno(), 1 << 16)
+    outbox.close()
+    assert taken.is_set()
+    while more := os.read(reader.fileno(), 1 << 16):
+        received += more
+    assert 100 < len(received) < 60_000
+    assert os.fstat(handle).st_size == 0
+    os.close(handle)
+
+
+@KINDS
+@pytest.mark.parametrize("end", [Outbox.close, Outbox.drop])
+def test_nothing_is_sent_after_the_end(is_socket: bool, end: Callable[[Outbox], None]) -> None:
+    reader, writer = multiprocessing.Pipe(duplex=is_socket)
+    outbox = Outbox(writer, lambda: None)
+    outbox.put("before")
+    assert reader.recv() == "before"
+    end(outbox)
+    outbox.put("after")
+    outbox.close()
+    assert not reader.poll(0)
+    assert not outbox._waiting
 
 
 def test_full_until_half_of_it_is_read() -> None:
