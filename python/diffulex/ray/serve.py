@@ -16,7 +16,7 @@ from ray import serve
 from diffulex.config.flags import READABLE_KINDS, read_value
 from diffulex.config.table import CONFIG_TABLE
 from diffulex.distributed.child_process import ChildProcess
-from diffulex.distributed.layout import Sizes, with_own_port
+from diffulex.distributed.layout import Sizes
 from diffulex.errors import ConfigError
 from diffulex.ray.backend import TARGET, ConnectedBackend
 from diffulex.server.args import ServerArgs
@@ -146,6 +146,8 @@ def _server_args(settings: Mapping[str, Any]) -> ServerArgs:
     for name, legal in (
         ("data_parallel_size", (None, 1)),
         ("distributed_executor", (None, "auto", "mp")),
+        # Several replicas may be on one host, and Serve numbers them anew while they run.
+        ("master_port", (None, 0)),
     ):
         if settings.get(name) not in legal:
             shown = " or ".join(str(item) for item in legal if item is not None)
@@ -202,11 +204,9 @@ class _Replica:
             limits=limits_of(args),
             step_timeout_s=args.step_timeout,
         )
-        # Several replicas may be on one host.
-        index = serve.get_replica_context().rank.rank
         given = {
             "model": args.model,
-            "engine_kwargs": with_own_port(worker_settings(args, engine_factory), index),
+            "engine_kwargs": worker_settings(args, engine_factory),
             "command_addr": command,
             "event_addr": event,
             "engine_factory": engine_factory,

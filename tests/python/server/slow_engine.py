@@ -77,8 +77,6 @@ class SlowEngine(BlockEngine):
 
 def make_slow(model, **kwargs):
     """The usual engine of a test."""
-    if "master_port" in kwargs:
-        _log(f"port {kwargs['master_port']}")
     return SlowEngine()
 
 
