@@ -4,7 +4,8 @@
 A trace of torch's profiler has the exchanges of a rank as kernels of this package or of NCCL, or as what
 gloo does on the host. Decode steps add up the same number of partial sums each, and those that sample end
 with the exchange of their rows: so the first exchange of each step is known. Times of processes of one host
-have one clock, which the profiler reads to about a microsecond.
+are of one clock. Those of work on GPUs are converted to it, for each process by its profiler; how well those of several
+GPUs agree was not compared yet.
 """
 
 from __future__ import annotations
