@@ -345,7 +345,8 @@ def _generate(options: argparse.Namespace) -> int:
     kwargs = _engine_kwargs(options)
     fields = {name: getattr(options, name) for name in _FIELDS}
     most = OmniDiffusionConfig.from_kwargs(**kwargs).engine.max_pixels
-    pictures = [read_picture(path, f"--image {path}", most) for path in options.image]
+    # Before the pipeline is known, which may want their transparency.
+    pictures = [read_picture(path, f"--image {path}", most, "RGBA") for path in options.image]
     more = {"num_outputs_per_prompt": options.n, "pil_image": pictures or None}
     request = make_request(options.prompt, {**fields, **more})
     target = _checked_target(options.output)

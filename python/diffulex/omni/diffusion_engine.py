@@ -265,14 +265,11 @@ class DiffusionEngine:
                     "configuration: "
                 )
                 raise RequestError(f"extra: {text}; {self.spec.name} takes {self._shown_extra()}")
+        output_type = request.output_type or self.config.engine.output_type
+        if output_type == "latent" and not self.spec.has_latents:
+            raise RequestError(f"output_type: expected pictures of {self.spec.name}, got latent")
         negative_prompt = self._negative_prompt(request, values)
-        return _Resolved(
-            request,
-            request.sample_seeds(),
-            negative_prompt,
-            values,
-            request.output_type or self.config.engine.output_type,
-        )
+        return _Resolved(request, request.sample_seeds(), negative_prompt, values, output_type)
 
     def _check_inputs(self, request: OmniDiffusionRequest, values: dict[str, Any]) -> None:
         """Noise, sigmas and embeddings, as far as it takes no pipeline."""

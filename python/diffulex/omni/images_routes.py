@@ -96,7 +96,7 @@ class ImageRequest(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, json_schema_extra={"anyOf": _STREAM_RULE}
     )
-    prompt: str = Field(max_length=32_000, pattern=TEXT_PATTERN)
+    prompt: str = Field(max_length=32_000, json_schema_extra={"pattern": TEXT_PATTERN})
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_N), WHOLE] = 1
     size: Size = None
@@ -236,7 +236,7 @@ async def _read_edit(
     most = engine.config.engine.max_pixels
 
     def read() -> list[Any]:
-        return [read_picture(data, "image", most) for data in files.get("image", ())]
+        return [read_picture(data, "image", most, takes.mode) for data in files.get("image", ())]
 
     with engine.reserve():
         pictures = await asyncio.to_thread(read)

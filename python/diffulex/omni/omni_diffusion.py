@@ -102,7 +102,9 @@ class OmniDiffusion:
         """
         given = [paths] if isinstance(paths, (str, Path)) else paths
         most = self.config.engine.max_pixels
-        return [read_picture(path, f"image {path}", most) for path in given]
+        takes = self.engine.spec.image_input
+        mode = "RGB" if takes is None else takes.mode
+        return [read_picture(path, f"image {path}", most, mode) for path in given]
 
     def generate_requests(
         self, requests: Sequence[OmniDiffusionRequest], *, on_step: OnStep | None = None

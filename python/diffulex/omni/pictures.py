@@ -15,13 +15,14 @@ __all__ = ["as_mode", "as_rgb", "read_picture", "size_like", "steps_run"]
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
 
-def read_picture(source: str | Path | bytes, name: str, max_pixels: int) -> Any:
-    """A PIL image, upright, as `as_rgb` makes it.
+def read_picture(source: str | Path | bytes, name: str, max_pixels: int, mode: str = "RGB") -> Any:
+    """A PIL image, upright, as `as_mode` makes it.
 
     Args:
         source: a file, or its content.
         name: of it, for errors.
         max_pixels: its size is looked at before anything is decoded.
+        mode: `RGB` or `RGBA`.
 
     Raises:
         RequestError: it is no PNG, JPEG or WebP file, cannot be read, or is larger.
@@ -37,7 +38,7 @@ def read_picture(source: str | Path | bytes, name: str, max_pixels: int) -> Any:
                 raise RequestError(
                     f"{name}: expected at most {max_pixels} pixels (max_pixels), got {width}x{height}"
                 )
-            return as_rgb(ImageOps.exif_transpose(image))
+            return as_mode(ImageOps.exif_transpose(image), mode)
     except RequestError:
         raise
     except UnidentifiedImageError:
@@ -57,8 +58,7 @@ def as_rgb(image: Any) -> Any:
     """
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    if image.mode.startswith("I"):  # 16 bits, which a conversion clips to 8
-        image = image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")
+    image = _eight_bits(image)
     if not image.has_transparency_data:
         return image.convert("RGB")
     from PIL import Image  # noqa: PLC0415 (of the extra)
@@ -70,7 +70,14 @@ def as_rgb(image: Any) -> Any:
 
 def as_mode(image: Any, mode: str) -> Any:
     """A PIL image as `RGB`, as `as_rgb` makes it, or as `RGBA`, with its transparency."""
-    return as_rgb(image) if mode == "RGB" else image.convert(mode)
+    return as_rgb(image) if mode == "RGB" else _eight_bits(image).convert(mode)
+
+
+def _eight_bits(image: Any) -> Any:
+    """Of 16 bits, which a conversion clips, the upper eight, rounded."""
+    if not image.mode.startswith("I"):
+        return image
+    return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")
 
 
 def size_like(

@@ -118,6 +118,8 @@ class PipelineSpec:
             reads, so that a longer prompt is an error; None: the pipeline cuts it.
         latents_shape: (pipeline, arguments of its call) -> shape of the latents of one image, which a
             request may bring; None: it may not.
+        has_latents: its call can end before the VAE; without it neither requests nor ranks that do
+            not lead can have latents of it.
         has_embeds: whether requests may bring embeddings, where its call has arguments for them.
         lists_embeds: it takes embeddings as a list of tensors, one per prompt.
         decode: (pipeline, latents, height, width) -> pictures [B, 3, H, W] in -1..1, for previews;
@@ -131,6 +133,7 @@ class PipelineSpec:
         block_lists: attribute names of a transformer's lists of blocks, in their order.
         tea_cache: what TeaCache compares; None: the pipeline cannot have it.
         image_input: which pictures it takes; None: none.
+        call_defaults: loaded pipeline -> arguments of its call where a request says none of them.
         packages: components and what they import beside the packages of the extra.
         pre_process: replaces the requests before they are checked.
         post_process: replaces a request's list of images.
@@ -149,6 +152,7 @@ class PipelineSpec:
     frame_multiple: int = 1
     prompt_tokens: Callable[[Any, str, dict[str, Any]], tuple[int, int]] | None = None
     latents_shape: Callable[[Any, Mapping[str, Any]], tuple[int, ...]] | None = None
+    has_latents: bool = True
     has_embeds: bool = True
     lists_embeds: bool = False
     decode: Callable[[Any, Any, int, int], Any] | None = None
@@ -160,6 +164,7 @@ class PipelineSpec:
     block_lists: tuple[str, ...] = ()
     tea_cache: TeaCacheSpec | None = None
     image_input: ImageInput | None = None
+    call_defaults: Callable[[Any], dict[str, Any]] | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
     pre_process: (
         Callable[[Sequence[OmniDiffusionRequest]], Sequence[OmniDiffusionRequest]] | None

@@ -39,6 +39,8 @@ def check_engine(config: OmniDiffusionConfig) -> FoundModel:
         raise UnsupportedFeatureError(
             f"image_encoder_cpu_offload: expected a pipeline with such an encoder, got {found.name}"
         )
+    if config.engine.output_type == "latent" and not found.spec.has_latents:
+        raise UnsupportedFeatureError(f"output_type: expected pictures of {found.name}, got latent")
     check_cache(config.cache, found)
     check_kernels(config, found)
     if not config.parallel.is_inproc:
@@ -74,11 +76,11 @@ def check_parallel(parallel: DiffusionParallelConfig, found: FoundModel) -> None
     """
     spec = found.spec
     for name, can_do in (
-        ("cfg_parallel_size", spec.cfg is not None),
-        ("ulysses_degree", spec.has_sequence_plan),
-        ("ring_degree", spec.has_sequence_plan),
-        ("tensor_parallel_size", spec.tensor_plan is not None),
-        ("pipeline_parallel_size", bool(spec.block_lists)),
+        ("cfg_parallel_size", spec.has_latents and spec.cfg is not None),
+        ("ulysses_degree", spec.has_latents and spec.has_sequence_plan),
+        ("ring_degree", spec.has_latents and spec.has_sequence_plan),
+        ("tensor_parallel_size", spec.has_latents and spec.tensor_plan is not None),
+        ("pipeline_parallel_size", spec.has_latents and bool(spec.block_lists)),
     ):
         size = getattr(parallel, name)
         if size > 1 and not can_do:

@@ -90,7 +90,7 @@ class VideoRequest(BaseModel):
             ]
         },
     )
-    prompt: str = Field(max_length=32_000, pattern=TEXT_PATTERN)
+    prompt: str = Field(max_length=32_000, json_schema_extra={"pattern": TEXT_PATTERN})
     model: str | None = None
     size: Size = None
     seconds: _Seconds | None = None
@@ -427,8 +427,9 @@ async def _read_video(
     engine: AsyncOmniDiffusion, request: Request, jobs: VideoJobs
 ) -> tuple[VideoRequest, list[Any]]:
     """The fields and the pictures of a form. Raises: ApiError."""
+    takes = engine.engine.spec.image_input
     files = _files(engine)
-    if not files:
+    if takes is None:
         return (await read_form(request, VideoRequest, files))[0], []
     try:
         engine.check_room()  # a full server reads no upload
@@ -436,7 +437,7 @@ async def _read_video(
         most = engine.config.engine.max_pixels
         with engine.reserve():
             pictures = [
-                await asyncio.to_thread(read_picture, data, _PICTURE, most)
+                await asyncio.to_thread(read_picture, data, _PICTURE, most, takes.mode)
                 for data in found.get(_PICTURE, ())
             ]
     except OmniError as error:

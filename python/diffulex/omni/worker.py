@@ -163,6 +163,8 @@ class Worker:
         self._cfg_hooks = _attach(loaded, groups)
         parameters = inspect.signature(type(loaded.pipeline).__call__).parameters
         self._parameters = frozenset(parameters)
+        defaults = loaded.spec.call_defaults
+        self._call_defaults = {} if defaults is None else defaults(loaded.pipeline)
         #: Of the pipeline.
         self.facts = PipelineFacts(
             loaded.device,
@@ -239,7 +241,7 @@ class Worker:
 
         from diffulex.omni._diffusers_compat import active_attention  # noqa: PLC0415
 
-        arguments = dict(call.arguments)
+        arguments = {**self._call_defaults, **call.arguments}
         if call.negative_prompts is not None:
             arguments["negative_prompt"] = list(call.negative_prompts)
         arguments |= self._given(call)

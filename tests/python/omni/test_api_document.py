@@ -26,12 +26,16 @@ import hypothesis  # noqa: E402
 import jsonschema_rs  # noqa: E402
 import uvicorn  # noqa: E402
 
-from diffulex.omni import AsyncOmniDiffusion  # noqa: E402
+from diffulex.omni import AsyncOmniDiffusion, RequestTimeout, worker  # noqa: E402
 from diffulex.omni.serve import ServeOptions, create_images_app  # noqa: E402
 from fixtures.omni_http import ask  # noqa: E402
 
 _NUM_EXAMPLES = 12
+#: They take about a second each to make.
+_NUM_ILLEGAL = 6
 _LEAST_ACCEPTED = 0.9
+#: Seconds until a server, an answer or a video is given up.
+WAIT_S = 60
 _IMAGES = {
     "GET /health",
     "GET /metrics",
@@ -81,12 +85,15 @@ def serving(model, **keywords) -> Iterator[str]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
+        end = time.monotonic() + WAIT_S
         while not server.started:
+            assert thread.is_alive(), "the server has failed"
+            assert time.monotonic() < end, "the server has not started"
             time.sleep(0.01)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(WAIT_S)
         listener.close()
 
 
@@ -105,7 +112,7 @@ def videos(tiny, tmp_path_factory):
 
 
 def document_of(url):
-    return httpx.get(f"{url}/openapi.json").json()
+    return httpx.get(f"{url}/openapi.json", timeout=WAIT_S).json()
 
 
 def operations_of(document, url):
@@ -153,9 +160,9 @@ def narrow(document, video_id=None):
     return document
 
 
-def run(operation, mode, check):
+def run(operation, mode, num_examples, check):
     @hypothesis.settings(
-        max_examples=_NUM_EXAMPLES,
+        max_examples=num_examples,
         derandomize=True,
         deadline=None,
         database=None,
@@ -181,13 +188,13 @@ def check_legal(operation):
     statuses, refusals = Counter(), []
 
     def check(case):
-        response = case.call(timeout=60)
+        response = case.call(timeout=WAIT_S)
         case.validate_response(response, excluded_checks=[positive_data_acceptance])
         statuses[response.status_code] += 1
         if response.status_code >= 300:
             refusals.append(response.text)
 
-    run(operation, GenerationMode.POSITIVE, check)
+    run(operation, GenerationMode.POSITIVE, _NUM_EXAMPLES, check)
     assert statuses[200] >= max(1, _LEAST_ACCEPTED * statuses.total()), refusals
 
 
@@ -200,15 +207,15 @@ def check_illegal(operation):
     def check(case):
         nonlocal num_cases
         num_cases += 1
-        response = case.call(timeout=60)
+        response = case.call(timeout=WAIT_S)
         case.validate_response(response)
         assert 400 <= response.status_code < 500
         body = response.json()
         assert set(body["error"]) == {"message", "type", "param", "code"}
         assert body["detail"] == body["error"]["message"] != ""
 
-    run(operation, GenerationMode.NEGATIVE, check)
-    assert num_cases >= _NUM_EXAMPLES
+    run(operation, GenerationMode.NEGATIVE, _NUM_ILLEGAL, check)
+    assert num_cases >= _NUM_ILLEGAL
 
 
 @pytest.mark.slow  # many pictures
@@ -221,15 +228,17 @@ def test_legal_requests_of_images_succeed_as_the_document_says(images, name):
 @pytest.mark.parametrize("name", ["POST /v1/images/edits", "POST /v1/images/generations"])
 def test_illegal_requests_of_images_are_refused(images, name):
     check_illegal(operations_of(document_of(images), images)[name])
-    assert httpx.get(f"{images}/health").json() == {"status": "ready", "waiting": 0}
+    assert httpx.get(f"{images}/health", timeout=WAIT_S).json() == {"status": "ready", "waiting": 0}
 
 
 def make_video(url):
     """The id of a video that is completed."""
-    job = httpx.post(f"{url}/v1/videos", json={"prompt": "a cat", "seed": 1}).json()
+    fields, end = {"prompt": "a cat", "seed": 1}, time.monotonic() + WAIT_S
+    job = httpx.post(f"{url}/v1/videos", json=fields, timeout=WAIT_S).json()
     while job["status"] in ("queued", "in_progress"):
+        assert time.monotonic() < end, job
         time.sleep(0.02)
-        job = httpx.get(f"{url}/v1/videos/{job['id']}").json()
+        job = httpx.get(f"{url}/v1/videos/{job['id']}", timeout=WAIT_S).json()
     assert job["status"] == "completed"
     return job["id"]
 
@@ -239,8 +248,9 @@ def make_video(url):
 def test_legal_requests_of_videos_succeed_as_the_document_says(videos, name):
     document = narrow(document_of(videos), make_video(videos))
     check_legal(operations_of(document, videos)[name])
-    for job in httpx.get(f"{videos}/v1/videos", params={"limit": 100}).json()["data"]:
-        answer = httpx.delete(f"{videos}/v1/videos/{job['id']}")
+    listed = httpx.get(f"{videos}/v1/videos", params={"limit": 100}, timeout=WAIT_S)
+    for job in listed.json()["data"]:
+        answer = httpx.delete(f"{videos}/v1/videos/{job['id']}", timeout=WAIT_S)
         schema = {**document, "$ref": "#/components/schemas/VideoDeletedResponse"}
         assert jsonschema_rs.is_valid(schema, answer.json())
 
@@ -258,7 +268,18 @@ def events_of(text):
     return [(name.removeprefix("event: "), json.loads(data)) for name, data in parts]
 
 
-def test_events_of_streams_are_those_of_the_document(images):
+def stop_after_one_step(on_step, timeout_s):
+    """In place of the limit of a worker, which looks at the clock."""
+
+    def look(event):
+        if event.step > 1:
+            raise RequestTimeout.after(timeout_s, "timeout_s")
+        return None if on_step is None else on_step(event)
+
+    return look
+
+
+def test_events_of_streams_are_those_of_the_document(images, monkeypatch):
     document = document_of(images)
     media = document["paths"][GENERATIONS]["post"]["responses"]["200"]["content"]
     *events, last = media["text/event-stream"]["schema"]["anyOf"]
@@ -268,10 +289,12 @@ def test_events_of_streams_are_those_of_the_document(images):
         for event in events
     }
     seen = set()
-    late = {"num_inference_steps": 200, "timeout_s": 0.05}
+    monkeypatch.setattr(worker, "_limited", stop_after_one_step)
+    late = {"timeout_s": WAIT_S}
     for fields in ({"partial_images": 1}, {"diffulex": {"preview_every": 1}}, late):
         body = {"prompt": "a cat", "stream": True, **fields}
-        for name, data in events_of(httpx.post(f"{images}{GENERATIONS}", json=body).text):
+        answer = httpx.post(f"{images}{GENERATIONS}", json=body, timeout=WAIT_S)
+        for name, data in events_of(answer.text):
             schema = {**document, **declared[name]}
             assert jsonschema_rs.is_valid(schema, data), (name, data)
             assert not jsonschema_rs.is_valid(schema, {**data, "detail": 1, "size": 1})
@@ -313,7 +336,7 @@ def test_the_document_and_the_checks_agree(images):
     for fields, is_legal in FIELDS:
         body = {"prompt": "a cat", **fields}
         assert jsonschema_rs.is_valid(schema, body) is is_legal, fields
-        answer = httpx.post(f"{images}{GENERATIONS}", json=body)
+        answer = httpx.post(f"{images}{GENERATIONS}", json=body, timeout=WAIT_S)
         assert (answer.status_code == 200) is is_legal, (fields, answer.text[:300])
 
 

@@ -160,6 +160,16 @@ def test_requests_that_do_not_fit(tiny):
         assert "got both" in refused(engine, **one, image_path="x.png")
 
 
+@pytest.mark.parametrize(
+    ("name", "pipeline"),
+    [("flux_img2img", "FluxImg2ImgPipeline"), ("qwen_img2img", "QwenImageImg2ImgPipeline")],
+)
+def test_noise_in_place_of_the_picture_is_refused(tiny, name, pipeline):
+    with OmniDiffusion(model=str(tiny(name))) as engine, pytest.raises(RequestError) as raised:
+        engine.generate("a cat", **SMALL, pil_image=photo(), latents=torch.zeros(1, 12, 16))
+    assert str(raised.value) == f"latents: expected none for {pipeline}, got some"
+
+
 def test_kontext_draws_without_a_picture(tiny):
     pipeline = import_diffusers().DiffusionPipeline.from_pretrained(tiny("flux_kontext"))
     pipeline.set_progress_bar_config(disable=True)
@@ -179,6 +189,9 @@ def test_files_are_read_upright_and_refused_in_one_line(tmp_path):
     Image.fromarray(deep).save(tmp_path / "deep.png")
     read = np.asarray(read_picture(tmp_path / "deep.png", "image", 5000), dtype=np.float64)
     assert np.abs(read - deep[..., None] / 257).max() <= 1
+    read = np.asarray(read_picture(tmp_path / "deep.png", "image", 5000, "RGBA"))
+    assert np.abs(read[..., :3] - deep[..., None] / 257).max() <= 1
+    assert (read[..., 3] == 255).all()
     file = io.BytesIO()
     photo().save(file, "PNG")
     for source, most, expected in (
@@ -221,6 +234,15 @@ def test_what_is_transparent_shows_white(mode):
     assert [read[5, place].tolist() for place in (5, 15, 25)] == [
         [255] * 3, [middle] * 3, [right] * 3,
     ]  # fmt: skip
+
+
+def test_transparency_stays_where_it_is_asked_for():
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    shades().save(file, "PNG", exif=exif)
+    read = read_picture(file.getvalue(), "image", 5000, "RGBA")
+    assert np.array_equal(np.asarray(read), np.asarray(shades())[::-1, ::-1])
 
 
 def test_a_transparent_picture_of_a_program_is_the_one_on_white(tiny):

@@ -47,7 +47,10 @@ def given(name, num_images=2):
     _, shape, embeds = CASES[name]
     generator = torch.Generator().manual_seed(5)
     found = {key: torch.randn(size, generator=generator) for key, size in embeds.items()}
-    found |= {f"negative_{key}": torch.randn(value.shape) for key, value in found.items()}
+    found |= {
+        f"negative_{key}": torch.randn(value.shape, generator=generator)
+        for key, value in found.items()
+    }
     if name == "qwen":
         mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0]])
         found |= {"prompt_embeds_mask": mask, "negative_prompt_embeds_mask": mask}

@@ -7,6 +7,7 @@ import asyncio
 import importlib.util
 import io
 import json
+import time
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from diffulex.omni import (  # noqa: E402
 from diffulex.omni._diffusers_compat import import_diffusers  # noqa: E402
 from diffulex.omni.mp4 import write_mp4  # noqa: E402
 from diffulex.omni.registry import AutoOmniPipeline, find_pipeline  # noqa: E402
-from fixtures.omni_http import ask  # noqa: E402
+from fixtures.omni_http import WAIT_S, ask  # noqa: E402
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 3}
 PLAIN = {"enable_prompt_rewrite": False}
@@ -111,6 +112,32 @@ def test_one_rank_is_what_diffusers_does(tiny, name):
     assert steps == [(step, most) for step in range(1, most + 1)]
     shape = tuple(output.images[0].shape[-2:])
     assert (output.metrics["height"], output.metrics["width"]) == shape
+
+
+def test_layers_have_no_latents(tiny):
+    """Its call ends with an error there, so ranks that do not lead cannot have them either."""
+    model = str(tiny("qwen_layered"))
+    for key in ("cfg_parallel_size", "pipeline_parallel_size"):
+        with pytest.raises(UnsupportedFeatureError) as raised:
+            OmniDiffusion(model=model, **{key: 2})
+        assert str(raised.value) == f"{key}: expected 1 for QwenImageLayeredPipeline, got 2"
+    message = "output_type: expected pictures of QwenImageLayeredPipeline, got latent"
+    with pytest.raises(UnsupportedFeatureError) as raised:
+        OmniDiffusion(model=model, output_type="latent")
+    assert str(raised.value) == message
+    fields = CASES["qwen_layered"][0]
+    with OmniDiffusion(model=model) as engine, pytest.raises(RequestError) as refused:
+        engine.generate("a cat", **fields, output_type="latent")
+    assert str(refused.value) == message
+
+
+def test_prompts_are_not_rewritten_without_the_processor(tiny):
+    drawn = []
+    with OmniDiffusion(model=str(tiny("longcat"))) as engine:
+        for extra in ({}, PLAIN):
+            fields = {**SMALL, "extra": extra, "seed": 1, "output_type": "latent"}
+            drawn.append(engine.generate("a cat", **fields)[0].latents[0])
+    assert torch.equal(*drawn)
 
 
 @pytest.mark.parametrize("name", ["ovis", "longcat"])
@@ -298,7 +325,9 @@ def test_a_video_over_http_begins_with_a_picture(tiny, tmp_path):
         job = (
             await client.post("/v1/videos", data={"prompt": "a cat", **fields}, files=files)
         ).json()
+        end = time.monotonic() + WAIT_S
         while job["status"] in ("queued", "in_progress"):
+            assert time.monotonic() < end, job
             await asyncio.sleep(0.01)
             job = (await client.get(f"/v1/videos/{job['id']}")).json()
         content = await client.get(f"/v1/videos/{job['id']}/content")

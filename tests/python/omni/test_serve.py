@@ -115,7 +115,7 @@ def test_a_request_that_takes_too_long_is_a_gateway_timeout(model):
 
 BAD = [
     ({"timeout_s": 0}, 400, "timeout_s"),
-    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": ""}, 400, "prompt: expected some text, got ''"),
     ({"model": "other"}, 404, "model: expected one of painter, got 'other'"),
     ({"n": 11}, 400, "n"),
     ({"n": 0}, 400, "n"),

@@ -283,7 +283,7 @@ def test_a_video_that_is_deleted_while_it_is_written_leaves_no_file(tiny, monkey
 
 
 BAD = [
-    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": ""}, 400, "prompt: expected some text, got ''"),
     ({"model": "other"}, 404, "model: expected one of wan, got 'other'"),
     ({"size": "32"}, 400, "size: expected WIDTHxHEIGHT or auto, got '32'"),
     ({"size": "30x32"}, 400, "width: expected a multiple of 16, got 30"),

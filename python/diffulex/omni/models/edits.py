@@ -38,12 +38,15 @@ FLUX_IMG2IMG = replace(
     _FLUX,
     name="FluxImg2ImgPipeline",
     defaults={**_FLUX.defaults, "guidance_scale": 7.0, **_STRENGTH},
+    # Noise of a request would take the place of the picture.
+    latents_shape=None,
     image_input=ImageInput(),
 )
 QWEN_IMG2IMG = replace(
     _QWEN,
     name="QwenImageImg2ImgPipeline",
     defaults={**_QWEN.defaults, **_STRENGTH},
+    latents_shape=None,
     image_input=ImageInput(),
 )
 
@@ -96,6 +99,7 @@ QWEN_LAYERED = replace(
     name="QwenImageLayeredPipeline",
     prompt_tokens=None,
     latents_shape=None,
+    has_latents=False,
     # It would write a caption in place of the prompt.
     has_embeds=False,
     # Of several pictures, which have a place of their own in its latents.

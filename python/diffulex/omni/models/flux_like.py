@@ -10,11 +10,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from diffulex.log import get_logger
 from diffulex.omni.models import flux
 from diffulex.omni.models.decoding import like_projection, packed_latents, spatial_multiple
 from diffulex.omni.registry import CfgBranches, Guidance, ImageInput, PipelineSpec
 
 __all__ = ["LONGCAT", "LONGCAT_EDIT", "OVIS"]
+
+logger = get_logger(__name__)
 
 _SIZE = {"height": 1024, "width": 1024, "num_inference_steps": 50}
 
@@ -29,6 +32,15 @@ OVIS = PipelineSpec(
     cfg=CfgBranches(output_like=like_projection),
 )
 
+
+def _plain_without_processor(pipeline: Any) -> dict[str, Any]:
+    """Prompts stay as they are where the checkpoint lacks what rewrites them."""
+    if pipeline.text_processor is not None:
+        return {}
+    logger.info("LongCatImagePipeline: no text_processor, so prompts are not rewritten")
+    return {"enable_prompt_rewrite": False}
+
+
 #: It writes a longer prompt by itself, with the text encoder and its processor.
 LONGCAT = PipelineSpec(
     name="LongCatImagePipeline",
@@ -41,6 +53,7 @@ LONGCAT = PipelineSpec(
     has_embeds=False,
     decode=flux.SPEC.decode,
     cfg=CfgBranches(output_like=like_projection),
+    call_defaults=_plain_without_processor,
     packages={"text_processor": "torchvision"},
 )
 
