@@ -145,11 +145,10 @@ class ModelRunner:
                 pack_weights(self.model)  # their last form is what the rest is measured beside
                 parts = self.config, self._call, self._cache, self._workspace, self.sampler
                 budget = free_device_bytes(*parts, self._graph_memory())
-            num_pages = budget // page_bytes
         else:
-            budget = at_most_available(self.config.cache.cpu_kv_cache_bytes)
-            most = per_request * self.config.scheduler.max_num_reqs
-            num_pages = min(budget // page_bytes, most)
+            most = per_request * self.config.scheduler.max_num_reqs * page_bytes
+            budget = min(at_most_available(self.config.cache.cpu_kv_cache_bytes), most)
+        num_pages = budget // page_bytes
         if num_pages < per_request:
             raise ConfigError(
                 f"num_pages: expected memory for at least {per_request} pages of {page_bytes}"
