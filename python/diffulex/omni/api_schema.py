@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo
 
-from diffulex.server.openai.response_schema import declare_errors, error_responses
+from diffulex.server.http.error_schema import declare_errors, error_responses
 
 __all__ = [
     "FORM",

@@ -32,6 +32,7 @@ from diffulex.omni.images_routes import create_images_router
 from diffulex.omni.loader import find_model
 from diffulex.omni.videos_routes import VideoJobs, create_videos_router
 from diffulex.server.http.api_errors import install_error_handlers
+from diffulex.server.http.error_schema import error_responses
 from diffulex.server.http.json_response import JSONBody
 from diffulex.server.http.middleware import (
     ApiKeys,
@@ -42,7 +43,6 @@ from diffulex.server.http.middleware import (
     Recorder,
 )
 from diffulex.server.loopback import LOCALHOST, is_loopback
-from diffulex.server.openai.response_schema import error_responses
 from diffulex.server.ui import IMAGES_PAGE, mount_ui
 
 __all__ = ["ImagesServer", "ServeOptions", "create_images_app", "serve"]

@@ -38,8 +38,8 @@ from diffulex.omni.outputs import OmniRequestOutput
 from diffulex.omni.pictures import read_picture
 from diffulex.omni.request import MAX_SEED
 from diffulex.server.http.api_errors import CLIENT_CLOSED, ApiError
+from diffulex.server.http.error_schema import error_responses
 from diffulex.server.http.json_response import JSONBody
-from diffulex.server.openai.response_schema import error_responses
 
 __all__ = ["VideoJobs", "VideoRequest", "create_videos_router"]
 

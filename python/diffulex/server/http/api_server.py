@@ -16,6 +16,7 @@ from diffulex.errors import ConfigError
 from diffulex.server.http.api_errors import install_error_handlers
 from diffulex.server.http.app_frontend import MinimalFrontend, completed
 from diffulex.server.http.app_options import AppContext, AppOptions
+from diffulex.server.http.error_schema import declare_errors
 from diffulex.server.http.middleware import (
     ApiKeys,
     BodyLimit,
@@ -48,7 +49,6 @@ from diffulex.server.openai.request_schema import (
     GenerateRequest,
     ProfileRequest,
 )
-from diffulex.server.openai.response_schema import declare_errors
 from diffulex.server.openai.tokenizer_routes import tokenizer_router
 from diffulex.server.replicas.routes import replica_admin_paths, replica_router
 from diffulex.server.ui import mount_ui

@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from diffulex.server.http.api_errors import ApiError, api_error_of
 from diffulex.server.http.app_options import STATE_CODES, state_name
+from diffulex.server.http.error_schema import error_responses
 from diffulex.server.http.json_response import JSONBody
 from diffulex.server.http.large_bodies import BodyRoute
 from diffulex.server.openai.request_schema import AbortRequest, ProfileRequest, WeightsRequest
@@ -21,7 +22,6 @@ from diffulex.server.openai.response_schema import (
     ModelList,
     StatusResponse,
     VersionResponse,
-    error_responses,
 )
 from diffulex.server.openai.responses_format import RESPONSE_PREFIX
 from diffulex.serving.frontend import OperationFailed

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diffulex.server.http.api_errors import ApiError
+from diffulex.server.http.error_schema import error_responses
 from diffulex.server.http.json_response import JSONBody
 from diffulex.server.http.large_bodies import BodyRoute
 from diffulex.server.http.request_bounds import check_queue, run_bounded
@@ -20,7 +21,6 @@ from diffulex.server.openai.request_schema import TokenizeRequest
 from diffulex.server.openai.response_schema import (
     DetokenizeResponse,
     TokenizeResponse,
-    error_responses,
 )
 
 if TYPE_CHECKING:

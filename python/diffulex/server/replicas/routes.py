@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter
 
 from diffulex.server.http.api_errors import ApiError
+from diffulex.server.http.error_schema import error_responses
 from diffulex.server.http.json_response import JSONBody
 from diffulex.server.http.large_bodies import BodyRoute
-from diffulex.server.openai.response_schema import error_responses
 from diffulex.serving.replicas.group import GroupBusyError
 
 if TYPE_CHECKING:
