@@ -8,11 +8,12 @@ import atexit
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diffulex.config.sampling_params import SamplingParams, merged_params
 from diffulex.engine.engine import Diffulex, StreamMode, check_mode
@@ -93,7 +94,7 @@ class AsyncLLM:
     @property
     def num_requests(self) -> int:
         """Requests that are waited for."""
-        return len(self._worker.queues)
+        return len(self._worker.arrivals)
 
     async def generate(
         self,
@@ -161,7 +162,7 @@ class AsyncLLM:
     def abort(self, req_id: int) -> bool:
         """Ends a request, the `req_id` of its events, at the next step; its owner gets what there
         is. False for unknown or finished ids."""
-        return req_id in self._worker.queues and self._worker.engine.abort(req_id)
+        return req_id in self._worker.arrivals and self._worker.engine.abort(req_id)
 
     async def _steps(
         self, prompt: Prompt, params: SamplingParams, use_chat_template: bool, has_snapshots: bool
@@ -171,10 +172,10 @@ class AsyncLLM:
         token_ids = await asyncio.to_thread(
             encode_prompt, prompt, engine.config, engine.tokenizer, use_chat_template
         )
-        req_id, queue = worker.add(token_ids, params, has_snapshots)
+        req_id, arrivals = worker.add(token_ids, params, has_snapshots)
         try:
             while True:
-                item = await queue.get()
+                item = await arrivals.get()
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -182,6 +183,29 @@ class AsyncLLM:
                     return
         finally:
             worker.leave(req_id)
+
+
+class _Arrivals:
+    """What has come for a request and was not yet taken, on the event loop.
+
+    An `asyncio.Queue` would do, but for programs that end while they wait: a future that its `get` no
+    longer finds is printed, and CPython 3.11 crashes there once asyncio itself has been cleared.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[StepOutput | BaseException] = deque()
+        self._has_some = asyncio.Event()
+
+    def put(self, item: StepOutput | BaseException) -> None:
+        self._items.append(item)
+        self._has_some.set()
+
+    async def get(self) -> StepOutput | BaseException:
+        """The oldest, once there is one."""
+        while not self._items:
+            self._has_some.clear()
+            await self._has_some.wait()
+        return self._items.popleft()
 
 
 class _EngineThread:
@@ -196,7 +220,7 @@ class _EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         #: Guards what follows, and that a request is known before its first output.
         self._changed = threading.Condition()
-        self.queues: dict[int, asyncio.Queue[StepOutput | BaseException]] = {}
+        self.arrivals: dict[int, _Arrivals] = {}
         self._is_closing = False
         self._death: EngineDeadError | None = None
         self._made: Future[Diffulex] = Future()
@@ -256,19 +280,19 @@ class _EngineThread:
 
     def add(
         self, token_ids: Sequence[int], params: SamplingParams, has_snapshots: bool
-    ) -> tuple[int, asyncio.Queue[StepOutput | BaseException]]:
+    ) -> tuple[int, _Arrivals]:
         """Enqueues a request; its id, and where its outputs, or the error that ends it, will be."""
-        queue: asyncio.Queue[StepOutput | BaseException] = asyncio.Queue()
+        arrivals = _Arrivals()
         with self._changed:
             req_id = self.engine.add_request(token_ids, params, has_snapshots=has_snapshots)
-            self.queues[req_id] = queue
+            self.arrivals[req_id] = arrivals
             self._changed.notify_all()
-        return req_id, queue
+        return req_id, arrivals
 
     def leave(self, req_id: int) -> None:
         """Aborts a request whose caller no longer waits, if it is open."""
         with self._changed:
-            is_open = self.queues.pop(req_id, None) is not None
+            is_open = self.arrivals.pop(req_id, None) is not None
             if is_open and not self._is_ending:
                 with suppress(EngineDeadError):
                     self.engine.abort(req_id)
@@ -323,26 +347,26 @@ class _EngineThread:
         items = []
         with self._changed:
             for step in steps:
-                queue = self.queues.get(step.req_id)
-                if queue is not None:
-                    items.append((queue, step))
+                arrivals = self.arrivals.get(step.req_id)
+                if arrivals is not None:
+                    items.append((arrivals, step))
                 if step.is_finished:
-                    self.queues.pop(step.req_id, None)
+                    self.arrivals.pop(step.req_id, None)
         self._hand_over(items)
 
     def _fail(self, engine: Diffulex, error: Exception) -> None:
         """Ends all requests with an error; those of a failed step would be tried for ever."""
         with self._changed:
-            queues, self.queues = self.queues, {}
-        for req_id in queues:
+            failed, self.arrivals = self.arrivals, {}
+        for req_id in failed:
             with suppress(Exception):
                 engine.abort(req_id)
-        self._hand_over([(queue, error) for queue in queues.values()])
+        self._hand_over([(arrivals, error) for arrivals in failed.values()])
 
-    def _hand_over(self, items: Sequence[tuple[asyncio.Queue[Any], Any]]) -> None:
+    def _hand_over(self, items: Sequence[tuple[_Arrivals, StepOutput | BaseException]]) -> None:
         def put() -> None:
-            for queue, item in items:
-                queue.put_nowait(item)
+            for arrivals, item in items:
+                arrivals.put(item)
 
         assert self._loop is not None
         with suppress(RuntimeError):  # the event loop is gone, and its tasks with it
