@@ -27,9 +27,9 @@ int64_t plan_cost(int64_t rounds, int64_t depth, int64_t tile_rows, int64_t spli
 
 NibblePlan nibble_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int32_t group,
                        int32_t num_processors, int32_t smem_limit) {
-  constexpr int32_t kMaxStages = 14;
-  constexpr int32_t kBarrierBytes = 384;
-  constexpr int32_t kPacedBytes = 40 * 1024;  // as in linear_plan
+  constexpr int32_t kMaxStages = 16;
+  constexpr int32_t kBarrierBytes = 8 * (3 * kMaxStages + 4);  // whole runs of 16
+  constexpr int32_t kPacedBytes = 40 * 1024;                   // as in linear_plan
   NibblePlan plan;
   LinearPlan& linear = plan.linear;
   int64_t least = 0;
@@ -62,6 +62,7 @@ NibblePlan nibble_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int
   const int32_t fixed = linear.partial_bytes + plan.share_bytes + kBarrierBytes;
   const int32_t bytes = linear.stage_bytes + stage_scales;
   linear.stages = std::min(kMaxStages, (smem_limit - fixed) / bytes);
+  linear.stages -= linear.stages % plan.phases;  // whole turns
   linear.smem_bytes = fixed + linear.stages * bytes;
   plan.scale_bytes = linear.stages * stage_scales;
   linear.num_tiles = static_cast<int32_t>(divide_up(weight_rows, linear.tile_rows));

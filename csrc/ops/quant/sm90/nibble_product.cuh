@@ -11,7 +11,8 @@
 //            warpgroup if not of its own
 //   scales   come with the nibbles of a stage
 //   phases   beside a low tile the warpgroups that have no rows of their own take every second or
-//            fourth stage: making fragments takes more than one warp on each scheduler
+//            fourth stage: making fragments takes more than one warp on each scheduler. A stage
+//            is one phase's in all rounds of a tile (NibblePlan)
 //   tiles    of W times tiles of up to 64 rows of x, for any number of rows
 //
 //   copying warp --full--> warpgroups of a phase --empty--> copying warp      (a stage)
