@@ -19,161 +19,61 @@
 #include <cuda.h>
 
 #include "ops/linear/sm90/epilogue.cuh"
+#include "ops/linear/sm90/ring.cuh"
 #include "ops/linear/sm90/traits.cuh"
-#include "ops/shared/cuda/cluster.cuh"
 #include "ops/shared/cuda/mbarrier.cuh"
-#include "ops/shared/cuda/pdl.cuh"
 #include "ops/shared/cuda/ptx.cuh"
 #include "ops/shared/cuda/tma.cuh"
 #include "ops/shared/cuda/wgmma.cuh"
 
 namespace diffulex::cuda::sm90 {
 
-/// Position in the ring of stages.
-struct LinearCursor final {
-  int32_t stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance(int32_t stages) {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-/// Shared addresses of a CTA.
-struct LinearSmem final {
-  uint32_t stages;
-  uint32_t partials;
-  uint32_t full;
-  uint32_t empty;
-  uint32_t landed;  // a barrier for the first W of each stage
-  uint32_t partials_full;
-  uint32_t partials_empty;
-  uint32_t released;  // a barrier: the kernels in front have ended
-
-  __device__ __forceinline__ LinearSmem(const uint8_t* raw, const LinearArgs& args) {
-    stages = ptx::smem_address(raw);
-    partials = stages + args.stages * args.stage_bytes;
-    full = partials + args.partial_bytes;
-    empty = full + 8 * args.stages;
-    landed = empty + 8 * args.stages;
-    partials_full = landed + 8 * args.stages;
-    partials_empty = partials_full + 8;
-    released = partials_empty + 8;
-  }
-};
-
-/// What this CTA does.
-struct LinearWork final {
-  int32_t tile;    // first of W
-  int32_t stride;  // to the next one
-  int32_t split;
-  int32_t begin;  // steps of depth
-  int32_t count;
-  int32_t early;  // of them, those whose W comes while the kernels in front run
-
-  __device__ __forceinline__ explicit LinearWork(const LinearArgs& args) {
-    const int32_t bits = args.splits - 1;  // log2
-    const auto block = static_cast<int32_t>(blockIdx.x);
-    tile = block >> bits;
-    stride = static_cast<int32_t>(gridDim.x) >> bits;
-    split = block & bits;
-    begin = (args.num_steps * split) >> bits;
-    count = ((args.num_steps * (split + 1)) >> bits) - begin;
-    early = count < args.stages ? count : args.stages;
-  }
-};
-
-/// Starts the copies of a CTA: W and later rows by one thread, the first rows by another.
+/// The copies of a stage: lines of W and of x.
 template <typename Traits>
-class LinearProducer final {
+class LinearCopies : public RingCopies<LinearWork> {
  public:
-  __device__ __forceinline__ LinearProducer(const LinearArgs& args, const LinearSmem& smem,
-                                            const CUtensorMap* weight_map,
-                                            const CUtensorMap* row_map)
-      : args_(args),
-        smem_(smem),
-        weight_map_(weight_map),
-        row_map_(row_map),
-        work_(args),
+  __device__ __forceinline__ LinearCopies(const LinearArgs& args, const LinearSmem& smem,
+                                          const CUtensorMap* weight_map, const CUtensorMap* row_map)
+      : RingCopies(args, smem, weight_map, row_map, LinearWork(args)),
         policy_(ptx::policy_evict_first()) {}
 
-  /// Weights, which nothing in front writes (ExecContext::weights_settled), fill the stages. Until
-  /// the kernels in front have ended few are on their way at a time.
-  __device__ __forceinline__ void start() {
-    for (int32_t step = 0; step < work_.early; ++step) {
-      if (step >= args_.paced_stages) {
-        const uint32_t landed = smem_.landed + 8 * (step - args_.paced_stages);
-        while (!ptx::mbarrier_test(smem_.released, 0) && !ptx::mbarrier_test(landed, 0)) {
-        }
-      }
-      const uint32_t landed = smem_.landed + 8 * step;
-      ptx::mbarrier_arrive_expect(landed, static_cast<uint32_t>(weight_bytes()));
-      load_weights(step, work_.tile, step, landed);
-    }
+  /// Warpgroups.
+  static __device__ __forceinline__ uint32_t num_readers(const LinearArgs& /*args*/) {
+    return blockDim.x / 128;
   }
-
-  /// The rows that belong to these weights, once the kernels in front have ended.
-  __device__ __forceinline__ void release() {
-    ptx::mbarrier_arrive(smem_.released);
-    for (int32_t step = 0; step < work_.early; ++step) {
-      const uint32_t full = smem_.full + 8 * step;
-      ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(args_.row_bytes));
-      load_rows(step, step, full);
-    }
+  __device__ __forceinline__ int32_t num_tiles() const { return ring_.num_tiles; }
+  static __device__ __forceinline__ int32_t place_of(int32_t tile) { return tile; }
+  __device__ __forceinline__ int32_t weight_bytes(int32_t /*tile*/) const {
+    return ring_.lines * ring_.tile_rows * Traits::kLineBytes;
   }
-
-  /// All that follows.
-  __device__ __forceinline__ void run() {
-    LinearCursor cursor;
-    for (int32_t step = 0; step < work_.early; ++step) {
-      cursor.advance(args_.stages);
-    }
-    int32_t first = work_.early;
-    for (int32_t tile = work_.tile; tile < args_.num_tiles; tile += work_.stride) {
-      for (int32_t step = first; step < work_.count; ++step, cursor.advance(args_.stages)) {
-        const uint32_t full = smem_.full + 8 * cursor.stage;
-        ptx::mbarrier_wait(smem_.empty + 8 * cursor.stage, cursor.parity ^ 1);
-        ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(weight_bytes() + args_.row_bytes));
-        load_weights(cursor.stage, tile, step, full);
-        load_rows(cursor.stage, step, full);
-      }
-      first = 0;
-    }
-  }
-
- private:
-  __device__ __forceinline__ int32_t weight_bytes() const {
-    return args_.lines * args_.tile_rows * Traits::kLineBytes;
+  __device__ __forceinline__ int32_t row_bytes(int32_t /*tile*/) const { return ring_.row_bytes; }
+  __device__ __forceinline__ int32_t stage_bytes(int32_t tile) const {
+    return weight_bytes(tile) + row_bytes(tile);
   }
   __device__ __forceinline__ void load_weights(int32_t stage, int32_t tile, int32_t step,
                                                uint32_t barrier) {
-    uint32_t target = smem_.stages + stage * args_.stage_bytes;
-    for (int32_t line = 0; line < args_.lines; ++line) {
+    uint32_t target = smem_.stages + stage * ring_.stage_bytes;
+    for (int32_t line = 0; line < ring_.lines; ++line) {
       // Depth, 8 rows, two runs of them, pairs of runs.
       ptx::tma_load_hinted(target, weight_map_, barrier, policy_, depth_of(step, line), 0, 0,
-                           tile * (args_.tile_rows / 16));
-      target += args_.tile_rows * Traits::kLineBytes;
+                           tile * (ring_.tile_rows / 16));
+      target += ring_.tile_rows * Traits::kLineBytes;
     }
   }
-  __device__ __forceinline__ void load_rows(int32_t stage, int32_t step, uint32_t barrier) {
-    uint32_t target = smem_.stages + stage * args_.stage_bytes + weight_bytes();
-    for (int32_t line = 0; line < args_.lines; ++line) {
+  __device__ __forceinline__ void load_rows(int32_t stage, int32_t tile, int32_t step,
+                                            uint32_t barrier) {
+    uint32_t target = smem_.stages + stage * ring_.stage_bytes + weight_bytes(tile);
+    for (int32_t line = 0; line < ring_.lines; ++line) {
       ptx::tma_load(target, row_map_, barrier, depth_of(step, line), 0);
       target += Traits::kRows * Traits::kLineBytes;
     }
   }
+
+ private:
   __device__ __forceinline__ int32_t depth_of(int32_t step, int32_t line) const {
-    return ((work_.begin + step) * args_.lines + line) * static_cast<int32_t>(kFewRowsDepth);
+    return ((work_.begin + step) * ring_.lines + line) * static_cast<int32_t>(kFewRowsDepth);
   }
 
-  const LinearArgs& args_;
-  const LinearSmem& smem_;
-  const CUtensorMap* weight_map_;
-  const CUtensorMap* row_map_;
-  const LinearWork work_;
   const uint64_t policy_;
 };
 
@@ -234,60 +134,9 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
                   const __grid_constant__ CUtensorMap row_map,
                   const __grid_constant__ LinearArgs args) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  const LinearSmem smem(raw, args);
-  // The copying warp is the last one.
-  const bool is_producer = threadIdx.x + 32 >= blockDim.x;
-  if (is_producer && ptx::elect_one()) {
-    ptx::tma_prefetch_map(&weight_map);
-    ptx::tma_prefetch_map(&row_map);
-    for (int32_t stage = 0; stage < args.stages; ++stage) {
-      ptx::mbarrier_init(smem.full + 8 * stage, 1);
-      ptx::mbarrier_init(smem.empty + 8 * stage, blockDim.x / 128);
-      ptx::mbarrier_init(smem.landed + 8 * stage, 1);
-    }
-    if (args.splits > 1) {
-      ptx::mbarrier_init(smem.partials_full, 1);
-      ptx::mbarrier_init(smem.partials_empty, static_cast<uint32_t>(args.warps));
-    }
-    ptx::mbarrier_init(smem.released, 1);
-    ptx::mbarrier_init_fence();
-    if (args.splits > 1) {
-      ptx::mbarrier_arrive_expect(smem.partials_full, static_cast<uint32_t>(args.partial_bytes));
-    }
-  }
-  __syncthreads();
-  pdl_launch_dependents();
-  if (args.splits > 1) {
-    ptx::cluster_arrive_relaxed();
-  }
-  LinearProducer<Traits> producer(args, smem, &weight_map, &row_map);
-  if (is_producer) {
-    const bool is_chosen = ptx::elect_one();
-    if (is_chosen) {
-      producer.start();
-    }
-    __syncwarp();
-    pdl_wait();
-    if (is_chosen) {
-      producer.run();
-    }
-    __syncwarp();
-  } else {
-    // Results may overwrite what kernels in front still read.
-    pdl_wait();
-    if (threadIdx.x < 32) {
-      if (ptx::elect_one()) {
-        producer.release();
-      }
-      __syncwarp();
-    }
-  }
-  if (args.splits > 1) {
-    ptx::cluster_wait();  // the barriers of the other one are ready
-  }
-  if (!is_producer) {
-    consume<Traits>(args, smem);
-  }
+  const LinearSmem smem(raw, args, 0);
+  run_ring<LinearCopies<Traits>>(args, smem, &weight_map, &row_map,
+                                 [&] { consume<Traits>(args, smem); });
 }
 
 }  // namespace diffulex::cuda::sm90

@@ -24,167 +24,72 @@
 
 #include <cuda.h>
 
-#include "ops/linear/sm90/product.cuh"
+#include "ops/linear/sm90/ring.cuh"
 #include "ops/quant/sm90/nibble_epilogue.cuh"
 #include "ops/quant/sm90/nibble_fragment.cuh"
 #include "ops/quant/sm90/nibble_traits.cuh"
+#include "ops/shared/cuda/wgmma.cuh"
 
 namespace diffulex::cuda::sm90 {
 
-/// Shared addresses of a CTA.
-struct NibbleSmem final {
-  uint32_t stages;
-  uint32_t partials;
-  uint32_t shares;
-  uint32_t scales;
-  uint32_t full;
-  uint32_t empty;
-  uint32_t landed;  // a barrier for the first W of each stage
-  uint32_t partials_full;
-  uint32_t partials_empty;
-  uint32_t released;  // a barrier: the kernels in front have ended
-
-  __device__ __forceinline__ NibbleSmem(const uint8_t* raw, const NibbleLinearArgs& args) {
-    stages = ptx::smem_address(raw);
-    partials = stages + args.stages * args.stage_bytes;
-    shares = partials + args.partial_bytes;
-    scales = shares + args.share_bytes;
-    full = scales + args.scale_bytes;
-    empty = full + 8 * args.stages;
-    landed = empty + 8 * args.stages;
-    partials_full = landed + 8 * args.stages;
-    partials_empty = partials_full + 8;
-    released = partials_empty + 8;
-  }
-};
-
 /// What this CTA does.
-struct NibbleWork final {
-  int32_t tile;    // first one, of W and x
-  int32_t stride;  // to the next one
-  int32_t tiles;   // of all CTAs
-  int32_t split;
-  int32_t begin;  // steps of the depth
-  int32_t count;
-  int32_t early;  // of them, those whose W comes while the kernels in front run
+struct NibbleWork final : LinearWork {
+  int32_t tiles;  // of W and x, of all CTAs
 
-  __device__ __forceinline__ explicit NibbleWork(const NibbleLinearArgs& args) {
-    const int32_t bits = args.splits - 1;  // log2
-    const auto block = static_cast<int32_t>(blockIdx.x);
-    tile = block >> bits;
-    stride = static_cast<int32_t>(gridDim.x) >> bits;
-    tiles = args.num_tiles * args.row_tiles;
-    split = block & bits;
-    begin = (args.num_steps * split) >> bits;
-    count = ((args.num_steps * (split + 1)) >> bits) - begin;
-    early = count < args.stages ? count : args.stages;
-  }
+  __device__ __forceinline__ explicit NibbleWork(const NibbleLinearArgs& args)
+      : LinearWork(args), tiles(args.num_tiles * args.row_tiles) {}
 };
 
-/// Starts the copies of a CTA: W and later rows by one thread, the first rows by another.
+/// The copies of a stage: nibbles and scales of W, lines of x.
 template <typename Traits>
-class NibbleProducer final {
+class NibbleCopies : public RingCopies<NibbleWork> {
  public:
-  __device__ __forceinline__ NibbleProducer(const NibbleLinearArgs& args, const NibbleSmem& smem,
-                                            const CUtensorMap* weight_map,
-                                            const CUtensorMap* row_map)
-      : args_(args),
-        smem_(smem),
-        weight_map_(weight_map),
-        row_map_(row_map),
-        work_(args),
+  __device__ __forceinline__ NibbleCopies(const NibbleLinearArgs& args, const LinearSmem& smem,
+                                          const CUtensorMap* weight_map, const CUtensorMap* row_map)
+      : RingCopies(args, smem, weight_map, row_map, NibbleWork(args)),
+        args_(args),
         policy_(args.row_tiles > 1 ? ptx::policy_evict_normal() : ptx::policy_evict_first()) {}
 
-  /// Weights, which nothing in front writes, fill the stages. Until the kernels in front have ended
-  /// few are on their way at a time.
-  __device__ __forceinline__ void start() {
-    const Place place = place_of(work_.tile);
-    for (int32_t step = 0; step < work_.early; ++step) {
-      if (step >= args_.paced_stages) {
-        const uint32_t landed = smem_.landed + 8 * (step - args_.paced_stages);
-        while (!ptx::mbarrier_test(smem_.released, 0) && !ptx::mbarrier_test(landed, 0)) {
-        }
-      }
-      const uint32_t landed = smem_.landed + 8 * step;
-      ptx::mbarrier_arrive_expect(landed, weight_bytes() + scale_bytes(place));
-      load_weights(step, place, step, landed);
-    }
-  }
-
-  /// The rows that belong to these weights, once the kernels in front have ended.
-  __device__ __forceinline__ void release() {
-    ptx::mbarrier_arrive(smem_.released);
-    const Place place = place_of(work_.tile);
-    for (int32_t step = 0; step < work_.early; ++step) {
-      const uint32_t full = smem_.full + 8 * step;
-      ptx::mbarrier_arrive_expect(full, row_bytes());
-      load_rows(step, place, step, full);
-    }
-  }
-
-  /// All that follows.
-  __device__ __forceinline__ void run() {
-    LinearCursor cursor;
-    for (int32_t step = 0; step < work_.early; ++step) {
-      cursor.advance(args_.stages);
-    }
-    int32_t first = work_.early;
-    for (int32_t tile = work_.tile; tile < work_.tiles; tile += work_.stride) {
-      const Place place = place_of(tile);
-      for (int32_t step = first; step < work_.count; ++step, cursor.advance(args_.stages)) {
-        const uint32_t full = smem_.full + 8 * cursor.stage;
-        ptx::mbarrier_wait(smem_.empty + 8 * cursor.stage, cursor.parity ^ 1);
-        ptx::mbarrier_arrive_expect(full, weight_bytes() + scale_bytes(place) + row_bytes());
-        load_weights(cursor.stage, place, step, full);
-        load_rows(cursor.stage, place, step, full);
-      }
-      first = 0;
-    }
-  }
-
- private:
-  /// Where the operands of a tile are. Found once for its stages: the divisions take longer than
-  /// the copies of one.
   struct Place final {
     int32_t weight_tile;
-    int32_t first_row;   // of x
-    uint32_t run_bytes;  // of the scales of one run of rows of W: all of it, or its gate or up
+    int32_t first_row;  // of x
+    int32_t run_bytes;  // of the scales of one run of rows of W: all of it, or its gate or up
   };
+  /// The warps of one phase.
+  static __device__ __forceinline__ uint32_t num_readers(const NibbleLinearArgs& args) {
+    return static_cast<uint32_t>(4 * args.blocks);
+  }
+  __device__ __forceinline__ int32_t num_tiles() const { return work_.tiles; }
   __device__ __forceinline__ Place place_of(int32_t tile) const {
     const int32_t weight_tile = tile / args_.row_tiles;
     const int32_t left = args_.num_columns - weight_tile * run_height();
     return {weight_tile, (tile - weight_tile * args_.row_tiles) * Traits::kRows,
-            static_cast<uint32_t>(2 * min(run_height(), left))};
+            2 * min(run_height(), left)};
   }
-  __device__ __forceinline__ int32_t run_height() const {
-    return has_gate() ? args_.tile_rows / 2 : args_.tile_rows;
+  __device__ __forceinline__ int32_t weight_bytes(const Place& place) const {
+    return nibble_bytes() + Traits::kScaleRows * place.run_bytes * (has_gate() ? 2 : 1);
   }
-  /// Of a stage.
-  __device__ __forceinline__ uint32_t weight_bytes() const {
-    return static_cast<uint32_t>(args_.tile_rows * (kNibbleStageDepth / 2));
+  __device__ __forceinline__ int32_t row_bytes(const Place& /*place*/) const {
+    return args_.box_rows * Traits::kLines * Traits::kLineBytes;
   }
-  __device__ __forceinline__ uint32_t row_bytes() const {
-    return static_cast<uint32_t>(args_.box_rows * Traits::kLines * Traits::kLineBytes);
+  __device__ __forceinline__ int32_t stage_bytes(const Place& place) const {
+    return weight_bytes(place) + row_bytes(place);
   }
-  __device__ __forceinline__ bool has_gate() const { return args_.act >= 0; }
-  __device__ __forceinline__ uint32_t scale_bytes(const Place& place) const {
-    return Traits::kScaleRows * place.run_bytes * (has_gate() ? 2 : 1);
-  }
-
   __device__ __forceinline__ void load_weights(int32_t stage, const Place& place, int32_t step,
                                                uint32_t barrier) {
     const int32_t depth = work_.begin + step;
     // 128 bytes of a run of eight rows, four of those, two runs, pairs of runs.
     ptx::tma_load_hinted(smem_.stages + stage * args_.stage_bytes, weight_map_, barrier, policy_, 0,
                          depth * 4, 0, place.weight_tile * (args_.tile_rows / 16));
-    uint32_t target = smem_.scales + stage * Traits::kScaleRows * args_.tile_rows * 2;
+    const auto bytes = static_cast<uint32_t>(place.run_bytes);
+    uint32_t target =
+        smem_.extra + args_.share_bytes + stage * Traits::kScaleRows * args_.tile_rows * 2;
     const __nv_bfloat16* source = args_.scales + depth * Traits::kScaleRows * args_.scale_stride +
                                   place.weight_tile * run_height();
     for (int32_t row = 0; row < Traits::kScaleRows; ++row) {
-      ptx::bulk_load(target, source, place.run_bytes, barrier);
+      ptx::bulk_load(target, source, bytes, barrier);
       if (has_gate()) {
-        ptx::bulk_load(target + args_.tile_rows, source + args_.num_columns, place.run_bytes,
-                       barrier);
+        ptx::bulk_load(target + args_.tile_rows, source + args_.num_columns, bytes, barrier);
       }
       target += args_.tile_rows * 2;
       source += args_.scale_stride;
@@ -192,8 +97,7 @@ class NibbleProducer final {
   }
   __device__ __forceinline__ void load_rows(int32_t stage, const Place& place, int32_t step,
                                             uint32_t barrier) {
-    uint32_t target =
-        smem_.stages + stage * args_.stage_bytes + static_cast<int32_t>(weight_bytes());
+    uint32_t target = smem_.stages + stage * args_.stage_bytes + nibble_bytes();
     const int32_t column = (work_.begin + step) * kNibbleStageDepth;
 #pragma unroll
     for (int32_t line = 0; line < Traits::kLines; ++line) {
@@ -203,11 +107,17 @@ class NibbleProducer final {
     }
   }
 
+ private:
+  __device__ __forceinline__ int32_t run_height() const {
+    return has_gate() ? args_.tile_rows / 2 : args_.tile_rows;
+  }
+  /// Of a stage.
+  __device__ __forceinline__ int32_t nibble_bytes() const {
+    return args_.tile_rows * (kNibbleStageDepth / 2);
+  }
+  __device__ __forceinline__ bool has_gate() const { return args_.act >= 0; }
+
   const NibbleLinearArgs& args_;
-  const NibbleSmem& smem_;
-  const CUtensorMap* weight_map_;
-  const CUtensorMap* row_map_;
-  const NibbleWork work_;
   const uint64_t policy_;
 };
 
@@ -266,7 +176,7 @@ __device__ __forceinline__ void add_phases(const NibbleLinearArgs& args, uint32_
 
 template <typename Traits>
 __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
-                                                const NibbleSmem& smem) {
+                                                const LinearSmem& smem) {
   const NibbleWork work(args);
   const int32_t warp = uniform(static_cast<int32_t>(threadIdx.x) / 32);
   const int32_t phase = warp / (4 * args.blocks);
@@ -274,6 +184,7 @@ __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
   const bool is_signaller = threadIdx.x % 32 == 0;
   const int32_t weight_bytes = args.tile_rows * (kNibbleStageDepth / 2);
   const int32_t stage_scales = Traits::kScaleRows * args.tile_rows * 2;
+  const uint32_t scales = smem.extra + args.share_bytes;
   NibbleLane<Traits> lane(args, stripe);
   NibbleEpilogue<Traits> epilogue(args, smem.partials, smem.partials_full, smem.partials_empty,
                                   work.split);
@@ -289,7 +200,7 @@ __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
       }
       ptx::mbarrier_wait(smem.full + 8 * cursor.stage, cursor.parity);
       const uint32_t weights = smem.stages + cursor.stage * args.stage_bytes;
-      lane.begin_stage(smem.scales + cursor.stage * stage_scales);
+      lane.begin_stage(scales + cursor.stage * stage_scales);
       ptx::wgmma_hold(sums);
 #pragma unroll
       for (int32_t line = 0; line < Traits::kLines; ++line) {
@@ -319,7 +230,7 @@ __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
       skip_stages(cursor, args.phases, args.stages);
     }
     skip_stages(first, work.count, args.stages);
-    add_phases<Traits>(args, smem.shares, phase, stripe, sums);
+    add_phases<Traits>(args, smem.extra, phase, stripe, sums);
     if (phase == 0 && stripe < args.warps) {
       epilogue.finish(sums, tile, tile + work.stride >= work.tiles);
     }
@@ -332,59 +243,9 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
                          const __grid_constant__ CUtensorMap row_map,
                          const __grid_constant__ NibbleLinearArgs args) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  const NibbleSmem smem(raw, args);
-  // The copying warp is the last one.
-  const bool is_producer = threadIdx.x + 32 >= blockDim.x;
-  if (is_producer && ptx::elect_one()) {
-    ptx::tma_prefetch_map(&weight_map);
-    ptx::tma_prefetch_map(&row_map);
-    for (int32_t stage = 0; stage < args.stages; ++stage) {
-      ptx::mbarrier_init(smem.full + 8 * stage, 1);
-      // The warps of one phase.
-      ptx::mbarrier_init(smem.empty + 8 * stage, static_cast<uint32_t>(4 * args.blocks));
-      ptx::mbarrier_init(smem.landed + 8 * stage, 1);
-    }
-    if (args.splits > 1) {
-      ptx::mbarrier_init(smem.partials_full, 1);
-      ptx::mbarrier_init(smem.partials_empty, static_cast<uint32_t>(args.warps));
-    }
-    ptx::mbarrier_init(smem.released, 1);
-    ptx::mbarrier_init_fence();
-    if (args.splits > 1) {
-      ptx::mbarrier_arrive_expect(smem.partials_full, static_cast<uint32_t>(args.partial_bytes));
-    }
-  }
-  __syncthreads();
-  pdl_launch_dependents();
-  if (args.splits > 1) {
-    ptx::cluster_arrive_relaxed();
-  }
-  NibbleProducer<Traits> producer(args, smem, &weight_map, &row_map);
-  if (is_producer) {
-    const bool is_chosen = ptx::elect_one();
-    if (is_chosen) {
-      producer.start();
-    }
-    __syncwarp();
-    pdl_wait();
-    if (is_chosen) {
-      producer.run();
-    }
-    __syncwarp();
-  } else {
-    // Results may overwrite what kernels in front still read.
-    pdl_wait();
-    if (threadIdx.x < 32 && ptx::elect_one()) {
-      producer.release();
-    }
-    __syncwarp();
-  }
-  if (args.splits > 1) {
-    ptx::cluster_wait();  // the barriers of the other one are ready
-  }
-  if (!is_producer) {
-    consume_nibbles<Traits>(args, smem);
-  }
+  const LinearSmem smem(raw, args, args.share_bytes + args.scale_bytes);
+  run_ring<NibbleCopies<Traits>>(args, smem, &weight_map, &row_map,
+                                 [&] { consume_nibbles<Traits>(args, smem); });
 }
 
 }  // namespace diffulex::cuda::sm90

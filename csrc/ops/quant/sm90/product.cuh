@@ -16,56 +16,20 @@
 
 #include <cuda.h>
 
-#include "ops/linear/sm90/product.cuh"
+#include "ops/linear/sm90/ring.cuh"
 #include "ops/quant/sm90/line.cuh"
 #include "ops/quant/sm90/traits.cuh"
 
 namespace diffulex::cuda::sm90 {
 
-/// Shared addresses of a CTA.
-struct ScaledSmem final {
-  uint32_t stages;
-  uint32_t partials;
-  uint32_t scales;
-  uint32_t full;
-  uint32_t empty;
-  uint32_t landed;  // a barrier for the first W of each stage
-  uint32_t partials_full;
-  uint32_t partials_empty;
-  uint32_t released;  // a barrier: the kernels in front have ended
+/// What this CTA does. A line past the depth is all zeros.
+struct ScaledWork final : LinearWork {
+  int32_t tiles;  // of W and x, of all CTAs
 
-  __device__ __forceinline__ ScaledSmem(const uint8_t* raw, const ScaledLinearArgs& args) {
-    stages = ptx::smem_address(raw);
-    partials = stages + args.stages * args.stage_bytes;
-    scales = partials + args.partial_bytes;
-    full = scales + args.scale_bytes;
-    empty = full + 8 * args.stages;
-    landed = empty + 8 * args.stages;
-    partials_full = landed + 8 * args.stages;
-    partials_empty = partials_full + 8;
-    released = partials_empty + 8;
-  }
-};
-
-/// What this CTA does.
-struct ScaledWork final {
-  int32_t tile;    // first one, of W and x
-  int32_t stride;  // to the next one
-  int32_t tiles;   // of all CTAs
-  int32_t split;
-  int32_t begin;  // lines of the depth
-  int32_t count;  // steps
-  int32_t early;  // of them, those whose W comes while the kernels in front run
-
-  /// Shares of the depth end at an even line whatever a step has. A line past the depth is all
-  /// zeros.
-  __device__ __forceinline__ explicit ScaledWork(const ScaledLinearArgs& args) {
+  /// Shares of the depth end at an even line whatever a step has, not as those of whole steps.
+  __device__ __forceinline__ explicit ScaledWork(const ScaledLinearArgs& args) : LinearWork(args) {
     const int32_t bits = args.splits - 1;  // log2
-    const auto block = static_cast<int32_t>(blockIdx.x);
-    tile = block >> bits;
-    stride = static_cast<int32_t>(gridDim.x) >> bits;
     tiles = args.num_tiles * args.row_tiles;
-    split = block & bits;
     const int32_t pairs = (args.num_lines + 1) / 2;
     begin = 2 * ((pairs * split) >> bits);
     const int32_t end = min(2 * ((pairs * (split + 1)) >> bits), args.num_lines);
@@ -74,91 +38,40 @@ struct ScaledWork final {
   }
 };
 
-/// Starts the copies of a CTA: W and later rows by one thread, the first rows by another.
+/// The copies of a stage: lines of W, of x and the scales of its rows, which lie beside the stages.
 template <typename Traits>
-class ScaledProducer final {
+class ScaledCopies : public RingCopies<ScaledWork> {
  public:
-  __device__ __forceinline__ ScaledProducer(const ScaledLinearArgs& args, const ScaledSmem& smem,
-                                            const CUtensorMap* weight_map,
-                                            const CUtensorMap* row_map)
-      : args_(args),
-        smem_(smem),
-        weight_map_(weight_map),
-        row_map_(row_map),
-        work_(args),
+  __device__ __forceinline__ ScaledCopies(const ScaledLinearArgs& args, const LinearSmem& smem,
+                                          const CUtensorMap* weight_map, const CUtensorMap* row_map)
+      : RingCopies(args, smem, weight_map, row_map, ScaledWork(args)),
+        args_(args),
         policy_(args.row_tiles > 1 ? ptx::policy_evict_normal() : ptx::policy_evict_first()) {}
 
-  /// Weights, which nothing in front writes, fill the stages. Until the kernels in front have ended
-  /// few are on their way at a time.
-  __device__ __forceinline__ void start() {
-    const Place place = place_of(work_.tile);
-    for (int32_t step = 0; step < work_.early; ++step) {
-      if (step >= args_.paced_stages) {
-        const uint32_t landed = smem_.landed + 8 * (step - args_.paced_stages);
-        while (!ptx::mbarrier_test(smem_.released, 0) && !ptx::mbarrier_test(landed, 0)) {
-        }
-      }
-      const uint32_t landed = smem_.landed + 8 * step;
-      ptx::mbarrier_arrive_expect(landed, static_cast<uint32_t>(Traits::kLines * weight_bytes()));
-      load_weights(step, place, step, landed);
-    }
-  }
-
-  /// The rows that belong to these weights, once the kernels in front have ended.
-  __device__ __forceinline__ void release() {
-    ptx::mbarrier_arrive(smem_.released);
-    const Place place = place_of(work_.tile);
-    const auto bytes = static_cast<uint32_t>(Traits::kLines * row_bytes(place));
-    for (int32_t step = 0; step < work_.early; ++step) {
-      const uint32_t full = smem_.full + 8 * step;
-      ptx::mbarrier_arrive_expect(full, bytes);
-      load_rows(step, place, step, full);
-    }
-  }
-
-  /// All that follows.
-  __device__ __forceinline__ void run() {
-    LinearCursor cursor;
-    for (int32_t step = 0; step < work_.early; ++step) {
-      cursor.advance(args_.stages);
-    }
-    int32_t first = work_.early;
-    for (int32_t tile = work_.tile; tile < work_.tiles; tile += work_.stride) {
-      const Place place = place_of(tile);
-      const auto bytes =
-          static_cast<uint32_t>(Traits::kLines * (weight_bytes() + row_bytes(place)));
-      for (int32_t step = first; step < work_.count; ++step, cursor.advance(args_.stages)) {
-        const uint32_t full = smem_.full + 8 * cursor.stage;
-        ptx::mbarrier_wait(smem_.empty + 8 * cursor.stage, cursor.parity ^ 1);
-        ptx::mbarrier_arrive_expect(full, bytes);
-        load_weights(cursor.stage, place, step, full);
-        load_rows(cursor.stage, place, step, full);
-      }
-      first = 0;
-    }
-  }
-
- private:
-  /// Where a tile lies, found once: the divisions take longer than the copies of a stage.
   struct Place final {
     int32_t weights;      // pairs of runs of W
     int32_t row;          // of x
     int32_t scale_bytes;  // of its rows, in whole runs of 16
   };
+  /// Warps.
+  static __device__ __forceinline__ uint32_t num_readers(const ScaledLinearArgs& /*args*/) {
+    return blockDim.x / 32 - 1;
+  }
+  __device__ __forceinline__ int32_t num_tiles() const { return work_.tiles; }
   __device__ __forceinline__ Place place_of(int32_t tile) const {
     const int32_t weight_tile = tile / args_.row_tiles;
     const int32_t row = (tile - weight_tile * args_.row_tiles) * Traits::kRows;
     const int32_t rows = min(args_.num_rows - row, Traits::kRows);
     return {weight_tile * (args_.tile_rows / 16), row, (rows + 3) / 4 * 16};
   }
-
-  /// Of one line.
-  __device__ __forceinline__ int32_t weight_bytes() const {
-    return args_.tile_rows * Traits::kLineBytes;
+  __device__ __forceinline__ int32_t weight_bytes(const Place& /*place*/) const {
+    return Traits::kLines * line_bytes();
   }
-  /// Of one line, its scales included.
   __device__ __forceinline__ int32_t row_bytes(const Place& place) const {
-    return args_.box_rows * Traits::kLineBytes + place.scale_bytes;
+    return Traits::kLines * row_line_bytes(place);
+  }
+  __device__ __forceinline__ int32_t stage_bytes(const Place& place) const {
+    return Traits::kLines * (line_bytes() + row_line_bytes(place));
   }
   __device__ __forceinline__ void load_weights(int32_t stage, const Place& place, int32_t step,
                                                uint32_t barrier) {
@@ -169,13 +82,13 @@ class ScaledProducer final {
       // Depth, 8 rows, two runs of them, pairs of runs.
       ptx::tma_load_hinted(target, weight_map_, barrier, policy_,
                            (first + line) * Traits::kLineBytes, 0, 0, place.weights);
-      target += weight_bytes();
+      target += line_bytes();
     }
   }
   __device__ __forceinline__ void load_rows(int32_t stage, const Place& place, int32_t step,
                                             uint32_t barrier) {
-    uint32_t target = smem_.stages + stage * args_.stage_bytes + Traits::kLines * weight_bytes();
-    uint32_t scales = smem_.scales + stage * Traits::kLines * Traits::kLineScales;
+    uint32_t target = smem_.stages + stage * args_.stage_bytes + weight_bytes(place);
+    uint32_t scales = smem_.extra + stage * Traits::kLines * Traits::kLineScales;
     const int32_t first = work_.begin + step * Traits::kLines;
 #pragma unroll
     for (int32_t line = 0; line < Traits::kLines; ++line) {
@@ -189,11 +102,17 @@ class ScaledProducer final {
     }
   }
 
+ private:
+  /// Of W.
+  __device__ __forceinline__ int32_t line_bytes() const {
+    return args_.tile_rows * Traits::kLineBytes;
+  }
+  /// Of x, with its scales.
+  __device__ __forceinline__ int32_t row_line_bytes(const Place& place) const {
+    return args_.box_rows * Traits::kLineBytes + place.scale_bytes;
+  }
+
   const ScaledLinearArgs& args_;
-  const ScaledSmem& smem_;
-  const CUtensorMap* weight_map_;
-  const CUtensorMap* row_map_;
-  const ScaledWork work_;
   const uint64_t policy_;
 };
 
@@ -247,7 +166,7 @@ class WeightScales final {
 template <typename Traits>
 class ScaledEpilogue final : public LinearExchange<Traits> {
  public:
-  __device__ __forceinline__ ScaledEpilogue(const ScaledLinearArgs& args, const ScaledSmem& smem,
+  __device__ __forceinline__ ScaledEpilogue(const ScaledLinearArgs& args, const LinearSmem& smem,
                                             int32_t split)
       : LinearExchange<Traits>(args, smem.partials, smem.partials_full, smem.partials_empty, split),
         scaled_(args) {}
@@ -310,7 +229,7 @@ class ScaledEpilogue final : public LinearExchange<Traits> {
 template <typename Traits>
 class StageFeed final {
  public:
-  __device__ __forceinline__ StageFeed(const ScaledLinearArgs& args, const ScaledSmem& smem,
+  __device__ __forceinline__ StageFeed(const ScaledLinearArgs& args, const LinearSmem& smem,
                                        const ScaledWork& work)
       : args_(args),
         smem_(smem),
@@ -333,7 +252,7 @@ class StageFeed final {
     ptx::mbarrier_wait(smem_.full + 8 * cursor_.stage, cursor_.parity);
     const uint32_t stage = smem_.stages + cursor_.stage * args_.stage_bytes;
     const LineOperands line{stage + own_weights_, stage + rows_,
-                            smem_.scales + cursor_.stage * Traits::kLines * Traits::kLineScales,
+                            smem_.extra + cursor_.stage * Traits::kLines * Traits::kLineScales,
                             smem_.empty + 8 * cursor_.stage};
     cursor_.advance(args_.stages);
     return line;
@@ -345,7 +264,7 @@ class StageFeed final {
 
  private:
   const ScaledLinearArgs& args_;
-  const ScaledSmem& smem_;
+  const LinearSmem& smem_;
   const ScaledWork& work_;
   WeightScales scales_;
   const uint32_t own_weights_;  // of this warpgroup in a line
@@ -406,7 +325,7 @@ __device__ __forceinline__ void sum_up(StageFeed<Traits>& feed, int32_t count, b
 
 template <typename Traits>
 __device__ __forceinline__ void consume_codes(const ScaledLinearArgs& args,
-                                              const ScaledSmem& smem) {
+                                              const LinearSmem& smem) {
   const ScaledWork work(args);
   const bool has_blocks = args.block_stride != 0;
   ScaledEpilogue<Traits> epilogue(args, smem, work.split);
@@ -425,60 +344,9 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
                          const __grid_constant__ CUtensorMap row_map,
                          const __grid_constant__ ScaledLinearArgs args) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  const ScaledSmem smem(raw, args);
-  // The copying warp is the last one.
-  const bool is_producer = threadIdx.x + 32 >= blockDim.x;
-  if (is_producer && ptx::elect_one()) {
-    ptx::tma_prefetch_map(&weight_map);
-    ptx::tma_prefetch_map(&row_map);
-    for (int32_t stage = 0; stage < args.stages; ++stage) {
-      ptx::mbarrier_init(smem.full + 8 * stage, 1);
-      ptx::mbarrier_init(smem.empty + 8 * stage, blockDim.x / 32 - 1);
-      ptx::mbarrier_init(smem.landed + 8 * stage, 1);
-    }
-    if (args.splits > 1) {
-      ptx::mbarrier_init(smem.partials_full, 1);
-      ptx::mbarrier_init(smem.partials_empty, static_cast<uint32_t>(args.warps));
-    }
-    ptx::mbarrier_init(smem.released, 1);
-    ptx::mbarrier_init_fence();
-    if (args.splits > 1) {
-      ptx::mbarrier_arrive_expect(smem.partials_full, static_cast<uint32_t>(args.partial_bytes));
-    }
-  }
-  __syncthreads();
-  pdl_launch_dependents();
-  if (args.splits > 1) {
-    ptx::cluster_arrive_relaxed();
-  }
-  ScaledProducer<Traits> producer(args, smem, &weight_map, &row_map);
-  if (is_producer) {
-    const bool is_chosen = ptx::elect_one();
-    if (is_chosen) {
-      producer.start();
-    }
-    __syncwarp();
-    pdl_wait();
-    if (is_chosen) {
-      producer.run();
-    }
-    __syncwarp();
-  } else {
-    // Results may overwrite what kernels in front still read.
-    pdl_wait();
-    if (threadIdx.x < 32) {
-      if (ptx::elect_one()) {
-        producer.release();
-      }
-      __syncwarp();
-    }
-  }
-  if (args.splits > 1) {
-    ptx::cluster_wait();  // the barriers of the other one are ready
-  }
-  if (!is_producer) {
-    consume_codes<Traits>(args, smem);
-  }
+  const LinearSmem smem(raw, args, args.scale_bytes);
+  run_ring<ScaledCopies<Traits>>(args, smem, &weight_map, &row_map,
+                                 [&] { consume_codes<Traits>(args, smem); });
 }
 
 }  // namespace diffulex::cuda::sm90
