@@ -10,7 +10,6 @@
 #include <cuda_fp16.h>
 
 #include "ops/activation/gate.cuh"
-#include "ops/linear/sm90/traits.cuh"
 #include "ops/shared/cuda/cluster.cuh"
 #include "ops/shared/cuda/mbarrier.cuh"
 #include "ops/shared/cuda/ptx.cuh"

@@ -5,79 +5,31 @@
 #include <cstdint>
 
 #include "ops/linear/config.h"
+#include "ops/linear/sm90/launch.cuh"
 #include "ops/quant/scaled_product.h"
 #include "ops/quant/sm90/product.cuh"
 #include "ops/shared/cuda/hopper.h"
 #include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/shared_memory.cuh"
-#include "ops/shared/cuda/tensor_map.h"
 
 namespace diffulex::cuda {
 namespace {
 
 constexpr const char* kWhere = "diffulex::linear_scaled";
-/// Shared memory of a CTA, alone on its processor.
-constexpr int32_t kSmemLimit = 227 * 1024;
 constexpr int32_t kLine = 128;  // codes, and bytes
 
 using sm90::ScaledLinearArgs;
 using sm90::ScaledTraits;
-using sm90::TensorMapShape;
-
-/// W as runs of eight rows: neighbouring runs, or a gate and an up run, lie side by side in a tile.
-TensorMapShape weight_shape(const LinearScaledParams& params, int32_t box_rows) {
-  const int64_t rows = params.weight.size[0];
-  const int64_t row = params.weight.stride[0];
-  const bool has_gate = params.act.has_value();
-  TensorMapShape shape;
-  shape.rank = 4;
-  shape.data = params.weight.data;
-  const int64_t sizes[] = {params.weight.size[1], 8, 2, rows / 16};
-  const int64_t strides[] = {1, row, has_gate ? rows / 2 * row : 8 * row,
-                             has_gate ? 8 * row : 16 * row};
-  const int32_t boxes[] = {kLine, 8, 2, box_rows / 16};
-  std::copy_n(sizes, 4, shape.size);
-  std::copy_n(strides, 4, shape.stride);
-  std::copy_n(boxes, 4, shape.box);
-  return shape;
-}
-
-TensorMapShape row_shape(const LinearScaledParams& params, int32_t box_rows) {
-  TensorMapShape shape;
-  shape.rank = 2;
-  shape.data = params.x.data;
-  shape.size[0] = params.x.size[1];
-  shape.size[1] = params.x.size[0];
-  shape.stride[0] = 1;
-  shape.stride[1] = params.x.stride[0];
-  shape.box[0] = kLine;
-  shape.box[1] = box_rows;
-  return shape;
-}
 
 template <typename Traits>
 Status prepare_tile(int32_t device_index) {
-  return allow_shared_memory<sm90::scaled_linear_kernel<Traits>>(kWhere, device_index, kSmemLimit);
+  return allow_shared_memory<sm90::scaled_linear_kernel<Traits>>(kWhere, device_index,
+                                                                 sm90::kRingSmemLimit);
 }
 
 ScaledLinearArgs scaled_args(const LinearScaledParams& params, const ScaledPlan& plan) {
-  const LinearPlan& linear = plan.linear;
   ScaledLinearArgs args{};
-  args.out = params.out.data;
-  args.bias = params.bias.data;
-  args.out_stride = params.out.stride[0];
-  args.num_rows = static_cast<int32_t>(params.x.size[0]);
-  args.num_columns = static_cast<int32_t>(params.out.size[1]);
-  args.tile_rows = linear.tile_rows;
-  args.num_tiles = linear.num_tiles;
-  args.splits = linear.splits;
-  args.lines = linear.lines;
-  args.stages = linear.stages;
-  args.paced_stages = linear.paced_stages;
-  args.stage_bytes = linear.stage_bytes;
-  args.partial_bytes = linear.partial_bytes;
-  args.warps = linear.tile_rows / 16;
-  args.act = params.act.has_value() ? static_cast<int32_t>(*params.act) : -1;
+  sm90::set_call(params, plan.linear, &args);
   args.x_scale = params.x_scale.as<const float>();
   args.weight_scale = params.weight_scale.as<const float>();
   args.x_scale_stride = params.x_scale.stride[0];
@@ -93,23 +45,13 @@ template <int kRows, int kLines>
 Status launch(const LinearScaledParams& params, const ScaledPlan& plan,
               const ExecContext& context) {
   using Traits = ScaledTraits<kRows, kLines>;
-  DIFFULEX_RETURN_IF_ERROR(prepare_tile<Traits>(context.device_index));
   ScaledLinearArgs args = scaled_args(params, plan);
   args.box_rows = std::min(args.num_rows, kRows);
-  CUtensorMap weight_map;
-  CUtensorMap row_map;
-  DIFFULEX_RETURN_IF_ERROR(sm90::encode_tensor_map(kWhere, weight_shape(params, args.tile_rows),
-                                                   DType::kF8E4M3, &weight_map));
-  DIFFULEX_RETURN_IF_ERROR(
-      sm90::encode_tensor_map(kWhere, row_shape(params, args.box_rows), DType::kF8E4M3, &row_map));
-  LaunchShape shape;
-  shape.cluster = static_cast<unsigned>(args.splits);
-  shape.grid = dim3(static_cast<unsigned>(plan.linear.num_clusters) * shape.cluster);
-  shape.block = dim3(static_cast<unsigned>(ceil_div(args.tile_rows, 64) * 128 + 32));
-  shape.smem_bytes = static_cast<size_t>(plan.linear.smem_bytes);
-  shape.stream = stream_of(context);
-  return cuda_status(kWhere, launch_dependent(sm90::scaled_linear_kernel<Traits>, shape,
-                                              context.weights_settled, weight_map, row_map, args));
+  return sm90::launch_ring<sm90::scaled_linear_kernel<Traits>>(
+      kWhere,
+      {sm90::weight_shape(params.weight, params.act.has_value(), kLine, args.tile_rows),
+       DType::kF8E4M3, sm90::row_shape(params.x, kLine, args.box_rows), DType::kF8E4M3},
+      args, plan.linear, ceil_div(args.tile_rows, 64), context);
 }
 
 template <int kRows>
@@ -134,11 +76,9 @@ bool has_wgmma_product(const LinearScaledParams& params, int32_t device_index) {
 
 Status launch_wgmma_product(const LinearScaledParams& params, const ExecContext& context) {
   int processors = 0;
-  DIFFULEX_RETURN_IF_ERROR(cuda_status(
-      kWhere,
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, context.device_index)));
+  DIFFULEX_RETURN_IF_ERROR(sm90::count_processors(kWhere, context.device_index, &processors));
   const ScaledPlan plan = scaled_plan(params.x.size[0], params.weight.size[0], params.x.size[1],
-                                      processors, kSmemLimit);
+                                      processors, sm90::kRingSmemLimit);
   const bool is_pair = plan.linear.lines == 2;
   switch (linear_tile_rows(params.x.size[0])) {
     case 16:

@@ -4,20 +4,18 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ops/linear/sm90/launch.cuh"
 #include "ops/quant/nibble_plan.h"
 #include "ops/quant/nibble_product.h"
 #include "ops/quant/sm90/nibble_product.cuh"
 #include "ops/shared/cuda/hopper.h"
 #include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/shared_memory.cuh"
-#include "ops/shared/cuda/tensor_map.h"
 
 namespace diffulex::cuda {
 namespace {
 
 constexpr const char* kWhere = "diffulex::linear_w4a16";
-/// Shared memory of a CTA, alone on its processor.
-constexpr int32_t kSmemLimit = 227 * 1024;
 constexpr int32_t kLine = 128;  // bytes
 
 using sm90::NibbleLinearArgs;
@@ -25,7 +23,7 @@ using sm90::NibbleTraits;
 using sm90::TensorMapShape;
 
 /// W as runs of eight rows: neighbouring runs, or a gate and an up run, lie side by side in a tile.
-TensorMapShape weight_shape(const LinearW4a16Params& params, int32_t box_rows) {
+TensorMapShape tile_shape(const LinearW4a16Params& params, int32_t box_rows) {
   const int64_t runs = params.weight.size[0];
   const int64_t run = params.x.size[1] * 8 / 2;  // bytes
   const bool has_gate = params.act.has_value();
@@ -41,42 +39,16 @@ TensorMapShape weight_shape(const LinearW4a16Params& params, int32_t box_rows) {
   return shape;
 }
 
-TensorMapShape row_shape(const LinearW4a16Params& params, int32_t box_rows) {
-  TensorMapShape shape;
-  shape.rank = 2;
-  shape.data = params.x.data;
-  shape.size[0] = params.x.size[1];
-  shape.size[1] = params.x.size[0];
-  shape.stride[0] = 1;
-  shape.stride[1] = params.x.stride[0];
-  shape.box[0] = kLine / 2;
-  shape.box[1] = box_rows;
-  return shape;
-}
-
 template <typename Traits>
 Status prepare_tile(int32_t device_index) {
-  return allow_shared_memory<sm90::nibble_linear_kernel<Traits>>(kWhere, device_index, kSmemLimit);
+  return allow_shared_memory<sm90::nibble_linear_kernel<Traits>>(kWhere, device_index,
+                                                                 sm90::kRingSmemLimit);
 }
 
 NibbleLinearArgs nibble_args(const LinearW4a16Params& params, const NibblePlan& plan) {
-  const LinearPlan& linear = plan.linear;
   NibbleLinearArgs args{};
-  args.out = params.out.data;
-  args.bias = params.bias.data;
-  args.out_stride = params.out.stride[0];
-  args.num_rows = static_cast<int32_t>(params.x.size[0]);
-  args.num_columns = static_cast<int32_t>(params.out.size[1]);
-  args.tile_rows = linear.tile_rows;
-  args.num_tiles = linear.num_tiles;
+  sm90::set_call(params, plan.linear, &args);
   args.num_steps = plan.num_steps;
-  args.splits = linear.splits;
-  args.stages = linear.stages;
-  args.paced_stages = linear.paced_stages;
-  args.stage_bytes = linear.stage_bytes;
-  args.partial_bytes = linear.partial_bytes;
-  args.warps = linear.tile_rows / 16;
-  args.act = params.act.has_value() ? static_cast<int32_t>(*params.act) : -1;
   args.scales = params.scales.as<const __nv_bfloat16>();
   args.scale_stride = params.scales.stride[0];
   args.row_tiles = plan.row_tiles;
@@ -92,23 +64,13 @@ NibbleLinearArgs nibble_args(const LinearW4a16Params& params, const NibblePlan& 
 template <int kRows, int kScaleRows>
 Status launch(const LinearW4a16Params& params, const NibblePlan& plan, const ExecContext& context) {
   using Traits = NibbleTraits<kRows, kScaleRows>;
-  DIFFULEX_RETURN_IF_ERROR(prepare_tile<Traits>(context.device_index));
   NibbleLinearArgs args = nibble_args(params, plan);
   args.box_rows = std::min(args.num_rows, kRows);
-  CUtensorMap weight_map;
-  CUtensorMap row_map;
-  DIFFULEX_RETURN_IF_ERROR(sm90::encode_tensor_map(kWhere, weight_shape(params, args.tile_rows),
-                                                   DType::kF8E4M3, &weight_map));
-  DIFFULEX_RETURN_IF_ERROR(
-      sm90::encode_tensor_map(kWhere, row_shape(params, args.box_rows), DType::kBF16, &row_map));
-  LaunchShape shape;
-  shape.cluster = static_cast<unsigned>(args.splits);
-  shape.grid = dim3(static_cast<unsigned>(plan.linear.num_clusters) * shape.cluster);
-  shape.block = dim3(static_cast<unsigned>(plan.blocks * plan.phases * 128 + 32));
-  shape.smem_bytes = static_cast<size_t>(plan.linear.smem_bytes);
-  shape.stream = stream_of(context);
-  return cuda_status(kWhere, launch_dependent(sm90::nibble_linear_kernel<Traits>, shape,
-                                              context.weights_settled, weight_map, row_map, args));
+  return sm90::launch_ring<sm90::nibble_linear_kernel<Traits>>(
+      kWhere,
+      {tile_shape(params, args.tile_rows), DType::kF8E4M3,
+       sm90::row_shape(params.x, kLine / 2, args.box_rows), DType::kBF16},
+      args, plan.linear, plan.blocks * plan.phases, context);
 }
 
 template <int kRows>
@@ -160,12 +122,10 @@ Status launch_nibble_tiles(const LinearW4a16Params& params, const ExecContext& c
     return make_error(StatusCode::kUnsupported, kWhere, ": ", part, " beside tiles, got others");
   }
   int processors = 0;
-  DIFFULEX_RETURN_IF_ERROR(cuda_status(
-      kWhere,
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, context.device_index)));
+  DIFFULEX_RETURN_IF_ERROR(sm90::count_processors(kWhere, context.device_index, &processors));
   const int64_t weight_rows = params.out.size[1] * (params.act.has_value() ? 2 : 1);
   const NibblePlan plan = nibble_plan(params.x.size[0], weight_rows, params.x.size[1], params.group,
-                                      processors, kSmemLimit);
+                                      processors, sm90::kRingSmemLimit);
   switch (plan.tile_rows) {
     case 16:
       return launch_rows<16>(params, plan, context);

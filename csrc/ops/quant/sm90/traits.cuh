@@ -8,6 +8,7 @@
 
 #include <cuda_bf16.h>
 
+#include "ops/linear/config.h"
 #include "ops/linear/sm90/epilogue.cuh"
 
 namespace diffulex::cuda::sm90 {
