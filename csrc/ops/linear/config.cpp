@@ -17,11 +17,13 @@ int64_t divide_up(int64_t value, int64_t divisor) {
 
 /// What the slowest CTA costs, in elements of W that it could read meanwhile: its tiles, the rows
 /// of x beside them (from the L2 cache, so that 32 count less) and the exchange of partial sums.
-int64_t plan_cost(int64_t rounds, int64_t depth, int64_t tile_rows, int64_t splits) {
+int64_t plan_cost(int64_t rounds, int64_t depth, int64_t tile_rows, int64_t splits,
+                  int64_t narrowness) {
   constexpr int64_t kRowsOfX = 24;
   constexpr int64_t kTile = 4096;
   constexpr int64_t kExchange = 16384;
-  return rounds * ((tile_rows + kRowsOfX) * depth / splits + kTile + (splits - 1) * kExchange);
+  return rounds * ((tile_rows + narrowness * kRowsOfX) * depth / splits +
+                   narrowness * (kTile + (splits - 1) * kExchange));
 }
 
 /// The shared memory of a CTA whose tile is `plan->tile_rows` of W and `rows` of x, in stages of at
@@ -31,11 +33,9 @@ void fit_ring(int32_t rows, int32_t smem_limit, int32_t max_lines, int32_t extra
   constexpr int32_t kMaxStages = 14;
   constexpr int32_t kBarrierBytes = 384;
   constexpr int32_t kShortTile = 96;  // rows of W whose stages want two lines
-  // Enough in flight for the memory bandwidth, and not so much that other reads wait long.
-  constexpr int32_t kPacedBytes = 40 * 1024;
   plan->lines = plan->tile_rows <= kShortTile ? max_lines : 1;
   const int32_t weight_bytes = plan->tile_rows * kLineBytes * plan->lines;
-  plan->paced_stages = std::max(2, kPacedBytes / weight_bytes);
+  plan->paced_stages = std::max(2, kLinearPacedBytes / weight_bytes);
   plan->stage_bytes = (plan->tile_rows + rows) * kLineBytes * plan->lines;
   // Half of the sums of every 16 rows of W: 512 bytes for eight rows of x.
   plan->partial_bytes = plan->splits > 1 ? plan->tile_rows / 16 * (rows / 8) / 2 * 512 : 0;
@@ -57,26 +57,36 @@ int32_t linear_tile_rows(int64_t num_rows) {
   return rows;
 }
 
-LinearPlan linear_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int32_t num_processors,
-                       int32_t smem_limit) {
-  LinearPlan plan;
+void choose_tile(int64_t weight_rows, int64_t depth, int64_t step_depth, int64_t narrowness,
+                 int32_t num_processors, LinearPlan* plan) {
   int64_t least = 0;
-  const int64_t most_splits = depth > 2 * kFewRowsDepth && num_processors > 1 ? 2 : 1;
+  const int64_t most_splits = depth > 2 * step_depth && num_processors > 1 ? 2 : 1;
   for (int64_t splits = 1; splits <= most_splits; ++splits) {
     for (int32_t tile_rows = kLinearTileWeightRows; tile_rows > 0; tile_rows -= kRowStep) {
       const int64_t rounds = divide_up(divide_up(weight_rows, tile_rows), num_processors / splits);
-      const int64_t cost = plan_cost(rounds, depth, tile_rows, splits);
-      if (plan.tile_rows == 0 || cost < least) {
+      const int64_t cost = plan_cost(rounds, depth, tile_rows, splits, narrowness);
+      if (plan->tile_rows == 0 || cost < least) {
         least = cost;
-        plan.tile_rows = tile_rows;
-        plan.splits = static_cast<int32_t>(splits);
+        plan->tile_rows = tile_rows;
+        plan->splits = static_cast<int32_t>(splits);
       }
     }
   }
+}
+
+void deal_tiles(int64_t weight_rows, int64_t row_tiles, int32_t num_processors, LinearPlan* plan) {
+  plan->num_tiles = static_cast<int32_t>(divide_up(weight_rows, plan->tile_rows));
+  const int64_t tiles = plan->num_tiles * row_tiles;
+  const int64_t rounds = divide_up(tiles, num_processors / plan->splits);
+  plan->num_clusters = static_cast<int32_t>(divide_up(tiles, rounds));
+}
+
+LinearPlan linear_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int32_t num_processors,
+                       int32_t smem_limit) {
+  LinearPlan plan;
+  choose_tile(weight_rows, depth, kFewRowsDepth, 1, num_processors, &plan);
   fit_ring(linear_tile_rows(num_rows), smem_limit, 2, 0, &plan);
-  plan.num_tiles = static_cast<int32_t>(divide_up(weight_rows, plan.tile_rows));
-  const int64_t rounds = divide_up(plan.num_tiles, num_processors / plan.splits);
-  plan.num_clusters = static_cast<int32_t>(divide_up(plan.num_tiles, rounds));
+  deal_tiles(weight_rows, 1, num_processors, &plan);
   return plan;
 }
 
@@ -107,10 +117,7 @@ ScaledPlan scaled_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int
   const auto line_scales = static_cast<int32_t>(rows * sizeof(float));
   fit_ring(rows, smem_limit, is_short ? 2 : 1, line_scales, &linear);
   plan.scale_bytes = linear.stages * linear.lines * line_scales;
-  linear.num_tiles = static_cast<int32_t>(divide_up(weight_rows, linear.tile_rows));
-  const int64_t tiles = int64_t{linear.num_tiles} * plan.row_tiles;
-  const int64_t rounds = divide_up(tiles, num_processors / linear.splits);
-  linear.num_clusters = static_cast<int32_t>(divide_up(tiles, rounds));
+  deal_tiles(weight_rows, plan.row_tiles, num_processors, &linear);
   return plan;
 }
 

@@ -8,6 +8,10 @@ namespace diffulex {
 /// Most rows of W (columns of the result) of one tile of linear_few_rows.
 inline constexpr int32_t kLinearTileWeightRows = 192;
 
+/// W on its way to a CTA while the kernels in front run: enough in flight for the memory bandwidth,
+/// and not so much that other reads wait long.
+inline constexpr int32_t kLinearPacedBytes = 40 * 1024;
+
 /// How W and the depth of one linear_few_rows are dealt to CTAs, and what a CTA keeps in its shared
 /// memory: a ring of stages, then partial sums, then barriers.
 struct LinearPlan final {
@@ -25,6 +29,14 @@ struct LinearPlan final {
 
 /// Rows of x a tile holds: 16, 32, 64 or 128.
 [[nodiscard]] int32_t linear_tile_rows(int64_t num_rows);
+
+/// Sets `tile_rows` and `splits` for W [weight_rows, depth] in steps of `step_depth`, so that the
+/// slowest CTA costs least. An element of x has `narrowness` times the bits of one of W.
+void choose_tile(int64_t weight_rows, int64_t depth, int64_t step_depth, int64_t narrowness,
+                 int32_t num_processors, LinearPlan* plan);
+
+/// Deals the tiles of W, times `row_tiles` of x, to as few clusters as take them in the same time.
+void deal_tiles(int64_t weight_rows, int64_t row_tiles, int32_t num_processors, LinearPlan* plan);
 
 /// The plan for `num_rows` rows of x, W [weight_rows, depth] and a device of `num_processors` with
 /// `smem_limit` bytes a CTA. A function of shapes alone; `splits`, which decides the order of sums,
