@@ -8,8 +8,8 @@ namespace diffulex {
 /// Most rows of W (columns of the result) of one tile of linear_few_rows.
 inline constexpr int32_t kLinearTileWeightRows = 192;
 
-/// W on its way to a CTA while the kernels in front run: enough in flight for the memory bandwidth,
-/// and not so much that other reads wait long.
+/// Bytes of W on their way to a CTA while the kernels in front run: enough for the memory
+/// bandwidth, and not so much that other reads wait long.
 inline constexpr int32_t kLinearPacedBytes = 40 * 1024;
 
 /// How W and the depth of one linear_few_rows are dealt to CTAs, and what a CTA keeps in its shared
