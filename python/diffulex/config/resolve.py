@@ -76,15 +76,15 @@ def resolve_sections(options: Options, facts: ModelFacts) -> dict[str, Any]:
 
 def _checkpoint_level(facts: ModelFacts) -> dict[str, Any]:
     """The `diffulex` object of `generation_config.json`, which may choose the decoding alone."""
-    where = f"{_CHECKPOINT_FILE}diffulex: "
-    checkpoint = normalise(facts.checkpoint_defaults, where=where)
-    for name in facts.checkpoint_defaults:
+    checkpoint = normalise(facts.checkpoint_defaults, where=f"{_CHECKPOINT_FILE}diffulex: ")
+    for name, value in facts.checkpoint_defaults.items():
         if name in _CHECKPOINT_KEYS:
             continue
         key = CONFIG_TABLE.get(name)
         is_decoding = key is not None and (key.is_decoding or key.section in _CHECKPOINT_SECTIONS)
         if name == "generation_config" or not is_decoding:
-            raise ConfigError(f"{where}expected keys that choose the decoding, got {name!r}")
+            text = f"{name}: expected only decoding keys, got {value!r}"
+            raise ConfigError(_CHECKPOINT_FILE + text)
     return checkpoint
 
 

@@ -16,6 +16,7 @@ from diffulex.config.config import Config
 from diffulex.config.facts import read_facts
 from diffulex.config.parallel import ParallelConfig
 from diffulex.config.parse import Options
+from diffulex.config.table import CONFIG_TABLE
 from diffulex.distributed.layout import (
     Layout,
     Sizes,
@@ -200,6 +201,20 @@ def test_every_replica_has_a_port() -> None:
     assert (
         str(caught.value)
         == "master_port: expected at most 65534 for data_parallel_size 2, got 65535"
+    )
+
+
+@pytest.mark.parametrize("name", [k.name for k in CONFIG_TABLE.values() if k.section == "parallel"])
+def test_a_checkpoint_says_nothing_of_its_ranks(name: str) -> None:
+    key = CONFIG_TABLE[name]
+    value = 2 if key.kind == "int" else key.default
+    options = Options.parse("demo", {})
+    facts = dataclasses.replace(read_facts(options), checkpoint_defaults={name: value})
+    with pytest.raises(ConfigError) as caught:
+        Config.of(options, facts)
+    assert (
+        str(caught.value)
+        == f"generation_config.json: {name}: expected only decoding keys, got {value!r}"
     )
 
 
