@@ -37,6 +37,7 @@ __all__ = [
     "read_forever",
     "start_error",
     "stop_all",
+    "title_process",
     "with_hint",
 ]
 
@@ -49,9 +50,12 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 from multiprocessing.connection import Connection
 os.set_inheritable(int(sys.argv[1]), False)  # what this process starts must not hold the pipe open
 connection = Connection(int(sys.argv[1]))
-sys.path[:], variables, target, parent = connection.recv()
+sys.path[:], variables, target, parent, title = connection.recv()
 for key, value in variables.items():
     os.environ[key] = value
+if title:
+    from diffulex.distributed.child_process import title_process
+    title_process(title)
 module, _, name = target.partition(":")
 getattr(importlib.import_module(module), name)(connection, parent)
 """
@@ -66,6 +70,14 @@ _POLL_S = 0.5
 
 #: Settings that name what user code registers.
 _REGISTERED = ("model_name", "decoding_strategy", "AutoSampler", "AutoModel")
+
+
+def title_process(title: str) -> None:
+    """What `ps` and `top` show of this process, if the package setproctitle is installed."""
+    with contextlib.suppress(ImportError):
+        from setproctitle import setproctitle  # noqa: PLC0415 (optional)
+
+        setproctitle(title)
 
 
 def error_parts(error: BaseException) -> tuple[str, str, str]:
@@ -123,9 +135,12 @@ class ChildProcess:
         label: stands before each line that it writes to its standard error, but for log lines in JSON,
             which have their own.
         environment: variables in which it differs from this process.
+        title: of the process, as for `title_process`; empty: its command.
     """
 
-    def __init__(self, target: str, label: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, target: str, label: str, environment: Mapping[str, str], title: str = ""
+    ) -> None:
         self.connection: Connection[Any, Any]
         self.connection, child_end = multiprocessing.Pipe()
         self.process: Process
@@ -152,7 +167,7 @@ class ChildProcess:
         )
         self._reader.start()
         with contextlib.suppress(OSError):  # gone already, which whoever reads will find
-            self.connection.send((sys.path, dict(environment), target, os.getpid()))
+            self.connection.send((sys.path, dict(environment), target, os.getpid(), title))
 
     @property
     def pid(self) -> int:

@@ -29,6 +29,7 @@ __all__ = [
     "ReplicaStarter",
     "executor_module",
     "is_of_cluster",
+    "number_replica",
     "rank_starter",
     "replica_starter",
     "use_rank_starter",
@@ -54,11 +55,20 @@ class _LocalRanks:
     host = LOOPBACK
     shares_memory = True
 
+    #: Number of the replica that this process is the first rank of.
+    replica = 0
+
     def start(self, target: str, rank: int, environment: Mapping[str, str]) -> ChildProcess:
-        return ChildProcess(target, f"rank {rank}", environment)
+        title = f"diffulex-worker-{self.replica}.{rank}"
+        return ChildProcess(target, f"rank {rank}", environment, title)
 
 
 _ranks: RankStarter = _LocalRanks()
+
+
+def number_replica(index: int) -> None:
+    """Says which of several replicas engines of this process are, for the titles of their other ranks."""
+    _LocalRanks.replica = index
 
 
 def rank_starter() -> RankStarter:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from diffulex.distributed.child_process import describe_exit
+from diffulex.distributed.start import number_replica
 from diffulex.log import get_logger, name_process
 from diffulex.serving.backend_worker import run_sync_backend_worker
 from diffulex.wire.protocol import TEXT_CODEC
@@ -58,10 +59,12 @@ def run_backend(
     ready_queue: ReadyQueue,
     environment: Mapping[str, str] = MappingProxyType({}),
     label: str = LABEL,
+    replica: int = 0,
     **settings: Any,
 ) -> None:
     """Target of the child: a failure is told once, by the parent until the engine is ready."""
     name_process(label)
+    number_replica(replica)
     for name, value in environment.items():
         os.environ[name] = value
     try:
@@ -85,6 +88,7 @@ class BackendProcess:
         codec: of the jobs' messages.
         environment: variables in which the child differs from this process.
         label: stands in every line that the child logs.
+        replica: its number among several.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class BackendProcess:
         codec: JobCodec = TEXT_CODEC,
         environment: Mapping[str, str] = MappingProxyType({}),
         label: str = LABEL,
+        replica: int = 0,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._reports, child_end = context.Pipe(duplex=False)
@@ -105,7 +110,7 @@ class BackendProcess:
         self.process = context.Process(
             target=run_backend,
             name=PROCESS_NAME,
-            args=(ReadyQueue(child_end), dict(environment), label),
+            args=(ReadyQueue(child_end), dict(environment), label, replica),
             kwargs={
                 "model": model,
                 "engine_kwargs": dict(engine_kwargs),

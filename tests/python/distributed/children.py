@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from diffulex.distributed.child_process import read_forever
@@ -58,6 +59,13 @@ def answers(connection: Any, parent_pid: int) -> None:
     for answer in json.loads(os.environ["ANSWERS"]):
         connection.send(("reply", answer))
     time.sleep(60)
+
+
+def tells_its_title(connection: Any, parent_pid: int) -> None:
+    """Says what the package of titles was told, and the command that the system shows."""
+    told = getattr(sys.modules.get("setproctitle"), "told", [])
+    connection.send((told, Path("/proc/self/cmdline").read_bytes()))
+    connection.recv()
 
 
 def logs(connection: Any, parent_pid: int) -> None:

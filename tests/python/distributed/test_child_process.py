@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from diffulex.distributed.child_process import ChildProcess, stop_all
+from diffulex.distributed.start import _LocalRanks, number_replica, rank_starter
 
 #: Generous: the host may be loaded.
 SOON_S = 20.0
@@ -109,3 +110,35 @@ def test_every_line_of_a_child_has_its_name(
     assert text.endswith(" INFO    engine said")
     assert json.loads(as_object)["process"] == "own name"
     assert other == "logs: {not a log line}"
+
+
+#: A package of that name, and none.
+TITLES = {
+    "told = []\nsetproctitle = told.append": ["diffulex-worker-3.2"],
+    "raise ImportError": [],
+}
+
+
+@pytest.mark.parametrize("package", TITLES)
+def test_a_title_needs_a_package(
+    started: list[ChildProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str
+) -> None:
+    (tmp_path / "setproctitle.py").write_text(package)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_LocalRanks, "replica", 0)
+    number_replica(3)
+    started.append(rank_starter().start("children:tells_its_title", 2, {}))
+    started.append(ChildProcess("children:tells_its_title", "without", {}))
+    for child, expected in zip(started, (TITLES[package], []), strict=True):
+        assert child.connection.poll(SOON_S)
+        told, command = child.connection.recv()
+        assert told == expected
+        assert b"importlib.import_module(module)" in command
+
+
+def test_a_title_is_what_the_system_shows(started: list[ChildProcess]) -> None:
+    pytest.importorskip("setproctitle", reason="shows nothing else")
+    started.append(rank_starter().start("children:tells_its_title", 2, {}))
+    assert started[0].connection.poll(SOON_S)
+    _, command = started[0].connection.recv()
+    assert command.rstrip(b"\0") == b"diffulex-worker-0.2"

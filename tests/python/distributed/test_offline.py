@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,9 @@ def test_a_replica_that_has_lost_a_rank_gets_nothing_more() -> None:
         pids = children(engine)
         workers = [children_of(pid) for pid in pids]
         assert [len(of) for of in workers] == [1, 1]
+        if find_spec("setproctitle"):
+            shown = [Path(f"/proc/{of[0]}/cmdline").read_bytes().rstrip(b"\0") for of in workers]
+            assert shown == [b"diffulex-worker-0.1", b"diffulex-worker-1.1"]
         os.kill(workers[0][0], signal.SIGKILL)
         until(engine._loop.replicas[0].child.connection.poll)  # type: ignore[attr-defined]
         outputs = engine.generate(PROMPTS[:4], GREEDY, summary=False)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,10 @@ def family_of(pid: int) -> set[int]:
 def is_worker(pid: int) -> bool:
     """Whether a backend has started it as a rank or a replica."""
     try:
-        return b"importlib.import_module(module)" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+    return b"importlib.import_module(module)" in command or command.startswith(b"diffulex-worker-")
 
 
 def worker_of(pid: int) -> int | None:
@@ -179,6 +181,9 @@ def _ask_as_openai_does(openai: Any, process: subprocess.Popen[bytes], log: Path
     everyone = family_of(process.pid)
     workers = [pid for pid in everyone if is_worker(pid)]
     assert len(workers) == 2
+    if find_spec("setproctitle"):
+        shown = {Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0") for pid in workers}
+        assert shown == {b"diffulex-worker-0.1", b"diffulex-worker-1.1"}
     client = openai.OpenAI(base_url=f"{base}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0)
     asked = {"model": "demo", "temperature": 0, "max_tokens": 24}
     messages = [{"role": "user", "content": "Tom has 3 apples. He buys 4 more apples. How many?"}]

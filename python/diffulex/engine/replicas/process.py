@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diffulex.distributed.child_process import error_parts, read_forever
 from diffulex.distributed.outbox import Outbox
+from diffulex.distributed.start import number_replica
 from diffulex.errors import DiffulexError, EngineDeadError
 from diffulex.log import configure, name_process
 
@@ -49,10 +50,11 @@ def run_replica(connection: Connection[Any, Any], parent_pid: int) -> None:
     """
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     read_forever(connection, parent_pid, inbox.put)
-    options, logs, name, coupling = inbox.get()
+    options, logs, index, coupling = inbox.get()
+    number_replica(index)
     if logs is not None:
         # In JSON the parent cannot put the name before a line.
-        name_process(name if logs.json else "")
+        name_process(f"replica {index}" if logs.json else "")
         configure(logs.level, file="", json=logs.json)
     outbox = Outbox(connection, lambda: inbox.put(("room",)))
     outbox.put(("hello",))

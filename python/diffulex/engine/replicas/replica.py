@@ -187,7 +187,7 @@ def start_replicas(
             replicas.append(Replica(index, child, name))
             given = replica_settings(options.given, own, index)
             coupling = None if place is None else Coupling(index, place)
-            told = Options(options.model, given), log_settings(), f"replica {index}", coupling
+            told = Options(options.model, given), log_settings(), index, coupling
             replicas[-1].send(told)
         _await_all(replicas, parallel.distributed_timeout_seconds)
     except BaseException:

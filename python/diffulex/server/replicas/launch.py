@@ -120,6 +120,7 @@ def make_replica_group(
             socket_directory=socket_directory,
             environment=environment,
             label=label,
+            replica=index,
         )
 
     return ReplicaGroup(
