@@ -74,10 +74,12 @@ class StepProbe:
         )
 
     def _count_experts(self, module: Any, args: tuple[Any, ...], output: object) -> None:
-        ids = args[1].routing.ids
-        # Rows without a token have expert -1, which falls into the first place.
+        # Rows without a token have expert -1, as those of other ranks do; it falls into the first place.
+        ids = args[1].routing.ids.flatten().long()
+        if module._expert_map is not None:
+            ids = module._expert_map[ids].long().masked_fill_(ids < 0, -1)
         is_used = torch.zeros(module.w13.size(0) + 1, dtype=torch.int32, device=ids.device)
-        is_used.index_fill_(0, ids.flatten().long() + 1, 1)
+        is_used.index_fill_(0, ids + 1, 1)
         assert self._latest is not None
         self._latest.experts.append(is_used[1:].sum())
 

@@ -80,6 +80,22 @@ def test_decode_step_counts_experts(tmp_path):
     assert "experts" in text
 
 
+@pytest.mark.slow
+def test_decode_step_counts_the_experts_of_a_rank(tmp_path):
+    """Two ranks have four whole experts each: their width is too small to be cut."""
+    document = tmp_path / "steps.json"
+    run(
+        "bench_decode_step.py",
+        *("--shape", "tiny-moe", "--device", "cpu", "--dtype", "float32", "--batch", 4),
+        *("--buffer-size", 1, "--block-size", 4, "--prompt-len", 8, "--run-ahead", "off"),
+        *("--warmup", 2, "--steps", 4, "--tp", "1,2", "--json", document),
+    )
+    alone, shared = json.loads(document.read_text())["results"]
+    assert (alone["tp"], shared["tp"]) == (1, 2)
+    assert 0 < shared["experts"] <= 4 < alone["experts"] <= 8
+    assert 0 < shared["weight_bytes"] < alone["weight_bytes"]
+
+
 @pytest.mark.parametrize(
     ("row", "verdict"),
     [
