@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import torch
 
 from diffulex.distributed import cuda_comm
 from diffulex.distributed.store import PeerError, make_store
+from diffulex.errors import ConfigError
 from fixtures.processes import PATIENCE_S, until
 
 _PROGRAM = str(Path(__file__).with_name("comm_rank.py"))
@@ -161,6 +163,52 @@ def test_what_fails_in_this_rank_is_not_blamed_on_another() -> None:
     for error in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("fault", 1)):
         with pytest.raises(type(error)):
             nccl_of(error).all_reduce_(torch.ones(1))
+
+
+class Unconnected(cuda_comm.CudaComm):
+    """Up to the opening of buffers, which takes GPUs."""
+
+    def _connect(self) -> str:
+        return self._missing_access([("the host", device, "", "") for device in range(2)])
+
+
+@pytest.fixture
+def _without_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs of a host that cannot open each other's memory."""
+    monkeypatch.setattr(cuda_comm, "join_store", lambda *_: None)
+    monkeypatch.setattr(cuda_comm, "_library", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
+
+
+@pytest.mark.usefixtures("_without_access")
+def test_gpus_without_access_to_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    """An error where peer memory is asked for; else one line of the first rank, and the library."""
+
+    def connect(rank: int, **settings: str) -> Unconnected:
+        return Unconnected(rank, 2, None, torch.device("cuda", rank), 1.0, 1.0, **settings)
+
+    missing = "peer access between cuda:0 and cuda:1"
+    with pytest.raises(ConfigError) as caught:
+        connect(0, custom_all_reduce="on")
+    assert str(caught.value) == f"custom_all_reduce: expected {missing}, got none"
+    without = "ranks exchange through {} alone, without graphs: {}"
+    for settings, texts in (
+        ({}, [without.format("NCCL", f"expected {missing}, got none")]),
+        ({"custom_all_reduce": "off"}, [without.format("NCCL", "custom_all_reduce is off")]),
+        (
+            {"backend": "gloo"},
+            [
+                "distributed_backend gloo: large exchanges go through the host; for tests",
+                without.format("gloo", f"expected {missing}, got none"),
+            ],
+        ),
+    ):
+        caplog.clear()
+        assert connect(0, **settings).no_capture_reason == "the ranks have no peer memory"
+        assert caplog.messages == texts
+        connect(1, **settings)
+        assert caplog.messages == texts
 
 
 @pytest.mark.cuda
