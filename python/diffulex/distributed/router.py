@@ -131,6 +131,11 @@ class Router:
     def __len__(self) -> int:
         return len(self._replicas)
 
+    def add(self) -> int:
+        """Counts one more replica, which starts; its number."""
+        self._replicas.append(_Replica(ReplicaState.STARTING))
+        return len(self._replicas) - 1
+
     def resize(self, capacity_tokens: int) -> None:
         """Changes what the prefix cache of one replica holds."""
         self._max_chunks = max(0, capacity_tokens) // CHUNK_TOKENS

@@ -2,16 +2,18 @@
 """The server as an application of Ray Serve: replicas that Serve starts, counts, checks and replaces.
 
 Each replica of the deployment is the application of `diffulex serve` over an engine in a process of the
-same node. Serve's proxies listen, choose a replica, and wait for its answers when it is to go.
+same node. Serve's proxies listen, choose a replica, and wait for its answers when it is to go; or a door
+behind them chooses (`diffulex.ray.prefix`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
 from diffulex.config.flags import READABLE_KINDS, read_value
 from diffulex.config.table import CONFIG_TABLE
@@ -19,8 +21,10 @@ from diffulex.distributed.child_process import ChildProcess
 from diffulex.distributed.layout import Sizes
 from diffulex.errors import ConfigError
 from diffulex.ray.backend import TARGET, ConnectedBackend
+from diffulex.ray.prefix import CACHE_TOKENS, Door, HttpRequest, PrefixRouter, answer_of
 from diffulex.server.args import ServerArgs
 from diffulex.server.http.api_server import create_app
+from diffulex.server.http.app_options import LARGEST_BODY
 from diffulex.server.launch import (
     ipc_directory,
     limits_of,
@@ -38,7 +42,13 @@ _LABEL = "engine"
 _STOP_S = 5.0
 #: Requests that a replica may have, in those that its engine decodes at a time.
 _ONGOING = 2
-_MODEL_KEYS = ("model_loading_config", "engine_kwargs", "accelerator_type", "deployment_config")
+#: Those that a door may have: replicas refuse what is too much for them.
+_AT_THE_DOOR = 10_000
+#: Seconds between the times that replicas tell a router of themselves.
+_TELL_S = 1.0
+#: Keys beside the settings of a server, here and in an item of `llm_configs`.
+_OF_DEPLOYMENT = ("deployment_config", "accelerator_type", "request_router")
+_MODEL_KEYS = ("model_loading_config", "engine_kwargs", *_OF_DEPLOYMENT)
 _LOADING_KEYS = ("model_id", "model_source")
 #: Settings of a server of its own, which Serve has in its place.
 _OF_SERVE = (
@@ -53,7 +63,8 @@ def build_openai_app(args: Mapping[str, Any]) -> Any:
 
     Args:
         args: settings of `diffulex serve` by name, `model` among them; or `llm_configs` with one item,
-            see docs/ray.md. `deployment_config` has options of the deployment.
+            see docs/ray.md. `deployment_config` has options of the deployment, `request_router` says
+            by what replicas are chosen.
 
     Raises:
         ConfigError: a key is unknown, or a setting illegal.
@@ -62,9 +73,9 @@ def build_openai_app(args: Mapping[str, Any]) -> Any:
     if "llm_configs" in given:
         given = _flattened(given)
     deployment = dict(given.pop("deployment_config", None) or {})
-    accelerator = given.pop("accelerator_type", None)
+    others = {name: given.pop(name, None) for name in ("accelerator_type", "request_router")}
     settings = {name: _read(name, value) for name, value in given.items()}
-    return openai_app(settings, deployment, accelerator_type=accelerator)
+    return openai_app(settings, deployment, **others)
 
 
 def openai_app(
@@ -72,6 +83,7 @@ def openai_app(
     deployment_config: Mapping[str, Any] | None = None,
     *,
     accelerator_type: str | None = None,
+    request_router: str | None = None,
     engine_factory: Callable[..., Any] | None = None,
 ) -> Any:
     """The application of settings that are values of Python already.
@@ -80,21 +92,39 @@ def openai_app(
         settings: fields of `ServerArgs`.
         deployment_config: options of `serve.deployment`, such as `autoscaling_config`.
         accelerator_type: the nodes that replicas may be on.
+        request_router: `prefix`: by what their prefix caches hold; None: as Serve does.
         engine_factory: replaces the real engine; importable by name on the nodes.
 
     Raises:
         ConfigError: a setting is unknown or illegal.
     """
     server = _server_args(settings)
+    if request_router not in (None, "prefix"):
+        raise ConfigError(f"request_router: expected prefix, or none, got {request_router!r}")
     options = _deployment_options(server, dict(deployment_config or {}), accelerator_type)
+    replica: type = _Replica
+    if request_router is not None:
+        replica = _ReplicaBehindDoor
+        router = RequestRouterConfig(
+            request_router_class=PrefixRouter, request_routing_stats_period_s=_TELL_S
+        )
+        options = {"request_router_config": router, **options}
     try:
-        deployment = serve.deployment(_Replica).options(**options)
+        deployment = serve.deployment(replica).options(**options)
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"deployment_config: expected options of Ray Serve, got {reason}"
         ) from error
-    return deployment.bind(dict(settings), engine_factory)
+    replicas = deployment.bind(dict(settings), engine_factory)
+    if request_router is None:
+        return replicas
+    door = serve.deployment(serve.ingress()(Door)).options(
+        name="door",
+        max_ongoing_requests=_AT_THE_DOOR,
+        graceful_shutdown_timeout_s=options["graceful_shutdown_timeout_s"],
+    )
+    return door.bind(replicas, server.max_body_bytes or LARGEST_BODY)
 
 
 def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,8 +145,7 @@ def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
     result = {**rest, **dict(config.get("engine_kwargs") or {}), "model": source}
     if loading.get("model_id"):
         result["served_model_name"] = [loading["model_id"]]
-    names = ("deployment_config", "accelerator_type")
-    return {**result, **{name: config[name] for name in names if config.get(name)}}
+    return {**result, **{name: config[name] for name in _OF_DEPLOYMENT if config.get(name)}}
 
 
 def _check_names(where: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -184,9 +213,8 @@ def _deployment_options(
     }
 
 
-@serve.ingress()
-class _Replica:
-    """A replica of the deployment. Serve starts it when its engine is ready."""
+class _EngineOfReplica:
+    """What a replica of the deployment has. Serve starts it when its engine is ready."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: Mapping[str, Any], engine_factory: Callable[..., Any] | None
@@ -212,7 +240,10 @@ class _Replica:
             "engine_factory": engine_factory,
         }
 
+        self._cache_tokens = 0
+
         def on_ready(info: Mapping[str, Any]) -> None:
+            self._cache_tokens = int(info.get("num_pages", 0)) * int(info.get("page_size", 0))
             if info.get("mask_token_id") is not None:
                 tokenizer.protect_mask(info["mask_token_id"])
 
@@ -230,10 +261,6 @@ class _Replica:
         await asyncio.get_running_loop().run_in_executor(None, self._supervisor.wait_ready)
         self._supervisor.watch()
 
-    def __serve_build_asgi_app__(self) -> Any:
-        """The application, which Serve starts and stops."""
-        return create_app(self._frontend, args=self._args)
-
     def check_health(self) -> None:
         """Raises when the engine is gone: Serve then starts another replica."""
         if not self._frontend.is_healthy:
@@ -249,3 +276,38 @@ class _Replica:
         if hasattr(self, "_directory"):
             remove_ipc_directory(self._directory)
             del self._directory
+
+
+@serve.ingress()
+class _Replica(_EngineOfReplica):
+    """A replica that Serve's proxies choose."""
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """The application, which Serve starts and stops."""
+        return create_app(self._frontend, args=self._args)
+
+
+class _ReplicaBehindDoor(_EngineOfReplica):
+    """A replica that the router of a door chooses."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: Mapping[str, Any], engine_factory: Callable[..., Any] | None
+    ) -> None:
+        await super().__init__(settings, engine_factory)
+        self._app = create_app(self._frontend, args=self._args)
+        self._lifespan = self._app.router.lifespan_context(self._app)
+        await self._lifespan.__aenter__()
+
+    async def relay(self, request: HttpRequest) -> AsyncIterator[Any]:
+        """What the application answers."""
+        async for message in answer_of(self._app, request):
+            yield message
+
+    def record_routing_stats(self) -> dict[str, int]:
+        """What the router is told."""
+        return {CACHE_TOKENS: self._cache_tokens}
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_lifespan"):
+            await self._lifespan.__aexit__(None, None, None)
+        await super().__del__()

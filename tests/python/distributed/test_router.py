@@ -152,6 +152,17 @@ def test_the_end_of_a_chain_is_forgotten_before_its_beginning() -> None:
     assert router.sent(0, chunks, 6 * CHUNK_TOKENS).num_hit == 2 * CHUNK_TOKENS
 
 
+def test_a_replica_is_added() -> None:
+    router = Router(1, 10_000)
+    chunks = token_chunks([3] * 640)
+    router.started(router.sent(0, chunks, 640))
+    assert router.add() == 1 == len(router) - 1
+    assert router.choose((), 10_000) == 0  # it has not started yet
+    router.set_state(1, ReplicaState.READY)
+    assert router.choose((), 10) == 1
+    assert router.choose(chunks, 640) == 0
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"policy: expected one of prefix, .*, got 'random'"):
         Router(2, 0, "random")

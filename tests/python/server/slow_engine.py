@@ -75,6 +75,22 @@ class SlowEngine(BlockEngine):
         return {"gauges": {"requests_running": len(self.live)}}
 
 
+class PagedEngine(SlowEngine):
+    """Has a prefix cache, and logs where prompts arrive."""
+
+    def add_request(self, prompt, sampling_params, **options):
+        _log(f"prompt {os.getpid()} {prompt[0]}")
+        return super().add_request(prompt, sampling_params, **options)
+
+    def serving_info(self):
+        return {**super().serving_info(), "num_pages": 1000, "page_size": 32}
+
+
+def make_paged(model, **kwargs):
+    """An engine whose cache counts."""
+    return PagedEngine()
+
+
 def make_slow(model, **kwargs):
     """The usual engine of a test."""
     return SlowEngine()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["STATE_CODES", "AppContext", "AppOptions", "state_name"]
 
 # A full prompt takes some 8 bytes per token as ids or as text: a batch of 32, within these bounds.
-_BODY_BYTES_PER_TOKEN, _LEAST_BODY, _LARGEST_BODY = 256, 4 << 20, 32 << 20
+_BODY_BYTES_PER_TOKEN, _LEAST_BODY, LARGEST_BODY = 256, 4 << 20, 32 << 20
 # Token ids of the prompts of a body: more would hold up the event loop while they are taken over.
 _MAX_IDS = 1 << 20
 
@@ -150,7 +150,7 @@ class AppContext:
         if self.options.max_body_bytes > 0:
             return self.options.max_body_bytes
         length = int(self.info.get("max_model_len") or 0)
-        return max(_LEAST_BODY, min(_LARGEST_BODY, length * _BODY_BYTES_PER_TOKEN))
+        return max(_LEAST_BODY, min(LARGEST_BODY, length * _BODY_BYTES_PER_TOKEN))
 
     @property
     def body_limits(self) -> Mapping[str, Mapping[str, int]]:

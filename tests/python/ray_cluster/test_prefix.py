@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefixes of prompts in Ray Serve: the door, its router, and an application of two replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fixtures.extras import need_extra
+
+need_extra("ray", "ray", "fastapi", "zmq")
+
+sys.path.append(str(Path(__file__).parents[1] / "server"))  # whose engines import each other
+
+from ray.exceptions import ActorUnavailableError  # noqa: E402
+
+import slow_engine  # noqa: E402
+from diffulex.distributed.router import text_chunks, token_chunks  # noqa: E402
+from diffulex.errors import ConfigError  # noqa: E402
+from diffulex.ray import prefix  # noqa: E402
+from diffulex.ray.serve import build_openai_app, openai_app  # noqa: E402
+from ray_cluster.conftest import is_running, kill, until  # noqa: E402
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+URL = "http://127.0.0.1:8124"
+SCOPE = {"type": "http", "path": "/generate", "headers": [(b"a", b"b")], "state": object()}
+
+
+def request_of(**body: Any) -> prefix.HttpRequest:
+    return prefix.read_request(SCOPE, json.dumps(body).encode())
+
+
+def test_what_a_router_knows_of_a_request() -> None:
+    ids, text = list(range(200)), "word " * 200
+    own = request_of(prompt=ids, model="m")
+    assert own.scope == {key: SCOPE[key] for key in ("type", "path", "headers")}
+    assert (own.chunks, own.num_tokens) == (token_chunks(ids, "m"), 200)
+    own = request_of(prompt=text)
+    assert (own.chunks, own.num_tokens) == (text_chunks(text), 250)
+    first = {"role": "user", "content": text}
+    short = request_of(messages=[first]).chunks
+    # A conversation that goes on begins as it did; the last chunk has the end of the list.
+    assert len(short) == 4
+    assert request_of(messages=[first, first]).chunks[:3] == short[:3]
+    assert request_of(input=[first]).chunks == short
+    assert request_of(messages=[first], model="other").chunks != short
+    for body in (b"", b"[1]", b"{", b"\xff", b'{"prompt": 3}', b'{"prompt": [1, true]}'):
+        assert not prefix.read_request(SCOPE, body).chunks
+    assert len(request_of(prompt=[2**70] * 64).chunks) == 1
+
+
+def pending(name: str, *args: Any) -> Any:
+    metadata = SimpleNamespace(internal_request_id=name)
+    return SimpleNamespace(args=args, metadata=metadata, routing_context=SimpleNamespace())
+
+
+def test_replicas_come_and_go() -> None:
+    router = prefix.PrefixRouter.__new__(prefix.PrefixRouter)
+    router.initialize_state()
+    router._router.resize(10_000)
+
+    def order(request: Any) -> list[str]:
+        names = [SimpleNamespace(replica_id=name) for name in sorted(router._places)]
+        ranks = asyncio.run(
+            router.choose_replicas([*names, SimpleNamespace(replica_id="?")], request)
+        )
+        assert all(len(rank) == 1 for rank in ranks)
+        return [rank[0].replica_id for rank in ranks]
+
+    router._place({"a", "b", "c"})
+    assert sorted(order(None)) == ["a", "b", "c"]
+    request = pending("1", request_of(prompt=[5] * 640))
+    assert sorted(order(request)) == ["a", "b", "c"]
+    assert request.routing_context.should_backoff
+    router.on_request_routed(request, "b", None)
+    assert order(request)[0] == "b"  # 128 for the one in flight are less than 640
+    assert order(pending("2"))[-1] == "b"
+    router.on_request_completed("b", "1")
+    router.on_request_completed("b", "1")  # of one that was refused there is no account
+    assert router._router.num_inflight(router._places["b"]) == 0
+    router._place({"a", "c", "d"})  # where b was, with nothing cached
+    assert len(router._router) == 3
+    prompt = prefix._prompt_of(request)
+    assert [router._router.sent(index, *prompt).num_hit for index in range(3)] == [0, 0, 0]
+    router.on_request_routed(request, "b", None)  # gone meanwhile
+    assert router._tickets == {}
+
+
+class Relay:
+    """Stands for the handle: each call sends what it is told, or fails."""
+
+    def __init__(self, *calls: list[Any]) -> None:
+        self.calls, self.asked, self.num_cancelled = list(calls), [], 0
+        self.relay = SimpleNamespace(remote=self._remote)
+
+    def options(self, *, stream: bool) -> Relay:
+        assert stream
+        return self
+
+    def _remote(self, request: prefix.HttpRequest) -> Any:
+        self.asked.append(request)
+        return _Answer(self, self.calls.pop(0))
+
+
+class _Answer:
+    def __init__(self, relay: Relay, messages: list[Any]) -> None:
+        self._relay, self._messages = relay, messages
+
+    async def __aiter__(self) -> Any:
+        for message in self._messages:
+            if isinstance(message, Exception):
+                raise message
+            yield message
+
+    def cancel(self) -> None:
+        self._relay.num_cancelled += 1
+
+
+def ask(relay: Relay, *body: bytes, most: int = 100) -> list[Any]:
+    """What a door sends for a body in pieces."""
+    door, sent = prefix.Door(relay, most), []
+    pieces = [{"type": "http.request", "body": piece, "more_body": True} for piece in body]
+    pieces[-1]["more_body"] = False
+
+    async def receive() -> Any:
+        return pieces.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(door._answer(SCOPE, receive, send))
+    return sent
+
+
+def test_a_door() -> None:
+    lost = ActorUnavailableError("lost", b"0" * 16)
+    answer = [{"type": "http.response.start"}, {"type": "http.response.body"}]
+    relay = Relay(answer)
+    assert ask(relay, b'{"prompt"', b": 3}") == answer
+    assert (relay.asked[0].body, relay.num_cancelled) == (b'{"prompt": 3}', 1)
+    # What is too much is refused by the replica, which needs no more of it for that.
+    relay = Relay(answer)
+    assert ask(relay, bytes(60), bytes(60), bytes(60)) == answer
+    assert len(relay.asked[0].body) == 120
+    relay = Relay([lost], [lost], answer)
+    assert ask(relay, b"") == answer
+    assert relay.num_cancelled == 3
+    start, body = ask(Relay([lost], [lost], [lost]), b"")
+    assert start["status"] == 503
+    assert json.loads(body["body"])["error"]["code"] == "replica_lost"
+    relay = Relay([answer[0], lost], answer)
+    with pytest.raises(ActorUnavailableError):  # its client has seen a part
+        ask(relay, b"")
+    assert len(relay.asked) == 1
+
+
+def test_an_application_learns_that_its_client_has_gone() -> None:
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope["path"], (await receive())["body"]))
+        await send({"type": "http.response.start"})
+        seen.append((await receive())["type"])
+
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        raise ValueError("of the application")
+
+    async def take(app: Any, count: int) -> None:
+        answer = prefix.answer_of(app, request_of(prompt="x"))
+        for _ in range(count):
+            await anext(answer)
+        await answer.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(take(app, 1))
+    assert seen == [("/generate", b'{"prompt": "x"}'), "http.disconnect"]
+    with pytest.raises(ValueError, match="of the application"):
+        asyncio.run(take(fails, 1))
+
+
+def test_other_routers_are_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        build_openai_app({"model": "demo", "request_router": "random"})
+    assert str(error.value) == "request_router: expected prefix, or none, got 'random'"
+
+
+def post(prompt_id: int, **body: Any) -> Any:
+    body = {"prompt": [prompt_id] * 640, "max_tokens": 4, **body}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{URL}/generate", json.dumps(body).encode(), headers)
+    return urllib.request.urlopen(request, timeout=120)
+
+
+@pytest.fixture
+def served(cluster: Any, tmp_path: Path) -> Iterator[Path]:
+    """Two replicas behind a door; the log of their engines."""
+    from ray import serve
+
+    node = cluster.add_node(num_cpus=4)
+    log = tmp_path / "engines.log"
+    actor = {"num_cpus": 1, "runtime_env": {"env_vars": {"DIFFULEX_TEST_LOG": str(log)}}}
+    app = openai_app(
+        {"model": "demo", "device": "cpu", "max_num_reqs": 8},
+        {"num_replicas": 2, "health_check_period_s": 1.0, "ray_actor_options": actor},
+        request_router="prefix",
+        engine_factory=slow_engine.make_paged,
+    )
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": 8124})
+    serve.run(app, route_prefix="/")
+    yield log
+    serve.shutdown()
+    cluster.remove_node(node)
+
+
+def places(log: Path) -> dict[int, list[int]]:
+    """Engines by the prompts that came to them, in their order."""
+    found: dict[int, list[int]] = {}
+    for line in log.read_text().splitlines():
+        if line.startswith("prompt"):
+            _, pid, prompt = map(int, line.replace("prompt", "0").split())
+            found.setdefault(prompt, []).append(pid)
+    return found
+
+
+def test_prompts_stay_where_they_are_cached(served: Path) -> None:
+    prompts = range(3, 8)  # taken in turns, they would not stay
+
+    def ask_all() -> bool:
+        try:
+            for prompt in prompts:
+                post(prompt).close()
+        except OSError:  # the proxy hears of the application later than `run` returns
+            return False
+        return all(len(pids) > 1 and pids[-1] == pids[-2] for pids in places(served).values())
+
+    until(ask_all)  # replicas tell of their caches once in a second
+    for _ in range(4):
+        assert ask_all()
+    last = {prompt: pids[-5:] for prompt, pids in places(served).items()}
+    assert all(len(set(pids)) == 1 for pids in last.values())
+    assert len({pids[0] for pids in last.values()}) == 2
+
+    # A client that leaves ends its request.
+    stream = post(3, max_tokens=2000, stream=True)
+    assert stream.readline()
+    stream.close()
+    until(lambda: "abort" in served.read_text())
+
+    # A replica that is killed before the answer begins: another one decodes the request.
+    engine = last[3][0]
+    actor = int(Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1])
+    count = len(places(served)[3])
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: json.load(post(3, max_tokens=200)))
+        until(lambda: len(places(served)[3]) > count)
+        kill(actor)
+        assert len(answer.result()["token_ids"]) == 200
+    assert places(served)[3][-1] != engine
+    until(lambda: not is_running(engine))
