@@ -138,22 +138,22 @@ def free_port() -> int:
         return port
 
 
-def connecting() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "diffulex-connect"]
+def connecting() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "diffulex-connect"}
 
 
 def test_the_port_is_free_again_when_a_rank_has_died_while_others_connect(make: Any) -> None:
     """Another attempt gets it, and the ranks of the first one wait there no longer."""
     digest = worker.checkpoint_digest(read_model_facts("demo", {}).model_dir)
     settings = {"master_port": free_port(), "distributed_timeout_seconds": 600}
-    before = connecting()
 
     def fail_to_connect() -> None:
         followers = make(OWN, digest, **settings)
         (pid,) = [child.pid for child in followers._group._pipes.children]
+        others = connecting()  # of earlier attempts, which may end meanwhile
         with ThreadPoolExecutor(1) as pool:
             connected = pool.submit(followers.connect)
-            until(lambda: connecting() != before or connected.done())
+            until(lambda: connecting() - others or connected.done())
             assert not connected.done()
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match=rf"^rank 1 \(pid {pid}, cpu\) was killed by"):
@@ -163,7 +163,7 @@ def test_the_port_is_free_again_when_a_rank_has_died_while_others_connect(make: 
     fail_to_connect()
     fail_to_connect()
     socket.create_server((LOOPBACK, settings["master_port"])).close()
-    until(lambda: connecting() == before)
+    until(lambda: not connecting())
 
 
 def test_ranks_of_an_attempt_that_failed_do_not_meet_those_of_the_next() -> None:

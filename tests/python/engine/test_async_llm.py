@@ -193,7 +193,7 @@ from diffulex import AsyncLLM
 async def main():
     await llm.start()
     print(len((await llm.generate("Ben has 8 coins.", max_tokens=4)).token_ids))
-    asyncio.create_task(llm.generate("Ben has 8 coins.", max_tokens=64, ignore_eos=True))
+    asyncio.create_task(llm.generate("Ben has 8 coins.", max_tokens=400, ignore_eos=True))
     while llm.num_requests == 0:
         await asyncio.sleep(0)
 

@@ -14,6 +14,7 @@ import pytest
 
 from fixtures.expected_answers import MAX_TOKENS, Expected
 from fixtures.live_server import LiveServer
+from fixtures.processes import until
 
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
@@ -101,12 +102,9 @@ def test_leaving_ends_the_request(
             assert process.stdout is not None
             assert process.stdout.readline().startswith(b"data: ")
         else:
-            time.sleep(0.1)
+            until(lambda: _metric(server, "requests_tracked"))
         process.kill()
-    deadline = time.monotonic() + 1.0
-    while _metric(server, "requests_inflight_http") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert _metric(server, "requests_inflight_http") == 0
+    until(lambda: not _metric(server, "requests_inflight_http"))
     assert aborted < _metric(server, "request_aborted_total") <= aborted + 8
 
 
