@@ -120,21 +120,9 @@ void DiffusionGemma::complete_decode_request(const Request& request, DecodeReque
 void DiffusionGemma::begin_step(Request& request, const StepNeed& need) const {
   const BlockRules& rules = request.buffer.rules();
   BufferState& state = request.buffer.state();
-  RequestStep& step = request.step;
   const CanvasPhase phase =
       next_canvas_phase(rules, state, state.context_len, rebuild_end(request));
-  step = RequestStep{};
-  step.is_in_flight = true;
-  step.is_prefill = need.is_prefill;
-  step.is_final = need.is_final;
-  step.num_rows = need.num_rows;
-  step.num_valid_rows = need.num_rows;
-  step.first_pos = state.context_len;
-  request.status = need.is_prefill ? RequestStatus::kPrefilling : RequestStatus::kDecoding;
-  if (!need.is_prefill) {
-    request.needs_prompt_prefill = false;
-    request.resume_until = 0;
-  }
+  RequestStep& step = open_step(request, need);
   if (phase == CanvasPhase::kDenoise) {
     if (state.num_valid == 0) {
       open_next_canvas(request);  // everything before it came from the prefix cache

@@ -114,22 +114,12 @@ int32_t FastDllmV2::context_len_ahead(const Request& request) const {
 
 void FastDllmV2::begin_step(Request& request, const StepNeed& need) const {
   BufferState& state = request.buffer.state();
-  RequestStep& step = request.step;
-  step = RequestStep{};
-  step.is_in_flight = true;
-  step.is_prefill = need.is_prefill;
-  step.is_final = need.is_final;
-  step.num_rows = need.num_rows;
-  step.num_valid_rows = need.num_rows;  // never cut, not even past the end of the response
+  // Its rows are never cut, not even past the end of the response.
+  RequestStep& step = open_step(request, need);
   if (need.is_prefill) {
-    request.status = RequestStatus::kPrefilling;
     step.row_mode = RowMode::kPrefillBlockCausal;
-    step.first_pos = state.context_len;
     step.store_end = step.first_pos + need.num_rows;
   } else {
-    request.status = RequestStatus::kDecoding;
-    request.needs_prompt_prefill = false;
-    request.resume_until = 0;
     const DualCacheStep dual = decode_step(request);
     begin_dual_step(state, request.dual_cache, dual);
     step.has_sampling = dual.is_sampled;

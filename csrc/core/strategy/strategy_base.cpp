@@ -159,17 +159,7 @@ StepNeed mask_fill_need(const EngineOptions& options, const Request& request,
 void begin_mask_fill_step(const EngineOptions& options, Request& request, const StepNeed& need) {
   const BlockRules& rules = request.buffer.rules();
   BufferState& state = request.buffer.state();
-  RequestStep& step = request.step;
-  step = RequestStep{};
-  step.is_in_flight = true;
-  step.is_prefill = need.is_prefill;
-  step.is_final = need.is_final;
-  step.num_rows = need.num_rows;
-  request.status = need.is_prefill ? RequestStatus::kPrefilling : RequestStatus::kDecoding;
-  if (!need.is_prefill) {
-    request.needs_prompt_prefill = false;
-    request.resume_until = 0;
-  }
+  RequestStep& step = open_step(request, need);
   if (!need.is_prefill || (request.needs_prompt_prefill && need.is_final)) {
     const BufferForward forward = enter_buffer(rules, state);
     if (forward.has_activated && !request.params.template_token_ids.empty()) {
@@ -182,8 +172,6 @@ void begin_mask_fill_step(const EngineOptions& options, Request& request, const 
     step.num_rows = need.is_prefill ? need.num_rows : forward.num_valid_rows;
     step.store_end = forward.store_end;
   } else {
-    step.first_pos = state.context_len;
-    step.num_valid_rows = need.num_rows;
     step.store_end = step.first_pos + need.num_rows;
     mark_stored(rules, state, step.first_pos, step.store_end);
   }
@@ -287,6 +275,23 @@ bool apply_verdicts(Request& request, const RequestOutput& result) {
     has_bad_logits = has_bad_logits || is_bad;
   }
   return has_bad_logits;
+}
+
+RequestStep& open_step(Request& request, const StepNeed& need) {
+  request.status = need.is_prefill ? RequestStatus::kPrefilling : RequestStatus::kDecoding;
+  if (!need.is_prefill) {
+    request.needs_prompt_prefill = false;
+    request.resume_until = 0;
+  }
+  RequestStep& step = request.step;
+  step = RequestStep{};
+  step.is_in_flight = true;
+  step.is_prefill = need.is_prefill;
+  step.is_final = need.is_final;
+  step.first_pos = request.buffer.state().context_len;
+  step.num_rows = need.num_rows;
+  step.num_valid_rows = need.num_rows;
+  return step;
 }
 
 void record_forward(const EngineOptions& options, Request& request, bool is_prefill,

@@ -42,6 +42,9 @@ struct PrefillSpan {
 [[nodiscard]] StepNeed cut_prefill_span(const EngineOptions& options, const PrefillSpan& span,
                                         int32_t row_budget);
 
+/// Enters the forward of `need`: its rows, from the first without KV on, and the request's status.
+RequestStep& open_step(Request& request, const StepNeed& need);
+
 /// Counts a completed forward that gave `new_tokens`.
 void record_forward(const EngineOptions& options, Request& request, bool is_prefill,
                     int32_t new_tokens);
