@@ -369,61 +369,58 @@ def accept_gemma(
 
 
 _MAX_POSITIONS = 1024
+#: What the ops take and give for each block, [Nb], and for each position, [Nb, B].
+_OF_BLOCKS = {
+    "accept_threshold": FLOAT32,
+    "edit_threshold": FLOAT32,
+    "editable_start": INT32,
+    "flags": INT32,
+    "gate": UINT8,
+    "masks_left": INT32,
+    "max_post_edit_steps": INT32,
+    "open_steps": INT32,
+    "post_edit_steps": INT32,
+    "same_token_ratio": FLOAT32,
+    "stable_run": INT32,
+    "steps_left": INT32,
+    "valid_len": INT32,
+}
+_OF_POSITIONS = {
+    "argmax": INT64,
+    "confidence": FLOAT32,
+    "prev_argmax": INT64,
+    "renoise_ids": INT64,
+    "row_index": INT32,
+    "write_ids": INT64,
+}
+
+
+def _check_blocks(
+    arguments: FakeArguments, tokens: Tensor, ids: Tensor, *, is_any_size: bool = False
+) -> None:
+    arguments.check("tokens", INT64, (None, None))
+    if not is_any_size:
+        block_size = tokens.shape[1]
+        expected = f"blocks of 1 to {_MAX_POSITIONS} positions"
+        arguments.require("tokens", block_size >= 1, expected, list(tokens.shape))
+        arguments.require("tokens", block_size <= _MAX_POSITIONS, expected, list(tokens.shape))
+    arguments.check_each(_OF_BLOCKS, (tokens.shape[0],))
+    arguments.check_each(_OF_POSITIONS, tokens.shape)
+    arguments.check("ids", INT64, (None,))
+    arguments.check("stats", FLOAT32, (ids.shape[0], len(StatsColumn)))
 
 
 @fake("accept_mask_fill")
 def _accept_mask_fill(arguments: FakeArguments, tokens: Tensor, ids: Tensor) -> None:
-    arguments.check("tokens", INT64, (None, None))
-    num_blocks = tokens.shape[0]
-    arguments.check("row_index", INT32, tokens.shape)
-    arguments.check("editable_start", INT32, (num_blocks,))
-    arguments.check("valid_len", INT32, (num_blocks,))
-    arguments.check("gate", UINT8, (num_blocks,))
-    arguments.check("accept_threshold", FLOAT32, (num_blocks,))
-    arguments.check("open_steps", INT32, (num_blocks,))
-    arguments.check("ids", INT64, (None,))
-    arguments.check("stats", FLOAT32, (ids.shape[0], len(StatsColumn)))
-    arguments.check("write_ids", INT64, tokens.shape)
-    arguments.check("confidence", FLOAT32, tokens.shape)
-    arguments.check("masks_left", INT32, (num_blocks,))
-    arguments.check("flags", INT32, (num_blocks,))
+    _check_blocks(arguments, tokens, ids, is_any_size=True)
     arguments.choice("rule", 8)
     arguments.choice("confidence_kind", 2)
     arguments.at_least("denoising_steps", 0)
 
 
-def _check_blocks(arguments: FakeArguments, tokens: Tensor) -> None:
-    arguments.check("tokens", INT64, (None, None))
-    block_size = tokens.shape[1]
-    expected = f"blocks of 1 to {_MAX_POSITIONS} positions"
-    arguments.require("tokens", block_size >= 1, expected, list(tokens.shape))
-    arguments.require("tokens", block_size <= _MAX_POSITIONS, expected, list(tokens.shape))
-    arguments.check("valid_len", INT32, (tokens.shape[0],))
-
-
-def _check_rows(arguments: FakeArguments, tokens: Tensor, ids: Tensor) -> None:
-    arguments.check("row_index", INT32, tokens.shape)
-    arguments.check("ids", INT64, (None,))
-    arguments.check("stats", FLOAT32, (ids.shape[0], len(StatsColumn)))
-
-
 @fake("accept_edit")
 def _accept_edit(arguments: FakeArguments, tokens: Tensor, ids: Tensor) -> None:
-    _check_blocks(arguments, tokens)
-    _check_rows(arguments, tokens, ids)
-    num_blocks = tokens.shape[0]
-    arguments.check("editable_start", INT32, (num_blocks,))
-    arguments.check("gate", UINT8, (num_blocks,))
-    arguments.check("accept_threshold", FLOAT32, (num_blocks,))
-    arguments.check("edit_threshold", FLOAT32, (num_blocks,))
-    arguments.check("open_steps", INT32, (num_blocks,))
-    arguments.check("post_edit_steps", INT32, (num_blocks,))
-    arguments.check("max_post_edit_steps", INT32, (num_blocks,))
-    arguments.check("write_ids", INT64, tokens.shape)
-    arguments.check("confidence", FLOAT32, tokens.shape)
-    arguments.check("masks_left", INT32, (num_blocks,))
-    arguments.check("flags", INT32, (num_blocks,))
-    arguments.check("same_token_ratio", FLOAT32, (num_blocks,))
+    _check_blocks(arguments, tokens, ids)
     arguments.at_least("mask_token_id", 0)
     arguments.choice("confidence_kind", 2)
 
@@ -438,13 +435,7 @@ def _accept_dmax(
     merge_valid: Tensor | None,
     merge_ids: Tensor | None,
 ) -> None:
-    _check_blocks(arguments, tokens)
-    _check_rows(arguments, tokens, ids)
-    num_blocks = tokens.shape[0]
-    arguments.check("editable_start", INT32, (num_blocks,))
-    arguments.check("gate", UINT8, (num_blocks,))
-    arguments.check("accept_threshold", FLOAT32, (num_blocks,))
-    arguments.check("open_steps", INT32, (num_blocks,))
+    _check_blocks(arguments, tokens, ids)
     arguments.paired("topk_probs", "topk_ids", topk_ids is not None)
     arguments.check("argmax_ids", INT64, (ids.shape[0],))
     if argmax_ids is not None:
@@ -455,11 +446,6 @@ def _accept_dmax(
         listed = topk_ids.shape[1]
         arguments.require("topk_ids", listed >= 1, "at least one column", list(topk_ids.shape))
         arguments.check("topk_probs", FLOAT32, topk_ids.shape)
-    arguments.check("write_ids", INT64, tokens.shape)
-    arguments.check("confidence", FLOAT32, tokens.shape)
-    arguments.check("masks_left", INT32, (num_blocks,))
-    arguments.check("flags", INT32, (num_blocks,))
-    arguments.check("same_token_ratio", FLOAT32, (num_blocks,))
     has_merge = merge_valid is not None
     arguments.check("merge_valid", UINT8, tokens.shape)
     arguments.paired("merge_ids", "merge_valid", has_merge)
@@ -484,18 +470,8 @@ def _accept_gemma(
     entropy_bound: float,
     confidence_threshold: float,
 ) -> None:
-    _check_blocks(arguments, tokens)
-    _check_rows(arguments, tokens, ids)
-    num_blocks = tokens.shape[0]
-    arguments.check("prev_argmax", INT64, tokens.shape)
-    arguments.check("stable_run", INT32, (num_blocks,))
-    arguments.check("steps_left", INT32, (num_blocks,))
-    arguments.check("renoise_ids", INT64, tokens.shape)
+    _check_blocks(arguments, tokens, ids)
     arguments.check("argmax_ids", INT64, (ids.shape[0],))
-    arguments.check("write_ids", INT64, tokens.shape)
-    arguments.check("argmax", INT64, tokens.shape)
-    arguments.check("confidence", FLOAT32, tokens.shape)
-    arguments.check("flags", INT32, (num_blocks,))
     arguments.require("entropy_bound", not math.isnan(entropy_bound), "a number", entropy_bound)
     arguments.at_least("stability_threshold", 0)
     arguments.require(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -73,6 +73,14 @@ class FakeArguments:
         for extent, wanted in zip(tensor.shape, shape):
             if wanted is not None:
                 self.require(name, extent == wanted, f"shape {text}", got)
+
+    def check_each(
+        self, dtypes: Mapping[str, Sequence[torch.dtype]], shape: Sequence[int | None]
+    ) -> None:
+        """`check` of all that the op has of these, which have one shape."""
+        for name, own_dtypes in dtypes.items():
+            if name in self._values:
+                self.check(name, own_dtypes, shape)
 
     def unsupported(self, name: str, what: str) -> None:
         """A scale is absent: quantised `what` are not there yet."""

@@ -275,12 +275,30 @@ _MAX_FORBIDDEN = 8
 _MAX_LISTED = 64
 
 
-def _check_forbidden(arguments: FakeArguments, forbidden_ids: Tensor | None) -> None:
+def _check_rows(
+    arguments: FakeArguments,
+    logits: Tensor,
+    row_index: Tensor | None,
+    forbidden_ids: Tensor | None,
+) -> int:
+    """Rows of logits, and what is drawn or taken from each; returns their number."""
+    arguments.check("logits", FLOATS, (None, None))
+    arguments.check("extra_logits", (logits.dtype,), (None, logits.shape[1]))
+    arguments.check("row_index", INDEX, (None,))
+    num_rows = logits.shape[0] if row_index is None else row_index.shape[0]
+    arguments.check("inv_temperature", FLOAT32, (num_rows,))
+    arguments.check("uniforms", FLOAT64, (num_rows,))
+    arguments.check("ids", INT64, (num_rows,))
+    arguments.check("stats", FLOAT32, (num_rows, len(StatsColumn)))
+    arguments.at_least("vocab_limit", -1)
+    arguments.at_least("softcap", 0)
+    arguments.choice("exclusion", 2)
     arguments.check("forbidden_ids", INT64, (None,))
     if forbidden_ids is not None:
         count = forbidden_ids.shape[0]
         expected = f"at most {_MAX_FORBIDDEN} ids"
         arguments.require("forbidden_ids", count <= _MAX_FORBIDDEN, expected, count)
+    return num_rows
 
 
 @fake("token_stats")
@@ -294,26 +312,15 @@ def _token_stats(
     topk_ids: Tensor | None,
     partial: bool,
 ) -> None:
-    arguments.check("logits", FLOATS, (None, None))
-    arguments.check("extra_logits", (logits.dtype,), (None, logits.shape[1]))
-    arguments.check("row_index", INDEX, (None,))
-    num_rows = logits.shape[0] if row_index is None else row_index.shape[0]
-    arguments.check("inv_temperature", FLOAT32, (num_rows,))
-    arguments.check("uniforms", FLOAT64, (num_rows,))
+    num_rows = _check_rows(arguments, logits, row_index, forbidden_ids)
     if inv_temperature is not None:
         arguments.require("inv_temperature", not partial, "none with partial", "a tensor")
     arguments.paired("uniforms", "inv_temperature", inv_temperature is not None)
-    _check_forbidden(arguments, forbidden_ids)
     arguments.paired("penalties", "penalty_ids", penalty_ids is not None)
     arguments.check("penalty_ids", INT64, (num_rows,))
     arguments.check("penalties", FLOAT32, (num_rows,))
-    arguments.check("ids", INT64, (num_rows,))
-    arguments.check("stats", FLOAT32, (num_rows, len(StatsColumn)))
     _check_top_k(arguments, topk_ids, num_rows)
-    arguments.at_least("vocab_limit", -1)
-    arguments.at_least("softcap", 0)
     arguments.at_least("vocab_start", 0)
-    arguments.choice("exclusion", 2)
 
 
 def _check_top_k(arguments: FakeArguments, topk_ids: Tensor | None, num_rows: int) -> None:
@@ -346,21 +353,10 @@ def _merge_token_stats(arguments: FakeArguments, part_ids: Tensor, topk_ids: Ten
 def _sample_filtered(
     arguments: FakeArguments, logits: Tensor, row_index: Tensor | None, forbidden_ids: Tensor | None
 ) -> None:
-    arguments.check("logits", FLOATS, (None, None))
-    arguments.check("extra_logits", (logits.dtype,), (None, logits.shape[1]))
-    arguments.check("row_index", INDEX, (None,))
-    num_rows = logits.shape[0] if row_index is None else row_index.shape[0]
-    arguments.check("inv_temperature", FLOAT32, (num_rows,))
-    arguments.check("uniforms", FLOAT64, (num_rows,))
+    num_rows = _check_rows(arguments, logits, row_index, forbidden_ids)
     arguments.check("top_k", INT32, (num_rows,))
     arguments.check("top_p", FLOAT32, (num_rows,))
     arguments.check("min_p", FLOAT32, (num_rows,))
-    _check_forbidden(arguments, forbidden_ids)
-    arguments.check("ids", INT64, (num_rows,))
-    arguments.check("stats", FLOAT32, (num_rows, len(StatsColumn)))
-    arguments.at_least("vocab_limit", -1)
-    arguments.at_least("softcap", 0)
-    arguments.choice("exclusion", 2)
     arguments.choice("filter_order", 1)
     arguments.choice("confidence_space", 1)
 
