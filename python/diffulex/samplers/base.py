@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 __all__ = ["FilterOrder", "MaskFillSampler", "RowSampler", "Sampler", "SamplerInputs"]
 
 RULES = {rule.name.lower(): rule.value for rule in AcceptRule}
+#: Keys of the acceptance rules, of which only `MaskFillSampler` has a choice.
+RULE_KEYS = frozenset(
+    {
+        "acceptance_rule",
+        "denoising_steps",
+        "entropy_bound",
+        "factor",
+        "force_accept_last_step",
+        "low_threshold",
+    }
+)
 _STEP_METHODS = frozenset({"__call__", "gate", "seed"})
 CONFIDENCE_KINDS = {
     "max_prob": ConfidenceKind.MAX_PROB.value,

@@ -16,7 +16,7 @@ import torch
 
 from diffulex.errors import CheckpointError
 from diffulex.ops.workspace import empty_workspace, soft_embedding_workspace_bytes
-from diffulex.samplers.base import RowSampler
+from diffulex.samplers.base import RULE_KEYS, RowSampler
 from diffulex.samplers.row_stage import RowRecords, RowStage
 
 if TYPE_CHECKING:
@@ -51,20 +51,12 @@ class DiffusionGemmaSampler(RowSampler):
         # A step has 256 rows of 262,144 logits per request.
         "max_num_reqs": 4,
     }
-    unused_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "acceptance_rule",
-            "confidence_space",
-            "confidence_type",
-            "demote_token_ids",
-            "denoising_steps",
-            "entropy_bound",
-            "factor",
-            "force_accept_last_step",
-            "forced_gate",
-            "low_threshold",
-        }
-    )
+    unused_keys = RULE_KEYS | {
+        "confidence_space",
+        "confidence_type",
+        "demote_token_ids",
+        "forced_gate",
+    }
     #: The temperature follows the canvas' own schedule.
     ignored_keys: ClassVar[frozenset[str]] = frozenset({"min_p", "temperature", "top_k", "top_p"})
 

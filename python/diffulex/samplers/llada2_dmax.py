@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from diffulex.samplers.base import FilterOrder, RowSampler
+from diffulex.samplers.base import RULE_KEYS, FilterOrder, RowSampler
 from diffulex.samplers.row_stage import RowStage
 
 if TYPE_CHECKING:
@@ -37,20 +37,12 @@ class Llada2DmaxSampler(RowSampler):
         "sampling_mode": "edit",
         "temperature": 0.0,
     }
-    unused_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "acceptance_rule",
-            "confidence_space",
-            "confidence_type",
-            "denoising_steps",
-            "entropy_bound",
-            "factor",
-            "force_accept_last_step",
-            "low_threshold",
-            "max_post_edit_steps",
-            "penalty_lambda",
-        }
-    )
+    unused_keys = RULE_KEYS | {
+        "confidence_space",
+        "confidence_type",
+        "max_post_edit_steps",
+        "penalty_lambda",
+    }
 
     def __init__(self, config: ConfigTree) -> None:
         decoding = config.decoding

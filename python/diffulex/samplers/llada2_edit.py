@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from diffulex.samplers.base import CONFIDENCE_KINDS, FilterOrder, RowSampler
+from diffulex.samplers.base import CONFIDENCE_KINDS, RULE_KEYS, FilterOrder, RowSampler
 from diffulex.samplers.row_stage import RowPenalties, RowStage
 
 if TYPE_CHECKING:
@@ -37,16 +37,7 @@ class Llada2EditSampler(RowSampler):
         "sampling_mode": "edit",
         "temperature": 0.0,
     }
-    unused_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "acceptance_rule",
-            "denoising_steps",
-            "entropy_bound",
-            "factor",
-            "force_accept_last_step",
-            "low_threshold",
-        }
-    )
+    unused_keys = RULE_KEYS
 
     def __init__(self, config: ConfigTree) -> None:
         space = config.sampler.confidence_space
