@@ -22,8 +22,6 @@ from diffulex.engine.text_stream import TextStream
 from diffulex.errors import EngineDeadError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Unpack
 
     from diffulex.checkpoint.tokenizer import Tokenizer
@@ -73,12 +71,7 @@ class AsyncLLM:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property

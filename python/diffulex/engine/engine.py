@@ -52,8 +52,6 @@ from diffulex.runner.local_executor import LocalExecutor
 from diffulex_ext import _core
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Unpack
 
     from diffulex.checkpoint.tokenizer import Tokenizer
@@ -539,12 +537,7 @@ class Diffulex(LiveControls, Observed):
     def __enter__(self) -> Diffulex:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _encode(self, prompt: Prompt, use_chat_template: bool) -> tuple[int, ...]:

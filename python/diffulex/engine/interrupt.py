@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import FrameType, TracebackType
+    from types import FrameType
 
 __all__ = ["InterruptGuard", "deferred_interrupt", "uninterrupted"]
 
@@ -34,12 +34,7 @@ class InterruptGuard:
             self._is_installed = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_installed:
             signal.signal(signal.SIGINT, self._previous)
             self._is_installed = False
