@@ -25,7 +25,6 @@ set(DIFFULEX_KERNELS_COMMON_SOURCES
   csrc/ops/quant/nibble_plan.cpp
   csrc/ops/rope/check.cpp
   csrc/ops/sampling/check.cpp
-  csrc/ops/sampling/filter_check.cpp
   csrc/ops/sampling/token_stats_config.cpp
   csrc/ops/shared/tensor_checks.cpp
 )

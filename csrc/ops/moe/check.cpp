@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <initializer_list>
 #include <limits>
 #include <string>
 
@@ -50,21 +51,26 @@ struct ExpertWeights {
   Activation act;
 };
 
-Status check_experts(const ExpertWeights& weights, DType dtype, int64_t hidden) {
+Status check_matrices(const ExpertWeights& weights, std::initializer_list<DType> dtypes,
+                      int64_t hidden) {
   const char* op = weights.op;
-  constexpr const char* kQuantised = "quantised experts are not supported";
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "w13_scale", weights.w13_scale).absent(kQuantised));
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "w2_scale", weights.w2_scale).absent(kQuantised));
   const ArgumentCheck w13_check(op, "w13", weights.w13);
-  DIFFULEX_RETURN_IF_ERROR(w13_check.matches({dtype}, {kAnyExtent, kAnyExtent, hidden}));
+  DIFFULEX_RETURN_IF_ERROR(w13_check.matches(dtypes, {kAnyExtent, kAnyExtent, hidden}));
   DIFFULEX_RETURN_IF_ERROR(check_num_local_experts(op, "w13", weights.w13.size[0]));
   if (weights.w13.size[1] < 2 || weights.w13.size[1] % 4 != 0) {
     return w13_check.error(StatusCode::kInvalidArgument, "gate and up rows of an even expert width",
                            shape_text(weights.w13));
   }
-  DIFFULEX_RETURN_IF_ERROR(
-      ArgumentCheck(op, "w2", weights.w2)
-          .matches({dtype}, {weights.w13.size[0], hidden, weights.w13.size[1] / 2}));
+  return ArgumentCheck(op, "w2", weights.w2)
+      .matches({weights.w13.dtype}, {weights.w13.size[0], hidden, weights.w13.size[1] / 2});
+}
+
+Status check_experts(const ExpertWeights& weights, DType dtype, int64_t hidden) {
+  const char* op = weights.op;
+  constexpr const char* kQuantised = "quantised experts are not supported";
+  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "w13_scale", weights.w13_scale).absent(kQuantised));
+  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "w2_scale", weights.w2_scale).absent(kQuantised));
+  DIFFULEX_RETURN_IF_ERROR(check_matrices(weights, {dtype}, hidden));
   if (weights.act != Activation::kSilu && weights.act != Activation::kGeluTanh &&
       weights.act != Activation::kGeluErf) {
     return scalar_error(op, "act", "0 (silu), 1 (gelu tanh) or 2 (gelu erf)",
@@ -91,17 +97,7 @@ Status check_expert_scales(const ArgumentCheck& check, const TensorRef& scale,
 /// Experts of fused_moe in low precision.
 Status check_scaled_experts(const ExpertWeights& weights, int64_t hidden) {
   const char* op = weights.op;
-  const ArgumentCheck w13_check(op, "w13", weights.w13);
-  DIFFULEX_RETURN_IF_ERROR(
-      w13_check.matches({DType::kF8E4M3, DType::kI8}, {kAnyExtent, kAnyExtent, hidden}));
-  DIFFULEX_RETURN_IF_ERROR(check_num_local_experts(op, "w13", weights.w13.size[0]));
-  if (weights.w13.size[1] < 2 || weights.w13.size[1] % 4 != 0) {
-    return w13_check.error(StatusCode::kInvalidArgument, "gate and up rows of an even expert width",
-                           shape_text(weights.w13));
-  }
-  DIFFULEX_RETURN_IF_ERROR(
-      ArgumentCheck(op, "w2", weights.w2)
-          .matches({weights.w13.dtype}, {weights.w13.size[0], hidden, weights.w13.size[1] / 2}));
+  DIFFULEX_RETURN_IF_ERROR(check_matrices(weights, {DType::kF8E4M3, DType::kI8}, hidden));
   DIFFULEX_RETURN_IF_ERROR(check_expert_scales(ArgumentCheck(op, "w13_scale", weights.w13_scale),
                                                weights.w13_scale, weights.w13, 2));
   DIFFULEX_RETURN_IF_ERROR(check_expert_scales(ArgumentCheck(op, "w2_scale", weights.w2_scale),
