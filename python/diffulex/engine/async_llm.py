@@ -8,14 +8,14 @@ import atexit
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from diffulex.config.sampling_params import SamplingParams, merged_params
+from diffulex.engine.arrivals import Arrivals
 from diffulex.engine.engine import Diffulex, StreamMode, check_mode
 from diffulex.engine.prompt import encode_prompt
 from diffulex.engine.text_stream import TextStream
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from diffulex.engine.prompt import Prompt
 
 __all__ = ["AsyncLLM"]
+
+#: Outputs of a request, or the error that ends it.
+_Arrivals: TypeAlias = "Arrivals[StepOutput | BaseException]"
 
 
 class AsyncLLM:
@@ -178,29 +181,6 @@ class AsyncLLM:
             worker.leave(req_id)
 
 
-class _Arrivals:
-    """What has come for a request and was not yet taken, on the event loop.
-
-    An `asyncio.Queue` would do, but for programs that end while they wait: a future that its `get` no
-    longer finds is printed, and CPython 3.11 crashes there once asyncio itself has been cleared.
-    """
-
-    def __init__(self) -> None:
-        self._items: deque[StepOutput | BaseException] = deque()
-        self._has_some = asyncio.Event()
-
-    def put(self, item: StepOutput | BaseException) -> None:
-        self._items.append(item)
-        self._has_some.set()
-
-    async def get(self) -> StepOutput | BaseException:
-        """The oldest, once there is one."""
-        while not self._items:
-            self._has_some.clear()
-            await self._has_some.wait()
-        return self._items.popleft()
-
-
 class _EngineThread:
     """The thread that makes an engine, runs its steps and closes it.
 
@@ -275,7 +255,7 @@ class _EngineThread:
         self, token_ids: Sequence[int], params: SamplingParams, has_snapshots: bool
     ) -> tuple[int, _Arrivals]:
         """Enqueues a request; its id, and where its outputs, or the error that ends it, will be."""
-        arrivals = _Arrivals()
+        arrivals: _Arrivals = Arrivals()
         with self._changed:
             req_id = self.engine.add_request(token_ids, params, has_snapshots=has_snapshots)
             self.arrivals[req_id] = arrivals

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import dataclasses
+import os
 import queue
 import threading
 import time
@@ -13,6 +15,7 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from diffulex.engine.arrivals import Arrivals
 from diffulex.log import get_logger
 from diffulex.omni.errors import QueueFull, RequestAborted, RequestError, RequestTimeout
 from diffulex.omni.omni_diffusion import OmniDiffusion
@@ -57,18 +60,20 @@ class _Job:
     preview_every: int | None
     loop: asyncio.AbstractEventLoop
     #: Progress, and at the end an output or an error.
-    events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    events: Arrivals[Any] = field(default_factory=Arrivals)
     arrived: float = field(default_factory=time.perf_counter)
     is_aborted: bool = False
 
     def tell(self, event: Any) -> None:
         """From the drawing thread; nobody listens any more once the loop is closed."""
         with suppress(RuntimeError):  # what a closed loop raises
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+            self.loop.call_soon_threadsafe(self.events.put, event)
 
 
 class AsyncOmniDiffusion:
     """Draws for an event loop, one request after the other. Takes what `OmniDiffusion` takes.
+
+    One that is left open is closed at the end of the interpreter.
 
     Args:
         restarts: whether workers that have died are replaced, also while none is asked for anything;
@@ -96,6 +101,9 @@ class AsyncOmniDiffusion:
         self._num_reserved = 0
         self._is_closed = self.is_restarting = False
         self._thread = threading.Thread(target=self._draw, name="diffulex-omni", daemon=True)
+        self._pid = os.getpid()
+        # A thread inside compiled modules must not outlive the interpreter.
+        atexit.register(self._end)
         self._thread.start()
 
     @property
@@ -206,12 +214,21 @@ class AsyncOmniDiffusion:
 
     async def close(self) -> None:
         """Aborts all requests and gives the model's memory back. May be called again."""
+        self._stop_all()
+        await asyncio.to_thread(self._thread.join)
+
+    def _stop_all(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             for job in tuple(self._live.values()):
                 self._stop(job)
             self._jobs.put(None)
-        await asyncio.to_thread(self._thread.join)
+
+    def _end(self) -> None:
+        """At the end of the interpreter; not at that of a fork, which has no such thread."""
+        if os.getpid() == self._pid:
+            self._stop_all()
+            self._thread.join()
 
     def _accept(self, request: OmniDiffusionRequest, preview_every: int | None) -> _Job:
         if self._is_closed:
@@ -252,6 +269,7 @@ class AsyncOmniDiffusion:
             self._current = None
             job.tell(result)
         self._omni.close()
+        atexit.unregister(self._end)
 
     def _replace_dead(self) -> None:
         if not self._restarts or self._is_closed or time.monotonic() < self._retry_at:

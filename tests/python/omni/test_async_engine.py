@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -238,3 +241,46 @@ def test_dead_workers_are_replaced_where_that_is_wanted(tiny, monkeypatch, resta
             await engine.close()
 
     asyncio.run(asyncio.wait_for(body(), WAIT_S))
+
+
+FORGETFUL = """
+import asyncio, json, sys
+from diffulex.omni import AsyncOmniDiffusion
+
+async def main():
+    asyncio.create_task(engine.generate("a", num_inference_steps=1000, **more))
+    while engine._current is None:
+        await asyncio.sleep(0)
+
+settings, more = map(json.loads, sys.argv[1:])
+engine = AsyncOmniDiffusion(**settings)
+loop = asyncio.new_event_loop()
+loop.run_until_complete(main())
+"""
+
+#: The loop stops after a step has been handed to the loop and before its task has seen it.
+STOPS_BETWEEN = """
+(job,) = engine._live.values()
+put, has_put = job.events.put, []
+job.events.put = lambda event: has_put.append(put(event))
+while not has_put:
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("and_then", "limit", "backend"),
+    [("", {}, "inproc"), (STOPS_BETWEEN, {"timeout_s": 900}, "inproc"), (STOPS_BETWEEN, {}, "mp")],
+    ids=["waits", "is_told", "is_told_by_a_process"],
+)
+def test_a_forgotten_close_does_not_keep_the_interpreter(tiny, and_then, limit, backend):
+    settings = {"model": str(tiny("qwen")), "distributed_executor_backend": backend}
+    more = {"height": 64, "width": 64, **limit}
+    command = [sys.executable, "-X", "dev", "-c", FORGETFUL + and_then + 'print("end")']
+    command += [json.dumps(settings), json.dumps(more)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.stdout == "end\n"
+    assert done.returncode == 0, done.stderr
+    assert "Fatal" not in done.stderr
