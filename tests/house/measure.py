@@ -71,6 +71,7 @@ CAPABILITIES = (
     "csrc/ops/moe/sm90/scaled_",
     "python/diffulex/checkpoint/random_weights.py",
     "python/diffulex/checkpoint/slices.py",
+    "python/diffulex/engine/arrivals.py",
     "python/diffulex/engine/async_llm.py",
     "python/diffulex/engine/live.py",
     "python/diffulex/nn/coupled.py",
@@ -79,6 +80,7 @@ CAPABILITIES = (
     "python/diffulex/server/http/multipart.py",
     "python/diffulex/server/openai/responses_",
     "python/diffulex/server/ui/images.",
+    "python/diffulex/server/ui/video.js",
     "python/diffulex/tools/distributed_doctor.py",
     "python/diffulex/tools/run_batch.py",
 )

@@ -99,9 +99,7 @@ def create_images_app(engine: AsyncOmniDiffusion, options: ServeOptions) -> Fast
     else:
         app.include_router(create_videos_router(engine, names, videos))
     _add_service_routes(app, engine, names, metrics)
-    needs_picture = spec.image_input is not None and spec.image_input.least > 0
-    if videos is None and not needs_picture:
-        mount_ui(app, IMAGES_PAGE)
+    mount_ui(app, IMAGES_PAGE)
     _add_middleware(app, options, _MAX_BODY_BYTES if spec.image_input is None else _MAX_FORM_BYTES)
     return app
 

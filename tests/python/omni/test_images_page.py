@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -24,33 +20,22 @@ pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 from PIL import Image  # noqa: E402
 
-from fixtures.browser import PageWatch, find_chromium, open_browser  # noqa: E402
+from fixtures.browser import find_chromium, open_browser  # noqa: E402
+from fixtures.omni_page import (  # noqa: E402
+    PHONE,
+    WAIT_MS,
+    Server,
+    ask_for,
+    opened,
+    pixels_of,
+    serving,
+)
 
 # A server and a browser, and a host that has time for both.
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
-WAIT_MS = 120_000
 CAPTION = "a red circle left of a blue square"
 NUM_STEPS = 6
-PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
-
-
-class Server(NamedTuple):
-    url: str
-
-
-@contextmanager
-def serving(*options: str) -> Iterator[Server]:
-    command = [sys.executable, "-m", "diffulex", "omni", "serve", "--port", "0", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        line = process.stderr.readline()
-        found = re.findall(r"^serving images on (http://127\.0\.0\.1:\d+)$", line.strip())
-        assert found, line + process.stderr.read()
-        yield Server(found[0])
-    finally:
-        os.kill(process.pid, signal.SIGTERM)
-        process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +51,6 @@ def browser() -> Iterator[Any]:
         yield running
 
 
-@contextmanager
-def opened(server: Server, browser: Any, is_watched: bool = True, **options: Any) -> Iterator[Any]:
-    """A page; watched, nothing may go wrong on it: the browser reports refused requests as errors."""
-    context = browser.new_context(accept_downloads=True, **options)
-    context.set_default_timeout(WAIT_MS)
-    page = context.new_page()
-    watch = PageWatch(page, server.url)
-    page.goto(f"{server.url}/")
-    page.locator("#model", has_text=" · ").wait_for()
-    yield page
-    if is_watched:
-        watch.check()
-    context.close()
-
-
 @pytest.fixture
 def page(server: Server, browser: Any) -> Iterator[Any]:
     with opened(server, browser) as found:
@@ -88,11 +58,7 @@ def page(server: Server, browser: Any) -> Iterator[Any]:
 
 
 def draw(page: Any, prompt: str = CAPTION, **fields: str) -> None:
-    page.locator("#more").evaluate("node => { node.open = true; }")
-    for name, value in {"steps": str(NUM_STEPS), "seed": "1", **fields}.items():
-        page.locator(f"#{name}").fill(value)
-    page.locator("#prompt").fill(prompt)
-    page.locator("#prompt").press("Enter")
+    ask_for(page, prompt, {"steps": str(NUM_STEPS), "seed": "1", **fields})
 
 
 def wait_for_result(page: Any, seed: str = "1") -> None:
@@ -101,18 +67,13 @@ def wait_for_result(page: Any, seed: str = "1") -> None:
 
 def pixels(page: Any) -> list[int]:
     """Of the picture that is shown."""
-    found: list[int] = page.locator("#picture").evaluate(
-        """async (image) => {
-          await image.decode();
-          const canvas = document.createElement("canvas");
-          canvas.width = image.naturalWidth;
-          canvas.height = image.naturalHeight;
-          const context = canvas.getContext("2d");
-          context.drawImage(image, 0, 0);
-          return [...context.getImageData(0, 0, canvas.width, canvas.height).data];
-        }"""
-    )
-    return found
+    return pixels_of(page, "picture")
+
+
+def values_of(answer: Any) -> list[int]:
+    """RGBA of the picture in an answer of the API."""
+    data = base64.b64decode(answer.json()["data"][0]["b64_json"])
+    return list(Image.open(io.BytesIO(data)).convert("RGBA").tobytes())
 
 
 def test_a_picture_is_drawn_step_by_step(page: Any, tmp_path: Path) -> None:
@@ -154,18 +115,13 @@ def test_a_picture_is_drawn_step_by_step(page: Any, tmp_path: Path) -> None:
 
 def test_the_picture_is_that_of_the_api(page: Any) -> None:
     """Same seed, same picture: what the page draws is what a program gets."""
-    import base64
-    import io
-
     draw(page, seed="7")
     wait_for_result(page, "7")
     answer = page.request.post(
         f"{page.url.rpartition('/')[0]}/v1/images/generations",
         data={"prompt": CAPTION, "seed": 7, "num_inference_steps": NUM_STEPS},
     )
-    data = base64.b64decode(answer.json()["data"][0]["b64_json"])
-    image = Image.open(io.BytesIO(data)).convert("RGBA")
-    assert [value for cell in image.getdata() for value in cell] == pixels(page)
+    assert values_of(answer) == pixels(page)
 
 
 def test_the_replay_plays_without_a_server(page: Any, browser: Any, tmp_path: Path) -> None:
@@ -291,6 +247,30 @@ def test_a_key_can_be_entered(browser: Any) -> None:
         draw(page)
         wait_for_result(page)
         context.close()
+
+
+def test_a_chosen_picture_is_changed(browser: Any) -> None:
+    """By a pipeline of edits: with the strength that is asked for, step by step."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "blue").save(file, "PNG")
+    with (
+        serving("--model-class-name", "QwenImageImg2ImgPipeline") as editing,
+        opened(editing, browser, is_watched=False) as page,
+    ):
+        draw(page)
+        page.locator("#notice", has_text="pil_image: expected 1 pictures").wait_for()
+        chosen = {"name": "blue.png", "mimeType": "image/png", "buffer": file.getvalue()}
+        page.get_by_label("Pictures to start from").set_input_files(chosen)
+        draw(page, strength="0.2")
+        wait_for_result(page)
+        assert page.locator("#notice").is_hidden()
+        assert page.locator("#label").inner_text() == "step 2 of 2"
+        fields = {"prompt": CAPTION, "seed": "1", "num_inference_steps": str(NUM_STEPS)}
+        answer = page.request.post(
+            f"{editing.url}/v1/images/edits",
+            multipart={**fields, "strength": "0.2", "image": chosen},
+        )
+        assert values_of(answer) == pixels(page)
 
 
 def test_what_the_page_asks_for(server: Server) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live denoising pages, for text and for images: their files, and the routes that serve them.
+"""The live denoising pages, for text and for images and videos: their files, and the routes that serve them.
 
 A page is plain HTML, CSS and JavaScript that the browser loads as it is. It talks to the public
 routes of the same server only, so it works behind a path prefix and under a policy that allows
@@ -29,7 +29,7 @@ ASSET_TYPES = {
     ".svg": "image/svg+xml",
 }
 _PAGE = "index.html"
-#: The page of a server of images.
+#: The page of a server of images or videos.
 IMAGES_PAGE = "images.html"
 #: Folder of the libraries from elsewhere; its versions.json says what they are.
 _VENDOR = "vendor"
@@ -46,11 +46,11 @@ _HEADERS = {
 def page_policy(nonce: str) -> str:
     """Content-Security-Policy of a page: its own files only, scripts and styles by nonce.
 
-    Pictures may be what its scripts have received.
+    Pictures and videos may be what its scripts have received.
     """
     return (
         f"default-src 'self'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; "
-        "img-src 'self' blob:; "
+        "img-src 'self' blob:; media-src blob:; "
         "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 

@@ -34,7 +34,8 @@ export class Api {
     const headers = {};
     const key = this.readKey();
     if (key) headers.Authorization = `Bearer ${key}`;
-    if (options.body) headers["Content-Type"] = "application/json";
+    // The browser names the boundary of a form.
+    if (options.body && !(options.body instanceof FormData)) headers["Content-Type"] = "application/json";
     const response = await fetch(path, { ...options, headers, cache: "no-store" });
     if (response.ok) return response;
     let body = null;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page of a server of images: asks for a picture and shows it after every step.
+// The page of a server of images or videos: asks for a picture and shows it after every step, or for a
+// video and plays it.
 
 import { Api, errorOf } from "./api.js";
 import { explainError, stateWords } from "./errors.js";
@@ -7,12 +8,15 @@ import { PictureRecording, PictureView, replayPage } from "./picture.js";
 import { Player } from "./player.js";
 import { readEvents } from "./sse.js";
 import { bindTheme } from "./theme.js";
+import { VideoRecording, VideoView, findVideo, receiveVideo, startVideo } from "./video.js";
 import { element } from "./view.js";
 
 const HEALTH_MS = 10_000;
 const KEY_NAME = "diffulex-api-key";
 /** Pictures that stay at hand; older ones are forgotten. */
 const MAX_PICTURES = 24;
+/** Frames per second unless a request says something else. */
+const FPS = 16;
 const SHAPE_SAMPLES = [
   "a red circle left of a blue square",
   "a small yellow cross above a large purple diamond on black",
@@ -26,8 +30,9 @@ const api = new Api(readKey);
 const controls = Object.fromEntries(
   ["slider", "play", "first", "last", "live", "speed", "label"].map((id) => [id, byId(id)]),
 );
-const view = new PictureView(byId("picture"), byId("empty"), byId("caption"));
-const player = new Player(view, controls);
+const player = new Player(
+  new PictureView(byId("picture"), byId("empty"), byId("caption")), controls,
+);
 const recordings = [];
 
 let info = null;
@@ -57,9 +62,27 @@ async function loadFacts() {
   }
   for (const id of ["width", "height"]) byId(id).step = String(info.size_multiple);
   byId("every").disabled = !info.has_previews;
-  const previews = info.has_previews ? "" : " This model has no previews.";
+  byId("strength").placeholder = String(defaults.strength ?? "");
+  showParts();
+  const previews = info.has_previews || info.media === "video" ? "" : " This model has no previews.";
   byId("facts").textContent = `${info.pipeline}, cache: ${info.cache_backend}.${previews}`;
   byId("samples").replaceChildren(...(info.draws_shapes ? SHAPE_SAMPLES.map(sample) : []));
+}
+
+/** Shows what belongs to what the server draws. */
+function showParts() {
+  const isVideo = info.media === "video";
+  for (const node of document.querySelectorAll("[data-media]")) node.hidden = node.dataset.media !== info.media;
+  for (const node of document.querySelectorAll("[data-edits]")) node.hidden = !info.edits;
+  byId("strength").parentElement.hidden ||= !("strength" in info.defaults);
+  if (!isVideo || player.view instanceof VideoView) return;
+  document.title = "Diffulex videos";
+  byId("composer-title").textContent = "Videos";
+  byId("viewer-title").textContent = "Video";
+  byId("empty").textContent = "The video appears here when it is drawn.";
+  byId("save-picture").textContent = "Save MP4";
+  byId("seconds").placeholder = String(info.defaults.num_frames / FPS);
+  player.view = new VideoView(byId("video"), byId("progress"), byId("empty"), byId("caption"));
 }
 
 function sample(text) {
@@ -93,15 +116,14 @@ async function look() {
 
 const numberOf = (id) => (byId(id).value.trim() === "" ? undefined : Number(byId(id).value));
 
-/** The body of a request; fields that are empty are left to the model. */
-function requestBody(prompt) {
+/** Fields of a request; those that are empty are left to the model. */
+function requestFields(prompt) {
   const { defaults, guidance } = info;
   const width = numberOf("width");
   const height = numberOf("height");
   const hasSize = width !== undefined || height !== undefined;
-  const body = {
+  return {
     prompt,
-    stream: true,
     // Drawn here: a seed of the server may have more digits than a number of this page.
     seed: numberOf("seed") ?? Math.floor(Math.random() * 2 ** 32),
     num_inference_steps: numberOf("steps"),
@@ -109,56 +131,112 @@ function requestBody(prompt) {
     size: hasSize ? `${width ?? defaults.width}x${height ?? defaults.height}` : undefined,
     [guidance]: numberOf("guidance"),
   };
-  if (info.has_previews) body.diffulex = { preview_every: numberOf("every") ?? 1 };
-  return body;
 }
 
-async function receive(recording, signal, body) {
-  const response = await api.call("v1/images/generations", {
-    method: "POST", body: JSON.stringify(body), signal,
-  });
-  for await (const event of readEvents(response.body)) {
-    if (event.error) throw errorOf(event, response.status);
-    const facts = event.diffulex;
-    if (event.type === "image_generation.completed") {
-      recording.add(recording.numSteps, event.b64_json);
-      recording.meta.isGrowing = false;
-      recording.facts = { seed: body.seed, seconds: facts.execute_s, size: event.size };
-    } else {
-      recording.numSteps = facts.num_steps;
-      recording.add(facts.step, event.b64_json);
+/** The fields as a form, with the chosen files as `name`. */
+function formOf(fields, name) {
+  const form = new FormData();
+  for (const [field, value] of Object.entries(fields)) {
+    if (value !== undefined) form.append(field, String(value));
+  }
+  for (const file of byId("files").files) form.append(name, file);
+  return form;
+}
+
+function askForPicture(fields) {
+  const every = info.has_previews ? numberOf("every") ?? 1 : undefined;
+  if (byId("files").files.length === 0) {
+    const body = { ...fields, stream: true, diffulex: { preview_every: every } };
+    return ["v1/images/generations", JSON.stringify(body)];
+  }
+  const more = { stream: true, strength: numberOf("strength"), "diffulex[preview_every]": every };
+  return ["v1/images/edits", formOf({ ...fields, ...more }, "image")];
+}
+
+async function drawPicture(fields, signal) {
+  const numSteps = fields.num_inference_steps ?? info.defaults.num_inference_steps;
+  const recording = new PictureRecording(fields.prompt, numSteps);
+  player.start(recording, () => recording.clock, "newest");
+  try {
+    const [path, body] = askForPicture(fields);
+    const response = await api.call(path, { method: "POST", body, signal });
+    for await (const event of readEvents(response.body)) {
+      if (event.error) throw errorOf(event, response.status);
+      const facts = event.diffulex;
+      if (event.type.endsWith(".completed")) {
+        recording.add(recording.numSteps, event.b64_json);
+        recording.meta.isGrowing = false;
+        recording.facts = { seed: fields.seed, seconds: facts.execute_s, size: event.size };
+      } else {
+        recording.numSteps = facts.num_steps;
+        recording.add(facts.step, event.b64_json);
+      }
+      player.notify();
     }
-    player.notify();
+  } finally {
+    recording.meta.isGrowing = false;
+    player.showControls();
+  }
+  return recording;
+}
+
+async function startDrawing(fields, signal) {
+  const more = { seconds: numberOf("seconds"), fps: numberOf("fps") };
+  const job = await startVideo(api, formOf({ ...fields, ...more }, "input_reference"));
+  // A page that is loaded again goes on with it.
+  history.replaceState(null, "", `#${job.id}`);
+  return awaitVideo(job, signal);
+}
+
+async function awaitVideo(started, signal) {
+  const recording = new VideoRecording(started.prompt);
+  const { view } = player;
+  player.start(recording, () => recording.clock, "newest");
+  try {
+    const found = await receiveVideo(api, started, signal, (job) => view.report(recording, job));
+    recording.finish(found.job, found.blob);
+  } finally {
+    view.report(recording, null);
+  }
+  return recording;
+}
+
+/** Does what takes a while and can be stopped; `work(signal)` gives a finished recording. */
+async function run(prompt, work) {
+  showNotice("");
+  setBusy(true);
+  running = new AbortController();
+  leaveStopped();
+  setSavable(false);
+  try {
+    const recording = await work(running.signal);
+    keep(recording);
+    byId("announcer").textContent = `Drawn: ${prompt}, seed ${recording.facts.seed}.`;
+  } catch (error) {
+    const isStopped = error.name === "AbortError";
+    if (!isStopped) showNotice(explainError(error));
+    byId("announcer").textContent = isStopped ? "Stopped." : "";
+    byId("caption").textContent = isStopped ? `${prompt} · stopped` : "";
+  } finally {
+    running = null;
+    setBusy(false);
   }
 }
 
 async function draw() {
   const prompt = byId("prompt").value.trim();
   if (prompt === "" || running || !info) return;
-  showNotice("");
-  setBusy(true);
-  running = new AbortController();
-  const body = requestBody(prompt);
-  const steps = body.num_inference_steps ?? info.defaults.num_inference_steps;
-  const recording = new PictureRecording(prompt, steps);
-  leaveStopped();
-  setSavable(false);
-  player.start(recording, () => recording.clock, "newest");
-  try {
-    await receive(recording, running.signal, body);
-    keep(recording);
-    byId("announcer").textContent = `Drawn: ${prompt}, seed ${recording.facts.seed}.`;
-  } catch (error) {
-    recording.meta.isGrowing = false;
-    const isStopped = error.name === "AbortError";
-    if (!isStopped) showNotice(explainError(error));
-    byId("announcer").textContent = isStopped ? "Stopped." : "";
-    byId("caption").textContent = isStopped ? `${prompt} · stopped` : "";
-    player.showControls();
-  } finally {
-    running = null;
-    setBusy(false);
-  }
+  const fields = requestFields(prompt);
+  const work = info.media === "video" ? startDrawing : drawPicture;
+  await run(prompt, (signal) => work(fields, signal));
+}
+
+/** Goes on with the video that the address names, if the server still has it. */
+async function resume() {
+  const id = location.hash.slice(1);
+  if (info?.media !== "video" || !id.startsWith("video_")) return;
+  const job = await findVideo(api, id);
+  if (job) await run(job.prompt, (signal) => awaitVideo(job, signal));
 }
 
 // --- pictures ----------------------------------------------------------------------------------------
@@ -188,7 +266,7 @@ function setSavable(isSavable) {
 function open(recording) {
   leaveStopped();
   player.open(recording);
-  view.describe(recording);
+  player.view.describe(recording);
   setSavable(true);
   byId("gallery").replaceChildren(...recordings.map((item) => thumbnail(item, item === recording)));
 }
@@ -200,9 +278,10 @@ function thumbnail(recording, isOpen) {
   button.setAttribute("aria-pressed", String(isOpen));
   button.setAttribute("aria-label", `${recording.prompt}, seed ${recording.facts.seed}`);
   button.title = recording.prompt;
-  const image = element("img");
+  const image = element(recording instanceof VideoRecording ? "video" : "img");
   image.src = recording.frames.at(-1).url;
   image.alt = "";
+  image.ariaHidden = "true";
   button.append(image);
   button.addEventListener("click", () => {
     if (!running) open(recording);
@@ -241,7 +320,8 @@ function bind() {
   });
   byId("save-picture").addEventListener("click", () => {
     const { recording } = player;
-    save(recording.frames.at(-1).blob, `picture-${recording.facts.seed}.png`);
+    const [kind, ending] = recording instanceof VideoRecording ? ["video", "mp4"] : ["picture", "png"];
+    save(recording.frames.at(-1).blob, `${kind}-${recording.facts.seed}.${ending}`);
   });
   byId("save-replay").addEventListener("click", () => {
     const { recording } = player;
@@ -257,3 +337,4 @@ bindTheme(byId("theme"));
 bind();
 await look();
 byId("prompt").focus({ preventScroll: true });
+await resume();

@@ -53,9 +53,11 @@ export class PictureView {
     this.picture = picture;
     this.empty = empty;
     this.caption = caption;
-    picture.addEventListener("load", () => {
-      picture.dataset.size = picture.naturalWidth > SMALL_PX ? "large" : "small";
-    });
+    picture.addEventListener("load", () => this.setSize(picture.naturalWidth));
+  }
+
+  setSize(width) {
+    this.picture.dataset.size = width > SMALL_PX ? "large" : "small";
   }
 
   draw(recording, index) {
@@ -72,7 +74,7 @@ export class PictureView {
   /** The line under the picture. */
   describe(recording) {
     const { seed, seconds, size } = recording.facts;
-    const facts = recording.isDone ? [`seed ${seed}`, size, `${seconds.toFixed(1)} s`] : ["drawing…"];
+    const facts = recording.isDone ? [`seed ${seed}`, size, `drawn in ${seconds.toFixed(1)} s`] : ["drawing…"];
     this.caption.textContent = [recording.prompt, ...facts].join(" · ");
   }
 

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a server of videos in a real browser: progress, playing, the file, keyboard, stop, reload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fixtures.extras import need_extra
+
+need_extra("omni", "diffusers", "accelerate", "PIL")
+pytest.importorskip("fastapi", reason="pip install '.[serve]'")
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+from fixtures.browser import find_chromium, open_browser  # noqa: E402
+from fixtures.omni_page import (  # noqa: E402
+    PHONE,
+    Server,
+    ask_for,
+    opened,
+    pixels_of,
+    serving,
+)
+
+# A server and a browser, and a host that has time for both.
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+MODEL = Path(__file__).resolve().parents[3] / "examples/zoo/motion_wan"
+CAPTION = "a red circle moving right"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    find_chromium()
+    with serving("--model", str(MODEL), "--api-key", "secret") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as running:
+        yield running
+
+
+#: What a browser keeps of an earlier visit.
+KEY = "sessionStorage.setItem('diffulex-api-key', 'secret')"
+
+
+@pytest.fixture
+def page(server: Server, browser: Any) -> Iterator[Any]:
+    with opened(server, browser, script=KEY) as found:
+        yield found
+
+
+def draw(page: Any, **fields: str) -> None:
+    ask_for(page, CAPTION, {"seed": "0", **fields})
+
+
+def wait_for_result(page: Any, seed: str = "0") -> None:
+    page.locator("#caption", has_text=f"seed {seed} · 32x32 · plays ").wait_for()
+
+
+def listed(page: Any, method: str = "get", path: str = "") -> Any:
+    call = getattr(page.request, method)
+    url = page.url.partition("#")[0].rpartition("/")[0]
+    return call(f"{url}/v1/videos{path}", headers={"Authorization": "Bearer secret"})
+
+
+def test_a_video_is_asked_for_played_and_saved(page: Any, tmp_path: Path) -> None:
+    """Progress is shown meanwhile; then it plays, and is the file of the API to the byte."""
+    page.evaluate(
+        """() => {
+          window.shown = [];
+          const progress = document.getElementById("progress");
+          new MutationObserver(() => {
+            if (!progress.hidden) window.shown.push(progress.value);
+          }).observe(progress, { attributes: true });
+        }"""
+    )
+    assert page.title() == "Diffulex videos"
+    assert page.locator("h2").first.inner_text() == "Videos"
+    assert not page.locator("#slider, #every, #save-replay, #files").evaluate_all(
+        "nodes => nodes.some((node) => node.checkVisibility())"
+    )
+    draw(page)
+    wait_for_result(page)
+    shown = page.evaluate("window.shown")
+    assert shown == sorted(shown)
+    assert len(set(shown)) >= 2, shown
+    assert page.locator("#progress").is_hidden()
+    assert page.locator("#announcer").inner_text() == f"Drawn: {CAPTION}, seed 0."
+    video = page.locator("#video")
+    assert video.get_attribute("aria-label") == f"{CAPTION}, video"
+    page.wait_for_function("document.getElementById('video').currentTime > 0")
+    size = "node => [node.videoWidth, node.videoHeight, node.duration]"
+    assert video.evaluate(size) == [32, 32, 9 / 16]
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save MP4").click()
+    assert download.value.suggested_filename == "video-0.mp4"
+    download.value.save_as(tmp_path / "video.mp4")
+    (job,) = listed(page).json()["data"]
+    data = (tmp_path / "video.mp4").read_bytes()
+    assert data == listed(page, path=f"/{job['id']}/content").body()
+    # A red shape on white that moves to the right.
+    places = []
+    for time in (0.01, 0.5):
+        video.evaluate(
+            """(node, time) => new Promise((resolve) => {
+              node.pause();
+              node.addEventListener("seeked", resolve, { once: true });
+              node.currentTime = time;
+            })""",
+            time,
+        )
+        shown = pixels_of(page, "video")
+        columns = [
+            place % 32
+            for place in range(32 * 32)
+            if shown[4 * place] > 150 and shown[4 * place + 1] < 100
+        ]
+        places.append(sum(columns) / len(columns))
+    assert places[1] > places[0] + 3, places
+
+
+def test_fields_of_videos_and_earlier_ones(page: Any) -> None:
+    draw(page, seconds="0.5", fps="8", steps="2")
+    wait_for_result(page)
+    # 4 frames after the first.
+    assert "plays 0.625 s" in page.locator("#caption").inner_text()
+    draw(page, seed="1", steps="2", seconds="", fps="")
+    wait_for_result(page, "1")
+    gallery = page.locator("#gallery button")
+    assert gallery.count() == 2
+    gallery.nth(1).click()
+    wait_for_result(page)
+    page.wait_for_function("document.getElementById('video').duration === 0.625")
+    page.locator("#seed").fill("")
+    page.get_by_role("button", name="Use this seed").click()
+    assert page.locator("#seed").input_value() == "0"
+
+
+def test_stop_ends_the_job_and_the_next_one_is_drawn(page: Any) -> None:
+    before = [job["id"] for job in listed(page).json()["data"]]
+    draw(page, steps="200")
+    page.locator("#caption", has_text=" %").wait_for()
+    page.keyboard.press("Escape")
+    page.locator("#caption", has_text="stopped").wait_for()
+    page.locator("#draw").wait_for()
+    assert page.locator("#save-picture").is_disabled()
+    assert [job["id"] for job in listed(page).json()["data"]] == before
+    draw(page, seed="3", steps="2")
+    wait_for_result(page, "3")
+
+
+def test_a_page_that_is_loaded_again_goes_on_with_its_video(page: Any) -> None:
+    draw(page, seed="5", steps="200")
+    page.locator("#caption", has_text=" %").wait_for()
+    page.reload()
+    page.locator("#stop").wait_for()
+    wait_for_result(page, "5")
+    # One that the server has forgotten is no reason for words.
+    listed(page, "delete", f"/{page.url.partition('#')[2]}")
+
+
+def test_what_is_wrong_is_said(server: Server, browser: Any) -> None:
+    with opened(server, browser, is_watched=False, script=KEY) as page:
+        draw(page, width="30")
+        notice = page.locator("#notice")
+        notice.wait_for()
+        assert "width: expected a multiple of" in notice.inner_text()
+        draw(page, width="", steps="200")
+        page.locator("#caption", has_text=" %").wait_for()
+        # Somebody else ends it.
+        listed(page, "delete", f"/{page.url.partition('#')[2]}")
+        page.locator("#notice", has_text="video: expected a known one").wait_for()
+        page.reload()
+        page.locator("#model", has_text=" · ").wait_for()
+        assert page.locator("#notice").is_hidden()
+
+
+def test_a_narrow_screen_shows_all(server: Server, browser: Any) -> None:
+    with opened(server, browser, script=KEY, **PHONE) as phone:
+        draw(phone, steps="2")
+        wait_for_result(phone)
+        assert phone.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        box = phone.locator("#video").bounding_box()
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= 390
+        nameless = phone.evaluate(
+            """() => [...document.querySelectorAll("button, input, select, textarea, progress, video")]
+              .filter((node) => node.checkVisibility() && !node.ariaHidden && !node.labels?.length
+                && !node.getAttribute("aria-label") && !node.textContent.trim()).map((node) => node.id)"""
+        )
+        assert nameless == []
