@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo
@@ -16,6 +17,7 @@ from diffulex.server.http.error_schema import declare_errors, error_responses
 
 __all__ = [
     "FORM",
+    "NUMBERS",
     "SIZE_PATTERN",
     "TEXT_PATTERN",
     "WHOLE",
@@ -49,10 +51,24 @@ def _whole(value: object, info: ValidationInfo) -> object:
     return value
 
 
+def _numbers(value: object, info: ValidationInfo) -> object:
+    is_form = info.context is FORM and isinstance(value, Mapping)
+    return [_as_number(text) for text in value.values()] if is_form else value  # type: ignore[attr-defined]
+
+
+def _as_number(text: str) -> float | str:
+    """A text that is none stays, and is refused with its place."""
+    with suppress(ValueError):
+        return float(text)
+    return text
+
+
 #: Of a validation: fields are texts.
 FORM: dict[str, Any] = {}
 #: Of an integer, after its bounds: JSON may write it with a fraction of zero.
 WHOLE = BeforeValidator(_whole)
+#: Of a list of numbers: a form has its items by their places.
+NUMBERS = BeforeValidator(_numbers)
 
 
 class _Closed(BaseModel):
@@ -260,7 +276,7 @@ def form_body(schema: type[BaseModel], files: Mapping[str, int]) -> dict[str, An
     """A request body that is a form.
 
     Args:
-        schema: of its fields; those of an object are fields `name[part]`.
+        schema: of its fields; those of an object are fields `name[part]`, of a list `name[]`.
         files: how many files of a name there may be.
     """
     document = schema.model_json_schema()
@@ -269,7 +285,8 @@ def form_body(schema: type[BaseModel], files: Mapping[str, int]) -> dict[str, An
     for name, field in document["properties"].items():
         inner = parts.get(field.get("$ref", "").rpartition("/")[2])
         if inner is None:
-            fields[name] = field
+            is_list = any(form.get("type") == "array" for form in field.get("anyOf", ()))
+            fields[f"{name}[]" if is_list else name] = field
             continue
         fields |= {f"{name}[{part}]": form for part, form in inner["properties"].items()}
     for name, most in files.items():
@@ -301,11 +318,21 @@ def limit_requests(
     for body in _EVENTS:
         schema = body.model_json_schema(mode="serialization", ref_template=_SCHEMAS + "{model}")
         schemas.update(schema.pop("$defs", {}) | {body.__name__: schema})
-    optional = {"guidance_scale", "guidance_scale_2", "true_cfg_scale", "strength"} - {*fields}
+    known = (
+        "guidance_scale",
+        "guidance_scale_2",
+        "true_cfg_scale",
+        "strength",
+        "sigmas",
+        "sigmas[]",
+    )
+    optional = {*known} - {*fields}
     for schema in _request_schemas(document):
         properties = schema["properties"]
         properties["model"] = {"enum": [*names, None]}
         properties["num_inference_steps"]["anyOf"][0]["minimum"] = least_steps
+        for name in {"sigmas", "sigmas[]"} & {*properties}:
+            properties[name]["anyOf"][0]["minItems"] = least_steps
         for name in optional & {*properties}:
             properties[name] = {"type": "null"}
 

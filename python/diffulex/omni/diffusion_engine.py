@@ -110,6 +110,11 @@ class DiffusionEngine:
         return dict(self._defaults)
 
     @property
+    def has_sigmas(self) -> bool:
+        """Whether requests may bring their own schedule."""
+        return "sigmas" in self._facts.inputs
+
+    @property
     def size_multiple(self) -> int:
         """Pixels that height and width are multiples of."""
         return self._facts.size_multiple

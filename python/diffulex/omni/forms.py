@@ -27,7 +27,8 @@ async def read_form(
 ) -> tuple[_Body, dict[str, list[bytes]]]:
     """The fields and the files of a request with a form.
 
-    `name[part]` is a field of the object `name`; a file may be called `name[]`.
+    `name[part]` is a field of the object `name`, and `name[]` an item of the list `name`; a file may be
+    called `name[]`.
 
     Args:
         request: whose body is read.
@@ -62,7 +63,8 @@ def _add_field(fields: dict[str, Any], part: FormPart) -> None:
     place = fields
     if has_key:
         place = fields.setdefault(name, {})
-        name = key.removesuffix("]")
+        # Items of a list come in their order.
+        name = str(len(place)) if key == "]" else key.removesuffix("]")
     if not isinstance(place, dict) or name in place:
         raise ApiError(400, f"{part.name}: expected it once, got it again", param=part.name)
     place[name] = part.text()

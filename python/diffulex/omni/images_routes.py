@@ -19,7 +19,14 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger
-from diffulex.omni.api_schema import SIZE_PATTERN, TEXT_PATTERN, WHOLE, form_body, image_responses
+from diffulex.omni.api_schema import (
+    NUMBERS,
+    SIZE_PATTERN,
+    TEXT_PATTERN,
+    WHOLE,
+    form_body,
+    image_responses,
+)
 from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion, Progress
 from diffulex.omni.errors import (
     OmniError,
@@ -109,6 +116,18 @@ class ImageRequest(BaseModel):
     partial_images: Annotated[int, Field(ge=0, le=3), WHOLE] | None = None
     negative_prompt: str | None = None
     num_inference_steps: Annotated[int, Field(ge=1, le=_MAX_STEPS), WHOLE] | None = None
+    sigmas: (
+        Annotated[
+            list[Annotated[float, Field(gt=0, le=1)]],
+            Field(
+                min_length=1,
+                max_length=_MAX_STEPS,
+                description="Noise left before each step, falling; as many as there are steps.",
+            ),
+            NUMBERS,
+        ]
+        | None
+    ) = None
     guidance_scale: Annotated[float | None, _SCALE] = None
     true_cfg_scale: Annotated[float | None, _SCALE] = None
     seed: Annotated[int, Field(ge=0, lt=MAX_SEED), WHOLE] | None = None
@@ -124,6 +143,7 @@ class ImageRequest(BaseModel):
         names = (
             "negative_prompt",
             "num_inference_steps",
+            "sigmas",
             "guidance_scale",
             "true_cfg_scale",
             "seed",
@@ -282,7 +302,8 @@ async def _stream(
     """The events; what fails before the first step is an ordinary answer."""
     body = draw.body
     values = {**engine.engine.defaults, **draw.fields}
-    num_steps = max(1, steps_run(values["num_inference_steps"], values.get("strength")))
+    all_steps = len(values.get("sigmas", ())) or values["num_inference_steps"]
+    num_steps = max(1, steps_run(all_steps, values.get("strength")))
     every, most = body.diffulex.preview_every, None
     if every is None and body.partial_images:
         every, most = -(-num_steps // (body.partial_images + 1)), body.partial_images

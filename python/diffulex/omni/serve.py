@@ -153,7 +153,9 @@ class _Application(FastAPI):
         if self.openapi_schema is None:
             document = super().openapi()
             engine, names, has_keys = self.state.limits
-            limit_requests(document, names, engine.engine.defaults, engine.engine.least_steps)
+            core = engine.engine
+            sigmas = ("sigmas", "sigmas[]") if core.has_sigmas else ()
+            limit_requests(document, names, (*core.defaults, *sigmas), core.least_steps)
             if has_keys:
                 declare_security(document, _OPEN_PATHS)
         assert self.openapi_schema is not None

@@ -149,6 +149,10 @@ def narrow(document, video_id=None):
             if name in fields:
                 forms = fields[name].get("anyOf", [fields[name]])
                 forms[0]["maximum"] = largest
+        if "sigmas" in fields:
+            # As many as there are steps, and each less than the one before.
+            fields["sigmas"] = {"enum": [[1, 0.5], None]}
+            fields["num_inference_steps"]["anyOf"][0]["maximum"] = 2
         if "timeout_s" in fields:
             fields["timeout_s"] = {"enum": [60, 61.5, None]}
         if "num_frames" in fields:
@@ -310,6 +314,13 @@ FIELDS = [
     ({"stream": False, "partial_images": 0, "response_format": "b64_json"}, True),
     ({"guidance_scale": None, "true_cfg_scale": 1, "timeout_s": 5}, True),
     ({"model": "painter", "quality": "auto", "background": "opaque", "user": "a"}, True),
+    ({"sigmas": [1, 0.5]}, True),
+    ({"sigmas": None}, True),
+    ({"sigmas": [1]}, False),
+    ({"sigmas": [0.5, 0]}, False),
+    ({"sigmas": [1.5, 1]}, False),
+    ({"sigmas": ["1", "0.5"]}, False),
+    ({"sigmas": 1}, False),
     ({"n": "2"}, False),
     ({"n": True}, False),
     ({"n": 0}, False),
@@ -351,6 +362,8 @@ def test_the_form_of_edits_has_its_files_and_fields(tiny):
     assert schema["properties"]["diffulex[preview_every]"]["anyOf"][0]["minimum"] == 1
     assert schema["properties"]["strength"]["anyOf"][0]["exclusiveMinimum"] == 0
     assert schema["properties"]["model"] == {"enum": ["flux_img2img", None]}
+    items, _ = schema["properties"]["sigmas[]"]["anyOf"]
+    assert (items["type"], items["minItems"], items["maxItems"]) == ("array", 1, 200)
     assert set(schema["required"]) == {"prompt", "image"}
     assert "$ref" not in json.dumps(schema)
 

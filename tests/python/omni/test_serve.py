@@ -99,6 +99,25 @@ def test_more_previews_than_three(model):
     assert steps == [{"step": step, "num_steps": 7} for step in range(1, 7)]
 
 
+def test_a_schedule_of_the_client(model):
+    """The picture is that of the engine, and previews are counted in its steps."""
+    fields = {**SMALL, "sigmas": [1, 0.6, 0.3], "num_inference_steps": None}
+
+    async def body(client, engine):
+        answer = await client.post(PATH, json=fields)
+        streamed = await client.post(PATH, json={**fields, "stream": True, "partial_images": 2})
+        size = dict(zip(("width", "height"), map(int, SMALL["size"].split("x"))))
+        given = {"seed": SMALL["seed"], "sigmas": fields["sigmas"], **size}
+        return answer, streamed.text, await engine.generate(SMALL["prompt"], **given)
+
+    answer, streamed, output = ask(model, body)
+    (image,) = answer.json()["data"]
+    assert np.array_equal(np.asarray(picture(image["b64_json"])), np.asarray(output.images[0]))
+    assert answer.json()["diffulex"]["num_inference_steps"] == 3
+    for number in (1, 2):
+        assert f'"step":{number},"num_steps":3' in streamed.replace(" ", "")
+
+
 def test_a_request_that_takes_too_long_is_a_gateway_timeout(model):
     async def body(client, _engine):
         long = {**SMALL, "num_inference_steps": 200, "timeout_s": 0.05}
@@ -134,7 +153,17 @@ BAD = [
     ({"quality": "hd"}, 400, "quality"),
     ({"latents": [[0.0]]}, 400, "latents"),
     ({"prompt_embeds": [[0.0]]}, 400, "prompt_embeds"),
-    ({"sigmas": [1.0, 0.5]}, 400, "sigmas"),
+    ({"sigmas": [0.5, 1.0]}, 400, "sigmas: expected 1 to 1000 falling numbers in (0, 1], got [0.5"),
+    ({"sigmas": []}, 400, "sigmas: "),
+    ({"sigmas": [1.0] * 201}, 400, "sigmas: "),
+    ({"sigmas": [1.5, 0.5]}, 400, "sigmas.0: "),
+    ({"sigmas": [1.0, "0.5"]}, 400, "sigmas.1: "),
+    (
+        {"sigmas": [0.5], "num_inference_steps": None},
+        400,
+        "num_inference_steps: expected at least 2",
+    ),
+    ({"sigmas": [1.0, 0.5]}, 400, "num_inference_steps: expected 2 with so many sigmas, got 4"),
     ({"partial_images": 1}, 400, "partial_images: expected stream true with previews, got false"),
     ({"stream": True, "partial_images": 4}, 400, "partial_images"),
     ({"stream": True, "n": 2}, 400, "n: expected 1 with stream, got 2"),

@@ -88,6 +88,37 @@ def test_previews_are_counted_in_the_steps_that_run(tiny):
     assert ask(tiny("flux_img2img"), body) == ["partial_image", "partial_image", "completed"]
 
 
+def test_a_schedule_in_a_form(tiny):
+    """Clients send a list as fields with brackets."""
+    sigmas = [1.0, 0.7, 0.4]
+    fields = {name: value for name, value in FIELDS.items() if name != "num_inference_steps"}
+
+    async def body(client, engine):
+        texts = {"sigmas[]": [str(item) for item in sigmas], "strength": "0.9"}
+        files = {"image": png()}
+        answer = await client.post(PATH, data={**fields, **texts}, files=files)
+        wrong = [
+            await client.post(PATH, data={**fields, **more}, files=files)
+            for more in (
+                {"sigmas": "1"},
+                {"sigmas[]": ["1", "x"]},
+                {"seed[]": "1", "sigmas[]": "1"},
+            )
+        ]
+        with Image.open(io.BytesIO(png())) as opened:
+            output = await engine.generate(
+                "a cat", height=48, width=64, seed=1, strength=0.9, sigmas=sigmas, pil_image=opened
+            )
+        return answer, wrong, output
+
+    answer, wrong, output = ask(tiny("flux_img2img"), body)
+    (image,) = answer.json()["data"]
+    assert np.array_equal(pixels(image["b64_json"]), np.asarray(output.images[0]))
+    assert [item.status_code for item in wrong] == [400] * 3
+    starts = [item.json()["error"]["message"].partition(":")[0] for item in wrong]
+    assert starts == ["sigmas", "sigmas.1", "seed[]"]
+
+
 def test_what_is_refused(tiny, monkeypatch):
     # A body may be as large as this, with its fields.
     monkeypatch.setattr(omni_serve, "_MAX_FORM_BYTES", 20_000)
