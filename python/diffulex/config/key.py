@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from diffulex.errors import ConfigError
@@ -55,6 +56,7 @@ class _Rule(NamedTuple):
     is_legal: Callable[[Any], bool]
     support: Support
     is_decoding: bool
+    schema: Mapping[str, Any]
 
 
 class ConfigKey(NamedTuple):
@@ -70,29 +72,34 @@ class ConfigKey(NamedTuple):
     is_legal: Callable[[Any], bool]
     #: About how tokens are decoded, although the section is not.
     is_decoding: bool = False
+    #: The range in words of JSON schema, as far as it has such.
+    schema: Mapping[str, Any] = MappingProxyType({})
 
 
 class Range(NamedTuple):
-    """A legal range: its text and its test."""
+    """A legal range: its text, its test, and the same in words of JSON schema."""
 
     text: str
     test: Callable[[Any], bool]
+    schema: Mapping[str, Any] = MappingProxyType({})
 
 
 def one_of(*values: object) -> Range:
-    return Range("one of " + ", ".join(str(v) for v in values), lambda v: v in values)
+    text = "one of " + ", ".join(str(v) for v in values)
+    return Range(text, lambda v: v in values, {"enum": list(values)})
 
 
 def at_least(low: float) -> Range:
-    return Range(f">= {low}", lambda v: v >= low)
+    return Range(f">= {low}", lambda v: v >= low, {"minimum": low})
 
 
 def above(low: float) -> Range:
-    return Range(f"> {low}", lambda v: v > low)
+    return Range(f"> {low}", lambda v: v > low, {"exclusiveMinimum": low})
 
 
 def between(low: float, high: float) -> Range:
-    return Range(f"[{low}, {high}]", lambda v: low <= v <= high)
+    text = f"[{low}, {high}]"
+    return Range(text, lambda v: low <= v <= high, {"minimum": low, "maximum": high})
 
 
 ANY = Range("any", lambda _: True)
@@ -108,7 +115,7 @@ def key(
     support: Support = Support.FULL,
     is_decoding: bool = False,
 ) -> Any:
-    rule = _Rule(kind, legal.text, help_text, legal.test, support, is_decoding)
+    rule = _Rule(kind, legal.text, help_text, legal.test, support, is_decoding, legal.schema)
     return field(default=default, metadata={"rule": rule})
 
 
@@ -143,6 +150,7 @@ def build_table(sections: Mapping[str, type[Any]]) -> dict[str, ConfigKey]:
                 rule.support,
                 rule.is_legal,
                 rule.is_decoding,
+                rule.schema,
             )
     return table
 

@@ -103,11 +103,24 @@ def model_hook() -> Any:
     return importlib.import_module("diffusers.hooks.hooks").ModelHook
 
 
-def register_hook(module: Any, hook: Any, name: str) -> None:
-    """Puts a hook around the forward of a module, outside of its hooks so far."""
+def register_hook(module: Any, hook: Any, name: str, *, below: str | None = None) -> None:
+    """Puts a hook around the forward of a module, outside of its hooks so far.
+
+    Args:
+        module: of the pipeline.
+        hook: for it.
+        name: of the hook.
+        below: how names of hooks begin that stay outside of it.
+    """
     hooks = importlib.import_module("diffusers.hooks.hooks")
     registry = hooks.HookRegistry.check_if_exists_or_initialize(module)
+    above = [item for item in registry.hooks if below is not None and item.startswith(below)]
+    lifted = {item: registry.hooks[item] for item in above}
+    for item in reversed(above):
+        registry.remove_hook(item, recurse=False)
     registry.register_hook(hook, name)
+    for item, other in lifted.items():
+        registry.register_hook(other, item)
     # Its parents keep lists of the registries below them.
     registry.invalidate_child_registries_cache()
 

@@ -6,13 +6,24 @@ The routes build plain maps; these classes are the description that clients and 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
+from diffulex.omni.cache.choice import cache_schema
+from diffulex.omni.cache.selector import NO_CACHE
 from diffulex.server.http.error_schema import declare_errors, error_responses
 
 __all__ = [
@@ -21,6 +32,7 @@ __all__ = [
     "SIZE_PATTERN",
     "TEXT_PATTERN",
     "WHOLE",
+    "CacheFields",
     "DiffusionModelList",
     "HealthResponse",
     "ImagesResponse",
@@ -63,12 +75,45 @@ def _as_number(text: str) -> float | str:
     return text
 
 
+def _settings(value: object, info: ValidationInfo) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    if info.context is not FORM:
+        return {name: _with_integers(item) for name, item in value.items()}
+    found = dict(value)
+    for name, text in value.items():
+        with suppress(ValueError):  # a text is one without quotes, too
+            found[name] = _with_integers(json.loads(text))
+    return found
+
+
+def _with_integers(value: object) -> object:
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 #: Of a validation: fields are texts.
 FORM: dict[str, Any] = {}
 #: Of an integer, after its bounds: JSON may write it with a fraction of zero.
 WHOLE = BeforeValidator(_whole)
 #: Of a list of numbers: a form has its items by their places.
 NUMBERS = BeforeValidator(_numbers)
+
+
+class CacheFields(BaseModel):
+    """A cache of a request, in place of the engine's."""
+
+    cache_backend: str | None = None
+    cache_config: (
+        Annotated[
+            dict[str, JsonValue],
+            BeforeValidator(_settings),
+            WithJsonSchema(cache_schema()),
+            Field(description="Settings of the cache; what is left open is the engine's."),
+        ]
+        | None
+    ) = None
 
 
 class _Closed(BaseModel):
@@ -219,6 +264,7 @@ class ServerInfoResponse(_Closed):
     has_previews: bool
     draws_shapes: bool
     cache_backend: str
+    cache_backends: list[str]
     attention_backend: str
     num_processes: int
     max_queue_size: int
@@ -283,9 +329,10 @@ def form_body(schema: type[BaseModel], files: Mapping[str, int]) -> dict[str, An
     parts = document.pop("$defs", {})
     fields: dict[str, Any] = {}
     for name, field in document["properties"].items():
-        inner = parts.get(field.get("$ref", "").rpartition("/")[2])
+        forms = {form.get("type"): form for form in field.get("anyOf", ())}
+        inner = parts.get(field.get("$ref", "").rpartition("/")[2]) or forms.get("object")
         if inner is None:
-            is_list = any(form.get("type") == "array" for form in field.get("anyOf", ()))
+            is_list = "array" in forms
             fields[f"{name}[]" if is_list else name] = field
             continue
         fields |= {f"{name}[{part}]": form for part, form in inner["properties"].items()}
@@ -303,7 +350,11 @@ def form_body(schema: type[BaseModel], files: Mapping[str, int]) -> dict[str, An
 
 
 def limit_requests(
-    document: dict[str, Any], names: Iterable[str], fields: Iterable[str], least_steps: int
+    document: dict[str, Any],
+    names: Iterable[str],
+    fields: Iterable[str],
+    least_steps: int,
+    caches: Iterable[str],
 ) -> None:
     """Adds what FastAPI does not know: failures, events, and what this model leaves of the requests.
 
@@ -312,6 +363,7 @@ def limit_requests(
         names: what `model` may be.
         fields: of requests that the model has.
         least_steps: of a request.
+        caches: that requests may have.
     """
     declare_errors(document)
     schemas = document["components"]["schemas"]
@@ -330,6 +382,10 @@ def limit_requests(
     for schema in _request_schemas(document):
         properties = schema["properties"]
         properties["model"] = {"enum": [*names, None]}
+        properties["cache_backend"] = {"enum": [*caches, None]}
+        for name in [name for name in properties if name.startswith("cache_config")]:
+            if {*caches} <= {NO_CACHE}:
+                properties[name] = {"type": "null"}
         properties["num_inference_steps"]["anyOf"][0]["minimum"] = least_steps
         for name in {"sigmas", "sigmas[]"} & {*properties}:
             properties[name]["anyOf"][0]["minItems"] = least_steps

@@ -170,7 +170,7 @@ class DiffusionCacheConfig:
     coefficients: tuple[float, ...] | None = key(
         "floats?",
         None,
-        Range("5 numbers", lambda v: len(v) == 5),
+        Range("5 numbers", lambda v: len(v) == 5, {"minItems": 5, "maxItems": 5}),
         "tea_cache: polynomial of the change, highest power first; unset: the model's.",
     )
     Fn_compute_blocks: int = key(
@@ -209,7 +209,11 @@ class DiffusionCacheConfig:
     scm_steps_mask: tuple[int, ...] | None = key(
         "ids?",
         None,
-        Range("0 or 1 for each step", lambda v: set(v) <= {0, 1}),
+        Range(
+            "0 or 1 for each step",
+            lambda v: set(v) <= {0, 1},
+            {"items": {"type": "integer", "minimum": 0, "maximum": 1}},
+        ),
         "cache_dit: the same, step by step; 1 computes.",
     )
     scm_steps_policy: str = key(

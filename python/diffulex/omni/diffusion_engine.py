@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from diffulex.config.key import unknown_key
+from diffulex.omni.cache.choice import chosen_cache
+from diffulex.omni.cache.selector import NO_CACHE, AutoCacheBackend
 from diffulex.omni.errors import RequestError, UnsupportedFeatureError
-from diffulex.omni.loader import find_model, load_pipeline
+from diffulex.omni.loader import cache_settings, find_model, load_pipeline
 from diffulex.omni.outputs import OmniRequestOutput
 from diffulex.omni.pictures import as_mode, size_like, steps_run
 from diffulex.omni.request import MODEL_FIELDS, OmniDiffusionRequest, make_request
 from diffulex.omni.scheduler import Scheduler
-from diffulex.omni.support import check_engine
+from diffulex.omni.support import check_chosen_cache, check_engine
 from diffulex.omni.worker import PipelineCall, Worker
 from diffulex.omni.worker_process import import_modules
 
@@ -34,6 +38,8 @@ class _Resolved(NamedTuple):
     negative_prompt: str | None
     values: dict[str, Any]
     output_type: str
+    #: All settings of its cache; None: the engine's.
+    cache: dict[str, Any] | None
 
 
 class _Sample(NamedTuple):
@@ -76,7 +82,8 @@ class DiffusionEngine:
     def __init__(self, config: OmniDiffusionConfig) -> None:
         self.config = config
         import_modules(config.engine.worker_imports)
-        self.spec = find_model(config).spec
+        self._found = find_model(config)
+        self.spec = self._found.spec
         self._worker: _Worker | None = _make_worker(config)
         self._facts = facts = self._worker.facts
         self.device = facts.device
@@ -113,6 +120,16 @@ class DiffusionEngine:
     def has_sigmas(self) -> bool:
         """Whether requests may bring their own schedule."""
         return "sigmas" in self._facts.inputs
+
+    def caches(self, settings: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+        """What `cache_backend` of a request may be, with these in its `cache_config`."""
+        found = []
+        for name in (NO_CACHE, *AutoCacheBackend.available()):
+            given = settings if name != NO_CACHE else None
+            with suppress(RequestError):
+                self._cache_of(OmniDiffusionRequest("-", cache_backend=name, cache_config=given))
+                found.append(name)
+        return tuple(found)
 
     @property
     def size_multiple(self) -> int:
@@ -274,7 +291,20 @@ class DiffusionEngine:
         if output_type == "latent" and not self.spec.has_latents:
             raise RequestError(f"output_type: expected pictures of {self.spec.name}, got latent")
         negative_prompt = self._negative_prompt(request, values)
-        return _Resolved(request, request.sample_seeds(), negative_prompt, values, output_type)
+        cache = self._cache_of(request)
+        return _Resolved(
+            request, request.sample_seeds(), negative_prompt, values, output_type, cache
+        )
+
+    def _cache_of(self, request: OmniDiffusionRequest) -> dict[str, Any] | None:
+        if request.cache_backend is None and request.cache_config is None:
+            return None
+        cache = chosen_cache(self.config.cache, request.cache_backend, request.cache_config)
+        try:
+            check_chosen_cache(self.config, cache, self._found)
+        except UnsupportedFeatureError as error:
+            raise RequestError(str(error)) from None
+        return dataclasses.asdict(cache_settings(cache, self._found))
 
     def _check_inputs(self, request: OmniDiffusionRequest, values: dict[str, Any]) -> None:
         """Noise, sigmas and embeddings, as far as it takes no pipeline."""
@@ -417,7 +447,8 @@ class DiffusionEngine:
             has_negative = item.negative_prompt is not None
             request = item.request
             objects = [id(given) for given in (*request.pictures, *request.embeds.values())]
-            settings = (item.values, item.output_type, dict(request.extra), request.sigmas)
+            options = (item.values, item.output_type, item.cache)
+            settings = (*options, dict(request.extra), request.sigmas)
             return repr((settings, has_negative, objects, request.latents is None))
 
         calls, owners = [], []
@@ -486,4 +517,5 @@ def _make_call(
         embeds=request.embeds,
         pictures=tuple(as_mode(picture, mode) for picture in request.pictures),
         replica=replica,
+        cache=item.cache,
     )

@@ -24,6 +24,7 @@ from diffulex.omni.api_schema import (
     SIZE_PATTERN,
     TEXT_PATTERN,
     WHOLE,
+    CacheFields,
     form_body,
     image_responses,
 )
@@ -97,7 +98,7 @@ class PreviewOptions(BaseModel):
     ] = None
 
 
-class ImageRequest(BaseModel):
+class ImageRequest(CacheFields):
     """Body of a request for images; what is left open takes the model's default."""
 
     model_config = ConfigDict(
@@ -148,6 +149,8 @@ class ImageRequest(BaseModel):
             "true_cfg_scale",
             "seed",
             "timeout_s",
+            "cache_backend",
+            "cache_config",
         )
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         given |= parse_size(self.size)

@@ -66,6 +66,8 @@ class OmniDiffusionRequest:
         strength: how much of the picture is given up, above 0 and up to 1; 1: all of it.
         timeout_s: until it is stopped with RequestTimeout; of requests that are drawn together the least
             counts, and in the caller's process only the end of a step is looked at.
+        cache_backend, cache_config: a cache over steps and its settings, in place of the engine's; what
+            they leave open is the engine's.
         output_type: pil, np ([H, W, 3] float32), pt ([3, H, W] float32) or latent.
         extra: further arguments of the pipeline's call, by name.
     """
@@ -89,6 +91,8 @@ class OmniDiffusionRequest:
     strength: float | None = None
     max_sequence_length: int | None = None
     timeout_s: float | None = None
+    cache_backend: str | None = None
+    cache_config: Mapping[str, Any] | None = None
     output_type: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     request_id: str = field(default_factory=_new_id)

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from diffulex.omni.groups import RankGroups
     from diffulex.omni.registry import PipelineSpec
 
-__all__ = ["attach"]
+__all__ = ["SEQUENCE_HOOKS", "attach"]
+
+#: How their names begin.
+SEQUENCE_HOOKS = "diffulex_sequence"
 
 _ModelHook: Any = model_hook()
 
@@ -37,7 +40,7 @@ def attach(pipeline: Any, spec: PipelineSpec, groups: RankGroups) -> None:
             for module in _modules(transformer, path):
                 hook = _SplitHook(rule, groups) if is_split else _GatherHook(rule, groups)
                 # A module may be named by several paths.
-                register_hook(module, hook, f"diffulex_sequence {path}")
+                register_hook(module, hook, f"{SEQUENCE_HOOKS} {path}")
         set_handle(transformer, groups)
 
 

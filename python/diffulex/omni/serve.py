@@ -155,7 +155,9 @@ class _Application(FastAPI):
             engine, names, has_keys = self.state.limits
             core = engine.engine
             sigmas = ("sigmas", "sigmas[]") if core.has_sigmas else ()
-            limit_requests(document, names, (*core.defaults, *sigmas), core.least_steps)
+            # Those that need coefficients get them in the same request.
+            caches = core.caches({"coefficients": [0.0] * 5})
+            limit_requests(document, names, (*core.defaults, *sigmas), core.least_steps, caches)
             if has_keys:
                 declare_security(document, _OPEN_PATHS)
         assert self.openapi_schema is not None
@@ -186,6 +188,7 @@ def _describe(engine: AsyncOmniDiffusion, name: str) -> dict[str, Any]:
         "has_previews": spec.decode is not None,
         "draws_shapes": (directory / _SHAPES_RECORD).is_file(),
         "cache_backend": config.cache.cache_backend,
+        "cache_backends": list(engine.engine.caches()),
         "attention_backend": config.kernels.attention_backend,
         "num_processes": config.parallel.world_size,
         "max_queue_size": config.engine.max_queue_size,

@@ -10,6 +10,7 @@ from diffulex.omni.attention.selector import (
     AutoAttentionBackend,
     usable_kernel,
 )
+from diffulex.omni.cache.selector import NO_CACHE
 from diffulex.omni.cache.tea_settings import tea_settings
 from diffulex.omni.errors import UnsupportedFeatureError
 from diffulex.omni.loader import cache_settings, find_model, read_json, resolve_device
@@ -23,7 +24,14 @@ if TYPE_CHECKING:
     )
     from diffulex.omni.loader import FoundModel
 
-__all__ = ["check_cache", "check_engine", "check_kernels", "check_parallel", "check_schedule"]
+__all__ = [
+    "check_cache",
+    "check_chosen_cache",
+    "check_engine",
+    "check_kernels",
+    "check_parallel",
+    "check_schedule",
+]
 
 
 def check_engine(config: OmniDiffusionConfig) -> FoundModel:
@@ -102,6 +110,34 @@ def check_cache(config: DiffusionCacheConfig, found: FoundModel) -> None:
     for name in names:
         transformer = read_json(found.directory / name / "config.json")
         tea_settings(settings, found.spec, transformer, is_alone=len(names) == 1)
+
+
+def check_chosen_cache(
+    config: OmniDiffusionConfig, cache: DiffusionCacheConfig, found: FoundModel
+) -> None:
+    """Compares the cache that a request chooses with an engine and its model.
+
+    Raises:
+        UnsupportedFeatureError: it cannot be put on the blocks.
+    """
+    name = cache.cache_backend
+    if name == NO_CACHE:
+        return
+    if not found.spec.block_lists:
+        raise UnsupportedFeatureError(f"cache_backend: expected none for {found.name}, got {name}")
+    if config.parallel.pipeline_parallel_size > 1:
+        raise UnsupportedFeatureError(
+            f"cache_backend: expected none with pipeline_parallel_size above 1, got {name}"
+        )
+    memory = config.memory
+    is_streamed = memory.dit_cpu_offload and memory.pin_cpu_memory
+    is_on_cuda = resolve_device(config.model.device, config.parallel.world_size) != "cpu"
+    if is_streamed and is_on_cuda and config.cache.cache_backend == NO_CACHE:
+        raise UnsupportedFeatureError(
+            "cache_backend: expected none with dit_cpu_offload, unless the engine starts with a cache,"
+            f" got {name}"
+        )
+    check_cache(cache, found)
 
 
 def check_kernels(config: OmniDiffusionConfig, found: FoundModel) -> None:

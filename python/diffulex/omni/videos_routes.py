@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from diffulex.omni.api_schema import (
     TEXT_PATTERN,
     WHOLE,
+    CacheFields,
     VideoDeletedResponse,
     VideoListResponse,
     VideoResponse,
@@ -78,7 +79,7 @@ _PICTURE = "input_reference"
 _STOPPING = "videos: expected a running server, got one that ends"
 
 
-class VideoRequest(BaseModel):
+class VideoRequest(CacheFields):
     """Fields of a request for a video; what is left open takes the model's default."""
 
     model_config = ConfigDict(

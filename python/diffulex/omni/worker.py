@@ -75,6 +75,7 @@ class PipelineCall:
         embeds: of one prompt, for every image the same.
         pictures: that are changed, for every image the same.
         replica: who draws it.
+        cache: all settings of its cache; None: the engine's.
     """
 
     request_ids: tuple[str, ...]
@@ -90,6 +91,7 @@ class PipelineCall:
     embeds: Mapping[str, Any] = field(default_factory=dict)
     pictures: tuple[Any, ...] = ()
     replica: int = 0
+    cache: Mapping[str, Any] | None = None
 
     @property
     def is_guided(self) -> bool:
@@ -151,7 +153,9 @@ class Worker:
         self._replica = 0 if groups is None else groups.coords["dp"]
         self._is_leader = groups is None or groups.is_leader
         self._groups = groups
-        self._cache = loaded.cache
+        self._cache = self._own_cache = loaded.cache
+        #: Of the cache that is on the blocks; None: the engine's.
+        self._cache_settings: Mapping[str, Any] | None = None
         # Not at the top: they import torch and diffusers, which requests can be checked without.
         import torch  # noqa: PLC0415
 
@@ -208,7 +212,7 @@ class Worker:
         import torch  # noqa: PLC0415
 
         is_cuda = self.facts.device.startswith("cuda")
-        del self.pipeline, self._seam, self._cfg_hooks, self._cache
+        del self.pipeline, self._seam, self._cfg_hooks, self._cache, self._own_cache
         gc.collect()  # hooks and the modules around which they are know each other
         if is_cuda:
             torch.cuda.empty_cache()
@@ -254,6 +258,7 @@ class Worker:
             hook.reset_state(None)
             hook.is_active = call.is_guided
             hook.batch = len(call.seeds)
+        self._choose_cache(call.cache)
         if self._cache is not None:
             self._cache.refresh(self.pipeline, call.num_inference_steps)
         size = {"height": call.height, "width": call.width}
@@ -280,6 +285,25 @@ class Worker:
             raise RequestAborted(f"request {', '.join(call.request_ids)}: stopped by its callback")
         images = list(result.frames if self.spec.media == "video" else result.images)
         return DrawnCall(images, self._shared_summary())
+
+    def _choose_cache(self, settings: Mapping[str, Any] | None) -> None:
+        """Puts the cache of a call on the blocks, unless it is there."""
+        if settings == self._cache_settings:
+            return
+        from diffulex.omni.cache.selector import NO_CACHE, get_cache_backend  # noqa: PLC0415
+        from diffulex.omni.config_table import DiffusionCacheConfig  # noqa: PLC0415
+
+        if self._cache is not None:
+            self._cache.disable(self.pipeline)
+        # So it is if the next one fails.
+        self._cache, self._cache_settings = None, {"cache_backend": NO_CACHE}
+        cache = self._own_cache
+        if settings is not None:
+            config = DiffusionCacheConfig(**settings)
+            cache = get_cache_backend(config.cache_backend, config)
+        if cache is not None:
+            cache.enable(self.pipeline, self._groups)
+        self._cache, self._cache_settings = cache, settings
 
     def _inputs(self, parameters: Mapping[str, Any]) -> dict[str, int | None]:
         config, scheduler = self._transformer.config, self.pipeline.scheduler

@@ -149,6 +149,9 @@ def narrow(document, video_id=None):
             if name in fields:
                 forms = fields[name].get("anyOf", [fields[name]])
                 forms[0]["maximum"] = largest
+        # Coefficients of tea_cache are not known for all; settings ask for a cache beside them.
+        fields["cache_backend"] = {"enum": ["none", "cache_dit", None]}
+        fields["cache_config"] = {"enum": [{}, None]}
         if "sigmas" in fields:
             # As many as there are steps, and each less than the one before.
             fields["sigmas"] = {"enum": [[1, 0.5], None]}
@@ -307,6 +310,10 @@ def test_events_of_streams_are_those_of_the_document(images, monkeypatch):
     assert seen == set(declared)
 
 
+def cached(**settings):
+    return {"cache_backend": "cache_dit", "cache_config": settings}
+
+
 #: Fields of requests for images, and whether they are legal for a model with `true_cfg_scale`.
 FIELDS = [
     ({"n": 2, "size": "64x32", "seed": 0, "output_format": "webp"}, True),
@@ -321,6 +328,24 @@ FIELDS = [
     ({"sigmas": [1.5, 1]}, False),
     ({"sigmas": ["1", "0.5"]}, False),
     ({"sigmas": 1}, False),
+    ({"cache_backend": "none", "cache_config": None}, True),
+    ({"cache_backend": "tea_cache", "cache_config": {"rel_l1_thresh": 1}}, True),
+    (cached(Fn_compute_blocks=1.0, enable_taylorseer=True, scm_steps_policy="static"), True),
+    (cached(residual_diff_threshold=0, max_accumulated_residual_diff_threshold=None), True),
+    (cached(scm_steps_mask=[1, 0.0]), True),
+    ({"cache_backend": "other"}, False),
+    ({"cache_backend": 1}, False),
+    (cached(residual_diff_threshold=-0.1), False),
+    (cached(residual_diff_threshold="0.1"), False),
+    (cached(max_warmup_steps=1.5), False),
+    (cached(max_cached_steps=-2), False),
+    (cached(enable_taylorseer=1), False),
+    (cached(taylorseer_order=5), False),
+    (cached(scm_steps_mask_policy="none"), False),
+    (cached(scm_steps_mask=[1, 2]), False),
+    (cached(coefficients=[1]), False),
+    (cached(cache_backend="none"), False),
+    (cached(num_inference_steps=8), False),
     ({"n": "2"}, False),
     ({"n": True}, False),
     ({"n": 0}, False),
@@ -362,10 +387,26 @@ def test_the_form_of_edits_has_its_files_and_fields(tiny):
     assert schema["properties"]["diffulex[preview_every]"]["anyOf"][0]["minimum"] == 1
     assert schema["properties"]["strength"]["anyOf"][0]["exclusiveMinimum"] == 0
     assert schema["properties"]["model"] == {"enum": ["flux_img2img", None]}
+    settings = schema["properties"]["cache_config[residual_diff_threshold]"]["anyOf"]
+    assert settings == [{"type": "number", "minimum": 0}, {"type": "null"}]
+    # No coefficients are known, and a request may bring them.
+    assert schema["properties"]["cache_backend"]["enum"] == ["none", "cache_dit", "tea_cache", None]
     items, _ = schema["properties"]["sigmas[]"]["anyOf"]
     assert (items["type"], items["minItems"], items["maxItems"]) == ("array", 1, 200)
     assert set(schema["required"]) == {"prompt", "image"}
     assert "$ref" not in json.dumps(schema)
+
+
+def test_a_model_without_a_cache_has_none_in_the_document(tiny):
+    async def body(client, _engine):
+        answer = await client.get("/server_info")
+        return (await client.get("/openapi.json")).json(), answer.json()["cache_backends"]
+
+    document, names = ask(tiny("ovis"), body)
+    properties = document["components"]["schemas"]["ImageRequest"]["properties"]
+    assert properties["cache_backend"] == {"enum": ["none", None]}
+    assert properties["cache_config"] == {"type": "null"}
+    assert names == ["none"]
 
 
 def test_keys_are_in_the_document_where_they_are_asked_for(painter):

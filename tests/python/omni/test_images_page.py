@@ -249,6 +249,21 @@ def test_a_key_can_be_entered(browser: Any) -> None:
         context.close()
 
 
+def test_a_cache_is_chosen(page: Any) -> None:
+    choice = page.get_by_label("Cache over steps")
+    page.locator("#more").evaluate("node => { node.open = true; }")
+    names = choice.locator("option").all_text_contents()
+    assert names == ["as the server: none", "none", "cache_dit", "tea_cache"]
+    choice.select_option("cache_dit")
+    draw(page, steps="12")
+    wait_for_result(page)
+    fields = {"prompt": CAPTION, "seed": 1, "num_inference_steps": 12}
+    url = f"{page.url.rpartition('/')[0]}/v1/images/generations"
+    plain = page.request.post(url, data=fields)
+    answer = page.request.post(url, data={**fields, "cache_backend": "cache_dit"})
+    assert values_of(plain) != values_of(answer) == pixels(page)
+
+
 def test_a_chosen_picture_is_changed(browser: Any) -> None:
     """By a pipeline of edits: with the strength that is asked for, step by step."""
     file = io.BytesIO()

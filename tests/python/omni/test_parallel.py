@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ need_extra("omni", "diffusers", "accelerate", "PIL")
 import torch  # noqa: E402
 
 from diffulex.omni.config import OmniDiffusionConfig  # noqa: E402
+from diffulex.omni.config_table import DiffusionCacheConfig  # noqa: E402
 from diffulex.omni.loader import load_pipeline  # noqa: E402
 from diffulex.omni.worker import Worker  # noqa: E402
 from fixtures.omni_rank import make_calls  # noqa: E402
@@ -97,7 +98,8 @@ def check(cases, tmp_path):
         where = f"{Path(case['model']).name} {case['sizes']} {case['call']['prompts']}"
         assert torch.isfinite(got).all(), where
         assert decisions(cache) == decisions(alone), where
-        assert bool(cache) == ("cache_backend" in case["keywords"]), where
+        has_cache = "cache_backend" in case["keywords"] or "cache" in case["call"]
+        assert bool(cache) == has_cache, where
         if is_exact(case):
             assert torch.equal(got, expected), where
         else:
@@ -124,6 +126,9 @@ def make_cached(tiny, sizes, names):
         if name != "z_image":
             settings.append(tea)
         cached += [{**case, "keywords": keywords} for keywords in settings]
+        # A request's own, whose hooks come later than all others.
+        call = {**case["call"], "cache": asdict(DiffusionCacheConfig(**settings[0]))}
+        cached.append({**case, "call": call})
     return cached
 
 

@@ -118,6 +118,35 @@ def test_a_schedule_of_the_client(model):
         assert f'"step":{number},"num_steps":3' in streamed.replace(" ", "")
 
 
+def test_a_cache_of_the_client(model):
+    """The picture is that of the engine; requests without one are drawn as before, and it is counted."""
+    fields = {**SMALL, "num_inference_steps": 8}
+    config = {"residual_diff_threshold": 0.9, "max_warmup_steps": 2}
+    choice = {"cache_backend": "cache_dit", "cache_config": config}
+
+    async def body(client, engine):
+        answers = [
+            (await client.post(PATH, json={**fields, **more})).json()
+            for more in ({}, choice, {"cache_backend": "none"})
+        ]
+        given = {"height": 64, "width": 64, "num_inference_steps": 8, "seed": 1, **choice}
+        output = await engine.generate("a cat", **given)
+        return answers, output, (await client.get("/metrics")).text
+
+    answers, output, metrics = ask(model, body)
+    first, cached, last = (np.asarray(picture(a["data"][0]["b64_json"])) for a in answers)
+    assert np.array_equal(first, last)
+    assert np.array_equal(cached, np.asarray(output.images[0]))
+    assert not np.array_equal(cached, first)
+    assert ["cache" in answer["diffulex"] for answer in answers] == [False, True, False]
+    skipped = [
+        len(branch["cached"]) for branch in answers[1]["diffulex"]["cache"]["transformer"].values()
+    ]
+    # Of four blocks the first always runs.
+    assert f"diffulex_image_cached_blocks_total {3.0 * sum(skipped)}" in metrics
+    assert sum(skipped) >= 4
+
+
 def test_a_request_that_takes_too_long_is_a_gateway_timeout(model):
     async def body(client, _engine):
         long = {**SMALL, "num_inference_steps": 200, "timeout_s": 0.05}
@@ -154,6 +183,31 @@ BAD = [
     ({"latents": [[0.0]]}, 400, "latents"),
     ({"prompt_embeds": [[0.0]]}, 400, "prompt_embeds"),
     ({"sigmas": [0.5, 1.0]}, 400, "sigmas: expected 1 to 1000 falling numbers in (0, 1], got [0.5"),
+    (
+        {"cache_backend": "all"},
+        400,
+        "cache_backend: expected one of none, tea_cache, cache_dit, got",
+    ),
+    (
+        {"cache_backend": "cache_dit", "cache_config": {"max_warmup_step": 1}},
+        400,
+        "cache_config: expected a known key, nearest is 'max_warmup_steps', got 'max_warmup_step'",
+    ),
+    (
+        {"cache_config": {"max_warmup_steps": 1}},
+        400,
+        "cache_config: expected a cache_backend with it, got none",
+    ),
+    (
+        {"cache_backend": "cache_dit", "cache_config": {"Fn_compute_blocks": 4}},
+        400,
+        "Fn_compute_blocks + Bn_compute_blocks: expected at most 3 for 4 blocks, got 4",
+    ),
+    (
+        {"cache_backend": "cache_dit", "cache_config": {"scm_steps_mask": [1, 0]}},
+        400,
+        "scm_steps_mask: expected one value for each of 4 steps, got 2",
+    ),
     ({"sigmas": []}, 400, "sigmas: "),
     ({"sigmas": [1.0] * 201}, 400, "sigmas: "),
     ({"sigmas": [1.5, 0.5]}, 400, "sigmas.0: "),

@@ -88,35 +88,49 @@ def test_previews_are_counted_in_the_steps_that_run(tiny):
     assert ask(tiny("flux_img2img"), body) == ["partial_image", "partial_image", "completed"]
 
 
-def test_a_schedule_in_a_form(tiny):
+def test_a_schedule_and_a_cache_in_a_form(tiny):
     """Clients send a list as fields with brackets."""
     sigmas = [1.0, 0.7, 0.4]
     fields = {name: value for name, value in FIELDS.items() if name != "num_inference_steps"}
+    cache = {"max_warmup_steps": 0, "scm_steps_policy": "static"}
 
     async def body(client, engine):
         texts = {"sigmas[]": [str(item) for item in sigmas], "strength": "0.9"}
+        texts |= {"cache_backend": "cache_dit", "cache_config[scm_steps_mask]": "[1,0,1]"}
+        texts |= {f"cache_config[{name}]": str(value) for name, value in cache.items()}
         files = {"image": png()}
         answer = await client.post(PATH, data={**fields, **texts}, files=files)
         wrong = [
             await client.post(PATH, data={**fields, **more}, files=files)
             for more in (
                 {"sigmas": "1"},
+                {"cache_backend": "cache_dit", "cache_config[max_warmup_steps]": "x"},
                 {"sigmas[]": ["1", "x"]},
                 {"seed[]": "1", "sigmas[]": "1"},
             )
         ]
         with Image.open(io.BytesIO(png())) as opened:
             output = await engine.generate(
-                "a cat", height=48, width=64, seed=1, strength=0.9, sigmas=sigmas, pil_image=opened
+                "a cat",
+                height=48,
+                width=64,
+                seed=1,
+                strength=0.9,
+                sigmas=sigmas,
+                pil_image=opened,
+                cache_backend="cache_dit",
+                cache_config={**cache, "scm_steps_mask": (1, 0, 1)},
             )
         return answer, wrong, output
 
     answer, wrong, output = ask(tiny("flux_img2img"), body)
     (image,) = answer.json()["data"]
     assert np.array_equal(pixels(image["b64_json"]), np.asarray(output.images[0]))
-    assert [item.status_code for item in wrong] == [400] * 3
+    assert [item.status_code for item in wrong] == [400] * 4
+    (branch,) = answer.json()["diffulex"]["cache"]["transformer"].values()
+    assert branch["cached"] == [1]
     starts = [item.json()["error"]["message"].partition(":")[0] for item in wrong]
-    assert starts == ["sigmas", "sigmas.1", "seed[]"]
+    assert starts == ["sigmas", "max_warmup_steps", "sigmas.1", "seed[]"]
 
 
 def test_what_is_refused(tiny, monkeypatch):

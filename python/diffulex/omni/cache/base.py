@@ -27,6 +27,7 @@ from diffulex.omni._diffusers_compat import (
 )
 from diffulex.omni.errors import UnsupportedFeatureError
 from diffulex.omni.registry import find_pipeline
+from diffulex.omni.sequence_parallel import SEQUENCE_HOOKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,7 +161,7 @@ class CacheBackend(ABC):
         self._groups: list[_BlockGroup] = []
 
     def enable(self, pipeline: Any, groups: RankGroups | None = None) -> None:
-        """Registers hooks on the blocks, outside of all hooks so far.
+        """Registers hooks on the blocks, outside of all hooks but those that share tokens.
 
         Args:
             pipeline: of a class that is registered.
@@ -310,7 +311,7 @@ class _BlockGroup:
 
     def attach(self) -> None:
         for number, block in enumerate(self._blocks):
-            register_hook(block, _BlockHook(self, number), _NAME)
+            register_hook(block, _BlockHook(self, number), _NAME, below=SEQUENCE_HOOKS)
         # It keeps a list of the hooks below it, which get the name of the branch.
         forget_child_hooks(getattr(self._place.pipeline, self._place.name))
 

@@ -63,9 +63,13 @@ async function loadFacts() {
   for (const id of ["width", "height"]) byId(id).step = String(info.size_multiple);
   byId("every").disabled = !info.has_previews;
   byId("strength").placeholder = String(defaults.strength ?? "");
+  byId("cache").replaceChildren(
+    new Option(`as the server: ${info.cache_backend}`, ""),
+    ...info.cache_backends.map((name) => new Option(name, name)),
+  );
   showParts();
   const previews = info.has_previews || info.media === "video" ? "" : " This model has no previews.";
-  byId("facts").textContent = `${info.pipeline}, cache: ${info.cache_backend}.${previews}`;
+  byId("facts").textContent = `${info.pipeline}.${previews}`;
   byId("samples").replaceChildren(...(info.draws_shapes ? SHAPE_SAMPLES.map(sample) : []));
 }
 
@@ -130,6 +134,7 @@ function requestFields(prompt) {
     negative_prompt: byId("negative").value.trim() || undefined,
     size: hasSize ? `${width ?? defaults.width}x${height ?? defaults.height}` : undefined,
     [guidance]: numberOf("guidance"),
+    cache_backend: byId("cache").value || undefined,
   };
 }
 
