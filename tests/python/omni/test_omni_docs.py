@@ -66,7 +66,7 @@ PROGRAMS = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTI
 @pytest.mark.slow  # starts two worker processes
 def test_the_program_with_an_event_loop(tmp_path):
     # The bundled model is the one of the source tree.
-    command = [sys.executable, "-c", PROGRAMS[1]]
+    command = [sys.executable, "-c", PROGRAMS[2]]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [f"step {step} of 20" for step in range(1, 21)]
@@ -76,12 +76,20 @@ def test_the_program_with_an_event_loop(tmp_path):
 @pytest.mark.slow
 def test_the_program(tmp_path, monkeypatch):
     # The bundled model is the default.
-    assert len(PROGRAMS) == 2
+    assert len(PROGRAMS) == 3
     monkeypatch.chdir(tmp_path)
     exec(compile(PROGRAMS[0], "omni.md", "exec"), {})
     assert {path.name for path in tmp_path.iterdir()} == {
         "circle.png", *(f"step{step}.png" for step in range(1, 9)),
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_program_with_a_cache(capsys):
+    exec(compile(PROGRAMS[1], "omni.md", "exec"), {})
+    skipped = json.loads(capsys.readouterr().out)
+    assert skipped
+    assert set(skipped) < set(range(4, 20))
 
 
 def test_every_pipeline_and_every_field_is_named():
