@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundled model in low precision against a twin whose products follow the definitions in float64."""
+"""Trained models in low precision against twins whose products follow the definitions in float64."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from diffulex import Diffulex, SamplingParams
+from diffulex import Diffulex, SamplingParams, ops
 from diffulex.bench.evaluate import read_problems
 from diffulex.nn.linear import Linear
 from diffulex.ops import QuantizedRows, WeightScheme
 from diffulex.quantization.scheme import SCHEMES
-from diffulex.quantization.weights import QuantizedWeight
+from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
 from fixtures.paged_batch import PagedRunner, Rows
 from fixtures.quantized import rows_by_product
 from fixtures.quick import quick
@@ -69,14 +70,81 @@ class Twin:
         return False
 
 
-def replace_weights(model: Any) -> int:
-    """Gives every matrix in low precision its twin; how many there were."""
-    count = 0
+ACTIVATIONS = {
+    ops.Activation.SILU: torch.nn.functional.silu,
+    ops.Activation.GELU_TANH: partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+
+class ExpertTwins:
+    """Routed experts, a token and a slot after the other: each result is float32, their sum float64."""
+
+    def __init__(self, held: QuantizedExperts) -> None:
+        self.w13, self.w2 = ([Twin(w) for w in side] for side in (held.w13, held.w2))
+        self.nbytes = held.nbytes
+        #: What took the rows in place of the router; None: it did.
+        self.forced: ops.Routing | None = None
+
+    def packed(self) -> ExpertTwins:
+        return self
+
+    def new_workspace(self, like: torch.Tensor, top_k: int) -> torch.Tensor:
+        return like.new_empty(0, dtype=torch.uint8)
+
+    def product(
+        self,
+        x: torch.Tensor,
+        routing: ops.Routing,
+        *,
+        out: torch.Tensor,
+        addend: torch.Tensor | None = None,
+        act: ops.Activation = ops.Activation.SILU,
+        **_: object,
+    ) -> torch.Tensor:
+        routing = routing if self.forced is None else self.forced
+        total = torch.zeros_like(x, dtype=torch.float64) if addend is None else addend.double()
+        for expert, (w13, w2) in enumerate(zip(self.w13, self.w2, strict=True)):
+            tokens, slots = (routing.ids == expert).nonzero(as_tuple=True)
+            if not len(tokens):
+                continue
+            gate, up = (w13.rows_of(x[tokens]) @ w13.values.T).chunk(2, 1)
+            inner = (ACTIVATIONS[act](gate) * up).float()
+            result = (w2.rows_of(inner) @ w2.values.T).float()
+            weights = routing.weights[tokens, slots].double()
+            total.index_add_(0, tokens, weights[:, None] * result)
+        return out.copy_(total)
+
+
+def replace_weights(model: Any) -> tuple[int, dict[QuantizedExperts, ExpertTwins]]:
+    """Gives every matrix in low precision its twin: how many dense ones there were, and layers of experts."""
+    dense, experts = 0, {}
     for module in model.modules():
         if isinstance(module, Linear) and isinstance(module.format, QuantizedWeight):
             module.format = Twin(module.format)  # type: ignore[assignment]
-            count += 1
-    return count
+            dense += 1
+        elif isinstance(held := getattr(module, "matrices", None), QuantizedExperts):
+            module.matrices = experts[held] = ExpertTwins(held)
+    return dense, experts
+
+
+class Routes:
+    """Where the rows of forwards went, layer by layer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._seen: dict[QuantizedExperts, list[ops.Routing]] = {}
+        plain = QuantizedExperts.product
+
+        def product(held: QuantizedExperts, x: torch.Tensor, routing: ops.Routing, **rest: Any):
+            copies = ops.Routing(*(part.clone() for part in routing))
+            self._seen.setdefault(held, []).append(copies)
+            return plain(held, x, routing, **rest)
+
+        monkeypatch.setattr(QuantizedExperts, "product", product)
+
+    def take(self) -> dict[QuantizedExperts, ops.Routing]:
+        """Of all rows since the last call."""
+        seen, self._seen = self._seen, {}
+        return {held: ops.Routing(*map(torch.cat, zip(*each))) for held, each in seen.items()}
 
 
 def answers(engine: Diffulex, count: int) -> list[tuple[list[int], tuple[int, ...]]]:
@@ -102,25 +170,54 @@ def last_rows(model: Any, block: int, tokens: list[int], num_cached: int) -> tor
     return rows[len(rows) - block :].double()
 
 
-CASES = [("int8", 4), *((scheme, 100) for scheme in SCHEMES)]
+#: Model, and how many dense matrices and layers of routed experts it has in low precision.
+MODELS = {
+    "demo": (24, 0),
+    "d2f_llada": (24, 0),
+    "d2f_dream": (24, 0),
+    "fast_dllm_v2": (24, 0),
+    "edit_llada2": (20, 4),
+    "dmax_llada2": (20, 4),
+    "diffusion_gemma": (20, 5),
+}
+CASES = [
+    ("demo", "int8", 4),
+    ("edit_llada2", "int8", 4),
+    *((model, scheme, 100) for model in MODELS for scheme in SCHEMES),
+]
 
 
-@pytest.mark.parametrize(("scheme", "count"), quick(CASES, CASES[:1]))
-def test_tokens_and_logits_are_those_of_the_twin(scheme: str, count: int) -> None:
-    """Last bits of a product may move a code of the next layer, and so a logit, but hardly a token."""
-    with Diffulex("demo", device="cpu", quantization=scheme, num_pages=2048) as engine:
-        model, block = engine._executor.runner.model, engine.config.decoding.block_size
+@pytest.mark.parametrize(("model", "scheme", "count"), quick(CASES, CASES[:2]))
+def test_tokens_and_logits_are_those_of_the_twin(
+    monkeypatch: pytest.MonkeyPatch, model: str, scheme: str, count: int
+) -> None:
+    """Last bits of a product may move a code of the next layer, and so a logit, but hardly a token.
+
+    A row that another expert takes has other logits altogether: those are compared where both went the
+    same way.
+    """
+    path = model if model == "demo" else str(ZOO / model)
+    with Diffulex(path, device="cpu", quantization=scheme, num_pages=2048) as engine:
+        decoder, block = engine._executor.runner.model, engine.config.decoding.block_size
         found = answers(engine, count)
         # Whole blocks: the last one behind a cache here, in the twin behind nothing.
         sequences = [[*ids, *answer] for ids, answer in found[:20]]
         sequences = [tokens[: len(tokens) // block * block] for tokens in sequences]
-        logits = [last_rows(model, block, tokens, len(tokens) - block) for tokens in sequences]
-        assert replace_weights(model) == 4 * engine.config.model.spec.num_layers
+        routes, ways, logits, expected = Routes(monkeypatch), [], [], []
+        for tokens in sequences:
+            logits.append(last_rows(decoder, block, tokens, len(tokens) - block))
+            ways.append(routes.take())
+        dense, experts = replace_weights(decoder)
+        assert (dense, len(experts)) == MODELS[model]
         again = answers(engine, count)
-        expected = [last_rows(model, block, tokens, 0) for tokens in sequences]
+        for tokens, way in zip(sequences, ways, strict=True):
+            assert way.keys() == experts.keys()
+            for held, routing in way.items():
+                experts[held].forced = routing
+            expected.append(last_rows(decoder, block, tokens, 0))
     assert sum(len(answer) > 4 for _, answer in found) == count
     num_other = sum(one != two for one, two in zip(found, again, strict=True))
-    assert num_other <= count // 50, f"{num_other} of {count} answers are others"
+    assert num_other <= count // (25 if experts else 50), f"{num_other} of {count} are others"
     difference, want = torch.cat(logits) - torch.cat(expected), torch.cat(expected)
     error = float(difference.norm() / want.norm())
     assert error <= (1e-5 if scheme == "int4" else 0.03), error
