@@ -317,10 +317,18 @@ def test_void_rows_are_left_out_where_there_are_many(
 
 
 @pytest.mark.slow
-def test_held_out_problems_in_whole_and_packed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """400 problems of the demo, four blocks in flight: tokens and confidences, bit for bit."""
-    problems = load_problems(demo_dir() / "heldout.jsonl")[:400]
+@pytest.mark.parametrize(
+    ("count", "precision"),
+    [(400, {}), (100, {"quantization": "int8", "kv_cache_dtype": "fp8_e4m3"})],
+    ids=["as stored", "codes"],
+)
+def test_held_out_problems_in_whole_and_packed_steps(
+    monkeypatch: pytest.MonkeyPatch, count: int, precision: dict[str, Any]
+) -> None:
+    """Problems of the demo, four blocks in flight: tokens and confidences, bit for bit."""
+    problems = load_problems(demo_dir() / "heldout.jsonl")[:count]
     settings = {"device": "cpu", "dtype": "float32", "buffer_size": 4, "max_num_reqs": 16}
+    settings |= precision
     seen = []
     for kind in ("host", "whole", "packed"):
         if kind == "packed":
@@ -334,7 +342,7 @@ def test_held_out_problems_in_whole_and_packed_steps(monkeypatch: pytest.MonkeyP
             prompts = [engine.tokenizer.apply_chat_template(chat) for chat in chats]
             outputs = engine.generate(prompts, SamplingParams(max_tokens=96), summary=False)
             if kind == "packed":
-                assert loop_of(engine).num_packed_steps > 100
+                assert loop_of(engine).num_packed_steps > count // 4
         seen.append((answers(outputs), watched.decided))
     assert seen[0] == seen[1] == seen[2]
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from diffulex import Diffulex, SamplingParams
 from diffulex.bench.evaluate import read_problems
 from diffulex.bench.word_problems import Problem, heldout_problems, is_correct
 from diffulex.checkpoint import tensor_reader
 from diffulex.checkpoint.auto_model import load_model
+from diffulex.checkpoint.loader import weight_table_of
 from diffulex.config.config import Config
 from diffulex.config.facts import read_facts
 from diffulex.config.parse import Options
@@ -23,6 +25,7 @@ from diffulex.nn.linear import Linear
 from diffulex.quantization.layers import ModelQuantizer
 from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
 from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
+from fixtures.adapters import ALPHA, QWEN_TARGETS, RANK, AdapterBuilder
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.quantized import FORMATS, Checked, rows_by_product
 from fixtures.quick import quick
@@ -246,6 +249,40 @@ def test_adapters_need_weights_in_their_dtype(tmp_path) -> None:
         pytest.raises(ConfigError, match="load_lora: expected quantization none, got fp8"),
     ):
         engine.load_lora(str(tmp_path))
+
+
+@pytest.mark.parametrize("scheme", quick(SCHEMES, ["int8"]))
+def test_adapters_are_merged_before_and_added_behind(tmp_path, scheme: str) -> None:
+    """Merged: the codes of the merged checkpoint. Beside: the codes of the base, and the product of the
+    factors with rows as they were before they were quantised."""
+    builder = CheckpointBuilder(tiny_config(intermediate_size=160))
+    base = builder.write(tmp_path / "base")
+    factors = AdapterBuilder(QWEN_TARGETS).write(tmp_path / "adapter", base)
+    builder.write(tmp_path / "merged")
+    settings = {"device": "cpu", "dtype": "float32", "max_model_len": 64}
+    adapter = {"use_lora": True, "lora_path": str(tmp_path / "adapter")}
+    with Diffulex(str(tmp_path / "base"), **settings, **adapter, pre_merge_lora=True) as engine:
+        table = weight_table_of(model_of(engine), {})
+        merged = {name: tensor.contiguous() for name, tensor in table.items()}
+        save_file(merged, tmp_path / "merged" / "model.safetensors")
+    settings["quantization"] = scheme
+    held = {}
+    for name in ("base", "merged"):
+        with Diffulex(str(tmp_path / name), **settings) as engine:
+            held[name] = codes_of(engine)
+    assert not all(map(torch.equal, held["base"], held["merged"]))
+    path = str(tmp_path / "base")
+    with Diffulex(path, **settings, **adapter, pre_merge_lora=True) as engine:
+        assert all(map(torch.equal, codes_of(engine), held["merged"]))
+    with Diffulex(path, **settings, **adapter, pre_merge_lora=False) as engine:
+        assert all(map(torch.equal, codes_of(engine), held["base"]))
+        name, linear = "model.layers.1.self_attn.o_proj", model_of(engine).layers[1].attention.o
+        x = torch.randn(5, linear.in_features, generator=torch.Generator().manual_seed(1))
+        down, up = factors[f"{name}.A"], factors[f"{name}.B"]
+        want = linear.format.product(x, None, None) + ALPHA / RANK * (x @ down.T) @ up.T
+        found = linear(x, torch.empty_like(want))
+        assert len(engine.generate([[5, 6, 7]], GREEDY, summary=False)[0].token_ids) == 24
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_given_model_has_the_weights_that_are_named() -> None:

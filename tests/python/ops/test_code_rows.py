@@ -105,6 +105,43 @@ def test_act_and_mul(
     expect_codes(op, rows_of(2 * width, source, device), dtype, is_whole)
 
 
+@CODES
+@SOURCES
+@pytest.mark.parametrize("width", [30, 192, 704])
+def test_values_at_the_ends_of_their_range(
+    dtype: torch.dtype, source: torch.dtype, width: int
+) -> None:
+    """Infinite values, NaN, and magnitudes whose factor would overflow: of the result, group by group."""
+    x = rows_of(2 * width, source, "cpu")
+    x[4, 0] = torch.inf
+    x[5, [1, width]] = torch.nan
+    x[6] = torch.finfo(source).smallest_normal / 2
+    x[7, ::2] = 0
+    gate, up = x.chunk(2, 1)
+    up[6] = 1
+
+    def codes(op: Op, x: torch.Tensor) -> list[torch.Tensor]:
+        width = op(x, None).size(1)
+        rows = ops.new_quantized_rows(9, width, dtype, x.device)
+        plain = op(x, rows)
+        want = ops.quantize_rows(plain, dtype)
+        assert torch.equal(rows.codes.view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(rows.scale[:, :9], want.scale[:, :9])
+        return [plain, rows.codes]
+
+    plain, found = codes(lambda x, rows: ops.act_and_mul(x, ops.Activation.SILU, rows=rows), x)
+    assert plain[4, 0].isinf()
+    assert plain[5, :2].isnan().all()
+    assert plain[6].count_nonzero()
+    code = 0 if dtype == torch.int8 else 0x7F
+    assert (found.view(torch.uint8)[5, :2] == code).all()
+    # Of float16 every magnitude has a factor.
+    assert found.view(torch.uint8)[6].any() == (source == torch.float16)
+    plain, _ = codes(lambda x, rows: ops.rms_norm(x, None, EPS, rows=rows), gate.contiguous())
+    assert plain[5].isnan().all()
+    assert plain[6].count_nonzero()
+
+
 @pytest.mark.cuda
 @CODES
 @SOURCES
