@@ -221,6 +221,55 @@ def test_cpu_products():
         assert len(re.findall(r"\d \(\d+\.\d\dx\)", line)) == 6
 
 
+DENSE_AND_CODES = ("float32", "bfloat16", "bfloat16 rows", "int8", "int8+head")
+#: Answers for the peer of the CPU steps: half a second a row of the head and sequence.
+PEER = """#!{python}
+import json, sys
+assert sys.argv[1].endswith("llama_cpp_peer.py") and json.loads(sys.argv[2])["layers"] == 2
+assert sys.argv[3:] == ["--weights", "q8_0", "--threads", "1"]
+print('{{"llama_cpp_python": "0", "system": "none", "model_bytes": 5000000}}', flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    assert (asked["rows"], asked["context"]) == (8, 16)
+    print(json.dumps({{"ms": 500 * asked["batch"] * asked["logits"]}}), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_cpu_steps(tmp_path):
+    """Engines and the peer take turns, with as many rows of the head."""
+    peer, output = tmp_path / "peer", tmp_path / "steps.json"
+    peer.write_text(PEER.format(python=sys.executable))
+    peer.chmod(0o755)
+    text = run(
+        "bench_cpu_steps.py",
+        *("--shape", "tiny", "--block-size", 8, "--prompt-len", 16, "--rounds", 3),
+        *("--batch", 1, 2, "--weights", *DENSE_AND_CODES, "--threads", 1, "--output", output),
+        *("--llama-cpp", peer, "--llama-weights", "q8_0"),
+    )
+    content = json.loads(output.read_text())
+    names = [*DENSE_AND_CODES, "llama.cpp q8_0"]
+    rows = content["results"]
+    assert [(row["batch"], row["weights"]) for row in rows] == [
+        (batch, name) for batch in (1, 2) for name in names
+    ]
+    assert content["llama_cpp_python"] == "0"
+    for row in rows:
+        assert row["rows"] == 8 * row["batch"]
+        assert len(row["all_ms"]) == 3
+        assert row["rows_per_s"] == pytest.approx(1e3 * row["rows"] / row["step_ms"], abs=0.1)
+        assert (row["of_first"] == 1) == (row["weights"] == "float32")
+        if "llama" in row["weights"]:
+            # Of eight positions the steps before the first have accepted three.
+            assert row["all_ms"] == [500 * row["batch"] * n for n in (5, 4, 3)]
+            assert row["head_rows"] == 4 * row["batch"]
+    bytes_of = {row["weights"]: row["weight_bytes"] for row in rows}
+    sizes = [bytes_of[name] for name in ("float32", "bfloat16", "int8", "int8+head")]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert bytes_of["llama.cpp q8_0"] == 5_000_000
+    assert all(name in text for name in names)
+
+
 @pytest.mark.slow
 def test_mixed_steps(tmp_path):
     output = tmp_path / "mixed.json"
