@@ -20,6 +20,7 @@ struct WidePanel;
 struct BlockSums;
 
 static_assert(kInt8PanelWidth == kQuantPanelColumns && kQuantPanelColumns == kLinearPanelColumns);
+static_assert(kInt8RowStride == kQuantGroup);
 
 int64_t blocks_of(int64_t depth) {
   return (depth + kQuantGroup - 1) / kQuantGroup;
@@ -42,7 +43,9 @@ const float* panel_scales(const LinearScaledParams& params, int64_t panel) {
   return scales;
 }
 
-/// A block of rows times int8.
+/// A block of rows times int8. The copy of x has the rows of a block of the depth one after the
+/// other, and the sums of a panel theirs: rows that are a power of two apart would share a few
+/// lines of the cache.
 class Int8Rows final {
  public:
   Int8Rows(const LinearScaledParams& params, const Int8Kernels& kernels, int64_t first_row,
@@ -51,69 +54,79 @@ class Int8Rows final {
         kernels_(kernels),
         first_row_(first_row),
         rows_(rows),
-        depth_(params.x.size[1]),
-        stride_((depth_ + kInt8PanelDepth - 1) / kInt8PanelDepth * kInt8PanelDepth) {
-    // Codes of one or two bytes, in whole floats: a stride is a multiple of four of them.
-    x_ = reinterpret_cast<char*>(thread_floats<CopyOfX>(rows * stride_ * kernels.x_bytes / 4));
-    sums_ = reinterpret_cast<int32_t*>(thread_floats<SumsOfRows>(rows * blocks_of(depth_)));
-    for (int64_t row = 0; row < rows; ++row) {
-      copy_row(row);
+        depth_(params.x.size[1]) {
+    const int64_t num_blocks = blocks_of(depth_);
+    // Codes of one or two bytes, in whole floats: a block has a multiple of four of them.
+    x_ = reinterpret_cast<char*>(
+        thread_floats<CopyOfX>(num_blocks * rows * kQuantGroup * kernels.x_bytes / 4));
+    sums_ = reinterpret_cast<int32_t*>(thread_floats<SumsOfRows>(num_blocks * rows));
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      for (int64_t row = 0; row < rows; ++row) {
+        copy_row(block, row);
+      }
     }
   }
 
   void multiply_panel(int64_t panel) const {
-    const bool is_direct = params_.out.dtype == DType::kF32 &&
-                           (panel + 1) * kLinearPanelColumns <= params_.out.size[1];
-    float* sums = is_direct ? params_.out.as<float>() + first_row_ * params_.out.stride[0] +
-                                  panel * kLinearPanelColumns
+    const TensorRef& result = params_.out;
+    const int64_t column = panel * kLinearPanelColumns;
+    const bool is_direct =
+        rows_ == 1 && result.dtype == DType::kF32 && column + kLinearPanelColumns <= result.size[1];
+    float* sums = is_direct ? result.as<float>() + first_row_ * result.stride[0] + column
                             : thread_floats<PanelSums>(rows_ * kLinearPanelColumns);
     const float* scales = panel_scales(params_, panel);
     const int64_t num_blocks = blocks_of(depth_);
     Int8TileArgs args;
-    args.x_stride = stride_;
-    args.out_stride = is_direct ? params_.out.stride[0] : kLinearPanelColumns;
+    args.bias = scales + kLinearPanelColumns;
     for (int64_t block = 0; block < num_blocks; ++block) {
       const int64_t start = block * kQuantGroup;
-      const int64_t depth = std::min(kQuantGroup, stride_ - start);
-      args.panel = panel_bytes<kInt8PanelDepth>(params_.weight, depth_, panel, start, depth);
-      args.steps = static_cast<int32_t>(depth / kInt8PanelDepth);
+      const int64_t steps = (block_depth(block) + kInt8PanelDepth - 1) / kInt8PanelDepth;
+      args.panel = panel_bytes<kInt8PanelDepth>(params_.weight, depth_, panel, start,
+                                                steps * kInt8PanelDepth);
+      args.steps = static_cast<int32_t>(steps);
       args.accumulate = block > 0;
       args.column_scale = block + 1 == num_blocks ? scales : nullptr;
-      args.bias = scales + kLinearPanelColumns;
       for_row_tiles(rows_, kernels_.tile_rows, [&](int64_t row, int64_t rows) {
         args.rows = static_cast<int32_t>(rows);
-        args.x = x_ + (row * stride_ + start) * kernels_.x_bytes;
+        args.x = x_at(block, row);
         args.row_sums = sums_ + block * rows_ + row;
         args.x_scale = params_.x_scale.as<const float>() + block * params_.x_scale.stride[0] +
                        first_row_ + row;
-        args.out = sums + row * args.out_stride;
+        args.out = sums + row * kLinearPanelColumns;
         kernels_.tile(args);
       });
     }
     if (!is_direct) {
-      store_panel(sums, params_.out, first_row_, rows_, panel);
+      store_panel(sums, result, first_row_, rows_, panel);
     }
   }
 
  private:
-  void copy_row(int64_t row) const {
-    const int8_t* source = params_.x.as<const int8_t>() + (first_row_ + row) * params_.x.stride[0];
-    for (int64_t start = 0, block = 0; start < depth_; start += kQuantGroup, ++block) {
-      int32_t sum = 0;
-      for (int64_t k = start; k < std::min(depth_, start + kQuantGroup); ++k) {
-        sum += source[k];
-      }
-      sums_[block * rows_ + row] = sum;
+  [[nodiscard]] int64_t block_depth(int64_t block) const {
+    return std::min(kQuantGroup, depth_ - block * kQuantGroup);
+  }
+  [[nodiscard]] char* x_at(int64_t block, int64_t row) const {
+    return x_ + (block * rows_ + row) * kQuantGroup * kernels_.x_bytes;
+  }
+
+  void copy_row(int64_t block, int64_t row) const {
+    const int8_t* source = params_.x.as<const int8_t>() + (first_row_ + row) * params_.x.stride[0] +
+                           block * kQuantGroup;
+    const int64_t depth = block_depth(block);
+    int32_t sum = 0;
+    for (int64_t k = 0; k < depth; ++k) {
+      sum += source[k];
     }
-    char* copy = x_ + row * stride_ * kernels_.x_bytes;
-    std::memset(copy + depth_ * kernels_.x_bytes, 0,
-                static_cast<size_t>((stride_ - depth_) * kernels_.x_bytes));
+    sums_[block * rows_ + row] = sum;
+    char* copy = x_at(block, row);
+    std::memset(copy + depth * kernels_.x_bytes, 0,
+                static_cast<size_t>((kQuantGroup - depth) * kernels_.x_bytes));
     if (kernels_.x_bytes == 1) {
-      std::memcpy(copy, source, static_cast<size_t>(depth_));
+      std::memcpy(copy, source, static_cast<size_t>(depth));
       return;
     }
     auto* wide = reinterpret_cast<int16_t*>(copy);
-    for (int64_t k = 0; k < depth_; ++k) {
+    for (int64_t k = 0; k < depth; ++k) {
       wide[k] = source[k];
     }
   }
@@ -123,7 +136,6 @@ class Int8Rows final {
   int64_t first_row_;
   int64_t rows_;
   int64_t depth_;
-  int64_t stride_;  // of a copied row, in elements
   char* x_ = nullptr;
   int32_t* sums_ = nullptr;
 };

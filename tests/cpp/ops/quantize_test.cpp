@@ -175,7 +175,7 @@ TEST_P(Int8Tiles, HaveTheBitsOfExactIntegers) {
     const int32_t depth = 4 * steps;
     const bool is_extreme = trial % 5 == 0;
     for (int32_t rows = 1; rows <= kernels.tile_rows; ++rows) {
-      std::vector<int8_t> x(static_cast<size_t>(rows * depth));
+      std::vector<int8_t> x(static_cast<size_t>(rows * cpu::kInt8RowStride));
       std::vector<uint8_t> panel(static_cast<size_t>(steps * kColumns * 4));
       for (auto& value : x) {
         value = static_cast<int8_t>(is_extreme ? 127 : static_cast<int32_t>(random() % 255) - 127);
@@ -201,13 +201,13 @@ TEST_P(Int8Tiles, HaveTheBitsOfExactIntegers) {
       std::vector<float> want = out;
       for (int32_t row = 0; row < rows; ++row) {
         for (int32_t k = 0; k < depth; ++k) {
-          sums[static_cast<size_t>(row)] += x[static_cast<size_t>(row * depth + k)];
+          sums[static_cast<size_t>(row)] += x[static_cast<size_t>(row * cpu::kInt8RowStride + k)];
         }
         for (int32_t c = 0; c < kColumns; ++c) {
           int32_t product = 0;
           for (int32_t k = 0; k < depth; ++k) {
             const size_t at = static_cast<size_t>((k / 4 * kColumns + c) * 4 + k % 4);
-            product += x[static_cast<size_t>(row * depth + k)] * (panel[at] - 128);
+            product += x[static_cast<size_t>(row * cpu::kInt8RowStride + k)] * (panel[at] - 128);
           }
           float& value = want[static_cast<size_t>(row * kColumns + c)];
           value = std::fma(scales[static_cast<size_t>(row)], static_cast<float>(product),
@@ -227,8 +227,6 @@ TEST_P(Int8Tiles, HaveTheBitsOfExactIntegers) {
       args.column_scale = is_last ? columns.data() : nullptr;
       args.bias = columns.data() + kColumns;
       args.out = out.data();
-      args.x_stride = depth;
-      args.out_stride = kColumns;
       args.rows = rows;
       args.steps = steps;
       args.accumulate = !is_first;

@@ -10,10 +10,13 @@ namespace diffulex::cpu {
 /// Columns of a panel, and depth of one step through it.
 inline constexpr int32_t kInt8PanelWidth = 32;
 inline constexpr int32_t kInt8Step = 4;
+/// Elements between rows of x: what a block has at most. A constant, so that a row of the tile
+/// takes no register for its address.
+inline constexpr int32_t kInt8RowStride = 128;
 
 /// One block of the depth: out (+)= x_scale * (x panel), for all columns of the panel.
 struct Int8TileArgs {
-  const void* x = nullptr;            // [rows, 4 steps] int8 or int16, as `x_bytes` says
+  const void* x = nullptr;            // [rows, 128] int8 or int16, as `x_bytes` says
   const int32_t* row_sums = nullptr;  // [rows] of x
   const float* x_scale = nullptr;     // [rows]
   const uint8_t* panel = nullptr;     // [steps, 32, 4] w + 128
@@ -21,11 +24,9 @@ struct Int8TileArgs {
       nullptr;                  // [32] of the last block, with `bias`: out = out * scale + bias
   const float* bias = nullptr;  // [32]
   float* out = nullptr;         // [rows, 32]
-  int64_t x_stride = 0;
-  int64_t out_stride = 0;
-  int32_t rows = 0;  // 1 to tile_rows
-  int32_t steps = 0;
-  bool accumulate = false;  // start from `out` instead of 0
+  int32_t rows = 0;             // 1 to tile_rows
+  int32_t steps = 0;            // up to 32
+  bool accumulate = false;      // start from `out` instead of 0
 };
 
 /// The int8 tile of one instruction set.

@@ -23,7 +23,14 @@ template <int32_t kRows, int32_t kVectors>
 DIFFULEX_ISA_INLINE void int8_columns(const Int8TileArgs& args, int32_t column) {
   constexpr int32_t kParts = kVectors * kInt8Parts;
   constexpr int32_t kPartBytes = 4 * kWidth / kInt8Parts;
-  Int8Sum sums[kRows][kParts] = {};
+  Int8Sum sums[kRows][kParts];
+#pragma GCC unroll 16
+  for (int32_t row = 0; row < kRows; ++row) {
+#pragma GCC unroll 4
+    for (int32_t part = 0; part < kParts; ++part) {
+      sums[row][part] = Int8Sum{};
+    }
+  }
   const uint8_t* panel = args.panel + 4 * column;
   const Int8X* x = static_cast<const Int8X*>(args.x);
   for (int32_t step = 0; step < args.steps; ++step) {
@@ -36,7 +43,7 @@ DIFFULEX_ISA_INLINE void int8_columns(const Int8TileArgs& args, int32_t column) 
     __builtin_prefetch(panel + 2048);
 #pragma GCC unroll 16
     for (int32_t row = 0; row < kRows; ++row) {
-      const Int8Factor factor = broadcast_int8(x + row * args.x_stride);
+      const Int8Factor factor = broadcast_int8(x + row * kInt8RowStride);
 #pragma GCC unroll 4
       for (int32_t part = 0; part < kParts; ++part) {
         sums[row][part] = add_products(sums[row][part], columns[part], factor);
@@ -45,14 +52,23 @@ DIFFULEX_ISA_INLINE void int8_columns(const Int8TileArgs& args, int32_t column) 
     x += kInt8Step;
     panel += 4 * kInt8PanelWidth;
   }
+  // Through memory, and row by row: what follows would else cost the loop above its registers.
+  Int8Sum finished[kRows][kParts];
 #pragma GCC unroll 16
+  for (int32_t row = 0; row < kRows; ++row) {
+#pragma GCC unroll 4
+    for (int32_t part = 0; part < kParts; ++part) {
+      finished[row][part] = sums[row][part];
+    }
+  }
+#pragma GCC unroll 1
   for (int32_t row = 0; row < kRows; ++row) {
     const VecI offset = VecI{} + args.row_sums[row] * 128;
     const VecF factor = VecF{} + args.x_scale[row];
 #pragma GCC unroll 4
     for (int32_t v = 0; v < kVectors; ++v) {
-      const VecI product = column_sums(&sums[row][v * kInt8Parts]) - offset;
-      float* out = args.out + row * args.out_stride + column + v * kWidth;
+      const VecI product = column_sums(&finished[row][v * kInt8Parts]) - offset;
+      float* out = args.out + row * kInt8PanelWidth + column + v * kWidth;
       VecF sum = args.accumulate ? load_floats(out) : VecF{};
       sum = fused_multiply_add(factor, __builtin_convertvector(product, VecF), sum);
       if (args.column_scale != nullptr) {
