@@ -278,12 +278,12 @@ def main(argv: list[str] | None = None) -> int:
             for row in measure(turns, next(iter(engines.values())), batch, options):
                 results.append(row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
+            if options.output is not None:
+                text = json.dumps({**facts, "results": results}, indent=1)
+                options.output.write_text(text + "\n", encoding="utf-8")
         for engine in engines.values():
             engine.close()
     print(markdown_table(COLUMNS, results))
-    if options.output is not None:
-        text = json.dumps({**facts, "results": results}, indent=1)
-        options.output.write_text(text + "\n", encoding="utf-8")
     return 0
 
 
