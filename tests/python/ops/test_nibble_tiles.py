@@ -19,7 +19,7 @@ ROWS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 2
 #: a last tile that is not whole; the products of models, made smaller; stages filled more than once for a
 #: tile, by four warpgroups in turn and by two.
 SHAPES = [(16, 128), (48, 384), (80, 640), (208, 896), (3088, 1152), (6160, 384), (4096, 1536)]
-SHAPES += [(64, 6272), (6144, 2304)]
+SHAPES += [(64, 6272), (8192, 2304)]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
