@@ -6,6 +6,13 @@
 #include <algorithm>
 #include <cstdint>
 
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "diffulex/core/status.h"
+#include "diffulex/ops/dtype.h"
+#include "diffulex/ops/exec_context.h"
+#include "diffulex/ops/tensor_ref.h"
 #include "ops/linear/config.h"
 #include "ops/linear/sm90/epilogue.cuh"
 #include "ops/shared/cuda/launch.cuh"

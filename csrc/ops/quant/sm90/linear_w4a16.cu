@@ -11,6 +11,7 @@
 #include "ops/shared/cuda/hopper.h"
 #include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/shared_memory.cuh"
+#include "ops/shared/cuda/tensor_map.h"
 
 namespace diffulex::cuda {
 namespace {
