@@ -17,13 +17,14 @@ int64_t divide_up(int64_t value, int64_t divisor) {
 
 /// What the slowest CTA costs, in elements of W that it could read meanwhile: its tiles, the rows
 /// of x beside them (from the L2 cache, so that 32 count less) and the exchange of partial sums.
-int64_t plan_cost(int64_t rounds, int64_t depth, int64_t tile_rows, int64_t splits,
-                  int64_t narrowness) {
+/// Constants count elements of 16 bits; `narrowness` elements of W have the bits of one.
+int64_t plan_cost(int64_t rounds, const SteppedWeight& weight, const TileChoice& tile) {
   constexpr int64_t kRowsOfX = 24;
   constexpr int64_t kTile = 4096;
   constexpr int64_t kExchange = 16384;
-  return rounds * ((tile_rows + narrowness * kRowsOfX) * depth / splits +
-                   narrowness * (kTile + (splits - 1) * kExchange));
+  const int64_t narrowness = weight.narrowness;
+  return rounds * ((tile.tile_rows + narrowness * kRowsOfX) * weight.depth / tile.splits +
+                   narrowness * (kTile + (tile.splits - 1) * kExchange));
 }
 
 /// The shared memory of a CTA whose tile is `plan->tile_rows` of W and `rows` of x, in stages of at
@@ -57,21 +58,22 @@ int32_t linear_tile_rows(int64_t num_rows) {
   return rows;
 }
 
-void choose_tile(int64_t weight_rows, int64_t depth, int64_t step_depth, int64_t narrowness,
-                 int32_t num_processors, LinearPlan* plan) {
+TileChoice choose_tile(const SteppedWeight& weight, int32_t num_processors) {
+  TileChoice best;
   int64_t least = 0;
-  const int64_t most_splits = depth > 2 * step_depth && num_processors > 1 ? 2 : 1;
-  for (int64_t splits = 1; splits <= most_splits; ++splits) {
+  const int32_t most_splits = weight.depth > 2 * weight.step_depth && num_processors > 1 ? 2 : 1;
+  for (int32_t splits = 1; splits <= most_splits; ++splits) {
     for (int32_t tile_rows = kLinearTileWeightRows; tile_rows > 0; tile_rows -= kRowStep) {
-      const int64_t rounds = divide_up(divide_up(weight_rows, tile_rows), num_processors / splits);
-      const int64_t cost = plan_cost(rounds, depth, tile_rows, splits, narrowness);
-      if (plan->tile_rows == 0 || cost < least) {
+      const TileChoice tile{tile_rows, splits};
+      const int64_t rounds = divide_up(divide_up(weight.rows, tile_rows), num_processors / splits);
+      const int64_t cost = plan_cost(rounds, weight, tile);
+      if (best.tile_rows == 0 || cost < least) {
         least = cost;
-        plan->tile_rows = tile_rows;
-        plan->splits = static_cast<int32_t>(splits);
+        best = tile;
       }
     }
   }
+  return best;
 }
 
 void deal_tiles(int64_t weight_rows, int64_t row_tiles, int32_t num_processors, LinearPlan* plan) {
@@ -84,7 +86,9 @@ void deal_tiles(int64_t weight_rows, int64_t row_tiles, int32_t num_processors, 
 LinearPlan linear_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int32_t num_processors,
                        int32_t smem_limit) {
   LinearPlan plan;
-  choose_tile(weight_rows, depth, kFewRowsDepth, 1, num_processors, &plan);
+  const TileChoice tile = choose_tile({weight_rows, depth, kFewRowsDepth, 1}, num_processors);
+  plan.tile_rows = tile.tile_rows;
+  plan.splits = tile.splits;
   fit_ring(linear_tile_rows(num_rows), smem_limit, 2, 0, &plan);
   deal_tiles(weight_rows, 1, num_processors, &plan);
   return plan;

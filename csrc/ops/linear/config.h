@@ -30,10 +30,22 @@ struct LinearPlan final {
 /// Rows of x a tile holds: 16, 32, 64 or 128.
 [[nodiscard]] int32_t linear_tile_rows(int64_t num_rows);
 
-/// Sets `tile_rows` and `splits` for W [weight_rows, depth] in steps of `step_depth`, so that the
-/// slowest CTA costs least. An element of x has `narrowness` times the bits of one of W.
-void choose_tile(int64_t weight_rows, int64_t depth, int64_t step_depth, int64_t narrowness,
-                 int32_t num_processors, LinearPlan* plan);
+/// W [rows, depth], in steps of `step_depth`. An element of x has the bits of `narrowness` of W.
+struct SteppedWeight final {
+  int64_t rows = 0;
+  int64_t depth = 0;
+  int64_t step_depth = 0;
+  int64_t narrowness = 1;
+};
+
+/// `tile_rows` and `splits` of a LinearPlan.
+struct TileChoice final {
+  int32_t tile_rows = 0;
+  int32_t splits = 1;
+};
+
+/// The tiles with which the slowest CTA costs least.
+[[nodiscard]] TileChoice choose_tile(const SteppedWeight& weight, int32_t num_processors);
 
 /// Deals the tiles of W, times `row_tiles` of x, to as few clusters as take them in the same time.
 void deal_tiles(int64_t weight_rows, int64_t row_tiles, int32_t num_processors, LinearPlan* plan);

@@ -18,7 +18,9 @@ NibblePlan nibble_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int
   constexpr int32_t kBarrierBytes = 8 * (3 * kMaxStages + 4);  // whole runs of 16
   NibblePlan plan;
   LinearPlan& linear = plan.linear;
-  choose_tile(weight_rows, depth, kNibbleStageDepth, 4, num_processors, &linear);
+  const TileChoice tile = choose_tile({weight_rows, depth, kNibbleStageDepth, 4}, num_processors);
+  linear.tile_rows = tile.tile_rows;
+  linear.splits = tile.splits;
   const int32_t rows = std::min(linear_tile_rows(num_rows), kNibbleMaxRows);
   plan.tile_rows = rows;
   plan.row_tiles = static_cast<int32_t>(divide_up(num_rows, rows));
