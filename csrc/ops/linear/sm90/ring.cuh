@@ -4,8 +4,8 @@
 // What the products for few rows share: a ring of stages that a copying warp fills, ahead of the
 // kernels in front where it can.
 //
-// Who reads a stage waits for all its rounds, or knows otherwise that the one in front has landed:
-// a barrier tells a round from the one before it alone.
+// A wait sees only the parity of a round: a round and the second one before it look alike. So a
+// reader must know that the previous round has landed before it waits for the next.
 
 #include <cstdint>
 
@@ -37,7 +37,7 @@ struct LinearCursor final {
 struct LinearSmem final {
   uint32_t stages;
   uint32_t partials;
-  uint32_t extra;  // what a kernel has besides
+  uint32_t extra;  // sums of phases, then scales: the kernel's own
   uint32_t full;
   uint32_t empty;
   uint32_t landed;  // a barrier for the first W of each stage
