@@ -48,11 +48,11 @@ struct LinearTraits final {
 
 /// The copies of a stage: lines of W and of x.
 template <typename Traits>
-class LinearCopies : public RingCopies<LinearWork> {
+class LinearCopies : public RingCopies<SteppedWork> {
  public:
   __device__ __forceinline__ LinearCopies(const LinearArgs& args, const LinearSmem& smem,
                                           const CUtensorMap* weight_map, const CUtensorMap* row_map)
-      : RingCopies(args, smem, weight_map, row_map, LinearWork(args)),
+      : RingCopies(args, smem, weight_map, row_map, SteppedWork(args)),
         policy_(ptx::policy_evict_first()) {}
 
   /// Warpgroups.
@@ -110,7 +110,7 @@ __device__ __forceinline__ void issue_line(float (&sums)[kGroups][4], uint32_t w
 
 template <typename Traits>
 __device__ __forceinline__ void consume(const LinearArgs& args, const LinearSmem& smem) {
-  const LinearWork work(args);
+  const SteppedWork work(args);
   const auto group = static_cast<int32_t>(threadIdx.x) / 128;
   const bool is_signaller = threadIdx.x % 128 == 0;
   const int32_t weight_bytes = args.tile_rows * Traits::kLineBytes;

@@ -59,8 +59,9 @@ struct LinearSmem final {
   }
 };
 
-/// What this CTA does.
-struct LinearWork {
+/// What this CTA does; its share of the depth is set by what derives from this.
+struct RingWork {
+  int32_t bits;    // log2 of the shares of the depth
   int32_t tile;    // first one
   int32_t stride;  // to the next one
   int32_t split;
@@ -68,16 +69,26 @@ struct LinearWork {
   int32_t count;  // steps
   int32_t early;  // of them, those whose W comes while the kernels in front run
 
-  /// Shares of the depth are whole steps.
-  __device__ __forceinline__ explicit LinearWork(const LinearArgs& args) {
-    const int32_t bits = args.splits - 1;  // log2
+  __device__ __forceinline__ explicit RingWork(const LinearArgs& args) {
+    bits = args.splits - 1;
     const auto block = static_cast<int32_t>(blockIdx.x);
     tile = block >> bits;
     stride = static_cast<int32_t>(gridDim.x) >> bits;
     split = block & bits;
-    begin = (args.num_steps * split) >> bits;
-    count = ((args.num_steps * (split + 1)) >> bits) - begin;
-    early = count < args.stages ? count : args.stages;
+  }
+
+  __device__ __forceinline__ void set_share(int32_t first, int32_t steps, int32_t stages) {
+    begin = first;
+    count = steps;
+    early = steps < stages ? steps : stages;
+  }
+};
+
+/// Shares of the depth are whole steps.
+struct SteppedWork : RingWork {
+  __device__ __forceinline__ explicit SteppedWork(const LinearArgs& args) : RingWork(args) {
+    const int32_t first = (args.num_steps * split) >> bits;
+    set_share(first, ((args.num_steps * (split + 1)) >> bits) - first, args.stages);
   }
 };
 

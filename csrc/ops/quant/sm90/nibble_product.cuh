@@ -33,11 +33,11 @@
 namespace diffulex::cuda::sm90 {
 
 /// What this CTA does.
-struct NibbleWork final : LinearWork {
+struct NibbleWork final : SteppedWork {
   int32_t tiles;  // of W and x, of all CTAs
 
   __device__ __forceinline__ explicit NibbleWork(const NibbleLinearArgs& args)
-      : LinearWork(args), tiles(args.num_tiles * args.row_tiles) {}
+      : SteppedWork(args), tiles(args.num_tiles * args.row_tiles) {}
 };
 
 /// The copies of a stage: nibbles and scales of W, lines of x.

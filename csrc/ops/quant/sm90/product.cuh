@@ -23,18 +23,16 @@
 namespace diffulex::cuda::sm90 {
 
 /// What this CTA does. A line past the depth is all zeros.
-struct ScaledWork final : LinearWork {
+struct ScaledWork final : RingWork {
   int32_t tiles;  // of W and x, of all CTAs
 
   /// Shares of the depth end at an even line whatever a step has, not as those of whole steps.
-  __device__ __forceinline__ explicit ScaledWork(const ScaledLinearArgs& args) : LinearWork(args) {
-    const int32_t bits = args.splits - 1;  // log2
-    tiles = args.num_tiles * args.row_tiles;
+  __device__ __forceinline__ explicit ScaledWork(const ScaledLinearArgs& args)
+      : RingWork(args), tiles(args.num_tiles * args.row_tiles) {
     const int32_t pairs = (args.num_lines + 1) / 2;
-    begin = 2 * ((pairs * split) >> bits);
+    const int32_t first = 2 * ((pairs * split) >> bits);
     const int32_t end = min(2 * ((pairs * (split + 1)) >> bits), args.num_lines);
-    count = (end - begin + args.lines - 1) / args.lines;
-    early = count < args.stages ? count : args.stages;
+    set_share(first, (end - first + args.lines - 1) / args.lines, args.stages);
   }
 };
 
