@@ -48,40 +48,39 @@ struct LinearTraits final {
 
 /// The copies of a stage: lines of W and of x.
 template <typename Traits>
-class LinearCopies : public RingCopies<SteppedWork> {
+class LinearCopies : public RingCopies<LinearArgs, SteppedWork> {
  public:
   __device__ __forceinline__ LinearCopies(const LinearArgs& args, const LinearSmem& smem,
                                           const CUtensorMap* weight_map, const CUtensorMap* row_map)
-      : RingCopies(args, smem, weight_map, row_map, SteppedWork(args)),
-        policy_(ptx::policy_evict_first()) {}
+      : RingCopies(args, smem, weight_map, row_map), policy_(ptx::policy_evict_first()) {}
 
   /// Warpgroups.
   static __device__ __forceinline__ uint32_t num_readers(const LinearArgs& /*args*/) {
     return blockDim.x / 128;
   }
-  __device__ __forceinline__ int32_t num_tiles() const { return ring_.num_tiles; }
+  __device__ __forceinline__ int32_t num_tiles() const { return args_.num_tiles; }
   static __device__ __forceinline__ int32_t place_of(int32_t tile) { return tile; }
   __device__ __forceinline__ int32_t weight_bytes(int32_t /*tile*/) const {
-    return ring_.lines * ring_.tile_rows * Traits::kLineBytes;
+    return args_.lines * args_.tile_rows * Traits::kLineBytes;
   }
-  __device__ __forceinline__ int32_t row_bytes(int32_t /*tile*/) const { return ring_.row_bytes; }
+  __device__ __forceinline__ int32_t row_bytes(int32_t /*tile*/) const { return args_.row_bytes; }
   __device__ __forceinline__ int32_t stage_bytes(int32_t tile) const {
     return weight_bytes(tile) + row_bytes(tile);
   }
   __device__ __forceinline__ void load_weights(int32_t stage, int32_t tile, int32_t step,
                                                uint32_t barrier) {
-    uint32_t target = smem_.stages + stage * ring_.stage_bytes;
-    for (int32_t line = 0; line < ring_.lines; ++line) {
+    uint32_t target = smem_.stages + stage * args_.stage_bytes;
+    for (int32_t line = 0; line < args_.lines; ++line) {
       // Depth, 8 rows, two runs of them, pairs of runs.
       ptx::tma_load_hinted(target, weight_map_, barrier, policy_, depth_of(step, line), 0, 0,
-                           tile * (ring_.tile_rows / 16));
-      target += ring_.tile_rows * Traits::kLineBytes;
+                           tile * (args_.tile_rows / 16));
+      target += args_.tile_rows * Traits::kLineBytes;
     }
   }
   __device__ __forceinline__ void load_rows(int32_t stage, int32_t tile, int32_t step,
                                             uint32_t barrier) {
-    uint32_t target = smem_.stages + stage * ring_.stage_bytes + weight_bytes(tile);
-    for (int32_t line = 0; line < ring_.lines; ++line) {
+    uint32_t target = smem_.stages + stage * args_.stage_bytes + weight_bytes(tile);
+    for (int32_t line = 0; line < args_.lines; ++line) {
       ptx::tma_load(target, row_map_, barrier, depth_of(step, line), 0);
       target += Traits::kRows * Traits::kLineBytes;
     }
@@ -89,7 +88,7 @@ class LinearCopies : public RingCopies<SteppedWork> {
 
  private:
   __device__ __forceinline__ int32_t depth_of(int32_t step, int32_t line) const {
-    return ((work_.begin + step) * ring_.lines + line) * static_cast<int32_t>(kFewRowsDepth);
+    return ((work_.begin + step) * args_.lines + line) * static_cast<int32_t>(kFewRowsDepth);
   }
 
   const uint64_t policy_;

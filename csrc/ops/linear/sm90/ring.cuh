@@ -93,15 +93,14 @@ struct SteppedWork : RingWork {
 };
 
 /// What the copies of all kernels know.
-template <typename Work>
+template <typename Args, typename Work>
 class RingCopies {
  protected:
-  __device__ __forceinline__ RingCopies(const LinearArgs& args, const LinearSmem& smem,
-                                        const CUtensorMap* weight_map, const CUtensorMap* row_map,
-                                        const Work& work)
-      : ring_(args), smem_(smem), weight_map_(weight_map), row_map_(row_map), work_(work) {}
+  __device__ __forceinline__ RingCopies(const Args& args, const LinearSmem& smem,
+                                        const CUtensorMap* weight_map, const CUtensorMap* row_map)
+      : args_(args), smem_(smem), weight_map_(weight_map), row_map_(row_map), work_(args) {}
 
-  const LinearArgs& ring_;
+  const Args& args_;
   const LinearSmem& smem_;
   const CUtensorMap* weight_map_;
   const CUtensorMap* row_map_;
@@ -126,8 +125,8 @@ class RingProducer final : public Copies {
   __device__ __forceinline__ void start() {
     const auto place = this->place_of(work_.tile);
     for (int32_t step = 0; step < work_.early; ++step) {
-      if (step >= ring_.paced_stages) {
-        const uint32_t landed = smem_.landed + 8 * (step - ring_.paced_stages);
+      if (step >= args_.paced_stages) {
+        const uint32_t landed = smem_.landed + 8 * (step - args_.paced_stages);
         while (!ptx::mbarrier_test(smem_.released, 0) && !ptx::mbarrier_test(landed, 0)) {
         }
       }
@@ -153,12 +152,12 @@ class RingProducer final : public Copies {
   __device__ __forceinline__ void run() {
     LinearCursor cursor;
     for (int32_t step = 0; step < work_.early; ++step) {
-      cursor.advance(ring_.stages);
+      cursor.advance(args_.stages);
     }
     int32_t first = work_.early;
     for (int32_t tile = work_.tile; tile < this->num_tiles(); tile += work_.stride) {
       const auto place = this->place_of(tile);
-      for (int32_t step = first; step < work_.count; ++step, cursor.advance(ring_.stages)) {
+      for (int32_t step = first; step < work_.count; ++step, cursor.advance(args_.stages)) {
         const uint32_t full = smem_.full + 8 * cursor.stage;
         ptx::mbarrier_wait(smem_.empty + 8 * cursor.stage, cursor.parity ^ 1);
         ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(this->stage_bytes(place)));
@@ -170,7 +169,7 @@ class RingProducer final : public Copies {
   }
 
  private:
-  using Copies::ring_;
+  using Copies::args_;
   using Copies::smem_;
   using Copies::work_;
 };

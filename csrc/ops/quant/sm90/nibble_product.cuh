@@ -42,12 +42,11 @@ struct NibbleWork final : SteppedWork {
 
 /// The copies of a stage: nibbles and scales of W, lines of x.
 template <typename Traits>
-class NibbleCopies : public RingCopies<NibbleWork> {
+class NibbleCopies : public RingCopies<NibbleLinearArgs, NibbleWork> {
  public:
   __device__ __forceinline__ NibbleCopies(const NibbleLinearArgs& args, const LinearSmem& smem,
                                           const CUtensorMap* weight_map, const CUtensorMap* row_map)
-      : RingCopies(args, smem, weight_map, row_map, NibbleWork(args)),
-        args_(args),
+      : RingCopies(args, smem, weight_map, row_map),
         policy_(args.row_tiles > 1 ? ptx::policy_evict_normal() : ptx::policy_evict_first()) {}
 
   struct Place final {
@@ -117,7 +116,6 @@ class NibbleCopies : public RingCopies<NibbleWork> {
   }
   __device__ __forceinline__ bool has_gate() const { return args_.act >= 0; }
 
-  const NibbleLinearArgs& args_;
   const uint64_t policy_;
 };
 

@@ -38,12 +38,11 @@ struct ScaledWork final : RingWork {
 
 /// The copies of a stage: lines of W, of x and the scales of its rows, which lie beside the stages.
 template <typename Traits>
-class ScaledCopies : public RingCopies<ScaledWork> {
+class ScaledCopies : public RingCopies<ScaledLinearArgs, ScaledWork> {
  public:
   __device__ __forceinline__ ScaledCopies(const ScaledLinearArgs& args, const LinearSmem& smem,
                                           const CUtensorMap* weight_map, const CUtensorMap* row_map)
-      : RingCopies(args, smem, weight_map, row_map, ScaledWork(args)),
-        args_(args),
+      : RingCopies(args, smem, weight_map, row_map),
         policy_(args.row_tiles > 1 ? ptx::policy_evict_normal() : ptx::policy_evict_first()) {}
 
   struct Place final {
@@ -110,7 +109,6 @@ class ScaledCopies : public RingCopies<ScaledWork> {
     return args_.box_rows * Traits::kLineBytes + place.scale_bytes;
   }
 
-  const ScaledLinearArgs& args_;
   const uint64_t policy_;
 };
 
