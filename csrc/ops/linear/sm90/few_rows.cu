@@ -13,7 +13,6 @@
 #include "ops/prepare.h"
 #include "ops/shared/cuda/hopper.h"
 #include "ops/shared/cuda/launch.cuh"
-#include "ops/shared/cuda/shared_memory.cuh"
 
 namespace diffulex::cuda {
 namespace {
@@ -25,8 +24,7 @@ using sm90::LinearTraits;
 
 template <typename Traits>
 Status prepare_tile(int32_t device_index) {
-  return allow_shared_memory<sm90::linear_kernel<Traits>>(kWhere, device_index,
-                                                          sm90::kRingSmemLimit);
+  return sm90::prepare_ring<sm90::linear_kernel<Traits>>(kWhere, device_index);
 }
 
 template <typename T, int kRows>
@@ -45,8 +43,9 @@ Status launch(const LinearFewRowsParams& params, const ExecContext& context) {
   return sm90::launch_ring<sm90::linear_kernel<Traits>>(
       kWhere,
       {sm90::weight_shape(params.weight, params.act.has_value(), kLine, plan.tile_rows),
-       params.weight.dtype, sm90::row_shape(params.x, kLine, args.num_rows), params.x.dtype},
-      args, plan, ceil_div(plan.tile_rows, 64), context);
+       params.weight.dtype, sm90::row_shape(params.x, kLine, args.num_rows), params.x.dtype,
+       ceil_div(plan.tile_rows, 64)},
+      args, plan, context);
 }
 
 template <typename T>

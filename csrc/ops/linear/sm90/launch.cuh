@@ -84,30 +84,34 @@ inline Status count_processors(const char* where, int32_t device_index, int* pro
       where, cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device_index));
 }
 
-/// What the copies of a call read.
-struct RingOperands final {
+/// What the copies of a call read, and the warpgroups of a CTA that multiply it.
+struct RingCall final {
   TensorMapShape weight;
   DType weight_dtype;
   TensorMapShape rows;
   DType row_dtype;
+  int64_t warpgroups;
 };
 
-/// Launches a kernel of the ring whose CTAs have `warpgroups` that multiply, and a warp that
-/// copies.
+/// Lets a kernel of the ring use the shared memory of a processor.
+template <auto kKernel>
+Status prepare_ring(const char* where, int32_t device_index) {
+  return allow_shared_memory<kKernel>(where, device_index, kRingSmemLimit);
+}
+
+/// Launches a kernel of the ring, whose CTAs have a warp that copies besides.
 template <auto kKernel, typename Args>
-Status launch_ring(const char* where, const RingOperands& operands, const Args& args,
-                   const LinearPlan& plan, int64_t warpgroups, const ExecContext& context) {
-  DIFFULEX_RETURN_IF_ERROR(
-      allow_shared_memory<kKernel>(where, context.device_index, kRingSmemLimit));
+Status launch_ring(const char* where, const RingCall& call, const Args& args,
+                   const LinearPlan& plan, const ExecContext& context) {
+  DIFFULEX_RETURN_IF_ERROR(prepare_ring<kKernel>(where, context.device_index));
   CUtensorMap weight_map;
   CUtensorMap row_map;
-  DIFFULEX_RETURN_IF_ERROR(
-      encode_tensor_map(where, operands.weight, operands.weight_dtype, &weight_map));
-  DIFFULEX_RETURN_IF_ERROR(encode_tensor_map(where, operands.rows, operands.row_dtype, &row_map));
+  DIFFULEX_RETURN_IF_ERROR(encode_tensor_map(where, call.weight, call.weight_dtype, &weight_map));
+  DIFFULEX_RETURN_IF_ERROR(encode_tensor_map(where, call.rows, call.row_dtype, &row_map));
   LaunchShape shape;
   shape.cluster = static_cast<unsigned>(plan.splits);
   shape.grid = dim3(static_cast<unsigned>(plan.num_clusters) * shape.cluster);
-  shape.block = dim3(static_cast<unsigned>(warpgroups * 128 + 32));
+  shape.block = dim3(static_cast<unsigned>(call.warpgroups * 128 + 32));
   shape.smem_bytes = static_cast<size_t>(plan.smem_bytes);
   shape.stream = stream_of(context);
   return cuda_status(

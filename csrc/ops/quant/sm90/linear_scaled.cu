@@ -10,7 +10,6 @@
 #include "ops/quant/sm90/product.cuh"
 #include "ops/shared/cuda/hopper.h"
 #include "ops/shared/cuda/launch.cuh"
-#include "ops/shared/cuda/shared_memory.cuh"
 
 namespace diffulex::cuda {
 namespace {
@@ -23,8 +22,7 @@ using sm90::ScaledTraits;
 
 template <typename Traits>
 Status prepare_tile(int32_t device_index) {
-  return allow_shared_memory<sm90::scaled_linear_kernel<Traits>>(kWhere, device_index,
-                                                                 sm90::kRingSmemLimit);
+  return sm90::prepare_ring<sm90::scaled_linear_kernel<Traits>>(kWhere, device_index);
 }
 
 ScaledLinearArgs scaled_args(const LinearScaledParams& params, const ScaledPlan& plan) {
@@ -50,8 +48,9 @@ Status launch(const LinearScaledParams& params, const ScaledPlan& plan,
   return sm90::launch_ring<sm90::scaled_linear_kernel<Traits>>(
       kWhere,
       {sm90::weight_shape(params.weight, params.act.has_value(), kLine, args.tile_rows),
-       DType::kF8E4M3, sm90::row_shape(params.x, kLine, args.box_rows), DType::kF8E4M3},
-      args, plan.linear, ceil_div(args.tile_rows, 64), context);
+       DType::kF8E4M3, sm90::row_shape(params.x, kLine, args.box_rows), DType::kF8E4M3,
+       ceil_div(args.tile_rows, 64)},
+      args, plan.linear, context);
 }
 
 template <int kRows>

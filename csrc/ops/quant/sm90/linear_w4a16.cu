@@ -10,7 +10,6 @@
 #include "ops/quant/sm90/nibble_product.cuh"
 #include "ops/shared/cuda/hopper.h"
 #include "ops/shared/cuda/launch.cuh"
-#include "ops/shared/cuda/shared_memory.cuh"
 #include "ops/shared/cuda/tensor_map.h"
 
 namespace diffulex::cuda {
@@ -42,8 +41,7 @@ TensorMapShape tile_shape(const LinearW4a16Params& params, int32_t box_rows) {
 
 template <typename Traits>
 Status prepare_tile(int32_t device_index) {
-  return allow_shared_memory<sm90::nibble_linear_kernel<Traits>>(kWhere, device_index,
-                                                                 sm90::kRingSmemLimit);
+  return sm90::prepare_ring<sm90::nibble_linear_kernel<Traits>>(kWhere, device_index);
 }
 
 NibbleLinearArgs nibble_args(const LinearW4a16Params& params, const NibblePlan& plan) {
@@ -70,8 +68,9 @@ Status launch(const LinearW4a16Params& params, const NibblePlan& plan, const Exe
   return sm90::launch_ring<sm90::nibble_linear_kernel<Traits>>(
       kWhere,
       {tile_shape(params, args.tile_rows), DType::kF8E4M3,
-       sm90::row_shape(params.x, kLine / 2, args.box_rows), DType::kBF16},
-      args, plan.linear, plan.blocks * plan.phases, context);
+       sm90::row_shape(params.x, kLine / 2, args.box_rows), DType::kBF16,
+       plan.blocks * plan.phases},
+      args, plan.linear, context);
 }
 
 template <int kRows>
