@@ -19,32 +19,15 @@
 #include <cuda.h>
 
 #include "diffulex/ops/linear.h"
-#include "ops/linear/config.h"
 #include "ops/linear/sm90/epilogue.cuh"
 #include "ops/linear/sm90/ring.cuh"
+#include "ops/linear/sm90/traits.cuh"
 #include "ops/shared/cuda/mbarrier.cuh"
 #include "ops/shared/cuda/ptx.cuh"
 #include "ops/shared/cuda/tma.cuh"
 #include "ops/shared/cuda/wgmma.cuh"
 
 namespace diffulex::cuda::sm90 {
-
-/// A CTA computes up to 192 rows of W (the M of the warpgroup product, columns of the result) times
-/// kRows rows of x (its N) over a share of the depth. How many rows of W, stages and lines a stage,
-/// the plan says: see LinearPlan.
-template <typename Element, int kRowCount>
-struct LinearTraits final {
-  using T = Element;
-  static constexpr int kRows = kRowCount;    // of x
-  static constexpr int kGroups = kRows / 8;  // accumulators of a thread, four floats each
-  static constexpr int kLineBytes = static_cast<int>(kFewRowsDepth * sizeof(T));  // the swizzle
-
-  static constexpr int kMaxGroups = kLinearTileWeightRows / 64;  // warpgroups of 64 rows of W
-  static constexpr int kMaxThreads = 128 * kMaxGroups + 32;      // and the warp that copies
-
-  static_assert(sizeof(T) == 2, "a line is 64 elements of 16 bits");
-  static_assert(kLineBytes == 128, "a line is a row of the swizzle");
-};
 
 /// The copies of a stage: lines of W and of x.
 template <typename Traits>
