@@ -10,31 +10,12 @@
 #include <cuda_fp16.h>
 
 #include "ops/activation/gate.cuh"
+#include "ops/linear/sm90/args.cuh"
 #include "ops/shared/cuda/cluster.cuh"
 #include "ops/shared/cuda/mbarrier.cuh"
 #include "ops/shared/cuda/ptx.cuh"
 
 namespace diffulex::cuda::sm90 {
-
-struct LinearArgs {
-  void* out;         // [num_rows, num_columns]
-  const void* bias;  // [rows of W] or null; null with a gate
-  int64_t out_stride;
-  int32_t num_rows;
-  int32_t num_columns;
-  int32_t tile_rows;      // of W
-  int32_t num_tiles;      // of W
-  int32_t num_steps;      // of depth, a stage each; at least `splits`
-  int32_t splits;         // shares of the depth: 1 or 2
-  int32_t lines;          // of a stage
-  int32_t stages;         // of the ring
-  int32_t paced_stages;   // on their way at a time while the kernels in front run
-  int32_t stage_bytes;    // of W, then of x
-  int32_t row_bytes;      // of x that a stage gets; the products of later bytes are ignored
-  int32_t partial_bytes;  // from the other share, a tile; 0 without one
-  int32_t warps;          // that hold sums: tile_rows / 16
-  int32_t act;            // Activation of gate and up rows that alternate by eight, or -1
-};
 
 __device__ __forceinline__ uint32_t pack_pair(float low, float high, __nv_bfloat16* /*type*/) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);

@@ -14,7 +14,7 @@
 #include "diffulex/ops/exec_context.h"
 #include "diffulex/ops/tensor_ref.h"
 #include "ops/linear/config.h"
-#include "ops/linear/sm90/epilogue.cuh"
+#include "ops/linear/sm90/args.cuh"
 #include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/pdl.cuh"
 #include "ops/shared/cuda/shared_memory.cuh"

@@ -11,7 +11,7 @@
 
 #include <cuda.h>
 
-#include "ops/linear/sm90/epilogue.cuh"
+#include "ops/linear/sm90/args.cuh"
 #include "ops/shared/cuda/cluster.cuh"
 #include "ops/shared/cuda/mbarrier.cuh"
 #include "ops/shared/cuda/pdl.cuh"

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "ops/linear/sm90/epilogue.cuh"
 #include "ops/quant/sm90/nibble_traits.cuh"
 #include "ops/shared/cuda/ptx.cuh"
 

@@ -8,7 +8,7 @@
 
 #include <cuda_bf16.h>
 
-#include "ops/linear/sm90/epilogue.cuh"
+#include "ops/linear/sm90/args.cuh"
 #include "ops/quant/nibble_plan.h"
 
 namespace diffulex::cuda::sm90 {

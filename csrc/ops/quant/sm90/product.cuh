@@ -16,6 +16,7 @@
 
 #include <cuda.h>
 
+#include "ops/linear/sm90/epilogue.cuh"
 #include "ops/linear/sm90/ring.cuh"
 #include "ops/quant/sm90/line.cuh"
 #include "ops/quant/sm90/traits.cuh"

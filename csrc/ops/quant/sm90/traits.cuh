@@ -9,7 +9,7 @@
 #include <cuda_bf16.h>
 
 #include "ops/linear/config.h"
-#include "ops/linear/sm90/epilogue.cuh"
+#include "ops/linear/sm90/args.cuh"
 
 namespace diffulex::cuda::sm90 {
 
