@@ -33,7 +33,7 @@ namespace diffulex::cuda::sm90 {
 template <typename Traits>
 class LinearCopies : public RingCopies<LinearArgs, SteppedWork> {
  public:
-  __device__ __forceinline__ LinearCopies(const LinearArgs& args, const LinearSmem& smem,
+  __device__ __forceinline__ LinearCopies(const LinearArgs& args, const RingSmem& smem,
                                           const CUtensorMap* weight_map, const CUtensorMap* row_map)
       : RingCopies(args, smem, weight_map, row_map), policy_(ptx::policy_evict_first()) {}
 
@@ -91,14 +91,14 @@ __device__ __forceinline__ void issue_line(float (&sums)[kGroups][4], uint32_t w
 }
 
 template <typename Traits>
-__device__ __forceinline__ void consume(const LinearArgs& args, const LinearSmem& smem) {
+__device__ __forceinline__ void consume(const LinearArgs& args, const RingSmem& smem) {
   const SteppedWork work(args);
   const auto group = static_cast<int32_t>(threadIdx.x) / 128;
   const bool is_signaller = threadIdx.x % 128 == 0;
   const int32_t weight_bytes = args.tile_rows * Traits::kLineBytes;
   LinearEpilogue<Traits> epilogue(args, smem.partials, smem.partials_full, smem.partials_empty,
                                   work.split);
-  LinearCursor cursor;
+  RingCursor cursor;
   float sums[Traits::kGroups][4];
   for (int32_t tile = work.tile; tile < args.num_tiles; tile += work.stride) {
     for (int32_t step = 0; step < work.count; ++step, cursor.advance(args.stages)) {
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
                   const __grid_constant__ CUtensorMap row_map,
                   const __grid_constant__ LinearArgs args) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  const LinearSmem smem(raw, args, 0);
+  const RingSmem smem(raw, args, 0);
   run_ring<LinearCopies<Traits>>(args, smem, &weight_map, &row_map,
                                  [&] { consume<Traits>(args, smem); });
 }

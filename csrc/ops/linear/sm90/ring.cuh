@@ -21,7 +21,7 @@
 namespace diffulex::cuda::sm90 {
 
 /// Position in the ring of stages.
-struct LinearCursor final {
+struct RingCursor final {
   int32_t stage = 0;
   uint32_t parity = 0;
 
@@ -34,7 +34,7 @@ struct LinearCursor final {
 };
 
 /// Shared addresses of a CTA.
-struct LinearSmem final {
+struct RingSmem final {
   uint32_t stages;
   uint32_t partials;
   uint32_t extra;  // sums of phases, then scales: the kernel's own
@@ -45,8 +45,8 @@ struct LinearSmem final {
   uint32_t partials_empty;
   uint32_t released;  // a barrier: the kernels in front have ended
 
-  __device__ __forceinline__ LinearSmem(const uint8_t* raw, const LinearArgs& args,
-                                        int32_t extra_bytes) {
+  __device__ __forceinline__ RingSmem(const uint8_t* raw, const LinearArgs& args,
+                                      int32_t extra_bytes) {
     stages = ptx::smem_address(raw);
     partials = stages + args.stages * args.stage_bytes;
     extra = partials + args.partial_bytes;
@@ -96,12 +96,12 @@ struct SteppedWork : RingWork {
 template <typename Args, typename Work>
 class RingCopies {
  protected:
-  __device__ __forceinline__ RingCopies(const Args& args, const LinearSmem& smem,
+  __device__ __forceinline__ RingCopies(const Args& args, const RingSmem& smem,
                                         const CUtensorMap* weight_map, const CUtensorMap* row_map)
       : args_(args), smem_(smem), weight_map_(weight_map), row_map_(row_map), work_(args) {}
 
   const Args& args_;
-  const LinearSmem& smem_;
+  const RingSmem& smem_;
   const CUtensorMap* weight_map_;
   const CUtensorMap* row_map_;
   const Work work_;
@@ -150,7 +150,7 @@ class RingProducer final : public Copies {
 
   /// All that follows.
   __device__ __forceinline__ void run() {
-    LinearCursor cursor;
+    RingCursor cursor;
     for (int32_t step = 0; step < work_.early; ++step) {
       cursor.advance(args_.stages);
     }
@@ -176,7 +176,7 @@ class RingProducer final : public Copies {
 
 /// A kernel: the ring, its copying warp, which is the last one, and `consume()`, of the others.
 template <typename Copies, typename Args, typename Consume>
-__device__ __forceinline__ void run_ring(const Args& args, const LinearSmem& smem,
+__device__ __forceinline__ void run_ring(const Args& args, const RingSmem& smem,
                                          const CUtensorMap* weight_map, const CUtensorMap* row_map,
                                          Consume&& consume) {
   const bool is_producer = threadIdx.x + 32 >= blockDim.x;

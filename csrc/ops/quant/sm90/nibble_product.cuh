@@ -44,7 +44,7 @@ struct NibbleWork final : SteppedWork {
 template <typename Traits>
 class NibbleCopies : public RingCopies<NibbleLinearArgs, NibbleWork> {
  public:
-  __device__ __forceinline__ NibbleCopies(const NibbleLinearArgs& args, const LinearSmem& smem,
+  __device__ __forceinline__ NibbleCopies(const NibbleLinearArgs& args, const RingSmem& smem,
                                           const CUtensorMap* weight_map, const CUtensorMap* row_map)
       : RingCopies(args, smem, weight_map, row_map),
         policy_(args.row_tiles > 1 ? ptx::policy_evict_normal() : ptx::policy_evict_first()) {}
@@ -120,7 +120,7 @@ class NibbleCopies : public RingCopies<NibbleLinearArgs, NibbleWork> {
 };
 
 /// `steps` stages on.
-__device__ __forceinline__ void skip_stages(LinearCursor& cursor, int32_t steps, int32_t stages) {
+__device__ __forceinline__ void skip_stages(RingCursor& cursor, int32_t steps, int32_t stages) {
   cursor.stage += steps;
   while (cursor.stage >= stages) {
     cursor.stage -= stages;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void add_phases(const NibbleLinearArgs& args, uint32_
 
 template <typename Traits>
 __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
-                                                const LinearSmem& smem) {
+                                                const RingSmem& smem) {
   const NibbleWork work(args);
   const int32_t warp = uniform(static_cast<int32_t>(threadIdx.x) / 32);
   const int32_t phase = warp / (4 * args.blocks);
@@ -186,10 +186,10 @@ __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
   NibbleLane<Traits> lane(args, stripe);
   NibbleEpilogue<Traits> epilogue(args, smem.partials, smem.partials_full, smem.partials_empty,
                                   work.split);
-  LinearCursor first;  // of a tile
+  RingCursor first;  // of a tile
   uint32_t fragments[Traits::kIsOverlapped ? Traits::kLines : 1][4][4] = {};
   for (int32_t tile = work.tile; tile < work.tiles; tile += work.stride) {
-    LinearCursor cursor = first;
+    RingCursor cursor = first;
     skip_stages(cursor, phase, args.stages);
     float sums[Traits::kGroups][4] = {};
     for (int32_t step = phase; step < work.count; step += args.phases) {
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
                          const __grid_constant__ CUtensorMap row_map,
                          const __grid_constant__ NibbleLinearArgs args) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  const LinearSmem smem(raw, args, args.share_bytes + args.scale_bytes);
+  const RingSmem smem(raw, args, args.share_bytes + args.scale_bytes);
   run_ring<NibbleCopies<Traits>>(args, smem, &weight_map, &row_map,
                                  [&] { consume_nibbles<Traits>(args, smem); });
 }

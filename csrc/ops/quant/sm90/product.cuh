@@ -41,7 +41,7 @@ struct ScaledWork final : RingWork {
 template <typename Traits>
 class ScaledCopies : public RingCopies<ScaledLinearArgs, ScaledWork> {
  public:
-  __device__ __forceinline__ ScaledCopies(const ScaledLinearArgs& args, const LinearSmem& smem,
+  __device__ __forceinline__ ScaledCopies(const ScaledLinearArgs& args, const RingSmem& smem,
                                           const CUtensorMap* weight_map, const CUtensorMap* row_map)
       : RingCopies(args, smem, weight_map, row_map),
         policy_(args.row_tiles > 1 ? ptx::policy_evict_normal() : ptx::policy_evict_first()) {}
@@ -163,7 +163,7 @@ class WeightScales final {
 template <typename Traits>
 class ScaledEpilogue final : public LinearExchange<Traits> {
  public:
-  __device__ __forceinline__ ScaledEpilogue(const ScaledLinearArgs& args, const LinearSmem& smem,
+  __device__ __forceinline__ ScaledEpilogue(const ScaledLinearArgs& args, const RingSmem& smem,
                                             int32_t split)
       : LinearExchange<Traits>(args, smem.partials, smem.partials_full, smem.partials_empty, split),
         scaled_(args) {}
@@ -226,7 +226,7 @@ class ScaledEpilogue final : public LinearExchange<Traits> {
 template <typename Traits>
 class StageFeed final {
  public:
-  __device__ __forceinline__ StageFeed(const ScaledLinearArgs& args, const LinearSmem& smem,
+  __device__ __forceinline__ StageFeed(const ScaledLinearArgs& args, const RingSmem& smem,
                                        const ScaledWork& work)
       : args_(args),
         smem_(smem),
@@ -261,12 +261,12 @@ class StageFeed final {
 
  private:
   const ScaledLinearArgs& args_;
-  const LinearSmem& smem_;
+  const RingSmem& smem_;
   const ScaledWork& work_;
   WeightScales scales_;
   const uint32_t own_weights_;  // of this warpgroup in a line
   const uint32_t rows_;         // in a stage
-  LinearCursor cursor_;
+  RingCursor cursor_;
   int32_t early_ = 0;  // steps of this tile whose W has a barrier of its own
 };
 
@@ -321,8 +321,7 @@ __device__ __forceinline__ void sum_up(StageFeed<Traits>& feed, int32_t count, b
 }
 
 template <typename Traits>
-__device__ __forceinline__ void consume_codes(const ScaledLinearArgs& args,
-                                              const LinearSmem& smem) {
+__device__ __forceinline__ void consume_codes(const ScaledLinearArgs& args, const RingSmem& smem) {
   const ScaledWork work(args);
   const bool has_blocks = args.block_stride != 0;
   ScaledEpilogue<Traits> epilogue(args, smem, work.split);
@@ -341,7 +340,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
                          const __grid_constant__ CUtensorMap row_map,
                          const __grid_constant__ ScaledLinearArgs args) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  const LinearSmem smem(raw, args, args.scale_bytes);
+  const RingSmem smem(raw, args, args.scale_bytes);
   run_ring<ScaledCopies<Traits>>(args, smem, &weight_map, &row_map,
                                  [&] { consume_codes<Traits>(args, smem); });
 }
