@@ -82,7 +82,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         self._router = Router(1, 0)
         self._places: dict[ReplicaID, int] = {}
         self._free = [0]
-        self._tickets: dict[str, Ticket] = {}
+        #: Of what was sent to a replica. Its requests count alike, so any of them stands for any.
+        self._tickets: dict[ReplicaID, list[Ticket]] = {}
+        #: Of requests that are not sent yet, where they are likely to go.
+        self._expected: dict[asyncio.Future[Any], Ticket] = {}
 
     def _place(self, known: set[ReplicaID]) -> None:
         """Keeps account of these replicas and no others."""
@@ -112,6 +115,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     ) -> list[list[RunningReplica]]:
         """The replicas, each a rank of its own."""
         chunks, num_tokens = _prompt_of(pending_request)
+        is_new = pending_request is not None and not self._unexpect(pending_request.future)
         left = {
             self._places[replica.replica_id]: replica
             for replica in candidate_replicas
@@ -123,31 +127,53 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             ranks.append([left.pop(best)])
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # when all of them are full
+            if ranks:
+                # Or all that are chosen for before it is sent would go there too.
+                first = self._places[ranks[0][0].replica_id]
+                self._expected[pending_request.future] = self._router.sent(first, (), 0)
+            if is_new:
+                pending_request.future.add_done_callback(self._unexpect)
         return ranks
+
+    def _unexpect(self, future: asyncio.Future[Any]) -> bool:
+        """Counts a request nowhere that is not sent yet; whether it was counted."""
+        ticket = self._expected.pop(future, None)
+        if ticket is not None:
+            self._router.finished(ticket)
+        return ticket is not None
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """As Serve calls it, before it may call anything else of this request."""
+        super().on_send_request(replica_id)
+        index = self._places.get(replica_id)
+        if index is not None:
+            self._tickets.setdefault(replica_id, []).append(self._router.sent(index, (), 0))
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """As Serve calls it."""
+        """As Serve calls it when the replica takes the request, at times after its completion."""
         index = self._places.get(replica_id)
         if index is not None:
-            # When its prefill is over is not told; the number of requests stands for their prompts.
-            ticket = self._router.started(self._router.sent(index, *_prompt_of(pending_request)))
-            self._tickets[pending_request.metadata.internal_request_id] = ticket
+            # Only remembers the prompt. When its prefill is over is not told; the number of
+            # requests stands for their prompts.
+            ticket = self._router.sent(index, *_prompt_of(pending_request))
+            self._router.finished(self._router.started(ticket))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """As Serve calls it."""
-        ticket = self._tickets.pop(internal_request_id, None)
-        if ticket is not None:
-            self._router.finished(ticket)
+        """As Serve calls it, once for each that was sent, also if the replica refused it."""
+        tickets = self._tickets.get(replica_id)
+        if tickets:
+            self._router.finished(tickets.pop())
+            if not tickets:
+                del self._tickets[replica_id]
 
 
 def _prompt_of(pending: PendingRequest | None) -> tuple[Sequence[int], int]:
     if pending is None or not pending.args:
         return (), 0
-    request = pending.args[
-        0
-    ]  # Serve copies the router and its module, whose `HttpRequest` is another
+    # Serve copies the router and its module, whose `HttpRequest` is another.
+    request = pending.args[0]
     return request.chunks, request.num_tokens
 
 

@@ -59,41 +59,115 @@ def test_what_a_router_knows_of_a_request() -> None:
     assert len(request_of(prompt=[2**70] * 64).chunks) == 1
 
 
-def pending(name: str, *args: Any) -> Any:
-    metadata = SimpleNamespace(internal_request_id=name)
-    return SimpleNamespace(args=args, metadata=metadata, routing_context=SimpleNamespace())
+def pending(*args: Any) -> Any:
+    """A request that is to be routed; in a running loop."""
+    context = SimpleNamespace()
+    return SimpleNamespace(args=args, future=asyncio.Future(), routing_context=context)
 
 
-def test_replicas_come_and_go() -> None:
-    router = prefix.PrefixRouter.__new__(prefix.PrefixRouter)
-    router.initialize_state()
-    router._router.resize(10_000)
+class Routing(prefix.PrefixRouter):
+    """A router without a deployment; tests call it as Serve does."""
 
-    def order(request: Any) -> list[str]:
-        names = [SimpleNamespace(replica_id=name) for name in sorted(router._places)]
-        ranks = asyncio.run(
-            router.choose_replicas([*names, SimpleNamespace(replica_id="?")], request)
-        )
+    def __init__(self, *names: str) -> None:
+        self._use_replica_queue_len_cache = False
+        self.initialize_state()
+        self._router.resize(10_000)
+        self._place(set(names))
+
+    async def order(self, request: Any) -> list[str]:
+        """Names of the replicas, the best one first."""
+        names = [SimpleNamespace(replica_id=name) for name in [*sorted(self._places), "?"]]
+        ranks = await self.choose_replicas(names, request)
         assert all(len(rank) == 1 for rank in ranks)
         return [rank[0].replica_id for rank in ranks]
 
-    router._place({"a", "b", "c"})
-    assert sorted(order(None)) == ["a", "b", "c"]
-    request = pending("1", request_of(prompt=[5] * 640))
-    assert sorted(order(request)) == ["a", "b", "c"]
-    assert request.routing_context.should_backoff
-    router.on_request_routed(request, "b", None)
-    assert order(request)[0] == "b"  # 128 for the one in flight are less than 640
-    assert order(pending("2"))[-1] == "b"
-    router.on_request_completed("b", "1")
-    router.on_request_completed("b", "1")  # of one that was refused there is no account
-    assert router._router.num_inflight(router._places["b"]) == 0
-    router._place({"a", "c", "d"})  # where b was, with nothing cached
-    assert len(router._router) == 3
-    prompt = prefix._prompt_of(request)
-    assert [router._router.sent(index, *prompt).num_hit for index in range(3)] == [0, 0, 0]
-    router.on_request_routed(request, "b", None)  # gone meanwhile
-    assert router._tickets == {}
+    async def send(self, request: Any, name: str) -> None:
+        """As far as Serve goes before it waits for the replica."""
+        await self.order(request)
+        request.future.set_result(name)
+        await asyncio.sleep(0)
+        self.on_send_request(name)
+
+    def counts(self) -> list[int]:
+        """Requests in flight by replica."""
+        return [self._router.num_inflight(self._places[name]) for name in sorted(self._places)]
+
+
+def test_replicas_come_and_go() -> None:
+    async def run() -> None:
+        router = Routing("a", "b", "c")
+        assert sorted(await router.order(None)) == ["a", "b", "c"]
+        request = pending(request_of(prompt=[5] * 640))
+        assert sorted(await router.order(request)) == ["a", "b", "c"]
+        assert request.routing_context.should_backoff
+        await router.send(request, "b")
+        router.on_request_routed(request, "b", None)
+        assert router.counts() == [0, 1, 0]
+        again = pending(*request.args)
+        assert (await router.order(again))[0] == "b"  # 128 in flight are less than 640
+        again.future.cancel()
+        await asyncio.sleep(0)
+        assert (await router.order(None))[-1] == "b"
+        router.on_request_completed("b", "1")
+        router._place({"a", "c", "d"})  # where b was, with nothing cached
+        assert len(router._router) == 3
+        prompt = prefix._prompt_of(request)
+        router.on_send_request("b")  # gone meanwhile
+        router.on_request_routed(request, "b", None)
+        router.on_request_completed("b", "2")
+        assert router.counts() == [0, 0, 0]
+        assert [router._router.sent(index, *prompt).num_hit for index in range(3)] == [0, 0, 0]
+
+    asyncio.run(run())
+
+
+def test_a_request_counts_until_it_is_completed() -> None:
+    async def run() -> None:
+        router = Routing("a", "b")
+        # The answer is over before Serve says that the request was routed.
+        request = pending(request_of(prompt=[5] * 640))
+        await router.send(request, "a")
+        router.on_request_completed("a", "1")
+        router.on_request_routed(request, "a", None)
+        assert router.counts() == [0, 0]
+        assert (await router.order(pending(*request.args)))[0] == "a"
+        assert (await router.order(pending(*request.args)))[0] == "a"  # 640 are more than 128
+        # One is refused by a, which completes it when b has taken it.
+        router = Routing("a", "b")
+        await router.send(request := pending(request_of(prompt=[5] * 640)), "a")
+        request.future = asyncio.Future()
+        await router.send(request, "b")
+        router.on_request_routed(request, "b", None)
+        assert router.counts() == [1, 1]
+        router.on_request_completed("a", "1")
+        assert router.counts() == [0, 1]
+        router.on_request_completed("b", "1")
+        assert router.counts() == [0, 0]
+        assert not router._tickets
+        assert not router._expected
+
+    asyncio.run(run())
+
+
+def test_requests_count_before_they_are_sent() -> None:
+    async def run() -> None:
+        router = Routing("a", "b", "c", "d")
+        requests = [pending(request_of(prompt=[number] * 64)) for number in range(12)]
+        for request in requests:
+            await router.order(request)
+        assert router.counts() == [3, 3, 3, 3]
+        for request in requests:  # Serve asks again while replicas are full
+            await router.order(request)
+        assert router.counts() == [3, 3, 3, 3]
+        for request in requests[:6]:
+            request.future.set_result("a")
+        for request in requests[6:]:
+            request.future.cancel()
+        await asyncio.sleep(0)
+        assert router.counts() == [0, 0, 0, 0]
+        assert not router._expected
+
+    asyncio.run(run())
 
 
 class Relay:
