@@ -68,7 +68,7 @@ class Ticket(NamedTuple):
 
 
 def _chain(parts: Iterable[bytes], name: str) -> list[int]:
-    chunks, before = [], name.encode()
+    chunks, before = [], name.encode(errors="replace")
     for part in parts:
         before = hashlib.blake2b(before + b"\0" + part, digest_size=8).digest()
         chunks.append(int.from_bytes(before, "little"))

@@ -36,6 +36,10 @@ _SCOPE = (
 #: Where a body has its prompt.
 _PROMPTS = ("prompt", "messages", "input")
 _CHARS_PER_TOKEN = 4
+#: Bytes of a body. To parse more, some 10 ms, would hold up the other requests of a door.
+_LARGEST_PARSED = 1 << 20
+#: Tokens at the beginning of a prompt that it is known by.
+_MAX_KNOWN = 1 << 16
 #: For an application whose client has gone.
 _LEAVE_S = 5.0
 
@@ -57,21 +61,28 @@ class HttpRequest(NamedTuple):
 
 
 def read_request(scope: Mapping[str, Any], body: bytes) -> HttpRequest:
-    """The request with what a router wants to know; one whose body nobody understands has no prompt."""
+    """The request with what a router wants to know; a body that is not understood has no prompt."""
     own = {name: scope[name] for name in _SCOPE if name in scope}
+    if len(body) > _LARGEST_PARSED:
+        return HttpRequest(own, body, (), len(body) // _CHARS_PER_TOKEN)
     try:
-        document = json.loads(body)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):
+        return HttpRequest(own, body, *_read_prompt(body))
+    except (ValueError, RecursionError, MemoryError):  # a replica says what is wrong with it
         return HttpRequest(own, body, (), 0)
+
+
+def _read_prompt(body: bytes) -> tuple[Sequence[int], int]:
+    document = json.loads(body)
+    if not isinstance(document, dict):
+        return (), 0
     prompt = next((document[name] for name in _PROMPTS if document.get(name)), "")
     name = str(document.get("model") or "")
     if isinstance(prompt, list) and all(type(item) is int and item >= 0 for item in prompt):
-        prompt = [min(item, 2**32) for item in prompt]
-        return HttpRequest(own, body, token_chunks(prompt, name), len(prompt))
+        known = [min(item, 2**32) for item in prompt[:_MAX_KNOWN]]
+        return token_chunks(known, name), len(prompt)
     text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-    return HttpRequest(own, body, text_chunks(text, name), len(text) // _CHARS_PER_TOKEN)
+    known_text = text[: _MAX_KNOWN * _CHARS_PER_TOKEN]
+    return text_chunks(known_text, name), len(text) // _CHARS_PER_TOKEN
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types

@@ -54,9 +54,26 @@ def test_what_a_router_knows_of_a_request() -> None:
     assert request_of(messages=[first, first]).chunks[:3] == short[:3]
     assert request_of(input=[first]).chunks == short
     assert request_of(messages=[first], model="other").chunks != short
-    for body in (b"", b"[1]", b"{", b"\xff", b'{"prompt": 3}', b'{"prompt": [1, true]}'):
-        assert not prefix.read_request(SCOPE, body).chunks
+    nothing = (b"", b"[1]", b"{", b"\xff", b'{"prompt": 3}', b'{"prompt": [1, true]}')
+    strange = (b'{"prompt": ' + b"[" * 100_000, b'{"model": "\\ud800"}')
+    for body in (*nothing, *strange):
+        own = prefix.read_request(SCOPE, body)
+        assert not own.chunks
+        assert own.body == body
     assert len(request_of(prompt=[2**70] * 64).chunks) == 1
+    assert len(request_of(prompt=text, model="\ud800").chunks) == 3
+
+
+def test_what_holds_up_a_door_is_not_read() -> None:
+    size = 1 << 20
+    ids, text = request_of(prompt=[1] * 70_000), request_of(prompt="x" * 280_000)
+    for own in (ids, text):  # known by their first 65,536 tokens
+        assert (len(own.chunks), own.num_tokens) == (1024, 70_000)
+    assert ids.chunks == request_of(prompt=[1] * (1 << 16)).chunks
+    frame = len(json.dumps({"prompt": ""}))
+    assert len(request_of(prompt="x" * (size - frame)).chunks) == 1024
+    own = request_of(prompt="x" * (size - frame + 1))
+    assert (own.chunks, own.num_tokens, len(own.body)) == ((), size // 4, size + 1)
 
 
 def pending(*args: Any) -> Any:
