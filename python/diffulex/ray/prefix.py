@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import RayActorError
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +24,9 @@ from diffulex.distributed.router import ReplicaState, Router, Ticket, text_chunk
 from diffulex.server.http.api_errors import ApiError, error_response
 
 __all__ = ["CACHE_TOKENS", "Door", "HttpRequest", "PrefixRouter", "answer_of", "read_request"]
+
+#: Which Serve writes from all of its processes.
+_serve_log = logging.getLogger("ray.serve")
 
 #: Of the numbers that a replica tells the router: tokens that its prefix cache holds.
 CACHE_TOKENS = "cache_tokens"
@@ -215,7 +219,7 @@ class Door:
             body += message.get("body", b"")
             is_whole = not message.get("more_body", False)
         request = read_request(scope, bytes(body))
-        for _ in range(_NUM_TRIES):
+        for number in range(1, _NUM_TRIES + 1):
             is_begun = False
             answer = self._relay.remote(request)
             try:
@@ -223,9 +227,11 @@ class Door:
                     is_begun = True
                     await send(message)
                 return
-            except (RayActorError, ActorUnavailableError):
+            except RayActorError as error:
                 if is_begun:
                     raise
+                reason = " ".join(str(error).split())
+                _serve_log.warning("replica lost, try %d of %d: %s", number, _NUM_TRIES, reason)
             finally:
                 answer.cancel()  # the client may be gone
         lost = ApiError(503, "the replicas of this request were lost", code="replica_lost")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -233,7 +234,10 @@ def ask(relay: Relay, *body: bytes, most: int = 100) -> list[Any]:
     return sent
 
 
-def test_a_door() -> None:
+def test_a_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    log = logging.getLogger("ray.serve")
+    monkeypatch.setattr(log, "warning", lambda text, *values: lines.append(text % values))
     lost = ActorUnavailableError("lost", b"0" * 16)
     answer = [{"type": "http.response.start"}, {"type": "http.response.body"}]
     relay = Relay(answer)
@@ -246,6 +250,10 @@ def test_a_door() -> None:
     relay = Relay([lost], [lost], answer)
     assert ask(relay, b"") == answer
     assert relay.num_cancelled == 3
+    assert [line.partition(":")[0] for line in lines] == [
+        "replica lost, try 1 of 3",
+        "replica lost, try 2 of 3",
+    ]
     start, body = ask(Relay([lost], [lost], [lost]), b"")
     assert start["status"] == 503
     assert json.loads(body["body"])["error"]["code"] == "replica_lost"
