@@ -119,8 +119,11 @@ def openai_app(
     replicas = deployment.bind(dict(settings), engine_factory)
     if request_router is None:
         return replicas
+    # The door runs the same code; devices and other options of an actor are those of an engine.
+    environment = options["ray_actor_options"].get("runtime_env")
     door = serve.deployment(serve.ingress()(Door)).options(
         name="door",
+        ray_actor_options={} if environment is None else {"runtime_env": environment},
         max_ongoing_requests=_AT_THE_DOOR,
         graceful_shutdown_timeout_s=options["graceful_shutdown_timeout_s"],
     )

@@ -286,6 +286,17 @@ def test_an_application_learns_that_its_client_has_gone() -> None:
         asyncio.run(take(fails, 1))
 
 
+def test_a_door_has_the_environment_of_the_replicas() -> None:
+    environment = {"env_vars": {"NAME": "value"}}
+    for given in ({}, {"runtime_env": environment}):
+        config = {"ray_actor_options": {"num_cpus": 3, **given}}
+        door = build_openai_app(
+            {"model": "demo", "deployment_config": config, "request_router": "prefix"}
+        )._bound_deployment
+        assert door.name == "door"
+        assert door.ray_actor_options == {"num_cpus": 1, **given}
+
+
 def test_other_routers_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         build_openai_app({"model": "demo", "request_router": "random"})
