@@ -258,5 +258,7 @@ async def answer_of(app: ASGIApp, request: HttpRequest) -> AsyncIterator[Message
     finally:
         has_left.set()
         if not task.done():
-            await asyncio.wait([task], timeout=_LEAVE_S)
-            task.cancel()
+            try:
+                await asyncio.wait([task], timeout=_LEAVE_S)
+            finally:
+                task.cancel()

@@ -311,6 +311,8 @@ class _ReplicaBehindDoor(_EngineOfReplica):
         return {CACHE_TOKENS: self._cache_tokens}
 
     async def __del__(self) -> None:
-        if hasattr(self, "_lifespan"):
-            await self._lifespan.__aexit__(None, None, None)
-        await super().__del__()
+        try:
+            if hasattr(self, "_lifespan"):
+                await self._lifespan.__aexit__(None, None, None)
+        finally:
+            await super().__del__()

@@ -28,7 +28,7 @@ import slow_engine  # noqa: E402
 from diffulex.distributed.router import text_chunks, token_chunks  # noqa: E402
 from diffulex.errors import ConfigError  # noqa: E402
 from diffulex.ray import prefix  # noqa: E402
-from diffulex.ray.serve import build_openai_app, openai_app  # noqa: E402
+from diffulex.ray.serve import _ReplicaBehindDoor, build_openai_app, openai_app  # noqa: E402
 from ray_cluster.conftest import is_running, kill, until  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -280,6 +280,26 @@ def test_an_application_learns_that_its_client_has_gone() -> None:
             await anext(answer)
         await answer.aclose()  # type: ignore[attr-defined]
 
+    async def cancel_twice() -> None:
+        async def stays(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start"})
+            await asyncio.Event().wait()
+
+        async def read() -> None:
+            async for _ in prefix.answer_of(stays, request_of(prompt="x")):
+                is_begun.set()
+
+        is_begun, before = asyncio.Event(), asyncio.all_tasks()
+        reader = asyncio.create_task(read())
+        await is_begun.wait()
+        (running,) = asyncio.all_tasks() - before - {reader}
+        for _ in range(2):
+            reader.cancel()
+            await asyncio.sleep(0.05)
+        assert reader.cancelled()
+        assert running.cancelled()
+
+    asyncio.run(cancel_twice())
     asyncio.run(take(app, 1))
     assert seen == [("/generate", b'{"prompt": "x"}'), "http.disconnect"]
     with pytest.raises(ValueError, match="of the application"):
@@ -295,6 +315,30 @@ def test_a_door_has_the_environment_of_the_replicas() -> None:
         )._bound_deployment
         assert door.name == "door"
         assert door.ray_actor_options == {"num_cpus": 1, **given}
+
+
+def test_a_replica_ends_though_its_application_does_not_stop() -> None:
+    class Lifespan:
+        async def __aexit__(self, *error: Any) -> None:
+            raise ValueError("of the application")
+
+    class Supervisor:
+        async def stop(self) -> None:
+            calls.append("stop")
+
+        def stop_backend(self, timeout_s: float) -> None:
+            calls.append("stop_backend")
+
+    class Replica(_ReplicaBehindDoor):
+        def __del__(self) -> None:  # type: ignore[override]
+            """Nothing waits for the real one when the object goes."""
+
+    calls: list[str] = []
+    replica = Replica.__new__(Replica)
+    replica._lifespan, replica._supervisor = Lifespan(), Supervisor()
+    with pytest.raises(ValueError, match="of the application"):
+        asyncio.run(_ReplicaBehindDoor.__del__(replica))
+    assert calls == ["stop", "stop_backend"]
 
 
 def test_other_routers_are_refused() -> None:
