@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from diffulex.server.http.request_metrics import RequestMetrics
     from diffulex.wire.protocol import ServingGenerate
 
-__all__ = ["STATE_CODES", "AppContext", "AppOptions", "state_name"]
+__all__ = ["LARGEST_BODY", "STATE_CODES", "AppContext", "AppOptions", "state_name"]
 
 # A full prompt takes some 8 bytes per token as ids or as text: a batch of 32, within these bounds.
 _BODY_BYTES_PER_TOKEN, _LEAST_BODY, LARGEST_BODY = 256, 4 << 20, 32 << 20
