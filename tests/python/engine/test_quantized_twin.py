@@ -180,6 +180,8 @@ MODELS = {
     "dmax_llada2": (20, 4),
     "diffusion_gemma": (20, 5),
 }
+#: Of int4 no code moves.
+MAX_ERROR = {"fp8": 0.03, "fp8_block": 0.03, "int8": 0.01, "int4": 1e-5}
 CASES = [
     ("demo", "int8", 4),
     ("edit_llada2", "int8", 4),
@@ -193,8 +195,9 @@ def test_tokens_and_logits_are_those_of_the_twin(
 ) -> None:
     """Last bits of a product may move a code of the next layer, and so a logit, but hardly a token.
 
-    A row that another expert takes has other logits altogether: those are compared where both went the
-    same way.
+    That moves some rows, but never all: the closest ones tell whether the twin's rows are quantised as
+    they should be. A row that another expert takes has other logits altogether: those are compared where
+    both went the same way.
     """
     path = model if model == "demo" else str(ZOO / model)
     with Diffulex(path, device="cpu", quantization=scheme, num_pages=2048) as engine:
@@ -220,4 +223,6 @@ def test_tokens_and_logits_are_those_of_the_twin(
     assert num_other <= count // (25 if experts else 50), f"{num_other} of {count} are others"
     difference, want = torch.cat(logits) - torch.cat(expected), torch.cat(expected)
     error = float(difference.norm() / want.norm())
-    assert error <= (1e-5 if scheme == "int4" else 0.03), error
+    assert error <= MAX_ERROR[scheme], error
+    closest = float((difference.norm(dim=1) / want.norm(dim=1)).quantile(0.02))
+    assert closest <= 1e-5, closest
