@@ -182,16 +182,18 @@ MODELS = {
 }
 #: Of int4 no code moves.
 MAX_ERROR = {"fp8": 0.03, "fp8_block": 0.03, "int8": 0.01, "int4": 1e-5}
+#: Model, scheme, problems, and how many of them may have other tokens.
 CASES = [
-    ("demo", "int8", 4),
-    ("edit_llada2", "int8", 4),
-    *((model, scheme, 100) for model in MODELS for scheme in SCHEMES),
+    ("demo", "int8", 4, 0),
+    ("edit_llada2", "int8", 4, 0),
+    *(("demo", scheme, 100, 1) for scheme in SCHEMES),
+    *((model, scheme, 25, 1) for model in MODELS if model != "demo" for scheme in SCHEMES),
 ]
 
 
-@pytest.mark.parametrize(("model", "scheme", "count"), quick(CASES, CASES[:2]))
+@pytest.mark.parametrize(("model", "scheme", "count", "max_others"), quick(CASES, CASES[:2]))
 def test_tokens_and_logits_are_those_of_the_twin(
-    monkeypatch: pytest.MonkeyPatch, model: str, scheme: str, count: int
+    monkeypatch: pytest.MonkeyPatch, model: str, scheme: str, count: int, max_others: int
 ) -> None:
     """Last bits of a product may move a code of the next layer, and so a logit, but hardly a token.
 
@@ -220,7 +222,7 @@ def test_tokens_and_logits_are_those_of_the_twin(
             expected.append(last_rows(decoder, block, tokens, 0))
     assert sum(len(answer) > 4 for _, answer in found) == count
     num_other = sum(one != two for one, two in zip(found, again, strict=True))
-    assert num_other <= count // (25 if experts else 50), f"{num_other} of {count} are others"
+    assert num_other <= max_others, f"{num_other} of {count} are others"
     difference, want = torch.cat(logits) - torch.cat(expected), torch.cat(expected)
     error = float(difference.norm() / want.norm())
     assert error <= MAX_ERROR[scheme], error
