@@ -170,7 +170,7 @@ class LlamaCpp:
         )
         self._rows = {"rows": options.block_size, "context": options.prompt_len}
         self.facts = self._read()
-        self.num_bytes = self.facts["model_bytes"]
+        self.num_bytes = self.facts["weight_bytes"]
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

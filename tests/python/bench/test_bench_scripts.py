@@ -227,7 +227,7 @@ PEER = """#!{python}
 import json, sys
 assert sys.argv[1].endswith("llama_cpp_peer.py") and json.loads(sys.argv[2])["layers"] == 2
 assert sys.argv[3:] == ["--weights", "q8_0", "--threads", "1"]
-print('{{"llama_cpp_python": "0", "system": "none", "model_bytes": 5000000}}', flush=True)
+print('{{"llama_cpp_python": "0", "system": "none", "weight_bytes": 5000000}}', flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     assert (asked["rows"], asked["context"]) == (8, 16)
