@@ -13,7 +13,9 @@ has `batch` requests with one block each; random weights accept one position of 
     python benchmarks/python/bench_cpu_steps.py --llama-cpp VENV/bin/python
 
 takes turns with forwards of llama.cpp too (`llama_cpp_peer.py`): as many rows, cached positions, threads and
-logits. A forward of it samples nothing and decides nothing, a step here does.
+logits. A forward of it samples nothing and decides nothing, a step here does. Its keys and values are float16,
+and whether it takes flash attention is left to it; here they are those of the rows, float32 but with `bfloat16
+rows`. Like `q8_0`, `int8+head` has 8 bits in every product; `int8` keeps a head in float32.
 """
 
 from __future__ import annotations
@@ -248,7 +250,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--llama-cpp", type=Path, help="a Python with llama-cpp-python and gguf")
     parser.add_argument("--llama-weights", nargs="+", choices=PEERS, default=["q8_0", "f16"])
     parser.add_argument("--output", type=Path, help="write the JSON to this file")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    rounds, block, prompt_len = options.rounds, options.block_size, options.prompt_len
+    # Every step accepts one position: all of them are within the first block, which is behind whole ones.
+    if _WARMUP + rounds >= block:
+        parser.error(f"--block-size: expected more than {_WARMUP} + --rounds {rounds}, got {block}")
+    if prompt_len % block:
+        parser.error(f"--prompt-len: expected a multiple of --block-size {block}, got {prompt_len}")
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -267,6 +276,8 @@ def main(argv: list[str] | None = None) -> int:
     }
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
+        for engine in engines.values():
+            stack.callback(engine.close)
         turns: dict[str, Turns] = dict(engines)
         if options.llama_cpp is not None:
             for name in options.llama_weights:
@@ -281,8 +292,6 @@ def main(argv: list[str] | None = None) -> int:
             if options.output is not None:
                 text = json.dumps({**facts, "results": results}, indent=1)
                 options.output.write_text(text + "\n", encoding="utf-8")
-        for engine in engines.values():
-            engine.close()
     print(markdown_table(COLUMNS, results))
     return 0
 

@@ -272,6 +272,13 @@ def test_cpu_steps(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("prompt_len", "rounds"), [(16, 6), (17, 5)])
+def test_cpu_steps_stay_within_a_block(prompt_len, rounds):
+    sizes = ("--block-size", 8, "--prompt-len", prompt_len, "--rounds", rounds)
+    run("bench_cpu_steps.py", "--shape", "tiny", "--weights", "float32", *sizes, status=2)
+
+
+@pytest.mark.slow
 def test_mixed_steps(tmp_path):
     output = tmp_path / "mixed.json"
     text = run(
