@@ -228,7 +228,9 @@ class AsyncOmniDiffusion:
         """At the end of the interpreter; not at that of a fork, which has no such thread."""
         if os.getpid() == self._pid:
             self._stop_all()
-            self._thread.join()
+            parallel, most_s = self.config.parallel, self.config.engine.shutdown_timeout_s
+            # Workers that do not stop by then are killed after this.
+            self._thread.join(None if parallel.is_inproc else most_s)
 
     def _accept(self, request: OmniDiffusionRequest, preview_every: int | None) -> _Job:
         if self._is_closed:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -267,6 +268,30 @@ while not has_put:
     loop.call_soon(loop.stop)
     loop.run_forever()
 """
+
+
+#: Processes that neither go on nor take a signal but the last.
+STOPS_WORKERS = """
+import os, signal
+pids = engine.engine.health()["pids"]
+for pid in pids:
+    os.kill(pid, signal.SIGSTOP)
+print(*pids, engine.engine._worker.get_broadcast_handle()[0])
+"""
+
+
+@pytest.mark.slow
+def test_stopped_workers_do_not_keep_the_interpreter(tiny):
+    settings = {"model": str(tiny("qwen")), "data_parallel_size": 2, "shutdown_timeout_s": 1}
+    command = [sys.executable, "-X", "dev", "-c", FORGETFUL + STOPS_WORKERS]
+    command += [json.dumps(settings), json.dumps({"height": 64, "width": 64})]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Fatal" not in done.stderr
+    *pids, directory = done.stdout.split()
+    assert len(pids) == 2
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not Path(directory).exists()
 
 
 @pytest.mark.slow
