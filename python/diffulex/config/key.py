@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import field
 from enum import Enum
 from types import MappingProxyType
@@ -187,8 +188,7 @@ def _coerce(kind: str, value: Any) -> Any:
     if kind == "int":
         return int(value) if is_int else None
     if kind == "float":
-        is_number = is_int or (isinstance(value, float) and math.isfinite(value))
-        return float(value) if is_number else None
+        return _as_float(value) if is_int or isinstance(value, float) else None
     if kind == "ids":
         items = (value,) if is_int else value
         is_list = isinstance(items, (list, tuple)) and all(
@@ -205,6 +205,13 @@ def _coerce(kind: str, value: Any) -> Any:
         return tuple(texts) if is_list else None
     types = {"bool": bool, "str": str, "mapping": Mapping}
     return value if isinstance(value, types[kind]) else None
+
+
+def _as_float(value: float) -> float | None:
+    """None for what is not finite, and for an integer that is larger than any float."""
+    with suppress(OverflowError):
+        return float(value) if math.isfinite(value) else None
+    return None
 
 
 def unknown_key(shown: str, name: str, known: Iterable[str]) -> str:

@@ -38,6 +38,8 @@ __all__ = [
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 _BOOL = one_of(True, False)
+#: Of integers that a request may bring: worker processes get them in 64 bits.
+_MOST = 2**31 - 1
 #: Installed packages may add others.
 _CACHES = Range(
     "one of none, tea_cache, cache_dit",
@@ -174,9 +176,14 @@ class DiffusionCacheConfig:
         "tea_cache: polynomial of the change, highest power first; unset: the model's.",
     )
     Fn_compute_blocks: int = key(
-        "int", 1, at_least(1), "cache_dit: first blocks, which always run and tell the change."
+        "int",
+        1,
+        between(1, _MOST),
+        "cache_dit: first blocks, which always run and tell the change.",
     )
-    Bn_compute_blocks: int = key("int", 0, at_least(0), "cache_dit: last blocks, which always run.")
+    Bn_compute_blocks: int = key(
+        "int", 0, between(0, _MOST), "cache_dit: last blocks, which always run."
+    )
     block_groups: str = key(
         "str",
         "joined",
@@ -184,14 +191,16 @@ class DiffusionCacheConfig:
         "cache_dit: whether the lists of blocks of one transformer decide together.",
     )
     max_warmup_steps: int = key(
-        "int", 4, at_least(0), "cache_dit: steps at the start that are computed."
+        "int", 4, between(0, _MOST), "cache_dit: steps at the start that are computed."
     )
-    warmup_interval: int = key("int", 1, at_least(1), "cache_dit: only every so many of them are.")
+    warmup_interval: int = key(
+        "int", 1, between(1, _MOST), "cache_dit: only every so many of them are."
+    )
     max_cached_steps: int = key(
-        "int", -1, at_least(-1), "cache_dit: steps of a branch that may be skipped; -1: all."
+        "int", -1, between(-1, _MOST), "cache_dit: steps of a branch that may be skipped; -1: all."
     )
     max_continuous_cached_steps: int = key(
-        "int", 3, at_least(-1), "cache_dit: of these, in a row; -1: all."
+        "int", 3, between(-1, _MOST), "cache_dit: of these, in a row; -1: all."
     )
     residual_diff_threshold: float = key(
         "float", 0.24, at_least(0), "cache_dit: relative change from which on a step is computed."
