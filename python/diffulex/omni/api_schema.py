@@ -28,6 +28,7 @@ from diffulex.server.http.error_schema import declare_errors, error_responses
 
 __all__ = [
     "FORM",
+    "MAX_STEPS",
     "NUMBERS",
     "SIZE_PATTERN",
     "TEXT_PATTERN",
@@ -43,6 +44,7 @@ __all__ = [
     "declare_security",
     "form_body",
     "image_responses",
+    "item_name",
     "limit_requests",
 ]
 
@@ -64,8 +66,15 @@ def _whole(value: object, info: ValidationInfo) -> object:
 
 
 def _numbers(value: object, info: ValidationInfo) -> object:
-    is_form = info.context is FORM and isinstance(value, Mapping)
-    return [_as_number(text) for text in value.values()] if is_form else value  # type: ignore[attr-defined]
+    items = _items(value) if info.context is FORM else None
+    return value if items is None else [_as_number(text) for text in items]
+
+
+def _items(value: object) -> list[str] | None:
+    """Texts of a list, whose fields of a form have names that `item_name` gives; else None."""
+    if not isinstance(value, Mapping) or [*value] != [item_name(i) for i in range(len(value))]:
+        return None
+    return [*value.values()]
 
 
 def _as_number(text: str) -> float | str:
@@ -80,21 +89,40 @@ def _settings(value: object, info: ValidationInfo) -> object:
         return value
     if info.context is not FORM:
         return {name: _with_integers(item) for name, item in value.items()}
-    found = dict(value)
+    found = {}
     for name, text in value.items():
-        with suppress(ValueError):  # a text is one without quotes, too
-            found[name] = _with_integers(json.loads(text))
-    return found
+        items = _items(text)
+        found[name] = _read(text) if items is None else [_read(item) for item in items]
+    return {name: _with_integers(item) for name, item in found.items()}
+
+
+def _read(text: object) -> object:
+    """What a text says in JSON; one that is none is a text without quotes."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)  # type: ignore[arg-type]
+    return text
 
 
 def _with_integers(value: object) -> object:
-    if isinstance(value, list):
-        return [_with_integers(item) for item in value]
+    """Settings are numbers, texts and flat lists of them: what is deeper is refused as it is."""
+    return [_as_integer(item) for item in value] if isinstance(value, list) else _as_integer(value)
+
+
+def _as_integer(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 #: Of a validation: fields are texts.
 FORM: dict[str, Any] = {}
+#: Of a request, and so of its schedule and of what a cache is told about each step.
+MAX_STEPS = 200
+
+
+def item_name(place: int) -> str:
+    """Key of an item of a list in a form; no part of an object is called so."""
+    return f"[{place}]"
+
+
 #: Of an integer, after its bounds: JSON may write it with a fraction of zero.
 WHOLE = BeforeValidator(_whole)
 #: Of a list of numbers: a form has its items by their places.
@@ -322,20 +350,20 @@ def form_body(schema: type[BaseModel], files: Mapping[str, int]) -> dict[str, An
     """A request body that is a form.
 
     Args:
-        schema: of its fields; those of an object are fields `name[part]`, of a list `name[]`.
+        schema: of its fields; those of an object are fields `name[part]`, of a list `name[]` and
+            `name[part][]`.
         files: how many files of a name there may be.
     """
     document = schema.model_json_schema()
     parts = document.pop("$defs", {})
     fields: dict[str, Any] = {}
     for name, field in document["properties"].items():
-        forms = {form.get("type"): form for form in field.get("anyOf", ())}
-        inner = parts.get(field.get("$ref", "").rpartition("/")[2]) or forms.get("object")
-        if inner is None:
-            is_list = "array" in forms
-            fields[f"{name}[]" if is_list else name] = field
-            continue
-        fields |= {f"{name}[{part}]": form for part, form in inner["properties"].items()}
+        inner = parts.get(field.get("$ref", "").rpartition("/")[2]) or _forms(field).get("object")
+        found = {name: field}
+        if inner is not None:
+            found = {f"{name}[{part}]": form for part, form in inner["properties"].items()}
+        for part, form in found.items():
+            fields[f"{part}[]" if "array" in _forms(form) else part] = form
     for name, most in files.items():
         file = {"type": "string", "format": "binary"}
         several = {"type": "array", "items": file, "minItems": 1, "maxItems": most}
@@ -347,6 +375,10 @@ def form_body(schema: type[BaseModel], files: Mapping[str, int]) -> dict[str, An
         "additionalProperties": False,
     }
     return {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+
+
+def _forms(field: Mapping[str, Any]) -> dict[str | None, Any]:
+    return {form.get("type"): form for form in field.get("anyOf", ())}
 
 
 def limit_requests(

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from diffulex.omni.api_schema import FORM
+from diffulex.omni.api_schema import FORM, MAX_STEPS, item_name
 from diffulex.server.http.api_errors import ApiError
 from diffulex.server.http.multipart import FormPart, parse_form
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["read_form"]
 
-_MAX_PARTS = 64
+#: Two fields of a request have an item for each step.
+_MAX_PARTS = 64 + 2 * MAX_STEPS
+#: `name`, `name[part]`, `name[]` and `name[part][]`.
+_NAME = re.compile(r"([^][]+)(?:\[([^][]+)\])?(\[\])?")
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
@@ -27,8 +31,8 @@ async def read_form(
 ) -> tuple[_Body, dict[str, list[bytes]]]:
     """The fields and the files of a request with a form.
 
-    `name[part]` is a field of the object `name`, and `name[]` an item of the list `name`; a file may be
-    called `name[]`.
+    `name[part]` is a field of the object `name`, `name[]` an item of the list `name`, and `name[part][]`
+    one of a list in an object; a file may be called `name[]`.
 
     Args:
         request: whose body is read.
@@ -59,12 +63,15 @@ async def read_form(
 
 
 def _add_field(fields: dict[str, Any], part: FormPart) -> None:
-    name, has_key, key = part.name.partition("[")
-    place = fields
-    if has_key:
-        place = fields.setdefault(name, {})
+    match = _NAME.fullmatch(part.name)
+    # The schema has no field of another name.
+    *outer, name = [key for key in match.groups() if key] if match else [part.name]
+    place: Any = fields
+    for key in outer:
+        place = place.setdefault(key, {}) if isinstance(place, dict) else None
+    if isinstance(place, dict) and name == "[]":
         # Items of a list come in their order.
-        name = str(len(place)) if key == "]" else key.removesuffix("]")
+        name = item_name(len(place))
     if not isinstance(place, dict) or name in place:
         raise ApiError(400, f"{part.name}: expected it once, got it again", param=part.name)
     place[name] = part.text()

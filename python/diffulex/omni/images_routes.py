@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger
 from diffulex.omni.api_schema import (
+    MAX_STEPS,
     NUMBERS,
     SIZE_PATTERN,
     TEXT_PATTERN,
@@ -59,7 +60,6 @@ __all__ = [
 logger = get_logger(__name__)
 
 _MAX_N = 10
-_MAX_STEPS = 200
 _SCALE = Field(default=None, ge=0, le=20)
 _CLIENT_CLOSED = 499
 Size = Annotated[
@@ -116,13 +116,13 @@ class ImageRequest(CacheFields):
     stream: bool | None = None
     partial_images: Annotated[int, Field(ge=0, le=3), WHOLE] | None = None
     negative_prompt: str | None = None
-    num_inference_steps: Annotated[int, Field(ge=1, le=_MAX_STEPS), WHOLE] | None = None
+    num_inference_steps: Annotated[int, Field(ge=1, le=MAX_STEPS), WHOLE] | None = None
     sigmas: (
         Annotated[
             list[Annotated[float, Field(gt=0, le=1)]],
             Field(
                 min_length=1,
-                max_length=_MAX_STEPS,
+                max_length=MAX_STEPS,
                 description="Noise left before each step, falling; as many as there are steps.",
             ),
             NUMBERS,

@@ -391,6 +391,9 @@ def test_the_form_of_edits_has_its_files_and_fields(tiny):
     assert schema["properties"]["model"] == {"enum": ["flux_img2img", None]}
     settings = schema["properties"]["cache_config[residual_diff_threshold]"]["anyOf"]
     assert settings == [{"type": "number", "minimum": 0}, {"type": "null"}]
+    (mask, _) = schema["properties"]["cache_config[scm_steps_mask][]"]["anyOf"]
+    assert (mask["type"], mask["items"]["maximum"]) == ("array", 1)
+    assert "cache_config[scm_steps_mask]" not in schema["properties"]
     # No coefficients are known, and a request may bring them.
     assert schema["properties"]["cache_backend"]["enum"] == ["none", "cache_dit", "tea_cache", None]
     items, _ = schema["properties"]["sigmas[]"]["anyOf"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import io
 import json
 import os
@@ -161,6 +162,10 @@ def test_a_request_that_takes_too_long_is_a_gateway_timeout(model):
     assert after.status_code == 200
 
 
+def cached(**settings):
+    return {"cache_backend": "cache_dit", "cache_config": settings}
+
+
 BAD = [
     ({"timeout_s": 0}, 400, "timeout_s"),
     ({"prompt": ""}, 400, "prompt: expected some text, got ''"),
@@ -208,6 +213,14 @@ BAD = [
         400,
         "scm_steps_mask: expected one value for each of 4 steps, got 2",
     ),
+    (
+        cached(scm_steps_mask=functools.reduce(lambda inner, _: [inner], range(500))),
+        400,
+        "cache_config",
+    ),
+    (cached(scm_steps_mask=[[1]]), 400, "scm_steps_mask: "),
+    (cached(max_cached_steps=10**30), 400, "max_cached_steps: expected int [-1, 2147483647], got"),
+    (cached(residual_diff_threshold=10**400), 400, "residual_diff_threshold: "),
     ({"sigmas": []}, 400, "sigmas: "),
     ({"sigmas": [1.0] * 201}, 400, "sigmas: "),
     ({"sigmas": [1.5, 0.5]}, 400, "sigmas.0: "),

@@ -21,6 +21,7 @@ from PIL import Image  # noqa: E402
 
 from diffulex.omni import OmniDiffusion, images_routes  # noqa: E402
 from diffulex.omni import serve as omni_serve  # noqa: E402
+from diffulex.omni.api_schema import MAX_STEPS  # noqa: E402
 from fixtures.omni_http import ask  # noqa: E402
 
 PATH = "/v1/images/edits"
@@ -96,10 +97,27 @@ def test_a_schedule_and_a_cache_in_a_form(tiny):
 
     async def body(client, engine):
         texts = {"sigmas[]": [str(item) for item in sigmas], "strength": "0.9"}
-        texts |= {"cache_backend": "cache_dit", "cache_config[scm_steps_mask]": "[1,0,1]"}
         texts |= {f"cache_config[{name}]": str(value) for name, value in cache.items()}
-        files = {"image": png()}
-        answer = await client.post(PATH, data={**fields, **texts}, files=files)
+        texts["cache_backend"] = "cache_dit"
+        mask, files = "cache_config[scm_steps_mask]", {"image": png()}
+        answer = await client.post(
+            PATH, data={**fields, **texts, f"{mask}[]": ["1", "0", "1"]}, files=files
+        )
+        # As one text it is JSON.
+        again = await client.post(PATH, data={**fields, **texts, mask: "[1, 0.0, 1]"}, files=files)
+        sdk = openai.AsyncOpenAI(api_key="-", base_url="http://localhost/v1", http_client=client)
+        third = await sdk.images.edit(
+            image=png(),
+            prompt=fields["prompt"],
+            size=fields["size"],
+            extra_body={
+                "seed": 1,
+                "strength": 0.9,
+                "sigmas": sigmas,
+                "cache_backend": "cache_dit",
+                "cache_config": {**cache, "scm_steps_mask": [1, 0, 1]},
+            },
+        )
         wrong = [
             await client.post(PATH, data={**fields, **more}, files=files)
             for more in (
@@ -107,6 +125,13 @@ def test_a_schedule_and_a_cache_in_a_form(tiny):
                 {"cache_backend": "cache_dit", "cache_config[max_warmup_steps]": "x"},
                 {"sigmas[]": ["1", "x"]},
                 {"seed[]": "1", "sigmas[]": "1"},
+                {"sigmas[5]": "1"},
+                {"sigmas[a]": ["1"]},
+                {f"{mask}[a]": "1"},
+                {mask: "1", f"{mask}[]": "1"},
+                {"cache_backend": "cache_dit", f"{mask}[]": ["1", "x"]},
+                {"cache_backend": "cache_dit", mask: "[" * 200_000},
+                {"cache_backend": "cache_dit", mask: "[[1]]"},
             )
         ]
         with Image.open(io.BytesIO(png())) as opened:
@@ -121,16 +146,40 @@ def test_a_schedule_and_a_cache_in_a_form(tiny):
                 cache_backend="cache_dit",
                 cache_config={**cache, "scm_steps_mask": (1, 0, 1)},
             )
-        return answer, wrong, output
+        return (answer.json(), again.json(), third.model_dump()), wrong, output
 
-    answer, wrong, output = ask(tiny("flux_img2img"), body)
-    (image,) = answer.json()["data"]
-    assert np.array_equal(pixels(image["b64_json"]), np.asarray(output.images[0]))
-    assert [item.status_code for item in wrong] == [400] * 4
-    (branch,) = answer.json()["diffulex"]["cache"]["transformer"].values()
-    assert branch["cached"] == [1]
+    answers, wrong, output = ask(tiny("flux_img2img"), body)
+    for answer in answers:
+        (image,) = answer["data"]
+        assert np.array_equal(pixels(image["b64_json"]), np.asarray(output.images[0]))
+        (branch,) = answer["diffulex"]["cache"]["transformer"].values()
+        assert branch["cached"] == [1]
+    assert [item.status_code for item in wrong] == [400] * 11
     starts = [item.json()["error"]["message"].partition(":")[0] for item in wrong]
-    assert starts == ["sigmas", "max_warmup_steps", "sigmas.1", "seed[]"]
+    mask = "scm_steps_mask"
+    assert starts == [
+        *("sigmas", "max_warmup_steps", "sigmas.1", "seed[]", "sigmas", "sigmas"),
+        *(f"cache_config[{mask}][a]", f"cache_config[{mask}][]", mask, mask, mask),
+    ]
+
+
+def test_a_form_has_a_schedule_of_as_many_steps_as_a_request(tiny):
+    async def body(client, _engine):
+        fields = {name: value for name, value in FIELDS.items() if name != "num_inference_steps"}
+        return [
+            await client.post(
+                PATH,
+                data={**fields, "sigmas[]": [str(1 - step / 300) for step in range(number)]},
+                files={"image": png()},
+            )
+            for number in (MAX_STEPS, MAX_STEPS + 1)
+        ]
+
+    drawn, refused = ask(tiny("flux_img2img"), body)
+    assert drawn.status_code == 200, drawn.text
+    assert drawn.json()["diffulex"]["num_inference_steps"] == MAX_STEPS
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("sigmas: ")
 
 
 def test_what_is_refused(tiny, monkeypatch):
