@@ -69,9 +69,9 @@ CAPABILITIES = (
     "csrc/ops/kv/store_codes.",
     "csrc/ops/moe/scaled_moe_cuda.cu",
     "csrc/ops/moe/sm90/scaled_",
+    "python/diffulex/arrivals.py",
     "python/diffulex/checkpoint/random_weights.py",
     "python/diffulex/checkpoint/slices.py",
-    "python/diffulex/engine/arrivals.py",
     "python/diffulex/engine/async_llm.py",
     "python/diffulex/engine/live.py",
     "python/diffulex/nn/coupled.py",
@@ -91,7 +91,7 @@ MAX_FUNCTION_LINES = 60
 #: stand lower or higher than their package. A room imports only rooms before it.
 ORDER = (
     *("errors", "env", "log", "quiet", "registry", "standard_streams", "interruption", "profiling"),
-    "families",
+    *("arrivals", "families"),
     *("distributed.shard", "distributed.layout", "distributed.router", "likelihood.rows"),
     "quantization.scheme",
     *("distributed.legality", "distributed.comm", "distributed.records", "quantization.stored"),

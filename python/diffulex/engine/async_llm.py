@@ -14,8 +14,8 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from diffulex.arrivals import Arrivals
 from diffulex.config.sampling_params import SamplingParams, merged_params
-from diffulex.engine.arrivals import Arrivals
 from diffulex.engine.engine import Diffulex, StreamMode, check_mode
 from diffulex.engine.prompt import encode_prompt
 from diffulex.engine.text_stream import TextStream

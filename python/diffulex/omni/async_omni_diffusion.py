@@ -15,7 +15,7 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from diffulex.engine.arrivals import Arrivals
+from diffulex.arrivals import Arrivals
 from diffulex.log import get_logger
 from diffulex.omni.errors import QueueFull, RequestAborted, RequestError, RequestTimeout
 from diffulex.omni.omni_diffusion import OmniDiffusion
