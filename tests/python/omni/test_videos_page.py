@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,15 @@ def wait_for_result(page: Any, seed: str = "0") -> None:
     page.locator("#caption", has_text=f"seed {seed} · 32x32 · plays ").wait_for()
 
 
+def video_of(page: Any) -> str:
+    """The id that the address has."""
+    found: str = page.url.partition("?video=")[2].partition("#")[0]
+    return found
+
+
 def listed(page: Any, method: str = "get", path: str = "") -> Any:
     call = getattr(page.request, method)
-    url = page.url.partition("#")[0].rpartition("/")[0]
+    url = page.url.rpartition("/")[0]
     return call(f"{url}/v1/videos{path}", headers={"Authorization": "Bearer secret"})
 
 
@@ -103,7 +110,7 @@ def test_a_video_is_asked_for_played_and_saved(page: Any, tmp_path: Path) -> Non
     assert download.value.suggested_filename == "video-0.mp4"
     download.value.save_as(tmp_path / "video.mp4")
     data = (tmp_path / "video.mp4").read_bytes()
-    assert data == listed(page, path=f"/{page.url.partition('#')[2]}/content").body()
+    assert data == listed(page, path=f"/{video_of(page)}/content").body()
     # A red shape on white that moves to the right.
     places = []
     for time in (0.01, 0.5):
@@ -158,11 +165,25 @@ def test_stop_ends_the_job_and_the_next_one_is_drawn(page: Any) -> None:
 def test_a_page_that_is_loaded_again_goes_on_with_its_video(page: Any) -> None:
     draw(page, seed="5", steps="200")
     page.locator("#caption", has_text=" %").wait_for()
+    # Which changes the address.
+    page.locator(".skip").press("Enter")
+    assert page.url.endswith("#prompt")
     page.reload()
     # It may be done by now.
     wait_for_result(page, "5")
     # One that the server has forgotten is no reason for words.
-    listed(page, "delete", f"/{page.url.partition('#')[2]}")
+    listed(page, "delete", f"/{video_of(page)}")
+
+
+def test_a_video_is_shown_once_the_key_is_known(page: Any, browser: Any) -> None:
+    draw(page, seed="6", steps="2")
+    wait_for_result(page, "6")
+    with closing(browser.new_page()) as other:
+        other.goto(page.url)
+        other.locator("#state", has_text="asks for an API key").wait_for()
+        key = other.locator("#api-key")
+        key.evaluate("node => { node.value = 'secret'; node.dispatchEvent(new Event('change')); }")
+        wait_for_result(other, "6")
 
 
 def test_what_is_wrong_is_said(server: Server, browser: Any) -> None:
@@ -174,11 +195,18 @@ def test_what_is_wrong_is_said(server: Server, browser: Any) -> None:
         draw(page, width="", steps="200")
         page.locator("#caption", has_text=" %").wait_for()
         # Somebody else ends it.
-        listed(page, "delete", f"/{page.url.partition('#')[2]}")
+        listed(page, "delete", f"/{video_of(page)}")
         page.locator("#notice", has_text="video: expected a known one").wait_for()
         page.reload()
         page.locator("#model", has_text=" · ").wait_for()
         assert page.locator("#notice").is_hidden()
+        error = {"message": "out of order", "type": "server_error", "param": None, "code": None}
+        page.route("**/v1/videos/video_*", lambda r: r.fulfill(status=500, json={"error": error}))
+        page.reload()
+        page.locator("#notice", has_text="out of order").wait_for()
+        page.route("**/v1/videos", lambda r: r.fulfill(status=413, json={"error": error}))
+        draw(page, steps="2")
+        page.locator("#notice", has_text="smaller pictures. (out of order)").wait_for()
 
 
 def test_a_narrow_screen_shows_all(server: Server, browser: Any) -> None:

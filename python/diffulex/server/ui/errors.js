@@ -24,6 +24,7 @@ const STATE_WORDS = {
   dead: "has lost its engine",
   engine_dead: "has lost its engine",
 };
+const TOO_LONG_FOR_CHAT = "This is too long for the model. Shorten the question, or start a new chat.";
 const TOO_LONG = /max_model_len|maximum context length/;
 
 /** What a server in this state does, as the end of a sentence; undefined for an unknown state. */
@@ -31,8 +32,8 @@ export function stateWords(state) {
   return STATE_WORDS[state];
 }
 
-/** One or two sentences about an error of a request. */
-export function explainError(error) {
+/** One or two sentences about an error of a request; `tooLong` says what to do about one that is too long. */
+export function explainError(error, tooLong = TOO_LONG_FOR_CHAT) {
   const { status, code, param, message } = error;
   if (error instanceof TypeError) return "The server cannot be reached.";
   if (status === 401) return "This server asks for an API key: enter it under Settings.";
@@ -40,7 +41,7 @@ export function explainError(error) {
   if (status === 503 && stateWords(code)) return `The server ${stateWords(code)}.`;
   if (param in SETTING_NAMES) return `Settings, ${SETTING_NAMES[param]}: ${detail(message, param)}`;
   if (status === 413 || TOO_LONG.test(message)) {
-    return `This is too long for the model. Shorten the question, or start a new chat. (${message})`;
+    return `${tooLong} (${message})`;
   }
   return message;
 }

@@ -37,6 +37,9 @@ const recordings = [];
 
 let info = null;
 let running = null;
+let hasResumed = false;
+
+const explain = (error) => explainError(error, "This is too much for the server: send fewer or smaller pictures.");
 
 function showNotice(text) {
   byId("notice").textContent = text;
@@ -71,6 +74,7 @@ async function loadFacts() {
   const previews = info.has_previews || info.media === "video" ? "" : " This model has no previews.";
   byId("facts").textContent = `${info.pipeline}.${previews}`;
   byId("samples").replaceChildren(...(info.draws_shapes ? SHAPE_SAMPLES.map(sample) : []));
+  resume();
 }
 
 /** Shows what belongs to what the server draws. */
@@ -189,7 +193,7 @@ async function startDrawing(fields, signal) {
   const more = { seconds: numberOf("seconds"), fps: numberOf("fps") };
   const job = await startVideo(api, formOf({ ...fields, ...more }, "input_reference"));
   // A page that is loaded again goes on with it.
-  history.replaceState(null, "", `#${job.id}`);
+  history.replaceState(null, "", `?video=${job.id}`);
   return awaitVideo(job, signal);
 }
 
@@ -219,7 +223,7 @@ async function run(prompt, work) {
     byId("announcer").textContent = `Drawn: ${prompt}, seed ${recording.facts.seed}.`;
   } catch (error) {
     const isStopped = error.name === "AbortError";
-    if (!isStopped) showNotice(explainError(error));
+    if (!isStopped) showNotice(explain(error));
     byId("announcer").textContent = isStopped ? "Stopped." : "";
     byId("caption").textContent = isStopped ? `${prompt} · stopped` : "";
   } finally {
@@ -238,10 +242,15 @@ async function draw() {
 
 /** Goes on with the video that the address names, if the server still has it. */
 async function resume() {
-  const id = location.hash.slice(1);
-  if (info?.media !== "video" || !id.startsWith("video_")) return;
-  const job = await findVideo(api, id);
-  if (job) await run(job.prompt, (signal) => awaitVideo(job, signal));
+  const id = new URLSearchParams(location.search).get("video");
+  if (hasResumed || info.media !== "video" || !/^video_[0-9a-f]+$/.test(id)) return;
+  hasResumed = true;
+  try {
+    const job = await findVideo(api, id);
+    if (job && !running) await run(job.prompt, (signal) => awaitVideo(job, signal));
+  } catch (error) {
+    showNotice(explain(error));
+  }
 }
 
 // --- pictures ----------------------------------------------------------------------------------------
@@ -308,7 +317,7 @@ function bind() {
   byId("api-key").addEventListener("change", () => {
     sessionStorage.setItem(KEY_NAME, readKey());
     info = null;
-    loadFacts().then(() => showNotice(""), (error) => showNotice(explainError(error)));
+    loadFacts().then(() => showNotice(""), (error) => showNotice(explain(error)));
   });
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -342,4 +351,3 @@ bindTheme(byId("theme"));
 bind();
 await look();
 byId("prompt").focus({ preventScroll: true });
-await resume();
