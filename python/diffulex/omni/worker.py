@@ -236,7 +236,13 @@ class Worker:
             on_step = _limited(on_step, timeout_s)
         for number, call in enumerate(calls):
             if call.replica == self._replica:
-                yield self._run_call(call, number, len(calls), on_step)
+                try:
+                    drawn = self._run_call(call, number, len(calls), on_step)
+                finally:
+                    # The engine's own tells of its last call.
+                    if self._cache is not None and self._cache is not self._own_cache:
+                        self._cache.refresh(self.pipeline, call.num_inference_steps)
+                yield drawn
 
     def _run_call(
         self, call: PipelineCall, number: int, num_calls: int, on_step: OnStep | None

@@ -15,6 +15,7 @@ import torch  # noqa: E402
 
 from diffulex.omni import (  # noqa: E402
     OmniDiffusion,
+    RequestAborted,
     RequestError,
     UnsupportedFeatureError,
     support,
@@ -69,6 +70,26 @@ def test_a_request_chooses_as_an_engine_does(tiny, name):
             _, found = draw(engine, name, cache_backend="TEA-cache", cache_config=tea)
             (skipped,) = {len(branch["cached"]) for branch in found["transformer"].values()}
             assert skipped == SMALL["num_inference_steps"] - 2
+
+
+def test_nothing_of_the_cache_of_a_request_stays_on_the_device(tiny):
+    """Neither after one that is stopped; the engine's own tells of its last call."""
+    with open_engine(tiny) as engine:
+        worker = engine.engine._worker
+        assert draw(engine, **CHOICE)[1]["transformer"]
+        assert worker._cache.branches() == []
+        kept = []
+
+        def stop(event):
+            kept.append(len(worker._cache.branches()))
+            return event.step < 2
+
+        with pytest.raises(RequestAborted):
+            engine.generate_requests([make_request("a cat", {**SMALL, **CHOICE})], on_step=stop)
+        assert min(kept) >= 1
+        assert worker._cache.branches() == []
+    with open_engine(tiny, **OF_ENGINE) as engine:
+        assert draw(engine)[1] == engine.engine._worker.cache_summary()
 
 
 def test_requests_of_a_batch_have_each_their_cache(tiny):
