@@ -3,7 +3,7 @@
 
     PYTHON benchmarks/python/llama_cpp_peer.py '{"layers": 28, ...}' --weights q8_0 --threads 2
 
-PYTHON has the packages llama-cpp-python and gguf; nothing of Diffulex is imported. A model of Qwen3's layers
+PYTHON has the packages llama-cpp-python (0.3.36 was tried) and gguf (0.19.0); nothing of Diffulex is imported. A model of Qwen3's layers
 (those of SDAR) is written to a temporary file and loaded. Each line of standard input asks for one forward,
 and one line answers: `{"batch": 8, "rows": 32, "context": 256, "logits": 20}` is 8 sequences with 32 rows
 each, which see each other and 256 cached positions, and 20 of which want logits; `{"ms": 812.5}` is what the

@@ -28,7 +28,7 @@ from diffulex.server.http.error_schema import declare_errors, error_responses
 
 __all__ = [
     "FORM",
-    "MAX_STEPS",
+    "MAX_HTTP_STEPS",
     "NUMBERS",
     "SIZE_PATTERN",
     "TEXT_PATTERN",
@@ -115,7 +115,7 @@ def _as_integer(value: object) -> object:
 #: Of a validation: fields are texts.
 FORM: dict[str, Any] = {}
 #: Of a request, and so of its schedule and of what a cache is told about each step.
-MAX_STEPS = 200
+MAX_HTTP_STEPS = 200
 
 
 def item_name(place: int) -> str:

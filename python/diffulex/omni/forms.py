@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from diffulex.omni.api_schema import FORM, MAX_STEPS, item_name
+from diffulex.omni.api_schema import FORM, MAX_HTTP_STEPS, item_name
 from diffulex.server.http.api_errors import ApiError
 from diffulex.server.http.multipart import FormPart, parse_form
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["read_form"]
 
 #: Two fields of a request have an item for each step.
-_MAX_PARTS = 64 + 2 * MAX_STEPS
+_MAX_PARTS = 64 + 2 * MAX_HTTP_STEPS
 #: `name`, `name[part]`, `name[]` and `name[part][]`.
 _NAME = re.compile(r"([^][]+)(?:\[([^][]+)\])?(\[\])?")
 _Body = TypeVar("_Body", bound=BaseModel)

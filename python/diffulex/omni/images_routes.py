@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger
 from diffulex.omni.api_schema import (
-    MAX_STEPS,
+    MAX_HTTP_STEPS,
     NUMBERS,
     SIZE_PATTERN,
     TEXT_PATTERN,
@@ -116,13 +116,13 @@ class ImageRequest(CacheFields):
     stream: bool | None = None
     partial_images: Annotated[int, Field(ge=0, le=3), WHOLE] | None = None
     negative_prompt: str | None = None
-    num_inference_steps: Annotated[int, Field(ge=1, le=MAX_STEPS), WHOLE] | None = None
+    num_inference_steps: Annotated[int, Field(ge=1, le=MAX_HTTP_STEPS), WHOLE] | None = None
     sigmas: (
         Annotated[
             list[Annotated[float, Field(gt=0, le=1)]],
             Field(
                 min_length=1,
-                max_length=MAX_STEPS,
+                max_length=MAX_HTTP_STEPS,
                 description="Noise left before each step, falling; as many as there are steps.",
             ),
             NUMBERS,

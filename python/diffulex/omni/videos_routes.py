@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.types import Receive, Scope, Send
 
 from diffulex.omni.api_schema import (
-    MAX_STEPS,
+    MAX_HTTP_STEPS,
     TEXT_PATTERN,
     WHOLE,
     CacheFields,
@@ -98,7 +98,7 @@ class VideoRequest(CacheFields):
     fps: float = Field(default=16, ge=1, le=120)
     num_frames: Annotated[int, Field(ge=1, le=_MAX_FRAMES), WHOLE] | None = None
     negative_prompt: str | None = None
-    num_inference_steps: Annotated[int, Field(ge=1, le=MAX_STEPS), WHOLE] | None = None
+    num_inference_steps: Annotated[int, Field(ge=1, le=MAX_HTTP_STEPS), WHOLE] | None = None
     guidance_scale: Annotated[float | None, _SCALE] = None
     guidance_scale_2: Annotated[float | None, _SCALE] = None
     seed: Annotated[int, Field(ge=0, lt=MAX_SEED), WHOLE] | None = None

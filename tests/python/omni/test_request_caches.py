@@ -142,6 +142,7 @@ def test_ranks_that_share_a_picture_take_the_cache_of_a_request(tiny, axis, name
             assert drawn[1] == found
 
 
+@pytest.mark.slow
 def test_compiled_blocks_take_the_cache_of_a_request(tiny):
     keywords = {"enable_torch_compile": True, "torch_compile_kwargs": {"backend": "eager"}}
     with open_engine(tiny) as engine:

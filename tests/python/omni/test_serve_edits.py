@@ -21,7 +21,7 @@ from PIL import Image  # noqa: E402
 
 from diffulex.omni import OmniDiffusion, images_routes  # noqa: E402
 from diffulex.omni import serve as omni_serve  # noqa: E402
-from diffulex.omni.api_schema import MAX_STEPS  # noqa: E402
+from diffulex.omni.api_schema import MAX_HTTP_STEPS  # noqa: E402
 from fixtures.omni_http import ask  # noqa: E402
 
 PATH = "/v1/images/edits"
@@ -172,12 +172,12 @@ def test_a_form_has_a_schedule_of_as_many_steps_as_a_request(tiny):
                 data={**fields, "sigmas[]": [str(1 - step / 300) for step in range(number)]},
                 files={"image": png()},
             )
-            for number in (MAX_STEPS, MAX_STEPS + 1)
+            for number in (MAX_HTTP_STEPS, MAX_HTTP_STEPS + 1)
         ]
 
     drawn, refused = ask(tiny("flux_img2img"), body)
     assert drawn.status_code == 200, drawn.text
-    assert drawn.json()["diffulex"]["num_inference_steps"] == MAX_STEPS
+    assert drawn.json()["diffulex"]["num_inference_steps"] == MAX_HTTP_STEPS
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith("sigmas: ")
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// out = x W^T of e4m3 codes. The pipeline is that of csrc/ops/linear/sm90/product.cuh: a copying
+// out = x W^T of e4m3 codes. The pipeline is that of csrc/ops/linear/sm90/ring.cuh: a copying
 // warp streams W ahead of the kernels in front, warpgroups multiply 64 rows of W each, two CTAs may
 // share the depth. What differs:
 //

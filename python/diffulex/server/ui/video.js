@@ -12,7 +12,6 @@ const JOBS = "v1/videos";
 export class VideoRecording extends PictureRecording {
   constructor(prompt) {
     super(prompt, 1);
-    this.job = null;
   }
 
   /** The job is over; `blob` is its file. */
