@@ -188,6 +188,7 @@ _EXPECTED = {
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
+    "too_short": "at least {min_length} entries",
     "string_too_short": "at least {min_length} characters",
     "string_too_long": "at most {max_length} characters",
     "extra_forbidden": "a documented field",
