@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny pipelines, built once."""
+"""Tiny pipelines, built once, and how they are drawn with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch with one thread: bits do not depend on the processors, and tiny matrices gain nothing from more."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -36,13 +36,7 @@ PAIR = Scene(
     "",
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_documented_command_draws_its_prompt(tmp_path, monkeypatch, capsys):

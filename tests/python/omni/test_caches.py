@@ -40,13 +40,7 @@ IDENTITY = (0.0, 0.0, 0.0, 1.0, 0.0)
 MOSTLY_CACHED = {"cache_backend": "cache_dit", "residual_diff_threshold": 0.9}
 PIPELINES = ("qwen", "flux", "wan", "sd3", "z_image")
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def open_engine(tiny, name="qwen", **keywords):

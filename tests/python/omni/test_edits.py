@@ -32,13 +32,7 @@ DIRECT = {
 EXTRA = {"flux_kontext": {"extra": {"_auto_resize": False}}}
 STEPS_RUN = {"flux_img2img": 3, "flux_kontext": 4, "qwen_img2img": 3}
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def photo(width=80, height=60):

@@ -43,13 +43,7 @@ DIRECT = {
     "wan": {"guidance_scale": 5.0, "negative_prompt": "", "num_frames": 5},
 }
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -33,13 +33,7 @@ CASES = {
     "wan": ({"guidance_scale": 3.0}, (16, 2, 8, 8), {"prompt_embeds": (1, 9, 32)}),
 }
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def given(name, num_images=2):

@@ -37,13 +37,7 @@ from fixtures.omni_http import WAIT_S, ask  # noqa: E402
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 3}
 PLAIN = {"enable_prompt_rewrite": False}
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def photo(width=64, height=48):

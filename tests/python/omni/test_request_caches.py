@@ -29,13 +29,7 @@ IDENTITY = (0.0, 0.0, 0.0, 1.0, 0.0)
 CHOICE = {"cache_backend": "cache_dit", "cache_config": {"residual_diff_threshold": 0.9}}
 OF_ENGINE = {"cache_backend": "cache_dit", "residual_diff_threshold": 0.9}
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def open_engine(tiny, name="qwen", **keywords):

@@ -40,18 +40,14 @@ from diffulex.omni.config import OmniDiffusionConfig  # noqa: E402
 from diffulex.omni.message_queue import QueueHandle  # noqa: E402
 
 # Every worker imports torch and diffusers, and the host may do other work.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 4}
 PROMPTS = ["a cat", "two dogs", "three birds"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
