@@ -3,6 +3,7 @@
 
     python benchmarks/python/profile_decode.py --shape sdar-8b --batch 1 --target 97
     python benchmarks/python/profile_decode.py --shape sdar-8b --tp 2
+    python benchmarks/python/profile_decode.py --shape diffusion-gemma-26b-a4b --strategy default
     python benchmarks/python/profile_decode.py --model demo --block-size 8 --device cpu --dtype float32 --tp 2
 
 On one GPU, steps run under the torch profiler, which records every kernel and copy on the device, those
@@ -29,7 +30,13 @@ from typing import Any
 
 import torch
 from published_shapes import SHAPES
-from random_engine import build_engine, build_model, build_shared_engine, random_prompts
+from random_engine import (
+    build_engine,
+    build_model,
+    build_shared_engine,
+    random_prompts,
+    resolve_config,
+)
 from rank_traces import (
     RankTotals,
     Work,
@@ -58,6 +65,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", choices=("none", *SCHEMES), default="none")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument(
+        "--strategy",
+        choices=("multi_bd", "default"),
+        default="multi_bd",
+        help="of a random model; default: the family's own, with its blocks and thresholds",
+    )
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--buffer-size", type=int, default=1)
     parser.add_argument("--prompt-len", type=int, default=256)
@@ -70,6 +83,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.tp == 1 and (options.device == "cpu" or options.model is not None):
         parser.error("--tp: expected several ranks with --device cpu or --model, got 1")
+    if options.strategy == "default":
+        if options.model is not None:
+            parser.error("--strategy: expected multi_bd with --model")
+        options.strategy = None
     if options.tp > 1 and options.target is not None:
         parser.error("--target: expected --tp 1")
     return options
@@ -93,14 +110,12 @@ def kernel_rows(work: Sequence[Work], steps: int, top: int) -> list[dict[str, An
 
 def started(options: argparse.Namespace, **settings: Any) -> Diffulex:
     """An engine with all requests waiting, which outlast the steps."""
-    window = options.buffer_size * options.block_size
+    blocks = _blocks(options)
+    window = blocks["buffer_size"] * blocks["block_size"]
     all_steps = options.warmup + 2 * options.steps + 4
-    new_tokens = all_steps * options.buffer_size + options.block_size
+    new_tokens = all_steps * blocks["buffer_size"] + blocks["block_size"]
     max_model_len = options.prompt_len + new_tokens + window
     settings |= {
-        "block_size": options.block_size,
-        "buffer_size": options.buffer_size,
-        "decoding_thresholds": {"accept_threshold": 1.0},
         "max_num_reqs": options.batch,
         "max_model_len": max_model_len,
         "max_num_batched_tokens": max(4096, max_model_len + 2 * window, options.batch * window),
@@ -108,14 +123,23 @@ def started(options: argparse.Namespace, **settings: Any) -> Diffulex:
         "run_ahead": options.run_ahead,
         "quantization": options.quantization,
     }
-    if options.model is None:
-        settings["decoding_strategy"] = "multi_bd"
+    if options.strategy is not None:
+        settings |= {**blocks, "decoding_thresholds": {"accept_threshold": 1.0}}
+        if options.model is None:
+            settings["decoding_strategy"] = options.strategy
     engine = _engine(options, settings)
     params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
     spec = engine.config.model.spec
     for prompt in random_prompts(spec, options.batch, options.prompt_len):
         engine.add_request(prompt, params)
     return engine
+
+
+def _blocks(options: argparse.Namespace) -> dict[str, int]:
+    if options.strategy is None:
+        decoding = resolve_config(SHAPES[options.shape], device=options.device).decoding
+        return {"block_size": decoding.block_size, "buffer_size": decoding.buffer_size}
+    return {"block_size": options.block_size, "buffer_size": options.buffer_size}
 
 
 def _engine(options: argparse.Namespace, settings: dict[str, Any]) -> Diffulex:
@@ -191,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
         "quantization": options.quantization,
         "tp": options.tp,
         "batch": options.batch,
-        "buffer": options.buffer_size,
+        "buffer": _blocks(options)["buffer_size"],
         "prompt_len": options.prompt_len,
         "run_ahead": options.run_ahead,
         **machine_facts(options.device),
