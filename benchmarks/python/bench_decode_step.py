@@ -26,7 +26,7 @@ import sys
 from collections.abc import Iterable
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from published_shapes import SDAR_SHAPES, SHAPES
@@ -45,6 +45,9 @@ from step_timing import (
 
 from diffulex import Diffulex, SamplingParams
 from diffulex.quantization.scheme import SCHEMES
+
+if TYPE_CHECKING:
+    from diffulex.families.spec import ModelSpec
 
 COLUMNS = (
     "shape", "tp", "prompt_len", "buffer", "batch", "rows", "valid", "step_ms", "p10_ms", "p90_ms", "floor_ms",
@@ -196,6 +199,54 @@ def pack_no_step(engine: Diffulex) -> None:
         loop._packed = loop._host_share = None
 
 
+class TimedSteps(NamedTuple):
+    """What an engine says of the steps that were timed."""
+
+    seconds: list[float]
+    valid_rows: float  # of a step
+    clocks: dict[str, Any]
+    graph_steps: int
+    num_packed: int
+    num_bytes: float  # of the weights of this rank
+    spec: ModelSpec
+
+
+def run_steps(
+    model: Any,
+    num_ranks: int,
+    options: argparse.Namespace,
+    case: StepCase,
+    *,
+    is_packing: bool,
+) -> TimedSteps:
+    """The engine, and with several ranks its weights, are gone when this returns."""
+    has_graphs = not options.enforce_eager
+    with started_engine(model, num_ranks, options, case, has_graphs=has_graphs) as engine:
+        if not is_packing:
+            pack_no_step(engine)
+        num_valid: list[int] = []
+        seconds = timed_steps(
+            *(engine, case.batch, options.warmup, options.steps),
+            lambda: num_valid.append(engine.stats().num_rows),
+        )
+        loop = engine._executor.runner.loop
+        return TimedSteps(
+            seconds,
+            (num_valid[-1] - num_valid[0]) / (len(num_valid) - 1),
+            clock_facts(options.device),
+            engine.run_stats.num_graph_steps,
+            0 if loop is None else loop.num_packed_steps,
+            float(weight_bytes(engine._executor.runner.model)),
+            engine.config.model.spec,
+        )
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def measure(
     model: Any,
     num_ranks: int,
@@ -206,25 +257,12 @@ def measure(
     is_packing: bool = True,
 ) -> dict[str, Any]:
     """One line of the result."""
-    has_graphs = not options.enforce_eager
-    experts: float | None = None
-    with started_engine(model, num_ranks, options, case, has_graphs=has_graphs) as engine:
-        if not is_packing:
-            pack_no_step(engine)
-        num_bytes = float(weight_bytes(engine._executor.runner.model))
-        spec = engine.config.model.spec
-        num_valid: list[int] = []
-        seconds = timed_steps(
-            *(engine, case.batch, options.warmup, options.steps),
-            lambda: num_valid.append(engine.stats().num_rows),
-        )
-        clocks = clock_facts(options.device)
-        graph_steps = engine.run_stats.num_graph_steps
-        loop = engine._executor.runner.loop
-        num_packed = 0 if loop is None else loop.num_packed_steps
-    gc.collect()
-    if spec.moe is not None:
+    timed = run_steps(model, num_ranks, options, case, is_packing=is_packing)
+    free_memory()
+    num_bytes, experts = timed.num_bytes, None
+    if timed.spec.moe is not None:
         num_bytes, experts = weights_read(model, num_ranks, options, case)
+        free_memory()
     num_rows = case.batch * case.buffer_size * case.block_size
     row = {
         "tp": num_ranks,
@@ -233,23 +271,22 @@ def measure(
         "buffer": case.buffer_size,
         "batch": case.batch,
         "rows": num_rows,
-        "valid": round((num_valid[-1] - num_valid[0]) / (len(num_valid) - 1) / num_rows, 4),
-        **summary(seconds),
-        **clocks,
-        "graph_steps": graph_steps,
+        "valid": round(timed.valid_rows / num_rows, 4),
+        **summary(timed.seconds),
+        **timed.clocks,
+        "graph_steps": timed.graph_steps,
         "packing": "on" if is_packing else "off",
-        "packed": num_packed,
+        "packed": timed.num_packed,
         "weight_bytes": round(num_bytes),
         "floor_ms": round(1e3 * num_bytes / bandwidth, 4),
     }
     if experts is not None:
         row["experts"] = round(experts, 2)
-        row["experts_total"] = spec.moe.num_experts
+        row["experts_total"] = timed.spec.moe.num_experts
     known = {"target_ms": case.target_ms, "peer_ms": case.peer_ms}
     row |= {key: round(value, 3) for key, value in known.items() if value is not None}
     if options.targets is not None and (verdict := judge(row)) is not None:
         row["verdict"] = verdict
-    gc.collect()
     return row
 
 
