@@ -103,42 +103,61 @@ Status check_token_merge_finalize(const TokenMergeFinalizeParams& params) {
   return ArgumentCheck(kOp, "merge_mask", params.merge_mask).dense({DType::kU8}, {num_rows});
 }
 
-Status check_soft_embedding(const SoftEmbeddingParams& params) {
-  constexpr const char* kOp = "soft_embedding";
-  DIFFULEX_RETURN_IF_ERROR(check_matrix(kOp, "logits", params.logits));
+namespace {
+
+Status check_softmax_rows(const char* op, const SoftmaxRows& params) {
+  DIFFULEX_RETURN_IF_ERROR(check_matrix(op, "logits", params.logits));
   const int64_t num_rows = params.logits.size[0];
   // A column of the statistics is the usual argument, hence no requirement on the stride.
-  const ArgumentCheck lse(kOp, "lse", params.lse);
+  const ArgumentCheck lse(op, "lse", params.lse);
   DIFFULEX_RETURN_IF_ERROR(lse.dtype({DType::kF32}));
   if (params.lse.rank != 1 || params.lse.size[0] != num_rows) {
     return lse.error(StatusCode::kInvalidArgument, "shape [" + std::to_string(num_rows) + "]",
                      shape_text(params.lse));
   }
   if (params.inv_temperature.present()) {
-    DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "inv_temperature", params.inv_temperature)
+    DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "inv_temperature", params.inv_temperature)
                                  .dense({DType::kF32}, {num_rows}));
   }
+  if (params.row_valid.present()) {
+    DIFFULEX_RETURN_IF_ERROR(
+        ArgumentCheck(op, "row_valid", params.row_valid).dense({DType::kU8}, {num_rows}));
+  }
+  if (!std::isfinite(params.softcap) || params.softcap < 0.0F) {
+    return scalar_error(op, "softcap", "a finite number >= 0", params.softcap);
+  }
+  if (params.vocab_limit < -1) {
+    return scalar_error(op, "vocab_limit", "a value >= -1", params.vocab_limit);
+  }
+  if (params.vocab_start < 0) {
+    return scalar_error(op, "vocab_start", "a value >= 0", params.vocab_start);
+  }
+  return {};
+}
+
+}  // namespace
+
+Status check_soft_probabilities(const SoftProbabilitiesParams& params) {
+  constexpr const char* kOp = "soft_probabilities";
+  DIFFULEX_RETURN_IF_ERROR(check_softmax_rows(kOp, params));
+  DIFFULEX_RETURN_IF_ERROR(check_matrix(kOp, "out", params.out));
+  return ArgumentCheck(kOp, "out", params.out)
+      .matches({DType::kF32, DType::kF16, DType::kBF16},
+               {params.logits.size[0], params.logits.size[1]});
+}
+
+Status check_soft_embedding(const SoftEmbeddingParams& params) {
+  constexpr const char* kOp = "soft_embedding";
+  DIFFULEX_RETURN_IF_ERROR(check_softmax_rows(kOp, params));
   DIFFULEX_RETURN_IF_ERROR(check_matrix(kOp, "embedding", params.embedding));
   DIFFULEX_RETURN_IF_ERROR(
       ArgumentCheck(kOp, "embedding", params.embedding)
           .matches({DType::kF32, DType::kF16, DType::kBF16}, {params.logits.size[1], kAnyExtent}));
-  if (params.row_valid.present()) {
-    DIFFULEX_RETURN_IF_ERROR(
-        ArgumentCheck(kOp, "row_valid", params.row_valid).dense({DType::kU8}, {num_rows}));
-  }
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "out", params.out)
-                               .matches({DType::kF32}, {num_rows, params.embedding.size[1]}));
+  DIFFULEX_RETURN_IF_ERROR(
+      ArgumentCheck(kOp, "out", params.out)
+          .matches({DType::kF32}, {params.logits.size[0], params.embedding.size[1]}));
   if (!std::isfinite(params.normalizer)) {
     return scalar_error(kOp, "normalizer", "a finite number", params.normalizer);
-  }
-  if (!std::isfinite(params.softcap) || params.softcap < 0.0F) {
-    return scalar_error(kOp, "softcap", "a finite number >= 0", params.softcap);
-  }
-  if (params.vocab_limit < -1) {
-    return scalar_error(kOp, "vocab_limit", "a value >= -1", params.vocab_limit);
-  }
-  if (params.vocab_start < 0) {
-    return scalar_error(kOp, "vocab_start", "a value >= 0", params.vocab_start);
   }
   return {};
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// soft_embedding: the vocabulary is taken in chunks of columns. For each chunk the probabilities of
-// a block of rows are written to scratch that stays in the caches, then every thread multiplies
-// them with its columns of the table, gathered 32 at a time to the panels of linear_tile. The sums
-// run over ascending vocabulary ids, whatever the number of rows and of threads.
+// soft_probabilities, and soft_embedding: the vocabulary is taken in chunks of columns. For each
+// chunk the probabilities of a block of rows are written to scratch that stays in the caches, then
+// every thread multiplies them with its columns of the table, gathered 32 at a time to the panels
+// of linear_tile. The sums run over ascending vocabulary ids, whatever the number of rows and of
+// threads.
 
 #include <algorithm>
 #include <cstring>
@@ -33,6 +34,54 @@ void round_to(DType dtype, float* values, int64_t n) {
   } else if (dtype == DType::kF16) {
     std::transform(values, values + n, values,
                    [](float value) { return f16_to_float(float_to_f16(value)); });
+  }
+}
+
+bool is_valid(const SoftmaxRows& rows, int64_t row) {
+  const TensorRef& valid = rows.row_valid;
+  return !valid.present() || valid.as<const uint8_t>()[row * valid.stride[0]] != 0;
+}
+
+/// Writes the probabilities of `columns` ids from column `start` on, which a type holds, to
+/// `values`; `key` is scratch.
+void probabilities_of(const SoftmaxRows& rows, int64_t row, int64_t start, int64_t columns,
+                      DType dtype, float* key, float* values) {
+  if (!is_valid(rows, row)) {
+    std::fill_n(values, columns, 0.0F);
+    return;
+  }
+  StatsChunkArgs args;
+  args.logits = element_at(rows.logits, row * rows.logits.stride[0] + start);
+  args.key = key;
+  args.z = values;
+  args.n = static_cast<int32_t>(columns);
+  args.candidate_end = args.n;
+  if (rows.vocab_limit >= 0) {
+    args.candidate_end = static_cast<int32_t>(
+        std::clamp<int64_t>(rows.vocab_limit - rows.vocab_start - start, 0, columns));
+  }
+  args.dtype = rows.logits.dtype;
+  args.softcap = rows.softcap;
+  kernel_table().stats_values(args);
+  float factor = 1.0F;
+  if (rows.inv_temperature.present()) {
+    factor = rows.inv_temperature.as<const float>()[row * rows.inv_temperature.stride[0]];
+    factor = factor == 0.0F ? 1.0F : factor;
+  }
+  const float lse = rows.lse.as<const float>()[row * rows.lse.stride[0]];
+  kernel_table().exp_shifted(values, factor, lse, columns);
+  round_to(dtype, values, columns);
+}
+
+/// Writes values that the dtype of `out` holds.
+void store(const float* values, int64_t count, const TensorRef& out, int64_t offset) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (out.dtype == DType::kF32) {
+      out.as<float>()[offset + i] = values[i];
+    } else {
+      out.as<uint16_t>()[offset + i] =
+          out.dtype == DType::kBF16 ? float_to_bf16(values[i]) : float_to_f16(values[i]);
+    }
   }
 }
 
@@ -77,10 +126,6 @@ class SoftRows final {
   }
 
  private:
-  [[nodiscard]] bool is_valid(int64_t row) const {
-    const TensorRef& valid = params_.row_valid;
-    return !valid.present() || valid.as<const uint8_t>()[(first_row_ + row) * valid.stride[0]] != 0;
-  }
   [[nodiscard]] float* probabilities_at(int64_t block, int64_t row) const {
     return probabilities_ + (block * rows_ + row) * kLinearRowStride;
   }
@@ -91,42 +136,13 @@ class SoftRows final {
   void fill_probabilities(int64_t row) const {
     float* key = thread_floats<ValueTag>(2 * kStatsChunkColumns);
     float* values = key + kStatsChunkColumns;
-    if (is_valid(row)) {
-      fill_values(row, key, values);
-    } else {
-      std::fill_n(values, columns_, 0.0F);
-    }
+    probabilities_of(params_, first_row_ + row, start_, columns_, params_.embedding.dtype, key,
+                     values);
     for (int64_t block = 0; block * kLinearDepthBlock < columns_; ++block) {
       const int64_t first = block * kLinearDepthBlock;
       std::copy_n(values + first, std::min<int64_t>(kLinearDepthBlock, columns_ - first),
                   probabilities_at(block, row));
     }
-  }
-
-  void fill_values(int64_t row, float* key, float* values) const {
-    const int64_t global_row = first_row_ + row;
-    StatsChunkArgs args;
-    args.logits = element_at(params_.logits, global_row * params_.logits.stride[0] + start_);
-    args.key = key;
-    args.z = values;
-    args.n = static_cast<int32_t>(columns_);
-    args.candidate_end = args.n;
-    if (params_.vocab_limit >= 0) {
-      args.candidate_end = static_cast<int32_t>(
-          std::clamp<int64_t>(params_.vocab_limit - params_.vocab_start - start_, 0, columns_));
-    }
-    args.dtype = params_.logits.dtype;
-    args.softcap = params_.softcap;
-    kernels_.stats_values(args);
-    float factor = 1.0F;
-    if (params_.inv_temperature.present()) {
-      factor =
-          params_.inv_temperature.as<const float>()[global_row * params_.inv_temperature.stride[0]];
-      factor = factor == 0.0F ? 1.0F : factor;
-    }
-    const float lse = params_.lse.as<const float>()[global_row * params_.lse.stride[0]];
-    kernels_.exp_shifted(values, factor, lse, columns_);
-    round_to(params_.embedding.dtype, values, columns_);
   }
 
   /// sums += probabilities of the chunk times 32 columns of the table.
@@ -173,7 +189,7 @@ class SoftRows final {
   void write_row(int64_t row) const {
     const int64_t hidden = params_.out.size[1];
     float* out = params_.out.as<float>() + (first_row_ + row) * params_.out.stride[0];
-    if (!is_valid(row)) {
+    if (!is_valid(params_, first_row_ + row)) {
       std::fill_n(out, hidden, 0.0F);
       return;
     }
@@ -200,6 +216,22 @@ class SoftRows final {
 };
 
 }  // namespace
+
+Status soft_probabilities(const SoftProbabilitiesParams& params, const ExecContext& context) {
+  const int64_t vocab = params.logits.size[1];
+  parallel_ranges(context, params.out.size[0], row_grain(vocab), [&](int64_t begin, int64_t end) {
+    float* key = thread_floats<ValueTag>(2 * kStatsChunkColumns);
+    float* values = key + kStatsChunkColumns;
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t start = 0; start < vocab; start += kStatsChunkColumns) {
+        const int64_t columns = std::min(kStatsChunkColumns, vocab - start);
+        probabilities_of(params, row, start, columns, params.out.dtype, key, values);
+        store(values, columns, params.out, row * params.out.stride[0] + start);
+      }
+    }
+  });
+  return {};
+}
 
 Status soft_embedding(const SoftEmbeddingParams& params, const ExecContext& context) {
   const int64_t rows = params.out.size[0];

@@ -3,6 +3,7 @@
 // soft_embedding in three kernels per call (see common/soft_embedding_config.h): probabilities of a
 // chunk of columns in the dtype of the table, their product with the table rows of the chunk added
 // to fp32 sums (tensor cores for 16-bit tables, plain tiles otherwise), and the sum over splits.
+#include <algorithm>
 #include <cstdint>
 
 #include "ops/cuda_ops.h"
@@ -50,28 +51,46 @@ __device__ __forceinline__ float probability_of(float logit, float softcap, floa
   return expf(z - lse);
 }
 
-template <typename Logit, typename T>
+/// kPerThread neighbours a thread where rows are aligned, kPerThread strides apart elsewhere.
+template <typename Logit, typename T, bool kIsWide>
 __global__ void __launch_bounds__(kProbabilityThreads)
     probability_kernel(const __grid_constant__ ProbabilityArgs args) {
+  constexpr int kStep = kIsWide ? 1 : kProbabilityThreads;
   const int64_t row = blockIdx.x / args.row_ctas;
   const int64_t first =
       static_cast<int64_t>(blockIdx.x % args.row_ctas) * kProbabilityThreads * kPerThread +
-      threadIdx.x;
-  T* out = static_cast<T*>(args.out) + row * args.chunk_columns;
+      threadIdx.x * (kIsWide ? kPerThread : 1);
+  if (first >= args.columns) {
+    return;
+  }
+  T* out = static_cast<T*>(args.out) + row * args.chunk_columns + first;
   const bool is_valid = args.row_valid == nullptr || args.row_valid[row] != 0;
   float factor = args.inv_temperature == nullptr ? 1.0F : args.inv_temperature[row];
   factor = factor == 0.0F ? 1.0F : factor;
   const float lse = args.lse[row * args.lse_stride];
-  const Logit* logits = static_cast<const Logit*>(args.logits) + row * args.logits_stride;
+  const Logit* logits = static_cast<const Logit*>(args.logits) + row * args.logits_stride + first;
+  const int64_t count = is_valid ? args.num_columns - first : 0;
+  float values[kPerThread] = {};
+  if (kIsWide && count >= kPerThread) {
+    load_floats<kPerThread, true>(logits, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      values[i] = i * kStep < count ? to_float(logits[i * kStep]) : 0.0F;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    const int64_t column = first + static_cast<int64_t>(i) * kProbabilityThreads;
-    if (column < args.columns) {
-      float value = 0.0F;
-      if (is_valid && column < args.num_columns) {
-        value = probability_of(to_float(logits[column]), args.softcap, factor, lse);
+    values[i] = i * kStep < count ? probability_of(values[i], args.softcap, factor, lse) : 0.0F;
+  }
+  if constexpr (kIsWide) {
+    store_floats<kPerThread, true>(out, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (first + i * kStep < args.columns) {
+        out[i * kStep] = from_float<T>(values[i]);
       }
-      out[column] = from_float<T>(value);
     }
   }
 }
@@ -371,7 +390,12 @@ Status launch_probabilities(ProbabilityArgs args, DType logit_dtype, int64_t num
   const auto grid = static_cast<unsigned>(num_rows * row_ctas);
   return dispatch_dtype(kWhere, logit_dtype, [&](auto tag) {
     using Logit = typename decltype(tag)::type;
-    probability_kernel<Logit, T><<<grid, kProbabilityThreads, 0, stream>>>(args);
+    const bool is_wide = args.columns % kPerThread == 0 && args.chunk_columns % kPerThread == 0 &&
+                         args.logits_stride % kPerThread == 0 && is_aligned16(args.logits) &&
+                         is_aligned16(args.out);
+    auto* kernel =
+        is_wide ? probability_kernel<Logit, T, true> : probability_kernel<Logit, T, false>;
+    kernel<<<grid, kProbabilityThreads, 0, stream>>>(args);
     return check_launch(kWhere);
   });
 }
@@ -392,20 +416,24 @@ Status launch_product(const ProductArgs& args, int32_t num_splits, cudaStream_t 
 }
 
 /// What is the same in every chunk of the vocabulary.
-ProbabilityArgs probability_args(const SoftEmbeddingParams& params, const SoftEmbeddingPlan& plan,
-                                 const ExecContext& context) {
+ProbabilityArgs probability_args(const SoftmaxRows& rows) {
   ProbabilityArgs probability{};
-  probability.logits_stride = params.logits.stride[0];
-  probability.lse = params.lse.as<const float>();
-  probability.lse_stride = params.lse.stride[0];
+  probability.logits = rows.logits.data;
+  probability.logits_stride = rows.logits.stride[0];
+  probability.lse = rows.lse.as<const float>();
+  probability.lse_stride = rows.lse.stride[0];
   probability.inv_temperature =
-      params.inv_temperature.present() ? params.inv_temperature.as<const float>() : nullptr;
-  probability.row_valid =
-      params.row_valid.present() ? params.row_valid.as<const uint8_t>() : nullptr;
-  probability.out = static_cast<char*>(context.workspace);
-  probability.chunk_columns = plan.chunk_columns;
-  probability.softcap = params.softcap;
+      rows.inv_temperature.present() ? rows.inv_temperature.as<const float>() : nullptr;
+  probability.row_valid = rows.row_valid.present() ? rows.row_valid.as<const uint8_t>() : nullptr;
+  probability.softcap = rows.softcap;
   return probability;
+}
+
+/// Columns below the vocabulary limit.
+int64_t num_limited(const SoftmaxRows& rows) {
+  const int64_t vocab = rows.logits.size[1];
+  return rows.vocab_limit < 0 ? vocab
+                              : std::clamp<int64_t>(rows.vocab_limit - rows.vocab_start, 0, vocab);
 }
 
 template <typename T>
@@ -414,13 +442,11 @@ Status run_chunks(const SoftEmbeddingParams& params, const SoftEmbeddingPlan& pl
   const cudaStream_t stream = stream_of(context);
   const int64_t num_rows = params.out.size[0];
   const int64_t vocab = params.logits.size[1];
-  int64_t limit = vocab;
-  if (params.vocab_limit >= 0) {
-    limit = params.vocab_limit - params.vocab_start;
-    limit = limit < 0 ? 0 : (limit > vocab ? vocab : limit);
-  }
+  const int64_t limit = num_limited(params);
   auto* workspace = static_cast<char*>(context.workspace);
-  ProbabilityArgs probability = probability_args(params, plan, context);
+  ProbabilityArgs probability = probability_args(params);
+  probability.out = workspace;
+  probability.chunk_columns = plan.chunk_columns;
   ProductArgs product{};
   product.probabilities = workspace;
   product.sums = reinterpret_cast<float*>(workspace + plan.probability_bytes);
@@ -464,6 +490,20 @@ Status run_chunks(const SoftEmbeddingParams& params, const SoftEmbeddingPlan& pl
 
 }  // namespace
 
+Status soft_probabilities(const SoftProbabilitiesParams& params, const ExecContext& context) {
+  DeviceGuard guard(context);
+  DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
+  ProbabilityArgs probability = probability_args(params);
+  probability.out = params.out.data;
+  probability.chunk_columns = params.out.stride[0];
+  probability.columns = params.out.size[1];
+  probability.num_columns = num_limited(params);
+  return dispatch_dtype(kWhere, params.out.dtype, [&](auto tag) {
+    return launch_probabilities<typename decltype(tag)::type>(
+        probability, params.logits.dtype, params.out.size[0], stream_of(context));
+  });
+}
+
 Status soft_embedding(const SoftEmbeddingParams& params, const ExecContext& context) {
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
@@ -483,9 +523,11 @@ Status soft_embedding(const SoftEmbeddingParams& params, const ExecContext& cont
 Status prepare_soft_embedding(const ExecContext& /*context*/) {
   DIFFULEX_RETURN_IF_ERROR(for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;
-    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, probability_kernel<float, T>));
-    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, probability_kernel<__half, T>));
-    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, probability_kernel<__nv_bfloat16, T>));
+    DIFFULEX_RETURN_IF_ERROR(for_each_dtype(kWhere, [](auto logit) {
+      using Logit = typename decltype(logit)::type;
+      DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, probability_kernel<Logit, T, true>));
+      return touch_kernel(kWhere, probability_kernel<Logit, T, false>);
+    }));
     if constexpr (sizeof(T) == 2) {
       DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, product_mma_kernel<T>));
     }

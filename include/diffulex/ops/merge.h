@@ -62,21 +62,30 @@ struct TokenMergeFinalizeParams {
   float weight = 1.0F;
 };
 
-/// Arguments of `diffulex::soft_embedding`: out = normalizer * sum_v p_v E[v] with
-/// p_v = exp(softcap(l_v) * inv_temperature - lse), rounded to the dtype of the table and summed in
-/// fp32. R rows, V columns (of the shard), H hidden size. Logits are sanitised as in token_stats:
-/// NaN and -inf have probability 0, +inf counts as the largest finite float.
-struct SoftEmbeddingParams {
+/// Rows of logits and what makes probabilities of them: p_v = exp(softcap(l_v) * inv_temperature -
+/// lse). R rows, V columns (of the shard). Logits are sanitised as in token_stats: NaN and -inf
+/// have probability 0, +inf counts as the largest finite float.
+struct SoftmaxRows {
   TensorRef logits;           // [R, V] float
   TensorRef lse;              // [R] float32, any stride: kStatsLogSumExp of the same row
   TensorRef inv_temperature;  // [R] float32, 0 = 1; absent = all 1
-  TensorRef embedding;        // [V, H] float
-  TensorRef row_valid;        // [R] uint8, 0 = the row of `out` is 0; absent = all 1
-  TensorRef out;              // [R, H] float32
-  float normalizer = 1.0F;    // finite
+  TensorRef row_valid;        // [R] uint8, 0 = probabilities of 0; absent = all 1
   float softcap = 0.0F;       // 0 = off
   int64_t vocab_limit = -1;   // global ids at or past it have probability 0; -1 = none
   int64_t vocab_start = 0;    // global id of column 0 (vocabulary shards)
+};
+
+/// Arguments of `diffulex::soft_probabilities`: the probabilities, rounded to the dtype of `out`.
+struct SoftProbabilitiesParams : SoftmaxRows {
+  TensorRef out;  // [R, V] float
+};
+
+/// Arguments of `diffulex::soft_embedding`: out = normalizer * sum_v p_v E[v] with p_v rounded to
+/// the dtype of the table and summed in fp32. H hidden size.
+struct SoftEmbeddingParams : SoftmaxRows {
+  TensorRef embedding;      // [V, H] float
+  TensorRef out;            // [R, H] float32
+  float normalizer = 1.0F;  // finite
 };
 
 /// Replaces the input embedding of every row with a descriptor by its merged embedding; fp32 sums,
@@ -91,6 +100,10 @@ struct SoftEmbeddingParams {
 /// Writes the merged embeddings of added partials.
 [[nodiscard]] DIFFULEX_API Status token_merge_finalize(const TokenMergeFinalizeParams& params,
                                                        const ExecContext& context);
+
+/// The probabilities of a softmax over columns of the vocabulary.
+[[nodiscard]] DIFFULEX_API Status soft_probabilities(const SoftProbabilitiesParams& params,
+                                                     const ExecContext& context);
 
 /// The expected embedding of a softmax over the vocabulary (self-conditioning signal).
 [[nodiscard]] DIFFULEX_API Status soft_embedding(const SoftEmbeddingParams& params,

@@ -96,6 +96,7 @@ from diffulex.ops.sampling import token_stats as token_stats
 from diffulex.ops.settled import batch_invariant as batch_invariant
 from diffulex.ops.settled import settled_weights as settled_weights
 from diffulex.ops.soft_embedding import soft_embedding as soft_embedding
+from diffulex.ops.soft_embedding import soft_probabilities as soft_probabilities
 from diffulex.ops.token_merge import MergeKind as MergeKind
 from diffulex.ops.token_merge import token_merge_embed as token_merge_embed
 from diffulex.ops.token_merge import token_merge_finalize as token_merge_finalize

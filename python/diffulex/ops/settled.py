@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["batch_invariant", "settled_weights"]
+__all__ = ["asks_for_invariance", "batch_invariant", "settled_weights"]
 
 
 @contextmanager
@@ -45,3 +45,10 @@ def batch_invariant() -> Iterator[None]:
         yield
     finally:
         torch.ops.diffulex_control.make_batch_invariant(before)
+
+
+def asks_for_invariance() -> bool:
+    """Whether this thread is inside `batch_invariant`."""
+    is_asked: bool = torch.ops.diffulex_control.make_batch_invariant(True)
+    torch.ops.diffulex_control.make_batch_invariant(is_asked)
+    return is_asked

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from diffulex import ops
 from diffulex.errors import CheckpointError
 from diffulex.ops.workspace import empty_workspace, soft_embedding_workspace_bytes
 from diffulex.samplers.base import RULE_KEYS, RowSampler
@@ -159,17 +160,17 @@ class DiffusionGemmaSampler(RowSampler):
         is_valid = inputs.gate.new_zeros(num_rows + 1)
         is_valid.scatter_(0, row, is_open.flatten().to(is_valid.dtype))
         signals = self._signal_rows[:num_rows]
-        torch.ops.diffulex.soft_embedding(
+        ops.soft_embedding(
             inputs.logits,
             records.stats[:num_rows, _LOGSUMEXP],
-            inputs.inv_temperature,
             self._weight[start : start + vocab_size],
-            is_valid[:num_rows],
-            signals,
-            self._workspace,
+            inv_temperature=inputs.inv_temperature,
+            row_valid=is_valid[:num_rows],
             normalizer=self._embed_scale,
             softcap=self._softcap,
             vocab_start=start,
+            out=signals,
+            workspace=self._workspace,
         )
         if head is not None:
             head.sum_(signals)

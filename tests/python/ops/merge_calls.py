@@ -49,12 +49,24 @@ def token_merge_finalize() -> Call:
     return tensors, {"merge_kind": 0, "renormalize": True, "weight": 1.0}
 
 
-def soft_embedding() -> Call:
+def _softmax() -> dict[str, Any]:
     logits = _normal(R, V)
-    tensors = {
+    return {
         "logits": logits,
         "lse": torch.logsumexp(logits * 2, 1),
         "inv_temperature": torch.full((R,), 2.0),
+    }
+
+
+def soft_probabilities() -> Call:
+    valid = torch.tensor([1, 0, 1, 1], dtype=torch.uint8)
+    tensors = {**_softmax(), "row_valid": valid, "out": torch.zeros(R, V)}
+    return tensors, {"softcap": 30.0, "vocab_limit": -1, "vocab_start": 0}
+
+
+def soft_embedding() -> Call:
+    tensors = {
+        **_softmax(),
         "embedding": _normal(V, H),
         "row_valid": torch.tensor([1, 0, 1, 1], dtype=torch.uint8),
         "out": torch.zeros(R, H),
@@ -66,7 +78,13 @@ def soft_embedding() -> Call:
 
 CALLS = {
     call.__name__: call
-    for call in (token_merge_embed, token_merge_partial, token_merge_finalize, soft_embedding)
+    for call in (
+        token_merge_embed,
+        token_merge_partial,
+        token_merge_finalize,
+        soft_probabilities,
+        soft_embedding,
+    )
 }
 
 

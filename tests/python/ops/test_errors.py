@@ -485,6 +485,9 @@ EMPTY: dict[str, dict[str, int]] = {
     "moe_combine": {"slot_out": 0, "topk_weights": 0, "topk_ids": 0, "addend": 0, "out": 0},
     "fused_moe": {"x": 0, "topk_weights": 0, "topk_ids": 0, "addend": 0, "out": 0},
     "fused_experts_packed": {"x": 0, "row_weights": 0, "out": 0},
+    "soft_probabilities": dict.fromkeys(
+        ("logits", "lse", "inv_temperature", "row_valid", "out"), 0
+    ),
     "soft_embedding": dict.fromkeys(("logits", "lse", "inv_temperature", "row_valid", "out"), 0),
     "token_merge_embed": dict.fromkeys(
         ("hidden", "merge_mask", "topk_ids", "topk_probs", "residual_probs"), 0
@@ -510,7 +513,13 @@ _ELSEWHERE = {
         ("fused_experts_packed", "fused_moe", "moe_combine", "moe_permute"), "test_moe_errors.py"
     ),
     **dict.fromkeys(
-        ("soft_embedding", "token_merge_embed", "token_merge_finalize", "token_merge_partial"),
+        (
+            "soft_embedding",
+            "soft_probabilities",
+            "token_merge_embed",
+            "token_merge_finalize",
+            "token_merge_partial",
+        ),
         "test_merge_errors.py",
     ),
 }

@@ -222,6 +222,61 @@ def test_rows_do_not_depend_on_each_other(device: str) -> None:
         assert torch.equal(ops.soft_embedding(logits[11:12], lse[11:12], table)[0], whole[11])
 
 
+@DTYPES
+@pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 77, 2048, 5000])
+def test_probabilities(
+    device: str, dtype: torch.dtype, logits_dtype: torch.dtype, vocab: int
+) -> None:
+    """Of all columns, and of a part of them within others, which stay; the last two ids do not exist, and
+    neither do those of the last row."""
+    logits = normal(5, vocab, scale=4.0).to(logits_dtype).to(device)
+    inv = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0], device=device)
+    stats = stats_of(logits, inv, 30.0)[:, LSE]
+    valid = torch.tensor([1, 1, 1, 1, 0], dtype=torch.uint8, device=device)
+    scores = 30.0 * np.tanh(to_numpy(logits) / 30.0)
+    scores *= np.where(to_numpy(inv) == 0, 1.0, to_numpy(inv))[:, None]
+    want = np.exp(scores - to_numpy(stats)[:, None])
+    want[:, max(vocab - 2, 0) :] = 0
+    want[4] = 0
+    step = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype]
+    for start, offset in ((0, 0), (vocab // 3, 3), (vocab // 64 * 32, 8)):
+        whole = torch.full((5, vocab - start + 16), torch.nan, dtype=dtype, device=device)
+        out = whole[:, offset : offset + vocab - start]
+        ops.soft_probabilities(
+            logits[:, start:],
+            stats,
+            inv_temperature=inv,
+            row_valid=valid,
+            out=out,
+            softcap=30.0,
+            vocab_limit=7 + max(vocab - 2, 0),
+            vocab_start=7 + start,
+        )
+        error = np.abs(to_numpy(out) - want[:, start:])
+        assert (error <= step * want[:, start:] + 2.0**-24 + 4e-5 * want[:, start:]).all()
+        assert whole[:, :offset].isnan().all()
+        assert whole[:, offset + vocab - start :].isnan().all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_product_of_the_library_and_our_own(dtype: torch.dtype) -> None:
+    """They differ by the order of their sums; invalid rows are zeros of both, and the scratch that one
+    engine has for its rows makes several chunks."""
+    logits = (normal(130, 9001) * 3).cuda()
+    table = normal(9001, 136).to(dtype).cuda()
+    lse = torch.logsumexp(logits, 1)
+    valid = torch.arange(130, device="cuda") % 5 != 0
+    workspace = torch.full((130 * 3000 * 2,), 255, dtype=torch.uint8, device="cuda")
+    kwargs = {"row_valid": valid, "normalizer": 2.0}
+    library = ops.soft_embedding(logits, lse, table, workspace=workspace, **kwargs)
+    with ops.batch_invariant():
+        own = ops.soft_embedding(logits, lse, table, **kwargs)
+    torch.testing.assert_close(library, own, rtol=1e-4, atol=1e-4)
+    assert (library[::5] == 0).all()
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_several_chunks_and_dirty_scratch(dtype: torch.dtype) -> None:
