@@ -32,19 +32,14 @@ from diffulex.omni.cache.taylorseer import TaylorSeer  # noqa: E402
 from diffulex.omni.cache.teacache import polynomial  # noqa: E402
 from diffulex.omni.outputs import count_blocks  # noqa: E402
 from diffulex.omni.registry import Guidance, TeaCacheSpec, register_pipeline  # noqa: E402
+from fixtures.omni_tiny import FRAMES, IDENTITY, open_engine  # noqa: E402
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 12, "output_type": "latent"}
-FRAMES = {"wan": {"num_frames": 5}}
-IDENTITY = (0.0, 0.0, 0.0, 1.0, 0.0)
 #: What changes little between steps: far below it on every processor.
 MOSTLY_CACHED = {"cache_backend": "cache_dit", "residual_diff_threshold": 0.9}
 PIPELINES = ("qwen", "flux", "wan", "sd3", "z_image")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def open_engine(tiny, name="qwen", **keywords):
-    return OmniDiffusion(model=str(tiny(name)), device="cpu", **keywords)
 
 
 def draw(engine, name="qwen", **fields):

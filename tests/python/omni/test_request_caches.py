@@ -14,26 +14,20 @@ need_extra("omni", "diffusers", "accelerate", "PIL")
 import torch  # noqa: E402
 
 from diffulex.omni import (  # noqa: E402
-    OmniDiffusion,
     RequestAborted,
     RequestError,
     UnsupportedFeatureError,
     support,
 )
 from diffulex.omni.request import make_request  # noqa: E402
+from fixtures.omni_tiny import FRAMES, IDENTITY, open_engine  # noqa: E402
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 12, "output_type": "latent", "seed": 3}
-FRAMES = {"wan": {"num_frames": 5}}
-IDENTITY = (0.0, 0.0, 0.0, 1.0, 0.0)
 #: What changes little between steps: far below it on every processor.
 CHOICE = {"cache_backend": "cache_dit", "cache_config": {"residual_diff_threshold": 0.9}}
 OF_ENGINE = {"cache_backend": "cache_dit", "residual_diff_threshold": 0.9}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def open_engine(tiny, name="qwen", **keywords):
-    return OmniDiffusion(model=str(tiny(name)), device="cpu", **keywords)
 
 
 def draw(engine, name="qwen", **fields):
