@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetensors import SafetensorError
 
 from diffulex.checkpoint.tensor_files import read_index
+from diffulex.config.key import check_key
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.log import get_logger
 from diffulex.omni._diffusers_compat import import_diffusers
 from diffulex.omni.attention.selector import DEFAULT_ATTENTION, make_kernel
 from diffulex.omni.cache.selector import NO_CACHE, get_cache_backend
 from diffulex.omni.config import default_model_dir
+from diffulex.omni.config_table import OMNI_CONFIG_TABLE
 from diffulex.omni.errors import ModelLoadError, RequestError, UnsupportedFeatureError
 from diffulex.omni.registry import find_pipeline
 from diffulex.omni.request import make_request
@@ -44,7 +46,6 @@ __all__ = [
     "cache_settings",
     "find_model",
     "load_pipeline",
-    "read_json",
     "resolve_device",
 ]
 
@@ -58,12 +59,20 @@ _DUMMY_SEED = 0
 
 
 class FoundModel(NamedTuple):
-    """A model before anything of it is loaded. `components`: its `model_index.json`."""
+    """A model before anything of it is loaded.
+
+    Attributes:
+        components: its `model_index.json`.
+        transformers: configurations of those that there are, by name.
+        tea_cache: settings of TeaCache in its own record.
+    """
 
     directory: Path
     components: dict[str, Any]
     name: str
     spec: PipelineSpec
+    transformers: dict[str, dict[str, Any]]
+    tea_cache: dict[str, Any]
 
 
 class LoadedPipeline(NamedTuple):
@@ -91,13 +100,18 @@ def find_model(config: OmniDiffusionConfig) -> FoundModel:
         UnsupportedModelError: the pipeline class is not registered.
     """
     directory = _find_directory(config)
-    index = read_json(directory / _INDEX)
+    index = _read_json(directory / _INDEX)
     name = config.model.model_class_name or index.get("_class_name")
     if not isinstance(name, str):
         raise ModelLoadError(f"{directory / _INDEX}: expected a class of diffusers, got {name!r}")
     spec = find_pipeline(name)
     _check_packages(spec, index)
-    return FoundModel(directory, index, name, spec)
+    transformers = {
+        part: _read_json(directory / part / "config.json")
+        for part in spec.transformers
+        if None not in (index.get(part) or [None])  # some pipelines have one or two
+    }
+    return FoundModel(directory, index, name, spec, transformers, _read_tea_cache(directory))
 
 
 def load_pipeline(
@@ -115,7 +129,8 @@ def load_pipeline(
         ModelLoadError: files are missing, incomplete or do not fit their classes.
         UnsupportedModelError: the pipeline class is not registered.
     """
-    directory, index, name, spec = found = find_model(config)
+    found = find_model(config)
+    directory, index, name, spec = found[:4]
     defaults = _checkpoint_defaults(directory, spec)
     diffusers = import_diffusers()
     start = time.perf_counter()
@@ -164,25 +179,26 @@ def _check_packages(spec: PipelineSpec, index: dict[str, Any]) -> None:
 
 
 def cache_settings(config: DiffusionCacheConfig, found: FoundModel) -> DiffusionCacheConfig:
-    """The settings with what the model's own record says of TeaCache.
+    """The settings with what the model's own record says of TeaCache."""
+    fitted = found.tea_cache
+    if config.cache_backend != "tea_cache" or config.coefficients or not fitted:
+        return config
+    threshold = config.rel_l1_thresh or fitted.get("rel_l1_thresh")
+    return dataclasses.replace(config, coefficients=fitted["coefficients"], rel_l1_thresh=threshold)
 
-    Raises:
-        ModelLoadError: the record cannot be read.
-    """
-    path = found.directory / _RECORD
-    if config.cache_backend != "tea_cache" or config.coefficients or not path.is_file():
-        return config
-    fitted = read_json(path).get("tea_cache")
+
+def _read_tea_cache(directory: Path) -> dict[str, Any]:
+    path = directory / _RECORD
+    fitted = _read_json(path).get("tea_cache") if path.is_file() else None
     if fitted is None:
-        return config
-    is_complete = isinstance(fitted, dict) and len(fitted.get("coefficients") or ()) == 5
-    if not is_complete:
-        raise ModelLoadError(f"{path}: expected 5 coefficients in tea_cache, got {fitted!r}")
-    return dataclasses.replace(
-        config,
-        coefficients=tuple(float(item) for item in fitted["coefficients"]),
-        rel_l1_thresh=config.rel_l1_thresh or fitted.get("rel_l1_thresh"),
-    )
+        return {}
+    if not isinstance(fitted, dict) or not fitted.get("coefficients"):
+        raise ModelLoadError(f"{path}: expected 5 coefficients in tea_cache, got {fitted!r:.100}")
+    names = [name for name in ("coefficients", "rel_l1_thresh") if fitted.get(name) is not None]
+    try:
+        return {name: check_key(OMNI_CONFIG_TABLE[name], fitted[name]) for name in names}
+    except ConfigError as error:
+        raise ModelLoadError(f"{path}: tea_cache: {error}") from error
 
 
 def _find_directory(config: OmniDiffusionConfig) -> Path:
@@ -207,7 +223,7 @@ def _find_directory(config: OmniDiffusionConfig) -> Path:
     return Path(found)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; ModelLoadError where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -225,7 +241,7 @@ def _checkpoint_defaults(directory: Path, spec: PipelineSpec) -> dict[str, Any]:
     path = directory / "generation_config.json"
     if not path.is_file():
         return {}
-    defaults = read_json(path).get("diffulex", {})
+    defaults = _read_json(path).get("diffulex", {})
     names = ", ".join(spec.defaults)
     if not isinstance(defaults, dict) or not set(defaults) <= set(spec.defaults):
         raise ModelLoadError(f"{path}: expected the keys {names} in diffulex, got {defaults!r}")

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from diffulex.omni.attention.selector import (
     DEFAULT_ATTENTION,
@@ -13,7 +14,7 @@ from diffulex.omni.attention.selector import (
 from diffulex.omni.cache.selector import NO_CACHE
 from diffulex.omni.cache.tea_settings import tea_settings
 from diffulex.omni.errors import UnsupportedFeatureError
-from diffulex.omni.loader import cache_settings, find_model, read_json, resolve_device
+from diffulex.omni.loader import cache_settings, find_model, resolve_device
 
 if TYPE_CHECKING:
     from diffulex.omni.config import OmniDiffusionConfig
@@ -69,7 +70,7 @@ def check_schedule(config: OmniModelConfig, found: FoundModel) -> None:
             continue
         if name not in found.spec.schedule_keys:
             raise UnsupportedFeatureError(f"{name}: expected none for {found.name}, got {value:g}")
-        names = [part for part in found.spec.transformers if _is_there(found, part)]
+        names = found.transformers
         if name == "boundary_ratio" and len(names) < 2:
             raise UnsupportedFeatureError(
                 f"{name}: expected a model with two transformers, got {' and '.join(names)}"
@@ -105,11 +106,9 @@ def check_cache(config: DiffusionCacheConfig, found: FoundModel) -> None:
     """
     if config.cache_backend != "tea_cache":
         return
-    settings = cache_settings(config, found)
-    names = [name for name in found.spec.transformers if _is_there(found, name)]
-    for name in names:
-        transformer = read_json(found.directory / name / "config.json")
-        tea_settings(settings, found.spec, transformer, is_alone=len(names) == 1)
+    settings, is_alone = cache_settings(config, found), len(found.transformers) == 1
+    for transformer in found.transformers.values():
+        tea_settings(settings, found.spec, transformer, is_alone=is_alone)
 
 
 def check_chosen_cache(
@@ -172,28 +171,21 @@ def check_kernels(config: OmniDiffusionConfig, found: FoundModel) -> None:
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
-    for part in spec.transformers:
-        if _is_there(found, part):
-            cls.check(name, device, dtype, _head_size(found, part))
+    for transformer in found.transformers.values():
+        cls.check(name, device, dtype, _head_size(transformer))
 
 
-def _head_size(found: FoundModel, name: str) -> int | None:
+def _head_size(config: Mapping[str, Any]) -> int | None:
     """Width of a head of a transformer, as far as its configuration says it."""
-    config = read_json(found.directory / name / "config.json")
     if "attention_head_dim" in config:
         return int(config["attention_head_dim"])
     width, heads = config.get("dim"), config.get("n_heads")
     return int(width) // int(heads) if width and heads else None
 
 
-def _is_there(found: FoundModel, name: str) -> bool:
-    """Whether the checkpoint has this transformer; some pipelines have one or two."""
-    return None not in (found.components.get(name) or [None])
-
-
 def _check_heads(size: int, found: FoundModel) -> None:
-    for name in found.spec.transformers:
-        heads = read_json(found.directory / name / "config.json").get("num_attention_heads")
+    for transformer in found.transformers.values():
+        heads = transformer.get("num_attention_heads")
         if not isinstance(heads, int) or heads % size:
             raise UnsupportedFeatureError(
                 f"tensor_parallel_size: expected a divisor of {heads} heads, got {size}"

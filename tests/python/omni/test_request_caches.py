@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ need_extra("omni", "diffusers", "accelerate", "PIL")
 import torch  # noqa: E402
 
 from diffulex.omni import (  # noqa: E402
+    ModelLoadError,
     RequestAborted,
     RequestError,
     UnsupportedFeatureError,
@@ -197,6 +200,42 @@ def test_what_a_request_may_not_choose(tiny):
         expected = "cache_backend: expected none for OvisImagePipeline, got cache_dit"
         assert refused(engine, **CHOICE) == expected
         assert engine.engine.caches() == ("none",)
+
+
+def test_requests_read_nothing_of_the_model(tiny, tmp_path):
+    """What is known of it was read at the start: files that go or break later change nothing."""
+    model = shutil.copytree(tiny("qwen"), tmp_path / "model")
+    record = model / "shapes.json"
+    record.write_text(json.dumps({"tea_cache": {"coefficients": IDENTITY, "rel_l1_thresh": 1e9}}))
+    tea = {"cache_backend": "tea_cache"}
+    with open_engine(lambda _: model) as engine:
+        latents, account = draw(engine, **tea)
+        (skipped,) = {len(branch["cached"]) for branch in account["transformer"].values()}
+        assert skipped == SMALL["num_inference_steps"] - 2
+        record.write_text("{")
+        (model / "transformer" / "config.json").unlink()
+        assert {*engine.engine.caches()} == {"none", "tea_cache", "cache_dit"}
+        assert torch.equal(draw(engine, **tea)[0], latents)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "shapes.json: expected readable JSON"),
+        ('{"tea_cache": []}', r"shapes.json: expected 5 coefficients in tea_cache, got \[\]"),
+        ('{"tea_cache": {"coefficients": [1]}}', "coefficients: expected floats 5 numbers, got"),
+        (
+            '{"tea_cache": {"coefficients": [1, 2, 3, 4, 5], "rel_l1_thresh": "low"}}',
+            "shapes.json: tea_cache: rel_l1_thresh: expected float > 0, got 'low'",
+        ),
+    ],
+)
+def test_a_broken_record_is_an_error_of_the_start(tiny, tmp_path, content, message):
+    """Also without a cache, since requests may choose one."""
+    model = shutil.copytree(tiny("qwen"), tmp_path / "model")
+    (model / "shapes.json").write_text(content)
+    with pytest.raises(ModelLoadError, match=message):
+        open_engine(lambda _: model)
 
 
 @pytest.mark.slow
