@@ -325,6 +325,12 @@ class OmniEngineConfig:
         at_least(1),
         "Server of videos: bytes of the finished ones that are kept; the oldest make room.",
     )
+    allow_request_cache: bool = key(
+        "bool",
+        True,
+        _BOOL,
+        "Whether requests may have a `cache_backend` and a `cache_config` of their own.",
+    )
     worker_imports: str | None = key(
         "str?",
         None,

@@ -299,6 +299,9 @@ class DiffusionEngine:
     def _cache_of(self, request: OmniDiffusionRequest) -> dict[str, Any] | None:
         if request.cache_backend is None and request.cache_config is None:
             return None
+        if not self.config.engine.allow_request_cache:
+            name = "cache_config" if request.cache_backend is None else "cache_backend"
+            raise RequestError(f"{name}: expected none with allow_request_cache false, got one")
         cache = chosen_cache(self.config.cache, request.cache_backend, request.cache_config)
         try:
             check_chosen_cache(self.config, cache, self._found)

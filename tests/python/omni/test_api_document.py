@@ -402,16 +402,20 @@ def test_the_form_of_edits_has_its_files_and_fields(tiny):
     assert "$ref" not in json.dumps(schema)
 
 
-def test_a_model_without_a_cache_has_none_in_the_document(tiny):
+def test_without_a_cache_the_document_has_none(tiny):
     async def body(client, _engine):
         answer = await client.get("/server_info")
         return (await client.get("/openapi.json")).json(), answer.json()["cache_backends"]
 
-    document, names = ask(tiny("ovis"), body)
-    properties = document["components"]["schemas"]["ImageRequest"]["properties"]
-    assert properties["cache_backend"] == {"enum": ["none", None]}
-    assert properties["cache_config"] == {"type": "null"}
-    assert names == ["none"]
+    for model, keywords, expected in (
+        ("ovis", {}, ["none"]),
+        ("qwen", {"allow_request_cache": False}, []),
+    ):
+        document, names = ask(tiny(model), body, **keywords)
+        properties = document["components"]["schemas"]["ImageRequest"]["properties"]
+        assert properties["cache_backend"] == {"enum": [*expected, None]}
+        assert properties["cache_config"] == {"type": "null"}
+        assert names == expected
 
 
 def test_keys_are_in_the_document_where_they_are_asked_for(painter):

@@ -202,6 +202,16 @@ def test_what_a_request_may_not_choose(tiny):
         assert engine.engine.caches() == ("none",)
 
 
+def test_an_engine_may_forbid_caches_of_requests(tiny):
+    with open_engine(tiny, **OF_ENGINE, allow_request_cache=False) as engine:
+        for name, given in (("cache_backend", "none"), ("cache_config", {"taylorseer_order": 1})):
+            expected = f"{name}: expected none with allow_request_cache false, got one"
+            with pytest.raises(RequestError, match=f"^{expected}$"):
+                draw(engine, **{name: given})
+        assert engine.engine.caches() == ()
+        assert draw(engine)[1]["transformer"]
+
+
 def test_requests_read_nothing_of_the_model(tiny, tmp_path):
     """What is known of it was read at the start: files that go or break later change nothing."""
     model = shutil.copytree(tiny("qwen"), tmp_path / "model")

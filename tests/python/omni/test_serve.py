@@ -148,6 +148,17 @@ def test_a_cache_of_the_client(model):
     assert sum(skipped) >= 4
 
 
+def test_a_server_may_forbid_caches_of_requests(model):
+    async def body(client, _engine):
+        forbidden = await client.post(PATH, json={**SMALL, "cache_backend": "cache_dit"})
+        return forbidden, await client.post(PATH, json=SMALL)
+
+    forbidden, plain = ask(model, body, allow_request_cache=False)
+    message = "cache_backend: expected none with allow_request_cache false, got one"
+    assert (forbidden.status_code, forbidden.json()["error"]["message"]) == (400, message)
+    assert plain.status_code == 200
+
+
 def test_a_request_that_takes_too_long_is_a_gateway_timeout(model):
     async def body(client, _engine):
         long = {**SMALL, "num_inference_steps": 200, "timeout_s": 0.05}
