@@ -124,6 +124,8 @@ def test_a_video_is_a_gif_or_an_mp4(tiny, tmp_path, capsys):
         # A key may have a digit.
         (["eval", "--vary", "cache_backend=tea_cache,rel_l1_thresh=0"],
          "rel_l1_thresh: expected float > 0, got 0.0"),
+        (["eval", "--model", str(ROOT / "examples/zoo/motion_wan")],
+         "model: expected one of images, got WanPipeline"),
         (["eval", "--cache", "none=1"],
          "--cache: expected one of tea_cache, cache_dit before a threshold, got 'none=1'"),
         (["eval", "--cache", "tea_cache=x"], "--cache: expected a number, got 'x'"),

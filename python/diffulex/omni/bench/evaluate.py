@@ -20,6 +20,7 @@ from diffulex.errors import ConfigError
 from diffulex.omni.bench.scenes import GRAMMAR_VERSION, draw_scenes
 from diffulex.omni.bench.shapes import ATTRIBUTES, check
 from diffulex.omni.config import OmniDiffusionConfig
+from diffulex.omni.errors import UnsupportedFeatureError
 from diffulex.omni.omni_diffusion import OmniDiffusion
 from diffulex.omni.outputs import count_blocks
 from diffulex.omni.request import OmniDiffusionRequest
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from diffulex.bench.evaluate import Interval
     from diffulex.omni.bench.scenes import Scene
     from diffulex.omni.bench.shapes import Verdict
+    from diffulex.omni.loader import FoundModel
 
 __all__ = [
     "DEFAULT_LIMIT",
@@ -224,7 +226,9 @@ def evaluate_shapes(
         if not Path(name).resolve().parent.is_dir():
             raise ConfigError(f"--output: expected a file in an existing directory, got {name!r}")
     variants = caches or {"": {}}
-    check_variants(engine_kwargs, variants.values())
+    for found in check_variants(engine_kwargs, variants.values()):
+        if found.spec.media != "image":
+            raise UnsupportedFeatureError(f"model: expected one of images, got {found.name}")
     scenes = held_out_scenes(limit)
     runs: list[ShapesRun] = []
     firsts: list[_Drawn] = []
@@ -248,12 +252,16 @@ def evaluate_shapes(
     return report
 
 
-def check_variants(engine_kwargs: Mapping[str, Any], variants: Iterable[Mapping[str, Any]]) -> None:
-    """Compares the settings of every run with the model and this host. Raises: as `check_engine`."""
+def check_variants(
+    engine_kwargs: Mapping[str, Any], variants: Iterable[Mapping[str, Any]]
+) -> list[FoundModel]:
+    """Compares the settings of every run with its model and this host. Raises: as `check_engine`."""
+    found = []
     for variant in variants:
         config = OmniDiffusionConfig.from_kwargs(**{**engine_kwargs, **variant})
         import_modules(config.engine.worker_imports)
-        check_engine(config)
+        found.append(check_engine(config))
+    return found
 
 
 class _Report(Protocol):
