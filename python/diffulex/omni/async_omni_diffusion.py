@@ -169,7 +169,8 @@ class AsyncOmniDiffusion:
         """Raises QueueFull where `max_queue_size` requests wait, or would with `num_more`."""
         most = self.config.engine.max_queue_size
         if self.num_waiting + num_more >= most:
-            raise QueueFull(f"queue: expected at most {most} waiting requests (max_queue_size)")
+            expected = f"expected at most {most} waiting requests (max_queue_size)"
+            raise QueueFull(f"queue: {expected}, got one more")
 
     @contextmanager
     def reserve(self) -> Iterator[None]:

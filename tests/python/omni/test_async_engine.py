@@ -155,7 +155,7 @@ def test_the_queue_has_an_end_and_closing_ends_all(tiny):
         await asyncio.sleep(0)
         with pytest.raises(QueueFull) as raised:
             await engine.generate("c", **SMALL)
-        expected = "queue: expected at most 2 waiting requests (max_queue_size)"
+        expected = "queue: expected at most 2 waiting requests (max_queue_size), got one more"
         assert str(raised.value) == expected
         await engine.close()
         for task in tasks:

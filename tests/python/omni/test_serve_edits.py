@@ -295,7 +295,7 @@ def test_a_full_server_decodes_nothing(tiny, monkeypatch):
     assert before == after == 2
     for answer in refused:
         assert answer.status_code == 429
-        expected = "queue: expected at most 1 waiting requests (max_queue_size)"
+        expected = "queue: expected at most 1 waiting requests (max_queue_size), got one more"
         assert answer.json()["error"]["message"] == expected
 
 
