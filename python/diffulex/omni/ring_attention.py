@@ -204,7 +204,11 @@ def attend_with_lse(
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=additive, scale=scale
         )
-    elif visible is None and q.dtype in (torch.float16, torch.bfloat16):
+    elif (
+        visible is None
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] % 8 == 0  # the kernel takes no others; what calls it elsewhere pads them
+    ):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[:2]
     else:
         factor = q.shape[-1] ** -0.5 if scale is None else scale

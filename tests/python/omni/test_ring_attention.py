@@ -101,9 +101,9 @@ def on_ranks(monkeypatch):
     return run
 
 
-def draw(tokens, heads=3, batch=2, dtype=torch.float32):
+def draw(tokens, heads=3, batch=2, dtype=torch.float32, width=8):
     own = torch.Generator().manual_seed(tokens)  # ranks are threads, and draw at one time
-    return [torch.randn(batch, tokens, heads, 8, dtype=dtype, generator=own) for _ in range(3)]
+    return [torch.randn(batch, tokens, heads, width, dtype=dtype, generator=own) for _ in range(3)]
 
 
 def pieces(items, lengths, rank):
@@ -145,6 +145,26 @@ def test_ranks_attend_as_one_does(on_ranks, sizes, lengths, mask, dtype):
     rows = slice(1, None) if mask == "a row" and "ring" not in sizes else slice(None)
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     assert torch.allclose(got[rows], expected[rows], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [12, 16, 64, 128])
+def test_attention_gives_its_sum_of_exponentials(device, width, dtype, is_masked):
+    """Of every width of a head, as some kernels take a few alone."""
+    items = [item.to(device) for item in draw(40, dtype=dtype, width=width)]
+    mask = None
+    if is_masked:
+        mask = torch.ones(2, 40, dtype=torch.bool, device=device)
+        mask[1, ::3] = False
+    out, lse = attend_with_lse(*items, mask, None)
+    q, k, v = (item.double().transpose(1, 2) for item in items)
+    scores = (q @ k.transpose(-1, -2)) * width**-0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for got, expected in ((out, scores.softmax(-1) @ v), (lse, scores.logsumexp(-1))):
+        assert torch.allclose(got.double(), expected.transpose(1, 2), atol=tolerance, rtol=0)
 
 
 def test_the_sum_of_exponentials_joins_halves():
