@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from diffulex.errors import ConfigError  # noqa: E402
-from diffulex.omni import OmniDiffusion, _diffusers_compat  # noqa: E402
+from diffulex.omni import OmniDiffusion, UnsupportedFeatureError, _diffusers_compat  # noqa: E402
 from diffulex.omni._diffusers_compat import set_handle  # noqa: E402
 from diffulex.omni.attention.kernels import (  # noqa: E402
     FlashAttention,
@@ -236,6 +236,21 @@ def test_windows_of_tiles_are_those_of_the_rule(grid, tile, window):
     assert torch.allclose(kernel(q, k, v), sdpa(q, k, v, mask), atol=1e-6)
     kernel.start_step(grid, 1)
     assert torch.equal(kernel(q, k, v), sdpa(q, k, v))
+
+
+def test_every_rank_gets_tokens_or_says_that_there_are_too_few():
+    from diffulex.omni.sequence_parallel import _split
+
+    rule = types.SimpleNamespace(split_dim=1, expected_dims=3)
+    ranks = [types.SimpleNamespace(rank=rank, ranks=lambda _: [0, 1, 2]) for rank in range(3)]
+    tokens = torch.arange(4.0)[None, :, None]
+    parts = [_split(tokens, rule, groups) for groups in ranks]
+    assert [part.shape[1] for part in parts] == [2, 1, 1]
+    assert torch.equal(torch.cat(parts, 1), tokens)
+    # What has other axes is no sequence.
+    assert _split(tokens[0], rule, ranks[1]).shape == (4, 1)
+    with pytest.raises(UnsupportedFeatureError, match=r"at least 3 tokens, .*, got 2"):
+        _split(tokens[:, :2], rule, ranks[0])
 
 
 def test_the_installation_is_what_the_engine_expects():

@@ -57,6 +57,34 @@ def test_held_out_captions_are_drawn_right():
     assert right["all"] >= 19, report.runs[0].wrong
 
 
+@pytest.mark.slow
+def test_settings_draw_what_captions_say():
+    """What is exact changes no picture, and a cache that skips some of eight steps little."""
+    exact = {
+        "threshold 0": {"cache_backend": "cache_dit", "residual_diff_threshold": 0},
+        "branches": {"cfg_parallel_size": 2, "cpu_threads_per_worker": 1},
+    }
+    cached = {
+        "cache_dit": {"cache_backend": "cache_dit", "residual_diff_threshold": 0.3},
+        "tea_cache": {"cache_backend": "tea_cache", "rel_l1_thresh": 0.3},
+    }
+    report = evaluate_shapes(
+        {"max_batch_size": 6, "device": "cpu"},
+        settings=[{"num_inference_steps": 8}],
+        caches={"none": {}, **exact, **cached},
+        limit=6,
+    )
+    first, *others = report.runs
+    # Measured: all, also with the caches.
+    assert first.num_right["all"] >= 5
+    for run, name in zip(others, [*exact, *cached], strict=True):
+        if name in exact:
+            assert (run.pairs.pixel_change, run.num_right) == (0, first.num_right), name
+        else:
+            assert 0.5 < run.blocks_run < 0.9, name
+            assert run.pairs.num_lost <= 1, name
+
+
 def test_pictures_are_those_of_diffusers():
     pipeline = import_diffusers().DiffusionPipeline.from_pretrained(MODEL, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
