@@ -77,6 +77,8 @@ _STREAM_RULE: list[JsonValue] = [
         }
     },
 ]
+#: Fields of bodies by those of the engine's requests, which its errors begin with, where they differ.
+_PARAMS = {"height": "size", "width": "size", "pil_image": "image"}
 #: What an error of the engine means for its client; the first that fits.
 _STATUS: tuple[tuple[type[BaseException], int], ...] = (
     (QueueFull, 429),
@@ -397,6 +399,7 @@ def _as_api_error(error: Exception) -> ApiError:
         if isinstance(error, kind):
             if status == 500:
                 logger.error("request failed: %s\n%s", error, getattr(error, "trace", ""))
-            return ApiError(status, str(error))
+            found = re.match(r"(\w+): ", str(error)) if status == 400 else None
+            return ApiError(status, str(error), param=found and _PARAMS.get(found[1], found[1]))
     logger.error("request failed", exc_info=error)
     return ApiError(500, "internal error, see the log", code="internal_error")

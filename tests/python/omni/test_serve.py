@@ -259,11 +259,16 @@ def test_bad_requests_get_one_clear_error(model):
         return answers, broken, large, other, good, (await client.get("/metrics")).text
 
     answers, broken, large, other, good, metrics = ask(model, body)
+    params = {}
     for answer, (fields, status, text) in zip(answers, BAD, strict=True):
         error = answer.json()["error"]
         assert answer.status_code == status, (fields, error)
         assert error["message"].startswith(text), (fields, error)
         assert "\n" not in error["message"]
+        params[error["message"].partition(":")[0]] = error["param"]
+    assert {params["prompt"], params["width"], params["num_inference_steps"], params["sigmas"]} == {
+        "prompt", "size", "num_inference_steps", "sigmas"
+    }  # fmt: skip
     assert [item.status_code for item in (broken, large, other, good)] == [400, 413, 404, 200]
     assert 'diffulex_image_requests_total{status="200"} 1.0' in metrics
     assert "diffulex_images_total 1.0" in metrics
