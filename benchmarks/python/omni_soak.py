@@ -88,7 +88,9 @@ async def soak(url: str, pid: int, options: argparse.Namespace) -> dict[str, Any
     rng = random.Random(options.seed)
     counts: Counter[str] = Counter()
     timeout = httpx.Timeout(600)
-    async with httpx.AsyncClient(base_url=url, timeout=timeout) as client:
+    # A connection that is kept is a descriptor of the server.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) as client:
 
         async def idle() -> dict[str, int]:
             while (await client.get("/health")).json()["waiting"]:
