@@ -95,12 +95,6 @@ ENV_VARIABLES: dict[str, EnvVariable] = {
             "DIFFULEX_FORCE_SM80", "0", _FLAG, "1 turns the Hopper kernels off; for comparisons."
         ),
         EnvVariable(
-            "DIFFULEX_INT4_TILES",
-            "0",
-            _FLAG,
-            "1 gives weights of 4 bits the Hopper product, which is on trial.",
-        ),
-        EnvVariable(
             "DIFFULEX_STEP_TRACE",
             "",
             (),

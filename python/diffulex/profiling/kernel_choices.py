@@ -177,9 +177,12 @@ def _scaled_products(platform: Platform, shapes: OpShapes, scheme: str) -> Kerne
 def _nibble_products(platform: Platform, dtype: str) -> KernelChoice:
     """Of the matrices of 4 bits."""
     op, kernel = "products in low precision", "linear_w4a16"
-    if platform.has_hopper and platform.has_nibbles and dtype == "bfloat16":
+    if platform.has_hopper and dtype == "bfloat16":
         return KernelChoice(op, f"{kernel}, Hopper sm_90; portable", "by size and scales")
-    return KernelChoice(op, f"{kernel}, portable", "weights int4")
+    reason = _hopper_reason(platform)
+    if platform.has_hopper:
+        reason = f"the Hopper product is for bfloat16, got {dtype}"
+    return KernelChoice(op, f"{kernel}, portable", reason, platform.capability != (9, 0))
 
 
 def _scaled_experts(

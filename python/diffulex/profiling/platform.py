@@ -62,7 +62,6 @@ class Platform:
         isa_variants: wider ones than `base` that the library has.
         has_hopper: the Hopper kernels are in use.
         is_limited: DIFFULEX_FORCE_SM80 turns them off.
-        has_nibbles: DIFFULEX_INT4_TILES turns their product of 4 bits on.
     """
 
     capability: tuple[int, int] | None
@@ -72,7 +71,6 @@ class Platform:
     isa_variants: tuple[str, ...]
     has_hopper: bool = False
     is_limited: bool = False
-    has_nibbles: bool = False
 
     @classmethod
     def of(cls, device_type: str, index: int | None, *, has_hopper: bool) -> Platform:
@@ -93,5 +91,4 @@ class Platform:
             tuple(build["cpu_isa_variants"]),
             has_hopper,
             get_flag("DIFFULEX_FORCE_SM80"),
-            get_flag("DIFFULEX_INT4_TILES"),
         )

@@ -10,7 +10,6 @@ import torch
 
 from diffulex import ops
 from diffulex.checkpoint.low_precision import Codes
-from diffulex.env import get_flag
 from diffulex.errors import ConfigError
 from diffulex.ops import WeightScheme
 from diffulex.quantization import vendor
@@ -81,7 +80,6 @@ class _Part:
         is_tileable = scheme == WeightScheme.INT4 and dtype == torch.bfloat16
         is_tileable &= ops.is_tileable(shape.rows, depth, shape.group)
         is_tileable &= not shape.has_exact_scale and not shape.has_order
-        is_tileable &= get_flag("DIFFULEX_INT4_TILES")
         self._has_tiles = is_tileable and ops.has_hopper_kernels(device)
 
     @property

@@ -313,11 +313,28 @@ def test_what_a_device_does_not_take(hopper: torch.device) -> None:
 
 
 @pytest.mark.cuda
-def test_weights_of_layers_are_in_tiles_where_there_is_a_kernel(
+def test_weights_of_layers_stay_by_row_without_hopper_kernels(
     hopper: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def codes() -> torch.Tensor:
+        weight = QuantizedWeight([Shape(96, 64)], 256, WeightScheme.INT4, hopper, torch.bfloat16)
+        weight.write(0, normal(96, 256).bfloat16())
+        weight.packed()
+        return weight.parts[0].codes
+
+    assert codes().dim() == 4
+    monkeypatch.setenv("DIFFULEX_FORCE_SM80", "1")
+    ops.has_hopper_kernels.cache_clear()
+    try:
+        assert codes().dim() == 2
+    finally:
+        monkeypatch.delenv("DIFFULEX_FORCE_SM80")
+        ops.has_hopper_kernels.cache_clear()
+
+
+@pytest.mark.cuda
+def test_weights_of_layers_are_in_tiles_where_there_is_a_kernel(hopper: torch.device) -> None:
     """New values take the memory of those that a captured graph reads."""
-    monkeypatch.setenv("DIFFULEX_INT4_TILES", "1")
     values, x = normal(96, 256).bfloat16(), normal(5, 256, seed=1).to(hopper).bfloat16()
     shapes = [Shape(48, 64), Shape(48, 64)]
 

@@ -40,8 +40,8 @@ def test_a_hopper_device() -> None:
         ("fp8", "bfloat16", "linear_scaled, Hopper sm_90; cuBLAS", True),
         ("fp8_block", "float16", "linear_scaled, portable", False),
         ("int8", "bfloat16", "linear_scaled, portable", True),
-        ("int4", "bfloat16", "linear_w4a16, portable", True),
-        ("int4", "float16", "linear_w4a16, portable", True),
+        ("int4", "bfloat16", "linear_w4a16, Hopper sm_90; portable", True),
+        ("int4", "float16", "linear_w4a16, portable", False),
     ],
 )
 def test_weights_in_low_precision(scheme: str, dtype: str, kernel: str, is_fast: bool) -> None:
@@ -59,14 +59,6 @@ def test_weights_in_low_precision(scheme: str, dtype: str, kernel: str, is_fast:
     assert "cuBLAS" not in invariant[0]
     there = said(A100, BF16._replace(scheme="fp8"))["products in low precision"]
     assert there == ("linear_scaled, portable", "compute capability 8.0", True)
-
-
-def test_weights_of_4_bits_in_tiles() -> None:
-    machine = dataclasses.replace(H200, has_nibbles=True)
-    op, shapes = "products in low precision", BF16._replace(scheme="int4")
-    assert said(machine, shapes)[op][0] == "linear_w4a16, Hopper sm_90; portable"
-    half = shapes._replace(dtype="float16")
-    assert said(machine, half)[op] == ("linear_w4a16, portable", "weights int4", True)
 
 
 def test_attention_over_cached_codes() -> None:
@@ -104,6 +96,18 @@ def test_a_hopper_device_without_its_kernels(change: dict[str, object], reason: 
         (H200, {"dtype": "float32"}, "block_attention D 128", "dtypes bfloat16, float16, got float32"),
         (H200, {"dtype": "float32"}, "dense products", "is for bfloat16 and float16, got float32"),
         (H200, {"dtype": "float32"}, "fused_moe", "got float32 and 2048 x 768"),
+        (
+            H200,
+            {"dtype": "float16", "scheme": "int4"},
+            "products in low precision",
+            "for bfloat16, got float16",
+        ),
+        (
+            dataclasses.replace(H200, has_hopper=False, is_limited=True),
+            {"scheme": "int4"},
+            "products in low precision",
+            "DIFFULEX_FORCE_SM80 is set",
+        ),
         (H200, {"head_dims": (96,)}, "block_attention D 96", "sizes 64, 128, 256, 512, got 96"),
         (H200, {"page_size": 4}, "block_attention D 128", "pages of 8 to 256 tokens, got 4"),
         (H200, {"experts": (2048, 100)}, "fused_moe", "multiples of 8, got bfloat16 and 2048 x 100"),
