@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with weights of 8 and 4 bits, and experts of e4m3 codes, beside those of bfloat16; and ops that write
-codes of their result, beside the two launches whose place they take."""
+"""Products with weights of 8 and 4 bits, and experts of e4m3 codes and of 4 bits, beside those of bfloat16; and ops
+that write codes of their result, beside the two launches whose place they take."""
 
 from __future__ import annotations
 
@@ -123,19 +123,39 @@ def _case(scheme: str, model: str, product: Product, rows: int, device: str) -> 
 
 
 class _CodedExperts:
-    """The experts of a layer as e4m3 codes, with a scale a row."""
+    """The experts of a layer as e4m3 codes with a scale a row, or as nibbles in groups of `group` columns."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, group: int = 0) -> None:
         def coded(stack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            codes, scale = ops.quantize_weight(stack.flatten(0, 1), ops.WeightScheme.FP8)
-            return codes.view(stack.shape), scale.view(stack.shape[:2])
+            scheme = ops.WeightScheme.INT4 if group else ops.WeightScheme.FP8
+            codes, scale = ops.quantize_weight(stack.flatten(0, 1), scheme, group=group)
+            of_experts = scale.view(-1, *stack.shape[:2]).transpose(0, 1).contiguous()
+            return codes.view(*stack.shape[:2], -1), of_experts if group else of_experts[:, 0]
 
+        self.name = "int4" if group else "fp8"
         self.w13, self.w13_scale = coded(layer.w13)
         self.w2, self.w2_scale = coded(layer.w2)
 
-    def values(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        both = self.w13[expert].double() * self.w13_scale[expert].double()[:, None]
-        return both, self.w2[expert].double() * self.w2_scale[expert].double()[:, None]
+    @property
+    def bytes_of_one(self) -> float:
+        """Of the codes and scales of an expert."""
+        held = (self.w13, self.w13_scale, self.w2, self.w2_scale)
+        return float(sum(tensor.nbytes for tensor in held)) / len(self.w13)
+
+    def values(self, expert: int) -> tuple[torch.Tensor, ...]:
+        stacks = ((self.w13, self.w13_scale), (self.w2, self.w2_scale))
+        return tuple(self._values(codes[expert], scale[expert]) for codes, scale in stacks)
+
+    def _values(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if self.name == "fp8":
+            return codes.double() * scale.double()[:, None]
+        nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1).float()
+        wide = scale.float().T.repeat_interleave(nibbles.size(1) // len(scale), 1)
+        return ((nibbles - 8) * wide).bfloat16().double()
+
+    def rounded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows as products take them, in float64."""
+        return _rounded(rows) if self.name == "fp8" else rows.bfloat16().double()
 
 
 def _values(coded: ops.QuantizedRows) -> torch.Tensor:
@@ -234,23 +254,23 @@ def _experts_case(layer: Layer, coded: _CodedExperts, tokens: int, device: str) 
     def check() -> Agreement:
         out.fill_(torch.nan)
         call(routes[0])
-        rows = _rounded(x)
+        rows = coded.rounded(x)
         exact = torch.zeros(x.shape, dtype=torch.float64, device=device)
         for expert in routes[0].unique().tolist():
             mine, slots = (routes[0] == expert).nonzero(as_tuple=True)
             both, down = coded.values(expert)
             gate, up = (rows[mine] @ both.T).chunk(2, 1)
-            part = _rounded((functional.silu(gate) * up).float()) @ down.T
+            part = coded.rounded((functional.silu(gate) * up).float()) @ down.T
             exact.index_add_(0, mine, part * weights[mine, slots].double()[:, None])
         agreement = Agreement(out.numel(), EXPERT_TOLERANCE)
         agreement.add(out, exact)
         return agreement
 
     hit = sum(int(ids.unique().numel()) for ids in routes) / len(routes)
-    one_expert = 3.0 * model.inner * model.hidden
+    one_expert = coded.bytes_of_one
     touched = int(torch.cat(routes).unique().numel()) * one_expert
     return Case(
-        "quant", "fused_moe fp8", f"{model.name}, {tokens} tokens",
+        "quant", f"fused_moe {coded.name}", f"{model.name}, {tokens} tokens",
         [lambda ids=ids: call(ids) for ids in routes], check, hit * one_expert + x.nbytes,
         float(out.nbytes), 6.0 * tokens * model.top_k * model.hidden * model.inner,
         touched + x.nbytes + out.nbytes,
@@ -313,17 +333,19 @@ def _activation_case(rows: int, inner: int, device: str) -> Case:
 
 def cases(device: str, is_small: bool) -> Iterator[Case]:
     """Products of e4m3 codes and of 4 bits of two models, int8 ones of a layer of the larger, experts of e4m3
-    codes, and rows that become codes."""
+    codes and of 4 bits, and rows that become codes."""
     for rows in (3,) if is_small else (32, 256, 8192):
         yield _norm_case(rows, 192 if is_small else 4096, device)
         yield _activation_case(rows, 192 if is_small else 12288, device)
     if device != "cpu":  # where experts of codes have no kernel
         for model in (Experts("tiny", 8, 2, 64, 32),) if is_small else EXPERT_MODELS[:2]:
             layer = Layer(model, device)
-            coded = _CodedExperts(layer)
-            for tokens in (3,) if is_small else TOKENS:
-                yield _experts_case(layer, coded, tokens, device)
-            del layer, coded
+            for group in (0, 32 if is_small else 128):
+                coded = _CodedExperts(layer, group)
+                for tokens in (3,) if is_small else TOKENS:
+                    yield _experts_case(layer, coded, tokens, device)
+                del coded
+            del layer
     yield from _product_cases(device, is_small)
     yield from nibble_cases(device, is_small)
 

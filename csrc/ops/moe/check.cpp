@@ -54,15 +54,18 @@ struct ExpertWeights {
 Status check_matrices(const ExpertWeights& weights, std::initializer_list<DType> dtypes,
                       int64_t hidden) {
   const char* op = weights.op;
+  const int64_t per_element = weights.w13.dtype == DType::kU8 ? 2 : 1;
   const ArgumentCheck w13_check(op, "w13", weights.w13);
-  DIFFULEX_RETURN_IF_ERROR(w13_check.matches(dtypes, {kAnyExtent, kAnyExtent, hidden}));
+  DIFFULEX_RETURN_IF_ERROR(
+      w13_check.matches(dtypes, {kAnyExtent, kAnyExtent, hidden / per_element}));
   DIFFULEX_RETURN_IF_ERROR(check_num_local_experts(op, "w13", weights.w13.size[0]));
   if (weights.w13.size[1] < 2 || weights.w13.size[1] % 4 != 0) {
     return w13_check.error(StatusCode::kInvalidArgument, "gate and up rows of an even expert width",
                            shape_text(weights.w13));
   }
   return ArgumentCheck(op, "w2", weights.w2)
-      .matches({weights.w13.dtype}, {weights.w13.size[0], hidden, weights.w13.size[1] / 2});
+      .matches({weights.w13.dtype},
+               {weights.w13.size[0], hidden, weights.w13.size[1] / 2 / per_element});
 }
 
 Status check_experts(const ExpertWeights& weights, DType dtype, int64_t hidden) {
@@ -83,10 +86,21 @@ int64_t blocks_of(int64_t count) {
   return (count + kQuantBlock - 1) / kQuantBlock;
 }
 
-/// Scales of experts [L, rows, depth]: one a row, or of e4m3 one a block, `parts` of rows apart.
+/// Scales of experts [L, rows, depth]: one a row, or of e4m3 one a block, `parts` of rows apart; of
+/// 4 bits one a group of columns and row.
 Status check_expert_scales(const ArgumentCheck& check, const TensorRef& scale,
                            const TensorRef& weight, int64_t parts) {
   const int64_t rows = weight.size[1];
+  if (weight.dtype == DType::kU8) {
+    DIFFULEX_RETURN_IF_ERROR(
+        check.matches({DType::kBF16, DType::kF32}, {weight.size[0], kAnyExtent, rows}));
+    const int64_t depth = 2 * weight.size[2];
+    return scale.size[1] > 0 && depth % scale.size[1] == 0
+               ? Status{}
+               : check.error(StatusCode::kInvalidArgument,
+                             "groups that divide " + std::to_string(depth) + " columns",
+                             shape_text(scale));
+  }
   if (weight.dtype == DType::kF8E4M3 && scale.rank == 3) {
     return check.dense({DType::kF32}, {weight.size[0], parts * blocks_of(rows / parts),
                                        blocks_of(weight.size[2])});
@@ -97,7 +111,8 @@ Status check_expert_scales(const ArgumentCheck& check, const TensorRef& scale,
 /// Experts of fused_moe in low precision.
 Status check_scaled_experts(const ExpertWeights& weights, int64_t hidden) {
   const char* op = weights.op;
-  DIFFULEX_RETURN_IF_ERROR(check_matrices(weights, {DType::kF8E4M3, DType::kI8}, hidden));
+  DIFFULEX_RETURN_IF_ERROR(
+      check_matrices(weights, {DType::kF8E4M3, DType::kI8, DType::kU8}, hidden));
   DIFFULEX_RETURN_IF_ERROR(check_expert_scales(ArgumentCheck(op, "w13_scale", weights.w13_scale),
                                                weights.w13_scale, weights.w13, 2));
   DIFFULEX_RETURN_IF_ERROR(check_expert_scales(ArgumentCheck(op, "w2_scale", weights.w2_scale),

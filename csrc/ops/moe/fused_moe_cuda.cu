@@ -72,26 +72,6 @@ __global__ void __launch_bounds__(kZeroThreads) zero_kernel(const __grid_constan
   }
 }
 
-TensorRef scratch_tensor(const ExecContext& context, size_t offset, DType dtype, int64_t rows,
-                         int64_t width) {
-  TensorRef ref;
-  ref.data = static_cast<uint8_t*>(context.workspace) + offset;
-  ref.dtype = dtype;
-  ref.rank = width == 0 ? 1 : 2;
-  ref.size[0] = rows;
-  ref.size[1] = width;
-  ref.stride[0] = width == 0 ? 1 : width;
-  ref.stride[1] = 1;
-  return ref;
-}
-
-/// The kernels of one call.
-struct MoeKernels {
-  MoePath path;
-  int32_t tile;
-  bool is_streamed;  // nearly every weight is read once
-};
-
 /// `num_rows` are expected by the experts held here, `max_expert_rows` bounds those of one.
 MoeKernels choose_kernels(const MoePathQuery& query, int64_t num_rows, int64_t max_expert_rows,
                           int32_t num_local, const ExecContext& context) {
@@ -117,12 +97,26 @@ Status launch_gemm(MoePath path, DType dtype, const ExpertGemm& gemm, const Exec
                                : launch_moe_mma_f16(gemm, context);
 }
 
-void set_weight(ExpertGemm& gemm, const TensorRef& weight) {
+/// `scale`: of a weight of 4 bits, else absent.
+void set_weight(ExpertGemm& gemm, const TensorRef& weight, const TensorRef& scale) {
   gemm.weight = weight.data;
   gemm.expert_stride = weight.stride[0];
   gemm.weight_stride = weight.stride[1];
   gemm.num_experts = static_cast<int32_t>(weight.size[0]);
   gemm.depth = static_cast<int32_t>(weight.size[2]);
+  if (scale.present()) {
+    gemm.depth *= 2;
+    gemm.nibbles = {scale.data, scale.stride[0], scale.stride[1],
+                    gemm.depth / static_cast<int32_t>(scale.size[1]), scale.dtype == DType::kF32};
+  }
+}
+
+/// Whether tensor cores take a weight, of 4 bits in runs of 16 bytes and 16 columns with one scale.
+bool is_regular(const TensorRef& weight, const TensorRef& scale) {
+  constexpr int64_t kGroup = 16;
+  return is_row_aligned(weight) &&
+         (!scale.present() || (weight.size[2] % kGroup == 0 && scale.dtype == DType::kBF16 &&
+                               2 * weight.size[2] / scale.size[1] % kGroup == 0));
 }
 
 /// Copies the rows of the gate-up product into the order of its positions. They live where the slot
@@ -146,31 +140,13 @@ Status bring_rows_together(const TensorRef& x, const TensorRef& slot_out,
   return launch_gather_rows(gather, context);
 }
 
-/// The grouping of the slots, in the scratch of the call.
-MoePermuteParams permute_into_scratch(const FusedMoeParams& params, const MoeScratch& scratch,
-                                      int64_t max_tiles, int32_t tile, const ExecContext& context) {
-  const int64_t num_slots = params.topk_ids.numel();
-  MoePermuteParams permute;
-  permute.num_local_experts = static_cast<int32_t>(params.w13.size[0]);
-  permute.tile = tile;
-  permute.topk_ids = params.topk_ids;
-  permute.expert_map = params.expert_map;
-  permute.sorted_slots = scratch_tensor(context, scratch.sorted_slots, DType::kI32, num_slots, 0);
-  permute.expert_offsets = scratch_tensor(context, scratch.expert_offsets, DType::kI32,
-                                          int64_t{permute.num_local_experts} + 1, 0);
-  permute.tile_expert = scratch_tensor(context, scratch.tile_expert, DType::kI32, max_tiles, 0);
-  permute.tile_start = scratch_tensor(context, scratch.tile_start, DType::kI32, max_tiles, 0);
-  permute.counters = scratch_tensor(context, scratch.counters, DType::kI32, 2, 0);
-  return permute;
-}
-
 /// `gemm` as the product of rows with gate and up, through the activation.
 ExpertGemm gate_up_gemm(ExpertGemm gemm, const TensorRef& x, const TensorRef& w13,
-                        const TensorRef& activated) {
+                        const TensorRef& scale, const TensorRef& activated) {
   gemm.is_gate_up = true;
   gemm.rows = x.data;
   gemm.row_map = RowMap::of(x);
-  set_weight(gemm, w13);
+  set_weight(gemm, w13, scale);
   gemm.width = static_cast<int32_t>(activated.last());
   gemm.out = activated.data;
   gemm.out_map = RowMap::of(activated);
@@ -179,11 +155,11 @@ ExpertGemm gate_up_gemm(ExpertGemm gemm, const TensorRef& x, const TensorRef& w1
 
 /// `gemm` as the product that comes back to the hidden size.
 ExpertGemm down_gemm(ExpertGemm gemm, const TensorRef& activated, const TensorRef& w2,
-                     const TensorRef& out) {
+                     const TensorRef& scale, const TensorRef& out) {
   gemm.rows = activated.data;
   gemm.row_map = RowMap::of(activated);
   gemm.top_k = 1;
-  set_weight(gemm, w2);
+  set_weight(gemm, w2, scale);
   gemm.width = static_cast<int32_t>(out.last());
   gemm.out = out.data;
   gemm.out_map = RowMap::of(out);
@@ -206,7 +182,49 @@ Status zero_other_rows(const char* where, const FusedExpertsPackedParams& params
   return check_launch(where);
 }
 
-/// What both products of fused_moe share: positions sorted by expert, cut into tiles.
+/// The kernels of a call of fused_moe.
+MoeKernels kernels_of(const FusedMoeParams& params, int64_t num_rows, const ExecContext& context) {
+  const DType dtype = params.x.dtype;
+  const bool is_aligned = is_row_aligned(params.x) && is_regular(params.w13, params.w13_scale) &&
+                          is_regular(params.w2, params.w2_scale);
+  const bool has_wgmma = params.w13.dtype == dtype && has_moe_wgmma(dtype, context.device_index);
+  return choose_kernels({dtype, params.x.size[1], params.w13.size[1] / 2, is_aligned, has_wgmma},
+                        num_rows, params.x.size[0], static_cast<int32_t>(params.w13.size[0]),
+                        context);
+}
+
+}  // namespace
+
+TensorRef scratch_tensor(const ExecContext& context, size_t offset, DType dtype, int64_t rows,
+                         int64_t width) {
+  TensorRef ref;
+  ref.data = static_cast<uint8_t*>(context.workspace) + offset;
+  ref.dtype = dtype;
+  ref.rank = width == 0 ? 1 : 2;
+  ref.size[0] = rows;
+  ref.size[1] = width;
+  ref.stride[0] = width == 0 ? 1 : width;
+  ref.stride[1] = 1;
+  return ref;
+}
+
+MoePermuteParams permute_into_scratch(const FusedMoeParams& params, const MoeScratch& scratch,
+                                      int64_t max_tiles, int32_t tile, const ExecContext& context) {
+  const int64_t num_slots = params.topk_ids.numel();
+  MoePermuteParams permute;
+  permute.num_local_experts = static_cast<int32_t>(params.w13.size[0]);
+  permute.tile = tile;
+  permute.topk_ids = params.topk_ids;
+  permute.expert_map = params.expert_map;
+  permute.sorted_slots = scratch_tensor(context, scratch.sorted_slots, DType::kI32, num_slots, 0);
+  permute.expert_offsets = scratch_tensor(context, scratch.expert_offsets, DType::kI32,
+                                          int64_t{permute.num_local_experts} + 1, 0);
+  permute.tile_expert = scratch_tensor(context, scratch.tile_expert, DType::kI32, max_tiles, 0);
+  permute.tile_start = scratch_tensor(context, scratch.tile_start, DType::kI32, max_tiles, 0);
+  permute.counters = scratch_tensor(context, scratch.counters, DType::kI32, 2, 0);
+  return permute;
+}
+
 ExpertGemm sorted_gemm(const FusedMoeParams& params, const MoePermuteParams& permute,
                        const MoeKernels& kernels, int64_t max_tiles, bool is_sorted_inside) {
   ExpertGemm gemm{};
@@ -226,13 +244,11 @@ ExpertGemm sorted_gemm(const FusedMoeParams& params, const MoePermuteParams& per
   return gemm;
 }
 
-}  // namespace
-
 Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   constexpr const char* kWhere = "diffulex::fused_moe";
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
-  if (params.w13_scale.present()) {
+  if (params.w13_scale.present() && params.w13.dtype != DType::kU8) {
     return fused_moe_scaled(params, context);
   }
   const auto num_local = static_cast<int32_t>(params.w13.size[0]);
@@ -240,14 +256,10 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   const int64_t num_slots = params.topk_ids.numel();
   const int64_t num_experts = params.expert_map.present() ? params.expert_map.size[0] : num_local;
   const int64_t hidden = params.x.size[1];
-  const int64_t width = params.w2.size[2];
+  const int64_t width = params.w13.size[1] / 2;
   const DType dtype = params.x.dtype;
-  const MoeKernels kernels = choose_kernels(
-      {dtype, hidden, width,
-       is_row_aligned(params.x) && is_row_aligned(params.w13) && is_row_aligned(params.w2),
-       has_moe_wgmma(dtype, context.device_index)},
-      expected_local_slots(num_slots, num_experts, num_local), params.x.size[0], num_local,
-      context);
+  const MoeKernels kernels =
+      kernels_of(params, expected_local_slots(num_slots, num_experts, num_local), context);
   const MoeScratch scratch =
       fused_moe_scratch({params.x.size[0], top_k, num_local, hidden, width, dtype}, Device::kCuda);
   const int64_t max_tiles = moe_max_tiles(num_slots, num_local, kernels.tile);
@@ -265,7 +277,7 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   const TensorRef slot_out = scratch_tensor(context, scratch.slot_out, dtype, num_slots, hidden);
   const ExpertGemm gemm = sorted_gemm(params, permute, kernels, max_tiles, is_sorted_inside);
 
-  ExpertGemm gate_up = gate_up_gemm(gemm, params.x, params.w13, activated);
+  ExpertGemm gate_up = gate_up_gemm(gemm, params.x, params.w13, params.w13_scale, activated);
   gate_up.gather = permute.sorted_slots.as<const int32_t>();
   gate_up.top_k = top_k;
   if (params.weight_on_input) {
@@ -278,7 +290,7 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   }
   DIFFULEX_RETURN_IF_ERROR(launch_gemm(kernels.path, dtype, gate_up, context));
 
-  ExpertGemm down = down_gemm(gemm, activated, params.w2, slot_out);
+  ExpertGemm down = down_gemm(gemm, activated, params.w2, params.w2_scale, slot_out);
   down.scatter = permute.sorted_slots.as<const int32_t>();
   DIFFULEX_RETURN_IF_ERROR(launch_gemm(kernels.path, dtype, down, context));
 
@@ -343,8 +355,8 @@ Status fused_experts_packed(const FusedExpertsPackedParams& params, const ExecCo
   gemm.is_streamed = kernels.is_streamed;
 
   DIFFULEX_RETURN_IF_ERROR(launch_gemm(
-      kernels.path, dtype, gate_up_gemm(gemm, params.x, params.w13, activated), context));
-  ExpertGemm down = down_gemm(gemm, activated, params.w2, params.out);
+      kernels.path, dtype, gate_up_gemm(gemm, params.x, params.w13, {}, activated), context));
+  ExpertGemm down = down_gemm(gemm, activated, params.w2, {}, params.out);
   down.row_weights = params.row_weights.as<const float>();
   down.row_weight_stride = 1;
   return launch_gemm(kernels.path, dtype, down, context);

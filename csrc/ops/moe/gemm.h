@@ -12,6 +12,7 @@
 #include "diffulex/ops/exec_context.h"
 #include "diffulex/ops/moe.h"
 #include "diffulex/ops/tensor_ref.h"
+#include "ops/moe/config.h"
 
 namespace diffulex::cuda {
 
@@ -60,6 +61,15 @@ struct ExpertScales {
   int32_t up_blocks;     // rows of blocks before those of up
 };
 
+/// Scales of weights of 4 bits; null: they have none.
+struct NibbleScales {
+  const void* values;  // [L, depth / group, N] bfloat16 or float32
+  int64_t expert_stride;
+  int64_t group_stride;
+  int32_t group;
+  bool are_floats;
+};
+
 /// A grouped product out[row] = rows[row] weight[expert]^T, with the activation of the gate-up
 /// product. Positions are those of the tile list.
 struct ExpertGemm {
@@ -95,6 +105,7 @@ struct ExpertGemm {
   bool is_gate_up;
   bool is_streamed;     // every weight is read about once: keep it out of the way in the L2 cache
   ExpertScales scales;  // of codes
+  NibbleScales nibbles;
 };
 
 /// Base address and leading strides are multiples of 16 bytes.
@@ -113,7 +124,28 @@ struct ExpertGemm {
                                   const TensorRef& expert_map, int32_t num_local_experts,
                                   const ExecContext& context);
 
-/// fused_moe of experts in low precision.
+/// The kernels of one call.
+struct MoeKernels {
+  MoePath path;
+  int32_t tile;
+  bool is_streamed;  // nearly every weight is read once
+};
+
+/// A tensor [rows, width] in the scratch of a call, without a width [rows].
+[[nodiscard]] TensorRef scratch_tensor(const ExecContext& context, size_t offset, DType dtype,
+                                       int64_t rows, int64_t width);
+
+/// The grouping of the slots, in the scratch of the call.
+[[nodiscard]] MoePermuteParams permute_into_scratch(const FusedMoeParams& params,
+                                                    const MoeScratch& scratch, int64_t max_tiles,
+                                                    int32_t tile, const ExecContext& context);
+
+/// What both products of fused_moe share: positions sorted by expert, cut into tiles.
+[[nodiscard]] ExpertGemm sorted_gemm(const FusedMoeParams& params, const MoePermuteParams& permute,
+                                     const MoeKernels& kernels, int64_t max_tiles,
+                                     bool is_sorted_inside);
+
+/// fused_moe of experts in codes of 8 bits.
 [[nodiscard]] Status fused_moe_scaled(const FusedMoeParams& params, const ExecContext& context);
 
 using LaunchExpertGemm = Status (*)(const ExpertGemm& gemm, const ExecContext& context);

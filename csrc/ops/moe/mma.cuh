@@ -21,9 +21,14 @@
 
 namespace diffulex::cuda {
 
+template <typename Traits>
+struct MoeProduct;
+
 template <typename T, int kRows, bool kIsGateUp>
 struct MoeMmaTraits {
   using Element = T;
+  using Weight = T;
+  using Product = MoeProduct<MoeMmaTraits>;
   static constexpr bool kGateUp = kIsGateUp;
   static constexpr int kTileRows = kRows;
   static constexpr int kWeightRows = 128;
@@ -40,11 +45,15 @@ struct MoeMmaTraits {
   // Small tiles wait for the memory: more bytes in flight.
   static constexpr int kStages = kRows <= 32 ? 4 : 3;
   static constexpr int kRowBytes = kDepth * 2;
+  static constexpr int kLines = 1;  // of kRowBytes, of each of the positions' rows in a step
+  static constexpr int kWeightBytes = kRowBytes;  // of a weight row in a step
   static constexpr int kStageBytes = (kRows + kWeightRows) * kRowBytes;
   static constexpr int kSmemBytes = kStages * kStageBytes;
   static constexpr int kRowsPerPass = kThreads / kChunks;
   static constexpr int kRowPasses = kRows / kRowsPerPass;
-  static constexpr int kWeightPasses = kWeightRows / kRowsPerPass;
+
+  /// Where piece `piece` of the weight row `row` lies.
+  __device__ __forceinline__ static int swizzle(int piece, int row) { return piece ^ (row & 7); }
   static_assert(sizeof(T) == 2, "the line of a row is 64 elements of 16 bits");
   static_assert(kSmemBytes <= 99 * 1024, "sm_86 has 99 KiB of shared memory for one CTA");
   static_assert(kRowPasses >= 1 && kRows % kRowsPerPass == 0, "a pass copies whole rows");
@@ -64,17 +73,19 @@ __device__ __forceinline__ int32_t weight_row(const ExpertGemm& gemm, int32_t fi
   }
 }
 
-/// Copies depth steps of both operands to shared memory.
+/// Copies depth steps of both operands to shared memory, chunks of rows and pieces of weight rows
+/// of 16 bytes each.
 template <typename Traits>
 class MoeLoader final {
  public:
   using T = typename Traits::Element;
+  using W = typename Traits::Weight;
 
   __device__ __forceinline__ MoeLoader(const ExpertGemm& gemm, const MoeTile& tile, int32_t first)
-      : depth_(gemm.depth), chunk_(threadIdx.x % Traits::kChunks) {
+      : depth_(gemm.depth), chunk_(threadIdx.x % Traits::kChunks), piece_(threadIdx.x % kPieces) {
     const int row = threadIdx.x / Traits::kChunks;
     const T* rows = static_cast<const T*>(gemm.rows);
-    const T* weight = static_cast<const T*>(gemm.weight) + tile.expert * gemm.expert_stride;
+    const W* weights = static_cast<const W*>(gemm.weight) + tile.expert * gemm.expert_stride;
 #pragma unroll
     for (int pass = 0; pass < Traits::kRowPasses; ++pass) {
       const int index = row + pass * Traits::kRowsPerPass;
@@ -84,75 +95,100 @@ class MoeLoader final {
       rows_[pass] = rows + gemm.row_map.offset(source) + chunk_ * 8;
       row_mask_ |= is_real ? 1U << pass : 0U;
     }
+    const int weight = threadIdx.x / kPieces;
 #pragma unroll
-    for (int pass = 0; pass < Traits::kWeightPasses; ++pass) {
-      const int32_t index = weight_row<Traits>(gemm, first, row + pass * Traits::kRowsPerPass);
-      weights_[pass] = weight + (index < 0 ? 0 : index) * gemm.weight_stride + chunk_ * 8;
+    for (int pass = 0; pass < kWeightPasses; ++pass) {
+      const int32_t index = weight_row<Traits>(gemm, first, weight + pass * kWeightsPerPass);
+      weights_[pass] =
+          weights + (index < 0 ? 0 : index) * gemm.weight_stride + piece_ * kPieceWidth;
       weight_mask_ |= index < 0 ? 0U : 1U << pass;
     }
     const int line = row * Traits::kRowBytes;
     // Rows of a pass are a multiple of 8 apart, so the swizzle of a thread never changes.
     offset_ = static_cast<uint32_t>(line + ((chunk_ ^ (row & 7)) * 16));
+    weight_offset_ =
+        static_cast<uint32_t>(Traits::kLines * Traits::kTileRows * Traits::kRowBytes +
+                              weight * Traits::kWeightBytes + Traits::swizzle(piece_, weight) * 16);
   }
 
   /// Enqueues step `step` into the stage at shared address `stage`.
   __device__ __forceinline__ void load(uint32_t stage, int step) const {
-    const int column = step * Traits::kDepth;
-    const bool is_inside = column + chunk_ * 8 < depth_;
 #pragma unroll
-    for (int pass = 0; pass < Traits::kRowPasses; ++pass) {
-      const bool is_read = is_inside && (row_mask_ >> pass & 1U) != 0;
-      ptx::cp_async16(stage + offset_ + pass * Traits::kRowsPerPass * Traits::kRowBytes,
+    for (int i = 0; i < Traits::kLines * Traits::kRowPasses; ++i) {
+      const int pass = i % Traits::kRowPasses;
+      const int line = i / Traits::kRowPasses;
+      const int column = step * Traits::kDepth + line * (Traits::kDepth / Traits::kLines);
+      const bool is_read = column + chunk_ * 8 < depth_ && (row_mask_ >> pass & 1U) != 0;
+      ptx::cp_async16(stage + offset_ + pass * Traits::kRowsPerPass * Traits::kRowBytes +
+                          line * Traits::kTileRows * Traits::kRowBytes,
                       is_read ? rows_[pass] + column : rows_[pass] - chunk_ * 8, is_read);
     }
-    const uint32_t weights = stage + Traits::kTileRows * Traits::kRowBytes + offset_;
+    const int column = step * Traits::kDepth;
+    const bool is_inside = column + piece_ * (Traits::kDepth / kPieces) < depth_;
 #pragma unroll
-    for (int pass = 0; pass < Traits::kWeightPasses; ++pass) {
+    for (int pass = 0; pass < kWeightPasses; ++pass) {
       const bool is_read = is_inside && (weight_mask_ >> pass & 1U) != 0;
-      ptx::cp_async16(weights + pass * Traits::kRowsPerPass * Traits::kRowBytes,
-                      is_read ? weights_[pass] + column : weights_[pass] - chunk_ * 8, is_read);
+      ptx::cp_async16(stage + weight_offset_ + pass * kWeightsPerPass * Traits::kWeightBytes,
+                      is_read ? weights_[pass] + step * (kPieces * kPieceWidth)
+                              : weights_[pass] - piece_ * kPieceWidth,
+                      is_read);
     }
   }
 
  private:
+  static constexpr int kPieces = Traits::kWeightBytes / 16;
+  static constexpr int kPieceWidth = 16 / sizeof(W);
+  static constexpr int kWeightsPerPass = Traits::kThreads / kPieces;
+  static constexpr int kWeightPasses = Traits::kWeightRows / kWeightsPerPass;
+  static_assert(kWeightsPerPass % 8 == 0, "the swizzle of a thread never changes");
+
   const T* rows_[Traits::kRowPasses];
-  const T* weights_[Traits::kWeightPasses];
+  const W* weights_[kWeightPasses];
   uint32_t row_mask_ = 0;
   uint32_t weight_mask_ = 0;
   uint32_t offset_;
+  uint32_t weight_offset_;
   int32_t depth_;
   int32_t chunk_;
+  int32_t piece_;
 };
 
-/// Adds the products of one stage.
+/// What a kernel multiplies by.
 template <typename Traits>
-__device__ __forceinline__ void multiply_stage(uint32_t stage, int warp_m, int warp_n,
-                                               float (&sums)[Traits::kMTiles][Traits::kNTiles][4]) {
-  using T = typename Traits::Element;
-  const int lane = threadIdx.x & 31;
-  const uint32_t weights = stage + Traits::kTileRows * Traits::kRowBytes;
+struct MoeProduct final {
+  __device__ __forceinline__ MoeProduct(const ExpertGemm& /*gemm*/, const MoeTile& /*tile*/,
+                                        int32_t /*first*/, int /*warp_n*/) {}
+
+  /// Adds the products of one stage.
+  __device__ __forceinline__ void add(uint32_t stage, int /*step*/, int warp_m, int warp_n,
+                                      float (&sums)[Traits::kMTiles][Traits::kNTiles][4]) {
+    using T = typename Traits::Element;
+    const int lane = threadIdx.x & 31;
+    const uint32_t weights = stage + Traits::kTileRows * Traits::kRowBytes;
 #pragma unroll
-  for (int k = 0; k < Traits::kDepth / 16; ++k) {
-    uint32_t right[Traits::kNTiles / 2][4];
+    for (int k = 0; k < Traits::kDepth / 16; ++k) {
+      uint32_t right[Traits::kNTiles / 2][4];
 #pragma unroll
-    for (int pair = 0; pair < Traits::kNTiles / 2; ++pair) {
-      const int row = warp_n * 32 + pair * 16 + lane / 16 * 8 + lane % 8;
-      const int chunk = k * 2 + lane / 8 % 2;
-      ptx::ldmatrix_x4(right[pair], weights + row * Traits::kRowBytes + ((chunk ^ (row & 7)) * 16));
-    }
+      for (int pair = 0; pair < Traits::kNTiles / 2; ++pair) {
+        const int row = warp_n * 32 + pair * 16 + lane / 16 * 8 + lane % 8;
+        const int chunk = k * 2 + lane / 8 % 2;
+        ptx::ldmatrix_x4(right[pair],
+                         weights + row * Traits::kRowBytes + ((chunk ^ (row & 7)) * 16));
+      }
 #pragma unroll
-    for (int m = 0; m < Traits::kMTiles; ++m) {
-      uint32_t left[4];
-      const int row = warp_m * Traits::kWarpRows + m * 16 + lane % 16;
-      const int chunk = k * 2 + lane / 16;
-      ptx::ldmatrix_x4(left, stage + row * Traits::kRowBytes + ((chunk ^ (row & 7)) * 16));
+      for (int m = 0; m < Traits::kMTiles; ++m) {
+        uint32_t left[4];
+        const int row = warp_m * Traits::kWarpRows + m * 16 + lane % 16;
+        const int chunk = k * 2 + lane / 16;
+        ptx::ldmatrix_x4(left, stage + row * Traits::kRowBytes + ((chunk ^ (row & 7)) * 16));
 #pragma unroll
-      for (int n = 0; n < Traits::kNTiles; ++n) {
-        ptx::mma_16816<T>(sums[m][n], left, right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
+        for (int n = 0; n < Traits::kNTiles; ++n) {
+          ptx::mma_16816<T>(sums[m][n], left, right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
+        }
       }
     }
   }
-}
+};
 
 /// Writes the results of a warp; activates them after the gate-up product.
 template <typename Traits>
@@ -219,6 +255,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
     }
     ptx::cp_async_commit();
   }
+  typename Traits::Product product(gemm, tile, first, warp_n);
   for (int step = 0; step < num_steps; ++step) {
     ptx::cp_async_wait<Traits::kStages - 2>();
     // It also means that no warp still reads the stage that is filled next.
@@ -228,8 +265,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
       loader.load(base + next % Traits::kStages * Traits::kStageBytes, next);
     }
     ptx::cp_async_commit();
-    multiply_stage<Traits>(base + step % Traits::kStages * Traits::kStageBytes, warp_m, warp_n,
-                           sums);
+    product.add(base + step % Traits::kStages * Traits::kStageBytes, step, warp_m, warp_n, sums);
   }
   ptx::cp_async_wait<0>();
   write_tile<Traits>(gemm, tile, first, warp_m, warp_n, sums);
@@ -273,41 +309,41 @@ Status launch_moe_mma_tile(const ExpertGemm& gemm, const ExecContext& context) {
   return check_launch(kMoeWhere);
 }
 
-template <typename T, bool kGateUp>
+template <template <typename, int, bool> typename Traits, typename T, bool kGateUp>
 Status launch_moe_mma_kind(const ExpertGemm& gemm, const ExecContext& context) {
   switch (gemm.tile) {
     case 16:
-      return launch_moe_mma_tile<MoeMmaTraits<T, 16, kGateUp>>(gemm, context);
+      return launch_moe_mma_tile<Traits<T, 16, kGateUp>>(gemm, context);
     case 32:
-      return launch_moe_mma_tile<MoeMmaTraits<T, 32, kGateUp>>(gemm, context);
+      return launch_moe_mma_tile<Traits<T, 32, kGateUp>>(gemm, context);
     case 64:
-      return launch_moe_mma_tile<MoeMmaTraits<T, 64, kGateUp>>(gemm, context);
+      return launch_moe_mma_tile<Traits<T, 64, kGateUp>>(gemm, context);
     case 128:
-      return launch_moe_mma_tile<MoeMmaTraits<T, 128, kGateUp>>(gemm, context);
+      return launch_moe_mma_tile<Traits<T, 128, kGateUp>>(gemm, context);
     default:
       return make_error(StatusCode::kNoKernel, kMoeWhere,
                         ": tile: expected 16, 32, 64 or 128, got ", gemm.tile);
   }
 }
 
-template <typename T>
+template <template <typename, int, bool> typename Traits, typename T>
 Status launch_moe_mma(const ExpertGemm& gemm, const ExecContext& context) {
-  return gemm.is_gate_up ? launch_moe_mma_kind<T, true>(gemm, context)
-                         : launch_moe_mma_kind<T, false>(gemm, context);
+  return gemm.is_gate_up ? launch_moe_mma_kind<Traits, T, true>(gemm, context)
+                         : launch_moe_mma_kind<Traits, T, false>(gemm, context);
 }
 
-template <typename T, bool kGateUp>
+template <template <typename, int, bool> typename Traits, typename T, bool kGateUp>
 Status prepare_moe_mma_kind(int32_t device_index) {
-  DIFFULEX_RETURN_IF_ERROR((prepare_moe_mma<MoeMmaTraits<T, 16, kGateUp>>(device_index)));
-  DIFFULEX_RETURN_IF_ERROR((prepare_moe_mma<MoeMmaTraits<T, 32, kGateUp>>(device_index)));
-  DIFFULEX_RETURN_IF_ERROR((prepare_moe_mma<MoeMmaTraits<T, 64, kGateUp>>(device_index)));
-  return prepare_moe_mma<MoeMmaTraits<T, 128, kGateUp>>(device_index);
+  DIFFULEX_RETURN_IF_ERROR((prepare_moe_mma<Traits<T, 16, kGateUp>>(device_index)));
+  DIFFULEX_RETURN_IF_ERROR((prepare_moe_mma<Traits<T, 32, kGateUp>>(device_index)));
+  DIFFULEX_RETURN_IF_ERROR((prepare_moe_mma<Traits<T, 64, kGateUp>>(device_index)));
+  return prepare_moe_mma<Traits<T, 128, kGateUp>>(device_index);
 }
 
-template <typename T>
+template <template <typename, int, bool> typename Traits, typename T>
 Status prepare_moe_mma_dtype(int32_t device_index) {
-  DIFFULEX_RETURN_IF_ERROR((prepare_moe_mma_kind<T, true>(device_index)));
-  return prepare_moe_mma_kind<T, false>(device_index);
+  DIFFULEX_RETURN_IF_ERROR((prepare_moe_mma_kind<Traits, T, true>(device_index)));
+  return prepare_moe_mma_kind<Traits, T, false>(device_index);
 }
 
 }  // namespace diffulex::cuda

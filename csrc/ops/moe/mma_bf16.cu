@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ops/moe/mma.cuh"
+#include "ops/quant/nibble_experts.cuh"
 
 namespace diffulex::cuda {
 
 Status launch_moe_mma_bf16(const ExpertGemm& gemm, const ExecContext& context) {
-  return launch_moe_mma<__nv_bfloat16>(gemm, context);
+  return launch_moe_any<__nv_bfloat16>(gemm, context);
 }
 
 Status prepare_moe_mma_bf16(int32_t device_index) {
-  return prepare_moe_mma_dtype<__nv_bfloat16>(device_index);
+  return prepare_moe_any<__nv_bfloat16>(device_index);
 }
 
 }  // namespace diffulex::cuda

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The grouped expert products without tensor cores: float32, and 16-bit operands whose rows are not
-// 16-byte aligned. A CTA computes 32 positions of one expert times 64 weight rows (32 gate and the
-// 32 matching up rows, or 64 rows of the second weight) in float32, over ascending k.
+// The grouped expert products without tensor cores: float32, 16-bit operands whose rows are not
+// 16-byte aligned, and weights of 4 bits in other groups or with float32 scales. A CTA computes 32
+// positions of one expert times 64 weight rows (32 gate and the 32 matching up rows, or 64 rows of
+// the second weight) in float32, over ascending k.
 #include <cstdint>
+#include <type_traits>
 
 #include "ops/activation/gate.cuh"
 #include "ops/moe/config.h"
 #include "ops/moe/gemm.h"
 #include "ops/moe/tiles.cuh"
 #include "ops/prepare.h"
+#include "ops/quant/code.cuh"
 #include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/vec.cuh"
 
@@ -36,6 +39,34 @@ __device__ __forceinline__ int32_t weight_row(const ExpertGemm& gemm, int32_t fi
     return first + row < gemm.width ? first + row : -1;
   }
 }
+
+/// A column of W of an expert, whose elements have the dtype of the rows or are nibbles.
+template <typename W>
+struct WeightColumn final {
+  static constexpr bool kAreNibbles = std::is_same_v<W, uint8_t>;
+  const W* values;
+  int64_t scales = 0;
+  int32_t shift = 0;
+
+  __device__ __forceinline__ WeightColumn(const ExpertGemm& gemm, int32_t expert, int32_t column)
+      : values(static_cast<const W*>(gemm.weight) + expert * gemm.expert_stride) {
+    if constexpr (kAreNibbles) {
+      scales = expert * gemm.nibbles.expert_stride +
+               column / gemm.nibbles.group * gemm.nibbles.group_stride;
+      shift = column % 2 * 4;
+    }
+    values += kAreNibbles ? column / 2 : column;
+  }
+  __device__ __forceinline__ float at(const ExpertGemm& gemm, int32_t row) const {
+    const W value = values[row * gemm.weight_stride];
+    if constexpr (kAreNibbles) {
+      const float scale = scale_at(gemm.nibbles.values, gemm.nibbles.are_floats, scales + row);
+      return __bfloat162float(nibble_value(value >> shift, scale));
+    } else {
+      return to_float(value);
+    }
+  }
+};
 
 /// Writes the results of a thread: of `count` rows at `start`, those at its place.
 template <typename T, bool kGateUp>
@@ -71,7 +102,7 @@ __device__ __forceinline__ void store_results(const ExpertGemm& gemm, int32_t st
   }
 }
 
-template <typename T, bool kGateUp>
+template <typename T, typename W, bool kGateUp>
 __global__ void __launch_bounds__(kThreads)
     generic_kernel(const __grid_constant__ ExpertGemm gemm) {
   __shared__ float left[kDepth][kTileRows + 1];
@@ -88,13 +119,13 @@ __global__ void __launch_bounds__(kThreads)
   const int line = threadIdx.x / kDepth;  // first row it copies
   constexpr int kLines = kThreads / kDepth;
   const T* rows = static_cast<const T*>(gemm.rows);
-  const T* weight = static_cast<const T*>(gemm.weight) + expert * gemm.expert_stride;
   const int lane_n = threadIdx.x % kLanes;
   const int lane_m = threadIdx.x / kLanes;
   float sums[kRows][kColumns] = {};
   for (int32_t base = 0; base < gemm.depth; base += kDepth) {
     const int32_t column = base + lane;
     const bool is_inside = column < gemm.depth;
+    const WeightColumn<W> weights(gemm, expert, column);
     for (int row = line; row < kTileRows; row += kLines) {
       float value = 0.0F;
       if (is_inside && row < count) {
@@ -105,8 +136,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     for (int row = line; row < kWeightRows; row += kLines) {
       const int32_t source = weight_row<kGateUp>(gemm, first, row);
-      right[lane][row] =
-          is_inside && source >= 0 ? to_float(weight[source * gemm.weight_stride + column]) : 0.0F;
+      right[lane][row] = is_inside && source >= 0 ? weights.at(gemm, source) : 0.0F;
     }
     __syncthreads();
 #pragma unroll 8
@@ -130,6 +160,22 @@ __global__ void __launch_bounds__(kThreads)
   store_results<T, kGateUp>(gemm, start, count, first, sums);
 }
 
+template <typename T, typename W>
+void launch_kernel(const ExpertGemm& gemm, int64_t grid, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(grid);
+  if (gemm.is_gate_up) {
+    generic_kernel<T, W, true><<<blocks, kThreads, 0, stream>>>(gemm);
+  } else {
+    generic_kernel<T, W, false><<<blocks, kThreads, 0, stream>>>(gemm);
+  }
+}
+
+template <typename T, typename W>
+Status touch_kernels() {
+  DIFFULEX_RETURN_IF_ERROR((touch_kernel(kWhere, generic_kernel<T, W, true>)));
+  return touch_kernel(kWhere, generic_kernel<T, W, false>);
+}
+
 }  // namespace
 
 Status launch_moe_generic(const ExpertGemm& gemm, DType dtype, const ExecContext& context) {
@@ -142,12 +188,8 @@ Status launch_moe_generic(const ExpertGemm& gemm, DType dtype, const ExecContext
   }
   DIFFULEX_RETURN_IF_ERROR(dispatch_dtype(kWhere, dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto blocks = static_cast<unsigned>(grid);
-    if (gemm.is_gate_up) {
-      generic_kernel<T, true><<<blocks, kThreads, 0, stream_of(context)>>>(gemm);
-    } else {
-      generic_kernel<T, false><<<blocks, kThreads, 0, stream_of(context)>>>(gemm);
-    }
+    gemm.nibbles.values == nullptr ? launch_kernel<T, T>(gemm, grid, stream_of(context))
+                                   : launch_kernel<T, uint8_t>(gemm, grid, stream_of(context));
     return Status::ok_status();
   }));
   return check_launch(kWhere);
@@ -156,8 +198,8 @@ Status launch_moe_generic(const ExpertGemm& gemm, DType dtype, const ExecContext
 Status prepare_moe_generic() {
   return for_each_dtype(kWhere, [](auto tag) {
     using T = typename decltype(tag)::type;
-    DIFFULEX_RETURN_IF_ERROR((touch_kernel(kWhere, generic_kernel<T, true>)));
-    return touch_kernel(kWhere, generic_kernel<T, false>);
+    DIFFULEX_RETURN_IF_ERROR((touch_kernels<T, T>()));
+    return touch_kernels<T, uint8_t>();
   });
 }
 

@@ -22,25 +22,6 @@ constexpr const char* kWhere = "diffulex::fused_moe";
 constexpr int32_t kShortTile = 16;
 constexpr int32_t kTallTile = 64;
 
-TensorRef matrix(const ExecContext& context, size_t offset, DType dtype, int64_t rows,
-                 int64_t width) {
-  TensorRef ref;
-  ref.data = static_cast<uint8_t*>(context.workspace) + offset;
-  ref.dtype = dtype;
-  ref.rank = 2;
-  ref.size[0] = rows;
-  ref.size[1] = width;
-  ref.stride[0] = width;
-  ref.stride[1] = 1;
-  return ref;
-}
-
-TensorRef vector(const ExecContext& context, size_t offset, int64_t count) {
-  TensorRef ref = matrix(context, offset, DType::kI32, count, 1);
-  ref.rank = 1;
-  return ref;
-}
-
 /// Rows as codes with scales of 128 columns, in the scratch of the call.
 struct CodedRows {
   TensorRef codes;
@@ -49,8 +30,9 @@ struct CodedRows {
 
 CodedRows coded_rows(const ExecContext& context, size_t codes, size_t scale, DType dtype,
                      int64_t rows, int64_t depth) {
-  return {matrix(context, codes, dtype, rows, depth),
-          matrix(context, scale, DType::kF32, ceil_div(depth, kQuantGroup), ceil_div(rows, 4) * 4)};
+  return {scratch_tensor(context, codes, dtype, rows, depth),
+          scratch_tensor(context, scale, DType::kF32, ceil_div(depth, kQuantGroup),
+                         ceil_div(rows, 4) * 4)};
 }
 
 Status quantize(const TensorRef& x, const CodedRows& rows, const ExecContext& context) {
@@ -59,22 +41,6 @@ Status quantize(const TensorRef& x, const CodedRows& rows, const ExecContext& co
   params.out = rows.codes;
   params.scale = rows.scale;
   return cuda::quantize_rows(params, context);
-}
-
-MoePermuteParams permute_into_scratch(const FusedMoeParams& params, const MoeScratch& scratch,
-                                      int32_t tile, int64_t max_tiles, const ExecContext& context) {
-  MoePermuteParams permute;
-  permute.num_local_experts = static_cast<int32_t>(params.w13.size[0]);
-  permute.tile = tile;
-  permute.topk_ids = params.topk_ids;
-  permute.expert_map = params.expert_map;
-  permute.sorted_slots = vector(context, scratch.sorted_slots, params.topk_ids.numel());
-  permute.expert_offsets =
-      vector(context, scratch.expert_offsets, int64_t{permute.num_local_experts} + 1);
-  permute.tile_expert = vector(context, scratch.tile_expert, max_tiles);
-  permute.tile_start = vector(context, scratch.tile_start, max_tiles);
-  permute.counters = vector(context, scratch.counters, 2);
-  return permute;
 }
 
 /// The product of coded rows with experts [L, N, K].
@@ -130,12 +96,12 @@ ScaledCall scaled_call(const FusedMoeParams& params, int32_t tile, const ExecCon
       {num_tokens, top_k, num_local, hidden, width, params.x.dtype, true}, Device::kCuda);
   const int64_t max_tiles = moe_max_tiles(num_slots, num_local, tile);
   return {params,
-          permute_into_scratch(params, scratch, tile, max_tiles, context),
+          permute_into_scratch(params, scratch, max_tiles, tile, context),
           max_tiles,
           coded_rows(context, scratch.x_codes, scratch.x_scale, codes, num_tokens, hidden),
-          matrix(context, scratch.activated, DType::kF32, num_slots, width),
+          scratch_tensor(context, scratch.activated, DType::kF32, num_slots, width),
           coded_rows(context, scratch.inner_codes, scratch.inner_scale, codes, num_slots, width),
-          matrix(context, scratch.slot_out, params.x.dtype, num_slots, hidden)};
+          scratch_tensor(context, scratch.slot_out, params.x.dtype, num_slots, hidden)};
 }
 
 int64_t num_experts_of(const FusedMoeParams& params) {
@@ -162,12 +128,12 @@ Status portable_experts(const ScaledCall& call, const ExecContext& context) {
       expert_args(call.x, params.w13, params.w13_scale, call.activated, call.permute, top_k);
   gate_up.act = static_cast<int32_t>(params.act);
   DIFFULEX_RETURN_IF_ERROR(
-      launch_scaled_experts(gate_up, codes, DType::kF32, tile, call.max_tiles, context));
+      launch_scaled_tiles(kWhere, gate_up, codes, DType::kF32, tile, call.max_tiles, context));
   DIFFULEX_RETURN_IF_ERROR(quantize(call.activated, call.inner, context));
   const ScaledArgs down =
       expert_args(call.inner, params.w2, params.w2_scale, call.slot_out, call.permute, 1);
   DIFFULEX_RETURN_IF_ERROR(
-      launch_scaled_experts(down, codes, params.x.dtype, tile, call.max_tiles, context));
+      launch_scaled_tiles(kWhere, down, codes, params.x.dtype, tile, call.max_tiles, context));
   return sum_slots(call, false, context);
 }
 
@@ -215,19 +181,9 @@ Status wgmma_experts(const ScaledCall& call, int64_t num_rows, const ExecContext
                                                            params.expert_map, num_local, context)
                                             : cuda::moe_permute(permute, context));
   DIFFULEX_RETURN_IF_ERROR(quantize(params.x, call.x, context));
-  ExpertGemm gemm{};
-  gemm.tile_expert = permute.tile_expert.as<const int32_t>();
-  gemm.tile_start = permute.tile_start.as<const int32_t>();
-  gemm.counters = permute.counters.as<const int32_t>();
-  gemm.ends = permute.expert_offsets.as<const int32_t>() + 1;
-  gemm.num_positions = num_slots;
-  gemm.max_tiles = static_cast<int32_t>(call.max_tiles);
-  gemm.tile = permute.tile;
-  gemm.act = params.act;
-  gemm.is_streamed = is_streamed_once(permute.tile, num_rows, params.x.size[0], num_local);
-  if (is_sorted_inside) {
-    gemm.routes = slot_routes(params.topk_ids, params.expert_map, num_local);
-  }
+  const bool is_streamed = is_streamed_once(permute.tile, num_rows, params.x.size[0], num_local);
+  const ExpertGemm gemm = sorted_gemm(params, permute, {MoePath::kWgmma, permute.tile, is_streamed},
+                                      call.max_tiles, is_sorted_inside);
   ExpertGemm gate_up = coded_gemm(gemm, call.x, params.w13, params.w13_scale, call.activated);
   gate_up.is_gate_up = true;
   gate_up.gather = permute.sorted_slots.as<const int32_t>();

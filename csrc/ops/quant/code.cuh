@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Codes of 8 bits on the device: those of codec.h, by the instruction where there is one.
+// Codes on the device: those of codec.h, by the instruction where there is one, and nibbles.
 
 #include <cstdint>
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "diffulex/ops/quantize.h"
 #include "ops/quant/codec.h"
+#include "ops/shared/cuda/ptx.cuh"
 
 namespace diffulex::cuda {
 
@@ -43,6 +46,34 @@ __device__ __forceinline__ uint32_t e4m3_pair(uint32_t codes) {
   const __half2_raw pair =
       __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3);
   return static_cast<uint32_t>(pair.x) | (static_cast<uint32_t>(pair.y) << 16);
+}
+
+/// (nibble - 8) * scale in bfloat16, rounded once, of a word: pair i holds nibbles i and 4 + i.
+__device__ __forceinline__ void widen_pairs(uint32_t word, __nv_bfloat162 scale,
+                                            uint32_t (&pairs)[4]) {
+  constexpr uint32_t kBias = 0x43004300;  // 128 with room for a nibble in the last places
+  const __nv_bfloat162 zero = __float2bfloat162_rn(128.0F + static_cast<float>(kInt4Zero));
+#pragma unroll
+  for (int32_t i = 0; i < 4; ++i) {
+    const uint32_t bits = ptx::and_or(word >> (4 * i), 0x000F000FU, kBias);
+    const __nv_bfloat162 value =
+        __hmul2(__hsub2(*reinterpret_cast<const __nv_bfloat162*>(&bits), zero), scale);
+    pairs[i] = *reinterpret_cast<const uint32_t*>(&value);
+  }
+}
+
+/// The same of one nibble and a scale that bfloat16 may not hold: the product is rounded to
+/// float32, then to bfloat16.
+__device__ __forceinline__ __nv_bfloat16 nibble_value(uint32_t nibble, float scale,
+                                                      int32_t zero = kInt4Zero) {
+  return __float2bfloat16_rn(
+      __fmul_rn(static_cast<float>(static_cast<int32_t>(nibble & 15U) - zero), scale));
+}
+
+/// A scale of nibbles, float32 or bfloat16.
+__device__ __forceinline__ float scale_at(const void* scales, bool are_floats, int64_t place) {
+  return are_floats ? static_cast<const float*>(scales)[place]
+                    : __bfloat162float(static_cast<const __nv_bfloat16*>(scales)[place]);
 }
 
 }  // namespace diffulex::cuda

@@ -44,19 +44,13 @@ struct NibbleScale final {
     if (row >= args.width) {
       return;
     }
-    const int64_t place = group * args.scale_stride + row;
-    scale = args.has_float_scales
-                ? static_cast<const float*>(args.scales)[place]
-                : __bfloat162float(static_cast<const __nv_bfloat16*>(args.scales)[place]);
+    scale = scale_at(args.scales, args.has_float_scales, group * args.scale_stride + row);
     zero = args.zeros == nullptr ? kInt4Zero : args.zeros[group * args.zero_stride + row];
-  }
-  __device__ __forceinline__ __nv_bfloat16 weight(uint32_t nibble) const {
-    return __float2bfloat16_rn(
-        __fmul_rn(static_cast<float>(static_cast<int32_t>(nibble) - zero), scale));
   }
   /// The two nibbles of a byte.
   __device__ __forceinline__ uint32_t pair(uint32_t byte) const {
-    const __nv_bfloat162 both(weight(byte & 15U), weight(byte >> 4 & 15U));
+    const __nv_bfloat162 both(nibble_value(byte, scale, zero),
+                              nibble_value(byte >> 4, scale, zero));
     return *reinterpret_cast<const uint32_t*>(&both);
   }
 };
@@ -202,7 +196,7 @@ __global__ void __launch_bounds__(kPlainThreads)
         NibbleScale scale;
         scale.read(args, k / args.group, first_column + line);
         const uint32_t byte = args.weight[(first_column + line) * args.weight_stride + k / 2];
-        value = __bfloat162float(scale.weight(byte >> (k % 2 * 4) & 15U));
+        value = __bfloat162float(nibble_value(byte >> (k % 2 * 4), scale.scale, scale.zero));
       }
       right[line][i % kPlainDepth] = value;
     }

@@ -19,26 +19,29 @@ constexpr const char* kScaled = "diffulex::linear_scaled";
 constexpr const char* kNibbles = "diffulex::linear_w4a16";
 /// Rows of x up to which a tile of 16 is enough.
 constexpr int64_t kShortRows = 16;
+constexpr int64_t kTallRows = 64;
 
-template <typename T, typename Sum, int kTiles, bool kIsWide>
-Status launch_tile(const ScaledArgs& args, cudaStream_t stream) {
-  const int64_t row_tiles = ceil_div(args.num_rows, 16 * kTiles);
-  const int64_t columns = args.act < 0 ? kScaledWeightRows : kScaledWeightRows / 2;
-  const int64_t grid = row_tiles * ceil_div(args.width, columns);
-  scaled_kernel<T, Sum, kTiles, kIsWide>
-      <<<static_cast<unsigned>(grid), kScaledThreads, 0, stream>>>(args,
-                                                                   static_cast<int32_t>(row_tiles));
-  return check_launch(kScaled);
+/// Whether codes come in runs of 16 bytes.
+bool is_wide_call(const ScaledArgs& args) {
+  return args.depth % 16 == 0 && args.x_stride % 16 == 0 && args.weight_stride % 16 == 0 &&
+         args.experts.weight_stride % 16 == 0 && is_aligned16(args.x) && is_aligned16(args.weight);
 }
 
 template <typename T, typename Sum>
-Status launch_scaled(const ScaledArgs& args, bool is_wide, cudaStream_t stream) {
-  if (args.num_rows <= kShortRows) {
-    return is_wide ? launch_tile<T, Sum, 1, true>(args, stream)
-                   : launch_tile<T, Sum, 1, false>(args, stream);
+Status launch_tiles(const char* where, const ScaledArgs& args, int64_t height, int64_t max_tiles,
+                    cudaStream_t stream) {
+  const bool is_wide = is_wide_call(args);
+  const int64_t columns = args.act < 0 ? kScaledWeightRows : kScaledWeightRows / 2;
+  const auto grid = static_cast<unsigned>(max_tiles * ceil_div(args.width, columns));
+  const auto tiles = static_cast<int32_t>(max_tiles);
+  if (height == kShortRows) {
+    is_wide ? scaled_kernel<T, Sum, 1, true><<<grid, kScaledThreads, 0, stream>>>(args, tiles)
+            : scaled_kernel<T, Sum, 1, false><<<grid, kScaledThreads, 0, stream>>>(args, tiles);
+  } else {
+    is_wide ? scaled_kernel<T, Sum, 4, true><<<grid, kScaledThreads, 0, stream>>>(args, tiles)
+            : scaled_kernel<T, Sum, 4, false><<<grid, kScaledThreads, 0, stream>>>(args, tiles);
   }
-  return is_wide ? launch_tile<T, Sum, 4, true>(args, stream)
-                 : launch_tile<T, Sum, 4, false>(args, stream);
+  return check_launch(where);
 }
 
 ScaledArgs scaled_args(const LinearScaledParams& params) {
@@ -106,28 +109,6 @@ void launch_plain_nibbles(const NibbleArgs& args, cudaStream_t stream) {
   plain_nibble_kernel<T, Out><<<grid, kPlainThreads, 0, stream>>>(args);
 }
 
-template <typename T, typename Sum>
-Status launch_experts(const ScaledArgs& args, int32_t tile, int64_t max_tiles, bool is_wide,
-                      cudaStream_t stream) {
-  const int64_t columns = args.act < 0 ? kScaledWeightRows : kScaledWeightRows / 2;
-  const auto grid = static_cast<unsigned>(max_tiles * ceil_div(args.width, columns));
-  const auto row_tiles = static_cast<int32_t>(max_tiles);
-  if (tile == kShortRows) {
-    is_wide ? scaled_kernel<T, Sum, 1, true><<<grid, kScaledThreads, 0, stream>>>(args, row_tiles)
-            : scaled_kernel<T, Sum, 1, false><<<grid, kScaledThreads, 0, stream>>>(args, row_tiles);
-  } else {
-    is_wide ? scaled_kernel<T, Sum, 4, true><<<grid, kScaledThreads, 0, stream>>>(args, row_tiles)
-            : scaled_kernel<T, Sum, 4, false><<<grid, kScaledThreads, 0, stream>>>(args, row_tiles);
-  }
-  return check_launch("diffulex::fused_moe");
-}
-
-/// Whether codes come in runs of 16 bytes.
-bool is_wide_call(const ScaledArgs& args) {
-  return args.depth % 16 == 0 && args.x_stride % 16 == 0 && args.weight_stride % 16 == 0 &&
-         args.experts.weight_stride % 16 == 0 && is_aligned16(args.x) && is_aligned16(args.weight);
-}
-
 Status check_row_major(const char* op, const TensorRef& weight) {
   return weight.rank == 2
              ? Status{}
@@ -137,14 +118,13 @@ Status check_row_major(const char* op, const TensorRef& weight) {
 
 }  // namespace
 
-Status launch_scaled_experts(const ScaledArgs& args, DType codes, DType out, int32_t tile,
-                             int64_t max_tiles, const ExecContext& context) {
-  const bool is_wide = is_wide_call(args);
-  return dispatch_dtype("diffulex::fused_moe", out, [&](auto tag) {
+Status launch_scaled_tiles(const char* where, const ScaledArgs& args, DType codes, DType out,
+                           int64_t height, int64_t max_tiles, const ExecContext& context) {
+  return dispatch_dtype(where, out, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const cudaStream_t stream = stream_of(context);
-    return codes == DType::kI8 ? launch_experts<T, int32_t>(args, tile, max_tiles, is_wide, stream)
-                               : launch_experts<T, float>(args, tile, max_tiles, is_wide, stream);
+    return codes == DType::kI8 ? launch_tiles<T, int32_t>(where, args, height, max_tiles, stream)
+                               : launch_tiles<T, float>(where, args, height, max_tiles, stream);
   });
 }
 
@@ -155,14 +135,9 @@ Status linear_scaled(const LinearScaledParams& params, const ExecContext& contex
   if (has_wgmma_product(params, context.device_index)) {
     return launch_wgmma_product(params, context);
   }
-  const ScaledArgs args = scaled_args(params);
-  const bool is_wide = is_wide_call(args);
-  return dispatch_dtype(kScaled, params.out.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return params.x.dtype == DType::kI8
-               ? launch_scaled<T, int32_t>(args, is_wide, stream_of(context))
-               : launch_scaled<T, float>(args, is_wide, stream_of(context));
-  });
+  const int64_t height = params.x.size[0] <= kShortRows ? kShortRows : kTallRows;
+  return launch_scaled_tiles(kScaled, scaled_args(params), params.x.dtype, params.out.dtype, height,
+                             ceil_div(params.x.size[0], height), context);
 }
 
 Status linear_w4a16(const LinearW4a16Params& params, const ExecContext& context) {

@@ -7,10 +7,10 @@
 
 namespace diffulex::cuda {
 
-/// A product of every expert over the work tiles of moe_permute with `tile` positions, 16 or 64;
-/// at most `max_tiles` of them. `args.experts` says whose rows they are.
-[[nodiscard]] Status launch_scaled_experts(const ScaledArgs& args, DType codes, DType out,
-                                           int32_t tile, int64_t max_tiles,
-                                           const ExecContext& context);
+/// A product over at most `max_tiles` tiles of `height` rows, 16 or 64. Where there are experts
+/// they are the work tiles of moe_permute, and `args.experts` says whose rows they are.
+[[nodiscard]] Status launch_scaled_tiles(const char* where, const ScaledArgs& args, DType codes,
+                                         DType out, int64_t height, int64_t max_tiles,
+                                         const ExecContext& context);
 
 }  // namespace diffulex::cuda

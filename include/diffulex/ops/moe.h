@@ -47,7 +47,7 @@ struct MoeShape {
   int64_t hidden_size = 0;
   int64_t intermediate_size = 0;
   DType dtype = DType::kBF16;  // of x
-  bool is_scaled = false;      // the experts are codes with scales
+  bool is_scaled = false;      // the experts are codes of 8 bits with scales
 };
 
 /// Scratch of fused_moe in bytes; 0 on the CPU.
@@ -64,18 +64,21 @@ struct MoeShape {
 ///
 /// With scales x is quantised as quantize_rows does, once a row, products are those of
 /// linear_scaled, and the activated product is quantised from float32, a scale per slot and 128
-/// columns.
+/// columns. Of nibbles rows stay as they are: a weight is (nibble - 8) scale rounded to bfloat16.
 struct FusedMoeParams {
   TensorRef x;             // [T, H] float, any row stride
   TensorRef w13;           // [L, 2 I, H] dtype of x, gate rows first, last dimension contiguous;
-                           // with scales float8_e4m3fn or int8, and w2 as well
+                           // with scales float8_e4m3fn or int8, and w2 as well; or two nibbles
+                           // in a byte, uint8 [L, 2 I, H / 2] and [L, H, I / 2]
   TensorRef w2;            // [L, H, I] dtype of x, last dimension contiguous
   TensorRef topk_weights;  // [T, K] float32, any row stride
   TensorRef topk_ids;      // [T, K] int32, any row stride
   TensorRef expert_map;    // [E] int32, optional
   TensorRef w13_scale;     // CUDA only: [L, 2 I] float32; e4m3 alone: or [L, 2 ceil(I / 128),
-                           // ceil(H / 128)], blocks of gate, then those of up
-  TensorRef w2_scale;      // with w13_scale: [L, H] or [L, ceil(H / 128), ceil(I / 128)]
+                           // ceil(H / 128)], blocks of gate, then those of up; of nibbles
+                           // [L, groups, 2 I] bfloat16 or float32, groups of equal width
+  TensorRef w2_scale;      // with w13_scale: [L, H] or [L, ceil(H / 128), ceil(I / 128)]; of
+                           // nibbles [L, groups, H]
   TensorRef addend;        // [T, H] dtype of x or float32, optional
   TensorRef out;           // [T, H] dtype of x, memory of its own
   Activation act = Activation::kSilu;

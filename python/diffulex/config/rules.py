@@ -225,13 +225,6 @@ class Resolver:
         self._check_choices(None if stored is not None else scheme)
         if scheme in ("auto", "none"):
             return
-        of_stored = " (the checkpoint's)" if stored is not None else ""
-        if is_cuda and facts.spec.moe is not None and scheme == "int4":
-            legal = "none" if of_stored else "auto, none, fp8, fp8_block or int8"
-            raise ConfigError(
-                f"quantization: expected {legal} for routed experts on {values['device']}, which has no"
-                f" kernels for them in 4 bits yet, got {scheme!r}{of_stored}"
-            )
         if is_cuda and values["dtype"] == "float32":
             raise ConfigError(
                 f"dtype: expected bfloat16 or float16 with weights in low precision on"

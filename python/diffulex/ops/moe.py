@@ -118,7 +118,9 @@ def fused_moe(
         expert_map: [E] int32 global id -> local id or -1; None = identity.
         w13_scale, w2_scale: float32, for experts of codes (float8_e4m3fn or int8; CUDA only), whose rows
             are quantised as `quantize_rows` does: [L, 2 I] and [L, H], or of float8 [L, 2 ceil(I / 128),
-            ceil(H / 128)], blocks of gate first, and [L, ceil(H / 128), ceil(I / 128)].
+            ceil(H / 128)], blocks of gate first, and [L, ceil(H / 128), ceil(I / 128)]. Of nibbles, uint8
+            [L, 2 I, H / 2] and [L, H, I / 2] (CUDA only), whose rows stay as they are: bfloat16 or float32
+            [L, groups, 2 I] and [L, groups, H], groups of equal width.
         addend: [T, H] in the dtype of x or float32, added before the one rounding at the end.
         weight_on_input: the weight multiplies x instead of the result; K must be 1.
         out: memory of its own; None allocates it.
@@ -275,16 +277,32 @@ def _check_experts(arguments: FakeArguments, x: Tensor, w13: Tensor) -> None:
     arguments.choice("act", 2)
 
 
+def _check_nibble_scales(
+    arguments: FakeArguments, name: str, scale: Tensor, shape: tuple[int, int], depth: int
+) -> None:
+    arguments.check(name, (torch.bfloat16, torch.float32), (shape[0], None, shape[1]))
+    groups = scale.shape[1]
+    is_whole = groups > 0 and depth % groups == 0
+    arguments.require(name, is_whole, f"groups that divide {depth} columns", list(scale.shape))
+
+
 def _check_scaled_experts(
     arguments: FakeArguments, x: Tensor, w13: Tensor, w13_scale: Tensor, w2_scale: Tensor
 ) -> None:
     hidden = x.shape[-1]
-    arguments.check("w13", _CODES, (None, None, hidden))
+    has_nibbles = w13.dtype == torch.uint8
+    per_element = 2 if has_nibbles else 1
+    arguments.check("w13", (*_CODES, torch.uint8), (None, None, hidden // per_element))
     num_experts, rows = w13.shape[:2]
     _check_local_experts(arguments, "w13", num_experts)
     expected = "gate and up rows of an even expert width"
     arguments.require("w13", rows >= 2 and rows % 4 == 0, expected, list(w13.shape))
-    arguments.check("w2", (w13.dtype,), (num_experts, hidden, rows // 2))
+    arguments.check("w2", (w13.dtype,), (num_experts, hidden, rows // 2 // per_element))
+    if has_nibbles:
+        _check_nibble_scales(arguments, "w13_scale", w13_scale, (num_experts, rows), hidden)
+        _check_nibble_scales(arguments, "w2_scale", w2_scale, (num_experts, hidden), rows // 2)
+        arguments.choice("act", 2)
+        return
     blocks, inner = -(-hidden // 128), -(-rows // 2 // 128)
     has_blocks = w13.dtype != torch.int8
     of_rows = (2 * inner, blocks) if has_blocks and w13_scale.dim() == 3 else (rows,)

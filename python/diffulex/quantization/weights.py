@@ -47,13 +47,13 @@ class _Part:
 
     __slots__ = (
         "_has_tiles",
-        "_shape",
         "codes",
         "depth",
         "order",
         "rows",
         "scale",
         "scheme",
+        "shape",
         "zeros",
     )
 
@@ -67,7 +67,7 @@ class _Part:
         dtype: torch.dtype | None,
     ) -> None:
         self.rows, self.depth, self.scheme = slice(start, start + shape.rows), depth, scheme
-        self._shape = shape
+        self.shape = shape
         codes, scale = ops.weight_parts(shape.rows, depth, scheme, shape.group)
         self.codes = torch.empty(codes[0], dtype=codes[1], device=device)
         of_scale = torch.float32 if shape.has_exact_scale else scale[1]
@@ -94,7 +94,7 @@ class _Part:
         ops.quantize_weight(
             values.to(self.codes.device),
             self.scheme,
-            group=self._shape.group,
+            group=self.shape.group,
             out=self.codes[first:last],
             scale=self._of_rows(self.scale, first, last),
         )
@@ -111,8 +111,8 @@ class _Part:
             self.order = stored.order.to(self.codes.device)
 
     def place_in(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Takes other memory for what will be written."""
-        self.codes, self.scale = codes, scale
+        """Takes other memory for what will be written, in rows."""
+        self.codes, self.scale, self._has_tiles = codes, scale, False
 
     def _of_rows(self, scale: torch.Tensor, first: int, last: int) -> torch.Tensor:
         if self.scheme == WeightScheme.INT4:
@@ -120,18 +120,18 @@ class _Part:
         if self.scheme != WeightScheme.FP8_BLOCK:
             return scale[first:last]
         size = ops.QUANT_GROUP
-        if first % size or (last % size and last != self._shape.rows):
+        if first % size or (last % size and last != self.shape.rows):
             raise ValueError(f"write: expected blocks of {size} rows, got {first}:{last}")
         return scale[first // size : -(-last // size)]
 
     @property
     def group(self) -> int:
-        return self._shape.group
+        return self.shape.group
 
     @property
     def is_foreign(self) -> bool:
         """Whether only a checkpoint has this form."""
-        shape = self._shape
+        shape = self.shape
         return shape.has_exact_scale or shape.has_zeros or shape.has_order
 
     def row_major(self) -> torch.Tensor:
@@ -140,7 +140,7 @@ class _Part:
             return self.codes
         if self._has_tiles:
             return ops.from_nibble_tiles(self.codes.clone())
-        num_rows = self._shape.rows
+        num_rows = self.shape.rows
         shape, dtype = ops.weight_parts(num_rows, self.depth, self.scheme, self.group)[0]
         return ops.unpack_panels(self.codes, num_rows, shape[1], dtype)
 
@@ -157,7 +157,7 @@ class _Part:
             return self._has_tiles and self.codes.dim() == 4
         if self.codes.device.type == "cpu":
             return False
-        half = self._shape.rows // 2
+        half = self.shape.rows // 2
         return self.scheme != WeightScheme.FP8_BLOCK or half % ops.QUANT_GROUP == 0
 
     def pack(self) -> None:
@@ -185,7 +185,7 @@ class _Part:
     ) -> None:
         if isinstance(x, torch.Tensor):
             rows = x if self.order is None else x.index_select(1, self.order)
-            group, zeros = self._shape.group or self.depth, self.zeros
+            group, zeros = self.shape.group or self.depth, self.zeros
             ops.linear_w4a16(rows, self.codes, self.scale, zeros, bias, group=group, out=out)
         else:
             ops.linear_scaled(x, self.codes, self.scale, bias, out=out)
@@ -370,34 +370,58 @@ class QuantizedWeight:
 
 
 class _Stack(NamedTuple):
-    """Codes [L, N, K] and scales of the matrices of L experts, which are views of them."""
+    """Codes [L, N, K], or nibbles, and scales of the matrices of L experts, which are views of them."""
 
     codes: torch.Tensor
     scale: torch.Tensor
 
     @classmethod
     def of(cls, weights: Sequence[QuantizedWeight], device: torch.device | str) -> Self:
-        """Memory for matrices of 8 bits that have none, or no values yet."""
+        """Memory for matrices that have none, or no values yet."""
         parts = weights[0].parts
-        rows = [len(part.scale) for part in parts]
         first, count = parts[0], len(weights)
-        shape = (count, weights[0].num_rows, weights[0].depth)
+        # Scales of int4 have groups of columns in front of rows.
+        dim = 1 if first.scheme == WeightScheme.INT4 else 0
+        rows = [part.scale.size(dim) for part in parts]
+        shape = (count, weights[0].num_rows, first.codes.size(1))
         codes = first.codes.new_empty(shape, device=device)
-        scale = first.scale.new_empty((count, sum(rows), *first.scale.shape[1:]), device=device)
+        sizes = list(first.scale.shape)
+        sizes[dim] = sum(rows)
+        scale = first.scale.new_empty((count, *sizes), device=device)
         for weight, its_codes, its_scale in zip(weights, codes, scale, strict=True):
-            for part, of_part in zip(weight.parts, its_scale.split(rows), strict=True):
+            for part, of_part in zip(weight.parts, its_scale.split(rows, dim), strict=True):
                 part.place_in(its_codes[part.rows], of_part)
         return cls(codes, scale)
+
+
+def _check_nibbles(weights: Sequence[QuantizedWeight]) -> None:
+    """A stack of 4 bits has groups and scales of one kind, and nothing that only checkpoints have."""
+    shapes = {replace(part.shape, rows=0) for weight in weights for part in weight.parts}
+    found = {
+        "zero points": any(shape.has_zeros for shape in shapes),
+        "orders of columns": any(shape.has_order for shape in shapes),
+        "several kinds of groups and scales": len(shapes) > 1,
+    }
+    got = " and ".join(name for name, is_there in found.items() if is_there)
+    if got:
+        raise ConfigError(
+            f"quantization: expected routed experts of int4 on cuda without zero points, in groups and"
+            f" scales of one kind, got {got} (quantization none takes the values)"
+        )
 
 
 def check_stackable(w13: Sequence[QuantizedWeight], w2: Sequence[QuantizedWeight]) -> None:
     """Refuses experts that the kernels of stacks cannot multiply."""
     schemes = {weight.scheme for weight in (*w13, *w2)}
-    if len(schemes) > 1 or WeightScheme.INT4 in schemes:
+    if len(schemes) > 1:
         names = ", ".join(sorted(scheme.name.lower() for scheme in schemes))
         raise ConfigError(
-            f"quantization: expected routed experts in one scheme of 8 bits on cuda, got {names}"
+            f"quantization: expected routed experts in one scheme on cuda, got {names}"
         )
+    if WeightScheme.INT4 in schemes:
+        _check_nibbles(w13)
+        _check_nibbles(w2)
+        return
     # Blocks of gate and up that are stored as one matrix begin at its first row; the kernels begin
     # those of up at its own.
     parts = w13[0].parts
@@ -415,8 +439,7 @@ class QuantizedExperts:
     Args:
         w13, w2: matrices of the experts; those of stacks have their memory from here, and are made on
             the meta device.
-        device: where they lie; where `are_stacked`, they have 8 bits and are one stack for each of the
-            two.
+        device: where they lie; where `are_stacked`, they are one stack for each of the two.
     """
 
     __slots__ = ("_stacks", "w2", "w13")

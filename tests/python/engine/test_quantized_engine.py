@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diffulex import Diffulex, SamplingParams
+from diffulex import Diffulex, SamplingParams, ops
 from diffulex.bench.evaluate import read_problems
 from diffulex.bench.word_problems import Problem, heldout_problems, is_correct
 from diffulex.checkpoint import tensor_reader
@@ -27,6 +27,7 @@ from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
 from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
 from fixtures.adapters import ALPHA, QWEN_TARGETS, RANK, AdapterBuilder
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
+from fixtures.moe_families import moe_builder, moe_config
 from fixtures.quantized import FORMATS, Checked, rows_by_product
 from fixtures.quick import quick
 from tiny_gemma import TinyGemma
@@ -109,7 +110,7 @@ def test_cuda_answers_as_well_as_the_cpu(scheme: str) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_on_cuda_answer_as_well_as_on_the_cpu(scheme: str) -> None:
     """A model of the zoo with routed experts; graphs change no token."""
     problems = read_problems(str(ZOO / "heldout.jsonl"))[:32]
@@ -139,6 +140,54 @@ def test_codes_on_cuda_are_those_of_the_cpu(tmp_path, scheme: str) -> None:
             held.append([tensor.cpu() for tensor in codes_of(engine)])
     for of_cpu, codes in zip(*held, strict=True):
         assert torch.equal(of_cpu, codes)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize(("width", "group"), [(64, 32), (48, 64)])
+def test_experts_of_4_bits_are_those_of_the_definition(
+    tmp_path, device: str, width: int, group: int
+) -> None:
+    """A layer of a tiny mixture against its values in float64; on CUDA the codes of the CPU in stacks, and
+    the same tokens with graphs and without. Of the width 48 down has a scale a row, and no tensor cores."""
+    config = moe_config("sdar_moe", moe_intermediate_size=width, hidden_size=64)
+    moe_builder("sdar_moe", config=config).write(tmp_path)
+    settings = {"max_model_len": 128, "num_pages": 8, "quantization": "int4", "dtype": "bfloat16"}
+    settings |= {"quantization_group_size": group}
+
+    def experts_of(engine: Diffulex) -> QuantizedExperts:
+        held = (getattr(module, "matrices", None) for module in model_of(engine).modules())
+        return next(item for item in held if isinstance(item, QuantizedExperts))
+
+    def generated(engine: Diffulex) -> list[int]:
+        return list(engine.generate([[5, 6, 7, 8]], GREEDY, summary=False)[0].token_ids)
+
+    with Diffulex(str(tmp_path), device="cpu", **settings) as engine:
+        experts = experts_of(engine)
+        codes = [p.row_major() for w in (*experts.w13, *experts.w2) for p in w.parts]
+        values = [rows_by_product(weight).double() for weight in (*experts.w13, *experts.w2)]
+    with Diffulex(str(tmp_path), device=device, **settings) as engine:
+        experts, found = experts_of(engine), generated(engine)
+        held = [p.row_major() for w in (*experts.w13, *experts.w2) for p in w.parts]
+        assert all(map(torch.equal, codes, (tensor.cpu() for tensor in held)))
+        count, top_k = len(experts.w13), 2
+        x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+        order = torch.rand(40, count, generator=torch.Generator().manual_seed(2))
+        ids = order.topk(top_k).indices.int()
+        routing = ops.Routing(torch.full((40, top_k), 0.5), ids)
+        on_device = ops.Routing(*(part.to(device) for part in routing))
+        rows = x.to(device)
+        workspace = experts.new_workspace(rows, top_k)
+        out = experts.product(rows, on_device, out=torch.empty_like(rows), workspace=workspace)
+    want = torch.zeros(40, 64, dtype=torch.float64)
+    for token, chosen in enumerate(ids.tolist()):
+        for expert in chosen:
+            gate, up = (values[expert] @ x[token].double()).chunk(2)
+            inner = torch.nn.functional.silu(gate) * up
+            want[token] += 0.5 * (values[count + expert] @ inner)
+    assert (out.cpu().double() - want).norm() <= 0.01 * want.norm()
+    with Diffulex(str(tmp_path), device=device, enforce_eager=True, **settings) as engine:
+        assert generated(engine) == found
+    assert len(found) > 0
 
 
 @pytest.mark.cuda
@@ -340,14 +389,3 @@ def test_float32_on_cuda_is_an_error() -> None:
     message = "dtype: expected bfloat16 or float16 with weights in low precision on cuda"
     with pytest.raises(ConfigError, match=message):
         Diffulex("demo", device="cuda", quantization="int8", dtype="float32")
-
-
-@pytest.mark.cuda
-def test_routed_experts_of_four_bits_on_cuda_have_no_kernels_yet() -> None:
-    message = "quantization: expected auto, none, fp8, fp8_block or int8 for routed experts on cuda"
-    with pytest.raises(ConfigError, match=message):
-        Diffulex(
-            str(ZOO / "edit_llada2"),
-            device="cuda",
-            quantization="int4",
-        )

@@ -367,7 +367,7 @@ def test_the_memory_that_is_asked_for_is_the_memory_that_is_taken(
     assert tensor_bytes(load(tmp_path, plan)) == tensor_bytes(dense) - saved
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int4"])
 def test_stacked_experts_have_one_memory(
     tmp_path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
@@ -395,7 +395,9 @@ def test_stacked_experts_have_one_memory(
                 codes, scales = codes_of(weight)
                 assert weight.parts[0].codes.data_ptr() == stack.codes[index].data_ptr()
                 assert torch.equal(stack.codes[index].view(torch.uint8), codes)
-                assert torch.equal(torch.cat(scales), stack.scale[index])
+                assert torch.equal(
+                    torch.cat(scales, -1 if scheme == "int4" else 0), stack.scale[index]
+                )
     assert same_codes(stacked, apart) == num_experts // 2
 
 
@@ -496,8 +498,9 @@ def test_blocks_are_written_whole() -> None:
             "expected gate and up of stacked experts in whole blocks of 128",
         ),
         ("fp8_block", "fp8_block", 128, ""),
-        ("fp8", "int8", 128, "in one scheme of 8 bits on cuda, got fp8, int8"),
-        ("int4", "int4", 128, "in one scheme of 8 bits on cuda, got int4"),
+        ("fp8", "int8", 128, "in one scheme on cuda, got fp8, int8"),
+        ("int4", "int8", 128, "in one scheme on cuda, got int4, int8"),
+        ("int4", "int4", 128, ""),
     ],
 )
 def test_experts_that_cannot_be_stacked(scheme: str, other: str, width: int, text: str) -> None:
@@ -509,4 +512,31 @@ def test_experts_that_cannot_be_stacked(scheme: str, other: str, width: int, tex
         check_stackable(w13, w2)
         return
     with pytest.raises(ConfigError, match=re.escape(text)):
+        check_stackable(w13, w2)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ([Shape(64, 32), Shape(64, 32)], ""),
+        ([Shape(64, 32, has_exact_scale=True)] * 2, ""),
+        ([Shape(64, 32), Shape(64, 64)], "several kinds of groups and scales"),
+        (
+            [Shape(64, 32), Shape(64, 32, has_exact_scale=True)],
+            "several kinds of groups and scales",
+        ),
+        ([Shape(64, 32, has_zeros=True)] * 2, "zero points"),
+        ([Shape(64, 32, has_zeros=True, has_order=True)] * 2, "zero points and orders of columns"),
+    ],
+)
+def test_experts_of_4_bits_that_cannot_be_stacked(shapes: list[Shape], text: str) -> None:
+    w13 = [QuantizedWeight(shapes, 128, WeightScheme.INT4, "meta") for _ in range(3)]
+    w2 = [QuantizedWeight((Shape(128, 32),), 64, WeightScheme.INT4, "meta") for _ in range(3)]
+    if not text:
+        check_stackable(w13, w2)
+        return
+    message = (
+        f"without zero points, in groups and scales of one kind, got {text} (quantization none"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
         check_stackable(w13, w2)

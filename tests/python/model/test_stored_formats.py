@@ -171,14 +171,45 @@ def test_experts_alone(tmp_path, name: str) -> None:
             assert torch.allclose(rows, module.w2[expert], rtol=2e-6, atol=0)
 
 
-def test_experts_of_one_tensor_each(tmp_path) -> None:
-    """compressed-tensors has a tensor for each projection of an expert; routers stay as they are."""
+def experts_of(model: Any) -> list[QuantizedExperts]:
+    held = (getattr(module, "matrices", None) for module in model.modules())
+    return [item for item in held if isinstance(item, QuantizedExperts)]
+
+
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [("ct_int4_zeros", "zero points"), ("gptq_sym", "zero points and orders of columns")],
+)
+def test_experts_that_have_no_stacks(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, name: str, got: str
+) -> None:
     config = moe_config("sdar_moe", moe_intermediate_size=32, hidden_size=64)
     moe_builder("sdar_moe", config=config).write(tmp_path)
-    meant = FORMATS["ct_int8"].write(tmp_path)
+    FORMATS[name].write(tmp_path)
+    assert experts_of(load(tmp_path))
+    monkeypatch.setattr(QuantizedExperts, "are_stacked", staticmethod(lambda device: True))
+    with pytest.raises(ConfigError, match=f"got {got} .quantization none takes the values"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ct_int8", "ct_int4", "ct_int4_row"])
+def test_experts_of_one_tensor_each(tmp_path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """compressed-tensors has a tensor for each projection of an expert; routers stay as they are. In
+    stacks, as devices have them, are the same codes."""
+    config = moe_config("sdar_moe", moe_intermediate_size=32, hidden_size=64)
+    moe_builder("sdar_moe", config=config).write(tmp_path)
+    meant = FORMATS[name].write(tmp_path)
     plain, model = load(tmp_path, as_stored=False), load(tmp_path)
     for key, target in weight_table_of(plain, {}).items():
         assert torch.equal(target, meant[key]), key
+    monkeypatch.setattr(QuantizedExperts, "are_stacked", staticmethod(lambda device: True))
+    apart, stacked = experts_of(model), experts_of(load(tmp_path))
+    assert len(apart) == len(stacked) == config["num_hidden_layers"]
+    for one, two in zip(apart, stacked, strict=True):
+        for weight, of_stack in zip((*one.w13, *one.w2), (*two.w13, *two.w2), strict=True):
+            for part, other in zip(weight.parts, of_stack.parts, strict=True):
+                assert torch.equal(part.codes, other.codes)
+                assert torch.equal(part.scale, other.scale)
     names = [name for name, _ in model.named_parameters() if name.endswith("router")]
     assert names
     assert all(

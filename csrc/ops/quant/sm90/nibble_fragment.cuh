@@ -12,25 +12,11 @@
 
 #include <cuda_bf16.h>
 
-#include "diffulex/ops/quantize.h"
+#include "ops/quant/code.cuh"
 #include "ops/quant/sm90/nibble_traits.cuh"
 #include "ops/shared/cuda/ptx.cuh"
 
 namespace diffulex::cuda::sm90 {
-
-/// (nibble - 8) * scale, rounded once, of the four pairs of a word.
-__device__ __forceinline__ void widen_pairs(uint32_t word, __nv_bfloat162 scale,
-                                            uint32_t (&pairs)[4]) {
-  constexpr uint32_t kBias = 0x43004300;  // 128 with room for a nibble in the last places
-  const __nv_bfloat162 zero = __float2bfloat162_rn(128.0F + static_cast<float>(kInt4Zero));
-#pragma unroll
-  for (int32_t i = 0; i < 4; ++i) {
-    const uint32_t bits = ptx::and_or(word >> (4 * i), 0x000F000FU, kBias);
-    const __nv_bfloat162 value =
-        __hmul2(__hsub2(*reinterpret_cast<const __nv_bfloat162*>(&bits), zero), scale);
-    pairs[i] = *reinterpret_cast<const uint32_t*>(&value);
-  }
-}
 
 /// Where one lane finds its nibbles and scales in a stage.
 template <typename Traits>

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts of 4 bits: on CUDA against the definition in float64, and what the op refuses everywhere.
+
+Tile heights are 16, 32, 64 and 128 positions, chosen by the number of tokens; sizes or groups that tensor
+cores do not take, float32 rows and float32 scales have a kernel without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional
+
+from diffulex import ops
+from diffulex.ops import WeightScheme
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+#: Hidden size, width and columns of a scale in both, 0: a row.
+SIZES = [
+    (2048, 512, 128, 128),
+    (2048, 768, 128, 64),
+    (2816, 704, 64, 32),
+    (4096, 1024, 0, 0),
+    (160, 96, 32, 16),
+    # Without tensor cores: rows that end inside 16 bytes, and groups inside 16 columns.
+    (144, 48, 48, 0),
+    (36, 10, 0, 10),
+    (256, 64, 8, 16),
+]
+#: With eight experts and two slots a token, of each tile height at least one.
+TOKENS = (1, 16, 20, 64, 100, 130, 300, 1000)
+#: Of a row and of all rows: what rounding activated values, slots and sums may move.
+BOUNDS = {BF16: (0.015, 0.005), F16: (0.002, 0.0008), F32: (2e-5, 5e-6)}
+ACTIVATIONS: dict[ops.Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    ops.Activation.SILU: functional.silu,
+    ops.Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+    ops.Activation.GELU_ERF: functional.gelu,
+}
+
+
+def normal(*shape: int, seed: int = 0, device: str = "cuda") -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, device=device)
+
+
+def surrounded(tensor: torch.Tensor) -> torch.Tensor:
+    """The same experts between two of NaN, or of the largest nibbles: what is read beside them is seen."""
+    bits = tensor.view(torch.uint8)
+    whole = torch.full((bits.shape[0] + 2, *bits.shape[1:]), 0xFF, dtype=torch.uint8).cuda()
+    whole[1:-1] = bits
+    return whole.view(tensor.dtype)[1:-1]
+
+
+def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """bf16((q - 8) s) of one expert, in float64."""
+    nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+    wide = scale.float().T.repeat_interleave(nibbles.shape[1] // len(scale), 1)
+    return ((nibbles.float() - 8) * wide).bfloat16().double()
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    w13: torch.Tensor
+    w13_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
+
+    @staticmethod
+    def random(num_experts: int, hidden: int, width: int, group: int = 0, inner: int = 0) -> Layer:
+        def stack(
+            rows: int, depth: int, group: int, seed: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            made = [
+                ops.quantize_weight(
+                    normal(rows, depth, seed=seed + expert) * depth**-0.5,
+                    WeightScheme.INT4,
+                    group=group,
+                )
+                for expert in range(num_experts)
+            ]
+            codes, scales = zip(*made, strict=True)
+            return surrounded(torch.stack(codes)), surrounded(torch.stack(scales))
+
+        return Layer(*stack(2 * width, hidden, group, 0), *stack(hidden, width, inner, 100))
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
+        act: ops.Activation = ops.Activation.SILU,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Scratch and result poisoned; what lies around the result is asked for."""
+        workspace = ops.new_fused_moe_workspace(x, ids.shape[1], self.w13).fill_(0xFF)
+        whole = torch.full(
+            (x.shape[0] + 2, x.shape[1] + 32), torch.nan, dtype=x.dtype, device="cuda"
+        )
+        out = whole[1:-1, 16:-16]
+        ops.fused_moe(
+            x,
+            self.w13,
+            self.w2,
+            weights,
+            ids,
+            expert_map=expert_map,
+            w13_scale=self.w13_scale,
+            w2_scale=self.w2_scale,
+            addend=addend,
+            act=act,
+            out=out,
+            workspace=workspace,
+        )
+        found = out.clone()
+        out.fill_(torch.nan)
+        assert whole.isnan().all()
+        return found
+
+    def exact(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        local_ids: torch.Tensor,
+        act: ops.Activation = ops.Activation.SILU,
+    ) -> torch.Tensor:
+        """Products in float64; activated rows and those of slots are rounded to the dtype of x."""
+        total = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
+        for expert in local_ids[local_ids >= 0].unique().tolist():
+            tokens, slots = (local_ids == expert).nonzero(as_tuple=True)
+            w13 = dequantised(self.w13[expert], self.w13_scale[expert])
+            gate, up = (x[tokens].double() @ w13.T).chunk(2, 1)
+            inner = (ACTIVATIONS[act](gate) * up).to(x.dtype).double()
+            part = (inner @ dequantised(self.w2[expert], self.w2_scale[expert]).T).to(x.dtype)
+            total.index_add_(0, tokens, part.double() * weights[tokens, slots].double()[:, None])
+        return total
+
+
+def rows_of(tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows between others of NaN, at multiples of 16 bytes."""
+    whole = torch.full((tokens + 2, hidden + 24), torch.nan, dtype=dtype, device="cuda")
+    whole[1:-1, 16 : 16 + hidden] = normal(tokens, hidden)
+    return whole[1:-1, 16 : 16 + hidden]
+
+
+def routes(tokens: int, num_experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    drawn = torch.rand(tokens, num_experts, generator=generator, device="cuda")
+    weights = torch.rand(tokens, top_k, generator=generator, device="cuda") + 0.1
+    return weights, drawn.topk(top_k).indices.int()
+
+
+def assert_near(found: torch.Tensor, want: torch.Tensor) -> None:
+    of_row, of_all = BOUNDS[found.dtype]
+    assert found.isfinite().all()
+    distance = (found.double() - want).norm(dim=1)
+    assert (distance <= of_row * want.norm(dim=1)).all()
+    if len(found) > 10:
+        assert distance.norm() <= of_all * want.norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("act", list(ops.Activation))
+@pytest.mark.parametrize(("hidden", "width", "group", "inner"), SIZES)
+def test_experts_equal_the_definition(
+    dtype: torch.dtype, act: ops.Activation, hidden: int, width: int, group: int, inner: int
+) -> None:
+    layer = Layer.random(8, hidden, width, group, inner)
+    for tokens in TOKENS:
+        x = rows_of(tokens, hidden, dtype)
+        weights, ids = routes(tokens, 8, 2)
+        ids[0, 1] = -1
+        found = layer.run(x, weights, ids, act=act)
+        assert_near(found, layer.exact(x, weights, ids, act))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_scales_that_bfloat16_does_not_hold(dtype: torch.dtype) -> None:
+    """Stored float16 scales are float32 here; of one matrix or of both."""
+    layer = Layer.random(8, 512, 192, 64, 64)
+    exact = [(s.float() * 1.001).half().float() for s in (layer.w13_scale, layer.w2_scale)]
+    assert not torch.equal(exact[0].bfloat16().float(), exact[0])
+    for changed in (
+        replace(layer, w13_scale=surrounded(exact[0])),
+        replace(layer, w13_scale=surrounded(exact[0]), w2_scale=surrounded(exact[1])),
+    ):
+        for tokens in (1, 40, 300):
+            x = rows_of(tokens, 512, dtype)
+            weights, ids = routes(tokens, 8, 2)
+            assert_near(changed.run(x, weights, ids), changed.exact(x, weights, ids))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_experts_elsewhere_and_none(dtype: torch.dtype) -> None:
+    """Four of ten experts are here, and one of them has no slot; an addend joins the sum."""
+    layer = Layer.random(4, 1024, 256, 128, 64)
+    expert_map = torch.tensor([-1, 2, -1, 0, -1, -1, 3, -1, -1, 1], dtype=torch.int32).cuda()
+    for tokens in (*TOKENS, 5000):
+        x = rows_of(tokens, 1024, dtype)
+        weights, ids = routes(tokens, 10, 4)
+        ids[ids == 6] = 0
+        local = expert_map[ids.long()]
+        addend = normal(tokens, 1024, seed=7)
+        found = layer.run(x, weights, ids, expert_map, addend=addend)
+        assert_near(found, layer.exact(x, weights, local) + addend.double())
+    none = torch.full((70, 4), 4, dtype=torch.int32, device="cuda")
+    weights = torch.ones(70, 4, device="cuda")
+    assert not layer.run(rows_of(70, 1024, dtype), weights, none, expert_map).any()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tokens", [1, 31, 300, 2500])
+def test_one_expert_has_all_slots(tokens: int) -> None:
+    layer = Layer.random(5, 512, 704, 128, 64)
+    x = rows_of(tokens, 512, BF16)
+    ids = torch.full((tokens, 1), 3, dtype=torch.int32, device="cuda")
+    weights = torch.ones(tokens, 1, device="cuda")
+    assert_near(layer.run(x, weights, ids), layer.exact(x, weights, ids))
+
+
+@pytest.mark.cuda
+def test_many_tokens() -> None:
+    layer = Layer.random(64, 2048, 512, 128, 128)
+    x = rows_of(8192, 2048, BF16)
+    weights, ids = routes(8192, 64, 8)
+    found = layer.run(x, weights, ids)
+    assert_near(found, layer.exact(x, weights, ids))
+    for _ in range(5):
+        assert torch.equal(layer.run(x, weights, ids), found)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("hidden", "width"), [(2048, 512), (4096, 704), (144, 48)])
+def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype, hidden: int, width: int) -> None:
+    """Nor on how many there are: all tile heights sum in one order. Ten times the same bits."""
+    layer = Layer.random(8, hidden, width, 16, 16)
+    x = rows_of(1000, hidden, dtype)
+    weights, ids = routes(1000, 8, 2)
+    whole = layer.run(x, weights, ids)
+    for tokens in TOKENS:
+        assert torch.equal(layer.run(x[:tokens], weights[:tokens], ids[:tokens]), whole[:tokens])
+    alone = [layer.run(x[t : t + 1], weights[t : t + 1], ids[t : t + 1]) for t in range(20)]
+    assert torch.equal(torch.cat(alone), whole[:20])
+    for _ in range(10):
+        assert torch.equal(layer.run(x, weights, ids), whole)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_weights_are_those_of_the_definition_bit_for_bit(dtype: torch.dtype) -> None:
+    """Rows of one 1 and a gate of 64, of which silu is 64: up and down are read off, one column each.
+
+    Scales between 2^-4 and 2 and of any fraction: with float16 rows every weight is one of them.
+    """
+    hidden, width = 256, 96
+    layer = Layer.random(1, hidden, width, 32, 32)
+    for scale in (layer.w13_scale, layer.w2_scale):
+        scale.copy_(torch.exp2(5 * torch.rand(scale.shape, device="cuda") - 4))
+    layer.w13[:, :width] = 0xCC  # 4
+    layer.w13_scale[:, :, :width] = 16
+    # One up row at a time reaches the down product.
+    down = dequantised(layer.w2[0], layer.w2_scale[0])
+    up = dequantised(layer.w13[0], layer.w13_scale[0])[width:]
+    gate = dequantised(layer.w13[0], layer.w13_scale[0])[:width]
+    x = torch.eye(hidden, dtype=dtype, device="cuda")
+    ids = torch.zeros(hidden, 1, dtype=torch.int32, device="cuda")
+    for row in range(0, width, 5):
+        only = torch.full_like(layer.w13, 0x88)  # 0
+        only[:, :width] = layer.w13[:, :width]
+        only[:, width + row] = layer.w13[:, width + row]
+        found = replace(layer, w13=only).run(x, torch.ones(hidden, 1, device="cuda"), ids)
+        inner = (gate[row] * up[row]).float().to(dtype).double()
+        assert torch.equal(found, (inner[:, None] * down[:, row]).float().to(dtype))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_layers_of_a_captured_graph(dtype: torch.dtype) -> None:
+    layer = Layer.random(16, 1024, 512, 128, 64)
+    for tokens in (8, 40, 400):
+        x = rows_of(tokens, 1024, dtype)
+        weights, ids = routes(tokens, 16, 4)
+        space = ops.new_fused_moe_workspace(x, 4, layer.w13)
+
+        def chain(
+            rows: torch.Tensor,
+            weights: torch.Tensor = weights,
+            ids: torch.Tensor = ids,
+            space: torch.Tensor = space,
+        ) -> torch.Tensor:
+            for _ in range(8):
+                rows = ops.fused_moe(
+                    rows,
+                    layer.w13,
+                    layer.w2,
+                    weights,
+                    ids,
+                    w13_scale=layer.w13_scale,
+                    w2_scale=layer.w2_scale,
+                    workspace=space,
+                )
+            return rows
+
+        want = x
+        for _ in range(8):
+            want = layer.run(want, weights, ids)
+        chain(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = chain(x)
+        for _ in range(20):
+            space.fill_(0xFF)
+            found.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(found, want)
+
+
+ERRORS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = [
+    ("w13", lambda w: w[..., :-1], "w13: expected shape"),
+    ("w13", lambda w: w[:, :-2], "w13: expected gate and up rows of an even expert width"),
+    ("w2", lambda w: w[..., :-1], "w2: expected shape"),
+    ("w2", lambda w: w.view(torch.int8), "w2: expected dtype uint8, got int8"),
+    ("w13_scale", torch.Tensor.half, "w13_scale: expected dtype bfloat16 or float32, got float16"),
+    ("w13_scale", lambda s: s[:, :3], "w13_scale: expected groups that divide 64 columns"),
+    ("w13_scale", lambda s: s[:, :0], "w13_scale: expected groups that divide 64 columns"),
+    ("w13_scale", lambda s: s[..., :-1], "w13_scale: expected shape"),
+    ("w13_scale", lambda s: s[0], "w13_scale: expected shape"),
+    ("w2_scale", lambda s: s[:, :3], "w2_scale: expected groups that divide 32 columns"),
+    ("w2_scale", lambda s: s[:-1], "w2_scale: expected shape"),
+]
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize(("argument", "change", "message"), ERRORS)
+def test_argument_errors(
+    where: str, argument: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    arguments = {
+        "w13": torch.zeros(3, 64, 32, dtype=torch.uint8),
+        "w2": torch.zeros(3, 64, 16, dtype=torch.uint8),
+        "w13_scale": torch.ones(3, 4, 64).bfloat16(),
+        "w2_scale": torch.ones(3, 4, 64),
+    }
+    arguments[argument] = change(arguments[argument])
+    x, weights = torch.zeros(5, 64, device=where), torch.ones(5, 2, device=where)
+    ids = torch.zeros(5, 2, dtype=torch.int32, device=where)
+    with pytest.raises(RuntimeError, match=message):
+        ops.fused_moe(
+            x,
+            topk_weights=weights,
+            topk_ids=ids,
+            workspace=torch.empty(0, dtype=torch.uint8, device=where),
+            **{name: tensor.to(where) for name, tensor in arguments.items()},
+        )
+
+
+def test_a_traced_call_has_the_shape_of_its_rows() -> None:
+    out = ops.fused_moe(
+        torch.zeros(5, 64, device="meta"),
+        torch.zeros(3, 64, 32, dtype=torch.uint8, device="meta"),
+        torch.zeros(3, 64, 16, dtype=torch.uint8, device="meta"),
+        torch.ones(5, 2, device="meta"),
+        torch.zeros(5, 2, dtype=torch.int32, device="meta"),
+        w13_scale=torch.ones(3, 4, 64, device="meta").bfloat16(),
+        w2_scale=torch.ones(3, 1, 64, device="meta"),
+        workspace=torch.empty(0, dtype=torch.uint8, device="meta"),
+    )
+    assert out.shape == (5, 64)
+
+
+def test_there_is_no_cpu_kernel() -> None:
+    with pytest.raises(RuntimeError, match="w13_scale: expected none on the CPU"):
+        ops.fused_moe(
+            torch.zeros(1, 4),
+            torch.zeros(2, 8, 2, dtype=torch.uint8),
+            torch.zeros(2, 4, 2, dtype=torch.uint8),
+            torch.ones(1, 1),
+            torch.zeros(1, 1, dtype=torch.int32),
+            w13_scale=torch.ones(2, 1, 8).bfloat16(),
+            w2_scale=torch.ones(2, 1, 4).bfloat16(),
+        )
