@@ -71,36 +71,39 @@ cudaError_t launch_pieces(ActArgs args, int64_t num_rows, const ExecContext& con
                           can_launch_dependent(context.device_index), args);
 }
 
-/// A CTA for each row, whose values stay in registers until they are codes.
+/// A CTA for each row, whose values stay in registers until they are codes. Of 16-bit values two
+/// CTAs of many threads share a multiprocessor, so that 256 rows are one wave.
 template <typename T, Activation kAct, int kWarps, int kHeld>
-__global__ void __launch_bounds__(32 * kWarps)
+__global__ void __launch_bounds__(32 * kWarps, kWarps == 16 && sizeof(T) == 2 ? 2 : 1)
     act_codes_kernel(const __grid_constant__ ActArgs args) {
-  pdl_launch_dependents();
-  pdl_wait();
   const int64_t row = blockIdx.x;
   const auto thread = static_cast<int>(threadIdx.x);
-  const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row);
-  T* out = static_cast<T*>(args.out) + args.out_rows.offset(row);
-  float held[kHeld][kWide] = {};
-  float up[kHeld][kWide];
+  // Rows with codes have one leading dimension.
+  const T* x = static_cast<const T*>(args.x) + row * args.x_rows.stride[0];
+  T* out = static_cast<T*>(args.out) + row * args.out_rows.stride[0];
+  pdl_launch_dependents();
+  pdl_wait();
+  CodeSource<T> held[kHeld] = {};
+  CodeSource<T> up[kHeld];
 #pragma unroll
   for (int piece = 0; piece < kHeld; ++piece) {
     const int32_t column = (piece * 32 * kWarps + thread) * kWide;
     if (column < args.width) {
-      load_floats<kWide, true>(x + column, held[piece]);
-      load_floats<kWide, true>(x + args.width + column, up[piece]);
+      held[piece] = *reinterpret_cast<const CodeSource<T>*>(x + column);
+      up[piece] = *reinterpret_cast<const CodeSource<T>*>(x + args.width + column);
     }
   }
 #pragma unroll
   for (int piece = 0; piece < kHeld; ++piece) {
     const int32_t column = (piece * 32 * kWarps + thread) * kWide;
     if (column < args.width) {
+      float values[kWide];
 #pragma unroll
       for (int i = 0; i < kWide; ++i) {
-        held[piece][i] = activate<kAct>(held[piece][i]) * up[piece][i];
+        values[i] = activate<kAct>(to_float(held[piece].values[i])) * to_float(up[piece].values[i]);
       }
-      store_floats<kWide, true>(out + column, held[piece]);
-      round_to<T>(held[piece]);
+      held[piece] = round_floats<T>(values);
+      *reinterpret_cast<CodeSource<T>*>(out + column) = held[piece];
     }
   }
   write_codes<kWarps>(args.code_rows, row, thread, args.width, held);

@@ -64,12 +64,11 @@ __device__ __forceinline__ void load_operand(const T* x, const T* residual,
   }
 }
 
-/// Writes one piece of a row once its scale is known.
+/// One piece of a row once its scale is known; writes that of the residual.
 template <typename T, NormKind kKind, bool kVec>
-__device__ __forceinline__ void finish_piece(T* out, T* residual, int32_t column, float scale,
-                                             float out_scale,
-                                             const float (&weight)[kVec ? kElems : 1],
-                                             float (&values)[kVec ? kElems : 1]) {
+__device__ __forceinline__ Vec<T, kVec ? kElems : 1> finish_piece(
+    T* residual, int32_t column, float scale, float out_scale,
+    const float (&weight)[kVec ? kElems : 1], float (&values)[kVec ? kElems : 1]) {
   constexpr int kCount = kVec ? kElems : 1;
   if constexpr (kKind == NormKind::kAddBefore) {
     store_floats<kCount, kVec>(residual + column, values);
@@ -86,7 +85,7 @@ __device__ __forceinline__ void finish_piece(T* out, T* residual, int32_t column
       values[i] = (values[i] + addend[i]) * out_scale;
     }
   }
-  store_floats<kCount, kVec>(out + column, values);
+  return round_floats<T>(values);
 }
 
 /// kWarps warps share a row; kRows rows per CTA (kWarps == 1 only). kHeld pieces per thread stay in
@@ -104,11 +103,14 @@ __global__ void __launch_bounds__(32 * kWarps * kRows)
   if (row >= args.num_rows) {
     return;  // whole warps, and only when rows do not share barriers
   }
-  const T* x = static_cast<const T*>(args.x) + args.x_rows.offset(row);
-  T* out = static_cast<T*>(args.out) + args.out_rows.offset(row);
+  const auto offset = [row](const RowLayout& rows) {
+    return kCodes ? row * rows.stride[0] : rows.offset(row);  // rows with codes have one dimension
+  };
+  const T* x = static_cast<const T*>(args.x) + offset(args.x_rows);
+  T* out = static_cast<T*>(args.out) + offset(args.out_rows);
   T* residual = nullptr;
   if constexpr (kKind != NormKind::kPlain) {
-    residual = static_cast<T*>(args.residual) + args.residual_rows.offset(row);
+    residual = static_cast<T*>(args.residual) + offset(args.residual_rows);
   }
   float weights[kHeld > 0 ? kHeld : 1][kCount];
   if constexpr (kVec) {
@@ -156,29 +158,26 @@ __global__ void __launch_bounds__(32 * kWarps * kRows)
                                     : to_float(*static_cast<const T*>(args.out_scale));
   }
   if constexpr (kVec) {
+    CodeSource<T> results[kHeld] = {};
 #pragma unroll
     for (int piece = 0; piece < kHeld; ++piece) {
       const int32_t column = (piece * kThreads + thread) * kElems;
       if (column < args.width) {
-        finish_piece<T, kKind, kVec>(out, residual, column, scale, out_scale, weights[piece],
-                                     held[piece]);
-      }
-      if constexpr (kCodes) {
-#pragma unroll
-        for (int i = 0; i < kElems; ++i) {
-          held[piece][i] = column < args.width ? held[piece][i] : 0.0F;
-        }
-        round_to<T>(held[piece]);
+        results[piece] = finish_piece<T, kKind, kVec>(residual, column, scale, out_scale,
+                                                      weights[piece], held[piece]);
+        *reinterpret_cast<CodeSource<T>*>(out + column) = results[piece];
       }
     }
     if constexpr (kCodes) {
-      write_codes<kWarps>(args.code_rows, row, thread, args.width, held);
+      write_codes<kWarps>(args.code_rows, row, thread, args.width, results);
     }
   } else {
     for (int32_t column = thread; column < args.width; column += kThreads) {
       load_operand<T, kKind, kVec>(x + column, residual + column, held[0]);
       load_weight<T, kVec>(args, column, weights[0]);
-      finish_piece<T, kKind, kVec>(out, residual, column, scale, out_scale, weights[0], held[0]);
+      out[column] =
+          finish_piece<T, kKind, kVec>(residual, column, scale, out_scale, weights[0], held[0])
+              .values[0];
     }
   }
 }

@@ -30,6 +30,16 @@ struct E4m3Code final {
     return float_to_e4m3(scaled);
 #endif
   }
+
+  /// The codes of two neighbours, the first in the lower bits; not with the factor 0.
+  __device__ __forceinline__ static uint16_t pair_of(float first, float second, float factor) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    const float2 scaled = make_float2(__fmul_rn(first, factor), __fmul_rn(second, factor));
+    return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, __NV_E4M3);
+#else
+    return static_cast<uint16_t>(of(first, factor) | (of(second, factor) << 8));
+#endif
+  }
 };
 
 struct Int8Code final {
@@ -38,6 +48,10 @@ struct Int8Code final {
   __device__ __forceinline__ static uint8_t of(float value, float factor) {
     return factor == 0.0F ? uint8_t{0}
                           : static_cast<uint8_t>(float_to_int8(__fmul_rn(value, factor)));
+  }
+
+  __device__ __forceinline__ static uint16_t pair_of(float first, float second, float factor) {
+    return static_cast<uint16_t>(of(first, factor) | (of(second, factor) << 8));
   }
 };
 

@@ -5,6 +5,7 @@
 // bit.
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ops/quant/code.cuh"
 #include "ops/quant/code_rows.h"
@@ -37,68 +38,97 @@ struct CodeRows final {
   }
 };
 
-/// The larger of `largest` and the magnitudes of values, which a NaN has none.
-__device__ __forceinline__ float largest_magnitude(const float (&values)[kCodePiece],
-                                                   float largest = 0.0F) {
-#pragma unroll
-  for (int i = 0; i < kCodePiece; ++i) {
-    largest = fmaxf(largest, fabsf(values[i]));
-  }
-  return largest;
-}
-
-/// Replaces values by what T holds of them.
+/// A piece of a row, as its dtype holds it.
 template <typename T>
-__device__ __forceinline__ void round_to(float (&values)[kCodePiece]) {
+using CodeSource = Vec<T, kCodePiece>;
+
+/// The larger of `largest` and the magnitudes of values, which a NaN has none.
+template <typename T>
+__device__ __forceinline__ float largest_magnitude(const CodeSource<T>& source,
+                                                   float largest = 0.0F) {
+  if constexpr (sizeof(T) == 2) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const auto* pairs = reinterpret_cast<const Pair*>(source.values);
+    Pair both = __habs2(pairs[0]);
 #pragma unroll
-  for (int i = 0; i < kCodePiece; ++i) {
-    values[i] = to_float(from_float<T>(values[i]));
+    for (int i = 1; i < kCodePiece / 2; ++i) {
+      both = __hmax2(both, __habs2(pairs[i]));
+    }
+    return fmaxf(largest, fmaxf(to_float(both.x), to_float(both.y)));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCodePiece; ++i) {
+      largest = fmaxf(largest, fabsf(source.values[i]));
+    }
+    return largest;
   }
 }
 
-__device__ __forceinline__ Vec<uint8_t, kCodePiece> codes_of(const float (&values)[kCodePiece],
-                                                             float factor, bool is_int8) {
-  Vec<uint8_t, kCodePiece> codes;
+/// Writes the codes of a piece.
+template <typename Code, typename T>
+__device__ __forceinline__ void store_codes(uint8_t* target, const CodeSource<T>& source,
+                                            float factor) {
+  Vec<uint8_t, kCodePiece> codes = {};
+  if (factor != 0.0F) {
 #pragma unroll
-  for (int i = 0; i < kCodePiece; ++i) {
-    codes.values[i] = is_int8 ? Int8Code::of(values[i], factor) : E4m3Code::of(values[i], factor);
+    for (int i = 0; i < kCodePiece; i += 2) {
+      *reinterpret_cast<uint16_t*>(&codes.values[i]) =
+          Code::pair_of(to_float(source.values[i]), to_float(source.values[i + 1]), factor);
+    }
   }
-  return codes;
+  *reinterpret_cast<Vec<uint8_t, kCodePiece>*>(target) = codes;
+}
+
+/// As `write_codes` for one kind of codes, with the largest magnitude of a row that has one scale.
+template <typename Code, int kWarps, int kHeld, typename T>
+__device__ __forceinline__ void write_codes_as(const CodeRows& rows, int64_t row, int thread,
+                                               int32_t width, float largest,
+                                               const CodeSource<T> (&held)[kHeld]) {
+  constexpr auto kGroup = static_cast<int32_t>(kQuantGroup);
+  uint8_t* codes = rows.codes + row * rows.codes_stride;
+  float* scale = rows.scale + row;
+  CodeScale code = code_scale(largest, Code::kMax);
+  if (rows.is_whole && thread == 0) {
+    *scale = code.scale;
+  }
+#pragma unroll
+  for (int piece = 0; piece < kHeld; ++piece) {
+    const int32_t column = (piece * 32 * kWarps + thread) * kCodePiece;
+    if (!rows.is_whole) {
+      code =
+          code_scale(lanes_max<kGroup / kCodePiece>(largest_magnitude<T>(held[piece])), Code::kMax);
+      if (column < width && column % kGroup == 0) {
+        scale[column / kGroup * rows.scale_stride] = code.scale;
+      }
+    }
+    if (column < width) {
+      store_codes<Code, T>(codes + column, held[piece], code.factor);
+    }
+  }
 }
 
 /// Writes the codes of a row that kWarps warps hold, all threads of them: thread t has in
 /// held[p] the columns from 8 (32 kWarps p + t) on, and zeros past the width. More than one warp
 /// are a CTA.
-template <int kWarps, int kHeld>
+template <int kWarps, int kHeld, typename T>
 __device__ __forceinline__ void write_codes(const CodeRows& rows, int64_t row, int thread,
-                                            int32_t width, const float (&held)[kHeld][kCodePiece]) {
-  constexpr auto kGroup = static_cast<int32_t>(kQuantGroup);
-  float of_row = 0.0F;
+                                            int32_t width, const CodeSource<T> (&held)[kHeld]) {
+  float largest = 0.0F;
   if (rows.is_whole) {
 #pragma unroll
     for (int piece = 0; piece < kHeld; ++piece) {
-      of_row = largest_magnitude(held[piece], of_row);
+      largest = largest_magnitude<T>(held[piece], largest);
     }
     if constexpr (kWarps == 1) {
-      of_row = warp_max(of_row);
+      largest = warp_max(largest);
     } else {
-      of_row = block_max<kWarps>(of_row);
+      largest = block_max<kWarps>(largest);
     }
   }
-#pragma unroll
-  for (int piece = 0; piece < kHeld; ++piece) {
-    const int32_t column = (piece * 32 * kWarps + thread) * kCodePiece;
-    const float largest =
-        rows.is_whole ? of_row : lanes_max<kGroup / kCodePiece>(largest_magnitude(held[piece]));
-    const CodeScale code = code_scale(largest, rows.is_int8 ? kInt8Max : kE4m3Max);
-    if (column < width) {
-      const int32_t group = rows.is_whole ? width : kGroup;
-      if (column % group == 0) {
-        rows.scale[column / group * rows.scale_stride + row] = code.scale;
-      }
-      *reinterpret_cast<Vec<uint8_t, kCodePiece>*>(rows.codes + row * rows.codes_stride + column) =
-          codes_of(held[piece], code.factor, rows.is_int8);
-    }
+  if (rows.is_int8) {
+    write_codes_as<Int8Code, kWarps, kHeld, T>(rows, row, thread, width, largest, held);
+  } else {
+    write_codes_as<E4m3Code, kWarps, kHeld, T>(rows, row, thread, width, largest, held);
   }
 }
 

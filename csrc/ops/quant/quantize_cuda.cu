@@ -73,11 +73,9 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
 }
 
 /// Half a warp for each group of 128 columns of aligned rows.
-template <typename T>
+template <typename T, typename Code>
 __global__ void __launch_bounds__(kThreads)
     groups_kernel(const __grid_constant__ RowsArgs args, const __grid_constant__ CodeRows rows) {
-  pdl_launch_dependents();
-  pdl_wait();
   const auto thread = static_cast<int>(threadIdx.x);
   const int64_t index = int64_t{blockIdx.x} * (kThreads / kGroupLanes) + thread / kGroupLanes;
   if (index >= args.num_groups) {
@@ -88,19 +86,19 @@ __global__ void __launch_bounds__(kThreads)
       index <= INT32_MAX ? static_cast<int32_t>(index) / args.row_groups : index / args.row_groups;
   const auto group = static_cast<int32_t>(index - row * args.row_groups);
   const int32_t column = group * args.group + thread % kGroupLanes * kCodePiece;
-  float values[kCodePiece] = {};
+  const T* x = static_cast<const T*>(args.x) + row * args.x_stride + column;
+  pdl_launch_dependents();
+  pdl_wait();
+  CodeSource<T> held = {};
   if (column < args.depth) {
-    load_floats<kCodePiece, true>(static_cast<const T*>(args.x) + row * args.x_stride + column,
-                                  values);
+    held = *reinterpret_cast<const CodeSource<T>*>(x);
   }
-  const CodeScale code = code_scale(lanes_max<kGroupLanes>(largest_magnitude(values)),
-                                    rows.is_int8 ? kInt8Max : kE4m3Max);
+  const CodeScale code = code_scale(lanes_max<kGroupLanes>(largest_magnitude<T>(held)), Code::kMax);
   if (thread % kGroupLanes == 0) {
     rows.scale[group * rows.scale_stride + row] = code.scale;
   }
   if (column < args.depth) {
-    *reinterpret_cast<Vec<uint8_t, kCodePiece>*>(rows.codes + row * rows.codes_stride + column) =
-        codes_of(values, code.factor, rows.is_int8);
+    store_codes<Code, T>(rows.codes + row * rows.codes_stride + column, held, code.factor);
   }
 }
 
@@ -108,19 +106,21 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T, int kWarpsOfRow, int kHeld>
 __global__ void __launch_bounds__(kWarp* kWarpsOfRow)
     whole_kernel(const __grid_constant__ RowsArgs args, const __grid_constant__ CodeRows rows) {
-  pdl_launch_dependents();
-  pdl_wait();
   const auto thread = static_cast<int>(threadIdx.x);
   const T* x = static_cast<const T*>(args.x) + blockIdx.x * args.x_stride;
-  float held[kHeld][kCodePiece] = {};
+  pdl_launch_dependents();
+  pdl_wait();
+  CodeSource<T> held[kHeld] = {};
 #pragma unroll
   for (int piece = 0; piece < kHeld; ++piece) {
     const int32_t column = (piece * kWarp * kWarpsOfRow + thread) * kCodePiece;
     if (column < args.depth) {
-      load_floats<kCodePiece, true>(x + column, held[piece]);
+      held[piece] = *reinterpret_cast<const CodeSource<T>*>(x + column);
     }
   }
-  write_codes<kWarpsOfRow>(rows, blockIdx.x, thread, args.depth, held);
+  CodeRows whole = rows;
+  whole.is_whole = true;  // known to the compiler
+  write_codes<kWarpsOfRow>(whole, blockIdx.x, thread, args.depth, held);
 }
 
 struct WeightArgs {
@@ -301,7 +301,8 @@ Status launch_rows(const char* where, const QuantizeRowsParams& params,
   const bool is_dependent = can_launch_dependent(context.device_index);
   if (is_wide && params.group == kQuantGroup) {
     shape.grid = static_cast<unsigned>(ceil_div(args.num_groups, kThreads / kGroupLanes));
-    return cuda_status(where, launch_dependent(groups_kernel<T>, shape, is_dependent, args, rows));
+    return cuda_status(where,
+                       launch_dependent(groups_kernel<T, Code>, shape, is_dependent, args, rows));
   }
   if (!is_wide || !rows.is_whole || args.depth > kMaxHeld) {
     return cuda_status(where, launch_dependent(rows_kernel<T, Code>, shape, is_dependent, args));
@@ -380,7 +381,8 @@ Status prepare_quantize(const ExecContext& /*context*/) {
     using T = typename decltype(tag)::type;
     DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, rows_kernel<T, E4m3Code>));
     DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, rows_kernel<T, Int8Code>));
-    DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, groups_kernel<T>));
+    DIFFULEX_RETURN_IF_ERROR((touch_kernel(kWhere, groups_kernel<T, E4m3Code>)));
+    DIFFULEX_RETURN_IF_ERROR((touch_kernel(kWhere, groups_kernel<T, Int8Code>)));
     DIFFULEX_RETURN_IF_ERROR((touch_kernel(kWhere, whole_kernel<T, 8, 4>)));
     return touch_kernel(kWhere, whole_kernel<T, 16, 8>);
   });

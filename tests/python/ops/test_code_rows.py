@@ -161,6 +161,20 @@ def test_cuda_quantises_as_the_cpu(
 
 @pytest.mark.cuda
 @CODES
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])
+def test_every_value_of_16_bits(dtype: torch.dtype, source: torch.dtype) -> None:
+    """In pairs as one by one, NaN and infinities among them."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = torch.cat([bits, bits.roll(1)]).view(source).view(-1, 512)
+    for group in (128, 512):
+        want = ops.quantize_rows(x, dtype, group=group)
+        found = ops.quantize_rows(x.cuda(), dtype, group=group)
+        assert torch.equal(found.codes.cpu().view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(found.scale.cpu(), want.scale)
+
+
+@pytest.mark.cuda
+@CODES
 def test_a_captured_graph(dtype: torch.dtype) -> None:
     """With overlapping launches and weights read ahead, as an engine has them."""
     x = rows_of(1024, torch.bfloat16, "cuda")
