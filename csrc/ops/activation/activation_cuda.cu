@@ -32,6 +32,7 @@ struct ActArgs {
   int64_t num_pieces;  // of all rows
   FastDiv row_pieces;  // of one row
   int32_t width;       // I
+  bool is_codes_only;  // out is not written
 };
 
 /// One piece of kCount columns per thread: with few registers, many threads hide each other's
@@ -103,7 +104,9 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 16 && sizeof(T) == 2 ? 
         values[i] = activate<kAct>(to_float(held[piece].values[i])) * to_float(up[piece].values[i]);
       }
       held[piece] = round_floats<T>(values);
-      *reinterpret_cast<CodeSource<T>*>(out + column) = held[piece];
+      if (!args.is_codes_only) {
+        *reinterpret_cast<CodeSource<T>*>(out + column) = held[piece];
+      }
     }
   }
   write_codes<kWarps>(args.code_rows, row, thread, args.width, held);
@@ -139,6 +142,7 @@ Status act_and_mul(const ActAndMulParams& params, const ExecContext& context) {
   args.x_rows = RowLayout::of(params.x);
   args.out_rows = RowLayout::of(params.out);
   args.width = static_cast<int32_t>(params.out.last());
+  args.is_codes_only = params.codes_only;
   const int64_t bytes = dtype_bytes(params.x.dtype);
   const int64_t rows = num_rows(params.out);
   const bool is_wide = args.width % kWide == 0 && is_aligned16(args.x) && is_aligned16(args.out) &&

@@ -35,6 +35,7 @@ struct NormArgs {
   float weight_offset;
   bool is_weight_float;
   bool is_scale_float;
+  bool is_codes_only;  // out is not written
 };
 
 constexpr int kElems = kCodePiece;
@@ -165,7 +166,9 @@ __global__ void __launch_bounds__(32 * kWarps * kRows)
       if (column < args.width) {
         results[piece] = finish_piece<T, kKind, kVec>(residual, column, scale, out_scale,
                                                       weights[piece], held[piece]);
-        *reinterpret_cast<CodeSource<T>*>(out + column) = results[piece];
+        if (!kCodes || !args.is_codes_only) {
+          *reinterpret_cast<CodeSource<T>*>(out + column) = results[piece];
+        }
       }
     }
     if constexpr (kCodes) {
@@ -233,6 +236,7 @@ Status run_norm(const char* where, const RmsNormParams& params, const TensorRef&
   args.weight_offset = params.weight_offset;
   args.is_weight_float = params.weight.dtype == DType::kF32;
   args.is_scale_float = params.out_scale.dtype == DType::kF32;
+  args.is_codes_only = params.codes_only;
   const int64_t bytes = dtype_bytes(params.x.dtype);
   bool is_vec = args.width % kElems == 0 && is_aligned16(args.x) && is_aligned16(args.out) &&
                 is_aligned16(args.weight) && args.x_rows.is_aligned16(bytes) &&

@@ -21,6 +21,7 @@ struct ActAndMulParams {
   TensorRef codes;  // absent, or [T, I] float8_e4m3fn or int8 of x [T, 2 I]
   TensorRef scale;  // with codes: [ceil(I / 128) or, for one of a row, 1, at least T] float32
   Activation act = Activation::kSilu;
+  bool codes_only = false;  // with codes: what the result itself holds is not specified
 };
 
 [[nodiscard]] DIFFULEX_API Status act_and_mul(const ActAndMulParams& params,

@@ -25,6 +25,7 @@ struct RmsNormParams {
   TensorRef scale;      // with codes: [ceil(H / 128) or, for one of a row, 1, at least T] float32
   float eps = 1e-6F;    // >= 0
   float weight_offset = 0.0F;
+  bool codes_only = false;  // with codes: what the result itself holds is not specified
 };
 
 [[nodiscard]] DIFFULEX_API Status rms_norm(const RmsNormParams& params, const ExecContext& context);

@@ -31,11 +31,12 @@ class Norm(Protocol):
         """What is added to the mean square."""
 
     def add_norm_(
-        self, x: Tensor, residual: Tensor, rows: tuple[Tensor, Tensor] | None = None
+        self, x: Tensor, residual: Tensor, rows: tuple[Tensor, Tensor, bool] | None = None
     ) -> None:
         """In place: residual becomes x + residual, x the norm of that sum.
 
-        `rows`, if given, get its codes and their scales.
+        `rows`, if given, get its codes and their scales; if nothing else is read, as their last item
+        says, x may be left out.
         """
 
 
@@ -53,7 +54,11 @@ class Comm(Protocol):
         """x [.., H] becomes the sum of x over the ranks."""
 
     def add_norm_(
-        self, norm: Norm, x: Tensor, residual: Tensor, rows: tuple[Tensor, Tensor] | None = None
+        self,
+        norm: Norm,
+        x: Tensor,
+        residual: Tensor,
+        rows: tuple[Tensor, Tensor, bool] | None = None,
     ) -> None:
         """`norm.add_norm_` of the sum of x [T, H] over the ranks; residual [T, H] is the same on all."""
 
@@ -91,7 +96,11 @@ class LocalComm:
         pass
 
     def add_norm_(
-        self, norm: Norm, x: Tensor, residual: Tensor, rows: tuple[Tensor, Tensor] | None = None
+        self,
+        norm: Norm,
+        x: Tensor,
+        residual: Tensor,
+        rows: tuple[Tensor, Tensor, bool] | None = None,
     ) -> None:
         norm.add_norm_(x, residual, rows)
 

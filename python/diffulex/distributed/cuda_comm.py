@@ -446,7 +446,11 @@ class CudaComm:
         self._peers.all_reduce(x, algorithm)
 
     def add_norm_(
-        self, norm: Norm, x: Tensor, residual: Tensor, rows: tuple[Tensor, Tensor] | None = None
+        self,
+        norm: Norm,
+        x: Tensor,
+        residual: Tensor,
+        rows: tuple[Tensor, Tensor, bool] | None = None,
     ) -> None:
         algorithm = self._algorithm(x)
         if algorithm == CollectiveAlgorithm.LIBRARY or not residual.is_contiguous():

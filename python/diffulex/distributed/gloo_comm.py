@@ -67,7 +67,11 @@ class GlooComm:
                 self._group.allreduce([x]).wait()
 
     def add_norm_(
-        self, norm: Norm, x: Tensor, residual: Tensor, rows: tuple[Tensor, Tensor] | None = None
+        self,
+        norm: Norm,
+        x: Tensor,
+        residual: Tensor,
+        rows: tuple[Tensor, Tensor, bool] | None = None,
     ) -> None:
         self.all_reduce_(x)
         norm.add_norm_(x, residual, rows)

@@ -204,6 +204,10 @@ class Linear(MatrixProduct):
             table[f"{name}.bias"] = WeightSlice(part.shape[:1], part.rows)
         return table
 
+    def new_rows(self, x: torch.Tensor) -> ops.QuantizedRows | None:
+        rows = super().new_rows(x)
+        return rows if rows is None else rows._replace(codes_only=self.updates is None)
+
     def forward(
         self, x: torch.Tensor, out: torch.Tensor, rows: ops.QuantizedRows | None = None
     ) -> torch.Tensor:

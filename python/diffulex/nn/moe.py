@@ -132,7 +132,8 @@ class MoeFeedForward(RoutedExperts, FeedForward):
 
     def new_rows(self, x: torch.Tensor) -> ops.QuantizedRows | None:
         # Of the shared expert: the router and the experts take the rows themselves.
-        return None if self.shared is None else self.shared.new_rows(x)
+        rows = None if self.shared is None else self.shared.new_rows(x)
+        return None if rows is None else rows._replace(codes_only=False)
 
     def forward(
         self, x: torch.Tensor, scratch: MoeScratch, rows: ops.QuantizedRows | None = None

@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor,
-        rows: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rows: tuple[torch.Tensor, torch.Tensor, bool] | None = None,
     ) -> None:
         """In place: residual becomes x + residual, x the norm of that sum, and `rows` its codes if given."""
         ops.add_rms_norm(x, residual, self.weight, self.eps, rows=rows)

@@ -35,11 +35,13 @@ def act_and_mul(
 ) -> Tensor:
     """act(gate) * up for x [..., 2 I] with the gate first; [..., I].
 
-    `rows`, if given, get the codes of the result [T, I], those of `quantize_rows_into`.
+    `rows`, if given, get the codes of the result [T, I], those of `quantize_rows_into`; what `out` holds
+    beside rows of codes only is not specified.
     """
     if out is None:
         out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
-    torch.ops.diffulex.act_and_mul(x, out, *(rows or (None, None)), act=int(act))
+    codes, scale, codes_only = rows or (None, None, False)
+    torch.ops.diffulex.act_and_mul(x, out, codes, scale, act=int(act), codes_only=codes_only)
     return out
 
 

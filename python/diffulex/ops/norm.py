@@ -26,16 +26,18 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
     out: Tensor | None = None,
-    rows: tuple[Tensor, Tensor] | None = None,
+    rows: tuple[Tensor, Tensor, bool] | None = None,
 ) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) * (weight + weight_offset); `out` may be x.
 
-    `rows`, if given, get the codes of the result [T, H], those of `quantize_rows_into`.
+    `rows`, if given, get the codes of the result [T, H], those of `quantize_rows_into`; what `out` holds
+    beside rows of codes only is not specified.
     """
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    codes, scale = rows or (None, None)
-    torch.ops.diffulex.rms_norm(x, weight, out, codes, scale, eps=eps, weight_offset=weight_offset)
+    codes, scale, codes_only = rows or (None, None, False)
+    options = {"eps": eps, "weight_offset": weight_offset, "codes_only": codes_only}
+    torch.ops.diffulex.rms_norm(x, weight, out, codes, scale, **options)
     return out
 
 
@@ -47,13 +49,12 @@ def add_rms_norm(
     eps: float,
     *,
     weight_offset: float = 0.0,
-    rows: tuple[Tensor, Tensor] | None = None,
+    rows: tuple[Tensor, Tensor, bool] | None = None,
 ) -> None:
     """In place: residual <- x + residual, x <- norm of the unrounded sum; for `rows` see `rms_norm`."""
-    codes, scale = rows or (None, None)
-    torch.ops.diffulex.add_rms_norm(
-        x, residual, weight, codes, scale, eps=eps, weight_offset=weight_offset
-    )
+    codes, scale, codes_only = rows or (None, None, False)
+    options = {"eps": eps, "weight_offset": weight_offset, "codes_only": codes_only}
+    torch.ops.diffulex.add_rms_norm(x, residual, weight, codes, scale, **options)
 
 
 @torch.no_grad()

@@ -42,10 +42,14 @@ class WeightScheme(IntEnum):
 
 
 class QuantizedRows(NamedTuple):
-    """Rows as codes [T, K] and the float32 scales [ceil(K / group), T padded to 4] of their groups."""
+    """Rows as codes [T, K] and the float32 scales [ceil(K / group), T padded to 4] of their groups.
+
+    `codes_only`: nothing else of the rows is read, so that an op that makes both may leave out the rows.
+    """
 
     codes: Tensor
     scale: Tensor
+    codes_only: bool = False
 
 
 def _ceil(value: int, divisor: int) -> int:
@@ -56,7 +60,7 @@ def _ceil(value: int, divisor: int) -> int:
 def quantize_rows(x: Tensor, dtype: torch.dtype, *, group: int = QUANT_GROUP) -> QuantizedRows:
     """Codes of `dtype` (float8_e4m3fn or int8) of rows x [T, K] with a scale for each `group` columns."""
     rows = new_quantized_rows(x.shape[0], x.shape[1], dtype, x.device, group=group)
-    torch.ops.diffulex.quantize_rows(x, *rows, group=group)
+    torch.ops.diffulex.quantize_rows(x, rows.codes, rows.scale, group=group)
     return rows
 
 
@@ -75,10 +79,10 @@ def new_quantized_rows(
 
 
 @torch.no_grad()
-def quantize_rows_into(x: Tensor, rows: tuple[Tensor, Tensor]) -> None:
+def quantize_rows_into(x: Tensor, rows: tuple[Tensor, Tensor, bool]) -> None:
     """Fills `rows`, whose scales are of groups of 128 columns or, if there is one, of a row, from x [T, K]."""
     group = x.shape[1] if rows[1].shape[0] == 1 else QUANT_GROUP
-    torch.ops.diffulex.quantize_rows(x, *rows, group=group)
+    torch.ops.diffulex.quantize_rows(x, *rows[:2], group=group)
 
 
 def weight_parts(

@@ -9,12 +9,19 @@ import pytest
 import torch
 
 from diffulex import ops
+from diffulex.checkpoint.auto_model import detect, random_model
 from diffulex.nn.feed_forward import GatedMLP, MLPScratch
 from diffulex.nn.linear import Linear, set_batch_invariant
 from diffulex.nn.norm import RMSNorm
 from diffulex.ops import WeightScheme
 from diffulex.quantization import vendor
+from diffulex.quantization.layers import ModelQuantizer
+from diffulex.quantization.scheme import QuantizationPlan
 from diffulex.quantization.weights import QuantizedWeight, Shape
+from fixtures.families import family_builder
+from fixtures.moe_families import moe_builder, moe_config
+from fixtures.paged_batch import PagedRunner, Rows
+from fixtures.quantized import spoil_rows_left_out
 
 SCHEMES = pytest.mark.parametrize("scheme", list(WeightScheme), ids=lambda scheme: scheme.name)
 FP8 = pytest.mark.parametrize("scheme", [WeightScheme.FP8, WeightScheme.FP8_BLOCK])
@@ -43,9 +50,10 @@ def needs_hopper() -> None:
 @SCHEMES
 @pytest.mark.parametrize("num_rows", [3, 160])
 def test_codes_of_the_norm_give_the_bits_of_its_rows(
-    device: str, scheme: WeightScheme, num_rows: int
+    device: str, scheme: WeightScheme, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a feed-forward block with an adapter, which takes the rows themselves."""
+    """Of a feed-forward block, which reads the rows themselves for an adapter alone."""
+    spoil_rows_left_out(monkeypatch)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     place: dict[str, Any] = {"dtype": dtype, "device": device}
     mlp, norm = GatedMLP(256, 384, **place), RMSNorm(256, eps=1e-6, **place)
@@ -62,10 +70,39 @@ def test_codes_of_the_norm_give_the_bits_of_its_rows(
         rows = mlp.new_rows(coded)
         assert (rows is None) == (scheme == WeightScheme.INT4)
         norm.add_norm_(coded, sums, rows)
-        assert torch.equal(coded, plain)
+        if rows is not None:
+            assert rows.codes_only != has_adapter
+        if rows is None or has_adapter:
+            assert torch.equal(coded, plain)
         assert torch.equal(sums, total)
         want = mlp(plain, MLPScratch(plain, 384))
         assert torch.equal(mlp(coded, MLPScratch(coded, 384), rows), want)
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_models_read_no_rows_that_are_left_out(
+    tmp_path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router and an adapter read rows; a shared expert and plain projections only their codes."""
+    if family == "sdar":
+        family_builder(family).write(tmp_path)
+    else:
+        moe_builder(family, config=moe_config(family, moe_intermediate_size=144)).write(tmp_path)
+    name, spec, _ = detect(tmp_path)
+    quantizer = ModelQuantizer(QuantizationPlan("fp8"))
+    model: Any = random_model(name, spec, torch.float32, "cpu", quantizer=quantizer)
+    runner = PagedRunner(model, 4)
+    sequence = runner.sequence(list(range(3, 15)))
+
+    def logits() -> torch.Tensor:
+        (found,) = runner.forward([Rows(sequence, 12, should_store=False)])
+        return found
+
+    want = logits()
+    assert want.isfinite().all()
+    calls = spoil_rows_left_out(monkeypatch)
+    assert torch.equal(logits(), want)
+    assert set(calls) >= {"rms_norm", "add_rms_norm"}
 
 
 def test_what_the_vendor_takes() -> None:

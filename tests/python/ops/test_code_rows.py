@@ -50,6 +50,11 @@ def expect_codes(op: Op, x: torch.Tensor, dtype: torch.dtype, is_whole: bool) ->
         assert torch.equal(found.scale[:, :9], want.scale[:, :9])
         assert (found.scale[:, 9:] == 7).all()
         assert not codes[9:].view(torch.uint8).any()
+        # The same without the rows themselves.
+        alone = ops.new_quantized_rows(9, plain.size(1), dtype, x.device, group=group)
+        op(inside(x, left), alone._replace(codes_only=True))
+        assert torch.equal(alone.codes.view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(alone.scale[:, :9], want.scale[:, :9])
 
 
 @DEVICES
