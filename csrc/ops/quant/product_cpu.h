@@ -83,8 +83,13 @@ inline void store_panel(const float* sums, const TensorRef& out, int64_t first_r
   const int64_t column = panel * kLinearPanelColumns;
   const int64_t columns = std::min(kLinearPanelColumns, out.size[1] - column);
   for (int64_t row = 0; row < rows; ++row) {
-    kernel_table().store(sums + row * kLinearPanelColumns, out.dtype,
-                         element_at(out, (first_row + row) * out.stride[0] + column), columns);
+    const float* source = sums + row * kLinearPanelColumns;
+    char* target = element_at(out, (first_row + row) * out.stride[0] + column);
+    if (out.dtype == DType::kF32) {
+      std::memcpy(target, source, static_cast<size_t>(columns) * sizeof(float));
+    } else {
+      kernel_table().store(source, out.dtype, target, columns);
+    }
   }
 }
 

@@ -17,31 +17,15 @@ namespace {
 struct SourceRow;
 struct SourceBlock;
 
-/// The largest magnitude, which a NaN is not.
-float largest_of(const float* values, int64_t count) {
-  int32_t largest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const auto magnitude = static_cast<int32_t>(float_bits(values[i]) & 0x7FFFFFFFU);
-    largest = std::max(largest, magnitude > 0x7F800000 ? 0 : magnitude);
-  }
-  return bits_float(static_cast<uint32_t>(largest));
-}
-
 float max_code(DType dtype) {
   return dtype == DType::kI8 ? kInt8Max : kE4m3Max;
 }
 
-void write_codes(const float* values, int64_t count, float factor, DType dtype, char* out) {
-  if (factor == 0.0F) {
-    std::memset(out, 0, static_cast<size_t>(count));
-  } else if (dtype == DType::kI8) {
-    for (int64_t i = 0; i < count; ++i) {
-      out[i] = static_cast<char>(float_to_int8(values[i] * factor));
-    }
+void write_codes(const CodeArgs& args, char* out) {
+  if (args.factor == 0.0F) {
+    std::memset(out, 0, static_cast<size_t>(args.count));
   } else {
-    for (int64_t i = 0; i < count; ++i) {
-      out[i] = static_cast<char>(float_to_e4m3(values[i] * factor));
-    }
+    kernel_table().to_codes(args, reinterpret_cast<uint8_t*>(out));
   }
 }
 
@@ -52,14 +36,24 @@ void load_row(const TensorRef& matrix, int64_t row, float* values) {
       values);
 }
 
+/// Where the values of a row are, as float32.
+const float* row_floats(const TensorRef& matrix, int64_t row) {
+  if (matrix.dtype == DType::kF32) {
+    return matrix.as<const float>() + row * matrix.stride[0];
+  }
+  float* values = thread_floats<SourceRow>(matrix.size[1]);
+  load_row(matrix, row, values);
+  return values;
+}
+
 /// One scale a row.
 void quantize_channels(const QuantizeWeightParams& params, int64_t row) {
   const int64_t depth = params.w.size[1];
-  float* values = thread_floats<SourceRow>(depth);
-  load_row(params.w, row, values);
-  const CodeScale code = code_scale(largest_of(values, depth), max_code(params.out.dtype));
+  const float* values = row_floats(params.w, row);
+  const CodeScale code =
+      code_scale(kernel_table().largest_of(values, depth), max_code(params.out.dtype));
   params.scale.as<float>()[row * params.scale.stride[0]] = code.scale;
-  write_codes(values, depth, code.factor, params.out.dtype,
+  write_codes(CodeArgs{values, depth, code.factor, params.out.dtype},
               element_at(params.out, row * params.out.stride[0]));
 }
 
@@ -76,12 +70,12 @@ void quantize_blocks(const QuantizeWeightParams& params, int64_t block_row) {
     const int64_t count = std::min(kQuantBlock, depth - column);
     float largest = 0.0F;
     for (int64_t row = 0; row < rows; ++row) {
-      largest = std::max(largest, largest_of(values + row * depth + column, count));
+      largest = std::max(largest, kernel_table().largest_of(values + row * depth + column, count));
     }
     const CodeScale code = code_scale(largest, kE4m3Max);
     params.scale.as<float>()[block_row * params.scale.stride[0] + block] = code.scale;
     for (int64_t row = 0; row < rows; ++row) {
-      write_codes(values + row * depth + column, count, code.factor, DType::kF8E4M3,
+      write_codes(CodeArgs{values + row * depth + column, count, code.factor, DType::kF8E4M3},
                   element_at(params.out, (first + row) * params.out.stride[0] + column));
     }
   }
@@ -108,7 +102,7 @@ float squared_error(const float* values, int64_t count, float scale) {
 /// The scale of a group as bfloat16 bits; 0 where all nibbles are those of 0.
 uint16_t int4_scale(const float* values, int64_t count) {
   constexpr float kFactors[] = {1.0F, 0.95F, 0.9F, 0.85F};
-  const float largest = largest_of(values, count);
+  const float largest = kernel_table().largest_of(values, count);
   if (!std::isfinite(largest)) {
     return float_to_bf16(1.0F);
   }
@@ -131,8 +125,7 @@ uint16_t int4_scale(const float* values, int64_t count) {
 void quantize_nibbles(const QuantizeWeightParams& params, int64_t row) {
   const int64_t depth = params.w.size[1];
   const int64_t group = params.group == 0 ? depth : params.group;
-  float* values = thread_floats<SourceRow>(depth);
-  load_row(params.w, row, values);
+  const float* values = row_floats(params.w, row);
   auto* out = params.out.as<uint8_t>() + row * params.out.stride[0];
   std::memset(out, kInt4Zero * 0x11, static_cast<size_t>(params.out.size[1]));
   for (int64_t start = 0, index = 0; start < depth; start += group, ++index) {
@@ -154,15 +147,14 @@ Status quantize_rows(const QuantizeRowsParams& params, const ExecContext& contex
   const int64_t depth = params.x.size[1];
   const float limit = max_code(params.out.dtype);
   parallel_ranges(context, params.x.size[0], row_grain(depth), [&](int64_t begin, int64_t end) {
-    float* values = thread_floats<SourceRow>(depth);
     for (int64_t row = begin; row < end; ++row) {
-      load_row(params.x, row, values);
+      const float* values = row_floats(params.x, row);
       char* out = element_at(params.out, row * params.out.stride[0]);
       for (int64_t start = 0, index = 0; start < depth; start += params.group, ++index) {
         const int64_t count = std::min<int64_t>(params.group, depth - start);
-        const CodeScale code = code_scale(largest_of(values + start, count), limit);
+        const CodeScale code = code_scale(kernel_table().largest_of(values + start, count), limit);
         params.scale.as<float>()[index * params.scale.stride[0] + row] = code.scale;
-        write_codes(values + start, count, code.factor, params.out.dtype, out + start);
+        write_codes(CodeArgs{values + start, count, code.factor, params.out.dtype}, out + start);
       }
     }
   });

@@ -163,6 +163,59 @@ TEST_P(KernelTableTest, WidensEveryCode) {
   }
 }
 
+/// All bit patterns, those near the range of the formats, and what lies at and beside their edges.
+std::vector<float> values_to_code() {
+  std::vector<float> values;
+  for (const float edge :
+       {0.0F, 0x1p-10F, 0x1p-9F, 0x1p-6F, 0.5F, 1.5F, 2.5F, 126.5F, 127.0F, 240.0F, 447.9F, 448.0F,
+        464.0F, 480.0F, 1e-40F, 3e38F, bits_float(0x7F800000U), bits_float(0x7F800001U),
+        bits_float(0x7FC00000U)}) {
+    for (const int32_t step : {-1, 0, 1}) {
+      const float beside = bits_float(float_bits(edge) + static_cast<uint32_t>(step));
+      values.insert(values.end(), {beside, bits_float(float_bits(beside) ^ 0x80000000U)});
+    }
+  }
+  std::mt19937 random(9);
+  while (values.size() < (1U << 20) + 77) {
+    const auto bits = static_cast<uint32_t>(random());
+    values.insert(values.end(), {bits_float(bits), bits_float((bits & 0x87FFFFFFU) | 0x38000000U)});
+  }
+  return values;
+}
+
+TEST_P(KernelTableTest, CodesHaveTheBitsOfTheScalarCodec) {
+  const std::vector<float> values = values_to_code();
+  const auto count = static_cast<int64_t>(values.size());
+  std::vector<uint8_t> codes(values.size() + 1, 0xA5);
+  for (const DType dtype : {DType::kI8, DType::kF8E4M3}) {
+    for (const float factor : {1.0F, 0.7F, 1e-30F, 1e30F}) {
+      table().to_codes(cpu::CodeArgs{values.data(), count, factor, dtype}, codes.data());
+      ASSERT_EQ(codes.back(), 0xA5);
+      for (size_t i = 0; i < values.size(); ++i) {
+        const float scaled = values[i] * factor;
+        const auto want = dtype == DType::kI8 ? static_cast<uint8_t>(float_to_int8(scaled))
+                                              : float_to_e4m3(scaled);
+        ASSERT_EQ(int{codes[i]}, int{want}) << values[i] << " times " << factor;
+      }
+    }
+  }
+}
+
+TEST_P(KernelTableTest, TheLargestMagnitudeIsNoNaN) {
+  const std::vector<float> values = values_to_code();
+  EXPECT_EQ(table().largest_of(values.data(), 0), 0.0F);
+  for (size_t start = 0; start < 3000; ++start) {
+    const size_t count = 1 + start % 67;
+    uint32_t want = 0;
+    for (size_t i = start; i < start + count; ++i) {
+      const uint32_t magnitude = float_bits(values[i]) & 0x7FFFFFFFU;
+      want = magnitude > 0x7F800000U ? want : std::max(want, magnitude);
+    }
+    const float largest = table().largest_of(&values[start], static_cast<int64_t>(count));
+    ASSERT_EQ(float_bits(largest), want) << start;
+  }
+}
+
 #ifdef __SSE__
 TEST_P(KernelTableTest, WidensEveryCodeWhereSubnormalsAreFlushed) {
   const uint32_t before = _mm_getcsr();

@@ -18,6 +18,14 @@
 namespace diffulex::cpu {
 namespace {
 
+/// The same bytes of the next block, which may be past the matrix: a prefetch never faults.
+template <int32_t kBytes>
+DIFFULEX_ISA_INLINE void fetch_ahead(const uint8_t* panel) {
+  for (int32_t line = 0; line < kBytes; line += 64) {
+    __builtin_prefetch(panel + kInt8RowStride * kInt8PanelWidth + line);
+  }
+}
+
 /// `kVectors` vectors of columns from `column` on.
 template <int32_t kRows, int32_t kVectors>
 DIFFULEX_ISA_INLINE void int8_columns(const Int8TileArgs& args, int32_t column) {
@@ -39,8 +47,7 @@ DIFFULEX_ISA_INLINE void int8_columns(const Int8TileArgs& args, int32_t column) 
     for (int32_t part = 0; part < kParts; ++part) {
       columns[part] = load_int8(panel + part * kPartBytes);
     }
-    // May point past the panel, and past the matrix: a prefetch never faults.
-    __builtin_prefetch(panel + 2048);
+    fetch_ahead<kParts * kPartBytes>(panel);
 #pragma GCC unroll 16
     for (int32_t row = 0; row < kRows; ++row) {
       const Int8Factor factor = broadcast_int8(x + row * kInt8RowStride);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Codes of low precision to float32, and sums of products of codes.
+// Codes of low precision to float32 and back, and sums of products of codes.
 
 #include "ops/shared/cpu_isa/kernel_table.h"
 
@@ -48,6 +48,45 @@ void widen_e4m3(const uint8_t* codes, float* out, int64_t n) {
 #endif
   for (; i < n; ++i) {
     out[i] = kE4m3Values.of[codes[i]];
+  }
+}
+
+float largest_of(const float* values, int64_t n) {
+  VecU largest{};
+  for (int64_t i = 0; i < n; i += kWidth) {
+    const VecU magnitude = (VecU)load_some<ElementF32>(values + i, n - i) & 0x7FFFFFFFU;
+    const VecU number = (VecI)(magnitude > 0x7F800000U) ? VecU{} : magnitude;
+    largest = (VecI)(number > largest) ? number : largest;
+  }
+  return lane_max((VecF)largest);
+}
+
+/// As float_to_int8.
+DIFFULEX_ISA_INLINE VecU int8_codes(VecF values) {
+  const VecF clamped = larger(smaller(values, splat(127.0F)), splat(-127.0F));
+  const VecU codes = (VecU)(clamped + 12582912.0F) - 0x4B400000U;
+  return (VecI)(values == values) ? codes : VecU{};
+}
+
+/// As float_to_e4m3.
+DIFFULEX_ISA_INLINE VecU e4m3_codes(VecF values) {
+  const VecU bits = (VecU)values;
+  const VecU magnitude = bits & 0x7FFFFFFFU;
+  const VecU small = (VecU)((VecF)magnitude + 16384.0F) - 0x46800000U;
+  const VecU normal = (magnitude - (120U << 23) + 0x7FFFFU + ((magnitude >> 20) & 1U)) >> 20;
+  VecU codes = (VecI)(magnitude < 0x3C800000U) ? small : normal;
+  codes = (VecI)(magnitude >= 0x43E00000U) ? VecU{} + 0x7EU : codes;
+  codes |= (bits >> 24) & 0x80U;
+  return (VecI)(magnitude > 0x7F800000U) ? VecU{} + 0x7FU : codes;
+}
+
+void to_codes(const CodeArgs& args, uint8_t* out) {
+  for (int64_t i = 0; i < args.count; i += kWidth) {
+    const int64_t count = args.count - i < kWidth ? args.count - i : kWidth;
+    const VecF values = load_some<ElementF32>(args.values + i, count) * args.factor;
+    const VecU codes = args.dtype == DType::kI8 ? int8_codes(values) : e4m3_codes(values);
+    const VecB bytes = __builtin_convertvector(codes, VecB);
+    __builtin_memcpy(out + i, &bytes, static_cast<size_t>(count));
   }
 }
 

@@ -108,6 +108,14 @@ struct LinearTileArgs {
   bool accumulate = false;  // start from `out` instead of 0
 };
 
+/// Values to codes of one byte: int8 or float8_e4m3fn.
+struct CodeArgs {
+  const float* values = nullptr;
+  int64_t count = 0;
+  float factor = 1.0F;  // of each value, before it is rounded
+  DType dtype = DType::kI8;
+};
+
 /// Rows [first, last) of the depth of one panel of nibbles, which share scales and zeros.
 struct NibbleArgs {
   const uint8_t* codes = nullptr;  // [ceil(last / 2), kLinearPanelColumns], low nibble first
@@ -204,6 +212,9 @@ struct KernelTable {
   void (*exp_shifted)(float* values, float factor, float shift, int64_t n);
   /// First index in [from, n) with values[index] >= threshold, or n.
   int64_t (*find_at_least)(const float* values, int64_t from, int64_t n, float threshold);
+  /// The largest magnitude, which a NaN is not; 0 of no values.
+  float (*largest_of)(const float* values, int64_t n);
+  void (*to_codes)(const CodeArgs& args, uint8_t* out);
   /// Values of n codes of float8_e4m3fn.
   void (*widen_e4m3)(const uint8_t* codes, float* out, int64_t n);
   /// bfloat16((nibble - zero) * scale).

@@ -19,6 +19,7 @@ using VecF = VectorOf<kWidth>::Floats;
 using VecI = VectorOf<kWidth>::Ints;
 using VecU = VectorOf<kWidth>::Words;
 using VecH = VectorOf<kWidth>::Halves;
+using VecB = VectorOf<kWidth>::Bytes;
 
 /// One float of memory in every lane; a plain load-and-broadcast, unlike splat.
 DIFFULEX_ISA_INLINE VecF broadcast(const float* value) {
