@@ -26,7 +26,7 @@ import json
 import platform
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -117,18 +117,22 @@ class ReferenceDecoder:
         if len(prompt) % size:
             self.status[len(prompt) // size] = Status.ACTIVE
 
-    @torch.inference_mode()
     def decode(self) -> list[int]:
         """The answer ids."""
-        while True:
-            self._activate()
-            active = [i for i, status in enumerate(self.status) if status is Status.ACTIVE]
-            if active:
-                self._denoise(active)
-            self._transition()
-            answer = self._answer()
-            if answer is not None:
-                return answer
+        answer = self.step()
+        while answer is None:
+            answer = self.step()
+        return answer
+
+    @torch.inference_mode()
+    def step(self) -> list[int] | None:
+        """One forward, if a block is active; the answer ids once they are decided."""
+        self._activate()
+        active = [i for i, status in enumerate(self.status) if status is Status.ACTIVE]
+        if active:
+            self._denoise(active)
+        self._transition()
+        return self._answer()
 
     def _open(self, block: int) -> list[int]:
         """Undecided positions of a block."""
@@ -240,9 +244,10 @@ def compare(
     reference = None if model is None else reference_model(model)
     params = SamplingParams(max_tokens=max_tokens)
     # The first call of each pays for lazy initialisation.
-    engine.generate([prompts[0]], params, summary=False, progress_log_interval=0)
+    few = SamplingParams(max_tokens=max_tokens, max_nfe=3)
+    engine.generate([prompts[0]], few, summary=False, progress_log_interval=0)
     if reference is not None:
-        ReferenceDecoder(reference, prompts[0], replace(decoding, max_tokens=1)).decode()
+        ReferenceDecoder(reference, prompts[0], decoding).step()
     num_steps, num_rows = -engine.stats().num_decode_steps, -engine.stats().num_rows
     engine_s = cpu_s = decode_s = reference_s = 0.0
     num_tokens = engine_nfe = reference_nfe = 0
