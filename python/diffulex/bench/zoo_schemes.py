@@ -4,7 +4,8 @@
     python -m diffulex.bench.zoo_schemes examples/zoo --output schemes.md
 
 Every curve runs at its default settings with the weights as stored and with each scheme, on the same
-problems; `kv` is a cache of 8 bits, alone or with a scheme. A row tells how many answers were lost and gained, and the standard error of the difference.
+problems; `kv` is a cache of 8 bits, alone or with a scheme, and `int4+all` has 4 bits where the family would
+keep its dtype too. A row tells how many answers were lost and gained, and the standard error of the difference.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ CURVES = (
 #: Points that a scheme may lose: on the mean of the curves, and on one of them.
 LIMITS = dict.fromkeys(SCHEMES, (0.5, 1.5)) | {
     "int4": (1.5, 2.5),
+    "int4+all": (1.5, 2.5),
     "kv": (0.5, 0.7),
     "fp8+kv": (1.5, 1.5),
 }
@@ -134,6 +136,8 @@ def _run(
 ) -> RunReport:
     kwargs = {"model": curve.model, **settings, **curve.engine}
     parts = scheme.split("+")
+    if parts[-1] == "all":
+        kwargs["quantization_ignore"] = ()
     if parts[-1] == "kv":
         kwargs["kv_cache_dtype"] = "fp8_e4m3"
     kwargs["quantization"] = "none" if parts[0] == "kv" else parts[0]
@@ -145,7 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; 2 where its settings cannot be used."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("zoo", type=Path, help="a directory with zoo.json")
-    parser.add_argument("--schemes", nargs="+", default=list(LIMITS), choices=LIMITS)
+    schemes = [scheme for scheme in LIMITS if not scheme.endswith("+all")]
+    parser.add_argument("--schemes", nargs="+", default=schemes, choices=LIMITS)
+    parser.add_argument("--curves", nargs="+", default=CURVES, help="beginnings of their names")
     parser.add_argument("--limit", type=positive_integer, help="only the first problems")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=positive_integer, default=32, help="requests at once")
@@ -170,9 +176,11 @@ def _rows(options: argparse.Namespace) -> list[Comparison]:
         ConfigError: the zoo has no such curve, or cannot be read.
     """
     zoo = read_zoo(options.zoo)
-    curves = [curve for curve in zoo.curves if curve.name.startswith(CURVES)]
+    curves = [curve for curve in zoo.curves if curve.name.startswith(tuple(options.curves))]
     if not curves:
-        raise ConfigError(f"{options.zoo}: expected a curve of {'; '.join(CURVES)}, got none")
+        raise ConfigError(
+            f"{options.zoo}: expected a curve of {'; '.join(options.curves)}, got none"
+        )
     problems = read_problems(zoo.data)[: options.limit]
     settings = {"device": options.device, "max_num_reqs": options.batch}
     rows: list[Comparison] = []

@@ -20,6 +20,7 @@ from diffulex.config.table import (
 from diffulex.distributed import layout
 from diffulex.distributed.legality import check_groups, check_model
 from diffulex.errors import ConfigError
+from diffulex.families.listing import kept_modules
 from diffulex.log import get_logger, warn_once
 from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
 from diffulex.strategies.listing import STRATEGIES, owner_of
@@ -223,6 +224,10 @@ class Resolver:
             self._check_stored(stored)
         scheme = values["quantization"]
         self._check_choices(None if stored is not None else scheme)
+        if stored is None and not self._partial.is_given("quantization_ignore"):
+            family = facts.spec.family
+            kept, reason = kept_modules(family, scheme), f"what {scheme} does not suit in {family}"
+            self._partial.change("quantization_ignore", kept, reason)
         if scheme in ("auto", "none"):
             return
         if is_cuda and values["dtype"] == "float32":

@@ -16,7 +16,7 @@ from diffulex.distributed.legality import shard_of
 from diffulex.distributed.start import rank_starter
 from diffulex.errors import ConfigError
 from diffulex.log import get_logger
-from diffulex.quantization.scheme import NOT_ACCEPTED, SCHEMES, QuantizationPlan
+from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
 from diffulex.strategies.listing import strategy_named
 
 if TYPE_CHECKING:
@@ -165,9 +165,6 @@ def _quantizer(
         StoredQuantizer,
     )
 
-    if (model.quantization, model.spec.family) in NOT_ACCEPTED:
-        text = "quantization: %s is not accepted for %s (docs/quantization.md)"
-        logger.warning(text, model.quantization, model.spec.family)
     if stored is not None and model.load_format != "dummy":
         if stored.activations != "dynamic" and model.quantization != "int4":
             text = 'quantization: scales of activations are found in every step, not "%s" as the checkpoint says'

@@ -77,6 +77,7 @@ class Family:
         aliases: further values of the `model_name` option, with their samplers.
         decoder: "module:attribute" of the model class, imported when a model is built.
         decodings: the strategies and sampling modes that decode it.
+        quantization_ignore: by schemes, the default of the key of this name: modules that lose too much.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     decoder: str = "diffulex.nn.decoder:DecoderForDiffusionLM"
     decodings: tuple[Decoding, ...] = MASK_FILLING
+    quantization_ignore: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def sampler_path(self) -> str:

@@ -18,4 +18,5 @@ FAMILY = Family(
     layout=Layout(".layer_scalar", rank=4),
     is_exportable=False,
     decodings=(Decoding("diffusion_gemma"),),
+    quantization_ignore={"int4": ("*.self_attn.*",)},
 )

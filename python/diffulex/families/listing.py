@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from diffulex.families.base import Family
 
-__all__ = ["FAMILIES", "MODELS", "MODEL_ALIASES", "SAMPLERS", "family_named"]
+__all__ = ["FAMILIES", "MODELS", "MODEL_ALIASES", "SAMPLERS", "family_named", "kept_modules"]
 
 # Modules of the package that describe no family.
 _OTHERS = ("base", "detection", "listing", "spec")
@@ -44,3 +44,9 @@ _BY_NAME = {name: family for family in FAMILIES for name in (family.name, *famil
 def family_named(model_name: str) -> Family | None:
     """The family that a `model_name` option stands for; None: no built-in one has the name."""
     return _BY_NAME.get(model_name)
+
+
+def kept_modules(family: str, scheme: str) -> tuple[str, ...]:
+    """Patterns of the modules that keep their dtype under a scheme unless the user names others."""
+    record = family_named(family)
+    return () if record is None else record.quantization_ignore.get(scheme, ())

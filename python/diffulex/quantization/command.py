@@ -30,11 +30,11 @@ def add_quantize_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ignore",
-        nargs="+",
+        nargs="*",
         action="extend",
-        default=[],
         metavar="PATTERN",
-        help="module names in the checkpoint that keep their dtype, such as model.layers.0.*",
+        help="module names in the checkpoint that keep their dtype, such as model.layers.0.* [what the"
+        " family keeps; none: quantise these too]",
     )
     parser.add_argument(
         "--quantize-head", action="store_true", help="the output head too, unless it is tied"
@@ -46,16 +46,21 @@ def add_quantize_flags(parser: argparse.ArgumentParser) -> None:
 
 def quantize(options: argparse.Namespace) -> int:
     """Runs the command; errors are one line."""
+    from diffulex.checkpoint.auto_model import detect  # noqa: PLC0415
     from diffulex.checkpoint.resolve import resolve_model  # noqa: PLC0415
     from diffulex.errors import ConfigError  # noqa: PLC0415
+    from diffulex.families.listing import kept_modules  # noqa: PLC0415
     from diffulex.quantization.convert import convert  # noqa: PLC0415 (imports torch)
     from diffulex.quantization.scheme import QuantizationPlan  # noqa: PLC0415
 
     scheme, size = options.quantization, options.quantization_group_size
     if size != GROUP_SIZES[-1] and scheme != "int4":
         raise ConfigError(f"--quantization-group-size: expected int4 with it, got {scheme}")
-    plan = QuantizationPlan(scheme, size, tuple(options.ignore), options.quantize_head)
     model_dir = resolve_model(options.model, options.revision)
+    ignore = options.ignore
+    if ignore is None:
+        ignore = kept_modules(detect(model_dir, options.model_name)[1].family, scheme)
+    plan = QuantizationPlan(scheme, size, tuple(ignore), options.quantize_head)
     written = convert(model_dir, Path(options.out), plan, options.model_name)
     print(
         f"{options.out}: {written.num_matrices} matrices in {scheme},"

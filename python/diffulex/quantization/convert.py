@@ -43,7 +43,6 @@ from diffulex.errors import CheckpointError, ConfigError
 from diffulex.log import get_logger
 from diffulex.ops import WeightScheme
 from diffulex.quantization.layers import ModelQuantizer, StoredQuantizer
-from diffulex.quantization.scheme import NOT_ACCEPTED
 from diffulex.quantization.stored import QUANTIZATION_FILE, read_stored
 from diffulex.registry import AutoModelForDiffusionLM
 
@@ -112,9 +111,6 @@ def convert(
         )
     out = out.expanduser().absolute()
     _check_place(out)
-    if (plan.scheme, spec.family) in NOT_ACCEPTED:
-        text = "quantization: %s is not accepted for %s (docs/quantization.md)"
-        logger.warning(text, plan.scheme, spec.family)
     check_num_layers(spec, model_dir)
     model: Any = AutoModelForDiffusionLM.get(name)(spec, torch.bfloat16, "meta")
     check_headers(model, model_dir)

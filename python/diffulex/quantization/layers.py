@@ -21,6 +21,7 @@ from diffulex.checkpoint.loader import find_stored, slices_of
 from diffulex.checkpoint.low_precision import BLOCK, StoredMatrix
 from diffulex.checkpoint.slices import WeightSlice
 from diffulex.errors import CheckpointError, ConfigError
+from diffulex.families.listing import kept_modules
 from diffulex.log import get_logger
 from diffulex.nn.embedding import OutputHead
 from diffulex.nn.linear import MatrixProduct
@@ -218,7 +219,7 @@ class _Quantizer:
         sinks: dict[str, Sink] = {}
         taken: dict[int, list[tuple[QuantizedWeight, ...]]] = {}
         is_stacked = QuantizedExperts.are_stacked(device)
-        for matrix in self._chosen(model, table):
+        for matrix in self._noted(model, table):
             where = "meta" if is_stacked and matrix.values.dim() == 3 else device
             weights = tuple(self._new_weight(matrix, i, where) for i in range(matrix.count))
             taken.setdefault(id(matrix.owner), []).append(weights)
@@ -232,6 +233,16 @@ class _Quantizer:
     def _chosen(self, model: nn.Module, table: Mapping[str, torch.Tensor]) -> list[_Matrix]:
         """The matrices in low precision."""
         raise NotImplementedError
+
+    def _noted(self, model: Any, table: Mapping[str, torch.Tensor]) -> list[_Matrix]:
+        """Them, with a warning where the family would keep the dtype of one."""
+        chosen = self._chosen(model, table)
+        modules = [place.module for matrix in chosen for place in matrix.places]
+        for pattern in kept_modules(model.spec.family, self.scheme):
+            if any(fnmatch(module, pattern) for module in modules):
+                text = "quantization: %s of %s is not accepted for %s (docs/quantization.md)"
+                logger.warning(text, self.scheme, pattern, model.spec.family)
+        return chosen
 
     def _new_weight(
         self, matrix: _Matrix, index: int, device: torch.device | str
@@ -253,7 +264,7 @@ class ModelQuantizer(_Quantizer):
     ) -> dict[str, Projections]:
         """What becomes of the stored tensors that the plan takes."""
         found = {}
-        for matrix in self._chosen(model, table):
+        for matrix in self._noted(model, table):
             scheme, group = self._scheme_of(matrix.owner), 0
             if scheme == WeightScheme.INT4:
                 group = self.plan.group_of(matrix.depth)

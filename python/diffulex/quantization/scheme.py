@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-__all__ = ["GROUP_SIZES", "NOT_ACCEPTED", "SCHEMES", "QuantizationPlan"]
+__all__ = ["GROUP_SIZES", "SCHEMES", "QuantizationPlan"]
 
 #: Of weights: e4m3 with a scale per row or per block, int8 with a scale per row, 4 bits in groups.
 SCHEMES = ("fp8", "fp8_block", "int8", "int4")
 GROUP_SIZES = (32, 64, 128)
-#: Schemes and families whose answers lose more than docs/quantization.md allows.
-NOT_ACCEPTED = frozenset({("int4", "diffusion_gemma")})
 #: Columns of rows that are multiplied that share a scale in 8 bits.
 _ROW_GROUP = 128
 #: The smallest matrix worth it.

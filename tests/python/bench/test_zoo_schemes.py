@@ -92,11 +92,12 @@ def test_the_command_runs_every_scheme(
     ]
     (tmp_path / "zoo.json").write_text(json.dumps({"data": "problems.jsonl", "curves": curves}))
     output = tmp_path / "table.md"
-    seen = []
+    seen, given = [], []
 
     def engine(**settings: Any) -> diffulex.Diffulex:
         made = Diffulex(**settings)
         seen.append((made.config.model.quantization, made.config.cache.kv_cache_dtype))
+        given.append(settings.get("quantization_ignore"))
         return made
 
     monkeypatch.setattr(diffulex, "Diffulex", engine)
@@ -107,6 +108,11 @@ def test_the_command_runs_every_scheme(
     text = output.read_text(encoding="utf-8")
     assert all(f"| multi_bd, 1 block | {scheme} |" in text for scheme in schemes)
     assert "not in the table" not in text
+    assert given == [None] * 4
+    chosen = ["--schemes", "int4+all", "--curves", "not in"]
+    assert main([str(tmp_path), *chosen, "--output", str(output)]) == 0
+    assert (given[4:], seen[4:]) == ([None, ()], [("none", "auto"), ("int4", "auto")])
+    assert "| not in the table | int4+all |" in output.read_text(encoding="utf-8")
 
 
 def test_a_zoo_without_these_curves_is_an_error(
@@ -125,6 +131,7 @@ def test_the_document_has_the_limits() -> None:
     (mean, curve), (mean4, curve4) = LIMITS["int8"], LIMITS["int4"]
     assert LIMITS["kv"][0] == mean
     assert LIMITS["fp8+kv"] == (curve, curve)
+    assert LIMITS["int4+all"] == (mean4, curve4)
     assert (
         f"loses at most {mean:g} points (`int4`: {mean4:g}), no curve more than {curve:g}"
         f" (`int4`: {curve4:g}, a cache of 8 bits alone: {LIMITS['kv'][1]:g}), and the tokens per forward stay within {MAX_TPF_CHANGE:g} %"

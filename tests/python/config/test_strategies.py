@@ -589,3 +589,12 @@ def test_no_code_asks_for_the_name_of_a_strategy() -> None:
     assert len({path.suffix for path in sources}) == 3
     assert len(sources) > 400
     assert [str(path) for path in sources if asks.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_a_family_keeps_modules_of_a_scheme() -> None:
+    given = facts("diffusion_gemma", mask_token_id=None)
+    for scheme, kept in (("int4", ("*.self_attn.*",)), ("int8", ()), ("auto", ())):
+        assert resolve("", given=given, quantization=scheme).model.quantization_ignore == kept
+    for own in ((), ("*.mlp.*",)):
+        chosen = resolve("", given=given, quantization="int4", quantization_ignore=own)
+        assert chosen.model.quantization_ignore == own

@@ -228,6 +228,31 @@ def test_tokens_of_the_command_are_those_of_the_key(tmp_path, capsys, scheme: st
     assert len(answers[0]) > 4
 
 
+def test_a_family_keeps_what_a_scheme_does_not_suit(tmp_path, caplog) -> None:
+    """Unless patterns are given, also none; what was stored otherwise is read."""
+    model = tmp_path / "model"
+    write_model(model, "diffusion_gemma")
+    cases: list[tuple[str, list[str], tuple[str, ...]]] = [
+        ("kept", [], ("*.self_attn.*",)),
+        ("all", ["--ignore"], ()),
+        ("others", ["--ignore", "*.mlp.*"], ("*.mlp.*",)),
+    ]
+    for name, flags, ignore in cases:
+        out = tmp_path / name
+        caplog.clear()
+        assert main(["quantize", str(model), str(out), "--quantization", "int4", *flags]) == 0
+        warned = [text for text in caplog.messages if "is not accepted for diffusion_gemma" in text]
+        assert len(warned) == (name != "kept")
+        config = json.loads((out / "config.json").read_text())["quantization_config"]
+        kept = any(".self_attn." in module for module in config["ignore"])
+        assert kept == (name == "kept")
+        caplog.clear()
+        plan = QuantizationPlan("int4", ignore=ignore)
+        assert_same_weights(load(model, plan), load(out, None))
+        text = "quantization: int4 of *.self_attn.* is not accepted for diffusion_gemma (docs/quan"
+        assert sum(line.startswith(text) for line in caplog.messages) == 2 * (name != "kept")
+
+
 ERRORS = [
     (["--quantization", "int8", "--quantization-group-size", "64"], "expected int4 with it, got int8"),
     (["--quantization", "int8", "--ignore", "*.nothing"], "which matches none"),
