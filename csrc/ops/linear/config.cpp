@@ -48,6 +48,23 @@ void fit_ring(int32_t rows, int32_t smem_limit, int32_t max_lines, int32_t extra
   plan->smem_bytes = fixed + plan->stages * bytes;
 }
 
+/// As fit_ring, for tiles of kManyRowsTile rows of x.
+void fit_many_rows(int32_t smem_limit, ManyRowsPlan* plan) {
+  constexpr int32_t kMaxStages = 6;
+  constexpr int32_t kBarrierBytes = 256;
+  LinearPlan& linear = plan->linear;
+  const auto sums = static_cast<int32_t>(kManyRowsTile * linear.tile_rows * sizeof(float));
+  linear.paced_stages = 2;
+  linear.stage_bytes = (linear.tile_rows + kManyRowsTile) * kLineBytes;
+  linear.partial_bytes = linear.splits > 1 ? sums / 2 : 0;
+  plan->held_bytes = linear.splits == 1 && plan->second_share > 0 ? sums : 0;
+  const int32_t fixed = linear.partial_bytes + plan->held_bytes + kBarrierBytes;
+  const int32_t bytes = linear.stage_bytes + kManyRowsScaleBytes;
+  linear.stages = std::min(kMaxStages, (smem_limit - fixed) / bytes);
+  plan->scale_bytes = linear.stages * kManyRowsScaleBytes;
+  linear.smem_bytes = fixed + linear.stages * bytes;
+}
+
 }  // namespace
 
 int32_t linear_tile_rows(int64_t num_rows) {
@@ -99,17 +116,16 @@ ScaledPlan scaled_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int
   const int32_t rows = linear_tile_rows(num_rows);
   ScaledPlan plan;
   plan.num_lines = static_cast<int32_t>(divide_up(depth, kLineBytes));
-  plan.row_tiles = static_cast<int32_t>(divide_up(num_rows, rows));
   // A line of codes has the bytes of one of 64 elements of 16 bits.
-  plan.linear = linear_plan(std::min<int64_t>(num_rows, kMaxFewRows), weight_rows,
-                            plan.num_lines * kFewRowsDepth, num_processors, smem_limit);
+  plan.linear = linear_plan(num_rows, weight_rows, plan.num_lines * kFewRowsDepth, num_processors,
+                            smem_limit);
   LinearPlan& linear = plan.linear;
   const bool is_short = rows <= kScaledShortRows;
   if (!is_short) {
     int64_t least = 0;
     for (int32_t tile_rows = kScaledTallTile; tile_rows > 0; tile_rows -= kRowStep) {
-      const int64_t tiles = divide_up(weight_rows, tile_rows) * plan.row_tiles;
       // Both operands of a tile come from the L2 cache, and its products are of 64 rows at a time.
+      const int64_t tiles = divide_up(weight_rows, tile_rows);
       const int64_t cost = divide_up(tiles, num_processors / linear.splits) *
                            (rows + std::max(tile_rows, kScaledTallTile / 2));
       if (least == 0 || cost < least) {
@@ -121,7 +137,44 @@ ScaledPlan scaled_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int
   const auto line_scales = static_cast<int32_t>(rows * sizeof(float));
   fit_ring(rows, smem_limit, is_short ? 2 : 1, line_scales, &linear);
   plan.scale_bytes = linear.stages * linear.lines * line_scales;
-  deal_tiles(weight_rows, plan.row_tiles, num_processors, &linear);
+  deal_tiles(weight_rows, 1, num_processors, &linear);
+  return plan;
+}
+
+ManyRowsPlan many_rows_plan(int64_t num_rows, const SteppedWeight& weight, bool has_blocks,
+                            int32_t num_processors, int32_t smem_limit) {
+  ManyRowsPlan plan;
+  plan.row_tiles = static_cast<int32_t>(divide_up(num_rows, kManyRowsTile));
+  plan.num_lines = static_cast<int32_t>(divide_up(weight.depth, kLineBytes));
+  const SteppedWeight lines{weight.rows, plan.num_lines * kFewRowsDepth, kFewRowsDepth, 1};
+  if (choose_tile(lines, num_processors).splits > 1) {
+    plan.second_share = (plan.num_lines + 1) / 4 * 2;
+  }
+  const int32_t longer_share = plan.num_lines - plan.second_share;
+  LinearPlan& linear = plan.linear;
+  int64_t least = 0;
+  for (int32_t splits = 1; splits <= (plan.second_share > 0 ? 2 : 1); ++splits) {
+    for (const int32_t tile_rows : {kManyRowsPairedTile, kManyRowsWideTile}) {
+      const bool is_wide = tile_rows > kManyRowsPairedTile;
+      // There is no room to hold the sums of a wide tile.
+      if (is_wide && (has_blocks || (splits == 1 && plan.second_share > 0))) {
+        continue;
+      }
+      // Cycles of a line, and of the end of a tile, on an H200.
+      const int64_t cycles =
+          (splits == 1 ? plan.num_lines : longer_share) * (is_wide ? 1010 : 740) +
+          (is_wide ? 3400 : 2200) * splits;
+      const int64_t tiles = divide_up(weight.rows, tile_rows) * plan.row_tiles;
+      const int64_t cost = divide_up(tiles, num_processors / splits) * cycles;
+      if (least == 0 || cost < least) {
+        least = cost;
+        linear.tile_rows = tile_rows;
+        linear.splits = splits;
+      }
+    }
+  }
+  fit_many_rows(smem_limit, &plan);
+  deal_tiles(weight.rows, plan.row_tiles, num_processors, &linear);
   return plan;
 }
 

@@ -62,16 +62,40 @@ void deal_tiles(int64_t weight_rows, int64_t row_tiles, int32_t num_processors, 
 inline constexpr int32_t kScaledShortRows = 64;
 inline constexpr int32_t kScaledTallTile = 128;
 
-/// The plan for products of 8-bit codes, whose lines are 128 elements: for `num_rows` rows of x, in
-/// tiles of linear_tile_rows of them. `scale_bytes` counts the scales of the rows of x, which lie
-/// between partial sums and barriers. A row's sums are in the same order for any num_rows.
+/// The plan for products of 8-bit codes, whose lines are 128 elements: for `num_rows` rows of x, at
+/// most kMaxFewRows. `scale_bytes` counts the scales of the rows of x, which lie between partial
+/// sums and barriers. A row's sums are in the same order for any num_rows.
 struct ScaledPlan final {
   LinearPlan linear;
-  int32_t row_tiles = 0;  // of x
   int32_t num_lines = 0;  // of the depth
   int32_t scale_bytes = 0;
 };
 [[nodiscard]] ScaledPlan scaled_plan(int64_t num_rows, int64_t weight_rows, int64_t depth,
                                      int32_t num_processors, int32_t smem_limit);
+
+/// Products of 8-bit codes with more than kMaxFewRows rows of x: rows of a tile of x, and of the
+/// copies that bring them; rows of W of a tile, the lower one with two lines on their way; bytes of
+/// the scales of a tile of x, from a multiple of four rows on.
+inline constexpr int32_t kManyRowsTile = 128;
+inline constexpr int32_t kManyRowsBox = 64;
+inline constexpr int32_t kManyRowsPairedTile = 128;
+inline constexpr int32_t kManyRowsWideTile = 192;
+inline constexpr int32_t kManyRowsScaleBytes = (kManyRowsTile + 4) * 4;
+
+/// Their plan. The shares of the depth are those of scaled_plan, and so the order of the sums,
+/// whether two CTAs have one each or one has both.
+struct ManyRowsPlan final {
+  LinearPlan linear;         // its tile is kManyRowsPairedTile or kManyRowsWideTile rows of W
+  int32_t row_tiles = 0;     // of x
+  int32_t num_lines = 0;     // of the depth
+  int32_t second_share = 0;  // its first line; 0: one share
+  int32_t scale_bytes = 0;   // of all stages
+  int32_t held_bytes = 0;    // for the first share's sums, where a CTA has both
+};
+
+/// `has_blocks`: W has a scale for each block of 128 x 128, of which a tile must have whole ones.
+[[nodiscard]] ManyRowsPlan many_rows_plan(int64_t num_rows, const SteppedWeight& weight,
+                                          bool has_blocks, int32_t num_processors,
+                                          int32_t smem_limit);
 
 }  // namespace diffulex

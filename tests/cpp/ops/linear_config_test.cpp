@@ -58,13 +58,12 @@ TEST(LinearConfigTest, PlansOfCodesAreSoundAndSumInOneOrder) {
     for (const int64_t weight_rows : {16, 48, 512, 3072, 4096, 6144, 24576, 151936}) {
       for (const int64_t depth : {16, 128, 384, 704, 4096, 12288}) {
         const ScaledPlan first = scaled_plan(1, weight_rows, depth, processors, kSmemLimit);
-        for (const int64_t rows : {1, 16, 33, 64, 65, 128, 129, 300, 8192}) {
+        for (const int64_t rows : {1, 16, 33, 64, 65, 128}) {
           const ScaledPlan plan = scaled_plan(rows, weight_rows, depth, processors, kSmemLimit);
           const LinearPlan& linear = plan.linear;
           EXPECT_EQ(linear.splits, first.linear.splits);
           EXPECT_EQ(plan.num_lines, (depth + 127) / 128);
           EXPECT_LE(linear.splits, (plan.num_lines + 1) / 2);
-          EXPECT_EQ(plan.row_tiles, (rows + linear_tile_rows(rows) - 1) / linear_tile_rows(rows));
           EXPECT_GE(int64_t{linear.num_tiles} * linear.tile_rows, weight_rows);
           EXPECT_LE(linear.num_clusters * linear.splits, processors);
           EXPECT_TRUE(rows <= kScaledShortRows ||
@@ -78,6 +77,67 @@ TEST(LinearConfigTest, PlansOfCodesAreSoundAndSumInOneOrder) {
         }
       }
     }
+  }
+}
+
+void expect_sound(const ManyRowsPlan& plan, bool has_blocks) {
+  const LinearPlan& linear = plan.linear;
+  const int32_t sums = kManyRowsTile * linear.tile_rows * 4;
+  EXPECT_TRUE(linear.tile_rows == kManyRowsPairedTile ||
+              (linear.tile_rows == kManyRowsWideTile && !has_blocks));
+  EXPECT_EQ(linear.partial_bytes, linear.splits == 2 ? sums / 2 : 0);
+  EXPECT_EQ(plan.held_bytes, linear.splits == 1 && plan.second_share > 0 ? sums : 0);
+  EXPECT_TRUE(plan.held_bytes == 0 || linear.tile_rows == kManyRowsPairedTile);
+  // Two lines are on their way while others are copied.
+  EXPECT_GE(linear.stages, 4);
+  EXPECT_EQ(linear.stage_bytes, (linear.tile_rows + kManyRowsTile) * 128);
+  EXPECT_EQ(plan.scale_bytes, linear.stages * kManyRowsScaleBytes);
+  const int32_t barriers = (3 * linear.stages + 3) * 8;
+  EXPECT_GE(linear.smem_bytes, linear.stages * linear.stage_bytes + linear.partial_bytes +
+                                   plan.scale_bytes + plan.held_bytes + barriers);
+  EXPECT_LE(linear.smem_bytes, kSmemLimit);
+}
+
+/// Shares of the depth are those of few rows, or sums would be in another order.
+TEST(LinearConfigTest, PlansOfManyRowsAreSoundAndSumAsFewRows) {
+  for (const int32_t processors : {1, 78, 132}) {
+    for (const int64_t weight_rows : {16, 208, 528, 1728, 3584, 4096, 6144, 24576, 151936}) {
+      for (const int64_t depth : {16, 128, 384, 704, 1664, 4096, 12288}) {
+        const ScaledPlan few = scaled_plan(1, weight_rows, depth, processors, kSmemLimit);
+        const int32_t pairs = (few.num_lines + 1) / 2;
+        for (const int64_t rows : {129, 256, 300, 2049}) {
+          for (const bool has_blocks : {false, true}) {
+            const ManyRowsPlan plan = many_rows_plan(rows, {weight_rows, depth, 128, 1}, has_blocks,
+                                                     processors, kSmemLimit);
+            EXPECT_EQ(plan.second_share, few.linear.splits == 2 ? pairs / 2 * 2 : 0);
+            EXPECT_EQ(plan.num_lines, few.num_lines);
+            EXPECT_LT(plan.second_share, plan.num_lines);
+            EXPECT_EQ(plan.row_tiles, (rows + kManyRowsTile - 1) / kManyRowsTile);
+            EXPECT_GE(int64_t{plan.linear.num_tiles} * plan.linear.tile_rows, weight_rows);
+            EXPECT_LE(plan.linear.num_clusters * plan.linear.splits, processors);
+            expect_sound(plan, has_blocks);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(LinearConfigTest, ManyRowsOfDecodeStepsHaveTheirTilesOnAnH200) {
+  struct Shape final {
+    int64_t columns;
+    int64_t depth;
+    int32_t tile_rows;
+    int32_t splits;
+    int32_t clusters;
+  };
+  for (const Shape& shape : {Shape{6144, 4096, 192, 2, 64}, Shape{4096, 4096, 128, 2, 64},
+                             Shape{24576, 4096, 192, 1, 128}, Shape{4096, 12288, 128, 2, 64}}) {
+    const ManyRowsPlan plan =
+        many_rows_plan(256, {shape.columns, shape.depth, 128, 1}, false, 132, kSmemLimit);
+    EXPECT_EQ(plan.linear.tile_rows, shape.tile_rows);
+    EXPECT_EQ(plan.linear.splits, shape.splits);
+    EXPECT_EQ(plan.linear.num_clusters, shape.clusters);
   }
 }
 

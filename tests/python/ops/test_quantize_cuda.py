@@ -215,6 +215,46 @@ def test_a_row_does_not_depend_on_the_others(
             assert torch.equal(product(x, act), alone)
 
 
+@FP8
+@pytest.mark.parametrize("num_rows", [129, 150, 256, 257, 322, 520, 1023, 2049])
+@pytest.mark.parametrize(
+    ("depth", "columns"),
+    # One share of the depth, two, also where it ends in the middle of a pair of lines and of a tile of W.
+    [(256, 3584), (336, 512), (1664, 768), (1664, 6144), (2816, 1728), (2944, 1792), (4096, 4096)],
+)
+def test_many_rows_have_the_bits_of_few(
+    scheme: WeightScheme, num_rows: int, depth: int, columns: int
+) -> None:
+    x = ops.quantize_rows(normal(num_rows, depth).cuda(), torch.float8_e4m3fn)
+    codes, scale = ops.quantize_weight(normal(columns, depth, seed=1).cuda(), scheme)
+    bias = normal(columns).cuda()
+    acts = list(ops.Activation) if scheme == WeightScheme.FP8 or columns % 256 == 0 else []
+    for act, offset in ((None, None), (None, bias), *((act, None) for act in acts)):
+        width = columns if act is None else columns // 2
+        out = poisoned(num_rows, width, torch.bfloat16)
+        ops.linear_scaled(moved(x), codes, scale, offset, act=act, out=out)
+        for first in range(0, num_rows, 128):
+            rows = slice(first, min(first + 128, num_rows))
+            few = ops.QuantizedRows(x.codes[rows], x.scale[:, first : first + 128])
+            want = torch.empty(rows.stop - first, width, dtype=torch.bfloat16, device="cuda")
+            ops.linear_scaled(few, codes, scale, offset, act=act, out=want)
+            assert torch.equal(out[rows], want)
+        assert untouched(out)
+
+
+def test_many_rows_where_stores_of_eight_bytes_do_not_fit() -> None:
+    x = ops.quantize_rows(normal(200, 256).cuda(), torch.float8_e4m3fn)
+    codes, scale = ops.quantize_weight(normal(208, 256, seed=1).cuda(), WeightScheme.FP8)
+    want = ops.linear_scaled(x, codes, scale, out=torch.empty(200, 208, device="cuda").bfloat16())
+    for start, pitch in ((2, 212), (0, 210)):
+        whole = torch.full((200, pitch), torch.nan, dtype=torch.bfloat16, device="cuda")
+        out = whole[:, start : start + 208]
+        ops.linear_scaled(x, codes, scale, out=out)
+        assert torch.equal(out, want)
+        out.fill_(torch.nan)
+        assert whole.isnan().all()
+
+
 @pytest.mark.parametrize("scheme", [WeightScheme.FP8, WeightScheme.FP8_BLOCK, WeightScheme.INT8])
 @pytest.mark.parametrize("act", list(ops.Activation))
 @pytest.mark.parametrize("num_rows", [1, 32, 100, 260])

@@ -26,8 +26,9 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, __half* /*t
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-/// Two shares of the depth meet: each adds what the other has of one half of the sums.
-template <typename Traits>
+/// Two shares of the depth meet: each adds what the other has of one half of the sums, kRun
+/// accumulator groups at a time.
+template <typename Traits, int kRun = 1>
 class LinearExchange {
  public:
   __device__ __forceinline__ LinearExchange(const LinearArgs& args, uint32_t partials,
@@ -51,7 +52,7 @@ class LinearExchange {
  protected:
   /// Whether this share of the depth writes accumulator group `group` of this warp.
   __device__ __forceinline__ bool is_mine(int32_t group) const {
-    return args_.splits == 1 || ((group + warp_) & 1) == split_;
+    return args_.splits == 1 || ((group / kRun + warp_) & 1) == split_;
   }
 
   const LinearArgs& args_;
@@ -59,7 +60,8 @@ class LinearExchange {
  private:
   /// Place of this lane's part of a group in the memory of the share that writes it.
   __device__ __forceinline__ uint32_t place(int32_t group) const {
-    return partials_ + (warp_ * (Traits::kGroups / 2) + group / 2) * 512 + lane_ * 16;
+    const int32_t index = group / (2 * kRun) * kRun + group % kRun;
+    return partials_ + (warp_ * (Traits::kGroups / 2) + index) * 512 + lane_ * 16;
   }
 
   __device__ __forceinline__ void send(const float (&sums)[Traits::kGroups][4]) {

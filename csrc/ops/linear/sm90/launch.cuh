@@ -84,13 +84,14 @@ inline Status count_processors(const char* where, int32_t device_index, int* pro
       where, cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device_index));
 }
 
-/// What the copies of a call read, and the warpgroups of a CTA that multiply it.
+/// What the copies of a call read, the warpgroups of a CTA that multiply it, and its other threads.
 struct RingCall final {
   TensorMapShape weight;
   DType weight_dtype;
   TensorMapShape rows;
   DType row_dtype;
   int64_t warpgroups;
+  int64_t copying_threads = 32;
 };
 
 /// Lets a kernel of the ring use the shared memory of a processor.
@@ -99,7 +100,7 @@ Status prepare_ring(const char* where, int32_t device_index) {
   return allow_shared_memory<kKernel>(where, device_index, kRingSmemLimit);
 }
 
-/// Launches a kernel of the ring, whose CTAs have a warp that copies besides.
+/// Launches a kernel of the ring.
 template <auto kKernel, typename Args>
 Status launch_ring(const char* where, const RingCall& call, const Args& args,
                    const LinearPlan& plan, const ExecContext& context) {
@@ -111,7 +112,7 @@ Status launch_ring(const char* where, const RingCall& call, const Args& args,
   LaunchShape shape;
   shape.cluster = static_cast<unsigned>(plan.splits);
   shape.grid = dim3(static_cast<unsigned>(plan.num_clusters) * shape.cluster);
-  shape.block = dim3(static_cast<unsigned>(call.warpgroups * 128 + 32));
+  shape.block = dim3(static_cast<unsigned>(call.warpgroups * 128 + call.copying_threads));
   shape.smem_bytes = static_cast<size_t>(plan.smem_bytes);
   shape.stream = stream_of(context);
   return cuda_status(

@@ -174,12 +174,11 @@ class RingProducer final : public Copies {
   using Copies::work_;
 };
 
-/// A kernel: the ring, its copying warp, which is the last one, and `consume()`, of the others.
-template <typename Copies, typename Args, typename Consume>
-__device__ __forceinline__ void run_ring(const Args& args, const RingSmem& smem,
-                                         const CUtensorMap* weight_map, const CUtensorMap* row_map,
-                                         Consume&& consume) {
-  const bool is_producer = threadIdx.x + 32 >= blockDim.x;
+/// The barriers, made by the warp that `is_producer`. All threads.
+template <typename Copies, typename Args>
+__device__ __forceinline__ void begin_ring(const Args& args, const RingSmem& smem,
+                                           const CUtensorMap* weight_map,
+                                           const CUtensorMap* row_map, bool is_producer) {
   if (is_producer && ptx::elect_one()) {
     ptx::tma_prefetch_map(weight_map);
     ptx::tma_prefetch_map(row_map);
@@ -203,27 +202,47 @@ __device__ __forceinline__ void run_ring(const Args& args, const RingSmem& smem,
   if (args.splits > 1) {
     ptx::cluster_arrive_relaxed();
   }
+}
+
+/// All copies, by the copying warp.
+template <typename Copies>
+__device__ __forceinline__ void produce(RingProducer<Copies>& producer) {
+  const bool is_chosen = ptx::elect_one();
+  if (is_chosen) {
+    producer.start();
+  }
+  __syncwarp();
+  pdl_wait();
+  if (is_chosen) {
+    producer.run();
+  }
+  __syncwarp();
+}
+
+/// What the other warps do first: results may overwrite what kernels in front still read.
+template <typename Copies>
+__device__ __forceinline__ void await_kernels(RingProducer<Copies>& producer) {
+  pdl_wait();
+  if (threadIdx.x < 32) {
+    if (ptx::elect_one()) {
+      producer.release();
+    }
+    __syncwarp();
+  }
+}
+
+/// A kernel: the ring, its copying warp, which is the last one, and `consume()`, of the others.
+template <typename Copies, typename Args, typename Consume>
+__device__ __forceinline__ void run_ring(const Args& args, const RingSmem& smem,
+                                         const CUtensorMap* weight_map, const CUtensorMap* row_map,
+                                         Consume&& consume) {
+  const bool is_producer = threadIdx.x + 32 >= blockDim.x;
+  begin_ring<Copies>(args, smem, weight_map, row_map, is_producer);
   RingProducer<Copies> producer(args, smem, weight_map, row_map);
   if (is_producer) {
-    const bool is_chosen = ptx::elect_one();
-    if (is_chosen) {
-      producer.start();
-    }
-    __syncwarp();
-    pdl_wait();
-    if (is_chosen) {
-      producer.run();
-    }
-    __syncwarp();
+    produce(producer);
   } else {
-    // Results may overwrite what kernels in front still read.
-    pdl_wait();
-    if (threadIdx.x < 32) {
-      if (ptx::elect_one()) {
-        producer.release();
-      }
-      __syncwarp();
-    }
+    await_kernels(producer);
   }
   if (args.splits > 1) {
     ptx::cluster_wait();  // the barriers of the other one are ready

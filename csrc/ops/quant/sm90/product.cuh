@@ -8,7 +8,6 @@
 //   line    the product of 128 columns starts at 0 and goes to the float32 sums times its scales:
 //           the tensor cores keep too few bits of long sums
 //   scales  of the rows of x lie beside the stages; those of W come from memory, a line ahead
-//   tiles   of W times tiles of up to 128 rows of x, for any number of rows
 //
 // The order of the sums does not depend on the number of rows, of x or of a tile.
 
@@ -25,11 +24,8 @@ namespace diffulex::cuda::sm90 {
 
 /// What this CTA does. A line past the depth is all zeros.
 struct ScaledWork final : RingWork {
-  int32_t tiles;  // of W and x, of all CTAs
-
   /// Shares of the depth end at an even line whatever a step has, not as those of whole steps.
-  __device__ __forceinline__ explicit ScaledWork(const ScaledLinearArgs& args)
-      : RingWork(args), tiles(args.num_tiles * args.row_tiles) {
+  __device__ __forceinline__ explicit ScaledWork(const ScaledLinearArgs& args) : RingWork(args) {
     const int32_t pairs = (args.num_lines + 1) / 2;
     const int32_t first = 2 * ((pairs * split) >> bits);
     const int32_t end = min(2 * ((pairs * (split + 1)) >> bits), args.num_lines);
@@ -43,24 +39,19 @@ class ScaledCopies : public RingCopies<ScaledLinearArgs, ScaledWork> {
  public:
   __device__ __forceinline__ ScaledCopies(const ScaledLinearArgs& args, const RingSmem& smem,
                                           const CUtensorMap* weight_map, const CUtensorMap* row_map)
-      : RingCopies(args, smem, weight_map, row_map),
-        policy_(args.row_tiles > 1 ? ptx::policy_evict_normal() : ptx::policy_evict_first()) {}
+      : RingCopies(args, smem, weight_map, row_map), policy_(ptx::policy_evict_first()) {}
 
   struct Place final {
     int32_t weights;      // pairs of runs of W
-    int32_t row;          // of x
-    int32_t scale_bytes;  // of its rows, in whole runs of 16
+    int32_t scale_bytes;  // of the rows of x, in whole runs of 16
   };
   /// Warps.
   static __device__ __forceinline__ uint32_t num_readers(const ScaledLinearArgs& /*args*/) {
     return blockDim.x / 32 - 1;
   }
-  __device__ __forceinline__ int32_t num_tiles() const { return work_.tiles; }
+  __device__ __forceinline__ int32_t num_tiles() const { return args_.num_tiles; }
   __device__ __forceinline__ Place place_of(int32_t tile) const {
-    const int32_t weight_tile = tile / args_.row_tiles;
-    const int32_t row = (tile - weight_tile * args_.row_tiles) * Traits::kRows;
-    const int32_t rows = min(args_.num_rows - row, Traits::kRows);
-    return {weight_tile * (args_.tile_rows / 16), row, (rows + 3) / 4 * 16};
+    return {tile * (args_.tile_rows / 16), (args_.num_rows + 3) / 4 * 16};
   }
   __device__ __forceinline__ int32_t weight_bytes(const Place& /*place*/) const {
     return Traits::kLines * line_bytes();
@@ -90,10 +81,10 @@ class ScaledCopies : public RingCopies<ScaledLinearArgs, ScaledWork> {
     const int32_t first = work_.begin + step * Traits::kLines;
 #pragma unroll
     for (int32_t line = 0; line < Traits::kLines; ++line) {
-      ptx::tma_load(target, row_map_, barrier, (first + line) * Traits::kLineBytes, place.row);
+      ptx::tma_load(target, row_map_, barrier, (first + line) * Traits::kLineBytes, 0);
       // Of a line past the depth any scale will do.
       const int32_t block = min(first + line, args_.num_lines - 1);
-      ptx::bulk_load(scales, args_.x_scale + block * args_.x_scale_stride + place.row,
+      ptx::bulk_load(scales, args_.x_scale + block * args_.x_scale_stride,
                      static_cast<uint32_t>(place.scale_bytes), barrier);
       target += Traits::kRows * Traits::kLineBytes;
       scales += Traits::kLineScales;
@@ -121,13 +112,12 @@ class WeightScales final {
   /// First column of the result of this warp, and the rows of W of its two runs.
   __device__ __forceinline__ void begin_tile(int32_t tile) {
     const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
-    const int32_t weight_tile = tile / args_.row_tiles;
     if (args_.act >= 0) {
-      column_ = weight_tile * (args_.tile_rows / 2) + warp * 8;
+      column_ = tile * (args_.tile_rows / 2) + warp * 8;
       above_ = column_;
       below_ = args_.num_columns + column_;
     } else {
-      column_ = weight_tile * args_.tile_rows + warp * 16;
+      column_ = tile * args_.tile_rows + warp * 16;
       above_ = column_;
       below_ = column_ + 8;
     }
@@ -168,7 +158,7 @@ class ScaledEpilogue final : public LinearExchange<Traits> {
       : LinearExchange<Traits>(args, smem.partials, smem.partials_full, smem.partials_empty, split),
         scaled_(args) {}
 
-  __device__ __forceinline__ void finish(float (&sums)[Traits::kGroups][4], int32_t tile,
+  __device__ __forceinline__ void finish(float (&sums)[Traits::kGroups][4],
                                          const WeightScales& scales, bool is_last) {
     if (warp_ >= scaled_.warps) {
       return;
@@ -182,16 +172,15 @@ class ScaledEpilogue final : public LinearExchange<Traits> {
     if (scaled_.bias != nullptr) {
       bias = scales.of_rows(static_cast<const float*>(scaled_.bias), 0.0F);
     }
-    const int32_t first_row = tile % scaled_.row_tiles * Traits::kRows;
 #pragma unroll
     for (int32_t group = 0; group < Traits::kGroups; ++group) {
-      if (this->is_mine(group) && first_row + group * 8 < scaled_.num_rows) {
+      if (this->is_mine(group) && group * 8 < scaled_.num_rows) {
         float (&sum)[4] = sums[group];
         sum[0] = fmaf(sum[0], factor.x, bias.x);
         sum[1] = fmaf(sum[1], factor.x, bias.x);
         sum[2] = fmaf(sum[2], factor.y, bias.y);
         sum[3] = fmaf(sum[3], factor.y, bias.y);
-        write(sum, first_row + group * 8 + lane_ / 4, scales.column() + lane_ % 4 * 2);
+        write(sum, group * 8 + lane_ / 4, scales.column() + lane_ % 4 * 2);
       }
     }
   }
@@ -326,11 +315,11 @@ __device__ __forceinline__ void consume_codes(const ScaledLinearArgs& args, cons
   const bool has_blocks = args.block_stride != 0;
   ScaledEpilogue<Traits> epilogue(args, smem, work.split);
   StageFeed<Traits> feed(args, smem, work);
-  for (int32_t tile = work.tile; tile < work.tiles; tile += work.stride) {
+  for (int32_t tile = work.tile; tile < args.num_tiles; tile += work.stride) {
     feed.begin_tile(tile);
     float sums[Traits::kGroups][4] = {};
     sum_up(feed, work.count, has_blocks, args.tile_rows * Traits::kLineBytes, sums);
-    epilogue.finish(sums, tile, feed.scales(), tile + work.stride >= work.tiles);
+    epilogue.finish(sums, feed.scales(), tile + work.stride >= args.num_tiles);
   }
 }
 

@@ -33,14 +33,13 @@ struct ScaledTraits final {
                 "with many rows the registers do not hold two products");
 };
 
-struct ScaledLinearArgs final : LinearArgs {
+struct ScaledLinearArgs : LinearArgs {
   const float* x_scale;       // [ceil(K / 128), num_rows and padding]
   const float* weight_scale;  // [rows of W], or [blocks of rows, ceil(K / 128)]
   int64_t x_scale_stride;
   int64_t block_stride;  // of weight_scale in blocks; 0: it has one a row
   int32_t weight_rows;
   int32_t num_lines;    // of the depth
-  int32_t row_tiles;    // of x; those of one tile of W follow each other
   int32_t box_rows;     // of x that a copy brings
   int32_t scale_bytes;  // of all stages
 };

@@ -100,6 +100,20 @@ __device__ __forceinline__ float4 shared_load4(uint32_t address) {
   return value;
 }
 
+/// st.shared of 16 bytes.
+__device__ __forceinline__ void shared_store4(uint32_t address, const float (&value)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "f"(value[0]),
+               "f"(value[1]), "f"(value[2]), "f"(value[3])
+               : "memory");
+}
+
+/// ld.shared of 4 bytes.
+__device__ __forceinline__ float shared_load1(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+
 /// ld.shared of 8 bytes.
 __device__ __forceinline__ float2 shared_load2(uint32_t address) {
   float2 value;

@@ -63,6 +63,7 @@ __device__ __forceinline__ void wgmma_hold(float (&c)[kGroups][4]) {
 #define DIFFULEX_ACC_16(r) DIFFULEX_ACC_8(r), DIFFULEX_ACC_8((r) + 8)
 #define DIFFULEX_ACC_18(r) DIFFULEX_ACC_16(r), DIFFULEX_ACC_2((r) + 16)
 #define DIFFULEX_ACC_20(r) DIFFULEX_ACC_16(r), DIFFULEX_ACC_4((r) + 16)
+#define DIFFULEX_ACC_24(r) DIFFULEX_ACC_16(r), DIFFULEX_ACC_8((r) + 16)
 #define DIFFULEX_ACC_32(r) DIFFULEX_ACC_16(r), DIFFULEX_ACC_16((r) + 16)
 
 #define DIFFULEX_REGS_1 \
@@ -89,9 +90,11 @@ __device__ __forceinline__ void wgmma_hold(float (&c)[kGroups][4]) {
 #define DIFFULEX_REGS_20 \
   DIFFULEX_REGS_16 ", " \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define DIFFULEX_REGS_32 \
+#define DIFFULEX_REGS_24 \
   DIFFULEX_REGS_20 ", " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define DIFFULEX_REGS_32 \
+  DIFFULEX_REGS_24 ", " \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
@@ -191,8 +194,9 @@ __device__ __forceinline__ void wgmma_ss(float (&c)[kGroups][4], uint64_t a, uin
 template <int kGroups>
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[kGroups][4], uint64_t a, uint64_t b,
                                            bool accumulate) {
-  static_assert(kGroups == 2 || kGroups == 4 || kGroups == 8 || kGroups == 12 || kGroups == 16,
-                "16, 32, 64, 96 or 128 columns");
+  static_assert(kGroups == 2 || kGroups == 4 || kGroups == 8 || kGroups == 12 || kGroups == 16 ||
+                    kGroups == 24,
+                "16, 32, 64, 96, 128 or 192 columns");
   if constexpr (kGroups == 2) {
     DIFFULEX_WGMMA_E4M3(2, "16", "%8", "%9", "%10");
   } else if constexpr (kGroups == 4) {
@@ -201,8 +205,10 @@ __device__ __forceinline__ void wgmma_e4m3(float (&c)[kGroups][4], uint64_t a, u
     DIFFULEX_WGMMA_E4M3(8, "64", "%32", "%33", "%34");
   } else if constexpr (kGroups == 12) {
     DIFFULEX_WGMMA_E4M3(12, "96", "%48", "%49", "%50");
-  } else {
+  } else if constexpr (kGroups == 16) {
     DIFFULEX_WGMMA_E4M3(16, "128", "%64", "%65", "%66");
+  } else {
+    DIFFULEX_WGMMA_E4M3(24, "192", "%96", "%97", "%98");
   }
 }
 
@@ -235,6 +241,7 @@ __device__ __forceinline__ void wgmma_rs(float (&c)[kGroups][4], const uint32_t 
 #undef DIFFULEX_ACC_16
 #undef DIFFULEX_ACC_18
 #undef DIFFULEX_ACC_20
+#undef DIFFULEX_ACC_24
 #undef DIFFULEX_ACC_32
 #undef DIFFULEX_REGS_1
 #undef DIFFULEX_REGS_2
@@ -245,6 +252,7 @@ __device__ __forceinline__ void wgmma_rs(float (&c)[kGroups][4], const uint32_t 
 #undef DIFFULEX_REGS_16
 #undef DIFFULEX_REGS_18
 #undef DIFFULEX_REGS_20
+#undef DIFFULEX_REGS_24
 #undef DIFFULEX_REGS_32
 #undef DIFFULEX_SS_1
 #undef DIFFULEX_SS_2
