@@ -321,7 +321,8 @@ def test_layers_of_a_captured_graph(dtype: torch.dtype) -> None:
             space.fill_(0xFF)
             found.fill_(torch.nan)
             graph.replay()
-            assert torch.equal(found, want)
+            # Of float16 some rows overflow after so many layers: the same bits all the same.
+            assert torch.equal(found.view(torch.int16), want.view(torch.int16))
 
 
 ERRORS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = [
