@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// soft_embedding in three kernels per call (see common/soft_embedding_config.h): probabilities of a
-// chunk of columns in the dtype of the table, their product with the table rows of the chunk added
-// to fp32 sums (tensor cores for 16-bit tables, plain tiles otherwise), and the sum over splits.
+// soft_probabilities, and soft_embedding in three kernels per call (see soft_embedding_config.h):
+// probabilities of a chunk of columns in the dtype of the table, their product with the table rows
+// of the chunk added to fp32 sums (tensor cores for 16-bit tables, plain tiles otherwise), and the
+// sum over splits.
 #include <algorithm>
 #include <cstdint>
 
@@ -373,22 +374,22 @@ constexpr int64_t kMaxRows = int64_t{65535} * kTileRows;
 constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
 
 /// `count` CTAs along x, where a device takes that many.
-Status check_grid(int64_t count) {
+Status check_grid(int64_t count, const char* where = kWhere) {
   if (count <= kMaxGrid) {
     return Status::ok_status();
   }
-  return make_error(StatusCode::kUnsupported, kWhere, ": logits: expected at most ", kMaxGrid,
+  return make_error(StatusCode::kUnsupported, where, ": logits: expected at most ", kMaxGrid,
                     " pieces of rows on cuda, got ", count);
 }
 
 template <typename T>
 Status launch_probabilities(ProbabilityArgs args, DType logit_dtype, int64_t num_rows,
-                            cudaStream_t stream) {
+                            cudaStream_t stream, const char* where = kWhere) {
   const int64_t row_ctas = ceil_div(args.columns, int64_t{kProbabilityThreads} * kPerThread);
-  DIFFULEX_RETURN_IF_ERROR(check_grid(num_rows * row_ctas));
+  DIFFULEX_RETURN_IF_ERROR(check_grid(num_rows * row_ctas, where));
   args.row_ctas = static_cast<uint32_t>(row_ctas);
   const auto grid = static_cast<unsigned>(num_rows * row_ctas);
-  return dispatch_dtype(kWhere, logit_dtype, [&](auto tag) {
+  return dispatch_dtype(where, logit_dtype, [&](auto tag) {
     using Logit = typename decltype(tag)::type;
     const bool is_wide = args.columns % kPerThread == 0 && args.chunk_columns % kPerThread == 0 &&
                          args.logits_stride % kPerThread == 0 && is_aligned16(args.logits) &&
@@ -396,7 +397,7 @@ Status launch_probabilities(ProbabilityArgs args, DType logit_dtype, int64_t num
     auto* kernel =
         is_wide ? probability_kernel<Logit, T, true> : probability_kernel<Logit, T, false>;
     kernel<<<grid, kProbabilityThreads, 0, stream>>>(args);
-    return check_launch(kWhere);
+    return check_launch(where);
   });
 }
 
@@ -491,16 +492,17 @@ Status run_chunks(const SoftEmbeddingParams& params, const SoftEmbeddingPlan& pl
 }  // namespace
 
 Status soft_probabilities(const SoftProbabilitiesParams& params, const ExecContext& context) {
+  constexpr const char* kOp = "diffulex::soft_probabilities";
   DeviceGuard guard(context);
-  DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
+  DIFFULEX_RETURN_IF_ERROR(guard.status(kOp));
   ProbabilityArgs probability = probability_args(params);
   probability.out = params.out.data;
   probability.chunk_columns = params.out.stride[0];
   probability.columns = params.out.size[1];
   probability.num_columns = num_limited(params);
-  return dispatch_dtype(kWhere, params.out.dtype, [&](auto tag) {
+  return dispatch_dtype(kOp, params.out.dtype, [&](auto tag) {
     return launch_probabilities<typename decltype(tag)::type>(
-        probability, params.logits.dtype, params.out.size[0], stream_of(context));
+        probability, params.logits.dtype, params.out.size[0], stream_of(context), kOp);
   });
 }
 

@@ -91,18 +91,18 @@ def soft_embedding(
     if out is None:
         shape = (num_rows, embedding.shape[1])
         out = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    needed = soft_embedding_workspace_bytes(
+        num_rows,
+        vocab_size,
+        embedding.shape[1],
+        str(embedding.dtype).removeprefix("torch."),
+        logits.device.type,
+    )
     if workspace is None:
-        needed = soft_embedding_workspace_bytes(
-            num_rows,
-            vocab_size,
-            embedding.shape[1],
-            str(embedding.dtype).removeprefix("torch."),
-            logits.device.type,
-        )
         workspace = empty_workspace(needed, logits.device)
-    if _is_by_library(embedding, out, workspace):
+    if _is_by_library(logits, embedding, out, workspace, needed) and math.isfinite(normalizer):
         assert workspace is not None
-        columns = _chunk_columns(num_rows, vocab_size, workspace.nbytes // embedding.element_size())
+        columns = _chunk_columns(num_rows, vocab_size, needed // embedding.element_size())
         held = workspace.view(embedding.dtype)[: num_rows * columns].view(num_rows, columns)
         for start in range(0, vocab_size, columns):
             table = embedding[start : start + columns]
@@ -121,7 +121,8 @@ def soft_embedding(
                 torch.mm(part, table, out_dtype=torch.float32, out=out)
             else:
                 torch.addmm(out, part, table, out_dtype=torch.float32, out=out)
-        return out.mul_(normalizer)
+        out.mul_(normalizer)
+        return out if row_valid is None else out.masked_fill_((row_valid == 0)[:, None], 0.0)
     torch.ops.diffulex.soft_embedding(
         logits,
         lse,
@@ -138,13 +139,18 @@ def soft_embedding(
     return out
 
 
-def _is_by_library(embedding: Tensor, out: Tensor, workspace: Tensor | None) -> bool:
-    """Whether the vendor's library multiplies probabilities with a table; a scratch that is too small is
-    an error of our own product."""
-    if not embedding.is_cuda or embedding.element_size() != 2 or workspace is None:
+def _is_by_library(
+    logits: Tensor, embedding: Tensor, out: Tensor, workspace: Tensor | None, needed: int
+) -> bool:
+    """Whether the vendor's library multiplies probabilities with a table; what our own product refuses is
+    left to it, and so is what it takes alone."""
+    if not embedding.is_cuda or embedding.element_size() != 2 or logits.numel() == 0:
         return False
-    has_room = 0 < out.size(0) * _UNIT <= workspace.nbytes // 2
-    return has_room and out.is_contiguous() and not asks_for_invariance()
+    if workspace is None or workspace.nbytes < needed or asks_for_invariance():
+        return False
+    shape = (logits.shape[0], embedding.shape[1])
+    has_shapes = embedding.shape[0] == logits.shape[1] and tuple(out.shape) == shape
+    return has_shapes and out.dtype == torch.float32 and out.is_contiguous()
 
 
 def _chunk_columns(num_rows: int, vocab_size: int, room: int) -> int:

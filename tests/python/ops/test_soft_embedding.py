@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -262,19 +263,45 @@ def test_probabilities(
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_product_of_the_library_and_our_own(dtype: torch.dtype) -> None:
-    """They differ by the order of their sums; invalid rows are zeros of both, and the scratch that one
-    engine has for its rows makes several chunks."""
-    logits = (normal(130, 9001) * 3).cuda()
-    table = normal(9001, 136).to(dtype).cuda()
+    """They differ by the order of their sums; invalid rows are zeros of both, and more scratch than is
+    needed changes no bit."""
+    logits = (normal(130, 140_001) * 3).cuda()  # several chunks
+    table = normal(140_001, 136).to(dtype).cuda()
     lse = torch.logsumexp(logits, 1)
     valid = torch.arange(130, device="cuda") % 5 != 0
-    workspace = torch.full((130 * 3000 * 2,), 255, dtype=torch.uint8, device="cuda")
-    kwargs = {"row_valid": valid, "normalizer": 2.0}
-    library = ops.soft_embedding(logits, lse, table, workspace=workspace, **kwargs)
+    kwargs: dict[str, Any] = {"row_valid": valid, "normalizer": -2.0}
+    library = ops.soft_embedding(logits, lse, table, **kwargs)
+    workspace = torch.full((10**8,), 255, dtype=torch.uint8, device="cuda")
+    again = ops.soft_embedding(logits, lse, table, workspace=workspace, **kwargs)
+    assert torch.equal(again, library)
     with ops.batch_invariant():
         own = ops.soft_embedding(logits, lse, table, **kwargs)
     torch.testing.assert_close(library, own, rtol=1e-4, atol=1e-4)
     assert (library[::5] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ({"normalizer": math.nan}, "normalizer: expected a finite number"),
+        ({"embedding": torch.zeros(80, 8).bfloat16()}, "embedding: expected shape"),
+        ({"embedding": torch.zeros(70, 8).bfloat16()}, "embedding: expected shape"),
+        ({"out": torch.zeros(3, 8).bfloat16()}, "out: expected dtype float32"),
+        ({"out": torch.zeros(4, 8)}, "out: expected shape"),
+        ({"lse": torch.zeros(4)}, "lse: expected shape"),
+    ],
+    ids=lambda bad: next(iter(bad)) if isinstance(bad, dict) else None,
+)
+def test_arguments_are_refused_by_name(device: str, bad: dict[str, Any], text: str) -> None:
+    """Whichever product would take them."""
+    good = {"logits": torch.zeros(3, 77), "lse": torch.zeros(3)}
+    arguments: dict[str, Any] = {**good, "embedding": torch.zeros(77, 8).bfloat16(), **bad}
+    placed = {
+        name: each.to(device) if isinstance(each, torch.Tensor) else each
+        for name, each in arguments.items()
+    }
+    with pytest.raises(RuntimeError, match=text):
+        ops.soft_embedding(**placed)
 
 
 @pytest.mark.cuda
