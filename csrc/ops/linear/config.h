@@ -56,8 +56,8 @@ void deal_tiles(int64_t weight_rows, int64_t row_tiles, int32_t num_processors, 
 [[nodiscard]] LinearPlan linear_plan(int64_t num_rows, int64_t weight_rows, int64_t depth,
                                      int32_t num_processors, int32_t smem_limit);
 
-/// Rows of x up to which the product of 8-bit codes takes the plan of few rows; above, tiles of
-/// kMaxFewRows rows of x and at most kScaledTallTile of W: the sums and products of a third
+/// Rows of x up to which the product of 8-bit codes takes the plan of few rows; from there to
+/// kMaxFewRows, tiles of at most kScaledTallTile rows of W: the sums and products of a third
 /// warpgroup do not fit the registers.
 inline constexpr int32_t kScaledShortRows = 64;
 inline constexpr int32_t kScaledTallTile = 128;

@@ -23,7 +23,7 @@ struct LinearArgs {
   int32_t stage_bytes;    // of W, then of x
   int32_t row_bytes;      // of x that a stage gets; the products of later bytes are ignored
   int32_t partial_bytes;  // from the other share, a tile; 0 without one
-  int32_t warps;          // that hold sums: tile_rows / 16
+  int32_t warps;          // that hold sums: tile_rows / 16, or 8 with many rows
   int32_t act;            // Activation of gate and up rows that alternate by eight, or -1
 };
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What the products for few rows share: a ring of stages that a copying warp fills, ahead of the
-// kernels in front where it can.
+// What the products for few rows, and that of many rows of codes, share: a ring of stages that a
+// copying warp fills, ahead of the kernels in front where it can.
 //
 // A wait sees only the parity of a round: a round and the second one before it look alike. So a
 // reader must know that the previous round has landed before it waits for the next.

@@ -61,7 +61,7 @@ struct ManyRowsWork final : RingWork {
       : RingWork(args), tiles(args.num_tiles * args.row_tiles) {
     const int32_t first = split == 0 ? 0 : args.second_share;
     const int32_t end = bits > 0 && split == 0 ? args.second_share : args.num_lines;
-    // Pairs of lines: one past the depth is all zeros.
+    // Pairs of lines, also where a tile takes one at a time: one past the depth is all zeros.
     set_share(first, (end - first + 1) / 2 * 2, args.stages);
   }
   static __device__ __forceinline__ RowSpan rows_of(const ManyRowsArgs& args, int32_t row_tile) {
