@@ -32,14 +32,13 @@ from typing import Any, Protocol
 
 import torch
 from published_shapes import SDAR_SHAPES, SHAPES, Shape
-from random_engine import build_engine, random_prompts
+from random_engine import build_engine, make_quantizer, random_prompts
 from step_timing import machine_facts, markdown_table, summary, timed_steps, weight_bytes
 
 from diffulex import SamplingParams
 from diffulex.checkpoint.auto_model import random_model
 from diffulex.checkpoint.loader import weight_table_of
-from diffulex.quantization.layers import ModelQuantizer
-from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
+from diffulex.quantization.scheme import SCHEMES
 
 DENSE = ("float32", "bfloat16", "bfloat16 rows")
 WEIGHTS = (*DENSE, *SCHEMES, *(f"{scheme}+head" for scheme in SCHEMES))
@@ -89,8 +88,7 @@ class Engine:
         is_dense = weights in DENSE
         quantizer = None
         if not is_dense:
-            plan = QuantizationPlan(self.scheme, quantize_head=self.has_head)
-            quantizer = ModelQuantizer(plan)
+            quantizer = make_quantizer(shape, self.scheme, quantize_head=self.has_head)
         dtype = torch.bfloat16 if weights == "bfloat16 rows" else torch.float32
         self.scheme = "none" if is_dense else self.scheme
         self.model: Any = random_model(shape.family, shape.facts().spec, dtype, "cpu", 0, quantizer)

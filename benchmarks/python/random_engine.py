@@ -14,6 +14,7 @@ from diffulex.checkpoint.auto_model import random_model
 from diffulex.config.config import Config
 from diffulex.engine.ranks.executor import make_executor
 from diffulex.engine.startup import load_weights
+from diffulex.families.listing import kept_modules
 from diffulex.families.spec import ModelSpec
 from diffulex.quantization.layers import ModelQuantizer
 from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
@@ -23,6 +24,7 @@ __all__ = [
     "build_engine",
     "build_model",
     "build_shared_engine",
+    "make_quantizer",
     "random_prompts",
     "resolve_config",
     "shape_of",
@@ -50,8 +52,14 @@ def build_model(
     shape: Shape, dtype: torch.dtype, device: str, seed: int = 0, quantization: str = "none"
 ) -> Any:
     """A model of this shape, its weights drawn where they are and then quantised if wanted."""
-    quantizer = None if quantization == "none" else ModelQuantizer(QuantizationPlan(quantization))
+    quantizer = None if quantization == "none" else make_quantizer(shape, quantization)
     return random_model(shape.family, shape.facts().spec, dtype, device, seed, quantizer)
+
+
+def make_quantizer(shape: Shape, scheme: str, *, quantize_head: bool = False) -> ModelQuantizer:
+    """What an engine over this shape would have: the family keeps what it keeps by default."""
+    kept = kept_modules(shape.family, scheme)
+    return ModelQuantizer(QuantizationPlan(scheme, ignore=kept, quantize_head=quantize_head))
 
 
 def resolve_config(shape: Shape, **settings: Any) -> Config:

@@ -13,6 +13,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+
+from diffulex.quantization.weights import QuantizedWeight
 
 # Some start several processes that import torch, and the host may do other work.
 pytestmark = pytest.mark.timeout(900)
@@ -358,6 +361,23 @@ def test_published_shape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SHAPES[name]
     assert shape.facts().spec.num_parameters == parameters
     assert resolve_config(shape, device="cpu").decoding.decoding_strategy == strategy
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_random_model_keeps_what_its_family_keeps(monkeypatch, scheme):
+    """As an engine that is asked for nothing else does."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from published_shapes import SHAPES
+    from random_engine import build_model, resolve_config
+
+    shape = SHAPES["diffusion-gemma-26b-a4b"].tiny()
+    kept = resolve_config(shape, device="cpu", quantization=scheme).model.quantization_ignore
+    assert bool(kept) == (scheme == "int4")
+    model = build_model(shape, torch.float32, "cpu", quantization=scheme)
+    for layer in model.decoder_layers:
+        assert isinstance(layer.mlp.down.format, QuantizedWeight)
+        for projection in (layer.attention.qkv, layer.attention.o):
+            assert isinstance(projection.format, QuantizedWeight) == (not kept)
 
 
 @pytest.mark.slow
