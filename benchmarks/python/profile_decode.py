@@ -71,8 +71,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default="multi_bd",
         help="of a random model; default: the family's own, with its blocks and thresholds",
     )
-    parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--buffer-size", type=int, default=1)
+    parser.add_argument("--block-size", type=int, help="with --strategy multi_bd [32]")
+    parser.add_argument("--buffer-size", type=int, help="with --strategy multi_bd [1]")
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--warmup", type=int, default=8, help="decode steps before")
     parser.add_argument("--steps", type=int, default=24, help="profiled decode steps")
@@ -85,8 +85,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--tp: expected several ranks with --device cpu or --model, got 1")
     if options.strategy == "default":
         if options.model is not None:
-            parser.error("--strategy: expected multi_bd with --model")
-        options.strategy = None
+            parser.error("--strategy: expected multi_bd with --model, got default")
+        for name, value in _blocks_of(options).items():
+            if value is not None:
+                flag = "--" + name.replace("_", "-")
+                parser.error(f"{flag}: expected it unset with --strategy default, got {value}")
     if options.tp > 1 and options.target is not None:
         parser.error("--target: expected --tp 1")
     return options
@@ -110,10 +113,12 @@ def kernel_rows(work: Sequence[Work], steps: int, top: int) -> list[dict[str, An
 
 def started(options: argparse.Namespace, **settings: Any) -> Diffulex:
     """An engine with all requests waiting, which outlast the steps."""
-    blocks = _blocks(options)
+    blocks, is_default = _blocks(options), options.strategy == "default"
     window = blocks["buffer_size"] * blocks["block_size"]
     all_steps = options.warmup + 2 * options.steps + 4
-    new_tokens = all_steps * blocks["buffer_size"] + blocks["block_size"]
+    # Under its own thresholds a strategy may end a block, or a canvas, in every step.
+    tokens = max(blocks.values()) if is_default else blocks["buffer_size"]
+    new_tokens = all_steps * tokens + blocks["block_size"]
     max_model_len = options.prompt_len + new_tokens + window
     settings |= {
         "max_num_reqs": options.batch,
@@ -123,7 +128,7 @@ def started(options: argparse.Namespace, **settings: Any) -> Diffulex:
         "run_ahead": options.run_ahead,
         "quantization": options.quantization,
     }
-    if options.strategy is not None:
+    if not is_default:
         settings |= {**blocks, "decoding_thresholds": {"accept_threshold": 1.0}}
         if options.model is None:
             settings["decoding_strategy"] = options.strategy
@@ -136,9 +141,14 @@ def started(options: argparse.Namespace, **settings: Any) -> Diffulex:
 
 
 def _blocks(options: argparse.Namespace) -> dict[str, int]:
-    if options.strategy is None:
+    if options.strategy == "default":
         decoding = resolve_config(SHAPES[options.shape], device=options.device).decoding
         return {"block_size": decoding.block_size, "buffer_size": decoding.buffer_size}
+    given = {name: value for name, value in _blocks_of(options).items() if value is not None}
+    return {"block_size": 32, "buffer_size": 1, **given}
+
+
+def _blocks_of(options: argparse.Namespace) -> dict[str, int | None]:
     return {"block_size": options.block_size, "buffer_size": options.buffer_size}
 
 
@@ -209,13 +219,16 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     result = measure(options) if options.tp == 1 else measure_ranks(options)
     kernels, gaps = result.pop("kernels"), result.pop("gaps")
+    blocks = _blocks(options)
     line = {
         "benchmark": "profile_decode",
         "shape": options.model or options.shape,
         "quantization": options.quantization,
         "tp": options.tp,
         "batch": options.batch,
-        "buffer": _blocks(options)["buffer_size"],
+        "strategy": options.strategy,
+        "block": blocks["block_size"],
+        "buffer": blocks["buffer_size"],
         "prompt_len": options.prompt_len,
         "run_ahead": options.run_ahead,
         **machine_facts(options.device),

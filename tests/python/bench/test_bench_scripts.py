@@ -160,6 +160,7 @@ def test_profile_of_two_ranks(tmp_path, which):
     found = json.loads(line)
     assert json.loads(output.read_text()) == found
     assert (found["tp"], found["batch"], found["device"]) == (2, 2, platform.machine())
+    assert (found["strategy"], found["block"], found["buffer"]) == ("multi_bd", which[-1], 1)
     assert [each["rank"] for each in found["ranks"]] == [0, 1]
     for each in found["ranks"]:
         # What comes before the first step that samples, and after the last begins, is left out.
@@ -183,6 +184,18 @@ def test_profile_of_two_ranks(tmp_path, which):
         (["--device", "cpu"], "--tp: expected several ranks with --device cpu or --model, got 1"),
         (["--model", "demo"], "--tp: expected several ranks with --device cpu or --model, got 1"),
         (["--tp", "2", "--target", "97"], "--target: expected --tp 1"),
+        (
+            ["--model", "demo", "--tp", "2", "--strategy", "default"],
+            "--strategy: expected multi_bd with --model, got default",
+        ),
+        (
+            ["--strategy", "default", "--block-size", "8"],
+            "--block-size: expected it unset with --strategy default, got 8",
+        ),
+        (
+            ["--strategy", "default", "--buffer-size", "2"],
+            "--buffer-size: expected it unset with --strategy default, got 2",
+        ),
     ],
 )
 def test_profiles_that_are_refused(monkeypatch, capsys, flags, text):
