@@ -117,7 +117,11 @@ class ModelConfig:
         "int", 128, _one_of(*GROUP_SIZES), "Columns of a weight that share a scale of `int4`."
     )
     quantization_ignore: tuple[str, ...] = _key(
-        "strs", (), _ANY, "Patterns of module names in the checkpoint that keep the compute dtype."
+        "strs",
+        (),
+        _ANY,
+        "Patterns of module names in the checkpoint that keep the compute dtype; unset: what the family"
+        " keeps, which a list, even an empty one, replaces.",
     )
     quantize_head: bool = _switch(False, "Quantise an output head that is not the embedding.")
     # Results of the resolution, not keys.
