@@ -151,7 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("zoo", type=Path, help="a directory with zoo.json")
     schemes = [scheme for scheme in LIMITS if not scheme.endswith("+all")]
     parser.add_argument("--schemes", nargs="+", default=schemes, choices=LIMITS)
-    parser.add_argument("--curves", nargs="+", default=CURVES, help="beginnings of their names")
+    parser.add_argument(
+        "--curves", nargs="+", help="beginnings of their names [those of the table]"
+    )
     parser.add_argument("--limit", type=positive_integer, help="only the first problems")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=positive_integer, default=32, help="requests at once")
@@ -176,10 +178,14 @@ def _rows(options: argparse.Namespace) -> list[Comparison]:
         ConfigError: the zoo has no such curve, or cannot be read.
     """
     zoo = read_zoo(options.zoo)
-    curves = [curve for curve in zoo.curves if curve.name.startswith(tuple(options.curves))]
-    if not curves:
+    beginnings = tuple(options.curves or CURVES)
+    curves = [curve for curve in zoo.curves if curve.name.startswith(beginnings)]
+    unmatched = [name for name in beginnings if not any(c.name.startswith(name) for c in curves)]
+    # A zoo may have a part of the table; what is asked for by name it must have.
+    if unmatched and (options.curves or not curves):
         raise ConfigError(
-            f"{options.zoo}: expected a curve of {'; '.join(options.curves)}, got none"
+            f"--curves: expected beginnings of the curves of {options.zoo}, got"
+            f" {', '.join(map(repr, unmatched))}, which no curve begins with"
         )
     problems = read_problems(zoo.data)[: options.limit]
     settings = {"device": options.device, "max_num_reqs": options.batch}

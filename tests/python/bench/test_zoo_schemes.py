@@ -120,9 +120,15 @@ def test_a_zoo_without_these_curves_is_an_error(
 ) -> None:
     curve = {"name": "another", "model": "demo", "engine": {}, "sampling": {}}
     (tmp_path / "zoo.json").write_text(json.dumps({"data": "problems.jsonl", "curves": [curve]}))
+    expected = f"error: --curves: expected beginnings of the curves of {tmp_path}, got "
     assert main([str(tmp_path)]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"error: {tmp_path}: expected a curve of multi_bd, 1 block;")
+    assert printed.err.startswith(f"{expected}'multi_bd, 1 block', 'multi_bd, 4 blocks', ")
+    assert not printed.out
+    # Also where others match.
+    assert main([str(tmp_path), "--curves", "anther", "anot", "nother"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"{expected}'anther', 'nother', which no curve begins with\n"
     assert not printed.out
 
 
