@@ -211,7 +211,8 @@ class Resolver:
         # Groups of stored codes are those of the files, and looked at with them.
         stored = partial.facts.stored
         if scheme in SCHEMES and not (scheme == "int4" and stored is not None):
-            plan = QuantizationPlan(scheme, partial["quantization_group_size"])
+            ignore = partial["quantization_ignore"]
+            plan = QuantizationPlan(scheme, partial["quantization_group_size"], ignore)
             alone = stored is not None and stored.has_experts_alone
             mode = partial["moe_parallel_mode"]
             check_groups(partial.facts.spec, sizes, mode, plan, of_experts_alone=alone)

@@ -72,10 +72,11 @@ def check_groups(
 
 def _split_group(spec: ModelSpec, num_ranks: int, plan: QuantizationPlan) -> tuple[str, int] | None:
     """The first input of products, and its size, of which ranks would have parts of groups."""
-    for num_q, _, head_dim in spec.attention_shapes:
-        part = num_q * head_dim // num_ranks
-        if num_ranks > 1 and part % plan.shared_columns(num_q * head_dim):
-            return "attention outputs", num_q * head_dim
+    for index, (_, head_dim) in enumerate(spec.kv_layers):
+        depth = spec.num_q_heads * head_dim
+        is_split = num_ranks > 1 and depth // num_ranks % plan.shared_columns(depth)
+        if is_split and not plan.names(spec.names.layer.format(index) + spec.names.o):
+            return "attention outputs", depth
     *widths, _ = _widths(spec)
     for name, size, _ in widths:
         if _splits(size, num_ranks, plan):

@@ -6,10 +6,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diffulex.config.config import Config
+from diffulex.config.types import ModelFacts
 from diffulex.distributed.layout import Sizes
 from diffulex.distributed.legality import (
     check_groups,
@@ -22,7 +25,7 @@ from diffulex.distributed.legality import (
 from diffulex.distributed.shard import ExpertShard, Shard, shard_range
 from diffulex.errors import ConfigError
 from diffulex.families.spec import ModelSpec
-from diffulex.families.spec.diffusion_gemma import DiffusionGemmaSpec, GemmaLayer
+from diffulex.families.spec.diffusion_gemma import GEMMA_NAMES, DiffusionGemmaSpec, GemmaLayer
 from diffulex.families.spec.moe import MoeSpec
 from diffulex.quantization.scheme import QuantizationPlan
 
@@ -189,6 +192,27 @@ def test_groups_of_experts_alone() -> None:
     check_groups(model, Sizes(2), "expert", plan, of_experts_alone=True)
     with pytest.raises(ConfigError, match=r"^moe_parallel_mode: expected expert"):
         check_groups(model, Sizes(4), "width", plan, of_experts_alone=True)
+
+
+def test_groups_of_what_keeps_its_dtype() -> None:
+    """Attention outputs are looked at layer by layer, under their names in the checkpoint."""
+    model = spec(4, 2, head_dim=64)
+    check_groups(model, Sizes(4), "auto", QuantizationPlan("int4", ignore=("*.self_attn.*",)))
+    for ignored in ("*.mlp.*", "model.layers.0.*", "*.q_proj"):
+        with pytest.raises(ConfigError, match=r"for groups of 128 of attention outputs \(K 256\)"):
+            check_groups(model, Sizes(4), "auto", QuantizationPlan("int4", ignore=(ignored,)))
+
+
+def test_ranks_may_cut_groups_of_what_a_family_keeps() -> None:
+    """By the default of `quantization_ignore`, which is resolved before."""
+    sizes = {"head_dim": 64, "rotary_dim": 64, "intermediate_size": 512, "names": GEMMA_NAMES}
+    model = spec(4, 2, family="diffusion_gemma", **sizes)
+    given = ModelFacts("diffusion_gemma", Path("/models/x"), model, {}, 260)
+    keys = {"device": "cpu", "quantization": "int4", "tensor_parallel_size": 4}
+    assert Config.resolve("", given, keys).parallel.tensor_parallel_size == 4
+    text = r"expected 1, 2 for groups of 128 of attention outputs \(K 256\), got 4"
+    with pytest.raises(ConfigError, match=text):
+        Config.resolve("", given, {**keys, "quantization_ignore": ()})
 
 
 def test_parts_in_low_precision_are_whole_groups() -> None:
