@@ -109,7 +109,7 @@ def find_model(config: OmniDiffusionConfig) -> FoundModel:
     transformers = {
         part: _read_json(directory / part / "config.json")
         for part in spec.transformers
-        if None not in (index.get(part) or [None])  # some pipelines have one or two
+        if _is_there(index, part)  # some pipelines have one or two
     }
     return FoundModel(directory, index, name, spec, transformers, _read_tea_cache(directory))
 
@@ -173,8 +173,7 @@ def load_pipeline(
 
 def _check_packages(spec: PipelineSpec, index: dict[str, Any]) -> None:
     for component, package in spec.packages.items():
-        is_there = None not in (index.get(component) or [None])
-        if is_there and importlib.util.find_spec(package) is None:
+        if _is_there(index, component) and importlib.util.find_spec(package) is None:
             raise ConfigError(f"{spec.name}: expected the package {package}, got none")
 
 
@@ -301,6 +300,13 @@ class _Dtypes:
         return self._float32 if component in self._exceptions else self.main
 
 
+def _is_there(index: dict[str, Any], component: str) -> bool:
+    entry = index.get(component)
+    if not isinstance(entry, list | None):
+        raise ModelLoadError(f"{_INDEX}: {component}: expected a list of two, got {entry!r:.100}")
+    return bool(entry and None not in entry)
+
+
 def _is_module(entry: object) -> bool:
     """Whether an entry of model_index.json is a network rather than a tokenizer or a scheduler."""
     if not isinstance(entry, list) or len(entry) != 2 or None in entry:
@@ -319,7 +325,7 @@ def _class_of(entry: list[str]) -> Any:
         )
     try:
         return getattr(importlib.import_module(library), name)
-    except AttributeError:
+    except (AttributeError, TypeError):
         raise ModelLoadError(f"{_INDEX}: expected a class of {library}, got {name!r}") from None
 
 

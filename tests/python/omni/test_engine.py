@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import weakref
 
@@ -384,6 +385,14 @@ def test_directories_that_are_no_models(tiny, tmp_path):
         OmniDiffusion(model=str(tmp_path))
     index.write_text('{"_class_name": ["mine", "MyPipeline"]}')
     with pytest.raises(ModelLoadError, match="expected a class of diffusers"):
+        OmniDiffusion(model=str(tmp_path))
+    for entry in ("x", 5, True, False, {}):
+        index.write_text(json.dumps({"_class_name": "QwenImagePipeline", "transformer": entry}))
+        expected = f"model_index.json: transformer: expected a list of two, got {entry!r}"
+        with pytest.raises(ModelLoadError, match=f"^{re.escape(expected)}$"):
+            OmniDiffusion(model=str(tmp_path))
+    index.write_text('{"_class_name": "QwenImagePipeline", "vae": ["diffusers", 5]}')
+    with pytest.raises(ModelLoadError, match="expected a class of diffusers, got 5"):
         OmniDiffusion(model=str(tmp_path))
     broken = shutil.copytree(tiny("qwen"), tmp_path / "broken")
     shutil.rmtree(broken / "vae")
