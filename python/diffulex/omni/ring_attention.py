@@ -207,7 +207,9 @@ def attend_with_lse(
     elif (
         visible is None
         and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] % 8 == 0  # the kernel takes no others; what calls it elsewhere pads them
+        # The kernel takes no other widths; what calls it elsewhere pads them.
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
     ):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[:2]
     else:

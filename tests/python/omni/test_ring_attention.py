@@ -149,7 +149,7 @@ def test_ranks_attend_as_one_does(on_ranks, sizes, lengths, mask, dtype):
 
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [12, 16, 64, 128])
+@pytest.mark.parametrize("width", [12, 16, 64, 128, 264])
 def test_attention_gives_its_sum_of_exponentials(device, width, dtype, is_masked):
     """Of every width of a head, as some kernels take a few alone."""
     items = [item.to(device) for item in draw(40, dtype=dtype, width=width)]
