@@ -301,7 +301,10 @@ class DiffusionEngine:
             return None
         if not self.config.engine.allow_request_cache:
             name = "cache_config" if request.cache_backend is None else "cache_backend"
-            raise RequestError(f"{name}: expected none with allow_request_cache false, got one")
+            raise RequestError(
+                f"{name}: expected to be left out with allow_request_cache false, got"
+                f" {getattr(request, name)!r:.100}"
+            )
         cache = chosen_cache(self.config.cache, request.cache_backend, request.cache_config)
         try:
             check_chosen_cache(self.config, cache, self._found)

@@ -204,10 +204,17 @@ def test_what_a_request_may_not_choose(tiny):
 
 def test_an_engine_may_forbid_caches_of_requests(tiny):
     with open_engine(tiny, **OF_ENGINE, allow_request_cache=False) as engine:
-        for name, given in (("cache_backend", "none"), ("cache_config", {"taylorseer_order": 1})):
-            expected = f"{name}: expected none with allow_request_cache false, got one"
-            with pytest.raises(RequestError, match=f"^{expected}$"):
+        for name, given, shown in (
+            ("cache_backend", "none", "'none'"),
+            ("cache_config", {"taylorseer_order": 1}, "{'taylorseer_order': 1}"),
+            ("cache_config", {"scm_steps_mask": [1] * 200}, f"{{'scm_steps_mask': [{'1, ' * 26}1,"),
+        ):
+            with pytest.raises(RequestError) as raised:
                 draw(engine, **{name: given})
+            expected = (
+                f"{name}: expected to be left out with allow_request_cache false, got {shown}"
+            )
+            assert str(raised.value) == expected
         assert engine.engine.caches() == ()
         assert draw(engine)[1]["transformer"]
 
