@@ -30,6 +30,7 @@ from diffulex.omni.api_schema import (
     image_responses,
 )
 from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion, Progress
+from diffulex.omni.cache.choice import CACHE_SETTINGS
 from diffulex.omni.errors import (
     OmniError,
     QueueFull,
@@ -78,7 +79,10 @@ _STREAM_RULE: list[JsonValue] = [
     },
 ]
 #: Fields of bodies by those of the engine's requests, which its errors begin with, where they differ.
-_PARAMS = {"height": "size", "width": "size", "pil_image": "image"}
+_PARAMS = {"height": "size", "width": "size", "num_outputs_per_prompt": "n"}
+#: What bodies may have in place of a field.
+_STAND_INS = {"num_frames": "seconds", "num_inference_steps": "sigmas"}
+_PICTURE = "image"
 #: What an error of the engine means for its client; the first that fits.
 _STATUS: tuple[tuple[type[BaseException], int], ...] = (
     (QueueFull, 429),
@@ -198,6 +202,12 @@ class _Draw(NamedTuple):
     fields: dict[str, Any]
     kind: str
 
+    def failure(self, error: Exception, metrics: ImagesMetrics) -> ApiError:
+        """As `as_failure`."""
+        return as_failure(
+            error, metrics, self.body, _PICTURE if "pil_image" in self.fields else None
+        )
+
 
 def create_images_router(
     engine: AsyncOmniDiffusion, served_names: tuple[str, ...], metrics: ImagesMetrics
@@ -211,7 +221,7 @@ def create_images_router(
     """
     router = APIRouter()
     takes = engine.engine.spec.image_input
-    form = form_body(EditRequest, {"image": 0 if takes is None else takes.most})
+    form = form_body(EditRequest, {_PICTURE: 0 if takes is None else takes.most})
 
     @router.post("/v1/images/generations", responses=image_responses("image_generation"))
     async def generate(body: ImageRequest, request: Request) -> Response:
@@ -230,7 +240,7 @@ def create_images_router(
         try:
             body, pictures = await _read_edit(engine, request, served_names)
         except OmniError as error:
-            raise as_failure(error, metrics) from error
+            raise as_failure(error, metrics, None, _PICTURE) from error
         draw = _Draw(body, {**body.fields(), "pil_image": pictures}, "image_edit")
         return await _answer(engine, draw, request, metrics)
 
@@ -256,17 +266,17 @@ async def _read_edit(
         name = engine.engine.spec.name
         raise ApiError(400, f"edits: expected a pipeline that changes pictures, got {name}")
     engine.check_room()  # a full server reads no upload
-    body, files = await read_form(request, EditRequest, {"image": takes.most})
+    body, files = await read_form(request, EditRequest, {_PICTURE: takes.most})
     _check_body(body, served_names)
     most = engine.config.engine.max_pixels
 
     def read() -> list[Any]:
-        return [read_picture(data, "image", most, takes.mode) for data in files.get("image", ())]
+        return [read_picture(data, _PICTURE, most, takes.mode) for data in files.get(_PICTURE, ())]
 
     with engine.reserve():
         pictures = await asyncio.to_thread(read)
     if not pictures:
-        raise ApiError(400, "image: expected a picture, got none", param="image")
+        raise ApiError(400, f"{_PICTURE}: expected a picture, got none", param=_PICTURE)
     return body, pictures
 
 
@@ -285,7 +295,7 @@ async def _answer(
         metrics.failed(_CLIENT_CLOSED)
         return Response(status_code=_CLIENT_CLOSED)
     except Exception as error:
-        raise as_failure(error, metrics) from error
+        raise draw.failure(error, metrics) from error
     metrics.succeeded(output)
     data = await asyncio.to_thread(
         lambda: [_encode(image, body.output_format) for image in output.images]
@@ -323,7 +333,7 @@ async def _stream(
         metrics.failed(_CLIENT_CLOSED)
         return Response(status_code=_CLIENT_CLOSED)
     except Exception as error:
-        raise as_failure(error, metrics) from error
+        raise draw.failure(error, metrics) from error
     frames = _frames(first, events, draw, most, metrics)
 
     def count(is_sent: bool) -> None:
@@ -365,7 +375,7 @@ async def _frames(
                 yield sse({**shown, **common, **more}, event=kind)
             event = await anext(events, None)
     except Exception as error:
-        yield sse(as_failure(error, metrics).body(), event="error")
+        yield sse(draw.failure(error, metrics).body(), event="error")
     finally:
         # A client that has left takes its request along.
         await events.aclose()
@@ -385,9 +395,23 @@ def _size(output: OmniRequestOutput) -> str:
     return f"{output.metrics['width']}x{output.metrics['height']}"
 
 
-def as_failure(error: Exception, metrics: ImagesMetrics) -> ApiError:
-    """What an error of the engine is for its client; it is counted."""
+def as_failure(
+    error: Exception,
+    metrics: ImagesMetrics,
+    body: CacheFields | None = None,
+    picture: str | None = None,
+) -> ApiError:
+    """What an error of the engine is for its client; it is counted.
+
+    Args:
+        error: that was raised.
+        metrics: counts it.
+        body: of the request, one of whose fields it may name.
+        picture: field with the pictures of a form.
+    """
     failure = _as_api_error(error)
+    if failure.status == 400 and failure.param is None:
+        failure.param = _param_of(str(error), body, picture)
     metrics.failed(failure.status)
     return failure
 
@@ -399,7 +423,25 @@ def _as_api_error(error: Exception) -> ApiError:
         if isinstance(error, kind):
             if status == 500:
                 logger.error("request failed: %s\n%s", error, getattr(error, "trace", ""))
-            found = re.match(r"(\w+): ", str(error)) if status == 400 else None
-            return ApiError(status, str(error), param=found and _PARAMS.get(found[1], found[1]))
+            return ApiError(status, str(error))
     logger.error("request failed", exc_info=error)
     return ApiError(500, "internal error, see the log", code="internal_error")
+
+
+def _param_of(message: str, body: CacheFields | None, picture: str | None) -> str | None:
+    """The field that an error begins with, as its client calls it; None: it has no such field."""
+    found = re.match(r"(\w+)(?: \+ \w+)*: ", message)
+    name = found[1] if found else ""
+    if name in ("pil_image", picture):
+        return picture
+    if body is None:
+        return None
+    if name in CACHE_SETTINGS:
+        # Of a request without a cache they are those of the engine.
+        has_cache = body.cache_backend is not None or body.cache_config is not None
+        return "cache_config" if has_cache else None
+    name = _PARAMS.get(name, name)
+    other = _STAND_INS.get(name, "")
+    if getattr(body, name, None) is None and getattr(body, other, None) is not None:
+        name = other
+    return name if name in type(body).model_fields else None

@@ -188,12 +188,12 @@ class VideoJobs:
         #: Those of them that are over; who ended first comes first.
         self._kept: list[_Job] = []
 
-    def start(self, body: VideoRequest, pictures: Sequence[Any] = ()) -> _Job:
+    def start(self, body: VideoRequest, pictures: Sequence[Any] | None = None) -> _Job:
         """Puts a request in line.
 
         Args:
             body: of the request.
-            pictures: that the video begins with.
+            pictures: that the video begins with; None: the request is no form.
 
         Raises:
             ApiError: it does not fit the model, too many wait, or the server ends.
@@ -208,7 +208,8 @@ class VideoJobs:
             job = _Job(body, {**engine.defaults, **engine.size_of(fields), **fields})
             events = self._engine.start(body.prompt, request_id=job.id, **fields)
         except Exception as error:
-            raise as_failure(error, self.metrics) from error
+            picture = None if pictures is None else _PICTURE
+            raise as_failure(error, self.metrics, body, picture) from error
         self._jobs[job.id] = job
         job.task = asyncio.create_task(self._draw(job, events))
         return job
@@ -356,7 +357,7 @@ def create_videos_router(
         if kind.partition(";")[0].strip().lower() == "multipart/form-data":
             body, pictures = await _read_video(engine, request, jobs)
         else:
-            body, pictures = await _read_json(request), []
+            body, pictures = await _read_json(request), None
         check_model(body.model, served_names)
         return JSONBody(jobs.start(body, pictures).shown(served_names[0]))
 
@@ -442,7 +443,7 @@ async def _read_video(
                 for data in found.get(_PICTURE, ())
             ]
     except OmniError as error:
-        raise as_failure(error, jobs.metrics) from error
+        raise as_failure(error, jobs.metrics, None, _PICTURE) from error
     return body, pictures
 
 

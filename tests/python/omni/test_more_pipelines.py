@@ -326,18 +326,22 @@ def test_a_video_over_http_begins_with_a_picture(tiny, tmp_path):
             job = (await client.get(f"/v1/videos/{job['id']}")).json()
         content = await client.get(f"/v1/videos/{job['id']}/content")
         none = await client.post("/v1/videos", json={"prompt": "a cat"})
+        part = {"prompt": (None, "a cat")}
+        form_without = await client.post("/v1/videos", files=part)
         wrong = {"input_reference": ("a.png", b"no picture", "image/png")}
         broken = await client.post("/v1/videos", data={"prompt": "a cat"}, files=wrong)
         document = (await client.get("/openapi.json")).json()
-        return job, content.content, none, broken, document
+        return job, content.content, none, form_without, broken, document
 
     write_mp4(tmp_path / "plain.mp4", [np.asarray(frame) for frame in plain.images[0]], 16)
-    job, content, none, broken, document = ask(tiny("wan_i2v"), body)
+    job, content, none, form_without, broken, document = ask(tiny("wan_i2v"), body)
     assert (job["status"], job["size"], job["error"]) == ("completed", "32x32", None)
     assert content == (tmp_path / "plain.mp4").read_bytes()
     assert none.status_code == broken.status_code == 400
     assert none.json()["error"]["message"].startswith("pil_image: expected 1 pictures for Wan")
     assert broken.json()["error"]["message"].startswith("input_reference: expected a readable PNG")
+    params = [answer.json()["error"]["param"] for answer in (none, form_without, broken)]
+    assert params == [None, "input_reference", "input_reference"]
     content_types = document["paths"]["/v1/videos"]["post"]["requestBody"]["content"]
     form = content_types["multipart/form-data"]["schema"]
     assert "input_reference" in form["required"]

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -28,8 +29,16 @@ import openai  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from diffulex.errors import ConfigError  # noqa: E402
-from diffulex.omni import AsyncOmniDiffusion, OmniDiffusion, WorkerDeadError  # noqa: E402
+from diffulex.omni import (  # noqa: E402
+    AsyncOmniDiffusion,
+    OmniDiffusion,
+    RequestError,
+    WorkerDeadError,
+)
+from diffulex.omni.images_metrics import ImagesMetrics  # noqa: E402
+from diffulex.omni.images_routes import as_failure  # noqa: E402
 from diffulex.omni.serve import ServeOptions, create_images_app  # noqa: E402
+from diffulex.omni.videos_routes import VideoRequest  # noqa: E402
 from diffulex.tools.cli import main  # noqa: E402
 from fixtures.omni_http import WAIT_S, ask  # noqa: E402
 
@@ -159,6 +168,7 @@ def test_a_server_may_forbid_caches_of_requests(model):
     )
     error = forbidden.json()["error"]
     assert (forbidden.status_code, error["message"]) == (400, message)
+    assert error["param"] == "cache_backend"
     assert plain.status_code == 200
 
 
@@ -180,7 +190,8 @@ def cached(**settings):
     return {"cache_backend": "cache_dit", "cache_config": settings}
 
 
-BAD = [
+# With the field that is named where the text does not begin with it.
+BAD: list[tuple] = [
     ({"timeout_s": 0}, 400, "timeout_s"),
     ({"prompt": ""}, 400, "prompt: expected some text, got ''"),
     ({"model": "other"}, 404, "model: expected one of painter, got 'other'"),
@@ -189,7 +200,7 @@ BAD = [
     ({"size": "64"}, 400, "size: expected WIDTHxHEIGHT or auto, got '64'"),
     ({"size": "64xx"}, 400, "size: expected WIDTHxHEIGHT or auto, got '64xx'"),
     ({"size": "0x64"}, 400, "size: expected WIDTHxHEIGHT or auto, got '0x64'"),
-    ({"size": "72x64"}, 400, "width: expected a multiple of 16, got 72"),
+    ({"size": "72x64"}, 400, "width: expected a multiple of 16, got 72", "size"),
     ({"response_format": "url"}, 400, "response_format"),
     ({"output_format": "gif"}, 400, "output_format"),
     ({"seed": -1}, 400, "seed"),
@@ -221,20 +232,28 @@ BAD = [
         {"cache_backend": "cache_dit", "cache_config": {"Fn_compute_blocks": 4}},
         400,
         "Fn_compute_blocks + Bn_compute_blocks: expected at most 3 for 4 blocks, got 4",
+        "cache_config",
     ),
     (
         {"cache_backend": "cache_dit", "cache_config": {"scm_steps_mask": [1, 0]}},
         400,
         "scm_steps_mask: expected one value for each of 4 steps, got 2",
+        "cache_config",
     ),
     (
         cached(scm_steps_mask=functools.reduce(lambda inner, _: [inner], range(500))),
         400,
         "cache_config",
+        "cache_config.scm_steps_mask",
     ),
-    (cached(scm_steps_mask=[[1]]), 400, "scm_steps_mask: "),
-    (cached(max_cached_steps=10**30), 400, "max_cached_steps: expected int [-1, 2147483647], got"),
-    (cached(residual_diff_threshold=10**400), 400, "residual_diff_threshold: "),
+    (cached(scm_steps_mask=[[1]]), 400, "scm_steps_mask: ", "cache_config"),
+    (
+        cached(max_cached_steps=10**30),
+        400,
+        "max_cached_steps: expected int [-1, 2147483647], got",
+        "cache_config",
+    ),
+    (cached(residual_diff_threshold=10**400), 400, "residual_diff_threshold: ", "cache_config"),
     ({"sigmas": []}, 400, "sigmas: "),
     ({"sigmas": [1.0] * 201}, 400, "sigmas: "),
     ({"sigmas": [1.5, 0.5]}, 400, "sigmas.0: "),
@@ -243,18 +262,19 @@ BAD = [
         {"sigmas": [0.5], "num_inference_steps": None},
         400,
         "num_inference_steps: expected at least 2",
+        "sigmas",
     ),
     ({"sigmas": [1.0, 0.5]}, 400, "num_inference_steps: expected 2 with so many sigmas, got 4"),
     ({"partial_images": 1}, 400, "partial_images: expected stream true with previews, got false"),
     ({"stream": True, "partial_images": 4}, 400, "partial_images"),
     ({"stream": True, "n": 2}, 400, "n: expected 1 with stream, got 2"),
-    ({"stream": True, "size": "72x64"}, 400, "width: expected a multiple of 16, got 72"),
+    ({"stream": True, "size": "72x64"}, 400, "width: expected a multiple of 16, got 72", "size"),
 ]
 
 
 def test_bad_requests_get_one_clear_error(model):
     async def body(client, _engine):
-        answers = [await client.post(PATH, json={**SMALL, **fields}) for fields, _, _ in BAD]
+        answers = [await client.post(PATH, json={**SMALL, **fields}) for fields, *_ in BAD]
         broken = await client.post(PATH, content="{", headers={"content-type": "application/json"})
         large = await client.post(PATH, json={**SMALL, "prompt": "a" * (1 << 20)})
         other = await client.get("/v1/nothing")
@@ -262,20 +282,41 @@ def test_bad_requests_get_one_clear_error(model):
         return answers, broken, large, other, good, (await client.get("/metrics")).text
 
     answers, broken, large, other, good, metrics = ask(model, body)
-    params = {}
-    for answer, (fields, status, text) in zip(answers, BAD, strict=True):
-        error = answer.json()["error"]
+    params, expected = {}, {}
+    for answer, (fields, status, text, *param) in zip(answers, BAD, strict=True):
+        error, case = answer.json()["error"], str(fields)
         assert answer.status_code == status, (fields, error)
         assert error["message"].startswith(text), (fields, error)
         assert "\n" not in error["message"]
-        params[error["message"].partition(":")[0]] = error["param"]
-    assert {params["prompt"], params["width"], params["num_inference_steps"], params["sigmas"]} == {
-        "prompt", "size", "num_inference_steps", "sigmas"
-    }  # fmt: skip
+        params[case] = error["param"].split(".list.")[0]  # of one that is too deep
+        (expected[case],) = param or [text.partition(":")[0]]
+    assert params == expected
     assert [item.status_code for item in (broken, large, other, good)] == [400, 413, 404, 200]
     assert 'diffulex_image_requests_total{status="200"} 1.0' in metrics
     assert "diffulex_images_total 1.0" in metrics
     assert "diffulex_image_steps_total 4.0" in metrics
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "picture", "param"),
+    [
+        ({"num_frames": 5}, "num_frames: ", None, "num_frames"),
+        ({"seconds": 1}, "num_frames: ", None, "seconds"),
+        ({"seconds": 1}, "num_inference_steps: ", None, "num_inference_steps"),
+        ({}, "timeout_s: ", None, None),
+        ({}, "expected more", None, None),
+        ({}, "pil_image: ", None, None),
+        ({}, "pil_image: ", "input_reference", "input_reference"),
+        ({}, "input_reference: ", "input_reference", "input_reference"),
+        ({}, "scm_steps_mask: ", None, None),
+        ({"cache_backend": "tea_cache"}, "coefficients: ", None, "cache_config"),
+        ({"cache_config": {}}, "max_warmup_steps: ", None, "cache_config"),
+    ],
+)
+def test_errors_name_fields_of_their_request(fields, text, picture, param):
+    body, metrics = VideoRequest(prompt="a cat", **fields), ImagesMetrics(MagicMock())
+    failure = as_failure(RequestError(f"{text}5"), metrics, body, picture)
+    assert (failure.status, failure.param) == (400, param)
 
 
 def test_keys_and_pages_of_other_sites(model):

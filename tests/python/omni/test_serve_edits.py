@@ -161,6 +161,7 @@ def test_a_schedule_and_a_cache_in_a_form(tiny):
         *("sigmas", "max_warmup_steps", "sigmas.1", "seed[]", "sigmas", "sigmas"),
         *(f"cache_config[{mask}][a]", f"cache_config[{mask}][]", mask, mask, mask),
     ]
+    assert {wrong[i].json()["error"]["param"] for i in (1, 8, 9, 10)} == {"cache_config"}
 
 
 def test_a_form_has_a_schedule_of_as_many_steps_as_a_request(tiny):
@@ -227,6 +228,8 @@ def test_what_is_refused(tiny, monkeypatch):
         message = answer.json()["error"]["message"]
         assert message.startswith(expected), message
         assert "\n" not in message
+        if status == 400:
+            assert answer.json()["error"]["param"] == message.partition(":")[0]
     assert other.status_code == 403
     assert (health.status_code, waiting) == (200, 0)
 
@@ -262,6 +265,7 @@ def test_a_pipeline_of_edits_needs_a_picture_and_a_client_may_leave(tiny):
     assert plain.status_code == 400
     expected = "pil_image: expected 1 pictures for FluxImg2ImgPipeline, got 0"
     assert plain.json()["error"]["message"] == expected
+    assert plain.json()["error"]["param"] is None
     # Which asks for one.
     assert page == 200
 

@@ -313,7 +313,9 @@ def test_what_is_refused(tiny):
     )
     for (fields, status, expected), answer in zip(BAD, found, strict=True):
         assert answer.status_code == status, (fields, answer.text)
-        assert answer.json()["error"]["message"].startswith(expected), answer.text
+        error = answer.json()["error"]
+        assert error["message"].startswith(expected), answer.text
+        assert error["param"] == expected.partition(":")[0].replace("width", "size")
     assert with_file.json()["error"]["message"] == "input_reference: expected no file, got 1"
     assert broken.status_code == 400
     assert unknown.json()["error"]["message"] == "video: expected a known one, got 'video_1'"
