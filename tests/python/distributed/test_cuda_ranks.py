@@ -165,6 +165,7 @@ def test_replicas_that_share_experts(tmp_path: Path, family: str, settings: dict
     assert again == found[:1]
 
 
+@pytest.mark.alone
 def test_a_killed_replica_ends_those_that_share_its_experts(tmp_path: Path) -> None:
     moe_builder("sdar_moe", edit=sharpen).write(tmp_path)
     sizes = {"data_parallel_size": 2, "expert_parallel_size": 2}
@@ -270,6 +271,7 @@ def test_more_gpus_than_ranks_of_a_replica_share_experts(tmp_path: Path) -> None
     assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 3
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("custom", ["on", "off"])
 def test_a_killed_rank_ends_the_steps_of_the_others(custom: str) -> None:
     """Through peer memory, in graphs, and through NCCL."""
@@ -289,6 +291,7 @@ def test_a_killed_rank_ends_the_steps_of_the_others(custom: str) -> None:
         assert seconds < BOUND_S
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("custom", "where"), [("on", ""), ("off", " of NCCL")])
 def test_a_stopped_rank_is_waited_for_as_long_as_asked(custom: str, where: str) -> None:
     settings = SHARED | {"collective_timeout_seconds": 2, "check_ranks": False}
