@@ -19,6 +19,7 @@ from fixtures.ui_page import (
     PHONE,
     QUESTION,
     ask,
+    close_settings,
     open_page,
     open_unwatched,
     set_settings,
@@ -134,11 +135,12 @@ def test_cancel_and_escape_take_settings_back(page: Any) -> None:
         page.locator("#max-tokens").fill("7")
         page.locator("#mask-glyph").fill("?")
         page.locator("#top-k").fill("5")
-        if leave == "Cancel":
-            page.get_by_role("button", name="Cancel").click()
-        else:
-            page.keyboard.press("Escape")
-        page.locator("#settings").wait_for(state="hidden")
+        with close_settings(page):
+            if leave == "Cancel":
+                page.get_by_role("button", name="Cancel").click()
+            else:
+                page.keyboard.press("Escape")
+        assert page.locator("#settings").is_hidden()
         assert page.locator("#max-tokens").input_value() == ""
         assert page.locator(".legend .cell").first.text_content() == "▨"
     set_settings(page, max_tokens="9", top_p="0.5", top_k="5", min_p="0.1", mask_glyph="?")
@@ -151,9 +153,9 @@ def test_cancel_and_escape_take_settings_back(page: Any) -> None:
     assert [body[name] for name in ("max_tokens", "top_p", "top_k", "min_p")] == [9, 0.5, 5, 0.1]
     page.locator("#open-settings").click()
     page.get_by_role("button", name="Defaults").click()
-    page.get_by_role("button", name="Done").click()
-    # The dialog tells of its end in a later task of the browser.
-    page.wait_for_function("localStorage.getItem('diffulex-settings') === null")
+    with close_settings(page):
+        page.get_by_role("button", name="Done").click()
+    assert page.evaluate("localStorage.getItem('diffulex-settings')") is None
 
 
 def test_numbers_are_checked_before_they_are_sent(page: Any) -> None:
