@@ -18,8 +18,7 @@ from diffulex.quantization import vendor
 from diffulex.quantization.layers import ModelQuantizer
 from diffulex.quantization.scheme import QuantizationPlan
 from diffulex.quantization.weights import QuantizedWeight, Shape
-from fixtures.families import family_builder
-from fixtures.moe_families import moe_builder, moe_config
+from fixtures.moe_families import tiny_builder
 from fixtures.paged_batch import PagedRunner, Rows
 from fixtures.quantized import spoil_rows_left_out
 
@@ -84,10 +83,7 @@ def test_models_read_no_rows_that_are_left_out(
     tmp_path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A router and an adapter read rows; a shared expert and plain projections only their codes."""
-    if family == "sdar":
-        family_builder(family).write(tmp_path)
-    else:
-        moe_builder(family, config=moe_config(family, moe_intermediate_size=144)).write(tmp_path)
+    tiny_builder(family, moe_intermediate_size=144).write(tmp_path)
     name, spec, _ = detect(tmp_path)
     quantizer = ModelQuantizer(QuantizationPlan("fp8"))
     model: Any = random_model(name, spec, torch.float32, "cpu", quantizer=quantizer)

@@ -25,7 +25,7 @@ from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight, Sha
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.families import DENSE_FAMILIES, family_builder
 from fixtures.gemma import GemmaOracle
-from fixtures.moe_families import moe_builder, moe_config
+from fixtures.moe_families import moe_builder, moe_config, tiny_builder
 from fixtures.quantized import quantize_in_place
 from reference import quantize as reference
 
@@ -120,11 +120,7 @@ def test_pieces_and_whole_matrices_give_the_same_codes(
     tmp_path, monkeypatch: pytest.MonkeyPatch, scheme: str, family: str
 ) -> None:
     """Loading in pieces of few rows, and quantising a model that was loaded as it is."""
-    wide = {"moe_intermediate_size": 144, "hidden_size": 64}
-    if family == "llada":
-        family_builder(family).write(tmp_path)
-    else:
-        moe_builder(family, config=moe_config(family, **wide)).write(tmp_path)
+    tiny_builder(family, moe_intermediate_size=144, hidden_size=64).write(tmp_path)
     plan = QuantizationPlan(scheme)
     whole: Any = load(tmp_path, None)
     quantize_in_place(whole, plan)
@@ -356,10 +352,7 @@ def test_the_memory_that_is_asked_for_is_the_memory_that_is_taken(
     tmp_path, scheme: str, family: str
 ) -> None:
     """Blocks of projections that end inside 128 rows and stacked experts included."""
-    if family == "sdar":
-        family_builder(family).write(tmp_path)
-    else:
-        moe_builder(family, config=moe_config(family, moe_intermediate_size=144)).write(tmp_path)
+    tiny_builder(family, moe_intermediate_size=144).write(tmp_path)
     name, spec, _ = detect(tmp_path)
     dense = random_model(name, spec, FP32, "cpu")
     plan = QuantizationPlan(scheme)

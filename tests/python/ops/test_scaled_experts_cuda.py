@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from diffulex import ops
 from diffulex.ops import WeightScheme
+from expert_layers import ExpertLayer, normal, routes, surrounded
 
 pytestmark = pytest.mark.cuda
 
@@ -22,18 +23,6 @@ FP8 = pytest.mark.parametrize("scheme", [WeightScheme.FP8, WeightScheme.FP8_BLOC
 SIZES = [(2048, 512), (2048, 768), (2816, 704), (4096, 1024), (144, 48)]
 #: With eight experts and two slots a token, of each tile height at least one.
 TOKENS = (1, 16, 20, 64, 130, 300, 1000)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, device="cuda")
-
-
-def surrounded(codes: torch.Tensor) -> torch.Tensor:
-    """The same experts between two of NaN: what is read beside them is seen."""
-    whole = torch.full((codes.shape[0] + 2, *codes.shape[1:]), 0x7F, dtype=torch.uint8).cuda()
-    whole[1:-1] = codes.view(torch.uint8)
-    return whole.view(E4M3)[1:-1]
 
 
 def dequantised(codes: torch.Tensor, scale: torch.Tensor, parts: int = 1) -> torch.Tensor:
@@ -55,91 +44,35 @@ def quantised_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    w13: torch.Tensor
-    w13_scale: torch.Tensor
-    w2: torch.Tensor
-    w2_scale: torch.Tensor
-
+class ScaledLayer(ExpertLayer):
     @staticmethod
-    def random(scheme: WeightScheme, num_experts: int, hidden: int, width: int) -> Layer:
+    def random(scheme: WeightScheme, num_experts: int, hidden: int, width: int) -> ScaledLayer:
         def matrix(rows: int, depth: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
             return ops.quantize_weight(normal(rows, depth, seed=seed) * depth**-0.5, scheme)
+
+        def stack(experts: list[torch.Tensor]) -> torch.Tensor:
+            return surrounded(torch.stack(experts), 0x7F).view(E4M3)  # between NaN
 
         both = [
             [matrix(width, hidden, 2 * expert + half) for half in (0, 1)]
             for expert in range(num_experts)
         ]
         down = [matrix(hidden, width, 100 + expert) for expert in range(num_experts)]
-        return Layer(
-            surrounded(torch.stack([torch.cat([w.view(torch.uint8) for w, _ in p]) for p in both])),
+        return ScaledLayer(
+            stack([torch.cat([codes.view(torch.uint8) for codes, _ in pair]) for pair in both]),
             torch.stack([torch.cat([scale for _, scale in pair]) for pair in both]),
-            surrounded(torch.stack([w.view(torch.uint8) for w, _ in down])),
+            stack([codes.view(torch.uint8) for codes, _ in down]),
             torch.stack([scale for _, scale in down]),
         )
 
-    def run(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        expert_map: torch.Tensor | None = None,
-        act: ops.Activation = ops.Activation.SILU,
-    ) -> torch.Tensor:
-        """Scratch and result poisoned; what lies around the result is asked for."""
-        workspace = ops.new_fused_moe_workspace(x, ids.shape[1], self.w13).fill_(0xFF)
-        whole = torch.full(
-            (x.shape[0] + 2, x.shape[1] + 32), torch.nan, dtype=x.dtype, device="cuda"
-        )
-        out = whole[1:-1, 16:-16]
-        ops.fused_moe(
-            x,
-            self.w13,
-            self.w2,
-            weights,
-            ids,
-            expert_map=expert_map,
-            w13_scale=self.w13_scale,
-            w2_scale=self.w2_scale,
-            act=act,
-            out=out,
-            workspace=workspace,
-        )
-        found = out.clone()
-        out.fill_(torch.nan)
-        assert whole.isnan().all()
-        return found
+    def gate_up(self, expert: int) -> torch.Tensor:
+        return dequantised(self.w13[expert], self.w13_scale[expert], parts=2)
 
-    def exact(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        local_ids: torch.Tensor,
-        act: ops.Activation = ops.Activation.SILU,
-    ) -> torch.Tensor:
-        """Products in float64; the activated rows and those of slots are rounded as the op does."""
-        total = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
-        rows = quantised_rows(x)
-        for expert in local_ids[local_ids >= 0].unique().tolist():
-            tokens, slots = (local_ids == expert).nonzero(as_tuple=True)
-            w13 = dequantised(self.w13[expert], self.w13_scale[expert], parts=2)
-            gate, up = (rows[tokens] @ w13.T).chunk(2, 1)
-            if act == ops.Activation.SILU:
-                activated = functional.silu(gate) * up
-            else:
-                is_tanh = act == ops.Activation.GELU_TANH
-                activated = functional.gelu(gate, approximate="tanh" if is_tanh else "none") * up
-            inner = quantised_rows(activated.float())
-            part = (inner @ dequantised(self.w2[expert], self.w2_scale[expert]).T).bfloat16()
-            total.index_add_(0, tokens, part.double() * weights[tokens, slots].double()[:, None])
-        return total
+    def down(self, expert: int) -> torch.Tensor:
+        return dequantised(self.w2[expert], self.w2_scale[expert])
 
-
-def routes(tokens: int, num_experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(tokens)
-    drawn = torch.rand(tokens, num_experts, generator=generator, device="cuda")
-    weights = torch.rand(tokens, top_k, generator=generator, device="cuda") + 0.1
-    return weights, drawn.topk(top_k).indices.int()
+    def read(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return quantised_rows(rows if rows.dtype == dtype else rows.float())
 
 
 def assert_near(found: torch.Tensor, want: torch.Tensor) -> None:
@@ -160,7 +93,7 @@ def assert_near(found: torch.Tensor, want: torch.Tensor) -> None:
 def test_experts_equal_the_definition(
     scheme: WeightScheme, act: ops.Activation, hidden: int, width: int
 ) -> None:
-    layer = Layer.random(scheme, 8, hidden, width)
+    layer = ScaledLayer.random(scheme, 8, hidden, width)
     for tokens in TOKENS:
         x = normal(tokens, hidden).bfloat16()
         weights, ids = routes(tokens, 8, 2)
@@ -172,7 +105,7 @@ def test_experts_equal_the_definition(
 @FP8
 def test_experts_elsewhere_and_none(scheme: WeightScheme) -> None:
     """Four of ten experts are here, and one of them has no slot."""
-    layer = Layer.random(scheme, 4, 1024, 256)
+    layer = ScaledLayer.random(scheme, 4, 1024, 256)
     expert_map = torch.tensor([-1, 2, -1, 0, -1, -1, 3, -1, -1, 1], dtype=torch.int32).cuda()
     for tokens in (*TOKENS, 5000):
         x = normal(tokens, 1024).bfloat16()
@@ -188,7 +121,7 @@ def test_experts_elsewhere_and_none(scheme: WeightScheme) -> None:
 @FP8
 @pytest.mark.parametrize("tokens", [1, 31, 300, 2500])
 def test_one_expert_has_all_slots(scheme: WeightScheme, tokens: int) -> None:
-    layer = Layer.random(scheme, 5, 512, 704)
+    layer = ScaledLayer.random(scheme, 5, 512, 704)
     x = normal(tokens, 512).bfloat16()
     ids = torch.full((tokens, 1), 3, dtype=torch.int32, device="cuda")
     weights = torch.ones(tokens, 1, device="cuda")
@@ -197,7 +130,7 @@ def test_one_expert_has_all_slots(scheme: WeightScheme, tokens: int) -> None:
 
 @FP8
 def test_many_tokens(scheme: WeightScheme) -> None:
-    layer = Layer.random(scheme, 64, 2048, 512)
+    layer = ScaledLayer.random(scheme, 64, 2048, 512)
     x = normal(8192, 2048).bfloat16()
     weights, ids = routes(8192, 64, 8)
     found = layer.run(x, weights, ids)
@@ -212,7 +145,7 @@ def test_a_token_does_not_depend_on_the_others(
     scheme: WeightScheme, hidden: int, width: int
 ) -> None:
     """Nor on how many there are: all tile heights sum in one order. Ten times the same bits."""
-    layer = Layer.random(scheme, 8, hidden, width)
+    layer = ScaledLayer.random(scheme, 8, hidden, width)
     x = normal(1000, hidden).bfloat16()
     weights, ids = routes(1000, 8, 2)
     whole = layer.run(x, weights, ids)
@@ -232,7 +165,7 @@ def test_the_down_product_has_the_bits_of_the_dense_one(scheme: WeightScheme, wi
     Of the depths that the dense product does not share among two processors, whose order is another.
     """
     hidden = 2048
-    layer = Layer.random(scheme, 4, hidden, width)
+    layer = ScaledLayer.random(scheme, 4, hidden, width)
     layer.w13[:, :width] = torch.full((), 448.0, device="cuda").to(E4M3)
     layer.w13_scale[:, : layer.w13_scale.shape[1] // 2] = 1.0
     for tokens in (1, 20, 100, 128):
@@ -268,7 +201,7 @@ def test_long_sums_go_to_float32_after_each_block() -> None:
     hidden, width = 12_288, 128
     down = torch.zeros(1, hidden, width, device="cuda")
     down[0, :width] = torch.eye(width, device="cuda")
-    layer = Layer(
+    layer = ScaledLayer(
         torch.full((1, 2 * width, hidden), 15.0, device="cuda").to(E4M3),
         torch.full((1, 2 * width), 1.0 / (15 * hidden), device="cuda"),
         down.to(E4M3),
@@ -285,42 +218,7 @@ def test_long_sums_go_to_float32_after_each_block() -> None:
 
 @FP8
 def test_layers_of_a_captured_graph(scheme: WeightScheme) -> None:
-    """Layer upon layer with overlapping launches, in one scratch, as an engine has them."""
-    layer = Layer.random(scheme, 16, 1024, 512)
+    layer = ScaledLayer.random(scheme, 16, 1024, 512)
     for tokens in (8, 40, 400):
-        x = normal(tokens, 1024).bfloat16()
-        weights, ids = routes(tokens, 16, 4)
-        space = ops.new_fused_moe_workspace(x, 4, layer.w13)
-
-        def chain(
-            rows: torch.Tensor,
-            weights: torch.Tensor = weights,
-            ids: torch.Tensor = ids,
-            space: torch.Tensor = space,
-        ) -> torch.Tensor:
-            for _ in range(8):
-                rows = ops.fused_moe(
-                    rows,
-                    layer.w13,
-                    layer.w2,
-                    weights,
-                    ids,
-                    w13_scale=layer.w13_scale,
-                    w2_scale=layer.w2_scale,
-                    workspace=space,
-                )
-            return rows
-
-        want = x
-        for _ in range(8):
-            want = layer.run(want, weights, ids)
-        chain(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = chain(x)
-        for _ in range(20):
-            space.fill_(0xFF)
-            found.fill_(torch.nan)
-            graph.replay()
-            assert torch.equal(found, want)
+        found = layer.check_captured_chain(normal(tokens, 1024).bfloat16(), 4)
+        assert not found.isnan().any()
