@@ -34,7 +34,7 @@ from diffulex.runner.batch import (
 from diffulex.runner.decode_graphs import Bucket
 from diffulex.runner.loop_steps import LoopEntry, LoopListener, LoopStep, StepVariant
 from diffulex.runner.model_call import head_logits
-from diffulex.runner.packed_steps import PackedSteps, packs_on_device
+from diffulex.runner.packed_steps import PackedSteps
 from diffulex.runner.plan_check import PlanCheck
 from diffulex.runner.row_share import HOST_LIMITS, RowShare
 from diffulex.runner.step_graphs import NUM_WARMUPS, StepGraphs
@@ -166,7 +166,7 @@ class DecodeLoop:
         self._has_ranks = Sizes.of_engine(config.parallel).world > 1
         #: None: only the host packs.
         self._packed: PackedSteps | None = None
-        if packs_on_device(config, graphs):
+        if graphs.is_packed:
             self._packed = PackedSteps(config, graphs, self._batch.fields(), self._state)
         self._host_share: RowShare | None = None
         if graphs.is_packed and config.kernel.run_ahead == "auto":
@@ -182,6 +182,11 @@ class DecodeLoop:
         self.num_ahead_steps = 0
         #: Steps that held valid rows alone.
         self.num_packed_steps = 0
+
+    @property
+    def _is_strict(self) -> bool:
+        """Whether a graph without memory is an error: ranks would all have to do without it."""
+        return self._graphs.is_strict or self._has_ranks
 
     @property
     def graph_buckets(self) -> tuple[int, ...]:
@@ -248,7 +253,15 @@ class DecodeLoop:
             arrays = self._host.numpy().tobytes()
             starts = row_starts.astype(np.int32).tobytes()
             self.listener.entered(
-                LoopEntry(variant, self._buffers.staged, used_bytes, starts, num_page_rows, arrays)
+                LoopEntry(
+                    variant,
+                    self._buffers.staged,
+                    used_bytes,
+                    starts,
+                    num_page_rows,
+                    arrays,
+                    self._packing is not None,
+                )
             )
         self._enter(variant, row_starts, num_page_rows)
         if self._check is not None:
@@ -279,6 +292,7 @@ class DecodeLoop:
             self._await_uploads()
             self._host.copy_(torch.frombuffer(bytearray(told.batch), dtype=torch.uint8))
             self._buffers.stage(told.arena, told.used_bytes)
+            self._packing = self._packed if told.is_packed else None
             self._enter(told.variant, np.frombuffer(told.row_starts, np.int32), told.num_page_rows)
         else:
             if told.pages:
@@ -417,7 +431,7 @@ class DecodeLoop:
                     self._capture(variant)
         forwards = self._graphs.forwards
         if self._packed is not None and forwards is not None:
-            for bucket in self._packed.capture(forwards, is_strict=self._graphs.is_strict):
+            for bucket in self._packed.capture(forwards, is_strict=self._is_strict):
                 for is_drawn, is_filtered in kinds:
                     variant = StepVariant(bucket, is_drawn, is_filtered, is_penalised)
                     self._capture_heads(self._packed.heads(variant))
@@ -467,7 +481,7 @@ class DecodeLoop:
             try:
                 self._capture(variant)
             except torch.OutOfMemoryError as error:
-                if self._graphs.is_strict:
+                if self._is_strict:
                     raise
                 self._uncaptured.add(variant.key)
                 logger.warning("no graph of %s: %s", variant.key, error)

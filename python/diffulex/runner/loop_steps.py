@@ -37,6 +37,7 @@ class LoopEntry(NamedTuple):
     row_starts: bytes  # int32 [R + 1]: where requests begin in the plan
     num_page_rows: int  # page tables that are newer than those of the plan
     batch: bytes  # the arrays of the requests
+    is_packed: bool  # its steps hold valid rows alone
 
 
 class LoopStep(NamedTuple):

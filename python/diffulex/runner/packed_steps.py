@@ -3,7 +3,8 @@
 
 Only the device knows how many rows its next step has. `advance_decode` counts them, a copy brings the
 counts to the host, and the host launches the step for a count at least as large. The device waits for
-that launch, so that steps are packed where it loses less than the void rows would cost.
+that launch, so that steps are packed where it loses less than the void rows would cost. Ranks have the
+same counts: each of them launches for its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diffulex.distributed.layout import Sizes
 from diffulex.log import get_logger
 from diffulex.runner.batch import host_memory, new_event
 from diffulex.runner.decode_graphs import Bucket
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from diffulex.runner.loop_steps import StepVariant
     from diffulex_ext import _core
 
-__all__ = ["PackedSteps", "head_row_counts", "num_head_graphs", "packs_on_device"]
+__all__ = ["PackedSteps", "head_row_counts", "num_head_graphs"]
 
 logger = get_logger(__name__)
 
@@ -48,14 +48,9 @@ def head_row_counts(num_rows: int) -> tuple[int, ...]:
     return (*counts, num_rows)
 
 
-def packs_on_device(config: Config, graphs: DecodeGraphs) -> bool:
-    """Whether there may be packed steps: other ranks would have to wait for the counts of the first."""
-    return graphs.is_packed and Sizes.of_engine(config.parallel).world == 1
-
-
 def num_head_graphs(config: Config, graphs: DecodeGraphs) -> int:
     """Graphs of what follows the forward of packed steps, of one kind of draws."""
-    if not packs_on_device(config, graphs):
+    if not graphs.is_packed:
         return 0
     shapes = _captured(_paying(config, graphs), graphs)
     totals = {(b.num_reqs, b.rows_per_request) for b in shapes}

@@ -113,6 +113,26 @@ def test_adapters(tmp_path: Path, is_merged: bool) -> None:
     assert found != tokens(tmp_path / "base", RANDOM, params, **SHARED | {"max_model_len": 128})
 
 
+@pytest.mark.parametrize("num_prompts", [1, 4])
+def test_ranks_pack_the_steps_of_the_device(num_prompts: int) -> None:
+    """Four blocks, of which few are open: they decode what whole steps do, with and without graphs."""
+    shape = SHAPES["sdar-8b-b32"]
+    settings = {**ALONE, "dtype": "float32", "check_ranks": True, "max_num_reqs": num_prompts}
+    settings["buffer_size"] = 4
+    found, packed = [], []
+    for own in ({"run_ahead": "off"}, {}, {"enforce_eager": True, "run_ahead": "on"}):
+        with build_shared_engine(shape, 2, "cuda", **settings, **own) as engine:
+            prompts = random_prompts(engine.config.model.spec, num_prompts, 64)
+            params = SamplingParams(max_tokens=128, ignore_eos=True)
+            outputs = engine.generate(prompts, params, summary=False)
+            found.append([list(output.token_ids) for output in outputs])
+            loop = engine._executor.runner.loop
+            packed.append(0 if loop is None else loop.num_packed_steps)
+    assert packed[0] == 0
+    assert min(packed[1:]) > 10
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.alone
 def test_a_model_that_no_single_gpu_holds() -> None:
     """103 billion parameters in bfloat16, whose ranks decide the same for fifty steps."""

@@ -24,11 +24,14 @@ from diffulex.distributed.legality import check_model
 from diffulex.distributed.shard import Shard
 from diffulex.engine.ranks.step_header import StepHeader
 from diffulex.runner.decode_graphs import max_graph_rows
+from diffulex.runner.decode_loop import DecodeLoop
+from diffulex.runner.loop_steps import LoopEntry, LoopStep
 from diffulex.runner.model_runner import ModelRunner
 from fixtures.families import DENSE_FAMILIES, family_builder
 from fixtures.moe_families import moe_builder, moe_config
 from fixtures.quick import quick
 from fixtures.thread_ranks import Stable, thread_engine
+from run_ahead_cases import loop_of, pack_every_step
 
 LIMITS: dict[str, Any] = {"max_model_len": 128, "num_pages": 64, "max_num_reqs": 2}
 HEAD_SCALE = 6.0
@@ -139,6 +142,38 @@ def test_draws_and_filters(directories: dict[str, Path], name: str, run_ahead: s
 )
 def test_settings(directories: dict[str, Path], settings: dict[str, Any]) -> None:
     compare(directories["sdar"], GREEDY, [2], **settings)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("draws", [{}, {"temperature": 0.8, "top_k": 20, "seed": 11}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "settings"), [("sdar", {}), ("sdar", {"decoding_strategy": "d2f"}), ("dream", {})]
+)
+def test_each_rank_packs_the_steps_of_the_device(
+    directories: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    settings: dict[str, Any],
+    draws: dict[str, Any],
+    size: int,
+) -> None:
+    pack_every_step(monkeypatch)
+    follow, followed = DecodeLoop.follow, set()
+
+    def watched(loop: DecodeLoop, told: LoopEntry | LoopStep) -> int:
+        followed.add(loop)
+        return follow(loop, told)
+
+    monkeypatch.setattr(DecodeLoop, "follow", watched)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **draws)
+    settings = {**LIMITS, "buffer_size": 3, "run_ahead": "on", **settings}
+    one = Stable(directories[name], PROMPTS, params, **settings)
+    with thread_engine(directories[name], size, check_run_ahead=True, **settings) as engine:
+        one.check(engine)
+        counts = [loop.num_packed_steps for loop in (loop_of(engine), *followed)]
+    assert len(counts) == size
+    assert counts[0] > 3
+    assert len(set(counts)) == 1
 
 
 def test_ranks_have_the_pages_of_the_smallest(
