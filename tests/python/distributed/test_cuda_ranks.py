@@ -141,6 +141,7 @@ def test_trained_models_that_share_experts_alone(
     assert sum(a == b for a, b in zip(found, expected, strict=True)) >= least
 
 
+@pytest.mark.alone  # replicas find the pages that the memory of their devices holds
 @pytest.mark.parametrize("family", ["sdar_moe", "llada2"])
 @pytest.mark.parametrize(
     "settings",
