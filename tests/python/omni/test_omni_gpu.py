@@ -48,11 +48,14 @@ def distance(got, expected):
 @pytest.mark.parametrize("name", ["qwen", "flux", "wan"])
 def test_pipelines_draw_in_16_bits(tiny, device, name):
     with open_engine(tiny, name) as engine:
-        expected = latents(engine, name)
+        shape = latents(engine, name, ["a"]).shape
+        # Some versions of torch draw other noise in 16 bits than in 32.
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+        expected = latents(engine, name, latents=noise)
     with open_engine(tiny, name, device=device, dtype="bfloat16") as engine:
-        got = latents(engine, name)
+        got = latents(engine, name, latents=noise)
         assert distance(got, expected) < 0.05
-        assert torch.equal(latents(engine, name), got)
+        assert torch.equal(latents(engine, name, latents=noise), got)
         (output,) = engine.generate("a", **{**SMALL, **FRAMES.get(name, {}), "output_type": "pt"})
         assert torch.isfinite(output.images[0].float()).all()
 
