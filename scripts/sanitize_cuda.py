@@ -5,7 +5,7 @@
     python scripts/sanitize_cuda.py --tool racecheck --only linear,overlap --seconds 300 PROGRAM
 
 A tool slows a kernel by two orders of magnitude, so each piece is one gtest filter with few random
-seeds and a time limit. A piece that does not end in time counts as cut off, not as passed. The exit
+seeds, or a choice of tests in Python, and a time limit. A piece that does not end in time counts as cut off, not as passed. The exit
 status is 1 if a tool reported something, a test failed, or a piece was cut off.
 """
 
@@ -40,6 +40,19 @@ PIECES: tuple[tuple[str, str, int], ...] = (
     ("dense", "CudaNormTest.*:CudaRopeTest.*:CudaActivationTest.*:CudaOpLimitsTest.A*", 3),
     ("accept", "*Accept*:*Advance*", 2),
 )
+#: Name of a piece, a file of tests/python/ops, pytest's -k.
+PYTHON_PIECES: tuple[tuple[str, str, str], ...] = (
+    ("codes-rows", "test_code_rows.py", "cuda and 136"),
+    ("codes-products", "test_quantize_cuda.py", "captured_graph or gated_products and 32"),
+    ("codes-many-rows", "test_quantize_cuda.py", "many_rows_have and 129"),
+    ("codes-experts", "test_scaled_experts_cuda.py", "one_expert_has_all_slots and not 2500"),
+    ("codes-attention", "test_scaled_cache_hopper.py", "smallest or decode and 32-2-128"),
+    ("codes-store", "test_scaled_cache_cuda.py", "every_rounding or hold_the_stored and 9"),
+    ("nibbles", "test_nibble_tiles.py", "two_streams or rounded_once"),
+    ("nibbles-experts", "test_nibble_experts.py", "experts_elsewhere"),
+    ("soft-embedding", "test_soft_embedding.py", "cuda and several_chunks"),
+)
+OP_TESTS = Path(__file__).resolve().parents[1] / "tests" / "python" / "ops"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
 
@@ -63,14 +76,22 @@ class Outcome:
         return f"| {' | '.join(cells)} | {self.seconds:.0f} |"
 
 
-def run_piece(program: Path, tool: str, piece: tuple[str, str, int], seconds: float) -> Outcome:
+def run_piece(
+    program: Path, tool: str, piece: tuple[str, str, int | str], seconds: float
+) -> Outcome:
     """One run; `errors` is the tool's own summary."""
-    name, tests, seeds = piece
+    name, tests, choice = piece
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
     if tool == "memcheck":
         command += ["--leak-check", "no", "--report-api-errors", "no"]
-    command += [str(program), f"--gtest_filter={tests}", "--gtest_brief=1"]
-    environment = {**os.environ, "DIFFULEX_TEST_SEEDS": str(seeds)}
+    environment = dict(os.environ)
+    if isinstance(choice, int):
+        command += [str(program), f"--gtest_filter={tests}", "--gtest_brief=1"]
+        environment["DIFFULEX_TEST_SEEDS"] = str(choice)
+    else:
+        command += ["--kernel-name", "kernel_substring=diffulex"]  # not those of torch
+        command += [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        command += [str(OP_TESTS / tests), "-k", choice]
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -80,12 +101,13 @@ def run_piece(program: Path, tool: str, piece: tuple[str, str, int], seconds: fl
     except subprocess.TimeoutExpired as expired:
         text = (expired.stdout or b"").decode(errors="replace")
         status = None
-    passed = re.search(r"\[  PASSED  \] (\d+) tests?", text)
+    passed = re.search(r"\[  PASSED  \] (\d+) tests?|^(\d+) passed", text, re.MULTILINE)
+    num_passed = next(filter(None, passed.groups())) if passed else "-"
     summary = re.search(r"(ERROR|RACECHECK) SUMMARY: (.*)", text)
     if status is None:
         verdict = "cut off"
     elif status == 0:
-        verdict = "ended" if passed and passed[1] != "0" else "no test ran"
+        verdict = "ended" if num_passed not in ("-", "0") else "no test ran"
     else:
         verdict = "reported" if status == 9 else f"failed ({status})"
         print(text[-4000:], file=sys.stderr)
@@ -93,7 +115,7 @@ def run_piece(program: Path, tool: str, piece: tuple[str, str, int], seconds: fl
         tool,
         name,
         verdict,
-        passed[1] if passed else "-",
+        num_passed,
         summary[2] if summary else "-",
         time.monotonic() - start,
     )
@@ -112,11 +134,12 @@ def main() -> int:
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer: expected it on PATH, got none")
     wanted = [word for word in args.only.split(",") if word]
+    every = [*PIECES, *PYTHON_PIECES]
     pieces = [
-        piece for piece in PIECES if not wanted or any(piece[0].startswith(word) for word in wanted)
+        piece for piece in every if not wanted or any(piece[0].startswith(word) for word in wanted)
     ]
     if not pieces:
-        parser.error(f"--only: expected words of {[piece[0] for piece in PIECES]}, got {args.only}")
+        parser.error(f"--only: expected words of {[piece[0] for piece in every]}, got {args.only}")
     print("| tool | piece | verdict | tests | summary | s |\n|---|---|---|---|---|---|", flush=True)
     end = time.monotonic() + args.total
     are_good = True
