@@ -22,6 +22,7 @@ from diffulex.errors import ConfigError
 __all__ = [
     "ANY",
     "IDS",
+    "NAME",
     "UNIT",
     "ConfigKey",
     "Range",
@@ -105,6 +106,7 @@ def between(low: float, high: float) -> Range:
 
 ANY = Range("any", lambda _: True)
 UNIT = between(0, 1)
+NAME = Range("that is not blank", lambda v: bool(v.strip()), {"minLength": 1})
 IDS = Range("ids >= 0", lambda v: all(i >= 0 for i in v))
 
 
@@ -175,7 +177,9 @@ def check_key(key: ConfigKey, value: Any) -> Any:
 
 
 def _kind_text(key: ConfigKey) -> str:
-    return "" if key.legal.startswith("one of") else f"{key.kind.rstrip('?')} "
+    kind = key.kind.rstrip("?")
+    says_what = key.legal.startswith("one of") or (kind in ("ids", "strs") and key.legal != "any")
+    return "" if says_what else f"{kind} "
 
 
 def _illegal(key: ConfigKey, value: Any) -> ConfigError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from diffulex.config.key import ANY as _ANY
 from diffulex.config.key import IDS as _IDS
+from diffulex.config.key import NAME as _NAME
 from diffulex.config.key import Range as _Range
 from diffulex.config.key import above as _above
 from diffulex.config.key import at_least as _at_least
@@ -71,7 +72,7 @@ class ParallelConfig:
         " cluster has room for them (`ray`).",
     )
     ray_address: str = _key(
-        "str", "auto", _ANY, "The Ray cluster: `auto`, `local` to start one, or its address."
+        "str", "auto", _NAME, "The Ray cluster: `auto`, `local` to start one, or its address."
     )
     ray_placement_timeout: int = _key(
         "int", 120, _above(0), "Seconds in which the Ray cluster must have room for all ranks."
@@ -79,7 +80,7 @@ class ParallelConfig:
     master_addr: str = _key(
         "str",
         "localhost",
-        _ANY,
+        _NAME,
         "Address of the first rank for the others of its engine; `localhost`: the one they know already.",
     )
     master_port: int = _key(
