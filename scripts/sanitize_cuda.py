@@ -50,6 +50,7 @@ PYTHON_PIECES: tuple[tuple[str, str, str], ...] = (
     ("codes-store", "test_scaled_cache_cuda.py", "every_rounding or hold_the_stored and 9"),
     ("nibbles", "test_nibble_tiles.py", "two_streams or rounded_once"),
     ("nibbles-experts", "test_nibble_experts.py", "experts_elsewhere"),
+    ("exchanges", "test_comm.py", "one_rank_after_the_other"),
     ("soft-embedding", "test_soft_embedding.py", "cuda and several_chunks"),
 )
 OP_TESTS = Path(__file__).resolve().parents[1] / "tests" / "python" / "ops"

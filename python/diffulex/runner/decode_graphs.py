@@ -37,6 +37,7 @@ __all__ = [
     "max_graph_rows",
     "packed_row_counts",
     "packs_rows",
+    "products_per_row",
 ]
 
 logger = get_logger(__name__)
@@ -84,6 +85,11 @@ def max_graph_rows(config: Config) -> int | None:
     while collective_plan(num_ranks, rows * row_bytes) == CollectiveAlgorithm.LIBRARY:
         rows //= 2
     return rows
+
+
+def products_per_row(config: Config) -> int:
+    """Weights of a rank that a row is multiplied by there, about: what rows cost that are not left out."""
+    return config.model.spec.products_per_row // Sizes.of_engine(config.parallel).world
 
 
 def packs_rows(config: Config) -> bool:

@@ -31,7 +31,7 @@ from diffulex.runner.batch import (
     host_memory,
     new_event,
 )
-from diffulex.runner.decode_graphs import Bucket
+from diffulex.runner.decode_graphs import Bucket, products_per_row
 from diffulex.runner.loop_steps import LoopEntry, LoopListener, LoopStep, StepVariant
 from diffulex.runner.model_call import head_logits
 from diffulex.runner.packed_steps import PackedSteps
@@ -170,7 +170,7 @@ class DecodeLoop:
             self._packed = PackedSteps(config, graphs, self._batch.fields(), self._state)
         self._host_share: RowShare | None = None
         if graphs.is_packed and config.kernel.run_ahead == "auto":
-            products = config.model.spec.products_per_row
+            products = products_per_row(config)
             self._host_share = RowShare(self._num_rows, products, HOST_LIMITS)
         #: Launches the steps in flight, where they hold valid rows alone.
         self._packing: PackedSteps | None = None

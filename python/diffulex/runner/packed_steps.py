@@ -17,7 +17,7 @@ import torch
 
 from diffulex.log import get_logger
 from diffulex.runner.batch import host_memory, new_event
-from diffulex.runner.decode_graphs import Bucket
+from diffulex.runner.decode_graphs import Bucket, products_per_row
 from diffulex.runner.row_share import LOOP_LIMITS, RowShare
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def num_head_graphs(config: Config, graphs: DecodeGraphs) -> int:
 
 def _paying(config: Config, graphs: DecodeGraphs) -> list[Bucket]:
     """Shapes that may be graphs and whose steps can be worth packing, the largest first."""
-    products = config.model.spec.products_per_row
+    products = products_per_row(config)
 
     def pays(bucket: Bucket) -> bool:
         num_rows = _whole(bucket).num_rows
@@ -109,7 +109,7 @@ class PackedSteps:
         state: Tensor,
     ) -> None:
         self._config, self._graphs = config, graphs
-        products = config.model.spec.products_per_row
+        products = products_per_row(config)
         self._products_per_row = products
         self._share = RowShare(config.decode_rows, products, LOOP_LIMITS)
         #: Ascending shapes of packed steps, the whole one last, which is the key.

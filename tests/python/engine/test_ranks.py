@@ -176,6 +176,18 @@ def test_each_rank_packs_the_steps_of_the_device(
     assert len(set(counts)) == 1
 
 
+def test_void_rows_cost_a_rank_its_share(directories: dict[str, Path]) -> None:
+    def run(size: int) -> tuple[int, int]:
+        settings = {**LIMITS, "buffer_size": 3, "run_ahead": "on"}
+        with thread_engine(directories["sdar"], size, **settings) as engine:
+            packed = loop_of(engine)._packed
+            assert packed is not None
+            return packed._products_per_row, engine.config.model.spec.products_per_row
+
+    assert run(1)[0] == run(1)[1]
+    assert run(2)[0] == run(1)[0] // 2
+
+
 def test_ranks_have_the_pages_of_the_smallest(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
