@@ -309,7 +309,7 @@ def run_on(engine: Diffulex) -> None:
 
 
 #: A loss is seen by itself, not because an exchange took too long: that would be later than the bound.
-BOUND_S, COLLECTIVE_S = 60.0, 600
+BOUND_S, COLLECTIVE_S = 15.0, 600
 
 
 def check_dead(engine: Diffulex, pids: list[int], text: str, start: float) -> None:

@@ -113,23 +113,42 @@ def test_adapters(tmp_path: Path, is_merged: bool) -> None:
     assert found != tokens(tmp_path / "base", RANDOM, params, **SHARED | {"max_model_len": 128})
 
 
+def ways_to_run(name: str, prompts: Any, params: Any, **settings: Any) -> tuple[Any, list[int]]:
+    """Tokens of two ranks in steps of the host, of the device, and without graphs; packed steps of each."""
+    found, packed = [], []
+    shape = SHAPES[name]
+    for own in ({"run_ahead": "off"}, {}, {"enforce_eager": True, "run_ahead": "on"}):
+        with build_shared_engine(
+            shape, 2, "cuda", **ALONE | settings | own, check_ranks=True
+        ) as engine:
+            outputs = [engine.generate(prompts, each, summary=False) for each in params]
+            found.append([list(output.token_ids) for group in outputs for output in group])
+            loop = engine._executor.runner.loop
+            packed.append(0 if loop is None else loop.num_packed_steps)
+    return found, packed
+
+
+PUBLISHED = [SamplingParams(max_tokens=128, ignore_eos=True)]
+PUBLISHED += [SamplingParams(max_tokens=64, ignore_eos=True, temperature=0.8, top_k=30, seed=5)]
+
+
+@pytest.mark.alone  # 16 GB of weights on each device, and as much again where the host draws them
 @pytest.mark.parametrize("num_prompts", [1, 4])
 def test_ranks_pack_the_steps_of_the_device(num_prompts: int) -> None:
     """Four blocks, of which few are open: they decode what whole steps do, with and without graphs."""
-    shape = SHAPES["sdar-8b-b32"]
-    settings = {**ALONE, "dtype": "float32", "check_ranks": True, "max_num_reqs": num_prompts}
-    settings["buffer_size"] = 4
-    found, packed = [], []
-    for own in ({"run_ahead": "off"}, {}, {"enforce_eager": True, "run_ahead": "on"}):
-        with build_shared_engine(shape, 2, "cuda", **settings, **own) as engine:
-            prompts = random_prompts(engine.config.model.spec, num_prompts, 64)
-            params = SamplingParams(max_tokens=128, ignore_eos=True)
-            outputs = engine.generate(prompts, params, summary=False)
-            found.append([list(output.token_ids) for output in outputs])
-            loop = engine._executor.runner.loop
-            packed.append(0 if loop is None else loop.num_packed_steps)
+    prompts = random_prompts(SHAPES["sdar-8b-b32"].facts().spec, num_prompts, 64)
+    settings = {"dtype": "float32", "buffer_size": 4, "max_num_reqs": num_prompts}
+    found, packed = ways_to_run("sdar-8b-b32", prompts, PUBLISHED, **settings)
     assert packed[0] == 0
     assert min(packed[1:]) > 10
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("name", ["sdar-8b-b32", "llada2-mini"])
+def test_published_shapes_decode_the_same_however_they_run(name: str) -> None:
+    prompts = random_prompts(SHAPES[name].facts().spec, 4, 64)
+    found, _ = ways_to_run(name, prompts, PUBLISHED[:1])
     assert found[0] == found[1] == found[2]
 
 

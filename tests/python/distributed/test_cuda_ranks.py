@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.slow]
 
 ZOO = Path(__file__).resolve().parents[3] / "examples" / "zoo"
 #: Generous: how soon an error comes is printed.
-BOUND_S = 60.0
+BOUND_S = 15.0
 SIZES: dict[str, Any] = {"max_model_len": 256, "num_pages": 128, "max_num_reqs": 4}
 SHARED: dict[str, Any] = {
     "device": "cuda",
@@ -312,11 +312,12 @@ def test_a_stopped_rank_is_waited_for_as_long_as_asked(custom: str, where: str) 
         assert 1.0 < seconds < BOUND_S / 2
 
 
+@pytest.mark.alone  # what is free on the devices is everybody's
 def test_two_thousand_steps_take_no_further_memory() -> None:
     import torch
 
     with Diffulex("demo", **SHARED | {"check_ranks": False}) as engine:
-        used, num_steps = [], 0
+        used, free, num_steps = [], [], 0
         for count in (200, 2000):
             for index in range(count):
                 if not engine.has_unfinished():
@@ -327,9 +328,11 @@ def test_two_thousand_steps_take_no_further_memory() -> None:
                 engine.step()
             torch.cuda.synchronize()
             used.append(torch.cuda.memory_allocated())
+            free.append([torch.cuda.mem_get_info(device)[0] for device in range(2)])
             stats = engine.stats()
             assert stats.num_free_pages == stats.num_pages
         assert used[1] <= used[0], used
+        assert all(now >= then - (16 << 20) for then, now in zip(*free, strict=True)), free
 
 
 def test_a_long_prompt_in_chunks(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ CLIENTS = 6
 class Soak:
     """Clients of one server, and what became of their requests."""
 
-    def __init__(self, url: str, num_requests: int, kill_every: int, kill: Callable[[], None]):
+    def __init__(self, url: str, num_requests: int, kill_every: int, kill: Callable[[], bool]):
         self.url = url
         self.num_requests = num_requests
         self.kill_every = kill_every
@@ -56,8 +56,7 @@ class Soak:
         with self._lock:
             self._num_begun += 1
             if self._num_begun % self.kill_every == 0:
-                self.kill()
-                self.num_kills += 1
+                self.num_kills += self.kill()
         end = self._ask(number)
         with self._lock:
             self.ends[end] += 1
@@ -106,14 +105,15 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def killer(pid: int) -> Callable[[], None]:
-    """Kills one of the replicas that live, but never the last."""
+def killer(pid: int) -> Callable[[], bool]:
+    """Kills one of the replicas that live, but never the last; whether it did."""
     rng = random.Random(0)
 
-    def kill() -> None:
+    def kill() -> bool:
         found = children_of(pid)
         if len(found) > 1:
             os.kill(rng.choice(found), signal.SIGKILL)
+        return len(found) > 1
 
     return kill
 
