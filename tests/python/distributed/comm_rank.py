@@ -17,10 +17,30 @@ from diffulex.distributed.cuda_comm import CudaComm, CudaRowComm
 from diffulex.distributed.layout import LOOPBACK
 from diffulex.distributed.store import join_store, part_of_store
 from diffulex.nn.norm import RMSNorm
+from diffulex.ops.comm import CollectiveAlgorithm, collective_plan
 
 #: (rows, width) of which some are beyond what kernels of this library sum.
 SHAPES = [(1, 64), (32, 4096), (5, 1028), (3, 20_000), (2500, 4096), (0, 64), (129, 2816)]
+SHAPES += [(300, 4096), (1500, 4096)]
 DTYPES = (torch.bfloat16, torch.float32)
+
+
+#: What a sum of two of them keeps, and what becomes NaN.
+SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1.0)
+
+
+def is_one_shot(comm: CudaComm, num_bytes: int) -> bool:
+    """Whether every rank adds up all parts of so many bytes in the order of the ranks, in float32."""
+    if comm.no_capture_reason is not None or num_bytes == 0:
+        return False
+    return collective_plan(comm.size, num_bytes) == CollectiveAlgorithm.ONE_SHOT
+
+
+def in_rank_order(parts: torch.Tensor) -> torch.Tensor:
+    want = parts[0].float()
+    for part in parts[1:]:
+        want = want + part.float()
+    return want.to(parts.dtype)
 
 
 def parts_of(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -34,6 +54,8 @@ def check_sums(comm: CudaComm, shape: tuple[int, int], dtype: torch.dtype) -> No
     x = parts[comm.rank].clone()
     comm.all_reduce_(x)
     torch.testing.assert_close(x, parts.double().sum(0).to(dtype), rtol=2e-2, atol=2e-2)
+    is_exact = is_one_shot(comm, x.nbytes)
+    assert not is_exact or torch.equal(x, in_rank_order(parts))
     if shape[1] > 16_384:
         return
     norm = RMSNorm(shape[1], eps=1e-6, dtype=dtype, device="cuda")
@@ -45,8 +67,20 @@ def check_sums(comm: CudaComm, shape: tuple[int, int], dtype: torch.dtype) -> No
         want = ops.sum_add_rms_norm(parts, want_residual, norm.weight, norm.eps)
         torch.testing.assert_close(residual, want_residual, rtol=2e-2, atol=4e-2)
         torch.testing.assert_close(x, want, rtol=2e-2, atol=4e-2)
-        is_exact = comm.no_capture_reason is None and 0 < parts[0].nbytes <= 1 << 19
         assert not is_exact or (torch.equal(x, want) and torch.equal(residual, want_residual))
+
+
+def check_special_values(comm: CudaComm, dtype: torch.dtype) -> None:
+    """Every pair of them, and signs of zeros; repeated to a megabyte."""
+    values = torch.tensor(SPECIAL, dtype=dtype, device="cuda")
+    pairs = torch.cartesian_prod(*[values] * 2).repeat(1 << 13, 1)
+    parts = torch.stack([pairs[:, rank % 2] for rank in range(comm.size)]).view(comm.size, -1, 64)
+    x, want = parts[comm.rank].clone(), in_rank_order(parts)
+    comm.all_reduce_(x)
+    assert torch.equal(x.isnan(), want.isnan())
+    known = ~want.isnan()
+    assert torch.equal(x[known], want[known])
+    assert torch.equal(x[known].signbit(), want[known].signbit())
 
 
 def check_gathers(comm: CudaComm) -> None:
@@ -92,14 +126,12 @@ def check_graph(comm: CudaComm) -> None:
     with torch.cuda.graph(graph):
         x.copy_(parts[comm.rank])
         comm.all_reduce_(x)
-    want = parts[0].float()
-    for part in parts[1:]:
-        want = want + part.float()
+    want = in_rank_order(parts)
     for turn in range(50):
         if turn % 5 == 0:
             check_sums(comm, (9, 64), torch.bfloat16)
         graph.replay()
-        assert torch.equal(x, want.to(torch.bfloat16)), turn
+        assert torch.equal(x, want), turn
 
 
 def main(arguments: list[str]) -> None:
@@ -115,6 +147,8 @@ def main(arguments: list[str]) -> None:
     for shape in SHAPES:
         for dtype in DTYPES:
             check_sums(comm, shape, dtype)
+    for dtype in DTYPES:
+        check_special_values(comm, dtype)
     check_gathers(comm)
     if comm.no_capture_reason is None:
         check_graph(comm)
