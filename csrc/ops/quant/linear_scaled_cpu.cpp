@@ -13,7 +13,7 @@ namespace diffulex::cpu {
 namespace {
 
 struct CopyOfX;
-struct SumsOfRows;
+struct StartsOfRows;
 struct PanelSums;
 struct PanelScales;
 struct WidePanel;
@@ -59,7 +59,7 @@ class Int8Rows final {
     // Codes of one or two bytes, in whole floats: a block has a multiple of four of them.
     x_ = reinterpret_cast<char*>(
         thread_floats<CopyOfX>(num_blocks * rows * kQuantGroup * kernels.x_bytes / 4));
-    sums_ = reinterpret_cast<int32_t*>(thread_floats<SumsOfRows>(num_blocks * rows));
+    starts_ = reinterpret_cast<int32_t*>(thread_floats<StartsOfRows>(num_blocks * rows));
     for (int64_t block = 0; block < num_blocks; ++block) {
       for (int64_t row = 0; row < rows; ++row) {
         copy_row(block, row);
@@ -68,16 +68,16 @@ class Int8Rows final {
   }
 
   void multiply_panel(int64_t panel) const {
-    const TensorRef& result = params_.out;
+    const TensorRef& out = params_.out;
     const int64_t column = panel * kLinearPanelColumns;
-    const bool is_direct =
-        rows_ == 1 && result.dtype == DType::kF32 && column + kLinearPanelColumns <= result.size[1];
-    float* sums = is_direct ? result.as<float>() + first_row_ * result.stride[0] + column
-                            : thread_floats<PanelSums>(rows_ * kLinearPanelColumns);
+    const bool is_direct = out.dtype == DType::kF32 && column + kLinearPanelColumns <= out.size[1];
+    float* sums = thread_floats<PanelSums>(rows_ * kLinearPanelColumns);
+    float* result = is_direct ? out.as<float>() + first_row_ * out.stride[0] + column : sums;
     const float* scales = panel_scales(params_, panel);
     const int64_t num_blocks = blocks_of(depth_);
     Int8TileArgs args;
     args.bias = scales + kLinearPanelColumns;
+    args.result_stride = is_direct ? out.stride[0] : kLinearPanelColumns;
     for (int64_t block = 0; block < num_blocks; ++block) {
       const int64_t start = block * kQuantGroup;
       const int64_t steps = (block_depth(block) + kInt8PanelDepth - 1) / kInt8PanelDepth;
@@ -89,15 +89,16 @@ class Int8Rows final {
       for_row_tiles(rows_, kernels_.tile_rows, [&](int64_t row, int64_t rows) {
         args.rows = static_cast<int32_t>(rows);
         args.x = x_at(block, row);
-        args.row_sums = sums_ + block * rows_ + row;
+        args.row_starts = starts_ + block * rows_ + row;
         args.x_scale = params_.x_scale.as<const float>() + block * params_.x_scale.stride[0] +
                        first_row_ + row;
         args.out = sums + row * kLinearPanelColumns;
+        args.result = result + row * args.result_stride;
         kernels_.tile(args);
       });
     }
     if (!is_direct) {
-      store_panel(sums, result, first_row_, rows_, panel);
+      store_panel(sums, out, first_row_, rows_, panel);
     }
   }
 
@@ -117,7 +118,7 @@ class Int8Rows final {
     for (int64_t k = 0; k < depth; ++k) {
       sum += source[k];
     }
-    sums_[block * rows_ + row] = sum;
+    starts_[block * rows_ + row] = -128 * sum;
     char* copy = x_at(block, row);
     std::memset(copy + depth * kernels_.x_bytes, 0,
                 static_cast<size_t>((kQuantGroup - depth) * kernels_.x_bytes));
@@ -137,7 +138,7 @@ class Int8Rows final {
   int64_t rows_;
   int64_t depth_;
   char* x_ = nullptr;
-  int32_t* sums_ = nullptr;
+  int32_t* starts_ = nullptr;
 };
 
 /// A block of rows times codes of e4m3, which are widened to float32.

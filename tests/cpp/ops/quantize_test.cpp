@@ -184,7 +184,7 @@ TEST_P(Int8Tiles, HaveTheBitsOfExactIntegers) {
         value = static_cast<uint8_t>(is_extreme ? (trial % 2 == 0 ? 255 : 0) : random());
       }
       std::vector<float> scales(static_cast<size_t>(rows));
-      std::vector<int32_t> sums(static_cast<size_t>(rows));
+      std::vector<int32_t> starts(static_cast<size_t>(rows));
       std::array<float, 2 * kColumns> columns = {};
       std::vector<float> out(static_cast<size_t>(rows * kColumns));
       for (float& value : scales) {
@@ -198,10 +198,15 @@ TEST_P(Int8Tiles, HaveTheBitsOfExactIntegers) {
       }
       const bool is_last = trial % 2 == 0;
       const bool is_first = trial % 7 == 0;
+      // The last block goes to rows of a longer result, whose other columns stay.
+      constexpr int32_t kStride = kColumns + 5;
+      std::vector<float> result(static_cast<size_t>(rows * kStride), -3.0F);
+      std::vector<float> want_result = result;
       std::vector<float> want = out;
       for (int32_t row = 0; row < rows; ++row) {
         for (int32_t k = 0; k < depth; ++k) {
-          sums[static_cast<size_t>(row)] += x[static_cast<size_t>(row * cpu::kInt8RowStride + k)];
+          starts[static_cast<size_t>(row)] -=
+              128 * x[static_cast<size_t>(row * cpu::kInt8RowStride + k)];
         }
         for (int32_t c = 0; c < kColumns; ++c) {
           int32_t product = 0;
@@ -213,25 +218,28 @@ TEST_P(Int8Tiles, HaveTheBitsOfExactIntegers) {
           value = std::fma(scales[static_cast<size_t>(row)], static_cast<float>(product),
                            is_first ? 0.0F : value);
           if (is_last) {
-            value = std::fma(value, columns[static_cast<size_t>(c)],
-                             columns[static_cast<size_t>(kColumns + c)]);
+            want_result[static_cast<size_t>(row * kStride + c)] = std::fma(
+                value, columns[static_cast<size_t>(c)], columns[static_cast<size_t>(kColumns + c)]);
           }
         }
       }
       const std::vector<char> copy = copy_of(x, kernels.x_bytes);
       cpu::Int8TileArgs args;
       args.x = copy.data();
-      args.row_sums = sums.data();
+      args.row_starts = starts.data();
       args.x_scale = scales.data();
       args.panel = panel.data();
       args.column_scale = is_last ? columns.data() : nullptr;
       args.bias = columns.data() + kColumns;
       args.out = out.data();
+      args.result = result.data();
+      args.result_stride = kStride;
       args.rows = rows;
       args.steps = steps;
       args.accumulate = !is_first;
       kernels.tile(args);
       ASSERT_EQ(out, want) << rows << " rows, depth " << depth;
+      ASSERT_EQ(result, want_result) << rows << " rows, depth " << depth;
     }
   }
 }

@@ -21,6 +21,12 @@ struct Int8Factor {
 constexpr int32_t kInt8Parts = 1;
 constexpr int32_t kInt8TileRows = 4;
 
+DIFFULEX_ISA_INLINE Int8Sum start_sum(int32_t value) {
+  return Int8Sum{} + value;
+}
+
+DIFFULEX_ISA_INLINE void settle(Int8Sum& /*sum*/) {}
+
 DIFFULEX_ISA_INLINE Int8Columns load_int8(const uint8_t* panel) {
   Int8Columns columns;
   for (int32_t k = 0; k < 4; ++k) {

@@ -16,17 +16,19 @@ inline constexpr int32_t kInt8RowStride = 128;
 
 /// One block of the depth: out (+)= x_scale * (x panel), for all columns of the panel.
 struct Int8TileArgs {
-  const void* x = nullptr;            // [rows, 128] int8 or int16, as `x_bytes` says
-  const int32_t* row_sums = nullptr;  // [rows] of x
-  const float* x_scale = nullptr;     // [rows]
-  const uint8_t* panel = nullptr;     // [steps, 32, 4] w + 128
-  const float* column_scale =
-      nullptr;                  // [32] of the last block, with `bias`: out = out * scale + bias
+  const void* x = nullptr;              // [rows, 128] int8 or int16, as `x_bytes` says
+  const int32_t* row_starts = nullptr;  // [rows] -128 times the sum of x
+  const float* x_scale = nullptr;       // [rows]
+  const uint8_t* panel = nullptr;       // [steps, 32, 4] w + 128
+  // [32] of the last block, with `bias`: result = out * scale + bias
+  const float* column_scale = nullptr;
   const float* bias = nullptr;  // [32]
   float* out = nullptr;         // [rows, 32]
-  int32_t rows = 0;             // 1 to tile_rows
-  int32_t steps = 0;            // up to 32
-  bool accumulate = false;      // start from `out` instead of 0
+  float* result = nullptr;      // [rows, 32], `result_stride` apart; may be `out`
+  int64_t result_stride = 0;
+  int32_t rows = 0;         // 1 to tile_rows
+  int32_t steps = 0;        // up to 32
+  bool accumulate = false;  // start from `out` instead of 0
 };
 
 /// The int8 tile of one instruction set.

@@ -9,9 +9,11 @@
 //   kInt8Parts    accumulators that hold kWidth columns
 //   kInt8TileRows
 //   Int8Sum, Int8Columns, Int8Factor, load_int8, broadcast_int8, add_products, column_sums
+//   start_sum     an accumulator that gives each column the given number
+//   settle        leaves a sum as it is, in a register
 //
-// All of them add the exact integers sum x (w + 128), of which 128 sum x is taken off, and then do
-// the same float32 operations.
+// All of them add the exact integers sum x (w + 128) to -128 sum x, and then do the same float32
+// operations.
 
 #include "ops/quant/isa/int8_kernels.h"
 
@@ -27,16 +29,17 @@ DIFFULEX_ISA_INLINE void fetch_ahead(const uint8_t* panel) {
 }
 
 /// `kVectors` vectors of columns from `column` on.
-template <int32_t kRows, int32_t kVectors>
+template <int32_t kRows, int32_t kVectors, bool kAccumulate>
 DIFFULEX_ISA_INLINE void int8_columns(const Int8TileArgs& args, int32_t column) {
   constexpr int32_t kParts = kVectors * kInt8Parts;
   constexpr int32_t kPartBytes = 4 * kWidth / kInt8Parts;
+  const int32_t* row_starts = args.row_starts;
   Int8Sum sums[kRows][kParts];
 #pragma GCC unroll 16
   for (int32_t row = 0; row < kRows; ++row) {
 #pragma GCC unroll 4
     for (int32_t part = 0; part < kParts; ++part) {
-      sums[row][part] = Int8Sum{};
+      sums[row][part] = start_sum(row_starts[row]);
     }
   }
   const uint8_t* panel = args.panel + 4 * column;
@@ -59,50 +62,65 @@ DIFFULEX_ISA_INLINE void int8_columns(const Int8TileArgs& args, int32_t column) 
     x += kInt8Step;
     panel += 4 * kInt8PanelWidth;
   }
-  // Through memory, and row by row: what follows would else cost the loop above its registers.
-  Int8Sum finished[kRows][kParts];
+  // What follows would else cost the loop above its registers.
 #pragma GCC unroll 16
   for (int32_t row = 0; row < kRows; ++row) {
 #pragma GCC unroll 4
     for (int32_t part = 0; part < kParts; ++part) {
-      finished[row][part] = sums[row][part];
+      settle(sums[row][part]);
     }
   }
-#pragma GCC unroll 1
+  float* out = args.out + column;
+  const float* x_scale = args.x_scale;
+#pragma GCC unroll 16
   for (int32_t row = 0; row < kRows; ++row) {
-    const VecI offset = VecI{} + args.row_sums[row] * 128;
-    const VecF factor = VecF{} + args.x_scale[row];
+    const VecF factor = broadcast(x_scale + row);
 #pragma GCC unroll 4
     for (int32_t v = 0; v < kVectors; ++v) {
-      const VecI product = column_sums(&finished[row][v * kInt8Parts]) - offset;
-      float* out = args.out + row * kInt8PanelWidth + column + v * kWidth;
-      VecF sum = args.accumulate ? load_floats(out) : VecF{};
-      sum = fused_multiply_add(factor, __builtin_convertvector(product, VecF), sum);
-      if (args.column_scale != nullptr) {
-        sum = fused_multiply_add(sum, load_floats(args.column_scale + column + v * kWidth),
-                                 load_floats(args.bias + column + v * kWidth));
-      }
-      store_floats(out, sum);
+      const VecF product = __builtin_convertvector(column_sums(&sums[row][v * kInt8Parts]), VecF);
+      float* at = out + row * kInt8PanelWidth + v * kWidth;
+      store_floats(at, fused_multiply_add(factor, product, kAccumulate ? load_floats(at) : VecF{}));
     }
   }
 }
 
-template <int32_t kRows>
+template <int32_t kRows, bool kAccumulate>
 void int8_rows(const Int8TileArgs& args) {
   if constexpr (kRows > 1) {
     if (args.rows < kRows) {
-      int8_rows<kRows - 1>(args);
+      int8_rows<kRows - 1, kAccumulate>(args);
       return;
     }
   }
   constexpr int32_t kVectors = 2 / kInt8Parts;
   for (int32_t column = 0; column < kInt8PanelWidth; column += kVectors * kWidth) {
-    int8_columns<kRows, kVectors>(args, column);
+    int8_columns<kRows, kVectors, kAccumulate>(args, column);
+  }
+}
+
+/// result = out * column_scale + bias
+void int8_scale(const Int8TileArgs& args) {
+  for (int32_t row = 0; row < args.rows; ++row) {
+    const float* sums = args.out + row * kInt8PanelWidth;
+    float* result = args.result + row * args.result_stride;
+#pragma GCC unroll 8
+    for (int32_t column = 0; column < kInt8PanelWidth; column += kWidth) {
+      store_floats(result + column, fused_multiply_add(load_floats(sums + column),
+                                                       load_floats(args.column_scale + column),
+                                                       load_floats(args.bias + column)));
+    }
   }
 }
 
 void int8_tile(const Int8TileArgs& args) {
-  int8_rows<kInt8TileRows>(args);
+  if (args.accumulate) {
+    int8_rows<kInt8TileRows, true>(args);
+  } else {
+    int8_rows<kInt8TileRows, false>(args);
+  }
+  if (args.column_scale != nullptr) {
+    int8_scale(args);
+  }
 }
 
 }  // namespace

@@ -15,6 +15,14 @@ using Int8Factor = __m256i;
 constexpr int32_t kInt8Parts = 2;
 constexpr int32_t kInt8TileRows = 6;
 
+DIFFULEX_ISA_INLINE Int8Sum start_sum(int32_t value) {
+  return _mm256_set1_epi64x(static_cast<uint32_t>(value));
+}
+
+DIFFULEX_ISA_INLINE void settle(Int8Sum& sum) {
+  asm("" : "+v"(sum));
+}
+
 DIFFULEX_ISA_INLINE Int8Columns load_int8(const uint8_t* panel) {
   __m128i bytes;
   __builtin_memcpy(&bytes, panel, sizeof(bytes));

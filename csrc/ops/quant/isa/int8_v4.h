@@ -16,6 +16,14 @@ using Int8Factor = __m512i;
 constexpr int32_t kInt8Parts = 2;
 constexpr int32_t kInt8TileRows = 12;
 
+DIFFULEX_ISA_INLINE Int8Sum start_sum(int32_t value) {
+  return _mm512_set1_epi64(static_cast<uint32_t>(value));
+}
+
+DIFFULEX_ISA_INLINE void settle(Int8Sum& sum) {
+  asm("" : "+v"(sum));
+}
+
 DIFFULEX_ISA_INLINE Int8Columns load_int8(const uint8_t* panel) {
   __m256i bytes;
   __builtin_memcpy(&bytes, panel, sizeof(bytes));
