@@ -252,49 +252,83 @@ void load_cached(const Problem& problem, const SlotHead& place, const Buffers& b
   load_codes(problem, problem.v_pages, place, buffers.values + offset);
 }
 
-/// Gathers up to kKeyBlock visible keys from `key` on; returns the key to go on with.
-int32_t gather_block(const Problem& problem, const WorkItem& item, const Buffers& buffers,
-                     KeyRange rest, KeyBlock* block) {
-  const BlockAttentionParams& params = problem.params;
-  const Request& request = problem.requests[static_cast<size_t>(item.request)];
-  const RequestMask& mask = request.mask;
-  const int32_t* pages =
-      params.page_table.as<const int32_t>() + int64_t{item.request} * params.page_table.stride[0];
+/// Calls visit(key, place) for up to kKeyBlock visible keys of `rest`, whose place is null where a
+/// key is a row of this call; returns the key to go on with.
+template <typename Visit>
+int32_t visit_keys(const Problem& problem, const WorkItem& item, KeyRange rest,
+                   const Visit& visit) {
+  const TensorRef& table = problem.params.page_table;
+  const RequestMask& mask = problem.requests[static_cast<size_t>(item.request)].mask;
+  const int32_t* pages = table.as<const int32_t>() + int64_t{item.request} * table.stride[0];
   const auto page_size = static_cast<int32_t>(problem.geometry.page_size);
-  const int64_t dim = problem.head_dim;
-  block->count = 0;
+  int32_t count = 0;
   int32_t key = rest.begin;
-  while (key < rest.end && block->count < kKeyBlock) {
+  while (key < rest.end && count < kKeyBlock) {
     if (contains(mask.hole, key)) {
       key = mask.hole.end;
       continue;
     }
     if (key >= mask.context_len) {
-      const int64_t row = int64_t{request.first_row} + key - mask.context_len;
+      visit(key++, nullptr);
+      ++count;
+      continue;
+    }
+    const int32_t page_start = key / page_size * page_size;
+    const int64_t page_id = pages[int64_t{key / page_size} * table.stride[1]];
+    if (page_id < 0) {
+      key = min_i32(page_start + page_size, mask.context_len);
+      continue;
+    }
+    const SlotHead place{page_id, key - page_start, item.head};
+    visit(key++, &place);
+    ++count;
+  }
+  return key;
+}
+
+/// Gathers up to kKeyBlock visible keys from `rest.begin` on; returns the key to go on with.
+int32_t gather_block(const Problem& problem, const WorkItem& item, const Buffers& buffers,
+                     KeyRange rest, KeyBlock* block) {
+  const BlockAttentionParams& params = problem.params;
+  const Request& request = problem.requests[static_cast<size_t>(item.request)];
+  const int64_t dim = problem.head_dim;
+  block->count = 0;
+  return visit_keys(problem, item, rest, [&](int32_t key, const SlotHead* place) {
+    if (place != nullptr) {
+      load_cached(problem, *place, buffers, block->count);
+    } else {
+      const int64_t row = int64_t{request.first_row} + key - request.mask.context_len;
       const TensorRef& k = params.k;
       const TensorRef& v = params.v;
       load_key(problem,
                HeadVector{element_at(k, row * k.stride[0] + item.head * k.stride[1]), dim, dim},
                HeadVector{element_at(v, row * v.stride[0] + item.head * v.stride[1]), dim, dim},
                buffers, block->count);
-      block->ids[block->count++] = key++;
-      continue;
     }
-    const int32_t page_start = key / page_size * page_size;
-    const int64_t page_id = pages[int64_t{key / page_size} * params.page_table.stride[1]];
-    if (page_id < 0) {
-      key = min_i32(page_start + page_size, mask.context_len);
-      continue;
+    block->ids[block->count++] = key;
+  });
+}
+
+/// The cached heads among the first keys of `rest`: each lies on another page of memory, so that no
+/// processor looks ahead by itself. Only of caches that have the values of a head together.
+void list_ahead(const Problem& problem, const WorkItem& item, KeyRange rest, LinesAhead* ahead) {
+  ahead->count = ahead->next = 0;
+  ahead->piece_bytes = problem.head_dim * dtype_bytes(problem.k_pages.dtype());
+  rest.end =
+      std::min(rest.end, problem.requests[static_cast<size_t>(item.request)].mask.context_len);
+  visit_keys(problem, item, rest, [&](int32_t /*key*/, const SlotHead* place) {
+    for (const KvPages* pages : {&problem.k_pages, &problem.v_pages}) {
+      const HeadVector head = pages->at(place->page_id, place->offset, place->head);
+      if (head.group == problem.head_dim) {
+        ahead->pieces[ahead->count++] = head.data;
+      }
     }
-    load_cached(problem, SlotHead{page_id, key - page_start, item.head}, buffers, block->count);
-    block->ids[block->count++] = key++;
-  }
-  return key;
+  });
 }
 
 /// Attends all rows of the item to one key block, runs of rows with equal ranges together.
 void attend_block(const Problem& problem, const WorkItem& item, const Buffers& buffers,
-                  const KeyBlock& block) {
+                  const KeyBlock& block, LinesAhead* ahead) {
   const KernelTable& kernels = kernel_table();
   const RequestMask& mask = problem.requests[static_cast<size_t>(item.request)].mask;
   kernels.pack_keys(buffers.key_rows, block.count, problem.padded_dim, buffers.keys);
@@ -318,11 +352,12 @@ void attend_block(const Problem& problem, const WorkItem& item, const Buffers& b
     }
     if (range.begin < range.end) {
       const int64_t row = int64_t{token} * problem.group;
-      kernels.attend(AttendArgs{
-          buffers.q + row * problem.padded_dim, buffers.keys, buffers.values,
-          buffers.scores + row * kKeyBlock, buffers.out + row * problem.padded_dim,
-          buffers.row_max + row, buffers.row_sum + row, (run_end - token) * problem.group,
-          range.begin, range.end, problem.head_dim, problem.padded_dim, problem.params.softcap});
+      kernels.attend(AttendArgs{buffers.q + row * problem.padded_dim, buffers.keys, buffers.values,
+                                buffers.scores + row * kKeyBlock,
+                                buffers.out + row * problem.padded_dim, buffers.row_max + row,
+                                buffers.row_sum + row, (run_end - token) * problem.group,
+                                range.begin, range.end, problem.head_dim, problem.padded_dim,
+                                problem.params.softcap, ahead});
     }
     token = run_end;
   }
@@ -352,16 +387,29 @@ void store_result(const Problem& problem, const WorkItem& item, const Buffers& b
   }
 }
 
-void run_item(const Problem& problem, const WorkItem& item, const Buffers& buffers) {
+KeyRange keys_of(const Problem& problem, const WorkItem& item) {
   const RequestMask& mask = problem.requests[static_cast<size_t>(item.request)].mask;
+  return tile_key_range(row_interval(mask, item.first_token),
+                        row_interval(mask, item.first_token + item.num_tokens - 1));
+}
+
+/// `next_item()` is one that may be run next, or null.
+template <typename NextItem>
+void run_item(const Problem& problem, const WorkItem& item, const Buffers& buffers,
+              const NextItem& next_item) {
   load_queries(problem, item, buffers);
-  KeyRange rest = tile_key_range(row_interval(mask, item.first_token),
-                                 row_interval(mask, item.first_token + item.num_tokens - 1));
+  KeyRange rest = keys_of(problem, item);
   KeyBlock block;
+  LinesAhead ahead;
   while (rest.begin < rest.end) {
     rest.begin = gather_block(problem, item, buffers, rest, &block);
+    list_ahead(problem, item, rest, &ahead);
+    const WorkItem* following = rest.begin < rest.end ? nullptr : next_item();
+    if (following != nullptr) {
+      list_ahead(problem, *following, keys_of(problem, *following), &ahead);
+    }
     if (block.count > 0) {
-      attend_block(problem, item, buffers, block);
+      attend_block(problem, item, buffers, block, &ahead);
     }
   }
   store_result(problem, item, buffers);
@@ -421,8 +469,13 @@ Status block_attention(const BlockAttentionParams& params, const ExecContext& co
   parallel_ranges(context, num_items, work < kSerialWork ? num_items : 1,
                   [&](int64_t /*begin*/, int64_t /*end*/) {
                     const Buffers buffers = take_buffers(problem);
+                    const auto next_item = [&] {
+                      const auto index = static_cast<size_t>(next.load());
+                      return index < shared_items.size() ? &shared_items[index] : nullptr;
+                    };
                     for (int64_t index = next++; index < num_items; index = next++) {
-                      run_item(problem, shared_items[static_cast<size_t>(index)], buffers);
+                      run_item(problem, shared_items[static_cast<size_t>(index)], buffers,
+                               next_item);
                     }
                   });
   return {};

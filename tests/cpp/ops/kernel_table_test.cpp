@@ -359,9 +359,15 @@ TEST_P(KernelTableTest, AttendIgnoresKeysOutsideTheRange) {
       }
     }
     table().pack_keys(key_rows.data(), 64, padded, keys.data());
+    // Asked for, not read: there need not be memory.
+    cpu::LinesAhead ahead;
+    ahead.piece_bytes = 512;
+    ahead.count = 2;
     table().attend(cpu::AttendArgs{q.data(), keys.data(), values.data(), scores.data(), out.data(),
                                    row_max.data(), row_sum.data(), rows, begin, end, dim, padded,
-                                   trial % 2 == 0 ? 0.0F : 5.0F});
+                                   trial % 2 == 0 ? 0.0F : 5.0F,
+                                   trial % 3 == 0 ? nullptr : &ahead});
+    ASSERT_EQ(ahead.next, trial % 3 == 0 ? 0 : 2);
     for (int32_t row = 0; row < rows; ++row) {
       double sum = 0.0;
       std::vector<double> want(static_cast<size_t>(dim), 0.0);

@@ -32,6 +32,15 @@ struct GatherArgs {
   int64_t group_stride = 0;
 };
 
+/// Memory that is read after a product, which asks for some pieces of it with each of its tiles:
+/// all at once they would wait for each other.
+struct LinesAhead {
+  const char* pieces[2 * kKeyBlock] = {};
+  int64_t piece_bytes = 0;
+  int32_t count = 0;
+  int32_t next = 0;  // the first one that was not asked for
+};
+
 /// Rows that see the same keys [key_begin, key_end) of one key block: online softmax update.
 struct AttendArgs {
   const float* q = nullptr;       // [rows, padded_dim], scaled
@@ -47,6 +56,7 @@ struct AttendArgs {
   int32_t head_dim = 0;
   int32_t padded_dim = 0;
   float softcap = 0.0F;
+  LinesAhead* ahead = nullptr;  // may be null
 };
 
 /// What norm_row does besides normalising.

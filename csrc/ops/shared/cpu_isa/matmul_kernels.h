@@ -19,7 +19,23 @@ struct MatmulArgs {
   int32_t n;  // multiple of kWidth
   int32_t k;
   bool accumulate;
+  LinesAhead* ahead;
 };
+
+/// Asks for as many lines as a core waits for at a time; a tile takes longer than they do.
+DIFFULEX_ISA_INLINE void fetch_lines(LinesAhead* ahead) {
+  constexpr int64_t kLines = 24;
+  if (ahead == nullptr) {
+    return;
+  }
+  int64_t lines = 0;
+  while (ahead->next < ahead->count && lines < kLines) {
+    const char* piece = ahead->pieces[ahead->next++];
+    for (int64_t byte = 0; byte < ahead->piece_bytes; byte += 64, ++lines) {
+      __builtin_prefetch(piece + byte, 0, 2);
+    }
+  }
+}
 
 template <int32_t kRows, int32_t kVectors>
 DIFFULEX_ISA_INLINE void matmul_tile(const MatmulArgs& args, const float* a, const float* b,
@@ -62,9 +78,11 @@ void matmul_rows(const MatmulArgs& args, int64_t first_row) {
   float* c = args.c + first_row * args.c_stride;
   int32_t column = 0;
   for (; column + 2 * kWidth <= args.n; column += 2 * kWidth) {
+    fetch_lines(args.ahead);
     matmul_tile<kRows, 2>(args, a, args.b + column, c + column);
   }
   if (column < args.n) {
+    fetch_lines(args.ahead);
     matmul_tile<kRows, 1>(args, a, args.b + column, c + column);
   }
 }
@@ -190,7 +208,7 @@ void attend(const AttendArgs& args) {
   const int32_t begin = args.key_begin / kWidth * kWidth;
   const int32_t end = (args.key_end + kWidth - 1) / kWidth * kWidth;
   matmul(MatmulArgs{args.q, args.keys + begin, args.scores + begin, args.padded_dim, kKeyBlock,
-                    kKeyBlock, end - begin, args.head_dim, false},
+                    kKeyBlock, end - begin, args.head_dim, false, args.ahead},
          args.rows);
   for (int32_t row = 0; row < args.rows; ++row) {
     softmax_row(args, row, begin, end);
@@ -199,7 +217,7 @@ void attend(const AttendArgs& args) {
   matmul(MatmulArgs{args.scores + args.key_begin,
                     args.values + static_cast<int64_t>(args.key_begin) * args.padded_dim, args.out,
                     kKeyBlock, args.padded_dim, args.padded_dim, args.padded_dim,
-                    args.key_end - args.key_begin, true},
+                    args.key_end - args.key_begin, true, args.ahead},
          args.rows);
 }
 
