@@ -48,8 +48,8 @@ const float* panel_scales(const LinearScaledParams& params, int64_t panel) {
 /// lines of the cache.
 class Int8Rows final {
  public:
-  Int8Rows(const LinearScaledParams& params, const Int8Kernels& kernels, int64_t first_row,
-           int64_t rows)
+  Int8Rows(const LinearScaledParams& params, const ExecContext& context, const Int8Kernels& kernels,
+           int64_t first_row, int64_t rows)
       : params_(params),
         kernels_(kernels),
         first_row_(first_row),
@@ -60,11 +60,13 @@ class Int8Rows final {
     x_ = reinterpret_cast<char*>(
         thread_floats<CopyOfX>(num_blocks * rows * kQuantGroup * kernels.x_bytes / 4));
     starts_ = reinterpret_cast<int32_t*>(thread_floats<StartsOfRows>(num_blocks * rows));
-    for (int64_t block = 0; block < num_blocks; ++block) {
-      for (int64_t row = 0; row < rows; ++row) {
-        copy_row(block, row);
+    parallel_ranges(context, rows, row_grain(depth_), [&](int64_t begin, int64_t end) {
+      for (int64_t block = 0; block < num_blocks; ++block) {
+        for (int64_t row = begin; row < end; ++row) {
+          copy_row(block, row);
+        }
       }
-    }
+    });
   }
 
   void multiply_panel(int64_t panel) const {
@@ -222,7 +224,7 @@ void multiply(const LinearScaledParams& params, const ExecContext& context) {
                  [&rows](int64_t panel) { rows.multiply_panel(panel); });
     };
     if (params.x.dtype == DType::kI8) {
-      run(Int8Rows(params, int8_kernels(), first_row, num_rows));
+      run(Int8Rows(params, context, int8_kernels(), first_row, num_rows));
     } else {
       run(FloatRows(params, first_row, num_rows));
     }
