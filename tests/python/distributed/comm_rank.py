@@ -71,7 +71,8 @@ def check_sums(comm: CudaComm, shape: tuple[int, int], dtype: torch.dtype) -> No
 
 
 def check_special_values(comm: CudaComm, dtype: torch.dtype) -> None:
-    """Every pair of them, and signs of zeros; repeated to a megabyte."""
+    """Every pair of them, repeated to a megabyte. Zeros lose their sign: in the memory of peers -0 says
+    that nothing was written yet."""
     values = torch.tensor(SPECIAL, dtype=dtype, device="cuda")
     pairs = torch.cartesian_prod(*[values] * 2).repeat(1 << 13, 1)
     parts = torch.stack([pairs[:, rank % 2] for rank in range(comm.size)]).view(comm.size, -1, 64)
@@ -80,7 +81,6 @@ def check_special_values(comm: CudaComm, dtype: torch.dtype) -> None:
     assert torch.equal(x.isnan(), want.isnan())
     known = ~want.isnan()
     assert torch.equal(x[known], want[known])
-    assert torch.equal(x[known].signbit(), want[known].signbit())
 
 
 def check_gathers(comm: CudaComm) -> None:

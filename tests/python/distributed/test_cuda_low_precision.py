@@ -118,9 +118,8 @@ def ways_to_run(name: str, prompts: Any, params: Any, **settings: Any) -> tuple[
     found, packed = [], []
     shape = SHAPES[name]
     for own in ({"run_ahead": "off"}, {}, {"enforce_eager": True, "run_ahead": "on"}):
-        with build_shared_engine(
-            shape, 2, "cuda", **ALONE | settings | own, check_ranks=True
-        ) as engine:
+        made = ALONE | settings | own | {"check_ranks": True}
+        with build_shared_engine(shape, 2, made.pop("device"), **made) as engine:
             outputs = [engine.generate(prompts, each, summary=False) for each in params]
             found.append([list(output.token_ids) for group in outputs for output in group])
             loop = engine._executor.runner.loop
