@@ -189,6 +189,22 @@ def _check_prompts(request: OmniDiffusionRequest) -> None:
     for name in ("prompt", "negative_prompt"):
         if getattr(request, name) is not None and f"{name}_embeds" in embeds:
             raise RequestError(f"{name}_embeds: expected no {name} beside it, got both")
+    for name in ("prompt", "negative_prompt", "request_id", "extra"):
+        _check_utf8(name, getattr(request, name))
+
+
+def _check_utf8(name: str, value: object) -> None:
+    """Of all texts in it: a part of a surrogate pair reaches neither a tokenizer nor a worker."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_utf8(name, item)
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"{name}: expected UTF-8 text, got {value!r:.100}") from None
 
 
 def _check_tensor(name: object, value: object, rows: int) -> None:
@@ -198,6 +214,8 @@ def _check_tensor(name: object, value: object, rows: int) -> None:
     if not is_tensor or value.dim() < 2 or value.shape[0] != rows:  # type: ignore[attr-defined]
         found = list(value.shape) if is_tensor else type(value).__name__  # type: ignore[attr-defined]
         raise RequestError(f"{name}: expected a tensor with {rows} rows, got {found}")
+    if not value.isfinite().all():  # type: ignore[attr-defined]
+        raise RequestError(f"{name}: expected finite numbers, got some that are not")
 
 
 def _check_sigmas(request: OmniDiffusionRequest) -> None:

@@ -91,6 +91,8 @@ def test_a_video_is_a_gif_or_an_mp4(tiny, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["generate", ""], "prompt: expected some text, got ''"),
+        # What Python makes of an argument with the byte 0xff.
+        (["generate", "a \udcff circle"], r"prompt: expected UTF-8 text, got 'a \udcff circle'"),
         (["generate"], "the following arguments are required: PROMPT"),
         (["generate", "x", "--sead", "1"],
          "command line: expected a known argument, nearest is --seed, got '--sead'"),

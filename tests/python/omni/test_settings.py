@@ -174,6 +174,12 @@ def test_the_table_in_the_documentation_is_current():
         ("a", {"output_type": "jpeg"}, "output_type: expected one of pil, np, pt, latent, got 'jpeg'"),
         ("a", {"extra": 1}, "extra: expected a mapping, got 1"),
         ("a", {"timeout_s": 0}, "timeout_s: expected a number > 0, got 0"),
+        ("a \udcff", {}, r"prompt: expected UTF-8 text, got 'a \udcff'"),
+        ("a", {"negative_prompt": "\ud800"},
+         r"negative_prompt: expected UTF-8 text, got '\ud800'"),
+        ("a", {"request_id": "\ud800"}, r"request_id: expected UTF-8 text, got '\ud800'"),
+        ("a", {"extra": {"prompt_2": ["b", "\ud800"]}},
+         r"extra: expected UTF-8 text, got '\ud800'"),
     ],
 )  # fmt: skip
 def test_illegal_requests(prompt, fields, message):
