@@ -8,6 +8,7 @@ import copy
 import difflib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +27,7 @@ _NEAREST_CUTOFF = 0.75
 #: Longer lists of choices are in the long help alone.
 _MANY_CHOICES = 6
 #: Kinds a flag can hold; mappings are for Python callers only.
-_FLAG_KINDS = ("str", "int", "float", "bool", "ids", "floats", "strs")
+_FLAG_KINDS = ("str", "int", "float", "bool", "ids", "floats", "strs", "str or mapping")
 
 
 class UsageError(ConfigError):
@@ -331,7 +332,9 @@ def _flag_arguments(
         if value:
             return [flag]
         return ["--no-" + name] if isinstance(action, argparse.BooleanOptionalAction) else []
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and action.type in (mapping, text_or_mapping):
+        values = [json.dumps(value)]
+    elif isinstance(value, Mapping):
         if action.dest != "engine_arg":
             raise UsageError(f"--config {path}: expected no map as {name}, got {value!r}")
         values = [f"{key}={json.dumps(item)}" for key, item in value.items()]
@@ -476,6 +479,20 @@ def numbers(text: str) -> tuple[float, ...]:
     return tuple(number(part) for part in text.split(",") if part.strip())
 
 
+def mapping(text: str) -> dict[str, Any]:
+    """Argument type: an object in JSON."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+
+
+def text_or_mapping(text: str) -> str | dict[str, Any]:
+    """Argument type: an object in JSON, or a text that begins otherwise."""
+    return mapping(text) if text.lstrip().startswith("{") else text
+
+
 _TYPES: dict[str, Callable[[str], Any]] = {
     "str": str,
     "int": integer,
@@ -483,6 +500,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "ids": integers,
     "floats": numbers,
     "strs": texts,
+    "str or mapping": text_or_mapping,
 }
 
 

@@ -207,8 +207,8 @@ def _coerce(kind: str, value: Any) -> Any:
         texts = (value,) if isinstance(value, str) else value
         is_list = isinstance(texts, (list, tuple)) and all(isinstance(i, str) for i in texts)
         return tuple(texts) if is_list else None
-    types = {"bool": bool, "str": str, "mapping": Mapping}
-    return value if isinstance(value, types[kind]) else None
+    types = {"bool": bool, "str": str, "mapping": Mapping, "str or mapping": (str, Mapping)}
+    return value if isinstance(value, types[kind]) else None  # type: ignore[arg-type]
 
 
 def _as_float(value: float) -> float | None:

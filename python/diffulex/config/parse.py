@@ -20,7 +20,10 @@ logger = get_logger(__name__)
 
 # Integer keys wider than the 31 bits of the core's counts, with their bits.
 _WIDE_KEYS = {"seed": 64, "cpu_kv_cache_bytes": 63}
-_DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+_DTYPE_ALIASES = {
+    **{"fp32": "float32", "float": "float32", "bf16": "bfloat16"},
+    **{"fp16": "float16", "half": "float16"},
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import diffulex
-from diffulex.config.key import check_key, unknown_key
+from diffulex.config.key import ConfigKey, check_key, unknown_key
 from diffulex.config.parse import dtype_name
 from diffulex.env import get_text
 from diffulex.errors import ConfigError
@@ -75,8 +75,8 @@ class OmniDiffusionConfig:
                 raise ConfigError(unknown_key(name, name, known))
             if value is None:
                 continue
-            named = dtype_name(value) if name == "dtype" else value
-            flat[name] = check_key(OMNI_CONFIG_TABLE[name], named)
+            row = OMNI_CONFIG_TABLE[name]
+            flat[name] = check_key(row, _named_dtypes(row, value) if name == "dtype" else value)
         sections = {
             section: section_class(
                 **{
@@ -145,6 +145,15 @@ class OmniDiffusionConfig:
         for section in OMNI_SECTIONS:
             flat.update(dataclasses.asdict(getattr(self, section)))
         return flat
+
+
+def _named_dtypes(row: ConfigKey, value: object) -> str | dict[str, str]:
+    if not isinstance(value, Mapping):
+        return dtype_name(value)
+    return {
+        part: check_key(row._replace(name=f"dtype.{part}"), dtype_name(item))
+        for part, item in value.items()
+    }
 
 
 def _section_items(name: str, value: object) -> dict[str, Any]:

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BOOL = one_of(True, False)
 #: Of integers that a request may bring: worker processes get them in 64 bits.
 _MOST = 2**31 - 1
@@ -66,11 +67,12 @@ class OmniModelConfig:
     model_class_name: str | None = key(
         "str?", None, ANY, "Registered pipeline; unset: the class of `model_index.json`."
     )
-    dtype: str = key(
-        "str",
+    dtype: str | Mapping[str, str] = key(
+        "str or mapping",
         "auto",
-        one_of("auto", "float32", "bfloat16", "float16"),
-        "Compute dtype; `auto`: bfloat16 on CUDA, float32 on CPU. Wan's VAE stays in float32.",
+        Range(f"one of {', '.join(_DTYPES)}", lambda v: isinstance(v, Mapping) or v in _DTYPES),
+        "Compute dtype, or those of components by name and of the others as `default`; `auto`: bfloat16"
+        " on CUDA, float32 on CPU. Wan's VAE stays in float32 unless it is named.",
     )
     device: str = key(
         "str",

@@ -8,6 +8,8 @@ import importlib
 import importlib.util
 import json
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +46,7 @@ __all__ = [
     "FoundModel",
     "LoadedPipeline",
     "cache_settings",
+    "component_dtype",
     "find_model",
     "load_pipeline",
     "resolve_device",
@@ -135,11 +138,11 @@ def load_pipeline(
     diffusers = import_diffusers()
     start = time.perf_counter()
     device = device or resolve_device(config.model.device)
-    dtypes = _Dtypes(config.model.dtype, device, spec)
+    dtypes = partial(component_dtype, config.model.dtype, device, spec)
     stages = dict.fromkeys(spec.transformers, stage)
     modules = {
         component: _load_module(
-            config, found, component, entry, dtypes.of(component), stages.get(component), device
+            config, found, component, entry, dtypes(component), stages.get(component), device
         )
         for component, entry in index.items()
         if _is_module(entry)
@@ -152,7 +155,7 @@ def load_pipeline(
     }
     try:
         pipeline = getattr(diffusers, name).from_pretrained(
-            directory, **modules, **absent, dtype=dtypes.main, local_files_only=True
+            directory, **modules, **absent, dtype=dtypes("default"), local_files_only=True
         )
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise ModelLoadError(f"{directory}: expected a complete {name}, got {error}") from error
@@ -162,6 +165,8 @@ def load_pipeline(
     is_cached = cache.cache_backend != NO_CACHE
     _place(pipeline, modules, spec, config.memory, device, is_cached=is_cached)
     _set_vae(pipeline, config.memory)
+    if isinstance(config.model.dtype, Mapping):
+        _convert_inputs(modules, spec)
     if config.kernels.enable_torch_compile:
         _compile(pipeline, spec, config.kernels)
     logger.info("loaded %s on %s in %.1f s", name, device, time.perf_counter() - start)
@@ -284,20 +289,42 @@ def _round_text_encoders(modules: dict[str, Any], spec: PipelineSpec) -> None:
             hold_as_int8(modules[component])
 
 
-class _Dtypes:
-    """Which dtype a component has."""
+def component_dtype(
+    given: str | Mapping[str, str], device: str, spec: PipelineSpec, component: str
+) -> Any:
+    """The dtype of torch of a component, or of those that are not named: `default`."""
+    import torch  # noqa: PLC0415
 
-    def __init__(self, name: str, device: str, spec: PipelineSpec) -> None:
-        import torch  # noqa: PLC0415
+    names = {"default": given} if isinstance(given, str) else given
+    usual = "float32" if component in spec.float32_components else names.get("default", "auto")
+    name = names.get(component, usual)
+    if name == "auto":
+        name = "float32" if device == "cpu" else "bfloat16"
+    return getattr(torch, name)
 
-        if name == "auto":
-            name = "float32" if device == "cpu" else "bfloat16"
-        self.main = getattr(torch, name)
-        self._float32 = torch.float32
-        self._exceptions = spec.float32_components
 
-    def of(self, component: str) -> Any:
-        return self._float32 if component in self._exceptions else self.main
+def _convert_inputs(modules: dict[str, Any], spec: PipelineSpec) -> None:
+    """Networks get what others give in their own dtype: pipelines take one dtype for granted."""
+    for name in {"vae", *spec.transformers} & {*modules}:
+        module = modules[name]
+        convert = partial(_as_dtype, module.dtype)
+        # A VAE is not called itself.
+        for part in module.children() if name == "vae" else (module,):
+            part.register_forward_pre_hook(convert, with_kwargs=True)
+
+
+def _as_dtype(
+    dtype: Any, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Converts states, and not times."""
+
+    def convert(value: Any) -> Any:
+        is_float = hasattr(value, "is_floating_point") and value.is_floating_point()
+        return value.to(dtype) if is_float else value
+
+    states = ("hidden_states", "projections")
+    named = {name: convert(v) if name.endswith(states) else v for name, v in kwargs.items()}
+    return tuple(convert(value) for value in args[:1]) + args[1:], named
 
 
 def _is_there(index: dict[str, Any], component: str) -> bool:

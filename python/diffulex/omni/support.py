@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from diffulex.errors import ConfigError
 from diffulex.omni.attention.selector import (
     DEFAULT_ATTENTION,
     AutoAttentionBackend,
@@ -14,7 +15,7 @@ from diffulex.omni.attention.selector import (
 from diffulex.omni.cache.selector import NO_CACHE
 from diffulex.omni.cache.tea_settings import tea_settings
 from diffulex.omni.errors import UnsupportedFeatureError
-from diffulex.omni.loader import cache_settings, find_model, resolve_device
+from diffulex.omni.loader import cache_settings, component_dtype, find_model, resolve_device
 
 if TYPE_CHECKING:
     from diffulex.omni.config import OmniDiffusionConfig
@@ -44,6 +45,7 @@ def check_engine(config: OmniDiffusionConfig) -> FoundModel:
     """
     found = find_model(config)
     check_schedule(config.model, found)
+    _check_dtypes(config.model, found)
     if config.memory.image_encoder_cpu_offload and not found.spec.image_encoders:
         raise UnsupportedFeatureError(
             f"image_encoder_cpu_offload: expected a pipeline with such an encoder, got {found.name}"
@@ -75,6 +77,15 @@ def check_schedule(config: OmniModelConfig, found: FoundModel) -> None:
             raise UnsupportedFeatureError(
                 f"{name}: expected a model with two transformers, got {' and '.join(names)}"
             )
+
+
+def _check_dtypes(config: OmniModelConfig, found: FoundModel) -> None:
+    known = [
+        name for name in found.components if (found.directory / name / "config.json").is_file()
+    ]
+    for name in config.dtype if isinstance(config.dtype, Mapping) else ():
+        if name not in ("default", *known):
+            raise ConfigError(f"dtype: expected default or one of {', '.join(known)}, got {name!r}")
 
 
 def check_parallel(parallel: DiffusionParallelConfig, found: FoundModel) -> None:
@@ -168,11 +179,9 @@ def check_kernels(config: OmniDiffusionConfig, found: FoundModel) -> None:
             f"attention_backend: expected ulysses_degree 1 with {name}, got more"
         )
     device = resolve_device(config.model.device, config.parallel.world_size)
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    for transformer in found.transformers.values():
-        cls.check(name, device, dtype, _head_size(transformer))
+    for part, transformer in found.transformers.items():
+        dtype = component_dtype(config.model.dtype, device, spec, part)
+        cls.check(name, device, str(dtype).removeprefix("torch."), _head_size(transformer))
 
 
 def _head_size(config: Mapping[str, Any]) -> int | None:

@@ -300,8 +300,62 @@ def test_tiling_equals_the_whole_where_the_tile_covers_it(tiny, qwen):
         assert np.array_equal(pixels(engine), pixels(qwen))
 
 
+def dtypes_of(engine):
+    """Of all parameters, by component."""
+    components = engine.engine._worker.pipeline.components
+    return {
+        name: {item.dtype for item in module.parameters()}
+        for name, module in components.items()
+        if isinstance(module, torch.nn.Module)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("qwen", "text_encoder"), ("flux", "vae"), ("sd3", "text_encoder"),
+        *(pytest.param("qwen", part, marks=pytest.mark.slow) for part in ("transformer", "vae")),
+        *(pytest.param("sd3", part, marks=pytest.mark.slow) for part in ("transformer", "vae")),
+        *(pytest.param("flux", part, marks=pytest.mark.slow)
+          for part in ("transformer", "text_encoder", "text_encoder_2")),
+    ],
+)  # fmt: skip
+def test_components_have_dtypes_of_their_own(tiny, name, other):
+    """Also where the pipeline of diffusers hands one what another gives in its dtype."""
+    fields = {**SMALL, "seed": 1, "output_type": "pt"}
+    images = []
+    for dtype in ("float32", {"default": "bfloat16", other: "float32"}):
+        with OmniDiffusion(model=str(tiny(name)), device="cpu", dtype=dtype) as engine:
+            found = dtypes_of(engine)
+            images.append(engine.generate("a cat", **fields)[0].images[0].float())
+    assert found.pop(other) == {torch.float32}
+    assert found
+    assert all(item == {torch.bfloat16} for item in found.values())
+    assert (images[0] - images[1]).abs().mean() < 0.02
+
+
+def test_the_vae_of_wan_is_in_32_bits_unless_it_is_named(tiny):
+    for dtype, of_vae in (
+        ("bfloat16", torch.float32),
+        ({"default": "bfloat16"}, torch.float32),
+        ({"default": "bfloat16", "vae": "bfloat16"}, torch.bfloat16),
+    ):
+        with OmniDiffusion(model=str(tiny("wan")), device="cpu", dtype=dtype) as engine:
+            found = dtypes_of(engine)
+            assert found.pop("vae") == {of_vae}
+            # The transformer of Wan keeps some in 32 bits.
+            assert all(torch.bfloat16 in item for item in found.values())
+    with pytest.raises(ConfigError) as raised:
+        OmniDiffusion(model=str(tiny("wan")), dtype={"scheduler": "float32"})
+    shown = str(raised.value).removeprefix("dtype: expected default or one of ")
+    names, _, got = shown.partition(", got ")
+    assert set(names.split(", ")) == {"text_encoder", "transformer", "vae"}
+    assert got == "'scheduler'"
+
+
 def test_dtypes_and_random_weights(tiny, qwen):
     with OmniDiffusion(model=str(tiny("qwen")), dtype="bfloat16") as engine:
+        assert set.union(*dtypes_of(engine).values()) == {torch.bfloat16}
         image = engine.generate("a", **SMALL, seed=1, output_type="pt")[0].images[0]
         assert torch.isfinite(image.float()).all()
     with OmniDiffusion(model=str(tiny("qwen")), load_format="dummy") as first:

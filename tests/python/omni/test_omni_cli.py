@@ -359,6 +359,21 @@ def test_training_runs_from_scenes_to_a_model(tmp_path):
         assert image.size == (64, 64)
 
 
+def test_dtypes_of_components_are_json_or_a_map_of_a_file(tmp_path, capsys):
+    parser, dtypes = cli.build_parser(), {"default": "bfloat16", "vae": "float32"}
+    (tmp_path / "x.yaml").write_text(json.dumps({"dtype": dtypes}))
+    for given in (["--dtype", json.dumps(dtypes)], ["--config", str(tmp_path / "x.yaml")]):
+        options = parser.parse_with_file(["serve", *given])
+        assert cli._engine_kwargs(options) == {"dtype": dtypes}
+    line = error_of(capsys, "generate", "a", "--dtype", "{vae}")
+    assert line.endswith("argument --dtype: expected a JSON object, got '{vae}'")
+    line = error_of(capsys, "generate", "a", "--dtype", '{"vae": "int7"}')
+    assert "dtype.vae: expected one of auto, float32, bfloat16, float16, got 'int7'" in line
+    assert "dtype: expected default or one of " in error_of(
+        capsys, "generate", "a", "--dtype", '{"vea": "float32"}'
+    )
+
+
 @pytest.mark.parametrize("words", [["generate", "a"], ["serve"], ["eval"], ["bench"]])
 def test_flags_have_short_names_where_a_command_has_no_such_flag(words):
     given = ["--cache", "cache_dit", "--cfg-parallel", "2", "--ulysses", "2", "--ring", "2"]

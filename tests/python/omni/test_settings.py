@@ -29,6 +29,11 @@ ROOT = Path(__file__).resolve().parents[3]
             {"dtype": "float8"},
             "dtype: expected one of auto, float32, bfloat16, float16, got 'float8'",
         ),
+        (
+            {"dtype": {"default": "bfloat16", "vae": "int7"}},
+            "dtype.vae: expected one of auto, float32, bfloat16, float16, got 'int7'",
+        ),
+        ({"dtype": 5}, "dtype: expected one of auto, float32, bfloat16, float16, got '5'"),
         ({"max_batch_size": 0}, "max_batch_size: expected int >= 1, got 0"),
         ({"device": "tpu"}, "device: expected str auto, cpu, cuda, cuda:N, got 'tpu'"),
         (
@@ -127,6 +132,20 @@ def test_illegal_configurations(keywords, message):
     with pytest.raises(ConfigError) as raised:
         OmniDiffusionConfig.from_kwargs(**keywords)
     assert str(raised.value) == message
+
+
+def test_names_of_dtypes():
+    import torch
+
+    for given, expected in (
+        ("float", "float32"),
+        (torch.float16, "float16"),
+        ({"default": torch.bfloat16, "vae": "float"}, {"default": "bfloat16", "vae": "float32"}),
+        ({}, {}),
+    ):
+        config = OmniDiffusionConfig.from_kwargs(dtype=given)
+        assert config.model.dtype == expected
+        assert OmniDiffusionConfig.from_kwargs(**config.to_dict()) == config
 
 
 def test_configurations_survive_the_round_trip():
