@@ -29,6 +29,7 @@ from diffulex.omni.attention.sliding_tile import SlidingTile, tile_slices  # noq
 from diffulex.omni.config import OmniDiffusionConfig  # noqa: E402
 from diffulex.omni.config_table import KernelConfig  # noqa: E402
 from diffulex.omni.registry import find_pipeline  # noqa: E402
+from fixtures.omni_tiny import counted_compilation  # noqa: E402
 
 REQUEST = {
     "seed": 5,
@@ -293,18 +294,19 @@ def test_a_registered_kernel_is_found():
 @pytest.mark.parametrize("name", ["qwen", "flux", "sd3", "z_image", "wan"])
 def test_compiled_blocks_draw_the_same(tiny, name):
     expected = draw(tiny(name), fields_of(name))
-    keywords = {"enable_torch_compile": True, "torch_compile_kwargs": {"backend": "eager"}}
-    assert torch.equal(draw(tiny(name), fields_of(name), **keywords), expected)
+    with counted_compilation() as (keywords, graphs):
+        assert torch.equal(draw(tiny(name), fields_of(name), **keywords), expected)
+        assert graphs
 
 
 @pytest.mark.slow
 def test_compiled_blocks_can_be_cached(tiny):
     keywords = {"cache_backend": "cache_dit", "residual_diff_threshold": 0.9}
-    compiled = {"enable_torch_compile": True, "torch_compile_kwargs": {"backend": "eager"}}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, counted_compilation() as (compiled, graphs):
         patch.setitem(REQUEST, "num_inference_steps", 8)
         expected = draw(tiny("qwen"), {}, **keywords)
         assert torch.equal(draw(tiny("qwen"), {}, **keywords, **compiled), expected)
+        assert graphs
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

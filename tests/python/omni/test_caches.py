@@ -32,7 +32,7 @@ from diffulex.omni.cache.taylorseer import TaylorSeer  # noqa: E402
 from diffulex.omni.cache.teacache import polynomial  # noqa: E402
 from diffulex.omni.outputs import count_blocks  # noqa: E402
 from diffulex.omni.registry import Guidance, TeaCacheSpec, register_pipeline  # noqa: E402
-from fixtures.omni_tiny import FRAMES, IDENTITY, open_engine  # noqa: E402
+from fixtures.omni_tiny import FRAMES, IDENTITY, offloaded, open_engine  # noqa: E402
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 12, "output_type": "latent"}
 #: What changes little between steps: far below it on every processor.
@@ -468,6 +468,7 @@ def test_offloaded_blocks_can_be_skipped(tiny):
     with open_engine(tiny, **MOSTLY_CACHED) as engine:
         expected, _ = draw(engine)
     with open_engine(tiny, **MOSTLY_CACHED, dit_cpu_offload=True) as engine:
+        assert set(offloaded(engine)) == {"transformer"}
         assert torch.equal(draw(engine)[0], expected)
 
 

@@ -33,6 +33,7 @@ from diffulex.omni import (  # noqa: E402
 )
 from diffulex.omni._diffusers_compat import capturable_text_length, import_diffusers  # noqa: E402
 from diffulex.omni.models.qwen_image import SPEC as QWEN  # noqa: E402
+from fixtures.omni_tiny import offloaded  # noqa: E402
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 3}
 #: What the engine adds to a plain prompt, per pipeline.
@@ -42,6 +43,11 @@ DIRECT = {
     "sd3": {"guidance_scale": 7.0, "negative_prompt": ""},
     "z_image": {"guidance_scale": 5.0, "negative_prompt": ""},
     "wan": {"guidance_scale": 5.0, "negative_prompt": "", "num_frames": 5},
+}
+#: First list of blocks of the transformer.
+BLOCKS = {
+    **dict.fromkeys(("qwen", "flux", "sd3"), "transformer_blocks"),
+    **{"z_image": "layers", "wan": "blocks"},
 }
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -281,6 +287,15 @@ def test_what_saves_memory_changes_no_pixel(tiny, name, keywords):
             fields = {**SMALL, **frames, "seed": 1, "output_type": "np"}
             (output,) = engine.generate("a cat", **fields, num_outputs_per_prompt=2)
             drawn.append(np.stack(output.images))
+            found, vae = offloaded(engine), engine.engine._worker.pipeline.vae
+            of_text = tuple(part for part in found if part.startswith("text_encoder"))
+            assert bool(of_text) == settings.get("text_encoder_cpu_offload", False)
+            assert ("vae" in found) == settings.get("vae_cpu_offload", False)
+            assert ("transformer" in found) == settings.get("dit_cpu_offload", False)
+            assert vae.use_slicing == settings.get("vae_use_slicing", False)
+            if "transformer" in found:
+                block = getattr(engine.engine._worker.pipeline.transformer, BLOCKS[name])[0]
+                assert type(block).__name__ in found["transformer"]
     # Two pictures at once are rounded otherwise than one after the other.
     assert np.abs(drawn[0] - drawn[1]).max() <= (1e-5 if "vae_use_slicing" in keywords else 0)
 
@@ -297,7 +312,12 @@ def test_slicing_decodes_one_picture_at_a_time(tiny):
 
 def test_tiling_equals_the_whole_where_the_tile_covers_it(tiny, qwen):
     with OmniDiffusion(model=str(tiny("qwen")), vae_use_tiling=True) as engine:
+        assert engine.engine._worker.pipeline.vae.use_tiling
         assert np.array_equal(pixels(engine), pixels(qwen))
+        # Tiles of a quarter of the picture, which meet in it.
+        engine.engine._worker.pipeline.vae.enable_tiling(32, 32, 24, 24)
+        assert not np.array_equal(pixels(engine), pixels(qwen))
+    assert not qwen.engine._worker.pipeline.vae.use_tiling
 
 
 def dtypes_of(engine):

@@ -23,7 +23,7 @@ from diffulex.omni import (  # noqa: E402
     support,
 )
 from diffulex.omni.request import make_request  # noqa: E402
-from fixtures.omni_tiny import FRAMES, IDENTITY, open_engine  # noqa: E402
+from fixtures.omni_tiny import FRAMES, IDENTITY, counted_compilation, offloaded, open_engine  # noqa: E402
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 12, "output_type": "latent", "seed": 3}
 #: What changes little between steps: far below it on every processor.
@@ -135,18 +135,19 @@ def test_ranks_that_share_a_picture_take_the_cache_of_a_request(tiny, axis, name
 
 @pytest.mark.slow
 def test_compiled_blocks_take_the_cache_of_a_request(tiny):
-    keywords = {"enable_torch_compile": True, "torch_compile_kwargs": {"backend": "eager"}}
     with open_engine(tiny) as engine:
         plain, cached = draw(engine)[0], draw(engine, **CHOICE)[0]
-    with open_engine(tiny, **keywords) as engine:
+    with counted_compilation() as (keywords, graphs), open_engine(tiny, **keywords) as engine:
         for case, expected in (({}, plain), (CHOICE, cached)) * 2:
             assert torch.equal(draw(engine, **case)[0], expected)
+        assert graphs
 
 
 def test_offloaded_blocks_take_the_cache_of_a_request(tiny):
     with open_engine(tiny) as engine:
         plain, cached = draw(engine)[0], draw(engine, **CHOICE)[0]
     with open_engine(tiny, dit_cpu_offload=True) as engine:
+        assert set(offloaded(engine)) == {"transformer"}
         for case, expected in (({}, plain), (CHOICE, cached), ({}, plain)):
             assert torch.equal(draw(engine, **case)[0], expected)
 
