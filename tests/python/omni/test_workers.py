@@ -46,6 +46,8 @@ pytestmark = [
 ]
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 4}
+#: What ranks get after an error of one, and what a busy host may take beside it: it is below 1.
+GRACE_S, SLACK_S = 2.0, 5
 PROMPTS = ["a cat", "two dogs", "three birds"]
 
 
@@ -76,7 +78,7 @@ def make(tiny, **keywords):
         distributed_executor_backend="mp",
         cpu_threads_per_worker=1,
         worker_imports="fixtures.omni_faults",
-        **{"error_grace_s": 2.0, **keywords},
+        **{"error_grace_s": GRACE_S, **keywords},
     )
 
 
@@ -220,7 +222,7 @@ def test_two_replicas_share_the_images(tiny, plain):
         start = time.monotonic()
         while engine.engine.health()["state"] != "dead":
             time.sleep(0.01)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < SLACK_S
         with pytest.raises(EngineDeadError) as raised:
             latents(engine)
         expected = (
@@ -253,8 +255,12 @@ def test_two_branches_of_guidance(tiny, plain):
         start = time.monotonic()
         with pytest.raises(WorkerDeadError) as raised:
             latents(engine, ["fault raise 1"])
-        assert time.monotonic() - start < 20
-        assert "as the prompt says" in str(raised.value) or "worker" in str(raised.value)
+        assert time.monotonic() - start < GRACE_S + SLACK_S
+        expected = (
+            "worker 1: expected the same course as workers [0], got ValueError: as the prompt says"
+        )
+        assert str(raised.value) == expected
+        assert (raised.value.rank, raised.value.exitcode) == (1, None)
         assert_gone(pids)
         with pytest.raises(WorkerDeadError):
             latents(engine)
@@ -272,7 +278,7 @@ def test_a_rank_that_hangs_is_ended(tiny):
         start = time.monotonic()
         with pytest.raises(WorkerDeadError, match="worker 0: expected the same course as workers"):
             latents(engine, ["fault hang 1"])
-        assert time.monotonic() - start < 30
+        assert time.monotonic() - start < 3 + GRACE_S + SLACK_S
         assert_gone(pids)
 
 
