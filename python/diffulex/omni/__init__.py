@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from diffulex.omni.async_omni_diffusion import AsyncOmniDiffusion, Progress
+    from diffulex.omni.attention.selector import AutoAttentionBackend
     from diffulex.omni.cache.selector import AutoCacheBackend, get_cache_backend
     from diffulex.omni.config import OmniDiffusionConfig
     from diffulex.omni.config_table import DiffusionCacheConfig, DiffusionParallelConfig
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncOmniDiffusion",
+    "AutoAttentionBackend",
     "AutoCacheBackend",
     "AutoOmniPipeline",
     "CfgBranches",
@@ -81,6 +83,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "attention.selector": ("AutoAttentionBackend",),
     "async_omni_diffusion": ("AsyncOmniDiffusion", "Progress"),
     "config": ("OmniDiffusionConfig",),
     "config_table": ("DiffusionCacheConfig", "DiffusionParallelConfig"),

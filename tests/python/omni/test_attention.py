@@ -280,7 +280,7 @@ def test_videos_with_windows(tiny):
 
 
 def test_a_registered_kernel_is_found():
-    from diffulex.omni.attention.selector import AutoAttentionBackend
+    from diffulex.omni import AutoAttentionBackend
 
     class Doubling(TorchSdpa):
         """Another one."""
