@@ -233,6 +233,9 @@ class DiffusionEngine:
     def health(self) -> dict[str, Any]:
         """`state` (ready, dead, closed), the processes' `pids`, and for dead ones the `reason`.
 
+        Of worker processes also `step_age_s`, how long ago the running request made its last step; None
+        without one.
+
         Only looks, and may be called by any thread: the next request ends what is left of dead workers.
         """
         worker = self._worker
@@ -241,7 +244,7 @@ class DiffusionEngine:
         death = worker.death()
         if death is not None:
             return {"state": "dead", "pids": [], "reason": str(death)}
-        return {"state": worker.state, "pids": worker.pids}
+        return {"state": worker.state, "pids": worker.pids, "step_age_s": worker.step_age_s}
 
     def restart(self) -> None:
         """New workers in place of the old ones, dead or not. Raises: as the constructor."""

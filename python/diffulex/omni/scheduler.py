@@ -99,6 +99,7 @@ class Scheduler:
         #: Requests that are being drawn, and those of them that shall not be.
         self._drawing: frozenset[str] = frozenset()
         self._aborted: set[str] = set()
+        self._running: _Running | None = None
 
     def initialize(self, config: OmniDiffusionConfig, directory: str) -> PipelineFacts:
         """Starts the workers and waits until all of them have loaded the model.
@@ -138,6 +139,12 @@ class Scheduler:
     def pids(self) -> list[int]:
         """Process of each rank."""
         return self._pool.pids
+
+    @property
+    def step_age_s(self) -> float | None:
+        """Seconds since a worker last made a step of the running call, or took it; None without one."""
+        running = self._running
+        return None if running is None else time.monotonic() - running.moved
 
     def death(self) -> WorkerDeadError | None:
         """Why the workers cannot draw any more, if so. Only looks, and may be called by any thread."""
@@ -338,10 +345,14 @@ class Scheduler:
     def _wait_done(self, running: _Running) -> None:
         running.moved = time.monotonic()
         running.heard = dict.fromkeys(range(self._world), running.moved)
-        while len(running.replies) < self._world:
-            message = running.later.popleft() if running.later else self._next(running)
-            if message is not None:
-                self._handle(message, running)
+        self._running = running
+        try:
+            while len(running.replies) < self._world:
+                message = running.later.popleft() if running.later else self._next(running)
+                if message is not None:
+                    self._handle(message, running)
+        finally:
+            self._running = None
 
     def _next(self, running: _Running) -> Message | None:
         """The next message of the call, if one comes soon, after a look at all that may end it."""

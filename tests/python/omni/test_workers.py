@@ -282,6 +282,24 @@ def test_a_rank_that_hangs_is_ended(tiny):
         assert_gone(pids)
 
 
+def test_health_tells_how_old_the_last_step_is(tiny):
+    ages = []
+
+    def wait(event):
+        if event.step == 2:
+            time.sleep(0.3)
+        ages.append(engine.engine.health()["step_age_s"])
+
+    with make(tiny) as engine:
+        assert engine.engine.health()["step_age_s"] is None
+        latents(engine, ["a"], on_step=wait)
+        assert len(ages) == 4
+        assert min(ages) >= 0
+        # Asked in the callback, which ends a step.
+        assert ages[1] >= 0.3
+        assert engine.engine.health()["step_age_s"] is None
+
+
 def test_a_request_has_a_time_limit(tiny, plain):
     with make(tiny, request_timeout_s=3) as engine:
         with pytest.raises(RequestTimeout) as raised:
