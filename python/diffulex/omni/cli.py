@@ -24,6 +24,7 @@ from diffulex.config.flags import (
     engine_kwargs,
     integer,
     integers,
+    mapping,
     number,
     numbers,
     positive_integer,
@@ -90,6 +91,10 @@ _OWN_KEYS = ("output_type", "num_inference_steps")
 _SHORT: dict[str, tuple[str, Any]] = {
     "--cache": ("cache_backend", str),
     "--cfg-parallel": ("cfg_parallel_size", positive_integer),
+    "--tp": ("tensor_parallel_size", positive_integer),
+    "--dp": ("data_parallel_size", positive_integer),
+    "--pp": ("pipeline_parallel_size", positive_integer),
+    "--usp": ("ulysses_degree", positive_integer),
     "--ulysses": ("ulysses_degree", positive_integer),
     "--ring": ("ring_degree", positive_integer),
 }
@@ -182,6 +187,13 @@ def _add_engine_keys(parser: Parser) -> None:
         if flag.strip("-").replace("-", "_") not in own:
             text = f"short for --{key.replace('_', '-')}"
             parser.add_argument(flag, dest=key, type=kind, default=argparse.SUPPRESS, help=text)
+    parser.add_argument(
+        "--cache-config",
+        type=mapping,
+        metavar="JSON",
+        default={},
+        help="keys of the cache by name; their own flags count more",
+    )
     parser.shorten_help((*own, *_COMMON_KEYS))
 
 
@@ -335,10 +347,17 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _engine_kwargs(options: argparse.Namespace) -> dict[str, Any]:
-    kwargs = engine_kwargs(options, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+    kwargs = _given(options)
     # Before anything slow is imported: what is misspelt should be answered at once.
     OmniDiffusionConfig.from_kwargs(**kwargs)
     return kwargs
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    # By itself: its errors say where they are.
+    OmniDiffusionConfig.from_kwargs(cache_config=options.cache_config)
+    flags = engine_kwargs(options, table=OMNI_CONFIG_TABLE, without=_OWN_KEYS)
+    return {**options.cache_config, **flags}
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -483,9 +502,7 @@ def _varied(options: argparse.Namespace, kwargs: dict[str, Any]) -> dict[str, di
         # A comma separates settings where a name and a sign follow it, else numbers of a list.
         parts = re.split(r",(?=[A-Za-z_]\w*=)", item)
         flags = [_as_flag(part.strip()) for part in parts]
-        given = engine_kwargs(
-            parser.parse_checked(flags), table=OMNI_CONFIG_TABLE, without=_OWN_KEYS
-        )
+        given = _given(parser.parse_checked(flags))
         OmniDiffusionConfig.from_kwargs(**{**kwargs, **given})
         runs[item] = given
     return runs

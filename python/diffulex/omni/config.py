@@ -93,11 +93,6 @@ class OmniDiffusionConfig:
 
     def _check_processes(self) -> None:
         parallel, world = self.parallel, self.parallel.world_size
-        if parallel.num_gpus not in (None, world):
-            raise ConfigError(
-                f"num_gpus: expected {world}, the product of the parallel sizes, got"
-                f" {parallel.num_gpus}"
-            )
         if parallel.distributed_executor_backend == "inproc" and world > 1:
             raise ConfigError(
                 f"distributed_executor_backend: expected mp for {world} processes, got 'inproc'"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,12 @@ from diffulex.config.key import (
     at_least,
     between,
     build_table,
+    check_key,
     inert,
     key,
     one_of,
 )
+from diffulex.errors import ConfigError
 from diffulex.omni.attention.selector import DEFAULT_ATTENTION, AutoAttentionBackend
 from diffulex.omni.cache.scm import SCM_POLICIES
 from diffulex.omni.cache.selector import NO_CACHE, AutoCacheBackend
@@ -113,6 +116,12 @@ class DiffusionParallelConfig:
     tensor_parallel_size: int = key("int", 1, at_least(1), "Ranks that share the heads.")
     ulysses_degree: int = key("int", 1, at_least(1), "Ranks that exchange heads for tokens.")
     ring_degree: int = key("int", 1, at_least(1), "Ranks that pass keys and values around.")
+    sequence_parallel_size: int | None = key(
+        "int?",
+        None,
+        at_least(1),
+        "Ranks that share the tokens; unset: ulysses_degree times ring_degree, which it must equal.",
+    )
     cfg_parallel_size: int = key("int", 1, one_of(1, 2), "Ranks that share the two branches.")
     num_gpus: int | None = key(
         "int?",
@@ -128,6 +137,25 @@ class DiffusionParallelConfig:
         "`inproc`: the model runs in the caller's process; `mp`: in worker processes; `auto`: in"
         " workers if there are several.",
     )
+
+    def __post_init__(self) -> None:
+        """Checks the sizes, each and together.
+
+        Raises:
+            ConfigError: one is not legal, or not the product of others.
+        """
+        for item in dataclasses.fields(self):
+            check_key(OMNI_CONFIG_TABLE[item.name], getattr(self, item.name))
+        products = (
+            ("sequence_parallel_size", "ulysses_degree and ring_degree", self.grid.size("sp")),
+            ("num_gpus", "the parallel sizes", self.world_size),
+        )
+        for name, factors, product in products:
+            if getattr(self, name) not in (None, product):
+                raise ConfigError(
+                    f"{name}: expected {product}, the product of {factors}, got"
+                    f" {getattr(self, name)}"
+                )
 
     @property
     def grid(self) -> Grid:

@@ -220,7 +220,10 @@ def _find_directory(config: OmniDiffusionConfig) -> Path:
     try:
         found = diffusers.DiffusionPipeline.download(model, revision=config.model.revision)
     except Exception as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        cause: BaseException = error
+        while (inner := cause.__cause__ or cause.__context__) is not None:
+            cause = inner
+        text = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         raise ModelLoadError(
             f"model: expected a directory or a reachable hub id, got {model!r}: {text}"
         ) from error

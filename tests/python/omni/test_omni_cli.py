@@ -359,6 +359,28 @@ def test_training_runs_from_scenes_to_a_model(tmp_path):
         assert image.size == (64, 64)
 
 
+def parser_kwargs(words):
+    return cli._engine_kwargs(cli.build_parser().parse_with_file(words))
+
+
+def test_settings_of_the_cache_are_json_and_flags_count_more(capsys):
+    settings = {"cache_backend": "cache_dit", "max_warmup_steps": 2, "taylorseer_order": 3}
+    given = ["--cache-config", json.dumps(settings), "--max-warmup-steps", "6"]
+    assert parser_kwargs(["serve", *given]) == {**settings, "max_warmup_steps": 6}
+    options = cli.build_parser().parse_with_file(
+        ["bench", "--vary", 'cache_config={"cache_backend":"cache_dit","max_warmup_steps":1}']
+    )
+    (run,) = [run for run in cli._varied(options, {}).values() if run]
+    assert run == {"cache_backend": "cache_dit", "max_warmup_steps": 1}
+    for text, message in (
+        ("{", "argument --cache-config: expected a JSON object, got '{'"),
+        ("[]", "argument --cache-config: expected a JSON object, got '[]'"),
+        ('{"dtype": "float"}', "expected a known key, got 'cache_config.dtype'"),
+        ('{"max_warmup_steps": -1}', "max_warmup_steps: expected int [0, 2147483647], got -1"),
+    ):
+        assert message in error_of(capsys, "generate", "a", "--cache-config", text)
+
+
 def test_dtypes_of_components_are_json_or_a_map_of_a_file(tmp_path, capsys):
     parser, dtypes = cli.build_parser(), {"default": "bfloat16", "vae": "float32"}
     (tmp_path / "x.yaml").write_text(json.dumps({"dtype": dtypes}))
@@ -380,6 +402,13 @@ def test_flags_have_short_names_where_a_command_has_no_such_flag(words):
     options = cli.build_parser().parse_with_file([*words, *given])
     kwargs = cli._engine_kwargs(options)
     assert {kwargs[name] for name in ("cfg_parallel_size", "ulysses_degree", "ring_degree")} == {2}
+    sizes = parser_kwargs([*words, "--tp", "2", "--dp", "3", "--pp", "1", "--usp", "4"])
+    assert sizes == {
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 3,
+        "pipeline_parallel_size": 1,
+        "ulysses_degree": 4,
+    }
     has_list = words[0] in ("eval", "bench")
     assert kwargs.get("cache_backend") == (None if has_list else "cache_dit")
     assert getattr(options, "cache", None) == (("cache_dit",) if has_list else None)

@@ -97,6 +97,14 @@ ROOT = Path(__file__).resolve().parents[3]
             "num_gpus: expected 2, the product of the parallel sizes, got 3",
         ),
         (
+            {"ulysses_degree": 2, "ring_degree": 2, "sequence_parallel_size": 2},
+            "sequence_parallel_size: expected 4, the product of ulysses_degree and ring_degree, got 2",
+        ),
+        (
+            {"parallel_config": {"sequence_parallel_size": 2}},
+            "sequence_parallel_size: expected 1, the product of ulysses_degree and ring_degree, got 2",
+        ),
+        (
             {"cfg_parallel_size": 3},
             "cfg_parallel_size: expected one of 1, 2, got 3",
         ),
@@ -132,6 +140,20 @@ def test_illegal_configurations(keywords, message):
     with pytest.raises(ConfigError) as raised:
         OmniDiffusionConfig.from_kwargs(**keywords)
     assert str(raised.value) == message
+
+
+def test_sizes_are_checked_at_once():
+    for sizes, message in (
+        ({"cfg_parallel_size": 3}, "cfg_parallel_size: expected one of 1, 2, got 3"),
+        ({"ring_degree": "2"}, "ring_degree: expected int >= 1, got '2'"),
+        ({"num_gpus": 2}, "num_gpus: expected 1, the product of the parallel sizes, got 2"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            DiffusionParallelConfig(**sizes)
+        assert str(raised.value) == message
+    sizes = {"ulysses_degree": 2, "ring_degree": 2, "sequence_parallel_size": 4}
+    config = OmniDiffusionConfig.from_kwargs(parallel_config=sizes)
+    assert config.parallel.world_size == 4
 
 
 def test_names_of_dtypes():
