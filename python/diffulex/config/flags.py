@@ -19,15 +19,12 @@ from diffulex.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-_MAX_SECONDS = 10
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 #: Least similarity of a flag that is offered instead of an unknown one.
 _NEAREST_CUTOFF = 0.75
 #: Longer lists of choices are in the long help alone.
 _MANY_CHOICES = 6
-#: Kinds a flag can hold; mappings are for Python callers only.
-_FLAG_KINDS = ("str", "int", "float", "bool", "ids", "floats", "strs", "str or mapping")
 
 
 class UsageError(ConfigError):
@@ -403,30 +400,6 @@ def integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
 
 
-def positive_integer(text: str) -> int:
-    """Argument type: an integer of at least 1."""
-    value = integer(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return value
-
-
-def count(text: str) -> int:
-    """Argument type: an integer of at least 0."""
-    value = integer(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected a count, got {text!r}")
-    return value
-
-
-def share(text: str) -> float:
-    """Argument type: a number in [0, 1)."""
-    value = number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a share in [0, 1), got {text!r}")
-    return value
-
-
 def number(text: str) -> float:
     """Argument type: a number."""
     try:
@@ -435,12 +408,23 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
 
 
-def seconds(text: str) -> float:
-    """Argument type: a pause in seconds."""
-    value = number(text)
-    if not 0 <= value <= _MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"expected seconds in [0, {_MAX_SECONDS}], got {text!r}")
-    return value
+def _within(
+    kind: Callable[[str], Any], is_legal: Callable[[Any], bool], legal: str
+) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not is_legal(value):
+            raise argparse.ArgumentTypeError(f"expected {legal}, got {text!r}")
+        return value
+
+    return parse
+
+
+#: Argument types: numbers in a range; `seconds` are a pause.
+positive_integer = _within(integer, lambda value: value >= 1, "an integer of at least 1")
+count = _within(integer, lambda value: value >= 0, "a count")
+share = _within(number, lambda value: 0 <= value < 1, "a share in [0, 1)")
+seconds = _within(number, lambda value: 0 <= value <= 10, "seconds in [0, 10]")
 
 
 def boolean(text: str) -> bool:
@@ -482,8 +466,7 @@ def numbers(text: str) -> tuple[float, ...]:
 def mapping(text: str) -> dict[str, Any]:
     """Argument type: an object in JSON."""
     with suppress(ValueError, RecursionError):
-        value = json.loads(text)
-        if isinstance(value, dict):
+        if isinstance(value := json.loads(text), dict):
             return value
     raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
 
@@ -523,7 +506,7 @@ def add_engine_flags(
             groups[section] = parser.add_argument_group(f"engine options: {section}")
     for key in table.values():
         kind = key.kind.removesuffix("?")
-        if key.name not in without and kind in _FLAG_KINDS:
+        if key.name not in without and kind in READABLE_KINDS:
             _add_flag(groups[key.section], key, kind)
 
 
@@ -557,7 +540,7 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-#: Kinds that `read_value` knows.
+#: Kinds that a flag can hold; whole mappings are for Python callers only.
 READABLE_KINDS = ("bool", *_TYPES)
 
 

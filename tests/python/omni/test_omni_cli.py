@@ -22,6 +22,7 @@ need_extra("omni", "diffusers", "accelerate", "PIL")
 from PIL import Image  # noqa: E402
 
 from diffulex.omni import OmniDiffusion, cli  # noqa: E402
+from diffulex.omni._diffusers_compat import import_diffusers  # noqa: E402
 from diffulex.omni.bench.evaluate import Pairs  # noqa: E402
 from diffulex.omni.half_blocks import PicturePainter, half_blocks  # noqa: E402
 
@@ -152,6 +153,21 @@ def test_a_video_is_a_gif_or_an_mp4(tiny, tmp_path, capsys):
 )  # fmt: skip
 def test_errors_are_one_line(capsys, arguments, message):
     assert message in error_of(capsys, *arguments)
+
+
+def test_a_hub_that_is_not_reached_is_one_short_line(capsys, monkeypatch):
+    def download(*_args, **_keywords):
+        try:
+            raise ConnectionRefusedError(111, "Connection refused")
+        except OSError as error:
+            text = "no model in the cache. Check out the root cause in the stacktrace above."
+            raise OSError(text) from error
+
+    monkeypatch.setattr(import_diffusers().DiffusionPipeline, "download", download)
+    assert error_of(capsys, "generate", "a", "--model", "no-such/model").endswith(
+        "model: expected a directory or a reachable hub id, got 'no-such/model': [Errno 111]"
+        " Connection refused"
+    )
 
 
 def test_without_a_bundled_model(capsys, monkeypatch):
