@@ -144,8 +144,8 @@ class AsyncOmniDiffusion:
 
         Args:
             prompt: as for `generate`.
-            preview_every: steps between previews, which cost one decode each; the last step has none,
-                as the result follows; None: no previews.
+            preview_every: steps between previews; the last step has none, as the result follows;
+                None: no previews.
             kwargs: as for `generate`.
         """
         async with aclosing(self.start(prompt, preview_every=preview_every, **kwargs)) as events:

@@ -122,8 +122,8 @@ class PipelineSpec:
             not lead can have latents of it.
         has_embeds: whether requests may bring embeddings, where its call has arguments for them.
         lists_embeds: it takes embeddings as a list of tensors, one per prompt.
-        decode: (pipeline, latents, height, width) -> pictures [B, 3, H, W] in -1..1, for previews;
-            None: no previews.
+        decode: (pipeline, latents, height, width) -> pictures [B, 3, H, W] in -1..1, for previews, by
+            `pipeline.vae.decode`, which an estimate may stand in for; None: no previews.
         has_sequence_plan: the transformer says how its tokens can be shared (`_cp_plan`).
         tensor_plan: transformer -> paths of its layers and `colwise`, `rowwise` or an object for
             several inputs side by side, to share its heads; None: it cannot be shared.

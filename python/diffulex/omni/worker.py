@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffulex.omni.errors import RequestAborted, RequestTimeout, UnsupportedFeatureError
+from diffulex.omni.previews import SHARE, Previews
 from diffulex.omni.request import MODEL_FIELDS
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ class StepEvent:
     def preview(self) -> list[Any]:
         """PIL images of what the model expects the result to be, one per image of the call.
 
-        The first step shows the noise itself. Costs one decode.
+        The first step shows the noise itself. They are decoded as long as that takes a twentieth of
+        the time of the steps so far, else estimated cell by cell.
 
         Raises:
             UnsupportedFeatureError: the pipeline has no previews.
@@ -161,6 +163,7 @@ class Worker:
 
         from diffulex.omni.attention.seam import make_seam  # noqa: PLC0415
 
+        self.previews = Previews(loaded.pipeline, loaded.spec, loaded.device)
         if loaded.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats(loaded.device)  # perhaps of an earlier model here
         self._seam = make_seam(loaded, groups)
@@ -212,7 +215,7 @@ class Worker:
         import torch  # noqa: PLC0415
 
         is_cuda = self.facts.device.startswith("cuda")
-        del self.pipeline, self._seam, self._cfg_hooks, self._cache, self._own_cache
+        del self.pipeline, self.previews, self._seam, self._cfg_hooks, self._cache, self._own_cache
         gc.collect()  # hooks and the modules around which they are know each other
         if is_cuda:
             torch.cuda.empty_cache()
@@ -434,11 +437,16 @@ class _Watcher:
         self._num_calls = num_calls
         self._on_step = on_step
         self._before: Any = None
+        #: Ends of the first step and of the last one; seconds since of the callback, of decoding.
+        self._first = self._last = 0.0
+        self._outside_s = self._decode_s = 0.0
 
     def __call__(
         self, pipeline: Any, step: int, _timestep: Any, tensors: dict[str, Any]
     ) -> dict[str, Any]:
         latents, before = tensors["latents"], self._before
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
         event = StepEvent(
             self._call.request_ids,
             step + 1,
@@ -453,6 +461,7 @@ class _Watcher:
         if self._on_step(event) is False:
             self.is_stopped = True
             pipeline._interrupt = True
+        self._outside_s += time.perf_counter() - self._last
         return {}
 
     def _first_step(self) -> int:
@@ -460,20 +469,23 @@ class _Watcher:
         return getattr(self._worker.pipeline.scheduler, "begin_index", None) or 0
 
     def _decode(self, step: int, before: Any, latents: Any) -> list[Any]:
-        import torch  # noqa: PLC0415
-
         pipeline, spec = self._worker.pipeline, self._worker.spec
         if spec.decode is None:
             raise UnsupportedFeatureError(
                 f"preview: expected a pipeline with previews, got {spec.name}"
             )
+        drawing = self._worker.previews
+        # The device may still be at the steps that were told to it.
+        self._outside_s -= drawing.wait()
         sigmas = getattr(pipeline.scheduler, "sigmas", None)
         if before is not None and sigmas is not None:
             # Along a straight path the result is where this step's direction leads at sigma 0.
             place = self._first_step() + step
             now, after = float(sigmas[place]), float(sigmas[place + 1])
             latents = latents - after * (latents - before) / (after - now)
-        with torch.inference_mode():
-            decoded = spec.decode(pipeline, latents, self._call.height, self._call.width)
-            images: list[Any] = pipeline.image_processor.postprocess(decoded, output_type="pil")
+        steps_s = self._last - self._first - self._outside_s
+        images, seconds = drawing.draw(
+            latents, self._call.height, self._call.width, SHARE * steps_s - self._decode_s
+        )
+        self._decode_s += seconds
         return images

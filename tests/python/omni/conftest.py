@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def exact_previews(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Previews are decoded whatever that takes."""
+    from diffulex.omni.previews import Previews
+
+    draw = Previews.draw
+    monkeypatch.setattr(Previews, "draw", lambda *args: draw(*args[:-1], math.inf))
 
 
 @pytest.fixture(scope="session")

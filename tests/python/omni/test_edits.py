@@ -69,6 +69,7 @@ def test_an_edit_is_what_diffusers_does(tiny, name):
     assert not np.array_equal(first, np.asarray(other.images[0]))
 
 
+@pytest.mark.usefixtures("exact_previews")
 def test_previews_and_caches_follow_the_steps_that_are_run(tiny):
     seen = []
     fields = {**SMALL, "num_inference_steps": 8, "strength": 0.5, "pil_image": photo(), "seed": 1}

@@ -144,6 +144,7 @@ def test_several_prompts_keep_their_order_in_any_batch(tiny, qwen):
         assert np.abs(expected - image.images[0]).max() < 0.01
 
 
+@pytest.mark.usefixtures("exact_previews")
 def test_steps_are_reported_and_previews_end_in_the_picture(qwen):
     events, previews = [], []
 
@@ -162,6 +163,7 @@ def test_steps_are_reported_and_previews_end_in_the_picture(qwen):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "sd3", "z_image"])
+@pytest.mark.usefixtures("exact_previews")
 def test_previews_of_other_pipelines(tiny, name):
     previews = []
     with OmniDiffusion(model=str(tiny(name))) as engine:

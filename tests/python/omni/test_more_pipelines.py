@@ -135,6 +135,7 @@ def test_prompts_are_not_rewritten_without_the_processor(tiny):
 
 
 @pytest.mark.parametrize("name", ["ovis", "longcat"])
+@pytest.mark.usefixtures("exact_previews")
 def test_previews_stops_and_limits(tiny, name):
     """LongCat has no callback of its own: its schedule is watched."""
     previews = []
