@@ -55,5 +55,5 @@ def test_pictures_are_light() -> None:
     """Docs are downloaded with the sources; scripts/screenshots.py refuses heavier ones."""
     text = (ROOT / "docs/pictures.md").read_text(encoding="utf-8")
     names = re.findall(r"\((images/[^)]+)\)", text)
-    assert len(names) == 4
+    assert len(names) == 8
     assert all(0 < (ROOT / "docs" / name).stat().st_size <= 150 * 1024 for name in names)

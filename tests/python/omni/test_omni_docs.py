@@ -41,6 +41,15 @@ def model(tiny, tmp_path_factory):
     return path
 
 
+def test_the_picture_of_the_readme_is_of_its_command():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (name,) = re.findall(r"!\[[^\]]*\]\(docs/images/omni_(\w+\.png)\)", readme)
+    # Here the commands run, and draw the pictures that are shown.
+    assert re.findall(rf"`(diffulex omni [^`]* -o {name})`", readme) == [
+        command for command in COMMANDS if command.endswith(f"--seed 1 -o {name}")
+    ]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command, model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
