@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -25,13 +26,22 @@ from fixtures.live_server import LiveServer, running_server
 ROOT = Path(__file__).resolve().parents[3]
 LIST = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "dashboard.json").read_text("utf-8"))
-#: name -> (type, labels), as documented.
-DOCUMENTED = {
-    name: (kind, set(re.findall(r"`(\w+)`", labels)))
-    for name, kind, labels in re.findall(
-        r"^\| `(diffulex_\w+)` \| (\w+) \|([^|]*)\|", LIST, re.MULTILINE
-    )
-}
+
+
+def documented(text: str) -> dict[str, tuple[str, set[str]]]:
+    """name -> (type, labels), of the tables of a text."""
+    return {
+        name: (kind, set(re.findall(r"`(\w+)`", labels)))
+        for name, kind, labels in re.findall(
+            r"^\| `(diffulex_\w+)` \| (\w+) \|([^|]*)\|", text, re.MULTILINE
+        )
+    }
+
+
+_TEXT, _IMAGES = re.split(
+    r"^## Servers of images and videos$", LIST, maxsplit=1, flags=re.MULTILINE
+)
+DOCUMENTED = documented(_TEXT)
 
 
 def post(server: LiveServer, path: str, body: dict[str, Any]) -> None:
@@ -102,6 +112,19 @@ def kind_of(name: str, family: Metric) -> str:
 
 def test_list_is_the_servers(families: dict[str, Metric]) -> None:
     assert DOCUMENTED.keys() == families.keys()
+
+
+def test_list_of_images_is_what_their_servers_count() -> None:
+    from diffulex.omni.images_metrics import ImagesMetrics
+
+    metrics = ImagesMetrics(MagicMock(num_waiting=3))
+    metrics.failed(400)
+    found = {}
+    for family in metrics.registry.collect():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        found[name] = family.type, labels
+    assert documented(_IMAGES) == found
 
 
 def test_types_are_the_servers(families: dict[str, Metric]) -> None:
