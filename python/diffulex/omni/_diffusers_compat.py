@@ -269,7 +269,7 @@ def context_name(state: Any) -> str:
 
 def _text_length(states: Any, mask: Any) -> tuple[int, Any, Any]:
     """As the function of diffusers, but without a scalar that is copied from the host."""
-    import torch  # noqa: PLC0415 (slow; only training and capture need it)
+    import torch  # noqa: PLC0415 (slow; only training, compiled blocks and capture need it)
 
     length = states.shape[1]
     if mask is None:
@@ -281,7 +281,7 @@ def _text_length(states: Any, mask: Any) -> tuple[int, Any, Any]:
 
 @contextlib.contextmanager
 def capturable_text_length() -> Iterator[None]:
-    """Lets CUDA graphs capture the Qwen-Image transformer.
+    """Lets CUDA graphs capture the Qwen-Image transformer; also on while its blocks are compiled.
 
     diffusers copies a scalar from pageable host memory in every forward, which no capture allows.
 

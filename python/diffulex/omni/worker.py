@@ -168,6 +168,9 @@ class Worker:
             torch.cuda.reset_peak_memory_stats(loaded.device)  # perhaps of an earlier model here
         self._seam = make_seam(loaded, groups)
         self._cfg_hooks = _attach(loaded, groups)
+        self._is_compiled = any(
+            module._compiled_call_impl is not None for module in self._transformer.modules()
+        )
         parameters = inspect.signature(type(loaded.pipeline).__call__).parameters
         self._parameters = frozenset(parameters)
         defaults = loaded.spec.call_defaults
@@ -252,7 +255,10 @@ class Worker:
     ) -> DrawnCall:
         import torch  # noqa: PLC0415 (slow; loaded with the model)
 
-        from diffulex.omni._diffusers_compat import active_attention  # noqa: PLC0415
+        from diffulex.omni._diffusers_compat import (  # noqa: PLC0415
+            active_attention,
+            capturable_text_length,
+        )
 
         arguments = {**self._call_defaults, **call.arguments}
         if call.negative_prompts is not None:
@@ -280,7 +286,9 @@ class Worker:
                 arguments["callback_on_step_end"] = watcher
             else:
                 watching = _watched_steps(self.pipeline, watcher)
-        with torch.inference_mode(), active_attention(self._seam), watching:
+        # A copy from the host between compiled blocks, which may be graphs, would wait for them.
+        compiled = capturable_text_length() if self._is_compiled else contextlib.nullcontext()
+        with torch.inference_mode(), active_attention(self._seam), watching, compiled:
             result = self.pipeline(
                 # A new list: some text encoders write into it.
                 prompt=None if None in call.prompts else list(call.prompts),

@@ -299,6 +299,24 @@ def test_compiled_blocks_draw_the_same(tiny, name):
         assert graphs
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_compiled_blocks_of_qwen_get_no_copy_of_the_host(tiny, is_compiled):
+    from diffusers.models.transformers import transformer_qwenimage as module
+
+    keywords = {"enable_torch_compile": True, "torch_compile_kwargs": {"backend": "eager"}}
+    original, seen = module.compute_text_seq_len_from_mask, set()
+    with OmniDiffusion(
+        model=str(tiny("qwen")), device="cpu", **(keywords if is_compiled else {})
+    ) as engine:
+        engine.generate(
+            "a",
+            **REQUEST,
+            on_step=lambda _: seen.add(module.compute_text_seq_len_from_mask is original),
+        )
+    assert seen == {not is_compiled}
+    assert module.compute_text_seq_len_from_mask is original
+
+
 @pytest.mark.slow
 def test_compiled_blocks_can_be_cached(tiny):
     keywords = {"cache_backend": "cache_dit", "residual_diff_threshold": 0.9}
