@@ -187,3 +187,21 @@ def test_a_video_model_is_trained_and_draws_an_mp4(tmp_path):
     words = ["a red circle moving right", "--model", str(tmp_path / "m"), "--device", "cpu"]
     assert cli.run(["generate", *words, "--num-inference-steps", "2", "-o", str(target)]) == 0
     assert target.read_bytes()[4:8] == b"ftyp"
+
+
+@pytest.mark.slow
+def test_seconds_of_caches_are_measured_in_turns(tmp_path):
+    name = tmp_path / "seconds.json"
+    done = run(PROGRAMS / "omni_seconds.py", "--captions", 1, "--output", name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *others = json.loads(name.read_text())["rows"]
+    assert (first["cache"], first["blocks_run"], first["median_ratio"]) == ("none", 1, 1)
+    assert len(others) == 10
+    for row in (first, *others):
+        assert row["seconds"][0] > 0
+        assert f"{row['cache']:36} {row['blocks_run']:6.1%}" in done.stdout
+    # Thresholds leave out the more, the higher they are.
+    for backend in ("cache_dit", "tea_cache"):
+        shares = [row["blocks_run"] for row in others if row["cache"].startswith(backend)][:4]
+        assert shares == sorted(shares, reverse=True)
+        assert shares[0] == 1 > shares[1]

@@ -111,6 +111,8 @@ def test_every_pipeline_and_every_field_is_named():
 
 #: Reports of `diffulex omni eval` behind tables of the document.
 REPORTS = sorted(ROOT.glob("benchmarks/results/cpu_omni_*.json"))
+SECONDS = ROOT / "benchmarks/results/cpu_omni_seconds.json"
+REPORTS.remove(SECONDS)
 
 
 def cells_of(run):
@@ -152,3 +154,13 @@ def test_tables_are_those_of_their_reports(path):
     wrong["runs"][-1]["accuracy"]["all"] -= 0.013
     with pytest.raises(AssertionError):
         check_rows(wrong)
+
+
+def test_seconds_of_caches_are_those_of_their_report():
+    shown: dict[str, set[str]] = {}
+    for line in TEXT.splitlines():
+        name, *cells = re.sub(r"`| \([a-z' ]+\)", "", line).strip("| ").split(" | ")
+        shown.setdefault(name, set()).update(cells)
+    for row in json.loads(SECONDS.read_text())["rows"]:
+        assert f"{row['median_s']:.2f} s ({row['median_ratio']:.2f})" in shown[row["cache"]]
+    assert f"`benchmarks/results/{SECONDS.name}`" in TEXT
