@@ -220,14 +220,20 @@ def _find_directory(config: OmniDiffusionConfig) -> Path:
     try:
         found = diffusers.DiffusionPipeline.download(model, revision=config.model.revision)
     except Exception as error:
-        cause: BaseException = error
-        while (inner := cause.__cause__ or cause.__context__) is not None:
-            cause = inner
+        causes: list[BaseException] = [error]
+        while (inner := _cause_of(causes[-1])) is not None and inner not in causes:
+            causes.append(inner)
+        cause = causes[-1]
         text = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         raise ModelLoadError(
             f"model: expected a directory or a reachable hub id, got {model!r}: {text}"
         ) from error
     return Path(found)
+
+
+def _cause_of(error: BaseException) -> BaseException | None:
+    """What a traceback names in front of it."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

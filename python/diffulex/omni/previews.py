@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,8 @@ SHARE = 0.05
 
 #: The estimate is fitted to so many patterns of so many cells a side.
 _NUM_PATTERNS, _SIDE, _NUM_SPOTS = 4, 16, 6
+#: Previews that are estimated until decoding is thought to take half of what it was measured to.
+_NUM_REFUSALS = 64
 
 
 class Previews:
@@ -32,8 +33,10 @@ class Previews:
         self._cuda = device if device.startswith("cuda") else None
         #: [channels + 1, 3]; the last row is added.
         self._map: Any = None
-        #: What decoding takes, as it was last measured.
+        #: What decoding takes, as it was last measured; halved now and then while it is too much, as the
+        #: host may have been busy.
         self._pixel_s = 0.0
+        self._num_refused = 0
 
     def wait(self) -> float:
         """Seconds until the device has done what it was told to."""
@@ -63,23 +66,29 @@ class Previews:
             nonlocal decode_s
             del return_dict  # the decoders of the pipelines take the first of a tuple
             num_pixels, factor = len(cells) * height * width, height // cells.shape[-2]
-            if not math.isinf(allowance_s):
-                if self._map is None:
-                    self._fit(decode, cells, factor)
-                if self._pixel_s * num_pixels > allowance_s:
-                    return (self._estimate(cells, factor),)
+            if self._map is None:
+                self._fit(decode, cells, factor)
+            if self._pixel_s * num_pixels > allowance_s:
+                self._num_refused += 1
+                if self._num_refused % _NUM_REFUSALS == 0:
+                    self._pixel_s /= 2
+                return (self._estimate(cells, factor),)
             picture, decode_s = self._timed(decode, cells)
             self._pixel_s = decode_s / num_pixels
             return (picture,)
 
         assert self._spec.decode is not None
         # How cells come out of the latents, which may be packed and scaled, is in front of this.
+        own = vars(vae).get("decode")
         vae.decode = stand_in
         try:
             with torch.inference_mode():
                 decoded = self._spec.decode(self._pipeline, latents, height, width)
         finally:
-            del vae.decode
+            if own is None:
+                del vae.decode
+            else:
+                vae.decode = own
         return self._pipeline.image_processor.postprocess(decoded, output_type="pil"), decode_s
 
     def _timed(self, decode: Any, cells: Any) -> tuple[Any, float]:

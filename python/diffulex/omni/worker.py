@@ -128,8 +128,8 @@ class StepEvent:
     def preview(self) -> list[Any]:
         """PIL images of what the model expects the result to be, one per image of the call.
 
-        The first step shows the noise itself. They are decoded as long as that takes a twentieth of
-        the time of the steps so far, else estimated cell by cell.
+        Within the callback alone. The first step shows the noise itself. Decoding takes at most a
+        twentieth of the time of the steps so far; beyond it they are estimated cell by cell.
 
         Raises:
             UnsupportedFeatureError: the pipeline has no previews.
@@ -168,7 +168,7 @@ class Worker:
             torch.cuda.reset_peak_memory_stats(loaded.device)  # perhaps of an earlier model here
         self._seam = make_seam(loaded, groups)
         self._cfg_hooks = _attach(loaded, groups)
-        self._is_compiled = any(
+        self._copies_length = "qwenimage" in type(self._transformer).__module__ and any(
             module._compiled_call_impl is not None for module in self._transformer.modules()
         )
         parameters = inspect.signature(type(loaded.pipeline).__call__).parameters
@@ -287,7 +287,7 @@ class Worker:
             else:
                 watching = _watched_steps(self.pipeline, watcher)
         # A copy from the host between compiled blocks, which may be graphs, would wait for them.
-        compiled = capturable_text_length() if self._is_compiled else contextlib.nullcontext()
+        compiled = capturable_text_length() if self._copies_length else contextlib.nullcontext()
         with torch.inference_mode(), active_attention(self._seam), watching, compiled:
             result = self.pipeline(
                 # A new list: some text encoders write into it.

@@ -179,7 +179,6 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("prefill_cudagraph_max_len", [0, 10], [-1]),
 ]
 
-
 #: Keys that only go together with others.
 BESIDE = {
     key: {"quantization": "int4"}

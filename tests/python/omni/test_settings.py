@@ -63,7 +63,7 @@ ROOT = Path(__file__).resolve().parents[3]
         ),
         (
             {"sliding_tile_window": [3, 2, 3]},
-            "sliding_tile_window: expected ids 3 odd numbers, got [3, 2, 3]",
+            "sliding_tile_window: expected 3 odd numbers, got [3, 2, 3]",
         ),
         (
             {"cache_backend": "deep_cache"},
@@ -77,7 +77,7 @@ ROOT = Path(__file__).resolve().parents[3]
         ({"taylorseer_order": 5}, "taylorseer_order: expected int [0, 4], got 5"),
         (
             {"scm_steps_mask": [1, 2]},
-            "scm_steps_mask: expected ids 0 or 1 for each step, got [1, 2]",
+            "scm_steps_mask: expected 0 or 1 for each step, got [1, 2]",
         ),
         (
             {"scm_steps_mask_policy": "faster"},
