@@ -24,6 +24,10 @@ from typing import Any
 import httpx
 import pytest
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fixtures.processes import until
 from test_launch import Server, start  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.slow
@@ -34,7 +38,7 @@ CLIENTS = 6
 class Soak:
     """Clients of one server, and what became of their requests."""
 
-    def __init__(self, url: str, num_requests: int, kill_every: int, kill: Callable[[], bool]):
+    def __init__(self, url: str, num_requests: int, kill_every: int, kill: Callable[[], None]):
         self.url = url
         self.num_requests = num_requests
         self.kill_every = kill_every
@@ -56,7 +60,8 @@ class Soak:
         with self._lock:
             self._num_begun += 1
             if self._num_begun % self.kill_every == 0:
-                self.num_kills += self.kill()
+                self.kill()
+                self.num_kills += 1
         end = self._ask(number)
         with self._lock:
             self.ends[end] += 1
@@ -105,15 +110,13 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def killer(pid: int) -> Callable[[], bool]:
-    """Kills one of the replicas that live, but never the last; whether it did."""
+def killer(pid: int) -> Callable[[], None]:
+    """Kills one of the replicas that live, as soon as it is not the last."""
     rng = random.Random(0)
 
-    def kill() -> bool:
-        found = children_of(pid)
-        if len(found) > 1:
-            os.kill(rng.choice(found), signal.SIGKILL)
-        return len(found) > 1
+    def kill() -> None:
+        until(lambda: len(children_of(pid)) > 1)
+        os.kill(rng.choice(children_of(pid)), signal.SIGKILL)
 
     return kill
 
