@@ -18,7 +18,7 @@ from diffulex.bench.config import (
     read_settings,
 )
 from diffulex.bench.presets import preset_path, presets
-from diffulex.config.flags import UsageError, integer, number
+from diffulex.config.flags import UsageError, integer, number, within
 from diffulex.config.sampling_params import TRAJECTORY_LEVELS
 from diffulex.config.table import CANVAS_PAGE_SIZES, PAGE_SIZES, THRESHOLD_KEYS
 from diffulex.families.listing import FAMILIES
@@ -94,14 +94,7 @@ def _ranged(name: str, kind: Callable[[str], Any]) -> Callable[[str], Any]:
     if name not in _RANGES:
         return kind
     expected, is_legal = _RANGES[name]
-
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not is_legal(value):
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return value
-
-    return parse
+    return within(kind, is_legal, expected)
 
 
 #: What the flags of the short help are for; the others are named as in docs/evaluation.md.

@@ -19,8 +19,7 @@ from diffulex.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 #: Least similarity of a flag that is offered instead of an unknown one.
 _NEAREST_CUTOFF = 0.75
 #: Longer lists of choices are in the long help alone.
@@ -408,23 +407,24 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
 
 
-def _within(
+def within(
     kind: Callable[[str], Any], is_legal: Callable[[Any], bool], legal: str
 ) -> Callable[[str], Any]:
+    """Argument type: values of `kind` that are legal, or an error that says what would be."""
+
     def parse(text: str) -> Any:
-        value = kind(text)
-        if not is_legal(value):
-            raise argparse.ArgumentTypeError(f"expected {legal}, got {text!r}")
-        return value
+        if is_legal(value := kind(text)):
+            return value
+        raise argparse.ArgumentTypeError(f"expected {legal}, got {text!r}")
 
     return parse
 
 
 #: Argument types: numbers in a range; `seconds` are a pause.
-positive_integer = _within(integer, lambda value: value >= 1, "an integer of at least 1")
-count = _within(integer, lambda value: value >= 0, "a count")
-share = _within(number, lambda value: 0 <= value < 1, "a share in [0, 1)")
-seconds = _within(number, lambda value: 0 <= value <= 10, "seconds in [0, 10]")
+positive_integer = within(integer, lambda value: value >= 1, "an integer of at least 1")
+count = within(integer, lambda value: value >= 0, "a count")
+share = within(number, lambda value: 0 <= value < 1, "a share in [0, 1)")
+seconds = within(number, lambda value: 0 <= value <= 10, "seconds in [0, 10]")
 
 
 def boolean(text: str) -> bool:
