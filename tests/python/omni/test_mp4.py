@@ -14,10 +14,17 @@ import pytest
 from diffulex.omni.mp4 import write_mp4
 from fixtures.browser import open_browser
 
-#: Duration, size, and the pixels of the frame in the middle of each time, from a canvas.
-PLAY = """async ({ data, times }) => {
+#: Duration, size, and the pixels of the frame in the middle of each time, from a canvas. A busy host
+#: hands a frame over after it says that it sought one; until then a canvas gets nothing, or the last.
+PLAY = """async ({ data, count, fps }) => {
   const bytes = Uint8Array.from(atob(data), (char) => char.charCodeAt(0));
   const video = document.createElement("video");
+  let shown = -1;
+  const present = (now, { mediaTime }) => {
+    shown = Math.round(mediaTime * fps);
+    video.requestVideoFrameCallback(present);
+  };
+  video.requestVideoFrameCallback(present);
   const loaded = new Promise((resolve, reject) => {
     video.onloadeddata = resolve;
     video.onerror = () => reject(new Error(video.error.message));
@@ -29,10 +36,13 @@ PLAY = """async ({ data, times }) => {
   canvas.height = video.videoHeight;
   const context = canvas.getContext("2d", { willReadFrequently: true });
   const frames = [];
-  for (const time of times) {
-    const sought = new Promise((resolve) => { video.onseeked = resolve; });
-    video.currentTime = time;
-    await sought;
+  for (let number = 0; number < count; ++number) {
+    video.currentTime = (number + 0.5) / fps;
+    const until = performance.now() + 10000;
+    while (shown !== number || video.seeking) {
+      if (performance.now() > until) throw new Error(`frame ${shown} instead of ${number}`);
+      await new Promise((resolve) => setTimeout(resolve, 5));
+    }
     context.drawImage(video, 0, 0);
     frames.push([...context.getImageData(0, 0, canvas.width, canvas.height).data]);
   }
@@ -53,8 +63,7 @@ def page() -> Any:
 
 def play(page: Any, path: Path, count: int, fps: float) -> tuple[Any, np.ndarray]:
     data = base64.b64encode(path.read_bytes()).decode()
-    times = [(number + 0.5) / fps for number in range(count)]
-    found = page.evaluate(PLAY, {"data": data, "times": times})
+    found = page.evaluate(PLAY, {"data": data, "count": count, "fps": fps})
     frames = np.array(found.pop("frames"), np.uint8)
     return found, frames.reshape(count, found["height"], found["width"], 4)[..., :3]
 
