@@ -33,7 +33,7 @@ from diffulex.omni import (  # noqa: E402
 )
 from diffulex.omni._diffusers_compat import capturable_text_length, import_diffusers  # noqa: E402
 from diffulex.omni.models.qwen_image import SPEC as QWEN  # noqa: E402
-from fixtures.omni_tiny import offloaded  # noqa: E402
+from fixtures.omni_tiny import dtypes_of, offloaded  # noqa: E402
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 3}
 #: What the engine adds to a plain prompt, per pipeline.
@@ -320,16 +320,6 @@ def test_tiling_equals_the_whole_where_the_tile_covers_it(tiny, qwen):
         engine.engine._worker.pipeline.vae.enable_tiling(32, 32, 24, 24)
         assert not np.array_equal(pixels(engine), pixels(qwen))
     assert not qwen.engine._worker.pipeline.vae.use_tiling
-
-
-def dtypes_of(engine):
-    """Of all parameters, by component."""
-    components = engine.engine._worker.pipeline.components
-    return {
-        name: {item.dtype for item in module.parameters()}
-        for name, module in components.items()
-        if isinstance(module, torch.nn.Module)
-    }
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ need_extra("omni", "diffusers", "accelerate", "PIL")
 import torch  # noqa: E402
 
 from diffulex.omni._diffusers_compat import capturable_text_length  # noqa: E402
-from fixtures.omni_tiny import FRAMES, open_engine  # noqa: E402
+from fixtures.omni_tiny import FRAMES, dtypes_of, open_engine  # noqa: E402
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 4, "output_type": "latent"}
 CACHED = {"cache_backend": "cache_dit", "max_warmup_steps": 1, "residual_diff_threshold": 0.9}
@@ -39,11 +39,6 @@ def latents(engine, name, prompts=("a cat", "two dogs"), **fields):
     return torch.stack([output.latents[0].float().cpu() for output in outputs])
 
 
-def dtypes_of(engine, part):
-    module = getattr(engine.engine._worker.pipeline, part)
-    return {parameter.dtype for parameter in module.parameters()}
-
-
 def distance(got, expected):
     """Relative, by the sums of squares."""
     assert torch.isfinite(got).all()
@@ -58,9 +53,10 @@ def test_pipelines_draw_in_16_bits(tiny, device, name):
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(5))
         expected = latents(engine, name, latents=noise)
     with open_engine(tiny, name, device=device, dtype="bfloat16") as engine:
-        assert torch.bfloat16 in dtypes_of(engine, "transformer")
+        dtypes = dtypes_of(engine)
+        assert torch.bfloat16 in dtypes["transformer"]
         if name != "wan":  # which keeps some in 32 bits
-            assert dtypes_of(engine, "transformer") == dtypes_of(engine, "vae") == {torch.bfloat16}
+            assert dtypes["transformer"] == dtypes["vae"] == {torch.bfloat16}
         got = latents(engine, name, latents=noise)
         assert distance(got, expected) < 0.05
         assert torch.equal(latents(engine, name, latents=noise), got)
@@ -131,7 +127,7 @@ def test_gpus_draw_what_one_draws(tiny, name, sizes, settings):
     for dtype, most in (("float32", 1e-3), ("bfloat16", 2e-2)):
         common = {"device": "cuda", "dtype": dtype, **settings}
         with open_engine(tiny, name, **common) as engine:
-            assert getattr(torch, dtype) in dtypes_of(engine, "transformer")
+            assert getattr(torch, dtype) in dtypes_of(engine)["transformer"]
             expected = latents(engine, name)
         with open_engine(tiny, name, **common, **sizes) as engine:
             assert distance(latents(engine, name), expected) < most
