@@ -33,6 +33,7 @@ def test_the_file_is_current() -> None:
 
 @pytest.mark.slow
 def test_mypy_knows_them(tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="mypy is not installed")
     code = tmp_path / "sample.py"
     code.write_text(
         "from diffulex import Diffulex\n"

@@ -43,7 +43,7 @@ OTHERS = {
     "./build/my_program", "build/examples/edge_runner/diffulex-edge-run",
 }  # fmt: skip
 #: Packages that blocks import and that need not be installed here.
-OPTIONAL = {"diffusers", "executorch", "lm_eval", "openai", "PIL", "ray"}
+OPTIONAL = {"diffusers", "executorch", "langchain_openai", "lm_eval", "openai", "PIL", "ray"}
 
 
 def check_diffulex(words: list[str]) -> None:
