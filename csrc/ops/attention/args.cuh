@@ -10,6 +10,7 @@
 #include "diffulex/ops/row_interval.h"
 #include "ops/kv/cache_view.cuh"
 #include "ops/kv/codes.cuh"
+#include "ops/quant/code_rows.cuh"
 #include "ops/shared/fast_div.h"
 
 namespace diffulex::cuda {
@@ -18,7 +19,7 @@ struct AttentionArgs {
   const void* q;        // [T, Hq, D]
   const void* k;        // [T, Hkv, D]
   const void* v;        // [T, Hkv, D]
-  void* out;            // [T, Hq, D]
+  void* out;            // [T, Hq, D], or null where the codes alone are wanted
   float* lse;           // [T, Hq] or null
   int64_t q_stride[3];  // token, head, dim
   int64_t k_stride[3];
@@ -222,10 +223,12 @@ __device__ __forceinline__ void zero_run(T* out, int32_t count, int64_t stride, 
   }
 }
 
-/// Zeroes the rows of one such unit with the threads `thread`, `thread` + `num_threads`, ...
-template <typename T>
+/// Zeroes the rows of one such unit, and their codes where there are some, with the threads
+/// `thread`, `thread` + `num_threads`, ...
+template <typename T, typename Rows = NoCodeRows>
 __device__ void zero_rows(const AttentionArgs& args, int64_t unit, int32_t thread,
-                          int32_t num_threads) {
+                          int32_t num_threads, [[maybe_unused]] const Rows& code_rows = {}) {
+  constexpr bool kWritesCodes = std::is_same_v<Rows, CodeRows>;
   const int32_t request = static_cast<int32_t>(unit / args.tiles_per_request);
   const int32_t tile = static_cast<int32_t>(unit % args.tiles_per_request);
   int32_t first;
@@ -245,8 +248,15 @@ __device__ void zero_rows(const AttentionArgs& args, int64_t unit, int32_t threa
   const int32_t run_elems = is_dense ? args.num_q_heads * args.head_dim : args.head_dim;
   for (int32_t token = first; token < last; token += step) {
     T* row = static_cast<T*>(args.out) + token * args.out_stride[0];
-    for (int32_t run = 0; run < num_runs; ++run) {
+    for (int32_t run = 0; run < num_runs && (!kWritesCodes || args.out != nullptr); ++run) {
       zero_run(row + run * args.out_stride[1], run_elems, args.out_stride[2], thread, num_threads);
+    }
+    if constexpr (kWritesCodes) {
+      const int32_t width = args.num_q_heads * args.head_dim;
+      zero_run(code_rows.codes + token * code_rows.codes_stride, width, 1, thread, num_threads);
+      for (int32_t group = thread; group < width / kQuantGroup; group += num_threads) {
+        code_rows.scale[group * code_rows.scale_stride + token] = 1.0F;
+      }
     }
     if (args.lse != nullptr) {
       for (int32_t head = thread; head < args.num_q_heads; head += num_threads) {

@@ -16,6 +16,7 @@
 #include "ops/kv/check.h"
 #include "ops/kv/pages_cpu.h"
 #include "ops/kv/store_cpu.h"
+#include "ops/quant/code_rows.h"
 #include "ops/shared/cpu_isa/kernel_table.h"
 #include "ops/shared/data_checks_cpu.h"
 #include "ops/shared/parallel.h"
@@ -478,7 +479,10 @@ Status block_attention(const BlockAttentionParams& params, const ExecContext& co
                                next_item);
                     }
                   });
-  return {};
+  return params.codes.present() ? cpu::quantize_rows(code_rows_of(attention_rows(params.out),
+                                                                  params.codes, params.codes_scale),
+                                                     context)
+                                : Status{};
 }
 
 }  // namespace diffulex::cpu

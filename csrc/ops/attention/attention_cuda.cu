@@ -171,11 +171,12 @@ bool is_copy_engine_ready(const BlockAttentionParams& params, const CodedAttenti
          has_steps(params.q) && has_steps(params.k) && has_steps(params.v) && args.num_tokens > 0;
 }
 
-const sm90::AttentionEntry* find_hopper(DType dtype, bool is_coded, int32_t head_dim,
-                                        int32_t rows_per_tile) {
+const sm90::AttentionEntry* find_hopper(const BlockAttentionParams& params, int32_t rows_per_tile,
+                                        bool writes_codes) {
   for (const sm90::AttentionEntry& entry : sm90::attention_entries()) {
-    if (entry.dtype == dtype && entry.is_coded == is_coded && entry.head_dim == head_dim &&
-        entry.rows_per_tile == rows_per_tile) {
+    if (entry.dtype == params.q.dtype && entry.is_coded == params.k_scale.present() &&
+        entry.head_dim == params.q.size[2] && entry.rows_per_tile == rows_per_tile &&
+        entry.writes_codes == writes_codes) {
       return &entry;
     }
   }
@@ -268,15 +269,32 @@ Status add_up_splits(const AttentionArgs& args, DType dtype, const ExecContext& 
   return attention_combine(args, dtype, context);
 }
 
+/// Launches a Hopper kernel, one that writes the wanted codes where there is one, and tells whether
+/// it does.
+Status launch_hopper(const BlockAttentionParams& params, CodedAttentionArgs& args,
+                     const sm90::AttentionEntry* entry, bool& has_written_codes,
+                     const ExecContext& context) {
+  CodeRows rows;
+  if (params.codes.present()) {
+    rows = CodeRows::of(params.codes, params.codes_scale);
+    const auto* writer = find_hopper(params, entry->rows_per_tile, true);
+    has_written_codes = writer != nullptr && !rows.is_int8 && rows.has_pieces(params.codes.last());
+    if (has_written_codes) {
+      entry = writer;
+      args.out = params.codes_only ? nullptr : args.out;
+    }
+  }
+  return entry->kernel.launch(args, rows, context.device_index, context.stream);
+}
+
 Status launch_paths(const BlockAttentionParams& params, const AttentionShape& shape,
-                    CodedAttentionArgs& args, const ExecContext& context) {
+                    CodedAttentionArgs& args, bool& has_written_codes, const ExecContext& context) {
   const bool is_coded = params.k_scale.present();
   const AttentionDevice device = attention_device(context);
   const AttentionConfig hopper = hopper_attention_config(shape, context.batch_invariant, device);
   if (args.group <= hopper.rows_per_tile && device.shared_memory >= kLargeSharedMemory &&
       is_hopper_device(context.device_index) && is_copy_engine_ready(params, args)) {
-    const sm90::AttentionEntry* entry =
-        find_hopper(params.q.dtype, is_coded, shape.head_dim, hopper.rows_per_tile);
+    const sm90::AttentionEntry* entry = find_hopper(params, hopper.rows_per_tile, false);
     if (entry != nullptr) {
       apply_config(args, hopper);
       if (args.k_cache.num_pages == 0) {  // no page is ever found; whole tiles keep boxes aligned
@@ -284,7 +302,7 @@ Status launch_paths(const BlockAttentionParams& params, const AttentionShape& sh
         args.page_shift = kEmptyPageShift;
       }
       DIFFULEX_RETURN_IF_ERROR(bind_hopper_workspace(args, hopper, shape, context));
-      return entry->kernel.launch(args, context.device_index, context.stream);
+      return launch_hopper(params, args, entry, has_written_codes, context);
     }
   }
   const AttentionConfig config = attention_config(shape, context.batch_invariant, device);
@@ -324,7 +342,13 @@ Status block_attention(const BlockAttentionParams& params, const ExecContext& co
   const AttentionShape shape = attention_shape(params);
   CodedAttentionArgs args = make_args(params, shape);
   DIFFULEX_RETURN_IF_ERROR(check_indices(params, args, context));
-  return launch_paths(params, shape, args, context);
+  bool has_written_codes = false;
+  DIFFULEX_RETURN_IF_ERROR(launch_paths(params, shape, args, has_written_codes, context));
+  if (!params.codes.present() || has_written_codes) {
+    return Status::ok_status();
+  }
+  return cuda::quantize_rows(
+      code_rows_of(attention_rows(params.out), params.codes, params.codes_scale), context);
 }
 
 Status prepare_attention_kernels(const ExecContext& context) {

@@ -6,6 +6,7 @@
 
 #include "ops/checks.h"
 #include "ops/kv/check.h"
+#include "ops/quant/code_rows.h"
 #include "ops/shared/tensor_checks.h"
 
 namespace diffulex {
@@ -69,6 +70,24 @@ Status check_rows(const BlockAttentionParams& params) {
   return {};
 }
 
+Status check_codes(const BlockAttentionParams& params) {
+  if (!params.codes.present() && !params.codes_scale.present()) {
+    return {};
+  }
+  const int64_t head_dim = params.q.size[2];
+  if (head_dim % kQuantGroup != 0) {
+    return ArgumentCheck(kOp, "q", params.q)
+        .error(StatusCode::kInvalidArgument, "a head dim of a multiple of 128 with codes",
+               std::to_string(head_dim));
+  }
+  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "out", params.out).contiguous_from(1));
+  const TensorRef rows = attention_rows(params.out);
+  // Of groups of 128 alone: heads of one row are of different threads.
+  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "codes_scale", params.codes_scale)
+                               .matches({DType::kF32}, {rows.last() / kQuantGroup, kAnyExtent}));
+  return check_code_rows(kOp, "out", rows, params.codes, params.codes_scale, "codes_scale");
+}
+
 Status check_metadata(const BlockAttentionParams& params) {
   DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "page_table", params.page_table)
                                .matches({DType::kI32}, {kAnyExtent, kAnyExtent}));
@@ -110,8 +129,17 @@ AttentionShape attention_shape(const BlockAttentionParams& params) {
   return shape;
 }
 
+TensorRef attention_rows(const TensorRef& out) {
+  TensorRef rows = out;
+  rows.rank = 2;
+  rows.size[1] = out.size[1] * out.size[2];
+  rows.stride[1] = 1;
+  return rows;
+}
+
 Status check_block_attention(const BlockAttentionParams& params) {
   DIFFULEX_RETURN_IF_ERROR(check_rows(params));
+  DIFFULEX_RETURN_IF_ERROR(check_codes(params));
   DIFFULEX_RETURN_IF_ERROR(check_scalars(params));
   DIFFULEX_RETURN_IF_ERROR(
       check_kv_cache({kOp, params.k_cache, params.v_cache, params.k_scale, params.v_scale,

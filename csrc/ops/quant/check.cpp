@@ -86,7 +86,7 @@ Status check_group(const char* op, int32_t group, int64_t depth) {
 }  // namespace
 
 Status check_code_rows(const char* op, const char* rows_name, const TensorRef& rows,
-                       const TensorRef& codes, const TensorRef& scale) {
+                       const TensorRef& codes, const TensorRef& scale, const char* scale_name) {
   if (!codes.present() && !scale.present()) {
     return {};
   }
@@ -99,7 +99,7 @@ Status check_code_rows(const char* op, const char* rows_name, const TensorRef& r
   DIFFULEX_RETURN_IF_ERROR(
       ArgumentCheck(op, "codes", codes).matches({DType::kF8E4M3, DType::kI8}, {num_rows, depth}));
   const bool is_whole = scale.rank == 2 && scale.size[0] == 1;
-  return check_row_scales(op, "scale", scale, is_whole ? 1 : ceil_div(depth, kQuantGroup),
+  return check_row_scales(op, scale_name, scale, is_whole ? 1 : ceil_div(depth, kQuantGroup),
                           num_rows);
 }
 

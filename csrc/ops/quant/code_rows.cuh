@@ -38,6 +38,9 @@ struct CodeRows final {
   }
 };
 
+/// In place of `CodeRows` where none are written.
+struct NoCodeRows final {};
+
 /// A piece of a row, as its dtype holds it.
 template <typename T>
 using CodeSource = Vec<T, kCodePiece>;
@@ -77,6 +80,33 @@ __device__ __forceinline__ void store_codes(uint8_t* target, const CodeSource<T>
     }
   }
   *reinterpret_cast<Vec<uint8_t, kCodePiece>*>(target) = codes;
+}
+
+/// Writes the codes of one group of a row whose groups have a scale each. kLanes neighbouring lanes
+/// hold it, all of which call this: the first 8 columns a lane, the next ones of all of them and so
+/// on, `column` being the first of this lane. Nothing is written where `is_real` is false.
+template <typename Code, int kLanes, typename T, int kHeld>
+__device__ __forceinline__ void write_group(const CodeRows& rows, int64_t row, int32_t column,
+                                            bool is_real, const CodeSource<T> (&held)[kHeld]) {
+  constexpr auto kGroup = static_cast<int32_t>(kQuantGroup);
+  static_assert(kLanes * kCodePiece * kHeld == kGroup, "the lanes hold a group");
+  float largest = 0.0F;
+#pragma unroll
+  for (int piece = 0; piece < kHeld; ++piece) {
+    largest = largest_magnitude<T>(held[piece], largest);
+  }
+  const CodeScale code = code_scale(lanes_max<kLanes>(largest), Code::kMax);
+  if (!is_real) {
+    return;
+  }
+  if (column % kGroup == 0) {
+    rows.scale[column / kGroup * rows.scale_stride + row] = code.scale;
+  }
+  uint8_t* codes = rows.codes + row * rows.codes_stride + column;
+#pragma unroll
+  for (int piece = 0; piece < kHeld; ++piece) {
+    store_codes<Code, T>(codes + piece * (kGroup / kHeld), held[piece], code.factor);
+  }
 }
 
 /// As `write_codes` for one kind of codes, with the largest magnitude of a row that has one scale.

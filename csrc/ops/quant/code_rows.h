@@ -8,10 +8,11 @@
 
 namespace diffulex {
 
-/// Checks the codes [T, K] of `rows` [T, K], by name `rows_name`, and the scales beside them, of
-/// groups of 128 or of a row each; nothing where both are absent.
+/// Checks the codes [T, K] of `rows` [T, K], by name `rows_name`, and the scales beside them, by
+/// name `scale_name`, of groups of 128 or of a row each; nothing where both are absent.
 [[nodiscard]] Status check_code_rows(const char* op, const char* rows_name, const TensorRef& rows,
-                                     const TensorRef& codes, const TensorRef& scale);
+                                     const TensorRef& codes, const TensorRef& scale,
+                                     const char* scale_name = "scale");
 
 /// The call of `quantize_rows` that makes checked codes of `rows`.
 [[nodiscard]] inline QuantizeRowsParams code_rows_of(const TensorRef& rows, const TensorRef& codes,

@@ -31,6 +31,9 @@ enum class KvLayout : int32_t { kUnified = 0, kDistinct = 1 };
 
 /// Arguments of block-diffusion paged attention (schema and semantics of the op
 /// `diffulex::block_attention`). T rows, R requests, Hq query heads, Hkv KV heads, head dim D.
+/// `codes` get what quantize_rows makes of the rows [T, Hq D] of `out`, the same bits: kernels of
+/// compute capability 9.0 write e4m3 ones for bfloat16 and D = 128, where they lie at multiples of
+/// 8 bytes; after the others, and on the CPU, that op runs.
 struct BlockAttentionParams {
   TensorRef q;             // [T, Hq, D] float
   TensorRef k;             // [T, Hkv, D] dtype of q; in-flight keys
@@ -51,14 +54,18 @@ struct BlockAttentionParams {
   TensorRef v_scale;             // as k_scale
   TensorRef out;                 // [T, Hq, D] dtype of q, written in full
   TensorRef lse;                 // [T, Hq] float32 or absent, natural log
-  float scale = 1.0F;            // > 0, finite
-  float softcap = 0.0F;          // 0 = off
-  int32_t block_size = 1;        // B of the mask, >= 1
-  int32_t sliding_window = 0;    // left window in tokens, 0 = off
-  int32_t max_seqlen_q = 0;      // host bound on rows of one request
-  int32_t max_context_len = 0;   // host bound on context_lens
-  int32_t num_splits = 0;        // 0 = automatic, 1 = off, n = at most n
+  TensorRef codes;  // absent, or [T, Hq D] float8_e4m3fn or int8; D a multiple of 128, and the
+                    // heads of `out` side by side
+  TensorRef codes_scale;        // with codes: [Hq D / 128, at least T] float32
+  float scale = 1.0F;           // > 0, finite
+  float softcap = 0.0F;         // 0 = off
+  int32_t block_size = 1;       // B of the mask, >= 1
+  int32_t sliding_window = 0;   // left window in tokens, 0 = off
+  int32_t max_seqlen_q = 0;     // host bound on rows of one request
+  int32_t max_context_len = 0;  // host bound on context_lens
+  int32_t num_splits = 0;       // 0 = automatic, 1 = off, n = at most n
   KvLayout kv_layout = KvLayout::kUnified;
+  bool codes_only = false;  // with codes: what `out` holds is not specified
 };
 
 /// Host shape facts from which scratch sizes follow.

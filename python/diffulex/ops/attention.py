@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from diffulex.ops.fakes import FLOAT32, FLOATS, INT32, FakeArguments, check_caches, fake
+from diffulex.ops.quantize import QUANT_GROUP, check_code_rows
 from diffulex.ops.workspace import attention_workspace_bytes, empty_workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from diffulex.ops.quantize import QuantizedRows
 
 
 class MaskKind(IntEnum):
@@ -78,6 +81,7 @@ def block_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
+    rows: QuantizedRows | None = None,
 ) -> Tensor:
     """Softmax attention of packed rows over cached and in-flight keys.
 
@@ -91,6 +95,9 @@ def block_attention(
         out: [T, Hq, D] to fill; None allocates it.
         lse: [T, Hq] float32 to fill with the natural log-sum-exp of the scores; None skips it.
         workspace: scratch of `attention_workspace_bytes`; None allocates it.
+        rows: get the codes of the rows [T, Hq D] of the result, those of `quantize_rows` with a scale for
+            each 128 columns, of which D is a multiple; what `out` holds beside rows of codes only is
+            not specified.
 
     Returns:
         `out`. Rows that see no key and rows past the last request are 0 (lse -inf).
@@ -109,6 +116,7 @@ def block_attention(
             q.device.type,
         )
         workspace = empty_workspace(needed, q.device)
+    codes, codes_scale, codes_only = rows or (None, None, False)
     torch.ops.diffulex.block_attention(
         q,
         k,
@@ -128,6 +136,8 @@ def block_attention(
         out,
         lse,
         workspace,
+        codes,
+        codes_scale,
         scale=q.shape[2] ** -0.5 if scale is None else scale,
         softcap=softcap,
         block_size=block_size,
@@ -136,6 +146,7 @@ def block_attention(
         max_context_len=max_context_len,
         num_splits=num_splits,
         kv_layout=int(kv_layout),
+        codes_only=codes_only,
     )
     return out
 
@@ -146,6 +157,9 @@ def _block_attention(
     q: Tensor,
     k: Tensor,
     page_table: Tensor,
+    out: Tensor,
+    codes: Tensor | None,
+    codes_scale: Tensor | None,
     scale: float,
     max_seqlen_q: int,
 ) -> None:
@@ -176,6 +190,12 @@ def _block_attention(
         arguments.check(name, INT32, (num_reqs,))
     arguments.check("out", (q.dtype,), q.shape)
     arguments.check("lse", FLOAT32, (num_tokens, num_q_heads))
+    if codes is not None or codes_scale is not None:
+        is_whole = head_dim % QUANT_GROUP == 0
+        arguments.require("q", is_whole, "a head dim of a multiple of 128 with codes", head_dim)
+        groups = num_q_heads * head_dim // QUANT_GROUP
+        arguments.check("codes_scale", FLOAT32, (groups, None))
+        check_code_rows(arguments, "out", out.flatten(1), codes, codes_scale, "codes_scale")
     arguments.require("scale", math.isfinite(scale) and scale > 0, "a finite number above 0", scale)
     arguments.at_least("softcap", 0)
     arguments.at_least("block_size", 1)

@@ -336,10 +336,15 @@ def _linear_w4a16(
 
 
 def check_code_rows(
-    arguments: FakeArguments, name: str, rows: Tensor, codes: Tensor | None, scale: Tensor | None
+    arguments: FakeArguments,
+    name: str,
+    rows: Tensor,
+    codes: Tensor | None,
+    scale: Tensor | None,
+    scale_name: str = "scale",
 ) -> None:
     """What an op checks of the codes that it may write of its result `rows`, the argument `name`."""
-    arguments.paired("scale", "codes", codes is not None)
+    arguments.paired(scale_name, "codes", codes is not None)
     if scale is None:
         return
     arguments.require(name, rows.dim() == 2, "2 dimensions with codes", list(rows.shape))
@@ -347,7 +352,7 @@ def check_code_rows(
     arguments.check("codes", _CODES, (num_rows, depth))
     is_whole = scale.dim() == 2 and scale.shape[0] == 1
     num_groups = 1 if is_whole else _ceil(depth, QUANT_GROUP)
-    _check_row_scales(arguments, "scale", scale, num_groups, num_rows)
+    _check_row_scales(arguments, scale_name, scale, num_groups, num_rows)
 
 
 def _check_panels(arguments: FakeArguments, columns: int, width: int, step: int) -> None:

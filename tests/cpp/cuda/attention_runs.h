@@ -38,7 +38,8 @@ namespace diffulex::test {
         &BlockAttentionParams::context_lens, &BlockAttentionParams::valid_slices,
         &BlockAttentionParams::mask_kinds, &BlockAttentionParams::prefix_lens,
         &BlockAttentionParams::padded_prefix_lens, &BlockAttentionParams::q_starts,
-        &BlockAttentionParams::out, &BlockAttentionParams::lse}) {
+        &BlockAttentionParams::out, &BlockAttentionParams::lse, &BlockAttentionParams::codes,
+        &BlockAttentionParams::codes_scale}) {
     device.*member = mirror->upload(host.*member);
   }
   return device;

@@ -9,6 +9,7 @@
 #include "diffulex/ops/kv.h"
 #include "diffulex/ops/linear.h"
 #include "diffulex/ops/norm.h"
+#include "diffulex/ops/quantize.h"
 #include "diffulex/ops/rope.h"
 #include "diffulex/ops/routing.h"
 #include "diffulex/ops/sampling.h"
@@ -233,7 +234,7 @@ TEST(GuardPage, TokenStats) {
 
 TEST(GuardPage, Attention) {
   for (const KvLayout layout : {KvLayout::kUnified, KvLayout::kDistinct}) {
-    for (const int64_t dim : {8, 24, 64}) {
+    for (const int64_t dim : {8, 24, 64, 128}) {
       for (const DType dtype : kDTypes) {
         CaseShape shape;
         shape.dtype = dtype;
@@ -262,6 +263,14 @@ TEST(GuardPage, Attention) {
         params.context_lens = context_lens.ref();
         params.out = out.ref();
         params.lse = lse.ref();
+        TestTensor code_room(DType::kI8, {5, 3 * dim});
+        TestTensor scale_room(DType::kF32, {3, 5});
+        const GuardedTensor codes(code_room.ref());
+        const GuardedTensor codes_scale(scale_room.ref());
+        if (dim % kQuantGroup == 0) {
+          params.codes = codes.ref();
+          params.codes_scale = codes_scale.ref();
+        }
         const Status status = block_attention(params, ExecContext{});
         ASSERT_TRUE(status.ok()) << status.message();
       }

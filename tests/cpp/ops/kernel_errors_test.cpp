@@ -119,6 +119,36 @@ TEST(KernelErrors, BlockAttention) {
        {[](P* p) { p->q_starts.size[0] = 0; }, "q_starts: expected shape [1], got [0]"}});
 }
 
+TEST(KernelErrors, CodesOfAttention) {
+  CaseShape shape;
+  shape.group = 2;
+  shape.head_dim = 128;
+  AttentionCase attention_case(shape, {{5, 5, 9, 1, false, 0, 0, 9}}, 1);
+  TestTensor codes(DType::kI8, {5, 256});
+  std::vector<float> scales(10);
+  BlockAttentionParams params = attention_case.params();
+  params.codes = codes.ref();
+  params.codes_scale = ref_of(scales, {2, 5});
+  using P = BlockAttentionParams;
+  expect_all<P>(
+      "block_attention", params, block_attention,
+      {{[](P* p) {
+          for (TensorRef* tensor : {&p->q, &p->k, &p->v, &p->out}) {
+            tensor->size[2] = 64;
+          }
+        },
+        "q: expected a head dim of a multiple of 128 with codes, got 64"},
+       {[](P* p) { p->codes = TensorRef{}; }, "codes: expected a tensor, got none"},
+       {[](P* p) { p->codes_scale = TensorRef{}; }, "codes_scale: expected a tensor, got none"},
+       {[](P* p) { p->codes.dtype = DType::kF16; },
+        "codes: expected dtype float8_e4m3fn or int8, got float16"},
+       {[](P* p) { p->codes.size[1] = 255; }, "codes: expected shape [5, 256], got [5, 255]"},
+       {[](P* p) { p->codes_scale.size[0] = 1; }, "codes_scale: expected shape [2, *], got [1, 5]"},
+       {[](P* p) { p->codes_scale.size[1] = 4; },
+        "codes_scale: expected at least 5 columns, got [2, 4]"},
+       {[](P* p) { p->out.stride[1] = 136; }, "out: expected "}});
+}
+
 TEST(KernelErrors, CudaNeedsACudaBuildAndAWorkspace) {
   CaseShape shape;
   AttentionCase attention_case(shape, {{5, 5, 2000, 1, false, 0, 0, 2000}}, 1);

@@ -58,6 +58,8 @@ def block_attention() -> Call:
         "out": torch.zeros(T, HQ, D),
         "lse": torch.zeros(T, HQ),
         "workspace": None,
+        "codes": None,
+        "codes_scale": None,
     }
     numbers = {
         "scale": 0.125,

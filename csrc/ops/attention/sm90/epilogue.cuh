@@ -14,10 +14,16 @@
 
 namespace diffulex::cuda::sm90 {
 
-/// First of the two rows of this thread inside the row tile; the other is 8 below.
+/// First of the two rows of a thread inside the row tile; the other is 8 below.
+template <typename Traits>
+__device__ __forceinline__ int thread_row(int group, unsigned thread) {
+  return group % Traits::kRowGroups * 64 + (thread >> 5) % 4 * 16 + (thread & 31) / 4;
+}
+
+/// That of this thread.
 template <typename Traits>
 __device__ __forceinline__ int thread_row(int group) {
-  return group % Traits::kRowGroups * 64 + (threadIdx.x >> 5) % 4 * 16 + (threadIdx.x & 31) / 4;
+  return thread_row<Traits>(group, threadIdx.x);
 }
 
 /// Transposes a 4x4 matrix of words spread over four neighbouring lanes.
@@ -36,11 +42,37 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
-/// Writes out and lse of the rows of this thread, 16 bytes a lane. A row without keys has a sum of
-/// exactly 0, one with a visible NaN has a NaN.
+/// Writes the pieces that this lane has of a row, or nothing where it is not real, and the codes of
+/// the row: kLanes neighbouring lanes have all of its head. `target` is the first piece, `column`
+/// its column in the row of all heads.
+template <typename Traits, int kLanes, int kHeld>
+__device__ __forceinline__ void store_with_codes(
+    const AttentionArgs& args, const typename Traits::Rows& rows, int64_t row, int64_t column,
+    bool is_real, typename Traits::Element* target,
+    const CodeSource<typename Traits::Element> (&held)[kHeld]) {
+  using Piece = CodeSource<typename Traits::Element>;
+  if (is_real && args.out != nullptr) {
+#pragma unroll
+    for (int piece = 0; piece < kHeld; ++piece) {
+      *reinterpret_cast<Piece*>(target + piece * kLanes * kCodePiece) = held[piece];
+    }
+  }
+  write_group<E4m3Code, kLanes>(rows, row, static_cast<int32_t>(column), is_real, held);
+}
+
+/// The values that words hold.
+template <typename T>
+__device__ __forceinline__ CodeSource<T> piece_of(const uint32_t (&words)[4]) {
+  const uint4 piece = make_uint4(words[0], words[1], words[2], words[3]);
+  return *reinterpret_cast<const CodeSource<T>*>(&piece);
+}
+
+/// Writes out, codes and lse of the rows of this thread, 16 bytes a lane. A row without keys has a
+/// sum of exactly 0, one with a visible NaN has a NaN.
 template <typename Traits>
 __device__ __forceinline__ void store_final(const AttentionArgs& args, const TileSetup& setup,
-                                            int group, const Accumulators<Traits>& result) {
+                                            int group, const Accumulators<Traits>& result,
+                                            const typename Traits::Rows& rows) {
   using T = typename Traits::Element;
   const int part = group / Traits::kRowGroups;
   const int lane = threadIdx.x & 3;
@@ -55,6 +87,7 @@ __device__ __forceinline__ void store_final(const AttentionArgs& args, const Til
     const float inverse = sum != 0.0F ? 1.0F / sum : 0.0F;
     T* target = static_cast<T*>(args.out) + packed * args.out_stride[0] +
                 head * args.out_stride[1] + part * Traits::kValueDims + lane * 8;
+    [[maybe_unused]] CodeSource<T> held[Traits::kValueDims / 32];
 #pragma unroll
     for (int first = 0; first < Traits::kValueDims / 8; first += 4) {
       uint32_t words[4];
@@ -64,14 +97,21 @@ __device__ __forceinline__ void store_final(const AttentionArgs& args, const Til
                                 result.values[first + i][2 * half + 1] * inverse);
       }
       transpose_quad(words);
-      if (is_real) {
+      if constexpr (Traits::kWritesCodes) {
+        held[first / 4] = piece_of<T>(words);
+      } else if (is_real) {
         *reinterpret_cast<uint4*>(target + first * 8) =
             make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
+    if constexpr (Traits::kWritesCodes) {
+      store_with_codes<Traits, 4>(args, rows, packed, head * Traits::kHeadDim + lane * 8, is_real,
+                                  target, held);
+    }
     if (args.lse != nullptr && part == 0 && lane == 0 && is_real) {
       args.lse[packed * args.lse_stride[0] + head * args.lse_stride[1]] =
-          sum != 0.0F ? (result.softmax.maximum[half] * result.softmax.factor + log2f(sum)) * kLn2
+          // Fused in every kernel, so that all have the same bits.
+          sum != 0.0F ? fmaf(result.softmax.maximum[half], result.softmax.factor, log2f(sum)) * kLn2
                       : -INFINITY;
     }
   }
@@ -148,18 +188,45 @@ __device__ __forceinline__ float row_maximum(const float2* stats, int64_t stride
   return maximum;
 }
 
+/// What a thread adds up: items from `item` on, as the thread `holder` held them.
+struct ReducePlace final {
+  int item;
+  int holder;
+};
+
+/// Codes need all items of a row in neighbouring lanes: kShare calls that have one of kShare items
+/// each divide the threads that held them instead.
+template <int kShare>
+__device__ __forceinline__ ReducePlace reduce_place(int first_item, int thread) {
+  constexpr int kLanes = 4 * kShare;  // of a row
+  const int share = first_item / 2 % kShare;
+  return {first_item + 2 * (thread % kLanes / 4 - share),
+          thread / 32 * 32 + share * (32 / kShare) + thread % 32 / kLanes * 4 + thread % 4};
+}
+
 /// Adds up kMine items of a unit, `stride` (even, unless kMine is 1) apart, in split order, and
-/// writes out and lse. The order of the sums depends on the splits alone. Reads past L1, which may
-/// hold lines older than what another multiprocessor wrote. `thread` counts the consumer threads.
+/// writes out, codes and lse. The order of the sums depends on the splits alone. Reads past L1,
+/// which may hold lines older than what another multiprocessor wrote. `thread` counts the consumer
+/// threads.
 template <typename Traits, int kMine>
 __device__ __forceinline__ void reduce_items(const AttentionArgs& args, const SplitUnit& unit,
-                                             int first_item, int stride, int thread) {
+                                             int first_item, int stride, int thread,
+                                             const typename Traits::Rows& rows) {
   using T = typename Traits::Element;
   using Slot = PartialSlot<Traits>;
   constexpr int kBatch = 8 / kMine;  // splits whose loads are in flight at a time
   const int group = thread / 128;
   const int part = group / Traits::kRowGroups;
-  const int row = thread_row<Traits>(group) + first_item % 2 * 8;
+  constexpr int kShare = Traits::kWritesCodes ? 4 / kMine : 1;
+  unsigned held_by = threadIdx.x;
+  if constexpr (kShare > 1) {
+    const ReducePlace place = reduce_place<kShare>(first_item, thread);
+    first_item = place.item;
+    thread = place.holder;
+    held_by = static_cast<unsigned>(thread);
+    stride = 2 * kShare;
+  }
+  const int row = thread_row<Traits>(group, held_by) + first_item % 2 * 8;
   const int32_t token = args.by_group.divide(row);
   const bool is_real = token < unit.num_tokens;
   float total[kMine][8] = {};
@@ -221,6 +288,7 @@ __device__ __forceinline__ void reduce_items(const AttentionArgs& args, const Sp
   const int64_t packed = unit.first_token + token;
   T* const target = static_cast<T*>(args.out) + packed * args.out_stride[0] +
                     head * args.out_stride[1] + part * Traits::kValueDims + lane * 8;
+  [[maybe_unused]] CodeSource<T> held[kMine];
 #pragma unroll
   for (int mine = 0; mine < kMine; ++mine) {
     uint32_t words[4];
@@ -229,11 +297,19 @@ __device__ __forceinline__ void reduce_items(const AttentionArgs& args, const Sp
       words[i] = pack_pair<T>(total[mine][2 * i] * inverse, total[mine][2 * i + 1] * inverse);
     }
     transpose_quad(words);
-    if (is_real) {
+    if constexpr (Traits::kWritesCodes) {
+      held[mine] = piece_of<T>(words);
+    } else if (is_real) {
       const int column = (first_item + mine * stride) / 2 * 32;
       *reinterpret_cast<uint4*>(target + column) =
           make_uint4(words[0], words[1], words[2], words[3]);
     }
+  }
+  if constexpr (Traits::kWritesCodes) {
+    const int column = first_item / 2 * 32;
+    store_with_codes<Traits, 4 * kShare>(args, rows, packed,
+                                         head * Traits::kHeadDim + column + lane * 8, is_real,
+                                         target + column, held);
   }
   if (args.lse != nullptr && part == 0 && lane == 0 && first_item < 2 && is_real) {
     args.lse[packed * args.lse_stride[0] + head * args.lse_stride[1]] =
@@ -244,7 +320,7 @@ __device__ __forceinline__ void reduce_items(const AttentionArgs& args, const Sp
 /// Adds up the splits of a unit, every CTA of the cluster its share of the items.
 template <typename Traits>
 __device__ __forceinline__ void reduce_unit(const AttentionArgs& args, const TileSetup& setup,
-                                            int thread) {
+                                            int thread, const typename Traits::Rows& rows) {
   constexpr int kItems = PartialSlot<Traits>::kItems;
   const SplitUnit unit{setup.work, setup.view.splits, setup.first_token, setup.num_tokens};
   const int rank = static_cast<int>(ptx::cluster_rank());
@@ -252,17 +328,17 @@ __device__ __forceinline__ void reduce_unit(const AttentionArgs& args, const Til
   if (cluster == 2) {
 #pragma unroll 1
     for (int item = rank; item < kItems; item += 8) {
-      reduce_items<Traits, (kItems > 4 ? 4 : 2)>(args, unit, item, 2, thread);
+      reduce_items<Traits, (kItems > 4 ? 4 : 2)>(args, unit, item, 2, thread, rows);
     }
   } else if (cluster == 4 && kItems > 4) {
 #pragma unroll 1
     for (int item = rank; item < kItems; item += 8) {
-      reduce_items<Traits, 2>(args, unit, item, 4, thread);
+      reduce_items<Traits, 2>(args, unit, item, 4, thread, rows);
     }
   } else {
 #pragma unroll 1
     for (int item = rank; item < kItems; item += cluster) {
-      reduce_items<Traits, 1>(args, unit, item, 0, thread);
+      reduce_items<Traits, 1>(args, unit, item, 0, thread, rows);
     }
   }
 }

@@ -115,7 +115,8 @@ __device__ __forceinline__ bool is_last_cluster(const AttentionArgs& args, const
 /// last cluster to finish then adds up a share of the rows.
 template <typename Traits>
 __device__ __forceinline__ void consume_units(const AttentionArgs& args, uint8_t* smem,
-                                              const Barriers<Traits>& barriers, int group) {
+                                              const Barriers<Traits>& barriers, int group,
+                                              const typename Traits::Rows& rows) {
   Consumer<Traits> consumer(args, smem, barriers, group);
   UnitReader<Traits> units(smem, barriers);
   const UnitRecord* shared = nullptr;  // the unit of a cluster
@@ -124,7 +125,7 @@ __device__ __forceinline__ void consume_units(const AttentionArgs& args, uint8_t
       Accumulators<Traits> result;
       consumer.run(record->setup, units, result);
       if (record->setup.view.splits == 1) {
-        store_final<Traits>(args, record->setup, group, result);
+        store_final<Traits>(args, record->setup, group, result, rows);
       } else {
         store_partial<Traits>(args, record->setup, group, result);
       }
@@ -137,7 +138,7 @@ __device__ __forceinline__ void consume_units(const AttentionArgs& args, uint8_t
     ptx::cluster_arrive();
     ptx::cluster_wait();
     if (shared != nullptr && is_last_cluster<Traits>(args, shared->setup, smem)) {
-      reduce_unit<Traits>(args, shared->setup, static_cast<int>(threadIdx.x) - 128);
+      reduce_unit<Traits>(args, shared->setup, static_cast<int>(threadIdx.x) - 128, rows);
     }
   }
 }
@@ -181,7 +182,8 @@ __device__ __forceinline__ void warm_arguments(const typename Traits::Args& args
 template <typename Traits>
 __device__ __forceinline__ void produce(const typename Traits::Args& args,
                                         const AttentionMaps& maps, uint8_t* smem,
-                                        const Barriers<Traits>& barriers, int warp) {
+                                        const Barriers<Traits>& barriers, int warp,
+                                        const typename Traits::Rows& rows) {
   if (warp == 0) {
     if constexpr (Traits::kIsCoded) {
       copy_coded_units<Traits>(args, maps, smem, barriers);
@@ -198,7 +200,7 @@ __device__ __forceinline__ void produce(const typename Traits::Args& args,
     }
   } else {
     schedule_units<Traits>(args, smem, barriers);
-    zero_units<Traits>(args);
+    zero_units<Traits>(args, rows);
   }
 }
 
@@ -214,7 +216,8 @@ __device__ __forceinline__ void leave_cluster(const AttentionArgs& args) {
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     attention_kernel(const __grid_constant__ typename Traits::Args args,
-                     const __grid_constant__ AttentionMaps maps) {
+                     const __grid_constant__ AttentionMaps maps,
+                     const __grid_constant__ typename Traits::Rows rows) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const Barriers<Traits> barriers{ptx::smem_address(smem + Traits::kBarrierOffset)};
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) >> 5, 0);
@@ -238,13 +241,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if constexpr (Traits::kMovesRegisters) {
       ptx::registers_decrease<Traits::kRegisters.producer>();
     }
-    produce<Traits>(args, maps, smem, barriers, warp);
+    produce<Traits>(args, maps, smem, barriers, warp, rows);
     leave_cluster(args);
   } else if (warp < 4 + 4 * Traits::kConsumers) {
     if constexpr (Traits::kMovesRegisters) {
       ptx::registers_increase<Traits::kRegisters.consumer>();
     }
-    consume_units<Traits>(args, smem, barriers, warp / 4 - 1);
+    consume_units<Traits>(args, smem, barriers, warp / 4 - 1, rows);
   } else if constexpr (Traits::kIsCoded) {
     ptx::registers_decrease<Traits::kRegisters.converter>();
     convert_units<Traits>(args, maps, smem, barriers);
@@ -256,7 +259,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 /// items, a block of consumer threads each.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kConsumerThreads)
-    reduce_kernel(const __grid_constant__ AttentionArgs args) {
+    reduce_kernel(const __grid_constant__ AttentionArgs args,
+                  const __grid_constant__ typename Traits::Rows rows) {
   const int32_t unit_index = static_cast<int32_t>(blockIdx.x);
   const int32_t tile_index = args.by_kv_heads.divide(unit_index);
   SplitUnit unit;
@@ -275,7 +279,7 @@ __global__ void __launch_bounds__(Traits::kConsumerThreads)
   pdl_wait();
   if (unit.splits > 1 && unit.num_tokens > 0) {
     reduce_items<Traits, 1>(args, unit, static_cast<int>(blockIdx.y), 0,
-                            static_cast<int>(threadIdx.x));
+                            static_cast<int>(threadIdx.x), rows);
   }
 }
 

@@ -70,7 +70,8 @@ inline dim3 attention_grid(const AttentionArgs& args, int64_t tiles, int32_t num
 }
 
 template <typename Traits>
-Status launch_attention(const AttentionArgs& args, int32_t device_index, void* stream) {
+Status launch_attention(const AttentionArgs& args, const CodeRows& code_rows, int32_t device_index,
+                        void* stream) {
   DIFFULEX_RETURN_IF_ERROR(prepare_attention<Traits>(device_index));
   AttentionMaps maps;
   constexpr DType kDtype =
@@ -99,9 +100,14 @@ Status launch_attention(const AttentionArgs& args, int32_t device_index, void* s
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = args.cluster_size > 1 ? 2 : 1;
-  DIFFULEX_RETURN_IF_ERROR(cuda_status(
-      kAttentionWhere, cudaLaunchKernelEx(&config, attention_kernel<Traits>,
-                                          static_cast<const typename Traits::Args&>(args), maps)));
+  typename Traits::Rows rows;
+  if constexpr (Traits::kWritesCodes) {
+    rows = code_rows;
+  }
+  DIFFULEX_RETURN_IF_ERROR(
+      cuda_status(kAttentionWhere,
+                  cudaLaunchKernelEx(&config, attention_kernel<Traits>,
+                                     static_cast<const typename Traits::Args&>(args), maps, rows)));
   if (args.num_splits == 1 || args.cluster_size > 1 || tiles == 0) {
     return Status::ok_status();
   }
@@ -109,12 +115,13 @@ Status launch_attention(const AttentionArgs& args, int32_t device_index, void* s
   shape.grid = dim3(static_cast<unsigned>(tiles), PartialSlot<Traits>::kItems);
   shape.block = dim3(Traits::kConsumerThreads);
   shape.stream = config.stream;
-  return cuda_status(kAttentionWhere, launch_dependent(reduce_kernel<Traits>, shape, true, args));
+  return cuda_status(kAttentionWhere,
+                     launch_dependent(reduce_kernel<Traits>, shape, true, args, rows));
 }
 
-template <typename T, int kDim, int kRows, typename Cached>
+template <typename T, int kDim, int kRows, typename Cached, typename Rows>
 AttentionKernel attention_instance() {
-  using Traits = AttentionTraits<T, kDim, kRows, Cached>;
+  using Traits = AttentionTraits<T, kDim, kRows, Cached, Rows>;
   return AttentionKernel{&launch_attention<Traits>, &prepare_attention<Traits>};
 }
 

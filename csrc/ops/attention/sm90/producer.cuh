@@ -250,12 +250,14 @@ __device__ __forceinline__ void clean_units(uint8_t* smem, const Barriers<Traits
 
 /// Rows past valid_slices and past the last request, by one warp.
 template <typename Traits>
-__device__ __forceinline__ void zero_units(const AttentionArgs& args) {
+__device__ __forceinline__ void zero_units(const AttentionArgs& args,
+                                           const typename Traits::Rows& code_rows) {
   if (blockIdx.y > 0) {
     return;
   }
   for (int64_t unit = blockIdx.x; unit < num_zero_work(args); unit += gridDim.x) {
-    zero_rows<typename Traits::Element>(args, unit, static_cast<int32_t>(threadIdx.x & 31), 32);
+    zero_rows<typename Traits::Element>(args, unit, static_cast<int32_t>(threadIdx.x & 31), 32,
+                                        code_rows);
   }
 }
 

@@ -9,14 +9,19 @@
 
 #include "ops/attention/sm90/table.h"
 #include "ops/kv/codes.cuh"
+#include "ops/quant/code_rows.cuh"
 
 namespace diffulex::cuda::sm90 {
 namespace {
 
-template <typename T, int kDim, int kRows, typename Cached>
+template <typename T, int kDim, int kRows, typename Cached, typename Rows = NoCodeRows>
 AttentionEntry entry_of() {
-  return {std::is_same_v<T, __half> ? DType::kF16 : DType::kBF16, kDim, kRows,
-          attention_instance<T, kDim, kRows, Cached>(), std::is_same_v<Cached, KvCode>};
+  return {std::is_same_v<T, __half> ? DType::kF16 : DType::kBF16,
+          kDim,
+          kRows,
+          attention_instance<T, kDim, kRows, Cached, Rows>(),
+          std::is_same_v<Cached, KvCode>,
+          std::is_same_v<Rows, CodeRows>};
 }
 
 }  // namespace

@@ -14,7 +14,8 @@ struct AttentionEntry final {
   int32_t head_dim = 0;
   int32_t rows_per_tile = 0;
   AttentionKernel kernel;
-  bool is_coded = false;  // caches of codes
+  bool is_coded = false;      // caches of codes
+  bool writes_codes = false;  // writes e4m3 codes of the result
 };
 
 /// The instantiations, for range-based loops.

@@ -17,11 +17,13 @@ struct AttentionRegisters final {
   uint32_t converter;
 };
 
-/// Three warpgroups share 504 of them, four 512. D = 256 needs the accumulators most; of the splits
-/// with a converter these spill least.
-constexpr AttentionRegisters attention_registers(bool is_coded, int consumers, int head_dim) {
+/// Three warpgroups share 504 of them, four 512. D = 256 needs the accumulators most, and codes the
+/// results; of the splits with a converter these spill least.
+constexpr AttentionRegisters attention_registers(bool is_coded, int consumers, int head_dim,
+                                                 bool writes_codes) {
   if (!is_coded) {
-    return head_dim == 256 ? AttentionRegisters{88, 208, 0} : AttentionRegisters{104, 200, 0};
+    return head_dim == 256 || writes_codes ? AttentionRegisters{88, 208, 0}
+                                           : AttentionRegisters{104, 200, 0};
   }
   if (consumers == 1) {
     return {128, 240, 128};
@@ -33,11 +35,15 @@ constexpr AttentionRegisters attention_registers(bool is_coded, int consumers, i
 }
 
 /// T element type, kDim head dim D, kRows packed query rows M of a tile; cached elements are of
-/// type Cached, T or KvCode. Q, K and V lie in shared memory as chunks of 64 dims:
-/// [chunk][row][64], rows of 128 bytes with the 128-byte swizzle.
-template <typename T, int kDim, int kRows, typename Cached = T>
+/// type Cached, T or KvCode; kernels with CodeRows as RowsOf write the codes of their results. Q, K
+/// and V lie in shared memory as chunks of 64 dims: [chunk][row][64], rows of 128 bytes with the
+/// 128-byte swizzle.
+template <typename T, int kDim, int kRows, typename Cached = T, typename RowsOf = NoCodeRows>
 struct AttentionTraits final {
   using Element = T;
+  using Rows = RowsOf;
+  static constexpr bool kWritesCodes = std::is_same_v<Rows, CodeRows>;
+  static_assert(!kWritesCodes || kDim == kQuantGroup, "a head has one scale");
   using Args = AttentionArgsOf<Cached>;
   static constexpr bool kIsCoded = std::is_same_v<Cached, KvCode>;
   static constexpr int kHeadDim = kDim;
@@ -60,7 +66,8 @@ struct AttentionTraits final {
 
   // One consumer without a converter has enough.
   static constexpr bool kMovesRegisters = kThreads > 256;
-  static constexpr AttentionRegisters kRegisters = attention_registers(kIsCoded, kConsumers, kDim);
+  static constexpr AttentionRegisters kRegisters =
+      attention_registers(kIsCoded, kConsumers, kDim, kWritesCodes);
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer +
                         (kIsCoded ? kRegisters.converter : 0) <=
                     65536 / kThreads / 8 * 8 * (kThreads / 128),
