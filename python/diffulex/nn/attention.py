@@ -123,6 +123,7 @@ class PagedAttention(nn.Module):
             v_scale=v_scale,
             kv_layout=metadata.kv_layout,
         )
+        inner = self._new_inner_rows(scratch.out_rows)
         ops.block_attention(
             scratch.q,
             scratch.k,
@@ -148,8 +149,16 @@ class PagedAttention(nn.Module):
             k_scale=k_scale,
             v_scale=v_scale,
             kv_layout=metadata.kv_layout,
+            rows=inner,
         )
-        self.o(scratch.out_rows, x)
+        self.o(scratch.out_rows, x, inner)
+
+    def _new_inner_rows(self, heads: torch.Tensor) -> ops.QuantizedRows | None:
+        """Memory for the codes of the output projection's rows [T, Hq D]; None: it makes them itself,
+        where scales are of other columns than whole groups of one head, or takes none."""
+        group = ops.QUANT_GROUP
+        rows = None if self.head_dim % group else self.o.new_rows(heads)
+        return rows if rows is None or rows.scale.size(0) * group == heads.size(1) else None
 
 
 class BlockAttention(PagedAttention):

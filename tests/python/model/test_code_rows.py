@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from diffulex import ops
 from diffulex.checkpoint.auto_model import detect, random_model
+from diffulex.nn.attention import PagedAttention
 from diffulex.nn.feed_forward import GatedMLP, MLPScratch
 from diffulex.nn.linear import Linear, set_batch_invariant
 from diffulex.nn.norm import RMSNorm
@@ -99,6 +101,60 @@ def test_models_read_no_rows_that_are_left_out(
     calls = spoil_rows_left_out(monkeypatch)
     assert torch.equal(logits(), want)
     assert set(calls) >= {"rms_norm", "add_rms_norm"}
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8", "int4"])
+@pytest.mark.parametrize("family", ["sdar", "sdar_moe"])
+def test_codes_of_attention_give_the_bits_of_its_rows(
+    tmp_path, family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of heads of 128, and the rows themselves are read for an adapter alone."""
+    builder = tiny_builder(family)
+    builder.write(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "head_dim": 128}))
+    name, spec, _ = detect(tmp_path)
+    quantizer = ModelQuantizer(QuantizationPlan(scheme))
+    model: Any = random_model(name, spec, torch.float32, "cpu", quantizer=quantizer)
+    runner = PagedRunner(model, 4)
+    sequence = runner.sequence(list(range(3, 15)))
+    calls = spoil_rows_left_out(monkeypatch)
+
+    def logits() -> torch.Tensor:
+        calls.clear()
+        (found,) = runner.forward([Rows(sequence, 12, should_store=False)])
+        return found
+
+    makes_rows = PagedAttention._new_inner_rows
+    for has_adapter in (False, True):
+        if has_adapter:
+            for layer in model.decoder_layers:
+                o = layer.attention.o
+                a, b = normal(4, o.in_features), normal(o.num_rows, 4)
+                o.add_update(slice(0, o.num_rows), a, b, 0.5)
+        found = logits()
+        assert found.isfinite().all()
+        assert ("block_attention" in calls) == (scheme != "int4" and not has_adapter)
+        monkeypatch.setattr(PagedAttention, "_new_inner_rows", lambda self, heads: None)
+        assert torch.equal(logits(), found)
+        assert "block_attention" not in calls
+        monkeypatch.setattr(PagedAttention, "_new_inner_rows", makes_rows)
+
+
+def test_attention_makes_no_codes_of_other_columns() -> None:
+    """Where a head is no group, and where one scale is of the whole row."""
+    place: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    for head_dim in (64, 128):
+        attention = PagedAttention(64, 4, 2, head_dim, eps=1e-6, **place)
+        heads = torch.empty(3, 4 * head_dim)
+        assert attention._new_inner_rows(heads) is None
+        quantized(attention.o, WeightScheme.FP8, 1)
+        assert (attention._new_inner_rows(heads) is None) == (head_dim == 64)
+        whole = ops.new_quantized_rows(
+            3, 4 * head_dim, torch.int8, heads.device, group=4 * head_dim
+        )
+        attention.o.new_rows = lambda x, rows=whole: rows  # type: ignore[method-assign]
+        assert attention._new_inner_rows(heads) is None
 
 
 def test_what_the_vendor_takes() -> None:
