@@ -43,6 +43,11 @@ PIECES: tuple[tuple[str, str, int], ...] = (
 #: Name of a piece, a file of tests/python/ops, pytest's -k.
 PYTHON_PIECES: tuple[tuple[str, str, str], ...] = (
     ("codes-rows", "test_code_rows.py", "cuda and 136"),
+    (
+        "codes-of-attention",
+        "test_attention_codes.py",
+        "(split_keys and dtype0 or caches) and cuda and e4m3 and 128",
+    ),
     ("codes-products", "test_quantize_cuda.py", "captured_graph or gated_products and 32"),
     ("codes-many-rows", "test_quantize_cuda.py", "many_rows_have and 129"),
     ("codes-experts", "test_scaled_experts_cuda.py", "one_expert_has_all_slots and not 2500"),

@@ -138,6 +138,9 @@ class Buffers:
 class Problem:
     """What the calls of one shape share."""
 
+    #: What gets the codes of the result.
+    rows: ops.QuantizedRows | None = None
+
     def __init__(self, shape: Shape, device: str) -> None:
         def tensor(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
@@ -165,7 +168,7 @@ class Problem:
             part.q, part.k, part.v, part.k_cache, part.v_cache, part.table, self.starts,
             self.context, self.ends, self.kinds, block_size=BLOCK, max_seqlen_q=self.max_query,
             max_context_len=self.max_context, sliding_window=self.shape.window, out=part.out,
-            workspace=self.space,
+            workspace=self.space, rows=self.rows,
         )  # fmt: skip
 
     def _visible(self, context: int, rows: range, keys: int, device: torch.device) -> torch.Tensor:

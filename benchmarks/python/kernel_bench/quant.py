@@ -12,6 +12,7 @@ from torch.nn import functional
 from diffulex import ops
 from diffulex.quantization import vendor
 from kernel_bench.agreement import Agreement, Tolerance
+from kernel_bench.attention import Buffers, Problem, Shape
 from kernel_bench.linear import CHECKED_COLUMNS, MODELS, ROWS, Product
 from kernel_bench.moe import MODELS as EXPERT_MODELS
 from kernel_bench.moe import TOKENS, Experts, Layer, uniform_routes
@@ -26,6 +27,16 @@ PEER = "bfloat16"
 #: What the layers take in place of `linear_scaled` for many rows of codes.
 VENDOR = "vendor's library"
 TWO_LAUNCHES = "and quantize_rows"
+ALONE = "without codes"
+#: Attention whose result becomes codes: few rows of short and long contexts, and batches.
+ATTENTION = (
+    Shape(1, 256, 32),
+    Shape(1, 8192, 32),
+    Shape(8, 1024, 32),
+    Shape(8, 8192, 32),
+    Shape(4, 0, 32),
+    Shape(1, 0, 4096),
+)
 EPS = 1e-6
 #: The products of a layer, and the rows for which either kind of them may be faster.
 LAYER = ("qkv", "o", "gate and up, silu", "down", "shared gate and up, silu", "shared down")
@@ -331,9 +342,46 @@ def _activation_case(rows: int, inner: int, device: str) -> Case:
     )  # fmt: skip
 
 
+def _attention_case(shape: Shape, device: str) -> Case:
+    sets = [Buffers(shape, device) for _ in range(num_rotations(shape.read_bytes, 48))]
+    plain, fused = Problem(shape, device), Problem(shape, device)
+    num_rows, width = sets[0].q.flatten(1).shape
+    coded = ops.new_quantized_rows(num_rows, width, torch.float8_e4m3fn, sets[0].q.device)
+    fused.rows = coded._replace(codes_only=True)
+
+    def check() -> Agreement:
+        plain.call(sets[0])
+        want = ops.quantize_rows(sets[0].out.flatten(1), torch.float8_e4m3fn)
+        coded.scale.fill_(torch.nan)
+        coded.codes.view(torch.uint8).fill_(127)
+        fused.call(sets[0])
+        is_same = torch.equal(coded.codes.view(torch.uint8), want.codes.view(torch.uint8))
+        if not (is_same and torch.equal(coded.scale[:, :num_rows], want.scale[:, :num_rows])):
+            raise ValueError("attention writes other codes than quantize_rows")
+        return plain.check(sets[0])
+
+    def both(part: Buffers) -> None:
+        plain.call(part)
+        ops.quantize_rows_into(part.out.flatten(1), coded)
+
+    return Case(
+        "quant", "block_attention with codes", shape.text,
+        [lambda part=part: fused.call(part) for part in sets], check,
+        shape.read_bytes, shape.written_bytes / 2, shape.flops,
+        len(sets) * (shape.read_bytes + shape.written_bytes),
+        peers={
+            ALONE: [lambda part=part: plain.call(part) for part in sets],
+            TWO_LAUNCHES: [lambda part=part: both(part) for part in sets],
+        },
+        judges=(ALONE,), share=1.02, note=f"target 1.02 of that {ALONE}",
+    )  # fmt: skip
+
+
 def cases(device: str, is_small: bool) -> Iterator[Case]:
     """Products of e4m3 codes and of 4 bits of two models, int8 ones of a layer of the larger, experts of e4m3
     codes and of 4 bits, and rows that become codes."""
+    for shape in (Shape(2, 64, 32, 4, 2, page=16),) if is_small else ATTENTION:
+        yield _attention_case(shape, device)
     for rows in (3,) if is_small else (32, 256, 8192):
         yield _norm_case(rows, 192 if is_small else 4096, device)
         yield _activation_case(rows, 192 if is_small else 12288, device)
