@@ -5,8 +5,8 @@
     python scripts/sanitize_cuda.py --tool racecheck --only linear,overlap --seconds 300 PROGRAM
 
 A tool slows a kernel by two orders of magnitude, so each piece is one gtest filter with few random
-seeds, or a choice of tests in Python, and a time limit. A piece that does not end in time counts as cut off, not as passed. The exit
-status is 1 if a tool reported something, a test failed, or a piece was cut off.
+seeds, or a choice of tests in Python, and a time limit. A piece that does not end in time counts as cut off, not as
+passed. The exit status is 1 if a tool reported something, a test failed, or a piece was cut off.
 """
 
 from __future__ import annotations
@@ -43,11 +43,8 @@ PIECES: tuple[tuple[str, str, int], ...] = (
 #: Name of a piece, a file of tests/python/ops, pytest's -k.
 PYTHON_PIECES: tuple[tuple[str, str, str], ...] = (
     ("codes-rows", "test_code_rows.py", "cuda and 136"),
-    (
-        "codes-of-attention",
-        "test_attention_codes.py",
-        "(split_keys and dtype0 or caches) and cuda and e4m3 and 128",
-    ),
+    ("codes-of-attention", "test_attention_codes.py", "split_keys and 128-dtype0-e4m3 and cuda"),
+    ("codes-over-codes", "test_attention_codes.py", "caches and cuda and 256-128-e4m3"),
     ("codes-products", "test_quantize_cuda.py", "captured_graph or gated_products and 32"),
     ("codes-many-rows", "test_quantize_cuda.py", "many_rows_have and 129"),
     ("codes-experts", "test_scaled_experts_cuda.py", "one_expert_has_all_slots and not 2500"),
@@ -60,6 +57,9 @@ PYTHON_PIECES: tuple[tuple[str, str, str], ...] = (
 )
 OP_TESTS = Path(__file__).resolve().parents[1] / "tests" / "python" / "ops"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+#: Pieces whose kernels convert a cache of codes: different warps write the same rows in turns that mbarriers
+#: keep (csrc/ops/attention/sm90/converter.cuh), which racecheck does not follow and reports as hazards.
+NOT_FOR_RACECHECK = ("codes-attention", "codes-over-codes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,9 @@ def main() -> int:
     are_good = True
     for tool in args.tool or TOOLS:
         for piece in pieces:
+            if tool == "racecheck" and piece[0] in NOT_FOR_RACECHECK:
+                print(Outcome(tool, piece[0], "not for this tool", "-", "-", 0.0).row(), flush=True)
+                continue
             left = end - time.monotonic()
             if left < 1:
                 outcome = Outcome(tool, piece[0], "not started", "-", "-", 0.0)
