@@ -64,6 +64,25 @@ def test_pipelines_draw_in_16_bits(tiny, device, name):
         assert torch.isfinite(output.images[0].float()).all()
 
 
+@pytest.mark.parametrize("name", ["qwen", "sd3", "flux"])
+def test_previews_and_dtypes_by_component(tiny, device, name):
+    """Watching changes no pixel; the autoencoder has other numbers than what it gets."""
+    dtype = {"default": "bfloat16", "vae": "float32"}
+    fields = {**SMALL, "seed": 3, "num_inference_steps": 20, "output_type": "pt"}
+    seen = []
+    with open_engine(tiny, name, device=device, dtype=dtype) as engine:
+        dtypes = dtypes_of(engine)
+        assert dtypes["transformer"] == {torch.bfloat16}
+        assert dtypes["vae"] == {torch.float32}
+        (plain,) = engine.generate("a cat", **fields)
+        (watched,) = engine.generate(
+            "a cat", **fields, on_step=lambda event: seen.extend(event.preview())
+        )
+    assert torch.isfinite(plain.images[0].float()).all()
+    assert torch.equal(watched.images[0], plain.images[0])
+    assert [preview.size for preview in seen] == [(64, 64)] * 20
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("pinned", [False, True])
 def test_offload_frees_memory_of_the_device(tiny, pinned):
