@@ -120,22 +120,8 @@ ScaledPlan scaled_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int
   plan.linear = linear_plan(num_rows, weight_rows, plan.num_lines * kFewRowsDepth, num_processors,
                             smem_limit);
   LinearPlan& linear = plan.linear;
-  const bool is_short = rows <= kScaledShortRows;
-  if (!is_short) {
-    int64_t least = 0;
-    for (int32_t tile_rows = kScaledTallTile; tile_rows > 0; tile_rows -= kRowStep) {
-      // Both operands of a tile come from the L2 cache, and its products are of 64 rows at a time.
-      const int64_t tiles = divide_up(weight_rows, tile_rows);
-      const int64_t cost = divide_up(tiles, num_processors / linear.splits) *
-                           (rows + std::max(tile_rows, kScaledTallTile / 2));
-      if (least == 0 || cost < least) {
-        least = cost;
-        linear.tile_rows = tile_rows;
-      }
-    }
-  }
   const auto line_scales = static_cast<int32_t>(rows * sizeof(float));
-  fit_ring(rows, smem_limit, is_short ? 2 : 1, line_scales, &linear);
+  fit_ring(rows, smem_limit, 2, line_scales, &linear);
   plan.scale_bytes = linear.stages * linear.lines * line_scales;
   deal_tiles(weight_rows, 1, num_processors, &linear);
   return plan;
@@ -160,10 +146,11 @@ ManyRowsPlan many_rows_plan(int64_t num_rows, const SteppedWeight& weight, bool 
       if (is_wide && (has_blocks || (splits == 1 && plan.second_share > 0))) {
         continue;
       }
-      // Cycles of a line, and of the end of a tile, on an H200.
+      // Cycles of a line, and of the end of a tile, on an H200: of both kinds of tiles relative to
+      // each other, as times of whole products fit them.
       const int64_t cycles =
           (splits == 1 ? plan.num_lines : longer_share) * (is_wide ? 1010 : 740) +
-          (is_wide ? 3400 : 2200) * splits;
+          (is_wide ? 4000 : 2200) * splits;
       const int64_t tiles = divide_up(weight.rows, tile_rows) * plan.row_tiles;
       const int64_t cost = divide_up(tiles, num_processors / splits) * cycles;
       if (least == 0 || cost < least) {

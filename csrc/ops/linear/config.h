@@ -56,14 +56,11 @@ void deal_tiles(int64_t weight_rows, int64_t row_tiles, int32_t num_processors, 
 [[nodiscard]] LinearPlan linear_plan(int64_t num_rows, int64_t weight_rows, int64_t depth,
                                      int32_t num_processors, int32_t smem_limit);
 
-/// Rows of x up to which the product of 8-bit codes takes the plan of few rows; from there to
-/// kMaxFewRows, tiles of at most kScaledTallTile rows of W: the sums and products of a third
-/// warpgroup do not fit the registers.
-inline constexpr int32_t kScaledShortRows = 64;
-inline constexpr int32_t kScaledTallTile = 128;
+/// Rows of x up to which the product of 8-bit codes takes the plan of few rows.
+inline constexpr int32_t kScaledFewRows = 64;
 
 /// The plan for products of 8-bit codes, whose lines are 128 elements: for `num_rows` rows of x, at
-/// most kMaxFewRows. `scale_bytes` counts the scales of the rows of x, which lie between partial
+/// most kScaledFewRows. `scale_bytes` counts the scales of the rows of x, which lie between partial
 /// sums and barriers. A row's sums are in the same order for any num_rows.
 struct ScaledPlan final {
   LinearPlan linear;
@@ -73,7 +70,7 @@ struct ScaledPlan final {
 [[nodiscard]] ScaledPlan scaled_plan(int64_t num_rows, int64_t weight_rows, int64_t depth,
                                      int32_t num_processors, int32_t smem_limit);
 
-/// Products of 8-bit codes with more than kMaxFewRows rows of x: rows of a tile of x, and of the
+/// Products of 8-bit codes with more than kScaledFewRows rows of x: rows of a tile of x, and of the
 /// copies that bring them; rows of W of a tile, the lower one with two lines on their way; bytes of
 /// the scales of a tile of x, from a multiple of four rows on.
 inline constexpr int32_t kManyRowsTile = 128;

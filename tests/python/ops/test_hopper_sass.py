@@ -53,7 +53,8 @@ def _loops_over_lanes(body: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kernel", ["attention_kernel", "moe_kernel", "linear_kernel", "nibble_linear_kernel"]
+    "kernel",
+    ["attention_kernel", "moe_kernel", "linear_kernel", "nibble_linear_kernel", "many_rows_kernel"],
 )
 def test_products_use_the_tensor_cores_and_the_copy_engine(kernel: str) -> None:
     for name, body in _functions(kernel).items():
@@ -65,24 +66,28 @@ def test_products_use_the_tensor_cores_and_the_copy_engine(kernel: str) -> None:
 
 
 @pytest.mark.slow
-def test_sums_of_codes_are_promoted_during_products() -> None:
-    """One piece of a line is multiplied while the sums of the other are promoted.
-
-    Where a compiler cannot follow that, it waits after each instruction, and says so in a line of its own.
-    """
-    functions = _functions("scaled_linear_kernel")
-    found = {name: body for name, body in functions.items() if "ScaledTraitsILi128E" in name}
+@pytest.mark.parametrize("kernel", ["scaled_linear_kernel", "many_rows_kernel"])
+def test_lines_of_codes_are_waited_for_as_a_whole(kernel: str) -> None:
+    """Where a compiler cannot follow what is on its way, it waits after each of the four instructions."""
+    found = _functions(kernel)
     assert found
     for name, body in found.items():
-        listed = re.findall(r"QGMMA|WARPGROUP\.DEPBAR|FFMA", body)
-        assert listed.count("QGMMA") >= 3 * listed.count("WARPGROUP.DEPBAR"), name
-        during, is_multiplying = 0, False
-        for instruction in listed:
-            if instruction == "FFMA":
-                during += is_multiplying
-            else:
-                is_multiplying = instruction == "QGMMA"
-        assert during >= 32, f"{name}: {during}"
+        listed = re.findall(r"QGMMA|WARPGROUP\.DEPBAR", body)
+        assert listed.count("QGMMA") == 4 * listed.count("WARPGROUP.DEPBAR"), name
+
+
+@pytest.mark.slow
+def test_many_rows_are_promoted_during_products() -> None:
+    """Of tiles of 128 rows of W one line while the next one is on its way; of 192 by turns of two warpgroups."""
+    found = _functions("many_rows_kernel")
+    assert {width for name in found for width in re.findall(r"ManyRowsTraitsILi(\d+)E", name)} == {
+        "128",
+        "192",
+    }
+    for name, body in found.items():
+        is_wide = "ManyRowsTraitsILi192E" in name
+        assert bool(re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", body)) != is_wide, name
+        assert ("BAR.ARV" in body) == is_wide, name
 
 
 # Kernels whose registers must be enough. What a compiler version spills of single words between loops

@@ -216,11 +216,15 @@ def test_a_row_does_not_depend_on_the_others(
 
 
 @FP8
-@pytest.mark.parametrize("num_rows", [129, 150, 256, 257, 322, 520, 1023, 2049])
+@pytest.mark.parametrize("num_rows", [65, 98, 127, 128, 129, 150, 256, 257, 322, 520, 1023, 2049])
 @pytest.mark.parametrize(
     ("depth", "columns"),
-    # One share of the depth, two, also where it ends in the middle of a pair of lines and of a tile of W.
-    [(256, 3584), (336, 512), (1664, 768), (1664, 6144), (2816, 1728), (2944, 1792), (4096, 4096)],
+    # One share of the depth, two, also where it ends in the middle of a pair of lines and of a tile of W, which has
+    # 192 rows of 24,576 up to 128 rows of x, and of others above 256.
+    [
+        *[(256, 3584), (256, 24576), (336, 512), (1664, 768), (1664, 6144)],
+        *[(2816, 1728), (2944, 1792), (4096, 4096)],
+    ],
 )
 def test_many_rows_have_the_bits_of_few(
     scheme: WeightScheme, num_rows: int, depth: int, columns: int
@@ -233,9 +237,9 @@ def test_many_rows_have_the_bits_of_few(
         width = columns if act is None else columns // 2
         out = poisoned(num_rows, width, torch.bfloat16)
         ops.linear_scaled(moved(x), codes, scale, offset, act=act, out=out)
-        for first in range(0, num_rows, 128):
-            rows = slice(first, min(first + 128, num_rows))
-            few = ops.QuantizedRows(x.codes[rows], x.scale[:, first : first + 128])
+        for first in range(0, num_rows, 64):
+            rows = slice(first, min(first + 64, num_rows))
+            few = ops.QuantizedRows(x.codes[rows], x.scale[:, first : first + 64])
             want = torch.empty(rows.stop - first, width, dtype=torch.bfloat16, device="cuda")
             ops.linear_scaled(few, codes, scale, offset, act=act, out=want)
             assert torch.equal(out[rows], want)

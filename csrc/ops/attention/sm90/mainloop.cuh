@@ -10,6 +10,7 @@
 #include "ops/attention/sm90/traits.cuh"
 #include "ops/shared/cuda/mbarrier.cuh"
 #include "ops/shared/cuda/ptx.cuh"
+#include "ops/shared/cuda/turns.cuh"
 #include "ops/shared/cuda/vec.cuh"
 #include "ops/shared/cuda/wgmma.cuh"
 
@@ -66,28 +67,9 @@ struct ColumnMask final {
   }
 };
 
-/// Two warpgroups take turns on the tensor cores: one multiplies while the other exponentiates.
+/// One multiplies while the other exponentiates.
 template <typename Traits>
-struct Turns final {
-  static constexpr bool kActive = Traits::kRowGroups == 2;
-  static constexpr uint32_t kFirstBarrier = 1;
-
-  __device__ static __forceinline__ void open(int group) {
-    if (kActive && group == 1) {
-      ptx::named_barrier_arrive(kFirstBarrier, 256);
-    }
-  }
-  __device__ static __forceinline__ void wait(int group) {
-    if constexpr (kActive) {
-      ptx::named_barrier_sync(kFirstBarrier + group, 256);
-    }
-  }
-  __device__ static __forceinline__ void pass(int group) {
-    if constexpr (kActive) {
-      ptx::named_barrier_arrive(kFirstBarrier + 1 - group, 256);
-    }
-  }
-};
+using Turns = ptx::Turns<Traits::kRowGroups == 2>;
 
 /// One consumer warpgroup.
 template <typename Traits>

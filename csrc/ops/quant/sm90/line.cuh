@@ -2,15 +2,6 @@
 #pragma once
 
 // A line of a product of e4m3 codes: 128 columns by the tensor cores, then to the float32 sums.
-//
-// Where a line has many rows of x it is two pieces of them, and the sums of one are promoted while
-// the tensor cores multiply the other:
-//
-//   tensor cores   second of line i      first of line i + 1   second of line i + 1
-//   FMAs           first of line i       second of line i      first of line i + 1
-//
-// One piece is on its way at a time: the compiler lets no piece that is read afterwards stay on its
-// way past another one from one turn of a loop to the next, and waits after each instruction then.
 
 #include <cstdint>
 
@@ -83,61 +74,6 @@ __device__ __forceinline__ void release_line(uint32_t empty) {
   if (threadIdx.x % 32 == 0) {
     ptx::mbarrier_arrive(empty);
   }
-}
-
-template <int kGroups>
-__device__ __forceinline__ void start_piece(float (&product)[kGroups][4], uint32_t weights,
-                                            uint32_t rows) {
-  ptx::wgmma_hold(product);
-  ptx::wgmma_fence();
-  issue_codes(product, weights, rows);
-}
-
-/// Adds a piece to the sums from kFirstGroup on. Scales held from before would take registers that
-/// there are not.
-template <int kFirstGroup, int kCount, int kGroups>
-__device__ __forceinline__ void promote_piece(float (&sums)[kGroups][4],
-                                              const float (&product)[kCount][4], uint32_t scales) {
-#pragma unroll
-  for (int32_t group = 0; group < kCount; ++group) {
-    promote_group(sums[kFirstGroup + group], product[group],
-                  row_scales(scales, kFirstGroup + group), false, make_float2(1.0F, 1.0F));
-  }
-}
-
-/// Adds `count` >= 1 lines, whose W has no scales, to the sums of a warpgroup, in their order.
-/// `feed.wait(step)` says where the next line is, once it has landed. A line is kept until the next
-/// one has landed, so that there must be two stages.
-template <int kGroups, typename Feed>
-__device__ __forceinline__ void multiply_lines(Feed& feed, int32_t count,
-                                               float (&sums)[kGroups][4]) {
-  constexpr int kFirst = 8;  // 64 rows
-  constexpr uint32_t kSecondRows = kFirst * 8 * kCodeLine;
-  float first[kFirst][4];
-  float second[kGroups - kFirst][4];
-  LineOperands line = feed.wait(0);
-  start_piece(first, line.weights, line.rows);
-  for (int32_t step = 0;; ++step) {
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_hold(first);
-    start_piece(second, line.weights, line.rows + kSecondRows);
-    promote_piece<0>(sums, first, line.scales);
-    if (step + 1 == count) {
-      break;
-    }
-    const uint32_t empty = line.empty;
-    const uint32_t scales = line.scales;
-    line = feed.wait(step + 1);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_hold(second);
-    start_piece(first, line.weights, line.rows);
-    promote_piece<kFirst>(sums, second, scales);
-    release_line(empty);
-  }
-  ptx::wgmma_wait<0>();
-  ptx::wgmma_hold(second);
-  promote_piece<kFirst>(sums, second, line.scales);
-  release_line(line.empty);
 }
 
 }  // namespace diffulex::cuda::sm90

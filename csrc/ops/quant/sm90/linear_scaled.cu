@@ -122,7 +122,7 @@ bool has_wgmma_product(const LinearScaledParams& params, int32_t device_index) {
 Status launch_wgmma_product(const LinearScaledParams& params, const ExecContext& context) {
   int processors = 0;
   DIFFULEX_RETURN_IF_ERROR(sm90::count_processors(kWhere, context.device_index, &processors));
-  if (params.x.size[0] > kMaxFewRows) {
+  if (params.x.size[0] > kScaledFewRows) {
     return launch_many_rows(params, processors, context);
   }
   const ScaledPlan plan = scaled_plan(params.x.size[0], params.weight.size[0], params.x.size[1],
@@ -133,10 +133,8 @@ Status launch_wgmma_product(const LinearScaledParams& params, const ExecContext&
       return is_pair ? launch<16, 2>(params, plan, context) : launch<16, 1>(params, plan, context);
     case 32:
       return is_pair ? launch<32, 2>(params, plan, context) : launch<32, 1>(params, plan, context);
-    case 64:
-      return is_pair ? launch<64, 2>(params, plan, context) : launch<64, 1>(params, plan, context);
     default:
-      return launch<128, 1>(params, plan, context);
+      return is_pair ? launch<64, 2>(params, plan, context) : launch<64, 1>(params, plan, context);
   }
 }
 
@@ -149,8 +147,7 @@ Status prepare_wgmma_product(int32_t device_index) {
   DIFFULEX_RETURN_IF_ERROR(prepare_short<64>(device_index));
   DIFFULEX_RETURN_IF_ERROR(prepare_many<ByRow>(device_index));
   DIFFULEX_RETURN_IF_ERROR(prepare_many<ByRowWide>(device_index));
-  DIFFULEX_RETURN_IF_ERROR(prepare_many<ByBlock>(device_index));
-  return prepare_tile<ScaledTraits<128, 1>>(device_index);
+  return prepare_many<ByBlock>(device_index);
 }
 
 }  // namespace diffulex::cuda

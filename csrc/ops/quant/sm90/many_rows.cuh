@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// out = x W^T of e4m3 codes for more than kMaxFewRows rows of x, which are the wide operand here: a
-// lane then has two scales of rows a line, and gate and up in neighbouring groups of its sums. The
-// ring is that of csrc/ops/linear/sm90/ring.cuh, the terms and the order of the sums those of
-// product.cuh, and so the bits.
+// out = x W^T of e4m3 codes for more than kScaledFewRows rows of x, which are the wide operand
+// here: a lane then has two scales of rows a line, and gate and up in neighbouring groups of its
+// sums. The ring is that of csrc/ops/linear/sm90/ring.cuh, the terms and the order of the sums
+// those of product.cuh, and so the bits.
 //
 //   tile        128 rows of x, 64 a warpgroup, times 128 or 192 rows of W
 //   128         two lines on their way, the first one promoted while the second one is multiplied
-//   192         one line; fewer bytes from shared memory a product, and no registers for a second
+//   192         one line; fewer bytes from shared memory a product, and no registers for a second.
+//               The warpgroups take turns: one promotes while the other multiplies
 //   shares      of the depth, where few rows have two: two CTAs, or one after the other
-//   end of x    the last tile is shifted to end there: copies that reach past x are slower
+//   end of x    the last tile is shifted to end there: copies that reach past x are slower. A first
+//               one that has not as many rows reaches past it
 //
 // Beside the tensor cores, which take 512 cycles for a line of 128 x 128, promotion costs about 150
 // more and the copies 60, whatever overlaps.
@@ -24,6 +26,7 @@
 #include "ops/linear/sm90/ring.cuh"
 #include "ops/quant/sm90/line.cuh"
 #include "ops/quant/sm90/traits.cuh"
+#include "ops/shared/cuda/turns.cuh"
 
 namespace diffulex::cuda::sm90 {
 
@@ -68,7 +71,7 @@ struct ManyRowsWork final : RingWork {
     const int32_t first = row_tile * kManyRowsTile;
     const int32_t rows = min(args.num_rows - first, kManyRowsTile);
     const int32_t count = (rows + kManyRowsBox - 1) / kManyRowsBox * kManyRowsBox;
-    return {min(first, args.num_rows - count), count};
+    return {max(0, min(first, args.num_rows - count)), count};
   }
 };
 
@@ -97,8 +100,8 @@ class ManyRowsCopies : public RingCopies<ManyRowsArgs, ManyRowsWork> {
     const int32_t weight_tile = tile / args_.row_tiles;
     const RowSpan rows = ManyRowsWork::rows_of(args_, tile - weight_tile * args_.row_tiles);
     const int32_t first = rows.first / 4 * 4;
-    return {weight_tile * (Traits::kColumns / 16), rows, first,
-            (rows.first + rows.count - first + 3) / 4 * 16};
+    const int32_t end = min(rows.first + rows.count, args_.num_rows);
+    return {weight_tile * (Traits::kColumns / 16), rows, first, (end - first + 3) / 4 * 16};
   }
   __device__ __forceinline__ int32_t weight_bytes(const Place& /*place*/) const {
     return kWeightBytes;
@@ -202,6 +205,7 @@ class ManyRowsFeed final {
     rows_ = ptx::swizzle128_descriptor(rows, 0, 1024);
     weights_ = ptx::swizzle128_descriptor(smem.stages, 0, 1024);
     own_row_ = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    Turns::open(group());
   }
   __device__ __forceinline__ void begin_tile(const RowSpan& rows) {
     scales_ = smem_.extra + (own_row_ + rows.first % 4) * sizeof(float);
@@ -209,6 +213,7 @@ class ManyRowsFeed final {
   /// Waits for the next line and lets the tensor cores begin with it.
   __device__ __forceinline__ Started start(Sums& product) {
     wait();
+    Turns::wait(group());
     // Descriptors count 16 bytes, a step of 32 codes is two.
     const uint64_t offset = static_cast<uint32_t>(cursor_.stage) * (kStageBytes / 16);
     ptx::wgmma_hold(product);
@@ -218,6 +223,7 @@ class ManyRowsFeed final {
       ptx::wgmma_e4m3(product, rows_ + offset + 2 * k, weights_ + offset + 2 * k, k > 0);
     }
     ptx::wgmma_commit();
+    Turns::pass(group());
     const uint32_t scales = scales_ + cursor_.stage * kManyRowsScaleBytes;
     const Started line{cursor_.stage, ptx::shared_load1(scales),
                        ptx::shared_load1(scales + 8 * sizeof(float))};
@@ -245,12 +251,17 @@ class ManyRowsFeed final {
   /// Leaves out a line.
   __device__ __forceinline__ void skip() {
     wait();
+    Turns::wait(group());
+    Turns::pass(group());
     release_line(smem_.empty + 8 * cursor_.stage);
     cursor_.advance(args_.stages);
   }
 
  private:
+  using Turns = ptx::Turns<!Traits::kIsPaired>;
   static constexpr uint32_t kStageBytes = (Traits::kColumns + kManyRowsTile) * kCodeLine;
+
+  static __device__ __forceinline__ int group() { return static_cast<int>(threadIdx.x) / 128; }
 
   __device__ __forceinline__ void wait() {
     if (early_ > 0) {

@@ -296,19 +296,6 @@ __device__ __forceinline__ void multiply_stages(StageFeed<Traits>& feed, int32_t
   }
 }
 
-/// Sums of a tile.
-template <typename Traits>
-__device__ __forceinline__ void sum_up(StageFeed<Traits>& feed, int32_t count, bool has_blocks,
-                                       int32_t weight_bytes, float (&sums)[Traits::kGroups][4]) {
-  if constexpr (Traits::kOverlaps) {
-    if (!has_blocks) {
-      multiply_lines(feed, count, sums);
-      return;
-    }
-  }
-  multiply_stages(feed, count, has_blocks, weight_bytes, sums);
-}
-
 template <typename Traits>
 __device__ __forceinline__ void consume_codes(const ScaledLinearArgs& args, const RingSmem& smem) {
   const ScaledWork work(args);
@@ -318,7 +305,7 @@ __device__ __forceinline__ void consume_codes(const ScaledLinearArgs& args, cons
   for (int32_t tile = work.tile; tile < args.num_tiles; tile += work.stride) {
     feed.begin_tile(tile);
     float sums[Traits::kGroups][4] = {};
-    sum_up(feed, work.count, has_blocks, args.tile_rows * Traits::kLineBytes, sums);
+    multiply_stages(feed, work.count, has_blocks, args.tile_rows * Traits::kLineBytes, sums);
     epilogue.finish(sums, feed.scales(), tile + work.stride >= args.num_tiles);
   }
 }

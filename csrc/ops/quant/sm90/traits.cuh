@@ -21,16 +21,10 @@ struct ScaledTraits final {
   static constexpr int kGroups = kRows / 8;  // accumulators of a thread, four floats each
   static constexpr int kLineBytes = 128;     // the swizzle
   static constexpr int kLineScales = kRows * static_cast<int>(sizeof(float));
-  static constexpr int kMaxTileRows =
-      kRows > kScaledShortRows ? kScaledTallTile : kLinearTileWeightRows;
-  /// Whether the sums of one piece of a line are promoted while the other is multiplied, where W
-  /// has no scales of blocks: their factors took 7 % more time so than one after the other. Few
-  /// rows wait for the memory, where a stage that is free sooner is worth more.
-  static constexpr bool kOverlaps = kRows > kScaledShortRows;
+  static constexpr int kMaxTileRows = kLinearTileWeightRows;
   static constexpr int kMaxThreads = 128 * (kMaxTileRows / 64) + 32;
 
-  static_assert(kLines == 1 || kRows <= kScaledShortRows,
-                "with many rows the registers do not hold two products");
+  static_assert(kRows <= kScaledFewRows, "the registers do not hold the products of more");
 };
 
 struct ScaledLinearArgs : LinearArgs {
