@@ -17,10 +17,12 @@ from diffulex.ops import WeightScheme
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FEW_ROWS", "multiply", "takes_rows", "takes_weight"]
+__all__ = ["multiply", "own_rows", "takes_rows"]
 
-#: Rows up to which `ops.linear_scaled` is faster.
-FEW_ROWS = 128
+#: Rows up to which `ops.linear_scaled` is faster, whatever the weight has.
+_FEW_ROWS = {WeightScheme.FP8: 192, WeightScheme.FP8_BLOCK: 128}
+#: Rows and columns of the library's tiles.
+_TILE = 128
 #: By scheme: what divides the number of rows, that of columns of the result, and the depth. Scales of
 #: blocks are read in fours, along rows of x and along the depth of W.
 _MULTIPLES = {
@@ -32,22 +34,30 @@ _CUDA_OF_BLOCKS = (12, 9)
 _scaled_mm: Any = torch._scaled_mm
 
 
-def takes_weight(scheme: WeightScheme, weight: Tensor) -> bool:
-    """Whether `multiply` may take codes [N, K] on their device."""
-    if scheme not in _MULTIPLES or not ops.has_hopper_kernels(weight.device):
-        return False
+def own_rows(scheme: WeightScheme, weight: Tensor) -> int | None:
+    """Rows up to which `ops.linear_scaled` of codes [N, K] is faster on their device; None: `multiply` does not
+    take them.
+
+    The library's tiles have the whole depth. While they fill half of the processors or less, the other
+    half has a share of it here.
+    """
+    if scheme not in _FEW_ROWS or not ops.has_hopper_kernels(weight.device):
+        return None
     if scheme == WeightScheme.FP8_BLOCK:
         version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
         if version < _CUDA_OF_BLOCKS:
-            return False
+            return None
     _, columns, depth = _MULTIPLES[scheme]
-    return weight.size(0) % columns == 0 and weight.size(1) % depth == 0
+    if weight.size(0) % columns or weight.size(1) % depth:
+        return None
+    num_processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
+    return max(_FEW_ROWS[scheme], num_processors // 2 // -(-weight.size(0) // _TILE) * _TILE)
 
 
-def takes_rows(scheme: WeightScheme, x: Tensor) -> bool:
-    """Whether `multiply` takes x [T, K] and a weight that `takes_weight`, and is faster."""
+def takes_rows(scheme: WeightScheme, x: Tensor, limit: int) -> bool:
+    """Whether `multiply` takes x [T, K] and a weight whose `own_rows` are `limit`, and is faster."""
     num_rows = x.size(0)
-    is_many = num_rows > FEW_ROWS and num_rows % _MULTIPLES[scheme][0] == 0
+    is_many = num_rows > limit and num_rows % _MULTIPLES[scheme][0] == 0
     return is_many and x.dtype == torch.bfloat16
 
 

@@ -201,8 +201,8 @@ class QuantizedWeight:
     """
 
     __slots__ = (
-        "_has_vendor",
         "_is_ready",
+        "_own_rows",
         "_parts",
         "depth",
         "is_batch_invariant",
@@ -233,9 +233,8 @@ class QuantizedWeight:
             self._parts.append(_Part(start, shape, depth, scheme, torch.device(device), dtype))
             start += shape.rows
         self.is_batch_invariant = False
-        self._has_vendor = len(self._parts) == 1 and vendor.takes_weight(
-            scheme, self._parts[0].codes
-        )
+        codes = self._parts[0].codes
+        self._own_rows = vendor.own_rows(scheme, codes) if len(self._parts) == 1 else None
 
     @property
     def nbytes(self) -> int:
@@ -302,8 +301,9 @@ class QuantizedWeight:
 
     def _takes_vendor(self, x: torch.Tensor) -> bool:
         """Whether the vendor's library multiplies the rows x [T, K]."""
-        may = self._has_vendor and not self.is_batch_invariant
-        return may and vendor.takes_rows(self.scheme, x)
+        if self._own_rows is None or self.is_batch_invariant:
+            return False
+        return vendor.takes_rows(self.scheme, x, self._own_rows)
 
     def new_rows(self, x: torch.Tensor) -> ops.QuantizedRows | None:
         if self.scheme == WeightScheme.INT4:

@@ -159,22 +159,25 @@ def test_attention_makes_no_codes_of_other_columns() -> None:
 
 def test_what_the_vendor_takes() -> None:
     def takes(scheme: WeightScheme, num_rows: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return vendor.takes_rows(scheme, torch.empty(num_rows, 64, dtype=dtype))
+        return vendor.takes_rows(scheme, torch.empty(num_rows, 64, dtype=dtype), 128)
 
     assert [takes(WeightScheme.FP8, rows) for rows in (1, 128, 129, 8192)] == [0, 0, 1, 1]
     assert [takes(WeightScheme.FP8_BLOCK, rows) for rows in (128, 129, 130, 132)] == [0, 0, 0, 1]
     assert not takes(WeightScheme.FP8, 256, torch.float16)
     codes = torch.empty(1024, 1024, dtype=torch.float8_e4m3fn)
-    assert not any(vendor.takes_weight(scheme, codes) for scheme in WeightScheme)
+    assert all(vendor.own_rows(scheme, codes) is None for scheme in WeightScheme)
 
 
 @pytest.mark.cuda
 def test_weights_that_the_vendor_takes() -> None:
     needs_hopper()
 
-    def takes(scheme: WeightScheme, columns: int, depth: int) -> bool:
+    def own_rows(scheme: WeightScheme, columns: int, depth: int) -> int | None:
         codes = torch.empty(columns, depth, dtype=torch.float8_e4m3fn, device="cuda")
-        return vendor.takes_weight(scheme, codes)
+        return vendor.own_rows(scheme, codes)
+
+    def takes(scheme: WeightScheme, columns: int, depth: int) -> bool:
+        return own_rows(scheme, columns, depth) is not None
 
     assert takes(WeightScheme.FP8, 48, 80)
     assert not takes(WeightScheme.FP8, 40, 80)
@@ -183,6 +186,19 @@ def test_weights_that_the_vendor_takes() -> None:
     assert not takes(WeightScheme.FP8_BLOCK, 320, 1024)
     assert not takes(WeightScheme.FP8_BLOCK, 384, 640)
     assert not takes(WeightScheme.INT8, 1024, 1024)
+    if torch.cuda.get_device_properties(0).multi_processor_count == 132:
+        for columns, rows in (
+            (24576, 192),
+            (6144, 192),
+            (4096, 256),
+            (2048, 512),
+            (2050 * 16, 192),
+        ):
+            assert own_rows(WeightScheme.FP8, columns, 4096) == rows
+            if columns % 128 == 0:
+                assert own_rows(WeightScheme.FP8_BLOCK, columns, 4096) == (
+                    128 if rows == 192 else rows
+                )
 
 
 @FP8
@@ -203,7 +219,11 @@ def test_layers_send_many_rows_to_the_vendor(
         dense = weight.float() * (scale if scale.dim() == 2 else scale[:, None])
         return out.copy_(torch.nn.functional.linear(rows.codes.float() * factors, dense, bias))
 
-    monkeypatch.setattr(vendor, "takes_weight", lambda scheme, weight: True)
+    # Gate and up are the library's from fewer rows on than down.
+    gate_up, down = 128, 140
+    monkeypatch.setattr(
+        vendor, "own_rows", lambda _, codes: gate_up if codes.size(0) == 1024 else down
+    )
     monkeypatch.setattr(vendor, "multiply", multiply)
     place: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
     mlp = GatedMLP(512, 512, **place)
@@ -216,9 +236,10 @@ def test_layers_send_many_rows_to_the_vendor(
         assert not calls
         set_batch_invariant(mlp, False)
         got = mlp(x.clone(), MLPScratch(x, 512)).float()
-        is_taken = num_rows > 128 and (scheme == WeightScheme.FP8 or num_rows % 4 == 0)
-        assert calls == [num_rows] * (2 if is_taken else 0)
-        assert is_taken or torch.equal(got, want)
+        is_whole = scheme == WeightScheme.FP8 or num_rows % 4 == 0
+        num_calls = is_whole * ((num_rows > gate_up) + (num_rows > down))
+        assert calls == [num_rows] * num_calls
+        assert num_calls or torch.equal(got, want)
         assert (got - want).norm() <= 0.1 * want.norm()
         calls.clear()
 
@@ -235,6 +256,8 @@ def test_products_of_many_rows(
     calls: list[int] = []
     library = vendor.multiply
     monkeypatch.setattr(vendor, "multiply", lambda *a: calls.append(1) or library(*a))
+    own_rows = vendor.own_rows
+    monkeypatch.setattr(vendor, "own_rows", lambda *a: own_rows(*a) and 128)
     layer = Linear(1024, (512,), bias=has_bias, dtype=torch.bfloat16, device="cuda")
     weight = quantized(layer, scheme, num_rows)
     if layer.bias is not None:
@@ -272,8 +295,20 @@ def test_products_of_many_rows(
 
 @pytest.mark.cuda
 @FP8
-def test_a_captured_graph_of_many_rows(scheme: WeightScheme) -> None:
+@pytest.mark.parametrize("most_columns", [0, 512, 2048])
+def test_a_captured_graph_of_many_rows(
+    scheme: WeightScheme, most_columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the library's products, with own ones between them, and of own ones."""
     needs_hopper()
+    own_rows = vendor.own_rows
+    monkeypatch.setattr(
+        vendor,
+        "own_rows",
+        lambda scheme, codes: (
+            own_rows(scheme, codes) and (128 if codes.size(0) > most_columns else 256)
+        ),
+    )
     mlp = GatedMLP(512, 1024, dtype=torch.bfloat16, device="cuda")
     norm = RMSNorm(512, eps=1e-6, dtype=torch.bfloat16, device="cuda")
     norm.weight.fill_(1)
