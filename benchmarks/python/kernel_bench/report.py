@@ -177,7 +177,7 @@ def fingerprint(ceilings: Ceilings) -> dict[str, Any]:
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
         facts["driver"] = _output(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            ["nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"]
         )
     facts["commit"] = _output(["git", "rev-parse", "--short", "HEAD"])
     return facts
