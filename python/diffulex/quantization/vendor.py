@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["multiply", "own_rows", "takes_rows"]
 
-#: Rows up to which `ops.linear_scaled` is faster, whatever the weight has.
+#: Rows up to which `ops.linear_scaled` is faster with nearly every weight.
 _FEW_ROWS = {WeightScheme.FP8: 192, WeightScheme.FP8_BLOCK: 128}
 #: Rows and columns of the library's tiles.
 _TILE = 128
@@ -50,8 +50,13 @@ def own_rows(scheme: WeightScheme, weight: Tensor) -> int | None:
     _, columns, depth = _MULTIPLES[scheme]
     if weight.size(0) % columns or weight.size(1) % depth:
         return None
-    num_processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
-    return max(_FEW_ROWS[scheme], num_processors // 2 // -(-weight.size(0) // _TILE) * _TILE)
+    properties = torch.cuda.get_device_properties(weight.device)
+    return _own_rows(scheme, weight.size(0), properties.multi_processor_count)
+
+
+def _own_rows(scheme: WeightScheme, num_columns: int, num_processors: int) -> int:
+    row_tiles = num_processors // 2 // -(-num_columns // _TILE)
+    return max(_FEW_ROWS[scheme], row_tiles * _TILE)
 
 
 def takes_rows(scheme: WeightScheme, x: Tensor, limit: int) -> bool:

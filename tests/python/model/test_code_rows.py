@@ -168,6 +168,22 @@ def test_what_the_vendor_takes() -> None:
     assert all(vendor.own_rows(scheme, codes) is None for scheme in WeightScheme)
 
 
+@pytest.mark.parametrize(
+    ("num_columns", "num_processors", "fp8", "blocks"),
+    [
+        *[(24576, 132, 192, 128), (6144, 132, 192, 128), (4096, 132, 256, 256)],
+        *[(4097, 132, 256, 256), (2048, 132, 512, 512), (16, 132, 8448, 8448)],
+        *[(4096, 114, 192, 128), (4096, 1, 192, 128)],
+    ],
+)
+def test_rows_up_to_which_the_own_product_is_faster(
+    num_columns: int, num_processors: int, fp8: int, blocks: int
+) -> None:
+    """192 or 128, or as many as leave half of the processors without a tile of 128 x 128."""
+    assert vendor._own_rows(WeightScheme.FP8, num_columns, num_processors) == fp8
+    assert vendor._own_rows(WeightScheme.FP8_BLOCK, num_columns, num_processors) == blocks
+
+
 @pytest.mark.cuda
 def test_weights_that_the_vendor_takes() -> None:
     needs_hopper()
@@ -186,19 +202,9 @@ def test_weights_that_the_vendor_takes() -> None:
     assert not takes(WeightScheme.FP8_BLOCK, 320, 1024)
     assert not takes(WeightScheme.FP8_BLOCK, 384, 640)
     assert not takes(WeightScheme.INT8, 1024, 1024)
-    if torch.cuda.get_device_properties(0).multi_processor_count == 132:
-        for columns, rows in (
-            (24576, 192),
-            (6144, 192),
-            (4096, 256),
-            (2048, 512),
-            (2050 * 16, 192),
-        ):
-            assert own_rows(WeightScheme.FP8, columns, 4096) == rows
-            if columns % 128 == 0:
-                assert own_rows(WeightScheme.FP8_BLOCK, columns, 4096) == (
-                    128 if rows == 192 else rows
-                )
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    expected = vendor._own_rows(WeightScheme.FP8, 2048, processors)
+    assert own_rows(WeightScheme.FP8, 2048, 4096) == expected
 
 
 @FP8
