@@ -220,9 +220,8 @@ def _layer_case(model: str, products: Sequence[Product], rows: int, device: str)
     def run(weights: list[tuple[torch.Tensor, torch.Tensor]], is_vendor: list[bool]) -> None:
         for index, (product, weight) in enumerate(zip(products, weights, strict=True)):
             out, pair = outs[index], both[index]
-            after = (whole if is_vendor[(index + 1) % len(products)] else grouped)[
-                (index + 1) % len(products)
-            ]
+            following = (index + 1) % len(products)
+            after = (whole if is_vendor[following] else grouped)[following]
             if is_vendor[index]:
                 vendor.multiply(whole[index], *weight, None, out if pair is None else pair)
                 if pair is not None:
@@ -241,13 +240,14 @@ def _layer_case(model: str, products: Sequence[Product], rows: int, device: str)
     ]
 
     def check() -> Agreement:
-        agreement = Agreement(sum(out.numel() for out in outs), TOLERANCE)
-        for out in outs:
-            out.fill_(torch.nan)
-        run(sets[0], chosen)
-        for index, (product, weight, out) in enumerate(zip(products, sets[0], outs, strict=True)):
-            coded = (whole if chosen[index] else grouped)[index]
-            _compare(agreement, product, coded, weight, out)
+        agreement = Agreement(3 * sum(out.numel() for out in outs), TOLERANCE)
+        for is_vendor in (chosen, own, library):
+            for out in outs:
+                out.fill_(torch.nan)
+            run(sets[0], is_vendor)
+            for index, (product, weight) in enumerate(zip(products, sets[0], strict=True)):
+                coded = (whole if is_vendor[index] else grouped)[index]
+                _compare(agreement, product, coded, weight, outs[index])
         return agreement
 
     read = float(sum(sizes) + sum(rows * product.depth for product in products))
