@@ -9,6 +9,7 @@
 
 #include "ops/attention/args.cuh"
 #include "ops/attention/sm90/mainloop.cuh"
+#include "ops/quant/code_rows.cuh"
 #include "ops/shared/cuda/cluster.cuh"
 #include "ops/shared/cuda/mbarrier.cuh"
 

@@ -11,8 +11,8 @@
 //   192         one line; fewer bytes from shared memory a product, and no registers for a second.
 //               The warpgroups take turns: one promotes while the other multiplies
 //   shares      of the depth, where few rows have two: two CTAs, or one after the other
-//   end of x    the last tile is shifted to end there: copies that reach past x are slower. A first
-//               one that has not as many rows reaches past it
+//   end of x    the last tile is shifted to end there: copies that reach past x are slower. A
+//               single tile with fewer rows than its copies reaches past it
 //
 // Beside the tensor cores, which take 512 cycles for a line of 128 x 128, promotion costs about 150
 // more and the copies 60, whatever overlaps.
