@@ -141,7 +141,7 @@ def test_codes_of_attention_give_the_bits_of_its_rows(
         monkeypatch.setattr(PagedAttention, "_new_inner_rows", makes_rows)
 
 
-def test_attention_makes_no_codes_of_other_columns() -> None:
+def test_attention_makes_no_codes_of_other_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a head is no group, and where one scale is of the whole row."""
     place: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     for head_dim in (64, 128):
@@ -153,7 +153,7 @@ def test_attention_makes_no_codes_of_other_columns() -> None:
         whole = ops.new_quantized_rows(
             3, 4 * head_dim, torch.int8, heads.device, group=4 * head_dim
         )
-        attention.o.new_rows = lambda x, rows=whole: rows  # type: ignore[method-assign]
+        monkeypatch.setattr(attention.o, "new_rows", lambda x, rows=whole: rows)
         assert attention._new_inner_rows(heads) is None
 
 
