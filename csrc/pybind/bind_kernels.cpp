@@ -95,12 +95,13 @@ void def_attention(py::module_& module) {
         const AttentionSplits splits = attention_splits(
             {num_reqs, num_q_heads, num_kv_heads, head_dim, max_seqlen_q, max_context_len, 0},
             is_hopper);
-        return py::make_tuple(splits.num_splits, splits.cluster_size);
+        return py::make_tuple(splits.num_splits, splits.cluster_size, splits.rows_per_tile);
       },
       py::arg("num_reqs"), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
       py::arg("max_seqlen_q"), py::arg("max_context_len"), py::arg("is_hopper"),
-      "(splits, CTAs of a cluster) that the op block_attention chooses by itself on a device of "
-      "132 multiprocessors; elsewhere it may choose others, and no more splits.");
+      "(splits, CTAs of a cluster, rows of a tile) that the op block_attention chooses by itself "
+      "on a device of "
+      "132 multiprocessors; elsewhere it may choose others, with no more scratch.");
   module.def(
       "visible_ends",
       [](StepPlan& plan) {

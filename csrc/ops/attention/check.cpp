@@ -126,6 +126,7 @@ AttentionShape attention_shape(const BlockAttentionParams& params) {
   shape.max_seqlen_q = params.max_seqlen_q;
   shape.max_context_len = params.max_context_len;
   shape.num_splits = params.num_splits;
+  shape.sliding_window = params.sliding_window;
   return shape;
 }
 

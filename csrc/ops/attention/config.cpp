@@ -2,6 +2,8 @@
 #include "ops/attention/config.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <iterator>
 
 #include "diffulex/ops/row_interval.h"
 
@@ -70,31 +72,6 @@ int32_t split_bound(const AttentionShape& shape, int64_t base_units, bool batch_
   return static_cast<int32_t>(std::min<int64_t>({std::max(shape.num_splits, 1), limit, useful}));
 }
 
-/// Splits for one wave of CTAs. Batch-invariant launches split by the request alone.
-int32_t hopper_splits(const AttentionShape& shape, int32_t keys_per_split, int64_t base_units,
-                      bool batch_invariant, int32_t num_processors) {
-  const int64_t max_keys =
-      int64_t{std::max(shape.max_context_len, 0)} + std::max(shape.max_seqlen_q, 0);
-  const int64_t useful = std::max<int64_t>(1, (max_keys + keys_per_split - 1) / keys_per_split);
-  if (shape.num_splits != 0) {
-    const int32_t limit = batch_invariant ? kAttentionInvariantMaxSplits : kAttentionMaxSplits;
-    return static_cast<int32_t>(std::min<int64_t>({std::max(shape.num_splits, 1), limit, useful}));
-  }
-  if (batch_invariant || base_units <= 0) {
-    return 1;
-  }
-  const int64_t fitting = num_processors / base_units;
-  if (fitting > kHopperMaxCluster &&
-      max_keys > int64_t{kHopperMaxCluster} * kHopperKeysPerClusterCta) {
-    return static_cast<int32_t>(std::min<int64_t>({fitting, kAttentionMaxSplits, useful}));
-  }
-  int32_t splits = 1;
-  while (splits < kHopperMaxCluster && 2 * splits <= fitting && splits < useful) {
-    splits *= 2;
-  }
-  return splits;
-}
-
 /// CTAs of the clusters that hold `splits` splits of each unit: the largest clusters that run all
 /// at once, or 1 where there is none and a second kernel adds up. Clusters do not cross groups of
 /// multiprocessors, so the device holds fewer large ones than its size suggests, and a second wave
@@ -120,6 +97,102 @@ void set_rows(AttentionConfig& config, int32_t rows, const AttentionShape& shape
   config.rows_per_tile = rows;
   config.tokens_per_tile = std::max(1, rows / group_size(shape));
   config.tiles_per_request = ceil_div_i32(std::max(shape.max_seqlen_q, 0), config.tokens_per_tile);
+}
+
+int64_t hopper_units(const AttentionShape& shape, const AttentionConfig& config) {
+  return int64_t{shape.num_reqs} * shape.num_kv_heads * config.tiles_per_request;
+}
+
+/// Most keys that a row tile sees.
+int32_t hopper_keys(const AttentionShape& shape) {
+  constexpr int32_t kLimit = 1 << 30;  // that of a request (args.cuh)
+  return max_tile_keys(std::clamp(shape.max_context_len, 0, kLimit), shape.max_seqlen_q,
+                       static_cast<int32_t>(MaskKind::kBlockCausal), shape.sliding_window);
+}
+
+/// True when there is a kernel with tiles of `rows` that the shape gives enough of.
+bool has_hopper_rows(const AttentionShape& shape, int32_t rows) {
+  if (shape.head_dim > 256) {
+    return rows == kSmallRowTile;
+  }
+  const int32_t group = group_size(shape);
+  if (rows == kSmallRowTile) {
+    return group <= rows;
+  }
+  return group > kSmallRowTile || int64_t{shape.max_seqlen_q} * group > kSmallRowTile;
+}
+
+AttentionConfig hopper_config(const AttentionShape& shape, int32_t rows, int32_t splits,
+                              bool batch_invariant, int32_t num_processors) {
+  AttentionConfig config;
+  set_rows(config, rows, shape);
+  config.keys_per_tile = hopper_keys_per_tile(shape.head_dim);
+  config.keys_per_split = batch_invariant ? kAttentionInvariantKeysPerSplit : config.keys_per_tile;
+  config.num_splits =
+      std::clamp(splits, 1, std::max(1, ceil_div_i32(hopper_keys(shape), config.keys_per_split)));
+  config.cluster_size =
+      hopper_cluster(config.num_splits, hopper_units(shape, config), num_processors);
+  return config;
+}
+
+/// Calls `visit` with every choice that a launch has: tiles of 64 and of 128 rows, keys whole or in
+/// splits of one wave of CTAs, as many as a cluster has or, where that leaves most multiprocessors
+/// idle, as many as there are CTAs.
+template <typename Visit>
+void for_each_hopper_config(const AttentionShape& shape, int32_t num_processors,
+                            const Visit& visit) {
+  for (const int32_t rows : {kSmallRowTile, kLargeRowTile}) {
+    if (!has_hopper_rows(shape, rows)) {
+      continue;
+    }
+    const AttentionConfig whole = hopper_config(shape, rows, 1, false, num_processors);
+    visit(whole);
+    const int64_t units = hopper_units(shape, whole);
+    const int64_t fitting = units > 0 ? num_processors / units : 1;
+    const int64_t useful = ceil_div_i32(hopper_keys(shape), whole.keys_per_split);
+    const auto most =
+        static_cast<int32_t>(std::min<int64_t>({fitting, useful, kAttentionMaxSplits}));
+    for (int32_t splits = 2; splits <= std::min(most, kHopperMaxCluster); splits *= 2) {
+      visit(hopper_config(shape, rows, splits, false, num_processors));
+    }
+    if (most > kHopperMaxCluster) {
+      visit(hopper_config(shape, rows, most, false, num_processors));
+    }
+  }
+}
+
+/// Nanoseconds that a launch takes on an H200 while memory keeps up: what CTAs need to start, their
+/// key tiles, and the exchange of the partials of splits. Only comparisons matter: they hold on
+/// other devices of the same architecture too.
+int64_t hopper_cost(const AttentionShape& shape, const AttentionConfig& config,
+                    int32_t num_processors) {
+  constexpr struct {
+    int32_t head_dim, small_tile, large_tile;  // of 64 and of 128 rows
+  } kTiles[] = {{64, 930, 1410}, {128, 1210, 1480}, {256, 1085, 1550}, {512, 1570, 1570}};
+  constexpr int64_t kSmallStart = 3900;
+  constexpr int64_t kLargeStart = 4100;
+  constexpr int64_t kExchange = 1000;
+  constexpr int64_t kExchangePerKilobyte = 15;  // that a CTA writes
+  constexpr int64_t kClusters = 4000;           // several for a unit
+  constexpr int64_t kSecondKernel = 6500;
+  const auto* tile = std::find_if(std::begin(kTiles), std::end(kTiles) - 1,
+                                  [&](const auto& row) { return shape.head_dim <= row.head_dim; });
+  const bool is_small = config.rows_per_tile == kSmallRowTile;
+  const int64_t ctas = hopper_units(shape, config) * config.num_splits;
+  const int64_t waves = std::max<int64_t>(1, (ctas + num_processors - 1) / num_processors);
+  const int64_t tiles = ceil_div_i32(hopper_keys(shape), config.keys_per_tile);
+  const int64_t walked = (tiles + config.num_splits - 1) / config.num_splits;
+  const int64_t whole = (is_small ? kSmallStart : kLargeStart) +
+                        waves * walked * (is_small ? tile->small_tile : tile->large_tile);
+  if (config.num_splits == 1) {
+    return whole;
+  }
+  const int64_t kilobytes = int64_t{config.rows_per_tile} * shape.head_dim * 4 / 1024;
+  const int64_t exchange = kExchange + kilobytes * (kExchangePerKilobyte + ctas / 2);
+  if (config.cluster_size == 1) {
+    return whole + exchange + kSecondKernel;
+  }
+  return whole + exchange + (config.cluster_size < config.num_splits ? kClusters : 0);
 }
 
 }  // namespace
@@ -164,19 +237,24 @@ int32_t hopper_keys_per_tile(int32_t head_dim) {
 AttentionConfig hopper_attention_config(const AttentionShape& shape, bool batch_invariant,
                                         const AttentionDevice& device) {
   const int32_t num_processors = usable_processors(device);
-  const int32_t group = group_size(shape);
-  const bool is_small = shape.head_dim > 256 ||
-                        (!batch_invariant && int64_t{shape.max_seqlen_q} * group <= kSmallRowTile);
-  AttentionConfig config;
-  set_rows(config, is_small ? kSmallRowTile : kLargeRowTile, shape);
-  config.keys_per_tile = hopper_keys_per_tile(shape.head_dim);
-  config.keys_per_split = batch_invariant ? kAttentionInvariantKeysPerSplit : config.keys_per_tile;
-  const int64_t base_units =
-      int64_t{shape.num_reqs} * shape.num_kv_heads * config.tiles_per_request;
-  config.num_splits =
-      hopper_splits(shape, config.keys_per_split, base_units, batch_invariant, num_processors);
-  config.cluster_size = hopper_cluster(config.num_splits, base_units, num_processors);
-  return config;
+  if (batch_invariant || shape.num_splits != 0) {
+    const bool is_small =
+        shape.head_dim > 256 ||
+        (!batch_invariant && int64_t{shape.max_seqlen_q} * group_size(shape) <= kSmallRowTile);
+    const int32_t limit = batch_invariant ? kAttentionInvariantMaxSplits : kAttentionMaxSplits;
+    return hopper_config(shape, is_small ? kSmallRowTile : kLargeRowTile,
+                         std::min(shape.num_splits, limit), batch_invariant, num_processors);
+  }
+  AttentionConfig best;
+  int64_t least = INT64_MAX;
+  for_each_hopper_config(shape, num_processors, [&](const AttentionConfig& config) {
+    const int64_t cost = hopper_cost(shape, config, num_processors);
+    if (cost < least) {
+      least = cost;
+      best = config;
+    }
+  });
+  return best;
 }
 
 size_t attention_partial_bytes(const AttentionShape& shape, const AttentionConfig& config) {
@@ -193,7 +271,7 @@ size_t attention_partial_bytes(const AttentionShape& shape, const AttentionConfi
 AttentionSplits attention_splits(const AttentionShape& shape, bool is_hopper) {
   const AttentionConfig config =
       is_hopper ? hopper_attention_config(shape, false) : attention_config(shape, false);
-  return {config.num_splits, config.cluster_size};
+  return {config.num_splits, config.cluster_size, config.rows_per_tile};
 }
 
 HopperScratch hopper_scratch(const AttentionShape& shape, const AttentionConfig& config) {
@@ -216,6 +294,9 @@ size_t attention_workspace_bytes(const AttentionShape& shape, Device device) {
   // The kernel that will run depends on dtype, strides and device, which are not part of the shape:
   // the buffer is large enough for any of them.
   size_t bytes = 0;
+  for_each_hopper_config(shape, kAttentionSmCount, [&](const AttentionConfig& config) {
+    bytes = std::max(bytes, hopper_scratch(shape, config).bytes());
+  });
   for (const bool batch_invariant : {false, true}) {
     bytes = std::max(
         bytes, hopper_scratch(shape, hopper_attention_config(shape, batch_invariant)).bytes());

@@ -34,8 +34,6 @@ inline constexpr int32_t kAttentionInvariantMaxSplits = 8;
 
 /// Largest portable cluster.
 inline constexpr int32_t kHopperMaxCluster = 8;
-/// Keys a CTA of a full cluster must have before more splits, through the workspace, pay.
-inline constexpr int32_t kHopperKeysPerClusterCta = 1024;
 
 /// Tile shape and split bound of one launch.
 struct AttentionConfig {
@@ -119,8 +117,9 @@ inline constexpr int32_t kSmallGenericTile = 16;
 /// Keys of a key tile of the Hopper kernels: 128 (D <= 128), 64 (D <= 256), 32 (D <= 512).
 [[nodiscard]] int32_t hopper_keys_per_tile(int32_t head_dim);
 
-/// Tile shape and splits of the Hopper kernels. The splits are the CTAs of one or more clusters,
-/// the last of which adds up the partials in the same launch; for many splits a second kernel does.
+/// Tile shape and splits of the Hopper kernels, those that should take the least time. The splits
+/// are the CTAs of one or more clusters, the last of which adds up the partials in the same launch;
+/// for many splits a second kernel does. With `batch_invariant` as attention_config().
 [[nodiscard]] AttentionConfig hopper_attention_config(const AttentionShape& shape,
                                                       bool batch_invariant,
                                                       const AttentionDevice& device = {});

@@ -78,6 +78,7 @@ struct AttentionShape {
   int32_t max_seqlen_q = 0;
   int32_t max_context_len = 0;
   int32_t num_splits = 0;
+  int32_t sliding_window = 0;  // scratch is enough for every window
 };
 
 /// Softmax attention of packed query rows over cached and in-flight keys; rows that see no key,
@@ -86,11 +87,12 @@ struct AttentionShape {
 [[nodiscard]] DIFFULEX_API Status block_attention(const BlockAttentionParams& params,
                                                   const ExecContext& context);
 
-/// How a launch divides the keys of a request. Beside its other shapes nothing else of a launch
-/// follows from max_context_len.
+/// How a launch divides the rows and keys of a request. Beside its other shapes nothing else of a
+/// launch follows from max_context_len.
 struct AttentionSplits {
-  int32_t num_splits = 1;    // most parts of the keys of a request
-  int32_t cluster_size = 1;  // CTAs that add the parts up; 1 = a second kernel does
+  int32_t num_splits = 1;     // most parts of the keys of a request
+  int32_t cluster_size = 1;   // CTAs that add the parts up; 1 = a second kernel does
+  int32_t rows_per_tile = 0;  // packed rows (token * G + g) of a tile
 };
 
 /// What the kernels choose for `shape`: those of sm_90a for half types, or the portable ones.

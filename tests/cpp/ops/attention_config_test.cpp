@@ -186,11 +186,65 @@ TEST(AttentionConfig, ChoicesOfTheMeasuredDevice) {
         }
       }
     });
-    EXPECT_EQ(hash, 0x970c203f28ed5dddU) << std::hex << hash;
+    EXPECT_EQ(hash, 0xd4bc0d1a7cf43286U) << std::hex << hash;
   }
 }
 
-/// On fewer multiprocessors (an H100 PCIe has 114, an H20 78) splits fill one wave of them,
+/// Choices that were the fastest, or within a few percent of it, when all were timed on an H200.
+TEST(AttentionConfig, HopperTilesAndSplitsThatWereFastest) {
+  struct Row {
+    int32_t num_reqs, query_rows, context, q_heads, kv_heads, head_dim, window;  // a shape
+    int32_t rows, splits, cluster;                                               // its choice
+  };
+  constexpr Row kRows[] = {
+      {1, 32, 224, 32, 8, 128, 0, 64, 1, 1},      {1, 32, 1024, 32, 8, 128, 0, 64, 4, 4},
+      {1, 32, 4096, 32, 8, 128, 0, 128, 8, 8},    {1, 32, 32768, 32, 8, 128, 0, 128, 16, 1},
+      {2, 32, 1024, 32, 8, 128, 0, 64, 2, 2},     {8, 32, 1024, 32, 8, 128, 0, 64, 1, 1},
+      {8, 32, 8192, 32, 8, 128, 0, 128, 2, 2},    {16, 32, 1024, 32, 8, 128, 0, 128, 1, 1},
+      {8, 32, 32768, 32, 8, 128, 1024, 64, 1, 1}, {1, 32, 32768, 32, 8, 128, 1024, 64, 4, 4},
+      {1, 256, 256, 16, 8, 256, 0, 64, 1, 1},     {1, 256, 4096, 16, 8, 256, 0, 128, 4, 2},
+      {4, 8, 256, 32, 8, 128, 0, 64, 1, 1},       {2, 8, 1024, 32, 8, 128, 0, 64, 4, 4},
+      {1, 8192, 0, 32, 8, 128, 0, 128, 1, 1},     {1, 32, 4096, 16, 2, 512, 0, 64, 16, 1}};
+  for (const Row& row : kRows) {
+    AttentionShape shape = shape_of(row.num_reqs, row.query_rows, row.context);
+    shape.num_q_heads = row.q_heads;
+    shape.num_kv_heads = row.kv_heads;
+    shape.head_dim = row.head_dim;
+    shape.sliding_window = row.window;
+    const AttentionConfig config = hopper_attention_config(shape, false);
+    const std::string what = std::to_string(row.num_reqs) + " x " + std::to_string(row.context) +
+                             " window " + std::to_string(row.window) + " D " +
+                             std::to_string(row.head_dim);
+    EXPECT_EQ(config.rows_per_tile, row.rows) << what;
+    EXPECT_EQ(config.num_splits, row.splits) << what;
+    EXPECT_EQ(config.cluster_size, row.cluster) << what;
+    const AttentionSplits splits = attention_splits(shape, true);
+    EXPECT_EQ(splits.rows_per_tile, row.rows) << what;
+    EXPECT_EQ(splits.num_splits, row.splits) << what;
+    EXPECT_EQ(splits.cluster_size, row.cluster) << what;
+  }
+}
+
+/// Rows per tile that there is a kernel for, a whole number of tokens in each, and scratch that is
+/// enough for every window.
+TEST(AttentionConfig, HopperChoicesCanBeLaunched) {
+  for_each_shape([&](AttentionShape shape) {
+    const size_t scratch = attention_workspace_bytes(shape, Device::kCuda);
+    const int32_t group = shape.num_q_heads / shape.num_kv_heads;
+    for (const int32_t window : {0, 1, 128, 1000, 40000}) {
+      shape.sliding_window = window;
+      const AttentionConfig config = hopper_attention_config(shape, false);
+      ASSERT_TRUE(config.rows_per_tile == 64 || config.rows_per_tile == 128);
+      ASSERT_TRUE(shape.head_dim <= 256 || config.rows_per_tile == 64);
+      ASSERT_TRUE(group > 64 || shape.max_seqlen_q * group > 64 || config.rows_per_tile == 64);
+      ASSERT_TRUE(group <= config.rows_per_tile || shape.head_dim > 256 || group > 128);
+      ASSERT_GE(config.tiles_per_request * config.tokens_per_tile, shape.max_seqlen_q);
+      ASSERT_GE(scratch, hopper_scratch(shape, config).bytes());
+    }
+  });
+}
+
+/// On fewer multiprocessors (an H100 PCIe has 114, an H20 78) splits fill at most one wave of them,
 /// clusters fit, and scratch sized from the shapes alone is enough.
 TEST(AttentionConfig, FewerMultiprocessors) {
   for (const int32_t num_processors : {78, 114, 132, 148}) {
@@ -198,9 +252,7 @@ TEST(AttentionConfig, FewerMultiprocessors) {
     const int32_t usable = std::min(num_processors, kAttentionSmCount);
     for_each_shape([&](const AttentionShape& shape) {
       const AttentionConfig hopper = hopper_attention_config(shape, false, device);
-      const AttentionConfig most = hopper_attention_config(shape, false);
       const int64_t units = int64_t{shape.num_reqs} * shape.num_kv_heads * hopper.tiles_per_request;
-      ASSERT_LE(hopper.num_splits, most.num_splits);
       if (hopper.num_splits > 1) {
         ASSERT_LE(units * hopper.num_splits, usable);
       }
@@ -223,7 +275,7 @@ TEST(AttentionConfig, FewerMultiprocessors) {
             16);
   EXPECT_EQ(hopper_attention_config(shape, false, device_of(114, kLargeSharedMemory)).num_splits,
             14);
-  EXPECT_EQ(hopper_attention_config(shape, false, device_of(78, kLargeSharedMemory)).num_splits, 9);
+  EXPECT_EQ(hopper_attention_config(shape, false, device_of(78, kLargeSharedMemory)).num_splits, 8);
 }
 
 }  // namespace
