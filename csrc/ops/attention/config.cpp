@@ -174,7 +174,7 @@ int64_t hopper_cost(const AttentionShape& shape, const AttentionConfig& config,
   constexpr int64_t kExchange = 1000;
   constexpr int64_t kExchangePerKilobyte = 15;  // that a CTA writes
   constexpr int64_t kClusters = 4000;           // several for a unit
-  constexpr int64_t kSecondKernel = 6500;
+  constexpr int64_t kSecondKernel = 3850;
   const auto* tile = std::find_if(std::begin(kTiles), std::end(kTiles) - 1,
                                   [&](const auto& row) { return shape.head_dim <= row.head_dim; });
   const bool is_small = config.rows_per_tile == kSmallRowTile;
