@@ -2,8 +2,8 @@
 #pragma once
 
 // The copiers of caches of codes: one warp feeds the copy engine with the queries of every unit and
-// with the codes of its cached tiles, in pieces of K and V in the order in which the converter
-// reads them; another fetches their scale bytes. One warp alone is slower than the converter.
+// with the codes of its cached tiles, in pieces of K and V in the order in which one converter
+// reads them; another fetches their scale bytes. One warp alone is slower than a converter.
 
 #include <cstdint>
 #include <type_traits>
@@ -30,17 +30,18 @@ struct CodePiece final {
 };
 
 /// Calls `copy` for the pieces of the cached tiles of a unit, each told to be of V or not by a
-/// std::bool_constant, in the order in which the converter reads them: K a tile ahead of V.
+/// std::bool_constant, in the order in which one converter reads them: K a tile ahead of V.
 template <typename Traits, typename Copy>
 __device__ __forceinline__ void walk_pieces(const TileSetup& setup, const TileCopier<Traits>& tiles,
-                                            Ring<Traits::kPieces>& ring, const Copy& copy) {
+                                            PieceRings<Traits>& rings, const Copy& copy) {
   const int32_t count = setup.walk.num_tiles;
-  const int32_t first = setup.walk.num_in_flight;  // the converter fetches the tiles before
+  const int32_t first = setup.walk.num_in_flight;  // converters fetch the tiles before
   const auto walk_tile = [&](auto is_values, int32_t index, int32_t page) {
     const int32_t base = setup.walk.template base<Traits::kTileKeys>(index);
 #pragma unroll
-    for (int part = 0; part < Traits::kTilePieces; ++part, ring.advance()) {
+    for (int part = 0; part < Traits::kTilePieces; ++part) {
       copy(is_values, CodePiece<Traits>{index, page, part, base + part * Traits::kPieceKeys});
+      rings.template advance<decltype(is_values)::value>();
     }
   };
   int32_t page = tiles.fetch(first);
@@ -90,7 +91,7 @@ __device__ __forceinline__ void copy_coded_units(const CodedAttentionArgs& args,
   const uint32_t base = ptx::smem_address(smem);
   const int32_t page_size = args.k_cache.page_size;
   UnitReader<Traits> units(smem, barriers);
-  Ring<Traits::kPieces> ring;
+  PieceRings<Traits> rings;
   uint32_t query_phase = 0;
   while (const UnitRecord* record = units.next()) {
     const TileSetup& setup = record->setup;
@@ -99,24 +100,24 @@ __device__ __forceinline__ void copy_coded_units(const CodedAttentionArgs& args,
       copy_queries<Traits>(args, maps, setup, base, barriers, query_phase);
       query_phase ^= 1;
       const int32_t head = setup.work.kv_head;
-      walk_pieces<Traits>(setup, tiles, ring, [&](auto is_values, const CodePiece<Traits>& piece) {
+      walk_pieces<Traits>(setup, tiles, rings, [&](auto is_values, const CodePiece<Traits>& piece) {
         constexpr bool kIsValues = decltype(is_values)::value;
-        const uint32_t full = barriers.piece_full(ring.stage);
+        const uint32_t place = rings.template piece<kIsValues>();
+        const uint32_t full = barriers.piece_full(place);
         const int32_t found = tiles.found_page(piece.page);
         const bool is_first = !kIsValues && piece.part == 0;
         const uint32_t unmapped = is_first ? tiles.unmapped(piece.index, piece.page) : 0;
-        ptx::mbarrier_wait(barriers.piece_empty(ring.stage), ring.phase ^ 1);
+        ptx::mbarrier_wait(barriers.piece_empty(place), rings.template phase<kIsValues>() ^ 1);
         if (lane == 0) {
           if (is_first) {
-            *reinterpret_cast<uint32_t*>(smem + Traits::kPieceWordOffset + ring.stage * 4) =
-                unmapped;
+            *reinterpret_cast<uint32_t*>(smem + Traits::kPieceWordOffset + place * 4) = unmapped;
           }
           ptx::mbarrier_arrive_expect(full, Traits::kPieceBytes);
         }
         __syncwarp();
         copy_codes<Traits>(tiles, kIsValues ? &maps.v_cache : &maps.k_cache, page_size, head,
                            piece.in_tile(), piece.first, found,
-                           base + Traits::kPieceOffset + ring.stage * Traits::kPieceBytes, full);
+                           base + Traits::kPieceOffset + place * Traits::kPieceBytes, full);
       });
     }
     units.release();
@@ -132,25 +133,27 @@ __device__ __forceinline__ void copy_unit_scales(const CodedAttentionArgs& args,
   const uint32_t target = ptx::smem_address(smem) + Traits::kPieceScaleOffset + key;
   const int32_t page_size = args.k_cache.page_size;
   UnitReader<Traits> units(smem, barriers);
-  Ring<Traits::kPieces> ring;
+  PieceRings<Traits> rings;
   while (const UnitRecord* record = units.next()) {
     const TileSetup& setup = record->setup;
     if (record->is_live != 0 && setup.walk.num_tiles > 0) {
       const TileCopier<Traits> tiles(args, setup);
       const int32_t head = setup.work.kv_head;
-      walk_pieces<Traits>(setup, tiles, ring, [&](auto is_values, const CodePiece<Traits>& piece) {
+      walk_pieces<Traits>(setup, tiles, rings, [&](auto is_values, const CodePiece<Traits>& piece) {
+        constexpr bool kIsValues = decltype(is_values)::value;
+        const uint32_t place = rings.template piece<kIsValues>();
         const int32_t mine = __shfl_sync(kFullWarp, piece.page, tiles.owner(piece.in_tile() + key));
         const bool is_read = tiles.is_page(mine);
         const void* source = args.cu_seqlens_q;  // any address
         if (is_read) {
-          const KvScales& scales = decltype(is_values)::value ? args.v_scales : args.k_scales;
+          const KvScales& scales = kIsValues ? args.v_scales : args.k_scales;
           source = scales.at(mine, (piece.first + key) & (page_size - 1), head);
         }
-        ptx::mbarrier_wait(barriers.piece_empty(ring.stage), ring.phase ^ 1);
+        ptx::mbarrier_wait(barriers.piece_empty(place), rings.template phase<kIsValues>() ^ 1);
         if (key < Traits::kPieceKeys) {
-          ptx::cp_async4(target + ring.stage * Traits::kPieceKeys, source, is_read);
+          ptx::cp_async4(target + place * Traits::kPieceKeys, source, is_read);
         }
-        ptx::cp_async_arrive(barriers.piece_full(ring.stage));
+        ptx::cp_async_arrive(barriers.piece_full(place));
       });
     }
     units.release();

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The converter warpgroup: it fills the stages of K and V that the consumers multiply, cached tiles
-// from pieces of codes and tiles in flight through the copy engine.
+// The converter warpgroups: one that fills the stages of K and V that the consumers multiply, or
+// one for K and one for V; cached tiles from pieces of codes and tiles in flight through the copy
+// engine.
 
 #include <cstdint>
 #include <type_traits>
@@ -16,9 +17,10 @@
 
 namespace diffulex::cuda::sm90 {
 
-/// One thread of the converter. Threads side by side take eight codes each of a row, so that they
-/// read and write all banks at once; the row modulo 8, that is the swizzle, stays the same.
-template <typename Traits>
+/// One thread of a converter of K, of V or of both. Threads side by side take eight codes each of a
+/// row, so that they read and write all banks at once; the row modulo 8, that is the swizzle, stays
+/// the same.
+template <typename Traits, bool kHasKeys, bool kHasValues>
 class Converter final {
  public:
   using T = typename Traits::Element;
@@ -62,17 +64,22 @@ class Converter final {
 
   using Place = Ring<Traits::kStages>;
 
-  /// Calls `fill` for K and V (a std::bool_constant) of the tiles [first, end), K a tile ahead of
-  /// V: consumers leave V of a tile only after they have met K of the tile after next.
+  /// Calls `fill` for what this converter fills, K and V (a std::bool_constant), of the tiles
+  /// [first, end), K a tile ahead of V: consumers leave V of a tile only after they have met K of
+  /// the tile after next.
   template <typename Fill>
   __device__ __forceinline__ void walk(int32_t first, int32_t end, const Fill& fill) {
 #pragma unroll 1
     for (int32_t index = first; index <= end; ++index) {
-      if (index < end) {
-        fill(std::false_type(), index, tile_);
+      if constexpr (kHasKeys) {
+        if (index < end) {
+          fill(std::false_type(), index, tile_);
+        }
       }
-      if (index > first) {
-        fill(std::true_type(), index - 1, tile_.before());
+      if constexpr (kHasValues) {
+        if (index > first) {
+          fill(std::true_type(), index - 1, tile_.before());
+        }
       }
       if (index < end) {
         tile_.advance();
@@ -124,10 +131,11 @@ class Converter final {
   template <bool kIsValues>
   __device__ __forceinline__ void convert(const Place& place) {
 #pragma unroll 1
-    for (int part = 0; part < Traits::kTilePieces; ++part, piece_.advance()) {
-      ptx::mbarrier_wait(barriers_.piece_full(piece_.stage), piece_.phase);
-      const uint8_t* codes = smem_ + Traits::kPieceOffset + piece_.stage * Traits::kPieceBytes;
-      const uint8_t* scales = smem_ + Traits::kPieceScaleOffset + piece_.stage * Traits::kPieceKeys;
+    for (int part = 0; part < Traits::kTilePieces; ++part, pieces_.template advance<kIsValues>()) {
+      const uint32_t piece = pieces_.template piece<kIsValues>();
+      ptx::mbarrier_wait(barriers_.piece_full(piece), pieces_.template phase<kIsValues>());
+      const uint8_t* codes = smem_ + Traits::kPieceOffset + piece * Traits::kPieceBytes;
+      const uint8_t* scales = smem_ + Traits::kPieceScaleOffset + piece * Traits::kPieceKeys;
       uint8_t* rows = smem_ + stage_offset<kIsValues>(place) + value_offset_ +
                       part * (Traits::kPieceKeys * 128);
 #pragma unroll
@@ -147,8 +155,8 @@ class Converter final {
         if (batch == 0 && part == 0) {
           uint32_t unmapped = 0;
           if (!kIsValues && is_first()) {
-            unmapped = *reinterpret_cast<const uint32_t*>(smem_ + Traits::kPieceWordOffset +
-                                                          piece_.stage * 4);
+            unmapped =
+                *reinterpret_cast<const uint32_t*>(smem_ + Traits::kPieceWordOffset + piece * 4);
           }
           wait_empty<kIsValues>(place);
           if (!kIsValues && is_first()) {
@@ -156,7 +164,7 @@ class Converter final {
           }
         }
         if (batch == kBatches - 1) {
-          arrive(barriers_.piece_empty(piece_.stage));
+          arrive(barriers_.piece_empty(piece));
         }
 #pragma unroll
         for (int pass = 0; pass < kBatchPasses; ++pass) {
@@ -199,21 +207,35 @@ class Converter final {
   uint32_t code_offset_;   // of this thread's first eight codes in a piece
   uint32_t value_offset_;  // and of their values in a stage
   Place tile_;             // of the next K
-  Ring<Traits::kPieces> piece_;
+  PieceRings<Traits> pieces_;
 };
 
-/// Converts the units of this CTA.
-template <typename Traits>
+/// Converts K, V or both of the units of this CTA.
+template <typename Traits, bool kHasKeys, bool kHasValues>
 __device__ __forceinline__ void convert_units(const CodedAttentionArgs& args,
                                               const AttentionMaps& maps, uint8_t* smem,
                                               const Barriers<Traits>& barriers) {
-  Converter<Traits> converter(args, maps, smem, barriers);
+  Converter<Traits, kHasKeys, kHasValues> converter(args, maps, smem, barriers);
   UnitReader<Traits> units(smem, barriers);
   while (const UnitRecord* record = units.next()) {
     if (record->is_live != 0) {
       converter.run(record->setup);
     }
     units.release();
+  }
+}
+
+/// The converter `index` of this CTA.
+template <typename Traits>
+__device__ __forceinline__ void run_converter(const CodedAttentionArgs& args,
+                                              const AttentionMaps& maps, uint8_t* smem,
+                                              const Barriers<Traits>& barriers, int index) {
+  if constexpr (Traits::kConverters == 1) {
+    convert_units<Traits, true, true>(args, maps, smem, barriers);
+  } else if (index == 0) {
+    convert_units<Traits, true, false>(args, maps, smem, barriers);
+  } else {
+    convert_units<Traits, false, true>(args, maps, smem, barriers);
   }
 }
 

@@ -21,13 +21,14 @@
 // Beside caches of codes the consumers and the cleaner are the same. Copiers of codes and of scale
 // bytes and a converter take the place of the copiers, with a ring of kPieces pieces of codes
 // between them, in the order K 0, K 1, V 0, K 2, V 1 ... of the cached tiles. In the same order,
-// but apart, the converter fetches the tiles in flight before:
+// but apart, the converter fetches the tiles in flight before. Beside one consumer warpgroup there
+// are two converters, the first of K, the second of V, each with a ring of half the pieces:
 //
 //   warp 0  queries   as above
 //           codes     per piece of a cached tile: piece_empty  copies codes ........ piece_full
 //   warp 2  scales    the same: unit_full, piece_empty ....... copies scale bytes .. piece_full
-//   last    cached    per piece: piece_full .................. reads it ............ piece_empty
-//   four              before the first of K, of V: key_empty, value_empty
+//   last 4  cached    per piece: piece_full .................. reads it ............ piece_empty
+//   or 8              before the first of K, of V: key_empty, value_empty
 //                     after the last ......................... has written values .. key_full,
 //                                                                                    value_full
 //           in flight per tile: key_empty, value_empty ....... copies K, V ......... as above
@@ -37,12 +38,15 @@
 // tile it waits for the products of the tile two before, for which they need V up to that tile and
 // K up to the tile after it, and the next K at most before they say so: all of it filled earlier.
 // It reads pieces in the order in which they are issued, and a copier waits for a piece that the
-// converter reads next, or for the end of a unit all of whose pieces it has issued. No copier is a
-// pass of the ring ahead of the other, since a piece is read only after both. Copiers and converter
-// count pieces, and converter, cleaner and consumers tiles, from the same record, so that everyone
-// meets every phase of a barrier; tiles in flight have no pieces. Every piece that is issued is
-// read, so that no copy outlives its CTA. The last four warps also arrive at the barrier of a
-// cluster.
+// converter reads next, or for the end of a unit all of whose pieces it has issued. Each of two
+// converters waits for a part of that, in the same order. The first unread piece of the order above
+// has been issued or can be, for what lay in its place came earlier; and so did all that its
+// converter waits for: K of tile i + 2, say, needs the scores of tile i, and they K of i and V of
+// i - 1. No copier is a pass of a ring ahead of the other, since a piece is read only after both.
+// Copiers and converters count pieces, and converters, cleaner and consumers tiles, from the same
+// record, so that everyone meets every phase of a barrier; tiles in flight have no pieces. Every
+// piece that is issued is read, so that no copy outlives its CTA. The last four or eight warps also
+// arrive at the barrier of a cluster.
 //
 // The products of a tile run under the softmax of the next. Two groups of rows take turns on the
 // tensor cores through the named barriers 1 and 2. Every reader releases a unit by unit_empty.
@@ -63,8 +67,8 @@ namespace diffulex::cuda::sm90 {
 template <typename Traits>
 __device__ __forceinline__ void init_barriers(const Barriers<Traits>& barriers) {
   constexpr uint32_t kConsumerWarps = Traits::kConsumers * 4;
-  // Beside the consumers a cleaner and two copiers read units, and the converter if there is one.
-  constexpr uint32_t kUnitReaders = kConsumerWarps + 3 + (Traits::kIsCoded ? 4 : 0);
+  // Beside the consumers a cleaner and two copiers read units, and converters if there are any.
+  constexpr uint32_t kUnitReaders = kConsumerWarps + 3 + Traits::kConverters * 4;
   constexpr uint32_t kFillers = Traits::kIsCoded ? 4 : 1;  // warps that fill a stage together
   ptx::mbarrier_init(barriers.query_full(), 1);
   ptx::mbarrier_init(barriers.query_empty(), kConsumerWarps);
@@ -250,7 +254,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     consume_units<Traits>(args, smem, barriers, warp / 4 - 1, rows);
   } else if constexpr (Traits::kIsCoded) {
     ptx::registers_decrease<Traits::kRegisters.converter>();
-    convert_units<Traits>(args, maps, smem, barriers);
+    run_converter<Traits>(args, maps, smem, barriers, warp / 4 - 1 - Traits::kConsumers);
     leave_cluster(args);
   }
 }

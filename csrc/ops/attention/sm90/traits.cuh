@@ -18,7 +18,7 @@ struct AttentionRegisters final {
 };
 
 /// Three warpgroups share 504 of them, four 512. D = 256 needs the accumulators most, and codes the
-/// results; of the splits with a converter these spill least.
+/// results; of the splits with converters these spill least.
 constexpr AttentionRegisters attention_registers(bool is_coded, int consumers, int head_dim,
                                                  bool writes_codes) {
   if (!is_coded) {
@@ -26,7 +26,7 @@ constexpr AttentionRegisters attention_registers(bool is_coded, int consumers, i
                                            : AttentionRegisters{104, 200, 0};
   }
   if (consumers == 1) {
-    return {128, 240, 128};
+    return {112, 240, 80};
   }
   if (head_dim > 256) {
     return {72, 192, 56};
@@ -56,8 +56,10 @@ struct AttentionTraits final {
   static constexpr int kRowGroups = kRows / 64;
   static constexpr int kConsumers = kRowGroups * kValueParts;  // warpgroups
   static constexpr int kConsumerThreads = 128 * kConsumers;
-  // Warpgroups: the producer, the consumers, and last the converter.
-  static constexpr int kThreads = 128 + kConsumerThreads + (kIsCoded ? 128 : 0);
+  // One consumer multiplies faster than one warpgroup converts; beside two there is no room.
+  static constexpr int kConverters = !kIsCoded ? 0 : (kConsumers == 1 ? 2 : 1);
+  // Warpgroups: the producer, the consumers, and last the converters.
+  static constexpr int kThreads = 128 * (1 + kConsumers + kConverters);
   static constexpr int kValueDims = kDim / kValueParts;
   static constexpr int kChunks = kDim / 64;
   // Products of 256 value dims need more registers than a thread of 512 starts with; two of 128 add
@@ -69,7 +71,7 @@ struct AttentionTraits final {
   static constexpr AttentionRegisters kRegisters =
       attention_registers(kIsCoded, kConsumers, kDim, kWritesCodes);
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer +
-                        (kIsCoded ? kRegisters.converter : 0) <=
+                        kConverters * kRegisters.converter <=
                     65536 / kThreads / 8 * 8 * (kThreads / 128),
                 "what the threads start with");
 
@@ -100,6 +102,9 @@ struct AttentionTraits final {
   static constexpr int kFittingPieces =
       (kMaxSmem - kControlBytes - kQueryBytes - kStageBytes) / (kPieceBytes + kPieceMarkBytes);
   static constexpr int kPieces = !kIsCoded ? 0 : (kFittingPieces < 12 ? kFittingPieces : 12);
+  // Each converter has a ring of pieces of its own. One that passed over those of the other would
+  // mistake phases of their barriers.
+  static constexpr int kRingPieces = kPieces / (kConverters == 2 ? 2 : 1);
 
   static constexpr int kKeyOffset = kQueryBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * kKeyBytes;
@@ -112,7 +117,8 @@ struct AttentionTraits final {
   static constexpr int kSmemBytes = kPieceWordOffset + kPieces * 4;
 
   static_assert(kStages >= 2, "the pipeline needs two stages");
-  static_assert(!kIsCoded || kPieces >= 3, "one piece is read while others are on their way");
+  static_assert(!kIsCoded || kRingPieces >= 3, "one piece is read while others are on their way");
+  static_assert(kPieces % 2 == 0 || kConverters != 2, "rings of one size");
   static_assert(kSmemBytes <= kMaxSmem, "what a CTA may have");
 };
 
@@ -165,6 +171,31 @@ struct Ring final {
   [[nodiscard]] __device__ __forceinline__ Ring before() const {
     return stage == 0 ? Ring{kStages - 1, phase ^ 1} : Ring{stage - 1, phase};
   }
+};
+
+/// Positions among the pieces of codes: of the next of K, and of V. One converter reads both from
+/// one ring.
+template <typename Traits>
+class PieceRings final {
+ public:
+  template <bool kIsValues>
+  [[nodiscard]] __device__ __forceinline__ uint32_t piece() const {
+    return kRing<kIsValues> * Traits::kRingPieces + rings_[kRing<kIsValues>].stage;
+  }
+  template <bool kIsValues>
+  [[nodiscard]] __device__ __forceinline__ uint32_t phase() const {
+    return rings_[kRing<kIsValues>].phase;
+  }
+  template <bool kIsValues>
+  __device__ __forceinline__ void advance() {
+    rings_[kRing<kIsValues>].advance();
+  }
+
+ private:
+  template <bool kIsValues>
+  static constexpr uint32_t kRing = kIsValues ? Traits::kConverters - 1 : 0;
+
+  Ring<Traits::kRingPieces> rings_[Traits::kConverters];
 };
 
 }  // namespace diffulex::cuda::sm90
