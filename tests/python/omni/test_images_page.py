@@ -160,7 +160,8 @@ def test_stop_ends_the_request(page: Any) -> None:
     buttons = page.locator("#save-picture, #save-replay, #same-seed")
     states = "nodes => nodes.map((node) => node.disabled)"
     assert buttons.evaluate_all(states) == [False] * 3
-    draw(page, steps="200")
+    # So large that a busy browser does not show the last of its steps before the key is pressed.
+    draw(page, steps="200", width="192", height="192")
     page.locator("#picture").wait_for()
     page.keyboard.press("Escape")
     page.locator("#caption", has_text="stopped").wait_for()
@@ -169,7 +170,7 @@ def test_stop_ends_the_request(page: Any) -> None:
     assert buttons.evaluate_all(states) == [True] * 3
     stopped = page.locator("#picture").get_attribute("src")
     # The next one is drawn at once.
-    draw(page, seed="3")
+    draw(page, seed="3", width="", height="")
     wait_for_result(page, "3")
     assert buttons.evaluate_all(states) == [False] * 3
     assert stopped in page.evaluate("window.revoked")
