@@ -100,8 +100,8 @@ void def_attention(py::module_& module) {
       py::arg("num_reqs"), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
       py::arg("max_seqlen_q"), py::arg("max_context_len"), py::arg("is_hopper"),
       "(splits, CTAs of a cluster, rows of a tile) that the op block_attention chooses by itself "
-      "on a device of "
-      "132 multiprocessors; elsewhere it may choose others, with no more scratch.");
+      "on a device of 132 multiprocessors; elsewhere it may choose others, within the scratch of "
+      "attention_workspace_bytes.");
   module.def(
       "visible_ends",
       [](StepPlan& plan) {

@@ -106,7 +106,8 @@ int64_t hopper_units(const AttentionShape& shape, const AttentionConfig& config)
 /// Most keys that a row tile sees.
 int32_t hopper_keys(const AttentionShape& shape) {
   constexpr int32_t kLimit = 1 << 30;  // that of a request (args.cuh)
-  return max_tile_keys(std::clamp(shape.max_context_len, 0, kLimit), shape.max_seqlen_q,
+  return max_tile_keys(std::clamp(shape.max_context_len, 0, kLimit),
+                       std::min(shape.max_seqlen_q, kLimit - 1),
                        static_cast<int32_t>(MaskKind::kBlockCausal), shape.sliding_window);
 }
 
@@ -162,8 +163,8 @@ void for_each_hopper_config(const AttentionShape& shape, int32_t num_processors,
 }
 
 /// Nanoseconds that a launch takes on an H200 while memory keeps up: what CTAs need to start, their
-/// key tiles, and the exchange of the partials of splits. Only comparisons matter: they hold on
-/// other devices of the same architecture too.
+/// key tiles, and the exchange of the partials of splits. Only comparisons matter; they are
+/// made on other devices too, where nothing was timed.
 int64_t hopper_cost(const AttentionShape& shape, const AttentionConfig& config,
                     int32_t num_processors) {
   constexpr struct {
@@ -173,6 +174,7 @@ int64_t hopper_cost(const AttentionShape& shape, const AttentionConfig& config,
   constexpr int64_t kLargeStart = 4100;
   constexpr int64_t kExchange = 1000;
   constexpr int64_t kExchangePerKilobyte = 15;  // that a CTA writes
+  constexpr int64_t kCtasPerNanosecond = 2;     // that write a kilobyte at the same time
   constexpr int64_t kClusters = 4000;           // several for a unit
   constexpr int64_t kSecondKernel = 3850;
   const auto* tile = std::find_if(std::begin(kTiles), std::end(kTiles) - 1,
@@ -188,7 +190,8 @@ int64_t hopper_cost(const AttentionShape& shape, const AttentionConfig& config,
     return whole;
   }
   const int64_t kilobytes = int64_t{config.rows_per_tile} * shape.head_dim * 4 / 1024;
-  const int64_t exchange = kExchange + kilobytes * (kExchangePerKilobyte + ctas / 2);
+  const int64_t exchange =
+      kExchange + kilobytes * (kExchangePerKilobyte + ctas / kCtasPerNanosecond);
   if (config.cluster_size == 1) {
     return whole + exchange + kSecondKernel;
   }

@@ -9,7 +9,8 @@
 namespace diffulex {
 
 /// Multiprocessors of an H100 or H200 (SXM). Scratch sizes assume them, so that they are functions
-/// of host shapes alone; on a smaller device keys are split for its own number, into no more parts.
+/// of host shapes alone; on a smaller device keys are split for its own number, within that
+/// scratch.
 inline constexpr int32_t kAttentionSmCount = 132;
 
 /// Shared memory a CTA may opt in to, in bytes: compute capability 8.6, 8.9 and 12.0; 8.0 and 8.7;
@@ -119,7 +120,8 @@ inline constexpr int32_t kSmallGenericTile = 16;
 
 /// Tile shape and splits of the Hopper kernels, those that should take the least time. The splits
 /// are the CTAs of one or more clusters, the last of which adds up the partials in the same launch;
-/// for many splits a second kernel does. With `batch_invariant` as attention_config().
+/// for many splits a second kernel does. With `batch_invariant` as attention_config(); with a given
+/// number of splits tiles have 64 rows where those of a request fit into one, else 128.
 [[nodiscard]] AttentionConfig hopper_attention_config(const AttentionShape& shape,
                                                       bool batch_invariant,
                                                       const AttentionDevice& device = {});

@@ -33,8 +33,8 @@ enum class KvLayout : int32_t { kUnified = 0, kDistinct = 1 };
 /// `diffulex::block_attention`). T rows, R requests, Hq query heads, Hkv KV heads, head dim D.
 /// `codes` get what quantize_rows makes of the rows [T, Hq D] of `out`, the same bits: kernels of
 /// compute capability 9.0 write e4m3 ones for bfloat16 and D = 128, where they lie at multiples of
-/// 8 bytes, but not over a cache of codes with more than 64 packed rows; after the others, and on
-/// the CPU, that op runs.
+/// 8 bytes, over a cache of codes only in tiles of 64 rows; after the others, and on the CPU, that
+/// op runs.
 struct BlockAttentionParams {
   TensorRef q;             // [T, Hq, D] float
   TensorRef k;             // [T, Hkv, D] dtype of q; in-flight keys
@@ -78,7 +78,7 @@ struct AttentionShape {
   int32_t max_seqlen_q = 0;
   int32_t max_context_len = 0;
   int32_t num_splits = 0;
-  int32_t sliding_window = 0;  // scratch is enough for every window
+  int32_t sliding_window = 0;  // 0 = off; scratch for 0 is enough for every window
 };
 
 /// Softmax attention of packed query rows over cached and in-flight keys; rows that see no key,

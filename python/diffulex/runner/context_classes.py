@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds on the cached positions of a request that decode steps are launched for.
 
-Attention divides the keys of a request among CTAs by a bound that a CUDA graph bakes in. One bound for
-all steps would be the longest request that the engine takes, and short contexts would pay for its
-division. So there is a graph for every bound up to which the kernels divide alike on a device of 132
+Attention divides the rows and keys of a request among CTAs by a bound that a CUDA graph bakes in. One
+bound for all steps would be the longest request that the engine takes, and short contexts would pay for
+its division. So there is a graph for every bound up to which the kernels divide alike on a device of 132
 multiprocessors. Others may divide differently within these bounds, which costs time alone.
 """
 

@@ -247,7 +247,7 @@ TEST(AttentionConfig, HopperChoicesCanBeLaunched) {
 }
 
 /// On fewer multiprocessors (an H100 PCIe has 114, an H20 78) splits fill at most one wave of them,
-/// clusters fit, and scratch sized from the shapes alone is enough.
+/// and scratch sized from the shapes alone is enough.
 TEST(AttentionConfig, FewerMultiprocessors) {
   for (const int32_t num_processors : {78, 114, 132, 148}) {
     const AttentionDevice device = device_of(num_processors, kLargeSharedMemory);

@@ -162,11 +162,13 @@ def test_heads_with_gaps(dim: int) -> None:
     assert_same_bits(*stored(Batch(((300, 32), (70, 5)), dim, gap=64)))
 
 
+@pytest.mark.parametrize("most", [32, 69])
 @DIMS
-def test_many_units(dim: int) -> None:
-    """Every CTA takes several units: rings and phases go on from one to the next."""
+def test_many_units(dim: int, most: int) -> None:
+    """Every CTA takes several units: rings and phases go on from one to the next. Two heads share
+    keys, so that 32 rows take tiles of 64, with two converters, and 69 those of 128, with one."""
     lengths = random.Random(dim)
-    parts = tuple((lengths.randrange(900), lengths.randrange(1, 70)) for _ in range(300))
+    parts = tuple((lengths.randrange(900), lengths.randint(1, most)) for _ in range(300))
     assert_same_bits(*stored(Batch(parts, dim, (8, 4), page=16, splits=1)))
 
 
