@@ -99,7 +99,13 @@ void set_rows(AttentionConfig& config, int32_t rows, const AttentionShape& shape
   config.tiles_per_request = ceil_div_i32(std::max(shape.max_seqlen_q, 0), config.tokens_per_tile);
 }
 
-int64_t hopper_units(const AttentionShape& shape, const AttentionConfig& config) {
+/// True where the packed rows of a request fit into a tile of 64.
+bool fits_small_tile(const AttentionShape& shape) {
+  return int64_t{shape.max_seqlen_q} * group_size(shape) <= kSmallRowTile;
+}
+
+/// (request, row tile, KV head) of a launch.
+int64_t num_units(const AttentionShape& shape, const AttentionConfig& config) {
   return int64_t{shape.num_reqs} * shape.num_kv_heads * config.tiles_per_request;
 }
 
@@ -116,11 +122,8 @@ bool has_hopper_rows(const AttentionShape& shape, int32_t rows) {
   if (shape.head_dim > 256) {
     return rows == kSmallRowTile;
   }
-  const int32_t group = group_size(shape);
-  if (rows == kSmallRowTile) {
-    return group <= rows;
-  }
-  return group > kSmallRowTile || int64_t{shape.max_seqlen_q} * group > kSmallRowTile;
+  const bool is_group_small = group_size(shape) <= kSmallRowTile;
+  return rows == kSmallRowTile ? is_group_small : !is_group_small || !fits_small_tile(shape);
 }
 
 AttentionConfig hopper_config(const AttentionShape& shape, int32_t rows, int32_t splits,
@@ -131,8 +134,7 @@ AttentionConfig hopper_config(const AttentionShape& shape, int32_t rows, int32_t
   config.keys_per_split = batch_invariant ? kAttentionInvariantKeysPerSplit : config.keys_per_tile;
   config.num_splits =
       std::clamp(splits, 1, std::max(1, ceil_div_i32(hopper_keys(shape), config.keys_per_split)));
-  config.cluster_size =
-      hopper_cluster(config.num_splits, hopper_units(shape, config), num_processors);
+  config.cluster_size = hopper_cluster(config.num_splits, num_units(shape, config), num_processors);
   return config;
 }
 
@@ -148,7 +150,7 @@ void for_each_hopper_config(const AttentionShape& shape, int32_t num_processors,
     }
     const AttentionConfig whole = hopper_config(shape, rows, 1, false, num_processors);
     visit(whole);
-    const int64_t units = hopper_units(shape, whole);
+    const int64_t units = num_units(shape, whole);
     const int64_t fitting = units > 0 ? num_processors / units : 1;
     const int64_t useful = ceil_div_i32(hopper_keys(shape), whole.keys_per_split);
     const auto most =
@@ -180,10 +182,10 @@ int64_t hopper_cost(const AttentionShape& shape, const AttentionConfig& config,
   const auto* tile = std::find_if(std::begin(kTiles), std::end(kTiles) - 1,
                                   [&](const auto& row) { return shape.head_dim <= row.head_dim; });
   const bool is_small = config.rows_per_tile == kSmallRowTile;
-  const int64_t ctas = hopper_units(shape, config) * config.num_splits;
+  const int64_t ctas = num_units(shape, config) * config.num_splits;
   const int64_t waves = std::max<int64_t>(1, (ctas + num_processors - 1) / num_processors);
-  const int64_t tiles = ceil_div_i32(hopper_keys(shape), config.keys_per_tile);
-  const int64_t walked = (tiles + config.num_splits - 1) / config.num_splits;
+  const int32_t tiles = ceil_div_i32(hopper_keys(shape), config.keys_per_tile);
+  const int32_t walked = ceil_div_i32(tiles, config.num_splits);
   const int64_t whole = (is_small ? kSmallStart : kLargeStart) +
                         waves * walked * (is_small ? tile->small_tile : tile->large_tile);
   if (config.num_splits == 1) {
@@ -206,9 +208,7 @@ AttentionConfig attention_config_for_tile(const AttentionShape& shape, int32_t r
   AttentionConfig config;
   set_rows(config, rows_per_tile, shape);
   config.keys_per_tile = keys_per_tile;
-  const int64_t base_units =
-      int64_t{shape.num_reqs} * shape.num_kv_heads * config.tiles_per_request;
-  config.num_splits = split_bound(shape, base_units, batch_invariant, device);
+  config.num_splits = split_bound(shape, num_units(shape, config), batch_invariant, device);
   config.keys_per_split =
       batch_invariant ? kAttentionInvariantKeysPerSplit : kAttentionKeysPerSplit;
   return config;
@@ -216,8 +216,7 @@ AttentionConfig attention_config_for_tile(const AttentionShape& shape, int32_t r
 
 AttentionConfig attention_config(const AttentionShape& shape, bool batch_invariant,
                                  const AttentionDevice& device) {
-  const bool small =
-      !batch_invariant && int64_t{shape.max_seqlen_q} * group_size(shape) <= kSmallRowTile;
+  const bool small = !batch_invariant && fits_small_tile(shape);
   AttentionConfig config =
       attention_config_for_tile(shape, small ? kSmallRowTile : kLargeRowTile,
                                 attention_keys_per_tile(shape.head_dim), batch_invariant, device);
@@ -241,9 +240,7 @@ AttentionConfig hopper_attention_config(const AttentionShape& shape, bool batch_
                                         const AttentionDevice& device) {
   const int32_t num_processors = usable_processors(device);
   if (batch_invariant || shape.num_splits != 0) {
-    const bool is_small =
-        shape.head_dim > 256 ||
-        (!batch_invariant && int64_t{shape.max_seqlen_q} * group_size(shape) <= kSmallRowTile);
+    const bool is_small = shape.head_dim > 256 || (!batch_invariant && fits_small_tile(shape));
     const int32_t limit = batch_invariant ? kAttentionInvariantMaxSplits : kAttentionMaxSplits;
     return hopper_config(shape, is_small ? kSmallRowTile : kLargeRowTile,
                          std::min(shape.num_splits, limit), batch_invariant, num_processors);
@@ -265,8 +262,7 @@ size_t attention_partial_bytes(const AttentionShape& shape, const AttentionConfi
     return 0;
   }
   const int32_t rows = std::max(config.rows_per_tile, group_size(shape));
-  const int64_t units =
-      int64_t{shape.num_reqs} * shape.num_kv_heads * config.tiles_per_request * config.num_splits;
+  const int64_t units = num_units(shape, config) * config.num_splits;
   return static_cast<size_t>(units * rows * (int64_t{shape.head_dim} + 2) *
                              static_cast<int64_t>(sizeof(float)));
 }
@@ -282,7 +278,7 @@ HopperScratch hopper_scratch(const AttentionShape& shape, const AttentionConfig&
   if (config.num_splits <= 1) {
     return scratch;
   }
-  const int64_t units = int64_t{shape.num_reqs} * shape.num_kv_heads * config.tiles_per_request;
+  const int64_t units = num_units(shape, config);
   const int64_t rows = units * config.num_splits * config.rows_per_tile;
   scratch.value_bytes = static_cast<size_t>(rows * shape.head_dim * 4);
   scratch.stat_bytes = static_cast<size_t>(rows * 8);

@@ -13,7 +13,6 @@
 
 #include "cuda/attention_runs.h"
 #include "diffulex/ops/warmup.h"
-#include "ops/attention/config.h"
 #include "ops/shared/cuda/hopper.h"
 
 /// Skips the running test where the Hopper kernels do not run.
@@ -355,26 +354,6 @@ TEST(CudaHopperAttentionTest, CacheWithoutPages) {
   ASSERT_TRUE(status.ok()) << status.message();
   mirror.download();
   EXPECT_LT(worst_difference(problem, want, want_lse, shape.dtype), 1.0);
-}
-
-/// Nothing depends on the batch: one split, the tallest tile.
-TEST(HopperAttentionConfigTest, BatchInvariantLaunchesAreOfOneKind) {
-  AttentionShape shape;
-  shape.num_q_heads = 32;
-  shape.num_kv_heads = 8;
-  shape.head_dim = 128;
-  for (const int32_t num_reqs : {1, 8, 64}) {
-    for (const int32_t rows : {1, 32, 128}) {
-      for (const int32_t context : {0, 1024, 32768}) {
-        shape.num_reqs = num_reqs;
-        shape.max_seqlen_q = rows;
-        shape.max_context_len = context;
-        const AttentionConfig invariant = hopper_attention_config(shape, true);
-        EXPECT_EQ(invariant.num_splits, 1);
-        EXPECT_EQ(invariant.rows_per_tile, 128);
-      }
-    }
-  }
 }
 
 }  // namespace

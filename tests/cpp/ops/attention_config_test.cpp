@@ -227,6 +227,20 @@ TEST(AttentionConfig, HopperTilesAndSplitsThatWereFastest) {
   }
 }
 
+/// Nothing depends on the batch: one split, the tallest tile.
+TEST(AttentionConfig, HopperBatchInvariantLaunchesAreOfOneKind) {
+  for (const int32_t num_reqs : {1, 8, 64}) {
+    for (const int32_t rows : {1, 32, 128}) {
+      for (const int32_t context : {0, 1024, 32768}) {
+        const AttentionConfig invariant =
+            hopper_attention_config(shape_of(num_reqs, rows, context), true);
+        EXPECT_EQ(invariant.num_splits, 1);
+        EXPECT_EQ(invariant.rows_per_tile, 128);
+      }
+    }
+  }
+}
+
 /// Rows per tile that there is a kernel for, a whole number of tokens in each, and scratch that is
 /// enough for every window.
 TEST(AttentionConfig, HopperChoicesCanBeLaunched) {
