@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from diffulex.profiling.platform import Platform
 
-__all__ = ["KernelChoice", "OpShapes", "kernel_choices"]
+__all__ = ["CodedProducts", "KernelChoice", "OpShapes", "kernel_choices"]
 
 _HALF = ("bfloat16", "float16")
 #: Head sizes with tensor-core kernels, by build profile.
@@ -30,7 +30,7 @@ class KernelChoice(NamedTuple):
         op: name of the op, or of a group of ops that choose alike.
         kernel: what it takes.
         reason: why.
-        is_fast: nothing faster exists for this device and these shapes.
+        is_fast: the device has no faster kernel for such an op, whatever the format of its weights.
     """
 
     op: str
@@ -42,6 +42,18 @@ class KernelChoice(NamedTuple):
         return f"{self.op}: {self.kernel} ({self.reason})"
 
 
+class CodedProducts(NamedTuple):
+    """Matrices in low precision, routed experts left out.
+
+    Attributes:
+        num_unfit: how many have a form that no Hopper product takes.
+    """
+
+    scheme: str
+    num_matrices: int = 1
+    num_unfit: int = 0
+
+
 class OpShapes(NamedTuple):
     """What the choices depend on.
 
@@ -51,8 +63,10 @@ class OpShapes(NamedTuple):
         page_size: tokens of a page.
         experts: hidden and intermediate size of routed experts; None: there are none.
         is_batch_invariant: no kernel is chosen by the number of rows.
-        scheme: of weights in low precision; None: they have the dtype.
         has_cached_codes: keys and values are cached as e4m3 codes.
+        coded: the matrices in low precision, by scheme.
+        expert_scheme: that of routed experts; None: they have the dtype.
+        has_dense: some matrices have the dtype.
     """
 
     dtype: str
@@ -60,8 +74,10 @@ class OpShapes(NamedTuple):
     page_size: int
     experts: tuple[int, int] | None = None
     is_batch_invariant: bool = False
-    scheme: str | None = None
     has_cached_codes: bool = False
+    coded: tuple[CodedProducts, ...] = ()
+    expert_scheme: str | None = None
+    has_dense: bool = True
 
 
 def kernel_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
@@ -69,11 +85,12 @@ def kernel_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
     if platform.capability is None:
         return _cpu_choices(platform, shapes)
     choices = [_attention(platform, shapes, head_dim) for head_dim in shapes.head_dims]
-    choices.append(_products(platform, shapes))
-    if shapes.scheme is not None:
-        choices.append(_scaled_products(platform, shapes, shapes.scheme))
-    if shapes.experts is not None and shapes.scheme is not None:
-        choices.append(_scaled_experts(platform, shapes.dtype, shapes.scheme, shapes.experts))
+    if shapes.has_dense:
+        choices.append(_products(platform, shapes))
+    choices += [_coded_products(platform, shapes, coded) for coded in shapes.coded]
+    if shapes.experts is not None and shapes.expert_scheme is not None:
+        scheme = shapes.expert_scheme
+        choices.append(_coded_experts(platform, shapes.dtype, scheme, shapes.experts))
     elif shapes.experts is not None:
         choices.append(_experts(platform, shapes.dtype, shapes.experts))
     choices.append(KernelChoice("other ops", "CUDA", "one kernel each"))
@@ -89,6 +106,14 @@ def _cpu_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
     if not is_fast:
         reason = f"the build has no {_ISA_NAMES[platform.isa]} kernels"
     choices = [KernelChoice("ops", f"CPU {_ISA_NAMES[isa]}", reason, is_fast)]
+    schemes = dict.fromkeys(coded.scheme for coded in shapes.coded)
+    for scheme in (schemes | {shapes.expert_scheme: None}) if shapes.expert_scheme else schemes:
+        kernel, how = f"{_coded_kernel(scheme)}, {_ISA_NAMES[isa]}", "codes widened to float32"
+        if scheme == "int8":
+            kernel, how = kernel + " VNNI" * (isa in platform.vnni), "sums of integers"
+        choices.append(KernelChoice(f"{scheme} products", kernel, f"{how}; {reason}", is_fast))
+    if not shapes.has_dense:
+        return choices
     if shapes.is_batch_invariant:
         choices.append(KernelChoice("dense products", "linear_packed", "batch_invariant is set"))
     elif shapes.dtype == "float32":
@@ -157,41 +182,50 @@ def _products(platform: Platform, shapes: OpShapes) -> KernelChoice:
     return KernelChoice("dense products", "cuBLAS", reason, not _misses_hopper(platform))
 
 
-def _scaled_products(platform: Platform, shapes: OpShapes, scheme: str) -> KernelChoice:
-    """Of the matrices in low precision."""
-    if scheme == "int4":
-        return _nibble_products(platform, shapes.dtype)
-    op, kernel = "products in low precision", "linear_scaled"
-    if scheme == "int8":
-        return KernelChoice(op, f"{kernel}, portable", "weights int8")
-    if platform.has_hopper and shapes.dtype == "bfloat16":
-        if shapes.is_batch_invariant:
-            return KernelChoice(op, f"{kernel}, Hopper sm_90", "batch_invariant is set")
-        return KernelChoice(op, f"{kernel}, Hopper sm_90; cuBLAS", "by rows and size")
-    reason = _hopper_reason(platform)
-    if platform.has_hopper:
-        reason = f"the Hopper product is for bfloat16, got {shapes.dtype}"
-    return KernelChoice(op, f"{kernel}, portable", reason, platform.capability != (9, 0))
+def _coded_kernel(scheme: str) -> str:
+    return "linear_w4a16" if scheme == "int4" else "linear_scaled"
 
 
-def _nibble_products(platform: Platform, dtype: str) -> KernelChoice:
-    """Of the matrices of 4 bits."""
-    op, kernel = "products in low precision", "linear_w4a16"
-    if platform.has_hopper and dtype == "bfloat16":
-        return KernelChoice(op, f"{kernel}, Hopper sm_90; portable", "by size and scales")
-    reason = _hopper_reason(platform)
-    if platform.has_hopper:
-        reason = f"the Hopper product is for bfloat16, got {dtype}"
-    return KernelChoice(op, f"{kernel}, portable", reason, platform.capability != (9, 0))
+def _coded_products(platform: Platform, shapes: OpShapes, coded: CodedProducts) -> KernelChoice:
+    """Of the matrices of one scheme."""
+    op, kernel = f"{coded.scheme} products", _coded_kernel(coded.scheme)
+    reason = _unfit_reason(platform, coded.scheme, shapes.dtype, ("fp8", "fp8_block", "int4"))
+    if reason:
+        return KernelChoice(op, f"{kernel}, portable", reason, platform.capability != (9, 0))
+    kernel += ", Hopper sm_90"
+    if coded.num_unfit:
+        reason = (
+            f"{coded.num_unfit} of {coded.num_matrices} have a form that Hopper's does not take"
+        )
+        return KernelChoice(op, f"{kernel}; portable", reason, is_fast=False)
+    if shapes.is_batch_invariant:
+        return KernelChoice(op, kernel, "batch_invariant is set")
+    if coded.scheme == "int4":
+        return KernelChoice(op, kernel, _hopper_reason(platform))
+    return KernelChoice(op, f"{kernel}; cuBLAS", "by rows and size")
 
 
-def _scaled_experts(
+def _unfit_reason(platform: Platform, scheme: str, dtype: str, schemes: Sequence[str]) -> str:
+    """Why no Hopper kernel multiplies codes, of which there are some for these schemes."""
+    if not platform.has_hopper:
+        return _hopper_reason(platform)
+    if scheme not in schemes:
+        return f"Hopper kernels are for the dtype, {', '.join(schemes)}"
+    return "" if dtype == "bfloat16" else f"the Hopper kernel is for bfloat16, got {dtype}"
+
+
+def _coded_experts(
     platform: Platform, dtype: str, scheme: str, sizes: tuple[int, int]
 ) -> KernelChoice:
-    is_e4m3 = scheme.startswith("fp8") and dtype == "bfloat16"
-    if platform.has_hopper and is_e4m3 and not any(size % _E4M3_MULTIPLE for size in sizes):
-        return KernelChoice("fused_moe", "Hopper sm_90", f"weights {scheme}")
-    return KernelChoice("fused_moe", "portable", f"weights {scheme}")
+    reason = _unfit_reason(platform, scheme, dtype, ("fp8", "fp8_block"))
+    if not reason and any(size % _E4M3_MULTIPLE for size in sizes):
+        reason = (
+            f"the Hopper kernel takes multiples of {_E4M3_MULTIPLE}, got {sizes[0]} x {sizes[1]}"
+        )
+    if reason:
+        is_fast = platform.capability != (9, 0)
+        return KernelChoice("fused_moe", f"{scheme}, portable", reason, is_fast)
+    return KernelChoice("fused_moe", f"{scheme}, Hopper sm_90", _hopper_reason(platform))
 
 
 def _experts(platform: Platform, dtype: str, sizes: tuple[int, int]) -> KernelChoice:

@@ -9,23 +9,37 @@ from pathlib import Path
 
 from diffulex.env import get_flag
 
-__all__ = ["Platform", "cpu_isa", "runs_on"]
+__all__ = ["Platform", "cpu_isa", "cpu_vnni", "runs_on"]
+
+_CPUINFO = Path("/proc/cpuinfo")
 
 # As csrc/ops/shared/cpu_isa/select_x86_64.cpp asks the processor, by the names of Linux.
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# As csrc/ops/quant/isa/select_x86_64.cpp does: products of bytes, by the kernels that have them.
+_VNNI = {"v3": "avx_vnni", "v4": "avx512_vnni"}
 
 
-def cpu_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """`v4` (AVX-512), `v3` (AVX2) or `base`: the widest CPU kernels this processor runs."""
+def _cpu_flags(cpuinfo: Path) -> set[str]:
     if platform.machine() not in ("x86_64", "AMD64") or not cpuinfo.is_file():
-        return "base"
+        return set()
     text = cpuinfo.read_text(encoding="utf-8")
     lines = (line for line in text.splitlines() if line.startswith("flags"))
-    flags = set(next(lines, "").split())
+    return set(next(lines, "").split())
+
+
+def cpu_isa(cpuinfo: Path = _CPUINFO) -> str:
+    """`v4` (AVX-512), `v3` (AVX2) or `base`: the widest CPU kernels this processor runs."""
+    flags = _cpu_flags(cpuinfo)
     if flags >= _V4:
         return "v4"
     return "v3" if flags >= _V3 else "base"
+
+
+def cpu_vnni(cpuinfo: Path = _CPUINFO) -> tuple[str, ...]:
+    """Kernels of `cpu_isa` beside which this processor has products of bytes."""
+    flags = _cpu_flags(cpuinfo)
+    return tuple(isa for isa, flag in _VNNI.items() if flag in flags)
 
 
 def runs_on(archs: tuple[str, ...], capability: tuple[int, int]) -> bool:
@@ -62,6 +76,7 @@ class Platform:
         isa_variants: wider ones than `base` that the library has.
         has_hopper: the Hopper kernels are in use.
         is_limited: DIFFULEX_FORCE_SM80 turns them off.
+        vnni: see `cpu_vnni`.
     """
 
     capability: tuple[int, int] | None
@@ -71,6 +86,7 @@ class Platform:
     isa_variants: tuple[str, ...]
     has_hopper: bool = False
     is_limited: bool = False
+    vnni: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, device_type: str, index: int | None, *, has_hopper: bool) -> Platform:
@@ -91,4 +107,5 @@ class Platform:
             tuple(build["cpu_isa_variants"]),
             has_hopper,
             get_flag("DIFFULEX_FORCE_SM80"),
+            cpu_vnni(),
         )

@@ -251,6 +251,15 @@ class QuantizedWeight:
         return self._parts[0].group
 
     @property
+    def suits_hopper(self) -> bool:
+        """Whether products of compute capability 9.0 take all parts in their last form; they are for int4
+        and e4m3."""
+        if self.scheme == WeightScheme.INT4:
+            return all(part.codes.dim() > 2 for part in self._parts)
+        sizes = (self.depth, *(part.shape.rows for part in self._parts))
+        return not any(size % 16 for size in sizes)
+
+    @property
     def row_multiple(self) -> int:
         """Rows that are written at once are as many as this, or a multiple."""
         return ops.QUANT_GROUP if self.scheme == WeightScheme.FP8_BLOCK else 1

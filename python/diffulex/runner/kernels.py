@@ -3,12 +3,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from torch import nn
+
+from diffulex.nn.linear import MatrixProduct
 from diffulex.ops.device import has_hopper_kernels
-from diffulex.profiling.kernel_choices import KernelChoice, OpShapes, kernel_choices
+from diffulex.profiling.kernel_choices import (
+    CodedProducts,
+    KernelChoice,
+    OpShapes,
+    kernel_choices,
+)
 from diffulex.profiling.platform import Platform
-from diffulex.quantization.scheme import SCHEMES
+from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["choices_of"]
 
 
-def choices_of(config: Config, device: torch.device) -> list[KernelChoice]:
-    """Which kernel each op of a step takes, and why."""
+def choices_of(config: Config, device: torch.device, model: object) -> list[KernelChoice]:
+    """Which kernel each op of a step takes, and why; weights have the form that products want."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    formats = [module.format for module in modules if isinstance(module, MatrixProduct)]
+    held = [weight for weight in formats if isinstance(weight, QuantizedWeight)]
+    counts = Counter(weight.scheme for weight in held)
+    unfit = Counter(weight.scheme for weight in held if not weight.suits_hopper)
+    experts = (getattr(module, "matrices", None) for module in modules)
+    of_experts = [each.w13[0].scheme for each in experts if isinstance(each, QuantizedExperts)]
     spec, moe = config.model.spec, config.model.spec.moe
     shapes = OpShapes(
         config.model.dtype,
@@ -27,8 +43,10 @@ def choices_of(config: Config, device: torch.device) -> list[KernelChoice]:
         config.cache.page_size,
         None if moe is None else (spec.hidden_size, moe.intermediate_size),
         config.kernel.batch_invariant,
-        config.model.quantization if config.model.quantization in SCHEMES else None,
         config.cache.kv_cache_dtype != "auto",
+        tuple(CodedProducts(s.name.lower(), n, unfit[s]) for s, n in counts.items()),
+        of_experts[0].name.lower() if of_experts else None,
+        len(held) < len(formats) or not modules,
     )
     has_hopper = has_hopper_kernels(device)
     return kernel_choices(Platform.of(device.type, device.index, has_hopper=has_hopper), shapes)

@@ -340,7 +340,7 @@ class ModelRunner:
 
     def kernel_choices(self) -> list[KernelChoice]:
         """Which kernel each op of a step takes, and why."""
-        return choices_of(self.config, self.device)
+        return choices_of(self.config, self.device, self.model)
 
     def expect_draws(self) -> None:
         """Announces a request that draws its tokens; before its first step, from any thread."""

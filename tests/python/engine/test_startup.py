@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from diffulex import Diffulex
 from diffulex.distributed.executor import Prepared
 from diffulex.engine.metrics import RunStats
 from diffulex.engine.startup import check_fast_paths, startup_lines
@@ -94,6 +95,31 @@ def test_only_fast_paths(tiny: TinyModel) -> None:
     device = SimpleNamespace(kernel=config.kernel, model=SimpleNamespace(device="cuda:0"))
     with pytest.raises(ConfigError, match=r"got decode steps: no graphs \(enforce_eager is set\)"):
         check_fast_paths(device, Prepared(0, (), "enforce_eager is set", 0.0, (fast,)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"quantization": "int8"}, {"int8 products", "dense products"}),
+        ({"quantization": "fp8_block", "quantize_head": True}, {"fp8_block products"}),
+        ({"quantization": "int4", "quantize_head": True}, {"int4 products", "int8 products"}),
+    ],
+)
+def test_the_log_names_the_products_of_low_precision(
+    tiny: TinyModel, settings: dict[str, Any], expected: set[str]
+) -> None:
+    """Those of the weights that are there; without a dense one none is a slower path of bfloat16."""
+    given: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "max_model_len": 128, **settings}
+    has_dense = "dense products" in expected
+    with Diffulex(str(tiny.directory), require_fast_paths=not has_dense, **given) as engine:
+        found = {choice.op for choice in engine.prepared.kernels}
+        lines = startup_lines(engine.config, engine.prepared, engine.memory_report(), None)
+    assert found - {"ops"} == expected
+    for op in expected:
+        assert any(line.startswith(f"  kernel       {op}: ") for line in lines)
+    if has_dense:
+        with pytest.raises(ConfigError, match="got dense products: torch"):
+            Diffulex(str(tiny.directory), require_fast_paths=True, **given)
 
 
 def test_an_engine_refuses_a_slower_path(tiny: TinyModel, monkeypatch) -> None:

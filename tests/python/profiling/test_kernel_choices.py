@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import diffulex_ext
-from diffulex.profiling.kernel_choices import OpShapes, kernel_choices
-from diffulex.profiling.platform import Platform, cpu_isa, runs_on
+from diffulex.profiling.kernel_choices import CodedProducts, OpShapes, kernel_choices
+from diffulex.profiling.platform import Platform, cpu_isa, cpu_vnni, runs_on
 
 H200 = Platform((9, 0), ("80", "90a"), "full", "v4", ("v3", "v4"), has_hopper=True)
 A100 = dataclasses.replace(H200, capability=(8, 0), has_hopper=False)
@@ -34,31 +35,98 @@ def test_a_hopper_device() -> None:
     assert "fused_moe" not in said(H200, BF16._replace(experts=None))
 
 
+def coded(scheme: str, **shapes: Any) -> OpShapes:
+    unfit = shapes.pop("num_unfit", 0)
+    products = (CodedProducts(scheme, 36, unfit),)
+    return BF16._replace(coded=products, expert_scheme=scheme, **shapes)
+
+
+LIMITED = dataclasses.replace(H200, has_hopper=False, is_limited=True)
+HOPPER_ONLY = "Hopper kernels are for the dtype, fp8, fp8_block"
+
+
 @pytest.mark.parametrize(
-    ("scheme", "dtype", "kernel", "is_fast"),
+    ("machine", "scheme", "shapes", "products", "experts"),
     [
-        ("fp8", "bfloat16", "linear_scaled, Hopper sm_90; cuBLAS", True),
-        ("fp8_block", "float16", "linear_scaled, portable", False),
-        ("int8", "bfloat16", "linear_scaled, portable", True),
-        ("int4", "bfloat16", "linear_w4a16, Hopper sm_90; portable", True),
-        ("int4", "float16", "linear_w4a16, portable", False),
+        (
+            H200, "fp8", {},
+            ("linear_scaled, Hopper sm_90; cuBLAS", "by rows and size", True),
+            ("fp8, Hopper sm_90", "compute capability 9.0", True),
+        ),
+        (
+            H200, "fp8", {"is_batch_invariant": True},
+            ("linear_scaled, Hopper sm_90", "batch_invariant is set", True),
+            ("fp8, Hopper sm_90", "compute capability 9.0", True),
+        ),
+        (
+            H200, "fp8_block", {"dtype": "float16"},
+            ("linear_scaled, portable", "the Hopper kernel is for bfloat16, got float16", False),
+            ("fp8_block, portable", "the Hopper kernel is for bfloat16, got float16", False),
+        ),
+        (
+            H200, "fp8", {"num_unfit": 2, "experts": (2048, 100)},
+            (
+                "linear_scaled, Hopper sm_90; portable",
+                "2 of 36 have a form that Hopper's does not take",
+                False,
+            ),
+            ("fp8, portable", "the Hopper kernel takes multiples of 16, got 2048 x 100", False),
+        ),
+        (
+            H200, "int8", {},
+            ("linear_scaled, portable", f"{HOPPER_ONLY}, int4", False),
+            ("int8, portable", HOPPER_ONLY, False),
+        ),
+        (
+            H200, "int4", {},
+            ("linear_w4a16, Hopper sm_90", "compute capability 9.0", True),
+            ("int4, portable", HOPPER_ONLY, False),
+        ),
+        (
+            H200, "int4", {"num_unfit": 36},
+            (
+                "linear_w4a16, Hopper sm_90; portable",
+                "36 of 36 have a form that Hopper's does not take",
+                False,
+            ),
+            ("int4, portable", HOPPER_ONLY, False),
+        ),
+        (
+            H200, "int4", {"dtype": "float16"},
+            ("linear_w4a16, portable", "the Hopper kernel is for bfloat16, got float16", False),
+            ("int4, portable", HOPPER_ONLY, False),
+        ),
+        (
+            LIMITED, "fp8", {},
+            ("linear_scaled, portable", "DIFFULEX_FORCE_SM80 is set", False),
+            ("fp8, portable", "DIFFULEX_FORCE_SM80 is set", False),
+        ),
+        (
+            A100, "int4", {"num_unfit": 36},
+            ("linear_w4a16, portable", "compute capability 8.0", True),
+            ("int4, portable", "compute capability 8.0", True),
+        ),
     ],
-)
-def test_weights_in_low_precision(scheme: str, dtype: str, kernel: str, is_fast: bool) -> None:
-    shapes = BF16._replace(scheme=scheme, dtype=dtype)
-    choice = kernel_choices(H200, shapes)[2]
-    assert (choice.op, choice.kernel, choice.is_fast) == (
-        "products in low precision",
-        kernel,
-        is_fast,
-    )
-    experts = "Hopper sm_90" if scheme == "fp8" else "portable"
-    assert said(H200, shapes)["fused_moe"] == (experts, f"weights {scheme}", True)
-    assert said(A100, shapes)["fused_moe"] == ("portable", f"weights {scheme}", True)
-    invariant = said(H200, shapes._replace(is_batch_invariant=True))["products in low precision"]
-    assert "cuBLAS" not in invariant[0]
-    there = said(A100, BF16._replace(scheme="fp8"))["products in low precision"]
-    assert there == ("linear_scaled, portable", "compute capability 8.0", True)
+)  # fmt: skip
+def test_weights_in_low_precision(
+    machine: Platform,
+    scheme: str,
+    shapes: dict[str, Any],
+    products: tuple[str, str, bool],
+    experts: tuple[str, str, bool],
+) -> None:
+    found = said(machine, coded(scheme, **shapes))
+    assert found[f"{scheme} products"] == products
+    assert found["fused_moe"] == experts
+
+
+def test_each_format_of_a_model_is_named() -> None:
+    """A head of another scheme, and what keeps its dtype, as the experts of LLaDA2 with int4."""
+    products = CodedProducts("int4", 40), CodedProducts("fp8")
+    found = said(H200, BF16._replace(coded=products))
+    assert {"dense products", "int4 products", "fp8 products"} < found.keys()
+    assert found["fused_moe"] == ("Hopper sm_90", "compute capability 9.0", True)
+    assert "dense products" not in said(H200, BF16._replace(coded=products, has_dense=False))
 
 
 def test_attention_over_cached_codes() -> None:
@@ -96,18 +164,6 @@ def test_a_hopper_device_without_its_kernels(change: dict[str, object], reason: 
         (H200, {"dtype": "float32"}, "block_attention D 128", "dtypes bfloat16, float16, got float32"),
         (H200, {"dtype": "float32"}, "dense products", "is for bfloat16 and float16, got float32"),
         (H200, {"dtype": "float32"}, "fused_moe", "got float32 and 2048 x 768"),
-        (
-            H200,
-            {"dtype": "float16", "scheme": "int4"},
-            "products in low precision",
-            "for bfloat16, got float16",
-        ),
-        (
-            dataclasses.replace(H200, has_hopper=False, is_limited=True),
-            {"scheme": "int4"},
-            "products in low precision",
-            "DIFFULEX_FORCE_SM80 is set",
-        ),
         (H200, {"head_dims": (96,)}, "block_attention D 96", "sizes 64, 128, 256, 512, got 96"),
         (H200, {"page_size": 4}, "block_attention D 128", "pages of 8 to 256 tokens, got 4"),
         (H200, {"experts": (2048, 100)}, "fused_moe", "multiples of 8, got bfloat16 and 2048 x 100"),
@@ -161,6 +217,30 @@ def test_processors(isa: str, variants: tuple[str, ...], kernel: str, is_fast: b
     assert products.reason == "packed products are for float32, weights are bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("isa", "variants", "scheme", "kernel", "how"),
+    [
+        ("v4", ("v3", "v4"), "int8", "linear_scaled, AVX-512 VNNI", "sums of integers"),
+        ("v4", ("v3",), "int8", "linear_scaled, AVX2", "sums of integers"),
+        ("v3", ("v3", "v4"), "fp8", "linear_scaled, AVX2", "codes widened to float32"),
+        ("base", (), "int4", "linear_w4a16, portable", "codes widened to float32"),
+    ],
+)
+def test_low_precision_on_processors(
+    isa: str, variants: tuple[str, ...], scheme: str, kernel: str, how: str
+) -> None:
+    machine = dataclasses.replace(CPU, isa=isa, isa_variants=variants, vnni=("v4",))
+    shapes = OpShapes("float32", (64,), 32, expert_scheme=scheme)
+    found = said(machine, shapes)
+    assert found[f"{scheme} products"][0] == kernel
+    assert found[f"{scheme} products"][1].startswith(f"{how}; ")
+    assert found[f"{scheme} products"][2] == (variants != ("v3",))
+    assert found["dense products"][0] == "linear_packed"
+    # Of a model in bfloat16 whose matrices are all in low precision none is torch's.
+    shapes = OpShapes("bfloat16", (64,), 32, coded=(CodedProducts("int8"),), has_dense=False)
+    assert said(machine, shapes).keys() == {"ops", "int8 products"}
+
+
 def test_instruction_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     path = tmp_path / "cpuinfo"
@@ -169,7 +249,12 @@ def test_instruction_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for flags, isa in ((v4, "v4"), (v3, "v3"), (v4.replace(" abm", ""), "base"), ("fpu", "base")):
         path.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
         assert cpu_isa(path) == isa
+    path.write_text(f"flags\t\t: {v4} avx512_vnni\n")
+    assert cpu_vnni(path) == ("v4",)
+    path.write_text(f"flags\t\t: {v3} avx_vnni\n")
+    assert cpu_vnni(path) == ("v3",)
     assert cpu_isa(tmp_path / "none") == "base"
+    assert cpu_vnni(tmp_path / "none") == ()
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert cpu_isa(path) == "base"
 
