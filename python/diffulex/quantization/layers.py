@@ -26,7 +26,7 @@ from diffulex.log import get_logger
 from diffulex.nn.embedding import OutputHead
 from diffulex.nn.linear import MatrixProduct
 from diffulex.nn.weights import DenseExperts, deferred_weights
-from diffulex.ops import WeightScheme
+from diffulex.ops import WeightScheme, has_hopper_kernels
 from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight, Shape
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class ModelQuantizer(_Quantizer):
         """What becomes of the stored tensors that the plan takes."""
         found = {}
         for matrix in self._noted(model, table):
-            scheme, group = self._scheme_of(matrix.owner), 0
+            scheme, group = self._scheme_of(matrix), 0
             if scheme == WeightScheme.INT4:
                 group = self.plan.group_of(matrix.depth)
             bounds = _boundaries(matrix)
@@ -323,16 +323,19 @@ class ModelQuantizer(_Quantizer):
     def _new_weight(
         self, matrix: _Matrix, index: int, device: torch.device | str
     ) -> QuantizedWeight:
-        scheme = self._scheme_of(matrix.owner)
+        scheme = self._scheme_of(matrix, device)
         group = self.plan.group_of(matrix.depth) if scheme == WeightScheme.INT4 else 0
         segments = matrix.segments(index, _boundaries(matrix), scheme)
         shapes = [Shape(rows, group) for _, rows in segments]
         return QuantizedWeight(shapes, matrix.values.size(-1), scheme, device, matrix.values.dtype)
 
-    def _scheme_of(self, owner: nn.Module) -> WeightScheme:
-        """An output head does not bear 4 bits."""
-        is_int4 = self._scheme == WeightScheme.INT4
-        return WeightScheme.INT8 if is_int4 and isinstance(owner, OutputHead) else self._scheme
+    def _scheme_of(self, matrix: _Matrix, device: torch.device | str = "cpu") -> WeightScheme:
+        """An output head does not bear 4 bits: it has those of 8 that the device multiplies fastest."""
+        if self._scheme != WeightScheme.INT4 or not isinstance(matrix.owner, OutputHead):
+            return self._scheme
+        is_half = matrix.values.dtype == torch.bfloat16
+        has_fp8 = is_half and has_hopper_kernels(torch.device(device))
+        return WeightScheme.FP8 if has_fp8 else WeightScheme.INT8
 
 
 class StoredQuantizer(_Quantizer):

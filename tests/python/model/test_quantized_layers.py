@@ -30,7 +30,7 @@ from fixtures.quantized import quantize_in_place
 from reference import quantize as reference
 
 EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES)
-FP32 = torch.float32
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -327,6 +327,47 @@ def test_patterns_without_a_module_are_an_error(tmp_path) -> None:
     family_builder("sdar").write(tmp_path)
     with pytest.raises(ConfigError, match=r"quantization_ignore: .* got '\*\.o_prj', which"):
         load(tmp_path, QuantizationPlan("int8", ignore=("lm_head", "*.o_prj")))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("has_hopper", "dtype"), [(True, BF16), (True, FP32), (False, BF16)])
+def test_a_head_of_four_bits_is_of_eight(
+    tmp_path, monkeypatch, scheme: str, has_hopper: bool, dtype: torch.dtype
+) -> None:
+    """Of e4m3 where the device multiplies it."""
+    family_builder("sdar").write(tmp_path)
+    seen = []
+
+    def answer(device: torch.device) -> bool:
+        seen.append(device)
+        return has_hopper
+
+    monkeypatch.setattr("diffulex.quantization.layers.has_hopper_kernels", answer)
+    model = load(tmp_path, QuantizationPlan(scheme, quantize_head=True), dtype)
+    schemes = {name: held.scheme.name.lower() for name, held in formats(model).items()}
+    expected = scheme
+    if scheme == "int4":
+        expected = "fp8" if has_hopper and dtype == BF16 else "int8"
+    assert schemes.pop("head") == expected
+    assert set(schemes.values()) == {scheme}
+    assert (torch.device("cpu") in seen) == (scheme == "int4" and dtype == BF16)
+
+
+def test_which_forms_hopper_multiplies() -> None:
+    def suits(scheme: str, rows: int, depth: int) -> bool:
+        weight = QuantizedWeight(
+            [Shape(rows, 64)], depth, WeightScheme[scheme.upper()], "cpu", BF16
+        )
+        return weight.suits_hopper
+
+    assert suits("fp8", 48, 80)
+    assert not suits("fp8", 40, 80)
+    assert not suits("fp8_block", 48, 72)
+    weight = QuantizedWeight([Shape(32, 64)], 128, WeightScheme.INT4, "cpu", BF16)
+    assert not weight.suits_hopper  # rows of nibbles, as an order of columns keeps them
+    (part,) = weight.parts
+    part.codes = ops.to_nibble_tiles(part.codes)
+    assert weight.suits_hopper
 
 
 def test_an_embedding_that_is_stored_as_the_head_is_read(tmp_path) -> None:
