@@ -185,4 +185,5 @@ FAMILY = Family(
         Decoding("dmax", "edit", _DMAX),
         Decoding(sampler=_FILLING, model_names=_FILLED_NAMES),
     ),
+    quantization_ignore={"int4": ("*.experts.*",)},
 )

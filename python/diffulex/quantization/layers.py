@@ -275,9 +275,10 @@ class ModelQuantizer(_Quantizer):
                 found[place.name] = Projections(scheme, group, sizes)
         return found
 
-    def _chosen(self, model: nn.Module, table: Mapping[str, torch.Tensor]) -> list[_Matrix]:
+    def _chosen(self, model: Any, table: Mapping[str, torch.Tensor]) -> list[_Matrix]:
         found = list(_matrices(model, table))
-        self._check_ignored([name.removesuffix(".weight") for name in table])
+        kept = kept_modules(model.spec.family, self.scheme)
+        self._check_ignored([name.removesuffix(".weight") for name in table], kept)
         chosen = [matrix for matrix in found if self._takes(matrix)]
         if not chosen:
             raise ConfigError(
@@ -293,9 +294,10 @@ class ModelQuantizer(_Quantizer):
                 )
         return chosen
 
-    def _check_ignored(self, modules: list[str]) -> None:
+    def _check_ignored(self, modules: list[str], kept: Sequence[str]) -> None:
+        """Not every model of a family has what the family keeps."""
         for pattern in self.plan.ignore:
-            if not any(fnmatch(module, pattern) for module in modules):
+            if pattern not in kept and not any(fnmatch(module, pattern) for module in modules):
                 raise ConfigError(
                     f"quantization_ignore: expected patterns of the checkpoint's modules, as in"
                     f" {modules[-1]!r}, got {pattern!r}, which matches none"

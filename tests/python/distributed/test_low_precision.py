@@ -25,7 +25,7 @@ QUESTIONS = [
     json.loads(line)["question"]
     for line in (ZOO / "heldout.jsonl").read_text(encoding="utf-8").splitlines()[:12]
 ]
-EXPERTS_ALONE = {"tensor_parallel_size": 1, "expert_parallel_size": 2}
+EXPERTS_ALONE = {"tensor_parallel_size": 1, "expert_parallel_size": 2, "quantization_ignore": ()}
 LIMITS: dict[str, Any] = {"max_model_len": 128, "num_pages": 64, "max_num_reqs": 4}
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[random.Random(length).randrange(200) for _ in range(length)] for length in (33, 5, 18)]

@@ -106,7 +106,7 @@ def test_a_request_alone_and_among_others(make_engine: Make, family: str, device
     [("sdar", "int8"), ("sdar", "fp8"), ("llada2", "fp8_block"), ("llada2", "int4")],
 )
 def test_low_precision_and_a_cache_of_codes(make_engine: Make, family: str, scheme: str) -> None:
-    settings = {"quantization": scheme, "kv_cache_dtype": "fp8_e4m3"}
+    settings = {"quantization": scheme, "quantization_ignore": (), "kv_cache_dtype": "fp8_e4m3"}
     with make_engine(family, "cpu", **settings) as engine:
         check(engine, *requests(0.0, logprobs=3))
 

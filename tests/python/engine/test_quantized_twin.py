@@ -180,8 +180,12 @@ MODELS = {
     "dmax_llada2": (20, 4),
     "diffusion_gemma": (20, 5),
 }
-#: What a scheme leaves in its dtype: the attention of DiffusionGemma, two matrices a layer.
-KEPT = {("diffusion_gemma", "int4"): 10}
+#: What a family leaves in its dtype: the attention, two matrices a layer, or the experts.
+KEPT = {
+    ("diffusion_gemma", "int4"): (10, 0),
+    ("edit_llada2", "int4"): (0, 4),
+    ("dmax_llada2", "int4"): (0, 4),
+}
 #: Of int4 no code moves.
 MAX_ERROR = {"fp8": 0.03, "fp8_block": 0.03, "int8": 0.01, "int4": 1e-5}
 #: Model, scheme, problems, and how many of them may have other tokens.
@@ -215,7 +219,8 @@ def test_tokens_and_logits_are_those_of_the_twin(
             logits.append(last_rows(decoder, block, tokens, len(tokens) - block))
             ways.append(routes.take())
         dense, experts = replace_weights(decoder)
-        assert (dense + KEPT.get((model, scheme), 0), len(experts)) == MODELS[model]
+        kept_dense, kept_experts = KEPT.get((model, scheme), (0, 0))
+        assert (dense + kept_dense, len(experts) + kept_experts) == MODELS[model]
         again = answers(engine, count)
         for tokens, way in zip(sequences, ways, strict=True):
             assert way.keys() == experts.keys()

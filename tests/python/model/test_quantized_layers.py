@@ -14,6 +14,7 @@ from diffulex import ops
 from diffulex.checkpoint import memory, random_weights, tensor_reader
 from diffulex.checkpoint.auto_model import detect, load_model, random_model
 from diffulex.checkpoint.loader import weight_table_of
+from diffulex.config.config import Config, read_model_facts
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.nn.linear import pack_weights
 from diffulex.nn.weights import DenseExperts, DenseWeight, PackedWeight
@@ -368,6 +369,26 @@ def test_which_forms_hopper_multiplies() -> None:
     (part,) = weight.parts
     part.codes = ops.to_nibble_tiles(part.codes)
     assert weight.suits_hopper
+
+
+def test_what_a_family_keeps_need_not_be_there(tmp_path, caplog) -> None:
+    """LLaDA2 keeps its experts with int4, which a model may lack; to quantise them warns."""
+    small = moe_config("llada2", moe_intermediate_size=64)
+    moe_builder("llada2", config=small).write(tmp_path / "experts")
+    facts, given = read_model_facts(str(tmp_path / "experts"), {}), {"device": "cpu"}
+    for scheme, ignore in (("int4", ("*.experts.*",)), ("int8", ())):
+        config = Config.resolve("", facts, {**given, "quantization": scheme})
+        assert config.model.quantization_ignore == ignore
+    kept = QuantizationPlan("int4", ignore=("*.experts.*",))
+    held = formats(load(tmp_path / "experts", kept))
+    assert not any(isinstance(each, QuantizedExperts) for each in held.values())
+    assert "is not accepted" not in caplog.text
+    held = formats(load(tmp_path / "experts", QuantizationPlan("int4")))
+    assert any(isinstance(each, QuantizedExperts) for each in held.values())
+    text = "quantization: int4 of *.experts.* is not accepted for llada2 (docs/quantization.md)"
+    assert text in caplog.text
+    moe_builder("llada2", config={**small, "first_k_dense_replace": 2}).write(tmp_path / "dense")
+    assert formats(load(tmp_path / "dense", kept))
 
 
 def test_an_embedding_that_is_stored_as_the_head_is_read(tmp_path) -> None:
